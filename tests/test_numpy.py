@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardax as sx
-from shardax.errors import DeviceError, DtypeError
+from shardax.errors import ModuleError
 
 FLOATS: dict[str, Callable[..., jax.Array]] = {
     "zeros": lambda **more: sx.numpy.zeros((2, 3), **more),
@@ -104,7 +104,7 @@ def test_arrays_are_created_in_their_shards(mesh: Mesh) -> None:
 
 def test_dtype_must_be_given_inside_programs() -> None:
     for call in (lambda: sx.numpy.zeros(3), lambda: sx.numpy.array([0.5])):
-        with pytest.raises(DtypeError, match=r"inside a program.*dtype=\.\.\."):
+        with pytest.raises(ModuleError, match=r"inside a program.*dtype=\.\.\."):
             jax.jit(call)()
     with sx.default_dtype("bfloat16"):
         run = sx.jit(lambda x: sx.numpy.zeros(3, "float32") + sx.numpy.array(x))
@@ -112,11 +112,11 @@ def test_dtype_must_be_given_inside_programs() -> None:
 
 
 def test_invalid_dtypes_and_places_are_refused() -> None:
-    with pytest.raises(DtypeError, match="64 bits"):
+    with pytest.raises(ModuleError, match="64 bits"):
         sx.numpy.zeros(3, "float64")
-    with pytest.raises(DeviceError, match="no device 'moon'"):
+    with pytest.raises(ModuleError, match="no device 'moon'"):
         sx.numpy.ones(3, device="moon")
-    with pytest.raises(DeviceError, match=r"shardax\.numpy\.full was given device='cpu' and"):
+    with pytest.raises(ModuleError, match=r"shardax\.numpy\.full was given device='cpu' and"):
         sx.numpy.full(3, 1.0, device="cpu", sharding=P())
-    with pytest.raises(DeviceError, match="needs a mesh"):
+    with pytest.raises(ModuleError, match="needs a mesh"):
         sx.numpy.eye(3, sharding=P("data"))

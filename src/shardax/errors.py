@@ -33,23 +33,16 @@ if _typing.TYPE_CHECKING:
 
 _NAMES = {
     "shardax._core.errors": (
-        "AbstractValueError ArrayExpectedError BindError ConcurrentWriteError DeviceError "
-        "DonationError DtypeError FilterError ForeignMutationError FrozenVariableError "
-        "LabelConflictError LayerViewError LayoutLostWarning MetadataError MissingAttributeError "
-        "MissingRngsError NotAddressableError "
-        "PickleReadError PickleWriteError PrecisionLostWarning ReadOnlyCopyError "
-        "RepeatedKeyError ReservedNameError SeedError ShardaxError StackError StateMismatchError "
-        "StatelessCallError StaticAttributeError TraceLeakError TreeError UnboundVariableError "
-        "UnknownStreamError VariableValueError"
+        "ConcurrentWriteError DonationError FilterError ForeignMutationError LayoutLostWarning "
+        "MetadataError ModuleAttributeError ModuleError PickleReadError PickleWriteError "
+        "PrecisionLostWarning RepeatedKeyError ShardaxError StateMismatchError "
+        "StaticAttributeError TraceLeakError VariableValueError"
     ),
     "shardax._files": "PathExistsError PathNotFoundError",
     "shardax._select.places": "SelectionError",
     "shardax._transforms.errors": (
-        "AmbiguousBatchError ArgumentError AxisSizeError BoundedLoopError BranchError "
-        "CarryError ClosureError DecisionError DifferentiationError "
-        "InconsistentAliasingError MappedShardingError MeshError NoMeshError "
-        "OutputError PrefixError SharedWriteError "
-        "StaticArgumentError StructureMismatchError TangentError"
+        "BranchError CarryError ClosureError NoMeshError PrefixError SharedWriteError "
+        "StaticArgumentError TransformError"
     ),
     "shardax.bridge.base": "BridgeError",
     "shardax.cli.inputs": "CommandError",
@@ -57,17 +50,14 @@ _NAMES = {
     "shardax.distributed.processes": "DistributedError",
     "shardax.hlo.program": "CompilerFailedError HloReadError",
     "shardax.host.errors": (
-        "CallCancelledError ExportError HostFunctionError RemoteValueError "
-        "WorkerAuthenticationError WorkerCrashedError WorkerError WorkerTimeoutError"
+        "CallCancelledError ExportError HostFunctionError WorkerAuthenticationError "
+        "WorkerCrashedError WorkerError WorkerTimeoutError"
     ),
     "shardax.models.family": "PretrainedError",
     "shardax.models.generation": "GenerationError",
     "shardax.named.base": "NamedAxesError NamedIndexError",
     "shardax.nn.errors": "LayerConfigError LayerInputError",
-    "shardax.partition.errors": (
-        "ParallelError PartitionCheckError PartitionError PartitioningUnspecifiedError "
-        "PlacementError"
-    ),
+    "shardax.partition.errors": "PartitionCheckError PartitionError",
     "shardax.plan.errors": (
         "CompilerMissingError HardwareError LayoutAssertionError PlanError PlanFileError "
         "PlanInputError PlanInterrupted TargetError"
@@ -91,10 +81,19 @@ _OLD_NAMES = {
         "ArtifactCallError ArtifactDamagedError ArtifactEnvironmentError ArtifactVersionError"
     ),
     "HostFunctionError": "HostResultError HostSpecError",
+    "ModuleAttributeError": (
+        "FrozenVariableError MissingAttributeError ReservedNameError UnboundVariableError "
+        "UnknownStreamError"
+    ),
+    "ModuleError": (
+        "AbstractValueError ArrayExpectedError BindError DeviceError DtypeError "
+        "LabelConflictError LayerViewError MissingRngsError NotAddressableError ReadOnlyCopyError "
+        "SeedError StackError StatelessCallError TreeError"
+    ),
     "NamedAxesError": "NamesRemainError",
-    "ParallelError": "DataParallelError PipelineError",
     "PartitionError": (
-        "AxisConflictError AxisNamesError BoxError ConstraintError NoRulesError OverrideError "
+        "AxisConflictError AxisNamesError BoxError ConstraintError DataParallelError NoRulesError "
+        "OverrideError ParallelError PartitioningUnspecifiedError PipelineError PlacementError "
         "RulesError UnmappedAxisError"
     ),
     "PathExistsError": "ArtifactExistsError CheckpointExistsError",
@@ -107,9 +106,14 @@ _OLD_NAMES = {
         "AccumulationError GradientMismatchError LogError MetricError OptimizerStateError "
         "TrainerError"
     ),
+    "TransformError": (
+        "AmbiguousBatchError ArgumentError AxisSizeError BoundedLoopError DecisionError "
+        "DifferentiationError InconsistentAliasingError MappedShardingError MeshError OutputError "
+        "StructureMismatchError TangentError"
+    ),
     "ViewError": "OperationsError ShardingViewError",
     "WorkerError": (
-        "StaleModuleError WorkerCallError WorkerConfigError WorkerMessageError "
+        "RemoteValueError StaleModuleError WorkerCallError WorkerConfigError WorkerMessageError "
         "WorkerPickleError WorkerStartError"
     ),
 }

@@ -213,5 +213,5 @@ def test_models_are_initialised_into_shards() -> None:
 def test_what_is_no_linen_module_is_refused() -> None:
     with pytest.raises(sx.bridge.BridgeError, match=r"the class .*Dense: make an instance"):
         sx.bridge.from_linen(linen.Dense)
-    with pytest.raises(sx.errors.SeedError, match=r"sx.Rngs\(0\)"):
+    with pytest.raises(sx.errors.ModuleError, match=r"sx.Rngs\(0\)"):
         sx.bridge.from_linen(linen.Dense(2), X, rngs=0)

@@ -18,12 +18,7 @@ from tests.strategies import Node, assert_same_model
 from tests.structure import structure_epoch
 
 import shardax as sx
-from shardax.errors import (
-    MissingAttributeError,
-    ReservedNameError,
-    StateMismatchError,
-    StaticAttributeError,
-)
+from shardax.errors import ModuleAttributeError, StateMismatchError, StaticAttributeError
 
 
 class Pair(NamedTuple):
@@ -220,7 +215,7 @@ RESERVED = ["_owner", "_array_attributes", "_marked", "_lock", "_flat", "_flatte
 
 @pytest.mark.parametrize("name", RESERVED)
 def test_reserved_names_are_refused(name: str) -> None:
-    with pytest.raises(ReservedNameError, match=f"'{name}' is reserved"):
+    with pytest.raises(ModuleAttributeError, match=f"'{name}' is reserved"):
         setattr(Node(), name, 5)
 
 
@@ -228,10 +223,10 @@ def test_reserved_names_are_refused(name: str) -> None:
 @pytest.mark.parametrize("value", [lambda self: None, 3, property(lambda self: 3)])
 def test_class_defining_reserved_name_is_refused(name: str, value: object) -> None:
     with pytest.raises(
-        ReservedNameError, match=f"^Taken has the attribute {name}, .* such as {name[1:]}"
+        ModuleAttributeError, match=f"^Taken has the attribute {name}, .* such as {name[1:]}"
     ):
         type("Taken", (sx.Module,), {name: value})
-    with pytest.raises(ReservedNameError, match=f"^Mine has the attribute {name}, "):
+    with pytest.raises(ModuleAttributeError, match=f"^Mine has the attribute {name}, "):
         type("Mine", (sx.nn.Linear,), {name: value})
 
 
@@ -240,12 +235,12 @@ def test_a_mixin_cannot_bring_a_reserved_name_either() -> None:
         def _flatten(self, encode: object) -> object:
             return encode
 
-    with pytest.raises(ReservedNameError, match="Model has the attribute _flatten of Flattened"):
+    with pytest.raises(ModuleAttributeError, match="Model has the attribute _flatten of Flattened"):
         type("Model", (Flattened, sx.Module), {})
 
 
 def test_slots_are_refused_because_data_lives_in_attributes() -> None:
-    with pytest.raises(ReservedNameError, match="Slotted defines __slots__"):
+    with pytest.raises(ModuleAttributeError, match="Slotted defines __slots__"):
         type("Slotted", (sx.Module,), {"__slots__": ("x",)})
 
 
@@ -379,7 +374,7 @@ def test_set_attributes_changes_every_module_that_has_them() -> None:
 
 def test_unknown_set_attributes_are_refused_without_effect() -> None:
     tower = _tower()
-    with pytest.raises(MissingAttributeError, match=r"\['ratio'\]; nothing was changed"):
+    with pytest.raises(ModuleAttributeError, match=r"\['ratio'\]; nothing was changed"):
         tower.set_attributes(rate=0.5, ratio=1)
     assert tower.rate == 1.0
     tower.set_attributes(rate=0.5, ratio=1, raise_if_not_found=False)

@@ -14,7 +14,7 @@ from tests.strategies import Node, assert_same_model
 
 import shardax as sx
 from shardax._core.graph.flatten import has_objects
-from shardax.errors import ReadOnlyCopyError
+from shardax.errors import ModuleError
 
 
 class Attention(sx.Module):
@@ -188,7 +188,7 @@ def test_write_to_copy_inside_plain_transform_is_refused(write: Callable[[Any], 
     before = sx.clone(model)
 
     def function(copied: Linear) -> jax.Array:
-        with pytest.raises(ReadOnlyCopyError, match=r"would be lost.*sx\.jit.*(?s:.*)sx\.mutable"):
+        with pytest.raises(ModuleError, match=r"would be lost.*sx\.jit.*(?s:.*)sx\.mutable"):
             write(copied)
         return copied.kernel.value
 
@@ -202,7 +202,7 @@ def test_every_plain_transform_refuses_writes(transform: Any) -> None:
 
     def function(copied: Linear) -> jax.Array:
         for name, write in WRITES.items():
-            with pytest.raises(ReadOnlyCopyError):
+            with pytest.raises(ModuleError):
                 write(copied)
             refused.append(name)
         return copied.kernel.value
@@ -213,9 +213,9 @@ def test_every_plain_transform_refuses_writes(transform: Any) -> None:
 
 def test_separately_passed_variable_is_read_only() -> None:
     def function(variable: sx.Param[Any]) -> jax.Array:
-        with pytest.raises(ReadOnlyCopyError):
+        with pytest.raises(ModuleError):
             variable[...] = 0.0
-        with pytest.raises(ReadOnlyCopyError):
+        with pytest.raises(ModuleError):
             variable.set_metadata(tag="x")
         return variable * 2
 
@@ -281,7 +281,7 @@ def test_no_write_to_untraced_copy_is_lost(transform: Any, write: str, kind: Any
         assert int(model.calls) == 1
         return
     with pytest.raises(
-        (ReadOnlyCopyError, sx.errors.TraceLeakError), match="shardax transform of the same name"
+        (ModuleError, sx.errors.TraceLeakError), match="shardax transform of the same name"
     ):
         transform(function, model)
     assert repr(model) == before
@@ -289,7 +289,7 @@ def test_no_write_to_untraced_copy_is_lost(transform: Any, write: str, kind: Any
 
 def test_arrayless_variable_is_read_only_in_plain_transform() -> None:
     variable: sx.Variable[Any] = sx.Variable({})
-    with pytest.raises(ReadOnlyCopyError):
+    with pytest.raises(ModuleError):
         jax.jit(lambda v, x: v.__setitem__("s", x))(variable, 1.0)
     assert variable.value == {}
 

@@ -473,6 +473,6 @@ def test_argument_that_copies_variables_is_refused(
     kind: type[Node], advice: str, transformed: Any
 ) -> None:
     variable = sx.Param(1.0)
-    with pytest.raises(sx.errors.TreeError, match=advice):
+    with pytest.raises(sx.errors.ModuleError, match=advice):
         transformed({"of": [kind(variable)]})
     assert variable.value == 1.0

@@ -24,7 +24,7 @@ from shardax._core.graph.views import (
     with_part,
 )
 from shardax._core.init.lazy import Init, LazyKey
-from shardax.errors import StackError
+from shardax.errors import ModuleError
 
 initializers = jax.nn.initializers
 INITIALIZERS = {
@@ -104,7 +104,7 @@ def test_lazy_keys_stack() -> None:
 
 def test_an_initializer_without_its_key_says_so() -> None:
     parts = [Init(INITIALIZERS["normal"], (2,)) for _ in range(2)]
-    with pytest.raises(sx.errors.MissingRngsError, match="rngs=rngs"):
+    with pytest.raises(sx.errors.ModuleError, match="rngs=rngs"):
         LazyStack(parts).compute()
 
 
@@ -191,7 +191,7 @@ def test_a_single_one_shares_what_is_older() -> None:
 
 def test_sharing_between_some_is_refused() -> None:
     stream, other = sx.Rngs(dropout=0).dropout, sx.Rngs(dropout=0).dropout
-    with pytest.raises(StackError, match=r"\.stream is one object in the layers \[0, 2\]"):
+    with pytest.raises(ModuleError, match=r"\.stream is one object in the layers \[0, 2\]"):
         stack_objects([Drawing(stream), Drawing(other), Drawing(stream)], "layers")
 
 
@@ -209,5 +209,5 @@ def test_sharing_between_some_is_refused() -> None:
 )
 def test_unequal_parts_are_refused_by_path(first: Any, second: Any, message: str) -> None:
     stream = sx.Rngs(dropout=0).dropout
-    with pytest.raises(StackError, match=message):
+    with pytest.raises(ModuleError, match=message):
         stack_objects([Drawing(stream, first), Drawing(stream, second)], "layers")

@@ -13,13 +13,7 @@ from tests.advice import run_advice
 from tests.strategies import assert_equal_values, assert_same_model
 
 import shardax as sx
-from shardax.errors import (
-    BindError,
-    FrozenVariableError,
-    LabelConflictError,
-    StatelessCallError,
-    UnboundVariableError,
-)
+from shardax.errors import ModuleAttributeError, ModuleError
 
 
 class Noisy(sx.Module):
@@ -130,7 +124,7 @@ def test_variables_given_as_arguments_are_the_callers_own() -> None:
 def test_writing_unpassed_variable_is_refused() -> None:
     model = noisy()
     slots, params = sx.unbind(model, sx.Param, freeze=True)
-    with pytest.raises(FrozenVariableError, match=r"\.calls"):
+    with pytest.raises(ModuleAttributeError, match=r"\.calls"):
         slots.stateless_call(params, X)
     assert int(model.calls) == 0
     model.dropout.deterministic = True
@@ -151,10 +145,10 @@ def test_what_a_pure_function_cannot_return_is_refused() -> None:
         def __call__(self) -> None:
             self.on = True
 
-    with pytest.raises(StatelessCallError, match=r"added the Variables \.seen"):
+    with pytest.raises(ModuleError, match=r"added the Variables \.seen"):
         sx.stateless_call(Sows(), (), X)
     model = Switches()
-    with pytest.raises(StatelessCallError, match=r"structure of \(root\)"):
+    with pytest.raises(ModuleError, match=r"structure of \(root\)"):
         model.stateless_call(())
     assert model.on is False
     sown = Sows()
@@ -177,18 +171,18 @@ def test_mismatched_values_are_refused_before_running() -> None:
 
     slots, (value,) = sx.unbind(Runs(), freeze=True)
     _, variables = sx.unbind(Runs())
-    with pytest.raises(BindError, match="frozen values, but was given Param") as caught:
+    with pytest.raises(ModuleError, match="frozen values, but was given Param") as caught:
         slots.stateless_call(variables)
     names = {"sx": sx, "model": sx.nn.Sequential(), "variables": variables}
     assert run_advice(caught.value, "sx.freeze(variables)", names) == (value,)
     names |= {"variables": (), "rest": X}
     assert run_advice(caught.value, "sx.bind(model, variables)(...)", names) is X
-    with pytest.raises(BindError, match=r"\.calls, for which there is no slot"):
+    with pytest.raises(ModuleError, match=r"\.calls, for which there is no slot"):
         slots.stateless_call((value, *sx.unbind(noisy(), sx.Not(sx.Param), freeze=True)[1]))
-    with pytest.raises(LabelConflictError):
+    with pytest.raises(ModuleError):
         slots.stateless_call([value, jax.tree.map(lambda x: x + 1, value)])
     assert ran == []
-    with pytest.raises(UnboundVariableError, match=r"\.w"):
+    with pytest.raises(ModuleAttributeError, match=r"\.w"):
         slots.stateless_call(())
 
 

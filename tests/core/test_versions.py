@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardax as sx
 from shardax._core import _jax
-from shardax.errors import ReadOnlyCopyError
+from shardax.errors import ModuleError
 
 WITH_VERSION = """
 import jax
@@ -151,7 +151,7 @@ def rebuilds_arguments() -> None:
     by_vjp.defvjp(lambda v: (write(v), None), lambda kept, given: (given,))
     by_jvp.defjvp(lambda given, tangents: (write(*given), tangents[0].value))
     for call in (by_vjp, by_jvp):
-        with pytest.raises(ReadOnlyCopyError):
+        with pytest.raises(ModuleError):
             call(sx.Param(jnp.ones(2)))
     assert write(jax.tree.map(jnp.negative, sx.Param(jnp.ones(2)))).tolist() == [0.0, 0.0]
 

@@ -12,7 +12,7 @@ from tests.advice import run_advice
 from tests.strategies import Node, Pair, assert_equal_values, models
 
 import shardax as sx
-from shardax.errors import TreeError, VariableValueError
+from shardax.errors import ModuleError, VariableValueError
 
 
 def _model() -> Node:
@@ -47,7 +47,7 @@ def test_iter_graph_yields_each_part_once() -> None:
         ("a",),
         ("a", "layers", 0),
     ]
-    with pytest.raises(TreeError, match=r"sx\.iter_graph takes a model"):
+    with pytest.raises(ModuleError, match=r"sx\.iter_graph takes a model"):
         next(sx.iter_graph(Node))
 
 
@@ -126,7 +126,7 @@ def test_recursive_map_refuses_cycles_by_path() -> None:
     model.child = Node()
     model.child.parent = model.child
     text = r"cannot replace the Node at \.child from .* holds itself"
-    with pytest.raises(TreeError, match=text) as caught:
+    with pytest.raises(ModuleError, match=text) as caught:
         sx.recursive_map(lambda path, part: part, model)
     names = {"sx": sx, "fn": lambda path, part: part, "model": model}
     new = run_advice(caught.value, "sx.map(fn, model)", names)

@@ -46,7 +46,9 @@ ON_MODELS: dict[str, Callable[[Any], Any]] = {
     ],
 )
 def test_what_holds_no_model_is_refused(name: str, given: Any, fix: str) -> None:
-    with pytest.raises(sx.errors.TreeError, match=rf"sx\.{name} takes a model as its first.*{fix}"):
+    with pytest.raises(
+        sx.errors.ModuleError, match=rf"sx\.{name} takes a model as its first.*{fix}"
+    ):
         ON_MODELS[name](given)
 
 
@@ -60,7 +62,7 @@ def test_values_of_a_wrong_kind_are_refused(given: Any) -> None:
 
 @pytest.mark.parametrize("given", [STATE, LAYER, (GRAPHDEF, STATE), "abc"])
 def test_merge_wants_a_graphdef_first(given: Any) -> None:
-    with pytest.raises(sx.errors.TreeError, match=r"GraphDef") as caught:
+    with pytest.raises(sx.errors.ModuleError, match=r"GraphDef") as caught:
         sx.merge(given, GRAPHDEF)
     names = {"sx": sx, "graphdef": GRAPHDEF, "state": STATE}
     model = run_advice(caught.value, "sx.merge(graphdef, state)", names)
@@ -77,14 +79,14 @@ def test_other_wrong_arguments_name_the_fix() -> None:
     assert run_advice(caught.value, "sx.state(model)", names).merge(state).flat().keys() == (
         STATE.flat().keys()
     )
-    with pytest.raises(sx.errors.TreeError, match=r"callable Module") as caught:
+    with pytest.raises(sx.errors.ModuleError, match=r"callable Module") as caught:
         sx.stateless_call(5, ())
     result, _ = run_advice(
         caught.value, "sx.stateless_call(*sx.unbind(model, freeze=True), x)", names
     )
     assert result.shape == (3,)
     for wrong in ("abc", 5, STATE, {"a": 1}):
-        with pytest.raises(sx.errors.BindError, match=r"sx\.unbind\(tree\)"):
+        with pytest.raises(sx.errors.ModuleError, match=r"sx\.unbind\(tree\)"):
             sx.bind(sx.unbind(LAYER)[0], wrong)
     with pytest.raises(sx.errors.FilterError, match=r"5 of type int is not a filter"):
         sx.state(LAYER, 5)
@@ -113,6 +115,6 @@ def test_other_wrong_arguments_name_the_fix() -> None:
     ],
 )
 def test_wrong_seeds_name_right_ones(make: Callable[[], Any]) -> None:
-    with pytest.raises(sx.errors.SeedError, match=r"Rngs\(0|split=4|rngs\.scope\('block'\)"):
+    with pytest.raises(sx.errors.ModuleError, match=r"Rngs\(0|split=4|rngs\.scope\('block'\)"):
         make()
     assert sx.Rngs(sx.Variable(3)).default.key == jax.random.key(3)

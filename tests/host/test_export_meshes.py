@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from tests.host.exported_models import run_python
 
 import shardax as sx
-from shardax.errors import ExportError, MeshError
+from shardax.errors import ExportError, TransformError
 
 
 class Summing(sx.Module):
@@ -119,7 +119,7 @@ def test_other_numbers_of_devices_are_named(auto_mesh: Mesh, tmp_path: pathlib.P
     _, path = exported(auto_mesh, tmp_path / "model")
     with pytest.raises(ExportError, match="8 devices, and in the mesh are 4"):
         sx.host.load(path, Mesh(np.array(jax.devices()[:4]), ("x",)))
-    with pytest.raises(MeshError, match="make_mesh"):
+    with pytest.raises(TransformError, match="make_mesh"):
         sx.host.load(path, AbstractMesh((8,), ("x",), axis_types=(AxisType.Auto,)))  # pyright: ignore[reportArgumentType]
 
 

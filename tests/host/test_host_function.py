@@ -22,7 +22,7 @@ from tests.host.ways import FLOAT, Seen, doubling, same
 from tests.host.ways import way as way
 
 import shardax as sx
-from shardax.errors import ArgumentError, HostFunctionError, StaticArgumentError
+from shardax.errors import HostFunctionError, StaticArgumentError, TransformError
 
 host_function = sx.host.host_function
 
@@ -343,7 +343,7 @@ def test_a_promise_that_is_none_names_the_place(out: Any, path: str) -> None:
 def test_non_numeric_arrays_are_refused_in_every_context() -> None:
     texts = np.array(["a", "b"])
     for function in (doubling(), jax.jit(lambda: doubling()(texts))):
-        with pytest.raises(ArgumentError, match=r"<U1 at \.x.*tuple"):
+        with pytest.raises(TransformError, match=r"<U1 at \.x.*tuple"):
             function(*([texts] if isinstance(function, sx.host.HostFunction) else []))
 
 

@@ -13,7 +13,7 @@ from tests.host.ways import same
 from tests.host.ways import way as way
 
 import shardax as sx
-from shardax.errors import ClosureError, DifferentiationError, ForeignMutationError
+from shardax.errors import ClosureError, ForeignMutationError, TransformError
 
 host_function = sx.host.host_function
 
@@ -86,7 +86,7 @@ def test_gradients_through_a_closure_are_refused_by_name() -> None:
     """As for ``custom_vjp``: what is not passed in has no gradient by the rule, which is told."""
     model = table()
     look = host_function(model.__call__.__func__.function, out=lambda self, x: x)
-    with pytest.raises(DifferentiationError, match=r"\.self\.values"):
+    with pytest.raises(TransformError, match=r"\.self\.values"):
         sx.grad(lambda model: look(model, X).sum())(model)
 
 

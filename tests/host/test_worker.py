@@ -317,7 +317,7 @@ def test_unnamed_values_are_freed_with_their_handle(worker):
     kept = worker.put(1)
     key = kept.key
     del kept
-    with pytest.raises(errors.RemoteValueError, match=str(key)):
+    with pytest.raises(errors.WorkerError, match=str(key)):
         Remote(worker, key, "").get()
 
 
@@ -329,7 +329,7 @@ def test_named_values_are_shared_until_deleted(worker):
     assert worker.info()["values"] == ["pair"]
     worker.value("pair").delete()
     for gone in (worker.value("pair"), Remote(worker, own.key, "")):
-        with pytest.raises(errors.RemoteValueError, match="keeps no value"):
+        with pytest.raises(errors.WorkerError, match="keeps no value"):
             gone.get()
 
 
@@ -338,7 +338,7 @@ def test_what_stands_for_a_value_means_nothing_elsewhere(worker):
     other = Worker.connect(worker.address, worker.authkey)
     with other, pytest.raises(errors.WorkerError, match="another worker"):
         other.submit(abs, kept)
-    with pytest.raises(errors.RemoteValueError, match="cannot be pickled"):
+    with pytest.raises(errors.WorkerError, match="cannot be pickled"):
         copy.deepcopy(kept)
 
 

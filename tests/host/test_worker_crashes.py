@@ -34,7 +34,7 @@ def test_crash_fails_calls_loses_values_and_restarts_worker(worker):
         waiting.result()
     assert "idempotent=True" in str(waiting.exception())
     assert worker.submit(there.process).result() != before
-    with pytest.raises(errors.RemoteValueError, match="started anew"):
+    with pytest.raises(errors.WorkerError, match="started anew"):
         kept.get()
 
 

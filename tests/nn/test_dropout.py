@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tests.advice import run_advice
 
 import shardax as sx
-from shardax.errors import LayerConfigError, LayerInputError, MissingRngsError
+from shardax.errors import LayerConfigError, LayerInputError, ModuleError
 
 ONES = np.ones((200, 100), np.float32)
 
@@ -101,7 +101,7 @@ def test_split_input_gives_numbers_of_the_whole(mesh: Mesh):
 def test_wrong_rates_missing_streams_and_dimensions_are_refused():
     with pytest.raises(LayerConfigError, match=r"rate=1\.5"):
         sx.nn.Dropout(1.5)
-    with pytest.raises(MissingRngsError, match="made without rngs") as caught:
+    with pytest.raises(ModuleError, match="made without rngs") as caught:
         sx.nn.Dropout(0.5)(ONES)
     names = {"sx": sx, "Dropout": sx.nn.Dropout, "rngs": sx.Rngs(dropout=0), "x": ONES}
     dropout = run_advice(caught.value, "Dropout(0.5, rngs=sx.Rngs(dropout=0))", names)

@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tests.values import with_values
 
 import shardax as sx
-from shardax.errors import LayerConfigError, LayerInputError, MissingRngsError
+from shardax.errors import LayerConfigError, LayerInputError, ModuleError
 
 
 @sx.jit
@@ -113,7 +113,7 @@ def test_wrong_input_error_names_layer_and_shapes():
 def test_kernel_without_rngs_raises_missing_rngs():
     layer = sx.nn.Linear(2, 2, rngs=None)
     assert layer.kernel.shape == (2, 2)
-    with pytest.raises(MissingRngsError):
+    with pytest.raises(ModuleError):
         layer(np.zeros(2, np.float32))
 
 

@@ -14,7 +14,7 @@ from tests.advice import run_advice
 from tests.values import with_values
 
 import shardax as sx
-from shardax.errors import LayerConfigError, LayerInputError, SeedError
+from shardax.errors import LayerConfigError, LayerInputError, ModuleError
 
 MASK = np.tril(np.ones((1, 3, 3), bool))
 X = np.random.default_rng(4).normal(size=(3, 4)).astype(np.float32)
@@ -171,7 +171,7 @@ def test_unknown_and_unnamed_side_inputs_are_refused():
     ],
 )
 def test_seed_or_key_as_rngs_is_refused(rngs, shown, make):
-    with pytest.raises(SeedError, match=rf"(?s)^rngs takes .*{shown}") as caught:
+    with pytest.raises(ModuleError, match=rf"(?s)^rngs takes .*{shown}") as caught:
         make(rngs)
     if "sx.Rngs(0)" in str(caught.value):
         make(run_advice(caught.value, "sx.Rngs(0)", {"sx": sx}))

@@ -18,7 +18,7 @@ from tests.values import with_values
 
 import shardax as sx
 from shardax._parallel.pipeline import _moves, bubble_share
-from shardax.errors import ParallelError, StackError
+from shardax.errors import ModuleError, PartitionError
 from shardax.hlo import read_program
 
 RULES = {"layers": "stage", "batch": "data", "embed": None, "mlp": "model", "seen": None}
@@ -444,7 +444,7 @@ def test_arguments_with_a_row_each_are_cut() -> None:
     # Time has the size of the batch, but only one reading fits.
     square, by_time = np.zeros((4, 4, 2)), np.arange(4.0)
     assert stack(square, by_row[:, None, None])[:, 0, 0].tolist() == [0, 2, 4, 6]
-    with pytest.raises(StackError, match=r"4 rows and another dimension of size 4.*mask\[None\]"):
+    with pytest.raises(ModuleError, match=r"4 rows and another dimension of size 4.*mask\[None\]"):
         sx.nn.Stack(Summed, 2, microbatches=2)(square, by_time)
     assert stack(square, by_time[None, :, None])[0, :, 0].tolist() == [0, 2, 4, 6]
 
@@ -504,19 +504,19 @@ def test_unsupported_layers_and_batches_are_refused(
     with jax.set_mesh(mesh), sx.axis_rules({"layers": "stage", **rules}):
         stack = sx.nn.Stack(make, layers, microbatches=microbatches)
         before = sx.state(stack).flat()
-        with pytest.raises((StackError, sx.errors.CarryError), match=re.compile(message, re.S)):
+        with pytest.raises((ModuleError, sx.errors.CarryError), match=re.compile(message, re.S)):
             stack(np.ones((rows, 3), np.float32))
         assert sx.state(stack).flat().keys() == before.keys()
 
 
 @pytest.mark.parametrize("wrong", [0, -1, 1.5, True, "2"])
 def test_number_of_microbatches_must_be_positive_integer(wrong: Any) -> None:
-    with pytest.raises(ParallelError, match=r"microbatches=.* must be an integer of at least 1\."):
+    with pytest.raises(PartitionError, match=r"microbatches=.* must be an integer of at least 1\."):
         sx.parallel(microbatches=wrong)
 
 
 def test_unknown_schedules_are_refused() -> None:
-    with pytest.raises(ParallelError, match="'1f1b' must be 'gpipe' or 'circular'"):
+    with pytest.raises(PartitionError, match="'1f1b' must be 'gpipe' or 'circular'"):
         sx.parallel(schedule="1f1b")
     with pytest.raises(sx.errors.LayerConfigError, match='use "gpipe" or "circular"'):
         make_stack(4, schedule="rounds")

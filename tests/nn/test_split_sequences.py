@@ -245,7 +245,7 @@ def test_unsupported_rings_are_refused_with_the_alternative() -> None:
     refused = pytest.raises(sx.errors.LayerInputError, match="divisible by 8, twice the devices")
     with scopes[0], scopes[1], scopes[2], refused:
         causal(floats(BATCH, 12, WIDTH))
-    with pytest.raises(sx.errors.ParallelError, match="'all-gather', 'ring' or 'ring-zigzag'"):
+    with pytest.raises(sx.errors.PartitionError, match="'all-gather', 'ring' or 'ring-zigzag'"):
         sx.parallel(context="zigzag")
 
 

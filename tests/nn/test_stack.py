@@ -21,9 +21,9 @@ import shardax as sx
 from shardax.errors import (
     CarryError,
     LayerConfigError,
-    MappedShardingError,
+    ModuleError,
     PartitionCheckError,
-    StackError,
+    TransformError,
 )
 from shardax.nn import Stack, stack_layers, unstack_layers
 
@@ -153,7 +153,7 @@ def test_stack_of_one_layer_shares_given_rngs() -> None:
 
 def test_layers_that_differ_are_refused_by_path() -> None:
     widths = iter([4, 4, 8])
-    with pytest.raises(StackError, match=r"layers 0 and 2 differ at \.linear\.\w+: 4 against 8"):
+    with pytest.raises(ModuleError, match=r"layers 0 and 2 differ at \.linear\.\w+: 4 against 8"):
         Stack(lambda: _Wide(next(widths)), 3)
 
 
@@ -284,7 +284,7 @@ def test_further_arguments_and_modules_are_given_whole() -> None:
     mine = stack(X, other, (X, 2), **rest)
     np.testing.assert_allclose(mine, in_turn(layers, X, twin, (X, 2), **rest), rtol=1e-5)
     assert int(other.calls) == int(twin.calls) == 3
-    with pytest.raises(StackError, match="neither an array nor hashable"):
+    with pytest.raises(ModuleError, match="neither an array nor hashable"):
         stack(X, other, (X, object.__new__(_Unhashable)), **rest)
 
 
@@ -443,7 +443,7 @@ def test_stages_run_over_auto_axes_only(auto_mesh: Mesh, explicit_mesh: Mesh) ->
     expected = call_in_turn(unstack_layers(make()), x)
     with jax.set_mesh(auto_mesh):
         np.testing.assert_allclose(call(staged(auto_mesh), x), expected, rtol=1e-4, atol=1e-6)
-    with jax.set_mesh(explicit_mesh), pytest.raises(MappedShardingError, match=r"\.kernel.*'data'"):
+    with jax.set_mesh(explicit_mesh), pytest.raises(TransformError, match=r"\.kernel.*'data'"):
         call(staged(explicit_mesh), x)
 
 

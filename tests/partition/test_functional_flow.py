@@ -18,7 +18,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardax as sx
-from shardax.errors import MeshError, NoMeshError, PartitionCheckError, PartitionError
+from shardax.errors import NoMeshError, PartitionCheckError, PartitionError, TransformError
 from shardax.partition import (
     PARTITION_NAME,
     LogicallyPartitioned,
@@ -283,11 +283,11 @@ def test_initialise_says_what_it_needs(auto_mesh: Mesh) -> None:
     key = jax.random.key(0)
     with pytest.raises(NoMeshError, match="initialise"):
         sx.initialise(init_params, by_name, key, rules=RULES)
-    with pytest.raises(MeshError, match="no devices"):
+    with pytest.raises(TransformError, match="no devices"):
         sx.initialise(init_params, by_name, key, mesh=AbstractMesh((2,), ("data",)), rules=RULES)
     with pytest.raises(PartitionError, match=r"^\.layers\.(up|down): "):
         sx.initialise(init_params, by_name, key, mesh=auto_mesh)
-    with pytest.raises(MeshError, match="inside a program"):
+    with pytest.raises(TransformError, match="inside a program"):
         jax.jit(lambda key: sx.initialise(init_params, by_mesh_axis, key, mesh=auto_mesh))(key)
 
 

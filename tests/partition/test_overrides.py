@@ -17,7 +17,7 @@ from tests.partition.models import RULES, Layer, Tower, assert_same_bits, values
 
 import shardax as sx
 from shardax import train
-from shardax.errors import FilterError, MeshError, PartitionCheckError, PartitionError
+from shardax.errors import FilterError, PartitionCheckError, PartitionError, TransformError
 
 PARAMETER_RULES = {"mlp": "model", "batch": "data"}
 ZERO = {sx.OptState: {"embed": "data"}}
@@ -160,7 +160,7 @@ def test_invalid_override_is_found_before_anything_moves(mesh: Mesh, code: str) 
 
 def test_a_sharding_without_devices_is_refused(mesh: Mesh) -> None:
     place = NamedSharding(AbstractMesh((2,), ("data",)), P())
-    with pytest.raises(MeshError, match="no devices"):
+    with pytest.raises(TransformError, match="no devices"):
         sx.shard(Layer(sx.Rngs(0)), mesh, RULES, overrides={...: place})
 
 

@@ -16,7 +16,7 @@ from jax.sharding import AxisType, Mesh
 from tests.partition.models import RULES, Tower, assert_same_bits, values
 
 import shardax as sx
-from shardax.errors import MeshError, PartitionError, PlacementError
+from shardax.errors import PartitionError, TransformError
 
 KINDS = [memory.kind for memory in jax.devices()[0].addressable_memories()]
 
@@ -209,7 +209,7 @@ def test_out_of_memory_leaves_parameters_valid_and_retryable(
     expected = [sx.shardings(v, m, RULES) for v, m in zip(model, meshes, strict=True)]
     with monkeypatch.context() as patch:
         refuse_from(patch, count)
-        with pytest.raises(PlacementError, match=rf"\[{count}\]: (.|\n)*{count} of 6") as caught:
+        with pytest.raises(PartitionError, match=rf"\[{count}\]: (.|\n)*{count} of 6") as caught:
             sx.shard(model, new, RULES)
     assert isinstance(caught.value, RuntimeError)
     assert [v.sharding for v in model] == expected
@@ -231,7 +231,7 @@ def test_late_out_of_memory_keeps_the_old_arrays(
 
     with monkeypatch.context() as patch:
         patch.setattr(jax, "block_until_ready", failing)
-        with pytest.raises(PlacementError, match="RESOURCE_EXHAUSTED"):
+        with pytest.raises(PartitionError, match="RESOURCE_EXHAUSTED"):
             sx.shard(model, auto_mesh, RULES)
     assert all(v.value is old for v, old in zip(model, before, strict=True))
 
@@ -242,7 +242,7 @@ def test_state_is_placed_completely_or_not_at_all(
     state = sx.state(dict(enumerate(weights(3))))
     before = jax.tree.leaves(state)
     refuse_from(monkeypatch, 2)
-    with pytest.raises(PlacementError, match=r"\[2\]"):
+    with pytest.raises(PartitionError, match=r"\[2\]"):
         sx.shard(state, auto_mesh, RULES)
     assert all(a is b for a, b in zip(jax.tree.leaves(state), before, strict=True))
 
@@ -252,6 +252,6 @@ def test_state_is_placed_completely_or_not_at_all(
 
 def test_a_mesh_with_manual_axes_is_refused() -> None:
     model = Tower()
-    with pytest.raises(MeshError, match="Manual"):
+    with pytest.raises(TransformError, match="Manual"):
         sx.shard(model, make_mesh((2, 4), AxisType.Manual), RULES)
     assert model.embed.is_lazy

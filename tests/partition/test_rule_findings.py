@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 import shardax as sx
-from shardax.errors import MeshError, NoMeshError, PartitionCheckError
+from shardax.errors import NoMeshError, PartitionCheckError, TransformError
 from shardax.partition.rules import assign
 
 MESH = AbstractMesh((2, 4), ("data", "model"))
@@ -130,5 +130,5 @@ def test_all_errors_are_raised_at_once(mesh: Mesh) -> None:
 def test_validation_without_a_mesh_is_refused() -> None:
     with pytest.raises(NoMeshError, match=r"rules\.validate\(mesh\)"):
         sx.Rules().validate()
-    with pytest.raises(MeshError, match="not a mesh"):
+    with pytest.raises(TransformError, match="not a mesh"):
         sx.Rules().check("data=2")  # pyright: ignore[reportArgumentType] (on purpose)

@@ -17,7 +17,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 from tests.advice import run_advice
 
-from shardax.errors import MeshError, PartitionError
+from shardax.errors import PartitionError, TransformError
 from shardax.partition.context import axis_rules, current_rules, logical_to_mesh_axes, resolve_rules
 from shardax.partition.mesh import resolve_mesh
 from shardax.partition.rules import Rules
@@ -176,7 +176,7 @@ def test_mesh_given_is_returned_as_it_is(mesh: Mesh) -> None:
 
 
 def test_something_else_given_raises() -> None:
-    with pytest.raises(MeshError, match=r"\{'data': 2\}.*jax\.make_mesh"):
+    with pytest.raises(TransformError, match=r"\{'data': 2\}.*jax\.make_mesh"):
         resolve_mesh({"data": 2})  # type: ignore[arg-type]  # the wrong type is the point
 
 

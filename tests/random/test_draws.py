@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 import shardax as sx
-from shardax.errors import DeviceError, DrawError, DtypeError, ShardaxError
+from shardax.errors import DrawError, ModuleError, ShardaxError
 from shardax.random.stream import _program
 
 SHAPE = (8, 16)
@@ -200,12 +200,12 @@ WRONG: dict[str, tuple[Callable[[], Any], type[ShardaxError], str]] = {
     "a sum below 1": (lambda: sx.random.choice(2, p=[0.5, 0.25]), DrawError, r"adds up to 0\.75"),
     "a shape of floats": (lambda: sx.random.normal((2.0, 3)), DrawError, r"shape \(2.0, 3\)"),
     "a negative shape": (lambda: sx.random.normal(-1), DrawError, "shape -1"),
-    "64 bits": (lambda: sx.random.normal(3, "float64"), DtypeError, r"configure\(x64=True\)"),
-    "64 bits by NumPy": (lambda: sx.random.bits(3, np.uint64), DtypeError, "uint64 needs 64 bits"),
-    "no dtype": (lambda: sx.random.normal(3, "flaot32"), DtypeError, "'flaot32' is not a dtype"),
-    "no platform": (lambda: sx.random.normal(3, device="tpu"), DeviceError, "platform 'tpu'"),
-    "no such device": (lambda: sx.random.normal(3, device="cpu:8"), DeviceError, "cpu:0 to cpu:7"),
-    "no device": (lambda: sx.random.normal(3, device=0), DeviceError, "0 does not name a device"),
+    "64 bits": (lambda: sx.random.normal(3, "float64"), ModuleError, r"configure\(x64=True\)"),
+    "64 bits by NumPy": (lambda: sx.random.bits(3, np.uint64), ModuleError, "uint64 needs 64 bits"),
+    "no dtype": (lambda: sx.random.normal(3, "flaot32"), ModuleError, "'flaot32' is not a dtype"),
+    "no platform": (lambda: sx.random.normal(3, device="tpu"), ModuleError, "platform 'tpu'"),
+    "no such device": (lambda: sx.random.normal(3, device="cpu:8"), ModuleError, "cpu:0 to cpu:7"),
+    "no device": (lambda: sx.random.normal(3, device=0), ModuleError, "0 does not name a device"),
     "a spec without a mesh": (
         lambda: sx.random.normal(3, sharding=PartitionSpec("data")),
         DrawError,

@@ -12,7 +12,7 @@ from tests.advice import run_advice
 
 import shardax as sx
 from shardax import nn
-from shardax.errors import FilterError, SeedError
+from shardax.errors import FilterError, ModuleError
 
 
 class Noisy(sx.Module):
@@ -68,7 +68,7 @@ def test_stream_chosen_twice_is_refused(options: Any) -> None:
 
 @pytest.mark.parametrize("size", [0, -1, True, 2.0, (), (2, 0), {"dropout": "2"}])
 def test_sizes_are_numbers_of_keys(size: Any) -> None:
-    with pytest.raises(SeedError, match=r"split=.* must be numbers of keys"):
+    with pytest.raises(ModuleError, match=r"split=.* must be numbers of keys"):
         sx.with_rngs(sx.Rngs(dropout=1), split=size)
 
 

@@ -15,7 +15,7 @@ from tests.strategies import Pair, assert_same_model
 
 import shardax as sx
 from shardax._core.object import epoch
-from shardax.errors import LayerViewError, MetadataError, SelectionError, StaticAttributeError
+from shardax.errors import MetadataError, ModuleError, SelectionError, StaticAttributeError
 
 
 class Layer(sx.Module):
@@ -402,7 +402,7 @@ def test_layer_view_allows_writes_but_no_rebuild() -> None:
     assert stack.stacked.bias.value.tolist() == [[0.0, 0.0], [1.0, 1.0], [0.0, 0.0]]
     with pytest.raises(Exception, match="unstack_layers") as caught:
         sx.select(stack[1]).at(lambda m: m.bias).set(None, inplace=True)
-    assert isinstance(caught.value, LayerViewError | sx.errors.ForeignMutationError)
+    assert isinstance(caught.value, ModuleError | sx.errors.ForeignMutationError)
 
 
 # --- forms of Variables ---

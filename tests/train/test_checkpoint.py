@@ -20,9 +20,9 @@ from tests.train.small_runs import waves
 
 import shardax as sx
 from shardax.errors import (
-    AbstractValueError,
     CheckpointError,
     DataError,
+    ModuleError,
     PartitionCheckError,
     PathExistsError,
     PathNotFoundError,
@@ -418,7 +418,7 @@ def test_a_tree_of_something_else_is_refused(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match="made of Modules"):
             save(tree, tmp_path / "checkpoint")
     abstract = sx.abstract(Net().blocks[0])
-    with pytest.raises(AbstractValueError, match=r"\.kernel") as caught:
+    with pytest.raises(ModuleError, match=r"\.kernel") as caught:
         save(abstract, tmp_path / "checkpoint")
     names = {"sx": sx, "model": abstract, "state": sx.state(Net().blocks[0])}
     run_advice(caught.value, "sx.update(model, state)", names)

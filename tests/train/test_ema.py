@@ -62,7 +62,7 @@ def test_averages_follow_the_formula_other_state_is_copied(dtype: Any, decay: An
 
 @pytest.mark.parametrize("decay", [1.0, -0.1, True, "0.9", None])
 def test_a_decay_that_is_none_is_refused(decay: Any) -> None:
-    with pytest.raises(sx.errors.ArgumentError, match=r"decay=.* must be a number in \[0, 1\)"):
+    with pytest.raises(sx.errors.TransformError, match=r"decay=.* must be a number in \[0, 1\)"):
         EMA(model_of(jnp.float32), decay)
 
 

@@ -16,7 +16,7 @@ from tests.train.small_runs import raw
 from tests.values import with_values
 
 import shardax as sx
-from shardax.errors import ParallelError, TrainError
+from shardax.errors import PartitionError, TrainError
 from shardax.hlo import read_program
 from shardax.train import TrainerSettings, data_parallel_value_and_grad
 
@@ -241,7 +241,7 @@ def test_batch_statistics_of_a_shard_are_refused(steps: int) -> None:
 
     own = make()
     before = [np.asarray(v.value) for _, v in sx.iter_variables(own, sx.BatchStat)]
-    with pytest.raises(ParallelError, match=r"(?s)mean.*BatchStat of.*axis_name=\('slice'"):
+    with pytest.raises(PartitionError, match=r"(?s)mean.*BatchStat of.*axis_name=\('slice'"):
         reduced(mesh, batch, own, loss, steps=steps)
     after = [np.asarray(v.value) for _, v in sx.iter_variables(own, sx.BatchStat)]
     np.testing.assert_equal(after, before)
@@ -281,11 +281,11 @@ def test_invalid_reductions_are_refused_with_the_cause() -> None:
         ({"over": ("data", "data")}, "each once"),
         ({"over": "data", "reduce_dtype": "float16"}, "overflows"),
     ):
-        with pytest.raises(ParallelError, match=message):
+        with pytest.raises(PartitionError, match=message):
             data_parallel_value_and_grad(loss, **given)
     with pytest.raises(TrainError, match="steps=0"):
         data_parallel_value_and_grad(loss, "data", steps=0)
-    with pytest.raises(ParallelError, match=r"none is in scope.*set_mesh"):
+    with pytest.raises(PartitionError, match=r"none is in scope.*set_mesh"):
         data_parallel_value_and_grad(loss, "data")(Net(), make_batch())
     mesh = make_mesh(AxisType.Auto)
     odd = {"x": jnp.ones((6, EMBED))}
@@ -303,7 +303,7 @@ def test_invalid_reductions_are_refused_with_the_cause() -> None:
     ):
         with jax.set_mesh(mesh), sx.axis_rules(rules):
             step = data_parallel_value_and_grad(loss, over, **options)
-            with pytest.raises(ParallelError, match=message):
+            with pytest.raises(PartitionError, match=message):
                 step(Net(), batch)
 
 

@@ -17,7 +17,7 @@ from tests.train.towers import PATHS, RULES, TRANSFORMATIONS, Tower, X, loss, tr
 from tests.values import with_values
 
 import shardax as sx
-from shardax.errors import ArgumentError
+from shardax.errors import TransformError
 from shardax.models import Decoder, blockwise_cross_entropy, next_token_loss
 from shardax.train import Optimizer, accumulated_value_and_grad, checkpoint
 
@@ -237,7 +237,7 @@ def test_optimizer_is_made_and_donated_in_compiled_functions() -> None:
 
 @pytest.mark.parametrize("dtype", [int, "nonsense", jnp.complex64])
 def test_a_dtype_that_is_not_floating_is_refused(dtype: Any) -> None:
-    with pytest.raises(ArgumentError, match=r"master_dtype=.*master_dtype=jnp\.float32"):
+    with pytest.raises(TransformError, match=r"master_dtype=.*master_dtype=jnp\.float32"):
         narrow(master_dtype=dtype)
 
 

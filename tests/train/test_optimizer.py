@@ -16,7 +16,7 @@ from tests.train.towers import PATHS, TRANSFORMATIONS, Tower, X, loss, params_of
 from tests.values import with_values
 
 import shardax as sx
-from shardax.errors import ArgumentError, TrainError
+from shardax.errors import TrainError, TransformError
 from shardax.train import Optimizer
 
 GRAPHDEF, _, REST = sx.split(Tower(), sx.Param, ...)
@@ -261,7 +261,7 @@ def test_model_among_the_gradients_is_refused() -> None:
     optimizer = Optimizer(model, optax.adam(0.1))
     grads = gradient(model, X)
     for given in ((model, grads), (grads, model), (model,), (grads, grads)):
-        with pytest.raises(ArgumentError, match=r"optimizer\.update\(grads\)"):
+        with pytest.raises(TransformError, match=r"optimizer\.update\(grads\)"):
             optimizer.update(*given)
     assert int(optimizer.step) == 0
 
@@ -269,7 +269,7 @@ def test_model_among_the_gradients_is_refused() -> None:
 @pytest.mark.parametrize("swapped", [True, False])
 def test_what_is_no_transformation_is_refused(swapped: bool) -> None:
     given = (optax.adam(0.1), tower()) if swapped else (tower(), optax.adam)
-    with pytest.raises(ArgumentError, match=r"tx is a .*Optimizer\(model, optax\.adam\(1e-3\)\)"):
+    with pytest.raises(TransformError, match=r"tx is a .*Optimizer\(model, optax\.adam\(1e-3\)\)"):
         Optimizer(*given)
 
 

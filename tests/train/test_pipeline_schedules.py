@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardax.errors import ParallelError
+from shardax.errors import PartitionError
 from shardax.train import Schedule
 
 STAGES, TIMES = st.integers(1, 6), st.sampled_from([1.0, 2.0, 3.5])
@@ -106,5 +106,5 @@ FORWARD, BACKWARD = ("forward", 0, 0), ("backward", 0, 0)
     ],
 )
 def test_impossible_table_is_refused_with_the_operation(table: Any, message: str) -> None:
-    with pytest.raises(ParallelError, match=message):
+    with pytest.raises(PartitionError, match=message):
         Schedule("own", table)

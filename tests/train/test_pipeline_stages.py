@@ -17,7 +17,7 @@ from tests.advice import run_advice
 from tests.values import with_values
 
 import shardax as sx
-from shardax.errors import ParallelError
+from shardax.errors import PartitionError
 from shardax.train import PipelineStep, Schedule, accumulated_value_and_grad
 from shardax.train.pipeline.programs import cut
 
@@ -354,7 +354,7 @@ def test_batch_size_may_change_if_microbatches_divide_it(rows: int) -> None:
     step.stages[0].kernel.value = step.stages[0].kernel.value.astype(jnp.bfloat16)
     _, (narrow, _) = step(x, x)
     assert narrow["kernel"].dtype == jnp.bfloat16
-    with pytest.raises(ParallelError, match=r"inputs\['x'\] of shape \(3, 2\)"):
+    with pytest.raises(PartitionError, match=r"inputs\['x'\] of shape \(3, 2\)"):
         step({"x": np.ones((3, 2))}, np.ones((4, 2)))
 
 
@@ -380,7 +380,7 @@ def test_invalid_pipelines_are_refused_before_anything_moves() -> None:
     ]  # fmt: skip
     for stages, options, message in cases:
         given = {"mesh": mesh, "microbatches": 4, "rules": {"batch": "data"}} | options
-        with pytest.raises(ParallelError, match=message) as caught:
+        with pytest.raises(PartitionError, match=message) as caught:
             PipelineStep(stages, squares, **given)
         if "sx.clone(stage)" in str(caught.value):
             names = {"sx": sx, "stage": stages[1]}
@@ -403,14 +403,16 @@ def test_invalid_pipelines_are_refused_before_anything_moves() -> None:
 
     step = PipelineStep([Writes(), jnp.tanh], squares, mesh=make_mesh(stage=2), microbatches=2)
     x = np.ones((4, 2), np.float32)
-    with pytest.raises(ParallelError, match=r"stages\[0\]\.count was int32\[\], and became ~float"):
+    with pytest.raises(
+        PartitionError, match=r"stages\[0\]\.count was int32\[\], and became ~float"
+    ):
         step(x, x)
     assert int(step.stages[0].count) == 0
-    with pytest.raises(ParallelError, match="inside of jit"):
+    with pytest.raises(PartitionError, match="inside of jit"):
         jax.jit(lambda x: step(x, x)[0])(x)
     step = PipelineStep(layers, squares, mesh=make_mesh(stage=2), microbatches=2)
     layers[1].kernel.value = jax.device_put(layers[1].kernel.value, jax.devices()[5])
-    with pytest.raises(ParallelError, match=r"stages\[1\]\.kernel") as caught:
+    with pytest.raises(PartitionError, match=r"stages\[1\]\.kernel") as caught:
         step(x, x)
     names = {"sx": sx, "step": step, "rules": {}}
     run_advice(caught.value, "sx.shard(step.stages[1], step.meshes[1], rules)", names)

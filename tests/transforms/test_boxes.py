@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import shardax as sx
-from shardax.errors import PartitionError, PartitioningUnspecifiedError, PrefixError
+from shardax.errors import PartitionError, PrefixError
 from shardax.partition import PARTITION_NAME, AxisMetadata, LogicallyPartitioned, Partitioned
 
 LAYERS = {PARTITION_NAME: "layers"}
@@ -44,7 +44,7 @@ class Strict(AxisMetadata[Any]):
     def add_axis(self, index: int, params: Any) -> Strict:
         """See the base."""
         if params[PARTITION_NAME] is None:
-            raise PartitioningUnspecifiedError("a dimension must have a label.")
+            raise PartitionError("a dimension must have a label.")
         return dataclasses.replace(self, labels=(params[PARTITION_NAME], *self.labels))
 
     def remove_axis(self, index: int, params: Any) -> Strict:
@@ -208,7 +208,7 @@ def test_dimension_with_other_name_raises_with_path(transform: Any) -> None:
 
 
 def test_box_without_required_name_raises_with_path() -> None:
-    with pytest.raises(PartitioningUnspecifiedError, match=r"^\.result\.w: .*label"):
+    with pytest.raises(PartitionError, match=r"^\.result\.w: .*label"):
         sx.vmap(lambda x: {"w": Strict(x, ())})(jnp.arange(COUNT))
     box = sx.vmap(lambda x: Strict(x, ()), metadata=LAYERS)(jnp.arange(COUNT))
     assert box == Strict(jnp.arange(COUNT), ("layers",))

@@ -13,7 +13,7 @@ from tests.advice import run_advice
 
 import shardax as sx
 from shardax import nn
-from shardax.errors import ArgumentError, ConcurrentWriteError, StateMismatchError
+from shardax.errors import ConcurrentWriteError, StateMismatchError, TransformError
 
 
 class Inner(sx.Module):
@@ -137,12 +137,12 @@ def test_method_outputs_reach_into_compiled_and_stacked_layers() -> None:
 
 
 def test_misuse_of_capture_is_refused() -> None:
-    with pytest.raises(ArgumentError, match=r"model as its first argument.*float"):
+    with pytest.raises(TransformError, match=r"model as its first argument.*float"):
         sx.capture(lambda x: x, sx.Intermediate)(1.0)
     name: Any = "seen"
-    with pytest.raises(ArgumentError, match="takes types of Variables"):
+    with pytest.raises(TransformError, match="takes types of Variables"):
         sx.capture(Inner(), name)
-    with pytest.raises(ArgumentError, match="a callable Module, not a int"):
+    with pytest.raises(TransformError, match="a callable Module, not a int"):
         sx.capture(3, sx.Intermediate)
 
 

@@ -18,7 +18,7 @@ from tests.transforms.rules import Sine, X, flat, tenfold
 from tests.values import with_values
 
 import shardax as sx
-from shardax.errors import DifferentiationError, InconsistentAliasingError
+from shardax.errors import TransformError
 
 XS = np.array([[1.0], [2.0], [3.0]], np.float32) * np.asarray(X)
 
@@ -301,7 +301,7 @@ def test_keyword_only_arguments_have_no_gradient() -> None:
     power.defvjp(fwd, lambda n, residuals, ct: (10 * ct * n * residuals[0] ** (n - 1),))
     assert float(sx.grad(power)(3.0)) == 60.0
     assert float(sx.grad(lambda x: power(n=3, x=x, mode="b"))(2.0)) == 120.0
-    with pytest.raises(DifferentiationError, match=r"asked for the argument 'times'"):
+    with pytest.raises(TransformError, match=r"asked for the argument 'times'"):
         sx.grad(lambda t: power(3.0, times=t))(2.0)
 
 
@@ -396,7 +396,7 @@ def test_a_variable_shared_by_arguments_has_one_gradient() -> None:
     again = rule(lambda residuals, ct: sx.vjp(lambda a, b: a.embed * b.head, *residuals)[1](ct))
     assert flat(again(model)) == {("embed",): 6.0}
     assert flat(rule(lambda r, ct: (None, {"embed": 5 * ct}))(model)) == {("embed",): 5.0}
-    with pytest.raises(InconsistentAliasingError, match=r"\.a\.embed\n  \.b\.embed"):
+    with pytest.raises(TransformError, match=r"\.a\.embed\n  \.b\.embed"):
         rule(lambda r, ct: ({"embed": ct}, {"embed": 2 * ct}))(model)
 
 

@@ -276,14 +276,14 @@ def test_refused_calls_are_refused_every_time() -> None:
     for _ in range(4):
         with pytest.raises(sx.errors.BranchError, match="return different types"):
             sx.cond(TRUE, lambda x: x, lambda x: x.astype(jnp.int32), jnp.ones(2))
-        with pytest.raises(sx.errors.DecisionError, match=r"pred of sx\.cond must be one boolean"):
+        with pytest.raises(sx.errors.TransformError, match=r"pred of sx\.cond must be one boolean"):
             sx.cond(jnp.ones(2), twice, same, 1.0)
 
 
 def test_bad_operands_are_refused_after_good_ones() -> None:
     for _ in range(3):
         sx.cond(TRUE, twice, same, jnp.ones(2))
-    with pytest.raises(sx.errors.DecisionError, match=r"pred of sx\.cond"):
+    with pytest.raises(sx.errors.TransformError, match=r"pred of sx\.cond"):
         sx.cond(jnp.ones(2), twice, same, jnp.ones(2))
     with pytest.raises(sx.errors.ShardaxError):
         sx.cond(TRUE, twice, same, "text")

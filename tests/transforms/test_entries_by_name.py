@@ -13,7 +13,7 @@ from jax.sharding import Mesh, PartitionSpec
 from tests.strategies import Node
 
 import shardax as sx
-from shardax.errors import OutputError, PrefixError
+from shardax.errors import PrefixError, TransformError
 
 
 def _model() -> Node:
@@ -101,7 +101,7 @@ def test_compiled_functions_return_texts_of_their_trace() -> None:
     outer = sx.jit(lambda model, x: (step(model, x)["name"], x))
     assert outer(model, jnp.float32(1))[0] == "float32"
     assert step.lower(model, jnp.float32(1)).compile()(model, jnp.float32(1))["name"] == "float32"
-    with pytest.raises(OutputError, match=r"returned .* of type .* at the result itself"):
+    with pytest.raises(TransformError, match=r"returned .* of type .* at the result itself"):
         sx.jit(lambda: jax.nn.relu)()
-    with pytest.raises(OutputError, match="returned 'text' of type str"):
+    with pytest.raises(TransformError, match="returned 'text' of type str"):
         sx.vmap(lambda x: "text")(XS)

@@ -12,7 +12,7 @@ import pytest
 from tests.transforms.examples import Box, Scale, Tied, values
 
 import shardax as sx
-from shardax.errors import DifferentiationError, ForeignMutationError
+from shardax.errors import ForeignMutationError, TransformError
 
 Two = collections.namedtuple("Two", "model batch")
 
@@ -399,5 +399,5 @@ def test_allow_int_differentiates_integers_as_jax() -> None:
     ],
 )
 def test_what_has_no_gradient_is_named(call: Any, message: str) -> None:
-    with pytest.raises(DifferentiationError, match=message):
+    with pytest.raises(TransformError, match=message):
         call()

@@ -19,7 +19,7 @@ from tests.advice import run_advice
 from tests.transforms.examples import Box, Scale, values
 
 import shardax as sx
-from shardax.errors import ArgumentError, OutputError, TraceLeakError
+from shardax.errors import TraceLeakError, TransformError
 
 Two = collections.namedtuple("Two", "first second")
 
@@ -269,7 +269,7 @@ def test_variables_that_hold_pytrees_are_read_and_written() -> None:
     ],
 )
 def test_an_argument_that_is_no_array_is_named(call: Any, name: str) -> None:
-    with pytest.raises(ArgumentError, match=f"^{name} of .* is a str"):
+    with pytest.raises(TransformError, match=f"^{name} of .* is a str"):
         call()
 
 
@@ -277,7 +277,7 @@ def test_steady_call_names_nonarray_argument() -> None:
     compiled = sx.jit(lambda model, mode: model(mode))
     model = Scale()
     compiled(model, 1.0)
-    with pytest.raises(ArgumentError, match=r"^mode of .* is a str") as caught:
+    with pytest.raises(TransformError, match=r"^mode of .* is a str") as caught:
         compiled(model, "train")
     assert int(model.calls) == 1
     names = {"sx": sx, "f": lambda model, mode: model(len(mode)), "rest": "mode"}
@@ -286,7 +286,7 @@ def test_steady_call_names_nonarray_argument() -> None:
 
 
 def test_a_result_that_is_no_array_is_named() -> None:
-    with pytest.raises(OutputError, match=r"returned .* of type slice at \['part'\]"):
+    with pytest.raises(TransformError, match=r"returned .* of type slice at \['part'\]"):
         sx.jit(lambda model: {"model": model, "part": slice(3)})(Scale())
 
 

@@ -19,7 +19,7 @@ from tests.transforms.examples import Mask
 from tests.values import with_values
 
 import shardax as sx
-from shardax.errors import ArgumentError, DonationError, PrefixError, StaticArgumentError
+from shardax.errors import DonationError, PrefixError, StaticArgumentError, TransformError
 
 X = jnp.linspace(-1, 1, 8).reshape(2, 4)
 TRACES: list[Any] = []
@@ -191,7 +191,7 @@ def test_only_callable_modules_are_wrapped(around: Callable[[Any], Any]) -> None
         pass
 
     for wrong in (jnp.tanh, Silent(), Silent):
-        with pytest.raises(ArgumentError, match=around.__name__) as caught:
+        with pytest.raises(TransformError, match=around.__name__) as caught:
             around(wrong)
         names = {"sx": sx, "f": jnp.tanh}
         for lifted in (

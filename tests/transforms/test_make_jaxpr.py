@@ -15,7 +15,7 @@ from tests.transforms.examples import Scale, Tied, values
 from tests.transforms.pure import pure_of, touch
 
 import shardax as sx
-from shardax.errors import OutputError, ShardaxError, StaticArgumentError
+from shardax.errors import ShardaxError, StaticArgumentError, TransformError
 
 
 def _avals(variables: Any) -> list[str]:
@@ -111,7 +111,7 @@ def test_static_arguments_and_decorator_forms() -> None:
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda: sx.make_jaxpr(lambda x: "a")(1.0), OutputError, r"sx\.make_jaxpr returned 'a'"),
+        (lambda: sx.make_jaxpr(lambda x: "a")(1.0), TransformError, r"sx\.make_jaxpr returned 'a'"),
         (
             lambda: sx.make_jaxpr(lambda m: m.factor, static_argnums=0)(Scale()),
             StaticArgumentError,

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 import shardax as sx
-from shardax.errors import ReadOnlyCopyError
+from shardax.errors import ModuleError
 
 X = jnp.ones(3)
 
@@ -54,7 +54,7 @@ def by_custom_gradient(call: Any, tree: Any) -> Any:
 def test_eager_write_is_refused_and_reads_work(way: Any, holder: str) -> None:
     hold, reach = HOLDERS[holder]
     model = Counter()
-    with pytest.raises(ReadOnlyCopyError, match="a copy that JAX rebuilt"):
+    with pytest.raises(ModuleError, match="a copy that JAX rebuilt"):
         way(lambda tree, x: reach(tree)(x), hold(model))
     assert int(model.calls) == 0
     read = way(lambda tree, x: x.sum() + reach(tree).calls.value, hold(model))

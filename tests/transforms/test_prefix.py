@@ -16,7 +16,7 @@ from tests.transforms.examples import Box, Scale, Tied
 import shardax as sx
 from shardax._core.graph.flatten import flatten
 from shardax._transforms.lift.prefix import alias_paths, consistent, expand
-from shardax.errors import FilterError, InconsistentAliasingError, PrefixError
+from shardax.errors import FilterError, PrefixError, TransformError
 
 Two = collections.namedtuple("Two", "left right")
 
@@ -133,7 +133,7 @@ def test_consistent_entries_are_returned_by_variable() -> None:
 
 def test_conflicting_entries_name_both_paths() -> None:
     model = Tied()
-    with pytest.raises(InconsistentAliasingError) as caught:
+    with pytest.raises(TransformError) as caught:
         consistent(expand((1, {"embed": 2}), (model, model), "in_axes"), "in_axes")
     assert "One Param is reached by two paths with different in_axes" in str(caught.value)
     assert "\n  [0].embed: 1\n  [1].embed: 2\n" in str(caught.value)

@@ -21,13 +21,7 @@ from tests.transforms.pure import touch
 from tests.values import with_values
 
 import shardax as sx
-from shardax.errors import (
-    ArgumentError,
-    ForeignMutationError,
-    OutputError,
-    ShardaxError,
-    StaticArgumentError,
-)
+from shardax.errors import ForeignMutationError, ShardaxError, StaticArgumentError, TransformError
 
 FEW = settings(max_examples=8)
 
@@ -298,9 +292,9 @@ def _edit_outside(model: Scale) -> Any:
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda: sx.remat(_call)(Scale(), "a"), ArgumentError, r"\.x of sx\.remat is a str"),
-        (lambda: sx.remat(lambda **k: 1.0)(m="a"), ArgumentError, r"\.m of sx\.remat is a str"),
-        (lambda: sx.remat(lambda x: "a")(1.0), OutputError, r"sx\.remat returned 'a'"),
+        (lambda: sx.remat(_call)(Scale(), "a"), TransformError, r"\.x of sx\.remat is a str"),
+        (lambda: sx.remat(lambda **k: 1.0)(m="a"), TransformError, r"\.m of sx\.remat is a str"),
+        (lambda: sx.remat(lambda x: "a")(1.0), TransformError, r"sx\.remat returned 'a'"),
         (
             lambda: sx.remat(_call, static_argnums=0)(Scale(), 1.0),
             StaticArgumentError,

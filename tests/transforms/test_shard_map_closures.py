@@ -14,7 +14,7 @@ from tests.transforms.examples import Box
 from tests.transforms.sharded import RULES, Block, P, Table, batch, close
 
 import shardax as sx
-from shardax.errors import ForeignMutationError, OutputError
+from shardax.errors import ForeignMutationError, TransformError
 
 
 @pytest.mark.parametrize(
@@ -93,5 +93,5 @@ def test_structure_of_captured_module_cannot_change(auto_mesh: Mesh) -> None:
 
     with pytest.raises(ForeignMutationError, match=r"inside sx\.shard_map"):
         sx.shard_map(change, mesh=auto_mesh, in_specs=P("data"), out_specs=P("data"))(jnp.ones(2))
-    with pytest.raises(OutputError, match="not passed in"):
+    with pytest.raises(TransformError, match="not passed in"):
         sx.shard_map(lambda x: box, mesh=auto_mesh, in_specs=P(), out_specs=P())(jnp.ones(2))

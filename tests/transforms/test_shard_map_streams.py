@@ -14,7 +14,7 @@ from tests.advice import run_advice
 from tests.transforms.sharded import P
 
 import shardax as sx
-from shardax.errors import OutputError, SharedWriteError
+from shardax.errors import SharedWriteError, TransformError
 
 GRID = P(("data", "model"))
 
@@ -88,7 +88,7 @@ def test_a_split_stream_cannot_be_given_another_key(auto_mesh: Mesh) -> None:
     def reseed(rngs: sx.Rngs) -> None:
         rngs.default.key.value = jax.random.key(1)
 
-    with pytest.raises(OutputError, match=r"\.rngs\.default\.key"):
+    with pytest.raises(TransformError, match=r"\.rngs\.default\.key"):
         sx.shard_map(reseed, mesh=auto_mesh, in_specs=P("data"), out_specs=None)(sx.Rngs(0))
 
 

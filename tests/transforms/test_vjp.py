@@ -17,14 +17,7 @@ from tests.transforms.pure import floating, pure_of, touch
 
 import shardax as sx
 from shardax._transforms.grad.grad import replaced
-from shardax.errors import (
-    AbstractValueError,
-    ArgumentError,
-    DifferentiationError,
-    InconsistentAliasingError,
-    ShardaxError,
-    TangentError,
-)
+from shardax.errors import ModuleError, ShardaxError, TransformError
 
 FEW = settings(max_examples=15)
 FLOAT0 = np.zeros((), jax.dtypes.float0)
@@ -133,7 +126,7 @@ def test_wrt_filters_all_arguments_or_each(wrt: Any, expected: Any) -> None:
         return made
 
     if wrt == (sx.DiffState(-2, ...), sx.DiffState(1, None)):
-        with pytest.raises(DifferentiationError, match=r"'b' \(Box\) has no Variable .* None"):
+        with pytest.raises(TransformError, match=r"'b' \(Box\) has no Variable .* None"):
             sx.vjp(lambda a, b: a.p, box(), box(), wrt=wrt)
         return
     _, gradients = sx.vjp(lambda a, b: a.p**2 * a.s * b.p * b.s**2, box(), box(), wrt=wrt)
@@ -191,36 +184,36 @@ def test_lazy_params_are_materialized() -> None:
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda: sx.vjp(lambda m: m, Scale()), DifferentiationError, r"a Scale at the result itse"),
+        (lambda: sx.vjp(lambda m: m, Scale()), TransformError, r"a Scale at the result itse"),
         (
             lambda: sx.vjp(lambda m: {"a": [1.0, m.factor]}, Scale()),
-            DifferentiationError,
+            TransformError,
             r"sx\.vjp returned a Param at a\.1, .* has_aux=True",
         ),
         (
             lambda: sx.vjp(lambda m: m.factor * 1, Scale(), wrt=sx.Cache),
-            DifferentiationError,
+            TransformError,
             r"'m' \(Scale\) has no Variable that the filter Cache",
         ),
         (
             lambda: sx.vjp(lambda m: m, Scale(), wrt=(sx.Param, sx.DiffState(0))),
-            DifferentiationError,
+            TransformError,
             r"mixes filters and DiffStates",
         ),
         (
             lambda: sx.vjp(lambda m: m, Scale(), wrt=sx.DiffState(1)),
-            DifferentiationError,
+            TransformError,
             r"argnums=1 is out of range",
         ),
         (
             lambda: sx.vjp(lambda x: x, 1.0, has_aux=True),
-            DifferentiationError,
+            TransformError,
             r"must return \(result, aux\), but it returned a",
         ),
-        (lambda: sx.vjp(lambda m, x: x, Scale(), ["a"]), ArgumentError, r"\.x\[0\] .* is a str"),
+        (lambda: sx.vjp(lambda m, x: x, Scale(), ["a"]), TransformError, r"\.x\[0\] .* is a str"),
         (
             lambda: sx.vjp(lambda m: m.factor * 1, sx.eval_shape(Scale)),
-            AbstractValueError,
+            ModuleError,
             r"2 Variables hold only shapes, not arrays: \.m\.factor, \.m\.calls",
         ),
     ],
@@ -335,7 +328,7 @@ def test_nested_jvp_and_vjp_give_second_derivatives() -> None:
 )
 def test_a_tangent_that_does_not_fit_is_named(tangents: Any, message: str) -> None:
     model = Scale()
-    with pytest.raises(TangentError, match=message) as caught:
+    with pytest.raises(TransformError, match=message) as caught:
         sx.jvp(_forward, (model, jnp.ones(2)), tangents)
     assert int(model.calls) == 0
     if "were given as" in message:
@@ -352,7 +345,7 @@ def test_a_shared_variable_has_one_tangent() -> None:
 
     for tangents in (({"embed": one}, None), ({"embed": one}, {"embed": one})):
         assert float(sx.jvp(product, (model, model), tangents)[1]) == 6.0
-    with pytest.raises(InconsistentAliasingError, match=r"\.a\.embed\n  \.b\.embed"):
+    with pytest.raises(TransformError, match=r"\.a\.embed\n  \.b\.embed"):
         sx.jvp(product, (model, model), ({"embed": one}, {"embed": 2 * one}))
 
 

@@ -16,7 +16,7 @@ from tests.strategies import assert_equal_values
 from tests.transforms.examples import XS, Box, Scale, Sower, Tied, lanes, shapes, values
 
 import shardax as sx
-from shardax.errors import AbstractValueError
+from shardax.errors import ModuleError
 
 # --- what is mapped ---
 
@@ -136,7 +136,7 @@ def test_lazy_models_materialize_and_new_ones_stack() -> None:
 def test_an_abstract_model_is_refused() -> None:
     model = sx.eval_shape(Scale)
     run = sx.vmap(lambda m, x: m.factor * x, in_axes=(None, 0))
-    with pytest.raises(AbstractValueError, match=r"\.m\.factor") as caught:
+    with pytest.raises(ModuleError, match=r"\.m\.factor") as caught:
         run(model, XS)
     names = {"sx": sx, "model": model, "state": sx.state(Scale())}
     run_advice(caught.value, "sx.update(model, state)", names)

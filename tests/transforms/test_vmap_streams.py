@@ -17,7 +17,7 @@ from tests.strategies import assert_equal_values
 from tests.values import with_values
 
 import shardax as sx
-from shardax.errors import AxisSizeError, ForeignMutationError, OutputError
+from shardax.errors import ForeignMutationError, TransformError
 
 ONES = jnp.ones((3, 64))
 WITH_SHARED_STREAMS = sx.StateAxes({sx.RngState: None, ...: 0})
@@ -311,7 +311,7 @@ def test_layers_made_in_scan_have_own_keys() -> None:
 def test_a_key_per_lane_needs_an_axis() -> None:
     rngs = sx.Rngs(0).fork(split=3)
     with pytest.raises(
-        AxisSizeError, match=r"default\.key: 3\n  axis_size|axis_size: 2\n  .*key: 3"
+        TransformError, match=r"default\.key: 3\n  axis_size|axis_size: 2\n  .*key: 3"
     ):
         sx.vmap(lambda r: r.noise(), axis_size=2)(rngs)
 
@@ -334,7 +334,7 @@ def test_split_stream_cannot_be_given_new_key() -> None:
     def reseed(r: sx.Rngs) -> None:
         r.default.key.value = jax.random.key(1)
 
-    with pytest.raises(OutputError, match=r"stream at \.r\.default\.key was given another key"):
+    with pytest.raises(TransformError, match=r"stream at \.r\.default\.key was given another key"):
         sx.vmap(reseed, axis_size=3)(rngs)
     assert int(rngs.default.count) == 0
 

@@ -87,7 +87,7 @@ ARRAYS_ONLY = "but only arrays are taken there."
 _TYPE_QUERIES = frozenset({"bind", "canonicalize_value", "shaped_abstractify", "typeof"})
 
 
-def refused_argument(argument: Any) -> str | None:
+def refused_argument(argument: object) -> str | None:
     """Returns what to say if JAX is about to refuse an object."""
     # Called for a look at ``__jax_array__``. If JAX renames these functions, its own error comes.
     frame = sys._getframe(2)
@@ -173,7 +173,7 @@ def auto_mesh(sizes: Mapping[str, int]) -> jax.sharding.AbstractMesh:
     return jax.sharding.AbstractMesh(tuple(sizes.values()), tuple(sizes), kinds)
 
 
-def user_line(equation: Any) -> str:
+def user_line(equation: object) -> str:
     """Returns the user's file and line behind an equation, or ""."""
     # 0.10 to 0.12.
     traceback = getattr(getattr(equation, "source_info", None), "traceback", None)
@@ -185,14 +185,14 @@ def user_line(equation: Any) -> str:
     return ""
 
 
-def jit_options(function: Any) -> dict[str, Any]:
+def jit_options(function: object) -> dict[str, Any]:
     """Returns the options of a function that ``jax.jit`` made, for another."""
     # There is no public way to them; this is for JAX 0.10 to 0.12.
     jit_info = getattr(function, "_jit_info", None)
     if jit_info is None:
         raise TypeError("this version of JAX does not tell the options of a jitted function")
 
-    def options_of(kind: str) -> Any:
+    def options_of(kind: str):
         leaves, treedef = (getattr(jit_info, f"{kind}_{part}") for part in ("leaves", "treedef"))
         options_flat = [None if type(x).__name__ == "UnspecifiedValue" else x for x in leaves]
         return treedef.unflatten(options_flat)
@@ -212,7 +212,7 @@ def varying_axes(array: Any) -> frozenset[str]:
     return frozenset() if manual_type is None else manual_type.varying
 
 
-def sum_over(x: jax.Array, axes: Any) -> jax.Array:
+def sum_over(x: jax.Array, axes: object) -> jax.Array:
     """Returns the sum over manual mesh axes (``shard_map``)."""
     return _wide_on_cpu(lambda x: jax.lax.psum(x, axes), x)
 
@@ -223,7 +223,7 @@ def varying(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     return _wide_on_cpu(lambda x: jax.lax.pcast(x, axes, to="varying"), x) if axes else x
 
 
-def _wide_on_cpu(function: Any, x: jax.Array) -> jax.Array:
+def _wide_on_cpu(function, x: jax.Array) -> jax.Array:
     """Runs a function, and its transpose, in float32 on CPUs."""
     # XLA for CPU ends the process where narrow floats are summed over some of a mesh's axes while
     # it lays out the others ("Invalid binary instruction opcode copy"; 0.10 to 0.12).

@@ -18,12 +18,7 @@ import numpy as np
 
 from shardax._core import _jax
 from shardax._core._jax import Tracer
-from shardax._core.errors import (
-    AbstractValueError,
-    ArrayExpectedError,
-    NotAddressableError,
-    VariableValueError,
-)
+from shardax._core.errors import ModuleError, VariableValueError
 from shardax._core.frames import in_one_step, is_ref
 from shardax._core.init.lazy import LazyValue
 from shardax._core.object import Object
@@ -31,7 +26,7 @@ from shardax._core.object import Object
 _NUMBERS = (bool, int, float, complex, np.generic)
 
 
-def as_value(value: Any, owner: str) -> Any:
+def as_value(value: object, owner: str) -> Any:
     """Returns ``value`` as what a Variable may hold."""
     if isinstance(value, (jax.Array, LazyValue, jax.ShapeDtypeStruct)):
         return value
@@ -44,7 +39,7 @@ def as_value(value: Any, owner: str) -> Any:
     )
 
 
-def _as_leaf(leaf: Any, owner: str) -> Any:
+def _as_leaf(leaf: object, owner: str):
     if isinstance(leaf, (jax.Array, LazyValue, jax.ShapeDtypeStruct)):
         return leaf
     if isinstance(leaf, (np.ndarray, *_NUMBERS)):
@@ -62,7 +57,7 @@ def _as_leaf(leaf: Any, owner: str) -> Any:
     )
 
 
-def _canonical(value: Any, owner: str) -> np.ndarray:
+def _canonical(value: object, owner: str) -> np.ndarray:
     array = np.asarray(value)
     if array.dtype.kind in "OUSMm" or array.dtype.names is not None:
         raise VariableValueError(
@@ -80,7 +75,7 @@ def _canonical(value: Any, owner: str) -> np.ndarray:
     return array.astype(dtype, copy=isinstance(value, np.ndarray))
 
 
-def realise(value: Any, owner: Any) -> Any:
+def realise(value: object, owner: object) -> Any:
     """Turns a lazy or NumPy value into a JAX array."""
     if owner is None:  # concrete, even while a transform is tracing
         with jax.ensure_compile_time_eval():
@@ -107,7 +102,7 @@ def assigned(old: Any, new: Any, owner: str) -> Any:
     return _placed_like(jnp.broadcast_to(array, old.shape), old)
 
 
-def cast_part(old: jax.Array, new: Any, owner: str) -> Any:
+def cast_part(old: jax.Array, new: object, owner: str) -> Any:
     """Returns what ``old[i] = new`` writes, in the old dtype."""
     value = as_value(new, owner)
     if not isinstance(value, _ARRAYS) or value.dtype == old.dtype:
@@ -119,7 +114,7 @@ def cast_part(old: jax.Array, new: Any, owner: str) -> Any:
     return array.astype(old.dtype)
 
 
-def _refuse_assignment(old: Any, owner: str, problem: str) -> NoReturn:
+def _refuse_assignment(old, owner: str, problem: str) -> NoReturn:
     raise VariableValueError(
         f"v[...] = x keeps shape and dtype, but a {owner} of {old.dtype}{list(old.shape)} was "
         f"given {problem}; nothing was written. To replace the value write v.value = x."
@@ -129,7 +124,7 @@ def _refuse_assignment(old: Any, owner: str, problem: str) -> NoReturn:
 _ARRAYS = (jax.Array, np.ndarray, LazyValue, jax.ShapeDtypeStruct)
 
 
-def _assigned_tree(old: Any, new: Any, owner: str) -> Any:
+def _assigned_tree(old, new, owner: str):
     """Returns ``assigned`` of a pytree, leaf by leaf."""
     value = as_value(new, owner)
     leaves, structure = jax.tree.flatten(old)
@@ -146,7 +141,7 @@ def _assigned_tree(old: Any, new: Any, owner: str) -> Any:
     )
 
 
-def _misfit_of_shape(old: Any, value: Any) -> str | None:
+def _misfit_of_shape(old, value) -> str | None:
     """Describes a value that does not broadcast to an array."""
     if not isinstance(value, _ARRAYS):
         return f"a {type(value).__name__}"
@@ -156,7 +151,7 @@ def _misfit_of_shape(old: Any, value: Any) -> str | None:
     return None
 
 
-def _misfit_of_dtype(old: Any, new: Any, value: Any) -> str | None:
+def _misfit_of_dtype(old, new, value) -> str | None:
     """Describes numbers that an array's dtype cannot hold."""
     if value.dtype == old.dtype or _is_castable(new, value.dtype, old.dtype):
         return None
@@ -165,7 +160,7 @@ def _misfit_of_dtype(old: Any, new: Any, value: Any) -> str | None:
     return f"{value.dtype}, which it cannot hold (v[...] = x.astype(v.dtype) casts nevertheless)"
 
 
-def _is_castable(new: Any, dtype: Any, target: Any) -> bool:
+def _is_castable(new, dtype: jax.typing.DTypeLike, target) -> bool:
     """Whether a cast loses no kind of number."""
     if any(jnp.issubdtype(kind, jax.dtypes.extended) for kind in (dtype, target)):
         return False  # keys of random numbers
@@ -184,7 +179,7 @@ def _is_castable(new: Any, dtype: Any, target: Any) -> bool:
     return rank <= target_rank
 
 
-def _placed_like(value: jax.Array, old: Any) -> jax.Array:
+def _placed_like(value: jax.Array, old: object) -> jax.Array:
     """Lays a value that was broadcast out as the old one."""
     if isinstance(old, Tracer):
         sharding = jax.typeof(old).sharding
@@ -210,7 +205,7 @@ def snapshot(value: Any) -> Any:
     return jax.tree.map(lambda leaf: leaf.copy() if isinstance(leaf, np.ndarray) else leaf, value)
 
 
-def leaf_of(value: Any, owner: str) -> Any:
+def leaf_of(value: object, owner: str) -> Any:
     """Returns the one array of a value, for ``.shape`` and the like."""
     if hasattr(value, "shape"):
         return value
@@ -223,22 +218,22 @@ def leaf_of(value: Any, owner: str) -> Any:
     )
 
 
-def _binary(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    def method(self: ArrayLike, other: Any) -> Any:
+def _binary(function: Callable[[Any, Any], object]) -> Callable[[Any, Any], Any]:
+    def method(self: ArrayLike, other) -> Any:
         operand = other._operand() if isinstance(other, ArrayLike) else other
         return function(self._operand(), operand)
 
     return method
 
 
-def _three_ways(function: Callable[[Any, Any], Any]) -> tuple[Callable[[Any, Any], Any], ...]:
+def _three_ways(function: Callable[[Any, Any], object]) -> tuple[Callable[[Any, Any], Any], ...]:
     """Returns an operator's methods: plain, reflected and in place."""
     plain = _binary(function)
 
-    def reflected(self: ArrayLike, other: Any) -> Any:
+    def reflected(self: ArrayLike, other: object):
         return function(other, self._operand())
 
-    def in_place(self: Any, other: Any) -> Any:
+    def in_place(self, other):
         with in_one_step():
             self[...] = plain(self, other)
         return self
@@ -246,7 +241,7 @@ def _three_ways(function: Callable[[Any, Any], Any]) -> tuple[Callable[[Any, Any
     return plain, reflected, in_place
 
 
-def _unary(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def _unary(function: Callable[[Any], object]) -> Callable[[Any], Any]:
     def method(self: ArrayLike) -> Any:
         return function(self._operand())
 
@@ -257,7 +252,7 @@ def fetchable(value: Any, what: str) -> Any:
     """Returns a value whose numbers this process can read, or raises."""
     spans = isinstance(value, jax.Array) and not isinstance(value, Tracer)
     if spans and not (value.is_fully_addressable or value.is_fully_replicated):
-        raise NotAddressableError(
+        raise ModuleError(
             f"{what} needs the numbers of {jax.typeof(value)}, but parts of it are on devices of "
             "other processes. Get all of them in every process, sx.distributed.gather(x), or read "
             "those that are here, x.addressable_shards."
@@ -272,10 +267,10 @@ class ArrayLike:
     __array_priority__ = 1000  # NumPy arrays on the left then ask the reflected operators below
     value: Any
 
-    def _operand(self) -> Any:
+    def _operand(self):
         value = self.value
         if isinstance(value, jax.ShapeDtypeStruct):
-            raise AbstractValueError(
+            raise ModuleError(
                 f"This {type(self).__name__} is abstract ({value.dtype}{list(value.shape)}): it "
                 f"has a shape but no numbers. Use the model that this one was made from; or give "
                 f"it numbers, sx.update(model, state), or restore a checkpoint into it."
@@ -286,14 +281,16 @@ class ArrayLike:
     def __jax_array__(self) -> Any:
         refused = _jax.refused_argument(self)
         if refused is not None:
-            raise (AttributeError if _jax.asks_from_c() else ArrayExpectedError)(refused)
+            raise (AttributeError if _jax.asks_from_c() else ModuleError)(refused)
         return self._operand
 
     def __str__(self) -> str:
         # JAX drops the error above where it looks from C++, and puts this into its own.
         return _jax.refused_argument(self) or repr(self)
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+    def __array__(
+        self, dtype: jax.typing.DTypeLike | None = None, copy: bool | None = None
+    ) -> np.ndarray:
         array = np.asarray(fetchable(self._operand(), "np.asarray"), dtype)
         return array.copy() if copy else array
 

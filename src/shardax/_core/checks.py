@@ -62,7 +62,7 @@ class Options:
             raise self.error(f"{name} is a {type(value).__name__}, {needs} {expected}.")
 
 
-def _is_among(value: object, choices: Iterable[Any]) -> bool:
+def _is_among(value: object, choices: Iterable[object]) -> bool:
     return any(type(value) is type(choice) and value == choice for choice in choices)
 
 

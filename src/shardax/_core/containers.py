@@ -82,7 +82,7 @@ def box(value: Any, where: str) -> Any:
     return value
 
 
-def _box_arrays(value: Any, where: str) -> ArrayAttribute[Any]:
+def _box_arrays(value: object, where: str) -> ArrayAttribute:
     try:
         return ArrayAttribute(value)
     except VariableValueError as error:
@@ -93,12 +93,12 @@ def _box_arrays(value: Any, where: str) -> ArrayAttribute[Any]:
         ) from error
 
 
-def _is_array_tree(value: Any) -> bool:
+def _is_array_tree(value: object) -> bool:
     leaves = jax.tree.leaves(value, is_leaf=lambda item: isinstance(item, Object))
     return bool(leaves) and all(isinstance(leaf, ARRAY_TYPES) for leaf in leaves)
 
 
-def _check_static(value: Any, where: str) -> None:
+def _check_static(value: object, where: str) -> None:
     hidden = _hidden_data(value)
     if hidden is not None:
         raise StaticAttributeError(
@@ -110,7 +110,7 @@ def _check_static(value: Any, where: str) -> None:
     _check_key(value, where, exact_key)
 
 
-def _check_key(value: Any, where: str, key: Callable[[Any], Any]) -> None:
+def _check_key(value: object, where: str, key: Callable[[Any], object]) -> None:
     try:
         key(value)
     except TypeError as error:
@@ -123,7 +123,7 @@ def _check_key(value: Any, where: str, key: Callable[[Any], Any]) -> None:
         ) from error
 
 
-def _hidden_data(value: Any) -> str | None:
+def _hidden_data(value: object) -> str | None:
     """Returns why data in a value cannot be found, or None."""
     if isinstance(value, (set, frozenset, collections.deque)):
         untracked = next(
@@ -154,20 +154,20 @@ def unbox(value: Any) -> Any:
     return value
 
 
-def unbox_attribute(value: Any) -> Any:
+def unbox_attribute(value: object) -> Any:
     """Returns the array of an array attribute that left its model."""
     # A frozen array is what the user made it there, so it stays.
     return value.value if isinstance(value, ArrayAttribute) else value
 
 
-def copy_boxes(value: Any, where: str) -> Any:
+def copy_boxes(value: object, where: str) -> Any:
     """Copies the array attributes of a stored value."""
     if handlers.handler_of(value).stores_items and is_boxed(value):
         return handlers.map_children(lambda item: copy_boxes(item, where), value)
     return box(value.value, where) if isinstance(value, ArrayAttribute) else value
 
 
-def is_boxed(value: Any) -> bool:
+def is_boxed(value: object) -> bool:
     """Whether the user sees an array in place of a stored value."""
     if isinstance(value, (*BOXES, ChangeableNode)):
         return True
@@ -177,7 +177,7 @@ def is_boxed(value: Any) -> bool:
     return handler.stores_items and any(is_boxed(child) for _, child in handler.children(value))
 
 
-def same_structure(old: Any, new: Any) -> bool:
+def same_structure(old: object, new: object) -> bool:
     """Whether replacing a stored value leaves the structure as it was."""
     if old is new:
         return True
@@ -205,7 +205,7 @@ class ChangeableNode:
         self._shown: list[Any] = []  # its children when it was last looked at
 
     @classmethod
-    def of(cls, node: Any, where: str) -> ChangeableNode:
+    def of(cls, node: object, where: str) -> ChangeableNode:
         """Returns a user's node as a model stores it."""
         node_read = cls(handlers.NODE.config(node), [], where)
         node_read._look(node)
@@ -236,7 +236,7 @@ class ChangeableNode:
             return pair[1]._read_here()
         return self._read_here()
 
-    def _read_here(self) -> Any:
+    def _read_here(self):
         """Returns the node for the frame that it belongs to."""
         values = [unbox(child) for _, child in self.children()]
         if self._node is None or any(
@@ -251,7 +251,7 @@ class ChangeableNode:
             self._node = node
         return self._node
 
-    def _look(self, node: Any) -> None:
+    def _look(self, node: object) -> None:
         """Stores what was put into the node since the last look."""
         pairs = handlers.NODE.children(node)
         kind = handlers.NODE.config(node)
@@ -276,7 +276,7 @@ class ChangeableNode:
         return ChangeableNode, (self.config(), self._stored, self._where)
 
 
-def _boxes_in(stored: Any) -> Iterator[Any]:
+def _boxes_in(stored: object) -> Iterator[Any]:
     """Yields the array attributes in the immutable parts of a stored value."""
     if isinstance(stored, ArrayAttribute):
         yield stored
@@ -288,14 +288,14 @@ def _boxes_in(stored: Any) -> Iterator[Any]:
             yield from _boxes_in(child)
 
 
-def class_of(stored: Any) -> type:
+def class_of(stored: object) -> type:
     """Returns the class of a stored value as the user sees it."""
     if isinstance(stored, ChangeableNode):
         return stored.config().value.node_data()[0]
     return type(stored)
 
 
-def _with_fields_of(fresh: Any, node: Any) -> Any:
+def _with_fields_of(fresh: object, node: object):
     """Gives a node a fresh one's fields; else returns the fresh one."""
     names = {name for cls in type(node).__mro__ for name in getattr(cls, "__slots__", ())}
     fields = {name: getattr(fresh, name) for name in names if hasattr(fresh, name)}
@@ -324,7 +324,7 @@ class _Container(Object):
     __slots__ = ("__weakref__", "_flat", "_items", "_lock", "_marked", "_owner")
     _items: Any
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
+    def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
         register_graph(cls)
 
@@ -350,7 +350,7 @@ class _Container(Object):
     def __getstate__(self) -> Any:
         return self._items
 
-    def __setstate__(self, items: Any) -> None:
+    def __setstate__(self, items: object) -> None:
         self._start(owner_here())
         self._items = items
 
@@ -462,7 +462,7 @@ class List(_Container, MutableSequence[T], Generic[T]):
     def __eq__(self, other: object) -> bool:
         return list(self) == list(other) if isinstance(other, (list, List)) else NotImplemented
 
-    def __lt__(self, other: Any) -> bool:
+    def __lt__(self, other: object) -> bool:
         return list(self) < list(other) if isinstance(other, (list, List)) else NotImplemented
 
     __hash__ = None  # pyright: ignore[reportAssignmentType] (as for list)
@@ -474,7 +474,7 @@ class List(_Container, MutableSequence[T], Generic[T]):
     def _flatten(self, encode: Any) -> ListDef:
         return ListDef(type(self), tuple(encode(item, i) for i, item in enumerate(self._items)))
 
-    def _unflatten(self, definition: ListDef, decode: Any) -> None:
+    def _unflatten(self, definition: ListDef, decode) -> None:
         self._items = [decode(item) for item in definition.items]
 
 
@@ -506,7 +506,7 @@ class Dict(_Container, MutableMapping[K, T], Generic[K, T]):
         }
 
     @classmethod
-    def fromkeys(cls, keys: Iterable[Any], value: Any = None) -> Dict[Any, Any]:
+    def fromkeys(cls, keys: Iterable[object], value: object = None) -> Dict[Any, Any]:
         """Makes a Dict with the same value for every key, as ``dict.fromkeys``."""
         return cls(dict.fromkeys(keys, value))
 
@@ -558,10 +558,10 @@ class Dict(_Container, MutableMapping[K, T], Generic[K, T]):
         """Returns a plain dict of the entries."""
         return dict(self.items())
 
-    def __or__(self, other: Any) -> dict[Any, Any]:
+    def __or__(self, other: object) -> dict[Any, Any]:
         return self.copy() | dict(other) if isinstance(other, (dict, Dict)) else NotImplemented
 
-    def __ror__(self, other: Any) -> dict[Any, Any]:
+    def __ror__(self, other: object) -> dict[Any, Any]:
         return dict(other) | self.copy() if isinstance(other, (dict, Dict)) else NotImplemented
 
     def __ior__(self, other: Any) -> Dict[K, T]:
@@ -584,7 +584,7 @@ class Dict(_Container, MutableMapping[K, T], Generic[K, T]):
             type(self), tuple((Static(key), encode(item, key)) for key, item in self._items.items())
         )
 
-    def _unflatten(self, definition: DictDef, decode: Any) -> None:
+    def _unflatten(self, definition: DictDef, decode) -> None:
         self._items = {key.value: decode(item) for key, item in definition.items}
 
 
@@ -625,13 +625,13 @@ handlers.register(
 )
 
 
-def _checked_key(key: Any) -> Any:
+def _checked_key(key: object):
     """Checks that a dict key is configuration, and returns it."""
     _check_static(key, "a key of a dict in a model")
     return key
 
 
-def write_through(old: Any, new: Any, where: str) -> bool:
+def write_through(old: object, new: object, where: str) -> bool:
     """Writes an array into stored data; returns whether it did."""
     if not isinstance(old, (Variable, Slot)) or isinstance(new, Object):
         return False

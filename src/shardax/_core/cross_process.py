@@ -102,7 +102,7 @@ def reduced(array: jax.Array) -> Any:
 
 
 def _landed(
-    make: Callable[..., Any], arguments: Any, sharding: Any, implementation: str | None, dtype: str
+    make: Callable[..., Any], arguments, sharding: object, implementation: str | None, dtype: str
 ) -> jax.Array:
     """Restores an array, with its layout if the mesh exists here."""
     with jax.ensure_compile_time_eval():  # also where something is being traced
@@ -119,7 +119,7 @@ def _landed(
     return array
 
 
-def _laid_out(array: Any, sharding: Any) -> jax.Array:
+def _laid_out(array, sharding) -> jax.Array:
     if sharding is None or not isinstance(sharding.mesh, Mesh):
         return jnp.asarray(array)  # the warning came with the mesh
     try:
@@ -223,33 +223,33 @@ class PickledByName:
         return name_of(self) or super().__reduce_ex__(protocol)
 
 
-def name_of(item: Any) -> str | None:
+def name_of(item: object) -> str | None:
     """Returns the name of something in its module, or None."""
     # A script (__main__) is no such module: another process has another one.
     name, module = getattr(item, "__qualname__", None), getattr(item, "__module__", None)
-    found: Any = None if module == "__main__" else sys.modules.get(module or "")
+    found = None if module == "__main__" else sys.modules.get(module or "")
     for part in name.split(".") if isinstance(name, str) else ():
         found = getattr(found, part, None)
     return name if found is item else None
 
 
-def _reduce_rule(function: Any) -> Any:
+def _reduce_rule(function: object):
     state = dict(vars(function))
     again = _rule, (type(function), state.pop("fun"), state.pop("nondiff_argnums")), state
     return name_of(function) or again
 
 
-def _rule(kind: Callable[..., Any], function: Callable[..., Any], argnums: Any) -> Any:
+def _rule(kind: Callable[..., object], function: Callable[..., object], argnums: object) -> Any:
     return kind(function, argnums)
 
 
-def _reduce_jitted(function: Any) -> Any:
+def _reduce_jitted(function):
     # JAX's own state of one leaves out what it traces with.
     name = name_of(function)
     return name or (_jitted, (function.__wrapped__, jit_options(function)))
 
 
-def _jitted(function: Any, options: dict[str, Any]) -> Any:
+def _jitted(function, options: dict[str, Any]):
     return jax.jit(function, **options)
 
 

@@ -31,12 +31,16 @@ class ShardaxError(Exception):
             cls.__module__ = _FACE
 
 
+class ModuleError(ShardaxError, ValueError, TypeError, RuntimeError):
+    """A Module, a Variable or random keys cannot be used so."""
+
+
+class ModuleAttributeError(ShardaxError, AttributeError):
+    """An attribute is missing, reserved, frozen or not bound."""
+
+
 class StaticAttributeError(ShardaxError, TypeError):
     """An attribute is neither data (arrays, Variables, Modules) nor hashable configuration."""
-
-
-class ReadOnlyCopyError(ShardaxError, RuntimeError):
-    """A read-only copy inside a plain JAX transform was written."""
 
 
 class TraceLeakError(ShardaxError, RuntimeError):
@@ -51,88 +55,16 @@ class ForeignMutationError(ShardaxError, RuntimeError):
     """A Module from outside a transform was structurally changed inside it."""
 
 
-class AbstractValueError(ShardaxError, TypeError):
-    """An abstract Variable was used where an array is needed."""
-
-
-class MissingRngsError(ShardaxError, ValueError):
-    """A lazy value needs a random key but was made without one."""
-
-
-class LayerViewError(ShardaxError, ValueError):
-    """A view of one layer of a stack was misused."""
-
-
-class StackError(ShardaxError, ValueError):
-    """Layers that were to be stacked are not alike."""
-
-
-class UnknownStreamError(ShardaxError, AttributeError):
-    """``Rngs`` has neither the random stream nor a default."""
-
-
 class VariableValueError(ShardaxError, TypeError):
     """A Variable was given something other than arrays."""
-
-
-class FrozenVariableError(ShardaxError, AttributeError):
-    """A frozen value was written; it cannot change."""
-
-
-class UnboundVariableError(ShardaxError, AttributeError):
-    """An empty slot was used as if it had a value."""
-
-
-class LabelConflictError(ShardaxError, ValueError):
-    """Two different Variables, slots or frozen values have one label."""
-
-
-class BindError(ShardaxError, ValueError):
-    """Variables do not fit the slots of a tree."""
-
-
-class StatelessCallError(ShardaxError, RuntimeError):
-    """A functional call changed more than values."""
-
-
-class ReservedNameError(ShardaxError, AttributeError):
-    """An attribute name is reserved by shardax."""
-
-
-class MissingAttributeError(ShardaxError, AttributeError):
-    """No chosen Module has an attribute that was to be set."""
-
-
-class SeedError(ShardaxError, TypeError):
-    """A random stream was given neither a seed nor a key."""
 
 
 class RepeatedKeyError(ShardaxError, RuntimeError):
     """A random key was drawn a second time."""
 
 
-class ArrayExpectedError(ShardaxError, ValueError):
-    """A function of JAX takes arrays only, and was given a Variable."""
-
-
-class NotAddressableError(ShardaxError, RuntimeError):
-    """Numbers of an array are needed, of which other processes hold parts."""
-
-
-class DtypeError(ShardaxError, TypeError):
-    """A dtype is invalid, or has 64 bits while JAX uses 32."""
-
-
-class DeviceError(ShardaxError, ValueError):
-    """There is no device of a name."""
-
-
 class FilterError(ShardaxError, ValueError):
     """Filters are invalid, out of order, or miss a Variable."""
-
-
-class TreeError(ShardaxError, TypeError):
-    """What was given is neither a model nor a structure of one."""
 
 
 class StateMismatchError(ShardaxError, ValueError):

@@ -29,10 +29,9 @@ import jax
 
 from shardax._core import _jax
 from shardax._core.errors import (
-    ArrayExpectedError,
     ConcurrentWriteError,
     ForeignMutationError,
-    ReadOnlyCopyError,
+    ModuleError,
     TraceLeakError,
 )
 
@@ -79,7 +78,7 @@ class Frame:
         reason = str(getattr(error, "__cause__", None))
         if _jax.ARRAYS_ONLY in reason:  # what ``refused_argument`` put below JAX's own error
             text = reason.removeprefix("Argument '").partition("' of type")[0]
-            raise ArrayExpectedError(text) from error
+            raise ModuleError(text) from error
 
     def take_in(self) -> None:
         """Stores what the function put into nodes that it was not given."""
@@ -100,7 +99,7 @@ class Frame:
         return stand_in
 
 
-def own(value: Any) -> Any:
+def own(value: object) -> Any:
     """Returns a value with dicts, lists and other nodes of its own."""
     # What a function changes in them in place is then seen as a write to the copy.
     return value if isinstance(value, jax.Array) else jax.tree.map(lambda leaf: leaf, value)
@@ -178,7 +177,7 @@ def note_read(target: Any) -> None:
     _remember(target, stamp)
 
 
-def _remember(target: Any, stamp: Stamp) -> None:
+def _remember(target, stamp: Stamp) -> None:
     reads, key = local.reads, id(target)
     reads.pop(key, None)
     reads[key] = stamp
@@ -264,7 +263,7 @@ class Blocked(NamedTuple):
     refuse: Callable[[Any], Any]  # called with the Variable, raises the error
 
 
-def _usable(pair: tuple[Any, Any]) -> Any:
+def _usable(pair: tuple[object, object]):
     return pair[1].refuse(pair[0]) if type(pair[1]) is Blocked else pair[1]
 
 
@@ -293,7 +292,7 @@ def check_unlocked(target: Any, what: str | None = None) -> None:
     """Raises if an object is locked."""
     what = what or f"to {a_kind_of(target)}"
     if target._lock is READ_ONLY:
-        raise ReadOnlyCopyError(
+        raise ModuleError(
             f"Cannot write {what}: this {kind_of(target)} is a copy that JAX rebuilt inside "
             f"a plain transform (jax.jit, jax.grad, jax.vmap, ...), so the write would be lost "
             f"when the function returns. Use the shardax transform of the same name (sx.jit, "

@@ -25,7 +25,7 @@ import numpy as np
 
 from shardax._core._jax import Tracer, is_prng_key
 from shardax._core.array_ops import ArrayLike, snapshot
-from shardax._core.errors import FrozenVariableError, UnboundVariableError
+from shardax._core.errors import ModuleAttributeError
 from shardax._core.frames import is_eager, owner_here
 from shardax._core.graph.paths import Path, format_path
 from shardax._core.graph.static import Axes, Metadata, exact_key
@@ -45,7 +45,7 @@ class FrozenMetadata(Metadata):
         self,
         axes: Axes | None,
         entries: Mapping[str, Any],
-        variable_type: type[Variable[Any]],
+        variable_type: type[Variable],
         label: Path,
     ) -> None:
         super().__init__(axes, entries)
@@ -54,7 +54,7 @@ class FrozenMetadata(Metadata):
         self._key = (self._key, variable_type, exact_key(label))
         self._hash = hash(self._key)
 
-    def _with(self, axes: Axes | None, entries: Mapping[str, Any]) -> FrozenMetadata:
+    def _with(self, axes: Axes | None, entries: Mapping[str, object]) -> FrozenMetadata:
         return FrozenMetadata(axes, entries, self.variable_type, self.label)
 
     def thawed(self) -> Metadata:
@@ -102,7 +102,7 @@ class FrozenVariable(Variable[T]):
     def __init__(
         self,
         value: Any,
-        variable_type: type[Variable[Any]] = Variable,
+        variable_type: type[Variable] = Variable,
         *,
         label: Path = (),
         axes: Any = None,
@@ -113,7 +113,7 @@ class FrozenVariable(Variable[T]):
         self._metadata = FrozenMetadata(axes, entries, variable_type, label)
 
     @property
-    def variable_type(self) -> type[Variable[Any]]:
+    def variable_type(self) -> type[Variable]:
         """The type of the Variable that this is the value of."""
         return self._here()._metadata.variable_type
 
@@ -148,10 +148,10 @@ class FrozenVariable(Variable[T]):
         variable._labels = (metadata.label,)
         return variable
 
-    def _write(self, value: Any, check: bool = False) -> NoReturn:
+    def _write(self, value: object, check: bool = False) -> NoReturn:
         self._refuse("the value")
 
-    def __setitem__(self, index: Any, new: Any) -> NoReturn:
+    def __setitem__(self, index: object, new: object) -> NoReturn:
         self._refuse("the value")
 
     def _check_metadata_write(self, what: str) -> NoReturn:
@@ -159,7 +159,7 @@ class FrozenVariable(Variable[T]):
 
     def _refuse(self, what: str) -> NoReturn:
         metadata = self._here()._metadata
-        raise FrozenVariableError(
+        raise ModuleAttributeError(
             f"Cannot write {what} of the frozen {metadata.variable_type.__name__} with the label "
             f"{format_path(metadata.label)}. Make it mutable again, sx.thaw(model); or run what "
             f"writes it as a function of values, which returns the new ones: "
@@ -199,14 +199,14 @@ def frozen(variable: Any, label: Path) -> FrozenVariable[Any]:
     return form._make(snapshot(resolved._value), frozen_metadata, owner_here())
 
 
-def same_value(first: Any, second: Any) -> bool:
+def same_value(first: object, second: object) -> bool:
     """Whether two values are known to be the same; never raises."""
     ours, treedef = jax.tree.flatten(first)
     theirs, other_treedef = jax.tree.flatten(second)
     return treedef == other_treedef and all(map(_same_leaf, ours, theirs))
 
 
-def _same_leaf(first: Any, second: Any) -> bool:
+def _same_leaf(first: object, second: object) -> bool:
     if first is second:
         return True
     kinds = (jax.Array, np.ndarray, np.generic, LazyValue)
@@ -218,7 +218,7 @@ def _same_leaf(first: Any, second: Any) -> bool:
     return all(array is not None for array in arrays) and arrays[0] == arrays[1]
 
 
-def _numbers(leaf: Any) -> bytes | None:
+def _numbers(leaf: object) -> bytes | None:
     """Returns the bytes of an array, or None if not available."""
     if isinstance(leaf, LazyValue):
         if not is_eager():
@@ -269,20 +269,20 @@ class Slot(ArrayLike, Placeholder, Shown):
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
         self._refuse()
 
-    def __setattr__(self, name: str, value: Any) -> NoReturn:
+    def __setattr__(self, name: str, value: object) -> NoReturn:
         self._refuse()
 
-    def __setitem__(self, index: Any, new: Any) -> NoReturn:
+    def __setitem__(self, index: object, new: object) -> NoReturn:
         self._refuse()
 
-    def __getitem__(self, index: Any) -> NoReturn:
+    def __getitem__(self, index: object) -> NoReturn:
         self._refuse()
 
     def _operand(self) -> NoReturn:
         self._refuse()
 
     def _refuse(self) -> NoReturn:
-        raise UnboundVariableError(
+        raise ModuleAttributeError(
             f"The {self.variable_type.__name__} with the label {format_path(self.label)} was taken "
             f"out of this model; what is here is an empty slot. Put Variables or frozen values in "
             f"first: model = sx.bind(model, variables); or call it with them: "
@@ -298,13 +298,13 @@ class Slot(ArrayLike, Placeholder, Shown):
     def __hash__(self) -> int:
         return hash(self._key())
 
-    def _key(self) -> Any:
+    def _key(self):
         return (self.variable_type, tuple((type(step), step) for step in self.label))
 
     def __copy__(self) -> Slot:
         return self
 
-    def __deepcopy__(self, memo: Any) -> Slot:
+    def __deepcopy__(self, memo: object) -> Slot:
         return self
 
     def __reduce__(self) -> Any:

@@ -23,7 +23,7 @@ from typing import Any, Self
 import jax.numpy as jnp
 
 from shardax._core import containers
-from shardax._core.errors import MissingAttributeError, ReservedNameError, StateMismatchError
+from shardax._core.errors import ModuleAttributeError, StateMismatchError
 from shardax._core.frames import Frame, check_structural_write, in_one_step, owner_here
 from shardax._core.frozen import FrozenVariable
 from shardax._core.graph.flatten import GraphWalk, ModuleDef, register_graph
@@ -36,7 +36,7 @@ from shardax._core.variable import ArrayAttribute, Intermediate, Param, Perturba
 _ABSENT = object()
 
 
-def _append(seen: tuple[Any, ...], value: Any) -> tuple[Any, ...]:
+def _append(seen: tuple[object, ...], value: object) -> tuple[Any, ...]:
     return (*seen, value)
 
 
@@ -77,12 +77,12 @@ class Module(Object):
     )
     _array_attributes: dict[str, Any]
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+    def __new__(cls, *args: object, **kwargs: object) -> Self:
         return cls._allocate(owner_here(), None)
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
+    def __init_subclass__(cls, **kwargs: object) -> None:
         if "__slots__" in vars(cls):
-            raise ReservedNameError(
+            raise ModuleAttributeError(
                 f"{cls.__name__} defines __slots__, but shardax finds a Module's data in its "
                 f"attributes. Remove __slots__."
             )
@@ -90,7 +90,7 @@ class Module(Object):
             owner = next(each for each in cls.__mro__ if name in vars(each))
             if owner is not Module:
                 of = "" if owner is cls else f" of {owner.__name__}"
-                raise ReservedNameError(
+                raise ModuleAttributeError(
                     f"{cls.__name__} has the attribute {name}{of}, by which shardax itself walks "
                     f"and copies Modules. Give it another name, such as {name.lstrip('_')}."
                 )
@@ -110,9 +110,9 @@ class Module(Object):
 
     # --- attributes ------------------------------------------------------------------------------
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         if name in _RESERVED:
-            raise ReservedNameError(
+            raise ModuleAttributeError(
                 f"The attribute name {name!r} is reserved by shardax; choose another."
             )
         descriptor = getattr(type(self), name, None)
@@ -161,7 +161,7 @@ class Module(Object):
         boxed = tuple((name, encode(value, name)) for name, value in self._array_attributes.items())
         return ModuleDef(type(self), attributes, boxed)
 
-    def _unflatten(self, definition: ModuleDef, decode: Any) -> None:
+    def _unflatten(self, definition: ModuleDef, decode) -> None:
         attributes = self.__dict__
         attributes.clear()
         for name, child in definition.attributes:
@@ -200,10 +200,10 @@ class Module(Object):
     def sow(
         self,
         name: str,
-        value: Any,
-        type: type[Variable[Any]] = Intermediate,
+        value: object,
+        type: type[Variable] = Intermediate,
         *,
-        reduce_fn: Callable[[Any, Any], Any] = _append,
+        reduce_fn: Callable[[Any, Any], object] = _append,
         init_fn: Callable[[], Any] = tuple,
     ) -> None:
         """Appends a value to the tuple in the Variable ``name``.
@@ -250,7 +250,7 @@ class Module(Object):
                     f"attribute first."
                 )
 
-    def perturb(self, name: str, value: Any, type: type[Variable[Any]] = Perturbation) -> Any:
+    def perturb(self, name: str, value: Any, type: type[Variable] = Perturbation) -> Any:
         """Adds a Variable of zeros, whose gradient is that of ``value``.
 
         Args:
@@ -276,7 +276,9 @@ class Module(Object):
             setattr(self, name, type(jnp.zeros_like(value)))
         return value + getattr(self, name).value
 
-    def stateless_call(self, variables: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    def stateless_call(
+        self, variables: object, /, *args: object, **kwargs: object
+    ) -> tuple[Any, Any]:
         """Calls this Module with frozen values for its slots.
 
         Args:
@@ -297,7 +299,7 @@ class Module(Object):
         return bind.stateless_call(self, variables, *args, **kwargs)
 
     def set_attributes(
-        self, *filters: Any, raise_if_not_found: bool = True, **attributes: Any
+        self, *filters: object, raise_if_not_found: bool = True, **attributes: object
     ) -> None:
         """Sets attributes on all Modules that already have them.
 
@@ -310,7 +312,7 @@ class Module(Object):
             **attributes: New values.
 
         Raises:
-            MissingAttributeError: If an attribute was found nowhere; nothing is changed then.
+            ModuleAttributeError: If an attribute was found nowhere; nothing is changed then.
 
         Example:
             >>> import shardax as sx
@@ -332,14 +334,14 @@ class Module(Object):
         ]
         missing = attributes.keys() - {name for _, name in targets}
         if missing and raise_if_not_found:
-            raise MissingAttributeError(
+            raise ModuleAttributeError(
                 f"No Module in this {type(self).__name__} has the attribute(s) {sorted(missing)}; "
                 f"nothing was changed. Check the spelling, or pass raise_if_not_found=False."
             )
         for module, name in targets:
             setattr(module, name, attributes[name])
 
-    def train(self, **attributes: Any) -> None:
+    def train(self, **attributes: object) -> None:
         """Puts the model into training mode.
 
         That is ``deterministic=False, use_running_average=False`` where layers have them.
@@ -359,14 +361,14 @@ class Module(Object):
             deterministic=False, use_running_average=False, raise_if_not_found=False, **attributes
         )
 
-    def eval(self, **attributes: Any) -> None:
+    def eval(self, **attributes: object) -> None:
         """Puts the model into evaluation mode: the opposite of ``train``."""
         self.set_attributes(
             deterministic=True, use_running_average=True, raise_if_not_found=False, **attributes
         )
 
 
-def modules_in(root: Any) -> Iterator[tuple[Path, Module]]:
+def modules_in(root: object) -> Iterator[tuple[Path, Module]]:
     """Yields (path, Module) of each Module in an object."""
     walk = GraphWalk()
     walk.encode(root, ())
@@ -375,7 +377,7 @@ def modules_in(root: Any) -> Iterator[tuple[Path, Module]]:
             yield path, item
 
 
-def _matches(chosen: Any, path: Any, module: Module) -> bool:
+def _matches(chosen, path: object, module: Module) -> bool:
     if isinstance(chosen, type):
         return isinstance(module, chosen)
     predicate: Callable[[Any, Module], Any] = chosen
@@ -459,7 +461,7 @@ class Drawing:
             yield f"{_INDENT * depth}){end}"
 
 
-def draw(value: Any) -> Drawing:
+def draw(value: object) -> Drawing:
     """Draws a value and everything below it."""
     return _draw(Drawing("", "", (), value), {})
 
@@ -517,6 +519,6 @@ def parameter_count(drawing: Drawing) -> str:
     return f"  # {count:,} parameters" if count else ""
 
 
-def _is_parameter(value: Any) -> bool:
+def _is_parameter(value: object) -> bool:
     kind = value.variable_type if isinstance(value, FrozenVariable) else type(value)
     return issubclass(kind, Param)

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from typing import Any
 
 
-def _no_renderer() -> Any:
+def _no_renderer():
     raise LookupError("Nothing draws objects: shardax/__init__.py has not been run.")
 
 
@@ -34,7 +34,7 @@ class Shown:
     __slots__ = ()
 
     # This protocol and not _repr_html_, which treescope looks for on everything inside a drawing.
-    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> Any:
+    def _repr_mimebundle_(self, include: object = None, exclude: object = None):
         return renderer().mimebundle(self)
 
     def __treescope_repr__(self, path: str | None, subtree_renderer: Any) -> Any:
@@ -59,16 +59,16 @@ class Object(Shown):
     _marked: bool  # whether the result of a walk that met the object is kept
     # Modules and containers also have _flat: how they were last flattened, or None.
 
-    def _flatten(self, encode: Any) -> Any:
+    def _flatten(self, encode: object) -> Any:
         """Returns the object's definition, calling ``encode(child, key)`` for each child."""
         raise NotImplementedError
 
     @classmethod
-    def _allocate(cls, owner: Any, lock: str | None) -> Any:
+    def _allocate(cls, owner, lock: str | None) -> Any:
         """Makes an empty object, to be filled by ``_unflatten``."""
         raise NotImplementedError
 
-    def _unflatten(self, definition: Any, decode: Any) -> None:
+    def _unflatten(self, definition, decode) -> None:
         """Fills an object from its definition, calling ``decode(child)`` for each child."""
         raise NotImplementedError
 
@@ -88,11 +88,11 @@ class Wrapper:
     __slots__ = ()
     __wrapped__: Any
 
-    def _wrapping(self) -> Any:
+    def _wrapping(self):
         """Returns what the wrapper adds, as hashable configuration."""
         raise NotImplementedError
 
-    def _wrap(self, wrapped: Any) -> Any:
+    def _wrap(self, wrapped: object) -> Any:
         """Returns a wrapper like this one around another callable."""
         raise NotImplementedError
 

@@ -13,7 +13,7 @@ from shardax._core.cross_process import format_mesh
 from shardax._core.graph.paths import Path, format_path, plain_path
 
 
-def layout_text(rows: Iterable[tuple[Path, Any, Any]]) -> str | None:
+def layout_text(rows: Iterable[tuple[Path, object, object]]) -> str | None:
     """Formats shardings or specs as a table; None for other values."""
     # They are short, and alike from row to row: a column for each thing that differs reads best.
     leaves = [
@@ -52,7 +52,7 @@ def format_axes(axes: Any) -> str:
     return ", ".join("-" if name is None else str(name) for name in axes or ())
 
 
-def _spec(value: Any) -> str:
+def _spec(value: object) -> str:
     if isinstance(value, PartitionSpec):
         return str(value)
     if not isinstance(value, NamedSharding):

@@ -86,7 +86,7 @@ class _VariableType(type):
     """Gives subclasses empty slots, so that a stray attribute is an error."""
 
     def __new__(
-        mcs, name: str, bases: tuple[type, ...], namespace: dict[str, Any], **kwargs: Any
+        mcs, name: str, bases: tuple[type, ...], namespace: dict[str, object], **kwargs: object
     ) -> Any:
         namespace.setdefault("__slots__", ())
         return super().__new__(mcs, name, bases, namespace, **kwargs)
@@ -95,7 +95,7 @@ class _VariableType(type):
 _OTHER_NAMES = frozenset(("names", "out_sharding", "sharding", "sharding_names"))
 
 
-def _refuse_other_names(kind: type, metadata: Mapping[str, Any]) -> None:
+def _refuse_other_names(kind: type, metadata: Mapping[str, object]) -> None:
     """Raises for names of dimensions under another keyword."""
     for option in _OTHER_NAMES.intersection(metadata):
         names = metadata[option]
@@ -107,7 +107,7 @@ def _refuse_other_names(kind: type, metadata: Mapping[str, Any]) -> None:
         )
 
 
-def _with_box(kind: type, axes: Any, entries: dict[str, Any], init: Init) -> tuple[Any, Any]:
+def _with_box(kind: type, axes: object, entries: dict[str, object], init: Init) -> tuple[Any, Any]:
     """Axes and entries with those of the box around an initializer's value."""
     assert init.metadata is not None
     names = tuple(init.metadata.axes or ())
@@ -116,7 +116,7 @@ def _with_box(kind: type, axes: Any, entries: dict[str, Any], init: Init) -> tup
     return names, {**init.metadata.entries, **entries}
 
 
-def _check_names_of_box(kind: type, axes: Any, names: tuple[Any, ...] | None, source: str) -> None:
+def _check_names_of_box(kind: type, axes, names: tuple[Any, ...] | None, source: str) -> None:
     if axes is not None and names is not None and tuple(axes) != names:
         raise MetadataError(
             f"A {kind.__name__} with axes={axes!r} was given {source} with the names "
@@ -124,7 +124,7 @@ def _check_names_of_box(kind: type, axes: Any, names: tuple[Any, ...] | None, so
         )
 
 
-def _out_of_box(kind: type[Variable[Any]], axes: Any, value: Any) -> tuple[Any, Metadata | None]:
+def _out_of_box(kind: type[Variable], axes: object, value: object) -> tuple[Any, Metadata | None]:
     """The value in a box and its metadata; others as they are."""
     contents = handler_of(value).contents
     if contents is None or kind._holds_boxes:
@@ -197,7 +197,7 @@ class Variable(ArrayLike, Object, Generic[T], metaclass=_VariableType):
         self._metadata = EMPTY if names is None and not metadata else Metadata(names, metadata)
         _check_rank(self, names)
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
+    def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
         register_variable(cls)
 
@@ -219,7 +219,7 @@ class Variable(ArrayLike, Object, Generic[T], metaclass=_VariableType):
         return value
 
     @value.setter
-    def value(self, value: Any) -> None:
+    def value(self, value: object) -> None:
         if type(value) is Init and value.metadata is not None:
             _with_box(type(self), self.axes or (), {}, value)
         if isinstance(value, Variable):
@@ -228,7 +228,7 @@ class Variable(ArrayLike, Object, Generic[T], metaclass=_VariableType):
             value, _ = _out_of_box(type(self), self.axes or (), value)
         self._write(as_value(value, kind_of(self)), check=True)
 
-    def _real(self) -> Any:
+    def _real(self):
         """Returns the value, materialised once for all threads."""
         value = self._value
         if isinstance(value, (np.ndarray, LazyValue)):
@@ -238,7 +238,7 @@ class Variable(ArrayLike, Object, Generic[T], metaclass=_VariableType):
                     value = self._value = realise(value, self._owner)
         return value[...] if is_ref(value) else value
 
-    def _write(self, value: Any, check: bool = False) -> None:
+    def _write(self, value: object, check: bool = False) -> None:
         frame = local.frame
         target = self if self._owner is frame else resolve(self, frame)
         if is_ref(target._value) and not is_ref(value):
@@ -257,7 +257,7 @@ class Variable(ArrayLike, Object, Generic[T], metaclass=_VariableType):
                 target._value = value
             note_write(target)
 
-    def _write_in_place(self, value: Any) -> None:
+    def _write_in_place(self, value: object) -> None:
         """Writes into the ``jax.Ref`` that the Variable holds."""
         # JAX knows of such a write, so it is not lost inside a plain transform.
         if self._lock is not None and self._lock is not READ_ONLY:
@@ -274,7 +274,7 @@ class Variable(ArrayLike, Object, Generic[T], metaclass=_VariableType):
         with in_one_step():
             ref[...] = value.compute() if isinstance(value, LazyValue) else value
 
-    def __getitem__(self, index: Any) -> Any:
+    def __getitem__(self, index: object) -> Any:
         value = self.value
         return value if index is Ellipsis else value[index]
 
@@ -320,7 +320,7 @@ class Variable(ArrayLike, Object, Generic[T], metaclass=_VariableType):
         """Read-only mapping of the metadata entries other than ``axes``."""
         return self._here()._metadata.entries
 
-    def set_metadata(self, **changes: Any) -> None:
+    def set_metadata(self, **changes: object) -> None:
         """Changes metadata entries in place; ``axes=`` renames the dimensions.
 
         Args:
@@ -394,12 +394,12 @@ class Variable(ArrayLike, Object, Generic[T], metaclass=_VariableType):
     def _here(self) -> Self:
         return self if self._owner is local.frame else resolve(self, local.frame)
 
-    def _leaf(self) -> Any:
+    def _leaf(self):
         return leaf_of(self._here()._value, type(self).__name__)
 
     # --- copies ----------------------------------------------------------------------------------
 
-    def replace(self, value: Any) -> Self:
+    def replace(self, value: object) -> Self:
         """Returns a Variable of this type and metadata with another value.
 
         Args:
@@ -421,7 +421,7 @@ class Variable(ArrayLike, Object, Generic[T], metaclass=_VariableType):
         _check_rank(variable, variable._metadata.axes)
         return variable
 
-    def update(self, value: Any) -> None:
+    def update(self, value: object) -> None:
         """Takes a value of the same shape and dtype.
 
         Args:
@@ -465,9 +465,7 @@ class Variable(ArrayLike, Object, Generic[T], metaclass=_VariableType):
         return frozen(self, getattr(self, "_labels", ((),))[-1])
 
     @classmethod
-    def _make(
-        cls, value: Any, metadata: Metadata, owner: Frame | None, lock: str | None = None
-    ) -> Self:
+    def _make(cls, value, metadata: Metadata, owner: Frame | None, lock: str | None = None) -> Self:
         """Makes a Variable from parts that are known to be valid."""
         variable = object.__new__(cls)
         variable._owner = owner
@@ -481,7 +479,7 @@ class Variable(ArrayLike, Object, Generic[T], metaclass=_VariableType):
     def _copy_into(self, frame: Frame) -> Self:
         return self._make(self._real(), self._metadata, frame)
 
-    def _flatten(self, encode: Any) -> VariableDef:
+    def _flatten(self, encode: object) -> VariableDef:
         return VariableDef(type(self), self._metadata)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
@@ -525,12 +523,12 @@ def _leaf_form(leaf: Any) -> Any:
     return f"{leaf.dtype}{list(leaf.shape)}" if hasattr(leaf, "dtype") else leaf
 
 
-def is_deleted(leaf: Any) -> bool:
+def is_deleted(leaf: object) -> bool:
     """Whether an array was donated or deleted."""
     return isinstance(leaf, jax.Array) and not isinstance(leaf, _jax.Tracer) and leaf.is_deleted()
 
 
-def has_deleted(value: Any) -> bool:
+def has_deleted(value: object) -> bool:
     """Whether a value or a part of it was donated or deleted."""
     return any(map(is_deleted, jax.tree.leaves(value)))
 
@@ -553,14 +551,14 @@ def refuse_deleted(paths: Sequence[Path | str], values: Sequence[Any]) -> None:
         )
 
 
-def refuse_read(variable: Any) -> NoReturn:
+def refuse_read(variable: object) -> NoReturn:
     """Raises the error of a read, with a path in a caller."""
     places = list(_places_of(variable, sys._getframe(1)))
     described = ", ".join([*places[-1:], a_kind_of(variable)])
     raise DonationError(f"Cannot read {described}: its array was donated or deleted. {_OF_DELETED}")
 
 
-def _places_of(variable: Any, frame: types.FrameType | None) -> Iterator[str]:
+def _places_of(variable: object, frame: types.FrameType | None) -> Iterator[str]:
     """Yields where what callers hold leads to a Variable, outermost last."""
     while frame is not None:
         for name, local_value in frame.f_locals.items():
@@ -585,7 +583,7 @@ def copied_leaf(leaf: Any) -> Any:
     return leaf.copy() if isinstance(leaf, np.ndarray) else leaf
 
 
-def _check_rank(variable: Variable[Any], axes: tuple[Any, ...] | None) -> None:
+def _check_rank(variable: Variable, axes: tuple[object, ...] | None) -> None:
     if axes is None or not hasattr(variable._value, "ndim"):
         return
     if axes_of(variable._value) is not None:
@@ -602,7 +600,7 @@ def _check_rank(variable: Variable[Any], axes: tuple[Any, ...] | None) -> None:
         )
 
 
-def _check_frozen(variable: Any, new_variable: Variable[Any]) -> None:
+def _check_frozen(variable: object, new_variable: Variable) -> None:
     problem = _frozen_mismatch(variable, new_variable)
     if problem:
         raise StateMismatchError(
@@ -611,7 +609,7 @@ def _check_frozen(variable: Any, new_variable: Variable[Any]) -> None:
         )
 
 
-def _frozen_mismatch(variable: Any, new_variable: Variable[Any]) -> str | None:
+def _frozen_mismatch(variable, new_variable: Variable) -> str | None:
     """Returns what is wrong where a frozen value belongs to another Variable."""
     metadata: Any = new_variable._here()._metadata
     frozen_type = getattr(metadata, "variable_type", None)
@@ -663,7 +661,7 @@ register_variable(Variable)
 class Origin(NamedTuple):
     """What a value came from: Variable type and metadata."""
 
-    variable_type: type[Variable[Any]]
+    variable_type: type[Variable]
     all_metadata: Metadata
 
     @property

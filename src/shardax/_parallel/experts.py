@@ -80,7 +80,7 @@ class Split(NamedTuple):
         )
         make: Any = _nested if AxisType.Manual in self.mesh.axis_types else jax.shard_map
 
-        def entered(x: Any, logits: Any, counted: Any, *kernels: Any) -> Any:
+        def entered(x: object, logits: object, counted: object, *kernels: object):
             # Their gradients are summed over the tokens of all devices, as ``varying`` says.
             return compute(x, logits, counted, *_varying(kernels, frozenset(self.axes)))
 
@@ -105,18 +105,18 @@ class Split(NamedTuple):
         return jax.lax.with_sharding_constraint(x, spec)
 
 
-def _spec(*entries: Any) -> PartitionSpec:
+def _spec(*entries: object) -> PartitionSpec:
     return PartitionSpec(*(None if entry == () else entry for entry in entries))
 
 
-def find_split(x: jax.Array, kernel: jax.Array, names: Sequence[Any] | None) -> Split | None:
+def find_split(x: jax.Array, kernel: jax.Array, names: Sequence[object] | None) -> Split | None:
     """Returns the split of tokens and experts; None: the compiler's."""
     mesh = resolve_mesh()
     if mesh is None or x.ndim < 2 or not x.size:
         return None
     kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
 
-    def axes_of(array: jax.Array, names: Sequence[Any]) -> tuple[Axes, ...]:
+    def axes_of(array: jax.Array, names: Sequence[object]) -> tuple[Axes, ...]:
         entries: Sequence[Any] | None = explicit_entries(array)
         kind = AxisType.Explicit
         if entries is None:
@@ -222,16 +222,16 @@ def by_expert(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _spread(choices: int, x: Any, order: Any, inverse: Any) -> Any:
+def _spread(choices: int, x, order, inverse):
     """Returns a row for each choice of a token, in order."""
     return x[order // choices]
 
 
-def _spread_forward(choices: int, x: Any, order: Any, inverse: Any) -> Any:
+def _spread_forward(choices: int, x, order, inverse):
     return x[order // choices], inverse
 
 
-def _spread_backward(choices: int, inverse: Any, cotangents: Any) -> Any:
+def _spread_backward(choices: int, inverse, cotangents):
     rows = cotangents[inverse]
     return rows.reshape(-1, choices, *rows.shape[1:]).sum(axis=1), None, None
 
@@ -240,7 +240,7 @@ _spread.defvjp(_spread_forward, _spread_backward)
 
 
 @jax.custom_vjp
-def _sorted_back(rows: Any, order: Any, inverse: Any) -> Any:
+def _sorted_back(rows, order: object, inverse):
     """Undoes the order of rows."""
     return rows[inverse]
 
@@ -259,23 +259,23 @@ _sorted_back.defvjp(
 
 
 def _nested(
-    compute: Callable[..., Any],
+    compute: Callable[..., object],
     *,
     mesh: Mesh | None,
-    in_specs: tuple[Any, ...],
-    out_specs: Any,
+    in_specs: tuple[object, ...],
+    out_specs: object,
     axis_names: set[str],
-) -> Any:
+):
     """Makes a region in another, of ``x, logits, counted, *kernels``."""
     options: dict[str, Any] = {"mesh": mesh, "axis_names": axis_names, "check_vma": False}
     make: Any = functools.partial(jax.shard_map, **options)
     all_axes = PartitionSpec(tuple(sorted(axis_names)))  # in all processes alike
     entering = (*in_specs[:2], *in_specs[3:])
 
-    def keeping(*arguments: Any) -> Any:
+    def keeping(*arguments: object):
         x, logits, counted, *kernels = jax.tree.map(_untyped, arguments)
 
-        def differentiable(x: Any, logits: Any, *kernels: Any) -> Any:
+        def differentiable(x, logits, *kernels):
             return compute(x, logits, counted, *kernels)
 
         result, back = jax.vjp(differentiable, x, logits, *kernels)
@@ -285,11 +285,11 @@ def _nested(
 
     structures: list[Any] = []
 
-    def run(*arguments: Any) -> Any:
+    def run(*arguments) -> Any:
         result = make(compute, in_specs=in_specs, out_specs=out_specs)(*arguments)
         return _varying(result, _outer(arguments))
 
-    def forward(*arguments: Any) -> Any:
+    def forward(*arguments) -> Any:
         region = make(keeping, in_specs=in_specs, out_specs=(out_specs, all_axes))
         result, leaves = region(*arguments)
         like = tuple(
@@ -298,8 +298,8 @@ def _nested(
         back = functools.partial(backward, structures[-1], like, _outer(arguments))
         return _varying(result, _outer(arguments)), jax.tree_util.Partial(back, leaves)
 
-    def backward(structure: Any, like: Any, outer: Any, leaves: Any, cotangents: Any) -> Any:
-        def pull(leaves: Any, cotangents: Any) -> Any:
+    def backward(structure, like, outer, leaves, cotangents: object) -> Any:
+        def pull(leaves, cotangents):
             # All devices do this, so those that have a result alike share its gradient.
             cotangents = jax.tree.map(
                 lambda ct, spec: _shared(ct, _absent(spec)), cotangents, out_specs
@@ -329,12 +329,12 @@ def _nested(
     return function
 
 
-def _outer(values: Any) -> frozenset[str]:
+def _outer(values: object) -> frozenset[str]:
     """Returns the manual axes of any varying value."""
     return frozenset[str]().union(*map(varying_axes, jax.tree.leaves(values)))
 
 
-def _varying(tree: Any, axes: frozenset[str]) -> Any:
+def _varying(tree: object, axes: frozenset[str]):
     """Marks values as varying along axes."""
 
     def marked(x: jax.Array) -> jax.Array:
@@ -401,7 +401,7 @@ def _sorted_starts(coming: jax.Array) -> jax.Array:
     return _starts(coming.T.reshape(-1)).reshape(coming.T.shape).T
 
 
-def _padded_to(exchange: _Exchange, table: Any, rows: Any) -> Any:
+def _padded_to(exchange: _Exchange, table, rows):
     coming, going = exchange.parts(table)
     total, places = going.sum(axis=1), jnp.arange(exchange.chunk)[None]
     sent = _taken(rows, _starts(total)[:, None] + places, places < total[:, None])
@@ -412,7 +412,7 @@ def _padded_to(exchange: _Exchange, table: Any, rows: Any) -> Any:
     return _moved(came, coming.T.reshape(-1), shifts.T.reshape(-1), exchange.received)
 
 
-def _padded_from(exchange: _Exchange, table: Any, rows: Any) -> Any:
+def _padded_from(exchange: _Exchange, table, rows):
     coming, going = exchange.parts(table)
     ends, places = jnp.cumsum(coming, axis=1), jnp.arange(exchange.chunk)[None]
     expert = (places[..., None] >= ends[:, None, :-1]).sum(axis=-1)
@@ -424,7 +424,7 @@ def _padded_from(exchange: _Exchange, table: Any, rows: Any) -> Any:
     return _moved(came.reshape(-1, *rows.shape[1:]), total, shifts, exchange.sent)
 
 
-def _ragged_to(exchange: _Exchange, table: Any, rows: Any) -> Any:
+def _ragged_to(exchange: _Exchange, table, rows):
     """Sends a slice for each expert to its device."""
     mine = table[jax.lax.axis_index(exchange.axes)]
     # Of each device what comes to it, sorted by expert, then by device.
@@ -436,7 +436,7 @@ def _ragged_to(exchange: _Exchange, table: Any, rows: Any) -> Any:
     return _ragged(exchange, rows, exchange.received, _starts(mine), mine, offsets, starts)
 
 
-def _ragged_from(exchange: _Exchange, table: Any, rows: Any) -> Any:
+def _ragged_from(exchange: _Exchange, table, rows):
     """Sends the slices back to their senders."""
     me = jax.lax.axis_index(exchange.axes)
     coming = exchange.parts(table)[0]
@@ -447,12 +447,12 @@ def _ragged_from(exchange: _Exchange, table: Any, rows: Any) -> Any:
     return _ragged(exchange, rows, exchange.sent, starts, sizes, offsets, table[me])
 
 
-def _ragged(exchange: _Exchange, rows: Any, length: int, *numbers: Any) -> Any:
+def _ragged(exchange: _Exchange, rows, length: int, *numbers):
     output = jnp.zeros_like(rows, shape=(length, *rows.shape[1:]))
     return jax.lax.ragged_all_to_all(rows, output, *numbers, axis_name=exchange.axes)
 
 
-def _there(exchange: _Exchange, table: Any, rows: Any) -> Any:
+def _there(exchange: _Exchange, table: object, rows: object):
     """Returns the rows for the experts here, sorted by expert."""
     return jax.lax.platform_dependent(
         table,
@@ -462,7 +462,7 @@ def _there(exchange: _Exchange, table: Any, rows: Any) -> Any:
     )
 
 
-def _back(exchange: _Exchange, table: Any, rows: Any) -> Any:
+def _back(exchange: _Exchange, table: object, rows: object) -> Any:
     """Returns the results of the sent rows, in their order."""
     return jax.lax.platform_dependent(
         table,

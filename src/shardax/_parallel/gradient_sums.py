@@ -30,7 +30,7 @@ from shardax._core.state.state import State
 from shardax._core.variable import Variable
 from shardax.partition.checker import explicit_spec, spec_for
 from shardax.partition.context import resolve_rules, rules_over
-from shardax.partition.errors import ParallelError
+from shardax.partition.errors import PartitionError
 from shardax.partition.mesh import AnyMesh, mesh_text, resolve_mesh
 from shardax.partition.rules import mesh_axes_of
 
@@ -47,7 +47,7 @@ class Region:
     def find(cls, over: tuple[str, ...]) -> Region:
         mesh = resolve_mesh()
         if mesh is None:
-            raise ParallelError(
+            raise PartitionError(
                 f"over={over} names axes of a mesh, but none is in scope. Put one in scope: "
                 "with jax.set_mesh(mesh): ..."
             )
@@ -55,7 +55,7 @@ class Region:
         free = [axis for axis, kind in kinds.items() if kind is not AxisType.Manual]
         wrong = [axis for axis in over if axis not in free]
         if wrong:
-            raise ParallelError(
+            raise PartitionError(
                 f"over={over}: {wrong[0]!r} is no axis of the mesh ({mesh_text(mesh.shape)}) that "
                 f"rows can be split over here; these are {', '.join(free) or 'none'}."
             )
@@ -70,16 +70,18 @@ class Region:
     def count(self) -> int:
         return math.prod(self.mesh.shape[axis] for axis in self.over)
 
-    def varying(self, tree: Any) -> Any:
+    def varying(self, tree: object) -> Any:
         """Marks equal values of devices as possibly different."""
 
-        def mark(x: Any) -> Any:
+        def mark(x: object):
             missing = tuple(axis for axis in self.over if axis not in varying_axes(x))
             return jax.lax.pcast(x, missing, to="varying") if missing else x
 
         return jax.tree.map(mark, tree)
 
-    def with_auto_axes(self, function: Callable[..., Any], outputs: Any) -> Callable[..., Any]:
+    def with_auto_axes(
+        self, function: Callable[..., object], outputs: object
+    ) -> Callable[..., Any]:
         """Runs a function with Explicit axes as Auto, its results typed."""
         # JAX cannot differentiate a change of axis types inside of shard_map, as layers may have
         # it.
@@ -99,7 +101,7 @@ class GradientPlan:
     leaving: tuple[tuple[str, ...], ...]  # data axes along which the gradient stays split
     final: PartitionSpec
 
-    def spec(self, *lead: Any, leaving: bool = False) -> PartitionSpec:
+    def spec(self, *lead: object, leaving: bool = False) -> PartitionSpec:
         """The layout with the data axes after the others, or without them."""
         parts = [
             (*entering_axes, *(leaving_axes if leaving else ()))
@@ -108,11 +110,11 @@ class GradientPlan:
         return PartitionSpec(*lead, *(axes or None for axes in parts))
 
 
-def plan_of(path: Path, variable: Variable[Any], region: Region, layout: Any) -> GradientPlan:
+def plan_of(path: Path, variable: Variable, region: Region, layout: Any) -> GradientPlan:
     """Plans the gradient of a parameter."""
     value, where = variable.value, format_path(path)
     if not isinstance(value, jax.Array):
-        raise ParallelError(
+        raise PartitionError(
             f"The parameter at {where} is of type {type(value).__name__}, not one array. Leave it "
             "out by wrt=, or use sx.value_and_grad."
         )
@@ -123,7 +125,7 @@ def plan_of(path: Path, variable: Variable[Any], region: Region, layout: Any) ->
     entering = _by_dimension(typed if any(typed) else spec, len(shape))
     split_here = [a for axes in entering for a in axes if a in region.over]
     if split_here:
-        raise ParallelError(
+        raise PartitionError(
             f"The parameter at {where} is split over {split_here[0]!r}, but data-parallel devices "
             f"hold parameters whole along over={region.over}. Leave that axis to the compiler: "
             "name only the other data axes in over=, or use sx.value_and_grad, which gathers "
@@ -141,7 +143,7 @@ def plan_of(path: Path, variable: Variable[Any], region: Region, layout: Any) ->
         final, problems = spec_for(axes, shape, region.mesh, chosen, path)
     errors = [str(problem) for problem in problems if problem.severity == "error"]
     head = "Gradients cannot be laid out so:\n  "
-    raise_if_any(ParallelError, errors, head, separator="\n  ")
+    raise_if_any(PartitionError, errors, head, separator="\n  ")
     leaving = tuple(
         tuple(axis for axis in axes if axis in region.over)
         for axes in _by_dimension(final, len(shape))
@@ -149,7 +151,7 @@ def plan_of(path: Path, variable: Variable[Any], region: Region, layout: Any) ->
     return GradientPlan(tuple(unsummed_axes), leaving, final)
 
 
-def _by_dimension(spec: Any, ndim: int) -> tuple[tuple[str, ...], ...]:
+def _by_dimension(spec, ndim: int) -> tuple[tuple[str, ...], ...]:
     entries = [mesh_axes_of(entry) for entry in spec]
     return (*entries, *[()] * (ndim - len(entries)))
 

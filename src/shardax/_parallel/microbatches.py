@@ -17,14 +17,14 @@ import numpy as np
 def cut(batch: Any, count: int) -> Any:
     """Cuts arrays into (count, rows / count, ...)."""
 
-    def parts(leaf: Any) -> jax.Array:
+    def parts(leaf) -> jax.Array:
         rows = jnp.asarray(leaf)
         return jnp.swapaxes(rows.reshape(rows.shape[0] // count, count, *rows.shape[1:]), 0, 1)
 
     return jax.tree.map(parts, batch)
 
 
-def joined(microbatches: Any) -> Any:
+def joined(microbatches: object) -> Any:
     """The inverse of ``cut``."""
 
     def whole(leaf: jax.Array) -> jax.Array:
@@ -34,7 +34,7 @@ def joined(microbatches: Any) -> Any:
     return jax.tree.map(whole, microbatches)
 
 
-def indivisible(name: str, batch: Any, count: int) -> list[str]:
+def indivisible(name: str, batch: object, count: int) -> list[str]:
     """Names and shapes of arrays that cannot be cut equally."""
     return [
         f"{name}{jax.tree_util.keystr(key)} of shape {np.shape(leaf)}"

@@ -37,7 +37,7 @@ import numpy as np
 from jax.sharding import AxisType, PartitionSpec
 
 from shardax._core._jax import is_prng_key, sum_over, varying, varying_axes
-from shardax._core.errors import StackError
+from shardax._core.errors import ModuleError
 from shardax._core.graph.paths import Path, format_path
 from shardax._core.state.split_merge import iter_modules, iter_variables, merge, split
 from shardax._core.state.state import Origin, State
@@ -63,28 +63,28 @@ class Stages:
         """Returns the number of the stage, inside of the region."""
         return jnp.int32(0) if self.axis is None else jax.lax.axis_index(self.axis)
 
-    def hand_on(self, tree: Any) -> Any:
+    def hand_on(self, tree: object) -> Any:
         """Gives each stage the value of the stage before."""
         if self.axis is None:
             return tree
         ring = [(stage, (stage + 1) % self.count) for stage in range(self.count)]
         return jax.tree.map(lambda x: jax.lax.ppermute(x, self.axis, ring), tree)
 
-    def varying(self, tree: Any) -> Any:
+    def varying(self, tree: object) -> Any:
         """Marks equal values of stages as varying."""
         if self.axis is None:
             return tree
         axis = self.axis
 
-        def marked(x: Any) -> Any:
+        def marked(x):
             return x if axis in varying_axes(x) else varying(jnp.asarray(x), (axis,))
 
         return jax.tree.map(marked, tree)
 
-    def gathered(self, values: Mapping[Path, Any]) -> dict[Path, Any]:
+    def gathered(self, values: Mapping[Path, object]) -> dict[Path, Any]:
         """Returns values whole along the axis, if their type has it."""
 
-        def whole(x: Any) -> Any:
+        def whole(x) -> Any:
             sharding = jax.typeof(x).sharding
             if self.axis is None or (*sharding.spec, None)[0] != self.axis:
                 return x
@@ -93,15 +93,15 @@ class Stages:
 
         return {path: jax.tree.map(whole, value) for path, value in values.items()}
 
-    def to_rounds(self, tree: Any, rounds: int, dim: int = 0) -> Any:
+    def to_rounds(self, tree: object, rounds: int, dim: int = 0) -> Any:
         """Gives each stage its layer of every round, from layers in order."""
         return self._exchanged(tree, rounds, dim, in_order=True)
 
-    def to_layers(self, tree: Any, rounds: int, dim: int = 0) -> Any:
+    def to_layers(self, tree: object, rounds: int, dim: int = 0) -> Any:
         """The inverse of ``to_rounds``."""
         return self._exchanged(tree, rounds, dim, in_order=False)
 
-    def _exchanged(self, tree: Any, rounds: int, dim: int, *, in_order: bool) -> Any:
+    def _exchanged(self, tree: object, rounds: int, dim: int, *, in_order: bool):
         if rounds == 1 or self.axis is None:
             return tree
         # Permutations send no padding. Many of them take compilers long, and an exchange of many
@@ -169,7 +169,7 @@ class Stages:
 
         return exchange
 
-    def of_last(self, tree: Any) -> Any:
+    def of_last(self, tree: object) -> Any:
         """Returns the last stage's value, in all stages."""
         if self.axis is None:
             return tree
@@ -218,13 +218,13 @@ def find_stages(axis_name: str, length: int) -> Stages:
         if axis in mesh.shape and not _is_manual(mesh, axis)
     ]
     if len(axes) > 1:
-        raise StackError(
+        raise ModuleError(
             f"The rules lay {axis_name!r} over the mesh axes {', '.join(map(repr, axes))}, but a "
             f"pipeline has its stages along one. Give it one: ({axis_name!r}, {axes[0]!r})."
         )
     count = mesh.shape[axes[0]] if axes else 1
     if length % count:
-        raise StackError(
+        raise ModuleError(
             f"The rules lay {axis_name!r} over the mesh axis {axes[0]!r} of {count} stages, but "
             f"{length} layers cannot be divided over them. Make a stack of a multiple of {count} "
             f"layers, or take {axis_name!r} out of the rules."
@@ -240,12 +240,12 @@ def _is_manual(mesh: AnyMesh, axis: str) -> bool:
 # --- Microbatches ---
 
 
-def check_rows(x: Any, count: int) -> int:
+def check_rows(x: object, count: int) -> int:
     """Returns the number of rows, if divisible."""
     shapes = [np.shape(leaf) for leaf in jax.tree.leaves(x)]
     rows = {shape[0] if shape else None for shape in shapes}
     if len(rows) != 1 or None in rows:
-        raise StackError(
+        raise ModuleError(
             f"A stack with microbatches cuts its input into rows, but was given arrays of the "
             f"shapes {', '.join(map(str, shapes)) or 'of none'}, which have no first dimension of "
             "one size."
@@ -253,7 +253,7 @@ def check_rows(x: Any, count: int) -> int:
     (size,) = rows
     assert size is not None  # it was looked for above
     if size % count:
-        raise StackError(
+        raise ModuleError(
             f"{size} rows cannot be cut into {count} microbatches of equal size. Give the stack a "
             f"batch of a multiple of {count} rows, or another number of microbatches."
         )
@@ -261,7 +261,7 @@ def check_rows(x: Any, count: int) -> int:
 
 
 def find_rowwise(
-    run: Callable[[Any, list[Any]], Any], x: Any, arguments: list[Any], rows: int, count: int
+    run: Callable[[Any, list[Any]], object], x: object, arguments: list[Any], rows: int, count: int
 ) -> list[bool]:
     """Returns the arguments with a row for each row of ``x``."""
     is_row_by_row = [item is not None and np.shape(item)[:1] == (rows,) for item in arguments]
@@ -276,7 +276,7 @@ def find_rowwise(
     if len(fitting) == 1:
         return [fitting[0].get(position, False) for position in range(len(arguments))]
     shapes = ", ".join(str(np.shape(arguments[position])) for position in doubtful)
-    raise StackError(
+    raise ModuleError(
         f"The input of the stack has {rows} rows and another dimension of size {rows}, so it does "
         f"not show whether arguments of the shapes {shapes} have a row for each of its rows. Give "
         "those that all rows share a first dimension of size 1, such as mask[None]; or use another "
@@ -285,18 +285,18 @@ def find_rowwise(
 
 
 def _fits(
-    run: Callable[[Any, list[Any]], Any],
-    x: Any,
-    arguments: list[Any],
+    run: Callable[[Any, list[Any]], object],
+    x: object,
+    arguments: list[object],
     trial: Mapping[int, bool],
     count: int,
 ) -> bool:
     """Whether layers take these arguments cut, those whole."""
 
-    def first(item: Any) -> Any:
+    def first(item):
         return jax.tree.map(lambda part: part[0], cut(item, count))
 
-    def one(x: Any, arguments: list[Any]) -> Any:
+    def one(x, arguments: list[Any]) -> Any:
         mine = [first(g) if trial.get(place) else g for place, g in enumerate(arguments)]
         return first(x), run(first(x), mine)
 
@@ -355,13 +355,13 @@ class Step:
                 written[path] = value
         lost = values.keys() - values_after.keys()
         if lost:
-            raise StackError(
+            raise ModuleError(
                 f"The layers of a stack with microbatches took away {_listed(lost)}. They may "
                 "write Variables and add some, but take none away."
             )
         refused = (written.keys() & self.shared) - self.counts
         if refused:
-            raise StackError(
+            raise ModuleError(
                 f"The layers of a stack with microbatches wrote {_listed(refused)}, which they "
                 "share. A later microbatch is in work while an earlier one still writes it, so the "
                 "order would be another one. Give each layer its own, or take microbatches= away."
@@ -369,18 +369,18 @@ class Step:
         return y, written, sown
 
 
-def _same(left: Any, right: Any) -> bool:
+def _same(left: object, right: object) -> bool:
     pairs = (jax.tree.leaves(left), jax.tree.leaves(right))
     return len(pairs[0]) == len(pairs[1]) and all(map(lambda a, b: a is b, *pairs))
 
 
-def _added(start: Any, end: Any) -> Any:
+def _added(start, end):
     """Returns the appended items of a tuple, else all."""
     grown = isinstance(start, tuple) and isinstance(end, tuple) and len(end) > len(start)
     return end[len(start) :] if grown else end
 
 
-def _listed(paths: Any) -> str:
+def _listed(paths) -> str:
     return ", ".join(map(format_path, sorted(paths, key=str)))
 
 
@@ -388,14 +388,14 @@ def _listed(paths: Any) -> str:
 
 
 def run_pipeline(
-    stacked: Any,
+    stacked: object,
     is_shared: Callable[[Path, Any], bool],
     run: Run,
     run_whole: Run,
-    x: Any,
+    x: object,
     arguments: list[Any],
     *,
-    policy: Any,
+    policy: object,
     axis_name: str,
     length: int,
     microbatches: int,
@@ -409,7 +409,7 @@ def run_pipeline(
     step = Step(stacked, run_whole if in_rounds else run, is_shared, microbatches)
     rows = check_rows(x, microbatches)
 
-    def whole(x: Any, arguments: list[Any]) -> Any:
+    def whole(x, arguments: list[Any]) -> Any:
         return step(stages.gathered(step.values), x, arguments, length, 0)
 
     rowwise = find_rowwise(
@@ -418,7 +418,7 @@ def run_pipeline(
     shapes = abstract_eval(whole, x, arguments)
     step.written, step.counts = set(shapes[1]) - step.shared, set(shapes[1]) & step.counts
 
-    def compute(values: dict[Path, Any], x: Any, arguments: list[Any]) -> Any:
+    def compute(values: dict[Path, Any], x, arguments: list[Any]):
         call = _Pipeline(step, stages, length, microbatches, schedule, policy)
         pairs = list(zip(arguments, rowwise, strict=True))
         parts = [cut(g, microbatches) if of_row else None for g, of_row in pairs]
@@ -438,7 +438,7 @@ def run_pipeline(
     return y
 
 
-def _with_auto_axes(function: Callable[..., Any], like: Any) -> Callable[..., Any]:
+def _with_auto_axes(function: Callable[..., object], like: object) -> Callable[..., Any]:
     """Runs a function with Explicit axes as Auto, typed like a tree."""
     # JAX cannot differentiate a change of axis types inside of shard_map, as layers may have it.
     mesh = jax.sharding.get_abstract_mesh()
@@ -454,7 +454,7 @@ class _Pipeline:
     """One call: the work of each stage at each tick."""
 
     def __init__(
-        self, step: Step, stages: Stages, length: int, microbatches: int, schedule: str, policy: Any
+        self, step: Step, stages: Stages, length: int, microbatches: int, schedule: str, policy
     ) -> None:
         self.step = step
         self.stages = stages
@@ -472,7 +472,7 @@ class _Pipeline:
         )
 
     def __call__(
-        self, values: dict[Path, Any], x: Any, parts: list[Any], same: list[Any]
+        self, values: dict[Path, object], x: object, parts: list[Any], same: list[Any]
     ) -> tuple[Any, Any, Any]:
         """Runs all ticks; returns rows by microbatch, state, and sown values."""
         shared = {p: v for p, v in values.items() if p in self.step.shared}
@@ -492,9 +492,7 @@ class _Pipeline:
         with jax.named_scope(self.name):
             return region(own_values, shared, x, parts, same)
 
-    def _region(
-        self, own_values: Any, shared: Any, x: Any, parts: list[Any], same: list[Any]
-    ) -> Any:
+    def _region(self, own_values, shared, x, parts: list[Any], same: list[Any]):
         stages, step = self.stages, self.step
         stage, rounds = stages.index(), self.rounds
         # Marked here, so that their gradients are summed as ``varying`` says.
@@ -505,14 +503,7 @@ class _Pipeline:
         own_values = stages.to_rounds(jax.tree.map(jnp.asarray, own_values), rounds)
         written = {path: own_values[path] for path in step.written}
 
-        def work(
-            own_values: Any,
-            present: Any,
-            entering: Any,
-            arguments: list[Any],
-            turn: Any,
-            number: Any,
-        ) -> Any:
+        def work(own_values, present, entering, arguments: list[Any], turn, number):
             layers, state = self._of_round(own_values, turn), self._of_round(present, turn)
             values = {**layers, **state, **shared, **entering[1]}
             values |= {path: layers[path] for path in fresh}
@@ -523,7 +514,7 @@ class _Pipeline:
             # be a copy of them for each.
             work = jax.checkpoint(work, policy=_keeping(self.policy), prevent_cse=False)
 
-        def tick(carry: Any, time: Any) -> Any:
+        def tick(carry, time: object):
             arriving, waiting, present, results = carry
             begun, ended = time - stage, time - stage - (rounds - 1) * self.period
             turn = jnp.clip(begun // self.period, 0, rounds - 1)
@@ -564,7 +555,7 @@ class _Pipeline:
         written = stages.to_layers(written, rounds)
         return y, (final, written), stages.to_layers(mine, rounds, dim=1)
 
-    def _wait(self, stage: Any, time: Any, arriving: Any, waiting: Any) -> tuple[Any, Any]:
+    def _wait(self, stage: object, time, arriving: object, waiting: object) -> tuple[Any, Any]:
         """Keeps arrivals of the first stage until its next round begins."""
         if waiting is None:
             return arriving, None
@@ -572,20 +563,20 @@ class _Pipeline:
         oldest = _part(waiting, place)
         return _choose(stage == 0, oldest, arriving), _with_part(waiting, place, arriving)
 
-    def _of_round(self, values: dict[Path, Any], turn: Any) -> dict[Path, Any]:
+    def _of_round(self, values: dict[Path, Any], turn) -> dict[Path, Any]:
         """The layers of a round, of those of a stage."""
         if self.rounds == 1:
             return values
         return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, turn, self.length, 0), values)
 
-    def _with_round(self, values: dict[Path, Any], turn: Any, new_values: dict[Path, Any]) -> Any:
+    def _with_round(self, values: dict[Path, Any], turn, new_values: dict[Path, Any]):
         if self.rounds == 1:
             return new_values
         return jax.tree.map(
             lambda x, y: jax.lax.dynamic_update_slice_in_dim(x, y, turn, 0), values, new_values
         )
 
-    def _of_stage(self, by_tick: jax.Array, stage: Any) -> jax.Array:
+    def _of_stage(self, by_tick: jax.Array, stage) -> jax.Array:
         """Sown values of the ticks of a stage, (microbatches, layers, ...)."""
         if self.rounds == 1:
             return jax.lax.dynamic_slice_in_dim(by_tick, stage, self.microbatches)
@@ -597,12 +588,12 @@ class _Pipeline:
 _TAKEN = frozenset({"dynamic_slice", "squeeze", "reshape", "convert_element_type", "transpose"})
 
 
-def _keeping(policy: Any) -> Any:
+def _keeping(policy):
     """Returns a policy without saved layers of a round."""
     if policy is None:
         return None
 
-    def keeps(primitive: Any, *arrays: Any, **options: Any) -> Any:
+    def keeps(primitive, *arrays, **options):
         return primitive.name not in _TAKEN and policy(primitive, *arrays, **options)
 
     return keeps
@@ -618,17 +609,17 @@ def bubble_share(schedule: str, stages: int, microbatches: int, rounds: int) -> 
     return 1 - rounds * microbatches / _ticks(stages, microbatches, rounds)
 
 
-def _part(tree: Any, index: Any) -> Any:
+def _part(tree: object, index: object):
     return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, keepdims=False), tree)
 
 
-def _with_part(tree: Any, index: Any, part: Any) -> Any:
+def _with_part(tree: object, index: object, part: object):
     return jax.tree.map(
         lambda x, y: jax.lax.dynamic_update_index_in_dim(x, y, index, 0), tree, part
     )
 
 
-def _choose(condition: Any, left: Any, right: Any) -> Any:
+def _choose(condition, left, right):
     return jax.tree.map(lambda a, b: jnp.where(condition, a, b), left, right)
 
 
@@ -652,7 +643,7 @@ def _combined(path: Path, rows: int, parts: jax.Array, whole: jax.ShapeDtypeStru
             shape = parts.shape
             split_rows = parts.reshape(*shape[: k + 2], rows, part[k] // rows, *shape[k + 3 :])
             return jnp.moveaxis(split_rows, 0, k + 2).reshape(parts.shape[1], *row_shape)
-    raise StackError(
+    raise ModuleError(
         f"Layers of a stack sowed {parts.dtype}{part} at {format_path(path)} for each of {count} "
         f"microbatches, and {list(row_shape)} for a whole batch: neither rows, which are put "
         "together again, nor real numbers, which are averaged. Sow something else, or take "
@@ -660,7 +651,7 @@ def _combined(path: Path, rows: int, parts: jax.Array, whole: jax.ShapeDtypeStru
     )
 
 
-def _write(stacked: Any, state: Mapping[Path, Any], sown: Mapping[Path, Any], step: Step) -> None:
+def _write(stacked, state: Mapping[Path, Any], sown: Mapping[Path, Any], step: Step) -> None:
     variables = dict(iter_variables(stacked))
     owners = dict(iter_modules(stacked))
     for path, value in state.items():

@@ -127,7 +127,7 @@ def _varying(x: jax.Array) -> jax.Array:
     return x
 
 
-def _region(ring: Ring, function: Any, in_specs: Any, out_specs: Any) -> Any:
+def _region(ring: Ring, function, in_specs: object, out_specs: object):
     """Runs a function on each device's part of the ring."""
     # A loop around that is differentiated takes what does not depend on its values, such as zeros
     # and masks, out of its body and so out of the region, which it must not where that is within
@@ -142,7 +142,7 @@ def _region(ring: Ring, function: Any, in_specs: Any, out_specs: Any) -> Any:
     )
 
 
-def _split(ring: Ring, x: Any, dim: int) -> Any:
+def _split(ring: Ring, x, dim: int):
     """The spec of a split array, or None."""
     if x is None or x.shape[dim] == 1:
         return PartitionSpec()
@@ -161,7 +161,9 @@ class Saved(NamedTuple):
     total: Any
 
 
-def _specs(ring: Ring, query: Any, part: Part, mask: Any, segments: Any) -> tuple[Any, ...]:
+def _specs(
+    ring: Ring, query: object, part: Part, mask: object, segments: object
+) -> tuple[Any, ...]:
     by_time = _split(ring, query, -3)
     by_segment = PartitionSpec(*by_time) if segments is not None else PartitionSpec()
     of_part = Part(_split(ring, part.key, -3), _split(ring, part.value, -3), by_segment)
@@ -171,18 +173,18 @@ def _specs(ring: Ring, query: Any, part: Part, mask: Any, segments: Any) -> tupl
 # The derivative is that of the whole, and no region is differentiated: within another manual region
 # (a pipeline) JAX cannot hand on what the forward pass of an inner one saves.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(ring: Ring, query: Any, part: Part, mask: Any, segments: Any) -> jax.Array:
+def _attend(ring: Ring, query: object, part: Part, mask: object, segments: object) -> jax.Array:
     return _forward(ring, query, part, mask, segments)[0]
 
 
-def _forward(ring: Ring, query: Any, part: Part, mask: Any, segments: Any) -> tuple[Any, Saved]:
+def _forward(ring: Ring, query, part: Part, mask: object, segments: object) -> tuple[Any, Saved]:
     specs = _specs(ring, query, part, mask, segments)
     numbers = PartitionSpec(*(None,) * (query.ndim - 1), ring.axis)
     saved = Saved(specs[0], specs[1], specs[2], specs[3], specs[0], numbers, numbers)
     return _region(ring, _read, specs, (specs[0], saved))(query, part, mask, segments)
 
 
-def _backward(ring: Ring, saved: Saved, cotangents: Any) -> tuple[Any, ...]:
+def _backward(ring: Ring, saved: Saved, cotangents: object) -> tuple[Any, ...]:
     specs = _specs(ring, saved.query, saved.part, saved.mask, saved.segments)
     numbers = PartitionSpec(*(None,) * (saved.query.ndim - 1), ring.axis)
     of_saved = Saved(specs[0], specs[1], specs[2], specs[3], specs[0], numbers, numbers)
@@ -195,7 +197,7 @@ def _backward(ring: Ring, saved: Saved, cotangents: Any) -> tuple[Any, ...]:
 _attend.defvjp(_forward, _backward)
 
 
-def _to_order(ring: Ring, query: Any, part: Part, mask: Any, segments: Any) -> tuple[Any, ...]:
+def _to_order(ring: Ring, query, part: Part, mask, segments) -> tuple[Any, ...]:
     """Brings a device's part into the order of the ring."""
     if not ring.zigzag:
         return query, part, mask, segments
@@ -209,11 +211,11 @@ def _to_order(ring: Ring, query: Any, part: Part, mask: Any, segments: Any) -> t
     return query, Part(key, value, key_segments), mask, query_segments
 
 
-def _back(ring: Ring, x: Any) -> Any:
+def _back(ring: Ring, x) -> Any:
     return _zigzag(ring, x, x.ndim - 3, back=True) if ring.zigzag else x
 
 
-def _zigzag(ring: Ring, x: Any, dim: int, back: bool = False) -> Any:
+def _zigzag(ring: Ring, x, dim: int, back: bool = False) -> Any:
     """Brings the chunks of a dimension into zig-zag order, or back."""
     # Device i has the chunks 2i and 2i + 1; those of even and of odd number each go to as many
     # devices as there are, so each of both moves is a permutation.
@@ -232,38 +234,36 @@ def _zigzag(ring: Ring, x: Any, dim: int, back: bool = False) -> Any:
     return jnp.concatenate(halves if back else _swapped(is_odd, halves), dim)
 
 
-def _swapped(condition: Any, pair: Any) -> list[Any]:
+def _swapped(condition, pair) -> list[Any]:
     left, right = pair
     return [jnp.where(condition, right, left), jnp.where(condition, left, right)]
 
 
-def _last_turn(ring: Ring, query: Any, key: Any) -> int:
+def _last_turn(ring: Ring, query, key) -> int:
     """Returns the number of sends until all parts are read."""
     if not ring.causal or ring.window is None or query.shape[-3] != key.shape[-3]:
         return ring.devices - 1
     return min(ring.devices - 1, -(-(ring.window - 1) // key.shape[-3]))
 
 
-def _half(x: Any, dim: int, later: int) -> Any:
+def _half(x, dim: int, later: int) -> Any:
     size = x.shape[dim] // 2
     return jax.lax.slice_in_dim(x, later * size, (later + 1) * size, axis=dim)
 
 
-def _with_half(x: Any, dim: int, later: int, new_half: Any) -> Any:
+def _with_half(x, dim: int, later: int, new_half) -> Any:
     halves = [_half(x, dim, 0), _half(x, dim, 1)]
     halves[later] = new_half
     return jnp.concatenate(halves, dim)
 
 
-def _read(ring: Ring, query: Any, part: Part, mask: Any, segments: Any) -> tuple[Any, Saved]:
+def _read(ring: Ring, query, part: Part, mask, segments) -> tuple[Any, Saved]:
     """Attends to a part of the queries."""
     query, part, mask, segments = _to_order(ring, query, part, mask, segments)
     grouped, by_head = _by_head(query, part)
     places = _places(ring, query.shape[-3], 0)
 
-    def update(
-        state: Any, grouped: Any, part: Part, rows: Any, columns: Any, query_segments: Any
-    ) -> Any:
+    def update(state, grouped, part: Part, rows, columns, query_segments) -> Any:
         most, total, result = state
         scores = _scores(ring, grouped, part, mask, query_segments, rows, columns)
         larger = jnp.maximum(most, scores.max(-1))
@@ -271,15 +271,15 @@ def _read(ring: Ring, query: Any, part: Part, mask: Any, segments: Any) -> tuple
         weighted = jnp.einsum("...kgts,...ksh->...kgth", weights, part.value.astype(np.float32))
         return larger, scale * total + weights.sum(-1), scale[..., None] * result + weighted
 
-    def read(state: Any, part: Part, step: Any) -> Any:
+    def read(state, part: Part, step) -> Any:
         columns = _places(ring, part.key.shape[-2], step)
         if not ring.zigzag or isinstance(step, int):
             return update(state, grouped, part, places, columns, segments)
 
-        def earlier(state: Any) -> Any:
+        def earlier(state: object) -> Any:
             return update(state, grouped, _first_half(part), places, _half(columns, 0, 0), segments)
 
-        def later(state: Any) -> Any:
+        def later(state) -> Any:
             query_segments = None if segments is None else _half(segments, segments.ndim - 1, 1)
             pairs = [(x, x.ndim - less) for x, less in zip(state, (1, 1, 2), strict=True)]
             part_of = tuple(_half(x, dim, 1) for x, dim in pairs)
@@ -297,7 +297,7 @@ def _read(ring: Ring, query: Any, part: Part, mask: Any, segments: Any) -> tuple
 
         return jax.lax.cond(_from_earlier(ring, step), earlier, later, state)
 
-    def turn(carry: Any, step: Any) -> Any:
+    def turn(carry, step: object) -> Any:
         state, travelling = carry
         travelling = _pass_on(ring, travelling)
         return (read(state, travelling, step), travelling), None
@@ -312,7 +312,7 @@ def _read(ring: Ring, query: Any, part: Part, mask: Any, segments: Any) -> tuple
     return _back(ring, result), Saved(query, part, mask, segments, result, most, total)
 
 
-def _differentiate(ring: Ring, saved: Saved, cotangent: Any) -> tuple[Any, ...]:
+def _differentiate(ring: Ring, saved: Saved, cotangent) -> tuple[Any, ...]:
     """Returns the gradients of a part of the queries, keys and values."""
     query, part, mask, segments, result, most, total = saved
     cotangent = _zigzag(ring, cotangent, cotangent.ndim - 3) if ring.zigzag else cotangent
@@ -330,7 +330,7 @@ def _differentiate(ring: Ring, saved: Saved, cotangent: Any) -> tuple[Any, ...]:
     rows = (grouped, upwards, share, most, total)  # what each query has, with its dimension
     dims = [x.ndim - less for x, less in zip(rows, (2, 2, 1, 1, 1), strict=True)]
 
-    def update(rows: Any, part: Part, row_places: Any, columns: Any, query_segments: Any) -> Any:
+    def update(rows, part: Part, row_places, columns, query_segments) -> Any:
         grouped, upwards, share, most, total = rows
         scores = _scores(ring, grouped, part, mask, query_segments, row_places, columns)
         weights = jnp.exp(scores - most[..., None]) / total[..., None]
@@ -345,13 +345,13 @@ def _differentiate(ring: Ring, saved: Saved, cotangent: Any) -> tuple[Any, ...]:
         to_query = jnp.einsum("...kgts,...ksh->...kgth", changes, part.key.astype(np.float32))
         return to_query, to_key, to_value
 
-    def read(sums: Any, part: Part, step: Any) -> Any:
+    def read(sums, part: Part, step) -> Any:
         columns = _places(ring, part.key.shape[-2], step)
         if not ring.zigzag or isinstance(step, int):
             return jax.tree.map(jnp.add, sums, update(rows, part, places, columns, segments))
         time = part.key.ndim - 2
 
-        def earlier(sums: Any) -> Any:
+        def earlier(sums) -> Any:
             added = update(rows, _first_half(part), places, _half(columns, 0, 0), segments)
             whole = [
                 _with_half(x, time, 0, _half(x, time, 0) + y)
@@ -359,7 +359,7 @@ def _differentiate(ring: Ring, saved: Saved, cotangent: Any) -> tuple[Any, ...]:
             ]
             return (sums[0] + added[0], *whole)
 
-        def later(sums: Any) -> Any:
+        def later(sums) -> Any:
             query_segments = None if segments is None else _half(segments, segments.ndim - 1, 1)
             mine = [_half(x, dim, 1) for x, dim in zip(rows, dims, strict=True)]
             added = update(mine, part, _half(places, 0, 1), columns, query_segments)
@@ -368,7 +368,7 @@ def _differentiate(ring: Ring, saved: Saved, cotangent: Any) -> tuple[Any, ...]:
 
         return jax.lax.cond(_from_earlier(ring, step), earlier, later, sums)
 
-    def turn(carry: Any, step: Any) -> Any:
+    def turn(carry, step: object) -> Any:
         to_query, *travelling = carry
         part, to_part = _pass_on(ring, travelling)
         to_query, *to_part = read((to_query, *to_part), part, step)
@@ -392,12 +392,12 @@ def _first_half(part: Part) -> Part:
     return Part(key, value, segments)
 
 
-def _from_earlier(ring: Ring, step: Any) -> Any:
+def _from_earlier(ring: Ring, step) -> Any:
     """Whether the part here is of a device before this one."""
     return jax.lax.axis_index(ring.axis) >= step
 
 
-def _places(ring: Ring, time: int, step: Any) -> jax.Array:
+def _places(ring: Ring, time: int, step) -> jax.Array:
     """Returns the positions of the present part after some steps."""
     device = (jax.lax.axis_index(ring.axis) - step) % ring.devices
     if not ring.zigzag:
@@ -407,9 +407,7 @@ def _places(ring: Ring, time: int, step: Any) -> jax.Array:
     return (chunks[:, None] * size + jnp.arange(size)[None]).reshape(-1)
 
 
-def _scores(
-    ring: Ring, grouped: Any, part: Part, mask: Any, query_segments: Any, rows: Any, columns: Any
-) -> jax.Array:
+def _scores(ring: Ring, grouped, part: Part, mask, query_segments, rows, columns) -> jax.Array:
     """Returns scores for the present keys, by their positions."""
     # Of shape (..., kv heads, group, time, other time).
     scores = jnp.einsum(
@@ -439,7 +437,7 @@ def _scores(
     return jnp.where(allowed, scores, _NEVER)
 
 
-def _pass_on(ring: Ring, tree: Any, far: int = 1) -> Any:
+def _pass_on(ring: Ring, tree: object, far: int = 1) -> Any:
     """Sends parts on to the next device of the ring."""
     if far % ring.devices == 0:
         return tree
@@ -447,27 +445,27 @@ def _pass_on(ring: Ring, tree: Any, far: int = 1) -> Any:
     return jax.tree.map(lambda x: jax.lax.ppermute(x, ring.axis, pairs), tree)
 
 
-def _own(ring: Ring, tree: Any) -> Any:
+def _own(ring: Ring, tree: object) -> Any:
     """Marks equal float32 values of devices as varying."""
     return jax.tree.map(
         lambda x: jax.lax.pcast(x.astype(np.float32), (ring.axis,), to="varying"), tree
     )
 
 
-def _by_head(query: Any, part: Part) -> tuple[Any, Part]:
+def _by_head(query: object, part: Part) -> tuple[Any, Part]:
     """Queries in groups and keys, with time after heads."""
     # Products then merge and transpose nothing.
     key, value = (jnp.swapaxes(x, -3, -2) for x in (part.key, part.value))
     return _grouped(query, part.key.shape[-2]), Part(key, value, part.segments)
 
 
-def _grouped(x: Any, kv_heads: int) -> Any:
+def _grouped(x, kv_heads: int) -> Any:
     """Splits heads into groups of a kv head, with time last."""
     x = x.reshape(*x.shape[:-2], kv_heads, x.shape[-2] // kv_heads, x.shape[-1])
     return jnp.moveaxis(x, -4, -2)
 
 
-def _joined(x: Any) -> Any:
+def _joined(x) -> Any:
     """The inverse of ``_grouped``."""
     x = jnp.moveaxis(x, -2, -4)
     return x.reshape(*x.shape[:-3], x.shape[-3] * x.shape[-2], x.shape[-1])

@@ -15,10 +15,10 @@ from html import escape
 from typing import NamedTuple
 
 from shardax._core.checks import Options
-from shardax.partition.errors import ParallelError
+from shardax.partition.errors import PartitionError
 
 KINDS = ("forward", "backward", "input", "weight")
-_OPTIONS = Options(ParallelError)
+_OPTIONS = Options(PartitionError)
 _LETTERS: Mapping[str, str] = {"forward": "F", "backward": "B", "input": "I", "weight": "W"}
 _TIMES: Mapping[str, float] = {"forward": 1, "backward": 2, "input": 1, "weight": 1}
 _COLORS = {"forward": "#8fb8de", "backward": "#8fcf9f", "input": "#8fcf9f", "weight": "#e3c27d"}
@@ -61,7 +61,7 @@ class Schedule:
         microbatches: Number of microbatches.
 
     Raises:
-        ParallelError: If an operation is missing, there twice, on another stage than its chunk's,
+        PartitionError: If an operation is missing, there twice, on another stage than its chunk's,
             or waits for one that never comes.
 
     Example:
@@ -117,7 +117,7 @@ class Schedule:
             The schedule.
 
         Raises:
-            ParallelError: If there is no such schedule, or none of these numbers.
+            PartitionError: If there is no such schedule, or none of these numbers.
 
         Example:
             >>> Schedule.named("zero-bubble", 4, 8, 4).stages
@@ -133,14 +133,14 @@ class Schedule:
         _OPTIONS.check("schedule", name, name in makers, expected)
         _OPTIONS.integers(stages=stages, microbatches=microbatches, chunks=chunks)
         if chunks % stages:
-            raise ParallelError(
+            raise PartitionError(
                 f"{chunks} parts of a model cannot be divided over {stages} stages. Make a "
                 f"multiple of {stages} parts, or a mesh with as many stages as parts."
             )
         if name in ("gpipe", "interleaved"):
             return makers[name](stages, microbatches, chunks)
         if chunks != stages:
-            raise ParallelError(
+            raise PartitionError(
                 f"The schedule {name!r} has one part of the model a stage, but there are {chunks} "
                 f'for {stages} stages. Use schedule="interleaved", or join parts to {stages}.'
             )
@@ -161,7 +161,7 @@ class Schedule:
             The schedule.
 
         Raises:
-            ParallelError: If a number is not positive.
+            PartitionError: If a number is not positive.
 
         Example:
             >>> schedule = Schedule.gpipe(4, 8)
@@ -192,7 +192,7 @@ class Schedule:
             The schedule.
 
         Raises:
-            ParallelError: If a number is not positive.
+            PartitionError: If a number is not positive.
 
         Example:
             >>> schedule = Schedule.one_f_one_b(4, 8)
@@ -223,7 +223,7 @@ class Schedule:
             The schedule.
 
         Raises:
-            ParallelError: If the numbers are no such multiples.
+            PartitionError: If the numbers are no such multiples.
 
         Example:
             >>> round(Schedule.interleaved(4, 8, 8).bubble_share(), 3)
@@ -231,7 +231,7 @@ class Schedule:
         """
         _OPTIONS.integers(stages=stages, microbatches=microbatches, chunks=chunks)
         if chunks % stages or microbatches % stages:
-            raise ParallelError(
+            raise PartitionError(
                 f"An interleaved schedule sends microbatches in groups of as many as stages, but "
                 f"{microbatches} microbatches and {chunks} parts of the model are not both "
                 f"multiples of {stages} stages. Use microbatches={-(-microbatches // stages)} * "
@@ -272,7 +272,7 @@ class Schedule:
             The schedule.
 
         Raises:
-            ParallelError: If a number is not positive.
+            PartitionError: If a number is not positive.
 
         Example:
             >>> schedule = Schedule.zero_bubble(4, 8)
@@ -334,7 +334,7 @@ class Schedule:
                 places[stage] += 1
                 timed.append(Timed(operation, stage, start, end))
         if len(timed) < sum(map(len, self.table)):
-            raise ParallelError(self._deadlock(places, ends))
+            raise PartitionError(self._deadlock(places, ends))
         return sorted(timed, key=lambda span: (span.start, span.end, span.stage))
 
     def bubble_share(self, times: Mapping[str, float] | None = None) -> float:
@@ -465,7 +465,7 @@ class Schedule:
 
     def _check(self) -> None:
         if not self.table or not all(self.table):
-            raise ParallelError(f"The schedule {self.name!r} has no stages, or one without work.")
+            raise PartitionError(f"The schedule {self.name!r} has no stages, or one without work.")
         for stage, row in enumerate(self.table):
             for op in row:
                 wrong = None
@@ -476,7 +476,7 @@ class Schedule:
                 elif op.chunk % self.stages != stage:
                     wrong = f"belongs to stage {op.chunk % self.stages} of {self.stages}"
                 if wrong:
-                    raise ParallelError(f"In the schedule {self.name!r}, {tuple(op)} {wrong}.")
+                    raise PartitionError(f"In the schedule {self.name!r}, {tuple(op)} {wrong}.")
         backward = ("input", "weight") if self.splits_backward else ("backward",)
         expected = {
             Operation(kind, m, chunk)
@@ -490,7 +490,7 @@ class Schedule:
         for fault, operations in (("lacks", missing), ("has besides", added), ("has twice", twice)):
             if operations:
                 texts = ", ".join(map(str, sorted(map(tuple, operations))[:6]))
-                raise ParallelError(
+                raise PartitionError(
                     f"The schedule {self.name!r} {fault} {texts}. Each microbatch goes once "
                     "forward and once backward (or: input, weight) through each chunk."
                 )

@@ -38,7 +38,7 @@ from shardax._core.variable import ArrayAttribute, Variable
 from shardax._select import places
 
 
-def arranged(place: places.Place, new: Sequence[tuple[places.Place, Sequence[Any]]]) -> Pairs:
+def arranged(place: places.Place, new: Sequence[tuple[places.Place, Sequence[object]]]) -> Pairs:
     """Returns the parts of a container after an edit."""
     content = place.content
     size = handler_of(content).size
@@ -51,7 +51,9 @@ def arranged(place: places.Place, new: Sequence[tuple[places.Place, Sequence[Any
     return pairs
 
 
-def check_count(child: places.Place, items: Sequence[Any], content: Any, removable: bool) -> None:
+def check_count(
+    child: places.Place, items: Sequence[object], content: object, removable: bool
+) -> None:
     """Raises if a place cannot hold so many items."""
     if len(items) == 1 or (not items and removable):
         return
@@ -78,7 +80,7 @@ def check_count(child: places.Place, items: Sequence[Any], content: Any, removab
     )
 
 
-def is_mutable(value: Any) -> bool:
+def is_mutable(value: object) -> bool:
     """Whether a holder's children can be changed."""
     return handler_of(value).mutable
 
@@ -112,19 +114,19 @@ jax.tree_util.register_pytree_node(Hole, lambda hole: ((), None), lambda _, chil
 HOLE: Final = Hole()
 
 
-def is_hole(stored: Any) -> bool:
+def is_hole(stored: object) -> bool:
     """Whether a stored value is a hole or an array attribute's."""
     if isinstance(stored, ArrayAttribute):
         stored = stored._here()._value
     return isinstance(stored, Hole)
 
 
-def hole_for(stored: Any) -> Any:
+def hole_for(stored: object) -> Any:
     """Returns the hole for a stored value."""
     return ArrayAttribute._make(HOLE, EMPTY, owner_here()) if is_boxed(stored) else HOLE
 
 
-def combine(*parts: Any) -> Any:
+def combine(*parts: object) -> Any:
     """Puts the parts of a partitioned tree together.
 
     What stands in one part only is taken as it is, so the objects are those of the parts. Holders
@@ -185,7 +187,7 @@ class _Merge:
             graph.spread([n for n in graph.nodes if id(n.place.holder) in self._groups])
             self._leading |= {id(node.place.holder) for node in graph.nodes if node.leads}
 
-    def _group(self, values: tuple[Any, ...], path: Path) -> None:
+    def _group(self, values: tuple[object, ...], path: Path) -> None:
         """Finds the groups at and below a place."""
         present = _distinct(values)
         first = present[0]
@@ -198,7 +200,7 @@ class _Merge:
         for key, below in _aligned(present, path):
             self._group(below, _step(path, key))
 
-    def merged(self, values: tuple[Any, ...], path: Path) -> Any:
+    def merged(self, values: tuple[object, ...], path: Path):
         """Returns the merged value of a place."""
         present = _distinct(values)
         if len(present) == 1:
@@ -227,7 +229,7 @@ class _Merge:
         handler.fill(merged_value, self._below(present, path))
         return merged_value
 
-    def _immutable(self, present: tuple[Any, ...], path: Path) -> Any:
+    def _immutable(self, present: tuple[object, ...], path: Path):
         old = _aligned(present, path)
         pairs = [(key, self.merged(below, _step(path, key))) for key, below in old]
         same = all(new is below[0] for (_, new), (_, below) in zip(pairs, old, strict=True))
@@ -235,19 +237,19 @@ class _Merge:
             return present[0]
         return handler_of(present[0]).remake(present[0], pairs)
 
-    def _below(self, present: tuple[Any, ...], path: Path) -> Pairs:
+    def _below(self, present: tuple[object, ...], path: Path) -> Pairs:
         return [
             (key, self.merged(below, _step(path, key))) for key, below in _aligned(present, path)
         ]
 
 
-def _distinct(values: tuple[Any, ...]) -> tuple[Any, ...]:
+def _distinct(values: tuple[object, ...]) -> tuple[Any, ...]:
     """Returns the distinct values except holes, else one hole."""
     present = {id(value): value for value in values if not is_hole(value)}
     return tuple(present.values()) or values[:1]
 
 
-def _aligned(present: tuple[Any, ...], path: Path) -> list[tuple[Any, tuple[Any, ...]]]:
+def _aligned(present: tuple[object, ...], path: Path) -> list[tuple[Any, tuple[Any, ...]]]:
     """Returns the children of like containers, by key."""
     contents = [dict(places.parts(value)) for value in present]
     first, *more_contents = contents
@@ -258,18 +260,18 @@ def _aligned(present: tuple[Any, ...], path: Path) -> list[tuple[Any, tuple[Any,
     return [(key, tuple(content[key] for content in contents)) for key in first]
 
 
-def _step(path: Path, key: Any) -> Path:
+def _step(path: Path, key: object) -> Path:
     return path if key is None else (*path, key)
 
 
-def _same(first: Any, second: Any) -> bool:
+def _same(first: object, second: object) -> bool:
     try:
         return exact_key(first) == exact_key(second)
     except TypeError:
         return False
 
 
-def _conflict(path: Path, present: tuple[Any, ...]) -> places.SelectionError:
+def _conflict(path: Path, present: tuple[object, ...]) -> places.SelectionError:
     listed = " and ".join(f"{value!r}"[:80] for value in present)
     return places.SelectionError(
         f"The parts differ at {format_path(path)}: {listed}. Where one part has something, all "
@@ -285,7 +287,7 @@ Journal = list[Callable[[], None]]  # how to undo what was done, in the order of
 
 
 def edit_tree(
-    tree: Any,
+    tree: object,
     edits: Sequence[tuple[places.Place, Items]],
     every_path: bool,
     journal: Journal | None = None,
@@ -305,9 +307,7 @@ def edit_tree(
 class _Edit:
     """One edit of one tree, base of both ways."""
 
-    def __init__(
-        self, tree: Any, edits: Sequence[tuple[places.Place, Items]], every_path: bool
-    ) -> None:
+    def __init__(self, tree, edits: Sequence[tuple[places.Place, Items]], every_path: bool) -> None:
         self.tree = tree
         self.every_path = every_path
         self.items: Mapping[Hashable, Items] = {p.key(every_path): items for p, items in edits}
@@ -356,16 +356,16 @@ class _Edit:
                 _check_no_loss(child, item)
         return [self._item(node, child, item) for item in items]
 
-    def _item(self, node: places.Holder, child: places.Place, item: Any) -> Any:
+    def _item(self, node: places.Holder, child: places.Place, item: object):
         if item is OLD:
             return self._old(node, child)
         return hole_for(child.stored) if item is HOLE else item
 
-    def _old(self, node: places.Holder, child: places.Place) -> Any:
+    def _old(self, node: places.Holder, child: places.Place):
         return self.result(node.below[child.path]) if child.is_holder else self.content(node, child)
 
 
-def _unmet(tree: Any, place: places.Place, every_path: bool) -> places.SelectionError:
+def _unmet(tree: object, place: places.Place, every_path: bool) -> places.SelectionError:
     """Returns the error for a place not met by the walk."""
     where = format_path(place.path)
     current = places.locate(places.root_place(tree), place.path)
@@ -380,7 +380,7 @@ def _unmet(tree: Any, place: places.Place, every_path: bool) -> places.Selection
     )
 
 
-def _check_no_loss(child: places.Place, item: Any) -> None:
+def _check_no_loss(child: places.Place, item: object) -> None:
     """Raises if an array is to replace a Variable."""
     stored = child.stored
     if (
@@ -403,14 +403,14 @@ def _check_no_loss(child: places.Place, item: Any) -> None:
         )
 
 
-def _stored(child: places.Place, item: Any) -> Any:
+def _stored(child: places.Place, item: object):
     """Returns an item as the model stores it."""
     if item is child.stored or item is HOLE or isinstance(item, Object):
         return item
     return box(item, f"what stands at {format_path(child.path)}")
 
 
-def _like(variable: Variable[Any], value: Any) -> Variable[Any]:
+def _like(variable: Variable, value: object) -> Variable:
     """Returns a Variable of the same type and metadata with another value."""
     if isinstance(variable, ArrayAttribute):
         return variable._make(as_value(value, "array"), variable._metadata, owner_here())
@@ -456,7 +456,7 @@ class _Copying(_Edit):
             new_variable = self._made[id(node)] = self._variable(node)
         return new_variable
 
-    def _variable(self, node: places.Holder) -> Any:
+    def _variable(self, node: places.Holder):
         stored = node.place.stored
         if isinstance(stored, Variable) and node.leads:
             return _like(stored, self.value(node))
@@ -471,7 +471,7 @@ class _Changing(_Edit):
     def run(self, journal: Journal) -> Any:
         """Changes the tree, with notes in the journal for undoing."""
         self._check_single()
-        self._writes: list[tuple[Variable[Any], Any]] = []
+        self._writes: list[tuple[Variable, Any]] = []
         changes: list[tuple[places.Place, Pairs]] = []
         for node in self.graph.nodes:
             stored = node.place.stored
@@ -530,7 +530,7 @@ class _Changing(_Edit):
                 )
 
 
-def _fixed_root(tree: Any) -> places.SelectionError:
+def _fixed_root(tree: object) -> places.SelectionError:
     return places.SelectionError(
         f"What is to be edited is the tree itself, or a part of it that is in no Module, list or "
         f"dict: a {type(tree).__name__} cannot be changed in place. Leave inplace out, and use "
@@ -538,7 +538,7 @@ def _fixed_root(tree: Any) -> places.SelectionError:
     )
 
 
-def _differ(holder: Any, pairs: Pairs) -> bool:
+def _differ(holder: object, pairs: Pairs) -> bool:
     old = places.parts(holder)
     return len(old) != len(pairs) or any(
         key != new_key or item is not new_item
@@ -546,13 +546,13 @@ def _differ(holder: Any, pairs: Pairs) -> bool:
     )
 
 
-def _write(variable: Variable[Any], value: Any, done: Journal) -> None:
+def _write(variable: Variable, value: object, done: Journal) -> None:
     old = variable._here()._value
     variable._write(value)
     done.append(lambda: variable._write(old))
 
 
-def _refill(holder: Any, pairs: Pairs, done: Journal) -> None:
+def _refill(holder: object, pairs: Pairs, done: Journal) -> None:
     handler, old = handler_of(holder), places.parts(holder)
 
     def put(pairs: Pairs) -> None:

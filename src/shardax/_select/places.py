@@ -43,8 +43,8 @@ class Place(NamedTuple):
     """Somewhere in a tree."""
 
     path: Path
-    stored: Any  # what the holder stores here
-    holder: Any  # the nearest value with identity, here or above
+    stored: object  # what the holder stores here
+    holder: object  # the nearest value with identity, here or above
     local: Path  # from the holder; empty for the holder itself
     inside: bool = False  # in a Variable's value, where lists and dicts have no identity
     # How many wrappers have the same path and holder: what a bound method or a partial wraps has no
@@ -74,12 +74,12 @@ class Place(NamedTuple):
         return (self.path, *identity) if every_path else identity
 
 
-def root_place(tree: Any) -> Place:
+def root_place(tree: object) -> Place:
     """Returns the place of the whole tree."""
     return Place((), tree, tree, ())
 
 
-def content_of(variable: Variable[Any]) -> Any:
+def content_of(variable: Variable) -> Any:
     """Returns a Variable's value here, without materialising it."""
     value = variable._here()._value
     return variable.value if isinstance(value, np.ndarray) else value
@@ -146,7 +146,7 @@ def read(place: Place) -> Any:
     return unbox(descend(place.holder, place.local))
 
 
-def descend(value: Any, path: Path | str) -> Any:
+def descend(value: object, path: Path | str) -> Any:
     """Returns the value below another at a path, or ``ABSENT``."""
     if not path:
         return value
@@ -310,7 +310,7 @@ class HolderGraph:
 
 
 def split_places(
-    tree: Any, places: Sequence[Place], every_path: bool
+    tree: object, places: Sequence[Place], every_path: bool
 ) -> tuple[list[Place], list[Place]]:
     """Returns the outermost places of a selection, and of the rest."""
     # Not ``group_by_filter`` and ``assemble``: they sort and put together the Variables of a
@@ -370,7 +370,7 @@ _MAX_WIDTH = 80
 _MARK, _NO_MARK, _INDENT = "> ", "  ", "  "
 
 
-def selection_text(tree: Any, places: Collection[Place], every_path: bool) -> str:
+def selection_text(tree: object, places: Collection[Place], every_path: bool) -> str:
     """Returns the text of ``repr(selection)``."""
     count = f"{len(places)} place{'' if len(places) == 1 else 's'}"
     lines = list(_Text(places, every_path).lines(root_place(tree), "", 0))
@@ -427,7 +427,7 @@ def _folded(place: Place) -> str:
     return text if len(text) <= _MAX_WIDTH else f"{text[: _MAX_WIDTH - 3]}..."
 
 
-def _label(content: Any, place: Place, child: Place) -> str:
+def _label(content: object, place: Place, child: Place) -> str:
     """Returns the label before a part of a container."""
     steps = child.path[len(place.path) :]
     return handler_of(content).text(content, steps[0])[0] if steps else ""

@@ -53,7 +53,7 @@ def to_test(item: Any) -> Test:
     return test
 
 
-def _is_function(item: Any) -> bool:
+def _is_function(item: object) -> bool:
     return callable(item) and not isinstance(item, type)
 
 
@@ -75,7 +75,7 @@ def with_path(function: Callable[..., Any]) -> Callable[[Path, Any], Any]:
     )
 
 
-def classes_in(item: Any) -> tuple[type, ...] | None:
+def classes_in(item: object) -> tuple[type, ...] | None:
     """Returns the classes of a class, union or tuple, else None."""
     if isinstance(item, type) and not isinstance(item, types.GenericAlias):
         return (item,)
@@ -103,7 +103,7 @@ def may_be_values(classes: tuple[type, ...]) -> bool:
     return not all(issubclass(item, Object) for item in classes)
 
 
-def equals(target: Any) -> Test:
+def equals(target: object) -> Test:
     """Returns a test for exact equality with a value."""
     if isinstance(target, Object):
         return lambda place: place.stored is target
@@ -126,7 +126,7 @@ def equals(target: Any) -> Test:
     return test
 
 
-def _same_array(value: Any, target: Any) -> bool:
+def _same_array(value, target) -> bool:
     if not isinstance(value, (jax.Array, np.ndarray, np.generic)):
         return False
     same_form = value.dtype == target.dtype and value.shape == target.shape
@@ -136,7 +136,7 @@ def _same_array(value: Any, target: Any) -> bool:
 # --- accessors ------------------------------------------------------------------------------------
 
 
-def accessed(place: Place, accessor: Callable[[Any], Any]) -> list[Place]:
+def accessed(place: Place, accessor: Callable[[Any], object]) -> list[Place]:
     """Returns the places returned by an accessor."""
     try:
         return list(_places(place, accessor(StandIn(place))))
@@ -145,7 +145,7 @@ def accessed(place: Place, accessor: Callable[[Any], Any]) -> list[Place]:
         raise
 
 
-def _places(start: Place, result: Any) -> Iterator[Place]:
+def _places(start: Place, result: object) -> Iterator[Place]:
     if type(result) is StandIn:
         yield place_of(result)
     elif isinstance(result, Object):
@@ -181,12 +181,12 @@ def _found(start: Place, item: Object) -> Place:
     )
 
 
-def place_of(stand_in: Any) -> Place:
+def place_of(stand_in: object) -> Place:
     """Returns the place of a stand-in."""
     return object.__getattribute__(stand_in, "_place")
 
 
-def _value(item: Any) -> Any:
+def _value(item):
     return read(place_of(item)) if type(item) is StandIn else item
 
 
@@ -221,7 +221,7 @@ class StandIn:
                 return StandIn(below)
         return getattr(_value(self), name)
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         raise SelectionError(
             f"The accessor set .{name}; it only says which part is meant. Edit what is selected: "
             f"sx.select(model).at(lambda m: m.{name}).set(value)."
@@ -241,13 +241,13 @@ class StandIn:
             return iter(_entries(place).values())
         return iter(_value(self))
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         return _value(self)(*args, **kwargs)
 
     def __len__(self) -> int:
         return len(_value(self))
 
-    def __contains__(self, item: Any) -> bool:
+    def __contains__(self, item: object) -> bool:
         return _value(item) in _value(self)
 
     def __bool__(self) -> bool:

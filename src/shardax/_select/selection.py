@@ -50,7 +50,7 @@ _MOST = 12  # how many places an error lists
 _UNSET: Any = object()
 
 
-def select(tree: Any, *, every_path: bool = False) -> Selection:
+def select(tree: object, *, every_path: bool = False) -> Selection:
     """Starts a selection: of the whole tree, to be narrowed.
 
     Args:
@@ -133,7 +133,7 @@ class Selection(Shown):
 
     # --- narrowing --------------------------------------------------------------------------------
 
-    def at(self, accessor: Callable[[Any], Any]) -> Selection:
+    def at(self, accessor: Callable[[Any], object]) -> Selection:
         """Selects the parts returned by an accessor.
 
         Args:
@@ -162,7 +162,7 @@ class Selection(Shown):
         selection._check_disjoint()
         return selection
 
-    def at_instances_of(self, cls: Any, *, innermost: bool = False) -> Selection:
+    def at_instances_of(self, cls: object, *, innermost: bool = False) -> Selection:
         """Selects the outermost instances of a class.
 
         Args:
@@ -188,7 +188,7 @@ class Selection(Shown):
             predicates.may_be_values(classes),
         )
 
-    def at_subtrees_where(self, fn: Any, *, innermost: bool = False) -> Selection:
+    def at_subtrees_where(self, fn: object, *, innermost: bool = False) -> Selection:
         """Selects the outermost parts with a true test.
 
         Args:
@@ -206,7 +206,7 @@ class Selection(Shown):
         """
         return self._search(predicates.to_test(fn), innermost)
 
-    def at_equal_to(self, value: Any) -> Selection:
+    def at_equal_to(self, value: object) -> Selection:
         """Selects parts equal to a value, in type too.
 
         So ``1``, ``True`` and ``1.0`` are three values.
@@ -276,7 +276,7 @@ class Selection(Shown):
         """
         return self._search(lambda place: not children(place), innermost=False)
 
-    def where(self, fn: Any) -> Selection:
+    def where(self, fn: object) -> Selection:
         """Keeps the parts with a true test.
 
         Args:
@@ -449,7 +449,7 @@ class Selection(Shown):
 
     # --- replacing --------------------------------------------------------------------------------
 
-    def set(self, value: Any, *, inplace: bool = False, allow_empty: bool = False) -> Any:
+    def set(self, value: object, *, inplace: bool = False, allow_empty: bool = False) -> Any:
         """Puts a value at every selected place.
 
         An object is then one object in all of them.
@@ -476,7 +476,7 @@ class Selection(Shown):
 
     def apply(
         self,
-        fn: Callable[..., Any],
+        fn: Callable[..., object],
         *,
         with_index: bool = False,
         keep_selected: bool = False,
@@ -520,7 +520,7 @@ class Selection(Shown):
         return whole.at_keypaths(*self.keypaths())
 
     def set_all(
-        self, values: Iterable[Any], *, inplace: bool = False, allow_empty: bool = False
+        self, values: Iterable[object], *, inplace: bool = False, allow_empty: bool = False
     ) -> Any:
         """Puts one value at each selected place, in the order of ``get_all``.
 
@@ -581,7 +581,7 @@ class Selection(Shown):
 
     def insert_before(
         self,
-        value: Any = _UNSET,
+        value: object = _UNSET,
         *,
         make: Callable[..., Any] | None = None,
         inplace: bool = False,
@@ -592,7 +592,7 @@ class Selection(Shown):
 
     def insert_after(
         self,
-        value: Any = _UNSET,
+        value: object = _UNSET,
         *,
         make: Callable[..., Any] | None = None,
         inplace: bool = False,
@@ -665,7 +665,7 @@ class Selection(Shown):
         selected, remaining = split_places(self._tree, self._places, self._every_path)
         return self._without(remaining), self._without(selected)
 
-    def _without(self, places: Iterable[Place]) -> Any:
+    def _without(self, places: Iterable[Place]):
         """Returns the tree with holes at some places."""
         edits = [(place, [HOLE]) for place in places]
         return edit_tree(self._tree, edits, self._every_path) if edits else self._tree
@@ -738,12 +738,12 @@ class Selection(Shown):
 
     def _insert(
         self,
-        value: Any,
-        make: Callable[..., Any] | None,
+        value: object,
+        make: Callable[..., object] | None,
         arrange: Callable[[Any], Items],
         inplace: bool,
         allow_empty: bool,
-    ) -> Any:
+    ):
         if (value is _UNSET) == (make is None):
             raise SelectionError(
                 "Say what to insert either as a value, which is then the same object everywhere: "
@@ -757,7 +757,7 @@ class Selection(Shown):
             lambda place: arrange(make_one(place.path, self._read(place))), inplace, allow_empty
         )
 
-    def _edit(self, items: Callable[[Place], Items], inplace: bool, allow_empty: bool) -> Any:
+    def _edit(self, items: Callable[[Place], Items], inplace: bool, allow_empty: bool):
         if not self._places:
             if allow_empty:
                 return self._tree
@@ -781,7 +781,7 @@ def _as_given(path: Path | str) -> Path | str:
     return path if path.startswith((".", "[")) else f".{path}"
 
 
-def _within(place: Place, below: Place, value: Any) -> Place:
+def _within(place: Place, below: Place, value: object) -> Place:
     """Returns a selected part's place as one of the whole tree."""
     path, above = (*place.path, *below.path), (*place.above, id(place.holder), *below.above)
     in_value = place.inside or isinstance(place.stored, BOXES)

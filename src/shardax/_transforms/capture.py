@@ -26,7 +26,7 @@ from shardax._core.object import Object, epoch
 from shardax._core.state.split_merge import iter_modules, iter_variables
 from shardax._core.state.state import State
 from shardax._core.variable import Origin, Perturbation, Variable
-from shardax._transforms.errors import ArgumentError
+from shardax._transforms.errors import TransformError
 from shardax._transforms.lift.engine import wraps
 from shardax._transforms.module_scopes import subclass
 
@@ -57,7 +57,7 @@ def capture(
         type. Without types it returns the result alone.
 
     Raises:
-        ArgumentError: If there is no Module to look into.
+        TransformError: If there is no Module to look into.
         StateMismatchError: When called, if a path of ``init`` leads to no Module.
         ConcurrentWriteError: When called, if another thread captures from the same Modules.
 
@@ -85,23 +85,23 @@ def capture(
         captured = (*captured, method_outputs)
     for kind in captured:
         if not (isinstance(kind, type) and issubclass(kind, Variable)):
-            raise ArgumentError(
+            raise TransformError(
                 f"sx.capture takes types of Variables after the function, such as "
                 f"sx.Intermediate, not {kind!r}."
             )
     bound = function.__self__ if isinstance(function, types.MethodType) else function
     owner = bound if isinstance(bound, Module) else None
     if not callable(function):
-        raise ArgumentError(
+        raise TransformError(
             f"sx.capture takes a function, a method or a callable Module, not a "
             f"{type(function).__name__}."
         )
 
     @wraps(function)
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def run(*args, **kwargs) -> Any:
         model = owner if owner is not None else args[0] if args else None
         if not isinstance(model, Object):
-            raise ArgumentError(
+            raise TransformError(
                 f"The function given to sx.capture has a model as its first argument, but was "
                 f"called with a {type(model).__name__} there. Give sx.capture the Module or a "
                 f"method of it, or pass the model first."
@@ -115,7 +115,7 @@ def capture(
     return run
 
 
-def _capture_decorated(kinds: Any, function: Any, **options: Any) -> Any:
+def _capture_decorated(kinds, function, **options):
     return capture(function, *kinds, **options)
 
 
@@ -124,7 +124,7 @@ _capturing_lock = threading.Lock()
 
 
 @contextlib.contextmanager
-def _one_thread(model: Any) -> Iterator[None]:
+def _one_thread(model: object) -> Iterator[None]:
     """Refuses a model while another thread captures from it."""
     # What a call attaches stands on the model itself, so one thread would take what others sow.
     thread = threading.get_ident()
@@ -149,7 +149,7 @@ def _one_thread(model: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _only_during(
-    model: Any, captured: tuple[VariableType, ...], init: Mapping[Any, Any]
+    model: object, captured: tuple[VariableType, ...], init: Mapping[Any, object]
 ) -> Iterator[Callable[[], list[State]]]:
     """Sets initial values, and afterwards takes off what is new."""
     before = {id(v): (v, v.value) for _, v in iter_variables(model) if isinstance(v, captured)}
@@ -191,7 +191,7 @@ def _only_during(
                 variable.value = value
 
 
-def _new_part(old: Any, new: Any) -> Any:
+def _new_part(old, new):
     """Returns what was appended to a tuple, or the new value."""
     is_longer = isinstance(old, tuple) and isinstance(new, tuple) and len(new) > len(old)
     if is_longer and all(a is b for a, b in zip(old, new, strict=False)):
@@ -199,7 +199,7 @@ def _new_part(old: Any, new: Any) -> Any:
     return new
 
 
-def _set_initial(model: Any, init: State, before: dict[int, Any]) -> set[int]:
+def _set_initial(model: object, init: State, before: dict[int, Any]) -> set[int]:
     """Sets values by path; returns the ``id`` of new Variables."""
     modules, created = dict(iter_modules(model)), set[int]()
     for path, value in init.flat().items():
@@ -229,7 +229,7 @@ _sowing: contextvars.ContextVar[bool] = contextvars.ContextVar("shardax_sowing",
 
 
 @contextlib.contextmanager
-def _methods_sow(model: Any, kind: VariableType | None) -> Iterator[None]:
+def _methods_sow(model: object, kind: VariableType | None) -> Iterator[None]:
     """Makes the methods of Modules sow their results."""
     if kind is None:
         yield
@@ -251,11 +251,11 @@ def _methods_sow(model: Any, kind: VariableType | None) -> Iterator[None]:
 
 @functools.cache  # one for each class and type, since compiled programs depend on both
 def _sowing_class(plain: type[Module], kind: VariableType) -> type[Module]:
-    def around(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    def around(name: str, method: Callable[..., object]) -> Callable[..., Any]:
         attribute = "output" if name == "__call__" else f"{name}_output"
 
         @wraps(method)
-        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        def call(self, *args, **kwargs):
             result = method(self, *args, **kwargs)
             leaves = jax.tree.leaves(result, is_leaf=lambda item: isinstance(item, Object))
             if _sowing.get() and leaves and all(isinstance(leaf, jax.Array) for leaf in leaves):

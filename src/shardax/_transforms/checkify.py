@@ -26,7 +26,7 @@ def checkify(function: Any = None, *, errors: Any = jax_checkify.user_checks) ->
         check failed, and ``error.get()`` is the text or None. It can be compiled by ``jit``.
 
     Raises:
-        ArgumentError: When called, if an argument is neither arrays nor objects.
+        TransformError: When called, if an argument is neither arrays nor objects.
 
     Example:
         >>> import jax.numpy as jnp, shardax as sx
@@ -41,7 +41,7 @@ def checkify(function: Any = None, *, errors: Any = jax_checkify.user_checks) ->
     """
 
     @wraps(function)
-    def checked(*args: Any, **kwargs: Any) -> Any:
+    def checked(*args, **kwargs) -> Any:
         once = SingleRunCall("checkify", function, args, kwargs)
         check_operands(once)
         arguments = once.arguments

@@ -26,7 +26,7 @@ _within: contextvars.ContextVar[Path] = contextvars.ContextVar("shardax_scope_wi
 
 
 @contextlib.contextmanager
-def module_scopes(tree: Any) -> Iterator[None]:
+def module_scopes(tree: object) -> Iterator[None]:
     """Makes Modules open scopes named by their paths."""
     # Relative to that of the Module in whose method another is called: layers[0]/attn/q.
     changed = [(module, type(module)) for path, module in iter_modules(tree) if path]
@@ -55,7 +55,7 @@ def scoped(kind: type[Module]) -> type[Module]:
     return subclass(kind, lambda name, method: _in_scope(method))
 
 
-def subclass(kind: type[Module], around: Callable[[str, Any], Any]) -> type[Module]:
+def subclass(kind: type[Module], around: Callable[[str, Any], object]) -> type[Module]:
     """A subclass of the same name with wrapped public methods."""
     methods = {
         name: around(name, method)
@@ -82,9 +82,9 @@ def compiled_with_names() -> Iterator[None]:
         jax.config.update(_KEY_HAS_NAMES, before)
 
 
-def _in_scope(method: Callable[..., Any]) -> Callable[..., Any]:
+def _in_scope(method: Callable[..., object]) -> Callable[..., Any]:
     @wraps(method)
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def call(self, *args, **kwargs):
         place = vars(self).get(_PLACE)
         if not isinstance(place, tuple):  # a fixed name, or a Module made in the block
             with jax.named_scope(place) if place else contextlib.nullcontext():

@@ -29,7 +29,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from shardax._core import _jax
 from shardax._core._jax import Tracer
-from shardax._core.errors import AbstractValueError
+from shardax._core.errors import ModuleError
 from shardax._core.frames import is_eager, resolve
 from shardax._core.graph.flatten import flatten
 from shardax._core.graph.paths import Path, format_path
@@ -48,10 +48,10 @@ AnyMesh = Mesh | AbstractMesh
 WHOLE = PartitionSpec()
 
 
-def canonical(prefix: Any, name: str) -> Any:
+def canonical(prefix: object, name: str) -> Any:
     """Returns a prefix with every spec in its one form."""
 
-    def convert(leaf: Any) -> Any:
+    def convert(leaf: object):
         if leaf is None:
             return WHOLE
         if isinstance(leaf, prefixes.FilterMapping) and not isinstance(leaf, prefixes.StateAxes):
@@ -81,7 +81,7 @@ def _without_end(spec: PartitionSpec) -> PartitionSpec:
     return PartitionSpec(*entries, unreduced=spec.unreduced, reduced=spec.reduced)
 
 
-def specs_in(prefix: Any) -> list[PartitionSpec]:
+def specs_in(prefix: object) -> list[PartitionSpec]:
     """Returns the specs that a canonical prefix can give."""
     return jax.tree.leaves(prefixes.entries_in(prefix))
 
@@ -96,7 +96,7 @@ def axes_of(spec: PartitionSpec) -> tuple[str, ...]:
     return tuple(axis for axes in dimension_axes(spec) for axis in axes)
 
 
-def spread(entry: Any, value: Any, path: Path, name: str) -> list[PartitionSpec]:
+def spread(entry: object, value: object, path: Path, name: str) -> list[PartitionSpec]:
     """Returns one spec per array of a value."""
     try:
         return jax.tree.leaves(jax.tree.broadcast(entry, value))
@@ -108,7 +108,10 @@ def spread(entry: Any, value: Any, path: Path, name: str) -> list[PartitionSpec]
 
 
 def assign(
-    function: Callable[..., Any], specs: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+    function: Callable[..., Any],
+    specs: object,
+    args: Sequence[object],
+    kwargs: Mapping[str, object],
 ) -> prefixes.AssignedPrefixes:
     """Finds the entry of every argument, by position or name."""
     by_name = prefixes.assign_by_name(function, specs, args, kwargs, "in_specs")
@@ -152,17 +155,17 @@ class ManualRegion(NamedTuple):
         """The type of every mesh axis."""
         return dict(zip(self.mesh.axis_names, self.mesh.axis_types, strict=True))
 
-    def check(self, path: Path, leaf: Any, spec: PartitionSpec, name: str) -> None:
+    def check(self, path: Path, leaf: object, spec: PartitionSpec, name: str) -> None:
         """Checks that an array can be taken apart by a spec."""
         where = format_path(path)
         if isinstance(leaf, jax.ShapeDtypeStruct):
-            raise AbstractValueError(
+            raise ModuleError(
                 f"The value at {where} is abstract ({leaf.dtype}{list(leaf.shape)}): a shape "
                 "without numbers. Give the model numbers first, sx.update(model, state), or "
                 "restore a checkpoint into it; or look at shapes only with sx.eval_shape."
             )
         if not isinstance(leaf, engine.ARRAY_OR_NUMBER):
-            raise errors.ArgumentError(
+            raise errors.TransformError(
                 f"The argument of sx.shard_map at {where} is {leaf!r} of type "
                 f"{type(leaf).__name__}, which is neither an array nor a Module. Bind it by "
                 "functools.partial, or keep it as configuration of a Module."
@@ -175,7 +178,7 @@ class ManualRegion(NamedTuple):
         """Checks that a spec can split arrays of a shape."""
         where, parts = format_path(path), dimension_axes(spec)
         if len(parts) > len(shape):
-            raise errors.AxisSizeError(
+            raise errors.TransformError(
                 f"{name} gives {spec} for the array at {where}, which has shape {shape} and so no "
                 f"dimension {len(parts) - 1}. Give it P() if all shards see it whole."
             )
@@ -183,7 +186,7 @@ class ManualRegion(NamedTuple):
             count = math.prod(self.mesh.shape[axis] for axis in axes)
             if shape[dimension] % count:
                 sizes = " and ".join(f"{axis!r} of size {self.mesh.shape[axis]}" for axis in axes)
-                raise errors.AxisSizeError(
+                raise errors.TransformError(
                     f"{name} gives {spec} for the array at {where}, but its dimension {dimension} "
                     f"of shape {shape} cannot be divided over the mesh axis {sizes}. Pad it to a "
                     f"multiple of {count}, or give another spec."
@@ -211,7 +214,7 @@ class ManualRegion(NamedTuple):
                 return leaf
         return jax.device_put(leaf, target)
 
-    def _with_others(self, spec: PartitionSpec, now: Any, shape: Sequence[int]) -> PartitionSpec:
+    def _with_others(self, spec: PartitionSpec, now: object, shape: Sequence[int]) -> PartitionSpec:
         """Returns a spec with the other mesh axes of a layout."""
         if not isinstance(now, NamedSharding) or now.mesh.axis_names != self.mesh.axis_names:
             return spec
@@ -239,7 +242,7 @@ def find_region(mesh: AnyMesh | None, axis_names: Iterable[str]) -> ManualRegion
             )
         region_mesh = _with_devices(scope_mesh)
     elif not isinstance(mesh, (Mesh, AbstractMesh)) or mesh.empty:
-        raise errors.MeshError(
+        raise errors.TransformError(
             f"mesh={mesh!r} of type {type(mesh).__name__} is not a mesh with axes. Make one, for "
             "instance jax.make_mesh((8,), ('data',)), or pass None to use the mesh in scope."
         )
@@ -248,7 +251,7 @@ def find_region(mesh: AnyMesh | None, axis_names: Iterable[str]) -> ManualRegion
     elif dict(scope_mesh.shape) == dict(mesh.shape) and AxisType.Manual in scope_mesh.axis_types:
         region_mesh = scope_mesh  # the same mesh, seen from inside the shard_map around this call
     else:
-        raise errors.MeshError(
+        raise errors.TransformError(
             f"sx.shard_map was given {mesh}, which differs from the mesh in scope here, "
             f"{scope_mesh}. Pass the same mesh, or none to take the one in scope."
         )
@@ -256,7 +259,7 @@ def find_region(mesh: AnyMesh | None, axis_names: Iterable[str]) -> ManualRegion
     free = [axis for axis, kind in pairs if kind is not AxisType.Manual]
     chosen_names = frozenset(axis_names)
     if not chosen_names <= set(free):
-        raise errors.MeshError(
+        raise errors.TransformError(
             f"axis_names={sorted(chosen_names)} is not a part of the mesh axes {free} that can "
             "become manual here."
         )
@@ -333,11 +336,11 @@ def shard_map(
         PrefixError: If an entry is no spec. When called, if specs do not fit the arguments, or name
             axes that the mesh does not have.
         NoMeshError: When called, if there is no mesh.
-        MeshError: When called, if the mesh is not the one in scope, or lacks an axis.
-        AxisSizeError: When called, if an array has no such dimension, or one that cannot be
+        TransformError: When called, if the mesh is not the one in scope, or lacks an axis.
+        TransformError: When called, if an array has no such dimension, or one that cannot be
             divided.
         SharedWriteError: When called, if shards give different values for one place.
-        InconsistentAliasingError: When called, if a Variable gets two different specs.
+        TransformError: When called, if a Variable gets two different specs.
         ForeignMutationError: When called, if a captured Variable is written.
 
     Example:
@@ -363,7 +366,7 @@ def shard_map(
     options = (mesh, in_specs, out_specs, axis_names, check_vma)
 
     @engine.wraps(function)
-    def sharded(*args: Any, **kwargs: Any) -> Any:
+    def sharded(*args, **kwargs) -> Any:
         return eager.run(_shard_map, (function,), options, args, kwargs)
 
     return sharded
@@ -374,14 +377,14 @@ def _shard_map(
     options: tuple[Any, ...],
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
-) -> Any:
+):
     mesh, in_specs, out_specs, axis_names, check_vma = options
     region = find_region(mesh, axis_names)
     check_axes(region, specs_in(in_specs), "in_specs")
     check_axes(region, specs_in(out_specs), "out_specs")
     assigned = assign(functions[0], in_specs, args, kwargs)
 
-    def attempt(captured: list[Variable[Any]]) -> Any:
+    def attempt(captured: list[Variable]):
         call = _ShardMapCall(functions[0], (in_specs, out_specs), region, assigned, captured)
         return call.run({"axis_names": axis_names, "check_vma": check_vma})
 
@@ -393,7 +396,7 @@ class _ShardFrame(engine.SealedFrame):
 
     __slots__ = ()
 
-    def capture(self, outer: Any) -> Any:
+    def capture(self, outer):
         """Asks for the Variable as an input, and for its likely followers."""
         by_id = {id(outer): outer}
         for source in (source for f in self.functions for source in inputs.find_sources(f)):
@@ -414,7 +417,7 @@ class _ShardMapCall(MappedCall):
         specs: tuple[Any, Any],
         region: ManualRegion,
         assigned: prefixes.AssignedPrefixes,
-        captured: Sequence[Variable[Any]],
+        captured: Sequence[Variable],
     ) -> None:
         make_frame = functools.partial(_ShardFrame, functions=[function], reason=_REASON)
         self.region = region
@@ -511,7 +514,9 @@ class _ShardMapCall(MappedCall):
             self.values[position] = variable._value
         self.call.graph.read = list(self.values)
 
-    def _rows(self, drawn: Mapping[int, Any]) -> tuple[list[tuple[Path, Any, PartitionSpec]], Any]:
+    def _rows(
+        self, drawn: Mapping[int, object]
+    ) -> tuple[list[tuple[Path, Any, PartitionSpec]], Any]:
         """Returns (path, array, spec) of all that enters, and the treedef."""
         arguments, assignment = self.call.arguments, self.assignment
         plain = (list(arguments.plain), arguments.plain_named)
@@ -530,7 +535,7 @@ class _ShardMapCall(MappedCall):
         rows += zip(assignment.plain_paths, jax.tree.leaves(plain), assignment.plain, strict=True)
         return rows, jax.tree.structure((values, plain))
 
-    def _pure(self, treedef: Any, entering_arrays: list[Any]) -> tuple[list[Any], ...]:
+    def _pure(self, treedef, entering_arrays: list[Any]) -> tuple[list[Any], ...]:
         values, (positional, named) = treedef.unflatten(entering_arrays)
         for stream in self.streams.streams:
             shard = jax.lax.axis_index(axes_of(self.assignment.leaves[stream.key]))
@@ -548,11 +553,11 @@ class _ShardMapCall(MappedCall):
             entries += specs
         return self.group(outputs, sown, entries)
 
-    def _check_leaving(self, item: LeavingValue, leaf: Any, spec: PartitionSpec) -> None:
+    def _check_leaving(self, item: LeavingValue, leaf, spec: PartitionSpec) -> None:
         """Checks that shards can be put together to one array."""
         if len(spec) > jnp.ndim(leaf):
             described = f"new {item.new}" if item.new else item.kind
-            raise errors.AxisSizeError(
+            raise errors.TransformError(
                 f"sx.shard_map puts the {described} value at {format_path(item.path)} together by "
                 f"{spec}, but in each shard it has shape {jnp.shape(leaf)} and so no dimension "
                 f"{len(spec) - 1}. Add one, x[None], or reduce it and give P()."

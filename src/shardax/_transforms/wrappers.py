@@ -23,7 +23,7 @@ from shardax._core._jax import trace_state
 from shardax._core.frames import is_eager, local
 from shardax._core.graph.static import exact_key
 from shardax._core.module import Module
-from shardax._transforms.errors import ArgumentError, StaticArgumentError
+from shardax._transforms.errors import StaticArgumentError, TransformError
 from shardax._transforms.jit import eager
 from shardax._transforms.jit.jit import Jit, jit
 from shardax._transforms.jit.specialization import JitOptions, with_resolved_donation
@@ -65,8 +65,8 @@ def remat(
     Raises:
         StaticArgumentError: If there is no such argument, or when called, if one is a Module or
             not hashable.
-        ArgumentError: When called, if another argument is neither arrays nor objects.
-        OutputError: When called, if the result holds something else than arrays and objects.
+        TransformError: When called, if another argument is neither arrays nor objects.
+        TransformError: When called, if the result holds something else than arrays and objects.
 
     Example:
         >>> import jax.numpy as jnp, shardax as sx
@@ -86,7 +86,7 @@ def remat(
     options = (fixed, static, policy, prevent_cse)
 
     @wraps(function)
-    def rematerialised(*args: Any, **kwargs: Any) -> Any:
+    def rematerialised(*args, **kwargs):
         if fixed or static is not None:  # a call by values, which ``eager`` does not compare
             return _remat((function,), options, args, kwargs)
         return eager.run(_remat, (function,), options, args, kwargs)
@@ -99,7 +99,7 @@ def _remat(
     options: tuple[Any, ...],
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
-) -> Any:
+):
     fixed, static, policy, prevent_cse = options
     arguments.check_static(functions[0], fixed, args, kwargs)
     once = SingleRunCall(
@@ -127,7 +127,7 @@ class ModuleWrapper(Module):
 
     def __init__(self, module: Module) -> None:
         if not isinstance(module, Module) or not callable(module):
-            raise ArgumentError(
+            raise TransformError(
                 f"sx.{type(self).__name__} wraps a Module that can be called, but was given "
                 f"{module!r} of type {type(module).__name__}. For a function use sx.jit(f) or "
                 "sx.remat(f); for a method, wrap the Module that has it."
@@ -143,7 +143,7 @@ class ModuleWrapper(Module):
                 raise
         return getattr(body, name)
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         if name in self._own or hasattr(Module, name):
             super().__setattr__(name, value)
         else:
@@ -173,8 +173,8 @@ class Jitted(ModuleWrapper):
         body: It itself, not a copy. Its attributes are also those of the wrapper.
 
     Raises:
-        ArgumentError: If it is no Module, or cannot be called.
-        ArgumentError: If ``jit`` has no such option.
+        TransformError: If it is no Module, or cannot be called.
+        TransformError: If ``jit`` has no such option.
         StaticArgumentError: If it has no such argument as an option names, or an option is not
             hashable.
         DonationError: Likewise.
@@ -191,7 +191,7 @@ class Jitted(ModuleWrapper):
 
     _own = frozenset({"body", "compiler"})
 
-    def __init__(self, module: Module, **jit_options: Any) -> None:
+    def __init__(self, module: Module, **jit_options: object) -> None:
         super().__init__(module)
         self.compiler = CallCompiler({"static": "auto", **jit_options})
         self.compiler.check(module)
@@ -219,7 +219,7 @@ class CallCompiler:
         """Raises if an option does not fit the body's arguments; see ``Jitted``."""
         names = {field.name for field in dataclasses.fields(JitOptions)}
         if unknown := [name for name in self.options if name not in names]:
-            raise ArgumentError(
+            raise TransformError(
                 f"sx.jit takes no option {unknown[0]!r}. It takes {', '.join(sorted(names))}."
             )
         with_resolved_donation(JitOptions(**self.options), body)
@@ -254,7 +254,7 @@ class CallCompiler:
     def __hash__(self) -> int:
         return self._hash
 
-    def __deepcopy__(self, memo: Any) -> CallCompiler:
+    def __deepcopy__(self, memo: object) -> CallCompiler:
         return self
 
     def __reduce__(self) -> Any:
@@ -268,7 +268,7 @@ class CallCompiler:
 _compiled: dict[Any, Jit] = {}
 
 
-def _key(name: str, option: Any) -> Any:
+def _key(name: str, option: object):
     """Returns what an option compares by."""
     try:
         return exact_key(tuple(sorted(option.items())) if isinstance(option, dict) else option)
@@ -307,7 +307,7 @@ class Remat(ModuleWrapper):
         body: It itself, not a copy. Its attributes are also those of the wrapper.
 
     Raises:
-        ArgumentError: If it is no Module, or cannot be called.
+        TransformError: If it is no Module, or cannot be called.
 
     Example:
         >>> import jax, jax.numpy as jnp, shardax as sx
@@ -328,7 +328,7 @@ class Remat(ModuleWrapper):
         self.policy = policy
         self.prevent_cse = prevent_cse
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         """Calls the body."""
         call = remat(self.body, policy=self.policy, prevent_cse=self.prevent_cse, static="auto")
         return call(*args, **kwargs)

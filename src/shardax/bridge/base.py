@@ -77,8 +77,8 @@ class PeerStructure:
         return f"<{type(self.value).__name__}>"
 
 
-def _content_key(value: Any) -> Hashable:
-    def by_hash(value: Any) -> Hashable:
+def _content_key(value: object) -> Hashable:
+    def by_hash(value: object) -> Hashable:
         hash(value)
         return value
 
@@ -109,7 +109,7 @@ class Bridged(Module):
 
     variables: Dict[Any, Any]
 
-    def __init__(self, peer: Any, variables: Mapping[Path, Variable[Any]]) -> None:
+    def __init__(self, peer: Any, variables: Mapping[Path, Variable]) -> None:
         self.peer = PeerStructure(peer)
         self.variables = Dict()
         for path, variable in variables.items():
@@ -120,11 +120,11 @@ class Bridged(Module):
         if name in _MODES and value is not None:
             self._switch(**{name: value})
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         """Calls the peer, and keeps its new state."""
         return self.call("__call__", *args, **kwargs)
 
-    def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+    def call(self, method: str, *args: object, **kwargs: object) -> Any:
         """Calls a method of the peer, and keeps its new state.
 
         Args:
@@ -159,7 +159,7 @@ def put(holder: Dict[Any, Any], path: Path, variable: Any) -> None:
     holder[path[-1]] = variable
 
 
-def leaves_of(holder: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+def leaves_of(holder: object, path: Path = ()) -> Iterator[tuple[Path, Any]]:
     """Yields the Variables in nested Dicts and streams, by path."""
     if isinstance(holder, (Dict, Mapping)):
         for key, child in holder.items():
@@ -170,7 +170,7 @@ def leaves_of(holder: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
         yield path, holder
 
 
-def nested(flat: Mapping[Path, Any]) -> dict[Any, Any]:
+def nested(flat: Mapping[Path, object]) -> dict[Any, Any]:
     """Returns nested dicts of values by path."""
     root: dict[Any, Any] = {}
     for path, value in flat.items():
@@ -197,9 +197,9 @@ def sown_on(old: Any, sown: Any) -> Any:
 
 def write_back(
     holder: Dict[Any, Any],
-    old: Mapping[Path, Any],
-    new: Mapping[Path, Any],
-    make: Callable[[Path], Variable[Any]],
+    old: Mapping[Path, object],
+    new: Mapping[Path, object],
+    make: Callable[[Path], Variable],
 ) -> None:
     """Writes changed values, adds new ones and removes others."""
     variables = dict(leaves_of(holder))

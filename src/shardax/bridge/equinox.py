@@ -42,7 +42,7 @@ class _Structure(PeerStructure):
         return _read, (trees[0], paths, leaves, trees[1])
 
 
-def _read(module: Any, paths: Any, leaves: Any, state: Any) -> _Structure:
+def _read(module: object, paths: object, leaves: object, state: object) -> _Structure:
     state_definition = None if state is None else jax.tree.structure(state)
     return _Structure((jax.tree.structure(module), paths, leaves, state_definition))
 
@@ -50,9 +50,7 @@ def _read(module: Any, paths: Any, leaves: Any, state: Any) -> _Structure:
 class _FromEquinox(Bridged):
     deterministic: bool | None = None
 
-    def __init__(
-        self, peer: Any, variables: Mapping[Path, Variable[Any]], state: Any, rngs: Any
-    ) -> None:
+    def __init__(self, peer, variables: Mapping[Path, Variable], state, rngs) -> None:
         super().__init__(None, variables)
         self.peer = _Structure(peer)
         self.state = Dict()
@@ -61,7 +59,7 @@ class _FromEquinox(Bridged):
         self.rngs = rngs
         self.deterministic = None
 
-    def _merged(self) -> Any:
+    def _merged(self):
         treedef, paths, leaves, _ = self.peer.value
         variables = dict(leaves_of(self.variables))
         values = [
@@ -70,7 +68,7 @@ class _FromEquinox(Bridged):
         ]
         return jax.tree.unflatten(treedef, values)
 
-    def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+    def call(self, method: str, *args, **kwargs):
         function = getattr(self._merged(), method)
         takes = inspect.signature(function).parameters
         if self.rngs is not None and "key" in takes and "key" not in kwargs:
@@ -101,7 +99,7 @@ class _FromEquinox(Bridged):
         self.peer = _Structure((*structure, self.peer.value[3]))
 
 
-def _taken_apart(module: Any) -> tuple[tuple[Any, ...], dict[Path, Any]]:
+def _taken_apart(module: object) -> tuple[tuple[Any, ...], dict[Path, Any]]:
     """Returns a tree's structure, and its arrays by path."""
     leaves, treedef = jax.tree_util.tree_flatten_with_path(module)
     paths: list[Path | None] = []
@@ -117,7 +115,7 @@ def _taken_apart(module: Any) -> tuple[tuple[Any, ...], dict[Path, Any]]:
     return (treedef, tuple(paths), tuple(static_leaves)), arrays
 
 
-def from_equinox(module: Any, state: Any = None, *, rngs: Any = None) -> Bridged:
+def from_equinox(module: object, state: Any = None, *, rngs: object = None) -> Bridged:
     """Makes a Module of one of Equinox.
 
     Arrays of floating-point and complex numbers become a ``Param``, other arrays a ``Variable``;
@@ -137,7 +135,7 @@ def from_equinox(module: Any, state: Any = None, *, rngs: Any = None) -> Bridged
 
     Raises:
         BridgeError: If it cannot be called, or its state is missing.
-        SeedError: If ``rngs`` is a seed or a key, and no ``Rngs``.
+        ModuleError: If ``rngs`` is a seed or a key, and no ``Rngs``.
         ImportError: If Equinox is not installed.
 
     Example:
@@ -160,12 +158,12 @@ def from_equinox(module: Any, state: Any = None, *, rngs: Any = None) -> Bridged
                 f"Pass on what it returned: sx.bridge.from_equinox(module, state)."
             ) from error
     structure, arrays = _taken_apart(module)
-    leaves: dict[Path, Variable[Any]] = {
+    leaves: dict[Path, Variable] = {
         path: (Param if eqx.is_inexact_array(leaf) else Variable)(leaf)
         for path, leaf in arrays.items()
     }
     values, names = state.tree_flatten()
-    stats: dict[Path, Variable[Any]] = {
+    stats: dict[Path, Variable] = {
         (name, *plain_path(key_path)): BatchStat(leaf)
         for name, value in zip(names, values, strict=True)
         for key_path, leaf in jax.tree_util.tree_flatten_with_path(value)[0]

@@ -24,7 +24,7 @@ from shardax.bridge.base import (
     write_back,
 )
 
-_COLLECTIONS: dict[str, type[Variable[Any]]] = {
+_COLLECTIONS: dict[str, type[Variable]] = {
     "params": Param,
     "batch_stats": BatchStat,
     "cache": Cache,
@@ -34,11 +34,11 @@ _COLLECTIONS: dict[str, type[Variable[Any]]] = {
 
 
 class _FromLinen(Bridged):
-    def __init__(self, peer: Any, variables: Mapping[Path, Variable[Any]], rngs: Any) -> None:
+    def __init__(self, peer, variables: Mapping[Path, Variable], rngs) -> None:
         super().__init__(peer, variables)
         self.rngs = rngs
 
-    def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+    def call(self, method: str, *args, **kwargs):
         linen = library("flax.linen", "from_linen")
         leaves = leaves_of(self.variables)
         old = {path: leaf.value for path, leaf in leaves if not isinstance(leaf, Intermediate)}
@@ -65,7 +65,7 @@ def _keys(rngs: Rngs | None, chosen: Callable[[str], bool]) -> dict[str, jax.Arr
     return {name: stream() for name, stream in streams if chosen(name)}
 
 
-def _of_linen(path: Path, leaf: Any) -> Variable[Any]:
+def _of_linen(path: Path, leaf) -> Variable:
     """Returns a Variable of a collection's kind, with a box's names."""
     linen = library("flax.linen", "from_linen")
     names = getattr(leaf, "names", None) if isinstance(leaf, linen.meta.AxisMetadata) else None
@@ -98,7 +98,7 @@ def from_linen(module: Any, *example: Any, rngs: Any = None, **named: Any) -> Br
 
     Raises:
         BridgeError: If it is no ``flax.linen.Module``.
-        SeedError: If ``rngs`` is a seed or a key, and no ``Rngs``.
+        ModuleError: If ``rngs`` is a seed or a key, and no ``Rngs``.
         ImportError: If Flax is not installed.
 
     Example:

@@ -45,7 +45,7 @@ class _FromNNX(Bridged):
     deterministic: bool | None = None
     use_running_average: bool | None = None
 
-    def __init__(self, peer: Any, variables: Mapping[Path, Variable[Any]]) -> None:
+    def __init__(self, peer, variables: Mapping[Path, Variable]) -> None:
         super().__init__(peer, variables)
         self.deterministic = None
         self.use_running_average = None
@@ -55,7 +55,7 @@ class _FromNNX(Bridged):
         old = {path: leaf.value for path, leaf in leaves if not isinstance(leaf, Intermediate)}
         return library("flax.nnx", "from_nnx").merge(self.peer.value, nested(old)), old
 
-    def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+    def call(self, method: str, *args, **kwargs):
         nnx = library("flax.nnx", "from_nnx")
         module, old = self._merged()
         result = getattr(module, method)(*args, **kwargs)
@@ -67,7 +67,7 @@ class _FromNNX(Bridged):
         self._keep(peer)
         return result
 
-    def _keep(self, peer: Any) -> None:
+    def _keep(self, peer: object) -> None:
         if (structure := PeerStructure(peer)) != self.peer:
             self.peer = structure
 
@@ -77,11 +77,11 @@ class _FromNNX(Bridged):
         self._keep(library("flax.nnx", "from_nnx").graphdef(module))
 
 
-def _nnx_value(leaf: Any) -> Any:
+def _nnx_value(leaf):
     return leaf.get_raw_value() if hasattr(leaf, "get_raw_value") else leaf
 
 
-def _of_nnx(peer: Any) -> Variable[Any]:
+def _of_nnx(peer) -> Variable:
     """Returns a Variable like one of NNX."""
     nnx = library("flax.nnx", "from_nnx")
     value = _nnx_value(peer)
@@ -104,7 +104,7 @@ def _matching(kind: type, table: Mapping[Any, type]) -> tuple[Any, bool]:
     return Variable, kind.__name__ == "Variable"
 
 
-def from_nnx(module: Any) -> Bridged:
+def from_nnx(module: object) -> Bridged:
     """Makes a Module of one of Flax NNX.
 
     Its Variables become Variables of the matching kind: ``nnx.Param`` a ``Param``, and likewise
@@ -156,23 +156,23 @@ def _stream(key: RngState[Any], count: RngState[Any]) -> RngStream:
 
 
 @functools.cache
-def _part_class() -> Any:
+def _part_class():
     """Returns the class of holders of Variables under names."""
     nnx = library("flax.nnx", "to_nnx")
     return type("Part", (nnx.Module,), {"__module__": __name__})
 
 
 @functools.cache
-def _nnx_class() -> Any:
+def _nnx_class():
     """Returns the class of NNX modules around models."""
     nnx = library("flax.nnx", "to_nnx")
 
     class FromShardax(nnx.Module):
-        def __init__(self, model: Any) -> None:
+        def __init__(self, model) -> None:
             self.variables = _part_class()()
             self._take(split_merge.clone(model), {})
 
-        def _take(self, model: Any, old: Mapping[Path, Any]) -> None:
+        def _take(self, model: object, old: Mapping[Path, object]) -> None:
             sown = split_merge.pop(model, Intermediate)
             structure = PeerStructure(split_merge.graphdef(model))
             if getattr(self, "structure", None) != structure:
@@ -188,7 +188,7 @@ def _nnx_class() -> Any:
                 intermediate = Intermediate(sown_on(old_sown, value))
                 _nest(self.variables, path, _to_nnx(nnx, intermediate))
 
-        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        def __call__(self, *args: object, **kwargs: object) -> Any:
             graphdef = self.structure.value
             old = {path: _at(self.variables, path).get_value() for path in graphdef.leaf_paths}
             model = split_merge.merge(graphdef, split_merge.State.from_flat(old))
@@ -200,7 +200,7 @@ def _nnx_class() -> Any:
     return FromShardax
 
 
-def _to_nnx(nnx: Any, variable: Variable[Any]) -> Any:
+def _to_nnx(nnx, variable: Variable):
     table = {base: getattr(nnx, base.__name__, nnx.Variable) for base in _KINDS}
     bases = type(variable).__mro__
     kind = next((table[base] for base in bases if base in table), nnx.Variable)
@@ -212,7 +212,7 @@ def _to_nnx(nnx: Any, variable: Variable[Any]) -> Any:
     return kind(variable.value, **metadata)
 
 
-def _nest(holder: Any, path: Path, variable: Any) -> None:
+def _nest(holder: object, path: Path, variable: object) -> None:
     for key in path[:-1]:
         if str(key) not in vars(holder):
             setattr(holder, str(key), _part_class()())
@@ -220,7 +220,7 @@ def _nest(holder: Any, path: Path, variable: Any) -> None:
     setattr(holder, str(path[-1]), variable)
 
 
-def _at(holder: Any, path: Path) -> Any:
+def _at(holder, path: Path) -> Any:
     # Not getattr, which finds methods too: a layer may be called "items".
     return functools.reduce(
         lambda part, key: None if part is None else vars(part).get(str(key)), path, holder

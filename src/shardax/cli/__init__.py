@@ -91,7 +91,7 @@ def _is_one_of_several() -> bool:
     return jax is not None and jax.distributed.is_initialized()
 
 
-def _show_warning(message: Warning | str, *args: Any, **named: Any) -> None:
+def _show_warning(message: Warning | str, *args: object, **named: object) -> None:
     print(f"shardax: {message}", file=sys.stderr)
 
 
@@ -156,7 +156,7 @@ def _run(words: list[str]) -> int:
                 from shardax.cli.migrate import Migrate
 
                 commands["migrate"] = Migrate
-        choices: Any = tuple(
+        choices = tuple(
             Annotated[Any, tyro.conf.subcommand(name, constructor=kind, description=_help(kind))]
             for name, kind in commands.items()
         )
@@ -169,13 +169,13 @@ def _run(words: list[str]) -> int:
     return _finished(command)
 
 
-def _finished(command: Any) -> int:
+def _finished(command) -> int:
     status = command.run()
     sys.stdout.flush()
     return status
 
 
-def _parsed(kind: Any, words: Sequence[str], name: str) -> Any:
+def _parsed(kind, words: Sequence[str], name: str):
     """Makes a command of its words, or raises CommandError."""
     import tyro
 
@@ -200,5 +200,5 @@ def _in_one_line(box: str) -> str:
     return f"{start}{message[:400].rstrip('.')}. See shardax --help."
 
 
-def _help(command: Any) -> str:
+def _help(command: object) -> str:
     return "\n\n".join(filter(None, [command.__doc__, getattr(command, "details", "")]))

@@ -137,7 +137,7 @@ class Check:
         return settings.make_model(), text, settings
 
 
-def _with_optimizer(model: Any) -> dict[str, Any]:
+def _with_optimizer(model: object) -> dict[str, Any]:
     """The model, with an Adam optimizer if it has parameters."""
     import optax
 

@@ -228,7 +228,7 @@ def load_layouts(file: str) -> tuple[NamedRules, ...]:
         raise CommandError(f"--rules {file}: it is nested too deeply.") from error
 
 
-def _read(file: str, parse: Callable[[str], Any]) -> Any:
+def _read(file: str, parse: Callable[[str], object]) -> Any:
     try:
         return parse(Path(file).read_text(encoding="utf-8"))
     except FileNotFoundError as error:

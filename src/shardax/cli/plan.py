@@ -82,7 +82,7 @@ def own_step(target: str, batch: int | None = None) -> PlannedStep:
     return as_planned(inputs.call(make_step, target, **arguments), target)
 
 
-def as_planned(returned: Any, target: str) -> PlannedStep:
+def as_planned(returned: object, target: str) -> PlannedStep:
     """Checks the result of a user's function."""
     parts: Any = returned
     if dataclasses.is_dataclass(returned) and not isinstance(returned, type):
@@ -260,7 +260,7 @@ class PlanCommand:
         )
         return plan.Plan(target.text, tuple(reports))
 
-    def _print(self, layout_plan: Any) -> None:
+    def _print(self, layout_plan) -> None:
         """Prints a plan, and writes the files asked for."""
         show(layout_plan, top=self.top if self.rules is None else len(layout_plan))
         if self.json is not None:

@@ -110,7 +110,7 @@ class RunSettings:
                 f"step are more than {LARGEST_BATCH:,}; give fewer."
             )
 
-    def make_model(self, mesh: Any = None) -> Any:
+    def make_model(self, mesh: object = None) -> Any:
         """Makes the decoder, lazy, or loads the published model."""
         if self.source is None:
             return Decoder(self.model, rngs=Rngs(params=self.seed))
@@ -139,7 +139,7 @@ def published_context(model: Any) -> int | None:
     return longest if isinstance(longest, int) else None
 
 
-def _check_settings(kind: type, settings: Mapping[str, Any], of: str) -> None:
+def _check_settings(kind: type, settings: Mapping[str, object], of: str) -> None:
     hints = get_type_hints(kind)
     for name, value in settings.items():
         hint = hints.get(name, Any)

@@ -210,7 +210,7 @@ class Train:
         )
 
 
-def _training_loss(balance: float, model: Any, batch: Any) -> jax.Array:
+def _training_loss(balance: float, model: object, batch: object) -> jax.Array:
     """Returns the loss of the next token, and of experts' balance."""
     loss = models.next_token_loss(model, batch)
     # In evaluation the loss of balance is 0.
@@ -259,7 +259,7 @@ class _TrainingRun:
             memory_kind=None if settings.layout is None else settings.layout.memory_kind,
         )
 
-    def run(self, **how: Any) -> int:
+    def run(self, **how) -> int:
         settings = self.settings
         table = view.table(self.model, mesh=self.mesh, rules=self.trainer.rules)
         print(table, "\n", sep="")
@@ -312,7 +312,7 @@ class _TrainingRun:
         print(f"checkpoint  {result.checkpoint}\nlog         {result.log}\nreport      {report}")
         return 0
 
-    def _finish_tuning(self, result: Any) -> int:
+    def _finish_tuning(self, result) -> int:
         """Writes a fine-tuned model as it was published; returns the exit status."""
         merged = self.model if self.settings.lora is None else surgery.merge_lora(self.model)
         folder = self.out / f"model-{result.step:08}"
@@ -376,7 +376,7 @@ class _Timings:
 
         return Display(first, total)
 
-    def _listen(self, event: str, duration_secs: float, **kwargs: Any) -> None:
+    def _listen(self, event: str, duration_secs: float, **kwargs: object) -> None:
         stage = self._STAGES.get(event.rpartition("/")[2])
         of_step = kwargs.get("fun_name") in ("train_step", "jit(train_step)")
         if stage is None or not of_step or self._told:
@@ -421,7 +421,7 @@ def _copy_text_files(source: Path, folder: Path) -> None:
                 shutil.copyfile(file, folder / file.name)
 
 
-def _as_data(named_rules: Any) -> dict[str, Any]:
+def _as_data(named_rules) -> dict[str, Any]:
     """Returns rules as they are kept in the run's folder."""
     from shardax.plan.rules_file import entry_to_data
 
@@ -441,7 +441,7 @@ class _Tokens:
     def __init__(self, settings: RunSettings, codec: TextCodec) -> None:
         self.settings, self.codec = settings, codec
 
-    def batches(self, part: Any) -> train.RowBatches:
+    def batches(self, part) -> train.RowBatches:
         """Returns rows to train on, shuffled in each epoch."""
         rows, seed, size = self._rows(part), self.settings.seed, self.settings.batch_size
         name = f"{part.fingerprint} {self.settings.seq_len} {seed} {rows.shape}"
@@ -458,7 +458,7 @@ class _Tokens:
 
         return train.RowBatches(read, batch_size=size, name=name)
 
-    def held_out(self, part: Any) -> list[dict[str, np.ndarray]]:
+    def held_out(self, part) -> list[dict[str, np.ndarray]]:
         """Returns batches of one shape, the last one filled up."""
         size = self.settings.batch_size
         rows = self._rows(part)[: size * self.settings.eval_batches]
@@ -470,7 +470,7 @@ class _Tokens:
             for at in range(0, len(filled), size)
         ]
 
-    def _rows(self, part: Any) -> np.ndarray:
+    def _rows(self, part) -> np.ndarray:
         """Returns windows of tokens, each one longer than the inputs."""
         tokens: list[int] = []
         for segment in part.segments():
@@ -486,14 +486,14 @@ class _Tokens:
         return np.asarray(tokens, np.int32)[starts]
 
 
-def _byte_entropy(part: Any) -> dict[str, float]:
+def _byte_entropy(part) -> dict[str, float]:
     """Unigram and bigram entropy of a text part, in nats per byte."""
     pairs = np.zeros(256 * 256, np.int64)
     for segment in part.segments():
         pairs += np.bincount(segment[:-1] * np.int64(256) + segment[1:], minlength=256 * 256)
     pairs = pairs.reshape(256, 256)
 
-    def entropy(counts: np.ndarray, totals: Any) -> float:
+    def entropy(counts: np.ndarray, totals) -> float:
         occurs = counts > 0
         information = np.log(np.broadcast_to(totals, counts.shape)[occurs] / counts[occurs])
         return float((counts[occurs] * information).sum() / pairs.sum())

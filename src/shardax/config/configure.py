@@ -102,7 +102,7 @@ def configure(
     devices: int | Sequence[int] | None = None,
     platform: str | None = None,
     x64: bool | None = None,
-    dtype: Any = None,
+    dtype: jax.typing.DTypeLike | None = None,
     create_on: str | None = None,
     cache_dir: str | os.PathLike[str] | None = None,
     cache_min_seconds: float | None = None,
@@ -171,7 +171,7 @@ def configure(
     return Configuration(_settings_now(seed, runs), tuple(settings), tuple(changes.notes), runs)
 
 
-def _check_not_late(settings: Mapping[str, Any]) -> None:
+def _check_not_late(settings: Mapping[str, object]) -> None:
     late = {name: settings[name] for name in ("platform", "devices") if name in settings}
     running, count = jax.default_backend(), jax.local_device_count()
     platform, devices, options = _platform_of(settings), settings.get("devices"), jax.config.values
@@ -211,7 +211,7 @@ def _apply(changes: Changes) -> None:
         action()
 
 
-def _settings_now(seed: Any, runs: bool) -> dict[str, Any]:
+def _settings_now(seed: object, runs: bool) -> dict[str, Any]:
     options = jax.config.values
     dtype, device = defaults.process_defaults()
     count = options[CPU_DEVICES]
@@ -245,7 +245,7 @@ class Changes:
 Problems = Iterator[object]
 
 
-def check_settings(settings: Mapping[str, Any], runs: bool) -> Changes:
+def check_settings(settings: Mapping[str, object], runs: bool) -> Changes:
     """The changes by settings; one ConfigureError lists all problems."""
     changes, problems = Changes(), []
     for check in (_backend, _switches, _choices, _cache, _seed, _dtype, _create_on):
@@ -291,16 +291,16 @@ def _backend(settings: Mapping[str, Any], runs: bool, changes: Changes) -> Probl
         yield f"devices={devices!r}: JAX does not choose among the devices of {name!r}."
 
 
-def _platform_of(settings: Mapping[str, Any]) -> Any:
+def _platform_of(settings: Mapping[str, object]):
     """The platform asked for; a number of devices alone means the processor."""
     return settings.get("platform", "cpu" if _is_count(settings.get("devices")) else "gpu")
 
 
-def _is_count(devices: Any) -> bool:
+def _is_count(devices: object) -> bool:
     return type(devices) is int and devices >= 1
 
 
-def _are_numbers(devices: Any) -> bool:
+def _are_numbers(devices: object) -> bool:
     return (
         isinstance(devices, Sequence)
         and all(type(number) is int and number >= 0 for number in devices)
@@ -326,7 +326,7 @@ def _switches(settings: Mapping[str, Any], runs: bool, changes: Changes) -> Prob
         changes.notes.append("x64: arrays that exist keep their dtypes.")
 
 
-def _choices(settings: Mapping[str, Any], runs: bool, changes: Changes) -> Problems:
+def _choices(settings: Mapping[str, object], runs: bool, changes: Changes) -> Problems:
     for name, (option, block) in CHOICES.items():
         value = settings.get(name)
         if value is None:
@@ -374,7 +374,7 @@ def _cache(settings: Mapping[str, Any], runs: bool, changes: Changes) -> Problem
     changes.options |= {CACHE_DIR: place, "jax_enable_compilation_cache": True}
 
 
-def _seed(settings: Mapping[str, Any], runs: bool, changes: Changes) -> Problems:
+def _seed(settings: Mapping[str, object], runs: bool, changes: Changes) -> Problems:
     if (seed := settings.get("seed")) is None:
         return
     from shardax.random import stream  # here, so that `import shardax` stays quick
@@ -387,7 +387,7 @@ def _seed(settings: Mapping[str, Any], runs: bool, changes: Changes) -> Problems
         changes.actions.append(partial(stream.seed, seed))
 
 
-def _dtype(settings: Mapping[str, Any], runs: bool, changes: Changes) -> Problems:
+def _dtype(settings: Mapping[str, object], runs: bool, changes: Changes) -> Problems:
     dtype, x64 = settings.get("dtype", defaults.process_defaults()[0]), settings.get("x64")
     if _is_default(dtype):
         changes.actions.append(partial(defaults.set_process_dtype, None))
@@ -419,7 +419,7 @@ def _create_on(settings: Mapping[str, Any], runs: bool, changes: Changes) -> Pro
             changes.options[PLATFORMS_OPTION] = f"{chosen},{platform}"
 
 
-def _is_default(value: Any) -> bool:
+def _is_default(value: object) -> bool:
     """Whether a setting goes back to JAX's own choice."""
     return isinstance(value, str) and value == "default"
 
@@ -429,7 +429,7 @@ def _is_default(value: Any) -> bool:
 
 def backend_runs() -> bool:
     """Whether JAX's backend has started, without starting it."""
-    old_count: Any = jax.config.values[CPU_DEVICES]
+    old_count = jax.config.values[CPU_DEVICES]
     try:  # JAX refuses to change this once its backend runs, and only then
         jax.config.update(CPU_DEVICES, 1 if old_count < 0 else old_count + 1)
     except RuntimeError:
@@ -438,7 +438,7 @@ def backend_runs() -> bool:
     return False
 
 
-def usable_platform(name: Any) -> str:
+def usable_platform(name: object) -> str:
     """The platform as JAX's settings name it; for ``gpu`` the installed one."""
     if not isinstance(name, str):
         raise ConfigureError(f"platform={name!r} is not the name of a platform, such as 'cpu'.")

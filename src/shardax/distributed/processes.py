@@ -218,7 +218,7 @@ def _is_listening(address: str, deadline: float) -> bool:
 
 
 def _end_on_error(
-    old_hook: Any, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    old_hook, kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
     old_hook(kind, error, trace)
     if jax.distributed.is_initialized():
@@ -332,7 +332,7 @@ def compare(facts: Mapping[str, str], at: str) -> None:
     )
 
 
-def compare_arguments(arguments: Mapping[str, Any], at: str) -> None:
+def compare_arguments(arguments: Mapping[str, object], at: str) -> None:
     """Raises DistributedError if NumPy arrays or numbers differ beside arrays over processes."""
     if jax.process_count() == 1:
         return
@@ -354,11 +354,11 @@ def compare_arguments(arguments: Mapping[str, Any], at: str) -> None:
         compare(facts, at)
 
 
-def _spans_processes(leaf: Any) -> bool:
+def _spans_processes(leaf: object) -> bool:
     return isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
 
 
-def from_main(value: Any, name: str) -> Any:
+def from_main(value: object, name: str) -> Any:
     """Returns the main process's JSON value in every process."""
     if jax.process_count() == 1:
         return value
@@ -396,7 +396,7 @@ def explain_ended_process() -> Iterator[None]:
         ) from error
 
 
-def _rows_of_all(content: bytes, name: str) -> np.ndarray[Any, Any]:
+def _rows_of_all(content: bytes, name: str) -> np.ndarray:
     """Returns as many bytes of every process, or raises in time."""
     counts = collections.Counter(device.process_index for device in jax.devices())
     if len(set(counts.values())) > 1:
@@ -447,7 +447,7 @@ def _by_process(texts: Sequence[str]) -> str:
     )
 
 
-def _texts(value: Any, name: str) -> Iterator[tuple[str, str]]:
+def _texts(value: object, name: str) -> Iterator[tuple[str, str]]:
     """Yields names and texts of the parts of a value."""
     if isinstance(value, Variable):
         value = value.value
@@ -469,7 +469,7 @@ def _texts(value: Any, name: str) -> Iterator[tuple[str, str]]:
 # --- arrays ---------------------------------------------------------------------------------------
 
 
-def gather(x: Any) -> Any:
+def gather(x: object) -> Any:
     """Returns whole values in every process; every process must call it.
 
     Args:
@@ -488,7 +488,7 @@ def gather(x: Any) -> Any:
     return jax.tree.map(_gathered, x, is_leaf=lambda leaf: isinstance(leaf, Object))
 
 
-def _gathered(leaf: Any) -> Any:
+def _gathered(leaf: object):
     if isinstance(leaf, Variable):
         return gather(leaf.value)
     if isinstance(leaf, Object):
@@ -510,14 +510,14 @@ def array_text(array: Any) -> str:
     return f"{array.dtype}{list(array.shape)} {_digest(array).hex()}"
 
 
-def _digest(array: Any) -> bytes:
+def _digest(array) -> bytes:
     if is_prng_key(array):
         array = jax.random.key_data(array)
     content: Any = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
     return hashlib.blake2b(content, digest_size=8).digest()
 
 
-def compare_replicas(tree: Any, at: str) -> None:
+def compare_replicas(tree: object, at: str) -> None:
     """Raises DistributedError if copies of one shard differ."""
     # Each process knows which shards any other has copies of, so all send tables of one form: a
     # digest of each such shard, of zeros where a process has none.
@@ -562,5 +562,5 @@ def compare_replicas(tree: Any, at: str) -> None:
     )
 
 
-def _key(index: Any) -> tuple[Any, ...]:
+def _key(index) -> tuple[Any, ...]:
     return tuple((part.start or 0, part.stop if part.stop is not None else -1) for part in index)

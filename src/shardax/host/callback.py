@@ -42,7 +42,7 @@ from shardax._core.graph.paths import Path, format_path, plain_path
 from shardax._core.graph.static import Static
 from shardax._core.variable import ArrayAttribute, Variable
 from shardax._transforms.control.scan import vary_alike
-from shardax._transforms.errors import ArgumentError, ClosureError
+from shardax._transforms.errors import ClosureError, TransformError
 from shardax._transforms.grad.grad import dtype_of
 from shardax._transforms.lift.arguments import join_argument, leaf_paths
 from shardax._transforms.lift.engine import LiftedCall
@@ -63,16 +63,16 @@ def promise(
     return tuple(_form(name, plain_path(keys), leaf) for keys, leaf in pairs), treedef
 
 
-def is_rule(out: Any) -> bool:
+def is_rule(out: object) -> bool:
     """Whether ``out`` is a shape rule and no promise by itself."""
     return callable(out) and not _has_form(out)
 
 
-def _has_form(value: Any) -> bool:
+def _has_form(value: object) -> bool:
     return hasattr(value, "shape") and hasattr(value, "dtype")
 
 
-def _form(name: str, path: Path, leaf: Any) -> jax.ShapeDtypeStruct:
+def _form(name: str, path: Path, leaf) -> jax.ShapeDtypeStruct:
     if not _has_form(leaf) or isinstance(leaf, type):
         raise HostFunctionError(
             f"out of the host function {name} promises {leaf!r}{_at(path)}, which has no shape and "
@@ -91,7 +91,7 @@ def _form(name: str, path: Path, leaf: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(tuple(leaf.shape), dtype)
 
 
-def _kind(dtype: Any) -> int:
+def _kind(dtype: jax.typing.DTypeLike) -> int:
     for rank, kind in enumerate(_KINDS):
         if jnp.issubdtype(dtype, kind):
             return rank
@@ -112,7 +112,7 @@ class Promised:
         self.tree = treedef.unflatten(list(forms))
         self.fills = fills
 
-    def check(self, returned: Any, batch: tuple[int, ...]) -> list[np.ndarray]:
+    def check(self, returned: object, batch: tuple[int, ...]) -> list[np.ndarray]:
         """Convert the leaves of a result to the promised dtypes."""
         return [
             self._leaf(path, form, leaf, (*batch, *form.shape))
@@ -120,7 +120,7 @@ class Promised:
         ]
 
     def _matched(
-        self, path: Path, promised: Any, returned: Any
+        self, path: Path, promised: object, returned: object
     ) -> Iterator[tuple[Path, jax.ShapeDtypeStruct, Any]]:
         if isinstance(promised, jax.ShapeDtypeStruct):
             yield path, promised, returned
@@ -145,7 +145,7 @@ class Promised:
         for (step, child), value in zip(below, items, strict=True):
             yield from self._matched((*path, *step), child, value)
 
-    def _leaf(self, path: Path, form: Any, leaf: Any, shape: tuple[int, ...]) -> np.ndarray:
+    def _leaf(self, path: Path, form, leaf, shape: tuple[int, ...]) -> np.ndarray:
         expected = f"{form.dtype}{list(shape)}"
         if leaf is None and self.fills:
             return np.zeros(shape, form.dtype)
@@ -176,13 +176,13 @@ class Promised:
         )
 
 
-def _children(node: Any) -> list[tuple[Path, Any]]:
+def _children(node: object) -> list[tuple[Path, Any]]:
     """Return (path, child) of each child of one container."""
     pairs = jax.tree_util.tree_leaves_with_path(node, is_leaf=lambda leaf: leaf is not node)
     return [(plain_path(keys), child) for keys, child in pairs]
 
 
-def _shown(promised: Any) -> str:
+def _shown(promised) -> str:
     if isinstance(promised, dict):
         return f"a dict with the keys {list(promised)}"
     if promised is None:
@@ -284,7 +284,7 @@ class HostVariable(Variable[Any]):
         return self._value
 
     @value.setter
-    def value(self, value: Any) -> None:
+    def value(self, value: object) -> None:
         self._write(value)
 
 
@@ -297,7 +297,7 @@ def on_host(graphdef: GraphDef) -> GraphDef:
     return GraphDef(tuple(_definition(node) for node in graphdef.objects), graphdef.roots)
 
 
-def _definition(definition: Any) -> Any:
+def _definition(definition: object):
     if type(definition) is not VariableDef:
         return definition
     kind = HostAttribute if issubclass(definition.type, ArrayAttribute) else HostVariable
@@ -309,7 +309,7 @@ class HostFrame(Frame):
 
     __slots__ = ()
 
-    def capture(self, outer: Any) -> NoReturn:
+    def capture(self, outer: object) -> NoReturn:
         """See ``Frame.capture``."""
         raise ClosureError(
             f"The host function {self.name} uses a {type(outer).__name__} that it was not given. "
@@ -367,12 +367,12 @@ class HostProgram:
         except Exception as error:
             raise wrapped(self.name, error) from error
 
-    def stage(self, *leaves: Any) -> list[Any]:
+    def stage(self, *leaves: object) -> list[Any]:
         """Add the call to the program under trace."""
         return jax.lax.platform_dependent(*leaves, cpu=self._by_buffers, default=self._by_callback)
 
-    def _by_buffers(self, *leaves: Any) -> list[Any]:
-        def callback(context: Any, outs: Sequence[Any], *buffers: Any) -> None:
+    def _by_buffers(self, *leaves: object) -> list[Any]:
+        def callback(context, outs: Sequence[Any], *buffers) -> None:
             results = self.run_in_program([np.asarray(buffer).copy() for buffer in buffers])
             for out, result in zip(outs, results, strict=True):
                 np.asarray(out)[...] = result
@@ -381,8 +381,8 @@ class HostProgram:
         method = VMAP_METHODS[self.vmap]
         return buffer_callback(callback, list(self.out_forms), vmap_method=method)(*leaves)
 
-    def _by_callback(self, *leaves: Any) -> list[Any]:
-        def callback(*arrays: Any) -> list[np.ndarray]:
+    def _by_callback(self, *leaves: object) -> list[Any]:
+        def callback(*arrays) -> list[np.ndarray]:
             return self.run_in_program([np.array(array) for array in arrays])
 
         callback.__qualname__ = self.name
@@ -408,7 +408,7 @@ def take(
     return program, leaves, paths
 
 
-def _form_on_host(name: str, leaf: Any, path: Path) -> jax.ShapeDtypeStruct:
+def _form_on_host(name: str, leaf, path: Path) -> jax.ShapeDtypeStruct:
     dtype = dtype_of(leaf)
     if jnp.issubdtype(dtype, jax.dtypes.prng_key):
         words = jax.eval_shape(jax.random.key_data, leaf)
@@ -416,7 +416,7 @@ def _form_on_host(name: str, leaf: Any, path: Path) -> jax.ShapeDtypeStruct:
     if dtype == jax.dtypes.float0:
         return jax.ShapeDtypeStruct(leaf.shape, dtype)
     if not (jnp.issubdtype(dtype, np.number) or jnp.issubdtype(dtype, np.bool_)):
-        raise ArgumentError(
+        raise TransformError(
             f"The host function {name} was given an array of dtype {dtype} at {format_path(path)}, "
             f"which JAX does not have. Encode it as integers; or pass it as a tuple, which is "
             f"handed on as it is: tuple(array.tolist())."
@@ -431,7 +431,7 @@ def staged(program: HostProgram) -> Callable[..., list[Any]]:
 
 
 def call_on_host(
-    program: HostProgram, in_program: Callable[..., list[Any]], leaves: Sequence[Any]
+    program: HostProgram, in_program: Callable[..., list[Any]], leaves: Sequence[object]
 ) -> list[Any]:
     """Run a function at once, or in the traced program."""
     if not program.out_forms:
@@ -446,7 +446,7 @@ def call_on_host(
     ]
 
 
-def _run_now(program: HostProgram, leaves: Sequence[Any]) -> list[np.ndarray]:
+def _run_now(program: HostProgram, leaves: Sequence[object]) -> list[np.ndarray]:
     arrays = [
         np.array(
             fetchable(leaf, f"the host function {program.name}"),
@@ -462,7 +462,7 @@ def _run_now(program: HostProgram, leaves: Sequence[Any]) -> list[np.ndarray]:
         raise
 
 
-def _shipped(leaf: Any, form: jax.ShapeDtypeStruct) -> Any:
+def _shipped(leaf, form: jax.ShapeDtypeStruct):
     """Return a leaf in sendable form: random keys as their words."""
     if form.dtype == jax.dtypes.float0:
         return np.zeros(form.shape, bool)
@@ -471,7 +471,7 @@ def _shipped(leaf: Any, form: jax.ShapeDtypeStruct) -> Any:
     return leaf
 
 
-def _arrived(array: np.ndarray, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+def _arrived(array: np.ndarray, shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> np.ndarray:
     """Return a leaf as the function sees it."""
     if dtype == jax.dtypes.float0:
         return np.zeros(shape, dtype)

@@ -77,7 +77,7 @@ def encode(value: Any, refer: Reference | None = None, watch: Reference | None =
 
 
 def encode_arguments(
-    args: Sequence[Any], kwargs: Mapping[str, Any], refer: Reference | None = None
+    args: Sequence[object], kwargs: Mapping[str, object], refer: Reference | None = None
 ) -> list[Any]:
     """Encode the arguments of a call; an error names the argument."""
     try:
@@ -114,14 +114,14 @@ def check_size(parts: Sequence[Any], limit: int) -> None:
 class _Unpickler(pickle.Unpickler):
     resolve: Reference | None = None
 
-    def persistent_load(self, pid: Any) -> Any:
+    def persistent_load(self, pid: object):
         if self.resolve is None:
             raise pickle.UnpicklingError(f"a reference to {pid!r}, where none can be")
         return self.resolve(pid)
 
 
 @functools.cache
-def _pickler_class() -> Any:
+def _pickler_class():
     base: Any = pickle.Pickler
     with contextlib.suppress(ImportError):
         import cloudpickle
@@ -132,10 +132,10 @@ def _pickler_class() -> Any:
         refer: Reference | None = None
         watch: Reference | None = None
 
-        def persistent_id(self, obj: Any) -> Any:
+        def persistent_id(self, obj: object):
             return None if self.refer is None else self.refer(obj)
 
-        def reducer_override(self, obj: Any) -> Any:
+        def reducer_override(self, obj: object):
             if isinstance(obj, jax.Array):
                 return _reduce_jax(obj)
             if type(obj) is PickledArray:
@@ -156,18 +156,18 @@ def _pickler_class() -> Any:
     return CallPickler
 
 
-def _raw(array: np.ndarray[Any, Any]) -> tuple[Any, ...]:
+def _raw(array: np.ndarray) -> tuple[Any, ...]:
     # Not every dtype has a buffer, but bytes do.
     flat = np.ascontiguousarray(array).reshape(-1)
     return pickle.PickleBuffer(flat.view(np.uint8).data), array.dtype, array.shape
 
 
-def _to_numpy(buffer: Any, dtype: Any, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
-    octets: Any = np.frombuffer(buffer, np.uint8)
+def _to_numpy(buffer, dtype: jax.typing.DTypeLike, shape: tuple[int, ...]) -> np.ndarray:
+    octets = np.frombuffer(buffer, np.uint8)
     return octets.view(dtype).reshape(shape)
 
 
-def _reduce_jax(array: jax.Array) -> Any:
+def _reduce_jax(array: jax.Array):
     if isinstance(array, Tracer) or array.is_deleted() or not array.is_fully_addressable:
         return reduced(array)  # which raises
     is_keys = is_prng_key(array)
@@ -176,7 +176,7 @@ def _reduce_jax(array: jax.Array) -> Any:
     return _to_jax, _raw(np.asarray(array))
 
 
-def _to_jax(buffer: Any, dtype: Any, shape: tuple[int, ...]) -> jax.Array:
+def _to_jax(buffer, dtype: jax.typing.DTypeLike, shape: tuple[int, ...]) -> jax.Array:
     array = jnp.asarray(_to_numpy(buffer, dtype, shape))
     if array.dtype != dtype:
         raise WorkerError(
@@ -199,11 +199,11 @@ class FunctionForm(NamedTuple):
     parts: list[Any]
 
 
-def describe(function: Callable[..., Any]) -> FunctionForm:
+def describe(function: Callable[..., object]) -> FunctionForm:
     """Encode a function, with its key."""
     module_names: set[str] = set()
 
-    def note_module(obj: Any) -> None:
+    def note_module(obj: object) -> None:
         if isinstance(obj, types.ModuleType):
             module_names.add(obj.__name__)
         elif isinstance(name := getattr(obj, "__module__", None), str):
@@ -218,14 +218,14 @@ def describe(function: Callable[..., Any]) -> FunctionForm:
     return FunctionForm(name_of(function), digest.hexdigest(), modules, parts)
 
 
-def name_of(function: Any) -> str:
+def name_of(function: object) -> str:
     """The name of a function in messages."""
     while isinstance(function, functools.partial):
         function = function.func
     return getattr(function, "__qualname__", None) or type(function).__qualname__
 
 
-def _own_file(module: Any) -> str | None:
+def _own_file(module) -> str | None:
     """The source file of an own module, else None."""
     file = getattr(module, "__file__", None)
     if file is None or not file.endswith(".py") or module.__name__ in ("__main__", "__mp_main__"):
@@ -307,7 +307,7 @@ class FunctionTable:
             function.calls += 1
             return function
 
-    def run(self, head: bytes, parts: Sequence[Any], resolve: Reference | None = None) -> Any:
+    def run(self, head: bytes, parts: Sequence[object], resolve: Reference | None = None) -> Any:
         """Run a packed call."""
         name, key, modules, count = pickle.loads(head)
         function = self.find(FunctionForm(name, key, modules, list(parts[:count]))).call
@@ -327,9 +327,9 @@ class FunctionTable:
 
 
 def pack(
-    function: Callable[..., Any],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
+    function: Callable[..., object],
+    args: Sequence[object],
+    kwargs: Mapping[str, object],
     refer: Reference | None = None,
 ) -> tuple[bytes, list[Any]]:
     """Encode a call as a head and buffers."""

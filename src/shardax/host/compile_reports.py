@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from typing import Any, Self
+from typing import Self
 
 import jax
 
@@ -148,13 +148,13 @@ class CompileReport:
 
     # --- events of JAX ---
 
-    def _on_event(self, event: str, **_: Any) -> None:
+    def _on_event(self, event: str, **_: object) -> None:
         outcome = {_ASKED: "not stored", _HIT: "hit", _STORED: "stored"}.get(event)
         has_folder = jax.config.values["jax_compilation_cache_dir"] is not None
         if outcome is not None and has_folder:  # JAX asks its cache also where it has none
             self._pending.cache = outcome
 
-    def _on_duration(self, event: str, duration_secs: float, **told: Any) -> None:
+    def _on_duration(self, event: str, duration_secs: float, **told: object) -> None:
         if event == _TRACE:
             self.trace_seconds += duration_secs
         elif event == _LOWER:

@@ -121,7 +121,7 @@ class WorkerFuture(concurrent.futures.Future[Any]):
             errors.WorkerCrashedError(f"The worker of {name} was lost {when}: {reason}. {advice}")
         )
 
-    def _settle(self, reply: dict[str, Any]) -> None:
+    def _settle(self, reply: dict[str, object]) -> None:
         """End the call with the result or the error of a reply."""
         try:
             if reply["error"] is not None:
@@ -136,7 +136,7 @@ class WorkerFuture(concurrent.futures.Future[Any]):
         name = self._request["name"]
         if reply["error"] == "cancelled":
             return errors.CallCancelledError(f"{name} was interrupted in its worker: {text}")
-        error: Any = None
+        error = None
         if reply["error"] == "timeout":
             error = errors.WorkerTimeoutError(
                 f"{name} ran in a worker for longer than its timeout of "
@@ -225,7 +225,7 @@ class Connection:
             )
         self.max_message: int = hello["max_message"]
 
-    def _run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+    def _run(self, coroutine: Coroutine[Any, Any, Any]):
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 
     def _spawn(self, coroutine: Coroutine[Any, Any, Any]) -> None:
@@ -430,7 +430,7 @@ class WorkerProcess:
         self._popen.returncode = 0  # not ours to wait for: silences Popen's warning
 
 
-def _first_answer(ready: Any, seconds: float, log: str | None) -> dict[str, Any]:
+def _first_answer(ready, seconds: float, log: str | None) -> dict[str, Any]:
     readable, _, _ = select.select([ready], [], [], seconds)
     if not readable:
         raise errors.WorkerError(

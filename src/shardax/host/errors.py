@@ -16,7 +16,7 @@ class ExportError(ShardaxError, ValueError, TypeError, RuntimeError):
     """A failed export of a function, or a failed load or call."""
 
 
-class WorkerError(ShardaxError, ValueError, TypeError, RuntimeError):
+class WorkerError(ShardaxError, ValueError, TypeError, RuntimeError, LookupError):
     """Wrong options of a worker or call, or values unfit for sending."""
 
 
@@ -34,7 +34,3 @@ class CallCancelledError(ShardaxError, concurrent.futures.CancelledError):
 
 class WorkerCrashedError(ShardaxError, concurrent.futures.BrokenExecutor):
     """A worker ended, or stopped answering, before a call was done."""
-
-
-class RemoteValueError(ShardaxError, LookupError):
-    """A worker does not keep a value."""

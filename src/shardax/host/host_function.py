@@ -28,7 +28,7 @@ from shardax._core.graph.paths import Path, format_path
 from shardax._core.state.state import State
 from shardax._core.variable import Variable
 from shardax._transforms.control.scan import vary_alike
-from shardax._transforms.errors import DifferentiationError, StaticArgumentError, TangentError
+from shardax._transforms.errors import StaticArgumentError, TransformError
 from shardax._transforms.grad.custom_vjp import CustomVjp
 from shardax._transforms.grad.grad import DiffArgument, DiffState, Tangents, is_differentiable
 from shardax._transforms.lift.arguments import leaf_paths, resolve_arguments, static_argument
@@ -42,12 +42,12 @@ _FLOAT0 = jax.dtypes.float0
 
 
 def host_function(
-    function: Callable[..., Any] | None = None,
+    function: Callable[..., object] | None = None,
     *,
-    out: Any = None,
+    out: object = None,
     vmap: str = "sequential",
-    vjp: Callable[..., Any] | None = None,
-    jvp: Callable[..., Any] | None = None,
+    vjp: Callable[..., object] | None = None,
+    jvp: Callable[..., object] | None = None,
     nondiff: bool = False,
     static_argnums: int | Sequence[int] = (),
     static_argnames: str | Sequence[str] = (),
@@ -95,9 +95,9 @@ def host_function(
             in a program, wrapped in JAX's own error; ``host_exception`` finds the exception
             itself. Outside of programs it is raised as is.
         StaticArgumentError: When called, if a static argument is not hashable.
-        ArgumentError: When called, if an array is not of numbers.
+        TransformError: When called, if an array is not of numbers.
         ClosureError: When it runs, if it uses a Variable that is not among its arguments.
-        DifferentiationError: When differentiated without a derivative; names the arguments.
+        TransformError: When differentiated without a derivative; names the arguments.
 
     Example:
         >>> import jax, jax.numpy as jnp, numpy as np, shardax as sx
@@ -212,7 +212,7 @@ class HostFunction(PickledByName):
         return type(self)(self.function, out, self.vmap, self.derivative, self.static, fills=True)
 
     def _by_position(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any]
+        self, args: Sequence[object], kwargs: Mapping[str, object]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Bind arguments by position if possible, as for rules."""
         try:
@@ -224,7 +224,7 @@ class HostFunction(PickledByName):
             bound.apply_defaults()
         return bound.args, bound.kwargs
 
-    def _call(self, /, *args: Any, **kwargs: Any) -> Any:
+    def _call(self, /, *args: object, **kwargs: object):
         args, kwargs = _with_arrays((args, kwargs))
         keys = [*((i, arg) for i, arg in enumerate(args)), *sorted(kwargs.items())]
         static = [(k, static_argument(v, self.function, k)) for k, v in keys if k in self.static]
@@ -247,8 +247,8 @@ class HostFunction(PickledByName):
         self,
         call: LiftedCall,
         program: callback.HostProgram,
-        leaves: Any,
-        paths: Any,
+        leaves,
+        paths,
         run: Callable[..., Any],
     ) -> list[Any]:
         derivative = self.derivative
@@ -261,31 +261,31 @@ class HostFunction(PickledByName):
             return run(leaves)
         return run(refused(self.name, leaves, paths))
 
-    def _forward(self, /, *args: Any, **kwargs: Any) -> Any:
+    def _forward(self, /, *args: object, **kwargs: object):
         result = self(*args, **kwargs)
         return result, (args, kwargs, result)
 
-    def _backward(self, static: int, /, *values: Any) -> tuple[Any, ...]:
+    def _backward(self, static: int, /, *values) -> tuple[Any, ...]:
         assert self.derivative.vjp is not None
         (args, kwargs, result), cotangent = values[static:]
         gradients = self.derivative.vjp(args, result, jax.tree.map(_some, cotangent), **kwargs)
         if isinstance(gradients, (tuple, list)):
             return tuple(gradients)
-        raise DifferentiationError(
+        raise TransformError(
             f"vjp of the host function {self.name} must return a tuple with one gradient for each "
             f"argument (None: zero), but it returned a {type(gradients).__name__}."
         )
 
 
-def _rule(rule: Any, out: Callable[..., Any]) -> Any:
+def _rule(rule: object, out: Callable[..., object]) -> Any:
     """Let a rule, if a host function, promise the results of rules."""
     return rule.with_out(out) if isinstance(rule, HostFunction) and rule.out is None else rule
 
 
-def _with_arrays(args: Any) -> Any:
+def _with_arrays(args: object):
     """Replace Variables outside of Modules, and JAX's literals, by arrays."""
 
-    def array(leaf: Any) -> Any:
+    def array(leaf) -> Any:
         if isinstance(leaf, Variable):
             return leaf.value
         dtype = getattr(leaf, "dtype", None) if isinstance(leaf, (int, float, complex)) else None
@@ -297,7 +297,7 @@ def _with_arrays(args: Any) -> Any:
 # --- derivatives ---
 
 
-def stopped(leaf: Any) -> Any:
+def stopped(leaf: object) -> Any:
     """Return a leaf without a derivative."""
     return jax.lax.stop_gradient(leaf) if isinstance(leaf, Tracer) else leaf
 
@@ -306,14 +306,14 @@ def refused(name: str, leaves: Sequence[Any], paths: Sequence[Path]) -> list[Any
     """Return leaves with an error on differentiation."""
 
     @jax.custom_jvp
-    def same(*leaves: Any) -> Any:
+    def same(*leaves) -> Any:
         return leaves
 
-    def refuse(primals: Any, tangents: Any) -> Any:
+    def refuse(primals: object, tangents):
         zero = jax.custom_derivatives.SymbolicZero
         moving = [p for p, t in zip(paths, tangents, strict=True) if not isinstance(t, zero)]
         names = ", ".join(format_path(path) for path in dict.fromkeys(moving))
-        raise DifferentiationError(
+        raise TransformError(
             f"The host function {name} is differentiated by {names}, but JAX cannot look into it, "
             f"and no derivative was given. Give one, host_function(..., vjp=rule) or jvp=rule; or "
             f"say that it has none, nondiff=True; or stop gradients before the call, "
@@ -340,11 +340,11 @@ def forward(
     targets = [DiffArgument(call, DiffState(i, ...)) for i in range(len(program.templates))]
 
     @jax.custom_jvp
-    def apply(*leaves: Any) -> list[Any]:
+    def apply(*leaves) -> list[Any]:
         return run(leaves)
 
     @apply.defjvp
-    def moved(primals: Any, tangents: Any) -> Any:
+    def moved(primals, tangents):
         results = apply(*primals)
         with LateFrame("host_function") as frame:
             _, args, kwargs = program.restore(primals, frame)
@@ -357,16 +357,16 @@ def forward(
     return apply(*(leaf if is_differentiable(leaf) else stopped(leaf) for leaf in leaves))
 
 
-def _some(tangent: Any) -> Any:
+def _some(tangent):
     return None if getattr(tangent, "dtype", None) == _FLOAT0 else tangent
 
 
-def _fitted(program: callback.HostProgram, returned: Any, results: Sequence[Any]) -> list[Any]:
+def _fitted(program: callback.HostProgram, returned, results: Sequence[Any]) -> list[Any]:
     """Flatten the tangents of a jvp rule like the result."""
     try:
         parts = program.out_tree.flatten_up_to(returned)
     except (ValueError, TypeError) as error:
-        raise TangentError(
+        raise TransformError(
             f"jvp of the host function {program.name} returned a tangent that is not arranged like "
             f"the result: {error}"
         ) from error
@@ -385,20 +385,26 @@ def _fitted(program: callback.HostProgram, returned: Any, results: Sequence[Any]
 # --- what rules that are host functions promise ---
 
 
-def tangent_like(args: tuple[Any, ...], result: Any, tangents: Any, **kwargs: Any) -> Any:
+def tangent_like(
+    args: tuple[object, ...], result: object, tangents: object, **kwargs: object
+) -> Any:
     """Shape rule of jvp rules: the tangent is like the result."""
     return if_differentiable(result)
 
 
 def gradients_like(
-    static: Container[int | str], args: tuple[Any, ...], result: Any, cotangent: Any, **kwargs: Any
+    static: Container[int | str],
+    args: tuple[object, ...],
+    result: object,
+    cotangent: object,
+    **kwargs: object,
 ) -> Any:
     """Shape rule of vjp rules: gradients are like arguments, dicts for Modules."""
     moving = tuple(arg for position, arg in enumerate(args) if position not in static)
     return if_differentiable(jax.tree.map(_by_path, moving, is_leaf=is_object))
 
 
-def _by_path(leaf: Any) -> Any:
+def _by_path(leaf):
     if not is_object(leaf):
         return leaf
     flat = flatten(leaf)
@@ -406,7 +412,7 @@ def _by_path(leaf: Any) -> Any:
     return State.from_flat(values).to_pure_dict()
 
 
-def if_differentiable(tree: Any) -> Any:
+def if_differentiable(tree: object) -> Any:
     """Replace shapes and dtypes without a derivative by None."""
     return jax.tree.map(
         lambda leaf: leaf if hasattr(leaf, "dtype") and is_differentiable(leaf) else None, tree

@@ -37,7 +37,7 @@ _ADVICE = (
 )
 
 
-def dumps(tree: Any, *, by_value: bool | None = None) -> bytes:
+def dumps(tree: object, *, by_value: bool | None = None) -> bytes:
     """Pickles a model, or any tree of models, arrays and shardings.
 
     Arrays go as their numbers, gathered on the host, with the sharding they had: the names of mesh
@@ -186,7 +186,7 @@ def _with_arrays(base: type[Any]) -> type[Any]:
 
         wrote_code = False
 
-        def reducer_override(self, obj: Any) -> Any:
+        def reducer_override(self, obj):
             if isinstance(obj, jax.Array):
                 return reduced(obj)
             if isinstance(obj, jax.Device):
@@ -200,7 +200,7 @@ def _with_arrays(base: type[Any]) -> type[Any]:
     return TreePickler
 
 
-def _device(platform: str, number: int) -> Any:
+def _device(platform: str, number: int):
     """Return the device here in place of a pickled one."""
     matching = [d for d in jax.devices() if (d.platform, d.id) == (platform, number)]
     return matching[0] if matching else jax.devices()[0]
@@ -209,7 +209,7 @@ def _device(platform: str, number: int) -> Any:
 # --- errors ---
 
 
-def _explained(tree: Any, by_value: bool | None, error: Exception) -> PickleWriteError:
+def _explained(tree: object, by_value: bool | None, error: Exception) -> PickleWriteError:
     """Return the error naming the first value impossible to write."""
     for path, value in _places(tree):
         try:
@@ -224,7 +224,7 @@ def _explained(tree: Any, by_value: bool | None, error: Exception) -> PickleWrit
     return PickleWriteError(f"Cannot pickle this {type(tree).__name__}: {error}. {_ADVICE}")
 
 
-def _places(tree: Any) -> Iterator[tuple[Path, Any]]:
+def _places(tree: object) -> Iterator[tuple[Path, Any]]:
     """Yield the separately pickled parts of a tree, with paths."""
     pairs = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: isinstance(x, Object))
     for key_path, leaf in pairs:

@@ -27,7 +27,7 @@ _BFLOAT16 = jnp.dtype("bfloat16")
 
 
 def from_torch(
-    function: Callable[..., Any] | None = None, *, out: Any = None, vmap: str = "sequential"
+    function: Callable[..., object] | None = None, *, out: object = None, vmap: str = "sequential"
 ) -> Any:
     """Makes a PyTorch function callable in JAX programs, with gradients.
 
@@ -62,7 +62,7 @@ def from_torch(
     return _hosted(function, _loss_form if out is None else out, vmap)
 
 
-def _torch() -> Any:
+def _torch():
     # No extra of this package brings it, so type checkers miss it.
     try:
         return importlib.import_module("torch")
@@ -70,20 +70,20 @@ def _torch() -> Any:
         raise ImportError("from_torch needs PyTorch. Install it: pip install torch") from error
 
 
-def _loss_form(*args: Any, **kwargs: Any) -> jax.ShapeDtypeStruct:
+def _loss_form(*args: object, **kwargs: object) -> jax.ShapeDtypeStruct:
     dtypes = [leaf.dtype for leaf in jax.tree.leaves(args) if _is_moving(leaf)]
     return jax.ShapeDtypeStruct((), jnp.result_type(*dtypes) if dtypes else jnp.result_type(float))
 
 
-def _is_moving(leaf: Any) -> bool:
+def _is_moving(leaf: object) -> bool:
     return hasattr(leaf, "dtype") and is_differentiable(leaf)
 
 
-def _hosted(function: Callable[..., Any], out: Any, vmap: str) -> HostFunction:
+def _hosted(function: Callable[..., object], out: object, vmap: str) -> HostFunction:
     """Make a host function of a torch function, with its gradient."""
 
     @wraps(function)
-    def on_arrays(*args: Any, **kwargs: Any) -> Any:
+    def on_arrays(*args: object, **kwargs: object):
         torch = _torch()
         with torch.no_grad():
             args, kwargs = jax.tree.map(to_tensor, (args, kwargs))
@@ -97,16 +97,16 @@ def _hosted(function: Callable[..., Any], out: Any, vmap: str) -> HostFunction:
             gradient_of(function), lambda args, _, **named: if_differentiable(args), vmap
         )
 
-    def rule(args: tuple[Any, ...], result: Any, cotangent: Any, **kwargs: Any) -> Any:
+    def rule(args: tuple[object, ...], result: object, cotangent: object, **kwargs: object) -> Any:
         return gradient()(args, cotangent, **kwargs)
 
     return host_function(on_arrays, out=out, vmap=vmap, vjp=rule)
 
 
-def gradient_of(function: Callable[..., Any]) -> Callable[..., Any]:
+def gradient_of(function: Callable[..., object]) -> Callable[..., Any]:
     """Return the gradient of a torch function as a torch function."""
 
-    def gradient(args: tuple[Any, ...], cotangent: Any, **kwargs: Any) -> tuple[Any, ...]:
+    def gradient(args: tuple[Any, ...], cotangent, **kwargs) -> tuple[Any, ...]:
         torch = _torch()
         create_graph = torch.is_grad_enabled()  # whether this is differentiated in turn
         leaves, treedef = jax.tree.flatten(args)
@@ -140,11 +140,11 @@ def gradient_of(function: Callable[..., Any]) -> Callable[..., Any]:
     return gradient
 
 
-def _has_gradient(leaf: Any) -> bool:
+def _has_gradient(leaf) -> bool:
     return hasattr(leaf, "is_floating_point") and (leaf.is_floating_point() or leaf.is_complex())
 
 
-def to_tensor(leaf: Any) -> Any:
+def to_tensor(leaf: object) -> Any:
     """Return a NumPy array as a tensor; anything else as it is."""
     torch = _torch()
     if not isinstance(leaf, np.ndarray):

@@ -21,7 +21,7 @@ RETRIES = 2  # how often a call marked idempotent is run again
 INFO_SECONDS = 10.0
 
 
-def _identity(value: Any) -> Any:
+def _identity(value: object):
     return value
 
 
@@ -205,9 +205,9 @@ class Worker(concurrent.futures.Executor):
 
     def request(
         self,
-        function: Callable[..., Any],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        function: Callable[..., object],
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
         *,
         timeout: float | None = None,
         idempotent: bool = False,
@@ -237,7 +237,7 @@ class Worker(concurrent.futures.Executor):
         head, parts = pack(function, args, kwargs or {}, self._refer)
         check_size(parts, self._connection.max_message)
 
-        def receive(reply: dict[str, Any]) -> Any:
+        def receive(reply: dict[str, Any]):
             self._restarts_left = self._restarts
             if keep is False:
                 return decode(reply["parts"])
@@ -266,7 +266,7 @@ class Worker(concurrent.futures.Executor):
                     return
                 self._changed.wait()  # until the worker runs again
 
-    def _refer(self, obj: Any) -> Any:
+    def _refer(self, obj: object):
         if type(obj) is not Remote:
             return None
         if obj.worker is not self:
@@ -278,7 +278,7 @@ class Worker(concurrent.futures.Executor):
 
     # --- values ---
 
-    def put(self, value: Any, name: str | None = None) -> Remote:
+    def put(self, value: object, name: str | None = None) -> Remote:
         """Copies a value into the worker, arrays onto its devices.
 
         Args:
@@ -438,7 +438,7 @@ class Remote:
         """Returns a copy of the value.
 
         Raises:
-            RemoteValueError: If it is not kept any more.
+            WorkerError: If it is not kept any more.
         """
         return self.worker.submit(_identity, self).result()
 
@@ -451,7 +451,7 @@ class Remote:
             self.delete()
 
     def __reduce__(self) -> Any:
-        raise errors.RemoteValueError(
+        raise errors.WorkerError(
             f"{self!r} cannot be pickled or copied: it stands for a value in a worker. "
             f"Send the value, remote.get(), or keep it under a name, worker.put(value, name='...'),"
             f" and connect to the worker there: worker.value('...')."
@@ -497,7 +497,7 @@ class RemoteFunction:
         self.executor = executor
         self._options = options  # of `Worker.request`
 
-    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, /, *args: object, **kwargs: object) -> Any:
         """Calls the function there, and waits for its result."""
         return self.submit(*args, **kwargs).result()
 
@@ -526,10 +526,10 @@ class RemoteFunction:
 
 
 def remote(
-    f: Callable[..., Any] | None = None,
+    f: Callable[..., object] | None = None,
     /,
     *,
-    executor: Any = None,
+    executor: object = None,
     timeout: float | None = None,
     idempotent: bool = False,
     keep: bool | str = False,

@@ -36,7 +36,7 @@ from distributed.protocol.serialize import to_serialize
 
 from shardax.config.configure import configure
 from shardax.host.calls import FunctionTable, check_size, encode
-from shardax.host.errors import RemoteValueError
+from shardax.host.errors import WorkerError
 
 STUCK = 75  # the exit status of a worker whose call could not be interrupted (EX_TEMPFAIL)
 END_SECONDS = 5.0  # for the call that runs, when the worker ends
@@ -131,7 +131,7 @@ class CallServer(Server):
         return Status.dont_reply
 
     async def run(
-        self, client: str, number: int, name: str, timeout: float | None, **request: Any
+        self, client: str, number: int, name: str, timeout: float | None, **request: object
     ) -> dict[str, Any] | None:
         """Runs a call in its turn; None if its client is gone."""
         if client not in self._clients:
@@ -225,13 +225,13 @@ class CallServer(Server):
         while (job := self._jobs.get()) is not None:
             job()
 
-    def _on_signal(self, *_: Any) -> None:
+    def _on_signal(self, *_: object) -> None:
         call = self._interruptible
         if call is not None and call.reason is not None and not call.raised:
             call.raised = True
             raise CallInterrupted(call.reason)
 
-    def _answer(self, call: _Call, **request: Any) -> dict[str, Any]:
+    def _answer(self, call: _Call, **request) -> dict[str, Any]:
         try:
             try:
                 self._interruptible = call
@@ -253,7 +253,7 @@ class CallServer(Server):
                 "parts": to_serialize(parts),
             }
 
-    def _encoded(self, value: Any) -> list[Any]:
+    def _encoded(self, value: object) -> list[Any]:
         parts = encode(value)
         check_size(parts, self._limit)
         return parts
@@ -272,12 +272,12 @@ class CallServer(Server):
         text = text if len(text) <= 200 else f"{text[:200]}..."
         return {"error": None, "kept": key, "text": text}
 
-    def _value(self, key: int | str) -> Any:
+    def _value(self, key: int | str):
         try:
             return self._values[key][0]
         except KeyError:
             names = ", ".join(repr(key) for key in self._values if isinstance(key, str))
-            raise RemoteValueError(
+            raise WorkerError(
                 f"The worker keeps no value {key!r}. It was deleted, or the worker was started "
                 f"anew since. Kept by name: {names or 'none'}."
             ) from None
@@ -301,7 +301,7 @@ def main(options: Mapping[str, Any]) -> None:
     def end() -> None:
         asyncio.run_coroutine_threadsafe(server.stop_process(), loop)
 
-    def answer(**facts: Any) -> None:
+    def answer(**facts) -> None:
         # Who starts it may have ended meanwhile.
         with contextlib.suppress(BrokenPipeError), os.fdopen(options["ready"], "w") as ready:
             json.dump(facts, ready)

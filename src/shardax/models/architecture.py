@@ -81,7 +81,7 @@ class ParameterPlace(NamedTuple):
     position: int | None
 
 
-def config_of(model: Any) -> TransformerConfig:
+def config_of(model: object) -> TransformerConfig:
     """Returns the config of a model."""
     config = getattr(model, "config", None)
     parts = getattr(config, "transformer", config)
@@ -121,7 +121,7 @@ def layers_of(model: Any) -> list[LayerPlace]:
     return places
 
 
-def describe(model: Any) -> tuple[dict[str, Any], Family, TransformerConfig]:
+def describe(model: object) -> tuple[dict[str, Any], Family, TransformerConfig]:
     """Returns a model's ``config.json``, its family, and its config read back."""
     config = config_of(model)
     facts = _facts(model, config)
@@ -154,7 +154,7 @@ def describe(model: Any) -> tuple[dict[str, Any], Family, TransformerConfig]:
     return content, family, read
 
 
-def parameter_places(model: Any, config: TransformerConfig) -> list[ParameterPlace]:
+def parameter_places(model: object, config: TransformerConfig) -> list[ParameterPlace]:
     """Returns a model's parameters by place, or raises for lost ones."""
     plain = replace(
         config,
@@ -195,7 +195,7 @@ def refused(problems: Sequence[str], advice: str = "") -> PretrainedError:
 # --- the config of a model ------------------------------------------------------------------------
 
 
-def _facts(model: Any, config: TransformerConfig) -> dict[str, Any]:
+def _facts(model: object, config: TransformerConfig) -> dict[str, Any]:
     """Returns fields of a config as the layers have them."""
     places = layers_of(model)
     if not places:
@@ -229,7 +229,7 @@ def _facts(model: Any, config: TransformerConfig) -> dict[str, Any]:
 _NONE = object()
 
 
-def _attempt(read: Callable[[Any], Any], part: Any) -> Any:
+def _attempt(read: Callable[[Any], object], part: object):
     """Reads a part, unless somebody has put another in its place."""
     try:
         value = read(part)
@@ -238,16 +238,16 @@ def _attempt(read: Callable[[Any], Any], part: Any) -> Any:
     return _NONE if value is None and read in _NEVER_NONE else value
 
 
-def _size(variable: Any, axis: int, place: Any = None) -> int:
+def _size(variable, axis: int, place: object = None) -> int:
     stacked = isinstance(place, LayerPlace) and place.position is not None
     return int(variable.shape[axis + stacked if axis >= 0 else axis])
 
 
-def _activation(place: Any) -> str | None:
+def _activation(place) -> str | None:
     return activation_name(place.module.mlp.activation)
 
 
-def _norm_kind(model: Any) -> str | None:
+def _norm_kind(model: object) -> str | None:
     norm = next(_norms(model))
     if type(norm) is LayerNorm and norm.bias is None:
         return "layer_unbiased"
@@ -263,7 +263,7 @@ def _norm_kind(model: Any) -> str | None:
 _NEVER_NONE = (_activation, _norm_kind)
 
 
-def _norms(model: Any) -> Iterator[Any]:
+def _norms(model: object) -> Iterator[Any]:
     layer = layers_of(model)[0].module
     for holder, name in (
         (model, "final_norm"),
@@ -409,7 +409,7 @@ def _settings_differ(config: TransformerConfig, source: TransformerConfig) -> bo
     return any(getattr(config, name) != getattr(source, name) for name in _TRAINING)
 
 
-def _said(differing: Mapping[str, tuple[Any, Any]]) -> str:
+def _said(differing: Mapping[str, tuple[object, object]]) -> str:
     return ", ".join(
         f"{name}={ours!r} (but {theirs!r})" for name, (ours, theirs) in differing.items()
     )
@@ -454,7 +454,7 @@ def _architecture(family: Family, config: TransformerConfig, content: Mapping[st
     return next((name for name in names if name in family.architectures and fits(name)), names[0])
 
 
-def _reread(family: Family, content: Mapping[str, Any]) -> TransformerConfig:
+def _reread(family: Family, content: Mapping[str, object]) -> TransformerConfig:
     try:
         return family.config(content, "The config.json of the model as it is")
     except PretrainedError as error:
@@ -524,8 +524,8 @@ class _ArchitectureCheck:
 
     def compare(
         self,
-        module: Any,
-        built: Any,
+        module,
+        built,
         place: LayerPlace,
         passed_over: tuple[str, ...] = (),
         path: Path = (),
@@ -552,9 +552,7 @@ class _ArchitectureCheck:
             if hasattr(type(built), name) and name not in self.free:
                 self.wrong[*where, name] = "replaces what is computed"
 
-    def _take(
-        self, variable: Any, expected: Any, place: LayerPlace, path: Path, within: Path
-    ) -> None:
+    def _take(self, variable, expected, place: LayerPlace, path: Path, within: Path) -> None:
         """Notes a parameter, or its fault."""
         where = (*place.path, *within)
         if not isinstance(variable, Variable):
@@ -571,7 +569,7 @@ class _ArchitectureCheck:
             )
         self.places.append(ParameterPlace(path, variable, place.layers, place.position))
 
-    def _is_another_class(self, module: Any, built: Any, where: Path) -> bool:
+    def _is_another_class(self, module: object, built: object, where: Path) -> bool:
         kind, expected = type(module), type(built)
         if not isinstance(module, expected):
             is_lora = kind.__name__ == "LoRA"
@@ -599,7 +597,7 @@ __parameters__ __orig_bases__ __repr__ _make_layer
 _CLASS_NAMES = frozenset(_CLASS_NAMES_TEXT.split())
 
 
-def _is_same(name: str, value: Any, expected: Any) -> bool:
+def _is_same(name: str, value: object, expected: object) -> bool:
     if name == "activation":
         return _function_of(value) is _function_of(expected)
     if name == "dispatch":  # the two compute the same
@@ -617,7 +615,7 @@ def _is_same(name: str, value: Any, expected: Any) -> bool:
     )
 
 
-def _function_of(activation: Any) -> Any:
+def _function_of(activation: object):
     if not isinstance(activation, str):
         return activation
     try:
@@ -626,7 +624,7 @@ def _function_of(activation: Any) -> Any:
         return activation
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     if value is _NONE:
         return "gone"
     if isinstance(value, (Module, Variable)):

@@ -288,12 +288,12 @@ def check_config(config: Any) -> None:
         object.__setattr__(config, name, _dtype_name(where, name, getattr(config, name)))
 
 
-def _check(where: str, name: str, value: Any, fits: bool, requirement: str) -> None:
+def _check(where: str, name: str, value, fits: bool, requirement: str) -> None:
     if not fits:
         raise LayerConfigError(f"{where} needs {name} to be {requirement}, but {name}={value!r}.")
 
 
-def _dtype_name(where: str, name: str, dtype: Any) -> str:
+def _dtype_name(where: str, name: str, dtype) -> str:
     try:
         normal_dtype = jnp.dtype(dtype)
     except TypeError as error:

@@ -18,7 +18,6 @@ not grow with depth; parameters and results are the same.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Any
 
 from shardax._core.init.rng import Rngs
 from shardax.models.config import TransformerConfig, check_config
@@ -155,5 +154,5 @@ class Decoder(Transformer):
     def __init__(self, config: DecoderConfig, *, rngs: Rngs) -> None:
         super().__init__(config, rngs=rngs)
 
-    def _make_layer(self, index: int, rngs: Rngs) -> Any:
+    def _make_layer(self, index: int, rngs: Rngs):
         return DecoderLayer(self.config, rngs=rngs)

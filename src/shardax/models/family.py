@@ -90,7 +90,7 @@ ACTIVATION_NAMES = {
 ACTIVATION_FIELDS = ("activation", "head_activation")
 
 
-def activation_name(function: Any) -> str | None:
+def activation_name(function: object) -> str | None:
     """Returns the name of an activation in ``TransformerConfig``, or None."""
     names = sorted(set(ACTIVATION_NAMES.values()))
     if isinstance(function, str):
@@ -107,11 +107,11 @@ def published_activation(name: str) -> str:
 # --- types ---
 
 
-def _is_integer(value: Any) -> bool:
+def _is_integer(value: object) -> bool:
     return type(value) is int and abs(value) < 2**62
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> bool:
     return _is_integer(value) or (type(value) is float and math.isfinite(value))
 
 
@@ -149,7 +149,7 @@ def _list_of(check: Callable[[Any], bool]) -> Callable[[Any], bool]:
     return lambda value: isinstance(value, list) and all(map(check, value))
 
 
-def _is_text(value: Any) -> bool:
+def _is_text(value: object) -> bool:
     return isinstance(value, str)
 
 
@@ -186,7 +186,7 @@ def kind_of_target(target: str) -> Kind:
     return kind.or_null if may_be_null else kind
 
 
-def brief(value: Any) -> str:
+def brief(value: object) -> str:
     """Returns the ``repr`` of a value, cut if long."""
     try:
         text = repr(value)
@@ -195,7 +195,7 @@ def brief(value: Any) -> str:
     return text if len(text) <= 120 else text[:120] + "..."
 
 
-def is_neutral(name: str, value: Any, neutral: Mapping[str, tuple[Any, ...]]) -> bool | None:
+def is_neutral(name: str, value: object, neutral: Mapping[str, tuple[object, ...]]) -> bool | None:
     """Whether a field is neutral at its value, None if never."""
     if name == "layer_types":  # of a family without kinds of layers
         return value is None or (
@@ -212,7 +212,7 @@ REQUIRED = object()
 class Field:
     """A field of ``config.json`` and the fields of ``TransformerConfig`` that it sets."""
 
-    def __init__(self, *targets: str, default: Any = REQUIRED) -> None:
+    def __init__(self, *targets: str, default: object = REQUIRED) -> None:
         self.targets = targets
         self.default = default
 
@@ -335,7 +335,7 @@ class _Reading:
         self.advice: list[str] = []
         self.config = self._read()
 
-    def take(self, name: str, *default: Any, kind: Kind = ANYTHING) -> Any:
+    def take(self, name: str, *default, kind: Kind = ANYTHING) -> Any:
         """Returns the value of a field, or its default."""
         self.read_names.add(name)
         if name in self.content:

@@ -68,8 +68,8 @@ class _Progress(NamedTuple):
 
 
 def generate(
-    model: Any,
-    prompts: Sequence[Any],
+    model: object,
+    prompts: Sequence[object],
     *,
     max_new_tokens: int,
     temperature: float = 1.0,
@@ -156,7 +156,7 @@ class _Steps:
     """One generation: its cache and progress."""
 
     def __init__(
-        self, model: Any, rows: list[np.ndarray], limit: int, filters: _Filters, numbers: Any
+        self, model, rows: list[np.ndarray], limit: int, filters: _Filters, numbers
     ) -> None:
         self.model = model if hasattr(model, "make_cache") else _Uncached(model)
         self.rows, self.limit, self.filters, self.numbers = rows, limit, filters, numbers
@@ -210,7 +210,7 @@ class _Steps:
         arguments = (tokens, mask, self.numbers)
         return cache, _first(self.model, cache, *arguments, room=room, filters=self.filters)
 
-    def _advance(self, cache: Any, progress: _Progress, limit: int) -> _Progress:
+    def _advance(self, cache: object, progress: _Progress, limit: int) -> _Progress:
         arguments = (progress, np.int32(limit), self.numbers)
         return _others(self.model, cache, *arguments, filters=self.filters)
 
@@ -243,9 +243,7 @@ class _Steps:
 
 
 @functools.partial(jit, static_argnames=("room", "filters"), donate_argnames=("cache",))
-def _first(
-    model: Any, cache: Any, tokens: Any, mask: Any, numbers: Any, *, room: int, filters: Any
-) -> _Progress:
+def _first(model, cache, tokens, mask, numbers, *, room: int, filters) -> _Progress:
     """Reads the prompts into the cache and samples the first token."""
     tokens, mask = _by_rows(tokens), _by_rows(mask)
     logits = _by_rows(model(tokens, mask=mask, cache=cache)[:, -1])
@@ -267,9 +265,7 @@ def _first(
 
 
 @functools.partial(jit, static_argnames=("filters",), donate_argnames=("cache", "progress"))
-def _others(
-    model: Any, cache: Any, progress: Any, limit: Any, numbers: Any, *, filters: Any
-) -> _Progress:
+def _others(model, cache, progress, limit, numbers, *, filters) -> _Progress:
     """Adds tokens until there are ``limit`` or all rows have stopped."""
 
     def goes_on(progress: _Progress) -> jax.Array:
@@ -282,7 +278,7 @@ def _others(
     return while_loop(goes_on, body, progress)
 
 
-def _add(progress: _Progress, logits: jax.Array, numbers: Any, filters: _Filters) -> _Progress:
+def _add(progress: _Progress, logits: jax.Array, numbers, filters: _Filters) -> _Progress:
     """Samples the next token of each row."""
     step, added, _, stopped, failed, seen = progress
     failed |= jnp.isnan(logits).any(axis=-1) & ~stopped
@@ -296,9 +292,7 @@ def _add(progress: _Progress, logits: jax.Array, numbers: Any, filters: _Filters
     return _Progress(step + 1, added, jnp.maximum(chosen, 0), stopped, failed, seen)
 
 
-def _sample(
-    logits: jax.Array, step: jax.Array, seen: Any, numbers: Any, filters: _Filters
-) -> jax.Array:
+def _sample(logits: jax.Array, step: jax.Array, seen, numbers, filters: _Filters) -> jax.Array:
     """Draws one token per row from the filtered distribution."""
     if seen is not None:
         penalty = numbers["penalty"]
@@ -341,7 +335,7 @@ class _ReadTokens(Module):
 class _Uncached(Module):
     """A model without cache, with the calls of one."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model) -> None:
         self.model = model
 
     def make_cache(self, batch: int, length: int) -> _ReadTokens:
@@ -363,7 +357,7 @@ class _Uncached(Module):
         return jnp.sum(jnp.where(at[..., None], logits, 0), axis=1, keepdims=True)
 
 
-def _by_rows(x: Any) -> jax.Array:
+def _by_rows(x: jax.Array) -> jax.Array:
     """Lays rows out as rules say of ``batch``."""
     mesh = resolve_mesh()
     x = jnp.asarray(x)
@@ -383,7 +377,7 @@ def _bucket(size: int) -> int:
     return max(16, 1 << (size - 1).bit_length())
 
 
-def _as_prompts(prompts: Any) -> list[np.ndarray]:
+def _as_prompts(prompts) -> list[np.ndarray]:
     hint = "Give a list of prompts, each a sequence of integers; of a text list(text.encode())."
     if isinstance(prompts, (str, bytes)) or not hasattr(prompts, "__iter__"):
         raise GenerationError(f"The prompts must be a list, but are {prompts!r}. {hint}")
@@ -405,7 +399,7 @@ def _as_prompts(prompts: Any) -> list[np.ndarray]:
     return [row.astype(np.int32) for row in rows]
 
 
-def _as_stop(stop: Any) -> np.ndarray:
+def _as_stop(stop) -> np.ndarray:
     """Returns stop tokens, padded to a bucket's size."""
     tokens = np.atleast_1d(np.asarray(stop if np.size(stop) else np.zeros(0, np.int32)))
     if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer) or (tokens < 0).any():
@@ -415,9 +409,7 @@ def _as_stop(stop: Any) -> np.ndarray:
     return padded
 
 
-def _check_options(
-    length: Any, temperature: float, top_k: Any, top_p: Any, min_p: Any, penalty: Any
-) -> None:
+def _check_options(length, temperature: float, top_k, top_p, min_p, penalty) -> None:
     """Raises if an option is out of range."""
     is_count = is_integer(length)
     checks = [
@@ -443,7 +435,7 @@ def _check_options(
             raise GenerationError(f"{name}={value!r}: {name} must be {requirement}.")
 
 
-def _check_length(model: Any, length: int) -> None:
+def _check_length(model: object, length: int) -> None:
     """Raises if a model with learned positions has too few."""
     most = getattr(getattr(model, "config", None), "max_positions", 0)
     if most and length > most:
@@ -453,7 +445,7 @@ def _check_length(model: Any, length: int) -> None:
         )
 
 
-def _check_vocabulary(model: Any, rows: list[np.ndarray]) -> None:
+def _check_vocabulary(model: object, rows: list[np.ndarray]) -> None:
     """Raises for tokens outside the model's embedding."""
     size = getattr(getattr(model, "embed", None), "num_embeddings", None)
     if not isinstance(size, int):

@@ -70,10 +70,10 @@ def cross_entropy(
 
 
 def blockwise_cross_entropy(
-    hidden: Any,
-    kernel: Any,
-    targets: Any,
-    mask: Any = None,
+    hidden: object,
+    kernel: object,
+    targets: object,
+    mask: object = None,
     block_size: int = 512,
     ignore_index: int | None = IGNORE_INDEX,
 ) -> jax.Array:
@@ -125,7 +125,7 @@ def blockwise_cross_entropy(
 
 
 def _checked(
-    name: str, description: str, array: Any, targets: Any, mask: Any, ignore_index: int | None
+    name: str, description: str, array, targets, mask, ignore_index: int | None
 ) -> tuple[Any, Any]:
     """Returns targets and their weights laid out as the tokens, or raises."""
     shape = array.shape[:-1]
@@ -151,13 +151,13 @@ def _checked(
     return targets, counted if weights is None else weights * counted
 
 
-def _holds(dtype: Any, number: int) -> bool:
+def _holds(dtype: jax.typing.DTypeLike, number: int) -> bool:
     """Whether an integer dtype has a number."""
     limits = jnp.iinfo(dtype)
     return limits.min <= number <= limits.max
 
 
-def _mean(losses: jax.Array, weights: Any) -> jax.Array:
+def _mean(losses: jax.Array, weights) -> jax.Array:
     if weights is None:
         return jnp.mean(losses)
     # What is masked counts for nothing, even if its target is none.
@@ -222,7 +222,7 @@ class _Blocks(NamedTuple):
         place = NamedSharding(mesh, PartitionSpec(*entries))
         return jax.lax.with_sharding_constraint(array, place)
 
-    def starts(self, index: Any) -> tuple[list[Any], list[Any]]:
+    def starts(self, index) -> tuple[list[Any], list[Any]]:
         """Returns the start of a block, and of its new part."""
         starts, news = [], []
         for axis, (size, cut, count) in enumerate(
@@ -233,7 +233,7 @@ class _Blocks(NamedTuple):
             starts += [np.int32(0), jnp.minimum(step * cut, size - cut)]
         return starts, news
 
-    def take(self, array: jax.Array, index: Any) -> jax.Array:
+    def take(self, array: jax.Array, index) -> jax.Array:
         """Returns block ``index`` of a view."""
         starts, _ = self.starts(index)
         trailing = array.shape[len(starts) :]
@@ -241,15 +241,15 @@ class _Blocks(NamedTuple):
         sizes = [size for pair in zip(self.groups, self.cuts, strict=True) for size in pair]
         return jax.lax.dynamic_slice(array, starts, (*sizes, *trailing))
 
-    def put(self, array: jax.Array, block: jax.Array, index: Any) -> jax.Array:
+    def put(self, array: jax.Array, block: jax.Array, index) -> jax.Array:
         """Writes block ``index`` of a view."""
         starts, _ = self.starts(index)
         trailing = [np.int32(0)] * (array.ndim - len(starts))
         return jax.lax.dynamic_update_slice(array, block.astype(array.dtype), [*starts, *trailing])
 
-    def is_new(self, index: Any) -> Any:
+    def is_new(self, index: object):
         """Returns a mask of the tokens in no block before."""
-        is_unseen: Any = jnp.ones((1,) * (2 * len(self.cuts)), bool)
+        is_unseen = jnp.ones((1,) * (2 * len(self.cuts)), bool)
         starts, news = self.starts(index)
         for axis, (cut, new) in enumerate(zip(self.cuts, news, strict=True)):
             shape = [1] * is_unseen.ndim
@@ -258,7 +258,7 @@ class _Blocks(NamedTuple):
             is_unseen = is_unseen & (place + starts[2 * axis + 1] >= new)
         return is_unseen
 
-    def loop(self, body: Any, carry: Any, *operands: jax.Array) -> Any:
+    def loop(self, body, carry, *operands: jax.Array):
         """Runs ``body(carry, index)`` over all blocks of operands."""
         # Inside of shard_map what differs between devices does so from the first block on.
         varying = frozenset[str]().union(*map(varying_axes, operands))
@@ -322,7 +322,7 @@ def _layout_of(hidden: jax.Array, kernel: jax.Array) -> tuple[Any, list[SpecEntr
     return mesh, layout[:-1], layout[-1]
 
 
-def _parts(entry: SpecEntry, mesh: Any) -> int:
+def _parts(entry: SpecEntry, mesh: jax.sharding.Mesh) -> int:
     return math.prod(mesh.shape[axis] for axis in mesh_axes_of(entry))
 
 
@@ -341,14 +341,14 @@ def _token_losses_forward(
     return losses, (hidden, kernel, targets, normalisers)
 
 
-def _token_losses_backward(blocks: _Blocks, saved: Any, cotangents: jax.Array) -> Any:
+def _token_losses_backward(blocks: _Blocks, saved, cotangents: jax.Array):
     return (*_backward(blocks, *saved, cotangents), None)
 
 
 _token_losses.defvjp(_token_losses_forward, _token_losses_backward)
 
 
-def _laid_out(function: Any, like: Sequence[tuple[jax.Array, int]], *arrays: jax.Array) -> Any:
+def _laid_out(function, like: Sequence[tuple[jax.Array, int]], *arrays: jax.Array):
     """Runs a function with Explicit axes as Auto."""
     # Results are laid out as the first dimensions of given arrays.
     if all(explicit_entries(array) is None for array in arrays):
@@ -363,12 +363,12 @@ def _laid_out(function: Any, like: Sequence[tuple[jax.Array, int]], *arrays: jax
 
 # Compiled by themselves, so that outside of a compiled function too each is traced once.
 @functools.partial(jax.jit, static_argnums=0, inline=INLINE)
-def _forward(blocks: _Blocks, hidden: jax.Array, kernel: jax.Array, targets: jax.Array) -> Any:
+def _forward(blocks: _Blocks, hidden: jax.Array, kernel: jax.Array, targets: jax.Array):
     def run(hidden: jax.Array, kernel: jax.Array, targets: jax.Array) -> Any:
         x, weights = _operands(blocks, hidden, kernel)
         target_blocks = blocks.view(targets)
 
-        def block(carry: Any, index: Any) -> Any:
+        def block(carry, index: object):
             logits = _logits(blocks.take(x, index), weights)
             normaliser = jax.nn.logsumexp(logits, axis=-1)
             loss = normaliser - _pick_by_sum(logits, blocks.take(target_blocks, index))
@@ -386,7 +386,7 @@ def _forward(blocks: _Blocks, hidden: jax.Array, kernel: jax.Array, targets: jax
 
 
 @functools.partial(jax.jit, static_argnums=0, inline=INLINE)
-def _backward(blocks: _Blocks, *arrays: jax.Array) -> Any:
+def _backward(blocks: _Blocks, *arrays: jax.Array):
     """Returns the cotangents of hidden states and kernel."""
 
     def run(
@@ -408,7 +408,7 @@ def _backward(blocks: _Blocks, *arrays: jax.Array) -> Any:
         split_axes = axes[::2] if blocks.mesh is not None else ()
         summed = tuple(axis for axis in axes if axis not in split_axes)
 
-        def block(carry: Any, index: Any) -> Any:
+        def block(carry, index):
             rows = blocks.take(x, index)
             logits = _logits(rows, weights)
             hits, is_there = _hits(logits, blocks.take(target_blocks, index))
@@ -443,7 +443,7 @@ def _logits(rows: jax.Array, kernel: jax.Array) -> jax.Array:
     return _dot(rows, kernel, ((rows.ndim - 1,), (0,)), ((), ()))
 
 
-def _dot(first: jax.Array, second: jax.Array, contracted: Any, batch: Any) -> jax.Array:
+def _dot(first: jax.Array, second: jax.Array, contracted, batch) -> jax.Array:
     return jax.lax.dot_general(
         first, second, (contracted, batch), preferred_element_type=jnp.float32
     )
@@ -486,7 +486,7 @@ def next_token_loss(model: Any, batch: Any, ignore_index: int | None = IGNORE_IN
     return cross_entropy(logits, batch["targets"], batch.get("mask"), ignore_index)
 
 
-def _takes(model: Any, names: Any) -> bool:
+def _takes(model, names) -> bool:
     """Whether a call takes these keywords."""
     try:
         parameters = inspect.signature(model).parameters.values()

@@ -151,7 +151,7 @@ class TransformerLayer(Module):
         added = self._added(result, "mlp", self.mlp_post_norm, self.mlp_scale)
         return _constrain(self._joined(x, added, self.mlp_post_norm))
 
-    def _mlp(self, x: jax.Array, mask: Any) -> jax.Array:
+    def _mlp(self, x: jax.Array, mask: object) -> jax.Array:
         y = self._experts(x, mask)
         if self.shared_mlp is None:
             return y
@@ -160,12 +160,12 @@ class TransformerLayer(Module):
             shared = jax.nn.sigmoid(self.shared_gate(x)) * shared
         return y + shared
 
-    def _experts(self, x: jax.Array, mask: Any) -> jax.Array:
+    def _experts(self, x: jax.Array, mask) -> jax.Array:
         if not self.has_experts or mask is None or mask.shape[-3:] != (1, 1, x.shape[-2]):
             return self.mlp(x)
         return self.mlp(x, mask=mask[..., 0, 0, :])  # padding does not count in the loss
 
-    def _added(self, x: jax.Array, name: str, norm: Any, scale: Any) -> jax.Array:
+    def _added(self, x: jax.Array, name: str, norm, scale) -> jax.Array:
         x = checkpoint_name(x, name)
         if scale is not None:
             aligned = align(scale.value.astype(x.dtype), x, (x.ndim - 1,))
@@ -175,7 +175,7 @@ class TransformerLayer(Module):
             x = x * jnp.asarray(self.residual_scale, x.dtype)
         return x if self.dropout is None else self.dropout(x)
 
-    def _joined(self, x: jax.Array, added: jax.Array, norm: Any) -> jax.Array:
+    def _joined(self, x: jax.Array, added: jax.Array, norm) -> jax.Array:
         return norm(x + added) if self.norm_after else x + added
 
 
@@ -268,7 +268,7 @@ class Transformer(Module):
         if config.mask_patch:
             self.mask_patch = make_parameter(*vector)
 
-    def _make_layer(self, index: int, rngs: Rngs) -> Any:
+    def _make_layer(self, index: int, rngs: Rngs):
         return TransformerLayer(self._parts, index, rngs=rngs)
 
     def _make_layers(self, config: TransformerConfig, rngs: Rngs) -> tuple[Any, Any]:
@@ -409,11 +409,11 @@ class Transformer(Module):
     def _states(
         self,
         tokens: jax.Array,
-        mask: Any = None,
-        positions: Any = None,
-        cache: Any = None,
-        token_types: Any = None,
-        segment_ids: Any = None,
+        mask: object = None,
+        positions: object = None,
+        cache: object = None,
+        token_types: object = None,
+        segment_ids: object = None,
     ) -> jax.Array:
         """Returns the outputs of the layers and the last norm."""
         if self.embed is None:
@@ -439,7 +439,7 @@ class Transformer(Module):
         return activation(self.pooler(hidden[..., 0, :]))
 
     def _given(
-        self, tokens: jax.Array, mask: Any, positions: Any, cache: Any
+        self, tokens: jax.Array, mask: object, positions: object, cache: object
     ) -> tuple[dict[str, Any], Any]:
         """Returns the arguments of every layer, and the positions."""
         config = self._parts
@@ -472,7 +472,7 @@ class Transformer(Module):
                 options[name] = rope.rotation(positions, config.head_dim)
         return options, positions
 
-    def _check_positions(self, positions: Any) -> None:
+    def _check_positions(self, positions) -> None:
         """Raises if known positions are more than the learned ones."""
         count = self._parts.max_positions
         usable = count - 1 - self._parts.pad_token  # rows behind that of padding
@@ -489,7 +489,7 @@ class Transformer(Module):
                 f"with more positions."
             )
 
-    def _embed_tokens(self, tokens: jax.Array, positions: Any, token_types: Any) -> jax.Array:
+    def _embed_tokens(self, tokens: jax.Array, positions, token_types: object) -> jax.Array:
         config = self._parts
         x = self.embed(tokens)
         if config.embed_scale is not None:
@@ -522,7 +522,7 @@ class Transformer(Module):
         x = add_bias(x, self.positions(jnp.arange(x.shape[1])))
         return _constrain(x if self.embed_dropout is None else self.embed_dropout(x))
 
-    def make_cache(self, batch: int, length: int, dtype: Any = None) -> Any:
+    def make_cache(self, batch: int, length: int, dtype: jax.typing.DTypeLike | None = None) -> Any:
         """Makes a cache: keys and values of all layers, lazy.
 
         Args:
@@ -556,7 +556,7 @@ class Transformer(Module):
         stacked = [one(index, self.layers.length) for index in range(config.period)]
         return BlockCache(TransformerBlock(stacked), remaining)
 
-    def _run(self, x: jax.Array, options: dict[str, Any], cache: Any) -> jax.Array:
+    def _run(self, x: jax.Array, options: dict[str, object], cache) -> jax.Array:
         layers, caches = self.layers, cache
         if callable(layers):  # a stack, or what a user has put around it
             if isinstance(cache, BlockCache):
@@ -595,7 +595,7 @@ class Transformer(Module):
         return logits
 
 
-def pool_tokens(hidden: Any, mask: Any = None, how: str = "mean") -> jax.Array:
+def pool_tokens(hidden: object, mask: object = None, how: str = "mean") -> jax.Array:
     """Embeds sequences by the states of their tokens.
 
     Args:
@@ -681,7 +681,7 @@ def _attention(config: TransformerConfig, index: int, rngs: Rngs) -> MultiHeadAt
     )
 
 
-def _last_positions(cache: Any) -> Any:
+def _last_positions(cache: object):
     """Returns the last position of each row of a cache, or -1."""
     if cache is None:
         return -1

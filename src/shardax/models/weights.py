@@ -65,8 +65,8 @@ def from_pretrained(
     *,
     mesh: AnyMesh | None = None,
     rules: RulesLike | None = None,
-    dtype: Any = None,
-    param_dtype: Any = None,
+    dtype: jax.typing.DTypeLike | None = None,
+    param_dtype: jax.typing.DTypeLike | None = None,
     strict: bool = True,
     head: bool = True,
     scan_layers: bool = False,
@@ -157,7 +157,7 @@ def from_pretrained(
 
 
 def save_pretrained(
-    model: Any, directory: str | Path, *, max_file_bytes: int = LARGEST_FILE
+    model: object, directory: str | Path, *, max_file_bytes: int = LARGEST_FILE
 ) -> None:
     """Writes a model as it is published: ``config.json`` and safetensors.
 
@@ -293,7 +293,7 @@ def _has_pooler(family: Family, names: Iterable[str]) -> bool:
     return all(name in stored for name in ends)
 
 
-def _dividing_rules(model: Any, mesh: AnyMesh) -> Rules:
+def _dividing_rules(model: object, mesh: AnyMesh) -> Rules:
     """Returns ``DECODER_RULES`` for indivisible sizes, with a warning."""
     whole: dict[str, tuple[int, int, str]] = {}
     for _, variable in iter_variables(model, Param):
@@ -359,7 +359,7 @@ class _Entry(NamedTuple):
 class _Table:
     """Places of the parameters of a model in the files."""
 
-    def __init__(self, config: TransformerConfig, family: Family, names: Any) -> None:
+    def __init__(self, config: TransformerConfig, family: Family, names) -> None:
         head_tensors = family.head_tensors.get(config.head, ())
         self.tensors = {tensor.to: tensor for tensor in (*family.tensors, *head_tensors)}
         self.tied = config.tied_head and config.head == "tokens"
@@ -375,7 +375,7 @@ class _Table:
         self.by_name: dict[str, list[tuple[_Entry, int, int]]] = {}
 
     @classmethod
-    def of_built(cls, model: Transformer, family: Family, names: Any) -> _Table:
+    def of_built(cls, model: Transformer, family: Family, names: object) -> _Table:
         """Returns the table of a new model."""
         table = cls(model.config, family, names)
         for path, variable in iter_variables(model, Param):
@@ -387,7 +387,7 @@ class _Table:
         return table
 
     @classmethod
-    def of_edited(cls, model: Any, family: Family, config: TransformerConfig) -> _Table:
+    def of_edited(cls, model: object, family: Family, config: TransformerConfig) -> _Table:
         """Returns the table of an edited model, or raises for lost parts."""
         table = cls(config, family, None)
         for part in parameter_places(model, config):
@@ -407,7 +407,12 @@ class _Table:
         return table
 
     def add(
-        self, path: VariablePath, variable: Any, place: str, layers: tuple[int, ...], stacked: bool
+        self,
+        path: VariablePath,
+        variable: object,
+        place: str,
+        layers: tuple[int, ...],
+        stacked: bool,
     ) -> None:
         """Adds a parameter by its path in the family's table."""
         tensor = self.tensors.get(place)
@@ -531,7 +536,7 @@ class _Table:
             if files.equal(*names):
                 yield names[0]
 
-    def tensor(self, name: str, whole: Any) -> np.ndarray:
+    def tensor(self, name: str, whole) -> np.ndarray:
         """Puts a tensor together from parameters."""
         places = self.by_name[name]
         result: np.ndarray | None = None
@@ -553,7 +558,7 @@ def _layer_of(entry: _Entry) -> tuple[Any, ...]:
 
 
 def _place(
-    path: VariablePath, model: Any, config: TransformerConfig
+    path: VariablePath, model, config: TransformerConfig
 ) -> tuple[str, tuple[int, ...], bool]:
     """Returns a path's name in a table, its layers, and if stacked."""
     count = config.num_layers
@@ -600,7 +605,7 @@ class _Files(contextlib.ExitStack):
                 if name not in self.names or by_name.get(stored) == title:
                     self.names[name], self._stored_names[name] = file, stored
 
-    def slice(self, name: str) -> Any:
+    def slice(self, name: str):
         """Returns a reader of parts of a tensor."""
         return self.names[name].get_slice(self._stored_names[name])
 
@@ -640,7 +645,7 @@ def _today(name: str) -> str:
     return name
 
 
-def _file_names(folder: Path, architectures: Any) -> dict[str, str]:
+def _file_names(folder: Path, architectures: object) -> dict[str, str]:
     """Returns the file of each tensor, or of all under one key."""
     index = folder / INDEX
     if not index.is_file():
@@ -692,7 +697,7 @@ def _check_inside(folder: Path, title: str) -> None:
         )
 
 
-def _read(entry: _Entry, files: _Files, place: Any, cast: Any) -> jax.Array:
+def _read(entry: _Entry, files: _Files, place, cast) -> jax.Array:
     """Reads a parameter, each device its own part."""
     shape = tuple(entry.variable.shape)
 
@@ -722,7 +727,7 @@ def _read_block(entry: _Entry, files: _Files, bounds: Sequence[tuple[int, int]])
     return _read_layer(entry, files, bounds, (entry.layers or (0,))[0])
 
 
-def _stacked(blocks: Sequence[np.ndarray], bounds: Any) -> np.ndarray:
+def _stacked(blocks: Sequence[np.ndarray], bounds) -> np.ndarray:
     return np.stack(blocks) if blocks else np.empty((0, *(b - a for a, b in bounds)), np.float32)
 
 
@@ -817,7 +822,7 @@ def _fill(result: np.ndarray, value: np.ndarray, entry: _Entry, offsets: Sequenc
         result[tuple(index)] = view.reshape(block.shape)
 
 
-def _whole(variable: Any) -> np.ndarray:
+def _whole(variable) -> np.ndarray:
     value = variable.value
     if not getattr(value, "is_fully_addressable", True):
         value = distributed.gather(value)
@@ -875,5 +880,5 @@ def _read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+def _write_json(path: Path, content: Mapping[str, object]) -> None:
     path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")

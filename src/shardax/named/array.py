@@ -232,7 +232,7 @@ class NamedArray(Operators, Reductions, Indexing, ShownArray):
             jax.lax.broadcast_in_dim(data, shape, places), base.check_dims((*new, *dims))
         )
 
-    def _place(self, name: Any) -> int:
+    def _place(self, name: object) -> int:
         if name is not None and name in self.dims:
             return self.dims.index(name)
         raise NamedAxesError(f"There is no axis {name!r}: the axes are {self._shown()}.")
@@ -255,7 +255,7 @@ class NamedArray(Operators, Reductions, Indexing, ShownArray):
         """The array with its positional dimensions reversed."""
         return self.transpose()
 
-    def astype(self, dtype: Any) -> Self:
+    def astype(self, dtype: jax.typing.DTypeLike) -> Self:
         """Returns the array in another dtype.
 
         Example:
@@ -290,7 +290,9 @@ class NamedArray(Operators, Reductions, Indexing, ShownArray):
         """
         return fetchable(self._nameless("become nested lists"), "tolist").tolist()
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+    def __array__(
+        self, dtype: jax.typing.DTypeLike | None = None, copy: bool | None = None
+    ) -> np.ndarray:
         nameless = self._nameless("become a NumPy array")
         array = np.asarray(fetchable(nameless, "np.asarray"), dtype)
         return array.copy() if copy else array
@@ -317,10 +319,10 @@ class NamedArray(Operators, Reductions, Indexing, ShownArray):
         data = self._nameless("be iterated over (named.unstack(x, name) gives its slices)")
         return (self._make(row, self.dims[1:]) for row in data)
 
-    def __contains__(self, item: Any) -> bool:
+    def __contains__(self, item: object) -> bool:
         return item in self._nameless("be searched ((x == item).any() says whether it is there)")
 
-    def _nameless(self, action: str) -> Any:
+    def _nameless(self, action: str):
         names = ", ".join(repr(name) for name in self.dims if name is not None)
         if names:
             raise NamedAxesError(
@@ -329,7 +331,7 @@ class NamedArray(Operators, Reductions, Indexing, ShownArray):
             )
         return self._data
 
-    def _scalar(self, action: str) -> Any:
+    def _scalar(self, action: str):
         if self.dims:
             raise NamedAxesError(
                 f"A NamedArray with axes {self._shown()} cannot {action}: it has dimensions. "

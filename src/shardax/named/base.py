@@ -61,7 +61,7 @@ Form = tuple[tuple[Name, ...], tuple[int, ...]]
 """Names in canonical order, and their sizes: what there is to know of dims but storage order."""
 
 
-def check_dims(dims: Iterable[Any]) -> Dims:
+def check_dims(dims: Iterable[object]) -> Dims:
     """Returns dims as a tuple, or raises PartitionError."""
     names = tuple(dims)
     try:
@@ -121,7 +121,7 @@ def canonical(dims: Dims, shape: tuple[int, ...]) -> tuple[Form, tuple[int, ...]
     return form, None if order == tuple(range(len(dims))) else order
 
 
-def check_sizes_by_name(axes: Any, least: int = 0) -> tuple[Dims, tuple[int, ...]]:
+def check_sizes_by_name(axes: object, least: int = 0) -> tuple[Dims, tuple[int, ...]]:
     """Returns names and sizes of a mapping of axes, or raises."""
     if not isinstance(axes, Mapping):
         raise NamedAxesError(
@@ -196,7 +196,7 @@ class NamedStorage:
         self._form: Form | None = None
 
     @classmethod
-    def _make(cls, data: Any, dims: Dims) -> Self:
+    def _make(cls, data, dims: Dims) -> Self:
         """Makes an array of fitting parts."""
         array = object.__new__(cls)
         array._data, array._dims, array._form = data, dims, None
@@ -317,7 +317,7 @@ class NamedStorage:
         return self._make(jnp.copy(data) if isinstance(data, jax.Array) else data, self.dims)
 
 
-def as_leaf(data: Any) -> Any:
+def as_leaf(data: object) -> Any:
     """Returns a caller's value as the content of a named array."""
     if isinstance(data, ArrayLike):
         data = data.value
@@ -362,7 +362,7 @@ def _flatten_with_keys(array: NamedStorage) -> tuple[tuple[tuple[Any, Any]], For
     return ((jax.tree_util.GetAttrKey("data"), leaf),), form
 
 
-def _rebuilt(cls: type[NamedStorage], form: Form, leaf: Any) -> Any:
+def _rebuilt(cls: type[NamedStorage], form: Form, leaf: object):
     array = object.__new__(cls)
     array._data, array._dims, array._form = leaf, None, form
     return array

@@ -116,7 +116,7 @@ def listing(operands: Sequence[Operand]) -> str:
     )
 
 
-def operand_of(value: Any, mate: Operand) -> Any:
+def operand_of(value: object, mate: Operand) -> Any:
     """Returns an operand, a number, or NotImplemented for the other side."""
     if isinstance(value, NamedStorage):
         return Operand(*value._parts())
@@ -139,10 +139,10 @@ def operand_of(value: Any, mate: Operand) -> Any:
     return Operand(jnp.asarray(value), (None,) * value.ndim)
 
 
-def binary(function: Callable[[Any, Any], Any], reflected: bool = False) -> Callable[..., Any]:
+def binary(function: Callable[[Any, Any], object], reflected: bool = False) -> Callable[..., Any]:
     """Returns the method for a binary operator, reflected or not."""
 
-    def method(self: NamedStorage, other: Any) -> Any:
+    def method(self: NamedStorage, other) -> Any:
         mine = Operand(*self._parts())
         operand = operand_of(other, mine)
         if operand is NotImplemented:
@@ -159,7 +159,7 @@ def binary(function: Callable[[Any, Any], Any], reflected: bool = False) -> Call
     return method
 
 
-def unary(function: Callable[[Any], Any]) -> Callable[..., Any]:
+def unary(function: Callable[[Any], object]) -> Callable[..., Any]:
     """Returns the method for a unary operator."""
 
     def method(self: NamedStorage) -> Any:
@@ -169,7 +169,7 @@ def unary(function: Callable[[Any], Any]) -> Callable[..., Any]:
     return method
 
 
-def _both(function: Callable[[Any, Any], Any]) -> tuple[Callable[..., Any], Callable[..., Any]]:
+def _both(function: Callable[[Any, Any], object]) -> tuple[Callable[..., Any], Callable[..., Any]]:
     return binary(function), binary(function, reflected=True)
 
 
@@ -201,10 +201,10 @@ class Operators(NamedStorage):
     __neg__, __pos__ = unary(operator.neg), unary(operator.pos)
     __abs__, __invert__ = unary(operator.abs), unary(operator.invert)
 
-    def __divmod__(self, other: Any) -> tuple[Any, Any]:
+    def __divmod__(self, other: object) -> tuple[Any, Any]:
         return self // other, self % other
 
-    def __rdivmod__(self, other: Any) -> tuple[Any, Any]:
+    def __rdivmod__(self, other: object) -> tuple[Any, Any]:
         return other // self, other % self
 
     def __round__(self, digits: int | None = None) -> Any:
@@ -223,7 +223,7 @@ def places_of(dims: Dims, axis: Any) -> tuple[int, ...]:
     return places
 
 
-def place_of(dims: Dims, axis: Any) -> int:
+def place_of(dims: Dims, axis: object) -> int:
     """Returns the dimension of a name or position, or raises."""
     if axis is not None and axis in dims:
         return dims.index(axis)
@@ -239,16 +239,11 @@ def place_of(dims: Dims, axis: Any) -> int:
     raise NamedAxesError(f"There is no axis {axis!r}; the names are {names}.")
 
 
-def _reduction(function: Callable[..., Any]) -> Callable[..., Any]:
+def _reduction(function: Callable[..., object]) -> Callable[..., Any]:
     """Returns a method for removing axes."""
 
     def method(
-        self: NamedStorage,
-        axis: Any = None,
-        *,
-        keepdims: bool = False,
-        where: Any = None,
-        **options: Any,
+        self: NamedStorage, axis=None, *, keepdims: bool = False, where=None, **options
     ) -> Any:
         data, dims = self._parts()
         places = places_of(dims, axis)
@@ -269,7 +264,7 @@ def _reduction(function: Callable[..., Any]) -> Callable[..., Any]:
     return method
 
 
-def _mask(where: Any, reduced: Operand) -> Any:
+def _mask(where: object, reduced: Operand):
     mask = operand_of(where, reduced)
     if not isinstance(mask, Operand):
         return mask
@@ -283,10 +278,10 @@ def _mask(where: Any, reduced: Operand) -> Any:
     return expand(mask, reduced.dims)
 
 
-def _along(function: Callable[..., Any], removes: bool = False) -> Callable[..., Any]:
+def _along(function: Callable[..., object], removes: bool = False) -> Callable[..., Any]:
     """Returns a method along one axis."""
 
-    def method(self: NamedStorage, axis: Any = None, **options: Any) -> Any:
+    def method(self: NamedStorage, axis=None, **options) -> Any:
         data, dims = self._parts()
         places = places_of(dims, axis)
         if len(places) != 1:

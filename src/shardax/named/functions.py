@@ -29,7 +29,9 @@ from shardax.nn.arithmetic import cast_all
 from shardax.partition.explicit import joined_sharding
 
 
-def dot(x: NamedArray, y: NamedArray, axes: Any, *, dtype: Any = None) -> NamedArray:
+def dot(
+    x: NamedArray, y: NamedArray, axes: object, *, dtype: jax.typing.DTypeLike | None = None
+) -> NamedArray:
     """Sums products of two arrays over names; other common names go together.
 
     It is ``(x * y).sum(axes)`` as one contraction.
@@ -88,7 +90,7 @@ def dot(x: NamedArray, y: NamedArray, axes: Any, *, dtype: Any = None) -> NamedA
 _DOTS = "..."
 
 
-def einsum(subscripts: str, *arrays: Any, dtype: Any = None) -> NamedArray:
+def einsum(subscripts: str, *arrays: Any, dtype: jax.typing.DTypeLike | None = None) -> NamedArray:
     """Sums products of arrays over names, given as a text.
 
     Args:
@@ -159,7 +161,7 @@ def einsum(subscripts: str, *arrays: Any, dtype: Any = None) -> NamedArray:
     return NamedArray._make(jnp.einsum(*interleaved, out, preferred_element_type=dtype), dims)
 
 
-def _names(axes: Any, *dims: Dims) -> tuple[Any, ...]:
+def _names(axes, *dims: Dims) -> tuple[Any, ...]:
     single = isinstance(axes, str) or not isinstance(axes, Iterable)
     if isinstance(axes, tuple) and any(axes in array_dims for array_dims in dims):
         single = True  # a name that is a tuple
@@ -174,7 +176,7 @@ def _names(axes: Any, *dims: Dims) -> tuple[Any, ...]:
     return names
 
 
-def softmax(x: NamedArray, axis: Any) -> NamedArray:
+def softmax(x: NamedArray, axis: object) -> NamedArray:
     """Returns exponentials along axes, divided by their sum.
 
     Args:
@@ -198,7 +200,7 @@ def softmax(x: NamedArray, axis: Any) -> NamedArray:
     return NamedArray._make(jax.nn.softmax(data, axis=_places(dims, axis)), dims)
 
 
-def log_softmax(x: NamedArray, axis: Any) -> NamedArray:
+def log_softmax(x: NamedArray, axis: object) -> NamedArray:
     """Returns the logarithm of the softmax along axes.
 
     Args:
@@ -220,7 +222,7 @@ def log_softmax(x: NamedArray, axis: Any) -> NamedArray:
     return NamedArray._make(jax.nn.log_softmax(data, axis=_places(dims, axis)), dims)
 
 
-def logsumexp(x: NamedArray, axis: Any) -> NamedArray:
+def logsumexp(x: NamedArray, axis: object) -> NamedArray:
     """Returns the logarithm of the sum of exponentials along axes.
 
     Args:
@@ -245,11 +247,11 @@ def logsumexp(x: NamedArray, axis: Any) -> NamedArray:
     return NamedArray._make(jax.nn.logsumexp(data, axis=places), remaining)
 
 
-def _places(dims: Dims, axis: Any) -> tuple[int, ...]:
+def _places(dims: Dims, axis: object) -> tuple[int, ...]:
     return (place_of(dims, axis),) if axis is None else places_of(dims, axis)
 
 
-def nmap(function: Callable[..., Any]) -> Callable[..., Any]:
+def nmap(function: Callable[..., object]) -> Callable[..., Any]:
     """Lifts a function of plain arrays to all names of named arrays.
 
     The function sees slices, which have the positional dimensions only, at every position of the
@@ -273,7 +275,7 @@ def nmap(function: Callable[..., Any]) -> Callable[..., Any]:
         NamedAxesError: When called, if a name has two sizes; lists the axes of every argument.
         ClosureError: When called, if it uses a named array that it was not given and that has one
             of the names.
-        MappedShardingError: When called, if a name is split over Explicit mesh axes in two ways.
+        TransformError: When called, if a name is split over Explicit mesh axes in two ways.
         SharedWriteError: When called, if it writes different values into a Variable.
 
     Example:
@@ -286,7 +288,7 @@ def nmap(function: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     @wraps(function)
-    def mapped(*args: Any, **kwargs: Any) -> Any:
+    def mapped(*args, **kwargs):
         return run_lifted(NamedArray._make, function, args, kwargs)
 
     return mapped
@@ -360,7 +362,7 @@ def scan(
     return carry.filled(last), treedef.unflatten(arrays)
 
 
-def _slices(xs: Any, axis: Name) -> tuple[list[Operand], Any]:
+def _slices(xs: object, axis: Name) -> tuple[list[Operand], Any]:
     """Returns the arrays with the axis in front, without its name."""
     leaves, treedef = jax.tree.flatten_with_path(xs, is_leaf=is_named)
     operands: list[Operand] = []
@@ -396,7 +398,7 @@ class _ScanCarry(NamedTuple):
     paths: list[str]
 
     @classmethod
-    def of(cls, init: Any) -> _ScanCarry:
+    def of(cls, init) -> _ScanCarry:
         leaves, treedef = jax.tree.flatten_with_path(init, is_leaf=is_whole)
         values: list[Any] = []
         dims: list[Dims | None] = []
@@ -407,14 +409,14 @@ class _ScanCarry(NamedTuple):
         paths = [f"carry{jax.tree_util.keystr(path)}" for path, _ in leaves]
         return cls(values, dims, treedef, paths)
 
-    def filled(self, values: Sequence[Any]) -> Any:
+    def filled(self, values: Sequence[object]):
         """Returns the carry as the function knows it."""
         return self.treedef.unflatten(
             value if dims is None else NamedArray._make(value, dims)
             for value, dims in zip(values, self.dims, strict=True)
         )
 
-    def taken_from(self, carry: Any) -> list[Any]:
+    def taken_from(self, carry: object) -> list[Any]:
         """Returns the values of a returned carry, or raises if it changed."""
         leaves, treedef = jax.tree.flatten(carry, is_leaf=is_whole)
         if treedef != self.treedef:
@@ -424,7 +426,7 @@ class _ScanCarry(NamedTuple):
             )
         return [self._checked(place, leaf) for place, leaf in enumerate(leaves)]
 
-    def _checked(self, place: int, leaf: Any) -> Any:
+    def _checked(self, place: int, leaf):
         start, dims = self.values[place], self.dims[place]
         if isinstance(leaf, Object) or isinstance(start, Object):
             return leaf
@@ -440,7 +442,7 @@ class _ScanCarry(NamedTuple):
                 raise self._changed(place, leaf)
         return leaf.order_as(*dims).data
 
-    def _changed(self, place: int, leaf: Any) -> CarryError:
+    def _changed(self, place: int, leaf: object) -> CarryError:
         start = self.filled(self.values)
         was = jax.tree.leaves(start, is_leaf=is_whole)[place]
         hint = "Every iteration must hand on what it was given."
@@ -460,13 +462,13 @@ class _ScanCarry(NamedTuple):
         )
 
 
-def _kind(value: Any) -> str:
+def _kind(value) -> str:
     if isinstance(value, NamedArray):
         return f"{value.dtype}{shown(value.dims, value.shape)}"
     return f"{value.dtype}{list(value.shape)}" if hasattr(value, "shape") else repr(value)
 
 
-def _operand(leaf: Any) -> Operand:
+def _operand(leaf) -> Operand:
     if isinstance(leaf, NamedArray):
         return Operand(*leaf._parts())
     array = jnp.asarray(leaf)

@@ -54,7 +54,7 @@ class _Gathered(NamedTuple):
     positions: elementwise.Operand
 
 
-def resolve_index(array: elementwise.Operand, index: Any) -> ResolvedIndex:
+def resolve_index(array: elementwise.Operand, index: object) -> ResolvedIndex:
     """Resolves an index by names or position, without new names."""
     entries = _by_place(array, index)
     entries = {place: _resolve(array, place, entry) for place, entry in entries.items()}
@@ -78,7 +78,7 @@ def resolve_index(array: elementwise.Operand, index: Any) -> ResolvedIndex:
 
 
 def _gather(
-    array: elementwise.Operand, entries: Mapping[int, Any], items: Sequence[_Gathered]
+    array: elementwise.Operand, entries: Mapping[int, object], items: Sequence[_Gathered]
 ) -> ResolvedIndex:
     """Orders dimensions, gathered ones in JAX's place."""
     # In the place of a single array of positions; in front, if there are more, or integers.
@@ -114,7 +114,7 @@ def _sizes(
     )
 
 
-def _by_place(array: elementwise.Operand, index: Any) -> dict[int, Any]:
+def _by_place(array: elementwise.Operand, index: object) -> dict[int, Any]:
     if isinstance(index, Mapping):
         entries: dict[int, Any] = {}
         for axis, entry in index.items():
@@ -144,7 +144,7 @@ def _by_place(array: elementwise.Operand, index: Any) -> dict[int, Any]:
     return {**dict(zip(places, items[:ellipsis_at], strict=False)), **dict(pairs)}
 
 
-def _resolve(array: elementwise.Operand, place: int, entry: Any) -> Any:
+def _resolve(array: elementwise.Operand, place: int, entry: object):
     """Returns an integer, a slice, or an ``Operand`` of positions."""
     name, size = array.dims[place], int(array.data.shape[place])
     if isinstance(entry, ArrayLike):
@@ -178,7 +178,7 @@ def _resolve(array: elementwise.Operand, place: int, entry: Any) -> Any:
     return operand
 
 
-def _unnamed(name: Any, positions: Any) -> elementwise.Operand:
+def _unnamed(name, positions) -> elementwise.Operand:
     if positions.ndim > 1 or (name is None and positions.ndim):
         raise base.NamedAxesError(
             f"The axis {name!r} is indexed by an array of shape {tuple(positions.shape)}, whose "
@@ -188,7 +188,7 @@ def _unnamed(name: Any, positions: Any) -> elementwise.Operand:
     return elementwise.Operand(jnp.asarray(positions), (name,) * positions.ndim)
 
 
-def _in_range(name: Any, position: int, size: int) -> int:
+def _in_range(name: object, position: int, size: int) -> int:
     if not -size <= position < size:
         raise base.NamedIndexError(
             f"Position {position} is out of range for the axis {name!r} of size {size}."
@@ -196,13 +196,13 @@ def _in_range(name: Any, position: int, size: int) -> int:
     return position
 
 
-def _check_known(name: Any, positions: np.ndarray, size: int) -> None:
+def _check_known(name: object, positions: np.ndarray, size: int) -> None:
     if positions.dtype.kind in "iu":
         for position in positions[(positions < -size) | (positions >= size)].ravel()[:1]:
             _in_range(name, int(position), size)
 
 
-def _check_slice(name: Any, entry: slice) -> slice:
+def _check_slice(name: object, entry: slice) -> slice:
     bounds = (entry.start, entry.stop, entry.step)
     if all(bound is None or isinstance(bound, (int, np.integer)) for bound in bounds):
         return entry
@@ -213,7 +213,7 @@ def _check_slice(name: Any, entry: slice) -> slice:
     )
 
 
-def _masked(name: Any, mask: Any, dims: base.Dims, size: int) -> elementwise.Operand:
+def _masked(name, mask, dims: base.Dims, size: int) -> elementwise.Operand:
     if isinstance(mask, Tracer):
         raise base.NamedAxesError(
             f"The axis {name!r} is indexed by booleans inside a trace, where how many are true is "
@@ -237,7 +237,7 @@ class _Index(NamedTuple):
     is_lifted: bool = False  # positional, with arrays: along all names, as JAX indexes
 
 
-def _take_apart(array: elementwise.Operand, index: Any) -> _Index:
+def _take_apart(array: elementwise.Operand, index: object) -> _Index:
     if isinstance(index, Mapping):
         added = tuple(name for name, entry in index.items() if entry is None)
         if added:
@@ -256,7 +256,7 @@ class Indexing(base.NamedStorage):
 
     __slots__ = ()
 
-    def __getitem__(self, index: Any) -> Any:
+    def __getitem__(self, index: object) -> Any:
         return Update(self, index)._part(lambda array, at: array[at])
 
     @property
@@ -276,13 +276,13 @@ class At:
 
     array: Any
 
-    def __getitem__(self, index: Any) -> Update:
+    def __getitem__(self, index: object) -> Update:
         return Update(self.array, index)
 
 
 def _update(name: str) -> Callable[..., Any]:
-    def method(self: Update, value: Any, **options: Any) -> Any:
-        def change(array: Any, at: Any, new_values: Any) -> Any:
+    def method(self: Update, value, **options) -> Any:
+        def change(array, at, new_values):
             # Over Explicit mesh axes the result is laid out as the array is.
             place = explicit_sharding(array)
             layout_option = {} if place is None else {"out_sharding": place}
@@ -314,7 +314,7 @@ class Update:
         """Returns the part, with JAX's options for positions out of range."""
         return self._part(lambda array, at: array.at[at].get(**options))
 
-    def _part(self, get: Callable[[Any, Any], Any]) -> Any:
+    def _part(self, get: Callable[[Any, Any], Any]):
         array = elementwise.Operand(*self.array._parts())
         index = _take_apart(array, self.index)
         if index.is_lifted:
@@ -325,7 +325,7 @@ class Update:
             data = jax.lax.expand_dims(data, range(len(index.added)))
         return self.array._make(data, (*index.added, *resolved.dims))
 
-    def _run(self, change: Change, value: Any, mode: Any = None) -> Any:
+    def _run(self, change: Change, value: object, mode: object = None):
         array = elementwise.Operand(*self.array._parts())
         index = _take_apart(array, self.index)
         if index.is_lifted:
@@ -344,8 +344,8 @@ class Update:
         return self.array._make(data, array.dims)
 
     def _run_lifted(
-        self, array: elementwise.Operand, index: Any, change: Change, value: Any, mode: Any
-    ) -> Any:
+        self, array: elementwise.Operand, index: object, change: Change, value: object, mode
+    ):
         """Changes the elements at the positions of the index."""
         # Names of the index that the array lacks are further positions, not further arrays. A
         # position out of range stays so, for JAX to treat by the mode.
@@ -366,7 +366,7 @@ class Update:
         return self.array._make(data, array.dims)
 
 
-def _fitting(value: Any, part: elementwise.Operand) -> Any:
+def _fitting(value: object, part: elementwise.Operand):
     """Returns a value with the dimensions of its part."""
     operand = elementwise.operand_of(value, part)
     if operand is NotImplemented:

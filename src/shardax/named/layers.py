@@ -53,7 +53,7 @@ class AxisSizes:
         return shown(self.names, self.sizes)
 
 
-def check_axes(layer: str, option: str, axes: Any, *, empty: bool = False) -> AxisSizes:
+def check_axes(layer: str, option: str, axes: object, *, empty: bool = False) -> AxisSizes:
     """Returns the axes of a layer, or raises ``LayerConfigError``."""
     try:
         names, sizes = check_sizes_by_name(axes, least=1)
@@ -67,13 +67,15 @@ def check_axes(layer: str, option: str, axes: Any, *, empty: bool = False) -> Ax
 
 
 def parameter(
-    initializer: Initializer, axes: AxisSizes, dtype: Any, rngs: Rngs | None
-) -> Param[Any]:
+    initializer: Initializer, axes: AxisSizes, dtype: jax.typing.DTypeLike, rngs: Rngs | None
+) -> Param:
     """Makes a lazy parameter with the given names and sizes."""
     return parameters.make_parameter(initializer, axes.sizes, dtype, axes.names, rngs)
 
 
-def check_input(layer: str, x: Any, expected: AxisSizes, absent: Iterable[Any] = ()) -> NamedArray:
+def check_input(
+    layer: str, x: Any, expected: AxisSizes, absent: Iterable[object] = ()
+) -> NamedArray:
     """Returns an input with the expected axes, or raises LayerInputError."""
     if not isinstance(x, NamedArray):
         shape = f" of shape {tuple(x.shape)}" if hasattr(x, "shape") else ""
@@ -101,7 +103,7 @@ def check_input(layer: str, x: Any, expected: AxisSizes, absent: Iterable[Any] =
     return x
 
 
-def beside(variable: Param[Any], axes: AxisSizes, x: NamedArray) -> NamedArray:
+def beside(variable: Param, axes: AxisSizes, x: NamedArray) -> NamedArray:
     """Returns a parameter, laid out and cast for elementwise use."""
     places = [x.dims.index(name) for name in axes.names]
     return NamedArray._make(align(variable.value.astype(x.dtype), x.data, places), axes.names)
@@ -147,8 +149,8 @@ class Linear(Module):
         *,
         batch_axes: Axes | None = None,
         use_bias: bool = True,
-        dtype: Any = None,
-        param_dtype: Any = np.float32,
+        dtype: jax.typing.DTypeLike | None = None,
+        param_dtype: jax.typing.DTypeLike = np.float32,
         kernel_init: Initializer | None = None,
         bias_init: Initializer = parameters.zeros,
         rngs: Rngs | None,
@@ -241,8 +243,8 @@ class Embed(Module):
         vocab_axis: Axes,
         output_axes: Axes,
         *,
-        dtype: Any = None,
-        param_dtype: Any = np.float32,
+        dtype: jax.typing.DTypeLike | None = None,
+        param_dtype: jax.typing.DTypeLike = np.float32,
         embedding_init: Initializer | None = None,
         rngs: Rngs | None,
     ) -> None:
@@ -310,8 +312,8 @@ class Embed(Module):
 class _Normalization(Module):
     """Division by the root of the mean square along axes."""
 
-    scale: Param[Any] | None
-    bias: Param[Any] | None = None
+    scale: Param | None
+    bias: Param | None = None
     _centred = False
     _direct_inputs = frozenset({"mask"})  # as of nn's norms
 
@@ -319,8 +321,8 @@ class _Normalization(Module):
         self,
         axes: Axes,
         epsilon: float,
-        dtype: Any,
-        param_dtype: Any,
+        dtype: jax.typing.DTypeLike | None,
+        param_dtype: jax.typing.DTypeLike,
         rngs: Rngs | None,
         **initializers: Initializer | None,
     ) -> None:
@@ -332,7 +334,7 @@ class _Normalization(Module):
             setattr(self, name, parameter_made)
         self.dtype = parameters.canonical_dtype(dtype)
 
-    def _normalised(self, x: NamedArray, mask: Any) -> NamedArray:
+    def _normalised(self, x: NamedArray, mask: object) -> NamedArray:
         layer = f"{type(self).__name__}({self.axes})"
         x, where = check_input(layer, x, self.axes), None
         names = list(self.axes.names)
@@ -394,8 +396,8 @@ class RMSNorm(_Normalization):
         *,
         epsilon: float = 1e-6,
         use_scale: bool = True,
-        dtype: Any = None,
-        param_dtype: Any = np.float32,
+        dtype: jax.typing.DTypeLike | None = None,
+        param_dtype: jax.typing.DTypeLike = np.float32,
         scale_init: Initializer = parameters.ones,
         rngs: Rngs | None = None,
     ) -> None:
@@ -460,8 +462,8 @@ class LayerNorm(_Normalization):
         epsilon: float = 1e-6,
         use_scale: bool = True,
         use_bias: bool = True,
-        dtype: Any = None,
-        param_dtype: Any = np.float32,
+        dtype: jax.typing.DTypeLike | None = None,
+        param_dtype: jax.typing.DTypeLike = np.float32,
         scale_init: Initializer = parameters.ones,
         bias_init: Initializer = parameters.zeros,
         rngs: Rngs | None = None,
@@ -537,8 +539,8 @@ class Attention(Module):
         along: Any = "time",
         causal: bool = False,
         use_bias: bool = False,
-        dtype: Any = None,
-        param_dtype: Any = np.float32,
+        dtype: jax.typing.DTypeLike | None = None,
+        param_dtype: jax.typing.DTypeLike = np.float32,
         kernel_init: Initializer | None = None,
         rngs: Rngs | None,
     ) -> None:

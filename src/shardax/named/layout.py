@@ -99,7 +99,7 @@ def constrain(
         _check_known(mapping, _names_in(tree))
     rules = _rules(mapping)
 
-    def visit(leaf: Any, mapped: Sequence[Any] = ()) -> Any:
+    def visit(leaf: object, mapped: Sequence[object] = ()):
         if isinstance(leaf, NamedArray):
             (data,), treedef = jax.tree.flatten(leaf)
             names = with_mapped_axes(mapped, leaf.partition_axes or (None,) * leaf.ndim)
@@ -113,7 +113,7 @@ def constrain(
                     variable.value = constrain_array(value, axes, mesh, rules)
         return leaf
 
-    def visit_tree(tree: Any, mapped: Sequence[Any] = ()) -> Any:
+    def visit_tree(tree: object, mapped: Sequence[object] = ()):
         return jax.tree.map(lambda leaf: visit(leaf, mapped), tree, is_leaf=is_whole)
 
     return visit_tree(tree)
@@ -145,18 +145,18 @@ class Constrain(Module):
         return constrain(x, dict(self.mapping), self.mesh, allow_unused=True)
 
 
-def _rules(mapping: Mapping[Any, Any]) -> Rules:
+def _rules(mapping: Mapping[Any, object]) -> Rules:
     pairs = [(label(name), target) for name, target in mapping.items()]
     return Rules(pairs, on_conflict="error")
 
 
-def _names_in(tree: Any) -> set[str]:
+def _names_in(tree: object) -> set[str]:
     """Returns the names of the axes of a tree's arrays."""
     axes = [leaf.names_of(info) or () for leaf, info, _ in TreeInventory(tree).arrays()]
     return {name for names in axes for name in strings(names)}
 
 
-def _check_known(mapping: Mapping[Any, Any], names_known: Set[str]) -> None:
+def _check_known(mapping: Mapping[Any, object], names_known: Set[str]) -> None:
     """Raises if the mapping has names of no array."""
     unknown = [name for name in mapping if label(name) not in names_known]
     if not unknown:

@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from shardax._core.object import Object
 from shardax._core.variable import Variable
-from shardax._transforms.errors import ClosureError, MappedShardingError
+from shardax._transforms.errors import ClosureError, TransformError
 from shardax._transforms.vmap.vmap import vmap
 from shardax.named.base import Dims, Name, NamedAxesError, NamedStorage, mapping, sorted_names
 from shardax.named.elementwise import Operand, listing, named_sizes
@@ -30,7 +30,7 @@ Make = Callable[[Any, Dims], Any]
 
 
 def run_lifted(
-    make: Make, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+    make: Make, function: Callable[..., object], args: Sequence[object], kwargs: dict[str, Any]
 ) -> Any:
     """Calls a function of plain arrays along all names of its arguments."""
     operands, objects, rebuild = _take_apart(function, args, kwargs)
@@ -61,7 +61,7 @@ def run_lifted(
 
 
 def _take_apart(
-    function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+    function: Callable[..., object], args: Sequence[object], kwargs: dict[str, object]
 ) -> tuple[list[Operand], list[Any], Callable[..., Any]]:
     """Returns named arrays, objects, and the call with others in place."""
     if isinstance(function, types.MethodType) and isinstance(function.__self__, Object):
@@ -72,7 +72,7 @@ def _take_apart(
     named = [place for place, leaf in enumerate(leaves) if isinstance(leaf, NamedStorage)]
     whole = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Object)]
 
-    def rebuild(datas: Sequence[Any], objects: Sequence[Any]) -> Any:
+    def rebuild(datas: Sequence[object], objects: Sequence[object]):
         filled = list(leaves)
         for place, value in zip((*named, *whole), (*datas, *objects), strict=True):
             filled[place] = value
@@ -95,7 +95,7 @@ def _laid_out_alike(operands: list[Operand]) -> list[Operand]:
             if name is None or entry is None:
                 continue
             if by_name.setdefault(name, entry) != entry:
-                raise MappedShardingError(
+                raise TransformError(
                     f"nmap cannot run along {name!r}, which is split over {by_name[name]!r} in one "
                     f"argument and over {entry!r} in another: {listing(operands)}. Lay one out as "
                     f"the other: named.constrain(x, {{{name!r}: {by_name[name]!r}}})."
@@ -112,24 +112,24 @@ def _laid_out_alike(operands: list[Operand]) -> list[Operand]:
     return laid_out
 
 
-def _named_value(variable: Variable[Any]) -> Any:
+def _named_value(variable: Variable):
     """Returns the named array of a Variable, or the Variable."""
     if variable.is_lazy:
         return variable
     return variable.value if isinstance(variable.value, NamedStorage) else variable
 
 
-def is_named(value: Any) -> bool:
+def is_named(value: object) -> bool:
     """Whether a value is a named array."""
     return isinstance(value, NamedStorage)
 
 
-def is_whole(value: Any) -> bool:
+def is_whole(value: object) -> bool:
     """Whether a value is a named array or an object."""
     return isinstance(value, (NamedStorage, Object))
 
 
-def _result(leaf: Any, names: Sequence[Name]) -> Operand:
+def _result(leaf, names: Sequence[Name]) -> Operand:
     """Returns an array of the result, and its dims besides the names."""
     if not isinstance(leaf, NamedStorage):
         if isinstance(leaf, (jax.Array, np.ndarray, np.generic, bool, int, float, complex)):
@@ -153,20 +153,20 @@ def _result(leaf: Any, names: Sequence[Name]) -> Operand:
 def lifted_method(name: str) -> Callable[..., Any]:
     """Returns the method of plain arrays, run along the names."""
 
-    def run(array: Any, *args: Any, **kwargs: Any) -> Any:
+    def run(array, *args, **kwargs) -> Any:
         return getattr(array, name)(*args, **kwargs)
 
-    def method(self: NamedStorage, *args: Any, **kwargs: Any) -> Any:
+    def method(self: NamedStorage, *args, **kwargs) -> Any:
         return run_lifted(self._make, run, (self, *args), kwargs)
 
     method.__name__ = name
     return method
 
 
-def lifted_operator(function: Callable[[Any, Any], Any], reflected: bool) -> Callable[..., Any]:
+def lifted_operator(function: Callable[[Any, Any], object], reflected: bool) -> Callable[..., Any]:
     """Returns a binary operator on positional dimensions, run along the names."""
 
-    def method(self: NamedStorage, other: Any) -> Any:
+    def method(self: NamedStorage, other) -> Any:
         pair = (other, self) if reflected else (self, other)
         return run_lifted(self._make, function, pair, {})
 

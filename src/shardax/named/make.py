@@ -54,7 +54,7 @@ def wrap(array: Any, *names: Any) -> NamedArray:
     return NamedArray(array, names)
 
 
-def full(axes: base.Axes, fill_value: Any, dtype: Any = None) -> NamedArray:
+def full(axes: base.Axes, fill_value: Any, dtype: jax.typing.DTypeLike | None = None) -> NamedArray:
     """Returns an array of one number.
 
     Args:
@@ -71,7 +71,7 @@ def full(axes: base.Axes, fill_value: Any, dtype: Any = None) -> NamedArray:
     return NamedArray(jnp.full(shape, fill_value, dtype), names)
 
 
-def zeros(axes: base.Axes, dtype: Any = None) -> NamedArray:
+def zeros(axes: base.Axes, dtype: jax.typing.DTypeLike | None = None) -> NamedArray:
     """Returns an array of zeros.
 
     Args:
@@ -87,7 +87,7 @@ def zeros(axes: base.Axes, dtype: Any = None) -> NamedArray:
     return NamedArray(jnp.zeros(shape, dtype), names)
 
 
-def ones(axes: base.Axes, dtype: Any = None) -> NamedArray:
+def ones(axes: base.Axes, dtype: jax.typing.DTypeLike | None = None) -> NamedArray:
     """Returns an array of ones.
 
     Args:
@@ -103,7 +103,9 @@ def ones(axes: base.Axes, dtype: Any = None) -> NamedArray:
     return NamedArray(jnp.ones(shape, dtype), names)
 
 
-def arange(axes: base.Axes, start: Any = 0, step: Any = 1, dtype: Any = None) -> NamedArray:
+def arange(
+    axes: base.Axes, start: Any = 0, step: Any = 1, dtype: jax.typing.DTypeLike | None = None
+) -> NamedArray:
     """Returns numbers in equal steps along one axis.
 
     Args:
@@ -187,7 +189,7 @@ def random(sampler: Callable[..., Any], key: Any, axes: base.Axes, **options: An
 
 
 def _beside(
-    option: str, value: NamedArray, names: tuple[Any, ...], sizes: Mapping[Any, int]
+    option: str, value: NamedArray, names: tuple[object, ...], sizes: Mapping[Any, int]
 ) -> NamedArray:
     """Returns an option with a positional dimension per drawn name."""
     wrong = [name for name in value.dims if name is None or sizes.get(name) != value.axes[name]]
@@ -203,7 +205,7 @@ def _beside(
     return NamedArray(data, (*of_keys, *(None,) * len(names)))
 
 
-def normal(key: Any, axes: base.Axes, dtype: Any = float) -> NamedArray:
+def normal(key: object, axes: base.Axes, dtype: jax.typing.DTypeLike = float) -> NamedArray:
     """Draws numbers of the standard normal distribution.
 
     Args:
@@ -225,7 +227,11 @@ def normal(key: Any, axes: base.Axes, dtype: Any = float) -> NamedArray:
 
 
 def uniform(
-    key: Any, axes: base.Axes, dtype: Any = float, minval: Any = 0.0, maxval: Any = 1.0
+    key: object,
+    axes: base.Axes,
+    dtype: jax.typing.DTypeLike = float,
+    minval: object = 0.0,
+    maxval: object = 1.0,
 ) -> NamedArray:
     """Draws numbers evenly from ``[minval, maxval)``.
 
@@ -247,7 +253,9 @@ def uniform(
     return random(jax.random.uniform, key, axes, dtype=dtype, minval=minval, maxval=maxval)
 
 
-def randint(key: Any, axes: base.Axes, minval: Any, maxval: Any, dtype: Any = int) -> NamedArray:
+def randint(
+    key: object, axes: base.Axes, minval: object, maxval: object, dtype: jax.typing.DTypeLike = int
+) -> NamedArray:
     """Draws integers evenly from ``[minval, maxval)``.
 
     Args:
@@ -269,7 +277,7 @@ def randint(key: Any, axes: base.Axes, minval: Any, maxval: Any, dtype: Any = in
     return random(jax.random.randint, key, axes, minval=minval, maxval=maxval, dtype=dtype)
 
 
-def random_split(key: Any, axes: base.Axes) -> NamedArray:
+def random_split(key: object, axes: base.Axes) -> NamedArray:
     """Returns a random key for every position.
 
     A function run by ``nmap`` then draws differently at each. A key that is not split is the same
@@ -293,7 +301,9 @@ def random_split(key: Any, axes: base.Axes) -> NamedArray:
     return random(lambda key, shape: jax.random.split(key, shape), key, axes)
 
 
-def categorical(key: Any, logits: Any, axis: Any, axes: base.Axes | None = None) -> NamedArray:
+def categorical(
+    key: Any, logits: object, axis: object, axes: base.Axes | None = None
+) -> NamedArray:
     """Draws positions along an axis, by the logarithms of their probabilities.
 
     Args:
@@ -391,7 +401,7 @@ def choice(
     return array[{axis: positions}]
 
 
-def permutation(key: Any, array: Any, axis: Any, *, independent: bool = False) -> NamedArray:
+def permutation(key: Any, array: object, axis: object, *, independent: bool = False) -> NamedArray:
     """Returns an array with its slices along an axis in random order.
 
     Args:
@@ -455,7 +465,7 @@ def concatenate(arrays: Sequence[Any], axis: Any) -> NamedArray:
                 f"{base.shown(dims, data.shape)}. Every array needs it; stack makes a new axis."
             )
 
-    def narrowed(data: Any, place: int) -> tuple[int, ...]:
+    def narrowed(data, place: int) -> tuple[int, ...]:
         return (*data.shape[:place], 1, *data.shape[place + 1 :])  # along the axis sizes may differ
 
     structs = (
@@ -500,7 +510,7 @@ def stack(arrays: Sequence[Any], axis: Any) -> NamedArray:
     return NamedArray._make(jnp.stack(full), base.check_dims((axis, *dims)))
 
 
-def unstack(array: NamedArray, axis: Any) -> tuple[NamedArray, ...]:
+def unstack(array: NamedArray, axis: object) -> tuple[NamedArray, ...]:
     """Returns the slices along an axis; the inverse of ``stack``.
 
     Args:
@@ -601,7 +611,7 @@ def where(condition: Any, x: Any, y: Any) -> NamedArray:
     return NamedArray._make(jnp.where(mask, chosen, alternative), dims)
 
 
-def _operands(arrays: Sequence[Any], function: str) -> list[Operand]:
+def _operands(arrays: Sequence[object], function: str) -> list[Operand]:
     operands = [
         Operand(jnp.asarray(array), ())
         if isinstance(array, (bool, int, float, complex))

@@ -24,7 +24,7 @@ from shardax.nn.parameters import canonical_dtype
 from shardax.partition.explicit import explicit_sharding, joined_sharding, with_layout
 
 
-def one_hot(x: Any, axes: base.Axes, dtype: Any = float) -> NamedArray:
+def one_hot(x: object, axes: base.Axes, dtype: jax.typing.DTypeLike = float) -> NamedArray:
     """Returns vectors of one at a position and zero elsewhere.
 
     Args:
@@ -52,7 +52,7 @@ def one_hot(x: Any, axes: base.Axes, dtype: Any = float) -> NamedArray:
 
 
 def nonzero(
-    x: Any, axis: Any, *, size: int | None = None, fill_value: int = 0
+    x: object, axis: object, *, size: int | None = None, fill_value: int = 0
 ) -> dict[Any, NamedArray]:
     """Returns where elements are not zero, as an index.
 
@@ -94,8 +94,8 @@ def nonzero(
 
 
 def unique(
-    x: Any,
-    axis: Any,
+    x: object,
+    axis: object,
     *,
     size: int | None = None,
     fill_value: Any = None,
@@ -140,7 +140,7 @@ def unique(
     return results[0] if len(results) == 1 else tuple(results)
 
 
-def bincount(x: Any, axes: base.Axes, *, weights: Any = None) -> NamedArray:
+def bincount(x: object, axes: base.Axes, *, weights: object = None) -> NamedArray:
     """Counts how often each integer is in an array.
 
     Args:
@@ -179,7 +179,7 @@ def bincount(x: Any, axes: base.Axes, *, weights: Any = None) -> NamedArray:
     return NamedArray(with_layout(count, layout, values, amounts), (name,))
 
 
-def searchsorted(array: Any, values: Any, axis: Any, side: str = "left") -> NamedArray:
+def searchsorted(array: object, values: object, axis: object, side: str = "left") -> NamedArray:
     """Returns where values belong along a sorted axis.
 
     Args:
@@ -245,7 +245,7 @@ def _gathered(data: jax.Array) -> jax.Array:
     return jax.sharding.reshard(data, NamedSharding(layout.mesh, PartitionSpec()))
 
 
-def _integers(function: str, x: Any) -> NamedArray:
+def _integers(function: str, x: object) -> NamedArray:
     array = as_named(x, function)
     if not jnp.issubdtype(array.dtype, jnp.integer):
         raise base.NamedAxesError(

@@ -125,7 +125,7 @@ def dynamic_update_slice(array: Any, update: Any, starts: Mapping[Any, Any]) -> 
 
 
 def _checked_starts(
-    function: str, array: NamedArray, starts: Mapping[Any, Any], sizes: base.Axes
+    function: str, array: NamedArray, starts: Mapping[Any, object], sizes: base.Axes
 ) -> dict[Any, Any]:
     """Returns starts as integers and arrays, or raises."""
     values: dict[Any, Any] = {}
@@ -161,7 +161,7 @@ def _checked_starts(
     return values
 
 
-def _along_starts(function: Any, arrays: tuple[NamedArray, ...], values: Mapping[Any, Any]) -> Any:
+def _along_starts(function, arrays: tuple[NamedArray, ...], values: Mapping[Any, Any]):
     """Runs a function of data, the places of names, and starts."""
     array, names, starts = arrays[0], list(values), list(values.values())
     if not any(isinstance(start, NamedArray) and start.axes for start in starts):
@@ -226,7 +226,7 @@ def pad(
     return NamedArray._make(jnp.pad(data, pairs, mode, **options), dims)
 
 
-def tile(array: Any, counts: Mapping[Any, int]) -> NamedArray:
+def tile(array: object, counts: Mapping[Any, int]) -> NamedArray:
     """Repeats an array along axes, one whole after another.
 
     Args:
@@ -259,5 +259,5 @@ def tile(array: Any, counts: Mapping[Any, int]) -> NamedArray:
     return NamedArray._make(jnp.tile(data, repeats), dims)
 
 
-def _is_count(value: Any) -> bool:
+def _is_count(value: object) -> bool:
     return is_integer(value) and value >= 0

@@ -18,13 +18,13 @@ from shardax.nn.errors import LayerConfigError
 from shardax.partition.explicit import align, joined_sharding
 
 
-def as_array(value: Any) -> jax.Array:
+def as_array(value: object) -> jax.Array:
     """Returns a number, NumPy array or Variable as a JAX array."""
     return value if isinstance(value, jax.Array) else jnp.asarray(value)
 
 
 def take_features(
-    layer: str, x: Any, sizes: tuple[int, ...], option: str = "features", hint: str = ""
+    layer: str, x: object, sizes: tuple[int, ...], option: str = "features", hint: str = ""
 ) -> jax.Array:
     """Returns an input as an array, or raises if sizes differ."""
     x = as_array(x)
@@ -48,7 +48,7 @@ def cast_all(dtype: np.dtype | None, *arrays: jax.Array) -> tuple[jax.Array, ...
     )
 
 
-def at_least_float32(dtype: Any) -> np.dtype:
+def at_least_float32(dtype: jax.typing.DTypeLike) -> np.dtype:
     """Returns the dtype of statistics over an array."""
     # Not by JAX's promotion, which a user may forbid: these casts are meant.
     dtype = jnp.dtype(dtype)
@@ -56,7 +56,9 @@ def at_least_float32(dtype: Any) -> np.dtype:
     return dtype if is_wide else jnp.dtype(jnp.float32)
 
 
-def result_dtype(dtype: Any, x: jax.Array, *parameters: jax.Array | None) -> Any:
+def result_dtype(
+    dtype: jax.typing.DTypeLike | None, x: jax.Array, *parameters: jax.Array | None
+) -> Any:
     """Returns the compute dtype; without one, the promoted dtype."""
     if dtype is not None:
         return dtype
@@ -64,7 +66,9 @@ def result_dtype(dtype: Any, x: jax.Array, *parameters: jax.Array | None) -> Any
     return promoted if jnp.issubdtype(promoted, jnp.inexact) else at_least_float32(promoted)
 
 
-def take_precision(layer: Module, precision: Any, preferred_element_type: Any) -> None:
+def take_precision(
+    layer: Module, precision: object, preferred_element_type: jax.typing.DTypeLike | None
+) -> None:
     """Sets the precision of a layer, or raises if not valid."""
     # Set only where given: a layer that has the defaults looks as it did before there were others.
     if precision is not None:
@@ -86,9 +90,9 @@ def contract(
     x: jax.Array,
     kernel: jax.Array,
     dimensions: Sequence[int],
-    out_sharding: Any = None,
-    precision: Any = None,
-    preferred: Any = None,
+    out_sharding: object = None,
+    precision: object = None,
+    preferred: object = None,
 ) -> jax.Array:
     """Sums products over the last dimensions of ``x`` and given kernel dimensions."""
     # The result has the shape (..., *remaining dimensions of the kernel) and the preferred
@@ -106,7 +110,7 @@ def contract(
 # A unit as ``jnp.einsum`` is, so that layers of one shape are traced and differentiated once.
 @functools.partial(jax.jit, static_argnums=(2, 3, 4, 5), inline=INLINE)
 def _dot_general(
-    x: jax.Array, kernel: jax.Array, contracted: Any, out_sharding: Any, precision: Any, wide: Any
+    x: jax.Array, kernel: jax.Array, contracted, out_sharding: object, precision, wide
 ) -> jax.Array:
     return jax.lax.dot_general(
         x,

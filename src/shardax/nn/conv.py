@@ -43,7 +43,7 @@ class ConvBase(Module):
     precision: Any = None
     preferred_element_type: Any = None
     input_dilation: tuple[int, ...] | None = None
-    mask: Variable[Any] | None = None
+    mask: Variable | None = None
 
     def __init__(
         self,
@@ -57,14 +57,14 @@ class ConvBase(Module):
         input_dilation: Window = 1,
         groups: int = 1,
         use_bias: bool = True,
-        dtype: Any = None,
-        param_dtype: Any = np.float32,
+        dtype: jax.typing.DTypeLike | None = None,
+        param_dtype: jax.typing.DTypeLike = np.float32,
         kernel_init: Initializer | None = None,
         bias_init: Initializer = parameters.zeros,
         kernel_axes: Sequence[str | None] | None = None,
         mask: Any = None,
         precision: Any = None,
-        preferred_element_type: Any = None,
+        preferred_element_type: jax.typing.DTypeLike | None = None,
         rngs: Rngs | None,
     ) -> None:
         name = type(self).__name__
@@ -115,7 +115,7 @@ class ConvBase(Module):
         y = self._convolve(x, kernel, out_sharding)
         return y if self.bias is None else add_bias(y, self.bias.value)
 
-    def _convolve(self, x: Any, kernel: jax.Array, out_sharding: Any) -> jax.Array:
+    def _convolve(self, x: object, kernel: jax.Array, out_sharding: object) -> jax.Array:
         """Convolves with a given kernel, without bias."""
         rank = len(self.kernel_size)
         x = _take_window(
@@ -172,7 +172,7 @@ class ConvBase(Module):
         )
         return y.reshape((*front, *y.shape[1:]))
 
-    def _extended(self, x: jax.Array, pairs: Any) -> jax.Array:
+    def _extended(self, x: jax.Array, pairs) -> jax.Array:
         """Pads with the input's own ends."""
         for size, (low, high) in zip(x.shape[1:-1], pairs, strict=True):
             most = size if self.padding == "CIRCULAR" else size - 1
@@ -295,7 +295,7 @@ class ConvTranspose(ConvBase):
     _paddings = ("SAME", "VALID", "CIRCULAR")
 
     def _arithmetic(self) -> tuple[Any, Any, tuple[int, ...]]:
-        padding: Any = self.padding
+        padding = self.padding
         if isinstance(padding, str):
             pairs = zip(self._spans(), self.strides, strict=True)
             padding = tuple(self._around(span, stride) for span, stride in pairs)
@@ -310,7 +310,7 @@ class ConvTranspose(ConvBase):
         return low, (span - 1 if self.padding == "CIRCULAR" else total) - low
 
 
-def _per_dimension(layer: str, name: str, sizes: Any, rank: int) -> tuple[int, ...]:
+def _per_dimension(layer: str, name: str, sizes: object, rank: int) -> tuple[int, ...]:
     all_sizes = parameters.as_sizes(layer, name, sizes)
     all_sizes = all_sizes * rank if not isinstance(sizes, (tuple, list)) else all_sizes
     if len(all_sizes) != rank:
@@ -321,7 +321,7 @@ def _per_dimension(layer: str, name: str, sizes: Any, rank: int) -> tuple[int, .
     return all_sizes
 
 
-def _check_padding(layer: str, padding: Any, rank: int, named: tuple[str, ...]) -> Any:
+def _check_padding(layer: str, padding, rank: int, named: tuple[str, ...]):
     """Returns a padding's name, or its pairs."""
     if isinstance(padding, str) and padding in named:
         if padding == "CAUSAL" and rank > 1:
@@ -344,7 +344,7 @@ def _check_padding(layer: str, padding: Any, rank: int, named: tuple[str, ...]) 
     return tuple((int(low), int(high)) for low, high in pairs)
 
 
-def _take_window(layer: str, x: Any, rank: int, features: int | None) -> jax.Array:
+def _take_window(layer: str, x: object, rank: int, features: int | None) -> jax.Array:
     x = as_array(x)
     if x.ndim < rank + 1 or (features is not None and x.shape[-1] != features):
         last = "features" if features is None else str(features)
@@ -368,7 +368,7 @@ def _layout(x: jax.Array, rank: int, kernel: jax.Array | None = None) -> NamedSh
 
 
 def max_pool(
-    x: Any, window: Window, *, strides: Window | None = None, padding: Padding = "VALID"
+    x: object, window: Window, *, strides: Window | None = None, padding: Padding = "VALID"
 ) -> jax.Array:
     """Takes the maximum over windows, channels last.
 
@@ -395,7 +395,7 @@ def max_pool(
     return _pooled("max_pool", x, window, strides, padding, jax.lax.max, _least(x.dtype))
 
 
-def _least(dtype: Any) -> Any:
+def _least(dtype: jax.typing.DTypeLike):
     """Returns the least number of a dtype."""
     if dtype == jnp.bool_:
         return False
@@ -403,7 +403,7 @@ def _least(dtype: Any) -> Any:
 
 
 def avg_pool(
-    x: Any,
+    x: object,
     window: Window,
     *,
     strides: Window | None = None,
@@ -450,12 +450,12 @@ def avg_pool(
 
 def _pooled(
     name: str,
-    x: Any,
+    x: object,
     window: Window,
     strides: Window | None,
     padding: Padding,
-    combine: Callable[..., Any],
-    start: Any,
+    combine: Callable[..., object],
+    start: object,
     *,
     padding_counts: bool = False,
 ) -> jax.Array:
@@ -511,7 +511,7 @@ class _AdaptivePool(Module):
             for size in sizes
         )
 
-    def __call__(self, x: Any) -> jax.Array:
+    def __call__(self, x: object) -> jax.Array:
         """Pools (..., spatial, features) to (..., *output_size, features)."""
         rank = len(self.output_size)
         x = _take_window(f"{type(self).__name__}({self.output_size})", x, rank, None)

@@ -115,7 +115,7 @@ def dot_product_attention(
     )
 
 
-def combine_masks(*masks: Any) -> jax.Array | None:
+def combine_masks(*masks: object) -> jax.Array | None:
     """Returns where all masks allow reading.
 
     Args:
@@ -148,7 +148,7 @@ def combine_masks(*masks: Any) -> jax.Array | None:
 
 
 def make_attention_mask(
-    query: Any, key: Any, pairwise: Callable[[Any, Any], Any] = jnp.multiply
+    query: object, key: object, pairwise: Callable[[Any, Any], Any] = jnp.multiply
 ) -> jax.Array:
     """Returns a mask from a function of each query and each key.
 
@@ -174,7 +174,7 @@ def make_attention_mask(
     return jnp.expand_dims(pairwise(*pair).astype(bool), -3)
 
 
-def make_causal_mask(x: Any) -> jax.Array:
+def make_causal_mask(x: object) -> jax.Array:
     """Returns the mask by which positions read themselves and earlier ones.
 
     Args:
@@ -270,11 +270,11 @@ def _fused(
     value: jax.Array,
     bias: jax.Array | None,
     mask: jax.Array | None,
-    precision: Any,
+    precision: object,
     causal: bool,
     scale: float | None,
     window: int | None,
-    implementation: Any,
+    implementation: object,
 ) -> jax.Array:
     """Runs ``jax.nn.dot_product_attention``."""
     near = None if window is None else (window - 1, 0 if causal else window - 1)
@@ -299,15 +299,7 @@ def _fused(
 # Units, as eager arrays over Explicit axes need their mesh where masks are broadcast.
 @functools.partial(jax.jit, static_argnums=(5, 6, 7, 8), inline=INLINE)
 def _dot_product_attention(
-    query: Any,
-    key: Any,
-    value: Any,
-    bias: Any,
-    mask: Any,
-    causal: bool,
-    scale: Any,
-    near: Any,
-    how: Any,
+    query: jax.Array, key, value, bias, mask, causal: bool, scale, near, how
 ) -> jax.Array:
     # All three have one dtype; what JAX promotes within, also where a user forbids it, are scores.
     with jax.numpy_dtype_promotion("standard"):
@@ -343,7 +335,7 @@ def check_mask(layer: str, mask: jax.Array, ndim: int) -> jax.Array:
     return mask
 
 
-def _as_booleans(function: str, mask: Any) -> jax.Array:
+def _as_booleans(function: str, mask: object) -> jax.Array:
     mask = as_array(mask)
     if jnp.issubdtype(mask.dtype, jnp.inexact):
         hint = "Of weights: mask > 0. What is added to scores is a bias."

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from shardax._core.errors import MissingRngsError
+from shardax._core.errors import ModuleError
 from shardax._core.init.lazy import check_rngs
 from shardax._core.init.rng import Rngs
 from shardax._core.module import Module
@@ -42,7 +42,7 @@ class Dropout(Module):
 
     Raises:
         LayerConfigError: If ``rate`` is not a probability.
-        SeedError: If ``rngs`` is a seed or a key, and no ``Rngs``.
+        ModuleError: If ``rngs`` is a seed or a key, and no ``Rngs``.
 
     Example:
         >>> import jax.numpy as jnp, shardax as sx
@@ -84,7 +84,7 @@ class Dropout(Module):
             The same shape and dtype.
 
         Raises:
-            MissingRngsError: If there is no stream to draw from.
+            ModuleError: If there is no stream to draw from.
             LayerInputError: If ``broadcast_dims`` has a dimension that ``x`` lacks.
         """
         x = as_array(x)
@@ -94,7 +94,7 @@ class Dropout(Module):
             return jnp.zeros_like(x)
         stream = self.stream if rngs is None else check_rngs(rngs)["dropout"]
         if stream is None:
-            raise MissingRngsError(
+            raise ModuleError(
                 "Dropout has no random stream: it was made without rngs. Make it with "
                 f"Dropout({self.rate}, rngs=sx.Rngs(dropout=0)), or call it with "
                 "dropout(x, rngs=rngs); or switch it off with model.eval()."

@@ -149,13 +149,13 @@ class Einsum(Module):
         shape: Sequence[int],
         bias_shape: Sequence[int] | None = None,
         *,
-        dtype: Any = None,
-        param_dtype: Any = np.float32,
+        dtype: jax.typing.DTypeLike | None = None,
+        param_dtype: jax.typing.DTypeLike = np.float32,
         kernel_init: Initializer | None = None,
         bias_init: Initializer = parameters.zeros,
         kernel_axes: Sequence[str | None] | None = None,
-        precision: Any = None,
-        preferred_element_type: Any = None,
+        precision: object = None,
+        preferred_element_type: jax.typing.DTypeLike | None = None,
         rngs: Rngs | None,
     ) -> None:
         sizes = parameters.as_sizes(f"Einsum({equation!r})", "shape", tuple(shape))

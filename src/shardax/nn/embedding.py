@@ -63,12 +63,12 @@ class Embed(Module):
         num_embeddings: int,
         features: int,
         *,
-        dtype: Any = None,
-        param_dtype: Any = np.float32,
+        dtype: jax.typing.DTypeLike | None = None,
+        param_dtype: jax.typing.DTypeLike = np.float32,
         embedding_init: Initializer = default_embedding_init,
         axes: Sequence[str | None] = ("vocab", "embed"),
-        precision: Any = None,
-        preferred_element_type: Any = None,
+        precision: object = None,
+        preferred_element_type: jax.typing.DTypeLike | None = None,
         rngs: Rngs | None,
     ) -> None:
         shape = (
@@ -132,7 +132,7 @@ class Embed(Module):
         return contract(x, table, (1,), out_sharding, *options)
 
 
-def look_up(table: jax.Array, indices: jax.Array, out_sharding: Any = None) -> jax.Array:
+def look_up(table: jax.Array, indices: jax.Array, out_sharding: object = None) -> jax.Array:
     """Returns rows of a table; NaN for an index out of range."""
     if out_sharding is None:
         out_sharding = joined_sharding(((indices, range(indices.ndim)), (table, (1,))))
@@ -141,13 +141,13 @@ def look_up(table: jax.Array, indices: jax.Array, out_sharding: Any = None) -> j
 
 # A unit as ``jnp.take`` is, so that lookups of one shape are traced once.
 @functools.partial(jax.jit, static_argnums=2, inline=INLINE)
-def _rows(table: jax.Array, indices: jax.Array, out_sharding: Any) -> jax.Array:
+def _rows(table: jax.Array, indices: jax.Array, out_sharding) -> jax.Array:
     options = {} if out_sharding is None else {"out_sharding": out_sharding}
     return table.at[indices].get(mode="fill", wrap_negative_indices=False, **options)
 
 
 def sinusoidal(
-    positions: Any, features: int, *, base: float = 10_000.0, interleaved: bool = True
+    positions: object, features: int, *, base: float = 10_000.0, interleaved: bool = True
 ) -> jax.Array:
     """Embeds positions as sines and cosines of many wavelengths.
 

@@ -57,13 +57,13 @@ class Linear(Module):
         out_features: parameters.Sizes,
         *,
         use_bias: bool = True,
-        dtype: Any = None,
-        param_dtype: Any = np.float32,
+        dtype: jax.typing.DTypeLike | None = None,
+        param_dtype: jax.typing.DTypeLike = np.float32,
         kernel_init: Initializer | None = None,
         bias_init: Initializer = parameters.zeros,
         kernel_axes: Sequence[str | None] | None = None,
-        precision: Any = None,
-        preferred_element_type: Any = None,
+        precision: object = None,
+        preferred_element_type: jax.typing.DTypeLike | None = None,
         rngs: Rngs | None,
     ) -> None:
         inputs = parameters.as_sizes("Linear", "in_features", in_features)

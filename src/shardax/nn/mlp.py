@@ -76,13 +76,13 @@ class MLP(Module):
         activation: Activation = "silu",
         gated: bool = True,
         use_bias: bool = False,
-        dtype: Any = None,
-        param_dtype: Any = np.float32,
+        dtype: jax.typing.DTypeLike | None = None,
+        param_dtype: jax.typing.DTypeLike = np.float32,
         kernel_init: Initializer | None = None,
         bias_init: Initializer = zeros,
         axes: Sequence[str | None] = ("embed", "mlp"),
-        precision: Any = None,
-        preferred_element_type: Any = None,
+        precision: object = None,
+        preferred_element_type: jax.typing.DTypeLike | None = None,
         rngs: Rngs | None,
     ) -> None:
         features = as_size("MLP", "features", features)
@@ -157,8 +157,8 @@ class PReLU(Module):
         negative_slope_init: float = 0.01,
         *,
         features: int | None = None,
-        dtype: Any = None,
-        param_dtype: Any = np.float32,
+        dtype: jax.typing.DTypeLike | None = None,
+        param_dtype: jax.typing.DTypeLike = np.float32,
         axes: Sequence[str | None] = ("embed",),
     ) -> None:
         shape = () if features is None else (as_size("PReLU", "features", features),)
@@ -271,7 +271,7 @@ class Sequential(Module):
         return x
 
 
-def _side_inputs(layer: Any, names: Collection[str]) -> set[str]:
+def _side_inputs(layer: object, names: Collection[str]) -> set[str]:
     """Returns the names taken by a layer besides its input."""
     if isinstance(layer, Sequential):
         return {name for inner in layer.layers for name in _side_inputs(inner, names)}

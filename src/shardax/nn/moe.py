@@ -118,8 +118,8 @@ class MoE(Module):
         normalise: bool = True,
         activation: Activation = "silu",
         deterministic: bool = False,
-        dtype: Any = None,
-        param_dtype: Any = np.float32,
+        dtype: jax.typing.DTypeLike | None = None,
+        param_dtype: jax.typing.DTypeLike = np.float32,
         kernel_init: Initializer | None = None,
         axes: Sequence[str | None] = ("expert", "embed", "mlp"),
         rngs: Rngs | None,
@@ -184,10 +184,10 @@ class MoE(Module):
 
     def _routed(
         self,
-        x: Any,
-        mask: Any,
-        out_sharding: Any,
-        adapters: dict[str, tuple[Any, Any]],
+        x: object,
+        mask: object,
+        out_sharding: object,
+        adapters: dict[str, tuple[object, object]],
         scale: float = 1.0,
     ) -> jax.Array:
         """Does the work of a call, with scaled low-rank terms by kernel."""
@@ -251,7 +251,7 @@ class MoE(Module):
         """Does the same with experts over a mesh axis."""
         count = len(kernels[0][0])
 
-        def region(x: Any, logits: Any, counted: Any, *kernels: Kernel) -> Any:
+        def region(x: jax.Array, logits: jax.Array, counted, *kernels: Kernel):
             everywhere = partial(jax.lax.psum, axis_name=split.axes)
             weights, experts, loss = self._route(logits, counted, x.shape[:-1], count, everywhere)
             places = None
@@ -359,7 +359,7 @@ class MoE(Module):
 
 
 @partial(jax.jit, static_argnums=0)
-def _compiled(compute: Static, *arguments: Any) -> Any:
+def _compiled(compute: Static, *arguments: object):
     return compute.value(*arguments)
 
 
@@ -379,7 +379,7 @@ def _product(
     return y + (second or multiply)((first or multiply)(x, a), b)
 
 
-def load_balance_loss(model: Any) -> jax.Array:
+def load_balance_loss(model: object) -> jax.Array:
     """Mean load-balance loss of the experts' layers, each from its latest call.
 
     To be added to the training loss, with a small weight: alone, a router comes to prefer few

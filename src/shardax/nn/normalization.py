@@ -37,13 +37,17 @@ from shardax.partition.explicit import align, explicit_sharding, with_layout
 class _Norm(Module):
     """Base of normalizations, with a scale and a bias."""
 
-    scale: Param[Any] | None
-    bias: Param[Any] | None = None
+    scale: Param | None
+    bias: Param | None = None
     # The mask of a ``Sequential`` is mostly one of attention, which says something else.
     _direct_inputs = frozenset({"mask"})
 
     def _take_options(
-        self, features: int, epsilon: float, axes: Sequence[str | None], dtype: Any
+        self,
+        features: int,
+        epsilon: float,
+        axes: Sequence[str | None],
+        dtype: jax.typing.DTypeLike | None,
     ) -> parameters.AxisNames:
         layer = type(self).__name__
         self.features = parameters.as_size(layer, "features", features)
@@ -54,7 +58,7 @@ class _Norm(Module):
     def _make(
         self,
         axes: parameters.AxisNames,
-        dtype: Any,
+        dtype: jax.typing.DTypeLike,
         rngs: Rngs | None,
         **initializers: Initializer | None,
     ) -> None:
@@ -67,7 +71,7 @@ class _Norm(Module):
         return wide * jax.lax.rsqrt(mean_square + self.epsilon)
 
     def _by_statistics(
-        self, function: Callable[..., jax.Array], wide: jax.Array, mask: Any
+        self, function: Callable[..., jax.Array], wide: jax.Array, mask: object
     ) -> jax.Array:
         """Runs a function of an input and a mask, or None."""
         if mask is None:
@@ -121,8 +125,8 @@ class RMSNorm(_Norm):
         *,
         epsilon: float = 1e-6,
         use_scale: bool = True,
-        dtype: Any = None,
-        param_dtype: Any = np.float32,
+        dtype: jax.typing.DTypeLike | None = None,
+        param_dtype: jax.typing.DTypeLike = np.float32,
         scale_init: Initializer = parameters.ones,
         axes: Sequence[str | None] = ("embed",),
         rngs: Rngs | None = None,
@@ -190,8 +194,8 @@ class LayerNorm(_Norm):
         epsilon: float = 1e-6,
         use_scale: bool = True,
         use_bias: bool = True,
-        dtype: Any = None,
-        param_dtype: Any = np.float32,
+        dtype: jax.typing.DTypeLike | None = None,
+        param_dtype: jax.typing.DTypeLike = np.float32,
         scale_init: Initializer = parameters.ones,
         bias_init: Initializer = parameters.zeros,
         axes: Sequence[str | None] = ("embed",),
@@ -270,8 +274,8 @@ class GroupNorm(_Norm):
         epsilon: float = 1e-6,
         use_scale: bool = True,
         use_bias: bool = True,
-        dtype: Any = None,
-        param_dtype: Any = np.float32,
+        dtype: jax.typing.DTypeLike | None = None,
+        param_dtype: jax.typing.DTypeLike = np.float32,
         scale_init: Initializer = parameters.ones,
         bias_init: Initializer = parameters.zeros,
         axes: Sequence[str | None] = ("embed",),
@@ -412,8 +416,8 @@ class BatchNorm(_Norm):
         axis_name: Hashable | tuple[Hashable, ...] | None = None,
         use_scale: bool = True,
         use_bias: bool = True,
-        dtype: Any = None,
-        param_dtype: Any = np.float32,
+        dtype: jax.typing.DTypeLike | None = None,
+        param_dtype: jax.typing.DTypeLike = np.float32,
         scale_init: Initializer = parameters.ones,
         bias_init: Initializer = parameters.zeros,
         axes: Sequence[str | None] = ("embed",),
@@ -477,7 +481,7 @@ class BatchNorm(_Norm):
         return self._scaled(x, normed, dimension)
 
     def _batch_statistics(
-        self, x: jax.Array, dimension: int, mask: Any
+        self, x: jax.Array, dimension: int, mask: object
     ) -> tuple[jax.Array, jax.Array]:
         """Returns mean and variance of features, and updates the running ones."""
         reduced = tuple(axis for axis in range(x.ndim) if axis != dimension)
@@ -495,7 +499,7 @@ class BatchNorm(_Norm):
         var = average(jnp.square(x - _spread(mean, x, dimension)))
         return self._followed(self.mean, mean, count), self._followed(self.var, var, count)
 
-    def _followed(self, statistic: BatchStat[Any], batch: jax.Array, count: Any) -> jax.Array:
+    def _followed(self, statistic: BatchStat[Any], batch: jax.Array, count) -> jax.Array:
         """Updates a running statistic; returns the one to normalize by."""
         running = statistic.value
         new = align(jax.lax.stop_gradient(batch).astype(running.dtype), running)
@@ -508,7 +512,7 @@ class BatchNorm(_Norm):
         running = align(running.astype(batch.dtype), batch)
         return jnp.where(count > 0, batch, running)
 
-    def _over_axis(self, collective: Any, x: jax.Array) -> jax.Array:
+    def _over_axis(self, collective, x: jax.Array) -> jax.Array:
         if self.axis_name is None:
             return x
         try:

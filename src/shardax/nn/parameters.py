@@ -40,10 +40,10 @@ Sizes = int | tuple[int, ...]
 def make_parameter(
     initializer: Initializer,
     shape: tuple[int, ...],
-    dtype: Any,
-    axes: Sequence[Any],
+    dtype: jax.typing.DTypeLike,
+    axes: Sequence[object],
     rngs: Rngs | None,
-) -> Param[Any]:
+) -> Param:
     """Makes a lazy parameter with one axis name per dimension."""
     # Constants draw nothing, so adding a bias or a norm to a model leaves its other parameters as
     # they were.
@@ -81,7 +81,7 @@ def as_size(layer: str, name: str, size: Any) -> int:
     return int(size)
 
 
-def _is_positive_integer(size: Any) -> bool:
+def _is_positive_integer(size: object) -> bool:
     return is_integer(size) and bool(size > 0)
 
 
@@ -100,7 +100,7 @@ def refuse_input(layer: str, expected: str, value: Any, hint: str) -> NoReturn:
     raise LayerInputError(f"{layer} takes {expected}, but was given {shape}. {hint}")
 
 
-def canonical_dtype(dtype: Any) -> np.dtype | None:
+def canonical_dtype(dtype: jax.typing.DTypeLike | None) -> np.dtype | None:
     """Returns a dtype as NumPy names it, canonical for JAX."""
     return None if dtype is None else jax.dtypes.canonicalize_dtype(jnp.dtype(dtype))
 

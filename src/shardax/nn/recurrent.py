@@ -30,7 +30,9 @@ from shardax.nn.mlp import Activation, find_activation
 from shardax.partition.explicit import explicit_entries
 
 
-def _orthogonal_gates(key: jax.Array, shape: Sequence[int], dtype: Any = np.float32) -> jax.Array:
+def _orthogonal_gates(
+    key: jax.Array, shape: Sequence[int], dtype: jax.typing.DTypeLike = np.float32
+) -> jax.Array:
     """An orthogonal matrix for each gate; Saxe et al., 2014."""
     first, gates, last = shape
     init = jax.nn.initializers.orthogonal()
@@ -52,13 +54,13 @@ class _Cell(Module):
         features: int,
         *,
         use_bias: bool = True,
-        dtype: Any = None,
-        param_dtype: Any = np.float32,
+        dtype: jax.typing.DTypeLike | None = None,
+        param_dtype: jax.typing.DTypeLike = np.float32,
         kernel_init: Initializer | None = None,
         recurrent_init: Initializer = _orthogonal_gates,
         bias_init: Initializer = parameters.zeros,
         axes: Sequence[str | None] = ("in", "hidden", "gates", "out"),
-        precision: Any = None,
+        precision=None,
         rngs: Rngs | None,
     ) -> None:
         name = type(self).__name__
@@ -66,7 +68,7 @@ class _Cell(Module):
         self.features = parameters.as_size(name, "features", features)
         outer, hidden, gates, out = parameters.as_axes(name, "axis names", axes, 4)
 
-        def linear(size: int, axis: str | None, init: Any, bias: bool) -> Linear:
+        def linear(size: int, axis: str | None, init, bias: bool) -> Linear:
             return Linear(
                 size,
                 (self._gates, self.features),
@@ -83,22 +85,22 @@ class _Cell(Module):
         self.input = linear(self.in_features, outer, kernel_init, True)
         self.recurrent = linear(self.features, hidden, recurrent_init, self._recurrent_bias)
 
-    def initial_carry(self, x: Any) -> Any:
+    def initial_carry(self, x: object):
         """Returns the zeros at the start of a sequence."""
         return self._zeros(self._project(x))
 
-    def __call__(self, carry: Any, x: Any) -> tuple[Any, jax.Array]:
+    def __call__(self, carry: object, x: object) -> tuple[Any, jax.Array]:
         """Runs one step; ``x`` has the shape (..., in_features)."""
         return self._step(carry, self._project(x))
 
-    def _project(self, x: Any) -> jax.Array:
+    def _project(self, x: object) -> jax.Array:
         name = f"{type(self).__name__}(in_features={self.in_features})"
         return self.input(take_features(name, x, (self.in_features,), "in_features"))
 
     def _zeros(self, projected: jax.Array) -> Any:
         return jnp.zeros_like(projected[..., 0, :])
 
-    def _step(self, carry: Any, projected: jax.Array) -> tuple[Any, jax.Array]:
+    def _step(self, carry: object, projected: jax.Array) -> tuple[Any, jax.Array]:
         raise NotImplementedError
 
 
@@ -153,7 +155,7 @@ class SimpleCell(_Cell):
         super().__init__(in_features, features, rngs=rngs, **options)
         self.activation = activation
 
-    def _step(self, carry: Any, projected: jax.Array) -> tuple[Any, jax.Array]:
+    def _step(self, carry: object, projected: jax.Array) -> tuple[Any, jax.Array]:
         activate = find_activation(self.activation, "SimpleCell")
         hidden = activate((projected + self.recurrent(carry))[..., 0, :])
         return hidden, hidden
@@ -290,7 +292,7 @@ class RNN(Module):
         True
     """
 
-    def __init__(self, cell: Any, *, reverse: bool = False, unroll: int | bool = 1) -> None:
+    def __init__(self, cell: object, *, reverse: bool = False, unroll: int | bool = 1) -> None:
         if not callable(cell) or isinstance(cell, type):
             raise LayerConfigError(
                 f"RNN runs a cell, a Module with initial_carry(x), not {cell!r}. For example "
@@ -351,7 +353,7 @@ class RNN(Module):
         else:
             start = cell.initial_carry(jax.lax.index_in_dim(x, 0, axis, keepdims=False))
 
-        def run(carry: Any, x: jax.Array, real: jax.Array | None) -> tuple[Any, Any]:
+        def run(carry, x: jax.Array, real: jax.Array | None) -> tuple[Any, Any]:
             new, y = step(carry, x)
             if real is None:
                 return new, y
@@ -393,7 +395,7 @@ class Bidirectional(Module):
     """
 
     def __init__(
-        self, forward: Any, backward: Any, *, merge: Callable[[Any, Any], Any] | None = None
+        self, forward: object, backward: object, *, merge: Callable[[Any, Any], Any] | None = None
     ) -> None:
         if isinstance(forward, RNN) and forward.reverse:
             raise LayerConfigError("Bidirectional has a forward RNN with reverse=True.")
@@ -441,7 +443,7 @@ def _whole(array: jax.Array, axis: int) -> jax.Array:
     return jax.sharding.reshard(array, NamedSharding(jax.typeof(array).sharding.mesh, spec))
 
 
-def _take_carry(carry: Any, start: Any) -> Any:
+def _take_carry(carry: object, start: object):
     """Returns a given carry, laid out as the cell's own, or raises."""
     (leaves, structure), (expected_leaves, expected) = map(jax.tree.flatten, (carry, start))
     leaves = [as_array(leaf) for leaf in leaves]

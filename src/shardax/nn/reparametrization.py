@@ -37,7 +37,7 @@ _KERNELS = PathContains("kernel")
 class _NormalizedWeights(ModuleWrapper):
     """Base of wrappers around a layer with normalized kernels."""
 
-    def __init__(self, layer: Any, wrt: Filter, epsilon: float) -> None:
+    def __init__(self, layer, wrt: Filter, epsilon: float) -> None:
         Module.__init__(self)
         name = type(self).__name__
         if not isinstance(layer, Module) or not callable(layer):
@@ -49,7 +49,7 @@ class _NormalizedWeights(ModuleWrapper):
         self.wrt = wrt
         self.epsilon = parameters.check_epsilon(name, epsilon)
 
-    def _kernels(self, least_ndim: int) -> dict[Path, Variable[Any]]:
+    def _kernels(self, least_ndim: int) -> dict[Path, Variable]:
         """Returns the normalized kernels, by path."""
         pairs = iter_variables(self.body, self.wrt)
         kernels = {path: v for path, v in pairs if v.ndim >= least_ndim}
@@ -62,8 +62,8 @@ class _NormalizedWeights(ModuleWrapper):
         return kernels
 
     def _call_with(
-        self, values: Mapping[Path, jax.Array], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+        self, values: Mapping[Path, jax.Array], args: tuple[object, ...], kwargs: dict[str, object]
+    ):
         """Calls a layer with some values replaced."""
         own = dict(iter_variables(self.body))
         new = {id(own[path]): own[path].replace(value) for path, value in values.items()}
@@ -74,7 +74,7 @@ class _NormalizedWeights(ModuleWrapper):
         return result
 
 
-def _hand_back(layer: Any, body: Any, new: Mapping[int, Variable[Any]]) -> None:
+def _hand_back(layer: object, body: object, new: Mapping[int, Variable]) -> None:
     """Sets new attributes, such as sown values, on the layer itself."""
     # Variables are shared, so that writes to them need nothing; attributes are those of copies.
     replaced, originals = {id(variable) for variable in new.values()}, dict(modules_in(body))
@@ -129,13 +129,13 @@ class WeightNorm(_NormalizedWeights):
         scale_init: Initializer = parameters.ones,
         epsilon: float = 1e-12,
         wrt: Filter = _KERNELS,
-        param_dtype: Any = np.float32,
+        param_dtype: jax.typing.DTypeLike = np.float32,
         rngs: Rngs | None = None,
     ) -> None:
         super().__init__(layer, wrt, epsilon)
         axes: Any = feature_axes if isinstance(feature_axes, (tuple, list)) else (feature_axes,)
         self.feature_axes: tuple[int, ...] = () if feature_axes is None else tuple(axes)
-        scales: dict[str, Param[Any]] = {}
+        scales: dict[str, Param] = {}
         for path, kernel in self._kernels(least_ndim=1).items():
             dims = self._feature_dims(kernel)
             names = [None if kernel.axes is None else kernel.axes[dim] for dim in dims]
@@ -153,7 +153,7 @@ class WeightNorm(_NormalizedWeights):
         }
         return self._call_with(values, args, kwargs)
 
-    def _feature_dims(self, kernel: Variable[Any]) -> tuple[int, ...]:
+    def _feature_dims(self, kernel: Variable) -> tuple[int, ...]:
         ndim = kernel.ndim
         if not all(-ndim <= dim < ndim for dim in self.feature_axes):
             raise LayerConfigError(
@@ -162,7 +162,7 @@ class WeightNorm(_NormalizedWeights):
             )
         return tuple(sorted(dim % ndim for dim in self.feature_axes))
 
-    def _normalized(self, kernel: Variable[Any], scale: Param[Any] | None) -> jax.Array:
+    def _normalized(self, kernel: Variable, scale: Param | None) -> jax.Array:
         wide, dims = kernel.value.astype(at_least_float32(kernel.dtype)), self._feature_dims(kernel)
         summed = tuple(dim for dim in range(wide.ndim) if dim not in dims)
         squares = jnp.sum(jnp.square(wide), axis=summed, keepdims=True)
@@ -220,7 +220,7 @@ class SpectralNorm(_NormalizedWeights):
         epsilon: float = 1e-12,
         wrt: Filter = Param,
         use_running_average: bool = False,
-        param_dtype: Any = np.float32,
+        param_dtype: jax.typing.DTypeLike = np.float32,
         rngs: Rngs,
     ) -> None:
         super().__init__(layer, wrt, epsilon)

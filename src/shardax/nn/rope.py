@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -40,7 +40,7 @@ class Rotation(NamedTuple):
 
 
 def rotation(
-    positions: jax.Array, head_dim: int, base: float = 10_000.0, frequencies: Any = None
+    positions: jax.Array, head_dim: int, base: float = 10_000.0, frequencies: object = None
 ) -> Rotation:
     """Computes the rotations of positions.
 

@@ -33,7 +33,7 @@ from typing import Any, NamedTuple, overload
 import jax
 import numpy as np
 
-from shardax._core.errors import StackError, StateMismatchError
+from shardax._core.errors import ModuleError, StateMismatchError
 from shardax._core.frames import is_eager, owner_here
 from shardax._core.graph.flatten import GraphWalk, is_object
 from shardax._core.graph.paths import Path, format_path
@@ -97,7 +97,7 @@ def check_policy(layer: str, policy: Any, names: Sequence[str] | None = None) ->
     )
 
 
-def _kinds_by_name(policy: Any) -> tuple[tuple[str, str], ...] | None:
+def _kinds_by_name(policy) -> tuple[tuple[str, str], ...] | None:
     """Returns pairs of a name and a memory kind, or None."""
     pairs = policy.items() if isinstance(policy, Mapping) else policy
     try:
@@ -109,7 +109,7 @@ def _kinds_by_name(policy: Any) -> tuple[tuple[str, str], ...] | None:
 
 
 def rematerialised(
-    function: Callable[..., Any], policy: Policy, *, in_loop: bool = False
+    function: Callable[..., object], policy: Policy, *, in_loop: bool = False
 ) -> Callable[..., Any]:
     """Returns a function with rematerialization by a policy."""
     # In a loop the compiler cannot undo it, so nothing has to prevent that.
@@ -126,7 +126,7 @@ def _jax_policy(policy: Policy) -> Any:
 
 
 @functools.lru_cache(maxsize=256)
-def _by_name(kinds: tuple[tuple[str, str], ...]) -> Any:
+def _by_name(kinds: tuple[tuple[str, str], ...]):
     """Returns the policy of memory kinds by name."""
     saved, hosted = ([n for n, memory in kinds if memory == kind] for kind in MEMORY_KINDS)
     if not hosted:
@@ -175,7 +175,7 @@ class Stack(Module):
         schedule: Of a pipeline, or None.
 
     Raises:
-        StackError: If the layers are not alike; names the path that differs.
+        ModuleError: If the layers are not alike; names the path that differs.
         LayerConfigError: If ``length`` is not positive, ``make`` builds no Module or the same one
             twice, or there is no such policy or schedule.
 
@@ -219,7 +219,12 @@ class Stack(Module):
             self.schedule = schedule
 
     def _start(
-        self, layers: Sequence[Any], axis_name: str, remat: Any, unroll: int, older: frozenset[int]
+        self,
+        layers: Sequence[Any],
+        axis_name: str,
+        remat: object,
+        unroll: int,
+        older: frozenset[int],
     ) -> None:
         _check_layers(layers)
         self.stacked, self.shared = stack_objects(layers, axis_name, older)
@@ -257,8 +262,8 @@ class Stack(Module):
 
         Raises:
             CarryError: If a layer's result has another structure, shape or dtype than its input.
-            StackError: With microbatches, if rows or layers cannot be divided, or layers write what
-                they share.
+            ModuleError: With microbatches, if rows or layers cannot be divided, or layers
+                write what they share.
         """
         leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=is_object)
         dynamic: list[Any] = []
@@ -297,22 +302,22 @@ class Stack(Module):
         return (self[i] for i in range(self.length))
 
 
-def _static(leaf: Any) -> Any:
+def _static(leaf: object):
     try:
         return Static(leaf)
     except TypeError as error:
-        raise StackError(
+        raise ModuleError(
             f"A stack was called with {leaf!r} of type {type(leaf).__name__}, which is neither an "
             f"array nor hashable ({error}), so it cannot be part of the layers' one program."
         ) from error
 
 
-def _run(stack: Stack, x: Any, arguments: list[Any], structure: Any) -> Any:
+def _run(stack: Stack, x: jax.Array, arguments: list[object], structure):
     """Scans ``x`` through the layers; ``rest`` holds the static arguments."""
     treedef, static = structure
     is_shared = _IsShared(_all_shared(stack) if stack.shared else ())
 
-    def body(x: Any, layer: Any, arguments: list[Any]) -> Any:
+    def body(x: jax.Array, layer, arguments: list[Any]):
         leaves = [
             argument if item is None else item.value
             for argument, item in zip(arguments, static, strict=True)
@@ -321,7 +326,7 @@ def _run(stack: Stack, x: Any, arguments: list[Any], structure: Any) -> Any:
         return layer(x, *args, **kwargs)
 
     def run(
-        stacked: Any, x: Any, arguments: list[Any], length: int, policy: Policy = stack.remat
+        stacked, x: jax.Array, arguments: list[Any], length: int, policy: Policy = stack.remat
     ) -> Any:
         by_layer = [0 if _is_stacked(argument, stack.axis_name) else None for argument in arguments]
         of_layer = StateAxes({is_shared: None, ...: 0}) if stack.shared else 0
@@ -358,7 +363,7 @@ def _run(stack: Stack, x: Any, arguments: list[Any], structure: Any) -> Any:
         )
 
 
-def _is_stacked(argument: Any, axis_name: str) -> bool:
+def _is_stacked(argument: object, axis_name: str) -> bool:
     """Whether an argument holds one part for each layer."""
     names = [v.axes for _, v in iter_variables(argument)] if isinstance(argument, Module) else []
     return bool(names) and all(axes and axes[0] == axis_name for axes in names)
@@ -384,7 +389,7 @@ class _IsShared:
 
     paths: tuple[Path, ...]
 
-    def __call__(self, path: Path, variable: Any) -> bool:
+    def __call__(self, path: Path, variable: object) -> bool:
         return any(path[: len(shared)] == shared for shared in self.paths)
 
     def __repr__(self) -> str:
@@ -394,7 +399,7 @@ class _IsShared:
 class _SharedObjects:
     """Shared objects of a stack, for its views."""
 
-    def __init__(self, root: Any, paths: tuple[Path, ...]) -> None:
+    def __init__(self, root, paths: tuple[Path, ...]) -> None:
         self.root = root
         self.paths = frozenset(paths)
         self.found: dict[int, Any] = {}
@@ -412,7 +417,7 @@ class _SharedObjects:
         return id(item) in self.found
 
 
-def _check_layers(layers: Sequence[Any]) -> None:
+def _check_layers(layers: Sequence[object]) -> None:
     for layer in layers:
         if not isinstance(layer, Module) or not callable(layer):
             raise LayerConfigError(
@@ -427,7 +432,7 @@ def _check_layers(layers: Sequence[Any]) -> None:
         )
 
 
-def _objects_around(make: Callable[[], Any]) -> Iterator[int]:
+def _objects_around(make: Callable[[], object]) -> Iterator[int]:
     """Yields ``id`` of the objects in a function's closure."""
     walk = GraphWalk()
     if isinstance(make, Object) or callable(make):
@@ -439,7 +444,7 @@ def _objects_around(make: Callable[[], Any]) -> Iterator[int]:
 
 
 def stack_layers(
-    layers: Sequence[Module], axis_name: str = "layers", *, remat: Any = None, unroll: int = 1
+    layers: Sequence[Module], axis_name: str = "layers", *, remat: object = None, unroll: int = 1
 ) -> Stack:
     """Makes a stack of existing layers.
 
@@ -454,7 +459,7 @@ def stack_layers(
         The stack.
 
     Raises:
-        StackError: If the layers are not alike; names the path that differs.
+        ModuleError: If the layers are not alike; names the path that differs.
         LayerConfigError: If there are none, or they are no Modules.
 
     Example:
@@ -491,7 +496,7 @@ def unstack_layers(stack: Stack) -> list[Any]:
     return unstack_objects(stack.stacked, stack.shared, stack.length)
 
 
-def stack_state(state: State | Mapping[Any, Any], model: Any) -> State:
+def stack_state(state: State | Mapping[Any, object], model: object) -> State:
     """Turns the state of unrolled layers into a stack's.
 
     Args:
@@ -547,7 +552,7 @@ def stack_state(state: State | Mapping[Any, Any], model: Any) -> State:
     return State.from_flat({**values, **gathered}, {**origins, **kinds})
 
 
-def unstack_state(state: State | Mapping[Any, Any], model: Any) -> State:
+def unstack_state(state: State | Mapping[Any, object], model: object) -> State:
     """Turns the state of stacked layers into unrolled layers'.
 
     Args:
@@ -595,7 +600,7 @@ class _Level(NamedTuple):
 class _Stacks:
     """Stacks of a tree with a model."""
 
-    def __init__(self, tree: Any) -> None:
+    def __init__(self, tree) -> None:
         modules = dict(iter_modules(tree))
         self.modules = modules.keys()
         self.stacks = {path: item for path, item in modules.items() if isinstance(item, Stack)}
@@ -645,15 +650,17 @@ def _unrolled(path: Path, levels: Sequence[_Level], indices: Sequence[int]) -> P
     return tuple(steps)
 
 
-def _form(value: Any) -> str:
+def _form(value) -> str:
     if hasattr(value, "shape"):
         return f"{value.dtype}{list(value.shape)}"
     return str(jax.tree.map(_form, value))
 
 
 def _gathered(
-    read: Callable[[tuple[int, ...]], Any], levels: Sequence[_Level], indices: tuple[int, ...] = ()
-) -> Any:
+    read: Callable[[tuple[int, ...]], object],
+    levels: Sequence[_Level],
+    indices: tuple[int, ...] = (),
+):
     """Stacks values from the inside out."""
     if len(indices) == len(levels):
         return read(indices)

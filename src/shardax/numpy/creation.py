@@ -18,13 +18,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from shardax._core.errors import DeviceError, DtypeError
+from shardax._core.errors import ModuleError
 from shardax._core.frames import is_eager
 from shardax._core.init.defaults import creation_device, exact_dtype, float_dtype
 from shardax.random.stream import placement
 
 
-def zeros(shape: Any, dtype: Any = None, *, device: Any = None, sharding: Any = None) -> jax.Array:
+def zeros(
+    shape: Any,
+    dtype: jax.typing.DTypeLike | None = None,
+    *,
+    device: Any = None,
+    sharding: Any = None,
+) -> jax.Array:
     """Returns an array of zeros.
 
     Args:
@@ -37,8 +43,8 @@ def zeros(shape: Any, dtype: Any = None, *, device: Any = None, sharding: Any = 
         The array; without a place it may be used together with arrays on other devices.
 
     Raises:
-        DtypeError: If the dtype has 64 bits while JAX uses 32, or is left out inside a program.
-        DeviceError: If there is no such device.
+        ModuleError: If the dtype has 64 bits while JAX uses 32, or is left out inside a program.
+        ModuleError: If there is no such device.
 
     Example:
         >>> import shardax as sx
@@ -49,7 +55,13 @@ def zeros(shape: Any, dtype: Any = None, *, device: Any = None, sharding: Any = 
     return _create("zeros", (shape,), dtype, device, sharding)
 
 
-def ones(shape: Any, dtype: Any = None, *, device: Any = None, sharding: Any = None) -> jax.Array:
+def ones(
+    shape: Any,
+    dtype: jax.typing.DTypeLike | None = None,
+    *,
+    device: Any = None,
+    sharding: Any = None,
+) -> jax.Array:
     """Returns an array of ones.
 
     Args:
@@ -66,7 +78,13 @@ def ones(shape: Any, dtype: Any = None, *, device: Any = None, sharding: Any = N
     return _create("ones", (shape,), dtype, device, sharding)
 
 
-def empty(shape: Any, dtype: Any = None, *, device: Any = None, sharding: Any = None) -> jax.Array:
+def empty(
+    shape: Any,
+    dtype: jax.typing.DTypeLike | None = None,
+    *,
+    device: Any = None,
+    sharding: Any = None,
+) -> jax.Array:
     """Returns an array of any content.
 
     Args:
@@ -84,7 +102,12 @@ def empty(shape: Any, dtype: Any = None, *, device: Any = None, sharding: Any = 
 
 
 def full(
-    shape: Any, fill_value: Any, dtype: Any = None, *, device: Any = None, sharding: Any = None
+    shape: Any,
+    fill_value: Any,
+    dtype: jax.typing.DTypeLike | None = None,
+    *,
+    device: Any = None,
+    sharding: Any = None,
 ) -> jax.Array:
     """Returns an array of one value.
 
@@ -107,10 +130,10 @@ def eye(
     rows: int,
     columns: int | None = None,
     k: int = 0,
-    dtype: Any = None,
+    dtype: jax.typing.DTypeLike | None = None,
     *,
-    device: Any = None,
-    sharding: Any = None,
+    device: object = None,
+    sharding: object = None,
 ) -> jax.Array:
     """Returns a matrix with ones on a diagonal.
 
@@ -130,7 +153,13 @@ def eye(
     return _create("eye", (rows, columns, k), dtype, device, sharding)
 
 
-def identity(n: int, dtype: Any = None, *, device: Any = None, sharding: Any = None) -> jax.Array:
+def identity(
+    n: int,
+    dtype: jax.typing.DTypeLike | None = None,
+    *,
+    device: object = None,
+    sharding: object = None,
+) -> jax.Array:
     """Returns an identity matrix.
 
     Args:
@@ -151,7 +180,7 @@ def arange(
     start: Any,
     stop: Any = None,
     step: Any = None,
-    dtype: Any = None,
+    dtype: jax.typing.DTypeLike | None = None,
     *,
     device: Any = None,
     sharding: Any = None,
@@ -176,15 +205,15 @@ def arange(
 
 
 def linspace(
-    start: Any,
-    stop: Any,
+    start: object,
+    stop: object,
     num: int = 50,
     endpoint: bool = True,
-    dtype: Any = None,
+    dtype: jax.typing.DTypeLike | None = None,
     *,
     axis: int = 0,
-    device: Any = None,
-    sharding: Any = None,
+    device: object = None,
+    sharding: object = None,
 ) -> jax.Array:
     """Returns evenly spaced numbers.
 
@@ -209,7 +238,7 @@ def linspace(
 
 def array(
     value: Any,
-    dtype: Any = None,
+    dtype: jax.typing.DTypeLike | None = None,
     *,
     copy: bool = True,
     ndmin: int = 0,
@@ -237,7 +266,11 @@ def array(
 
 
 def asarray(
-    value: Any, dtype: Any = None, *, device: Any = None, sharding: Any = None
+    value: Any,
+    dtype: jax.typing.DTypeLike | None = None,
+    *,
+    device: Any = None,
+    sharding: Any = None,
 ) -> jax.Array:
     """Returns a value as an array, not copied if it is one.
 
@@ -258,7 +291,7 @@ def asarray(
 _INTO_SHARDS = ("zeros", "ones", "empty", "full")  # the others JAX makes whole first
 
 
-def _has_floats(value: Any) -> bool:
+def _has_floats(value: object) -> bool:
     """Whether a value of Python numbers makes an array of floats."""
     leaves = jax.tree.leaves(value)
     numbers = all(type(leaf) in (bool, int, float) for leaf in leaves)
@@ -267,20 +300,20 @@ def _has_floats(value: Any) -> bool:
 
 def _create(
     name: str,
-    arguments: tuple[Any, ...],
-    dtype: Any,
-    device: Any,
-    sharding: Any,
+    arguments: tuple[object, ...],
+    dtype: jax.typing.DTypeLike | None,
+    device: object,
+    sharding: object,
     floats: bool = True,
-    **options: Any,
+    **options: object,
 ) -> jax.Array:
     """Calls a function of ``jax.numpy`` with the defaults."""
-    place = placement(f"shardax.numpy.{name}", device, sharding, DeviceError)
+    place = placement(f"shardax.numpy.{name}", device, sharding, ModuleError)
     if dtype is not None:
         dtype = exact_dtype(dtype)
     elif floats:
         if not is_eager():
-            raise DtypeError(
+            raise ModuleError(
                 f"shardax.numpy.{name} was called inside a program, which would keep the default "
                 f"dtype of its trace. Give it: {name}(..., dtype=...); or use jax.numpy.{name}."
             )

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
 
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
@@ -27,7 +26,7 @@ from shardax.partition.mesh import AnyMesh, mesh_text
 
 
 def spec_for(
-    axes: Iterable[Any] | None,
+    axes: Iterable[object] | None,
     shape: Sequence[int],
     mesh: AnyMesh | None,
     rules: logical.Rules,
@@ -216,7 +215,7 @@ def _usable(
     return tuple(usable)
 
 
-def _rules_of(name: Any, assignment: logical.AxisAssignment, rules: logical.Rules) -> str:
+def _rules_of(name, assignment: logical.AxisAssignment, rules: logical.Rules) -> str:
     """Text of the rules behind one dimension."""
     parts = name if isinstance(name, tuple) else (name,)
     chosen = assignment.chosen

@@ -26,7 +26,7 @@ from shardax._core.array_ops import ArrayLike
 from shardax._core.errors import ShardaxError
 from shardax._core.frames import is_eager
 from shardax._core.graph.paths import format_path
-from shardax._transforms.errors import MeshError, NoMeshError
+from shardax._transforms.errors import NoMeshError, TransformError
 from shardax.partition import context
 from shardax.partition.checker import diagnose
 from shardax.partition.errors import PartitionError
@@ -78,8 +78,8 @@ def constrain(
         NoMeshError: If there is no mesh, under ``on_no_mesh="error"``.
         PartitionError: If there are no rules, under ``on_no_mesh="error"``, or if the array cannot
             be laid out so, or ``x`` is no array, or if ``axes`` is malformed.
-        MeshError: If the mesh has no devices and nothing says which to use, or is another than that
-            of the ``jax.shard_map`` around.
+        TransformError: If the mesh has no devices and nothing says which to use, or is another
+            than that of the ``jax.shard_map`` around.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -105,7 +105,7 @@ def constrain(
     if not _has_devices(where, array):
         if policy == "ignore":
             return array
-        raise MeshError(
+        raise TransformError(
             f"{_intro(array, names)} {where} has no devices, and nothing says which the program is "
             "for, so JAX would drop the constraint. Call the compiled function under "
             "jax.set_mesh(mesh), not use_abstract_mesh; or pass mesh=mesh; or give it arrays that "
@@ -159,7 +159,7 @@ def constrain(
         ) from error
 
 
-def _as_array(x: Any, names: Names) -> jax.Array:
+def _as_array(x: object, names: Names) -> jax.Array:
     value = x.value if isinstance(x, ArrayLike) else x
     if isinstance(value, jax.Array):
         return value
@@ -173,7 +173,7 @@ def _as_array(x: Any, names: Names) -> jax.Array:
         ) from error
 
 
-def _intro(array: Any, names: Names) -> str:
+def _intro(array, names: Names) -> str:
     return f"Cannot constrain an array {array.dtype}{list(array.shape)} by {names}:"
 
 
@@ -187,13 +187,13 @@ def _mesh_for(array: jax.Array, named_mesh: AnyMesh | None) -> AnyMesh | None:
     assert mesh is not None  # it was given
     if not inside.empty and _axes_of_type(inside, AxisType.Manual):
         if dict(mesh.shape) != dict(inside.shape):
-            raise MeshError(
+            raise TransformError(
                 f"mesh={mesh} differs from {inside}, the mesh of the shard_map around this code. "
                 "Pass the same mesh, or none to take the one in scope."
             )
         return inside
     if _axes_of_type(mesh, AxisType.Manual):
-        raise MeshError(
+        raise TransformError(
             f"{mesh} has axes of type Manual, which are for the inside of jax.shard_map, and this "
             "code is not inside. Make the mesh with axes of type Auto or Explicit."
         )
@@ -289,7 +289,7 @@ def _move(array: jax.Array, entries: tuple[SpecEntry, ...], mesh: AnyMesh) -> ja
         now if isinstance(now, NamedSharding) and now.mesh.abstract_mesh == abstract else None
     )
     if isinstance(mesh, AbstractMesh) and sharding is None:
-        raise MeshError(
+        raise TransformError(
             f"Outside of a compiled function an array cannot be laid out over {mesh}, which has no "
             "devices. Pass the mesh itself, or call constrain inside a jitted function."
         )

@@ -25,7 +25,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from shardax._core.checks import Options
-from shardax.partition.errors import ParallelError, PartitionError
+from shardax.partition.errors import PartitionError
 from shardax.partition.mesh import AnyMesh
 from shardax.partition.rules import Rules, RulesLike, identity_rules
 
@@ -84,7 +84,7 @@ def rules_over(mesh: AnyMesh | None, rules: RulesLike | None = None) -> Rules:
 
 
 def names_without_rules(
-    names: Iterable[Any], mesh: AnyMesh | None, rules: RulesLike | None = None
+    names: Iterable[object], mesh: AnyMesh | None, rules: RulesLike | None = None
 ) -> tuple[str, ...]:
     """Unmapped names without rules, given or in scope."""
     if rules is not None or current_rules():
@@ -206,7 +206,7 @@ def parallel(
         The context manager, which is also a decorator.
 
     Raises:
-        ParallelError: If an argument has no such meaning.
+        PartitionError: If an argument has no such meaning.
 
     Example:
         >>> import jax.numpy as jnp, shardax as sx
@@ -217,7 +217,7 @@ def parallel(
         True
     """
     changes: dict[str, Any] = {}
-    options = Options(ParallelError)
+    options = Options(PartitionError)
     if microbatches is not None:
         options.integers(microbatches=microbatches)
         changes["microbatches"] = int(microbatches)  # as text it is part of JAX's key
@@ -254,7 +254,7 @@ def marking_names(rules: RulesLike) -> SettingsScope:
     return SettingsScope("marking_names", rules=resolve_rules(rules), marking=True)
 
 
-def mark_names(array: jax.Array, names: Iterable[Any]) -> jax.Array:
+def mark_names(array: jax.Array, names: Iterable[object]) -> jax.Array:
     """The array, marked by an equation of the primitive ``name``."""
     plain = [list(n) if isinstance(n, tuple) else n if isinstance(n, str) else None for n in names]
     return checkpoint_name(array, _MARK + json.dumps(plain))
@@ -269,7 +269,7 @@ def names_marked(text: str) -> tuple[Any, ...] | None:
 
 
 def logical_to_mesh_axes(
-    names: Iterable[Any] | None, rules: RulesLike | None = None
+    names: Iterable[object] | None, rules: RulesLike | None = None
 ) -> PartitionSpec | None:
     """Maps the logical names of one array's dimensions to mesh axes.
 

@@ -75,12 +75,8 @@ def nearest_name(name: str, names: Sequence[str]) -> str | None:
     return next(iter((*near, *exchanged)), None)
 
 
-class PartitionError(ShardaxError, ValueError):
+class PartitionError(ShardaxError, ValueError, RuntimeError):
     """Rules, axis names, overrides or a constraint that cannot be followed."""
-
-
-class ParallelError(PartitionError):
-    """A form of parallelism does not fit its mesh or batch."""
 
 
 class PartitionCheckError(PartitionError):
@@ -106,11 +102,3 @@ def raise_on_errors(diagnostics: Iterable[Diagnostic]) -> None:
     errors = [diagnostic for diagnostic in diagnostics if diagnostic.severity == "error"]
     if errors:
         raise PartitionCheckError(errors)
-
-
-class PlacementError(ShardaxError, RuntimeError):
-    """A device refused an array during placement; every array is still valid."""
-
-
-class PartitioningUnspecifiedError(ShardaxError, ValueError):
-    """A box gains or loses a dimension that has no name."""

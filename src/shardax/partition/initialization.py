@@ -27,7 +27,7 @@ from shardax._core.frames import is_eager
 from shardax._core.graph.flatten import flatten_roots, is_object
 from shardax._core.graph.static import Static
 from shardax._core.object import Object
-from shardax._transforms.errors import MeshError
+from shardax._transforms.errors import TransformError
 from shardax._transforms.jit.abstract_eval import eval_shape
 from shardax._transforms.jit.jit import jit
 from shardax.partition.context import axis_rules, resolve_rules, rules_over
@@ -42,11 +42,11 @@ MOST = 64
 
 
 def initialise(
-    fn: Callable[..., Any],
-    *args: Any,
+    fn: Callable[..., object],
+    *args: object,
     mesh: AnyMesh | None = None,
     rules: RulesLike | None = None,
-    **kwargs: Any,
+    **kwargs: object,
 ) -> Any:
     """Computes the results of a functional initializer straight into their shardings.
 
@@ -71,7 +71,7 @@ def initialise(
 
     Raises:
         NoMeshError: If no mesh is given and none is in scope.
-        MeshError: If the mesh has no devices, or the call is inside a program.
+        TransformError: If the mesh has no devices, or the call is inside a program.
         PartitionError: If there are logical names and no rules.
         PartitionCheckError: If an array cannot be laid out so; lists all by path, and nothing was
             compiled.
@@ -89,12 +89,12 @@ def initialise(
     """
     where = require_mesh(mesh, "initialise")
     if not is_eager():
-        raise MeshError(
+        raise TransformError(
             "initialise places arrays and cannot be called inside a program. Call it outside; or, "
             "inside, call the initializer itself and unbox(result), which constrains the values."
         )
     if not isinstance(where, Mesh) or AxisType.Manual in where.axis_types:
-        raise MeshError(
+        raise TransformError(
             f"initialise cannot place arrays over {where}: it has no devices, or Manual axes. Pass "
             "a mesh such as jax.make_mesh((2, 4), ('data', 'model')). For specs alone, use "
             "get_sharding(jax.eval_shape(fn, ...), mesh)."
@@ -122,7 +122,7 @@ def initialise(
     if automatic == where:
         return result
 
-    def over_given(leaf: Any) -> Any:  # of the same devices: nothing is moved
+    def over_given(leaf):  # of the same devices: nothing is moved
         if is_object(leaf):
             return shard(leaf, where, rules)
         return jax.device_put(leaf, NamedSharding(where, leaf.sharding.spec))
@@ -140,7 +140,7 @@ class InitializerCall:
         self._leaves, self._treedef = jax.tree.flatten((args, kwargs), is_leaf=is_object)
         self.inputs = [leaf for leaf in self._leaves if _is_input(leaf)]
 
-    def run(self, arguments: Sequence[Any]) -> Any:
+    def run(self, arguments: Sequence[object]) -> Any:
         """Calls the function with other inputs."""
         remaining = iter(arguments)
         filled = [next(remaining) if _is_input(leaf) else leaf for leaf in self._leaves]
@@ -163,7 +163,7 @@ class InitializerCall:
         return key
 
 
-def _key_of(item: Any, functions: list[Any]) -> Hashable:
+def _key_of(item: object, functions: list[object]) -> Hashable:
     """A static value as part of a key."""
     if isinstance(item, types.MethodType):
         return _key_of(item.__func__, functions), _identity(item.__self__, functions)
@@ -172,7 +172,7 @@ def _key_of(item: Any, functions: list[Any]) -> Hashable:
     return Static(item)
 
 
-def _identity(item: Any, functions: list[Any]) -> Hashable:
+def _identity(item: object, functions: list[object]) -> Hashable:
     weakref.ref(item)  # raises if there are none
     functions.append(item)
     return id, id(item)  # no other object has it while this one is alive
@@ -189,10 +189,10 @@ class CurrentCall:
         self._local = threading.local()
         self._function = _weakly(call.function)
 
-    def __call__(self, inputs: Sequence[Any]) -> Any:
+    def __call__(self, inputs: Sequence[object]) -> Any:
         return self._local.call.run(inputs)
 
-    def run(self, call: InitializerCall, compiled: Callable[[Any], Any], inputs: Any) -> Any:
+    def run(self, call: InitializerCall, compiled: Callable[[Any], object], inputs: object) -> Any:
         """Runs the compiled program for a call."""
         self._local.call = call
         try:
@@ -210,7 +210,7 @@ class CurrentCall:
 _programs: dict[Hashable, tuple[CurrentCall, Callable[[Any], Any], list[Any]]] = {}
 
 
-def _weakly(function: Any) -> Callable[[], Any]:
+def _weakly(function: object) -> Callable[[], Any]:
     if isinstance(function, types.MethodType):
         return weakref.WeakMethod(function)
     try:
@@ -219,11 +219,11 @@ def _weakly(function: Any) -> Callable[[], Any]:
         return lambda: function
 
 
-def _is_input(leaf: Any) -> bool:
+def _is_input(leaf: object) -> bool:
     return isinstance(leaf, (jax.Array, np.ndarray)) or is_object(leaf)
 
 
-def _types_of(inputs: Sequence[Any]) -> Hashable:
+def _types_of(inputs: Sequence[object]) -> Hashable:
     """Structures of objects, and shapes and dtypes of all arrays."""
     flat = flatten_roots([item for item in inputs if isinstance(item, Object)])
     values = [variable._value for variable in flat.leaves]
@@ -239,7 +239,7 @@ def _automatic(mesh: Mesh) -> Mesh:
     return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * mesh.devices.ndim)
 
 
-def _over_automatic(array: Any) -> Any:
+def _over_automatic(array: object):
     """Declares an input over Auto axes, as in the program; moves nothing."""
     now = array.sharding if isinstance(array, jax.Array) else None
     if not isinstance(now, NamedSharding) or not isinstance(now.mesh, Mesh):

@@ -54,13 +54,13 @@ from shardax.partition.rules import Rules
 T = TypeVar("T")
 
 
-def walk(tree: Any) -> tuple[list[tuple[Path, Any]], Any]:
+def walk(tree: object) -> tuple[list[tuple[Path, Any]], Any]:
     """The subtrees of a mixed tree by path, and their treedef."""
     leaves, treedef = jax.tree.flatten_with_path(tree, is_leaf=is_whole)
     return [(plain_path(path) if path else (), leaf) for path, leaf in leaves], treedef
 
 
-def is_array(value: Any) -> bool:
+def is_array(value: object) -> bool:
     """Whether a value has a shape and a dtype."""
     # Classes such as jnp.float32 have these attributes too, for their instances.
     return hasattr(value, "shape") and hasattr(value, "dtype") and not isinstance(value, type)
@@ -89,8 +89,8 @@ class LeafInfo(NamedTuple):
     axes: Any  # one name per dimension, or None; of a user's own box, a PartitionSpec
     arrays: tuple[ArrayInfo, ...]  # of its value, in the order of leaves
     treedef: Any  # of the value; None for the usual value of one array
-    variable: Variable[Any] | None  # as seen from the current frame
-    held: Any  # the value of what is no Variable
+    variable: Variable | None  # as seen from the current frame
+    held: object  # the value of what is no Variable
     box: AxisMetadata[Any] | None = None  # empty
     rules: Rules | None = None  # of its own, instead of the layout's
     mesh: AnyMesh | None = None  # of its own
@@ -148,12 +148,12 @@ class LeafInfo(NamedTuple):
 class Subtree(NamedTuple):
     """A leaf of the tree's pytree, such as a Module or box."""
 
-    value: Any
+    value: object
     path: Path
     leaves: tuple[int, ...]  # positions in the inventory
     origins: dict[Path, Origin] | None  # of Modules and States, by path below, as ``leaves``
 
-    def filled(self, entries: Sequence[Any]) -> Any:
+    def filled(self, entries: Sequence[object]) -> Any:
         """Entries in place of leaves; a State for a Module or State."""
         if self.origins is not None:
             pairs = zip(self.origins, self.leaves, strict=True)
@@ -165,7 +165,7 @@ class FilterSubject(NamedTuple):
     """A leaf as filters see it."""
 
     paths: tuple[Path, ...]  # every path by which it is reached
-    like: Any  # the Variable, or the Origin of what is none
+    like: object  # the Variable, or the Origin of what is none
 
 
 class TreeInventory:
@@ -177,7 +177,7 @@ class TreeInventory:
         self._positions: dict[int, int] = {}  # of Variables, by identity
         self.subtrees = [self._add_subtree(path, value) for path, value in subtrees]
 
-    def _add_subtree(self, path: Path, value: Any) -> Subtree:
+    def _add_subtree(self, path: Path, value: object) -> Subtree:
         if isinstance(value, Variable):
             return Subtree(value, path, (self._add_variable(path, value),), None)
         if isinstance(value, Object):
@@ -202,7 +202,7 @@ class TreeInventory:
             return Subtree(value, path, (self._add(path, EMPTY, value),), None)
         return Subtree(value, path, (), None)
 
-    def _add_variable(self, path: Path, variable: Variable[Any]) -> int:
+    def _add_variable(self, path: Path, variable: Variable) -> int:
         target = resolve(variable, local.frame)
         position = self._positions.get(id(target))
         if position is None:
@@ -211,7 +211,7 @@ class TreeInventory:
         return position
 
     def _add(
-        self, path: Path, metadata: Metadata, value: Any, variable: Variable[Any] | None = None
+        self, path: Path, metadata: Metadata, value: object, variable: Variable | None = None
     ) -> int:
         plain_value = value if variable is None else None
         if is_box(value):
@@ -242,7 +242,7 @@ class TreeInventory:
         self.leaves.append(leaf)
         return len(self.leaves) - 1
 
-    def position(self, variable: Variable[Any]) -> int:
+    def position(self, variable: Variable) -> int:
         """The position of a Variable's leaf."""
         return self._positions[id(resolve(variable, local.frame))]
 
@@ -270,13 +270,13 @@ class TreeInventory:
         """The tree with other values in place of its subtrees."""
         return self.treedef.unflatten(map(fill, self.subtrees))
 
-    def filled(self, entries: Sequence[Any]) -> Any:
+    def filled(self, entries: Sequence[object]) -> Any:
         """The tree with entries in place of leaves, None for other values."""
         return self.unflatten(lambda subtree: subtree.filled(entries))
 
 
 def _box_leaf(
-    path: Path, box: AxisMetadata[Any], variable: Variable[Any] | None, plain_value: Any
+    path: Path, box: AxisMetadata[Any], variable: Variable | None, plain_value: object
 ) -> LeafInfo:
     names, rules = box.layout()
     return LeafInfo(
@@ -308,7 +308,7 @@ def _origin_of(leaf: LeafInfo) -> Origin:
     return Origin(kind, Metadata(names, entries.entries if isinstance(entries, Metadata) else {}))
 
 
-def _array_info(path: Path, value: Any) -> ArrayInfo:
+def _array_info(path: Path, value) -> ArrayInfo:
     axes = axes_of(value)
     if axes is not None:
         (value,) = jax.tree.leaves(value)
@@ -321,7 +321,7 @@ def _array_info(path: Path, value: Any) -> ArrayInfo:
     return ArrayInfo(path, tuple(value.shape), value.dtype, weak, named, axes)
 
 
-def with_mapped_axes(mapped: Sequence[Any], own_names: Sequence[Any]) -> tuple[Any, ...]:
+def with_mapped_axes(mapped: Sequence[object], own_names: Sequence[object]) -> tuple[Any, ...]:
     """Returns names with those of mapped dimensions in front."""
     named = [new if old is None else old for new, old in zip(mapped, own_names, strict=False)]
     return (*named, *own_names[len(named) :])

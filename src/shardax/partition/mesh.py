@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from shardax._transforms.errors import MeshError
+from shardax._transforms.errors import TransformError
 
 AnyMesh = Mesh | AbstractMesh
 
@@ -32,7 +32,7 @@ def resolve_mesh(mesh: AnyMesh | None = None) -> AnyMesh | None:
         concrete one. None if no mesh with axes is in scope.
 
     Raises:
-        MeshError: If ``mesh`` is neither a mesh nor None.
+        TransformError: If ``mesh`` is neither a mesh nor None.
 
     Example:
         >>> import jax
@@ -46,7 +46,7 @@ def resolve_mesh(mesh: AnyMesh | None = None) -> AnyMesh | None:
     if isinstance(mesh, (Mesh, AbstractMesh)):
         return mesh
     if mesh is not None:
-        raise MeshError(
+        raise TransformError(
             f"mesh={mesh!r} of type {type(mesh).__name__} is not a mesh. Make one, for instance "
             "jax.make_mesh((2, 4), ('data', 'model')), or pass None for the mesh in scope."
         )

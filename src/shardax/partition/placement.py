@@ -23,9 +23,9 @@ from shardax._core.frames import check_trace, check_unlocked, is_eager, is_ref, 
 from shardax._core.graph.paths import format_path
 from shardax._core.init.lazy import LazyValue, Recipe, compute_all
 from shardax._core.object import Object
-from shardax._transforms.errors import MeshError
+from shardax._transforms.errors import TransformError
 from shardax.partition.constraints import lay_out_traced
-from shardax.partition.errors import Diagnostic, PlacementError, raise_on_errors
+from shardax.partition.errors import Diagnostic, PartitionError, raise_on_errors
 from shardax.partition.inventory import LeafInfo, Subtree, TreeInventory
 from shardax.partition.mesh import AnyMesh, resolve_mesh
 from shardax.partition.rules import RulesLike
@@ -76,11 +76,11 @@ def shard(
         NoMeshError: If no mesh is given and none is in scope.
         PartitionError: If a box has logical names, and there are no rules, or if overrides or
             memory kinds are malformed.
-        MeshError: If the mesh has no devices, or axes of type Manual.
+        TransformError: If the mesh has no devices, or axes of type Manual.
         PartitionCheckError: If an array cannot be placed so (an axis that the mesh does not have, a
             dimension that cannot be divided, a policy of the rules, an abstract or deleted array);
             lists all of them by path, and nothing was changed.
-        PlacementError: If a device refuses an array, for want of memory. What was placed before
+        PartitionError: If a device refuses an array, for want of memory. What was placed before
             stays there, the rest is where it was, and the call can be repeated.
 
     Example:
@@ -104,7 +104,7 @@ def shard(
     return _place(inventory, model, shardings)
 
 
-def unshard(model: T, device: Any = None) -> T:
+def unshard(model: T, device: object = None) -> T:
     """Gathers a model on one device, in place: the inverse of ``shard``.
 
     Lazy values stay lazy, as they are on no device. Arrays are gathered one after the other, so
@@ -120,10 +120,10 @@ def unshard(model: T, device: Any = None) -> T:
         these cannot be changed in place. Boxes keep their names.
 
     Raises:
-        MeshError: If ``device`` is no device.
+        TransformError: If ``device`` is no device.
         PartitionCheckError: If an array is abstract, deleted, inside a trace, or partly on devices
             of another process; lists all of them by path, and nothing was changed.
-        PlacementError: If the device refuses an array; as for ``shard``.
+        PartitionError: If the device refuses an array; as for ``shard``.
 
     Example:
         >>> import jax, jax.numpy as jnp, shardax as sx
@@ -143,7 +143,7 @@ def unshard(model: T, device: Any = None) -> T:
     return _place(inventory, model, destinations)
 
 
-def _one_device(device: Any) -> Any:
+def _one_device(device: object):
     if device is None:
         default = getattr(jax.config, "jax_default_device", None)  # a device or a platform's name
         if isinstance(default, jax.Device):
@@ -151,7 +151,7 @@ def _one_device(device: Any) -> Any:
         return jax.local_devices(backend=default)[0]
     if isinstance(device, jax.Device):
         return device
-    raise MeshError(
+    raise TransformError(
         f"unshard gathers on one device, but device={device!r} is of type {type(device).__name__}. "
         "Give a device, such as jax.devices()[0], or None for the default one. To lay the model "
         "out over another mesh use shard(model, mesh, rules)."
@@ -160,12 +160,12 @@ def _one_device(device: Any) -> Any:
 
 def _check_devices(mesh: AnyMesh) -> None:
     if not isinstance(mesh, Mesh):
-        raise MeshError(
+        raise TransformError(
             f"shard cannot place arrays over {mesh}, which has no devices. Pass the mesh itself: "
             "an AbstractMesh serves partition_specs, shardings, abstract and check only."
         )
     if AxisType.Manual in mesh.axis_types:
-        raise MeshError(
+        raise TransformError(
             f"shard cannot place arrays over {mesh}: axes of type Manual are for the inside of "
             "jax.shard_map. Make the mesh with axes of type Auto or Explicit."
         )
@@ -312,10 +312,10 @@ class _Copies:
                 leaf.variable._value = leaf.with_arrays(leaf.value, arrays)
         self.done += len(batch)
 
-    def _refused(self, positions: list[int], error: Exception) -> PlacementError:
+    def _refused(self, positions: list[int], error: Exception) -> PartitionError:
         paths = [self.leaves[position].path for position in positions]
         listed = ", ".join(map(format_path, paths[:8])) + (" ..." if len(paths) > 8 else "")
-        return PlacementError(
+        return PartitionError(
             f"{listed}: a device refused: {error}\n{self.done} of {self.total} values are at their "
             "new place and the others where they were; all are valid. Make room (a State or "
             "another model may hold the old arrays), split by more mesh axes, or use another "
@@ -323,15 +323,15 @@ class _Copies:
         )
 
 
-def _on_devices(arrays: Sequence[Any]) -> list[Any]:
+def _on_devices(arrays: Sequence[object]) -> list[Any]:
     return [leaf for leaf in jax.tree.leaves(arrays) if not isinstance(leaf, Tracer)]
 
 
-def _is_at(array: Any, to: Any) -> bool:
+def _is_at(array: object, to: object) -> bool:
     return isinstance(array, jax.Array) and not isinstance(array, Tracer) and array.sharding == to
 
 
-def _moved(array: Any, to: Any) -> Any:
+def _moved(array, to):
     if to is None or _is_at(array, to):
         return array
     if isinstance(array, LazyValue):

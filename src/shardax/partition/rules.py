@@ -83,7 +83,7 @@ def strings(names: Names) -> Iterator[str]:
             yield from entry
 
 
-def check_names(names: Iterable[Any]) -> Names:
+def check_names(names: Iterable[object]) -> Names:
     """Names of one array as a checked tuple; lists inside become tuples."""
     if isinstance(names, str):
         raise errors.PartitionError(
@@ -142,7 +142,7 @@ def assign(names: Names, rules: tuple[Rule, ...]) -> AxisAssignment:
     return AxisAssignment(entries, chosen, tuple(passed_over), unmapped)
 
 
-def _entry(name: Any, targets: dict[str, SpecEntry]) -> SpecEntry:
+def _entry(name: object, targets: dict[str, SpecEntry]) -> SpecEntry:
     """Entry of one dimension, given targets by name."""
     if isinstance(name, str):
         return targets.get(name)
@@ -217,7 +217,7 @@ class Rules:
         """The mesh axes in targets, each once, in order."""
         return tuple(dict.fromkeys(axis for _, to in self.pairs for axis in mesh_axes_of(to)))
 
-    def assign(self, names: Iterable[Any]) -> AxisAssignment:
+    def assign(self, names: Iterable[object]) -> AxisAssignment:
         """Assigns mesh axes to the dimensions of one array, regardless of policies.
 
         Args:
@@ -235,7 +235,7 @@ class Rules:
         """
         return assign(check_names(names), self.pairs)
 
-    def spec(self, names: Iterable[Any]) -> PartitionSpec:
+    def spec(self, names: Iterable[object]) -> PartitionSpec:
         """Returns the ``PartitionSpec`` of one array, under the policies.
 
         Args:
@@ -273,7 +273,7 @@ class Rules:
             information on a mesh axis that no rule names.
 
         Raises:
-            MeshError: If ``mesh`` is neither a mesh nor None.
+            TransformError: If ``mesh`` is neither a mesh nor None.
 
         Example:
             >>> import jax
@@ -370,7 +370,7 @@ class Rules:
         unmapped = "" if self.on_unmapped == "replicate" else f", on_unmapped={self.on_unmapped!r}"
         return f"Rules([{pairs}]{conflict}{unmapped})"
 
-    def __setattr__(self, name: str, value: Any = None) -> NoReturn:
+    def __setattr__(self, name: str, value: object = None) -> NoReturn:
         raise AttributeError(
             f"Rules are immutable: cannot change {name!r}. Make new ones with rules.replace(...), "
             f"rules.extend(...) or rules.override(...)."
@@ -383,7 +383,7 @@ RulesLike = Rules | Mapping[str, SpecEntry] | Iterable[Any]
 """Rules, a mapping of name to target, or pairs."""
 
 
-def _check_pairs(pairs: Any) -> tuple[Rule, ...]:
+def _check_pairs(pairs: object) -> tuple[Rule, ...]:
     example = "Rules([('embed', None), ('mlp', 'model')])"
     if isinstance(pairs, Mapping):
         pairs = cast("Mapping[Any, Any]", pairs).items()
@@ -409,7 +409,7 @@ def _check_pairs(pairs: Any) -> tuple[Rule, ...]:
     return tuple(checked)
 
 
-def _check_target(position: int, name: str, target: Any) -> SpecEntry:
+def _check_target(position: int, name: str, target: object) -> SpecEntry:
     if target is None or target is UNCONSTRAINED:
         return target
     if isinstance(target, str):

@@ -38,7 +38,7 @@ from shardax.partition.tree_layout import (
 
 
 def partition_specs(
-    tree: Any, rules: RulesLike | None = None, *, overrides: OverridesLike | None = None
+    tree: object, rules: RulesLike | None = None, *, overrides: OverridesLike | None = None
 ) -> Any:
     """Returns the ``PartitionSpec`` of every array of a tree.
 
@@ -179,14 +179,14 @@ def abstract(
     leaf_values = [values[inventory.position(variable)] for variable in flat.leaves]
     copies = iter(build(flat.graphdef, leaf_values, owner_here())[0])
 
-    def fill(subtree: Subtree) -> Any:
+    def fill(subtree: Subtree):
         return next(copies) if isinstance(subtree.value, Object) else subtree.filled(values)
 
     return inventory.unflatten(fill)
 
 
 def batch_sharding(
-    axes: Iterable[Any], mesh: AnyMesh | None = None, rules: RulesLike | None = None
+    axes: Iterable[object], mesh: AnyMesh | None = None, rules: RulesLike | None = None
 ) -> NamedSharding:
     """Returns the ``NamedSharding`` of one array by its axis names.
 
@@ -223,7 +223,7 @@ def batch_sharding(
     return named_sharding(where, spec)
 
 
-def get_partition_spec(tree: Any) -> Any:
+def get_partition_spec(tree: object) -> Any:
     """Returns the ``PartitionSpec`` of every box of a tree, without rules.
 
     Args:
@@ -250,7 +250,7 @@ def get_partition_spec(tree: Any) -> Any:
     return layout.entries(layout.checked().specs)
 
 
-def logical_to_mesh(tree: Any, rules: RulesLike | None = None) -> Any:
+def logical_to_mesh(tree: object, rules: RulesLike | None = None) -> Any:
     """Maps the logical specs of a tree to mesh axes.
 
     Args:
@@ -275,7 +275,7 @@ def logical_to_mesh(tree: Any, rules: RulesLike | None = None) -> Any:
 
 
 def logical_to_mesh_sharding(
-    tree: Any, mesh: AnyMesh | None = None, rules: RulesLike | None = None
+    tree: object, mesh: AnyMesh | None = None, rules: RulesLike | None = None
 ) -> Any:
     """Maps the logical specs of a tree to shardings over a mesh.
 
@@ -305,7 +305,7 @@ def logical_to_mesh_sharding(
     return layout.entries(layout.shardings())
 
 
-def get_sharding(tree: Any, mesh: AnyMesh | None = None, rules: RulesLike | None = None) -> Any:
+def get_sharding(tree: object, mesh: AnyMesh | None = None, rules: RulesLike | None = None) -> Any:
     """Returns the ``NamedSharding`` of every box of a tree.
 
     Args:
@@ -334,7 +334,7 @@ def get_sharding(tree: Any, mesh: AnyMesh | None = None, rules: RulesLike | None
     return layout.entries(layout.shardings())
 
 
-def _boxed(tree: Any) -> Any:
+def _boxed(tree: object):
     """The tree with empty boxes of the same names for specs."""
     return jax.tree.map(
         lambda x: LogicallyPartitioned(None, tuple(x)) if isinstance(x, PartitionSpec) else x,

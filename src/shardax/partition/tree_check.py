@@ -205,7 +205,7 @@ def _differences(layout: TreeLayout, mesh: AnyMesh) -> Iterator[Diagnostic]:
             yield Diagnostic("warning", info.path, "misplaced", text)
 
 
-def _is_on(array: Any, mesh: AnyMesh) -> bool:
+def _is_on(array, mesh: AnyMesh) -> bool:
     """Whether an array is spread over the devices of a mesh."""
     if isinstance(mesh, Mesh):
         return array.sharding.device_set == set(mesh.devices.flat)
@@ -213,7 +213,7 @@ def _is_on(array: Any, mesh: AnyMesh) -> bool:
     return isinstance(sharding, NamedSharding) and dict(sharding.mesh.shape) == dict(mesh.shape)
 
 
-def _agree(real: Any, target: NamedSharding, ndim: int) -> bool:
+def _agree(real, target: NamedSharding, ndim: int) -> bool:
     if isinstance(target.mesh, Mesh):
         return bool(real.is_equivalent_to(target, ndim))
     same_memory = target.memory_kind is None or real.memory_kind == target.memory_kind
@@ -227,12 +227,12 @@ def _plain(sharding: NamedSharding, ndim: int) -> list[tuple[str, ...]]:
     return [tuple(axis for axis in mesh_axes_of(entry) if sizes[axis] > 1) for entry in entries]
 
 
-def _devices(array: Any) -> str:
+def _devices(array) -> str:
     devices = sorted(str(device) for device in array.sharding.device_set)
     return devices[0] if len(devices) == 1 else f"{len(devices)} devices, {devices[0]} among them"
 
 
-def _shown(sharding: Any) -> str:
+def _shown(sharding) -> str:
     place = sharding.spec if isinstance(sharding, NamedSharding) else sharding
     kind = sharding.memory_kind
     return str(place) if kind in (None, "device") else f"{place} in {kind}"

@@ -103,7 +103,7 @@ def overrides_of(
 class _FilterTable:
     """Pairs of filter and value; ``convert`` checks one value of ``option``."""
 
-    def __init__(self, option: str, option_value: Any, convert: Callable[[Any, str], Any]) -> None:
+    def __init__(self, option: str, option_value, convert: Callable[[Any, str], Any]) -> None:
         self.option = option
         pairs = _pairs(option, option_value)
         self.predicates = to_predicates([item for item, _ in pairs])
@@ -152,7 +152,7 @@ class _FilterTable:
 _EXAMPLE = "overrides={sx.OptState: {'embed': 'data'}, sx.PathContains('bias'): PartitionSpec()}"
 
 
-def _pairs(option: str, option_value: Any) -> list[tuple[Any, Any]]:
+def _pairs(option: str, option_value) -> list[tuple[Any, Any]]:
     if isinstance(option_value, State):
         option_value = StateSharding(option_value)
     if isinstance(option_value, FilterMapping):
@@ -169,13 +169,13 @@ def _pairs(option: str, option_value: Any) -> list[tuple[Any, Any]]:
     return [(item, value) for item, value in pairs]
 
 
-def _filter_text(item: Any) -> str:
+def _filter_text(item: object) -> str:
     if item is ...:
         return "..."
     return item.__name__ if isinstance(item, type) else repr(item)
 
 
-def _checked_value(value: Any, text: str) -> Any:
+def _checked_value(value: object, text: str):
     if value is None or isinstance(value, (PartitionSpec, NamedSharding, logical.Rules)):
         return value
     if isinstance(value, (Mapping, list)):
@@ -190,7 +190,7 @@ def _checked_value(value: Any, text: str) -> Any:
     )
 
 
-def _checked_kind(value: Any, text: str, mesh: AnyMesh | None) -> str | None:
+def _checked_kind(value: object, text: str, mesh: AnyMesh | None) -> str | None:
     if value is not None and not isinstance(value, str):
         raise PartitionError(
             f"{text}: {value!r} of type {type(value).__name__} is no memory kind; give a string "
@@ -436,7 +436,7 @@ class TreeLayout:
         return self.inventory.filled([leaf.entry(of_arrays) for leaf, of_arrays in pairs])
 
 
-def _names_in(axes: Any) -> set[str]:
+def _names_in(axes) -> set[str]:
     """Names among possibly malformed entries."""
     parts = (part for name in axes or () for part in (name if isinstance(name, tuple) else (name,)))
     return {part for part in parts if isinstance(part, str)}
@@ -510,7 +510,7 @@ def paths_text(paths: Sequence[Path]) -> str:
 
 
 def _unused_rule(
-    rule: tuple[str, Any], rules: logical.Rules, present: Mapping[str, list[Path]], lost: bool
+    rule: tuple[str, object], rules: logical.Rules, present: Mapping[str, list[Path]], lost: bool
 ) -> Diagnostic:
     name = rule[0]
     start = f"The rule {logical.format_rule(rule)} was used for no array: "

@@ -124,7 +124,7 @@ def reports_of(
     *,
     compiler: str = "auto",
     processes: int | None = None,
-    cache: Any = "default",
+    cache: object = "default",
     progress: bool = False,
 ) -> Iterator[LayoutReport]:
     """Yields reports as layouts are done; options as for ``compare``."""
@@ -238,13 +238,13 @@ def plan(
 
 
 def assert_layout(
-    step: Callable[..., Any],
-    args: Sequence[Any],
+    step: Callable[..., object],
+    args: Sequence[object],
     rules: RulesLike,
     mesh: Mapping[str, int],
     *,
     target: str | Target | None = None,
-    parallel: Mapping[str, Any] | None = None,
+    parallel: Mapping[str, object] | None = None,
     wire_bytes: Bound | Mapping[str | tuple[str, ...], Bound] | None = None,
     peak_bytes: Bound | None = None,
     replicated_params: int | Collection[str] | None = None,

@@ -97,7 +97,7 @@ class Placed:
     warnings: tuple[str, ...] = ()
 
 
-def unbound(step: Any) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+def unbound(step: object) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     """Returns the function under partials and methods, with bound arguments."""
     if isinstance(step, functools.partial):
         function, args, keywords = unbound(step.func)
@@ -208,7 +208,7 @@ class Inputs:
             is_leaf=_is_part,
         )
 
-    def _positional(self, tree: Any) -> tuple[Any, ...]:
+    def _positional(self, tree: object) -> tuple[Any, ...]:
         """The arguments of a tree by name, in order and unboxed."""
         values = jax.tree.map(
             lambda leaf: leaf.value if isinstance(leaf, _Named) else leaf, tree, is_leaf=_is_part
@@ -267,7 +267,7 @@ class Inputs:
             warnings=warnings,
         )
 
-    def _for_optimizer(self, value: Any) -> list[tuple[Any, Any]] | None:
+    def _for_optimizer(self, value: object) -> list[tuple[Any, Any]] | None:
         """A value for the optimizer's state alone, by filter."""
         if not value:
             return None
@@ -287,7 +287,7 @@ def label(path: Path) -> str:
     return format_path(path).removeprefix(".")
 
 
-def _argument_names(step: Callable[..., Any], args: Sequence[Any]) -> tuple[str, ...]:
+def _argument_names(step: Callable[..., object], args: Sequence[object]) -> tuple[str, ...]:
     """The names of the arguments in the step's signature."""
     try:
         signature = inspect.signature(step)
@@ -307,14 +307,14 @@ def _argument_names(step: Callable[..., Any], args: Sequence[Any]) -> tuple[str,
     return tuple(names)
 
 
-def _is_part(value: Any) -> bool:
+def _is_part(value: object) -> bool:
     return is_box(value) or isinstance(value, (NamedShape, Object))
 
 
-def _optax_states(tree: Any) -> list[Path]:
+def _optax_states(tree: object) -> list[Path]:
     """Paths of the states of optax, named tuples of its own."""
 
-    def is_state(value: Any) -> bool:
+    def is_state(value: object) -> bool:
         module = type(value).__module__
         return hasattr(type(value), "_fields") and module.partition(".")[0] == "optax"
 
@@ -322,7 +322,7 @@ def _optax_states(tree: Any) -> list[Path]:
     return [plain_path(path) for path, leaf in leaves if is_state(leaf)]
 
 
-def _kind(leaf: LeafInfo, like: Any, states: Sequence[Path]) -> str:
+def _kind(leaf: LeafInfo, like, states: Sequence[Path]) -> str:
     kind = like.variable_type if isinstance(like, Origin) else type(like)
     if issubclass(kind, OptState) or any(leaf.path[: len(path)] == path for path in states):
         return "optimizer"
@@ -331,7 +331,7 @@ def _kind(leaf: LeafInfo, like: Any, states: Sequence[Path]) -> str:
     return "parameters" if issubclass(kind, (Param, AxisMetadata)) else "other"
 
 
-def _array_layout(leaf: LeafInfo, info: ArrayInfo, kind: str, spec: Any) -> ArrayLayout:
+def _array_layout(leaf: LeafInfo, info: ArrayInfo, kind: str, spec) -> ArrayLayout:
     missing = (None,) * (len(info.shape) - len(spec))
     return ArrayLayout(
         label(info.path),

@@ -331,7 +331,7 @@ def to_data(report: LayoutReport) -> dict[str, Any]:
     return dataclasses.asdict(report) | {"total_wire_bytes": total}
 
 
-def from_data(data: Mapping[str, Any]) -> LayoutReport:
+def from_data(data: Mapping[str, object]) -> LayoutReport:
     """Returns the report written by ``to_data``, also after JSON."""
     fields = {n: _tuples(value) for n, value in data.items() if n != "total_wire_bytes"}
     fields["layout"] = Layout(**fields["layout"])
@@ -345,7 +345,7 @@ def from_data(data: Mapping[str, Any]) -> LayoutReport:
     return LayoutReport(**fields)
 
 
-def _tuples(value: Any) -> Any:
+def _tuples(value: object) -> Any:
     """The value with tuples for the lists of JSON."""
     if isinstance(value, dict):
         return {name: _tuples(item) for name, item in value.items()}

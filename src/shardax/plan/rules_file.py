@@ -233,7 +233,7 @@ def entry_to_data(entry: NamedRules) -> dict[str, Any]:
     return data
 
 
-def entry_from_data(table: Any, where: str, name: str, key: str = "") -> NamedRules:
+def entry_from_data(table: object, where: str, name: str, key: str = "") -> NamedRules:
     """Returns the layout of a table of a file."""
     at = f"{key}." if key else ""
     if not isinstance(table, Mapping):
@@ -297,7 +297,7 @@ def _beside_rules(table: Mapping[str, Any], where: str, at: str) -> dict[str, An
     }
 
 
-def _pairs(value: Any) -> Any:
+def _pairs(value: object) -> Any:
     """The rules as ``Rules`` takes them."""
     pairs = list(value.items()) if isinstance(value, dict) else value
     if not isinstance(pairs, list):
@@ -310,13 +310,13 @@ def _pairs(value: Any) -> Any:
     ]
 
 
-def _target(axes: Any) -> Any:
+def _target(axes):
     if axes is UNCONSTRAINED:
         return {"unconstrained": True}
     return axes if isinstance(axes, str) else list(axes or ())
 
 
-def _toml(value: Any) -> str:
+def _toml(value: object) -> str:
     """A TOML value, with strings and quoted keys as in JSON."""
     if isinstance(value, dict):
         pairs = ", ".join(f"{_toml(key)} = {_toml(item)}" for key, item in value.items())

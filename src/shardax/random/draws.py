@@ -46,7 +46,11 @@ def key() -> jax.Array:
 
 
 def bits(
-    shape: Any = (), dtype: Any = jnp.uint32, *, device: Any = None, sharding: Any = None
+    shape: object = (),
+    dtype: jax.typing.DTypeLike = jnp.uint32,
+    *,
+    device: object = None,
+    sharding: object = None,
 ) -> jax.Array:
     """Draws random bits.
 
@@ -72,13 +76,13 @@ def bits(
 
 
 def uniform(
-    shape: Any = (),
-    dtype: Any = None,
-    minval: Any = 0.0,
-    maxval: Any = 1.0,
+    shape: object = (),
+    dtype: jax.typing.DTypeLike | None = None,
+    minval: object = 0.0,
+    maxval: object = 1.0,
     *,
-    device: Any = None,
-    sharding: Any = None,
+    device: object = None,
+    sharding: object = None,
 ) -> jax.Array:
     """Draws numbers uniformly from ``[minval, maxval)``.
 
@@ -96,7 +100,7 @@ def uniform(
     Raises:
         DrawError: If a lower bound is above its upper bound, or their difference is not finite, or
             while a transform is tracing.
-        DtypeError: If the dtype has 64 bits while JAX uses 32.
+        ModuleError: If the dtype has 64 bits while JAX uses 32.
 
     Example:
         >>> import shardax as sx
@@ -111,7 +115,11 @@ def uniform(
 
 
 def normal(
-    shape: Any = (), dtype: Any = None, *, device: Any = None, sharding: Any = None
+    shape: object = (),
+    dtype: jax.typing.DTypeLike | None = None,
+    *,
+    device: object = None,
+    sharding: object = None,
 ) -> jax.Array:
     """Draws numbers from the normal distribution of mean 0 and variance 1.
 
@@ -125,7 +133,7 @@ def normal(
         An array of ``shape`` and dtype.
 
     Raises:
-        DtypeError: If the dtype has 64 bits while JAX uses 32.
+        ModuleError: If the dtype has 64 bits while JAX uses 32.
         DrawError: While a transform is tracing.
 
     Example:
@@ -139,13 +147,13 @@ def normal(
 
 
 def truncated_normal(
-    lower: Any,
-    upper: Any,
-    shape: Any = None,
-    dtype: Any = None,
+    lower: object,
+    upper: object,
+    shape: object = None,
+    dtype: jax.typing.DTypeLike | None = None,
     *,
-    device: Any = None,
-    sharding: Any = None,
+    device: object = None,
+    sharding: object = None,
 ) -> jax.Array:
     """Draws numbers from the normal distribution truncated to an interval.
 
@@ -162,7 +170,7 @@ def truncated_normal(
 
     Raises:
         DrawError: If a lower bound is not below its upper bound, or while a transform is tracing.
-        DtypeError: If the dtype has 64 bits while JAX uses 32.
+        ModuleError: If the dtype has 64 bits while JAX uses 32.
 
     Example:
         >>> import shardax as sx
@@ -178,13 +186,13 @@ def truncated_normal(
 
 
 def randint(
-    shape: Any,
-    minval: Any,
-    maxval: Any,
-    dtype: Any = int,
+    shape: object,
+    minval: object,
+    maxval: object,
+    dtype: jax.typing.DTypeLike = int,
     *,
-    device: Any = None,
-    sharding: Any = None,
+    device: object = None,
+    sharding: object = None,
 ) -> jax.Array:
     """Draws integers from ``minval`` to ``maxval - 1``.
 
@@ -202,7 +210,7 @@ def randint(
     Raises:
         DrawError: If there is no integer in a range, or a bound does not fit the dtype, or while a
             transform is tracing.
-        DtypeError: If the dtype has 64 bits while JAX uses 32.
+        ModuleError: If the dtype has 64 bits while JAX uses 32.
 
     Example:
         >>> import shardax as sx
@@ -215,7 +223,7 @@ def randint(
 
 
 def bernoulli(
-    p: Any = 0.5, shape: Any = None, *, device: Any = None, sharding: Any = None
+    p: object = 0.5, shape: object = None, *, device: object = None, sharding: object = None
 ) -> jax.Array:
     """Draws True with probability ``p``, else False.
 
@@ -241,7 +249,12 @@ def bernoulli(
 
 
 def categorical(
-    logits: Any, axis: int = -1, shape: Any = None, *, device: Any = None, sharding: Any = None
+    logits: object,
+    axis: int = -1,
+    shape: object = None,
+    *,
+    device: object = None,
+    sharding: object = None,
 ) -> jax.Array:
     """Draws positions along an axis, with the probabilities of logits.
 
@@ -269,14 +282,14 @@ def categorical(
 
 
 def choice(
-    a: Any,
-    shape: Any = (),
+    a: object,
+    shape: object = (),
     replace: bool = True,
-    p: Any = None,
+    p: object = None,
     axis: int = 0,
     *,
-    device: Any = None,
-    sharding: Any = None,
+    device: object = None,
+    sharding: object = None,
 ) -> jax.Array:
     """Draws from the entries of an array.
 
@@ -309,7 +322,12 @@ def choice(
 
 
 def permutation(
-    x: Any, axis: int = 0, independent: bool = False, *, device: Any = None, sharding: Any = None
+    x: object,
+    axis: int = 0,
+    independent: bool = False,
+    *,
+    device: object = None,
+    sharding: object = None,
 ) -> jax.Array:
     """Shuffles an array along an axis.
 
@@ -336,7 +354,7 @@ def permutation(
     return draw("permutation", operands, device=device, sharding=sharding, **options)
 
 
-def _entries(name: str, array: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+def _entries(name: str, array) -> tuple[dict[str, Any], dict[str, Any]]:
     """Operands and options of an array or a number of entries."""
     return ({}, {name: int(array)}) if is_integer(array) else ({name: _operand(array)}, {})
 
@@ -344,7 +362,7 @@ def _entries(name: str, array: Any) -> tuple[dict[str, Any], dict[str, Any]]:
 # --- Arguments ---
 
 
-def _operand(value: Any, dtype: Any = None) -> Any:
+def _operand(value, dtype: jax.typing.DTypeLike | None = None):
     """An operand as an array, a NumPy one on the host."""
     if isinstance(value, (bool, int, float, complex, list, tuple, np.ndarray, np.generic)):
         array = np.asarray(value)
@@ -362,7 +380,7 @@ def _check_order(name: str, bounds: Mapping[str, Any], in_order: Callable[[Any, 
         )
 
 
-def _is_finite_interval(low: Any, high: Any) -> Any:
+def _is_finite_interval(low, high):
     """Whether numbers can be spread evenly from one to the other."""
     with np.errstate(over="ignore", invalid="ignore"):
         return (low <= high) & np.isfinite(high - low)
@@ -396,7 +414,7 @@ def _integer_bounds(name: str, bounds: Mapping[str, Any], dtype: np.dtype) -> di
     return given
 
 
-def _probabilities(name: str, p: Any, total: bool = False) -> Any:
+def _probabilities(name: str, p: object, total: bool = False):
     """Probabilities as an operand; under ``total`` they must add up to 1."""
     operand = _operand(p)
     if not jnp.issubdtype(operand.dtype, jnp.floating):
@@ -415,5 +433,5 @@ def _probabilities(name: str, p: Any, total: bool = False) -> Any:
     return operand
 
 
-def _is_jax(value: Any) -> bool:
+def _is_jax(value: object) -> bool:
     return isinstance(value, jax.Array)

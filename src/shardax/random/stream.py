@@ -35,7 +35,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
-from shardax._core.errors import SeedError, ShardaxError
+from shardax._core.errors import ModuleError, ShardaxError
 from shardax._core.frames import is_eager
 from shardax._core.init import lazy
 from shardax._core.init.defaults import as_device, creation_device
@@ -60,7 +60,7 @@ class StreamState:
         count: How many draws were taken.
 
     Raises:
-        SeedError: If they are not the words of a key of that generator, or not a count.
+        ModuleError: If they are not the words of a key of that generator, or not a count.
 
     Example:
         >>> import dataclasses, json, shardax as sx
@@ -82,7 +82,7 @@ class StreamState:
         integers = all(type(number) is int for number in (*words, self.count))
         valid = integers and all(0 <= word < WORD for word in words) and self.count >= 0
         if not valid or len(words) != key_size(self.impl):
-            raise SeedError(
+            raise ModuleError(
                 f"StreamState(impl={self.impl!r}, words={words}, count={self.count!r}) is not the "
                 f"state of a stream: a {self.impl} key has {key_size(self.impl)} words in "
                 f"[0, 2**32), and the count is an integer from 0 (shardax.random.get_state())."
@@ -90,12 +90,12 @@ class StreamState:
 
 
 @functools.lru_cache(maxsize=16)
-def key_size(impl: Any) -> int:
+def key_size(impl: object) -> int:
     """Number of words of a random generator's key."""
     try:
         return jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0, impl=impl))).size
     except (ValueError, TypeError) as error:
-        raise SeedError(f"JAX knows no random generator {impl!r}: {error}") from error
+        raise ModuleError(f"JAX knows no random generator {impl!r}: {error}") from error
 
 
 class KeyStream:
@@ -134,7 +134,7 @@ class KeyStream:
                 self._key = (source.impl, np.asarray(source.words, np.uint32))
             else:
                 if source is None and jax.process_count() > 1:
-                    raise SeedError(
+                    raise ModuleError(
                         f"shardax.random was not seeded, and this program runs in "
                         f"{jax.process_count()} processes, which would draw different numbers for "
                         f"one array. Give all the same seed first: shardax.random.seed(0)."
@@ -161,7 +161,7 @@ def current(caller: str) -> KeyStream:
     return _isolated.get() or _of_all_threads
 
 
-def as_source(seed: Any) -> lazy.KeySource | StreamState:
+def as_source(seed: object) -> lazy.KeySource | StreamState:
     """The start of a stream from a seed, key or state."""
     if isinstance(seed, StreamState):
         return seed
@@ -169,13 +169,13 @@ def as_source(seed: Any) -> lazy.KeySource | StreamState:
     if isinstance(key, lazy.LazyKey):
         return key.source
     if key.ndim:
-        raise SeedError(
+        raise ModuleError(
             f"A stream starts from one key, not {key.size} of shape {key.shape}: give key[0]."
         )
     return lazy.KeySource(key)
 
 
-def seed(seed: Any) -> None:
+def seed(seed: object) -> None:
     """Restarts the stream from a seed.
 
     Inside ``isolated`` code it restarts the stream there. Equal seeds give equal numbers in every
@@ -185,7 +185,7 @@ def seed(seed: Any) -> None:
         seed: An integer of any size, or a random key of shape ().
 
     Raises:
-        SeedError: If it is neither.
+        ModuleError: If it is neither.
         DrawError: While a transform is tracing.
 
     Example:
@@ -226,7 +226,7 @@ def set_state(state: StreamState) -> None:
         state: A result of ``get_state``, in this process or another.
 
     Raises:
-        SeedError: If it is not a state.
+        ModuleError: If it is not a state.
         DrawError: While a transform is tracing.
 
     Example:
@@ -237,7 +237,7 @@ def set_state(state: StreamState) -> None:
     """
     stream = current("set_state")
     if not isinstance(state, StreamState):
-        raise SeedError(
+        raise ModuleError(
             f"The state of a stream is a shardax.random.StreamState, but set_state was given "
             f"{state!r} of type {type(state).__name__}. For a seed or a key there is "
             f"shardax.random.seed."
@@ -246,7 +246,7 @@ def set_state(state: StreamState) -> None:
 
 
 @contextlib.contextmanager
-def isolated(seed: Any) -> Iterator[None]:
+def isolated(seed: object) -> Iterator[None]:
     """Draws from a separate stream in a ``with`` block or function.
 
     The stream belongs to the context that enters the block: other threads and tasks do not see it.
@@ -258,7 +258,7 @@ def isolated(seed: Any) -> Iterator[None]:
         Nothing.
 
     Raises:
-        SeedError: If it is none of these.
+        ModuleError: If it is none of these.
         DrawError: While a transform is tracing.
 
     Example:
@@ -310,7 +310,7 @@ def draw(
         return program(given)
 
 
-def _shape(name: str, shape: Any) -> tuple[int, ...]:
+def _shape(name: str, shape) -> tuple[int, ...]:
     """A shape as a tuple."""
     sizes = shape if isinstance(shape, (tuple, list)) else (shape,)
     with contextlib.suppress(TypeError):
@@ -361,7 +361,7 @@ def _program(
 
 
 def placement(
-    function: str, device: Any, sharding: Any, refused: type[ShardaxError] = DrawError
+    function: str, device: object, sharding: object, refused: type[ShardaxError] = DrawError
 ) -> Sharding | None:
     """Sharding for a new array, or None for the default device."""
     given = f"{function} was given"

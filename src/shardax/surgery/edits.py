@@ -192,7 +192,7 @@ class LoRA(LayerWrapper):
         *,
         in_features: int | None = None,
         out_features: int | None = None,
-        param_dtype: Any = np.float32,
+        param_dtype: jax.typing.DTypeLike = np.float32,
         rngs: Rngs | None = None,
     ) -> None:
         rngs, rank = rngs or Rngs(0), as_size("LoRA", "rank", rank)
@@ -219,14 +219,14 @@ class LoRA(LayerWrapper):
             ((self.a, self.b),) = pairs.values()
         self.scale = float(scale)
 
-    def _pair(self, name: str, rank: int, rngs: Rngs) -> tuple[Param[Any], Param[Any]]:
+    def _pair(self, name: str, rank: int, rngs: Rngs) -> tuple[Param, Param]:
         """Makes ``a`` and ``b`` of a kernel."""
         kernel, terms = getattr(self.body, name), _Terms.of(self.body)
         lead = kernel.ndim - len(terms.whole.kernel)  # dimensions of stacks
         sizes = dict(zip(terms.whole.kernel, kernel.shape[lead:], strict=True))
         names = dict(zip(terms.whole.kernel, (kernel.axes or ())[lead:], strict=False))
 
-        def make(letters: str, initializer: Initializer) -> Param[Any]:
+        def make(letters: str, initializer: Initializer) -> Param:
             shape = (*kernel.shape[:lead], *(sizes.get(letter, rank) for letter in letters))
             axes = (*(kernel.axes or (None,) * lead)[:lead], *map(names.get, letters))
             init = Init(initializer, shape, kernel.dtype, rngs=rngs)
@@ -263,7 +263,7 @@ class LoRA(LayerWrapper):
         y = as_array(self.body(x, *args, **options))
         return y + align(term.astype(y.dtype), y)
 
-    def _adapted(self, x: Any, *, mask: Any = None, out_sharding: Any = None) -> Any:
+    def _adapted(self, x, *, mask=None, out_sharding=None):
         """Adds the term of a known kernel."""
         if isinstance(self.body, NamedLinear):
             y = self.body(x)
@@ -336,7 +336,7 @@ class LoRA(LayerWrapper):
             layer = select(layer).at_keypaths((name,)).set(total)
         return layer
 
-    def _sum(self, kernel: Any, a: Any, b: Any) -> Any:
+    def _sum(self, kernel, a, b):
         """Returns a kernel with its term added."""
         terms = _Terms.of(self.body)
         parts = (terms.first.kernel, terms.second.kernel, terms.whole.kernel)
@@ -349,7 +349,7 @@ class LoRA(LayerWrapper):
         return kernel.replace(total)
 
 
-def _check_callable(layer: Any) -> None:
+def _check_callable(layer: object) -> None:
     """Raises for what LoRA cannot be around, with sizes."""
     if layer is not None and (not isinstance(layer, Module) or not callable(layer)):
         raise SelectionError(
@@ -358,7 +358,7 @@ def _check_callable(layer: Any) -> None:
         )
 
 
-def _refuse_unknown(layer: Any, where: str) -> None:
+def _refuse_unknown(layer: object, where: str) -> None:
     """Raises if the low-rank term of a layer's kernel is not known."""
     if not isinstance(layer, Adaptable):
         raise SelectionError(
@@ -387,7 +387,7 @@ def _is_own(cls: type, name: str) -> bool:
     return definer is not None and not definer.__module__.startswith(ours)
 
 
-def _kernels_of(layer: Any) -> tuple[str, ...]:
+def _kernels_of(layer: object) -> tuple[str, ...]:
     """Names of the adapted kernels of a layer."""
     if isinstance(layer, MoE):
         return ("gate", "up", "down")
@@ -442,7 +442,7 @@ class _Terms(NamedTuple):
         return cls(whole, first, second, sizes)
 
 
-def _as_tuple(sizes: Any) -> tuple[int, ...]:
+def _as_tuple(sizes) -> tuple[int, ...]:
     return tuple(sizes) if isinstance(sizes, (tuple, list)) else (sizes,)
 
 
@@ -490,7 +490,7 @@ def lora(selection: Selection, rank: int, scale: float = 1.0, *, rngs: Rngs | No
     adapted = {id(each.body) for each in select(selection.tree).at_instances_of(LoRA).get_all()}
     streams = rngs or Rngs(0)
 
-    def adapt(path: Path, layer: Any) -> LoRA:
+    def adapt(path: Path, layer) -> LoRA:
         _refuse_unknown(layer, format_path(path))
         if id(layer) in adapted:
             raise SelectionError(
@@ -509,7 +509,7 @@ def lora(selection: Selection, rank: int, scale: float = 1.0, *, rngs: Rngs | No
     return wrap_selected("lora", linears, adapt)
 
 
-def merge_lora(model: Any) -> Any:
+def merge_lora(model: object) -> Any:
     """Adds every low-rank adapter to its kernel.
 
     Args:
@@ -557,7 +557,7 @@ class Linearised(LayerWrapper):
 
     _own = frozenset({"body", "point"})
 
-    def __init__(self, layer: Callable[..., Any], point: Any) -> None:
+    def __init__(self, layer: Callable[..., Any], point: object) -> None:
         super().__init__(layer)
         self.point = Variable(point)
 
@@ -574,7 +574,7 @@ class _Recorder(LayerWrapper):
 
     _own = frozenset({"body", "inputs"})
 
-    def __call__(self, x: Any, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, x: object, *args: object, **kwargs: object) -> Any:
         self.sow("inputs", x)
         return self.body(x, *args, **kwargs)
 
@@ -611,7 +611,7 @@ def linearise(selection: Selection, *args: Any, **kwargs: Any) -> Any:
     recording(*args, **kwargs)
     recorders = select(recording).at_instances_of(_Recorder).get_by_path()
 
-    def replace(path: Path, layer: Any) -> Linearised:
+    def replace(path: Path, layer) -> Linearised:
         seen = recorders[path].__dict__.get("inputs")
         inputs = () if seen is None else seen.value
         if len(inputs) != 1 or not all(map(is_differentiable, jax.tree.leaves(inputs))):

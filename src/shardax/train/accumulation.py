@@ -32,13 +32,13 @@ from shardax.train.metrics import counted_by, relative_weights, target_weights, 
 
 
 def accumulated_value_and_grad(
-    function: Callable[..., Any],
+    function: Callable[..., object],
     steps: int,
     *,
     has_aux: bool = False,
-    wrt: Any = Param,
+    wrt: object = Param,
     reduce: str = "mean",
-    count: Callable[[Any], Any] | None = None,
+    count: Callable[[Any], object] | None = None,
 ) -> Callable[..., Any]:
     """Makes ``sx.value_and_grad(function)`` run over a batch in microbatches.
 
@@ -88,7 +88,7 @@ def accumulate(
     steps: int,
     has_aux: bool = False,
     reduce: str = "mean",
-    count: Callable[[Any], Any] | None = None,
+    count: Callable[[Any], object] | None = None,
 ) -> Callable[..., Any]:
     """Makes a function of (value, gradient) run in microbatches."""
     options = Options(TrainError)
@@ -106,21 +106,21 @@ def accumulate(
     scale = 1.0 if reduce == "sum" else 1.0 / steps
 
     @functools.wraps(function)
-    def accumulated(model: Any, batch: Any, *args: Any) -> Any:
+    def accumulated(model, batch, *args):
         parts = split_batch(batch, steps)
         weights = _weights_of(parts, count) if reduce == "mean" else None
         # Arguments without Variables are closed over: they may be static, such as texts.
         lifted = [index for index, arg in enumerate(args) if has_objects(arg)]
 
         @functools.partial(jit, inline=INLINE)  # traced once, for its shapes and for the loop
-        def once(model: Any, microbatch: Any, *objects: Any) -> Any:
+        def once(model, microbatch, *objects) -> Any:
             by_index = dict(zip(lifted, objects, strict=True))
             items = (by_index.get(index, arg) for index, arg in enumerate(args))
             value, gradient = function(model, microbatch, *items)
             value, aux = value if has_aux else (value, None)
             return (value, gradient), aux
 
-        def body(total: Any, part: Any, *objects: Any) -> Any:
+        def body(total, part, *objects):
             microbatch, weight = part
             head, aux = once(objects[0], microbatch, *objects[1:])
             head = head if weight is None else weighted(head, weight)
@@ -138,7 +138,7 @@ def accumulate(
     return accumulated
 
 
-def _weights_of(parts: Any, count: Callable[[Any], Any] | None) -> jax.Array | None:
+def _weights_of(parts: object, count: Callable[[Any], object] | None) -> jax.Array | None:
     """Returns weights of microbatches, or None if they count alike."""
     if count is None:
         weights = target_weights(parts)
@@ -148,7 +148,7 @@ def _weights_of(parts: Any, count: Callable[[Any], Any] | None) -> jax.Array | N
     return relative_weights(jax.vmap(lambda part: counted_by(count, part))(parts))
 
 
-def split_batch(batch: Any, steps: int) -> Any:
+def split_batch(batch: object, steps: int) -> Any:
     """Cuts arrays of a batch into (steps, rows / steps, ...)."""
     if has_objects(batch):
         raise TrainError(
@@ -176,7 +176,7 @@ def _zeros_for_sum(shape: jax.ShapeDtypeStruct) -> jax.Array:
 
 def _with_leading_dimension(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
-    def with_stacked_aux(*args: Any) -> Any:
+    def with_stacked_aux(*args):
         (value, aux), gradient = function(*args)
         return (value, jax.tree.map(lambda leaf: jnp.asarray(leaf)[None], aux)), gradient
 

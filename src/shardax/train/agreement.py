@@ -106,7 +106,7 @@ def facts_of(trainer: Any, start: Any) -> dict[str, str]:
     return facts
 
 
-def _initial_values(tree: Any) -> dict[str, str]:
+def _initial_values(tree: object) -> dict[str, str]:
     """Returns random seeds of lazy values, and digests of the others."""
     facts: dict[str, str] = {}
     for array in contents_of(tree).arrays:
@@ -125,7 +125,7 @@ def _initial_values(tree: Any) -> dict[str, str]:
     return facts
 
 
-def _batch_text(source: Any) -> str:
+def _batch_text(source) -> str:
     """Returns shapes, dtypes and digests of a batch."""
     prefetch.require_rows(source)
     restore = getattr(source, "restore", None)
@@ -165,12 +165,12 @@ def compare_copies(trainer: Any, when: str) -> None:
     processes.compare_replicas(dict(zip(names, trainer.trained, strict=False)), when)
 
 
-def _digest(value: Any) -> str:
+def _digest(value) -> str:
     text = value if isinstance(value, str) else json.dumps(value, sort_keys=True, default=repr)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def agree_to_start(trainer: Any, start: Mapping[str, Any] | Any) -> None:
+def agree_to_start(trainer: Any, start: Mapping[str, object] | object) -> None:
     """Raises DistributedError in every process if the runs would differ."""
     check_shared(trainer.directory)
     processes.compare(facts_of(trainer, start), "before placing")

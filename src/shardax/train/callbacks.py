@@ -38,7 +38,7 @@ class Event:
         self,
         kind: Literal["step", "eval", "checkpoint", "end"],
         step: int,
-        metrics: Mapping[str, Any],
+        metrics: Mapping[str, object],
     ) -> None:
         self.kind = kind
         self.step = step

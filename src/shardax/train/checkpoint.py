@@ -23,7 +23,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from shardax._core._jax import Tracer
 from shardax._core.checks import raise_if_any
-from shardax._core.errors import AbstractValueError, ShardaxError, warn
+from shardax._core.errors import ModuleError, ShardaxError, warn
 from shardax._core.graph.views import named_sharding
 from shardax._core.variable import refuse_deleted
 from shardax._files import PathExistsError, PathNotFoundError
@@ -44,7 +44,7 @@ from shardax.train.checkpoint_format import (
 )
 
 
-def save(tree: Any, path: Any, *, extra: Any = None) -> None:
+def save(tree: object, path: object, *, extra: object = None) -> None:
     """Saves a checkpoint and returns when it is complete.
 
     Args:
@@ -56,7 +56,7 @@ def save(tree: Any, path: Any, *, extra: Any = None) -> None:
         PathExistsError: If there is something at ``path``.
         CheckpointError: If the tree holds something that cannot be saved.
         CheckpointWriteError: If it cannot be written.
-        AbstractValueError: If the tree holds values that are only shapes.
+        ModuleError: If the tree holds values that are only shapes.
         DonationError: If the tree holds arrays that were donated or deleted.
 
     Example:
@@ -170,7 +170,7 @@ def restore_verified(
     return description["extra"]
 
 
-def unchecked(place: Any) -> str:
+def unchecked(place: object) -> str:
     """Message about a checkpoint without checksums."""
     return f"The checkpoint {place} was saved before checkpoints had checksums."
 
@@ -195,12 +195,12 @@ def _warn_of_positions(contents: Contents) -> None:
 
 
 def _to_store(
-    contents: Contents, extra: Any, step: int | None = None
+    contents: Contents, extra: object, step: int | None = None
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns the arrays to store by path, and the description."""
     absent = [a.path for a in contents.arrays if isinstance(a.value, jax.ShapeDtypeStruct)]
     raise_if_any(
-        AbstractValueError,
+        ModuleError,
         absent,
         f"Cannot save {len(absent)} arrays that are only shapes: ",
         ". Give them numbers first, sx.update(model, state), or restore a checkpoint into it.",
@@ -239,7 +239,7 @@ def _present_layout(contents: Contents) -> list[Any] | None:
     return [replicated if sharding is None else sharding for sharding in present]
 
 
-def _in_order_of(tree: Any, copy: Any) -> Any:
+def _in_order_of(tree, copy):
     """Returns a copy with dicts in the order of the original."""
     # JAX sorts them where it rebuilds a dict.
     if isinstance(tree, dict):
@@ -249,7 +249,7 @@ def _in_order_of(tree: Any, copy: Any) -> Any:
     return copy
 
 
-def _restore_positions(contents: Contents, saved: Any) -> None:
+def _restore_positions(contents: Contents, saved) -> None:
     """Restores all positions, or none."""
     holders = [(holder, saved[path]) for path, holder in contents.positions.items()]
     moved: list[tuple[Any, Any]] = []
@@ -298,7 +298,9 @@ class Checkpoints:
         >>> folder.cleanup()
     """
 
-    def __init__(self, directory: Any, *, keep: int | None = 3, every: int | None = None) -> None:
+    def __init__(
+        self, directory: object, *, keep: int | None = 3, every: int | None = None
+    ) -> None:
         numbers = {"keep": keep, "every": every}
         storage.OPTIONS.integers(**{n: v for n, v in numbers.items() if v is not None})
         self.directory = storage.as_path(directory)
@@ -337,7 +339,7 @@ class Checkpoints:
         """Whether ``every`` divides the step."""
         return self.every is not None and step % self.every == 0
 
-    def save(self, step: int, tree: Any, *, extra: Any = None) -> None:
+    def save(self, step: int, tree: object, *, extra: object = None) -> None:
         """Saves a checkpoint in the background.
 
         Args:

@@ -106,9 +106,7 @@ class Writer:
             raise
         self._pending = self._thread.submit(self._complete, draft, identity, path, description)
 
-    def _complete(
-        self, draft: Any, identity: Any, path: Any, description: Mapping[str, Any]
-    ) -> None:
+    def _complete(self, draft, identity, path, description: Mapping[str, Any]) -> None:
         problem = ""
         try:
             self._orbax.wait_until_finished()
@@ -178,7 +176,7 @@ def _silence_orbax() -> None:
         logging.getLogger(name).addFilter(_is_news)
     old_hook = sys.unraisablehook
 
-    def hook(unraisable: Any) -> None:
+    def hook(unraisable) -> None:
         code = getattr(unraisable.object, "cr_code", None)
         is_ours = "orbax" in getattr(code, "co_filename", "")
         if not (_drafts and (is_ours or str(unraisable.exc_value) == "Event loop is closed")):
@@ -203,7 +201,7 @@ def _meet(name: str) -> None:
         multihost_utils.sync_global_devices(name)
 
 
-def _files_below(path: Any) -> dict[str, dict[str, Any]]:
+def _files_below(path) -> dict[str, dict[str, Any]]:
     """Returns size and digest of all files below a directory."""
     files = sorted(file for file in path.rglob("*") if file.is_file())
     with ThreadPoolExecutor() as threads:
@@ -214,7 +212,7 @@ def _files_below(path: Any) -> dict[str, dict[str, Any]]:
     }
 
 
-def _digest_of(file: Any) -> str:
+def _digest_of(file) -> str:
     digest = hashlib.sha256()
     with file.open("rb") as opened:
         while part := opened.read(1 << 22):
@@ -273,7 +271,7 @@ def _parsed(content: bytes, *, is_sealed: bool) -> dict[str, Any] | None:
     return description if isinstance(description, dict) else None
 
 
-def verify(path: Any, *, sizes_only: bool = False) -> dict[str, Any]:
+def verify(path: object, *, sizes_only: bool = False) -> dict[str, Any]:
     """Reads the description and checks all files, or raises CheckpointDamagedError."""
     description = read_description(path)
     recorded: Mapping[str, Any] = description.get("files", {})
@@ -286,7 +284,7 @@ def verify(path: Any, *, sizes_only: bool = False) -> dict[str, Any]:
     return description
 
 
-def _problem_of(path: Any, name: str, recorded: Mapping[str, Any], sizes_only: bool) -> str:
+def _problem_of(path, name: str, recorded: Mapping[str, Any], sizes_only: bool) -> str:
     try:
         size = (path / name).stat().st_size if (path / name).is_file() else None
         if size is None:
@@ -300,7 +298,7 @@ def _problem_of(path: Any, name: str, recorded: Mapping[str, Any], sizes_only: b
     return ""
 
 
-def _damaged(path: Any, problems: Sequence[str]) -> errors.CheckpointDamagedError:
+def _damaged(path: object, problems: Sequence[str]) -> errors.CheckpointDamagedError:
     omitted = f"; and {len(problems) - 4} more" if len(problems) > 4 else ""
     listed = "; ".join(problems[:4]) + omitted
     return errors.CheckpointDamagedError(
@@ -310,7 +308,7 @@ def _damaged(path: Any, problems: Sequence[str]) -> errors.CheckpointDamagedErro
     )
 
 
-def _near_checkpoints(path: Any) -> str:
+def _near_checkpoints(path) -> str:
     """Names checkpoints in a folder or next to it."""
     for folder in (path, path.parent):
         if folder.is_dir():
@@ -351,7 +349,7 @@ def read_arrays(
     ]
 
 
-def _sharding_of_data(array: StoredArray, sharding: Any) -> Any:
+def _sharding_of_data(array: StoredArray, sharding):
     """Returns the sharding of stored numbers."""
     # Random keys are stored with one dimension more.
     if array.key is None or not isinstance(sharding, NamedSharding):
@@ -361,7 +359,9 @@ def _sharding_of_data(array: StoredArray, sharding: Any) -> Any:
     return NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
 
 
-def _as_array(stored: StoredArray, numbers: Any, dtype: Any, sharding: Any) -> jax.Array:
+def _as_array(
+    stored: StoredArray, numbers: object, dtype: jax.typing.DTypeLike, sharding
+) -> jax.Array:
     """Returns the array of read numbers; None has no elements."""
     if numbers is None and stored.key is None:
         return jax.device_put(jnp.zeros(stored.shape, dtype), sharding)
@@ -377,18 +377,18 @@ def _as_array(stored: StoredArray, numbers: Any, dtype: Any, sharding: Any) -> j
 # --- Removing ---
 
 
-def remove(path: Any) -> None:
+def remove(path: object) -> None:
     """Removes a checkpoint."""
     # Renamed first: a process killed on the way leaves no half of it.
     remove_tree(_renamed(path, DELETED))
 
 
-def set_aside(path: Any) -> Any:
+def set_aside(path: object) -> Any:
     """Renames a damaged checkpoint; returns its new place."""
     return _renamed(path, DAMAGED)
 
 
-def _renamed(path: Any, ending: str) -> Any:
+def _renamed(path, ending: str):
     place = path.with_name(path.name + ending)
     count = 1
     while place.exists():

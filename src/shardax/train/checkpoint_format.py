@@ -37,7 +37,7 @@ class ModelArray(NamedTuple):
     """One array of a tree, as a checkpoint names it."""
 
     path: str
-    variable: Variable[Any]
+    variable: Variable
     value: Any  # a stand-in while the Variable is lazy or abstract
 
     @property
@@ -70,13 +70,13 @@ class ArraySlot(NamedTuple):
 
     container: Any
     key: Any
-    variables: list[Variable[Any]]  # stand for its arrays, in their order
+    variables: list[Variable]  # stand for its arrays, in their order
 
     def write(self) -> None:
         """Replaces the entry by one with the values of the Variables."""
         variables = iter(self.variables)
 
-        def replaced(leaf: Any) -> Any:
+        def replaced(leaf):
             if not _is_array(leaf):
                 return leaf
             value = next(variables).value
@@ -90,7 +90,7 @@ class ArraySlot(NamedTuple):
 class Contents(NamedTuple):
     """A tree taken apart."""
 
-    objects: Any  # the tree with None in place of positions, Variables in place of arrays
+    objects: object  # the tree with None in place of positions, Variables in place of arrays
     arrays: list[ModelArray]
     positions: dict[str, Any]  # by the text of their paths
     slots: list[ArraySlot]
@@ -103,7 +103,7 @@ def contents_of(tree: Any, *, restoring: bool = False) -> Contents:
     return Contents(objects, arrays_of(objects), walk.positions, walk.slots)
 
 
-def arrays_of(objects: Any) -> list[ModelArray]:
+def arrays_of(objects: object) -> list[ModelArray]:
     """Returns the arrays of a tree without positions, in order."""
     arrays = []
     for path, variable in iter_variables(objects, Not(Intermediate)):  # those are of one call
@@ -122,7 +122,7 @@ class _Walk:
         self.positions: dict[str, Any] = {}
         self.slots: list[ArraySlot] = []
 
-    def without_positions(self, tree: Any, path: Path, slot: ArraySlot | None) -> Any:
+    def without_positions(self, tree: object, path: Path, slot: ArraySlot | None):
         """Returns the tree with None for positions and Variables for arrays."""
         handler = handler_of(tree)
         if tree is None or isinstance(tree, Object):
@@ -157,7 +157,7 @@ class _Walk:
             "texts into extra=."
         )
 
-    def _variable_of(self, array: Any, path: Path, slot: ArraySlot | None) -> Variable[Any]:
+    def _variable_of(self, array: object, path: Path, slot: ArraySlot | None) -> Variable:
         if slot is None:
             place = f"The array at {format_path(path)}" if path else "The tree"
             remedy = (
@@ -170,25 +170,25 @@ class _Walk:
                 "the values of Variables. Of the arrays of other trees made of Modules, Variables "
                 f"or arrays, {remedy}."
             )
-        variable: Variable[Any] = Variable(array)
+        variable: Variable = Variable(array)
         slot.variables.append(variable)
         return variable
 
 
-def _is_array(value: Any) -> bool:
+def _is_array(value: object) -> bool:
     return isinstance(value, (jax.Array, np.ndarray, jax.ShapeDtypeStruct))
 
 
-def _is_taken_apart(value: Any) -> bool:
+def _is_taken_apart(value: object) -> bool:
     """Whether a value is taken apart by itself."""
     return isinstance(value, Object) or handler_of(value) in (LIST, DICT) or _is_stateful(value)
 
 
-def _is_stateful(value: Any) -> bool:
+def _is_stateful(value: object) -> bool:
     return callable(getattr(value, "state", None)) and callable(getattr(value, "restore", None))
 
 
-def _parts(value: Any) -> Iterator[Any]:
+def _parts(value) -> Iterator[Any]:
     """Yields the objects, arrays and stateful things in a pytree."""
     if isinstance(value, Object) or _is_array(value) or _is_stateful(value):
         yield value
@@ -230,7 +230,7 @@ def describe(
     }
 
 
-def _check_json(value: Any, name: str) -> None:
+def _check_json(value: object, name: str) -> None:
     if type(value) in (bool, int, float, str, type(None)):
         return
     if type(value) is list:
@@ -303,7 +303,7 @@ def check_fit(
     )
 
 
-def _near(path: str, candidates: Any) -> str:
+def _near(path: str, candidates) -> str:
     matches = difflib.get_close_matches(path, list(candidates), n=1, cutoff=0.8)
     return f" (near: {matches[0]})" if matches else ""
 
@@ -314,7 +314,7 @@ def _both_floating(array: ModelArray, stored: StoredArray) -> bool:
     return all(jnp.issubdtype(jnp.dtype(x), jnp.floating) for x in (array.dtype, stored.dtype))
 
 
-def positions_in_modules(objects: Any) -> list[str]:
+def positions_in_modules(objects: object) -> list[str]:
     """Returns the paths of positions in Modules, not saved in checkpoints."""
     return [
         format_path((*path, *place))
@@ -323,7 +323,7 @@ def positions_in_modules(objects: Any) -> list[str]:
     ]
 
 
-def _positions_held(value: Any, place: Path) -> Iterator[Path]:
+def _positions_held(value: object, place: Path) -> Iterator[Path]:
     """Yields the places of positions in an attribute and its containers."""
     if isinstance(value, (Mapping, list, tuple, List)):
         items = value.items() if isinstance(value, Mapping) else enumerate(value)

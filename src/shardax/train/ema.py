@@ -21,7 +21,7 @@ from shardax._core.module import Module
 from shardax._core.state.split_merge import describe_plain_arrays, iter_variables
 from shardax._core.state.state import State
 from shardax._core.variable import Param
-from shardax._transforms.errors import ArgumentError
+from shardax._transforms.errors import TransformError
 from shardax.train.errors import TrainError
 from shardax.train.optimizer import Optimizer, laid_out_as
 
@@ -45,7 +45,7 @@ class EMA(Module):
             updates, ``average.masters`` are the averages of narrow parameters in float32.
 
     Raises:
-        ArgumentError: If ``decay`` is neither.
+        TransformError: If ``decay`` is neither.
         TrainError: If no Variable matches ``wrt``.
 
     Example:
@@ -67,7 +67,7 @@ class EMA(Module):
         is_number = isinstance(decay, int | float) and not isinstance(decay, bool)
         fits = callable(decay) or (is_number and 0 <= decay < 1)
         expected = "a number in [0, 1), or a function of the number of updates"
-        options = Options(ArgumentError)
+        options = Options(TransformError)
         options.check("decay", decay, fits, expected, "For instance EMA(model, decay=0.999).")
         if not any(True for _ in iter_variables(model, wrt)):
             filter_text = getattr(wrt, "__name__", repr(wrt))
@@ -81,7 +81,7 @@ class EMA(Module):
         tx = _MovingAverage(decay if callable(decay) else float(decay))
         self.average = Optimizer(self.model, tx, wrt, master_dtype=jnp.float32)
 
-    def update(self, model: Any) -> None:
+    def update(self, model: object) -> None:
         """Takes the values of the trained model in.
 
         Args:
@@ -115,23 +115,23 @@ class _MovingAverage(NamedTuple):
 
     decay: Any  # a number, or a function of the number of updates
 
-    def init(self, params: Any) -> Any:
+    def init(self, params: object):
         """Returns the number of updates, if the decay depends on it."""
         return jnp.zeros((), jnp.int32) if callable(self.decay) else ()
 
-    def update(self, values: Any, count: Any, params: Any) -> tuple[Any, Any]:
+    def update(self, values, count, params) -> tuple[Any, Any]:
         """Returns the steps from the averages towards values, and the count."""
         decay: Any = self.decay(count) if callable(self.decay) else self.decay
         share = 1 - decay
 
-        def step(value: Any, average: Any) -> Any:
+        def step(value, average) -> Any:
             gap = jnp.asarray(value, average.dtype) - average
             return gap * share if jnp.issubdtype(gap.dtype, jnp.inexact) else gap
 
         return jax.tree.map(step, values, params), count + 1 if callable(self.decay) else ()
 
 
-def _form(value: Any) -> Any:
+def _form(value: object):
     """The structure, shapes and dtypes of a Variable's arrays."""
     leaves, structure = jax.tree.flatten(value)
     return structure, [(jnp.shape(leaf), leaf.dtype) for leaf in leaves]

@@ -73,7 +73,7 @@ class JsonlLog:
         self._file = io.FileIO(self.path, "ab")
         self._file.truncate(keep_bytes)
 
-    def write(self, /, **record: Any) -> None:
+    def write(self, /, **record: object) -> None:
         """Appends one record.
 
         Args:
@@ -182,7 +182,7 @@ class Tracker(Protocol):
         True
     """
 
-    def write(self, /, **record: Any) -> None:
+    def write(self, /, **record: object) -> None:
         """Takes a record: ``step``, and numbers by name."""
         ...
 
@@ -265,14 +265,14 @@ class TensorBoardLog:
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
-    def _writer(self) -> Any:
+    def _writer(self):
         if self._file is None:
             from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
             self._file = EventFileWriter(str(self.directory))
         return self._file
 
-    def _event(self, **fields: Any) -> Any:
+    def _event(self, **fields: object):
         return self._packages()[0].Event(wall_time=time.time(), **fields)
 
     def _packages(self) -> tuple[Any, Any]:
@@ -297,13 +297,13 @@ class Trackers(contextlib.ExitStack):
             self.callback(tracker.close)
             self.all.append(tracker)
 
-    def write(self, /, **record: Any) -> None:
+    def write(self, /, **record: object) -> None:
         """Gives a record to each."""
         for tracker in self.all:
             tracker.write(**record)
 
 
-def check_trackers(sinks: Any) -> tuple[Tracker, ...]:
+def check_trackers(sinks: object) -> tuple[Tracker, ...]:
     """Returns trackers, or raises TrainError."""
     listed = () if isinstance(sinks, Tracker) or not isinstance(sinks, Iterable) else tuple(sinks)
     wrong = [type(sink).__name__ for sink in listed if not isinstance(sink, Tracker)]
@@ -316,7 +316,7 @@ def check_trackers(sinks: Any) -> tuple[Tracker, ...]:
     return listed
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> bool:
     if isinstance(value, np.generic | np.ndarray | jax.Array):
         return np.ndim(value) == 0 and np.issubdtype(value.dtype, np.number)
     return isinstance(value, int | float) and not isinstance(value, bool)
@@ -352,7 +352,7 @@ def _complete_records(path: Path) -> list[tuple[dict[str, Any], int]]:
     return records
 
 
-def _step_of(record: Mapping[str, Any], path: Path) -> int | None:
+def _step_of(record: Mapping[str, object], path: Path) -> int | None:
     step = record.get("step")
     if step is None:
         return None
@@ -364,7 +364,7 @@ def _step_of(record: Mapping[str, Any], path: Path) -> int | None:
     return step
 
 
-def _to_json(value: Any, where: str) -> Any:
+def _to_json(value: object, where: str):
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float):
@@ -396,7 +396,7 @@ def _no_json_form(value: object, where: str) -> TrainError:
     )
 
 
-def _from_json(value: Any) -> Any:
+def _from_json(value: object) -> Any:
     if isinstance(value, dict):
         return {name: _from_json(entry) for name, entry in value.items()}
     if isinstance(value, list):

@@ -49,7 +49,7 @@ class Metric(Module):
         for _, variable in iter_variables(self, MetricState):
             variable.value = jnp.zeros_like(variable.value)
 
-    def _take(self, name: str, kwargs: dict[str, Any]) -> jax.Array:
+    def _take(self, name: str, kwargs: dict[str, object]) -> jax.Array:
         if name not in kwargs:
             raise TrainError(
                 f"{type(self).__name__}.update needs {name}=..., but was given "
@@ -90,7 +90,7 @@ class Welford(Metric):
         spread = (weights * (values - mean) ** 2).sum()
         self._combine(weight, mean, spread)
 
-    def _combine(self, weight: Any, mean: Any, spread: Any) -> None:
+    def _combine(self, weight, mean: object, spread: object) -> None:
         total = self.weight + weight
         share = weight / jnp.where(total == 0, 1, total)
         difference = mean - self.mean
@@ -210,7 +210,7 @@ class Accuracy(Average):
         correct = jnp.argmax(logits, axis=-1) == labels
         super().update(values=correct, weights=_weights_and_mask(kwargs))
 
-    def _update_binary(self, logits: Any, labels: Any, kwargs: Mapping[str, Any]) -> None:
+    def _update_binary(self, logits, labels, kwargs: Mapping[str, Any]) -> None:
         kinds = (jnp.integer, jnp.bool_)
         is_class = any(jnp.issubdtype(labels.dtype, kind) for kind in kinds)
         if logits.shape != labels.shape or not is_class:
@@ -298,7 +298,7 @@ def update_from_batch(
         )
 
 
-def target_weights(batch: Any) -> Any:
+def target_weights(batch: object) -> Any:
     """Weights of a batch's targets; None if all count."""
     # By its mask, and 0 for what losses ignore.
     if not isinstance(batch, Mapping):
@@ -319,7 +319,7 @@ def target_weights(batch: Any) -> Any:
     return jnp.where(counted, weights, jnp.zeros((), weights.dtype))
 
 
-def counted_by(count: Callable[[Any], Any], batch: Any) -> jax.Array:
+def counted_by(count: Callable[[Any], object], batch: object) -> jax.Array:
     """Number of a batch's targets by a user's function."""
     targets = jnp.asarray(count(batch))
     if targets.ndim or not jnp.isrealobj(targets):
@@ -347,7 +347,7 @@ def relative_weights(counts: jax.Array) -> jax.Array:
 def weighted(tree: Any, weight: Any) -> Any:
     """Arrays times a weight; zeros for weight 0, also of NaN."""
 
-    def times_weight(x: Any) -> Any:
+    def times_weight(x):
         if not jnp.issubdtype(x.dtype, jnp.inexact):
             return x
         wide = x.astype(at_least_float32(x.dtype))
@@ -356,7 +356,7 @@ def weighted(tree: Any, weight: Any) -> Any:
     return jax.tree.map(times_weight, tree)
 
 
-def _known_keywords(metric: Any) -> set[str] | None:
+def _known_keywords(metric) -> set[str] | None:
     """Returns the keywords of a metric's ``update``; None for any."""
     owner = next(kind for kind in type(metric).__mro__ if "update" in vars(kind))
     if owner is Welford:
@@ -369,7 +369,7 @@ def _known_keywords(metric: Any) -> set[str] | None:
     return None if None in sets else set[str]().union(*(words for words in sets if words))
 
 
-def _refuse_unknown(metric: Metric, kwargs: Mapping[str, Any], words: set[str] | None) -> None:
+def _refuse_unknown(metric: Metric, kwargs: Mapping[str, object], words: set[str] | None) -> None:
     """Raises TrainError for an unknown keyword."""
     # A misspelt ``weights`` would otherwise silently count everything.
     for name in kwargs:
@@ -383,7 +383,7 @@ def _refuse_unknown(metric: Metric, kwargs: Mapping[str, Any], words: set[str] |
 _WEIGHTS = ("weights", "mask")
 
 
-def _weights_and_mask(kwargs: Mapping[str, Any]) -> Any:
+def _weights_and_mask(kwargs: Mapping[str, object]):
     """Returns weights with zeros for masked values."""
     weights, mask = kwargs.get("weights"), kwargs.get("mask")
     if mask is None:
@@ -404,7 +404,7 @@ def _weights_and_mask(kwargs: Mapping[str, Any]) -> Any:
     return jnp.where(mask, weights, 0)
 
 
-def _weights(weights: Any, shape: tuple[int, ...]) -> jax.Array:
+def _weights(weights: object, shape: tuple[int, ...]) -> jax.Array:
     if weights is None:
         return jnp.ones(shape, jnp.float32)
     weights = jnp.asarray(weights).astype(jnp.float32)

@@ -33,7 +33,7 @@ from shardax._core.module import Module
 from shardax._core.state.split_merge import describe_plain_arrays, iter_variables
 from shardax._core.state.state import Origin, State, by_paths_of
 from shardax._core.variable import OptState, Param, Variable
-from shardax._transforms.errors import ArgumentError
+from shardax._transforms.errors import TransformError
 from shardax._transforms.grad.grad import tangents_in
 from shardax.partition.boxes.boxes import BOX_ENTRY
 from shardax.partition.inventory import TreeInventory
@@ -76,7 +76,7 @@ class Optimizer(Module):
             ``master_dtype`` is given: ``optimizer.masters["layers"][0]["kernel"]``.
 
     Raises:
-        ArgumentError: If ``tx`` is no transformation, ``model`` is one, or ``master_dtype`` is no
+        TransformError: If ``tx`` is no transformation, ``model`` is one, or ``master_dtype`` is no
             floating dtype.
         TrainError: If no Variable matches ``wrt``.
 
@@ -104,10 +104,12 @@ class Optimizer(Module):
     masters: Any = None
     master_dtype: Any = None
 
-    def __init__(self, model: Any, tx: Any, wrt: Any = Param, *, master_dtype: Any = None) -> None:
+    def __init__(
+        self, model: Any, tx: object, wrt: Any = Param, *, master_dtype: Any = None
+    ) -> None:
         if not callable(getattr(tx, "init", None)) or not callable(getattr(tx, "update", None)):
             hint = "; call it first" if callable(tx) and not isinstance(tx, Module) else ""
-            raise ArgumentError(
+            raise TransformError(
                 f"tx is a {type(tx).__name__}, which has no init and update{hint}. Give the model, "
                 "then the transformation: Optimizer(model, optax.adam(1e-3))."
             )
@@ -144,7 +146,7 @@ class Optimizer(Module):
         value = self._transformation.value
         return value.tx if isinstance(value, _Masters) else value
 
-    def update(self, grads: Any, *others: Any, **extra: Any) -> None:
+    def update(self, grads: object, *others: object, **extra: object) -> None:
         """Applies one update to the model's parameters, in place.
 
         Args:
@@ -157,14 +159,14 @@ class Optimizer(Module):
                 not take them ignores them.
 
         Raises:
-            ArgumentError: If a model is given.
+            TransformError: If a model is given.
             TrainError: If gradients are missing, unexpected or of another shape; nothing is
                 changed; if the model changed since the optimizer was made, or the transformation
                 changes the form of its state.
         """
         if others or grads is self.model:
             kinds = ", ".join(type(argument).__name__ for argument in (grads, *others))
-            raise ArgumentError(
+            raise TransformError(
                 f"Optimizer.update takes the gradients alone, but was given {kinds}. The optimizer "
                 "has its model: optimizer.update(grads), after Optimizer(model, tx)."
             )
@@ -179,11 +181,11 @@ class Optimizer(Module):
 
     def _update(
         self,
-        grads: Any,
-        chosen: Sequence[tuple[Path, Variable[Any]]],
+        grads: object,
+        chosen: Sequence[tuple[Path, Variable]],
         layout: optimizer_state.StateLayout,
-        variables: Sequence[Variable[Any]],
-        extra: Mapping[str, Any],
+        variables: Sequence[Variable],
+        extra: Mapping[str, object],
     ) -> None:
         """Updates parameters and state, all in the devices' memory."""
         params = self._state_of([variable.value for _, variable in chosen])
@@ -202,14 +204,14 @@ class Optimizer(Module):
         for variable, leaf, value in zip(variables, layout.leaves, new_leaves, strict=True):
             variable.value = laid_out_as(variable.value, jnp.asarray(value, leaf.dtype))
 
-    def _chosen(self) -> list[tuple[Path, Variable[Any]]]:
+    def _chosen(self) -> list[tuple[Path, Variable]]:
         """Returns paths and Variables of everything to train."""
         # A bare Variable as the model always is.
         if isinstance(self.model, Variable):
             return [((), self.model)]
         return list(iter_variables(self.model, self.wrt))
 
-    def _state_of(self, values: Sequence[Any]) -> State:
+    def _state_of(self, values: Sequence[object]) -> State:
         chosen = self._chosen()
         paths = [path for path, _ in chosen]
         origins = {path: Origin(type(v), resolve(v, local.frame)._metadata) for path, v in chosen}
@@ -219,7 +221,7 @@ class Optimizer(Module):
         self,
         layout: optimizer_state.StateLayout,
         parameters: optimizer_state.TrainedParameters,
-        variables: Sequence[Variable[Any]],
+        variables: Sequence[Variable],
     ) -> dict[Any, Any]:
         """Makes the nested mapping of ``OptState``, lazy if the values can wait."""
         owners = [(v, axes) for v in variables for axes in _axes_of_leaves(v)]
@@ -244,9 +246,9 @@ class Optimizer(Module):
             mapping[leaf.path[-1]] = OptState(value, **_metadata_of(leaf, owners))
         return nested
 
-    def _state_variables(self, layout: optimizer_state.StateLayout) -> list[Variable[Any]]:
+    def _state_variables(self, layout: optimizer_state.StateLayout) -> list[Variable]:
         """Returns the Variables of the state in the order of the layout."""
-        present: dict[Path, Variable[Any]] = dict(iter_variables(self.opt_state))
+        present: dict[Path, Variable] = dict(iter_variables(self.opt_state))
         if self.master_dtype is not None:
             parts = {"inner": present, "masters": dict(iter_variables(self.masters))}
             present = {(n, *path): v for n, part in parts.items() for path, v in part.items()}
@@ -269,8 +271,8 @@ class Optimizer(Module):
 
 
 class _MasterState(NamedTuple):
-    inner: Any  # of the transformation, for the masters
-    masters: Any  # None for a parameter that is not narrower
+    inner: object  # of the transformation, for the masters
+    masters: object  # None for a parameter that is not narrower
 
 
 class _Masters(NamedTuple):
@@ -279,12 +281,12 @@ class _Masters(NamedTuple):
     tx: Any
     dtype: np.dtype
 
-    def init(self, params: Any) -> _MasterState:
+    def init(self, params: object) -> _MasterState:
         """Returns the masters, and the state of the transformation for them."""
         masters = jax.tree.map(self._master, params)
         return _MasterState(self.tx.init(jax.tree.map(_either, params, masters)), masters)
 
-    def step(self, update: Any, grads: Any, state: _MasterState, params: Any, **extra: Any) -> Any:
+    def step(self, update, grads, state: _MasterState, params, **extra) -> Any:
         """Returns new parameters and the new state."""
         wide = jax.tree.map(_current, params, state.masters)
         grads = jax.tree.map(_as_wide, wide, grads)
@@ -296,25 +298,25 @@ class _Masters(NamedTuple):
         )
         return new_params, _MasterState(inner, masters)
 
-    def _master(self, param: Any) -> Any:
+    def _master(self, param):
         is_float = jnp.issubdtype(param.dtype, jnp.floating)
         is_narrow = is_float and jnp.dtype(param.dtype).itemsize < self.dtype.itemsize
         return param.astype(self.dtype) if is_narrow else None
 
 
-def _updated(update: Any, *args: Any, **extra: Any) -> Any:
+def _updated(update, *args, **extra):
     """Runs a transformation of optax, with promotion of counts to floats."""
     # Also where a user forbids promotion in the own code.
     with jax.numpy_dtype_promotion("standard"):
         return update(*args, **extra)
 
 
-def _step_of(transformation: Any, update: Any) -> Any:
+def _step_of(transformation: object, update: object):
     """Returns the function from gradients to new parameters and state."""
     if isinstance(transformation, _Masters):
         return functools.partial(transformation.step, update)
 
-    def step(grads: Any, state: Any, params: Any, **extra: Any) -> Any:
+    def step(grads, state, params, **extra) -> Any:
         updates, new_state = _updated(update, grads, state, params, **extra)
         new_params = jax.tree.map(_apply, updates, params, is_leaf=lambda leaf: leaf is None)
         return new_params, new_state
@@ -322,7 +324,7 @@ def _step_of(transformation: Any, update: Any) -> Any:
     return step
 
 
-def trained_variables(optimizer: Optimizer) -> list[tuple[Path, Variable[Any]]]:
+def trained_variables(optimizer: Optimizer) -> list[tuple[Path, Variable]]:
     """Returns path and Variable of an optimizer's parameters, in its order."""
     return optimizer._chosen()
 
@@ -344,11 +346,11 @@ def gradient_layout(optimizer: Optimizer, places: State) -> State:
     return State.from_flat(of_gradients)
 
 
-def _either(param: Any, master: Any) -> Any:
+def _either(param: object, master: object):
     return param if master is None else master
 
 
-def _current(param: Any, master: Any) -> Any:
+def _current(param, master):
     """Returns a master, or a parameter changed since."""
     if master is None:
         return param
@@ -362,19 +364,19 @@ def _current(param: Any, master: Any) -> Any:
     return jnp.where((rounded == value) | (is_small & is_near), master, value)
 
 
-def _as_wide(wide: Any, grad: Any) -> Any:
+def _as_wide(wide, grad):
     """Returns a gradient as wide as the master, laid out alike."""
     grad = jnp.asarray(grad)
     return laid_out_as(wide, grad.astype(wider_dtype(grad.dtype, wide.dtype)))
 
 
-def _floating(dtype: Any) -> np.dtype:
+def _floating(dtype: jax.typing.DTypeLike) -> np.dtype:
     """Returns a dtype, or raises if it is not floating."""
     try:
         np_dtype = jnp.dtype(dtype)
     except TypeError:
         np_dtype = np.dtype(bool)
-    Options(ArgumentError).check(
+    Options(TransformError).check(
         "master_dtype",
         dtype,
         jnp.issubdtype(np_dtype, jnp.floating),
@@ -385,7 +387,7 @@ def _floating(dtype: Any) -> np.dtype:
     return jax.dtypes.canonicalize_dtype(np_dtype)
 
 
-def _axes_of_leaves(variable: Variable[Any]) -> Sequence[Any]:
+def _axes_of_leaves(variable: Variable) -> Sequence[Any]:
     """Returns the names of the dimensions of each array of a parameter."""
     if variable.axes is not None or not knows_names(variable._value):
         return [variable.axes] * len(jax.tree.leaves(variable._value))
@@ -393,7 +395,7 @@ def _axes_of_leaves(variable: Variable[Any]) -> Sequence[Any]:
 
 
 def _metadata_of(
-    leaf: optimizer_state.StateLeaf, owners: Sequence[tuple[Variable[Any], Any]]
+    leaf: optimizer_state.StateLeaf, owners: Sequence[tuple[Variable, Any]]
 ) -> dict[str, Any]:
     """Returns the axes of a leaf, and the box of its parameter."""
     if leaf.follows is None:
@@ -405,11 +407,11 @@ def _metadata_of(
     return {"axes": tuple(None if d is None else axes[d] for d in leaf.dims), **box}
 
 
-def _shape_of(value: Any) -> jax.ShapeDtypeStruct:
+def _shape_of(value) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(tuple(value.shape), value.dtype)
 
 
-def _apply(update: Any, param: Any) -> Any:
+def _apply(update, param):
     return param if update is None else laid_out_as(param, (param + update).astype(param.dtype))
 
 
@@ -428,7 +430,7 @@ def laid_out_as(old: Any, new: Any) -> Any:
     return new if same else jax.sharding.reshard(new, place)
 
 
-def _align(grads: Any, params: State) -> State:
+def _align(grads: object, params: State) -> State:
     """Returns gradients in the order of the parameters, or raises TrainError."""
     expected = params.flat()
     gradients = by_paths_of(grads, expected)
@@ -458,17 +460,17 @@ def _align(grads: Any, params: State) -> State:
     return State.from_flat({path: gradients[path] for path in expected}, params.origins())
 
 
-def _shapes(value: Any) -> Any:
+def _shapes(value: object):
     leaves, treedef = jax.tree.flatten(value)
     return treedef, [np.shape(leaf) for leaf in leaves]
 
 
-def _shown(value: Any) -> str:
+def _shown(value) -> str:
     shapes = [tuple(np.shape(leaf)) for leaf in jax.tree.leaves(value)]
     return str(shapes[0] if len(shapes) == 1 else shapes)
 
 
-def _check_state(state: Any, layout: optimizer_state.StateLayout) -> list[Any]:
+def _check_state(state: object, layout: optimizer_state.StateLayout) -> list[Any]:
     """Returns the arrays of a new state, or raises TrainError."""
     separated = optimizer_state.separate_arrays(state)
     if separated.treedef != layout.treedef or separated.static.keys() != layout.static.keys():

@@ -80,7 +80,7 @@ class StateLayout(NamedTuple):
     treedef: Any
     static: dict[int, Any]  # leaves that are no arrays (strings, functions, ...), by position
 
-    def join(self, arrays: Iterable[Any]) -> Any:
+    def join(self, arrays: Iterable[object]) -> Any:
         """Makes the state from its arrays: the inverse of ``separate_arrays``."""
         remaining = iter(arrays)
         count = len(self.leaves) + len(self.static)
@@ -97,7 +97,7 @@ class SeparatedState(NamedTuple):
     static: dict[int, Any]
 
 
-def separate_arrays(state: Any) -> SeparatedState:
+def separate_arrays(state: object) -> SeparatedState:
     """Takes a transformation's state apart into arrays and everything else."""
     kinds = (jax.Array, np.ndarray, np.generic, bool, int, float, complex)
     keyed, treedef = jax.tree_util.tree_flatten_with_path(state)
@@ -107,7 +107,7 @@ def separate_arrays(state: Any) -> SeparatedState:
     return SeparatedState(keys, arrays, treedef, static)
 
 
-def layout_of(transformation: Transformation, params: Any) -> StateLayout:
+def layout_of(transformation: Transformation, params: object) -> StateLayout:
     """Finds the contents of a transformation's state for parameters or shapes."""
     leaves, treedef = jax.tree.flatten(params)
     shapes = tuple((tuple(leaf.shape), leaf.dtype) for leaf in leaves)
@@ -115,9 +115,7 @@ def layout_of(transformation: Transformation, params: Any) -> StateLayout:
 
 
 @functools.lru_cache(maxsize=64)
-def _layout_of(
-    transformation: Transformation, treedef: Any, shapes: tuple[Any, ...]
-) -> StateLayout:
+def _layout_of(transformation: Transformation, treedef, shapes: tuple[Any, ...]) -> StateLayout:
     separated = SeparatedState([], [], None, {})
 
     def init(leaves: list[Any]) -> list[Any]:
@@ -163,7 +161,7 @@ def _unique(paths: list[Path]) -> list[Path]:
     return unique
 
 
-def _followed(key_path: Sequence[Any], parameters: dict[Path, int]) -> int | None:
+def _followed(key_path: Sequence[object], parameters: dict[Path, int]) -> int | None:
     """Finds the parameter with its path at a key path's end."""
     # The key path may go on below the parameter.
     for start, key in enumerate(key_path):
@@ -176,13 +174,13 @@ def _followed(key_path: Sequence[Any], parameters: dict[Path, int]) -> int | Non
 
 
 def _initial_values(
-    jaxpr: Any, consts: Sequence[Any], inputs: Sequence[InitialValue]
+    jaxpr, consts: Sequence[Any], inputs: Sequence[InitialValue]
 ) -> list[InitialValue]:
     """Finds the inputs needed by each output of a jaxpr."""
     values: dict[Any, InitialValue] = dict(zip(jaxpr.invars, inputs, strict=True))
     values.update(zip(jaxpr.constvars, map(_constant, consts), strict=True))
 
-    def read(atom: Any) -> InitialValue:
+    def read(atom) -> InitialValue:
         return _constant(atom.val) if isinstance(atom, Literal) else values[atom]
 
     for equation in jaxpr.eqns:
@@ -191,13 +189,13 @@ def _initial_values(
     return [read(atom) for atom in jaxpr.outvars]
 
 
-def _constant(value: Any) -> InitialValue:
+def _constant(value) -> InitialValue:
     dtype = getattr(value, "dtype", None)
     is_number = dtype is None or not jnp.issubdtype(dtype, jax.dtypes.extended)
     return InitialValue((), value if np.ndim(value) == 0 and is_number else None)
 
 
-def _outputs(equation: Any, inputs: Sequence[InitialValue]) -> list[InitialValue]:
+def _outputs(equation, inputs: Sequence[InitialValue]) -> list[InitialValue]:
     name, params = equation.primitive.name, equation.params
     if name in ("jit", "pjit", "closed_call"):
         inner = params.get("jaxpr", params.get("call_jaxpr"))
@@ -220,7 +218,7 @@ class TrainedParameters:
     """Parameters of an optimizer, for the lazy values of its state."""
 
     def __init__(
-        self, transformation: Transformation, variables: Sequence[Variable[Any]], treedef: Any
+        self, transformation: Transformation, variables: Sequence[Variable], treedef: Any
     ) -> None:
         self.transformation = transformation
         self.treedef = treedef  # of the State of parameters
@@ -293,15 +291,17 @@ def _is_small(leaf: StateLeaf) -> bool:
 
 
 @functools.lru_cache(maxsize=4096)
-def _fill_program(shape: tuple[int, ...], dtype: Any, sharding: Any) -> Callable[[Any], jax.Array]:
-    def fill(value: Any) -> jax.Array:
+def _fill_program(
+    shape: tuple[int, ...], dtype: jax.typing.DTypeLike, sharding
+) -> Callable[[Any], jax.Array]:
+    def fill(value) -> jax.Array:
         return jnp.full(shape, value, dtype)
 
     return jax.jit(fill, out_shardings=sharding)
 
 
 @functools.lru_cache(maxsize=4096)
-def _copy_program(sharding: Any, dtype: Any) -> Callable[[Any], jax.Array]:
+def _copy_program(sharding, dtype: jax.typing.DTypeLike) -> Callable[[Any], jax.Array]:
     # A copy in memory, because a train step that donates the model and the optimizer must not
     # donate one buffer twice.
     return jax.jit(lambda value: jnp.copy(value).astype(dtype), out_shardings=sharding)
@@ -310,16 +310,16 @@ def _copy_program(sharding: Any, dtype: Any) -> Callable[[Any], jax.Array]:
 @functools.lru_cache(maxsize=256)
 def _leaf_program(
     transformation: Transformation,
-    treedef: Any,
+    treedef,
     shapes: tuple[Any, ...],
     needs: tuple[int, ...],
     position: int,
-    sharding: Any,
+    sharding: object,
 ) -> Callable[..., jax.Array]:
     """Makes a program of ``init`` for one leaf."""
     # The compiler drops the rest.
 
-    def compute_leaf(*arrays: Any) -> jax.Array:
+    def compute_leaf(*arrays: object) -> jax.Array:
         inputs = dict(zip(needs, arrays, strict=True))
         leaves = [
             inputs[i] if i in inputs else jnp.zeros(shape, dtype)

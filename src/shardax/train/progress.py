@@ -129,7 +129,7 @@ class SilentProgress:
     def note(self, message: str) -> None:
         pass
 
-    def write(self, **record: Any) -> None:
+    def write(self, **record: object) -> None:
         pass
 
     def __enter__(self) -> Self:

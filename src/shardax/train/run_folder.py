@@ -64,7 +64,7 @@ class RunFolder:
             finally:
                 self._lock = None
 
-    def _open_lock(self) -> Any:
+    def _open_lock(self):
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             return open(self.path / LOCK, "a+", encoding="utf-8")
@@ -75,7 +75,7 @@ class RunFolder:
                 "--out)."
             ) from error
 
-    def _take(self, lock: Any) -> None:
+    def _take(self, lock) -> None:
         try:
             import fcntl
 
@@ -117,7 +117,7 @@ class RunFolder:
 # --- Settings ---
 
 
-def settings_of(model: Any, optimizer: Any, ema: Any = None) -> dict[str, str]:
+def settings_of(model: object, optimizer: object, ema: Any = None) -> dict[str, str]:
     """Returns static values of model, optimizer and EMA, by path."""
     settings = {} if ema is None else dict(_texts(ema.average.tx, ".ema", ()))
     for path, module in iter_modules({"model": model, "optimizer": optimizer}):
@@ -129,7 +129,7 @@ def settings_of(model: Any, optimizer: Any, ema: Any = None) -> dict[str, str]:
     return settings
 
 
-def _static_values(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+def _static_values(value, path: str) -> Iterator[tuple[str, Any]]:
     """Yields an attribute's values other than objects and arrays."""
     if isinstance(value, (List, Dict)) or (has_objects(value) and not isinstance(value, Object)):
         items = value.items() if isinstance(value, (Dict, Mapping)) else enumerate(value)
@@ -150,7 +150,7 @@ def differences(saved: Mapping[str, str], present: Mapping[str, str]) -> list[st
     ]
 
 
-def _texts(value: Any, path: str, above: tuple[int, ...]) -> Iterator[tuple[str, str]]:
+def _texts(value: object, path: str, above: tuple[int, ...]) -> Iterator[tuple[str, str]]:
     """Yields paths and texts of the parts of a static value."""
     if id(value) in above or len(above) > _DEEPEST:
         return
@@ -163,7 +163,7 @@ def _texts(value: Any, path: str, above: tuple[int, ...]) -> Iterator[tuple[str,
         yield from _texts(part, f"{path}{step}", (*above, id(value)))
 
 
-def _parts(value: Any) -> tuple[str | None, Iterable[tuple[str, Any]]]:
+def _parts(value) -> tuple[str | None, Iterable[tuple[str, Any]]]:
     """Returns the text of a value itself, and its parts."""
     if value is None or isinstance(value, (bool, int, float, complex, str, bytes, np.generic)):
         return repr(value), ()
@@ -182,7 +182,7 @@ def _parts(value: Any) -> tuple[str | None, Iterable[tuple[str, Any]]]:
     if isinstance(value, Mapping):
         return type(value).__name__, [(f"[{key!r}]", child) for key, child in value.items()]
     if isinstance(value, tuple) and hasattr(value, "_fields"):  # a NamedTuple
-        fields: Any = getattr(value, "_fields", ())
+        fields = getattr(value, "_fields", ())
         return type(value).__name__, [(f".{key}", getattr(value, key)) for key in fields]
     if isinstance(value, (tuple, list)):
         return f"{type(value).__name__} of {len(value)}", _numbered(value)
@@ -221,9 +221,9 @@ def _parts_of_function(function: types.FunctionType) -> Iterator[tuple[str, Any]
             yield f".{name}", value
 
 
-def _numbered(values: Iterable[Any]) -> list[tuple[str, Any]]:
+def _numbered(values: Iterable[object]) -> list[tuple[str, Any]]:
     return [(f"[{position}]", value) for position, value in enumerate(values)]
 
 
-def _name_of(value: Any) -> str:
+def _name_of(value) -> str:
     return f"{value.__module__}.{value.__qualname__}"

@@ -40,7 +40,7 @@ class Throughput:
         self._counted = self._steps = 0
         self._since: float | None = None
 
-    def count(self, batch: Any, pending: Any) -> None:
+    def count(self, batch: object, pending: object) -> None:
         """Counts the batch of a step with the loss ``pending``."""
         if self._since is None:
             jax.block_until_ready(pending)
@@ -75,7 +75,7 @@ class Throughput:
 def counted(batch: Any) -> tuple[str, int]:
     """Returns the contents of a batch, in the plural, and their number."""
     named: Mapping[str, Any] = batch if isinstance(batch, Mapping) else {}
-    targets: Any = named.get("targets", named.get("inputs", 0.0))
+    targets = named.get("targets", named.get("inputs", 0.0))
     if np.ndim(targets) >= 2 and np.issubdtype(np.dtype(targets.dtype), np.integer):
         return "tokens", int(targets.size)
     leaves = jax.tree.leaves(batch)
@@ -148,7 +148,7 @@ class Profile:
         with jax.profiler.StepTraceAnnotation("train", step_num=number):
             yield
 
-    def ends(self, number: int, pending: Any) -> bool:
+    def ends(self, number: int, pending: object) -> bool:
         """Ends the trace after its last step; whether it did."""
         if not self._is_tracing or number < self.last:
             return False

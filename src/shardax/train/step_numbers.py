@@ -33,10 +33,10 @@ _OWN += ("mfu", *THROUGHPUTS, "checkpoint_seconds", "skipped_steps")
 # --- Numbers of a training step ---
 
 
-def with_metrics(loss: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+def with_metrics(loss: Callable[[Any, Any], object]) -> Callable[[Any, Any], Any]:
     """Makes any loss return (loss, metrics)."""
 
-    def both(model: Any, batch: Any) -> tuple[Any, dict[str, Any]]:
+    def both(model: object, batch: object) -> tuple[Any, dict[str, Any]]:
         value = loss(model, batch)
         if not isinstance(value, tuple):
             return value, {}
@@ -60,12 +60,12 @@ def with_metrics(loss: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
 
 
 def with_counts(
-    loss: Callable[[Any, Any], Any], count: Callable[[Any], Any] | None = None
+    loss: Callable[[Any, Any], object], count: Callable[[Any], object] | None = None
 ) -> Callable[[Any, Any], Any]:
     """Makes any loss return (loss, (metrics, weight of its targets))."""
     loss_and_metrics = with_metrics(loss)
 
-    def counted(model: Any, batch: Any) -> tuple[Any, tuple[dict[str, Any], jax.Array]]:
+    def counted(model, batch) -> tuple[Any, tuple[dict[str, Any], jax.Array]]:
         value, metrics = loss_and_metrics(model, batch)
         if count is not None:
             return value, (metrics, counted_by(count, batch))
@@ -82,7 +82,7 @@ def means_of_parts(metrics: Mapping[str, jax.Array], counts: jax.Array) -> dict[
     return {name: jnp.mean(weighted(parts, weights)) for name, parts in metrics.items()}
 
 
-def check_name(name: Any, who: str) -> None:
+def check_name(name: object, who: str) -> None:
     """Raises TrainError unless a metric may have this name in the log."""
     if not isinstance(name, str) or not name or name in _OWN or name.startswith("eval_"):
         raise TrainError(
@@ -91,7 +91,7 @@ def check_name(name: Any, who: str) -> None:
         )
 
 
-def count_targets(batch: Any, count: Callable[[Any], Any] | None = None) -> jax.Array:
+def count_targets(batch: Any, count: Callable[[Any], object] | None = None) -> jax.Array:
     """Number of targets by a function or a mask; else of rows."""
     if count is not None:
         return counted_by(count, batch)
@@ -103,7 +103,7 @@ def count_targets(batch: Any, count: Callable[[Any], Any] | None = None) -> jax.
     return rows if weights is None else rows * jnp.mean(weights)
 
 
-def gradient_norm(gradients: Any) -> jax.Array:
+def gradient_norm(gradients: object) -> jax.Array:
     """Returns the norm of all gradients together, in float32."""
     leaves = [x for x in jax.tree.leaves(gradients) if jnp.issubdtype(x.dtype, jnp.inexact)]
     squares = [jnp.sum(jnp.square(jnp.abs(leaf).astype(jnp.float32))) for leaf in leaves]
@@ -122,15 +122,15 @@ def learning_rate_of(optimizer: Any, count: Any) -> dict[str, Any]:
     rates = injected or _rates(optimizer.tx.update)
     if len(rates) != 1:
         return {}
-    rate: Any = rates[0] if injected else -_at(rates[0], count)
+    rate = rates[0] if injected else -_at(rates[0], count)
     return {"learning_rate": jnp.asarray(rate, jnp.float32)} if np.ndim(rate) == 0 else {}
 
 
-def _at(rate: Any, count: Any) -> Any:
+def _at(rate, count) -> Any:
     return jnp.asarray(rate(count)) if callable(rate) else rate
 
 
-def _rates(update: Any) -> list[Any]:
+def _rates(update) -> list[Any]:
     """Returns the last step sizes of a chain, numbers or functions."""
     # optax does not tell it, but its functions hold it: a number, or a function of the count.
     code = getattr(update, "__code__", None)
@@ -143,7 +143,7 @@ def _rates(update: Any) -> list[Any]:
     for name in ("step_size", "step_size_fn"):
         if name in closure:
             # Step sizes of a descent are negative; scale(0.5), say, only shrinks updates.
-            step: Any = closure[name]
+            step = closure[name]
             return [step] if callable(step) or (np.ndim(step) == 0 and step < 0) else []
     within = closure.get("update_fns", ()) or [getattr(closure.get("tx"), "update", None)]
     return [rate for inner in within if inner is not None for rate in _rates(inner)]

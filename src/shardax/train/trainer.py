@@ -286,7 +286,7 @@ class Trainer:
         numbers = self.eval_numbers
 
         @jit
-        def eval_step(model: Any, metrics: Any, batch: Any) -> tuple[Any, Any, Any]:
+        def eval_step(model: object, metrics: object, batch: object) -> tuple[Any, Any, Any]:
             """Mean loss of a batch, its number of targets, and further means."""
             with prefetch.in_device_memory(model):
                 return numbers.measure(model, metrics, batch, step_numbers.with_metrics(loss))
@@ -324,7 +324,7 @@ class Trainer:
         skip = self.settings.max_skipped_steps > 0
         scopes = contextlib.nullcontext if self.profile is None else module_scopes
 
-        def train_step(*args: Any) -> Any:
+        def train_step(*args):
             model, optimizer, *averages, batch = args
             with prefetch.in_device_memory(args[:-1]), scopes(model):
                 old_values = current_values(args[:-1])
@@ -408,7 +408,7 @@ class Trainer:
             self._train_shardings()
             self._held_out_shardings()
 
-    def _train_shardings(self) -> Any:
+    def _train_shardings(self):
         source = self.batches
         position = source.state()
         first = prefetch.first_batch(source)
@@ -420,7 +420,7 @@ class Trainer:
             first, self.mesh, self.rules, parts=parts, of="training batch"
         )
 
-    def _held_out_shardings(self) -> Any:
+    def _held_out_shardings(self):
         if self.held_out is None:
             return None
         if isinstance(self.held_out, Iterator):
@@ -602,7 +602,7 @@ class Trainer:
             self._save(run)
         run.checkpoints.wait()
 
-    def _step(self, run: _Run, batch: Any) -> None:
+    def _step(self, run: _Run, batch: object) -> None:
         """Takes a step, and tells of a finished trace and of retraces."""
         number, is_first = run.step + 1, run.pending is None
         with contextlib.nullcontext() if self.profile is None else self.profile.step(number):
@@ -863,7 +863,7 @@ def _due(step: int, every: int) -> bool:
 
 
 @contextlib.contextmanager
-def _evaluation_mode(model: Any) -> Iterator[None]:
+def _evaluation_mode(model: object) -> Iterator[None]:
     """Puts all Modules into evaluation mode for a block."""
     # As Module.eval sets them.
     modes = {"deterministic": True, "use_running_average": True}

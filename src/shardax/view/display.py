@@ -47,7 +47,7 @@ def show(value: Any) -> None:
         print(to_text(value))  # noqa: T201 (printing is the purpose)
 
 
-def to_text(value: Any) -> str:
+def to_text(value: object) -> str:
     """Returns anything as text, whole, with layouts and sharing.
 
     Args:
@@ -95,7 +95,7 @@ def to_html(value: Any, title: str | None = None) -> str:
     )
 
 
-def html_fragment(value: Any) -> str:
+def html_fragment(value: object) -> str:
     """Returns HTML for a page or a notebook."""
     has_treescope = _has_treescope()
     if isinstance(value, ShardingView) and value.single and has_treescope:
@@ -126,7 +126,7 @@ def in_notebook() -> bool:
     return shell is not None and "text/html" in shell.display_formatter.active_types
 
 
-def mimebundle(value: Any) -> dict[str, str] | None:
+def mimebundle(value: object) -> dict[str, str] | None:
     """Returns an object's texts by MIME type."""
     if "IPython" in sys.modules and not in_notebook():
         return None  # a terminal has no use for HTML and shows the repr

@@ -60,7 +60,7 @@ class NoValue:
 NO_VALUE = NoValue()
 
 
-def drawing_of(value: Any) -> Drawing:
+def drawing_of(value: object) -> Drawing:
     """Draws a model, State, ``GraphDef``, selection, or anything else."""
     if isinstance(value, State):
         return _draw_state(value)
@@ -82,7 +82,7 @@ def _draw_state(state: State) -> Drawing:
     return draw(values[()]) if () in values else _nested(state, values)
 
 
-def _nested(tree: Any, values: Mapping[Path, Any]) -> Drawing:
+def _nested(tree: object, values: Mapping[Path, object]) -> Drawing:
     """Draws values by their paths; inner places are named like the whole."""
     root = Drawing("", "", (), tree)
     root.parts = []
@@ -147,7 +147,7 @@ def array_text(array: Any) -> str:
     return f"NamedArray {array.data.dtype}[{sizes}]"
 
 
-def known_sharding(variable: Variable[Any]) -> Any:
+def known_sharding(variable: Variable) -> Any:
     """Returns the sharding of a Variable's array, or None."""
     value = variable._here()._value
     return None if isinstance(value, Tracer) else getattr(value, "sharding", None)
@@ -193,7 +193,7 @@ class ArrayFigure:
     def __treescope_ndarray_adapter__(self) -> FigureAdapter:
         return ADAPTER
 
-    def __treescope_repr__(self, path: str | None, subtree_renderer: Any) -> Any:
+    def __treescope_repr__(self, path: str | None, subtree_renderer: object) -> Any:
         """The text of scalars, and of arrays without a picture."""
         from treescope import rendering_parts as parts
 
@@ -236,7 +236,7 @@ class ArrayFigure:
         )
 
 
-def as_figure(array: Any) -> ArrayFigure:
+def as_figure(array: object) -> ArrayFigure:
     """Returns the figure of a figure, a ``NamedArray``, or any other array."""
     if isinstance(array, ArrayFigure):
         return array
@@ -331,7 +331,7 @@ class FigureAdapter:
 ADAPTER = FigureAdapter()
 
 
-def sharding_part(array: Any, names: Sequence[Any] | None) -> Any:
+def sharding_part(array: object, names: Sequence[Any] | None) -> Any:
     """Draws an array's sharding; None for scalars, empty arrays, and uneven parts."""
     import treescope
 
@@ -372,7 +372,7 @@ class FoldableTree:
         """Returns the part; ``path`` is code for copy buttons."""
         return self._render(self.root, path)
 
-    def _render(self, drawing: Drawing, path: str | None) -> Any:
+    def _render(self, drawing: Drawing, path: str | None):
         value = drawing.value
         if drawing.first is not None:
             link = self._abbreviation(f"<same {drawing.name} as {format_path(drawing.first.path)}>")
@@ -401,7 +401,7 @@ class FoldableTree:
         for child in below:
             if child.marked or child.parts is not None or type(child.value) not in _PLAIN:
                 node = self._render(child, None if path is None else path + child.code)
-                label: Any = child.label
+                label = child.label
                 if child.marked:
                     style = "background: #ffd54a; color: black; font-weight: bold"
                     label = self.parts.custom_style(self.parts.text(f"➤ {label}"), style)
@@ -415,7 +415,7 @@ class FoldableTree:
                 lines.append(text)
         return lines
 
-    def _line(self, drawing: Drawing, path: str | None) -> Any:
+    def _line(self, drawing: Drawing, path: str | None):
         text, color = describe(drawing), self.color(drawing.name)
         if self.large and not drawing.again:
             style = f"background: {color}; color: black"
@@ -424,7 +424,7 @@ class FoldableTree:
         annotations = [self._comment(drawing)]
         return self.parts.siblings_with_annotations(node, extra_annotations=annotations)
 
-    def _variable(self, drawing: Drawing, path: str | None) -> Any:
+    def _variable(self, drawing: Drawing, path: str | None):
         """A line without the numbers; unfolded, numbers and layout."""
         picture = self._picture(drawing.value, path)
         if isinstance(drawing.value, ArrayAttribute):
@@ -443,7 +443,7 @@ class FoldableTree:
             first_line_annotation=self._comment(drawing),
         )
 
-    def _picture(self, variable: Variable[Any], path: str | None) -> Any:
+    def _picture(self, variable: Variable, path: str | None):
         """The numbers of a Variable, or its sharding, or None."""
         value, names = variable._here()._value, variable.axes
         if isinstance(value, (LazyValue, NoValue)):
@@ -457,13 +457,13 @@ class FoldableTree:
         figure = ArrayFigure(value, names) if isinstance(value, (jax.Array, np.ndarray)) else value
         return self.render_value(figure, path=None if path is None else f"{path}.value")
 
-    def _comment(self, drawing: Drawing) -> Any:
+    def _comment(self, drawing: Drawing):
         text = comment(drawing)
         if drawing is self.root and self.pictures_left < 0:
             text += f"  # with the values of the first {MOST_PICTURES} arrays"
         return self.parts.custom_text_color(self.parts.text(text), _GREY)
 
-    def _abbreviation(self, text: str) -> Any:
+    def _abbreviation(self, text: str):
         return self.parts.abbreviation_color(self.parts.text(text))
 
 
@@ -472,7 +472,7 @@ def is_large(drawing: Drawing) -> bool:
     return any(number > MOST_LEAVES for number, _ in enumerate(drawing.leaves()))
 
 
-def tree_html(value: Any) -> str:
+def tree_html(value: object) -> str:
     """Draws anything with treescope, as HTML for a page or a notebook."""
     import treescope
     from treescope import layout_algorithms
@@ -480,7 +480,7 @@ def tree_html(value: Any) -> str:
     drawing = drawing_of(value)
     pictures = _Pictures()
 
-    def handle(node: Any, path: str | None, subtree_renderer: Renderer) -> Any:
+    def handle(node: object, path: str | None, subtree_renderer: Renderer):
         if node is value and drawing.parts is not None:
             return FoldableTree(drawing, subtree_renderer).part(path)
         if isinstance(node, (jax.Array, np.ndarray, NamedArray)):
@@ -495,7 +495,7 @@ def tree_html(value: Any) -> str:
         scopes.enter_context(treescope.active_renderer.set_scoped(renderer))
         scopes.enter_context(treescope.active_autovisualizer.set_scoped(visualizer))
         marked = sum(place.marked for place in drawing.places())
-        unfold: Any = None
+        unfold = None
         if 0 < marked <= MOST_PICTURES:
             to_marks = layout_algorithms.expand_to_layout_marks
             unfold = functools.partial(to_marks, marks=[_MARKED], collapse_weak_others=True)
@@ -521,12 +521,12 @@ class _Pictures:
         self.left -= 1
         return self.left >= 0
 
-    def __call__(self, value: Any, path: str | None) -> Any:
+    def __call__(self, value: object, path: str | None) -> Any:
         drawn = isinstance(value, ArrayFigure) and self.take()
         return self.draw(value, path) if drawn else None
 
 
-def _place_part(place: Mesh | AbstractMesh | NamedSharding, unfolded: bool) -> Any:
+def _place_part(place: Mesh | AbstractMesh | NamedSharding, unfolded: bool):
     from treescope import rendering_parts as parts
 
     names = None if isinstance(place, NamedSharding) else place.axis_names

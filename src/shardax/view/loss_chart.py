@@ -50,7 +50,7 @@ class ChartAxis(NamedTuple):
         return min(max(50 * ((value - self.low) / span), 0.0), 100.0) if span else 50.0
 
 
-def loss_chart(records: Sequence[Mapping[str, Any]], references: Mapping[str, float]) -> str:
+def loss_chart(records: Sequence[Mapping[str, object]], references: Mapping[str, float]) -> str:
     """Draws training and held-out loss over steps, with reference lines."""
     curves = [(curve, _points(records, curve.key)) for curve in _CURVES]
     curves = [(curve, points) for curve, points in curves if points]

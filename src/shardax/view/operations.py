@@ -17,7 +17,6 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 from jax.sharding import AbstractMesh
@@ -47,9 +46,9 @@ _ELEMENTWISE = re.compile(
 
 
 def module_operations(
-    tree: Any,
-    inputs: Sequence[Any],
-    call: Callable[..., Any] | None = None,
+    tree: object,
+    inputs: Sequence[object],
+    call: Callable[..., object] | None = None,
     mesh: AnyMesh | None = None,
     rules: RulesLike | None = None,
 ) -> dict[Path, int]:
@@ -71,7 +70,7 @@ def module_operations(
     return counts
 
 
-def _check_call(planned: Any, call: Callable[..., Any] | None) -> None:
+def _check_call(planned: object, call: Callable[..., object] | None) -> None:
     if call is None and not callable(planned):
         raise ViewError(
             f"A {type(planned).__name__} cannot be called, so there is no program whose operations "

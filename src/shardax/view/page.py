@@ -12,7 +12,6 @@ from html import escape
 from importlib import resources
 from pathlib import Path
 from string import Template
-from typing import Any
 
 from shardax._files import write_whole
 from shardax.view.loss_chart import loss_chart
@@ -51,10 +50,10 @@ def write_report(
     path: str | Path,
     *,
     title: str,
-    summary: Mapping[str, Any],
+    summary: Mapping[str, object],
     parameters: ParameterTable,
     pictures: Mapping[str, str],
-    records: Sequence[Mapping[str, Any]],
+    records: Sequence[Mapping[str, object]],
     references: Mapping[str, float],
     sample: str = "",
 ) -> Path:

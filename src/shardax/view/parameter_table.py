@@ -169,7 +169,7 @@ class ParameterTable:
     def _repr_html_(self) -> str:
         return self.html()
 
-    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+    def _repr_pretty_(self, printer, cycle: bool) -> None:
         printer.text(str(self))
 
     def __str__(self) -> str:
@@ -268,7 +268,7 @@ def table(
 
 
 def _row(
-    path: Path, inside: str, variable: Variable[Any], struct: jax.ShapeDtypeStruct, rules: Rules
+    path: Path, inside: str, variable: Variable, struct: jax.ShapeDtypeStruct, rules: Rules
 ) -> ParameterRow:
     value, shape, sharding = variable.value, struct.shape, struct.sharding
     own_names = axes_of(value)

@@ -38,7 +38,7 @@ _HEADER = ("path", "shape", "dtype", "split", "shard", "copies", "bytes/device")
 Span = tuple[int, int]
 
 
-def shape_and_sharding(value: Any) -> tuple[tuple[int, ...], Sharding]:
+def shape_and_sharding(value: object) -> tuple[tuple[int, ...], Sharding]:
     """Returns shape and sharding of a Variable, an array, or a ``jax.ShapeDtypeStruct``."""
     # A lazy value is asked for its form only: showing it must not compute it.
     array = value.value if isinstance(value, Variable) and not value.is_lazy else value
@@ -106,7 +106,7 @@ class _Face(NamedTuple):
         )
 
 
-def _face(value: Any) -> _Face:
+def _face(value: object) -> _Face:
     shape, sharding = shape_and_sharding(value)
     spans = spans_by_device(shape, sharding)
     split = [d for d, n in enumerate(shape) if any(part[d] != (0, n) for part in spans.values())]
@@ -132,7 +132,7 @@ def _device_numbers(devices: list[int]) -> str:
     return ",".join(texts)
 
 
-def sharding_text(value: Any) -> str:
+def sharding_text(value: object) -> str:
     """Draws an array's sharding with characters, without the middle of many cells."""
     face = _face(value)
     labels = {
@@ -164,7 +164,7 @@ def _kept(spans: list[Span], most: int) -> list[Span | None]:
     return list(spans) if len(spans) <= most else [*spans[: most - 2], None, spans[-1]]
 
 
-def show_sharding(value: Any) -> None:
+def show_sharding(value: object) -> None:
     """Prints a picture of an array's sharding on the terminal.
 
     Args:
@@ -180,7 +180,7 @@ def show_sharding(value: Any) -> None:
     print(sharding_text(value))  # noqa: T201 (printing is the purpose)
 
 
-def sharding_svg(value: Any, width: int = 280, height: int = 160) -> str:
+def sharding_svg(value: object, width: int = 280, height: int = 160) -> str:
     """Draws an array's sharding as SVG: a labelled rectangle per cell.
 
     Args:
@@ -342,7 +342,7 @@ class ShardingView:
     def _repr_html_(self) -> str:
         return self.html()
 
-    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+    def _repr_pretty_(self, printer, cycle: bool) -> None:
         printer.text(str(self))
 
     def __str__(self) -> str:
@@ -408,7 +408,7 @@ def sharding(
     return ShardingView(tuple(rows))
 
 
-def _single(value: Any, mesh: AnyMesh | None, rules: RulesLike | None) -> ShardingView:
+def _single(value, mesh: AnyMesh | None, rules: RulesLike | None) -> ShardingView:
     is_variable = isinstance(value, Variable)
     if mesh is None and is_variable and value.is_lazy:
         mesh = resolve_mesh()

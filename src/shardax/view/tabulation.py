@@ -114,12 +114,12 @@ class Tabulation:
 
 def tabulate(
     model: Module,
-    *args: Any,
+    *args: object,
     method: str = "__call__",
     depth: int | None = None,
     filter: Filter = ...,
     flops: bool = True,
-    **kwargs: Any,
+    **kwargs: object,
 ) -> Tabulation:
     """Makes the table of a model's Modules in one call.
 
@@ -190,7 +190,7 @@ class _MethodCall:
         self.method = method
         self.kwargs = kwargs
 
-    def __call__(self, model: Module, *args: Any) -> Any:
+    def __call__(self, model: Module, *args: object) -> Any:
         return getattr(model, self.method)(*args, **self.kwargs)
 
 
@@ -201,7 +201,7 @@ _calls: contextvars.ContextVar[_Calls | None] = contextvars.ContextVar("calls", 
 _PLACE = "shardax_tabulated"
 
 
-def _observed_calls(model: Module, method: str, args: Any, kwargs: Any) -> _Calls:
+def _observed_calls(model: Module, method: str, args, kwargs) -> _Calls:
     """Returns shapes of inputs and outputs of first calls, by path."""
     planned = abstract(model)
     for path, module in iter_modules(planned):
@@ -220,9 +220,9 @@ def _observed_calls(model: Module, method: str, args: Any, kwargs: Any) -> _Call
 
 @functools.cache  # one for each class, for good: JAX keeps the classes of its pytrees
 def _observed(kind: type[Module]) -> type[Module]:
-    def around(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    def around(name: str, method: Callable[..., object]) -> Callable[..., Any]:
         @wraps(method)
-        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        def call(self, *args, **kwargs):
             result = method(self, *args, **kwargs)
             calls, path = _calls.get(), vars(self).get(_PLACE)
             if calls is not None and path is not None:
@@ -237,7 +237,7 @@ def _observed(kind: type[Module]) -> type[Module]:
     return subclass(kind, around)
 
 
-def _shapes(tree: Any) -> str:
+def _shapes(tree: object) -> str:
     """Formats the arrays of an argument or result."""
     leaves = jax.tree.leaves(tree, is_leaf=is_object)
     texts = [

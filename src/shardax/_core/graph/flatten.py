@@ -32,7 +32,7 @@ import jax
 import numpy as np
 
 from shardax._core._jax import Tracer, rebuilds_arguments
-from shardax._core.errors import LayerViewError, StaticAttributeError, TreeError
+from shardax._core.errors import ModuleError, StaticAttributeError
 from shardax._core.frames import READ_ONLY, PlainTrace, local, owner_here, resolve
 from shardax._core.graph.handlers import LEAF, PLACEHOLDER, Handler, handler_of, has_parts
 from shardax._core.graph.paths import Path, PathKey, format_path
@@ -146,7 +146,7 @@ def definition_paths(graphdef: GraphDef, names: Sequence[Path] = ()) -> dict[int
     """Returns the path of every object by its first occurrence."""
     found: dict[int, Path] = {}
 
-    def visit(child: Any, path: Path) -> None:
+    def visit(child: object, path: Path) -> None:
         if type(child) is Ref:
             if child.position not in found:
                 found[child.position] = path
@@ -161,7 +161,7 @@ def definition_paths(graphdef: GraphDef, names: Sequence[Path] = ()) -> dict[int
     return found
 
 
-def definition_children(definition: Any) -> Iterable[tuple[Any, Any]]:
+def definition_children(definition: object) -> Iterable[tuple[Any, Any]]:
     """Yields (key, child) pairs of a definition; key None is no step."""
     match definition:
         case ModuleDef():
@@ -175,7 +175,7 @@ def definition_children(definition: Any) -> Iterable[tuple[Any, Any]]:
             yield from zip(definition.keys, definition.items, strict=True)
 
 
-def static_values(child: Any, path: Path) -> Iterator[tuple[Path, Any]]:
+def static_values(child: object, path: Path) -> Iterator[tuple[Path, Any]]:
     """Yields (path, value) of every static value in a child or definition."""
     if type(child) is Static:
         yield path, child.value
@@ -208,7 +208,7 @@ _COMMON_TYPES = frozenset({bool, int, str, type(None)})
 
 
 @functools.lru_cache(maxsize=4096, typed=True)  # configuration repeats from layer to layer
-def _common_static(value: Any) -> Static:
+def _common_static(value: object) -> Static:
     return Static(value)
 
 
@@ -263,7 +263,7 @@ class GraphWalk:
         return position
 
 
-def flatten_roots(roots: Sequence[Any], names: Sequence[Path] | None = None) -> Flat:
+def flatten_roots(roots: Sequence[object], names: Sequence[Path] | None = None) -> Flat:
     """Flattens several roots together, with what they share."""
     at = epoch.current  # before walking: an edit during the walk then invalidates the result
     walk = GraphWalk(marking=True)
@@ -287,7 +287,7 @@ def _check_views(flat: Flat) -> None:
         while parent is not None:
             if id(parent) in place:
                 paths = [flat.leaf_paths[i] for i in (place[id(parent)], position)]
-                raise LayerViewError(
+                raise ModuleError(
                     f"The stacked {type(parent).__name__} at {format_path(paths[0])} stands beside "
                     f"a view of one of its layers, at {format_path(paths[1])}: they would be two "
                     f"Variables for one value. Pass the stack and take the layer inside, "
@@ -300,18 +300,18 @@ _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType)
 _NO_TREES = (type, str, bytes, int, float, complex, GraphDef, *_FUNCTIONS)
 
 
-def check_tree(tree: Any, caller: str) -> None:
+def check_tree(tree: object, caller: str) -> None:
     """Raises if a public function was given something that holds no model."""
     if isinstance(tree, _NO_TREES):
         fix = f"{tree.__name__}(...)" if isinstance(tree, type) else "model"
-        raise TreeError(
+        raise ModuleError(
             f"sx.{caller} takes a model as its first argument, a Module, Variable, or tuple, list "
             f"or dict of these, but was given {str(tree)[:80]!r} of type {type(tree).__name__}. "
             f"Give it the object: sx.{caller}({fix}, ...)."
         )
 
 
-def walk_objects(roots: Sequence[Any]) -> list[Any]:
+def walk_objects(roots: Sequence[object]) -> list[Any]:
     """Returns all objects reachable from ``roots``, in the order of ``GraphDef.objects``."""
     walk = GraphWalk()
     for root in roots:
@@ -370,7 +370,7 @@ def assemble(
 
 
 def build(
-    graphdef: GraphDef, values: Iterable[Any], owner: Any, lock: str | None = None
+    graphdef: GraphDef, values: Iterable[object], owner: object, lock: str | None = None
 ) -> tuple[list[Any], list[Any]]:
     """Returns new (roots, objects) from a structure and values."""
     definitions = graphdef.objects
@@ -387,7 +387,7 @@ def build(
 M = TypeVar("M")
 
 
-def has_objects(tree: Any) -> bool:
+def has_objects(tree: object) -> bool:
     """Whether a pytree holds a Module, container or Variable anywhere."""
     # At the speed of JAX's own flattening. It does not stop at the first object: JAX's flattening
     # counts its depth and loses count when it is left by an exception.
@@ -399,7 +399,7 @@ def has_objects(tree: Any) -> bool:
         local.probing = False
 
 
-def flatten_plain(tree: Any) -> tuple[list[Any], Any] | None:
+def flatten_plain(tree: object) -> tuple[list[Any], Any] | None:
     """Flattens a pytree by ``jax.tree.flatten``; None if it holds objects."""
     local.probing, local.found = True, False
     try:
@@ -409,7 +409,7 @@ def flatten_plain(tree: Any) -> tuple[list[Any], Any] | None:
         local.probing = False
 
 
-def is_object(value: Any) -> bool:
+def is_object(value: object) -> bool:
     """Whether ``value`` is a Module, container or Variable; for ``is_leaf=``."""
     return isinstance(value, Object)
 
@@ -425,7 +425,7 @@ def values_of(leaves: Iterable[Any]) -> list[Any]:
     return values
 
 
-def _rebuilt_here(children: Sequence[Any]) -> tuple[Any, str | None]:
+def _rebuilt_here(children: Sequence[object]) -> tuple[Any, str | None]:
     """Returns owner and lock of what JAX rebuilds."""
     owner = owner_here()
     is_lost = (
@@ -439,7 +439,7 @@ def _rebuilt_here(children: Sequence[Any]) -> tuple[Any, str | None]:
 _PROBED = GraphDef((), ())  # result of flattening while a pytree is only being searched
 
 
-def _flatten_graph(root: Any) -> tuple[list[Any], GraphDef]:
+def _flatten_graph(root) -> tuple[list[Any], GraphDef]:
     if local.probing:
         local.found = True
         return [], _PROBED
@@ -447,12 +447,12 @@ def _flatten_graph(root: Any) -> tuple[list[Any], GraphDef]:
     return values_of(flat.leaves), flat.graphdef
 
 
-def _flatten_graph_with_keys(root: Any) -> tuple[list[tuple[PathKey, Any]], GraphDef]:
+def _flatten_graph_with_keys(root) -> tuple[list[tuple[PathKey, Any]], GraphDef]:
     values, graphdef = _flatten_graph(root)
     return list(zip(map(PathKey, flatten(root).leaf_paths), values, strict=True)), graphdef
 
 
-def _unflatten_graph(graphdef: GraphDef, children: Iterable[Any]) -> Any:
+def _unflatten_graph(graphdef: GraphDef, children: Iterable[object]):
     values = list(children)
     return build(graphdef, values, *_rebuilt_here(values))[0][0]
 
@@ -467,17 +467,17 @@ def register_graph(cls: type) -> None:
 def register_variable(cls: Any) -> None:
     """Registers a Variable class with JAX; the value is its child."""
 
-    def flatten_variable(variable: Any) -> tuple[list[Any], Metadata]:
+    def flatten_variable(variable) -> tuple[list[Any], Metadata]:
         if local.probing:
             local.found = True
             return [], EMPTY
         return values_of((variable,)), resolve(variable, local.frame)._metadata
 
-    def flatten_with_keys(variable: Any) -> tuple[list[tuple[PathKey, Any]], Metadata]:
+    def flatten_with_keys(variable) -> tuple[list[tuple[PathKey, Any]], Metadata]:
         values, metadata = flatten_variable(variable)
         return [(PathKey(("value",)), values[0])], metadata
 
-    def unflatten_variable(metadata: Metadata, children: Iterable[Any]) -> Any:
+    def unflatten_variable(metadata: Metadata, children: Iterable[Any]):
         values = list(children)
         return cls._make(values[0], metadata, *_rebuilt_here(values))
 

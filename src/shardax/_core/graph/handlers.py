@@ -31,7 +31,7 @@ from typing import Any, Literal
 
 import jax
 
-from shardax._core.errors import TreeError
+from shardax._core.errors import ModuleError
 from shardax._core.graph.paths import format_path, plain_path
 from shardax._core.graph.static import Metadata, Static, exact_key
 from shardax._core.object import Object, Placeholder, Wrapper
@@ -40,23 +40,23 @@ from shardax._core.object import Object, Placeholder, Wrapper
 Pairs = Sequence[tuple[Any, Any]]
 
 
-def _attribute_text(value: Any, key: Any) -> tuple[str, str]:
+def _attribute_text(value: object, key: object) -> tuple[str, str]:
     return f"{key}=", f".{key}"
 
 
-def _item_text(value: Any, key: Any) -> tuple[str, str]:
+def _item_text(value: object, key: object) -> tuple[str, str]:
     return "", f"[{key}]"
 
 
-def _entry_text(value: Any, key: Any) -> tuple[str, str]:
+def _entry_text(value: object, key: object) -> tuple[str, str]:
     return f"{key!r}: ", f"[{key!r}]"
 
 
-def _node_text(value: Any, key: Any) -> tuple[str, str]:
+def _node_text(value: object, key: object) -> tuple[str, str]:
     return _item_text(value, key) if isinstance(key, int) else _attribute_text(value, key)
 
 
-def _refuse(*args: Any) -> Any:
+def _refuse(*args: object):
     raise TypeError("This kind of value cannot be made from children.")
 
 
@@ -86,7 +86,7 @@ class Handler:
         """Whether a value is one thing at several paths of a tree."""
         return self.is_object or self.mutable
 
-    def remake(self, value: Any, pairs: Pairs) -> Any:
+    def remake(self, value: object, pairs: Pairs) -> Any:
         """Returns a value like the given one with other children."""
         if not self.mutable:
             return self.rebuild(self.config(value), pairs)
@@ -101,20 +101,20 @@ class Handler:
 # --- built-in rows --------------------------------------------------------------------------------
 
 
-def _fill_list(holder: list[Any], pairs: Pairs) -> None:
+def _fill_list(holder: list[object], pairs: Pairs) -> None:
     holder[:] = [item for _, item in pairs]
 
 
-def _fill_dict(holder: dict[Any, Any], pairs: Pairs) -> None:
+def _fill_dict(holder: dict[Any, object], pairs: Pairs) -> None:
     holder.clear()
     holder.update(pairs)
 
 
-def _partial_children(value: Any) -> Pairs:
+def _partial_children(value) -> Pairs:
     return [(None, value.func), *enumerate(value.args), *value.keywords.items()]
 
 
-def _rebuild_partial(config: Any, pairs: Iterable[tuple[Any, Any]]) -> Any:
+def _rebuild_partial(config, pairs: Iterable[tuple[Any, Any]]):
     (_, function), *others = pairs
     args = [item for key, item in others if isinstance(key, int)]
     return functools.partial(
@@ -122,13 +122,13 @@ def _rebuild_partial(config: Any, pairs: Iterable[tuple[Any, Any]]) -> Any:
     )
 
 
-def _partial_text(value: Any, key: Any) -> tuple[str, str]:
+def _partial_text(value: object, key: object) -> tuple[str, str]:
     if key is None:
         return "", ".func"
     return ("", f".args[{key}]") if isinstance(key, int) else (f"{key}=", f".keywords[{key!r}]")
 
 
-def _field_text(value: Any, key: Any) -> tuple[str, str]:
+def _field_text(value, key) -> tuple[str, str]:
     return _attribute_text(value, value._fields[key])
 
 
@@ -148,7 +148,7 @@ class Pattern:
         return isinstance(other, Pattern) and self.key == other.key
 
 
-def _node_children(value: Any) -> Pairs:
+def _node_children(value: object) -> Pairs:
     below, _ = jax.tree_util.tree_flatten_with_path(value, is_leaf=lambda item: item is not value)
     pairs = [(plain_path(keys)[0], child) for keys, child in below if keys]
     if type(value) not in _stable and any(isinstance(child, Object) for _, child in pairs):
@@ -160,13 +160,13 @@ def _node_children(value: Any) -> Pairs:
 _stable: weakref.WeakSet[type] = weakref.WeakSet()
 
 
-def _check_stable(value: Any, pairs: Pairs) -> None:
+def _check_stable(value: object, pairs: Pairs) -> None:
     """Raises if a node makes objects anew each time it is flattened."""
     again, _ = jax.tree_util.tree_flatten_with_path(value, is_leaf=lambda item: item is not value)
     for (name, child), (_, second) in zip(pairs, [item for item in again if item[0]], strict=True):
         if isinstance(child, Object) and child is not second:
             kind = type(value).__name__
-            raise TreeError(
+            raise ModuleError(
                 f"Flattening a {kind}, a class registered with JAX as a pytree node, makes a new "
                 f"{type(child).__name__} at {format_path((name,))} each time, so what is written "
                 f"into it would be lost. Register a function that returns the Variables which the "
@@ -185,11 +185,11 @@ class NodeType(Static):
         super().__init__(treedef, (treedef, exact_key(static)))
 
 
-def _node_type(value: Any) -> NodeType:
+def _node_type(value: object) -> NodeType:
     return NodeType(jax.tree.structure(value, is_leaf=lambda item: item is not value))
 
 
-def is_node(value: Any) -> bool:
+def is_node(value: object) -> bool:
     """Whether JAX knows a value as a pytree node."""
     return value is not None and not jax.tree_util.all_leaves((value,))
 
@@ -198,7 +198,7 @@ _BOX_METHODS = ("unbox", "replace_boxed")
 _BOX_NAMES = ("get_partition_spec", "names", "add_axis")
 
 
-def has_box_methods(value: Any) -> bool:
+def has_box_methods(value: object) -> bool:
     """Whether a value is a box by its methods."""
     # Here and not above: it is asked about every type, also where there are no boxes.
     kind = type(value)
@@ -209,12 +209,12 @@ def has_box_methods(value: Any) -> bool:
     )
 
 
-def is_node_with_box_methods(value: Any) -> bool:
+def is_node_with_box_methods(value: object) -> bool:
     """Whether a box by its methods is a pytree node."""
     return has_box_methods(value) and is_node(value)
 
 
-def _is_changeable_node(value: Any) -> bool:
+def _is_changeable_node(value: object) -> bool:
     if not is_node(value):
         return False
     if isinstance(value, Mapping):
@@ -322,12 +322,12 @@ def handler_named(name: str) -> Handler:
     return _by_name[name]
 
 
-def handler_of(value: Any) -> Handler:
+def handler_of(value: object) -> Handler:
     """Returns the handler of a value, ``LEAF`` by default."""
     return _known.get(type(value)) or _look_up(value)
 
 
-def _look_up(value: Any) -> Handler:
+def _look_up(value: object) -> Handler:
     kind = type(value)
     matching = (
         handler
@@ -367,35 +367,35 @@ def has_parts(value: Any) -> bool:
     return any(has_parts(child) for _, child in handler.children(value))
 
 
-def knows_names(value: Any) -> bool:
+def knows_names(value: object) -> bool:
     """Whether a value holds arrays that know the names of their dimensions."""
     leaves = jax.tree.leaves(value, is_leaf=lambda item: axes_of(item) is not None)
     return any(axes_of(leaf) is not None for leaf in leaves)
 
 
-def axes_of(value: Any) -> tuple[Any, ...] | None:
+def axes_of(value: object) -> tuple[Any, ...] | None:
     """Returns the dimension names that an array itself knows, or None."""
     return handler_of(value).axes(value)
 
 
-def is_whole(value: Any) -> bool:
+def is_whole(value: object) -> bool:
     """Whether an inventory has a value as one entry; for ``is_leaf=``."""
     handler = handler_of(value)
     return handler.is_object or handler.whole or handler.axes(value) is not None
 
 
-def is_box(value: Any) -> bool:
+def is_box(value: object) -> bool:
     """Whether a value is a box, of this library or another."""
     return handler_of(value).contents is not None
 
 
-def children_in_model(value: Any) -> Pairs:
+def children_in_model(value: object) -> Pairs:
     """Returns the children of a value as part of a model."""
     handler = handler_of(value)
     return handler.children(value) if handler.in_models else ()
 
 
-def map_children(function: Callable[[Any], Any], value: Any) -> Any:
+def map_children(function: Callable[[Any], object], value: object) -> Any:
     """Applies a function to the children of a container."""
     handler = handler_of(value)
     pairs = [(key, child, function(child)) for key, child in handler.children(value)]

@@ -56,6 +56,6 @@ class PathKey(NamedTuple):
     __repr__ = __str__
 
 
-def line_of(value: Any) -> str:
+def line_of(value: object) -> str:
     """Returns the repr of a value in one line, without addresses."""
     return re.sub(r" at 0x[0-9a-f]+(?=>)", "", re.sub(r"\s*\n\s*", " ", repr(value)))

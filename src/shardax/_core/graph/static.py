@@ -46,12 +46,12 @@ class _Unkeyable(TypeError):
     """Raised inside this module when a value has no exact key."""
 
 
-def exact_key(value: Any) -> Hashable:
+def exact_key(value: object) -> Hashable:
     """Returns a hashable key that tells types apart at every depth."""
     return _key(value, 0)
 
 
-def _key(value: Any, depth: int) -> Hashable:
+def _key(value, depth: int) -> Hashable:
     kind = type(value)
     if kind in _PLAIN_TYPES:
         return (kind, value)
@@ -93,7 +93,7 @@ def _key(value: Any, depth: int) -> Hashable:
     return (kind, value)
 
 
-def _is_plain_frozen_dataclass(value: Any) -> bool:
+def _is_plain_frozen_dataclass(value: object) -> bool:
     params = getattr(type(value), "__dataclass_params__", None)
     return (
         params is not None
@@ -126,7 +126,7 @@ def _function_key(function: types.FunctionType, depth: int) -> Hashable:
     return first
 
 
-def _same_numbers(first: Any, second: Any) -> bool:
+def _same_numbers(first: object, second: object) -> bool:
     """Whether keys differ at most in the types of equal numbers."""
     # Functions of optax make floats of their settings when they are first called.
     if first == second:
@@ -139,7 +139,7 @@ def _same_numbers(first: Any, second: Any) -> bool:
     return all(map(_same_numbers, first, second))
 
 
-def _identity(value: Any) -> Hashable:
+def _identity(value: object) -> Hashable:
     """Returns the key of what has an identity, held weakly."""
     try:
         reference = weakref.ref(value)
@@ -287,7 +287,7 @@ class Metadata:
         named = any(name is not None for name in names)
         return self._with(None, {**entries, MAPPED_AXES: names} if named else entries)
 
-    def _with(self, axes: Axes | None, entries: Mapping[str, Any]) -> Metadata:
+    def _with(self, axes: Axes | None, entries: Mapping[str, object]) -> Metadata:
         """Returns metadata of the same kind with other contents."""
         return Metadata(axes, entries)
 
@@ -307,7 +307,7 @@ class Metadata:
         return (Metadata, (self.axes, dict(self.entries)))
 
 
-def _is_hashable(item: Any) -> bool:
+def _is_hashable(item: object) -> bool:
     try:
         exact_key(item)
     except TypeError:

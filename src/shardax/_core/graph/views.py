@@ -33,7 +33,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardax._core._jax import Tracer
-from shardax._core.errors import LayerViewError, StackError
+from shardax._core.errors import ModuleError
 from shardax._core.frames import Blocked, Frame, local, note_read, owner_here, resolve, several
 from shardax._core.graph import flatten
 from shardax._core.graph.handlers import knows_names
@@ -73,7 +73,7 @@ class LazyStack(Recipe):
                 return self
         return len(self.parts), type(first), first.likeness
 
-    def program(self, sharding: Any = None, lead: tuple[int, ...] = ()) -> InitializerProgram:
+    def program(self, sharding: object = None, lead: tuple[int, ...] = ()) -> InitializerProgram:
         first = self.parts[0]
         assert isinstance(first, Recipe)
         return first.program(sharding, (*lead, len(self.parts)))
@@ -89,7 +89,7 @@ class LazyStack(Recipe):
         first = self.parts[0]
         return (len(self.parts), *(first._lead() if isinstance(first, LazyStack) else ()))
 
-    def compute(self, sharding: Any = None) -> jax.Array:
+    def compute(self, sharding: object = None) -> jax.Array:
         if self.likeness is not self:
             return super().compute(sharding)
         if isinstance(sharding, NamedSharding):
@@ -110,7 +110,7 @@ class LazyPart(LazyValue):
         self.shape = whole.shape[1:]
         self.dtype = whole.dtype
 
-    def compute(self, sharding: Any = None) -> jax.Array:
+    def compute(self, sharding: object = None) -> jax.Array:
         part = self.read()[self.index]
         return part if sharding is None else jax.device_put(part, sharding)
 
@@ -136,17 +136,17 @@ def stack_values(values: Sequence[Any]) -> Any:
     return _stack_program(with_lead(sharding))(arrays)
 
 
-def _is_leaf(value: Any) -> bool:
+def _is_leaf(value: object) -> bool:
     return isinstance(value, (LazyValue, jax.ShapeDtypeStruct)) or jax.tree_util.all_leaves(
         (value,)
     )
 
 
-def _is_traced(values: Sequence[Any]) -> bool:
+def _is_traced(values: Sequence[object]) -> bool:
     return any(isinstance(value, Tracer) for value in values)
 
 
-def named_sharding(value: Any) -> NamedSharding | None:
+def named_sharding(value: object) -> NamedSharding | None:
     """Returns an array's sharding over a mesh of devices, or None."""
     if isinstance(value, (LazyValue, Tracer)):
         return None
@@ -182,7 +182,7 @@ def _stack_program(sharding: NamedSharding) -> Callable[[Any], jax.Array]:
 # --- parts of values ------------------------------------------------------------------------------
 
 
-def part_of(value: Any, index: int, read: Callable[[], Any] | None = None) -> Any:
+def part_of(value: Any, index: int, read: Callable[[], object] | None = None) -> Any:
     """Returns one part of a stacked value; lazy ones stay lazy."""
     if not _is_leaf(value):
         return jax.tree.map(lambda leaf: part_of(leaf, index), value)
@@ -197,12 +197,12 @@ def part_of(value: Any, index: int, read: Callable[[], Any] | None = None) -> An
     return np.array(value[index]) if isinstance(value, np.ndarray) else value[index]
 
 
-def with_part(value: Any, index: int, new: Any) -> Any:
+def with_part(value: object, index: int, new: object) -> Any:
     """Returns a stacked value with one part replaced."""
     return jax.tree.map(lambda leaf, part: _with_part(leaf, index, part), value, new)
 
 
-def _with_part(leaf: Any, index: int, part: Any) -> Any:
+def _with_part(leaf: object, index: int, part: object):
     if isinstance(leaf, np.ndarray) and isinstance(part, np.ndarray):
         changed = leaf.copy()
         changed[index] = part
@@ -236,7 +236,7 @@ class _ViewOfVariable:
     """What makes a Variable type a view; everything is the parent's."""
 
     __slots__ = ()
-    _parent: Variable[Any]
+    _parent: Variable
     _index: int
 
     @property
@@ -261,7 +261,7 @@ class _ViewOfVariable:
         return part_of(parent._value, self._index, lambda: parent.value)
 
     @_value.setter
-    def _value(self, new: Any) -> None:
+    def _value(self, new) -> None:
         self._check_part(new)
         old = self._parent._value
         if isinstance(old, jax.ShapeDtypeStruct):
@@ -275,7 +275,7 @@ class _ViewOfVariable:
     @property
     def value(self) -> Any:
         """The part of the parent's value; setting writes that part."""
-        target: Any = resolve(self, local.frame)
+        target = resolve(self, local.frame)
         if type(target) is not type(self):  # passed in, so it stands for itself here
             return target.value
         if several and local.frame is None:
@@ -285,45 +285,45 @@ class _ViewOfVariable:
             refuse_read(target)
         return part_of(whole, target._index)
 
-    def _real(self) -> Any:
+    def _real(self):
         return part_of(self._parent._real(), self._index)
 
     @value.setter
-    def value(self, value: Any) -> None:
+    def value(self, value) -> None:
         type(self)._plain.value.fset(self, value)
 
     _plain: Any  # the Variable type that this is a view of
 
     @classmethod
-    def _make(cls, *parts: Any) -> Any:
+    def _make(cls, *parts) -> Any:
         return cls._plain._make(*parts)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: object) -> Any:
         # A Variable of its own with this part's value, as in every copy of a view.
         plain: Any = self._plain
         return _copied_view, (plain, plain.__getstate__(self))
 
-    def _flatten(self, encode: Any) -> flatten.VariableDef:
+    def _flatten(self, encode: object) -> flatten.VariableDef:
         return flatten.VariableDef(self._plain, self._metadata)
 
-    def _stand_in(self, frame: Frame) -> Any:
+    def _stand_in(self, frame: Frame):
         return stand_in(self, frame)
 
-    def _check_part(self, new: Any) -> None:
+    def _check_part(self, new: object) -> None:
         """Raises if a value does not have the form of the part."""
         old = self._parent._value
         if _form(old, 1) != _form(new) or _is_abstract(old) != _is_abstract(new):
-            raise LayerViewError(
+            raise ModuleError(
                 f"Cannot write {_shown(new)} to a view of one layer of a stacked "
                 f"{self._plain.__name__}, whose part is {_shown(old, 1)}: the layers of a stack "
                 f"are one array. Convert the value, or write the stacked Variable whole."
             )
 
     def _check_metadata_write(self, what: str) -> None:
-        raise LayerViewError(VIEW_LOCK.format(what=what))
+        raise ModuleError(VIEW_LOCK.format(what=what))
 
 
-def _copied_view(plain: Any, state: Any) -> Variable[Any]:
+def _copied_view(plain, state: object) -> Variable:
     """Returns a Variable with the state of a pickled view."""
     variable = object.__new__(plain)
     variable.__setstate__(state)
@@ -335,24 +335,24 @@ def _part_metadata(metadata: Metadata) -> Metadata:
     return metadata.without_axis(0)
 
 
-def _form(value: Any, lead: int = 0) -> Any:
+def _form(value: object, lead: int = 0):
     """Structure, shapes and dtypes of a value; without the leading dimensions."""
     leaves, treedef = jax.tree.flatten(value)
     return treedef, [(tuple(leaf.shape[lead:]), leaf.dtype) for leaf in leaves]
 
 
-def _is_abstract(value: Any) -> bool:
+def _is_abstract(value: object) -> bool:
     return isinstance(value, jax.ShapeDtypeStruct)
 
 
-def _shown(value: Any, lead: int = 0) -> str:
+def _shown(value, lead: int = 0) -> str:
     text = jax.tree.map(lambda leaf: f"{leaf.dtype}{list(leaf.shape[lead:])}", value)
     abstract = "the abstract " if _is_abstract(value) else ""
     return abstract + (text if isinstance(text, str) else str(text).replace("'", ""))
 
 
 @functools.lru_cache(maxsize=256)
-def _view_type(plain: type[Variable[Any]]) -> Any:
+def _view_type(plain: type[Variable]):
     """Returns the subclass for views of a Variable type."""
     namespace = {
         "__slots__": ("_index", "_parent"),
@@ -378,13 +378,13 @@ class _Known(weakref.ref[Any]):
 _known: dict[tuple[int, int], _Known] = {}
 
 
-def _remember(new_view: Any, source: Object, index: int, shared: Container[Any]) -> None:
+def _remember(new_view, source: Object, index: int, shared: Container[Any]) -> None:
     ref = _Known(new_view, _forget)
     ref.key, ref.source, ref.shared = (id(source), index), source, shared
     _known[ref.key] = ref
 
 
-def _forget(ref: Any, views: dict[tuple[int, int], _Known] = _known) -> None:
+def _forget(ref, views: dict[tuple[int, int], _Known] = _known) -> None:
     if views.get(ref.key) is ref:  # bound above: globals are gone when the interpreter ends
         del views[ref.key]
 
@@ -413,14 +413,14 @@ def view(source: Any, index: int, shared: Container[Any] = ()) -> Any:
     return new_view
 
 
-def _plain_type(variable: Any) -> Any:
+def _plain_type(variable: Variable):
     return type(variable) if variable._parent is None else variable._plain
 
 
 class _Shallow(flatten.GraphWalk):
     """A walk that does not look into what it meets."""
 
-    def visit(self, item: Object, path: Any) -> int:
+    def visit(self, item: Object, path: object) -> int:
         """Returns the object's position."""
         if id(item) not in self.index:
             self.index[id(item)] = len(self.objects)
@@ -428,7 +428,7 @@ class _Shallow(flatten.GraphWalk):
         return self.index[id(item)]
 
 
-def _fill(new_view: Any, source: Any, index: int, shared: Container[Any]) -> None:
+def _fill(new_view, source, index: int, shared: Container[Any]) -> None:
     """Gives a view what its original holds now."""
     # Later changes of the original advance the epoch, and so bring it here again.
     object.__setattr__(source, "_marked", True)
@@ -442,7 +442,7 @@ def _fill(new_view: Any, source: Any, index: int, shared: Container[Any]) -> Non
 def _follow() -> None:
     """Gives all views of Modules and containers what their originals hold now."""
     for ref in list(_known.values()):
-        new_view: Any = ref()
+        new_view = ref()
         if new_view is not None and not isinstance(new_view, Variable):
             _fill(new_view, ref.source, ref.key[1], ref.shared)
 
@@ -463,8 +463,8 @@ def block_parents(frame: Frame, variable: Any) -> None:
         parent = parent._parent
 
 
-def _refuse_parent(parent: Any) -> None:
-    raise LayerViewError(
+def _refuse_parent(parent: object) -> None:
+    raise ModuleError(
         f"A stacked {type(parent).__name__} was used inside a transform that was given a view of "
         f"one of its layers: they would be two Variables for one value. Pass the stack and take "
         f"the layer inside: layer = stack[i]."
@@ -481,7 +481,9 @@ class Stacked(NamedTuple):
     shared: tuple[Path, ...]  # paths, below it, of objects that are not stacked
 
 
-def stack_objects(roots: Sequence[Object], axis_name: Any, older: Collection[int] = ()) -> Stacked:
+def stack_objects(
+    roots: Sequence[Object], axis_name: object, older: Collection[int] = ()
+) -> Stacked:
     """Stacks objects of one structure."""
     walks = [_walk(root) for root in roots]
     for number, walk in enumerate(walks):
@@ -522,8 +524,8 @@ def _walk(root: Object) -> flatten.GraphWalk:
 def _rebuilt(
     walk: flatten.GraphWalk,
     kept_positions: Collection[int],
-    variable: Callable[[int, flatten.VariableDef], tuple[Any, Metadata]],
-) -> Any:
+    variable: Callable[[int, flatten.VariableDef], tuple[object, Metadata]],
+):
     """Builds the objects of a walk anew."""
     owner = owner_here()
     objects_by_position = {position: walk.objects[position] for position in kept_positions}
@@ -547,7 +549,7 @@ def _shared(walks: Sequence[flatten.GraphWalk], older: Collection[int]) -> set[i
             shared.add(position)
         elif len(set(ids)) < len(ids):
             twins = [i for i, object_id in enumerate(ids) if ids.count(object_id) > 1]
-            raise StackError(
+            raise ModuleError(
                 f"The layers of a stack must be alike, but the {type(item).__name__} at "
                 f"{_where(walks[0].paths[position])} is one object in the layers {twins[:4]} and "
                 f"another in the rest. Share it between all layers, or between none."
@@ -567,14 +569,14 @@ def _check_alike(first: flatten.GraphWalk, second: flatten.GraphWalk, number: in
         (i, pair) for i, pair in enumerate(pairs) if pair[0] != pair[1]
     )
     path, difference = _difference(first.paths[position], first_definition, second_definition)
-    raise StackError(
+    raise ModuleError(
         f"The layers of a stack must be alike, but layers 0 and {number} differ at {_where(path)}: "
         f"{difference}. Build every layer in the same way, with what differs in a Variable; or "
         f"keep the layers in a list."
     )
 
 
-def _difference(path: Path, first: Any, second: Any) -> tuple[Path, str]:
+def _difference(path: Path, first, second) -> tuple[Path, str]:
     """Returns the path at which two definitions differ, and how."""
     if type(first) is not type(second) or getattr(first, "type", None) is not getattr(
         second, "type", None
@@ -596,12 +598,12 @@ def _difference(path: Path, first: Any, second: Any) -> tuple[Path, str]:
     return path, "the order of attributes"
 
 
-def _kind(definition: Any) -> str:
+def _kind(definition) -> str:
     kind = getattr(definition, "type", type(definition))
     return f"a {kind.__name__}"
 
 
-def _child(child: Any) -> str:
+def _child(child) -> str:
     if isinstance(child, Static):
         return repr(child.value)
     if isinstance(child, flatten.Ref):
@@ -613,16 +615,14 @@ def _where(path: Path) -> str:
     return format_path(path) if path else "the top"
 
 
-def _values(
-    variables: Sequence[Variable[Any]], walk: flatten.GraphWalk, position: int
-) -> list[Any]:
+def _values(variables: Sequence[Variable], walk: flatten.GraphWalk, position: int) -> list[Any]:
     """Returns the values of like Variables."""
     values = [resolve(variable, local.frame)._value for variable in variables]
     first = values[0]
     for number, value in enumerate(values):
         if _form(value) != _form(first):
             kind, path = walk.definitions[position].type.__name__, walk.paths[position]
-            raise StackError(
+            raise ModuleError(
                 f"The layers of a stack must be alike, but the {kind} at {_where(path)} is "
                 f"{_shown(first)} in layer 0 and {_shown(value)} in layer {number}."
             )

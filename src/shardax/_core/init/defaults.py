@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shardax._core.errors import DeviceError, DtypeError
+from shardax._core.errors import ModuleError
 
 
 class _Process:
@@ -43,13 +43,13 @@ def exact_dtype(dtype: Any) -> np.dtype:
     try:
         wanted = jnp.dtype(dtype)
     except TypeError as error:
-        raise DtypeError(
+        raise ModuleError(
             f"{dtype!r} is not a dtype. Give one such as jnp.float32, or its name."
         ) from error
     usable = jax.dtypes.canonicalize_dtype(wanted)
     # By identity, for NumPy's float64 calls itself equal to float.
     if usable != wanted and not any(dtype is kind for kind in (float, int, complex)):
-        raise DtypeError(
+        raise ModuleError(
             f"The dtype {wanted.name} needs 64 bits, which JAX has switched off; it would become "
             f"{usable.name}. Switch them on at the top of the script, shardax.configure(x64=True), "
             f"or for a block of code, with jax.enable_x64(True)."
@@ -57,7 +57,7 @@ def exact_dtype(dtype: Any) -> np.dtype:
     return usable
 
 
-def float_dtype(dtype: Any = None) -> np.dtype:
+def float_dtype(dtype: jax.typing.DTypeLike | None = None) -> np.dtype:
     """Returns the dtype given, else the default of floats."""
     if dtype is None:
         dtype = _block_dtype.get() or _Process.dtype or float
@@ -68,7 +68,7 @@ def default_float(dtype: Any) -> np.dtype:
     """Returns a dtype that may be the default of floats."""
     exact = exact_dtype(dtype)
     if not jnp.issubdtype(exact, jnp.floating):
-        raise DtypeError(
+        raise ModuleError(
             f"The default dtype of floats cannot be {exact.name}. Give one such as jnp.float32 or "
             f"'bfloat16'; other dtypes are given where an array is made: dtype={exact.name!r}."
         )
@@ -76,7 +76,7 @@ def default_float(dtype: Any) -> np.dtype:
 
 
 @contextlib.contextmanager
-def default_dtype(dtype: Any) -> Iterator[np.dtype]:
+def default_dtype(dtype: jax.typing.DTypeLike) -> Iterator[np.dtype]:
     """Sets the default dtype of new float arrays in a block.
 
     It belongs to the thread that enters the block. Functions of ``jax.numpy`` have defaults of
@@ -89,7 +89,7 @@ def default_dtype(dtype: Any) -> Iterator[np.dtype]:
         The dtype.
 
     Raises:
-        DtypeError: If it is not floating, or has 64 bits while JAX uses 32.
+        ModuleError: If it is not floating, or has 64 bits while JAX uses 32.
 
     Example:
         >>> import shardax as sx
@@ -105,7 +105,7 @@ def default_dtype(dtype: Any) -> Iterator[np.dtype]:
 
 
 @contextlib.contextmanager
-def default_device(device: Any) -> Iterator[Any]:
+def default_device(device: object) -> Iterator[Any]:
     """Sets the device of new arrays and computations in a block.
 
     It is ``jax.default_device`` with devices by name, and belongs to the thread that enters the
@@ -119,7 +119,7 @@ def default_device(device: Any) -> Iterator[Any]:
         The ``jax.Device``.
 
     Raises:
-        DeviceError: If there is no such device.
+        ModuleError: If there is no such device.
 
     Example:
         >>> import jax.numpy as jnp, shardax as sx
@@ -131,7 +131,7 @@ def default_device(device: Any) -> Iterator[Any]:
         yield chosen
 
 
-def as_device(device: Any) -> Any:
+def as_device(device: object) -> Any:
     """Returns a device by name; starts JAX's backend."""
     if isinstance(device, jax.Device):
         return device
@@ -139,31 +139,31 @@ def as_device(device: Any) -> Any:
     try:
         devices = jax.local_devices(backend=platform)
     except RuntimeError as error:
-        raise DeviceError(
+        raise ModuleError(
             f"There is no device {device!r}: JAX runs without the platform {platform!r}. Its own "
             f"choice is {jax.default_backend()!r}. Several are chosen at the top of the script: "
             f"shardax.configure(platform={platform!r})."
         ) from error
     if number >= len(devices):
-        raise DeviceError(
+        raise ModuleError(
             f"There is no device {device!r}: {platform!r} has {len(devices)} here, "
             f"{platform}:0 to {platform}:{len(devices) - 1}."
         )
     return devices[number]
 
 
-def parse_device(name: Any) -> tuple[str, int]:
+def parse_device(name: object) -> tuple[str, int]:
     """Reads the name of a device, without starting JAX's backend."""
     platform, colon, number = name.partition(":") if isinstance(name, str) else ("", "", "")
     if not platform.isidentifier() or (colon and not number.isdecimal()):
-        raise DeviceError(
+        raise ModuleError(
             f"{name!r} does not name a device. Give a jax.Device, or a platform with or without a "
             f"number, such as 'cpu' or 'gpu:1'."
         )
     return platform, int(number or 0)
 
 
-def set_process_dtype(dtype: Any) -> None:
+def set_process_dtype(dtype: jax.typing.DTypeLike | None) -> None:
     """Sets the dtype of the process; None for JAX's own."""
     _Process.dtype = None if dtype is None else default_float(dtype)
 

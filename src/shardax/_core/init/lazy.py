@@ -39,7 +39,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from shardax._core._jax import Tracer
-from shardax._core.errors import MissingRngsError, SeedError, VariableValueError
+from shardax._core.errors import ModuleError, VariableValueError
 from shardax._core.frames import is_eager, realising
 from shardax._core.graph.static import Metadata, Static
 
@@ -159,7 +159,7 @@ def threefry_fold(keys: np.ndarray, data: np.ndarray) -> np.ndarray:
 
 
 def _fold_chunk(
-    impl: Any, count: int, roots: Sequence[np.ndarray], folds: Sequence[tuple[int, ...]]
+    impl: object, count: int, roots: Sequence[np.ndarray], folds: Sequence[tuple[int, ...]]
 ) -> jax.Array:
     padded = np.zeros((CHUNK, len(roots[0])), np.uint32)
     padded[: len(roots)] = roots
@@ -169,7 +169,7 @@ def _fold_chunk(
 
 
 @functools.lru_cache(maxsize=64)
-def _fold_program(impl: Any, count: int) -> Callable[[Any, Any], jax.Array]:
+def _fold_program(impl: object, count: int) -> Callable[[Any, Any], jax.Array]:
     def fold(row: tuple[jax.Array, jax.Array]) -> jax.Array:
         words, data = row
         key = jax.random.wrap_key_data(words, impl=impl)
@@ -214,7 +214,7 @@ class InitializerProgram:
         self._call = jax.jit(function, out_shardings=sharding)
         self.compiled = False
 
-    def __call__(self, words: Any) -> jax.Array:
+    def __call__(self, words: object) -> jax.Array:
         with self._mesh():
             return self._call(words)
 
@@ -239,11 +239,11 @@ class _EmptyProgram(InitializerProgram):
 
     __slots__ = ("_place",)
 
-    def __init__(self, function: Callable[[Any], jax.Array], words: Any, place: Any) -> None:
+    def __init__(self, function: Callable[[Any], jax.Array], words, place) -> None:
         super().__init__(function, words, None)
         self._place = place
 
-    def __call__(self, words: Any) -> jax.Array:
+    def __call__(self, words: object) -> jax.Array:
         return jax.device_put(super().__call__(words), self._place)
 
 
@@ -251,9 +251,9 @@ class _EmptyProgram(InitializerProgram):
 def initializer_program(
     initializer: Static,
     shape: tuple[int, ...],
-    dtype: Any,
+    dtype: jax.typing.DTypeLike | None,
     impl: Any,
-    sharding: Any,
+    sharding: object,
     lead: tuple[int, ...] = (),
 ) -> InitializerProgram:
     """Returns the program of an initializer."""
@@ -261,7 +261,7 @@ def initializer_program(
     # as one at a time. Without a generator (impl) the initializer is called without a key.
     words = None if impl is None else _words_of(impl)
 
-    def initialise(key_data: Any) -> jax.Array:
+    def initialise(key_data) -> jax.Array:
         key = None if impl is None else jax.random.wrap_key_data(key_data, impl=impl)
         return _array_of(initializer.value(key, shape, dtype), initializer.value)
 
@@ -280,7 +280,7 @@ def initializer_program(
 
 
 def program_into(
-    sharding: Any, function: Callable[[Any], jax.Array], source: Any, freely: bool
+    sharding: object, function: Callable[[Any], jax.Array], source: object, freely: bool
 ) -> InitializerProgram:
     """Returns the program that writes what a function makes into a sharding."""
     # Freely: each device may compute its part only. Otherwise each computes the whole array.
@@ -288,7 +288,7 @@ def program_into(
         return InitializerProgram(function, source, sharding)
     whole = NamedSharding(sharding.mesh, PartitionSpec())
 
-    def compute_whole(source: Any) -> jax.Array:
+    def compute_whole(source: object) -> jax.Array:
         return jax.lax.with_sharding_constraint(function(source), whole)
 
     return InitializerProgram(compute_whole, source, sharding)
@@ -315,12 +315,12 @@ def _one_by_one(function: Callable[[Any], jax.Array]) -> Callable[[Any], jax.Arr
     return lambda rows: jax.lax.map(function, rows)
 
 
-def _many_words(words: Any, lead: tuple[int, ...]) -> Any:
+def _many_words(words, lead: tuple[int, ...]):
     return None if words is None else jax.ShapeDtypeStruct((*lead, *words.shape), words.dtype)
 
 
 @functools.lru_cache(maxsize=64)
-def key_program(impl: Any, sharding: Any, lead: tuple[int, ...] = ()) -> InitializerProgram:
+def key_program(impl: object, sharding: object, lead: tuple[int, ...] = ()) -> InitializerProgram:
     """Returns the program that makes keys of words ``uint32[*lead, k]``."""
     return InitializerProgram(
         lambda words: jax.random.wrap_key_data(words, impl=impl),
@@ -344,11 +344,11 @@ def compile_together(programs: Iterable[InitializerProgram]) -> None:
 
 
 @functools.lru_cache(maxsize=16)
-def _words_of(impl: Any) -> jax.ShapeDtypeStruct:
+def _words_of(impl: object) -> jax.ShapeDtypeStruct:
     return jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0, impl=impl)))
 
 
-def cuts_freely(function: Callable[[Any], jax.Array], source: Any, impl: Any) -> bool:
+def cuts_freely(function: Callable[[Any], jax.Array], source: object, impl: object) -> bool:
     """Whether no sharding changes a bit of the result."""
     with jax.sharding.use_abstract_mesh(NO_MESH):
         names = set(_primitives(jax.make_jaxpr(function)(source).jaxpr))
@@ -356,7 +356,7 @@ def cuts_freely(function: Callable[[Any], jax.Array], source: Any, impl: Any) ->
     return names <= set(_ELEMENTWISE.split()) and (not draws or impl == "threefry2x32")
 
 
-def _primitives(jaxpr: Any) -> Iterator[str]:
+def _primitives(jaxpr) -> Iterator[str]:
     for equation in jaxpr.eqns:
         yield equation.primitive.name
         for parameter in jax.tree.leaves(list(equation.params.values())):
@@ -392,7 +392,7 @@ def announced(initializer: Initializer) -> tuple[Initializer, Metadata | None]:
     return announced(announcement[1])[0], announcement[2]
 
 
-def _array_of(value: Any, initializer: Initializer) -> Any:
+def _array_of(value: object, initializer: Initializer) -> Any:
     """What an initializer returned, or raises if it is no array."""
     if hasattr(value, "shape") or isinstance(value, (bool, int, float, complex)):
         return value
@@ -411,7 +411,7 @@ class LazyValue:
     shape: tuple[int, ...]
     dtype: Any
 
-    def compute(self, sharding: Any = None) -> jax.Array:
+    def compute(self, sharding: object = None) -> jax.Array:
         raise NotImplementedError
 
     def __repr__(self) -> str:
@@ -448,15 +448,15 @@ class Recipe(LazyValue):
         """Equal for recipes that one program makes, each of its own keys."""
         raise NotImplementedError
 
-    def program(self, sharding: Any = None, lead: tuple[int, ...] = ()) -> InitializerProgram:
+    def program(self, sharding: object = None, lead: tuple[int, ...] = ()) -> InitializerProgram:
         """Returns the program from words of keys to the array."""
         raise NotImplementedError
 
-    def run(self, program: InitializerProgram, words: Sequence[Any]) -> jax.Array:
+    def run(self, program: InitializerProgram, words: Sequence[object]) -> jax.Array:
         """Runs the program."""
         raise NotImplementedError
 
-    def compute(self, sharding: Any = None) -> jax.Array:
+    def compute(self, sharding: object = None) -> jax.Array:
         """Runs the recipe; with a sharding, straight into its shards."""
         return self.run(self.program(sharding), words_of(self.sources))
 
@@ -468,7 +468,7 @@ def check_rngs(rngs: Any) -> Any:
     is_key = hasattr(rngs, "dtype")
     described = f"an array {rngs.dtype}{list(rngs.shape)}" if is_key else repr(rngs)
     fix = "key" if is_key else rngs if type(rngs) is int else 0
-    raise SeedError(
+    raise ModuleError(
         f"rngs takes random streams by name, an sx.Rngs, but was given {described} of type "
         f"{type(rngs).__name__}. Make one and pass it to all layers, so that they draw different "
         f"numbers: rngs=sx.Rngs({fix})."
@@ -506,7 +506,7 @@ class Init(Recipe):
         self,
         initializer: Initializer,
         shape: tuple[int, ...],
-        dtype: Any = np.float32,
+        dtype: jax.typing.DTypeLike = np.float32,
         stream: Any = "params",
         *,
         rngs: Any = None,
@@ -533,7 +533,7 @@ class Init(Recipe):
         impl = None if self.source is None else self.source.impl
         return Static(self.initializer), self.shape, self.dtype, impl
 
-    def program(self, sharding: Any = None, lead: tuple[int, ...] = ()) -> InitializerProgram:
+    def program(self, sharding: object = None, lead: tuple[int, ...] = ()) -> InitializerProgram:
         impl = None if self.source is None else self.source.impl
         try:
             return initializer_program(
@@ -543,7 +543,7 @@ class Init(Recipe):
             self._explain(error)
             raise
 
-    def run(self, program: InitializerProgram, words: Sequence[Any]) -> jax.Array:
+    def run(self, program: InitializerProgram, words: Sequence[object]) -> jax.Array:
         try:
             return program(words[0] if words else None)
         except TypeError as error:
@@ -552,7 +552,7 @@ class Init(Recipe):
 
     def _explain(self, error: TypeError) -> None:
         if self.source is None and not isinstance(error, VariableValueError):
-            raise MissingRngsError(
+            raise ModuleError(
                 f"The initializer {self.initializer!r} for a value of shape {self.shape} needs a "
                 f"random key, but Init was given "
                 f"no stream to draw it from. Pass one: Init(initializer, shape, dtype, rngs=rngs)."
@@ -577,16 +577,16 @@ class LazyKey(Recipe):
     def likeness(self) -> Hashable:
         return self.source.impl
 
-    def program(self, sharding: Any = None, lead: tuple[int, ...] = ()) -> InitializerProgram:
+    def program(self, sharding: object = None, lead: tuple[int, ...] = ()) -> InitializerProgram:
         return key_program(self.source.impl, sharding, lead)
 
-    def run(self, program: InitializerProgram, words: Sequence[Any]) -> jax.Array:
+    def run(self, program: InitializerProgram, words: Sequence[object]) -> jax.Array:
         """Runs the program."""
         return program(words[0])
 
 
 @functools.lru_cache(maxsize=8)
-def _key_dtype(impl: str) -> Any:
+def _key_dtype(impl: str):
     return jax.eval_shape(lambda: jax.random.key(0, impl=impl)).dtype
 
 

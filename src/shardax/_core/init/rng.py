@@ -30,13 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from shardax._core._jax import Tracer, is_prng_key
-from shardax._core.errors import (
-    RepeatedKeyError,
-    ReservedNameError,
-    SeedError,
-    UnknownStreamError,
-    user_frame,
-)
+from shardax._core.errors import ModuleAttributeError, ModuleError, RepeatedKeyError, user_frame
 from shardax._core.frames import in_one_step, is_eager, local, owner_here, resolve
 from shardax._core.graph.static import Metadata
 from shardax._core.init.lazy import KeySource, LazyKey, all_key_words
@@ -250,7 +244,7 @@ def key_value(source: Any) -> Any:
                 return jax.random.wrap_key_data(jnp.asarray(source))
     is_array = isinstance(source, (jax.Array, np.ndarray))
     shown = f"an array {source.dtype}{list(source.shape)}" if is_array else repr(source)
-    raise SeedError(
+    raise ModuleError(
         f"A random stream needs an integer seed or a random key, but was given {shown} of type "
         f"{type(source).__name__}. Use Rngs(0), or Rngs(jax.random.key(0)), or name the stream: "
         f"Rngs(params=0); of streams that there are, rngs.fork() makes others."
@@ -279,14 +273,14 @@ class Rngs(Module):
         >>> sx.Rngs(params=0).noise
         Traceback (most recent call last):
             ...
-        shardax.errors.UnknownStreamError: Rngs has no stream 'noise' and no default; it has:
+        shardax.errors.ModuleAttributeError: Rngs has no stream 'noise' and no default; it has:
         params. Make it with Rngs(params=..., noise=0), or give a default: Rngs(0, params=...).
     """
 
-    def __init__(self, default: Any = None, *others: Any, **streams: Any) -> None:
+    def __init__(self, default: object = None, *others: object, **streams: object) -> None:
         if others or isinstance(default, (dict, Rngs, RngStream)):
             given = ", ".join(type(each).__name__ for each in (default, *others))
-            raise SeedError(
+            raise ModuleError(
                 f"Rngs takes one default seed or key, and others by name, but was given ({given}). "
                 f"Write Rngs(0, dropout=1), or Rngs(**seeds); for other streams of the same "
                 f"numbers, rngs.fork()."
@@ -295,7 +289,7 @@ class Rngs(Module):
             self.default = RngStream(default, "default")
         for name, source in streams.items():
             if hasattr(Rngs, name):
-                raise ReservedNameError(
+                raise ModuleAttributeError(
                     f"A random stream cannot be named {name!r}, which is a method of Rngs; choose "
                     f"another name."
                 )
@@ -308,7 +302,7 @@ class Rngs(Module):
         if default is not None:
             return getattr(default, name) if name in DRAWS else default
         present = ", ".join(self.__dict__) or "none"
-        raise UnknownStreamError(
+        raise ModuleAttributeError(
             f"Rngs has no stream {name!r} and no default; it has: {present}. Make it with "
             f"Rngs({'=..., '.join(self.__dict__)}{'=..., ' if self.__dict__ else ''}{name}=0), or "
             f"give a default: Rngs(0{''.join(f', {known}=...' for known in self.__dict__)})."
@@ -345,7 +339,7 @@ class Rngs(Module):
             True
         """
         if not isinstance(name, str):
-            raise SeedError(f"A scope has a name, rngs.scope('block'), not {name!r}.")
+            raise ModuleError(f"A scope has a name, rngs.scope('block'), not {name!r}.")
         child = Rngs()
         for stream_name, stream in self.streams():
             setattr(
@@ -391,7 +385,7 @@ class Rngs(Module):
         size = _count(count)
         return self._child(lambda stream: jnp.broadcast_to(stream(), (size,)))
 
-    def reseed(self, default: Any = None, **streams: Any) -> None:
+    def reseed(self, default: object = None, **streams: object) -> None:
         """Restarts streams from other seeds, in place.
 
         Args:
@@ -399,8 +393,8 @@ class Rngs(Module):
             **streams: Seed or key by stream name; the others go on as they are.
 
         Raises:
-            UnknownStreamError: If there is no such stream; nothing is changed.
-            SeedError: If something is neither a seed nor a key; nothing is changed.
+            ModuleAttributeError: If there is no such stream; nothing is changed.
+            ModuleError: If something is neither a seed nor a key; nothing is changed.
 
         Example:
             >>> import shardax as sx
@@ -414,7 +408,7 @@ class Rngs(Module):
         made = {}
         for name, source in given.items():
             if name not in self.__dict__:
-                raise UnknownStreamError(
+                raise ModuleAttributeError(
                     f"Rngs has no stream {name!r} to reseed; it has: {', '.join(self.__dict__)}."
                 )
             made[name] = key_value(source if name == "default" else _named(source, name))
@@ -423,7 +417,7 @@ class Rngs(Module):
             shape = getattr(key, "shape", ())
             stream.key.value, stream.count.value = key, np.zeros(shape, np.uint32)
 
-    def _child(self, keys: Callable[[RngStream], Any]) -> Rngs:
+    def _child(self, keys: Callable[[RngStream], object]) -> Rngs:
         """Returns Rngs of the same names with streams of other keys."""
         child = Rngs()
         for name, stream in self.streams():
@@ -431,16 +425,16 @@ class Rngs(Module):
         return child
 
 
-def _count(number: Any) -> int:
+def _count(number: object) -> int:
     if isinstance(number, (int, np.integer)) and not isinstance(number, bool) and number > 0:
         return int(number)
-    raise SeedError(f"Keys are split into a number of them, such as split=4, not {number!r}.")
+    raise ModuleError(f"Keys are split into a number of them, such as split=4, not {number!r}.")
 
 
 _SCOPE = 0x5C09E  # separates the keys of scopes from the keys that a stream hands out
 
 
-def _named(source: Any, name: str) -> Any:
+def _named(source, name: str):
     """Folds a stream's name into a seed."""
     if is_integer(source):
         return seed_source(int(source)).fold(_name_hash(name))

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import jax
 
-from shardax._core.errors import BindError, LabelConflictError, StatelessCallError, TreeError
+from shardax._core.errors import ModuleError
 from shardax._core.frames import owner_here
 from shardax._core.frozen import FrozenVariable, Slot, frozen
 from shardax._core.graph import flatten
@@ -54,7 +54,7 @@ class FlatTree:
             i for i, definition in definitions if type(definition) is flatten.VariableDef
         ]
 
-    def _encoded(self, keys: Sequence[Any], leaf: Any) -> _Encoded:
+    def _encoded(self, keys: Sequence[object], leaf: object) -> _Encoded:
         return _Encoded(self.walk.encode(leaf, plain_path(keys)))
 
     def matching(self, filters: Sequence[Filter]) -> list[tuple[int, Path, Any]]:
@@ -79,7 +79,7 @@ class FlatTree:
 
     def rebuilt(
         self,
-        variables: Mapping[int, Any],
+        variables: Mapping[int, object],
         decoder: Callable[[list[Any]], flatten.ChildDecoder] = flatten.ChildDecoder,
     ) -> Any:
         """Returns the tree with new Modules and containers."""
@@ -95,10 +95,10 @@ class FlatTree:
 class _Encoded(NamedTuple):
     """A leaf that holds objects or slots, as a child."""
 
-    child: Any
+    child: object
 
 
-def _is_part(value: Any) -> bool:
+def _is_part(value: object) -> bool:
     return isinstance(value, (Object, Slot))
 
 
@@ -119,7 +119,7 @@ def unbind(tree: Any, *filters: Filter, freeze: bool = False) -> tuple[Any, tupl
         were not taken with the given one, which is left as it was.
 
     Raises:
-        LabelConflictError: If a slot that the tree has already has the label of a Variable.
+        ModuleError: If a slot that the tree has already has the label of a Variable.
 
     Example:
         >>> import jax, jax.numpy as jnp, shardax as sx
@@ -157,7 +157,7 @@ def unbind(tree: Any, *filters: Filter, freeze: bool = False) -> tuple[Any, tupl
     return flat.rebuilt(slots), tuple(variables)
 
 
-def freeze(tree: Any, *filters: Filter) -> Any:
+def freeze(tree: object, *filters: Filter) -> Any:
     """Returns the tree with frozen values in place of Variables.
 
     What two places share, they share frozen: it is one leaf, with one gradient.
@@ -189,7 +189,7 @@ def freeze(tree: Any, *filters: Filter) -> Any:
     return flat.rebuilt(frozen_by_position)
 
 
-def thaw(tree: Any, *filters: Filter) -> Any:
+def thaw(tree: object, *filters: Filter) -> Any:
     """Replaces frozen values by new mutable Variables.
 
     It undoes ``freeze``.
@@ -228,12 +228,12 @@ class _SlotDecoder(flatten.ChildDecoder):
         super().__init__(objects)
         self.by_label = by_label
 
-    def __call__(self, child: Any) -> Any:
+    def __call__(self, child: object) -> Any:
         value = super().__call__(child)
         return self.by_label.get(value.label, value) if type(value) is Slot else value
 
 
-def bind(tree: Any, variables: Any, allow_unused: bool = False) -> Any:
+def bind(tree: object, variables: object, allow_unused: bool = False) -> Any:
     """Puts Variables or frozen values into the slots of a tree.
 
     It is the inverse of ``unbind``.
@@ -248,9 +248,9 @@ def bind(tree: Any, variables: Any, allow_unused: bool = False) -> Any:
         A new tree. Slots for which no Variable is given stay.
 
     Raises:
-        BindError: If something is no Variable, has no label, no slot, or is of another type than
+        ModuleError: If something is no Variable, has no label, no slot, or is of another type than
             its slot; all are listed.
-        LabelConflictError: If two different Variables, or slots of two types, have one label.
+        ModuleError: If two different Variables, or slots of two types, have one label.
 
     Example:
         >>> import jax, shardax as sx
@@ -287,7 +287,9 @@ def _first_open(flat: FlatTree) -> dict[Path, OpenSlot]:
     return slot_by_label
 
 
-def _matched(slots: Mapping[Path, OpenSlot], variables: Any, allow_unused: bool) -> dict[Path, Any]:
+def _matched(
+    slots: Mapping[Path, OpenSlot], variables: object, allow_unused: bool
+) -> dict[Path, Any]:
     """Returns the Variable for every label that gets one."""
     pairs, _ = jax.tree_util.tree_flatten_with_path(
         variables, is_leaf=lambda item: isinstance(item, Object)
@@ -310,7 +312,7 @@ def _matched(slots: Mapping[Path, OpenSlot], variables: Any, allow_unused: bool)
         if problem:
             wrong.append(f"  {where}: {_shown(variable)} {problem}")
     if wrong:
-        raise BindError(
+        raise ModuleError(
             f"{len(wrong)} of {len(pairs)} Variables cannot be put into the tree; nothing was "
             f"changed:\n" + "\n".join(wrong) + "\nGive what sx.unbind(tree) returned, or frozen "
             "values with those labels; allow_unused=True leaves out what has no slot."
@@ -318,7 +320,7 @@ def _matched(slots: Mapping[Path, OpenSlot], variables: Any, allow_unused: bool)
     return {label: variable for label, (_, variable) in matched.items()}
 
 
-def _label_for(variable: Any, slots: Mapping[Path, OpenSlot]) -> Path | str:
+def _label_for(variable: object, slots: Mapping[Path, OpenSlot]) -> Path | str:
     """Returns a Variable's label, or why there is none."""
     if isinstance(variable, FrozenVariable):
         return variable.label
@@ -337,12 +339,12 @@ def _label_for(variable: Any, slots: Mapping[Path, OpenSlot]) -> Path | str:
     return fitting[0] if fitting else labels[-1]
 
 
-def _equal(first: Any, second: Any) -> bool:
+def _equal(first: object, second: object) -> bool:
     frozen_both = isinstance(first, FrozenVariable) and isinstance(second, FrozenVariable)
     return frozen_both and bool(first == second)
 
 
-def _misfit(variable: Any, slot: Slot) -> str | None:
+def _misfit(variable: Variable, slot: Slot) -> str | None:
     is_frozen = isinstance(variable, FrozenVariable)
     kind = variable.variable_type if is_frozen else variable._flatten(None).type
     if issubclass(kind, slot.variable_type):
@@ -350,7 +352,7 @@ def _misfit(variable: Any, slot: Slot) -> str | None:
     return f"does not belong into the slot of a {slot.variable_type.__name__}"
 
 
-def _shown(variable: Any) -> str:
+def _shown(variable: Variable) -> str:
     if isinstance(variable, FrozenVariable):
         return f"the frozen {variable.variable_type.__name__}"
     return f"the {type(variable).__name__}"
@@ -362,7 +364,7 @@ def _near(label: Path, slots: Mapping[Path, OpenSlot]) -> str:
 
 
 def _refuse_label(label: Path, first: str, second: str) -> NoReturn:
-    raise LabelConflictError(
+    raise ModuleError(
         f"Two have the label {format_path(label)}: {first}, and {second}. A label says which "
         "slot a Variable belongs to, so there must be one for each. Labels are paths: take the "
         "Variables out of the whole tree at once, sx.unbind(tree), rather than out of parts of it "
@@ -373,7 +375,9 @@ def _refuse_label(label: Path, first: str, second: str) -> NoReturn:
 # --- functional calls -----------------------------------------------------------------------------
 
 
-def stateless_call(tree: Any, variables: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+def stateless_call(
+    tree: object, variables: object, /, *args: object, **kwargs: object
+) -> tuple[Any, Any]:
     """Calls a model as a pure function of values for its slots.
 
     Args:
@@ -388,9 +392,9 @@ def stateless_call(tree: Any, variables: Any, /, *args: Any, **kwargs: Any) -> t
         (result, new frozen values, arranged like ``variables``).
 
     Raises:
-        BindError: If the values do not fit the slots, or are not frozen.
-        FrozenVariableError: If the call writes a Variable that was left in the model.
-        StatelessCallError: If it adds or removes Variables, or changes other structure, which a
+        ModuleError: If the values do not fit the slots, or are not frozen.
+        ModuleAttributeError: If the call writes a Variable that was left in the model.
+        ModuleError: If it adds or removes Variables, or changes other structure, which a
             pure function cannot return.
 
     Example:
@@ -409,7 +413,7 @@ def stateless_call(tree: Any, variables: Any, /, *args: Any, **kwargs: Any) -> t
         (50, 5)
     """
     if not callable(tree):
-        raise TreeError(
+        raise ModuleError(
             f"sx.stateless_call takes a callable Module, or a method of one, as its first "
             f"argument, but was given a {type(tree).__name__}. Give it slots and values: "
             f"sx.stateless_call(*sx.unbind(model, freeze=True), x)."
@@ -417,7 +421,7 @@ def stateless_call(tree: Any, variables: Any, /, *args: Any, **kwargs: Any) -> t
     leaves, treedef = jax.tree.flatten(variables, is_leaf=lambda x: isinstance(x, Variable))
     mutable = [type(leaf).__name__ for leaf in leaves if not isinstance(leaf, FrozenVariable)]
     if mutable:
-        raise BindError(
+        raise ModuleError(
             f"stateless_call takes frozen values, but was given {', '.join(sorted(set(mutable)))}. "
             f"Freeze them, sx.freeze(variables); or call the model with its Variables in place, "
             f"sx.bind(model, variables)(...)."
@@ -433,7 +437,7 @@ def stateless_call(tree: Any, variables: Any, /, *args: Any, **kwargs: Any) -> t
     return result, treedef.unflatten([frozen(thawed[leaf.label], leaf.label) for leaf in leaves])
 
 
-def _with_frozen_rest(tree: Any, arguments: Any) -> Any:
+def _with_frozen_rest(tree: object, arguments: object):
     """Freezes the Variables that are not arguments too."""
     argument_ids = set(map(id, FlatTree(arguments).walk.objects))
     flat = FlatTree(tree)
@@ -441,7 +445,7 @@ def _with_frozen_rest(tree: Any, arguments: Any) -> Any:
     return flat.rebuilt({i: frozen(v, path) for i, v, path in items if id(v) not in argument_ids})
 
 
-def _structure(tree: Any) -> tuple[flatten.GraphDef, list[Path]]:
+def _structure(tree: object) -> tuple[flatten.GraphDef, list[Path]]:
     walk = FlatTree(tree).walk
     return flatten.GraphDef(tuple(walk.definitions), ()), walk.paths
 
@@ -464,7 +468,7 @@ def _check_unchanged(
         if new_variables
         else f"changed the structure of {paths_text}"
     )
-    raise StatelessCallError(
+    raise ModuleError(
         f"The functional call {change}. It returns new values for the slots that were filled, and "
         f"nothing else, so this would be lost. Make such Variables before they are taken out "
         f"(a first call of the model does, where layers sow or cache); or use sx.jit, which "

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from shardax._core.array_ops import snapshot
 from shardax._core.containers import Dict, box, unbox_attribute
-from shardax._core.errors import FilterError, StateMismatchError, TreeError
+from shardax._core.errors import FilterError, ModuleError, StateMismatchError
 from shardax._core.frames import check_structural_write, is_ref, local, owner_here, resolve
 from shardax._core.frozen import FrozenVariable
 from shardax._core.graph import flatten, handlers
@@ -30,7 +30,7 @@ from shardax._core.variable import ArrayAttribute, Variable, copied_leaf, fitted
 T = TypeVar("T")
 
 
-def flat_tree(tree: Any, caller: str) -> flatten.Flat:
+def flat_tree(tree: object, caller: str) -> flatten.Flat:
     """Flattens the argument of a public function."""
     if isinstance(tree, Object):
         return flatten.flatten(tree)
@@ -38,7 +38,7 @@ def flat_tree(tree: Any, caller: str) -> flatten.Flat:
     return flatten.flatten_roots((box_tree(tree),))
 
 
-def box_tree(tree: Any) -> Any:
+def box_tree(tree: object) -> Any:
     """Returns the tree with arrays boxed and plain containers kept plain."""
     handler = handlers.handler_of(tree)
     if isinstance(tree, State):  # its values as Variables of the types that they came from
@@ -51,18 +51,18 @@ def box_tree(tree: Any) -> Any:
     return tree if handler.is_object or isinstance(tree, str) else box(tree, "an entry of the tree")
 
 
-def _thawed(value: Any, origin: Origin) -> Any:
+def _thawed(value: object, origin: Origin):
     """Returns a value of a State as a Variable."""
     if isinstance(value, Variable):
         return value
     return origin.variable_type._make(value, origin.all_metadata, owner_here())
 
 
-def _is_container(tree: Any, handler: handlers.Handler) -> bool:
+def _is_container(tree: object, handler: handlers.Handler) -> bool:
     return handler in handlers.PLAIN or (handler.stores_items and handlers.has_parts(tree))
 
 
-def unbox_tree(tree: Any) -> Any:
+def unbox_tree(tree: object) -> Any:
     """Returns the tree with arrays as the user sees them."""
     handler = handlers.handler_of(tree)
     if isinstance(tree, State):
@@ -120,7 +120,7 @@ def split(tree: Any, *filters: Filter) -> tuple[Any, ...]:
     return (flat.graphdef, *(_read(flat, group) for group in groups))
 
 
-def merge(graphdef: flatten.GraphDef, *states: Any) -> Any:
+def merge(graphdef: flatten.GraphDef, *states: object) -> Any:
     """Makes a new model from a structure and values.
 
     It is the inverse of ``split``.
@@ -142,7 +142,7 @@ def merge(graphdef: flatten.GraphDef, *states: Any) -> Any:
         (2, 3)
     """
     if not isinstance(graphdef, flatten.GraphDef):
-        raise TreeError(
+        raise ModuleError(
             f"sx.merge takes a GraphDef as its first argument, but was given a "
             f"{type(graphdef).__name__}. Give what sx.split returned, in its order: "
             f"sx.merge(graphdef, state)."
@@ -153,7 +153,7 @@ def merge(graphdef: flatten.GraphDef, *states: Any) -> Any:
     return unbox_tree(roots[0])
 
 
-def _text_refused(path: Path, value: Any) -> tuple[Any, str | None]:
+def _text_refused(path: Path, value: object) -> tuple[Any, str | None]:
     is_text = isinstance(value, (str, bytes))
     return value, f"holds arrays, given {value!r}" if is_text else None
 
@@ -218,7 +218,7 @@ def update(
     Raises:
         StateMismatchError: If a path does not exist in the model, is missing or frozen, or a label,
             type, shape or dtype differs; all are listed and nothing is changed.
-        LabelConflictError: If two frozen values have one label; nothing is changed.
+        ModuleError: If two frozen values have one label; nothing is changed.
 
     Example:
         >>> import jax.numpy as jnp, shardax as sx
@@ -238,7 +238,7 @@ def update(
     variables = dict(_named(flat))
     loose = set(map(id, _directly_in(boxed))) - set(map(id, _directly_in(tree)))
 
-    def fit(path: Path, value: Any) -> tuple[Any, str | None]:
+    def fit(path: Path, value: object) -> tuple[Any, str | None]:
         variable = variables[path]
         if isinstance(variable, FrozenVariable):
             return None, "is frozen; write into sx.thaw(model)"
@@ -256,7 +256,7 @@ def update(
         variables[path].value = value
 
 
-def _directly_in(value: Any) -> Iterator[Object]:
+def _directly_in(value) -> Iterator[Object]:
     """Yields the objects in a value without looking into them."""
     handler = handlers.handler_of(value)
     if handler.is_object:
@@ -296,7 +296,7 @@ def clone_sharing(tree: T) -> T:
     return _cloned(tree, snapshot)
 
 
-def _cloned(tree: T, copied: Callable[[Any], Any]) -> T:
+def _cloned(tree: T, copied: Callable[[Any], object]) -> T:
     flat = flat_tree(tree, "clone")
     values = [resolve(leaf, local.frame)._value for leaf in flat.leaves]
     refuse_deleted(flat.leaf_paths, values)
@@ -305,7 +305,7 @@ def _cloned(tree: T, copied: Callable[[Any], Any]) -> T:
     return unbox_tree(roots[0])
 
 
-def pop(tree: Any, *filters: Filter) -> Any:
+def pop(tree: object, *filters: Filter) -> Any:
     """Removes the matching Variables from the model and returns their values.
 
     Args:
@@ -353,7 +353,7 @@ def pop(tree: Any, *filters: Filter) -> Any:
     return popped if len(popped) != 1 else popped[0]
 
 
-def _removals(root: Any, chosen: Mapping[int, Path]) -> Iterator[tuple[Any, Any]]:
+def _removals(root: object, chosen: Mapping[int, Path]) -> Iterator[tuple[Any, Any]]:
     """Yields (holder, key) of every place of a chosen Variable."""
     walk = flatten.GraphWalk()
     walk.encode(root, ())
@@ -384,7 +384,7 @@ def _removals(root: Any, chosen: Mapping[int, Path]) -> Iterator[tuple[Any, Any]
         yield holder, key
 
 
-def iter_variables(tree: Any, *filters: Filter) -> Iterator[tuple[Path, Variable[Any]]]:
+def iter_variables(tree: object, *filters: Filter) -> Iterator[tuple[Path, Variable]]:
     """Yields (path, Variable) pairs in order, each Variable once.
 
     Args:
@@ -404,7 +404,7 @@ def iter_variables(tree: Any, *filters: Filter) -> Iterator[tuple[Path, Variable
         yield flat.leaf_paths[position], flat.leaves[position]
 
 
-def describe_plain_arrays(tree: Any, where: Path = ()) -> str:
+def describe_plain_arrays(tree: object, where: Path = ()) -> str:
     """Describes, for errors, the arrays of a tree that are no Variables."""
     flat = flat_tree(tree, "iter_variables")
     paths = [
@@ -421,7 +421,7 @@ def describe_plain_arrays(tree: Any, where: Path = ()) -> str:
     )
 
 
-def iter_modules(tree: Any) -> Iterator[tuple[Path, Module]]:
+def iter_modules(tree: object) -> Iterator[tuple[Path, Module]]:
     """Yields (path, Module) pairs in order, each Module once.
 
     Args:
@@ -440,7 +440,7 @@ def iter_modules(tree: Any) -> Iterator[tuple[Path, Module]]:
     yield from modules_in(box_tree(tree))
 
 
-def find_duplicates(tree: Any) -> list[list[Path]]:
+def find_duplicates(tree: object) -> list[list[Path]]:
     """Returns the paths of each Variable with several.
 
     Args:
@@ -467,8 +467,8 @@ def find_duplicates(tree: Any) -> list[list[Path]]:
 
 
 def _occurrences(
-    value: Any, path: Path, above: tuple[int, ...]
-) -> Iterator[tuple[Path, Variable[Any]]]:
+    value: object, path: Path, above: tuple[int, ...]
+) -> Iterator[tuple[Path, Variable]]:
     """Yields every acyclic path to every Variable."""
     if isinstance(value, Variable):
         yield path, value

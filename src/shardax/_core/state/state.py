@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from shardax._core.cross_process import packed
-from shardax._core.errors import LabelConflictError, StateMismatchError
+from shardax._core.errors import ModuleError, StateMismatchError
 from shardax._core.frozen import FrozenVariable, same_value
 from shardax._core.graph.handlers import PLAIN, Handler, handler_of, register
 from shardax._core.graph.paths import Path, PathKey, format_path
@@ -66,7 +66,7 @@ class State(Shown, Mapping[Any, Any]):
 
     @classmethod
     def from_flat(
-        cls, values: Mapping[Path, Any], origins: Mapping[Path, Origin] | None = None
+        cls, values: Mapping[Path, object], origins: Mapping[Path, Origin] | None = None
     ) -> State:
         """Makes a State from values by full path.
 
@@ -213,7 +213,7 @@ class State(Shown, Mapping[Any, Any]):
 _ABSENT = object()
 
 
-def _shown(value: Any) -> str:
+def _shown(value) -> str:
     if isinstance(value, (jax.Array, np.ndarray, jax.ShapeDtypeStruct)):
         return f"{value.dtype}{list(value.shape)}"
     return (
@@ -222,7 +222,7 @@ def _shown(value: Any) -> str:
 
 
 def flatten_mapping(
-    entries: Any, known: Any = None, path: Path = (), raw: bool = False
+    entries: object, known: Any = None, path: Path = (), raw: bool = False
 ) -> dict[Path, Any]:
     """Flattens a nested mapping to values, or raw Variables, by path."""
     # Where paths are known, lists, tuples, dataclasses and nodes nest as mappings do.
@@ -240,14 +240,14 @@ def flatten_mapping(
     return flat
 
 
-def _nests(value: Any) -> bool:
+def _nests(value: object) -> bool:
     """Whether a value holds others, as containers and mappings do."""
     handler = handler_of(value)
     is_container = handler in PLAIN or (handler.stores_items and not handler.whole)
     return is_container or isinstance(value, Mapping)
 
 
-def by_paths_of(entries: Any, known: Collection[Path]) -> dict[Path, Any]:
+def by_paths_of(entries: object, known: Collection[Path]) -> dict[Path, Any]:
     """Returns values arranged like a model by its paths, without Nones."""
     if not isinstance(entries, State) and (() in known or not _nests(entries)):
         return {(): entries}
@@ -255,7 +255,7 @@ def by_paths_of(entries: Any, known: Collection[Path]) -> dict[Path, Any]:
     return {path: value for path, value in by_path.items() if value is not None}
 
 
-def _by_path(entries: Any, known: Collection[Path]) -> dict[Path, Any]:
+def _by_path(entries: object, known: Collection[Path]) -> dict[Path, Any]:
     """Returns what was given, by path or label."""
     if isinstance(entries, State):
         return entries.flat()
@@ -278,11 +278,11 @@ def _by_path(entries: Any, known: Collection[Path]) -> dict[Path, Any]:
     )
 
 
-def _refuse_second(first: Any, second: Any, label: Path) -> None:
+def _refuse_second(first: object, second: object, label: Path) -> None:
     """Raises if two frozen values are given for one label."""
     both_frozen = isinstance(first, FrozenVariable) and isinstance(second, FrozenVariable)
     if both_frozen and first is not second:
-        raise LabelConflictError(
+        raise ModuleError(
             f"Two frozen values have the label {format_path(label)}; nothing was changed. A label "
             f"says which Variable a value belongs to, so there is one for each. Take one of them "
             f"out, or call update twice."
@@ -304,7 +304,7 @@ def _unflatten(aux: Origins, children: Iterable[Any]) -> State:
     return State.from_flat(dict(zip((path for path, _ in aux), children, strict=True)), dict(aux))
 
 
-def _rebuild(origins: Mapping[Path, Origin], pairs: Iterable[tuple[Any, Any]]) -> State:
+def _rebuild(origins: Mapping[Path, Origin], pairs: Iterable[tuple[object, object]]) -> State:
     values: dict[Path, Any] = {}
     known = {**origins}
     for key, item in pairs:
@@ -332,10 +332,10 @@ jax.tree_util.register_pytree_with_keys(State, _flatten_with_keys, _unflatten, _
 
 
 def merged_values(
-    states: Sequence[Any],
+    states: Sequence[object],
     known: Sequence[Path],
     complete: bool = False,
-    fit: Callable[[Path, Any], tuple[Any, str | None]] = lambda path, value: (value, None),
+    fit: Callable[[Path, Any], tuple[object, str | None]] = lambda path, value: (value, None),
 ) -> dict[Path, Any]:
     """Joins States, mappings and frozen values into values by known paths."""
     # Formats that only have string keys turn 0 into "0"; such a step is understood where the model

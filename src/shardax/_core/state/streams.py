@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from shardax._core.checks import Options, is_integer
-from shardax._core.errors import FilterError, SeedError
+from shardax._core.errors import FilterError, ModuleError
 from shardax._core.graph import flatten
 from shardax._core.graph.paths import Path, format_path, plain_path
 from shardax._core.init.rng import RngStream
@@ -27,7 +27,7 @@ from shardax._core.state.filters import Everything, Filter, first_match, to_pred
 from shardax._core.state.split_merge import iter_modules
 from shardax._core.state.walk import recursive_map
 
-_options = Options(SeedError)
+_options = Options(ModuleError)
 Sizes = int | tuple[int, ...] | Mapping[Filter, int | tuple[int, ...]] | None
 
 
@@ -52,7 +52,7 @@ class _StreamRules:
         self.rules = [_sizes("split", split), _sizes("broadcast", broadcast)]
         self.rules.append(_Rule("fork", [to_predicate(fork)], [None]))
 
-    def key_for(self, path: Path, stream: RngStream) -> Any:
+    def key_for(self, path: Path, stream: RngStream):
         """Returns the new key of a stream, or None for no rule."""
         if not self.only(path, stream.key):
             return None
@@ -91,7 +91,7 @@ def _sizes(name: str, sizes: Sizes) -> _Rule:
 
 
 def with_rngs(
-    tree: Any = None,
+    tree: object = None,
     *,
     split: Sizes = None,
     fork: Filter = None,
@@ -116,7 +116,7 @@ def with_rngs(
 
     Raises:
         FilterError: If two options choose one stream.
-        SeedError: If a size is no number of keys.
+        ModuleError: If a size is no number of keys.
 
     Example:
         >>> import shardax as sx
@@ -136,7 +136,7 @@ def with_rngs(
 
     new: dict[int, RngStream | None] = {}  # by ``id`` of the key's Variable, which views share
 
-    def replaced(path: Path, part: Any) -> Any:
+    def replaced(path: Path, part):
         if not isinstance(part, RngStream):
             return part
         if id(part.key) not in new:
@@ -147,11 +147,11 @@ def with_rngs(
     return recursive_map(replaced, tree)
 
 
-def _around(rules: _StreamRules, function: Callable[..., Any]) -> Callable[..., Any]:
+def _around(rules: _StreamRules, function: Callable[..., object]) -> Callable[..., Any]:
     signature = inspect.signature(function)
 
     @functools.wraps(function)
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def run(*args, **kwargs) -> Any:
         with _replaced(signature.bind(*args, **kwargs).arguments, rules):
             return function(*args, **kwargs)
 
@@ -159,7 +159,7 @@ def _around(rules: _StreamRules, function: Callable[..., Any]) -> Callable[..., 
 
 
 def fork_rngs(
-    tree: Any, *, split: Sizes = None, broadcast: Sizes = None, only: Filter = ...
+    tree: object, *, split: Sizes = None, broadcast: Sizes = None, only: Filter = ...
 ) -> contextlib.AbstractContextManager[None]:
     """Forks the random streams of a model for a block.
 
@@ -174,7 +174,7 @@ def fork_rngs(
 
     Raises:
         FilterError: If two options choose one stream.
-        SeedError: If a size is no number of keys.
+        ModuleError: If a size is no number of keys.
 
     Example:
         >>> import jax, shardax as sx
@@ -189,7 +189,7 @@ def fork_rngs(
 
 
 @contextlib.contextmanager
-def _replaced(tree: Any, rules: _StreamRules) -> Iterator[None]:
+def _replaced(tree: object, rules: _StreamRules) -> Iterator[None]:
     """Gives streams other keys in place, and the old ones back."""
     streams: dict[int, tuple[Path, RngStream]] = {}
     for keys, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=flatten.is_object):

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from shardax._core.containers import box
-from shardax._core.errors import TreeError, VariableValueError
+from shardax._core.errors import ModuleError, VariableValueError
 from shardax._core.frames import owner_here
 from shardax._core.graph import flatten
 from shardax._core.graph.handlers import handler_of
@@ -28,7 +28,7 @@ T = TypeVar("T")
 PartFunction = Callable[[Path, Any], Any]
 
 
-def iter_graph(tree: Any) -> Iterator[tuple[Path, Any]]:
+def iter_graph(tree: object) -> Iterator[tuple[Path, Any]]:
     """Yields (path, part) of each Module, Variable and plain array once.
 
     Args:
@@ -63,7 +63,7 @@ def map(fn: PartFunction, tree: T) -> T:  # noqa: A001 (its name in Flax)
         The new model, with new Variables. A Variable that was shared is shared in it.
 
     Raises:
-        TreeError: If the tree is no model.
+        ModuleError: If the tree is no model.
         VariableValueError: If a value is not made of arrays.
 
     Example:
@@ -88,7 +88,7 @@ def map(fn: PartFunction, tree: T) -> T:  # noqa: A001 (its name in Flax)
     return unbox_tree(decode(flat.graphdef.roots[0]))
 
 
-def recursive_map(fn: PartFunction, tree: Any) -> Any:
+def recursive_map(fn: PartFunction, tree: object) -> Any:
     """Makes a new model by a function of every part.
 
     Args:
@@ -102,7 +102,7 @@ def recursive_map(fn: PartFunction, tree: Any) -> Any:
         same one, in the new model as in the old.
 
     Raises:
-        TreeError: If the tree is no model, or if a Module holds itself.
+        ModuleError: If the tree is no model, or if a Module holds itself.
 
     Example:
         >>> import shardax as sx
@@ -147,7 +147,7 @@ def with_vars(tree: T, *, ref: bool, only: Filter = ...) -> T:
     """
     predicate = to_predicate(only)
 
-    def changed(path: Path, part: Any) -> Any:
+    def changed(path: Path, part: object):
         if not isinstance(part, Variable) or not predicate(path, part):
             return part
         value = part.value
@@ -176,7 +176,7 @@ class _Rebuilding(flatten.ChildDecoder):
         self.inside: set[int] = set()  # positions of the objects that are being rebuilt
         self.objects: Any = {}  # what was made, by position
 
-    def __call__(self, child: Any) -> Any:
+    def __call__(self, child: object) -> Any:
         if type(child) is not flatten.Ref:
             return super().__call__(child)
         position = child.position
@@ -187,7 +187,7 @@ class _Rebuilding(flatten.ChildDecoder):
     def _rebuild(self, position: int) -> None:
         path, item = self.walk.paths[position], self.walk.objects[position]
         if position in self.inside:
-            raise TreeError(
+            raise ModuleError(
                 f"sx.recursive_map cannot replace the {type(item).__name__} at "
                 f"{format_path(path)} from the inside out, because it holds itself. Replace its "
                 f"Variables by sx.map(fn, model), or edit in place: sx.select(model)."

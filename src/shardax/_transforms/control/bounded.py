@@ -35,7 +35,7 @@ from shardax._core.graph.flatten import is_object
 from shardax._core.graph.paths import format_path, plain_path
 from shardax._core.variable import Variable
 from shardax._transforms.control import loops, scan
-from shardax._transforms.errors import BoundedLoopError
+from shardax._transforms.errors import TransformError
 from shardax._transforms.jit import eager
 from shardax._transforms.lift.engine import ARRAY_OR_NUMBER, LiftedCall, retry_captured
 
@@ -63,7 +63,7 @@ class WhileResult(NamedTuple):
     final: Any
     history: Any
     length: Any
-    converged: Any
+    converged: object
 
 
 class BoundedLoop(NamedTuple):
@@ -73,7 +73,7 @@ class BoundedLoop(NamedTuple):
     body: Callable[[Any], Any]  # returns the next carry
     row: Callable[[Any], Any]  # returns a carry's row of the history: a pytree of arrays
     max_steps: int  # the most steps to take
-    padding: Any  # A row of padding
+    padding: object  # A row of padding
 
 
 class _LoopState(NamedTuple):
@@ -84,7 +84,7 @@ class _LoopState(NamedTuple):
     carry: Any
 
 
-def run_bounded(loop: BoundedLoop, init: Any, differentiable: Differentiable) -> WhileResult:
+def run_bounded(loop: BoundedLoop, init: object, differentiable: Differentiable) -> WhileResult:
     """Runs a bounded loop."""
     active = loop.condition(init)
     start = _LoopState(active, scan.vary_alike(jnp.zeros((), jnp.int32), active), init)
@@ -97,7 +97,7 @@ def run_bounded(loop: BoundedLoop, init: Any, differentiable: Differentiable) ->
     return WhileResult(last.carry, history, last.length, jnp.logical_not(last.active))
 
 
-def settled(body: Callable[[Any], Any], init: Any) -> Any:
+def settled(body: Callable[[Any], object], init: object) -> Any:
     """Returns the first carry as arrays of the body's dtypes."""
     arrays = jax.tree.map(jnp.asarray, init)
     for _ in range(len(jax.tree.leaves(arrays)) + 1):  # one number may change what another becomes
@@ -108,7 +108,7 @@ def settled(body: Callable[[Any], Any], init: Any) -> Any:
     return arrays
 
 
-def _with_dtype(leaf: Any, kind: Any) -> Any:
+def _with_dtype(leaf, kind):
     weakness = [getattr(jax.typeof(item), "weak_type", False) for item in (leaf, kind)]
     if leaf.dtype == kind.dtype and weakness[0] == weakness[1]:
         return leaf
@@ -116,11 +116,11 @@ def _with_dtype(leaf: Any, kind: Any) -> Any:
 
 
 def _run_buffered(loop: BoundedLoop, start: _LoopState) -> tuple[_LoopState, Any]:
-    def proceed(state: Any) -> Any:
+    def proceed(state):
         step, progress, _ = state
         return any_active(progress.active) & (step < loop.max_steps)
 
-    def advance(state: Any) -> Any:
+    def advance(state):
         step, (active, length, carry), buffers = state
         mine = element_active(active)
         new = loop.body(carry)
@@ -144,27 +144,27 @@ def _run_buffered(loop: BoundedLoop, start: _LoopState) -> tuple[_LoopState, Any
     return last, history
 
 
-def _select(mine: Any, new: Any, old: Any) -> Any:
+def _select(mine, new, old):
     return jax.tree.map(lambda a, b: jnp.where(mine, a, b), new, old)
 
 
-def _repeated(rows: Any, count: int) -> Any:
+def _repeated(rows: object, count: int):
     return jax.tree.map(lambda row: jax.lax.broadcast(row, (count,)), rows)
 
 
 @jax.custom_batching.custom_vmap
-def any_active(active: Any) -> Any:
+def any_active(active: object) -> Any:
     """Whether any batch element is active: one answer for all."""
     return active
 
 
 @any_active.def_vmap
-def _any_active_rule(axis_size: int, batched: Any, active: Any) -> tuple[Any, bool]:
+def _any_active_rule(axis_size: int, batched: object, active) -> tuple[Any, bool]:
     return any_active(active.any(axis=0)), False
 
 
 @jax.custom_batching.custom_vmap
-def element_active(active: Any) -> Any:
+def element_active(active: object) -> Any:
     """Whether this batch element is active, given that any is."""
     # Without ``vmap`` there is one batch element, so the answer is a constant, and the compiler
     # drops what is selected by it.
@@ -172,7 +172,7 @@ def element_active(active: Any) -> Any:
 
 
 @element_active.def_vmap
-def _element_active_rule(axis_size: int, batched: Any, active: Any) -> tuple[Any, bool]:
+def _element_active_rule(axis_size: int, batched: object, active: object) -> tuple[Any, bool]:
     return active, True
 
 
@@ -184,13 +184,13 @@ def _run_blocks(loop: BoundedLoop, start: _LoopState, store: bool) -> tuple[_Loo
     count = -(-loop.max_steps // size)
     one_step = _step_of(loop, exact=count * size == loop.max_steps)
 
-    def take_block(progress: _LoopState, first: Any) -> tuple[_LoopState, Any]:
+    def take_block(progress: _LoopState, first) -> tuple[_LoopState, Any]:
         return jax.lax.scan(one_step, progress, first + jnp.arange(size, dtype=jnp.int32))
 
-    def skip_block(progress: _LoopState, first: Any) -> tuple[_LoopState, Any]:
+    def skip_block(progress: _LoopState, first: object) -> tuple[_LoopState, Any]:
         return progress, _repeated(loop.padding, size)
 
-    def one_block(progress: _LoopState, first: Any) -> tuple[_LoopState, Any]:
+    def one_block(progress: _LoopState, first: object) -> tuple[_LoopState, Any]:
         return jax.lax.cond(any_active(progress.active), take_block, skip_block, progress, first)
 
     policy = jax.checkpoint_policies.save_only_these_names(_GOES_IN) if store else None
@@ -212,7 +212,7 @@ def _step_of(loop: BoundedLoop, exact: bool) -> Callable[[_LoopState, Any], tupl
     def skip(progress: _LoopState) -> tuple[_LoopState, Any]:
         return progress, loop.padding
 
-    def one_step(progress: _LoopState, step: Any) -> tuple[_LoopState, Any]:
+    def one_step(progress: _LoopState, step) -> tuple[_LoopState, Any]:
         goes_on = progress.active if exact else progress.active & (step < loop.max_steps)
 
         def take_own(progress: _LoopState) -> tuple[_LoopState, Any]:
@@ -224,7 +224,7 @@ def _step_of(loop: BoundedLoop, exact: bool) -> Callable[[_LoopState, Any], tupl
     # what is kept inside a branch is kept by every turn of the scan.
     checkpointed = jax.checkpoint(one_step, prevent_cse=False)
 
-    def named_step(progress: _LoopState, step: Any) -> tuple[_LoopState, Any]:
+    def named_step(progress: _LoopState, step: object) -> tuple[_LoopState, Any]:
         return checkpointed(checkpoint_name(progress, _GOES_IN), step)
 
     return named_step
@@ -235,14 +235,14 @@ _HISTORY = 2
 
 
 def bounded_while_loop(
-    cond_fun: Callable[[Any], Any],
-    body_fun: Callable[[Any], Any],
-    init: Any,
+    cond_fun: Callable[[Any], object],
+    body_fun: Callable[[Any], object],
+    init: object,
     *,
     max_steps: int,
-    history: Callable[[Any], Any] | None = None,
+    history: Callable[[Any], object] | None = None,
     differentiable: Differentiable = "no",
-    padding: Any = 0,
+    padding: object = 0,
 ) -> WhileResult:
     """Runs a function over Modules at most ``max_steps`` times.
 
@@ -269,10 +269,10 @@ def bounded_while_loop(
         condition no longer holds. If it is False, the limit was reached.
 
     Raises:
-        BoundedLoopError: If ``max_steps``, ``differentiable``, ``history`` or ``padding`` is not
+        TransformError: If ``max_steps``, ``differentiable``, ``history`` or ``padding`` is not
             valid.
         CarryError: As for ``while_loop``.
-        DecisionError: As for ``while_loop``; also if the history function writes.
+        TransformError: As for ``while_loop``; also if the history function writes.
 
     Example:
         >>> import jax.numpy as jnp, shardax as sx
@@ -292,17 +292,17 @@ def bounded_while_loop(
 
 def _bounded_while_loop(
     functions: Sequence[Any],
-    options: tuple[int, Differentiable, Any],
+    options: tuple[int, Differentiable, object],
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> WhileResult:
     steps, differentiable, padding = options
 
-    def attempt(captured: list[Variable[Any]]) -> WhileResult:
+    def attempt(captured: list[Variable]) -> WhileResult:
         call = LiftedCall("bounded_while_loop", functions, args, kwargs, captured=captured)
         body, condition = loops.body_and_condition(call)
 
-        def advance(carry: Any) -> Any:
+        def advance(carry):
             return body.step(carry)[0]
 
         start = settled(advance, body.start())
@@ -319,41 +319,41 @@ def _bounded_while_loop(
     return retry_captured(attempt)
 
 
-def _check_options(max_steps: Any, history: Any, differentiable: Any) -> int:
+def _check_options(max_steps, history, differentiable) -> int:
     if isinstance(max_steps, (Tracer, jax.Array)):
-        raise BoundedLoopError(
+        raise TransformError(
             "max_steps of sx.bounded_while_loop is an array, but it is the size of the history and "
             "must be known before the program runs. Give a Python integer; inside sx.jit, make it "
             "a static argument."
         )
     is_integer = isinstance(max_steps, (int, np.integer)) and not isinstance(max_steps, bool)
     if not is_integer or max_steps < 0:
-        raise BoundedLoopError(
+        raise TransformError(
             f"max_steps of sx.bounded_while_loop is {max_steps!r}; give an integer of at least 0."
         )
     modes = get_args(Differentiable)
     if differentiable not in modes:
-        raise BoundedLoopError(
+        raise TransformError(
             f"differentiable={differentiable!r} is not known; use one of "
             f"{', '.join(map(repr, modes))}."
         )
     if history is not None and not callable(history):
-        raise BoundedLoopError(
+        raise TransformError(
             f"history of sx.bounded_while_loop is a {type(history).__name__}; give a function of "
             f"the carry that returns arrays, or None."
         )
     return operator.index(max_steps)
 
 
-def _row_of(result: Any) -> Any:
+def _row_of(result: object):
     """Returns what a history function returned as arrays."""
 
-    def as_array(path: Any, leaf: Any) -> Any:
+    def as_array(path, leaf: object):
         value = leaf.value if isinstance(leaf, Variable) else leaf
         if isinstance(value, ARRAY_OR_NUMBER):
             return jnp.asarray(value)
         where = format_path(plain_path(path)) if path else "itself"
-        raise BoundedLoopError(
+        raise TransformError(
             f"The history function of sx.bounded_while_loop returned a {type(leaf).__name__} at "
             f"{where}. A row of the history holds arrays: return the values to keep, "
             f"lambda model: model.kernel.value."
@@ -362,7 +362,7 @@ def _row_of(result: Any) -> Any:
     return jax.tree_util.tree_map_with_path(as_array, result, is_leaf=is_object)
 
 
-def padding_row(padding: Any, kinds: Any) -> Any:
+def padding_row(padding: object, kinds: object) -> Any:
     """Returns a row of padding."""
     rows = jax.tree.map(
         lambda leaf: leaf.value if isinstance(leaf, Variable) else leaf, padding, is_leaf=is_object
@@ -370,7 +370,7 @@ def padding_row(padding: Any, kinds: Any) -> Any:
     try:
         spread = jax.tree.broadcast(rows, kinds)
     except ValueError as error:
-        raise BoundedLoopError(
+        raise TransformError(
             f"padding={padding!r} of sx.bounded_while_loop is not a prefix of a row of the "
             f"history, which is {scan.form(kinds)}. Give one number, or one each in its containers."
         ) from error
@@ -378,14 +378,14 @@ def padding_row(padding: Any, kinds: Any) -> Any:
     return jax.tree_util.tree_map_with_path(_filled, spread, kinds)
 
 
-def _filled(key_path: Any, value: Any, kind: Any) -> Any:
+def _filled(key_path, value, kind):
     where = f" at {format_path(plain_path(key_path))}" if key_path else ""
     array = value if isinstance(value, (jax.Array, np.ndarray)) else np.asarray(value)
     if not _holds(array, kind.dtype):
         description = (
             f"{value!r}" if array.ndim == 0 and not isinstance(value, Tracer) else array.dtype
         )
-        raise BoundedLoopError(
+        raise TransformError(
             f"padding={description} cannot stand in the history{where}, which has dtype "
             f"{kind.dtype}. Give a padding of that dtype, or convert what the history function "
             "returns."
@@ -393,14 +393,14 @@ def _filled(key_path: Any, value: Any, kind: Any) -> Any:
     try:
         row = jnp.broadcast_to(jnp.asarray(array, kind.dtype), kind.shape)
     except ValueError as error:
-        raise BoundedLoopError(
+        raise TransformError(
             f"padding of shape {array.shape} does not fit a row of the history{where}, which has "
             f"shape {kind.shape}."
         ) from error
     return scan.vary_alike(_laid_out_alike(row, kind), kind)
 
 
-def _laid_out_alike(row: Any, kind: Any) -> Any:
+def _laid_out_alike(row: object, kind: object):
     """Returns an array in another's layout over Explicit axes."""
     sharding = jax.typeof(kind).sharding
     if all(entry is None for entry in sharding.spec):
@@ -408,7 +408,7 @@ def _laid_out_alike(row: Any, kind: Any) -> Any:
     return jax.sharding.reshard(row, sharding)
 
 
-def _holds(array: Any, dtype: Any) -> bool:
+def _holds(array, dtype: jax.typing.DTypeLike) -> bool:
     """Whether a dtype can hold the padding; floats may round."""
     is_key = jnp.issubdtype(dtype, jax.dtypes.prng_key)
     if is_key or jnp.issubdtype(array.dtype, jax.dtypes.prng_key):

@@ -34,13 +34,13 @@ class BranchOutcome(NamedTuple):
 
     label: str  # how the caller knows the branch
     effects: binding.Effects
-    outline: Any  # its result with an integer for every leaf
+    outline: object  # its result with an integer for every leaf
     arrays: Sequence[Any]  # shapes of the arrays in the result
     written: dict[int, Any]  # shapes of the values of written Variables, by position
     fresh: Sequence[Any]  # shapes of the values of new Variables
 
 
-def _result_outline(result: Any, effects: binding.Effects) -> Any:
+def _result_outline(result: object, effects: binding.Effects):
     leaves, treedef = jax.tree.flatten(result, is_leaf=flatten.is_object)
     positions = {} if effects.result is None else dict(effects.result.roots)
     return treedef.unflatten([positions.get(place, scan.ARRAY) for place in range(len(leaves))])
@@ -93,7 +93,7 @@ class _Comparison:
                 "order), or change it before the choice and only write values inside.",
             )
 
-    def _describe_attributes(self, outcome: BranchOutcome, new: Any, against: Any) -> str:
+    def _describe_attributes(self, outcome: BranchOutcome, new: object, against: object) -> str:
         """Returns the attributes in which one definition differs from another."""
         mine, theirs = (
             {key: child for key, child in flatten.definition_children(item) if isinstance(key, str)}
@@ -185,7 +185,7 @@ class _Comparison:
             flatten.GraphDef((*objects, *outcome.effects.fresh), roots), names
         )
 
-    def _check_written(self, values: Sequence[Any]) -> None:
+    def _check_written(self, values: Sequence[object]) -> None:
         for position in sorted({p for outcome in self.both for p in outcome.written}):
             forms = [scan.form(item.written.get(position, values[position])) for item in self.both]
             if forms[0] != forms[1]:
@@ -199,7 +199,7 @@ class _Comparison:
                 )
 
 
-def _outline_leaves(outline: Any) -> list[tuple[Path, int]]:
+def _outline_leaves(outline: object) -> list[tuple[Path, int]]:
     pairs = jax.tree_util.tree_leaves_with_path(outline)
     return [(plain_path(keys), leaf) for keys, leaf in pairs]
 
@@ -209,11 +209,11 @@ def _at(path: Path) -> str:
 
 
 def cond(
-    pred: Any,
-    true_fun: Callable[..., Any],
-    false_fun: Callable[..., Any],
-    *operands: Any,
-    **named_operands: Any,
+    pred: object,
+    true_fun: Callable[..., object],
+    false_fun: Callable[..., object],
+    *operands: object,
+    **named_operands: object,
 ) -> Any:
     """Runs one of two functions over Modules, as ``jax.lax.cond`` does.
 
@@ -232,7 +232,7 @@ def cond(
         The result of the branch that was taken.
 
     Raises:
-        DecisionError: If the predicate is not one boolean or real number.
+        TransformError: If the predicate is not one boolean or real number.
         BranchError: If branches differ in what they return, in the form of a Variable, or in how
             they change the structure of the Modules.
 
@@ -251,8 +251,11 @@ def cond(
 
 
 def _cond(
-    functions: Sequence[Any], _: None, args: Sequence[Any], named_operands: Mapping[str, Any]
-) -> Any:
+    functions: Sequence[object],
+    _: None,
+    args: Sequence[object],
+    named_operands: Mapping[str, object],
+):
     pred, *operands = args
     branches: dict[str, Any] = dict(zip(("true_fun", "false_fun"), functions, strict=True))
     _check_callable("cond", branches)
@@ -261,12 +264,15 @@ def _cond(
     return _run("cond", branches, (operands, named_operands), decision, choose)
 
 
-def _choose(decision: Any, branches: Sequence[Callable[[], Any]]) -> Any:
+def _choose(decision: object, branches: Sequence[Callable[[], object]]):
     return jax.lax.cond(decision, *branches)
 
 
 def switch(
-    index: Any, branches: Sequence[Callable[..., Any]], *operands: Any, **named_operands: Any
+    index: object,
+    branches: Sequence[Callable[..., object]],
+    *operands: object,
+    **named_operands: object,
 ) -> Any:
     """Runs one of several functions over Modules, as ``jax.lax.switch`` does; see ``cond``.
 
@@ -280,7 +286,7 @@ def switch(
         The result of the branch that was taken.
 
     Raises:
-        DecisionError: If the index is not one integer.
+        TransformError: If the index is not one integer.
         BranchError: As for ``cond``; also if there are no branches.
 
     Example:
@@ -295,7 +301,7 @@ def switch(
 
 def _switch(
     functions: Sequence[Any], _: None, args: Sequence[Any], named_operands: Mapping[str, Any]
-) -> Any:
+):
     index, *operands = args
     if not functions:
         raise BranchError("sx.switch was given no branches; give a sequence of at least one.")
@@ -306,7 +312,7 @@ def _switch(
     return _run("switch", branches, (operands, named_operands), decision, choose)
 
 
-def _check_callable(name: str, functions: Mapping[str, Any]) -> None:
+def _check_callable(name: str, functions: Mapping[str, object]) -> None:
     for label, function in functions.items():
         if not callable(function):
             raise BranchError(
@@ -318,11 +324,11 @@ def _check_callable(name: str, functions: Mapping[str, Any]) -> None:
 def _run(
     name: str,
     functions: Mapping[str, Callable[..., Any]],
-    operands: tuple[Sequence[Any], Mapping[str, Any]],
-    decision: Any,
-    choose: Callable[..., Any],
-) -> Any:
-    def attempt(captured: list[Variable[Any]]) -> Any:
+    operands: tuple[Sequence[object], Mapping[str, object]],
+    decision: object,
+    choose: Callable[..., object],
+):
+    def attempt(captured: list[Variable]):
         branches = [*functions.values()]
         call = engine.LiftedCall(name, branches, *operands, captured=captured)
         return _BranchingCall(call, [*functions]).run(decision, choose)
@@ -346,10 +352,10 @@ class _BranchingCall:
             for which in range(len(labels))
         ]
 
-    def _one(self, which: int, values: list[Any], plain: tuple[Any, dict[str, Any]]) -> Any:
+    def _one(self, which: int, values: list[object], plain: tuple[object, dict[str, object]]):
         """Runs a branch; returns result arrays, written and new values."""
 
-        def leave(context: engine.RunContext) -> Any:
+        def leave(context: engine.RunContext):
             context.require_inputs()
             binding.check_result(context.result, self.call.name)
             outputs = context.record_effects(context.result)
@@ -362,7 +368,7 @@ class _BranchingCall:
             self.call.run, self.call, values, *plain, leave, which=which, otherwise=([], {}, [])
         )
 
-    def _branch(self, which: int, targets: Sequence[_OutputType], values: Any, plain: Any) -> Any:
+    def _branch(self, which: int, targets: Sequence[_OutputType], values: object, plain: object):
         """Runs a branch and returns, flat, what leaves every branch."""
         leaves, written, fresh = self.ones[which](values, plain)
         everything = self._joined(leaves, written, fresh, values)
@@ -371,10 +377,10 @@ class _BranchingCall:
             for target, leaf in zip(targets, jax.tree.leaves(everything), strict=True)
         ]
 
-    def _joined(self, leaves: Any, written: dict[int, Any], fresh: Any, values: Any) -> Any:
+    def _joined(self, leaves, written: dict[int, Any], fresh, values) -> Any:
         return leaves, [written.get(p, values[p]) for p in self.union], fresh
 
-    def run(self, decision: Any, choose: Callable[..., Any]) -> Any:
+    def run(self, decision, choose: Callable[..., Any]) -> Any:
         """Traces all branches, runs the chosen one, and applies its effects."""
         differ = functools.partial(scan.vary_alike, like=decision)
         arguments = self.call.arguments
@@ -414,13 +420,13 @@ class _OutputType:
     # Shape and dtype agree. What may differ without meaning anything is whether JAX counts the
     # dtype as weak, and, in ``shard_map``, along which mesh axes the array is known to be the same.
 
-    def __init__(self, types: Sequence[Any], decision: Any) -> None:
+    def __init__(self, types: Sequence[Any], decision) -> None:
         avals = [jax.typeof(item) for item in types]
         self.dtype = avals[0].dtype
         self.weak = all(getattr(item, "weak_type", False) for item in avals)
         self.others = [*types, decision]
 
-    def convert(self, leaf: Any) -> Any:
+    def convert(self, leaf):
         """Returns the array in the type, inside a branch."""
         if getattr(jax.typeof(leaf), "weak_type", False) and not self.weak:
             leaf = jax.lax.convert_element_type(leaf, self.dtype)

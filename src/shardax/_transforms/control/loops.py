@@ -18,13 +18,13 @@ from shardax._core.frames import kind_of
 from shardax._core.graph.paths import Path, format_path
 from shardax._core.variable import Variable
 from shardax._transforms.control.scan import LoopBody, check_unroll
-from shardax._transforms.errors import DecisionError
+from shardax._transforms.errors import TransformError
 from shardax._transforms.jit import eager
 from shardax._transforms.lift import engine
 from shardax._transforms.lift.tracer_errors import naming
 
 
-def as_predicate(value: Any, name: str) -> Any:
+def as_predicate(value: object, name: str) -> Any:
     """Returns a predicate as a boolean of shape ()."""
     number = _one_number(value, name, "one boolean", "Reduce it: x.all(), x.any(), x[0] > 0.")
     kind = jnp.result_type(number)
@@ -32,30 +32,32 @@ def as_predicate(value: Any, name: str) -> Any:
         return number
     if jnp.issubdtype(kind, jnp.integer) or jnp.issubdtype(kind, jnp.floating):
         return number != 0
-    raise DecisionError(f"{name} must be one boolean, but has dtype {kind}. Compare it: x != y.")
+    raise TransformError(f"{name} must be one boolean, but has dtype {kind}. Compare it: x != y.")
 
 
-def as_integer(value: Any, name: str) -> Any:
+def as_integer(value: object, name: str) -> Any:
     """Returns an index or bound, an integer of shape ()."""
     number = _one_number(value, name, "one integer", "Take one of them: x[0].")
     kind = jnp.result_type(number)
     if jnp.issubdtype(kind, jnp.integer):
         return number
     hint = "jnp.int32(x)" if kind == jnp.bool_ else "x.astype(int)"
-    raise DecisionError(f"{name} must be one integer, but has dtype {kind}. Convert it: {hint}.")
+    raise TransformError(f"{name} must be one integer, but has dtype {kind}. Convert it: {hint}.")
 
 
-def _one_number(value: Any, name: str, expected: str, hint: str) -> Any:
+def _one_number(value: object, name: str, expected: str, hint: str):
     number = value.value if isinstance(value, Variable) else value
     if not isinstance(number, engine.ARRAY_OR_NUMBER):
-        raise DecisionError(f"{name} must be {expected}, but is a {type(value).__name__}.")
+        raise TransformError(f"{name} must be {expected}, but is a {type(value).__name__}.")
     if jnp.shape(number) != ():
-        raise DecisionError(f"{name} must be {expected}, but has shape {jnp.shape(number)}. {hint}")
+        raise TransformError(
+            f"{name} must be {expected}, but has shape {jnp.shape(number)}. {hint}"
+        )
     return number
 
 
 def while_loop(
-    cond_fun: Callable[[Any], Any], body_fun: Callable[[Any], Any], init_val: Any
+    cond_fun: Callable[[Any], object], body_fun: Callable[[Any], object], init_val: object
 ) -> Any:
     """Runs a function over Modules while a condition holds, as ``jax.lax.while_loop`` does.
 
@@ -75,7 +77,7 @@ def while_loop(
     Raises:
         CarryError: If the body changes the form of the carry or of a Variable, or the structure of
             a Module.
-        DecisionError: If the condition does not return one boolean, or writes.
+        TransformError: If the condition does not return one boolean, or writes.
 
     Example:
         >>> import jax.numpy as jnp, shardax as sx
@@ -89,10 +91,8 @@ def while_loop(
     return eager.run(_while_loop, (body_fun, cond_fun), None, (init_val,), {})
 
 
-def _while_loop(
-    functions: Sequence[Any], _: None, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
-    def attempt(captured: list[Variable[Any]]) -> Any:
+def _while_loop(functions: Sequence[Any], _: None, args: Sequence[Any], kwargs: Mapping[str, Any]):
+    def attempt(captured: list[Variable]):
         call = engine.LiftedCall("while_loop", functions, args, kwargs, captured=captured)
         body, condition = body_and_condition(call)
         carry = jax.lax.while_loop(condition, lambda carry: body.step(carry)[0], body.start())
@@ -126,8 +126,8 @@ def fori_loop(
 
     Raises:
         CarryError: As for ``while_loop``.
-        DecisionError: If a bound is not one integer.
-        ArgumentError: If ``unroll`` is of another kind.
+        TransformError: If a bound is not one integer.
+        TransformError: If ``unroll`` is of another kind.
 
     Example:
         >>> import jax.numpy as jnp, shardax as sx
@@ -150,7 +150,7 @@ def _fori_loop(
     options: tuple[Any, ...],
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
-) -> Any:
+):
     unroll, *counts = options
     init_val, *bounds = args
     lower, upper = counts or bounds
@@ -158,7 +158,7 @@ def _fori_loop(
     stop = as_integer(upper, "upper of sx.fori_loop")
     index = jnp.zeros((), jnp.result_type(first, stop))
 
-    def attempt(captured: list[Variable[Any]]) -> Any:
+    def attempt(captured: list[Variable]):
         call = engine.LiftedCall(
             "fori_loop", functions, [index, init_val], kwargs, captured=captured
         )
@@ -171,7 +171,7 @@ def _fori_loop(
         body.differ_like(first)
         body.differ_like(stop)
 
-        def step(i: Any, carry: Any) -> Any:
+        def step(i, carry) -> Any:
             return body.step(carry, plain={0: jax.lax.convert_element_type(i, index.dtype)})[0]
 
         carry = jax.lax.fori_loop(first, stop, step, body.start(), unroll=unroll)
@@ -194,11 +194,11 @@ class ReadOnlyFunction:
     def __call__(self, carry: tuple[Sequence[Any], Sequence[Any]]) -> Any:
         return self.one(*self.body.inputs(carry))
 
-    def _one(self, values: list[Any], plain: list[Any]) -> Any:
+    def _one(self, values: list[object], plain: list[object]):
         positional, named = self.body.plain_tree.unflatten(plain)
         return self.body.call.run(values, positional, named, self._leave, which=self.which)
 
-    def _leave(self, context: engine.RunContext) -> Any:
+    def _leave(self, context: engine.RunContext):
         call = self.body.call
         for item in context.captured():
             self._refuse(item.outer, engine.path_of(call.functions, item.outer))
@@ -209,8 +209,8 @@ class ReadOnlyFunction:
             self._refuse(call.graph.objects()[index], call.graph.flat.paths[index])
         return self.finish(context.result)
 
-    def _refuse(self, item: Any, path: Path) -> None:
-        raise DecisionError(
+    def _refuse(self, item: object, path: Path) -> None:
+        raise TransformError(
             f"The {self.role} of sx.{self.body.call.name} changes the {kind_of(item)} at "
             f"{format_path(path)}, but it only reads: it may be asked at other times than the body "
             f"runs. Write in the body (draw random numbers there, too), and keep what it needs in "

@@ -36,14 +36,14 @@ from shardax._core.graph.flatten import GraphDef, ModuleDef, VariableDef, is_obj
 from shardax._core.graph.paths import Path, format_path, plain_path
 from shardax._core.object import Object
 from shardax._core.variable import Variable
-from shardax._transforms.errors import ArgumentError, CarryError, PrefixError
+from shardax._transforms.errors import CarryError, PrefixError, TransformError
 from shardax._transforms.jit import eager
 from shardax._transforms.lift import binding, engine, prefix
 from shardax._transforms.lift.tracer_errors import naming
 from shardax._transforms.vmap import axes as mapped
 
 
-def abstract_eval(function: Callable[..., Any], *args: Any) -> Any:
+def abstract_eval(function: Callable[..., object], *args: object) -> Any:
     """Returns shapes and dtypes, with layouts over Explicit axes."""
     traceable: Any = function if hasattr(function, "trace") else jax.jit(function)
     report_trace = traceable.trace(*args)
@@ -52,7 +52,7 @@ def abstract_eval(function: Callable[..., Any], *args: Any) -> Any:
     return treedef.unflatten(kinds)
 
 
-def _typed(shape: jax.ShapeDtypeStruct, kind: Any) -> jax.ShapeDtypeStruct:
+def _typed(shape: jax.ShapeDtypeStruct, kind: object) -> jax.ShapeDtypeStruct:
     layout = getattr(kind, "sharding", None)
     if shape.sharding is not None or layout is None or layout.mesh.empty:
         return shape
@@ -89,7 +89,9 @@ class LoopBody:
         # of the loop, which is then smaller and quicker to differentiate.
         self.one = jax.jit(naming(self._one, call, "leaves"), inline=INLINE)
 
-    def _one(self, values: list[Any], plain: list[Any]) -> tuple[list[Any], dict[int, Any], Any]:
+    def _one(
+        self, values: list[object], plain: list[object]
+    ) -> tuple[list[Any], dict[int, Any], Any]:
         """Runs one iteration."""
         positional, named = self.plain_tree.unflatten(plain)
         return engine.ending_well(
@@ -145,7 +147,7 @@ class LoopBody:
             return self.discover(*self.inputs(self.start(), replaced=(values, plain)))
         return extra
 
-    def _vary(self, written: Sequence[Any], leaves: Sequence[Any]) -> bool:
+    def _vary(self, written: Sequence[object], leaves: Sequence[object]) -> bool:
         """Makes the carry differ between shards where the body makes it differ."""
         # Inside ``shard_map``, JAX counts this to the type, which must be the same in all
         # iterations.
@@ -219,14 +221,14 @@ class LoopBody:
         return binding.LiftedOutputs(self.result_tree.unflatten(carry[1]), written, [], effects)
 
 
-def vary_alike(leaf: Any, like: Any) -> Any:
+def vary_alike(leaf: object, like: object) -> Any:
     """Returns an array that varies over another's manual mesh axes."""
     missing = varying_axes(like) - varying_axes(leaf)
     return jax.lax.pcast(leaf, tuple(sorted(missing)), to="varying") if missing else leaf
 
 
 def matching_leaves(
-    carry: Any, returned: Any, label: str, name: str
+    carry: object, returned: object, label: str, name: str
 ) -> tuple[list[Path], list[Any]]:
     """Checks that the carry came back as it was given."""
     outline = functools.partial(jax.tree.map, lambda _: ARRAY, is_leaf=is_object)
@@ -262,7 +264,7 @@ def matching_leaves(
 ARRAY = -1
 
 
-def structure_difference(first: Any, second: Any, path: Path) -> tuple[Path, str, str] | None:
+def structure_difference(first: object, second: object, path: Path) -> tuple[Path, str, str] | None:
     """Returns the outermost place where two trees of integers have another structure."""
     if jax.tree.structure(first) == jax.tree.structure(second):
         return None
@@ -283,7 +285,7 @@ def structure_difference(first: Any, second: Any, path: Path) -> tuple[Path, str
     )
 
 
-def _container(item: Any, children: dict[Any, Any]) -> str:
+def _container(item: object, children: dict[Any, object]) -> str:
     if isinstance(item, int):
         return "an array" if item == ARRAY else "an object"
     if item is None:
@@ -311,7 +313,7 @@ def explicit_spec(leaf: Any) -> str:
     return "" if spec is None or all(entry is None for entry in spec) else str(spec)
 
 
-def check_form(title: str, old: Any, new: Any, name: str) -> None:
+def check_form(title: str, old: object, new: object, name: str) -> None:
     """Raises if the form of the carry changed."""
     if jax.tree.structure(old) == jax.tree.structure(new) and all(
         _same_type(a, b) for a, b in zip(jax.tree.leaves(old), jax.tree.leaves(new), strict=True)
@@ -327,7 +329,7 @@ def check_form(title: str, old: Any, new: Any, name: str) -> None:
     )
 
 
-def _same_type(old: Any, new: Any) -> bool:
+def _same_type(old, new) -> bool:
     if jnp.shape(old) != jnp.shape(new) or explicit_spec(old) != explicit_spec(new):
         return False
     old_dtype, new_dtype = jnp.result_type(old), jnp.result_type(new)
@@ -339,7 +341,7 @@ def _same_type(old: Any, new: Any) -> bool:
 def refuse_changes(
     call: engine.LiftedCall,
     outputs: binding.LiftedOutputs,
-    changed: Sequence[int] | Mapping[int, Any],
+    changed: Sequence[int] | Mapping[int, object],
 ) -> None:
     """Raises if a body changed the structure of its Modules."""
     effects = outputs.effects
@@ -410,12 +412,12 @@ def scan(
         CarryError: If ``Carry`` is given twice, nested, or only on one side; when called, if what
             goes from one iteration to the next changes its structure, shape or dtype.
         PrefixError: If a prefix does not fit.
-        ArgumentError: If ``unroll`` or ``reverse`` is of another kind, or if it is given ``init``
+        TransformError: If ``unroll`` or ``reverse`` is of another kind, or if it is given ``init``
             and ``xs``, as ``jax.lax.scan`` is.
-        AxisSizeError: If ``length`` is no size; when called, if an array has no such axis, or sizes
-            differ.
+        TransformError: If ``length`` is no size; when called, if an array has no such axis, or
+            sizes differ.
         PartitionError: When called, if a box cannot lose or gain the dimension; names its path.
-        PartitioningUnspecifiedError: When called, if a box must have a name for it.
+        PartitionError: When called, if a box must have a name for it.
 
     Example:
         >>> import jax.numpy as jnp, shardax as sx
@@ -430,7 +432,7 @@ def scan(
     """
     check_unroll("scan", unroll)
     if not isinstance(reverse, (bool, np.bool_)):
-        raise ArgumentError(f"reverse of sx.scan is {reverse!r}; give True or False.")
+        raise TransformError(f"reverse of sx.scan is {reverse!r}; give True or False.")
     has_carry = _check_axes(prefix.entries_by_name(function, in_axes), out_axes)
     length = mapped.as_count(length, "length")
     mapped.mapped_name(metadata, "scan")
@@ -438,7 +440,7 @@ def scan(
     options = (in_axes, out_axes, has_carry, length, reverse, unroll, metadata)
 
     @engine.wraps(function)
-    def scanned(*args: Any, **kwargs: Any) -> Any:
+    def scanned(*args: object, **kwargs: object):
         return eager.run(_scan, (function,), options, args, kwargs)
 
     return scanned
@@ -449,11 +451,11 @@ def _scan(
     options: tuple[Any, ...],
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
-) -> Any:
+):
     in_axes, out_axes, has_carry, length, reverse, unroll, metadata = options
     assigned = prefix.assign(functions[0], in_axes, args, kwargs, "in_axes", 0)
 
-    def attempt(captured: list[Variable[Any]]) -> Any:
+    def attempt(captured: list[Variable]):
         call = engine.LiftedCall(
             "scan", functions, assigned.args, assigned.kwargs, captured=captured
         )
@@ -463,17 +465,17 @@ def _scan(
     return engine.retry_captured(attempt)
 
 
-def check_unroll(name: str, unroll: Any) -> None:
+def check_unroll(name: str, unroll: object) -> None:
     """Raises unless an option says how many iterations one turn runs."""
     is_count = isinstance(unroll, (int, np.integer)) and unroll >= 1
     if not (is_count or isinstance(unroll, (bool, np.bool_))):
-        raise ArgumentError(
+        raise TransformError(
             f"unroll of sx.{name} is {unroll!r}; give the number of iterations that one turn of "
             f"the loop runs, an integer of at least 1, or True for all."
         )
 
 
-def _check_axes(in_axes: Any, out_axes: Any) -> bool:
+def _check_axes(in_axes: object, out_axes: object) -> bool:
     """Checks both prefixes and returns whether an argument is carried."""
     carried = {}
     for name, axes in (("in_axes", in_axes), ("out_axes", out_axes)):
@@ -521,7 +523,7 @@ class _Scan(LoopBody):
         self,
         call: engine.LiftedCall,
         assigned: prefix.AssignedPrefixes,
-        out_axes: Any,
+        out_axes,
         has_carry: bool,
         metadata: Mapping[str, Any] | None,
     ) -> None:
@@ -595,7 +597,7 @@ class _Scan(LoopBody):
         return outputs, (rows, slices, sown, outputs.fresh), self.sliced
 
     def _check_changes(
-        self, context: engine.RunContext, outputs: binding.LiftedOutputs, new: Sequence[Any]
+        self, context: engine.RunContext, outputs: binding.LiftedOutputs, new: Sequence[object]
     ) -> None:
         """Raises if the body changed structure other than by sowing."""
         effects = outputs.effects
@@ -630,7 +632,7 @@ class _Scan(LoopBody):
         first = jax.tree.map(_first_row, slices)
         self.discover(*self.inputs(self.start(), *first))
 
-        def one(carry: Any, part: Any) -> Any:
+        def one(carry, part) -> Any:
             return self.step(carry, *part)
 
         if size == 1 and unroll is True:  # no loop at all
@@ -642,7 +644,7 @@ class _Scan(LoopBody):
             )
         return self.mapped.apply_outputs(self._assemble(carry, rows), rows[2])
 
-    def _assemble(self, carry: Any, rows: Any) -> binding.LiftedOutputs:
+    def _assemble(self, carry, rows) -> binding.LiftedOutputs:
         """Puts together what went around and what left every iteration."""
         assert self.effects is not None
         results, slices, _, fresh = rows
@@ -663,7 +665,7 @@ class _Scan(LoopBody):
         )
 
 
-def _only_adds(old: Any, new: Any, stackable: set[int]) -> bool:
+def _only_adds(old: object, new: object, stackable: set[int]) -> bool:
     """Whether a Module only gained attributes that have a row per iteration."""
     if type(old) is not ModuleDef or type(new) is not ModuleDef:
         return False
@@ -683,16 +685,16 @@ def _only_adds(old: Any, new: Any, stackable: set[int]) -> bool:
     return True
 
 
-def _first_row(leaf: Any) -> Any:
+def _first_row(leaf):
     """The type of one row, without computing it."""
     if not leaf.shape[0]:
         return jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)
     return abstract_eval(lambda x: jax.lax.index_in_dim(x, 0, keepdims=False), leaf)
 
 
-def _to_front(value: Any, axis: int) -> Any:
+def _to_front(value: object, axis: int):
     return jax.tree.map(lambda leaf: jnp.moveaxis(leaf, axis, 0) if axis else leaf, value)
 
 
-def _from_front(value: Any, axis: int) -> Any:
+def _from_front(value: object, axis: int):
     return jax.tree.map(lambda leaf: jnp.moveaxis(leaf, 0, axis) if axis else leaf, value)

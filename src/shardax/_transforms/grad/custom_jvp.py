@@ -24,7 +24,7 @@ from shardax._core.graph.flatten import is_object
 from shardax._core.graph.paths import format_path
 from shardax._core.object import Object
 from shardax._core.variable import Param, Variable
-from shardax._transforms.errors import DifferentiationError, OutputError
+from shardax._transforms.errors import TransformError
 from shardax._transforms.grad import grad as diff
 from shardax._transforms.grad.vjp import refuse_objects
 from shardax._transforms.lift import binding, engine
@@ -49,7 +49,7 @@ def custom_jvp(function: Any = None, *, nondiff_argnums: Any = (), wrt: Any = Pa
         A function of the same arguments, with a method ``defjvp``.
 
     Raises:
-        DifferentiationError: When called without ``defjvp``, or when something is differentiated
+        TransformError: When called without ``defjvp``, or when something is differentiated
             that has no tangent in the rule.
 
     Example:
@@ -96,7 +96,7 @@ class CustomJvp(PickledByName):
         self.wrt = wrt
         self.rule: Callable[..., Any] | None = None
 
-    def defjvp(self, rule: Callable[..., Any]) -> Callable[..., Any]:
+    def defjvp(self, rule: Callable[..., object]) -> Callable[..., Any]:
         """Gives the tangent.
 
         Args:
@@ -119,22 +119,22 @@ class CustomJvp(PickledByName):
         self.rule = rule
         return rule
 
-    def __get__(self, instance: Any, owner: Any = None) -> Any:
+    def __get__(self, instance: object, owner: object = None) -> Any:
         return self if instance is None else types.MethodType(self, instance)
 
-    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, /, *args: object, **kwargs: object) -> Any:
         if self.rule is None:
-            raise DifferentiationError(
+            raise TransformError(
                 f"{self!r} has no tangent yet. Give it one before the first call: f.defjvp(rule)."
             )
         positional, named = by_position(self.function, args, kwargs, fill="all")
         if named:
-            raise DifferentiationError(
+            raise TransformError(
                 f"{self!r} was given {', '.join(sorted(named))} by name alone, and the rule of "
                 f"sx.custom_jvp takes them by position. Let the function take them so."
             )
 
-        def attempt(captured: list[Variable[Any]]) -> Any:
+        def attempt(captured: list[Variable]):
             return _CustomJvpCall(self, positional, captured).run()
 
         return engine.retry_captured(attempt)
@@ -151,7 +151,7 @@ class _RuleRunner:
         self.nondiff = nondiff
         self.tangents: tuple[Any, ...] = ()
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *args: object) -> Any:
         primals = tuple(arg for i, arg in enumerate(args) if i not in self.nondiff)
         return self.rule(*(args[i] for i in self.nondiff), primals, self.tangents)
 
@@ -160,13 +160,13 @@ class _CustomJvpCall:
     """One call."""
 
     def __init__(
-        self, custom: CustomJvp, args: Sequence[Any], captured: Sequence[Variable[Any]]
+        self, custom: CustomJvp, args: Sequence[Any], captured: Sequence[Variable]
     ) -> None:
         assert custom.rule is not None
         count = len(args)
         for number in custom.nondiff_argnums:
             if not -count <= number < count:
-                raise DifferentiationError(
+                raise TransformError(
                     f"nondiff_argnums names the argument {number}, but the call has {count}."
                 )
         nondiff = sorted({number % count for number in custom.nondiff_argnums})
@@ -208,18 +208,16 @@ class _CustomJvpCall:
         self.call.release(known)
         return out
 
-    def _run(
-        self, which: int, leave: Callable[[engine.RunContext], Any], moving: Any, fixed: Any
-    ) -> Any:
+    def _run(self, which: int, leave: Callable[[engine.RunContext], Any], moving, fixed):
         values = diff.replaced(fixed[0], self.indices, moving[0])
         plain = diff.replaced(fixed[1], self.positions, moving[1])
         return self.call.run(values, plain, {}, leave, which)
 
-    def _leave(self, context: engine.RunContext) -> Any:
+    def _leave(self, context: engine.RunContext):
         outputs = self._record_effects(context, context.result)
         return outputs.result, outputs.written, outputs.fresh
 
-    def _rule(self, primals: Any, tangents: Any) -> Any:
+    def _rule(self, primals, tangents) -> Any:
         moving, fixed = primals
         self._check_fixed(tangents[1])
         of_values, of_plain = jax.tree.map(_instantiated, tangents[0], is_leaf=_is_zero)
@@ -228,10 +226,10 @@ class _CustomJvpCall:
             self.targets, self.indices, of_values, by_position
         )
 
-        def leave(context: engine.RunContext) -> Any:
+        def leave(context: engine.RunContext):
             pair = context.result
             if not (isinstance(pair, tuple) and len(pair) == 2):
-                raise OutputError(
+                raise TransformError(
                     f"The rule of sx.custom_jvp must return (result, tangent), but it returned a "
                     f"{type(pair).__name__}."
                 )
@@ -246,7 +244,7 @@ class _CustomJvpCall:
         of_result = _tangent_like(result[0], tangent)
         return result, (of_result, *jax.tree.map(_zero_tangent, result[1:]))
 
-    def _check_fixed(self, tangents: Any) -> None:
+    def _check_fixed(self, tangents) -> None:
         """Raises if something without a tangent in the rule moves."""
         values, plain = tangents
         pairs = zip(self.kinds, self.paths, strict=True)
@@ -256,13 +254,13 @@ class _CustomJvpCall:
             for leaf in jax.tree.leaves(part, is_leaf=_is_zero):
                 is_integer = getattr(leaf, "dtype", None) == jax.dtypes.float0
                 if not (_is_zero(leaf) or is_integer):
-                    raise DifferentiationError(
+                    raise TransformError(
                         f"A tangent arrives at {name}, for which the rule of sx.custom_jvp gets "
                         f"none: it would be lost. Pass it outside nondiff_argnums, with wrt=... "
                         f"choosing it; or cut it before the call with jax.lax.stop_gradient."
                     )
 
-    def _record_effects(self, context: engine.RunContext, result: Any) -> binding.LiftedOutputs:
+    def _record_effects(self, context: engine.RunContext, result: object) -> binding.LiftedOutputs:
         refuse_objects(result, "custom_jvp")
         binding.check_result(result, "custom_jvp")
         if context.frame.captured:
@@ -275,7 +273,7 @@ class _CustomJvpCall:
         elif _did(self.effects) != _did(outputs.effects):
             extra = set(outputs.effects.written).difference(self.effects.written)
             names = ", ".join(format_path(self.paths[position]) for position in sorted(extra))
-            raise DifferentiationError(
+            raise TransformError(
                 f"The rule of sx.custom_jvp {f'writes {names}' if names else 'changes structure'}, "
                 f"which the function itself does not in the same way. Let the rule call the "
                 f"function, or write the same Variables in both."
@@ -283,20 +281,20 @@ class _CustomJvpCall:
         return outputs
 
 
-def _did(effects: binding.Effects) -> Any:
+def _did(effects: binding.Effects):
     return effects.written, effects.updates, effects.fresh
 
 
-def _holds_data(value: Any) -> bool:
+def _holds_data(value: object) -> bool:
     leaves = jax.tree.leaves(value, is_leaf=is_object)
     return any(isinstance(leaf, Object) or hasattr(leaf, "dtype") for leaf in leaves)
 
 
-def _is_zero(leaf: Any) -> bool:
+def _is_zero(leaf) -> bool:
     return isinstance(leaf, jax.custom_derivatives.SymbolicZero)
 
 
-def _instantiated(leaf: Any) -> Any:
+def _instantiated(leaf):
     if not _is_zero(leaf):
         return leaf
     if leaf.dtype == jax.dtypes.float0:
@@ -304,19 +302,19 @@ def _instantiated(leaf: Any) -> Any:
     return jnp.zeros(leaf.shape, leaf.dtype)
 
 
-def _zero_tangent(leaf: Any) -> Any:
+def _zero_tangent(leaf):
     if diff.is_differentiable(leaf):
         return jnp.zeros_like(leaf)
     return np.zeros(np.shape(leaf), jax.dtypes.float0)
 
 
-def _tangent_like(result: Any, tangent: Any) -> Any:
+def _tangent_like(result: object, tangent: object):
     """Returns a rule's tangent with zeros for None and integers."""
     leaves, treedef = jax.tree.flatten(result)
     try:
         parts = [None] * len(leaves) if tangent is None else treedef.flatten_up_to(tangent)
     except (ValueError, TypeError) as error:
-        raise DifferentiationError(
+        raise TransformError(
             f"The tangent that the rule of sx.custom_jvp returned is not arranged like its result: "
             f"{error}"
         ) from error

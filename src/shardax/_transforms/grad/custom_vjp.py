@@ -36,7 +36,7 @@ from shardax._core.graph.paths import Path, format_path
 from shardax._core.object import Object
 from shardax._core.state.state import State
 from shardax._core.variable import Param, Variable
-from shardax._transforms.errors import ClosureError, DifferentiationError, OutputError
+from shardax._transforms.errors import ClosureError, TransformError
 from shardax._transforms.grad import grad as diff
 from shardax._transforms.grad.vjp import refuse_objects
 from shardax._transforms.jit import eager
@@ -70,7 +70,7 @@ class PackedResiduals:
         return join_argument(self.template, self.plain, roots)
 
 
-def pack_residuals(item: Any) -> PackedResiduals:
+def pack_residuals(item: object) -> PackedResiduals:
     """Packs an item with the present values of its Variables."""
     roots: list[Any] = []
     template, plain = split_argument(item, roots, auto_static=True, static_numbers=True)
@@ -96,7 +96,7 @@ def used_inputs(jaxpr: Any, outputs_used: Sequence[bool] | None = None) -> list[
     return [id(item) in live for item in jaxpr.invars]
 
 
-def _inner_program(equation: Any) -> Any:
+def _inner_program(equation):
     """Returns the one program inside an equation with its signature."""
     if equation.primitive.name in _REPEATED:
         return None
@@ -153,7 +153,7 @@ class CustomVjpCall:
         rule: CustomVjp,
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
-        captured: Sequence[Variable[Any]],
+        captured: Sequence[Variable],
     ) -> None:
         assert rule.fwd is not None
         self.rule = rule
@@ -204,7 +204,7 @@ class CustomVjpCall:
         self.call.release(known)
         return out
 
-    def _explore(self, differentiable: Any, nondifferentiable: Any) -> list[bool]:
+    def _explore(self, differentiable: object, nondifferentiable: object) -> list[bool]:
         """Explores ``fwd``; returns which nondifferentiable arrays it uses."""
         count = len(jax.tree.leaves(nondifferentiable))
         frame = local.frame
@@ -213,7 +213,7 @@ class CustomVjpCall:
                 return [True] * count  # fwd calls the function itself, as is usual
             frame = frame.parent
 
-        def leave(context: engine.RunContext) -> Any:
+        def leave(context: engine.RunContext):
             outputs, packed = self._forward(context)
             self.known, self.emit = context.known(), frozenset(outputs.effects.written)
             for index in self.indices:
@@ -233,7 +233,7 @@ class CustomVjpCall:
         used = used_inputs(program.jaxpr)
         return used[len(used) - count :]
 
-    def _guarded(self, nondifferentiable: Any, used: Sequence[bool]) -> Any:
+    def _guarded(self, nondifferentiable, used: Sequence[bool]):
         """Forbids gradients of the nondifferentiable inputs that are used."""
         values, plain, named = nondifferentiable
         leaves, treedef = jax.tree.flatten(nondifferentiable)
@@ -270,7 +270,7 @@ class CustomVjpCall:
                 ways |= dict.fromkeys(lost, f"in the argument {label!r}")
         return ways
 
-    def _guarded_twice(self, values: Sequence[Any]) -> list[Any]:
+    def _guarded_twice(self, values: Sequence[object]) -> list[Any]:
         """Forbids gradients of Variables that arrive without one, too."""
         guarded = list(values)
         for place, index in enumerate(self.indices):
@@ -286,21 +286,21 @@ class CustomVjpCall:
         self,
         which: int,
         leave: Callable[[engine.RunContext], Any],
-        differentiable: Any,
-        nondifferentiable: Any,
-    ) -> Any:
+        differentiable,
+        nondifferentiable,
+    ):
         values = diff.replaced(nondifferentiable[0], self.indices, differentiable[0])
         plain = diff.replaced(nondifferentiable[1], self.positions, differentiable[1])
         return self.call.run(values, plain, nondifferentiable[2], leave, which)
 
-    def _leave(self, context: engine.RunContext) -> Any:
+    def _leave(self, context: engine.RunContext):
         outputs = self._record_effects(context, context.result)
         self._check_same_effects(context, outputs.effects)
         if not self.known:
             self.known = context.known()
         return outputs.result, outputs.written, outputs.fresh
 
-    def _leave_forward(self, context: engine.RunContext) -> Any:
+    def _leave_forward(self, context: engine.RunContext):
         outputs, packed = self._forward(context)
         self._check_same_effects(context, outputs.effects)
         return (outputs.result, outputs.written, outputs.fresh), packed
@@ -308,7 +308,7 @@ class CustomVjpCall:
     def _forward(self, context: engine.RunContext) -> tuple[binding.LiftedOutputs, PackedResiduals]:
         result = context.result
         if not (isinstance(result, tuple) and len(result) == 2):
-            raise OutputError(
+            raise TransformError(
                 f"fwd of sx.custom_vjp must return (result, residuals), but it returned a "
                 f"{type(result).__name__}."
             )
@@ -316,7 +316,7 @@ class CustomVjpCall:
         packed = pack_residuals([nondiff, result[1]])
         return self._record_effects(context, result[0]), packed
 
-    def _record_effects(self, context: engine.RunContext, result: Any) -> binding.LiftedOutputs:
+    def _record_effects(self, context: engine.RunContext, result: object) -> binding.LiftedOutputs:
         refuse_objects(result, "custom_vjp")
         binding.check_result(result, "custom_vjp")
         if context.frame.captured:
@@ -338,13 +338,13 @@ class CustomVjpCall:
                 if position not in first.written
             ]
             difference = f"writes {', '.join(extra)}" if extra else "changes structure or metadata"
-            raise DifferentiationError(
+            raise TransformError(
                 f"fwd of sx.custom_vjp {difference}, which the function itself does not in the "
                 f"same way. Here the function was traced before it was differentiated, so both "
                 f"must agree. Let fwd call the function, or write the same Variables in both."
             )
 
-    def _backward(self, packed: PackedResiduals, cotangents: Any) -> Any:
+    def _backward(self, packed: PackedResiduals, cotangents):
         bwd, (of_result, of_written, of_fresh) = self.rule.bwd, cotangents
         assert bwd is not None
         with BackwardFrame(bwd, "custom_vjp") as frame:
@@ -356,7 +356,7 @@ class CustomVjpCall:
             extra = [self._of_state(of_written, of_fresh)] if self.rule.state_cotangents else []
             return self._arrange(bwd(*nondiff, residuals, of_result, *extra)), None
 
-    def _of_state(self, of_written: Sequence[Any], of_fresh: Sequence[Any]) -> State:
+    def _of_state(self, of_written: Sequence[object], of_fresh: Sequence[object]) -> State:
         assert self.effects is not None
         paths = [self.written_paths[position] for position in self.effects.written]
         pairs = [
@@ -371,12 +371,12 @@ class CustomVjpCall:
             }
         )
 
-    def _arrange(self, gradients: Any) -> tuple[list[Any], list[Any]]:
+    def _arrange(self, gradients: object) -> tuple[list[Any], list[Any]]:
         """Returns what ``bwd`` returned like the moving inputs."""
         labels = [target.label for target in self.targets]
         if not isinstance(gradients, (tuple, list)) or len(gradients) != len(labels):
             count = f" of {len(gradients)}" if isinstance(gradients, (tuple, list)) else ""
-            raise DifferentiationError(
+            raise TransformError(
                 f"bwd of sx.custom_vjp must return a tuple with one gradient for each of "
                 f"({', '.join(labels)}), but it returned a {type(gradients).__name__}{count}."
             )
@@ -404,11 +404,11 @@ def _arguments(rule: CustomVjp, count: int) -> tuple[list[int], list[diff.DiffSt
     for item in items:
         argnum = item.argnum if isinstance(item, diff.DiffState) else int(item)
         if not -count <= argnum < count:
-            raise DifferentiationError(
+            raise TransformError(
                 f"nondiff_argnums names the argument {argnum}, but the call has {count}."
             )
         if argnum % count in filters or argnum % count in nondiff:
-            raise DifferentiationError(f"nondiff_argnums names the argument {argnum} twice.")
+            raise TransformError(f"nondiff_argnums names the argument {argnum} twice.")
         if isinstance(item, diff.DiffState):
             filters[argnum % count] = item.filter
         else:
@@ -421,16 +421,16 @@ def _arguments(rule: CustomVjp, count: int) -> tuple[list[int], list[diff.DiffSt
     return sorted(nondiff), chosen
 
 
-def _holds_data(value: Any) -> bool:
+def _holds_data(value: object) -> bool:
     leaves = jax.tree.leaves(value, is_leaf=is_object)
     return any(isinstance(leaf, Object) or hasattr(leaf, "dtype") for leaf in leaves)
 
 
-def _like(leaf: Any) -> jax.ShapeDtypeStruct:
+def _like(leaf) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(jnp.shape(leaf), diff.dtype_of(leaf))
 
 
-def _with_varying(axes: frozenset[str], gradient: Any) -> Any:
+def _with_varying(axes: frozenset[str], gradient: object):
     """Returns a gradient that varies over its input's manual axes."""
     # An input that all shards share has one gradient, the sum of what they give.
     if gradient is None:
@@ -470,18 +470,18 @@ _LOST_IN_PART = (
 )
 
 
-def forbid_gradient(value: Any, message: str) -> Any:
+def forbid_gradient(value: object, message: str) -> Any:
     """Returns a value that it is an error to differentiate."""
     if not isinstance(value, Tracer) or not diff.is_differentiable(value):
         return value
 
     @jax.custom_jvp
-    def same(value: Any) -> Any:
+    def same(value) -> Any:
         return value
 
     @same.defjvp
-    def refuse(primals: Any, tangents: Any) -> Any:
-        raise DifferentiationError(message)
+    def refuse(primals: object, tangents: object):
+        raise TransformError(message)
 
     return same(value)
 
@@ -506,9 +506,9 @@ def custom_vjp(function: Any = None, *, nondiff_argnums: Any = (), wrt: Any = Pa
         but keyword-only ones have no gradient.
 
     Raises:
-        DifferentiationError: When called without ``defvjp``, or when something is differentiated
+        TransformError: When called without ``defvjp``, or when something is differentiated
             for which the rule gives no gradient.
-        TangentError: When differentiated, if a gradient that ``bwd`` returned fits nothing.
+        TransformError: When differentiated, if a gradient that ``bwd`` returned fits nothing.
 
     Example:
         >>> import jax.numpy as jnp, shardax as sx
@@ -601,7 +601,7 @@ class CustomVjp(PickledByName):
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         if self.fwd is None or self.bwd is None:
-            raise DifferentiationError(
+            raise TransformError(
                 f"{self!r} has no derivative yet. Give it one before the first call: "
                 f"f.defvjp(fwd, bwd)."
             )
@@ -615,9 +615,9 @@ class CustomVjp(PickledByName):
 
 
 def _custom_vjp(
-    _: Sequence[Any], rule: CustomVjp, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
-    def attempt(captured: list[Variable[Any]]) -> Any:
+    _: Sequence[object], rule: CustomVjp, args: Sequence[object], kwargs: Mapping[str, object]
+):
+    def attempt(captured: list[Variable]):
         return CustomVjpCall(rule, args, kwargs, captured).run()
 
     return engine.retry_captured(attempt)

@@ -36,7 +36,7 @@ from shardax._core.state.filters import to_predicate
 from shardax._core.state.split_merge import describe_plain_arrays, state
 from shardax._core.state.state import Origin, State, flatten_mapping, merged_values
 from shardax._core.variable import Param, Variable
-from shardax._transforms.errors import DifferentiationError, InconsistentAliasingError, TangentError
+from shardax._transforms.errors import TransformError
 from shardax._transforms.lift import arguments as inputs
 from shardax._transforms.lift.engine import LiftedCall, SingleRunCall, decorator, wraps
 
@@ -49,7 +49,7 @@ def explained_reverse_mode() -> Iterator[None]:
     except ValueError as error:
         if "Reverse-mode differentiation does not work for lax.while_loop" not in str(error):
             raise
-        raise DifferentiationError(
+        raise TransformError(
             "What is differentiated goes through a while loop, which has no reverse-mode "
             "derivative: nobody knows how many steps it would have to remember. Give it a limit, "
             "sx.bounded_while_loop(condition, body, x, max_steps=100, differentiable='recompute'); "
@@ -70,13 +70,13 @@ class Tangents:
         self.by_index: dict[int, Any] = {}
         self._given: dict[int, tuple[Path, Any]] = {}
 
-    def put(self, index: int, tangent: Any, path: Path) -> None:
+    def put(self, index: int, tangent: object, path: Path) -> None:
         """Takes the tangent of one Variable."""
         if tangent is None:
             return
         first, first_tangent = self._given.setdefault(index, (path, tangent))
         if first_tangent is not tangent:
-            raise InconsistentAliasingError(
+            raise TransformError(
                 f"One Variable was given two {self.noun}s, by two paths:\n  {format_path(first)}\n"
                 f"  {format_path(path)}\nA shared Variable is one Variable and has one. Give their "
                 f"sum at one of the paths."
@@ -85,7 +85,7 @@ class Tangents:
         try:
             parts = treedef.flatten_up_to(tangent)
         except (ValueError, TypeError) as error:
-            raise TangentError(
+            raise TransformError(
                 f"The {self.noun} for {format_path(path)} is not arranged like its value: {error}"
             ) from error
         fitted = [self.fit(part, leaf, path) for part, leaf in zip(parts, leaves, strict=True)]
@@ -96,7 +96,7 @@ class Tangents:
         if tangent is None:
             return None
         if not (hasattr(tangent, "dtype") or isinstance(tangent, (bool, int, float, complex))):
-            raise TangentError(
+            raise TransformError(
                 f"The {self.noun} for {format_path(path)} is of type {type(tangent).__name__}, but "
                 f"must be an array like the value itself."
             )
@@ -104,7 +104,7 @@ class Tangents:
         if not is_differentiable(like):
             if not self.strict or dtype == jax.dtypes.float0:
                 return None
-            raise TangentError(
+            raise TransformError(
                 f"There is a {self.noun} for {format_path(path)}, which has dtype "
                 f"{dtype_of(like)} and so no derivative. Leave it out, or give None."
             )
@@ -115,13 +115,13 @@ class Tangents:
         fits = dtype == expected or (weak and wider_dtype(dtype, expected) == expected)
         if shape == tuple(jnp.shape(like)) and fits:
             return tangent if dtype == expected else jnp.asarray(tangent, expected)
-        raise TangentError(
+        raise TransformError(
             f"The {self.noun} for {format_path(path)} is {dtype}{list(shape)}, but must be "
             f"{expected}{list(jnp.shape(like))}, like the value itself."
         )
 
 
-def is_differentiable(leaf: Any) -> bool:
+def is_differentiable(leaf: object) -> bool:
     """Whether the dtype of an array has derivatives."""
     return jnp.issubdtype(dtype_of(leaf), jnp.inexact)
 
@@ -147,7 +147,7 @@ class DiffState:
     """
 
     argnum: int
-    filter: Any = Param
+    filter: object = Param
 
 
 def replaced(items: Sequence[Any], places: Sequence[int], new: Sequence[Any]) -> list[Any]:
@@ -186,7 +186,7 @@ class DiffArgument:
         self.graphdefs: dict[int, GraphDef] | None = None
         count = len(arguments.templates)
         if not -count <= chosen.argnum < count:
-            raise DifferentiationError(
+            raise TransformError(
                 f"argnums={chosen.argnum} is out of range: the call has {count} positional "
                 f"arguments. What can only be given by name is not differentiated."
             )
@@ -223,7 +223,7 @@ class DiffArgument:
         """The chosen Variables of all its objects."""
         return [entry for item in self.objects for entry in item.entries]
 
-    def _describe_plain_arrays(self, roots: Sequence[Any]) -> str:
+    def _describe_plain_arrays(self, roots: Sequence[object]) -> str:
         texts = [describe_plain_arrays(roots[item.root], item.where) for item in self.objects]
         return next(filter(None, texts), "")
 
@@ -232,14 +232,14 @@ class DiffArgument:
         if self.entries or self.holds_plain or not self.objects:
             return
         filter_name = getattr(self.filter, "__name__", repr(self.filter))
-        raise DifferentiationError(
+        raise TransformError(
             f"The argument {self.label!r} ({self.objects[0].type_name}) has no Variable that the "
             f"filter {filter_name} matches, so there is nothing to differentiate."
             f"{self.plain_arrays} Choose others: `wrt=filter`, or "
             f"`argnums=sx.DiffState({self.argnum}, filter)`."
         )
 
-    def gradient(self, left: dict[int, Any], plain: Any) -> Any:
+    def gradient(self, left: dict[int, Any], plain: object) -> Any:
         """Arranges gradients like the argument, taking out those of its Variables."""
         values_by_root: dict[int, Any] = {}
         for item in self.objects:
@@ -258,7 +258,7 @@ class DiffArgument:
             values_by_root[item.root] = State.from_flat(values, origins)
         return inputs.join_argument(self.template, plain, values_by_root, with_static=False)
 
-    def place(self, tangent: Any, plain: Any, tangents: Tangents) -> list[Any]:
+    def place(self, tangent: object, plain: object, tangents: Tangents) -> list[Any]:
         """Takes tangents apart, checking them; the inverse of ``gradient``."""
         leaves, treedef = jax.tree.flatten(plain)
         if tangent is None:
@@ -281,17 +281,17 @@ class DiffArgument:
             for item, leaf, path in zip(leaves_given, leaves, paths, strict=True)
         ]
 
-    def _up_to(self, treedef: Any, tangent: Any, noun: str) -> list[Any]:
+    def _up_to(self, treedef, tangent, noun: str) -> list[Any]:
         try:
             return treedef.flatten_up_to(tangent)
         except (ValueError, TypeError) as error:
-            raise TangentError(
+            raise TransformError(
                 f"The {noun} for the argument {self.label!r} is not arranged like it: {error}"
             ) from error
 
-    def _place_object(self, item: DiffObject, tangent: Any, tangents: Tangents) -> None:
+    def _place_object(self, item: DiffObject, tangent: object, tangents: Tangents) -> None:
         if item.is_variable and not item.entries:
-            raise TangentError(
+            raise TransformError(
                 f"There is a {tangents.noun} for {format_path(item.where)}, which the filter does "
                 f"not choose to be differentiated. Leave it out, or choose it: "
                 f"nondiff_argnums=sx.DiffState({self.position}, filter)."
@@ -306,7 +306,7 @@ class DiffArgument:
             values = tangents_in(tangent).flat()
             tangent = State.from_flat({p: v for p, v in values.items() if p not in fixed})
         if not isinstance(tangent, Mapping) or isinstance(tangent, Object):
-            raise TangentError(
+            raise TransformError(
                 f"The {tangents.noun} for the {item.type_name} at {where} is of type "
                 f"{type(tangent).__name__}; it must be a State or a nested mapping by path, such "
                 f"as sx.grad returns, a Module of the same structure, or None."
@@ -314,7 +314,7 @@ class DiffArgument:
         leaf_of = {path: leaf for path, leaf, _ in item.entries}
         for path in flatten_mapping(tangent, leaf_of):
             if path in item.others:
-                raise TangentError(
+                raise TransformError(
                     f"There is a {tangents.noun} for {where}{format_path(path)}, which the "
                     f"filter does not choose to be differentiated. Leave it out, or choose it: "
                     f"nondiff_argnums=sx.DiffState({self.position}, filter)."
@@ -322,22 +322,22 @@ class DiffArgument:
         try:
             values = merged_values([tangent], list(leaf_of))
         except StateMismatchError as error:
-            raise TangentError(f"The {tangents.noun} for {where}: {error}") from error
+            raise TransformError(f"The {tangents.noun} for {where}: {error}") from error
         for path, value in values.items():
             tangents.put(leaf_of[path], value, (*item.where, *path))
 
     @staticmethod
-    def _may_move(value: Any) -> bool:
+    def _may_move(value: object) -> bool:
         return any(map(is_differentiable, jax.tree.leaves(value)))
 
 
-def _holding(graphdef: GraphDef, by_path: Mapping[Path, Any]) -> Any:
+def _holding(graphdef: GraphDef, by_path: Mapping[Path, object]):
     """Returns objects of a structure that hold values by path, else None."""
     values = [by_path.get(path) for path in graphdef.leaf_paths]
     return build(graphdef, values, owner_here())[0][0]
 
 
-def tangents_in(module: Any) -> State:
+def tangents_in(module: object) -> State:
     """Returns the gradients or tangents in a Module; None stands for none."""
     present = state(module)
     values = {path: v for path, v in present.flat().items() if jax.tree.leaves(v)}
@@ -347,8 +347,8 @@ def tangents_in(module: Any) -> State:
 def arrange_gradients(
     targets: Sequence[DiffArgument],
     indices: Sequence[int],
-    of_values: Sequence[Any],
-    of_plain: Mapping[int, Any],
+    of_values: Sequence[object],
+    of_plain: Mapping[int, object],
 ) -> tuple[Any, ...]:
     """Returns one gradient per argument, each Variable's at its first path."""
     left = dict(zip(indices, of_values, strict=True))
@@ -358,7 +358,7 @@ def arrange_gradients(
 
 
 def _choose(
-    item: Any,
+    item,
     root: int,
     where: Path,
     predicate: Callable[[Path, Any], bool],
@@ -408,17 +408,17 @@ def check_differentiable(
     for kind, path, arrays, way_out in candidates:
         for dtype in map(dtype_of, arrays):
             if not jnp.issubdtype(dtype, kind_needed):
-                raise DifferentiationError(
+                raise TransformError(
                     f"The {kind} at {format_path(path)} has dtype {dtype}, which has no gradient. "
                     f"{way_out}, or pass allow_int=True."
                 )
 
 
-def _as_diff_state(item: Any, wrt: Any) -> DiffState:
+def _as_diff_state(item, wrt) -> DiffState:
     if isinstance(item, DiffState):
         return item
     if isinstance(item, bool) or not hasattr(item, "__index__"):
-        raise DifferentiationError(
+        raise TransformError(
             f"argnums has {item!r} of type {type(item).__name__}, but holds positions of arguments "
             "or DiffStates: argnums=0, argnums=(0, sx.DiffState(1, sx.Param)). To choose Variables "
             "of a Module, use wrt=..."
@@ -428,13 +428,13 @@ def _as_diff_state(item: Any, wrt: Any) -> DiffState:
 
 def _check_distinct(positions: Sequence[int], numbers: Sequence[int]) -> None:
     if len(set(positions)) != len(positions):
-        raise DifferentiationError(
+        raise TransformError(
             f"argnums names an argument twice: {[*numbers]}. Join the filters instead: "
             f"sx.DiffState({numbers[0]}, (filter, other_filter))."
         )
 
 
-def diff_states(argnums: Any, wrt: Any) -> tuple[list[DiffState], bool]:
+def diff_states(argnums: object, wrt: object) -> tuple[list[DiffState], bool]:
     """Returns what ``argnums`` chooses, and whether it is a sequence."""
     many = isinstance(argnums, (tuple, list))
     chosen = [_as_diff_state(item, wrt) for item in (argnums if many else [argnums])]
@@ -454,7 +454,7 @@ def diff_arguments(
     return targets
 
 
-def _scalar(value: Any, holomorphic: bool) -> Any:
+def _scalar(value: object, holomorphic: bool):
     """Returns the number that is differentiated."""
     number = value.value if isinstance(value, Variable) else value
     if axes_of(number) is not None:
@@ -468,7 +468,7 @@ def _scalar(value: Any, holomorphic: bool) -> Any:
         if is_array
         else f"a {type(value).__name__}"
     )
-    raise DifferentiationError(
+    raise TransformError(
         f"Only a function that returns one {'complex' if holomorphic else 'real'} number has a "
         f"gradient, but it returned {description}. Reduce it (loss.mean(), loss.sum()), return "
         f"more with has_aux=True as (loss, aux), or use jax.jacobian for arrays."
@@ -479,9 +479,9 @@ def _scalar(value: Any, holomorphic: bool) -> Any:
 def value_and_grad(
     function: Any = None,
     *,
-    argnums: Any = 0,
+    argnums: object = 0,
     has_aux: bool = False,
-    wrt: Any = Param,
+    wrt: object = Param,
     holomorphic: bool = False,
     allow_int: bool = False,
     as_module: bool = False,
@@ -510,7 +510,7 @@ def value_and_grad(
         stands for a Variable by itself.
 
     Raises:
-        DifferentiationError: When called, if nothing matches the filter or a matching Variable is
+        TransformError: When called, if nothing matches the filter or a matching Variable is
             not of a differentiable dtype.
 
     Example:
@@ -525,12 +525,12 @@ def value_and_grad(
     options: dict[str, Any] = {"holomorphic": holomorphic, "allow_int": allow_int}
     chosen, many = diff_states(argnums, wrt)
 
-    def split(result: Any) -> tuple[Any, Any]:
+    def split(result) -> tuple[Any, Any]:
         value, aux = separate_aux(result, has_aux, "grad")
         return _scalar(value, holomorphic), aux
 
     @wraps(function)
-    def value_and_grad_function(*args: Any, **kwargs: Any) -> Any:
+    def value_and_grad_function(*args, **kwargs):
         args, kwargs = inputs.by_position(function, args, kwargs, fill="gaps")
         once = SingleRunCall("grad", function, args, kwargs)
         targets = diff_arguments(once, chosen, as_module)
@@ -540,7 +540,7 @@ def value_and_grad(
         indices = sorted({entry.leaf for target in targets for entry in target.entries})
         positions = [target.position for target in targets if target.has_plain]
 
-        def pure(some_values: list[Any], some_plain: list[Any]) -> tuple[Any, Any]:
+        def pure(some_values: list[object], some_plain: list[object]) -> tuple[Any, Any]:
             all_values = replaced(values, indices, some_values)
             all_plain = replaced(plain, positions, some_plain)
             return once.run_once(all_values, all_plain, once.arguments.plain_named, split)
@@ -562,9 +562,9 @@ def value_and_grad(
 def grad(
     function: Any = None,
     *,
-    argnums: Any = 0,
+    argnums: object = 0,
     has_aux: bool = False,
-    wrt: Any = Param,
+    wrt: object = Param,
     holomorphic: bool = False,
     allow_int: bool = False,
     as_module: bool = False,
@@ -584,7 +584,7 @@ def grad(
         A function of the same arguments that returns the gradient, or (gradient, aux).
 
     Raises:
-        DifferentiationError: As for ``value_and_grad``.
+        TransformError: As for ``value_and_grad``.
 
     Example:
         >>> import jax.numpy as jnp, shardax as sx
@@ -607,20 +607,20 @@ def grad(
     )
 
     @wraps(function)
-    def grad_function(*args: Any, **kwargs: Any) -> Any:
+    def grad_function(*args: object, **kwargs: object):
         value, gradient = run(*args, **kwargs)
         return (gradient, value[1]) if has_aux else gradient
 
     return grad_function
 
 
-def separate_aux(result: Any, has_aux: bool, name: str) -> tuple[Any, Any]:
+def separate_aux(result: object, has_aux: bool, name: str) -> tuple[Any, Any]:
     """Returns (what is differentiated, aux) of what a function returned."""
     if not has_aux:
         return result, None
     if isinstance(result, tuple) and len(result) == 2:
         return result
-    raise DifferentiationError(
+    raise TransformError(
         f"With has_aux=True the function given to sx.{name} must return (result, aux), but it "
         f"returned a {type(result).__name__}."
     )

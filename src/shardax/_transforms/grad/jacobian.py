@@ -25,16 +25,16 @@ def _jacobian(
     name: str,
     transform: Callable[..., Any],
     function: Callable[..., Any],
-    argnums: Any,
+    argnums,
     has_aux: bool,
-    wrt: Any,
+    wrt,
     options: dict[str, Any],
-) -> Any:
+):
     """Lifts one of JAX's transforms from a function to its derivatives."""
     chosen, many = diff.diff_states(argnums, wrt)
 
     @wraps(function)
-    def derivative(*args: Any, **kwargs: Any) -> Any:
+    def derivative(*args, **kwargs) -> Any:
         args, kwargs = inputs.by_position(function, args, kwargs, fill="gaps")
         once = SingleRunCall(name, function, args, kwargs)
         targets = diff.diff_arguments(once, chosen)
@@ -46,14 +46,14 @@ def _jacobian(
         points = ([values[i] for i in indices], [plain[p] for p in positions])
         of_result: list[Any] = []  # the structure of what is differentiated
 
-        def split(result: Any) -> tuple[Any, Any]:
+        def split(result) -> tuple[Any, Any]:
             result, aux = diff.separate_aux(result, has_aux, name)
             refuse_objects(result, name)
             check_result(aux, name)
             of_result[:] = [jax.tree.structure(result)]
             return result, aux
 
-        def pure(some_values: list[Any], some_plain: list[Any]) -> tuple[Any, Any]:
+        def pure(some_values: list[object], some_plain: list[object]) -> tuple[Any, Any]:
             all_values = diff.replaced(values, indices, some_values)
             all_plain = diff.replaced(plain, positions, some_plain)
             return once.run_once(all_values, all_plain, once.arguments.plain_named, split)
@@ -62,7 +62,7 @@ def _jacobian(
             derivatives, leaving = transform(pure, argnums=(0, 1), has_aux=True, **options)(*points)
         aux = once.finish(leaving)
 
-        def arranged(part: Any) -> Any:
+        def arranged(part):
             of_values, of_plain = part
             by_position = dict(zip(positions, of_plain, strict=True))
             gradients = diff.arrange_gradients(targets, indices, of_values, by_position)
@@ -108,7 +108,7 @@ def jacrev(
         arranged as by ``grad``, for each array; its arrays have the dimensions of the result first.
 
     Raises:
-        DifferentiationError: As for ``value_and_grad``, or if the result holds objects.
+        TransformError: As for ``value_and_grad``, or if the result holds objects.
 
     Example:
         >>> import jax.numpy as jnp, shardax as sx
@@ -143,7 +143,7 @@ def jacfwd(
         As for ``jacrev``.
 
     Raises:
-        DifferentiationError: As for ``jacrev``.
+        TransformError: As for ``jacrev``.
 
     Example:
         >>> import jax.numpy as jnp, shardax as sx
@@ -155,7 +155,7 @@ def jacfwd(
     return _jacobian("jacfwd", _jacfwd, function, argnums, has_aux, wrt, check)
 
 
-def _jacfwd(function: Any, *, allow_int: bool, **options: Any) -> Any:
+def _jacfwd(function, *, allow_int: bool, **options):
     return jax.jacfwd(function, **options)
 
 
@@ -183,7 +183,7 @@ def hessian(
         is a ``State``, and ``hessian["kernel"]["bias"]`` the array of derivatives by both.
 
     Raises:
-        DifferentiationError: As for ``jacrev``.
+        TransformError: As for ``jacrev``.
 
     Example:
         >>> import jax.numpy as jnp, shardax as sx
@@ -197,5 +197,5 @@ def hessian(
     return _jacobian("hessian", _hessian, function, argnums, has_aux, wrt, check)
 
 
-def _hessian(function: Any, *, allow_int: bool, **options: Any) -> Any:
+def _hessian(function, *, allow_int: bool, **options):
     return jax.hessian(function, **options)

@@ -52,8 +52,8 @@ def vjp(
         integers). Of a shared Variable as in ``value_and_grad``.
 
     Raises:
-        DifferentiationError: If there is nothing to differentiate, or the result holds objects.
-        ArgumentError: If an argument is neither arrays nor objects.
+        TransformError: If there is nothing to differentiate, or the result holds objects.
+        TransformError: If an argument is neither arrays nor objects.
 
     Example:
         >>> import jax.numpy as jnp, shardax as sx
@@ -67,7 +67,7 @@ def vjp(
         return _vjp(function, primals, {}, has_aux, wrt, as_module)
 
     @wraps(function)
-    def vjp_function(*primals: Any, **kwargs: Any) -> Any:
+    def vjp_function(*primals, **kwargs):
         return _vjp(function, primals, kwargs, has_aux, wrt, as_module)
 
     return vjp_function
@@ -75,19 +75,19 @@ def vjp(
 
 def _vjp(
     function: Callable[..., Any],
-    primals: Sequence[Any],
-    kwargs: Mapping[str, Any],
+    primals: Sequence[object],
+    kwargs: Mapping[str, object],
     has_aux: bool,
-    wrt: Any,
+    wrt: object,
     as_module: bool,
-) -> Any:
+):
     once = SingleRunCall("vjp", function, primals, kwargs)
     check_operands(once)
     targets = _targets(once, wrt, len(primals), as_module)
     values, plain = once.graph.values(), list(once.arguments.plain)
     indices = sorted({entry.leaf for target in targets for entry in target.entries})
 
-    def pure(some_values: list[Any], all_plain: list[Any]) -> tuple[Any, Any]:
+    def pure(some_values: list[object], all_plain: list[object]) -> tuple[Any, Any]:
         all_values = diff.replaced(values, indices, some_values)
         named = once.arguments.plain_named
         return once.run_once(all_values, all_plain, named, lambda r: _split(r, has_aux, "vjp"))
@@ -98,13 +98,13 @@ def _vjp(
     return (out, gradients, aux) if has_aux else (out, gradients)
 
 
-def _targets(once: SingleRunCall, wrt: Any, count: int, as_module: bool) -> list[diff.DiffArgument]:
+def _targets(once: SingleRunCall, wrt, count: int, as_module: bool) -> list[diff.DiffArgument]:
     """Returns one target per argument."""
     chosen = {i: diff.DiffState(i, wrt) for i in range(count)}
     items = wrt if isinstance(wrt, (tuple, list)) else (wrt,)
     if any(isinstance(item, diff.DiffState) for item in items):
         if not all(isinstance(item, diff.DiffState) for item in items):
-            raise errors.DifferentiationError(
+            raise errors.TransformError(
                 f"wrt={wrt!r} mixes filters and DiffStates. Give one filter for all arguments, or "
                 f"only DiffStates."
             )
@@ -126,25 +126,25 @@ class _Arrange:
         self.targets = targets
         self.indices = indices
 
-    def __call__(self, pullback: Callable[[Any], Any], cotangent: Any) -> tuple[Any, ...]:
+    def __call__(self, pullback: Callable[[Any], Any], cotangent) -> tuple[Any, ...]:
         with diff.explained_reverse_mode():
             values, plain = pullback(cotangent)
         of_plain = dict(enumerate(plain))
         return diff.arrange_gradients(self.targets, self.indices, values, of_plain)
 
 
-def _split(result: Any, has_aux: bool, name: str) -> tuple[Any, Any]:
+def _split(result: object, has_aux: bool, name: str) -> tuple[Any, Any]:
     result, aux = diff.separate_aux(result, has_aux, name)
     refuse_objects(result, name)
     return result, aux
 
 
-def refuse_objects(result: Any, name: str) -> None:
+def refuse_objects(result: object, name: str) -> None:
     """Raises if a result that is differentiated holds objects."""
     for keys, leaf in jax.tree_util.tree_leaves_with_path(result, is_leaf=is_object):
         if isinstance(leaf, Object):
             place = ".".join(map(str, plain_path(keys))) or "the result itself"
-            raise errors.DifferentiationError(
+            raise errors.TransformError(
                 f"The function given to sx.{name} returned a {type(leaf).__name__} at {place}, but "
                 f"only arrays are differentiated. Return its values (variable.value), or return "
                 f"(arrays, objects) with has_aux=True; what is written into arguments is carried "
@@ -178,9 +178,9 @@ def jvp(
         (result, tangent of the result), with aux as a third if ``has_aux``.
 
     Raises:
-        TangentError: If a tangent fits nothing, by path, shape or dtype.
-        DifferentiationError: If the result holds objects.
-        ArgumentError: If an argument is neither arrays nor objects.
+        TransformError: If a tangent fits nothing, by path, shape or dtype.
+        TransformError: If the result holds objects.
+        TransformError: If an argument is neither arrays nor objects.
 
     Example:
         >>> import jax.numpy as jnp, shardax as sx
@@ -194,7 +194,7 @@ def jvp(
         return _jvp(function, primals, tangents, has_aux, {})
 
     @wraps(function)
-    def jvp_function(primals: Sequence[Any], tangents: Sequence[Any], **kwargs: Any) -> Any:
+    def jvp_function(primals: Sequence[Any], tangents: Sequence[Any], **kwargs):
         return _jvp(function, primals, tangents, has_aux, kwargs)
 
     return jvp_function
@@ -202,11 +202,11 @@ def jvp(
 
 def _jvp(
     function: Callable[..., Any],
-    primals: Sequence[Any],
-    tangents: Sequence[Any] | None,
+    primals: Sequence[object],
+    tangents: Sequence[object] | None,
     has_aux: bool,
-    kwargs: Mapping[str, Any],
-) -> Any:
+    kwargs: Mapping[str, object],
+):
     _check_pairs(primals, tangents)
     once = SingleRunCall("jvp", function, primals, kwargs)
     check_operands(once)
@@ -215,7 +215,7 @@ def _jvp(
     moves = _moves(once, values, tangents or ())
     moving = [place for place, tangent in enumerate(moves) if tangent is not None]
 
-    def pure(moved: list[Any]) -> tuple[Any, Any]:
+    def pure(moved: list[object]) -> tuple[Any, Any]:
         all_values, all_plain = treedef.unflatten(diff.replaced(leaves, moving, moved))
         named = once.arguments.plain_named
         return once.run_once(all_values, all_plain, named, lambda r: _split(r, has_aux, "jvp"))
@@ -226,21 +226,21 @@ def _jvp(
     return (out, tangent, aux) if has_aux else (out, tangent)
 
 
-def _check_pairs(primals: Any, tangents: Any) -> None:
+def _check_pairs(primals, tangents) -> None:
     for name, values in (("primals", primals), ("tangents", tangents)):
         if not isinstance(values, (tuple, list)):
-            raise errors.TangentError(
+            raise errors.TransformError(
                 f"The {name} of sx.jvp are a tuple with one entry per argument, but were given as "
                 f"{type(values).__name__}. Write sx.jvp(f, (x,), (direction,))."
             )
     if len(primals) != len(tangents):
-        raise errors.TangentError(
+        raise errors.TransformError(
             f"sx.jvp was given {len(primals)} primals and {len(tangents)} tangents. Give one "
             f"tangent per argument, None for one that does not move."
         )
 
 
-def _moves(once: SingleRunCall, values: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
+def _moves(once: SingleRunCall, values: Sequence[object], tangents: Sequence[object]) -> list[Any]:
     """Returns the tangent of every array, or None."""
     all_tangents = diff.Tangents("tangent", values, strict=True)
     of_plain: list[Any] = []
@@ -281,8 +281,8 @@ def safe_where(
         The array of chosen values; dtype as of ``jnp.where``.
 
     Raises:
-        DecisionError: If the condition is not boolean.
-        ArgumentError: If there are no operands, or one cannot hold the stand-in without changing
+        TransformError: If the condition is not boolean.
+        TransformError: If there are no operands, or one cannot hold the stand-in without changing
             its dtype.
 
     Example:
@@ -295,19 +295,19 @@ def safe_where(
     """
     chosen = jnp.asarray(condition)
     if chosen.dtype != jnp.bool_:
-        raise errors.DecisionError(
+        raise errors.TransformError(
             f"The condition of sx.safe_where must be boolean, but has dtype {chosen.dtype}. "
             f"Compare it: x != 0."
         )
     if not operands:
-        raise errors.ArgumentError(
+        raise errors.TransformError(
             "sx.safe_where was given no operands. What the function finds in a closure cannot be "
             "kept from it; pass it: sx.safe_where(x > 0, jnp.log, x, otherwise=0, stand_in=1)."
         )
     arrays = [jnp.asarray(operand) for operand in operands]
     for position, array in enumerate(arrays):
         if jnp.result_type(array, stand_in) != array.dtype:
-            raise errors.ArgumentError(
+            raise errors.TransformError(
                 f"Operand {position} of sx.safe_where has dtype {array.dtype} and cannot hold the "
                 f"stand-in {stand_in!r}. Give another stand-in, or convert the operand."
             )

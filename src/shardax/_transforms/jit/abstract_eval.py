@@ -43,7 +43,7 @@ class AbstractFrame(Frame):
         return stand_in
 
 
-def _filled(leaf: Any) -> Any:
+def _filled(leaf: object):
     return jnp.zeros(leaf.shape, leaf.dtype) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf
 
 
@@ -70,7 +70,7 @@ def eval_shape(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """
     once = engine.SingleRunCall("eval_shape", function, args, kwargs, AbstractFrame)
 
-    def pure(values: Any, plain: Any, plain_named: Any) -> Any:
+    def pure(values, plain, plain_named):
         return once.run_once(values, plain, plain_named, lambda result: (None, result))[1]
 
     leaving = jax.eval_shape(naming(pure, once, "arguments"), *abstract_inputs(once))
@@ -115,7 +115,7 @@ def make_jaxpr(
     Raises:
         StaticArgumentError: If there is no such argument, or when called, if one is a Module or
             not hashable.
-        OutputError: When called, if the result holds something else than arrays and objects.
+        TransformError: When called, if the result holds something else than arrays and objects.
 
     Example:
         >>> import jax.numpy as jnp, shardax as sx
@@ -130,7 +130,7 @@ def make_jaxpr(
     static = {*positions, *names}
 
     @engine.wraps(function)
-    def jaxpr_of(*args: Any, **kwargs: Any) -> Any:
+    def jaxpr_of(*args, **kwargs):
         check_static(function, static, args, kwargs)
         once = engine.SingleRunCall(
             "make_jaxpr", function, args, kwargs, AbstractFrame, static=static

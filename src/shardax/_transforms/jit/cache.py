@@ -78,7 +78,7 @@ class CompilationCache:
         self._leave_table(self.behaviors)
         self.behaviors = set()
 
-    def note_writes(self, behavior: Behavior, function: Any) -> None:
+    def note_writes(self, behavior: Behavior, function: object) -> None:
         """Notes what a function did before and does after a trace."""
         try:
             key_before, key_after = behavior.keys_around_trace([function])
@@ -104,14 +104,16 @@ class CompilationCache:
             if _by_behavior.get(key) is self:
                 del _by_behavior[key]
 
-    def remember(self, key: Any, entry: CachedCall, graph: binding.InputGraph, few: bool) -> None:
+    def remember(
+        self, key: object, entry: CachedCall, graph: binding.InputGraph, few: bool
+    ) -> None:
         """Remembers a call until one of its objects is gone."""
         if len(self.calls) >= (_MAX_CALLS_WITH_SOURCES if few else _MAX_CALLS):
             self.calls.clear()
 
         calls = self.calls  # not self: the callback must keep no program alive
 
-        def forget(_: Any) -> None:
+        def forget(_: object) -> None:
             calls.pop(key, None)
 
         entry.keep_weakly(graph, forget)
@@ -144,7 +146,7 @@ _MOST_BY_BEHAVIOR = 64
 
 
 @contextlib.contextmanager
-def _tracing(cache: CompilationCache | None, function: Any) -> Iterator[None]:
+def _tracing(cache: CompilationCache | None, function: object) -> Iterator[None]:
     """Notes what a function does before and after a trace."""
     if cache is None or not cache.behaviors:
         yield
@@ -160,7 +162,7 @@ def _tracing(cache: CompilationCache | None, function: Any) -> Iterator[None]:
         cache.note_writes(behavior, function)
 
 
-def shared_cache(function: Any, options: special.JitOptions) -> CompilationCache:
+def shared_cache(function: object, options: special.JitOptions) -> CompilationCache:
     """Returns the cache of a function for equal options."""
     key = options.key()
     if type(function) is not types.FunctionType or type(key) is object:
@@ -185,7 +187,7 @@ def shared_cache(function: Any, options: special.JitOptions) -> CompilationCache
         return cache
 
 
-def _cache_by_behavior(options_key: Any, behavior: Hashable) -> CompilationCache:
+def _cache_by_behavior(options_key: object, behavior: Hashable) -> CompilationCache:
     """Returns the cache of functions made anew, like a lambda."""
     cache = _by_behavior.get((options_key, behavior))
     # Objects from where the key does not see them might be others for the next function.
@@ -195,7 +197,7 @@ def _cache_by_behavior(options_key: Any, behavior: Hashable) -> CompilationCache
     return cache
 
 
-def behavior_of(function: Any) -> Behavior | None:
+def behavior_of(function: object) -> Behavior | None:
     """Returns what a function depends on, None if not comparable."""
     try:
         behavior = Behavior([function])

@@ -70,7 +70,7 @@ class _EagerCall(NamedTuple):
 
     lifted: Lifted
     functions: Sequence[Callable[..., Any]]
-    options: Any
+    options: object
     arity: int  # of positional arguments; objects that the functions reach follow
     trace: list[str]  # "begun", and "done" once the transform has returned
 
@@ -87,7 +87,7 @@ _entries: dict[_CallKind, _EagerProgram] = {}  # by the kind of a call
 _called_once: deque[_EagerProgram] = deque()
 
 
-def _program(*args: Any, **kwargs: Any) -> Any:
+def _program(*args: object, **kwargs: object):
     """Runs the transform that this thread is calling, in a trace."""
     call = _running.call
     assert call is not None
@@ -168,7 +168,7 @@ def run(
     return result
 
 
-def _identity(function: Any) -> Hashable:
+def _identity(function: object) -> Hashable:
     if isinstance(function, types.MethodType):
         return Identity(function.__self__), Identity(function.__func__)
     return Identity(function)
@@ -198,7 +198,7 @@ def _remember(
         with contextlib.suppress(KeyError, ValueError):  # another thread was first
             _entries.pop(min(_entries.copy().items(), key=lambda item: item[1].used)[0], None)
 
-    def forget(_: Any) -> None:
+    def forget(_: object) -> None:
         entry = _entries.pop(kind, None)
         if entry is not None and goes_with_functions:
             entry.program = None

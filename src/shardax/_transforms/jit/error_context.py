@@ -18,7 +18,7 @@ from jax.sharding import AxisType, NamedSharding
 from shardax._core.errors import DonationError, first_of
 from shardax._core.graph.paths import Path, format_path
 from shardax._core.variable import Param, refuse_deleted
-from shardax._transforms.errors import ArgumentError, PrefixError
+from shardax._transforms.errors import PrefixError, TransformError
 from shardax._transforms.lift.arguments import TreeTemplate, plain_paths
 from shardax._transforms.lift.binding import absent_error
 from shardax._transforms.lift.tracer_errors import TRACER_ERRORS, rewrite
@@ -28,7 +28,7 @@ _PLACE = re.compile(r"flat\[(\d)\](?:\[(?:(\d+)|'(\w+)')\](?:\[(\d+)\])?)")
 _TYPE = re.compile(r"problematic value is of type <class '([^']*)'>")
 
 
-def explain_error(error: Exception, program: Any, graph: Any) -> None:
+def explain_error(error: Exception, program: object, graph: object) -> None:
     """Raises a clearer error than JAX, or adds a note."""
     explain_values(error, program, graph)
     if isinstance(error, (ValueError, IndexError)):
@@ -38,7 +38,7 @@ def explain_error(error: Exception, program: Any, graph: Any) -> None:
     explain_places(error, program)
 
 
-def _about_layouts(text: str, graph: Any) -> str:
+def _about_layouts(text: str, graph) -> str:
     """Names Variables split over an error's mesh axes, and remedies."""
     mesh_axes = {first or second for first, second in re.findall(r"'(\w+)'|@(\w+)", text)}
     pairs = [*zip(graph.flat.leaf_paths, graph.leaves, strict=True)]
@@ -82,7 +82,7 @@ def explain_places(error: Exception, program: Any) -> None:
     if "Error interpreting argument" in text and kind is not None:
         place = _PLACE.search(text)
         name = place_name(place, program) if place else "an argument"
-        raise ArgumentError(
+        raise TransformError(
             f"{name} of {_shown(program.function)} is a {kind.group(1)}, which is neither an array "
             "or number nor a Module, Variable or pytree of these. Make configuration static: "
             "sx.jit(f, static_argnames=...). Register the class of what holds arrays or Modules "
@@ -99,7 +99,7 @@ def explain_places(error: Exception, program: Any) -> None:
     error.add_note(f"In the call of {_shown(program.function)}: {', '.join(dict.fromkeys(notes))}.")
 
 
-def in_user_terms(text: str, program: Any) -> str:
+def in_user_terms(text: str, program: object) -> str:
     """Replaces every place in a message of JAX by its name."""
     return _PLACE.sub(lambda place: place_name(place, program), text)
 
@@ -121,7 +121,7 @@ def place_name(place: re.Match[str], program: Any) -> str:
     return name + format_path(plain_paths(template)[int(leaf)])
 
 
-def _shown(function: Any) -> str:
+def _shown(function) -> str:
     return getattr(function, "__qualname__", None) or type(function).__name__
 
 
@@ -148,7 +148,7 @@ def explain_values(error: Exception, program: Any, graph: Any) -> None:
             ) from error
 
 
-def _explain_shardings(error: Exception, program: Any, graph: Any) -> None:
+def _explain_shardings(error: Exception, program, graph) -> None:
     """Raises if declared shardings do not fit, listing all Variables."""
     misfits = []
     shardings = program.leaf_shardings

@@ -40,7 +40,7 @@ from shardax._core.graph.static import Static
 from shardax._core.init.lazy import LazyValue
 from shardax._core.object import Object, Wrapper, epoch
 from shardax._core.variable import Variable
-from shardax._transforms.errors import OutputError, StaticArgumentError
+from shardax._transforms.errors import StaticArgumentError, TransformError
 from shardax._transforms.jit import retraces
 from shardax._transforms.jit import specialization as special
 from shardax._transforms.jit.abstract_eval import eval_shape
@@ -54,7 +54,7 @@ from shardax._transforms.lift import prefix as prefixes
 ARRAY_TYPES: set[type] = {np.ndarray, bool, int, float, complex, type(None)}
 
 
-def note_types(arg: Any) -> bool:
+def note_types(arg: object) -> bool:
     """Learns JAX's concrete array type; returns whether the argument holds tracers."""
     if isinstance(arg, jax.Array) and not isinstance(arg, Tracer):
         ARRAY_TYPES.add(type(arg))
@@ -68,7 +68,7 @@ def note_types(arg: Any) -> bool:
     return any(isinstance(leaf, Tracer) for leaf in leaves)
 
 
-def all_dynamic(args: Sequence[Any], static: frozenset[type]) -> bool:
+def all_dynamic(args: Sequence[object], static: frozenset[type]) -> bool:
     """Whether all arguments are known to be dynamic."""
     for arg in args:  # no generator: it would cost as much as a short call
         kind = type(arg)
@@ -92,7 +92,7 @@ class FlatCall(NamedTuple):
 
 
 def flatten_call(
-    args: Sequence[Any], kwargs: Mapping[str, Any], static_types: frozenset[type]
+    args: Sequence[object], kwargs: Mapping[str, object], static_types: frozenset[type]
 ) -> FlatCall | None:
     """Sorts the leaves of a call."""
     plain_args = [None if isinstance(arg, Object) else arg for arg in args]
@@ -126,12 +126,12 @@ Spans = tuple[Sequence[slice | None], Sequence[tuple[str, slice | None]]]
 
 
 def leaf_spans(
-    program: special.Specialization, args: Sequence[Any], kwargs: Mapping[str, Any]
+    program: special.Specialization, args: Sequence[object], kwargs: Mapping[str, object]
 ) -> Spans:
     """Returns the span of each argument among the dynamic leaves."""
     start = 0
 
-    def span(template: Any, value: Any) -> slice | None:
+    def span(template: object, value: object) -> slice | None:
         nonlocal start
         count = jax.tree.structure(value).num_leaves
         if not isinstance(template, inputs.TreeTemplate):
@@ -145,7 +145,7 @@ def leaf_spans(
 
 
 def plain_parts(
-    call: FlatCall, kwargs: Mapping[str, Any], spans: Spans
+    call: FlatCall, kwargs: Mapping[str, object], spans: Spans
 ) -> tuple[list[Any], dict[str, Any]]:
     """Returns the plain parts of a call: (positional, by name)."""
     positional, named = spans
@@ -171,7 +171,7 @@ class BoundJit(Wrapper):
     def __wrapped__(self) -> Any:
         return types.MethodType(self.__func__, self.__self__)
 
-    def _wrapping(self) -> Any:
+    def _wrapping(self):
         return self.__func__
 
     def _wrap(self, wrapped: Any) -> Any:
@@ -279,7 +279,7 @@ class CachedCall:
             self.kept, self.donated = self.specialization.partition(self.leaves)
 
 
-def _weak(root: Any) -> Callable[[], Any]:
+def _weak(root: object) -> Callable[[], Any]:
     return weakref.ref(root) if isinstance(root, Object) else lambda: root
 
 
@@ -365,7 +365,7 @@ class Jit(PickledByName, Wrapper):
             return self._trace(args, kwargs, tuple(key))
         return self._repeat(entry, plain, _NOTHING, args, kwargs)
 
-    def _call_by_template(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def _call_by_template(self, args: Sequence[object], kwargs: Mapping[str, object]):
         """Calls with keywords, static arguments or objects inside containers."""
         # Takes the arguments apart, which costs something per argument but nothing per Variable.
         if local.frame is not None:
@@ -388,7 +388,7 @@ class Jit(PickledByName, Wrapper):
             return self._trace(args, kwargs, key)
         return self._repeat(entry, list(arguments.plain), arguments.plain_named, args, kwargs)
 
-    def _compare(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    def _compare(self, args: Sequence[object], kwargs: Mapping[str, object]) -> None:
         """Raises DistributedError if numbers given to this call differ over processes."""
         from shardax.distributed.processes import compare_arguments
 
@@ -396,7 +396,7 @@ class Jit(PickledByName, Wrapper):
         arguments_by_name = dict(zip(labels, args, strict=True)) | dict(kwargs)
         compare_arguments(arguments_by_name, f"a call of {self!r}")
 
-    def _call_flat(self, call: FlatCall, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def _call_flat(self, call: FlatCall, args: Sequence[object], kwargs: Mapping[str, object]):
         """Calls with leaves that are static, found by type."""
         if self.memory.sources or self.memory.captured:
             call.key.extend(map(id, self.hidden_objects()))
@@ -412,12 +412,12 @@ class Jit(PickledByName, Wrapper):
     def _repeat(
         self,
         entry: CachedCall,
-        plain: list[Any],
-        named: Mapping[str, Any],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
+        plain: list[object],
+        named: Mapping[str, object],
+        args: Sequence[object],
+        kwargs: Mapping[str, object],
         has_turn: bool = False,
-    ) -> Any:
+    ):
         """Makes a call again: the fast way."""
         if several and not has_turn and (entry.writes or donating):  # calls of other threads wait
             with calling, exclusive if entry.specialization.donates else _NO_LOCK:
@@ -457,10 +457,10 @@ class Jit(PickledByName, Wrapper):
         self,
         entry: CachedCall,
         outputs: binding.LiftedOutputs,
-        read: list[Any],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-    ) -> Any:
+        read: list[object],
+        args: Sequence[object],
+        kwargs: Mapping[str, object],
+    ):
         """Applies effects that others see: structure, or values that threads share."""
         effects, written = outputs.effects, outputs.written
         has_tracers = bool(written) and note_types(written)
@@ -479,8 +479,12 @@ class Jit(PickledByName, Wrapper):
             return self._trace(args, kwargs, races=1)
 
     def _trace(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any], key: Any = None, races: int = 0
-    ) -> Any:
+        self,
+        args: Sequence[object],
+        kwargs: Mapping[str, object],
+        key: object = None,
+        races: int = 0,
+    ):
         """Binds, traces, specializes, calls and applies effects: the slow way."""
         # Once a call has lost a race against other threads, their calls wait.
         shares, is_alone = several and local.frame is None, False
@@ -544,7 +548,7 @@ class Jit(PickledByName, Wrapper):
         missed = [item for item in objects if id(item) not in reached]
         self.memory.captured.extend(weakref.ref(item) for item in missed)
         if not missed and known_ids == {id(item) for item in hidden}:
-            raise OutputError(
+            raise TransformError(
                 f"{self!r} used {len(objects)} objects that were not passed in, and could not make "
                 f"them inputs ({', '.join(sorted({type(item).__name__ for item in objects}))}). "
                 "Pass them as arguments."
@@ -630,7 +634,7 @@ class Jit(PickledByName, Wrapper):
         return (self.positional(key + 1)[-1][1] if isinstance(key, int) else key,)
 
     def _take_apart(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any]
+        self, args: Sequence[object], kwargs: Mapping[str, object]
     ) -> tuple[inputs.SplitArguments, tuple[tuple[int | str, Static], ...]]:
         """Returns the dynamic arguments, split, and the static ones by place."""
         args, kwargs = self.resolve(args, kwargs)
@@ -664,7 +668,7 @@ class Jit(PickledByName, Wrapper):
         """Returns the shapes and dtypes of the result, computing and changing nothing."""
         arguments, static = self._take_apart(args, kwargs)
 
-        def call(roots: Any, plain: Any, plain_named: Any) -> Any:
+        def call(roots, plain, plain_named):
             dynamic, named = arguments.restore(plain, plain_named, roots)
             dynamic, named = inputs.ArgumentPositions([], static).insert_static(dynamic, named)
             return self.__wrapped__(*dynamic, **named)
@@ -678,7 +682,7 @@ class Jit(PickledByName, Wrapper):
     def _cache_size(self) -> int:
         return sum(len(program.signatures) for program in self.specializations.values())
 
-    def _wrapping(self) -> Any:
+    def _wrapping(self):
         return self._wrapping_key
 
     def _wrap(self, wrapped: Any) -> Any:
@@ -741,8 +745,8 @@ def jit(
         StaticArgumentError: When called with a static argument that is not hashable, is a Module,
             or is compared by identity and has attributes that are not hashable.
         PrefixError: When a sharding prefix does not fit its argument.
-        InconsistentAliasingError: When a shared Variable is given two shardings.
-        ArgumentError: If an option is of the wrong kind, or what is compiled cannot be called.
+        TransformError: When a shared Variable is given two shardings.
+        TransformError: If an option is of the wrong kind, or what is compiled cannot be called.
 
     Example:
         >>> import jax.numpy as jnp, shardax as sx
@@ -771,6 +775,6 @@ def jit(
     return _jit(function, options)
 
 
-def _jit(function: Callable[..., Any], options: special.JitOptions) -> Jit:
+def _jit(function: Callable[..., object], options: special.JitOptions) -> Jit:
     inputs.check_callable(function, "jit")
     return Jit(function, options, memory=shared_cache(function, options))

@@ -49,7 +49,7 @@ listeners: contextvars.ContextVar[tuple[tuple[list[Retrace], Any], ...]] = conte
 
 
 @contextlib.contextmanager
-def explain_retraces(file: Any = None) -> Iterator[list[Retrace]]:
+def explain_retraces(file: object = None) -> Iterator[list[Retrace]]:
     """Reports every retrace of a compiled function within a ``with`` block.
 
     Args:
@@ -75,7 +75,7 @@ def explain_retraces(file: Any = None) -> Iterator[list[Retrace]]:
         listeners.reset(token)
 
 
-def _report(function: Any, reasons: Sequence[str]) -> None:
+def _report(function, reasons: Sequence[str]) -> None:
     name = getattr(function, "__qualname__", None) or repr(function)
     retrace = Retrace(
         name,
@@ -94,7 +94,7 @@ def report_specialization(jit: Any, new: Any) -> None:
     _report(jit.__wrapped__, min(differences, key=len))
 
 
-def report_trace(program: Any, earlier: Sequence[Any], signature: Any) -> None:
+def report_trace(program: Any, earlier: Sequence[object], signature: object) -> None:
     """Reports that a specialization is traced for other types than before."""
     new = _named_types(program, signature)
     differences = []
@@ -104,7 +104,7 @@ def report_trace(program: Any, earlier: Sequence[Any], signature: Any) -> None:
     _report(program.function, min(differences, key=len))
 
 
-def _named_types(program: Any, signature: Any) -> dict[str, str]:
+def _named_types(program, signature) -> dict[str, str]:
     """Returns the type of every array by its path, for messages."""
     values, plain, named = signature
     entries = [
@@ -157,7 +157,7 @@ def static_leaf_differences(old: Any, new: Any, labels: Sequence[str]) -> Iterat
                 yield from _changes(where, earlier.get(leaf), value)
 
 
-def _exact(value: Any) -> str:
+def _exact(value: object) -> str:
     if value is None:
         return "absent"
     inner = getattr(value, "value", value)
@@ -182,12 +182,12 @@ def structure_differences(
     return reasons or ["objects are shared, or stand in containers, in another way"]
 
 
-def _changes(where: str, was: Any, now: Any) -> list[str]:
+def _changes(where: str, was: object, now: object) -> list[str]:
     """Describes how an entry changed, a line per reason."""
     return _closure_changes(where, was, now) or [f"{where}: {_entry(was)} -> {_entry(now)}"]
 
 
-def _closure_changes(where: str, was: Any, now: Any) -> list[str]:
+def _closure_changes(where: str, was: object, now: object) -> list[str]:
     """Describes what two functions of one ``def`` close over differently."""
     first, second = (item.value if isinstance(item, Static) else item for item in (was, now))
     if isinstance(first, functools.partial) and isinstance(second, functools.partial):
@@ -210,7 +210,7 @@ def _closure_changes(where: str, was: Any, now: Any) -> list[str]:
     ]
 
 
-def _entry(value: Any) -> str:
+def _entry(value: object) -> str:
     if value is None:
         return "absent"
     if isinstance(value, str):
@@ -241,7 +241,9 @@ def _by_path(graphdef: flatten.GraphDef, names: Sequence[Path]) -> dict[Any, Any
     return parts
 
 
-def _add_children(child: Any, path: Path, paths: dict[int, Path], parts: dict[Any, Any]) -> None:
+def _add_children(
+    child: object, path: Path, paths: dict[int, Path], parts: dict[Any, object]
+) -> None:
     """Adds the static values and further names of objects below a child."""
     if hasattr(child, "value"):
         parts[path] = child

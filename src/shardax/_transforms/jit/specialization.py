@@ -26,7 +26,7 @@ from shardax._core.graph.paths import Path
 from shardax._core.graph.static import exact_key
 from shardax._core.object import Object
 from shardax._core.variable import Variable
-from shardax._transforms.errors import ArgumentError, StaticArgumentError
+from shardax._transforms.errors import StaticArgumentError, TransformError
 from shardax._transforms.jit import retraces
 from shardax._transforms.lift import arguments as inputs
 from shardax._transforms.lift import binding, engine
@@ -96,16 +96,16 @@ class JitOptions:
         return name in inputs.as_tuple(self.donate_argnames)
 
 
-def check_compiler_options(options: Any) -> None:
+def check_compiler_options(options: object) -> None:
     """Raises unless compiler options are a mapping."""
     if options is not None and not isinstance(options, Mapping):
-        raise ArgumentError(
+        raise TransformError(
             f"compiler_options={options!r} is of type {type(options).__name__}, but options of XLA "
             "are given by name: compiler_options={'xla_embed_ir_in_executable': True}."
         )
 
 
-def with_resolved_donation(options: JitOptions, function: Callable[..., Any]) -> JitOptions:
+def with_resolved_donation(options: JitOptions, function: Callable[..., object]) -> JitOptions:
     """Returns the options with donated arguments by position and name."""
     positions, names = inputs.resolve_arguments(
         function, options.donate_argnums, options.donate_argnames, "donate", DonationError
@@ -122,7 +122,7 @@ def with_resolved_donation(options: JitOptions, function: Callable[..., Any]) ->
     return dataclasses.replace(options, donate_argnums=positions, donate_argnames=names)
 
 
-def _not_noted(_: Any) -> contextlib.AbstractContextManager[None]:
+def _not_noted(_: object) -> contextlib.AbstractContextManager[None]:
     return contextlib.nullcontext()
 
 
@@ -204,7 +204,7 @@ class Specialization:
         if self.wanted or self._in_shardings is not None:
             prefixes.place_variables([*variables.values()], entries)
 
-    def _is_off(self, position: int, variable: Any) -> bool:
+    def _is_off(self, position: int, variable) -> bool:
         """Whether a Variable is not on the mesh that splits it."""
         mesh = getattr(self.wanted.get(position), "mesh", None)
         leaves = jax.tree.leaves(variable._value)
@@ -240,12 +240,12 @@ class Specialization:
             *self._separate_plain(list(arguments.plain), arguments.plain_named),
         )
 
-    def _separate_plain(self, plain: list[Any], named: Mapping[str, Any]) -> tuple[Any, ...]:
+    def _separate_plain(self, plain: list[object], named: Mapping[str, object]) -> tuple[Any, ...]:
         kept_named = {name: v for name, v in named.items() if not self.options.donates_name(name)}
         donated_named = {name: v for name, v in named.items() if self.options.donates_name(name)}
         return *self._split_donated(plain), kept_named, donated_named
 
-    def _split_donated(self, plain: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    def _split_donated(self, plain: Sequence[object]) -> tuple[list[Any], list[Any]]:
         undonated = [None if i in self.donated else item for i, item in enumerate(plain)]
         return undonated, [item if i in self.donated else None for i, item in enumerate(plain)]
 
@@ -261,7 +261,7 @@ class Specialization:
                 self._jitted = self._make((result, written, fresh, None))
         return self._jitted
 
-    def _make(self, out_shardings: Any) -> Any:
+    def _make(self, out_shardings):
         options = self.options
         options_given: dict[str, Any] = {
             "in_shardings": self._in_shardings,
@@ -280,7 +280,7 @@ class Specialization:
         # Profiles and JAX's errors show them. JAX follows ``__wrapped__`` for the line, but must
         # not take the user's parameters for those of the pure function.
 
-        def program(*flat: Any) -> tuple[Any, ...]:
+        def program(*flat) -> tuple[Any, ...]:
             return self._pure(*flat)
 
         named: Any = self.function
@@ -304,8 +304,8 @@ class Specialization:
         donated: list[Any],
         plain: list[Any],
         donated_plain: Sequence[Any] = (),
-        named: Any = None,
-        donated_named: Any = None,
+        named=None,
+        donated_named=None,
     ) -> tuple[Any, ...]:
         settles, graph = local.call.settles, local.call.graph()
         values = self.join(undonated, donated)
@@ -337,8 +337,8 @@ class Specialization:
     def _find_placement(
         self,
         frame: engine.CompiledFrame,
-        copies: Sequence[Any],
-        leaves: Sequence[Any],
+        copies: Sequence[object],
+        leaves: Sequence[object],
         written: Sequence[int],
     ) -> None:
         """Finds where Variables that are only read are to be moved."""
@@ -361,7 +361,7 @@ class Specialization:
             for i in range(len(self.graphdef.leaves))
         ]
 
-    def _call_user(self, roots: Sequence[Any], plain: Sequence[Any], named: dict[str, Any]) -> Any:
+    def _call_user(self, roots: Sequence[Any], plain: Sequence[Any], named: dict[str, Any]):
         function, objects = roots[0], roots[1 : 1 + self.root_count]
         args, kwargs = inputs.join_arguments(self, plain, named, objects)
         args, kwargs = self.positions.insert_static(args, kwargs)
@@ -383,7 +383,7 @@ class Specialization:
         }
         return frozenset(i for i, leaf in enumerate(graph.flat.leaves) if id(leaf) in ids)
 
-    def _emitted(self, result: Any, copies: Sequence[Any]) -> frozenset[int]:
+    def _emitted(self, result: object, copies: Sequence[object]) -> frozenset[int]:
         """Positions of Variables to return even if unchanged."""
         # They are the donated ones, and those in the result when its shardings are declared.
         if self.options.out_shardings is None:
@@ -399,9 +399,7 @@ class Specialization:
         )
         return self.donated_leaves | frozenset(returned)
 
-    def _spread_in_shardings(
-        self, graph: binding.InputGraph, arguments: inputs.SplitArguments
-    ) -> Any:
+    def _spread_in_shardings(self, graph: binding.InputGraph, arguments: inputs.SplitArguments):
         if self.options.in_shardings is None:
             return None
         declared, labels = self.options.in_shardings, self.positions.labels
@@ -437,10 +435,10 @@ class Specialization:
     def _declare_shardings(
         self,
         outputs: binding.LiftedOutputs,
-        copies: Sequence[Any],
-        result: Any,
-        plain: Sequence[Any],
-        objects: Sequence[Any],
+        copies: Sequence[object],
+        result: object,
+        plain: Sequence[object],
+        objects: Sequence[object],
     ) -> None:
         """Works out the sharding of everything that leaves, when shardings are declared."""
         effects = outputs.effects

@@ -18,7 +18,7 @@ from shardax._core.frames import local
 from shardax._core.graph.flatten import GraphDef, Ref, VariableDef, definition_paths, flatten
 from shardax._core.graph.paths import Path, plain_path
 from shardax._core.state.state import Origin, State
-from shardax._transforms.errors import StructureMismatchError
+from shardax._transforms.errors import TransformError
 from shardax._transforms.jit.error_context import explain_places, explain_values, in_user_terms
 from shardax._transforms.jit.jit import CachedCall, Jit
 from shardax._transforms.jit.retraces import static_leaf_differences, structure_differences
@@ -30,7 +30,7 @@ from shardax._transforms.lift import binding, engine
 _INPUTS = "flat"
 
 
-def trace_jit(jit: Jit, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Traced:
+def trace_jit(jit: Jit, args: Sequence[object], kwargs: Mapping[str, object]) -> Traced:
     """Traces a ``Jit`` for some arguments; lazy values stay lazy."""
     while True:
         program, graph, arguments = jit.prepare(args, kwargs)
@@ -74,7 +74,7 @@ def _states(
     return states
 
 
-def _result_view(program: Specialization, tree: Any) -> Any:
+def _result_view(program: Specialization, tree):
     """Returns the user's result from a tree shaped like a ``LiftedOutputs``."""
     # A Module appears as the State of what the function returns of it.
     result, written, fresh, effects = tree
@@ -102,15 +102,15 @@ def _result_view(program: Specialization, tree: Any) -> Any:
     return effects.result.treedef.unflatten(leaves)
 
 
-def _of_arguments(name: str, doc: str) -> Any:
+def _of_arguments(name: str, doc: str):
     """Makes a property of a stage: what JAX reports for each argument."""
     return property(lambda stage: stage._view(getattr(stage._stage, name)), doc=doc)
 
 
-def _of_result(name: str, doc: str) -> Any:
+def _of_result(name: str, doc: str):
     """Makes a property of a stage: what JAX reports for the result."""
 
-    def view(stage: _Stage) -> Any:
+    def view(stage: _Stage):
         source = stage._source
         return _result_view(source.program, (*getattr(stage._stage, name)[:3], source.effects))
 
@@ -120,7 +120,7 @@ def _of_result(name: str, doc: str) -> Any:
 class _Stage:
     """JAX's stage, with arguments and results arranged for the user."""
 
-    def __init__(self, origin: _StageSource, stage: Any) -> None:
+    def __init__(self, origin: _StageSource, stage) -> None:
         self._source = origin
         self._stage = stage
 
@@ -169,7 +169,7 @@ class _Stage:
         leaves = jax.tree.leaves(self.args_info)
         return tuple(i for i, info in enumerate(leaves) if info.donated)
 
-    def _view(self, tree: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _view(self, tree) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Returns (args, kwargs) from a tree shaped like the pure function's arguments."""
         program = self._source.program
         if len(tree) == 2 and isinstance(tree[1], dict):
@@ -204,7 +204,7 @@ class Traced(_Stage):
 
     out_avals = _of_result("out_avals", "The result with an abstract value for each array.")
 
-    def lower(self, **options: Any) -> Lowered:
+    def lower(self, **options: object) -> Lowered:
         """Lowers to the compiler's input language; ``options`` as JAX's ``Traced.lower``."""
         return Lowered(self._source, self._stage.lower(**options))
 
@@ -249,11 +249,11 @@ class Compiled(_Stage):
     input_formats = _of_arguments("input_formats", "(args, kwargs) with layout and sharding each.")
     output_formats = _of_result("output_formats", "The result with a format for each array.")
 
-    def call(self, /, *args: Any, **kwargs: Any) -> Any:
+    def call(self, /, *args: object, **kwargs: object) -> Any:
         """The same as calling it."""
         return self(*args, **kwargs)
 
-    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, /, *args: object, **kwargs: object) -> Any:
         """Runs the program.
 
         Args:
@@ -262,7 +262,7 @@ class Compiled(_Stage):
             **kwargs: Likewise.
 
         Raises:
-            StructureMismatchError: If the structure of the arguments differs from what was
+            TransformError: If the structure of the arguments differs from what was
                 compiled; the message says where.
         """
         jit, program = self._source.jit, self._source.program
@@ -279,7 +279,7 @@ class Compiled(_Stage):
             explain_values(error, program, graph)
             if "flat[" not in str(error):
                 raise
-            raise StructureMismatchError(in_user_terms(str(error), program)) from error
+            raise TransformError(in_user_terms(str(error), program)) from error
         binding.check_no_leak(graph, outputs)
         return binding.apply_effects(graph, outputs)
 
@@ -305,7 +305,7 @@ class Compiled(_Stage):
                 f"({expected})",
             )
         lines = differences or ["the arguments have other containers"]
-        raise StructureMismatchError(
+        raise TransformError(
             f"This Compiled of {self._source.jit!r} was called with arguments of another structure "
             f"than it was compiled for (compiled -> given):\n"
             + "\n".join(f"  {line}" for line in lines)

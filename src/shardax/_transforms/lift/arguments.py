@@ -37,16 +37,16 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from shardax._core.errors import ShardaxError, TreeError
+from shardax._core.errors import ModuleError, ShardaxError
 from shardax._core.graph.flatten import flatten, has_objects, is_object
 from shardax._core.graph.handlers import PLAIN, handler_of, has_parts
 from shardax._core.graph.paths import Path, format_path, plain_path
 from shardax._core.graph.static import Static, exact_key
 from shardax._core.object import Object, Wrapper
-from shardax._transforms.errors import ArgumentError, StaticArgumentError
+from shardax._transforms.errors import StaticArgumentError, TransformError
 
 
-def parameters_of(function: Any) -> tuple[inspect.Parameter, ...] | None:
+def parameters_of(function: object) -> tuple[inspect.Parameter, ...] | None:
     """Returns a function's parameters, or None if it has no signature."""
     try:
         parameters = _PARAMETERS.get(function, _UNKNOWN)
@@ -63,14 +63,14 @@ _UNKNOWN: Any = object()
 _PARAMETERS: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
-def _find_parameters(function: Any) -> tuple[inspect.Parameter, ...] | None:
+def _find_parameters(function) -> tuple[inspect.Parameter, ...] | None:
     try:
         return tuple(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):
         return None
 
 
-def argument_path(function: Any, key: int | str) -> tuple[str, ...]:
+def argument_path(function: object, key: int | str) -> tuple[str, ...]:
     """Returns the path of an argument: its parameter's name."""
     return (parameter_name(function, key) if isinstance(key, int) else key,)
 
@@ -82,9 +82,9 @@ def parameter_name(function: Any, position: int) -> str:
 
 
 def by_position(
-    function: Any,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
+    function: object,
+    args: Sequence[object],
+    kwargs: Mapping[str, object],
     most: int | None = None,
     fill: str | None = None,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -112,7 +112,7 @@ def by_position(
     return tuple(positional), keyword
 
 
-def positional_names(function: Any) -> list[str]:
+def positional_names(function: object) -> list[str]:
     """Returns the names of a function's positional parameters."""
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return [p.name for p in parameters_of(function) or () if p.kind in kinds]
@@ -132,7 +132,7 @@ NUMBER_TYPES = frozenset({int, float, complex})
 LIBRARIES = frozenset({"jax", "jaxlib", "numpy", *sys.stdlib_module_names} - {"builtins"})
 
 
-def is_dynamic(leaf: Any, static_numbers: bool = False) -> bool:
+def is_dynamic(leaf: object, static_numbers: bool = False) -> bool:
     """Whether a leaf is an input of the program."""
     if type(leaf) in NUMBER_TYPES:
         return not static_numbers
@@ -141,7 +141,7 @@ def is_dynamic(leaf: Any, static_numbers: bool = False) -> bool:
     return isinstance(leaf, _ARRAYS) or hasattr(type(leaf), "__jax_array__")
 
 
-def static_leaf(leaf: Any, where: Callable[[], Path] = tuple) -> Static:
+def static_leaf(leaf: object, where: Callable[[], Path] = tuple) -> Static:
     """Returns a static leaf with its argument key."""
     try:
         return Static(leaf, argument_key(leaf))
@@ -156,12 +156,12 @@ def static_leaf(leaf: Any, where: Callable[[], Path] = tuple) -> Static:
         ) from error
 
 
-def argument_key(value: Any) -> Hashable:
+def argument_key(value: object) -> Hashable:
     """Returns the type-exact key of a static argument."""
     return _key(value, ())
 
 
-def _key(value: Any, outer: tuple[Any, ...]) -> Hashable:
+def _key(value: object, outer: tuple[object, ...]) -> Hashable:
     key = exact_key(value)
     holder = value.__self__ if isinstance(value, types.MethodType) else value
     if not _is_open(holder) or any(holder is item for item in outer):
@@ -170,7 +170,7 @@ def _key(value: Any, outer: tuple[Any, ...]) -> Hashable:
     return (key, *(_attribute(name, v, outer) for name, v in attributes_of(holder).items()))
 
 
-def _attribute(name: str, value: Any, outer: tuple[Any, ...]) -> Hashable:
+def _attribute(name: str, value: object, outer: tuple[object, ...]) -> Hashable:
     if isinstance(value, Object):  # used without being passed, it is an input of the program
         return (name, Identity(value))
     try:
@@ -199,7 +199,7 @@ class Identity:
         return referent is not None and isinstance(other, Identity) and other.held() is referent
 
 
-def _is_open(value: Any) -> bool:
+def _is_open(value: object) -> bool:
     """Whether a value compares by identity and can be changed."""
     kind = type(value)
     return (
@@ -211,22 +211,22 @@ def _is_open(value: Any) -> bool:
     )
 
 
-def _shortened(value: Any) -> str:
+def _shortened(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-def check_callable(function: Any, name: str) -> None:
+def check_callable(function: object, name: str) -> None:
     """Raises unless what a transform is given can be called."""
     if not callable(function):
-        raise ArgumentError(
+        raise TransformError(
             f"sx.{name} was given {_shortened(function)} of type {type(function).__name__}, which "
             f"cannot be called. Give it a function first: sx.{name}(function, ...)."
         )
 
 
 def resolve_arguments(
-    function: Any, argnums: Any, argnames: Any, kind: str, error: type[ShardaxError]
+    function: object, argnums: object, argnames: object, kind: str, error: type[ShardaxError]
 ) -> tuple[tuple[int, ...], tuple[str, ...]]:
     """Resolves positions and names of arguments from each other, as ``jax.jit`` does."""
     positions, names = as_tuple(argnums), as_tuple(argnames)
@@ -274,14 +274,14 @@ def check_static_option(static: str | None) -> None:
         )
 
 
-def as_tuple(value: Any) -> tuple[Any, ...]:
+def as_tuple(value: object) -> tuple[Any, ...]:
     """Returns None, one entry or several as a tuple."""
     if value is None:
         return ()
     return tuple(value) if isinstance(value, Iterable) and not isinstance(value, str) else (value,)
 
 
-def static_argument(value: Any, function: Any, place: int | str) -> Static:
+def static_argument(value: object, function: object, place: int | str) -> Static:
     """Returns a static argument by its exact key."""
     label = parameter_name(function, place) if isinstance(place, int) else place
     if isinstance(value, Object):
@@ -326,7 +326,7 @@ class ArgumentPositions(NamedTuple):
 
 
 def check_static(
-    function: Any, static: set[int | str], args: Sequence[Any], kwargs: Mapping[str, Any]
+    function: object, static: set[int | str], args: Sequence[object], kwargs: Mapping[str, object]
 ) -> None:
     """Raises if a static argument is a Module or not hashable."""
     for key in static:
@@ -345,7 +345,7 @@ class RootTemplate(NamedTuple):
 class TreeTemplate(NamedTuple):
     """Template of a pytree argument with objects or static values inside."""
 
-    treedef: Any  # its structure, with objects as leaves
+    treedef: object  # its structure, with objects as leaves
     # (position among the leaves, position among the roots) of each object.
     roots: tuple[tuple[int, int], ...]
     # (position among the leaves, value) of each static leaf.
@@ -362,11 +362,11 @@ PLAIN_TEMPLATE = PlainTemplate()
 class StaticTemplate(NamedTuple):
     """Template of an argument that is static: its value."""
 
-    value: Any
+    value: object
 
 
 def split_argument(
-    value: Any,
+    value: object,
     roots: list[Any],
     auto_static: bool = False,
     static_numbers: bool = False,
@@ -463,7 +463,7 @@ class SplitArguments:
     ) -> None:
         self.roots: list[Any] = []  # the objects found, in order
 
-        def apart(key: int | str, value: Any) -> tuple[Any, Any]:
+        def apart(key: int | str, value: object) -> tuple[Any, Any]:
             if key in static:
                 return StaticTemplate(value), None
             where = functools.partial(label, key)
@@ -495,7 +495,7 @@ class SplitArguments:
                 if any(leaves[leaf] is not self.roots[root] for leaf, root in template.roots):
                     flatten(value)  # raises with the class whose flattening makes copies
                     kinds = ", ".join(sorted(_registered_types(template.treedef)))
-                    raise TreeError(
+                    raise ModuleError(
                         f"{kinds}: a class registered with JAX as a pytree node makes new "
                         "Variables when JAX puts it together, so what a function writes into them "
                         "would be lost. Let unflatten keep the children that it is given: "
@@ -507,13 +507,13 @@ class SplitArguments:
         self.roots, self.plain, self.plain_named = [], (), {}
 
     def restore(
-        self, plain: Sequence[Any], plain_named: Mapping[str, Any], roots: Sequence[Any]
+        self, plain: Sequence[object], plain_named: Mapping[str, object], roots: Sequence[object]
     ) -> tuple[list[Any], dict[str, Any]]:
         """Puts arguments together from plain parts and roots (a transform's copies, usually)."""
         return join_arguments(self, plain, plain_named, roots)
 
 
-def as_root(root: Any) -> Any:
+def as_root(root: object) -> Any:
     """Returns a root that can be compared."""
     if isinstance(root, (Object, Wrapper)) or not callable(root):
         return root
@@ -532,7 +532,7 @@ def as_root(root: Any) -> Any:
     )
 
 
-def _is_comparable(part: Any) -> bool:
+def _is_comparable(part: object) -> bool:
     """Whether part of a partial is an object or hashable."""
     if not has_parts(part):
         return _is_hashable(part)
@@ -540,7 +540,7 @@ def _is_comparable(part: Any) -> bool:
     return handler not in PLAIN or all(_is_comparable(item) for _, item in handler.children(part))
 
 
-def _is_hashable(value: Any) -> bool:
+def _is_hashable(value: object) -> bool:
     try:
         Static(value)
     except TypeError:
@@ -551,7 +551,7 @@ def _is_hashable(value: Any) -> bool:
 class _ByIdentity:
     """A callable that is compared by identity."""
 
-    def __init__(self, held: Any) -> None:
+    def __init__(self, held) -> None:
         self.held = held
 
     def __hash__(self) -> int:
@@ -560,23 +560,21 @@ class _ByIdentity:
     def __eq__(self, other: object) -> bool:
         return type(other) is type(self) and other.held is self.held
 
-    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, /, *args: object, **kwargs: object) -> Any:
         return self.held(*args, **kwargs)
 
 
 class _PartialByIdentity(_ByIdentity):
     """A partial without its function and its objects."""
 
-    def __init__(
-        self, held: Any, treedef: Any, others: Sequence[Any], places: Sequence[int]
-    ) -> None:
+    def __init__(self, held, treedef, others: Sequence[Any], places: Sequence[int]) -> None:
         super().__init__(held)
         self.treedef = treedef
         self.others = others
         self.places = places
 
     def __call__(
-        self, function: Callable[..., Any], objects: Sequence[Any], /, *args: Any, **kwargs: Any
+        self, function: Callable[..., Any], objects: Sequence[Any], /, *args, **kwargs
     ) -> Any:
         leaves = list(self.others)
         for place, item in zip(self.places, objects, strict=True):
@@ -585,7 +583,7 @@ class _PartialByIdentity(_ByIdentity):
         return function(*positional, *args, **{**named, **kwargs})
 
 
-def root_places(label: str, template: Any) -> list[tuple[int, Path]]:
+def root_places(label: str, template: object) -> list[tuple[int, Path]]:
     """Returns (position among the roots, path) of each object of an argument."""
     if isinstance(template, RootTemplate):
         return [(template.position, (label,))]
@@ -604,7 +602,7 @@ def root_names(labels: Iterable[str], arguments: SplitArguments) -> list[Path]:
     return names
 
 
-def plain_paths(template: Any, plain: Any = None) -> Sequence[Path]:
+def plain_paths(template: object, plain: object = None) -> Sequence[Path]:
     """Returns the paths of an argument's arrays, beside objects and static values."""
     if not isinstance(template, TreeTemplate):
         return leaf_paths(jax.tree.structure(plain))
@@ -630,14 +628,14 @@ class ClosureSource(NamedTuple):
     read: Callable[[], Any]  # returns what the place holds now (None if it is empty)
 
 
-def find_sources(function: Any) -> list[ClosureSource]:
+def find_sources(function: object) -> list[ClosureSource]:
     """Finds where a function or its helpers take objects from."""
     sources: dict[Any, ClosureSource] = {}
     _search(function, 0, set(), sources)
     return list(sources.values())
 
 
-def _search(value: Any, depth: int, seen: set[int], sources: dict[Any, ClosureSource]) -> None:
+def _search(value, depth: int, seen: set[int], sources: dict[Any, ClosureSource]) -> None:
     if depth > _MAX_DEPTH or id(value) in seen:
         return
     seen.add(id(value))
@@ -661,7 +659,7 @@ def _search(value: Any, depth: int, seen: set[int], sources: dict[Any, ClosureSo
         _search(type(value).__call__, depth, seen, sources)
 
 
-def _add_holder(holder: Any, sources: dict[Any, ClosureSource]) -> None:
+def _add_holder(holder: object, sources: dict[Any, ClosureSource]) -> None:
     if any(True for _ in objects_in(holder)):
         sources.setdefault(id(holder), ClosureSource("self", lambda: holder))
 
@@ -680,7 +678,7 @@ def _places(function: types.FunctionType) -> Iterator[tuple[Any, ClosureSource]]
             yield (id(scope), name), ClosureSource(name, functools.partial(scope.get, name))
 
 
-def _read_cell(cell: types.CellType) -> Any:
+def _read_cell(cell: types.CellType):
     try:
         return cell.cell_contents
     except ValueError:
@@ -701,7 +699,7 @@ def global_names(code: types.CodeType) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
 
 
-def objects_in(value: Any, depth: int = _MAX_HOLDERS) -> Iterator[Object]:
+def objects_in(value: object, depth: int = _MAX_HOLDERS) -> Iterator[Object]:
     """Yields the objects that a source holds."""
     if isinstance(value, Object):
         yield value
@@ -712,7 +710,7 @@ def objects_in(value: Any, depth: int = _MAX_HOLDERS) -> Iterator[Object]:
         yield from objects_in(value.__self__, depth)
         return
     if isinstance(value, (tuple, list)):
-        items: Any = value
+        items = value
     elif isinstance(value, dict):
         items = value.values()
     elif is_plain_instance(value):
@@ -725,7 +723,7 @@ def objects_in(value: Any, depth: int = _MAX_HOLDERS) -> Iterator[Object]:
             yield from objects_in(item, depth - 1)
 
 
-def is_plain_instance(value: Any) -> bool:
+def is_plain_instance(value: object) -> bool:
     """Whether ``value`` is an instance of an ordinary user class."""
     return (
         not isinstance(value, (Object, type, types.ModuleType, types.FunctionType))
@@ -738,7 +736,7 @@ def _has_slots(kind: type) -> bool:
     return any("__slots__" in vars(base) for base in kind.__mro__)
 
 
-def attributes_of(value: Any) -> dict[str, Any]:
+def attributes_of(value: object) -> dict[str, Any]:
     """Returns the attributes of an instance, also those in ``__slots__``."""
     attributes = getattr(value, "__dict__", None)
     attributes = dict(attributes) if isinstance(attributes, dict) else {}

@@ -98,7 +98,7 @@ class Behavior:
         return "left" if _left.get((self._holders[way], way[-1])) == content else content
 
     def keys_around_trace(
-        self, functions: Sequence[Any], options: Any = None
+        self, functions: Sequence[object], options: object = None
     ) -> tuple[Hashable, Hashable]:
         """Returns the keys before and after a trace of these functions."""
         behavior_after = Behavior(functions, options)
@@ -119,7 +119,7 @@ class Behavior:
                 _left[behavior_after._holders[way], way[-1]] = behavior_after._content(way)
         return key_before, behavior_after.key()
 
-    def _visit(self, value: Any, way: Way, holder: int) -> None:
+    def _visit(self, value, way: Way, holder: int) -> None:
         kind = type(value)
         self._holders[way] = holder
         if kind in _PLAIN:
@@ -145,7 +145,7 @@ class Behavior:
         else:
             self._visit_composite(value, kind, way)
 
-    def _visit_composite(self, value: Any, kind: type, way: Way) -> None:
+    def _visit_composite(self, value: object, kind: type, way: Way) -> None:
         if isinstance(value, types.FunctionType):
             self._visit_function(value, way)
         elif isinstance(value, types.MethodType):
@@ -171,14 +171,14 @@ class Behavior:
         elif not self._is_met(value, way):
             self._visit_instance(value, kind, way)
 
-    def _is_met(self, value: Any, way: Way) -> bool:
+    def _is_met(self, value: object, way: Way) -> bool:
         """Whether a value was met before; it is described only once."""
         place = self._places.setdefault(id(value), -1 - len(self._places))
         met = place != -len(self._places)
         self._parts[way] = type(value), place
         return met
 
-    def _visit_instance(self, value: Any, kind: type, way: Way) -> None:
+    def _visit_instance(self, value, kind: type, way: Way) -> None:
         """Visits a container or an instance: what it holds now."""
         native = inputs.native_base(kind)
         attributes = inputs.attributes_of(value)
@@ -203,7 +203,9 @@ class Behavior:
         if attributes:
             self._visit_items(value, attributes.items(), (*way, "__dict__"))
 
-    def _visit_items(self, value: Any, items: Iterable[tuple[Hashable, Any]], way: Way) -> None:
+    def _visit_items(
+        self, value: object, items: Iterable[tuple[Hashable, object]], way: Way
+    ) -> None:
         names: list[Hashable] = []
         for name, item in list(items):
             part = name if type(name) in _PLAIN else _constant_key(name)
@@ -235,7 +237,7 @@ class Behavior:
                 self._visit_global(scope[name], scope, (*way, name))
         self.closes_over_arrays = closes_over_arrays  # a global lives on by itself
 
-    def _visit_global(self, value: Any, scope: Mapping[str, Any], way: Way) -> None:
+    def _visit_global(self, value: object, scope: Mapping[str, object], way: Way) -> None:
         # Functions of other modules are what they are.
         if isinstance(value, types.FunctionType) and value.__globals__ is not scope:
             self._parts[way] = Identity(value)
@@ -256,20 +258,20 @@ def _root_in(way: Way, ways: Iterable[Way]) -> Way | None:
     return next((root for root in ways if way[: len(root)] == root), None)
 
 
-def _code_of(function: Any) -> Hashable:
+def _code_of(function: object) -> Hashable:
     while isinstance(function, (functools.partial, types.MethodType)):
         function = function.func if isinstance(function, functools.partial) else function.__func__
     return getattr(function, "__code__", None) or Identity(type(function))
 
 
-def _exact_key(value: Any) -> Hashable:
+def _exact_key(value: object) -> Hashable:
     try:
         return exact_key(value)
     except (TypeError, ValueError):  # ValueError: a view of memory that may be written
         raise NotComparable from None
 
 
-def _constant_key(value: Any) -> Hashable:
+def _constant_key(value) -> Hashable:
     """Returns the key of a value that holds nothing that may change."""
     if not is_lasting(value):
         raise NotComparable
@@ -279,7 +281,7 @@ def _constant_key(value: Any) -> Hashable:
 _LASTING = (type, types.ModuleType, types.BuiltinFunctionType, enum.Enum, np.dtype, np.ufunc)
 
 
-def is_lasting(value: Any, depth: int = 0) -> bool:
+def is_lasting(value: object, depth: int = 0) -> bool:
     """Whether a static value may be kept: it can hold no model."""
     kind = type(value)
     if kind in _PLAIN or kind in (float, complex) or isinstance(value, _LASTING):

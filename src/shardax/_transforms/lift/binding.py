@@ -18,12 +18,7 @@ import numpy as np
 
 from shardax._core import _jax, frames
 from shardax._core._jax import Tracer
-from shardax._core.errors import (
-    AbstractValueError,
-    ConcurrentWriteError,
-    DonationError,
-    TraceLeakError,
-)
+from shardax._core.errors import ConcurrentWriteError, DonationError, ModuleError, TraceLeakError
 from shardax._core.frames import a_kind_of, is_ref, kind_of, several
 from shardax._core.graph import flatten as graphs
 from shardax._core.graph.paths import Path, format_path
@@ -32,7 +27,7 @@ from shardax._core.graph.views import block_parents
 from shardax._core.init.lazy import LazyValue, realise_all
 from shardax._core.object import Object, epoch
 from shardax._core.variable import ArrayAttribute, Variable, has_deleted, is_deleted, refuse_deleted
-from shardax._transforms.errors import InconsistentAliasingError, OutputError
+from shardax._transforms.errors import TransformError
 from shardax._transforms.lift import arguments as inputs
 
 
@@ -86,7 +81,7 @@ class InputGraph:
             same = first.setdefault(id(self.leaves[place]._value), place)
             if same != place:
                 one, two = (format_path(self.flat.leaf_paths[i]) for i in (same, place))
-                raise InconsistentAliasingError(
+                raise TransformError(
                     f"The Variables at {one} and {two} hold one jax.Ref, and JAX takes a Ref once. "
                     f"Let them be one Variable (model.b = model.a), or give each its own: "
                     f"model.b.value = jax.new_ref(model.a.value)."
@@ -97,10 +92,10 @@ class InputGraph:
         return graphs.walk_objects(self.roots)
 
 
-def absent_error(paths: Sequence[Path]) -> AbstractValueError:
+def absent_error(paths: Sequence[Path]) -> ModuleError:
     """Returns the error of Variables without values."""
     listed = ", ".join(map(format_path, paths[:8])) + (", ..." if len(paths) > 8 else "")
-    return AbstractValueError(
+    return ModuleError(
         f"{len(paths)} Variables hold only shapes, not arrays: {listed}. Give them numbers "
         f"first, sx.update(model, state), or restore a checkpoint into the model; or look at "
         f"shapes only with sx.eval_shape."
@@ -152,7 +147,7 @@ class Effects:
     foreign: dict[int, Any]  # outside objects put into the result or an argument, by position
     fresh_ids: tuple[int, ...]  # ``id`` of each new Variable inside, while the trace lasts
     # Declared shardings of (result, written, fresh), set by ``jit``.
-    shardings: Any = (None, None, None)
+    shardings: object = (None, None, None)
 
     @property
     def tree_key(self) -> Any:
@@ -208,7 +203,7 @@ def record_effects(
     new_objects = [*enumerate(walk.objects)][count:]
     for _, item in new_objects:
         if isinstance(item, Variable) and item._parent is not None:
-            raise OutputError(
+            raise TransformError(
                 f"sx.{frame.name} would return or attach a view of one layer of a stacked "
                 f"{type(item._parent).__name__}, which outside would no longer be the stack's. "
                 "Return sx.clone(stack[i]), or take the layer outside."
@@ -234,7 +229,7 @@ def record_effects(
     return LiftedOutputs(arrays, values, fresh, effects)
 
 
-def continue_walk(frame: frames.Frame, copies: Sequence[Any]) -> graphs.GraphWalk:
+def continue_walk(frame: frames.Frame, copies: Sequence[object]) -> graphs.GraphWalk:
     """Returns a walk over new objects that knows the copies."""
     walk = graphs.GraphWalk()
     walk.objects = list(copies)
@@ -287,12 +282,12 @@ def _match(now: Collection[Any], children: Sequence[Any], objects: Sequence[Any]
     return True
 
 
-def _belongs(item: Any, frame: frames.Frame) -> bool:
+def _belongs(item, frame: frames.Frame) -> bool:
     owner = item._owner
     return owner is frame or (owner is not None and owner.parent is frame)
 
 
-def same_value(bound: Any, current: Any) -> bool:
+def same_value(bound: object, current: object) -> bool:
     """Whether a Variable holds the arrays that were bound."""
     if bound is current:
         return True
@@ -314,7 +309,7 @@ def apply_effects(graph: InputGraph, outputs: LiftedOutputs) -> Any:
         return result
 
 
-def _is_other(variable: Any, read: Any) -> bool:
+def _is_other(variable: Variable, read) -> bool:
     """Whether a Variable holds another value than the one that was read."""
     if variable._parent is None:
         return variable._value is not read
@@ -324,7 +319,7 @@ def _is_other(variable: Any, read: Any) -> bool:
     return _bits(variable._value) != _bits(read)
 
 
-def _bits(value: Any) -> list[bytes]:
+def _bits(value) -> list[bytes]:
     leaves = jax.tree.leaves(value)
     is_key = [jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key) for leaf in leaves]
     arrays = [
@@ -353,7 +348,7 @@ def check_unchanged(graph: InputGraph, effects: Effects) -> None:
         )
 
 
-def _apply(graph: InputGraph, outputs: LiftedOutputs) -> Any:
+def _apply(graph: InputGraph, outputs: LiftedOutputs):
     # Given objects that come back are the caller's own objects. Nothing is changed if something
     # about it is refused.
     effects = outputs.effects
@@ -388,7 +383,7 @@ def _apply(graph: InputGraph, outputs: LiftedOutputs) -> Any:
     return inputs.join_argument(effects.result, outputs.result, roots)
 
 
-def _store(variable: Any, value: Any) -> None:
+def _store(variable: Variable, value) -> None:
     """Stores a written value, in place where the Variable holds a ``jax.Ref``."""
     if is_ref(variable._value):
         variable._write_in_place(value)
@@ -396,7 +391,7 @@ def _store(variable: Any, value: Any) -> None:
         variable._value = value
 
 
-def _add_fresh(objects: list[Any], effects: Effects, values: Sequence[Any]) -> None:
+def _add_fresh(objects: list[Any], effects: Effects, values: Sequence[object]) -> None:
     """Appends the new objects, owned by the calling frame."""
     count, owner = len(objects), frames.local.frame
     remaining = iter(values)
@@ -436,7 +431,7 @@ TEXTS = (str, bytes, enum.Enum)
 """What a compiled function may return besides arrays and objects, as it was when traced."""
 
 
-def check_result(result: Any, name: str, others: tuple[type, ...] = ()) -> None:
+def check_result(result: object, name: str, others: tuple[type, ...] = ()) -> None:
     """Raises if a function returned something that is neither arrays nor objects."""
     for key_path, leaf in jax.tree_util.tree_leaves_with_path(result, is_leaf=graphs.is_object):
         if (
@@ -446,7 +441,7 @@ def check_result(result: Any, name: str, others: tuple[type, ...] = ()) -> None:
         ):
             continue
         where = jax.tree_util.keystr(key_path) or "the result itself"
-        raise OutputError(
+        raise TransformError(
             f"The function given to sx.{name} returned {leaf!r} of type {type(leaf).__name__} at "
             f"{where}. A result holds arrays, numbers, Modules and Variables. Return such a value "
             "from outside the transform, or keep it as static configuration of a Module."

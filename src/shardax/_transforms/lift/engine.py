@@ -43,7 +43,7 @@ from shardax._core.graph import flatten as graphs
 from shardax._core.graph.paths import Path, format_path
 from shardax._core.object import epoch
 from shardax._core.variable import Variable
-from shardax._transforms.errors import ArgumentError, ClosureError
+from shardax._transforms.errors import ClosureError, TransformError
 from shardax._transforms.lift import arguments as inputs
 from shardax._transforms.lift.binding import (
     Effects,
@@ -80,7 +80,7 @@ class CompiledFrame(frames.Frame):
         self.wanted: dict[int, Any] = {}
 
 
-def request_placement(variables: Sequence[Any], shardings: Sequence[Any]) -> None:
+def request_placement(variables: Sequence[object], shardings: Sequence[object]) -> None:
     """Asks the compiled function around to have Variables placed before it runs."""
     frame = frames.local.frame
     shardings_by_id = {
@@ -108,7 +108,7 @@ def decorator(transform: Callable[P, Any]) -> Callable[P, Any]:
         p.kind is p.KEYWORD_ONLY for name, p in parameters.items() if name != "function"
     )
 
-    def with_options(function: Any = None, *args: Any, **options: Any) -> Any:
+    def with_options(function=None, *args, **options):
         if function is None and not args:
             return functools.partial(with_options, **options)
         inputs.check_callable(function, transform.__name__)
@@ -116,7 +116,7 @@ def decorator(transform: Callable[P, Any]) -> Callable[P, Any]:
             name = getattr(transform, "__name__", "")
             unknown = ", ".join(sorted(options.keys() - parameters.keys()))
             example = "init, xs" if name == "scan" else "*arguments"
-            raise ArgumentError(
+            raise TransformError(
                 f"sx.{name} was given {f'the options {unknown}' if unknown else 'arguments'} that "
                 f"it does not take. It makes a function of the same arguments: "
                 f"sx.{name}(function)({example}), with options by name: "
@@ -142,7 +142,7 @@ class LiftedCall:
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
         make_frame: Callable[[str], frames.Frame] = frames.Frame,
-        captured: Sequence[Variable[Any]] = (),
+        captured: Sequence[Variable] = (),
         static: Container[int | str] = (),
         auto_static: bool = False,
         static_numbers: bool = False,
@@ -208,7 +208,7 @@ class LiftedCall:
             return leave(RunContext(self, frame, graphdef, copies, values, args, kwargs, result))
 
     def _bind(
-        self, frame: frames.Frame, graphdef: graphs.GraphDef, values: Sequence[Any]
+        self, frame: frames.Frame, graphdef: graphs.GraphDef, values: Sequence[object]
     ) -> tuple[list[Any], list[Any]]:
         if self._late is None:
             return bind(frame, graphdef, values, self.graph.objects(), self.graph.leaves)
@@ -259,7 +259,7 @@ class RunContext(NamedTuple):
         pair = self.frame.copies.get(id(item))
         return item if pair is None else pair[1]
 
-    def variable(self, position: int) -> Variable[Any]:
+    def variable(self, position: int) -> Variable:
         """Returns the copy of the Variable at a position."""
         return self.copies[self.graphdef.leaves[position]]
 
@@ -280,7 +280,11 @@ class RunContext(NamedTuple):
 
 
 def ending_well(
-    run: Callable[..., Any], call: LiftedCall, *inputs: Any, otherwise: Any, **options: Any
+    run: Callable[..., object],
+    call: LiftedCall,
+    *inputs: object,
+    otherwise: object,
+    **options: object,
 ) -> Any:
     """Returns a traced run's result, ``otherwise`` if it captured writes."""
     # An exception that passes through a trace of JAX 0.10 leaves the trace and its constants in
@@ -298,9 +302,9 @@ def raise_new_captures(call: LiftedCall) -> None:
         raise RetraceRequest(call.new_captures)
 
 
-def retry_captured(attempt: Callable[[list[Variable[Any]]], Any]) -> Any:
+def retry_captured(attempt: Callable[[list[Variable]], object]) -> Any:
     """Runs ``attempt`` until no Variable is written that is not an input."""
-    captured: list[Variable[Any]] = []
+    captured: list[Variable] = []
     while True:
         try:
             return attempt(captured)
@@ -312,7 +316,7 @@ def retry_captured(attempt: Callable[[list[Variable[Any]]], Any]) -> Any:
             captured = [*captured, *new]
 
 
-def path_of(functions: Sequence[Callable[..., Any]], variable: Variable[Any]) -> Path:
+def path_of(functions: Sequence[Callable[..., object]], variable: Variable) -> Path:
     """Returns the path of a captured Variable, for messages."""
     for function in functions:
         for source in inputs.find_sources(function):
@@ -324,7 +328,7 @@ def path_of(functions: Sequence[Callable[..., Any]], variable: Variable[Any]) ->
     return (type(variable).__name__,)
 
 
-def stands_for(variable: Variable[Any], original: Variable[Any]) -> bool:
+def stands_for(variable: Variable, original: Variable) -> bool:
     """Whether a Variable is an outer frame's copy of an original."""
     frame = frames.local.frame
     while frame is not None:
@@ -419,7 +423,7 @@ class SingleRunCall(LiftedCall):
     def run_whole(self, values: Any, plain: Any, plain_named: Any) -> tuple[Any, ...]:
         """Runs the function; all of its result leaves, arrays and objects."""
 
-        def split(result: Any) -> tuple[None, Any]:
+        def split(result) -> tuple[None, Any]:
             check_result(result, self.name)
             return None, result
 
@@ -434,7 +438,7 @@ class SingleRunCall(LiftedCall):
             self._write_captured(leaving[3])
             return apply_effects(self.graph, outputs)
 
-    def _write_captured(self, values: Sequence[Any]) -> None:
+    def _write_captured(self, values: Sequence[object]) -> None:
         for item in self.captured:
             if item.outer._owner is None and item.outer._value is not item.value:
                 raise ConcurrentWriteError(
@@ -477,7 +481,7 @@ def check_operands(
                 or graphs.is_object(leaf)
             ):
                 continue
-            raise ArgumentError(
+            raise TransformError(
                 f"{format_path((label, *path))} of sx.{call.name} is a {type(leaf).__name__}, "
                 "which is neither an array or number nor a Module, Variable or pytree of these. "
                 f"If it is configuration, {advice}."

@@ -35,7 +35,7 @@ from shardax._core.object import Object
 from shardax._core.state.filters import PathContains, first_match, no_match_error, to_predicates
 from shardax._core.state.state import State, flatten_mapping
 from shardax._core.variable import Variable
-from shardax._transforms.errors import InconsistentAliasingError, OutputError, PrefixError
+from shardax._transforms.errors import PrefixError, TransformError
 from shardax._transforms.lift import arguments as inputs
 from shardax._transforms.lift import binding, engine
 
@@ -90,13 +90,13 @@ def _find_alias_paths(graphdef: graphs.GraphDef) -> tuple[tuple[int, Path], ...]
     return tuple(alias_leaves)
 
 
-def objects_in(definition: Any, path: Path) -> Iterator[tuple[int, Path]]:
+def objects_in(definition: object, path: Path) -> Iterator[tuple[int, Path]]:
     """Yields the objects that a definition holds, and their paths."""
     for key, child in graphs.definition_children(definition):
         yield from _objects(child, path if key is None else (*path, key))
 
 
-def _objects(child: Any, path: Path) -> Iterator[tuple[int, Path]]:
+def _objects(child: object, path: Path) -> Iterator[tuple[int, Path]]:
     """Yields the object that a child is, or those in it."""
     if type(child) is graphs.Ref:
         yield child.position, path
@@ -121,7 +121,7 @@ class FilterMapping(Mapping[Any, Any]):
         self._values = tuple(value for _, value in pairs)
         self._predicates = to_predicates(self._filters)
 
-    def lookup(self, path: Path, variable: Any) -> Any:
+    def lookup(self, path: Path, variable: object) -> Any:
         """Returns the value for a Variable."""
         position = first_match(self._predicates, path, variable)
         if position is None:
@@ -156,14 +156,14 @@ class FilterMapping(Mapping[Any, Any]):
         return f"{type(self).__name__}({{{pairs}}})"
 
 
-def _name(item: Any) -> str:
+def _name(item: object) -> str:
     return item.__name__ if isinstance(item, type) else "..." if item is ... else repr(item)
 
 
 class ExactPath(PathContains):
     """Matches the Variable at exactly one path."""
 
-    def __call__(self, path: Path, variable: Any) -> bool:
+    def __call__(self, path: Path, variable: object) -> bool:
         return path == self.key
 
 
@@ -237,7 +237,7 @@ def prefix(tree: Any, entries: Mapping[Any, Any] | Callable[[Path, Any], Any]) -
 
     Raises:
         PrefixError: If no filter matches.
-        InconsistentAliasingError: If a Variable has different entries by two paths.
+        TransformError: If a Variable has different entries by two paths.
 
     Example:
         >>> import jax.numpy as jnp, shardax as sx
@@ -262,7 +262,7 @@ def prefix(tree: Any, entries: Mapping[Any, Any] | Callable[[Path, Any], Any]) -
         )
     seen: list[tuple[Path, Any, Any]] = []
 
-    def entry_at(path: Path, leaf: Any) -> Any:
+    def entry_at(path: Path, leaf: object):
         try:
             entry = entry_of(path, leaf)
         except FilterError as error:
@@ -270,7 +270,7 @@ def prefix(tree: Any, entries: Mapping[Any, Any] | Callable[[Path, Any], Any]) -
         seen.append((path, leaf, entry))
         return entry
 
-    def of_part(keys: Any, part: Any) -> Any:
+    def of_part(keys, part: object):
         where = plain_path(keys)
         if not isinstance(part, Object) or isinstance(part, Variable):
             return entry_at(where, part)
@@ -292,12 +292,12 @@ class _ByFilter(FilterMapping):
     """A filter mapping of entries of any kind."""
 
 
-def is_axis(entry: Any) -> bool:
+def is_axis(entry: object) -> bool:
     """Whether an entry is an axis: an integer that is no bool."""
     return isinstance(entry, int) and not isinstance(entry, bool)
 
 
-def check_axes_only(prefix: Any, name: str, carry: bool = False) -> None:
+def check_axes_only(prefix: object, name: str, carry: bool = False) -> None:
     """Checks a prefix of axes before anything is called."""
     for leaf in jax.tree.leaves(prefix):
         if isinstance(leaf, StateSharding):
@@ -312,7 +312,7 @@ def check_axes_only(prefix: Any, name: str, carry: bool = False) -> None:
                 raise PrefixError(f"{name} gives {value!r}{hint}; an entry is {allowed}.")
 
 
-def check_shardings_only(prefix: Any, name: str) -> None:
+def check_shardings_only(prefix: object, name: str) -> None:
     """Checks a prefix of shardings before anything is called."""
     kinds = (jax.sharding.Sharding, jax.sharding.PartitionSpec, Object, StateSharding)
     for leaf in jax.tree.leaves(prefix, is_leaf=lambda item: isinstance(item, Object)):
@@ -330,14 +330,14 @@ def check_shardings_only(prefix: Any, name: str) -> None:
             )
 
 
-def check_plain(prefix: Any, tree: Any, name: str, where: Path = ()) -> None:
+def check_plain(prefix: object, tree: object, name: str, where: Path = ()) -> None:
     """Checks that a prefix fits something that holds no objects."""
     refuse_filters(prefix, name, where)
     for _ in expand(prefix, tree, name, where):
         pass
 
 
-def is_one_entry(prefix: Any) -> bool:
+def is_one_entry(prefix: object) -> bool:
     """Whether a prefix is one entry for all arguments."""
     return (
         not isinstance(prefix, (tuple, list))
@@ -368,7 +368,7 @@ class AssignedPrefixes(NamedTuple):
     named: dict[str, Any]  # one per other argument, by name
 
 
-def entries_by_name(function: Any, prefix: Any) -> Any:
+def entries_by_name(function: object, prefix: Any) -> Any:
     """Returns the entries in a dict by parameter; other prefixes unchanged."""
     parameters = {p.name for p in inputs.parameters_of(function) or ()}
     is_by_name = type(prefix) is dict and prefix and parameters.issuperset(prefix)
@@ -426,11 +426,11 @@ def _count(items: Sequence[Any], singular: str, many: str) -> str:
 
 
 def expand(
-    prefix: Any,
-    tree: Any,
+    prefix: object,
+    tree: object,
     name: str,
     where: Path = (),
-    known: Mapping[int, Any] = MappingProxyType({}),
+    known: Mapping[int, object] = MappingProxyType({}),
     lenient: bool = False,
 ) -> Iterator[tuple[Path, Any, Any]]:
     """Spreads a prefix over a tree."""
@@ -467,11 +467,11 @@ def _place(name: str, where: Path) -> tuple[str, str]:
     return kind, f" at {format_path(where)}" if where else ""
 
 
-def _is_entry(prefix: Any) -> bool:
+def _is_entry(prefix: object) -> bool:
     return prefix is None or jax.tree_util.all_leaves((prefix,))
 
 
-def refuse_filters(prefix: Any, name: str, where: Path) -> None:
+def refuse_filters(prefix: object, name: str, where: Path) -> None:
     """Refuses filter mappings for what holds no objects."""
     for leaf in jax.tree.leaves(prefix):
         if isinstance(leaf, FilterMapping):
@@ -490,7 +490,7 @@ def one_level(tree: Any) -> list[tuple[Path, Any]]:
     return [(plain_path(path), child) for path, child in pairs if path]
 
 
-def _shape(tree: Any) -> str:
+def _shape(tree) -> str:
     kind = type(tree).__name__
     if isinstance(tree, Mapping):
         return f"a {kind} of {', '.join(map(repr, tree)) or 'nothing'}"
@@ -500,7 +500,7 @@ def _shape(tree: Any) -> str:
 
 
 def _expand_object(
-    prefix: Any, root: Object, name: str, where: Path, known: Mapping[int, Any], lenient: bool
+    prefix: object, root: Object, name: str, where: Path, known: Mapping[int, object], lenient: bool
 ) -> Iterator[tuple[Path, Any, Any]]:
     flat = graphs.flatten(root)
     entry_of = _chooser(prefix, root, name, where)
@@ -519,11 +519,11 @@ def _expand_object(
                 yield (*where, *path), variable, entry_of(path, variable)
 
 
-def _chooser(prefix: Any, root: Object, name: str, where: Path) -> Callable[[Path, Any], Any]:
+def _chooser(prefix: object, root: Object, name: str, where: Path) -> Callable[[Path, Any], Any]:
     """Returns the function from (path, Variable) to entry."""
     if isinstance(prefix, FilterMapping):
 
-        def by_filter(path: Path, variable: Any) -> Any:
+        def by_filter(path: Path, variable: object):
             try:
                 return prefix.lookup(path, variable)
             except FilterError as error:
@@ -536,7 +536,7 @@ def _chooser(prefix: Any, root: Object, name: str, where: Path) -> Callable[[Pat
     if isinstance(prefix, Mapping):
         by_path = flatten_mapping(prefix)
 
-        def at_path(path: Path, variable: Any) -> Any:
+        def at_path(path: Path, variable: object):
             if path in by_path:
                 return by_path[path]
             raise PrefixError(
@@ -554,7 +554,7 @@ def _chooser(prefix: Any, root: Object, name: str, where: Path) -> Callable[[Pat
     return lambda path, variable: prefix
 
 
-def _fits_value(prefix: Any, variable: Variable[Any]) -> bool:
+def _fits_value(prefix: object, variable: Variable) -> bool:
     """Whether a prefix fits a Variable's value, such as named arrays."""
     if isinstance(prefix, (Object, State)):
         return False
@@ -566,12 +566,14 @@ def _fits_value(prefix: Any, variable: Variable[Any]) -> bool:
     return True
 
 
-def _is_same(first: Any, second: Any) -> bool:
+def _is_same(first: object, second: object) -> bool:
     """Whether entries are equal, also pytrees of them."""
     return first is second or jax.tree.flatten(first) == jax.tree.flatten(second)
 
 
-def consistent(entries: Iterable[tuple[Path, Any, Any]], name: str) -> dict[int, tuple[Path, Any]]:
+def consistent(
+    entries: Iterable[tuple[Path, object, object]], name: str
+) -> dict[int, tuple[Path, Any]]:
     """Returns (path, entry) by ``id`` of Variable, one each."""
     entries_by_id: dict[int, tuple[Path, Any]] = {}
     for path, leaf, entry in entries:
@@ -579,7 +581,7 @@ def consistent(entries: Iterable[tuple[Path, Any, Any]], name: str) -> dict[int,
             continue
         first = entries_by_id.setdefault(id(leaf), (path, entry))
         if not _is_same(first[1], entry):
-            raise InconsistentAliasingError(
+            raise TransformError(
                 f"One {type(leaf).__name__} is reached by two paths with different {name}:\n  "
                 f"{format_path(first[0])}: {first[1]}\n  {format_path(path)}: {entry}\n"
                 f"A shared Variable is one Variable and needs one entry. Give both paths the same, "
@@ -625,18 +627,18 @@ def place_variables(variables: Sequence[Any], entries: Sequence[Any]) -> None:
                 variable._value = new
 
 
-def _is_none(entry: Any) -> bool:
+def _is_none(entry) -> bool:
     return entry is None
 
 
-def _in_scope(entry: Any) -> Any:
+def _in_scope(entry: object):
     """Returns a sharding for a spec, over the mesh in scope."""
     if not isinstance(entry, jax.sharding.PartitionSpec):
         return entry
     return jax.sharding.NamedSharding(jax.sharding.get_mesh(), entry)
 
 
-def _is_at(leaf: Any, sharding: Any) -> bool:
+def _is_at(leaf, sharding) -> bool:
     if not (isinstance(leaf, jax.Array) or is_ref(leaf)):
         return False
     if not isinstance(sharding, jax.sharding.Sharding):
@@ -656,7 +658,7 @@ class EntryAssignment:
         kwargs: Mapping[str, Any],
         prefixes: Sequence[Any],
         named: Any,
-        outside: Any,
+        outside: object,
         name: str,
     ) -> None:
         self.call = call
@@ -675,7 +677,7 @@ class EntryAssignment:
         self.plain_paths = [path for path, _ in plain]  # the path of each plain leaf
 
     def _spread(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any], known: Mapping[int, Any]
+        self, args: Sequence[object], kwargs: Mapping[str, object], known: Mapping[int, object]
     ) -> Iterable[tuple[Path, Any, Any]]:
         for label, prefix, arg in zip(self.call.labels, self.prefixes, args, strict=True):
             yield from expand(prefix, arg, self.name, (label,), known)
@@ -689,7 +691,7 @@ class EntryAssignment:
         return self.call.graph.flat.leaf_paths
 
     def output_entries(
-        self, context: engine.RunContext, out_prefix: Any, out_name: str
+        self, context: engine.RunContext, out_prefix: object, out_name: str
     ) -> OutputEntries:
         """Returns the entry of everything that leaves."""
         of_result = [
@@ -722,7 +724,7 @@ class OutputEntries(NamedTuple):
         return [entry for _, entry in self.labels]
 
 
-def entries_in(prefix: Any) -> list[Any]:
+def entries_in(prefix: object) -> list[Any]:
     """Returns the distinct entries that a prefix can give."""
     leaves = jax.tree.leaves(prefix, is_leaf=lambda item: item is None)
     distinct_values: list[Any] = []
@@ -744,7 +746,9 @@ def drop_written(
     return outputs._replace(written=[value for _, value in remaining])
 
 
-def add_written(outputs: binding.LiftedOutputs, more: Mapping[int, Any]) -> binding.LiftedOutputs:
+def add_written(
+    outputs: binding.LiftedOutputs, more: Mapping[int, object]
+) -> binding.LiftedOutputs:
     """Returns, outside the transform, what left with more written Variables."""
     outputs.effects.written = (*outputs.effects.written, *more)
     return outputs._replace(written=[*outputs.written, *more.values()])
@@ -772,7 +776,7 @@ def appended(
 def refuse_foreign(effects: binding.Effects, name: str) -> None:
     """Raises if objects that were not passed in stand in the result."""
     for item in effects.foreign.values():
-        raise OutputError(
+        raise TransformError(
             f"The function given to sx.{name} returned (or attached to an argument) a "
             f"{type(item).__name__} that was not passed in: one object, with no part of its own in "
             "each run. Pass it as an argument, or return sx.clone of it."

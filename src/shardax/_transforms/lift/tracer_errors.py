@@ -72,7 +72,9 @@ def add_advice(error: Exception) -> None:
 Form = Literal["arguments", "leaves", "pair"]
 
 
-def naming(pure: Callable[..., Any], call: Any, form: Form, which: int = 0) -> Callable[..., Any]:
+def naming(
+    pure: Callable[..., object], call: Any, form: Form, which: int = 0
+) -> Callable[..., Any]:
     """Returns a pure function with tracer errors that name arguments."""
     # ``pure`` takes the values of Variables, and plain arguments in one of three forms: positional
     # and named, all leaves in one list, or both in one tuple.
@@ -82,7 +84,7 @@ def naming(pure: Callable[..., Any], call: Any, form: Form, which: int = 0) -> C
     while frame is not None:
         level, frame = level + 1, frame.parent
 
-    def program(*inputs: Any) -> Any:
+    def program(*inputs) -> Any:
         try:
             return pure(*inputs)
         except TRACER_ERRORS as error:
@@ -103,7 +105,7 @@ def naming(pure: Callable[..., Any], call: Any, form: Form, which: int = 0) -> C
     return program
 
 
-def _name_inputs(error: Exception, call: Any, form: Form, level: int) -> None:
+def _name_inputs(error: Exception, call, form: Form, level: int) -> None:
     if f"_{level}[" not in str(error):
         return
     paths = call.graph.flat.leaf_paths

@@ -107,7 +107,7 @@ class SplitStreams:
             for stream in self.streams
         }
 
-    def split_keys(self, values: Sequence[Any], size: int, sharding: Any = None) -> list[Any]:
+    def split_keys(self, values: Sequence[object], size: int, sharding: object = None) -> list[Any]:
         """Returns the values with a key and count per batch element."""
         split = list(values)
         for position, key in self.draw(values).items():
@@ -124,12 +124,12 @@ class SplitStreams:
         counters = {id(context.variable(s.key)): s.counter for s in self.streams}
         clones: dict[int, Any] = {}
 
-        def is_split(item: Any) -> bool:
+        def is_split(item: object) -> bool:
             if isinstance(item, Rngs):
                 return any(is_split(stream) for _, stream in item.streams())
             return isinstance(item, RngStream) and id(vars(item).get("key")) in counters
 
-        def clone_of(item: Any) -> Any:
+        def clone_of(item):
             if id(item) not in clones and isinstance(item, RngStream):
                 self.kept.add(counters[id(item.key)])
                 clones[id(item)] = clone_sharing(item)
@@ -163,7 +163,7 @@ class SplitStreams:
         """Separates, inside the transform, what was written to split streams."""
         written = outputs.effects.written
         for position in self.keys.intersection(written):
-            raise errors.OutputError(
+            raise errors.TransformError(
                 f"The random stream at {format_path(self.call.graph.flat.leaf_paths[position])} "
                 f"was given another key inside sx.{self.call.name}, which splits it: every batch "
                 f"element has a key of its own, so there is not one to keep. Reseed it outside, or "
@@ -174,13 +174,13 @@ class SplitStreams:
         }
         return prefix.drop_written(outputs, moved), moved
 
-    def restore(self, outputs: LiftedOutputs, moved: Mapping[int, Any]) -> LiftedOutputs:
+    def restore(self, outputs: LiftedOutputs, moved: Mapping[int, object]) -> LiftedOutputs:
         """Adds, outside the transform, the counts of the streams that moved on."""
         counts = {position: count + jnp.uint32(1) for position, count in moved.items()}
         return prefix.add_written(outputs, counts)
 
 
-def _laid_out(array: Any, sharding: Any) -> Any:
+def _laid_out(array: object, sharding: object):
     return array if sharding is None else jax.reshard(array, sharding)
 
 
@@ -190,7 +190,7 @@ class LeavingValue(NamedTuple):
     kind: str  # ``"result"``, ``"written"`` into what was given, or ``"attached"`` to it
     path: Path
     entry: Any
-    value: Any
+    value: object
     new: str = ""  # the type of a new Variable
 
 
@@ -250,7 +250,7 @@ class MappedCall:
         return outputs, leaving, sown
 
     def group(
-        self, outputs: LiftedOutputs, sown: Mapping[int, Any], entries: Iterable[Hashable]
+        self, outputs: LiftedOutputs, sown: Mapping[int, object], entries: Iterable[Hashable]
     ) -> tuple[list[Any], ...]:
         """Groups, inside, the arrays that leave, one list per entry."""
         # JAX is given the entry of each list, because what leaves is known only after the run.
@@ -303,14 +303,14 @@ def common_size(rows: Iterable[EnteringArray], declared: int | None, name: str) 
         if axis is None:
             continue
         if not hasattr(leaf, "shape") and not isinstance(leaf, (bool, int, float, complex)):
-            raise errors.AxisSizeError(
+            raise errors.TransformError(
                 f"sx.{name} maps axis {axis} of what stands at {format_path(path)}, but "
                 f"{leaf!r} is a {type(leaf).__name__}, not an array. Give it None in in_axes, or "
                 f"bind it with functools.partial."
             )
         shape = jnp.shape(leaf)
         if not -len(shape) <= axis < len(shape):
-            raise errors.AxisSizeError(
+            raise errors.TransformError(
                 f"sx.{name} maps axis {axis} of the array at {format_path(path)}, which has shape "
                 f"{shape}. Give it None in in_axes if it is the same for all, or another axis."
             )
@@ -320,9 +320,9 @@ def common_size(rows: Iterable[EnteringArray], declared: int | None, name: str) 
             f"  {option if path is None else format_path(path)}: {size}"
             for size, path in sizes.items()
         )
-        raise errors.AxisSizeError(f"sx.{name} maps arrays of different sizes:\n{listed}")
+        raise errors.TransformError(f"sx.{name} maps arrays of different sizes:\n{listed}")
     if not sizes:
-        raise errors.AxisSizeError(
+        raise errors.TransformError(
             f"sx.{name} does not know how many times to run: no argument has an axis to map. Give "
             f"{option}=..., or an axis in in_axes."
         )
@@ -338,7 +338,7 @@ def as_count(count_option: Any, option: str) -> int | None:
     except TypeError:  # also of a traced number
         count = -1
     if count < 0:
-        raise errors.AxisSizeError(
+        raise errors.TransformError(
             f"{option} is {count_option!r}, but the number of runs is part of the program: an "
             f"integer of at least 0, known before it runs, such as {option}=8. It may be left out "
             f"where an argument is mapped."
@@ -351,7 +351,7 @@ def check_new_axis(value: Any, axis: Any, path: Path, name: str) -> None:
     for leaf in jax.tree.leaves(value) if prefix.is_axis(axis) else []:
         rank = jnp.ndim(leaf) + 1
         if not -rank <= axis < rank:
-            raise errors.AxisSizeError(
+            raise errors.TransformError(
                 f"sx.{name} puts {format_path(path)} together along axis {axis}, but each part has "
                 f"shape {jnp.shape(leaf)}, so the whole has no axis {axis}. Give it one from "
                 f"{-rank} to {rank - 1}: in out_axes for a result, in in_axes for what belongs to "
@@ -367,7 +367,7 @@ def mapped_sharding(rows: Iterable[EnteringArray], name: str) -> NamedSharding |
         return None
     first, conflicting = mapped[0], next((row for row in mapped if row[2] != mapped[0][2]), None)
     if conflicting is not None:
-        raise errors.MappedShardingError(
+        raise errors.TransformError(
             f"sx.{name} maps arrays whose mapped dimensions are split differently over the mesh:\n"
             f"  {format_path(first[0])}: {first[2]}\n"
             f"  {format_path(conflicting[0])}: {conflicting[2]}\n"
@@ -378,7 +378,7 @@ def mapped_sharding(rows: Iterable[EnteringArray], name: str) -> NamedSharding |
     for path, leaf, axis in rows:
         used = {part for spec in _specs(leaf) for part in jax.tree.leaves(spec)}
         if axis is None and used & set(over):
-            raise errors.MappedShardingError(
+            raise errors.TransformError(
                 f"sx.{name} maps a dimension that is split over the mesh axes {over}, but the "
                 f"array at {format_path(path)}, which the whole batch shares, is split over them "
                 f"too: {jax.typeof(leaf)}. Use jax.reshard to take it off them, or map it as well."
@@ -395,7 +395,7 @@ def refuse_split(rows: Iterable[EnteringArray], name: str) -> None:
             continue
         over = _specs(leaf)[axis]
         if over is not None:
-            raise errors.MappedShardingError(
+            raise errors.TransformError(
                 f"sx.{name} takes slices along axis {axis} of the array at {format_path(path)}, "
                 f"which is split over the mesh axis {over!r} there: {jax.typeof(leaf)}. One slice "
                 f"after another cannot be split so over Explicit mesh axes. Keep the dimension "
@@ -404,11 +404,11 @@ def refuse_split(rows: Iterable[EnteringArray], name: str) -> None:
             )
 
 
-def _specs(leaf: Any) -> Sequence[Any]:
+def _specs(leaf: object) -> Sequence[Any]:
     return tuple(jax.typeof(leaf).sharding.spec)
 
 
-def mapped_name(metadata: Mapping[str, Any] | None, name: str) -> Hashable:
+def mapped_name(metadata: Mapping[str, object] | None, name: str) -> Hashable:
     """Returns the name that ``metadata`` gives the mapped dimension."""
     if metadata is None:
         return None
@@ -425,7 +425,7 @@ def mapped_name(metadata: Mapping[str, Any] | None, name: str) -> Hashable:
 
 
 def element_graphdef(
-    assignment: prefix.EntryAssignment, streams: SplitStreams, partition_name: Any
+    assignment: prefix.EntryAssignment, streams: SplitStreams, partition_name: object
 ) -> GraphDef:
     """Returns the structure of one batch element: mapped axes have no name."""
     graphdef = assignment.call.graph.flat.graphdef
@@ -490,7 +490,7 @@ class MappedBoxes:
         self._names: dict[type, Any] = {}
 
     def enter(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any]
+        self, args: Sequence[object], kwargs: Mapping[str, object]
     ) -> tuple[list[Any], dict[str, Any]]:
         """Returns the arguments with boxes without the mapped dimension."""
         assignment = self.assignment
@@ -501,11 +501,11 @@ class MappedBoxes:
             {name: self._map(arg, (name,), axes, self._without) for name, arg in kwargs.items()},
         )
 
-    def leave(self, result: Any, output_entries: prefix.OutputEntries) -> Any:
+    def leave(self, result: object, output_entries: prefix.OutputEntries) -> Any:
         """Returns the result with the mapped dimension in its boxes."""
         return self._map(result, ("result",), dict(output_entries.labels), self._with)
 
-    def _without(self, box: Any, axis: int) -> Any:
+    def _without(self, box, axis: int):
         name = self.partition_name
         names = getattr(box, "names", None)
         rank = getattr(getattr(box, "value", None), "ndim", -1) + 1
@@ -519,7 +519,7 @@ class MappedBoxes:
             self._names.setdefault(type(box), name)
         return box.remove_axis(axis, {**self.params, PARTITION_NAME: name})
 
-    def _with(self, box: Any, axis: int) -> Any:
+    def _with(self, box, axis: int):
         name = self.partition_name
         if name is None:
             name = self._names.get(type(box))
@@ -529,9 +529,13 @@ class MappedBoxes:
         return box.add_axis(axis, {**self.params, PARTITION_NAME: name})
 
     def _map(
-        self, tree: Any, where: Path, axes: Mapping[Path, Any], change: Callable[[Any, int], Any]
+        self,
+        tree: object,
+        where: Path,
+        axes: Mapping[Path, object],
+        change: Callable[[Any, int], object],
     ) -> Any:
-        def visit(key_path: Any, leaf: Any) -> Any:
+        def visit(key_path, leaf: object):
             if not is_box(leaf):
                 return leaf
             path = (*where, *plain_path(key_path))
@@ -555,7 +559,7 @@ class MappedBoxes:
         )
 
 
-def is_box(value: Any) -> bool:
+def is_box(value: object) -> bool:
     """Whether a value has methods that add and remove a dimension."""
     kind = type(value)
     return (
@@ -565,7 +569,7 @@ def is_box(value: Any) -> bool:
     )
 
 
-def _changed(path: Path, box: Any, change: Callable[[Any], Any]) -> Any:
+def _changed(path: Path, box: object, change: Callable[[Any], object]):
     """Changes a box and the boxes in it."""
     try:
         changed = change(box)

@@ -36,7 +36,7 @@ from shardax._core.state.filters import PathContains, first_match, to_predicates
 from shardax._core.state.state import State
 from shardax._core.text import columns
 from shardax._core.variable import ArrayAttribute, Variable
-from shardax._transforms.errors import AmbiguousBatchError, AxisSizeError, PrefixError
+from shardax._transforms.errors import PrefixError, TransformError
 from shardax._transforms.lift.prefix import ExactPath, StateAxes, alias_paths, consistent, is_axis
 from shardax._transforms.vmap.axes import is_box, streams_of
 
@@ -49,7 +49,7 @@ class BatchPart(NamedTuple):
     """One part of a problem."""
 
     paths: tuple[Path, ...]  # all paths that reach it, the first one first
-    item: Any  # the Variable, box, named array or leaf; of a State, what the entry came from
+    item: object  # the Variable, box, named array or leaf; of a State, what the entry came from
     kind: type  # its type, or that of the Variable it came from
     # Its arrays, as shapes and dtypes; none if it is no array.
     arrays: tuple[jax.ShapeDtypeStruct, ...]
@@ -100,7 +100,7 @@ class BatchProblem:
         self._known: dict[int, int] = {}
         self._trees = [self._take_apart(where, tree) for where, tree in trees]
 
-    def _take_apart(self, where: Path, tree: Any) -> tuple[Any, list[PartPosition]]:
+    def _take_apart(self, where: Path, tree: object) -> tuple[Any, list[PartPosition]]:
         pairs, treedef = jax.tree_util.tree_flatten_with_path(
             tree, is_leaf=lambda item: is_whole(item) or is_box(item)
         )
@@ -159,7 +159,7 @@ class BatchProblem:
         ]
 
 
-def _entry(place: PartPosition, axes: Sequence[int | None]) -> Any:
+def _entry(place: PartPosition, axes: Sequence[int | None]):
     if isinstance(place, int):
         return axes[place]
     if isinstance(place, tuple):
@@ -172,7 +172,7 @@ def _entry(place: PartPosition, axes: Sequence[int | None]) -> Any:
     return StateAxes([(ExactPath(path), axis) for path, axis in entries.items()])
 
 
-def _arrays_in(value: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
+def _arrays_in(value: object) -> tuple[jax.ShapeDtypeStruct, ...]:
     leaves = [value] if isinstance(value, LazyValue) else jax.tree.leaves(value)
     shaped = [leaf for leaf in leaves if hasattr(leaf, "dtype") and hasattr(leaf, "shape")]
     numbers = [leaf for leaf in leaves if isinstance(leaf, (bool, int, float, complex))]
@@ -268,7 +268,7 @@ class Batch:
         strict: As for ``batch_axes``.
 
     Raises:
-        AxisSizeError: If the size is no whole number, or negative.
+        TransformError: If the size is no whole number, or negative.
         PrefixError: If ``where`` has an entry of another kind.
         FilterError: If ``where`` has a key that is no filter.
 
@@ -282,17 +282,17 @@ class Batch:
     """
 
     size: int
-    where: Any = None
+    where: object = None
     strict: bool = True
 
     def __post_init__(self) -> None:
         if not is_axis(self.size) or self.size < 0:
-            raise AxisSizeError(
+            raise TransformError(
                 f"A batch has a size, but was given {self.size!r}: sx.batch_axes(problem, 8)."
             )
         to_predicates([item for item, _ in self.declarations()])
 
-    def find(self, tree: Any) -> BatchAxes:
+    def find(self, tree: object) -> BatchAxes:
         """Finds the axes of a problem; see ``batch_axes``.
 
         Args:
@@ -304,7 +304,7 @@ class Batch:
         return self._found_in(BatchProblem([((), tree)]), lambda prefixes: prefixes[0])
 
     def find_call(
-        self, labels: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]
+        self, labels: Sequence[str], args: Sequence[object], kwargs: Mapping[str, object]
     ) -> BatchAxes:
         """Finds the axes of a call's arguments.
 
@@ -325,7 +325,7 @@ class Batch:
             lambda choices: (choices[:count], dict(zip(kwargs, choices[count:], strict=True))),
         )
 
-    def _found_in(self, problem: BatchProblem, arrange: Callable[[list[Any]], Any]) -> BatchAxes:
+    def _found_in(self, problem: BatchProblem, arrange: Callable[[list[Any]], object]) -> BatchAxes:
         chosen = _AxisFinder(self).decide(problem.parts)
         rows = [
             BatchRow(part.paths[0], part.what, *choice)
@@ -355,7 +355,7 @@ class Batch:
         return list(where.items())
 
 
-def batch_axes(tree: Any, size: int, where: Any = None, strict: bool = True) -> BatchAxes:
+def batch_axes(tree: object, size: int, where: object = None, strict: bool = True) -> BatchAxes:
     """Finds the batch axes of the arrays of a nested problem.
 
     Args:
@@ -374,12 +374,12 @@ def batch_axes(tree: Any, size: int, where: Any = None, strict: bool = True) -> 
         The axes (``.axes``, for ``in_axes``) and the reasons; ``print`` shows them.
 
     Raises:
-        AmbiguousBatchError: If arrays could be batched or not, or in several ways; lists all of
+        TransformError: If arrays could be batched or not, or in several ways; lists all of
             them by path, with what to declare.
-        AxisSizeError: If a declared axis is missing or has another size, or nothing is batched.
+        TransformError: If a declared axis is missing or has another size, or nothing is batched.
         FilterError: If ``where`` names a path that the problem does not have.
         PrefixError: If ``where`` has an entry of another kind.
-        InconsistentAliasingError: If a Variable that is reached by two paths is declared twice,
+        TransformError: If a Variable that is reached by two paths is declared twice,
             differently.
 
     Example:
@@ -421,11 +421,11 @@ class _AxisFinder:
             except _Ambiguity as doubt:
                 doubts.append((part, str(doubt)))
         if doubts:
-            raise AmbiguousBatchError(self._explain(doubts))
+            raise TransformError(self._explain(doubts))
         arrays = [part for part in parts if part.arrays and not part.is_stream]
         if self.strict and arrays and all(choice.axis is None for choice in chosen):
             listed = ", ".join(f"{format_path(p.paths[0])} {p.what}" for p in arrays[:6])
-            raise AxisSizeError(
+            raise TransformError(
                 f"Nothing is batched: no array that may be has a dimension of size {self.size} "
                 f"({listed}{', ...' if len(arrays) > 6 else ''}). Check the size; if all batch "
                 f"elements really share everything, say strict=False."
@@ -489,7 +489,7 @@ class _AxisFinder:
         fits = all(-len(s) <= axis < len(s) and s[axis] == self.size for s in shapes)
         if splits or (shapes and fits):
             return AxisChoice(axis, reason)
-        raise AxisSizeError(
+        raise TransformError(
             f"The {part.what} at {format_path(part.paths[0])} is to be batched along axis {axis} "
             f"({reason}), but has no size {self.size} there."
         )
@@ -532,7 +532,7 @@ class _AxisFinder:
         )
 
 
-def _shown(item: Any) -> str:
+def _shown(item) -> str:
     """Returns a filter as the user would write it."""
     if item is ...:
         return "..."

@@ -72,17 +72,17 @@ def vmap(
 
     Raises:
         PrefixError: If an entry is no axis; when called, if a prefix does not fit.
-        AxisSizeError: If ``axis_size`` is no size; when called, if an array has no such axis, or
+        TransformError: If ``axis_size`` is no size; when called, if an array has no such axis, or
             sizes differ.
-        AmbiguousBatchError: When called, if axes are to be found and sizes do not say which.
+        TransformError: When called, if axes are to be found and sizes do not say which.
         SharedWriteError: When called, if batch elements write different values into a shared
             Variable, or a result without an axis differs between them.
-        InconsistentAliasingError: When called, if a Variable gets two different axes.
+        TransformError: When called, if a Variable gets two different axes.
         ForeignMutationError: When called, if a Variable that was not passed in is written.
         MetadataError: When called, if a mapped dimension has another name than ``metadata`` gives.
         PartitionError: When called, if a box cannot lose or gain the dimension; names its path.
-        PartitioningUnspecifiedError: When called, if a box must have a name for it.
-        MappedShardingError: When called, if arrays are split differently over Explicit mesh axes.
+        PartitionError: When called, if a box must have a name for it.
+        TransformError: When called, if arrays are split differently over Explicit mesh axes.
 
     Example:
         >>> import jax, jax.numpy as jnp, shardax as sx
@@ -108,7 +108,7 @@ def vmap(
     mapped.mapped_name(metadata, "vmap")
 
     @wraps(function)
-    def vmapped(*args: Any, **kwargs: Any) -> Any:
+    def vmapped(*args, **kwargs):
         call = _VmapCall(function, in_axes, out_axes, axis_size, metadata, args, kwargs)
         return call.run({"axis_name": axis_name, "spmd_axis_name": spmd_axis_name})
 
@@ -121,8 +121,8 @@ class _VmapCall(mapped.MappedCall):
     def __init__(
         self,
         function: Callable[..., Any],
-        in_axes: Any,
-        out_axes: Any,
+        in_axes,
+        out_axes,
         axis_size: int | None,
         metadata: Mapping[str, Any] | None,
         args: Sequence[Any],
@@ -174,12 +174,12 @@ class _VmapCall(mapped.MappedCall):
                 return leaf, axis  # not an array of our own: it is split over the mesh as it must
         return np.arange(self.size), 0
 
-    def _pure(self, values: list[Any], plain: list[Any], mark: Any) -> tuple[list[Any], ...]:
+    def _pure(self, values: list[Any], plain: list[Any], mark) -> tuple[list[Any], ...]:
         positional, named = self.plain_tree.unflatten(plain)
         leave = functools.partial(self._leave, mark=mark)
         return self.call.run(values, positional, named, leave, graphdef=self.graphdef)
 
-    def _leave(self, context: RunContext, mark: Any) -> tuple[list[Any], ...]:
+    def _leave(self, context: RunContext, mark: object) -> tuple[list[Any], ...]:
         """Groups what leaves a batch element by axis."""
         axes = self.assignment.leaves
         outputs, leaving, sown = self.record(context, lambda position: axes[position] is None)
@@ -223,17 +223,17 @@ class _VmapCall(mapped.MappedCall):
         )
 
 
-def varies(mark: Any, values: Sequence[Any]) -> list[bool]:
+def varies(mark: object, values: Sequence[object]) -> list[bool]:
     """Returns, inside ``vmap``, whether each value differs between batch elements."""
     # JAX tells a rule for batching which of its operands are batched; this one only listens.
     flags = [False] * len(values)
 
     @jax.custom_batching.custom_vmap
-    def look(mark: Any, values: list[Any]) -> Any:
+    def look(mark: object, values: list[object]):
         return mark
 
     @look.def_vmap
-    def rule(axis_size: int, batched: Any, mark: Any, values: list[Any]) -> tuple[Any, bool]:
+    def rule(axis_size: int, batched, mark: object, values: list[object]) -> tuple[Any, bool]:
         flags[:] = [any(jax.tree.leaves(item)) for item in batched[1]]
         return mark, True
 

@@ -97,7 +97,7 @@ def export(
     Raises:
         ExportError: If the function cannot do without this process, by name: callbacks, random
             state without a seed, structure that changes, state that changes its form.
-        AbstractValueError: If the state holds shapes only.
+        ModuleError: If the state holds shapes only.
         PathExistsError: If there is something at ``to``.
         ImportError: If ``flatbuffers`` or ``safetensors`` is missing.
 
@@ -160,7 +160,7 @@ def export(
 
 
 def _traced(
-    compiled: Jit, args: Sequence[Any], kwargs: dict[str, Any], dynamic: Dynamic
+    compiled: Jit, args: Sequence[object], kwargs: dict[str, object], dynamic: Dynamic
 ) -> FlatProgram:
     try:
         return FlatProgram(compiled, args, kwargs)
@@ -252,7 +252,7 @@ class _DynamicSizes:
                         f"has ({', '.join(labels)}).{did_you_mean(label, labels)}"
                     )
 
-    def abstract(self, label: str, path: Any, leaf: Any) -> Any:
+    def abstract(self, label: str, path, leaf):
         """Replace an array of an argument by its shape and dtype."""
         if isinstance(leaf, Object) or not hasattr(leaf, "dtype"):
             return leaf
@@ -280,7 +280,7 @@ class _DynamicSizes:
         axes = places.get(label, ()) if isinstance(places, Mapping) else places
         return (axes,) if isinstance(axes, int) else tuple(axes)
 
-    def _note_size(self, name: str, size: Any, where: str) -> None:
+    def _note_size(self, name: str, size, where: str) -> None:
         first_size, first = self.sizes.setdefault(name, (size, where))
         if size != first_size:
             raise ExportError(
@@ -299,7 +299,7 @@ class _DynamicSizes:
             )
 
 
-def _layout(leaf: Any, shape: Sequence[Any]) -> Any:
+def _layout(leaf: object, shape: Sequence[object]):
     """The sharding of an array, if it fits the shape."""
     # JAX does not split dynamic dimensions, because nobody knows that they divide. The compiler
     # then finds the layout, and callers may pass the array split.
@@ -339,7 +339,7 @@ def written_at(place: pathlib.Path) -> Iterator[pathlib.Path]:
         ) from error
 
 
-def write_signature(folder: pathlib.Path, entries: Mapping[str, Any]) -> None:
+def write_signature(folder: pathlib.Path, entries: Mapping[str, object]) -> None:
     """Write the signature of a folder with complete other files."""
     names = sorted(file.name for file in folder.iterdir() if file.name != signature.SIGNATURE)
     body = {
@@ -352,7 +352,7 @@ def write_signature(folder: pathlib.Path, entries: Mapping[str, Any]) -> None:
     (folder / signature.SIGNATURE).write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
 
 
-def write_weights(path: pathlib.Path, arrays: Mapping[str, Any]) -> None:
+def write_weights(path: pathlib.Path, arrays: Mapping[str, object]) -> None:
     """Write arrays by name, as safetensors."""
     foreign = [
         name for name, array in arrays.items() if not getattr(array, "is_fully_addressable", True)
@@ -424,7 +424,9 @@ class FlatProgram:
         arrays = [*jax.tree.leaves(values), *constants]
         self.values = [arrays[i] for i in self._held]
 
-    def __call__(self, state: Sequence[Any], inputs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    def __call__(
+        self, state: Sequence[object], inputs: Sequence[object]
+    ) -> tuple[list[Any], list[Any]]:
         """Run the program, usually on tracers."""
         by_position = dict(zip(self._held, state, strict=True))
         arrays = [
@@ -448,7 +450,7 @@ class FlatProgram:
 
 
 def _operands(
-    plan: Specialization, arguments: lift.SplitArguments, values: Sequence[Any]
+    plan: Specialization, arguments: lift.SplitArguments, values: Sequence[object]
 ) -> list[int]:
     """The number of each operand of a program among values and inputs."""
     leaves, treedef = jax.tree.flatten(values)
@@ -466,7 +468,7 @@ def _zeros(form: ArrayForm) -> Any:
     return jnp.zeros(words.shape, words.dtype)
 
 
-def _shape(value: Any) -> jax.ShapeDtypeStruct:
+def _shape(value) -> jax.ShapeDtypeStruct:
     words = jax.eval_shape(signature.to_words, value)
     form = ArrayForm.of(value)
     sharding = None if form.spec is None else form.sharding(value.sharding.mesh)
@@ -496,7 +498,7 @@ def _inputs(
 
 
 def _entries(
-    graph: InputGraph, values: Sequence[Any], written: Sequence[int], results: Sequence[Any]
+    graph: InputGraph, values: Sequence[object], written: Sequence[int], results: Sequence[object]
 ) -> Iterator[StateEntry]:
     """Describe the arrays of a graph's Variables."""
     new_values = dict(zip(written, results, strict=True))
@@ -569,7 +571,7 @@ def check_effects(effects: Effects, graphdef: GraphDef) -> None:
         )
 
 
-def check_form_is_kept(path: Path, old: Any, new: Any) -> None:
+def check_form_is_kept(path: Path, old: object, new: object) -> None:
     """Raise if a call changes the form of a Variable."""
     forms = [[str(ArrayForm.of(leaf)) for leaf in jax.tree.leaves(value)] for value in (old, new)]
     if forms[0] != forms[1] or jax.tree.structure(old) != jax.tree.structure(new):
@@ -602,7 +604,7 @@ def check_program(jaxpr: Any) -> Any:
     return jaxpr
 
 
-def _callbacks(jaxpr: Any, outer_line: str = "") -> Iterator[str]:
+def _callbacks(jaxpr, outer_line: str = "") -> Iterator[str]:
     """Yield the callbacks in a program."""
     # `outer_line` is the source line of the call that the program is in.
     for equation in jaxpr.eqns:
@@ -614,7 +616,7 @@ def _callbacks(jaxpr: Any, outer_line: str = "") -> Iterator[str]:
             yield from _callbacks(inner, line)
 
 
-def _described(equation: Any, name: str) -> str:
+def _described(equation, name: str) -> str:
     if name == "debug_print":
         return f"jax.debug.print({equation.params.get('fmt', '')!r}, ...)"
     # The text of a callback has the function's name: <function log at 0x...>

@@ -22,7 +22,7 @@ from shardax._core.frames import is_eager
 from shardax._core.module import Module
 from shardax._core.variable import Variable
 from shardax._files import PathNotFoundError
-from shardax._transforms.errors import MeshError
+from shardax._transforms.errors import TransformError
 from shardax._transforms.jit.jit import jit
 from shardax.host import errors
 from shardax.host.export import signature as signatures
@@ -42,7 +42,7 @@ class LoadedProgram:
         # Words of (state, inputs) to words of (results, new values of the written state).
         self.run = jax.jit(self._differentiable(exported.call), out_shardings=places)
 
-    def __deepcopy__(self, memo: Any) -> LoadedProgram:
+    def __deepcopy__(self, memo: object) -> LoadedProgram:
         return self  # it has no state
 
     def __reduce__(self) -> Any:
@@ -55,12 +55,12 @@ class LoadedProgram:
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.signature}>"
 
-    def _differentiable(self, call: Any) -> Any:
+    def _differentiable(self, call):
         """Return the program, made to refuse derivatives if it was exported without."""
         program = jax.custom_jvp(lambda state, inputs: tuple(call(state, inputs)))
 
         @program.defjvp
-        def _refuse(primals: Any, tangents: Any) -> Any:
+        def _refuse(primals: object, tangents: object):
             raise errors.ExportError(
                 f"{self.signature.name} was exported without derivatives. Export it with "
                 "vjp_order=1, or more for higher ones."
@@ -111,7 +111,7 @@ class LoadedFunction(Module):
         (20.0, 50.0, 5.0)
     """
 
-    def __init__(self, program: LoadedProgram, variables: dict[str, Variable[Any]]) -> None:
+    def __init__(self, program: LoadedProgram, variables: dict[str, Variable]) -> None:
         self.program = program
         self.variables = variables
 
@@ -120,7 +120,7 @@ class LoadedFunction(Module):
         """Inputs, output and state; prints as ``name(inputs) -> result``."""
         return self.program.signature
 
-    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, /, *args: object, **kwargs: object) -> Any:
         """Run the program and store its new state."""
         inputs = self.signature.take(args, kwargs)
         try:
@@ -128,7 +128,7 @@ class LoadedFunction(Module):
         except (ValueError, NotImplementedError) as error:
             raise self.program.explained(error) from error
 
-    def _run(self, inputs: Sequence[Any]) -> Any:
+    def _run(self, inputs: Sequence[object]):
         state = [signatures.to_words(variable.value) for variable in self.variables.values()]
         results, written = self.program.run(state, list(inputs))
         pairs = zip(self.signature.state, self.variables.values(), strict=True)
@@ -139,7 +139,7 @@ class LoadedFunction(Module):
         return signatures.structure(self.signature.output).unflatten(leaves)
 
 
-def load(path: Any, mesh: Mesh | None = None, *, verify: bool = True) -> LoadedFunction:
+def load(path: object, mesh: Mesh | None = None, *, verify: bool = True) -> LoadedFunction:
     """Loads an artifact of ``export``, without its Python code.
 
     Needs ``pip install 'shardax[export]'``. The compiler gets the program as it is in the folder,
@@ -181,7 +181,7 @@ def load(path: Any, mesh: Mesh | None = None, *, verify: bool = True) -> LoadedF
     devices = _devices(signature, mesh, str(folder))
     program = LoadedProgram(exported, signature, _mesh(signature, devices, mesh))
     weights = Weights(folder / signatures.WEIGHTS)
-    variables: dict[str, Variable[Any]] = {}
+    variables: dict[str, Variable] = {}
     for entry in signature.state:
         words = weights.read(entry.path, entry.form.words(), program.place_of(entry.form))
         value = signatures.from_words(words, entry.form)
@@ -241,13 +241,13 @@ class Weights:
         if sharding is None:
             return jax.numpy.array(array)
 
-        def part(index: Any) -> np.ndarray:
+        def part(index) -> np.ndarray:
             return np.array(array[index])
 
         return jax.make_array_from_callback(form.shape, sharding, part)
 
 
-def _program(folder: Any, entries: Any) -> Any:
+def _program(folder, entries):
     """Read the program."""
     written = entries["calling_convention"]
     lowest = jax.export.minimum_supported_calling_convention_version
@@ -268,10 +268,10 @@ def _program(folder: Any, entries: Any) -> Any:
         ) from error
 
 
-def _devices(signature: Signature, mesh: Any, where: str) -> list[Any]:
+def _devices(signature: Signature, mesh: object, where: str) -> list[Any]:
     """Return the devices to run on."""
     if mesh is not None and not isinstance(mesh, Mesh):
-        raise MeshError(
+        raise TransformError(
             f"mesh={mesh!r} is not a mesh of devices. Make one: "
             f"jax.make_mesh(({signature.devices},), ('x',))."
         )
@@ -299,7 +299,7 @@ def _devices(signature: Signature, mesh: Any, where: str) -> list[Any]:
     return devices[:count]
 
 
-def _mesh(signature: Signature, devices: Sequence[Any], mesh: Any) -> Mesh | None:
+def _mesh(signature: Signature, devices: Sequence[object], mesh: object) -> Mesh | None:
     """The exporting mesh over other devices; None for the default device."""
     if signature.devices == 1 and mesh is None:
         return None
@@ -309,7 +309,7 @@ def _mesh(signature: Signature, devices: Sequence[Any], mesh: Any) -> Mesh | Non
     return Mesh(arranged, form.names, axis_types=types)
 
 
-def _type_of(name: str) -> type[Variable[Any]]:
+def _type_of(name: str) -> type[Variable]:
     """The class of shardax with a name, else ``Variable``."""
     kind = getattr(variable_types, name, None)
     if not isinstance(kind, type) or not issubclass(kind, Variable):

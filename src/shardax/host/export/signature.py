@@ -59,7 +59,7 @@ def checksum(file: pathlib.Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def own_checksum(entries: Mapping[str, Any]) -> str:
+def own_checksum(entries: Mapping[str, object]) -> str:
     """Return the checksum of a signature's other entries."""
     contents = {key: value for key, value in entries.items() if key != "checksum"}
     return hashlib.sha256(json.dumps(contents, sort_keys=True).encode()).hexdigest()
@@ -108,7 +108,7 @@ class ArrayForm(NamedTuple):
         return f"{self.dtype}[{','.join(map(str, self.shape))}]"
 
 
-def _key_impl(keys: Any) -> str:
+def _key_impl(keys: object) -> str:
     """The implementation of random keys."""
     # JAX tells it for arrays only, so one is traced.
     names: list[str] = []
@@ -116,12 +116,12 @@ def _key_impl(keys: Any) -> str:
     return names[0]
 
 
-def _spec_of(value: Any) -> tuple[Any, ...] | None:
+def _spec_of(value: object) -> tuple[Any, ...] | None:
     sharding = getattr(value, "sharding", None)
     return tuple(sharding.spec) if isinstance(sharding, NamedSharding) else None
 
 
-def plain_dtype(dtype: Any) -> Any:
+def plain_dtype(dtype: jax.typing.DTypeLike) -> Any:
     """JAX's dtype for an array."""
     if jnp.issubdtype(dtype, jax.dtypes.extended):
         return dtype
@@ -138,7 +138,7 @@ def from_words(words: Any, form: ArrayForm) -> Any:
     return words if form.key is None else jax.random.wrap_key_data(words, impl=form.key)
 
 
-def all_from_words(words: Sequence[Any], forms: Sequence[ArrayForm]) -> list[Any]:
+def all_from_words(words: Sequence[object], forms: Sequence[ArrayForm]) -> list[Any]:
     """Return several arrays as callers have them."""
     return [from_words(array_words, form) for array_words, form in zip(words, forms, strict=True)]
 
@@ -151,7 +151,7 @@ def to_json(treedef: Any, path: Path) -> Any:
     return _encode(treedef.unflatten(range(treedef.num_leaves)), path)
 
 
-def _encode(node: Any, path: Path) -> Any:
+def _encode(node, path: Path):
     if node is None or type(node) is int:
         return node
     if type(node) in (tuple, list):
@@ -178,7 +178,7 @@ def from_json(tree: Any) -> Any:
     return {"tuple": tuple, "list": list}[kind](from_json(child) for child in items)
 
 
-def structure(tree: Any) -> Any:
+def structure(tree: object) -> Any:
     """Return the treedef written by ``to_json``."""
     return jax.tree.structure(from_json(tree))
 
@@ -191,7 +191,7 @@ class ExportedInput(NamedTuple):
 
     name: str
     by_name: bool  # whether it is passed by name only
-    tree: Any  # its pytree, as JSON
+    tree: object  # its pytree, as JSON
     forms: tuple[ArrayForm, ...]
 
     def __str__(self) -> str:
@@ -250,7 +250,7 @@ class Signature:
 
     name: str
     inputs: tuple[ExportedInput, ...]
-    output: Any
+    output: object
     output_forms: tuple[ArrayForm, ...]
     state: tuple[StateEntry, ...]
     mesh: MeshForm | None
@@ -264,7 +264,7 @@ class Signature:
         return _to_plain({f.name: getattr(self, f.name) for f in dataclasses.fields(self)})
 
     @classmethod
-    def from_json(cls, entry: Mapping[str, Any]) -> Signature:
+    def from_json(cls, entry: Mapping[str, object]) -> Signature:
         """Returns the signature written by ``as_json``."""
         read = _with_tuples(entry)
         inputs = (ExportedInput(**{**i, "forms": _forms(i["forms"])}) for i in read["inputs"])
@@ -281,7 +281,7 @@ class Signature:
         inputs = ", ".join(map(str, self.inputs))
         return f"{self.name}({inputs}) -> {shown_tree(self.output, self.output_forms)}"
 
-    def take(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    def take(self, args: Sequence[object], kwargs: Mapping[str, object]) -> list[Any]:
         """Returns the arrays of a call's arguments, random keys as words.
 
         Raises:
@@ -307,7 +307,7 @@ class Signature:
     def _structures(self) -> list[Any]:
         return [structure(argument.tree) for argument in self.inputs]
 
-    def _in_order(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    def _in_order(self, args: Sequence[object], kwargs: Mapping[str, object]) -> list[Any]:
         positional = [argument.name for argument in self.inputs if not argument.by_name]
         values = dict(zip(positional, args, strict=False))
         twice = sorted(values.keys() & kwargs.keys())
@@ -324,7 +324,7 @@ class Signature:
             raise self._refusal(f"The call {' and '.join(parts)}.")
         return [values[name] for name in names]
 
-    def _admitted(self, leaf: Any, form: ArrayForm, where: str) -> Any:
+    def _admitted(self, leaf, form: ArrayForm, where: str):
         """Return an argument's array in the dtype of the program."""
         if form.key is not None:
             if ArrayForm.of(leaf)._replace(shape=(), spec=None) != form._replace(
@@ -349,7 +349,7 @@ class Signature:
         return leaf
 
     def _check_shape(
-        self, array: Any, form: ArrayForm, where: str, sizes: dict[str, tuple[int, str]]
+        self, array, form: ArrayForm, where: str, sizes: dict[str, tuple[int, str]]
     ) -> None:
         shape = jnp.shape(array)
         fits = len(shape) == len(form.shape)
@@ -369,7 +369,7 @@ class Signature:
         return ExportError(f"{problem} The artifact takes {self}. Nothing was run.")
 
 
-def _to_plain(value: Any) -> Any:
+def _to_plain(value) -> Any:
     """Return records and tuples as JSON values."""
     if hasattr(value, "_asdict"):  # defaults, which are None, are left out
         defaults = value._field_defaults
@@ -379,7 +379,7 @@ def _to_plain(value: Any) -> Any:
     return list(map(_to_plain, value)) if isinstance(value, (tuple, list)) else value
 
 
-def _with_tuples(value: Any) -> Any:
+def _with_tuples(value: object) -> Any:
     """Return JSON values with tuples in place of lists."""
     if isinstance(value, dict):
         return {key: _with_tuples(child) for key, child in value.items()}
@@ -390,6 +390,6 @@ def _forms(entries: Sequence[Any]) -> tuple[ArrayForm, ...]:
     return tuple(ArrayForm(**entry) for entry in entries)
 
 
-def shown_tree(tree: Any, forms: Sequence[ArrayForm]) -> str:
+def shown_tree(tree: object, forms: Sequence[ArrayForm]) -> str:
     """Return a pytree of arrays as text: ``{'a': float32[3]}``."""
     return repr(structure(tree).unflatten(forms))

@@ -40,7 +40,7 @@ from shardax._transforms.lift.engine import wraps
 from shardax.partition.checker import spec_for
 from shardax.partition.constraints import constrain
 from shardax.partition.context import OnNoMesh, axis_rules, names_without_rules, rules_over
-from shardax.partition.errors import PartitionError, PartitioningUnspecifiedError, raise_on_errors
+from shardax.partition.errors import PartitionError, raise_on_errors
 from shardax.partition.mesh import AnyMesh, resolve_mesh
 from shardax.partition.rules import Names, Rules, RulesLike, check_names, identity_rules, strings
 
@@ -83,7 +83,7 @@ class AxisMetadata(abc.ABC, Generic[T]):
             return getattr(self, _value_field(self))
         raise AttributeError(f"{type(self).__name__} has no attribute {name!r}.")
 
-    def __init_subclass__(cls, *, register: bool = True, **kwargs: Any) -> None:
+    def __init_subclass__(cls, *, register: bool = True, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
         # A dataclass writes its own unless the class has them, and its own compare arrays by `==`.
         for name in ("__eq__", "__hash__", "__repr__"):
@@ -92,7 +92,7 @@ class AxisMetadata(abc.ABC, Generic[T]):
         if not register:
             _registered.add(cls)
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+    def __new__(cls, *args: object, **kwargs: object) -> Self:
         # Decorators and base classes that register a class run after __init_subclass__, and JAX
         # takes one registration; so it is done here, where all of them had their turn.
         if cls not in _registered:
@@ -109,7 +109,7 @@ class AxisMetadata(abc.ABC, Generic[T]):
         """
         return self.value
 
-    def replace_boxed(self, value: Any) -> Self:
+    def replace_boxed(self, value: object) -> Self:
         """Returns a box like this one around another value.
 
         Args:
@@ -205,17 +205,17 @@ class BoxAttributes(Static):
         return ", ".join(f"{name}={item!r}" for name, item in self.value)
 
 
-def _attribute_names(box: Any) -> list[str]:
+def _attribute_names(box: object) -> list[str]:
     fields = dataclasses.fields(box) if dataclasses.is_dataclass(box) else ()
     return [field.name for field in fields] or list(vars(box))
 
 
-def _value_field(box: Any) -> str:
+def _value_field(box: object) -> str:
     names = _attribute_names(box)
     return "value" if "value" in names else names[0]
 
 
-def _attribute_items(box: Any) -> tuple[tuple[str, Any], ...]:
+def _attribute_items(box: object) -> tuple[tuple[str, Any], ...]:
     value = _value_field(box)
     return tuple((name, getattr(box, name)) for name in _attribute_names(box) if name != value)
 
@@ -234,7 +234,7 @@ def _attributes_of(box: AxisMetadata[Any]) -> BoxAttributes:
     return attributes
 
 
-def _rebuilt(cls: type[Any], attributes: BoxAttributes, value: Any) -> Any:
+def _rebuilt(cls: type[Any], attributes: BoxAttributes, value: object):
     """A box made without its constructor, around any object."""
     box = object.__new__(cls)
     object.__setattr__(box, attributes.field, value)
@@ -279,7 +279,7 @@ def value_in(box: Any) -> Any:
     return box.value if isinstance(box, AxisMetadata) else unboxed(box, False)
 
 
-def _contents(box: Any) -> tuple[Any, Metadata]:
+def _contents(box: object) -> tuple[Any, Metadata]:
     """The value of a box, and a Variable's metadata from it."""
     standard = standard_box(box)
     value = value_in(standard)
@@ -313,7 +313,7 @@ handlers.register(
 handlers.register(AxisMetadata, _BOX)
 
 
-def _same_leaf(first: Any, second: Any) -> bool:
+def _same_leaf(first, second) -> bool:
     if first is second:
         return True
     if not all(isinstance(leaf, (jax.Array, np.ndarray)) for leaf in (first, second)):
@@ -328,7 +328,7 @@ def _same_leaf(first: Any, second: Any) -> bool:
     return _bits(first) == _bits(second)
 
 
-def _bits(array: Any) -> bytes:
+def _bits(array) -> bytes:
     if is_prng_key(array):
         array = jax.random.key_data(array)
     return np.asarray(array).tobytes()
@@ -337,7 +337,7 @@ def _bits(array: Any) -> bytes:
 class _ArrayText:
     """An array in the text of a box."""
 
-    def __init__(self, leaf: Any) -> None:
+    def __init__(self, leaf) -> None:
         self.leaf = leaf
 
     def __repr__(self) -> str:
@@ -367,13 +367,13 @@ def fitted(names: Names, rank: int) -> Names:
     return (*names, *(None,) * (rank - len(names)))
 
 
-def _reaching(box: Any, names: Names, count: int) -> Names:
+def _reaching(box, names: Names, count: int) -> Names:
     """Names padded to a count, of a box with fewer than dimensions."""
     rank = getattr(box.value, "ndim", 0)
     return fitted(names, count) if len(names) < count <= rank else names
 
 
-def inserted(box: Any, names: tuple[Any, ...], index: int, name: Any) -> tuple[Any, ...]:
+def inserted(box: object, names: tuple[object, ...], index: int, name: object) -> tuple[Any, ...]:
     """The names with one inserted; negative positions count from the new end."""
     names = _reaching(box, names, index)
     rank = len(names) + 1
@@ -386,7 +386,7 @@ def inserted(box: Any, names: tuple[Any, ...], index: int, name: Any) -> tuple[A
     return (*names[:place], name, *names[place:])
 
 
-def without(box: Any, names: tuple[Any, ...], index: int, name: Any) -> tuple[Any, ...]:
+def without(box: object, names: tuple[object, ...], index: int, name: object) -> tuple[Any, ...]:
     """The names with one removed: the inverse of ``inserted``."""
     names = _reaching(box, names, index + 1)
     rank = len(names)
@@ -459,7 +459,7 @@ class Partitioned(AxisMetadata[T]):
             mesh, "unbox", ", or call unbox(apply_constraint=False)"
         )
 
-        def laid_out(leaf: Any) -> Any:
+        def laid_out(leaf):
             if not hasattr(leaf, "shape"):
                 return leaf
             fitted_names = fitted(names, len(leaf.shape))
@@ -481,7 +481,7 @@ class Partitioned(AxisMetadata[T]):
             params: ``{PARTITION_NAME: name}``; the name may be None.
 
         Raises:
-            PartitioningUnspecifiedError: If ``params`` has no name.
+            PartitionError: If ``params`` has no name.
             PartitionError: If there is no such place.
         """
         name = self._name_of_axis("add", index, params)
@@ -499,7 +499,7 @@ class Partitioned(AxisMetadata[T]):
             params: ``{PARTITION_NAME: name}``, with the name that stands there.
 
         Raises:
-            PartitioningUnspecifiedError: If ``params`` has no name.
+            PartitionError: If ``params`` has no name.
             PartitionError: If there is no such dimension, or it has another name.
         """
         name = self._name_of_axis("remove", index, params)
@@ -538,7 +538,7 @@ class Partitioned(AxisMetadata[T]):
         spec = _sharding(fitted(names, len(shape)), shape, where, rules).spec
         return NamedSharding(where, PartitionSpec(*spec[: len(names)]))
 
-    def replace(self, **changes: Any) -> Self:
+    def replace(self, **changes: object) -> Self:
         """Returns a box like this one with some attributes changed.
 
         Args:
@@ -594,10 +594,10 @@ class Partitioned(AxisMetadata[T]):
             f"box rules=rules{way_out}."
         )
 
-    def _name_of_axis(self, verb: str, index: int, params: Mapping[Any, Any]) -> Any:
+    def _name_of_axis(self, verb: str, index: int, params: Mapping[Any, object]):
         if PARTITION_NAME in params:
             return params[PARTITION_NAME]
-        raise PartitioningUnspecifiedError(
+        raise PartitionError(
             f"{self!r}: cannot {verb} an axis at {index} without a name for it; {dict(params)} "
             f"does not give one. Write {verb}_axis(tree, {index}, {{PARTITION_NAME: 'layers'}}), "
             "or None for a dimension without a name."
@@ -661,10 +661,10 @@ BOX_ENTRY = "box"
 
 
 def layout_of_variable(
-    axes: tuple[Any, ...] | None, entries: Mapping[str, Any]
+    axes: tuple[object, ...] | None, entries: Mapping[str, object]
 ) -> tuple[AnyMesh | None, Rules | None, frozenset[str]]:
     """Mesh, rules and added names of a Variable made of a box."""
-    box: Any = entries.get(BOX_ENTRY)
+    box = entries.get(BOX_ENTRY)
     if axes is None or not isinstance(box, Partitioned):
         return None, None, frozenset()
     own_names = box.names or ()
@@ -692,7 +692,7 @@ def with_partitioning(
 
     Raises:
         MetadataError: If ``names`` is one string.
-        MeshError: If ``mesh`` is no mesh.
+        TransformError: If ``mesh`` is no mesh.
 
     Example:
         >>> import jax
@@ -704,8 +704,8 @@ def with_partitioning(
 
 
 def with_logical_partitioning(
-    init_fn: Callable[P, Any],
-    names: Any,
+    init_fn: Callable[P, object],
+    names: object,
     mesh: AnyMesh | None = None,
     rules: RulesLike | None = None,
 ) -> Callable[P, LogicallyPartitioned[Any]]:
@@ -723,7 +723,7 @@ def with_logical_partitioning(
 
     Raises:
         MetadataError: If ``names`` is one string.
-        MeshError: If ``mesh`` is no mesh.
+        TransformError: If ``mesh`` is no mesh.
         PartitionError: If ``rules`` are malformed.
 
     Example:
@@ -735,7 +735,7 @@ def with_logical_partitioning(
     return _boxed(init_fn, LogicallyPartitioned(None, names, mesh, rules))
 
 
-def _boxed(init_fn: Callable[P, Any], empty: B) -> Callable[P, B]:
+def _boxed(init_fn: Callable[P, object], empty: B) -> Callable[P, B]:
     @wraps(init_fn)
     def boxed(*args: P.args, **kwargs: P.kwargs) -> B:
         return empty.replace_boxed(init_fn(*args, **kwargs))
@@ -746,8 +746,8 @@ def _boxed(init_fn: Callable[P, Any], empty: B) -> Callable[P, B]:
 
 
 def with_logical_constraint(
-    x: Any,
-    names: Any,
+    x: object,
+    names: object,
     rules: RulesLike | None = None,
     mesh: AnyMesh | None = None,
     *,
@@ -782,7 +782,7 @@ def with_logical_constraint(
         (P('data', None), P('data',))
     """
 
-    def laid_out(its_names: Any, part: Any) -> Any:
+    def laid_out(its_names, part):
         if its_names is None:
             return part
         return jax.tree.map(
@@ -802,7 +802,7 @@ def with_logical_constraint(
     return treedef.unflatten(map(laid_out, leaves, per_array))
 
 
-def _is_names(value: Any) -> bool:
+def _is_names(value: object) -> bool:
     if value is None or isinstance(value, PartitionSpec):
         return True
     return isinstance(value, tuple) and all(

@@ -26,7 +26,7 @@ from shardax._core.state.state import Origin, State
 from shardax._core.variable import Param, Variable
 from shardax.partition import errors
 from shardax.partition.boxes import boxes
-from shardax.partition.errors import PartitionError, PartitioningUnspecifiedError
+from shardax.partition.errors import PartitionError
 from shardax.partition.inventory import walk
 from shardax.partition.mesh import resolve_mesh
 
@@ -52,17 +52,17 @@ class VariableBox(boxes.LogicallyPartitioned[T]):
         (('embed',), 'BatchStat', tag='slow')
     """
 
-    variable_type: type[Variable[Any]] = Param
+    variable_type: type[Variable] = Param
     entries: Metadata = EMPTY
 
     def __init__(
-        self, value: T, names: Any, variable_type: type[Variable[Any]], entries: Metadata
+        self, value: T, names: Any, variable_type: type[Variable], entries: Metadata
     ) -> None:
         object.__setattr__(self, "variable_type", variable_type)
         object.__setattr__(self, "entries", entries)
         super().__init__(value, names, *boxes.layout_of_variable(names, entries.entries)[:2])
 
-    def replace(self, **changes: Any) -> Self:
+    def replace(self, **changes: object) -> Self:
         """Returns a copy with value, names, type or entries changed."""
         fields = {
             name: getattr(self, name) for name in ("value", "names", "variable_type", "entries")
@@ -70,7 +70,7 @@ class VariableBox(boxes.LogicallyPartitioned[T]):
         return type(self)(**{**fields, **changes})
 
 
-def _box_of(variable: Variable[Any]) -> VariableBox[Any]:
+def _box_of(variable: Variable) -> VariableBox[Any]:
     """A Variable as a box; lazy values stay lazy."""
     target = resolve(variable, local.frame)
     metadata = target._metadata
@@ -78,11 +78,11 @@ def _box_of(variable: Variable[Any]) -> VariableBox[Any]:
     return VariableBox(target._value, metadata.axes, type(variable), entries)
 
 
-def _variable_of(box: VariableBox[Any]) -> Variable[Any]:
+def _variable_of(box: VariableBox[Any]) -> Variable:
     return _new_variable(box.variable_type, box.value, Metadata(box.names, box.entries.entries))
 
 
-def to_boxes(tree: Any) -> Any:
+def to_boxes(tree: object) -> Any:
     """Replaces the Variables of a pytree by boxes; the inverse of ``to_variables``.
 
     Args:
@@ -101,7 +101,7 @@ def to_boxes(tree: Any) -> Any:
         ('embed', 'mlp')
     """
 
-    def to_box(leaf: Any) -> Any:
+    def to_box(leaf: object):
         if isinstance(leaf, Variable):
             box = _box_of(leaf)
             original = leaf.metadata.get(boxes.BOX_ENTRY)
@@ -123,7 +123,7 @@ def to_boxes(tree: Any) -> Any:
     return jax.tree.map(to_box, tree, is_leaf=_is_node)
 
 
-def to_variables(tree: Any, variable_type: type[Variable[Any]] = Param) -> Any:
+def to_variables(tree: object, variable_type: type[Variable] = Param) -> Any:
     """Replaces the boxes of a pytree by Variables; the inverse of ``to_boxes``.
 
     Args:
@@ -146,7 +146,7 @@ def to_variables(tree: Any, variable_type: type[Variable[Any]] = Param) -> Any:
         ((None, 'model'), True)
     """
 
-    def to_variable(leaf: Any) -> Any:
+    def to_variable(leaf: object):
         if not boxes.is_box(leaf):
             return leaf
         leaf = boxes.standard_box(leaf)
@@ -167,11 +167,11 @@ def to_variables(tree: Any, variable_type: type[Variable[Any]] = Param) -> Any:
     return jax.tree.map(to_variable, tree, is_leaf=_is_node)
 
 
-def _is_node(value: Any) -> bool:
+def _is_node(value: object) -> bool:
     return boxes.is_box(value) or isinstance(value, Object)
 
 
-def _new_variable(kind: type[Variable[Any]], value: Any, metadata: Metadata) -> Variable[Any]:
+def _new_variable(kind: type[Variable], value: object, metadata: Metadata) -> Variable:
     """A new Variable; the axes may not fit the value."""
     return kind._make(as_value(value, kind.__name__), metadata, owner_here())
 
@@ -182,12 +182,12 @@ _LOCATED = (
     errors.PartitionError,
     errors.PartitionError,
     errors.PartitionCheckError,
-    PartitioningUnspecifiedError,
+    PartitionError,
 )
 """Errors of one box, to which its path in the tree is added."""
 
 
-def is_box(value: Any) -> bool:
+def is_box(value: object) -> bool:
     """Whether a value is a box or a Variable.
 
     Args:
@@ -204,7 +204,7 @@ def is_box(value: Any) -> bool:
     return boxes.is_box(value) or isinstance(value, Variable)
 
 
-def is_axis_metadata(value: Any) -> bool:
+def is_axis_metadata(value: object) -> bool:
     """Whether a value is a box.
 
     Args:
@@ -222,7 +222,7 @@ def is_axis_metadata(value: Any) -> bool:
     return boxes.is_box(value)
 
 
-def map_axis_meta(function: Callable[[Any], Any], tree: Any) -> Any:
+def map_axis_meta(function: Callable[[Any], object], tree: object) -> Any:
     """Calls a function on every box of a tree.
 
     Args:
@@ -240,7 +240,7 @@ def map_axis_meta(function: Callable[[Any], Any], tree: Any) -> Any:
         {'step': 3, 'w': Partitioned(float32[2], names=(None,))}
     """
 
-    def mapped(path: Path, leaf: Any) -> Any:
+    def mapped(path: Path, leaf):
         if not is_box(leaf):
             return leaf
         box = _box_of(leaf) if isinstance(leaf, Variable) else leaf
@@ -275,7 +275,7 @@ def unbox(tree: Any, apply_constraint: bool = True) -> Any:
     """
     in_scope = apply_constraint and resolve_mesh() is not None
 
-    def unboxed(path: Path, leaf: Any) -> Any:
+    def unboxed(path: Path, leaf: object):
         if isinstance(leaf, Variable):
             leaf = _box_of(leaf).replace_boxed(leaf.value)
         if not boxes.is_box(leaf):
@@ -319,7 +319,7 @@ def replace_boxed(tree: Any, values: Any) -> Any:
             "unbox(tree) has."
         ) from error
 
-    def replaced(leaf: Any, value: Any) -> Any:
+    def replaced(leaf: Any, value: Any):
         if isinstance(leaf, Variable):
             return _variable_of(replaced(_box_of(leaf), value))
         if not boxes.is_box(leaf):
@@ -331,7 +331,7 @@ def replace_boxed(tree: Any, values: Any) -> Any:
     return treedef.unflatten(map(replaced, leaves, new_values))
 
 
-def add_axis(tree: Any, index: int, params: Mapping[Any, Any]) -> Any:
+def add_axis(tree: object, index: int, params: Mapping[Any, object]) -> Any:
     """Adds a new dimension's name to every box of a tree.
 
     Args:
@@ -344,7 +344,7 @@ def add_axis(tree: Any, index: int, params: Mapping[Any, Any]) -> Any:
         The tree with new boxes around the same values. A Variable becomes a new Variable.
 
     Raises:
-        PartitioningUnspecifiedError: If ``params`` has no name; names the path of the box.
+        PartitionError: If ``params`` has no name; names the path of the box.
         PartitionError: If a box has no such place, or there is a Module in the tree; names the
             path.
 
@@ -359,7 +359,7 @@ def add_axis(tree: Any, index: int, params: Mapping[Any, Any]) -> Any:
     return _renamed(tree, lambda box: box.add_axis(index, params))
 
 
-def remove_axis(tree: Any, index: int, params: Mapping[Any, Any]) -> Any:
+def remove_axis(tree: object, index: int, params: Mapping[Any, object]) -> Any:
     """Removes the name of a dimension from every box of a tree.
 
     The inverse of ``add_axis``, for every index.
@@ -373,7 +373,7 @@ def remove_axis(tree: Any, index: int, params: Mapping[Any, Any]) -> Any:
         The tree with new boxes around the same values. A Variable becomes a new Variable.
 
     Raises:
-        PartitioningUnspecifiedError: If ``params`` has no name; names the path of the box.
+        PartitionError: If ``params`` has no name; names the path of the box.
         PartitionError: If a box has no such dimension, or it has another name, or there is a Module
             in the tree; names the path.
 
@@ -386,18 +386,18 @@ def remove_axis(tree: Any, index: int, params: Mapping[Any, Any]) -> Any:
     return _renamed(tree, lambda box: box.remove_axis(index, params))
 
 
-def _map(function: Callable[[Path, Any], Any], tree: Any, path: Path = ()) -> Any:
+def _map(function: Callable[[Path, Any], object], tree: object, path: Path = ()) -> Any:
     """Maps over boxes, objects, States and other leaves, each with its path."""
     subtrees, treedef = walk(tree)
     return treedef.unflatten([function((*path, *below), leaf) for below, leaf in subtrees])
 
 
-def _has_boxes(box: Any) -> bool:
+def _has_boxes(box: object) -> bool:
     """Whether there are boxes in a box."""
     return any(is_box(leaf) for _, leaf in walk(boxes.value_in(box))[0])
 
 
-def _located(path: Path, function: Callable[[], Any]) -> Any:
+def _located(path: Path, function: Callable[[], object]) -> Any:
     """Calls a method of a box; errors get its path."""
     try:
         return function()
@@ -411,15 +411,15 @@ def _located(path: Path, function: Callable[[], Any]) -> Any:
         raise kind(f"{format_path(path)}: {error}") from error
 
 
-def _renamed(tree: Any, rename: Callable[[Any], Any]) -> Any:
+def _renamed(tree: object, rename: Callable[[Any], object]):
     """Renames every box, also boxes in boxes, Variables and entries of States."""
 
-    def renamed(path: Path, leaf: Any) -> Any:
+    def renamed(path: Path, leaf: object) -> Any:
         if isinstance(leaf, State):
             origins: dict[Path, Origin] = {}
             for below, origin in leaf.origins().items():
                 kind, metadata = origin.variable_type, origin.all_metadata
-                box: Any = VariableBox(None, origin.axes, kind, metadata)
+                box = VariableBox(None, origin.axes, kind, metadata)
                 names = _located((*path, *below), lambda box=box: rename(box)).names
                 origins[below] = Origin(kind, metadata.replace(axes=names))
             return State.from_flat(leaf.flat(), origins)
@@ -441,7 +441,7 @@ def _renamed(tree: Any, rename: Callable[[Any], Any]) -> Any:
     return _map(renamed, tree)
 
 
-def _renamed_box(box: Any, rename: Callable[[Any], Any]) -> Any:
+def _renamed_box(box, rename: Callable[[Any], Any]) -> Any:
     """A box with another's names after a change."""
     if isinstance(box, boxes.AxisMetadata) or not hasattr(box, "names"):
         return rename(box)

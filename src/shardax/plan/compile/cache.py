@@ -78,7 +78,7 @@ MOST_BYTES = 2 * 2**30  # of the folder: thousands of programs
 _SETTINGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")  # of compilers, in the environment
 
 
-def cache_folder(cache: Any = "default") -> Path | None:
+def cache_folder(cache: object = "default") -> Path | None:
     """Returns the folder for compiled programs."""
     if cache is None:
         return None

@@ -128,7 +128,7 @@ class TargetCompiler(abc.ABC):
         }
 
     @abc.abstractmethod
-    def _devices(self, sizes: Mapping[str, int]) -> np.ndarray[Any, Any]:
+    def _devices(self, sizes: Mapping[str, int]) -> np.ndarray:
         """Devices in the form of the mesh."""
 
     def _compile(self, lowered: jax.stages.Lowered, effort: str) -> CompileResult:
@@ -154,7 +154,7 @@ class TargetCompiler(abc.ABC):
         """The memory needed by a program, from an out-of-memory error."""
         return None
 
-    def _memory(self, compiled: Any) -> tuple[int, int]:
+    def _memory(self, compiled) -> tuple[int, int]:
         """Bytes of the peak and of its temporaries, as XLA allocates them."""
         # Arguments, results that do not take the place of arguments, and one buffer of temporaries
         # are there at the same time.
@@ -339,7 +339,7 @@ class CpuCompiler(TargetCompiler):
     def devices_needed(self) -> int:
         return self.target.device_count
 
-    def _devices(self, sizes: Mapping[str, int]) -> np.ndarray[Any, Any]:
+    def _devices(self, sizes: Mapping[str, int]) -> np.ndarray:
         needed, devices = self.devices_needed, jax.devices("cpu")
         if len(devices) < needed:
             raise PlanInputError(
@@ -401,7 +401,7 @@ class TpuCompiler(TargetCompiler):
         """Returns the target's devices in libtpu's order."""
         return list(_tpu_devices(self.target).values())
 
-    def _devices(self, sizes: Mapping[str, int]) -> np.ndarray[Any, Any]:
+    def _devices(self, sizes: Mapping[str, int]) -> np.ndarray:
         by_place = _tpu_devices(self.target)
         places = self.target.arrangement(sizes).places
         devices = np.empty(len(places), dtype=object)
@@ -416,7 +416,7 @@ class TpuCompiler(TargetCompiler):
                 return round(float(match[1]) * _UNITS[match[2].upper()])
         return None
 
-    def _memory(self, compiled: Any) -> tuple[int, int]:
+    def _memory(self, compiled) -> tuple[int, int]:
         analysis = compiled.memory_analysis()
         return int(analysis.peak_memory_in_bytes), int(analysis.temp_size_in_bytes)
 
@@ -488,7 +488,7 @@ class GpuCompiler(TargetCompiler):
     def environment(self) -> dict[str, str]:
         return super().environment() | _CUDA_ENVIRONMENT
 
-    def _devices(self, sizes: Mapping[str, int]) -> np.ndarray[Any, Any]:
+    def _devices(self, sizes: Mapping[str, int]) -> np.ndarray:
         devices = np.array(_gpu_devices(self.target), dtype=object)
         return devices.reshape(tuple(sizes.values()))
 

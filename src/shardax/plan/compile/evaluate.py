@@ -290,7 +290,7 @@ def lower_alone(inputs: Inputs, mesh_axes: Sequence[str] = ()) -> LoweredStep:
         return traced.lower(), _paths(traced, inputs)
 
 
-def _traceable(inputs: Inputs, placed: Placed | None) -> Any:
+def _traceable(inputs: Inputs, placed: Placed | None):
     """The step as something with ``trace``."""
     step, args, keywords = unbound(inputs.step)
     shardings = None if placed is None else placed.shardings
@@ -313,10 +313,10 @@ def _traceable(inputs: Inputs, placed: Placed | None) -> Any:
     return jax.jit(inputs.step, out_shardings=out, keep_unused=True)
 
 
-def _carried(inputs: Inputs, placed: Placed) -> Any:
+def _carried(inputs: Inputs, placed: Placed):
     """Result shardings: of an argument's next value, those of the argument."""
 
-    def form_of(tree: Any) -> tuple[Any, Any]:
+    def form_of(tree: object) -> tuple[Any, Any]:
         leaves, treedef = jax.tree.flatten(tree)
         return [(jnp.shape(leaf), getattr(leaf, "dtype", type(leaf))) for leaf in leaves], treedef
 
@@ -333,7 +333,7 @@ def _carried(inputs: Inputs, placed: Placed) -> Any:
     return type(result)(places) if several else places[0]
 
 
-def _paths(traced: Any, inputs: Inputs) -> dict[str, str]:
+def _paths(traced: object, inputs: Inputs) -> dict[str, str]:
     input_paths = getattr(traced, "input_paths", None) or {}
     return {
         name: label((inputs.names[path[0]] if isinstance(path[0], int) else path[0], *path[1:]))

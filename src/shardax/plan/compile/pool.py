@@ -67,7 +67,7 @@ class Evaluation(NamedTuple):
 class LocalEvaluator:
     """Evaluates layouts in this process."""
 
-    def __init__(self, inputs: Inputs, target: Target, compiler: str, cache: Any) -> None:
+    def __init__(self, inputs: Inputs, target: Target, compiler: str, cache: object) -> None:
         folder = cache_folder(cache)
         self._inputs = inputs
         self._options: dict[str, Any] = {"target": target, "compiler": compiler}
@@ -112,7 +112,7 @@ class PoolEvaluator:
         *,
         compiler: str = "auto",
         processes: int | None = None,  # at most; None for one per core
-        cache: Any = "default",
+        cache: object = "default",
         seconds: float | None = 1800.0,  # for one layout, and the start of its process if needed
     ) -> None:
         if processes is not None and (not isinstance(processes, int) or processes < 1):
@@ -227,7 +227,7 @@ class PoolEvaluator:
 
 
 def make_evaluator(
-    inputs: Inputs, target: Target, compiler: str, processes: int | None, cache: Any
+    inputs: Inputs, target: Target, compiler: str, processes: int | None, cache: object
 ) -> LocalEvaluator | PoolEvaluator:
     """Returns the evaluator for a target, a context manager."""
     needed = compiler_for(target, compiler=compiler).devices_needed

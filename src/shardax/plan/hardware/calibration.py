@@ -154,7 +154,7 @@ def calibrate_gpu(
     return _calibrated(template, figures, "plan.calibrate_gpu", count)
 
 
-def _calibrated(known: Hardware, figures: dict[str, Any], function: str, count: int) -> Hardware:
+def _calibrated(known: Hardware, figures: dict[str, object], function: str, count: int) -> Hardware:
     """Known hardware with measured figures."""
     source = f"measured on this machine by {function}, {count} devices at work, "
     source += f"jax {jax.__version__}"
@@ -172,7 +172,7 @@ class _DeviceFigures(NamedTuple):
 
 
 def _measure(
-    devices: Sequence[Any],
+    devices: Sequence[object],
     dtypes: Sequence[str],
     matrix: int,
     megabytes: float,

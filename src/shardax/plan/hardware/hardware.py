@@ -54,13 +54,13 @@ def _number(value: Any, kinds: Any = int | float) -> bool:
     return isinstance(value, kinds) and not isinstance(value, bool) and value >= 0
 
 
-def _figures(value: Any) -> bool:
+def _figures(value: object) -> bool:
     return isinstance(value, Mapping) and all(
         _number(number) and number for number in value.values()
     )
 
 
-def _all(kind: type, value: Any) -> bool:
+def _all(kind: type, value: object) -> bool:
     return isinstance(value, tuple) and all(isinstance(item, kind) for item in value)
 
 
@@ -68,7 +68,7 @@ _POSITIVE = ("memory_bandwidth", "link_bandwidth", "network_bandwidth")
 _COUNTS = ("torus_dimensions", "wraparound", "node_size", "devices_per_chip")
 
 
-def _is_figure(value: Any) -> bool:
+def _is_figure(value) -> bool:
     return _number(value) and 0 <= value < math.inf
 
 
@@ -202,7 +202,7 @@ class Hardware:
         short = SHORT_NAMES.get(dtype, dtype)
         return self.peak_flops.get(short, min(self.peak_flops.values()))
 
-    def like(self, **changes: Any) -> Hardware:
+    def like(self, **changes: object) -> Hardware:
         """Returns hardware with some attributes changed.
 
         Args:
@@ -236,7 +236,7 @@ def _check_names(names: Iterable[str]) -> None:
             )
 
 
-def _made(values: Mapping[str, Any]) -> Hardware:
+def _made(values: Mapping[str, object]) -> Hardware:
     """Hardware from the values of a TOML table."""
     fields: dict[str, Any] = {}
     for name, value in values.items():

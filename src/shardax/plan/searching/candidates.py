@@ -75,7 +75,7 @@ def search_space(
     *,
     activations: Iterable[str] = (),
     tie: Sequence[Sequence[str]] | None = None,
-    fix: Mapping[str, Any] | None = None,
+    fix: Mapping[str, object] | None = None,
 ) -> SearchSpace:
     """Sorts the names of a step into groups and fixed ones."""
     fix, ties = dict(fix or {}), [tuple(group) for group in tie or ()]
@@ -137,7 +137,7 @@ def _names_of_forms(dimensions: DimensionModel, meshes: Meshes) -> dict[str, lis
 def _check_names(
     dimensions: DimensionModel,
     ties: Sequence[Sequence[str]],
-    fix: Mapping[str, Any],
+    fix: Mapping[str, object],
     meshes: Meshes,
 ) -> None:
     step_names = dimensions.names
@@ -248,13 +248,13 @@ class LayoutCandidate(NamedTuple):
 
 
 def _keep_first(
-    first_by_key: dict[Any, LayoutCandidate], key: Any, candidate: LayoutCandidate
+    first_by_key: dict[Any, LayoutCandidate], key: object, candidate: LayoutCandidate
 ) -> None:
     if key not in first_by_key or candidate.order < first_by_key[key].order:
         first_by_key[key] = candidate
 
 
-def _equivalence_key(candidate: LayoutCandidate) -> Any:
+def _equivalence_key(candidate: LayoutCandidate):
     """A key, equal for equivalent candidates."""
     sizes = {axis: size for axis, size in candidate.layout.mesh if size > 1}
     entries = [
@@ -305,7 +305,7 @@ def _storage_key(
     arrays: Sequence[tuple[tuple[int, ...], Names]],
     large: Sequence[bool],
     free: frozenset[str],
-) -> Any:
+):
     """A key, equal for candidates with equal computation."""
     axes_of = {name: mesh_axes_of(target) for name, target in candidate.layout.rules}
     of_free = {axis for name in free for axis in axes_of.get(name, ())}
@@ -354,7 +354,7 @@ def find_candidates(
     space: SearchSpace,
     inputs: Inputs,
     limit_bytes: int | None,
-    settings: Mapping[str, Sequence[Any]] | None = None,
+    settings: Mapping[str, Sequence[object]] | None = None,
 ) -> Candidates:
     """Enumerates a search space, without candidates not worth compiling."""
     # With ``settings``, candidates are layouts under each of them.

@@ -156,12 +156,12 @@ Dims = tuple[int, ...]
 Rule = Callable[[DimensionClasses, Any, Sequence[Dims]], list[Dims]]
 
 
-def _fresh(classes: DimensionClasses, eqn: Any, operands: Sequence[Dims]) -> list[Dims]:
+def _fresh(classes: DimensionClasses, eqn, operands: Sequence[Dims]) -> list[Dims]:
     """Dimensions unrelated to those of operands."""
     return [classes.new(getattr(out.aval, "shape", ())) for out in eqn.outvars]
 
 
-def _elementwise(classes: DimensionClasses, eqn: Any, operands: Sequence[Dims]) -> list[Dims]:
+def _elementwise(classes: DimensionClasses, eqn: object, operands: Sequence[Dims]) -> list[Dims]:
     results = _fresh(classes, eqn, operands)
     for operand, out in itertools.product(operands, results):
         if len(operand) == len(out):
@@ -169,29 +169,29 @@ def _elementwise(classes: DimensionClasses, eqn: Any, operands: Sequence[Dims]) 
     return results
 
 
-def _one_to_one(classes: DimensionClasses, eqn: Any, operands: Sequence[Dims]) -> list[Dims]:
+def _one_to_one(classes: DimensionClasses, eqn, operands: Sequence[Dims]) -> list[Dims]:
     return list(operands[: len(eqn.outvars)])
 
 
-def _transpose(classes: DimensionClasses, eqn: Any, operands: Sequence[Dims]) -> list[Dims]:
+def _transpose(classes: DimensionClasses, eqn, operands: Sequence[Dims]) -> list[Dims]:
     return [tuple(operands[0][i] for i in eqn.params["permutation"])]
 
 
-def _broadcast(classes: DimensionClasses, eqn: Any, operands: Sequence[Dims]) -> list[Dims]:
+def _broadcast(classes: DimensionClasses, eqn, operands: Sequence[Dims]) -> list[Dims]:
     (out,) = _fresh(classes, eqn, operands)
     places = eqn.params["broadcast_dimensions"]
     classes.join_same_sizes(operands[0], [out[i] for i in places])
     return [out]
 
 
-def _reduce(classes: DimensionClasses, eqn: Any, operands: Sequence[Dims]) -> list[Dims]:
+def _reduce(classes: DimensionClasses, eqn, operands: Sequence[Dims]) -> list[Dims]:
     """Reductions over axes, and squeezed dimensions."""
     reduced = {int(axis) for axis in eqn.params.get("axes", eqn.params.get("dimensions"))}
     remaining = [tuple(d for i, d in enumerate(dims) if i not in reduced) for dims in operands]
     return remaining[: len(eqn.outvars)]
 
 
-def _reshape(classes: DimensionClasses, eqn: Any, operands: Sequence[Dims]) -> list[Dims]:
+def _reshape(classes: DimensionClasses, eqn, operands: Sequence[Dims]) -> list[Dims]:
     (out,) = _fresh(classes, eqn, operands)
     in_dims = operands[0]
     sizes = [classes.size(d) for d in in_dims]
@@ -208,7 +208,7 @@ def _reshape(classes: DimensionClasses, eqn: Any, operands: Sequence[Dims]) -> l
     return [out]
 
 
-def _resized(classes: DimensionClasses, eqn: Any, operands: Sequence[Dims]) -> list[Dims]:
+def _resized(classes: DimensionClasses, eqn: object, operands: Sequence[Dims]) -> list[Dims]:
     """Slices, pads, concatenations: dimensions stay the same, sizes change."""
     results = _fresh(classes, eqn, operands)
     for operand, out in itertools.product(operands, results):
@@ -218,7 +218,7 @@ def _resized(classes: DimensionClasses, eqn: Any, operands: Sequence[Dims]) -> l
     return results
 
 
-def _gather(classes: DimensionClasses, eqn: Any, operands: Sequence[Dims]) -> list[Dims]:
+def _gather(classes: DimensionClasses, eqn, operands: Sequence[Dims]) -> list[Dims]:
     """Rows of an operand by indices (last dimension: one index)."""
     numbers = eqn.params["dimension_numbers"]
     (out,) = _fresh(classes, eqn, operands)
@@ -228,7 +228,7 @@ def _gather(classes: DimensionClasses, eqn: Any, operands: Sequence[Dims]) -> li
     return [out]
 
 
-def _scatter(classes: DimensionClasses, eqn: Any, operands: Sequence[Dims]) -> list[Dims]:
+def _scatter(classes: DimensionClasses, eqn, operands: Sequence[Dims]) -> list[Dims]:
     """The reverse of a gather: updates of rows, by indices."""
     numbers = eqn.params["dimension_numbers"]
     batching = zip(
@@ -355,14 +355,14 @@ class JaxprWalk:
             values.update(zip(map(id, eqn.outvars), results_made, strict=True))
         return [self._read(values, item) for item in jaxpr.outvars]
 
-    def _new(self, item: Any, given: bool = False) -> TracedArray:
+    def _new(self, item, given: bool = False) -> TracedArray:
         return TracedArray(self.classes.new(getattr(item.aval, "shape", ())), given)
 
-    def _read(self, values: dict[int, TracedArray], item: Any) -> TracedArray:
+    def _read(self, values: dict[int, TracedArray], item: object) -> TracedArray:
         return values[id(item)] if id(item) in values else self._new(item)
 
     def _equation(
-        self, eqn: Any, operands: list[TracedArray], needed_results: list[bool], runs: int
+        self, eqn, operands: list[TracedArray], needed_results: list[bool], runs: int
     ) -> list[TracedArray]:
         match eqn.primitive.name:
             case "dot_general":
@@ -393,12 +393,7 @@ class JaxprWalk:
         return [TracedArray(dims, is_argument, _changes(operands), product) for dims in out_dims]
 
     def _add_product(
-        self,
-        eqn: Any,
-        operands: list[TracedArray],
-        flops: float,
-        dims: list[tuple[str, int]],
-        runs: int,
+        self, eqn, operands: list[TracedArray], flops: float, dims: list[tuple[str, int]], runs: int
     ) -> None:
         computed = not (operands[0].given or operands[1].given)
         dtype = str(eqn.invars[0].aval.dtype)
@@ -415,7 +410,7 @@ class JaxprWalk:
             return operand.changes
         return 0
 
-    def _dot(self, eqn: Any, operands: list[TracedArray], runs: int) -> Dims:
+    def _dot(self, eqn, operands: list[TracedArray], runs: int) -> Dims:
         (sum_left, sum_right), (batch_left, batch_right) = eqn.params["dimension_numbers"]
         left, right = operands[0].dims, operands[1].dims
         for left_axes, right_axes in ((sum_left, sum_right), (batch_left, batch_right)):
@@ -434,7 +429,7 @@ class JaxprWalk:
         self._add_product(eqn, operands, flops, dims, runs)
         return (*batch, *rows, *columns)
 
-    def _convolution(self, eqn: Any, operands: list[TracedArray], runs: int) -> Dims:
+    def _convolution(self, eqn, operands: list[TracedArray], runs: int) -> Dims:
         classes, numbers = self.classes, eqn.params["dimension_numbers"]
         left, right = operands[0].dims, operands[1].dims
         (out,) = _fresh(classes, eqn, (left, right))
@@ -456,7 +451,7 @@ class JaxprWalk:
         return out
 
     def _scan(
-        self, eqn: Any, operands: list[TracedArray], needed_results: list[bool], runs: int
+        self, eqn, operands: list[TracedArray], needed_results: list[bool], runs: int
     ) -> list[TracedArray]:
         body = open_jaxpr(eqn.params["jaxpr"])
         # Versions of JAX name the numbers of constants and of carried values differently; what the
@@ -492,7 +487,7 @@ class JaxprWalk:
             stacked.append(TracedArray((loop, *value.dims), False, runs))
         return [*(TracedArray(v.dims, v.given, runs) for v in results[:carried]), *stacked]
 
-    def _while(self, eqn: Any, operands: list[TracedArray], runs: int) -> list[TracedArray]:
+    def _while(self, eqn, operands: list[TracedArray], runs: int) -> list[TracedArray]:
         params = eqn.params
         cond_consts, consts = params["cond_nconsts"], params["body_nconsts"]
         state = [TracedArray(v.dims, False, runs) for v in operands[cond_consts + consts :]]
@@ -508,7 +503,7 @@ class JaxprWalk:
         return results
 
     def _cond(
-        self, eqn: Any, operands: list[TracedArray], needed_results: list[bool], runs: int
+        self, eqn, operands: list[TracedArray], needed_results: list[bool], runs: int
     ) -> list[TracedArray]:
         results = [
             self.program(open_jaxpr(branch), operands[1:], needed_results, runs)
@@ -521,7 +516,7 @@ class JaxprWalk:
         return results[0]
 
     def _call(
-        self, eqn: Any, operands: list[TracedArray], needed_results: list[bool], runs: int
+        self, eqn, operands: list[TracedArray], needed_results: list[bool], runs: int
     ) -> list[TracedArray]:
         """A jaxpr inside of an equation, or an unknown operation."""
         unrelated = _fresh(self.classes, eqn, [value.dims for value in operands])
@@ -546,7 +541,7 @@ def _changes(operands: Sequence[TracedArray]) -> int:
     return max((value.changes for value in operands), default=1)
 
 
-def _sums(body: Any, consts: int, carried: int) -> list[int]:
+def _sums(body, consts: int, carried: int) -> list[int]:
     """Returns the carried values of a loop only ever added to."""
     sums = []
     for place in range(carried):
@@ -567,7 +562,7 @@ def _same_rank(outer: Sequence[Any], inner: Sequence[Any]) -> int:
     return ranks.index(False) if False in ranks else len(ranks)
 
 
-def _needed(jaxpr: Any, needed_results: Sequence[bool]) -> list[list[bool] | None]:
+def _needed(jaxpr, needed_results: Sequence[bool]) -> list[list[bool] | None]:
     """Returns the needed results of each equation; None if it is dead."""
     live = {id(item) for item, flag in zip(jaxpr.outvars, needed_results, strict=True) if flag}
     needed: list[list[bool] | None] = []
@@ -762,7 +757,7 @@ def _marked(inputs: Inputs) -> Callable[..., Any]:
     )
     named = {leaf.path: names for leaf, names in _names_of_leaves(inputs)}
 
-    def run(*args: Any) -> Any:
+    def run(*args) -> Any:
         inventory = TreeInventory(dict(zip(inputs.names, args, strict=True)))
         values: list[Any] = []
         for leaf in inventory.leaves:

@@ -183,15 +183,15 @@ def _traced_plan(target: Target, variants: Sequence[_Variant], top: int | None) 
 
 
 def explore(
-    step: Callable[..., Any],
-    args: Sequence[Any],
+    step: Callable[..., object],
+    args: Sequence[object],
     target: str | Target,
     *,
     mesh_axes: Sequence[str] = ("data", "model"),
     meshes: Sequence[Mapping[str, int]] | None = None,
     tie: Sequence[Sequence[str]] | None = None,
-    fix: Mapping[str, Any] | None = None,
-    parallel: Mapping[str, Sequence[Any]] | None = None,
+    fix: Mapping[str, object] | None = None,
+    parallel: Mapping[str, Sequence[object]] | None = None,
 ) -> tuple[DimensionModel, Candidates]:
     """Returns the candidates of ``search``, without compiling.
 
@@ -294,8 +294,8 @@ def _variant(
     meshes: Meshes,
     target: Target,
     tie: Sequence[Sequence[str]] | None,
-    fix: Mapping[str, Any] | None,
-    settings: Mapping[str, Sequence[Any]],
+    fix: Mapping[str, object] | None,
+    settings: Mapping[str, Sequence[object]],
 ) -> _Variant:
     axes = dict.fromkeys(axis for mesh in meshes for axis, _ in mesh)
     model = trace_dimensions(inputs, axes)

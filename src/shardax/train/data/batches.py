@@ -561,7 +561,7 @@ class LocalBatches(Held):
         return f"LocalBatches({type(self.batches).__name__}, batch_size={self.batch_size})"
 
 
-def _check_rows(batch: Any, rows: int, advice: str) -> None:
+def _check_rows(batch: object, rows: int, advice: str) -> None:
     for path, leaf in jax.tree_util.tree_flatten_with_path(batch)[0]:
         if np.shape(leaf)[:1] != (rows,):
             raise DataError(
@@ -570,17 +570,20 @@ def _check_rows(batch: Any, rows: int, advice: str) -> None:
             )
 
 
-def _joined(*parts: Any) -> Any:
+def _joined(*parts) -> Any:
     return np.concatenate(parts)
 
 
-def is_count(value: Any) -> TypeGuard[int]:
+def is_count(value: object) -> TypeGuard[int]:
     """Whether a value is an integer of 0 or more."""
     return is_integer(value) and value >= 0
 
 
 def require_same_data(
-    differing: Iterable[str], saved: Mapping[str, Any], position: Mapping[str, Any], remedy: str
+    differing: Iterable[str],
+    saved: Mapping[str, object],
+    position: Mapping[str, object],
+    remedy: str,
 ) -> None:
     """Refuses a saved position of other data; lists all differences."""
     raise_if_any(
@@ -593,18 +596,18 @@ def require_same_data(
     )
 
 
-def check_seed(seed: Any) -> None:
+def check_seed(seed: object) -> None:
     """Refuses what is no seed of an order."""
     OPTIONS.check("seed", seed, is_count(seed) and seed < 1 << 64, "an integer in [0, 2**64)")
 
 
-def _check_sizes(part: Any, batch_size: int, seq_len: int) -> None:
+def _check_sizes(part: object, batch_size: int, seq_len: int) -> None:
     expected = "a TextPart: text.whole, or one of training, held_out = text.split(0.1)"
     OPTIONS.instance("part", part, TextPart, expected)
     OPTIONS.integers(batch_size=batch_size, seq_len=seq_len)
 
 
-def row_numbers(rows: Any, batch_size: int) -> Rows:
+def row_numbers(rows: object, batch_size: int) -> Rows:
     """Returns row numbers as an array, or raises DataError."""
     numbers: Any = np.arange(batch_size) if rows is None else np.asarray(rows)
     wrong = numbers.ndim != 1 or numbers.dtype.kind not in "iu" or numbers.size == 0

@@ -116,7 +116,7 @@ class PackedBatches:
             go_on_without_end(self._order)
         self._before = self._position()  # of the document that is next
 
-    def _position(self) -> Any:
+    def _position(self):
         return cast(Positioned, self._order).state()
 
     def state(self) -> dict[str, Any]:
@@ -161,7 +161,7 @@ class PackedBatches:
             self._next = self._tokens(document)
         return self._next[self._used : self._used + self.seq_len + 1]
 
-    def _tokens(self, document: Any) -> _Tokens:
+    def _tokens(self, document) -> _Tokens:
         if self.key is not None:
             document = document[self.key]
         elif isinstance(document, Mapping):
@@ -235,7 +235,7 @@ class PackedBatches:
         )
 
 
-def _is_sequence(documents: Any) -> bool:
+def _is_sequence(documents: object) -> bool:
     """Whether documents are read by number, in any order."""
     if type(documents).__module__.partition(".")[0] == "grain":
         return False  # which has an order of its own
@@ -254,7 +254,7 @@ class _Order:
     def state(self) -> int:
         return self.taken
 
-    def restore(self, state: Any) -> None:
+    def restore(self, state) -> None:
         if not is_count(state):
             raise DataError(f"Not a number of documents: {state!r}.")
         self.taken = int(state)
@@ -273,7 +273,7 @@ class _Order:
         self.taken += 1
         return self.documents[place]
 
-    def fingerprint(self, tokens_of: Any) -> str:
+    def fingerprint(self, tokens_of) -> str:
         """Returns a hash of their number and some, or raises."""
         count = len(self.documents)
         picked = sorted({index * (count - 1) // (_SAMPLES - 1) for index in range(_SAMPLES)})

@@ -64,14 +64,14 @@ def put_batch(batch: Any, sharding: Any) -> Any:
     return _put_rows(batch, sharding, None, 0)
 
 
-def _put_host(sharding: Any, batch: Any) -> Any:
+def _put_host(sharding, batch):
     return put_batch(without_tensors(batch), sharding)
 
 
-def _put_rows(batch: Any, sharding: Any, rows: Rows | None, batch_size: int) -> Any:
+def _put_rows(batch, sharding, rows: Rows | None, batch_size: int):
     """Places a batch with only some of its rows."""
 
-    def put(sharding: Any, leaf: Any) -> Any:
+    def put(sharding, leaf):
         array = leaf if hasattr(leaf, "dtype") else np.asarray(leaf)
         ids = rows if array.ndim else None
         if ids is not None and len(array) != ids.size:
@@ -79,7 +79,7 @@ def _put_rows(batch: Any, sharding: Any, rows: Rows | None, batch_size: int) -> 
                 f"by_rows was asked for {ids.size} rows, but gave an array of shape {array.shape}."
             )
 
-        def read(index: Any) -> Any:
+        def read(index) -> Any:
             if ids is None:
                 return array[index]
             start, stop, _ = index[0].indices(batch_size)
@@ -92,7 +92,7 @@ def _put_rows(batch: Any, sharding: Any, rows: Rows | None, batch_size: int) -> 
     return jax.tree.map(put, jax.tree.broadcast(sharding, batch), batch)
 
 
-def _rows_held(sharding: Any, batch_size: int) -> Rows:
+def _rows_held(sharding, batch_size: int) -> Rows:
     """Returns the rows of a batch held by this process's devices."""
     is_held = np.zeros(batch_size, bool)
     for leaf_sharding in jax.tree.leaves(sharding):
@@ -120,7 +120,7 @@ def placed_batches(source: Any, sharding: Any) -> Iterator[Any]:
     return (_put_rows(batch, sharding, rows, source.batch_size) for batch in source.by_rows(rows))
 
 
-def _require_own_rows(source: Any, sharding: Any) -> None:
+def _require_own_rows(source, sharding) -> None:
     """Raises DataError unless local batches fit the sharding."""
     count = getattr(source, "local_rows", None)
     if count is None:
@@ -149,7 +149,7 @@ def _require_own_rows(source: Any, sharding: Any) -> None:
             )
 
 
-def require_rows(source: Any) -> None:
+def require_rows(source: object) -> None:
     """Raises DataError unless the source can build some rows only."""
     if not isinstance(source, Rowwise):
         raise DataError(
@@ -163,7 +163,7 @@ def require_rows(source: Any) -> None:
 
 def first_batch(source: Any) -> Any:
     """Returns shapes and dtypes of the next global batch, or None."""
-    rows: Any = None
+    rows = None
     if hasattr(source, "local_rows"):  # of as many rows as there are: the processes compare them
         batch = next(iter(source.batches), None)
     elif isinstance(source, Rowwise):
@@ -171,7 +171,7 @@ def first_batch(source: Any) -> Any:
     else:
         batch = next(iter(source), None)
 
-    def struct(leaf: Any) -> Any:
+    def struct(leaf: object):
         aval = jax.typeof(leaf)
         shape = aval.shape
         if shape and hasattr(source, "local_rows"):
@@ -184,13 +184,13 @@ def first_batch(source: Any) -> Any:
 
 
 def batch_shardings(
-    batch: Any, mesh: Mesh | None, rules: RulesLike | None, *, parts: int, of: str
+    batch: object, mesh: Mesh | None, rules: RulesLike | None, *, parts: int, of: str
 ) -> Any:
     """Returns the shardings of a batch, or raises TrainError."""
     # The arrays have the axes BATCH_AXES, as many as they have dimensions. Gradient accumulation
     # cuts the batch into parts, each divided over the mesh by itself. Without a mesh: None.
 
-    def spec_of(shape: tuple[int, ...]) -> Any:
+    def spec_of(shape: tuple[int, ...]):
         assert mesh is not None
         names = BATCH_AXES[: len(shape)]
         # Dimensions left to the compiler are not split: these arrays come from the host.
@@ -285,7 +285,7 @@ class Prefetch:
             raise _no_position("state", self._source)
         return self._state
 
-    def restore(self, state: Any) -> None:
+    def restore(self, state: object) -> None:
         """Sends the source to a saved position and works ahead from there.
 
         Args:
@@ -337,7 +337,7 @@ class Prefetch:
             if not future.cancel():
                 future.exception()
 
-    def _source_state(self) -> Any:
+    def _source_state(self):
         return self._source.state() if isinstance(self._source, Positioned) else None
 
     def __iter__(self) -> Iterator[Any]:
@@ -374,7 +374,7 @@ def _no_position(method: str, source: object) -> DataError:
 
 
 @contextlib.contextmanager
-def in_device_memory(tree: Any) -> Iterator[None]:
+def in_device_memory(tree: object) -> Iterator[None]:
     """Moves values from host to device memory for a block.
 
     It works inside a compiled function.

@@ -55,7 +55,7 @@ class Positioned(Protocol):
         ...
 
 
-def with_position(source: Any) -> Any:
+def with_position(source: object) -> Any:
     """Returns the source as ``Positioned`` if it has a position, else itself."""
     # For datasets of grain this opens an iterator: call it once, and keep the returned source.
     if isinstance(source, Positioned):
@@ -88,7 +88,7 @@ class Held:
                 setattr(self, name, getattr(batches, name))
 
 
-def adapted(source: Any, resumable: bool) -> Any:
+def adapted(source: object, resumable: bool) -> Any:
     """Returns the batches of a run, with a position if possible."""
     positioned = with_position(source)
     inner = positioned.batches if isinstance(positioned, Held) else positioned
@@ -101,7 +101,7 @@ def adapted(source: Any, resumable: bool) -> Any:
     return positioned if hasattr(positioned, "by_rows") else _Unpositioned(positioned)
 
 
-def require_position(source: Any) -> None:
+def require_position(source: object) -> None:
     """Raises TrainError unless batches have a position, or need none."""
     if isinstance(source, Positioned):
         return
@@ -121,25 +121,25 @@ def require_position(source: Any) -> None:
     )
 
 
-def go_on_without_end(source: Any) -> None:
+def go_on_without_end(source: object) -> None:
     """Lets a data loader or dataset begin its next epoch by itself."""
     if isinstance(source, _StateDict):
         source.endless = True
 
 
-def is_resumable(source: Any) -> bool:
+def is_resumable(source: object) -> bool:
     """Whether a resumed run goes on in the data."""
     return not isinstance(source.batches if isinstance(source, Held) else source, _Unpositioned)
 
 
-def _has(source: Any, *names: str) -> bool:
+def _has(source: object, *names: str) -> bool:
     return all(callable(getattr(source, name, None)) for name in names)
 
 
 # --- positions in checkpoints ---------------------------------------------------------------------
 
 
-def saved_position(source: Any, state: Any) -> Any:
+def saved_position(source: object, state: object) -> Any:
     """Returns a position as JSON; every process must call it."""
     local = {_KIND: "none"} if not is_resumable(source) else _as_json(state, type(source).__name__)
     if not hasattr(source, "local_rows"):
@@ -192,7 +192,7 @@ def go_to(source: Any, saved: Any, *, resumable: bool = True) -> bool:
     return True
 
 
-def _has_no_position(saved: Any) -> bool:
+def _has_no_position(saved: object) -> bool:
     """Whether it was saved of batches without a position."""
     # The second form is that of versions in which it had no kind.
     if not isinstance(saved, Mapping):
@@ -201,14 +201,14 @@ def _has_no_position(saved: Any) -> bool:
     return is_old or saved.get(_KIND) == "none"
 
 
-def _refusal(source: Any, error: BaseException) -> DataError:
+def _refusal(source: object, error: BaseException) -> DataError:
     return DataError(
         f"The saved data position cannot be continued with this {type(source).__name__}: "
         f"{error!r}. Make it as in the run that saved the position."
     )
 
 
-def _as_json(state: Any, of: str) -> Any:
+def _as_json(state: object, of: str):
     """Returns a state itself if JSON keeps it as it is."""
     try:
         if json.loads(json.dumps(state)) == state and not _has_no_position(state):
@@ -224,7 +224,7 @@ def _as_json(state: Any, of: str) -> Any:
 class _Adapted:
     """Iterator with other names for its position."""
 
-    def __init__(self, source: Any) -> None:
+    def __init__(self, source) -> None:
         self.source = source
 
     def __iter__(self) -> Any:
@@ -246,7 +246,7 @@ class _GetState(_Adapted):
     def state(self) -> Any:
         return encoded(self.source.get_state(), type(self.source).__name__)
 
-    def restore(self, state: Any) -> None:
+    def restore(self, state) -> None:
         old_state = copy.deepcopy(self.source.get_state())
         try:
             self.source.set_state(decoded(state))
@@ -268,7 +268,7 @@ class _StateDict(_Adapted):
     # restored draws from them too. Where the iterable's state lacks what a shuffle buffer holds,
     # the position is that of the epoch's beginning and the number of batches to skip.
 
-    def __init__(self, source: Any) -> None:
+    def __init__(self, source) -> None:
         super().__init__(source)
         self.endless = False
         self._iterator: Iterator[Any] | None = None
@@ -301,7 +301,7 @@ class _StateDict(_Adapted):
             "generators": encoded([self._before, self._generators()], "a sampler"),
         }
 
-    def restore(self, state: Any) -> None:
+    def restore(self, state) -> None:
         names = {"of", "epoch", "taken", "state", "generators"}
         is_own = isinstance(state, Mapping) and set(state) == names
         if not is_own or state["of"] != type(self.source).__name__:
@@ -314,7 +314,7 @@ class _StateDict(_Adapted):
             raise self._refuse(error) from error
         self._known = {**state}
 
-    def _begin(self, state: Any) -> None:
+    def _begin(self, state) -> None:
         """Makes an iterator going on from a position."""
         if (state["state"] is None) != self._replays:
             raise ValueError("only one of the two has a shuffle buffer")
@@ -334,7 +334,7 @@ class _StateDict(_Adapted):
         """Returns the states of all random generators."""
         return [generator.get_state() for generator in self._random()]
 
-    def _set_generators(self, states: list[Any]) -> None:
+    def _set_generators(self, states: list[object]) -> None:
         for generator, state in zip(self._random(), states, strict=True):
             generator.set_state(state)
 
@@ -365,7 +365,7 @@ class _StateDict(_Adapted):
         return host_batch(batch)
 
 
-def _loses_examples(dataset: Any) -> bool:
+def _loses_examples(dataset: object) -> bool:
     """Whether a dataset's state lacks examples held by its iterator."""
     # In ``datasets``: shuffle buffers, and, as its documentation says, batched functions of tables;
     # those of ``batch()`` are exact.
@@ -389,7 +389,7 @@ def _loses_examples(dataset: Any) -> bool:
 class _Unpositioned:
     """Source without position, able to go back by a few batches."""
 
-    def __init__(self, source: Any) -> None:
+    def __init__(self, source) -> None:
         self.source = source
         self._iterator = iter(source)
         self._kept: collections.deque[Any] = collections.deque(maxlen=_KEPT)
@@ -398,7 +398,7 @@ class _Unpositioned:
     def state(self) -> Any:
         return {"step": self._step, "resumable": False}
 
-    def restore(self, state: Any) -> None:
+    def restore(self, state) -> None:
         """Goes back as far as batches are kept."""
         step = state["step"]
         if not self._read - len(self._kept) <= step <= self._read:
@@ -419,15 +419,15 @@ class _Unpositioned:
 # --- values ---------------------------------------------------------------------------------------
 
 
-def host_batch(batch: Any) -> Any:
+def host_batch(batch: object) -> Any:
     """Returns a batch with NumPy arrays for tensors and lists of numbers."""
 
-    def is_numbers(leaf: Any) -> bool:
+    def is_numbers(leaf: object) -> bool:
         while isinstance(leaf, list) and leaf:
             leaf = leaf[0]
         return isinstance(leaf, bool | int | float)
 
-    def host(leaf: Any) -> Any:
+    def host(leaf) -> Any:
         if not isinstance(leaf, list):
             return leaf
         try:
@@ -442,23 +442,23 @@ def host_batch(batch: Any) -> Any:
     return without_tensors(host_tree)
 
 
-def without_tensors(batch: Any) -> Any:
+def without_tensors(batch: object) -> Any:
     """Returns a batch with NumPy arrays for tensors of PyTorch."""
     return jax.tree.map(lambda leaf: _array_of(leaf) if _is_tensor(leaf) else leaf, batch)
 
 
-def _is_tensor(value: Any) -> bool:
+def _is_tensor(value: object) -> bool:
     return type(value).__module__.partition(".")[0] == "torch" and hasattr(value, "numpy")
 
 
-def _array_of(tensor: Any) -> np.ndarray[Any, Any]:
+def _array_of(tensor) -> np.ndarray:
     tensor = tensor.detach().cpu()
     if str(tensor.dtype) == "torch.bfloat16":  # which NumPy does not know by itself
         return tensor.float().numpy().astype(jnp.bfloat16)
     return tensor.numpy()
 
 
-def encoded(value: Any, of: str) -> Any:
+def encoded(value: object, of: str) -> Any:
     """Returns a state as JSON values."""
     if value is None or type(value) in (bool, int, float, str):
         return value

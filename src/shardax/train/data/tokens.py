@@ -112,7 +112,7 @@ class TokenFile(TokenData):
     @staticmethod
     def write(
         path: str | os.PathLike[str],
-        tokens: Any,
+        tokens: object,
         *,
         dtype: npt.DTypeLike = "uint16",
         end: int | None = None,
@@ -244,7 +244,7 @@ def _description(path: Path) -> dict[str, Any] | None:
     return header
 
 
-def _open_raw(path: Path, header: Any, expected: Any) -> npt.NDArray[Any]:
+def _open_raw(path: Path, header, expected) -> npt.NDArray[Any]:
     size = path.stat().st_size
     if header is None and expected is None:
         raise DataError(
@@ -283,7 +283,7 @@ def _open_npy(path: Path) -> npt.NDArray[Any]:
     return np.asarray(tokens)
 
 
-def _parts(tokens: Any, end: int | None) -> Iterator[npt.NDArray[Any]]:
+def _parts(tokens, end: int | None) -> Iterator[npt.NDArray[Any]]:
     """Yields arrays of ids, in order."""
     if isinstance(tokens, np.ndarray) and tokens.ndim == 1:
         documents: Iterable[Any] = [tokens]

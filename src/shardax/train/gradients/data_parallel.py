@@ -28,7 +28,7 @@ from shardax._parallel.gradient_sums import GradientPlan, Region, plan_of, sum_o
 from shardax._parallel.microbatches import indivisible
 from shardax._transforms.grad.grad import value_and_grad
 from shardax.nn.arithmetic import at_least_float32
-from shardax.partition.errors import ParallelError
+from shardax.partition.errors import PartitionError
 from shardax.partition.mesh import mesh_text
 from shardax.partition.rules import RulesLike
 from shardax.train.accumulation import accumulate, split_batch
@@ -85,7 +85,7 @@ def data_parallel_value_and_grad(
         A function of ``(model, batch, *args)``, as ``accumulated_value_and_grad`` returns it.
 
     Raises:
-        ParallelError: Here if an argument has no such meaning. When called, if the mesh lacks an
+        PartitionError: Here if an argument has no such meaning. When called, if the mesh lacks an
             axis, rows cannot be divided, a parameter is split over these axes, a gradient cannot be
             laid out, or devices write different values, or if ``steps`` is no number of
             microbatches, or ``count`` is no function or returns no real number.
@@ -104,7 +104,7 @@ def data_parallel_value_and_grad(
         True
     """
     axes = (over,) if isinstance(over, str) else tuple(over)
-    options = Options(ParallelError)
+    options = Options(PartitionError)
     are_names = bool(axes) and len(set(axes)) == len(axes)
     are_names = are_names and all(isinstance(axis, str) for axis in axes)
     expected = "data axes of a mesh, one or several, each once, the slowest link first"
@@ -121,7 +121,7 @@ def data_parallel_value_and_grad(
     differentiated = value_and_grad(function, has_aux=has_aux, wrt=wrt)
 
     @functools.wraps(function)
-    def reduced(model: Any, batch: Any, *args: Any) -> Any:
+    def reduced(model, batch, *args):
         region = Region.find(axes)
         call = _DeviceCall(region, differentiated, steps, has_aux, wire, model, args, count)
         call.plans = {
@@ -134,15 +134,15 @@ def data_parallel_value_and_grad(
     return reduced
 
 
-def _nothing(*_: Any) -> None:
+def _nothing(*_: object) -> None:
     """Stands for a function."""
 
 
-def _trained(model: Any, wrt: Any) -> dict[Path, Variable[Any]]:
+def _trained(model: object, wrt: object) -> dict[Path, Variable]:
     if isinstance(model, Variable):
         return {(): model}
     if not has_objects(model):
-        raise ParallelError(
+        raise PartitionError(
             f"The model is a {type(model).__name__} without Variables, so nothing says how it is "
             "laid out. Pass a Module or a Variable: data_parallel_value_and_grad(loss, over)"
             "(model, batch)."
@@ -163,7 +163,7 @@ class _DeviceCall:
         steps: int,
         has_aux: bool,
         wire: np.dtype | None,
-        model: Any,
+        model,
         args: Sequence[Any],
         count: Callable[[Any], Any] | None,
     ) -> None:
@@ -186,11 +186,11 @@ class _DeviceCall:
         self.graphdef, state = split(self.objects)
         self.values: dict[Path, Any] = state.flat()
         self.origins = state.origins()
-        self.variables: dict[Path, Variable[Any]] = dict(iter_variables(self.objects))
+        self.variables: dict[Path, Variable] = dict(iter_variables(self.objects))
         self.random = {p for p, v in self.variables.items() if isinstance(v, RngState)}
         self.structure: Any = None  # of the gradients, found by tracing
 
-    def run(self, batch: Any) -> tuple[Any, Any, Any]:
+    def run(self, batch) -> tuple[Any, Any, Any]:
         """Returns value, aux and gradients; writes the function's new state."""
         self._check_rows(batch)
         replicated, rows = PartitionSpec(), PartitionSpec(self.region.over)
@@ -202,18 +202,18 @@ class _DeviceCall:
         treedef, paths = self.structure
         return value, aux, treedef.unflatten([gradients[path] for path in paths])
 
-    def _check_rows(self, batch: Any) -> None:
+    def _check_rows(self, batch: object) -> None:
         region, parts = self.region, self.region.count * self.steps
         split_batch(batch, 1)
         sizes = mesh_text({axis: region.mesh.shape[axis] for axis in region.over})
         raise_if_any(
-            ParallelError,
+            PartitionError,
             indivisible("batch", batch, parts),
             f"Rows cannot be divided over {sizes}, in {self.steps} microbatches: ",
             f". Use a multiple of {parts} rows, or pass what has no rows after the batch.",
         )
 
-    def _compute(self, values: Any, batch: Any, arrays: Any) -> tuple[Any, Any, Any, Any]:
+    def _compute(self, values, batch, arrays) -> tuple[Any, Any, Any, Any]:
         region = self.region
         replicated, rows = PartitionSpec(), PartitionSpec(region.over)
         local = jax.shard_map(
@@ -235,7 +235,7 @@ class _DeviceCall:
         )
         return value, aux, add(gradients, count), written
 
-    def _local(self, values: dict[Path, Any], batch: Any, arrays: Any) -> Any:
+    def _local(self, values: dict[Path, Any], batch, arrays):
         """Sums of one device, and the values written."""
         region = self.region
         entering = dict(values)
@@ -259,7 +259,7 @@ class _DeviceCall:
         ]
         has_counts = self.count is not None or target_weights(batch) is not None
 
-        def counted(model: Any, microbatch: Any, *args: Any) -> Any:
+        def counted(model, microbatch, *args):
             value, gradients = self.differentiated(model, microbatch, *args)
             value, aux = value if self.has_aux else (value, None)
             count = jnp.float32(1)
@@ -279,7 +279,7 @@ class _DeviceCall:
         value = jax.lax.psum(region.varying(value), region.over) / total.astype(value.dtype)
         return value, region.varying(aux), self._by_path(gradients), total, written
 
-    def _by_path(self, gradients: Any) -> dict[Path, Any]:
+    def _by_path(self, gradients: object) -> dict[Path, Any]:
         """Gradients by path, of the device as the first of its row."""
         pairs = gradients.flat() if isinstance(gradients, State) else {(): gradients}
         leaves, treedef = jax.tree.flatten(gradients)
@@ -287,7 +287,7 @@ class _DeviceCall:
         self.structure = treedef, paths
         return {path: leaf[None] for path, leaf in zip(paths, leaves, strict=True)}
 
-    def _written(self, entering: Mapping[Path, Any], objects: Any) -> dict[Path, Any]:
+    def _written(self, entering: Mapping[Path, object], objects: object) -> dict[Path, Any]:
         """Values written by the function, the same on all devices, or raises."""
         leaving = {path: variable.value for path, variable in iter_variables(objects)}
         problems = [
@@ -314,7 +314,7 @@ class _DeviceCall:
                 continue
             problems.append(f"{self._shown(path)}: {kind.__name__} of a device's own rows")
         raise_if_any(
-            ParallelError,
+            PartitionError,
             sorted(problems),
             "Data-parallel devices cannot write these together:\n  ",
             "\nAverage over the devices where it is computed, jax.lax.pmean(statistic, "
@@ -327,7 +327,7 @@ class _DeviceCall:
     def _shown(self, path: Path) -> str:
         return format_path(path[1:] if len(self.objects) == 1 else path)
 
-    def _split_at_once(self, gradients: Any) -> Any:
+    def _split_at_once(self, gradients):
         """Leaves a microbatch's gradient split along the last data axis."""
         region, last_axis = self.region, self.region.over[-1]
         pairs = gradients.flat() if isinstance(gradients, State) else {(): gradients}
@@ -351,7 +351,7 @@ class _DeviceCall:
             return by_path[()]
         return State.from_flat(by_path, gradients.origins())
 
-    def _add(self, plans: dict[Path, GradientPlan], gradients: dict[Path, Any], count: Any) -> Any:
+    def _add(self, plans: dict[Path, GradientPlan], gradients: dict[Path, Any], count):
         """Adds the gradients of all devices, with all mesh axes manual."""
         over, by_path = self.region.over, {}
         for path, gradient in gradients.items():

@@ -38,16 +38,16 @@ _FIRST = 2  # flags that are not of a Variable: loss, skipped
 # --- In the compiled step ---
 
 
-def current_values(trained: Any) -> list[tuple[Path, Variable[Any], Any]]:
+def current_values(trained: object) -> list[tuple[Path, Variable, Any]]:
     """Returns path, Variable and value of everything a step may change."""
     return [(path, variable, variable._here()._value) for path, variable in iter_variables(trained)]
 
 
 def step_flags(
     optimizer: Optimizer,
-    old: Sequence[tuple[Path, Variable[Any], Any]],
+    old: Sequence[tuple[Path, Variable, object]],
     loss: Any,
-    gradients: Any,
+    gradients: object,
     *,
     skip: bool,
     mesh: Mesh | None,
@@ -69,14 +69,14 @@ def step_flags(
     return flags
 
 
-def _by_path(optimizer: Optimizer, gradients: Any) -> list[Any]:
+def _by_path(optimizer: Optimizer, gradients: object) -> list[Any]:
     """Returns gradients in the order of the optimizer's Variables."""
     paths = [path for path, _ in trained_variables(optimizer)]
     by_path = by_paths_of(gradients, paths)
     return [by_path[path] for path in paths]
 
 
-def _undo(old: Sequence[tuple[Path, Variable[Any], Any]], skipped: jax.Array) -> None:
+def _undo(old: Sequence[tuple[Path, Variable, object]], skipped: jax.Array) -> None:
     """Puts values back if a step is skipped."""
     # Random streams and integer counts of the model go on: a step is not to repeat what spoiled it.
     for path, variable, value in old:
@@ -91,7 +91,7 @@ def _undo(old: Sequence[tuple[Path, Variable[Any], Any]], skipped: jax.Array) ->
             )
 
 
-def _spoils(old: Any, new: Any) -> jax.Array:
+def _spoils(old: object, new: object) -> jax.Array:
     """Whether finite elements are no longer finite."""
     if new is old:
         return jnp.zeros((), bool)
@@ -103,7 +103,7 @@ def _spoils(old: Any, new: Any) -> jax.Array:
     return jnp.any(jnp.stack(lost))
 
 
-def _is_inexact(value: Any) -> bool:
+def _is_inexact(value: object) -> bool:
     return any(jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in jax.tree.leaves(value))
 
 
@@ -139,7 +139,7 @@ class FiniteCheck:
         """Returns the numbers of skipped steps, and of those in a row."""
         return [self.skipped, self._in_a_row]
 
-    def add(self, step: int, loss: Any, flags: Any) -> None:
+    def add(self, step: int, loss: object, flags: object) -> None:
         """Takes in a step, perhaps still running."""
         self._unread.append((step, loss, flags))
 

@@ -35,7 +35,7 @@ from shardax._core.variable import Intermediate, RngState, Variable
 from shardax._transforms.jit.jit import jit
 from shardax.nn.arithmetic import at_least_float32
 from shardax.partition.context import axis_rules
-from shardax.partition.errors import ParallelError
+from shardax.partition.errors import PartitionError
 from shardax.partition.rules import Rules
 from shardax.train.metrics import weighted
 from shardax.train.pipeline.programs import Cut, cut
@@ -48,8 +48,8 @@ class _TakenStage(NamedTuple):
 
     graphdef: Any
     origins: dict[Path, Origin]
-    trained: dict[Path, Variable[Any]]
-    state: dict[Path, Variable[Any]]
+    trained: dict[Path, Variable]
+    state: dict[Path, Variable]
 
 
 class Chunk:
@@ -105,14 +105,14 @@ class Chunk:
                 if sharding.device_set != stage_devices:
                     wrong.append(self.shown(path))
         raise_if_any(
-            ParallelError,
+            PartitionError,
             wrong,
             "Not on the devices of the stage: ",
             ". Lay it out again: "
             f"sx.shard(step.stages[{self.number}], step.meshes[{self.number}], rules).",
         )
 
-    def write_sown(self, sown: Mapping[Path, Any]) -> None:
+    def write_sown(self, sown: Mapping[Path, object]) -> None:
         """Leaves the values sown last by the stage in its Modules."""
         present, owners = dict(iter_variables(self.stage)), dict(iter_modules(self.stage))
         for path, value in sown.items():
@@ -141,13 +141,13 @@ class Chunk:
             if not jnp.issubdtype(variable.dtype, jnp.inexact)
         ]
         head = "Only real or complex numbers can be differentiated: "
-        raise_if_any(ParallelError, wrong, head, ". Leave others out by wrt=.")
+        raise_if_any(PartitionError, wrong, head, ". Leave others out by wrt=.")
         if self._taken is None or self._taken.graphdef != graphdef:
             self._compiled.clear()
         self._taken = _TakenStage(graphdef, state.origins(), trained, untrained)
         return self._taken
 
-    def compiled(self, trained: Values, state: Values, x: Any, targets: Any) -> ChunkPrograms:
+    def compiled(self, trained: Values, state: Values, x: object, targets: object) -> ChunkPrograms:
         """Returns the programs for inputs of these types."""
         leaves, treedef = jax.tree.flatten((trained, state, x, targets))
         places = tuple(leaf.sharding for leaf in leaves)
@@ -157,7 +157,7 @@ class Chunk:
                 self._compiled[key] = ChunkPrograms(self, trained, state, x, targets)
         return self._compiled[key]
 
-    def run(self, trained: Values, state: Values, number: Any, x: Any, targets: Any) -> Any:
+    def run(self, trained: Values, state: Values, number: object, x: Any, targets: Any) -> Any:
         """Returns ((floating results, objective), the rest), while traced."""
         stage_parts = self.now()
         if stage_parts.graphdef is None:
@@ -177,7 +177,7 @@ class Chunk:
             targets, weight = targets
             value = self.loss(y, targets)
             if np.shape(value) or not jnp.issubdtype(jnp.result_type(value), jnp.floating):
-                raise ParallelError(
+                raise PartitionError(
                     f"The loss returned {jax.typeof(jnp.asarray(value))}; it must be a real scalar."
                 )
             value = value if weight is None else weighted(jnp.asarray(value), weight)
@@ -186,7 +186,7 @@ class Chunk:
         self.y_tree = jax.tree.structure(y)
         return (floating, objective / self.microbatches), (nonfloating, written, sown)
 
-    def _written(self, model: Any, entering: Values) -> tuple[Values, dict[Path, Any]]:
+    def _written(self, model: object, entering: Values) -> tuple[Values, dict[Path, Any]]:
         stage_parts, written, sown = self.now(), Values(), dict[Path, Any]()
         final = {path: (variable, variable.value) for path, variable in iter_variables(model)}
         problems = [f"{self.shown(path)} was taken away" for path in entering.keys() - final.keys()]
@@ -207,7 +207,7 @@ class Chunk:
                 elif not is_prng_key(value):  # as strongly typed as before
                     written[path] = jax.tree.map(lambda x: jnp.astype(x, x.dtype), value)
         raise_if_any(
-            ParallelError,
+            PartitionError,
             sorted(problems),
             "A stage may write state of a lasting type, but here\n  ",
             "\nMake such Variables when the model is made, and keep their types.",
@@ -239,10 +239,10 @@ class ChunkPrograms:
             trained: Values,
             fixed: Values,
             carried: Values,
-            number: Any,
+            number,
             floating: list[Any],
             nonfloating: list[Any],
-            targets: Any,
+            targets,
             dy: list[Any],
         ) -> Any:
             def of(trained: Values, floating: list[Any]) -> Any:
@@ -296,7 +296,7 @@ class ChunkProgram:
         self.later = later
         self.adds_up = weights is not None
 
-        def call(sums: Any, *values: Any) -> Any:
+        def call(sums, *values):
             values_of = dict(zip(program.gives, program(*values), strict=True))
             weight, outputs = jax.tree.map(
                 lambda v: v.val if hasattr(v, "val") else values_of[v], (weights, result)
@@ -316,7 +316,7 @@ class ChunkProgram:
 # --- Values ---
 
 
-def apart(tree: Any) -> tuple[list[Any], list[Any]]:
+def apart(tree: object) -> tuple[list[Any], list[Any]]:
     """Leaves with a gradient, and the others."""
     leaves = [jnp.asarray(x) if not hasattr(x, "dtype") else x for x in jax.tree.leaves(tree)]
     return (
@@ -325,17 +325,17 @@ def apart(tree: Any) -> tuple[list[Any], list[Any]]:
     )
 
 
-def joined(treedef: Any, floating: list[Any], nonfloating: list[Any]) -> Any:
+def joined(treedef: object, floating: list[Any], nonfloating: list[Any]) -> Any:
     """The inverse of ``apart``, given the tree's structure."""
     leaves = [b if a is None else a for a, b in zip(floating, nonfloating, strict=True)]
     return jax.tree.unflatten(treedef, leaves)
 
 
-def _is_floating(x: Any) -> bool:
+def _is_floating(x) -> bool:
     return jnp.issubdtype(x.dtype, jnp.inexact)
 
 
-def _folded(keys: Any, *numbers: Any) -> Any:
+def _folded(keys, *numbers):
     """Keys of their own for a stage and a microbatch."""
     for number in numbers:
         fold = functools.partial(jax.random.fold_in, data=number)
@@ -345,15 +345,15 @@ def _folded(keys: Any, *numbers: Any) -> Any:
     return keys
 
 
-def _pairs(left: Any, right: Any) -> list[tuple[Any, Any]]:
+def _pairs(left: object, right: object) -> list[tuple[Any, Any]]:
     leaves = (jax.tree.leaves(left), jax.tree.leaves(right))
     same = len(leaves[0]) == len(leaves[1])
     return list(zip(*leaves, strict=True)) if same else [(left, right)]
 
 
-def _shapes(value: Any) -> Any:
+def _shapes(value: object):
     return jax.tree.map(lambda x: (np.shape(x), x.dtype), value)
 
 
-def _types(value: Any) -> str:
+def _types(value: object) -> str:
     return ", ".join(str(jax.typeof(x)) for x in jax.tree.leaves(value)) or repr(value)

@@ -42,7 +42,7 @@ class ProgramPart:
             body if closed is jaxpr else closed.replace(jaxpr=body, consts=[])
         )
 
-    def __call__(self, *values: Any) -> list[Any]:
+    def __call__(self, *values: object) -> list[Any]:
         """Computes its outputs, while a transform traces."""
         return self._call(*self._known.values(), *values)
 
@@ -86,7 +86,9 @@ def cut(function: Callable[..., Any], args: Sequence[Any], constant_count: int) 
     return Cut(_programs(closed, parts, outputs), list(jaxpr.invars), results)
 
 
-def _programs(closed: Any, parts: list[list[int]], outputs: list[list[Value]]) -> list[ProgramPart]:
+def _programs(
+    closed: object, parts: list[list[int]], outputs: list[list[Value]]
+) -> list[ProgramPart]:
     jaxpr = open_jaxpr(closed)
     consts = set(jaxpr.constvars)
     defs = [set(_made(jaxpr, part)) for part in parts]
@@ -103,7 +105,7 @@ def _programs(closed: Any, parts: list[list[int]], outputs: list[list[Value]]) -
     return programs
 
 
-def _made(jaxpr: Any, part: Iterable[int]) -> list[Value]:
+def _made(jaxpr, part: Iterable[int]) -> list[Value]:
     """Returns the values computed by equations."""
     return [v for n in part for v in jaxpr.eqns[n].outvars]
 

@@ -35,7 +35,7 @@ from shardax._parallel.schedules import Operation, Schedule
 from shardax._transforms.jit.jit import jit
 from shardax.nn.mlp import Sequential
 from shardax.partition.context import resolve_rules
-from shardax.partition.errors import ParallelError
+from shardax.partition.errors import PartitionError
 from shardax.partition.placement import shard
 from shardax.partition.rules import Rules, RulesLike, mesh_axes_of
 from shardax.partition.specs import shardings
@@ -76,7 +76,7 @@ class PipelineStep:
         sent_bytes: Bytes that stages sent one another in the last step; None before the first.
 
     Raises:
-        ParallelError: If the mesh, stages, schedule and microbatches do not fit together, stages
+        PartitionError: If the mesh, stages, schedule and microbatches do not fit together, stages
             share a Variable, or there are several processes. Nothing is moved.
 
     Example:
@@ -97,7 +97,7 @@ class PipelineStep:
     def __init__(
         self,
         stages: Any,
-        loss: Callable[[Any, Any], Any],
+        loss: Callable[[Any, Any], object],
         *,
         mesh: Mesh,
         microbatches: int,
@@ -120,7 +120,7 @@ class PipelineStep:
                 f"{n[0]} parts of the mesh, {n[1]} microbatches, {n[2]} stages of the model"
                 for n in (numbers, of_schedule)
             )
-            raise ParallelError(f"The schedule {schedule.name!r} is for {table}, not for {model}.")
+            raise PartitionError(f"The schedule {schedule.name!r} is for {table}, not for {model}.")
         self.schedule = schedule
         self.meshes = tuple(parts[number % len(parts)] for number in range(len(self.stages)))
         self.rules = resolve_rules(rules)
@@ -151,7 +151,7 @@ class PipelineStep:
         ]
         self._order = [span.operation for span in schedule.simulate()]
 
-    def __call__(self, inputs: Any, targets: Any) -> tuple[jax.Array, list[State]]:
+    def __call__(self, inputs: object, targets: object) -> tuple[jax.Array, list[State]]:
         """Computes the mean loss and the gradients.
 
         Args:
@@ -163,8 +163,8 @@ class PipelineStep:
             path, laid out as its parameters.
 
         Raises:
-            ParallelError: If rows cannot be cut, or a stage writes its parameters or something that
-                does not fit. No Variable was written.
+            PartitionError: If rows cannot be cut, or a stage writes its parameters or something
+                that does not fit. No Variable was written.
         """
         run = _PipelineRun(self._chunks, self.rules, self.schedule.microbatches, inputs, targets)
         for operation in self._order:
@@ -172,7 +172,7 @@ class PipelineStep:
         self.sent_bytes = run.sent_bytes
         return run.finish()
 
-    def predict(self, inputs: Any) -> Any:
+    def predict(self, inputs: object) -> Any:
         """Calls the stages one after the other, on the whole batch.
 
         Args:
@@ -195,7 +195,7 @@ class PipelineStep:
                 x = chunk.predict(x)
         return x
 
-    def optimizers(self, tx: Any, **options: Any) -> list[Optimizer | None]:
+    def optimizers(self, tx: object, **options: object) -> list[Optimizer | None]:
         """Makes an ``Optimizer`` of each stage.
 
         Args:
@@ -228,10 +228,10 @@ class PipelineStep:
             clip_norm: Scales the gradients of all stages so that their global norm is at most this.
 
         Raises:
-            ParallelError: If there is not one of each for each stage.
+            PartitionError: If there is not one of each for each stage.
         """
         if not len(optimizers) == len(gradients) == len(self.stages):
-            raise ParallelError(
+            raise PartitionError(
                 f"There are {len(self.stages)} stages, but {len(optimizers)} optimizers and "
                 f"{len(gradients)} gradients. Give those of step.optimizers(tx) and step(...)."
             )
@@ -265,14 +265,14 @@ class PipelineStep:
 
 
 @functools.partial(jit, donate_argnums=(0,))
-def _update(optimizer: Any, gradients: Any, scale: Any) -> None:
+def _update(optimizer, gradients, scale: object) -> None:
     if scale is not None:
         gradients = jax.tree.map(lambda g: (g * scale).astype(g.dtype), gradients)
     optimizer.update(gradients)
 
 
 @jax.jit
-def _squares(gradients: Any) -> jax.Array:
+def _squares(gradients: object) -> jax.Array:
     leaves = jax.tree.leaves(gradients)
     return sum((jnp.sum(jnp.square(x.astype(jnp.float32))) for x in leaves), jnp.float32(0))
 
@@ -283,17 +283,17 @@ def _squares(gradients: Any) -> jax.Array:
 def _check_processes() -> None:
     count = jax.process_count()
     if count > 1:
-        raise ParallelError(
+        raise PartitionError(
             "A PipelineStep copies arrays between parts of a mesh by jax.device_put, and there are "
             f"{count} processes, of which none has the devices of all parts. Use nn.Stack with a "
             'rule for its layers, {"layers": "stage"}, which is one program of all processes.'
         )
 
 
-def _check_stages(stages: Sequence[Any]) -> None:
+def _check_stages(stages: Sequence[object]) -> None:
     wrong = [f"stages[{i}] of {type(s).__name__}" for i, s in enumerate(stages) if not callable(s)]
     if wrong or not stages:
-        raise ParallelError(
+        raise PartitionError(
             f"Stages are Modules or functions, called on what the one before returns; found "
             f"{', '.join(wrong) or 'none'}."
         )
@@ -304,7 +304,7 @@ def _check_stages(stages: Sequence[Any]) -> None:
                 owners.setdefault(id(variable), []).append(f"stages[{number}]{format_path(path)}")
     shared = [" and ".join(paths) for paths in owners.values() if len(paths) > 1]
     raise_if_any(
-        ParallelError,
+        PartitionError,
         shared,
         "Stages have devices of their own, so that they cannot share Variables:\n  ",
         "\nGive each stage its own, sx.clone(stage); or use nn.Stack with a rule for its "
@@ -313,10 +313,10 @@ def _check_stages(stages: Sequence[Any]) -> None:
     )
 
 
-def _parts(mesh: Any, axis: str) -> list[Mesh]:
+def _parts(mesh: Mesh, axis: str) -> list[Mesh]:
     if not isinstance(mesh, Mesh) or axis not in mesh.shape:
         names = f"the axes {', '.join(map(repr, mesh.shape))}" if isinstance(mesh, Mesh) else "none"
-        raise ParallelError(
+        raise PartitionError(
             f"Stages are along the mesh axis {axis!r}, but the mesh has {names}. Make one with it, "
             f"jax.make_mesh((4, 2), ({axis!r}, 'data')), or say which: axis=..."
         )
@@ -330,10 +330,10 @@ def _parts(mesh: Any, axis: str) -> list[Mesh]:
 # --- Arrays between parts of the mesh ---
 
 
-def _moved(tree: Any, mesh: Mesh) -> Any:
+def _moved(tree, mesh: Mesh):
     """Copies arrays, laid out alike, to a part of the mesh."""
 
-    def place(x: Any) -> NamedSharding:
+    def place(x) -> NamedSharding:
         spec = x.sharding.spec if isinstance(x.sharding, NamedSharding) else PartitionSpec()
         has_axes = {axis for entry in spec for axis in mesh_axes_of(entry)} <= set(mesh.axis_names)
         return NamedSharding(mesh, spec if has_axes else PartitionSpec())
@@ -341,14 +341,14 @@ def _moved(tree: Any, mesh: Mesh) -> Any:
     return jax.device_put(tree, jax.tree.map(place, tree))
 
 
-def _placed(tree: Any, mesh: Mesh, rules: Rules) -> Any:
+def _placed(tree: object, mesh: Mesh, rules: Rules):
     """Lays rows out over a part of the mesh."""
     axes = [a for a in mesh_axes_of(rules.assign(("batch",)).entries[0]) if a in mesh.shape]
     spec = PartitionSpec(tuple(axes)) if axes else PartitionSpec()
     return jax.device_put(tree, NamedSharding(mesh, spec))
 
 
-def _weights_of(targets: list[Any], chunk: Chunk) -> list[Any]:
+def _weights_of(targets: list[object], chunk: Chunk) -> list[Any]:
     """Weights of microbatches by their targets; Nones if they count alike."""
     parts = [part if isinstance(part, Mapping) else {"targets": part} for part in targets]
     with chunk.scope():
@@ -357,7 +357,7 @@ def _weights_of(targets: list[Any], chunk: Chunk) -> list[Any]:
 
 
 @jax.jit
-def _relative_weights(parts: list[Any]) -> list[Any]:
+def _relative_weights(parts: list[object]) -> list[Any]:
     weights = [target_weights(part) for part in parts]
     if weights[0] is None:
         return weights
@@ -365,16 +365,16 @@ def _relative_weights(parts: list[Any]) -> list[Any]:
     return list(relative_weights(jnp.stack(counts)))
 
 
-def _microbatches(name: str, batch: Any, count: int) -> list[Any]:
+def _microbatches(name: str, batch: object, count: int) -> list[Any]:
     """Cuts rows i, i + count, ... as microbatch i."""
     raise_if_any(
-        ParallelError,
+        PartitionError,
         indivisible(name, batch, count),
         f"Rows cannot be cut into {count} microbatches of equal size: ",
         f". The first dimension of every array must be a multiple of {count}.",
     )
     if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(batch)):
-        raise ParallelError(
+        raise PartitionError(
             "A PipelineStep queues programs of several parts of a mesh, so it cannot be inside of "
             "jit or another transform. Call it from Python; nn.Stack with a rule for its layers is "
             "a pipeline inside of one program."
@@ -410,7 +410,7 @@ class _ChunkStep:
         self.of_step: dict[Any, Any] = {}
         self.sums: Any = None
 
-    def begin(self, number: int, x: Any, targets: Any) -> None:
+    def begin(self, number: int, x, targets) -> None:
         """Gives the stage a microbatch."""
         if self.compiled is None:
             compiled = self.compiled = self.chunk.compiled(self.trained, self.state, x, targets)
@@ -453,9 +453,7 @@ class _ChunkStep:
 class _PipelineRun:
     """One step: its microbatches, and the values between stages."""
 
-    def __init__(
-        self, chunks: Sequence[Chunk], rules: Rules, count: int, inputs: Any, targets: Any
-    ) -> None:
+    def __init__(self, chunks: Sequence[Chunk], rules: Rules, count: int, inputs, targets) -> None:
         cut_inputs = _microbatches("inputs", inputs, count)
         cut_targets = _microbatches("targets", targets, count)
         self.chunks = chunks
@@ -489,7 +487,7 @@ class _PipelineRun:
         if "inputs" in outputs:
             self.gradients[chunk - 1, number] = self._sent(outputs["inputs"], chunk - 1)
 
-    def _sent(self, tree: Any, chunk: int) -> Any:
+    def _sent(self, tree: object, chunk: int) -> Any:
         mesh = self.chunks[chunk].mesh
         if all(x.sharding.device_set == set(mesh.devices.flat) for x in jax.tree.leaves(tree)):
             return tree
@@ -516,7 +514,7 @@ class _PipelineRun:
         return total, gradients
 
     def _write(self) -> None:
-        advanced: dict[int, tuple[Variable[Any], Any]] = {}
+        advanced: dict[int, tuple[Variable, Any]] = {}
         for part in self.parts:
             variables = part.chunk.now().state
             for path, value in part.carried.items():
@@ -536,11 +534,11 @@ class _PipelineRun:
 
 
 @jax.jit
-def _sum(values: list[Any]) -> Any:
+def _sum(values: list[Any]):
     return sum(values[1:], values[0])
 
 
-def _here(value: Any, mesh: Mesh) -> Any:
+def _here(value: object, mesh: Mesh):
     """A value possibly shared by stages, on the devices of one."""
     devices = {device for x in jax.tree.leaves(value) for device in x.sharding.device_set}
     return value if devices == set(mesh.devices.flat) else _moved(value, mesh)
