@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
-from pathlib import Path
 
 import jax
 import pytest
@@ -16,14 +15,14 @@ MESH_AXES = ("data", "model")
 
 
 # Their tests have the marker `programs`.
-PROGRAMS = [Path(__file__).parent / name for name in ("benchmarks", "docs", "examples")]
+PROGRAMS = tuple(f"tests/{name}/" for name in ("benchmarks", "docs", "examples"))
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Marks the tests of notebooks, benchmarks and examples."""
     for item in items:
-        if any(folder in item.path.parents for folder in PROGRAMS):
+        if item.nodeid.startswith(PROGRAMS):
             item.add_marker(pytest.mark.programs)
 
 

@@ -13,12 +13,10 @@ from __future__ import annotations
 
 import ast
 import collections
-import io
 import json
 import os
 import subprocess
 import sys
-import tokenize
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -119,26 +117,30 @@ class Lines:
 
 def lines_of(source: Source) -> Lines:
     """Counts the lines of one file."""
-    tree = source.tree
     docstrings: set[int] = set()
     imports: set[int] = set()
-    for node in ast.walk(tree):
+    strings: set[int] = set()
+    for node in ast.walk(source.tree):
         if isinstance(node, ast.Import | ast.ImportFrom):
             imports.update(_span(node))
+        elif isinstance(node, ast.Constant | ast.JoinedStr) and node.lineno != node.end_lineno:
+            strings.update(_span(node))
         elif (
             isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
             and ast.get_docstring(node, clean=False) is not None
         ):
             docstrings.update(_span(node.body[0]))
-    code: set[int] = set()
-    blank = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
-    for token in tokenize.generate_tokens(io.StringIO(source.text).readline):
-        if token.type not in blank and token.type != tokenize.ENDMARKER:
-            code.update(range(token.start[0], token.end[0] + 1))
-    return Lines(len(source.text.splitlines()), len(code - docstrings), len(imports))
+    # Inside a string of several lines nothing is a comment, and a blank line is part of it.
+    lines = source.text.splitlines()
+    code = strings.union(
+        number
+        for number, line in enumerate(lines, start=1)
+        if (text := line.lstrip()) and not text.startswith("#")
+    )
+    return Lines(len(lines), len(code - docstrings), len(imports))
 
 
-def _span(node: ast.stmt) -> range:
+def _span(node: ast.stmt | ast.expr) -> range:
     return range(node.lineno, (node.end_lineno or node.lineno) + 1)
 
 

@@ -12,9 +12,9 @@ from tests.house.figures import Lines, figures, lines_of
 from tests.house.sources import Source
 
 
-@pytest.mark.parametrize("figure", figures(), ids=lambda figure: figure.name)
-def test_figures_are_within_their_bounds(figure) -> None:
-    assert figure.value <= figure.most
+def test_figures_are_within_their_bounds() -> None:
+    # One test: measuring takes ten seconds, which each worker would need.
+    assert [figure for figure in figures() if figure.value > figure.most] == []
 
 
 def test_lines_are_classified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,6 +46,9 @@ DAMAGED = ".damaged"  # at the end of the name of one that was set aside
 _FIRST_DESCRIPTION = ("description", "metadata")  # of format version 1
 _DIGEST = ',"sha256":"{}"}}\n'  # the end of a description
 _DIGEST_LENGTH = len(_DIGEST.format("0" * 64))
+# Of the part of an array that a device writes of its copy. Smaller arrays are written by one device:
+# each cut would be a program to compile, for every shape and device.
+_LEAST_PART_BYTES = 1 << 20
 OPTIONS = Options(errors.CheckpointError)
 
 
@@ -95,7 +98,14 @@ class Writer:
             identity = draft.stat() if is_local else None
         _meet("checkpoint begins")
         if self._orbax is None:
-            self._orbax = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler())
+            handlers = ocp.type_handlers
+            array_handler = handlers.ArrayHandler(
+                min_slice_bytes_for_replica_parallel=_LEAST_PART_BYTES
+            )
+            registry = handlers.create_type_handler_registry((jax.Array, array_handler))
+            self._orbax = ocp.AsyncCheckpointer(
+                ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
+            )
         try:
             if arrays:
                 self._orbax.save(draft / "arrays", args=ocp.args.PyTreeSave(dict(arrays)))
