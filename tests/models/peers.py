@@ -28,6 +28,10 @@ LLAMA3 = {
 YARN = {"rope_type": "yarn", "rope_theta": 1e3, "factor": 4.0} | {
     "original_max_position_embeddings": 16
 }
+LATENT = {**SIZES, "num_key_value_heads": 8, "pad_token_id": 0, "q_lora_rank": 12}
+LATENT |= {"kv_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 6, "v_head_dim": 5}
+LATENT |= {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 16}
+LATENT |= {"n_shared_experts": 2, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1}
 GEMMA3_ROPES = {
     "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
     "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
@@ -187,6 +191,29 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
         {**GROUPED, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 16}
         | {"n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.5, "use_qk_norm": True}
         | {"n_shared_experts": 2, "head_dim": 8, "attention_bias": True},
+    ),
+    "deepseek_v3": (
+        "DeepseekV3Config",
+        "DeepseekV3ForCausalLM",
+        {**LATENT, "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.5}}
+        | {"routed_scaling_factor": 1.5, "attention_bias": True},
+    ),
+    "deepseek_v3-direct": (
+        "DeepseekV3Config",
+        "DeepseekV3ForCausalLM",
+        {**LATENT, "q_lora_rank": None, "rope_interleave": False, "norm_topk_prob": False}
+        | {"first_k_dense_replace": 0},
+    ),
+    "deepseek_v2": (
+        "DeepseekV2Config",
+        "DeepseekV2ForCausalLM",
+        {**LATENT, "rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 0.7}}
+        | {"topk_method": "group_limited_greedy", "routed_scaling_factor": 1.5, "mlp_bias": True},
+    ),
+    "deepseek_v2-greedy": (
+        "DeepseekV2Config",
+        "DeepseekV2ForCausalLM",
+        {**LATENT, "q_lora_rank": None, "attention_bias": True, "v_head_dim": 10},
     ),
     "cohere2": (
         "Cohere2Config",

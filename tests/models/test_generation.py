@@ -81,10 +81,15 @@ def test_greedy_generation_takes_each_likeliest_token(model: Decoder, kind: str)
 
 WINDOW = {"sliding_window": 5}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
-GREEDY: dict[str, dict[str, int]] = {
+LATENT = {"q_lora_rank": 12, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 6}
+LATENT |= {"v_head_dim": 5, "num_key_value_heads": 4, "n_routed_experts": 4}
+LATENT |= {"num_experts_per_tok": 2, "moe_intermediate_size": 16, "first_k_dense_replace": 1}
+GREEDY: dict[str, dict[str, int | None]] = {
     "llama": {},
     "mistral": WINDOW,
     "cohere2": {**WINDOW, "num_hidden_layers": 4},
+    "deepseek_v2": {**LATENT, "n_group": None},
+    "deepseek_v3": {**LATENT, "n_group": 2, "topk_group": 1},
     "glm4": {"head_dim": 8},
     "glm4_moe": {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
     "granite": {},

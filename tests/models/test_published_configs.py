@@ -37,7 +37,11 @@ DISTILBERT = {"vocab_size": 16, "dim": 8, "hidden_dim": 12, "n_layers": 2, "n_he
 LLAMA = {**SIZES, "model_type": "llama", "architectures": ["LlamaForCausalLM"]}
 GLM = {"model_type": "glm4_moe", "num_key_value_heads": 1}
 IMAGES = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
-OWN_SIZES = {"gpt2": GPT2, "distilbert": DISTILBERT, "dinov2": IMAGES}
+OWN_SIZES: dict[str, dict[str, Any]] = {"gpt2": GPT2, "distilbert": DISTILBERT, "dinov2": IMAGES}
+OWN_SIZES |= {"deepseek_v3": {**MANY, "num_key_value_heads": 32}}
+OWN_SIZES |= {"deepseek_v2": {**MANY, "num_experts_per_tok": 2}}
+V2 = {"model_type": "deepseek_v2", "num_experts_per_tok": 2}
+V3 = {"model_type": "deepseek_v3"}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 
 
@@ -85,6 +89,9 @@ def test_absent_fields_have_the_defaults_of_transformers(tmp_path: Path):
         "gpt_neox": {"fraction": 0.25, "activation": "exact_gelu", "qkv_bias": True},
         "starcoder2": {"window": None, "num_kv_heads": 2, "tied_head": True},
         "cohere2": {"logit_scale": 0.0625, "norm_epsilon": 1e-5, "tied_head": True},
+        "deepseek_v2": {"query_latent_dim": 1536, "expert_groups": 1, "shared_expert_dim": 2814},
+        "deepseek_v3": {"expert_groups": 8, "dense_layers": (0, 1), "expert_scale": 2.5}
+        | {"rope_dim": 64, "head_dim": 192, "interleaved": True, "num_kv_heads": 32},
         "glm4": {"head_dim": 128, "fraction": 0.5, "qkv_bias": True, "norm_epsilon": 1.5625e-7},
         "glm4_moe": {"num_experts": 128, "dense_layers": (0,), "shared_expert_dim": 1408},
         "granite": {"attention_scale": 1.0, "logit_scale": None, "residual_scale": None},
@@ -128,6 +135,8 @@ CLASSES = {
     "gpt_neox": "GPTNeoX",
     "starcoder2": "Starcoder2",
     "cohere2": "Cohere2",
+    "deepseek_v2": "DeepseekV2",
+    "deepseek_v3": "DeepseekV3",
     "glm4": "Glm4",
     "glm4_moe": "Glm4Moe",
     "granite": "Granite",
@@ -472,6 +481,16 @@ def test_first_bert_names_of_norms_are_read(tmp_path: Path):
         ({"model_type": "cohere2", "sliding_window_pattern": 0}, "is not positive"),
         ({"model_type": "qwen2_moe", "layer_types": ["sliding_attention"] * 2}, "use_sliding"),
         ({"model_type": "glm4_moe", "first_k_dense_replace": -1}, "it is below 0"),
+        ({**V2, "num_experts_per_tok": None}, "num_experts_per_tok=None is not an integer"),
+        ({**V2, "topk_method": "noaux_tc"}, "only 'greedy', or 'group_limited_greedy' with both"),
+        ({**V2, "topk_method": "group_limited_greedy"}, "with n_group=None and topk_group=None"),
+        ({**V2, "norm_topk_prob": True}, "norm_topk_prob=True is not supported, only False"),
+        ({**V3, "num_key_value_heads": 1}, "num_key_value_heads=1 is not supported, only 2"),
+        ({**V3, "head_dim": 128}, "head_dim=128 is not supported, only 64"),
+        ({**V3, "qk_rope_head_dim": 3}, "rope_dim to be even"),
+        ({**V3, "scoring_func": "softmax"}, "scoring_func='softmax' is not supported"),
+        ({**V3, "rope_scaling": {**YARN, "mscale": "a"}}, "'yarn' with mscale='a' is not"),
+        ({**V3, "rope_scaling": {"factor": 2.0, "type": "linear", "mscale": 1}}, "'linear' with"),
         ({**GLM, "n_group": 3}, "expert_groups to be a divisor of 128"),
         ({**GLM, "topk_group": 2}, "groups_per_token to be"),
         ({"model_type": "roberta", "pad_token_id": None}, "pad_token_id=None is not an integer"),

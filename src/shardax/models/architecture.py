@@ -31,7 +31,7 @@ from shardax._core.variable import (
 )
 from shardax.models.activations import find_activation
 from shardax.models.config import TransformerConfig
-from shardax.models.experts import GroupedMoE
+from shardax.models.experts import ChoiceOfGroups, GroupedMoE, GroupedSoftmaxMoE
 from shardax.models.families import registry
 from shardax.models.family import (
     ACTIVATION_FIELDS,
@@ -304,11 +304,11 @@ def _width(config: TransformerConfig) -> str:
 
 
 _LAYER: dict[str, Callable[[Any], Any]] = {
-    "num_heads": lambda place: _size(place.module.attn.q.kernel, 1, place),
-    "head_dim": lambda place: _size(place.module.attn.q.kernel, 2, place),
+    "num_heads": lambda place: _size(_queries(place).kernel, 1, place),
+    "head_dim": lambda place: _size(_queries(place).kernel, 2, place),
     "num_kv_heads": lambda place: _size(place.module.attn.k.kernel, 1, place),
     "causal": lambda place: place.module.attn.causal,
-    "qkv_bias": lambda place: place.module.attn.q.bias is not None,
+    "qkv_bias": lambda place: _with_bias(place).bias is not None,
     "out_bias": lambda place: place.module.attn.out.bias is not None,
     "attention_scale": lambda place: place.module.attn.scale,
     "attention_softcap": lambda place: place.module.attn.softcap,
@@ -326,15 +326,26 @@ _MIXED: dict[str, Callable[[Any], Any]] = {
     "experts_per_token": lambda place: place.module.mlp.top_k,
     "expert_dim": lambda place: _size(place.module.mlp.up, -1, place),
     "shared_expert_dim": lambda place: _size(place.module.shared_mlp.up.kernel, -1, place),
-    "expert_scores": lambda place: (
-        "sigmoid" if isinstance(place.module.mlp, GroupedMoE) else "softmax"
-    ),
+    "expert_scores": lambda place: _SCORES.get(type(place.module.mlp), "softmax"),
     "expert_groups": lambda place: place.module.mlp.num_groups,
     "groups_per_token": lambda place: place.module.mlp.top_groups,
     "expert_scale": lambda place: place.module.mlp.scale,
     "normalise_experts": lambda place: place.module.mlp.normalise,
     "activation": _activation,
 }
+
+
+_SCORES = {GroupedMoE: "sigmoid", GroupedSoftmaxMoE: "grouped_softmax"}
+
+
+def _queries(place: LayerPlace) -> Any:
+    attention = place.module.attn
+    return getattr(attention, "q_up", None) or attention.q
+
+
+def _with_bias(place: LayerPlace) -> Any:
+    attention = place.module.attn
+    return getattr(attention, "kv_down", None) or attention.q
 
 
 def _windows(places: Sequence[LayerPlace]) -> dict[str, Any]:
@@ -382,6 +393,7 @@ def _relevant(config: TransformerConfig) -> dict[str, Any]:
         "expert_groups groups_per_token expert_scale": (
             config.num_experts == 0 or config.expert_scores == "softmax"
         ),
+        "query_latent_dim rope_dim value_dim": config.latent_dim == 0,
         "shared_expert_gate": config.num_experts == 0 or config.shared_expert_dim == 0,
         "mlp_dim": all(experts for _, experts in kinds),
         "tied_head": config.head != "tokens",
@@ -509,7 +521,8 @@ def _new_content(kind: str, family: Family, config: TransformerConfig) -> dict[s
 
 
 # Classes that compute something else than the ones that they are made of.
-_COMPUTING = (OffsetScale, OffsetRMSNorm, OffsetLayerNorm, GroupedMoE)
+_COMPUTING = (OffsetScale, OffsetRMSNorm, OffsetLayerNorm, ChoiceOfGroups, GroupedMoE)
+_COMPUTING += (GroupedSoftmaxMoE,)
 
 
 class _ArchitectureCheck:

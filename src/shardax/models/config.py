@@ -33,7 +33,12 @@ class TransformerConfig:
         embed_dim: Size of a token's vector.
         num_heads: Heads of queries.
         num_kv_heads: Heads of keys and values, a divisor of ``num_heads``.
-        head_dim: Size of a head.
+        head_dim: Size of a head of queries and keys.
+        latent_dim: Size of the latent that keys and values of a position are made of, in
+            ``nn.MultiHeadLatentAttention``; 0 for plain attention. The following three are its.
+        query_latent_dim: Size of the latent that queries are made of; None for none.
+        rope_dim: How many of ``head_dim`` are rotated.
+        value_dim: Size of a head of values.
         mlp_dim: Size of the MLP's hidden layer.
         causal: Whether a position reads only from itself and earlier ones.
         norm: ``"rms"``, ``"rms_offset"`` (the scale is added to 1), ``"layer"``,
@@ -77,10 +82,11 @@ class TransformerConfig:
         experts_per_token: How many of them a token goes to.
         expert_dim: Size of an expert's hidden layer.
         normalise_experts: Whether the weights of a token's experts add up to 1.
-        expert_scores: ``"softmax"``, or ``"sigmoid"`` with a bias of the choice.
-        expert_groups: Of sigmoids: number of groups of experts.
-        groups_per_token: Of sigmoids: how many of them a token's experts are of.
-        expert_scale: Of sigmoids: multiplies the weights.
+        expert_scores: ``"softmax"``, ``"sigmoid"`` with a bias of the choice, or
+            ``"grouped_softmax"``.
+        expert_groups: But of a plain softmax: number of groups of experts.
+        groups_per_token: But of a plain softmax: how many of them a token's experts are of.
+        expert_scale: But of a plain softmax: multiplies the weights.
         shared_expert_dim: Size of the hidden layer of an expert for all tokens; 0 for none.
         shared_expert_gate: Whether what it adds is multiplied by the sigmoid of a linear map.
         expert_dispatch: How tokens get to them, as for ``MoE``.
@@ -130,6 +136,10 @@ class TransformerConfig:
     num_heads: int = 4
     num_kv_heads: int = 2
     head_dim: int = 16
+    latent_dim: int = 0
+    query_latent_dim: int | None = None
+    rope_dim: int = 0
+    value_dim: int = 0
     mlp_dim: int = 192
     causal: bool = True
     norm: str = "rms"
@@ -209,18 +219,26 @@ class TransformerConfig:
             ("pooling", POOLINGS),
         ):
             _check(where, name, getattr(self, name), getattr(self, name) in choices, str(choices))
-        scores = ("softmax", "sigmoid")
+        scores = ("softmax", "sigmoid", "grouped_softmax")
         fits = self.expert_scores in scores
         _check(where, "expert_scores", self.expert_scores, fits, str(scores))
-        if self.num_experts and self.expert_scores == "sigmoid":
+        if self.num_experts and self.expert_scores != "softmax":
             groups, count = self.expert_groups, self.num_experts
-            fits = groups == 1 or (groups > 0 and count % groups == 0 and count >= 2 * groups)
-            need = f"a divisor of {count} with two experts a group"
+            least = 2 if self.expert_scores == "sigmoid" else 1
+            fits = groups == 1 or (groups > 0 and count % groups == 0 and count >= least * groups)
+            need = f"a divisor of {count}" + " with two experts a group" * (least == 2)
             _check(where, "expert_groups", groups, fits, need)
             least = math.ceil(self.experts_per_token * groups / count)
             fits = least <= self.groups_per_token <= groups
             need = f"from {least} up to {groups}, for {self.experts_per_token} experts"
             _check(where, "groups_per_token", self.groups_per_token, fits, need)
+        if self.latent_dim:
+            size = self.rope_dim
+            fits = 0 < size < self.head_dim and size % 2 == 0 and self.rope is not None
+            _check(where, "rope_dim", size, fits, f"even and below head_dim={self.head_dim}")
+            _check(where, "value_dim", self.value_dim, self.value_dim > 0, "positive")
+            fits = self.num_kv_heads == self.num_heads
+            _check(where, "num_kv_heads", self.num_kv_heads, fits, f"{self.num_heads}, of a latent")
         _check(where, "qk_norm", self.qk_norm, self.qk_norm in (None, "head", "all"), "a kind")
         if self.image_size:
             whole = self.patch_size > 0 and self.image_size % self.patch_size == 0
@@ -272,7 +290,7 @@ def check_config(config: Any) -> None:
         as_size(where, name, getattr(config, name))
     rope = getattr(config, "rope", None)
     base = getattr(config, "rope_base", None if rope is None else rope.base)
-    whole = rope is None or rope.fraction == 1
+    whole = (rope is None or rope.fraction == 1) and not getattr(config, "latent_dim", 0)
     heads = (config.num_heads, config.num_kv_heads, config.head_dim)
     attention_sizes(config.embed_dim, *heads, base if whole else None)
     for name in ("dropout", "embed_dropout", "attention_dropout"):

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Experts chosen by sigmoids, with a bias and in groups.
+"""Experts chosen in groups: by sigmoids with a bias, or by a softmax.
 
 The routing of DeepSeek-V3 (DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, section 2.1.2): a
 bias is added to an expert's score where experts are chosen, and not in their weights. Training
-moves it against the load of the expert, in place of a loss.
+moves it against the load of the expert, in place of a loss. DeepSeek-V2 chooses by a softmax
+without a bias (DeepSeek-AI, "DeepSeek-V2", 2024, section 2.2.2).
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ from shardax.nn.parameters import make_parameter, zeros
 from shardax.partition.explicit import align
 
 
-class GroupedMoE(MoE):
-    """Experts with the largest sigmoids, of the best groups."""
+class ChoiceOfGroups(MoE):
+    """Experts of the best groups alone."""
 
-    # Of a group counts the sum of its two largest scores. No gradient reaches the bias.
+    least_size = 1  # of a group, where there are several
 
     def __init__(
         self,
@@ -37,22 +38,54 @@ class GroupedMoE(MoE):
         **options: Any,
     ) -> None:
         super().__init__(features, hidden, rngs=rngs, **options)
-        count, dtype = int(options["num_experts"]), options.get("param_dtype")
+        count = int(options["num_experts"])
         size, remainder = divmod(count, num_groups) if num_groups > 0 else (0, 0)
         places = size * top_groups
         if size < 1 or remainder or not 0 < top_groups <= num_groups or places < self.top_k:
             raise LayerConfigError(
-                f"GroupedMoE cannot choose top_k={self.top_k} of {count} experts in top_groups="
-                f"{top_groups} of num_groups={num_groups}."
+                f"{type(self).__name__} cannot choose top_k={self.top_k} of {count} experts in "
+                f"top_groups={top_groups} of num_groups={num_groups}."
             )
-        if num_groups > 1 and size < 2:
+        if num_groups > 1 and size < self.least_size:
             raise LayerConfigError(
-                f"GroupedMoE compares groups by two experts, but num_groups={num_groups} of "
-                f"{count} experts have {size}."
+                f"{type(self).__name__} compares groups by two experts, but num_groups="
+                f"{num_groups} of {count} experts have {size}."
             )
+        self.num_groups, self.top_groups, self.scale = num_groups, top_groups, float(scale)
+
+    def _in_groups(self, scores: jax.Array) -> jax.Array:
+        """Returns scores that are minus infinity outside of the best groups."""
+        if self.num_groups == 1:
+            return scores
+        groups = scores.reshape(len(scores), self.num_groups, -1)
+        sums = jax.lax.top_k(groups, self.least_size)[0].sum(axis=-1)
+        chosen = jax.lax.top_k(sums, self.top_groups)[1]
+        allowed = jax.nn.one_hot(chosen, self.num_groups, dtype=bool).any(axis=1)
+        return jnp.where(allowed[..., None], groups, -jnp.inf).reshape(scores.shape)
+
+    def _weights(self, scores: jax.Array, experts: jax.Array) -> jax.Array:
+        """Returns the weights of chosen experts."""
+        weights = jnp.take_along_axis(scores, experts, axis=-1)
+        if self.normalise:
+            weights = weights / (weights.sum(axis=-1, keepdims=True) + 1e-20)
+        return weights * self.scale
+
+    @property
+    def _routing(self) -> tuple[Any, ...]:
+        return (self.num_groups, self.top_groups, self.scale)
+
+
+class GroupedMoE(ChoiceOfGroups):
+    """Experts with the largest sigmoids, of the best groups."""
+
+    # Of a group counts the sum of its two largest scores. No gradient reaches the bias.
+    least_size = 2
+
+    def __init__(self, features: int, hidden: int, *, rngs: Rngs | None, **options: Any) -> None:
+        super().__init__(features, hidden, rngs=rngs, **options)
+        count, dtype = int(options["num_experts"]), options.get("param_dtype")
         names = (None if self.gate.axes is None else self.gate.axes[0],)
         self.choice_bias = make_parameter(zeros, (count,), dtype or jnp.float32, names, rngs)
-        self.num_groups, self.top_groups, self.scale = num_groups, top_groups, float(scale)
 
     def _scores(self, x: jax.Array) -> jax.Array:
         scores = jax.nn.sigmoid(self.router(x))
@@ -62,20 +95,15 @@ class GroupedMoE(MoE):
 
     def _choose(self, logits: jax.Array, count: int) -> tuple[jax.Array, jax.Array, jax.Array]:
         scores, by_choice = jnp.unstack(logits.reshape(-1, count, 2), axis=-1)
-        if self.num_groups > 1:
-            groups = by_choice.reshape(len(scores), self.num_groups, -1)
-            sums = jax.lax.top_k(groups, 2)[0].sum(axis=-1)
-            chosen = jax.lax.top_k(sums, self.top_groups)[1]
-            allowed = jax.nn.one_hot(chosen, self.num_groups, dtype=bool).any(axis=1)
-            groups = jnp.where(allowed[..., None], groups, -jnp.inf)
-            by_choice = groups.reshape(scores.shape)
-        experts = jax.lax.top_k(by_choice, self.top_k)[1]
-        weights = jnp.take_along_axis(scores, experts, axis=-1)
-        if self.normalise:
-            weights = weights / (weights.sum(axis=-1, keepdims=True) + 1e-20)
+        experts = jax.lax.top_k(self._in_groups(by_choice), self.top_k)[1]
         shares = scores / scores.sum(axis=-1, keepdims=True)
-        return shares, weights * self.scale, experts
+        return shares, self._weights(scores, experts), experts
 
-    @property
-    def _routing(self) -> tuple[Any, ...]:
-        return (self.num_groups, self.top_groups, self.scale)
+
+class GroupedSoftmaxMoE(ChoiceOfGroups):
+    """Experts with the largest probabilities, of the groups with the largest one."""
+
+    def _choose(self, logits: jax.Array, count: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+        scores = jax.nn.softmax(logits.reshape(-1, count), axis=-1)
+        experts = jax.lax.top_k(self._in_groups(scores), self.top_k)[1]
+        return scores, self._weights(scores, experts), experts

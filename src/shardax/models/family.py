@@ -169,6 +169,7 @@ _POSITIVE = frozenset(
     [
         *("channels", "embed_dim", "expert_dim", "experts_per_token", "head_dim", "image_size"),
         *("expert_groups", "groups_per_token", "shared_expert_dim"),
+        *("latent_dim", "query_latent_dim", "rope_dim", "value_dim"),
         *("mlp_dim", "num_heads", "num_kv_heads", "num_layers", "patch_size", "vocab_size"),
         "window",
     ]

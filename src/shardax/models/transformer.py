@@ -32,13 +32,14 @@ from shardax._core.state.split_merge import iter_variables
 from shardax._core.variable import Cache
 from shardax.models.activations import ACTIVATIONS, find_activation
 from shardax.models.config import TransformerConfig
-from shardax.models.experts import GroupedMoE
+from shardax.models.experts import GroupedMoE, GroupedSoftmaxMoE
 from shardax.models.norms import HeadsRMSNorm, dtypes, make_norm
 from shardax.nn.arithmetic import add_bias, as_array, at_least_float32
 from shardax.nn.attention import AttentionCache, MultiHeadAttention, positions_within
 from shardax.nn.dropout import Dropout
 from shardax.nn.embedding import Embed
 from shardax.nn.errors import LayerConfigError, LayerInputError
+from shardax.nn.latent_attention import LatentCache, MultiHeadLatentAttention
 from shardax.nn.linear import Linear
 from shardax.nn.mlp import MLP
 from shardax.nn.moe import MoE
@@ -469,7 +470,7 @@ class Transformer(Module):
             options["bias"] = jnp.moveaxis(self.distances(buckets), -1, 0)
         for name, rope in (("positions", config.rope), ("local_positions", config.local_rope)):
             if rope is not None:
-                options[name] = rope.rotation(positions, config.head_dim)
+                options[name] = rope.rotation(positions, config.rope_dim or config.head_dim)
         return options, positions
 
     def _check_positions(self, positions) -> None:
@@ -531,7 +532,8 @@ class Transformer(Module):
             dtype: Dtype of keys and values; None for the compute dtype.
 
         Returns:
-            A list of ``nn.AttentionCache``, or one of all layers if they are stacked.
+            A list of ``nn.AttentionCache``, or one of all layers if they are stacked; of latent
+            attention, ``nn.LatentCache``.
 
         Raises:
             LayerConfigError: If the model is not causal.
@@ -543,6 +545,9 @@ class Transformer(Module):
 
         def one(index: int, num_layers: int | None = None) -> AttentionCache:
             window = config.window if config.kind_of(index)[0] else None
+            if config.latent_dim:
+                kind = {"dtype": dtype, "num_layers": num_layers}
+                return LatentCache(batch, length, config.latent_dim, config.rope_dim, **kind)
             ring = window is not None and window < length
             slots = length if window is None else min(window, length)
             sizes = (batch, slots, config.num_kv_heads, config.head_dim)
@@ -661,6 +666,24 @@ def _attention(config: TransformerConfig, index: int, rngs: Rngs) -> MultiHeadAt
     is_local = config.kind_of(index)[0]
     rope = config.local_rope if is_local and config.local_rope else config.rope
     rope = rope if config.has_rope(index) else None
+    if config.latent_dim:
+        return MultiHeadLatentAttention(
+            config.embed_dim,
+            config.num_heads,
+            head_dim=config.head_dim,
+            rope_dim=config.rope_dim,
+            value_dim=config.value_dim,
+            latent_dim=config.latent_dim,
+            query_latent_dim=config.query_latent_dim,
+            rope=rope,
+            causal=config.causal,
+            window=config.window if is_local else None,
+            use_bias=config.qkv_bias,
+            scale=config.attention_scale,
+            dropout=config.attention_dropout,
+            rngs=rngs,
+            **dtypes(config),
+        )
     return MultiHeadAttention(
         config.embed_dim,
         config.num_heads,
@@ -704,9 +727,9 @@ def _mlp(config: TransformerConfig, rngs: Rngs, hidden: int | None = None) -> ML
 
 def _experts(config: TransformerConfig, rngs: Rngs) -> MoE:
     make: Callable[..., MoE] = MoE
-    if config.expert_scores == "sigmoid":
+    if config.expert_scores != "softmax":
         make = partial(
-            GroupedMoE,
+            GroupedMoE if config.expert_scores == "sigmoid" else GroupedSoftmaxMoE,
             num_groups=config.expert_groups,
             top_groups=config.groups_per_token,
             scale=config.expert_scale,

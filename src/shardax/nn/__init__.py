@@ -23,6 +23,8 @@ from shardax.nn.dropout import Dropout as Dropout
 from shardax.nn.einsum import Einsum as Einsum
 from shardax.nn.embedding import Embed as Embed
 from shardax.nn.embedding import sinusoidal as sinusoidal
+from shardax.nn.latent_attention import LatentCache as LatentCache
+from shardax.nn.latent_attention import MultiHeadLatentAttention as MultiHeadLatentAttention
 from shardax.nn.linear import Linear as Linear
 from shardax.nn.mlp import MLP as MLP
 from shardax.nn.mlp import PReLU as PReLU

@@ -12,17 +12,7 @@ from typing import Any
 
 from shardax.models.families import shared
 from shardax.models.families.rope import Rotary
-from shardax.models.family import (
-    BOOLEAN,
-    INTEGER,
-    SIZE,
-    ConfigEdit,
-    Family,
-    Field,
-    FieldGroup,
-    PretrainedError,
-    Taker,
-)
+from shardax.models.family import BOOLEAN, ConfigEdit, Family, Field, Taker
 from shardax.models.tensors import Tensor, in_layers, norm
 
 # Half of a head is turned, its real and imaginary parts alternating; gate and up are one tensor.
@@ -51,34 +41,17 @@ GLM4 = Family(
 )
 
 
-class ExpertLayers(FieldGroup):
-    """The layers with experts, and sizes of these."""
+class NormedExpertLayers(shared.ExpertLayers):
+    """The layers with experts, and whether queries and keys have norms."""
 
     def read(self, take: Taker) -> Mapping[str, Any]:
-        count = take("num_hidden_layers", kind=SIZE)
-        first = take("first_k_dense_replace", 1, kind=INTEGER)
-        if first < 0:
-            raise PretrainedError(f"first_k_dense_replace={first} is not supported, it is below 0")
-        size = take("moe_intermediate_size", 1408, kind=SIZE)
-        number = take("n_shared_experts", 1, kind=SIZE)
         has_norms = take("use_qk_norm", False, kind=BOOLEAN)
-        return {
-            "dense_layers": tuple(range(min(first, count))),
-            "expert_dim": size,
-            "qk_norm": "head" if has_norms else None,
-            "shared_expert_dim": size * number,
-        }
+        return {**super().read(take), "qk_norm": "head" if has_norms else None}
 
     def write(self, edit: ConfigEdit) -> None:
-        config, content = edit.config, edit.content
-        if edit.changes("dense_layers", "num_layers"):
-            content["first_k_dense_replace"] = len(config.dense_layers)
-        if edit.changes("expert_dim"):
-            content["moe_intermediate_size"] = config.expert_dim
-        if edit.changes("expert_dim", "shared_expert_dim") and config.expert_dim:
-            content["n_shared_experts"] = config.shared_expert_dim // config.expert_dim
+        super().write(edit)
         if edit.changes("qk_norm"):
-            content["use_qk_norm"] = config.qk_norm is not None
+            edit.content["use_qk_norm"] = edit.config.qk_norm is not None
 
 
 # The layers of Llama, half of a head turned; experts are chosen by sigmoids.
@@ -96,7 +69,7 @@ GLM4_MOE = Family(
         "topk_group": Field("groups_per_token", default=1),
     },
     fixed={"expert_scores": "sigmoid"},
-    groups=[Rotary(fraction=0.5, max_positions=131_072), ExpertLayers()],
+    groups=[Rotary(fraction=0.5, max_positions=131_072), NormedExpertLayers(1, 1408, 1)],
     architectures=shared.causal_lm("Glm4Moe"),
     # Of layers that predict further tokens, which transformers does not read either.
     harmless=("num_mtp_layers", "num_nextn_predict_layers"),

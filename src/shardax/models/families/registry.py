@@ -9,13 +9,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from shardax._core.errors import warn
-from shardax.models.families import encoders, gemma, glm, gpt, llama, qwen, relatives
+from shardax.models.families import deepseek, encoders, gemma, glm, gpt, llama, qwen, relatives
 from shardax.models.family import DerivedFields, Family, Field, PretrainedError, brief
 from shardax.models.tensors import parse_table
 
 FAMILIES: dict[str, Family] = {
     "bert": encoders.BERT,
     "cohere2": relatives.COHERE2,
+    "deepseek_v2": deepseek.DEEPSEEK_V2,
+    "deepseek_v3": deepseek.DEEPSEEK_V3,
     "dinov2": encoders.DINOV2,
     "distilbert": encoders.DISTILBERT,
     "electra": encoders.ELECTRA,

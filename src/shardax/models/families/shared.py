@@ -172,6 +172,38 @@ class Window(FieldGroup):
         write_windows(edit)
 
 
+# --- experts --------------------------------------------------------------------------------------
+
+
+class ExpertLayers(FieldGroup):
+    """The layers with experts, those behind the first ones, and sizes of experts."""
+
+    def __init__(self, first: int, size: int, shared: int) -> None:
+        self.first, self.size, self.shared = first, size, shared
+
+    def read(self, take: Taker) -> Mapping[str, Any]:
+        count = take("num_hidden_layers", kind=SIZE)
+        first = take("first_k_dense_replace", self.first, kind=INTEGER)
+        if first < 0:
+            raise PretrainedError(f"first_k_dense_replace={first} is not supported, it is below 0")
+        size = take("moe_intermediate_size", self.size, kind=SIZE)
+        number = take("n_shared_experts", self.shared, kind=SIZE)
+        return {
+            "dense_layers": tuple(range(min(first, count))),
+            "expert_dim": size,
+            "shared_expert_dim": size * number,
+        }
+
+    def write(self, edit: ConfigEdit) -> None:
+        config, content = edit.config, edit.content
+        if edit.changes("dense_layers", "num_layers"):
+            content["first_k_dense_replace"] = len(config.dense_layers)
+        if edit.changes("expert_dim"):
+            content["moe_intermediate_size"] = config.expert_dim
+        if edit.changes("expert_dim", "shared_expert_dim") and config.expert_dim:
+            content["n_shared_experts"] = config.shared_expert_dim // config.expert_dim
+
+
 # --- tensors --------------------------------------------------------------------------------------
 
 

@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""DeepSeek of the second and third version: latent attention, experts in groups.
+
+Sources: ``models/{deepseek_v2,deepseek_v3}`` of transformers 5, ``configuration_*.py`` for fields
+and defaults, ``modeling_*.py`` for tensors.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from shardax.models.families import shared
+from shardax.models.families.rope import Rotary
+from shardax.models.family import (
+    BOOLEAN,
+    INTEGER,
+    NUMBER,
+    SIZE,
+    TEXT,
+    ConfigEdit,
+    Family,
+    Field,
+    FieldGroup,
+    PretrainedError,
+    Taker,
+    brief,
+)
+from shardax.models.tensors import HEADS, Tensor, in_layers, linear
+
+
+class LatentHeads(Rotary):
+    """Sizes of heads, and the rotary embedding of a part of each."""
+
+    def read(self, take: Taker) -> Mapping[str, Any]:
+        plain, rotated = (
+            take(name, default, kind=SIZE)
+            for name, default in (("qk_nope_head_dim", 128), ("qk_rope_head_dim", 64))
+        )
+        heads = take("num_attention_heads", kind=SIZE)
+        for name, value in (
+            ("head_dim", rotated),
+            ("qk_head_dim", plain + rotated),
+            ("num_key_value_heads", heads),
+        ):
+            stated = take(name, None, kind=SIZE.or_null)
+            if stated not in (None, value):
+                raise PretrainedError(f"{name}={stated!r} is not supported, only {value} here")
+        tables: list[dict[str, Any]] = []
+
+        def take_table(name: str, *default: Any, **options: Any) -> Any:
+            value = take(name, *default, **options)
+            if not value or not isinstance(value, dict):
+                return value
+            tables.append({n: x for n, x in value.items() if n.startswith("mscale") and x})
+            return {n: x for n, x in value.items() if not n.startswith("mscale")}
+
+        rope = super().read(take_table)["rope"]
+        interleaved = self.interleaved or bool(take("rope_interleave", True, kind=BOOLEAN.or_null))
+        fields = {"head_dim": plain + rotated, "rope_dim": rotated, "num_kv_heads": heads}
+        scales = tables[0] if tables else {}  # rope_scaling goes before rope_parameters
+        return fields | _scaled(replace(rope, interleaved=interleaved), plain + rotated, scales)
+
+    def write(self, edit: ConfigEdit) -> None:
+        config = edit.config
+        super().write(edit)
+        if edit.changes("head_dim", "rope_dim"):
+            edit.content["qk_nope_head_dim"] = config.head_dim - config.rope_dim
+
+
+def _scaled(rope: Any, head_dim: int, scales: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a rotary embedding and the scale of scores, by ``mscale`` and ``mscale_all_dim``."""
+    wrong = [f"{n}={brief(x)}" for n, x in scales.items() if NUMBER.positive.problem(n, x)]
+    unknown = scales.keys() - {"mscale", "mscale_all_dim"}
+    if wrong or unknown or (scales and rope.kind != "yarn"):
+        listed = ", ".join([*wrong, *unknown]) or ", ".join(scales)
+        raise PretrainedError(f"rope_type={rope.kind!r} with {listed} is not supported")
+    every = scales.get("mscale_all_dim")
+    if every is None:
+        return {"rope": rope}
+    both, one = (
+        0.1 * scale * math.log(rope.factor) + 1 if rope.factor > 1 else 1.0
+        for scale in (every, scales.get("mscale", 0))
+    )
+    if rope.attention_factor is None and "mscale" in scales:
+        rope = replace(rope, attention_factor=one / both)
+    return {"rope": rope, "attention_scale": head_dim**-0.5 * both * both}
+
+
+class Groups(FieldGroup):
+    """Groups of experts, if ``topk_method`` says that they are chosen by groups."""
+
+    def read(self, take: Taker) -> Mapping[str, Any]:
+        method = take("topk_method", "greedy", kind=TEXT)
+        groups, chosen = (take(n, None, kind=INTEGER.or_null) for n in ("n_group", "topk_group"))
+        if method == "greedy":
+            return {}
+        if method != "group_limited_greedy" or groups is None or chosen is None:
+            raise PretrainedError(
+                f"topk_method={method!r} with n_group={groups} and topk_group={chosen} is not "
+                f"supported, only 'greedy', or 'group_limited_greedy' with both"
+            )
+        return {"expert_groups": groups, "groups_per_token": chosen}
+
+
+_LATENT = (
+    *linear("self_attn.q_proj", to="attn.q", inputs="embed", outputs=HEADS),
+    *linear("self_attn.q_a_proj", to="attn.q_down", inputs="embed", outputs="latent"),
+    Tensor("self_attn.q_a_layernorm.weight", "attn.q_latent_norm.scale", ["latent"]),
+    *linear("self_attn.q_b_proj", to="attn.q_up", inputs="latent", outputs=HEADS),
+    *linear("self_attn.kv_a_proj_with_mqa", to="attn.kv_down", inputs="embed", outputs="latent"),
+    Tensor("self_attn.kv_a_layernorm.weight", "attn.latent_norm.scale", ["latent"]),
+    *linear("self_attn.kv_b_proj", to="attn.kv_up", inputs="latent", outputs=HEADS),
+    *linear("self_attn.o_proj", to="attn.out", inputs=HEADS, outputs="embed"),
+)
+_FIELDS = {
+    **{name: f for name, f in shared.GATED_DECODER.items() if name != "head_dim"},
+    **shared.ATTENTION_BIAS,
+    "kv_lora_rank": Field("latent_dim", default=512),
+    "q_lora_rank": Field("query_latent_dim", default=1536),
+    "v_head_dim": Field("value_dim", default=128),
+}
+del _FIELDS["num_key_value_heads"]
+
+
+def _tensors(*more: Tensor) -> tuple[Tensor, ...]:
+    mlp = (shared.gated_mlp(), shared.swiglu_experts(), more)
+    mlp = (*mlp, shared.shared_expert("mlp.shared_experts"))
+    return (*shared.ends(), *in_layers("model.layers", shared.pre_norms(), _LATENT, *mlp))
+
+
+# Experts are chosen by sigmoids.
+DEEPSEEK_V3 = Family(
+    fields={
+        **_FIELDS,
+        "n_group": Field("expert_groups", default=8),
+        "n_routed_experts": Field("num_experts", default=256),
+        "norm_topk_prob": Field("normalise_experts", default=True),
+        "num_experts_per_tok": Field("experts_per_token", default=8),
+        "routed_scaling_factor": Field("expert_scale", default=2.5),
+        "topk_group": Field("groups_per_token", default=4),
+    },
+    fixed={"expert_scores": "sigmoid"},
+    groups=[LatentHeads(max_positions=4096), shared.ExpertLayers(3, 2048, 1)],
+    architectures=shared.causal_lm("DeepseekV3"),
+    neutral={"moe_layer_freq": (1,), "scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)},
+    # Of training, and of layers that predict further tokens.
+    harmless=("aux_loss_alpha", "ep_size", "num_mtp_layers", "num_nextn_predict_layers", "seq_aux"),
+    tensors=_tensors(Tensor("mlp.gate.e_score_correction_bias", "mlp.choice_bias", ["expert"])),
+)
+
+# Experts are chosen by a softmax, and their weights are not normalised.
+DEEPSEEK_V2 = Family(
+    fields={
+        **_FIELDS,
+        "mlp_bias": Field("mlp_bias", default=False),
+        "n_routed_experts": Field("num_experts", default=64),
+        "num_experts_per_tok": Field("experts_per_token"),
+        "routed_scaling_factor": Field("expert_scale", default=1.0),
+    },
+    fixed={"expert_scores": "grouped_softmax", "normalise_experts": False},
+    groups=[LatentHeads(interleaved=True), shared.ExpertLayers(0, 1407, 2), Groups()],
+    architectures=shared.causal_lm("DeepseekV2"),
+    neutral={"moe_layer_freq": (1,), "norm_topk_prob": (False, None), "scoring_func": ("softmax",)},
+    harmless=("aux_loss_alpha", "ep_size", "seq_aux"),
+    tensors=_tensors(),
+)
