@@ -214,6 +214,8 @@ _ABSENT = object()
 
 
 def _shown(value: Any) -> str:
+    if isinstance(value, Object):  # such as a gradient that is a Module
+        return repr(value)
     if isinstance(value, (jax.Array, np.ndarray, jax.ShapeDtypeStruct)):
         return f"{value.dtype}{list(value.shape)}"
     return (

@@ -20,6 +20,7 @@ import numpy as np
 
 from shardax._core.checks import Options, is_integer
 from shardax._core.errors import FilterError, SeedError
+from shardax._core.exclusive import OneThread
 from shardax._core.graph import flatten
 from shardax._core.graph.paths import Path, format_path, plain_path
 from shardax._core.init.rng import RngStream
@@ -28,6 +29,7 @@ from shardax._core.state.split_merge import iter_modules
 from shardax._core.state.walk import recursive_map
 
 _options = Options(SeedError)
+_replacing = OneThread("forks or splits the random stream", "and would put its old keys back")
 Sizes = int | tuple[int, ...] | Mapping[Filter, int | tuple[int, ...]] | None
 
 
@@ -117,6 +119,7 @@ def with_rngs(
     Raises:
         FilterError: If two options choose one stream.
         SeedError: If a size is no number of keys.
+        ConcurrentWriteError: In a decorated call, if another thread is in one with its streams.
 
     Example:
         >>> import shardax as sx
@@ -175,6 +178,7 @@ def fork_rngs(
     Raises:
         FilterError: If two options choose one stream.
         SeedError: If a size is no number of keys.
+        ConcurrentWriteError: If another thread is in such a block with one of the streams.
 
     Example:
         >>> import jax, shardax as sx
@@ -196,14 +200,16 @@ def _replaced(tree: Any, rules: _StreamRules) -> Iterator[None]:
         for path, item in iter_modules(leaf) if flatten.is_object(leaf) else ():
             if isinstance(item, RngStream):
                 streams.setdefault(id(item.key), ((*plain_path(keys), *path), item))
-    pairs = [(stream, rules.key_for(path, stream)) for path, stream in streams.values()]
-    chosen = [(stream, key) for stream, key in pairs if key is not None]
-    before = [(v, v.value) for stream, _ in chosen for v in (stream.key, stream.count)]
-    for stream, key in chosen:
-        stream.key.value = key
-        stream.count.value = np.zeros(key.shape, np.uint32)
-    try:
-        yield
-    finally:
-        for variable, value in before:
-            variable.value = value
+    # Another thread would put back what this one replaced.
+    with _replacing.hold({key: path for key, (path, _) in streams.items()}):
+        pairs = [(stream, rules.key_for(path, stream)) for path, stream in streams.values()]
+        chosen = [(stream, key) for stream, key in pairs if key is not None]
+        before = [(v, v.value) for stream, _ in chosen for v in (stream.key, stream.count)]
+        for stream, key in chosen:
+            stream.key.value = key
+            stream.count.value = np.zeros(key.shape, np.uint32)
+        try:
+            yield
+        finally:
+            for variable, value in before:
+                variable.value = value
