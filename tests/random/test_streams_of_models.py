@@ -139,7 +139,7 @@ def test_forks_of_two_threads_are_refused() -> None:
     try:
         split = sx.with_rngs(split=2)(lambda model: model.first.dropout.key.shape)
         with pytest.raises(
-            ConcurrentWriteError, match=r"forks or splits .* at \.first\.d"
+            ConcurrentWriteError, match=r"forks or splits .* at \.model\.first\.d"
         ) as caught:
             split(model)
         copy = run_advice(caught.value, "sx.clone(model)", {"sx": sx, "model": model})

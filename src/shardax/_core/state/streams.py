@@ -54,6 +54,10 @@ class _StreamRules:
         self.rules = [_sizes("split", split), _sizes("broadcast", broadcast)]
         self.rules.append(_Rule("fork", [to_predicate(fork)], [None]))
 
+    def choose(self, path: Path, stream: RngStream) -> bool:
+        """Whether a rule matches a stream."""
+        return self.only(path, stream.key) and any(rule.match(path, stream) for rule in self.rules)
+
     def key_for(self, path: Path, stream: RngStream) -> Any:
         """Returns the new key of a stream, or None for no rule."""
         if not self.only(path, stream.key):
@@ -201,7 +205,8 @@ def _replaced(tree: Any, rules: _StreamRules) -> Iterator[None]:
             if isinstance(item, RngStream):
                 streams.setdefault(id(item.key), ((*plain_path(keys), *path), item))
     # Another thread would put back what this one replaced.
-    with _replacing.hold({key: path for key, (path, _) in streams.items()}):
+    chosen_paths = {key: path for key, (path, item) in streams.items() if rules.choose(path, item)}
+    with _replacing.hold(chosen_paths):
         pairs = [(stream, rules.key_for(path, stream)) for path, stream in streams.values()]
         chosen = [(stream, key) for stream, key in pairs if key is not None]
         before = [(v, v.value) for stream, _ in chosen for v in (stream.key, stream.count)]
