@@ -18,6 +18,14 @@ Work: (a) `update`: write every variable; (b) `forward`: read every variable, re
 Each once more with donation of what it updates, for `jax.jit` and `shardax.jit` (`forward` updates
 nothing and is left out there).
 
+`--references` compares ways of writing in place instead, for `update` and `forward`:
+
+- `jax.jit refs`: a list of `jax.Ref`.
+- `shardax.jit`, as above; `shardax.jit refs`: its Variables hold Refs.
+- `jax.jit, Module of refs`: that Module as an argument of plain `jax.jit`.
+- `nnx.jit hijax`, `jax.jit, hijax`: a Module of hijax Variables, in tree mode and under plain
+  `jax.jit`. Both have no derivatives of these (Flax 0.12.8), so there is no `train`.
+
 Bounds on the median over repeats: `shardax.jit` takes at most 1.10 of `jax.jit` from 128 variables
 on, and at most 8 microseconds more than `jax.jit` below.
 
@@ -39,6 +47,14 @@ SHAPE = (4,)
 DECAY = 0.999
 SIZES = (2, 16, 128, 512, 2048)
 QUICK_SIZES = (2, 16)
+REFERENCES = [
+    "jax.jit refs",
+    "shardax.jit",
+    "shardax.jit refs",
+    "jax.jit, Module of refs",
+    "nnx.jit hijax",
+    "jax.jit, hijax",
+]
 BOUND_RATIO = 1.10
 BOUND_RATIO_FROM = 128
 BOUND_EXTRA_MICROSECONDS = 8.0
@@ -145,14 +161,41 @@ def _repeat(call: Callable[[], Any], result: Callable[[Any], Any] = lambda out: 
     return run
 
 
-def shardax_jit(work: str, size: int, donate: bool, tx: optax.GradientTransformation) -> Run:
-    """`shardax.jit` over a Module of Variables."""
+def jax_refs(work: str, size: int) -> Run:
+    """`jax.jit` over a list of pairs of `jax.Ref`, written in place."""
+    refs, x = [(jax.new_ref(k), jax.new_ref(b)) for k, b in initial(size)], batch()["x"]
+
+    def update(refs: Any, x: jax.Array) -> None:
+        for pair in refs:
+            for ref in pair:
+                ref[...] = ref[...] * DECAY + x
+
+    def forward(refs: Any, x: jax.Array) -> jax.Array:
+        return predict(((kernel[...], bias[...]) for kernel, bias in refs), x)
+
+    if work == "update":
+        step = jax.jit(update)
+        return _repeat(lambda: step(refs, x), lambda _: refs[-1][1][...])
+    call = jax.jit(forward)
+    return _repeat(lambda: call(refs, x))
+
+
+def shardax_jit(
+    work: str,
+    size: int,
+    donate: bool,
+    tx: optax.GradientTransformation,
+    *,
+    refs: bool = False,
+    plain: bool = False,
+) -> Run:
+    """`shardax.jit`, or plain `jax.jit`, over a Module of Variables that hold arrays or Refs."""
     import shardax as sx
 
     class Layer(sx.Module):
         def __init__(self, kernel: jax.Array, bias: jax.Array) -> None:
-            self.kernel = sx.Param(kernel)
-            self.bias = sx.Param(bias)
+            self.kernel = sx.Param(jax.new_ref(kernel) if refs else kernel)
+            self.bias = sx.Param(jax.new_ref(bias) if refs else bias)
 
     class Model(sx.Module):
         def __init__(self) -> None:
@@ -180,10 +223,10 @@ def shardax_jit(work: str, size: int, donate: bool, tx: optax.GradientTransforma
         return loss
 
     if work == "update":
-        step = sx.jit(update, donate_argnums=(0,) if donate else None)
+        step = jax.jit(update) if plain else sx.jit(update, donate_argnums=(0,) if donate else None)
         return _repeat(lambda: step(model, data["x"]), lambda _: model.layers[-1].bias.value)
     if work == "forward":
-        call = sx.jit(forward)
+        call = (jax.jit if plain else sx.jit)(forward)
         return _repeat(lambda: call(model, data["x"]))
     from shardax.train import Optimizer
 
@@ -234,16 +277,18 @@ def equinox_jit(work: str, size: int, donate: bool, tx: optax.GradientTransforma
 
 
 def nnx_jit(mode: str, work: str, size: int, tx: optax.GradientTransformation) -> Run:
-    """`nnx.jit` in one of the modes "default", "tree" and "partial"."""
+    """`nnx.jit`: "default", "tree", "partial" or "hijax"; "plain" is `jax.jit` with hijax."""
     from flax import nnx
+
+    hijax = mode in ("hijax", "plain")
 
     flags = {} if mode == "default" else {"graph": False, "graph_updates": False}
     graph = None if mode == "default" else False
 
     class Layer(nnx.Module):
         def __init__(self, kernel: jax.Array, bias: jax.Array) -> None:
-            self.kernel = nnx.Param(kernel)
-            self.bias = nnx.Param(bias)
+            self.kernel = nnx.Param(kernel, hijax=hijax)
+            self.bias = nnx.Param(bias, hijax=hijax)
 
     class Model(nnx.Module):
         def __init__(self) -> None:
@@ -277,6 +322,8 @@ def nnx_jit(mode: str, work: str, size: int, tx: optax.GradientTransformation) -
     inputs = data if work == "train" else data["x"]
     if mode == "partial":
         call = partial(nnx.jit_partial(functions[work], *held, **flags), inputs)
+    elif mode == "plain":
+        call = partial(jax.jit(functions[work]), *held, inputs)
     else:
         call = partial(nnx.jit(functions[work], **flags), *held, inputs)
     if work == "update":
@@ -351,6 +398,14 @@ def opponents(
             "nnx.jit tree": ("flax", lambda: nnx_jit("tree", work, size, tx)),
             "nnx.jit_partial": ("flax", lambda: nnx_jit("partial", work, size, tx)),
             "penzai.variable_jit": ("penzai", lambda: penzai_jit(work, size, tx)),
+            "jax.jit refs": ("jax", lambda: jax_refs(work, size)),
+            "shardax.jit refs": ("shardax", lambda: shardax_jit(work, size, donate, tx, refs=True)),
+            "jax.jit, Module of refs": (
+                "shardax",
+                lambda: shardax_jit(work, size, donate, tx, refs=True, plain=True),
+            ),
+            "nnx.jit hijax": ("flax", lambda: nnx_jit("hijax", work, size, tx)),
+            "jax.jit, hijax": ("flax", lambda: nnx_jit("plain", work, size, tx)),
         }
     chosen = [(name, *makers[name]) for name in makers if name in names or name == "jax.jit"]
     return [Opponent(name, make()) for name, package, make in chosen if installed(package)]
@@ -376,16 +431,26 @@ def bound_failures(record: dict[str, Any]) -> list[str]:
 
 
 def print_table(records: list[dict[str, Any]], work: str, donate: bool) -> None:
-    """One table: a row per opponent, per size the least time and the median ratio to jax.jit."""
+    """One table: a row per opponent, and per size its time.
+
+    A cell has the least time, its ratio to that of jax.jit, and the median ratio over repeats.
+    """
     mine = [r for r in records if r["work"] == work and r["donate"] == donate]
     sizes = sorted({r["size"] for r in mine})
     cells = {(r["name"], r["size"]): r for r in mine}
     rows = []
     for name in dict.fromkeys(r["name"] for r in mine):
         here = [cells[name, size] for size in sizes]
-        rows.append([name, *(f"{r['min_us']:.1f} us, {r['ratio_median']:.2f}x" for r in here)])
+        base = [cells["jax.jit", size]["min_us"] for size in sizes]
+        rows.append([name, *map(_cell, here, base)])
     print(f"\n### {work}{', donated' if donate else ''}\n")
     print(table(["call", *(f"{size} variables" for size in sizes)], rows), flush=True)
+
+
+def _cell(record: dict[str, Any], base: float) -> str:
+    """The least time of a call, and its ratios to jax.jit."""
+    least = record["min_us"]
+    return f"{least:.1f} us, {least / base:.2f}x, {record['ratio_median']:.2f}x"
 
 
 def main() -> int:
@@ -394,6 +459,7 @@ def main() -> int:
     parser.add_argument("--sizes", type=int, nargs="*", default=None)
     parser.add_argument("--work", nargs="*", default=["update", "forward", "train"])
     parser.add_argument("--opponents", nargs="*", default=None, help="a subset, by table name")
+    parser.add_argument("--references", action="store_true", help="ways of writing in place")
     parser.add_argument("--optimizer", choices=["adam", "sgd"], default="adam")
     parser.add_argument("--block-ms", type=float, default=30.0, help="length of a timed block")
     options = parser.parse_args()
@@ -401,11 +467,12 @@ def main() -> int:
     repeats = min(options.repeats, 3) if options.quick else options.repeats
     everyone = ["jax.jit flat", "shardax.jit", "equinox.filter_jit", "nnx.jit", "nnx.jit tree"]
     everyone += ["nnx.jit_partial", "penzai.variable_jit"]
-    names = options.opponents or everyone
+    names = options.opponents or (REFERENCES if options.references else everyone)
+    works = [w for w in options.work if not (options.references and w == "train")]
     tx = optax.adam(1e-3) if options.optimizer == "adam" else optax.sgd(1e-3)
     report = Report("dispatch", {"sizes": sizes, "repeats": repeats, "tx": options.optimizer})
-    for donate in (False, True):
-        for work in options.work:
+    for donate in (False,) if options.references else (False, True):
+        for work in works:
             if donate and work == "forward":
                 continue
             for size in sizes:

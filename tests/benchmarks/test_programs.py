@@ -53,6 +53,17 @@ def test_quick_run_compares_shardax_with_raw_jax(benchmark, monkeypatch, tmp_pat
     assert (len(names), len(names & ours), len(names & theirs)) == (2, 1, 1)
 
 
+def test_quick_run_compares_ways_to_write_in_place(monkeypatch, tmp_path):
+    flags = ["--references", "--opponents", *dispatch.REFERENCES, "--block-ms", "1"]
+    status, written = figures(dispatch, monkeypatch, tmp_path, *flags)
+    assert (status, written["benchmark"]) == (0, "dispatch")
+    measured = {(record["work"], record["name"]) for record in written["records"]}
+    names = ["jax.jit", *dispatch.REFERENCES]
+    assert measured == {(work, name) for work in ("update", "forward") for name in names}
+    ratios = [record[key] for record in written["records"] for key in ("ratio_min", "ratio_median")]
+    assert all(ratio > 0 for ratio in ratios)
+
+
 def test_eager_calls_are_measured_and_compile_nothing(monkeypatch, tmp_path):
     status, written = figures(eager, monkeypatch, tmp_path)
     assert (status, written["benchmark"]) == (0, "eager")

@@ -89,6 +89,7 @@ def test_defaults_that_differ_are_written_out() -> None:
 EQUIVALENT = {
     "ConvTranspose(strides=)": ("None", "1"),
     "ConvTranspose(kernel_dilation=)": ("None", "1"),
+    "with_rngs(only=)": ("True", "Ellipsis"),
     "scan(in_axes=)": ("(Carry, 0)", "(Carry, 0)"),
     "scan(out_axes=)": ("(Carry, 0)", "(Carry, 0)"),
     "scan(transform_metadata=)": ("FrozenDict({})", "None"),

@@ -57,6 +57,9 @@ LAYERS = [
     "nnx.ConvTranspose(4, 3, (2, 2), (3, 3), padding='VALID', rngs=rngs)",
     "nnx.Sequential(nnx.Linear(4, 3, rngs=rngs), nnx.gelu, nnx.Dropout(0.0))",
     "nnx.Dropout(0.5, deterministic=True, rngs=rngs)",
+    "nnx.Conv(4, 4, (2, 2), mask=np.tri(16, 4, dtype=bool).reshape(2, 2, 4, 4), rngs=rngs)",
+    "nnx.ConvTranspose(4, 4, (3, 3), padding='CIRCULAR', rngs=rngs)",
+    "nnx.PReLU(0.2)",
     "functools.partial(nnx.max_pool, window_shape=(2, 2))",
     "functools.partial(nnx.avg_pool, window_shape=(2, 2), strides=(2, 2), padding='SAME')",
 ]
@@ -67,6 +70,7 @@ def test_layer_computes_the_same(code: str) -> None:
     a, b = programs(f"""
         import functools
         import jax.numpy as jnp
+        import numpy as np
         from flax import nnx
         def make(rngs):
             return {code}
@@ -81,7 +85,8 @@ def test_attention_computes_the_same() -> None:
     a, b = programs("""
         from flax import nnx
         def make(rngs):
-            return nnx.MultiHeadAttention(2, 4, qkv_features=8, decode=False, rngs=rngs)
+            return nnx.MultiHeadAttention(
+                2, 4, qkv_features=8, out_features=6, decode=False, rngs=rngs)
         """)
     theirs, ours = a["make"](nnx.Rngs(0)), b["make"](sx.Rngs(0))
     values = nnx.to_pure_dict(nnx.state(theirs, nnx.Param))
@@ -90,6 +95,61 @@ def test_attention_computes_the_same() -> None:
     x, mask = X[0], jnp.tril(jnp.ones((4, 4), bool))[None, None]
     assert_equal(theirs(x, mask=mask), ours(x, mask=mask))
     assert_equal(theirs(x, 2 * x), ours(x, 2 * x))
+
+
+def test_masks_and_their_attention_compute_the_same() -> None:
+    a, b = programs("""
+        from flax import nnx
+        def attend(x, real):
+            masks = nnx.make_causal_mask(real), nnx.make_attention_mask(real, real)
+            mask = nnx.combine_masks(*masks)
+            return nnx.dot_product_attention(x, 2 * x, x, mask=mask)
+        def causal(x):
+            return nnx.dot_product_attention(x, x, x, is_causal=True, deterministic=True)
+        """)
+    real = jnp.array([[True, True, True, False], [True] * 4])
+    assert_equal(a["attend"](X, real), b["attend"](X, real))
+    assert_equal(a["causal"](X), b["causal"](X))
+
+
+def test_bidirectional_network_computes_the_same() -> None:
+    a, b = programs("""
+        from flax import nnx
+        def make(rngs):
+            cells = [nnx.SimpleCell(4, 3, rngs=rngs) for _ in range(2)]
+            return nnx.Bidirectional(nnx.RNN(cells[0]), nnx.RNN(cells[1]), rngs=rngs)
+        """)
+    theirs, ours = a["make"](nnx.Rngs(0)), b["make"](sx.Rngs(0))
+    for name in ("forward", "backward"):
+        cell = getattr(theirs, f"{name}_rnn").cell
+        values = {
+            "input": {"kernel": cell.dense_i.kernel[:, None], "bias": cell.dense_i.bias[None]}
+        }
+        values["recurrent"] = {"kernel": cell.dense_h.kernel[:, None]}
+        body = getattr(ours, name)
+        sx.update(getattr(body, "cell", body), values)
+    assert_equal(theirs(X[0]), ours(X[0]))
+
+
+def test_walks_and_streams_compute_the_same() -> None:
+    a, b = programs("""
+        import jax.numpy as jnp
+        from flax import nnx
+        def run(model, x):
+            half = nnx.map(lambda path, v: v.astype(jnp.bfloat16), model)
+            error, y = nnx.checkify(lambda model, x: model(x).sum())(half, x)
+            with nnx.fork_rngs(model):
+                z = model(x)
+            return error.get() is None, y, z
+        def make(rngs):
+            return nnx.Linear(4, 3, rngs=rngs)
+        """)
+    theirs, ours = a["make"](nnx.Rngs(0)), b["make"](sx.Rngs(0))
+    copy_parameters(theirs, ours)
+    first, second = a["run"](theirs, X), b["run"](ours, X)
+    assert first[0] is second[0] is True
+    assert_equal(first[1], second[1])
+    assert_equal(first[2], second[2])
 
 
 def test_recurrent_network_computes_the_same() -> None:

@@ -19,7 +19,6 @@ import shardax as sx
 @pytest.fixture
 def names() -> dict[str, Any]:
     model = sx.nn.Linear(4, 4, rngs=sx.Rngs(0))
-    cells = [sx.nn.LSTMCell(4, 3, rngs=sx.Rngs(seed)) for seed in range(2)]
     return {
         "sx": sx,
         "functools": functools,
@@ -36,8 +35,7 @@ def names() -> dict[str, Any]:
         "rngs": sx.Rngs(0),
         "key": jax.random.key(0),
         "name": "noise",
-        "forward": cells[0],
-        "backward": cells[1],
+        "layer": model,
         "decay": 0.9,
         "n": 3,
         "rest": ...,
@@ -56,7 +54,6 @@ def test_every_remedy_runs(names: dict[str, Any]) -> None:
     )
     run_advice(texts, "sx.RngStream(key, name)", names)
     run_advice(texts, "sx.State.from_flat(flat)", names)
-    run_advice(texts, "sx.StateAxes({sx.Param: 0, ...: None})", names)
     run_advice(texts, "sx.abstract(model, mesh, rules)", names)
     run_advice(texts, "sx.axis_rules(rules)", names)
     run_advice(texts, "sx.bind(*sx.unbind(model))", names)
@@ -64,11 +61,13 @@ def test_every_remedy_runs(names: dict[str, Any]) -> None:
     run_advice(texts, "sx.iter_modules(model)", names)
     run_advice(texts, "sx.iter_variables(model)", names)
     run_advice(texts, "sx.jit(functools.partial(f, model))", names)
-    run_advice(texts, "sx.nn.Bidirectional(forward, backward)", names)
+    run_advice(texts, "sx.nn.WeightNorm(layer)", names)
+    run_advice(texts, "sx.nn.SpectralNorm(layer, rngs=rngs)", names)
+    run_advice(texts, "sx.iter_graph(model)", names)
+    run_advice(texts, "sx.recursive_map(f, model)", {**names, "f": lambda path, part: part})
     run_advice(texts, "sx.nn.GRUCell(in_features, features, rngs=rngs)", names)
     run_advice(texts, "sx.nn.LSTMCell(in_features, features, rngs=rngs)", names)
     run_advice(texts, "sx.partition_specs(model, rules)", names)
-    run_advice(texts, "sx.pop(f, sx.Intermediate)", names)
     run_advice(texts, "sx.select(model)", names)
     run_advice(texts, "sx.shard(model, mesh, rules)", names)
     run_advice(texts, "sx.shard_map(f, mesh=mesh, in_specs=specs, out_specs=specs)", names)
@@ -77,7 +76,6 @@ def test_every_remedy_runs(names: dict[str, Any]) -> None:
     run_advice(texts, "sx.train.EMA(model, decay)", names)
     run_advice(texts, "sx.train.Optimizer(model, tx)", names)
     run_advice(texts, "sx.update(model, values)", names)
-    run_advice(texts, "sx.view.table(model, inputs=[x])", names)
-    run_advice(texts, "sx.vjp(f, *primals)", names)
+    run_advice(texts, "sx.vjp(f, *primals, as_module=True)", names)
     run_advice(texts, "sx.vmap(f, axis_size=n)", names)
     run_advice(texts, "sx.nn.AttentionCache(batch, length, heads, size)", names)

@@ -52,7 +52,20 @@ SAME = [
             "kernel_init=jax.nn.initializers.lecun_normal())"
         ),
     ),
+    (
+        "c = nnx.ConvTranspose(3, 8, (3, 3), mask=m, padding='CIRCULAR', rngs=r)",
+        "c = sx.nn.ConvTranspose(3, 8, (3, 3), mask=m, padding='CIRCULAR', rngs=r)",
+    ),
+    ("p = nnx.PReLU(0.1, negative_slope_metadata={})", "p = sx.nn.PReLU(0.1)"),
     # Transforms and states.
+    ("f = nnx.checkify(g, errors)", "f = sx.checkify(g, errors=errors)"),
+    ("h = nnx.map(f, model)", "h = sx.map(f, model)"),
+    (
+        "a = nnx.prefix(model, {nnx.Param: 0, ...: None})",
+        "a = sx.prefix(model, {sx.Param: 0, ...: None})",
+    ),
+    ("@nnx.with_rngs(split=3)\ndef f(m): ...", "@sx.with_rngs(split=3)\ndef f(m): ..."),
+    ("with nnx.fork_rngs(model): y = f(x)", "with sx.fork_rngs(model): y = f(x)"),
     ("@nnx.jit\ndef f(m): ...", "@sx.jit\ndef f(m): ..."),
     ("f = nnx.jit(g, donate_argnums=0, graph=True)", "f = sx.jit(g, donate_argnums=0)"),
     (
@@ -202,7 +215,12 @@ LEFT_CODE = [
     ("u = optimizer.update(m, grads); v = nnx.Module", "returns nothing"),
     ("f = getattr(nnx, 'relu')", "used as a value"),
     ("@nnx.split_rngs(splits=5)\n@nnx.vmap(in_axes=(0, None))\ndef f(m, x): ...", "in_axes"),
-    ("a = nnx.MultiHeadAttention(2, 8, out_features=4, rngs=r)", "differs from in_features="),
+    ("a = nnx.MultiHeadAttention(2, 8, in_kv_features=4, rngs=r)", "differs from in_features="),
+    ("b = nnx.Bidirectional(f, g, rngs=r)", "it has reverse=True here"),
+    ("@nnx.fork_rngs(split=3)\ndef f(m): ...", "as a decorator it is sx.with_rngs"),
+    ("w = nnx.WeightNorm(l, rngs=r)", "a call overwrites the kernel there"),
+    ("v = nnx.with_vars(m, hijax=True)", "hijax=True has no counterpart"),
+    ("y = nnx.dot_product_attention(q, k, v, dropout_rate=0.1)", "dropout_rate=0.1"),
     ("d = nnx.Dropout(0.5, rng_collection='noise', rngs=r)", "rng_collection='noise'"),
 ]
 

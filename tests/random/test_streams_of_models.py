@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import jax
@@ -12,7 +13,7 @@ from tests.advice import run_advice
 
 import shardax as sx
 from shardax import nn
-from shardax.errors import FilterError, ModuleError
+from shardax.errors import ConcurrentWriteError, FilterError, ModuleError
 
 
 class Noisy(sx.Module):
@@ -120,3 +121,30 @@ def test_views_of_one_stream_are_forked_once() -> None:
     new, new_view = sx.with_rngs((rngs, view), fork=...)
     assert new.dropout is new_view.dropout
     assert _counts(rngs) == [2]
+
+
+def test_forks_of_two_threads_are_refused() -> None:
+    model, results = Noisy(sx.Rngs(0, dropout=1)), list[Any]()
+    inside, leave = threading.Event(), threading.Event()
+
+    def other() -> None:
+        with sx.fork_rngs(model, only="dropout"):
+            inside.set()
+            assert leave.wait(60)
+            results.append(_counts(model.first))
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    assert inside.wait(60)
+    try:
+        split = sx.with_rngs(split=2)(lambda model: model.first.dropout.key.shape)
+        with pytest.raises(
+            ConcurrentWriteError, match=r"forks or splits .* at \.model\.first\.d"
+        ) as caught:
+            split(model)
+        copy = run_advice(caught.value, "sx.clone(model)", {"sx": sx, "model": model})
+        assert split(copy) == (2,)
+    finally:
+        leave.set()
+        thread.join()
+    assert (results, split(model), _counts(model.first)) == ([[0, 0]], (2,), [1, 2])

@@ -124,3 +124,28 @@ def test_gradient_module_holds_the_state_of_gradients(model: Any) -> None:
     assert sx.graphdef(grads) == sx.graphdef(model)
     expected = sx.grad(square, allow_int=True)(model)
     assert_equal_values(sx.state(grads, sx.Param), expected)
+
+
+@pytest.mark.parametrize("name", ["jacfwd", "jacrev"])
+def test_jacobian_module_has_dimensions_of_the_result_first(name: str) -> None:
+    model = {"layer": nn.Linear(2, 3, rngs=sx.Rngs(0))}
+
+    def f(model: Any, x: Any) -> Any:
+        return [model["layer"](x)]
+
+    (jacobian,) = getattr(sx, name)(f, as_module=True)(model, X)
+    layer = jacobian["layer"]
+    assert (type(layer), layer.kernel.axes) == (nn.Linear, (None, "in", "out"))
+    (expected,) = getattr(sx, name)(f)(model, X)
+    assert_equal_values(sx.state(layer).flat(), expected["layer"].flat())
+
+
+def test_hessian_holds_modules_by_path() -> None:
+    layer = nn.Linear(2, 1, rngs=sx.Rngs(0))
+    square = lambda layer, x: (layer(x) ** 2).sum()  # noqa: E731
+    second, expected = (
+        sx.hessian(square, as_module=flag)(layer, X)["kernel"] for flag in (True, False)
+    )
+    assert (type(second), second.bias.axes) == (nn.Linear, (None, None, "out"))
+    assert_equal_values(sx.state(second).flat(), expected.flat())
+    assert "Linear(" in repr(sx.hessian(square, as_module=True)(layer, X))

@@ -105,3 +105,32 @@ def test_compiled_functions_return_texts_of_their_trace() -> None:
         sx.jit(lambda: jax.nn.relu)()
     with pytest.raises(TransformError, match="returned 'text' of type str"):
         sx.vmap(lambda x: "text")(XS)
+
+
+# --- arguments of scan that are no arrays ---
+
+
+@pytest.mark.parametrize("around", [lambda f: f, sx.jit], ids=["eager", "jit"])
+def test_scan_takes_configuration_with_none(around: Any) -> None:
+    def run(model: Any) -> Any:
+        def body(total: Any, model: Any, x: Any, mode: str, how: Any) -> Any:
+            scale = how["scale"] if mode == "scaled" else 1.0
+            return total + how["function"](_scaled(model, x, scale=scale)), x
+
+        axes = (sx.Carry, None, 0, None, None)
+        how = {"scale": jnp.float32(2), "function": jnp.negative}
+        return sx.scan(body, in_axes=axes)(0.0, model, XS, "scaled", how)[0]
+
+    model = _model()
+    assert (float(around(run)(model)), model.count.tolist()) == (-72.0, [4.0] * 4)
+
+
+def test_configuration_is_neither_carried_nor_mapped() -> None:
+    def body(carry: Any, x: Any) -> Any:
+        return (carry[0] + x, carry[1]), x
+
+    with pytest.raises(TransformError, match=r"\.carry\[1\] of sx\.scan is a str") as caught:
+        sx.scan(body)((0.0, "add"), XS)
+    assert "with None in in_axes" in str(caught.value)
+    with pytest.raises(TransformError, match=r"axis 0 of what stands at \.x"):
+        sx.scan(lambda carry, x: (carry, x))(0.0, "add")

@@ -179,3 +179,28 @@ def test_what_a_ref_cannot_do_is_refused(auto_mesh: Mesh) -> None:
     for transform in (sx.jit, sx.grad):
         with pytest.raises(TransformError, match=r"\.w and .*\.other hold one jax\.Ref"):
             transform(lambda model: model.w.sum())(model)
+
+
+def test_with_vars_freezes_and_thaws() -> None:
+    model = _model(ref=False)
+    frozen = sx.with_vars(model, mutable=False, only=sx.Param)
+    assert (frozen.w.variable_type, frozen.tied is frozen.w, frozen.scale is model.scale) == (
+        sx.Param,
+        True,
+        True,
+    )
+    again = sx.with_vars(frozen, mutable=True, ref=True, only=sx.Param)
+    assert (type(again.w), _is_ref(again.w), again.tied is again.w) == (sx.Param, True, True)
+    assert sx.with_vars(again, mutable=False).w == frozen.w
+    for options, match in (
+        ({}, "must be given, or mutable="),
+        ({"mutable": False, "ref": True}, "ref=True must be None with mutable=False"),
+        ({"mutable": 1}, "mutable=1 must be True, False or None"),
+    ):
+        with pytest.raises(VariableValueError, match=match):
+            sx.with_vars(model, **options)
+    with pytest.raises(VariableValueError, match=r"value at \.w is frozen") as caught:
+        sx.with_vars(frozen, ref=True)
+    names: dict[str, Any] = {"sx": sx, "model": frozen}
+    advice = "sx.with_vars(model, mutable=True, ref=True)"
+    assert _is_ref(run_advice(caught.value, advice, names).w)

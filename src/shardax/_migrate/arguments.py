@@ -87,6 +87,10 @@ def plan_call(key: str, name: Name, args: Sequence[cst.Arg], partial: bool = Fal
     plan = CallPlan()
     if key in VARIABLES:
         _plan_variable(plan, bound, args)
+    if key == "fork_rngs" and "node" not in bound:
+        raise NotImplementedError("as a decorator it is sx.with_rngs(fork=..., split=...) here")
+    if key == "Bidirectional":
+        _plan_bidirectional(plan, bound, positions)
     if key == "LinearGeneral":
         _check_last_axes(bound)
     if key == "MultiHeadAttention":
@@ -95,7 +99,7 @@ def plan_call(key: str, name: Name, args: Sequence[cst.Arg], partial: bool = Fal
         plan.checks.append(INIT_NOTE[key])
     for argument, value in bound.items():
         position = positions[argument]
-        if position in plan.dropped or position in plan.values:
+        if position in plan.dropped or (position in plan.values and key != "Bidirectional"):
             continue
         metadata, axes = AXES_OF.get(key, ("", ""))
         if argument == metadata and (names := _axis_names(value)) is not None:
@@ -198,6 +202,18 @@ def _check_last_axes(bound: dict[str, cst.BaseExpression]) -> None:
         raise NotImplementedError(f"axis={code_of(axis)} is not known to be the last dimensions")
 
 
+def _plan_bidirectional(
+    plan: CallPlan, bound: dict[str, cst.BaseExpression], positions: dict[str, int]
+) -> None:
+    backward = bound.get("backward_rnn")
+    is_made_here = isinstance(backward, cst.Call) and code_of(backward.func).endswith("RNN")
+    if not is_made_here or "reverse" in code_of(backward):
+        raise NotImplementedError("backward_rnn= is made elsewhere; it has reverse=True here")
+    plan.values[positions["backward_rnn"]] = lambda node: node.with_changes(
+        args=_with_argument(list(cst.ensure_type(node, cst.Call).args), "reverse", "True")
+    )
+
+
 def _plan_attention(
     plan: CallPlan, bound: dict[str, cst.BaseExpression], positions: dict[str, int]
 ) -> None:
@@ -207,6 +223,8 @@ def _plan_attention(
             continue
         if code_of(bound[argument]) == features:
             plan.dropped.add(positions[argument])
+        elif argument == "out_features":
+            continue
         elif argument == "qkv_features" and "num_heads" in bound:
             heads = bound["num_heads"]
             simple = (cst.Name, cst.Attribute, cst.Integer)

@@ -107,6 +107,44 @@ _OBJECTS = {
     "iter_modules": Name("sx.iter_modules", dropped=_GRAPH),
     "find_duplicates": Name("sx.find_duplicates"),
     "display": Name("sx.view.show"),
+    "map": Name("sx.map", dropped={"recreate_variables": ("True",), "graph": _GRAPH["graph"]}),
+    "prefix": Name("sx.prefix", dropped=_GRAPH),
+    "capture": Name("sx.capture", check=f"{_SNAPSHOT}; outputs of methods are NAME_output"),
+    "tabulate": Name(
+        "sx.tabulate",
+        dropped={
+            **dict.fromkeys(_words("table_kwargs column_kwargs console_kwargs"), (ANY,)),
+            **dict.fromkeys(_words("row_filter compute_flops compute_vjp_flops"), (ANY,)),
+        },
+        check="another table, with FLOPs; str(table) is its text",
+    ),
+    **{
+        name: Name(
+            "sx.with_vars",
+            _words("node ref mutable only"),
+            positional=1,
+            renamed={"node": "tree"},
+            dropped={"hijax": ("False", "None"), "allow_duplicates": (ANY,)},
+            check="immutable Variables are FrozenVariable here, matched by sx.Frozen(sx.Param)",
+        )
+        for name in ("with_vars", "vars_as")
+    },
+    "with_rngs": Name(
+        "sx.with_rngs",
+        _words("node split fork broadcast only"),
+        positional=1,
+        renamed={"node": "tree"},
+        dropped=_GRAPH,
+    ),
+    # Checked by the translator: as a context manager only.
+    "fork_rngs": Name(
+        "sx.fork_rngs",
+        _words("node split"),
+        positional=1,
+        renamed={"node": "tree"},
+        dropped=_GRAPH,
+        bare=False,
+    ),
     **dict.fromkeys(("A", "M"), Name("typing.Any")),  # type variables, in annotations
     "with_partitioning": Name(
         "sx.partition.with_partitioning",
@@ -156,6 +194,9 @@ _TRANSFORMS = {
         dropped=_GRAPH,
     ),
     **_same("cond switch while_loop fori_loop eval_shape", dropped=_GRAPH),
+    "checkify": Name(
+        "sx.checkify", _words("f errors"), positional=1, renamed=_FUNCTION, dropped=_GRAPH
+    ),
     "make_jaxpr": Name(
         "sx.make_jaxpr", _words("f static_argnums"), renamed=_FUNCTION, dropped=_GRAPH
     ),
@@ -181,6 +222,8 @@ _POOL = {"inputs": "x", "window_shape": "window"}
 _CELL = {"hidden_features": "features", "recurrent_kernel_init": "recurrent_init"}
 _CELL_ARGUMENTS = f"in_features hidden_features kernel_init bias_init {_DTYPES} rngs"
 _CELL_DROPPED = {"keep_rngs": ("False",), "carry_init": _NONE}
+_RNN_CALLS = "calls take carry= for initial_carry= and mask= for seq_lengths="
+_MASKS = "masks are booleans here, floats there; arithmetic with them may differ"
 _CELL_NAMES = "parameters are named input.kernel, input.bias and recurrent.kernel; "
 
 _LAYERS = {
@@ -245,18 +288,19 @@ _LAYERS = {
         "sx.nn.Conv",
         _words(
             "in_features out_features kernel_size strides padding input_dilation kernel_dilation "
-            f"feature_group_count {_LINEAR}"
+            f"feature_group_count mask {_LINEAR}"
         ),
         positional=3,
         renamed=_CONV,
-        dropped={"mask": _NONE},
     ),
     "ConvTranspose": Name(
         "sx.nn.ConvTranspose",
-        _words(f"in_features out_features kernel_size strides padding kernel_dilation {_LINEAR}"),
+        _words(
+            f"in_features out_features kernel_size strides padding kernel_dilation mask {_LINEAR}"
+        ),
         positional=3,
         renamed=_CONV,
-        dropped={"mask": _NONE, "transpose_kernel": ("False",)},
+        dropped={"transpose_kernel": ("False",)},
     ),
     # Features come first here, so everything gets its keyword.
     "MultiHeadAttention": Name(
@@ -270,7 +314,6 @@ _LAYERS = {
         dropped={
             "decode": ("False", "None"),
             "normalize_qk": ("False",),
-            "out_features": _NONE,
             "qkv_features": _NONE,
             "in_kv_features": _NONE,
             "keep_rngs": (ANY,),
@@ -280,6 +323,39 @@ _LAYERS = {
         bare=False,
         check="parameters are named q, k, v and out; calls take (x, context, mask=booleans), "
         "without decode=, deterministic= and rngs=; dropout masks are drawn for each head and row",
+    ),
+    "dot_product_attention": Name(
+        "sx.nn.dot_product_attention",
+        _words("query key value bias mask is_causal precision"),
+        positional=3,
+        renamed={"is_causal": "causal"},
+        dropped={
+            "dropout_rate": ("0.0", "0", "0."),
+            "deterministic": (ANY,),
+            "broadcast_dropout": (ANY,),
+            **dict.fromkeys(_words("dropout_rng dtype module"), _NONE),
+        },
+        bare=False,
+        check=_MASKS,
+    ),
+    "combine_masks": Name("sx.nn.combine_masks", dropped={"dtype": (ANY,)}, check=_MASKS),
+    "make_causal_mask": Name(
+        "sx.nn.make_causal_mask",
+        ("x",),
+        dropped={"extra_batch_dims": ("0",), "dtype": (ANY,)},
+        check=_MASKS,
+    ),
+    "make_attention_mask": Name(
+        "sx.nn.make_attention_mask",
+        _words("query_input key_input pairwise_fn"),
+        renamed={"query_input": "query", "key_input": "key", "pairwise_fn": "pairwise"},
+        dropped={"extra_batch_dims": ("0",), "dtype": (ANY,)},
+        check=_MASKS,
+    ),
+    "PReLU": Name(
+        "sx.nn.PReLU",
+        _words("negative_slope_init dtype param_dtype"),
+        dropped={"negative_slope_metadata": ("{}",)},
     ),
     "Sequential": Name(
         "sx.nn.Sequential", check="a tuple that a layer returns is given on as it is"
@@ -300,6 +376,14 @@ _LAYERS = {
         bare=False,
         check=_CELL_NAMES.rstrip("; "),
     ),
+    "Bidirectional": Name(
+        "sx.nn.Bidirectional",
+        _words("forward_rnn backward_rnn merge_fn"),
+        positional=2,
+        renamed={"forward_rnn": "forward", "backward_rnn": "backward", "merge_fn": "merge"},
+        dropped={"time_major": ("False",), "return_carry": ("False",), "rngs": (ANY,)},
+        check=_RNN_CALLS,
+    ),
     "RNN": Name(
         "sx.nn.RNN",
         _words("cell unroll"),
@@ -312,7 +396,7 @@ _LAYERS = {
             "broadcast_rngs": _NONE,
             "rngs": (ANY,),
         },
-        check="calls take carry= for initial_carry= and mask= for seq_lengths=",
+        check=_RNN_CALLS,
     ),
     # Steps of one are the default there, of a whole window here.
     "max_pool": Name(
@@ -431,23 +515,17 @@ LEFT: dict[str, Left] = {
         "its recurrent kernel starts as one orthogonal matrix, here one a gate",
         "sx.nn.LSTMCell(in_features, features, rngs=rngs); the carry is (hidden, cell)",
     ),
-    "Bidirectional": Left(
-        "its options differ", "sx.nn.Bidirectional(forward, backward), of cells or RNNs"
+    "WeightNorm": Left(
+        "a call overwrites the kernel there, and scales are not trained; here scales are Params",
+        "sx.nn.WeightNorm(layer), and accept that training differs",
     ),
-    **dict.fromkeys(
-        ("SpectralNorm", "WeightNorm", "PReLU"),
-        Left("not among the layers that are translated", "a Module of one's own"),
+    "SpectralNorm": Left(
+        "a call overwrites the kernel there; here the kernel stays, and training differs",
+        "sx.nn.SpectralNorm(layer, rngs=rngs)",
     ),
     **dict.fromkeys(
         ("LoRA", "LoRALinear", "LoRAParam"),
         Left("adapters are put on a model", "sx.surgery.lora(sx.select(model), rank=8)"),
-    ),
-    **dict.fromkeys(
-        ("dot_product_attention", "combine_masks", "make_causal_mask", "make_attention_mask"),
-        Left(
-            "masks are booleans here, floats there",
-            "jax.nn.dot_product_attention(q, k, v, mask=mask), with a mask of booleans",
-        ),
     ),
     **dict.fromkeys(
         ("min_pool", "pool"),
@@ -455,14 +533,13 @@ LEFT: dict[str, Left] = {
     ),
     **dict.fromkeys(
         _words(
-            "set_graph_mode set_graph_updates use_eager_sharding using_eager_sharding var_defaults "
-            "with_vars vars_as"
+            "set_graph_mode set_graph_updates use_eager_sharding using_eager_sharding var_defaults"
         ),
         Left(_NOT_NEEDED, "nothing: remove it"),
     ),
     "jit_partial": Left(_NOT_NEEDED, "sx.jit(functools.partial(f, model))"),
     **dict.fromkeys(
-        ("split_rngs", "fork_rngs", "with_rngs", "restore_rngs"),
+        ("split_rngs", "restore_rngs"),
         Left(_BY_AXES, "sx.vmap(f, axis_size=n), with 0 in in_axes for what has the streams"),
     ),
     "reseed": Left("of a model it sets keys of streams", "rngs.reseed(dropout=1), of an Rngs"),
@@ -474,10 +551,12 @@ LEFT: dict[str, Left] = {
     ),
     **dict.fromkeys(
         ("vjp", "jvp"),
-        Left("tangents and cotangents of Modules are States here", "sx.vjp(f, *primals), sx.jvp"),
+        Left(
+            "tangents and cotangents of Modules are States here, or Modules on request",
+            "sx.vjp(f, *primals, as_module=True), sx.jvp",
+        ),
     ),
     "pmap": Left("JAX replaces it", "sx.shard_map(f, mesh=mesh, in_specs=specs, out_specs=specs)"),
-    "checkify": Left("of frozen values here", "checkify.checkify with sx.stateless_call"),
     **dict.fromkeys(
         ("get_partition_spec", "get_named_sharding"),
         Left(
@@ -492,10 +571,13 @@ LEFT: dict[str, Left] = {
     ),
     **dict.fromkeys(
         ("iter_graph", "iter_children", "iter_module_children"),
-        Left("they yield other things", "sx.iter_variables(model), sx.iter_modules(model)"),
+        Left(
+            "they yield other things",
+            "sx.iter_graph(model), sx.iter_variables(model), sx.iter_modules(model)",
+        ),
     ),
-    **dict.fromkeys(
-        ("map", "recursive_map"), Left("edits are by selections", "sx.select(model)...apply(f)")
+    "recursive_map": Left(
+        "f is called with Modules, Variables and arrays alone here", "sx.recursive_map(f, model)"
     ),
     **dict.fromkeys(
         ("to_flat_state", "from_flat_state", "FlatState"),
@@ -504,10 +586,6 @@ LEFT: dict[str, Left] = {
     "replace_by_pure_dict": Left("a State is immutable", "sx.update(model, values)"),
     **dict.fromkeys(("split_state", "map_state"), Left("methods here", "state.split(...)")),
     "view": Left("Modules are shared", "sx.bind(*sx.unbind(model)), then set_attributes"),
-    "capture": Left(
-        "what is sown stays in the model", "y, seen = f(x), sx.pop(f, sx.Intermediate)"
-    ),
-    "tabulate": Left("another table", "sx.view.table(model, inputs=[x])"),
     "TrainState": Left("an Optimizer holds its model", "sx.train.Optimizer(model, tx)"),
     "EMA": Left("it takes the model", "sx.train.EMA(model, decay)"),
     "set_metadata": Left("a method here", "for _, v in sx.iter_variables(model): v.set_metadata()"),
@@ -515,7 +593,6 @@ LEFT: dict[str, Left] = {
     "OfType": Left("a type is a filter", "the type itself"),
     "WithTag": Left("a text is a filter", "the text itself"),
     "Everything": Left("a filter by itself", "..."),
-    "prefix": Left("no model is needed", "sx.StateAxes({sx.Param: 0, ...: None})"),
     "transform_metadata": Left("an option here", "metadata= of sx.vmap and sx.scan"),
     "bridge": Left("Linen modules stay Flax", "sx.bridge, see the page Modules of Flax"),
 }

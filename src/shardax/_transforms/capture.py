@@ -11,14 +11,14 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
-import threading
 import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
 
-from shardax._core.errors import ConcurrentWriteError, StateMismatchError
+from shardax._core.errors import StateMismatchError
+from shardax._core.exclusive import OneThread
 from shardax._core.graph.paths import Path, format_path
 from shardax._core.init.rng import Rngs, RngStream
 from shardax._core.module import Module
@@ -106,7 +106,8 @@ def capture(
                 f"called with a {type(model).__name__} there. Give sx.capture the Module or a "
                 f"method of it, or pass the model first."
             )
-        with _one_thread(model), _only_during(model, captured, init or {}) as take:
+        paths = {id(module): path for path, module in iter_modules(model)}
+        with _capturing.hold(paths), _only_during(model, captured, init or {}) as take:
             with _methods_sow(model, method_outputs):
                 result = function(*args, **kwargs)
             states = take()
@@ -119,32 +120,8 @@ def _capture_decorated(kinds, function, **options):
     return capture(function, *kinds, **options)
 
 
-_capturing: dict[int, int] = {}  # threads by the ``id`` of Modules, while a call is captured
-_capturing_lock = threading.Lock()
-
-
-@contextlib.contextmanager
-def _one_thread(model: object) -> Iterator[None]:
-    """Refuses a model while another thread captures from it."""
-    # What a call attaches stands on the model itself, so one thread would take what others sow.
-    thread = threading.get_ident()
-    modules = {id(module): path for path, module in iter_modules(model)}
-    with _capturing_lock:
-        for module, path in modules.items():
-            if _capturing.get(module, thread) != thread:
-                raise ConcurrentWriteError(
-                    f"Another thread captures from the Module at {format_path(path) or 'the root'} "
-                    "now, and would get what this one sows. Let threads take turns by a lock, "
-                    "or give each a model of its own, `sx.clone(model)`."
-                )
-        added = modules.keys() - _capturing.keys()
-        _capturing.update(dict.fromkeys(added, thread))
-    try:
-        yield
-    finally:
-        with _capturing_lock:
-            for module in added:
-                del _capturing[module]
+# What a call attaches stands on the model itself, so one thread would take what others sow.
+_capturing = OneThread("captures from the Module", "and would get what this one sows")
 
 
 @contextlib.contextmanager

@@ -213,7 +213,9 @@ class State(Shown, Mapping[Any, Any]):
 _ABSENT = object()
 
 
-def _shown(value) -> str:
+def _shown(value: Any) -> str:
+    if isinstance(value, Object):  # such as a gradient that is a Module
+        return repr(value)
     if isinstance(value, (jax.Array, np.ndarray, jax.ShapeDtypeStruct)):
         return f"{value.dtype}{list(value.shape)}"
     return (

@@ -20,6 +20,7 @@ import numpy as np
 
 from shardax._core.checks import Options, is_integer
 from shardax._core.errors import FilterError, ModuleError
+from shardax._core.exclusive import OneThread
 from shardax._core.graph import flatten
 from shardax._core.graph.paths import Path, format_path, plain_path
 from shardax._core.init.rng import RngStream
@@ -28,6 +29,7 @@ from shardax._core.state.split_merge import iter_modules
 from shardax._core.state.walk import recursive_map
 
 _options = Options(ModuleError)
+_replacing = OneThread("forks or splits the random stream", "and would put its old keys back")
 Sizes = int | tuple[int, ...] | Mapping[Filter, int | tuple[int, ...]] | None
 
 
@@ -52,7 +54,11 @@ class _StreamRules:
         self.rules = [_sizes("split", split), _sizes("broadcast", broadcast)]
         self.rules.append(_Rule("fork", [to_predicate(fork)], [None]))
 
-    def key_for(self, path: Path, stream: RngStream):
+    def choose(self, path: Path, stream: RngStream) -> bool:
+        """Whether a rule matches a stream."""
+        return self.only(path, stream.key) and any(rule.match(path, stream) for rule in self.rules)
+
+    def key_for(self, path: Path, stream: RngStream) -> Any:
         """Returns the new key of a stream, or None for no rule."""
         if not self.only(path, stream.key):
             return None
@@ -117,6 +123,7 @@ def with_rngs(
     Raises:
         FilterError: If two options choose one stream.
         ModuleError: If a size is no number of keys.
+        ConcurrentWriteError: In a decorated call, if another thread is in one with its streams.
 
     Example:
         >>> import shardax as sx
@@ -175,6 +182,7 @@ def fork_rngs(
     Raises:
         FilterError: If two options choose one stream.
         ModuleError: If a size is no number of keys.
+        ConcurrentWriteError: If another thread is in such a block with one of the streams.
 
     Example:
         >>> import jax, shardax as sx
@@ -196,14 +204,17 @@ def _replaced(tree: object, rules: _StreamRules) -> Iterator[None]:
         for path, item in iter_modules(leaf) if flatten.is_object(leaf) else ():
             if isinstance(item, RngStream):
                 streams.setdefault(id(item.key), ((*plain_path(keys), *path), item))
-    pairs = [(stream, rules.key_for(path, stream)) for path, stream in streams.values()]
-    chosen = [(stream, key) for stream, key in pairs if key is not None]
-    before = [(v, v.value) for stream, _ in chosen for v in (stream.key, stream.count)]
-    for stream, key in chosen:
-        stream.key.value = key
-        stream.count.value = np.zeros(key.shape, np.uint32)
-    try:
-        yield
-    finally:
-        for variable, value in before:
-            variable.value = value
+    # Another thread would put back what this one replaced.
+    chosen_paths = {key: path for key, (path, item) in streams.items() if rules.choose(path, item)}
+    with _replacing.hold(chosen_paths):
+        pairs = [(stream, rules.key_for(path, stream)) for path, stream in streams.values()]
+        chosen = [(stream, key) for stream, key in pairs if key is not None]
+        before = [(v, v.value) for stream, _ in chosen for v in (stream.key, stream.count)]
+        for stream, key in chosen:
+            stream.key.value = key
+            stream.count.value = np.zeros(key.shape, np.uint32)
+        try:
+            yield
+        finally:
+            for variable, value in before:
+                variable.value = value

@@ -13,18 +13,22 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
+from shardax._core.checks import Options
 from shardax._core.containers import box
 from shardax._core.errors import ModuleError, VariableValueError
 from shardax._core.frames import owner_here
+from shardax._core.frozen import FrozenVariable
 from shardax._core.graph import flatten
 from shardax._core.graph.handlers import handler_of
 from shardax._core.graph.paths import Path, format_path
 from shardax._core.module import Module
+from shardax._core.state.bind import freeze, thaw
 from shardax._core.state.filters import Filter, to_predicate
 from shardax._core.state.split_merge import box_tree, clone, flat_tree, unbox_tree
 from shardax._core.variable import ArrayAttribute, Variable
 
 T = TypeVar("T")
+_options = Options(VariableValueError)
 PartFunction = Callable[[Path, Any], Any]
 
 
@@ -120,20 +124,25 @@ def recursive_map(fn: PartFunction, tree: object) -> Any:
     return unbox_tree(_Rebuilding(fn, walk)(root))
 
 
-def with_vars(tree: T, *, ref: bool, only: Filter = ...) -> T:
-    """Makes a model whose Variables hold a ``jax.Ref`` each, or arrays again.
+def with_vars(
+    tree: T, *, ref: bool | None = None, mutable: bool | None = None, only: Filter = ...
+) -> T:
+    """Makes a model whose Variables hold a ``jax.Ref`` each, or are immutable.
 
     Args:
         tree: A Module, Variable, container or pytree of them; it stays as it is.
-        ref: Whether the Variables hold a ``jax.Ref`` with a copy of their value, or its array.
-        only: Filter of the Variables; the others stay the same.
+        ref: Whether the Variables hold a ``jax.Ref`` with a copy of their value, or its array. None
+            leaves that as it is.
+        mutable: Whether the Variables can be written: False is ``sx.freeze``, which holds arrays,
+            and True is ``sx.thaw``. None leaves that as it is.
+        only: Filter of the Variables, by what they are when mutable; the others stay the same.
 
     Returns:
-        The new model, with new Modules. A Variable that was shared is shared in it. To make
-        Variables immutable use ``freeze``.
+        The new model, with new Modules. A Variable that was shared is shared in it.
 
     Raises:
-        VariableValueError: If a Variable holds a pytree.
+        VariableValueError: If nothing is to change, if both cannot be, or if a Variable that is to
+            hold a Ref holds a pytree or is frozen.
 
     Example:
         >>> import jax, jax.numpy as jnp, shardax as sx
@@ -144,7 +153,22 @@ def with_vars(tree: T, *, ref: bool, only: Filter = ...) -> T:
         >>> fill(layer)
         >>> layer.bias.value.tolist()
         [1.0, 1.0, 1.0]
+        >>> type(sx.with_vars(layer, mutable=False).bias).__name__
+        'FrozenVariable'
     """
+    for name, value in (("ref", ref), ("mutable", mutable)):
+        fits = value is None or isinstance(value, bool)
+        _options.check(name, value, fits, "True, False or None")
+    fits = (ref, mutable) != (None, None)
+    _options.check("ref", ref, fits, "given, or mutable=", "Write ref=True, or mutable=False.")
+    fits = not (ref and mutable is False)
+    _options.check("ref", ref, fits, "None with mutable=False", "A Ref is there to be written.")
+    if mutable is False:
+        return freeze(tree, only)
+    if mutable:
+        tree = thaw(tree, only)
+    if ref is None:
+        return tree
     predicate = to_predicate(only)
 
     def changed(path: Path, part: object):
@@ -153,6 +177,11 @@ def with_vars(tree: T, *, ref: bool, only: Filter = ...) -> T:
         value = part.value
         if not ref:
             return part.replace(value)
+        if isinstance(part, FrozenVariable):
+            raise VariableValueError(
+                f"The value at {format_path(path)} is frozen, and a jax.Ref is there to be "
+                f"written. Make it mutable as well: sx.with_vars(model, mutable=True, ref=True)."
+            )
         if not isinstance(value, jax.Array):
             raise VariableValueError(
                 f"A jax.Ref holds one array, and the {type(part).__name__} at "

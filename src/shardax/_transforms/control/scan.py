@@ -80,6 +80,8 @@ class LoopBody:
         self.values = call.graph.values() if values is None else values
         self.plain, self.plain_tree = call.arguments.plain_leaves()
         self.carried_plain = range(len(self.plain)) if carried_plain is None else carried_plain
+        # Configuration, by position: not arrays, so they do not enter the compiled body.
+        self.static_plain: dict[int, Any] = {}
         self.carried_variables: tuple[int, ...] = ()
         self.carry_paths: list[Path] = []
         # Effects and structure of the result; the arrays of a trace do not outlive it.
@@ -93,6 +95,7 @@ class LoopBody:
         self, values: list[object], plain: list[object]
     ) -> tuple[list[Any], dict[int, Any], Any]:
         """Runs one iteration."""
+        plain = [self.static_plain.get(index, leaf) for index, leaf in enumerate(plain)]
         positional, named = self.plain_tree.unflatten(plain)
         return engine.ending_well(
             self.call.run,
@@ -396,7 +399,8 @@ def scan(
         in_axes: One entry for all positional arguments, or a tuple of one each: ``Carry`` (at most
             one argument), an axis, ``None``; for a Module also ``StateAxes`` or a ``State`` of
             entries, for a container the same container with axes. An argument given by name has the
-            entry of its position, or axis 0.
+            entry of its position, or axis 0. What is no array, such as a text or a function, has
+            None.
         out_axes: A prefix of the result: ``Carry`` at the top level, for the carried argument, and
             axes along which the rest is stacked.
         length: The number of iterations, if no argument has an axis.
@@ -413,9 +417,9 @@ def scan(
             goes from one iteration to the next changes its structure, shape or dtype.
         PrefixError: If a prefix does not fit.
         TransformError: If ``unroll`` or ``reverse`` is of another kind, or if it is given ``init``
-            and ``xs``, as ``jax.lax.scan`` is.
-        TransformError: If ``length`` is no size; when called, if an array has no such axis, or
-            sizes differ.
+            and ``xs``, as ``jax.lax.scan`` is; when called, if what is carried is no array.
+        TransformError: If ``length`` is no size; when called, if an array has no such axis, or sizes
+            differ.
         PartitionError: When called, if a box cannot lose or gain the dimension; names its path.
         PartitionError: When called, if a box must have a name for it.
 
@@ -545,6 +549,18 @@ class _Scan(LoopBody):
         carry = [i for i, entry in enumerate(plain) if entry is prefix.Carry]
         label = "" if self.carry_position is None else call.labels[self.carry_position]
         super().__init__(call, self._carry, label, carry, self.mapped.values)
+        for index, (path, entry) in enumerate(zip(assignment.plain_paths, plain, strict=True)):
+            leaf = self.plain[index]
+            if isinstance(leaf, engine.ARRAY_OR_NUMBER) or hasattr(leaf, "dtype"):
+                continue
+            if entry is prefix.Carry:
+                raise TransformError(
+                    f"{format_path(path)} of sx.scan is a {type(leaf).__name__}, which is no array "
+                    f"or number, so it cannot go from one iteration to the next. Give it as an "
+                    f"argument of its own with None in in_axes."
+                )
+            if entry is None:
+                self.static_plain[index], self.plain[index] = leaf, None
         self.sliced = {
             p: 0 if p in self.streams else a for p, a in enumerate(axes) if prefix.is_axis(a)
         }

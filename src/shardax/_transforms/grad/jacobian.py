@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 
+from shardax._core.state.split_merge import iter_variables
 from shardax._core.variable import Param
 from shardax._transforms.grad import grad as diff
 from shardax._transforms.grad.vjp import refuse_objects
@@ -27,7 +28,8 @@ def _jacobian(
     function: Callable[..., Any],
     argnums,
     has_aux: bool,
-    wrt,
+    wrt: Any,
+    as_module: bool,
     options: dict[str, Any],
 ):
     """Lifts one of JAX's transforms from a function to its derivatives."""
@@ -37,7 +39,9 @@ def _jacobian(
     def derivative(*args, **kwargs) -> Any:
         args, kwargs = inputs.by_position(function, args, kwargs, fill="gaps")
         once = SingleRunCall(name, function, args, kwargs)
-        targets = diff.diff_arguments(once, chosen)
+        targets = diff.diff_arguments(once, chosen, as_module)
+        is_hessian = transform is _hessian
+        outer_targets = diff.diff_arguments(once, chosen) if is_hessian else targets
         for target in targets:
             diff.check_differentiable(once, target, **options)
         values, plain = once.graph.values(), list(once.arguments.plain)
@@ -62,23 +66,33 @@ def _jacobian(
             derivatives, leaving = transform(pure, argnums=(0, 1), has_aux=True, **options)(*points)
         aux = once.finish(leaving)
 
-        def arranged(part):
+        def arranged(part: Any, targets: Any = targets) -> Any:
             of_values, of_plain = part
             by_position = dict(zip(positions, of_plain, strict=True))
             gradients = diff.arrange_gradients(targets, indices, of_values, by_position)
+            if as_module and not (is_hessian and targets is outer_targets):
+                _name_leading_dimensions(gradients)
             return gradients if many else gradients[0]
 
         (treedef,) = of_result
         parts = treedef.flatten_up_to(derivatives)
-        if transform is _hessian:  # each array of the gradient is differentiated again
+        if is_hessian:  # each array of the gradient is differentiated again
             structure = jax.tree.structure(points)
             parts = [
                 structure.unflatten(map(arranged, structure.flatten_up_to(part))) for part in parts
             ]
-        arrays = treedef.unflatten(map(arranged, parts))
+        arrays = treedef.unflatten([arranged(part, outer_targets) for part in parts])
         return (arrays, aux) if has_aux else arrays
 
     return derivative
+
+
+def _name_leading_dimensions(gradients: Any) -> None:
+    """Gives the dimensions of the result, which come first, None in the axes of Variables."""
+    for _, variable in iter_variables(gradients):
+        axes, value = variable.axes, variable.value
+        if axes is not None and isinstance(value, jax.Array):
+            variable.set_metadata(axes=(None,) * (value.ndim - len(axes)) + tuple(axes))
 
 
 @decorator
@@ -90,6 +104,7 @@ def jacrev(
     wrt: Any = Param,
     holomorphic: bool = False,
     allow_int: bool = False,
+    as_module: bool = False,
 ) -> Any:
     """Makes a function that returns the Jacobian, in reverse mode.
 
@@ -102,6 +117,7 @@ def jacrev(
         wrt: As for ``value_and_grad``.
         holomorphic: As in ``jax.jacrev``.
         allow_int: As in ``jax.jacrev``.
+        as_module: As for ``value_and_grad``; the Module stands for each array of the result.
 
     Returns:
         A function of the same arguments that returns a pytree like the result, with a gradient,
@@ -116,9 +132,12 @@ def jacrev(
         >>> jacobian = sx.jacrev(lambda layer, x: layer(x))(layer, jnp.ones(2))
         >>> jacobian["bias"].tolist()
         [[1.0, 0.0, 0.0], [0.0, 1.0, 0.0], [0.0, 0.0, 1.0]]
+        >>> modules = sx.jacrev(lambda layer, x: layer(x), as_module=True)(layer, jnp.ones(2))
+        >>> type(modules).__name__, modules.bias.shape
+        ('Linear', (3, 3))
     """
     options = {"holomorphic": holomorphic, "allow_int": allow_int}
-    return _jacobian("jacrev", jax.jacrev, function, argnums, has_aux, wrt, options)
+    return _jacobian("jacrev", jax.jacrev, function, argnums, has_aux, wrt, as_module, options)
 
 
 @decorator
@@ -129,6 +148,7 @@ def jacfwd(
     has_aux: bool = False,
     wrt: Any = Param,
     holomorphic: bool = False,
+    as_module: bool = False,
 ) -> Any:
     """Makes a function that returns the Jacobian, in forward mode.
 
@@ -138,6 +158,7 @@ def jacfwd(
         has_aux: As for ``jacrev``.
         wrt: As for ``jacrev``.
         holomorphic: As in ``jax.jacfwd``.
+        as_module: As for ``jacrev``.
 
     Returns:
         As for ``jacrev``.
@@ -152,7 +173,7 @@ def jacfwd(
         (3, 2)
     """
     check = {"holomorphic": holomorphic, "allow_int": False}
-    return _jacobian("jacfwd", _jacfwd, function, argnums, has_aux, wrt, check)
+    return _jacobian("jacfwd", _jacfwd, function, argnums, has_aux, wrt, as_module, check)
 
 
 def _jacfwd(function, *, allow_int: bool, **options):
@@ -167,6 +188,7 @@ def hessian(
     has_aux: bool = False,
     wrt: Any = Param,
     holomorphic: bool = False,
+    as_module: bool = False,
 ) -> Any:
     """Makes a function that returns the matrix of second derivatives.
 
@@ -176,6 +198,8 @@ def hessian(
         has_aux: As for ``jacrev``.
         wrt: As for ``jacrev``.
         holomorphic: As in ``jax.hessian``.
+        as_module: Whether the gradients in a gradient are Modules: ``hessian["kernel"].bias``. The
+            outer one is a State, since a Variable holds no Module.
 
     Returns:
         A function of the same arguments. For each array of the result it returns a gradient, in
@@ -194,7 +218,7 @@ def hessian(
         ([2.0, 6.0], 2.0)
     """
     check = {"holomorphic": holomorphic, "allow_int": False}
-    return _jacobian("hessian", _hessian, function, argnums, has_aux, wrt, check)
+    return _jacobian("hessian", _hessian, function, argnums, has_aux, wrt, as_module, check)
 
 
 def _hessian(function, *, allow_int: bool, **options):
