@@ -39,7 +39,7 @@ from shardax.partition.rules import mesh_axes_of
 _LOG = logging.getLogger("shardax.kernels")
 _LANES = 128  # a splash block's least size, of queries and of keys
 _BLOCKS = (512, 256, _LANES)
-INSTALL_TOKAMAX = "pip install --no-deps tokamax==0.0.12"
+INSTALL_TOKAMAX = "pip install 'shardax[kernels]'"
 
 
 class AttentionChoice(NamedTuple):
@@ -178,7 +178,7 @@ def _against_tokamax(call: AttentionCall) -> str:
     if len(call.query) not in (3, 4) or call.value != call.key:
         return "it takes (batch, time, heads, head_dim), of keys and values alike"
     if importlib.util.find_spec("tokamax") is None:
-        return f"it is not installed: {INSTALL_TOKAMAX} (docs/install.md says what it needs)"
+        return f"it is not installed: {INSTALL_TOKAMAX}"
     return call.region.refusal
 
 

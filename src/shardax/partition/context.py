@@ -119,6 +119,9 @@ class SettingsScope:
         self._changes = changes
         self._local = threading.local()  # one scope object may be entered by many threads at once
 
+    def __reduce__(self) -> Any:
+        return _scope_of, (self._name, self._changes)
+
     def __enter__(self) -> Rules:
         if not hasattr(self._local, "entered"):
             self._local.entered = []
@@ -151,6 +154,11 @@ class SettingsScope:
                 return function(*args, **kwargs)
 
         return scoped
+
+
+def _scope_of(name: str, changes: dict[str, Any]) -> SettingsScope:
+    """Makes a scope again, where it was pickled."""
+    return SettingsScope(name, **changes)
 
 
 def axis_rules(rules: RulesLike, *, on_no_mesh: OnNoMesh | None = None) -> SettingsScope:
