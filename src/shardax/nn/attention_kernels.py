@@ -17,6 +17,7 @@ import functools
 import importlib.util
 import logging
 import math
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -348,7 +349,10 @@ def _splash(call: AttentionCall, scale: float, arrays: Operands) -> jax.Array:
 def _tokamax(call: AttentionCall, scale: float, arrays: Operands) -> jax.Array:
     """Runs the kernel of tokamax on arrays of one device."""
     import tokamax  # pyright: ignore[reportMissingImports]
+    from absl import flags  # pyright: ignore[reportMissingImports]
 
+    if not flags.FLAGS.is_parsed():  # else tokamax 0.0.12 parses the program's own options
+        flags.FLAGS(sys.argv[:1])
     near = None
     if call.window is not None:
         near = (call.window - 1, 0 if call.causal else call.window - 1)
