@@ -29,8 +29,10 @@ from _decoder_steps import Step
 from _harness import Comparison, Opponent, Report, Samples, arguments, compare, measure, table
 from raw_decoder import Config
 
+import shardax as sx
 from shardax import plan
 
+KERNELS = ("xla", "cudnn", "tokamax", "auto")
 SPEED_BOUND, MEMORY_BOUND = 0.98, 0.05
 # 0.7 B parameters, of which the state takes 8 GiB.
 SIZES: dict[str, Any] = {"vocab": 32_768, "embed": 2048, "layers": 12, "heads": 16}
@@ -44,6 +46,10 @@ MORE = ("share of peak", "held, GiB", "planned, GiB", "planned / held")
 @contextlib.contextmanager
 def attention_by(implementation: str) -> Iterator[None]:
     """Makes attention of both opponents take a kernel."""
+    if implementation not in ("xla", "cudnn"):  # plain JAX has no other: it keeps XLA's
+        with sx.kernels(attention=implementation):
+            yield
+        return
     attention = jax.nn.dot_product_attention
 
     def chosen(*arrays: Any, **options: Any) -> jax.Array:
@@ -126,7 +132,7 @@ def row(name: str, compared: dict[str, Comparison], record: dict[str, Any]) -> l
 def main() -> int:
     """Times both, and counts."""
     parser = arguments(__doc__, repeats=15)
-    parser.add_argument("--attention", nargs="+", default=["xla"], choices=["xla", "cudnn"])
+    parser.add_argument("--attention", nargs="+", default=["xla"], choices=KERNELS)
     parser.add_argument("--rows", type=int, default=8, help="of a batch")
     parser.add_argument("--length", type=int, default=1024, help="of a row, in tokens")
     parser.add_argument("--cpu", action="store_true", help="run on the CPU, with --quick")

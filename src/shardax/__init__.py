@@ -108,6 +108,7 @@ from shardax.partition import axis_rules as axis_rules
 from shardax.partition import check as check
 from shardax.partition import constrain as constrain
 from shardax.partition import initialise as initialise
+from shardax.partition import kernels as kernels
 from shardax.partition import parallel as parallel
 from shardax.partition import partition_specs as partition_specs
 from shardax.partition import shard as shard

@@ -228,6 +228,28 @@ def test_fused_attention_counts_pairs_that_a_mask_leaves(
     assert facts.warnings == ()
 
 
+@pytest.mark.parametrize(
+    ("kernel", "scope", "pairs", "products"),
+    [
+        ("fwd_residuals", "splash[causal]", 256 * 257 // 2, 2),
+        ("dq_no_residuals", "splash[full]", 256 * 256, 3),
+        ("dkv_no_residuals", "splash[causal,window=16]", 16 * 17 // 2 + 240 * 16, 4),
+        ("fwd_no_residuals", "splash[window=9]", 256 * 17 - 2 * sum(range(1, 9)), 2),
+        ("fwd_no_residuals", "f", 256 * 256, 2),
+    ],
+)
+def test_splash_counts_pairs_of_its_scopes_mask(
+    kernel: str, scope: str, pairs: int, products: int
+) -> None:
+    operands = ["s8[1,2,2]", "bf16[2,8,256,128]", "bf16[2,4,256,128]", "bf16[2,4,256,128]"]
+    call = 'bf16[2,8,256,128] custom-call(%p0, %p1, %p2, %p3), custom_call_target="tpu_custom_call"'
+    settings = 'frontend_attributes={kernel_metadata={\n"xprof_metadata":"{}"\n}}'
+    name = f'metadata={{op_name="jit(f)/jvp({scope})/splash_mha_{kernel}/pallas_call"}}'
+    facts = read_program(one(f"{call}, {settings}, {name}", *operands), {})
+    assert facts.matmul_flops == products * 2 * 2 * 8 * pairs * 128
+    assert facts.warnings == ()
+
+
 def test_a_pallas_kernel_counts_what_it_says() -> None:
     def double(x_ref: Any, out_ref: Any) -> None:
         out_ref[...] = 2 * x_ref[...]

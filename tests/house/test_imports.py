@@ -58,6 +58,7 @@ IMPORTED_WHERE_USED = {
     "rich",
     "safetensors",
     "scipy",
+    "tokamax",
     "tokenizers",
     "torch",
     "treescope",

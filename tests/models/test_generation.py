@@ -171,6 +171,16 @@ def test_token_frequencies_follow_the_tempered_probabilities(temperature: float)
     np.testing.assert_allclose(found, expected / expected.sum(), atol=0.034)
 
 
+def test_kernel_of_attention_holds_for_one_call() -> None:
+    model = Decoder(sx.models.DecoderConfig(num_layers=1), rngs=sx.Rngs(0))
+    options = {"max_new_tokens": 2, "temperature": 0}
+    (plain,) = sx.models.generate(model, [[1, 2]], **options)
+    (chosen,) = sx.models.generate(model, [[1, 2]], **options, attention="auto")
+    np.testing.assert_array_equal(chosen, plain)
+    with pytest.raises(sx.errors.LayerInputError, match="runs on TPUs"):
+        sx.models.generate(model, [[1, 2]], **options, attention="splash")
+
+
 def test_a_repeated_token_becomes_less_likely() -> None:
     prompts = [[0], [2, 0]]
     options = {"max_new_tokens": 3, "temperature": 0, "repetition_penalty": 10.0}

@@ -168,6 +168,16 @@ def test_merged_adapters_are_written(loaded: Any, tmp_path: Path):
     assert_equal(from_pretrained(tmp_path / "saved"), merged)
 
 
+def test_loaded_model_takes_a_kernel_of_attention(tmp_path: Path) -> None:
+    config = sx.models.DecoderConfig(num_layers=2, scan_layers=True)
+    save_pretrained(sx.models.Decoder(config, rngs=sx.Rngs(0)), tmp_path / "model")
+    model = from_pretrained(tmp_path / "model", attention="splash")
+    with pytest.raises(sx.errors.LayerInputError, match="runs on TPUs"):
+        sx.models.generate(model, [[1, 2]], max_new_tokens=1)
+    with pytest.raises(PretrainedError, match="attention='flash' must be 'auto'"):
+        from_pretrained(tmp_path / "model", attention="flash")
+
+
 def test_parameters_of_another_dtype_stay_so(loaded: Any, tmp_path: Path):
     model = loaded()
     model.head.kernel.value = model.head.kernel.value.astype(jnp.bfloat16)

@@ -329,7 +329,7 @@ def test_partial_rotation_leaves_the_rest_of_a_head():
     [
         ({"window": 0, "causal": True}, "window=0"),
         ({"softcap": 0.0}, r"softcap=0\.0"),
-        ({"implementation": "flash"}, "'xla' or 'cudnn'"),
+        ({"implementation": "flash"}, "'splash' or 'tokamax'"),
         ({"implementation": "cudnn", "softcap": 1.0}, "has no soft cap"),
         ({"dropout": 2.0}, r"rate=2\.0"),
     ],

@@ -20,6 +20,7 @@ import jax
 import tyro
 
 from shardax import models, nn, partition, surgery, train, view
+from shardax._core.checks import Options
 from shardax._core.init.rng import Rngs
 from shardax._core.variable import OptState
 from shardax._files import write_whole
@@ -35,6 +36,7 @@ from shardax.cli.inputs import (
 )
 from shardax.models import DECODER_RULES, Decoder, DecoderConfig
 from shardax.models.weights import TOKENIZER_FILES, find_directory
+from shardax.partition.context import ATTENTION_KERNELS
 from shardax.partition.rules import Rules
 from shardax.train.checkpoint_files import read_description, verify
 from shardax.train.errors import CheckpointDamagedError, TrainError
@@ -73,6 +75,7 @@ class RunSettings:
     rules: dict[str, Any] | None = None  # other than the decoder's: ``rules_file.entry_to_data``
     source: str | None = None  # of a published model, which is trained instead of the decoder
     lora: int | None = None  # rank of its adapters; None to train all of it
+    attention: str | None = None  # its kernel, as for ``sx.kernels``
 
     @property
     def layout(self) -> NamedRules | None:
@@ -102,6 +105,8 @@ class RunSettings:
         """Raises CommandError if a setting has a wrong type or value."""
         _check_settings(type(self), vars(self), of)
         _check_settings(type(self.model), vars(self.model), of)
+        kernels = (None, *ATTENTION_KERNELS)
+        Options(CommandError, of).choice("attention", self.attention, kernels)
         if self.text == "":
             raise CommandError(f"{of}: text='' is no path.")
         if self.batch_size * self.seq_len > LARGEST_BATCH:

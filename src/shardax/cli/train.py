@@ -82,6 +82,8 @@ class Train:
     learning_rate: float | None = None
     # Steps between checkpoints.
     checkpoint_every: int = 50
+    # The kernel of attention: auto, xla, cudnn, splash or tokamax; by default XLA's.
+    attention: str | None = None
     # Seed of parameters and data order.
     seed: int = 0
     # Be one of several processes, of which the first listens at this HOST:PORT; "auto" finds out
@@ -172,6 +174,7 @@ class Train:
             zero=self.zero,
             source=_absolute(self.source),
             lora=self.lora,
+            attention=self.attention,
             rules=None if named_rules is None else _as_data(named_rules),
             **sizes,
         )
@@ -267,7 +270,8 @@ class _TrainingRun:
         entropy = {} if tuned else _byte_entropy(self.held_out.part)
         started = time.monotonic()
         layout = settings.layout
-        with partition.parallel(**dict(() if layout is None else layout.parallel)):
+        parallel = partition.parallel(**dict(() if layout is None else layout.parallel))
+        with parallel, partition.kernels(attention=settings.attention):
             result = self.trainer.run(**how)
         if result.stopped is not None:
             print(

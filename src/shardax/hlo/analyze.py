@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 from shardax.hlo import program as hlo
 from shardax.hlo.attribution import attribute
@@ -200,6 +201,10 @@ _WINDOW = re.compile(r'"sliding_window_length": *"?(\d+)')
 # Pallas's kernels say what they cost, if their authors did.
 _COST = re.compile(r'"cost_estimate": *\{[^{}]*"flops": *"?(\d+)')
 _COST_BYTES = re.compile(r'"cost_estimate": *\{[^{}]*"bytes_accessed": *"?(\d+)')
+# Splash attention of TPUs says no cost; scopes around it, those of shardax.nn, say its mask.
+_SPLASH = re.compile(r"/splash_m[hq]a_(fwd|dq|dkv)")
+_SPLASH_MASK = re.compile(r"splash\[(full|causal)?,?(?:window=(\d+))?\]")
+_SPLASH_PRODUCTS = {"fwd": 2, "dq": 3, "dkv": 4}  # scores and the values'; backward again
 _GEMM_BATCH = re.compile(r'"lhs_batch_dimensions":\[([\d", ]*)\]')
 _DOTS = ("dot", "scaled-dot", "ragged-dot")
 
@@ -267,6 +272,8 @@ def _fused_kernel(inside: Computation, op: Instruction) -> MatrixProduct | None:
     """Returns the products of a fused kernel of known cost."""
     if said := _COST.search(op.attributes):
         return MatrixProduct(float(said[1]), 1, 1, 1, fused=True)
+    if _is_splash(op):
+        return _splash(inside, op)
     scores = _SCORES.search(op.attributes)
     if not _ATTENTION.match(op.call_target) or not scores:
         return None
@@ -282,11 +289,39 @@ def _fused_kernel(inside: Computation, op: Instruction) -> MatrixProduct | None:
     return MatrixProduct(operations, queries, keys, depth, batch * heads, operand.dtype, fused=True)
 
 
+def _pairs(queries: int, keys: int, causal: bool, window: int) -> float:
+    """Pairs of a query and a key that a mask leaves; a window of 0 is none."""
+    rows = np.arange(queries)
+    last = rows if causal else rows + window - 1 if window else np.full(queries, keys)
+    first = rows - window + 1 if window else np.zeros(queries, int)
+    counts = np.minimum(last + 1, keys) - np.clip(first, 0, keys)
+    return float(np.maximum(counts, 0).sum())
+
+
+def _is_splash(op: Instruction) -> bool:
+    return op.call_target == "tpu_custom_call" and bool(_SPLASH.search(op.op_name))
+
+
+def _splash(inside: Computation, op: Instruction) -> MatrixProduct:
+    """Returns the products of a kernel of splash attention."""
+    operands = [_operand(inside, op, place) for place in range(len(op.operands))]
+    query, key = [shape for shape in operands if re.match(r"b?f\d", shape.dtype)][:2]
+    mask = _SPLASH_MASK.search(op.op_name)
+    causal = mask is not None and mask[1] == "causal"
+    window = int(mask[2] or 0) if mask else 0
+    *batch, queries, depth = query.dims
+    keys, count = key.dims[-2], math.prod(batch)
+    kernel = _SPLASH.search(op.op_name)
+    products = _SPLASH_PRODUCTS[kernel[1]] if kernel else 0
+    operations = 2.0 * count * _pairs(queries, keys, causal, window) * depth * products
+    return MatrixProduct(operations, queries, keys, depth, count, query.dtype, fused=True)
+
+
 def is_counted(op: Instruction) -> bool:
     """Whether the operations of a custom call are known."""
     if _ATTENTION.match(op.call_target) and _SCORES.search(op.attributes):
         return True
-    is_library = _GEMM.match(op.call_target) or _CUDNN.match(op.call_target)
+    is_library = _GEMM.match(op.call_target) or _CUDNN.match(op.call_target) or _is_splash(op)
     return bool(is_library or _COST.search(op.attributes))
 
 

@@ -459,7 +459,7 @@ def parse(text: str) -> Program:
     return Program(computations, entry, lines[start])
 
 
-_CONFIG = "backend_config={"
+_SETTINGS = ("frontend_attributes={", "backend_config={")  # in the order of the text
 
 
 def _instruction_lines(lines: Sequence[str], first: int) -> Iterator[tuple[int, str]]:
@@ -469,13 +469,14 @@ def _instruction_lines(lines: Sequence[str], first: int) -> Iterator[tuple[int, 
         start, line = number + 1, lines[number]
         number += 1
         # Settings may be JSON of several lines, such as those of Pallas's kernels with a cost.
-        place = line.find(_CONFIG)
-        if place >= 0 and balanced(line, place) < 0:
-            parts = [line]
-            while number < len(lines) and balanced("\n".join(parts), place) < 0:
-                parts.append(lines[number].strip())
-                number += 1
-            line = " ".join(parts)
+        for settings in _SETTINGS:
+            place = line.find(settings)
+            if place >= 0 and balanced(line, place) < 0:
+                parts = [line]
+                while number < len(lines) and balanced("\n".join(parts), place) < 0:
+                    parts.append(lines[number].strip())
+                    number += 1
+                line = " ".join(parts)
         if line.strip():
             yield start, line
 

@@ -31,8 +31,9 @@ from shardax._core.state.split_merge import iter_variables
 from shardax._core.variable import Cache
 from shardax._transforms.control.loops import while_loop
 from shardax._transforms.jit.jit import jit
+from shardax.nn.dot_product import AttentionKernel
 from shardax.partition.constraints import constrain
-from shardax.partition.context import axis_rules, current_rules
+from shardax.partition.context import SettingsScope, axis_rules, current_rules, kernels
 from shardax.partition.mesh import resolve_mesh
 from shardax.partition.placement import shard
 from shardax.partition.rules import mesh_axes_of
@@ -80,6 +81,7 @@ def generate(
     stop: int | Sequence[int] = (),
     seed: int = 0,
     stream: bool = False,
+    attention: AttentionKernel | None = None,
 ) -> Any:
     """Continues prompts.
 
@@ -105,6 +107,8 @@ def generate(
         stop: Tokens after which a row ends.
         seed: Seed of the sampling; equal seeds give equal samples.
         stream: Whether to return an iterator, which computes as it is read.
+        attention: The kernel of attention, as for ``sx.kernels``; None for that of the scope. A
+            cache is read by a mask, which ``"auto"`` takes into account and ``"splash"`` refuses.
 
     Returns:
         A list of int32 arrays, one for each prompt: the prompt and what was added, with the stop
@@ -145,7 +149,7 @@ def generate(
         "stop": _as_stop(stop),
         "key": jax.random.key(seed),
     }
-    steps = _Steps(model, rows, max_new_tokens, filters, numbers)
+    steps = _Steps(model, rows, max_new_tokens, filters, numbers, kernels(attention=attention))
     if stream:
         return steps.stream()
     added = steps.run()
@@ -156,8 +160,15 @@ class _Steps:
     """One generation: its cache and progress."""
 
     def __init__(
-        self, model, rows: list[np.ndarray], limit: int, filters: _Filters, numbers
+        self,
+        model: Any,
+        rows: list[np.ndarray],
+        limit: int,
+        filters: _Filters,
+        numbers: Any,
+        kernel_scope: SettingsScope,
     ) -> None:
+        self.kernel_scope = kernel_scope
         self.model = model if hasattr(model, "make_cache") else _Uncached(model)
         self.rows, self.limit, self.filters, self.numbers = rows, limit, filters, numbers
 
@@ -165,7 +176,7 @@ class _Steps:
         """Returns the added tokens, -1 after a row's end."""
         if self.limit == 0:
             return np.zeros((len(self.rows), 0), np.int32)
-        with self._scope():
+        with self.kernel_scope, self._scope():
             cache, progress = self._start()
             if self.limit > 1:
                 progress = self._advance(cache, progress, self.limit)
@@ -176,7 +187,7 @@ class _Steps:
         cache: Any = None
         progress: Any = None
         for step in range(self.limit):
-            with self._scope():
+            with self.kernel_scope, self._scope():
                 if step == 0:
                     cache, progress = self._start()
                 else:

@@ -25,11 +25,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from shardax import distributed
+from shardax._core.checks import Options
 from shardax._core.errors import first_of, warn
 from shardax._core.graph.paths import Path as VariablePath
 from shardax._core.graph.paths import format_path
 from shardax._core.init.rng import Rngs
-from shardax._core.state.split_merge import iter_variables
+from shardax._core.state.split_merge import iter_modules, iter_variables
 from shardax._core.variable import Param
 from shardax._files import draft_folder, move_files, write_tensors
 from shardax.models.architecture import describe, parameter_places, refused
@@ -39,8 +40,10 @@ from shardax.models.families.registry import family_of
 from shardax.models.family import Family, PretrainedError, brief
 from shardax.models.tensors import Tensor
 from shardax.models.transformer import Transformer
+from shardax.nn.attention import MultiHeadAttention
+from shardax.nn.dot_product import AttentionKernel
 from shardax.nn.stack import Stack
-from shardax.partition.context import current_rules
+from shardax.partition.context import ATTENTION_KERNELS, current_rules
 from shardax.partition.errors import raise_on_errors
 from shardax.partition.mesh import AnyMesh, resolve_mesh
 from shardax.partition.placement import shard
@@ -71,6 +74,7 @@ def from_pretrained(
     head: bool = True,
     scan_layers: bool = False,
     remat: str | Mapping[str, str] | None = None,
+    attention: AttentionKernel | None = None,
     rngs: Rngs | None = None,
 ) -> Transformer:
     """Loads a published model, each device its own part.
@@ -94,6 +98,8 @@ def from_pretrained(
             of files that hold a head; and the pooler where the files have one.
         scan_layers: Whether layers are stacked and run by a loop.
         remat: As for ``TransformerConfig``.
+        attention: The kernel of all attention layers, as for ``sx.kernels``; None for that of the
+            scope of each call.
         rngs: Random streams for dropout and for what is initialised; None for ``Rngs(0)``.
 
     Returns:
@@ -133,6 +139,8 @@ def from_pretrained(
             remat=remat,
         )
         model = Transformer(config, rngs=Rngs(0) if rngs is None else rngs)
+        if attention is not None:
+            _set_attention(model, attention)
         table = _Table.of_built(model, family, files.names)
         if not head:
             table.pass_over_heads(family)
@@ -154,6 +162,13 @@ def from_pretrained(
         warn(unread)
     model.eval()
     return model
+
+
+def _set_attention(model: Any, kernel: AttentionKernel) -> None:
+    Options(PretrainedError).choice("attention", kernel, ATTENTION_KERNELS)
+    for _, module in iter_modules(model):
+        if isinstance(module, MultiHeadAttention):
+            module.implementation = kernel
 
 
 def save_pretrained(

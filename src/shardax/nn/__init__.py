@@ -9,12 +9,14 @@ as it is on meshes with Auto and with Explicit axes.
 from shardax.nn.attention import AttentionCache as AttentionCache
 from shardax.nn.attention import MultiHeadAttention as MultiHeadAttention
 from shardax.nn.attention import QueryKeyValue as QueryKeyValue
+from shardax.nn.attention_kernels import AttentionChoice as AttentionChoice
 from shardax.nn.conv import AdaptiveAvgPool as AdaptiveAvgPool
 from shardax.nn.conv import AdaptiveMaxPool as AdaptiveMaxPool
 from shardax.nn.conv import Conv as Conv
 from shardax.nn.conv import ConvTranspose as ConvTranspose
 from shardax.nn.conv import avg_pool as avg_pool
 from shardax.nn.conv import max_pool as max_pool
+from shardax.nn.dot_product import choose_attention as choose_attention
 from shardax.nn.dot_product import combine_masks as combine_masks
 from shardax.nn.dot_product import dot_product_attention as dot_product_attention
 from shardax.nn.dot_product import make_attention_mask as make_attention_mask

@@ -14,14 +14,15 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
 from shardax._core._jax import INLINE
+from shardax._core.checks import Options
 from shardax._core.frames import is_eager
 from shardax._core.init.lazy import Init, Initializer
 from shardax._core.init.rng import Rngs
@@ -30,19 +31,23 @@ from shardax._core.variable import Cache
 from shardax._parallel.ring_attention import make_ring, ring_attention, ring_axes
 from shardax.nn.arithmetic import as_array, cast_all
 from shardax.nn.dot_product import (
+    AttentionKernel,
     check_mask,
     combine_masks,
+    gathered,
     reading_order,
     repeat_heads,
+    segment_pair,
     softmax,
     weighted_values,
+    within_segments,
 )
 from shardax.nn.dropout import Dropout
 from shardax.nn.errors import LayerConfigError, LayerInputError
 from shardax.nn.linear import Linear
 from shardax.nn.parameters import as_axes, as_size, refuse_input, zeros
 from shardax.nn.rope import Rope, Rotation, check_head_dim, rotate
-from shardax.partition.context import current_context
+from shardax.partition.context import ATTENTION_KERNELS, current_attention_kernel, current_context
 from shardax.partition.explicit import explicit_entries
 
 
@@ -90,7 +95,7 @@ class MultiHeadAttention(Module):
             after the projection, whose dtype its result is cast to, and before the rotation.
         key_norm: Likewise of the keys.
         dropout: Rate of dropout on the weights, while training.
-        implementation: That of ``jax.nn.dot_product_attention``: None, "xla" or "cudnn" (on GPUs).
+        implementation: As in ``sx.kernels(attention=...)``; None for that of the scope.
         attention_fn: What weighs the values instead, called as ``attention_fn(query, key, value,
             mask=mask)``: all of shape (..., time, heads, head_dim), keys and values repeated to the
             heads of the queries, and with a mask that also says what ``causal``, ``window`` and
@@ -149,7 +154,7 @@ class MultiHeadAttention(Module):
         query_norm: Callable[[], Any] | None = None,
         key_norm: Callable[[], Any] | None = None,
         dropout: float = 0.0,
-        implementation: Literal["xla", "cudnn"] | None = None,
+        implementation: AttentionKernel | None = None,
         attention_fn: Callable[..., Any] | None = None,
         dtype: Any = None,
         param_dtype: Any = np.float32,
@@ -313,18 +318,18 @@ class MultiHeadAttention(Module):
             )
         if axes:
             return self._read_around(query, key, value, mask, segment_ids, axes)
-        if segment_ids is not None:
-            mask = _within_segments(*segment_ids, mask)
-        key, value = _gathered(key, -3), _gathered(value, -3)
-        mask = None if mask is None else _gathered(mask, -1)
+        key, value = gathered(key, -3), gathered(value, -3)
+        mask = None if mask is None else gathered(mask, -1)
         if bias is not None:
             bias = as_array(bias).astype(query.dtype)
-            bias = _gathered(jnp.expand_dims(bias, tuple(range(query.ndim - bias.ndim))), -1)
+            bias = gathered(jnp.expand_dims(bias, tuple(range(query.ndim - bias.ndim))), -1)
         key, value = _meet_heads(query, key), _meet_heads(query, value)
         causal = self.causal and ordered
         window = self.window if ordered else None
         if self.attention_fn is not None:
             order = None
+            if segment_ids is not None:
+                mask = within_segments(*segment_ids, mask)
             if bias is not None:
                 raise LayerInputError(
                     "MultiHeadAttention with attention_fn takes no bias of scores: the function "
@@ -348,6 +353,8 @@ class MultiHeadAttention(Module):
             softcap=self.softcap,
             to_weights=self.softmax,
             dropout=self.dropout if is_dropped else None,
+            segments=segment_ids,
+            names=("batch", self._heads_name()),
             implementation=self.implementation,
             precision=self.precision,
         )
@@ -372,6 +379,14 @@ class MultiHeadAttention(Module):
     ) -> jax.Array:
         """Reads keys and values sent round a mesh axis."""
         context = current_context()
+        kernel = self.implementation or current_attention_kernel()
+        if kernel not in (None, "auto", "xla"):
+            refuse_input(
+                f'MultiHeadAttention(implementation="{kernel}") with context="{context}"',
+                "a sequence that is not sent round, as that has a computation of its own",
+                query,
+                'Choose by layer: sx.kernels(attention="auto").',
+            )
         dropped = self.dropout is not None and not self.dropout.deterministic
         is_default = self.softmax is softmax and self.attention_fn is None
         if dropped or not is_default or self.precision:
@@ -448,11 +463,8 @@ class MultiHeadAttention(Module):
             raise LayerConfigError(
                 f"{name} needs softcap to be positive, but softcap={self.softcap!r}."
             )
-        if self.implementation not in (None, "xla", "cudnn"):
-            raise LayerConfigError(
-                f"{name} takes implementation=None, 'xla' or 'cudnn', but was given "
-                f"{self.implementation!r}."
-            )
+        kernels = (None, *ATTENTION_KERNELS)
+        Options(LayerConfigError, name).choice("implementation", self.implementation, kernels)
         weighing = {
             "scale": self.scale,
             "softcap": self.softcap,
@@ -488,6 +500,11 @@ class MultiHeadAttention(Module):
                     f"MultiHeadAttention turns an even part of a head, but rope.fraction="
                     f"{rope.fraction} of head_dim={self.head_dim} is {size}."
                 )
+
+    def _heads_name(self) -> str | None:
+        """The axis name of heads of queries."""
+        axes = getattr(self.q.kernel, "axes", None)
+        return axes[-2] if axes else None
 
     def _rope(self) -> Rope:
         base = Rope.base if self.rope_base is None else self.rope_base
@@ -726,17 +743,6 @@ def _laid_out(new: jax.Array, old: jax.Array) -> jax.Array:
     return jax.sharding.reshard(new, NamedSharding(mesh, target.spec))
 
 
-def _gathered(x: jax.Array, axis: int) -> jax.Array:
-    """Returns an array whole along one dimension, over Explicit mesh axes."""
-    # Where rules split the sequence every device reads all keys; over Auto axes XLA gathers them.
-    entries = explicit_entries(x)
-    if entries is None or entries[axis] is None:
-        return x
-    gathered_entries = list(entries)
-    gathered_entries[axis] = None
-    return jax.sharding.reshard(x, PartitionSpec(*gathered_entries))
-
-
 def _normed(norm: Any, heads: jax.Array) -> jax.Array:
     """Applies a norm to queries or keys, in their dtype."""
     return heads if norm is None else norm(heads).astype(heads.dtype)
@@ -749,14 +755,13 @@ def _given(**options: Any) -> dict[str, Any]:
 def _pair_of_segments(x: jax.Array, context: Any, segment_ids: Any) -> tuple[Any, Any]:
     """Returns the segments of queries and of keys."""
     is_pair = isinstance(segment_ids, tuple)
-    pair = segment_ids if is_pair else (segment_ids, segment_ids)
     sources = (x, x if context is None else context)
-    if is_pair != (context is not None) or len(pair) != 2:
+    if is_pair != (context is not None) or (is_pair and len(segment_ids) != 2):
         raise LayerInputError(
             "MultiHeadAttention takes segment_ids as an array, and with a context as a pair, those "
             "of x and of the context."
         )
-    query_ids, key_ids = (as_array(ids) for ids in pair)
+    query_ids, key_ids = segment_pair(segment_ids)
     for ids, source in zip((query_ids, key_ids), sources, strict=True):
         if ids.shape != source.shape[:-1] or not jnp.issubdtype(ids.dtype, np.integer):
             refuse_input(
@@ -766,12 +771,6 @@ def _pair_of_segments(x: jax.Array, context: Any, segment_ids: Any) -> tuple[Any
                 "There is one for each position.",
             )
     return query_ids, key_ids
-
-
-def _within_segments(query_ids: jax.Array, key_ids: jax.Array, mask: Any) -> jax.Array:
-    """Narrows a mask to positions of the same segment."""
-    same = query_ids[..., None, :, None] == _gathered(key_ids, -1)[..., None, None, :]
-    return same if mask is None else mask & same
 
 
 def positions_within(segment_ids: jax.Array) -> jax.Array:

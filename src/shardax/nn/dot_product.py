@@ -20,9 +20,22 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from shardax._core._jax import INLINE
 from shardax.nn.arithmetic import as_array, at_least_float32, cast_all
+from shardax.nn.attention_kernels import (
+    AttentionCall,
+    AttentionChoice,
+    Operands,
+    choose,
+    platform_in_scope,
+    region_of,
+    run_kernel,
+)
 from shardax.nn.errors import LayerInputError
 from shardax.nn.parameters import refuse_input
+from shardax.partition.context import current_attention_kernel, is_interpreting_kernels
 from shardax.partition.explicit import explicit_entries
+
+AttentionKernel = Literal["auto", "xla", "cudnn", "splash", "tokamax"]
+"""The implementations of attention."""
 
 
 def softmax(scores: jax.Array) -> jax.Array:
@@ -42,7 +55,8 @@ def dot_product_attention(
     scale: float | None = None,
     softcap: float | None = None,
     dropout: Callable[[jax.Array], jax.Array] | None = None,
-    implementation: Literal["xla", "cudnn"] | None = None,
+    segment_ids: Any = None,
+    implementation: AttentionKernel | None = None,
     precision: Any = None,
 ) -> jax.Array:
     """Weighs values by the softmax of products of queries and keys.
@@ -60,7 +74,9 @@ def dot_product_attention(
         scale: Factor of the scores; None for ``head_dim ** -0.5``.
         softcap: Scores become ``softcap * tanh(scores / softcap)``, before the bias.
         dropout: A function of the weights, such as a ``Dropout`` layer.
-        implementation: That of ``jax.nn.dot_product_attention``: None, "xla" or "cudnn" (on GPUs).
+        segment_ids: Integers of shape (..., time), of queries and keys: only positions of the same
+            segment are read. Of another sequence a pair, those of queries and those of keys.
+        implementation: As in ``sx.kernels(attention=...)``; None for that of the scope.
         precision: As in ``jax.lax.dot_general``.
 
     Returns:
@@ -68,7 +84,8 @@ def dot_product_attention(
         softmax are computed in float32 or wider.
 
     Raises:
-        LayerInputError: If shapes do not fit, or the mask is not of booleans.
+        LayerInputError: If shapes do not fit, the mask is not of booleans, or the kernel asked for
+            cannot run this call.
 
     Example:
         >>> import jax.numpy as jnp, shardax as sx
@@ -110,12 +127,120 @@ def dot_product_attention(
         scale=scale,
         softcap=softcap,
         dropout=dropout,
+        segments=None if segment_ids is None else segment_pair(segment_ids),
         implementation=implementation,
         precision=precision,
     )
 
 
-def combine_masks(*masks: object) -> jax.Array | None:
+def choose_attention(
+    query: Any,
+    key: Any,
+    *,
+    bias: Any = None,
+    mask: Any = None,
+    segment_ids: Any = None,
+    causal: bool = False,
+    window: int | None = None,
+    softcap: float | None = None,
+    implementation: AttentionKernel = "auto",
+) -> AttentionChoice:
+    """Chooses the kernel of a call of attention, without calling it.
+
+    It depends on the scopes around: the mesh and its platform, rules, ``sx.kernels``.
+
+    Args:
+        query: Queries, or what has their shape and dtype.
+        key: Keys, likewise; values are taken to be alike.
+        bias: As for ``dot_product_attention``.
+        mask: As for ``dot_product_attention``.
+        segment_ids: As for ``dot_product_attention``.
+        causal: As for ``dot_product_attention``.
+        window: As for ``dot_product_attention``.
+        softcap: As for ``dot_product_attention``.
+        implementation: As for ``dot_product_attention``.
+
+    Returns:
+        The kernel, and for each faster one why it was not taken.
+
+    Raises:
+        LayerInputError: If a kernel asked for by name cannot run the call.
+
+    Example:
+        >>> import jax, shardax as sx
+        >>> heads = jax.ShapeDtypeStruct((2, 256, 8, 128), "bfloat16")
+        >>> choice = sx.nn.choose_attention(heads, heads, causal=True)
+        >>> choice.implementation, choice.reasons["cudnn"]
+        ('xla', 'it runs on NVIDIA GPUs, and this is cpu')
+    """
+    shapes = [
+        array if isinstance(array, jax.Array) else jax.ShapeDtypeStruct(array.shape, array.dtype)
+        for array in (query, key)
+    ]
+    pair = isinstance(segment_ids, tuple)
+    call = _call_of(
+        *shapes,
+        shapes[1],
+        options=_options_of(mask=mask is not None, bias=bias is not None),
+        segments="" if segment_ids is None else "pair" if pair else "one",
+        causal=causal,
+        window=window,
+        softcap=softcap,
+    )
+    return choose("dot_product_attention", implementation, call)
+
+
+def _options_of(**present: bool) -> tuple[str, ...]:
+    return tuple(name.replace("_", " ") for name, is_given in present.items() if is_given)
+
+
+def _call_of(
+    query: Any,
+    key: Any,
+    value: Any,
+    names: tuple[str | None, str | None] = ("batch", "heads"),
+    **facts: Any,
+) -> AttentionCall:
+    """The facts of a call, with those of the scopes around."""
+    return AttentionCall(
+        platform_in_scope(),
+        query.shape,
+        key.shape,
+        value.shape,
+        query.dtype,
+        region=region_of(query, names),
+        interpret=is_interpreting_kernels(),
+        **facts,
+    )
+
+
+def segment_pair(segment_ids: Any) -> tuple[jax.Array, jax.Array]:
+    """Segments of queries and of keys; one array where they are the same."""
+    if isinstance(segment_ids, tuple):
+        query_ids, key_ids = map(as_array, segment_ids)
+        return query_ids, key_ids
+    ids = as_array(segment_ids)
+    return ids, ids
+
+
+def within_segments(query_ids: jax.Array, key_ids: jax.Array, mask: Any) -> jax.Array:
+    """Narrows a mask to positions of the same segment."""
+    same = query_ids[..., None, :, None] == gathered(key_ids, -1)[..., None, None, :]
+    return same if mask is None else mask & same
+
+
+def gathered(x: jax.Array, axis: int) -> jax.Array:
+    """Returns an array whole along one dimension, over Explicit mesh axes."""
+    # Where rules split the sequence every device reads all keys; over Auto axes XLA gathers them.
+    entries = explicit_entries(x)
+    if entries is None or entries[axis] is None:
+        return x
+    gathered_entries = list(entries)
+    gathered_entries[axis] = None
+    return jax.sharding.reshard(x, PartitionSpec(*gathered_entries))
+
+
+def combine_masks(*masks: Any) -> jax.Array | None:
     """Returns where all masks allow reading.
 
     Args:
@@ -217,10 +342,40 @@ def weighted_values(
     softcap: float | None = None,
     to_weights: Callable[[jax.Array], jax.Array] = softmax,
     dropout: Callable[[jax.Array], jax.Array] | None = None,
+    segments: tuple[jax.Array, jax.Array] | None = None,
+    names: tuple[str | None, str | None] = ("batch", "heads"),
     implementation: Any = None,
     precision: Any = None,
 ) -> jax.Array:
-    """Weighs values, by a fused kernel where that can."""
+    """Weighs values, by the kernel of the layer or the scope."""
+    if (implementation or current_attention_kernel()) not in (None, "xla"):
+        call = _call_of(
+            query,
+            key,
+            value,
+            names,
+            causal=causal,
+            window=window,
+            softcap=softcap,
+            options=_options_of(
+                mask=mask is not None,
+                bias=bias is not None,
+                other_softmax=to_weights is not softmax,
+                dropout=dropout is not None,
+                precision=precision is not None,
+            ),
+            segments="" if segments is None else "one" if segments[0] is segments[1] else "pair",
+        )
+        implementation = choose(layer, implementation, call).implementation
+        if implementation in ("splash", "tokamax"):
+            arrays = Operands(query, key, value, bias, mask)
+            if segments is not None and implementation == "splash":
+                arrays = arrays._replace(segments=segments[0])
+            elif segments is not None:
+                arrays = arrays._replace(mask=within_segments(*segments, mask))
+            return run_kernel(implementation, call, arrays, scale=scale)
+    if segments is not None:
+        mask = within_segments(*segments, mask)
     # Compiled for CPU or TPU, that of JAX has no float16; gradients of its bfloat16 cannot be
     # compiled where a user forbids promotion.
     config: Any = jax.config

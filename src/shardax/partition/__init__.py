@@ -22,6 +22,7 @@ from shardax.partition.boxes.trees import unbox as unbox
 from shardax.partition.constraints import constrain as constrain
 from shardax.partition.context import axis_rules as axis_rules
 from shardax.partition.context import current_rules as current_rules
+from shardax.partition.context import kernels as kernels
 from shardax.partition.context import logical_to_mesh_axes as logical_to_mesh_axes
 from shardax.partition.context import parallel as parallel
 from shardax.partition.errors import Diagnostic as Diagnostic

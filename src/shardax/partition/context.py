@@ -6,9 +6,10 @@ this thread; without one they are empty. They are part of the key by which ``jax
 compiled programs, so a function traced under some rules is traced anew under others.
 
 A scope can also set what a constraint without a mesh does, for all the code inside; in how many
-microbatches stacks run (``parallel``); and that constraints only *mark* arrays: an array stays as
-it is, and the traced program holds the names that it was to be laid out by (``marking_names``). A
-planner learns the names of dimensions inside of a program that way.
+microbatches stacks run (``parallel``); which kernels layers run (``kernels``); and that constraints
+only *mark* arrays: an array stays as it is, and the traced program holds the names that it was to
+be laid out by (``marking_names``). A planner learns the names of dimensions inside of a program
+that way.
 """
 
 from __future__ import annotations
@@ -37,8 +38,10 @@ OnNoMesh = Literal["error", "ignore"]
 
 
 SCHEDULES = ("gpipe", "circular")
-_OPTIONS = Options(PartitionError)
 """The orders in which stages of a pipeline have layers."""
+ATTENTION_KERNELS = ("auto", "xla", "cudnn", "splash", "tokamax")
+"""The implementations of attention."""
+_OPTIONS = Options(PartitionError)
 
 
 class _Settings(NamedTuple):
@@ -48,6 +51,9 @@ class _Settings(NamedTuple):
     microbatches: int | None = None
     schedule: str = "gpipe"
     context: str = "all-gather"
+    attention: str | None = None
+    interpret: bool = False
+    reference: bool = False
 
 
 # The context is part of the key of JAX's own caches, so rules that change retrace, also in plain
@@ -113,6 +119,9 @@ class SettingsScope:
         self._changes = changes
         self._local = threading.local()  # one scope object may be entered by many threads at once
 
+    def __reduce__(self) -> Any:
+        return _scope_of, (self._name, self._changes)
+
     def __enter__(self) -> Rules:
         if not hasattr(self._local, "entered"):
             self._local.entered = []
@@ -145,6 +154,11 @@ class SettingsScope:
                 return function(*args, **kwargs)
 
         return scoped
+
+
+def _scope_of(name: str, changes: dict[str, Any]) -> SettingsScope:
+    """Makes a scope again, where it was pickled."""
+    return SettingsScope(name, **changes)
 
 
 def axis_rules(rules: RulesLike, *, on_no_mesh: OnNoMesh | None = None) -> SettingsScope:
@@ -228,6 +242,67 @@ def parallel(
         options.choice("context", context, ("all-gather", "ring", "ring-zigzag"))
         changes["context"] = context
     return SettingsScope("parallel", **changes)
+
+
+def kernels(*, attention: str | None = None, interpret: bool | None = None) -> SettingsScope:
+    """Kernels of layers in a ``with`` block or decorated function.
+
+    Scopes nest: what an inner one leaves out is as around it. A layer with an ``implementation`` of
+    its own keeps that. Programs traced under other kernels are traced anew.
+
+    Args:
+        attention: ``"auto"``: of each layer the fastest kernel that computes the same and runs on
+            the platform of the mesh in scope, else on JAX's default one. ``"xla"``: XLA's own
+            operations, the default. ``"cudnn"``: that of NVIDIA GPUs. ``"splash"``: JAX's splash
+            attention, on TPUs. ``"tokamax"``: what the library tokamax takes on this platform. A
+            layer that cannot run a kernel asked for by name refuses it and says why.
+        interpret: Whether Pallas's kernels are interpreted, which runs them on CPU, slowly, to
+            check their numbers.
+
+    Returns:
+        The context manager, which is also a decorator.
+
+    Raises:
+        PartitionError: If there is no such kernel.
+
+    Example:
+        >>> import jax.numpy as jnp, shardax as sx
+        >>> attention = sx.nn.MultiHeadAttention(16, 4, causal=True, rngs=sx.Rngs(0))
+        >>> with sx.kernels(attention="auto"):
+        ...     y = attention(jnp.ones((2, 5, 16)))
+        >>> bool(jnp.allclose(y, attention(jnp.ones((2, 5, 16))), atol=1e-6))
+        True
+    """
+    changes: dict[str, Any] = {}
+    options = Options(PartitionError)
+    if attention is not None:
+        options.choice("attention", attention, ATTENTION_KERNELS)
+        changes["attention"] = str(attention)
+    if interpret is not None:
+        options.choice("interpret", interpret, (True, False))
+        changes["interpret"] = interpret
+    return SettingsScope("kernels", **changes)
+
+
+def current_attention_kernel() -> str | None:
+    """Returns the scope's kernel of attention, or None."""
+    return _settings_by_text[_current.value].attention
+
+
+def is_interpreting_kernels() -> bool:
+    """Whether Pallas's kernels are interpreted."""
+    return _settings_by_text[_current.value].interpret
+
+
+def tracing_reference() -> SettingsScope:
+    """A scope in which every layer computes by XLA's operations."""
+    # Of a step for other hardware, its operations and dimensions are read from this.
+    return SettingsScope("tracing_reference", reference=True)
+
+
+def is_tracing_reference() -> bool:
+    """Whether layers compute by XLA's operations, whatever was asked for."""
+    return _settings_by_text[_current.value].reference
 
 
 def current_schedule() -> str:

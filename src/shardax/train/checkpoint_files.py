@@ -46,8 +46,8 @@ DAMAGED = ".damaged"  # at the end of the name of one that was set aside
 _FIRST_DESCRIPTION = ("description", "metadata")  # of format version 1
 _DIGEST = ',"sha256":"{}"}}\n'  # the end of a description
 _DIGEST_LENGTH = len(_DIGEST.format("0" * 64))
-# Of the part of an array that a device writes of its copy. Smaller arrays are written by one device:
-# each cut would be a program to compile, for every shape and device.
+# Of the part of an array that a device writes of its copy. Smaller arrays are written by one
+# device: each cut would be a program to compile, for every shape and device.
 _LEAST_PART_BYTES = 1 << 20
 OPTIONS = Options(errors.CheckpointError)
 

@@ -417,11 +417,10 @@ def scan(
             goes from one iteration to the next changes its structure, shape or dtype.
         PrefixError: If a prefix does not fit.
         TransformError: If ``unroll`` or ``reverse`` is of another kind, or if it is given ``init``
-            and ``xs``, as ``jax.lax.scan`` is; when called, if what is carried is no array.
-        TransformError: If ``length`` is no size; when called, if an array has no such axis, or sizes
-            differ.
-        PartitionError: When called, if a box cannot lose or gain the dimension; names its path.
-        PartitionError: When called, if a box must have a name for it.
+            and ``xs``, as ``jax.lax.scan`` is, or if ``length`` is no size; when called, if what is
+            carried is no array, if an array has no such axis, or sizes differ.
+        PartitionError: When called, if a box cannot lose or gain the dimension, or must have a name
+            for it; names its path.
 
     Example:
         >>> import jax.numpy as jnp, shardax as sx

@@ -33,7 +33,7 @@ from shardax._transforms.jit.jit import Jit, jit
 from shardax.hlo import Program, ProgramFacts, model_flops, parse, read_program
 from shardax.hlo.analyze import partitioned_text
 from shardax.hlo.program import CompilerFailedError
-from shardax.partition.context import axis_rules, parallel
+from shardax.partition.context import axis_rules, parallel, tracing_reference
 from shardax.partition.rules import Rules, assign, mesh_axes_of
 from shardax.plan.compile.cache import ProgramCache
 from shardax.plan.compile.compilers import compiler_for, rematerialization_warnings
@@ -286,6 +286,7 @@ def lower_alone(inputs: Inputs, mesh_axes: Sequence[str] = ()) -> LoweredStep:
             scope.enter_context(jax.set_mesh(Mesh(devices, tuple(mesh_axes))))
             scope.enter_context(axis_rules(rules))
         scope.enter_context(needs_no_values())
+        scope.enter_context(tracing_reference())  # kernels of the target do not run on a CPU
         traced = _traceable(inputs, None).trace(*inputs.shapes())
         return traced.lower(), _paths(traced, inputs)
 

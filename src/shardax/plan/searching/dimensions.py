@@ -33,7 +33,7 @@ from shardax._core._jax import auto_mesh, open_jaxpr
 from shardax._core.object import Object
 from shardax._transforms.jit.abstract_eval import make_jaxpr
 from shardax._transforms.jit.jit import Jit
-from shardax.partition.context import mark_names, marking_names, names_marked
+from shardax.partition.context import mark_names, marking_names, names_marked, tracing_reference
 from shardax.partition.inventory import LeafInfo, TreeInventory
 from shardax.partition.rules import Names, Rules, RulesLike, check_names, mesh_axes_of, strings
 from shardax.plan.errors import PlanInputError
@@ -663,7 +663,8 @@ def trace_dimensions(
     rules = Rules(dict.fromkeys(("batch", *inputs.logical_names)))
     values = enumerate(inputs.tree.values())
     static = tuple(position for position, value in values if not TreeInventory(value).leaves)
-    with marking_names(rules), jax.sharding.use_abstract_mesh(mesh), needs_no_values():
+    mesh_scope = jax.sharding.use_abstract_mesh(mesh)
+    with marking_names(rules), mesh_scope, needs_no_values(), tracing_reference():
         traced = make_jaxpr(_marked(inputs), static_argnums=static)(*inputs.shapes())
     jaxpr = traced.jaxpr
     walk = JaxprWalk()

@@ -1,0 +1,369 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kernels of attention: which one a call can run, and the run over a mesh.
+
+The kernels are those of kept libraries: ``jax.nn`` (XLA's own fusions, cuDNN), splash attention of
+``jax.experimental.pallas.ops`` (TPU), and tokamax, which picks one of its own by the device. A
+kernel that computes something else for a call, or cannot run it, is not taken: ``"auto"`` passes
+over it and says why, and a kernel asked for by name is refused with the same reason.
+
+XLA splits its own operations over a mesh; a Pallas kernel is one operation that it cannot split.
+Batches and heads are independent, so such a kernel runs in a region, a ``jax.shard_map``, each
+device for its batches and heads, by the types of arrays over Explicit axes and by rules else.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import logging
+import math
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from shardax.nn.errors import LayerInputError
+from shardax.partition.context import (
+    ATTENTION_KERNELS,
+    current_attention_kernel,
+    is_tracing_reference,
+    logical_to_mesh_axes,
+)
+from shardax.partition.explicit import explicit_entries
+from shardax.partition.mesh import resolve_mesh
+from shardax.partition.rules import mesh_axes_of
+
+_LOG = logging.getLogger("shardax.kernels")
+_LANES = 128  # a splash block's least size, of queries and of keys
+_BLOCKS = (512, 256, _LANES)
+INSTALL_TOKAMAX = "pip install 'shardax[kernels]'"
+
+
+class AttentionChoice(NamedTuple):
+    """A kernel of attention, and the reasons against others.
+
+    Attributes:
+        implementation: ``"xla"``, ``"cudnn"``, ``"splash"`` or ``"tokamax"``.
+        reasons: By the name of each kernel that cannot run or was not taken: why.
+
+    Example:
+        >>> AttentionChoice("xla", {"splash": "it runs on TPUs, and this is cpu"}).implementation
+        'xla'
+    """
+
+    implementation: str
+    reasons: Mapping[str, str]
+
+
+class Region(NamedTuple):
+    """A mesh with the axes that split batches and heads.
+
+    ``refusal`` says why a kernel cannot run over the mesh, or is empty.
+    """
+
+    mesh: Any = None
+    batch: tuple[str, ...] = ()
+    heads: tuple[str, ...] = ()
+    refusal: str = ""
+
+
+class AttentionCall(NamedTuple):
+    """Facts of a call by which kernels are chosen."""
+
+    platform: str
+    query: tuple[int, ...]
+    key: tuple[int, ...]
+    value: tuple[int, ...]
+    dtype: Any
+    causal: bool = False
+    window: int | None = None
+    softcap: float | None = None
+    options: tuple[str, ...] = ()  # such as "a mask", "a bias": what only some kernels take
+    segments: str = ""  # "one" of queries and keys, or a "pair"
+    region: Region = Region()
+    interpret: bool = False
+
+
+def platform_in_scope() -> str:
+    """The platform of the mesh in scope, else the default one: cpu, gpu or tpu."""
+    mesh = resolve_mesh()
+    device = None if mesh is None else _abstract(mesh).abstract_device
+    default = jax.config.jax_default_device
+    platform = getattr(device, "platform", None) or getattr(default, "platform", default)
+    platform = platform or jax.default_backend()
+    return "gpu" if platform in ("cuda", "rocm", "gpu") else str(platform)
+
+
+def choose(layer: str, implementation: str | None, call: AttentionCall) -> AttentionChoice:
+    """Chooses a kernel of a call, or refuses the one asked for."""
+    asked = implementation or current_attention_kernel()
+    if is_tracing_reference() or asked in (None, "xla"):
+        return AttentionChoice("xla", {})
+    reasons = {kernel: reason(call) for kernel, reason in _REASONS.items()}
+    reasons = {kernel: reason for kernel, reason in reasons.items() if reason}
+    if asked == "auto":
+        reasons.setdefault("tokamax", "it is taken only by name: it was never timed here")
+        chosen = next((k for k in ("splash", "cudnn") if k not in reasons), "xla")
+        text = "; ".join(f"not {kernel}: {reason}" for kernel, reason in reasons.items())
+        _LOG.info("%s of %s%s: %s (%s)", layer, call.dtype, list(call.query), chosen, text)
+        return AttentionChoice(chosen, reasons)
+    if asked in reasons and asked != "cudnn":  # JAX says what cuDNN lacks, and knows it best
+        raise LayerInputError(
+            f'{layer}(implementation="{asked}") does not run for queries '
+            f"{call.dtype}{list(call.query)} on {call.platform}: {reasons[asked]}. To take the "
+            'best kernel that each layer can run, use sx.kernels(attention="auto"), or '
+            'implementation="auto" on the layer.'
+        )
+    return AttentionChoice(asked, reasons)
+
+
+def _against_splash(call: AttentionCall) -> str:
+    """Says why splash attention cannot run a call, or nothing."""
+    time, other_time = call.query[-3], call.key[-3]
+    if call.platform != "tpu" and not call.interpret:
+        return (
+            f"it runs on TPUs, and this is {call.platform}; to check its numbers here, slowly: "
+            'sx.kernels(attention="splash", interpret=True)'
+        )
+    if call.options:
+        return f"it takes no {', no '.join(call.options)}"
+    if call.dtype not in (jnp.float32, jnp.bfloat16):
+        return "it takes float32 and bfloat16"
+    if len(call.query) not in (3, 4) or call.key[-1] % _LANES or call.value != call.key:
+        return (
+            "it takes (batch, time, heads, head_dim) with a head_dim divisible by "
+            f"{_LANES}, and here it is {call.key[-1]}"
+        )
+    if time % _LANES or other_time % _LANES:
+        return f"it takes lengths divisible by {_LANES}, and here are {time} and {other_time}"
+    if (call.causal or call.window is not None) and time != other_time:
+        return "its causal masks and windows are of as many keys as queries"
+    if call.segments == "pair":
+        return "it takes segments of one sequence, as a query of no keys has another result"
+    return call.region.refusal
+
+
+def _against_cudnn(call: AttentionCall) -> str:
+    """Says why cuDNN's attention is not taken, or nothing."""
+    if call.platform != "gpu":
+        return f"it runs on NVIDIA GPUs, and this is {call.platform}"
+    if jax.default_backend() != "gpu":
+        return "JAX asks the GPU of this machine for cuDNN's version, and there is none"
+    capability = getattr(jax.local_devices()[0], "compute_capability", "0")
+    if float(capability) < 8:
+        return f"it needs compute capability 8.0, and this GPU has {capability}"
+    if call.options or call.softcap is not None or call.segments:
+        has = [*call.options, *(["soft cap"] if call.softcap is not None else [])]
+        has += ["segments"] if call.segments else []
+        return f"it takes no {', no '.join(has)}, or is not faster with it"
+    if call.dtype not in (jnp.float16, jnp.bfloat16):
+        return "it takes float16 and bfloat16"
+    if call.value != call.key or call.key[-1] % 8 or call.key[-1] > 128:
+        return f"it takes a head_dim up to 128, divisible by 8, and here it is {call.key[-1]}"
+    if len(call.query) > 4 or call.query[-3] % 64 or call.key[-3] % 64:
+        return f"lengths are {call.query[-3]} and {call.key[-3]}, not divisible by 64"
+    if call.window is not None and not call.causal:
+        return "it has no window to both sides"
+    return ""
+
+
+def _against_tokamax(call: AttentionCall) -> str:
+    """Says why tokamax cannot run a call, or nothing."""
+    options = [option for option in call.options if option not in ("mask", "bias")]
+    if options:
+        return f"it takes no {', no '.join(options)}"
+    if len(call.query) not in (3, 4) or call.value != call.key:
+        return "it takes (batch, time, heads, head_dim), of keys and values alike"
+    if importlib.util.find_spec("tokamax") is None:
+        return f"it is not installed: {INSTALL_TOKAMAX}"
+    return call.region.refusal
+
+
+_REASONS: dict[str, Callable[[AttentionCall], str]] = {
+    "splash": _against_splash,
+    "cudnn": _against_cudnn,
+    "tokamax": _against_tokamax,
+}
+assert {*_REASONS, "auto", "xla"} == set(ATTENTION_KERNELS)
+
+
+def region_of(query: jax.Array, names: tuple[str | None, str | None]) -> Region:
+    """The mesh in scope, and its axes that split batches and heads of queries."""
+    mesh = resolve_mesh()
+    if mesh is None or mesh.size == 1:
+        return Region()
+    abstract = _abstract(mesh)
+    sizes = dict(abstract.shape)
+    if any(sizes[axis] > 1 for axis in abstract.manual_axes):
+        return Region(refusal="it does not run inside another jax.shard_map, such as a pipeline")
+    entries = explicit_entries(query)
+    if entries is None:
+        batch, heads = names
+        spec = logical_to_mesh_axes((batch, "seq", heads))
+        entries = (*(() if query.ndim == 3 else (spec or (None,))[:1]), *(spec or ())[1:], None)
+        if spec is None or not any(entries):
+            return Region(
+                refusal=f"no rules in scope say how the mesh {sizes} splits batches and heads; "
+                'say it with sx.axis_rules({"batch": ..., "heads": ...})'
+            )
+    parts = [
+        tuple(axis for axis in mesh_axes_of(entry) if sizes.get(axis, 1) > 1) for entry in entries
+    ]
+    *batch_parts, time_parts, head_parts, _ = parts
+    if time_parts:
+        return Region(refusal=f"the sequence is split over {', '.join(time_parts)}")
+    return Region(
+        mesh,
+        _dividing(batch_parts[0] if batch_parts else (), sizes, query.shape[0]),
+        _dividing(head_parts, sizes, query.shape[-2]),
+    )
+
+
+def _dividing(axes: tuple[str, ...], sizes: Mapping[str, int], size: int) -> tuple[str, ...]:
+    return axes if size % math.prod(sizes[axis] for axis in axes) == 0 else ()
+
+
+def _abstract(mesh: Any) -> AbstractMesh:
+    return mesh.abstract_mesh if isinstance(mesh, Mesh) else mesh
+
+
+class Operands(NamedTuple):
+    """Arrays of a kernel: (batch, time, heads, head_dim), masks and segments."""
+
+    query: Any
+    key: Any
+    value: Any
+    bias: Any = None
+    mask: Any = None
+    segments: Any = None
+
+
+def over_region(
+    region: Region, kernel: Callable[[Operands], jax.Array], arrays: Operands
+) -> jax.Array:
+    """Runs a kernel on each device's batches and heads."""
+    if region.mesh is None:
+        return kernel(arrays)
+    sizes = dict(_abstract(region.mesh).shape)
+    if arrays.key.shape[-2] % math.prod(sizes[axis] for axis in region.heads):
+        repeats = arrays.query.shape[-2] // arrays.key.shape[-2]
+        key, value = (jnp.repeat(x, repeats, axis=-2) for x in (arrays.key, arrays.value))
+        arrays = arrays._replace(key=key, value=value)
+    batch, heads = region.batch or None, region.heads or None
+    by_head = PartitionSpec(batch, None, heads, None)
+
+    def of_scores(x: Any) -> Any:
+        if x is None:
+            return None
+        rows = batch if x.shape[0] > 1 else None
+        return PartitionSpec(rows, heads if x.shape[1] > 1 else None, None, None)
+
+    specs = Operands(
+        by_head,
+        by_head,
+        by_head,
+        of_scores(arrays.bias),
+        of_scores(arrays.mask),
+        None if arrays.segments is None else PartitionSpec(batch, None),
+    )
+    if _abstract(region.mesh).explicit_axes:
+        arrays = Operands(
+            *(
+                None if x is None else jax.sharding.reshard(x, NamedSharding(region.mesh, spec))
+                for x, spec in zip(arrays, specs, strict=True)
+            )
+        )
+    in_scope = not jax.sharding.get_abstract_mesh().empty
+    return jax.shard_map(
+        kernel,
+        mesh=None if in_scope else region.mesh,
+        in_specs=(specs,),
+        out_specs=by_head,
+        check_vma=False,  # Pallas's kernels do not say along which axes their results vary
+    )(arrays)
+
+
+def run_kernel(
+    choice: str, call: AttentionCall, arrays: Operands, *, scale: float | None
+) -> jax.Array:
+    """Runs splash attention or tokamax."""
+    rank = arrays.query.ndim
+    if rank == 3:
+        arrays = Operands(*(None if x is None else x[None] for x in arrays))
+    scale = 1 / math.sqrt(call.query[-1]) if scale is None else scale
+    kernel = _splash if choice == "splash" else _tokamax
+    result = over_region(call.region, functools.partial(kernel, call, scale), arrays)
+    return result[0] if rank == 3 else result
+
+
+def _block(length: int) -> int:
+    return next(size for size in _BLOCKS if length % size == 0)
+
+
+def _splash(call: AttentionCall, scale: float, arrays: Operands) -> jax.Array:
+    """Runs splash attention on arrays of one device."""
+    from jax.experimental.pallas.ops.tpu import splash_attention as splash
+
+    query, key, value = (jnp.swapaxes(x, 1, 2) for x in arrays[:3])
+    heads, time, other_time = query.shape[1], query.shape[2], key.shape[2]
+    shape = (time, other_time)
+    name = "full"
+    mask: Any = splash.FullMask(shape)
+    if call.window is not None:
+        later = 0 if call.causal else call.window - 1
+        mask = splash.LocalMask(shape, (call.window - 1, later), 0)
+        name = f"causal,window={call.window}" if call.causal else f"window={call.window}"
+    elif call.causal:
+        mask, name = splash.CausalMask(shape), "causal"
+    rows, columns = _block(time), _block(other_time)
+    blocks = splash.BlockSizes(
+        block_q=rows,
+        block_kv=columns,
+        block_q_dkv=rows,
+        block_kv_dkv=columns,
+        block_q_dq=rows,
+        block_kv_dq=columns,
+    )
+    kernel = splash.make_splash_mha(
+        splash.MultiHeadMask([mask] * heads),
+        block_sizes=blocks,
+        head_shards=1,
+        q_seq_shards=1,
+        attn_logits_soft_cap=call.softcap,
+        interpret=call.interpret,
+    )
+    segments = None
+    if arrays.segments is not None:
+        segments = splash.SegmentIds(arrays.segments, arrays.segments)
+    scaled = (query * np.asarray(scale, query.dtype)).astype(query.dtype)
+    # The planner reads the mask here, which the compiled text does not hold.
+    with jax.named_scope(f"splash[{name}]"):
+        result = jax.vmap(kernel)(scaled, key, value, segments)
+    return jnp.swapaxes(result, 1, 2)
+
+
+def _tokamax(call: AttentionCall, scale: float, arrays: Operands) -> jax.Array:
+    """Runs the kernel of tokamax on arrays of one device."""
+    import tokamax  # pyright: ignore[reportMissingImports]
+    from absl import flags  # pyright: ignore[reportMissingImports]
+
+    if not flags.FLAGS.is_parsed():  # else tokamax 0.0.12 parses the program's own options
+        flags.FLAGS(sys.argv[:1])
+    near = None
+    if call.window is not None:
+        near = (call.window - 1, 0 if call.causal else call.window - 1)
+    return tokamax.dot_product_attention(
+        arrays.query,
+        arrays.key,
+        arrays.value,
+        arrays.bias,
+        mask=arrays.mask,
+        scale=scale,
+        is_causal=call.causal,
+        logits_soft_cap=call.softcap,
+        local_window_size=near,
+    )
