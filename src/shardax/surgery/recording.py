@@ -24,7 +24,7 @@ from shardax.nn.stack import Stack
 from shardax.surgery.edits import LayerWrapper, checked_selection, wrap_selected
 
 
-class _Recorder(LayerWrapper):
+class _Recording(LayerWrapper):
     """A layer with saved results."""
 
     _own = frozenset({"body", "activation"})
@@ -101,53 +101,56 @@ def _recording(model: Any, paths: Iterable[Path]) -> Any:
     # What is inside another selected layer is wrapped before the path to it becomes longer.
     for _, group in itertools.groupby(sorted(paths, key=len, reverse=True), key=len):
         inner = select(model).at_keypaths(*group)
-        model = wrap_selected("record", inner, lambda _, layer: _Recorder(layer))
+        model = wrap_selected("record", inner, lambda _, layer: _Recording(layer))
     return model
 
 
-class _Blocks(NamedTuple):
+class _LayerBlocks(NamedTuple):
     """Scanned layers of several kinds, in blocks, and those left over."""
 
     position: int  # of ``layers`` or ``rest`` in the path
     size: int  # layers of one block
-    count: int  # layers of all blocks
+    total: int  # layers of all blocks
 
     def unrolled(self, path: Path) -> Path:
         """Returns the path in a model with a list of layers."""
-        before, steps = path[: self.position], path[self.position :]
+        before: Path = path[: self.position]
+        steps: list[Any] = [*path[self.position :]]
         if steps[0] == "rest" and len(steps) > 1:
-            return (*before, "layers", self.count + steps[1], *steps[2:])
+            return (*before, "layers", self.total + steps[1], *steps[2:])
         if steps[0] != "layers" or len(steps) < 2:
             return path
-        if steps[2:3] == ("layers",) and len(steps) > 3:
+        if steps[2:3] == ["layers"] and len(steps) > 3:
             return (*before, "layers", steps[1] * self.size + steps[3], *steps[4:])
         # What a block returns is what its last layer returns.
         return (*before, "layers", (steps[1] + 1) * self.size - 1, *steps[2:])
 
 
-class _Entry(NamedTuple):
+class _Recorded(NamedTuple):
     """What one recorder saw, and the stacks that it is in."""
 
     path: Path
     stacks: tuple[tuple[int, int], ...]  # (position of "stacked" in the path, number of layers)
     calls: tuple[Any, ...]
-    blocks: tuple[_Blocks, ...] = ()
+    blocks: tuple[_LayerBlocks, ...] = ()
 
 
 def _activations(recording: Any) -> dict[Path, Any]:
     """Returns what recorders saw by path in the model, cut by layer."""
     modules = dict(iter_modules(recording))
-    entries: list[_Entry] = []
+    entries: list[_Recorded] = []
     for place, module in modules.items():
-        saved = module.__dict__.get("activation") if isinstance(module, _Recorder) else None
+        saved = (
+            module.__dict__.get("activation") if isinstance(module, _Recording) else None
+        )
         if saved is None:
             continue
         path: list[Any] = []
         stacks: list[tuple[int, int]] = []
-        blocks: list[_Blocks] = []
+        blocks: list[_LayerBlocks] = []
         for position, key in enumerate(place):
             holder = modules.get(place[:position])
-            if isinstance(holder, _Recorder) and key == "body":
+            if isinstance(holder, _Recording) and key == "body":
                 continue
             body = _without_recorder(holder)
             if isinstance(body, Stack) and key == "stacked":
@@ -157,18 +160,18 @@ def _activations(recording: Any) -> dict[Path, Any]:
                 block = _without_recorder(scanned.stacked)
                 if isinstance(block, TransformerBlock):
                     size = len(block.layers)
-                    blocks.append(_Blocks(len(path), size, size * scanned.length))
+                    blocks.append(_LayerBlocks(len(path), size, size * scanned.length))
             path.append(key)
-        entries.append(_Entry(tuple(path), tuple(stacks), saved.value, tuple(blocks)))
+        entries.append(_Recorded(tuple(path), tuple(stacks), saved.value, tuple(blocks)))
     return dict(_by_layer(entries))
 
 
 def _without_recorder(module: Any) -> Any:
     """Returns what a recorder wraps, or a module as it is."""
-    return module.body if isinstance(module, _Recorder) else module
+    return module.body if isinstance(module, _Recording) else module
 
 
-def _by_layer(entries: Iterable[_Entry]) -> Iterable[tuple[Path, Any]]:
+def _by_layer(entries: Iterable[_Recorded]) -> Iterable[tuple[Path, Any]]:
     """Yields (path, activation) in the order of unrolled layers."""
     for stack, group in itertools.groupby(entries, key=_outermost_stack):
         if stack is None:
@@ -182,7 +185,7 @@ def _by_layer(entries: Iterable[_Entry]) -> Iterable[tuple[Path, Any]]:
         (position, length), before = inside[0].stacks[0], inside[0].path[: len(stack) - 1]
         for layer in range(length):
             yield from _by_layer(
-                _Entry(
+                _Recorded(
                     (*before, layer, *entry.path[position + 1 :]),
                     entry.stacks[1:],
                     jax.tree.map(lambda array: array[layer], entry.calls),  # noqa: B023
@@ -192,6 +195,6 @@ def _by_layer(entries: Iterable[_Entry]) -> Iterable[tuple[Path, Any]]:
             )
 
 
-def _outermost_stack(entry: _Entry) -> Path | None:
+def _outermost_stack(entry: _Recorded) -> Path | None:
     """Returns the path of the first stacked layer above an entry, if there is one."""
     return entry.path[: entry.stacks[0][0] + 1] if entry.stacks else None
