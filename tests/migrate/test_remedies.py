@@ -55,6 +55,7 @@ def test_every_remedy_runs(names: dict[str, Any]) -> None:
     run_advice(texts, "sx.RngStream(key, name)", names)
     run_advice(texts, "sx.State.from_flat(flat)", names)
     run_advice(texts, "sx.abstract(model, mesh, rules)", names)
+    run_advice(texts, "sx.Frozen(sx.Param)", names)
     run_advice(texts, "sx.axis_rules(rules)", names)
     run_advice(texts, "sx.bind(*sx.unbind(model))", names)
     run_advice(texts, "sx.custom_vjp(f)", names)

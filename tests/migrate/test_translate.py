@@ -217,7 +217,7 @@ LEFT_CODE = [
     ("@nnx.split_rngs(splits=5)\n@nnx.vmap(in_axes=(0, None))\ndef f(m, x): ...", "in_axes"),
     ("a = nnx.MultiHeadAttention(2, 8, in_kv_features=4, rngs=r)", "differs from in_features="),
     ("b = nnx.Bidirectional(f, g, rngs=r)", "it has reverse=True here"),
-    ("@nnx.fork_rngs(split=3)\ndef f(m): ...", "as a decorator it is sx.with_rngs"),
+    ("@nnx.fork_rngs(split=3)\ndef f(m): ...", "as a decorator it is with_rngs"),
     ("w = nnx.WeightNorm(l, rngs=r)", "a call overwrites the kernel there"),
     ("v = nnx.with_vars(m, hijax=True)", "hijax=True has no counterpart"),
     ("y = nnx.dot_product_attention(q, k, v, dropout_rate=0.1)", "dropout_rate=0.1"),

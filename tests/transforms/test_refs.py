@@ -192,11 +192,12 @@ def test_with_vars_freezes_and_thaws() -> None:
     again = sx.with_vars(frozen, mutable=True, ref=True, only=sx.Param)
     assert (type(again.w), _is_ref(again.w), again.tied is again.w) == (sx.Param, True, True)
     assert sx.with_vars(again, mutable=False).w == frozen.w
-    for options, match in (
+    cases: tuple[tuple[dict[str, Any], str], ...] = (
         ({}, "must be given, or mutable="),
         ({"mutable": False, "ref": True}, "ref=True must be None with mutable=False"),
         ({"mutable": 1}, "mutable=1 must be True, False or None"),
-    ):
+    )
+    for options, match in cases:
         with pytest.raises(VariableValueError, match=match):
             sx.with_vars(model, **options)
     with pytest.raises(VariableValueError, match=r"value at \.w is frozen") as caught:

@@ -88,7 +88,7 @@ def plan_call(key: str, name: Name, args: Sequence[cst.Arg], partial: bool = Fal
     if key in VARIABLES:
         _plan_variable(plan, bound, args)
     if key == "fork_rngs" and "node" not in bound:
-        raise NotImplementedError("as a decorator it is sx.with_rngs(fork=..., split=...) here")
+        raise NotImplementedError("as a decorator it is with_rngs here, with fork= and split=")
     if key == "Bidirectional":
         _plan_bidirectional(plan, bound, positions)
     if key == "LinearGeneral":
@@ -207,7 +207,7 @@ def _plan_bidirectional(
 ) -> None:
     backward = bound.get("backward_rnn")
     is_made_here = isinstance(backward, cst.Call) and code_of(backward.func).endswith("RNN")
-    if not is_made_here or "reverse" in code_of(backward):
+    if not is_made_here or backward is None or "reverse" in code_of(backward):
         raise NotImplementedError("backward_rnn= is made elsewhere; it has reverse=True here")
     plan.values[positions["backward_rnn"]] = lambda node: node.with_changes(
         args=_with_argument(list(cst.ensure_type(node, cst.Call).args), "reverse", "True")

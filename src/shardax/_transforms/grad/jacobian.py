@@ -88,7 +88,7 @@ def _jacobian(
 
 
 def _name_leading_dimensions(gradients: Any) -> None:
-    """Gives the dimensions of the result, which come first, None in the axes of Variables."""
+    """Puts None into the axes of Variables for dimensions of the result."""
     for _, variable in iter_variables(gradients):
         axes, value = variable.axes, variable.value
         if axes is not None and isinstance(value, jax.Array):
