@@ -519,7 +519,7 @@ class Variable(ArrayLike, Object, Generic[T], metaclass=_VariableType):
 
 
 def _leaf_form(leaf: Any) -> Any:
-    """Returns dtype and shape of an array, and anything else as it is."""
+    """Returns dtype and shape of an array; anything else as it is."""
     return f"{leaf.dtype}{list(leaf.shape)}" if hasattr(leaf, "dtype") else leaf
 
 

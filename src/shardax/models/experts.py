@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Experts chosen in groups: by sigmoids with a bias, or by a softmax.
+"""Experts chosen in groups, by biased sigmoids or a softmax.
 
 The routing of DeepSeek-V3 (DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, section 2.1.2): a
 bias is added to an expert's score where experts are chosen, and not in their weights. Training

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels of attention: which one a call can run, and the run over a mesh.
+"""Kernels of attention: choice for a call, and run over a mesh.
 
 The kernels are those of kept libraries: ``jax.nn`` (XLA's own fusions, cuDNN), splash attention of
 ``jax.experimental.pallas.ops`` (TPU), and tokamax, which picks one of its own by the device. A
@@ -89,7 +89,7 @@ class AttentionCall(NamedTuple):
 
 
 def platform_in_scope() -> str:
-    """The platform of the mesh in scope, else the default one: cpu, gpu or tpu."""
+    """The platform (cpu, gpu, tpu) of the mesh in scope or default."""
     mesh = resolve_mesh()
     device = None if mesh is None else _abstract(mesh).abstract_device
     default = jax.config.jax_default_device
@@ -192,7 +192,7 @@ assert {*_REASONS, "auto", "xla"} == set(ATTENTION_KERNELS)
 
 
 def region_of(query: jax.Array, names: tuple[str | None, str | None]) -> Region:
-    """The mesh in scope, and its axes that split batches and heads of queries."""
+    """The mesh in scope, and its axes for batches and heads."""
     mesh = resolve_mesh()
     if mesh is None or mesh.size == 1:
         return Region()

@@ -215,7 +215,7 @@ def _call_of(
 
 
 def segment_pair(segment_ids: Any) -> tuple[jax.Array, jax.Array]:
-    """Segments of queries and of keys; one array where they are the same."""
+    """Segments of queries and of keys, one array where equal."""
     if isinstance(segment_ids, tuple):
         query_ids, key_ids = map(as_array, segment_ids)
         return query_ids, key_ids

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Multi-head attention whose keys and values are made of one latent vector, and its cache.
+"""Multi-head attention over latent vectors, and its compressed cache.
 
 DeepSeek-AI, "DeepSeek-V2: A Strong, Economical, and Efficient Mixture-of-Experts Language Model",
 2024, section 2.1. Of a position only a latent and one rotated key are kept, for all heads together:
@@ -191,7 +191,7 @@ class MultiHeadLatentAttention(MultiHeadAttention):
         bias: Any = None,
         ordered: bool = True,
     ) -> jax.Array:
-        """Weighs the values that the latents stand for; second half of a call.
+        """Weighs the values of the latents; second half of a call.
 
         Args:
             qkv: What ``project`` returned.
@@ -231,7 +231,7 @@ class MultiHeadLatentAttention(MultiHeadAttention):
         return self._rope().rotation(as_array(positions), self.rope_dim)
 
     def _reads_latents(self, time: int, length: int) -> bool:
-        """Whether it is less work to read latents than to make keys and values."""
+        """Whether reading latents is less work than making keys and values."""
         sizes = self._plain_dim + self.value_dim
         read = time * length * (2 * self.latent_dim + self.rope_dim)
         made = time * length * (sizes + self.rope_dim)

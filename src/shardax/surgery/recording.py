@@ -196,5 +196,5 @@ def _by_layer(entries: Iterable[_Recorded]) -> Iterable[tuple[Path, Any]]:
 
 
 def _outermost_stack(entry: _Recorded) -> Path | None:
-    """Returns the path of the first stacked layer above an entry, if there is one."""
+    """Returns the path of the outermost stacked layer, if any."""
     return entry.path[: entry.stacks[0][0] + 1] if entry.stacks else None

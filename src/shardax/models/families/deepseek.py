@@ -71,7 +71,7 @@ class LatentHeads(Rotary):
 
 
 def _scaled(rope: Any, head_dim: int, scales: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a rotary embedding and the scale of scores, by ``mscale`` and ``mscale_all_dim``."""
+    """Returns a rotary embedding and the scale of scores."""
     wrong = [f"{n}={brief(x)}" for n, x in scales.items() if NUMBER.positive.problem(n, x)]
     unknown = scales.keys() - {"mscale", "mscale_all_dim"}
     if wrong or unknown or (scales and rope.kind != "yarn"):

@@ -176,7 +176,7 @@ class Window(FieldGroup):
 
 
 class ExpertLayers(FieldGroup):
-    """The layers with experts, those behind the first ones, and sizes of experts."""
+    """Layers with experts, behind dense ones, and sizes of experts."""
 
     def __init__(self, first: int, size: int, shared: int) -> None:
         self.first, self.size, self.shared = first, size, shared
