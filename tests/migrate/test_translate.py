@@ -60,6 +60,7 @@ SAME = [
     # Transforms and states.
     ("f = nnx.checkify(g, errors)", "f = sx.checkify(g, errors=errors)"),
     ("h = nnx.map(f, model)", "h = sx.map(f, model)"),
+    ("d = nnx.map(f, m).out.bias[...].dtype.name", "d = sx.map(f, m).out.bias[...].dtype.name"),
     (
         "a = nnx.prefix(model, {nnx.Param: 0, ...: None})",
         "a = sx.prefix(model, {sx.Param: 0, ...: None})",

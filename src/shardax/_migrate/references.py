@@ -163,7 +163,8 @@ class _Reader(cst.CSTVisitor):
 
     def visit_Attribute(self, node: cst.Attribute) -> bool:  # noqa: N802 (LibCST names it)
         self.program.lines[node] = self._line(node)
-        for name in self._names(node):
+        # LibCST also names what a call returns: attributes of that are of no library.
+        for name in self._names(node) if dotted(node) else ():
             library = library_of(name)
             if library is None:
                 continue
