@@ -12,13 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType
+from tests.advice import run_advice
 
 import shardax as sx
 from shardax.errors import LayerInputError, PartitionError
 
 TIME, HEAD_DIM = 256, 128
 SEGMENTS = np.repeat(np.arange(2, dtype=np.int32), TIME // 2)[None]
-RULES = {"batch": "data", "heads": "model", "kv_heads": "model"}
 
 
 def floats(*shape: int, seed: int = 1) -> np.ndarray:
@@ -143,6 +143,11 @@ def test_auto_passes_over_splash_where_named_is_refused(
         assert choice.implementation == "xla" and reason in choice.reasons["splash"]
         with pytest.raises(LayerInputError, match='implementation="splash"') as refusal:
             sx.nn.choose_attention(query, key, implementation="splash", **options)
+    with (
+        sx.kernels(interpret=True),
+        run_advice(refusal.value, 'sx.kernels(attention="auto")', {"sx": sx}),
+    ):
+        assert sx.nn.choose_attention(query, key, **options) == choice
     assert choice.reasons["splash"] in str(refusal.value)
 
 
@@ -180,6 +185,23 @@ def test_ring_refuses_a_kernel_by_name() -> None:
     with jax.set_mesh(mesh), scopes[0], scopes[1], by_name, refused as refusal:
         layer(floats(1, 4, 8))
     assert "sent round" in str(refusal.value)
+    with (
+        jax.set_mesh(mesh),
+        scopes[0],
+        scopes[1],
+        run_advice(refusal.value, 'sx.kernels(attention="auto")', {"sx": sx}),
+    ):
+        assert layer(floats(1, 4, 8)).shape == (1, 4, 8)
+
+
+def test_splash_off_tpus_is_interpreted_on_request() -> None:
+    arrays = heads_of(1, 1, 1, time=128)
+    with pytest.raises(LayerInputError) as refusal:
+        sx.nn.dot_product_attention(*arrays, implementation="splash")
+    advice = 'sx.kernels(attention="splash", interpret=True)'
+    with run_advice(refusal.value, advice, {"sx": sx}):
+        actual = sx.nn.dot_product_attention(*arrays)
+    assert_close(actual, sx.nn.dot_product_attention(*arrays))
 
 
 def test_log_names_kernel_and_reasons(caplog: pytest.LogCaptureFixture) -> None:

@@ -290,7 +290,7 @@ def _fused_kernel(inside: Computation, op: Instruction) -> MatrixProduct | None:
 
 
 def _pairs(queries: int, keys: int, causal: bool, window: int) -> float:
-    """Pairs of query and key within a mask; window 0 is none."""
+    """Counts pairs of query and key; a window of 0 is none."""
     rows = np.arange(queries)
     last = rows if causal else rows + window - 1 if window else np.full(queries, keys)
     first = rows - window + 1 if window else np.zeros(queries, int)

@@ -6,10 +6,10 @@ parameter dtype and compute dtype apart, takes arrays with any batch dimensions 
 as it is on meshes with Auto and with Explicit axes.
 """
 
+from shardax._parallel.attention_kernels import AttentionChoice as AttentionChoice
 from shardax.nn.attention import AttentionCache as AttentionCache
 from shardax.nn.attention import MultiHeadAttention as MultiHeadAttention
 from shardax.nn.attention import QueryKeyValue as QueryKeyValue
-from shardax.nn.attention_kernels import AttentionChoice as AttentionChoice
 from shardax.nn.conv import AdaptiveAvgPool as AdaptiveAvgPool
 from shardax.nn.conv import AdaptiveMaxPool as AdaptiveMaxPool
 from shardax.nn.conv import Conv as Conv

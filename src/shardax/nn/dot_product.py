@@ -19,8 +19,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardax._core._jax import INLINE
-from shardax.nn.arithmetic import as_array, at_least_float32, cast_all
-from shardax.nn.attention_kernels import (
+from shardax._parallel.attention_kernels import (
     AttentionCall,
     AttentionChoice,
     Operands,
@@ -29,6 +28,7 @@ from shardax.nn.attention_kernels import (
     region_of,
     run_kernel,
 )
+from shardax.nn.arithmetic import as_array, at_least_float32, cast_all
 from shardax.nn.errors import LayerInputError
 from shardax.nn.parameters import refuse_input
 from shardax.partition.context import current_attention_kernel, is_interpreting_kernels
@@ -173,21 +173,22 @@ def choose_attention(
         >>> choice.implementation, choice.reasons["cudnn"]
         ('xla', 'it runs on NVIDIA GPUs, and this is cpu')
     """
-    shapes = [
+    queries, keys = (
         array if isinstance(array, jax.Array) else jax.ShapeDtypeStruct(array.shape, array.dtype)
         for array in (query, key)
-    ]
+    )
     pair = isinstance(segment_ids, tuple)
     call = _call_of(
-        *shapes,
-        shapes[1],
+        queries,
+        keys,
+        keys,
         options=_options_of(mask=mask is not None, bias=bias is not None),
         segments="" if segment_ids is None else "pair" if pair else "one",
         causal=causal,
         window=window,
         softcap=softcap,
     )
-    return choose("dot_product_attention", implementation, call)
+    return _chosen("dot_product_attention", implementation, call)
 
 
 def _options_of(**present: bool) -> tuple[str, ...]:
@@ -349,31 +350,18 @@ def weighted_values(
 ) -> jax.Array:
     """Weighs values, by the kernel of the layer or the scope."""
     if (implementation or current_attention_kernel()) not in (None, "xla"):
-        call = _call_of(
-            query,
-            key,
-            value,
-            names,
-            causal=causal,
-            window=window,
-            softcap=softcap,
-            options=_options_of(
-                mask=mask is not None,
-                bias=bias is not None,
-                other_softmax=to_weights is not softmax,
-                dropout=dropout is not None,
-                precision=precision is not None,
-            ),
-            segments="" if segments is None else "one" if segments[0] is segments[1] else "pair",
+        arrays = Operands(query, key, value, bias, mask, segments)
+        unusual = _options_of(
+            other_softmax=to_weights is not softmax,
+            dropout=dropout is not None,
+            precision=precision is not None,
         )
-        implementation = choose(layer, implementation, call).implementation
-        if implementation in ("splash", "tokamax"):
-            arrays = Operands(query, key, value, bias, mask)
-            if segments is not None and implementation == "splash":
-                arrays = arrays._replace(segments=segments[0])
-            elif segments is not None:
-                arrays = arrays._replace(mask=within_segments(*segments, mask))
-            return run_kernel(implementation, call, arrays, scale=scale)
+        order = {"causal": causal, "window": window, "softcap": softcap}
+        result, implementation = _by_kernel(
+            layer, implementation, arrays, names, scale, unusual, order
+        )
+        if result is not None:
+            return result
     if segments is not None:
         mask = within_segments(*segments, mask)
     # Compiled for CPU or TPU, that of JAX has no float16; gradients of its bfloat16 cannot be
@@ -416,6 +404,47 @@ def weighted_values(
     weights = weights if dropout is None else dropout(weights)
     weights = weights.astype(value.dtype)
     return jnp.einsum("...nts,...snh->...tnh", weights, value, precision=precision)
+
+
+def _by_kernel(
+    layer: str,
+    implementation: str | None,
+    arrays: Operands,
+    names: tuple[str | None, str | None],
+    scale: float | None,
+    unusual: tuple[str, ...],
+    order: dict[str, Any],
+) -> tuple[jax.Array | None, str]:
+    """Returns a kernel's result, None for ``jax.nn``, and its name."""
+    segments = arrays.segments
+    kind = "" if segments is None else "one" if segments[0] is segments[1] else "pair"
+    options = _options_of(mask=arrays.mask is not None, bias=arrays.bias is not None)
+    operands = arrays.query, arrays.key, arrays.value
+    call = _call_of(*operands, names, options=(*options, *unusual), segments=kind, **order)
+    chosen = _chosen(layer, implementation, call).implementation
+    if chosen not in ("splash", "tokamax"):
+        return None, chosen
+    if segments is not None and chosen == "splash":
+        arrays = arrays._replace(segments=segments[0])
+    elif segments is not None:
+        arrays = arrays._replace(
+            mask=within_segments(segments[0], segments[1], arrays.mask), segments=None
+        )
+    return run_kernel(chosen, call, arrays, scale=scale), chosen
+
+
+def _chosen(layer: str, implementation: str | None, call: AttentionCall) -> AttentionChoice:
+    """Chooses a kernel, or raises if the one asked for cannot run."""
+    choice = choose(layer, implementation, call)
+    name = choice.implementation
+    if name in choice.reasons and name != "cudnn":  # JAX says what cuDNN lacks, and knows it best
+        raise LayerInputError(
+            f'{layer}(implementation="{name}") does not run for queries '
+            f"{call.dtype}{list(call.query)} on {call.platform}: {choice.reasons[name]}. For the "
+            'best kernel that each layer can run: sx.kernels(attention="auto"), or '
+            'implementation="auto" on the layer.'
+        )
+    return choice
 
 
 def _fused(

@@ -140,9 +140,7 @@ def _activations(recording: Any) -> dict[Path, Any]:
     modules = dict(iter_modules(recording))
     entries: list[_Recorded] = []
     for place, module in modules.items():
-        saved = (
-            module.__dict__.get("activation") if isinstance(module, _Recording) else None
-        )
+        saved = module.__dict__.get("activation") if isinstance(module, _Recording) else None
         if saved is None:
             continue
         path: list[Any] = []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels of attention: choice for a call, and run over a mesh.
+"""Kernels of attention: the choice by call, and the run over a mesh.
 
 The kernels are those of kept libraries: ``jax.nn`` (XLA's own fusions, cuDNN), splash attention of
 ``jax.experimental.pallas.ops`` (TPU), and tokamax, which picks one of its own by the device. A
@@ -18,7 +18,7 @@ import importlib.util
 import logging
 import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -26,7 +26,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from shardax.nn.errors import LayerInputError
 from shardax.partition.context import (
     ATTENTION_KERNELS,
     current_attention_kernel,
@@ -59,47 +58,45 @@ class AttentionChoice(NamedTuple):
     reasons: Mapping[str, str]
 
 
-class Region(NamedTuple):
-    """A mesh with the axes that split batches and heads.
-
-    ``refusal`` says why a kernel cannot run over the mesh, or is empty.
-    """
+class KernelMesh(NamedTuple):
+    """A mesh with the axes that split batches and heads."""
 
     mesh: Any = None
     batch: tuple[str, ...] = ()
     heads: tuple[str, ...] = ()
-    refusal: str = ""
+    refusal: str = ""  # why a kernel cannot run over the mesh
 
 
 class AttentionCall(NamedTuple):
     """Facts of a call by which kernels are chosen."""
 
     platform: str
-    query: tuple[int, ...]
-    key: tuple[int, ...]
-    value: tuple[int, ...]
+    query: Sequence[int]  # shapes
+    key: Sequence[int]
+    value: Sequence[int]
     dtype: Any
     causal: bool = False
     window: int | None = None
     softcap: float | None = None
     options: tuple[str, ...] = ()  # such as "a mask", "a bias": what only some kernels take
     segments: str = ""  # "one" of queries and keys, or a "pair"
-    region: Region = Region()
+    region: KernelMesh = KernelMesh()
     interpret: bool = False
 
 
 def platform_in_scope() -> str:
-    """The platform (cpu, gpu, tpu) of the mesh in scope or default."""
+    """The platform of the mesh in scope, else the default one."""
     mesh = resolve_mesh()
     device = None if mesh is None else _abstract(mesh).abstract_device
-    default = jax.config.jax_default_device
+    config: Any = jax.config
+    default = config.jax_default_device
     platform = getattr(device, "platform", None) or getattr(default, "platform", default)
     platform = platform or jax.default_backend()
     return "gpu" if platform in ("cuda", "rocm", "gpu") else str(platform)
 
 
 def choose(layer: str, implementation: str | None, call: AttentionCall) -> AttentionChoice:
-    """Chooses a kernel of a call, or refuses the one asked for."""
+    """Chooses a kernel; reasons may be against the one asked for."""
     asked = implementation or current_attention_kernel()
     if is_tracing_reference() or asked in (None, "xla"):
         return AttentionChoice("xla", {})
@@ -111,13 +108,6 @@ def choose(layer: str, implementation: str | None, call: AttentionCall) -> Atten
         text = "; ".join(f"not {kernel}: {reason}" for kernel, reason in reasons.items())
         _LOG.info("%s of %s%s: %s (%s)", layer, call.dtype, list(call.query), chosen, text)
         return AttentionChoice(chosen, reasons)
-    if asked in reasons and asked != "cudnn":  # JAX says what cuDNN lacks, and knows it best
-        raise LayerInputError(
-            f'{layer}(implementation="{asked}") does not run for queries '
-            f"{call.dtype}{list(call.query)} on {call.platform}: {reasons[asked]}. To take the "
-            'best kernel that each layer can run, use sx.kernels(attention="auto"), or '
-            'implementation="auto" on the layer.'
-        )
     return AttentionChoice(asked, reasons)
 
 
@@ -191,32 +181,31 @@ _REASONS: dict[str, Callable[[AttentionCall], str]] = {
 assert {*_REASONS, "auto", "xla"} == set(ATTENTION_KERNELS)
 
 
-def region_of(query: jax.Array, names: tuple[str | None, str | None]) -> Region:
-    """The mesh in scope, and its axes for batches and heads."""
+def region_of(query: jax.Array, names: tuple[str | None, str | None]) -> KernelMesh:
+    """The mesh in scope, with axes that split batches and heads."""
     mesh = resolve_mesh()
     if mesh is None or mesh.size == 1:
-        return Region()
+        return KernelMesh()
     abstract = _abstract(mesh)
     sizes = dict(abstract.shape)
     if any(sizes[axis] > 1 for axis in abstract.manual_axes):
-        return Region(refusal="it does not run inside another jax.shard_map, such as a pipeline")
+        return KernelMesh(refusal="it does not run inside a jax.shard_map or a pipeline")
     entries = explicit_entries(query)
     if entries is None:
         batch, heads = names
         spec = logical_to_mesh_axes((batch, "seq", heads))
         entries = (*(() if query.ndim == 3 else (spec or (None,))[:1]), *(spec or ())[1:], None)
         if spec is None or not any(entries):
-            return Region(
-                refusal=f"no rules in scope say how the mesh {sizes} splits batches and heads; "
-                'say it with sx.axis_rules({"batch": ..., "heads": ...})'
+            return KernelMesh(
+                refusal=f"no rules in scope say how the mesh {sizes} splits batches and heads"
             )
     parts = [
         tuple(axis for axis in mesh_axes_of(entry) if sizes.get(axis, 1) > 1) for entry in entries
     ]
     *batch_parts, time_parts, head_parts, _ = parts
     if time_parts:
-        return Region(refusal=f"the sequence is split over {', '.join(time_parts)}")
-    return Region(
+        return KernelMesh(refusal=f"the sequence is split over {', '.join(time_parts)}")
+    return KernelMesh(
         mesh,
         _dividing(batch_parts[0] if batch_parts else (), sizes, query.shape[0]),
         _dividing(head_parts, sizes, query.shape[-2]),
@@ -232,7 +221,7 @@ def _abstract(mesh: Any) -> AbstractMesh:
 
 
 class Operands(NamedTuple):
-    """Arrays of a kernel: (batch, time, heads, head_dim), masks and segments."""
+    """Arrays of a kernel, (batch, time, heads, head_dim)."""
 
     query: Any
     key: Any
@@ -243,7 +232,7 @@ class Operands(NamedTuple):
 
 
 def over_region(
-    region: Region, kernel: Callable[[Operands], jax.Array], arrays: Operands
+    region: KernelMesh, kernel: Callable[[Operands], jax.Array], arrays: Operands
 ) -> jax.Array:
     """Runs a kernel on each device's batches and heads."""
     if region.mesh is None:
@@ -342,28 +331,29 @@ def _splash(call: AttentionCall, scale: float, arrays: Operands) -> jax.Array:
     scaled = (query * np.asarray(scale, query.dtype)).astype(query.dtype)
     # The planner reads the mask here, which the compiled text does not hold.
     with jax.named_scope(f"splash[{name}]"):
-        result = jax.vmap(kernel)(scaled, key, value, segments)
+        result: Any = jax.vmap(kernel)(scaled, key, value, segments)
     return jnp.swapaxes(result, 1, 2)
 
 
 def _tokamax(call: AttentionCall, scale: float, arrays: Operands) -> jax.Array:
     """Runs the kernel of tokamax on arrays of one device."""
     import tokamax  # pyright: ignore[reportMissingImports]
-    from absl import flags  # pyright: ignore[reportMissingImports]
+    from absl import flags
 
     if not flags.FLAGS.is_parsed():  # else tokamax 0.0.12 parses the program's own options
         flags.FLAGS(sys.argv[:1])
     near = None
     if call.window is not None:
         near = (call.window - 1, 0 if call.causal else call.window - 1)
-    return tokamax.dot_product_attention(
-        arrays.query,
-        arrays.key,
-        arrays.value,
-        arrays.bias,
-        mask=arrays.mask,
-        scale=scale,
-        is_causal=call.causal,
-        logits_soft_cap=call.softcap,
-        local_window_size=near,
-    )
+    with jax.numpy_rank_promotion("allow"):  # tokamax joins masks of different rank
+        return tokamax.dot_product_attention(
+            arrays.query,
+            arrays.key,
+            arrays.value,
+            arrays.bias,
+            mask=arrays.mask,
+            scale=scale,
+            is_causal=call.causal,
+            logits_soft_cap=call.softcap,
+            local_window_size=near,
+        )
