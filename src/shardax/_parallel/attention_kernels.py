@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels of attention: the choice by call, and the run over a mesh.
+"""Kernels of attention: the choice by call, the run over meshes.
 
 The kernels are those of kept libraries: ``jax.nn`` (XLA's own fusions, cuDNN), splash attention of
 ``jax.experimental.pallas.ops`` (TPU), and tokamax, which picks one of its own by the device. A

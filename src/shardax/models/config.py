@@ -10,7 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from shardax.models.norms import NORMS
-from shardax.nn.attention import attention_sizes
+from shardax.nn.attention.multi_head import attention_sizes
 from shardax.nn.errors import LayerConfigError
 from shardax.nn.moe import Dispatch
 from shardax.nn.parameters import as_size

@@ -31,7 +31,7 @@ from shardax._core.state.split_merge import iter_variables
 from shardax._core.variable import Cache
 from shardax._transforms.control.loops import while_loop
 from shardax._transforms.jit.jit import jit
-from shardax.nn.dot_product import AttentionKernel
+from shardax.nn.attention.dot_product import AttentionKernel
 from shardax.partition.constraints import constrain
 from shardax.partition.context import SettingsScope, axis_rules, current_rules, kernels
 from shardax.partition.mesh import resolve_mesh

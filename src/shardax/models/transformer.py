@@ -35,11 +35,11 @@ from shardax.models.config import TransformerConfig
 from shardax.models.experts import GroupedMoE, GroupedSoftmaxMoE
 from shardax.models.norms import HeadsRMSNorm, dtypes, make_norm
 from shardax.nn.arithmetic import add_bias, as_array, at_least_float32
-from shardax.nn.attention import AttentionCache, MultiHeadAttention, positions_within
+from shardax.nn.attention.latent import LatentCache, MultiHeadLatentAttention
+from shardax.nn.attention.multi_head import AttentionCache, MultiHeadAttention, positions_within
 from shardax.nn.dropout import Dropout
 from shardax.nn.embedding import Embed
 from shardax.nn.errors import LayerConfigError, LayerInputError
-from shardax.nn.latent_attention import LatentCache, MultiHeadLatentAttention
 from shardax.nn.linear import Linear
 from shardax.nn.mlp import MLP
 from shardax.nn.moe import MoE

@@ -40,8 +40,8 @@ from shardax.models.families.registry import family_of
 from shardax.models.family import Family, PretrainedError, brief
 from shardax.models.tensors import Tensor
 from shardax.models.transformer import Transformer
-from shardax.nn.attention import MultiHeadAttention
-from shardax.nn.dot_product import AttentionKernel
+from shardax.nn.attention.dot_product import AttentionKernel
+from shardax.nn.attention.multi_head import MultiHeadAttention
 from shardax.nn.stack import Stack
 from shardax.partition.context import ATTENTION_KERNELS, current_rules
 from shardax.partition.errors import raise_on_errors

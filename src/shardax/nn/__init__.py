@@ -7,26 +7,26 @@ as it is on meshes with Auto and with Explicit axes.
 """
 
 from shardax._parallel.attention_kernels import AttentionChoice as AttentionChoice
-from shardax.nn.attention import AttentionCache as AttentionCache
-from shardax.nn.attention import MultiHeadAttention as MultiHeadAttention
-from shardax.nn.attention import QueryKeyValue as QueryKeyValue
+from shardax.nn.attention.dot_product import choose_attention as choose_attention
+from shardax.nn.attention.dot_product import combine_masks as combine_masks
+from shardax.nn.attention.dot_product import dot_product_attention as dot_product_attention
+from shardax.nn.attention.dot_product import make_attention_mask as make_attention_mask
+from shardax.nn.attention.dot_product import make_causal_mask as make_causal_mask
+from shardax.nn.attention.latent import LatentCache as LatentCache
+from shardax.nn.attention.latent import MultiHeadLatentAttention as MultiHeadLatentAttention
+from shardax.nn.attention.multi_head import AttentionCache as AttentionCache
+from shardax.nn.attention.multi_head import MultiHeadAttention as MultiHeadAttention
+from shardax.nn.attention.multi_head import QueryKeyValue as QueryKeyValue
 from shardax.nn.conv import AdaptiveAvgPool as AdaptiveAvgPool
 from shardax.nn.conv import AdaptiveMaxPool as AdaptiveMaxPool
 from shardax.nn.conv import Conv as Conv
 from shardax.nn.conv import ConvTranspose as ConvTranspose
 from shardax.nn.conv import avg_pool as avg_pool
 from shardax.nn.conv import max_pool as max_pool
-from shardax.nn.dot_product import choose_attention as choose_attention
-from shardax.nn.dot_product import combine_masks as combine_masks
-from shardax.nn.dot_product import dot_product_attention as dot_product_attention
-from shardax.nn.dot_product import make_attention_mask as make_attention_mask
-from shardax.nn.dot_product import make_causal_mask as make_causal_mask
 from shardax.nn.dropout import Dropout as Dropout
 from shardax.nn.einsum import Einsum as Einsum
 from shardax.nn.embedding import Embed as Embed
 from shardax.nn.embedding import sinusoidal as sinusoidal
-from shardax.nn.latent_attention import LatentCache as LatentCache
-from shardax.nn.latent_attention import MultiHeadLatentAttention as MultiHeadLatentAttention
 from shardax.nn.linear import Linear as Linear
 from shardax.nn.mlp import MLP as MLP
 from shardax.nn.mlp import PReLU as PReLU

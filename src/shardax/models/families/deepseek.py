@@ -89,7 +89,7 @@ def _scaled(rope: Any, head_dim: int, scales: Mapping[str, Any]) -> dict[str, An
     return {"rope": rope, "attention_scale": head_dim**-0.5 * both * both}
 
 
-class Groups(FieldGroup):
+class ExpertGroups(FieldGroup):
     """Groups of experts, if ``topk_method`` says that they are chosen by groups."""
 
     def read(self, take: Taker) -> Mapping[str, Any]:
@@ -161,7 +161,7 @@ DEEPSEEK_V2 = Family(
         "routed_scaling_factor": Field("expert_scale", default=1.0),
     },
     fixed={"expert_scores": "grouped_softmax", "normalise_experts": False},
-    groups=[LatentHeads(interleaved=True), shared.ExpertLayers(0, 1407, 2), Groups()],
+    groups=[LatentHeads(interleaved=True), shared.ExpertLayers(0, 1407, 2), ExpertGroups()],
     architectures=shared.causal_lm("DeepseekV2"),
     neutral={"moe_layer_freq": (1,), "norm_topk_prob": (False, None), "scoring_func": ("softmax",)},
     harmless=("aux_loss_alpha", "ep_size", "seq_aux"),

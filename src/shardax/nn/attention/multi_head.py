@@ -30,7 +30,7 @@ from shardax._core.module import Module
 from shardax._core.variable import Cache
 from shardax._parallel.ring_attention import make_ring, ring_attention, ring_axes
 from shardax.nn.arithmetic import as_array, cast_all
-from shardax.nn.dot_product import (
+from shardax.nn.attention.dot_product import (
     AttentionKernel,
     check_mask,
     combine_masks,
