@@ -134,6 +134,13 @@ def pytest_runtest_logfinish() -> None:
             ctypes.CDLL(None).malloc_trim(0)
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish() -> None:
+    """Lets collections of garbage pass by what stays for the whole run: modules and tests."""
+    gc.collect()
+    gc.freeze()
+
+
 EXAMPLES = Sybil(parsers=[PythonCodeBlockParser()], patterns=["*.md"])
 ROOT = Path(__file__).parent
 SOURCES = ROOT / "src"

@@ -18,7 +18,7 @@ MOST_FILES_WITH_ONE_PREFIX = 3
 
 # Small modules with one importer that stay, and why.
 SMALL_ON_PURPOSE: dict[str, str] = {
-    "shardax.models.families.glm": "models have a file by architecture, for the reader",
+    "shardax.models.families.glm": "models have a file by architecture, for the reader"
 }
 
 # Modules with the name of another public thing of their package, until they are renamed, and why.

@@ -92,6 +92,9 @@ LAYERS: dict[str, Callable[[Any], Any]] = {
     "MultiHeadAttention": lambda options: nn.MultiHeadAttention(
         8, 2, causal=True, rope_base=100.0, query_norm=lambda: nn.RMSNorm(4, **options), **options
     ),
+    "MultiHeadLatentAttention": lambda options: nn.MultiHeadLatentAttention(
+        8, 2, head_dim=4, rope_dim=2, value_dim=4, latent_dim=4, causal=True, **options
+    ),
     "softcap": lambda options: nn.MultiHeadAttention(8, 2, softcap=3.0, dropout=0.5, **options),
     "MoE": lambda options: nn.MoE(8, 8, num_experts=4, **options),
     "Dropout": lambda options: nn.Sequential(
@@ -118,7 +121,8 @@ LAYERS: dict[str, Callable[[Any], Any]] = {
     ),
 }
 RNGS = sx.Rngs(0)
-ELSEWHERE = {"AttentionCache", "Embed", "RNN", "LSTMCell", "Sequential"}  # in models and above
+# In models, in tests of its own, or above.
+ELSEWHERE = {"AttentionCache", "Embed", "LatentCache", "LSTMCell", "RNN", "Sequential"}
 
 
 def test_every_layer_is_tried_under_strict_promotion() -> None:

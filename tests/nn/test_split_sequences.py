@@ -40,7 +40,8 @@ def mesh_of(kind: AxisType) -> jax.sharding.Mesh:
 
 
 VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "scale, softcap": ({"scale": 0.3, "softcap": 2.0}, {}),
+    "scale": ({"scale": 0.3}, {}),
+    "softcap": ({"causal": True, "softcap": 2.0}, {}),
     "rotary, grouped": ({"causal": True, "rope_base": 1e4, "num_kv_heads": 2}, {}),
     "window": ({"causal": True, "window": 3}, {}),
     "segments": ({"causal": True}, {"segment_ids": SEGMENTS}),

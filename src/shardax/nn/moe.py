@@ -96,10 +96,11 @@ class MoE(Module):
     Example:
         >>> import jax, jax.numpy as jnp, shardax as sx
         >>> moe = sx.nn.MoE(4, 8, num_experts=4, top_k=2, rngs=sx.Rngs(0))
-        >>> moe(jnp.ones((2, 3, 4))).shape, moe.up.axes, float(moe.load_balance_loss) > 0
-        ((2, 3, 4), ('expert', 'embed', 'mlp'), True)
-        >>> x, rules = jnp.arange(32.0).reshape(4, 2, 4), {"batch": "data", "expert": "data"}
-        >>> mesh, y = jax.make_mesh((4,), ("data",)), moe(x)
+        >>> x = jnp.arange(32.0).reshape(4, 2, 4)
+        >>> y = moe(x)
+        >>> y.shape, moe.up.axes, float(moe.load_balance_loss) > 0
+        ((4, 2, 4), ('expert', 'embed', 'mlp'), True)
+        >>> mesh, rules = jax.make_mesh((4,), ("data",)), {"batch": "data", "expert": "data"}
         >>> with jax.set_mesh(mesh), sx.axis_rules(rules):  # two all-to-alls
         ...     split = sx.jit(lambda moe, x: moe(x))(sx.shard(moe, mesh), x)
         >>> bool(jnp.allclose(split, y, rtol=1e-4))

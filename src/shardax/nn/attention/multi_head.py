@@ -503,8 +503,8 @@ class MultiHeadAttention(Module):
 
     def _heads_name(self) -> str | None:
         """The axis name of heads of queries."""
-        axes = getattr(self.q.kernel, "axes", None)
-        return axes[-2] if axes else None
+        axes = getattr(getattr(self.out, "kernel", None), "axes", None)  # of heads, head_dim, embed
+        return axes[-3] if axes and len(axes) > 2 else None
 
     def _rope(self) -> Rope:
         base = Rope.base if self.rope_base is None else self.rope_base
