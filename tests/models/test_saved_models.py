@@ -218,6 +218,10 @@ PUBLISHED = {
 }
 
 
+# That of DistilBERT is no field, nor is that of the norms of DeepSeek's latents.
+FIXED_EPSILONS = {"distilbert": 1e-12, "deepseek_v2": 1e-6, "deepseek_v3": 1e-6}
+
+
 @pytest.mark.parametrize("kind", PUBLISHED)
 def test_fewer_layers_of_any_family_read_back(kind: str, tmp_path: Path):
     content = tiny_config(PUBLISHED[kind], layers=7)
@@ -226,11 +230,9 @@ def test_fewer_layers_of_any_family_read_back(kind: str, tmp_path: Path):
     if "torch_dtype" in content:
         content["torch_dtype"] = "float32"
     assert config_of(tmp_path / "whole") == content
-    # The first layer of ModernBERT has no norm. The epsilon of DistilBERT is no field, nor is that
-    # of the norms of DeepSeek's latents.
+    # The first layer of ModernBERT has no norm.
     del model.layers[-1 if kind == "modernbert" else 0]
-    fixed = {"distilbert": 1e-12, "deepseek_v2": 1e-6, "deepseek_v3": 1e-6}
-    epsilon = fixed.get(kind, 0.25)
+    epsilon = FIXED_EPSILONS.get(kind, 0.25)
     model.set_attributes(epsilon=epsilon)
     save_pretrained(model, tmp_path / "fewer")
     again = from_pretrained(tmp_path / "fewer")
@@ -437,7 +439,7 @@ def test_fewer_layers_have_the_logits_of_transformers(name: str, tmp_path: Path)
     peers.make(tmp_path / "peer", name)
     model = from_pretrained(tmp_path / "peer")
     del model.layers[0]
-    model.set_attributes(epsilon=1e-3)
+    model.set_attributes(epsilon=FIXED_EPSILONS.get(name, 1e-3))
     save_pretrained(model, tmp_path / "saved")
     peer = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved").eval()
     expected = peers.logits(peer, TOKENS, np.ones_like(TOKENS, bool))
