@@ -218,8 +218,12 @@ PUBLISHED = {
 }
 
 
-# That of DistilBERT is no field, nor is that of the norms of DeepSeek's latents.
-FIXED_EPSILONS = {"distilbert": 1e-12, "deepseek_v2": 1e-6, "deepseek_v3": 1e-6}
+def set_epsilon(model: Any, epsilon: float) -> None:
+    """Sets the epsilon of all norms but those of latents, which no config.json says."""
+    model.set_attributes(epsilon=epsilon)
+    for _, module in sx.iter_modules(model):
+        if isinstance(module, nn.MultiHeadLatentAttention):
+            module.set_attributes(epsilon=1e-6)
 
 
 @pytest.mark.parametrize("kind", PUBLISHED)
@@ -230,10 +234,10 @@ def test_fewer_layers_of_any_family_read_back(kind: str, tmp_path: Path):
     if "torch_dtype" in content:
         content["torch_dtype"] = "float32"
     assert config_of(tmp_path / "whole") == content
-    # The first layer of ModernBERT has no norm.
+    # The first layer of ModernBERT has no norm, and the epsilon of DistilBERT is no field.
     del model.layers[-1 if kind == "modernbert" else 0]
-    epsilon = FIXED_EPSILONS.get(kind, 0.25)
-    model.set_attributes(epsilon=epsilon)
+    epsilon = 1e-12 if kind == "distilbert" else 0.25
+    set_epsilon(model, epsilon)
     save_pretrained(model, tmp_path / "fewer")
     again = from_pretrained(tmp_path / "fewer")
     assert_equal(again, model)
@@ -439,8 +443,22 @@ def test_fewer_layers_have_the_logits_of_transformers(name: str, tmp_path: Path)
     peers.make(tmp_path / "peer", name)
     model = from_pretrained(tmp_path / "peer")
     del model.layers[0]
-    model.set_attributes(epsilon=FIXED_EPSILONS.get(name, 1e-3))
+    set_epsilon(model, 1e-3)
     save_pretrained(model, tmp_path / "saved")
     peer = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved").eval()
     expected = peers.logits(peer, TOKENS, np.ones_like(TOKENS, bool))
     np.testing.assert_allclose(run(model, TOKENS), expected, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe"])
+def test_layers_without_experts_have_the_logits_of_transformers(name: str, tmp_path: Path):
+    pytest.importorskip("torch", reason="pip install torch")
+    transformers = pytest.importorskip("transformers", reason="pip install transformers")
+    peers.make(tmp_path / "peer", name)
+    model = from_pretrained(tmp_path / "peer")
+    del model.layers[1:]
+    save_pretrained(model, tmp_path / "saved")
+    peer = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved").eval()
+    expected = peers.logits(peer, TOKENS, np.ones_like(TOKENS, bool))
+    np.testing.assert_allclose(run(model, TOKENS), expected, rtol=0, atol=2e-5)
+    assert_equal(from_pretrained(tmp_path / "saved"), model)

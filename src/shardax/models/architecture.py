@@ -387,14 +387,15 @@ def _relevant(config: TransformerConfig) -> dict[str, Any]:
         values["rope"] = None
     for name in ("dense_layers", *([] if config.local_rope != config.rope else ["local_rope"])):
         values.pop(name)
+    no_experts = not any(experts for _, experts in kinds)
     unused = {
-        "num_experts experts_per_token expert_dim normalise_experts": config.num_experts == 0,
-        "shared_expert_dim expert_scores": config.num_experts == 0,
+        "num_experts experts_per_token expert_dim normalise_experts": no_experts,
+        "shared_expert_dim expert_scores": no_experts,
         "expert_groups groups_per_token expert_scale": (
-            config.num_experts == 0 or config.expert_scores == "softmax"
+            no_experts or config.expert_scores == "softmax"
         ),
         "query_latent_dim rope_dim value_dim": config.latent_dim == 0,
-        "shared_expert_gate": config.num_experts == 0 or config.shared_expert_dim == 0,
+        "shared_expert_gate": no_experts or config.shared_expert_dim == 0,
         "mlp_dim": all(experts for _, experts in kinds),
         "tied_head": config.head != "tokens",
         "num_classes": config.head not in ("first", "each"),

@@ -198,6 +198,10 @@ class ExpertLayers(FieldGroup):
         config, content = edit.config, edit.content
         if edit.changes("dense_layers", "num_layers"):
             content["first_k_dense_replace"] = len(config.dense_layers)
+        if edit.changes("num_experts") and not config.num_experts:
+            # No number of experts means none: that no layer has any is said by the layers.
+            content["first_k_dense_replace"] = config.num_layers
+            content["n_routed_experts"] = edit.read.num_experts
         if edit.changes("expert_dim"):
             content["moe_intermediate_size"] = config.expert_dim
         if edit.changes("expert_dim", "shared_expert_dim") and config.expert_dim:
