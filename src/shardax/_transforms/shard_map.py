@@ -336,11 +336,10 @@ def shard_map(
         PrefixError: If an entry is no spec. When called, if specs do not fit the arguments, or name
             axes that the mesh does not have.
         NoMeshError: When called, if there is no mesh.
-        TransformError: When called, if the mesh is not the one in scope, or lacks an axis.
-        TransformError: When called, if an array has no such dimension, or one that cannot be
-            divided.
+        TransformError: When called, if the mesh is not the one in scope, or lacks an axis; when
+            called, if an array has no such dimension, or one that cannot be divided; when called,
+            if a Variable gets two different specs.
         SharedWriteError: When called, if shards give different values for one place.
-        TransformError: When called, if a Variable gets two different specs.
         ForeignMutationError: When called, if a captured Variable is written.
 
     Example:

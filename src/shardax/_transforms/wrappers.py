@@ -65,8 +65,8 @@ def remat(
     Raises:
         StaticArgumentError: If there is no such argument, or when called, if one is a Module or
             not hashable.
-        TransformError: When called, if another argument is neither arrays nor objects.
-        TransformError: When called, if the result holds something else than arrays and objects.
+        TransformError: When called, if another argument is neither arrays nor objects; when called,
+            if the result holds something else than arrays and objects.
 
     Example:
         >>> import jax.numpy as jnp, shardax as sx
@@ -173,8 +173,7 @@ class Jitted(ModuleWrapper):
         body: It itself, not a copy. Its attributes are also those of the wrapper.
 
     Raises:
-        TransformError: If it is no Module, or cannot be called.
-        TransformError: If ``jit`` has no such option.
+        TransformError: If it is no Module, or cannot be called; if ``jit`` has no such option.
         StaticArgumentError: If it has no such argument as an option names, or an option is not
             hashable.
         DonationError: Likewise.

@@ -95,9 +95,9 @@ def host_function(
             in a program, wrapped in JAX's own error; ``host_exception`` finds the exception
             itself. Outside of programs it is raised as is.
         StaticArgumentError: When called, if a static argument is not hashable.
-        TransformError: When called, if an array is not of numbers.
+        TransformError: When called, if an array is not of numbers; when differentiated without a
+            derivative; names the arguments.
         ClosureError: When it runs, if it uses a Variable that is not among its arguments.
-        TransformError: When differentiated without a derivative; names the arguments.
 
     Example:
         >>> import jax, jax.numpy as jnp, numpy as np, shardax as sx

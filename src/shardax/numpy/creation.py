@@ -43,8 +43,8 @@ def zeros(
         The array; without a place it may be used together with arrays on other devices.
 
     Raises:
-        ModuleError: If the dtype has 64 bits while JAX uses 32, or is left out inside a program.
-        ModuleError: If there is no such device.
+        ModuleError: If the dtype has 64 bits while JAX uses 32, or is left out inside a program; if
+            there is no such device.
 
     Example:
         >>> import shardax as sx

@@ -75,13 +75,12 @@ def shard(
     Raises:
         NoMeshError: If no mesh is given and none is in scope.
         PartitionError: If a box has logical names, and there are no rules, or if overrides or
-            memory kinds are malformed.
+            memory kinds are malformed; if a device refuses an array, for want of memory. What was
+            placed before stays there, the rest is where it was, and the call can be repeated.
         TransformError: If the mesh has no devices, or axes of type Manual.
         PartitionCheckError: If an array cannot be placed so (an axis that the mesh does not have, a
             dimension that cannot be divided, a policy of the rules, an abstract or deleted array);
             lists all of them by path, and nothing was changed.
-        PartitionError: If a device refuses an array, for want of memory. What was placed before
-            stays there, the rest is where it was, and the call can be repeated.
 
     Example:
         >>> import jax, shardax as sx

@@ -249,8 +249,8 @@ def bind(tree: object, variables: object, allow_unused: bool = False) -> Any:
 
     Raises:
         ModuleError: If something is no Variable, has no label, no slot, or is of another type than
-            its slot; all are listed.
-        ModuleError: If two different Variables, or slots of two types, have one label.
+            its slot; all are listed; if two different Variables, or slots of two types, have one
+            label.
 
     Example:
         >>> import jax, shardax as sx
@@ -392,10 +392,9 @@ def stateless_call(
         (result, new frozen values, arranged like ``variables``).
 
     Raises:
-        ModuleError: If the values do not fit the slots, or are not frozen.
+        ModuleError: If the values do not fit the slots, or are not frozen; if it adds or removes
+            Variables, or changes other structure, which a pure function cannot return.
         ModuleAttributeError: If the call writes a Variable that was left in the model.
-        ModuleError: If it adds or removes Variables, or changes other structure, which a
-            pure function cannot return.
 
     Example:
         >>> import jax, jax.numpy as jnp, shardax as sx

@@ -270,9 +270,8 @@ def bounded_while_loop(
 
     Raises:
         TransformError: If ``max_steps``, ``differentiable``, ``history`` or ``padding`` is not
-            valid.
+            valid; as for ``while_loop``; also if the history function writes.
         CarryError: As for ``while_loop``.
-        TransformError: As for ``while_loop``; also if the history function writes.
 
     Example:
         >>> import jax.numpy as jnp, shardax as sx

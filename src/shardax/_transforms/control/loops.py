@@ -126,8 +126,7 @@ def fori_loop(
 
     Raises:
         CarryError: As for ``while_loop``.
-        TransformError: If a bound is not one integer.
-        TransformError: If ``unroll`` is of another kind.
+        TransformError: If a bound is not one integer; if ``unroll`` is of another kind.
 
     Example:
         >>> import jax.numpy as jnp, shardax as sx

@@ -506,9 +506,9 @@ def custom_vjp(function: Any = None, *, nondiff_argnums: Any = (), wrt: Any = Pa
         but keyword-only ones have no gradient.
 
     Raises:
-        TransformError: When called without ``defvjp``, or when something is differentiated
-            for which the rule gives no gradient.
-        TransformError: When differentiated, if a gradient that ``bwd`` returned fits nothing.
+        TransformError: When called without ``defvjp``, or when something is differentiated for
+            which the rule gives no gradient; when differentiated, if a gradient that ``bwd``
+            returned fits nothing.
 
     Example:
         >>> import jax.numpy as jnp, shardax as sx

@@ -52,8 +52,8 @@ def vjp(
         integers). Of a shared Variable as in ``value_and_grad``.
 
     Raises:
-        TransformError: If there is nothing to differentiate, or the result holds objects.
-        TransformError: If an argument is neither arrays nor objects.
+        TransformError: If there is nothing to differentiate, or the result holds objects; if an
+            argument is neither arrays nor objects.
 
     Example:
         >>> import jax.numpy as jnp, shardax as sx
@@ -178,9 +178,8 @@ def jvp(
         (result, tangent of the result), with aux as a third if ``has_aux``.
 
     Raises:
-        TransformError: If a tangent fits nothing, by path, shape or dtype.
-        TransformError: If the result holds objects.
-        TransformError: If an argument is neither arrays nor objects.
+        TransformError: If a tangent fits nothing, by path, shape or dtype; if the result holds
+            objects; if an argument is neither arrays nor objects.
 
     Example:
         >>> import jax.numpy as jnp, shardax as sx
@@ -281,9 +280,8 @@ def safe_where(
         The array of chosen values; dtype as of ``jnp.where``.
 
     Raises:
-        TransformError: If the condition is not boolean.
-        TransformError: If there are no operands, or one cannot hold the stand-in without changing
-            its dtype.
+        TransformError: If the condition is not boolean; if there are no operands, or one cannot
+            hold the stand-in without changing its dtype.
 
     Example:
         >>> import jax, jax.numpy as jnp, shardax as sx

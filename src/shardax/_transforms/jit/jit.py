@@ -745,8 +745,8 @@ def jit(
         StaticArgumentError: When called with a static argument that is not hashable, is a Module,
             or is compared by identity and has attributes that are not hashable.
         PrefixError: When a sharding prefix does not fit its argument.
-        TransformError: When a shared Variable is given two shardings.
-        TransformError: If an option is of the wrong kind, or what is compiled cannot be called.
+        TransformError: When a shared Variable is given two shardings; if an option is of the wrong
+            kind, or what is compiled cannot be called.
 
     Example:
         >>> import jax.numpy as jnp, shardax as sx

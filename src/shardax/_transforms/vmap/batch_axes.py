@@ -374,13 +374,12 @@ def batch_axes(tree: object, size: int, where: object = None, strict: bool = Tru
         The axes (``.axes``, for ``in_axes``) and the reasons; ``print`` shows them.
 
     Raises:
-        TransformError: If arrays could be batched or not, or in several ways; lists all of
-            them by path, with what to declare.
-        TransformError: If a declared axis is missing or has another size, or nothing is batched.
+        TransformError: If arrays could be batched or not, or in several ways; lists all of them by
+            path, with what to declare; if a declared axis is missing or has another size, or
+            nothing is batched; if a Variable that is reached by two paths is declared twice,
+            differently.
         FilterError: If ``where`` names a path that the problem does not have.
         PrefixError: If ``where`` has an entry of another kind.
-        TransformError: If a Variable that is reached by two paths is declared twice,
-            differently.
 
     Example:
         >>> import jax, jax.numpy as jnp, shardax as sx

@@ -73,16 +73,15 @@ def vmap(
     Raises:
         PrefixError: If an entry is no axis; when called, if a prefix does not fit.
         TransformError: If ``axis_size`` is no size; when called, if an array has no such axis, or
-            sizes differ.
-        TransformError: When called, if axes are to be found and sizes do not say which.
+            sizes differ; when called, if axes are to be found and sizes do not say which; when
+            called, if a Variable gets two different axes; when called, if arrays are split
+            differently over Explicit mesh axes.
         SharedWriteError: When called, if batch elements write different values into a shared
             Variable, or a result without an axis differs between them.
-        TransformError: When called, if a Variable gets two different axes.
         ForeignMutationError: When called, if a Variable that was not passed in is written.
         MetadataError: When called, if a mapped dimension has another name than ``metadata`` gives.
-        PartitionError: When called, if a box cannot lose or gain the dimension; names its path.
-        PartitionError: When called, if a box must have a name for it.
-        TransformError: When called, if arrays are split differently over Explicit mesh axes.
+        PartitionError: When called, if a box cannot lose or gain the dimension; names its path;
+            when called, if a box must have a name for it.
 
     Example:
         >>> import jax, jax.numpy as jnp, shardax as sx

@@ -481,8 +481,7 @@ class Partitioned(AxisMetadata[T]):
             params: ``{PARTITION_NAME: name}``; the name may be None.
 
         Raises:
-            PartitionError: If ``params`` has no name.
-            PartitionError: If there is no such place.
+            PartitionError: If ``params`` has no name; if there is no such place.
         """
         name = self._name_of_axis("add", index, params)
         return (
@@ -499,8 +498,8 @@ class Partitioned(AxisMetadata[T]):
             params: ``{PARTITION_NAME: name}``, with the name that stands there.
 
         Raises:
-            PartitionError: If ``params`` has no name.
-            PartitionError: If there is no such dimension, or it has another name.
+            PartitionError: If ``params`` has no name; if there is no such dimension, or it has
+                another name.
         """
         name = self._name_of_axis("remove", index, params)
         return (
@@ -525,8 +524,7 @@ class Partitioned(AxisMetadata[T]):
 
         Raises:
             PartitionCheckError: If the value cannot be laid out so.
-            PartitionError: If the names are logical and there are no rules.
-            PartitionError: If there is no mesh.
+            PartitionError: If the names are logical and there are no rules; if there is no mesh.
         """
         where = resolve_mesh(mesh if mesh is not None else self.mesh)
         if where is None:

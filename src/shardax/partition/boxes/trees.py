@@ -344,9 +344,8 @@ def add_axis(tree: object, index: int, params: Mapping[Any, object]) -> Any:
         The tree with new boxes around the same values. A Variable becomes a new Variable.
 
     Raises:
-        PartitionError: If ``params`` has no name; names the path of the box.
-        PartitionError: If a box has no such place, or there is a Module in the tree; names the
-            path.
+        PartitionError: If ``params`` has no name; names the path of the box; if a box has no such
+            place, or there is a Module in the tree; names the path.
 
     Example:
         >>> import jax, jax.numpy as jnp, shardax as sx
@@ -373,9 +372,8 @@ def remove_axis(tree: object, index: int, params: Mapping[Any, object]) -> Any:
         The tree with new boxes around the same values. A Variable becomes a new Variable.
 
     Raises:
-        PartitionError: If ``params`` has no name; names the path of the box.
-        PartitionError: If a box has no such dimension, or it has another name, or there is a Module
-            in the tree; names the path.
+        PartitionError: If ``params`` has no name; names the path of the box; if a box has no such
+            dimension, or it has another name, or there is a Module in the tree; names the path.
 
     Example:
         >>> import jax.numpy as jnp, shardax as sx
