@@ -151,35 +151,20 @@ def _blocks(model: Any, batch: Any) -> jax.Array:
     return models.blockwise_cross_entropy(hidden, model.head_kernel, *given, block_size=4)
 
 
-MODELS: dict[str, dict[str, Any]] = {
-    "scanned": {"scan_layers": True},
-    "gemma": {
-        "norm": "rms_offset",
-        "qk_norm": "head",
-        "attention_softcap": 5.0,
-        "embed_scale": 4.0,
-    },
-    "gpt": {"norm": "layer", "rope": None, "max_positions": 8, "dropout": 0.1, "qkv_bias": True},
-    "experts": {"qk_norm": "all", "num_experts": 2, "expert_dim": 8, "tied_head": True},
-}
-
-
-# Every model in one half dtype, where any float32 beside it is refused; every dtype in two.
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize(
-    ("name", "dtype"),
+    "options",
     [
-        ("scanned", "bfloat16"),
-        ("gemma", "float16"),
-        ("gpt", "bfloat16"),
-        ("experts", "float16"),
-        ("gemma", "float32"),
-        ("experts", "float32"),
+        {"scan_layers": True},
+        {"norm": "rms_offset", "qk_norm": "head", "attention_softcap": 5.0, "embed_scale": 4.0},
+        {"norm": "layer", "rope": None, "max_positions": 8, "dropout": 0.1, "qkv_bias": True},
+        {"qk_norm": "all", "num_experts": 2, "expert_dim": 8, "tied_head": True},
     ],
+    ids=["scanned", "gemma", "gpt", "experts"],
 )
-def test_models_train_under_strict_promotion(name: str, dtype: str) -> None:
+def test_models_train_under_strict_promotion(options: dict[str, Any], dtype: str) -> None:
     sizes = {"vocab_size": 32, "embed_dim": 16, "num_heads": 2, "head_dim": 8, "mlp_dim": 16}
-    dtypes = {"dtype": dtype, "param_dtype": dtype}
-    config = models.TransformerConfig(**sizes, **dtypes, **MODELS[name])
+    config = models.TransformerConfig(**sizes, dtype=dtype, param_dtype=dtype, **options)
     model = models.Transformer(config, rngs=sx.Rngs(0))
     tokens = np.arange(16, dtype=np.int32).reshape(2, 8)
     batch = {"inputs": tokens, "targets": tokens, "mask": tokens > 3}

@@ -483,9 +483,8 @@ def test_run_resumes_from_a_checkpoint_bit_for_bit(
     assert train(2) == after
 
 
-@pytest.mark.parametrize(
-    ("kind", "has_mask"), [(AxisType.Auto, True), (AxisType.Explicit, False)], ids=str
-)
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.parametrize("has_mask", [True, False])
 def test_microbatches_are_weighted_by_targets(kind: AxisType, has_mask: bool) -> None:
     inputs, tokens = make_batch()
     kept = np.arange(4) < np.resize([0, 1, 4, 2], ROWS)[:, None]
