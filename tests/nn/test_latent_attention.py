@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -80,6 +81,30 @@ def test_sequence_in_parts_equals_the_whole(sizes: list[int], latent_dim: int) -
     close(in_parts(layer, x, sizes, kept), call(layer, x))
 
 
+def adapt(layer: Any) -> Any:
+    up = sx.select(layer).at(lambda layer: layer.kv_up)
+    adapted = sx.surgery.lora(up, 2, rngs=sx.Rngs(1))
+    adapted.kv_up.b.value = floats(*adapted.kv_up.b.shape)
+    return adapted
+
+
+EDITS: dict[str, Callable[[Any], Any]] = {
+    "adapter": adapt,
+    "bias": lambda layer: setattr(layer.kv_up, "bias", sx.Param(floats(HEADS, 9))),
+    "softcap": lambda layer: setattr(layer, "softcap", 0.5),
+    "no scale": lambda layer: setattr(layer, "scale", None),
+    "precision": lambda layer: setattr(layer, "precision", "highest"),
+    "softmax": lambda layer: setattr(layer, "softmax", lambda scores: jax.nn.softmax(2 * scores)),
+}
+
+
+@pytest.mark.parametrize("edit", EDITS.values(), ids=EDITS)
+def test_edited_layer_reads_its_cache_as_whole(edit: Any) -> None:
+    layer, x = attention(), floats(2, TIME, FEATURES)
+    layer = edit(layer) or layer
+    close(in_parts(layer, x, [1] * TIME, cache()), call(layer, x))
+
+
 def test_left_padded_rows_equal_rows_alone() -> None:
     layer, x = attention(), floats(2, TIME, FEATURES)
     real, kept = np.arange(6) >= np.array([[0], [3]]), cache()
@@ -147,3 +172,38 @@ def test_another_cache_is_refused_by_shape() -> None:
     plain = sx.nn.MultiHeadAttention(FEATURES, HEADS, causal=True, rngs=sx.Rngs(0))
     with pytest.raises(LayerInputError, match="LatentCache"):
         plain(x, cache=cache(1))
+
+
+def test_settings_of_other_attention_are_refused() -> None:
+    layer, x = attention(), floats(1, TIME, FEATURES)
+    layer.query_norm = sx.nn.RMSNorm(6)
+    with pytest.raises(LayerConfigError, match="none of heads"):
+        layer(x)
+    layer.query_norm = None
+    kept = cache(1)
+    with (
+        sx.kernels(attention="splash", interpret=True),
+        pytest.raises(LayerInputError, match='implementation="splash"'),
+    ):
+        layer(x[:, :1], cache=kept)
+    assert kept.count.value == 0
+
+
+CONFIG: dict[str, Any] = {"num_kv_heads": 4, "head_dim": 6, "latent_dim": 8, "rope_dim": 2}
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"attention_softcap": 2.0},
+        {"qk_norm": "head"},
+        {"out_bias": True},
+        {"local_rope": sx.nn.Rope(10.0)},
+        {"rope_layers": (True, False)},
+        {"latent_dim": 0},
+    ],
+    ids=str,
+)
+def test_config_refuses_what_attention_lacks(setting: dict[str, Any]) -> None:
+    with pytest.raises(LayerConfigError, match=r"with (latent|plain) attention"):
+        sx.models.TransformerConfig(**{**CONFIG, "value_dim": 4, **setting})

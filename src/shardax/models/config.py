@@ -239,6 +239,14 @@ class TransformerConfig:
             _check(where, "value_dim", self.value_dim, self.value_dim > 0, "positive")
             fits = self.num_kv_heads == self.num_heads
             _check(where, "num_kv_heads", self.num_kv_heads, fits, f"{self.num_heads}, of a latent")
+            plain = {"attention_softcap": None, "qk_norm": None, "out_bias": self.qkv_bias}
+            plain |= {"local_rope": None, "rope_layers": None}
+        else:
+            plain = {"query_latent_dim": None, "rope_dim": 0, "value_dim": 0}
+        form = "latent" if self.latent_dim else "plain"
+        for name, value in plain.items():
+            held = getattr(self, name)
+            _check(where, name, held, held == value, f"{value!r} with {form} attention")
         _check(where, "qk_norm", self.qk_norm, self.qk_norm in (None, "head", "all"), "a kind")
         if self.image_size:
             whole = self.patch_size > 0 and self.image_size % self.patch_size == 0

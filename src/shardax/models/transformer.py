@@ -666,41 +666,36 @@ def _attention(config: TransformerConfig, index: int, rngs: Rngs) -> MultiHeadAt
     is_local = config.kind_of(index)[0]
     rope = config.local_rope if is_local and config.local_rope else config.rope
     rope = rope if config.has_rope(index) else None
+    options: dict[str, Any] = {
+        "head_dim": config.head_dim,
+        "causal": config.causal,
+        "rope": rope,
+        "use_bias": config.qkv_bias,
+        "window": config.window if is_local else None,
+        "scale": config.attention_scale,
+        "dropout": config.attention_dropout,
+        "rngs": rngs,
+        **dtypes(config),
+    }
     if config.latent_dim:
         return MultiHeadLatentAttention(
             config.embed_dim,
             config.num_heads,
-            head_dim=config.head_dim,
             rope_dim=config.rope_dim,
             value_dim=config.value_dim,
             latent_dim=config.latent_dim,
             query_latent_dim=config.query_latent_dim,
-            rope=rope,
-            causal=config.causal,
-            window=config.window if is_local else None,
-            use_bias=config.qkv_bias,
-            scale=config.attention_scale,
-            dropout=config.attention_dropout,
-            rngs=rngs,
-            **dtypes(config),
+            **options,
         )
     return MultiHeadAttention(
         config.embed_dim,
         config.num_heads,
         num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        causal=config.causal,
-        rope=rope,
-        use_bias=config.qkv_bias,
         out_bias=config.out_bias,
-        window=config.window if is_local else None,
         softcap=config.attention_softcap,
-        scale=config.attention_scale,
         query_norm=norm(config.num_heads, "heads"),
         key_norm=norm(config.num_kv_heads, "kv_heads"),
-        dropout=config.attention_dropout,
-        rngs=rngs,
-        **dtypes(config),
+        **options,
     )
 
 

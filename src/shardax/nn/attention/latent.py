@@ -33,6 +33,7 @@ from shardax.nn.linear import Linear
 from shardax.nn.normalization import RMSNorm
 from shardax.nn.parameters import as_axes, as_size, refuse_input
 from shardax.nn.rope import Rope, Rotation, rotate
+from shardax.partition.context import current_attention_kernel
 
 
 class MultiHeadLatentAttention(MultiHeadAttention):
@@ -168,6 +169,11 @@ class MultiHeadLatentAttention(MultiHeadAttention):
             The queries; as key the rotated one of all heads, (..., other time, 1, rope_dim); as
             value the latent, (..., other time, 1, latent_dim).
         """
+        if self.query_norm is not None or self.key_norm is not None:
+            raise LayerConfigError(
+                "MultiHeadLatentAttention has norms of its latents, and none of heads, but was "
+                "given a query_norm or key_norm. Set both to None."
+            )
         source = x if context is None else context
         has_latent = hasattr(self, "q_down")
         query = self.q_up(self.q_latent_norm(self.q_down(x))) if has_latent else self.q(x)
@@ -204,9 +210,9 @@ class MultiHeadLatentAttention(MultiHeadAttention):
             Shape (..., time, num_heads, value_dim).
         """
         query, rotated, latent = qkv
-        is_plain = mask is not None and segment_ids is None and bias is None
-        is_plain = is_plain and self.attention_fn is None and query.ndim == 4
-        if not ordered and is_plain and self._reads_latents(query.shape[-3], latent.shape[-3]):
+        is_masked = mask is not None and segment_ids is None and bias is None and not ordered
+        is_plain = is_masked and query.ndim == 4 and self._is_plain()
+        if is_plain and self._reads_latents(query.shape[-3], latent.shape[-3]):
             return self._attend_latents(query, rotated, latent[..., 0, :], mask)
         made = self.kv_up(latent[..., 0, :])
         plain, value = jnp.split(made, [self._plain_dim], axis=-1)
@@ -230,6 +236,14 @@ class MultiHeadLatentAttention(MultiHeadAttention):
             positions = jnp.arange(x.shape[-2], dtype=jnp.int32)
         return self._rope().rotation(as_array(positions), self.rope_dim)
 
+    def _is_plain(self) -> bool:
+        """Whether nothing is set that the latents are not read with."""
+        # An adapter around the projection, or a bias of it, is no part of its kernel.
+        is_linear = type(self.kv_up) is Linear and self.kv_up.bias is None
+        options = (self.attention_fn, self.softcap, self.precision, self.kv_up.precision)
+        kernel = self.implementation or current_attention_kernel()
+        return is_linear and options == (None,) * 4 and kernel in (None, "auto", "xla")
+
     def _reads_latents(self, time: int, length: int) -> bool:
         """Whether reading latents is less work than making keys and values."""
         sizes = self._plain_dim + self.value_dim
@@ -247,7 +261,8 @@ class MultiHeadLatentAttention(MultiHeadAttention):
         wide = {"preferred_element_type": at_least_float32(query.dtype)}
         scores = einsum("bthr,bsr->bhts", plain, latent, **wide)
         scores += einsum("bthd,bsd->bhts", turned, rotated[..., 0, :], **wide)
-        scores = scores * jnp.asarray(self.scale, scores.dtype)
+        scale = self.head_dim**-0.5 if self.scale is None else self.scale
+        scores = scores * jnp.asarray(scale, scores.dtype)
         scores = jnp.where(mask, scores, -0.7 * jnp.finfo(scores.dtype).max)
         weights = self.softmax(scores)
         weights = weights if self.dropout is None else self.dropout(weights)
