@@ -88,6 +88,75 @@ def test_later_edits_and_writes_of_the_call_count() -> None:
     assert (np.asarray(model.layers[0].mean.value) > 0).all()
 
 
+class Counting(sx.Module):
+    """Sows, counts in an array, in a number, in a list and in a Variable."""
+
+    def __init__(self) -> None:
+        self.linear = with_values(sx.nn.Linear(2, 2, rngs=sx.Rngs(0)))
+        self.array, self.number, self.items = jnp.zeros(()), 0, [jnp.zeros(())]
+        self.variable = sx.Variable(jnp.zeros(()))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        y = self.linear(x)
+        self.sow("seen", y)
+        self.array, self.number = self.array + 1, self.number + 1
+        self.items[0] = self.items[0] + 1
+        self.variable[...] += 1
+        return y
+
+
+@pytest.mark.parametrize("around", [lambda f: f, sx.jit], ids=["eager", "jit"])
+def test_call_leaves_what_a_plain_one_leaves(around: Any) -> None:
+    def plain(model: Any, x: Any) -> Any:
+        return model(x)
+
+    def inner(model: Any, x: Any) -> Any:
+        return record(model, lambda model: model.at_instances_of(sx.nn.Linear))(x)[0]
+
+    def nested(model: Any, x: Any) -> Any:
+        layers = sx.select(model).at_instances_of(Counting)
+        return record(model, layers, layers.at(lambda layer: layer.linear))(x)[0]
+
+    x = np.ones((1, 2), np.float32)
+    models = [sx.nn.Sequential(shared := Counting(), Counting(), shared) for _ in range(3)]
+    for function, model in zip((plain, inner, nested), models, strict=True):
+        around(function)(model, x)
+        assert sx.graphdef(model) == sx.graphdef(models[0])
+        for path, value in sx.state(models[0]).flat().items():
+            jax.tree.map(close, sx.state(model).flat()[path], value)
+
+
+def test_layers_of_branches_and_loops_are_refused() -> None:
+    linear = sx.nn.Linear(2, 2, rngs=sx.Rngs(0))
+
+    class Branching(sx.nn.Sequential):
+        def __call__(self, x: jax.Array) -> jax.Array:
+            branches = [lambda model, x, i=i: model.layers[i](x) for i in range(2)]
+            return sx.cond(x.sum() > 0, *branches, self, x)
+
+    class Looping(sx.nn.Sequential):
+        def __call__(self, x: jax.Array) -> jax.Array:
+            body = lambda _, carry: (carry[0], carry[0].layers[0](carry[1]))  # noqa: E731
+            return sx.fori_loop(0, 3, body, (self, x))[1]
+
+    class Enclosing(sx.nn.Sequential):
+        def __call__(self, x: jax.Array) -> jax.Array:
+            return sx.fori_loop(0, 3, lambda _, x: self.layers[0](x), x)
+
+    def kinds(model: Any) -> Any:
+        return model.at_instances_of(sx.nn.Linear)
+
+    x = np.ones((1, 2), np.float32)
+    for model, error in (
+        (Branching(linear, sx.clone(linear)), sx.errors.BranchError),
+        (Looping(linear), sx.errors.CarryError),
+        (Enclosing(linear), sx.errors.ForeignMutationError),
+    ):
+        with pytest.raises(error, match="activation"):
+            record(model, kinds)(x)
+        assert "activation" not in {path[-1] for path, _ in sx.iter_variables(model)}
+
+
 def test_stack_of_stacks_is_cut_by_both() -> None:
     rngs = sx.Rngs(0)
     linear = lambda: sx.nn.Linear(2, 2, rngs=rngs)  # noqa: E731

@@ -9,12 +9,13 @@ layer, so that paths and values do not depend on how a model runs its layers.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
 
 from shardax._core.graph.paths import Path
+from shardax._core.module import Module
 from shardax._core.state.split_merge import iter_modules
 from shardax._select.places import SelectionError
 from shardax._select.selection import Selection, select
@@ -53,6 +54,9 @@ def record(model: Any, *selections: Selection | Callable[[Selection], Selection]
     Raises:
         SelectionError: If a selection is of another tree, if something selected is not called, or
             if nothing is selected; when called, if the model has no such places any more.
+        BranchError: When called, if a selected layer is called in a branch of ``sx.cond``.
+        CarryError: When called, if it is called in a loop other than ``sx.scan``.
+        ForeignMutationError: Likewise, if it is reached through a closure.
 
     Example:
         >>> import jax.numpy as jnp, shardax as sx
@@ -90,7 +94,12 @@ def record(model: Any, *selections: Selection | Callable[[Selection], Selection]
     @wraps(model)
     def run(*args: Any, **kwargs: Any) -> Any:
         recording = _recording(model, paths)
+        copies = [
+            (copy, original, dict(vars(copy))) for copy, original in _copies(recording, model)
+        ]
         result = recording(*args, **kwargs)
+        for copy, original, before in copies:
+            _take_over(copy, original, before)
         return result, _activations(recording)
 
     return run
@@ -103,6 +112,41 @@ def _recording(model: Any, paths: Iterable[Path]) -> Any:
         inner = select(model).at_keypaths(*group)
         model = wrap_selected("record", inner, lambda _, layer: _Recording(layer))
     return model
+
+
+def _copies(recording: Any, model: Any) -> Iterator[tuple[Module, Module]]:
+    """Yields Modules of a recording that are copies, with those of the model."""
+    originals = dict(iter_modules(model))
+    modules = dict(iter_modules(recording))
+    for place, module in modules.items():
+        original = originals.get(_path_in_model(place, modules))
+        if not isinstance(module, _Recording) and original not in (None, module):
+            yield module, original
+
+
+def _path_in_model(place: Path, modules: Mapping[Path, Module]) -> Path:
+    """Returns a path without the steps into bodies of recorders."""
+    return tuple(
+        key
+        for position, key in enumerate(place)
+        if not (key == "body" and isinstance(modules.get(place[:position]), _Recording))
+    )
+
+
+def _attributes(module: Module) -> dict[str, Any]:
+    """Returns the attributes of a Module, those of arrays by value."""
+    arrays = module._array_attributes.items()
+    return {**vars(module), **{name: variable.value for name, variable in arrays}}
+
+
+def _take_over(copy: Module, original: Module, before: Mapping[str, Any]) -> None:
+    """Gives a Module the attributes that a call gave its copy."""
+    after = _attributes(copy)
+    for name in before.keys() - after.keys():
+        delattr(original, name)
+    for name, value in after.items():
+        if name not in before or before[name] is not value:
+            setattr(original, name, value)
 
 
 class _LayerBlocks(NamedTuple):
