@@ -97,6 +97,20 @@ def test_splash_over_a_mesh_equals_one_device(kind: AxisType, kv_heads: int) -> 
     assert_close(actual, expected)
 
 
+@pytest.mark.parametrize("place", [(None, None, "data"), ("data",), ()], ids=str)
+def test_fewer_kv_heads_than_shards_are_repeated(place: tuple[str | None, ...]) -> None:
+    query, key, value = arrays = heads_of(2, 4, 2, time=128)
+    expected = sx.nn.dot_product_attention(*arrays, causal=True)
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+    with jax.set_mesh(mesh), sx.kernels(attention="splash", interpret=True):
+        split = jax.device_put(query, jax.NamedSharding(mesh, jax.P(None, None, ("data", "model"))))
+        key, value = jax.device_put((key, value), jax.NamedSharding(mesh, jax.P(*place)))
+        actual = jax.jit(lambda *arrays: sx.nn.dot_product_attention(*arrays, causal=True))(
+            split, key, value
+        )
+    assert_close(actual, expected)
+
+
 def attend(x: Any) -> Any:
     return sx.nn.dot_product_attention(x, x, x)
 

@@ -238,11 +238,19 @@ def over_region(
     if region.mesh is None:
         return kernel(arrays)
     sizes = dict(_abstract(region.mesh).shape)
+    is_explicit = bool(_abstract(region.mesh).explicit_axes)
+    batch, heads = region.batch or None, region.heads or None
+
+    def placed(x, spec) -> Any:
+        return x if x is None else jax.sharding.reshard(x, NamedSharding(region.mesh, spec))
+
     if arrays.key.shape[-2] % math.prod(sizes[axis] for axis in region.heads):
         repeats = arrays.query.shape[-2] // arrays.key.shape[-2]
-        key, value = (jnp.repeat(x, repeats, axis=-2) for x in (arrays.key, arrays.value))
+        key, value = arrays.key, arrays.value
+        if is_explicit:  # JAX repeats no dimension that is split
+            key, value = (placed(x, PartitionSpec(batch)) for x in (key, value))
+        key, value = (jnp.repeat(x, repeats, axis=-2) for x in (key, value))
         arrays = arrays._replace(key=key, value=value)
-    batch, heads = region.batch or None, region.heads or None
     by_head = PartitionSpec(batch, None, heads, None)
 
     def of_scores(x: Any) -> Any:
@@ -259,13 +267,8 @@ def over_region(
         of_scores(arrays.mask),
         None if arrays.segments is None else PartitionSpec(batch, None),
     )
-    if _abstract(region.mesh).explicit_axes:
-        arrays = Operands(
-            *(
-                None if x is None else jax.sharding.reshard(x, NamedSharding(region.mesh, spec))
-                for x, spec in zip(arrays, specs, strict=True)
-            )
-        )
+    if is_explicit:
+        arrays = Operands(*map(placed, arrays, specs))
     in_scope = not jax.sharding.get_abstract_mesh().empty
     return jax.shard_map(
         kernel,

@@ -472,7 +472,7 @@ def _fused(
     except Exception as error:
         if implementation != "cudnn":
             raise
-        description = f"{query.dtype}{list(query.shape)} on {jax.default_backend()}"
+        description = f"{query.dtype}{list(query.shape)} on {platform_in_scope()}"
         raise LayerInputError(
             f'{layer}(implementation="cudnn") does not run for queries '
             f"{description} ({error}). cuDNN takes float16 and bfloat16 on NVIDIA GPUs; "
