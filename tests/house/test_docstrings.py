@@ -9,6 +9,7 @@ why.
 from __future__ import annotations
 
 import ast
+import collections
 import functools
 import importlib
 import inspect
@@ -124,6 +125,20 @@ def test_public_functions_name_their_arguments_and_results(name: str) -> None:
         assert "\nArgs:\n" in docstring
     if str(signature.return_annotation) not in ("None", "<class 'inspect._empty'>"):
         assert re.search(r"^(Returns|Yields):|^Returns ", docstring, flags=re.MULTILINE)
+
+
+def test_sections_of_errors_name_each_class_once() -> None:
+    twice = [
+        f"{source.place}:{node.lineno} {name}: {error}"
+        for source in package_files()
+        for name, node, docstring in documented(source)
+        for section in re.findall(r"^Raises:\n((?:    .*\n?)+)", docstring, flags=re.MULTILINE)
+        for error, count in collections.Counter(
+            re.findall(r"^    (\w+): ", section, flags=re.MULTILINE)
+        ).items()
+        if count > 1
+    ]
+    assert twice == []
 
 
 def test_docstrings_hold_no_code_that_is_not_run() -> None:

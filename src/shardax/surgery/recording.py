@@ -115,7 +115,7 @@ def _recording(model: Any, paths: Iterable[Path]) -> Any:
 
 
 def _copies(recording: Any, model: Any) -> Iterator[tuple[Module, Module]]:
-    """Yields Modules of a recording that are copies, with those of the model."""
+    """Yields copied Modules of a recording with the originals."""
     originals = dict(iter_modules(model))
     modules = dict(iter_modules(recording))
     for place, module in modules.items():
