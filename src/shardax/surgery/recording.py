@@ -105,7 +105,7 @@ def record(model: Any, *selections: Selection | Callable[[Selection], Selection]
     return run
 
 
-def _recording(model: Any, paths: Iterable[Path]) -> Any:
+def _recording(model: object, paths: Iterable[Path]) -> Any:
     """Returns a copy with recorders at paths, and the model's Variables."""
     # What is inside another selected layer is wrapped before the path to it becomes longer.
     for _, group in itertools.groupby(sorted(paths, key=len, reverse=True), key=len):
@@ -114,7 +114,7 @@ def _recording(model: Any, paths: Iterable[Path]) -> Any:
     return model
 
 
-def _copies(recording: Any, model: Any) -> Iterator[tuple[Module, Module]]:
+def _copies(recording: object, model: object) -> Iterator[tuple[Module, Module]]:
     """Yields copied Modules of a recording with the originals."""
     originals = dict(iter_modules(model))
     modules = dict(iter_modules(recording))
@@ -133,13 +133,13 @@ def _path_in_model(place: Path, modules: Mapping[Path, Module]) -> Path:
     )
 
 
-def _attributes(module: Module) -> dict[str, Any]:
+def _attributes(module: Module) -> dict[str, object]:
     """Returns the attributes of a Module, those of arrays by value."""
     arrays = module._array_attributes.items()
     return {**vars(module), **{name: variable.value for name, variable in arrays}}
 
 
-def _take_over(copy: Module, original: Module, before: Mapping[str, Any]) -> None:
+def _take_over(copy: Module, original: Module, before: Mapping[str, object]) -> None:
     """Gives a Module the attributes that a call gave its copy."""
     after = _attributes(copy)
     for name in before.keys() - after.keys():
@@ -175,11 +175,11 @@ class _Recorded(NamedTuple):
 
     path: Path
     stacks: tuple[tuple[int, int], ...]  # (position of "stacked" in the path, number of layers)
-    calls: tuple[Any, ...]
+    calls: tuple[object, ...]
     blocks: tuple[_LayerBlocks, ...] = ()
 
 
-def _activations(recording: Any) -> dict[Path, Any]:
+def _activations(recording: object) -> dict[Path, object]:
     """Returns what recorders saw by path in the model, cut by layer."""
     modules = dict(iter_modules(recording))
     entries: list[_Recorded] = []
@@ -208,12 +208,12 @@ def _activations(recording: Any) -> dict[Path, Any]:
     return dict(_by_layer(entries))
 
 
-def _without_recorder(module: Any) -> Any:
+def _without_recorder(module):
     """Returns what a recorder wraps, or a module as it is."""
     return module.body if isinstance(module, _Recording) else module
 
 
-def _by_layer(entries: Iterable[_Recorded]) -> Iterable[tuple[Path, Any]]:
+def _by_layer(entries: Iterable[_Recorded]) -> Iterable[tuple[Path, object]]:
     """Yields (path, activation) in the order of unrolled layers."""
     for stack, group in itertools.groupby(entries, key=_outermost_stack):
         if stack is None:

@@ -251,7 +251,7 @@ class MultiHeadLatentAttention(MultiHeadAttention):
         made = time * length * (sizes + self.rope_dim)
         return read + time * self.latent_dim * sizes < made + length * self.latent_dim * sizes
 
-    def _attend_latents(self, query: Any, rotated: Any, latent: Any, mask: Any) -> jax.Array:
+    def _attend_latents(self, query, rotated, latent, mask) -> jax.Array:
         """Reads the latents themselves."""
         to_key, to_value = jnp.split(
             self.kv_up.kernel.value.astype(query.dtype), [self._plain_dim], axis=-1
