@@ -43,6 +43,7 @@ from shardax.models.family import (
 )
 from shardax.models.norms import OffsetLayerNorm, OffsetRMSNorm, OffsetScale
 from shardax.models.transformer import Transformer, TransformerBlock
+from shardax.nn.errors import LayerConfigError
 from shardax.nn.moe import MoE
 from shardax.nn.normalization import LayerNorm, RMSNorm
 from shardax.nn.stack import Stack
@@ -126,7 +127,7 @@ def describe(model: object) -> tuple[dict[str, Any], Family, TransformerConfig]:
     config = config_of(model)
     facts = _facts(model, config)
     if config.source is None:
-        return _describe_new(replace(config, **facts))
+        return _describe_new(_config_with(config, facts))
     content = json.loads(config.source)
     family = registry.family_of(content, "config.json")
     source = family.config(content, "config.json")
@@ -137,7 +138,7 @@ def describe(model: object) -> tuple[dict[str, Any], Family, TransformerConfig]:
     ]
     if unapplied:
         raise refused(unapplied)
-    config = replace(config, **facts)
+    config = _config_with(config, facts)
     if _differences(config, source) or _settings_differ(config, source):
         content = _written(family, content, config)
     read = _reread(family, content)
@@ -224,6 +225,15 @@ def _facts(model: object, config: TransformerConfig) -> dict[str, Any]:
     elif config.num_experts:
         facts |= {"num_experts": 0, "dense_layers": ()}
     return facts
+
+
+def _config_with(config: TransformerConfig, facts: Mapping[str, Any]) -> TransformerConfig:
+    """Returns a config with facts of the layers, or raises if none has them all."""
+    try:
+        return replace(config, **facts)
+    except LayerConfigError as error:
+        problem = f"its layers were edited, and no config has them: {error}"
+        raise refused([problem.removesuffix(".")]) from error
 
 
 _NONE = object()
