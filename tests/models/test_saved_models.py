@@ -300,6 +300,16 @@ def test_new_models_are_written_as_a_fitting_family(changes: Any, kind: str, tmp
 # --- what is refused ------------------------------------------------------------------------------
 
 
+class DoublingLayer(sx.Module):
+    def __call__(self, inputs: jax.Array) -> jax.Array:
+        return 2 * inputs
+
+
+class DoubledDropout(nn.Dropout):
+    def __call__(self, x: Any) -> Any:
+        return 2 * x
+
+
 REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
     "embedding alone": (
         lambda model: setattr(model.embed.embedding, "value", jnp.ones((20, 8))),
@@ -333,6 +343,22 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
     "further layer": (
         lambda model: setattr(model, "extra", nn.Linear(2, 2, rngs=sx.Rngs(0))),
         r"\.extra\.kernel has no tensor in its family; \.extra\.bias",
+    ),
+    "module for a dropout": (
+        lambda model: setattr(model.layers[1], "dropout", DoublingLayer()),
+        r"\.layers\[1\]\.dropout is a DoublingLayer, not a Dropout",
+    ),
+    "subclass of a dropout": (
+        lambda model: setattr(model.layers[0].attn, "dropout", DoubledDropout(0.1)),
+        r"\.layers\[0\]\.attn\.dropout is a DoubledDropout, whose __call__ is not a Dropout's",
+    ),
+    "function for a dropout": (
+        lambda model: setattr(model, "embed_dropout", jnp.tanh),
+        r"\.embed_dropout is the function tanh, not a Dropout",
+    ),
+    "no window": (
+        lambda model: model.set_attributes(window=0),
+        r"no config has them: TransformerConfig needs window to be a positive integer",
     ),
     "raw array": (lambda model: setattr(model, "mean", jnp.ones(3)), r"\.mean has no tensor"),
     "dtype": (

@@ -43,6 +43,7 @@ from shardax.models.family import (
 )
 from shardax.models.norms import OffsetLayerNorm, OffsetRMSNorm, OffsetScale
 from shardax.models.transformer import Transformer, TransformerBlock
+from shardax.nn.dropout import Dropout
 from shardax.nn.errors import LayerConfigError
 from shardax.nn.moe import MoE
 from shardax.nn.normalization import LayerNorm, RMSNorm
@@ -55,10 +56,12 @@ _SETTINGS = frozenset(
 )
 # Attributes of layers that change no logits in evaluation, or follow from shapes.
 _FREE_ATTRIBUTES_TEXT = """
-capacity_factor config deterministic dropout dtype embed_dropout implementation
-in_features load_balance_loss num_embeddings out_features precision preferred_element_type
+capacity_factor config deterministic dtype implementation in_features load_balance_loss
+num_embeddings out_features precision preferred_element_type
 """
 _FREE_ATTRIBUTES = frozenset(_FREE_ATTRIBUTES_TEXT.split())
+# Places of a Dropout, which may have any rate, or be None.
+_DROPOUTS = ("dropout", "embed_dropout")
 # Variables that are no parameters.
 _RECORDS = (Cache, Intermediate, MetricState, OptState, Perturbation, RngState)
 _ADVICE = "sx.train.checkpoint.save(model, folder) saves any model as it is."
@@ -557,7 +560,7 @@ class _ArchitectureCheck:
     ) -> None:
         """Compares a Module with the built one, and their parts."""
         where = (*place.path, *within)
-        if self._is_another_class(module, built, where):
+        if self._is_another_class(module, type(built), where):
             return
         attributes = {**vars(module), **module._array_attributes}
         for name, expected in {**vars(built), **built._array_attributes}.items():
@@ -565,7 +568,10 @@ class _ArchitectureCheck:
                 continue
             at, below = (*path, name), (*within, name)
             value = attributes.get(name, _NONE)
-            if isinstance(expected, Module):
+            if name in _DROPOUTS:
+                if value is not None:
+                    self._is_another_class(value, Dropout, (*where, name))
+            elif isinstance(expected, Module):
                 self.compare(value, expected, place, (), at, below)
             elif isinstance(expected, Variable):
                 self._take(value, expected, place, at, below)
@@ -593,8 +599,8 @@ class _ArchitectureCheck:
             )
         self.places.append(ParameterPlace(path, variable, place.layers, place.position))
 
-    def _is_another_class(self, module: object, built: object, where: Path) -> bool:
-        kind, expected = type(module), type(built)
+    def _is_another_class(self, module: object, expected: type, where: Path) -> bool:
+        kind = type(module)
         if not isinstance(module, expected):
             is_lora = kind.__name__ == "LoRA"
             self.advice = " Merge adapters first: sx.surgery.merge_lora(model)." if is_lora else ""

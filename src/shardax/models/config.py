@@ -256,6 +256,8 @@ class TransformerConfig:
             if chosen is not None:
                 fits = len(chosen) == self.num_layers
                 _check(where, name, chosen, fits, f"{self.num_layers} booleans")
+        if self.window is not None:
+            as_size(where, "window", self.window)
         _check(where, "pad_token", self.pad_token, self.pad_token >= -1, "a token, or -1")
         if self.relative_buckets:
             _check(where, "relative_buckets", self.relative_buckets, not self.causal, "0 if causal")
