@@ -41,8 +41,7 @@ _NAMES = {
     "shardax._files": "PathExistsError PathNotFoundError",
     "shardax._select.places": "SelectionError",
     "shardax._transforms.errors": (
-        "BranchError CarryError ClosureError NoMeshError PrefixError SharedWriteError "
-        "StaticArgumentError TransformError"
+        "ClosureError NoMeshError PrefixError StaticArgumentError TransformError"
     ),
     "shardax.bridge.base": "BridgeError",
     "shardax.cli.inputs": "CommandError",
@@ -107,9 +106,9 @@ _OLD_NAMES = {
         "TrainerError"
     ),
     "TransformError": (
-        "AmbiguousBatchError ArgumentError AxisSizeError BoundedLoopError DecisionError "
-        "DifferentiationError InconsistentAliasingError MappedShardingError MeshError OutputError "
-        "StructureMismatchError TangentError"
+        "AmbiguousBatchError ArgumentError AxisSizeError BoundedLoopError BranchError CarryError "
+        "DecisionError DifferentiationError InconsistentAliasingError MappedShardingError "
+        "MeshError OutputError SharedWriteError StructureMismatchError TangentError"
     ),
     "ViewError": "OperationsError ShardingViewError",
     "WorkerError": (

@@ -272,7 +272,7 @@ def test_changed_carry_error_names_its_axes(step, text):
         new, result = step(carry["c"], now)
         return {"c": new}, result
 
-    with pytest.raises(sx.errors.CarryError, match=text):
+    with pytest.raises(sx.errors.TransformError, match=text):
         named.scan(inside, "t", {"c": zeros({"a": 3})}, zeros({"t": 4, "b": 2}))
 
 
@@ -288,7 +288,7 @@ def test_changed_carry_error_names_its_axes(step, text):
         ),
         (
             lambda f: named.scan(lambda c, x: c, "t", 0, zeros({"t": 2})),
-            "CarryError",
+            "TransformError",
             r"\(carry, None\)",
         ),
     ],

@@ -163,7 +163,7 @@ def test_variable_stands_for_its_named_array():
 
 def test_writing_what_differs_between_positions_is_an_error():
     counter = Counter()
-    with pytest.raises(sx.errors.SharedWriteError, match="last"):
+    with pytest.raises(sx.errors.TransformError, match="last"):
         nmap(counter.remember)(NamedArray(jnp.arange(2.0), ("a",)))
     assert float(counter.last) == 0
 

@@ -85,7 +85,7 @@ def test_array_bounds_of_slices_are_refused():
 
 
 def test_unfit_carry_and_unnamed_xs_are_errors():
-    with pytest.raises(sx.errors.CarryError, match="gained 'b'"):
+    with pytest.raises(sx.errors.TransformError, match="gained 'b'"):
         named.scan(lambda c, v: (c + v, None), "a", zeros({}), X)
     with pytest.raises(sx.errors.NamedAxesError, match="wrap"):
         named.scan(lambda c, v: (c, v), "a", 0, jnp.ones(3))

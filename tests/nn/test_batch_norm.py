@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tests.advice import run_advice
 
 import shardax as sx
-from shardax.errors import LayerConfigError, LayerInputError, SharedWriteError
+from shardax.errors import LayerConfigError, LayerInputError, TransformError
 
 P = PartitionSpec
 STATS = sx.StateAxes({sx.BatchStat: 0, ...: None})
@@ -266,7 +266,7 @@ def test_masks_of_lanes_count_every_element_once() -> None:
 
 def test_lanes_without_axis_name_have_own_statistics() -> None:
     x, norm = floats(3, 8, 4), make()
-    with pytest.raises(SharedWriteError, match=r"BatchStat at \.norm\.mean"):
+    with pytest.raises(TransformError, match=r"BatchStat at \.norm\.mean"):
         sx.vmap(lambda norm, x: norm(x), in_axes=(None, 0))(norm, x)
     for name in ("mean", "var"):
         variable = getattr(norm, name)
@@ -307,7 +307,7 @@ def test_shards_without_axis_name_are_refused(auto_mesh: Mesh) -> None:
     run = sx.shard_map(
         lambda norm, x: norm(x), mesh=auto_mesh, in_specs=(P(), P("data")), out_specs=P("data")
     )
-    with pytest.raises(SharedWriteError, match=r"BatchStat at \.norm\.mean .* 'data'"):
+    with pytest.raises(TransformError, match=r"BatchStat at \.norm\.mean .* 'data'"):
         run(make(), floats(8, 4))
 
 

@@ -18,13 +18,7 @@ from tests.strategies import assert_equal_values, assert_same_model
 from tests.values import with_values
 
 import shardax as sx
-from shardax.errors import (
-    CarryError,
-    LayerConfigError,
-    ModuleError,
-    PartitionCheckError,
-    TransformError,
-)
+from shardax.errors import LayerConfigError, ModuleError, PartitionCheckError, TransformError
 from shardax.nn import Stack, stack_layers, unstack_layers
 
 
@@ -294,7 +288,7 @@ class _Unhashable:
 
 def test_layers_that_change_input_shapes_are_refused() -> None:
     stack = Stack(lambda: sx.nn.Linear(4, 5, rngs=sx.Rngs(0)), 2)
-    with pytest.raises(CarryError, match=r"float32\[2,4\] to float32\[2,5\]"):
+    with pytest.raises(TransformError, match=r"float32\[2,4\] to float32\[2,5\]"):
         stack(X)
 
 

@@ -148,8 +148,8 @@ def test_layers_of_branches_and_loops_are_refused() -> None:
 
     x = np.ones((1, 2), np.float32)
     for model, error in (
-        (Branching(linear, sx.clone(linear)), sx.errors.BranchError),
-        (Looping(linear), sx.errors.CarryError),
+        (Branching(linear, sx.clone(linear)), sx.errors.TransformError),
+        (Looping(linear), sx.errors.TransformError),
         (Enclosing(linear), sx.errors.ForeignMutationError),
     ):
         with pytest.raises(error, match="activation"):

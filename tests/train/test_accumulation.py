@@ -16,7 +16,7 @@ from tests.advice import run_advice
 from tests.values import with_values
 
 import shardax as sx
-from shardax.errors import CarryError, TrainError
+from shardax.errors import TrainError, TransformError
 from shardax.train import accumulated_value_and_grad
 from shardax.train.accumulation import split_batch
 
@@ -240,7 +240,7 @@ def test_sown_values_are_stacked_other_structural_changes_refused() -> None:
     sx.jit(accumulated_value_and_grad(sows, 2))(model, batch)
     rows = np.stack([batch["x"][i::2] for i in range(2)])
     np.testing.assert_array_equal(np.stack(model.seen.value), rows[None])
-    with pytest.raises(CarryError):
+    with pytest.raises(TransformError):
         accumulated_value_and_grad(replaces, 2)(model, batch)
     assert int(model.calls) == 2
 
@@ -269,7 +269,7 @@ def test_state_that_changes_dtype_is_refused_by_path() -> None:
         model.calls.value = model.calls.value + 0.5
         return loss(model, batch)
 
-    with pytest.raises(CarryError, match=r"\.calls.*int32.*float32"):
+    with pytest.raises(TransformError, match=r"\.calls.*int32.*float32"):
         accumulated_value_and_grad(widens, 2)(net(), make_batch(4))
 
 

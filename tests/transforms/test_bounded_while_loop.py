@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from tests.transforms.examples import Many, Scale, step, values
 
 import shardax as sx
-from shardax.errors import CarryError, TransformError
+from shardax.errors import TransformError
 
 MODES = ("no", "store", "recompute")
 every_mode = pytest.mark.parametrize("mode", MODES)
@@ -447,7 +447,7 @@ def test_the_history_only_reads() -> None:
 
 
 def test_changed_form_of_carry_raises() -> None:
-    with pytest.raises(CarryError, match=r"from int32\[\] to float32\[2\]"):
+    with pytest.raises(TransformError, match=r"from int32\[\] to float32\[2\]"):
         sx.bounded_while_loop(lambda x: True, lambda x: jnp.ones(2), jnp.int32(0), max_steps=3)
     with pytest.raises(TransformError, match=r"is a str"):
         sx.bounded_while_loop(lambda x: True, _add_one, "a", max_steps=3)

@@ -17,7 +17,7 @@ from tests.strategies import Edit, apply_edit, assert_equal_values, assert_same_
 from tests.transforms.examples import Box, Many, Scale, Tied, step, values
 
 import shardax as sx
-from shardax.errors import BranchError, ForeignMutationError, TransformError
+from shardax.errors import ForeignMutationError, TransformError
 
 
 class Noisy(sx.Module):
@@ -213,7 +213,7 @@ def test_a_change_that_all_branches_make_is_carried() -> None:
 def test_change_in_one_branch_names_module_and_attribute() -> None:
     model = Box()
     model.inner = Noisy()
-    with pytest.raises(BranchError, match=r"Noisy at \.m\.inner .*true_fun \.seen is new"):
+    with pytest.raises(TransformError, match=r"Noisy at \.m\.inner .*true_fun \.seen is new"):
         sx.cond(True, lambda m, x: m.inner(x), lambda m, x: x, model, 1.0)
     assert not hasattr(model.inner, "seen") and int(model.inner.rngs.noise.count) == 0
 
@@ -224,25 +224,27 @@ def test_different_configuration_in_branches_names_both_values() -> None:
 
     model = Box()
     branches = [functools.partial(branch, mode) for mode in ("fast", "slow")]
-    with pytest.raises(BranchError, match=r"true_fun \.mode is 'fast', false_fun .*'slow'"):
+    with pytest.raises(TransformError, match=r"true_fun \.mode is 'fast', false_fun .*'slow'"):
         sx.cond(True, *branches, model)
     sx.cond(True, branches[0], branches[0], model)
     assert model.mode == "fast"
 
 
 def test_metadata_change_in_one_branch_names_variable() -> None:
-    with pytest.raises(BranchError, match=r"Param at \.m\.factor .*true_fun its metadata change"):
+    with pytest.raises(
+        TransformError, match=r"Param at \.m\.factor .*true_fun its metadata change"
+    ):
         sx.cond(True, lambda m: m.factor.set_metadata(axes=("a",)), _nothing, Scale())
 
 
 def test_new_variables_of_different_shapes_raise() -> None:
     model = Noisy()
-    with pytest.raises(BranchError, match=r"at \.m\.seen: .*float32\[2\].*float32\[3\]"):
+    with pytest.raises(TransformError, match=r"at \.m\.seen: .*float32\[2\].*float32\[3\]"):
         sx.cond(True, lambda m: m(jnp.ones(2))[0], lambda m: m(jnp.ones(3))[0], model)
 
 
 def test_new_objects_of_different_types_raise() -> None:
-    with pytest.raises(BranchError, match=r"\.result\.a: true_fun a Param .*a Variable"):
+    with pytest.raises(TransformError, match=r"\.result\.a: true_fun a Param .*a Variable"):
         sx.cond(True, lambda: {"a": sx.Param(1.0)}, lambda: {"a": sx.Variable(1.0)})
 
 
@@ -251,7 +253,7 @@ def test_captured_objects_leave_only_through_all_branches() -> None:
     assert sx.cond(True, *[lambda: outside.factor] * 2) is outside.factor
     sx.cond(True, *[lambda m: setattr(m, "inner", outside)] * 2, model)
     assert model.inner is outside
-    with pytest.raises(BranchError, match=r"\.result: .*a Scale from outside, but another"):
+    with pytest.raises(TransformError, match=r"\.result: .*a Scale from outside, but another"):
         sx.cond(True, lambda: outside, lambda: other)
 
 
@@ -279,7 +281,7 @@ def test_a_variable_keeps_its_form_in_all_branches(new: Any, shown: str) -> None
         m.factor.value = new()
 
     told = rf"Param at \.m\.factor .*true_fun writes {shown}, false_fun leaves it as float32\[2\]"
-    with pytest.raises(BranchError, match=told):
+    with pytest.raises(TransformError, match=told):
         sx.cond(True, write, _nothing, model)
     assert model.factor.value.tolist() == [1.0, 1.0]
     sx.cond(True, write, write, model)
@@ -297,20 +299,20 @@ def test_a_variable_keeps_its_form_in_all_branches(new: Any, shown: str) -> None
     ],
 )
 def test_different_result_forms_raise_with_path(first: Any, second: Any, told: str) -> None:
-    with pytest.raises(BranchError, match=told):
+    with pytest.raises(TransformError, match=told):
         sx.cond(True, lambda: first, lambda: second)
 
 
 def test_switch_errors_name_branches_by_position() -> None:
-    with pytest.raises(BranchError, match=r"branches\[0\] float32\[\], branches\[2\] int32\[\]"):
+    with pytest.raises(TransformError, match=r"branches\[0\] float32\[\], branches\[2\] int32\[\]"):
         sx.switch(0, [lambda: 1.0, lambda: 1.0, lambda: 1])
 
 
 def test_different_objects_cannot_be_chosen_among() -> None:
     a, b = Scale(), Scale()
-    with pytest.raises(BranchError, match=r"the Scale at \.a, false_fun the Scale at \.b"):
+    with pytest.raises(TransformError, match=r"the Scale at \.a, false_fun the Scale at \.b"):
         sx.cond(True, lambda a, b: a, lambda a, b: b, a, b)
-    with pytest.raises(BranchError, match=r"the Param at \.a\.factor, false_fun an array"):
+    with pytest.raises(TransformError, match=r"the Param at \.a\.factor, false_fun an array"):
         sx.cond(True, lambda a: a.factor, lambda a: a.factor.value, a)
 
 
@@ -330,9 +332,9 @@ def test_an_index_is_one_integer(index: Any) -> None:
 
 
 def test_branches_are_functions() -> None:
-    with pytest.raises(BranchError, match=r"false_fun of sx\.cond is a int"):
+    with pytest.raises(TransformError, match=r"false_fun of sx\.cond is a int"):
         sx.cond(True, _nothing, 3)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(BranchError, match="no branches"):
+    with pytest.raises(TransformError, match="no branches"):
         sx.switch(0, [])
 
 

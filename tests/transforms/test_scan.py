@@ -12,7 +12,7 @@ import pytest
 from tests.advice import run_advice
 
 import shardax as sx
-from shardax.errors import CarryError, PrefixError, TransformError
+from shardax.errors import PrefixError, TransformError
 
 Carry = sx.Carry
 
@@ -402,19 +402,23 @@ class TestErrors:
         assert sx.vmap(lambda x: x, axis_size=np.int64(3))(jnp.ones(3)).shape == (3,)  # pyright: ignore[reportArgumentType]
 
     def test_carry_appears_once_at_top_level(self) -> None:
-        with pytest.raises(CarryError, match=r"in_axes of sx\.scan has sx\.Carry 2 times"):
+        with pytest.raises(TransformError, match=r"in_axes of sx\.scan has sx\.Carry 2 times"):
             sx.scan(lambda a, b: a, in_axes=(Carry, Carry))
-        with pytest.raises(CarryError, match=r"out_axes of sx\.scan has sx\.Carry, but in_axes"):
+        with pytest.raises(
+            TransformError, match=r"out_axes of sx\.scan has sx\.Carry, but in_axes"
+        ):
             sx.scan(lambda a, b: a, in_axes=(0, 0))
-        with pytest.raises(CarryError, match=r"in_axes of sx\.scan has sx\.Carry, but out_axes"):
+        with pytest.raises(
+            TransformError, match=r"in_axes of sx\.scan has sx\.Carry, but out_axes"
+        ):
             sx.scan(lambda a, b: a, out_axes=(0, 0))
-        with pytest.raises(CarryError, match=r"inside \(Carry, 0\)") as caught:
+        with pytest.raises(TransformError, match=r"inside \(Carry, 0\)") as caught:
             sx.scan(lambda a, b: a, in_axes=((Carry, 0), 0))
         code = "sx.StateAxes({filter: sx.Carry, ...: None})"
         axes = run_advice(caught.value, code, {"sx": sx, "filter": sx.BatchStat})
         layer = Layer(sx.Rngs(0))
         sx.scan(lambda m, x: x, in_axes=(axes, 0), out_axes=0)(layer, jnp.ones((3, 2)))
-        with pytest.raises(CarryError, match="has 2 \\(a, b\\)"):
+        with pytest.raises(TransformError, match="has 2 \\(a, b\\)"):
             sx.scan(lambda a, b: a, in_axes=Carry, out_axes=Carry)(1.0, 2.0)
 
     @pytest.mark.parametrize(
@@ -434,14 +438,16 @@ class TestErrors:
             sx.scan(lambda b: b, in_axes=0, out_axes=entry)
 
     def test_result_must_match_out_axes(self) -> None:
-        with pytest.raises(CarryError, match="carry at position 0, but it returned a tuple of 3"):
+        with pytest.raises(
+            TransformError, match="carry at position 0, but it returned a tuple of 3"
+        ):
             sx.scan(lambda c, x: (c, x, x))(0.0, jnp.ones(2))
 
     def test_carry_keeps_its_form(self) -> None:
-        with pytest.raises(CarryError, match=r"\.c changes .* float32\[2\] to int32\[2\]"):
+        with pytest.raises(TransformError, match=r"\.c changes .* float32\[2\] to int32\[2\]"):
             sx.scan(lambda c, x: (c.astype(int), x))(jnp.ones(2), jnp.ones(2))
         with pytest.raises(
-            CarryError, match=r"at \.c a dict with keys 'b' came back as a dict with keys 'a'"
+            TransformError, match=r"at \.c a dict with keys 'b' came back as a dict with keys 'a'"
         ):
             sx.scan(lambda c, x: ({"a": 1}, x))({"b": 1.0}, jnp.ones(2))
 
@@ -453,14 +459,16 @@ class TestErrors:
             layer.calls.value = jnp.float32(1.5)
             return layer, x
 
-        with pytest.raises(CarryError, match=r"BatchStat at \.layer\.calls .*int32\[\] to float32"):
+        with pytest.raises(
+            TransformError, match=r"BatchStat at \.layer\.calls .*int32\[\] to float32"
+        ):
             sx.scan(body)(layer, jnp.ones(2))
         after = sx.state(layer).flat()
         assert all(before[path] is after[path] for path in before)
 
     def test_the_carried_module_comes_back_itself(self) -> None:
         layer = sx.nn.Linear(2, 2, rngs=sx.Rngs(0))
-        with pytest.raises(CarryError, match=r"at \.m, .* came back as another Lin") as caught:
+        with pytest.raises(TransformError, match=r"at \.m, .* came back as another Lin") as caught:
             sx.scan(lambda m, x: (sx.clone(m), x))(layer, jnp.ones(2))
 
         def body(model: Any, x: Any) -> Any:
@@ -477,7 +485,7 @@ class TestErrors:
             return m, x
 
         layer = sx.nn.Linear(2, 2, rngs=sx.Rngs(0))
-        with pytest.raises(CarryError, match=r"structure of the Linear at \.m: \.mode is new"):
+        with pytest.raises(TransformError, match=r"structure of the Linear at \.m: \.mode is new"):
             sx.scan(replace)(layer, jnp.ones(2))
         assert not hasattr(layer, "mode")
 
@@ -485,7 +493,7 @@ class TestErrors:
             del m.bias
             return m, x
 
-        with pytest.raises(CarryError, match=r"\.bias is removed"):
+        with pytest.raises(TransformError, match=r"\.bias is removed"):
             sx.scan(remove)(layer, jnp.ones(2))
 
     def test_sizes_must_agree_and_be_known(self) -> None:
@@ -518,6 +526,8 @@ class TestErrors:
 
         with (
             jax.set_mesh(mesh),
-            pytest.raises(CarryError, match=r"\.total .* to float32\[4\] sharded as P\('data',?\)"),
+            pytest.raises(
+                TransformError, match=r"\.total .* to float32\[4\] sharded as P\('data',?\)"
+            ),
         ):
             sx.scan(body)(total, jnp.ones(3))

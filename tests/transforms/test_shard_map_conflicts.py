@@ -13,7 +13,7 @@ from tests.strategies import assert_same_model
 from tests.transforms.sharded import BY_TYPE, P, Table, spec_of
 
 import shardax as sx
-from shardax.errors import SharedWriteError
+from shardax.errors import TransformError
 
 
 def test_different_values_of_replicated_variable_are_refused(mesh: Mesh) -> None:
@@ -26,7 +26,7 @@ def test_different_values_of_replicated_variable_are_refused(mesh: Mesh) -> None
 
     for wrap in (lambda f: f, sx.jit):
         run = wrap(sx.shard_map(count, mesh=mesh, in_specs=(BY_TYPE, P("data")), out_specs=None))
-        with pytest.raises(SharedWriteError) as found:
+        with pytest.raises(TransformError) as found:
             run(table, jnp.ones(8))
         assert ".table.calls has the spec P()" in str(found.value)
         assert "over the mesh axes 'data'" in str(found.value)
@@ -42,7 +42,7 @@ def test_spec_must_name_all_varying_axes(auto_mesh: Mesh) -> None:
 
     both = P("data", "model")
     run = sx.shard_map(write, mesh=auto_mesh, in_specs=(P("data"), both), out_specs=None)
-    with pytest.raises(SharedWriteError, match=r"\.variable .* 'model'\. "):
+    with pytest.raises(TransformError, match=r"\.variable .* 'model'\. "):
         run(variable, jnp.ones((2, 4)))
 
 
@@ -55,7 +55,7 @@ def test_different_values_of_replicated_result_are_refused(auto_mesh: Mesh) -> N
         ({"sum": P(), "new": P()}, r"at \.result\.new"),
     ]:
         function = call if "sum" in where else lambda x: {**call(x), "sum": 0.0}
-        with pytest.raises(SharedWriteError, match=where):
+        with pytest.raises(TransformError, match=where):
             sx.shard_map(function, mesh=auto_mesh, in_specs=P("data"), out_specs=out)(jnp.ones(8))
 
 
@@ -102,7 +102,7 @@ def test_sown_values_follow_the_spec_of_type(auto_mesh: Mesh) -> None:
         run(probe := Probe(), jnp.arange(4.0))
         return probe.seen.value
 
-    with pytest.raises(SharedWriteError, match=r"new Intermediate at \.probe\.seen") as caught:
+    with pytest.raises(TransformError, match=r"new Intermediate at \.probe\.seen") as caught:
         sow(P())
     names = {"sx": sx, "P": P, "Intermediate": sx.Intermediate}
     code = "sx.StateSharding([(Intermediate, P('data')), (..., P())])"

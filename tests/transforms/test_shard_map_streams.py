@@ -14,7 +14,7 @@ from tests.advice import run_advice
 from tests.transforms.sharded import P
 
 import shardax as sx
-from shardax.errors import SharedWriteError, TransformError
+from shardax.errors import TransformError
 
 GRID = P(("data", "model"))
 
@@ -100,7 +100,7 @@ def test_new_layer_with_split_stream_is_refused(auto_mesh: Mesh) -> None:
         in_specs=P("data"),
         out_specs=P(),
     )
-    with pytest.raises(SharedWriteError, match=r"RngState at \.result\.stream\.key") as caught:
+    with pytest.raises(TransformError, match=r"RngState at \.result\.stream\.key") as caught:
         make(rngs)
     assert int(rngs.default.count) == 0
     code = "sx.StateSharding([(sx.RngState, P()), (..., spec)])"

@@ -14,18 +14,6 @@ class PrefixError(ShardaxError, ValueError):
     """A prefix does not fit the argument that it describes."""
 
 
-class SharedWriteError(ShardaxError, ValueError):
-    """A shared Variable was given a value that is not shared."""
-
-
-class CarryError(ShardaxError, TypeError):
-    """A loop's carry changes its type, or is given wrongly."""
-
-
-class BranchError(ShardaxError, TypeError):
-    """Branches differ in what they return, write or change."""
-
-
 class StaticArgumentError(ShardaxError, TypeError):
     """A static argument is a Module or not hashable."""
 

@@ -338,8 +338,8 @@ def shard_map(
         NoMeshError: When called, if there is no mesh.
         TransformError: When called, if the mesh is not the one in scope, or lacks an axis; when
             called, if an array has no such dimension, or one that cannot be divided; when called,
-            if a Variable gets two different specs.
-        SharedWriteError: When called, if shards give different values for one place.
+            if a Variable gets two different specs; when called, if shards give different values for
+            one place.
         ForeignMutationError: When called, if a captured Variable is written.
 
     Example:
@@ -571,7 +571,7 @@ class _ShardMapCall(MappedCall):
         reduced = f"jax.lax.pmean(x, {named!r})"
         where, name = format_path(item.path), item.new
         if item.kind == "result" and not name:
-            raise errors.SharedWriteError(
+            raise errors.TransformError(
                 f"out_specs of sx.shard_map gives {spec} for the value at {where}, but it differs "
                 f"between shards over the mesh axes {over}. Reduce it, {reduced} or psum, or name "
                 "these axes in out_specs."
@@ -579,20 +579,20 @@ class _ShardMapCall(MappedCall):
         if name:
             place = f"at {where}" if item.path else "attached to what the function is bound to"
             if name == "RngState":
-                raise errors.SharedWriteError(
+                raise errors.TransformError(
                     f"The new RngState {place} is of a stream that in_specs splits, so it differs "
                     f"between shards over the mesh axes {over}, and a new object has one. Give the "
                     "Rngs that it keeps the spec P() in in_specs, sx.StateSharding([(sx.RngState, "
                     "P()), (..., spec)]), or make the object outside."
                 )
-            raise errors.SharedWriteError(
+            raise errors.TransformError(
                 f"The new {name} {place} has the spec {spec} (that of the Module it was attached "
                 "to, or of its place in the result), but differs between shards over the mesh "
                 f"axes {over}. Reduce it, {reduced}, or give its type a spec in the entry of that "
                 f"Module: sx.StateSharding([({name}, P({named!r})), (..., P())])."
             )
         position = self.assignment.leaf_paths.index(item.path)
-        raise errors.SharedWriteError(
+        raise errors.TransformError(
             f"The {type(self.call.graph.leaves[position]).__name__} at {where} has the spec {spec} "
             "in in_specs, but was written with a value that differs between shards over the mesh "
             f"axes {over}. Write an equal one, {reduced} or psum, or name these axes in its spec."

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from shardax._core.object import Object
 from shardax._core.variable import Variable
 from shardax._transforms.control import scan as scans
-from shardax._transforms.errors import CarryError
+from shardax._transforms.errors import TransformError
 from shardax._transforms.lift.engine import wraps
 from shardax.named.array import NamedArray, as_named
 from shardax.named.base import Dims, Name, NamedAxesError, check_dims, positional_places, shown
@@ -275,8 +275,8 @@ def nmap(function: Callable[..., object]) -> Callable[..., Any]:
         NamedAxesError: When called, if a name has two sizes; lists the axes of every argument.
         ClosureError: When called, if it uses a named array that it was not given and that has one
             of the names.
-        TransformError: When called, if a name is split over Explicit mesh axes in two ways.
-        SharedWriteError: When called, if it writes different values into a Variable.
+        TransformError: When called, if a name is split over Explicit mesh axes in two ways; when
+            called, if it writes different values into a Variable.
 
     Example:
         >>> import jax, jax.numpy as jnp, shardax as sx
@@ -324,7 +324,7 @@ def scan(
 
     Raises:
         NamedAxesError: If ``xs`` has an array without the axis, or the axis has two sizes.
-        CarryError: If the carry changes its structure, its axes or its dtypes.
+        TransformError: If the carry changes its structure, its axes or its dtypes.
 
     Example:
         >>> import shardax as sx
@@ -344,7 +344,7 @@ def scan(
         ]
         result = function(carry.filled(values), slices_tree.unflatten(step_slices))
         if not isinstance(result, tuple) or len(result) != 2:
-            raise CarryError(
+            raise TransformError(
                 f"The function of named.scan returns (carry, result), but returned "
                 f"{type(result).__name__}. Without a result return (carry, None)."
             )
@@ -420,7 +420,7 @@ class _ScanCarry(NamedTuple):
         """Returns the values of a returned carry, or raises if it changed."""
         leaves, treedef = jax.tree.flatten(carry, is_leaf=is_whole)
         if treedef != self.treedef:
-            raise CarryError(
+            raise TransformError(
                 f"The carry of named.scan changes its structure: it comes in as {self.treedef} and "
                 f"is returned as {treedef}."
             )
@@ -442,7 +442,7 @@ class _ScanCarry(NamedTuple):
                 raise self._changed(place, leaf)
         return leaf.order_as(*dims).data
 
-    def _changed(self, place: int, leaf: object) -> CarryError:
+    def _changed(self, place: int, leaf: object) -> TransformError:
         start = self.filled(self.values)
         was = jax.tree.leaves(start, is_leaf=is_whole)[place]
         hint = "Every iteration must hand on what it was given."
@@ -456,7 +456,7 @@ class _ScanCarry(NamedTuple):
                 )
             elif was.dtype != leaf.dtype:
                 hint = f"Cast it: .astype({str(was.dtype)!r})."
-        return CarryError(
+        return TransformError(
             f"{self.paths[place]} of named.scan comes in as {_kind(was)} and is returned as "
             f"{_kind(leaf)}. {hint}"
         )

@@ -327,7 +327,7 @@ class RNN(Module):
 
         Raises:
             LayerInputError: If the input has no time, or the mask or carry another shape.
-            CarryError: If the cell returns another structure, shape or dtype than ``carry``.
+            TransformError: If the cell returns another structure, shape or dtype than ``carry``.
         """
         x = as_array(x)
         if x.ndim < 2 or not x.shape[-2]:

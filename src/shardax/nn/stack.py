@@ -261,7 +261,8 @@ class Stack(Module):
             The last layer's result.
 
         Raises:
-            CarryError: If a layer's result has another structure, shape or dtype than its input.
+            TransformError: If a layer's result has another structure, shape or dtype than its
+                input.
             ModuleError: With microbatches, if rows or layers cannot be divided, or layers
                 write what they share.
         """

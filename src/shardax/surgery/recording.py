@@ -54,8 +54,8 @@ def record(model: Any, *selections: Selection | Callable[[Selection], Selection]
     Raises:
         SelectionError: If a selection is of another tree, if something selected is not called, or
             if nothing is selected; when called, if the model has no such places any more.
-        BranchError: When called, if a selected layer is called in a branch of ``sx.cond``.
-        CarryError: When called, if it is called in a loop other than ``sx.scan``.
+        TransformError: When called, if a selected layer is called in a branch of ``sx.cond``; when
+            called, if it is called in a loop other than ``sx.scan``.
         ForeignMutationError: Likewise, if it is reached through a closure.
 
     Example:

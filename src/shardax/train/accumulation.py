@@ -67,8 +67,8 @@ def accumulated_value_and_grad(
     Raises:
         TrainError: Here if ``steps``, ``reduce`` or ``count`` is not valid; when called, if rows
             cannot be divided by ``steps``, or ``count`` returns no real number.
-        CarryError: When called, if the function changes the structure, a shape or a dtype of the
-            model; as in ``sx.scan``, what it sows is stacked.
+        TransformError: When called, if the function changes the structure, a shape or a dtype of
+            the model; as in ``sx.scan``, what it sows is stacked.
 
     Example:
         >>> import jax.numpy as jnp, shardax as sx

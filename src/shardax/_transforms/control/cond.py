@@ -23,7 +23,7 @@ from shardax._core.graph.paths import Path, format_path, plain_path
 from shardax._core.graph.static import Static
 from shardax._core.variable import Variable
 from shardax._transforms.control import loops, scan
-from shardax._transforms.errors import BranchError
+from shardax._transforms.errors import TransformError
 from shardax._transforms.jit import eager
 from shardax._transforms.lift import binding, engine
 from shardax._transforms.lift.tracer_errors import naming
@@ -65,7 +65,7 @@ class _Comparison:
 
     def _refuse(self, problem: str, descriptions: Sequence[str], advice: str) -> NoReturn:
         first, second = self.both
-        raise BranchError(
+        raise TransformError(
             f"The branches of sx.{self.call.name} {problem}: {first.label} {descriptions[0]}, "
             f"{second.label} {descriptions[1]}. {advice}"
         )
@@ -232,9 +232,9 @@ def cond(
         The result of the branch that was taken.
 
     Raises:
-        TransformError: If the predicate is not one boolean or real number.
-        BranchError: If branches differ in what they return, in the form of a Variable, or in how
-            they change the structure of the Modules.
+        TransformError: If the predicate is not one boolean or real number; if branches differ in
+            what they return, in the form of a Variable, or in how they change the structure of the
+            Modules.
 
     Example:
         >>> import jax.numpy as jnp, shardax as sx
@@ -286,8 +286,8 @@ def switch(
         The result of the branch that was taken.
 
     Raises:
-        TransformError: If the index is not one integer.
-        BranchError: As for ``cond``; also if there are no branches.
+        TransformError: If the index is not one integer; as for ``cond``; also if there are no
+            branches.
 
     Example:
         >>> import jax.numpy as jnp, shardax as sx
@@ -304,7 +304,7 @@ def _switch(
 ):
     index, *operands = args
     if not functions:
-        raise BranchError("sx.switch was given no branches; give a sequence of at least one.")
+        raise TransformError("sx.switch was given no branches; give a sequence of at least one.")
     branches = {f"branches[{i}]": branch for i, branch in enumerate(functions)}
     _check_callable("switch", branches)
     decision = loops.as_integer(index, "index of sx.switch")
@@ -315,7 +315,7 @@ def _switch(
 def _check_callable(name: str, functions: Mapping[str, object]) -> None:
     for label, function in functions.items():
         if not callable(function):
-            raise BranchError(
+            raise TransformError(
                 f"{label} of sx.{name} is a {type(function).__name__}, which cannot be called. A "
                 f"branch is a function of the operands: lambda *operands: value."
             )

@@ -75,9 +75,8 @@ def while_loop(
         The last carry.
 
     Raises:
-        CarryError: If the body changes the form of the carry or of a Variable, or the structure of
-            a Module.
-        TransformError: If the condition does not return one boolean, or writes.
+        TransformError: If the body changes the form of the carry or of a Variable, or the structure
+            of a Module; if the condition does not return one boolean, or writes.
 
     Example:
         >>> import jax.numpy as jnp, shardax as sx
@@ -125,8 +124,8 @@ def fori_loop(
         The last carry.
 
     Raises:
-        CarryError: As for ``while_loop``.
-        TransformError: If a bound is not one integer; if ``unroll`` is of another kind.
+        TransformError: As for ``while_loop``; if a bound is not one integer; if ``unroll`` is of
+            another kind.
 
     Example:
         >>> import jax.numpy as jnp, shardax as sx

@@ -36,7 +36,7 @@ from shardax._core.graph.flatten import GraphDef, ModuleDef, VariableDef, is_obj
 from shardax._core.graph.paths import Path, format_path, plain_path
 from shardax._core.object import Object
 from shardax._core.variable import Variable
-from shardax._transforms.errors import CarryError, PrefixError, TransformError
+from shardax._transforms.errors import PrefixError, TransformError
 from shardax._transforms.jit import eager
 from shardax._transforms.lift import binding, engine, prefix
 from shardax._transforms.lift.tracer_errors import naming
@@ -128,7 +128,7 @@ class LoopBody:
         outputs = context.record_effects(context.result)
         refuse_changes(self.call, outputs, outputs.effects.updates)
         if outputs.effects.fresh:
-            raise CarryError(
+            raise TransformError(
                 f"The body of sx.{self.call.name} returned a new object where what is carried must "
                 f"come back as it was given. Write into the given Module and return it."
             )
@@ -238,7 +238,7 @@ def matching_leaves(
     difference = structure_difference(outline(carry), outline(returned), (label,))
     if difference is not None:
         path, old_form, new_form = difference
-        raise CarryError(
+        raise TransformError(
             f"What is carried in sx.{name} must come back with the structure it was given, but at "
             f"{format_path(path)} {old_form} came back as {new_form}. Return every part of it, in "
             f"the same containers."
@@ -252,7 +252,7 @@ def matching_leaves(
             type(x).__name__ if isinstance(x, Object) else "array" for x in (old_leaf, new_leaf)
         ]
         if kinds != ["array", "array"] and old_leaf is not new_leaf:
-            raise CarryError(
+            raise TransformError(
                 f"The {kinds[0]} at {format_path(path)}, which is carried in sx.{name}, came back "
                 f"as another {kinds[1]}. A Module is carried as the object it is: write into it "
                 f"(v[...] = new, sx.update(model, new)) and return it."
@@ -324,7 +324,7 @@ def check_form(title: str, old: object, new: object, name: str) -> None:
         return
     explicit = any(explicit_spec(leaf) for leaf in jax.tree.leaves((old, new)))
     hint = ", jax.sharding.reshard(new, spec)" if explicit else ""
-    raise CarryError(
+    raise TransformError(
         f"{title} changes its form in the body of sx.{name}: from {form(old)} to {form(new)}. "
         f"All iterations share one program, so what goes from one to the next keeps structure, "
         f"shape and dtype. Start with the form it will have, or convert what is written: "
@@ -351,7 +351,7 @@ def refuse_changes(
     for index in changed:
         path = format_path(call.graph.flat.paths[index])
         old, new = call.graph.flat.graphdef.objects[index], effects.updates[index]
-        raise CarryError(
+        raise TransformError(
             f"The body of sx.{call.name} changes the structure of the {old.type.__name__} at "
             f"{path}: {describe_change(old, new)}. The body is traced once for all iterations, so "
             f"the change would happen once. Make it before the loop; in the body, write values of "
@@ -413,12 +413,12 @@ def scan(
         A function of the same arguments.
 
     Raises:
-        CarryError: If ``Carry`` is given twice, nested, or only on one side; when called, if what
-            goes from one iteration to the next changes its structure, shape or dtype.
+        TransformError: If ``Carry`` is given twice, nested, or only on one side; when called, if
+            what goes from one iteration to the next changes its structure, shape or dtype; if
+            ``unroll`` or ``reverse`` is of another kind, or if it is given ``init`` and ``xs``, as
+            ``jax.lax.scan`` is, or if ``length`` is no size; when called, if what is carried is no
+            array, if an array has no such axis, or sizes differ.
         PrefixError: If a prefix does not fit.
-        TransformError: If ``unroll`` or ``reverse`` is of another kind, or if it is given ``init``
-            and ``xs``, as ``jax.lax.scan`` is, or if ``length`` is no size; when called, if what is
-            carried is no array, if an array has no such axis, or sizes differ.
         PartitionError: When called, if a box cannot lose or gain the dimension, or must have a name
             for it; names its path.
 
@@ -486,13 +486,13 @@ def _check_axes(in_axes: object, out_axes: object) -> bool:
         top = list(axes) if isinstance(axes, (tuple, list)) else [axes]
         below = [entry for entry in top if entry is not prefix.Carry]
         if len(top) - len(below) > 1:
-            raise CarryError(
+            raise TransformError(
                 f"{name} of sx.scan has sx.Carry {len(top) - len(below)} times. One argument is "
                 f"carried; put what is carried together in a tuple or dict."
             )
         inside = [e for e in below if any(leaf is prefix.Carry for leaf in jax.tree.leaves(e))]
         if inside:
-            raise CarryError(
+            raise TransformError(
                 f"{name} of sx.scan has sx.Carry inside {inside[0]!r}. A whole argument is "
                 f"carried; to carry some Variables of a Module, use "
                 f"sx.StateAxes({{filter: sx.Carry, ...: None}})."
@@ -500,13 +500,13 @@ def _check_axes(in_axes: object, out_axes: object) -> bool:
         carried[name] = len(below) < len(top)
     if carried["in_axes"] != carried["out_axes"]:
         has, lacks = sorted(carried, key=carried.__getitem__, reverse=True)
-        raise CarryError(
+        raise TransformError(
             f"{has} of sx.scan has sx.Carry, but {lacks} has none. What is carried comes in as an "
             f"argument and goes out in the result: in_axes=(sx.Carry, 0), out_axes=(sx.Carry, 0)."
         )
     entries = prefix.entries_in(below)
     if prefix.Carry in entries:
-        raise CarryError(
+        raise TransformError(
             "out_axes of sx.scan has sx.Carry in a filter mapping. Variables are carried where "
             "their Module comes in; out_axes says how new ones are stacked."
         )
@@ -534,7 +534,7 @@ class _Scan(LoopBody):
         args, kwargs, prefixes, named = assigned
         self.carry_position = prefixes.index(prefix.Carry) if has_carry else None
         if prefixes.count(prefix.Carry) > 1:
-            raise CarryError(
+            raise TransformError(
                 f"in_axes=sx.Carry is for a function of one argument, but the call has "
                 f"{len(prefixes)} ({', '.join(call.labels)}). Give one entry each: in_axes="
                 f"(sx.Carry, 0)."
@@ -584,7 +584,7 @@ class _Scan(LoopBody):
             description = f"{type(result).__name__}" + (
                 f" of {len(result)}" if isinstance(result, (tuple, list)) else ""
             )
-            raise CarryError(
+            raise TransformError(
                 f"With out_axes={self.out_axes!r} the body of sx.scan returns a tuple of "
                 f"{len(self.out_axes)}, the carry at position {place}, but it returned a "
                 f"{description}."

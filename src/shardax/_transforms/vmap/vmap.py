@@ -18,7 +18,7 @@ import numpy as np
 
 from shardax._core.frames import kind_of
 from shardax._core.graph.paths import format_path
-from shardax._transforms.errors import PrefixError, SharedWriteError
+from shardax._transforms.errors import PrefixError, TransformError
 from shardax._transforms.lift import prefix
 from shardax._transforms.lift.engine import LiftedCall, RunContext, SealedFrame, decorator, wraps
 from shardax._transforms.vmap import axes as mapped
@@ -75,9 +75,8 @@ def vmap(
         TransformError: If ``axis_size`` is no size; when called, if an array has no such axis, or
             sizes differ; when called, if axes are to be found and sizes do not say which; when
             called, if a Variable gets two different axes; when called, if arrays are split
-            differently over Explicit mesh axes.
-        SharedWriteError: When called, if batch elements write different values into a shared
-            Variable, or a result without an axis differs between them.
+            differently over Explicit mesh axes; when called, if batch elements write different
+            values into a shared Variable, or a result without an axis differs between them.
         ForeignMutationError: When called, if a Variable that was not passed in is written.
         MetadataError: When called, if a mapped dimension has another name than ``metadata`` gives.
         PartitionError: When called, if a box cannot lose or gain the dimension; names its path;
@@ -188,7 +187,7 @@ class _VmapCall(mapped.MappedCall):
             if differs and leaving[i].kind == "attached":  # to what is shared: one part per element
                 leaving[i] = leaving[i]._replace(entry=0)
             elif differs:
-                raise SharedWriteError(self._explain(leaving[i]))
+                raise TransformError(self._explain(leaving[i]))
         for leaf in leaving:
             mapped.check_new_axis(leaf.value, leaf.entry, leaf.path, "vmap")
         new = [leaf.entry for leaf in leaving if leaf.new]
