@@ -29,9 +29,11 @@ from shardax._core.errors import ShardaxError
 from shardax._core.module import Module
 from shardax._core.state.split_merge import iter_variables
 from shardax._core.variable import Cache
+from shardax._select.selection import select
 from shardax._transforms.control.loops import while_loop
 from shardax._transforms.jit.jit import jit
 from shardax.nn.attention.dot_product import AttentionKernel
+from shardax.nn.quantization import Quantized
 from shardax.partition.constraints import constrain
 from shardax.partition.context import SettingsScope, axis_rules, current_rules, kernels
 from shardax.partition.mesh import resolve_mesh
@@ -283,10 +285,22 @@ def _others(model, cache, progress, limit, numbers, *, filters) -> _Progress:
         return (progress.step < limit) & ~jnp.all(progress.stopped | progress.failed)
 
     def body(progress: _Progress) -> _Progress:
-        logits = model(progress.last[:, None], cache=cache)[:, -1]
+        last, step_model = _within_step(model, progress.last)
+        logits = step_model(last[:, None], cache=cache)[:, -1]
         return _add(progress, _by_rows(logits), numbers, filters)
 
     return while_loop(goes_on, body, progress)
+
+
+def _within_step(model: Any, last: jax.Array) -> tuple[jax.Array, Any]:
+    """Keeps compilers from dequantizing kernels once, before all steps."""
+    kernels = [v for _, v in iter_variables(model, Quantized)]
+    if not kernels:
+        return last, model
+    last, values = jax.lax.optimization_barrier((last, [v.value for v in kernels]))
+    new = {id(v): v.replace(value) for v, value in zip(kernels, values, strict=True)}
+    chosen = select(model).at_instances_of(Quantized)
+    return last, chosen.apply(lambda _, v: new[id(v)])
 
 
 def _add(progress: _Progress, logits: jax.Array, numbers, filters: _Filters) -> _Progress:

@@ -18,6 +18,7 @@ from shardax._core.module import Module
 from shardax.nn import parameters
 from shardax.nn.arithmetic import as_array, cast_all, contract, take_features, take_precision
 from shardax.nn.errors import LayerConfigError
+from shardax.nn.quantization import QuantizedKernel, quantized_rows
 from shardax.partition.explicit import joined_sharding
 
 default_embedding_init: Initializer = jax.nn.initializers.variance_scaling(
@@ -105,6 +106,8 @@ class Embed(Module):
                 "Cast them: indices.astype(int). For a distribution over the vectors, multiply: "
                 "weights @ embed.embedding.",
             )
+        if isinstance(self.embedding, QuantizedKernel) and out_sharding is None:
+            return quantized_rows(self.embedding, look_up, indices, self.dtype)
         (table,) = cast_all(self.dtype, self.embedding.value)
         return look_up(table, indices, out_sharding)
 
