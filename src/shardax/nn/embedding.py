@@ -37,7 +37,7 @@ class Embed(Module):
         param_dtype: Parameter dtype.
         embedding_init: Initializer of the table; by default normal with variance 1 / features.
         axes: Axis names of the table.
-        precision: As in ``jax.lax.dot_general``, of ``attend``.
+        precision: As for ``Linear``, of ``attend``.
         preferred_element_type: Dtype of the sums and of the result of ``attend``; None for the
             compute dtype.
         rngs: Random streams; ``params`` is used.
