@@ -137,6 +137,8 @@ if _typing.TYPE_CHECKING:
     from shardax._transforms.shard_map import shard_map as shard_map
     from shardax.config.configure import Configuration as Configuration
     from shardax.config.configure import configure as configure
+    from shardax.surgery.quantizing import dequantize as dequantize
+    from shardax.surgery.quantizing import quantize as quantize
     from shardax.view.tabulation import tabulate as tabulate
 
 
@@ -154,6 +156,8 @@ _MODULE_OF = {
     "bounded_while_loop": "shardax._transforms.control.bounded",
     "combine": "shardax._select.edit",
     "configure": "shardax.config.configure",
+    "dequantize": "shardax.surgery.quantizing",
+    "quantize": "shardax.surgery.quantizing",
     "select": "shardax._select.selection",
     "shard_map": "shardax._transforms.shard_map",
     "tabulate": "shardax.view.tabulation",

@@ -47,6 +47,7 @@ from shardax.nn.dropout import Dropout
 from shardax.nn.errors import LayerConfigError
 from shardax.nn.moe import MoE
 from shardax.nn.normalization import LayerNorm, RMSNorm
+from shardax.nn.quantization import QuantizedKernel
 from shardax.nn.stack import Stack
 
 # Settings of training and of computing, which no config.json fixes.
@@ -65,6 +66,11 @@ _DROPOUTS = ("dropout", "embed_dropout")
 # Variables that are no parameters.
 _RECORDS = (Cache, Intermediate, MetricState, OptState, Perturbation, RngState)
 _ADVICE = "sx.train.checkpoint.save(model, folder) saves any model as it is."
+
+_DEQUANTIZE = (
+    " No layout of quantized kernels is written: "
+    "sx.models.save_pretrained(sx.dequantize(model), folder)."
+)
 
 
 class LayerPlace(NamedTuple):
@@ -587,6 +593,8 @@ class _ArchitectureCheck:
         where = (*place.path, *within)
         if not isinstance(variable, Variable):
             self.wrong[where] = f"is {_text(variable)}, not a Param"
+            if isinstance(variable, QuantizedKernel):
+                self.advice = _DEQUANTIZE
             return
         shape = tuple(variable.shape)
         shape = shape if place.position is None else shape[1:]

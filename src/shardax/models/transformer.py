@@ -529,14 +529,15 @@ class Transformer(Module):
         Args:
             batch: How many rows.
             length: How many positions a row holds; a layer with a window keeps no more than that.
-            dtype: Dtype of keys and values; None for the compute dtype.
+            dtype: Dtype of keys and values; None for the compute dtype, int8 for integers with
+                scales, as in ``nn.AttentionCache``.
 
         Returns:
             A list of ``nn.AttentionCache``, or one of all layers if they are stacked; of latent
             attention, ``nn.LatentCache``.
 
         Raises:
-            LayerConfigError: If the model is not causal.
+            LayerConfigError: If the model is not causal, or has no cache of the dtype.
         """
         config = self._parts
         if not config.causal:

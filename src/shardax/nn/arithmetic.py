@@ -15,6 +15,7 @@ from shardax._core._jax import INLINE
 from shardax._core.module import Module
 from shardax.nn import parameters
 from shardax.nn.errors import LayerConfigError
+from shardax.nn.fp8 import fp8_product
 from shardax.partition.explicit import align, joined_sharding
 
 
@@ -67,19 +68,25 @@ def result_dtype(
 
 
 def take_precision(
-    layer: Module, precision: object, preferred_element_type: jax.typing.DTypeLike | None
+    layer: Module,
+    precision: object,
+    preferred_element_type: jax.typing.DTypeLike | None,
+    has_fp8: bool = True,
 ) -> None:
     """Sets the precision of a layer, or raises if not valid."""
     # Set only where given: a layer that has the defaults looks as it did before there were others.
-    if precision is not None:
+    if precision == "fp8" and has_fp8:
+        layer.precision = precision
+    elif precision is not None:
         try:
             for entry in precision if isinstance(precision, tuple) else (precision,):
                 if not isinstance(entry, jax.lax.DotAlgorithmPreset):
                     jax.lax.Precision(entry)
         except (TypeError, ValueError) as error:
+            names = "None, 'default', 'high', 'highest'" + (", 'fp8'" if has_fp8 else "")
             raise LayerConfigError(
-                f"{type(layer).__name__} has precision={precision!r}. It takes None, 'default', "
-                f"'high', 'highest', or a jax.lax.Precision."
+                f"{type(layer).__name__} has precision={precision!r}. It takes {names}, or a "
+                f"jax.lax.Precision."
             ) from error
         layer.precision = precision
     if preferred_element_type is not None:
@@ -112,14 +119,14 @@ def contract(
 def _dot_general(
     x: jax.Array, kernel: jax.Array, contracted, out_sharding: object, precision, wide
 ) -> jax.Array:
-    return jax.lax.dot_general(
-        x,
-        kernel,
-        (contracted, ((), ())),
-        precision=precision,
+    multiply = functools.partial(
+        jax.lax.dot_general,
+        dimension_numbers=(contracted, ((), ())),
+        precision=None if precision == "fp8" else precision,
         preferred_element_type=x.dtype if wide is None else wide,
         out_sharding=out_sharding,
     )
+    return fp8_product(multiply, x, kernel) if precision == "fp8" else multiply(x, kernel)
 
 
 def einsum(
@@ -134,6 +141,10 @@ def einsum(
             for letter in output
         ]
         out_sharding = joined_sharding(parts)
+    if options.get("precision") == "fp8":
+        options["precision"] = None
+        multiply = functools.partial(jnp.einsum, equation, out_sharding=out_sharding, **options)
+        return fp8_product(multiply, x, kernel)
     return jnp.einsum(equation, x, kernel, out_sharding=out_sharding, **options)
 
 

@@ -105,7 +105,7 @@ class ConvBase(Module):
                 )
             self.mask = Variable(mask, axes=axes)
         self.dtype = parameters.canonical_dtype(dtype)
-        take_precision(self, precision, preferred_element_type)
+        take_precision(self, precision, preferred_element_type, has_fp8=False)
 
     def __call__(self, x: Any, *, out_sharding: Any = None) -> jax.Array:
         """Convolves (..., spatial, in_features) to (..., spatial, out_features)."""

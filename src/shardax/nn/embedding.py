@@ -18,6 +18,7 @@ from shardax._core.module import Module
 from shardax.nn import parameters
 from shardax.nn.arithmetic import as_array, cast_all, contract, take_features, take_precision
 from shardax.nn.errors import LayerConfigError
+from shardax.nn.quantization import QuantizedKernel, quantized_rows
 from shardax.partition.explicit import joined_sharding
 
 default_embedding_init: Initializer = jax.nn.initializers.variance_scaling(
@@ -36,7 +37,7 @@ class Embed(Module):
         param_dtype: Parameter dtype.
         embedding_init: Initializer of the table; by default normal with variance 1 / features.
         axes: Axis names of the table.
-        precision: As in ``jax.lax.dot_general``, of ``attend``.
+        precision: As for ``Linear``, of ``attend``.
         preferred_element_type: Dtype of the sums and of the result of ``attend``; None for the
             compute dtype.
         rngs: Random streams; ``params`` is used.
@@ -105,6 +106,8 @@ class Embed(Module):
                 "Cast them: indices.astype(int). For a distribution over the vectors, multiply: "
                 "weights @ embed.embedding.",
             )
+        if isinstance(self.embedding, QuantizedKernel) and out_sharding is None:
+            return quantized_rows(self.embedding, look_up, indices, self.dtype)
         (table,) = cast_all(self.dtype, self.embedding.value)
         return look_up(table, indices, out_sharding)
 

@@ -30,7 +30,8 @@ class Linear(Module):
         bias_init: Initializer of the bias.
         kernel_axes: Axis names of the kernel; None for ``("in", "out")``, numbered where there are
             several dimensions: ``("in", "out_0", "out_1")``. The bias has those of its dimensions.
-        precision: As in ``jax.lax.dot_general``.
+        precision: As in ``jax.lax.dot_general``; or ``"fp8"``, which rounds input and kernel to
+            e4m3 and gradients of the result to e5m2, by their largest magnitudes in each call.
         preferred_element_type: Dtype of the sums and of the result; None for the compute dtype.
         rngs: Random streams; ``params`` is used.
 

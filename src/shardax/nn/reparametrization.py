@@ -29,6 +29,7 @@ from shardax._transforms.wrappers import ModuleWrapper
 from shardax.nn import parameters
 from shardax.nn.arithmetic import at_least_float32
 from shardax.nn.errors import LayerConfigError
+from shardax.nn.quantization import Quantized
 from shardax.partition.explicit import align, explicit_sharding, with_layout
 
 _KERNELS = PathContains("kernel")
@@ -53,6 +54,12 @@ class _NormalizedWeights(ModuleWrapper):
         """Returns the normalized kernels, by path."""
         pairs = iter_variables(self.body, self.wrt)
         kernels = {path: v for path, v in pairs if v.ndim >= least_ndim}
+        if any(isinstance(kernel, Quantized) for kernel in kernels.values()):
+            raise LayerConfigError(
+                f"{type(self).__name__} normalizes kernels in each call, and that of "
+                f"{type(self.body).__name__} is quantized. Make it a parameter first: "
+                f"sx.dequantize(layer)."
+            )
         if not kernels:
             raise LayerConfigError(
                 f"{type(self).__name__}(wrt={self.wrt!r}) normalizes no kernel of "

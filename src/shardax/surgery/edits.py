@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from shardax._core.checks import raise_if_any
 from shardax._core.containers import Dict
 from shardax._core.graph.paths import Path, format_path
 from shardax._core.init.lazy import Init, Initializer
@@ -44,6 +45,7 @@ from shardax.nn.embedding import Embed, look_up
 from shardax.nn.linear import Linear
 from shardax.nn.moe import MoE
 from shardax.nn.parameters import as_size, lecun_normal, zeros
+from shardax.nn.quantization import QuantizedKernel
 from shardax.partition.explicit import align, explicit_sharding, with_layout
 
 Adaptable = Linear | Einsum | ConvBase | MoE | Embed | NamedLinear
@@ -209,7 +211,7 @@ class LoRA(LayerWrapper):
             return
         _refuse_unknown(layer, type(layer).__name__)
         super().__init__(layer)
-        pairs = {name: self._pair(name, rank, rngs) for name in _kernels_of(layer)}
+        pairs = {name: self._pair(name, rank, rngs) for name in kernels_of(layer)}
         self.a: Any
         self.b: Any
         if isinstance(layer, MoE):  # several kernels, and a pair for each
@@ -221,7 +223,7 @@ class LoRA(LayerWrapper):
 
     def _pair(self, name: str, rank: int, rngs: Rngs) -> tuple[Param, Param]:
         """Makes ``a`` and ``b`` of a kernel."""
-        kernel, terms = getattr(self.body, name), _Terms.of(self.body)
+        kernel, terms = getattr(self.body, name), LinearTerms.of(self.body)
         lead = kernel.ndim - len(terms.whole.kernel)  # dimensions of stacks
         sizes = dict(zip(terms.whole.kernel, kernel.shape[lead:], strict=True))
         names = dict(zip(terms.whole.kernel, (kernel.axes or ())[lead:], strict=False))
@@ -279,7 +281,7 @@ class LoRA(LayerWrapper):
             return y + (self.scale * term).astype(y.dtype)
         if isinstance(self.body, ConvBase):
             return y + (self.scale * self._convolved(x, y)).astype(y.dtype)
-        terms = _Terms.of(self.body)
+        terms = LinearTerms.of(self.body)
         extra = x.ndim - len(terms.whole.input)
         x, a, b = cast_all(self.body.dtype, x, self.a.value, self.b.value)
         middle = einsum(terms.first.spelled_out(extra), x, a)
@@ -329,7 +331,7 @@ class LoRA(LayerWrapper):
             a, b = (v.value.astype(at_least_float32(v.dtype)) for v in (self.a, self.b))
             layer.kernel.value = (self.scale * contract(a, b, (0,))).astype(self.a.dtype)
             return layer
-        for name in _kernels_of(layer):
+        for name in kernels_of(layer):
             several = isinstance(self.body, MoE)
             a, b = (self.a[name], self.b[name]) if several else (self.a, self.b)
             total = self._sum(getattr(self.body, name), a, b)
@@ -338,7 +340,7 @@ class LoRA(LayerWrapper):
 
     def _sum(self, kernel, a, b):
         """Returns a kernel with its term added."""
-        terms = _Terms.of(self.body)
+        terms = LinearTerms.of(self.body)
         parts = (terms.first.kernel, terms.second.kernel, terms.whole.kernel)
         lead = _unused("".join(parts))[: kernel.ndim - len(terms.whole.kernel)]
         inner, outer, whole = (lead + letters for letters in parts)
@@ -387,14 +389,14 @@ def _is_own(cls: type, name: str) -> bool:
     return definer is not None and not definer.__module__.startswith(ours)
 
 
-def _kernels_of(layer: object) -> tuple[str, ...]:
+def kernels_of(layer: object) -> tuple[str, ...]:
     """Names of the adapted kernels of a layer."""
     if isinstance(layer, MoE):
         return ("gate", "up", "down")
     return ("embedding",) if isinstance(layer, Embed) else ("kernel",)
 
 
-class _Terms(NamedTuple):
+class LinearTerms(NamedTuple):
     """Equations of a linear layer and of its low-rank term."""
 
     whole: Equation
@@ -497,7 +499,7 @@ def lora(selection: Selection, rank: int, scale: float = 1.0, *, rngs: Rngs | No
                 f"{format_path(path[:-1])} has an adapter already. Merge it first, "
                 f"sx.surgery.merge_lora(model), or leave the layer out: selection.where(...)."
             )
-        expected, kernel = _Terms.of(layer).sizes, getattr(layer, _kernels_of(layer)[0])
+        expected, kernel = LinearTerms.of(layer).sizes, getattr(layer, kernels_of(layer)[0])
         if expected and kernel.shape[-len(expected) :] != expected:
             raise SelectionError(
                 f"{format_path(path)} has a kernel of shape {kernel.shape}, which does not "
@@ -519,7 +521,7 @@ def merge_lora(model: object) -> Any:
         The model of the original structure, with new kernels where there were adapters.
 
     Raises:
-        SelectionError: If there are none.
+        SelectionError: If there are none, or of a quantized kernel.
 
     Example:
         >>> import jax.numpy as jnp, shardax as sx
@@ -528,7 +530,21 @@ def merge_lora(model: object) -> Any:
         >>> sx.graphdef(sx.surgery.merge_lora(adapted)) == sx.graphdef(model)
         True
     """
-    return select(model).at_instances_of(LoRA).apply(lambda adapter: adapter.merged())
+    adapters = select(model).at_instances_of(LoRA)
+    problems = [
+        format_path(path)
+        for path, adapter in adapters.get_by_path().items()
+        if adapter.sizes is None
+        for name in kernels_of(adapter.body)
+        if isinstance(getattr(adapter.body, name), QuantizedKernel)
+    ]
+    raise_if_any(
+        SelectionError,
+        list(dict.fromkeys(problems)),
+        "merge_lora adds to kernels, and would round these again: ",
+        ". Make them parameters first: sx.surgery.merge_lora(sx.dequantize(model)).",
+    )
+    return adapters.apply(lambda adapter: adapter.merged())
 
 
 # --- linear approximations ---

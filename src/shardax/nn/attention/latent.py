@@ -280,7 +280,7 @@ class LatentCache(AttentionCache):
         length: How many slots each row has.
         latent_dim: Size of a latent.
         rope_dim: Size of the rotated key.
-        dtype: Dtype of both.
+        dtype: Dtype of both, a floating one.
         num_layers: Size of a leading dimension, for the layers of a ``Stack``; None for one layer.
         axis_name: Name of that dimension; that of the ``Stack``.
 
@@ -291,7 +291,7 @@ class LatentCache(AttentionCache):
         count: As of ``AttentionCache``.
 
     Raises:
-        LayerConfigError: If a size is not positive.
+        LayerConfigError: If a size is not positive, or for a dtype of integers.
 
     Example:
         >>> import shardax as sx
@@ -311,6 +311,11 @@ class LatentCache(AttentionCache):
         num_layers: int | None = None,
         axis_name: str = "layers",
     ) -> None:
+        if not jnp.issubdtype(dtype, jnp.floating):
+            raise LayerConfigError(
+                f"LatentCache has dtype={jnp.dtype(dtype)}, but it must be a floating dtype: a "
+                f"latent is read by all heads, and has one scale for them together."
+            )
         options: dict[str, Any] = {"dtype": dtype, "num_layers": num_layers}
         super().__init__(batch, length, 1, rope_dim, axis_name=axis_name, **options)
         leading = () if num_layers is None else (num_layers,)

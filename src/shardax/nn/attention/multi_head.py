@@ -27,6 +27,7 @@ from shardax._core.frames import is_eager
 from shardax._core.init.lazy import Init, Initializer
 from shardax._core.init.rng import Rngs
 from shardax._core.module import Module
+from shardax._core.state.split_merge import iter_variables
 from shardax._core.variable import Cache
 from shardax._parallel.ring_attention import make_ring, ring_attention, ring_axes
 from shardax.nn.arithmetic import as_array, cast_all
@@ -46,6 +47,7 @@ from shardax.nn.dropout import Dropout
 from shardax.nn.errors import LayerConfigError, LayerInputError
 from shardax.nn.linear import Linear
 from shardax.nn.parameters import as_axes, as_size, refuse_input, zeros
+from shardax.nn.quantization import RANGES, dequantized, round_to_format
 from shardax.nn.rope import Rope, Rotation, check_head_dim, rotate
 from shardax.partition.context import ATTENTION_KERNELS, current_attention_kernel, current_context
 from shardax.partition.explicit import explicit_entries
@@ -106,7 +108,8 @@ class MultiHeadAttention(Module):
         bias_init: Initializer of the biases.
         axes: Axis names of features, heads, kv heads and head dimension.
         rngs: Random streams; ``params`` is used, and ``dropout`` where weights are dropped.
-        precision: That of ``jax.lax.dot_general`` in projections and attention.
+        precision: That of ``jax.lax.dot_general`` in projections and attention; or ``"fp8"``, in
+            which projections are computed, as in ``Linear``.
         preferred_element_type: Likewise, in the projections.
 
     Attributes:
@@ -194,7 +197,8 @@ class MultiHeadAttention(Module):
         self.causal = bool(causal)
         self._take_rope(rope_base, rope)
         self.window = None if window is None else as_size("MultiHeadAttention", "window", window)
-        self.softcap, self.scale, self.precision = softcap, scale, precision
+        self.softcap, self.scale = softcap, scale
+        self.precision = None if precision == "fp8" else precision
         self.implementation = implementation
         if attention_fn is not None:  # set only where given, as take_precision does
             self.attention_fn = attention_fn
@@ -450,7 +454,7 @@ class MultiHeadAttention(Module):
         if positions is None and self.rope_base is not None:
             positions = places
         query, key, value = self.project(x, None, positions)
-        held = [(v, v.value) for v in (cache.key, cache.value, cache.position, cache.count)]
+        held = [(v, v.value) for _, v in iter_variables(cache)]
         keys, values, positions_held, is_full = cache.update(key, value, places, self.window)
         allowed = _readable(positions_held, places, self.causal, self.window)
         qkv = QueryKeyValue(query, keys.astype(query.dtype), values.astype(query.dtype))
@@ -545,7 +549,8 @@ class AttentionCache(Module):
         length: How many slots each row has.
         num_kv_heads: Heads of keys and values.
         head_dim: Size of a head.
-        dtype: Dtype of keys and values.
+        dtype: Dtype of keys and values, a floating one; or int8, in which they are rounded, with a
+            scale for each head of each position.
         ring: Whether slots are used again, oldest first; for attention with a window of at most
             ``length``.
         num_layers: Size of a leading dimension, for the layers of a ``Stack``; None for one layer.
@@ -554,11 +559,13 @@ class AttentionCache(Module):
     Attributes:
         key: ``Cache`` of shape (batch, length, num_kv_heads, head_dim).
         value: Likewise.
+        key_scale: Scales of int8 keys, ``Cache`` of shape (batch, length, num_kv_heads); else None.
+        value_scale: Likewise.
         position: ``Cache`` of shape (batch, length): the position that a slot holds, or -1.
         count: ``Cache`` of no dimensions: how many slots were written.
 
     Raises:
-        LayerConfigError: If a size is not positive.
+        LayerConfigError: If a size is not positive, or for another dtype of integers.
 
     Example:
         >>> import jax.numpy as jnp, shardax as sx
@@ -571,6 +578,9 @@ class AttentionCache(Module):
         >>> cache.position[...].tolist()
         [[0, 1, 2, 3]]
     """
+
+    key_scale: Cache[Any] | None = None
+    value_scale: Cache[Any] | None = None
 
     def __init__(
         self,
@@ -600,7 +610,15 @@ class AttentionCache(Module):
             )
             return Cache(init, axes=(*(axis_name,) * len(layers), *axes[:count]))
 
+        is_int8 = jnp.dtype(dtype) == jnp.int8
+        if not (is_int8 or jnp.issubdtype(dtype, jnp.floating)):
+            raise LayerConfigError(
+                f"AttentionCache has dtype={jnp.dtype(dtype)}, but it must be int8 or a floating "
+                f"dtype."
+            )
         self.key, self.value = make(0, dtype, 4), make(0, dtype, 4)
+        if is_int8:  # set only where there are some
+            self.key_scale, self.value_scale = make(0, np.float32, 3), make(0, np.float32, 3)
         self.position, self.count = make(-1, np.int32, 2), make(0, np.int32, 0)
         self.length = sizes[1]
         self.ring = bool(ring)
@@ -659,7 +677,11 @@ class AttentionCache(Module):
             LayerInputError: If there are not as many slots left.
         """
         time, count = positions.shape[1], self.count.value
-        pairs = ((self.key, key), (self.value, value), (self.position, positions))
+        pairs = [(self.key, key), (self.value, value), (self.position, positions)]
+        if self.key_scale is not None:
+            numbers, scales = zip(*map(_rounded_heads, (key, value)), strict=True)
+            variables = (self.key, self.value, self.position, self.key_scale, self.value_scale)
+            pairs = list(zip(variables, (*numbers, positions, *scales), strict=True))
         old = [variable.value for variable, _ in pairs]
         if any(jax.typeof(array).sharding.mesh.empty for array in old) and (
             explicit_entries(key) is not None
@@ -696,8 +718,19 @@ class AttentionCache(Module):
         for (variable, _), array in zip(pairs, written, strict=True):
             variable.value = array
         self.count.value = count + time
-        keys, values, positions_held = read
+        keys, values, positions_held, *read_scales = read
+        if read_scales:
+            keys, values = (
+                dequantized(numbers, scale[..., None], key.dtype)
+                for numbers, scale in zip((keys, values), read_scales, strict=True)
+            )
         return keys, values, positions_held, is_full
+
+
+def _rounded_heads(heads: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns heads in int8 and their scales."""
+    numbers, scale = round_to_format(heads, (-1,), RANGES["int8"])
+    return numbers, scale[..., 0]
 
 
 @functools.partial(jax.jit, static_argnums=1, inline=INLINE)

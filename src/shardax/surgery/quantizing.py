@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Quantized kernels in the places of selected ones, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+
+from shardax._core.checks import Options, raise_if_any
+from shardax._core.graph.paths import Path, format_path
+from shardax._core.module import modules_in
+from shardax._core.state.filters import Filter, Predicate, to_predicate
+from shardax._core.variable import Param, Variable
+from shardax._select.places import SelectionError
+from shardax._select.selection import select
+from shardax.nn.embedding import Embed
+from shardax.nn.quantization import RANGES, Format, QuantizedKernel
+from shardax.nn.reparametrization import SpectralNorm, WeightNorm
+from shardax.surgery.edits import Adaptable, LinearTerms, kernels_of
+
+_FORMATS = (*RANGES, None)
+_LAYERS = "Linear, Einsum, Embed, MoE and convolutions"
+
+
+class _FormatRule(NamedTuple):
+    """A filter of kernels and their format."""
+
+    key: Any
+    predicate: Predicate
+    format: Any
+
+
+class _KernelPlace(NamedTuple):
+    """A kernel, and the dimensions that its layer sums over."""
+
+    path: Path
+    kernel: Any
+    dimensions: tuple[int, ...]  # counted from the last
+    expected: tuple[int, ...]  # sizes of the kernel of one layer, where they are known
+
+
+def quantize(
+    model: Any, formats: Format | Mapping[Filter, Format | None], *, tile_size: int | None = None
+) -> Any:
+    """Stores kernels in 8 or 4 bits, with scales.
+
+    The kernels are those of each ``Linear`` (also of ``sx.named``), ``Einsum``, ``Embed``,
+    convolution and ``MoE``. Layers compute with the numbers times their scales, in the dtype that
+    they computed in before. Biases, norms, and parameters of other Modules stay as they are.
+
+    Args:
+        model: A model, also an abstract one.
+        formats: ``"int8"``, ``"int4"`` or ``"fp8"`` for all kernels; or one for each filter of
+            kernels, of which the first that matches decides, and None for kernels to leave.
+        tile_size: How many inputs of a channel share a scale; None for all. Each kernel has to be
+            divisible.
+
+    Returns:
+        The model with ``nn.QuantizedKernel`` in the places of kernels, which are not trained. All
+        else is shared with the given one, which stays as it is. A kernel that several layers share
+        is shared again.
+
+    Raises:
+        SelectionError: If a filter matches no kernel, or a kernel that cannot be quantized.
+
+    Example:
+        >>> import jax.numpy as jnp, shardax as sx
+        >>> model = sx.nn.MLP(64, 256, rngs=sx.Rngs(0))
+        >>> small = sx.quantize(model, {sx.PathContains("down"): "int8", ...: "int4"})
+        >>> small.down.kernel.values.dtype.name, small.up.kernel.values.dtype.name
+        ('int8', 'int4')
+        >>> x = jnp.ones((2, 64))
+        >>> bool(jnp.abs(small(x) - model(x)).max() < 0.1 * jnp.abs(model(x)).max())
+        True
+    """
+    rules = _rules_of(formats)
+    if tile_size is not None:
+        Options(SelectionError, "quantize").integers(tile_size=tile_size)
+    places = list(_kernel_places(model))
+    chosen = _chosen(model, places, rules, tile_size)
+    new: dict[int, QuantizedKernel] = {}
+    for place, number_format in chosen:
+        if id(place.kernel) not in new:
+            options = place.kernel, place.dimensions, number_format, tile_size
+            new[id(place.kernel)] = QuantizedKernel(*options)
+    kernels = select(model).at_instances_of(Variable).where(lambda _, v: id(v) in new)
+    return kernels.apply(lambda _, v: new[id(v)], allow_empty=True)
+
+
+def dequantize(model: Any) -> Any:
+    """Makes the quantized kernels of a model parameters again.
+
+    Args:
+        model: A model with quantized kernels.
+
+    Returns:
+        The model of the original structure, whose kernels have the numbers that the quantized one
+        computes with. All else is shared.
+
+    Raises:
+        SelectionError: If there are none.
+
+    Example:
+        >>> import shardax as sx
+        >>> model = sx.nn.MLP(8, 16, rngs=sx.Rngs(0))
+        >>> again = sx.dequantize(sx.quantize(model, "int8"))
+        >>> sx.graphdef(again) == sx.graphdef(model), type(again.up.kernel).__name__
+        (True, 'Param')
+    """
+    parameters: dict[int, Param[Any]] = {}
+
+    def parameter(kernel: QuantizedKernel) -> Param[Any]:
+        return parameters.setdefault(id(kernel), kernel.as_param())
+
+    return select(model).at_instances_of(QuantizedKernel).apply(parameter)
+
+
+def _rules_of(formats: object) -> list[_FormatRule]:
+    """Returns filters with their formats, or raises."""
+    options = Options(SelectionError, "quantize")
+    if isinstance(formats, str):
+        options.choice("formats", formats, tuple(RANGES))
+        return [_FormatRule(..., to_predicate(...), formats)]
+    if not isinstance(formats, Mapping) or not formats:
+        raise SelectionError(
+            f"quantize takes a format, or formats by filters, and not {formats!r}: "
+            f'sx.quantize(model, {{sx.PathContains("mlp"): "int8"}}).'
+        )
+    for key, value in formats.items():
+        options.choice(f"formats[{key!r}]", value, _FORMATS)
+    return [_FormatRule(key, to_predicate(key), value) for key, value in formats.items()]
+
+
+def _kernel_places(model: object) -> Iterator[_KernelPlace]:
+    """Lists the kernels of known layers."""
+    for path, layer in modules_in(model):
+        if not isinstance(layer, Adaptable):
+            continue
+        terms = LinearTerms.of(layer)
+        ndim = len(terms.whole.kernel)
+        summed = (1,) if isinstance(layer, Embed) else terms.whole.kernel_dimensions()[0]
+        dimensions = tuple(place - ndim for place in summed)
+        for name in kernels_of(layer):
+            expected = terms.sizes
+            if name == "down":
+                expected = (expected[0], *reversed(expected[1:]))
+            yield _KernelPlace((*path, name), getattr(layer, name, None), dimensions, expected)
+
+
+def _chosen(
+    model: object, places: list[_KernelPlace], rules: list[_FormatRule], tile_size: int | None
+) -> list[tuple[_KernelPlace, Format]]:
+    """Returns kernels with their formats, or raises by path."""
+    chosen, problems, used = list[tuple[_KernelPlace, Format]](), list[str](), set[int]()
+    normalized = [p for p, m in modules_in(model) if isinstance(m, (WeightNorm, SpectralNorm))]
+    first: dict[int, tuple[_KernelPlace, Any]] = {}
+    for place in places:
+        number = _matching(place, rules)
+        if number is None:
+            continue
+        used.add(number)
+        number_format = rules[number].format
+        other, other_format = first.setdefault(id(place.kernel), (place, number_format))
+        problem = None if number_format is None else _problem(place, tile_size, normalized)
+        if (other.dimensions, other_format) != (place.dimensions, number_format):
+            problem = f"is the kernel of {format_path(other.path)}, too, and would be quantized in "
+            problem += "another way there: give both one format, or None"
+        if problem is not None:
+            problems.append(f"{format_path(place.path)} {problem}")
+        elif number_format is not None:
+            chosen.append((place, number_format))
+    raise_if_any(SelectionError, problems, "quantize: ", ".", separator="; ")
+    for number, rule in enumerate(rules):
+        if number not in used and rule.format is not None:
+            raise SelectionError(
+                f"The filter {rule.key!r} of quantize decides about no kernel. {_LAYERS} have "
+                f"kernels, here {_some_paths(places)}. For all of them: "
+                f"sx.quantize(model, {rule.format!r})."
+            )
+    return chosen
+
+
+def _matching(place: _KernelPlace, rules: list[_FormatRule]) -> int | None:
+    """Returns the number of the first filter that matches a kernel."""
+    variable = place.kernel
+    if isinstance(variable, QuantizedKernel):
+        variable = variable.values
+    if not isinstance(variable, Variable):
+        return None
+    matches = (number for number, rule in enumerate(rules) if rule.predicate(place.path, variable))
+    return next(matches, None)
+
+
+def _problem(place: _KernelPlace, tile_size: int | None, normalized: list[Path]) -> str | None:
+    """Says why a kernel cannot be quantized, if so."""
+    kernel, dimensions = place.kernel, place.dimensions
+    if isinstance(kernel, QuantizedKernel):
+        return "is quantized already: make it a Param again first, sx.dequantize(model)"
+    if not isinstance(kernel, Param) or not jnp.issubdtype(kernel.dtype, jnp.floating):
+        return f"is a {type(kernel).__name__} of {kernel.dtype}, not a Param of floating numbers"
+    if any(place.path[: len(path)] == path for path in normalized):
+        return "is normalized in each call by the layer around it: leave it out, with None"
+    if place.expected and kernel.shape[-len(place.expected) :] != place.expected:
+        return f"has the shape {kernel.shape}, which does not end with {place.expected}"
+    if not dimensions:
+        return "is summed over no dimension: leave it out, with None"
+    size = kernel.shape[dimensions[-1]]
+    if tile_size is not None and size % tile_size:
+        return f"has {size} inputs, which tile_size={tile_size} does not divide"
+    return None
+
+
+def _some_paths(places: list[_KernelPlace]) -> str:
+    paths = [format_path(place.path) for place in places[:4]]
+    return ", ".join(paths) + (", ..." if len(places) > 4 else "") or "no path"
