@@ -32,6 +32,9 @@ LATENT = {**SIZES, "num_key_value_heads": 8, "pad_token_id": 0, "q_lora_rank": 1
 LATENT |= {"kv_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 6, "v_head_dim": 5}
 LATENT |= {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 16}
 LATENT |= {"n_shared_experts": 2, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1}
+# A bound within what the experts' units have here.
+CLIPPED = {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "swiglu_limit": 0.3}
+CLIPPED |= {"sliding_window": 3}
 GEMMA3_ROPES = {
     "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
     "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
@@ -159,6 +162,17 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "GPTNeoXConfig",
         "GPTNeoXForCausalLM",
         {**SIZES, "hidden_size": 64, "use_parallel_residual": False},
+    ),
+    "gpt_oss": (
+        "GptOssConfig",
+        "GptOssForCausalLM",
+        {**GROUPED, **CLIPPED, "rope_parameters": {**YARN, "truncate": False}},
+    ),
+    "gpt_oss-plain": (
+        "GptOssConfig",
+        "GptOssForCausalLM",
+        {**GROUPED, **CLIPPED, "attention_bias": False, "tie_word_embeddings": True}
+        | {"layer_types": ["full_attention"] * 3, "num_experts_per_tok": 1},
     ),
     "starcoder2": ("Starcoder2Config", "Starcoder2ForCausalLM", {**GROUPED, "sliding_window": 3}),
     "granite": (

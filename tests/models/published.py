@@ -4,12 +4,19 @@
 from __future__ import annotations
 
 import json
-import math
 import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.models.published_experts import (
+    DEEPSEEK_V2,
+    DEEPSEEK_V3,
+    GPT_OSS,
+    MOONLIGHT,
+    MSCALE,
+    UNPACKED_GPT_OSS,
+)
 from tests.values import with_values
 
 from shardax.models import Rope, from_pretrained
@@ -419,32 +426,6 @@ _NEMOTRON |= {"max_position_embeddings": 4096, "mlp_bias": False, "norm_eps": 1e
 _NEMOTRON |= {"num_key_value_heads": 8, "partial_rotary_factor": 0.5, "rope_theta": 10000.0}
 _NEMOTRON |= {"tie_word_embeddings": False}
 
-_MLA = {"attention_bias": False, "attention_dropout": 0.0, "aux_loss_alpha": 0.001}
-_MLA |= {"first_k_dense_replace": 1, "hidden_act": "silu", "kv_lora_rank": 512}
-_MLA |= {"moe_intermediate_size": 1408, "moe_layer_freq": 1, "n_group": 1, "n_routed_experts": 64}
-_MLA |= {"n_shared_experts": 2, "norm_topk_prob": False, "num_experts_per_tok": 6}
-_MLA |= {"num_key_value_heads": 16, "pretraining_tp": 1, "q_lora_rank": None, "seq_aux": True}
-_MLA |= {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "tie_word_embeddings": False}
-_MLA |= {"topk_group": 1, "v_head_dim": 128, "max_position_embeddings": 163840}
-_MLA |= {"rms_norm_eps": 1e-6, "routed_scaling_factor": 1.0}
-_YARN = {"beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 0.707, "mscale_all_dim": 0.707}
-_YARN |= {"original_max_position_embeddings": 4096, "type": "yarn"}
-_SCORES = 0.1 * 0.707 * math.log(40) + 1
-_DEEPSEEK_V2 = {**_MLA, "architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2"}
-_DEEPSEEK_V2 |= {"rope_scaling": _YARN, "rope_theta": 10000, "scoring_func": "softmax"}
-_DEEPSEEK_V2 |= {"topk_method": "greedy"}
-_MOONLIGHT = {**_MLA, "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3"}
-_MOONLIGHT |= {"ep_size": 1, "max_position_embeddings": 8192, "norm_topk_prob": True}
-_MOONLIGHT |= {"num_nextn_predict_layers": 0, "rms_norm_eps": 1e-5, "rope_theta": 50000.0}
-_MOONLIGHT |= {"routed_scaling_factor": 2.446, "scoring_func": "sigmoid"}
-_MOONLIGHT |= {"topk_method": "noaux_tc"}
-_DEEPSEEK_V3 = {**_MOONLIGHT, "first_k_dense_replace": 3, "max_position_embeddings": 163840}
-_DEEPSEEK_V3 |= {"moe_intermediate_size": 2048, "n_group": 8, "n_routed_experts": 256}
-_DEEPSEEK_V3 |= {"n_shared_experts": 1, "num_experts_per_tok": 8, "num_key_value_heads": 128}
-_DEEPSEEK_V3 |= {"num_nextn_predict_layers": 1, "q_lora_rank": 1536, "rms_norm_eps": 1e-6}
-_DEEPSEEK_V3 |= {"rope_scaling": {**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0}}
-_DEEPSEEK_V3 |= {"rope_theta": 10000, "routed_scaling_factor": 2.5, "topk_group": 4}
-
 # By name: the file, and fields of the config that is read which are not plain sizes.
 MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "meta-llama/Llama-2-7b-hf": (_old_llama(4096, 11008, 32, 32000), {"num_kv_heads": 32}),
@@ -645,19 +626,37 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         | {"dense_layers": (0,), "fraction": 0.5, "interleaved": False, "qk_norm": None},
     ),
     "deepseek-ai/DeepSeek-V2-Lite": (
-        {**_sizes(2048, 10944, 16, 102400), **_DEEPSEEK_V2},
+        {**_sizes(2048, 10944, 16, 102400), **DEEPSEEK_V2},
         {"head_dim": 192, "latent_dim": 512, "query_latent_dim": None, "kind": "yarn"}
         | {"expert_scores": "grouped_softmax", "attention_factor": 1.0, "dense_layers": (0,)}
-        | {"attention_scale": 192**-0.5 * _SCORES * _SCORES},
+        | {"attention_scale": 192**-0.5 * MSCALE * MSCALE},
     ),
     "moonshotai/Moonlight-16B-A3B": (
-        {**_sizes(2048, 11264, 16, 163840), **_MOONLIGHT},
+        {**_sizes(2048, 11264, 16, 163840), **MOONLIGHT},
         {"expert_scores": "sigmoid", "attention_scale": None, "interleaved": True, "rope_dim": 64},
     ),
     "unsloth/DeepSeek-V3-0324-BF16": (
-        {**_sizes(7168, 18432, 128, 129280), **_DEEPSEEK_V3},
+        {**_sizes(7168, 18432, 128, 129280), **DEEPSEEK_V3},
         {"expert_groups": 8, "groups_per_token": 4, "query_latent_dim": 1536, "value_dim": 128}
         | {"shared_expert_dim": 2048, "dense_layers": (0, 1, 2)},
+    ),
+    "openai/gpt-oss-120b": (
+        {
+            **_sizes(2880, 2880, 64, 201088),
+            **GPT_OSS,
+            "num_hidden_layers": 36,
+            "num_local_experts": 128,
+        },
+        {"num_experts": 128, "expert_limit": 7.0, "attention_sinks": True, "kind": "yarn"},
+    ),
+    "openai/gpt-oss-20b": (
+        {**_sizes(2880, 2880, 64, 201088), **GPT_OSS},
+        {"window": 128, "local_layers": (True, False) * 3, "base": 150000, "truncate": False}
+        | {"load_balance_weight": 0.9, "activation": "quick_gelu", "length": 4096},
+    ),
+    "unsloth/gpt-oss-20b-BF16": (
+        {**_sizes(2880, 2880, 64, 201088), **UNPACKED_GPT_OSS},
+        {"num_experts": 32, "expert_dim": 2880, "expert_bias": True, "out_bias": True},
     ),
     "CohereLabs/c4ai-command-r7b-12-2024": (
         {**_sizes(4096, 14336, 32, 256000), **_COHERE2},

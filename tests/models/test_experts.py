@@ -13,11 +13,12 @@ import optax
 import pytest
 from jax.sharding import AxisType
 from tests.models import peers
+from tests.models.published import initialised
 from tests.models.small import with_equal_values
 from tests.train.small_runs import eval_batches, make_trainer
 
 import shardax as sx
-from shardax.models import Transformer, TransformerConfig, next_token_loss
+from shardax.models import Transformer, TransformerConfig, next_token_loss, save_pretrained
 
 TOKENS = np.random.default_rng(0).integers(0, 64, (8, 9))
 BATCH = {"inputs": TOKENS[:, :-1], "targets": TOKENS[:, 1:]}
@@ -166,6 +167,7 @@ SEVERAL = {"output_router_logits": True}
         ("mixtral", True, SEVERAL),
         ("qwen3_moe", False, SEVERAL),
         ("qwen3_moe", True, ONE_LAYER),
+        ("gpt_oss", False, {**ONE_LAYER, "layer_types": ["sliding_attention"]}),
     ],
 )
 def test_training_loss_equals_that_of_transformers(
@@ -185,7 +187,7 @@ def test_training_loss_equals_that_of_transformers(
     found = of_known(model, tokens, mask, known)
     with torch.no_grad():
         result = peer(**given, labels=labels, output_router_logits=True)
-    if changes is ONE_LAYER:  # several layers it averages before it multiplies
+    if "num_hidden_layers" in changes:  # several layers it averages before it multiplies
         expected = result.loss
     else:
         module = __import__(type(peer).__module__, fromlist=["*"])
@@ -195,6 +197,31 @@ def test_training_loss_equals_that_of_transformers(
         ]
         expected = result.loss + 0.001 * (sum(each) / len(each) - result.aux_loss)
     np.testing.assert_allclose(found, float(expected), rtol=1e-5)
+
+
+@pytest.mark.parametrize("scanned", [False, True])
+def test_adapters_of_clipped_experts_are_merged(scanned: bool, tmp_path: Path):
+    content = {
+        "model_type": "gpt_oss",
+        "head_dim": 8,
+        "num_key_value_heads": 2,
+        "swiglu_limit": 0.5,
+    }
+    content |= {**peers.SIZES, "num_local_experts": 4, "num_experts_per_tok": 2}
+    save_pretrained(initialised(tmp_path, content), tmp_path / "model")
+    model = sx.models.from_pretrained(tmp_path / "model", scan_layers=scanned)
+    layers = sx.select(model).at_instances_of((sx.nn.Linear, sx.nn.MoE))
+    adapted = sx.surgery.lora(layers.where(lambda path, _: path[-1] in ("mlp", "q", "out")), rank=2)
+    for number, (_, variable) in enumerate(sx.iter_variables(adapted, "lora")):
+        variable.value = 0.1 * np.random.default_rng(number).normal(size=variable.shape)
+    run = sx.jit(lambda model: model(TOKENS[:2]))
+    merged = sx.surgery.merge_lora(adapted)
+    result = np.asarray(run(adapted))
+    assert np.abs(result - run(model)).max() > 0.05
+    np.testing.assert_allclose(result, run(merged), rtol=0, atol=2e-5)
+    save_pretrained(merged, tmp_path / "merged")
+    again = sx.models.from_pretrained(tmp_path / "merged", scan_layers=scanned)
+    np.testing.assert_array_equal(run(again), run(merged))
 
 
 def is_moe(module: Any) -> bool:

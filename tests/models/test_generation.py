@@ -92,6 +92,7 @@ GREEDY: dict[str, dict[str, int | None]] = {
     "deepseek_v3": {**LATENT, "n_group": 2, "topk_group": 1},
     "glm4": {"head_dim": 8},
     "glm4_moe": {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    "gpt_oss": {**WINDOW, "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2},
     "granite": {},
     "ministral": {**WINDOW, "head_dim": 8},
     "nemotron": {},

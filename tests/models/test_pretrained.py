@@ -67,7 +67,7 @@ def mesh() -> jax.sharding.Mesh:
 # Models whose layers differ, and some whose do not, compute in both forms: in a list and stacked.
 # The others compute in one, and that every second time over a mesh.
 BOTH_FORMS = {"llama", "qwen2", "mixtral", "qwen3_moe", "gemma2", "gemma3", "gpt2", "bert"}
-BOTH_FORMS |= {"smollm3", "cohere2", "olmo3", "deepseek_v3"}
+BOTH_FORMS |= {"smollm3", "cohere2", "olmo3", "deepseek_v3", "gpt_oss"}
 BOTH_FORMS |= {"electra", "modernbert", "mpnet", "roberta"}
 
 
@@ -158,6 +158,7 @@ def test_token_types_and_pooler_equal_transformers(tmp_path: Path):
         ("qwen2_moe", False),
         ("deepseek_v3", True),
         ("deepseek_v2", False),
+        ("gpt_oss", True),
     ],
 )
 def test_cached_parts_give_logits_of_transformers(name: str, scanned: bool, tmp_path: Path):

@@ -42,6 +42,8 @@ OWN_SIZES |= {"deepseek_v3": {**MANY, "num_key_value_heads": 32}}
 OWN_SIZES |= {"deepseek_v2": {**MANY, "num_experts_per_tok": 2}}
 V2 = {"model_type": "deepseek_v2", "num_experts_per_tok": 2}
 V3 = {"model_type": "deepseek_v3"}
+OSS = {"model_type": "gpt_oss", "num_key_value_heads": 1}
+MXFP4 = {"quant_method": "mxfp4"}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 
 
@@ -94,6 +96,9 @@ def test_absent_fields_have_the_defaults_of_transformers(tmp_path: Path):
         | {"rope_dim": 64, "head_dim": 192, "interleaved": True, "num_kv_heads": 32},
         "glm4": {"head_dim": 128, "fraction": 0.5, "qkv_bias": True, "norm_epsilon": 1.5625e-7},
         "glm4_moe": {"num_experts": 128, "dense_layers": (0,), "shared_expert_dim": 1408},
+        "gpt_oss": {"num_experts": 128, "experts_per_token": 4, "kind": "yarn", "base": 150000.0}
+        | {"head_dim": 64, "num_kv_heads": 8, "window": 128, "expert_limit": 7.0}
+        | {"truncate": False, "local_layers": (True, False), "qkv_bias": True},
         "granite": {"attention_scale": 1.0, "logit_scale": None, "residual_scale": None},
         "ministral": {"window": 4096, "local_layers": None, "num_kv_heads": 8},
         "nemotron": {"activation": "squared_relu", "fraction": 0.5, "norm_epsilon": 1e-5},
@@ -139,6 +144,7 @@ CLASSES = {
     "deepseek_v3": "DeepseekV3",
     "glm4": "Glm4",
     "glm4_moe": "Glm4Moe",
+    "gpt_oss": "GptOss",
     "granite": "Granite",
     "ministral": "Ministral",
     "nemotron": "Nemotron",
@@ -175,6 +181,13 @@ def test_published_models_are_read_as_they_are(tmp_path: Path):
         for field, value in expected.items():
             holder = config if hasattr(config, field) else config.rope
             assert getattr(holder, field) == value, (name, field)
+
+
+def test_stacked_experts_need_few_tensors(tmp_path: Path):
+    content, _ = MODELS["openai/gpt-oss-120b"]  # more experts than tensors
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "vocab_size": 8, "layer_types": None}
+    config = read(tmp_path, {**content, **sizes})
+    assert (config.num_layers, config.num_experts) == (36, 128)
 
 
 # --- the rotary embedding -------------------------------------------------------------------------
@@ -491,6 +504,14 @@ def test_first_bert_names_of_norms_are_read(tmp_path: Path):
         ({**V3, "scoring_func": "softmax"}, "scoring_func='softmax' is not supported"),
         ({**V3, "rope_scaling": {**YARN, "mscale": "a"}}, "'yarn' with mscale='a' is not"),
         ({**V3, "rope_scaling": {"factor": 2.0, "type": "linear", "mscale": 1}}, "'linear' with"),
+        ({**OSS, "swiglu_limit": None}, "swiglu_limit=None is not a number"),
+        ({**OSS, "swiglu_limit": 0}, "swiglu_limit=0 is not positive"),
+        ({**OSS, "swiglu_alpha": 1.0}, "swiglu_alpha=1.0 is not supported, only 1.702"),
+        ({**OSS, "hidden_act": "gelu"}, "hidden_act='gelu' is not supported, only 'silu'"),
+        ({**OSS, "sliding_window": None}, "sliding_window=None is not an integer"),
+        ({**OSS, "quantization_config": {"quant_method": "fp8"}}, "only quant_method='mxfp4'"),
+        ({**OSS, "quantization_config": {**MXFP4, "bits": 4}}, "only quant_method='mxfp4'"),
+        ({**OSS, "quantization_config": [1]}, "quantization_config=[1] is not a table"),
         ({**GLM, "n_group": 3}, "expert_groups to be a divisor of 128"),
         ({**GLM, "topk_group": 2}, "groups_per_token to be"),
         ({"model_type": "roberta", "pad_token_id": None}, "pad_token_id=None is not an integer"),

@@ -455,6 +455,7 @@ FEWER += [
     "deepseek_v3",
     "cohere2",
     "glm4_moe",
+    "gpt_oss",
     "granite",
     "olmo3",
     "qwen2_moe",

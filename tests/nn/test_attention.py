@@ -250,6 +250,90 @@ def test_bias_is_added_to_the_scores(softcap: Any):
     close(call(layer, x, bias=bias), call(layer, x, mask=seen[None, None, None]))
 
 
+# --- sinks ----------------------------------------------------------------------------------------
+
+
+def with_key_of_zeros(layer: Any, x: Any, mask: Any) -> Any:
+    """Attention whose heads read one key more, of the score of their sink, and no value."""
+    qkv = layer.project(x)
+    key, value = (jnp.repeat(heads, HEADS // 2, axis=-2) for heads in (qkv.key, qkv.value))
+    scores = jnp.einsum("bthd,bshd->bhts", qkv.query, key) / np.sqrt(layer.head_dim)
+    sinks = jnp.broadcast_to(layer.sinks.value[:, None, None], (*scores.shape[:-1], 1))
+    scores = jnp.concatenate([jnp.where(mask, scores, -1e9), sinks], -1)
+    weights = jax.nn.softmax(scores, -1)[..., :-1]
+    return layer.out(jnp.einsum("bhts,bshd->bthd", weights, value))
+
+
+def mean_square(function: Any) -> Any:
+    return sx.jit(sx.value_and_grad(lambda layer, *args: (function(layer, *args) ** 2).sum()))
+
+
+@pytest.mark.parametrize("kind", [None, AxisType.Auto, AxisType.Explicit], ids=str)
+def test_a_sink_is_a_key_without_a_value(kind: AxisType | None):
+    layer, x = attention(sinks=True, num_kv_heads=2, window=3, causal=True), floats(4, TIME, 12)
+    segments = np.array([[1, 1, 1, 2, 2]] * 4)
+    gap = np.arange(TIME)[:, None] - np.arange(TIME)
+    allowed = (segments[:, None, :, None] == segments[:, None, None]) & (gap >= 0) & (gap < 3)
+    expected = mean_square(with_key_of_zeros)(layer, x, allowed)
+    assert layer.sinks.axes == ("heads",)
+    function = mean_square(lambda layer, x: layer(x, segment_ids=segments))
+    if kind is None:
+        jax.tree.map(close, function(layer, x), expected)
+        return
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(kind, kind))
+    with jax.set_mesh(mesh):
+        sx.shard(layer, mesh, {"heads": "model"})
+        placed = jax.device_put(x, NamedSharding(mesh, PartitionSpec("data")))
+        assert layer.sinks.value.sharding.spec == PartitionSpec("model")
+        jax.tree.map(close, function(layer, placed), expected)
+
+
+def test_a_position_with_sinks_may_read_nothing():
+    layer, x = attention(sinks=True), floats(2, TIME, FEATURES)
+    real = np.arange(TIME) < np.array([[TIME], [0]])
+    result = call(layer, x, mask=real[:, None, None])
+    np.testing.assert_array_equal(result[1], np.zeros_like(x[1]))
+    heads = np.split(floats(1, TIME, HEADS, 12), 3, axis=-1)
+    far = sx.nn.dot_product_attention(*heads, sinks=jnp.full(HEADS, -1e9))
+    close(far, sx.nn.dot_product_attention(*heads))
+    with pytest.raises(LayerInputError, match=r"sinks of shape \(4,\)"):
+        sx.nn.dot_product_attention(*heads, sinks=np.zeros(3))
+
+
+def test_sinks_with_another_softmax_are_refused():
+    x = floats(1, TIME, FEATURES)
+    for name, function in (("softmax", even), ("attention_fn", sx.nn.dot_product_attention)):
+        layer = attention(sinks=True)
+        setattr(layer, name, function)
+        with pytest.raises(LayerInputError, match="sinks has a softmax of its own") as refusal:
+            layer(x)
+        assert "layer.sinks = None" in str(refusal.value)
+        layer.sinks = None
+        assert layer(x).shape == x.shape
+
+
+@pytest.mark.parametrize("kernel", ["splash", "tokamax", "cudnn"])
+def test_kernels_without_sinks_are_refused(kernel: Any):
+    layer, x = attention(sinks=True), floats(2, TIME, FEATURES)
+    with sx.kernels(attention=kernel, interpret=True):
+        with pytest.raises(LayerInputError, match=f'"{kernel}".*sinks'):
+            layer(x)
+        layer.implementation = "auto"
+        assert layer(x).shape == x.shape
+
+
+def test_a_ring_with_sinks_is_refused():
+    layer, x = attention(sinks=True, causal=True), floats(2, 8, FEATURES)
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
+    with jax.set_mesh(mesh), sx.axis_rules({"seq": "data"}), sx.parallel(context="ring"):
+        with pytest.raises(LayerInputError, match="without sinks, dropout") as refusal:
+            layer(x)
+        scope = run_advice(refusal.value, 'sx.parallel(context="all-gather")', {"sx": sx})
+        with scope:
+            result = call(layer, x)
+    close(result, call(layer, x))
+
+
 def test_cudnn_off_gpu_is_refused():
     if jax.default_backend() == "gpu":
         pytest.skip("here it may run")
@@ -331,6 +415,7 @@ def test_partial_rotation_leaves_the_rest_of_a_head():
         ({"softcap": 0.0}, r"softcap=0\.0"),
         ({"implementation": "flash"}, "'splash' or 'tokamax'"),
         ({"implementation": "cudnn", "softcap": 1.0}, "has no soft cap"),
+        ({"attention_fn": sx.nn.dot_product_attention, "sinks": True}, "cannot follow sinks"),
         ({"dropout": 2.0}, r"rate=2\.0"),
     ],
 )

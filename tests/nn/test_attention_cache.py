@@ -60,7 +60,9 @@ def in_parts(layer: Any, x: Any, sizes: list[int], kept: Any) -> Any:
 
 @pytest.mark.parametrize("sizes", [[1] * TIME, [4, 1, 4], [TIME]])
 @pytest.mark.parametrize(
-    "options", [{"window": 3, "softcap": 0.5}, {"rope_base": None, "use_bias": True}, {}], ids=str
+    "options",
+    [{"window": 3, "softcap": 0.5}, {"rope_base": None, "use_bias": True}, {"sinks": True}, {}],
+    ids=str,
 )
 def test_sequence_in_parts_equals_the_whole(sizes: list[int], options: dict[str, Any]):
     layer, x = attention(**options), floats(2, TIME, FEATURES)

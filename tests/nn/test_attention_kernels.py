@@ -142,6 +142,7 @@ MASK = np.ones((1, 1, TIME, TIME), bool)
     [
         (SHAPE, SHAPE, {"mask": MASK}, "it takes no mask"),
         (SHAPE, SHAPE, {"bias": MASK, "mask": MASK}, "it takes no mask, no bias"),
+        (SHAPE, SHAPE, {"sinks": np.zeros(4, np.float32)}, "it takes no sinks"),
         (SHAPE.update(dtype="float16"), SHAPE, {}, "it takes float32 and bfloat16"),
         (SHAPE.update(shape=(2, TIME, 4, 64)),) * 2 + ({}, "here it is 64"),
         (SHAPE.update(shape=(2, 100, 4, HEAD_DIM)),) * 2 + ({}, "here are 100 and 100"),

@@ -151,6 +151,15 @@ def test_split_tokens_are_sorted_on_their_device(dispatch: str, place: int):
     assert exchanges(text) == 0
 
 
+@pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=str)
+def test_biases_are_added_once_over_split_layers(kind: AxisType):
+    def build() -> Any:
+        return make("capacity", use_bias=True)
+
+    found, _ = on_mesh(build, *LAYOUTS[7], kind)
+    assert_alike(found, step(build(), X))
+
+
 @pytest.mark.parametrize("place", [0, 6], ids=lambda place: str(LAYOUTS[place][0]))
 @pytest.mark.parametrize("dispatch", ["dropless", "capacity"])
 def test_wire_bytes_equal_a_hand_count(dispatch: str, place: int):
@@ -260,7 +269,7 @@ def test_experts_in_a_pipeline_equal_one_device(
     dispatch: str, kind: AxisType, axes: tuple[str, ...]
 ):
     def build() -> Any:
-        return sx.nn.Stack(lambda: make(dispatch), 2, microbatches=2)
+        return sx.nn.Stack(lambda: make(dispatch, use_bias=True), 2, microbatches=2)
 
     rules, sizes = APART | {"layers": "stage"}, dict.fromkeys(axes, 2)
     found, text = on_mesh(build, sizes, rules, P("data"), kind)
@@ -271,7 +280,7 @@ def test_experts_in_a_pipeline_equal_one_device(
 @pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=str)
 def test_low_rank_terms_and_masks_equal_one_device(kind: AxisType):
     def build() -> Any:
-        layer = sx.surgery.LoRA(make(), 3, 2.0, rngs=sx.Rngs(1))
+        layer = sx.surgery.LoRA(make(use_bias=True), 3, 2.0, rngs=sx.Rngs(1))
         return with_values(layer)
 
     sizes = {"data": 2, "expert": 2, "model": 2}

@@ -33,19 +33,22 @@ def call(moe: Any, x: Any, mask: Any = None) -> Any:
 def by_hand(moe: sx.nn.MoE, x: Any, places: int | None = None) -> np.ndarray:
     """Loops over choices and tokens; with ``places``, an expert takes no more."""
     tokens = np.asarray(x).reshape(-1, 8)
-    chances = np.exp(tokens @ np.asarray(moe.router.kernel.value))
+    router = moe.router
+    chances = np.exp(router(tokens) if moe.gate_bias is not None else tokens @ router.kernel.value)
     chances /= chances.sum(-1, keepdims=True)
     chosen = np.argsort(-chances, axis=1, kind="stable")[:, : moe.top_k]
     y, used = np.zeros_like(tokens), np.zeros(4, int)
     gate, up, down = (np.asarray(one.value) for one in (moe.gate, moe.up, moe.down))
+    pairs = zip((moe.gate_bias, moe.up_bias, moe.down_bias), (16, 16, 8), strict=True)
+    biases = [np.zeros((4, size)) if bias is None else np.asarray(bias) for bias, size in pairs]
     for choice in range(moe.top_k):
         for t, e in enumerate(chosen[:, choice]):
             used[e] += 1
             if places is not None and used[e] > places:
                 continue
             weight = chances[t, e] / (chances[t, chosen[t]].sum() if moe.normalise else 1)
-            gated = tokens[t] @ gate[e]
-            y[t] += weight * ((gated / (1 + np.exp(-gated)) * (tokens[t] @ up[e])) @ down[e])
+            gated, other = tokens[t] @ gate[e] + biases[0][e], tokens[t] @ up[e] + biases[1][e]
+            y[t] += weight * ((gated / (1 + np.exp(-gated)) * other) @ down[e] + biases[2][e])
     return y.reshape(x.shape)
 
 
@@ -77,6 +80,19 @@ def assert_close(found: Any, expected: Any, rtol: float = 1e-4, atol: float = 1e
 def test_token_is_the_weighted_sum_of_its_experts(dispatch: str, top_k: int, normalise: bool):
     moe = make(dispatch=dispatch, top_k=top_k, normalise=normalise)
     np.testing.assert_allclose(call(moe, X), by_hand(moe, X), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dispatch", DISPATCHES)
+def test_biases_of_experts_are_added(dispatch: str):
+    moe = make(dispatch=dispatch, use_bias=True)
+    assert [variable.axes for variable in (moe.gate_bias, moe.up_bias, moe.down_bias)] == [
+        ("expert", "mlp"),
+        ("expert", "mlp"),
+        ("expert", "embed"),
+    ]
+    np.testing.assert_allclose(call(moe, X), by_hand(moe, X), rtol=1e-5, atol=1e-5)
+    gradient, expected = (value_and_grad(m, X)[1] for m in (moe, make(use_bias=True)))
+    assert_close(gradient, expected)
 
 
 def test_past_capacity_second_choices_and_later_tokens_drop():

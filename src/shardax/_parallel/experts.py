@@ -70,13 +70,19 @@ class Split(NamedTuple):
     ) -> Any:
         """Runs the region; returns the result and the loss."""
         tokens, experts, hidden = _spec(*self.tokens), self.experts, self.hidden
-        # Of a kernel and its low-rank term.
-        wide = (_spec(experts, (), hidden), _spec(experts), _spec(experts, (), hidden))
-        narrow = (_spec(experts, hidden), _spec(experts, hidden), _spec(experts))
+        # Of a kernel, its biases and both parts of its low-rank term.
+        whole = _spec(experts, (), hidden)
+        wide = (whole, _spec(experts, hidden), _spec(experts), whole)
+        narrow = (_spec(experts, hidden), _spec(experts), _spec(experts, hidden), _spec(experts))
         by_kernel = zip(kernels, (wide, wide, narrow), strict=True)
         specs = (
             *(tokens, tokens, tokens if counted.ndim else _spec()),
-            *(specs[: len(kernel)] for kernel, specs in by_kernel),
+            *(
+                type(kernel)(
+                    *(x if x is None else spec for x, spec in zip(kernel, specs, strict=True))
+                )
+                for kernel, specs in by_kernel
+            ),
         )
         make: Any = _nested if AxisType.Manual in self.mesh.axis_types else jax.shard_map
 

@@ -31,7 +31,7 @@ from shardax._core.variable import (
 )
 from shardax.models.activations import find_activation
 from shardax.models.config import TransformerConfig
-from shardax.models.experts import ChoiceOfGroups, GroupedMoE, GroupedSoftmaxMoE
+from shardax.models.experts import ChoiceOfGroups, ClippedMoE, GroupedMoE, GroupedSoftmaxMoE
 from shardax.models.families import registry
 from shardax.models.family import (
     ACTIVATION_FIELDS,
@@ -331,6 +331,7 @@ _LAYER: dict[str, Callable[[Any], Any]] = {
     "out_bias": lambda place: place.module.attn.out.bias is not None,
     "attention_scale": lambda place: place.module.attn.scale,
     "attention_softcap": lambda place: place.module.attn.softcap,
+    "attention_sinks": lambda place: place.module.attn.sinks is not None,
     "parallel": lambda place: place.module.parallel,
     "residual_scale": lambda place: place.module.residual_scale,
 }
@@ -349,6 +350,8 @@ _MIXED: dict[str, Callable[[Any], Any]] = {
     "expert_groups": lambda place: place.module.mlp.num_groups,
     "groups_per_token": lambda place: place.module.mlp.top_groups,
     "expert_scale": lambda place: place.module.mlp.scale,
+    "expert_bias": lambda place: place.module.mlp.router.bias is not None,
+    "expert_limit": lambda place: getattr(place.module.mlp, "limit", None),
     "normalise_experts": lambda place: place.module.mlp.normalise,
     "activation": _activation,
 }
@@ -409,7 +412,7 @@ def _relevant(config: TransformerConfig) -> dict[str, Any]:
     no_experts = not any(experts for _, experts in kinds)
     unused = {
         "num_experts experts_per_token expert_dim normalise_experts": no_experts,
-        "shared_expert_dim expert_scores": no_experts,
+        "shared_expert_dim expert_scores expert_bias expert_limit": no_experts,
         "expert_groups groups_per_token expert_scale": (
             no_experts or config.expert_scores == "softmax"
         ),
@@ -542,7 +545,7 @@ def _new_content(kind: str, family: Family, config: TransformerConfig) -> dict[s
 
 # Classes that compute something else than the ones that they are made of.
 _COMPUTING = (OffsetScale, OffsetRMSNorm, OffsetLayerNorm, ChoiceOfGroups, GroupedMoE)
-_COMPUTING += (GroupedSoftmaxMoE,)
+_COMPUTING += (GroupedSoftmaxMoE, ClippedMoE)
 
 
 class _ArchitectureCheck:

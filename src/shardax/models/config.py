@@ -71,6 +71,7 @@ class TransformerConfig:
         local_layers: Which layers are local; None for all.
         attention_scale: Multiplies the scores; None for ``head_dim ** -0.5``.
         attention_softcap: Bound of the scores, by tanh.
+        attention_sinks: Whether each head has a learned score beside those of its keys.
         final_softcap: Bound of the logits, by tanh.
         token_dim: Size of embeddings that a linear layer makes ``embed_dim`` of; 0 for that size.
         embed_scale: Multiplies the embedding.
@@ -87,6 +88,9 @@ class TransformerConfig:
         expert_groups: But of a plain softmax: number of groups of experts.
         groups_per_token: But of a plain softmax: how many of them a token's experts are of.
         expert_scale: But of a plain softmax: multiplies the weights.
+        expert_bias: Whether the router and the experts have biases.
+        expert_limit: Bound of an expert's gate, and on both sides of what it multiplies, to which 1
+            is added then; None for plain gated units.
         shared_expert_dim: Size of the hidden layer of an expert for all tokens; 0 for none.
         shared_expert_gate: Whether what it adds is multiplied by the sigmoid of a linear map.
         expert_dispatch: How tokens get to them, as for ``MoE``.
@@ -166,6 +170,7 @@ class TransformerConfig:
     local_layers: tuple[bool, ...] | None = None
     attention_scale: float | None = None
     attention_softcap: float | None = None
+    attention_sinks: bool = False
     final_softcap: float | None = None
     token_dim: int = 0
     embed_scale: float | None = None
@@ -181,6 +186,8 @@ class TransformerConfig:
     expert_groups: int = 1
     groups_per_token: int = 1
     expert_scale: float = 1.0
+    expert_bias: bool = False
+    expert_limit: float | None = None
     shared_expert_dim: int = 0
     shared_expert_gate: bool = False
     expert_dispatch: Dispatch = "dense"
@@ -232,6 +239,11 @@ class TransformerConfig:
             fits = least <= self.groups_per_token <= groups
             need = f"from {least} up to {groups}, for {self.experts_per_token} experts"
             _check(where, "groups_per_token", self.groups_per_token, fits, need)
+        if self.expert_limit is not None:
+            fits, need = self.expert_limit > 0, "positive"
+            if self.expert_scores != "softmax":
+                fits, need = False, f"None with expert_scores={self.expert_scores!r}"
+            _check(where, "expert_limit", self.expert_limit, fits, need)
         if self.latent_dim:
             size = self.rope_dim
             fits = 0 < size < self.head_dim and size % 2 == 0 and self.rope is not None
@@ -240,7 +252,7 @@ class TransformerConfig:
             fits = self.num_kv_heads == self.num_heads
             _check(where, "num_kv_heads", self.num_kv_heads, fits, f"{self.num_heads}, of a latent")
             plain = {"attention_softcap": None, "qk_norm": None, "out_bias": self.qkv_bias}
-            plain |= {"local_rope": None, "rope_layers": None}
+            plain |= {"local_rope": None, "rope_layers": None, "attention_sinks": False}
         else:
             plain = {"query_latent_dim": None, "rope_dim": 0, "value_dim": 0}
         form = "latent" if self.latent_dim else "plain"

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Experts chosen in groups, by biased sigmoids or a softmax.
+"""Experts of published models: chosen in groups, or with clipped units.
 
 The routing of DeepSeek-V3 (DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, section 2.1.2): a
 bias is added to an expert's score where experts are chosen, and not in their weights. Training
 moves it against the load of the expert, in place of a loss. DeepSeek-V2 chooses by a softmax
-without a bias (DeepSeek-AI, "DeepSeek-V2", 2024, section 2.2.2).
+without a bias (DeepSeek-AI, "DeepSeek-V2", 2024, section 2.2.2). gpt-oss clips what its gated units
+multiply (OpenAI, "gpt-oss-120b & gpt-oss-20b Model Card", 2025, section 2.1).
 """
 
 from __future__ import annotations
@@ -107,3 +108,23 @@ class GroupedSoftmaxMoE(ChoiceOfGroups):
         scores = jax.nn.softmax(logits.reshape(-1, count), axis=-1)
         experts = jax.lax.top_k(self._in_groups(scores), self.top_k)[1]
         return scores, self._weights(scores, experts), experts
+
+
+class ClippedMoE(MoE):
+    """Experts of clipped gated units: ``activation(gate) * (up + 1)``."""
+
+    def __init__(
+        self, features: int, hidden: int, *, limit: float, rngs: Rngs | None, **options: Any
+    ) -> None:
+        super().__init__(features, hidden, rngs=rngs, **options)
+        if not limit > 0:
+            raise LayerConfigError(f"ClippedMoE needs a limit above 0, but limit={limit!r}.")
+        self.limit = float(limit)
+
+    def _gated(self, gate: jax.Array, up: jax.Array) -> jax.Array:
+        up = jnp.clip(up, -self.limit, self.limit)
+        return super()._gated(jnp.minimum(gate, self.limit), up + 1)
+
+    @property
+    def _routing(self) -> tuple[Any, ...]:
+        return (self.limit,)

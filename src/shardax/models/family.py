@@ -168,7 +168,7 @@ _ANNOTATIONS = {field.name: str(field.type) for field in dataclasses.fields(Tran
 _POSITIVE = frozenset(
     [
         *("channels", "embed_dim", "expert_dim", "experts_per_token", "head_dim", "image_size"),
-        *("expert_groups", "groups_per_token", "shared_expert_dim"),
+        *("expert_groups", "expert_limit", "groups_per_token", "shared_expert_dim"),
         *("latent_dim", "query_latent_dim", "rope_dim", "value_dim"),
         *("mlp_dim", "num_heads", "num_kv_heads", "num_layers", "patch_size", "vocab_size"),
         "window",
@@ -404,6 +404,8 @@ class _Reading:
         if self.tensor_count is None:
             return
         layers, experts = values.get("num_layers", 0), values.get("num_experts", 0)
+        if not any(tensor.is_of_expert for tensor in self.family.tensors):
+            experts = 0  # all of a layer are in one tensor
         for count, least, counts in (
             (layers, _FEW_LAYERS, f"{layers} layers"),
             (layers * experts, _FEW_EXPERTS, f"{layers} layers of {experts} experts"),

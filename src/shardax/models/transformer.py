@@ -32,7 +32,7 @@ from shardax._core.state.split_merge import iter_variables
 from shardax._core.variable import Cache
 from shardax.models.activations import ACTIVATIONS, find_activation
 from shardax.models.config import TransformerConfig
-from shardax.models.experts import GroupedMoE, GroupedSoftmaxMoE
+from shardax.models.experts import ClippedMoE, GroupedMoE, GroupedSoftmaxMoE
 from shardax.models.norms import HeadsRMSNorm, dtypes, make_norm
 from shardax.nn.arithmetic import add_bias, as_array, at_least_float32
 from shardax.nn.attention.latent import LatentCache, MultiHeadLatentAttention
@@ -694,6 +694,7 @@ def _attention(config: TransformerConfig, index: int, rngs: Rngs) -> MultiHeadAt
         num_kv_heads=config.num_kv_heads,
         out_bias=config.out_bias,
         softcap=config.attention_softcap,
+        sinks=config.attention_sinks,
         query_norm=norm(config.num_heads, "heads"),
         key_norm=norm(config.num_kv_heads, "kv_heads"),
         **options,
@@ -730,6 +731,8 @@ def _experts(config: TransformerConfig, rngs: Rngs) -> MoE:
             top_groups=config.groups_per_token,
             scale=config.expert_scale,
         )
+    elif config.expert_limit is not None:
+        make = partial(ClippedMoE, limit=config.expert_limit)
     return make(
         config.embed_dim,
         config.expert_dim,
@@ -738,6 +741,7 @@ def _experts(config: TransformerConfig, rngs: Rngs) -> MoE:
         dispatch=config.expert_dispatch,
         normalise=config.normalise_experts,
         activation=ACTIVATIONS.get(config.activation, config.activation),
+        use_bias=config.expert_bias,
         rngs=rngs,
         **dtypes(config),
     )

@@ -38,6 +38,8 @@ from shardax.models.config import TransformerConfig
 from shardax.models.decoder import DECODER_RULES
 from shardax.models.families.registry import family_of
 from shardax.models.family import Family, PretrainedError, brief
+from shardax.models.files import DTYPES, INDEX, SINGLE, TensorFiles, read_json
+from shardax.models.mxfp4 import PACKING, is_packed
 from shardax.models.tensors import Tensor
 from shardax.models.transformer import Transformer
 from shardax.nn.attention.dot_product import AttentionKernel
@@ -51,10 +53,9 @@ from shardax.partition.rules import Rules, RulesLike, mesh_axes_of
 from shardax.partition.specs import shardings
 from shardax.partition.tree_check import check
 
-CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
+CONFIG = "config.json"
 LARGEST_FILE = 5 * 2**30
 _DTYPE_FIELDS = frozenset(["dtype", "torch_dtype"])
-_DTYPES = {"F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64"}
 # What is fetched of a hub's model: its weights are often there in other formats too.
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template*"),
@@ -122,8 +123,8 @@ def from_pretrained(
         (1, 64, 192)
     """
     folder = find_directory(directory)
-    content = _read_json(folder / CONFIG)
-    with _Files(folder, content) as files:
+    content = read_json(folder / CONFIG)
+    with TensorFiles(folder, content) as files:
         family = family_of(content, str(folder / CONFIG))
         if not head:
             content = {**content, "architectures": [family.bare]}
@@ -183,6 +184,8 @@ def save_pretrained(
     model that would read back as another is refused, by path, before a file is written. Files
     appear when all are complete: a disk that is full leaves what was there.
 
+    Kernels that were read from MXFP4 are written as the numbers that they are, with a warning.
+
     The compute dtype and dropout are no part of it. In a run of several processes all must call
     it, and the first writes.
 
@@ -206,6 +209,12 @@ def save_pretrained(
     """
     folder = Path(directory).expanduser()
     content, family, config = describe(model)
+    if is_packed(content):
+        content = {name: value for name, value in content.items() if name != PACKING}
+        warn(
+            "The model was read from MXFP4, which is not written: its experts are written as they "
+            f"are, several times as large, and config.json has no {PACKING}."
+        )
     table = _Table.of_edited(model, family, config)
     stored = Counter(jnp.dtype(entry.variable.dtype).name for entry in table.entries)
     content |= {name: max(stored, key=stored.__getitem__) for name in _DTYPE_FIELDS & {*content}}
@@ -480,7 +489,7 @@ class _Table:
         entries = [sibling for sibling, _, _ in self.by_name[entry.name(layer)]]
         return sum(sibling.axis_sizes()[axis] for sibling in entries[: entries.index(entry)])
 
-    def check(self, files: _Files, where: str, strict: bool) -> str | None:
+    def check(self, files: TensorFiles, where: str, strict: bool) -> str | None:
         """Raises with all problems of the tensors, or returns a warning."""
         self.check_complete()
         missing = [name for name in self.by_name if name not in files.names]
@@ -501,10 +510,10 @@ class _Table:
                 shape, expected = files.shape(name), self.shape(name)
                 if shape != expected:
                     wrong.append(f"{name} has the shape {shape}, but the config says {expected}")
-                elif files.dtype(name) not in _DTYPES:
+                elif files.dtype(name) not in DTYPES:
                     wrong.append(
                         f"{name} has the dtype {files.dtype(name)}, and only "
-                        f"{', '.join(_DTYPES)} are read, no quantised weights"
+                        f"{', '.join(DTYPES)} are read, no quantised weights"
                     )
         if wrong:
             hint = (
@@ -541,7 +550,7 @@ class _Table:
         for entry, _, _ in self.by_name[name]:
             yield from entry.names()
 
-    def _duplicates(self, files: _Files) -> Iterator[str]:
+    def _duplicates(self, files: TensorFiles) -> Iterator[str]:
         """Yields redundant tensors of a tied head."""
         for places in (("head.kernel", "embed.embedding"), ("head.bias", "head_bias")):
             tensors = [self.tensors[place] for place in places if place in self.tensors]
@@ -593,126 +602,7 @@ def _place(
 # --- reading --------------------------------------------------------------------------------------
 
 
-class _Files(contextlib.ExitStack):
-    """The tensors of a folder, by name."""
-
-    def __init__(self, folder: Path, content: Mapping[str, Any]) -> None:
-        super().__init__()
-        try:
-            from safetensors import SafetensorError, safe_open
-        except ImportError as error:
-            raise ImportError("Weights need safetensors: pip install 'shardax[hub]'.") from error
-        self.offsets: dict[Any, int] = {}
-        by_name = _file_names(folder, content.get("architectures"))
-        opened: dict[str, Any] = {}
-        for title in sorted({*by_name.values()}):
-            try:
-                opened[title] = self.enter_context(safe_open(folder / title, framework="np"))
-            except (SafetensorError, OSError) as error:
-                raise PretrainedError(
-                    f"{folder / title} is damaged: {error}. Download or save it again."
-                ) from error
-        self.names: dict[str, Any] = {}
-        self._stored_names: dict[str, str] = {}
-        for title, file in opened.items():
-            for stored in sorted(file.keys()):
-                name = _today(stored)
-                if name not in self.names or by_name.get(stored) == title:
-                    self.names[name], self._stored_names[name] = file, stored
-
-    def slice(self, name: str):
-        """Returns a reader of parts of a tensor."""
-        return self.names[name].get_slice(self._stored_names[name])
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Returns the shape of a tensor."""
-        return tuple(self.slice(name).get_shape())
-
-    def dtype(self, name: str) -> str:
-        """Returns the dtype of a tensor, as safetensors names it."""
-        return self.slice(name).get_dtype()
-
-    def common_dtype(self) -> str:
-        """Returns the dtype of most tensors."""
-        counts = Counter(self.dtype(name) for name in self.names)
-        known_dtypes = [name for name, _ in counts.most_common() if name in _DTYPES]
-        return _DTYPES[known_dtypes[0]] if known_dtypes else "float32"
-
-    def equal(self, left: str, right: str) -> bool:
-        """Whether two tensors are the same, to the last bit."""
-        if (self.shape(left), self.dtype(left)) != (self.shape(right), self.dtype(right)):
-            return False
-        count, step = self.shape(left)[0], 4096
-        parts = (slice(at, min(at + step, count)) for at in range(0, count, step))
-        return all(
-            self.slice(left)[part].tobytes() == self.slice(right)[part].tobytes() for part in parts
-        )
-
-
-def _today(name: str) -> str:
-    """Returns the name of a tensor as it is written today."""
-    for older, newer in (
-        ("LayerNorm.gamma", "LayerNorm.weight"),
-        ("LayerNorm.beta", "LayerNorm.bias"),
-    ):
-        if name.endswith(older):
-            return name.removesuffix(older) + newer
-    return name
-
-
-def _file_names(folder: Path, architectures: object) -> dict[str, str]:
-    """Returns the file of each tensor, or of all under one key."""
-    index = folder / INDEX
-    if not index.is_file():
-        if not (folder / SINGLE).is_file():
-            suffixes = sorted({path.suffix for path in folder.iterdir()} & _OTHER_FORMATS)
-            hint = f", but {', '.join(suffixes)}, which is not read" if suffixes else ""
-            names = architectures if isinstance(architectures, list) else []
-            # AutoModel would leave the head out.
-            known = len(names) == 1 and isinstance(names[0], str) and names[0].isidentifier()
-            title = names[0] if known else "AutoModel"
-            raise PretrainedError(
-                f"{folder} has neither {SINGLE} nor {INDEX}{hint}. Save the model anew: "
-                f"transformers.{title}.from_pretrained({str(folder)!r}).save_pretrained(NEW)."
-            )
-        _check_inside(folder, SINGLE)
-        return {SINGLE: SINGLE}
-    by_name = _read_json(index).get("weight_map")
-    if not isinstance(by_name, dict) or not all(isinstance(x, str) for x in by_name.values()):
-        raise PretrainedError(f"{index} has no weight_map, a table of tensors and file names.")
-    titles = sorted({*by_name.values()})
-    for title in titles:
-        _check_inside(folder, title)
-    absent = [title for title in titles if not (folder / title).is_file()]
-    if absent:
-        raise PretrainedError(f"{folder} lacks {first_of(absent, most=12)}, which {INDEX} names.")
-    return by_name
-
-
-# Files that hold weights in formats that are not read.
-_OTHER_FORMATS = frozenset([".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx"])
-
-
-def _check_inside(folder: Path, title: str) -> None:
-    """Raises if a file of tensors leads out of its folder."""
-    home = folder.resolve()
-    target = (folder / title).resolve()
-    # In the cache of a hub the files of a snapshot are links to blobs beside it.
-    snapshots = next((path for path in home.parents if path.name == "snapshots"), None)
-    homes = [home] if snapshots is None else [home, snapshots.parent.resolve() / "blobs"]
-    if Path(title).is_absolute() or ".." in Path(title).parts:
-        raise PretrainedError(
-            f"{folder} names {brief(title)} as a file of tensors, which is not in the folder. "
-            f"Download the model again, from those who made it."
-        )
-    if not any(target.is_relative_to(place) for place in homes):
-        raise PretrainedError(
-            f"{folder / title} is a link to {target}, out of the folder. If it is meant, copy it: "
-            f"shutil.copyfile(link, copy); os.replace(copy, link)."
-        )
-
-
-def _read(entry: _Entry, files: _Files, place, cast) -> jax.Array:
+def _read(entry: _Entry, files: TensorFiles, place, cast) -> jax.Array:
     """Reads a parameter, each device its own part."""
     shape = tuple(entry.variable.shape)
 
@@ -735,7 +625,7 @@ def _read(entry: _Entry, files: _Files, place, cast) -> jax.Array:
     return jax.make_array_from_single_device_arrays(shape, place, arrays)
 
 
-def _read_block(entry: _Entry, files: _Files, bounds: Sequence[tuple[int, int]]) -> np.ndarray:
+def _read_block(entry: _Entry, files: TensorFiles, bounds: Sequence[tuple[int, int]]) -> np.ndarray:
     if entry.stacked:
         layers, bounds = entry.layers[slice(*bounds[0])], bounds[1:]
         return _stacked([_read_layer(entry, files, bounds, layer) for layer in layers], bounds)
@@ -747,7 +637,7 @@ def _stacked(blocks: Sequence[np.ndarray], bounds) -> np.ndarray:
 
 
 def _read_layer(
-    entry: _Entry, files: _Files, bounds: Sequence[tuple[int, int]], layer: int
+    entry: _Entry, files: TensorFiles, bounds: Sequence[tuple[int, int]], layer: int
 ) -> np.ndarray:
     if not entry.tensor.is_of_expert:
         return _read_tensor(entry, files, entry.name(layer), bounds)
@@ -757,25 +647,35 @@ def _read_layer(
 
 
 def _read_tensor(
-    entry: _Entry, files: _Files, name: str, bounds: Sequence[tuple[int, int]]
+    entry: _Entry, files: TensorFiles, name: str, bounds: Sequence[tuple[int, int]]
 ) -> np.ndarray:
     """Reads part of a tensor, with its axes in order."""
     offsets = [files.offsets[entry.path, axis] for axis in range(len(entry.tensor.tensor_axes))]
     runs, sizes, order = _cut(entry, bounds, offsets)
-    source = files.slice(name)
-    if all(len(axis_runs) == 1 for axis_runs in runs):
-        array = source[tuple(slice(*axis_runs[0]) for axis_runs in runs)]
+    spans = [span for span in map(_span, runs) if span is not None]
+    if len(spans) == len(runs):
+        array = files.read(name, spans)
     else:
         ends = [list(itertools.accumulate(b - a for a, b in axis_runs)) for axis_runs in runs]
-        array = np.empty([end[-1] if end else 0 for end in ends], _DTYPES[files.dtype(name)])
+        array = np.empty([end[-1] if end else 0 for end in ends], DTYPES[files.dtype(name)])
         for places in itertools.product(*(range(len(axis_runs)) for axis_runs in runs)):
             part = [runs[i][k] for i, k in enumerate(places)]
             to = tuple(
                 slice(ends[i][k] - (runs[i][k][1] - runs[i][k][0]), ends[i][k])
                 for i, k in enumerate(places)
             )
-            array[to] = source[tuple(slice(*span) for span in part)]
+            array[to] = files.read(name, [slice(*span) for span in part])
     return np.ascontiguousarray(array.reshape(sizes).transpose(order))
+
+
+def _span(runs: Sequence[tuple[int, int]]) -> slice | None:
+    """Returns the slice that parts of an axis make up, if any."""
+    if len(runs) == 1:
+        return slice(*runs[0])
+    starts = [start for start, _ in runs]
+    steps = {b - a for a, b in itertools.pairwise(starts)}
+    is_even = len(steps) == 1 and all(end - start == 1 for start, end in runs)
+    return slice(starts[0], runs[-1][1], steps.pop()) if is_even else None
 
 
 def _cut(
@@ -881,18 +781,6 @@ def _write_files(table: _Table, draft: Path | None, max_file_bytes: int) -> None
         }
         total = {"total_size": sum(sizes.values())}
         _write_json(draft / INDEX, {"metadata": total, "weight_map": by_name})
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        raise PretrainedError(f"{path} is not there, so {path.parent} holds no published model.")
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise PretrainedError(f"{path} is no JSON: {error}.") from error
-    if not isinstance(content, dict):
-        raise PretrainedError(f"{path} holds no table of fields.")
-    return content
 
 
 def _write_json(path: Path, content: Mapping[str, object]) -> None:

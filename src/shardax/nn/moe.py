@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -42,8 +42,16 @@ from shardax.partition.explicit import explicit_sharding
 
 Dispatch = Literal["dense", "dropless", "capacity"]
 
-Kernel = tuple[jax.Array, ...]  # or with a low-rank term: kernel, a, b
 Multiply = Callable[[jax.Array, jax.Array], jax.Array]
+
+
+class Kernel(NamedTuple):
+    """A kernel of all experts, with its biases and low-rank term."""
+
+    whole: Any
+    bias: Any = None
+    a: Any = None
+    b: Any = None
 
 
 class MoE(Module):
@@ -74,6 +82,7 @@ class MoE(Module):
             experts (Mixtral; Qwen3-MoE with ``norm_topk_prob``); else they are those of a softmax
             over all experts.
         activation: Name of a function of ``jax.nn``, or a function.
+        use_bias: Whether the router and the three maps of an expert have biases.
         deterministic: Whether no loss is recorded; ``model.eval()`` sets it.
         dtype: Compute dtype; None promotes input and parameters.
         param_dtype: Parameter dtype.
@@ -82,10 +91,13 @@ class MoE(Module):
         rngs: Random streams; ``params`` is used.
 
     Attributes:
-        router: ``Linear`` without bias from features to experts.
+        router: ``Linear`` from features to experts.
         gate: ``Param`` of shape (num_experts, features, hidden).
         up: ``Param`` likewise.
         down: ``Param`` of shape (num_experts, hidden, features).
+        gate_bias: ``Param`` of shape (num_experts, hidden), or None.
+        up_bias: ``Param`` likewise, or None.
+        down_bias: ``Param`` of shape (num_experts, features), or None.
         load_balance_loss: ``Intermediate``, a float32 scalar: the loss of the latest call in
             training, ``num_experts * sum(share of tokens * mean probability)``, which is ``top_k``
             if balanced; 0 before the first call. ``sx.nn.load_balance_loss(model)`` reads it.
@@ -107,6 +119,10 @@ class MoE(Module):
         True
     """
 
+    gate_bias: Any = None
+    up_bias: Any = None
+    down_bias: Any = None
+
     def __init__(
         self,
         features: int,
@@ -118,6 +134,7 @@ class MoE(Module):
         capacity_factor: float = 1.25,
         normalise: bool = True,
         activation: Activation = "silu",
+        use_bias: bool = False,
         deterministic: bool = False,
         dtype: jax.typing.DTypeLike | None = None,
         param_dtype: jax.typing.DTypeLike = np.float32,
@@ -144,7 +161,7 @@ class MoE(Module):
         self.router = Linear(
             features,
             count,
-            use_bias=False,
+            use_bias=use_bias,
             dtype=np.float32,
             param_dtype=param_dtype,
             kernel_init=kernel_init,
@@ -155,6 +172,12 @@ class MoE(Module):
         self.gate = make_parameter(init, wide, param_dtype, (expert, outer, inner), rngs)
         self.up = make_parameter(init, wide, param_dtype, (expert, outer, inner), rngs)
         self.down = make_parameter(init, narrow, param_dtype, (expert, inner, outer), rngs)
+        if use_bias:
+            for name in ("gate_bias", "up_bias"):
+                bias = make_parameter(zeros, (count, hidden), param_dtype, (expert, inner), rngs)
+                setattr(self, name, bias)
+            shape, names = (count, features), (expert, outer)
+            self.down_bias = make_parameter(zeros, shape, param_dtype, names, rngs)
         self.top_k = top_k
         self.dispatch = dispatch
         self.capacity_factor = float(capacity_factor)
@@ -192,19 +215,18 @@ class MoE(Module):
         scale: float = 1.0,
     ) -> jax.Array:
         """Does the work of a call, with scaled low-rank terms by kernel."""
-        kernels = {name: (getattr(self, name).value,) for name in ("gate", "up", "down")}
-        x = take_features("MoE", x, (kernels["gate"][0].shape[1],))
+        kernels = [self._kernel(name, adapters) for name in ("gate", "up", "down")]
+        x = take_features("MoE", x, (kernels[0].whole.shape[1],))
         counted = jnp.ones((), bool) if mask is None else as_array(mask)
         if mask is not None and counted.shape != x.shape[:-1]:
             refuse_input("MoE", f"a mask of shape {x.shape[:-1]}", counted, "One per token.")
         out_layout = out_sharding or explicit_sharding(x)
         split = None
         if self.dispatch != "dense":
-            split = find_split(x, kernels["gate"][0], self.gate.axes)
+            split = find_split(x, kernels[0].whole, self.gate.axes)
         x = x if split is None else split.enter(x)
         logits = self._scores(x)
-        parts = [(*kernel, *adapters.get(name, ())) for name, kernel in kernels.items()]
-        leaves, structure = jax.tree.flatten(parts)
+        leaves, structure = jax.tree.flatten(kernels)
         x, *leaves = cast_all(self.dtype, x, *leaves)
         leading = (x, logits, counted)
         compute: Any = self._compute if split is None else partial(self._exchanging, split)
@@ -224,10 +246,10 @@ class MoE(Module):
             options = (self.top_k, self.dispatch, self.capacity_factor, self.normalise)
             key = (type(self), self.activation, *options, self._routing, split, out_layout)
             compute = partial(_compiled, Static(compute, key))
-        parts = jax.tree.unflatten(structure, leaves)
+        kernels = jax.tree.unflatten(structure, leaves)
         # In the compute dtype, which holds more of the scale than a parameter may.
-        parts = [(*part[:2], *(scale * b for b in part[2:])) for part in parts]
-        y, loss = compute(*leading, *parts)
+        scaled = [k if k.b is None else k._replace(b=scale * k.b) for k in kernels]
+        y, loss = compute(*leading, *scaled)
         if not self.deterministic:
             record = self.__dict__.get("load_balance_loss")
             if isinstance(record, Intermediate):
@@ -235,6 +257,11 @@ class MoE(Module):
             else:  # ``sx.pop`` took it away, or the model is frozen
                 self.load_balance_loss = Intermediate(loss)
         return y
+
+    def _kernel(self, name: str, adapters: dict[str, tuple[object, object]]) -> Kernel:
+        bias = getattr(self, f"{name}_bias")
+        bias = None if bias is None else bias.value
+        return Kernel(getattr(self, name).value, bias, *adapters.get(name, ()))
 
     def _compute(
         self, x: jax.Array, logits: jax.Array, counted: jax.Array, *kernels: Kernel
@@ -252,7 +279,10 @@ class MoE(Module):
         """Does the same with experts over a mesh axis."""
         count = len(kernels[0][0])
 
-        def region(x: jax.Array, logits: jax.Array, counted, *kernels: Kernel):
+        def region(x: jax.Array, logits: jax.Array, counted, gate: Kernel, up: Kernel, down):
+            if split.hidden and down.bias is not None:  # the results are added up over these axes
+                is_first = jax.lax.axis_index(split.hidden) == 0
+                down = down._replace(bias=jnp.where(is_first, down.bias, 0))
             everywhere = partial(jax.lax.psum, axis_name=split.axes)
             weights, experts, loss = self._route(logits, counted, x.shape[:-1], count, everywhere)
             places = None
@@ -260,7 +290,7 @@ class MoE(Module):
                 places = self._places(experts.size * split.size(split.axes), count)
                 place = find_places(experts, count, x.shape[:-1], split)
                 experts = jnp.where(place < places, experts, count)
-            tokens, compute = x.reshape(-1, x.shape[-1]), partial(self._sorted, kernels)
+            tokens, compute = x.reshape(-1, x.shape[-1]), partial(self._sorted, (gate, up, down))
             weights = weights.astype(x.dtype)
             y = by_expert(tokens, weights, experts, count, compute, split, places)
             return y.reshape(x.shape), loss
@@ -306,9 +336,12 @@ class MoE(Module):
     def _places(self, choices: int, count: int) -> int:
         return math.ceil(self.capacity_factor * choices / count)
 
-    def _hidden(self, x: jax.Array, gate: Kernel, up: Kernel, **multiply: Multiply) -> jax.Array:
-        activate = find_activation(self.activation, "MoE")
-        return activate(_product(x, gate, **multiply)) * _product(x, up, **multiply)
+    def _hidden(self, x: jax.Array, gate: Kernel, up: Kernel, **options: Callable[..., Any]):
+        return self._gated(_product(x, gate, **options), _product(x, up, **options))
+
+    def _gated(self, gate: jax.Array, up: jax.Array) -> jax.Array:
+        """Returns the hidden layer of an expert."""
+        return find_activation(self.activation, "MoE")(gate) * up
 
     def _dense(
         self, x: jax.Array, weights: jax.Array, experts: jax.Array, *kernels: Kernel
@@ -320,8 +353,10 @@ class MoE(Module):
             partial(jnp.einsum, equation)
             for equation in ("td,edh->eth", "etd,edh->eth", "eth,ehd->td")
         )
-        hidden = combined[..., None] * self._hidden(x, gate, up, multiply=spread, second=by_expert)
-        return _product(hidden, down, multiply=gather, first=by_expert)
+        options = {"multiply": spread, "second": by_expert, "by_row": _for_each_row}
+        hidden = combined[..., None] * self._hidden(x, gate, up, **options)
+        add_up = partial(jnp.einsum, "et,ed->td", combined)
+        return _product(hidden, down, multiply=gather, first=by_expert, by_row=add_up)
 
     def _sorted(self, kernels: Sequence[Kernel], x: jax.Array, sizes: jax.Array) -> jax.Array:
         """Returns the results of rows sorted by expert."""
@@ -332,7 +367,12 @@ class MoE(Module):
             # What is past the last group is undefined on some platforms.
             return jnp.where(is_valid, jax.lax.ragged_dot(x, kernel, sizes), 0)
 
-        return _product(self._hidden(x, gate, up, multiply=multiply), down, multiply)
+        def by_row(bias: jax.Array) -> jax.Array:
+            rows = jnp.repeat(jnp.arange(len(bias)), sizes, total_repeat_length=len(x))
+            return jnp.where(is_valid, bias[rows], 0)
+
+        hidden = self._hidden(x, gate, up, multiply=multiply, by_row=by_row)
+        return _product(hidden, down, multiply, by_row=by_row)
 
     def _dropless(
         self, x: jax.Array, weights: jax.Array, experts: jax.Array, *kernels: Kernel
@@ -354,7 +394,8 @@ class MoE(Module):
         buffers = jnp.zeros((count, places, x.shape[-1]), x.dtype)
         buffers = buffers.at[chosen, place].set(rows, mode="drop")
         multiply = partial(jnp.einsum, "etd,edh->eth")
-        y = _product(self._hidden(buffers, gate, up, multiply=multiply), down, multiply)
+        hidden = self._hidden(buffers, gate, up, multiply=multiply, by_row=_for_each_row)
+        y = _product(hidden, down, multiply, by_row=_for_each_row)
         y = y.at[chosen, place].get(mode="fill", fill_value=0) * weights.T.reshape(-1)[:, None]
         return y.reshape(self.top_k, *x.shape).sum(axis=0)
 
@@ -370,14 +411,19 @@ def _product(
     multiply: Multiply,
     first: Multiply | None = None,
     second: Multiply | None = None,
+    *,
+    by_row: Callable[[jax.Array], jax.Array],
 ) -> jax.Array:
-    """Multiplies by a kernel, and adds its low-rank term."""
-    whole, *term = kernel
-    y = multiply(x, whole)
-    if not term:
+    """Multiplies by a kernel, and adds its biases and low-rank term."""
+    y = multiply(x, kernel.whole)
+    y = y if kernel.bias is None else y + by_row(kernel.bias)
+    if kernel.a is None:
         return y
-    a, b = term
-    return y + (second or multiply)((first or multiply)(x, a), b)
+    return y + (second or multiply)((first or multiply)(x, kernel.a), kernel.b)
+
+
+def _for_each_row(bias: jax.Array) -> jax.Array:
+    return bias[:, None]
 
 
 def load_balance_loss(model: object) -> jax.Array:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decoders with LayerNorms, biases and a plain MLP: GPT-2, GPT-NeoX, StarCoder2, Phi.
+"""Decoders with LayerNorms and a plain MLP, and gpt-oss with experts.
 
-Sources: ``models/{gpt2,gpt_neox,starcoder2,phi}`` of transformers 5, ``configuration_*.py`` for
-fields and defaults, ``modeling_*.py`` for tensors.
+Sources: ``models/{gpt2,gpt_neox,starcoder2,phi,gpt_oss}`` of transformers 5, ``configuration_*.py``
+for fields and defaults, ``modeling_*.py`` for tensors.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from shardax.models import mxfp4
 from shardax.models.families import shared
 from shardax.models.families.rope import Rotary, read_rope
 from shardax.models.family import (
@@ -17,6 +18,7 @@ from shardax.models.family import (
     INTEGER,
     NUMBER,
     SIZE,
+    TABLE,
     ConfigEdit,
     Family,
     Field,
@@ -27,6 +29,7 @@ from shardax.models.family import (
 from shardax.models.tensors import (
     HEADS,
     AxisLike,
+    Tensor,
     Tensors,
     conv1d,
     embedding,
@@ -249,6 +252,85 @@ PHI = Family(
             norm("input_layernorm", to="attn_norm"),
             shared.attention(out="self_attn.dense"),
             shared.mlp(up="mlp.fc1", down="mlp.fc2"),
+        ),
+    ),
+)
+
+# --- gpt-oss --------------------------------------------------------------------------------------
+
+_YARN = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0}
+_YARN |= {"truncate": False, "original_max_position_embeddings": 4096}
+
+
+class YarnRotary(Rotary):
+    """The rotary embedding, by default YaRN."""
+
+    def read(self, take: Taker) -> Mapping[str, Any]:
+        def take_table(name: str, *default: Any, **options: Any) -> Any:
+            value = take(name, *default, **options)
+            return _YARN if name == "rope_parameters" and value is None else value
+
+        return super().read(take_table)
+
+
+class ClippedExperts(FieldGroup):
+    """The bound of the experts' units, and how their kernels are packed."""
+
+    def read(self, take: Taker) -> Mapping[str, Any]:
+        mxfp4.check_packing(take(mxfp4.PACKING, None, kind=TABLE.or_null))
+        return {"expert_limit": take("swiglu_limit", 7.0, kind=NUMBER.positive)}
+
+    def write(self, edit: ConfigEdit) -> None:
+        if edit.changes("expert_limit") and edit.config.expert_limit is not None:
+            edit.content["swiglu_limit"] = edit.config.expert_limit
+
+
+def _stacked_experts(name: str, *, turns: int = 1) -> tuple[Tensor, ...]:
+    """Describes ``down`` of all experts, or ``gate`` and ``up`` by turns."""
+    tensors = []
+    for index, to in enumerate(("down",) if turns == 1 else ("gate", "up")):
+        inputs, outputs = ("mlp", "embed") if turns == 1 else ("embed", "mlp")
+        made = (outputs, part(index, of=turns))
+        tensors += [
+            Tensor(f"mlp.experts.{name}", f"mlp.{to}", ("expert", inputs, made)),
+            Tensor(f"mlp.experts.{name}_bias", f"mlp.{to}_bias", ("expert", made)),
+        ]
+    return tuple(tensors)
+
+
+# Half of the layers have a window. The gate's factor of 1.702 is that of ``quick_gelu``.
+GPT_OSS = Family(
+    fields={
+        **{name: f for name, f in shared.GATED_DECODER.items() if name != "hidden_act"},
+        "attention_bias": Field("qkv_bias", "out_bias", default=True),
+        "head_dim": Field("head_dim", default=64),
+        "intermediate_size": Field("mlp_dim", "expert_dim"),
+        "num_experts_per_tok": Field("experts_per_token", default=4),
+        "num_key_value_heads": Field("num_kv_heads", default=8),
+        "num_local_experts": Field("num_experts", default=128),
+        "rms_norm_eps": Field("norm_epsilon", default=1e-5),
+        "router_aux_loss_coef": Field("load_balance_weight", default=0.001),
+    },
+    fixed={"activation": "quick_gelu", "attention_sinks": True, "expert_bias": True},
+    groups=[
+        YarnRotary(150_000.0, max_positions=131_072),
+        shared.WindowsByLayer(128, lambda layer: layer % 2 == 0, needs_size=True),
+        ClippedExperts(),
+    ],
+    architectures=shared.causal_lm("GptOss"),
+    neutral={"hidden_act": ("silu",), "swiglu_alpha": (1.702,)},
+    # Older names, which transformers does not read.
+    harmless=("experts_per_token", "initial_context_length"),
+    tensors=(
+        *shared.ends(),
+        *in_layers(
+            "model.layers",
+            shared.pre_norms(),
+            shared.attention(),
+            (Tensor("self_attn.sinks", "attn.sinks", ("heads",)),),
+            linear("mlp.router", to="mlp.router", inputs="embed", outputs="expert"),
+            _stacked_experts("gate_up_proj", turns=2),
+            _stacked_experts("down_proj"),
         ),
     ),
 )

@@ -28,6 +28,7 @@ FAMILIES: dict[str, Family] = {
     "glm4_moe": glm.GLM4_MOE,
     "gpt2": gpt.GPT2,
     "gpt_neox": gpt.GPT_NEOX,
+    "gpt_oss": gpt.GPT_OSS,
     "granite": relatives.GRANITE,
     "llama": llama.LLAMA,
     "ministral": llama.MINISTRAL,

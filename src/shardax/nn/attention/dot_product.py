@@ -32,7 +32,7 @@ from shardax.nn.arithmetic import as_array, at_least_float32, cast_all
 from shardax.nn.errors import LayerInputError
 from shardax.nn.parameters import refuse_input
 from shardax.partition.context import current_attention_kernel, is_interpreting_kernels
-from shardax.partition.explicit import explicit_entries
+from shardax.partition.explicit import align, explicit_entries
 
 AttentionKernel = Literal["auto", "xla", "cudnn", "splash", "tokamax"]
 """The implementations of attention."""
@@ -54,6 +54,7 @@ def dot_product_attention(
     window: int | None = None,
     scale: float | None = None,
     softcap: float | None = None,
+    sinks: Any = None,
     dropout: Callable[[jax.Array], jax.Array] | None = None,
     segment_ids: Any = None,
     implementation: AttentionKernel | None = None,
@@ -67,12 +68,15 @@ def dot_product_attention(
         value: Shape (..., other time, kv heads, value_dim).
         bias: Added to the scores; broadcasts to (..., heads, time, other time).
         mask: Booleans of as many dimensions as ``query`` that broadcast to (..., heads, time, other
-            time): what may be read. A position that may read nothing gets the mean of all values.
+            time): what may be read. A position that may read nothing gets the mean of all values,
+            with sinks zeros.
         causal: Whether a position reads only from itself and earlier ones.
         window: How many positions a position reads at most: itself and those before it, without
             ``causal`` as many behind it, too.
         scale: Factor of the scores; None for ``head_dim ** -0.5``.
         softcap: Scores become ``softcap * tanh(scores / softcap)``, before the bias.
+        sinks: Numbers of shape (heads,), as if each head had one key more, with this score and a
+            value of zeros: the weights of a position add up to less than 1.
         dropout: A function of the weights, such as a ``Dropout`` layer.
         segment_ids: Integers of shape (..., time), of queries and keys: only positions of the same
             segment are read. Of another sequence a pair, those of queries and those of keys.
@@ -115,6 +119,10 @@ def dot_product_attention(
         mask = check_mask(name, as_array(mask), query.ndim - 1)
     if bias is not None:
         bias = jnp.expand_dims(bias, tuple(range(query.ndim - np.ndim(bias))))
+    if sinks is not None:
+        sinks = as_array(sinks)
+        if sinks.shape != query.shape[-2:-1]:
+            refuse_input(name, f"sinks of shape {query.shape[-2:-1]}", sinks, "One for each head.")
     return weighted_values(
         name,
         query,
@@ -126,6 +134,7 @@ def dot_product_attention(
         window=window,
         scale=scale,
         softcap=softcap,
+        sinks=sinks,
         dropout=dropout,
         segments=None if segment_ids is None else segment_pair(segment_ids),
         implementation=implementation,
@@ -143,6 +152,7 @@ def choose_attention(
     causal: bool = False,
     window: int | None = None,
     softcap: float | None = None,
+    sinks: Any = None,
     implementation: AttentionKernel = "auto",
 ) -> AttentionChoice:
     """Chooses the kernel of a call of attention, without calling it.
@@ -158,6 +168,7 @@ def choose_attention(
         causal: As for ``dot_product_attention``.
         window: As for ``dot_product_attention``.
         softcap: As for ``dot_product_attention``.
+        sinks: As for ``dot_product_attention``.
         implementation: As for ``dot_product_attention``.
 
     Returns:
@@ -182,7 +193,7 @@ def choose_attention(
         queries,
         keys,
         keys,
-        options=_options_of(mask=mask is not None, bias=bias is not None),
+        options=_options_of(mask=mask is not None, bias=bias is not None, sinks=sinks is not None),
         segments="" if segment_ids is None else "pair" if pair else "one",
         causal=causal,
         window=window,
@@ -342,6 +353,7 @@ def weighted_values(
     scale: float | None = None,
     softcap: float | None = None,
     to_weights: Callable[[jax.Array], jax.Array] = softmax,
+    sinks: jax.Array | None = None,
     dropout: Callable[[jax.Array], jax.Array] | None = None,
     segments: tuple[jax.Array, jax.Array] | None = None,
     names: tuple[str | None, str | None] = ("batch", "heads"),
@@ -353,6 +365,7 @@ def weighted_values(
         arrays = Operands(query, key, value, bias, mask, segments)
         unusual = _options_of(
             other_softmax=to_weights is not softmax,
+            sinks=sinks is not None,
             dropout=dropout is not None,
             precision=precision is not None,
         )
@@ -369,7 +382,7 @@ def weighted_values(
     config: Any = jax.config
     is_strict = config.jax_numpy_dtype_promotion == "strict"
     unfused = (jnp.float16, jnp.bfloat16) if is_strict else (jnp.float16,)
-    has_kernel = query.ndim <= 4 and key.shape == value.shape and softcap is None
+    has_kernel = query.ndim <= 4 and key.shape == value.shape and softcap is None and sinks is None
     is_plain = to_weights is softmax and dropout is None and has_kernel
     if is_plain and (query.dtype not in unfused or implementation == "cudnn"):
         options = causal, scale, window, implementation
@@ -377,7 +390,7 @@ def weighted_values(
     if implementation == "cudnn":
         refuse_input(
             f'{layer}(implementation="cudnn")',
-            "the default softmax, without dropout of weights",
+            "the default softmax, without sinks and dropout of weights",
             query,
             "cuDNN keeps its weights to itself: use implementation=None here.",
         )
@@ -400,10 +413,20 @@ def weighted_values(
         mask = order if mask is None else mask & order
     if mask is not None:  # what may not be read has the weight 0, as in jax.nn
         scores = _mask_scores(scores, mask)
-    weights = to_weights(scores)
+    weights = to_weights(scores) if sinks is None else _softmax_beside(scores, sinks)
     weights = weights if dropout is None else dropout(weights)
     weights = weights.astype(value.dtype)
     return jnp.einsum("...nts,...snh->...tnh", weights, value, precision=precision)
+
+
+def _softmax_beside(scores: jax.Array, sinks: jax.Array) -> jax.Array:
+    """Softmax of scores and a further one of each head."""
+    sinks = align(sinks.astype(scores.dtype), scores, (scores.ndim - 3,))
+    sinks = jax.lax.expand_dims(sinks, (*range(scores.ndim - 3), scores.ndim - 2, scores.ndim - 1))
+    largest = jnp.maximum(scores.max(axis=-1, keepdims=True), sinks)
+    largest = jax.lax.stop_gradient(largest)
+    weights = jnp.exp(scores - largest)
+    return weights / (weights.sum(axis=-1, keepdims=True) + jnp.exp(sinks - largest))
 
 
 def _by_kernel(

@@ -240,9 +240,10 @@ class MultiHeadLatentAttention(MultiHeadAttention):
         """Whether nothing is set that the latents are not read with."""
         # An adapter around the projection, or a bias of it, is no part of its kernel.
         is_linear = type(self.kv_up) is Linear and self.kv_up.bias is None
-        options = (self.attention_fn, self.softcap, self.precision, self.kv_up.precision)
+        options = (self.attention_fn, self.softcap, self.sinks)
+        options += (self.precision, self.kv_up.precision)
         kernel = self.implementation or current_attention_kernel()
-        return is_linear and options == (None,) * 4 and kernel in (None, "auto", "xla")
+        return is_linear and options == (None,) * 5 and kernel in (None, "auto", "xla")
 
     def _reads_latents(self, time: int, length: int) -> bool:
         """Whether reading latents is less work than making keys and values."""

@@ -46,7 +46,7 @@ from shardax.nn.attention.dot_product import (
 from shardax.nn.dropout import Dropout
 from shardax.nn.errors import LayerConfigError, LayerInputError
 from shardax.nn.linear import Linear
-from shardax.nn.parameters import as_axes, as_size, refuse_input, zeros
+from shardax.nn.parameters import as_axes, as_size, make_parameter, refuse_input, zeros
 from shardax.nn.quantization import RANGES, dequantized, round_to_format
 from shardax.nn.rope import Rope, Rotation, check_head_dim, rotate
 from shardax.partition.context import ATTENTION_KERNELS, current_attention_kernel, current_context
@@ -91,6 +91,9 @@ class MultiHeadAttention(Module):
         window: How many positions a position reads at most: itself and those before it, and as
             many behind it if not ``causal``; None for all.
         softcap: Scores become ``softcap * tanh(scores / softcap)``; None for scores as they are.
+        sinks: Whether each head has a learned score beside those of its keys, that of a key whose
+            value is zeros, so that it may read little (Xiao et al., arXiv:2309.17453). Only the
+            kernel ``"xla"`` has them.
         scale: Factor of the scores; None for ``head_dim ** -0.5``.
         query_norm: Makes the norm of the queries, a function without arguments that returns a
             Module for shape (..., heads, head_dim): ``lambda: nn.RMSNorm(head_dim)``. It comes
@@ -120,6 +123,7 @@ class MultiHeadAttention(Module):
         query_norm: Norm of the queries, or None.
         key_norm: Norm of the keys, or None.
         dropout: ``Dropout`` of the weights, or None.
+        sinks: ``Param`` of shape (num_heads,), zeros at first, or None.
         softmax: Function from scores of shape (..., heads, time, other time) to weights. With
             another than the default the scores are computed as an array of their own. To replace
             it: ``sx.select(model).at_instances_of(nn.MultiHeadAttention).at(lambda a: a.softmax)``.
@@ -137,6 +141,7 @@ class MultiHeadAttention(Module):
 
     rope: Rope | None = None
     attention_fn: Callable[..., Any] | None = None
+    sinks: Any = None
 
     def __init__(
         self,
@@ -153,6 +158,7 @@ class MultiHeadAttention(Module):
         out_bias: bool | None = None,
         window: int | None = None,
         softcap: float | None = None,
+        sinks: bool = False,
         scale: float | None = None,
         query_norm: Callable[[], Any] | None = None,
         key_norm: Callable[[], Any] | None = None,
@@ -202,6 +208,8 @@ class MultiHeadAttention(Module):
         self.implementation = implementation
         if attention_fn is not None:  # set only where given, as take_precision does
             self.attention_fn = attention_fn
+        if sinks:
+            self.sinks = make_parameter(zeros, (heads,), param_dtype, (queries,), rngs)
         self.softmax: Callable[[jax.Array], jax.Array] = softmax
         self._check_options()
 
@@ -225,7 +233,8 @@ class MultiHeadAttention(Module):
             context: Shape (batch, other time, features): where keys and values come from; None for
                 ``x``.
             mask: Booleans that broadcast to (batch, heads, time, other time): what may be read. A
-                position that may read nothing, such as padding, gets the mean of all values.
+                position that may read nothing, such as padding, gets the mean of all values, with
+                sinks zeros.
                 With a cache, of shape (batch, 1, 1, time): which of the new positions are real, so
                 that this call and later ones may read them.
             bias: Numbers that broadcast to (batch, heads, time, other time), added to the scores,
@@ -312,6 +321,12 @@ class MultiHeadAttention(Module):
             The shape of the queries.
         """
         query, key, value = qkv
+        if self.sinks is not None and not (self.softmax is softmax and self.attention_fn is None):
+            raise LayerInputError(
+                "MultiHeadAttention with sinks has a softmax of its own, but was given another "
+                "softmax or attention_fn. Leave these as they are, or take the sinks away: "
+                "layer.sinks = None."
+            )
         axes = ring_axes(query) if ordered else ()
         if axes and (bias is not None or (self.window is not None and not self.causal)):
             refuse_input(
@@ -356,6 +371,7 @@ class MultiHeadAttention(Module):
             scale=self.scale,
             softcap=self.softcap,
             to_weights=self.softmax,
+            sinks=None if self.sinks is None else self.sinks.value,
             dropout=self.dropout if is_dropped else None,
             segments=segment_ids,
             names=("batch", self._heads_name()),
@@ -393,10 +409,10 @@ class MultiHeadAttention(Module):
             )
         dropped = self.dropout is not None and not self.dropout.deterministic
         is_default = self.softmax is softmax and self.attention_fn is None
-        if dropped or not is_default or self.precision:
+        if dropped or not is_default or self.precision or self.sinks is not None:
             refuse_input(
                 f'MultiHeadAttention with context="{context}"',
-                "the default softmax and precision, without dropout of weights or attention_fn",
+                "the default softmax and precision, without sinks, dropout or attention_fn",
                 query,
                 'Gather keys and values: sx.parallel(context="all-gather").',
             )
@@ -478,6 +494,7 @@ class MultiHeadAttention(Module):
         weighing = {
             "scale": self.scale,
             "softcap": self.softcap,
+            "sinks": self.sinks,
             "dropout": self.dropout,
             "implementation": self.implementation,
         }
