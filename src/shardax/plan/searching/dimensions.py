@@ -644,11 +644,8 @@ class JaxprWalk:
 
     def _may_multiply(self, eqn) -> bool:
         """Whether an unknown operation could hold products."""
-        ranks = [
-            len(item.aval.shape)
-            for item in eqn.invars
-            if jax.numpy.issubdtype(getattr(item.aval, "dtype", None), jax.numpy.inexact)
-        ]
+        arrays = [item.aval for item in eqn.invars if hasattr(item.aval, "dtype")]
+        ranks = [len(a.shape) for a in arrays if jax.numpy.issubdtype(a.dtype, jax.numpy.inexact)]
         return max(ranks, default=0) > 1 and eqn.primitive.name not in _MOVES
 
 
