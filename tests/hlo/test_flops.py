@@ -263,6 +263,20 @@ def test_a_pallas_kernel_counts_what_it_says() -> None:
     assert (facts.matmul_flops, facts.hbm_bytes, facts.warnings) == (12_345, 4096, ())
 
 
+def test_grouped_kernels_of_tpus_count_rows_once() -> None:
+    def call(name: str) -> str:
+        target = 'custom_call_target="tpu_custom_call"'
+        return f'custom-call(%p0, %p1, %p2), {target}, metadata={{op_name="jit(f)/{name}"}}'
+
+    operands = ["s32[9]", "bf16[4096,1024]", "bf16[8,1024,2048]"]
+    text = one(f"bf16[4096,2048] {call('ragged-dot-none')}", *operands)
+    facts = read_program(text, {})
+    operations = 2.0 * 4096 * 1024 * 2048
+    assert facts.products == (MatrixProduct(operations, 512, 2048, 1024, 8, "bf16"),)
+    starts = read_program(one(f"s32[9] {call('ragged-dot-metadata')}", *operands), {})
+    assert (facts.warnings, starts.matmul_flops, starts.warnings) == ((), 0, ())
+
+
 def test_a_kernel_without_a_cost_is_named() -> None:
     facts = read_program(one('f32[] custom-call(), custom_call_target="tpu_custom_call"'), {})
     assert facts.matmul_flops == 0

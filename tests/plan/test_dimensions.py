@@ -140,6 +140,40 @@ def test_a_convolution_sums_over_its_window_and_channels() -> None:
     }
 
 
+def ragged_step(weight: Any, x: jax.Array, sizes: jax.Array) -> Any:
+    def loss(weight: jax.Array, x: jax.Array) -> jax.Array:
+        return (jax.lax.ragged_dot(x, weight, sizes) ** 2).sum()
+
+    return jax.grad(loss, (0, 1))(weight.value, x)
+
+
+def test_rows_of_groups_meet_one_matrix_each() -> None:
+    sizes = NamedShape((4,), "int32", (None,))
+    weight = param((4, 8, 16), "expert", "embed", "mlp")
+    found = model_of(ragged_step, weight, named((24, "batch"), (8, "embed")), sizes)
+    product = 2.0 * 24 * 8 * 16
+    assert described(found) == {
+        ("group:expert", "right:mlp", "rows:batch", "sum:embed"): product,
+        ("group:expert", "right:embed", "rows:batch", "sum:mlp"): product,  # what rows get
+        ("left:embed", "right:mlp", "sums:expert", "terms:batch"): product,  # what matrices get
+    }
+    assert found.masked_flops() == found.masked_flops(recomputed=False) == 3 * 3 * product
+
+
+def test_groups_in_a_batch_have_products_of_their_own() -> None:
+    def step(weight: Any, x: jax.Array, sizes: jax.Array) -> jax.Array:
+        return jax.vmap(jax.lax.ragged_dot, (0, 0, 0))(x, weight.value, sizes)
+
+    weight = param((3, 4, 8, 16), "layers", "expert", "embed", "mlp")
+    x = named((3, "layers"), (24, "batch"), (8, "embed"))
+    found = model_of(step, weight, x, NamedShape((3, 4), "int32", ("layers", None)))
+    assert described(found) == {
+        ("batch:layers", "group:expert", "right:mlp", "rows:batch", "sum:embed"): (
+            3 * 2.0 * 24 * 8 * 16
+        )
+    }
+
+
 def test_what_nothing_needs_is_not_counted() -> None:
     def step(weight: Any, x: jax.Array) -> jax.Array:
         jnp.tanh(x @ weight.value)
@@ -159,6 +193,18 @@ def test_loops_of_unknown_length_and_conditions_are_noted() -> None:
         "all branches of a condition count",
     )
     assert found.flops == 2 * 2.0 * 4 * 8 * 8
+
+
+def test_operations_without_a_count_are_noted() -> None:
+    def step(weight: Any, x: jax.Array) -> jax.Array:
+        mesh = jax.sharding.get_abstract_mesh()
+        spec = jax.sharding.PartitionSpec()
+        local = jax.shard_map(jnp.matmul, mesh=mesh, in_specs=(spec, spec), out_specs=spec)
+        return jnp.linalg.cholesky(local(x, weight.value)) + jax.random.normal(jax.random.key(0))
+
+    found = model_of(step, param((8, 8), "a", "b"), named((8, "n"), (8, "a")))
+    assert found.flops == 2.0 * 8 * 8 * 8
+    assert found.notes == ("operations of cholesky are not counted",)
 
 
 def test_functions_inside_are_walked_where_they_are_called() -> None:

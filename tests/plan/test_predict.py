@@ -19,7 +19,7 @@ from shardax import plan
 from shardax.errors import PlanError, PlanInputError
 from shardax.plan.timing.figures import default_figures, figure_table
 from shardax.plan.timing.kernels import Links
-from shardax.plan.timing.predict import state_bytes
+from shardax.plan.timing.memory import memory_bytes, state_bytes
 
 LLAMA = plan.TransformerShape(
     layers=32, embed=4096, mlp_hidden=14336, heads=32, kv_heads=8, vocab=128256
@@ -156,6 +156,77 @@ def test_step_without_room_does_not_fit() -> None:
     step = plan.TrainingStep(global_batch=8, sequence=4096)
     assert not plan.predict(LLAMA, step, "h100").fits
     assert plan.predict(LLAMA, STEP.like(data=64, recompute="full"), "h100").fits
+
+
+def test_copies_and_updates_need_memory() -> None:
+    step = plan.TrainingStep(global_batch=8, sequence=256, data=8, zero=1, recompute="full")
+    layers, tables = 32 * (LLAMA.attention_parameters + 3 * 4096 * 14336 + 2 * 4096), 2 * 128256
+    parameters = layers + tables * 4096
+    assert state_bytes(LLAMA, step) == (2 + 4 + 10 / 8) * parameters
+    copied = step.like(gradient_copy_bytes=2)
+    assert state_bytes(LLAMA, copied) == (2 + 6 + 10 / 8) * parameters
+
+    def gigabytes(step: plan.TrainingStep) -> float:
+        figures = default_figures() | {"memory.gpu_share": 1.0, "memory.gpu_runtime": 0.0}
+        return memory_bytes(LLAMA, step, plan.find_hardware("h100"), "pytorch", figures) / 1e9
+
+    buckets = gigabytes(step.like(bucket_elements=5e8)) - gigabytes(step)
+    assert buckets == pytest.approx(2 * 2 * 0.5)
+    update = gigabytes(step.like(update_bytes=64))  # more than activations, which are gone then
+    assert update == pytest.approx(state_bytes(LLAMA, step) / 1e9 + 64 * parameters / 8 / 1e9)
+
+
+# Published memory of a device, in bytes: InternLM/InternEvo, doc/en/train_performance.md;
+# pytorch/torchtitan, docs/performance.md; bigscience-workshop/bigscience, train/tr11-176B-ml.
+EIGHT_BILLION = {
+    "layers": 32, "embed": 4096, "mlp_hidden": 14336, "heads": 32, "kv_heads": 8, "vocab": 128256
+}  # fmt: skip
+TWENTY_BILLION = {"layers": 60, "embed": 5120, "mlp_hidden": 13824, "heads": 40, "vocab": 103168}
+BLOOM = {
+    "layers": 70, "embed": 14336, "mlp_hidden": 57344, "heads": 64, "vocab": 250880,
+    "mlp_mats": 2, "tied": True,
+}  # fmt: skip
+MEMORY_ROWS = {
+    "internevo": (78e9, {
+        "arch": TWENTY_BILLION, "source": "InternLM/InternEvo", "hw": "a800-80", "chips": 8,
+        "seq_len": 2048, "global_batch_seqs": 32, "seqs_per_dp_rank_per_microbatch": 1,
+        "layout": {"dp": 8, "fsdp": 8, "zero": 3}, "recompute": "full",
+    }),
+    "torchtitan": (76.8 * 2**30, {
+        "arch": EIGHT_BILLION, "source": "pytorch/torchtitan", "hw": "h100-hbm2e-96", "chips": 8,
+        "seq_len": 8192, "global_batch_seqs": 16, "layout": {"dp": 8, "fsdp": 8, "zero": 3},
+        "precision": "fp8", "recompute": "selective",
+    }),
+    "bigscience": (73e9, {
+        "arch": BLOOM, "source": "bigscience-workshop/bigscience", "hw": "a100-80", "chips": 384,
+        "seq_len": 2048, "global_batch_seqs": 2048, "seqs_per_dp_rank_per_microbatch": 4,
+        "layout": {"dp": 8, "zero": 1, "tp": 4, "pp": 12}, "recompute": "full",
+        "attention_kernel": "Megatron fused softmax",
+    }),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MEMORY_ROWS)
+def test_published_memory_is_within_a_tenth(name: str) -> None:
+    measured, row = MEMORY_ROWS[name]
+    model, step, hardware, software = plan.read_row(row)
+    estimate = plan.predict(model, step, hardware, software=software)
+    assert estimate.memory_bytes == pytest.approx(measured, rel=0.1) and estimate.fits
+
+
+def test_published_step_without_memory_does_not_fit() -> None:
+    _, row = MEMORY_ROWS["bigscience"]
+    whole = {**row, "layout": {"dp": 16, "zero": 1, "tp": 4, "pp": 6}}
+    whole |= {"arch": BLOOM | {"layers": 100, "embed": 12288, "mlp_hidden": 49152}}
+    model, step, hardware, software = plan.read_row(whole | {"seqs_per_dp_rank_per_microbatch": 1})
+    assert not plan.predict(model, step, hardware, software=software).fits
+
+
+def test_broadcasts_of_many_owners_take_longer() -> None:
+    step = plan.TrainingStep(global_batch=512, sequence=2048, data=512, zero=1, gradient_bytes=2)
+    sent = step.like(broadcast_parameters=True)
+    whole, group = (seconds(s, "a100-80", software="pytorch") for s in (sent, sent.like(shards=8)))
+    assert seconds(step, "a100-80", software="pytorch") < group < whole
 
 
 def test_figures_have_units_and_lie_within_bounds() -> None:

@@ -77,6 +77,51 @@ def test_tensor_shards_sum_activations_over_their_axis() -> None:
     assert sums == 4 * (2 + 2 + 3) + 1
 
 
+def expert_layer(kernel: Any, x: jax.Array, experts: jax.Array) -> Any:
+    """Rows of two experts for each token, sorted by expert."""
+
+    def loss(kernel: jax.Array, x: jax.Array) -> jax.Array:
+        order = jnp.argsort(experts.reshape(-1))
+        counts = jnp.bincount(experts.reshape(-1), length=8).astype(jnp.int32)
+        rows = jax.lax.ragged_dot(x[order // 2], kernel, counts)
+        return (jnp.zeros((1024, 512)).at[order // 2].add(rows) ** 2).sum()
+
+    return jax.value_and_grad(loss, (0, 1))(kernel.value, x)
+
+
+def experts_work(rules: list[Any], mesh: dict[str, int], kind: str) -> Any:
+    kernel = sx.Param(sx.Init(jax.nn.initializers.ones, (8, 256, 512)), axes=("expert", "in", "up"))
+    x = plan.NamedShape((1024, 256), "float32", ("batch", "in"))
+    inputs = Inputs(expert_layer, (kernel, x, plan.NamedShape((1024, 2), "int32", ("batch", None))))
+    layout = plan.Layout("layout", tuple(rules), tuple(mesh.items()))
+    dimensions = trace_dimensions(inputs, mesh)
+    return traced_workload(layout, dimensions, frozenset({"batch"}), {}, kind=kind)
+
+
+EXPERTS = [("batch", "expert"), ("expert", "expert")]
+
+
+def test_ragged_products_are_those_that_compilers_make() -> None:
+    product = 2.0 * 2048 * 256 * 512  # of rows with the matrix of their expert
+    gpu, tpu = (experts_work([("batch", "data")], {"data": 4}, kind) for kind in ("gpu", "tpu"))
+    assert [p.flops for p in gpu.products] == [8 * product / 4] * 3  # all experts, masked
+    assert sorted(p.flops for p in tpu.products) == [product / 4, product / 4, 8 * product / 4]
+    grouped = min(tpu.products, key=lambda p: p.flops)
+    assert (grouped.rows, grouped.batch) == (2048 / 4 / 8, 8)
+
+
+def test_rows_are_sent_to_the_devices_of_their_experts() -> None:
+    work = experts_work(EXPERTS, {"expert": 4}, "tpu")
+    product = 2.0 * 2048 * 256 * 512 / 4
+    # Room for the most rows that can come: two experts here, for each token of four devices.
+    assert sorted(p.flops for p in work.products) == [4 * product, 4 * product, 2 * 4 * product]
+    sent = [(t.role, t.payload, t.size, t.runs) for t in work.transfers if t.kind == "all-to-all"]
+    # Tokens and their results; of the gradient that of results and of tokens.
+    rows = 4 * 2048 / 4
+    assert sorted(sent) == [("experts", 256 * rows, 4, 2), ("experts", 512 * rows, 4, 2)]
+    assert not [t for t in work.transfers if t.role == "gradients"]  # each expert has one device
+
+
 @settings(max_examples=10)
 @given(data=st.sampled_from([1, 2, 4, 8]), model=st.sampled_from([1, 2, 4]))
 def test_operations_do_not_depend_on_the_mesh(data: int, model: int) -> None:

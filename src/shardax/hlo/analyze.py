@@ -205,6 +205,8 @@ _COST_BYTES = re.compile(r'"cost_estimate": *\{[^{}]*"bytes_accessed": *"?(\d+)'
 _SPLASH = re.compile(r"/splash_m[hq]a_(fwd|dq|dkv)")
 _SPLASH_MASK = re.compile(r"splash\[(full|causal)?,?(?:window=(\d+))?\]")
 _SPLASH_PRODUCTS = {"fwd": 2, "dq": 3, "dkv": 4}  # scores and the values'; backward again
+# XLA for TPU has a kernel for rows of groups, and a call before it that says where groups start.
+_RAGGED_KERNEL = re.compile(r"ragged-dot-(none|metadata)")
 _GEMM_BATCH = re.compile(r'"lhs_batch_dimensions":\[([\d", ]*)\]')
 _DOTS = ("dot", "scaled-dot", "ragged-dot")
 
@@ -270,6 +272,8 @@ def own_flops(inside: Computation, op: Instruction) -> float:
 
 def _fused_kernel(inside: Computation, op: Instruction) -> MatrixProduct | None:
     """Returns the products of a fused kernel of known cost."""
+    if kernel := _ragged_kernel(op):
+        return _grouped(inside, op) if kernel == "none" else None
     if said := _COST.search(op.attributes):
         return MatrixProduct(float(said[1]), 1, 1, 1, fused=True)
     if _is_splash(op):
@@ -287,6 +291,22 @@ def _fused_kernel(inside: Computation, op: Instruction) -> MatrixProduct | None:
     count = 5 if op.call_target.endswith(("Backward", "BackwardF8")) else 2
     operations = 2.0 * batch * heads * pairs * depth * count
     return MatrixProduct(operations, queries, keys, depth, batch * heads, operand.dtype, fused=True)
+
+
+def _ragged_kernel(op: Instruction) -> str:
+    """The part of XLA's kernel of ragged products for TPU, or ""."""
+    part = _RAGGED_KERNEL.search(op.op_name) if op.call_target == "tpu_custom_call" else None
+    return part[1] if part else ""
+
+
+def _grouped(inside: Computation, op: Instruction) -> MatrixProduct:
+    """Returns a product of rows with the matrices of their groups."""
+    count = len(op.operands)
+    left, right = (_operand(inside, op, place) for place in (count - 2, count - 1))
+    columns, groups = op.shapes[0].dims[-1], right.dims[0]
+    rows, depth = left.size / left.dims[-1], left.dims[-1]
+    operations = 2.0 * rows * columns * depth
+    return MatrixProduct(operations, rows / groups, columns, depth, groups, left.dtype)
 
 
 def _pairs(queries: int, keys: int, causal: bool, window: int) -> float:
@@ -322,7 +342,7 @@ def is_counted(op: Instruction) -> bool:
     if _ATTENTION.match(op.call_target) and _SCORES.search(op.attributes):
         return True
     is_library = _GEMM.match(op.call_target) or _CUDNN.match(op.call_target) or _is_splash(op)
-    return bool(is_library or _COST.search(op.attributes))
+    return bool(is_library or _ragged_kernel(op) or _COST.search(op.attributes))
 
 
 def _cudnn(op: Instruction) -> str:

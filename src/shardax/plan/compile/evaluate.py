@@ -214,14 +214,16 @@ def program_flops(inputs: Inputs, mesh_axes: tuple[str, ...] = ()) -> float:
     """Returns the matrix-product operations of a step's one-device program."""
     # The program is that of XLA before its optimizations, without what is unused or there twice.
     text = partitioned_text(lower_alone(inputs, mesh_axes)[0])
-    return read_program(text, {}, estimate=True).matmul_flops
+    counted = read_program(text, {}, estimate=True).matmul_flops
+    return counted - _dimensions(inputs, mesh_axes).masked_flops()  # as a CPU computes ragged ones
 
 
 @functools.lru_cache(maxsize=16)
 def _model_flops(inputs: Inputs, mesh_axes: tuple[str, ...]) -> float:
     """Returns the operations of a step on one device, without recomputed ones."""
     program = parse(lower_alone(inputs, mesh_axes)[0].as_text("hlo", debug_info=True))
-    return sum(model_flops(program).by_dtype.values())
+    masked = _dimensions(inputs, mesh_axes).masked_flops(recomputed=False)
+    return sum(model_flops(program).by_dtype.values()) - masked
 
 
 @functools.lru_cache(maxsize=16)

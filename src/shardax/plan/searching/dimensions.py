@@ -116,7 +116,21 @@ class DimensionClasses:
                     names = self.own_names(source)
                     if names and self._sizes[target] != 1:
                         reached.setdefault(self.find(target), set()).update(names)
+        # A whole of wholes has the names of all their parts, as rows of tokens sent to experts.
+        changed = True
+        while changed:
+            changed = False
+            for whole, parts in self._wholes:
+                names = set().union(*(self._nested_names(part, reached) for part in parts))
+                if self._sizes[whole] != 1 and not names <= reached.get(self.find(whole), set()):
+                    reached.setdefault(self.find(whole), set()).update(names)
+                    changed = True
         return {dim: frozenset(names) for dim, names in reached.items()}
+
+    def _nested_names(self, part: int, reached: Mapping[int, set[str]]) -> set[str]:
+        """Returns the names of a part that is a whole itself."""
+        wholes = {self.find(whole) for whole, _ in self._wholes}
+        return reached.get(self.find(part), set()) if self.find(part) in wholes else set()
 
     def _join_parts(self) -> bool:
         """Joins the parts of joined wholes; whether there were any."""
@@ -303,7 +317,17 @@ _KEEPS_ARGUMENT = frozenset(
 )  # fmt: skip
 
 
+# Without a rule, and without products.
+_MOVES = frozenset(
+    ["all_gather", "all_gather_invariant", "all_to_all", "approx_top_k", "cumsum", "debug_callback",
+     "debug_print", "infeed", "outfeed", "ragged_all_to_all", "reduce_scatter", "reduce_window",
+     "reduce_window_max", "reduce_window_min", "reduce_window_sum", "select_and_gather_add",
+     "select_and_scatter_add", "zeros_like"]
+)  # fmt: skip
+
 _ADDITIONS = ("add", "add_any")
+_ELEMENTWISE_NAMES = frozenset(_ELEMENTWISE.split())
+_PAIRWISE_NAMES = frozenset(_PAIRWISE.split())
 
 
 class TracedArray(NamedTuple):
@@ -313,6 +337,8 @@ class TracedArray(NamedTuple):
     given: bool
     changes: int = 1  # in how many of the runs of the loops around it has it another value
     product: int = -1  # the number of the product that it is the result of, or a sum with it
+    copies: int = 1  # rows for each row of the array that they were gathered from
+    routed: bool = False  # whether its rows are with their groups, as results of ragged products
 
 
 class RawProduct(NamedTuple):
@@ -325,6 +351,8 @@ class RawProduct(NamedTuple):
     dtype: str  # of its first operand
     loops: tuple[int, ...]  # the dimensions that loops around it run over
     changes: tuple[int, int, int]  # of its operands and its result, as in TracedArray
+    exchanged: tuple[int, int] = (0, 0)  # how often rows of an operand are sent to their groups
+    copies: int = 1  # rows of a ragged product for each row that they were gathered from
 
 
 class JaxprWalk:
@@ -337,6 +365,7 @@ class JaxprWalk:
         self.loop_number = 0  # of the loop that is walked; 0 outside of loops
         self.loop_count = 0
         self.argument_uses: set[tuple[int, frozenset[int]]] = set()
+        self.exchanged: set[Dims] = set()  # of rows sent to their groups, and saved there
         self.constraints: dict[tuple[tuple[int, ...], tuple[Any, ...]], None] = {}
         self.notes: dict[str, None] = {}
 
@@ -368,6 +397,8 @@ class JaxprWalk:
             case "dot_general":
                 out_dims = self._dot(eqn, operands, runs)
                 return [TracedArray(out_dims, False, _changes(operands), len(self.products) - 1)]
+            case "ragged_dot_general":
+                return [self._ragged_dot(eqn, operands, runs)]
             case "conv_general_dilated":
                 out_dims = self._convolution(eqn, operands, runs)
                 return [TracedArray(out_dims, False, _changes(operands), len(self.products) - 1)]
@@ -390,17 +421,44 @@ class JaxprWalk:
         is_argument = name in _KEEPS_ARGUMENT and operands[0].given
         keeps = name in _KEEPS_ARGUMENT or name in _ADDITIONS
         product = max((operand.product for operand in operands), default=-1) if keeps else -1
-        return [TracedArray(dims, is_argument, _changes(operands), product) for dims in out_dims]
+        result = TracedArray((), is_argument, _changes(operands), product)
+        results = [result._replace(dims=dims) for dims in out_dims]
+        return self._with_rows(eqn, operands, results)
+
+    def _with_rows(
+        self, eqn, operands: list[TracedArray], results: list[TracedArray]
+    ) -> list[TracedArray]:
+        """Returns results that say how their rows were gathered."""
+        name = eqn.primitive.name
+        if name == "gather" and operands[0].dims and results[0].dims:
+            rows, gathered = (self.classes.size(v.dims[0]) for v in (operands[0], results[0]))
+            return [results[0]._replace(copies=max(1, gathered // max(1, rows)))]
+        if name in _PAIRWISE_NAMES:
+            pairs = zip(results, operands, strict=False)
+            return [r._replace(copies=v.copies, routed=v.routed) for r, v in pairs]
+        if name in _ELEMENTWISE_NAMES and operands:
+            copies = max(value.copies for value in operands)
+            routed = any(value.routed for value in operands)
+            return [value._replace(copies=copies, routed=routed) for value in results]
+        return results
 
     def _add_product(
-        self, eqn, operands: list[TracedArray], flops: float, dims: list[tuple[str, int]], runs: int
+        self,
+        eqn,
+        operands: list[TracedArray],
+        flops: float,
+        dims: list[tuple[str, int]],
+        runs: int,
+        *,
+        exchanged: tuple[int, int] = (0, 0),
+        copies: int = 1,
     ) -> None:
         computed = not (operands[0].given or operands[1].given)
         dtype = str(eqn.invars[0].aval.dtype)
         left, right = (self._first_changes(operand) for operand in operands[:2])
         changes = left, right, runs
         product = RawProduct(flops, runs, tuple(dims), computed, dtype, self.loops, changes)
-        self.products.append(product)
+        self.products.append(product._replace(exchanged=exchanged, copies=copies))
 
     def _first_changes(self, operand: TracedArray) -> int:
         """Returns the changes of an operand, at its first use."""
@@ -428,6 +486,50 @@ class JaxprWalk:
         flops = 2.0 * math.prod(self.classes.size(d) for _, d in dims)
         self._add_product(eqn, operands, flops, dims, runs)
         return (*batch, *rows, *columns)
+
+    def _ragged_dot(self, eqn, operands: list[TracedArray], runs: int) -> TracedArray:
+        """A product of rows that belong to groups, each with a matrix of its own."""
+        numbers = eqn.params["ragged_dot_dimension_numbers"]
+        (sum_left, sum_right), (batch_left, batch_right) = numbers.dot_dimension_numbers
+        left, right = operands[0].dims, operands[1].dims
+        for left_axes, right_axes in ((sum_left, sum_right), (batch_left, batch_right)):
+            for a, b in zip(left_axes, right_axes, strict=True):
+                self.classes.join(left[a], right[b])
+        (ragged,) = numbers.lhs_ragged_dimensions
+        group_axes = numbers.rhs_group_dimensions
+        batch = [left[i] for i in batch_left]
+        rows = [i for i in range(len(left)) if i not in {*sum_left, *batch_left}]
+        columns = [i for i in range(len(right)) if i not in {*sum_right, *batch_right, *group_axes}]
+        dims = [
+            *(("batch", d) for d in batch),
+            *(("rows" if i == ragged else "left", left[i]) for i in rows),
+            *(("right", right[i]) for i in columns),
+            *(("terms" if i == ragged else "sum", left[i]) for i in sum_left),
+        ]
+        # Each row meets the matrix of its group, or each group sums its own rows.
+        flops = 2.0 * math.prod(self.classes.size(d) for _, d in dims)
+        groups: Dims = tuple(right[i] for i in group_axes)
+        dims += [("group", d) for d in groups]
+        out = [*batch, *(left[i] for i in rows), *(right[i] for i in columns)]
+        is_sum = ragged in sum_left
+        if is_sum:
+            groups = operands[2].dims[-1:]
+            dims += [("sums", d) for d in groups]
+            out = [*groups, *out]
+        for dim in groups:
+            self.classes.join(dim, operands[2].dims[-1])
+        with_rows = operands[: 0 if ragged in batch_left else 2 if is_sum else 1]
+        copies, exchanged = 1, [0, 0]
+        for place, value in enumerate(with_rows):
+            copies = max(copies, value.copies)
+            if not value.routed and value.dims not in self.exchanged:
+                self.exchanged.add(value.dims)
+                exchanged[place] = value.changes
+        sent = exchanged[0], exchanged[1]
+        self._add_product(eqn, operands, flops, dims, runs, exchanged=sent, copies=copies)
+        number = len(self.products) - 1
+        routed = ragged in rows
+        return TracedArray(tuple(out), False, _changes(operands), number, copies, routed)
 
     def _convolution(self, eqn, operands: list[TracedArray], runs: int) -> Dims:
         classes, numbers = self.classes, eqn.params["dimension_numbers"]
@@ -463,7 +565,7 @@ class JaxprWalk:
             self.classes.loop_over(value.dims[0])
         flags = [True] * carried + needed_results[carried:]
         times = runs * int(eqn.params["length"])
-        inner = [TracedArray(v.dims[1:], v.given, times) for v in operands[first:]]
+        inner = [v._replace(dims=v.dims[1:], changes=times, product=-1) for v in operands[first:]]
         state = [TracedArray(v.dims, False, times) for v in operands[consts:first]]
         inputs = [*operands[:consts], *state]
         outer = self.loops, self.loop_number
@@ -484,7 +586,8 @@ class JaxprWalk:
             self.classes.loop_over(loop)
             for operand in operands[first:]:  # the same iterations, as of saved activations
                 self.classes.join(loop, operand.dims[0])
-            stacked.append(TracedArray((loop, *value.dims), False, runs))
+            stack = TracedArray((loop, *value.dims), False, runs, -1, value.copies, value.routed)
+            stacked.append(stack)
         return [*(TracedArray(v.dims, v.given, runs) for v in results[:carried]), *stacked]
 
     def _while(self, eqn, operands: list[TracedArray], runs: int) -> list[TracedArray]:
@@ -524,16 +627,26 @@ class JaxprWalk:
         if eqn.primitive.name.startswith("pallas"):
             self.notes["operations of custom kernels are not counted"] = None
             return results
+        has_program = False
         for parameter in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
             inner = open_jaxpr(eqn.params.get(parameter))
             if not hasattr(inner, "eqns"):
                 continue
+            has_program = True
             if len(inner.invars) == len(operands) and len(inner.outvars) == len(results):
                 return self.program(inner, operands, needed_results, runs)
             self.program(
                 inner, [self._new(v) for v in inner.invars], [True] * len(inner.outvars), runs
             )
+        if not has_program and self._may_multiply(eqn):
+            self.notes[f"operations of {eqn.primitive.name} are not counted"] = None
         return results
+
+    def _may_multiply(self, eqn) -> bool:
+        """Whether an unknown operation could hold products."""
+        arrays = [item.aval for item in eqn.invars if hasattr(item.aval, "dtype")]
+        ranks = [len(a.shape) for a in arrays if jax.numpy.issubdtype(a.dtype, jax.numpy.inexact)]
+        return max(ranks, default=0) > 1 and eqn.primitive.name not in _MOVES
 
 
 def _changes(operands: Sequence[TracedArray]) -> int:
@@ -586,7 +699,9 @@ class ProductDimension:
     size: int
     names: frozenset[str]  # of its class and of what it is a part or the whole of
     # "batch" (of both operands and the result), "sum" (of both operands), "left" or "right" (of
-    # one operand and the result).
+    # one operand and the result). Of a ragged product the rows that belong to groups are "rows" (of
+    # the left operand and the result) or "terms" (of both operands), the groups "group" (of the
+    # right operand) or "sums" (of the result).
     role: str
 
 
@@ -603,6 +718,8 @@ class Product:
     # of a loop's body has), and the result is not only added up.
     changes: tuple[int, int, int] = (1, 1, 1)
     in_blocks: bool = False  # whether loops around it run over dimensions without names only
+    exchanged: tuple[int, int] = (0, 0)  # how often rows of an operand are sent to their groups
+    copies: int = 1  # of a ragged product: rows of a token
 
 
 @dataclass(frozen=True)
@@ -622,6 +739,17 @@ class DimensionModel:
     def flops(self) -> float:
         """Operations of all matrix products, on all devices together."""
         return sum(product.flops for product in self.products)
+
+    def masked_flops(self, *, recomputed: bool = True) -> float:
+        """Operations that products of all groups with all rows add to ragged ones."""
+        ragged = {"rows": 0.0, "terms": 0.0}  # by what each product has of the two
+        for product in self.products:
+            sizes = {dim.role: dim.size for dim in product.dims}
+            groups = max(sizes.get("group", 1), sizes.get("sums", 1))
+            ragged["terms" if "terms" in sizes else "rows"] += product.flops * (groups - 1)
+        if ragged["terms"] and not recomputed:  # each product has two derivatives, of which one
+            return 3 * ragged["terms"]  # sums over terms, and is not computed twice
+        return sum(ragged.values())
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -694,7 +822,7 @@ def trace_dimensions(
 def _merged_products(walk: JaxprWalk, reached: Mapping[int, frozenset[str]]) -> tuple[Product, ...]:
     """Merges the products with equal dimensions."""
     sizes, classes = walk.classes.size, walk.classes
-    groups: dict[tuple[Any, bool, frozenset[str], bool], list[RawProduct]] = {}
+    groups: dict[tuple[Any, bool, frozenset[str], bool, int], list[RawProduct]] = {}
     for product in walk.products:
         dims = tuple(
             ProductDimension(sizes(d), reached.get(classes.find(d), frozenset()), role)
@@ -703,14 +831,17 @@ def _merged_products(walk: JaxprWalk, reached: Mapping[int, frozenset[str]]) -> 
         )
         loops = frozenset(name for loop in product.loops for name in classes.own_names(loop))
         in_blocks = bool(product.loops) and not loops
-        groups.setdefault((dims, product.computed, loops, in_blocks), []).append(product)
+        key = dims, product.computed, loops, in_blocks, product.copies
+        groups.setdefault(key, []).append(product)
     merged: list[Product] = []
-    for (dims, computed, loops, in_blocks), group in groups.items():
+    for (dims, computed, loops, in_blocks, copies), group in groups.items():
         flops = sum(product.flops * product.runs for product in group)
         left, right, result = (sum(product.changes[i] for product in group) for i in range(3))
         runs = sum(product.runs for product in group)
         changes = left, right, result
-        merged.append(Product(flops, runs, dims, computed, loops, changes, in_blocks))
+        first, second = (sum(product.exchanged[i] for product in group) for i in range(2))
+        sent = first, second
+        merged.append(Product(flops, runs, dims, computed, loops, changes, in_blocks, sent, copies))
     return tuple(sorted(merged, key=lambda product: -product.flops))
 
 

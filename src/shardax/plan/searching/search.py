@@ -377,6 +377,8 @@ def _notes(variants: Sequence[_Variant]) -> list[str]:
             f"work, {len(candidates.too_large)} whose arguments do not fit; "
             f"{len(candidates.layouts)} candidates"
         )
+    untold = (note for variant in variants for note in variant.dimensions.notes)
+    notes += dict.fromkeys(f"as traced: {note}" for note in untold)
     return notes
 
 

@@ -36,7 +36,12 @@ _OPERANDS: dict[str, tuple[int, ...]] = {
     "left": (0, 2),
     "right": (1, 2),
     "sum": (0, 1),
+    "rows": (0, 2),
+    "terms": (0, 1),
+    "group": (1,),
+    "sums": (2,),
 }
+_GROUPS = ("group", "sums")
 
 
 def traced_time(
@@ -49,7 +54,8 @@ def traced_time(
     figures: Mapping[str, float] | None = None,
 ) -> ExpectedTime:
     """Returns the expected seconds of a traced step in a layout."""
-    work = traced_workload(layout, dimensions, batch_names, argument_bytes)
+    kind = target.hardware.kind
+    work = traced_workload(layout, dimensions, batch_names, argument_bytes, kind=kind)
     return expected_time(work, target.hardware, layout.sizes, slices=target.slices, figures=figures)
 
 
@@ -58,8 +64,10 @@ def traced_workload(
     dimensions: DimensionModel,
     batch_names: frozenset[str],
     argument_bytes: Mapping[str, int],
+    *,
+    kind: str = "gpu",
 ) -> Workload:
-    """Returns the work of one device in a layout."""
+    """Returns the work of one device in a layout, on a kind of hardware."""
     width = 4.0 if dimensions.dtype == "float32" else 2.0
     axes_of = {name: mesh_axes_of(axes) for name, axes in layout.rules}
     batch_axes = frozenset(axis for name in batch_names for axis in axes_of.get(name, ()))
@@ -81,6 +89,9 @@ def traced_workload(
         busy = pipeline.stages * (1 - pipeline.bubble) if is_staged else 1.0
         parts = pipeline.microbatches if is_staged else 1
         local = split.matrices(dimensions.dtype, parts, product.runs / busy)
+        if split.is_ragged:
+            local, masked = split.ragged(local, kind)
+            traffic += width * masked * local.runs
         products.append(local)
         traffic += _PASSES * width * local.rows * local.columns * local.batch * local.runs
         for transfer, names in split.transfers(width, batch_axes):
@@ -113,9 +124,15 @@ class _ProductShards:
         self.lost: list[list[str]] = [[], [], []]  # axes that another dimension has
         self.summed: list[str] = []
         self.fewer_runs = 1.0
-        for dim in sorted(product.dims, key=priority):
+        self.group_ways = 1  # devices that rows are sent to, each with some of the groups
+        self.group_axes: list[str] = []
+        ordered = sorted(product.dims, key=lambda dim: (dim.role in _GROUPS, priority(dim)))
+        for dim in ordered:
             axes_of_dim = (axis for name in dim.names for axis in axes_of.get(name, ()))
             axes = [axis for axis in dict.fromkeys(axes_of_dim) if self.sizes[axis] > 1]
+            if dim.role in _GROUPS:
+                self._split_groups(dim, axes, arrays_of)
+                continue
             taken = [axis for axis in axes if axis not in arrays_of]
             ways = math.prod(self.sizes[axis] for axis in taken)
             size = dim.size / ways
@@ -130,14 +147,66 @@ class _ProductShards:
                 self.lost[array] += [
                     axis for axis in axes if array not in arrays_of.get(axis, (array,))
                 ]
-            if dim.role == "sum":
+            if dim.role in ("sum", "terms"):
                 self.summed += taken
             arrays_of.update(dict.fromkeys(taken, _OPERANDS[dim.role]))
 
+    @property
+    def is_ragged(self) -> bool:
+        """Whether rows belong to groups."""
+        return any(dim.role in _GROUPS for dim in self.product.dims)
+
+    def _split_groups(
+        self, dim: ProductDimension, axes: Sequence[str], arrays_of: dict[str, tuple[int, ...]]
+    ) -> None:
+        """Splits groups; rows are sent to the devices of theirs, and split as well."""
+        role = "rows" if dim.role == "group" else "terms"
+        array = _OPERANDS[dim.role][0]
+        taken = [a for a in axes if arrays_of.get(a, _OPERANDS[role]) == _OPERANDS[role]]
+        for axis in taken:
+            if axis not in arrays_of:  # what all devices of the groups have alike is cut
+                arrays_of[axis] = _OPERANDS[role]
+                self.local[role] /= self.sizes[axis]
+                for side in _OPERANDS[role]:
+                    self.elements[side] /= self.sizes[axis]
+        self.summed = [axis for axis in self.summed if axis not in taken]
+        ways = math.prod(self.sizes[axis] for axis in taken)
+        self.group_ways *= ways
+        self.group_axes += taken
+        self.local[dim.role] *= dim.size / ways
+        self.elements[array] *= dim.size / ways
+        self.names[array] |= dim.names
+
+    def ragged(self, local: MatrixProduct, kind: str) -> tuple[MatrixProduct, float]:
+        """Returns a ragged product as it is compiled, and elements of masked operands."""
+        # Compilers have room for the most rows that can come. XLA for GPU and CPU multiplies all of
+        # them with the matrices of all groups, and masks the others' rows; that for TPU has a
+        # grouped kernel for rows, and masks where groups are summed.
+        is_sum = any(dim.role == "sums" for dim in self.product.dims)
+        groups = self.local["sums" if is_sum else "group"]
+        copies = self.product.copies
+        room = self.group_ways * min(copies, groups) / copies
+        if is_sum:
+            depth = local.depth * room
+            operations = 2.0 * local.rows * local.columns * depth
+            masked = 0.0 if kind == "tpu" else 2 * groups * depth * (local.rows + local.columns)
+            changes = {"depth": depth, "batch": local.batch * groups, "operations": operations}
+        elif kind == "tpu":
+            rows, masked = local.rows * room / groups, 0.0
+            operations = 2.0 * rows * local.columns * local.depth
+            changes = {"rows": rows, "batch": local.batch * groups, "operations": operations}
+        else:
+            rows, depth = local.rows * room, local.depth * groups
+            masked = 2 * rows * depth
+            operations = 2.0 * rows * local.columns * depth
+            changes = {"rows": rows, "depth": depth, "operations": operations}
+        operations = changes["operations"] * changes.get("batch", local.batch)
+        return dataclasses.replace(local, **changes | {"operations": operations}), masked
+
     def matrices(self, dtype: str, parts: int, runs: float) -> MatrixProduct:
         """Returns the product of one device, its rows cut into parts."""
-        rows, columns = self.local["left"], self.local["right"]
-        depth, batch = self.local["sum"], self.local["batch"]
+        rows, columns = self.local["left"] * self.local["rows"], self.local["right"]
+        depth, batch = self.local["sum"] * self.local["terms"], self.local["batch"]
         # Of a gradient's product the sum goes over the rows of a batch.
         if self.product.computed and self.summed and parts > 1:
             depth /= parts
@@ -159,6 +228,11 @@ class _ProductShards:
         if scattered:
             payload = width * self.elements[2]
             yield self._transfer("reduce-scatter", scattered, payload, 2, batch_axes)
+        for array, times in enumerate(self.product.exchanged if self.group_ways > 1 else ()):
+            payload, axes = width * self.elements[array], self.group_axes
+            sent, names = self._transfer("all-to-all", axes, payload, array, batch_axes)
+            if times:  # there, and the results back
+                yield dataclasses.replace(sent, runs=2 * times / self.fewer_runs), names
         if whole := [axis for axis in self.summed if axis not in scattered]:
             payload = width * self.elements[2] / math.prod(self.sizes[axis] for axis in scattered)
             yield self._transfer("all-reduce", whole, payload, 2, batch_axes)

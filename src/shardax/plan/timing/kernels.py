@@ -184,6 +184,16 @@ class Links:
             bandwidth = self._network()
         return bytes_ / bandwidth + self.figures["links.switch_latency"]
 
+    def broadcast(self, bytes_: float, size: int, stride: int) -> float:
+        """Returns the seconds of a message from one device to its group."""
+        if size < 2:
+            return 0.0
+        inner, outer = self.members(size, stride)
+        if outer == 1:
+            return bytes_ / self._fabric(inner) + self.figures["links.switch_latency"]
+        latency = self.figures["links.network_latency"] * outer
+        return bytes_ / inner / self._network() + latency
+
     def between_slices(self, bytes_: float) -> float:
         """Seconds of an all-reduce of a device's bytes between TPU slices."""
         if self.slices < 2:

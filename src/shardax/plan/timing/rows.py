@@ -67,7 +67,7 @@ def read_row(row: Row) -> tuple[TransformerShape, TrainingStep, Hardware, str]:
         microbatch = batch / data / row["grad_accum"]
     zero = layout.get("zero")
     zero = (3 if layout.get("fsdp") else 1) if zero is None else int(zero)
-    shards = int(layout.get("fsdp") or 0) if zero >= 2 else 0
+    shards = max(0, int(layout.get("fsdp" if zero >= 2 else "zero1_group") or 0))
     if zero >= 2 and software.startswith("pytorch"):
         shards *= context
     precision = _precision(row)
@@ -95,8 +95,8 @@ def read_row(row: Row) -> tuple[TransformerShape, TrainingStep, Hardware, str]:
         precision=precision,
         recompute=_recompute(row),
         fused_attention="softmax" not in kernel,
-        gradient_bytes=2 if compact else 4,
-        state_bytes=16 if zero < 3 or software == "xla" else 12 if pure else 16,
+        broadcast_parameters=zero == 1 and _engine(row) == "internevo",
+        **_states(row, software, precision, compact=compact, pure=pure),
         overlap_tensor=bool(layout.get("async_tp")),
         overlap_experts=bool(layout.get("moe_a2a_overlap")),
         graphs="step"
@@ -107,6 +107,40 @@ def read_row(row: Row) -> tuple[TransformerShape, TrainingStep, Hardware, str]:
         offloaded_layers=_offloaded(row),
     )
     return model, step, chip, software
+
+
+def _engine(row: Row) -> str:
+    """The optimizer's engine of a row, where it is not that of its software."""
+    source = str(row.get("source")).lower()
+    engines = {"bigscience": "deepspeed", "deepspeed": "deepspeed", "internevo": "internevo"}
+    return next((engine for words, engine in engines.items() if words in source), "")
+
+
+def _states(
+    row: Row, software: str, precision: str, *, compact: bool, pure: bool
+) -> dict[str, float]:
+    """Returns the bytes of a parameter's states in a software."""
+    engine, gradient = _engine(row), 2 if compact else 4
+    if pure and software != "xla":  # all in 16 bits, but the moments
+        return {"gradient_bytes": gradient, "state_bytes": 12}
+    if engine == "deepspeed":  # gradients in 16 bits, and those in bf16 are summed in 32
+        copy = 0 if precision == "fp16" else 2
+        return {
+            "gradient_bytes": 2 if precision == "fp16" else 4,
+            "gradient_copy_bytes": copy,
+            "state_bytes": 16 if precision == "fp16" else 18,
+            "update_bytes": 4,  # the gradient of its shard in 32 bits
+            "bucket_elements": 5e8,
+        }
+    if software == "megatron":  # with gradients in 32 bits, 6 bytes and 12 that may be sharded
+        return {"gradient_bytes": gradient, "state_bytes": 14 + gradient}
+    if software == "xla":  # parameters and moments in 32 bits
+        return {"gradient_bytes": gradient, "state_bytes": 12 + gradient}
+    # Adam over lists of arrays makes one more of each. InternEvo flattens gradients, in 16 bits and
+    # then in 32.
+    if engine == "internevo":
+        return {"gradient_bytes": 2, "state_bytes": 16, "update_bytes": 10}
+    return {"gradient_bytes": gradient, "state_bytes": 16, "update_bytes": 4}
 
 
 _DECODER_RULES = {"batch": "data"} | dict.fromkeys(("heads", "kv_heads", "mlp", "vocab"), "model")

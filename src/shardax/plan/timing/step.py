@@ -419,10 +419,19 @@ def _gradient_sums(
         seconds = links.reduce(
             step.gradient_bytes * stored, replicas, step.tensor * step.shard_count
         )
+    elif step.zero == 1 and step.shard_count < replicas:
+        # State in groups: gradients are summed over all, parameters gathered in a group.
+        seconds = links.reduce(step.gradient_bytes * stored, replicas, step.tensor)
+        seconds += links.gather(2 * stored, step.shard_count, step.tensor)
     else:
         # Reduce-scatter and all-gather with sharded state, all-reduce without.
         bytes_ = stored * (step.gradient_bytes + 2) / 2
         seconds = links.reduce(bytes_, replicas, step.tensor)
     if replicas < 2:
         return 0.0
-    return max(0.0, seconds - window) + contention * min(seconds, window)
+    sent = 0.0
+    if step.zero == 1 and step.broadcast_parameters:  # by one owner after the other
+        owners = step.shard_count
+        sent = owners * links.broadcast(2 * stored / owners, owners, step.tensor)
+        seconds -= links.gather(2 * stored, owners, step.tensor)
+    return max(0.0, seconds - window) + contention * min(seconds, window) + sent

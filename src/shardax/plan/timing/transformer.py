@@ -293,6 +293,12 @@ class TrainingStep:
         fused_attention: Whether scores stay on the chip.
         state_bytes: Bytes of a parameter with its gradient and optimizer state.
         gradient_bytes: Bytes of a gradient that devices send.
+        gradient_copy_bytes: Bytes of a further copy of a gradient, such as that in 16 bits beside
+            sums in 32.
+        broadcast_parameters: Whether owners broadcast parameters of ``zero=1`` one after another,
+            and do not gather them at a time.
+        update_bytes: Bytes of a parameter that its optimizer's update needs beside its state.
+        bucket_elements: Elements of each of two buffers in which gradients and parameters travel.
         overlap_tensor: Whether tensor collectives are split to run beside products.
         overlap_experts: Whether all-to-alls run beside another microbatch.
         graphs: Whether layers (``"layer"``) or the whole step (``"step"``) are launched as CUDA
@@ -330,6 +336,10 @@ class TrainingStep:
     fused_attention: bool = True
     state_bytes: float = 16
     gradient_bytes: float = 4
+    gradient_copy_bytes: float = 0
+    broadcast_parameters: bool = False
+    update_bytes: float = 0
+    bucket_elements: float = 0
     overlap_tensor: bool = False
     overlap_experts: bool = False
     graphs: str = ""

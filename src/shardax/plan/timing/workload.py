@@ -29,6 +29,7 @@ _SOFTWARE = "xla"
 _UNSURE = ("tensor", "experts", "host", "gradients", "bubble")  # parts that widen the band
 _CONTEXT_EXPOSED = 0.2  # of the messages of a ring over the sequence, at the least
 _STAGE_EXPOSED = 0.5  # of the messages between stages
+_KERNEL_WIDTH = 128  # of a head, for fused kernels that say their operations alone
 _PRECISIONS = {"f32": "f32", "f16": "fp16", "s8": "int8", "f8": "fp8", "f4": "nvfp4"}
 
 
@@ -114,7 +115,8 @@ def expected_time(
     for product in work.products:
         kernel = kernels(_PRECISIONS.get(SHORT_NAMES.get(product.dtype, product.dtype), "bf16"))
         if product.fused:
-            attention += product.flops / kernel.attention_rate(product.depth)
+            width = product.depth if product.depth > 1 else _KERNEL_WIDTH
+            attention += product.flops / kernel.attention_rate(width)
         else:
             seconds = kernel.product(product.rows, product.columns, product.depth)
             products += product.runs * product.batch * seconds
