@@ -144,6 +144,9 @@ def spelled(equation: str, *shapes: tuple[int, ...]) -> list[str]:
         ("a...,ab->...b", (8, 3, 5), (8, 4), (4,)),
         ("ab,...b->a...", (2, 8), (5, 3, 8), (5, 3)),
         ("...ab,...bc->...ac", (5, 2, 8), (8, 4), None),
+        ("...b,...bc->...c", (1, 8), (5, 8, 4), (4,)),
+        ("...b,...bc->...c", (8,), (5, 8, 4), None),
+        ("a...b,...bc->a...c", (2, 5, 8), (1, 8, 4), (4,)),
     ],
 )
 def test_einsum_computes_its_equation_and_spreads_the_bias(
@@ -171,6 +174,7 @@ def test_einsum_computes_its_equation_and_spreads_the_bias(
         ("...ge,gef->...gf", (5, 3, 8), (3, 8, 2), (3, 2)),
         ("ab...,bac->ca...", (2, 8, 3), (8, 2, 4), (4, 2)),
         ("...e,...ed->...d", (5, 3, 8), (3, 8, 2), (3, 2)),
+        ("a...e,...ed->a...d", (5, 3, 8), (1, 8, 2), (1, 2)),
     ],
 )
 def test_einsum_bias_covers_shared_dimensions_like_flax(
@@ -207,6 +211,18 @@ def test_einsum_refuses_inputs_that_do_not_fit(shape: tuple[int, ...]):
     layer = sx.nn.Einsum("te,ehd->thd", (8, 4, 2), rngs=sx.Rngs(0))
     with pytest.raises(LayerInputError, match=r"'te,ehd->thd'\) takes an input of shape \(t, 8\)"):
         layer(np.zeros(shape, np.float32))
+
+
+def test_einsum_broadcasts_ellipses_over_explicit_axes(explicit_mesh: Mesh):
+    layer = with_values(sx.nn.Einsum("a...b,...bc->a...c", (4, 3, 8), (4, 8), rngs=sx.Rngs(0)))
+    x = floats(8, 1, 3)
+    expected = np.asarray(layer(x))
+    with jax.set_mesh(explicit_mesh):
+        layer.kernel.value = jax.device_put(layer.kernel.value, PartitionSpec("model"))
+        layer.bias.value = jax.device_put(layer.bias.value, PartitionSpec("model"))
+        y = layer(jax.device_put(x, PartitionSpec("data")))
+    assert jax.typeof(y).sharding.spec == PartitionSpec("data", "model", None)
+    np.testing.assert_allclose(y, expected, rtol=1e-5)
 
 
 def test_out_sharding_sets_the_layout_of_results(explicit_mesh: Mesh):

@@ -153,4 +153,5 @@ def test_wrong_keyword_for_names_is_refused_with_fix(option: str) -> None:
     variable = sx.Param(value)
     with pytest.raises(MetadataError, match="dimensions are named by axes="):
         variable.set_metadata(**{option: ("a", "b")})
-    assert dict(variable.metadata) == {}
+    variable.set_metadata(**{option: None})
+    assert dict(variable.metadata) == dict(sx.Param(value, **{option: None}).metadata) == {}

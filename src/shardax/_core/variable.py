@@ -95,16 +95,19 @@ class _VariableType(type):
 _OTHER_NAMES = frozenset(("names", "out_sharding", "sharding", "sharding_names"))
 
 
-def _refuse_other_names(kind: type, metadata: Mapping[str, object]) -> None:
-    """Raises for names of dimensions under another keyword."""
+def _without_other_names(kind: type, metadata: Mapping[str, object]) -> dict[str, object]:
+    """Entries but for names that are None; raises for names under another keyword."""
     for option in _OTHER_NAMES.intersection(metadata):
         names = metadata[option]
+        if names is None:
+            continue
         spec = getattr(names, "spec", names)
         example = repr(tuple(spec)) if isinstance(spec, (tuple, list, PartitionSpec)) else "(...)"
         raise MetadataError(
             f"{kind.__name__}({option}={names!r}): dimensions are named by axes=, with axes of the "
             f"mesh or names that rules map to them: {kind.__name__}(value, axes={example})."
         )
+    return {key: entry for key, entry in metadata.items() if key not in _OTHER_NAMES}
 
 
 def _with_box(kind: type, axes: object, entries: dict[str, object], init: Init) -> tuple[Any, Any]:
@@ -192,7 +195,7 @@ class Variable(ArrayLike, Object, Generic[T], metaclass=_VariableType):
         if isinstance(value, Init) and value.metadata is not None:
             axes, metadata = _with_box(type(self), axes, metadata, value)
         if not _OTHER_NAMES.isdisjoint(metadata):
-            _refuse_other_names(type(self), metadata)
+            metadata = _without_other_names(type(self), metadata)
         names = check_axes(axes)
         self._metadata = EMPTY if names is None and not metadata else Metadata(names, metadata)
         _check_rank(self, names)
@@ -336,7 +339,7 @@ class Variable(ArrayLike, Object, Generic[T], metaclass=_VariableType):
             >>> w.axes, dict(w.metadata)
             (('embed', 'mlp'), {'frozen': True})
         """
-        _refuse_other_names(type(self), changes)
+        changes = _without_other_names(type(self), changes)
         target = self._here()
         target._check_metadata_write(f"metadata of {a_kind_of(self)}")
         check_trace(target, f"metadata of {a_kind_of(self)}")

@@ -48,6 +48,7 @@ class ParsedProgram:
     calls: list[cst.Call] = field(default_factory=list)
     attributes: list[cst.Attribute] = field(default_factory=list)
     functions: list[cst.FunctionDef] = field(default_factory=list)
+    classes: list[cst.ClassDef] = field(default_factory=list)
     stars: list[int] = field(default_factory=list)  # lines of `from flax.nnx import *`
     names: set[str] = field(default_factory=set)  # every name in the file
     imported: set[str] = field(default_factory=set)  # modules bound as themselves: "jax"
@@ -160,6 +161,10 @@ class _Reader(cst.CSTVisitor):
 
     def visit_FunctionDef(self, node: cst.FunctionDef) -> None:  # noqa: N802 (LibCST names it)
         self.program.functions.append(node)
+
+    def visit_ClassDef(self, node: cst.ClassDef) -> None:  # noqa: N802 (LibCST names it)
+        self.program.classes.append(node)
+        self.program.lines[node] = self._line(node)
 
     def visit_Attribute(self, node: cst.Attribute) -> bool:  # noqa: N802 (LibCST names it)
         self.program.lines[node] = self._line(node)

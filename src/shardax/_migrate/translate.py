@@ -101,6 +101,7 @@ class _Planner:
         self.changes: dict[cst.CSTNode, Change] = {}  # of other expressions
         self.statements: dict[cst.CSTNode, Callable[[cst.Call], cst.BaseSmallStatement]] = {}
         self.removed: set[cst.CSTNode] = set()  # decorators
+        self.bare_classes: set[cst.CSTNode] = set()  # without pytree=
         self.settled: set[cst.CSTNode] = set()  # references dealt with elsewhere
         self.modules = {"sx"}  # what the new text refers to
         is_taken = "sx" in program.names and "shardax as sx" not in program.imported
@@ -116,6 +117,11 @@ class _Planner:
         if "flax.nnx" in self.libraries:
             for function in self.program.functions:
                 self._plan_decorators(function)
+            for owner in self.program.classes:
+                if any(_is_pytree_option(arg) for arg in owner.keywords):
+                    self.bare_classes.add(owner)
+                    line, what = self.program.lines[owner], f"class {owner.name.value}(pytree=)"
+                    self._check(line, what, "every Module is a pytree here, also in lists")
             for call in self.program.calls:
                 self._plan_method(call)
             for attribute in self.program.attributes:
@@ -351,6 +357,19 @@ class _Planner:
         return reference.name if reference is not None and reference.library == "flax.nnx" else ""
 
 
+def _is_pytree_option(arg: cst.Arg) -> bool:
+    return arg.keyword is not None and arg.keyword.value == "pytree"
+
+
+def _without_pytree_option(owner: cst.ClassDef) -> cst.ClassDef:
+    keywords = [arg for arg in owner.keywords if not _is_pytree_option(arg)]
+    bases = list(owner.bases)
+    last = keywords or bases
+    if last:
+        last[-1] = last[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT)
+    return owner.with_changes(bases=bases, keywords=keywords)
+
+
 _VALUE = cst.Name("value")
 
 
@@ -417,6 +436,8 @@ class _Rewriter(cst.CSTTransformer):
         if original_node in planner.statements:
             assert isinstance(new, cst.Expr) and isinstance(new.value, cst.Call)
             new = planner.statements[original_node](new.value)
+        if original_node in planner.bare_classes:
+            new = _without_pytree_option(cst.ensure_type(new, cst.ClassDef))
         if original_node in planner.removed:
             return cst.RemoveFromParent()
         return new

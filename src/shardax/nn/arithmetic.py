@@ -136,8 +136,12 @@ def einsum(
     if out_sharding is None:
         inputs, output = equation.split("->")
         first, second = inputs.split(",")
+        # A dimension of size 1 is split nowhere, so the other operand's is kept.
+        is_broadcast = [size == 1 for size in x.shape]
         parts = [
-            (x, (first.index(letter),)) if letter in first else (kernel, (second.index(letter),))
+            (kernel, (second.index(letter),))
+            if letter in second and (letter not in first or is_broadcast[first.index(letter)])
+            else (x, (first.index(letter),))
             for letter in output
         ]
         out_sharding = joined_sharding(parts)

@@ -107,7 +107,7 @@ class ConvBase(Module):
         self.dtype = parameters.canonical_dtype(dtype)
         take_precision(self, precision, preferred_element_type, has_fp8=False)
 
-    def __call__(self, x: Any, *, out_sharding: Any = None) -> jax.Array:
+    def __call__(self, x: Any, out_sharding: Any = None) -> jax.Array:
         """Convolves (..., spatial, in_features) to (..., spatial, out_features)."""
         kernel = self.kernel.value
         if self.mask is not None:

@@ -40,6 +40,7 @@ class Equation:
     ellipsis: bool  # whether input and result have further dimensions
     input_place: int = 0  # how many letters of the input are before these
     output_place: int = 0
+    shared: str = ""  # letters for the kernel's ellipsis that the input has too
 
     @classmethod
     def parse(cls, text: str, kernel_rank: int | None = None) -> Self:
@@ -67,6 +68,7 @@ class Equation:
             raise LayerConfigError(
                 f"Einsum({text!r}) has {sorted(unknown)} in the result but in neither operand."
             )
+        shared = ""
         if "..." in second and kernel_rank is not None:
             unused = [x for x in reversed(string.ascii_letters) if x not in "".join(letters)]
             shared = "".join(unused[: max(kernel_rank - len(letters[1]), 0)])
@@ -75,7 +77,8 @@ class Equation:
             output = output.replace("...", f"...{shared}" if "..." in first else shared)
         inputs, kernel, outputs = (term.replace("...", "") for term in (first, second, output))
         before, start = (max(term.find("..."), 0) for term in (first, output))
-        return cls(inputs, kernel, outputs, "..." in first, before, start)
+        shared = shared if "..." in first else ""
+        return cls(inputs, kernel, outputs, "..." in first, before, start, shared)
 
     @property
     def made(self) -> str:
@@ -88,6 +91,13 @@ class Equation:
         batch = tuple(i for i, x in letters if x in self.output and x in self.input)
         new_dims = tuple(i for i, x in letters if x in self.made)
         return tuple(i for i, x in letters if x not in self.output), new_dims, batch
+
+    def expanded(self, x: jax.Array) -> jax.Array:
+        """Adds dimensions of size 1 where the kernel's ellipsis has more."""
+        missing = len(self.input) - x.ndim
+        if not 0 < missing <= len(self.shared):
+            return x
+        return jax.lax.expand_dims(x, range(self.input_place, self.input_place + missing))
 
     def spelled_out(self, extra: int) -> str:
         """Returns the equation with letters in place of the ellipsis."""
@@ -108,8 +118,9 @@ class Einsum(Module):
 
     Args:
         equation: Such as ``"...te,ehd->...thd"``: the letters of the input, the kernel, the result.
-            An ellipsis may stand anywhere; that of the kernel is a part of that of the input, of
-            its last dimensions, and of the result.
+            An ellipsis may stand anywhere. That of the kernel stands for the last dimensions of
+            those of the input and of the result, which broadcast: one of them may be 1, or missing
+            in the input.
         shape: Shape of the kernel.
         bias_shape: Shape of the bias: the sizes of those dimensions of the result that come from
             the kernel, in the result's order; either all of them or, for a bias that is the same
@@ -206,7 +217,9 @@ class Einsum(Module):
         Raises:
             LayerInputError: If the shape does not fit the equation and the kernel.
         """
-        x, kernel, equation = as_array(x), self.kernel.value, self.equation
+        kernel, equation = self.kernel.value, self.equation
+        inputs = as_array(x)
+        x = equation.expanded(inputs)
         extra = x.ndim - len(equation.input)
         sizes = dict(zip(equation.kernel, kernel.shape, strict=True))
         if not _fits(equation, sizes, x.shape):
@@ -216,7 +229,7 @@ class Einsum(Module):
             parameters.refuse_input(
                 f"Einsum('{equation}')",
                 f"an input of shape ({', '.join(expected)})",
-                x,
+                inputs,
                 f"The kernel has the shape {kernel.shape}.",
             )
         x, kernel = cast_all(self.dtype, x, kernel)
@@ -243,4 +256,8 @@ def _fits(equation: Equation, sizes: dict[str, int], shape: tuple[int, ...]) -> 
     place = equation.input_place
     known_sizes = (*shape[:place], *shape[place + extra :])
     pairs = zip(equation.input, known_sizes, strict=True)
-    return all(sizes.get(letter, size) == size for letter, size in pairs)
+    return all(
+        sizes.get(letter, size) == size
+        or (letter in equation.shared and 1 in (size, sizes[letter]))
+        for letter, size in pairs
+    )

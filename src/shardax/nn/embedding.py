@@ -82,7 +82,7 @@ class Embed(Module):
         self.dtype = parameters.canonical_dtype(dtype)
         take_precision(self, precision, preferred_element_type)
 
-    def __call__(self, indices: Any, *, out_sharding: Any = None) -> jax.Array:
+    def __call__(self, indices: Any, out_sharding: Any = None) -> jax.Array:
         """Looks vectors up.
 
         Args:
@@ -111,7 +111,7 @@ class Embed(Module):
         (table,) = cast_all(self.dtype, self.embedding.value)
         return look_up(table, indices, out_sharding)
 
-    def attend(self, x: Any, *, out_sharding: Any = None) -> jax.Array:
+    def attend(self, x: Any, out_sharding: Any = None) -> jax.Array:
         """Multiplies by the transposed table.
 
         These are the logits of a model with a tied head.

@@ -88,7 +88,7 @@ class Linear(Module):
         self.dtype = parameters.canonical_dtype(dtype)
         take_precision(self, precision, preferred_element_type)
 
-    def __call__(self, x: Any, *, out_sharding: Any = None) -> jax.Array:
+    def __call__(self, x: Any, out_sharding: Any = None) -> jax.Array:
         """Maps an input.
 
         Args:

@@ -69,8 +69,9 @@ def align(parameter: jax.Array, x: jax.Array, dimensions: Sequence[int] | None =
     if entries is None:
         return parameter
     every = tuple(jax.typeof(x).sharding.spec)
-    last = range(x.ndim - parameter.ndim, x.ndim)
-    aligned = tuple(every[i] for i in (last if dimensions is None else dimensions))
+    places = range(x.ndim - parameter.ndim, x.ndim) if dimensions is None else dimensions
+    pairs = zip(places, parameter.shape, strict=True)
+    aligned = tuple(every[i] if x.shape[i] == size else None for i, size in pairs)
     if aligned == entries:
         return parameter
     mesh = jax.typeof(parameter).sharding.mesh

@@ -282,6 +282,7 @@ class LoRA(LayerWrapper):
         if isinstance(self.body, ConvBase):
             return y + (self.scale * self._convolved(x, y)).astype(y.dtype)
         terms = LinearTerms.of(self.body)
+        x = terms.whole.expanded(x)
         extra = x.ndim - len(terms.whole.input)
         x, a, b = cast_all(self.body.dtype, x, self.a.value, self.b.value)
         middle = einsum(terms.first.spelled_out(extra), x, a)
