@@ -58,6 +58,7 @@ from shardax._core.variable import MetricState as MetricState
 from shardax._core.variable import OptState as OptState
 from shardax._core.variable import Param as Param
 from shardax._core.variable import Perturbation as Perturbation
+from shardax._core.variable import Quantized as Quantized
 from shardax._core.variable import RngState as RngState
 from shardax._core.variable import Variable as Variable
 from shardax._transforms.capture import capture as capture

@@ -28,10 +28,10 @@ def attention(**options: Any) -> Any:
 
 
 def test_each_head_and_position_has_a_scale() -> None:
-    cache = nn.AttentionCache(1, 3, 1, 2, dtype="int8")
+    cache: Any = nn.AttentionCache(1, 3, 1, 2, dtype="int8")
     key = np.array([[[[1.0, -0.5]], [[0.0, 0.0]]]], np.float32)
     keys, values, _, _ = cache.update(
-        jnp.asarray(key), jnp.asarray(100 * key), np.zeros((1, 2), np.int32)
+        jnp.asarray(key), jnp.asarray(100 * key), jnp.zeros((1, 2), jnp.int32)
     )
     assert cache.key.value[0, :, 0].tolist() == [[127, -64], [0, 0], [0, 0]]
     scales = np.asarray(cache.value_scale.value)[0, :, 0] * 127.5

@@ -227,3 +227,14 @@ def test_law_device_bytes_equal_size_times_copies(sizes: list[int], rules: dict[
     for array in placed.arrays:
         parts = math.prod(dict(mesh)[axis] for entry in array.spec for axis in entry)
         assert placed.argument_bytes[array.kind] * parts == 64 * 64 * 4
+
+
+@pytest.mark.parametrize(("kind", "share"), [("int8", 1 / 4), ("int4", 1 / 8)])
+def test_quantized_kernels_count_their_bits(kind: Any, share: float) -> None:
+    layer = sx.nn.Linear(64, 32, use_bias=False, rngs=sx.Rngs(0))
+    small = sx.quantize(sx.abstract(layer), kind)
+    rules = (("in", "data"), ("out", "model"))
+    placed = Inputs(lambda layer: layer.kernel.value, (small,)).place(Layout("both", rules, MESH))
+    assert placed.argument_bytes["parameters"] == 64 * 32 * 4 * share / 8 + 32 * 4 / 4
+    row, _ = sx.view.table(small).rows
+    assert row.nbytes == 64 * 32 * 4 * share

@@ -152,7 +152,7 @@ def test_meshes_split_values_and_scales(mesh: Mesh) -> None:
         of_laid_out = sx.quantize(sx.shard(model, mesh), "int8")
     kernel = laid_out.layers.stacked.attn.q.kernel
     assert kernel.values.sharding.spec == PartitionSpec(None, "data", None, None)
-    for _, variable in sx.iter_variables(of_laid_out, nn.Quantized):
+    for _, variable in sx.iter_variables(of_laid_out, sx.Quantized):
         assert variable.sharding.mesh == mesh
     close(found, run(sx.quantize(model, "int8")))
 
@@ -226,7 +226,7 @@ def test_abstract_models_are_quantized_by_shape() -> None:
 def test_adapters_train_on_a_quantized_base() -> None:
     small = sx.quantize(decoder(), "int8")
     adapted = sx.surgery.lora(sx.select(small), rank=2)
-    before = {p: np.asarray(v.value) for p, v in sx.iter_variables(adapted, nn.Quantized)}
+    before = {p: np.asarray(v.value) for p, v in sx.iter_variables(adapted, sx.Quantized)}
     optimizer = sx.train.Optimizer(adapted, optax.adam(0.05), wrt="lora")
 
     @sx.jit
@@ -239,7 +239,7 @@ def test_adapters_train_on_a_quantized_base() -> None:
 
     losses = [float(step(adapted, optimizer)) for _ in range(4)]
     assert losses[-1] < losses[0]
-    for path, variable in sx.iter_variables(adapted, nn.Quantized):
+    for path, variable in sx.iter_variables(adapted, sx.Quantized):
         np.testing.assert_array_equal(variable.value, before[path], str(path))
     with pytest.raises(errors.SelectionError, match=r"\.layers\[0\]\.attn\.q") as caught:
         sx.surgery.merge_lora(adapted)
@@ -283,9 +283,9 @@ def test_filters_without_kernels_are_refused() -> None:
     again = run_advice(caught.value, "sx.dequantize(model)", {"sx": sx, "model": small})
     assert sx.quantize(again, "int4").head.kernel.values.dtype == jnp.int4
     both = sx.quantize(
-        sx.quantize(model, {sx.PathContains("mlp"): "int4"}), {nn.Quantized: None, ...: "int8"}
+        sx.quantize(model, {sx.PathContains("mlp"): "int4"}), {sx.Quantized: None, ...: "int8"}
     )
-    assert {v.dtype.name for _, v in sx.iter_variables(both, nn.Quantized)} == {
+    assert {v.dtype.name for _, v in sx.iter_variables(both, sx.Quantized)} == {
         "int4",
         "int8",
         "float32",

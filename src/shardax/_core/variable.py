@@ -701,6 +701,17 @@ class BatchStat(Variable[T]):
     """
 
 
+class Quantized(Variable[T]):
+    """Numbers or scales of a quantized kernel, which no optimizer trains.
+
+    Example:
+        >>> import shardax as sx
+        >>> layer = sx.quantize(sx.nn.Linear(4, 2, rngs=sx.Rngs(0)), "int8")
+        >>> sorted(sx.state(layer, sx.Quantized).flat())
+        [('kernel', 'scale'), ('kernel', 'values')]
+    """
+
+
 class Cache(Variable[T]):
     """Values kept between calls, such as keys and values of attention.
 

@@ -28,12 +28,11 @@ from shardax._core.checks import is_integer
 from shardax._core.errors import ShardaxError
 from shardax._core.module import Module
 from shardax._core.state.split_merge import iter_variables
-from shardax._core.variable import Cache
+from shardax._core.variable import Cache, Quantized
 from shardax._select.selection import select
 from shardax._transforms.control.loops import while_loop
 from shardax._transforms.jit.jit import jit
 from shardax.nn.attention.dot_product import AttentionKernel
-from shardax.nn.quantization import Quantized
 from shardax.partition.constraints import constrain
 from shardax.partition.context import SettingsScope, axis_rules, current_rules, kernels
 from shardax.partition.mesh import resolve_mesh

@@ -38,7 +38,6 @@ from shardax.nn.normalization import GroupNorm as GroupNorm
 from shardax.nn.normalization import InstanceNorm as InstanceNorm
 from shardax.nn.normalization import LayerNorm as LayerNorm
 from shardax.nn.normalization import RMSNorm as RMSNorm
-from shardax.nn.quantization import Quantized as Quantized
 from shardax.nn.quantization import QuantizedKernel as QuantizedKernel
 from shardax.nn.recurrent import RNN as RNN
 from shardax.nn.recurrent import Bidirectional as Bidirectional

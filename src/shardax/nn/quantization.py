@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from shardax._core._jax import INLINE, Tracer
 from shardax._core.module import Module
-from shardax._core.variable import Param, Variable
+from shardax._core.variable import Param, Quantized
 from shardax.nn.arithmetic import at_least_float32
 from shardax.partition.explicit import explicit_entries, explicit_sharding, with_layout
 
@@ -39,17 +39,6 @@ RANGES: Mapping[str, _Range] = {
     "int4": _Range(jnp.int4, 7.5),
     "fp8": _Range(jnp.float8_e4m3fn, 448.0),
 }
-
-
-class Quantized(Variable[jax.Array]):
-    """Numbers or scales of a quantized kernel, which no optimizer trains.
-
-    Example:
-        >>> import shardax as sx
-        >>> layer = sx.quantize(sx.nn.Linear(4, 2, rngs=sx.Rngs(0)), "int8")
-        >>> sorted(sx.state(layer, sx.nn.Quantized).flat())
-        [('kernel', 'scale'), ('kernel', 'values')]
-    """
 
 
 class QuantizedKernel(Module):

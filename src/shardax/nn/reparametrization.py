@@ -23,13 +23,12 @@ from shardax._core.init.rng import Rngs
 from shardax._core.module import Module, modules_in
 from shardax._core.state.filters import Filter, PathContains
 from shardax._core.state.split_merge import iter_variables
-from shardax._core.variable import BatchStat, Param, Variable
+from shardax._core.variable import BatchStat, Param, Quantized, Variable
 from shardax._select.selection import select
 from shardax._transforms.wrappers import ModuleWrapper
 from shardax.nn import parameters
 from shardax.nn.arithmetic import at_least_float32
 from shardax.nn.errors import LayerConfigError
-from shardax.nn.quantization import Quantized
 from shardax.partition.explicit import align, explicit_sharding, with_layout
 
 _KERNELS = PathContains("kernel")

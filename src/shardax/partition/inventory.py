@@ -30,6 +30,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardax._core._jax import Tracer
+from shardax._core.array_ops import byte_count
 from shardax._core.frames import local, resolve
 from shardax._core.graph.flatten import flatten
 from shardax._core.graph.handlers import axes_of, is_box, is_whole
@@ -79,7 +80,7 @@ class ArrayInfo(NamedTuple):
     @property
     def nbytes(self) -> int:
         """Bytes of the global array."""
-        return math.prod(self.shape) * self.dtype.itemsize
+        return byte_count(self.shape, self.dtype)
 
 
 class LeafInfo(NamedTuple):

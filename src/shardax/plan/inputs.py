@@ -6,9 +6,9 @@ The *step* is a function that is compiled: made by ``sx.jit`` or ``jax.jit``, or
 and optimizers, boxes of shapes, and ``NamedShape`` for arrays such as a batch, whose dimensions
 have no names otherwise. Arrays are taken for their shapes.
 
-An argument's *kind* is ``"parameters"`` (Variables of type ``Param``, boxes), ``"optimizer"``
-(``OptState``, and the states of optax), ``"batch"`` (``NamedShape`` and plain arrays), or
-``"other"`` (caches, random streams, statistics).
+An argument's *kind* is ``"parameters"`` (Variables of type ``Param`` or ``Quantized``, boxes),
+``"optimizer"`` (``OptState``, and the states of optax), ``"batch"`` (``NamedShape`` and plain
+arrays), or ``"other"`` (caches, random streams, statistics).
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ import jax
 import numpy as np
 
 from shardax._core._jax import auto_mesh
+from shardax._core.array_ops import byte_count
 from shardax._core.graph.paths import Path, format_path, plain_path
 from shardax._core.object import Object
 from shardax._core.state.state import Origin
-from shardax._core.variable import OptState, Param, Variable
+from shardax._core.variable import OptState, Param, Quantized, Variable
 from shardax._transforms.jit.jit import BoundJit
 from shardax.partition.boxes.boxes import AxisMetadata, LogicallyPartitioned, is_box
 from shardax.partition.inventory import ArrayInfo, LeafInfo, TreeInventory
@@ -242,7 +243,7 @@ class Inputs:
         placed = tree_layout.shardings()
         for leaf, kind, shardings in zip(self._inventory.leaves, self.kinds, placed, strict=True):
             for info, sharding in zip(leaf.arrays, shardings, strict=False):
-                size = math.prod(sharding.shard_shape(info.shape)) * info.dtype.itemsize
+                size = byte_count(sharding.shard_shape(info.shape), info.dtype)
                 if kind != "optimizer" or not layout.optimizer_memory:  # else on the host
                     sizes_by_kind[kind] += size
                 if kind in ("parameters", "batch"):
@@ -328,7 +329,7 @@ def _kind(leaf: LeafInfo, like, states: Sequence[Path]) -> str:
         return "optimizer"
     if issubclass(kind, _Named) or kind is Variable:
         return "batch" if leaf.variable is None else "other"
-    return "parameters" if issubclass(kind, (Param, AxisMetadata)) else "other"
+    return "parameters" if issubclass(kind, (Param, Quantized, AxisMetadata)) else "other"
 
 
 def _array_layout(leaf: LeafInfo, info: ArrayInfo, kind: str, spec) -> ArrayLayout:

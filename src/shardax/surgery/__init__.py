@@ -8,4 +8,5 @@ from shardax.surgery.edits import linearise as linearise
 from shardax.surgery.edits import lora as lora
 from shardax.surgery.edits import merge_lora as merge_lora
 from shardax.surgery.edits import save_activations as save_activations
+from shardax.surgery.quantizing import with_precision as with_precision
 from shardax.surgery.recording import record as record

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantized kernels in the places of selected ones, and back."""
+"""Quantized kernels in the places of selected ones, and precisions of products."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -15,11 +16,15 @@ from shardax._core.state.filters import Filter, Predicate, to_predicate
 from shardax._core.variable import Param, Variable
 from shardax._select.places import SelectionError
 from shardax._select.selection import select
+from shardax.nn.arithmetic import take_precision
+from shardax.nn.einsum import Einsum
 from shardax.nn.embedding import Embed
+from shardax.nn.linear import Linear
 from shardax.nn.quantization import RANGES, Format, QuantizedKernel
 from shardax.nn.reparametrization import SpectralNorm, WeightNorm
 from shardax.surgery.edits import Adaptable, LinearTerms, kernels_of
 
+_WITH_PRECISION = Linear | Einsum | Embed
 _FORMATS = (*RANGES, None)
 _LAYERS = "Linear, Einsum, Embed, MoE and convolutions"
 
@@ -115,6 +120,55 @@ def dequantize(model: Any) -> Any:
         return parameters.setdefault(id(kernel), kernel.as_param())
 
     return select(model).at_instances_of(QuantizedKernel).apply(parameter)
+
+
+def with_precision(model: Any, precisions: Any) -> Any:
+    """Sets the precision of the products with chosen kernels.
+
+    Args:
+        model: A model.
+        precisions: As ``precision=`` of ``nn.Linear``, such as ``"fp8"``; or one for each filter of
+            kernels of ``Linear``, ``Einsum`` and ``Embed``, of which the first that matches
+            decides, and None for those to leave.
+
+    Returns:
+        The model with copies of these layers. All Variables are shared with the given one, so an
+        optimizer of it trains both.
+
+    Raises:
+        SelectionError: If a filter matches no kernel of such a layer.
+        LayerConfigError: If it is no precision.
+
+    Example:
+        >>> import shardax as sx
+        >>> model = sx.nn.MLP(8, 16, rngs=sx.Rngs(0))
+        >>> trained = sx.surgery.with_precision(model, {sx.PathContains("down"): None, ...: "fp8"})
+        >>> trained.up.precision, trained.down.precision, trained.up.kernel is model.up.kernel
+        ('fp8', None, True)
+    """
+    entries = precisions if isinstance(precisions, Mapping) else {...: precisions}
+    rules = [_FormatRule(key, to_predicate(key), value) for key, value in entries.items()]
+    layers, used = dict[Path, Any](), set[int]()
+    by_path = dict(modules_in(model))
+    places = [p for p in _kernel_places(model) if isinstance(by_path[p.path[:-1]], _WITH_PRECISION)]
+    for place in places:
+        number = _matching(place, rules)
+        if number is not None:
+            used.add(number)
+            if rules[number].format is not None:
+                layer = copy.copy(by_path[place.path[:-1]])
+                take_precision(layer, rules[number].format, None)
+                layers[place.path[:-1]] = layer
+    for number, rule in enumerate(rules):
+        if number not in used:
+            raise SelectionError(
+                f"The filter {rule.key!r} of with_precision decides about no kernel. Linear, "
+                f"Einsum and Embed have such kernels, here {_some_paths(places)}. For all of them: "
+                f"sx.surgery.with_precision(model, {rule.format!r})."
+            )
+    new = {id(by_path[path]): layer for path, layer in layers.items()}
+    chosen = select(model).at_instances_of(_WITH_PRECISION).where(lambda _, x: id(x) in new)
+    return chosen.apply(lambda _, layer: new[id(layer)], allow_empty=True)
 
 
 def _rules_of(formats: object) -> list[_FormatRule]:

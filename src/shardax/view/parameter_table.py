@@ -18,6 +18,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
+from shardax._core.array_ops import byte_count
 from shardax._core.errors import ShardaxError
 from shardax._core.graph.handlers import axes_of
 from shardax._core.graph.paths import Path, format_path
@@ -282,7 +283,6 @@ def _row(
         "-" if entry is None else "+".join(entry) if isinstance(entry, tuple) else str(entry)
         for entry in spec or ()
     ]
-    itemsize = struct.dtype.itemsize
     return ParameterRow(
         path=format_path(path) + inside,
         type=type(variable).__name__,
@@ -291,8 +291,10 @@ def _row(
         axes=format_axes(names),
         spec="" if set(entries) <= {"-"} else ", ".join(entries),
         size=math.prod(shape),
-        nbytes=math.prod(shape) * itemsize,
-        bytes_per_device=math.prod(sharding.shard_shape(shape) if sharding else shape) * itemsize,
+        nbytes=byte_count(shape, struct.dtype),
+        bytes_per_device=byte_count(
+            sharding.shard_shape(shape) if sharding else shape, struct.dtype
+        ),
     )
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import jax
 
+from shardax._core.array_ops import byte_count
 from shardax._core.checks import Options
 from shardax._core.graph.flatten import is_object
 from shardax._core.graph.paths import Path, format_path
@@ -164,7 +165,7 @@ def tabulate(
     for path, variable in iter_variables(abstract(model), filter):
         leaves = jax.tree.leaves(variable.value)
         size = sum(math.prod(leaf.shape) for leaf in leaves)
-        nbytes = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
+        nbytes = sum(byte_count(leaf.shape, leaf.dtype) for leaf in leaves)
         for length in range(len(path) + 1):
             total = sizes.setdefault(path[:length], {}).setdefault(type(variable).__name__, [0, 0])
             total[0] += size

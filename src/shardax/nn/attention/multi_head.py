@@ -694,7 +694,11 @@ class AttentionCache(Module):
             LayerInputError: If there are not as many slots left.
         """
         time, count = positions.shape[1], self.count.value
-        pairs = [(self.key, key), (self.value, value), (self.position, positions)]
+        pairs: list[tuple[Any, Any]] = [
+            (self.key, key),
+            (self.value, value),
+            (self.position, positions),
+        ]
         if self.key_scale is not None:
             numbers, scales = zip(*map(_rounded_heads, (key, value)), strict=True)
             variables = (self.key, self.value, self.position, self.key_scale, self.value_scale)

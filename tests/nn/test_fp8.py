@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Products in fp8: their operands, gradients, layers and layouts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import optax
+import pytest
+from jax.sharding import Mesh
+from tests.advice import run_advice
+from tests.surgery.decoders import TOKENS, close, decoder, run
+from tests.values import with_values
+
+import shardax as sx
+from shardax import errors, nn
+from shardax.surgery import with_precision
+from shardax.train import checkpoint
+
+X = np.random.default_rng(0).normal(size=(5, 8)).astype(np.float32)
+
+
+def rounded(x: Any, dtype: Any = ml_dtypes.float8_e4m3fn) -> np.ndarray:
+    """Rounds to fp8 by the least power of two that makes all numbers fit."""
+    largest = float(ml_dtypes.finfo(dtype).max)
+    x = np.asarray(x, np.float32)
+    scale = np.exp2(np.floor(np.log2(np.abs(x).max() / largest)) + 1).astype(np.float32)
+    return (x / scale).astype(dtype).astype(np.float32) * scale
+
+
+def linear(**options: Any) -> nn.Linear:
+    return with_values(nn.Linear(8, 3, use_bias=False, rngs=sx.Rngs(0), **options))
+
+
+def test_products_and_gradients_are_of_rounded_operands() -> None:
+    layer = linear(precision="fp8")
+    weights = np.random.default_rng(1).normal(size=(5, 3)).astype(np.float32)
+    x, kernel, cotangent = (
+        rounded(X),
+        rounded(layer.kernel),
+        rounded(weights, ml_dtypes.float8_e5m2),
+    )
+    close(layer(X), x @ kernel)
+    result, pull = jax.vjp(lambda kernel, x: linear_of(layer, kernel)(x), layer.kernel.value, X)
+    for_kernel, for_x = pull(jnp.asarray(weights))
+    close(result, x @ kernel)
+    close(for_kernel, x.T @ cotangent)
+    close(for_x, cotangent @ kernel.T)
+
+
+def linear_of(layer: Any, kernel: Any) -> Any:
+    copied = sx.clone(layer)
+    copied.kernel.value = kernel
+    return copied
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda **o: nn.Einsum("...i,io->...o", (8, 3), rngs=sx.Rngs(0), **o),
+        lambda **o: nn.MLP(8, 4, rngs=sx.Rngs(0), **o),
+        lambda **o: nn.MultiHeadAttention(8, 2, causal=True, rngs=sx.Rngs(0), **o),
+    ],
+    ids=["einsum", "mlp", "attention"],
+)
+def test_layers_take_fp8(make: Any) -> None:
+    expected, found = with_values(make())(X), with_values(make(precision="fp8"))(X)
+    error = np.abs(np.asarray(found - expected)).max()
+    assert 0 < error < 0.2 * np.abs(np.asarray(expected)).max()
+
+
+def test_scales_follow_any_magnitude() -> None:
+    layer = linear(precision="fp8", dtype=jnp.bfloat16)
+    expected = np.asarray(layer(X), np.float32)
+    for factor in (2.0**-100, 2.0**60):
+        np.testing.assert_array_equal(np.asarray(layer(X * factor), np.float32), expected * factor)
+    assert not np.asarray(layer(0 * X)).any()
+    assert np.isnan(np.asarray(layer(X * np.inf), np.float32)).all()
+
+
+def test_gradients_keep_a_byte_per_number() -> None:
+    layer = linear(precision="fp8")
+    _, pull = jax.vjp(lambda x: layer(x), jnp.asarray(X))
+    assert sorted(str(leaf.dtype) for leaf in jax.tree.leaves(pull) if leaf.ndim == 2) == [
+        "float8_e4m3fn",
+        "float8_e4m3fn",
+    ]
+
+
+@pytest.mark.parametrize("scanned", [False, True])
+def test_filters_choose_layers(scanned: bool) -> None:
+    model = decoder(scanned)
+    before = np.asarray(run(model))
+    trained = with_precision(
+        model, {sx.PathContains("attn"): None, sx.PathContains("layers"): "fp8"}
+    )
+    layer = trained.layers.stacked if scanned else trained.layers[0]
+    assert (layer.mlp.up.precision, layer.attn.q.precision, trained.head.precision) == (
+        "fp8",
+        None,
+        None,
+    )
+    error = np.abs(np.asarray(run(trained)) - before).max()
+    assert 0 < error < 0.2 * np.abs(before).max()
+    np.testing.assert_array_equal(run(model), before)
+    assert [id(v) for _, v in sx.iter_variables(trained)] == [
+        id(v) for _, v in sx.iter_variables(model)
+    ]
+    with pytest.raises(errors.SelectionError, match="with_precision decides about no") as caught:
+        with_precision(model, {sx.PathContains("norm"): "fp8"})
+    code = "sx.surgery.with_precision(model, 'fp8')"
+    assert run_advice(caught.value, code, {"sx": sx, "model": model}).head.precision == "fp8"
+
+
+def test_meshes_share_one_scale(mesh: Mesh) -> None:
+    model = with_precision(decoder(scanned=True), "fp8")
+    expected = run(model)
+    rules = sx.Rules({"batch": "data", "embed": "data", "vocab": "model"})
+    with jax.set_mesh(mesh), sx.axis_rules(rules):
+        found = np.asarray(run(sx.shard(model, mesh)))
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_training_resumes_bit_for_bit(tmp_path: Path) -> None:
+    def start() -> tuple[Any, Any]:
+        model = with_precision(decoder(dtype="bfloat16"), {sx.PathContains("layers"): "fp8"})
+        return model, sx.train.Optimizer(model, optax.adam(0.01))
+
+    @sx.jit
+    def step(model: Any, optimizer: Any) -> Any:
+        value, gradients = sx.value_and_grad(lambda model: (model(TOKENS) ** 2).mean())(model)
+        optimizer.update(gradients)
+        return value
+
+    model, optimizer = start()
+    losses = [float(step(model, optimizer)) for _ in range(2)]
+    checkpoint.save((model, optimizer), tmp_path / "saved")
+    losses += [float(step(model, optimizer)) for _ in range(2)]
+    assert losses[-1] < losses[0]
+    resumed = start()
+    checkpoint.restore(resumed, tmp_path / "saved")
+    assert [float(step(*resumed)) for _ in range(2)] == losses[2:]
+
+
+def test_convolutions_refuse_fp8() -> None:
+    with pytest.raises(errors.LayerConfigError, match="Conv has precision='fp8'"):
+        nn.Conv(3, 3, 3, precision="fp8", rngs=sx.Rngs(0))
+    with pytest.raises(errors.LayerConfigError, match="'highest', 'fp8', or"):
+        linear(precision="fp4")
