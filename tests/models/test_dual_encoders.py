@@ -298,6 +298,25 @@ def folder_of(kind: str) -> Path:
     return folder / "whole"
 
 
+@pytest.mark.parametrize("kind", ["clip", "siglip"])
+def test_a_pair_over_explicit_axes_computes_the_same(kind: str):
+    mesh = jax.make_mesh(
+        (2, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Explicit,) * 2
+    )
+    rules, whole = sx.models.DECODER_RULES, from_pretrained(folder_of(kind))
+    tokens = np.concatenate([SMALL_TOKENS, SMALL_TOKENS[:, ::-1]])
+    images = np.concatenate([SMALL_IMAGES, SMALL_IMAGES**2])
+    expected = compare(whole, tokens, images, None)
+    split = sx.shard(whole, mesh, rules)
+    rows = jax.NamedSharding(mesh, jax.P("data"))
+    with jax.set_mesh(mesh), sx.axis_rules(rules):
+        inputs = [jax.device_put(values, rows) for values in (tokens, images)]
+        result = compare(split, *inputs, None)
+    for value, other in zip(result, expected, strict=True):
+        assert_close(np.asarray(value), np.asarray(other))
+    assert result.logits_per_image.sharding.spec == jax.P("data", None)
+
+
 # --- edited pairs ---------------------------------------------------------------------------------
 
 

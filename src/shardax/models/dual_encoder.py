@@ -26,6 +26,7 @@ from shardax.models.config import TransformerConfig
 from shardax.models.norms import dtypes
 from shardax.models.transformer import Transformer
 from shardax.nn.arithmetic import at_least_float32
+from shardax.nn.attention.dot_product import gathered
 from shardax.nn.errors import LayerConfigError
 from shardax.nn.linear import Linear
 from shardax.nn.parameters import make_parameter
@@ -176,7 +177,8 @@ class DualEncoder(Module):
                 pooled at; in a compiled program its embedding and logits are NaN.
         """
         text, image = self.encode_text(tokens, mask=mask), self.encode_images(images)
-        logits = image @ text.T * jnp.exp(self.logit_scale.value).astype(text.dtype)
+        # Rows stay where images are, and each device compares its own with all texts.
+        logits = image @ gathered(text, 0).T * jnp.exp(self.logit_scale.value).astype(text.dtype)
         if self.logit_bias is not None:
             logits = logits + self.logit_bias.value.astype(logits.dtype)
         return DualEncoderOutput(logits, logits.T, text, image)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One vector of a sequence, of its states or read by a query."""
+"""One vector of a sequence, by its states or a query."""
 
 from __future__ import annotations
 

@@ -549,10 +549,13 @@ class Transformer(Module):
             )
         count = size // side
         images = images[:, : count * side, : count * side]  # as a convolution cuts the rest off
-        cut = images.reshape(-1, count, side, count, side, channels).swapaxes(2, 3)
-        x = self.patches(cut.reshape(-1, count * count, side, side, channels))
+        # One dimension at a time, which keeps the layout over Explicit axes.
+        batch = images.shape[0]
+        rows = images.reshape(batch, count, side, count * side, channels)
+        cut = rows.reshape(batch, count, side, count, side, channels).swapaxes(2, 3)
+        x = self.patches(cut.reshape(batch, count * count, side, side, channels))
         if config.first_vector:
-            first = jnp.broadcast_to(self.first.value.astype(x.dtype), (len(x), 1, x.shape[-1]))
+            first = add_bias(jnp.zeros_like(x[:, :1]), self.first.value)
             x = jnp.concatenate([first, x], axis=1)
         x = add_bias(x, self.positions(jnp.arange(x.shape[1])))
         x = x if self.embed_norm is None else self.embed_norm(x)

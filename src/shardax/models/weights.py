@@ -564,7 +564,7 @@ def _layer_of(entry: _Entry) -> tuple[Any, ...]:
 
 
 def _of_tower(path: VariablePath) -> tuple[VariablePath, VariablePath]:
-    """Splits a path into that of a tower, or (), and the rest."""
+    """Splits a path into the part of a tower and the rest."""
     at = 1 if path[0] in TOWERS else 0
     return path[:at], path[at:]
 
