@@ -17,6 +17,7 @@ from tests.models.published_experts import (
     MSCALE,
     UNPACKED_GPT_OSS,
 )
+from tests.models.published_towers import TOWERS
 from tests.values import with_values
 
 from shardax.models import Rope, from_pretrained
@@ -800,6 +801,7 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         _vit(768, 3072, 12, architectures=["ViTModel"]),
         {"pooler": True},
     ),
+    **TOWERS,
 }
 
 
@@ -851,6 +853,8 @@ TINY = {
     "qk_nope_head_dim": 4,
     "qk_rope_head_dim": 2,
     "v_head_dim": 4,
+    "projection_dim": 4,
+    "projection_size": 4,
 }
 # And those of one family.
 TINY_OF: dict[str, dict[str, Any]] = {

@@ -28,7 +28,7 @@ from shardax.models import from_pretrained, save_pretrained
 safetensors = pytest.importorskip("safetensors.numpy", reason="pip install 'shardax[hub]'")
 
 FAMILIES = {content["model_type"]: content for content, _ in MODELS.values()}
-IMAGES = ("dinov2", "vit")
+IMAGES = ("clip_vision_model", "dinov2", "siglip_vision_model", "vit")
 TOKENS = np.arange(6)[None]
 PIXELS = np.linspace(-1, 1, 4 * 4 * 3, dtype=np.float32).reshape(1, 4, 4, 3)
 

@@ -281,6 +281,13 @@ def test_a_model_on_a_mesh_generates_the_same(
         assert sampled(model, (4,)) == expected[:1]
 
 
+def test_models_without_a_head_of_tokens_are_refused() -> None:
+    config = sx.models.TransformerConfig(num_layers=1, head=None)
+    model = sx.models.Transformer(config, rngs=sx.Rngs(0))
+    with pytest.raises(GenerationError, match="a model with head='tokens'"):
+        generate(model, [[1]], max_new_tokens=1)
+
+
 def test_nothing_to_add_gives_the_prompts_back(model: Decoder) -> None:
     prompts = [np.array([1, 2], np.int64), [3]]
     assert lists(generate(model, prompts, max_new_tokens=0)) == [[1, 2], [3]]

@@ -38,6 +38,8 @@ LLAMA = {**SIZES, "model_type": "llama", "architectures": ["LlamaForCausalLM"]}
 GLM = {"model_type": "glm4_moe", "num_key_value_heads": 1}
 IMAGES = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
 OWN_SIZES: dict[str, dict[str, Any]] = {"gpt2": GPT2, "distilbert": DISTILBERT, "dinov2": IMAGES}
+for _kind in ("clip_vision_model", "siglip_vision_model"):
+    OWN_SIZES[_kind] = {**IMAGES, "intermediate_size": 12}
 OWN_SIZES |= {"deepseek_v3": {**MANY, "num_key_value_heads": 32}}
 OWN_SIZES |= {"deepseek_v2": {**MANY, "num_experts_per_tok": 2}}
 V2 = {"model_type": "deepseek_v2", "num_experts_per_tok": 2}
@@ -115,6 +117,10 @@ def test_absent_fields_have_the_defaults_of_transformers(tmp_path: Path):
         "modernbert": {"window": 65, "base": 160000.0, "pooling": "first", "head_bias": True},
         "vit": {"max_positions": 197, "dropout": 0.0, "qkv_bias": True},
         "dinov2": {"max_positions": 257, "norm_epsilon": 1e-6, "mask_patch": True},
+        "clip_text_model": {"pooling": "end", "end_token": 49407, "max_positions": 77},
+        "clip_vision_model": {"patch_size": 32, "max_positions": 50, "norm_epsilon": 1e-5},
+        "siglip_text_model": {"activation": "gelu", "max_positions": 64, "pooler_dim": 0},
+        "siglip_vision_model": {"pooling": "attention", "max_positions": 196},
     }
     for kind, fields in expected.items():
         config = read(tmp_path, {**OWN_SIZES.get(kind, MANY), "model_type": kind})
@@ -161,6 +167,10 @@ CLASSES = {
     "modernbert": "ModernBert",
     "vit": "ViT",
     "dinov2": "Dinov2",
+    "clip_text_model": "CLIPText",
+    "clip_vision_model": "CLIPVision",
+    "siglip_text_model": "SiglipText",
+    "siglip_vision_model": "SiglipVision",
 }
 
 
@@ -519,6 +529,13 @@ def test_first_bert_names_of_norms_are_read(tmp_path: Path):
         ({"model_type": "roberta", "position_embedding_type": "relative_key"}, "only 'absolute'"),
         ({"model_type": "mpnet", "relative_attention_num_buckets": 16}, "buckets=16 is not"),
         ({"model_type": "dinov2", "use_swiglu_ffn": True}, "use_swiglu_ffn=True is not supported"),
+        (
+            {"model_type": "clip_text_model", "eos_token_id": None},
+            "eos_token_id=None is not an int",
+        ),
+        ({"model_type": "clip_text_model", "eos_token_id": [2, 3]}, "eos_token_id=[2, 3] is not"),
+        ({"model_type": "clip_vision_model", "image_size": [4, 4]}, "image_size=[4, 4] is not"),
+        ({"model_type": "siglip_vision_model", "vision_use_head": 1}, "is not true or false"),
         ({"model_type": "electra", "embedding_size": 0}, "embedding_size=0 is not positive"),
         ({"model_type": "modernbert", "mlp_dropout": 0.1}, "mlp_dropout=0.1 is not supported"),
         ({"model_type": "modernbert", "classifier_pooling": "max"}, "only 'cls' or 'mean'"),

@@ -31,14 +31,17 @@ from shardax._core.variable import (
 )
 from shardax.models.activations import find_activation
 from shardax.models.config import TransformerConfig
+from shardax.models.dual_encoder import TOWERS, DualEncoder, DualEncoderConfig
 from shardax.models.experts import ChoiceOfGroups, ClippedMoE, GroupedMoE, GroupedSoftmaxMoE
 from shardax.models.families import registry
 from shardax.models.family import (
     ACTIVATION_FIELDS,
     ConfigEdit,
+    DualFamily,
     Family,
     PretrainedError,
     activation_name,
+    kind_of_target,
     published_activation,
 )
 from shardax.models.norms import OffsetLayerNorm, OffsetRMSNorm, OffsetScale
@@ -91,14 +94,16 @@ class ParameterPlace(NamedTuple):
     position: int | None
 
 
-def config_of(model: object) -> TransformerConfig:
+def config_of(model: object) -> Any:
     """Returns the config of a model."""
     config = getattr(model, "config", None)
+    if isinstance(model, DualEncoder) and isinstance(config, DualEncoderConfig):
+        return config
     parts = getattr(config, "transformer", config)
     if not isinstance(parts, TransformerConfig) or not isinstance(model, Transformer):
         raise PretrainedError(
-            f"{type(model).__name__} is of no family: sx.models.Transformer and Decoder are "
-            f"saved. {_ADVICE}"
+            f"{type(model).__name__} is of no family: sx.models.Transformer, Decoder and "
+            f"DualEncoder are saved. {_ADVICE}"
         )
     return parts
 
@@ -131,25 +136,17 @@ def layers_of(model: Any) -> list[LayerPlace]:
     return places
 
 
-def describe(model: object) -> tuple[dict[str, Any], Family, TransformerConfig]:
+def describe(model: object) -> tuple[dict[str, Any], Family, Any]:
     """Returns a model's ``config.json``, its family, and its config read back."""
     config = config_of(model)
+    if isinstance(model, DualEncoder):
+        return _describe_pair(model, config)
     facts = _facts(model, config)
     if config.source is None:
         return _describe_new(_config_with(config, facts))
     content = json.loads(config.source)
     family = registry.family_of(content, "config.json")
-    source = family.config(content, "config.json")
-    unapplied = [
-        f"model.config has {name}={getattr(config, name)!r}, but its layers {fact!r}"
-        for name, fact in facts.items()
-        if getattr(config, name) != fact and getattr(config, name) != getattr(source, name)
-    ]
-    if unapplied:
-        raise refused(unapplied)
-    config = _config_with(config, facts)
-    if _differences(config, source) or _settings_differ(config, source):
-        content = _written(family, content, config)
+    content, config = _edited(family, content, config, facts)
     read = _reread(family, content)
     differing = _differences(config, read)
     if differing:
@@ -164,22 +161,36 @@ def describe(model: object) -> tuple[dict[str, Any], Family, TransformerConfig]:
     return content, family, read
 
 
-def parameter_places(model: object, config: TransformerConfig) -> list[ParameterPlace]:
+def _edited(
+    family: Family, content: dict[str, Any], config: TransformerConfig, facts: Mapping[str, Any]
+) -> tuple[dict[str, Any], TransformerConfig]:
+    """Returns a ``config.json`` and a config, changed to facts of the layers."""
+    source = family.config(content, "config.json")
+    unapplied = [
+        f"model.config has {name}={getattr(config, name)!r}, but its layers {fact!r}"
+        for name, fact in facts.items()
+        if getattr(config, name) != fact and getattr(config, name) != getattr(source, name)
+    ]
+    if unapplied:
+        raise refused(unapplied)
+    config = _config_with(config, facts)
+    if _differences(config, source) or _settings_differ(config, source):
+        content = _written(family, content, config)
+    return content, config
+
+
+def parameter_places(model: object, config: Any) -> list[ParameterPlace]:
     """Returns a model's parameters by place, or raises for lost ones."""
-    plain = replace(
-        config,
-        scan_layers=False,
-        remat=None,
-        dropout=0.0,
-        embed_dropout=0.0,
-        attention_dropout=0.0,
-        expert_dispatch="dropless",
-    )
-    comparison = _ArchitectureCheck(config.local_rope is not None)
-    built = Transformer(plain, rngs=Rngs(0))
-    comparison.compare(model, built, LayerPlace(model, (), (), None), ("layers", "rest"))
-    for index, place in enumerate(layers_of(model)):
-        comparison.compare(place.module, built.layers[index], place, (), ("layers", index))
+    comparison = _ArchitectureCheck(getattr(config, "local_rope", None) is not None)
+    if isinstance(config, DualEncoderConfig):
+        built = DualEncoder(
+            replace(config, text=_plain(config.text), image=_plain(config.image)), rngs=Rngs(0)
+        )
+        comparison.compare(model, built, LayerPlace(model, (), (), None), TOWERS)
+        for name in TOWERS:
+            comparison.compare_layers(getattr(model, name), getattr(built, name), (name,))
+    else:
+        comparison.compare_layers(model, Transformer(_plain(config), rngs=Rngs(0)), ())
     placed_ids = {id(place.variable) for place in comparison.places}
     for path, variable in iter_variables(model):
         kind = getattr(variable, "variable_type", type(variable))
@@ -192,6 +203,19 @@ def parameter_places(model: object, config: TransformerConfig) -> list[Parameter
     return comparison.places
 
 
+def _plain(config: TransformerConfig) -> TransformerConfig:
+    """Returns a config of layers in a list, without settings of training."""
+    return replace(
+        config,
+        scan_layers=False,
+        remat=None,
+        dropout=0.0,
+        embed_dropout=0.0,
+        attention_dropout=0.0,
+        expert_dispatch="dropless",
+    )
+
+
 def refused(problems: Sequence[str], advice: str = "") -> PretrainedError:
     """Returns the error of a model without a published form."""
     listed = "; ".join(problems[:8])
@@ -200,6 +224,85 @@ def refused(problems: Sequence[str], advice: str = "") -> PretrainedError:
         f"The model cannot be written as a published one, and nothing was written: {listed}{more}."
         f"{advice} {_ADVICE}"
     )
+
+
+# --- pairs ----------------------------------------------------------------------------------------
+
+
+def _describe_pair(
+    model: DualEncoder, config: DualEncoderConfig
+) -> tuple[dict[str, Any], Family, DualEncoderConfig]:
+    """Describes a dual encoder, its towers as models of their own."""
+    for name in TOWERS:
+        tower = getattr(model, name)
+        if not isinstance(tower, Transformer):
+            raise refused([f".{name} is {_text(tower)}, not a Transformer"])
+    facts = {name: _facts(getattr(model, name), getattr(config, name)) for name in TOWERS}
+    size = _attempt(lambda pair: int(pair.text_projection.kernel.shape[-1]), model)
+    size = 0 if size is _NONE else size
+    if config.source is None:
+        towers = {name: _config_with(getattr(config, name), facts[name]) for name in TOWERS}
+        return _describe_new_pair(replace(config, **towers, projection_dim=size))
+    content = json.loads(config.source)
+    family = registry.family_of(content, "config.json")
+    assert isinstance(family, DualFamily)
+    source, towers = family.config(content, "config.json"), dict[str, Any]()
+    for name, tower in family.towers.items():
+        fields = tower.content(content)
+        written, towers[name] = _edited(tower.family, fields, getattr(config, name), facts[name])
+        if written != fields:
+            content[tower.field] = written
+            content.pop(tower.older_field, None)
+    if size != source.projection_dim:
+        content["projection_dim"] = size
+    read = _reread(family, content)
+    differing = _pair_differences(replace(config, **towers, projection_dim=size), read)
+    if differing:
+        kind = content["model_type"]
+        raise refused([f"a {kind}'s config.json has no way to say {_said(differing)}"])
+    return content, family, read
+
+
+def _describe_new_pair(
+    config: DualEncoderConfig,
+) -> tuple[dict[str, Any], Family, DualEncoderConfig]:
+    """Finds the family of a pair without a file."""
+    closest: dict[str, tuple[Any, Any]] | None = None
+    for kind, family in registry.FAMILIES.items():
+        if not isinstance(family, DualFamily):
+            continue
+        architecture, dtype = next(iter(family.architectures)), config.text.param_dtype
+        content: dict[str, Any] = {"architectures": [architecture], "model_type": kind}
+        content |= {"dtype": dtype}
+        content |= {
+            name: getattr(config, field.targets[0]) for name, field in family.fields.items()
+        }
+        try:
+            for name, tower in family.towers.items():
+                tower_config = getattr(config, name)
+                written = _new_content(tower.model_type, tower.family, tower_config)
+                content[tower.field] = written
+            read = family.config(content, "config.json")
+        except PretrainedError:
+            continue
+        differing = _pair_differences(config, read)
+        if not differing:
+            return content, family, read
+        if closest is None or len(differing) < len(closest):
+            closest = differing
+    raise refused([f"no family of config.json has {_said(closest or {})}"])
+
+
+def _pair_differences(config: DualEncoderConfig, read: DualEncoderConfig) -> dict[str, Any]:
+    differing: dict[str, Any] = {
+        name: (getattr(config, name), getattr(read, name))
+        for name in ("projection_dim", "logit_bias")
+        if getattr(config, name) != getattr(read, name)
+    }
+    for name in TOWERS:
+        fields = _differences(getattr(config, name), getattr(read, name))
+        differing |= {f"{name}.{field}": values for field, values in fields.items()}
+    return differing
 
 
 # --- the config of a model ------------------------------------------------------------------------
@@ -237,7 +340,7 @@ def _facts(model: object, config: TransformerConfig) -> dict[str, Any]:
 
 
 def _config_with(config: TransformerConfig, facts: Mapping[str, Any]) -> TransformerConfig:
-    """Returns a config with facts of the layers, or raises if none has them all."""
+    """Returns a config with facts of the layers, or raises."""
     try:
         return replace(config, **facts)
     except LayerConfigError as error:
@@ -308,6 +411,10 @@ def _model_readers(config: TransformerConfig) -> dict[str, Callable[[Any], Any]]
         readers["max_positions"] = lambda model: _size(model.positions.embedding, 0)
     if config.token_types:
         readers["token_types"] = lambda model: _size(model.types.embedding, 0)
+    if config.head == "embedding":
+        readers["projection_dim"] = lambda model: _size(model.head.kernel, -1)
+    if config.pooler_dim:
+        readers["pooler_dim"] = lambda model: _size(model.pooler.kernel, -1)
     if config.head in ("first", "each"):
         readers["num_classes"] = lambda model: _size(model.head.kernel, -1)
     if config.head == "tokens":
@@ -421,13 +528,15 @@ def _relevant(config: TransformerConfig) -> dict[str, Any]:
         "mlp_dim": all(experts for _, experts in kinds),
         "tied_head": config.head != "tokens",
         "num_classes": config.head not in ("first", "each"),
-        "pooling": config.head != "first",
-        "pooler_activation": not config.pooler,
+        "projection_dim": config.head != "embedding",
+        "pooling": config.head not in ("first", "embedding", None),
+        "end_token": config.pooling != "end",
+        "pooler_activation pooler_dim": not config.pooler,
         "head_activation head_transform_norm head_transform_bias": not config.head_transform,
         "head_bias": config.head != "tokens",
         "shared_norm": not config.parallel,
         "local_rope": not any(local for local, _ in kinds),
-        "patch_size channels mask_patch": config.image_size == 0,
+        "patch_size channels mask_patch patch_bias first_vector": config.image_size == 0,
         "vocab_size": config.image_size > 0,
     }
     for names, is_unused in unused.items():
@@ -464,7 +573,9 @@ def _written(
             value = getattr(config, target)
             if target in ACTIVATION_FIELDS:
                 value = published_activation(value or config.activation)
-            edit.content[name] = value
+            # What this config does not use may be no value of the field.
+            if kind_of_target(target).problem(name, value) is None:
+                edit.content[name] = value
     architecture = _architecture(family, config, edit.content)
     if architecture != (content.get("architectures") or list(family.architectures))[0]:
         edit.content["architectures"] = [architecture]
@@ -489,7 +600,7 @@ def _architecture(family: Family, config: TransformerConfig, content: Mapping[st
     return next((name for name in names if name in family.architectures and fits(name)), names[0])
 
 
-def _reread(family: Family, content: Mapping[str, object]) -> TransformerConfig:
+def _reread(family: Family, content: Mapping[str, object]) -> Any:
     try:
         return family.config(content, "The config.json of the model as it is")
     except PretrainedError as error:
@@ -532,7 +643,8 @@ def _new_content(kind: str, family: Family, config: TransformerConfig) -> dict[s
         value = getattr(config, field.targets[0])
         if field.targets[0] in ACTIVATION_FIELDS:
             value = published_activation(value or config.activation)
-        content[name] = field.default_or_none() if value is None else value
+        is_unused = kind_of_target(field.targets[0]).problem(name, value) is not None
+        content[name] = field.default_or_none() if value is None or is_unused else value
     content = _written(family, content, config)
     edit = ConfigEdit(family, content, config, config)
     for group in family.groups:
@@ -590,6 +702,14 @@ class _ArchitectureCheck:
         for name in vars(module).keys() - vars(built).keys():
             if hasattr(type(built), name) and name not in self.free:
                 self.wrong[*where, name] = "replaces what is computed"
+
+    def compare_layers(self, model: Any, built: Any, path: Path) -> None:
+        """Compares a Transformer at a path of the model, and its layers."""
+        place = LayerPlace(model, path, (), None)
+        self.compare(model, built, place, ("layers", "rest"), path)
+        for index, layer in enumerate(layers_of(model)):
+            layer = layer._replace(path=(*path, *layer.path))
+            self.compare(layer.module, built.layers[index], layer, (), (*path, "layers", index))
 
     def _take(self, variable, expected, place: LayerPlace, path: Path, within: Path) -> None:
         """Notes a parameter, or its fault."""

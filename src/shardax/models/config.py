@@ -19,8 +19,8 @@ from shardax.nn.stack import Policy, check_policy
 
 PLAIN_ROPE = Rope()
 PLACEMENTS = ("pre", "post", "sandwich", "after")
-HEADS = (None, "tokens", "first", "each", "span", "binary")
-POOLINGS = ("first", "mean", "first_and_mean")
+HEADS = (None, "tokens", "first", "each", "span", "binary", "embedding")
+POOLINGS = ("first", "mean", "first_and_mean", "last", "end", "highest", "attention")
 
 
 @dataclass(frozen=True)
@@ -78,6 +78,8 @@ class TransformerConfig:
         residual_scale: Multiplies what attention and MLP add.
         logit_scale: Multiplies the logits, before a bound.
         embed_norm: Whether the embedding is normalised.
+        pooled_norm: Whether the last norm stands behind the pooling, and the last layer's result
+            has none.
         token_types: Number of kinds of tokens that have an embedding.
         num_experts: Number of experts of a layer; 0 for none.
         experts_per_token: How many of them a token goes to.
@@ -99,19 +101,28 @@ class TransformerConfig:
         image_size: Height and width of images; 0 for a model of tokens.
         patch_size: Height and width of the patches of an image.
         channels: Channels of images.
+        patch_bias: Whether the map from patches to embeddings has a bias.
+        first_vector: Whether a learned vector stands before the patches.
         mask_patch: Whether there is a learned vector that hides a patch, in pretraining only.
         head: ``"tokens"`` (logits of tokens at each position), ``"first"`` (of classes, of the
             sequence), ``"each"`` (of classes at each position), ``"span"`` (two at each position,
-            for first and last of an answer), ``"binary"`` (one at each position), or None (the
-            last layer's result).
+            for first and last of an answer), ``"binary"`` (one at each position),
+            ``"embedding"`` (a projection of the sequence, without a bias), or None (the last
+            layer's result).
         num_classes: Number of classes of the heads ``"first"`` and ``"each"``.
+        projection_dim: Size of what the head ``"embedding"`` returns.
         head_transform: Whether a dense layer, an activation and a norm stand before the head.
         head_transform_norm: Whether the norm is there.
         head_transform_bias: Whether the dense layer has a bias.
         head_activation: The activation there; None for that of the MLP.
-        pooling: What the head ``"first"`` reads: the ``"first"`` position, the ``"mean"``, or
-            ``"first_and_mean"``, one behind the other, the mean of the others then.
-        pooler: Whether there is a dense layer on the first position.
+        pooling: What ``pool`` makes one vector of, and so the heads ``"first"`` and
+            ``"embedding"`` read: the ``"first"`` position, the ``"mean"``,
+            ``"first_and_mean"``, one behind the other, the mean of the others then, the
+            ``"last"`` position, that of the first ``"end"`` token, of the ``"highest"`` token, or
+            ``"attention"`` of a learned query to all.
+        end_token: The token of the pooling ``"end"``.
+        pooler: Whether there is a dense layer on what is pooled.
+        pooler_dim: Size of what it returns; 0 for ``embed_dim``.
         pooler_activation: Its activation, by name.
         tied_head: Whether the head is the transposed embedding.
         dropout: Rate of dropout on what each part adds, while training.
@@ -177,6 +188,7 @@ class TransformerConfig:
     residual_scale: float | None = None
     logit_scale: float | None = None
     embed_norm: bool = False
+    pooled_norm: bool = False
     token_types: int = 0
     num_experts: int = 0
     experts_per_token: int = 2
@@ -196,15 +208,20 @@ class TransformerConfig:
     image_size: int = 0
     patch_size: int = 0
     channels: int = 3
+    patch_bias: bool = True
+    first_vector: bool = True
     mask_patch: bool = False
     head: str | None = "tokens"
     num_classes: int = 0
+    projection_dim: int = 0
     head_transform: bool = False
     head_transform_norm: bool = True
     head_transform_bias: bool = True
     head_activation: str | None = None
     pooling: str = "first"
+    end_token: int = -1
     pooler: bool = False
+    pooler_dim: int = 0
     pooler_activation: str = "tanh"
     tied_head: bool = False
     dropout: float = 0.0
@@ -261,8 +278,10 @@ class TransformerConfig:
             _check(where, name, held, held == value, f"{value!r} with {form} attention")
         _check(where, "qk_norm", self.qk_norm, self.qk_norm in (None, "head", "all"), "a kind")
         if self.image_size:
-            whole = self.patch_size > 0 and self.image_size % self.patch_size == 0
-            _check(where, "patch_size", self.patch_size, whole, f"a divisor of {self.image_size}")
+            fits = 0 < self.patch_size <= self.image_size
+            _check(where, "patch_size", self.patch_size, fits, f"from 1 up to {self.image_size}")
+        needs_end = self.pooling == "end"
+        _check(where, "end_token", self.end_token, self.end_token >= 0 or not needs_end, "a token")
         for name in ("local_layers", "rope_layers"):
             chosen = getattr(self, name)
             if chosen is not None:
@@ -279,7 +298,8 @@ class TransformerConfig:
     @property
     def head_size(self) -> int:
         """Number of logits of a head of classes."""
-        return {"span": 2, "binary": 1}.get(str(self.head), self.num_classes)
+        sizes = {"span": 2, "binary": 1, "embedding": self.projection_dim}
+        return sizes.get(str(self.head), self.num_classes)
 
     def kind_of(self, index: int) -> tuple[bool, bool]:
         """Whether a layer is local, and whether it has experts."""

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 from shardax._core.errors import ShardaxError
 from shardax.models.activations import find_activation
 from shardax.models.config import TransformerConfig
+from shardax.models.dual_encoder import DualEncoderConfig
 from shardax.models.tensors import Tensors
 from shardax.nn.errors import LayerConfigError
 
@@ -47,6 +48,7 @@ return_dict_in_generate sentence_transformers sep_token_id suppress_tokens task_
 temperature tokenizer_class tokenizer_model_max_length tokenizer_padding_side top_k top_p
 torch_dtype torchscript transformers.js_config transformers_version typical_p unk_token_id
 unsloth_fixed unsloth_version use_cache
+encoder_no_repeat_ngram_size num_beam_groups
 """
 HARMLESS = frozenset(_HARMLESS.split())
 # Fields that change nothing at these values, where a family does not read them itself.
@@ -171,6 +173,7 @@ _POSITIVE = frozenset(
         *("expert_groups", "expert_limit", "groups_per_token", "shared_expert_dim"),
         *("latent_dim", "query_latent_dim", "rope_dim", "value_dim"),
         *("mlp_dim", "num_heads", "num_kv_heads", "num_layers", "patch_size", "vocab_size"),
+        "projection_dim",
         "window",
     ]
 )
@@ -279,13 +282,21 @@ class Family:
     prefix: str = "model."
     # Ends of the names of tensors that are no parameters.
     buffers: Iterable[str] = ("rotary_emb.inv_freq",)
+    # The fields that groups read, of families that are towers of others.
+    group_fields: Iterable[str] = ()
 
     def config(
         self, content: Mapping[str, Any], where: str, tensor_count: int | None = None
-    ) -> TransformerConfig:
+    ) -> Any:
         """Reads a ``config.json``, or raises with all problems of it."""
         # The number of tensors in the files bounds layers and experts.
         return _Reading(self, content, where, tensor_count).config
+
+    def has_pooler(self, names: Iterable[str]) -> bool:
+        """Whether files have the pooler of the architecture without a head."""
+        tensors = [t for t in self.head_tensors.get(None, self.tensors) if "pooler." in t.to]
+        stored = {name.removeprefix(self.prefix) for name in names}
+        return all(tensor.name.removeprefix(self.prefix) in stored for tensor in tensors)
 
     @property
     def bare(self) -> str:
@@ -318,6 +329,68 @@ class ConfigEdit:
         return [config.kind_of(index)[0] for index in range(config.num_layers)]
 
 
+@dataclass(frozen=True)
+class Tower:
+    """An encoder of a pair, by its place in ``config.json``."""
+
+    field: str  # with the table of its fields
+    older_field: str  # with a table that goes before it
+    model_type: str
+    family: Family
+
+    def content(self, content: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns its fields in a ``config.json``, or raises."""
+        tables = [content.get(name) or {} for name in (self.field, self.older_field)]
+        for name, table in zip((self.field, self.older_field), tables, strict=True):
+            if not isinstance(table, dict):
+                raise PretrainedError(f"{name}={brief(table)} is not a table of fields")
+        if not tables[1]:
+            return dict(tables[0])
+        # What the older table leaves out has its default, whatever the other one says.
+        known = {*self.family.fields, *self.family.group_fields}
+        return {k: v for k, v in tables[0].items() if k not in known} | tables[1]
+
+    def config(self, content: Mapping[str, Any], tensor_count: int | None) -> TransformerConfig:
+        """Reads its config, or raises with all problems of it."""
+        fields = {"model_type": self.model_type, **self.content(content)}
+        model_type = fields["model_type"]
+        if model_type != self.model_type:
+            raise PretrainedError(
+                f"{self.field} has model_type={brief(model_type)}, which is not supported, only "
+                f"{self.model_type!r}"
+            )
+        return self.family.config(fields, self.field, tensor_count)
+
+
+@dataclass(frozen=True)
+class DualFamily(Family):
+    """A type of published dual encoders."""
+
+    # By the names of the encoders in ``DualEncoder``. Tensors of them are beside those of the pair.
+    towers: Mapping[str, Tower] = dataclasses.field(default_factory=dict)
+
+    def with_tower(self, model_type: str, family: Family) -> DualFamily:
+        """Returns the pair whose encoder of a type is of another family."""
+        towers, tensors = dict(self.towers), self.tensors
+        for name, tower in self.towers.items():
+            if tower.model_type == model_type:
+                towers[name] = replace(tower, family=family)
+                tensors = tuple(t for t in tensors if not t.to.startswith(f"{name}."))
+                tensors += tensors_of(name, family)
+        return replace(self, towers=towers, tensors=tensors)
+
+    def config(
+        self, content: Mapping[str, Any], where: str, tensor_count: int | None = None
+    ) -> DualEncoderConfig:
+        """Reads a ``config.json``, or raises with all problems of it."""
+        return _DualReading(self, content, where, tensor_count).config
+
+
+def tensors_of(tower: str, family: Family) -> Tensors:
+    """Returns the tensors of an encoder, by paths in the pair."""
+    return tuple(replace(tensor, to=f"{tower}.{tensor.to}") for tensor in family.tensors)
+
+
 # Fewer layers, and experts of all layers, are read whatever the files have: the check of the
 # tensors names what is missing.
 _FEW_LAYERS, _FEW_EXPERTS = 256, 4096
@@ -334,7 +407,7 @@ class _Reading:
         self.read_names: set[str] = set()
         self.problems: list[str] = []
         self.advice: list[str] = []
-        self.config = self._read()
+        self.config: Any = self._read()
 
     def take(self, name: str, *default, kind: Kind = ANYTHING) -> Any:
         """Returns the value of a field, or its default."""
@@ -359,7 +432,7 @@ class _Reading:
         if problem not in self.problems:
             self.problems.append(problem)
 
-    def _read(self) -> TransformerConfig:
+    def _read(self) -> object:
         family = self.family
         values: dict[str, Any] = {**family.fixed, **self._of_architecture()}
         for name, field in family.fields.items():
@@ -456,3 +529,30 @@ class _Reading:
     def _error(self) -> PretrainedError:
         text = f"{self.where} describes a model that cannot be read: {'; '.join(self.problems)}."
         return PretrainedError(" ".join([text, *self.advice]))
+
+
+class _DualReading(_Reading):
+    """The ``config.json`` of a dual encoder."""
+
+    family: DualFamily
+
+    def _read(self) -> DualEncoderConfig:
+        values: dict[str, Any] = {**self.family.fixed, **self._of_architecture()}
+        for name, field in self.family.fields.items():
+            values.update(dict.fromkeys(field.targets, self.take(name, kind=SIZE)))
+        for group in self.family.groups:
+            values.update(group.read(self.take))
+        for name, tower in self.family.towers.items():
+            self.read_names |= {tower.field, tower.older_field}
+            try:
+                values[name] = tower.config(self.content, self.tensor_count)
+            except PretrainedError as error:
+                self._note(str(error).removesuffix("."))
+        self._check_unread()
+        if self.problems:
+            raise self._error()
+        try:
+            return DualEncoderConfig(**values, source=json.dumps(self.content))
+        except LayerConfigError as error:
+            self._note(str(error).removesuffix("."))
+            raise self._error() from error

@@ -32,6 +32,8 @@ from shardax._core.variable import Cache, Quantized
 from shardax._select.selection import select
 from shardax._transforms.control.loops import while_loop
 from shardax._transforms.jit.jit import jit
+from shardax.models.config import TransformerConfig
+from shardax.models.dual_encoder import DualEncoderConfig
 from shardax.nn.attention.dot_product import AttentionKernel
 from shardax.partition.constraints import constrain
 from shardax.partition.context import SettingsScope, axis_rules, current_rules, kernels
@@ -121,7 +123,8 @@ def generate(
 
     Raises:
         GenerationError: If a prompt is empty or holds other than integers of the vocabulary, an
-            option is out of range, the model has no cache to have a dtype, or it returns NaN.
+            option is out of range, the model has no head of tokens or no cache to have a dtype, or
+            it returns NaN.
 
     Example:
         >>> import jax, shardax as sx
@@ -135,6 +138,7 @@ def generate(
         True
     """
     rows = _as_prompts(prompts)
+    _check_head(model)
     _check_options(max_new_tokens, temperature, top_k, top_p, min_p, repetition_penalty)
     _check_length(model, max(row.size for row in rows) + max_new_tokens)
     _check_vocabulary(model, rows)
@@ -481,6 +485,17 @@ def _check_length(model: object, length: int) -> None:
         raise GenerationError(
             f"Prompt and max_new_tokens make {length} tokens, but the model has max_positions="
             f"{most}."
+        )
+
+
+def _check_head(model: object) -> None:
+    """Raises for a published model whose results are no logits of tokens."""
+    config = getattr(model, "config", None)
+    head = config.head if isinstance(config, (TransformerConfig, DualEncoderConfig)) else "tokens"
+    if head != "tokens":
+        raise GenerationError(
+            f"A {type(model).__name__} with head={head!r} returns no logits of tokens, so it "
+            f"cannot continue prompts; generate needs a model with head='tokens'."
         )
 
 

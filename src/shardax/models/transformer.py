@@ -34,7 +34,8 @@ from shardax.models.activations import ACTIVATIONS, find_activation
 from shardax.models.config import TransformerConfig
 from shardax.models.experts import ClippedMoE, GroupedMoE, GroupedSoftmaxMoE
 from shardax.models.norms import HeadsRMSNorm, dtypes, make_norm
-from shardax.nn.arithmetic import add_bias, as_array, at_least_float32
+from shardax.models.pooling import AttentionPooling, pool_states
+from shardax.nn.arithmetic import add_bias, as_array
 from shardax.nn.attention.latent import LatentCache, MultiHeadLatentAttention
 from shardax.nn.attention.multi_head import AttentionCache, MultiHeadAttention, positions_within
 from shardax.nn.dropout import Dropout
@@ -263,9 +264,13 @@ class Transformer(Module):
         side, size, options = config.patch_size, config.embed_dim, dtypes(config)
         names = (None, None, None, "embed")
         sizes = (side, side, config.channels)
-        self.patches = Linear(sizes, size, kernel_axes=names, rngs=rngs, **options)
+        use_bias = config.patch_bias
+        self.patches = Linear(
+            sizes, size, use_bias=use_bias, kernel_axes=names, rngs=rngs, **options
+        )
         vector = (zeros, (size,), config.param_dtype, ("embed",), None)
-        self.first = make_parameter(*vector)
+        if config.first_vector:
+            self.first = make_parameter(*vector)
         if config.mask_patch:
             self.mask_patch = make_parameter(*vector)
 
@@ -290,8 +295,11 @@ class Transformer(Module):
         options, size = dtypes(config), config.embed_dim
         self.head: Any = None
         square = {"kernel_axes": ("embed", None), "rngs": rngs, **options}
+        if config.pooling == "attention":
+            self.attention_pooling = AttentionPooling(config, _mlp(config, rngs), rngs=rngs)
         if config.pooler:
-            self.pooler = Linear(size, size, **square)
+            self.pooler = Linear(size, config.pooler_dim or size, **square)
+            size = config.pooler_dim or size
         if config.head_transform:
             read = config.token_dim if config.head == "tokens" and config.token_dim else size
             bias = config.head_transform_bias
@@ -300,7 +308,8 @@ class Transformer(Module):
             size = read
         if config.head not in (None, "tokens"):
             size = 2 * size if config.pooling == "first_and_mean" else size
-            self.head = Linear(size, config.head_size, **square)
+            has_bias = config.head != "embedding"
+            self.head = Linear(size, config.head_size, use_bias=has_bias, **square)
         elif config.head == "tokens" and not config.tied_head:
             self.head = Linear(
                 size,
@@ -340,8 +349,8 @@ class Transformer(Module):
         Returns:
             Logits of shape (batch, time, vocab_size), in the compute dtype; of the head
             ``"first"``, (batch, num_classes); of ``"each"``, (batch, time, num_classes); of
-            ``"span"`` and ``"binary"``, two and one at each position; without a head,
-            (batch, time, embed).
+            ``"span"`` and ``"binary"``, two and one at each position; of ``"embedding"``,
+            (batch, projection_dim); without a head, (batch, time, embed).
 
         Raises:
             LayerInputError: If the tokens are not integers of that rank, or images of that shape,
@@ -350,14 +359,10 @@ class Transformer(Module):
         """
         side_inputs = (mask, positions, cache, token_types, segment_ids)
         states = self._states(as_array(tokens), *side_inputs)
-        if self._parts.head == "first" and self._parts.pooling != "first":
+        if self._parts.head in ("first", "embedding"):
             if segment_ids is not None and mask is None:
                 mask = as_array(segment_ids) != 0
-            first, others = [], (states, mask)
-            if self._parts.pooling == "first_and_mean":
-                first = [states[..., 0, :]]
-                others = (states[..., 1:, :], None if mask is None else as_array(mask)[..., 1:])
-            states = jnp.concatenate([*first, pool_tokens(*others)], -1)[..., None, :]
+            states = self.pool(states, tokens, mask)
         return self._logits(states)
 
     def hidden_states(self, tokens: Any, **options: Any) -> jax.Array:
@@ -434,10 +439,37 @@ class Transformer(Module):
         x = self._embed_tokens(tokens, positions, token_types)
         return self._run(x, options, cache)
 
-    def pool(self, hidden: jax.Array) -> jax.Array:
-        """Pools the first position."""
-        activation = find_activation(self._parts.pooler_activation)
-        return activation(self.pooler(hidden[..., 0, :]))
+    def pool(self, hidden: jax.Array, tokens: Any = None, mask: Any = None) -> jax.Array:
+        """Makes one vector of a sequence, as ``config.pooling`` says.
+
+        Args:
+            hidden: Shape (batch, time, embed): what a model without a head returns.
+            tokens: What the model was called with, of a model that pools by tokens.
+            mask: Booleans of shape (batch, time), True for real tokens; None for all. For means.
+
+        Returns:
+            Shape (batch, embed), or (batch, pooler_dim).
+
+        Raises:
+            LayerInputError: If the position follows from tokens, and there are none, or a row has
+                no such token; in a compiled program such a row has NaN.
+
+        Example:
+            >>> import jax.numpy as jnp, shardax as sx
+            >>> config = TransformerConfig(num_layers=1, head=None, pooling="end", end_token=3)
+            >>> model = Transformer(config, rngs=sx.Rngs(0))
+            >>> tokens = jnp.array([[5, 6, 3, 0]])
+            >>> hidden = model(tokens)
+            >>> bool((model.pool(hidden, tokens) == hidden[:, 2]).all())
+            True
+        """
+        config = self._parts
+        if config.pooling == "attention":
+            x = self.attention_pooling(hidden)
+        else:
+            x = pool_states(config, hidden, tokens, mask)
+        x = self.final_norm(x) if config.pooled_norm and self.final_norm is not None else x
+        return find_activation(config.pooler_activation)(self.pooler(x)) if config.pooler else x
 
     def _given(
         self, tokens: jax.Array, mask: object, positions: object, cache: object
@@ -516,11 +548,17 @@ class Transformer(Module):
                 "Channels are last: images.transpose(0, 2, 3, 1) of PyTorch's.",
             )
         count = size // side
-        cut = images.reshape(-1, count, side, count, side, channels).swapaxes(2, 3)
-        x = self.patches(cut.reshape(-1, count * count, side, side, channels))
-        first = jnp.broadcast_to(self.first.value.astype(x.dtype), (len(x), 1, x.shape[-1]))
-        x = jnp.concatenate([first, x], axis=1)
+        images = images[:, : count * side, : count * side]  # as a convolution cuts the rest off
+        # One dimension at a time, which keeps the layout over Explicit axes.
+        batch = images.shape[0]
+        rows = images.reshape(batch, count, side, count * side, channels)
+        cut = rows.reshape(batch, count, side, count, side, channels).swapaxes(2, 3)
+        x = self.patches(cut.reshape(batch, count * count, side, side, channels))
+        if config.first_vector:
+            first = add_bias(jnp.zeros_like(x[:, :1]), self.first.value)
+            x = jnp.concatenate([first, x], axis=1)
         x = add_bias(x, self.positions(jnp.arange(x.shape[1])))
+        x = x if self.embed_norm is None else self.embed_norm(x)
         return _constrain(x if self.embed_dropout is None else self.embed_dropout(x))
 
     def make_cache(self, batch: int, length: int, dtype: jax.typing.DTypeLike | None = None) -> Any:
@@ -573,7 +611,8 @@ class Transformer(Module):
         for index, layer in enumerate(layers):
             cache_option = {} if cache is None else {"cache": caches[index]}
             x = rematerialised(layer, self._parts.remat)(x, **options, **cache_option)
-        return x if self.final_norm is None else self.final_norm(x)
+        is_last = self.final_norm is None or self._parts.pooled_norm
+        return x if is_last else cast("Any", self.final_norm)(x)
 
     def _before_head(self, x: jax.Array) -> jax.Array:
         config = self._parts
@@ -586,8 +625,6 @@ class Transformer(Module):
         config = self._parts
         if config.head is None:
             return x
-        if config.head == "first":
-            x = self.pool(x) if config.pooler else x[..., 0, :]
         x = self._before_head(x)
         if config.head != "tokens":
             return self.head(x)
@@ -599,44 +636,6 @@ class Transformer(Module):
         if config.final_softcap is not None:
             logits = jnp.tanh(logits / config.final_softcap) * config.final_softcap
         return logits
-
-
-def pool_tokens(hidden: object, mask: object = None, how: str = "mean") -> jax.Array:
-    """Embeds sequences by the states of their tokens.
-
-    Args:
-        hidden: Shape (batch, time, embed): what a model without a head returns.
-        mask: Booleans of shape (batch, time), True for real tokens; None for all.
-        how: ``"mean"`` of the real tokens, the ``"first"`` of them, or the ``"last"``.
-
-    Returns:
-        Shape (batch, embed); of a row without real tokens, zeros for the mean.
-
-    Raises:
-        LayerInputError: If ``how`` is another, or the mask has another shape.
-
-    Example:
-        >>> import jax.numpy as jnp, shardax as sx
-        >>> hidden = jnp.arange(6.0).reshape(1, 3, 2)
-        >>> sx.models.pool_tokens(hidden, jnp.array([[True, True, False]])).tolist()
-        [[1.0, 2.0]]
-    """
-    hidden = as_array(hidden)
-    real = jnp.ones(hidden.shape[:-1], bool) if mask is None else as_array(mask).astype(bool)
-    if how not in ("mean", "first", "last") or real.shape != hidden.shape[:-1]:
-        raise LayerInputError(
-            f"pool_tokens takes how='mean', 'first' or 'last' and a mask of shape "
-            f"{hidden.shape[:-1]}, but was given how={how!r} and a mask of shape {real.shape}. "
-            f"Give the mask that the model was called with."
-        )
-    if how == "mean":
-        wide = hidden.astype(at_least_float32(hidden.dtype))
-        total = jnp.sum(jnp.where(real[..., None], wide, 0), -2)
-        count = jnp.maximum(jnp.sum(real, -1, keepdims=True), 1)
-        return (total / count.astype(wide.dtype)).astype(hidden.dtype)
-    last = real.shape[-1] - 1
-    place = jnp.argmax(real, -1) if how == "first" else last - jnp.argmax(real[..., ::-1], -1)
-    return jnp.take_along_axis(hidden, place[..., None, None], axis=-2)[..., 0, :]
 
 
 def distance_buckets(length: int, count: int, farthest: int = 128) -> jax.Array:

@@ -34,14 +34,13 @@ from shardax._core.state.split_merge import iter_modules, iter_variables
 from shardax._core.variable import Param
 from shardax._files import draft_folder, move_files, write_tensors
 from shardax.models.architecture import describe, parameter_places, refused
-from shardax.models.config import TransformerConfig
 from shardax.models.decoder import DECODER_RULES
+from shardax.models.dual_encoder import TOWERS, build_model
 from shardax.models.families.registry import family_of
 from shardax.models.family import Family, PretrainedError, brief
 from shardax.models.files import DTYPES, INDEX, SINGLE, TensorFiles, read_json
 from shardax.models.mxfp4 import PACKING, is_packed
 from shardax.models.tensors import Tensor
-from shardax.models.transformer import Transformer
 from shardax.nn.attention.dot_product import AttentionKernel
 from shardax.nn.attention.multi_head import MultiHeadAttention
 from shardax.nn.stack import Stack
@@ -77,7 +76,7 @@ def from_pretrained(
     remat: str | Mapping[str, str] | None = None,
     attention: AttentionKernel | None = None,
     rngs: Rngs | None = None,
-) -> Transformer:
+) -> Any:
     """Loads a published model, each device its own part.
 
     The files are those of Hugging Face: ``config.json`` and safetensors, in one file or several
@@ -104,7 +103,8 @@ def from_pretrained(
         rngs: Random streams for dropout and for what is initialised; None for ``Rngs(0)``.
 
     Returns:
-        The model; ``model.config`` says what it is made of.
+        The model, a ``Transformer``, or a ``DualEncoder`` of ``clip`` and ``siglip``;
+        ``model.config`` says what it is made of.
 
     Raises:
         PretrainedError: If there is no such model, the type of the model or a field of its config
@@ -130,16 +130,11 @@ def from_pretrained(
             content = {**content, "architectures": [family.bare]}
         config = family.config(content, str(folder / CONFIG), len(files.names))
         if not head and config.pooler:
-            config = replace(config, pooler=_has_pooler(family, files.names))
+            config = replace(config, pooler=family.has_pooler(files.names))
         stored = files.common_dtype() if param_dtype is None else param_dtype
-        config = replace(
-            config,
-            dtype=stored if dtype is None else dtype,
-            param_dtype=stored,
-            scan_layers=scan_layers,
-            remat=remat,
-        )
-        model = Transformer(config, rngs=Rngs(0) if rngs is None else rngs)
+        settings = {"dtype": stored if dtype is None else dtype, "param_dtype": stored}
+        settings |= {"scan_layers": scan_layers, "remat": remat}
+        model = build_model(config, settings, Rngs(0) if rngs is None else rngs)
         if attention is not None:
             _set_attention(model, attention)
         table = _Table.of_built(model, family, files.names)
@@ -190,7 +185,8 @@ def save_pretrained(
     it, and the first writes.
 
     Args:
-        model: A ``Transformer``, such as ``from_pretrained`` returns, or a ``Decoder``.
+        model: A ``Transformer`` or ``DualEncoder``, such as ``from_pretrained`` returns, or a
+            ``Decoder``.
         directory: The folder; made if it is not there, and without tensors if it is.
         max_file_bytes: Size above which tensors go to another file.
 
@@ -309,14 +305,6 @@ def _first_line(error: Exception) -> str:
     return str(error).strip().partition("\n")[0]
 
 
-def _has_pooler(family: Family, names: Iterable[str]) -> bool:
-    """Whether the files have the pooler of the architecture without a head."""
-    tensors = [t for t in family.head_tensors.get(None, family.tensors) if "pooler." in t.to]
-    ends = [tensor.name.removeprefix(family.prefix) for tensor in tensors]
-    stored = {name.removeprefix(family.prefix) for name in names}
-    return all(name in stored for name in ends)
-
-
 def _dividing_rules(model: object, mesh: AnyMesh) -> Rules:
     """Returns ``DECODER_RULES`` for indivisible sizes, with a warning."""
     whole: dict[str, tuple[int, int, str]] = {}
@@ -383,7 +371,7 @@ class _Entry(NamedTuple):
 class _Table:
     """Places of the parameters of a model in the files."""
 
-    def __init__(self, config: TransformerConfig, family: Family, names) -> None:
+    def __init__(self, config: Any, family: Family, names) -> None:
         head_tensors = family.head_tensors.get(config.head, ())
         self.tensors = {tensor.to: tensor for tensor in (*family.tensors, *head_tensors)}
         self.tied = config.tied_head and config.head == "tokens"
@@ -399,7 +387,7 @@ class _Table:
         self.by_name: dict[str, list[tuple[_Entry, int, int]]] = {}
 
     @classmethod
-    def of_built(cls, model: Transformer, family: Family, names: object) -> _Table:
+    def of_built(cls, model: Any, family: Family, names: object) -> _Table:
         """Returns the table of a new model."""
         table = cls(model.config, family, names)
         for path, variable in iter_variables(model, Param):
@@ -411,18 +399,20 @@ class _Table:
         return table
 
     @classmethod
-    def of_edited(cls, model: object, family: Family, config: TransformerConfig) -> _Table:
+    def of_edited(cls, model: object, family: Family, config: Any) -> _Table:
         """Returns the table of an edited model, or raises for lost parts."""
         table = cls(config, family, None)
         for part in parameter_places(model, config):
-            in_layer = part.path[0] == "layers"
-            place = (part.path[0], *part.path[2:]) if in_layer else part.path
+            tower, path = _of_tower(part.path)
+            place = (path[0], *path[2:]) if path[0] == "layers" else path
             stacked = part.position is not None
-            table.add(part.path, part.variable, ".".join(map(str, place)), part.layers, stacked)
+            name = ".".join(map(str, (*tower, *place)))
+            table.add(part.path, part.variable, name, part.layers, stacked)
         table.check_complete()
         table.sort()
         for entry in table.entries:
-            table.add_names(entry, (int(str(entry.path[1])),) if entry.layers else (0,))
+            layer = (int(str(_of_tower(entry.path)[1][1])),) if entry.layers else (0,)
+            table.add_names(entry, layer)
         for name, places in table.by_name.items():
             dtypes = {str(entry.variable.dtype): format_path(entry.path) for entry, *_ in places}
             if len(dtypes) > 1:
@@ -577,14 +567,24 @@ class _Table:
 
 def _layer_of(entry: _Entry) -> tuple[Any, ...]:
     """Returns the layer of a parameter, of several the first."""
-    unrolled = entry.layers and entry.path[0] == "layers" and isinstance(entry.path[1], int)
-    return (entry.path[1],) if unrolled else entry.layers[:1]
+    _, path = _of_tower(entry.path)
+    unrolled = entry.layers and path[0] == "layers" and isinstance(path[1], int)
+    return (path[1],) if unrolled else entry.layers[:1]
 
 
-def _place(
-    path: VariablePath, model, config: TransformerConfig
-) -> tuple[str, tuple[int, ...], bool]:
+def _of_tower(path: VariablePath) -> tuple[VariablePath, VariablePath]:
+    """Splits a path into the part of a tower and the rest."""
+    at = 1 if path[0] in TOWERS else 0
+    return path[:at], path[at:]
+
+
+def _place(path: VariablePath, model, config: Any) -> tuple[str, tuple[int, ...], bool]:
     """Returns a path's name in a table, its layers, and if stacked."""
+    if path[0] in TOWERS:
+        name = str(path[0])
+        tower = getattr(model, name), getattr(config, name)
+        place, layers, stacked = _place(path[1:], *tower)
+        return f"{name}.{place}", layers, stacked
     count = config.num_layers
     if path[0] == "rest":
         first = count - count % config.period
@@ -665,7 +665,8 @@ def _read_tensor(
                 for i, k in enumerate(places)
             )
             array[to] = files.read(name, [slice(*span) for span in part])
-    return np.ascontiguousarray(array.reshape(sizes).transpose(order))
+    array = array.reshape(sizes).transpose(order)
+    return np.ascontiguousarray(array).reshape(array.shape)  # a number is no vector
 
 
 def _span(runs: Sequence[tuple[int, int]]) -> slice | None:
@@ -730,7 +731,7 @@ def _fill(result: np.ndarray, value: np.ndarray, entry: _Entry, offsets: Sequenc
             names.append(part)
     place = tuple(slice(None) if isinstance(part, str) else part.index for part in names)
     axis_names = [part for part in names if isinstance(part, str)]
-    block = result[tuple(index)]
+    block = np.asarray(result[tuple(index)])  # of no axes it is a number
     view = block.reshape(shape)  # a copy where a concatenated axis is cut
     view[place] = value.transpose([own_axes.index(name) for name in axis_names])
     if not np.shares_memory(view, result):

@@ -437,15 +437,15 @@ MODERNBERT = Family(
 
 
 class PatchPositions(FieldGroup):
-    """The number of positions: of patches, and one for the first."""
+    """The number of positions: of patches, and of the vector before them."""
 
-    def __init__(self, patch_size: int) -> None:
-        self.patch_size = patch_size
+    def __init__(self, patch_size: int, *, first_vector: bool = True) -> None:
+        self.patch_size, self.first_vector = patch_size, first_vector
 
     def read(self, take: Taker) -> Mapping[str, Any]:
         side = take("patch_size", self.patch_size, kind=SIZE)
         per_side = take("image_size", 224, kind=SIZE) // max(side, 1)
-        return {"vocab_size": 0, "max_positions": per_side**2 + 1}
+        return {"vocab_size": 0, "max_positions": per_side**2 + self.first_vector}
 
 
 def _patches(model: str) -> Tensors:

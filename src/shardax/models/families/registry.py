@@ -9,12 +9,25 @@ from collections.abc import Mapping
 from typing import Any
 
 from shardax._core.errors import warn
-from shardax.models.families import deepseek, encoders, gemma, glm, gpt, llama, qwen, relatives
-from shardax.models.family import DerivedFields, Family, Field, PretrainedError, brief
+from shardax.models.families import (
+    clip,
+    deepseek,
+    encoders,
+    gemma,
+    glm,
+    gpt,
+    llama,
+    qwen,
+    relatives,
+)
+from shardax.models.family import DerivedFields, DualFamily, Family, Field, PretrainedError, brief
 from shardax.models.tensors import parse_table
 
 FAMILIES: dict[str, Family] = {
     "bert": encoders.BERT,
+    "clip": clip.CLIP,
+    "clip_text_model": clip.CLIP_TEXT,
+    "clip_vision_model": clip.CLIP_VISION,
     "cohere2": relatives.COHERE2,
     "deepseek_v2": deepseek.DEEPSEEK_V2,
     "deepseek_v3": deepseek.DEEPSEEK_V3,
@@ -47,6 +60,9 @@ FAMILIES: dict[str, Family] = {
     "qwen3": qwen.QWEN3,
     "qwen3_moe": qwen.QWEN3_MOE,
     "roberta": encoders.ROBERTA,
+    "siglip": clip.SIGLIP,
+    "siglip_text_model": clip.SIGLIP_TEXT,
+    "siglip_vision_model": clip.SIGLIP_VISION,
     "smollm3": relatives.SMOLLM3,
     "starcoder2": gpt.STARCODER2,
     "vit": encoders.VIT,
@@ -106,8 +122,11 @@ def register(model_type: str, *, like: str | None = None, **parts: Any) -> None:
                 parts[name] = {**base_part, **value}
             elif name in ("harmless", "buffers"):
                 parts[name] = (*base_part, *value)
-        parts = {**{name: getattr(base, name) for name in parts_of_family}, **parts}
-    FAMILIES[model_type] = Family(**parts)
+    family = Family(**parts) if base is None else dataclasses.replace(base, **parts)
+    FAMILIES[model_type] = family
+    for name, pair in FAMILIES.items():
+        if isinstance(pair, DualFamily):
+            FAMILIES[name] = pair.with_tower(model_type, family)
 
 
 def _as_today(parts: Mapping[str, Any]) -> dict[str, Any]:
