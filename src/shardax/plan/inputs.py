@@ -216,7 +216,9 @@ class Inputs:
         )
         return tuple(values[name] for name in self.names)
 
-    def place(self, layout: Layout, mesh: AnyMesh | None = None) -> Placed:
+    def place(
+        self, layout: Layout, mesh: AnyMesh | None = None, *, with_args: bool = True
+    ) -> Placed:
         """Lays the arguments out over a mesh, by default an abstract one."""
         sizes = layout.sizes
         where = mesh if mesh is not None else auto_mesh(sizes)
@@ -260,8 +262,8 @@ class Inputs:
             and not (diagnostic.code == "mesh-axis-conflict" and diagnostic.path in given_way)
         )
         return Placed(
-            self._positional(self.abstract(where, rules, **options)),
-            self._positional(tree_layout.entries(placed)),
+            self._positional(self.abstract(where, rules, **options)) if with_args else (),
+            self._positional(tree_layout.entries(placed)) if with_args else (),
             sizes_by_kind,
             tuple(sorted(whole, key=lambda path: (-whole[path], path))),
             tuple(arrays),

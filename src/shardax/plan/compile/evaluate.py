@@ -213,15 +213,20 @@ def _flops_warnings(flops: float, whole: float, layout: Layout) -> list[str]:
 def program_flops(inputs: Inputs, mesh_axes: tuple[str, ...] = ()) -> float:
     """Returns the matrix-product operations of a step's one-device program."""
     # The program is that of XLA before its optimizations, without what is unused or there twice.
-    text = partitioned_text(lower_alone(inputs, mesh_axes)[0])
+    text = partitioned_text(_lowered_alone(inputs, mesh_axes))
     counted = read_program(text, {}, estimate=True).matmul_flops
     return counted - _dimensions(inputs, mesh_axes).masked_flops()  # as a CPU computes ragged ones
+
+
+@functools.lru_cache(maxsize=1)
+def _lowered_alone(inputs: Inputs, mesh_axes: tuple[str, ...]):
+    return lower_alone(inputs, mesh_axes)[0]
 
 
 @functools.lru_cache(maxsize=16)
 def _model_flops(inputs: Inputs, mesh_axes: tuple[str, ...]) -> float:
     """Returns the operations of a step on one device, without recomputed ones."""
-    program = parse(lower_alone(inputs, mesh_axes)[0].as_text("hlo", debug_info=True))
+    program = parse(_lowered_alone(inputs, mesh_axes).as_text("hlo", debug_info=True))
     masked = _dimensions(inputs, mesh_axes).masked_flops(recomputed=False)
     return sum(model_flops(program).by_dtype.values()) - masked
 

@@ -257,32 +257,24 @@ def _keep_first(
 def _equivalence_key(candidate: LayoutCandidate):
     """A key, equal for equivalent candidates."""
     sizes = {axis: size for axis, size in candidate.layout.mesh if size > 1}
-    entries = [
-        [mesh_axes_of(target) for target in target_axes] for target_axes in candidate.entries
-    ]
+    entries = [mesh_axes_of(target) for of_array in candidate.entries for target in of_array]
+    distinct = dict.fromkeys(entries)  # far fewer than there are dimensions
 
     def together(axis: str, next_axis: str) -> bool:
-        return all(
-            (axis in axes) == (next_axis in axes) for target_axes in entries for axes in target_axes
-        )
+        return all((axis in axes) == (next_axis in axes) for axes in distinct)
 
-    used = {axis for target_axes in entries for axes in target_axes for axis in axes}
+    used = {axis for axes in distinct for axis in axes}
     tokens: dict[str, tuple[str, ...]] = {axis: (axis,) for axis in sizes if axis in used}
     idle = tuple(sorted(size for axis, size in sizes.items() if axis not in used))
     for axis, next_axis in itertools.pairwise([axis for axis in sizes if axis in used]):
         if _SLICE_AXIS not in (axis, next_axis) and together(axis, next_axis):
             tokens[next_axis] = (*tokens.pop(axis), next_axis)
     merged = {axes[-1]: math.prod(sizes[a] for a in axes) for axes in tokens.values()}
-    merged_entries = [
-        [tuple(a for a in axes if a in merged) for axes in target_axes] for target_axes in entries
-    ]
     forms = []
     for order in itertools.permutations(merged):
         number = {axis: position for position, axis in enumerate(order)}
-        numbered = tuple(
-            tuple(tuple(sorted(number[a] for a in axes)) for axes in target_axes)
-            for target_axes in merged_entries
-        )
+        numbers = {axes: tuple(sorted(number[a] for a in axes if a in merged)) for axes in distinct}
+        numbered = tuple([numbers[axes] for axes in entries])
         forms.append((tuple((merged[a], a == _SLICE_AXIS) for a in order), numbered))
     return idle, min(forms)
 
@@ -505,7 +497,7 @@ def _within_memory(
     fitting: dict[Layout, Mapping[str, int]] = {}
     rejected: list[LayoutReport] = []
     for layout, with_layout in variants.items():
-        placed = inputs.place(layout)
+        placed = inputs.place(layout, with_args=False)
         if placed.errors:
             rejected.append(LayoutReport(layout, "rejected", "\n".join(placed.errors)))
             continue

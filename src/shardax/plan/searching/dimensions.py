@@ -117,20 +117,22 @@ class DimensionClasses:
                     if names and self._sizes[target] != 1:
                         reached.setdefault(self.find(target), set()).update(names)
         # A whole of wholes has the names of all their parts, as rows of tokens sent to experts.
+        wholes = {self.find(whole) for whole, _ in self._wholes}
+        nested = [
+            (self.find(whole), [self.find(part) for part in parts if self.find(part) in wholes])
+            for whole, parts in self._wholes
+            if self._sizes[whole] != 1
+        ]
+        nested = [(whole, parts) for whole, parts in nested if parts]
         changed = True
         while changed:
             changed = False
-            for whole, parts in self._wholes:
-                names = set().union(*(self._nested_names(part, reached) for part in parts))
-                if self._sizes[whole] != 1 and not names <= reached.get(self.find(whole), set()):
-                    reached.setdefault(self.find(whole), set()).update(names)
+            for whole, parts in nested:
+                names = set().union(*(reached.get(part, set()) for part in parts))
+                if not names <= reached.get(whole, set()):
+                    reached.setdefault(whole, set()).update(names)
                     changed = True
         return {dim: frozenset(names) for dim, names in reached.items()}
-
-    def _nested_names(self, part: int, reached: Mapping[int, set[str]]) -> set[str]:
-        """Returns the names of a part that is a whole itself."""
-        wholes = {self.find(whole) for whole, _ in self._wholes}
-        return reached.get(self.find(part), set()) if self.find(part) in wholes else set()
 
     def _join_parts(self) -> bool:
         """Joins the parts of joined wholes; whether there were any."""

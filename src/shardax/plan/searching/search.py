@@ -32,7 +32,7 @@ from shardax.plan.report.progress import progress_for
 from shardax.plan.searching import candidates as candidate_search
 from shardax.plan.searching.candidates import Candidates, Meshes, SearchSpace
 from shardax.plan.searching.dimensions import DimensionModel, trace_dimensions
-from shardax.plan.searching.traced import traced_time
+from shardax.plan.searching.traced import Splits, traced_time
 from shardax.plan.timing.workload import ExpectedTime
 
 FEW = 4  # so many candidates are compiled at least
@@ -305,9 +305,12 @@ def _variant(
     limit = target.limit_bytes
     candidates = candidate_search.find_candidates(model, space, inputs, limit, settings)
     entries: list[tuple[bool, ExpectedTime, Layout, Mapping[str, int]]] = []
+    splits: Splits = {}
     for layout, sizes in zip(candidates.layouts, candidates.argument_bytes, strict=True):
         names = inputs.batch_names
-        time = traced_time(layout, model, target, batch_names=names, argument_bytes=sizes)
+        time = traced_time(
+            layout, model, target, batch_names=names, argument_bytes=sizes, splits=splits
+        )
         # Gradients are as large as parameters, and there before the optimizer's step.
         is_large = limit is not None and sum(sizes.values()) + sizes.get("parameters", 0) > limit
         entries.append((is_large, time, layout, sizes))

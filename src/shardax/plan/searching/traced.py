@@ -17,6 +17,7 @@ import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from shardax._parallel.pipeline import bubble_share
 from shardax.hlo import MatrixProduct
@@ -52,10 +53,13 @@ def traced_time(
     batch_names: frozenset[str],
     argument_bytes: Mapping[str, int],
     figures: Mapping[str, float] | None = None,
+    splits: Splits | None = None,
 ) -> ExpectedTime:
     """Returns the expected seconds of a traced step in a layout."""
-    kind = target.hardware.kind
-    work = traced_workload(layout, dimensions, batch_names, argument_bytes, kind=kind)
+    # ``splits`` keeps the products of equal rules, for layouts that differ in settings alone.
+    work = traced_workload(
+        layout, dimensions, batch_names, argument_bytes, kind=target.hardware.kind, splits=splits
+    )
     return expected_time(work, target.hardware, layout.sizes, slices=target.slices, figures=figures)
 
 
@@ -66,6 +70,7 @@ def traced_workload(
     argument_bytes: Mapping[str, int],
     *,
     kind: str = "gpu",
+    splits: Splits | None = None,
 ) -> Workload:
     """Returns the work of one device in a layout, on a kind of hardware."""
     width = 4.0 if dimensions.dtype == "float32" else 2.0
@@ -83,8 +88,14 @@ def traced_workload(
         stride = stride_of(layout.sizes, list(axes))
         payload = argument_bytes.get("parameters", 0)
         transfers.append(Transfer("all-gather", "parameters", payload, size, stride))
-    for product in dimensions.products:
-        split = _ProductShards(product, layout, axes_of, batch_names)
+    splits = {} if splits is None else splits
+    key = layout.rules, layout.mesh
+    if key not in splits:
+        splits[key] = [
+            _ProductShards(product, layout, axes_of, batch_names) for product in dimensions.products
+        ]
+    for split in splits[key]:
+        product = split.product
         is_staged = bool(product.loops & pipeline.names)
         busy = pipeline.stages * (1 - pipeline.bubble) if is_staged else 1.0
         parts = pipeline.microbatches if is_staged else 1
@@ -245,6 +256,9 @@ class _ProductShards:
         stride = stride_of(self.sizes, axes)
         runs = self.product.changes[array] / self.fewer_runs
         return Transfer(kind, role, payload, size, stride, runs), self.names[array]
+
+
+Splits = dict[tuple[Any, Any], list[_ProductShards]]  # by rules and mesh
 
 
 @dataclass(frozen=True)
