@@ -31,7 +31,13 @@ from shardax._core.variable import (
 )
 from shardax.models.activations import find_activation
 from shardax.models.config import TransformerConfig
-from shardax.models.experts import ChoiceOfGroups, ClippedMoE, GroupedMoE, GroupedSoftmaxMoE
+from shardax.models.experts import (
+    ChoiceOfGroups,
+    ClippedMoE,
+    GroupedMoE,
+    GroupedSoftmaxMoE,
+    InputScaledMoE,
+)
 from shardax.models.families import registry
 from shardax.models.family import (
     ACTIVATION_FIELDS,
@@ -348,7 +354,11 @@ _MIXED: dict[str, Callable[[Any], Any]] = {
 }
 
 
-_SCORES = {GroupedMoE: "sigmoid", GroupedSoftmaxMoE: "grouped_softmax"}
+_SCORES = {
+    GroupedMoE: "sigmoid",
+    GroupedSoftmaxMoE: "grouped_softmax",
+    InputScaledMoE: "input_sigmoid",
+}
 
 
 def _queries(place: LayerPlace) -> Any:
@@ -417,7 +427,8 @@ def _relevant(config: TransformerConfig) -> dict[str, Any]:
         "head_activation head_transform_norm head_transform_bias": not config.head_transform,
         "head_bias": config.head != "tokens",
         "shared_norm": not config.parallel,
-        "local_rope": not any(local for local, _ in kinds),
+        "local_rope chunked": not any(local for local, _ in kinds),
+        "query_growth": all(values["rotated_layers"]),
         "patch_size channels mask_patch": config.image_size == 0,
         "vocab_size": config.image_size > 0,
     }
@@ -536,7 +547,7 @@ def _new_content(kind: str, family: Family, config: TransformerConfig) -> dict[s
 
 # Classes that compute something else than the ones that they are made of.
 _COMPUTING = (OffsetScale, OffsetRMSNorm, OffsetLayerNorm, ChoiceOfGroups, GroupedMoE)
-_COMPUTING += (GroupedSoftmaxMoE, ClippedMoE)
+_COMPUTING += (GroupedSoftmaxMoE, ClippedMoE, InputScaledMoE)
 
 
 class _ArchitectureCheck:
