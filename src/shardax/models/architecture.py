@@ -234,7 +234,7 @@ def _facts(model: object, config: TransformerConfig) -> dict[str, Any]:
 
 
 def _config_with(config: TransformerConfig, facts: Mapping[str, Any]) -> TransformerConfig:
-    """Returns a config with facts of the layers, or raises if none has them all."""
+    """Returns a config with facts of the layers, or raises."""
     try:
         return replace(config, **facts)
     except LayerConfigError as error:
