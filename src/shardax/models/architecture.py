@@ -406,6 +406,7 @@ def _relevant(config: TransformerConfig) -> dict[str, Any]:
     values["rotated_layers"] = tuple(map(config.has_rope, range(config.num_layers)))
     values["windows"] = tuple(config.window if local else None for local, _ in kinds)
     values["experts"] = tuple(experts for _, experts in kinds)
+    values["chunked"] = config.chunked and any(local for local, _ in kinds)
     if not any(values["rotated_layers"]):
         values["rope"] = None
     for name in ("dense_layers", *([] if config.local_rope != config.rope else ["local_rope"])):
@@ -427,7 +428,7 @@ def _relevant(config: TransformerConfig) -> dict[str, Any]:
         "head_activation head_transform_norm head_transform_bias": not config.head_transform,
         "head_bias": config.head != "tokens",
         "shared_norm": not config.parallel,
-        "local_rope chunked": not any(local for local, _ in kinds),
+        "local_rope": not any(local for local, _ in kinds),
         "query_growth": all(values["rotated_layers"]),
         "patch_size channels mask_patch": config.image_size == 0,
         "vocab_size": config.image_size > 0,
