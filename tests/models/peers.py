@@ -35,6 +35,9 @@ LATENT |= {"n_shared_experts": 2, "n_group": 4, "topk_group": 2, "first_k_dense_
 # A bound within what the experts' units have here.
 CLIPPED = {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "swiglu_limit": 0.3}
 CLIPPED |= {"sliding_window": 3}
+CHUNKED = {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 1, "floor_scale": 3}
+CHUNKED |= {"intermediate_size_mlp": 40, "attention_chunk_size": 5, "attn_scale": 0.5}
+CHUNKED |= {"num_hidden_layers": 4, "no_rope_layers": [1, 0, 1, 1]}
 GEMMA3_ROPES = {
     "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
     "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
@@ -173,6 +176,19 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "GptOssForCausalLM",
         {**GROUPED, **CLIPPED, "attention_bias": False, "tie_word_embeddings": True}
         | {"layer_types": ["full_attention"] * 3, "num_experts_per_tok": 1},
+    ),
+    "llama4_text": (
+        "Llama4TextConfig",
+        "Llama4ForCausalLM",
+        {**GROUPED, **CHUNKED, "interleave_moe_layer_step": 2}
+        | {"rope_parameters": {**LLAMA3, "low_freq_factor": 2.0, "high_freq_factor": 2.0}},
+    ),
+    "llama4_text-plain": (
+        "Llama4TextConfig",
+        "Llama4ForCausalLM",
+        {**GROUPED, **CHUNKED, "attn_temperature_tuning": False, "use_qk_norm": False}
+        | {"attention_bias": True, "tie_word_embeddings": True, "num_experts_per_tok": 2}
+        | {"layer_types": ["chunked_attention"] * 3 + ["full_attention"], "moe_layers": [0, 3]},
     ),
     "starcoder2": ("Starcoder2Config", "Starcoder2ForCausalLM", {**GROUPED, "sliding_window": 3}),
     "granite": (
@@ -337,6 +353,9 @@ def logits(peer: Any, tokens: np.ndarray, mask: np.ndarray) -> np.ndarray:
     """Computes what the model of ``transformers`` returns first, in float32."""
     import torch
 
+    if peer.config.model_type == "llama4_text" and not mask.all():
+        return logits_without_padding(peer, tokens, mask)
+
     positions = torch.from_numpy(np.maximum(np.cumsum(mask, 1) - 1, 0))
     options = {"attention_mask": torch.from_numpy(mask.astype(int)), "position_ids": positions}
     if peer.config.model_type in COUNTED_BY_PADDING:
@@ -348,3 +367,11 @@ def logits(peer: Any, tokens: np.ndarray, mask: np.ndarray) -> np.ndarray:
     if type(peer).__name__ == "ElectraForPreTraining":
         return result.logits[..., None].float().numpy()
     return result[0].float().numpy()
+
+
+def logits_without_padding(peer: Any, tokens: np.ndarray, mask: np.ndarray) -> np.ndarray:
+    """Computes each row alone, where the growth of queries counts padding in a batch."""
+    result = np.zeros((*tokens.shape, peer.config.vocab_size), np.float32)
+    for row, real in enumerate(mask):
+        result[row, real] = logits(peer, tokens[row][real][None], real[real][None])[0]
+    return result

@@ -13,6 +13,7 @@ from tests.models.published_experts import (
     DEEPSEEK_V2,
     DEEPSEEK_V3,
     GPT_OSS,
+    LLAMA4_TEXT,
     MOONLIGHT,
     MSCALE,
     UNPACKED_GPT_OSS,
@@ -659,6 +660,11 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {**_sizes(2880, 2880, 64, 201088), **UNPACKED_GPT_OSS},
         {"num_experts": 32, "expert_dim": 2880, "expert_bias": True, "out_bias": True},
     ),
+    "meta-llama/Llama-4-Scout-17B-16E-Instruct, text_config": (
+        {**_sizes(5120, 8192, 40, 202048), **LLAMA4_TEXT},
+        {"chunked": True, "local_layers": (True, True, True, False, True, True), "high": 1.0}
+        | {"query_growth": (0.1, 8192.0), "expert_dim": 8192, "shared_expert_dim": 8192},
+    ),
     "CohereLabs/c4ai-command-r7b-12-2024": (
         {**_sizes(4096, 14336, 32, 256000), **_COHERE2},
         {"norm": "layer_unbiased", "parallel": True, "logit_scale": 0.25, "interleaved": True}
@@ -859,6 +865,7 @@ TINY = {
 # And those of one family.
 TINY_OF: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"num_key_value_heads": 2, "q_lora_rank": None},
+    "llama4_text": {"intermediate_size_mlp": 8, "attention_chunk_size": 3, "floor_scale": 2},
     "deepseek_v3": {"num_key_value_heads": 2, "n_group": 2, "topk_group": 1},
 }
 

@@ -49,3 +49,18 @@ GPT_OSS["quantization_config"] = {
     "quant_method": "mxfp4",
 }
 UNPACKED_GPT_OSS = {n: value for n, value in GPT_OSS.items() if n != "quantization_config"}
+
+LLAMA4_TEXT: dict[str, Any] = {"architectures": ["Llama4ForCausalLM"], "model_type": "llama4_text"}
+LLAMA4_TEXT |= {"attention_bias": False, "attention_chunk_size": 8192, "attention_dropout": 0.0}
+LLAMA4_TEXT |= {"attn_scale": 0.1, "attn_temperature_tuning": True, "floor_scale": 8192}
+LLAMA4_TEXT |= {"for_llm_compressor": False, "head_dim": 128, "hidden_act": "silu"}
+LLAMA4_TEXT |= {"interleave_moe_layer_step": 1, "intermediate_size_mlp": 16384}
+LLAMA4_TEXT |= {"layer_types": (["chunked_attention"] * 3 + ["full_attention"]) * 12}
+LLAMA4_TEXT |= {"max_position_embeddings": 10485760, "no_rope_layers": [1, 1, 1, 0] * 12}
+LLAMA4_TEXT |= {"num_experts_per_tok": 1, "num_hidden_layers": 48, "num_key_value_heads": 8}
+LLAMA4_TEXT |= {"num_local_experts": 16, "output_router_logits": False, "pad_token_id": 200018}
+LLAMA4_TEXT |= {"rms_norm_eps": 1e-5, "rope_theta": 500000.0, "use_qk_norm": True}
+LLAMA4_TEXT |= {"rope_scaling": {"factor": 16.0, "high_freq_factor": 1.0, "low_freq_factor": 1.0}}
+LLAMA4_TEXT["rope_scaling"] |= {"original_max_position_embeddings": 8192, "rope_type": "llama3"}
+LLAMA4_TEXT |= {"router_aux_loss_coef": 0.001, "router_jitter_noise": 0.0}
+LLAMA4_TEXT |= {"tie_word_embeddings": False}

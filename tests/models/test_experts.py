@@ -95,6 +95,30 @@ def test_mesh_has_equal_losses_and_one_trace(kind: Any, scanned: bool):
     assert traces == 1
 
 
+SCALED = {"expert_scores": "input_sigmoid", "expert_bias": True, "shared_expert_dim": 8}
+
+
+@functools.cache
+def scaled_losses() -> list[float]:
+    return train(make(**SCALED))[0]
+
+
+@pytest.mark.parametrize("kind", [None, AxisType.Auto, AxisType.Explicit], ids=str)
+def test_scaled_inputs_of_experts_train_alike(kind: Any):
+    if kind is None:
+        losses, _ = train(make(expert_dispatch="dropless", **SCALED))
+        roomy = make(expert_dispatch="capacity", **SCALED)
+        roomy.set_attributes(capacity_factor=4.0)
+        logits, expected = (model(TOKENS[:2]) for model in (roomy, make(**SCALED)))
+        np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-5)
+    else:
+        mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(kind, kind))
+        with jax.set_mesh(mesh):
+            model = sx.shard(make(expert_dispatch="dropless", **SCALED), mesh, RULES)
+            losses, _ = train(model)
+    np.testing.assert_allclose(losses, scaled_losses(), rtol=1e-5)
+
+
 GROUPED = {"num_experts": 8, "expert_scores": "sigmoid", "expert_groups": 4}
 GROUPED |= {"groups_per_token": 2, "shared_expert_dim": 8, "shared_expert_gate": True}
 

@@ -94,6 +94,8 @@ GREEDY: dict[str, dict[str, int | None]] = {
     "glm4_moe": {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
     "gpt_oss": {**WINDOW, "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2},
     "granite": {},
+    "llama4_text": {"attention_chunk_size": 5, "floor_scale": 4, "attn_scale": 0.5, "head_dim": 8}
+    | {"num_local_experts": 4, "intermediate_size_mlp": 40, "num_hidden_layers": 4},
     "ministral": {**WINDOW, "head_dim": 8},
     "nemotron": {},
     "olmo3": {**WINDOW, "num_hidden_layers": 4},

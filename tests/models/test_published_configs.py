@@ -45,6 +45,7 @@ OWN_SIZES |= {"deepseek_v2": {**MANY, "num_experts_per_tok": 2}}
 V2 = {"model_type": "deepseek_v2", "num_experts_per_tok": 2}
 V3 = {"model_type": "deepseek_v3"}
 OSS = {"model_type": "gpt_oss", "num_key_value_heads": 1}
+LLAMA4 = {"model_type": "llama4_text", "num_key_value_heads": 1}
 MXFP4 = {"quant_method": "mxfp4"}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 
@@ -102,6 +103,9 @@ def test_absent_fields_have_the_defaults_of_transformers(tmp_path: Path):
         | {"head_dim": 64, "num_kv_heads": 8, "window": 128, "expert_limit": 7.0}
         | {"truncate": False, "local_layers": (True, False), "qkv_bias": True},
         "granite": {"attention_scale": 1.0, "logit_scale": None, "residual_scale": None},
+        "llama4_text": {"window": 8192, "chunked": True, "rope_layers": None, "base": 500000.0}
+        | {"query_growth": (0.1, 8192.0), "num_experts": 16, "experts_per_token": 1}
+        | {"qk_norm": "unscaled", "interleaved": True, "mlp_dim": 16384, "dense_layers": ()},
         "ministral": {"window": 4096, "local_layers": None, "num_kv_heads": 8},
         "nemotron": {"activation": "squared_relu", "fraction": 0.5, "norm_epsilon": 1e-5},
         "olmo3": {"base": 5e5, "window": 4096, "norm_epsilon": 1e-5},
@@ -152,6 +156,7 @@ CLASSES = {
     "glm4_moe": "Glm4Moe",
     "gpt_oss": "GptOss",
     "granite": "Granite",
+    "llama4_text": "Llama4Text",
     "ministral": "Ministral",
     "nemotron": "Nemotron",
     "olmo3": "Olmo3",
@@ -514,6 +519,12 @@ def test_first_bert_names_of_norms_are_read(tmp_path: Path):
         ({**V3, "scoring_func": "softmax"}, "scoring_func='softmax' is not supported"),
         ({**V3, "rope_scaling": {**YARN, "mscale": "a"}}, "'yarn' with mscale='a' is not"),
         ({**V3, "rope_scaling": {"factor": 2.0, "type": "linear", "mscale": 1}}, "'linear' with"),
+        ({**LLAMA4, "attention_chunk_size": None}, "attention_chunk_size=None is not an integer"),
+        ({**LLAMA4, "no_rope_layers": [1]}, "no_rope_layers=[1] is not supported for 2 layers"),
+        ({**LLAMA4, "layer_types": ["sliding_attention"] * 2}, "'chunked_attention' for each"),
+        ({**LLAMA4, "rope_scaling": YARN}, "rope_type='yarn' is not supported"),
+        ({**LLAMA4, "floor_scale": 0}, "floor_scale=0 is not positive"),
+        ({**LLAMA4, "interleave_moe_layer_step": 0}, "interleave_moe_layer_step=0 is not positive"),
         ({**OSS, "swiglu_limit": None}, "swiglu_limit=None is not a number"),
         ({**OSS, "swiglu_limit": 0}, "swiglu_limit=0 is not positive"),
         ({**OSS, "swiglu_alpha": 1.0}, "swiglu_alpha=1.0 is not supported, only 1.702"),

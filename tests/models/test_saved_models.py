@@ -457,6 +457,7 @@ FEWER += [
     "glm4_moe",
     "gpt_oss",
     "granite",
+    "llama4_text",
     "olmo3",
     "qwen2_moe",
     "smollm3",

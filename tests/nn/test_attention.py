@@ -250,6 +250,69 @@ def test_bias_is_added_to_the_scores(softcap: Any):
     close(call(layer, x, bias=bias), call(layer, x, mask=seen[None, None, None]))
 
 
+# --- chunks ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [None, AxisType.Auto, AxisType.Explicit], ids=str)
+def test_a_chunk_reads_itself_alone(kind: AxisType | None):
+    options = {"causal": True, "window": 2, "rope_base": 100.0, "head_dim": 4}
+    layer, x = attention(chunked=True, **options), floats(4, TIME, FEATURES)
+    places, segments = np.arange(TIME), np.array([[1, 1, 1, 2, 2]] * 4)
+    alike = (places[:, None] // 2 == places // 2)[None, None]
+    within = np.array([0, 1, 2, 0, 1])
+    expected = call(attention(**options), x, mask=alike)
+    same = segments[:, None, :, None] == segments[:, None, None]
+    apart = same & (within[:, None] // 2 == within // 2)
+    packed = call(attention(**options), x, mask=apart, positions=within)
+    given = {"positions": within, "segment_ids": segments}
+    if kind is None:
+        close(call(layer, x), expected)
+        close(call(layer, x, **given), packed)
+        cache = sx.nn.AttentionCache(4, 2, HEADS, 4, ring=True)
+        parts = [call(layer, x[:, a:b], cache=cache) for a, b in ((0, 3), (3, 4), (4, 5))]
+        close(np.concatenate(parts, 1), expected)
+        return
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(kind, kind))
+    with jax.set_mesh(mesh):
+        sx.shard(layer, mesh, {"heads": "model"})
+        placed = jax.device_put(x, NamedSharding(mesh, PartitionSpec("data")))
+        close(call(layer, placed), expected)
+        close(call(layer, placed, **given), packed)
+
+
+@pytest.mark.parametrize("kind", [None, AxisType.Explicit], ids=str)
+def test_queries_grow_with_their_position(kind: AxisType | None):
+    layer, x = attention(causal=True, query_growth=(0.5, 2)), floats(4, TIME, FEATURES)
+    places = np.arange(TIME) + np.arange(4)[:, None]
+    growth = (1 + 0.5 * np.log1p(np.floor((places + 1) / 2))).astype(np.float32)
+    qkv = attention(causal=True).project(jnp.asarray(x))
+    query = qkv.query * growth[:, :, None, None]
+    expected = layer.out(sx.nn.dot_product_attention(query, qkv.key, qkv.value, causal=True))
+    if kind is None:
+        close(call(layer, x, positions=places), expected)
+        cache = sx.nn.AttentionCache(1, TIME, HEADS, 3)
+        parts = [call(layer, x[:1, a:b], cache=cache) for a, b in ((0, 3), (3, 4), (4, 5))]
+        close(np.concatenate(parts, 1), expected[:1])
+        return
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(kind, kind))
+    with jax.set_mesh(mesh):
+        sx.shard(layer, mesh, {"heads": "model"})
+        placed = jax.device_put(x, NamedSharding(mesh, PartitionSpec("data")))
+        close(call(layer, placed, positions=places), expected)
+
+
+def test_chunks_and_growth_need_positions():
+    x, turned = floats(1, TIME, FEATURES), sx.nn.rotation(jnp.arange(TIME), 4)
+    chunked = {"chunked": True, "causal": True, "window": 2}
+    for options in (chunked, {"query_growth": (0.5, 2)}):
+        with pytest.raises(LayerInputError, match="needs integer positions"):
+            attention(**options)(x, positions=turned)
+    with pytest.raises(LayerInputError, match="no context, and is causal with a window"):
+        attention(**chunked)(x, x)
+    with pytest.raises(LayerInputError, match="no context, and is causal with a window"):
+        attention(chunked=True)(x)
+
+
 # --- sinks ----------------------------------------------------------------------------------------
 
 

@@ -194,10 +194,12 @@ def by_expert(
     compute: Callable[[jax.Array, jax.Array], jax.Array],
     split: Split,
     places: int | None = None,
+    *,
+    on_inputs: bool = False,
 ) -> jax.Array:
     """Sums the weighted results of each token's experts, wherever these are."""
     # A choice of the expert ``count`` goes nowhere. ``compute`` has rows sorted by its experts, and
-    # how many each has.
+    # how many each has. Weights are those of the inputs or the results of experts.
     (tokens, choices), devices = experts.shape, split.size(split.experts)
     local = count // devices
     chunk, received = tokens * min(choices, local), tokens * devices * min(choices, local)
@@ -212,6 +214,8 @@ def by_expert(
     # Gradients are summed over the hidden layer's axes where they are those of tokens.
     x, weights = _varying((x, weights), frozenset(split.hidden))
     rows: Any = _spread(choices, x, order, inverse)
+    if on_inputs:
+        rows, weights = rows * weights.reshape(-1)[order][:, None], jnp.ones_like(weights)
     if devices == 1:
         y = compute(rows, sizes)
     else:

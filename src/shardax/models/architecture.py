@@ -32,7 +32,13 @@ from shardax._core.variable import (
 from shardax.models.activations import find_activation
 from shardax.models.config import TransformerConfig
 from shardax.models.dual_encoder import TOWERS, DualEncoder, DualEncoderConfig
-from shardax.models.experts import ChoiceOfGroups, ClippedMoE, GroupedMoE, GroupedSoftmaxMoE
+from shardax.models.experts import (
+    ChoiceOfGroups,
+    ClippedMoE,
+    GroupedMoE,
+    GroupedSoftmaxMoE,
+    InputScaledMoE,
+)
 from shardax.models.families import registry
 from shardax.models.family import (
     ACTIVATION_FIELDS,
@@ -464,7 +470,11 @@ _MIXED: dict[str, Callable[[Any], Any]] = {
 }
 
 
-_SCORES = {GroupedMoE: "sigmoid", GroupedSoftmaxMoE: "grouped_softmax"}
+_SCORES = {
+    GroupedMoE: "sigmoid",
+    GroupedSoftmaxMoE: "grouped_softmax",
+    InputScaledMoE: "input_sigmoid",
+}
 
 
 def _queries(place: LayerPlace) -> Any:
@@ -512,6 +522,7 @@ def _relevant(config: TransformerConfig) -> dict[str, Any]:
     values["rotated_layers"] = tuple(map(config.has_rope, range(config.num_layers)))
     values["windows"] = tuple(config.window if local else None for local, _ in kinds)
     values["experts"] = tuple(experts for _, experts in kinds)
+    values["chunked"] = config.chunked and any(local for local, _ in kinds)
     if not any(values["rotated_layers"]):
         values["rope"] = None
     for name in ("dense_layers", *([] if config.local_rope != config.rope else ["local_rope"])):
@@ -537,6 +548,7 @@ def _relevant(config: TransformerConfig) -> dict[str, Any]:
         "shared_norm": not config.parallel,
         "local_rope": not any(local for local, _ in kinds),
         "patch_size channels mask_patch patch_bias first_vector": config.image_size == 0,
+        "query_growth": all(values["rotated_layers"]),
         "vocab_size": config.image_size > 0,
     }
     for names, is_unused in unused.items():
@@ -657,7 +669,7 @@ def _new_content(kind: str, family: Family, config: TransformerConfig) -> dict[s
 
 # Classes that compute something else than the ones that they are made of.
 _COMPUTING = (OffsetScale, OffsetRMSNorm, OffsetLayerNorm, ChoiceOfGroups, GroupedMoE)
-_COMPUTING += (GroupedSoftmaxMoE, ClippedMoE)
+_COMPUTING += (GroupedSoftmaxMoE, ClippedMoE, InputScaledMoE)
 
 
 class _ArchitectureCheck:

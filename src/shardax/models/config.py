@@ -21,6 +21,7 @@ PLAIN_ROPE = Rope()
 PLACEMENTS = ("pre", "post", "sandwich", "after")
 HEADS = (None, "tokens", "first", "each", "span", "binary", "embedding")
 POOLINGS = ("first", "mean", "first_and_mean", "last", "end", "highest", "attention")
+QK_NORMS = (None, "head", "all", "unscaled")
 
 
 @dataclass(frozen=True)
@@ -49,8 +50,9 @@ class TransformerConfig:
         norm_epsilon: Added to mean squares before dividing by their root.
         parallel: Whether attention and MLP read the same input.
         shared_norm: Whether a parallel layer has one norm for both.
-        qk_norm: Norm of queries and keys: None, ``"head"`` (of each head) or ``"all"`` (of all
-            heads together).
+        qk_norm: Norm of queries and keys: None, ``"head"`` (of each head), ``"all"`` (of all
+            heads together) or ``"unscaled"`` (of each head, without a scale, in layers with a
+            rotary embedding).
         activation: Function of ``jax.nn`` by name, or ``"exact_gelu"``, ``"quick_gelu"`` or
             ``"squared_relu"``.
         gated: Whether the MLP is gated.
@@ -68,7 +70,11 @@ class TransformerConfig:
             layers; 0 for none.
         window: How many positions a position of a local layer reads, on each side if not causal;
             None for all.
+        chunked: Whether the window of local layers is a chunk, one of those that positions are cut
+            into.
         local_layers: Which layers are local; None for all.
+        query_growth: A factor and a length: queries of layers without a rotary embedding grow with
+            their position, as for ``nn.MultiHeadAttention``.
         attention_scale: Multiplies the scores; None for ``head_dim ** -0.5``.
         attention_softcap: Bound of the scores, by tanh.
         attention_sinks: Whether each head has a learned score beside those of its keys.
@@ -86,7 +92,7 @@ class TransformerConfig:
         expert_dim: Size of an expert's hidden layer.
         normalise_experts: Whether the weights of a token's experts add up to 1.
         expert_scores: ``"softmax"``, ``"sigmoid"`` with a bias of the choice, or
-            ``"grouped_softmax"``.
+            ``"grouped_softmax"``, or ``"input_sigmoid"``, which multiplies what experts read.
         expert_groups: But of a plain softmax: number of groups of experts.
         groups_per_token: But of a plain softmax: how many of them a token's experts are of.
         expert_scale: But of a plain softmax: multiplies the weights.
@@ -178,6 +184,8 @@ class TransformerConfig:
     pad_token: int = -1
     relative_buckets: int = 0
     window: int | None = None
+    chunked: bool = False
+    query_growth: tuple[float, float] | None = None
     local_layers: tuple[bool, ...] | None = None
     attention_scale: float | None = None
     attention_softcap: float | None = None
@@ -243,7 +251,7 @@ class TransformerConfig:
             ("pooling", POOLINGS),
         ):
             _check(where, name, getattr(self, name), getattr(self, name) in choices, str(choices))
-        scores = ("softmax", "sigmoid", "grouped_softmax")
+        scores = ("softmax", "sigmoid", "grouped_softmax", "input_sigmoid")
         fits = self.expert_scores in scores
         _check(where, "expert_scores", self.expert_scores, fits, str(scores))
         if self.num_experts and self.expert_scores != "softmax":
@@ -270,13 +278,14 @@ class TransformerConfig:
             _check(where, "num_kv_heads", self.num_kv_heads, fits, f"{self.num_heads}, of a latent")
             plain = {"attention_softcap": None, "qk_norm": None, "out_bias": self.qkv_bias}
             plain |= {"local_rope": None, "rope_layers": None, "attention_sinks": False}
+            plain |= {"chunked": False, "query_growth": None}
         else:
             plain = {"query_latent_dim": None, "rope_dim": 0, "value_dim": 0}
         form = "latent" if self.latent_dim else "plain"
         for name, value in plain.items():
             held = getattr(self, name)
             _check(where, name, held, held == value, f"{value!r} with {form} attention")
-        _check(where, "qk_norm", self.qk_norm, self.qk_norm in (None, "head", "all"), "a kind")
+        _check(where, "qk_norm", self.qk_norm, self.qk_norm in QK_NORMS, "a kind")
         if self.image_size:
             fits = 0 < self.patch_size <= self.image_size
             _check(where, "patch_size", self.patch_size, fits, f"from 1 up to {self.image_size}")

@@ -5,7 +5,8 @@ The routing of DeepSeek-V3 (DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, s
 bias is added to an expert's score where experts are chosen, and not in their weights. Training
 moves it against the load of the expert, in place of a loss. DeepSeek-V2 chooses by a softmax
 without a bias (DeepSeek-AI, "DeepSeek-V2", 2024, section 2.2.2). gpt-oss clips what its gated units
-multiply (OpenAI, "gpt-oss-120b & gpt-oss-20b Model Card", 2025, section 2.1).
+multiply (OpenAI, "gpt-oss-120b & gpt-oss-20b Model Card", 2025, section 2.1). Llama 4 multiplies
+what an expert reads by a sigmoid.
 """
 
 from __future__ import annotations
@@ -128,3 +129,14 @@ class ClippedMoE(MoE):
     @property
     def _routing(self) -> tuple[Any, ...]:
         return (self.limit,)
+
+
+class InputScaledMoE(MoE):
+    """Experts with the largest scores, whose sigmoids multiply their inputs."""
+
+    _scales_inputs = True
+
+    def _choose(self, logits: jax.Array, count: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+        logits = logits.reshape(-1, count)
+        scores, experts = jax.lax.top_k(logits, self.top_k)
+        return jax.nn.softmax(logits, axis=-1), jax.nn.sigmoid(scores), experts

@@ -32,7 +32,7 @@ from shardax._core.state.split_merge import iter_variables
 from shardax._core.variable import Cache
 from shardax.models.activations import ACTIVATIONS, find_activation
 from shardax.models.config import TransformerConfig
-from shardax.models.experts import ClippedMoE, GroupedMoE, GroupedSoftmaxMoE
+from shardax.models.experts import ClippedMoE, GroupedMoE, GroupedSoftmaxMoE, InputScaledMoE
 from shardax.models.norms import HeadsRMSNorm, dtypes, make_norm
 from shardax.models.pooling import AttentionPooling, pool_states
 from shardax.nn.arithmetic import add_bias, as_array
@@ -44,7 +44,9 @@ from shardax.nn.errors import LayerConfigError, LayerInputError
 from shardax.nn.linear import Linear
 from shardax.nn.mlp import MLP
 from shardax.nn.moe import MoE
+from shardax.nn.normalization import RMSNorm
 from shardax.nn.parameters import make_parameter, ones, refuse_input, zeros
+from shardax.nn.rope import PlacedRotation
 from shardax.nn.stack import Stack, rematerialised
 from shardax.partition.constraints import constrain
 from shardax.partition.context import current_rules
@@ -129,7 +131,7 @@ class TransformerLayer(Module):
         """
         if self.is_local and local_positions is not None:
             positions = local_positions
-        positions = positions if self.has_rope else None
+        positions = positions if self.has_rope else getattr(positions, "positions", None)
         attention_options = {"positions": positions, "mask": mask}
         if bias is not None:
             attention_options["bias"] = bias
@@ -500,9 +502,11 @@ class Transformer(Module):
         if config.relative_buckets:
             buckets = distance_buckets(tokens.shape[-1], config.relative_buckets)
             options["bias"] = jnp.moveaxis(self.distances(buckets), -1, 0)
+        is_placed = config.chunked or config.query_growth is not None
         for name, rope in (("positions", config.rope), ("local_positions", config.local_rope)):
             if rope is not None:
-                options[name] = rope.rotation(positions, config.rope_dim or config.head_dim)
+                rotation = rope.rotation(positions, config.rope_dim or config.head_dim)
+                options[name] = PlacedRotation(*rotation, positions) if is_placed else rotation
         return options, positions
 
     def _check_positions(self, positions) -> None:
@@ -656,8 +660,11 @@ def distance_buckets(length: int, count: int, farthest: int = 128) -> jax.Array:
 
 def _attention(config: TransformerConfig, index: int, rngs: Rngs) -> MultiHeadAttention:
     def norm(heads: int, axis: str) -> Callable[[], Any] | None:
-        if config.qk_norm is None:
+        if config.qk_norm is None or (config.qk_norm == "unscaled" and rope is None):
             return None
+        if config.qk_norm == "unscaled":
+            options = {"epsilon": config.norm_epsilon, "use_scale": False, **dtypes(config)}
+            return lambda: RMSNorm(config.head_dim, **options)
         if config.qk_norm == "head":
             return lambda: make_norm(config, config.head_dim, ("head_dim",))
         names, epsilon = (axis, "head_dim"), config.norm_epsilon
@@ -692,6 +699,8 @@ def _attention(config: TransformerConfig, index: int, rngs: Rngs) -> MultiHeadAt
         config.num_heads,
         num_kv_heads=config.num_kv_heads,
         out_bias=config.out_bias,
+        chunked=config.chunked and is_local,
+        query_growth=None if config.has_rope(index) else config.query_growth,
         softcap=config.attention_softcap,
         sinks=config.attention_sinks,
         query_norm=norm(config.num_heads, "heads"),
@@ -723,7 +732,9 @@ def _mlp(config: TransformerConfig, rngs: Rngs, hidden: int | None = None) -> ML
 
 def _experts(config: TransformerConfig, rngs: Rngs) -> MoE:
     make: Callable[..., MoE] = MoE
-    if config.expert_scores != "softmax":
+    if config.expert_scores == "input_sigmoid":
+        make = InputScaledMoE
+    elif config.expert_scores != "softmax":
         make = partial(
             GroupedMoE if config.expert_scores == "sigmoid" else GroupedSoftmaxMoE,
             num_groups=config.expert_groups,

@@ -122,6 +122,7 @@ class MoE(Module):
     gate_bias: Any = None
     up_bias: Any = None
     down_bias: Any = None
+    _scales_inputs = False  # whether weights multiply what experts read, not what they return
 
     def __init__(
         self,
@@ -292,7 +293,8 @@ class MoE(Module):
                 experts = jnp.where(place < places, experts, count)
             tokens, compute = x.reshape(-1, x.shape[-1]), partial(self._sorted, (gate, up, down))
             weights = weights.astype(x.dtype)
-            y = by_expert(tokens, weights, experts, count, compute, split, places)
+            options = (count, compute, split, places)
+            y = by_expert(tokens, weights, experts, *options, on_inputs=self._scales_inputs)
             return y.reshape(x.shape), loss
 
         return split.run(region, x, logits, counted, *kernels)
@@ -354,6 +356,9 @@ class MoE(Module):
             for equation in ("td,edh->eth", "etd,edh->eth", "eth,ehd->td")
         )
         options = {"multiply": spread, "second": by_expert, "by_row": _for_each_row}
+        if self._scales_inputs:  # products are scaled like what they are made of
+            inputs, combined = combined[..., None], chosen.sum(axis=1).T
+            options["multiply"] = lambda x, kernel: inputs * spread(x, kernel)
         hidden = combined[..., None] * self._hidden(x, gate, up, **options)
         add_up = partial(jnp.einsum, "et,ed->td", combined)
         return _product(hidden, down, multiply=gather, first=by_expert, by_row=add_up)
@@ -380,7 +385,10 @@ class MoE(Module):
         order = jnp.argsort(experts.reshape(-1), stable=True)
         sizes = jnp.bincount(experts.reshape(-1), length=len(kernels[0][0])).astype(jnp.int32)
         token = order // self.top_k
-        y = self._sorted(kernels, x[token], sizes) * weights.reshape(-1)[order][:, None]
+        rows, weights = x[token], weights.reshape(-1)[order][:, None]
+        if self._scales_inputs:
+            rows, weights = rows * weights, jnp.ones_like(weights)
+        y = self._sorted(kernels, rows, sizes) * weights
         return jnp.zeros_like(x).at[token].add(y)
 
     def _capacity(
@@ -390,13 +398,15 @@ class MoE(Module):
         count, chosen = len(gate[0]), experts.T.reshape(-1)  # first choices first
         places = self._places(experts.size, count)
         place = find_places(experts, count).T.reshape(-1)
-        rows = jnp.tile(x, (self.top_k, 1))
+        rows, weights = jnp.tile(x, (self.top_k, 1)), weights.T.reshape(-1)[:, None]
+        if self._scales_inputs:
+            rows, weights = rows * weights, jnp.ones_like(weights)
         buffers = jnp.zeros((count, places, x.shape[-1]), x.dtype)
         buffers = buffers.at[chosen, place].set(rows, mode="drop")
         multiply = partial(jnp.einsum, "etd,edh->eth")
         hidden = self._hidden(buffers, gate, up, multiply=multiply, by_row=_for_each_row)
         y = _product(hidden, down, multiply, by_row=_for_each_row)
-        y = y.at[chosen, place].get(mode="fill", fill_value=0) * weights.T.reshape(-1)[:, None]
+        y = y.at[chosen, place].get(mode="fill", fill_value=0) * weights
         return y.reshape(self.top_k, *x.shape).sum(axis=0)
 
 

@@ -39,6 +39,14 @@ class Rotation(NamedTuple):
     sine: jax.Array
 
 
+class PlacedRotation(NamedTuple):
+    """The rotation of positions, and the positions."""
+
+    cosine: jax.Array
+    sine: jax.Array
+    positions: jax.Array
+
+
 def rotation(
     positions: jax.Array, head_dim: int, base: float = 10_000.0, frequencies: object = None
 ) -> Rotation:
@@ -195,7 +203,8 @@ class Rope:
             return np.asarray(plain / self.factor, np.float32)
         if self.kind == "llama3":
             turns = self.length * plain / (2 * math.pi)
-            plain_share = np.clip((turns - self.low) / (self.high - self.low), 0, 1)
+            width = self.high - self.low or 1e-9  # a step where both are one
+            plain_share = np.clip((turns - self.low) / width, 0, 1)
         else:
             ends = [
                 size * math.log(self.length / (turns * 2 * math.pi)) / (2 * math.log(self.base))

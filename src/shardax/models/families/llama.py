@@ -1,15 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
 """Llama and its closest relatives: Mistral, Ministral, Mixtral, Phi-3, OLMo.
 
-Sources: ``models/{llama,mistral,ministral,mixtral,phi3,olmo2,olmo3,olmoe}`` of transformers 5,
-``configuration_*.py`` for fields and defaults, ``modeling_*.py`` for tensors.
+Sources: ``models/{llama,llama4,mistral,ministral,mixtral,phi3,olmo2,olmo3,olmoe}`` of
+transformers 5, ``configuration_*.py`` for fields and defaults, ``modeling_*.py`` for tensors.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from shardax.models.families import shared
 from shardax.models.families.rope import Rotary, RotaryByLayerType
-from shardax.models.family import Family, Field
+from shardax.models.family import (
+    BOOLEAN,
+    INTEGERS,
+    NUMBER,
+    SIZE,
+    TEXTS,
+    ConfigEdit,
+    Family,
+    Field,
+    FieldGroup,
+    PretrainedError,
+    Taker,
+    brief,
+)
 from shardax.models.tensors import HEADS, Tensor, concatenated, in_layers, linear, norm
 
 LLAMA = Family(
@@ -160,6 +176,136 @@ OLMOE = Family(
             ),
             shared.attention(),
             shared.swiglu_experts(),
+        ),
+    ),
+)
+
+# --- Llama 4 --------------------------------------------------------------------------------------
+
+# Queries and keys are normalized behind the rotation there, which changes no norm.
+_CHUNKED_TYPES = ("full_attention", "chunked_attention")
+
+
+class ChunkedLayers(FieldGroup):
+    """Layers with a rotary embedding, by default those with chunks."""
+
+    def read(self, take: Taker) -> Mapping[str, Any]:
+        count = take("num_hidden_layers", kind=SIZE)
+        interval = take("no_rope_layer_interval", 4, kind=SIZE)
+        listed = take("no_rope_layers", None, kind=INTEGERS.or_null)
+        listed = listed or [(index + 1) % interval for index in range(count)]
+        if len(listed) < count:
+            raise PretrainedError(
+                f"no_rope_layers={brief(listed)} is not supported for {count} layers, only 0 or 1 "
+                f"for each"
+            )
+        rotated = tuple(map(bool, listed[:count]))
+        size = take("attention_chunk_size", 8192, kind=SIZE)
+        types = take("layer_types", None, kind=TEXTS.or_null)
+        if types is None:
+            types = [_CHUNKED_TYPES[has_rope] for has_rope in rotated]
+        if len(types) != count or not set(types) <= {*_CHUNKED_TYPES}:
+            raise PretrainedError(
+                f"layer_types={brief(types)} is not supported for {count} layers, only "
+                f"'full_attention' or 'chunked_attention' for each"
+            )
+        local = tuple(kind == _CHUNKED_TYPES[True] for kind in types)
+        norms = take("use_qk_norm", True, kind=BOOLEAN)
+        return {
+            "rope_layers": None if all(rotated) else rotated,
+            "qk_norm": "unscaled" if norms else None,
+            **self._growth(take),
+            **({"window": size, "chunked": True} if any(local) else {}),
+            "local_layers": None if all(local) or not any(local) else local,
+        }
+
+    @staticmethod
+    def _growth(take: Taker) -> dict[str, Any]:
+        factor = take("attn_scale", 0.1, kind=NUMBER)
+        length = take("floor_scale", 8192, kind=NUMBER.positive)
+        if not take("attn_temperature_tuning", True, kind=BOOLEAN):
+            return {}
+        return {"query_growth": (float(factor), float(length))}
+
+    def write(self, edit: ConfigEdit) -> None:
+        config, content = edit.config, edit.content
+        if edit.changes("rope_layers", "num_layers"):
+            rotated = map(config.has_rope, range(config.num_layers))
+            content["no_rope_layers"] = list(map(int, rotated))
+        if edit.changes("window") and config.window is not None:
+            content["attention_chunk_size"] = config.window
+        if edit.changes("window", "local_layers", "num_layers"):
+            local = [config.kind_of(index)[0] for index in range(config.num_layers)]
+            content["layer_types"] = [_CHUNKED_TYPES[is_local] for is_local in local]
+
+
+class InterleavedExperts(FieldGroup):
+    """The layers with experts, by their numbers or an interval."""
+
+    def read(self, take: Taker) -> Mapping[str, Any]:
+        count = take("num_hidden_layers", kind=SIZE)
+        step = take("interleave_moe_layer_step", 1, kind=SIZE)
+        layers = take("moe_layers", None, kind=INTEGERS.or_null)
+        layers = range(step - 1, count, step) if layers is None else layers
+        size = take("intermediate_size", kind=SIZE)
+        dense = tuple(index for index in range(count) if index not in layers)
+        return {"dense_layers": dense, "expert_dim": size, "shared_expert_dim": size}
+
+    def write(self, edit: ConfigEdit) -> None:
+        config, content = edit.config, edit.content
+        if edit.changes("dense_layers", "num_layers", "num_experts"):
+            kinds = [config.kind_of(index) for index in range(config.num_layers)]
+            content["moe_layers"] = [i for i, (_, has_experts) in enumerate(kinds) if has_experts]
+            if not config.num_experts:
+                content["num_local_experts"] = edit.read.num_experts
+        if edit.changes("expert_dim"):
+            content["intermediate_size"] = config.expert_dim
+
+
+_LLAMA4_FIELDS = {
+    **{name: f for name, f in shared.GATED_DECODER.items() if name != "intermediate_size"},
+    **shared.ATTENTION_BIAS,
+    "head_dim": Field("head_dim", default=128),
+    "intermediate_size_mlp": Field("mlp_dim", default=16384),
+    "num_experts_per_tok": Field("experts_per_token", default=1),
+    "num_key_value_heads": Field("num_kv_heads", default=8),
+    "num_local_experts": Field("num_experts", default=16),
+    "rms_norm_eps": Field("norm_epsilon", default=1e-5),
+}
+_GATE_AND_UP = ("expert", "embed", concatenated("mlp"))
+
+LLAMA4_TEXT = Family(
+    fields=_LLAMA4_FIELDS,
+    fixed={"expert_scores": "input_sigmoid"},
+    groups=[
+        # Others change the length of what they turn, before it is normalized.
+        Rotary(
+            500_000.0,
+            kinds=["default", "linear", "llama3"],
+            max_positions=131_072,
+            interleaved=True,
+        ),
+        ChunkedLayers(),
+        InterleavedExperts(),
+    ],
+    architectures={"Llama4ForCausalLM": {}, "Llama4TextModel": {"head": None, "tied_head": True}},
+    # Of training, and not read by transformers either.
+    harmless=("for_llm_compressor", "router_aux_loss_coef", "router_jitter_noise"),
+    tensors=(
+        *shared.ends(),
+        *in_layers(
+            "model.layers",
+            shared.pre_norms(),
+            shared.attention(),
+            linear("feed_forward.gate_proj", to="mlp.gate", inputs="embed", outputs="mlp"),
+            shared.mlp("feed_forward.up_proj", "feed_forward.down_proj"),
+            linear("feed_forward.router", to="mlp.router", inputs="embed", outputs="expert"),
+            (
+                Tensor("feed_forward.experts.gate_up_proj", "mlp.gate", _GATE_AND_UP),
+                Tensor("feed_forward.experts.gate_up_proj", "mlp.up", _GATE_AND_UP),
+                Tensor("feed_forward.experts.down_proj", "mlp.down", ("expert", "mlp", "embed")),
+            ),
+            shared.shared_expert("feed_forward.shared_expert"),
         ),
     ),
 )

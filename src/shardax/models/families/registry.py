@@ -44,6 +44,7 @@ FAMILIES: dict[str, Family] = {
     "gpt_oss": gpt.GPT_OSS,
     "granite": relatives.GRANITE,
     "llama": llama.LLAMA,
+    "llama4_text": llama.LLAMA4_TEXT,
     "ministral": llama.MINISTRAL,
     "mistral": llama.MISTRAL,
     "mixtral": llama.MIXTRAL,

@@ -120,8 +120,8 @@ def _rope_problems(kind: str, numbers: Mapping[str, Any]) -> list[str]:
         problems.append(f"partial_rotary_factor={numbers['partial_rotary_factor']!r} is above 1")
     if kind == "yarn" and numbers["rope_theta"] <= 1:
         problems.append(f"rope_theta={numbers['rope_theta']!r} is not above 1")
-    if kind == "llama3" and numbers["low_freq_factor"] >= numbers["high_freq_factor"]:
-        problems.append("low_freq_factor is not below high_freq_factor")
+    if kind == "llama3" and numbers["low_freq_factor"] > numbers["high_freq_factor"]:
+        problems.append("low_freq_factor is above high_freq_factor")
     return problems
 
 

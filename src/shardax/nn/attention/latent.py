@@ -169,10 +169,10 @@ class MultiHeadLatentAttention(MultiHeadAttention):
             The queries; as key the rotated one of all heads, (..., other time, 1, rope_dim); as
             value the latent, (..., other time, 1, latent_dim).
         """
-        if self.query_norm is not None or self.key_norm is not None:
+        if any(x is not None for x in (self.query_norm, self.key_norm, self.query_growth)):
             raise LayerConfigError(
                 "MultiHeadLatentAttention has norms of its latents, and none of heads, but was "
-                "given a query_norm or key_norm. Set both to None."
+                "given a query_norm, key_norm or query_growth. Set them to None."
             )
         source = x if context is None else context
         has_latent = hasattr(self, "q_down")

@@ -30,7 +30,7 @@ from shardax._core.module import Module
 from shardax._core.state.split_merge import iter_variables
 from shardax._core.variable import Cache
 from shardax._parallel.ring_attention import make_ring, ring_attention, ring_axes
-from shardax.nn.arithmetic import as_array, cast_all
+from shardax.nn.arithmetic import as_array, at_least_float32, cast_all
 from shardax.nn.attention.dot_product import (
     AttentionKernel,
     check_mask,
@@ -48,7 +48,7 @@ from shardax.nn.errors import LayerConfigError, LayerInputError
 from shardax.nn.linear import Linear
 from shardax.nn.parameters import as_axes, as_size, make_parameter, refuse_input, zeros
 from shardax.nn.quantization import RANGES, dequantized, round_to_format
-from shardax.nn.rope import Rope, Rotation, check_head_dim, rotate
+from shardax.nn.rope import PlacedRotation, Rope, Rotation, check_head_dim, rotate
 from shardax.partition.context import ATTENTION_KERNELS, current_attention_kernel, current_context
 from shardax.partition.explicit import explicit_entries
 
@@ -90,6 +90,11 @@ class MultiHeadAttention(Module):
         out_bias: Whether the projection of the result has one; None for as ``use_bias``.
         window: How many positions a position reads at most: itself and those before it, and as
             many behind it if not ``causal``; None for all.
+        chunked: Whether the window is a chunk instead: positions are cut into chunks of ``window``,
+            and each reads itself and those before it in its own.
+        query_growth: Two numbers, a factor and a length: queries are multiplied by ``1 + factor *
+            log(1 + floor((position + 1) / length))``, so that scores do not flatten in long texts;
+            None for queries as they are.
         softcap: Scores become ``softcap * tanh(scores / softcap)``; None for scores as they are.
         sinks: Whether each head has a learned score beside those of its keys, that of a key whose
             value is zeros, so that it may read little (Xiao et al., arXiv:2309.17453). Only the
@@ -142,6 +147,8 @@ class MultiHeadAttention(Module):
     rope: Rope | None = None
     attention_fn: Callable[..., Any] | None = None
     sinks: Any = None
+    chunked: bool = False
+    query_growth: tuple[float, float] | None = None
 
     def __init__(
         self,
@@ -157,6 +164,8 @@ class MultiHeadAttention(Module):
         use_bias: bool = False,
         out_bias: bool | None = None,
         window: int | None = None,
+        chunked: bool = False,
+        query_growth: tuple[float, float] | None = None,
         softcap: float | None = None,
         sinks: bool = False,
         scale: float | None = None,
@@ -208,6 +217,10 @@ class MultiHeadAttention(Module):
         self.implementation = implementation
         if attention_fn is not None:  # set only where given, as take_precision does
             self.attention_fn = attention_fn
+        if chunked:
+            self.chunked = True
+        if query_growth is not None:
+            self.query_growth = query_growth
         if sinks:
             self.sinks = make_parameter(zeros, (heads,), param_dtype, (queries,), rngs)
         self.softmax: Callable[[jax.Array], jax.Array] = softmax
@@ -242,7 +255,8 @@ class MultiHeadAttention(Module):
             segment_ids: Integers of shape (batch, time); only positions of the same segment are
                 read. With a context, a pair of them.
             positions: Integers of shape (time,) or (batch, time), for the rotary embedding and the
-                cache, where -1 is padding; or their ``Rotation``, computed once for many layers.
+                cache, where -1 is padding; or their ``Rotation``, computed once for many layers,
+                unless ``chunked`` or ``query_growth`` need the positions themselves.
                 None counts from 0, with a cache from the last position of each row.
             context_positions: Likewise for ``context``.
             cache: Keys and values of earlier calls. Those of this call are written to it, and all
@@ -268,6 +282,8 @@ class MultiHeadAttention(Module):
             unsupported = {"a context": context, "segment ids": segment_ids, "a bias": bias}
             read = self._read_cache(x, unsupported, mask, positions, cache)
             return self.out(read, out_sharding=out_sharding)
+        if self.chunked:
+            segment_ids = self._chunks(x, context, positions, segment_ids)
         segments = None if segment_ids is None else _pair_of_segments(x, context, segment_ids)
         qkv = self.project(x, context, positions, context_positions)
         read = self.attend(qkv, mask, segment_ids=segments, bias=bias)
@@ -291,6 +307,9 @@ class MultiHeadAttention(Module):
         query, key, value = self.q(x), self.k(source), self.v(source)
         query, key = _normed(self.query_norm, query), _normed(self.key_norm, key)
         query, key, value = cast_all(None, query, key, value)
+        if self.query_growth is not None:
+            grown = query.astype(at_least_float32(query.dtype)) * self._growth(x, positions)
+            query = grown.astype(query.dtype)
         if self.rope_base is None and not isinstance(positions, Rotation):
             return QueryKeyValue(query, key, value)
         query_rotation = self._rotation(x, positions)
@@ -379,6 +398,29 @@ class MultiHeadAttention(Module):
             precision=self.precision,
         )
 
+    def _growth(self, x: jax.Array, positions: Any) -> jax.Array:
+        """Returns the factors of queries, by position."""
+        factor, length = self.query_growth or (0.0, 1.0)
+        places = _integers(x, positions).astype(np.float32)
+        growth = 1 + factor * jnp.log1p(jnp.floor((places + 1) / length))
+        growth = jax.lax.expand_dims(growth, (places.ndim, places.ndim + 1))
+        return growth if growth.ndim == x.ndim + 1 else jnp.expand_dims(growth, 0)
+
+    def _chunks(self, x: jax.Array, context: Any, positions: Any, segment_ids: Any) -> jax.Array:
+        """Returns segments by chunk, within segments that are given."""
+        if context is not None or self.window is None or not self.causal:
+            refuse_input(
+                "MultiHeadAttention(chunked=True)",
+                "no context, and is causal with a window, the size of a chunk",
+                x,
+                "",
+            )
+        chunks = jnp.broadcast_to(_integers(x, positions) // self.window, x.shape[:-1])
+        if segment_ids is None:
+            return chunks
+        # Of one segment only near positions are read, whose chunks are equal or neighbours.
+        return as_array(segment_ids) * 1024 + chunks % 1024
+
     def _read_by_function(self, query: Any, key: Any, value: Any, mask: Any) -> jax.Array:
         """Weighs the values by the user's function."""
         function: Any = self.attention_fn
@@ -465,14 +507,18 @@ class MultiHeadAttention(Module):
                 refuse_input("A cache", f"a mask of shape {(batch, 1, 1, time)}", mask, hint)
             mask = mask[:, 0, 0]
         cache.check(self, batch)
-        integers = None if isinstance(positions, Rotation) else positions
+        has_rotation = isinstance(positions, (Rotation, PlacedRotation))
+        integers = None if has_rotation else positions
         places = cache.places(time, integers, mask)
-        if positions is None and self.rope_base is not None:
+        if positions is None and (self.rope_base is not None or self.query_growth is not None):
             positions = places
         query, key, value = self.project(x, None, positions)
         held = [(v, v.value) for _, v in iter_variables(cache)]
         keys, values, positions_held, is_full = cache.update(key, value, places, self.window)
         allowed = _readable(positions_held, places, self.causal, self.window)
+        if self.chunked and self.window is not None:
+            own_chunk = places[:, None, :, None] // self.window
+            allowed &= positions_held[:, None, None, :] // self.window == own_chunk
         qkv = QueryKeyValue(query, keys.astype(query.dtype), values.astype(query.dtype))
         try:
             read = self.attend(qkv, allowed, ordered=False)
@@ -540,6 +586,8 @@ class MultiHeadAttention(Module):
     def _rotation(self, x: jax.Array, positions: Any) -> Rotation:
         if isinstance(positions, Rotation):
             return positions
+        if isinstance(positions, PlacedRotation):
+            return Rotation(positions.cosine, positions.sine)
         if positions is None:
             positions = jnp.arange(x.shape[-2], dtype=jnp.int32)
         return self._rope().rotation(as_array(positions), self.head_dim)
@@ -801,6 +849,18 @@ def _laid_out(new: jax.Array, old: jax.Array) -> jax.Array:
         return new
     mesh = target.mesh if explicit_entries(old) is not None else present.mesh
     return jax.sharding.reshard(new, NamedSharding(mesh, target.spec))
+
+
+def _integers(x: jax.Array, positions: Any) -> jax.Array:
+    """Returns positions as integers, counted from 0 where none are given."""
+    if positions is None:
+        return jnp.arange(x.shape[-2], dtype=jnp.int32)
+    if isinstance(positions, Rotation):
+        raise LayerInputError(
+            "MultiHeadAttention with chunked or query_growth needs integer positions, but was "
+            "given their rotation. Give the positions themselves."
+        )
+    return positions.positions if isinstance(positions, PlacedRotation) else as_array(positions)
 
 
 def _normed(norm: Any, heads: jax.Array) -> jax.Array:
