@@ -188,6 +188,7 @@ CHECKED = [
         "class L(sx.nn.Linear):\n    pass",
         "super().__init__ takes",
     ),
+    ("p = nnx.Perturbation(x)", "p = sx.Perturbation(x)", "it is no Intermediate here"),
     ("class A(nnx.Module, pytree=False): ...", "class A(sx.Module): ...", "is a pytree here"),
     ("class B(A, pytree='strict', k=2): ...", "class B(A, k=2): ...", "is a pytree here"),
     ("n = v.get_metadata('note')", "n = v.get_metadata('note')", "not offered"),

@@ -96,7 +96,7 @@ _OTHER_NAMES = frozenset(("names", "out_sharding", "sharding", "sharding_names")
 
 
 def _without_other_names(kind: type, metadata: Mapping[str, object]) -> dict[str, object]:
-    """Entries but for names that are None; raises for names under another keyword."""
+    """Entries without names that are None; raises for other names."""
     for option in _OTHER_NAMES.intersection(metadata):
         names = metadata[option]
         if names is None:

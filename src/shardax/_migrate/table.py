@@ -88,6 +88,12 @@ _OBJECTS = {
         name: Name(f"sx.{name}", renamed=_VARIABLE.renamed, dropped=_VARIABLE.dropped)
         for name in VARIABLES
     },
+    "Perturbation": Name(
+        "sx.Perturbation",
+        renamed=_VARIABLE.renamed,
+        dropped=_VARIABLE.dropped,
+        check="it is no Intermediate here, so filters for Intermediate leave it out",
+    ),
     "List": Name("sx.List"),
     "Dict": Name("sx.Dict"),
     "DiffState": Name("sx.DiffState"),
