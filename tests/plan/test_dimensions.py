@@ -160,7 +160,7 @@ def test_rows_of_groups_meet_one_matrix_each() -> None:
     assert found.masked_flops() == found.masked_flops(recomputed=False) == 3 * 3 * product
 
 
-def test_groups_in_a_batch_have_products_of_their_own() -> None:
+def test_groups_in_a_batch_have_their_own_products() -> None:
     def step(weight: Any, x: jax.Array, sizes: jax.Array) -> jax.Array:
         return jax.vmap(jax.lax.ragged_dot, (0, 0, 0))(x, weight.value, sizes)
 

@@ -110,7 +110,7 @@ def test_ragged_products_are_those_that_compilers_make() -> None:
     assert (grouped.rows, grouped.batch) == (2048 / 4 / 8, 8)
 
 
-def test_rows_are_sent_to_the_devices_of_their_experts() -> None:
+def test_rows_are_sent_to_devices_of_their_experts() -> None:
     work = experts_work(EXPERTS, {"expert": 4}, "tpu")
     product = 2.0 * 2048 * 256 * 512 / 4
     # Room for the most rows that can come: two experts here, for each token of four devices.

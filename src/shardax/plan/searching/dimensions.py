@@ -490,7 +490,7 @@ class JaxprWalk:
         return (*batch, *rows, *columns)
 
     def _ragged_dot(self, eqn, operands: list[TracedArray], runs: int) -> TracedArray:
-        """A product of rows that belong to groups, each with a matrix of its own."""
+        """A product of rows with the matrices of their groups."""
         numbers = eqn.params["ragged_dot_dimension_numbers"]
         (sum_left, sum_right), (batch_left, batch_right) = numbers.dot_dimension_numbers
         left, right = operands[0].dims, operands[1].dims
@@ -743,7 +743,7 @@ class DimensionModel:
         return sum(product.flops for product in self.products)
 
     def masked_flops(self, *, recomputed: bool = True) -> float:
-        """Operations that products of all groups with all rows add to ragged ones."""
+        """Operations added by all groups meeting all rows."""
         ragged = {"rows": 0.0, "terms": 0.0}  # by what each product has of the two
         for product in self.products:
             sizes = {dim.role: dim.size for dim in product.dims}

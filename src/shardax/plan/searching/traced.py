@@ -72,7 +72,7 @@ def traced_workload(
     kind: str = "gpu",
     splits: Splits | None = None,
 ) -> Workload:
-    """Returns the work of one device in a layout, on a kind of hardware."""
+    """Returns the work of one device in a layout."""
     width = 4.0 if dimensions.dtype == "float32" else 2.0
     axes_of = {name: mesh_axes_of(axes) for name, axes in layout.rules}
     batch_axes = frozenset(axis for name in batch_names for axis in axes_of.get(name, ()))
@@ -170,7 +170,7 @@ class _ProductShards:
     def _split_groups(
         self, dim: ProductDimension, axes: Sequence[str], arrays_of: dict[str, tuple[int, ...]]
     ) -> None:
-        """Splits groups; rows are sent to the devices of theirs, and split as well."""
+        """Splits groups, and rows with them."""
         role = "rows" if dim.role == "group" else "terms"
         array = _OPERANDS[dim.role][0]
         taken = [a for a in axes if arrays_of.get(a, _OPERANDS[role]) == _OPERANDS[role]]
@@ -189,7 +189,7 @@ class _ProductShards:
         self.names[array] |= dim.names
 
     def ragged(self, local: MatrixProduct, kind: str) -> tuple[MatrixProduct, float]:
-        """Returns a ragged product as it is compiled, and elements of masked operands."""
+        """Returns a ragged product as compiled, and its masked elements."""
         # Compilers have room for the most rows that can come. XLA for GPU and CPU multiplies all of
         # them with the matrices of all groups, and masks the others' rows; that for TPU has a
         # grouped kernel for rows, and masks where groups are summed.

@@ -69,7 +69,7 @@ def state_bytes(model: TransformerShape, step: TrainingStep) -> float:
 
 
 def _widths(model: TransformerShape, step: TrainingStep) -> tuple[float, float, float, float]:
-    """Elements of a token in a layer: of its stream, attention, MLP and scores."""
+    """Elements of a token: stream, attention, MLP and scores."""
     # A partitioner splits the residual stream as it splits the products beside it.
     is_split = step.sequence_parallel or step.split_stream
     stream = model.embed / (step.tensor if is_split else 1)
@@ -120,7 +120,7 @@ def _saved_share(again: Recompute, matrices: int) -> float:
 
 
 def layer_bytes(model: TransformerShape, step: TrainingStep, software: str) -> float:
-    """Returns the bytes that the backward pass of a layer holds beside what is saved."""
+    """Returns the bytes of one layer's backward pass, beside saved ones."""
     tokens = step.sequences * step.sequence / step.context
     stream, heads, hidden, scores = _widths(model, step)
     gradients = 0 if software == "xla" else hidden  # XLA fuses those of a gate with products

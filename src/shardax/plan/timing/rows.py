@@ -110,7 +110,7 @@ def read_row(row: Row) -> tuple[TransformerShape, TrainingStep, Hardware, str]:
 
 
 def _engine(row: Row) -> str:
-    """The optimizer's engine of a row, where it is not that of its software."""
+    """The optimizer's engine of a row, if not its software's."""
     source = str(row.get("source")).lower()
     engines = {"bigscience": "deepspeed", "deepspeed": "deepspeed", "internevo": "internevo"}
     return next((engine for words, engine in engines.items() if words in source), "")
