@@ -8,9 +8,8 @@ dtype, because making a Variable must not run a JAX operation.
 
 from __future__ import annotations
 
-import math
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 import jax
@@ -259,16 +258,6 @@ def fetchable(value: Any, what: str) -> Any:
             "those that are here, x.addressable_shards."
         )
     return value
-
-
-_BITS = {"int2": 2, "int4": 4, "uint2": 2, "uint4": 4, "float4_e2m1fn": 4}
-"""Bits of dtypes of which several numbers are in a byte, where NumPy counts one each."""
-
-
-def byte_count(shape: Sequence[int], dtype: Any) -> int:
-    """Returns the bytes of an array on a device."""
-    bits = _BITS.get(str(dtype), 8 * dtype.itemsize)
-    return -(-math.prod(shape) * bits // 8)
 
 
 class ArrayLike:

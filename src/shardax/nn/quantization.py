@@ -42,7 +42,7 @@ RANGES: Mapping[str, _Range] = {
 
 
 class QuantizedKernel(Module):
-    """A kernel in few bits, in the place of a ``Param``; made by ``sx.quantize``.
+    """A kernel in few bits; made by ``sx.quantize``.
 
     What a layer reads of its kernel, ``value``, ``shape`` and ``axes``, it reads here too.
 
@@ -138,7 +138,7 @@ class QuantizedKernel(Module):
 def round_to_format(
     x: jax.Array, dimensions: tuple[int, ...], range_: _Range, tile_size: int | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns numbers of a format, and scales of size 1 where they are shared."""
+    """Returns numbers of a format and their scales."""
     wide = x.astype(at_least_float32(x.dtype))
     tiled, shared = _in_tiles(wide, dimensions, tile_size)
     scale = jnp.max(jnp.abs(tiled), axis=shared, keepdims=True) / range_.largest

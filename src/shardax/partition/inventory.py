@@ -29,8 +29,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from shardax._core._jax import Tracer
-from shardax._core.array_ops import byte_count
+from shardax._core._jax import Tracer, byte_count
 from shardax._core.frames import local, resolve
 from shardax._core.graph.flatten import flatten
 from shardax._core.graph.handlers import axes_of, is_box, is_whole

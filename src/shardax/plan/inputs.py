@@ -24,8 +24,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from shardax._core._jax import auto_mesh
-from shardax._core.array_ops import byte_count
+from shardax._core._jax import auto_mesh, byte_count
 from shardax._core.graph.paths import Path, format_path, plain_path
 from shardax._core.object import Object
 from shardax._core.state.state import Origin

@@ -18,7 +18,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
-from shardax._core.array_ops import byte_count
+from shardax._core._jax import byte_count
 from shardax._core.errors import ShardaxError
 from shardax._core.graph.handlers import axes_of
 from shardax._core.graph.paths import Path, format_path

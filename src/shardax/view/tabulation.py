@@ -17,7 +17,7 @@ from typing import Any
 
 import jax
 
-from shardax._core.array_ops import byte_count
+from shardax._core._jax import byte_count
 from shardax._core.checks import Options
 from shardax._core.graph.flatten import is_object
 from shardax._core.graph.paths import Path, format_path
