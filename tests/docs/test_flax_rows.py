@@ -49,14 +49,12 @@ def test_every_row_of_the_tables_is_compared() -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("section", dict.fromkeys(section for section, *_ in CASES))
-def test_both_sides_of_every_row_agree(section: str) -> None:
+@pytest.mark.parametrize("start", range(0, len(CASES), 25))
+def test_both_sides_of_every_row_agree(start: int) -> None:
     pytest.importorskip("flax", reason="the rows compare with Flax")
     from tests.docs.flax_names import names
 
-    for name, row, theirs, ours in CASES:
-        if name != section:
-            continue
+    for _, row, theirs, ours in CASES[start : start + 25]:
         scope = names()
         with jax.numpy_rank_promotion("allow"):  # Flax's layers rely on it
             first = jax.tree.leaves(eval(theirs, scope))
