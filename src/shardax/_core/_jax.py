@@ -16,13 +16,12 @@ from __future__ import annotations
 
 import functools
 import importlib
-import math
 import pathlib
 import sys
 import threading
 import types
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -233,13 +232,3 @@ def _wide_on_cpu(function, x: jax.Array) -> jax.Array:
     return jax.lax.platform_dependent(
         x, cpu=lambda x: function(x.astype(jnp.float32)).astype(x.dtype), default=function
     )
-
-
-_BITS = {"int2": 2, "int4": 4, "uint2": 2, "uint4": 4, "float4_e2m1fn": 4}
-"""Bits of dtypes of which several numbers are in a byte, where NumPy counts one each."""
-
-
-def byte_count(shape: Sequence[int], dtype: Any) -> int:
-    """Returns the bytes of an array on a device."""
-    bits = _BITS.get(str(dtype), 8 * dtype.itemsize)
-    return -(-math.prod(shape) * bits // 8)

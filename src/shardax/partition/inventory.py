@@ -29,7 +29,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from shardax._core._jax import Tracer, byte_count
+from shardax._core._jax import Tracer
 from shardax._core.frames import local, resolve
 from shardax._core.graph.flatten import flatten
 from shardax._core.graph.handlers import axes_of, is_box, is_whole
@@ -423,3 +423,13 @@ def _reduced(leaf: LeafInfo, owner: LeafInfo) -> tuple[LeafInfo, Diagnostic]:
     )
     severity = "info" if names is not None or math.prod(shape) == 1 else "warning"
     return leaf._replace(axes=names), Diagnostic(severity, leaf.path, "reduced-state", text)
+
+
+_BITS = {"int2": 2, "int4": 4, "uint2": 2, "uint4": 4, "float4_e2m1fn": 4}
+"""Bits of dtypes of which several numbers are in a byte, where NumPy counts one each."""
+
+
+def byte_count(shape: Sequence[int], dtype: Any) -> int:
+    """Returns the bytes of an array on a device."""
+    bits = _BITS.get(str(dtype), 8 * dtype.itemsize)
+    return -(-math.prod(shape) * bits // 8)

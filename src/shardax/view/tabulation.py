@@ -17,7 +17,6 @@ from typing import Any
 
 import jax
 
-from shardax._core._jax import byte_count
 from shardax._core.checks import Options
 from shardax._core.graph.flatten import is_object
 from shardax._core.graph.paths import Path, format_path
@@ -31,6 +30,7 @@ from shardax._files import write_whole
 from shardax._transforms.jit.abstract_eval import eval_shape
 from shardax._transforms.lift.engine import wraps
 from shardax._transforms.module_scopes import subclass
+from shardax.partition.inventory import byte_count
 from shardax.partition.specs import abstract
 from shardax.view.page import html_page
 from shardax.view.parameter_table import ViewError, format_bytes, format_count, html_table
