@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels in integers of 8 or 4 bits, or in fp8, with scales.
+"""Kernels in int8, int4 or fp8, with scales.
 
 A kernel is rounded to ``values * scale``: one scale for each channel of the layer's output, or for
 each part of its inputs. The largest magnitude of a channel gets the largest number of the format,
