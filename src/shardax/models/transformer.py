@@ -36,8 +36,9 @@ from shardax.models.experts import ClippedMoE, GroupedMoE, GroupedSoftmaxMoE, In
 from shardax.models.norms import HeadsRMSNorm, dtypes, make_norm
 from shardax.models.pooling import AttentionPooling, pool_states
 from shardax.nn.arithmetic import add_bias, as_array
+from shardax.nn.attention.cache import AttentionCache
 from shardax.nn.attention.latent import LatentCache, MultiHeadLatentAttention
-from shardax.nn.attention.multi_head import AttentionCache, MultiHeadAttention, positions_within
+from shardax.nn.attention.multi_head import MultiHeadAttention, positions_within
 from shardax.nn.dropout import Dropout
 from shardax.nn.embedding import Embed
 from shardax.nn.errors import LayerConfigError, LayerInputError

@@ -7,6 +7,7 @@ as it is on meshes with Auto and with Explicit axes.
 """
 
 from shardax._parallel.attention_kernels import AttentionChoice as AttentionChoice
+from shardax.nn.attention.cache import AttentionCache as AttentionCache
 from shardax.nn.attention.dot_product import choose_attention as choose_attention
 from shardax.nn.attention.dot_product import combine_masks as combine_masks
 from shardax.nn.attention.dot_product import dot_product_attention as dot_product_attention
@@ -14,7 +15,6 @@ from shardax.nn.attention.dot_product import make_attention_mask as make_attenti
 from shardax.nn.attention.dot_product import make_causal_mask as make_causal_mask
 from shardax.nn.attention.latent import LatentCache as LatentCache
 from shardax.nn.attention.latent import MultiHeadLatentAttention as MultiHeadLatentAttention
-from shardax.nn.attention.multi_head import AttentionCache as AttentionCache
 from shardax.nn.attention.multi_head import MultiHeadAttention as MultiHeadAttention
 from shardax.nn.attention.multi_head import QueryKeyValue as QueryKeyValue
 from shardax.nn.conv import AdaptiveAvgPool as AdaptiveAvgPool

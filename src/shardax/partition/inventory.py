@@ -431,5 +431,5 @@ _BITS = {"int2": 2, "int4": 4, "uint2": 2, "uint4": 4, "float4_e2m1fn": 4}
 
 def byte_count(shape: Sequence[int], dtype: Any) -> int:
     """Returns the bytes of an array on a device."""
-    bits = _BITS.get(str(dtype), 8 * dtype.itemsize)
+    bits: int = _BITS.get(str(dtype)) or 8 * dtype.itemsize
     return -(-math.prod(shape) * bits // 8)

@@ -26,8 +26,9 @@ from shardax._core.init.rng import Rngs
 from shardax._core.variable import Cache
 from shardax._parallel.ring_attention import ring_axes
 from shardax.nn.arithmetic import as_array, at_least_float32, einsum
+from shardax.nn.attention.cache import AttentionCache
 from shardax.nn.attention.dot_product import repeat_heads
-from shardax.nn.attention.multi_head import AttentionCache, MultiHeadAttention, QueryKeyValue
+from shardax.nn.attention.multi_head import MultiHeadAttention, QueryKeyValue
 from shardax.nn.errors import LayerConfigError
 from shardax.nn.linear import Linear
 from shardax.nn.normalization import RMSNorm

@@ -1,12 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Multi-head attention, and its cache.
+"""Multi-head attention.
 
 Vaswani et al., "Attention Is All You Need", 2017. Grouped-query attention (Ainslie et al., 2023)
 has fewer heads of keys and values than heads of queries; consecutive query heads share one.
-
-``AttentionCache`` keeps the keys and values of earlier calls. What may be read of it follows from
-the position that each slot holds, never from the slot's number; so padding, and a ring whose slots
-are used again, need no rule of their own.
 """
 
 from __future__ import annotations
@@ -19,18 +15,15 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
 
-from shardax._core._jax import INLINE
 from shardax._core.checks import Options
-from shardax._core.frames import is_eager
-from shardax._core.init.lazy import Init, Initializer
+from shardax._core.init.lazy import Initializer
 from shardax._core.init.rng import Rngs
 from shardax._core.module import Module
 from shardax._core.state.split_merge import iter_variables
-from shardax._core.variable import Cache
 from shardax._parallel.ring_attention import make_ring, ring_attention, ring_axes
 from shardax.nn.arithmetic import as_array, at_least_float32, cast_all
+from shardax.nn.attention.cache import AttentionCache, readable
 from shardax.nn.attention.dot_product import (
     AttentionKernel,
     check_mask,
@@ -47,7 +40,6 @@ from shardax.nn.dropout import Dropout
 from shardax.nn.errors import LayerConfigError, LayerInputError
 from shardax.nn.linear import Linear
 from shardax.nn.parameters import as_axes, as_size, make_parameter, refuse_input, zeros
-from shardax.nn.quantization import RANGES, dequantized, round_to_format
 from shardax.nn.rope import PlacedRotation, Rope, Rotation, check_head_dim, rotate
 from shardax.partition.context import ATTENTION_KERNELS, current_attention_kernel, current_context
 from shardax.partition.explicit import explicit_entries
@@ -515,7 +507,7 @@ class MultiHeadAttention(Module):
         query, key, value = self.project(x, None, positions)
         held = [(v, v.value) for _, v in iter_variables(cache)]
         keys, values, positions_held, is_full = cache.update(key, value, places, self.window)
-        allowed = _readable(positions_held, places, self.causal, self.window)
+        allowed = readable(positions_held, places, self.causal, self.window)
         if self.chunked and self.window is not None:
             own_chunk = places[:, None, :, None] // self.window
             allowed &= positions_held[:, None, None, :] // self.window == own_chunk
@@ -602,253 +594,6 @@ class MultiHeadAttention(Module):
                 x,
                 "Reshape further batch dimensions into one, or use vmap.",
             )
-
-
-class AttentionCache(Module):
-    """Keys and values of one attention, kept between calls.
-
-    It is lazy and has axis names, so ``sx.shard(cache, mesh, rules)`` makes it where the model is.
-
-    Args:
-        batch: How many rows.
-        length: How many slots each row has.
-        num_kv_heads: Heads of keys and values.
-        head_dim: Size of a head.
-        dtype: Dtype of keys and values, a floating one; or int8, in which they are rounded, with a
-            scale for each head of each position.
-        ring: Whether slots are used again, oldest first; for attention with a window of at most
-            ``length``.
-        num_layers: Size of a leading dimension, for the layers of a ``Stack``; None for one layer.
-        axis_name: Name of that dimension; that of the ``Stack``.
-
-    Attributes:
-        key: ``Cache`` of shape (batch, length, num_kv_heads, head_dim).
-        value: Likewise.
-        key_scale: Scales of int8 keys, ``Cache`` of shape (batch, length, num_kv_heads); else None.
-        value_scale: Likewise.
-        position: ``Cache`` of shape (batch, length): the position that a slot holds, or -1.
-        count: ``Cache`` of no dimensions: how many slots were written.
-
-    Raises:
-        LayerConfigError: If a size is not positive, or for another dtype of integers.
-
-    Example:
-        >>> import jax.numpy as jnp, shardax as sx
-        >>> attention = sx.nn.MultiHeadAttention(8, 2, causal=True, rngs=sx.Rngs(0))
-        >>> cache = sx.nn.AttentionCache(1, 4, num_kv_heads=2, head_dim=4)
-        >>> x = jnp.arange(32.0).reshape(1, 4, 8)
-        >>> parts = [attention(x[:, :3], cache=cache), attention(x[:, 3:], cache=cache)]
-        >>> bool(jnp.allclose(jnp.concatenate(parts, 1), attention(x), atol=1e-5))
-        True
-        >>> cache.position[...].tolist()
-        [[0, 1, 2, 3]]
-    """
-
-    key_scale: Cache[Any] | None = None
-    value_scale: Cache[Any] | None = None
-
-    def __init__(
-        self,
-        batch: int,
-        length: int,
-        num_kv_heads: int,
-        head_dim: int,
-        *,
-        dtype: Any = np.float32,
-        ring: bool = False,
-        num_layers: int | None = None,
-        axis_name: str = "layers",
-    ) -> None:
-        names = ("batch", "length", "num_kv_heads", "head_dim")
-        values = (batch, length, num_kv_heads, head_dim)
-        sizes = [
-            as_size("AttentionCache", name, size) for name, size in zip(names, values, strict=True)
-        ]
-        layers = (
-            () if num_layers is None else (as_size("AttentionCache", "num_layers", num_layers),)
-        )
-        axes = ("batch", "cache", "kv_heads", "head_dim")
-
-        def make(fill: int, dtype: Any, count: int) -> Cache[Any]:
-            init = Init(
-                jax.nn.initializers.constant(fill), (*layers, *sizes[:count]), dtype, rngs=None
-            )
-            return Cache(init, axes=(*(axis_name,) * len(layers), *axes[:count]))
-
-        is_int8 = jnp.dtype(dtype) == jnp.int8
-        if not (is_int8 or jnp.issubdtype(dtype, jnp.floating)):
-            raise LayerConfigError(
-                f"AttentionCache has dtype={jnp.dtype(dtype)}, but it must be int8 or a floating "
-                f"dtype."
-            )
-        self.key, self.value = make(0, dtype, 4), make(0, dtype, 4)
-        if is_int8:  # set only where there are some
-            self.key_scale, self.value_scale = make(0, np.float32, 3), make(0, np.float32, 3)
-        self.position, self.count = make(-1, np.int32, 2), make(0, np.int32, 0)
-        self.length = sizes[1]
-        self.ring = bool(ring)
-
-    def check(self, attention: MultiHeadAttention, batch: int) -> None:
-        """Raises if it does not fit an attention and its rows.
-
-        Args:
-            attention: The attention.
-            batch: Rows of its input.
-        """
-        shape = (batch, self.length, attention.num_kv_heads, attention.head_dim)
-        if self.key.shape != shape:
-            refuse_input(
-                "MultiHeadAttention",
-                f"a cache with keys of shape {shape}",
-                self.key,
-                f"Make it with nn.AttentionCache{shape}, one for each layer.",
-            )
-        if self.ring and (attention.window is None or attention.window > self.length):
-            raise LayerInputError(
-                f"A ring of {self.length} slots forgets positions that attention with "
-                f"window={attention.window} reads. Make the cache with ring=False, or as long as "
-                f"the window."
-            )
-
-    def places(self, time: int, positions: Any = None, mask: Any = None) -> jax.Array:
-        """Returns the positions of the next tokens, -1 for padding.
-
-        Args:
-            time: How many tokens in each row.
-            positions: Integers of shape (time,) or (batch, time); None counts on in each row.
-            mask: Booleans of shape (batch, time), True for real tokens; None for all.
-
-        Returns:
-            Integers of shape (batch, time).
-        """
-        return _next_positions(self.position.value, time, positions, mask)
-
-    def update(
-        self, key: jax.Array, value: jax.Array, positions: jax.Array, window: int | None = None
-    ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
-        """Writes keys and values to the next slots.
-
-        Args:
-            key: Shape (batch, time, kv heads, head_dim).
-            value: Likewise.
-            positions: Shape (batch, time), what ``places`` returned.
-            window: How many positions the reader reads at most.
-
-        Returns:
-            Keys, values and positions to read, and whether more was written than there are slots
-            (None if that cannot be).
-
-        Raises:
-            LayerInputError: If there are not as many slots left.
-        """
-        time, count = positions.shape[1], self.count.value
-        pairs: list[tuple[Any, Any]] = [
-            (self.key, key),
-            (self.value, value),
-            (self.position, positions),
-        ]
-        if self.key_scale is not None:
-            numbers, scales = zip(*map(_rounded_heads, (key, value)), strict=True)
-            variables = (self.key, self.value, self.position, self.key_scale, self.value_scale)
-            pairs = list(zip(variables, (*numbers, positions, *scales), strict=True))
-        old = [variable.value for variable, _ in pairs]
-        if any(jax.typeof(array).sharding.mesh.empty for array in old) and (
-            explicit_entries(key) is not None
-        ):
-            raise LayerInputError(
-                f"The AttentionCache is on one device, but keys are "
-                f"{jax.typeof(key)} over Explicit mesh axes. Lay it out as the model: "
-                f"sx.shard(cache, mesh, rules)."
-            )
-        new = [_laid_out(array.astype(v.dtype), v.value) for v, array in pairs]
-        is_full = None
-        if not self.ring:
-            is_full = count + time > self.length
-            if time > self.length or (is_eager() and bool(is_full)):
-                raise LayerInputError(
-                    f"An AttentionCache of {self.length} slots is full: it was to take {time} more "
-                    f"positions. Make a longer one, or one with ring=True for attention with a "
-                    f"window."
-                )
-            written = [_write(*pair, count) for pair in zip(old, new, strict=True)]
-            read = written
-        else:
-            kept_count = min(time, self.length)
-            start = count + (time - kept_count)
-            last = [array[:, time - kept_count :] for array in new]
-            written = [_write_ring(*pair, start) for pair in zip(old, last, strict=True)]
-            # What is overwritten may still be read by the first of many new positions.
-            fits = time == 1 or time + (window or 0) <= self.length + 1
-            read = (
-                written
-                if fits
-                else [jnp.concatenate(pair, axis=1) for pair in zip(old, new, strict=True)]
-            )
-        for (variable, _), array in zip(pairs, written, strict=True):
-            variable.value = array
-        self.count.value = count + time
-        keys, values, positions_held, *read_scales = read
-        if read_scales:
-            keys, values = (
-                dequantized(numbers, scale[..., None], key.dtype)
-                for numbers, scale in zip((keys, values), read_scales, strict=True)
-            )
-        return keys, values, positions_held, is_full
-
-
-def _rounded_heads(heads: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns heads in int8 and their scales."""
-    numbers, scale = round_to_format(heads, (-1,), RANGES["int8"])
-    return numbers, scale[..., 0]
-
-
-@functools.partial(jax.jit, static_argnums=1, inline=INLINE)
-def _next_positions(positions_held: jax.Array, time: int, positions: Any, mask: Any) -> jax.Array:
-    shape = (positions_held.shape[0], time)
-    if positions is None:
-        real = jnp.ones(shape, np.int32) if mask is None else mask.astype(np.int32)
-        positions = _laid_out(jnp.cumsum(real, 1), positions_held) + jnp.max(
-            positions_held, 1, keepdims=True
-        )
-    positions = jnp.broadcast_to(as_array(positions), shape).astype(np.int32)
-    positions = positions if mask is None else jnp.where(mask, positions, -1)
-    return _laid_out(positions, positions_held)
-
-
-@functools.partial(jax.jit, static_argnums=(2, 3), inline=INLINE)
-def _readable(
-    positions_held: jax.Array, places: jax.Array, causal: bool, window: int | None
-) -> jax.Array:
-    seen, own_position = positions_held[:, None, None, :], places[:, None, :, None]
-    allowed = seen >= 0
-    if causal:
-        allowed &= seen <= own_position
-    return allowed if window is None else allowed & (seen > own_position - window)
-
-
-def _write(old: jax.Array, new: jax.Array, start: Any) -> jax.Array:
-    return jax.lax.dynamic_update_slice_in_dim(old, new, start, axis=1)
-
-
-def _write_ring(old: jax.Array, new: jax.Array, start: Any) -> jax.Array:
-    length, time = old.shape[1], new.shape[1]
-    start %= length
-    if time == 1:
-        return _write(old, new, start)
-    # Slot s takes what is new at (s - start) modulo the length.
-    source = (jnp.arange(length, dtype=np.int32) - start) % length
-    trailing = (1,) * (old.ndim - 2)
-    source_rows = jnp.take(new, jnp.minimum(source, time - 1), axis=1)
-    return jnp.where((source < time).reshape(1, length, *trailing), source_rows, old)
-
-
-def _laid_out(new: jax.Array, old: jax.Array) -> jax.Array:
-    """Lays an array out as another, over Explicit mesh axes."""
-    present, target = jax.typeof(new).sharding, jax.typeof(old).sharding
-    if explicit_entries(new) == explicit_entries(old):
-        return new
-    mesh = target.mesh if explicit_entries(old) is not None else present.mesh
-    return jax.sharding.reshard(new, NamedSharding(mesh, target.spec))
 
 
 def _integers(x: jax.Array, positions: Any) -> jax.Array:
