@@ -174,7 +174,7 @@ _GRADIENT = jnp.float8_e5m2, 57344.0
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def fp8_product(multiply: Multiply, x: jax.Array, kernel: jax.Array) -> jax.Array:
-    """Multiplies operands that are rounded to fp8; so are gradients of the result."""
+    """Multiplies operands rounded to fp8; gradients are rounded likewise."""
     return _forward(multiply, x, kernel)[0]
 
 

@@ -13,11 +13,12 @@ arrays), or ``"other"`` (caches, random streams, statistics).
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import math
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -343,3 +344,27 @@ def _array_layout(leaf: LeafInfo, info: ArrayInfo, kind: str, spec) -> ArrayLayo
         tuple(leaf.names_of(info) or (None,) * len(info.shape)),
         tuple(mesh_axes_of(entry) for entry in (*spec, *missing)),
     )
+
+
+@contextlib.contextmanager
+def needs_no_values() -> Iterator[None]:
+    """Turns JAX's concretization errors into one with the line."""
+    try:
+        yield
+    except (
+        jax.errors.ConcretizationTypeError,
+        jax.errors.TracerArrayConversionError,
+        jax.errors.TracerIntegerConversionError,
+        jax.errors.NonConcreteBooleanIndexError,
+    ) as error:
+        line, frame = "", error.__traceback__
+        while frame is not None:  # the innermost line that is neither JAX's nor shardax's
+            name = frame.tb_frame.f_globals.get("__name__", "")
+            if name.partition(".")[0] not in ("jax", "shardax", "contextlib"):
+                line = f" at {frame.tb_frame.f_code.co_filename}:{frame.tb_lineno}"
+            frame = frame.tb_next
+        raise PlanInputError(
+            f"The step needs concrete values{line}, but is planned from shapes alone. Compute with "
+            "jax.numpy and sx.cond or sx.while_loop there, or make the value static. JAX says: "
+            f"{str(error).splitlines()[0]}"
+        ) from error

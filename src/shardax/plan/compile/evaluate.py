@@ -40,9 +40,9 @@ from shardax.plan.compile.compilers import compiler_for, rematerialization_warni
 from shardax.plan.errors import PlanInputError
 from shardax.plan.hardware.cost import time_band
 from shardax.plan.hardware.targets import Target
-from shardax.plan.inputs import Inputs, Placed, label, unbound
+from shardax.plan.inputs import Inputs, Placed, label, needs_no_values, unbound
 from shardax.plan.records import Layout, LayoutReport, Provenance
-from shardax.plan.searching.dimensions import DimensionModel, needs_no_values, trace_dimensions
+from shardax.plan.searching.dimensions import DimensionModel, trace_dimensions
 from shardax.plan.timing.workload import expected_time, workload_of_program
 
 # What tracing raises if the rules contradict the step: our errors, and JAX's of sharding types.

@@ -17,12 +17,11 @@ that two calls of one function do not become one. Dead equations are passed over
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -36,8 +35,7 @@ from shardax._transforms.jit.jit import Jit
 from shardax.partition.context import mark_names, marking_names, names_marked, tracing_reference
 from shardax.partition.inventory import LeafInfo, TreeInventory
 from shardax.partition.rules import Names, Rules, RulesLike, check_names, mesh_axes_of, strings
-from shardax.plan.errors import PlanInputError
-from shardax.plan.inputs import Inputs, unbound
+from shardax.plan.inputs import Inputs, needs_no_values, unbound
 
 
 class DimensionClasses:
@@ -857,30 +855,6 @@ def _names_of_leaves(inputs: Inputs) -> list[tuple[LeafInfo, list[Names | None]]
             (leaf, [None if spec is None else check_names(spec) for spec in names])
         )
     return names_of_leaves
-
-
-@contextlib.contextmanager
-def needs_no_values() -> Iterator[None]:
-    """Turns JAX's concretization errors into one with the line."""
-    try:
-        yield
-    except (
-        jax.errors.ConcretizationTypeError,
-        jax.errors.TracerArrayConversionError,
-        jax.errors.TracerIntegerConversionError,
-        jax.errors.NonConcreteBooleanIndexError,
-    ) as error:
-        line, frame = "", error.__traceback__
-        while frame is not None:  # the innermost line that is neither JAX's nor shardax's
-            name = frame.tb_frame.f_globals.get("__name__", "")
-            if name.partition(".")[0] not in ("jax", "shardax", "contextlib"):
-                line = f" at {frame.tb_frame.f_code.co_filename}:{frame.tb_lineno}"
-            frame = frame.tb_next
-        raise PlanInputError(
-            f"The step needs concrete values{line}, but is planned from shapes alone. Compute with "
-            "jax.numpy and sx.cond or sx.while_loop there, or make the value static. JAX says: "
-            f"{str(error).splitlines()[0]}"
-        ) from error
 
 
 def _marked(inputs: Inputs) -> Callable[..., Any]:
