@@ -22,6 +22,9 @@ LIMIT = 20.0
 FIXED_SECONDS = 0.43
 # Tests that take more, each with the reason.
 DEAR = {
+    "tests/benchmarks/test_plan_depths.py::test_sampled_layouts_have_both_times": (
+        "traces and compiles a sample of layouts, to compare both times"
+    ),
     "tests/house/test_style.py::test_the_code_is[well_typed]": (
         "the type checker reads the package, JAX and NumPy as a whole"
     ),
