@@ -280,6 +280,15 @@ def test_a_chunk_reads_itself_alone(kind: AxisType | None):
         close(call(layer, placed, **given), packed)
 
 
+def test_chunks_and_segments_are_compared_exactly() -> None:
+    layer, x = attention(chunked=True, causal=True, window=2), floats(1, TIME, FEATURES)
+    expected = call(layer, x, segment_ids=np.array([[1, 1, 1, 2, 2]]))
+    close(call(layer, x, segment_ids=np.array([[1, 1, 1, 1 + 2**22, 1 + 2**22]])), expected)
+    sparse = {"positions": np.array([0, 2**12, 2**12 + 1, 2**13, 2**13 + 1])}
+    one_segment = np.ones((1, TIME), np.int32)
+    close(call(layer, x, **sparse, segment_ids=one_segment), call(layer, x, **sparse))
+
+
 @pytest.mark.parametrize("kind", [None, AxisType.Explicit], ids=str)
 def test_queries_grow_with_their_position(kind: AxisType | None):
     layer, x = attention(causal=True, query_growth=(0.5, 2)), floats(4, TIME, FEATURES)

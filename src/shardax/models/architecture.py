@@ -10,8 +10,9 @@ are those that stand where the built model has its own, whatever their type.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -273,30 +274,25 @@ def _describe_new_pair(
     config: DualEncoderConfig,
 ) -> tuple[dict[str, Any], Family, DualEncoderConfig]:
     """Finds the family of a pair without a file."""
-    closest: dict[str, tuple[Any, Any]] | None = None
-    for kind, family in registry.FAMILIES.items():
-        if not isinstance(family, DualFamily):
-            continue
-        architecture, dtype = next(iter(family.architectures)), config.text.param_dtype
-        content: dict[str, Any] = {"architectures": [architecture], "model_type": kind}
-        content |= {"dtype": dtype}
-        content |= {
-            name: getattr(config, field.targets[0]) for name, field in family.fields.items()
-        }
-        try:
-            for name, tower in family.towers.items():
-                tower_config = getattr(config, name)
-                written = _new_content(tower.model_type, tower.family, tower_config)
-                content[tower.field] = written
-            read = family.config(content, "config.json")
-        except PretrainedError:
-            continue
-        differing = _pair_differences(config, read)
-        if not differing:
-            return content, family, read
-        if closest is None or len(differing) < len(closest):
-            closest = differing
-    raise refused([f"no family of config.json has {_said(closest or {})}"])
+    contents = (
+        (family, partial(_new_pair_content, kind, family, config))
+        for kind, family in registry.FAMILIES.items()
+        if isinstance(family, DualFamily)
+    )
+    return _fitting(contents, partial(_pair_differences, config))
+
+
+def _new_pair_content(kind: str, family: DualFamily, config: DualEncoderConfig) -> dict[str, Any]:
+    """Returns a family's ``config.json`` nearest to a config."""
+    content: dict[str, Any] = {
+        "architectures": [next(iter(family.architectures))],
+        "model_type": kind,
+        "dtype": config.text.param_dtype,
+    }
+    content |= {name: getattr(config, field.targets[0]) for name, field in family.fields.items()}
+    for name, tower in family.towers.items():
+        content[tower.field] = _new_content(tower.model_type, tower.family, getattr(config, name))
+    return content
 
 
 def _pair_differences(config: DualEncoderConfig, read: DualEncoderConfig) -> dict[str, Any]:
@@ -621,15 +617,26 @@ def _reread(family: Family, content: Mapping[str, object]) -> Any:
 
 def _describe_new(config: TransformerConfig) -> tuple[dict[str, Any], Family, TransformerConfig]:
     """Finds the family of a config without a file."""
-    closest: dict[str, tuple[Any, Any]] | None = None
-    for kind in registry.NEW_MODEL_TYPES:
-        family = registry.FAMILIES[kind]
+    families = {kind: registry.FAMILIES[kind] for kind in registry.NEW_MODEL_TYPES}
+    contents = (
+        (family, partial(_new_content, kind, family, config)) for kind, family in families.items()
+    )
+    return _fitting(contents, partial(_differences, config))
+
+
+def _fitting(
+    contents: Iterable[tuple[Family, Callable[[], dict[str, Any]]]],
+    differences: Callable[[Any], dict[str, Any]],
+) -> tuple[dict[str, Any], Family, Any]:
+    """Returns the first content that reads back without differences, or raises."""
+    closest: dict[str, Any] | None = None
+    for family, make_content in contents:
         try:
-            content = _new_content(kind, family, config)
+            content = make_content()
             read = family.config(content, "config.json")
         except PretrainedError:
             continue
-        differing = _differences(config, read)
+        differing = differences(read)
         if not differing:
             return content, family, read
         if closest is None or len(differing) < len(closest):
@@ -745,8 +752,8 @@ class _ArchitectureCheck:
     def _is_another_class(self, module: object, expected: type, where: Path) -> bool:
         kind = type(module)
         if not isinstance(module, expected):
-            is_lora = kind.__name__ == "LoRA"
-            self.advice = " Merge adapters first: sx.surgery.merge_lora(model)." if is_lora else ""
+            if kind.__name__ == "LoRA":
+                self.advice = " Merge adapters first: sx.surgery.merge_lora(model)."
             self.wrong[where] = f"is {_text(module)}, not a {expected.__name__}"
             return True
         for cls in kind.__mro__[: kind.__mro__.index(expected)]:

@@ -270,8 +270,7 @@ def bounded_while_loop(
 
     Raises:
         TransformError: If ``max_steps``, ``differentiable``, ``history`` or ``padding`` is not
-            valid; as for ``while_loop``; also if the history function writes; as for
-            ``while_loop``.
+            valid; as for ``while_loop``; also if the history function writes.
 
     Example:
         >>> import jax.numpy as jnp, shardax as sx

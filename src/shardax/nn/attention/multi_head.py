@@ -275,7 +275,11 @@ class MultiHeadAttention(Module):
             read = self._read_cache(x, unsupported, mask, positions, cache)
             return self.out(read, out_sharding=out_sharding)
         if self.chunked:
-            segment_ids = self._chunks(x, context, positions, segment_ids)
+            chunks = self._chunks(x, context, positions)
+            if segment_ids is None:
+                segment_ids = chunks
+            else:
+                mask = within_segments(chunks, chunks, mask)
         segments = None if segment_ids is None else _pair_of_segments(x, context, segment_ids)
         qkv = self.project(x, context, positions, context_positions)
         read = self.attend(qkv, mask, segment_ids=segments, bias=bias)
@@ -398,8 +402,8 @@ class MultiHeadAttention(Module):
         growth = jax.lax.expand_dims(growth, (places.ndim, places.ndim + 1))
         return growth if growth.ndim == x.ndim + 1 else jnp.expand_dims(growth, 0)
 
-    def _chunks(self, x: jax.Array, context: Any, positions: Any, segment_ids: Any) -> jax.Array:
-        """Returns segments by chunk, within segments that are given."""
+    def _chunks(self, x: jax.Array, context: Any, positions: Any) -> jax.Array:
+        """Returns the chunk of each position."""
         if context is not None or self.window is None or not self.causal:
             refuse_input(
                 "MultiHeadAttention(chunked=True)",
@@ -407,11 +411,7 @@ class MultiHeadAttention(Module):
                 x,
                 "",
             )
-        chunks = jnp.broadcast_to(_integers(x, positions) // self.window, x.shape[:-1])
-        if segment_ids is None:
-            return chunks
-        # Of one segment only near positions are read, whose chunks are equal or neighbours.
-        return as_array(segment_ids) * 1024 + chunks % 1024
+        return jnp.broadcast_to(_integers(x, positions) // self.window, x.shape[:-1])
 
     def _read_by_function(self, query: Any, key: Any, value: Any, mask: Any) -> jax.Array:
         """Weighs the values by the user's function."""
