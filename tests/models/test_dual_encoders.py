@@ -376,6 +376,20 @@ def test_an_edited_pair_reads_back_as_it_is(edit: Callable[[Any], None], tmp_pat
     assert config_of(tmp_path / "again") == config_of(tmp_path / "saved")
 
 
+def test_a_tower_with_a_config_of_its_own_is_refused(tmp_path: Path) -> None:
+    model = from_pretrained(folder_of("clip"))
+    model.text.config = dataclasses.replace(model.text.config, pooling="highest")
+    expected = outputs(model)
+    with pytest.raises(PretrainedError, match=r"\.text\.config has pooling='highest'") as caught:
+        save_pretrained(model, tmp_path / "saved")
+    assert not (tmp_path / "saved").exists()
+    code = "model.config = dataclasses.replace(model.config, text=model.text.config)"
+    run_advice(caught.value, code, {"model": model, "dataclasses": dataclasses})
+    save_pretrained(model, tmp_path / "saved")
+    for result, value in zip(outputs(from_pretrained(tmp_path / "saved")), expected, strict=True):
+        np.testing.assert_array_equal(result, value)
+
+
 def test_an_edited_pair_equals_that_of_transformers(tmp_path: Path):
     torch = pytest.importorskip("torch", reason="pip install torch")
     transformers = pytest.importorskip("transformers", reason="pip install transformers")

@@ -244,6 +244,12 @@ def _describe_pair(
         tower = getattr(model, name)
         if not isinstance(tower, Transformer):
             raise refused([f".{name} is {_text(tower)}, not a Transformer"])
+        if differing := _differences(config_of(tower), getattr(config, name)):
+            raise refused(
+                [f".{name}.config has {_said(differing)} in model.config.{name}"],
+                f" Set both: model.config = dataclasses.replace(model.config, "
+                f"{name}=model.{name}.config).",
+            )
     facts = {name: _facts(getattr(model, name), getattr(config, name)) for name in TOWERS}
     size = _attempt(lambda pair: int(pair.text_projection.kernel.shape[-1]), model)
     size = 0 if size is _NONE else size
