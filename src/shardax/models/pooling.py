@@ -13,7 +13,7 @@ from shardax._core.init.rng import Rngs
 from shardax._core.module import Module
 from shardax.models.config import TransformerConfig
 from shardax.models.norms import dtypes, make_norm
-from shardax.nn.arithmetic import as_array, at_least_float32
+from shardax.nn.arithmetic import add_bias, as_array, at_least_float32
 from shardax.nn.attention.multi_head import MultiHeadAttention
 from shardax.nn.errors import LayerInputError
 from shardax.nn.mlp import MLP
@@ -106,7 +106,6 @@ class AttentionPooling(Module):
         self.mlp = mlp
 
     def __call__(self, hidden: jax.Array) -> jax.Array:
-        query = self.query.value.astype(hidden.dtype)
-        query = jnp.broadcast_to(query, (*hidden.shape[:-2], 1, hidden.shape[-1]))
+        query = add_bias(jnp.zeros_like(hidden[..., :1, :]), self.query.value)
         x: Any = self.attn(query, hidden)
         return (x + self.mlp(self.norm(x)))[..., 0, :]
