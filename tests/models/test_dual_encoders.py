@@ -376,7 +376,7 @@ def test_an_edited_pair_reads_back_as_it_is(edit: Callable[[Any], None], tmp_pat
     assert config_of(tmp_path / "again") == config_of(tmp_path / "saved")
 
 
-def test_a_tower_with_a_config_of_its_own_is_refused(tmp_path: Path) -> None:
+def test_a_tower_of_another_config_is_refused(tmp_path: Path) -> None:
     model = from_pretrained(folder_of("clip"))
     model.text.config = dataclasses.replace(model.text.config, pooling="highest")
     expected = outputs(model)
