@@ -341,6 +341,10 @@ class MoE(Module):
     def _hidden(self, x: jax.Array, gate: Kernel, up: Kernel, **options: Callable[..., Any]):
         return self._gated(_product(x, gate, **options), _product(x, up, **options))
 
+    def _weighed(self, rows: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Multiplies rows by weights that are of inputs, and returns those of results."""
+        return (rows * weights, jnp.ones_like(weights)) if self._scales_inputs else (rows, weights)
+
     def _gated(self, gate: jax.Array, up: jax.Array) -> jax.Array:
         """Returns the hidden layer of an expert."""
         return find_activation(self.activation, "MoE")(gate) * up
@@ -386,8 +390,7 @@ class MoE(Module):
         sizes = jnp.bincount(experts.reshape(-1), length=len(kernels[0][0])).astype(jnp.int32)
         token = order // self.top_k
         rows, weights = x[token], weights.reshape(-1)[order][:, None]
-        if self._scales_inputs:
-            rows, weights = rows * weights, jnp.ones_like(weights)
+        rows, weights = self._weighed(rows, weights)
         y = self._sorted(kernels, rows, sizes) * weights
         return jnp.zeros_like(x).at[token].add(y)
 
@@ -399,8 +402,7 @@ class MoE(Module):
         places = self._places(experts.size, count)
         place = find_places(experts, count).T.reshape(-1)
         rows, weights = jnp.tile(x, (self.top_k, 1)), weights.T.reshape(-1)[:, None]
-        if self._scales_inputs:
-            rows, weights = rows * weights, jnp.ones_like(weights)
+        rows, weights = self._weighed(rows, weights)
         buffers = jnp.zeros((count, places, x.shape[-1]), x.dtype)
         buffers = buffers.at[chosen, place].set(rows, mode="drop")
         multiply = partial(jnp.einsum, "etd,edh->eth")
