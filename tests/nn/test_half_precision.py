@@ -122,7 +122,15 @@ LAYERS: dict[str, Callable[[Any], Any]] = {
 }
 RNGS = sx.Rngs(0)
 # In models, in tests of its own, or above.
-ELSEWHERE = {"AttentionCache", "Embed", "LatentCache", "LSTMCell", "RNN", "Sequential"}
+ELSEWHERE = {
+    "AttentionCache",
+    "Embed",
+    "LatentCache",
+    "LSTMCell",
+    "QuantizedKernel",
+    "RNN",
+    "Sequential",
+}
 
 
 def test_every_layer_is_tried_under_strict_promotion() -> None:

@@ -225,7 +225,7 @@ def test_activations_shrink_with_the_number_of_devices(how: str) -> None:
 
 
 def test_unsupported_rings_are_refused_with_the_alternative() -> None:
-    with pytest.raises(sx.errors.LayerInputError, match=r"without dropout") as caught:
+    with pytest.raises(sx.errors.LayerInputError, match="without sinks, dropout") as caught:
         split_call(AxisType.Auto, "ring", 16, dropout=0.5)
     scopes = jax.set_mesh(mesh_of(AxisType.Auto)), sx.axis_rules(RULES)
     gathered = run_advice(caught.value, 'sx.parallel(context="all-gather")', {"sx": sx})

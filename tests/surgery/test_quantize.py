@@ -84,6 +84,15 @@ def test_layers_compute_with_the_rounded_kernel(name: str, kind: Any) -> None:
     close(small(HALF), expected(HALF))
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("kind", ["int8", "int4", "fp8"])
+def test_results_keep_the_dtype_under_strict_promotion(kind: Any, dtype: Any) -> None:
+    for make, _ in LAYERS.values():
+        small = sx.quantize(sx.map(lambda _, v: v.astype(dtype), make()), kind)
+        with jax.numpy_dtype_promotion("strict"):
+            assert small(HALF.astype(dtype)).dtype == dtype
+
+
 def test_embedding_rounds_each_vector_alone() -> None:
     table = with_values(nn.Embed(6, 8, rngs=sx.Rngs(0)))
     small = sx.quantize(table, "int8")

@@ -342,7 +342,7 @@ class MoE(Module):
         return self._gated(_product(x, gate, **options), _product(x, up, **options))
 
     def _weighed(self, rows: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Multiplies rows by weights that are of inputs, and returns those of results."""
+        """Returns rows scaled if weights are of inputs, and weights of results."""
         return (rows * weights, jnp.ones_like(weights)) if self._scales_inputs else (rows, weights)
 
     def _gated(self, gate: jax.Array, up: jax.Array) -> jax.Array:

@@ -77,7 +77,7 @@ def quantize(
         >>> small.down.kernel.values.dtype.name, small.up.kernel.values.dtype.name
         ('int8', 'int4')
         >>> x = jnp.ones((2, 64))
-        >>> bool(jnp.abs(small(x) - model(x)).max() < 0.1 * jnp.abs(model(x)).max())
+        >>> bool(jnp.abs(small(x) - model(x)).max() < 0.2 * jnp.abs(model(x)).max())
         True
     """
     rules = _rules_of(formats)
