@@ -28,6 +28,8 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer as Tracer
 
+from shardax._core.graph.paths import PyTree
+
 if TYPE_CHECKING:
     from jax.extend.core import Literal as Literal
     from jax.extend.core import jaxpr_as_fun as jaxpr_as_fun
@@ -138,7 +140,7 @@ def asks_from_c() -> bool:
 def eager() -> Any:
     """Returns the token of eager execution: no transform is tracing."""
     # Taken in a new thread, because in this one something may be tracing.
-    states: list[Any] = []
+    states: list[PyTree] = []
     thread = threading.Thread(target=lambda: states.append(trace_state()))
     thread.start()
     thread.join()

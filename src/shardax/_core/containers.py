@@ -41,6 +41,7 @@ from shardax._core.frames import Frame, check_structural_write, local, owner_her
 from shardax._core.frozen import FrozenArray, FrozenVariable, Slot
 from shardax._core.graph import handlers
 from shardax._core.graph.flatten import DictDef, ListDef, register_graph
+from shardax._core.graph.paths import Leaf, PyTree
 from shardax._core.graph.static import Static, exact_key
 from shardax._core.init.lazy import LazyValue
 from shardax._core.object import Object, epoch
@@ -143,7 +144,7 @@ def _hidden_data(value: object) -> str | None:
     return None if untracked_name is None else f"its attribute {untracked_name!r} cannot be tracked"
 
 
-def unbox(value: Any) -> Any:
+def unbox(value: Any) -> PyTree:
     """Returns a stored value as the user sees it."""
     if isinstance(value, BOXES):
         return value.value
@@ -160,7 +161,7 @@ def unbox_attribute(value: object) -> Any:
     return value.value if isinstance(value, ArrayAttribute) else value
 
 
-def copy_boxes(value: object, where: str) -> Any:
+def copy_boxes(value: object, where: str) -> Leaf:
     """Copies the array attributes of a stored value."""
     if handlers.handler_of(value).stores_items and is_boxed(value):
         return handlers.map_children(lambda item: copy_boxes(item, where), value)
@@ -225,7 +226,7 @@ class ChangeableNode:
         self.children()
         return self._kind
 
-    def read(self) -> Any:
+    def read(self) -> Leaf:
         """Returns the node that the user sees, with the present values."""
         frame = local.frame
         if frame is not None and any(resolve(box, frame) is not box for box in _boxes_in(self)):

@@ -35,6 +35,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from shardax._core import errors
 from shardax._core._jax import Tracer, is_prng_key, jit_options
 from shardax._core.errors import warn
+from shardax._core.graph.paths import PyTree
 
 _landing: ContextVar[Mesh | None] = ContextVar("landing", default=None)
 _known: WeakValueDictionary[int, PickledArray] = WeakValueDictionary()
@@ -71,7 +72,7 @@ def packed(value: Any) -> Any:
     )
 
 
-def reduced(array: jax.Array) -> Any:
+def reduced(array: jax.Array) -> PyTree:
     """Returns how to make an array again, for ``__reduce__``."""
     if isinstance(array, Tracer):
         raise errors.PickleWriteError(
@@ -102,7 +103,7 @@ def reduced(array: jax.Array) -> Any:
 
 
 def _landed(
-    make: Callable[..., Any], arguments, sharding: object, implementation: str | None, dtype: str
+    make: Callable[..., PyTree], arguments, sharding: object, implementation: str | None, dtype: str
 ) -> jax.Array:
     """Restores an array, with its layout if the mesh exists here."""
     with jax.ensure_compile_time_eval():  # also where something is being traced
@@ -239,7 +240,7 @@ def _reduce_rule(function: object):
     return name_of(function) or again
 
 
-def _rule(kind: Callable[..., object], function: Callable[..., object], argnums: object) -> Any:
+def _rule(kind: Callable[..., object], function: Callable[..., object], argnums: object) -> PyTree:
     return kind(function, argnums)
 
 

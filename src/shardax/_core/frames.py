@@ -34,6 +34,7 @@ from shardax._core.errors import (
     ModuleError,
     TraceLeakError,
 )
+from shardax._core.graph.paths import Leaf, PyTree
 
 
 def is_eager() -> bool:
@@ -45,7 +46,7 @@ class CapturedVariable(NamedTuple):
     """A Variable that a frame uses without having been passed it."""
 
     outer: Any  # the parent's Variable
-    stand_in: Any  # the frame's own
+    stand_in: PyTree  # the frame's own
     value: Any  # what the stand-in was given
 
 
@@ -85,7 +86,7 @@ class Frame:
         for _, node in self.nodes.values():
             node.children()
 
-    def capture(self, outer: Any) -> Any:
+    def capture(self, outer: Any) -> PyTree:
         """Returns this frame's stand-in for a Variable of the parent."""
         # A copy reads the value as of now; transforms with a stricter rule override this.
         copy = outer._copy_into(self)
@@ -94,7 +95,7 @@ class Frame:
         self.captured.append(CapturedVariable(outer, copy, value))
         return copy
 
-    def reached(self, stand_in: Any) -> Any:
+    def reached(self, stand_in: PyTree) -> PyTree:
         """Returns the stand-in of an argument that was reached by a closure."""
         return stand_in
 
@@ -185,7 +186,7 @@ def _remember(target, stamp: Stamp) -> None:
         del reads[next(iter(reads))]
 
 
-def note_writes(targets: Iterable[Any]) -> None:
+def note_writes(targets: Iterable[PyTree]) -> None:
     """Stamps Variables that a compiled function wrote; under the lock ``exclusive``."""
     thread, make = threading.get_ident(), tuple.__new__
     for target in targets:
@@ -194,7 +195,7 @@ def note_writes(targets: Iterable[Any]) -> None:
             target._stamp = make(Stamp, (stamp.variable, thread))
 
 
-def commit(targets: Sequence[Any], read: Sequence[Any], written: Sequence[Any]) -> bool:
+def commit(targets: Sequence[PyTree], read: Sequence[Any], written: Sequence[Leaf]) -> bool:
     """Writes values, unless another thread wrote after they were read."""
     with exclusive:
         pairs = zip(targets, read, strict=True)
@@ -229,7 +230,7 @@ def note_write(target: Any) -> None:
     _remember(target, new_stamp)
 
 
-def resolve(variable: Any, frame: Frame | None) -> Any:
+def resolve(variable: Any, frame: Frame | None) -> PyTree:
     """Returns the Variable that stands for another one in a frame."""
     owner = variable._owner
     if owner is frame or (type(owner) is PlainTrace and owner.parent is frame):

@@ -28,7 +28,7 @@ from shardax._core.frames import Frame, check_structural_write, in_one_step, own
 from shardax._core.frozen import FrozenVariable
 from shardax._core.graph.flatten import GraphWalk, ModuleDef, register_graph
 from shardax._core.graph.handlers import Handler, Pairs, handler_of, has_parts, register
-from shardax._core.graph.paths import Path, format_path, line_of
+from shardax._core.graph.paths import Path, PyTree, format_path, line_of
 from shardax._core.object import Object, epoch
 from shardax._core.state import bind
 from shardax._core.variable import ArrayAttribute, Intermediate, Param, Perturbation, Variable
@@ -204,7 +204,7 @@ class Module(Object):
         type: type[Variable] = Intermediate,
         *,
         reduce_fn: Callable[[Any, Any], object] = _append,
-        init_fn: Callable[[], Any] = tuple,
+        init_fn: Callable[[], PyTree] = tuple,
     ) -> None:
         """Appends a value to the tuple in the Variable ``name``.
 
@@ -278,7 +278,7 @@ class Module(Object):
 
     def stateless_call(
         self, variables: object, /, *args: object, **kwargs: object
-    ) -> tuple[Any, Any]:
+    ) -> tuple[PyTree, PyTree]:
         """Calls this Module with frozen values for its slots.
 
         Args:

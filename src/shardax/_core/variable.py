@@ -70,7 +70,7 @@ from shardax._core.frames import (
 )
 from shardax._core.graph.flatten import VariableDef, flatten, register_variable
 from shardax._core.graph.handlers import axes_of, handler_of
-from shardax._core.graph.paths import Path, format_path
+from shardax._core.graph.paths import Leaf, Path, PyTree, format_path
 from shardax._core.graph.static import EMPTY, Metadata, check_axes
 from shardax._core.init.lazy import Init, LazyValue
 from shardax._core.object import Object, epoch
@@ -207,7 +207,7 @@ class Variable(ArrayLike, Object, Generic[T], metaclass=_VariableType):
     # --- value -----------------------------------------------------------------------------------
 
     @property
-    def value(self) -> Any:
+    def value(self) -> Leaf:
         """The value; reading a lazy one materialises it.
 
         Setting checks that the write cannot be lost or leak.
@@ -521,7 +521,7 @@ class Variable(ArrayLike, Object, Generic[T], metaclass=_VariableType):
         return f"{type(self).__name__}({form}{lazy}{', ' + metadata if metadata else ''})"
 
 
-def _leaf_form(leaf: Any) -> Any:
+def _leaf_form(leaf: Leaf) -> Any:
     """Returns dtype and shape of an array; anything else as it is."""
     return f"{leaf.dtype}{list(leaf.shape)}" if hasattr(leaf, "dtype") else leaf
 
@@ -542,7 +542,7 @@ _OF_DELETED = (
 )
 
 
-def refuse_deleted(paths: Sequence[Path | str], values: Sequence[Any]) -> None:
+def refuse_deleted(paths: Sequence[Path | str], values: Sequence[Leaf]) -> None:
     """Raises if a value was donated or deleted, listing all."""
     pairs = zip(paths, values, strict=True)
     deleted_paths = [path for path, value in pairs if has_deleted(value)]
@@ -574,7 +574,7 @@ def _places_of(variable: object, frame: types.FrameType | None) -> Iterator[str]
         frame = frame.f_back
 
 
-def copied_leaf(leaf: Any) -> Any:
+def copied_leaf(leaf: Leaf) -> Leaf:
     """Copies an array into memory of its own."""
     # So the copy outlives a donation of the original.
     if isinstance(leaf, _jax.Tracer):
@@ -628,7 +628,7 @@ def _frozen_mismatch(variable, new_variable: Variable) -> str | None:
     return None
 
 
-def fitted(variable: Any, new_value: Any, cast: str | None = None) -> tuple[Any, str | None]:
+def fitted(variable: Any, new_value: Any, cast: str | None = None) -> tuple[PyTree, str | None]:
     """Returns a value as a Variable takes it, and what is wrong."""
     if isinstance(new_value, Variable):
         problem = _frozen_mismatch(variable, new_value)

@@ -28,6 +28,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from shardax._core._jax import sum_over, varying, varying_axes
+from shardax._core.graph.paths import PyTree
 from shardax.partition.context import current_rules
 from shardax.partition.explicit import explicit_entries
 from shardax.partition.mesh import AnyMesh, resolve_mesh
@@ -66,8 +67,8 @@ class Split(NamedTuple):
         return x if explicit_entries(x) else self._constrained(x, self.tokens)
 
     def run(
-        self, compute: Callable[..., Any], x: Any, logits: Any, counted: Any, *kernels: Any
-    ) -> Any:
+        self, compute: Callable[..., PyTree], x: Any, logits: Any, counted: Any, *kernels: Any
+    ) -> PyTree:
         """Runs the region; returns the result and the loss."""
         tokens, experts, hidden = _spec(*self.tokens), self.experts, self.hidden
         # Of a kernel, its biases and both parts of its low-rank term.
@@ -295,11 +296,11 @@ def _nested(
 
     structures: list[Any] = []
 
-    def run(*arguments) -> Any:
+    def run(*arguments) -> PyTree:
         result = make(compute, in_specs=in_specs, out_specs=out_specs)(*arguments)
         return _varying(result, _outer(arguments))
 
-    def forward(*arguments) -> Any:
+    def forward(*arguments) -> PyTree:
         region = make(keeping, in_specs=in_specs, out_specs=(out_specs, all_axes))
         result, leaves = region(*arguments)
         like = tuple(
@@ -308,7 +309,7 @@ def _nested(
         back = functools.partial(backward, structures[-1], like, _outer(arguments))
         return _varying(result, _outer(arguments)), jax.tree_util.Partial(back, leaves)
 
-    def backward(structure, like, outer, leaves, cotangents: object) -> Any:
+    def backward(structure, like, outer, leaves, cotangents: object) -> PyTree:
         def pull(leaves, cotangents):
             # All devices do this, so those that have a result alike share its gradient.
             cotangents = jax.tree.map(

@@ -7,14 +7,14 @@ on each device by itself that way, and no row moves.
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from shardax._core.graph.paths import PyTree
 
-def cut(batch: Any, count: int) -> Any:
+
+def cut(batch: PyTree, count: int) -> PyTree:
     """Cuts arrays into (count, rows / count, ...)."""
 
     def parts(leaf) -> jax.Array:
@@ -24,7 +24,7 @@ def cut(batch: Any, count: int) -> Any:
     return jax.tree.map(parts, batch)
 
 
-def joined(microbatches: object) -> Any:
+def joined(microbatches: object) -> PyTree:
     """The inverse of ``cut``."""
 
     def whole(leaf: jax.Array) -> jax.Array:

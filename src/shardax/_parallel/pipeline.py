@@ -38,7 +38,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 from shardax._core._jax import is_prng_key, sum_over, varying, varying_axes
 from shardax._core.errors import ModuleError
-from shardax._core.graph.paths import Path, format_path
+from shardax._core.graph.paths import Leaf, Path, PyTree, format_path
 from shardax._core.state.split_merge import iter_modules, iter_variables, merge, split
 from shardax._core.state.state import Origin, State
 from shardax._core.variable import Intermediate, RngState
@@ -81,10 +81,10 @@ class Stages:
 
         return jax.tree.map(marked, tree)
 
-    def gathered(self, values: Mapping[Path, object]) -> dict[Path, Any]:
+    def gathered(self, values: Mapping[Path, object]) -> dict[Path, Leaf]:
         """Returns values whole along the axis, if their type has it."""
 
-        def whole(x) -> Any:
+        def whole(x) -> PyTree:
             sharding = jax.typeof(x).sharding
             if self.axis is None or (*sharding.spec, None)[0] != self.axis:
                 return x
@@ -261,7 +261,11 @@ def check_rows(x: object, count: int) -> int:
 
 
 def find_rowwise(
-    run: Callable[[Any, list[Any]], object], x: object, arguments: list[Any], rows: int, count: int
+    run: Callable[[PyTree, list[PyTree]], object],
+    x: object,
+    arguments: list[PyTree],
+    rows: int,
+    count: int,
 ) -> list[bool]:
     """Returns the arguments with a row for each row of ``x``."""
     is_row_by_row = [item is not None and np.shape(item)[:1] == (rows,) for item in arguments]
@@ -285,7 +289,7 @@ def find_rowwise(
 
 
 def _fits(
-    run: Callable[[Any, list[Any]], object],
+    run: Callable[[PyTree, list[PyTree]], object],
     x: object,
     arguments: list[object],
     trial: Mapping[int, bool],
@@ -296,7 +300,7 @@ def _fits(
     def first(item):
         return jax.tree.map(lambda part: part[0], cut(item, count))
 
-    def one(x, arguments: list[Any]) -> Any:
+    def one(x, arguments: list[PyTree]) -> PyTree:
         mine = [first(g) if trial.get(place) else g for place, g in enumerate(arguments)]
         return first(x), run(first(x), mine)
 
@@ -330,8 +334,8 @@ class Step:
         self.written: set[Path] = set()  # of the layers' own, found by tracing
 
     def __call__(
-        self, values: Mapping[Path, Any], x: Any, arguments: list[Any], length: int, number: Any
-    ) -> tuple[Any, dict[Path, Any], dict[Path, Any]]:
+        self, values: Mapping[Path, Leaf], x: Any, arguments: list[PyTree], length: int, number: Any
+    ) -> tuple[PyTree, dict[Path, PyTree], dict[Path, PyTree]]:
         """Returns the result, the written state, and the sown values."""
         entering = dict(values)
         if self.microbatches > 1:
@@ -344,8 +348,8 @@ class Step:
         model = merge(self.graphdef, State.from_flat(entering, self.origins))
         y = self.run(model, x, arguments, length)
         values_after = {path: (v, v.value) for path, v in iter_variables(model)}
-        written: dict[Path, Any] = {}
-        sown: dict[Path, Any] = {}
+        written: dict[Path, Leaf] = {}
+        sown: dict[Path, Leaf] = {}
         for path, (variable, value) in values_after.items():
             if path not in values:
                 self.origins[path] = Origin(type(variable), variable._here()._metadata)
@@ -393,14 +397,14 @@ def run_pipeline(
     run: Run,
     run_whole: Run,
     x: object,
-    arguments: list[Any],
+    arguments: list[PyTree],
     *,
     policy: object,
     axis_name: str,
     length: int,
     microbatches: int,
     schedule: str,
-) -> Any:
+) -> PyTree:
     """Runs layers over a batch in microbatches, and writes their state."""
     # ``given`` has None for arguments that are not arrays. ``run`` keeps for the gradient what the
     # policy says, ``run_whole`` everything.
@@ -409,7 +413,7 @@ def run_pipeline(
     step = Step(stacked, run_whole if in_rounds else run, is_shared, microbatches)
     rows = check_rows(x, microbatches)
 
-    def whole(x, arguments: list[Any]) -> Any:
+    def whole(x, arguments: list[PyTree]) -> PyTree:
         return step(stages.gathered(step.values), x, arguments, length, 0)
 
     rowwise = find_rowwise(
@@ -418,7 +422,7 @@ def run_pipeline(
     shapes = abstract_eval(whole, x, arguments)
     step.written, step.counts = set(shapes[1]) - step.shared, set(shapes[1]) & step.counts
 
-    def compute(values: dict[Path, Any], x, arguments: list[Any]):
+    def compute(values: dict[Path, Leaf], x, arguments: list[PyTree]):
         call = _Pipeline(step, stages, length, microbatches, schedule, policy)
         pairs = list(zip(arguments, rowwise, strict=True))
         parts = [cut(g, microbatches) if of_row else None for g, of_row in pairs]
@@ -472,8 +476,8 @@ class _Pipeline:
         )
 
     def __call__(
-        self, values: dict[Path, object], x: object, parts: list[Any], same: list[Any]
-    ) -> tuple[Any, Any, Any]:
+        self, values: dict[Path, object], x: object, parts: list[Any], same: list[PyTree]
+    ) -> tuple[PyTree, PyTree, PyTree]:
         """Runs all ticks; returns rows by microbatch, state, and sown values."""
         shared = {p: v for p, v in values.items() if p in self.step.shared}
         own_values = {p: v for p, v in values.items() if p not in self.step.shared}
@@ -492,7 +496,7 @@ class _Pipeline:
         with jax.named_scope(self.name):
             return region(own_values, shared, x, parts, same)
 
-    def _region(self, own_values, shared, x, parts: list[Any], same: list[Any]):
+    def _region(self, own_values, shared, x, parts: list[Any], same: list[PyTree]):
         stages, step = self.stages, self.step
         stage, rounds = stages.index(), self.rounds
         # Marked here, so that their gradients are summed as ``varying`` says.
@@ -503,7 +507,7 @@ class _Pipeline:
         own_values = stages.to_rounds(jax.tree.map(jnp.asarray, own_values), rounds)
         written = {path: own_values[path] for path in step.written}
 
-        def work(own_values, present, entering, arguments: list[Any], turn, number):
+        def work(own_values, present, entering, arguments: list[PyTree], turn, number):
             layers, state = self._of_round(own_values, turn), self._of_round(present, turn)
             values = {**layers, **state, **shared, **entering[1]}
             values |= {path: layers[path] for path in fresh}
@@ -563,13 +567,13 @@ class _Pipeline:
         oldest = _part(waiting, place)
         return _choose(stage == 0, oldest, arriving), _with_part(waiting, place, arriving)
 
-    def _of_round(self, values: dict[Path, Any], turn) -> dict[Path, Any]:
+    def _of_round(self, values: dict[Path, Leaf], turn) -> dict[Path, Leaf]:
         """The layers of a round, of those of a stage."""
         if self.rounds == 1:
             return values
         return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, turn, self.length, 0), values)
 
-    def _with_round(self, values: dict[Path, Any], turn, new_values: dict[Path, Any]):
+    def _with_round(self, values: dict[Path, Leaf], turn, new_values: dict[Path, Leaf]):
         if self.rounds == 1:
             return new_values
         return jax.tree.map(
@@ -651,7 +655,7 @@ def _combined(path: Path, rows: int, parts: jax.Array, whole: jax.ShapeDtypeStru
     )
 
 
-def _write(stacked, state: Mapping[Path, Any], sown: Mapping[Path, Any], step: Step) -> None:
+def _write(stacked, state: Mapping[Path, Any], sown: Mapping[Path, Leaf], step: Step) -> None:
     variables = dict(iter_variables(stacked))
     owners = dict(iter_modules(stacked))
     for path, value in state.items():

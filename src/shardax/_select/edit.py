@@ -31,7 +31,7 @@ from shardax._core.containers import ARRAY_TYPES, BOXES, box, class_of, is_boxed
 from shardax._core.frames import check_structural_write, local, owner_here, resolve
 from shardax._core.frozen import Slot
 from shardax._core.graph.handlers import Pairs, handler_of
-from shardax._core.graph.paths import Path, format_path
+from shardax._core.graph.paths import Leaf, Path, PyTree, format_path
 from shardax._core.graph.static import EMPTY, exact_key
 from shardax._core.object import Object, epoch
 from shardax._core.variable import ArrayAttribute, Variable
@@ -126,7 +126,7 @@ def hole_for(stored: object) -> Any:
     return ArrayAttribute._make(HOLE, EMPTY, owner_here()) if is_boxed(stored) else HOLE
 
 
-def combine(*parts: object) -> Any:
+def combine(*parts: object) -> PyTree:
     """Puts the parts of a partitioned tree together.
 
     What stands in one part only is taken as it is, so the objects are those of the parts. Holders
@@ -291,7 +291,7 @@ def edit_tree(
     edits: Sequence[tuple[places.Place, Items]],
     every_path: bool,
     journal: Journal | None = None,
-) -> Any:
+) -> PyTree:
     """Edits a tree."""
     for place, items in edits:
         if place.is_holder and not place.path:
@@ -317,11 +317,11 @@ class _Edit:
             if place.key(every_path) not in self.graph.met:
                 raise _unmet(tree, place, every_path)
 
-    def result(self, node: places.Holder) -> Any:
+    def result(self, node: places.Holder) -> PyTree:
         """Returns the holder after the edit."""
         raise NotImplementedError
 
-    def content(self, node: places.Holder, place: places.Place) -> Any:
+    def content(self, node: places.Holder, place: places.Place) -> Leaf:
         """Returns the content of an immutable place, with its parts edited."""
         new = self.parts(node, place)
         if all(len(items) == 1 and items[0] is child.stored for child, items in new):
@@ -335,7 +335,7 @@ class _Edit:
             new = [(child, [_stored(child, item) for item in items]) for child, items in new]
         return arranged(node.place, new)
 
-    def value(self, node: places.Holder) -> Any:
+    def value(self, node: places.Holder) -> Leaf:
         """Returns the value of a Variable after the edit."""
         if isinstance(node.place.stored, BOXES):
             return self.content(node, node.place)
@@ -420,7 +420,7 @@ def _like(variable: Variable, value: object) -> Variable:
 class _Copying(_Edit):
     """An edit into a new tree."""
 
-    def run(self) -> Any:
+    def run(self) -> PyTree:
         """Returns the new tree."""
         self._check()
         leading = [n for n in self.graph.nodes if n.leads and is_mutable(n.place.stored)]
@@ -447,7 +447,7 @@ class _Copying(_Edit):
                 self.contents(node)
         self._checking = False
 
-    def result(self, node: places.Holder) -> Any:
+    def result(self, node: places.Holder) -> PyTree:
         """Returns a holder's copy, or the holder itself."""
         if self._checking:
             return node.place.stored
@@ -468,7 +468,7 @@ class _Copying(_Edit):
 class _Changing(_Edit):
     """An edit of the tree in place."""
 
-    def run(self, journal: Journal) -> Any:
+    def run(self, journal: Journal) -> PyTree:
         """Changes the tree, with notes in the journal for undoing."""
         self._check_single()
         self._writes: list[tuple[Variable, Any]] = []
@@ -500,7 +500,7 @@ class _Changing(_Edit):
         journal.extend(done)
         return self.tree
 
-    def result(self, node: places.Holder) -> Any:
+    def result(self, node: places.Holder) -> PyTree:
         """Returns the holder itself."""
         return node.place.stored
 

@@ -26,7 +26,7 @@ import numpy as np
 from shardax._core.containers import ARRAY_TYPES, BOXES, ChangeableNode, class_of, unbox
 from shardax._core.errors import ShardaxError
 from shardax._core.graph.handlers import Pairs, handler_of, has_parts, map_children
-from shardax._core.graph.paths import Path, format_path, line_of
+from shardax._core.graph.paths import Leaf, Path, format_path, line_of
 from shardax._core.init.lazy import LazyValue
 from shardax._core.object import Object
 from shardax._core.variable import Variable
@@ -63,7 +63,7 @@ class Place(NamedTuple):
         return not self.wrapped
 
     @property
-    def content(self) -> Any:
+    def content(self) -> Leaf:
         """The content, not materialised: the array of an array attribute."""
         return content_of(self.stored) if isinstance(self.stored, BOXES) else self.stored
 
@@ -135,7 +135,7 @@ def shown(value: Any) -> Any:
     return value
 
 
-def read(place: Place) -> Any:
+def read(place: Place) -> Leaf:
     """Returns the value at a place, or ``ABSENT``."""
     if isinstance(place.holder, Variable):
         is_hidden = isinstance(place.holder, BOXES)

@@ -25,7 +25,7 @@ import jax
 import numpy as np
 
 from shardax._core.containers import Dict, List, class_of
-from shardax._core.graph.paths import Path, format_path
+from shardax._core.graph.paths import Path, PyTree, format_path
 from shardax._core.graph.static import exact_key
 from shardax._core.graph.views import VIEW_LOCK
 from shardax._core.init.lazy import LazyValue
@@ -57,7 +57,7 @@ def _is_function(item: object) -> bool:
     return callable(item) and not isinstance(item, type)
 
 
-def with_path(function: Callable[..., Any]) -> Callable[[Path, Any], Any]:
+def with_path(function: Callable[..., PyTree]) -> Callable[[Path, Any], Any]:
     """Turns a function of the value into one of path and value."""
     try:
         signature = inspect.signature(function)
@@ -241,7 +241,7 @@ class StandIn:
             return iter(_entries(place).values())
         return iter(_value(self))
 
-    def __call__(self, *args: object, **kwargs: object) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> PyTree:
         return _value(self)(*args, **kwargs)
 
     def __len__(self) -> int:

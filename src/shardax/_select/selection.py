@@ -22,7 +22,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from typing import Any
 
 from shardax._core.containers import BOXES, class_of
-from shardax._core.graph.paths import Path, format_path
+from shardax._core.graph.paths import Leaf, Path, PyTree, format_path
 from shardax._core.object import Shown
 from shardax._select import predicates
 from shardax._select.edit import HOLE, OLD, Items, Journal, edit_tree, undo
@@ -101,7 +101,11 @@ class Selection(Shown):
     __slots__ = ("_every_path", "_journal", "_places", "_tree")
 
     def __init__(
-        self, tree: Any, places: Iterable[Place], every_path: bool, journal: Journal | None = None
+        self,
+        tree: PyTree,
+        places: Iterable[Place],
+        every_path: bool,
+        journal: Journal | None = None,
     ) -> None:
         self._tree = tree
         self._every_path = every_path
@@ -312,7 +316,7 @@ class Selection(Shown):
             raise SelectionError(f"There is no place {n} in this: {self._found()}")
         return self._narrowed([self._places[n]])
 
-    def refine(self, fn: Callable[[Any], Selection]) -> Selection:
+    def refine(self, fn: Callable[[PyTree], Selection]) -> Selection:
         """Selects, in each selected part, by a function of that part.
 
         Args:
@@ -361,11 +365,11 @@ class Selection(Shown):
     # --- reading ----------------------------------------------------------------------------------
 
     @property
-    def tree(self) -> Any:
+    def tree(self) -> PyTree:
         """The whole tree, as it was given."""
         return self._tree
 
-    def get(self) -> Any:
+    def get(self) -> PyTree:
         """Returns the one selected value.
 
         Raises:
@@ -384,7 +388,7 @@ class Selection(Shown):
         """Returns all selected values, in order."""
         return tuple(map(self._read, self._places))
 
-    def get_by_path(self) -> dict[Path, Any]:
+    def get_by_path(self) -> dict[Path, Leaf]:
         """Returns all selected values, by path."""
         return {place.path: self._read(place) for place in self._places}
 
@@ -449,7 +453,7 @@ class Selection(Shown):
 
     # --- replacing --------------------------------------------------------------------------------
 
-    def set(self, value: object, *, inplace: bool = False, allow_empty: bool = False) -> Any:
+    def set(self, value: object, *, inplace: bool = False, allow_empty: bool = False) -> PyTree:
         """Puts a value at every selected place.
 
         An object is then one object in all of them.
@@ -482,7 +486,7 @@ class Selection(Shown):
         keep_selected: bool = False,
         inplace: bool = False,
         allow_empty: bool = False,
-    ) -> Any:
+    ) -> PyTree:
         """Replaces each selected value by a function of it.
 
         The function is called once for each place.
@@ -507,7 +511,7 @@ class Selection(Shown):
             >>> rates.apply(lambda i, rate: i, with_index=True, keep_selected=True).get_all()
             (0, 1)
         """
-        function: Callable[..., Any] = fn if with_index else predicates.with_path(fn)
+        function: Callable[..., PyTree] = fn if with_index else predicates.with_path(fn)
         counted = iter(range(len(self)))
 
         def items(place: Place) -> Items:
@@ -521,7 +525,7 @@ class Selection(Shown):
 
     def set_all(
         self, values: Iterable[object], *, inplace: bool = False, allow_empty: bool = False
-    ) -> Any:
+    ) -> PyTree:
         """Puts one value at each selected place, in the order of ``get_all``.
 
         Args:
@@ -552,7 +556,7 @@ class Selection(Shown):
 
     def set_by_path(
         self, values: Mapping[Any, Any] | Callable[[Path], Any], *, inplace: bool = False
-    ) -> Any:
+    ) -> PyTree:
         """Puts values at paths at or below the selection.
 
         Args:
@@ -583,10 +587,10 @@ class Selection(Shown):
         self,
         value: object = _UNSET,
         *,
-        make: Callable[..., Any] | None = None,
+        make: Callable[..., PyTree] | None = None,
         inplace: bool = False,
         allow_empty: bool = False,
-    ) -> Any:
+    ) -> PyTree:
         """Inserts before each selected item, as ``insert_after`` does."""
         return self._insert(value, make, lambda new: [new, OLD], inplace, allow_empty)
 
@@ -594,10 +598,10 @@ class Selection(Shown):
         self,
         value: object = _UNSET,
         *,
-        make: Callable[..., Any] | None = None,
+        make: Callable[..., PyTree] | None = None,
         inplace: bool = False,
         allow_empty: bool = False,
-    ) -> Any:
+    ) -> PyTree:
         """Inserts after each selected item of a list or tuple.
 
         Args:
@@ -622,7 +626,7 @@ class Selection(Shown):
         """
         return self._insert(value, make, lambda new: [OLD, new], inplace, allow_empty)
 
-    def remove(self, *, inplace: bool = False, allow_empty: bool = False) -> Any:
+    def remove(self, *, inplace: bool = False, allow_empty: bool = False) -> PyTree:
         """Removes the selection: items of lists and tuples, dict entries, attributes.
 
         Args:
@@ -644,7 +648,7 @@ class Selection(Shown):
 
     # --- taking apart -----------------------------------------------------------------------------
 
-    def partition(self) -> tuple[Any, Any]:
+    def partition(self) -> tuple[PyTree, PyTree]:
         """Splits the tree into the selection and the rest.
 
         The objects in both are those of the tree; only the Modules around what is selected are

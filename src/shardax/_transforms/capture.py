@@ -19,7 +19,7 @@ import jax
 
 from shardax._core.errors import StateMismatchError
 from shardax._core.exclusive import OneThread
-from shardax._core.graph.paths import Path, format_path
+from shardax._core.graph.paths import Leaf, Path, PyTree, format_path
 from shardax._core.init.rng import Rngs, RngStream
 from shardax._core.module import Module
 from shardax._core.object import Object, epoch
@@ -36,9 +36,9 @@ VariableType = type[Variable[Any]]
 def capture(
     function: Any,
     *variable_types: VariableType,
-    init: State | Mapping[Any, Any] | None = None,
+    init: State | Mapping[Any, PyTree] | None = None,
     method_outputs: VariableType | None = None,
-) -> Any:
+) -> PyTree:
     """Makes a function that also returns what Modules sow during the call.
 
     Args:
@@ -98,7 +98,7 @@ def capture(
         )
 
     @wraps(function)
-    def run(*args, **kwargs) -> Any:
+    def run(*args, **kwargs) -> PyTree:
         model = owner if owner is not None else args[0] if args else None
         if not isinstance(model, Object):
             raise TransformError(
@@ -133,7 +133,7 @@ def _only_during(
     created = _set_initial(model, State(init), before)
 
     def take() -> list[State]:
-        values: list[dict[Path, Any]] = [{} for _ in captured]
+        values: list[dict[Path, Leaf]] = [{} for _ in captured]
         origins: list[dict[Path, Origin]] = [{} for _ in captured]
         new = attached()
         for path, variable in iter_variables(model, *captured) if captured else ():

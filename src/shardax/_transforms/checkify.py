@@ -7,6 +7,7 @@ from typing import Any
 
 from jax.experimental import checkify as jax_checkify
 
+from shardax._core.graph.paths import PyTree
 from shardax._transforms.lift.engine import SingleRunCall, check_operands, decorator, wraps
 
 
@@ -41,7 +42,7 @@ def checkify(function: Any = None, *, errors: Any = jax_checkify.user_checks) ->
     """
 
     @wraps(function)
-    def checked(*args, **kwargs) -> Any:
+    def checked(*args, **kwargs) -> PyTree:
         once = SingleRunCall("checkify", function, args, kwargs)
         check_operands(once)
         arguments = once.arguments

@@ -16,7 +16,7 @@ from typing import Any
 
 import jax
 
-from shardax._core.graph.paths import Path, format_path
+from shardax._core.graph.paths import Path, PyTree, format_path
 from shardax._core.module import Module
 from shardax._core.state.split_merge import iter_modules
 from shardax._transforms.lift.engine import wraps
@@ -55,7 +55,7 @@ def scoped(kind: type[Module]) -> type[Module]:
     return subclass(kind, lambda name, method: _in_scope(method))
 
 
-def subclass(kind: type[Module], around: Callable[[str, Any], object]) -> type[Module]:
+def subclass(kind: type[Module], around: Callable[[str, PyTree], object]) -> type[Module]:
     """A subclass of the same name with wrapped public methods."""
     methods = {
         name: around(name, method)

@@ -32,7 +32,7 @@ from shardax._core._jax import Tracer
 from shardax._core.errors import ModuleError
 from shardax._core.frames import is_eager, resolve
 from shardax._core.graph.flatten import flatten
-from shardax._core.graph.paths import Path, format_path
+from shardax._core.graph.paths import Leaf, Path, PyTree, format_path
 from shardax._core.init.lazy import Init, compute_all
 from shardax._core.variable import Variable
 from shardax._transforms import errors
@@ -108,7 +108,7 @@ def spread(entry: object, value: object, path: Path, name: str) -> list[Partitio
 
 
 def assign(
-    function: Callable[..., Any],
+    function: Callable[..., PyTree],
     specs: object,
     args: Sequence[object],
     kwargs: Mapping[str, object],
@@ -192,7 +192,7 @@ class ManualRegion(NamedTuple):
                     f"multiple of {count}, or give another spec."
                 )
 
-    def place(self, leaf: Any, spec: PartitionSpec) -> Any:
+    def place(self, leaf: Leaf, spec: PartitionSpec) -> Leaf:
         """Returns an array where ``jax.shard_map`` can take it apart."""
         # JAX refuses arrays that are committed to other devices than the mesh's, and over Explicit
         # axes those that are not laid out by their spec already; newer versions also where other
@@ -302,8 +302,8 @@ def shard_map(
     function: Any = None,
     *,
     mesh: AnyMesh | None = None,
-    in_specs: Any,
-    out_specs: Any,
+    in_specs: PyTree,
+    out_specs: PyTree,
     axis_names: Iterable[str] = frozenset(),
     check_vma: bool = True,
 ) -> Any:
@@ -374,8 +374,8 @@ def shard_map(
 def _shard_map(
     functions: Sequence[Any],
     options: tuple[Any, ...],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
+    args: Sequence[PyTree],
+    kwargs: Mapping[str, PyTree],
 ):
     mesh, in_specs, out_specs, axis_names, check_vma = options
     region = find_region(mesh, axis_names)
@@ -412,8 +412,8 @@ class _ShardMapCall(MappedCall):
 
     def __init__(
         self,
-        function: Callable[..., Any],
-        specs: tuple[Any, Any],
+        function: Callable[..., PyTree],
+        specs: tuple[PyTree, PyTree],
         region: ManualRegion,
         assigned: prefixes.AssignedPrefixes,
         captured: Sequence[Variable],
@@ -463,7 +463,7 @@ class _ShardMapCall(MappedCall):
         for (_, variable, _), array in zip(rows, arrays, strict=True):
             variable._value = array
 
-    def run(self, options: dict[str, Any]) -> Any:
+    def run(self, options: dict[str, Any]) -> PyTree:
         """Runs all shards and carries back what they did."""
         entering_arrays, specs, treedef = self._entering()
         mapped = jax.shard_map(
@@ -534,14 +534,14 @@ class _ShardMapCall(MappedCall):
         rows += zip(assignment.plain_paths, jax.tree.leaves(plain), assignment.plain, strict=True)
         return rows, jax.tree.structure((values, plain))
 
-    def _pure(self, treedef, entering_arrays: list[Any]) -> tuple[list[Any], ...]:
+    def _pure(self, treedef, entering_arrays: list[Leaf]) -> tuple[list[PyTree], ...]:
         values, (positional, named) = treedef.unflatten(entering_arrays)
         for stream in self.streams.streams:
             shard = jax.lax.axis_index(axes_of(self.assignment.leaves[stream.key]))
             values[stream.key] = jax.random.fold_in(values[stream.key], shard)
         return self.call.run(values, positional, named, self._leave)
 
-    def _leave(self, context: engine.RunContext) -> tuple[list[Any], ...]:
+    def _leave(self, context: engine.RunContext) -> tuple[list[PyTree], ...]:
         """Groups what leaves a shard by spec."""
         outputs, leaving, sown = self.record(context)
         entries: list[PartitionSpec] = []

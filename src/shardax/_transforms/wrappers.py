@@ -21,6 +21,7 @@ import jax
 
 from shardax._core._jax import trace_state
 from shardax._core.frames import is_eager, local
+from shardax._core.graph.paths import PyTree
 from shardax._core.graph.static import exact_key
 from shardax._core.module import Module
 from shardax._transforms.errors import StaticArgumentError, TransformError
@@ -97,8 +98,8 @@ def remat(
 def _remat(
     functions: Sequence[Any],
     options: tuple[Any, ...],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
+    args: Sequence[PyTree],
+    kwargs: Mapping[str, PyTree],
 ):
     fixed, static, policy, prevent_cse = options
     arguments.check_static(functions[0], fixed, args, kwargs)
@@ -195,7 +196,7 @@ class Jitted(ModuleWrapper):
         self.compiler = CallCompiler({"static": "auto", **jit_options})
         self.compiler.check(module)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
         """Calls the compiled body, or the body itself inside another compilation."""
         if self.compiler.is_inlined and _is_staged():
             return self.body(*args, **kwargs)
@@ -327,7 +328,7 @@ class Remat(ModuleWrapper):
         self.policy = policy
         self.prevent_cse = prevent_cse
 
-    def __call__(self, *args: object, **kwargs: object) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> PyTree:
         """Calls the body."""
         call = remat(self.body, policy=self.policy, prevent_cse=self.prevent_cse, static="auto")
         return call(*args, **kwargs)

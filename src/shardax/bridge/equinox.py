@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from shardax._core.containers import Dict
-from shardax._core.graph.paths import Path, plain_path
+from shardax._core.graph.paths import Leaf, Path, plain_path
 from shardax._core.init.lazy import check_rngs
 from shardax._core.module import Module
 from shardax._core.variable import BatchStat, Param, Variable
@@ -103,8 +103,8 @@ def _taken_apart(module: object) -> tuple[tuple[Any, ...], dict[Path, Any]]:
     """Returns a tree's structure, and its arrays by path."""
     leaves, treedef = jax.tree_util.tree_flatten_with_path(module)
     paths: list[Path | None] = []
-    static_leaves: list[Any] = []
-    arrays: dict[Path, Any] = {}
+    static_leaves: list[Leaf] = []
+    arrays: dict[Path, Leaf] = {}
     for key_path, leaf in leaves:
         path = plain_path(key_path)
         is_array = isinstance(leaf, (jax.Array, np.ndarray, jax.ShapeDtypeStruct))

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from shardax._core.graph.paths import Path
+from shardax._core.graph.paths import Path, PyTree
 from shardax._core.init.lazy import check_rngs
 from shardax._core.init.rng import Rngs
 from shardax._core.variable import BatchStat, Cache, Intermediate, Param, Perturbation, Variable
@@ -77,7 +77,7 @@ def _of_linen(path: Path, leaf) -> Variable:
     return Variable(value, axes=axis_names(names, value), tag=str(path[0]))
 
 
-def from_linen(module: Any, *example: Any, rngs: Any = None, **named: Any) -> Bridged:
+def from_linen(module: Any, *example: PyTree, rngs: Any = None, **named: PyTree) -> Bridged:
     """Makes a Module of one of Flax Linen, with its Variables.
 
     The collections ``params``, ``batch_stats``, ``cache`` and ``perturbations`` become Variables of

@@ -7,7 +7,7 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
-from shardax._core.graph.paths import Path, format_path
+from shardax._core.graph.paths import Leaf, Path, PyTree, format_path
 from shardax._core.init.rng import RngStream
 from shardax._core.module import Module
 from shardax._core.state import split_merge
@@ -139,7 +139,7 @@ def from_nnx(module: object) -> Bridged:
     if not isinstance(module, nnx.Module):
         raise BridgeError(f"from_nnx takes an nnx.Module, but was given {described(module)}.")
     peer, state = nnx.split(module)
-    leaves: dict[Path, Any] = {path: _of_nnx(leaf) for path, leaf in nnx.to_flat_state(state)}
+    leaves: dict[Path, Leaf] = {path: _of_nnx(leaf) for path, leaf in nnx.to_flat_state(state)}
     bridged = _FromNNX(peer, leaves)
     for path, leaf in leaves.items():
         key = leaves.get((*path[:-1], "key"))
@@ -188,7 +188,7 @@ def _nnx_class():
                 intermediate = Intermediate(sown_on(old_sown, value))
                 _nest(self.variables, path, _to_nnx(nnx, intermediate))
 
-        def __call__(self, *args: object, **kwargs: object) -> Any:
+        def __call__(self, *args: object, **kwargs: object) -> PyTree:
             graphdef = self.structure.value
             old = {path: _at(self.variables, path).get_value() for path in graphdef.leaf_paths}
             model = split_merge.merge(graphdef, split_merge.State.from_flat(old))

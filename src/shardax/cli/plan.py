@@ -21,6 +21,7 @@ import jax
 import tyro
 
 from shardax import plan
+from shardax._core.graph.paths import PyTree
 from shardax._core.init.rng import Rngs
 from shardax._transforms.grad.grad import value_and_grad
 from shardax._transforms.jit.jit import jit
@@ -46,13 +47,13 @@ _DEVICES_FLAG = "xla_force_host_platform_device_count"  # the user's own choice 
 class PlannedStep:
     """A step with its arguments, as ``plan.compare`` takes them."""
 
-    step: Callable[..., Any]
-    args: tuple[Any, ...]
+    step: Callable[..., PyTree]
+    args: tuple[PyTree, ...]
     options: dict[str, Any] = field(default_factory=dict)  # of ``plan.search``: see _OPTIONS
 
 
 @jit(donate_argnums=(0, 1))
-def train_step(model: Any, optimizer: Any, batch: Any) -> Any:
+def train_step(model: PyTree, optimizer: Any, batch: PyTree) -> PyTree:
     """The step of ``shardax train``: loss, gradients, update."""
     loss, gradients = value_and_grad(next_token_loss)(model, batch)
     optimizer.update(gradients)
@@ -78,7 +79,7 @@ def own_step(target: str, batch: int | None = None) -> PlannedStep:
             f"{target!r} is {make_step!r}, which cannot be called. Name a function that returns "
             "(step, args)."
         )
-    arguments: dict[str, Any] = {} if batch is None else {"batch": batch}
+    arguments: dict[str, PyTree] = {} if batch is None else {"batch": batch}
     return as_planned(inputs.call(make_step, target, **arguments), target)
 
 
@@ -228,7 +229,7 @@ class PlanCommand:
         if len(self.batch) < 2:
             return plan.search(first.step, first.args, target, **options)
 
-        def step(batch: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        def step(batch: int) -> tuple[Callable[..., PyTree], tuple[PyTree, ...]]:
             planned = self._make(batch)
             return planned.step, planned.args
 

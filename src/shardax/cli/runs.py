@@ -21,6 +21,7 @@ import tyro
 
 from shardax import models, nn, partition, surgery, train, view
 from shardax._core.checks import Options
+from shardax._core.graph.paths import PyTree
 from shardax._core.init.rng import Rngs
 from shardax._core.variable import OptState
 from shardax._files import write_whole
@@ -137,7 +138,7 @@ def load_causal(source: str, **options: Any) -> Any:
     return model
 
 
-def published_context(model: Any) -> int | None:
+def published_context(model: PyTree) -> int | None:
     """Longest text of a published model, in tokens, by its own files."""
     content = json.loads(getattr(model.config, "source", None) or "{}")
     longest = content.get("text_config", content).get("max_position_embeddings")
@@ -246,7 +247,7 @@ class TextCodec:
         return self.tokenizer.decode(tokens.tolist(), skip_special_tokens=True)
 
     def sample(
-        self, model: Any, prompts: Sequence[Sequence[int]], length: int, **options: Any
+        self, model: PyTree, prompts: Sequence[Sequence[int]], length: int, **options: Any
     ) -> list[str]:
         """Continues prompts in one batch; options as for ``models.generate``."""
         model.eval()

@@ -38,7 +38,7 @@ from shardax._core._jax import Tracer
 from shardax._core.array_ops import fetchable
 from shardax._core.frames import Frame, is_eager
 from shardax._core.graph.flatten import GraphDef, VariableDef, build
-from shardax._core.graph.paths import Path, format_path, plain_path
+from shardax._core.graph.paths import Leaf, Path, PyTree, format_path, plain_path
 from shardax._core.graph.static import Static
 from shardax._core.variable import ArrayAttribute, Variable
 from shardax._transforms.control.scan import vary_alike
@@ -55,7 +55,7 @@ _KINDS = (np.bool_, np.integer, np.floating, np.complexfloating)
 
 
 def promise(
-    name: str, out: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+    name: str, out: PyTree, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]
 ) -> tuple[tuple[jax.ShapeDtypeStruct, ...], Any]:
     """Leaves and structure of a host function's promise."""
     forms = out(*args, **kwargs) if is_rule(out) else out
@@ -280,7 +280,7 @@ class HostVariable(Variable[Any]):
     """A Variable of a host copy, read as NumPy arrays."""
 
     @property
-    def value(self) -> Any:
+    def value(self) -> Leaf:
         return self._value
 
     @value.setter
@@ -329,8 +329,8 @@ class HostProgram:
 
     name: str  # of the function, for messages
     graphdef: GraphDef  # of the function and the objects in the arguments
-    templates: tuple[Any, ...]  # how each positional argument is put together
-    named: tuple[tuple[str, Any], ...]  # name and template of each keyword argument
+    templates: tuple[PyTree, ...]  # how each positional argument is put together
+    named: tuple[tuple[str, PyTree], ...]  # name and template of each keyword argument
     static: tuple[tuple[Any, Static], ...]  # exact keys of static arguments
     treedef: Any  # of the leaves: values of Variables, plain parts, those by name
     forms: tuple[jax.ShapeDtypeStruct, ...]  # of the leaves, without a batch
@@ -340,8 +340,8 @@ class HostProgram:
     out_tree: Any = None
 
     def restore(
-        self, leaves: Sequence[Any], frame: Frame | None, host: bool = False
-    ) -> tuple[Callable[..., Any], list[Any], dict[str, Any]]:
+        self, leaves: Sequence[Leaf], frame: Frame | None, host: bool = False
+    ) -> tuple[Callable[..., PyTree], list[PyTree], dict[str, PyTree]]:
         """Rebuild the function and its arguments."""
         values, plain, plain_named = self.treedef.unflatten(list(leaves))
         graphdef = on_host(self.graphdef) if host else self.graphdef
@@ -371,8 +371,8 @@ class HostProgram:
         """Add the call to the program under trace."""
         return jax.lax.platform_dependent(*leaves, cpu=self._by_buffers, default=self._by_callback)
 
-    def _by_buffers(self, *leaves: object) -> list[Any]:
-        def callback(context, outs: Sequence[Any], *buffers) -> None:
+    def _by_buffers(self, *leaves: object) -> list[Leaf]:
+        def callback(context, outs: Sequence[PyTree], *buffers) -> None:
             results = self.run_in_program([np.asarray(buffer).copy() for buffer in buffers])
             for out, result in zip(outs, results, strict=True):
                 np.asarray(out)[...] = result
@@ -381,7 +381,7 @@ class HostProgram:
         method = VMAP_METHODS[self.vmap]
         return buffer_callback(callback, list(self.out_forms), vmap_method=method)(*leaves)
 
-    def _by_callback(self, *leaves: object) -> list[Any]:
+    def _by_callback(self, *leaves: object) -> list[Leaf]:
         def callback(*arrays) -> list[np.ndarray]:
             return self.run_in_program([np.array(array) for array in arrays])
 
@@ -392,7 +392,7 @@ class HostProgram:
 
 def take(
     name: str, call: LiftedCall, static: Sequence[tuple[Any, Static]], vmap: str, fills: bool
-) -> tuple[HostProgram, list[Any], list[Path]]:
+) -> tuple[HostProgram, list[Leaf], list[Path]]:
     """Split a call into a program without results, leaves and their paths."""
     arguments, flat = call.arguments, call.graph.flat
     parts = (call.graph.values(), list(arguments.plain), arguments.plain_named)
@@ -432,7 +432,7 @@ def staged(program: HostProgram) -> Callable[..., list[Any]]:
 
 def call_on_host(
     program: HostProgram, in_program: Callable[..., list[Any]], leaves: Sequence[object]
-) -> list[Any]:
+) -> list[Leaf]:
     """Run a function at once, or in the traced program."""
     if not program.out_forms:
         return []

@@ -24,7 +24,7 @@ from shardax._core.checks import Options
 from shardax._core.cross_process import PickledByName
 from shardax._core.frames import Frame, is_eager, local
 from shardax._core.graph.flatten import flatten, is_object
-from shardax._core.graph.paths import Path, format_path
+from shardax._core.graph.paths import Leaf, Path, PyTree, format_path
 from shardax._core.state.state import State
 from shardax._core.variable import Variable
 from shardax._transforms.control.scan import vary_alike
@@ -135,8 +135,8 @@ def host_function(
 class Derivative:
     """Derivative of a host function, by at most one of these."""
 
-    vjp: Callable[..., Any] | None
-    jvp: Callable[..., Any] | None
+    vjp: Callable[..., PyTree] | None
+    jvp: Callable[..., PyTree] | None
     nondiff: bool  # whether the derivative is zero
 
 
@@ -161,8 +161,8 @@ class HostFunction(PickledByName):
 
     def __init__(
         self,
-        function: Callable[..., Any],
-        out: Any,
+        function: Callable[..., PyTree],
+        out: PyTree,
         vmap: str,
         derivative: Derivative,
         static: frozenset[int | str] = frozenset(),
@@ -193,7 +193,7 @@ class HostFunction(PickledByName):
         """The function's name, for messages."""
         return name_of(self.function)
 
-    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, /, *args: PyTree, **kwargs: PyTree) -> PyTree:
         if isinstance(local.frame, callback.HostFrame):  # on the host already
             return self.function(*args, **kwargs)
         if self.out is None:
@@ -207,7 +207,7 @@ class HostFunction(PickledByName):
         call = self._call if self._ruled is None or is_eager() else self._ruled
         return call(*args, **kwargs)
 
-    def with_out(self, out: Any) -> Self:
+    def with_out(self, out: PyTree) -> Self:
         """Returns a host function with another promise, and None for zeros."""
         return type(self)(self.function, out, self.vmap, self.derivative, self.static, fills=True)
 
@@ -249,8 +249,8 @@ class HostFunction(PickledByName):
         program: callback.HostProgram,
         leaves,
         paths,
-        run: Callable[..., Any],
-    ) -> list[Any]:
+        run: Callable[..., PyTree],
+    ) -> list[Leaf]:
         derivative = self.derivative
         has_derivative = any(map(is_differentiable, program.out_forms))
         if derivative.nondiff or not has_derivative:
@@ -265,7 +265,7 @@ class HostFunction(PickledByName):
         result = self(*args, **kwargs)
         return result, (args, kwargs, result)
 
-    def _backward(self, static: int, /, *values) -> tuple[Any, ...]:
+    def _backward(self, static: int, /, *values) -> tuple[PyTree, ...]:
         assert self.derivative.vjp is not None
         (args, kwargs, result), cotangent = values[static:]
         gradients = self.derivative.vjp(args, result, jax.tree.map(_some, cotangent), **kwargs)
@@ -302,11 +302,11 @@ def stopped(leaf: object) -> Any:
     return jax.lax.stop_gradient(leaf) if isinstance(leaf, Tracer) else leaf
 
 
-def refused(name: str, leaves: Sequence[Any], paths: Sequence[Path]) -> list[Any]:
+def refused(name: str, leaves: Sequence[Leaf], paths: Sequence[Path]) -> list[Leaf]:
     """Return leaves with an error on differentiation."""
 
     @jax.custom_jvp
-    def same(*leaves) -> Any:
+    def same(*leaves) -> PyTree:
         return leaves
 
     def refuse(primals: object, tangents):
@@ -330,17 +330,17 @@ def refused(name: str, leaves: Sequence[Any], paths: Sequence[Path]) -> list[Any
 
 
 def forward(
-    rule: Callable[..., Any],
+    rule: Callable[..., PyTree],
     call: LiftedCall,
     program: callback.HostProgram,
-    run: Callable[[Sequence[Any]], list[Any]],
-    leaves: Sequence[Any],
-) -> list[Any]:
+    run: Callable[[Sequence[PyTree]], list[PyTree]],
+    leaves: Sequence[Leaf],
+) -> list[PyTree]:
     """Run a function with a jvp rule as its derivative."""
     targets = [DiffArgument(call, DiffState(i, ...)) for i in range(len(program.templates))]
 
     @jax.custom_jvp
-    def apply(*leaves) -> list[Any]:
+    def apply(*leaves) -> list[PyTree]:
         return run(leaves)
 
     @apply.defjvp
@@ -361,7 +361,7 @@ def _some(tangent):
     return None if getattr(tangent, "dtype", None) == _FLOAT0 else tangent
 
 
-def _fitted(program: callback.HostProgram, returned, results: Sequence[Any]) -> list[Any]:
+def _fitted(program: callback.HostProgram, returned, results: Sequence[PyTree]) -> list[Leaf]:
     """Flatten the tangents of a jvp rule like the result."""
     try:
         parts = program.out_tree.flatten_up_to(returned)

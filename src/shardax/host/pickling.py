@@ -25,7 +25,7 @@ from jax.sharding import Mesh
 from shardax._core.cross_process import landing_on, reduced
 from shardax._core.errors import PickleReadError, PickleWriteError
 from shardax._core.graph.flatten import VariableDef, definition_paths, flatten, static_values
-from shardax._core.graph.paths import Path, format_path, plain_path
+from shardax._core.graph.paths import Path, PyTree, format_path, plain_path
 from shardax._core.object import Object
 
 _MARK = b"shardax pickle 1"
@@ -75,7 +75,7 @@ def dumps(tree: object, *, by_value: bool | None = None) -> bytes:
     return target.getvalue()
 
 
-def loads(data: bytes | bytearray | memoryview, mesh: Mesh | None = None) -> Any:
+def loads(data: bytes | bytearray | memoryview, mesh: Mesh | None = None) -> PyTree:
     """Reads bytes of ``dumps``; reading runs code, so trust their source.
 
     Arrays are laid out as they were, if the mesh that they were laid out over is here: one in scope

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from shardax._core.graph.paths import Leaf, PyTree
 from shardax._transforms.grad.grad import is_differentiable
 from shardax._transforms.lift.engine import wraps
 from shardax.host.calls import name_of
@@ -97,7 +98,9 @@ def _hosted(function: Callable[..., object], out: object, vmap: str) -> HostFunc
             gradient_of(function), lambda args, _, **named: if_differentiable(args), vmap
         )
 
-    def rule(args: tuple[object, ...], result: object, cotangent: object, **kwargs: object) -> Any:
+    def rule(
+        args: tuple[object, ...], result: object, cotangent: object, **kwargs: object
+    ) -> PyTree:
         return gradient()(args, cotangent, **kwargs)
 
     return host_function(on_arrays, out=out, vmap=vmap, vjp=rule)
@@ -106,7 +109,7 @@ def _hosted(function: Callable[..., object], out: object, vmap: str) -> HostFunc
 def gradient_of(function: Callable[..., object]) -> Callable[..., Any]:
     """Return the gradient of a torch function as a torch function."""
 
-    def gradient(args: tuple[Any, ...], cotangent, **kwargs) -> tuple[Any, ...]:
+    def gradient(args: tuple[PyTree, ...], cotangent, **kwargs) -> tuple[PyTree, ...]:
         torch = _torch()
         create_graph = torch.is_grad_enabled()  # whether this is differentiated in turn
         leaves, treedef = jax.tree.flatten(args)
@@ -156,7 +159,7 @@ def to_tensor(leaf: object) -> Any:
     return torch.from_numpy(leaf.astype(np.int64) if leaf.dtype.kind in "iu" else leaf)
 
 
-def to_numpy(leaf: Any) -> Any:
+def to_numpy(leaf: Leaf) -> Any:
     """Return a tensor as a NumPy array; anything else as it is."""
     torch = _torch()
     if not isinstance(leaf, torch.Tensor):

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from shardax._core.checks import Options
+from shardax._core.graph.paths import PyTree
 from shardax.host import connections, errors
 from shardax.host.calls import check_size, decode, name_of, pack, run_packed
 
@@ -184,7 +185,7 @@ class Worker(concurrent.futures.Executor):
     # --- calls ---
 
     def submit(
-        self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any
+        self, fn: Callable[..., PyTree], /, *args: PyTree, **kwargs: PyTree
     ) -> connections.WorkerFuture:
         """Has a function called in the worker, as executors do.
 
@@ -434,7 +435,7 @@ class Remote:
         self.key = key
         self._text = text
 
-    def get(self) -> Any:
+    def get(self) -> PyTree:
         """Returns a copy of the value.
 
         Raises:
@@ -491,17 +492,17 @@ class RemoteFunction:
     """
 
     def __init__(
-        self, function: Callable[..., Any], executor: Any, options: Mapping[str, Any]
+        self, function: Callable[..., PyTree], executor: Any, options: Mapping[str, Any]
     ) -> None:
         self.__wrapped__ = function
         self.executor = executor
         self._options = options  # of `Worker.request`
 
-    def __call__(self, /, *args: object, **kwargs: object) -> Any:
+    def __call__(self, /, *args: object, **kwargs: object) -> PyTree:
         """Calls the function there, and waits for its result."""
         return self.submit(*args, **kwargs).result()
 
-    def submit(self, /, *args: Any, **kwargs: Any) -> concurrent.futures.Future[Any]:
+    def submit(self, /, *args: PyTree, **kwargs: PyTree) -> concurrent.futures.Future[Any]:
         """Has the function called there.
 
         Args:

@@ -34,6 +34,7 @@ from distributed.comm.core import Comm
 from distributed.core import Server, Status
 from distributed.protocol.serialize import to_serialize
 
+from shardax._core.graph.paths import PyTree
 from shardax.config.configure import configure
 from shardax.host.calls import FunctionTable, check_size, encode
 from shardax.host.errors import WorkerError
@@ -132,7 +133,7 @@ class CallServer(Server):
 
     async def run(
         self, client: str, number: int, name: str, timeout: float | None, **request: object
-    ) -> dict[str, Any] | None:
+    ) -> dict[str, PyTree] | None:
         """Runs a call in its turn; None if its client is gone."""
         if client not in self._clients:
             return None

@@ -23,6 +23,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from shardax._core.graph.paths import PyTree
 from shardax.partition.rules import SpecEntry, mesh_axes_of
 
 
@@ -84,5 +85,5 @@ def with_layout(
     """Runs a function with Explicit mesh axes as Auto."""
     if out_sharding is None:
         return function(*arrays)
-    result: Any = jax.sharding.auto_axes(function, out_sharding=out_sharding)
+    result: PyTree = jax.sharding.auto_axes(function, out_sharding=out_sharding)
     return result(*arrays)

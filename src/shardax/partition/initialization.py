@@ -25,6 +25,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 
 from shardax._core.frames import is_eager
 from shardax._core.graph.flatten import flatten_roots, is_object
+from shardax._core.graph.paths import PyTree
 from shardax._core.graph.static import Static
 from shardax._core.object import Object
 from shardax._transforms.errors import TransformError
@@ -134,13 +135,13 @@ class InitializerCall:
     """A call of an initializer, with its inputs apart."""
 
     def __init__(
-        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, function: Callable[..., PyTree], args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
     ) -> None:
         self.function = function
         self._leaves, self._treedef = jax.tree.flatten((args, kwargs), is_leaf=is_object)
         self.inputs = [leaf for leaf in self._leaves if _is_input(leaf)]
 
-    def run(self, arguments: Sequence[object]) -> Any:
+    def run(self, arguments: Sequence[object]) -> PyTree:
         """Calls the function with other inputs."""
         remaining = iter(arguments)
         filled = [next(remaining) if _is_input(leaf) else leaf for leaf in self._leaves]
@@ -189,10 +190,12 @@ class CurrentCall:
         self._local = threading.local()
         self._function = _weakly(call.function)
 
-    def __call__(self, inputs: Sequence[object]) -> Any:
+    def __call__(self, inputs: Sequence[object]) -> PyTree:
         return self._local.call.run(inputs)
 
-    def run(self, call: InitializerCall, compiled: Callable[[Any], object], inputs: object) -> Any:
+    def run(
+        self, call: InitializerCall, compiled: Callable[[Any], object], inputs: object
+    ) -> PyTree:
         """Runs the compiled program for a call."""
         self._local.call = call
         try:

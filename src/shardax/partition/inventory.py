@@ -33,7 +33,7 @@ from shardax._core._jax import Tracer
 from shardax._core.frames import local, resolve
 from shardax._core.graph.flatten import flatten
 from shardax._core.graph.handlers import axes_of, is_box, is_whole
-from shardax._core.graph.paths import Path, format_path, plain_path
+from shardax._core.graph.paths import Leaf, Path, PyTree, format_path, plain_path
 from shardax._core.graph.static import EMPTY, MAPPED_AXES, Metadata
 from shardax._core.init.lazy import LazyValue
 from shardax._core.object import Object
@@ -99,7 +99,7 @@ class LeafInfo(NamedTuple):
     is_number: bool = False  # a box of a Python number, which has no dimensions
 
     @property
-    def value(self) -> Any:
+    def value(self) -> Leaf:
         """The value, unread: lazy values stay lazy."""
         return self.held if self.variable is None else self.variable._value
 
@@ -129,7 +129,7 @@ class LeafInfo(NamedTuple):
             return [leaf for leaf in jax.tree.leaves(value_in(value)) if is_array(leaf)]
         return [value] if self.treedef is None else self.treedef.flatten_up_to(value)
 
-    def with_arrays(self, value: Any, arrays: Sequence[Any]) -> Any:
+    def with_arrays(self, value: Any, arrays: Sequence[Leaf]) -> PyTree:
         """The value with other arrays in it: the inverse of ``arrays_in``."""
         if self.box is None:
             return arrays[0] if self.treedef is None else self.treedef.unflatten(arrays)
@@ -138,7 +138,7 @@ class LeafInfo(NamedTuple):
             jax.tree.map(lambda leaf: next(remaining) if is_array(leaf) else leaf, value_in(value))
         )
 
-    def entry(self, arrays: Sequence[Any]) -> Any:
+    def entry(self, arrays: Sequence[Leaf]) -> Any:
         """The leaf's entry, given those of its arrays."""
         if self.box is not None or self.treedef is None:
             return arrays[0]
@@ -171,7 +171,7 @@ class FilterSubject(NamedTuple):
 class TreeInventory:
     """The subtrees and leaves of a tree."""
 
-    def __init__(self, tree: Any) -> None:
+    def __init__(self, tree: PyTree) -> None:
         subtrees, self.treedef = walk(tree)
         self.leaves: list[LeafInfo] = []
         self._positions: dict[int, int] = {}  # of Variables, by identity
@@ -266,7 +266,7 @@ class TreeInventory:
             for info, array in zip(leaf.arrays, leaf.arrays_in(leaf.value), strict=True):
                 yield leaf, info, array
 
-    def unflatten(self, fill: Callable[[Subtree], Any]) -> Any:
+    def unflatten(self, fill: Callable[[Subtree], Any]) -> PyTree:
         """The tree with other values in place of its subtrees."""
         return self.treedef.unflatten(map(fill, self.subtrees))
 
@@ -321,7 +321,7 @@ def _array_info(path: Path, value) -> ArrayInfo:
     return ArrayInfo(path, tuple(value.shape), value.dtype, weak, named, axes)
 
 
-def with_mapped_axes(mapped: Sequence[object], own_names: Sequence[object]) -> tuple[Any, ...]:
+def with_mapped_axes(mapped: Sequence[object], own_names: Sequence[object]) -> tuple[PyTree, ...]:
     """Returns names with those of mapped dimensions in front."""
     named = [new if old is None else old for new, old in zip(mapped, own_names, strict=False)]
     return (*named, *own_names[len(named) :])

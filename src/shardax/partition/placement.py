@@ -20,7 +20,7 @@ from jax.sharding import AxisType, Mesh, SingleDeviceSharding
 
 from shardax._core._jax import Tracer
 from shardax._core.frames import check_trace, check_unlocked, is_eager, is_ref, is_writable
-from shardax._core.graph.paths import format_path
+from shardax._core.graph.paths import PyTree, format_path
 from shardax._core.init.lazy import LazyValue, Recipe, compute_all
 from shardax._core.object import Object
 from shardax._transforms.errors import TransformError
@@ -285,7 +285,7 @@ class _Copies:
         self._batch: list[tuple[int, list[Any]]] = []
         self._bytes = 0
 
-    def start(self, position: int, make: Callable[[], list[Any]]) -> None:
+    def start(self, position: int, make: Callable[[], list[PyTree]]) -> None:
         """Makes the arrays of a leaf at their new place."""
         try:
             arrays = make()

@@ -20,6 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from shardax._core.frames import owner_here
 from shardax._core.graph.flatten import build, flatten_roots
+from shardax._core.graph.paths import Leaf, PyTree
 from shardax._core.object import Object
 from shardax.partition.boxes.boxes import LogicallyPartitioned, is_box
 from shardax.partition.checker import spec_for
@@ -39,7 +40,7 @@ from shardax.partition.tree_layout import (
 
 def partition_specs(
     tree: object, rules: RulesLike | None = None, *, overrides: OverridesLike | None = None
-) -> Any:
+) -> PyTree:
     """Returns the ``PartitionSpec`` of every array of a tree.
 
     Args:
@@ -84,13 +85,13 @@ def _checked(layout: TreeLayout, rules: RulesLike | None) -> TreeLayout:
 
 
 def shardings(
-    tree: Any,
+    tree: PyTree,
     mesh: AnyMesh | None = None,
     rules: RulesLike | None = None,
     *,
     overrides: OverridesLike | None = None,
     memory_kind: MemoryKinds | None = None,
-) -> Any:
+) -> PyTree:
     """Returns the ``NamedSharding`` of every array of a tree.
 
     Args:
@@ -122,13 +123,13 @@ def shardings(
 
 
 def abstract(
-    tree: Any,
+    tree: PyTree,
     mesh: AnyMesh | None = None,
     rules: RulesLike | None = None,
     *,
     overrides: OverridesLike | None = None,
     memory_kind: MemoryKinds | None = None,
-) -> Any:
+) -> Leaf:
     """Returns a copy of a tree with abstract arrays and their shardings.
 
     It can be given to ``sx.jit(f).lower(...)``, ``jax.eval_shape`` or a checkpoint's restore.
@@ -166,7 +167,7 @@ def abstract(
         shardings: list[Any] = list(_checked(layout, rules).shardings())
     else:
         shardings = [[info.sharding for info in leaf.arrays] for leaf in leaves]
-    values: list[Any] = []
+    values: list[Leaf] = []
     for leaf, of_arrays in zip(leaves, shardings, strict=True):
         structs = [
             jax.ShapeDtypeStruct(info.shape, info.dtype, sharding=to, weak_type=info.weak_type)

@@ -30,7 +30,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 
 from shardax._core._jax import Tracer
-from shardax._core.graph.paths import format_path
+from shardax._core.graph.paths import PyTree, format_path
 from shardax._core.object import Object
 from shardax._core.state.filters import OfType
 from shardax._core.state.split_merge import iter_modules
@@ -50,7 +50,7 @@ from shardax.partition.tree_layout import (
 
 
 def check(
-    tree: Any,
+    tree: PyTree,
     mesh: AnyMesh | None = None,
     rules: RulesLike | None = None,
     *,
@@ -141,7 +141,7 @@ def _other_meshes(layout: TreeLayout) -> Iterator[Diagnostic]:
 def _states(layout: TreeLayout) -> Iterator[Diagnostic]:
     """Yields warnings about optimizer states split less than their parameters."""
     is_state = OfType(OptState)
-    states: list[tuple[Any, ArrayInfo, int]] = []
+    states: list[tuple[PyTree, ArrayInfo, int]] = []
     parameter_places: list[tuple[Any, tuple[ArrayInfo, int]]] = []
     inventory = layout.inventory
     rows = zip(inventory.filter_subjects(), inventory.leaves, layout.shardings(), strict=True)

@@ -31,7 +31,7 @@ from typing import Any, Literal, NamedTuple
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardax._core.errors import first_of, warn
-from shardax._core.graph.paths import Path, format_path
+from shardax._core.graph.paths import Leaf, Path, format_path
 from shardax._core.state.filters import first_match, to_predicates
 from shardax._core.state.state import State
 from shardax._transforms.errors import NoMeshError
@@ -116,7 +116,7 @@ class _FilterTable:
 
     def first(self, subject: FilterSubject, diagnostics: list[Diagnostic]) -> int | None:
         """The position of the deciding filter; disagreements add a diagnostic."""
-        decided: dict[int, Any] = {}
+        decided: dict[int, Leaf] = {}
         for path in subject.paths:
             position = first_match(self.predicates, path, subject.like)
             if position is not None:

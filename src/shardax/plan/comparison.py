@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
+from shardax._core.graph.paths import PyTree
 from shardax.partition.context import parallel as parallel_scope
 from shardax.partition.errors import PartitionError
 from shardax.partition.mesh import mesh_text
@@ -42,8 +43,8 @@ _SHOWN = 5
 
 
 def compare(
-    step: Callable[..., Any],
-    args: Sequence[Any],
+    step: Callable[..., PyTree],
+    args: Sequence[PyTree],
     rules: Mapping[str, RulesLike],
     meshes: Sequence[Mapping[str, int]] | Mapping[str, int],
     target: str | Target,
@@ -192,8 +193,8 @@ def _layouts(rules: Mapping[str, RulesLike], meshes: Sequence[Mapping[str, int]]
 
 
 def plan(
-    step: Callable[..., Any],
-    args: Sequence[Any],
+    step: Callable[..., PyTree],
+    args: Sequence[PyTree],
     target: str | Target,
     *,
     rules: Mapping[str, RulesLike] | None = None,

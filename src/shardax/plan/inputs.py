@@ -26,7 +26,7 @@ import jax
 import numpy as np
 
 from shardax._core._jax import auto_mesh
-from shardax._core.graph.paths import Path, format_path, plain_path
+from shardax._core.graph.paths import Path, PyTree, format_path, plain_path
 from shardax._core.object import Object
 from shardax._core.state.state import Origin
 from shardax._core.variable import OptState, Param, Quantized, Variable
@@ -89,7 +89,7 @@ class _Named(LogicallyPartitioned[Any]):
 class Placed:
     """The arguments of a step in one layout."""
 
-    args: tuple[Any, ...] = ()  # abstract, with a sharding at every array; empty after errors
+    args: tuple[PyTree, ...] = ()  # abstract, with a sharding at every array; empty after errors
     shardings: tuple[Any, ...] = ()  # like them, what ``jit`` takes as ``in_shardings``
     argument_bytes: dict[str, int] = field(default_factory=dict)  # of one device by kind
     replicated: tuple[str, ...] = ()  # parameters that every device holds whole, largest first
@@ -98,7 +98,7 @@ class Placed:
     warnings: tuple[str, ...] = ()
 
 
-def unbound(step: object) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+def unbound(step: object) -> tuple[PyTree, tuple[PyTree, ...], dict[str, PyTree]]:
     """Returns the function under partials and methods, with bound arguments."""
     if isinstance(step, functools.partial):
         function, args, keywords = unbound(step.func)
@@ -115,7 +115,7 @@ def unbound(step: object) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
 class Inputs:
     """The arguments of a step, with their names, kinds and axis names."""
 
-    def __init__(self, step: Callable[..., Any], args: Sequence[Any]) -> None:
+    def __init__(self, step: Callable[..., PyTree], args: Sequence[PyTree]) -> None:
         if not callable(step):
             raise PlanInputError(
                 f"The step is {step!r} of type {type(step).__name__}, which cannot be called. Give "

@@ -37,6 +37,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSha
 
 from shardax._core.errors import ModuleError, ShardaxError
 from shardax._core.frames import is_eager
+from shardax._core.graph.paths import PyTree
 from shardax._core.init import lazy
 from shardax._core.init.defaults import as_device, creation_device
 from shardax._core.init.rng import key_value, seed_source
@@ -282,7 +283,7 @@ def isolated(seed: object) -> Iterator[None]:
 
 def draw(
     name: str,
-    operands: Mapping[str, Any] | None = None,
+    operands: Mapping[str, PyTree] | None = None,
     *,
     device: Any = None,
     sharding: Any = None,
@@ -328,7 +329,7 @@ def _program(
     name: str,
     impl: str,
     folds: int,
-    operands: tuple[tuple[str, tuple[int, ...], Any], ...],
+    operands: tuple[tuple[str, tuple[int, ...], PyTree], ...],
     options: tuple[tuple[str, Hashable], ...],
     place: Sharding | None,
 ) -> lazy.InitializerProgram:

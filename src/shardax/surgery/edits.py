@@ -17,7 +17,7 @@ import numpy as np
 
 from shardax._core.checks import raise_if_any
 from shardax._core.containers import Dict
-from shardax._core.graph.paths import Path, format_path
+from shardax._core.graph.paths import Path, PyTree, format_path
 from shardax._core.init.lazy import Init, Initializer
 from shardax._core.init.rng import Rngs
 from shardax._core.module import Module
@@ -54,12 +54,12 @@ Adaptable = Linear | Einsum | ConvBase | MoE | Embed | NamedLinear
 class LayerWrapper(ModuleWrapper):
     """Base of wrappers around a layer or a function."""
 
-    def __init__(self, layer: Callable[..., Any]) -> None:
+    def __init__(self, layer: Callable[..., PyTree]) -> None:
         Module.__init__(self)
         self.body = layer
 
 
-def wrap_selected(edit: str, selection: Selection, wrap: Callable[[Path, Any], Any]) -> Any:
+def wrap_selected(edit: str, selection: Selection, wrap: Callable[[Path, Any], Any]) -> PyTree:
     """Replaces the selection by a function of path and value."""
     wrappers: list[Any] = []
     for path, value in checked_selection(edit, selection).get_by_path().items():
@@ -106,14 +106,14 @@ class SavedActivation(LayerWrapper):
 
     _own = frozenset({"body", "activation"})
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
         """Calls the layer and saves its result."""
         result = self.body(*args, **kwargs)
         self.sow("activation", result)
         return result
 
 
-def save_activations(selection: Selection) -> Any:
+def save_activations(selection: Selection) -> PyTree:
     """Makes selected layers save their results.
 
     Args:
@@ -244,7 +244,7 @@ class LoRA(LayerWrapper):
         a = make(terms.first.kernel, zeros if looked_up else drawn(terms.first))
         return a, make(terms.second.kernel, drawn(terms.second) if looked_up else zeros)
 
-    def __call__(self, x: Any, *args: Any, **options: Any) -> Any:
+    def __call__(self, x: Any, *args: PyTree, **options: Any) -> PyTree:
         """Maps an input as the layer does, and adds the term.
 
         Args:
@@ -453,7 +453,9 @@ def _unused(letters: str) -> str:
     return "".join(letter for letter in string.ascii_letters if letter not in letters)
 
 
-def lora(selection: Selection, rank: int, scale: float = 1.0, *, rngs: Rngs | None = None) -> Any:
+def lora(
+    selection: Selection, rank: int, scale: float = 1.0, *, rngs: Rngs | None = None
+) -> PyTree:
     """Adds low-rank adapters to linear layers.
 
     Args:
@@ -512,7 +514,7 @@ def lora(selection: Selection, rank: int, scale: float = 1.0, *, rngs: Rngs | No
     return wrap_selected("lora", linears, adapt)
 
 
-def merge_lora(model: object) -> Any:
+def merge_lora(model: object) -> PyTree:
     """Adds every low-rank adapter to its kernel.
 
     Args:
@@ -574,11 +576,11 @@ class Linearised(LayerWrapper):
 
     _own = frozenset({"body", "point"})
 
-    def __init__(self, layer: Callable[..., Any], point: object) -> None:
+    def __init__(self, layer: Callable[..., PyTree], point: object) -> None:
         super().__init__(layer)
         self.point = Variable(point)
 
-    def __call__(self, x: Any, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, x: Any, *args: PyTree, **kwargs: PyTree) -> PyTree:
         """Approximates the layer at an input; the point is broadcast."""
         point = jax.tree.map(lambda old, new: jnp.broadcast_to(old, new.shape), self.point.value, x)
         moved = jax.tree.map(jnp.subtract, x, point)
@@ -591,12 +593,12 @@ class _Recorder(LayerWrapper):
 
     _own = frozenset({"body", "inputs"})
 
-    def __call__(self, x: object, *args: object, **kwargs: object) -> Any:
+    def __call__(self, x: object, *args: object, **kwargs: object) -> PyTree:
         self.sow("inputs", x)
         return self.body(x, *args, **kwargs)
 
 
-def linearise(selection: Selection, *args: Any, **kwargs: Any) -> Any:
+def linearise(selection: Selection, *args: PyTree, **kwargs: PyTree) -> Any:
     """Replaces selected layers by linear approximations around the inputs of one call.
 
     So a later call on other inputs keeps, for example, the scales of the norms, and effects of

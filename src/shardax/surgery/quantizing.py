@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from shardax._core.checks import Options, raise_if_any
-from shardax._core.graph.paths import Path, format_path
+from shardax._core.graph.paths import Path, PyTree, format_path
 from shardax._core.module import modules_in
 from shardax._core.state.filters import Filter, Predicate, to_predicate
 from shardax._core.variable import Param, Variable
@@ -47,8 +47,8 @@ class _KernelPlace(NamedTuple):
 
 
 def quantize(
-    model: Any, formats: Format | Mapping[Filter, Format | None], *, tile_size: int | None = None
-) -> Any:
+    model: PyTree, formats: Format | Mapping[Filter, Format | None], *, tile_size: int | None = None
+) -> PyTree:
     """Stores kernels in 8 or 4 bits, with scales.
 
     The kernels are those of each ``Linear`` (also of ``sx.named``), ``Einsum``, ``Embed``,
@@ -94,7 +94,7 @@ def quantize(
     return kernels.apply(lambda _, v: new[id(v)], allow_empty=True)
 
 
-def dequantize(model: Any) -> Any:
+def dequantize(model: PyTree) -> PyTree:
     """Makes the quantized kernels of a model parameters again.
 
     Args:
@@ -122,7 +122,7 @@ def dequantize(model: Any) -> Any:
     return select(model).at_instances_of(QuantizedKernel).apply(parameter)
 
 
-def with_precision(model: Any, precisions: Any) -> Any:
+def with_precision(model: PyTree, precisions: Any) -> PyTree:
     """Sets the precision of the products with chosen kernels.
 
     Args:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from shardax._core.graph.paths import Path
+from shardax._core.graph.paths import Path, PyTree
 from shardax._core.module import Module
 from shardax._core.state.split_merge import iter_modules
 from shardax._select.places import SelectionError
@@ -30,13 +30,13 @@ class _Recording(LayerWrapper):
 
     _own = frozenset({"body", "activation"})
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
         result = self.body(*args, **kwargs)
         self.sow("activation", result)
         return result
 
 
-def record(model: Any, *selections: Selection | Callable[[Selection], Selection]) -> Any:
+def record(model: PyTree, *selections: Selection | Callable[[Selection], Selection]) -> PyTree:
     """Makes a call of a model also return activations of selected layers.
 
     Args:
@@ -92,7 +92,7 @@ def record(model: Any, *selections: Selection | Callable[[Selection], Selection]
     _recording(model, paths)  # refuses what is not called
 
     @wraps(model)
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def run(*args: PyTree, **kwargs: PyTree) -> PyTree:
         recording = _recording(model, paths)
         copies = [
             (copy, original, dict(vars(copy))) for copy, original in _copies(recording, model)

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from shardax._core._jax import INLINE
 from shardax._core.checks import Options, raise_if_any
 from shardax._core.graph.flatten import has_objects
+from shardax._core.graph.paths import PyTree
 from shardax._core.variable import Param
 from shardax._parallel.microbatches import cut, indivisible
 from shardax._transforms.control.scan import scan
@@ -38,7 +39,7 @@ def accumulated_value_and_grad(
     has_aux: bool = False,
     wrt: object = Param,
     reduce: str = "mean",
-    count: Callable[[Any], object] | None = None,
+    count: Callable[[PyTree], object] | None = None,
 ) -> Callable[..., Any]:
     """Makes ``sx.value_and_grad(function)`` run over a batch in microbatches.
 
@@ -84,11 +85,11 @@ def accumulated_value_and_grad(
 
 
 def accumulate(
-    function: Callable[..., Any],
+    function: Callable[..., PyTree],
     steps: int,
     has_aux: bool = False,
     reduce: str = "mean",
-    count: Callable[[Any], object] | None = None,
+    count: Callable[[PyTree], object] | None = None,
 ) -> Callable[..., Any]:
     """Makes a function of (value, gradient) run in microbatches."""
     options = Options(TrainError)
@@ -138,7 +139,7 @@ def accumulate(
     return accumulated
 
 
-def _weights_of(parts: object, count: Callable[[Any], object] | None) -> jax.Array | None:
+def _weights_of(parts: object, count: Callable[[PyTree], object] | None) -> jax.Array | None:
     """Returns weights of microbatches, or None if they count alike."""
     if count is None:
         weights = target_weights(parts)
@@ -148,7 +149,7 @@ def _weights_of(parts: object, count: Callable[[Any], object] | None) -> jax.Arr
     return relative_weights(jax.vmap(lambda part: counted_by(count, part))(parts))
 
 
-def split_batch(batch: object, steps: int) -> Any:
+def split_batch(batch: object, steps: int) -> PyTree:
     """Cuts arrays of a batch into (steps, rows / steps, ...)."""
     if has_objects(batch):
         raise TrainError(
@@ -174,7 +175,7 @@ def _zeros_for_sum(shape: jax.ShapeDtypeStruct) -> jax.Array:
     return jnp.zeros(shape.shape, dtype, out_sharding=shape.sharding)
 
 
-def _with_leading_dimension(function: Callable[..., Any]) -> Callable[..., Any]:
+def _with_leading_dimension(function: Callable[..., PyTree]) -> Callable[..., Any]:
     @functools.wraps(function)
     def with_stacked_aux(*args):
         (value, aux), gradient = function(*args)

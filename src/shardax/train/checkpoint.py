@@ -24,6 +24,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from shardax._core._jax import Tracer
 from shardax._core.checks import raise_if_any
 from shardax._core.errors import ModuleError, ShardaxError, warn
+from shardax._core.graph.paths import Leaf, PyTree
 from shardax._core.graph.views import named_sharding
 from shardax._core.variable import refuse_deleted
 from shardax._files import PathExistsError, PathNotFoundError
@@ -86,7 +87,7 @@ def save(tree: object, path: object, *, extra: object = None) -> None:
 
 
 def restore(
-    tree: Any,
+    tree: PyTree,
     path: Any,
     mesh: Any = None,
     rules: Any = None,
@@ -95,7 +96,7 @@ def restore(
     memory_kind: MemoryKinds | None = None,
     partial: bool = False,
     cast: bool = False,
-) -> Any:
+) -> PyTree:
     """Reads a checkpoint into a tree, in place.
 
     Args:
@@ -132,7 +133,7 @@ def restore(
 
 
 def restore_verified(
-    tree: Any,
+    tree: PyTree,
     place: Any,
     description: Mapping[str, Any],
     mesh: Any,
@@ -140,7 +141,7 @@ def restore_verified(
     where: Mapping[str, Any],  # overrides and memory kind
     partial: bool = False,
     cast: bool = False,
-) -> Any:
+) -> PyTree:
     """Reads a checkpoint with checked files; returns its ``extra``."""
     contents, positions = contents_of(tree, restoring=True), description["positions"]
     stored = stored_arrays(description)
@@ -159,7 +160,7 @@ def restore_verified(
         shardings,
     )
     _restore_positions(contents, positions)
-    leaves: dict[int, list[Any]] = {}
+    leaves: dict[int, list[Leaf]] = {}
     for target, array in zip(contents.arrays, arrays, strict=True):
         leaves.setdefault(id(target.variable), []).append(array)
     for variable in {id(target.variable): target.variable for target in contents.arrays}.values():
@@ -206,7 +207,7 @@ def _to_store(
         ". Give them numbers first, sx.update(model, state), or restore a checkpoint into it.",
     )
     refuse_deleted([array.path for array in contents.arrays], [a.value for a in contents.arrays])
-    leaves: dict[int, list[Any]] = {}
+    leaves: dict[int, list[Leaf]] = {}
     arrays: list[ModelArray] = []
     for array in contents.arrays:
         if id(array.variable) not in leaves:
@@ -252,7 +253,7 @@ def _in_order_of(tree, copy):
 def _restore_positions(contents: Contents, saved) -> None:
     """Restores all positions, or none."""
     holders = [(holder, saved[path]) for path, holder in contents.positions.items()]
-    moved: list[tuple[Any, Any]] = []
+    moved: list[tuple[Leaf, Leaf]] = []
     try:
         for holder, state in holders:
             if not isinstance(holder, dict):
@@ -421,12 +422,12 @@ class Checkpoints:
 
     def restore(
         self,
-        tree: Any,
+        tree: PyTree,
         step: int | None = None,
         mesh: Any = None,
         rules: Any = None,
         **options: Any,
-    ) -> Any:
+    ) -> PyTree:
         """Reads a checkpoint into a tree, in place; see the function ``restore``.
 
         Args:

@@ -35,6 +35,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardax._core.checks import Options
+from shardax._core.graph.paths import Leaf, PyTree
 from shardax._files import PathNotFoundError, require_free
 from shardax.train import errors
 from shardax.train.checkpoint_format import FORMAT_VERSION, StoredArray
@@ -82,7 +83,7 @@ class Writer:
         self._pending: Future[None] | None = None
         _silence_orbax()
 
-    def start(self, path: Any, arrays: Mapping[str, Any], description: Mapping[str, Any]) -> None:
+    def start(self, path: Any, arrays: Mapping[str, Leaf], description: Mapping[str, Any]) -> None:
         """Starts writing a checkpoint; returns when its arrays are copied."""
         import orbax.checkpoint as ocp
 
@@ -336,7 +337,7 @@ def read_arrays(
     # A sharding of None is the default device, uncommitted. Dtypes of random keys are ignored.
     import orbax.checkpoint as ocp
 
-    targets: dict[str, Any] = {}
+    targets: dict[str, PyTree] = {}
     options: dict[str, Any] = {}
     for array, dtype, sharding in zip(stored, dtypes, shardings, strict=True):
         if math.prod(array.shape) == 0:

@@ -23,7 +23,7 @@ from shardax._core.containers import List
 from shardax._core.frames import local, resolve
 from shardax._core.frozen import FrozenVariable
 from shardax._core.graph.handlers import DICT, LIST, PLAIN, handler_of, has_parts
-from shardax._core.graph.paths import Path, format_path
+from shardax._core.graph.paths import Path, PyTree, format_path
 from shardax._core.object import Object
 from shardax._core.state.filters import Not
 from shardax._core.state.split_merge import iter_modules, iter_variables
@@ -96,7 +96,7 @@ class Contents(NamedTuple):
     slots: list[ArraySlot]
 
 
-def contents_of(tree: Any, *, restoring: bool = False) -> Contents:
+def contents_of(tree: PyTree, *, restoring: bool = False) -> Contents:
     """Takes a tree apart, or raises CheckpointError."""
     walk = _Walk(restoring)
     objects = walk.without_positions(tree, (), None)

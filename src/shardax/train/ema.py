@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from shardax._core.checks import Options, raise_if_any
-from shardax._core.graph.paths import format_path
+from shardax._core.graph.paths import PyTree, format_path
 from shardax._core.module import Module
 from shardax._core.state.split_merge import describe_plain_arrays, iter_variables
 from shardax._core.state.state import State
@@ -62,7 +62,7 @@ class EMA(Module):
     """
 
     def __init__(
-        self, model: Any, decay: float | Callable[[Any], Any] = 0.999, *, wrt: Any = Param
+        self, model: PyTree, decay: float | Callable[[Any], Any] = 0.999, *, wrt: Any = Param
     ) -> None:
         is_number = isinstance(decay, int | float) and not isinstance(decay, bool)
         fits = callable(decay) or (is_number and 0 <= decay < 1)
@@ -119,12 +119,12 @@ class _MovingAverage(NamedTuple):
         """Returns the number of updates, if the decay depends on it."""
         return jnp.zeros((), jnp.int32) if callable(self.decay) else ()
 
-    def update(self, values, count, params) -> tuple[Any, Any]:
+    def update(self, values, count, params) -> tuple[PyTree, PyTree]:
         """Returns the steps from the averages towards values, and the count."""
         decay: Any = self.decay(count) if callable(self.decay) else self.decay
         share = 1 - decay
 
-        def step(value, average) -> Any:
+        def step(value, average) -> PyTree:
             gap = jnp.asarray(value, average.dtype) - average
             return gap * share if jnp.issubdtype(gap.dtype, jnp.inexact) else gap
 

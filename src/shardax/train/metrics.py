@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from shardax._core.checks import Options
+from shardax._core.graph.paths import PyTree
 from shardax._core.module import Module
 from shardax._core.state.split_merge import iter_variables
 from shardax._core.variable import MetricState
@@ -32,7 +33,7 @@ from shardax.train.errors import TrainError
 class Metric(Module):
     """Base of metrics; a subclass holds ``MetricState`` and defines the methods."""
 
-    def update(self, **kwargs: Any) -> None:
+    def update(self, **kwargs: PyTree) -> None:
         """Takes in one batch."""
         raise NotImplementedError
 
@@ -79,7 +80,7 @@ class Welford(Metric):
         self.mean = MetricState(np.zeros((), np.float32))
         self.spread = MetricState(np.zeros((), np.float32))
 
-    def update(self, **kwargs: Any) -> None:
+    def update(self, **kwargs: PyTree) -> None:
         """Takes in real values and, if given, their ``weights`` or ``mask``."""
         values = self._take(self.argname, kwargs).astype(jnp.float32)
         _refuse_unknown(self, kwargs, {self.argname, *_WEIGHTS})
@@ -194,7 +195,7 @@ class Accuracy(Average):
         Options(TrainError).check("threshold", threshold, fits, "a number or None")
         self.threshold = threshold
 
-    def update(self, **kwargs: Any) -> None:
+    def update(self, **kwargs: PyTree) -> None:
         """Takes in ``logits`` and ``labels`` and, if given, their ``weights`` or ``mask``."""
         logits, labels = self._take("logits", kwargs), self._take("labels", kwargs)
         _refuse_unknown(self, kwargs, {"logits", "labels", *_WEIGHTS})
@@ -210,7 +211,7 @@ class Accuracy(Average):
         correct = jnp.argmax(logits, axis=-1) == labels
         super().update(values=correct, weights=_weights_and_mask(kwargs))
 
-    def _update_binary(self, logits, labels, kwargs: Mapping[str, Any]) -> None:
+    def _update_binary(self, logits, labels, kwargs: Mapping[str, PyTree]) -> None:
         kinds = (jnp.integer, jnp.bool_)
         is_class = any(jnp.issubdtype(labels.dtype, kind) for kind in kinds)
         if logits.shape != labels.shape or not is_class:
@@ -250,7 +251,7 @@ class MultiMetric(Metric):
         for name, metric in metrics.items():
             setattr(self, name, metric)
 
-    def update(self, **kwargs: Any) -> None:
+    def update(self, **kwargs: PyTree) -> None:
         """Updates every metric with the keywords it takes."""
         _refuse_unknown(self, kwargs, _known_keywords(self))
         for metric in self._metrics():
@@ -276,7 +277,7 @@ class MultiMetric(Metric):
 
 
 def update_from_batch(
-    metric: Metric, name: str, model: Any, batch: Any, loss: Any, count: Any
+    metric: Metric, name: str, model: PyTree, batch: PyTree, loss: Any, count: Any
 ) -> None:
     """Updates a metric with logits and labels, or the mean loss."""
     keywords = _known_keywords(metric) or {"logits", "labels", *_WEIGHTS}
@@ -298,13 +299,13 @@ def update_from_batch(
         )
 
 
-def target_weights(batch: object) -> Any:
+def target_weights(batch: object) -> PyTree:
     """Weights of a batch's targets; None if all count."""
     # By its mask, and 0 for what losses ignore.
     if not isinstance(batch, Mapping):
         return None
     mask: Any = batch.get("mask")
-    targets: Any = batch.get("targets")
+    targets: PyTree = batch.get("targets")
     dtype = getattr(targets, "dtype", None)
     if dtype is None or not targets.ndim:
         return mask
@@ -319,7 +320,7 @@ def target_weights(batch: object) -> Any:
     return jnp.where(counted, weights, jnp.zeros((), weights.dtype))
 
 
-def counted_by(count: Callable[[Any], object], batch: object) -> jax.Array:
+def counted_by(count: Callable[[PyTree], object], batch: object) -> jax.Array:
     """Number of a batch's targets by a user's function."""
     targets = jnp.asarray(count(batch))
     if targets.ndim or not jnp.isrealobj(targets):
@@ -344,7 +345,7 @@ def relative_weights(counts: jax.Array) -> jax.Array:
     return jnp.where(total == 0, 1, counts * counts.size / jnp.where(total == 0, 1, total))
 
 
-def weighted(tree: Any, weight: Any) -> Any:
+def weighted(tree: PyTree, weight: Any) -> Any:
     """Arrays times a weight; zeros for weight 0, also of NaN."""
 
     def times_weight(x):

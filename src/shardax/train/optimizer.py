@@ -28,7 +28,7 @@ from shardax._core.array_ops import wider_dtype
 from shardax._core.checks import Options, raise_if_any
 from shardax._core.frames import local, resolve
 from shardax._core.graph.handlers import knows_names
-from shardax._core.graph.paths import Path, format_path
+from shardax._core.graph.paths import Leaf, Path, PyTree, format_path
 from shardax._core.module import Module
 from shardax._core.state.split_merge import describe_plain_arrays, iter_variables
 from shardax._core.state.state import Origin, State, by_paths_of
@@ -101,11 +101,11 @@ class Optimizer(Module):
         (22.5, 3.0, 20)
     """
 
-    masters: Any = None
+    masters: Leaf = None
     master_dtype: Any = None
 
     def __init__(
-        self, model: Any, tx: object, wrt: Any = Param, *, master_dtype: Any = None
+        self, model: PyTree, tx: object, wrt: Any = Param, *, master_dtype: Any = None
     ) -> None:
         if not callable(getattr(tx, "init", None)) or not callable(getattr(tx, "update", None)):
             hint = "; call it first" if callable(tx) and not isinstance(tx, Module) else ""
@@ -286,7 +286,7 @@ class _Masters(NamedTuple):
         masters = jax.tree.map(self._master, params)
         return _MasterState(self.tx.init(jax.tree.map(_either, params, masters)), masters)
 
-    def step(self, update, grads, state: _MasterState, params, **extra) -> Any:
+    def step(self, update, grads, state: _MasterState, params, **extra) -> PyTree:
         """Returns new parameters and the new state."""
         wide = jax.tree.map(_current, params, state.masters)
         grads = jax.tree.map(_as_wide, wide, grads)
@@ -316,7 +316,7 @@ def _step_of(transformation: object, update: object):
     if isinstance(transformation, _Masters):
         return functools.partial(transformation.step, update)
 
-    def step(grads, state, params, **extra) -> Any:
+    def step(grads, state, params, **extra) -> PyTree:
         updates, new_state = _updated(update, grads, state, params, **extra)
         new_params = jax.tree.map(_apply, updates, params, is_leaf=lambda leaf: leaf is None)
         return new_params, new_state
@@ -336,7 +336,7 @@ def gradient_layout(optimizer: Optimizer, places: State) -> State:
     layout = optimizer_state.layout_of(optimizer._transformation, shapes)
     owners = [path for path, variable in chosen for _ in jax.tree.leaves(variable._value)]
     parts = {"inner": ("opt_state",), "masters": ("masters",)}
-    of_gradients: dict[Path, Any] = {}
+    of_gradients: dict[Path, Leaf] = {}
     for leaf in layout.leaves:
         if leaf.follows is not None and leaf.dims == tuple(range(len(leaf.shape))):
             path = ("opt_state", *leaf.path)

@@ -22,7 +22,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from shardax._core._jax import Literal
 from shardax._core.array_ops import wider_dtype
-from shardax._core.graph.paths import Path, PathKey, plain_path
+from shardax._core.graph.paths import Leaf, Path, PathKey, PyTree, plain_path
 from shardax._core.graph.static import Static
 from shardax._core.graph.views import named_sharding
 from shardax._core.init.lazy import LazyValue
@@ -80,7 +80,7 @@ class StateLayout(NamedTuple):
     treedef: Any
     static: dict[int, Any]  # leaves that are no arrays (strings, functions, ...), by position
 
-    def join(self, arrays: Iterable[object]) -> Any:
+    def join(self, arrays: Iterable[object]) -> PyTree:
         """Makes the state from its arrays: the inverse of ``separate_arrays``."""
         remaining = iter(arrays)
         count = len(self.leaves) + len(self.static)
@@ -92,7 +92,7 @@ class SeparatedState(NamedTuple):
     """Arrays of a state with key paths, and everything else."""
 
     keys: list[Any]
-    arrays: list[Any]
+    arrays: list[Leaf]
     treedef: Any
     static: dict[int, Any]
 
@@ -118,7 +118,7 @@ def layout_of(transformation: Transformation, params: object) -> StateLayout:
 def _layout_of(transformation: Transformation, treedef, shapes: tuple[Any, ...]) -> StateLayout:
     separated = SeparatedState([], [], None, {})
 
-    def init(leaves: list[Any]) -> list[Any]:
+    def init(leaves: list[Leaf]) -> list[Leaf]:
         nonlocal separated
         state = separate_arrays(transformation.value.init(treedef.unflatten(leaves)))
         separated = state._replace(arrays=[])  # those of a trace do not outlive it
@@ -174,7 +174,7 @@ def _followed(key_path: Sequence[object], parameters: dict[Path, int]) -> int | 
 
 
 def _initial_values(
-    jaxpr, consts: Sequence[Any], inputs: Sequence[InitialValue]
+    jaxpr, consts: Sequence[Leaf], inputs: Sequence[InitialValue]
 ) -> list[InitialValue]:
     """Finds the inputs needed by each output of a jaxpr."""
     values: dict[Any, InitialValue] = dict(zip(jaxpr.invars, inputs, strict=True))

@@ -20,6 +20,7 @@ import jax
 import numpy as np
 
 from shardax._core.checks import Options
+from shardax._core.graph.paths import PyTree
 from shardax._transforms.module_scopes import compiled_with_names
 from shardax.train.errors import TrainError
 
@@ -72,9 +73,9 @@ class Throughput:
         return rates
 
 
-def counted(batch: Any) -> tuple[str, int]:
+def counted(batch: PyTree) -> tuple[str, int]:
     """Returns the contents of a batch, in the plural, and their number."""
-    named: Mapping[str, Any] = batch if isinstance(batch, Mapping) else {}
+    named: Mapping[str, PyTree] = batch if isinstance(batch, Mapping) else {}
     targets = named.get("targets", named.get("inputs", 0.0))
     if np.ndim(targets) >= 2 and np.issubdtype(np.dtype(targets.dtype), np.integer):
         return "tokens", int(targets.size)

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from shardax._core.graph.paths import PyTree
 from shardax._core.state.split_merge import iter_variables
 from shardax.train.errors import TrainError
 from shardax.train.metrics import (
@@ -33,7 +34,7 @@ _OWN += ("mfu", *THROUGHPUTS, "checkpoint_seconds", "skipped_steps")
 # --- Numbers of a training step ---
 
 
-def with_metrics(loss: Callable[[Any, Any], object]) -> Callable[[Any, Any], Any]:
+def with_metrics(loss: Callable[[PyTree, PyTree], object]) -> Callable[[PyTree, PyTree], PyTree]:
     """Makes any loss return (loss, metrics)."""
 
     def both(model: object, batch: object) -> tuple[Any, dict[str, Any]]:
@@ -60,8 +61,8 @@ def with_metrics(loss: Callable[[Any, Any], object]) -> Callable[[Any, Any], Any
 
 
 def with_counts(
-    loss: Callable[[Any, Any], object], count: Callable[[Any], object] | None = None
-) -> Callable[[Any, Any], Any]:
+    loss: Callable[[PyTree, PyTree], object], count: Callable[[PyTree], object] | None = None
+) -> Callable[[PyTree, PyTree], PyTree]:
     """Makes any loss return (loss, (metrics, weight of its targets))."""
     loss_and_metrics = with_metrics(loss)
 
@@ -91,7 +92,7 @@ def check_name(name: object, who: str) -> None:
         )
 
 
-def count_targets(batch: Any, count: Callable[[Any], object] | None = None) -> jax.Array:
+def count_targets(batch: PyTree, count: Callable[[PyTree], object] | None = None) -> jax.Array:
     """Number of targets by a function or a mask; else of rows."""
     if count is not None:
         return counted_by(count, batch)
@@ -162,7 +163,9 @@ def device_memory() -> int | None:
 class EvalNumbers:
     """Means and metrics over held-out batches, by name."""
 
-    def __init__(self, specs: Mapping[str, Any], count: Callable[[Any], Any] | None = None) -> None:
+    def __init__(
+        self, specs: Mapping[str, PyTree], count: Callable[[PyTree], PyTree] | None = None
+    ) -> None:
         self.count = count  # of a batch's targets
         self.functions: dict[str, Callable[[Any, Any], Any]] = {}
         self.metrics: dict[str, Metric] = {}
@@ -183,7 +186,9 @@ class EvalNumbers:
                     "arguments of its update, or a function (model, batch) that returns a mean."
                 )
 
-    def measure(self, model: Any, metrics: Any, batch: Any, loss: Any) -> tuple[Any, Any, Any]:
+    def measure(
+        self, model: PyTree, metrics: Any, batch: PyTree, loss: Any
+    ) -> tuple[Any, Any, Any]:
         """Returns means of a batch and its targets' number; updates metrics."""
         mean, means = loss(model, batch)
         count = count_targets(batch, self.count)

@@ -28,6 +28,7 @@ from jax.sharding import Mesh
 
 from shardax import distributed
 from shardax._core.checks import Options
+from shardax._core.graph.paths import PyTree
 from shardax._core.state.split_merge import iter_modules
 from shardax._transforms.jit.jit import jit
 from shardax._transforms.jit.retraces import Retrace, explain_retraces
@@ -104,7 +105,7 @@ class TrainerSettings:
     checkpoint_every: int = 0
     keep_checkpoints: int = 2
     grad_accumulation: int = 1
-    count: Callable[[Any], Any] | None = None
+    count: Callable[[PyTree], PyTree] | None = None
     reduce_over: tuple[str, ...] = ()
     reduce_dtype: str | None = None
     max_skipped_steps: int = 0
@@ -220,10 +221,10 @@ class Trainer:
 
     def __init__(
         self,
-        model: Any,
+        model: PyTree,
         optimizer: Any,
         loss: Loss,
-        batches: Any,
+        batches: PyTree,
         *,
         directory: str | Path,
         settings: TrainerSettings,
@@ -286,7 +287,9 @@ class Trainer:
         numbers = self.eval_numbers
 
         @jit
-        def eval_step(model: object, metrics: object, batch: object) -> tuple[Any, Any, Any]:
+        def eval_step(
+            model: object, metrics: object, batch: object
+        ) -> tuple[PyTree, PyTree, PyTree]:
             """Mean loss of a batch, its number of targets, and further means."""
             with prefetch.in_device_memory(model):
                 return numbers.measure(model, metrics, batch, step_numbers.with_metrics(loss))
@@ -304,7 +307,7 @@ class Trainer:
         return self.directory / "checkpoints"
 
     @functools.cached_property
-    def train_step(self) -> Callable[..., Any]:
+    def train_step(self) -> Callable[..., PyTree]:
         """Compiled step: ``train_step(*trained, batch)`` returns (loss, numbers)."""
         parts, count = self.settings.grad_accumulation, self.settings.count
         loss = step_numbers.with_counts(self.loss, count)
@@ -356,7 +359,7 @@ class Trainer:
         return (self.model, self.optimizer, *(() if self.ema is None else (self.ema,)))
 
     @property
-    def evaluated(self) -> Any:
+    def evaluated(self) -> PyTree:
         """The model for held-out data: the EMA's, if there is one."""
         return self.model if self.ema is None else self.ema.model
 

@@ -35,7 +35,7 @@ from shardax._core._jax import Tracer, rebuilds_arguments
 from shardax._core.errors import ModuleError, StaticAttributeError
 from shardax._core.frames import READ_ONLY, PlainTrace, local, owner_here, resolve
 from shardax._core.graph.handlers import LEAF, PLACEHOLDER, Handler, handler_of, has_parts
-from shardax._core.graph.paths import Path, PathKey, format_path
+from shardax._core.graph.paths import Leaf, Path, PathKey, PyTree, format_path
 from shardax._core.graph.static import EMPTY, Metadata, Static
 from shardax._core.init.lazy import LazyValue, realise_all
 from shardax._core.object import Object, Shown, epoch
@@ -106,7 +106,7 @@ class GraphDef(Shown):
 
     __slots__ = ("__weakref__", "_hash", "_paths", "leaves", "objects", "roots")
 
-    def __init__(self, objects: tuple[Any, ...], roots: tuple[Any, ...]) -> None:
+    def __init__(self, objects: tuple[Any, ...], roots: tuple[PyTree, ...]) -> None:
         self.objects = objects
         self.roots = roots
         self.leaves = tuple(i for i, item in enumerate(objects) if type(item) is VariableDef)
@@ -188,7 +188,7 @@ class Flat:
 
     __slots__ = ("_leaf_paths", "epoch", "graphdef", "leaves", "paths")
 
-    def __init__(self, graphdef: GraphDef, leaves: list[Any], paths: list[Path], at: int) -> None:
+    def __init__(self, graphdef: GraphDef, leaves: list[Leaf], paths: list[Path], at: int) -> None:
         self.graphdef = graphdef
         self.leaves = leaves  # the Variables, in the order of graphdef.leaves
         self.paths = paths  # first path of every object, in the order of graphdef.objects
@@ -223,7 +223,7 @@ class GraphWalk:
         self.paths: list[Path] = []
         self.index: dict[int, int] = {}
 
-    def encode(self, value: Any, path: Path) -> Any:
+    def encode(self, value: Any, path: Path) -> Leaf:
         """Returns ``value`` as a child, walking into it if it holds objects."""
         if type(value) in _COMMON_TYPES:
             return _common_static(value)
@@ -340,7 +340,7 @@ class ChildDecoder:
     def __init__(self, objects: list[Any]) -> None:
         self.objects = objects
 
-    def __call__(self, child: Any) -> Any:
+    def __call__(self, child: Any) -> PyTree:
         kind = type(child)
         if kind is Ref:
             return self.objects[child.position]
@@ -399,7 +399,7 @@ def has_objects(tree: object) -> bool:
         local.probing = False
 
 
-def flatten_plain(tree: object) -> tuple[list[Any], Any] | None:
+def flatten_plain(tree: object) -> tuple[list[Leaf], Leaf] | None:
     """Flattens a pytree by ``jax.tree.flatten``; None if it holds objects."""
     local.probing, local.found = True, False
     try:
@@ -414,7 +414,7 @@ def is_object(value: object) -> bool:
     return isinstance(value, Object)
 
 
-def values_of(leaves: Iterable[Any]) -> list[Any]:
+def values_of(leaves: Iterable[Leaf]) -> list[Leaf]:
     """Reads Variables as seen from the current frame; lazy values materialise."""
     frame = local.frame
     targets = [v if frame is None else resolve(v, frame) for v in leaves]
@@ -439,7 +439,7 @@ def _rebuilt_here(children: Sequence[object]) -> tuple[Any, str | None]:
 _PROBED = GraphDef((), ())  # result of flattening while a pytree is only being searched
 
 
-def _flatten_graph(root) -> tuple[list[Any], GraphDef]:
+def _flatten_graph(root) -> tuple[list[Leaf], GraphDef]:
     if local.probing:
         local.found = True
         return [], _PROBED
@@ -467,7 +467,7 @@ def register_graph(cls: type) -> None:
 def register_variable(cls: Any) -> None:
     """Registers a Variable class with JAX; the value is its child."""
 
-    def flatten_variable(variable) -> tuple[list[Any], Metadata]:
+    def flatten_variable(variable) -> tuple[list[Leaf], Metadata]:
         if local.probing:
             local.found = True
             return [], EMPTY

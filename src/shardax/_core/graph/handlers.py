@@ -32,7 +32,7 @@ from typing import Any, Literal
 import jax
 
 from shardax._core.errors import ModuleError
-from shardax._core.graph.paths import format_path, plain_path
+from shardax._core.graph.paths import PyTree, format_path, plain_path
 from shardax._core.graph.static import Metadata, Static, exact_key
 from shardax._core.object import Object, Placeholder, Wrapper
 
@@ -395,7 +395,7 @@ def children_in_model(value: object) -> Pairs:
     return handler.children(value) if handler.in_models else ()
 
 
-def map_children(function: Callable[[Any], object], value: object) -> Any:
+def map_children(function: Callable[[PyTree], object], value: object) -> Any:
     """Applies a function to the children of a container."""
     handler = handler_of(value)
     pairs = [(key, child, function(child)) for key, child in handler.children(value)]

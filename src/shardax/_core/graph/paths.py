@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Paths: names of places inside a model.
+"""Paths to places inside a model, and types of trees and leaves.
 
 A *path* is a tuple of attribute names (``str``), list positions (``int``) and dict keys (any
 hashable). Its text form is what a user would type after the model: ``("layers", 0, "kernel")`` is
@@ -10,9 +10,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Hashable, Iterable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 Path = tuple[Hashable, ...]
+# What JAX flattens: containers, Modules and other registered types, and leaves. Any object is one.
+PyTree: TypeAlias = Any
+# What a tree has no more parts of: an array, a tracer, a number, a key, or a static value.
+Leaf: TypeAlias = Any
 
 
 def format_path(path: Path) -> str:

@@ -37,7 +37,7 @@ from shardax._core.errors import ModuleError
 from shardax._core.frames import Blocked, Frame, local, note_read, owner_here, resolve, several
 from shardax._core.graph import flatten
 from shardax._core.graph.handlers import knows_names
-from shardax._core.graph.paths import Path, format_path
+from shardax._core.graph.paths import Leaf, Path, PyTree, format_path
 from shardax._core.graph.static import Metadata, Static
 from shardax._core.init.lazy import InitializerProgram, KeySource, LazyValue, Recipe
 from shardax._core.object import Object, epoch
@@ -78,7 +78,7 @@ class LazyStack(Recipe):
         assert isinstance(first, Recipe)
         return first.program(sharding, (*lead, len(self.parts)))
 
-    def run(self, program: InitializerProgram, words: Sequence[Any]) -> jax.Array:
+    def run(self, program: InitializerProgram, words: Sequence[Leaf]) -> jax.Array:
         """Runs the program."""
         if not words:
             return program(None)
@@ -118,7 +118,7 @@ class LazyPart(LazyValue):
 # --- stacking values ------------------------------------------------------------------------------
 
 
-def stack_values(values: Sequence[Any]) -> Any:
+def stack_values(values: Sequence[Leaf]) -> Leaf:
     """Stacks the values of like Variables."""
     first = values[0]
     if not _is_leaf(first):
@@ -167,7 +167,7 @@ def without_lead(sharding: NamedSharding) -> NamedSharding:
     return NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
 
 
-def _stacked_struct(values: Sequence[Any]) -> jax.ShapeDtypeStruct:
+def _stacked_struct(values: Sequence[Leaf]) -> jax.ShapeDtypeStruct:
     part_shardings = [named_sharding(value) for value in values]
     sharding = next((with_lead(item) for item in part_shardings if item is not None), None)
     shape = (len(values), *values[0].shape)
@@ -182,7 +182,7 @@ def _stack_program(sharding: NamedSharding) -> Callable[[Any], jax.Array]:
 # --- parts of values ------------------------------------------------------------------------------
 
 
-def part_of(value: Any, index: int, read: Callable[[], object] | None = None) -> Any:
+def part_of(value: Any, index: int, read: Callable[[], object] | None = None) -> Leaf:
     """Returns one part of a stacked value; lazy ones stay lazy."""
     if not _is_leaf(value):
         return jax.tree.map(lambda leaf: part_of(leaf, index), value)
@@ -256,7 +256,7 @@ class _ViewOfVariable:
         return _part_metadata(self._parent._metadata)
 
     @property
-    def _value(self) -> Any:
+    def _value(self) -> Leaf:
         parent = self._parent
         return part_of(parent._value, self._index, lambda: parent.value)
 
@@ -273,7 +273,7 @@ class _ViewOfVariable:
         self._parent._value = with_part(old, self._index, new)
 
     @property
-    def value(self) -> Any:
+    def value(self) -> Leaf:
         """The part of the parent's value; setting writes that part."""
         target = resolve(self, local.frame)
         if type(target) is not type(self):  # passed in, so it stands for itself here
@@ -300,7 +300,7 @@ class _ViewOfVariable:
 
     def __reduce_ex__(self, protocol: object) -> Any:
         # A Variable of its own with this part's value, as in every copy of a view.
-        plain: Any = self._plain
+        plain: Leaf = self._plain
         return _copied_view, (plain, plain.__getstate__(self))
 
     def _flatten(self, encode: object) -> flatten.VariableDef:
@@ -477,7 +477,7 @@ def _refuse_parent(parent: object) -> None:
 class Stacked(NamedTuple):
     """What stacking made."""
 
-    root: Any  # the object that holds all layers
+    root: PyTree  # the object that holds all layers
     shared: tuple[Path, ...]  # paths, below it, of objects that are not stacked
 
 
@@ -491,7 +491,7 @@ def stack_objects(
     first = walks[0]
     shared = _shared(walks, older)
 
-    def stacked(position: int, definition: flatten.VariableDef) -> tuple[Any, Metadata]:
+    def stacked(position: int, definition: flatten.VariableDef) -> tuple[Leaf, Metadata]:
         values = _values([walk.objects[position] for walk in walks], first, position)
         named = definition.metadata.axes is None and knows_names(values[0])
         metadata = definition.metadata.with_axis(0, axis_name, knows_names=named)
@@ -506,7 +506,7 @@ def unstack_objects(root: Object, shared: Collection[Path], count: int) -> list[
     walk = _walk(root)
     kept_positions = {position for position, path in enumerate(walk.paths) if path in shared}
 
-    def part(index: int, position: int, definition: flatten.VariableDef) -> tuple[Any, Metadata]:
+    def part(index: int, position: int, definition: flatten.VariableDef) -> tuple[Leaf, Metadata]:
         whole = resolve(walk.objects[position], local.frame)._value
         return part_of(whole, index), definition.metadata.without_axis(0)
 

@@ -26,7 +26,7 @@ from shardax._core.frames import owner_here
 from shardax._core.frozen import FrozenVariable, Slot, frozen
 from shardax._core.graph import flatten
 from shardax._core.graph.handlers import has_parts
-from shardax._core.graph.paths import Path, format_path, plain_path
+from shardax._core.graph.paths import Leaf, Path, PyTree, format_path, plain_path
 from shardax._core.object import Object
 from shardax._core.state.filters import Filter, matching
 from shardax._core.variable import Variable
@@ -42,7 +42,7 @@ class OpenSlot(NamedTuple):
 class FlatTree:
     """A tree taken apart into objects and slots."""
 
-    def __init__(self, tree: Any) -> None:
+    def __init__(self, tree: PyTree) -> None:
         leaves, self._treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_part)
         self.walk = flatten.GraphWalk()
         self._leaves = [
@@ -81,7 +81,7 @@ class FlatTree:
         self,
         variables: Mapping[int, object],
         decoder: Callable[[list[Any]], flatten.ChildDecoder] = flatten.ChildDecoder,
-    ) -> Any:
+    ) -> PyTree:
         """Returns the tree with new Modules and containers."""
         objects_by_position = {i: variables.get(i, self.walk.objects[i]) for i in self.variables}
         decode = flatten.assemble(
@@ -105,7 +105,9 @@ def _is_part(value: object) -> bool:
 # --- taking out -----------------------------------------------------------------------------------
 
 
-def unbind(tree: Any, *filters: Filter, freeze: bool = False) -> tuple[Any, tuple[Any, ...]]:
+def unbind(
+    tree: PyTree, *filters: Filter, freeze: bool = False
+) -> tuple[PyTree, tuple[PyTree, ...]]:
     """Takes Variables out of a tree.
 
     Args:
@@ -157,7 +159,7 @@ def unbind(tree: Any, *filters: Filter, freeze: bool = False) -> tuple[Any, tupl
     return flat.rebuilt(slots), tuple(variables)
 
 
-def freeze(tree: object, *filters: Filter) -> Any:
+def freeze(tree: object, *filters: Filter) -> PyTree:
     """Returns the tree with frozen values in place of Variables.
 
     What two places share, they share frozen: it is one leaf, with one gradient.
@@ -189,7 +191,7 @@ def freeze(tree: object, *filters: Filter) -> Any:
     return flat.rebuilt(frozen_by_position)
 
 
-def thaw(tree: object, *filters: Filter) -> Any:
+def thaw(tree: object, *filters: Filter) -> PyTree:
     """Replaces frozen values by new mutable Variables.
 
     It undoes ``freeze``.
@@ -224,16 +226,16 @@ class _SlotDecoder(flatten.ChildDecoder):
 
     __slots__ = ("by_label",)
 
-    def __init__(self, objects: list[Any], by_label: Mapping[Path, Any]) -> None:
+    def __init__(self, objects: list[Any], by_label: Mapping[Path, Leaf]) -> None:
         super().__init__(objects)
         self.by_label = by_label
 
-    def __call__(self, child: object) -> Any:
+    def __call__(self, child: object) -> PyTree:
         value = super().__call__(child)
         return self.by_label.get(value.label, value) if type(value) is Slot else value
 
 
-def bind(tree: object, variables: object, allow_unused: bool = False) -> Any:
+def bind(tree: object, variables: object, allow_unused: bool = False) -> PyTree:
     """Puts Variables or frozen values into the slots of a tree.
 
     It is the inverse of ``unbind``.
@@ -265,8 +267,8 @@ def bind(tree: object, variables: object, allow_unused: bool = False) -> Any:
 
 
 def bound(
-    tree: Any, variables: Any, change: Callable[[Any], Any], allow_unused: bool = False
-) -> tuple[Any, dict[Path, Any]]:
+    tree: PyTree, variables: Any, change: Callable[[PyTree], PyTree], allow_unused: bool = False
+) -> tuple[PyTree, dict[Path, PyTree]]:
     """Returns the bound tree and what was put in, by label."""
     flat = FlatTree(tree)
     variable_by_label = _matched(_first_open(flat), variables, allow_unused)
@@ -377,7 +379,7 @@ def _refuse_label(label: Path, first: str, second: str) -> NoReturn:
 
 def stateless_call(
     tree: object, variables: object, /, *args: object, **kwargs: object
-) -> tuple[Any, Any]:
+) -> tuple[PyTree, PyTree]:
     """Calls a model as a pure function of values for its slots.
 
     Args:

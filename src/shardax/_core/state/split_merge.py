@@ -20,7 +20,7 @@ from shardax._core.errors import FilterError, ModuleError, StateMismatchError
 from shardax._core.frames import check_structural_write, is_ref, local, owner_here, resolve
 from shardax._core.frozen import FrozenVariable
 from shardax._core.graph import flatten, handlers
-from shardax._core.graph.paths import Path, format_path
+from shardax._core.graph.paths import Path, PyTree, format_path
 from shardax._core.module import Module, modules_in
 from shardax._core.object import Object
 from shardax._core.state.filters import Filter, group_by_filter, matching
@@ -38,7 +38,7 @@ def flat_tree(tree: object, caller: str) -> flatten.Flat:
     return flatten.flatten_roots((box_tree(tree),))
 
 
-def box_tree(tree: object) -> Any:
+def box_tree(tree: object) -> PyTree:
     """Returns the tree with arrays boxed and plain containers kept plain."""
     handler = handlers.handler_of(tree)
     if isinstance(tree, State):  # its values as Variables of the types that they came from
@@ -62,7 +62,7 @@ def _is_container(tree: object, handler: handlers.Handler) -> bool:
     return handler in handlers.PLAIN or (handler.stores_items and handlers.has_parts(tree))
 
 
-def unbox_tree(tree: object) -> Any:
+def unbox_tree(tree: object) -> PyTree:
     """Returns the tree with arrays as the user sees them."""
     handler = handlers.handler_of(tree)
     if isinstance(tree, State):
@@ -91,7 +91,7 @@ def _named(flat: flatten.Flat) -> Iterator[tuple[Path, Any]]:
     return zip(flat.leaf_paths, flat.leaves, strict=True)
 
 
-def split(tree: Any, *filters: Filter) -> tuple[Any, ...]:
+def split(tree: PyTree, *filters: Filter) -> tuple[PyTree, ...]:
     """Splits a model into its structure and its values.
 
     Args:
@@ -120,7 +120,7 @@ def split(tree: Any, *filters: Filter) -> tuple[Any, ...]:
     return (flat.graphdef, *(_read(flat, group) for group in groups))
 
 
-def merge(graphdef: flatten.GraphDef, *states: object) -> Any:
+def merge(graphdef: flatten.GraphDef, *states: object) -> PyTree:
     """Makes a new model from a structure and values.
 
     It is the inverse of ``split``.
@@ -158,7 +158,7 @@ def _text_refused(path: Path, value: object) -> tuple[Any, str | None]:
     return value, f"holds arrays, given {value!r}" if is_text else None
 
 
-def state(tree: Any, *filters: Filter) -> Any:
+def state(tree: PyTree, *filters: Filter) -> PyTree:
     """Returns the values of a model by path.
 
     Args:
@@ -185,7 +185,7 @@ def state(tree: Any, *filters: Filter) -> Any:
     return states[0] if len(states) == 1 else states
 
 
-def graphdef(tree: Any) -> flatten.GraphDef:
+def graphdef(tree: PyTree) -> flatten.GraphDef:
     """Returns the structure of a model.
 
     It is hashable, and equal for models that differ only in values.
@@ -203,7 +203,10 @@ def graphdef(tree: Any) -> flatten.GraphDef:
 
 
 def update(
-    tree: Any, *states: Any, cast: Literal["param", "keep"] | None = None, strict: bool = False
+    tree: PyTree,
+    *states: PyTree,
+    cast: Literal["param", "keep"] | None = None,
+    strict: bool = False,
 ) -> None:
     """Writes values into a model's Variables, by path.
 
@@ -238,7 +241,7 @@ def update(
     variables = dict(_named(flat))
     loose = set(map(id, _directly_in(boxed))) - set(map(id, _directly_in(tree)))
 
-    def fit(path: Path, value: object) -> tuple[Any, str | None]:
+    def fit(path: Path, value: object) -> tuple[PyTree, str | None]:
         variable = variables[path]
         if isinstance(variable, FrozenVariable):
             return None, "is frozen; write into sx.thaw(model)"
@@ -305,7 +308,7 @@ def _cloned(tree: T, copied: Callable[[Any], object]) -> T:
     return unbox_tree(roots[0])
 
 
-def pop(tree: object, *filters: Filter) -> Any:
+def pop(tree: object, *filters: Filter) -> PyTree:
     """Removes the matching Variables from the model and returns their values.
 
     Args:

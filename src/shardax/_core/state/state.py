@@ -20,7 +20,7 @@ from shardax._core.cross_process import packed
 from shardax._core.errors import ModuleError, StateMismatchError
 from shardax._core.frozen import FrozenVariable, same_value
 from shardax._core.graph.handlers import PLAIN, Handler, handler_of, register
-from shardax._core.graph.paths import Path, PathKey, format_path
+from shardax._core.graph.paths import Leaf, Path, PathKey, format_path
 from shardax._core.graph.static import EMPTY
 from shardax._core.object import Object, Shown
 from shardax._core.state.filters import Filter, group_by_filter
@@ -61,7 +61,7 @@ class State(Shown, Mapping[Any, Any]):
                 )
             values = flatten_mapping(entries)
             origins = dict.fromkeys(values, _UNKNOWN)
-        self._values: dict[Path, Any] = dict(values)
+        self._values: dict[Path, Leaf] = dict(values)
         self._origins: dict[Path, Origin] = dict(origins)
 
     @classmethod
@@ -79,7 +79,7 @@ class State(Shown, Mapping[Any, Any]):
         state._origins = {path: (origins or {}).get(path, _UNKNOWN) for path in state._values}
         return state
 
-    def flat(self) -> dict[Path, Any]:
+    def flat(self) -> dict[Path, Leaf]:
         """Returns a dict from full path to value, in order."""
         return dict(self._values)
 
@@ -225,13 +225,13 @@ def _shown(value: Any) -> str:
 
 def flatten_mapping(
     entries: object, known: Any = None, path: Path = (), raw: bool = False
-) -> dict[Path, Any]:
+) -> dict[Path, Leaf]:
     """Flattens a nested mapping to values, or raw Variables, by path."""
     # Where paths are known, lists, tuples, dataclasses and nodes nest as mappings do.
     if isinstance(entries, State):
         return {(*path, *below): value for below, value in entries.flat().items()}
     is_mapping = isinstance(entries, Mapping)
-    flat: dict[Path, Any] = {}
+    flat: dict[Path, Leaf] = {}
     for key, value in entries.items() if is_mapping else handler_of(entries).children(entries):
         here = (*path, key)
         nests = _nests(value) if known is not None else isinstance(value, Mapping)
@@ -249,7 +249,7 @@ def _nests(value: object) -> bool:
     return is_container or isinstance(value, Mapping)
 
 
-def by_paths_of(entries: object, known: Collection[Path]) -> dict[Path, Any]:
+def by_paths_of(entries: object, known: Collection[Path]) -> dict[Path, Leaf]:
     """Returns values arranged like a model by its paths, without Nones."""
     if not isinstance(entries, State) and (() in known or not _nests(entries)):
         return {(): entries}
@@ -257,7 +257,7 @@ def by_paths_of(entries: object, known: Collection[Path]) -> dict[Path, Any]:
     return {path: value for path, value in by_path.items() if value is not None}
 
 
-def _by_path(entries: object, known: Collection[Path]) -> dict[Path, Any]:
+def _by_path(entries: object, known: Collection[Path]) -> dict[Path, Leaf]:
     """Returns what was given, by path or label."""
     if isinstance(entries, State):
         return entries.flat()
@@ -269,7 +269,7 @@ def _by_path(entries: object, known: Collection[Path]) -> dict[Path, Any]:
     if isinstance(entries, (FrozenVariable, tuple, list)) and all(
         isinstance(leaf, FrozenVariable) for leaf in leaves
     ):
-        by_label: dict[Path, Any] = {}
+        by_label: dict[Path, Leaf] = {}
         for leaf in leaves:
             _refuse_second(by_label.setdefault(leaf.label, leaf), leaf, leaf.label)
         return by_label
@@ -307,7 +307,7 @@ def _unflatten(aux: Origins, children: Iterable[Any]) -> State:
 
 
 def _rebuild(origins: Mapping[Path, Origin], pairs: Iterable[tuple[object, object]]) -> State:
-    values: dict[Path, Any] = {}
+    values: dict[Path, Leaf] = {}
     known = {**origins}
     for key, item in pairs:
         if isinstance(item, State):
@@ -338,13 +338,13 @@ def merged_values(
     known: Sequence[Path],
     complete: bool = False,
     fit: Callable[[Path, Any], tuple[object, str | None]] = lambda path, value: (value, None),
-) -> dict[Path, Any]:
+) -> dict[Path, Leaf]:
     """Joins States, mappings and frozen values into values by known paths."""
     # Formats that only have string keys turn 0 into "0"; such a step is understood where the model
     # has no other reading. Later mappings win. All mismatches are listed in one error.
     spelled = {tuple(map(str, path)): path for path in known}
     known_set = set(known)
-    values: dict[Path, Any] = {}
+    values: dict[Path, Leaf] = {}
     unexpected: list[Path] = []
     for entries in states:
         for path, value in _by_path(entries, known_set).items():

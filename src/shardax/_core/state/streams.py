@@ -22,7 +22,7 @@ from shardax._core.checks import Options, is_integer
 from shardax._core.errors import FilterError, ModuleError
 from shardax._core.exclusive import OneThread
 from shardax._core.graph import flatten
-from shardax._core.graph.paths import Path, format_path, plain_path
+from shardax._core.graph.paths import Path, PyTree, format_path, plain_path
 from shardax._core.init.rng import RngStream
 from shardax._core.state.filters import Everything, Filter, first_match, to_predicate, to_predicates
 from shardax._core.state.split_merge import iter_modules
@@ -158,7 +158,7 @@ def _around(rules: _StreamRules, function: Callable[..., object]) -> Callable[..
     signature = inspect.signature(function)
 
     @functools.wraps(function)
-    def run(*args, **kwargs) -> Any:
+    def run(*args, **kwargs) -> PyTree:
         with _replaced(signature.bind(*args, **kwargs).arguments, rules):
             return function(*args, **kwargs)
 

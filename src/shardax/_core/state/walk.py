@@ -20,7 +20,7 @@ from shardax._core.frames import owner_here
 from shardax._core.frozen import FrozenVariable
 from shardax._core.graph import flatten
 from shardax._core.graph.handlers import handler_of
-from shardax._core.graph.paths import Path, format_path
+from shardax._core.graph.paths import Path, PyTree, format_path
 from shardax._core.module import Module
 from shardax._core.state.bind import freeze, thaw
 from shardax._core.state.filters import Filter, to_predicate
@@ -92,7 +92,7 @@ def map(fn: PartFunction, tree: T) -> T:  # noqa: A001 (its name in Flax)
     return unbox_tree(decode(flat.graphdef.roots[0]))
 
 
-def recursive_map(fn: PartFunction, tree: object) -> Any:
+def recursive_map(fn: PartFunction, tree: object) -> PyTree:
     """Makes a new model by a function of every part.
 
     Args:
@@ -205,7 +205,7 @@ class _Rebuilding(flatten.ChildDecoder):
         self.inside: set[int] = set()  # positions of the objects that are being rebuilt
         self.objects: Any = {}  # what was made, by position
 
-    def __call__(self, child: object) -> Any:
+    def __call__(self, child: object) -> PyTree:
         if type(child) is not flatten.Ref:
             return super().__call__(child)
         position = child.position

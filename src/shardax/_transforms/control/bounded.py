@@ -32,7 +32,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from shardax._core._jax import Tracer
 from shardax._core.graph.flatten import is_object
-from shardax._core.graph.paths import format_path, plain_path
+from shardax._core.graph.paths import Leaf, PyTree, format_path, plain_path
 from shardax._core.variable import Variable
 from shardax._transforms.control import loops, scan
 from shardax._transforms.errors import TransformError
@@ -60,8 +60,8 @@ class WhileResult(NamedTuple):
         (8, 3, False)
     """
 
-    final: Any
-    history: Any
+    final: PyTree
+    history: PyTree
     length: Any
     converged: object
 
@@ -70,7 +70,7 @@ class BoundedLoop(NamedTuple):
     """What a bounded loop runs."""
 
     condition: Callable[[Any], Any]  # returns, for a carry, whether to go on: a boolean of shape ()
-    body: Callable[[Any], Any]  # returns the next carry
+    body: Callable[[PyTree], PyTree]  # returns the next carry
     row: Callable[[Any], Any]  # returns a carry's row of the history: a pytree of arrays
     max_steps: int  # the most steps to take
     padding: object  # A row of padding
@@ -81,7 +81,7 @@ class _LoopState(NamedTuple):
 
     active: Any
     length: Any
-    carry: Any
+    carry: PyTree
 
 
 def run_bounded(loop: BoundedLoop, init: object, differentiable: Differentiable) -> WhileResult:
@@ -97,7 +97,7 @@ def run_bounded(loop: BoundedLoop, init: object, differentiable: Differentiable)
     return WhileResult(last.carry, history, last.length, jnp.logical_not(last.active))
 
 
-def settled(body: Callable[[Any], object], init: object) -> Any:
+def settled(body: Callable[[PyTree], object], init: object) -> PyTree:
     """Returns the first carry as arrays of the body's dtypes."""
     arrays = jax.tree.map(jnp.asarray, init)
     for _ in range(len(jax.tree.leaves(arrays)) + 1):  # one number may change what another becomes
@@ -115,7 +115,7 @@ def _with_dtype(leaf, kind):
     return jax.lax.convert_element_type(leaf, kind.dtype)
 
 
-def _run_buffered(loop: BoundedLoop, start: _LoopState) -> tuple[_LoopState, Any]:
+def _run_buffered(loop: BoundedLoop, start: _LoopState) -> tuple[_LoopState, PyTree]:
     def proceed(state):
         step, progress, _ = state
         return any_active(progress.active) & (step < loop.max_steps)
@@ -153,7 +153,7 @@ def _repeated(rows: object, count: int):
 
 
 @jax.custom_batching.custom_vmap
-def any_active(active: object) -> Any:
+def any_active(active: object) -> PyTree:
     """Whether any batch element is active: one answer for all."""
     return active
 
@@ -164,7 +164,7 @@ def _any_active_rule(axis_size: int, batched: object, active) -> tuple[Any, bool
 
 
 @jax.custom_batching.custom_vmap
-def element_active(active: object) -> Any:
+def element_active(active: object) -> PyTree:
     """Whether this batch element is active, given that any is."""
     # Without ``vmap`` there is one batch element, so the answer is a constant, and the compiler
     # drops what is selected by it.
@@ -179,18 +179,18 @@ def _element_active_rule(axis_size: int, batched: object, active: object) -> tup
 _GOES_IN = "shardax: what goes into a step of a bounded loop"
 
 
-def _run_blocks(loop: BoundedLoop, start: _LoopState, store: bool) -> tuple[_LoopState, Any]:
+def _run_blocks(loop: BoundedLoop, start: _LoopState, store: bool) -> tuple[_LoopState, PyTree]:
     size = math.isqrt(loop.max_steps - 1) + 1
     count = -(-loop.max_steps // size)
     one_step = _step_of(loop, exact=count * size == loop.max_steps)
 
-    def take_block(progress: _LoopState, first) -> tuple[_LoopState, Any]:
+    def take_block(progress: _LoopState, first) -> tuple[_LoopState, PyTree]:
         return jax.lax.scan(one_step, progress, first + jnp.arange(size, dtype=jnp.int32))
 
-    def skip_block(progress: _LoopState, first: object) -> tuple[_LoopState, Any]:
+    def skip_block(progress: _LoopState, first: object) -> tuple[_LoopState, PyTree]:
         return progress, _repeated(loop.padding, size)
 
-    def one_block(progress: _LoopState, first: object) -> tuple[_LoopState, Any]:
+    def one_block(progress: _LoopState, first: object) -> tuple[_LoopState, PyTree]:
         return jax.lax.cond(any_active(progress.active), take_block, skip_block, progress, first)
 
     policy = jax.checkpoint_policies.save_only_these_names(_GOES_IN) if store else None
@@ -205,17 +205,17 @@ def _run_blocks(loop: BoundedLoop, start: _LoopState, store: bool) -> tuple[_Loo
 def _step_of(loop: BoundedLoop, exact: bool) -> Callable[[_LoopState, Any], tuple[_LoopState, Any]]:
     """Returns one step of a scan."""
 
-    def take(progress: _LoopState) -> tuple[_LoopState, Any]:
+    def take(progress: _LoopState) -> tuple[_LoopState, Leaf]:
         new = loop.body(progress.carry)
         return _LoopState(loop.condition(new), progress.length + 1, new), loop.row(new)
 
-    def skip(progress: _LoopState) -> tuple[_LoopState, Any]:
+    def skip(progress: _LoopState) -> tuple[_LoopState, PyTree]:
         return progress, loop.padding
 
-    def one_step(progress: _LoopState, step) -> tuple[_LoopState, Any]:
+    def one_step(progress: _LoopState, step) -> tuple[_LoopState, PyTree]:
         goes_on = progress.active if exact else progress.active & (step < loop.max_steps)
 
-        def take_own(progress: _LoopState) -> tuple[_LoopState, Any]:
+        def take_own(progress: _LoopState) -> tuple[_LoopState, PyTree]:
             return jax.lax.cond(element_active(goes_on), take, skip, progress)
 
         return jax.lax.cond(any_active(goes_on), take_own, skip, progress)
@@ -224,7 +224,7 @@ def _step_of(loop: BoundedLoop, exact: bool) -> Callable[[_LoopState, Any], tupl
     # what is kept inside a branch is kept by every turn of the scan.
     checkpointed = jax.checkpoint(one_step, prevent_cse=False)
 
-    def named_step(progress: _LoopState, step: object) -> tuple[_LoopState, Any]:
+    def named_step(progress: _LoopState, step: object) -> tuple[_LoopState, PyTree]:
         return checkpointed(checkpoint_name(progress, _GOES_IN), step)
 
     return named_step
@@ -235,8 +235,8 @@ _HISTORY = 2
 
 
 def bounded_while_loop(
-    cond_fun: Callable[[Any], object],
-    body_fun: Callable[[Any], object],
+    cond_fun: Callable[[PyTree], object],
+    body_fun: Callable[[PyTree], object],
     init: object,
     *,
     max_steps: int,
@@ -291,8 +291,8 @@ def bounded_while_loop(
 def _bounded_while_loop(
     functions: Sequence[Any],
     options: tuple[int, Differentiable, object],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
+    args: Sequence[PyTree],
+    kwargs: Mapping[str, PyTree],
 ) -> WhileResult:
     steps, differentiable, padding = options
 
@@ -360,7 +360,7 @@ def _row_of(result: object):
     return jax.tree_util.tree_map_with_path(as_array, result, is_leaf=is_object)
 
 
-def padding_row(padding: object, kinds: object) -> Any:
+def padding_row(padding: object, kinds: object) -> PyTree:
     """Returns a row of padding."""
     rows = jax.tree.map(
         lambda leaf: leaf.value if isinstance(leaf, Variable) else leaf, padding, is_leaf=is_object

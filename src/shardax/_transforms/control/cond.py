@@ -19,7 +19,7 @@ import jax
 from shardax._core._jax import INLINE
 from shardax._core.frames import kind_of
 from shardax._core.graph import flatten
-from shardax._core.graph.paths import Path, format_path, plain_path
+from shardax._core.graph.paths import Leaf, Path, PyTree, format_path, plain_path
 from shardax._core.graph.static import Static
 from shardax._core.variable import Variable
 from shardax._transforms.control import loops, scan
@@ -35,9 +35,9 @@ class BranchOutcome(NamedTuple):
     label: str  # how the caller knows the branch
     effects: binding.Effects
     outline: object  # its result with an integer for every leaf
-    arrays: Sequence[Any]  # shapes of the arrays in the result
-    written: dict[int, Any]  # shapes of the values of written Variables, by position
-    fresh: Sequence[Any]  # shapes of the values of new Variables
+    arrays: Sequence[Leaf]  # shapes of the arrays in the result
+    written: dict[int, Leaf]  # shapes of the values of written Variables, by position
+    fresh: Sequence[Leaf]  # shapes of the values of new Variables
 
 
 def _result_outline(result: object, effects: binding.Effects):
@@ -56,7 +56,7 @@ class _Comparison:
         self.both = (first, second)
         self.graphdef, self.paths = call.graph.flat.graphdef, call.graph.flat.paths
 
-    def check(self, values: Sequence[Any]) -> None:
+    def check(self, values: Sequence[Leaf]) -> None:
         """Raises if they differ, given the values before the choice."""
         self._check_structure()
         self._check_result()
@@ -214,7 +214,7 @@ def cond(
     false_fun: Callable[..., object],
     *operands: object,
     **named_operands: object,
-) -> Any:
+) -> PyTree:
     """Runs one of two functions over Modules, as ``jax.lax.cond`` does.
 
     Branches may write Variables, passed or reached through a closure, draw random numbers, and
@@ -273,7 +273,7 @@ def switch(
     branches: Sequence[Callable[..., object]],
     *operands: object,
     **named_operands: object,
-) -> Any:
+) -> PyTree:
     """Runs one of several functions over Modules, as ``jax.lax.switch`` does; see ``cond``.
 
     Args:
@@ -300,7 +300,7 @@ def switch(
 
 
 def _switch(
-    functions: Sequence[Any], _: None, args: Sequence[Any], named_operands: Mapping[str, Any]
+    functions: Sequence[Any], _: None, args: Sequence[PyTree], named_operands: Mapping[str, PyTree]
 ):
     index, *operands = args
     if not functions:
@@ -323,7 +323,7 @@ def _check_callable(name: str, functions: Mapping[str, object]) -> None:
 
 def _run(
     name: str,
-    functions: Mapping[str, Callable[..., Any]],
+    functions: Mapping[str, Callable[..., PyTree]],
     operands: tuple[Sequence[object], Mapping[str, object]],
     decision: object,
     choose: Callable[..., object],
@@ -377,10 +377,10 @@ class _BranchingCall:
             for target, leaf in zip(targets, jax.tree.leaves(everything), strict=True)
         ]
 
-    def _joined(self, leaves, written: dict[int, Any], fresh, values) -> Any:
+    def _joined(self, leaves, written: dict[int, Leaf], fresh, values) -> PyTree:
         return leaves, [written.get(p, values[p]) for p in self.union], fresh
 
-    def run(self, decision, choose: Callable[..., Any]) -> Any:
+    def run(self, decision, choose: Callable[..., PyTree]) -> PyTree:
         """Traces all branches, runs the chosen one, and applies its effects."""
         differ = functools.partial(scan.vary_alike, like=decision)
         arguments = self.call.arguments

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from shardax._core._jax import INLINE
 from shardax._core.frames import kind_of
-from shardax._core.graph.paths import Path, format_path
+from shardax._core.graph.paths import Path, PyTree, format_path
 from shardax._core.variable import Variable
 from shardax._transforms.control.scan import LoopBody, check_unroll
 from shardax._transforms.errors import TransformError
@@ -57,8 +57,8 @@ def _one_number(value: object, name: str, expected: str, hint: str):
 
 
 def while_loop(
-    cond_fun: Callable[[Any], object], body_fun: Callable[[Any], object], init_val: object
-) -> Any:
+    cond_fun: Callable[[PyTree], object], body_fun: Callable[[PyTree], object], init_val: object
+) -> PyTree:
     """Runs a function over Modules while a condition holds, as ``jax.lax.while_loop`` does.
 
     The body may write Variables, passed or reached through a closure, and draw random numbers; only
@@ -90,7 +90,9 @@ def while_loop(
     return eager.run(_while_loop, (body_fun, cond_fun), None, (init_val,), {})
 
 
-def _while_loop(functions: Sequence[Any], _: None, args: Sequence[Any], kwargs: Mapping[str, Any]):
+def _while_loop(
+    functions: Sequence[Any], _: None, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]
+):
     def attempt(captured: list[Variable]):
         call = engine.LiftedCall("while_loop", functions, args, kwargs, captured=captured)
         body, condition = body_and_condition(call)
@@ -103,11 +105,11 @@ def _while_loop(functions: Sequence[Any], _: None, args: Sequence[Any], kwargs: 
 def fori_loop(
     lower: Any,
     upper: Any,
-    body_fun: Callable[[Any, Any], Any],
-    init_val: Any,
+    body_fun: Callable[[PyTree, PyTree], PyTree],
+    init_val: PyTree,
     *,
     unroll: int | bool | None = None,
-) -> Any:
+) -> PyTree:
     """Runs a function over Modules a number of times, as ``jax.lax.fori_loop`` does.
 
     With Python integers as bounds the loop has a reverse-mode derivative.
@@ -146,8 +148,8 @@ def fori_loop(
 def _fori_loop(
     functions: Sequence[Any],
     options: tuple[Any, ...],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
+    args: Sequence[PyTree],
+    kwargs: Mapping[str, PyTree],
 ):
     unroll, *counts = options
     init_val, *bounds = args
@@ -169,7 +171,7 @@ def _fori_loop(
         body.differ_like(first)
         body.differ_like(stop)
 
-        def step(i, carry) -> Any:
+        def step(i, carry) -> PyTree:
             return body.step(carry, plain={0: jax.lax.convert_element_type(i, index.dtype)})[0]
 
         carry = jax.lax.fori_loop(first, stop, step, body.start(), unroll=unroll)
@@ -181,7 +183,9 @@ def _fori_loop(
 class ReadOnlyFunction:
     """A function of the carry that only reads, such as a condition."""
 
-    def __init__(self, body: LoopBody, which: int, role: str, finish: Callable[[Any], Any]) -> None:
+    def __init__(
+        self, body: LoopBody, which: int, role: str, finish: Callable[[PyTree], PyTree]
+    ) -> None:
         self.body = body
         self.which = which
         self.role = role
@@ -189,7 +193,7 @@ class ReadOnlyFunction:
         # Compiled as a unit so that JAX traces it once.
         self.one = jax.jit(naming(self._one, body.call, "leaves", which), inline=INLINE)
 
-    def __call__(self, carry: tuple[Sequence[Any], Sequence[Any]]) -> Any:
+    def __call__(self, carry: tuple[Sequence[PyTree], Sequence[PyTree]]) -> PyTree:
         return self.one(*self.body.inputs(carry))
 
     def _one(self, values: list[object], plain: list[object]):

@@ -33,7 +33,7 @@ from jax.sharding import AxisType
 from shardax._core._jax import INLINE, varying_axes
 from shardax._core.frames import kind_of
 from shardax._core.graph.flatten import GraphDef, ModuleDef, VariableDef, is_object
-from shardax._core.graph.paths import Path, format_path, plain_path
+from shardax._core.graph.paths import Leaf, Path, PyTree, format_path, plain_path
 from shardax._core.object import Object
 from shardax._core.variable import Variable
 from shardax._transforms.errors import PrefixError, TransformError
@@ -43,7 +43,7 @@ from shardax._transforms.lift.tracer_errors import naming
 from shardax._transforms.vmap import axes as mapped
 
 
-def abstract_eval(function: Callable[..., object], *args: object) -> Any:
+def abstract_eval(function: Callable[..., object], *args: object) -> PyTree:
     """Returns shapes and dtypes, with layouts over Explicit axes."""
     traceable: Any = function if hasattr(function, "trace") else jax.jit(function)
     report_trace = traceable.trace(*args)
@@ -70,7 +70,7 @@ class LoopBody:
         carry_of: Callable[[engine.RunContext], tuple[Any, Any]],
         label: str,
         carried_plain: Sequence[int] | None = None,
-        values: list[Any] | None = None,
+        values: list[Leaf] | None = None,
     ) -> None:
         self.call = call
         self.carry_of = carry_of
@@ -81,7 +81,7 @@ class LoopBody:
         self.plain, self.plain_tree = call.arguments.plain_leaves()
         self.carried_plain = range(len(self.plain)) if carried_plain is None else carried_plain
         # Configuration, by position: not arrays, so they do not enter the compiled body.
-        self.static_plain: dict[int, Any] = {}
+        self.static_plain: dict[int, Leaf] = {}
         self.carried_variables: tuple[int, ...] = ()
         self.carry_paths: list[Path] = []
         # Effects and structure of the result; the arrays of a trace do not outlive it.
@@ -93,7 +93,7 @@ class LoopBody:
 
     def _one(
         self, values: list[object], plain: list[object]
-    ) -> tuple[list[Any], dict[int, Any], Any]:
+    ) -> tuple[list[PyTree], dict[int, PyTree], PyTree]:
         """Runs one iteration."""
         plain = [self.static_plain.get(index, leaf) for index, leaf in enumerate(plain)]
         positional, named = self.plain_tree.unflatten(plain)
@@ -108,7 +108,7 @@ class LoopBody:
             otherwise=([], {}, None),
         )
 
-    def _leave(self, context: engine.RunContext) -> tuple[list[Any], dict[int, Any], Any]:
+    def _leave(self, context: engine.RunContext) -> tuple[list[PyTree], dict[int, PyTree], PyTree]:
         name = self.call.name
         context.require_inputs()
         binding.check_result(context.result, name)
@@ -123,7 +123,7 @@ class LoopBody:
 
     def record(
         self, context: engine.RunContext
-    ) -> tuple[binding.LiftedOutputs, Any, Collection[int]]:
+    ) -> tuple[binding.LiftedOutputs, PyTree, Collection[int]]:
         """Records what the body did, and what leaves every iteration: here, nothing."""
         outputs = context.record_effects(context.result)
         refuse_changes(self.call, outputs, outputs.effects.updates)
@@ -134,7 +134,7 @@ class LoopBody:
             )
         return outputs, None, ()
 
-    def discover(self, values: Sequence[Any], plain: Sequence[Any]) -> Any:
+    def discover(self, values: Sequence[Leaf], plain: Sequence[Leaf]) -> Any:
         """Finds which Variables are carried, and checks that their form stays."""
         leaves, written, extra = abstract_eval(self.one, list(values), list(plain))
         engine.raise_new_captures(self.call)
@@ -175,7 +175,7 @@ class LoopBody:
             self.discover(self.values, self.plain)
         return changed
 
-    def start(self) -> tuple[list[Any], list[Any]]:
+    def start(self) -> tuple[list[PyTree], list[PyTree]]:
         """Returns what goes into the first iteration: (values of Variables, plain leaves)."""
         return (
             [self.values[position] for position in self.carried_variables],
@@ -184,10 +184,10 @@ class LoopBody:
 
     def step(
         self,
-        carry: tuple[Sequence[Any], Sequence[Any]],
-        values: Mapping[int, Any] | None = None,
-        plain: Mapping[int, Any] | None = None,
-    ) -> tuple[tuple[list[Any], list[Any]], Any]:
+        carry: tuple[Sequence[PyTree], Sequence[PyTree]],
+        values: Mapping[int, Leaf] | None = None,
+        plain: Mapping[int, Leaf] | None = None,
+    ) -> tuple[tuple[list[PyTree], list[PyTree]], PyTree]:
         """Runs one iteration, inside the loop."""
         all_values, all_plain = self.inputs(carry, values, plain)
         leaves, written, extra = self.one(all_values, all_plain)
@@ -196,11 +196,11 @@ class LoopBody:
 
     def inputs(
         self,
-        carry: tuple[Sequence[Any], Sequence[Any]],
-        values: Mapping[int, Any] | None = None,
-        plain: Mapping[int, Any] | None = None,
+        carry: tuple[Sequence[PyTree], Sequence[PyTree]],
+        values: Mapping[int, Leaf] | None = None,
+        plain: Mapping[int, Leaf] | None = None,
         replaced: tuple[Sequence[Any], Sequence[Any]] | None = None,
-    ) -> tuple[list[Any], list[Any]]:
+    ) -> tuple[list[PyTree], list[PyTree]]:
         """Returns all values and plain leaves that an iteration sees."""
         all_values, all_plain = map(list, replaced or (self.values, self.plain))
         for position, value in [
@@ -215,7 +215,7 @@ class LoopBody:
             all_plain[index] = leaf
         return all_values, all_plain
 
-    def finish(self, carry: tuple[Sequence[Any], Sequence[Any]]) -> binding.LiftedOutputs:
+    def finish(self, carry: tuple[Sequence[PyTree], Sequence[PyTree]]) -> binding.LiftedOutputs:
         """Returns the outputs of a loop that returns only the carry."""
         assert self.effects is not None
         effects = self.effects
@@ -232,7 +232,7 @@ def vary_alike(leaf: object, like: object) -> Any:
 
 def matching_leaves(
     carry: object, returned: object, label: str, name: str
-) -> tuple[list[Path], list[Any]]:
+) -> tuple[list[Path], list[Leaf]]:
     """Checks that the carry came back as it was given."""
     outline = functools.partial(jax.tree.map, lambda _: ARRAY, is_leaf=is_object)
     difference = structure_difference(outline(carry), outline(returned), (label,))
@@ -310,7 +310,7 @@ def form(value: Any) -> str:
     return text + "".join(f" sharded as {spec}" for spec in sorted(specs))
 
 
-def explicit_spec(leaf: Any) -> str:
+def explicit_spec(leaf: Leaf) -> str:
     """Returns an array's spec over Explicit mesh axes, or ""."""
     spec = getattr(getattr(jax.typeof(leaf), "sharding", None), "spec", None)
     return "" if spec is None or all(entry is None for entry in spec) else str(spec)
@@ -382,13 +382,13 @@ def describe_change(old: Any, new: Any) -> str:
 def scan(
     function: Any = None,
     *,
-    in_axes: Any = (prefix.Carry, 0),
-    out_axes: Any = (prefix.Carry, 0),
+    in_axes: PyTree = (prefix.Carry, 0),
+    out_axes: PyTree = (prefix.Carry, 0),
     length: int | None = None,
     reverse: bool = False,
     unroll: int | bool = 1,
     metadata: Mapping[str, Any] | None = None,
-) -> Any:
+) -> PyTree:
     """Makes a function over Modules run once per slice.
 
     The function is traced once, whatever the number of iterations. What is sown
@@ -452,8 +452,8 @@ def scan(
 def _scan(
     functions: Sequence[Any],
     options: tuple[Any, ...],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
+    args: Sequence[PyTree],
+    kwargs: Mapping[str, PyTree],
 ):
     in_axes, out_axes, has_carry, length, reverse, unroll, metadata = options
     assigned = prefix.assign(functions[0], in_axes, args, kwargs, "in_axes", 0)
@@ -572,7 +572,7 @@ class _Scan(LoopBody):
         self.result_axes: list[Any] = []
         self.axes_of_new: list[int] = []
 
-    def _carry(self, context: engine.RunContext) -> tuple[Any, Any]:
+    def _carry(self, context: engine.RunContext) -> tuple[PyTree, PyTree]:
         """Returns what was given for the carried argument, and what came back."""
         if self.carry_position is None:
             return None, None
@@ -593,7 +593,7 @@ class _Scan(LoopBody):
 
     def record(
         self, context: engine.RunContext
-    ) -> tuple[binding.LiftedOutputs, Any, Collection[int]]:
+    ) -> tuple[binding.LiftedOutputs, PyTree, Collection[int]]:
         """Records the rows of results and of sliced, sown, new Variables, too."""
         outputs, leaving, sown = self.mapped.record(context, lambda p: p not in self.sliced)
         new = [item.entry for item in leaving if item.new]
@@ -635,7 +635,7 @@ class _Scan(LoopBody):
         if refused:
             refuse_changes(self.call, outputs, refused)
 
-    def run(self, length: int | None, reverse: bool, unroll: int | bool) -> Any:
+    def run(self, length: int | None, reverse: bool, unroll: int | bool) -> PyTree:
         """Runs the loop and carries back what it did."""
         size = mapped.common_size(self.arrays, length, "scan")
         mapped.refuse_split(self.arrays, "scan")
@@ -647,7 +647,7 @@ class _Scan(LoopBody):
         first = jax.tree.map(_first_row, slices)
         self.discover(*self.inputs(self.start(), *first))
 
-        def one(carry, part) -> Any:
+        def one(carry, part) -> PyTree:
             return self.step(carry, *part)
 
         if size == 1 and unroll is True:  # no loop at all

@@ -21,7 +21,7 @@ import numpy as np
 from shardax._core.cross_process import PickledByName
 from shardax._core.frames import kind_of
 from shardax._core.graph.flatten import is_object
-from shardax._core.graph.paths import format_path
+from shardax._core.graph.paths import PyTree, format_path
 from shardax._core.object import Object
 from shardax._core.variable import Param, Variable
 from shardax._transforms.errors import TransformError
@@ -88,13 +88,13 @@ class CustomJvp(PickledByName):
         1.0
     """
 
-    def __init__(self, function: Callable[..., Any], nondiff_argnums: Any, wrt: Any) -> None:
+    def __init__(self, function: Callable[..., PyTree], nondiff_argnums: Any, wrt: Any) -> None:
         engine.wraps(function)(self)
         self.function = function
         is_sequence = isinstance(nondiff_argnums, (tuple, list))
         self.nondiff_argnums = tuple(nondiff_argnums if is_sequence else [nondiff_argnums])
         self.wrt = wrt
-        self.rule: Callable[..., Any] | None = None
+        self.rule: Callable[..., PyTree] | None = None
 
     def defjvp(self, rule: Callable[..., object]) -> Callable[..., Any]:
         """Gives the tangent.
@@ -122,7 +122,7 @@ class CustomJvp(PickledByName):
     def __get__(self, instance: object, owner: object = None) -> Any:
         return self if instance is None else types.MethodType(self, instance)
 
-    def __call__(self, /, *args: object, **kwargs: object) -> Any:
+    def __call__(self, /, *args: object, **kwargs: object) -> PyTree:
         if self.rule is None:
             raise TransformError(
                 f"{self!r} has no tangent yet. Give it one before the first call: f.defjvp(rule)."
@@ -146,12 +146,12 @@ class CustomJvp(PickledByName):
 class _RuleRunner:
     """The rule as a function of the arguments of a call."""
 
-    def __init__(self, rule: Callable[..., Any], nondiff: Sequence[int]) -> None:
+    def __init__(self, rule: Callable[..., PyTree], nondiff: Sequence[int]) -> None:
         self.rule = rule
         self.nondiff = nondiff
         self.tangents: tuple[Any, ...] = ()
 
-    def __call__(self, *args: object) -> Any:
+    def __call__(self, *args: object) -> PyTree:
         primals = tuple(arg for i, arg in enumerate(args) if i not in self.nondiff)
         return self.rule(*(args[i] for i in self.nondiff), primals, self.tangents)
 
@@ -160,7 +160,7 @@ class _CustomJvpCall:
     """One call."""
 
     def __init__(
-        self, custom: CustomJvp, args: Sequence[Any], captured: Sequence[Variable]
+        self, custom: CustomJvp, args: Sequence[PyTree], captured: Sequence[Variable]
     ) -> None:
         assert custom.rule is not None
         count = len(args)
@@ -191,7 +191,7 @@ class _CustomJvpCall:
         self.emit: frozenset[int] = frozenset()
         self.known: list[tuple[Any, int]] = []
 
-    def run(self) -> Any:
+    def run(self) -> PyTree:
         values, plain = self.call.graph.values(), list(self.call.arguments.plain)
         moving = ([values[i] for i in self.indices], [plain[p] for p in self.positions])
         fixed = (
@@ -208,7 +208,7 @@ class _CustomJvpCall:
         self.call.release(known)
         return out
 
-    def _run(self, which: int, leave: Callable[[engine.RunContext], Any], moving, fixed):
+    def _run(self, which: int, leave: Callable[[engine.RunContext], PyTree], moving, fixed):
         values = diff.replaced(fixed[0], self.indices, moving[0])
         plain = diff.replaced(fixed[1], self.positions, moving[1])
         return self.call.run(values, plain, {}, leave, which)
@@ -217,7 +217,7 @@ class _CustomJvpCall:
         outputs = self._record_effects(context, context.result)
         return outputs.result, outputs.written, outputs.fresh
 
-    def _rule(self, primals, tangents) -> Any:
+    def _rule(self, primals, tangents) -> PyTree:
         moving, fixed = primals
         self._check_fixed(tangents[1])
         of_values, of_plain = jax.tree.map(_instantiated, tangents[0], is_leaf=_is_zero)

@@ -32,7 +32,7 @@ from shardax._core._jax import Tracer
 from shardax._core.cross_process import PickledByName
 from shardax._core.frames import Frame, kind_of, local
 from shardax._core.graph.flatten import GraphDef, build, flatten, is_object
-from shardax._core.graph.paths import Path, format_path
+from shardax._core.graph.paths import Leaf, Path, PyTree, format_path
 from shardax._core.object import Object
 from shardax._core.state.state import State
 from shardax._core.variable import Param, Variable
@@ -59,12 +59,12 @@ from shardax._transforms.lift.prefix import expand
 class PackedResiduals:
     """Arrays, objects and static values, as a pytree of arrays."""
 
-    values: Any  # of all Variables
-    plain: Any  # the other arrays
+    values: Leaf  # of all Variables
+    plain: Leaf  # the other arrays
     graphdef: GraphDef  # the structure of the objects
-    template: Any  # how objects, arrays and static values stand together
+    template: PyTree  # how objects, arrays and static values stand together
 
-    def unpack(self, frame: Frame) -> Any:
+    def unpack(self, frame: Frame) -> PyTree:
         """Returns what was packed, with new objects that a frame owns."""
         roots, _ = build(self.graphdef, self.values, frame)
         return join_argument(self.template, self.plain, roots)
@@ -72,7 +72,7 @@ class PackedResiduals:
 
 def pack_residuals(item: object) -> PackedResiduals:
     """Packs an item with the present values of its Variables."""
-    roots: list[Any] = []
+    roots: list[PyTree] = []
     template, plain = split_argument(item, roots, auto_static=True, static_numbers=True)
     graph = binding.InputGraph(roots)
     return PackedResiduals(graph.values(), plain, graph.flat.graphdef, template)
@@ -121,7 +121,7 @@ class VjpFrame(Frame):
         self.rule = rule
         self.by_closure: set[int] = set()  # ``id`` of stand-ins of arguments
 
-    def reached(self, stand_in: Any) -> Any:
+    def reached(self, stand_in: PyTree) -> PyTree:
         self.by_closure.add(id(stand_in))
         return stand_in
 
@@ -131,11 +131,11 @@ class BackwardFrame(Frame):
 
     __slots__ = ("function",)
 
-    def __init__(self, function: Callable[..., Any], name: str) -> None:
+    def __init__(self, function: Callable[..., PyTree], name: str) -> None:
         super().__init__(name)
         self.function = function
 
-    def capture(self, outer: Any) -> Any:
+    def capture(self, outer: Any) -> PyTree:
         """Refuses what ``bwd`` was not given."""
         name = format_path(engine.path_of([self.function], outer)).removeprefix(".")
         raise ClosureError(
@@ -151,8 +151,8 @@ class CustomVjpCall:
     def __init__(
         self,
         rule: CustomVjp,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
+        args: Sequence[PyTree],
+        kwargs: Mapping[str, PyTree],
         captured: Sequence[Variable],
     ) -> None:
         assert rule.fwd is not None
@@ -176,10 +176,10 @@ class CustomVjpCall:
         self.known: list[tuple[Any, int]] = []
         self.written_paths: list[Path] = list(self.call.graph.flat.leaf_paths)
         self.fresh_paths: list[Path] = []
-        self.like: Any = None
+        self.like: PyTree = None
         self.varying: Any = None
 
-    def run(self) -> Any:
+    def run(self) -> PyTree:
         values, arguments = self.call.graph.values(), self.call.arguments
         plain, named = list(arguments.plain), arguments.plain_named
         self.like = jax.tree.map(_like, (values, plain))
@@ -285,7 +285,7 @@ class CustomVjpCall:
     def _run(
         self,
         which: int,
-        leave: Callable[[engine.RunContext], Any],
+        leave: Callable[[engine.RunContext], PyTree],
         differentiable,
         nondifferentiable,
     ):
@@ -470,13 +470,13 @@ _LOST_IN_PART = (
 )
 
 
-def forbid_gradient(value: object, message: str) -> Any:
+def forbid_gradient(value: object, message: str) -> PyTree:
     """Returns a value that it is an error to differentiate."""
     if not isinstance(value, Tracer) or not diff.is_differentiable(value):
         return value
 
     @jax.custom_jvp
-    def same(value) -> Any:
+    def same(value) -> PyTree:
         return value
 
     @same.defjvp
@@ -547,17 +547,21 @@ class CustomVjp(PickledByName):
         1.0
     """
 
-    def __init__(self, function: Callable[..., Any], nondiff_argnums: Any, wrt: Any) -> None:
+    def __init__(self, function: Callable[..., PyTree], nondiff_argnums: Any, wrt: Any) -> None:
         engine.wraps(function)(self)
         self.function = function
         self.nondiff_argnums = nondiff_argnums
         self.wrt = wrt
-        self.fwd: Callable[..., Any] | None = None
-        self.bwd: Callable[..., Any] | None = None
+        self.fwd: Callable[..., PyTree] | None = None
+        self.bwd: Callable[..., PyTree] | None = None
         self.state_cotangents = False
 
     def defvjp(
-        self, fwd: Callable[..., Any], bwd: Callable[..., Any], *, state_cotangents: bool = False
+        self,
+        fwd: Callable[..., PyTree],
+        bwd: Callable[..., PyTree],
+        *,
+        state_cotangents: bool = False,
     ) -> None:
         """Gives the derivative.
 
@@ -599,7 +603,7 @@ class CustomVjp(PickledByName):
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else types.MethodType(self, instance)
 
-    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, /, *args: PyTree, **kwargs: PyTree) -> PyTree:
         if self.fwd is None or self.bwd is None:
             raise TransformError(
                 f"{self!r} has no derivative yet. Give it one before the first call: "

@@ -28,7 +28,7 @@ from shardax._core.errors import StateMismatchError
 from shardax._core.frames import owner_here
 from shardax._core.graph.flatten import GraphDef, build, flatten
 from shardax._core.graph.handlers import axes_of
-from shardax._core.graph.paths import Path, format_path
+from shardax._core.graph.paths import Leaf, Path, PyTree, format_path
 from shardax._core.init.lazy import LazyValue
 from shardax._core.module import Module
 from shardax._core.object import Object
@@ -61,7 +61,7 @@ def explained_reverse_mode() -> Iterator[None]:
 class Tangents:
     """Tangents on their way to the Variables they belong to."""
 
-    def __init__(self, noun: str, values: Sequence[Any], strict: bool) -> None:
+    def __init__(self, noun: str, values: Sequence[Leaf], strict: bool) -> None:
         self.noun = noun
         self.values = values
         self.strict = strict
@@ -91,7 +91,7 @@ class Tangents:
         fitted = [self.fit(part, leaf, path) for part, leaf in zip(parts, leaves, strict=True)]
         self.by_index[index] = treedef.unflatten(fitted)
 
-    def fit(self, tangent: Any, like: Any, path: Path) -> Any:
+    def fit(self, tangent: PyTree, like: Any, path: Path) -> PyTree:
         """Returns a tangent for one array, or None."""
         if tangent is None:
             return None
@@ -126,7 +126,7 @@ def is_differentiable(leaf: object) -> bool:
     return jnp.issubdtype(dtype_of(leaf), jnp.inexact)
 
 
-def dtype_of(leaf: Any) -> Any:
+def dtype_of(leaf: Leaf) -> Any:
     """Returns the dtype of an array, its shape, or a Python number."""
     return leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
 
@@ -150,7 +150,7 @@ class DiffState:
     filter: object = Param
 
 
-def replaced(items: Sequence[Any], places: Sequence[int], new: Sequence[Any]) -> list[Any]:
+def replaced(items: Sequence[Any], places: Sequence[int], new: Sequence[Any]) -> list[Leaf]:
     """Returns a list with other items at some places."""
     changed = list(items)
     for place, item in zip(places, new, strict=True):
@@ -239,9 +239,9 @@ class DiffArgument:
             f"`argnums=sx.DiffState({self.argnum}, filter)`."
         )
 
-    def gradient(self, left: dict[int, Any], plain: object) -> Any:
+    def gradient(self, left: dict[int, Any], plain: object) -> PyTree:
         """Arranges gradients like the argument, taking out those of its Variables."""
-        values_by_root: dict[int, Any] = {}
+        values_by_root: dict[int, Leaf] = {}
         for item in self.objects:
             if self.graphdefs is not None:
                 by_path = {e.path: left.pop(e.leaf) for e in item.entries if e.leaf in left}
@@ -258,7 +258,7 @@ class DiffArgument:
             values_by_root[item.root] = State.from_flat(values, origins)
         return inputs.join_argument(self.template, plain, values_by_root, with_static=False)
 
-    def place(self, tangent: object, plain: object, tangents: Tangents) -> list[Any]:
+    def place(self, tangent: object, plain: object, tangents: Tangents) -> list[Leaf]:
         """Takes tangents apart, checking them; the inverse of ``gradient``."""
         leaves, treedef = jax.tree.flatten(plain)
         if tangent is None:
@@ -281,7 +281,7 @@ class DiffArgument:
             for item, leaf, path in zip(leaves_given, leaves, paths, strict=True)
         ]
 
-    def _up_to(self, treedef, tangent, noun: str) -> list[Any]:
+    def _up_to(self, treedef, tangent, noun: str) -> list[Leaf]:
         try:
             return treedef.flatten_up_to(tangent)
         except (ValueError, TypeError) as error:
@@ -349,7 +349,7 @@ def arrange_gradients(
     indices: Sequence[int],
     of_values: Sequence[object],
     of_plain: Mapping[int, object],
-) -> tuple[Any, ...]:
+) -> tuple[PyTree, ...]:
     """Returns one gradient per argument, each Variable's at its first path."""
     left = dict(zip(indices, of_values, strict=True))
     in_order = sorted(targets, key=lambda target: target.position)
@@ -485,7 +485,7 @@ def value_and_grad(
     holomorphic: bool = False,
     allow_int: bool = False,
     as_module: bool = False,
-) -> Any:
+) -> PyTree:
     """Makes a function that returns value and gradient of a function.
 
     Values that the function writes into Variables are carried back, as by every lifted transform.
@@ -525,7 +525,7 @@ def value_and_grad(
     options: dict[str, Any] = {"holomorphic": holomorphic, "allow_int": allow_int}
     chosen, many = diff_states(argnums, wrt)
 
-    def split(result) -> tuple[Any, Any]:
+    def split(result) -> tuple[PyTree, PyTree]:
         value, aux = separate_aux(result, has_aux, "grad")
         return _scalar(value, holomorphic), aux
 
@@ -540,7 +540,7 @@ def value_and_grad(
         indices = sorted({entry.leaf for target in targets for entry in target.entries})
         positions = [target.position for target in targets if target.has_plain]
 
-        def pure(some_values: list[object], some_plain: list[object]) -> tuple[Any, Any]:
+        def pure(some_values: list[object], some_plain: list[object]) -> tuple[PyTree, PyTree]:
             all_values = replaced(values, indices, some_values)
             all_plain = replaced(plain, positions, some_plain)
             return once.run_once(all_values, all_plain, once.arguments.plain_named, split)
@@ -614,7 +614,7 @@ def grad(
     return grad_function
 
 
-def separate_aux(result: object, has_aux: bool, name: str) -> tuple[Any, Any]:
+def separate_aux(result: object, has_aux: bool, name: str) -> tuple[PyTree, PyTree]:
     """Returns (what is differentiated, aux) of what a function returned."""
     if not has_aux:
         return result, None

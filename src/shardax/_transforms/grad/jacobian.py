@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 
+from shardax._core.graph.paths import PyTree
 from shardax._core.state.split_merge import iter_variables
 from shardax._core.variable import Param
 from shardax._transforms.grad import grad as diff
@@ -24,8 +25,8 @@ from shardax._transforms.lift.engine import SingleRunCall, decorator, wraps
 
 def _jacobian(
     name: str,
-    transform: Callable[..., Any],
-    function: Callable[..., Any],
+    transform: Callable[..., PyTree],
+    function: Callable[..., PyTree],
     argnums,
     has_aux: bool,
     wrt: Any,
@@ -36,7 +37,7 @@ def _jacobian(
     chosen, many = diff.diff_states(argnums, wrt)
 
     @wraps(function)
-    def derivative(*args, **kwargs) -> Any:
+    def derivative(*args, **kwargs) -> PyTree:
         args, kwargs = inputs.by_position(function, args, kwargs, fill="gaps")
         once = SingleRunCall(name, function, args, kwargs)
         targets = diff.diff_arguments(once, chosen, as_module)
@@ -50,14 +51,14 @@ def _jacobian(
         points = ([values[i] for i in indices], [plain[p] for p in positions])
         of_result: list[Any] = []  # the structure of what is differentiated
 
-        def split(result) -> tuple[Any, Any]:
+        def split(result) -> tuple[PyTree, PyTree]:
             result, aux = diff.separate_aux(result, has_aux, name)
             refuse_objects(result, name)
             check_result(aux, name)
             of_result[:] = [jax.tree.structure(result)]
             return result, aux
 
-        def pure(some_values: list[object], some_plain: list[object]) -> tuple[Any, Any]:
+        def pure(some_values: list[object], some_plain: list[object]) -> tuple[PyTree, PyTree]:
             all_values = diff.replaced(values, indices, some_values)
             all_plain = diff.replaced(plain, positions, some_plain)
             return once.run_once(all_values, all_plain, once.arguments.plain_named, split)
@@ -66,7 +67,7 @@ def _jacobian(
             derivatives, leaving = transform(pure, argnums=(0, 1), has_aux=True, **options)(*points)
         aux = once.finish(leaving)
 
-        def arranged(part: Any, targets: Any = targets) -> Any:
+        def arranged(part: PyTree, targets: PyTree = targets) -> PyTree:
             of_values, of_plain = part
             by_position = dict(zip(positions, of_plain, strict=True))
             gradients = diff.arrange_gradients(targets, indices, of_values, by_position)
@@ -87,7 +88,7 @@ def _jacobian(
     return derivative
 
 
-def _name_leading_dimensions(gradients: Any) -> None:
+def _name_leading_dimensions(gradients: PyTree) -> None:
     """Puts None into the axes of Variables for dimensions of the result."""
     for _, variable in iter_variables(gradients):
         axes, value = variable.axes, variable.value

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from shardax._core.graph.flatten import is_object
-from shardax._core.graph.paths import plain_path
+from shardax._core.graph.paths import Leaf, PyTree, plain_path
 from shardax._core.object import Object
 from shardax._core.variable import Param
 from shardax._transforms import errors
@@ -26,11 +26,11 @@ from shardax._transforms.lift.engine import SingleRunCall, check_operands, decor
 @decorator
 def vjp(
     function: Any = None,
-    *primals: Any,
+    *primals: PyTree,
     has_aux: bool = False,
     wrt: Any = Param,
     as_module: bool = False,
-) -> Any:
+) -> PyTree:
     """Runs a function over Modules and returns its pullback.
 
     Values that the function writes into Variables are carried back when it runs, here and now.
@@ -74,7 +74,7 @@ def vjp(
 
 
 def _vjp(
-    function: Callable[..., Any],
+    function: Callable[..., PyTree],
     primals: Sequence[object],
     kwargs: Mapping[str, object],
     has_aux: bool,
@@ -87,7 +87,7 @@ def _vjp(
     values, plain = once.graph.values(), list(once.arguments.plain)
     indices = sorted({entry.leaf for target in targets for entry in target.entries})
 
-    def pure(some_values: list[object], all_plain: list[object]) -> tuple[Any, Any]:
+    def pure(some_values: list[object], all_plain: list[object]) -> tuple[PyTree, PyTree]:
         all_values = diff.replaced(values, indices, some_values)
         named = once.arguments.plain_named
         return once.run_once(all_values, all_plain, named, lambda r: _split(r, has_aux, "vjp"))
@@ -126,14 +126,14 @@ class _Arrange:
         self.targets = targets
         self.indices = indices
 
-    def __call__(self, pullback: Callable[[Any], Any], cotangent) -> tuple[Any, ...]:
+    def __call__(self, pullback: Callable[[PyTree], PyTree], cotangent) -> tuple[PyTree, ...]:
         with diff.explained_reverse_mode():
             values, plain = pullback(cotangent)
         of_plain = dict(enumerate(plain))
         return diff.arrange_gradients(self.targets, self.indices, values, of_plain)
 
 
-def _split(result: object, has_aux: bool, name: str) -> tuple[Any, Any]:
+def _split(result: object, has_aux: bool, name: str) -> tuple[PyTree, PyTree]:
     result, aux = diff.separate_aux(result, has_aux, name)
     refuse_objects(result, name)
     return result, aux
@@ -155,10 +155,10 @@ def refuse_objects(result: object, name: str) -> None:
 @decorator
 def jvp(
     function: Any = None,
-    primals: Sequence[Any] | None = None,
-    tangents: Sequence[Any] | None = None,
+    primals: Sequence[PyTree] | None = None,
+    tangents: Sequence[PyTree] | None = None,
     has_aux: bool = False,
-) -> Any:
+) -> PyTree:
     """Runs a function over Modules and returns result and tangent.
 
     Values that the function writes into Variables are carried back; they have no tangent.
@@ -193,14 +193,14 @@ def jvp(
         return _jvp(function, primals, tangents, has_aux, {})
 
     @wraps(function)
-    def jvp_function(primals: Sequence[Any], tangents: Sequence[Any], **kwargs):
+    def jvp_function(primals: Sequence[PyTree], tangents: Sequence[PyTree], **kwargs):
         return _jvp(function, primals, tangents, has_aux, kwargs)
 
     return jvp_function
 
 
 def _jvp(
-    function: Callable[..., Any],
+    function: Callable[..., PyTree],
     primals: Sequence[object],
     tangents: Sequence[object] | None,
     has_aux: bool,
@@ -214,7 +214,7 @@ def _jvp(
     moves = _moves(once, values, tangents or ())
     moving = [place for place, tangent in enumerate(moves) if tangent is not None]
 
-    def pure(moved: list[object]) -> tuple[Any, Any]:
+    def pure(moved: list[object]) -> tuple[PyTree, PyTree]:
         all_values, all_plain = treedef.unflatten(diff.replaced(leaves, moving, moved))
         named = once.arguments.plain_named
         return once.run_once(all_values, all_plain, named, lambda r: _split(r, has_aux, "jvp"))
@@ -242,7 +242,7 @@ def _check_pairs(primals, tangents) -> None:
 def _moves(once: SingleRunCall, values: Sequence[object], tangents: Sequence[object]) -> list[Any]:
     """Returns the tangent of every array, or None."""
     all_tangents = diff.Tangents("tangent", values, strict=True)
-    of_plain: list[Any] = []
+    of_plain: list[Leaf] = []
     for position, tangent in enumerate(tangents):
         target = diff.DiffArgument(once, diff.DiffState(position, ...))
         of_plain += target.place(tangent, once.arguments.plain[position], all_tangents)
@@ -259,7 +259,11 @@ def _moves(once: SingleRunCall, values: Sequence[object], tangents: Sequence[obj
 
 
 def safe_where(
-    condition: Any, function: Callable[..., Any], *operands: Any, otherwise: Any, stand_in: complex
+    condition: Any,
+    function: Callable[..., PyTree],
+    *operands: PyTree,
+    otherwise: Any,
+    stand_in: complex,
 ) -> jax.Array:
     """Applies a function per element where a condition holds.
 

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from shardax._core.frames import CapturedVariable, Frame, owner_here
 from shardax._core.graph.flatten import build
+from shardax._core.graph.paths import PyTree
 from shardax._core.init.lazy import LazyValue
 from shardax._transforms.errors import StaticArgumentError
 from shardax._transforms.lift import binding, engine
@@ -29,7 +30,7 @@ class AbstractFrame(Frame):
 
     __slots__ = ()
 
-    def capture(self, outer: Any) -> Any:
+    def capture(self, outer: Any) -> PyTree:
         """See ``Frame.capture``."""
         value = outer._value
         if isinstance(value, LazyValue):
@@ -47,7 +48,7 @@ def _filled(leaf: object):
     return jnp.zeros(leaf.shape, leaf.dtype) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf
 
 
-def eval_shape(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def eval_shape(function: Callable[..., PyTree], *args: PyTree, **kwargs: PyTree) -> PyTree:
     """Returns the shapes and dtypes of what a function would return.
 
     Args:
@@ -77,7 +78,7 @@ def eval_shape(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return once.finish_on(abstract_copy(once), leaving)
 
 
-def abstract_inputs(once: engine.SingleRunCall) -> tuple[Any, ...]:
+def abstract_inputs(once: engine.SingleRunCall) -> tuple[PyTree, ...]:
     """Returns what a call's pure function takes, lazy values as ``jax.ShapeDtypeStruct``."""
     plain, named = list(once.arguments.plain), once.arguments.plain_named
     return binding.abstract(once.graph.leaves), plain, named

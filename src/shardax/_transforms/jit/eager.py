@@ -31,6 +31,7 @@ import jax
 
 from shardax._core import frames
 from shardax._core.errors import ConcurrentWriteError, DonationError, ShardaxError
+from shardax._core.graph.paths import PyTree
 from shardax._transforms.jit.jit import Jit
 from shardax._transforms.jit.specialization import JitOptions
 from shardax._transforms.lift.arguments import Identity
@@ -69,7 +70,7 @@ class _EagerCall(NamedTuple):
     """A call of a compiled program, while it lasts."""
 
     lifted: Lifted
-    functions: Sequence[Callable[..., Any]]
+    functions: Sequence[Callable[..., PyTree]]
     options: object
     arity: int  # of positional arguments; objects that the functions reach follow
     trace: list[str]  # "begun", and "done" once the transform has returned
@@ -99,11 +100,11 @@ def _program(*args: object, **kwargs: object):
 
 def run(
     lifted: Lifted,
-    functions: Sequence[Callable[..., Any]],
+    functions: Sequence[Callable[..., PyTree]],
     options: Any,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-) -> Any:
+    args: Sequence[PyTree],
+    kwargs: Mapping[str, PyTree],
+) -> PyTree:
     """Calls a transform, by a compiled program where that is right."""
     config: Any = jax.config
     if frames.local.frame is not None or not frames.is_eager() or config.jax_disable_jit:

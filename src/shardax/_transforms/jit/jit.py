@@ -35,7 +35,7 @@ from shardax._core.cross_process import PickledByName
 from shardax._core.errors import ConcurrentWriteError
 from shardax._core.frames import commit, exclusive, local, several
 from shardax._core.graph.flatten import flatten_plain, has_objects, walk_objects
-from shardax._core.graph.paths import Path
+from shardax._core.graph.paths import Leaf, Path, PyTree
 from shardax._core.graph.static import Static
 from shardax._core.init.lazy import LazyValue
 from shardax._core.object import Object, Wrapper, epoch
@@ -87,8 +87,8 @@ class FlatCall(NamedTuple):
     # What the call is remembered by: positions and identities of objects, the containers, and the
     # static leaves.
     key: list[Any]
-    args: list[Any]  # the positional arguments, None for objects
-    dynamic: list[Any]  # the dynamic leaves of all arguments
+    args: list[PyTree]  # the positional arguments, None for objects
+    dynamic: list[Leaf]  # the dynamic leaves of all arguments
 
 
 def flatten_call(
@@ -102,7 +102,7 @@ def flatten_call(
         return None
     leaves, treedef = flat
     key.append(treedef)
-    dynamic: list[Any] = []
+    dynamic: list[Leaf] = []
     for leaf in leaves:
         kind = type(leaf)
         if kind in ARRAY_TYPES and kind not in static_types:
@@ -180,7 +180,7 @@ class BoundJit(Wrapper):
     def __reduce__(self) -> Any:
         return BoundJit, (self.__func__, self.__self__)
 
-    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, /, *args: PyTree, **kwargs: PyTree) -> PyTree:
         return self.__func__(self.__self__, *args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
@@ -225,12 +225,12 @@ class CachedCall:
     def __init__(self, program: special.Specialization, graph: binding.InputGraph) -> None:
         self.specialization = program
         self.epoch = graph.flat.epoch  # structure epoch at which this was made
-        self.leaves: list[Any] = graph.leaves  # all of them, in graph order
+        self.leaves: list[Leaf] = graph.leaves  # all of them, in graph order
         self.kept, self.donated = program.partition(graph.leaves)
         # Called, each returns a root; held weakly, so that remembering a call keeps no model alive.
         self.roots = [_weak(root) for root in graph.roots]
         # The effects of the last call and the Variables it wrote.
-        self.last: tuple[Any, list[Any]] = (None, [])
+        self.last: tuple[PyTree, list[PyTree]] = (None, [])
         self.writes = True  # whether it wrote any, or changed structure
         # Variables with a declared sharding, by position, and what they held.
         self.watched: dict[int, Any] = {}
@@ -310,7 +310,7 @@ class Jit(PickledByName, Wrapper):
 
     def __init__(
         self,
-        function: Callable[..., Any],
+        function: Callable[..., PyTree],
         options: special.JitOptions,
         wrapping: Any = None,
         memory: CompilationCache | None = None,
@@ -333,13 +333,13 @@ class Jit(PickledByName, Wrapper):
     def __reduce__(self) -> Any:  # without what it remembers of calls; where it has no name
         return Jit, (self.__wrapped__, self.options)
 
-    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, /, *args: PyTree, **kwargs: PyTree) -> PyTree:
         if not self._simple or kwargs or local.frame is not None or comparing:
             return self._call_by_template(args, kwargs)
         if self._auto and not all_dynamic(args, self._static_types):
             return self._call_by_template(args, kwargs)
         key: list[Any] = []
-        plain: list[Any] = []
+        plain: list[Leaf] = []
         traced = False
         for arg in args:
             if type(arg) in ARRAY_TYPES:
@@ -555,7 +555,7 @@ class Jit(PickledByName, Wrapper):
             )
 
     def prepare(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any]
+        self, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]
     ) -> tuple[special.Specialization, binding.InputGraph, inputs.SplitArguments]:
         """Finds or makes the specialization for a call."""
         arguments, static = self._take_apart(args, kwargs)
@@ -612,8 +612,8 @@ class Jit(PickledByName, Wrapper):
         return hidden_objects
 
     def resolve(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> tuple[Sequence[Any], Mapping[str, Any]]:
+        self, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]
+    ) -> tuple[Sequence[PyTree], Mapping[str, PyTree]]:
         """Moves keyword arguments to positions where these have a declared sharding."""
         declared = self.options.in_shardings
         if declared is None or not kwargs:
@@ -654,17 +654,17 @@ class Jit(PickledByName, Wrapper):
             kwargs = {name: arg for name, arg in kwargs.items() if name not in static}
         return self.options.split_arguments(args, kwargs, self.path_of), tuple(static_arguments)
 
-    def trace(self, /, *args: Any, **kwargs: Any) -> Any:
+    def trace(self, /, *args: PyTree, **kwargs: PyTree) -> Any:
         """Traces the function for these arguments without compiling; returns a ``Traced``."""
         from shardax._transforms.jit.stages import trace_jit  # stages stand above ``Jit``
 
         return trace_jit(self, args, kwargs)
 
-    def lower(self, /, *args: Any, **kwargs: Any) -> Any:
+    def lower(self, /, *args: PyTree, **kwargs: PyTree) -> Any:
         """Lowers the function for these arguments, lazy Modules as they are."""
         return self.trace(*args, **kwargs).lower()
 
-    def eval_shape(self, /, *args: Any, **kwargs: Any) -> Any:
+    def eval_shape(self, /, *args: PyTree, **kwargs: PyTree) -> PyTree:
         """Returns the shapes and dtypes of the result, computing and changing nothing."""
         arguments, static = self._take_apart(args, kwargs)
 
@@ -696,10 +696,10 @@ class Jit(PickledByName, Wrapper):
 
 
 def jit(
-    function: Callable[..., Any] | None = None,
+    function: Callable[..., PyTree] | None = None,
     *,
-    in_shardings: Any = None,
-    out_shardings: Any = None,
+    in_shardings: PyTree = None,
+    out_shardings: PyTree = None,
     static_argnums: int | Sequence[int] | None = None,
     static_argnames: str | Sequence[str] | None = None,
     static: str | None = None,

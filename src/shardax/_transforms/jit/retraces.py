@@ -20,7 +20,7 @@ from typing import Any
 import jax
 
 from shardax._core.graph import flatten
-from shardax._core.graph.paths import Path, format_path
+from shardax._core.graph.paths import Leaf, Path, format_path
 from shardax._core.graph.static import Static
 from shardax._transforms.lift.arguments import (
     TreeTemplate,
@@ -221,7 +221,7 @@ def _entry(value: object) -> str:
     return _exact(value)
 
 
-def _by_path(graphdef: flatten.GraphDef, names: Sequence[Path]) -> dict[Any, Any]:
+def _by_path(graphdef: flatten.GraphDef, names: Sequence[Path]) -> dict[Any, Leaf]:
     """Returns types and metadata of objects, and static values, by path."""
     paths = flatten.definition_paths(graphdef, names)
     parts: dict[Any, Any] = {}

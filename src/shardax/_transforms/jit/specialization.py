@@ -22,7 +22,7 @@ import jax
 from shardax._core.errors import DonationError
 from shardax._core.frames import local
 from shardax._core.graph.flatten import is_object
-from shardax._core.graph.paths import Path
+from shardax._core.graph.paths import Leaf, Path, PyTree
 from shardax._core.graph.static import exact_key
 from shardax._core.object import Object
 from shardax._core.variable import Variable
@@ -38,8 +38,8 @@ from shardax._transforms.lift.tracer_errors import TRACER_ERRORS, add_advice
 class JitOptions:
     """Options of ``jit``, named as those of ``jax.jit``."""
 
-    in_shardings: Any = None
-    out_shardings: Any = None
+    in_shardings: PyTree = None
+    out_shardings: PyTree = None
     static_argnums: Any = None
     static_argnames: Any = None
     static: Any = None
@@ -79,7 +79,10 @@ class JitOptions:
             return object()
 
     def split_arguments(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any], label: Callable[[int | str], Path]
+        self,
+        args: Sequence[PyTree],
+        kwargs: Mapping[str, PyTree],
+        label: Callable[[int | str], Path],
     ) -> inputs.SplitArguments:
         """Splits the arguments of a call, without static ones."""
         numbers = self.static_numbers
@@ -131,7 +134,7 @@ class Specialization:
 
     def __init__(
         self,
-        function: Callable[..., Any],
+        function: Callable[..., PyTree],
         options: JitOptions,
         key: Any,
         graph: binding.InputGraph,
@@ -173,7 +176,7 @@ class Specialization:
         self._jitted: Any = None
         self._full = bool(arguments.named or self.donated or self._in_shardings is not None)
 
-    def partition(self, leaves: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    def partition(self, leaves: Sequence[Leaf]) -> tuple[list[PyTree], list[PyTree]]:
         """Separates kept Variables (or values) from donated ones."""
         donated = self.donated_leaves
         if not donated:
@@ -183,11 +186,11 @@ class Specialization:
 
     def run(
         self,
-        undonated: list[Any],
-        donated: list[Any],
-        plain: list[Any],
-        named: Mapping[str, Any] = MappingProxyType({}),
-    ) -> Any:
+        undonated: list[Leaf],
+        donated: list[Leaf],
+        plain: list[Leaf],
+        named: Mapping[str, PyTree] = MappingProxyType({}),
+    ) -> PyTree:
         """Calls the compiled function in a steady call."""
         if self._full:
             return self._jitted(undonated, donated, *self._separate_plain(plain, named))
@@ -213,7 +216,7 @@ class Specialization:
         )
 
     def call(
-        self, values: Sequence[Any], arguments: inputs.SplitArguments
+        self, values: Sequence[Leaf], arguments: inputs.SplitArguments
     ) -> binding.LiftedOutputs:
         """Calls the compiled function with values and arguments taken apart."""
         full = self.pack(values, arguments)
@@ -224,12 +227,12 @@ class Specialization:
         """Whether the program may use up arrays that it is given."""
         return bool(self.donated_leaves or self.donated or self.options.donate_argnames)
 
-    def compile(self, values: Sequence[Any], arguments: inputs.SplitArguments) -> None:
+    def compile(self, values: Sequence[Leaf], arguments: inputs.SplitArguments) -> None:
         """Compiles for a call without running it."""
         full = self.pack(values, arguments)
         self.jitted(full).lower(*full).compile()
 
-    def pack(self, values: Sequence[Any], arguments: inputs.SplitArguments) -> tuple[Any, ...]:
+    def pack(self, values: Sequence[Leaf], arguments: inputs.SplitArguments) -> tuple[Leaf, ...]:
         """Arranges values and plain arguments as the pure function takes them."""
         undonated, donated = self.partition(values)
         if not self._full:
@@ -240,12 +243,12 @@ class Specialization:
             *self._separate_plain(list(arguments.plain), arguments.plain_named),
         )
 
-    def _separate_plain(self, plain: list[object], named: Mapping[str, object]) -> tuple[Any, ...]:
+    def _separate_plain(self, plain: list[object], named: Mapping[str, object]) -> tuple[Leaf, ...]:
         kept_named = {name: v for name, v in named.items() if not self.options.donates_name(name)}
         donated_named = {name: v for name, v in named.items() if self.options.donates_name(name)}
         return *self._split_donated(plain), kept_named, donated_named
 
-    def _split_donated(self, plain: Sequence[object]) -> tuple[list[Any], list[Any]]:
+    def _split_donated(self, plain: Sequence[object]) -> tuple[list[Leaf], list[Leaf]]:
         undonated = [None if i in self.donated else item for i, item in enumerate(plain)]
         return undonated, [item if i in self.donated else None for i, item in enumerate(plain)]
 
@@ -283,7 +286,7 @@ class Specialization:
         def program(*flat) -> tuple[Any, ...]:
             return self._pure(*flat)
 
-        named: Any = self.function
+        named: PyTree = self.function
         while isinstance(named, functools.partial):
             named = named.func
         program.__name__ = getattr(named, "__name__", type(named).__name__)
@@ -300,13 +303,13 @@ class Specialization:
 
     def _pure(
         self,
-        undonated: list[Any],
-        donated: list[Any],
-        plain: list[Any],
-        donated_plain: Sequence[Any] = (),
+        undonated: list[Leaf],
+        donated: list[Leaf],
+        plain: list[Leaf],
+        donated_plain: Sequence[Leaf] = (),
         named=None,
         donated_named=None,
-    ) -> tuple[Any, ...]:
+    ) -> tuple[PyTree, ...]:
         settles, graph = local.call.settles, local.call.graph()
         values = self.join(undonated, donated)
         for position in self.donated:
@@ -353,7 +356,7 @@ class Specialization:
         if any(self._is_off(position, leaves[position]) for position in self.wanted):
             raise engine.RetraceRequest  # they are moved there first
 
-    def join(self, undonated: Iterable[Any], donated: Iterable[Any]) -> list[Any]:
+    def join(self, undonated: Iterable[Leaf], donated: Iterable[Leaf]) -> list[PyTree]:
         """The inverse of ``partition``."""
         remaining, donated_values = iter(undonated), iter(donated)
         return [
@@ -361,7 +364,7 @@ class Specialization:
             for i in range(len(self.graphdef.leaves))
         ]
 
-    def _call_user(self, roots: Sequence[Any], plain: Sequence[Any], named: dict[str, Any]):
+    def _call_user(self, roots: Sequence[PyTree], plain: Sequence[Leaf], named: dict[str, PyTree]):
         function, objects = roots[0], roots[1 : 1 + self.root_count]
         args, kwargs = inputs.join_arguments(self, plain, named, objects)
         args, kwargs = self.positions.insert_static(args, kwargs)
@@ -412,7 +415,7 @@ class Specialization:
             for t, p in zip(self.templates, arguments.plain, strict=True)
         ]
         entries: list[Any] = []
-        plain: list[Any] = []
+        plain: list[Leaf] = []
         for label, prefix, arg, template in zip(
             labels, argument_prefixes, args, self.templates, strict=True
         ):
@@ -462,7 +465,7 @@ class Specialization:
             )
             if id(leaf) not in prefix_entries_by_id
         }
-        arrays: Any = declared
+        arrays: Leaf = declared
         if effects.result is None:
             prefixes.check_plain(declared, result, "out_shardings")
         else:

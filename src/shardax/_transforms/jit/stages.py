@@ -16,7 +16,7 @@ import jax
 
 from shardax._core.frames import local
 from shardax._core.graph.flatten import GraphDef, Ref, VariableDef, definition_paths, flatten
-from shardax._core.graph.paths import Path, plain_path
+from shardax._core.graph.paths import Path, PyTree, plain_path
 from shardax._core.state.state import Origin, State
 from shardax._transforms.errors import TransformError
 from shardax._transforms.jit.error_context import explain_places, explain_values, in_user_terms
@@ -175,7 +175,7 @@ class _Stage:
         if len(tree) == 2 and isinstance(tree[1], dict):
             tree = tree[0]
         undonated, donated, plain = iter(tree[0]), iter(tree[1]), list(tree[2])
-        named: dict[str, Any] = {}
+        named: dict[str, PyTree] = {}
         if len(tree) > 3:
             for position in program.donated:
                 plain[position] = tree[3][position]
@@ -249,11 +249,11 @@ class Compiled(_Stage):
     input_formats = _of_arguments("input_formats", "(args, kwargs) with layout and sharding each.")
     output_formats = _of_result("output_formats", "The result with a format for each array.")
 
-    def call(self, /, *args: object, **kwargs: object) -> Any:
+    def call(self, /, *args: object, **kwargs: object) -> PyTree:
         """The same as calling it."""
         return self(*args, **kwargs)
 
-    def __call__(self, /, *args: object, **kwargs: object) -> Any:
+    def __call__(self, /, *args: object, **kwargs: object) -> PyTree:
         """Runs the program.
 
         Args:

@@ -40,7 +40,7 @@ import numpy as np
 from shardax._core.errors import ModuleError, ShardaxError
 from shardax._core.graph.flatten import flatten, has_objects, is_object
 from shardax._core.graph.handlers import PLAIN, handler_of, has_parts
-from shardax._core.graph.paths import Path, format_path, plain_path
+from shardax._core.graph.paths import Leaf, Path, PyTree, format_path, plain_path
 from shardax._core.graph.static import Static, exact_key
 from shardax._core.object import Object, Wrapper
 from shardax._transforms.errors import StaticArgumentError, TransformError
@@ -87,7 +87,7 @@ def by_position(
     kwargs: Mapping[str, object],
     most: int | None = None,
     fill: str | None = None,
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+) -> tuple[tuple[PyTree, ...], dict[str, PyTree]]:
     """Moves keyword arguments to their positions in the signature."""
     # Defaults fill the ``"gaps"`` before the last keyword, ``"all"`` that is missing, or nothing:
     # as an argument of its own, a default would be traced.
@@ -274,7 +274,7 @@ def check_static_option(static: str | None) -> None:
         )
 
 
-def as_tuple(value: object) -> tuple[Any, ...]:
+def as_tuple(value: object) -> tuple[PyTree, ...]:
     """Returns None, one entry or several as a tuple."""
     if value is None:
         return ()
@@ -314,8 +314,8 @@ class ArgumentPositions(NamedTuple):
         return [label for _, label in self.positional]
 
     def insert_static(
-        self, args: list[Any], kwargs: dict[str, Any]
-    ) -> tuple[list[Any], dict[str, Any]]:
+        self, args: list[PyTree], kwargs: dict[str, PyTree]
+    ) -> tuple[list[PyTree], dict[str, PyTree]]:
         """Returns the user's arguments, static ones included."""
         for place, item in self.static:
             if isinstance(place, int):
@@ -367,11 +367,11 @@ class StaticTemplate(NamedTuple):
 
 def split_argument(
     value: object,
-    roots: list[Any],
+    roots: list[PyTree],
     auto_static: bool = False,
     static_numbers: bool = False,
     label: Callable[[], Path] = tuple,
-) -> tuple[Any, Any]:
+) -> tuple[PyTree, PyTree]:
     """Splits one argument."""
     if isinstance(value, Object):
         roots.append(value)
@@ -408,7 +408,7 @@ def leaf_paths(treedef: Any) -> Sequence[Path]:
     return [plain_path(keys) for keys, _ in pairs]
 
 
-def join_argument(template: Any, plain: Any, roots: Any, with_static: bool = True) -> Any:
+def join_argument(template: PyTree, plain: Leaf, roots: PyTree, with_static: bool = True) -> PyTree:
     """The inverse of ``split_argument``, with other roots."""
     if type(template) is PlainTemplate:
         return plain
@@ -426,11 +426,11 @@ def join_argument(template: Any, plain: Any, roots: Any, with_static: bool = Tru
 
 def join_arguments(
     split: Any,
-    plain: Sequence[Any],
-    plain_named: Mapping[str, Any],
-    roots: Sequence[Any],
+    plain: Sequence[Leaf],
+    plain_named: Mapping[str, Leaf],
+    roots: Sequence[PyTree],
     with_static: bool = True,
-) -> tuple[list[Any], dict[str, Any]]:
+) -> tuple[list[PyTree], dict[str, PyTree]]:
     """Joins arguments by the ``templates`` and ``named`` of a split call."""
     args = [
         join_argument(template, part, roots, with_static)
@@ -454,8 +454,8 @@ class SplitArguments:
 
     def __init__(
         self,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
+        args: Sequence[PyTree],
+        kwargs: Mapping[str, PyTree],
         auto_static: bool = False,
         static: Container[int | str] = (),
         static_numbers: bool = False,
@@ -463,7 +463,7 @@ class SplitArguments:
     ) -> None:
         self.roots: list[Any] = []  # the objects found, in order
 
-        def apart(key: int | str, value: object) -> tuple[Any, Any]:
+        def apart(key: int | str, value: object) -> tuple[PyTree, PyTree]:
             if key in static:
                 return StaticTemplate(value), None
             where = functools.partial(label, key)
@@ -479,7 +479,7 @@ class SplitArguments:
         # The plain parts of the keyword arguments.
         self.plain_named = {name: plain for name, _, plain in named}
 
-    def plain_leaves(self) -> tuple[list[Any], Any]:
+    def plain_leaves(self) -> tuple[list[Leaf], Leaf]:
         """Returns the plain leaves, and their treedef."""
         return jax.tree.flatten((list(self.plain), self.plain_named))
 
@@ -508,12 +508,12 @@ class SplitArguments:
 
     def restore(
         self, plain: Sequence[object], plain_named: Mapping[str, object], roots: Sequence[object]
-    ) -> tuple[list[Any], dict[str, Any]]:
+    ) -> tuple[list[PyTree], dict[str, PyTree]]:
         """Puts arguments together from plain parts and roots (a transform's copies, usually)."""
         return join_arguments(self, plain, plain_named, roots)
 
 
-def as_root(root: object) -> Any:
+def as_root(root: object) -> PyTree:
     """Returns a root that can be compared."""
     if isinstance(root, (Object, Wrapper)) or not callable(root):
         return root
@@ -560,7 +560,7 @@ class _ByIdentity:
     def __eq__(self, other: object) -> bool:
         return type(other) is type(self) and other.held is self.held
 
-    def __call__(self, /, *args: object, **kwargs: object) -> Any:
+    def __call__(self, /, *args: object, **kwargs: object) -> PyTree:
         return self.held(*args, **kwargs)
 
 
@@ -574,8 +574,8 @@ class _PartialByIdentity(_ByIdentity):
         self.places = places
 
     def __call__(
-        self, function: Callable[..., Any], objects: Sequence[Any], /, *args, **kwargs
-    ) -> Any:
+        self, function: Callable[..., PyTree], objects: Sequence[Any], /, *args, **kwargs
+    ) -> PyTree:
         leaves = list(self.others)
         for place, item in zip(self.places, objects, strict=True):
             leaves[place] = item
@@ -736,7 +736,7 @@ def _has_slots(kind: type) -> bool:
     return any("__slots__" in vars(base) for base in kind.__mro__)
 
 
-def attributes_of(value: object) -> dict[str, Any]:
+def attributes_of(value: object) -> dict[str, PyTree]:
     """Returns the attributes of an instance, also those in ``__slots__``."""
     attributes = getattr(value, "__dict__", None)
     attributes = dict(attributes) if isinstance(attributes, dict) else {}

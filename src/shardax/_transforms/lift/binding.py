@@ -21,7 +21,7 @@ from shardax._core._jax import Tracer
 from shardax._core.errors import ConcurrentWriteError, DonationError, ModuleError, TraceLeakError
 from shardax._core.frames import a_kind_of, is_ref, kind_of, several
 from shardax._core.graph import flatten as graphs
-from shardax._core.graph.paths import Path, format_path
+from shardax._core.graph.paths import Leaf, Path, PyTree, format_path
 from shardax._core.graph.static import Static
 from shardax._core.graph.views import block_parents
 from shardax._core.init.lazy import LazyValue, realise_all
@@ -36,7 +36,7 @@ class InputGraph:
 
     __slots__ = ("flat", "leaves", "read", "roots")
 
-    def __init__(self, roots: Sequence[Any], names: Sequence[Path] | None = None) -> None:
+    def __init__(self, roots: Sequence[PyTree], names: Sequence[Path] | None = None) -> None:
         self.read: list[Any] | None = None  # what ``values`` returned
         # The callable, if it is bound to objects, and all objects in the arguments.
         self.roots = [inputs.as_root(root) for root in roots]
@@ -50,7 +50,7 @@ class InputGraph:
             else [frames.resolve(leaf, frame) for leaf in self.flat.leaves]
         )
 
-    def values(self, refs: bool = False, donated: Container[int] = ()) -> list[Any]:
+    def values(self, refs: bool = False, donated: Container[int] = ()) -> list[Leaf]:
         """Reads all values, materialising lazy ones."""
         values = read(self.leaves)
         unusual = [i for i, value in enumerate(values) if not isinstance(value, jax.Array)]
@@ -102,13 +102,13 @@ def absent_error(paths: Sequence[Path]) -> ModuleError:
     )
 
 
-def read(leaves: Sequence[Any]) -> list[Any]:
+def read(leaves: Sequence[Leaf]) -> list[Leaf]:
     """Reads the values of resolved Variables, materialising lazy and NumPy ones."""
     realise_all(leaves)
     return [v.value if isinstance(v._value, (LazyValue, np.ndarray)) else v._value for v in leaves]
 
 
-def abstract(leaves: Sequence[Any]) -> list[Any]:
+def abstract(leaves: Sequence[Leaf]) -> list[Leaf]:
     """Returns the values of resolved Variables, lazy ones as ``jax.ShapeDtypeStruct``."""
     return [
         jax.ShapeDtypeStruct(v._value.shape, v._value.dtype)
@@ -121,10 +121,10 @@ def abstract(leaves: Sequence[Any]) -> list[Any]:
 def bind(
     frame: frames.Frame,
     graphdef: graphs.GraphDef,
-    values: Sequence[Any],
+    values: Sequence[Leaf],
     originals: Sequence[Any],
-    leaves: Sequence[Any],
-) -> tuple[list[Any], list[Any]]:
+    leaves: Sequence[Leaf],
+) -> tuple[list[PyTree], list[PyTree]]:
     """Rebuilds the graph inside a transform; returns (roots, objects)."""
     roots, copies = graphs.build(graphdef, map(frames.own, values), frame)
     for original, copy in zip(originals, copies, strict=True):
@@ -141,9 +141,9 @@ class Effects:
     """What a function did besides returning arrays; a pytree without leaves."""
 
     written: tuple[int, ...]  # positions of the Variables of the graph whose values changed
-    updates: dict[int, Any]  # new definitions of given objects whose structure changed
-    fresh: tuple[Any, ...]  # definitions of new objects; their positions follow the given ones
-    result: Any  # None if the result holds no objects; else its template
+    updates: dict[int, Leaf]  # new definitions of given objects whose structure changed
+    fresh: tuple[Leaf, ...]  # definitions of new objects; their positions follow the given ones
+    result: PyTree  # None if the result holds no objects; else its template
     foreign: dict[int, Any]  # outside objects put into the result or an argument, by position
     fresh_ids: tuple[int, ...]  # ``id`` of each new Variable inside, while the trace lasts
     # Declared shardings of (result, written, fresh), set by ``jit``.
@@ -168,18 +168,18 @@ jax.tree_util.register_pytree_node(
 class LiftedOutputs(NamedTuple):
     """What leaves the pure function."""
 
-    result: Any
-    written: list[Any]
-    fresh: list[Any]
+    result: PyTree
+    written: list[Leaf]
+    fresh: list[Leaf]
     effects: Effects
 
 
 def record_effects(
     frame: frames.Frame,
     graphdef: graphs.GraphDef,
-    copies: Sequence[Any],
+    copies: Sequence[Leaf],
     bound: Sequence[Any],
-    result: Any,
+    result: PyTree,
     emit: frozenset[int] = frozenset(),
 ) -> LiftedOutputs:
     """Records, inside the transform, what the user's function did."""
@@ -296,7 +296,7 @@ def same_value(bound: object, current: object) -> bool:
     return old_tree == new_tree and all(a is b for a, b in zip(old, new, strict=True))
 
 
-def apply_effects(graph: InputGraph, outputs: LiftedOutputs) -> Any:
+def apply_effects(graph: InputGraph, outputs: LiftedOutputs) -> PyTree:
     """Applies, outside the transform, what the function did; returns its result."""
     if not several:
         return _apply(graph, outputs)

@@ -40,7 +40,7 @@ from shardax._core import frames
 from shardax._core.errors import ConcurrentWriteError
 from shardax._core.frames import a_kind_of, kind_of
 from shardax._core.graph import flatten as graphs
-from shardax._core.graph.paths import Path, format_path
+from shardax._core.graph.paths import Leaf, Path, PyTree, format_path
 from shardax._core.object import epoch
 from shardax._core.variable import Variable
 from shardax._transforms.errors import ClosureError, TransformError
@@ -100,9 +100,9 @@ def request_placement(variables: Sequence[object], shardings: Sequence[object]) 
 P = ParamSpec("P")
 
 
-def decorator(transform: Callable[P, Any]) -> Callable[P, Any]:
+def decorator(transform: Callable[P, PyTree]) -> Callable[P, Any]:
     """Lets a transform that is given no function return a decorator."""
-    call: Callable[..., Any] = transform
+    call: Callable[..., PyTree] = transform
     parameters = inspect.signature(call).parameters
     only_by_name = all(
         p.kind is p.KEYWORD_ONLY for name, p in parameters.items() if name != "function"
@@ -127,7 +127,7 @@ def decorator(transform: Callable[P, Any]) -> Callable[P, Any]:
     return functools.wraps(transform)(with_options)
 
 
-def wraps(function: Callable[..., Any]) -> Callable[[Any], Any]:
+def wraps(function: Callable[..., PyTree]) -> Callable[[Any], Any]:
     """``functools.wraps``, for functions that may be Modules, whose attributes are not copied."""
     return functools.wraps(function, updated=())
 
@@ -138,9 +138,9 @@ class LiftedCall:
     def __init__(
         self,
         name: str,
-        functions: Sequence[Callable[..., Any]],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
+        functions: Sequence[Callable[..., PyTree]],
+        args: Sequence[PyTree],
+        kwargs: Mapping[str, PyTree],
         make_frame: Callable[[str], frames.Frame] = frames.Frame,
         captured: Sequence[Variable] = (),
         static: Container[int | str] = (),
@@ -174,13 +174,13 @@ class LiftedCall:
 
     def run(
         self,
-        values: Sequence[Any],
-        plain: Sequence[Any],
-        plain_named: Mapping[str, Any],
-        leave: Callable[[RunContext], Any],
+        values: Sequence[Leaf],
+        plain: Sequence[Leaf],
+        plain_named: Mapping[str, Leaf],
+        leave: Callable[[RunContext], PyTree],
         which: int = 0,
         graphdef: graphs.GraphDef | None = None,
-    ) -> Any:
+    ) -> PyTree:
         """Runs a function inside the transform; returns what ``leave`` returns."""
         graphdef = graphdef or self.graphdef
         with self.make_frame(self.name) as frame:
@@ -209,7 +209,7 @@ class LiftedCall:
 
     def _bind(
         self, frame: frames.Frame, graphdef: graphs.GraphDef, values: Sequence[object]
-    ) -> tuple[list[Any], list[Any]]:
+    ) -> tuple[list[PyTree], list[PyTree]]:
         if self._late is None:
             return bind(frame, graphdef, values, self.graph.objects(), self.graph.leaves)
         roots, copies = graphs.build(graphdef, map(frames.own, values), frame)
@@ -219,7 +219,7 @@ class LiftedCall:
                 frame.copies[id(original)] = (original, copies[position])
         return roots, copies
 
-    def apply(self, outputs: LiftedOutputs) -> Any:
+    def apply(self, outputs: LiftedOutputs) -> PyTree:
         """Applies, outside the transform, what a run did; returns its result."""
         check_no_leak(self.graph, outputs)
         return apply_effects(self.graph, outputs)
@@ -238,13 +238,13 @@ class RunContext(NamedTuple):
     call: LiftedCall
     frame: frames.Frame
     graphdef: graphs.GraphDef
-    copies: Sequence[Any]  # the private copy, in the order of ``graphdef.objects``
+    copies: Sequence[Leaf]  # the private copy, in the order of ``graphdef.objects``
     bound: Sequence[Any]  # the value that was bound to each Variable
-    args: Sequence[Any]  # with copies for objects, plain containers as they came
-    kwargs: Mapping[str, Any]
-    result: Any  # of the user's function
+    args: Sequence[PyTree]  # with copies for objects, plain containers as they came
+    kwargs: Mapping[str, PyTree]
+    result: PyTree  # of the user's function
 
-    def record_effects(self, rest: Any, emit: frozenset[int] = frozenset()) -> LiftedOutputs:
+    def record_effects(self, rest: PyTree, emit: frozenset[int] = frozenset()) -> LiftedOutputs:
         """Records the function's effects; only ``rest`` of the result leaves."""
         return record_effects(self.frame, self.graphdef, self.copies, self.bound, rest, emit)
 
@@ -254,7 +254,7 @@ class RunContext(NamedTuple):
         pairs = self.frame.copies.values()
         return [(item, position[id(copy)]) for item, copy in pairs if id(copy) in position]
 
-    def here(self, item: Any) -> Any:
+    def here(self, item: Any) -> PyTree:
         """Returns the copy of an original; anything else as it is."""
         pair = self.frame.copies.get(id(item))
         return item if pair is None else pair[1]
@@ -285,7 +285,7 @@ def ending_well(
     *inputs: object,
     otherwise: object,
     **options: object,
-) -> Any:
+) -> PyTree:
     """Returns a traced run's result, ``otherwise`` if it captured writes."""
     # An exception that passes through a trace of JAX 0.10 leaves the trace and its constants in
     # memory for good. So the trace ends, and ``raise_new_captures`` raises after it.
@@ -302,7 +302,7 @@ def raise_new_captures(call: LiftedCall) -> None:
         raise RetraceRequest(call.new_captures)
 
 
-def retry_captured(attempt: Callable[[list[Variable]], object]) -> Any:
+def retry_captured(attempt: Callable[[list[Variable]], object]) -> PyTree:
     """Runs ``attempt`` until no Variable is written that is not an input."""
     captured: list[Variable] = []
     while True:
@@ -344,7 +344,7 @@ class LateFrame(frames.Frame):
 
     __slots__ = ()
 
-    def capture(self, outer: Any) -> Any:
+    def capture(self, outer: Any) -> PyTree:
         """Refuse: the call is over."""
         raise ClosureError(
             f"A function given to sx.{self.name} uses, when differentiated, a "
@@ -358,12 +358,12 @@ class SealedFrame(frames.Frame):
     __slots__ = ("functions", "reason")
     carries_captured = False
 
-    def __init__(self, name: str, functions: Sequence[Callable[..., Any]], reason: str) -> None:
+    def __init__(self, name: str, functions: Sequence[Callable[..., PyTree]], reason: str) -> None:
         super().__init__(name)
         self.functions = functions  # the user's functions, to say how they know a Variable
         self.reason = reason  # why a write has no meaning here, and what to do, for the message
 
-    def capture(self, outer: Any) -> Any:
+    def capture(self, outer: Any) -> PyTree:
         """Copies the Variable, sealed."""
         stand_in = super().capture(outer)
         self.seal(stand_in, path_of(self.functions, outer))
@@ -375,7 +375,7 @@ class SealedFrame(frames.Frame):
             if not same_value(item.value, item.stand_in._value):
                 frames.check_unlocked(item.stand_in, f"to {a_kind_of(item.outer)}")
 
-    def seal(self, stand_in: Any, path: Path) -> None:
+    def seal(self, stand_in: PyTree, path: Path) -> None:
         """Makes the copy of a captured Variable refuse writes."""
         label = f"{kind_of(stand_in)} {format_path(path).removeprefix('.')}"
         label = label.replace("{", "{{").replace("}", "}}")
@@ -391,9 +391,9 @@ class SingleRunCall(LiftedCall):
     def __init__(
         self,
         name: str,
-        function: Callable[..., Any],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
+        function: Callable[..., PyTree],
+        args: Sequence[PyTree],
+        kwargs: Mapping[str, PyTree],
         make_frame: Callable[[str], frames.Frame] = frames.Frame,
         **options: Any,
     ) -> None:
@@ -403,15 +403,15 @@ class SingleRunCall(LiftedCall):
 
     def run_once(
         self,
-        values: Sequence[Any],
-        plain: Sequence[Any],
-        plain_named: Mapping[str, Any],
+        values: Sequence[Leaf],
+        plain: Sequence[Leaf],
+        plain_named: Mapping[str, Leaf],
         split: Callable[[Any], tuple[Any, Any]],
-    ) -> tuple[Any, tuple[Any, ...]]:
+    ) -> tuple[PyTree, tuple[PyTree, ...]]:
         """Runs the function; returns (what the transform itself needs, what else leaves)."""
         # ``split`` separates these in the function's result; only the rest may hold objects.
 
-        def leave(context: RunContext) -> tuple[Any, tuple[Any, ...]]:
+        def leave(context: RunContext) -> tuple[PyTree, tuple[PyTree, ...]]:
             head, remainder = split(context.result)
             result, written, fresh, self.effects = context.record_effects(remainder)
             self.captured = context.captured()
@@ -420,16 +420,16 @@ class SingleRunCall(LiftedCall):
 
         return self.run(values, plain, plain_named, leave)
 
-    def run_whole(self, values: Any, plain: Any, plain_named: Any) -> tuple[Any, ...]:
+    def run_whole(self, values: Leaf, plain: Leaf, plain_named: Leaf) -> tuple[PyTree, ...]:
         """Runs the function; all of its result leaves, arrays and objects."""
 
-        def split(result) -> tuple[None, Any]:
+        def split(result) -> tuple[None, PyTree]:
             check_result(result, self.name)
             return None, result
 
         return self.run_once(values, plain, plain_named, split)[1]
 
-    def finish(self, leaving: tuple[Any, ...]) -> Any:
+    def finish(self, leaving: tuple[Leaf, ...]) -> PyTree:
         """Stores what was written and returns the result, with objects in place."""
         outputs = self._outputs(leaving)
         check_no_leak(self.graph, outputs)
@@ -452,11 +452,11 @@ class SingleRunCall(LiftedCall):
                 item.outer._metadata = item.stand_in._metadata
                 epoch.advance()
 
-    def finish_on(self, graph: InputGraph, leaving: tuple[Any, ...]) -> Any:
+    def finish_on(self, graph: InputGraph, leaving: tuple[Leaf, ...]) -> PyTree:
         """Returns the result with the objects of a copied graph."""
         return apply_effects(graph, self._outputs(leaving))
 
-    def _outputs(self, leaving: tuple[Any, ...]) -> LiftedOutputs:
+    def _outputs(self, leaving: tuple[Leaf, ...]) -> LiftedOutputs:
         assert self.effects is not None
         result, written, fresh, _ = leaving
         return LiftedOutputs(result, written, fresh, self.effects)

@@ -29,7 +29,7 @@ import jax
 from shardax._core.errors import FilterError
 from shardax._core.frames import exclusive, is_eager, is_ref, kind_of
 from shardax._core.graph import flatten as graphs
-from shardax._core.graph.paths import Path, format_path, plain_path
+from shardax._core.graph.paths import Leaf, Path, PyTree, format_path, plain_path
 from shardax._core.init.lazy import LazyValue, compute_all
 from shardax._core.object import Object
 from shardax._core.state.filters import PathContains, first_match, no_match_error, to_predicates
@@ -121,7 +121,7 @@ class FilterMapping(Mapping[Any, Any]):
         self._values = tuple(value for _, value in pairs)
         self._predicates = to_predicates(self._filters)
 
-    def lookup(self, path: Path, variable: object) -> Any:
+    def lookup(self, path: Path, variable: object) -> PyTree:
         """Returns the value for a Variable."""
         position = first_match(self._predicates, path, variable)
         if position is None:
@@ -221,7 +221,7 @@ class StateAxes(FilterMapping):
                 )
 
 
-def prefix(tree: Any, entries: Mapping[Any, Any] | Callable[[Path, Any], Any]) -> Any:
+def prefix(tree: PyTree, entries: Mapping[Any, Any] | Callable[[Path, Any], Any]) -> Any:
     """Makes a prefix of axes or shardings by path.
 
     Args:
@@ -346,7 +346,7 @@ def is_one_entry(prefix: object) -> bool:
     )
 
 
-def per_argument(prefix: Any, labels: Sequence[str], name: str) -> list[Any]:
+def per_argument(prefix: PyTree, labels: Sequence[str], name: str) -> list[PyTree]:
     """Returns one prefix per positional argument."""
     if is_one_entry(prefix):
         return [prefix] * len(labels)
@@ -362,13 +362,13 @@ def per_argument(prefix: Any, labels: Sequence[str], name: str) -> list[Any]:
 class AssignedPrefixes(NamedTuple):
     """The arguments of a call, each with its prefix."""
 
-    args: tuple[Any, ...]  # also those given by name that have their entry by position
-    kwargs: dict[str, Any]  # the others
-    prefixes: list[Any]  # one per positional argument
-    named: dict[str, Any]  # one per other argument, by name
+    args: tuple[PyTree, ...]  # also those given by name that have their entry by position
+    kwargs: dict[str, PyTree]  # the others
+    prefixes: list[PyTree]  # one per positional argument
+    named: dict[str, PyTree]  # one per other argument, by name
 
 
-def entries_by_name(function: object, prefix: Any) -> Any:
+def entries_by_name(function: object, prefix: PyTree) -> PyTree:
     """Returns the entries in a dict by parameter; other prefixes unchanged."""
     parameters = {p.name for p in inputs.parameters_of(function) or ()}
     is_by_name = type(prefix) is dict and prefix and parameters.issuperset(prefix)
@@ -376,7 +376,7 @@ def entries_by_name(function: object, prefix: Any) -> Any:
 
 
 def assign_by_name(
-    function: Any, prefix: Any, args: Sequence[Any], kwargs: Mapping[str, Any], name: str
+    function: Any, prefix: PyTree, args: Sequence[PyTree], kwargs: Mapping[str, PyTree], name: str
 ) -> AssignedPrefixes | None:
     """Finds the prefix of every argument in a dict by parameter."""
     if entries_by_name(function, prefix) is prefix:
@@ -395,9 +395,9 @@ def assign_by_name(
 
 def assign(
     function: Any,
-    prefix: Any,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
+    prefix: PyTree,
+    args: Sequence[PyTree],
+    kwargs: Mapping[str, PyTree],
     name: str,
     other: Any,
 ) -> AssignedPrefixes:
@@ -432,7 +432,7 @@ def expand(
     where: Path = (),
     known: Mapping[int, object] = MappingProxyType({}),
     lenient: bool = False,
-) -> Iterator[tuple[Path, Any, Any]]:
+) -> Iterator[tuple[Path, PyTree, PyTree]]:
     """Spreads a prefix over a tree."""
     # Leniently, a Variable without an entry gets None.
     if isinstance(tree, Object):
@@ -482,7 +482,7 @@ def refuse_filters(prefix: object, name: str, where: Path) -> None:
             )
 
 
-def one_level(tree: Any) -> list[tuple[Path, Any]]:
+def one_level(tree: PyTree) -> list[tuple[Path, PyTree]]:
     """Returns (path, child) of each child of a pytree node."""
     if type(tree) in (tuple, list):
         return [((position,), child) for position, child in enumerate(tree)]
@@ -501,7 +501,7 @@ def _shape(tree) -> str:
 
 def _expand_object(
     prefix: object, root: Object, name: str, where: Path, known: Mapping[int, object], lenient: bool
-) -> Iterator[tuple[Path, Any, Any]]:
+) -> Iterator[tuple[Path, PyTree, PyTree]]:
     flat = graphs.flatten(root)
     entry_of = _chooser(prefix, root, name, where)
     for path, variable in zip(flat.leaf_paths, flat.leaves, strict=True):
@@ -594,7 +594,7 @@ def place_variables(variables: Sequence[Any], entries: Sequence[Any]) -> None:
     """Moves Variables to the shardings that are their entries."""
     if not is_eager():
         return
-    moved: list[tuple[Any, Any, Any]] = []
+    moved: list[tuple[Leaf, Leaf, Leaf]] = []
     for variable, entry in zip(variables, entries, strict=True):
         if entry is None or variable._parent is not None or variable.is_abstract:
             continue
@@ -654,10 +654,10 @@ class EntryAssignment:
     def __init__(
         self,
         call: engine.LiftedCall,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        prefixes: Sequence[Any],
-        named: Any,
+        args: Sequence[PyTree],
+        kwargs: Mapping[str, PyTree],
+        prefixes: Sequence[PyTree],
+        named: PyTree,
         outside: object,
         name: str,
     ) -> None:
@@ -678,7 +678,7 @@ class EntryAssignment:
 
     def _spread(
         self, args: Sequence[object], kwargs: Mapping[str, object], known: Mapping[int, object]
-    ) -> Iterable[tuple[Path, Any, Any]]:
+    ) -> Iterable[tuple[Path, PyTree, PyTree]]:
         for label, prefix, arg in zip(self.call.labels, self.prefixes, args, strict=True):
             yield from expand(prefix, arg, self.name, (label,), known)
         for keyword in sorted(kwargs):
@@ -719,15 +719,15 @@ class OutputEntries(NamedTuple):
     attached: frozenset[int]  # ``id`` of what the arguments hold
 
     @property
-    def plain(self) -> list[Any]:
+    def plain(self) -> list[Leaf]:
         """The entry of each plain leaf of the result."""
         return [entry for _, entry in self.labels]
 
 
-def entries_in(prefix: object) -> list[Any]:
+def entries_in(prefix: object) -> list[PyTree]:
     """Returns the distinct entries that a prefix can give."""
     leaves = jax.tree.leaves(prefix, is_leaf=lambda item: item is None)
-    distinct_values: list[Any] = []
+    distinct_values: list[Leaf] = []
     for leaf in leaves:
         values = list(leaf.values()) if isinstance(leaf, FilterMapping) else [leaf]
         distinct_values.extend(
@@ -760,7 +760,7 @@ def appended(
     """Returns what was sown into the tuples of shared Variables."""
     # Such values have a part per batch element or iteration, though the tuple that was there before
     # has none.
-    sown_items: dict[int, tuple[Any, ...]] = {}
+    sown_items: dict[int, tuple[Leaf, ...]] = {}
     for position in effects.written:
         old_items, new_items = context.bound[position], context.variable(position)._value
         if not is_shared(position) or not (

@@ -44,7 +44,7 @@ from shardax._core.graph.flatten import (
     is_object,
 )
 from shardax._core.graph.handlers import knows_names
-from shardax._core.graph.paths import Path, format_path, plain_path
+from shardax._core.graph.paths import Leaf, Path, PyTree, format_path, plain_path
 from shardax._core.graph.static import PARTITION_NAME
 from shardax._core.init.rng import Rngs, RngStream
 from shardax._core.object import Object
@@ -85,7 +85,7 @@ class SplitStreams:
     """The streams that one call splits."""
 
     def __init__(
-        self, call: LiftedCall, values: list[Any], is_mapped: Callable[[int], bool]
+        self, call: LiftedCall, values: list[Leaf], is_mapped: Callable[[int], bool]
     ) -> None:
         self.call = call
         streams = [s for s in streams_of(call.graph.flat.graphdef) if is_mapped(s.key)]
@@ -100,7 +100,7 @@ class SplitStreams:
     def __contains__(self, position: int) -> bool:
         return position in self.keys or position in self.before
 
-    def draw(self, values: Sequence[Any]) -> dict[int, Any]:
+    def draw(self, values: Sequence[Leaf]) -> dict[int, Leaf]:
         """Takes one draw from each stream; returns keys by position."""
         return {
             stream.key: jax.random.fold_in(values[stream.key], values[stream.counter])
@@ -122,7 +122,7 @@ class SplitStreams:
         if not self.streams:
             return
         counters = {id(context.variable(s.key)): s.counter for s in self.streams}
-        clones: dict[int, Any] = {}
+        clones: dict[int, Leaf] = {}
 
         def is_split(item: object) -> bool:
             if isinstance(item, Rngs):
@@ -200,7 +200,7 @@ class MappedCall:
     def __init__(
         self,
         assignment: prefix.EntryAssignment,
-        out: tuple[Any, str, Any],
+        out: tuple[PyTree, str, PyTree],
         entries: Iterable[Hashable],
         is_mapped: Callable[[int], bool],
     ) -> None:
@@ -213,13 +213,13 @@ class MappedCall:
         self.streams = SplitStreams(self.call, self.values, is_mapped)
         self.boxes: MappedBoxes | None = None
         # Known after the function ran:
-        self.moved: dict[int, Any] = {}
-        self.tree: Any = None
+        self.moved: dict[int, Leaf] = {}
+        self.tree: PyTree = None
         self.order: list[int] = []
 
     def record(
         self, context: RunContext, is_shared: Callable[[int], bool] = lambda _: False
-    ) -> tuple[LiftedOutputs, list[LeavingValue], dict[int, Any]]:
+    ) -> tuple[LiftedOutputs, list[LeavingValue], dict[int, PyTree]]:
         """Records what a part did; returns what leaves and is sown."""
         name, paths = self.call.name, self.assignment.leaf_paths
         check_result(context.result, name)
@@ -251,7 +251,7 @@ class MappedCall:
 
     def group(
         self, outputs: LiftedOutputs, sown: Mapping[int, object], entries: Iterable[Hashable]
-    ) -> tuple[list[Any], ...]:
+    ) -> tuple[list[Leaf], ...]:
         """Groups, inside, the arrays that leave, one list per entry."""
         # JAX is given the entry of each list, because what leaves is known only after the run.
         leaves, self.tree = jax.tree.flatten((outputs, sown))
@@ -261,13 +261,13 @@ class MappedCall:
             lists[place].append(leaf)
         return lists
 
-    def apply(self, lists: Sequence[Sequence[Any]]) -> Any:
+    def apply(self, lists: Sequence[Sequence[Any]]) -> PyTree:
         """Applies, outside, what the parts did; returns the result."""
         remaining = [iter(values) for values in lists]
         outputs, sown = self.tree.unflatten([next(remaining[place]) for place in self.order])
         return self.apply_outputs(outputs, sown)
 
-    def apply_outputs(self, outputs: LiftedOutputs, sown: Mapping[int, Sequence[Any]]) -> Any:
+    def apply_outputs(self, outputs: LiftedOutputs, sown: Mapping[int, Sequence[Leaf]]) -> PyTree:
         """Applies, outside, what left, and what was sown into shared Variables."""
         more = {p: (*self.values[p], *rows) for p, rows in sown.items()}
         return self.call.apply(self.streams.restore(prefix.add_written(outputs, more), self.moved))
@@ -280,8 +280,8 @@ EnteringArray = tuple[Path, Any, Any]
 def entering_arrays(
     assignment: prefix.EntryAssignment,
     streams: SplitStreams,
-    values: Sequence[Any],
-    plain: Sequence[Any],
+    values: Sequence[Leaf],
+    plain: Sequence[Leaf],
 ) -> list[EnteringArray]:
     """Returns the arrays that enter, except those of split streams."""
     variables = zip(assignment.leaf_paths, values, assignment.leaves, strict=True)
@@ -491,7 +491,7 @@ class MappedBoxes:
 
     def enter(
         self, args: Sequence[object], kwargs: Mapping[str, object]
-    ) -> tuple[list[Any], dict[str, Any]]:
+    ) -> tuple[list[PyTree], dict[str, PyTree]]:
         """Returns the arguments with boxes without the mapped dimension."""
         assignment = self.assignment
         axes = dict(zip(assignment.plain_paths, assignment.plain, strict=True))
@@ -501,7 +501,7 @@ class MappedBoxes:
             {name: self._map(arg, (name,), axes, self._without) for name, arg in kwargs.items()},
         )
 
-    def leave(self, result: object, output_entries: prefix.OutputEntries) -> Any:
+    def leave(self, result: object, output_entries: prefix.OutputEntries) -> PyTree:
         """Returns the result with the mapped dimension in its boxes."""
         return self._map(result, ("result",), dict(output_entries.labels), self._with)
 
@@ -533,8 +533,8 @@ class MappedBoxes:
         tree: object,
         where: Path,
         axes: Mapping[Path, object],
-        change: Callable[[Any, int], object],
-    ) -> Any:
+        change: Callable[[PyTree, int], object],
+    ) -> PyTree:
         def visit(key_path, leaf: object):
             if not is_box(leaf):
                 return leaf
@@ -569,7 +569,7 @@ def is_box(value: object) -> bool:
     )
 
 
-def _changed(path: Path, box: object, change: Callable[[Any], object]):
+def _changed(path: Path, box: object, change: Callable[[PyTree], object]):
     """Changes a box and the boxes in it."""
     try:
         changed = change(box)

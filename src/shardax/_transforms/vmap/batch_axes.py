@@ -29,7 +29,7 @@ from shardax._core.errors import FilterError
 from shardax._core.frames import local, resolve
 from shardax._core.graph.flatten import flatten
 from shardax._core.graph.handlers import axes_of, is_whole
-from shardax._core.graph.paths import Path, format_path, plain_path
+from shardax._core.graph.paths import Path, PyTree, format_path, plain_path
 from shardax._core.init.lazy import LazyValue
 from shardax._core.object import Object
 from shardax._core.state.filters import PathContains, first_match, to_predicates
@@ -95,7 +95,7 @@ class BatchPart(NamedTuple):
 class BatchProblem:
     """Trees split together, so that a shared Variable is one part."""
 
-    def __init__(self, trees: Iterable[tuple[Path, Any]]) -> None:
+    def __init__(self, trees: Iterable[tuple[Path, PyTree]]) -> None:
         self.parts: list[BatchPart] = []  # their parts, in order
         self._known: dict[int, int] = {}
         self._trees = [self._take_apart(where, tree) for where, tree in trees]
@@ -151,7 +151,7 @@ class BatchProblem:
             self.parts.append(BatchPart(paths, origin, *form, True))
         return range(first, len(self.parts))
 
-    def prefixes(self, axes: Sequence[int | None]) -> list[Any]:
+    def prefixes(self, axes: Sequence[int | None]) -> list[PyTree]:
         """Returns a prefix of each tree with the axes of its parts."""
         return [
             treedef.unflatten(_entry(place, axes) for place in places)
@@ -540,7 +540,7 @@ def _shown(item) -> str:
     return item.__name__ if isinstance(item, type) else repr(item)
 
 
-def check_automatic(in_axes: str, batch: Any, axis_size: int | None) -> Batch:
+def check_automatic(in_axes: str, batch: PyTree, axis_size: int | None) -> Batch:
     """Returns how ``vmap`` is to find the axes of its arguments."""
     if in_axes != "auto":
         raise PrefixError(

@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from shardax._core.frames import kind_of
-from shardax._core.graph.paths import format_path
+from shardax._core.graph.paths import Leaf, PyTree, format_path
 from shardax._transforms.errors import PrefixError, TransformError
 from shardax._transforms.lift import prefix
 from shardax._transforms.lift.engine import LiftedCall, RunContext, SealedFrame, decorator, wraps
@@ -35,8 +35,8 @@ _REASON = (
 def vmap(
     function: Any = None,
     *,
-    in_axes: Any = 0,
-    out_axes: Any = 0,
+    in_axes: PyTree = 0,
+    out_axes: PyTree = 0,
     axis_name: Any = None,
     axis_size: int | None = None,
     spmd_axis_name: Any = None,
@@ -118,17 +118,17 @@ class _VmapCall(mapped.MappedCall):
 
     def __init__(
         self,
-        function: Callable[..., Any],
+        function: Callable[..., PyTree],
         in_axes,
         out_axes,
         axis_size: int | None,
         metadata: Mapping[str, Any] | None,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
+        args: Sequence[PyTree],
+        kwargs: Mapping[str, PyTree],
     ) -> None:
         make_frame = functools.partial(SealedFrame, functions=[function], reason=_REASON)
-        prefixes: Any = None
-        named: Any = None
+        prefixes: PyTree = None
+        named: PyTree = None
         if not isinstance(in_axes, Batch):
             assigned = prefix.assign(function, in_axes, args, kwargs, "in_axes", 0)
             args, kwargs, prefixes, named = assigned
@@ -149,7 +149,7 @@ class _VmapCall(mapped.MappedCall):
         self.boxes = mapped.MappedBoxes(assignment, metadata)
         call.enter = self.boxes.enter
 
-    def run(self, options: dict[str, Any]) -> Any:
+    def run(self, options: dict[str, Any]) -> PyTree:
         """Runs all batch elements and carries back what they did."""
         axes = [0 if p in self.streams else axis for p, axis in enumerate(self.assignment.leaves)]
         values = self.streams.split_keys(
@@ -172,12 +172,12 @@ class _VmapCall(mapped.MappedCall):
                 return leaf, axis  # not an array of our own: it is split over the mesh as it must
         return np.arange(self.size), 0
 
-    def _pure(self, values: list[Any], plain: list[Any], mark) -> tuple[list[Any], ...]:
+    def _pure(self, values: list[Leaf], plain: list[Leaf], mark) -> tuple[list[PyTree], ...]:
         positional, named = self.plain_tree.unflatten(plain)
         leave = functools.partial(self._leave, mark=mark)
         return self.call.run(values, positional, named, leave, graphdef=self.graphdef)
 
-    def _leave(self, context: RunContext, mark: object) -> tuple[list[Any], ...]:
+    def _leave(self, context: RunContext, mark: object) -> tuple[list[PyTree], ...]:
         """Groups what leaves a batch element by axis."""
         axes = self.assignment.leaves
         outputs, leaving, sown = self.record(context, lambda position: axes[position] is None)
@@ -231,7 +231,7 @@ def varies(mark: object, values: Sequence[object]) -> list[bool]:
         return mark
 
     @look.def_vmap
-    def rule(axis_size: int, batched, mark: object, values: list[object]) -> tuple[Any, bool]:
+    def rule(axis_size: int, batched, mark: object, values: list[object]) -> tuple[PyTree, bool]:
         flags[:] = [any(jax.tree.leaves(item)) for item in batched[1]]
         return mark, True
 

@@ -32,7 +32,7 @@ from shardax._core.checks import raise_if_any
 from shardax._core.errors import ShardaxError
 from shardax._core.frames import is_eager
 from shardax._core.graph.flatten import GraphDef, VariableDef, definition_paths, is_object
-from shardax._core.graph.paths import Path, format_path, plain_path
+from shardax._core.graph.paths import Path, PyTree, format_path, plain_path
 from shardax._core.object import Object
 from shardax._core.variable import RngState
 from shardax._files import (
@@ -62,15 +62,15 @@ Dynamic = Mapping[str, int | Mapping[str, int | Sequence[int]]]
 
 
 def export(
-    function: Callable[..., Any],
+    function: Callable[..., PyTree],
     /,
-    *args: Any,
+    *args: PyTree,
     to: Any,
     dynamic: Dynamic | None = None,
     constraints: Sequence[str] = (),
     platforms: Sequence[str] | None = None,
     vjp_order: int = 0,
-    **kwargs: Any,
+    **kwargs: PyTree,
 ) -> pathlib.Path:
     """Exports a function with the state it uses.
 
@@ -198,11 +198,11 @@ def _mesh_of(program: FlatProgram) -> Mesh | None:
 
 def abstract_arguments(
     jit: Any,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
+    args: Sequence[PyTree],
+    kwargs: Mapping[str, PyTree],
     dynamic: Dynamic,
     constraints: Sequence[str],
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+) -> tuple[tuple[PyTree, ...], dict[str, PyTree]]:
     """Return the arguments with shapes for arrays, dynamic dimensions among them."""
     labelled: dict[Any, str] = {
         i: lift.parameter_name(jit.__wrapped__, i)
@@ -390,7 +390,7 @@ _TAKEN = frozenset(
 class FlatProgram:
     """A function over objects, traced for some arguments."""
 
-    def __init__(self, jit: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    def __init__(self, jit: Any, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]) -> None:
         check_random_state(jit.prepare(args, kwargs)[1])
         traced = jit.trace(*args, **kwargs)
         plan, graph, arguments = jit.prepare(args, kwargs)  # again: tracing finds hidden inputs
@@ -426,7 +426,7 @@ class FlatProgram:
 
     def __call__(
         self, state: Sequence[object], inputs: Sequence[object]
-    ) -> tuple[list[Any], list[Any]]:
+    ) -> tuple[list[PyTree], list[PyTree]]:
         """Run the program, usually on tracers."""
         by_position = dict(zip(self._held, state, strict=True))
         arrays = [

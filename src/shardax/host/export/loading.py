@@ -19,6 +19,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from shardax._core import variable as variable_types
 from shardax._core.errors import PickleWriteError
 from shardax._core.frames import is_eager
+from shardax._core.graph.paths import PyTree
 from shardax._core.module import Module
 from shardax._core.variable import Variable
 from shardax._files import PathNotFoundError
@@ -120,7 +121,7 @@ class LoadedFunction(Module):
         """Inputs, output and state; prints as ``name(inputs) -> result``."""
         return self.program.signature
 
-    def __call__(self, /, *args: object, **kwargs: object) -> Any:
+    def __call__(self, /, *args: object, **kwargs: object) -> PyTree:
         """Run the program and store its new state."""
         inputs = self.signature.take(args, kwargs)
         try:

@@ -34,6 +34,7 @@ from shardax._core._jax import Tracer, is_prng_key
 from shardax._core.cross_process import packed
 from shardax._core.graph import handlers
 from shardax._core.graph.handlers import is_box as is_box
+from shardax._core.graph.paths import PyTree
 from shardax._core.graph.static import PARTITION_NAME, Metadata, Static, check_axes
 from shardax._core.init.lazy import announce
 from shardax._transforms.lift.engine import wraps
@@ -118,7 +119,7 @@ class AxisMetadata(abc.ABC, Generic[T]):
         return _rebuilt(type(self), _attributes_of(self), value)
 
     @abc.abstractmethod
-    def add_axis(self, index: int, params: Mapping[Any, Any]) -> Self:
+    def add_axis(self, index: int, params: Mapping[Any, PyTree]) -> Self:
         """Returns the box of values stacked along a new dimension.
 
         Args:
@@ -127,7 +128,7 @@ class AxisMetadata(abc.ABC, Generic[T]):
         """
 
     @abc.abstractmethod
-    def remove_axis(self, index: int, params: Mapping[Any, Any]) -> Self:
+    def remove_axis(self, index: int, params: Mapping[Any, PyTree]) -> Self:
         """Returns the box of one slice of the value: the inverse.
 
         Args:
@@ -352,7 +353,7 @@ def unboxed(box: Any, apply_constraint: bool) -> Any:
 
 
 @functools.lru_cache(maxsize=256)
-def _takes_one(method: Callable[..., Any]) -> bool:
+def _takes_one(method: Callable[..., PyTree]) -> bool:
     try:
         inspect.signature(method).bind(None, True)
     except TypeError:
@@ -473,7 +474,7 @@ class Partitioned(AxisMetadata[T]):
         """Returns the names, with rules from each mesh axis to itself."""
         return self.names, identity_rules(self.names or ())
 
-    def add_axis(self, index: int, params: Mapping[Any, Any]) -> Self:
+    def add_axis(self, index: int, params: Mapping[Any, PyTree]) -> Self:
         """Returns the box with the name of a new dimension inserted.
 
         Args:
@@ -490,7 +491,7 @@ class Partitioned(AxisMetadata[T]):
             else self.replace(names=inserted(self, self.names, index, name))
         )
 
-    def remove_axis(self, index: int, params: Mapping[Any, Any]) -> Self:
+    def remove_axis(self, index: int, params: Mapping[Any, PyTree]) -> Self:
         """Returns the box with the name of a dimension removed.
 
         Args:
@@ -676,7 +677,7 @@ def layout_of_variable(
 
 
 def with_partitioning(
-    init_fn: Callable[P, Any], names: Any, mesh: AnyMesh | None = None
+    init_fn: Callable[P, PyTree], names: Any, mesh: AnyMesh | None = None
 ) -> Callable[P, Partitioned[Any]]:
     """Makes an initializer return its value in a ``Partitioned`` box.
 

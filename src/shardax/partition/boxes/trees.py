@@ -19,7 +19,7 @@ import jax
 
 from shardax._core.array_ops import as_value
 from shardax._core.frames import local, owner_here, resolve
-from shardax._core.graph.paths import Path, format_path
+from shardax._core.graph.paths import Leaf, Path, PyTree, format_path
 from shardax._core.graph.static import EMPTY, Metadata
 from shardax._core.object import Object
 from shardax._core.state.state import Origin, State
@@ -82,7 +82,7 @@ def _variable_of(box: VariableBox[Any]) -> Variable:
     return _new_variable(box.variable_type, box.value, Metadata(box.names, box.entries.entries))
 
 
-def to_boxes(tree: object) -> Any:
+def to_boxes(tree: object) -> PyTree:
     """Replaces the Variables of a pytree by boxes; the inverse of ``to_variables``.
 
     Args:
@@ -123,7 +123,7 @@ def to_boxes(tree: object) -> Any:
     return jax.tree.map(to_box, tree, is_leaf=_is_node)
 
 
-def to_variables(tree: object, variable_type: type[Variable] = Param) -> Any:
+def to_variables(tree: object, variable_type: type[Variable] = Param) -> PyTree:
     """Replaces the boxes of a pytree by Variables; the inverse of ``to_boxes``.
 
     Args:
@@ -222,7 +222,7 @@ def is_axis_metadata(value: object) -> bool:
     return boxes.is_box(value)
 
 
-def map_axis_meta(function: Callable[[Any], object], tree: object) -> Any:
+def map_axis_meta(function: Callable[[PyTree], object], tree: object) -> PyTree:
     """Calls a function on every box of a tree.
 
     Args:
@@ -250,7 +250,7 @@ def map_axis_meta(function: Callable[[Any], object], tree: object) -> Any:
     return _map(mapped, tree)
 
 
-def unbox(tree: Any, apply_constraint: bool = True) -> Any:
+def unbox(tree: PyTree, apply_constraint: bool = True) -> PyTree:
     """Takes the values out of all boxes of a tree.
 
     Where a mesh is known, by ``jax.set_mesh``, ``with mesh:`` or the box itself, a value is laid
@@ -288,7 +288,7 @@ def unbox(tree: Any, apply_constraint: bool = True) -> Any:
     return _map(unboxed, tree)
 
 
-def replace_boxed(tree: Any, values: Any) -> Any:
+def replace_boxed(tree: PyTree, values: Leaf) -> Any:
     """Puts other values into the boxes of a tree.
 
     Args:
@@ -319,7 +319,7 @@ def replace_boxed(tree: Any, values: Any) -> Any:
             "unbox(tree) has."
         ) from error
 
-    def replaced(leaf: Any, value: Any):
+    def replaced(leaf: Leaf, value: Any):
         if isinstance(leaf, Variable):
             return _variable_of(replaced(_box_of(leaf), value))
         if not boxes.is_box(leaf):
@@ -358,7 +358,7 @@ def add_axis(tree: object, index: int, params: Mapping[Any, object]) -> Any:
     return _renamed(tree, lambda box: box.add_axis(index, params))
 
 
-def remove_axis(tree: object, index: int, params: Mapping[Any, object]) -> Any:
+def remove_axis(tree: object, index: int, params: Mapping[Any, object]) -> PyTree:
     """Removes the name of a dimension from every box of a tree.
 
     The inverse of ``add_axis``, for every index.
@@ -384,7 +384,7 @@ def remove_axis(tree: object, index: int, params: Mapping[Any, object]) -> Any:
     return _renamed(tree, lambda box: box.remove_axis(index, params))
 
 
-def _map(function: Callable[[Path, Any], object], tree: object, path: Path = ()) -> Any:
+def _map(function: Callable[[Path, PyTree], object], tree: object, path: Path = ()) -> PyTree:
     """Maps over boxes, objects, States and other leaves, each with its path."""
     subtrees, treedef = walk(tree)
     return treedef.unflatten([function((*path, *below), leaf) for below, leaf in subtrees])
@@ -395,7 +395,7 @@ def _has_boxes(box: object) -> bool:
     return any(is_box(leaf) for _, leaf in walk(boxes.value_in(box))[0])
 
 
-def _located(path: Path, function: Callable[[], object]) -> Any:
+def _located(path: Path, function: Callable[[], object]) -> PyTree:
     """Calls a method of a box; errors get its path."""
     try:
         return function()
@@ -412,7 +412,7 @@ def _located(path: Path, function: Callable[[], object]) -> Any:
 def _renamed(tree: object, rename: Callable[[Any], object]):
     """Renames every box, also boxes in boxes, Variables and entries of States."""
 
-    def renamed(path: Path, leaf: object) -> Any:
+    def renamed(path: Path, leaf: object) -> PyTree:
         if isinstance(leaf, State):
             origins: dict[Path, Origin] = {}
             for below, origin in leaf.origins().items():

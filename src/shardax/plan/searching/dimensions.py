@@ -29,6 +29,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from shardax._core._jax import auto_mesh, open_jaxpr
+from shardax._core.graph.paths import Leaf, PyTree
 from shardax._core.object import Object
 from shardax._transforms.jit.abstract_eval import make_jaxpr
 from shardax._transforms.jit.jit import Jit
@@ -865,9 +866,9 @@ def _marked(inputs: Inputs) -> Callable[..., Any]:
     )
     named = {leaf.path: names for leaf, names in _names_of_leaves(inputs)}
 
-    def run(*args) -> Any:
+    def run(*args) -> PyTree:
         inventory = TreeInventory(dict(zip(inputs.names, args, strict=True)))
-        values: list[Any] = []
+        values: list[Leaf] = []
         for leaf in inventory.leaves:
             names = named.get(leaf.path) or [None] * len(leaf.arrays)  # numbers are traced too
             arrays = zip(leaf.arrays_in(leaf.value), names, strict=True)

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from shardax._core.graph.paths import PyTree
 from shardax.partition.context import parallel as parallel_scope
 from shardax.partition.errors import PartitionError, did_you_mean
 from shardax.plan.compile.cache import cache_folder
@@ -46,8 +47,8 @@ _MORE_FINALISTS = 3  # how many times as many are compiled, if some do not fit w
 
 
 def search(
-    step: Callable[..., Any],
-    args: Sequence[Any],
+    step: Callable[..., PyTree],
+    args: Sequence[PyTree],
     target: str | Target,
     *,
     mesh_axes: Sequence[str] = ("data", "model"),
@@ -246,7 +247,7 @@ def _meshes(
 
 
 def _steps(
-    step: Callable[..., Any], args: Sequence[Any], choices: Mapping[str, Sequence[Any] | None]
+    step: Callable[..., PyTree], args: Sequence[PyTree], choices: Mapping[str, Sequence[Any] | None]
 ) -> Iterable[tuple[str, float, Inputs]]:
     """Yields name, examples a step and inputs of the steps to compare."""
     varied = {name: list(values) for name, values in choices.items() if values is not None}

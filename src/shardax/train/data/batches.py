@@ -26,6 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardax._core.checks import Options, is_integer, raise_if_any
+from shardax._core.graph.paths import PyTree
 from shardax.train.data.sources import Held
 from shardax.train.data.text import TextPart, hash64, permute
 from shardax.train.errors import DataError
@@ -68,7 +69,7 @@ class Rowwise(Protocol):
         """Rows of the global batch."""
         ...
 
-    def by_rows(self, rows: Rows) -> Iterator[Any]:
+    def by_rows(self, rows: Rows) -> Iterator[PyTree]:
         """Iterates over these rows, in ascending order, of each batch."""
         ...
 
@@ -399,7 +400,7 @@ class RowBatches:
             )
         self.step = int(step)
 
-    def by_rows(self, rows: Rows) -> Iterator[Any]:
+    def by_rows(self, rows: Rows) -> Iterator[PyTree]:
         """Iterates over some rows of each batch, and moves this iterator on.
 
         Args:
@@ -460,12 +461,12 @@ class WholeBatches(Held):
         [[1, 2]]
     """
 
-    def __init__(self, batches: Iterable[Any], *, batch_size: int) -> None:
+    def __init__(self, batches: Iterable[PyTree], *, batch_size: int) -> None:
         OPTIONS.integers(batch_size=batch_size)
         self.hold(batches)
         self.batch_size = batch_size
 
-    def by_rows(self, rows: Rows) -> Iterator[Any]:
+    def by_rows(self, rows: Rows) -> Iterator[PyTree]:
         """Iterates over some rows of each batch.
 
         Args:
@@ -516,7 +517,7 @@ class LocalBatches(Held):
         (4, [[0, 1, 2, 3]])
     """
 
-    def __init__(self, batches: Iterable[Any], *, batch_size: int) -> None:
+    def __init__(self, batches: Iterable[PyTree], *, batch_size: int) -> None:
         OPTIONS.integers(batch_size=batch_size)
         count = jax.process_count()
         if batch_size % count:
@@ -528,7 +529,7 @@ class LocalBatches(Held):
         self.batch_size = batch_size
         self.local_rows = batch_size // count
 
-    def by_rows(self, rows: Rows) -> Iterator[Any]:
+    def by_rows(self, rows: Rows) -> Iterator[PyTree]:
         """Iterates over this process's rows of each batch.
 
         Args:
@@ -570,7 +571,7 @@ def _check_rows(batch: object, rows: int, advice: str) -> None:
             )
 
 
-def _joined(*parts) -> Any:
+def _joined(*parts) -> PyTree:
     return np.concatenate(parts)
 
 

@@ -27,6 +27,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardax._core.checks import Options
+from shardax._core.graph.paths import Leaf, PyTree
 from shardax._core.state.split_merge import iter_variables
 from shardax.partition.checker import spec_for
 from shardax.partition.context import rules_over
@@ -40,7 +41,7 @@ BATCH_AXES = ("batch", "seq")
 _END = object()
 
 
-def put_batch(batch: Any, sharding: Any) -> Any:
+def put_batch(batch: PyTree, sharding: Any) -> PyTree:
     """Makes device arrays of a batch.
 
     Args:
@@ -79,7 +80,7 @@ def _put_rows(batch, sharding, rows: Rows | None, batch_size: int):
                 f"by_rows was asked for {ids.size} rows, but gave an array of shape {array.shape}."
             )
 
-        def read(index) -> Any:
+        def read(index) -> Leaf:
             if ids is None:
                 return array[index]
             start, stop, _ = index[0].indices(batch_size)
@@ -106,7 +107,7 @@ def _rows_held(sharding, batch_size: int) -> Rows:
     return np.flatnonzero(is_held)
 
 
-def placed_batches(source: Any, sharding: Any) -> Iterator[Any]:
+def placed_batches(source: Any, sharding: Any) -> Iterator[PyTree]:
     """Iterates over device batches; each process builds its own rows only."""
     if jax.process_count() == 1:
         # Not a generator, which would stay at its end when the source is sent back.
@@ -161,7 +162,7 @@ def require_rows(source: object) -> None:
         )
 
 
-def first_batch(source: Any) -> Any:
+def first_batch(source: Any) -> PyTree:
     """Returns shapes and dtypes of the next global batch, or None."""
     rows = None
     if hasattr(source, "local_rows"):  # of as many rows as there are: the processes compare them
@@ -185,7 +186,7 @@ def first_batch(source: Any) -> Any:
 
 def batch_shardings(
     batch: object, mesh: Mesh | None, rules: RulesLike | None, *, parts: int, of: str
-) -> Any:
+) -> PyTree:
     """Returns the shardings of a batch, or raises TrainError."""
     # The arrays have the axes BATCH_AXES, as many as they have dimensions. Gradient accumulation
     # cuts the batch into parts, each divided over the mesh by itself. Without a mesh: None.
@@ -260,7 +261,7 @@ class Prefetch:
         [[0, 1], [0, 1, 2]]
     """
 
-    def __init__(self, batches: Iterable[Any], sharding: Any = None, *, depth: int = 1) -> None:
+    def __init__(self, batches: Iterable[PyTree], sharding: Any = None, *, depth: int = 1) -> None:
         Options(DataError).integers(depth=depth)
         self._source = with_position(batches)
         self._sharding = sharding
@@ -272,7 +273,7 @@ class Prefetch:
         self._ready: deque[Future[tuple[Any, Any]]] = deque()
         self._work_ahead()
 
-    def state(self) -> Any:
+    def state(self) -> PyTree:
         """Returns the position after the last batch taken, for a checkpoint.
 
         Returns:

@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from shardax._core.errors import ShardaxError
+from shardax._core.graph.paths import PyTree
 from shardax.distributed import processes
 from shardax.train.errors import DataError, TrainError
 
@@ -46,7 +47,7 @@ class Positioned(Protocol):
         False
     """
 
-    def state(self) -> Any:
+    def state(self) -> PyTree:
         """Returns the position after the last batch taken."""
         ...
 
@@ -74,11 +75,11 @@ def with_position(source: object) -> Any:
 class Held:
     """Base of wrappers of a source, with its position."""
 
-    batches: Any
+    batches: PyTree
     state: Any  # there if the source has a position
     restore: Any
 
-    def hold(self, batches: Any) -> None:
+    def hold(self, batches: PyTree) -> None:
         """Takes the source, and its position if it has one."""
         self.batches = batches = with_position(batches)
         # From Python 3.12 isinstance looks for attributes that are there, not for those that
@@ -139,7 +140,7 @@ def _has(source: object, *names: str) -> bool:
 # --- positions in checkpoints ---------------------------------------------------------------------
 
 
-def saved_position(source: object, state: object) -> Any:
+def saved_position(source: object, state: object) -> PyTree:
     """Returns a position as JSON; every process must call it."""
     local = {_KIND: "none"} if not is_resumable(source) else _as_json(state, type(source).__name__)
     if not hasattr(source, "local_rows"):
@@ -243,7 +244,7 @@ _REFUSALS = (KeyError, TypeError, ValueError, IndexError, AssertionError, Attrib
 class _GetState(_Adapted):
     """An iterator with ``get_state`` and ``set_state``."""
 
-    def state(self) -> Any:
+    def state(self) -> PyTree:
         return encoded(self.source.get_state(), type(self.source).__name__)
 
     def restore(self, state) -> None:
@@ -282,7 +283,7 @@ class _StateDict(_Adapted):
         self._before: list[Any] = self._generators()
         self._known: dict[str, Any] | None = None
 
-    def state(self) -> Any:
+    def state(self) -> PyTree:
         if self._known is None:
             self._note()
         return self._known
@@ -395,7 +396,7 @@ class _Unpositioned:
         self._kept: collections.deque[Any] = collections.deque(maxlen=_KEPT)
         self._read = self._step = 0
 
-    def state(self) -> Any:
+    def state(self) -> PyTree:
         return {"step": self._step, "resumable": False}
 
     def restore(self, state) -> None:
@@ -427,7 +428,7 @@ def host_batch(batch: object) -> Any:
             leaf = leaf[0]
         return isinstance(leaf, bool | int | float)
 
-    def host(leaf) -> Any:
+    def host(leaf) -> PyTree:
         if not isinstance(leaf, list):
             return leaf
         try:
@@ -487,7 +488,7 @@ def encoded(value: object, of: str) -> Any:
     )
 
 
-def decoded(value: Any) -> Any:
+def decoded(value: Any) -> PyTree:
     """Returns the state written by ``encoded``."""
     if isinstance(value, list):
         return [decoded(child) for child in value]

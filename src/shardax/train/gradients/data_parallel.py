@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec
 from shardax._core._jax import is_prng_key, varying_axes
 from shardax._core.checks import Options, raise_if_any
 from shardax._core.graph.flatten import has_objects
-from shardax._core.graph.paths import Path, format_path
+from shardax._core.graph.paths import Leaf, Path, PyTree, format_path
 from shardax._core.state.split_merge import iter_variables, merge, split
 from shardax._core.state.state import State
 from shardax._core.variable import Intermediate, Param, RngState, Variable
@@ -40,7 +40,7 @@ _WIRE_DTYPES = ("bfloat16", "float32")
 
 
 def data_parallel_value_and_grad(
-    function: Callable[..., Any],
+    function: Callable[..., PyTree],
     over: str | Sequence[str],
     *,
     steps: int = 1,
@@ -48,7 +48,7 @@ def data_parallel_value_and_grad(
     reduce_dtype: Any = None,
     has_aux: bool = False,
     wrt: Any = Param,
-    count: Callable[[Any], Any] | None = None,
+    count: Callable[[PyTree], PyTree] | None = None,
 ) -> Callable[..., Any]:
     """Makes ``sx.value_and_grad(function)`` sum gradients of devices once.
 
@@ -159,13 +159,13 @@ class _DeviceCall:
     def __init__(
         self,
         region: Region,
-        differentiated: Callable[..., Any],
+        differentiated: Callable[..., PyTree],
         steps: int,
         has_aux: bool,
         wire: np.dtype | None,
         model,
-        args: Sequence[Any],
-        count: Callable[[Any], Any] | None,
+        args: Sequence[PyTree],
+        count: Callable[[PyTree], PyTree] | None,
     ) -> None:
         self.region = region
         self.differentiated = differentiated
@@ -184,13 +184,13 @@ class _DeviceCall:
         }
         self.static = {i: leaf for i, leaf in enumerate(leaves) if i not in self.arrays}
         self.graphdef, state = split(self.objects)
-        self.values: dict[Path, Any] = state.flat()
+        self.values: dict[Path, Leaf] = state.flat()
         self.origins = state.origins()
         self.variables: dict[Path, Variable] = dict(iter_variables(self.objects))
         self.random = {p for p, v in self.variables.items() if isinstance(v, RngState)}
         self.structure: Any = None  # of the gradients, found by tracing
 
-    def run(self, batch) -> tuple[Any, Any, Any]:
+    def run(self, batch) -> tuple[PyTree, PyTree, PyTree]:
         """Returns value, aux and gradients; writes the function's new state."""
         self._check_rows(batch)
         replicated, rows = PartitionSpec(), PartitionSpec(self.region.over)
@@ -235,7 +235,7 @@ class _DeviceCall:
         )
         return value, aux, add(gradients, count), written
 
-    def _local(self, values: dict[Path, Any], batch, arrays):
+    def _local(self, values: dict[Path, Leaf], batch, arrays):
         """Sums of one device, and the values written."""
         region = self.region
         entering = dict(values)
@@ -279,7 +279,7 @@ class _DeviceCall:
         value = jax.lax.psum(region.varying(value), region.over) / total.astype(value.dtype)
         return value, region.varying(aux), self._by_path(gradients), total, written
 
-    def _by_path(self, gradients: object) -> dict[Path, Any]:
+    def _by_path(self, gradients: object) -> dict[Path, Leaf]:
         """Gradients by path, of the device as the first of its row."""
         pairs = gradients.flat() if isinstance(gradients, State) else {(): gradients}
         leaves, treedef = jax.tree.flatten(gradients)
@@ -287,7 +287,7 @@ class _DeviceCall:
         self.structure = treedef, paths
         return {path: leaf[None] for path, leaf in zip(paths, leaves, strict=True)}
 
-    def _written(self, entering: Mapping[Path, object], objects: object) -> dict[Path, Any]:
+    def _written(self, entering: Mapping[Path, object], objects: object) -> dict[Path, Leaf]:
         """Values written by the function, the same on all devices, or raises."""
         leaving = {path: variable.value for path, variable in iter_variables(objects)}
         problems = [
@@ -331,7 +331,7 @@ class _DeviceCall:
         """Leaves a microbatch's gradient split along the last data axis."""
         region, last_axis = self.region, self.region.over[-1]
         pairs = gradients.flat() if isinstance(gradients, State) else {(): gradients}
-        by_path: dict[Path, Any] = {}
+        by_path: dict[Path, Leaf] = {}
         for path, gradient in pairs.items():
             plan = self.plans[path]
             wire = self.wire or gradient.dtype
@@ -351,7 +351,7 @@ class _DeviceCall:
             return by_path[()]
         return State.from_flat(by_path, gradients.origins())
 
-    def _add(self, plans: dict[Path, GradientPlan], gradients: dict[Path, Any], count):
+    def _add(self, plans: dict[Path, GradientPlan], gradients: dict[Path, PyTree], count):
         """Adds the gradients of all devices, with all mesh axes manual."""
         over, by_path = self.region.over, {}
         for path, gradient in gradients.items():

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from shardax._core.graph.paths import Path, format_path
+from shardax._core.graph.paths import Leaf, Path, format_path
 from shardax._core.state.split_merge import iter_variables
 from shardax._core.state.state import by_paths_of
 from shardax._core.variable import Variable
@@ -38,7 +38,7 @@ _FIRST = 2  # flags that are not of a Variable: loss, skipped
 # --- In the compiled step ---
 
 
-def current_values(trained: object) -> list[tuple[Path, Variable, Any]]:
+def current_values(trained: object) -> list[tuple[Path, Variable, Leaf]]:
     """Returns path, Variable and value of everything a step may change."""
     return [(path, variable, variable._here()._value) for path, variable in iter_variables(trained)]
 
@@ -69,7 +69,7 @@ def step_flags(
     return flags
 
 
-def _by_path(optimizer: Optimizer, gradients: object) -> list[Any]:
+def _by_path(optimizer: Optimizer, gradients: object) -> list[Leaf]:
     """Returns gradients in the order of the optimizer's Variables."""
     paths = [path for path, _ in trained_variables(optimizer)]
     by_path = by_paths_of(gradients, paths)

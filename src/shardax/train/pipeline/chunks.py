@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 
 from shardax._core._jax import is_prng_key
 from shardax._core.checks import raise_if_any
-from shardax._core.graph.paths import Path, format_path
+from shardax._core.graph.paths import Leaf, Path, PyTree, format_path
 from shardax._core.module import Module
 from shardax._core.object import epoch
 from shardax._core.state.split_merge import (
@@ -61,8 +61,8 @@ class Chunk:
         number: int,
         mesh: Mesh,
         rules: Rules,
-        loss: Callable[..., Any] | None,
-        stage_loss: Callable[..., Any] | None,
+        loss: Callable[..., PyTree] | None,
+        stage_loss: Callable[..., PyTree] | None,
         microbatches: int,
         splits_backward: bool,
         wrt: Any,
@@ -157,7 +157,9 @@ class Chunk:
                 self._compiled[key] = ChunkPrograms(self, trained, state, x, targets)
         return self._compiled[key]
 
-    def run(self, trained: Values, state: Values, number: object, x: Any, targets: Any) -> Any:
+    def run(
+        self, trained: Values, state: Values, number: object, x: Any, targets: PyTree
+    ) -> PyTree:
         """Returns ((floating results, objective), the rest), while traced."""
         stage_parts = self.now()
         if stage_parts.graphdef is None:
@@ -186,7 +188,7 @@ class Chunk:
         self.y_tree = jax.tree.structure(y)
         return (floating, objective / self.microbatches), (nonfloating, written, sown)
 
-    def _written(self, model: object, entering: Values) -> tuple[Values, dict[Path, Any]]:
+    def _written(self, model: object, entering: Values) -> tuple[Values, dict[Path, Leaf]]:
         stage_parts, written, sown = self.now(), Values(), dict[Path, Any]()
         final = {path: (variable, variable.value) for path, variable in iter_variables(model)}
         problems = [f"{self.shown(path)} was taken away" for path in entering.keys() - final.keys()]
@@ -223,7 +225,9 @@ class Chunk:
 class ChunkPrograms:
     """The programs of a stage for inputs of one type."""
 
-    def __init__(self, chunk: Chunk, trained: Values, state: Values, x: Any, targets: Any) -> None:
+    def __init__(
+        self, chunk: Chunk, trained: Values, state: Values, x: Any, targets: PyTree
+    ) -> None:
         floating, nonfloating = apart(x)
         x_tree = jax.tree.structure(x)
         number = np.int32(0)
@@ -240,12 +244,12 @@ class ChunkPrograms:
             fixed: Values,
             carried: Values,
             number,
-            floating: list[Any],
-            nonfloating: list[Any],
+            floating: list[Leaf],
+            nonfloating: list[Leaf],
             targets,
-            dy: list[Any],
-        ) -> Any:
-            def of(trained: Values, floating: list[Any]) -> Any:
+            dy: list[PyTree],
+        ) -> PyTree:
+            def of(trained: Values, floating: list[Leaf]) -> Any:
                 x = joined(x_tree, floating, nonfloating)
                 return chunk.run(trained, {**fixed, **carried}, number, x, targets)
 
@@ -316,7 +320,7 @@ class ChunkProgram:
 # --- Values ---
 
 
-def apart(tree: object) -> tuple[list[Any], list[Any]]:
+def apart(tree: object) -> tuple[list[PyTree], list[PyTree]]:
     """Leaves with a gradient, and the others."""
     leaves = [jnp.asarray(x) if not hasattr(x, "dtype") else x for x in jax.tree.leaves(tree)]
     return (
@@ -325,7 +329,7 @@ def apart(tree: object) -> tuple[list[Any], list[Any]]:
     )
 
 
-def joined(treedef: object, floating: list[Any], nonfloating: list[Any]) -> Any:
+def joined(treedef: object, floating: list[Leaf], nonfloating: list[Leaf]) -> PyTree:
     """The inverse of ``apart``, given the tree's structure."""
     leaves = [b if a is None else a for a, b in zip(floating, nonfloating, strict=True)]
     return jax.tree.unflatten(treedef, leaves)

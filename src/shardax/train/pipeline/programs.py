@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import jax
 
 from shardax._core._jax import jaxpr_as_fun, open_jaxpr
+from shardax._core.graph.paths import PyTree
 
 Value = Any  # a variable of a jaxpr, or a literal
 
@@ -42,7 +43,7 @@ class ProgramPart:
             body if closed is jaxpr else closed.replace(jaxpr=body, consts=[])
         )
 
-    def __call__(self, *values: object) -> list[Any]:
+    def __call__(self, *values: object) -> list[PyTree]:
         """Computes its outputs, while a transform traces."""
         return self._call(*self._known.values(), *values)
 
@@ -52,10 +53,10 @@ class Cut(NamedTuple):
 
     programs: list[ProgramPart]
     arguments: list[Value]  # by leaf
-    results: tuple[Any, ...]  # of each program a tree of values
+    results: tuple[PyTree, ...]  # of each program a tree of values
 
 
-def cut(function: Callable[..., Any], args: Sequence[Any], constant_count: int) -> Cut:
+def cut(function: Callable[..., PyTree], args: Sequence[PyTree], constant_count: int) -> Cut:
     """Cuts a function of several results into a program for each."""
     # The first ``constant_count`` leaves are the same at every call; every program may take them.
     closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)

@@ -25,7 +25,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardax._core._jax import Tracer
 from shardax._core.checks import raise_if_any
-from shardax._core.graph.paths import Path, format_path
+from shardax._core.graph.paths import Leaf, Path, PyTree, format_path
 from shardax._core.module import Module
 from shardax._core.state.split_merge import iter_variables
 from shardax._core.state.state import State
@@ -97,7 +97,7 @@ class PipelineStep:
     def __init__(
         self,
         stages: Any,
-        loss: Callable[[Any, Any], object],
+        loss: Callable[[PyTree, PyTree], object],
         *,
         mesh: Mesh,
         microbatches: int,
@@ -105,7 +105,7 @@ class PipelineStep:
         rules: RulesLike | None = None,
         schedule: str | Schedule = "1f1b",
         wrt: Any = Param,
-        stage_loss: Callable[[Any], Any] | None = None,
+        stage_loss: Callable[[PyTree], PyTree] | None = None,
     ) -> None:
         self.stages = tuple(stages.layers if isinstance(stages, Sequential) else stages)
         _check_processes()
@@ -172,7 +172,7 @@ class PipelineStep:
         self.sent_bytes = run.sent_bytes
         return run.finish()
 
-    def predict(self, inputs: object) -> Any:
+    def predict(self, inputs: object) -> PyTree:
         """Calls the stages one after the other, on the whole batch.
 
         Args:
@@ -403,12 +403,12 @@ class _ChunkStep:
         chunk.check_places({**self.trained, **self.state})
         self.carried: Values = {}
         self.written: Values = {}  # counts of streams, of the last microbatch
-        self.sown: dict[Path, Any] = {}
-        self.objectives: list[Any] = []
+        self.sown: dict[Path, Leaf] = {}
+        self.objectives: list[PyTree] = []
         self.held: dict[int, dict[Any, Any]] = {}
         self.compiled: ChunkPrograms | None = None
         self.of_step: dict[Any, Any] = {}
-        self.sums: Any = None
+        self.sums: PyTree = None
 
     def begin(self, number: int, x, targets) -> None:
         """Gives the stage a microbatch."""
@@ -423,7 +423,7 @@ class _ChunkStep:
         leaves = jax.tree.leaves((np.int32(number), *apart(x), targets))
         self.held[number] = dict(zip(self.compiled.of_microbatch, leaves, strict=True))
 
-    def run(self, place: int, number: int, dy: list[Any] | None = None) -> dict[str, Any]:
+    def run(self, place: int, number: int, dy: list[PyTree] | None = None) -> dict[str, PyTree]:
         """Queues a program for a microbatch."""
         assert self.compiled is not None  # a forward pass comes first
         program, live = self.compiled.programs[place], self.held[number]
@@ -458,7 +458,7 @@ class _PipelineRun:
         cut_targets = _microbatches("targets", targets, count)
         self.chunks = chunks
         self.parts = [_ChunkStep(chunk) for chunk in chunks]
-        self.inputs: dict[tuple[int, int], Any] = {}
+        self.inputs: dict[tuple[int, int], PyTree] = {}
         self.gradients: dict[tuple[int, int], list[Any]] = {}
         for number, rows in enumerate(_placed(cut_inputs, chunks[0].mesh, rules)):
             self.inputs[0, number] = rows
@@ -487,7 +487,7 @@ class _PipelineRun:
         if "inputs" in outputs:
             self.gradients[chunk - 1, number] = self._sent(outputs["inputs"], chunk - 1)
 
-    def _sent(self, tree: object, chunk: int) -> Any:
+    def _sent(self, tree: object, chunk: int) -> PyTree:
         mesh = self.chunks[chunk].mesh
         if all(x.sharding.device_set == set(mesh.devices.flat) for x in jax.tree.leaves(tree)):
             return tree
@@ -534,7 +534,7 @@ class _PipelineRun:
 
 
 @jax.jit
-def _sum(values: list[Any]):
+def _sum(values: list[Leaf]):
     return sum(values[1:], values[0])
 
 
