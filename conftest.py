@@ -103,7 +103,10 @@ settings.register_profile(
 )
 settings.load_profile("shardax")
 
-MOST_BYTES = 2 * 2**30  # of a worker, until it gives up the compiled programs that it holds
+# Of a worker, until it gives up the compiled programs that it holds, and by how much it may then
+# grow until it does so again: where it stays large, it would else compile all anew for each test.
+MOST_BYTES, GROWTH_BYTES = 2 * 2**30, 2**29
+_bytes_to_clear_at = MOST_BYTES
 
 
 def _resident_bytes() -> int:
@@ -127,11 +130,13 @@ def pytest_sessionstart() -> None:
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_logfinish() -> None:
     """Keeps the memory of a worker below about 3 GB: JAX's caches grow without bound."""
-    if _resident_bytes() > MOST_BYTES:
+    global _bytes_to_clear_at
+    if _resident_bytes() > _bytes_to_clear_at:
         jax.clear_caches()
         gc.collect()
         with contextlib.suppress(OSError, AttributeError):  # of glibc
             ctypes.CDLL(None).malloc_trim(0)
+        _bytes_to_clear_at = max(MOST_BYTES, _resident_bytes() + GROWTH_BYTES)
 
 
 @pytest.hookimpl(trylast=True)

@@ -361,3 +361,28 @@ def test_equal_closures_share_a_program_until_rebound() -> None:
     assert [run(m, jnp.ones(1)).tolist() for m in models] == [[5.0], [11.0]]
     assert run(Acts(_number_of_a_model(11)[0]), jnp.ones(1)).tolist() == [11.0]
     assert run(Acts(_number_of_a_model(5)[0]), jnp.ones(1)).tolist() == [5.0]
+
+
+class Counter(sx.Module):
+    """Counts its calls."""
+
+    def __init__(self) -> None:
+        self.calls = sx.Variable(jnp.zeros((), jnp.int32))
+
+    def __call__(self, x: Any) -> Any:
+        self.calls += 1
+        return x
+
+
+def test_captures_of_ended_traces_are_found_again() -> None:
+    counter = Counter()
+
+    def loop(step: Any) -> Any:
+        scanned = sx.scan(lambda count, x: (count, step(count, x)))
+        return lambda count, x: scanned(count, x[None])[1][0]
+
+    step = sx.jit(loop(loop(lambda _, x: counter(x))))
+    outer = sx.jit(step)
+    for calls in (1, 2):
+        assert outer(sx.Variable(jnp.zeros(())), jnp.ones(2)).tolist() == [1.0, 1.0]
+        assert counter.calls == calls

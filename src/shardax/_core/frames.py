@@ -258,6 +258,11 @@ def resolve(variable: Any, frame: Frame | None) -> PyTree:
     return stand_in
 
 
+def has_leaked(item: Any) -> bool:
+    """Whether an object was made in a run that is over."""
+    return item._owner is not None and item._owner.closed
+
+
 class Blocked(NamedTuple):
     """Entry of ``Frame.copies`` for a Variable that is refused there."""
 

@@ -33,7 +33,7 @@ import numpy as np
 from shardax._core._jax import Tracer
 from shardax._core.cross_process import PickledByName
 from shardax._core.errors import ConcurrentWriteError
-from shardax._core.frames import commit, exclusive, local, several
+from shardax._core.frames import commit, exclusive, has_leaked, local, several
 from shardax._core.graph.flatten import flatten_plain, has_objects, walk_objects
 from shardax._core.graph.paths import Leaf, Path, PyTree
 from shardax._core.graph.static import Static
@@ -542,7 +542,7 @@ class Jit(PickledByName, Wrapper):
         self.memory.sources = inputs.find_sources(
             self.__wrapped__
         )  # names may have been bound since
-        self.memory.captured = [ref for ref in self.memory.captured if ref() is not None]
+        self.memory.captured = [weakref.ref(item) for item in self._captured_objects()]
         hidden = self.hidden_objects()
         reached = {id(item) for item in (*walk_objects(hidden), *binding.InputGraph(hidden).leaves)}
         missed = [item for item in objects if id(item) not in reached]
@@ -607,9 +607,15 @@ class Jit(PickledByName, Wrapper):
                 ((source.name,) if len(items) == 1 else (source.name, i), item)
                 for i, item in enumerate(items)
             )
-        alive = [item for ref in self.memory.captured if (item := ref()) is not None]
-        hidden_objects.extend((("closure", i), item) for i, item in enumerate(alive))
+        hidden_objects.extend(
+            (("closure", i), item) for i, item in enumerate(self._captured_objects())
+        )
         return hidden_objects
+
+    def _captured_objects(self) -> list[Any]:
+        """Returns captured objects, without those of an ended surrounding trace."""
+        alive = (ref() for ref in self.memory.captured)
+        return [item for item in alive if item is not None and not has_leaked(item)]
 
     def resolve(
         self, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]
