@@ -64,10 +64,14 @@ class TransformerConfig:
         local_rope: That of layers with a window; None for the same.
         rope_layers: Which layers have a rotary embedding; None for all.
         max_positions: Number of learned positions; 0 for none.
+        position_offset: Rows of the learned positions before that of the first token.
         pad_token: A token of padding: it has the learned position of its number, and the others
             are counted behind it, without padding. -1 for positions that count from row 0.
         relative_buckets: Number of learned distances, whose biases are added to the scores of all
-            layers; 0 for none.
+            layers; 0 for none. If causal, all of them are for positions behind.
+        farthest_distance: Distance from which on all positions share the last bucket.
+        cross_attention: Whether layers also read a context, such as the states of an encoder,
+            between attention and MLP.
         window: How many positions a position of a local layer reads, on each side if not causal;
             None for all.
         chunked: Whether the window of local layers is a chunk, one of those that positions are cut
@@ -181,8 +185,11 @@ class TransformerConfig:
     local_rope: Rope | None = None
     rope_layers: tuple[bool, ...] | None = None
     max_positions: int = 0
+    position_offset: int = 0
     pad_token: int = -1
     relative_buckets: int = 0
+    farthest_distance: int = 128
+    cross_attention: bool = False
     window: int | None = None
     chunked: bool = False
     query_growth: tuple[float, float] | None = None
@@ -300,15 +307,28 @@ class TransformerConfig:
             as_size(where, "window", self.window)
         _check(where, "pad_token", self.pad_token, self.pad_token >= -1, "a token, or -1")
         if self.relative_buckets:
-            _check(where, "relative_buckets", self.relative_buckets, not self.causal, "0 if causal")
             even = self.relative_buckets >= 4 and self.relative_buckets % 2 == 0
             _check(where, "relative_buckets", self.relative_buckets, even, "even and at least 4")
+            least = self.relative_buckets // (2 if self.causal else 4) + 1
+            fits = self.farthest_distance >= least
+            _check(where, "farthest_distance", self.farthest_distance, fits, f"at least {least}")
+            fits = not self.latent_dim and not (self.window is not None and self.causal)
+            _check(where, "relative_buckets", self.relative_buckets, fits, "0 with this attention")
+        if self.cross_attention:
+            fits = not self.parallel
+            _check(where, "parallel", self.parallel, fits, "False with cross_attention")
+        fits = 0 <= self.position_offset <= self.max_positions
+        _check(where, "position_offset", self.position_offset, fits, "within max_positions")
 
     @property
     def head_size(self) -> int:
         """Number of logits of a head of classes."""
         sizes = {"span": 2, "binary": 1, "embedding": self.projection_dim}
         return sizes.get(str(self.head), self.num_classes)
+
+    def states_of(self, length: int) -> int:
+        """Number of states of inputs of a length."""
+        return length
 
     def kind_of(self, index: int) -> tuple[bool, bool]:
         """Whether a layer is local, and whether it has experts."""
