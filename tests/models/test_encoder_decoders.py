@@ -56,6 +56,11 @@ CASES |= {
     "bart": ("Bart", {**BART, "scale_embedding": True}),
     "bart, plain": ("Bart", {**BART, "activation_function": "relu", "decoder_start_token_id": 0}),
 }
+WHISPER = {name: value for name, value in BART.items() if name != "max_position_embeddings"}
+WHISPER |= {"max_source_positions": 6, "max_target_positions": 20, "num_mel_bins": 5}
+WHISPER |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 3}
+CASES |= {"whisper": ("Whisper", WHISPER)}
+FEATURES = np.random.default_rng(0).normal(size=(2, 12, 5)).astype(np.float32)
 INPUTS = np.random.default_rng(0).integers(3, 64, (2, 12))
 INPUT_MASK = np.arange(12) < np.array([[12], [7]])
 TOKENS = np.random.default_rng(1).integers(3, 64, (2, 10))
@@ -89,23 +94,32 @@ def logits_of(model: Any, inputs: Any, tokens: Any, input_mask: Any, mask: Any) 
 def peer_logits(peer: Any) -> np.ndarray:
     import torch
 
-    masks = {
-        "attention_mask": torch.from_numpy(INPUT_MASK.astype(int)),
+    tokens = {
+        "decoder_input_ids": torch.from_numpy(TOKENS),
         "decoder_attention_mask": torch.from_numpy(MASK.astype(int)),
     }
     with torch.no_grad():
-        output = peer(torch.from_numpy(INPUTS), decoder_input_ids=torch.from_numpy(TOKENS), **masks)
-    return output.logits.numpy()
+        return peer(**peer_inputs(peer), **tokens).logits.numpy()
+
+
+def peer_inputs(peer: Any) -> dict[str, Any]:
+    import torch
+
+    if peer.config.model_type == "whisper":
+        return {"input_features": torch.from_numpy(FEATURES.transpose(0, 2, 1).copy())}
+    mask = torch.from_numpy(INPUT_MASK.astype(int))
+    return {"input_ids": torch.from_numpy(INPUTS), "attention_mask": mask}
 
 
 def peer_texts(peer: Any) -> np.ndarray:
     """Greedy texts of transformers."""
     import torch
+    import transformers
 
     with torch.no_grad():
-        texts = peer.generate(
-            input_ids=torch.from_numpy(INPUTS),
-            attention_mask=torch.from_numpy(INPUT_MASK.astype(int)),
+        texts = transformers.GenerationMixin.generate(  # that of Whisper cuts texts by times
+            peer,
+            **peer_inputs(peer),
             generation_config=type(peer.generation_config)(
                 decoder_start_token_id=peer.config.decoder_start_token_id,
                 max_new_tokens=10,  # of which BART forces the last
@@ -131,14 +145,16 @@ def test_logits_and_texts_equal_those_of_transformers(name: str, tmp_path: Path)
         shutil.rmtree(tmp_path / "peer")
         peer.save_pretrained(tmp_path / "peer")
     expected, texts = peer_logits(peer), peer_texts(peer)
+    inputs, input_mask = (FEATURES, None) if kind == "Whisper" else (INPUTS, INPUT_MASK)
     mesh = jax.make_mesh((2, 4), ("data", "model"))
     rows = [list(row[real]) for row, real in zip(INPUTS, INPUT_MASK, strict=True)]
+    rows = FEATURES if kind == "Whisper" else rows
     number = list(CASES).index(name)
     for scanned in (False, True):
-        where = mesh if number % 2 else None
+        where = mesh if number % 2 or kind == "Whisper" else None
         model = from_pretrained(tmp_path / "peer", mesh=where, scan_layers=scanned)
         if scanned == number % 2:  # the other form is written only
-            result = logits_of(model, INPUTS, TOKENS, INPUT_MASK, MASK)
+            result = logits_of(model, inputs, TOKENS, input_mask, MASK)
             assert_close(np.asarray(result)[MASK], expected[MASK])
             results = generate(model, inputs=rows, max_new_tokens=9, temperature=0)
             np.testing.assert_array_equal(np.stack(results), texts[:, :-1])
@@ -160,6 +176,13 @@ SMALL |= {
     | {"encoder_ffn_dim": 12, "decoder_ffn_dim": 12, "encoder_attention_heads": 2}
     | {"decoder_attention_heads": 2, "max_position_embeddings": 10, "model_type": "bart"}
 }
+SMALL |= {
+    "whisper": {name: value for name, value in SMALL["bart"].items() if "positions" not in name}
+    | {"model_type": "whisper", "max_source_positions": 3, "max_target_positions": 10}
+    | {"num_mel_bins": 4, "decoder_start_token_id": 0}
+}
+del SMALL["whisper"]["max_position_embeddings"]
+SMALL_FEATURES = FEATURES[:1, :6, :4]
 SMALL_INPUTS, SMALL_TOKENS = np.arange(1, 7)[None], np.array([[0, 5, 9, 2]])
 
 
@@ -186,7 +209,8 @@ def load(kind: str, **options: Any) -> Any:
 
 
 def outputs(model: Any) -> np.ndarray:
-    return np.asarray(model(SMALL_INPUTS, SMALL_TOKENS))
+    inputs = SMALL_INPUTS if model.config.encoder.vocab_size else SMALL_FEATURES
+    return np.asarray(model(inputs, SMALL_TOKENS))
 
 
 # --- generation -----------------------------------------------------------------------------------
@@ -195,7 +219,8 @@ def outputs(model: Any) -> np.ndarray:
 @pytest.mark.parametrize("kind", SMALL)
 def test_a_batch_has_the_texts_of_its_rows(kind: str):
     model = load(kind)
-    inputs, beginnings = [[4, 5, 6, 7, 8], [9]], [[0], [0, 3, 7]]
+    beginnings = [[0], [0, 3, 7]]
+    inputs = FEATURES[:, :6, :4] if kind == "whisper" else [[4, 5, 6, 7, 8], [9]]
     options: dict[str, Any] = {"max_new_tokens": 5, "temperature": 0}
     together = generate(model, beginnings, inputs=inputs, **options)
     for beginning, row, result in zip(beginnings, inputs, together, strict=True):
@@ -224,6 +249,19 @@ def test_keys_of_the_context_are_computed_once():
     assert_close(np.concatenate([first, second], 1), outputs(model))
 
 
+def test_recorded_activations_ignore_scan():
+    def kinds(model: Any) -> Any:
+        return model.at_instances_of((nn.MultiHeadAttention, nn.RMSNorm))
+
+    unrolled, scanned = (
+        sx.surgery.record(load("t5", scan_layers=scan), kinds)(SMALL_INPUTS, SMALL_TOKENS)[1]
+        for scan in (False, True)
+    )
+    assert list(scanned) == list(unrolled)
+    for path, activation in unrolled.items():
+        np.testing.assert_allclose(scanned[path], activation, rtol=1e-4, atol=1e-4)
+
+
 def test_wrong_inputs_of_generation_are_refused():
     model, options = load("t5"), dict[str, Any](max_new_tokens=2)
     decoder = sx.models.Decoder(sx.models.DecoderConfig(num_layers=1), rngs=sx.Rngs(0))
@@ -242,6 +280,9 @@ def test_wrong_inputs_of_generation_are_refused():
         ),
         "make 11 tokens, but the model has max_positions=10": lambda: generate(
             load("bart"), [[1] * 9], inputs=[[1] * 10], **options
+        ),
+        "an array of shape (batch, frames, features), but one of shape (1, 2)": lambda: generate(
+            load("whisper"), inputs=[[1, 2]], **options
         ),
         "The prompt 0 has the token 16": lambda: generate(model, [[16]], inputs=[[1]], **options),
     }.items():
@@ -302,6 +343,31 @@ def test_a_context_is_given_where_it_is_read():
         model.decoder.make_cache(1, 4)
 
 
+def test_features_have_the_size_of_the_config():
+    model = load("whisper")
+    with pytest.raises(LayerInputError, match=r"features of shape \(batch, 6, 4\)"):
+        model.encode(SMALL_FEATURES[:, :4])
+    with pytest.raises(LayerInputError, match="features without a mask"):
+        model(SMALL_FEATURES, SMALL_TOKENS, input_mask=np.ones((1, 6), bool))
+    for changes in ({"embed_norm": True}, {"causal": True}, {"max_positions": 0}):
+        with pytest.raises(LayerConfigError, match=r"feature_size|embed_norm"):
+            dataclasses.replace(model.config.encoder, **changes)
+
+
+def test_positions_of_frames_are_sines_not_trained():
+    content = {**SMALL["whisper"], "max_source_positions": 50}
+    with tempfile.TemporaryDirectory() as name:
+        model = with_values(load("whisper")), read(Path(name), content)
+    sines = np.asarray(model[1].encoder.positions.embedding.value)
+    angles = np.arange(50)[:, None] * 10_000.0 ** -(np.arange(4) / 3)
+    expected = np.concatenate([np.sin(angles), np.cos(angles)], 1)
+    np.testing.assert_allclose(sines, expected, atol=1e-5)
+    loss = lambda model: jnp.square(model(SMALL_FEATURES, SMALL_TOKENS)).mean()  # noqa: E731
+    gradient = sx.grad(loss)(model[0])
+    assert not np.any(gradient.encoder.positions.embedding)
+    assert np.any(gradient.encoder.frames.conv1.kernel)
+
+
 def test_halves_that_do_not_fit_are_refused():
     encoder = TransformerConfig(num_layers=1, causal=False, head=None)
     decoder = TransformerConfig(num_layers=1, cross_attention=True)
@@ -340,15 +406,16 @@ def test_explicit_axes_change_nothing(kind: str):
         (2, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Explicit,) * 2
     )
     rules, whole = sx.models.DECODER_RULES, load(kind)
-    inputs, tokens = (np.concatenate([x, x[:, ::-1]]) for x in (SMALL_INPUTS, SMALL_TOKENS))
+    first = SMALL_FEATURES if kind == "whisper" else SMALL_INPUTS
+    inputs, tokens = (np.concatenate([x, x[:, ::-1]]) for x in (first, SMALL_TOKENS))
     expected = whole(inputs, tokens)
-    texts = generate(whole, inputs=list(inputs), max_new_tokens=3, temperature=0)
+    texts = generate(whole, inputs=inputs, max_new_tokens=3, temperature=0)
     split = sx.shard(whole, mesh, rules)
     rows = jax.NamedSharding(mesh, jax.P("data"))
     with jax.set_mesh(mesh), sx.axis_rules(rules):
         arrays = [jax.device_put(values, rows) for values in (inputs, tokens)]
         result = logits_of(split, *arrays, None, None)
-        again = generate(split, inputs=list(inputs), max_new_tokens=3, temperature=0)
+        again = generate(split, inputs=inputs, max_new_tokens=3, temperature=0)
     assert_close(np.asarray(result), np.asarray(expected))
     np.testing.assert_array_equal(again, texts)
 
@@ -407,7 +474,7 @@ def fewer_positions(model: Any) -> None:
 
 
 KEPT = [(kind, edit) for kind in SMALL for edit in (remove_layers, set_start, forget_source)]
-KEPT += [("t5", set_units), ("t5", untie), ("bart", fewer_positions)]
+KEPT += [("t5", set_units), ("t5", untie), ("whisper", untie), ("bart", fewer_positions)]
 
 
 @pytest.mark.parametrize(("kind", "edit"), KEPT)
@@ -478,6 +545,21 @@ PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         {"max_positions": 1026, "position_offset": 2, "embed_scale": None, "embed_norm": True},
         {"head_bias": True, "tied_head": True, "norm_placement": "after", "num_layers": 12},
     ),
+    "openai/whisper-tiny": (
+        {"activation_dropout": 0.0, "activation_function": "gelu", "attention_dropout": 0.0}
+        | {"architectures": ["WhisperForConditionalGeneration"], "bos_token_id": 50257}
+        | {"begin_suppress_tokens": [220, 50257], "d_model": 384, "decoder_attention_heads": 6}
+        | {"decoder_ffn_dim": 1536, "decoder_layerdrop": 0.0, "decoder_layers": 4, "dropout": 0.0}
+        | {"decoder_start_token_id": 50258, "encoder_attention_heads": 6, "encoder_ffn_dim": 1536}
+        | {"encoder_layerdrop": 0.0, "encoder_layers": 4, "eos_token_id": 50257, "init_std": 0.02}
+        | {"forced_decoder_ids": [[1, 50259], [2, 50359], [3, 50363]], "is_encoder_decoder": True}
+        | {"max_length": 448, "max_source_positions": 1500, "max_target_positions": 448}
+        | {"model_type": "whisper", "num_hidden_layers": 4, "num_mel_bins": 80}
+        | {"pad_token_id": 50257, "scale_embedding": False, "suppress_tokens": [1, 2, 7]}
+        | {"torch_dtype": "float32", "use_cache": True, "vocab_size": 51865},
+        {"feature_size": 80, "max_positions": 1500, "key_bias": False, "norm_placement": "pre"},
+        {"max_positions": 448, "position_offset": 0, "tied_head": True, "key_bias": False},
+    ),
 }
 
 
@@ -490,7 +572,7 @@ def test_published_models_are_read_as_they_are(name: str, tmp_path: Path):
         assert {field: getattr(half, field) for field in expected} == expected
 
 
-CLASSES = {"t5": "T5", "bart": "Bart"}
+CLASSES = {"t5": "T5", "bart": "Bart", "whisper": "Whisper"}
 
 
 @pytest.mark.parametrize("kind", CLASSES)
@@ -518,6 +600,8 @@ def test_defaults_equal_those_of_its_class(kind: str, tmp_path: Path):
         ("bart", {"tie_word_embeddings": False}, "tie_word_embeddings=False is not supported"),
         ("bart", {"num_hidden_layers": 3}, "num_hidden_layers=3 is not supported beside"),
         ("bart", {"decoder_layerdrop": 0.1}, "decoder_layerdrop=0.1 is not supported"),
+        ("whisper", {"num_mel_bins": 0}, "num_mel_bins=0 is not positive"),
+        ("whisper", {"apply_spec_augment": True}, "apply_spec_augment=True is not supported"),
         ("t5", {"decoder_start_token_id": 16}, "start_token=16, but tokens are"),
     ],
 )
@@ -548,15 +632,15 @@ def test_unfit_tensors_are_named(tmp_path: Path):
         assert part in str(caught.value)
 
 
-def test_a_bare_model_has_no_head(tmp_path: Path):
-    model = from_pretrained(folder_of("t5"), head=False)
+@pytest.mark.parametrize("kind", SMALL)
+def test_a_bare_model_has_no_head(kind: str, tmp_path: Path):
+    model = from_pretrained(folder_of(kind), head=False)
     assert model.config.head is None
     save_pretrained(model, tmp_path / "bare")
-    assert content_of(tmp_path / "bare")["architectures"] == ["T5Model"]
-    states = from_pretrained(tmp_path / "bare")(SMALL_INPUTS, SMALL_TOKENS)
-    np.testing.assert_array_equal(states, model(SMALL_INPUTS, SMALL_TOKENS))
+    assert content_of(tmp_path / "bare")["architectures"] == [f"{CLASSES[kind]}Model"]
+    np.testing.assert_array_equal(outputs(from_pretrained(tmp_path / "bare")), outputs(model))
     with pytest.raises(GenerationError, match="head=None"):
-        generate(model, inputs=[[1]], max_new_tokens=1)
+        generate(model, inputs=SMALL_FEATURES if kind == "whisper" else [[1]], max_new_tokens=1)
 
 
 def test_users_register_types_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

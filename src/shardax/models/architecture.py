@@ -470,7 +470,7 @@ def _model_readers(config: TransformerConfig) -> dict[str, Callable[[Any], Any]]
         "norm": _norm_kind,
         "norm_epsilon": lambda model: next(_norms(model)).epsilon,
     }
-    if not config.image_size:
+    if not (config.image_size or config.feature_size):
         readers |= {
             "vocab_size": lambda model: _size(model.embed.embedding, 0),
             _width(config): lambda model: _size(model.embed.embedding, 1),
@@ -506,6 +506,9 @@ _LAYER: dict[str, Callable[[Any], Any]] = {
     "causal": lambda place: place.module.attn.causal,
     "qkv_bias": lambda place: _with_bias(place).bias is not None,
     "out_bias": lambda place: place.module.attn.out.bias is not None,
+    "key_bias": lambda place: (
+        place.module.attn.q.bias is None or place.module.attn.k.bias is not None
+    ),
     "attention_scale": lambda place: place.module.attn.scale,
     "attention_softcap": lambda place: place.module.attn.softcap,
     "attention_sinks": lambda place: place.module.attn.sinks is not None,
@@ -615,7 +618,8 @@ def _relevant(config: TransformerConfig) -> dict[str, Any]:
         "query_growth": all(values["rotated_layers"]),
         "farthest_distance": config.relative_buckets == 0,
         "position_offset": config.max_positions == 0,
-        "vocab_size": config.image_size > 0,
+        "vocab_size": config.image_size > 0 or config.feature_size > 0,
+        "key_bias": not config.qkv_bias,
     }
     for names, is_unused in unused.items():
         for name in names.split() if is_unused else ():

@@ -29,7 +29,7 @@ class TransformerConfig:
     """Sizes, parts and dtypes of a transformer.
 
     Attributes:
-        vocab_size: Number of tokens; 0 for a model of images.
+        vocab_size: Number of tokens; 0 for a model of images or features.
         num_layers: Number of layers.
         embed_dim: Size of a token's vector.
         num_heads: Heads of queries.
@@ -57,6 +57,7 @@ class TransformerConfig:
             ``"squared_relu"``.
         gated: Whether the MLP is gated.
         qkv_bias: Whether the projections to queries, keys and values have biases.
+        key_bias: Whether, with ``qkv_bias``, the projection to keys has one too.
         out_bias: Whether attention's output projection has one.
         mlp_bias: Whether the MLP has biases.
         head_bias: Whether the head has one.
@@ -108,6 +109,8 @@ class TransformerConfig:
         expert_dispatch: How tokens get to them, as for ``MoE``.
         load_balance_weight: What a training loss multiplies ``sx.nn.load_balance_loss`` by.
         dense_layers: The layers that have an MLP nevertheless.
+        feature_size: Size of a frame of features, in the place of tokens; 0 for others. Two
+            convolutions make one position of two frames, of which there are ``2 * max_positions``.
         image_size: Height and width of images; 0 for a model of tokens.
         patch_size: Height and width of the patches of an image.
         channels: Channels of images.
@@ -179,6 +182,7 @@ class TransformerConfig:
     gated: bool = True
     qkv_bias: bool = False
     out_bias: bool = False
+    key_bias: bool = True
     mlp_bias: bool = False
     head_bias: bool = False
     rope: Rope | None = PLAIN_ROPE
@@ -220,6 +224,7 @@ class TransformerConfig:
     expert_dispatch: Dispatch = "dense"
     load_balance_weight: float = 0.0
     dense_layers: tuple[int, ...] = ()
+    feature_size: int = 0
     image_size: int = 0
     patch_size: int = 0
     channels: int = 3
@@ -285,7 +290,7 @@ class TransformerConfig:
             _check(where, "num_kv_heads", self.num_kv_heads, fits, f"{self.num_heads}, of a latent")
             plain = {"attention_softcap": None, "qk_norm": None, "out_bias": self.qkv_bias}
             plain |= {"local_rope": None, "rope_layers": None, "attention_sinks": False}
-            plain |= {"chunked": False, "query_growth": None}
+            plain |= {"chunked": False, "query_growth": None, "key_bias": True}
         else:
             plain = {"query_latent_dim": None, "rope_dim": 0, "value_dim": 0}
         form = "latent" if self.latent_dim else "plain"
@@ -306,6 +311,11 @@ class TransformerConfig:
         if self.window is not None:
             as_size(where, "window", self.window)
         _check(where, "pad_token", self.pad_token, self.pad_token >= -1, "a token, or -1")
+        self._check_distances_and_context()
+
+    def _check_distances_and_context(self) -> None:
+        """Raises for parts of encoder-decoders that do not fit."""
+        where = type(self).__name__
         if self.relative_buckets:
             even = self.relative_buckets >= 4 and self.relative_buckets % 2 == 0
             _check(where, "relative_buckets", self.relative_buckets, even, "even and at least 4")
@@ -319,6 +329,17 @@ class TransformerConfig:
             _check(where, "parallel", self.parallel, fits, "False with cross_attention")
         fits = 0 <= self.position_offset <= self.max_positions
         _check(where, "position_offset", self.position_offset, fits, "within max_positions")
+        if self.feature_size:
+            fits = self.max_positions > 0 and self.position_offset == 0 and not self.causal
+            _check(
+                where, "feature_size", self.feature_size, fits, "0 if causal or without positions"
+            )
+            plain = {"image_size": 0, "token_types": 0, "token_dim": 0, "relative_buckets": 0}
+            plain |= {"embed_norm": False, "embed_scale": None, "head": None, "pad_token": -1}
+            for name, value in plain.items():
+                held = getattr(self, name)
+                _check(where, name, held, held == value, f"{value!r} with feature_size")
+            _check(where, "embed_dim", self.embed_dim, self.embed_dim % 2 == 0, "even, for sines")
 
     @property
     def head_size(self) -> int:
@@ -328,7 +349,7 @@ class TransformerConfig:
 
     def states_of(self, length: int) -> int:
         """Number of states of inputs of a length."""
-        return length
+        return length // 2 if self.feature_size else length
 
     def kind_of(self, index: int) -> tuple[bool, bool]:
         """Whether a layer is local, and whether it has experts."""
@@ -356,8 +377,8 @@ class TransformerConfig:
 def check_config(config: Any) -> None:
     """Raises if sizes of a model's config do not fit."""
     where = type(config).__name__
-    images = getattr(config, "image_size", 0)
-    for name in ("num_layers", "mlp_dim") if images else ("vocab_size", "num_layers", "mlp_dim"):
+    no_tokens = getattr(config, "image_size", 0) or getattr(config, "feature_size", 0)
+    for name in ("num_layers", "mlp_dim") if no_tokens else ("vocab_size", "num_layers", "mlp_dim"):
         as_size(where, name, getattr(config, name))
     rope = getattr(config, "rope", None)
     base = getattr(config, "rope_base", None if rope is None else rope.base)

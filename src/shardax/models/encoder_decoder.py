@@ -70,7 +70,7 @@ class EncoderDecoderConfig:
             ("decoder.embed_dim", decoder.embed_dim, encoder.embed_dim),
             *(
                 []
-                if encoder.image_size
+                if encoder.image_size or encoder.feature_size
                 else [("decoder.vocab_size", decoder.vocab_size, encoder.vocab_size)]
             ),
         ):
@@ -141,8 +141,8 @@ class EncoderDecoder(Module):
         """Computes the logits of the tokens.
 
         Args:
-            inputs: Integers of shape (batch, input time); of an encoder of other inputs what it
-                takes.
+            inputs: Integers of shape (batch, input time); of an encoder of features, numbers of
+                shape (batch, 2 * max_positions, feature_size), without a mask.
             tokens: Integers of shape (batch, time), what is written so far.
             input_mask: Booleans of the shape of the inputs, True for real ones; None for all.
             mask: Likewise of the tokens.

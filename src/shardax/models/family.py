@@ -174,6 +174,7 @@ _POSITIVE = frozenset(
         *("expert_groups", "expert_limit", "groups_per_token", "shared_expert_dim"),
         *("latent_dim", "query_latent_dim", "rope_dim", "value_dim"),
         *("mlp_dim", "num_heads", "num_kv_heads", "num_layers", "patch_size", "vocab_size"),
+        "feature_size",
         "projection_dim",
         "window",
     ]

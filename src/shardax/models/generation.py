@@ -483,7 +483,13 @@ def _as_inputs(model: Any, inputs: Any) -> _Inputs | None:
     if inputs is None:
         return None
     if model.encoder.embed is None:
-        return np.asarray(inputs), None
+        features = np.asarray(inputs)
+        if features.ndim != 3:
+            raise GenerationError(
+                f"The inputs of this {type(model).__name__} are an array of shape (batch, frames, "
+                f"features), but one of shape {features.shape} was given."
+            )
+        return features, None
     rows = _as_prompts(inputs, "input")
     _check_vocabulary(model.encoder, rows, "input")
     longest, config = max(row.size for row in rows), model.config.encoder

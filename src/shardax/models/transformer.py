@@ -14,7 +14,6 @@ a window have their own rotary embedding, and layers with experts stand among th
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
@@ -30,7 +29,7 @@ from shardax._core.init.rng import Rngs
 from shardax._core.module import Module
 from shardax._core.state.split_merge import iter_variables
 from shardax._core.variable import Cache
-from shardax.models.activations import ACTIVATIONS, find_activation
+from shardax.models.activations import ACTIVATIONS, exact_gelu, find_activation
 from shardax.models.config import TransformerConfig
 from shardax.models.experts import ClippedMoE, GroupedMoE, GroupedSoftmaxMoE, InputScaledMoE
 from shardax.models.norms import HeadsRMSNorm, dtypes, make_norm
@@ -40,8 +39,9 @@ from shardax.nn.attention.cache import AttentionCache, ContextCache
 from shardax.nn.attention.dot_product import bias_behind, buckets_behind, distance_buckets
 from shardax.nn.attention.latent import LatentCache, MultiHeadLatentAttention
 from shardax.nn.attention.multi_head import MultiHeadAttention, positions_within
+from shardax.nn.conv import Conv
 from shardax.nn.dropout import Dropout
-from shardax.nn.embedding import Embed
+from shardax.nn.embedding import Embed, sinusoidal
 from shardax.nn.errors import LayerConfigError, LayerInputError
 from shardax.nn.linear import Linear
 from shardax.nn.mlp import MLP
@@ -50,11 +50,8 @@ from shardax.nn.normalization import RMSNorm
 from shardax.nn.parameters import make_parameter, ones, refuse_input, zeros
 from shardax.nn.rope import PlacedRotation
 from shardax.nn.stack import Stack, rematerialised
-from shardax.partition.constraints import constrain
-from shardax.partition.context import current_rules
-from shardax.partition.explicit import align, explicit_entries
-from shardax.partition.mesh import resolve_mesh
-from shardax.partition.rules import UNCONSTRAINED, mesh_axes_of
+from shardax.partition.constraints import constrain_activations as _constrain
+from shardax.partition.explicit import align
 
 
 class TransformerLayer(Module):
@@ -225,6 +222,19 @@ class BlockCache(Module):
         self.rest = remaining
 
 
+class FrameEmbedding(Module):
+    """Embeds frames of features by two convolutions, of two frames one."""
+
+    def __init__(self, config: TransformerConfig, *, rngs: Rngs) -> None:
+        options = {"padding": 1, "kernel_axes": (None, None, "embed"), "rngs": rngs}
+        options |= dtypes(config)
+        self.conv1 = Conv(config.feature_size, config.embed_dim, 3, **options)
+        self.conv2 = Conv(config.embed_dim, config.embed_dim, 3, strides=2, **options)
+
+    def __call__(self, features: jax.Array) -> jax.Array:
+        return exact_gelu(self.conv2(exact_gelu(self.conv1(features))))
+
+
 class LayerCaches(Module):
     """The caches of a layer with cross-attention."""
 
@@ -245,7 +255,7 @@ class Transformer(Module):
 
     Attributes:
         config: The config.
-        embed: The ``Embed`` of tokens, or None for images.
+        embed: The ``Embed`` of tokens, or None for images and features.
         layers: The layers: a list, or a ``Stack`` of them.
         rest: With scanned layers of several kinds, the layers left over; else None.
         final_norm: The norm before the head, or None.
@@ -271,12 +281,15 @@ class Transformer(Module):
         self.embed: Any = None
         if config.image_size:
             self._build_patches(config, rngs)
+        elif config.feature_size:
+            self.frames = FrameEmbedding(config, rngs=rngs)
         else:
             self.embed = Embed(config.vocab_size, size, rngs=rngs, **options)
         for name, count in (("positions", config.max_positions), ("types", config.token_types)):
             if count:
                 names = ("position" if name == "positions" else None, "embed")
-                setattr(self, name, Embed(count, size, axes=names, rngs=rngs, **options))
+                first: Any = {"embedding_init": _sines} if config.feature_size else {}
+                setattr(self, name, Embed(count, size, axes=names, rngs=rngs, **options, **first))
         self.embed_norm = make_norm(config, size) if config.embed_norm else None
         if config.token_dim:
             names = (None, "embed")
@@ -371,7 +384,8 @@ class Transformer(Module):
 
         Args:
             tokens: Integers of shape (batch, time), or (time,); of a model of images, images of
-                shape (batch, height, width, channels).
+                shape (batch, height, width, channels); of one of features, of shape (batch, 2 *
+                max_positions, feature_size).
             mask: Booleans of shape (batch, time), True for real tokens; None for all.
             positions: Integers of shape (time,) or (batch, time); None counts from the first real
                 token.
@@ -465,7 +479,12 @@ class Transformer(Module):
         """Returns the outputs of the layers and the last norm."""
         self._check_context(context, context_mask, cache, segment_ids)
         if self.embed is None:
-            return self._run(self._embed_images(tokens), {}, cache)
+            embed = self._embed_frames if self._parts.feature_size else self._embed_images
+            if mask is not None and self._parts.feature_size:
+                refuse_input(
+                    type(self).__name__, "features without a mask", tokens, "Leave it out."
+                )
+            return self._run(embed(tokens), {}, cache)
         if token_types is not None and not self._parts.token_types:
             raise LayerInputError(
                 f"{type(self).__name__} has no token_types, but was given some: call it without."
@@ -559,7 +578,7 @@ class Transformer(Module):
         positions = as_array(positions)
         options: dict[str, Any] = {} if mask is None else {"mask": mask}
         if config.relative_buckets:
-            options["bias"] = self._distance_bias(tokens.shape[-1], cache)
+            options["bias"] = self._distance_bias(tokens, cache)
         is_placed = config.chunked or config.query_growth is not None
         for name, rope in (("positions", config.rope), ("local_positions", config.local_rope)):
             if rope is not None:
@@ -567,13 +586,16 @@ class Transformer(Module):
                 options[name] = PlacedRotation(*rotation, positions) if is_placed else rotation
         return options, positions
 
-    def _distance_bias(self, time: int, cache: object) -> Any:
+    def _distance_bias(self, tokens: jax.Array, cache: object) -> Any:
         """Returns biases by distance, with a cache a function of positions."""
         config = self._parts
         sizes = (config.relative_buckets, config.farthest_distance)
         if cache is not None:
             return bias_behind(self.distances(buckets_behind(*sizes)))
-        return jnp.moveaxis(self.distances(distance_buckets(time, *sizes, config.causal)), -1, 0)
+        buckets = distance_buckets(tokens.shape[-1], *sizes, config.causal)
+        bias = jnp.moveaxis(self.distances(buckets), -1, 0)
+        # Of a batch the first dimension is that of rows, which microbatches would cut.
+        return bias if tokens.ndim == 1 else bias[None]
 
     def _check_positions(self, positions) -> None:
         """Raises if known positions are more than the learned ones."""
@@ -632,6 +654,21 @@ class Transformer(Module):
             x = jnp.concatenate([first, x], axis=1)
         x = add_bias(x, self.positions(jnp.arange(x.shape[1])))
         x = x if self.embed_norm is None else self.embed_norm(x)
+        return _constrain(x if self.embed_dropout is None else self.embed_dropout(x))
+
+    def _embed_frames(self, features: jax.Array) -> jax.Array:
+        config = self._parts
+        shape = (2 * config.max_positions, config.feature_size)
+        if features.ndim != 3 or features.shape[1:] != shape:
+            refuse_input(
+                type(self).__name__,
+                f"features of shape (batch, {shape[0]}, {shape[1]})",
+                features,
+                "Frames come before features: features.transpose(0, 2, 1) of PyTorch's.",
+            )
+        # Positions are sines, and not trained.
+        positions = jax.lax.stop_gradient(self.positions(jnp.arange(config.max_positions)))
+        x = add_bias(self.frames(features), positions)
         return _constrain(x if self.embed_dropout is None else self.embed_dropout(x))
 
     def make_cache(
@@ -733,6 +770,13 @@ class Transformer(Module):
         return logits
 
 
+def _sines(key: object, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    """Initializes positions as sines, then cosines, of wavelengths up to the longest."""
+    count, size = shape
+    base = 10_000.0 ** (size / max(size - 2, 1))  # so that the last one is the longest
+    return sinusoidal(jnp.arange(count), size, base=base, interleaved=False).astype(dtype)
+
+
 def _attention(config: TransformerConfig, index: int, rngs: Rngs) -> MultiHeadAttention:
     def norm(heads: int, axis: str) -> Callable[[], Any] | None:
         if config.qk_norm is None or (config.qk_norm == "unscaled" and rope is None):
@@ -774,6 +818,7 @@ def _attention(config: TransformerConfig, index: int, rngs: Rngs) -> MultiHeadAt
         config.num_heads,
         num_kv_heads=config.num_kv_heads,
         out_bias=config.out_bias,
+        key_bias=config.key_bias and config.qkv_bias,
         chunked=config.chunked and is_local,
         query_growth=None if config.has_rope(index) else config.query_growth,
         softcap=config.attention_softcap,
@@ -792,6 +837,7 @@ def _cross_attention(config: TransformerConfig, rngs: Rngs) -> MultiHeadAttentio
         head_dim=config.head_dim,
         use_bias=config.qkv_bias,
         out_bias=config.out_bias,
+        key_bias=config.key_bias and config.qkv_bias,
         scale=config.attention_scale,
         dropout=config.attention_dropout,
         rngs=rngs,
@@ -845,30 +891,3 @@ def _experts(config: TransformerConfig, rngs: Rngs) -> MoE:
         rngs=rngs,
         **dtypes(config),
     )
-
-
-def _constrain(x: jax.Array) -> jax.Array:
-    """Lays activations out by the scope's rules for batch and sequence."""
-    # Rules about parameters alone leave activations to the compiler. So does a dimension that the
-    # mesh does not divide, such as the batch of one while sampling.
-    rules = current_rules()
-    splits_seq = "seq" in rules.names and mesh_axes_of(rules.spec(("seq",))[0])
-    mesh = resolve_mesh() if "batch" in rules.names or splits_seq else None
-    if mesh is None:
-        return x
-    names: tuple[Any, ...] = ("batch", "seq", "embed")[-x.ndim :]
-    if names[0] == "batch" and "batch" not in rules.names:  # it stays where it was placed
-        typed = explicit_entries(x)
-        if typed is None:
-            names = (UNCONSTRAINED, *names[1:])
-        else:
-            rules = rules.override({"batch": typed[0]})
-    parts = [
-        math.prod(mesh.shape.get(axis, 1) for axis in mesh_axes_of(entry))
-        for entry in rules.spec(names)
-    ]
-    entries = [
-        name if size % count == 0 else UNCONSTRAINED
-        for name, size, count in zip(names, x.shape, parts, strict=True)
-    ]
-    return constrain(x, entries, mesh, rules)

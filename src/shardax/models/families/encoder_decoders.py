@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Encoder-decoders: T5 and BART.
+"""Encoder-decoders: T5, BART and Whisper.
 
-Sources: ``models/{t5,bart}`` of transformers 5, ``configuration_*.py`` for fields and defaults,
-``modeling_*.py`` for tensors.
+Sources: ``models/{t5,bart,whisper}`` of transformers 5, ``configuration_*.py`` for fields and
+defaults, ``modeling_*.py`` for tensors.
 """
 
 from __future__ import annotations
@@ -349,5 +349,81 @@ BART = EncoderDecoderFamily(
         *_layers("encoder", _AFTER),
         *_layers("decoder", {**_AFTER, "encoder_attn_layer_norm": "cross_post_norm"}),
         Tensor("final_logits_bias", "decoder.head_bias", (part(0, of=1), "vocab")),
+    ),
+)
+
+# --- Whisper --------------------------------------------------------------------------------------
+
+_WHISPER = {**_BIASED, "key_bias": False}
+_WHISPER_HEADS = {"WhisperForConditionalGeneration": {}, "WhisperModel": {"head": None}}
+_BEFORE = {"self_attn_layer_norm": "attn_norm", "final_layer_norm": "mlp_norm"}
+
+
+def _frames(name: str) -> Tensors:
+    """Describes a convolution over frames."""
+    axes = ("embed", "channel", "frame"), ("frame", "channel", "embed")
+    return (
+        Tensor(f"model.encoder.{name}.weight", f"encoder.frames.{name}.kernel", *axes),
+        Tensor(f"model.encoder.{name}.bias", f"encoder.frames.{name}.bias", ("embed",)),
+    )
+
+
+def _ends(half: str) -> Tensors:
+    """Describes positions and last norm of a half."""
+    positions = embedding(f"model.{half}.embed_positions", to="positions", axis="position")
+    return _half(half, (*positions, *norm(f"model.{half}.layer_norm", to="final_norm")))
+
+
+WHISPER = EncoderDecoderFamily(
+    fields={},
+    halves={
+        "encoder": HalfFamily(
+            fields={
+                **_half_fields("encoder", 384, 4, 6, 1536, 0.0),
+                "max_source_positions": Field("max_positions", default=1500),
+                "num_mel_bins": Field("feature_size", default=80),
+            },
+            tensors=(),
+            fixed={**_WHISPER, "causal": False, "head": None, "vocab_size": 0},
+            groups=[EncoderLayers()],
+            architectures={name: {} for name in _WHISPER_HEADS},
+        ),
+        "decoder": HalfFamily(
+            fields={
+                **_half_fields("decoder", 384, 4, 6, 1536, 0.0),
+                "max_target_positions": Field("max_positions", default=448),
+                "tie_word_embeddings": Field("tied_head", default=True),
+                "vocab_size": Field("vocab_size", default=51865),
+            },
+            tensors=(),
+            fixed={**_WHISPER, "cross_attention": True},
+            architectures=_WHISPER_HEADS,
+        ),
+    },
+    architectures=_WHISPER_HEADS,
+    defaults={"decoder_start_token_id": 50257},
+    neutral={
+        "is_encoder_decoder": (True,),
+        "encoder_layerdrop": (0.0,),
+        "decoder_layerdrop": (0.0,),
+        "apply_spec_augment": (False,),  # of training
+        "scale_embedding": (False,),
+    },
+    harmless=(
+        *("activation_dropout", "init_std", "median_filter_width", "forced_decoder_ids"),
+        *("classifier_proj_size", "use_weighted_layer_sum"),  # of heads of classes
+        *("mask_feature_length", "mask_feature_min_masks", "mask_feature_prob"),
+        *("mask_time_length", "mask_time_min_masks", "mask_time_prob"),
+    ),
+    copies={"proj_out.weight": "model.decoder.embed_tokens.weight"},
+    tensors=(
+        *_half("decoder", embedding("model.decoder.embed_tokens", to="embed", axis="vocab")),
+        *_frames("conv1"),
+        *_frames("conv2"),
+        *_ends("encoder"),
+        *_ends("decoder"),
+        *_layers("encoder", _BEFORE),
+        *_layers("decoder", {**_BEFORE, "encoder_attn_layer_norm": "cross_norm"}),
+        *_half("decoder", linear("proj_out", to="head", inputs="embed", outputs="vocab")),
     ),
 )

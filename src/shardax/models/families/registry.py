@@ -70,6 +70,7 @@ FAMILIES: dict[str, Family] = {
     "starcoder2": gpt.STARCODER2,
     "t5": encoder_decoders.T5,
     "vit": encoders.VIT,
+    "whisper": encoder_decoders.WHISPER,
     "xlm-roberta": encoders.XLM_ROBERTA,
 }
 # In this order for a model without a file: the plain and widely served ones first.

@@ -80,6 +80,7 @@ class MultiHeadAttention(Module):
         rope: The whole embedding instead, where it is scaled or turns a part of a head.
         use_bias: Whether the projections of queries, keys and values have biases.
         out_bias: Whether the projection of the result has one; None for as ``use_bias``.
+        key_bias: Whether that of the keys has one; None for as ``use_bias``.
         window: How many positions a position reads at most: itself and those before it, and as
             many behind it if not ``causal``; None for all.
         chunked: Whether the window is a chunk instead: positions are cut into chunks of ``window``,
@@ -155,6 +156,7 @@ class MultiHeadAttention(Module):
         rope: Rope | None = None,
         use_bias: bool = False,
         out_bias: bool | None = None,
+        key_bias: bool | None = None,
         window: int | None = None,
         chunked: bool = False,
         query_growth: tuple[float, float] | None = None,
@@ -189,7 +191,8 @@ class MultiHeadAttention(Module):
         )
         inner = functools.partial(linear, features, use_bias=use_bias)
         self.q = inner((heads, head_dim), kernel_axes=(embed, queries, head))
-        self.k = inner((kv_heads, head_dim), kernel_axes=(embed, keys, head))
+        of_keys = {"use_bias": use_bias if key_bias is None else key_bias}
+        self.k = inner((kv_heads, head_dim), kernel_axes=(embed, keys, head), **of_keys)
         self.v = inner((kv_heads, head_dim), kernel_axes=(embed, keys, head))
         outer = use_bias if out_bias is None else out_bias
         names = (queries, head, embed)
