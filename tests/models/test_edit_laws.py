@@ -244,6 +244,7 @@ def is_saved(model: Any, folder: Path) -> bool:
 @given(family=families, edits=steps)
 @example(family="deepseek_v2", edits=[(set_attributes, 2)])  # a soft cap that no config has
 @example(family="deepseek_v3", edits=[(set_attributes, 5)])  # fewer experts than groups
+@example(family="clip_text_model", edits=[(set_attributes, 2)])  # a pooling of no other family
 def test_edits_are_refused_or_read_back(family: str, edits: Any) -> None:
     model = edited(family, edits)
     with tempfile.TemporaryDirectory() as name:

@@ -70,7 +70,7 @@ def test_buckets_of_distances_equal_transformers():
     mpnet = pytest.importorskip(
         "transformers.models.mpnet.modeling_mpnet", reason="pip install transformers"
     )
-    from shardax.models.transformer import distance_buckets
+    from shardax.nn.attention.dot_product import distance_buckets
 
     place = torch.arange(600)
     buckets = mpnet.MPNetEncoder.relative_position_bucket(place[None] - place[:, None])

@@ -124,6 +124,7 @@ RNGS = sx.Rngs(0)
 # In models, in tests of its own, or above.
 ELSEWHERE = {
     "AttentionCache",
+    "ContextCache",
     "Embed",
     "LatentCache",
     "LSTMCell",

@@ -10,6 +10,8 @@ from shardax.models.decoder import DecoderLayer as DecoderLayer
 from shardax.models.dual_encoder import DualEncoder as DualEncoder
 from shardax.models.dual_encoder import DualEncoderConfig as DualEncoderConfig
 from shardax.models.dual_encoder import DualEncoderOutput as DualEncoderOutput
+from shardax.models.encoder_decoder import EncoderDecoder as EncoderDecoder
+from shardax.models.encoder_decoder import EncoderDecoderConfig as EncoderDecoderConfig
 from shardax.models.families.registry import register as register
 from shardax.models.generation import generate as generate
 from shardax.models.losses import blockwise_cross_entropy as blockwise_cross_entropy

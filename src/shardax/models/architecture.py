@@ -33,6 +33,7 @@ from shardax._core.variable import (
 from shardax.models.activations import find_activation
 from shardax.models.config import TransformerConfig
 from shardax.models.dual_encoder import TOWERS, DualEncoder, DualEncoderConfig
+from shardax.models.encoder_decoder import HALVES, EncoderDecoder, EncoderDecoderConfig, build_model
 from shardax.models.experts import (
     ChoiceOfGroups,
     ClippedMoE,
@@ -45,6 +46,7 @@ from shardax.models.family import (
     ACTIVATION_FIELDS,
     ConfigEdit,
     DualFamily,
+    EncoderDecoderFamily,
     Family,
     PretrainedError,
     activation_name,
@@ -106,11 +108,13 @@ def config_of(model: object) -> Any:
     config = getattr(model, "config", None)
     if isinstance(model, DualEncoder) and isinstance(config, DualEncoderConfig):
         return config
+    if isinstance(model, EncoderDecoder) and isinstance(config, EncoderDecoderConfig):
+        return config
     parts = getattr(config, "transformer", config)
     if not isinstance(parts, TransformerConfig) or not isinstance(model, Transformer):
         raise PretrainedError(
-            f"{type(model).__name__} is of no family: sx.models.Transformer, Decoder and "
-            f"DualEncoder are saved. {_ADVICE}"
+            f"{type(model).__name__} is of no family: sx.models.Transformer, Decoder, "
+            f"DualEncoder and EncoderDecoder are saved. {_ADVICE}"
         )
     return parts
 
@@ -148,6 +152,8 @@ def describe(model: object) -> tuple[dict[str, Any], Family, Any]:
     config = config_of(model)
     if isinstance(model, DualEncoder):
         return _describe_pair(model, config)
+    if isinstance(model, EncoderDecoder):
+        return _describe_halves(model, config)
     facts = _facts(model, config)
     if config.source is None:
         return _describe_new(_config_with(config, facts))
@@ -169,10 +175,15 @@ def describe(model: object) -> tuple[dict[str, Any], Family, Any]:
 
 
 def _edited(
-    family: Family, content: dict[str, Any], config: TransformerConfig, facts: Mapping[str, Any]
+    family: Family,
+    content: dict[str, Any],
+    config: TransformerConfig,
+    facts: Mapping[str, Any],
+    source_content: dict[str, Any] | None = None,
 ) -> tuple[dict[str, Any], TransformerConfig]:
     """Returns a ``config.json`` and a config, changed to facts of the layers."""
-    source = family.config(content, "config.json")
+    # The other half of a model may have changed the content before.
+    source = family.config(content if source_content is None else source_content, "config.json")
     unapplied = [
         f"model.config has {name}={getattr(config, name)!r}, but its layers {fact!r}"
         for name, fact in facts.items()
@@ -181,6 +192,7 @@ def _edited(
     if unapplied:
         raise refused(unapplied)
     config = _config_with(config, facts)
+    source = source if source_content is None else family.config(content, "config.json")
     if _differences(config, source) or _settings_differ(config, source):
         content = _written(family, content, config)
     return content, config
@@ -189,13 +201,15 @@ def _edited(
 def parameter_places(model: object, config: Any) -> list[ParameterPlace]:
     """Returns a model's parameters by place, or raises for lost ones."""
     comparison = _ArchitectureCheck(getattr(config, "local_rope", None) is not None)
-    if isinstance(config, DualEncoderConfig):
-        built = DualEncoder(
-            replace(config, text=_plain(config.text), image=_plain(config.image)), rngs=Rngs(0)
-        )
-        comparison.compare(model, built, LayerPlace(model, (), (), None), TOWERS)
-        for name in TOWERS:
+    names = TOWERS if isinstance(config, DualEncoderConfig) else HALVES
+    if isinstance(config, (DualEncoderConfig, EncoderDecoderConfig)):
+        parts = {name: _plain(getattr(config, name)) for name in names}
+        built = build_model(replace(config, **parts), {}, Rngs(0))
+        comparison.compare(model, built, LayerPlace(model, (), (), None), names)
+        for name in names:
             comparison.compare_layers(getattr(model, name), getattr(built, name), (name,))
+        if isinstance(model, EncoderDecoder) and built.decoder.embed is built.encoder.embed:
+            comparison.take_shared(model)
     else:
         comparison.compare_layers(model, Transformer(_plain(config), rngs=Rngs(0)), ())
     placed_ids = {id(place.variable) for place in comparison.places}
@@ -240,22 +254,14 @@ def _describe_pair(
     model: DualEncoder, config: DualEncoderConfig
 ) -> tuple[dict[str, Any], Family, DualEncoderConfig]:
     """Describes a dual encoder, its towers as models of their own."""
-    for name in TOWERS:
-        tower = getattr(model, name)
-        if not isinstance(tower, Transformer):
-            raise refused([f".{name} is {_text(tower)}, not a Transformer"])
-        if differing := _differences(config_of(tower), getattr(config, name)):
-            raise refused(
-                [f".{name}.config has {_said(differing)} in model.config.{name}"],
-                f" Set both: model.config = dataclasses.replace(model.config, "
-                f"{name}=model.{name}.config).",
-            )
+    _check_parts(model, config, TOWERS)
     facts = {name: _facts(getattr(model, name), getattr(config, name)) for name in TOWERS}
     size = _attempt(lambda pair: int(pair.text_projection.kernel.shape[-1]), model)
     size = 0 if size is _NONE else size
     if config.source is None:
         towers = {name: _config_with(getattr(config, name), facts[name]) for name in TOWERS}
-        return _describe_new_pair(replace(config, **towers, projection_dim=size))
+        new = replace(config, **towers, projection_dim=size)
+        return _describe_new_parts(new, DualFamily, _new_pair_content)
     content = json.loads(config.source)
     family = registry.family_of(content, "config.json")
     assert isinstance(family, DualFamily)
@@ -269,23 +275,37 @@ def _describe_pair(
     if size != source.projection_dim:
         content["projection_dim"] = size
     read = _reread(family, content)
-    differing = _pair_differences(replace(config, **towers, projection_dim=size), read)
+    differing = _part_differences(replace(config, **towers, projection_dim=size), read)
     if differing:
         kind = content["model_type"]
         raise refused([f"a {kind}'s config.json has no way to say {_said(differing)}"])
     return content, family, read
 
 
-def _describe_new_pair(
-    config: DualEncoderConfig,
-) -> tuple[dict[str, Any], Family, DualEncoderConfig]:
-    """Finds the family of a pair without a file."""
+def _check_parts(model: object, config: Any, names: Sequence[str]) -> None:
+    """Raises for parts that are not those of the config."""
+    for name in names:
+        part = getattr(model, name)
+        if not isinstance(part, Transformer):
+            raise refused([f".{name} is {_text(part)}, not a Transformer"])
+        if differing := _differences(config_of(part), getattr(config, name)):
+            raise refused(
+                [f".{name}.config has {_said(differing)} in model.config.{name}"],
+                f" Set both: model.config = dataclasses.replace(model.config, "
+                f"{name}=model.{name}.config).",
+            )
+
+
+def _describe_new_parts(
+    config: Any, kind_of_family: type, make_content: Callable[..., dict[str, Any]]
+) -> tuple[dict[str, Any], Family, Any]:
+    """Finds the family of a model of two parts without a file."""
     contents = (
-        (family, partial(_new_pair_content, kind, family, config))
+        (family, partial(make_content, kind, family, config))
         for kind, family in registry.FAMILIES.items()
-        if isinstance(family, DualFamily)
+        if isinstance(family, kind_of_family)
     )
-    return _fitting(contents, partial(_pair_differences, config))
+    return _fitting(contents, partial(_part_differences, config))
 
 
 def _new_pair_content(kind: str, family: DualFamily, config: DualEncoderConfig) -> dict[str, Any]:
@@ -301,16 +321,58 @@ def _new_pair_content(kind: str, family: DualFamily, config: DualEncoderConfig) 
     return content
 
 
-def _pair_differences(config: DualEncoderConfig, read: DualEncoderConfig) -> dict[str, Any]:
-    differing: dict[str, Any] = {
-        name: (getattr(config, name), getattr(read, name))
-        for name in ("projection_dim", "logit_bias")
-        if getattr(config, name) != getattr(read, name)
-    }
-    for name in TOWERS:
-        fields = _differences(getattr(config, name), getattr(read, name))
-        differing |= {f"{name}.{field}": values for field, values in fields.items()}
+def _part_differences(config: Any, read: Any) -> dict[str, tuple[Any, Any]]:
+    """Returns differing fields of models of two parts, with both values."""
+    differing: dict[str, Any] = {}
+    for field in fields(config):
+        values = [getattr(model_config, field.name) for model_config in (config, read)]
+        if isinstance(values[0], TransformerConfig):
+            parts = _differences(*values)
+            differing |= {f"{field.name}.{name}": pair for name, pair in parts.items()}
+        elif field.name != "source" and values[0] != values[1]:
+            differing[field.name] = tuple(values)
     return differing
+
+
+# --- encoder-decoders -----------------------------------------------------------------------------
+
+
+def _describe_halves(
+    model: EncoderDecoder, config: EncoderDecoderConfig
+) -> tuple[dict[str, Any], Family, EncoderDecoderConfig]:
+    """Describes an encoder-decoder, whose halves have one table of fields."""
+    _check_parts(model, config, HALVES)
+    facts = {name: _facts(getattr(model, name), getattr(config, name)) for name in HALVES}
+    if config.source is None:
+        halves = {name: _config_with(getattr(config, name), facts[name]) for name in HALVES}
+        new = replace(config, **halves)
+        return _describe_new_parts(new, EncoderDecoderFamily, _new_halves)
+    content, halves = json.loads(config.source), dict[str, Any]()
+    family = registry.family_of(content, "config.json")
+    assert isinstance(family, EncoderDecoderFamily)
+    for name, half in family.halves.items():
+        parts = (getattr(config, name), facts[name], json.loads(config.source))
+        content, halves[name] = _edited(half, content, *parts)
+    if config.start_token != content.get("decoder_start_token_id"):
+        content["decoder_start_token_id"] = config.start_token
+    read = _reread(family, content)
+    if differing := _part_differences(replace(config, **halves), read):
+        kind = content["model_type"]
+        raise refused([f"a {kind}'s config.json has no way to say {_said(differing)}"])
+    return content, family, read
+
+
+def _new_halves(
+    kind: str, family: EncoderDecoderFamily, config: EncoderDecoderConfig
+) -> dict[str, Any]:
+    """Returns a family's ``config.json`` nearest to a config."""
+    content: dict[str, Any] = {
+        "decoder_start_token_id": config.start_token,
+        "is_encoder_decoder": True,
+    }
+    for name, half in family.halves.items():
+        content |= _new_content(kind, half, getattr(config, name))
+    return content
 
 
 # --- the config of a model ------------------------------------------------------------------------
@@ -408,7 +470,7 @@ def _model_readers(config: TransformerConfig) -> dict[str, Callable[[Any], Any]]
         "norm": _norm_kind,
         "norm_epsilon": lambda model: next(_norms(model)).epsilon,
     }
-    if not config.image_size:
+    if not (config.image_size or config.feature_size):
         readers |= {
             "vocab_size": lambda model: _size(model.embed.embedding, 0),
             _width(config): lambda model: _size(model.embed.embedding, 1),
@@ -444,6 +506,9 @@ _LAYER: dict[str, Callable[[Any], Any]] = {
     "causal": lambda place: place.module.attn.causal,
     "qkv_bias": lambda place: _with_bias(place).bias is not None,
     "out_bias": lambda place: place.module.attn.out.bias is not None,
+    "key_bias": lambda place: (
+        place.module.attn.q.bias is None or place.module.attn.k.bias is not None
+    ),
     "attention_scale": lambda place: place.module.attn.scale,
     "attention_softcap": lambda place: place.module.attn.softcap,
     "attention_sinks": lambda place: place.module.attn.sinks is not None,
@@ -551,7 +616,10 @@ def _relevant(config: TransformerConfig) -> dict[str, Any]:
         "local_rope": not any(local for local, _ in kinds),
         "patch_size channels mask_patch patch_bias first_vector": config.image_size == 0,
         "query_growth": all(values["rotated_layers"]),
-        "vocab_size": config.image_size > 0,
+        "farthest_distance": config.relative_buckets == 0,
+        "position_offset": config.max_positions == 0,
+        "vocab_size": config.image_size > 0 or config.feature_size > 0,
+        "key_bias": not config.qkv_bias,
     }
     for names, is_unused in unused.items():
         for name in names.split() if is_unused else ():
@@ -735,6 +803,15 @@ class _ArchitectureCheck:
         for index, layer in enumerate(layers_of(model)):
             layer = layer._replace(path=(*path, *layer.path))
             self.compare(layer.module, built.layers[index], layer, (), (*path, "layers", index))
+
+    def take_shared(self, model: EncoderDecoder) -> None:
+        """Notes the embedding of both halves once."""
+        if model.encoder.embed is not model.decoder.embed:
+            text = "is not the encoder's, but families have one for both"
+            self.wrong["decoder", "embed"] = text
+            self.advice = " Share it: model.decoder.embed = model.encoder.embed."
+        shared = ("decoder", "embed", "embedding")
+        self.places = [place for place in self.places if place.path != shared]
 
     def _take(self, variable, expected, place: LayerPlace, path: Path, within: Path) -> None:
         """Notes a parameter, or its fault."""

@@ -29,7 +29,7 @@ class TransformerConfig:
     """Sizes, parts and dtypes of a transformer.
 
     Attributes:
-        vocab_size: Number of tokens; 0 for a model of images.
+        vocab_size: Number of tokens; 0 for a model of images or features.
         num_layers: Number of layers.
         embed_dim: Size of a token's vector.
         num_heads: Heads of queries.
@@ -57,6 +57,7 @@ class TransformerConfig:
             ``"squared_relu"``.
         gated: Whether the MLP is gated.
         qkv_bias: Whether the projections to queries, keys and values have biases.
+        key_bias: Whether, with ``qkv_bias``, the projection to keys has one too.
         out_bias: Whether attention's output projection has one.
         mlp_bias: Whether the MLP has biases.
         head_bias: Whether the head has one.
@@ -64,10 +65,14 @@ class TransformerConfig:
         local_rope: That of layers with a window; None for the same.
         rope_layers: Which layers have a rotary embedding; None for all.
         max_positions: Number of learned positions; 0 for none.
+        position_offset: Rows of the learned positions before that of the first token.
         pad_token: A token of padding: it has the learned position of its number, and the others
             are counted behind it, without padding. -1 for positions that count from row 0.
         relative_buckets: Number of learned distances, whose biases are added to the scores of all
-            layers; 0 for none.
+            layers; 0 for none. If causal, all of them are for positions behind.
+        farthest_distance: Distance from which on all positions share the last bucket.
+        cross_attention: Whether layers also read a context, such as the states of an encoder,
+            between attention and MLP.
         window: How many positions a position of a local layer reads, on each side if not causal;
             None for all.
         chunked: Whether the window of local layers is a chunk, one of those that positions are cut
@@ -104,6 +109,8 @@ class TransformerConfig:
         expert_dispatch: How tokens get to them, as for ``MoE``.
         load_balance_weight: What a training loss multiplies ``sx.nn.load_balance_loss`` by.
         dense_layers: The layers that have an MLP nevertheless.
+        feature_size: Size of a frame of features, in the place of tokens; 0 for others. Two
+            convolutions make one position of two frames, of which there are ``2 * max_positions``.
         image_size: Height and width of images; 0 for a model of tokens.
         patch_size: Height and width of the patches of an image.
         channels: Channels of images.
@@ -175,14 +182,18 @@ class TransformerConfig:
     gated: bool = True
     qkv_bias: bool = False
     out_bias: bool = False
+    key_bias: bool = True
     mlp_bias: bool = False
     head_bias: bool = False
     rope: Rope | None = PLAIN_ROPE
     local_rope: Rope | None = None
     rope_layers: tuple[bool, ...] | None = None
     max_positions: int = 0
+    position_offset: int = 0
     pad_token: int = -1
     relative_buckets: int = 0
+    farthest_distance: int = 128
+    cross_attention: bool = False
     window: int | None = None
     chunked: bool = False
     query_growth: tuple[float, float] | None = None
@@ -213,6 +224,7 @@ class TransformerConfig:
     expert_dispatch: Dispatch = "dense"
     load_balance_weight: float = 0.0
     dense_layers: tuple[int, ...] = ()
+    feature_size: int = 0
     image_size: int = 0
     patch_size: int = 0
     channels: int = 3
@@ -278,7 +290,7 @@ class TransformerConfig:
             _check(where, "num_kv_heads", self.num_kv_heads, fits, f"{self.num_heads}, of a latent")
             plain = {"attention_softcap": None, "qk_norm": None, "out_bias": self.qkv_bias}
             plain |= {"local_rope": None, "rope_layers": None, "attention_sinks": False}
-            plain |= {"chunked": False, "query_growth": None}
+            plain |= {"chunked": False, "query_growth": None, "key_bias": True}
         else:
             plain = {"query_latent_dim": None, "rope_dim": 0, "value_dim": 0}
         form = "latent" if self.latent_dim else "plain"
@@ -299,16 +311,45 @@ class TransformerConfig:
         if self.window is not None:
             as_size(where, "window", self.window)
         _check(where, "pad_token", self.pad_token, self.pad_token >= -1, "a token, or -1")
+        self._check_distances_and_context()
+
+    def _check_distances_and_context(self) -> None:
+        """Raises for parts of encoder-decoders that do not fit."""
+        where = type(self).__name__
         if self.relative_buckets:
-            _check(where, "relative_buckets", self.relative_buckets, not self.causal, "0 if causal")
             even = self.relative_buckets >= 4 and self.relative_buckets % 2 == 0
             _check(where, "relative_buckets", self.relative_buckets, even, "even and at least 4")
+            least = self.relative_buckets // (2 if self.causal else 4) + 1
+            fits = self.farthest_distance >= least
+            _check(where, "farthest_distance", self.farthest_distance, fits, f"at least {least}")
+            fits = not self.latent_dim and not (self.window is not None and self.causal)
+            _check(where, "relative_buckets", self.relative_buckets, fits, "0 with this attention")
+        if self.cross_attention:
+            fits = not self.parallel
+            _check(where, "parallel", self.parallel, fits, "False with cross_attention")
+        fits = 0 <= self.position_offset <= self.max_positions
+        _check(where, "position_offset", self.position_offset, fits, "within max_positions")
+        if self.feature_size:
+            fits = self.max_positions > 0 and self.position_offset == 0 and not self.causal
+            _check(
+                where, "feature_size", self.feature_size, fits, "0 if causal or without positions"
+            )
+            plain = {"image_size": 0, "token_types": 0, "token_dim": 0, "relative_buckets": 0}
+            plain |= {"embed_norm": False, "embed_scale": None, "head": None, "pad_token": -1}
+            for name, value in plain.items():
+                held = getattr(self, name)
+                _check(where, name, held, held == value, f"{value!r} with feature_size")
+            _check(where, "embed_dim", self.embed_dim, self.embed_dim % 2 == 0, "even, for sines")
 
     @property
     def head_size(self) -> int:
         """Number of logits of a head of classes."""
         sizes = {"span": 2, "binary": 1, "embedding": self.projection_dim}
         return sizes.get(str(self.head), self.num_classes)
+
+    def states_of(self, length: int) -> int:
+        """Number of states of inputs of a length."""
+        return length // 2 if self.feature_size else length
 
     def kind_of(self, index: int) -> tuple[bool, bool]:
         """Whether a layer is local, and whether it has experts."""
@@ -336,8 +377,8 @@ class TransformerConfig:
 def check_config(config: Any) -> None:
     """Raises if sizes of a model's config do not fit."""
     where = type(config).__name__
-    images = getattr(config, "image_size", 0)
-    for name in ("num_layers", "mlp_dim") if images else ("vocab_size", "num_layers", "mlp_dim"):
+    no_tokens = getattr(config, "image_size", 0) or getattr(config, "feature_size", 0)
+    for name in ("num_layers", "mlp_dim") if no_tokens else ("vocab_size", "num_layers", "mlp_dim"):
         as_size(where, name, getattr(config, name))
     rope = getattr(config, "rope", None)
     base = getattr(config, "rope_base", None if rope is None else rope.base)

@@ -13,8 +13,7 @@ has projections and no bias; SigLIP (Zhai et al., "Sigmoid Loss for Language Ima
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -227,11 +226,3 @@ def _projection(config: DualEncoderConfig, encoder: TransformerConfig, rngs: Rng
 def _normalized(x: jax.Array) -> jax.Array:
     wide = x.astype(at_least_float32(x.dtype))
     return (wide / jnp.linalg.norm(wide, axis=-1, keepdims=True)).astype(x.dtype)
-
-
-def build_model(config: Any, settings: Mapping[str, Any], rngs: Rngs) -> Any:
-    """Builds the model of a config, with settings of computing."""
-    if not isinstance(config, DualEncoderConfig):
-        return Transformer(replace(config, **settings), rngs=rngs)
-    towers = {name: replace(getattr(config, name), **settings) for name in TOWERS}
-    return DualEncoder(replace(config, **towers), rngs=rngs)

@@ -18,6 +18,7 @@ from shardax._core.errors import ShardaxError
 from shardax.models.activations import find_activation
 from shardax.models.config import TransformerConfig
 from shardax.models.dual_encoder import DualEncoderConfig
+from shardax.models.encoder_decoder import HALVES, EncoderDecoderConfig
 from shardax.models.tensors import Tensors
 from shardax.nn.errors import LayerConfigError
 
@@ -173,6 +174,7 @@ _POSITIVE = frozenset(
         *("expert_groups", "expert_limit", "groups_per_token", "shared_expert_dim"),
         *("latent_dim", "query_latent_dim", "rope_dim", "value_dim"),
         *("mlp_dim", "num_heads", "num_kv_heads", "num_layers", "patch_size", "vocab_size"),
+        "feature_size",
         "projection_dim",
         "window",
     ]
@@ -284,6 +286,16 @@ class Family:
     buffers: Iterable[str] = ("rotary_emb.inv_freq",)
     # The fields that groups read, of families that are towers of others.
     group_fields: Iterable[str] = ()
+    # Tensors that files may repeat, by the names of the copies.
+    copies: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    def tensors_for(self, config: Any) -> Tensors:
+        """Returns the tensors of a model of a config."""
+        return self.tensors
+
+    def as_stored(self, content: dict[str, Any], files: Any) -> dict[str, Any]:
+        """Returns a ``config.json`` with what only the tensors say."""
+        return content
 
     def config(
         self, content: Mapping[str, Any], where: str, tensor_count: int | None = None
@@ -391,6 +403,34 @@ def tensors_of(tower: str, family: Family) -> Tensors:
     return tuple(replace(tensor, to=f"{tower}.{tensor.to}") for tensor in family.tensors)
 
 
+@dataclass(frozen=True)
+class HalfFamily(Family):
+    """One half of a type of encoder-decoders, with its fields."""
+
+    def config(
+        self, content: Mapping[str, Any], where: str, tensor_count: int | None = None
+    ) -> TransformerConfig:
+        """Reads its config, or raises with all problems of it."""
+        reading = _HalfReading(self, content, where, tensor_count)
+        if reading.problems:
+            raise reading.error()
+        return reading.config
+
+
+@dataclass(frozen=True)
+class EncoderDecoderFamily(Family):
+    """A type of published encoder-decoders, whose halves have one table of fields."""
+
+    # By their names in ``EncoderDecoder``.
+    halves: Mapping[str, HalfFamily] = dataclasses.field(default_factory=dict)
+
+    def config(
+        self, content: Mapping[str, Any], where: str, tensor_count: int | None = None
+    ) -> EncoderDecoderConfig:
+        """Reads a ``config.json``, or raises with all problems of it."""
+        return _EncoderDecoderReading(self, content, where, tensor_count).config
+
+
 # Fewer layers, and experts of all layers, are read whatever the files have: the check of the
 # tensors names what is missing.
 _FEW_LAYERS, _FEW_EXPERTS = 256, 4096
@@ -445,7 +485,7 @@ class _Reading:
                 self._note(str(error))
         self._check_unread()
         if self.problems:
-            raise self._error()
+            raise self.error()
         self._check_counts(values)
         if values.get("num_kv_heads") is None:
             values["num_kv_heads"] = values["num_heads"]
@@ -455,7 +495,7 @@ class _Reading:
             return TransformerConfig(**values, source=json.dumps(self.content))
         except (LayerConfigError, ValueError) as error:
             self._note(str(error).removesuffix("."))
-            raise self._error() from error
+            raise self.error() from error
 
     def _of_field(self, name: str, field: Field) -> dict[str, Any]:
         value = self.take(name)
@@ -526,7 +566,8 @@ class _Reading:
         )
         return {}
 
-    def _error(self) -> PretrainedError:
+    def error(self) -> PretrainedError:
+        """Returns the error of all problems."""
         text = f"{self.where} describes a model that cannot be read: {'; '.join(self.problems)}."
         return PretrainedError(" ".join([text, *self.advice]))
 
@@ -550,9 +591,52 @@ class _DualReading(_Reading):
                 self._note(str(error).removesuffix("."))
         self._check_unread()
         if self.problems:
-            raise self._error()
+            raise self.error()
         try:
             return DualEncoderConfig(**values, source=json.dumps(self.content))
         except LayerConfigError as error:
             self._note(str(error).removesuffix("."))
-            raise self._error() from error
+            raise self.error() from error
+
+
+class _HalfReading(_Reading):
+    """The fields of one half of an encoder-decoder."""
+
+    def _read(self) -> object:
+        try:
+            return super()._read()
+        except PretrainedError as error:
+            if not self.problems:  # of sizes beyond the files
+                self._note(str(error).removesuffix("."))
+            return None
+
+    def _check_unread(self) -> None:
+        """Leaves what it does not read to the other half."""
+
+
+class _EncoderDecoderReading(_Reading):
+    """The ``config.json`` of an encoder-decoder."""
+
+    family: EncoderDecoderFamily
+
+    def _read(self) -> EncoderDecoderConfig:
+        values: dict[str, Any] = dict(self.family.fixed)
+        self._of_architecture()
+        start = self.take("decoder_start_token_id", None, kind=INTEGER.or_null)
+        for name in HALVES:
+            half = _HalfReading(
+                self.family.halves[name], self.content, self.where, self.tensor_count
+            )
+            self.read_names |= half.read_names
+            for problem in half.problems:
+                self._note(problem)
+            values[name] = half.config
+        self._check_unread()
+        if self.problems:
+            raise self.error()
+        source = json.dumps(self.content)
+        try:
+            return EncoderDecoderConfig(**values, start_token=start, source=source)
+        except LayerConfigError as error:
+            self._note(str(error).removesuffix("."))
+            raise self.error() from error

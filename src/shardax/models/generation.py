@@ -34,6 +34,7 @@ from shardax._transforms.control.loops import while_loop
 from shardax._transforms.jit.jit import jit
 from shardax.models.config import TransformerConfig
 from shardax.models.dual_encoder import DualEncoderConfig
+from shardax.models.encoder_decoder import EncoderDecoder, EncoderDecoderConfig
 from shardax.nn.attention.dot_product import AttentionKernel
 from shardax.partition.constraints import constrain
 from shardax.partition.context import SettingsScope, axis_rules, current_rules, kernels
@@ -73,9 +74,10 @@ class _Progress(NamedTuple):
 
 def generate(
     model: object,
-    prompts: Sequence[object],
+    prompts: Sequence[object] | None = None,
     *,
     max_new_tokens: int,
+    inputs: Any = None,
     temperature: float = 1.0,
     top_k: int | None = None,
     top_p: float | None = None,
@@ -100,8 +102,11 @@ def generate(
         model: A causal Module with ``make_cache(batch, length)``, called as ``model(tokens, mask=,
             cache=)``, such as ``Decoder``; or one that is only called as ``model(tokens)``, whose
             whole sequence is then computed anew for each token.
-        prompts: Sequences of at least one integer each, of any lengths.
+        prompts: Sequences of at least one integer each, of any lengths. Of an ``EncoderDecoder``
+            what its texts begin with; None for ``config.start_token`` in each row.
         max_new_tokens: How many tokens to add to each at most.
+        inputs: What an ``EncoderDecoder`` reads, a row for each prompt: sequences of integers, of
+            any lengths; or of an encoder of other inputs the array that it takes.
         temperature: Divides the logits; 0 always takes the likeliest token.
         top_k: Draw from this many of the likeliest tokens only.
         top_p: Draw from the fewest tokens, likeliest first, that have this probability together.
@@ -137,7 +142,10 @@ def generate(
         ...     *sx.models.generate(model, [[7]], **options, stream=True))] == [short[1:].tolist()]
         True
     """
-    rows = _as_prompts(prompts)
+    context = _as_inputs(model, inputs)
+    rows = _as_prompts(_beginnings(model, context) if prompts is None else prompts)
+    if context is not None and len(rows) != len(context[0]):
+        raise GenerationError(f"There are {len(rows)} prompts, but {len(context[0])} inputs.")
     _check_head(model)
     _check_options(max_new_tokens, temperature, top_k, top_p, min_p, repetition_penalty)
     _check_length(model, max(row.size for row in rows) + max_new_tokens)
@@ -158,12 +166,17 @@ def generate(
         "key": jax.random.key(seed),
     }
     steps = _Steps(model, rows, max_new_tokens, filters, numbers, kernels(attention=attention))
+    steps.set_inputs(context)
     if cache_dtype is not None:
         steps.set_cache_dtype(cache_dtype)
     if stream:
         return steps.stream()
     added = steps.run()
     return [np.concatenate([row, more[more >= 0]]) for row, more in zip(rows, added, strict=True)]
+
+
+# What an encoder reads, and which of it is real (None for all).
+_Inputs = tuple[Any, Any]
 
 
 class _Steps:
@@ -182,6 +195,14 @@ class _Steps:
         self.model = model if hasattr(model, "make_cache") else _Uncached(model)
         self.rows, self.limit, self.filters, self.numbers = rows, limit, filters, numbers
         self.cache_options: dict[str, Any] = {}
+        self.inputs: _Inputs | None = None
+
+    def set_inputs(self, inputs: _Inputs | None) -> None:
+        """Sets what an encoder reads, and the size of its cache."""
+        if inputs is not None:
+            self.inputs = inputs
+            length = self.model.config.encoder.states_of(inputs[0].shape[1])
+            self.cache_options["input_length"] = length
 
     def set_cache_dtype(self, dtype: jax.typing.DTypeLike) -> None:
         """Sets the dtype of the cache, or raises if there is none."""
@@ -190,7 +211,7 @@ class _Steps:
                 f"cache_dtype={dtype!r} is that of cached keys and values, and "
                 f"{type(self.model.model).__name__} has no make_cache. Leave it out."
             )
-        self.cache_options = {"dtype": dtype}
+        self.cache_options["dtype"] = dtype
 
     def run(self) -> np.ndarray:
         """Returns the added tokens, -1 after a row's end."""
@@ -238,7 +259,7 @@ class _Steps:
         cache = self.model.make_cache(len(self.rows), length + room, **self.cache_options)
         mesh = resolve_mesh()
         cache = cache if mesh is None else shard(cache, mesh, current_rules())
-        arguments = (tokens, mask, self.numbers)
+        arguments = (tokens, mask, self.numbers, self.inputs)
         return cache, _first(self.model, cache, *arguments, room=room, filters=self.filters)
 
     def _advance(self, cache: object, progress: _Progress, limit: int) -> _Progress:
@@ -274,10 +295,16 @@ class _Steps:
 
 
 @functools.partial(jit, static_argnames=("room", "filters"), donate_argnames=("cache",))
-def _first(model, cache, tokens, mask, numbers, *, room: int, filters) -> _Progress:
+def _first(model, cache, tokens, mask, numbers, inputs, *, room: int, filters) -> _Progress:
     """Reads the prompts into the cache and samples the first token."""
     tokens, mask = _by_rows(tokens), _by_rows(mask)
-    logits = _by_rows(model(tokens, mask=mask, cache=cache)[:, -1])
+    if inputs is None:
+        logits = model(tokens, mask=mask, cache=cache)
+    else:
+        values, real = (None if part is None else _by_rows(part) for part in inputs)
+        states = model.encode(values, mask=real)
+        logits = model.decode(tokens, states, context_mask=real, mask=mask, cache=cache)
+    logits = _by_rows(logits[:, -1])
     seen = None
     if filters.penalty:
         places = jnp.where(mask, tokens, logits.shape[-1])
@@ -304,7 +331,8 @@ def _others(model, cache, progress, limit, numbers, *, filters) -> _Progress:
 
     def body(progress: _Progress) -> _Progress:
         last, step_model = _within_step(model, progress.last)
-        logits = step_model(last[:, None], cache=cache)[:, -1]
+        decoder = step_model.decoder if isinstance(step_model, EncoderDecoder) else step_model
+        logits = decoder(last[:, None], cache=cache)[:, -1]
         return _add(progress, _by_rows(logits), numbers, filters)
 
     return while_loop(goes_on, body, progress)
@@ -420,26 +448,70 @@ def _bucket(size: int) -> int:
     return max(16, 1 << (size - 1).bit_length())
 
 
-def _as_prompts(prompts) -> list[np.ndarray]:
-    hint = "Give a list of prompts, each a sequence of integers; of a text list(text.encode())."
+def _as_prompts(prompts, name: str = "prompt") -> list[np.ndarray]:
+    hint = f"Give a list of {name}s, each a sequence of integers; of a text list(text.encode())."
     if isinstance(prompts, (str, bytes)) or not hasattr(prompts, "__iter__"):
-        raise GenerationError(f"The prompts must be a list, but are {prompts!r}. {hint}")
+        raise GenerationError(f"The {name}s must be a list, but are {prompts!r}. {hint}")
     rows = [np.asarray(prompt) for prompt in prompts]
     if not rows:
-        raise GenerationError(f"There are no prompts. {hint}")
+        raise GenerationError(f"There are no {name}s. {hint}")
     for row in rows:
         if row.ndim == 1 and row.size == 0:
-            raise GenerationError("A prompt is empty; give at least one token to continue from.")
+            after = " to continue from" if name == "prompt" else ""
+            article = "A" if name == "prompt" else "An"
+            raise GenerationError(f"{article} {name} is empty; give at least one token{after}.")
         if row.ndim != 1 or not np.issubdtype(row.dtype, np.integer):
             raise GenerationError(
-                f"A prompt must be a sequence of integers, one per token, but was given an array "
+                f"Each {name} must be a sequence of integers, one per token, but one is an array "
                 f"of shape {row.shape} and dtype {row.dtype}. {hint}"
             )
         if row.min() < 0:
-            raise GenerationError(f"Tokens must not be negative, but a prompt has {row.min()}.")
+            raise GenerationError(f"Tokens must not be negative, but a {name} has {row.min()}.")
         if row.max() > np.iinfo(np.int32).max:
-            raise GenerationError(f"Tokens are int32, but a prompt has {row.max()}.")
+            raise GenerationError(f"Tokens are int32, but a {name} has {row.max()}.")
     return [row.astype(np.int32) for row in rows]
+
+
+def _as_inputs(model: Any, inputs: Any) -> _Inputs | None:
+    """Returns what an encoder reads, padded on the right, and its mask."""
+    if isinstance(model, EncoderDecoder) == (inputs is None):
+        said = "reads inputs, and was given none" if inputs is None else "takes no inputs"
+        raise GenerationError(
+            f"{type(model).__name__} {said}. generate(model, inputs=...) is for an EncoderDecoder, "
+            f"generate(model, prompts) for others."
+        )
+    if inputs is None:
+        return None
+    if model.encoder.embed is None:
+        features = np.asarray(inputs)
+        if features.ndim != 3:
+            raise GenerationError(
+                f"The inputs of this {type(model).__name__} are an array of shape (batch, frames, "
+                f"features), but one of shape {features.shape} was given."
+            )
+        return features, None
+    rows = _as_prompts(inputs, "input")
+    _check_vocabulary(model.encoder, rows, "input")
+    longest, config = max(row.size for row in rows), model.config.encoder
+    most = config.max_positions - config.position_offset
+    if config.max_positions and longest > most:
+        raise GenerationError(f"An input has {longest} tokens, but its encoder takes {most}.")
+    tokens = np.zeros((len(rows), _bucket(longest)), np.int32)
+    for place, row in enumerate(rows):
+        tokens[place, : row.size] = row
+    lengths = np.array([row.size for row in rows])
+    return tokens, np.arange(tokens.shape[1]) < lengths[:, None]
+
+
+def _beginnings(model: Any, inputs: _Inputs | None) -> list[list[int]]:
+    """Returns the start token for each input."""
+    start = None if inputs is None else model.config.start_token
+    if inputs is None or start is None:
+        raise GenerationError(
+            "There are no prompts, and no config.start_token to begin with. Give a list of "
+            "prompts, each a sequence of integers."
+        )
+    return [[start]] * len(inputs[0])
 
 
 def _as_stop(stop) -> np.ndarray:
@@ -491,7 +563,8 @@ def _check_length(model: object, length: int) -> None:
 def _check_head(model: object) -> None:
     """Raises for a published model whose results are no logits of tokens."""
     config = getattr(model, "config", None)
-    head = config.head if isinstance(config, (TransformerConfig, DualEncoderConfig)) else "tokens"
+    published = (TransformerConfig, DualEncoderConfig, EncoderDecoderConfig)
+    head = config.head if isinstance(config, published) else "tokens"
     if head != "tokens":
         raise GenerationError(
             f"A {type(model).__name__} with head={head!r} returns no logits of tokens, so it "
@@ -499,14 +572,15 @@ def _check_head(model: object) -> None:
         )
 
 
-def _check_vocabulary(model: object, rows: list[np.ndarray]) -> None:
+def _check_vocabulary(model: object, rows: list[np.ndarray], name: str = "prompt") -> None:
     """Raises for tokens outside the model's embedding."""
-    size = getattr(getattr(model, "embed", None), "num_embeddings", None)
+    holder = model.decoder if isinstance(model, EncoderDecoder) else model
+    size = getattr(getattr(holder, "embed", None), "num_embeddings", None)
     if not isinstance(size, int):
         return  # what it does not know gives NaN
     for place, row in enumerate(rows):
         if row.max() >= size:
             raise GenerationError(
-                f"The prompt {place} has the token {row.max()}, but the model knows {size} tokens, "
+                f"The {name} {place} has the token {row.max()}, but the model knows {size} tokens, "
                 f"0 to {size - 1}. Is it the tokenizer of another model?"
             )

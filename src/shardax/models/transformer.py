@@ -14,7 +14,6 @@ a window have their own rotary embedding, and layers with experts stand among th
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
@@ -30,17 +29,19 @@ from shardax._core.init.rng import Rngs
 from shardax._core.module import Module
 from shardax._core.state.split_merge import iter_variables
 from shardax._core.variable import Cache
-from shardax.models.activations import ACTIVATIONS, find_activation
+from shardax.models.activations import ACTIVATIONS, exact_gelu, find_activation
 from shardax.models.config import TransformerConfig
 from shardax.models.experts import ClippedMoE, GroupedMoE, GroupedSoftmaxMoE, InputScaledMoE
 from shardax.models.norms import HeadsRMSNorm, dtypes, make_norm
 from shardax.models.pooling import AttentionPooling, pool_states
 from shardax.nn.arithmetic import add_bias, as_array
-from shardax.nn.attention.cache import AttentionCache
+from shardax.nn.attention.cache import AttentionCache, ContextCache
+from shardax.nn.attention.dot_product import bias_behind, buckets_behind, distance_buckets
 from shardax.nn.attention.latent import LatentCache, MultiHeadLatentAttention
 from shardax.nn.attention.multi_head import MultiHeadAttention, positions_within
+from shardax.nn.conv import Conv
 from shardax.nn.dropout import Dropout
-from shardax.nn.embedding import Embed
+from shardax.nn.embedding import Embed, sinusoidal
 from shardax.nn.errors import LayerConfigError, LayerInputError
 from shardax.nn.linear import Linear
 from shardax.nn.mlp import MLP
@@ -49,11 +50,8 @@ from shardax.nn.normalization import RMSNorm
 from shardax.nn.parameters import make_parameter, ones, refuse_input, zeros
 from shardax.nn.rope import PlacedRotation
 from shardax.nn.stack import Stack, rematerialised
-from shardax.partition.constraints import constrain
-from shardax.partition.context import current_rules
-from shardax.partition.explicit import align, explicit_entries
-from shardax.partition.mesh import resolve_mesh
-from shardax.partition.rules import UNCONSTRAINED, mesh_axes_of
+from shardax.partition.constraints import constrain_activations as _constrain
+from shardax.partition.explicit import align
 
 
 class TransformerLayer(Module):
@@ -73,6 +71,7 @@ class TransformerLayer(Module):
 
     has_rope = True
     residual_scale: float | None = None
+    cross_attn: Any = None
     shared_mlp: Any = None
     shared_gate: Any = None
 
@@ -90,6 +89,10 @@ class TransformerLayer(Module):
         self.attn_norm: Any = make_norm(config) if has_first_norm else None
         self.attn = _attention(config, index, rngs)
         self.attn_post_norm = make_norm(config) if behind else None
+        if config.cross_attention:
+            self.cross_norm: Any = make_norm(config) if has_pre_norm else None
+            self.cross_attn = _cross_attention(config, rngs)
+            self.cross_post_norm = make_norm(config) if behind else None
         self.mlp_norm = make_norm(config) if has_pre_norm and not config.shared_norm else None
         self.mlp: Any = (_experts if experts else _mlp)(config, rngs)
         self.has_experts = experts
@@ -115,6 +118,8 @@ class TransformerLayer(Module):
         bias: Any = None,
         segment_ids: Any = None,
         cache: Any = None,
+        context: Any = None,
+        context_mask: Any = None,
     ) -> jax.Array:
         """Runs the layer.
 
@@ -125,7 +130,10 @@ class TransformerLayer(Module):
             mask: As for attention.
             bias: As for attention.
             segment_ids: As for attention, 0 for padding.
-            cache: The ``AttentionCache`` of this layer.
+            cache: The ``AttentionCache`` of this layer; with cross-attention, both of its caches.
+            context: Shape (batch, other time, embed), what cross-attention reads; None for that
+                which an earlier call wrote to the cache.
+            context_mask: As the mask of attention, of the context.
 
         Returns:
             The same shape.
@@ -140,7 +148,7 @@ class TransformerLayer(Module):
             attention_options["segment_ids"] = segment_ids
             mask = (segment_ids != 0)[..., None, None, :]  # which tokens count for experts
         if cache is not None:
-            attention_options["cache"] = cache
+            attention_options["cache"] = cache if self.cross_attn is None else cache.attn
         x = checkpoint_name(x, "layer_input")
         normed = x if self.attn_norm is None else self.attn_norm(x)
         read = self.attn(normed, **attention_options)
@@ -151,10 +159,20 @@ class TransformerLayer(Module):
             more = self._added(result, "mlp", self.mlp_post_norm, self.mlp_scale)
             return _constrain(x + added + more)
         x = self._joined(x, added, self.attn_post_norm)
+        if self.cross_attn is not None:
+            x = self._with_context(x, context, context_mask, cache)
         normed = x if self.mlp_norm is None else self.mlp_norm(x)
         result = self._mlp(normed, mask)
         added = self._added(result, "mlp", self.mlp_post_norm, self.mlp_scale)
         return _constrain(self._joined(x, added, self.mlp_post_norm))
+
+    def _with_context(self, x: jax.Array, context, mask, cache) -> jax.Array:
+        """Adds what cross-attention reads of the context."""
+        normed = x if self.cross_norm is None else self.cross_norm(x)
+        option = {} if cache is None else {"cache": cache.cross_attn}
+        read = self.cross_attn(normed, context, mask=mask, **option)
+        added = self._added(read, "attention", self.cross_post_norm, None)
+        return self._joined(x, added, self.cross_post_norm)
 
     def _mlp(self, x: jax.Array, mask: object) -> jax.Array:
         y = self._experts(x, mask)
@@ -204,6 +222,27 @@ class BlockCache(Module):
         self.rest = remaining
 
 
+class FrameEmbedding(Module):
+    """Embeds frames of features by two convolutions, of two frames one."""
+
+    def __init__(self, config: TransformerConfig, *, rngs: Rngs) -> None:
+        options = {"padding": 1, "kernel_axes": (None, None, "embed"), "rngs": rngs}
+        options |= dtypes(config)
+        self.conv1 = Conv(config.feature_size, config.embed_dim, 3, **options)
+        self.conv2 = Conv(config.embed_dim, config.embed_dim, 3, strides=2, **options)
+
+    def __call__(self, features: jax.Array) -> jax.Array:
+        return exact_gelu(self.conv2(exact_gelu(self.conv1(features))))
+
+
+class LayerCaches(Module):
+    """The caches of a layer with cross-attention."""
+
+    def __init__(self, attn: AttentionCache, cross_attn: ContextCache) -> None:
+        self.attn = attn
+        self.cross_attn = cross_attn
+
+
 class Transformer(Module):
     """A transformer over tokens or images, its parts chosen by a config.
 
@@ -216,7 +255,7 @@ class Transformer(Module):
 
     Attributes:
         config: The config.
-        embed: The ``Embed`` of tokens, or None for images.
+        embed: The ``Embed`` of tokens, or None for images and features.
         layers: The layers: a list, or a ``Stack`` of them.
         rest: With scanned layers of several kinds, the layers left over; else None.
         final_norm: The norm before the head, or None.
@@ -242,12 +281,15 @@ class Transformer(Module):
         self.embed: Any = None
         if config.image_size:
             self._build_patches(config, rngs)
+        elif config.feature_size:
+            self.frames = FrameEmbedding(config, rngs=rngs)
         else:
             self.embed = Embed(config.vocab_size, size, rngs=rngs, **options)
         for name, count in (("positions", config.max_positions), ("types", config.token_types)):
             if count:
                 names = ("position" if name == "positions" else None, "embed")
-                setattr(self, name, Embed(count, size, axes=names, rngs=rngs, **options))
+                first: Any = {"embedding_init": _sines} if config.feature_size else {}
+                setattr(self, name, Embed(count, size, axes=names, rngs=rngs, **options, **first))
         self.embed_norm = make_norm(config, size) if config.embed_norm else None
         if config.token_dim:
             names = (None, "embed")
@@ -335,12 +377,15 @@ class Transformer(Module):
         cache: Any = None,
         token_types: Any = None,
         segment_ids: Any = None,
+        context: Any = None,
+        context_mask: Any = None,
     ) -> jax.Array:
         """Computes the logits.
 
         Args:
             tokens: Integers of shape (batch, time), or (time,); of a model of images, images of
-                shape (batch, height, width, channels).
+                shape (batch, height, width, channels); of one of features, of shape (batch, 2 *
+                max_positions, feature_size).
             mask: Booleans of shape (batch, time), True for real tokens; None for all.
             positions: Integers of shape (time,) or (batch, time); None counts from the first real
                 token.
@@ -348,6 +393,10 @@ class Transformer(Module):
             token_types: Integers of the shape of the tokens; None for zeros.
             segment_ids: Integers of the shape of the tokens, for rows packed of documents: a token
                 reads its segment only, and positions count from its beginning. 0 is padding.
+            context: Shape (batch, other time, embed), which a model with cross-attention reads;
+                None for that which an earlier call wrote to the cache.
+            context_mask: Booleans of shape (batch, other time), True for what of it is real; None
+                for all.
 
         Returns:
             Logits of shape (batch, time, vocab_size), in the compute dtype; of the head
@@ -358,9 +407,10 @@ class Transformer(Module):
         Raises:
             LayerInputError: If the tokens are not integers of that rank, or images of that shape,
                 or are more than ``max_positions``. In a compiled program that counts positions by a
-                mask or a cache, those that are too many have NaN.
+                mask or a cache, those that are too many have NaN. If there is a context without
+                cross-attention, or the reverse.
         """
-        side_inputs = (mask, positions, cache, token_types, segment_ids)
+        side_inputs = (mask, positions, cache, token_types, segment_ids, context, context_mask)
         states = self._states(as_array(tokens), *side_inputs)
         if self._parts.head in ("first", "embedding"):
             if segment_ids is not None and mask is None:
@@ -423,10 +473,18 @@ class Transformer(Module):
         cache: object = None,
         token_types: object = None,
         segment_ids: object = None,
+        context: Any = None,
+        context_mask: Any = None,
     ) -> jax.Array:
         """Returns the outputs of the layers and the last norm."""
+        self._check_context(context, context_mask, cache, segment_ids)
         if self.embed is None:
-            return self._run(self._embed_images(tokens), {}, cache)
+            embed = self._embed_frames if self._parts.feature_size else self._embed_images
+            if mask is not None and self._parts.feature_size:
+                refuse_input(
+                    type(self).__name__, "features without a mask", tokens, "Leave it out."
+                )
+            return self._run(embed(tokens), {}, cache)
         if token_types is not None and not self._parts.token_types:
             raise LayerInputError(
                 f"{type(self).__name__} has no token_types, but was given some: call it without."
@@ -439,8 +497,27 @@ class Transformer(Module):
             positions = positions_within(segment_ids) if positions is None else positions
         options, positions = self._given(tokens, mask, positions, cache)
         options |= {} if segment_ids is None else {"segment_ids": segment_ids}
+        options |= {} if context is None else {"context": as_array(context)}
+        if context_mask is not None:
+            options["context_mask"] = as_array(context_mask).astype(bool)[..., None, None, :]
         x = self._embed_tokens(tokens, positions, token_types)
         return self._run(x, options, cache)
+
+    def _check_context(self, context, mask, cache, segment_ids) -> None:
+        """Raises for a context that is missing, or that nothing reads."""
+        name, hint = type(self).__name__, "sx.models.EncoderDecoder gives it the encoder's states."
+        if self._parts.cross_attention and context is None and cache is None:
+            raise LayerInputError(f"{name} reads a context, and was given none. {hint}")
+        unread = not self._parts.cross_attention and context is not None
+        if unread or (mask is not None and context is None):
+            raise LayerInputError(
+                f"{name} was given a context or its mask, and reads none. Call it without."
+            )
+        if self._parts.cross_attention and segment_ids is not None:
+            raise LayerInputError(
+                f"{name} with cross-attention takes no segment_ids, as each token would read the "
+                f"context of all documents of its row. Give one document a row, with a mask."
+            )
 
     def pool(self, hidden: jax.Array, tokens: Any = None, mask: Any = None) -> jax.Array:
         """Makes one vector of a sequence, as ``config.pooling`` says.
@@ -501,8 +578,7 @@ class Transformer(Module):
         positions = as_array(positions)
         options: dict[str, Any] = {} if mask is None else {"mask": mask}
         if config.relative_buckets:
-            buckets = distance_buckets(tokens.shape[-1], config.relative_buckets)
-            options["bias"] = jnp.moveaxis(self.distances(buckets), -1, 0)
+            options["bias"] = self._distance_bias(tokens, cache)
         is_placed = config.chunked or config.query_growth is not None
         for name, rope in (("positions", config.rope), ("local_positions", config.local_rope)):
             if rope is not None:
@@ -510,17 +586,30 @@ class Transformer(Module):
                 options[name] = PlacedRotation(*rotation, positions) if is_placed else rotation
         return options, positions
 
+    def _distance_bias(self, tokens: jax.Array, cache: object) -> Any:
+        """Returns biases by distance, with a cache a function of positions."""
+        config = self._parts
+        sizes = (config.relative_buckets, config.farthest_distance)
+        if cache is not None:
+            return bias_behind(self.distances(buckets_behind(*sizes)))
+        buckets = distance_buckets(tokens.shape[-1], *sizes, config.causal)
+        bias = jnp.moveaxis(self.distances(buckets), -1, 0)
+        # Of a batch the first dimension is that of rows, which microbatches would cut.
+        return bias if tokens.ndim == 1 else bias[None]
+
     def _check_positions(self, positions) -> None:
         """Raises if known positions are more than the learned ones."""
         count = self._parts.max_positions
-        usable = count - 1 - self._parts.pad_token  # rows behind that of padding
+        # Rows behind that of padding, or the offset.
+        usable = count - 1 - self._parts.pad_token - self._parts.position_offset
         if not count or isinstance(positions, Tracer) or not np.size(positions):
             return
         if not getattr(positions, "is_fully_addressable", True):
             return
         last = int(np.max(positions))
         if last >= usable:
-            padding = "" if usable == count else f", {count - usable} of them up to padding's"
+            first = "padding's" if self._parts.pad_token >= 0 else "its position_offset"
+            padding = "" if usable == count else f", {count - usable} of them up to {first}"
             raise LayerInputError(
                 f"{type(self).__name__} has max_positions={count}{padding}, but was given tokens "
                 f"up to the position {last}. Cut them, tokens[:, :{usable}], or make the model "
@@ -534,7 +623,8 @@ class Transformer(Module):
             x = x * jnp.asarray(config.embed_scale, x.dtype)
         if config.max_positions:
             # -1 is padding, which has the first row or that of its number.
-            places = jnp.maximum(positions + (config.pad_token + 1), max(config.pad_token, 0))
+            offset = config.pad_token + 1 + config.position_offset
+            places = jnp.maximum(positions + offset, max(config.pad_token, 0))
             x = add_bias(x, self.positions(places))
         if config.token_types:
             x = x + self.types(jnp.zeros_like(tokens) if token_types is None else token_types)
@@ -566,7 +656,29 @@ class Transformer(Module):
         x = x if self.embed_norm is None else self.embed_norm(x)
         return _constrain(x if self.embed_dropout is None else self.embed_dropout(x))
 
-    def make_cache(self, batch: int, length: int, dtype: jax.typing.DTypeLike | None = None) -> Any:
+    def _embed_frames(self, features: jax.Array) -> jax.Array:
+        config = self._parts
+        shape = (2 * config.max_positions, config.feature_size)
+        if features.ndim != 3 or features.shape[1:] != shape:
+            refuse_input(
+                type(self).__name__,
+                f"features of shape (batch, {shape[0]}, {shape[1]})",
+                features,
+                "Frames come before features: features.transpose(0, 2, 1) of PyTorch's.",
+            )
+        # Positions are sines, and not trained.
+        positions = jax.lax.stop_gradient(self.positions(jnp.arange(config.max_positions)))
+        x = add_bias(self.frames(features), positions)
+        return _constrain(x if self.embed_dropout is None else self.embed_dropout(x))
+
+    def make_cache(
+        self,
+        batch: int,
+        length: int,
+        dtype: jax.typing.DTypeLike | None = None,
+        *,
+        context_length: int | None = None,
+    ) -> Any:
         """Makes a cache: keys and values of all layers, lazy.
 
         Args:
@@ -574,20 +686,35 @@ class Transformer(Module):
             length: How many positions a row holds; a layer with a window keeps no more than that.
             dtype: Dtype of keys and values; None for the compute dtype, int8 for integers with
                 scales, as in ``nn.AttentionCache``.
+            context_length: How many positions of a context a row holds, with cross-attention.
 
         Returns:
             A list of ``nn.AttentionCache``, or one of all layers if they are stacked; of latent
-            attention, ``nn.LatentCache``.
+            attention, ``nn.LatentCache``. With cross-attention, each beside a ``nn.ContextCache``.
 
         Raises:
-            LayerConfigError: If the model is not causal, or has no cache of the dtype.
+            LayerConfigError: If the model is not causal, or has no cache of the dtype; or it reads
+                a context, and ``context_length`` is missing, or the reverse.
         """
         config = self._parts
         if not config.causal:
             raise LayerConfigError(f"{type(self).__name__} is not causal, so there is no cache.")
         dtype = config.dtype if dtype is None else dtype
+        if config.cross_attention == (context_length is None):
+            raise LayerConfigError(
+                f"{type(self).__name__} has cross_attention={config.cross_attention}, but "
+                f"make_cache was given context_length={context_length}. It is the length of what "
+                f"cross-attention reads, and needed for that alone."
+            )
 
-        def one(index: int, num_layers: int | None = None) -> AttentionCache:
+        def one(index: int, num_layers: int | None = None) -> Any:
+            cache = own(index, num_layers)
+            if context_length is None:
+                return cache
+            sizes = (batch, context_length, config.num_kv_heads, config.head_dim)
+            return LayerCaches(cache, ContextCache(*sizes, dtype=dtype, num_layers=num_layers))
+
+        def own(index: int, num_layers: int | None) -> AttentionCache:
             window = config.window if config.kind_of(index)[0] else None
             if config.latent_dim:
                 kind = {"dtype": dtype, "num_layers": num_layers}
@@ -643,20 +770,11 @@ class Transformer(Module):
         return logits
 
 
-def distance_buckets(length: int, count: int, farthest: int = 128) -> jax.Array:
-    """Returns the bucket of each pair of positions, by their distance."""
-    # Half of the buckets are for positions behind. Of each half, half hold one distance, and the
-    # others ever more of them, up to the farthest.
-    place = np.arange(length)
-    distance = place[None, :] - place[:, None]
-    half, size = count // 2, np.abs(distance).astype(np.float32)
-    exact = half // 2
-    growth = np.log(np.maximum(size, 1) / np.float32(exact)) / np.float32(
-        math.log(farthest / exact)
-    )
-    far = np.minimum(exact + (growth * (half - exact)).astype(np.int32), half - 1)
-    bucket = np.where(size < exact, size.astype(np.int32), far)
-    return jnp.asarray(bucket + half * (distance > 0), jnp.int32)
+def _sines(key: object, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    """Initializes positions as sines, then cosines, of wavelengths up to the longest."""
+    count, size = shape
+    base = 10_000.0 ** (size / max(size - 2, 1))  # so that the last one is the longest
+    return sinusoidal(jnp.arange(count), size, base=base, interleaved=False).astype(dtype)
 
 
 def _attention(config: TransformerConfig, index: int, rngs: Rngs) -> MultiHeadAttention:
@@ -700,6 +818,7 @@ def _attention(config: TransformerConfig, index: int, rngs: Rngs) -> MultiHeadAt
         config.num_heads,
         num_kv_heads=config.num_kv_heads,
         out_bias=config.out_bias,
+        key_bias=config.key_bias and config.qkv_bias,
         chunked=config.chunked and is_local,
         query_growth=None if config.has_rope(index) else config.query_growth,
         softcap=config.attention_softcap,
@@ -707,6 +826,22 @@ def _attention(config: TransformerConfig, index: int, rngs: Rngs) -> MultiHeadAt
         query_norm=norm(config.num_heads, "heads"),
         key_norm=norm(config.num_kv_heads, "kv_heads"),
         **options,
+    )
+
+
+def _cross_attention(config: TransformerConfig, rngs: Rngs) -> MultiHeadAttention:
+    return MultiHeadAttention(
+        config.embed_dim,
+        config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        use_bias=config.qkv_bias,
+        out_bias=config.out_bias,
+        key_bias=config.key_bias and config.qkv_bias,
+        scale=config.attention_scale,
+        dropout=config.attention_dropout,
+        rngs=rngs,
+        **dtypes(config),
     )
 
 
@@ -756,30 +891,3 @@ def _experts(config: TransformerConfig, rngs: Rngs) -> MoE:
         rngs=rngs,
         **dtypes(config),
     )
-
-
-def _constrain(x: jax.Array) -> jax.Array:
-    """Lays activations out by the scope's rules for batch and sequence."""
-    # Rules about parameters alone leave activations to the compiler. So does a dimension that the
-    # mesh does not divide, such as the batch of one while sampling.
-    rules = current_rules()
-    splits_seq = "seq" in rules.names and mesh_axes_of(rules.spec(("seq",))[0])
-    mesh = resolve_mesh() if "batch" in rules.names or splits_seq else None
-    if mesh is None:
-        return x
-    names: tuple[Any, ...] = ("batch", "seq", "embed")[-x.ndim :]
-    if names[0] == "batch" and "batch" not in rules.names:  # it stays where it was placed
-        typed = explicit_entries(x)
-        if typed is None:
-            names = (UNCONSTRAINED, *names[1:])
-        else:
-            rules = rules.override({"batch": typed[0]})
-    parts = [
-        math.prod(mesh.shape.get(axis, 1) for axis in mesh_axes_of(entry))
-        for entry in rules.spec(names)
-    ]
-    entries = [
-        name if size % count == 0 else UNCONSTRAINED
-        for name, size, count in zip(names, x.shape, parts, strict=True)
-    ]
-    return constrain(x, entries, mesh, rules)

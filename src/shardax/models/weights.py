@@ -35,7 +35,8 @@ from shardax._core.variable import Param
 from shardax._files import draft_folder, move_files, write_tensors
 from shardax.models.architecture import describe, parameter_places, refused
 from shardax.models.decoder import DECODER_RULES
-from shardax.models.dual_encoder import TOWERS, build_model
+from shardax.models.dual_encoder import TOWERS
+from shardax.models.encoder_decoder import HALVES, build_model
 from shardax.models.families.registry import family_of
 from shardax.models.family import Family, PretrainedError, brief
 from shardax.models.files import DTYPES, INDEX, SINGLE, TensorFiles, read_json
@@ -103,8 +104,8 @@ def from_pretrained(
         rngs: Random streams for dropout and for what is initialised; None for ``Rngs(0)``.
 
     Returns:
-        The model, a ``Transformer``, or a ``DualEncoder`` of ``clip`` and ``siglip``;
-        ``model.config`` says what it is made of.
+        The model, a ``Transformer``; of ``clip`` and ``siglip`` a ``DualEncoder``, of encoder-
+        decoders an ``EncoderDecoder``. ``model.config`` says what it is made of.
 
     Raises:
         PretrainedError: If there is no such model, the type of the model or a field of its config
@@ -128,6 +129,7 @@ def from_pretrained(
         family = family_of(content, str(folder / CONFIG))
         if not head:
             content = {**content, "architectures": [family.bare]}
+        content = family.as_stored(content, files)
         config = family.config(content, str(folder / CONFIG), len(files.names))
         if not head and config.pooler:
             config = replace(config, pooler=family.has_pooler(files.names))
@@ -185,8 +187,8 @@ def save_pretrained(
     it, and the first writes.
 
     Args:
-        model: A ``Transformer`` or ``DualEncoder``, such as ``from_pretrained`` returns, or a
-            ``Decoder``.
+        model: A ``Transformer``, ``DualEncoder`` or ``EncoderDecoder``, such as
+            ``from_pretrained`` returns, or a ``Decoder``.
         directory: The folder; made if it is not there, and without tensors if it is.
         max_file_bytes: Size above which tensors go to another file.
 
@@ -373,7 +375,9 @@ class _Table:
 
     def __init__(self, config: Any, family: Family, names) -> None:
         head_tensors = family.head_tensors.get(config.head, ())
-        self.tensors = {tensor.to: tensor for tensor in (*family.tensors, *head_tensors)}
+        tensors = (*family.tensors_for(config), *head_tensors)
+        self.tensors = {tensor.to: tensor for tensor in tensors}
+        self.copies = family.copies
         self.tied = config.tied_head and config.head == "tokens"
         self.buffers = tuple(family.buffers)
         # Models without a head, and some old files, do without the prefix.
@@ -450,7 +454,8 @@ class _Table:
     def pass_over_heads(self, family: Family) -> None:
         """Notes the unread tensors of heads."""
         tensors = [*itertools.chain(*family.head_tensors.values())]
-        tensors += [tensor for tensor in family.tensors if tensor.to.startswith("head")]
+        heads = ("head", "decoder.head")
+        tensors += [tensor for tensor in family.tensors if tensor.to.startswith(heads)]
         self.passed_over = {
             name for t in tensors for name in (t.name, t.name.removeprefix(family.prefix))
         }
@@ -549,6 +554,10 @@ class _Table:
                 continue
             if files.equal(*names):
                 yield names[0]
+        for copy, name in self.copies.items():
+            names = [copy.removeprefix(self.prefix), name.removeprefix(self.prefix)]
+            if all(name in files.names for name in names) and files.equal(*names):
+                yield names[0]
 
     def tensor(self, name: str, whole) -> np.ndarray:
         """Puts a tensor together from parameters."""
@@ -574,13 +583,13 @@ def _layer_of(entry: _Entry) -> tuple[Any, ...]:
 
 def _of_tower(path: VariablePath) -> tuple[VariablePath, VariablePath]:
     """Splits a path into the part of a tower and the rest."""
-    at = 1 if path[0] in TOWERS else 0
+    at = 1 if path[0] in (*TOWERS, *HALVES) else 0
     return path[:at], path[at:]
 
 
 def _place(path: VariablePath, model, config: Any) -> tuple[str, tuple[int, ...], bool]:
     """Returns a path's name in a table, its layers, and if stacked."""
-    if path[0] in TOWERS:
+    if path[0] in (*TOWERS, *HALVES):
         name = str(path[0])
         tower = getattr(model, name), getattr(config, name)
         place, layers, stacked = _place(path[1:], *tower)

@@ -8,6 +8,7 @@ as it is on meshes with Auto and with Explicit axes.
 
 from shardax._parallel.attention_kernels import AttentionChoice as AttentionChoice
 from shardax.nn.attention.cache import AttentionCache as AttentionCache
+from shardax.nn.attention.cache import ContextCache as ContextCache
 from shardax.nn.attention.dot_product import choose_attention as choose_attention
 from shardax.nn.attention.dot_product import combine_masks as combine_masks
 from shardax.nn.attention.dot_product import dot_product_attention as dot_product_attention

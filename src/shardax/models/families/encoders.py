@@ -353,7 +353,8 @@ class Pooling(FieldGroup):
     def write(self, edit: ConfigEdit) -> None:
         if edit.changes("pooling"):
             published = {pooling: name for name, pooling in self.names.items()}
-            edit.content["classifier_pooling"] = published[edit.config.pooling]
+            if edit.config.pooling in published:
+                edit.content["classifier_pooling"] = published[edit.config.pooling]
 
 
 class NormBias(FieldGroup):

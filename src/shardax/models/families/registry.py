@@ -12,6 +12,7 @@ from shardax._core.errors import warn
 from shardax.models.families import (
     clip,
     deepseek,
+    encoder_decoders,
     encoders,
     gemma,
     glm,
@@ -24,6 +25,7 @@ from shardax.models.family import DerivedFields, DualFamily, Family, Field, Pret
 from shardax.models.tensors import parse_table
 
 FAMILIES: dict[str, Family] = {
+    "bart": encoder_decoders.BART,
     "bert": encoders.BERT,
     "clip": clip.CLIP,
     "clip_text_model": clip.CLIP_TEXT,
@@ -66,7 +68,9 @@ FAMILIES: dict[str, Family] = {
     "siglip_vision_model": clip.SIGLIP_VISION,
     "smollm3": relatives.SMOLLM3,
     "starcoder2": gpt.STARCODER2,
+    "t5": encoder_decoders.T5,
     "vit": encoders.VIT,
+    "whisper": encoder_decoders.WHISPER,
     "xlm-roberta": encoders.XLM_ROBERTA,
 }
 # In this order for a model without a file: the plain and widely served ones first.

@@ -219,6 +219,96 @@ class AttentionCache(Module):
         return keys, values, positions_held, is_full
 
 
+class ContextCache(AttentionCache):
+    """Keys and values of a context, computed once for many calls.
+
+    Attention that is called with it and a context writes the keys and values of the context to it,
+    in the place of what it held. Called without a context, it reads these.
+
+    Args:
+        batch: How many rows.
+        length: How many positions of a context it holds at most.
+        num_kv_heads: Heads of keys and values.
+        head_dim: Size of a head.
+        dtype: As for ``AttentionCache``.
+        num_layers: As for ``AttentionCache``.
+        axis_name: As for ``AttentionCache``.
+
+    Raises:
+        LayerConfigError: If a size is not positive, or for another dtype of integers.
+
+    Example:
+        >>> import jax.numpy as jnp, shardax as sx
+        >>> attention = sx.nn.MultiHeadAttention(8, 2, rngs=sx.Rngs(0))
+        >>> cache = sx.nn.ContextCache(1, 4, num_kv_heads=2, head_dim=4)
+        >>> x, context = jnp.ones((1, 1, 8)), jnp.arange(24.0).reshape(1, 3, 8)
+        >>> first = attention(x, context, cache=cache)
+        >>> bool(jnp.allclose(attention(x, cache=cache), first))
+        True
+    """
+
+    def __init__(
+        self,
+        batch: int,
+        length: int,
+        num_kv_heads: int,
+        head_dim: int,
+        *,
+        dtype: Any = np.float32,
+        num_layers: int | None = None,
+        axis_name: str = "layers",
+    ) -> None:
+        layers = {"num_layers": num_layers, "axis_name": axis_name}
+        super().__init__(batch, length, num_kv_heads, head_dim, dtype=dtype, **layers)
+
+    def write(self, key: jax.Array, value: jax.Array, mask: Any = None) -> None:
+        """Writes keys and values of a whole context.
+
+        Args:
+            key: Shape (batch, other time, kv heads, head_dim).
+            value: Likewise.
+            mask: Booleans of shape (batch, other time), True for what may be read; None for all.
+
+        Raises:
+            LayerInputError: If the context is longer than the cache.
+        """
+        time = key.shape[1]
+        if time > self.length:
+            raise LayerInputError(
+                f"A ContextCache of {self.length} slots was to take a context of {time} positions. "
+                f"Make a longer one."
+            )
+        self.count.value = jnp.zeros_like(self.count.value)
+        self.position.value = jnp.full_like(self.position.value, -1)
+        self.update(key, value, self.places(time, mask=mask))
+
+    def read(self, dtype: Any) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+        """Returns keys, values, and which slots may be read.
+
+        Args:
+            dtype: Dtype of the result.
+
+        Returns:
+            Keys and values in the dtype; booleans of shape (batch, 1, 1, length); and whether
+            nothing was written.
+
+        Raises:
+            LayerInputError: If nothing was written.
+        """
+        is_empty = self.count.value == 0
+        if is_eager() and bool(is_empty):
+            raise LayerInputError(
+                "A ContextCache was read before a context was written to it. Call the attention "
+                "with the context first: attention(x, context, cache=cache)."
+            )
+        keys, values = self.key.value, self.value.value
+        if self.key_scale is not None and self.value_scale is not None:
+            keys = dequantized(keys, self.key_scale.value[..., None], dtype)
+            values = dequantized(values, self.value_scale.value[..., None], dtype)
+        allowed = (self.position.value >= 0)[:, None, None, :]
+        return keys.astype(dtype), values.astype(dtype), allowed, is_empty
+
+
 def _rounded_heads(heads: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns heads in int8 and their scales."""
     numbers, scale = round_to_format(heads, (-1,), RANGES["int8"])

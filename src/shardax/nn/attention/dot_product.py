@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
+from jax.tree_util import Partial
 
 from shardax._core._jax import INLINE
 from shardax._parallel.attention_kernels import (
@@ -29,6 +30,7 @@ from shardax._parallel.attention_kernels import (
     run_kernel,
 )
 from shardax.nn.arithmetic import as_array, at_least_float32, cast_all
+from shardax.nn.embedding import look_up
 from shardax.nn.errors import LayerInputError
 from shardax.nn.parameters import refuse_input
 from shardax.partition.context import current_attention_kernel, is_interpreting_kernels
@@ -562,3 +564,46 @@ def repeat_heads(query: jax.Array, key: jax.Array) -> jax.Array:
     split = NamedSharding(mesh, PartitionSpec(*key_spec[:-2], query_spec[-2], key_spec[-1]))
     repeated = jnp.repeat(jax.sharding.reshard(key, whole), repeats, axis=-2)
     return jax.sharding.reshard(repeated, split)
+
+
+# --- learned biases by distance -------------------------------------------------------------------
+
+# Raffel et al., "Exploring the Limits of Transfer Learning with a Unified Text-to-Text
+# Transformer", 2020. Half of the buckets hold one distance, and the others ever more of them, up to
+# the farthest distance: all positions from there on share the last one.
+
+
+def distance_buckets(
+    length: int, count: int, farthest: int = 128, causal: bool = False
+) -> jax.Array:
+    """Returns the bucket of each pair of positions, by their distance."""
+    place = np.arange(length)
+    distance = place[None, :] - place[:, None]
+    if causal:
+        return jnp.asarray(buckets_behind(count, farthest)[np.clip(-distance, 0, farthest)])
+    # Half of the buckets are for positions behind.
+    half = count // 2
+    bucket = buckets_behind(half, farthest)[np.minimum(np.abs(distance), farthest)]
+    return jnp.asarray(bucket + half * (distance > 0), jnp.int32)
+
+
+def buckets_behind(count: int, farthest: int) -> np.ndarray:
+    """Returns the buckets of distances to one side."""
+    size, exact = np.arange(farthest + 1, dtype=np.float32), count // 2
+    growth = np.log(np.maximum(size, 1) / np.float32(exact)) / np.float32(
+        math.log(farthest / exact)
+    )
+    far = np.minimum(exact + (growth * (count - exact)).astype(np.int32), count - 1)
+    return np.where(size < exact, size, far).astype(np.int32)
+
+
+def bias_behind(by_distance: jax.Array) -> Callable[..., jax.Array]:
+    """Returns a bias for a cache, by biases of shape (distances, heads)."""
+    return Partial(_bias_between, by_distance)
+
+
+def _bias_between(by_distance: jax.Array, places: Any, others: Any) -> jax.Array:
+    """Returns biases of shape (batch, heads, time, slots)."""
+    distance = places[:, :, None] - others[:, None, :]
+    rows = jnp.clip(distance, 0, by_distance.shape[0] - 1)
+    return jnp.moveaxis(look_up(by_distance, rows), -1, 1)

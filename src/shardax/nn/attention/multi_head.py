@@ -23,7 +23,7 @@ from shardax._core.module import Module
 from shardax._core.state.split_merge import iter_variables
 from shardax._parallel.ring_attention import make_ring, ring_attention, ring_axes
 from shardax.nn.arithmetic import as_array, at_least_float32, cast_all
-from shardax.nn.attention.cache import AttentionCache, readable
+from shardax.nn.attention.cache import AttentionCache, ContextCache, readable
 from shardax.nn.attention.dot_product import (
     AttentionKernel,
     check_mask,
@@ -80,6 +80,7 @@ class MultiHeadAttention(Module):
         rope: The whole embedding instead, where it is scaled or turns a part of a head.
         use_bias: Whether the projections of queries, keys and values have biases.
         out_bias: Whether the projection of the result has one; None for as ``use_bias``.
+        key_bias: Whether that of the keys has one; None for as ``use_bias``.
         window: How many positions a position reads at most: itself and those before it, and as
             many behind it if not ``causal``; None for all.
         chunked: Whether the window is a chunk instead: positions are cut into chunks of ``window``,
@@ -155,6 +156,7 @@ class MultiHeadAttention(Module):
         rope: Rope | None = None,
         use_bias: bool = False,
         out_bias: bool | None = None,
+        key_bias: bool | None = None,
         window: int | None = None,
         chunked: bool = False,
         query_growth: tuple[float, float] | None = None,
@@ -189,7 +191,8 @@ class MultiHeadAttention(Module):
         )
         inner = functools.partial(linear, features, use_bias=use_bias)
         self.q = inner((heads, head_dim), kernel_axes=(embed, queries, head))
-        self.k = inner((kv_heads, head_dim), kernel_axes=(embed, keys, head))
+        of_keys = {"use_bias": use_bias if key_bias is None else key_bias}
+        self.k = inner((kv_heads, head_dim), kernel_axes=(embed, keys, head), **of_keys)
         self.v = inner((kv_heads, head_dim), kernel_axes=(embed, keys, head))
         outer = use_bias if out_bias is None else out_bias
         names = (queries, head, embed)
@@ -241,9 +244,11 @@ class MultiHeadAttention(Module):
                 position that may read nothing, such as padding, gets the mean of all values, with
                 sinks zeros.
                 With a cache, of shape (batch, 1, 1, time): which of the new positions are real, so
-                that this call and later ones may read them.
+                that this call and later ones may read them; with a ``ContextCache``, likewise of
+                the context.
             bias: Numbers that broadcast to (batch, heads, time, other time), added to the scores,
-                such as those of relative positions.
+                such as those of relative positions. With a cache, a function that returns them,
+                called with the positions of queries, (batch, time), and of keys, (batch, slots).
             segment_ids: Integers of shape (batch, time); only positions of the same segment are
                 read. With a context, a pair of them.
             positions: Integers of shape (time,) or (batch, time), for the rotary embedding and the
@@ -252,13 +257,15 @@ class MultiHeadAttention(Module):
                 None counts from 0, with a cache from the last position of each row.
             context_positions: Likewise for ``context``.
             cache: Keys and values of earlier calls. Those of this call are written to it, and all
-                that it then holds is read.
+                that it then holds is read. A ``ContextCache`` holds those of a context, which later
+                calls read without one.
             out_sharding: Sharding of the result over Explicit mesh axes; by default that of ``x``
                 in all but the last dimension.
 
         Returns:
             Shape (..., time, out_features), in the compute dtype. Where a compiled program writes
-            more to a cache than it has slots for, NaN.
+            more to a cache than it has slots for, or reads a ``ContextCache`` that holds nothing,
+            NaN.
 
         Raises:
             LayerInputError: If a shape or the mask's dtype does not fit, or the cache is full.
@@ -270,9 +277,13 @@ class MultiHeadAttention(Module):
             self._check(context, "context", x.ndim)
         if mask is not None:
             mask = check_mask("MultiHeadAttention", as_array(mask), x.ndim)
+        if isinstance(cache, ContextCache):
+            unsupported = {"segment ids": segment_ids, "a bias": bias, "positions": positions}
+            read = self._read_context_cache(x, context, unsupported, mask, cache)
+            return self.out(read, out_sharding=out_sharding)
         if cache is not None:
-            unsupported = {"a context": context, "segment ids": segment_ids, "a bias": bias}
-            read = self._read_cache(x, unsupported, mask, positions, cache)
+            unsupported = {"a context": context, "segment ids": segment_ids}
+            read = self._read_cache(x, unsupported, mask, positions, cache, bias)
             return self.out(read, out_sharding=out_sharding)
         if self.chunked:
             chunks = self._chunks(x, context, positions)
@@ -480,24 +491,35 @@ class MultiHeadAttention(Module):
         key, value = _meet_heads(query, key), _meet_heads(query, value)
         return ring_attention(ring, query, key, value, mask, segments)
 
+    def _read_context_cache(
+        self, x: Any, context: Any, unsupported: dict[str, Any], mask: Any, cache: ContextCache
+    ) -> jax.Array:
+        """Reads a cache, after writing a given context to it."""
+        batch = _check_cache_call(x, unsupported)
+        plain = (self.causal, self.window, self.rope_base, self.query_growth)
+        if plain != (False, None, None, None):
+            hint = "Positions of a context are not those of x. Leave the cache out."
+            refuse_input("A ContextCache", "attention without positions and order", x, hint)
+        cache.check(self, batch)
+        if context is None:
+            query = _normed(self.query_norm, self.q(x))
+        else:
+            query, key, value = self.project(x, context)
+            cache.write(key, value, _mask_of_new(mask, batch, context.shape[1]))
+        keys, values, allowed, is_empty = cache.read(query.dtype)
+        read = self.attend(QueryKeyValue(query, keys, values), allowed, ordered=False)
+        return read if context is not None else jnp.where(is_empty, jnp.nan, read)
+
     def _read_cache(
-        self, x: Any, unsupported: dict[str, Any], mask: Any, positions: Any, cache: Any
+        self, x: Any, unsupported: dict[str, Any], mask: Any, positions: Any, cache: Any, bias: Any
     ) -> jax.Array:
         """Writes this call's keys and values to the cache and reads it."""
         if self.window is not None and not self.causal:
             unsupported = {**unsupported, "a window to both sides": self.window}
-        for name, value in unsupported.items():
-            if value is not None or x.ndim == 2:
-                reason = name if value is not None else "an input without batch"
-                refuse_input(
-                    "A cache of MultiHeadAttention", f"no call with {reason}", x, "Call it without."
-                )
-        batch, time = x.shape[:2]
-        if mask is not None:
-            if mask.shape != (batch, 1, 1, time):
-                hint = "It says which of the new positions are real."
-                refuse_input("A cache", f"a mask of shape {(batch, 1, 1, time)}", mask, hint)
-            mask = mask[:, 0, 0]
+        if not callable(bias):
+            unsupported = {**unsupported, "a bias that is no function of positions": bias}
+        batch, time = _check_cache_call(x, unsupported), x.shape[1]
+        mask = _mask_of_new(mask, batch, time)
         cache.check(self, batch)
         has_rotation = isinstance(positions, (Rotation, PlacedRotation))
         integers = None if has_rotation else positions
@@ -513,7 +535,8 @@ class MultiHeadAttention(Module):
             allowed &= positions_held[:, None, None, :] // self.window == own_chunk
         qkv = QueryKeyValue(query, keys.astype(query.dtype), values.astype(query.dtype))
         try:
-            read = self.attend(qkv, allowed, ordered=False)
+            added = bias(places, positions_held) if callable(bias) else None
+            read = self.attend(qkv, allowed, bias=added, ordered=False)
         except Exception:  # such as of a kernel that takes no mask
             for variable, value_before in held:
                 variable.value = value_before
@@ -611,6 +634,27 @@ def _integers(x: jax.Array, positions: Any) -> jax.Array:
 def _normed(norm: Any, heads: jax.Array) -> jax.Array:
     """Applies a norm to queries or keys, in their dtype."""
     return heads if norm is None else norm(heads).astype(heads.dtype)
+
+
+def _check_cache_call(x: jax.Array, unsupported: dict[str, Any]) -> int:
+    """Returns the number of rows, or raises for what no cache takes."""
+    for name, value in unsupported.items():
+        if value is not None or x.ndim == 2:
+            reason = name if value is not None else "an input without batch"
+            refuse_input(
+                "A cache of MultiHeadAttention", f"no call with {reason}", x, "Call it without."
+            )
+    return x.shape[0]
+
+
+def _mask_of_new(mask: Any, batch: int, time: int) -> Any:
+    """Returns which new positions are real, of shape (batch, time), or None."""
+    if mask is None:
+        return None
+    if mask.shape != (batch, 1, 1, time):
+        hint = "It says which of the new positions are real."
+        refuse_input("A cache", f"a mask of shape {(batch, 1, 1, time)}", mask, hint)
+    return mask[:, 0, 0]
 
 
 def _given(**options: Any) -> dict[str, Any]:
