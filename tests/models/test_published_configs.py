@@ -103,6 +103,8 @@ def test_absent_fields_have_the_defaults_of_transformers(tmp_path: Path):
         | {"head_dim": 64, "num_kv_heads": 8, "window": 128, "expert_limit": 7.0}
         | {"truncate": False, "local_layers": (True, False), "qkv_bias": True},
         "granite": {"attention_scale": 1.0, "logit_scale": None, "residual_scale": None},
+        "lfm2": {"base": 1e6, "norm_epsilon": 1e-5, "tied_head": True, "num_kv_heads": 8}
+        | {"recurrent": None, "mlp_dim": 256, "qk_norm": "head"},
         "llama4_text": {"window": 8192, "chunked": True, "rope_layers": None, "base": 500000.0}
         | {"query_growth": (0.1, 8192.0), "num_experts": 16, "experts_per_token": 1}
         | {"qk_norm": "unscaled", "interleaved": True, "mlp_dim": 16384, "dense_layers": ()},
@@ -156,6 +158,7 @@ CLASSES = {
     "glm4_moe": "Glm4Moe",
     "gpt_oss": "GptOss",
     "granite": "Granite",
+    "lfm2": "Lfm2",
     "llama4_text": "Llama4Text",
     "ministral": "Ministral",
     "nemotron": "Nemotron",

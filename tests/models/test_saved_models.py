@@ -457,6 +457,7 @@ FEWER += [
     "glm4_moe",
     "gpt_oss",
     "granite",
+    "lfm2",
     "llama4_text",
     "olmo3",
     "qwen2_moe",

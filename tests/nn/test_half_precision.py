@@ -95,6 +95,7 @@ LAYERS: dict[str, Callable[[Any], Any]] = {
     "MultiHeadLatentAttention": lambda options: nn.MultiHeadLatentAttention(
         8, 2, head_dim=4, rope_dim=2, value_dim=4, latent_dim=4, causal=True, **options
     ),
+    "ShortConvolution": lambda options: nn.ShortConvolution(8, use_bias=True, **options),
     "softcap": lambda options: nn.MultiHeadAttention(8, 2, softcap=3.0, dropout=0.5, **options),
     "MoE": lambda options: nn.MoE(8, 8, num_experts=4, **options),
     "Dropout": lambda options: nn.Sequential(
@@ -129,6 +130,7 @@ ELSEWHERE = {
     "LSTMCell",
     "QuantizedKernel",
     "RNN",
+    "RecurrentCache",
     "Sequential",
 }
 

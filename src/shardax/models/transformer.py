@@ -73,6 +73,7 @@ class TransformerLayer(Module):
 
     has_rope = True
     residual_scale: float | None = None
+    mixer: Any = None
     shared_mlp: Any = None
     shared_gate: Any = None
 
@@ -88,7 +89,11 @@ class TransformerLayer(Module):
         behind = config.norm_placement != "pre"
         has_first_norm = has_pre_norm and (index > 0 or config.first_norm)
         self.attn_norm: Any = make_norm(config) if has_first_norm else None
-        self.attn = _attention(config, index, rngs)
+        self.attn: Any = None
+        if config.recurrent is not None and config.is_recurrent(index):
+            self.mixer = config.recurrent.make(config, rngs)
+        else:
+            self.attn = _attention(config, index, rngs)
         self.attn_post_norm = make_norm(config) if behind else None
         self.mlp_norm = make_norm(config) if has_pre_norm and not config.shared_norm else None
         self.mlp: Any = (_experts if experts else _mlp)(config, rngs)
@@ -125,7 +130,7 @@ class TransformerLayer(Module):
             mask: As for attention.
             bias: As for attention.
             segment_ids: As for attention, 0 for padding.
-            cache: The ``AttentionCache`` of this layer.
+            cache: The ``AttentionCache`` of this layer, or that of its recurrent mixer.
 
         Returns:
             The same shape.
@@ -143,7 +148,7 @@ class TransformerLayer(Module):
             attention_options["cache"] = cache
         x = checkpoint_name(x, "layer_input")
         normed = x if self.attn_norm is None else self.attn_norm(x)
-        read = self.attn(normed, **attention_options)
+        read = (self.attn if self.mixer is None else self.mixer)(normed, **attention_options)
         added = self._added(read, "attention", self.attn_post_norm, self.attn_scale)
         if self.parallel:
             normed = normed if self.mlp_norm is None else self.mlp_norm(x)
@@ -577,7 +582,8 @@ class Transformer(Module):
 
         Returns:
             A list of ``nn.AttentionCache``, or one of all layers if they are stacked; of latent
-            attention, ``nn.LatentCache``.
+            attention, ``nn.LatentCache``; of a recurrent mixer, ``nn.RecurrentCache``, whose
+            states are not rounded to integers.
 
         Raises:
             LayerConfigError: If the model is not causal, or has no cache of the dtype.
@@ -586,8 +592,18 @@ class Transformer(Module):
         if not config.causal:
             raise LayerConfigError(f"{type(self).__name__} is not causal, so there is no cache.")
         dtype = config.dtype if dtype is None else dtype
+        recurrent = map(config.is_recurrent, range(config.num_layers))
+        if not jnp.issubdtype(dtype, jnp.floating) and all(recurrent):
+            raise LayerConfigError(
+                f"{type(self).__name__} has no keys and values to keep in {jnp.dtype(dtype)}: all "
+                f"of its layers are recurrent. Leave the dtype out."
+            )
 
-        def one(index: int, num_layers: int | None = None) -> AttentionCache:
+        def one(index: int, num_layers: int | None = None) -> Any:
+            if config.recurrent is not None and config.is_recurrent(index):
+                kind = dtype if jnp.issubdtype(dtype, jnp.floating) else config.dtype
+                mixer = config.recurrent.make(config, Rngs(0))
+                return mixer.make_cache(batch, dtype=kind, num_layers=num_layers)
             window = config.window if config.kind_of(index)[0] else None
             if config.latent_dim:
                 kind = {"dtype": dtype, "num_layers": num_layers}
