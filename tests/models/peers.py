@@ -38,6 +38,8 @@ CLIPPED |= {"sliding_window": 3}
 CHUNKED = {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 1, "floor_scale": 3}
 CHUNKED |= {"intermediate_size_mlp": 40, "attention_chunk_size": 5, "attn_scale": 0.5}
 CHUNKED |= {"num_hidden_layers": 4, "no_rope_layers": [1, 0, 1, 1]}
+STATE_SPACE = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 3, "num_heads": 8}
+STATE_SPACE |= {"head_dim": 8, "state_size": 6, "chunk_size": 5, "pad_token_id": 0}
 GEMMA3_ROPES = {
     "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
     "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
@@ -262,6 +264,17 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
         {**GROUPED, "num_hidden_layers": 4, "full_attn_idxs": [1, 3], "conv_bias": True}
         | {"tie_word_embeddings": False, "block_auto_adjust_ff_dim": False},
     ),
+    "mamba2": (
+        "Mamba2Config",
+        "Mamba2ForCausalLM",
+        {**STATE_SPACE, "n_groups": 2, "conv_kernel": 3, "time_step_limit": (0.3, 0.9)},
+    ),
+    "mamba2-biases": (
+        "Mamba2Config",
+        "Mamba2ForCausalLM",
+        {**STATE_SPACE, "n_groups": 1, "use_bias": True, "use_conv_bias": False}
+        | {"tie_word_embeddings": True, "hidden_act": "gelu", "expand": 1, "head_dim": 4},
+    ),
     "qwen2_moe": (
         "Qwen2MoeConfig",
         "Qwen2MoeForCausalLM",
@@ -319,7 +332,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
 # Their positions follow from the padding tokens.
 COUNTED_BY_PADDING = ("roberta", "xlm-roberta", "mpnet")
 # In a batch padding changes their rows: growth of queries counts it, biases come from it.
-READ_ALONE = ("lfm2", "llama4_text")
+READ_ALONE = ("lfm2", "llama4_text", "mamba2")
 IMAGES = {
     "hidden_size": 32,
     "intermediate_size": 48,

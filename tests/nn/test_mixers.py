@@ -43,11 +43,57 @@ def convolution_by_hand(layer: Any, x: np.ndarray) -> np.ndarray:
     return np.array(results)
 
 
+SPACE = {"num_heads": 4, "head_dim": 3, "state_dim": 5, "num_groups": 2, "size": 3, "chunk": 4}
+SPACE |= {"step_limits": (0.05, 1.5), "use_bias": True, "norm_epsilon": 0.01}
+
+
+def silu(x: Any) -> Any:
+    return x / (1 + np.exp(-x))
+
+
+def state_space_by_hand(layer: Any, x: np.ndarray) -> np.ndarray:
+    """The outputs of a ``StateSpaceMixer`` for one row, position by position."""
+    parameters = {p: np.asarray(v.value, np.float64) for p, v in sx.iter_variables(layer, sx.Param)}
+    projected = {
+        name: np.tensordot(x, parameters[name, "kernel"], 1) + parameters[name, "bias"][None]
+        for name in ("gate", "value", "write", "read", "step")
+    }
+    state, results = np.zeros((4, 3, 5)), []
+    for time in range(len(x)):
+        now = {}
+        for name in ("value", "write", "read"):
+            total = np.array(parameters["convolution", f"{name}_bias"])
+            for back in range(min(3, time + 1)):
+                kernel = parameters["convolution", f"{name}_kernel"][2 - back]
+                total += kernel * projected[name][time - back]
+            now[name] = silu(total)
+        step = np.log1p(np.exp(projected["step"][time] + parameters["step_bias",]))
+        step = np.clip(step, *layer.step_limits)
+        y = np.zeros((4, 3))
+        for head in range(4):
+            written = step[head] * np.outer(now["value"][head], now["write"][head // 2])
+            decay = np.exp(-step[head] * np.exp(parameters["decay_log",][head]))
+            state[head] = decay * state[head] + written
+            y[head] = state[head] @ now["read"][head // 2]
+            y[head] += parameters["skip",][head] * now["value"][head]
+        y *= silu(projected["gate"][time])
+        for heads in (slice(0, 2), slice(2, 4)):
+            y[heads] /= np.sqrt(np.mean(y[heads] ** 2) + layer.norm.epsilon)
+        y *= parameters["norm", "scale"]
+        out = np.tensordot(y, parameters["out", "kernel"], 2) + parameters["out", "bias"]
+        results.append(out)
+    return np.array(results)
+
+
 MIXERS: dict[str, tuple[Callable[..., Any], Callable[[Any, np.ndarray], np.ndarray]]] = {
     "convolution": (
         lambda **options: nn.ShortConvolution(FEATURES, size=4, use_bias=True, **options),
         convolution_by_hand,
-    )
+    ),
+    "state space": (
+        lambda **options: nn.StateSpaceMixer(FEATURES, **SPACE, **options),
+        state_space_by_hand,
+    ),
 }
 KINDS = pytest.mark.parametrize("kind", MIXERS)
 
@@ -73,6 +119,10 @@ def by_hand(kind: str, layer: Any, x: np.ndarray, parts: np.ndarray) -> np.ndarr
 
 def close(actual: Any, expected: Any) -> None:
     np.testing.assert_allclose(actual, expected, rtol=2e-5, atol=2e-5)
+
+
+def close_to_largest(actual: Any, expected: Any) -> None:
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=2e-5 * np.abs(expected).max())
 
 
 @KINDS
@@ -129,7 +179,7 @@ def test_a_mixer_over_a_mesh_equals_one_device(kind: str, types: AxisType):
                 name: jax.device_put(value, NamedSharding(mesh, PartitionSpec("data")))
                 for name, value in options.items()
             }
-            jax.tree.map(close, step(layer, placed, **rows), expected)
+            jax.tree.map(close_to_largest, step(layer, placed, **rows), expected)
             cache = sx.shard(layer.make_cache(2), mesh, rules)
             parts = [
                 call(layer, placed[:, a:b], cache=cache, mask=jnp.asarray(MASK)[:, a:b])
@@ -165,7 +215,16 @@ def test_calls_that_do_not_fit_are_refused(kind: str):
     assert layer(X, cache=cache).shape == X.shape
 
 
-@pytest.mark.parametrize("option", [{"size": 0}, {"features": 0}], ids=str)
-def test_sizes_of_convolutions_are_positive(option: dict[str, Any]):
-    with pytest.raises(LayerConfigError, match="positive"):
-        nn.ShortConvolution(**{"features": 8, **option}, rngs=sx.Rngs(0))
+@pytest.mark.parametrize(
+    ("kind", "option", "text"),
+    [
+        (nn.ShortConvolution, {"size": 0}, "positive"),
+        (nn.ShortConvolution, {"features": 0}, "positive"),
+        (nn.StateSpaceMixer, {**SPACE, "state_dim": 0}, "positive"),
+        (nn.StateSpaceMixer, {**SPACE, "num_groups": 3}, "groups that divide num_heads=4"),
+        (nn.StateSpaceMixer, {**SPACE, "step_limits": (2, 1)}, "limits from 0 up"),
+    ],
+)
+def test_sizes_of_mixers_are_checked(kind: Any, option: dict[str, Any], text: str):
+    with pytest.raises(LayerConfigError, match=text):
+        kind(**{"features": 8, **option}, rngs=sx.Rngs(0))

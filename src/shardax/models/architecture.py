@@ -513,8 +513,10 @@ def _recurrent(places: Sequence[LayerPlace]) -> dict[str, Any]:
     chosen = tuple(mixer is not None for mixer in mixers)
     if not any(chosen):
         return {"recurrent": None, "recurrent_layers": None}
-    kinds = {RECURRENT[type(mixer)].of(mixer) for mixer in mixers if type(mixer) in RECURRENT}
-    if len(kinds) != 1:  # refused by path, later
+    kinds: set[Any] = {
+        _attempt(RECURRENT[type(mixer)].of, mixer) for mixer in mixers if type(mixer) in RECURRENT
+    }
+    if len(kinds) != 1 or _NONE in kinds:  # refused by path, later
         return {}
     return {"recurrent": kinds.pop(), "recurrent_layers": None if all(chosen) else chosen}
 
@@ -564,6 +566,7 @@ def _relevant(config: TransformerConfig) -> dict[str, Any]:
         "query_latent_dim rope_dim value_dim": config.latent_dim == 0,
         "shared_expert_gate": no_experts or config.shared_expert_dim == 0,
         "mlp_dim": all(experts for _, experts in kinds),
+        "activation gated mlp_bias head_activation": config.mlp_dim == 0 and no_experts,
         "tied_head": config.head != "tokens",
         "num_classes": config.head not in ("first", "each"),
         "projection_dim": config.head != "embedding",

@@ -43,7 +43,7 @@ class TransformerConfig:
         value_dim: Size of a head of values.
         recurrent: The recurrent mixer that layers have in place of attention; None for none.
         recurrent_layers: Which layers have it; None for all.
-        mlp_dim: Size of the MLP's hidden layer.
+        mlp_dim: Size of the MLP's hidden layer; 0 for none, where all layers are recurrent.
         causal: Whether a position reads only from itself and earlier ones.
         norm: ``"rms"``, ``"rms_offset"`` (the scale is added to 1), ``"layer"``,
             ``"layer_offset"`` or ``"layer_unbiased"`` (without a bias).
@@ -357,7 +357,10 @@ def check_config(config: Any) -> None:
     """Raises if sizes of a model's config do not fit."""
     where = type(config).__name__
     images = getattr(config, "image_size", 0)
-    for name in ("num_layers", "mlp_dim") if images else ("vocab_size", "num_layers", "mlp_dim"):
+    recurrent = getattr(config, "recurrent", None)
+    has_mlp = config.mlp_dim != 0 or recurrent is None or config.recurrent_layers is not None
+    names = (*("vocab_size",) * (not images), "num_layers", *("mlp_dim",) * has_mlp)
+    for name in names:
         as_size(where, name, getattr(config, name))
     rope = getattr(config, "rope", None)
     base = getattr(config, "rope_base", None if rope is None else rope.base)

@@ -95,8 +95,10 @@ class TransformerLayer(Module):
         else:
             self.attn = _attention(config, index, rngs)
         self.attn_post_norm = make_norm(config) if behind else None
-        self.mlp_norm = make_norm(config) if has_pre_norm and not config.shared_norm else None
-        self.mlp: Any = (_experts if experts else _mlp)(config, rngs)
+        has_mlp = experts or config.mlp_dim > 0
+        has_mlp_norm = has_pre_norm and has_mlp and not config.shared_norm
+        self.mlp_norm = make_norm(config) if has_mlp_norm else None
+        self.mlp: Any = (_experts if experts else _mlp)(config, rngs) if has_mlp else None
         self.has_experts = experts
         if experts and config.shared_expert_dim:
             self.shared_mlp = _mlp(config, rngs, config.shared_expert_dim)
@@ -104,10 +106,10 @@ class TransformerLayer(Module):
                 names, size = ("embed", None), config.embed_dim
                 options = {"use_bias": False, "kernel_axes": names, **dtypes(config)}
                 self.shared_gate = Linear(size, 1, rngs=rngs, **options)
-        self.mlp_post_norm = make_norm(config) if behind else None
+        self.mlp_post_norm = make_norm(config) if behind and has_mlp else None
         scale = (ones, (config.embed_dim,), config.param_dtype, ("embed",), None)
         self.attn_scale = make_parameter(*scale) if config.layer_scale else None
-        self.mlp_scale = make_parameter(*scale) if config.layer_scale else None
+        self.mlp_scale = make_parameter(*scale) if config.layer_scale and has_mlp else None
         self.dropout = Dropout(config.dropout, rngs=rngs) if config.dropout else None
 
     def __call__(
@@ -156,6 +158,8 @@ class TransformerLayer(Module):
             more = self._added(result, "mlp", self.mlp_post_norm, self.mlp_scale)
             return _constrain(x + added + more)
         x = self._joined(x, added, self.attn_post_norm)
+        if self.mlp is None:
+            return _constrain(x)
         normed = x if self.mlp_norm is None else self.mlp_norm(x)
         result = self._mlp(normed, mask)
         added = self._added(result, "mlp", self.mlp_post_norm, self.mlp_scale)

@@ -47,6 +47,7 @@ FAMILIES: dict[str, Family] = {
     "lfm2": hybrids.LFM2,
     "llama": llama.LLAMA,
     "llama4_text": llama.LLAMA4_TEXT,
+    "mamba2": hybrids.MAMBA2,
     "ministral": llama.MINISTRAL,
     "mistral": llama.MISTRAL,
     "mixtral": llama.MIXTRAL,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,9 +19,10 @@ from shardax._core.init.lazy import Init
 from shardax._core.module import Module
 from shardax._core.variable import Cache
 from shardax.nn.attention.dot_product import gathered
+from shardax.nn.attention.multi_head import positions_within
 from shardax.nn.errors import LayerConfigError, LayerInputError
 from shardax.nn.parameters import as_size, refuse_input
-from shardax.partition.explicit import explicit_entries
+from shardax.partition.explicit import explicit_entries, with_layout
 
 
 @dataclass(frozen=True)
@@ -138,46 +139,89 @@ class RecurrentCache(Module):
         """
         return self.states[name].value.astype(dtype)
 
-    def update(self, values: Mapping[str, jax.Array], time: int, mask: Any = None) -> None:
+    def update(self, values: Mapping[str, jax.Array], time: int, real: Any = None) -> None:
         """Writes the states behind new tokens.
 
         Args:
             values: The states, by name.
             time: How many tokens were read.
-            mask: Booleans of shape (batch, time), True for real tokens; None for all.
+            real: Booleans of shape (batch, time), True for real tokens; None for all.
         """
         for name, value in values.items():
             variable = self.states[name]
             variable.value = value.astype(variable.dtype)
-        count: Any = time if mask is None else jnp.sum(mask, -1, keepdims=True, dtype=np.int32)
+        count: Any = time if real is None else jnp.sum(real, -1, keepdims=True, dtype=np.int32)
         self.position.value = self.position.value + count
 
 
-def take_call(mixer: Any, x: jax.Array, mask: Any, segment_ids: Any, cache: Any) -> Any:
-    """Checks the arguments of a mixer; returns input, mask and segments."""
-    name, features = type(mixer).__name__, mixer.features
-    if x.ndim not in (2, 3) or x.shape[-1] != features:
-        refuse_input(
-            name,
-            f"an input of shape (batch, time, {features}) or (time, {features})",
-            x,
-            "Reshape further batch dimensions into one, or use vmap.",
-        )
-    if cache is not None:
-        cache.check(mixer, x, segment_ids)
-    x = gathered(x if x.ndim == 3 else x[None], -2)
-    shape = x.shape[:2]
-    if mask is not None:
-        mask = jnp.asarray(mask)
-        fits = mask.dtype == bool and mask.shape in ((*shape[:1], 1, 1, shape[1]), (1, 1, shape[1]))
-        if not (fits or (mask.dtype == bool and mask.shape == shape)):
-            hint = "A recurrent mixer reads all earlier tokens; the mask says which are real."
-            refuse_input(name, f"a mask of booleans of shape {shape}", mask, hint)
-        mask = mask.reshape(shape)
-    if segment_ids is not None:
-        segment_ids = jnp.asarray(segment_ids)
-        if not jnp.issubdtype(segment_ids.dtype, np.integer) or segment_ids.size != x[..., 0].size:
-            hint = "There is one for each position."
-            refuse_input(name, f"segment_ids, integers of shape {shape}", segment_ids, hint)
-        segment_ids = segment_ids.reshape(shape)
-    return x, mask, segment_ids
+class MixerInput(NamedTuple):
+    """The input of a mixer, the real tokens of each row first."""
+
+    x: jax.Array  # (batch, time, features)
+    real: jax.Array | None  # (batch, time), None for all
+    segments: jax.Array | None  # (batch, time)
+    order: jax.Array | None  # where tokens came from
+
+    @classmethod
+    def of(cls, mixer: Any, x: jax.Array, mask: Any, segment_ids: Any, cache: Any) -> MixerInput:
+        """Takes the arguments of a mixer, or raises."""
+        name, features = type(mixer).__name__, mixer.features
+        if x.ndim not in (2, 3) or x.shape[-1] != features:
+            refuse_input(
+                name,
+                f"an input of shape (batch, time, {features}) or (time, {features})",
+                x,
+                "Reshape further batch dimensions into one, or use vmap.",
+            )
+        if cache is not None:
+            cache.check(mixer, x, segment_ids)
+        x = gathered(x if x.ndim == 3 else x[None], -2)
+        batch, time = x.shape[:2]
+        if mask is not None:
+            mask = jnp.asarray(mask)
+            shapes = ((batch, time), (batch, 1, 1, time), (1, 1, time))
+            if mask.dtype != bool or mask.shape not in shapes:
+                hint = "A recurrent mixer reads all earlier tokens; the mask says which are real."
+                refuse_input(name, f"a mask of booleans of shape {shapes[0]}", mask, hint)
+            mask = mask.reshape(batch, time)
+        if segment_ids is not None:
+            segment_ids = jnp.asarray(segment_ids)
+            is_integer = jnp.issubdtype(segment_ids.dtype, np.integer)
+            if not is_integer or segment_ids.size != batch * time:
+                hint = "There is one for each position."
+                refuse_input(
+                    name, f"segment_ids, integers of shape {(batch, time)}", segment_ids, hint
+                )
+            segment_ids = segment_ids.reshape(batch, time)
+        if mask is None:
+            return cls(x, None, segment_ids, None)
+        order = jnp.argsort(~mask, axis=1, stable=True)
+        segments = None if segment_ids is None else taken_rows(segment_ids, order)
+        return cls(taken_rows(x, order), taken_rows(mask, order), segments, order)
+
+    @property
+    def places(self) -> jax.Array | None:
+        """Positions within segments, None without segments."""
+        return None if self.segments is None else positions_within(self.segments)
+
+    def last(self, padded: jax.Array, size: int) -> jax.Array:
+        """Returns the last real positions, of an array with so many in front."""
+        if self.real is None:
+            return padded[:, padded.shape[1] - size :]
+        count = jnp.sum(self.real, axis=1, dtype=np.int32, keepdims=True)
+        return taken_rows(padded, count + jnp.arange(size, dtype=np.int32)[None])
+
+    def in_order(self, y: jax.Array) -> jax.Array:
+        """Returns results at the places of the tokens."""
+        return y if self.order is None else taken_rows(y, jnp.argsort(self.order, axis=1))
+
+
+def taken_rows(x: jax.Array, places: jax.Array) -> jax.Array:
+    """Takes positions of each row, (batch, time, ...) by (batch, count)."""
+
+    def take(x: jax.Array, places: jax.Array) -> jax.Array:
+        places = places.reshape(*places.shape, *(1,) * (x.ndim - 2))
+        return jnp.take_along_axis(x, places, axis=1)
+
+    is_explicit = explicit_entries(x) is not None
+    return with_layout(take, jax.typeof(x).sharding if is_explicit else None, x, places)

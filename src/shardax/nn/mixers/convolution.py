@@ -23,11 +23,10 @@ from shardax._core.init.lazy import Initializer
 from shardax._core.init.rng import Rngs
 from shardax._core.module import Module
 from shardax.nn.arithmetic import add_bias, as_array, cast_all
-from shardax.nn.attention.multi_head import positions_within
 from shardax.nn.linear import Linear
-from shardax.nn.mixers.cache import MixerState, RecurrentCache, take_call
+from shardax.nn.mixers.cache import MixerInput, MixerState, RecurrentCache
 from shardax.nn.parameters import as_axes, as_size, lecun_normal, make_parameter, zeros
-from shardax.partition.explicit import align, explicit_entries, with_layout
+from shardax.partition.explicit import align
 
 
 class ShortConvolution(Module):
@@ -120,16 +119,15 @@ class ShortConvolution(Module):
         """
         x = as_array(x)
         shape = x.shape
-        x, mask, segment_ids = take_call(self, x, mask, segment_ids, cache)
-        before, after, value = (self.into(x)[..., index, :] for index in range(3))
+        tokens = MixerInput.of(self, x, mask, segment_ids, cache)
+        before, after, value = jnp.unstack(self.into(tokens.x), axis=-2)
         window = None if cache is None else cache.read("window", value.dtype)
         bias = None if self.bias is None else self.bias.value
-        convolved, window = causal_convolution(
-            before * value, self.kernel.value, bias, window=window, mask=mask, segments=segment_ids
-        )
+        kernel = self.kernel.value
+        convolved, window = causal_convolution(before * value, kernel, bias, tokens, window)
         if cache is not None:
-            cache.update({"window": window}, shape[1], mask)
-        return self.out(after * convolved).reshape(shape)
+            cache.update({"window": window}, shape[1], tokens.real)
+        return tokens.in_order(self.out(after * convolved)).reshape(shape)
 
     def states(self) -> dict[str, MixerState]:
         """Says what it keeps of a row between calls.
@@ -166,28 +164,20 @@ class ShortConvolution(Module):
 def causal_convolution(
     x: jax.Array,
     kernel: jax.Array,
-    bias: jax.Array | None = None,
-    *,
+    bias: jax.Array | None,
+    tokens: MixerInput,
     window: jax.Array | None = None,
-    mask: jax.Array | None = None,
-    segments: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Convolves each channel over time; returns the last inputs too."""
     # x is (batch, time, *channels), the kernel (size, *channels), and the window what stands
     # before x, (batch, size - 1, *channels).
     x, kernel = cast_all(None, x, kernel)
     size, time = kernel.shape[0], x.shape[1]
-    order = None
-    if mask is not None:  # real tokens go to the front, and results back
-        order = jnp.argsort(~mask, axis=1, stable=True)
-        x = taken_rows(x, order)
-        segments = None if segments is None else taken_rows(segments, order)
     if window is None:
         padded = jnp.pad(x, [(0, 0), (size - 1, 0)] + [(0, 0)] * (x.ndim - 2))
     else:
         padded = jnp.concatenate([window.astype(x.dtype), x], axis=1)
-    places = None if segments is None else positions_within(segments)
-    y = jnp.zeros_like(x)
+    places, y = tokens.places, jnp.zeros_like(x)
     for index in range(size):
         weight = align(kernel[index], x, range(2, x.ndim))
         term = padded[:, index : index + time] * jax.lax.expand_dims(weight, (0, 1))
@@ -195,21 +185,5 @@ def causal_convolution(
             is_same = places >= size - 1 - index
             term = jnp.where(jax.lax.expand_dims(is_same, range(2, x.ndim)), term, 0)
         y = y + term
-    if bias is not None:
-        y = add_bias(y, bias)
-    if mask is None or order is None:
-        return y, padded[:, time:]
-    last = jnp.sum(mask, axis=1, dtype=np.int32, keepdims=True)
-    last = last + jnp.arange(size - 1, dtype=np.int32)[None]
-    return taken_rows(y, jnp.argsort(order, axis=1)), taken_rows(padded, last)
-
-
-def taken_rows(x: jax.Array, places: jax.Array) -> jax.Array:
-    """Takes positions of each row, (batch, time, ...) by (batch, count)."""
-
-    def take(x: jax.Array, places: jax.Array) -> jax.Array:
-        places = places.reshape(*places.shape, *(1,) * (x.ndim - 2))
-        return jnp.take_along_axis(x, places, axis=1)
-
-    is_explicit = explicit_entries(x) is not None
-    return with_layout(take, jax.typeof(x).sharding if is_explicit else None, x, places)
+    y = y if bias is None else add_bias(y, bias)
+    return y, tokens.last(padded, size - 1)
