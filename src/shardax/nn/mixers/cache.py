@@ -18,6 +18,7 @@ import numpy as np
 from shardax._core.init.lazy import Init
 from shardax._core.module import Module
 from shardax._core.variable import Cache
+from shardax.nn.attention.cache import laid_out
 from shardax.nn.attention.dot_product import gathered
 from shardax.nn.attention.multi_head import positions_within
 from shardax.nn.errors import LayerConfigError, LayerInputError
@@ -149,9 +150,10 @@ class RecurrentCache(Module):
         """
         for name, value in values.items():
             variable = self.states[name]
-            variable.value = value.astype(variable.dtype)
-        count: Any = time if real is None else jnp.sum(real, -1, keepdims=True, dtype=np.int32)
-        self.position.value = self.position.value + count
+            variable.value = laid_out(value.astype(variable.dtype), variable.value)
+        count: Any = real if real is None else jnp.sum(real, -1, keepdims=True, dtype=np.int32)
+        position = self.position.value
+        self.position.value = position + (laid_out(count, position) if real is not None else time)
 
 
 class MixerInput(NamedTuple):
@@ -205,7 +207,7 @@ class MixerInput(NamedTuple):
         return None if self.segments is None else positions_within(self.segments)
 
     def last(self, padded: jax.Array, size: int) -> jax.Array:
-        """Returns the last real positions, of an array with so many in front."""
+        """Returns the last real positions of a padded array."""
         if self.real is None:
             return padded[:, padded.shape[1] - size :]
         count = jnp.sum(self.real, axis=1, dtype=np.int32, keepdims=True)

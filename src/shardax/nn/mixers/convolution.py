@@ -23,6 +23,7 @@ from shardax._core.init.lazy import Initializer
 from shardax._core.init.rng import Rngs
 from shardax._core.module import Module
 from shardax.nn.arithmetic import add_bias, as_array, cast_all
+from shardax.nn.attention.cache import laid_out
 from shardax.nn.linear import Linear
 from shardax.nn.mixers.cache import MixerInput, MixerState, RecurrentCache
 from shardax.nn.parameters import as_axes, as_size, lecun_normal, make_parameter, zeros
@@ -176,7 +177,7 @@ def causal_convolution(
     if window is None:
         padded = jnp.pad(x, [(0, 0), (size - 1, 0)] + [(0, 0)] * (x.ndim - 2))
     else:
-        padded = jnp.concatenate([window.astype(x.dtype), x], axis=1)
+        padded = jnp.concatenate([laid_out(window.astype(x.dtype), x), x], axis=1)
     places, y = tokens.places, jnp.zeros_like(x)
     for index in range(size):
         weight = align(kernel[index], x, range(2, x.ndim))

@@ -342,7 +342,10 @@ def _chunk(state: jax.Array, parts: tuple[jax.Array, ...]) -> tuple[jax.Array, j
     place = np.arange(value.shape[1])
     allowed = segment[:, :, None] == segment[:, None]  # (batch, time, earlier time)
     allowed &= (place[:, None] >= place[None])[None]
-    gap = jnp.where(allowed[..., None], total[:, :, None] - total[:, None], -jnp.inf)
+    # Summed for each pair: differences of two long sums would lose what is small beside them.
+    later = (place[:, None] > place[None])[None, :, :, None]
+    gap = jnp.cumsum(jnp.where(later, decay[:, :, None], 0), axis=1)
+    gap = jnp.where(allowed[..., None], gap, -jnp.inf)
     scores = jnp.einsum("btgn,bsgn->btsg", read, write)
     scores = jnp.repeat(scores, repeats, axis=-1) * jnp.exp(gap)
     y = jnp.einsum("btsh,bshp->bthp", scores, value)
@@ -356,8 +359,8 @@ def _chunk(state: jax.Array, parts: tuple[jax.Array, ...]) -> tuple[jax.Array, j
 
 
 def _as_auto(function: Callable[..., Any], x: jax.Array, *arrays: Any) -> Any:
-    """Runs a function with Explicit axes as Auto, for a result like ``x``."""
-    # The second result has the batch and heads of ``x`` first.
+    """Runs a function of two results with Explicit axes as Auto."""
+    # The first is laid out as ``x``, the second by its batch and heads.
     entries = explicit_entries(x)
     if entries is None:
         return function(x, *arrays)
