@@ -38,6 +38,8 @@ CLIPPED |= {"sliding_window": 3}
 CHUNKED = {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 1, "floor_scale": 3}
 CHUNKED |= {"intermediate_size_mlp": 40, "attention_chunk_size": 5, "attn_scale": 0.5}
 CHUNKED |= {"num_hidden_layers": 4, "no_rope_layers": [1, 0, 1, 1]}
+STATE_SPACE = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 3, "num_heads": 8}
+STATE_SPACE |= {"head_dim": 8, "state_size": 6, "chunk_size": 5, "pad_token_id": 0}
 GEMMA3_ROPES = {
     "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
     "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
@@ -250,6 +252,29 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "Cohere2ForCausalLM",
         {**GROUPED, "sliding_window": 3, "num_hidden_layers": 5, "logit_scale": 0.5},
     ),
+    "lfm2": (
+        "Lfm2Config",
+        "Lfm2ForCausalLM",
+        {**GROUPED, "layer_types": ["conv", "full_attention", "conv"], "conv_L_cache": 4}
+        | {"block_multiple_of": 8, "block_ffn_dim_multiplier": 1.3},
+    ),
+    "lfm2-biases": (
+        "Lfm2Config",
+        "Lfm2ForCausalLM",
+        {**GROUPED, "num_hidden_layers": 4, "full_attn_idxs": [1, 3], "conv_bias": True}
+        | {"tie_word_embeddings": False, "block_auto_adjust_ff_dim": False},
+    ),
+    "mamba2": (
+        "Mamba2Config",
+        "Mamba2ForCausalLM",
+        {**STATE_SPACE, "n_groups": 2, "conv_kernel": 3, "time_step_limit": (0.3, 0.9)},
+    ),
+    "mamba2-biases": (
+        "Mamba2Config",
+        "Mamba2ForCausalLM",
+        {**STATE_SPACE, "n_groups": 1, "use_bias": True, "use_conv_bias": False}
+        | {"tie_word_embeddings": True, "hidden_act": "gelu", "expand": 1, "head_dim": 4},
+    ),
     "qwen2_moe": (
         "Qwen2MoeConfig",
         "Qwen2MoeForCausalLM",
@@ -306,6 +331,8 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 # Their positions follow from the padding tokens.
 COUNTED_BY_PADDING = ("roberta", "xlm-roberta", "mpnet")
+# In a batch padding changes their rows: growth of queries counts it, biases come from it.
+READ_ALONE = ("lfm2", "llama4_text", "mamba2")
 IMAGES = {
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -353,11 +380,13 @@ def logits(peer: Any, tokens: np.ndarray, mask: np.ndarray) -> np.ndarray:
     """Computes what the model of ``transformers`` returns first, in float32."""
     import torch
 
-    if peer.config.model_type == "llama4_text" and not mask.all():
+    if peer.config.model_type in READ_ALONE and not mask.all():
         return logits_without_padding(peer, tokens, mask)
 
     positions = torch.from_numpy(np.maximum(np.cumsum(mask, 1) - 1, 0))
     options = {"attention_mask": torch.from_numpy(mask.astype(int)), "position_ids": positions}
+    if peer.config.model_type in READ_ALONE:  # a cache without attention has no length there
+        options["use_cache"] = False
     if peer.config.model_type in COUNTED_BY_PADDING:
         del options["position_ids"]
     with torch.no_grad():
@@ -370,7 +399,7 @@ def logits(peer: Any, tokens: np.ndarray, mask: np.ndarray) -> np.ndarray:
 
 
 def logits_without_padding(peer: Any, tokens: np.ndarray, mask: np.ndarray) -> np.ndarray:
-    """Computes each row alone, where the growth of queries counts padding in a batch."""
+    """Computes each row alone."""
     result = np.zeros((*tokens.shape, peer.config.vocab_size), np.float32)
     for row, real in enumerate(mask):
         result[row, real] = logits(peer, tokens[row][real][None], real[real][None])[0]

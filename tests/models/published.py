@@ -16,8 +16,10 @@ from tests.models.published_experts import (
     LLAMA4_TEXT,
     MOONLIGHT,
     MSCALE,
+    TINY_EXPERTS,
     UNPACKED_GPT_OSS,
 )
+from tests.models.published_hybrids import HYBRIDS, TINY_HYBRIDS
 from tests.models.published_towers import TOWERS
 from tests.values import with_values
 
@@ -807,6 +809,7 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         _vit(768, 3072, 12, architectures=["ViTModel"]),
         {"pooler": True},
     ),
+    **HYBRIDS,
     **TOWERS,
 }
 
@@ -863,11 +866,7 @@ TINY = {
     "projection_size": 4,
 }
 # And those of one family.
-TINY_OF: dict[str, dict[str, Any]] = {
-    "deepseek_v2": {"num_key_value_heads": 2, "q_lora_rank": None},
-    "llama4_text": {"intermediate_size_mlp": 8, "attention_chunk_size": 3, "floor_scale": 2},
-    "deepseek_v3": {"num_key_value_heads": 2, "n_group": 2, "topk_group": 1},
-}
+TINY_OF = {**TINY_EXPERTS, **TINY_HYBRIDS}
 
 
 def tiny_config(content: dict[str, Any], layers: int, **fields: Any) -> dict[str, Any]:

@@ -64,3 +64,10 @@ LLAMA4_TEXT |= {"rope_scaling": {"factor": 16.0, "high_freq_factor": 1.0, "low_f
 LLAMA4_TEXT["rope_scaling"] |= {"original_max_position_embeddings": 8192, "rope_type": "llama3"}
 LLAMA4_TEXT |= {"router_aux_loss_coef": 0.001, "router_jitter_noise": 0.0}
 LLAMA4_TEXT |= {"tie_word_embeddings": False}
+
+# Sizes with which models are small, beside those of all families.
+TINY_EXPERTS: dict[str, dict[str, Any]] = {
+    "deepseek_v2": {"num_key_value_heads": 2, "q_lora_rank": None},
+    "llama4_text": {"intermediate_size_mlp": 8, "attention_chunk_size": 3, "floor_scale": 2},
+    "deepseek_v3": {"num_key_value_heads": 2, "n_group": 2, "topk_group": 1},
+}

@@ -96,6 +96,8 @@ GREEDY: dict[str, dict[str, int | None]] = {
     "granite": {},
     "llama4_text": {"attention_chunk_size": 5, "floor_scale": 4, "attn_scale": 0.5, "head_dim": 8}
     | {"num_local_experts": 4, "intermediate_size_mlp": 40, "num_hidden_layers": 4},
+    "lfm2": {"num_hidden_layers": 4, "full_attn_idxs": [1, 3]},
+    "mamba2": {"num_heads": 8, "head_dim": 8, "state_size": 6, "n_groups": 2, "chunk_size": 5},
     "ministral": {**WINDOW, "head_dim": 8},
     "nemotron": {},
     "olmo3": {**WINDOW, "num_hidden_layers": 4},

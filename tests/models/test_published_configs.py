@@ -19,7 +19,13 @@ from tests.values import with_values
 
 import shardax as sx
 from shardax.errors import PartitionCheckError, PretrainedError
-from shardax.models import DecoderConfig, TransformerConfig, from_pretrained, save_pretrained
+from shardax.models import (
+    DecoderConfig,
+    StateSpaceConfig,
+    TransformerConfig,
+    from_pretrained,
+    save_pretrained,
+)
 
 safetensors = pytest.importorskip("safetensors.numpy", reason="pip install 'shardax[hub]'")
 pytest.importorskip("tokenizers", reason="pip install 'shardax[hub]'")
@@ -42,7 +48,9 @@ for _kind in ("clip_vision_model", "siglip_vision_model"):
     OWN_SIZES[_kind] = {**IMAGES, "intermediate_size": 12}
 OWN_SIZES |= {"deepseek_v3": {**MANY, "num_key_value_heads": 32}}
 OWN_SIZES |= {"deepseek_v2": {**MANY, "num_experts_per_tok": 2}}
+OWN_SIZES |= {"mamba2": {**MANY, "head_dim": 4}}
 V2 = {"model_type": "deepseek_v2", "num_experts_per_tok": 2}
+MAMBA2 = {"model_type": "mamba2", "num_heads": 4, "head_dim": 4, "n_groups": 1}
 V3 = {"model_type": "deepseek_v3"}
 OSS = {"model_type": "gpt_oss", "num_key_value_heads": 1}
 LLAMA4 = {"model_type": "llama4_text", "num_key_value_heads": 1}
@@ -103,9 +111,13 @@ def test_absent_fields_have_the_defaults_of_transformers(tmp_path: Path):
         | {"head_dim": 64, "num_kv_heads": 8, "window": 128, "expert_limit": 7.0}
         | {"truncate": False, "local_layers": (True, False), "qkv_bias": True},
         "granite": {"attention_scale": 1.0, "logit_scale": None, "residual_scale": None},
+        "lfm2": {"base": 1e6, "norm_epsilon": 1e-5, "tied_head": True, "num_kv_heads": 8}
+        | {"recurrent": None, "mlp_dim": 256, "qk_norm": "head"},
         "llama4_text": {"window": 8192, "chunked": True, "rope_layers": None, "base": 500000.0}
         | {"query_growth": (0.1, 8192.0), "num_experts": 16, "experts_per_token": 1}
         | {"qk_norm": "unscaled", "interleaved": True, "mlp_dim": 16384, "dense_layers": ()},
+        "mamba2": {"norm_epsilon": 1e-5, "tied_head": False, "mlp_dim": 0, "rope": None}
+        | {"recurrent": StateSpaceConfig(128, 4, 128, 8)},
         "ministral": {"window": 4096, "local_layers": None, "num_kv_heads": 8},
         "nemotron": {"activation": "squared_relu", "fraction": 0.5, "norm_epsilon": 1e-5},
         "olmo3": {"base": 5e5, "window": 4096, "norm_epsilon": 1e-5},
@@ -156,6 +168,8 @@ CLASSES = {
     "glm4_moe": "Glm4Moe",
     "gpt_oss": "GptOss",
     "granite": "Granite",
+    "lfm2": "Lfm2",
+    "mamba2": "Mamba2",
     "llama4_text": "Llama4Text",
     "ministral": "Ministral",
     "nemotron": "Nemotron",
@@ -498,6 +512,12 @@ def test_first_bert_names_of_norms_are_read(tmp_path: Path):
         ({"model_type": "phi3", "rope_scaling": YARN}, "rope_type='yarn' is not supported"),
         ({"model_type": "gpt_neox", "rope_theta": 5e5}, "takes no notice"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not supported for this"),
+        ({"model_type": "lfm2", "layer_types": ["mamba"] * 2}, "only 'conv' or 'full_attention'"),
+        ({"model_type": "mamba2"}, "num_heads=128 of head_dim=64 are not expand=2 times"),
+        ({**MAMBA2, "n_groups": 3}, "n_groups=3 does not divide num_heads=4"),
+        ({**MAMBA2, "time_step_limit": [1, 0]}, "only two numbers from 0 up"),
+        ({**MAMBA2, "time_step_limit": [0, {"__float__": "NaN"}]}, "only two numbers from 0 up"),
+        ({**MAMBA2, "hidden_act": "tanh"}, "hidden_act='tanh' is none of"),
         ({"model_type": "granite", "logits_scaling": 0}, "logits_scaling=0 is not positive"),
         ({"model_type": "granite", "residual_multiplier": None}, "is not a number"),
         ({"model_type": "smollm3", "no_rope_layers": [1]}, "is not supported for 2 layers"),

@@ -95,6 +95,10 @@ LAYERS: dict[str, Callable[[Any], Any]] = {
     "MultiHeadLatentAttention": lambda options: nn.MultiHeadLatentAttention(
         8, 2, head_dim=4, rope_dim=2, value_dim=4, latent_dim=4, causal=True, **options
     ),
+    "ShortConvolution": lambda options: nn.ShortConvolution(8, use_bias=True, **options),
+    "StateSpaceMixer": lambda options: nn.StateSpaceMixer(
+        8, num_heads=2, head_dim=4, state_dim=3, chunk=2, **options
+    ),
     "softcap": lambda options: nn.MultiHeadAttention(8, 2, softcap=3.0, dropout=0.5, **options),
     "MoE": lambda options: nn.MoE(8, 8, num_experts=4, **options),
     "Dropout": lambda options: nn.Sequential(
@@ -130,6 +134,7 @@ ELSEWHERE = {
     "LSTMCell",
     "QuantizedKernel",
     "RNN",
+    "RecurrentCache",
     "Sequential",
 }
 

@@ -18,6 +18,8 @@ from shardax.models.losses import blockwise_cross_entropy as blockwise_cross_ent
 from shardax.models.losses import cross_entropy as cross_entropy
 from shardax.models.losses import next_token_loss as next_token_loss
 from shardax.models.pooling import pool_tokens as pool_tokens
+from shardax.models.recurrent import ShortConvolutionConfig as ShortConvolutionConfig
+from shardax.models.recurrent import StateSpaceConfig as StateSpaceConfig
 from shardax.models.transformer import Transformer as Transformer
 from shardax.models.transformer import TransformerLayer as TransformerLayer
 from shardax.models.weights import from_pretrained as from_pretrained

@@ -54,6 +54,7 @@ from shardax.models.family import (
     published_activation,
 )
 from shardax.models.norms import OffsetLayerNorm, OffsetRMSNorm, OffsetScale
+from shardax.models.recurrent import RECURRENT
 from shardax.models.transformer import Transformer, TransformerBlock
 from shardax.nn.dropout import Dropout
 from shardax.nn.errors import LayerConfigError
@@ -388,7 +389,8 @@ def _facts(model: object, config: TransformerConfig) -> dict[str, Any]:
     mixed = [place for place, experts in zip(places, has_experts, strict=True) if experts]
     readers: list[tuple[Sequence[Any], Mapping[str, Callable[[Any], Any]]]] = [
         ([model], _model_readers(config)),
-        (places, _LAYER),
+        (places, _ANY_LAYER),
+        ([place for place in places if _mixer(place) is None], _LAYER),
         (dense, _DENSE),
         (mixed, _MIXED),
     ]
@@ -399,7 +401,7 @@ def _facts(model: object, config: TransformerConfig) -> dict[str, Any]:
             # Layers that differ where no config says so are refused by path, later.
             if values and all(value == values[0] for value in values) and values[0] is not _NONE:
                 facts[name] = values[0]
-    facts |= _windows(places)
+    facts |= _windows(places) | _recurrent(places)
     if config.rope is not None:
         facts |= _rotated_layers(places)
     if mixed:
@@ -512,6 +514,8 @@ _LAYER: dict[str, Callable[[Any], Any]] = {
     "attention_scale": lambda place: place.module.attn.scale,
     "attention_softcap": lambda place: place.module.attn.softcap,
     "attention_sinks": lambda place: place.module.attn.sinks is not None,
+}
+_ANY_LAYER: dict[str, Callable[[Any], Any]] = {
     "parallel": lambda place: place.module.parallel,
     "residual_scale": lambda place: place.module.residual_scale,
 }
@@ -565,6 +569,23 @@ def _windows(places: Sequence[LayerPlace]) -> dict[str, Any]:
     return {"window": sizes.pop(), "local_layers": None if all(local) else local}
 
 
+def _mixer(place: LayerPlace) -> Any:
+    return getattr(place.module, "mixer", None)
+
+
+def _recurrent(places: Sequence[LayerPlace]) -> dict[str, Any]:
+    mixers = list(map(_mixer, places))
+    chosen = tuple(mixer is not None for mixer in mixers)
+    if not any(chosen):
+        return {"recurrent": None, "recurrent_layers": None}
+    kinds: set[Any] = {
+        _attempt(RECURRENT[type(mixer)].of, mixer) for mixer in mixers if type(mixer) in RECURRENT
+    }
+    if len(kinds) != 1 or _NONE in kinds:  # refused by path, later
+        return {}
+    return {"recurrent": kinds.pop(), "recurrent_layers": None if all(chosen) else chosen}
+
+
 def _rotated_layers(places: Sequence[LayerPlace]) -> dict[str, Any]:
     rotated = tuple(getattr(place.module, "has_rope", True) for place in places)
     return {"rope_layers": None if all(rotated) else rotated}
@@ -584,8 +605,12 @@ def _relevant(config: TransformerConfig) -> dict[str, Any]:
     """Returns the fields of a config with meaning for its logits."""
     values = {f.name: getattr(config, f.name) for f in fields(config) if f.name not in _SETTINGS}
     kinds = [config.kind_of(index) for index in range(config.num_layers)]
-    for name in ("window", "local_layers", "rope_layers"):
+    recurrent = tuple(map(config.is_recurrent, range(config.num_layers)))
+    for name in ("window", "local_layers", "rope_layers", "recurrent_layers"):
         values.pop(name)
+    if not any(recurrent):
+        values["recurrent"] = None
+    values["recurrent_layers"] = recurrent
     values["rotated_layers"] = tuple(map(config.has_rope, range(config.num_layers)))
     values["windows"] = tuple(config.window if local else None for local, _ in kinds)
     values["experts"] = tuple(experts for _, experts in kinds)
@@ -596,6 +621,8 @@ def _relevant(config: TransformerConfig) -> dict[str, Any]:
         values.pop(name)
     no_experts = not any(experts for _, experts in kinds)
     unused = {
+        "num_heads num_kv_heads head_dim qk_norm qkv_bias out_bias rope rotated_layers windows "
+        "chunked attention_scale attention_softcap attention_sinks": all(recurrent),
         "num_experts experts_per_token expert_dim normalise_experts": no_experts,
         "shared_expert_dim expert_scores expert_bias expert_limit": no_experts,
         "expert_groups groups_per_token expert_scale": (
@@ -604,6 +631,7 @@ def _relevant(config: TransformerConfig) -> dict[str, Any]:
         "query_latent_dim rope_dim value_dim": config.latent_dim == 0,
         "shared_expert_gate": no_experts or config.shared_expert_dim == 0,
         "mlp_dim": all(experts for _, experts in kinds),
+        "activation gated mlp_bias head_activation": config.mlp_dim == 0 and no_experts,
         "tied_head": config.head != "tokens",
         "num_classes": config.head not in ("first", "each"),
         "projection_dim": config.head != "embedding",
@@ -626,7 +654,7 @@ def _relevant(config: TransformerConfig) -> dict[str, Any]:
             values.pop(name, None)
     if config.head_activation == config.activation:
         values["head_activation"] = None
-    if config.attention_scale == config.head_dim**-0.5:
+    if not all(recurrent) and config.attention_scale == config.head_dim**-0.5:
         values["attention_scale"] = None
     return values
 

@@ -10,6 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from shardax.models.norms import NORMS
+from shardax.models.recurrent import RecurrentConfig
 from shardax.nn.attention.multi_head import attention_sizes
 from shardax.nn.errors import LayerConfigError
 from shardax.nn.moe import Dispatch
@@ -40,7 +41,9 @@ class TransformerConfig:
         query_latent_dim: Size of the latent that queries are made of; None for none.
         rope_dim: How many of ``head_dim`` are rotated.
         value_dim: Size of a head of values.
-        mlp_dim: Size of the MLP's hidden layer.
+        recurrent: The recurrent mixer that layers have in place of attention; None for none.
+        recurrent_layers: Which layers have it; None for all.
+        mlp_dim: Size of the MLP's hidden layer; 0 for none, where all layers are recurrent.
         causal: Whether a position reads only from itself and earlier ones.
         norm: ``"rms"``, ``"rms_offset"`` (the scale is added to 1), ``"layer"``,
             ``"layer_offset"`` or ``"layer_unbiased"`` (without a bias).
@@ -168,6 +171,8 @@ class TransformerConfig:
     query_latent_dim: int | None = None
     rope_dim: int = 0
     value_dim: int = 0
+    recurrent: RecurrentConfig | None = None
+    recurrent_layers: tuple[bool, ...] | None = None
     mlp_dim: int = 192
     causal: bool = True
     norm: str = "rms"
@@ -303,7 +308,12 @@ class TransformerConfig:
             _check(where, "patch_size", self.patch_size, fits, f"from 1 up to {self.image_size}")
         needs_end = self.pooling == "end"
         _check(where, "end_token", self.end_token, self.end_token >= 0 or not needs_end, "a token")
-        for name in ("local_layers", "rope_layers"):
+        if self.recurrent is not None:
+            for name in ("causal", "parallel", "relative_buckets", "image_size"):
+                held = getattr(self, name)
+                need = f"{name == 'causal'}, with recurrent layers"
+                _check(where, name, held, bool(held) == (name == "causal"), need)
+        for name in ("local_layers", "rope_layers", "recurrent_layers"):
             chosen = getattr(self, name)
             if chosen is not None:
                 fits = len(chosen) == self.num_layers
@@ -356,6 +366,11 @@ class TransformerConfig:
         local = self.window is not None and (self.local_layers is None or self.local_layers[index])
         return local, self.num_experts > 0 and index not in self.dense_layers
 
+    def is_recurrent(self, index: int) -> bool:
+        """Whether a layer has a recurrent mixer in place of attention."""
+        chosen = self.recurrent_layers
+        return self.recurrent is not None and (chosen is None or chosen[index])
+
     def has_rope(self, index: int) -> bool:
         """Whether a layer has a rotary embedding."""
         return self.rope is not None and (self.rope_layers is None or self.rope_layers[index])
@@ -364,7 +379,12 @@ class TransformerConfig:
     def period(self) -> int:
         """Number of layers before their kinds repeat."""
         kinds = [
-            (self.kind_of(index), self.has_rope(index), index == 0 and not self.first_norm)
+            (
+                self.kind_of(index),
+                self.has_rope(index),
+                self.is_recurrent(index),
+                index == 0 and not self.first_norm,
+            )
             for index in range(self.num_layers)
         ]
         return next(
@@ -378,7 +398,10 @@ def check_config(config: Any) -> None:
     """Raises if sizes of a model's config do not fit."""
     where = type(config).__name__
     no_tokens = getattr(config, "image_size", 0) or getattr(config, "feature_size", 0)
-    for name in ("num_layers", "mlp_dim") if no_tokens else ("vocab_size", "num_layers", "mlp_dim"):
+    recurrent = getattr(config, "recurrent", None)
+    has_mlp = config.mlp_dim != 0 or recurrent is None or config.recurrent_layers is not None
+    names = (*("vocab_size",) * (not no_tokens), "num_layers", *("mlp_dim",) * has_mlp)
+    for name in names:
         as_size(where, name, getattr(config, name))
     rope = getattr(config, "rope", None)
     base = getattr(config, "rope_base", None if rope is None else rope.base)

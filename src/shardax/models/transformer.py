@@ -72,6 +72,7 @@ class TransformerLayer(Module):
     has_rope = True
     residual_scale: float | None = None
     cross_attn: Any = None
+    mixer: Any = None
     shared_mlp: Any = None
     shared_gate: Any = None
 
@@ -87,14 +88,20 @@ class TransformerLayer(Module):
         behind = config.norm_placement != "pre"
         has_first_norm = has_pre_norm and (index > 0 or config.first_norm)
         self.attn_norm: Any = make_norm(config) if has_first_norm else None
-        self.attn = _attention(config, index, rngs)
+        self.attn: Any = None
+        if config.recurrent is not None and config.is_recurrent(index):
+            self.mixer = config.recurrent.make(config, rngs)
+        else:
+            self.attn = _attention(config, index, rngs)
         self.attn_post_norm = make_norm(config) if behind else None
         if config.cross_attention:
             self.cross_norm: Any = make_norm(config) if has_pre_norm else None
             self.cross_attn = _cross_attention(config, rngs)
             self.cross_post_norm = make_norm(config) if behind else None
-        self.mlp_norm = make_norm(config) if has_pre_norm and not config.shared_norm else None
-        self.mlp: Any = (_experts if experts else _mlp)(config, rngs)
+        has_mlp = experts or config.mlp_dim > 0
+        has_mlp_norm = has_pre_norm and has_mlp and not config.shared_norm
+        self.mlp_norm = make_norm(config) if has_mlp_norm else None
+        self.mlp: Any = (_experts if experts else _mlp)(config, rngs) if has_mlp else None
         self.has_experts = experts
         if experts and config.shared_expert_dim:
             self.shared_mlp = _mlp(config, rngs, config.shared_expert_dim)
@@ -102,10 +109,10 @@ class TransformerLayer(Module):
                 names, size = ("embed", None), config.embed_dim
                 options = {"use_bias": False, "kernel_axes": names, **dtypes(config)}
                 self.shared_gate = Linear(size, 1, rngs=rngs, **options)
-        self.mlp_post_norm = make_norm(config) if behind else None
+        self.mlp_post_norm = make_norm(config) if behind and has_mlp else None
         scale = (ones, (config.embed_dim,), config.param_dtype, ("embed",), None)
         self.attn_scale = make_parameter(*scale) if config.layer_scale else None
-        self.mlp_scale = make_parameter(*scale) if config.layer_scale else None
+        self.mlp_scale = make_parameter(*scale) if config.layer_scale and has_mlp else None
         self.dropout = Dropout(config.dropout, rngs=rngs) if config.dropout else None
 
     def __call__(
@@ -130,7 +137,8 @@ class TransformerLayer(Module):
             mask: As for attention.
             bias: As for attention.
             segment_ids: As for attention, 0 for padding.
-            cache: The ``AttentionCache`` of this layer; with cross-attention, both of its caches.
+            cache: The ``AttentionCache`` of this layer, or that of its recurrent mixer; with
+                cross-attention, both of its caches.
             context: Shape (batch, other time, embed), what cross-attention reads; None for that
                 which an earlier call wrote to the cache.
             context_mask: As the mask of attention, of the context.
@@ -151,7 +159,7 @@ class TransformerLayer(Module):
             attention_options["cache"] = cache if self.cross_attn is None else cache.attn
         x = checkpoint_name(x, "layer_input")
         normed = x if self.attn_norm is None else self.attn_norm(x)
-        read = self.attn(normed, **attention_options)
+        read = (self.attn if self.mixer is None else self.mixer)(normed, **attention_options)
         added = self._added(read, "attention", self.attn_post_norm, self.attn_scale)
         if self.parallel:
             normed = normed if self.mlp_norm is None else self.mlp_norm(x)
@@ -161,6 +169,8 @@ class TransformerLayer(Module):
         x = self._joined(x, added, self.attn_post_norm)
         if self.cross_attn is not None:
             x = self._with_context(x, context, context_mask, cache)
+        if self.mlp is None:
+            return _constrain(x)
         normed = x if self.mlp_norm is None else self.mlp_norm(x)
         result = self._mlp(normed, mask)
         added = self._added(result, "mlp", self.mlp_post_norm, self.mlp_scale)
@@ -690,7 +700,9 @@ class Transformer(Module):
 
         Returns:
             A list of ``nn.AttentionCache``, or one of all layers if they are stacked; of latent
-            attention, ``nn.LatentCache``. With cross-attention, each beside a ``nn.ContextCache``.
+            attention, ``nn.LatentCache``; of a recurrent mixer, ``nn.RecurrentCache``, whose
+            states are not rounded to integers. With cross-attention, each beside a
+            ``nn.ContextCache``.
 
         Raises:
             LayerConfigError: If the model is not causal, or has no cache of the dtype; or it reads
@@ -706,6 +718,12 @@ class Transformer(Module):
                 f"make_cache was given context_length={context_length}. It is the length of what "
                 f"cross-attention reads, and needed for that alone."
             )
+        recurrent = map(config.is_recurrent, range(config.num_layers))
+        if not jnp.issubdtype(dtype, jnp.floating) and all(recurrent):
+            raise LayerConfigError(
+                f"{type(self).__name__} has no keys and values to keep in {jnp.dtype(dtype)}: all "
+                f"of its layers are recurrent. Leave the dtype out."
+            )
 
         def one(index: int, num_layers: int | None = None) -> Any:
             cache = own(index, num_layers)
@@ -714,7 +732,11 @@ class Transformer(Module):
             sizes = (batch, context_length, config.num_kv_heads, config.head_dim)
             return LayerCaches(cache, ContextCache(*sizes, dtype=dtype, num_layers=num_layers))
 
-        def own(index: int, num_layers: int | None) -> AttentionCache:
+        def own(index: int, num_layers: int | None) -> Any:
+            if config.recurrent is not None and config.is_recurrent(index):
+                kind = dtype if jnp.issubdtype(dtype, jnp.floating) else config.dtype
+                mixer = config.recurrent.make(config, Rngs(0))
+                return mixer.make_cache(batch, dtype=kind, num_layers=num_layers)
             window = config.window if config.kind_of(index)[0] else None
             if config.latent_dim:
                 kind = {"dtype": dtype, "num_layers": num_layers}

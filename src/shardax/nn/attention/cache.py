@@ -183,7 +183,7 @@ class AttentionCache(Module):
                 f"{jax.typeof(key)} over Explicit mesh axes. Lay it out as the model: "
                 f"sx.shard(cache, mesh, rules)."
             )
-        new = [_laid_out(array.astype(v.dtype), v.value) for v, array in pairs]
+        new = [laid_out(array.astype(v.dtype), v.value) for v, array in pairs]
         is_full = None
         if not self.ring:
             is_full = count + time > self.length
@@ -320,12 +320,12 @@ def _next_positions(positions_held: jax.Array, time: int, positions: Any, mask: 
     shape = (positions_held.shape[0], time)
     if positions is None:
         real = jnp.ones(shape, np.int32) if mask is None else mask.astype(np.int32)
-        positions = _laid_out(jnp.cumsum(real, 1), positions_held) + jnp.max(
+        positions = laid_out(jnp.cumsum(real, 1), positions_held) + jnp.max(
             positions_held, 1, keepdims=True
         )
     positions = jnp.broadcast_to(as_array(positions), shape).astype(np.int32)
     positions = positions if mask is None else jnp.where(mask, positions, -1)
-    return _laid_out(positions, positions_held)
+    return laid_out(positions, positions_held)
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3), inline=INLINE)
@@ -356,7 +356,7 @@ def _write_ring(old: jax.Array, new: jax.Array, start: Any) -> jax.Array:
     return jnp.where((source < time).reshape(1, length, *trailing), source_rows, old)
 
 
-def _laid_out(new: jax.Array, old: jax.Array) -> jax.Array:
+def laid_out(new: jax.Array, old: jax.Array) -> jax.Array:
     """Lays an array out as another, over Explicit mesh axes."""
     present, target = jax.typeof(new).sharding, jax.typeof(old).sharding
     if explicit_entries(new) == explicit_entries(old):

@@ -1,0 +1,325 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decoders with recurrent layers: LFM2 and Mamba 2.
+
+Sources: ``models/{lfm2,mamba2}`` of transformers 5, ``configuration_*.py`` for fields and defaults,
+``modeling_*.py`` for tensors.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from shardax.models.families import shared
+from shardax.models.families.rope import Rotary
+from shardax.models.family import (
+    ACTIVATION_NAMES,
+    BOOLEAN,
+    INTEGERS,
+    NUMBER,
+    SIZE,
+    TEXT,
+    TEXTS,
+    ConfigEdit,
+    Family,
+    Field,
+    FieldGroup,
+    PretrainedError,
+    Taker,
+    brief,
+    published_activation,
+)
+from shardax.models.recurrent import ShortConvolutionConfig, StateSpaceConfig
+from shardax.models.tensors import (
+    HEADS,
+    Tensor,
+    Tensors,
+    concatenated,
+    in_layers,
+    linear,
+    norm,
+    part,
+)
+
+
+class ConvolutionLayers(FieldGroup):
+    """Short convolutions, and the layers that have them."""
+
+    def read(self, take: Taker) -> Mapping[str, Any]:
+        count = take("num_hidden_layers", kind=SIZE)
+        types = take("layer_types", None, kind=TEXTS.or_null)
+        indices = take("full_attn_idxs", None, kind=INTEGERS.or_null)
+        size = take("conv_L_cache", 3, kind=SIZE)
+        use_bias = take("conv_bias", False, kind=BOOLEAN)
+        if types is None:
+            chosen = [indices is not None and index not in indices for index in range(count)]
+        elif set(types) <= {"conv", "full_attention"} and len(types) == count:
+            chosen = [kind == "conv" for kind in types]
+        else:
+            raise PretrainedError(
+                f"layer_types={brief(types)} is not supported for {count} layers, only "
+                f"'conv' or 'full_attention' for each"
+            )
+        if not any(chosen):
+            return {}
+        recurrent = ShortConvolutionConfig(size, use_bias)
+        return {"recurrent": recurrent, "recurrent_layers": None if all(chosen) else tuple(chosen)}
+
+    def write(self, edit: ConfigEdit) -> None:
+        config, content = edit.config, edit.content
+        if edit.changes("recurrent") and isinstance(config.recurrent, ShortConvolutionConfig):
+            content["conv_L_cache"] = config.recurrent.size
+            content["conv_bias"] = config.recurrent.use_bias
+        if edit.changes("recurrent", "recurrent_layers", "num_layers"):
+            content.pop("full_attn_idxs", None)
+            content["layer_types"] = [
+                "conv" if config.is_recurrent(index) else "full_attention"
+                for index in range(config.num_layers)
+            ]
+
+
+class AdjustedMLP(FieldGroup):
+    """The size of the MLP, two thirds of a field rounded up."""
+
+    def read(self, take: Taker) -> Mapping[str, Any]:
+        size = take("intermediate_size", kind=SIZE)
+        size = take("block_ff_dim", size, kind=SIZE)
+        is_adjusted = take("block_auto_adjust_ff_dim", True, kind=BOOLEAN)
+        factor = take("block_ffn_dim_multiplier", 1.0, kind=NUMBER.positive.or_null)
+        multiple = take("block_multiple_of", 256, kind=SIZE)
+        if is_adjusted:
+            size = int(2 * size / 3)
+            if factor is not None:
+                size = -(-int(factor * size) // multiple) * multiple
+        return {"mlp_dim": size}
+
+    def write(self, edit: ConfigEdit) -> None:
+        if edit.changes("mlp_dim"):
+            edit.content.pop("block_ff_dim", None)
+            edit.content["intermediate_size"] = edit.config.mlp_dim
+            edit.content["block_auto_adjust_ff_dim"] = False
+
+
+class TiedHead(FieldGroup):
+    """The older name of ``tie_word_embeddings``, which goes before it."""
+
+    def read(self, take: Taker) -> Mapping[str, Any]:
+        tied = take("tie_embedding", None, kind=BOOLEAN.or_null)
+        return {} if tied is None else {"tied_head": tied}
+
+    def write(self, edit: ConfigEdit) -> None:
+        if edit.changes("tied_head"):
+            edit.content.pop("tie_embedding", None)
+
+
+# --- LFM2 -----------------------------------------------------------------------------------------
+
+_SIZES = {name: field for name, field in shared.DECODER.items() if name != "intermediate_size"}
+del _SIZES["attention_dropout"]  # which its attention does not have
+
+LFM2 = Family(
+    fields={
+        **_SIZES,
+        "head_dim": Field("head_dim", default=None),
+        "norm_eps": Field("norm_epsilon", default=1e-5),
+        "num_key_value_heads": Field("num_kv_heads", default=8),
+        "tie_word_embeddings": Field("tied_head", default=True),
+    },
+    fixed={"qk_norm": "head"},
+    groups=[
+        Rotary(base=1e6, max_positions=128_000),
+        ConvolutionLayers(),
+        AdjustedMLP(),
+        TiedHead(),
+    ],
+    architectures=shared.causal_lm("Lfm2"),
+    neutral={"block_use_swiglu": (True,), "use_pos_enc": (True,)},
+    harmless=(
+        *("block_dim", "block_mlp_init_scale", "block_norm_eps", "block_out_init_scale"),
+        *("block_use_xavier_init", "conv_dim", "conv_dim_out", "conv_use_xavier_init"),
+        *("num_heads", "theta"),
+    ),
+    tensors=(
+        *shared.ends(final_norm="embedding_norm"),
+        *in_layers(
+            "model.layers",
+            shared.pre_norms("operator_norm", "ffn_norm"),
+            shared.attention(out="self_attn.out_proj"),
+            shared.head_norms("self_attn.q_layernorm", "self_attn.k_layernorm"),
+            linear("conv.in_proj", to="mixer.into", inputs="embed", outputs=("gate", "mlp")),
+            (
+                Tensor(
+                    "conv.conv.weight",
+                    "mixer.kernel",
+                    ("mlp", part(0, of=1), "time"),
+                    ("time", "mlp"),
+                ),
+                Tensor("conv.conv.bias", "mixer.bias", ("mlp",)),
+            ),
+            linear("conv.out_proj", to="mixer.out", inputs="mlp", outputs="embed"),
+            linear("feed_forward.w1", to="mlp.gate", inputs="embed", outputs="mlp"),
+            linear("feed_forward.w3", to="mlp.up", inputs="embed", outputs="mlp"),
+            linear("feed_forward.w2", to="mlp.down", inputs="mlp", outputs="embed"),
+        ),
+    ),
+)
+
+# --- Mamba 2 --------------------------------------------------------------------------------------
+
+
+class StateSpace(FieldGroup):
+    """The mixer of all layers."""
+
+    def read(self, take: Taker) -> Mapping[str, Any]:
+        heads, size = take("num_heads", 128, kind=SIZE), take("head_dim", 64, kind=SIZE)
+        embed, expand = take("hidden_size", kind=SIZE), take("expand", 2, kind=SIZE)
+        groups = take("n_groups", 8, kind=SIZE)
+        activation = take("hidden_act", "silu", kind=TEXT)
+        limits = take("time_step_limit", [0.0, math.inf])
+        options = {
+            "state_dim": take("state_size", 128, kind=SIZE),
+            "size": take("conv_kernel", 4, kind=SIZE),
+            "chunk": take("chunk_size", 256, kind=SIZE),
+            "use_bias": take("use_bias", False, kind=BOOLEAN),
+            "conv_bias": take("use_conv_bias", True, kind=BOOLEAN),
+        }
+        if embed * expand != heads * size:
+            raise PretrainedError(
+                f"num_heads={heads} of head_dim={size} are not expand={expand} times "
+                f"hidden_size={embed}"
+            )
+        if activation not in ACTIVATION_NAMES:
+            raise PretrainedError(
+                f"hidden_act={brief(activation)} is none of {', '.join(ACTIVATION_NAMES)}"
+            )
+        if heads % groups:
+            raise PretrainedError(f"n_groups={groups} does not divide num_heads={heads}")
+        recurrent = StateSpaceConfig(
+            heads,
+            size,
+            num_groups=groups,
+            step_limits=_limits(limits),
+            activation=ACTIVATION_NAMES[activation],
+            **options,
+        )
+        return {"recurrent": recurrent}
+
+    def write(self, edit: ConfigEdit) -> None:
+        mixer, before, content = edit.config.recurrent, edit.read.recurrent, edit.content
+        if not isinstance(mixer, StateSpaceConfig):
+            return
+        if edit.changes("recurrent", "embed_dim"):
+            content["expand"] = mixer.num_heads * mixer.head_dim // edit.config.embed_dim
+        for field, name in _STATE_SPACE_FIELDS.items():
+            value = getattr(mixer, name)
+            if not edit.changes("recurrent") or value == getattr(before, name, None):
+                continue
+            if name == "activation":
+                value = published_activation(value)
+            if name == "step_limits":
+                value = [{"__float__": "Infinity"} if x == math.inf else x for x in value]
+            content[field] = value
+
+
+_STATE_SPACE_FIELDS = {
+    "num_heads": "num_heads",
+    "head_dim": "head_dim",
+    "state_size": "state_dim",
+    "n_groups": "num_groups",
+    "conv_kernel": "size",
+    "chunk_size": "chunk",
+    "time_step_limit": "step_limits",
+    "hidden_act": "activation",
+    "use_bias": "use_bias",
+    "use_conv_bias": "conv_bias",
+}
+
+
+def _limits(value: object) -> tuple[float, float]:
+    """Reads bounds of steps, the second perhaps a table."""
+    names = {"Infinity": math.inf}
+    numbers: list[Any] = [
+        names.get(str(x.get("__float__"))) if isinstance(x, dict) and len(x) == 1 else x
+        for x in (value if isinstance(value, list) else ())
+    ]
+    is_pair = len(numbers) == 2 and all(type(x) in (int, float) for x in numbers)
+    if not is_pair or not 0 <= numbers[0] < numbers[1]:
+        raise PretrainedError(
+            f"time_step_limit={brief(value)} is not supported, only two numbers from 0 up, of "
+            f"which the second may be Infinity"
+        )
+    return float(numbers[0]), float(numbers[1])
+
+
+def _causal_convolutions() -> Tensors:
+    """Describes the one convolution of three arrays."""
+    channels = {"value": HEADS, "write": ("groups", "state"), "read": ("groups", "state")}
+    weights = [
+        Tensor(
+            "mixer.conv1d.weight",
+            f"mixer.convolution.{name}_kernel",
+            (concatenated(*axes), part(0, of=1), "time"),
+            ("time", *axes),
+        )
+        for name, axes in channels.items()
+    ]
+    biases = [
+        Tensor("mixer.conv1d.bias", f"mixer.convolution.{name}_bias", (concatenated(*axes),))
+        for name, axes in channels.items()
+    ]
+    return (*weights, *biases)
+
+
+def _state_space_projections() -> Tensors:
+    """Describes the one projection of five arrays."""
+    outputs = {"gate": HEADS, "value": HEADS, "write": ("groups", "state")}
+    outputs |= {"read": ("groups", "state"), "step": ("heads",)}
+    pairs = [
+        linear("mixer.in_proj", f"mixer.{name}", "embed", concatenated(*axes))
+        for name, axes in outputs.items()
+    ]
+    return tuple(tensor for pair in zip(*pairs, strict=True) for tensor in pair)
+
+
+# A layer is a mixer alone. That residuals are kept in float32 changes rounding of narrower dtypes.
+MAMBA2 = Family(
+    fields={
+        "vocab_size": Field("vocab_size"),
+        "hidden_size": Field("embed_dim"),
+        "num_hidden_layers": Field("num_layers"),
+        "layer_norm_epsilon": Field("norm_epsilon", default=1e-5),
+        "tie_word_embeddings": Field("tied_head", default=False),
+    },
+    fixed={"mlp_dim": 0, "rope": None, "num_heads": 1, "num_kv_heads": 1, "head_dim": 1},
+    groups=[StateSpace()],
+    architectures=shared.causal_lm("Mamba2"),
+    harmless=(
+        *("rescale_prenorm_residual", "residual_in_fp32", "time_step_floor", "time_step_max"),
+        *("time_step_min", "time_step_rank", "time_step_init_scheme", "time_step_scale"),
+        *(
+            "norm_before_gate",
+            "intermediate_size",
+            "num_attention_heads",
+            "num_key_value_heads",
+        ),  # which its modeling file does not read
+    ),
+    neutral={"rms_norm": (True,)},
+    prefix="backbone.",
+    tensors=(
+        *shared.ends("backbone.", tokens="embeddings", final_norm="norm_f"),
+        *in_layers(
+            "backbone.layers",
+            norm("norm", to="attn_norm"),
+            _state_space_projections(),
+            _causal_convolutions(),
+            (
+                Tensor("mixer.dt_bias", "mixer.step_bias", ("heads",)),
+                Tensor("mixer.A_log", "mixer.decay_log", ("heads",)),
+                Tensor("mixer.D", "mixer.skip", ("heads",)),
+                Tensor("mixer.norm.weight", "mixer.norm.scale", (HEADS,)),
+            ),
+            linear("mixer.out_proj", to="mixer.out", inputs=HEADS, outputs="embed"),
+        ),
+    ),
+)

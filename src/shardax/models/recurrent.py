@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Recurrent mixers of a transformer's layers, in place of attention."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar
+
+from shardax._core.init.rng import Rngs
+from shardax.models.activations import ACTIVATIONS, find_activation
+from shardax.models.norms import dtypes
+from shardax.nn.mixers.convolution import ShortConvolution
+from shardax.nn.mixers.state_space import StateSpaceMixer
+from shardax.nn.parameters import as_size
+
+
+@dataclass(frozen=True)
+class ShortConvolutionConfig:
+    """The sizes of ``nn.ShortConvolution`` as layers have it.
+
+    Attributes:
+        size: How many positions the kernel reads.
+        use_bias: Whether it has biases.
+
+    Raises:
+        LayerConfigError: If the size is not positive.
+
+    Example:
+        >>> import shardax as sx
+        >>> mixer = sx.models.ShortConvolutionConfig(size=4)
+        >>> config = sx.models.TransformerConfig(recurrent=mixer, recurrent_layers=(True, False))
+        >>> type(sx.models.Transformer(config, rngs=sx.Rngs(0)).layers[0].mixer).__name__
+        'ShortConvolution'
+    """
+
+    size: int = 3
+    use_bias: bool = False
+    kind: ClassVar[type] = ShortConvolution
+
+    def __post_init__(self) -> None:
+        as_size(type(self).__name__, "size", self.size)
+
+    def make(self, config: Any, rngs: Rngs) -> ShortConvolution:
+        """Makes the mixer of a layer.
+
+        Args:
+            config: The ``TransformerConfig``.
+            rngs: Random streams.
+
+        Returns:
+            The mixer.
+        """
+        options = {"size": self.size, "use_bias": self.use_bias, **dtypes(config)}
+        return ShortConvolution(config.embed_dim, rngs=rngs, **options)
+
+    @classmethod
+    def of(cls, mixer: Any) -> ShortConvolutionConfig:
+        """Reads the sizes of a mixer.
+
+        Args:
+            mixer: The mixer.
+
+        Returns:
+            Its config.
+        """
+        return cls(size=mixer.size, use_bias=mixer.bias is not None)
+
+
+@dataclass(frozen=True)
+class StateSpaceConfig:
+    """The sizes of ``nn.StateSpaceMixer`` as layers have it.
+
+    Attributes:
+        num_heads: Number of heads.
+        head_dim: Size of a head's values.
+        state_dim: Number of components of a head's state.
+        num_groups: Number of groups of heads.
+        size: How many positions the convolution reads.
+        chunk: How many positions are computed together.
+        step_limits: Bounds of the steps.
+        activation: Function behind the convolution, by name.
+        use_bias: Whether the projections have biases.
+        conv_bias: Whether the convolution has biases.
+
+    Raises:
+        LayerConfigError: If a size is not positive, or groups do not divide heads.
+
+    Example:
+        >>> import shardax as sx
+        >>> mixer = sx.models.StateSpaceConfig(num_heads=8, head_dim=16, state_dim=4)
+        >>> config = sx.models.TransformerConfig(recurrent=mixer, mlp_dim=0)
+        >>> layer = sx.models.Transformer(config, rngs=sx.Rngs(0)).layers[0]
+        >>> type(layer.mixer).__name__, layer.mlp is None
+        ('StateSpaceMixer', True)
+    """
+
+    num_heads: int
+    head_dim: int
+    state_dim: int
+    num_groups: int = 1
+    size: int = 4
+    chunk: int = 256
+    step_limits: tuple[float, float] = (0.0, math.inf)
+    activation: str = "silu"
+    use_bias: bool = False
+    conv_bias: bool = True
+    kind: ClassVar[type] = StateSpaceMixer
+
+    def __post_init__(self) -> None:
+        self._mixer(1, Rngs(0))
+
+    def make(self, config: Any, rngs: Rngs) -> StateSpaceMixer:
+        """Makes the mixer of a layer.
+
+        Args:
+            config: The ``TransformerConfig``.
+            rngs: Random streams.
+
+        Returns:
+            The mixer.
+        """
+        options = {"norm_epsilon": config.norm_epsilon, **dtypes(config)}
+        return self._mixer(config.embed_dim, rngs, **options)
+
+    def _mixer(self, features: int, rngs: Rngs, **options: Any) -> StateSpaceMixer:
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        values["activation"] = ACTIVATIONS.get(self.activation, self.activation)
+        return StateSpaceMixer(features, rngs=rngs, **values, **options)
+
+    @classmethod
+    def of(cls, mixer: Any) -> StateSpaceConfig:
+        """Reads the sizes of a mixer.
+
+        Args:
+            mixer: The mixer.
+
+        Returns:
+            Its config.
+        """
+        values: dict[str, Any] = {f.name: getattr(mixer, f.name, None) for f in fields(cls)}
+        names, function = (*ACTIVATIONS, "silu", "gelu", "relu"), mixer.activation
+        function = find_activation(function) if isinstance(function, str) else function
+        values["activation"] = next((n for n in names if find_activation(n) is function), None)
+        values["use_bias"] = mixer.out.bias is not None
+        values["conv_bias"] = mixer.convolution.use_bias
+        return cls(**values)
+
+
+RecurrentConfig = ShortConvolutionConfig | StateSpaceConfig
+RECURRENT: dict[type, Any] = {
+    kind.kind: kind for kind in (ShortConvolutionConfig, StateSpaceConfig)
+}
+"""The config of each mixer, by its class."""

@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The config.json of published models with recurrent layers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+_LFM2: dict[str, Any] = {"architectures": ["Lfm2ForCausalLM"], "model_type": "lfm2"}
+_LFM2 |= {"block_auto_adjust_ff_dim": True, "block_ffn_dim_multiplier": 1.0}
+_LFM2 |= {"block_mlp_init_scale": 1.0, "block_multiple_of": 256, "block_norm_eps": 1e-5}
+_LFM2 |= {"block_out_init_scale": 1.0, "block_use_swiglu": True, "block_use_xavier_init": True}
+_LFM2 |= {"conv_L_cache": 3, "conv_bias": False, "conv_use_xavier_init": True}
+_LFM2 |= {"full_attn_idxs": [2, 5, 8, 10, 12, 14], "max_position_embeddings": 128000}
+_LFM2 |= {"norm_eps": 1e-5, "num_attention_heads": 32, "num_heads": 32, "num_hidden_layers": 16}
+_LFM2 |= {"num_key_value_heads": 8, "rope_theta": 1000000.0, "use_pos_enc": True}
+_LFM2 |= {"vocab_size": 65536, "pad_token_id": 0, "eos_token_id": 7, "theta": 1000000.0}
+
+_MAMBA2: dict[str, Any] = {"architectures": ["Mamba2ForCausalLM"], "model_type": "mamba2"}
+_MAMBA2 |= {"chunk_size": 256, "conv_kernel": 4, "expand": 2, "head_dim": 64, "hidden_act": "silu"}
+_MAMBA2 |= {"layer_norm_epsilon": 1e-5, "norm_before_gate": True, "rescale_prenorm_residual": False}
+_MAMBA2 |= {"residual_in_fp32": True, "rms_norm": True, "state_size": 128, "time_step_floor": 1e-4}
+_MAMBA2 |= {"time_step_limit": [0.0, {"__float__": "Infinity"}], "time_step_max": 0.1}
+_MAMBA2 |= {"time_step_min": 0.001, "use_bias": False, "use_conv_bias": True, "pad_token_id": 0}
+
+HYBRIDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "LiquidAI/LFM2-1.2B": (
+        {**_LFM2, "hidden_size": 2048, "block_dim": 2048, "block_ff_dim": 12288}
+        | {"conv_dim": 2048, "conv_dim_out": 2048, "intermediate_size": 12288},
+        {"mlp_dim": 8192, "recurrent_layers": (True, True, False, True, True, False)}
+        | {"qk_norm": "head", "base": 1e6, "tied_head": True, "num_kv_heads": 8},
+    ),
+    "mistralai/Mamba-Codestral-7B-v0.1": (
+        {**_MAMBA2, "hidden_size": 4096, "intermediate_size": 8192, "n_groups": 8, "num_heads": 128}
+        | {"num_hidden_layers": 64, "tie_word_embeddings": False, "time_step_rank": 256}
+        | {"vocab_size": 32768},
+        {"mlp_dim": 0, "tied_head": False, "rope": None},
+    ),
+    "AntonV/mamba2-130m-hf": (
+        {**_MAMBA2, "hidden_size": 768, "n_groups": 1, "num_heads": 24, "num_hidden_layers": 24}
+        | {"tie_word_embeddings": True, "time_step_rank": 48, "vocab_size": 50288}
+        | {"time_step_limit": [0.0, float("inf")]},
+        {"tied_head": True, "norm_epsilon": 1e-5},
+    ),
+}
+TINY_HYBRIDS: dict[str, dict[str, Any]] = {
+    "lfm2": {"block_ff_dim": 8, "block_multiple_of": 4, "full_attn_idxs": [1]},
+    "mamba2": {"num_heads": 4, "head_dim": 4, "state_size": 3, "n_groups": 2, "chunk_size": 4},
+}

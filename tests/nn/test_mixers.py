@@ -1,0 +1,231 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Recurrent mixers of tokens, against loops over time in NumPy."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from tests.advice import run_advice
+from tests.values import with_values
+
+import shardax as sx
+from shardax import nn
+from shardax.errors import LayerConfigError, LayerInputError
+
+FEATURES, TIME = 8, 11
+X = np.random.default_rng(0).normal(size=(2, TIME, FEATURES)).astype(np.float32)
+# Padding on the left, on the right and within.
+MASK = np.ones((2, TIME), bool)
+MASK[0, [0, 1, 5]] = MASK[1, [4, 9, 10]] = False
+SEGMENTS = np.array([[1, 1, 1, 2, 2, 2, 2, 2, 3, 0, 0], [4, 4, 4, 4, 4, 4, 1, 1, 1, 1, 1]])
+
+
+def convolution_by_hand(layer: Any, x: np.ndarray) -> np.ndarray:
+    """The outputs of a ``ShortConvolution`` for one row, position by position."""
+    kernel, bias = np.asarray(layer.kernel.value), np.asarray(layer.bias.value)
+    into, out = np.asarray(layer.into.kernel.value), np.asarray(layer.out.kernel.value)
+    before, after, value = np.moveaxis(
+        np.tensordot(x, into, 1) + np.asarray(layer.into.bias.value)[None], 1, 0
+    )
+    inputs, results = before * value, []
+    for time in range(len(x)):
+        total = np.array(bias)
+        for back in range(min(layer.size, time + 1)):
+            total += kernel[layer.size - 1 - back] * inputs[time - back]
+        results.append((after[time] * total) @ out + np.asarray(layer.out.bias.value))
+    return np.array(results)
+
+
+SPACE = {"num_heads": 4, "head_dim": 3, "state_dim": 5, "num_groups": 2, "size": 3, "chunk": 4}
+SPACE |= {"step_limits": (0.05, 1.5), "use_bias": True, "norm_epsilon": 0.01}
+
+
+def silu(x: Any) -> Any:
+    return x / (1 + np.exp(-x))
+
+
+def state_space_by_hand(layer: Any, x: np.ndarray) -> np.ndarray:
+    """The outputs of a ``StateSpaceMixer`` for one row, position by position."""
+    parameters = {p: np.asarray(v.value, np.float64) for p, v in sx.iter_variables(layer, sx.Param)}
+    projected = {
+        name: np.tensordot(x, parameters[name, "kernel"], 1) + parameters[name, "bias"][None]
+        for name in ("gate", "value", "write", "read", "step")
+    }
+    state, results = np.zeros((4, 3, 5)), []
+    for time in range(len(x)):
+        now = {}
+        for name in ("value", "write", "read"):
+            total = np.array(parameters["convolution", f"{name}_bias"])
+            for back in range(min(3, time + 1)):
+                kernel = parameters["convolution", f"{name}_kernel"][2 - back]
+                total += kernel * projected[name][time - back]
+            now[name] = silu(total)
+        step = np.log1p(np.exp(projected["step"][time] + parameters["step_bias",]))
+        step = np.clip(step, *layer.step_limits)
+        y = np.zeros((4, 3))
+        for head in range(4):
+            written = step[head] * np.outer(now["value"][head], now["write"][head // 2])
+            decay = np.exp(-step[head] * np.exp(parameters["decay_log",][head]))
+            state[head] = decay * state[head] + written
+            y[head] = state[head] @ now["read"][head // 2]
+            y[head] += parameters["skip",][head] * now["value"][head]
+        y *= silu(projected["gate"][time])
+        for heads in (slice(0, 2), slice(2, 4)):
+            y[heads] /= np.sqrt(np.mean(y[heads] ** 2) + layer.norm.epsilon)
+        y *= parameters["norm", "scale"]
+        out = np.tensordot(y, parameters["out", "kernel"], 2) + parameters["out", "bias"]
+        results.append(out)
+    return np.array(results)
+
+
+MIXERS: dict[str, tuple[Callable[..., Any], Callable[[Any, np.ndarray], np.ndarray]]] = {
+    "convolution": (
+        lambda **options: nn.ShortConvolution(FEATURES, size=4, use_bias=True, **options),
+        convolution_by_hand,
+    ),
+    "state space": (
+        lambda **options: nn.StateSpaceMixer(FEATURES, **SPACE, **options),
+        state_space_by_hand,
+    ),
+}
+KINDS = pytest.mark.parametrize("kind", MIXERS)
+
+
+def make(kind: str, **options: Any) -> Any:
+    return with_values(MIXERS[kind][0](rngs=sx.Rngs(0), **options))
+
+
+@sx.jit
+def call(layer: Any, x: Any, **options: Any) -> Any:
+    return layer(x, **options)
+
+
+def by_hand(kind: str, layer: Any, x: np.ndarray, parts: np.ndarray) -> np.ndarray:
+    """Computes each part of each row alone."""
+    result = np.zeros_like(x)
+    for row, numbers in enumerate(parts):
+        for number in np.unique(numbers):
+            place = numbers == number
+            result[row, place] = MIXERS[kind][1](layer, x[row, place])
+    return result
+
+
+def close(actual: Any, expected: Any) -> None:
+    np.testing.assert_allclose(actual, expected, rtol=2e-5, atol=2e-5)
+
+
+def close_to_largest(actual: Any, expected: Any) -> None:
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=2e-5 * np.abs(expected).max())
+
+
+@KINDS
+@pytest.mark.parametrize("time", [1, 2, TIME])
+def test_a_mixer_equals_a_loop_over_time(kind: str, time: int):
+    layer = make(kind)
+    x = X[:, :time]
+    expected = by_hand(kind, layer, x, np.ones(x.shape[:2], int))
+    close(call(layer, x), expected)
+    close(call(layer, x[0]), expected[0])
+
+
+@KINDS
+def test_padding_and_segments_leave_rows_as_alone(kind: str):
+    layer = make(kind)
+    close(call(layer, X, mask=MASK)[MASK], by_hand(kind, layer, X, MASK)[MASK])
+    close(call(layer, X, segment_ids=SEGMENTS), by_hand(kind, layer, X, SEGMENTS))
+    result = call(layer, X, segment_ids=SEGMENTS, mask=MASK[:, None, None])
+    alone = by_hand(kind, layer, X, np.where(MASK, SEGMENTS, -1))
+    close(result[MASK], alone[MASK])
+
+
+@KINDS
+@pytest.mark.parametrize("sizes", [[1] * TIME, [3, 1, 5, 2], [TIME]], ids=str)
+def test_parts_with_a_cache_equal_the_whole(kind: str, sizes: list[int]):
+    layer = make(kind)
+    ends = np.cumsum([0, *sizes])
+    for options, expected in (({}, call(layer, X)), ({"mask": MASK}, call(layer, X, mask=MASK))):
+        cache = layer.make_cache(2)
+        parts = [
+            call(layer, X[:, a:b], cache=cache, **{k: v[:, a:b] for k, v in options.items()})
+            for a, b in itertools.pairwise(ends)
+        ]
+        real = options.get("mask", np.ones_like(MASK))
+        close(np.concatenate(parts, 1)[real], np.asarray(expected)[real])
+        assert cache.position[...].tolist() == (real.sum(1, keepdims=True) - 1).tolist()
+
+
+@KINDS
+@pytest.mark.parametrize("types", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_a_mixer_over_a_mesh_equals_one_device(kind: str, types: AxisType):
+    @sx.jit
+    def step(layer: Any, x: Any, **options: Any) -> Any:
+        return sx.value_and_grad(lambda layer: (layer(x, **options) ** 2).sum())(layer)
+
+    rules = {"batch": "data", "mlp": "model", "heads": "model"}
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(types, types))
+    for options in ({"mask": MASK}, {"segment_ids": SEGMENTS}):
+        expected, layer = step(make(kind), X, **options), make(kind)
+        with jax.set_mesh(mesh):
+            sx.shard(layer, mesh, rules)
+            placed = jax.device_put(X, NamedSharding(mesh, PartitionSpec("data")))
+            rows = {
+                name: jax.device_put(value, NamedSharding(mesh, PartitionSpec("data")))
+                for name, value in options.items()
+            }
+            jax.tree.map(close_to_largest, step(layer, placed, **rows), expected)
+            for cache_rules in (rules, {}):  # those of generation leave states whole
+                cache = sx.shard(layer.make_cache(2), mesh, cache_rules)
+                parts = [
+                    call(layer, placed[:, a:b], cache=cache, mask=jnp.asarray(MASK)[:, a:b])
+                    for a, b in ((0, 6), (6, TIME))
+                ]
+                close(np.concatenate(parts, 1)[MASK], call(make(kind), X, mask=MASK)[MASK])
+
+
+@KINDS
+def test_calls_that_do_not_fit_are_refused(kind: str):
+    layer = make(kind)
+    cache = layer.make_cache(2)
+    before = sx.state(cache)
+    for options, text in (
+        ({"segment_ids": SEGMENTS, "cache": cache}, "no call with segment ids"),
+        ({"mask": MASK[:, None, :, None]}, "a mask of booleans of shape"),
+        ({"mask": MASK.astype(int)}, "a mask of booleans of shape"),
+        ({"segment_ids": SEGMENTS[:1]}, "segment_ids, integers of shape"),
+        ({"cache": make(kind).make_cache(3)}, "a cache with states of the shapes"),
+    ):
+        with pytest.raises(LayerInputError, match=text):
+            layer(X, **options)
+    with pytest.raises(LayerInputError, match="no call with an input without batch"):
+        layer(X[0], cache=cache)
+    with pytest.raises(LayerInputError, match="an input of shape"):
+        layer(X[..., 1:])
+    jax.tree.map(np.testing.assert_array_equal, sx.state(cache), before)
+    with pytest.raises(LayerConfigError, match="must be a floating dtype"):
+        layer.make_cache(2, dtype="int8")
+    with pytest.raises(LayerInputError) as refusal:
+        layer(X, cache=layer.make_cache(3))
+    cache = run_advice(refusal.value, "mixer.make_cache(2)", {"mixer": layer})
+    assert layer(X, cache=cache).shape == X.shape
+
+
+@pytest.mark.parametrize(
+    ("kind", "option", "text"),
+    [
+        (nn.ShortConvolution, {"size": 0}, "positive"),
+        (nn.ShortConvolution, {"features": 0}, "positive"),
+        (nn.StateSpaceMixer, {**SPACE, "state_dim": 0}, "positive"),
+        (nn.StateSpaceMixer, {**SPACE, "num_groups": 3}, "groups that divide num_heads=4"),
+        (nn.StateSpaceMixer, {**SPACE, "step_limits": (2, 1)}, "limits from 0 up"),
+    ],
+)
+def test_sizes_of_mixers_are_checked(kind: Any, option: dict[str, Any], text: str):
+    with pytest.raises(LayerConfigError, match=text):
+        kind(**{"features": 8, **option}, rngs=sx.Rngs(0))
