@@ -13,13 +13,10 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
-import jax.numpy as jnp
-
-from shardax._core.graph.paths import Path, format_path
+from shardax._core.graph.paths import format_path
 from shardax._core.init.rng import Rngs
-from shardax._core.module import Module
 from shardax._core.state.split_merge import iter_variables
 from shardax._core.variable import (
     Cache,
@@ -28,19 +25,20 @@ from shardax._core.variable import (
     OptState,
     Perturbation,
     RngState,
-    Variable,
 )
-from shardax.models.activations import find_activation
+from shardax.models.comparison import (
+    MISSING,
+    SAVE_ANY,
+    ArchitectureCheck,
+    LayerPlace,
+    ParameterPlace,
+    layers_of,
+    refused,
+    text_of,
+)
 from shardax.models.config import TransformerConfig
 from shardax.models.dual_encoder import TOWERS, DualEncoder, DualEncoderConfig
 from shardax.models.encoder_decoder import HALVES, EncoderDecoder, EncoderDecoderConfig, build_model
-from shardax.models.experts import (
-    ChoiceOfGroups,
-    ClippedMoE,
-    GroupedMoE,
-    GroupedSoftmaxMoE,
-    InputScaledMoE,
-)
 from shardax.models.families import registry
 from shardax.models.family import (
     ACTIVATION_FIELDS,
@@ -53,55 +51,21 @@ from shardax.models.family import (
     kind_of_target,
     published_activation,
 )
-from shardax.models.norms import OffsetLayerNorm, OffsetRMSNorm, OffsetScale
-from shardax.models.recurrent import RECURRENT
-from shardax.models.transformer import Transformer, TransformerBlock
-from shardax.nn.dropout import Dropout
+from shardax.models.layers.experts import GroupedMoE, GroupedSoftmaxMoE, InputScaledMoE
+from shardax.models.layers.norms import OffsetLayerNorm, OffsetRMSNorm
+from shardax.models.layers.recurrent import RECURRENT
+from shardax.models.transformer import Transformer
 from shardax.nn.errors import LayerConfigError
 from shardax.nn.moe import MoE
 from shardax.nn.normalization import LayerNorm, RMSNorm
-from shardax.nn.quantization import QuantizedKernel
-from shardax.nn.stack import Stack
 
 # Settings of training and of computing, which no config.json fixes.
 _TRAINING = ("attention_dropout", "dropout", "embed_dropout", "load_balance_weight")
 _SETTINGS = frozenset(
     [*_TRAINING, "dtype", "expert_dispatch", "param_dtype", "remat", "scan_layers", "source"]
 )
-# Attributes of layers that change no logits in evaluation, or follow from shapes.
-_FREE_ATTRIBUTES_TEXT = """
-capacity_factor config deterministic dtype implementation in_features load_balance_loss
-num_embeddings out_features precision preferred_element_type
-"""
-_FREE_ATTRIBUTES = frozenset(_FREE_ATTRIBUTES_TEXT.split())
-# Places of a Dropout, which may have any rate, or be None.
-_DROPOUTS = ("dropout", "embed_dropout")
 # Variables that are no parameters.
 _RECORDS = (Cache, Intermediate, MetricState, OptState, Perturbation, RngState)
-_ADVICE = "sx.train.checkpoint.save(model, folder) saves any model as it is."
-
-_DEQUANTIZE = (
-    " No layout of quantized kernels is written: "
-    "sx.models.save_pretrained(sx.dequantize(model), folder)."
-)
-
-
-class LayerPlace(NamedTuple):
-    """A layer of a model, alone or in a stack."""
-
-    module: Any
-    path: Path
-    layers: tuple[int, ...]  # those that its Variables hold
-    position: int | None  # in the leading dimension of its Variables, if stacked
-
-
-class ParameterPlace(NamedTuple):
-    """A parameter of one layer, by its place in an unrolled model."""
-
-    path: Path  # in the unrolled model
-    variable: Any
-    layers: tuple[int, ...]
-    position: int | None
 
 
 def config_of(model: object) -> Any:
@@ -115,37 +79,9 @@ def config_of(model: object) -> Any:
     if not isinstance(parts, TransformerConfig) or not isinstance(model, Transformer):
         raise PretrainedError(
             f"{type(model).__name__} is of no family: sx.models.Transformer, Decoder, "
-            f"DualEncoder and EncoderDecoder are saved. {_ADVICE}"
+            f"DualEncoder and EncoderDecoder are saved. {SAVE_ANY}"
         )
     return parts
-
-
-def layers_of(model: Any) -> list[LayerPlace]:
-    """Returns the layers in their order, those of stacks one by one."""
-    layers, places = model.layers, list[LayerPlace]()
-    if isinstance(layers, Stack):
-        stacked, path = layers.stacked, ("layers", "stacked")
-        in_block = isinstance(stacked, TransformerBlock)
-        block = list(stacked.layers) if in_block else [stacked]
-        count = layers.length * len(block)
-        for index in range(count):
-            kind = index % len(block)
-            place = (*path, "layers", kind) if in_block else path
-            same = tuple(range(kind, count, len(block)))
-            places.append(LayerPlace(block[kind], place, same, index // len(block)))
-        remaining = getattr(model, "rest", None) or []
-        for index, layer in enumerate(remaining):
-            places.append(LayerPlace(layer, ("rest", index), (count + index,), None))
-    elif isinstance(layers, Sequence):
-        places = [
-            LayerPlace(layer, ("layers", index), (index,), None)
-            for index, layer in enumerate(layers)
-        ]
-    else:
-        raise refused(
-            [f"layers is a {type(layers).__name__}, neither a list of layers nor a Stack"]
-        )
-    return places
 
 
 def describe(model: object) -> tuple[dict[str, Any], Family, Any]:
@@ -201,7 +137,7 @@ def _edited(
 
 def parameter_places(model: object, config: Any) -> list[ParameterPlace]:
     """Returns a model's parameters by place, or raises for lost ones."""
-    comparison = _ArchitectureCheck(getattr(config, "local_rope", None) is not None)
+    comparison = ArchitectureCheck(getattr(config, "local_rope", None) is not None)
     names = TOWERS if isinstance(config, DualEncoderConfig) else HALVES
     if isinstance(config, (DualEncoderConfig, EncoderDecoderConfig)):
         parts = {name: _plain(getattr(config, name)) for name in names}
@@ -238,16 +174,6 @@ def _plain(config: TransformerConfig) -> TransformerConfig:
     )
 
 
-def refused(problems: Sequence[str], advice: str = "") -> PretrainedError:
-    """Returns the error of a model without a published form."""
-    listed = "; ".join(problems[:8])
-    more = f"; and {len(problems) - 8} more" if len(problems) > 8 else ""
-    return PretrainedError(
-        f"The model cannot be written as a published one, and nothing was written: {listed}{more}."
-        f"{advice} {_ADVICE}"
-    )
-
-
 # --- pairs ----------------------------------------------------------------------------------------
 
 
@@ -258,7 +184,7 @@ def _describe_pair(
     _check_parts(model, config, TOWERS)
     facts = {name: _facts(getattr(model, name), getattr(config, name)) for name in TOWERS}
     size = _attempt(lambda pair: int(pair.text_projection.kernel.shape[-1]), model)
-    size = 0 if size is _NONE else size
+    size = 0 if size is MISSING else size
     if config.source is None:
         towers = {name: _config_with(getattr(config, name), facts[name]) for name in TOWERS}
         new = replace(config, **towers, projection_dim=size)
@@ -288,7 +214,7 @@ def _check_parts(model: object, config: Any, names: Sequence[str]) -> None:
     for name in names:
         part = getattr(model, name)
         if not isinstance(part, Transformer):
-            raise refused([f".{name} is {_text(part)}, not a Transformer"])
+            raise refused([f".{name} is {text_of(part)}, not a Transformer"])
         if differing := _differences(config_of(part), getattr(config, name)):
             raise refused(
                 [f".{name}.config has {_said(differing)} in model.config.{name}"],
@@ -399,7 +325,7 @@ def _facts(model: object, config: TransformerConfig) -> dict[str, Any]:
         for name, read in table.items():
             values = [_attempt(read, part) for part in parts]
             # Layers that differ where no config says so are refused by path, later.
-            if values and all(value == values[0] for value in values) and values[0] is not _NONE:
+            if values and all(value == values[0] for value in values) and values[0] is not MISSING:
                 facts[name] = values[0]
     facts |= _windows(places) | _recurrent(places)
     if config.rope is not None:
@@ -420,16 +346,13 @@ def _config_with(config: TransformerConfig, facts: Mapping[str, Any]) -> Transfo
         raise refused([problem.removesuffix(".")]) from error
 
 
-_NONE = object()
-
-
 def _attempt(read: Callable[[Any], object], part: object):
     """Reads a part, unless somebody has put another in its place."""
     try:
         value = read(part)
     except (AttributeError, IndexError, TypeError):
-        return _NONE
-    return _NONE if value is None and read in _NEVER_NONE else value
+        return MISSING
+    return MISSING if value is None and read in _NEVERMISSING else value
 
 
 def _size(variable, axis: int, place: object = None) -> int:
@@ -454,7 +377,7 @@ def _norm_kind(model: object) -> str | None:
     return kinds.get(type(norm))
 
 
-_NEVER_NONE = (_activation, _norm_kind)
+_NEVERMISSING = (_activation, _norm_kind)
 
 
 def _norms(model: object) -> Iterator[Any]:
@@ -581,7 +504,7 @@ def _recurrent(places: Sequence[LayerPlace]) -> dict[str, Any]:
     kinds: set[Any] = {
         _attempt(RECURRENT[type(mixer)].of, mixer) for mixer in mixers if type(mixer) in RECURRENT
     }
-    if len(kinds) != 1 or _NONE in kinds:  # refused by path, later
+    if len(kinds) != 1 or MISSING in kinds:  # refused by path, later
         return {}
     return {"recurrent": kinds.pop(), "recurrent_layers": None if all(chosen) else chosen}
 
@@ -777,149 +700,3 @@ def _new_content(kind: str, family: Family, config: TransformerConfig) -> dict[s
 
 
 # Classes that compute something else than the ones that they are made of.
-_COMPUTING = (OffsetScale, OffsetRMSNorm, OffsetLayerNorm, ChoiceOfGroups, GroupedMoE)
-_COMPUTING += (GroupedSoftmaxMoE, ClippedMoE, InputScaledMoE)
-
-
-class _ArchitectureCheck:
-    """Differences of a model from one built of its config."""
-
-    def __init__(self, is_local_read: bool) -> None:
-        free = _FREE_ATTRIBUTES if is_local_read else _FREE_ATTRIBUTES | {"is_local"}
-        self.free = free
-        self.places: list[ParameterPlace] = []
-        self.wrong: dict[Path, str] = {}
-        self.advice = ""
-
-    def compare(
-        self,
-        module,
-        built,
-        place: LayerPlace,
-        passed_over: tuple[str, ...] = (),
-        path: Path = (),
-        within: Path = (),
-    ) -> None:
-        """Compares a Module with the built one, and their parts."""
-        where = (*place.path, *within)
-        if self._is_another_class(module, type(built), where):
-            return
-        attributes = {**vars(module), **module._array_attributes}
-        for name, expected in {**vars(built), **built._array_attributes}.items():
-            if name in self.free or name in passed_over:
-                continue
-            at, below = (*path, name), (*within, name)
-            value = attributes.get(name, _NONE)
-            if name in _DROPOUTS:
-                if value is not None:
-                    self._is_another_class(value, Dropout, (*where, name))
-            elif isinstance(expected, Module):
-                self.compare(value, expected, place, (), at, below)
-            elif isinstance(expected, Variable):
-                self._take(value, expected, place, at, below)
-            elif not _is_same(name, value, expected):
-                text = f"is {_text(value)}, but {_text(expected)} in its config.json"
-                self.wrong[*place.path, *below] = text
-        for name in vars(module).keys() - vars(built).keys():
-            if hasattr(type(built), name) and name not in self.free:
-                self.wrong[*where, name] = "replaces what is computed"
-
-    def compare_layers(self, model: Any, built: Any, path: Path) -> None:
-        """Compares a Transformer at a path of the model, and its layers."""
-        place = LayerPlace(model, path, (), None)
-        self.compare(model, built, place, ("layers", "rest"), path)
-        for index, layer in enumerate(layers_of(model)):
-            layer = layer._replace(path=(*path, *layer.path))
-            self.compare(layer.module, built.layers[index], layer, (), (*path, "layers", index))
-
-    def take_shared(self, model: EncoderDecoder) -> None:
-        """Notes the embedding of both halves once."""
-        if model.encoder.embed is not model.decoder.embed:
-            text = "is not the encoder's, but families have one for both"
-            self.wrong["decoder", "embed"] = text
-            self.advice = " Share it: model.decoder.embed = model.encoder.embed."
-        shared = ("decoder", "embed", "embedding")
-        self.places = [place for place in self.places if place.path != shared]
-
-    def _take(self, variable, expected, place: LayerPlace, path: Path, within: Path) -> None:
-        """Notes a parameter, or its fault."""
-        where = (*place.path, *within)
-        if not isinstance(variable, Variable):
-            self.wrong[where] = f"is {_text(variable)}, not a Param"
-            if isinstance(variable, QuantizedKernel):
-                self.advice = _DEQUANTIZE
-            return
-        shape = tuple(variable.shape)
-        shape = shape if place.position is None else shape[1:]
-        if shape != tuple(expected.shape):
-            self.wrong[where] = f"has the shape {shape}, but {tuple(expected.shape)} in its config"
-        elif jnp.dtype(variable.dtype).name not in ("float16", "bfloat16", "float32", "float64"):
-            self.wrong[where] = (
-                f"has the dtype {variable.dtype}, which is not read back, but float16, bfloat16, "
-                f"float32 or float64"
-            )
-        self.places.append(ParameterPlace(path, variable, place.layers, place.position))
-
-    def _is_another_class(self, module: object, expected: type, where: Path) -> bool:
-        kind = type(module)
-        if not isinstance(module, expected):
-            if kind.__name__ == "LoRA":
-                self.advice = " Merge adapters first: sx.surgery.merge_lora(model)."
-            self.wrong[where] = f"is {_text(module)}, not a {expected.__name__}"
-            return True
-        for cls in kind.__mro__[: kind.__mro__.index(expected)]:
-            if cls.__module__.startswith("shardax.models.") and cls not in _COMPUTING:
-                continue
-            for name in vars(cls).keys() - _CLASS_NAMES:
-                if hasattr(expected, name):
-                    self.wrong[where] = (
-                        f"is a {kind.__name__}, whose {name} is not a {expected.__name__}'s"
-                    )
-                    return True
-        return False
-
-
-# What a subclass may have of its own and compute the same.
-_CLASS_NAMES_TEXT = """
-__init__ __doc__ __module__ __qualname__ __annotations__ __annotate__ __annotate_func__
-__annotations_cache__ __static_attributes__ __firstlineno__ __dict__ __weakref__ __slots__
-__parameters__ __orig_bases__ __repr__ _make_layer
-"""
-_CLASS_NAMES = frozenset(_CLASS_NAMES_TEXT.split())
-
-
-def _is_same(name: str, value: object, expected: object) -> bool:
-    if name == "activation":
-        return _function_of(value) is _function_of(expected)
-    if name == "dispatch":  # the two compute the same
-        return value in ("dense", "dropless")
-    if isinstance(value, (Module, Variable)) or value is _NONE:
-        return False
-    return (
-        value is expected
-        or (type(value) is type(expected) and bool(value == expected))
-        or (
-            isinstance(value, (int, float))
-            and isinstance(expected, (int, float))
-            and value == expected
-        )
-    )
-
-
-def _function_of(activation: object):
-    if not isinstance(activation, str):
-        return activation
-    try:
-        return find_activation(activation)
-    except AttributeError:
-        return activation
-
-
-def _text(value: object) -> str:
-    if value is _NONE:
-        return "gone"
-    if isinstance(value, (Module, Variable)):
-        return f"a {type(value).__name__}"
-    if callable(value):
-        return f"the function {getattr(value, '__name__', value)}"
-    return repr(value)

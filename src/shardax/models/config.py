@@ -9,8 +9,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from shardax.models.norms import NORMS
-from shardax.models.recurrent import RecurrentConfig
+from shardax.models.layers.norms import NORMS
+from shardax.models.layers.recurrent import RecurrentConfig
 from shardax.nn.attention.multi_head import attention_sizes
 from shardax.nn.errors import LayerConfigError
 from shardax.nn.moe import Dispatch

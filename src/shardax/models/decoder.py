@@ -21,7 +21,8 @@ from dataclasses import dataclass, fields
 
 from shardax._core.init.rng import Rngs
 from shardax.models.config import TransformerConfig, check_config
-from shardax.models.transformer import Transformer, TransformerLayer
+from shardax.models.layers.transformer_layer import TransformerLayer
+from shardax.models.transformer import Transformer
 from shardax.nn.rope import Rope
 from shardax.nn.stack import Policy
 from shardax.partition.rules import Rules

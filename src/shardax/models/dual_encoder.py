@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from shardax._core.init.rng import Rngs
 from shardax._core.module import Module
 from shardax.models.config import TransformerConfig
-from shardax.models.norms import dtypes
+from shardax.models.layers.norms import dtypes
 from shardax.models.transformer import Transformer
 from shardax.nn.arithmetic import at_least_float32
 from shardax.nn.attention.dot_product import gathered

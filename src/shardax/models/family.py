@@ -15,10 +15,10 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from shardax._core.errors import ShardaxError
-from shardax.models.activations import find_activation
 from shardax.models.config import TransformerConfig
 from shardax.models.dual_encoder import DualEncoderConfig
 from shardax.models.encoder_decoder import HALVES, EncoderDecoderConfig
+from shardax.models.layers.activations import find_activation
 from shardax.models.tensors import Tensors
 from shardax.nn.errors import LayerConfigError
 

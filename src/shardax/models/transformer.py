@@ -1,27 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """One transformer for all families: its parts are chosen by a config.
 
-A layer adds attention and a feed-forward network to what goes through it. Where norms stand:
-
-    pre        x + part(norm(x))
-    post       x + norm(part(x))
-    sandwich   x + norm(part(norm(x)))
-    after      norm(x + part(x))
-
-A parallel layer adds both parts at once, each of the same input. Layers may take turns: layers with
-a window have their own rotary embedding, and layers with experts stand among those without.
+Layers may take turns: those with a window have their own rotary embedding, and those with experts
+stand among those without.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.ad_checkpoint import checkpoint_name
 
 from shardax._core._jax import Tracer
 from shardax._core.containers import List
@@ -29,228 +19,31 @@ from shardax._core.init.rng import Rngs
 from shardax._core.module import Module
 from shardax._core.state.split_merge import iter_variables
 from shardax._core.variable import Cache
-from shardax.models.activations import ACTIVATIONS, exact_gelu, find_activation
 from shardax.models.config import TransformerConfig
-from shardax.models.experts import ClippedMoE, GroupedMoE, GroupedSoftmaxMoE, InputScaledMoE
-from shardax.models.norms import HeadsRMSNorm, dtypes, make_norm
-from shardax.models.pooling import AttentionPooling, pool_states
+from shardax.models.layers.activations import find_activation
+from shardax.models.layers.norms import dtypes, make_norm
+from shardax.models.layers.pooling import AttentionPooling, pool_states
+from shardax.models.layers.transformer_layer import (
+    BlockCache,
+    FrameEmbedding,
+    LayerCaches,
+    TransformerBlock,
+    TransformerLayer,
+    make_mlp,
+)
 from shardax.nn.arithmetic import add_bias, as_array
 from shardax.nn.attention.cache import AttentionCache, ContextCache
 from shardax.nn.attention.dot_product import bias_behind, buckets_behind, distance_buckets
-from shardax.nn.attention.latent import LatentCache, MultiHeadLatentAttention
-from shardax.nn.attention.multi_head import MultiHeadAttention, positions_within
-from shardax.nn.conv import Conv
+from shardax.nn.attention.latent import LatentCache
+from shardax.nn.attention.multi_head import positions_within
 from shardax.nn.dropout import Dropout
 from shardax.nn.embedding import Embed, sinusoidal
 from shardax.nn.errors import LayerConfigError, LayerInputError
 from shardax.nn.linear import Linear
-from shardax.nn.mlp import MLP
-from shardax.nn.moe import MoE
-from shardax.nn.normalization import RMSNorm
-from shardax.nn.parameters import make_parameter, ones, refuse_input, zeros
+from shardax.nn.parameters import make_parameter, refuse_input, zeros
 from shardax.nn.rope import PlacedRotation
 from shardax.nn.stack import Stack, rematerialised
 from shardax.partition.constraints import constrain_activations as _constrain
-from shardax.partition.explicit import align
-
-
-class TransformerLayer(Module):
-    """Attention and MLP or experts, each with norms, added to the input.
-
-    Args:
-        config: The model's sizes and parts.
-        index: Which layer it is, as layers may differ.
-        rngs: Random streams.
-
-    Example:
-        >>> import shardax as sx
-        >>> layer = TransformerLayer(TransformerConfig(), rngs=sx.Rngs(0))
-        >>> layer(jnp.ones((2, 8, 64))).shape
-        (2, 8, 64)
-    """
-
-    has_rope = True
-    residual_scale: float | None = None
-    cross_attn: Any = None
-    mixer: Any = None
-    shared_mlp: Any = None
-    shared_gate: Any = None
-
-    def __init__(self, config: TransformerConfig, index: int = 0, *, rngs: Rngs) -> None:
-        self.is_local, experts = config.kind_of(index)
-        # Set only where they say more: a plain layer has no such attributes.
-        if config.rope is not None and not config.has_rope(index):
-            self.has_rope = False
-        if config.residual_scale is not None:
-            self.residual_scale = config.residual_scale
-        self.norm_after, self.parallel = config.norm_placement == "after", config.parallel
-        has_pre_norm = config.norm_placement in ("pre", "sandwich")
-        behind = config.norm_placement != "pre"
-        has_first_norm = has_pre_norm and (index > 0 or config.first_norm)
-        self.attn_norm: Any = make_norm(config) if has_first_norm else None
-        self.attn: Any = None
-        if config.recurrent is not None and config.is_recurrent(index):
-            self.mixer = config.recurrent.make(config, rngs)
-        else:
-            self.attn = _attention(config, index, rngs)
-        self.attn_post_norm = make_norm(config) if behind else None
-        if config.cross_attention:
-            self.cross_norm: Any = make_norm(config) if has_pre_norm else None
-            self.cross_attn = _cross_attention(config, rngs)
-            self.cross_post_norm = make_norm(config) if behind else None
-        has_mlp = experts or config.mlp_dim > 0
-        has_mlp_norm = has_pre_norm and has_mlp and not config.shared_norm
-        self.mlp_norm = make_norm(config) if has_mlp_norm else None
-        self.mlp: Any = (_experts if experts else _mlp)(config, rngs) if has_mlp else None
-        self.has_experts = experts
-        if experts and config.shared_expert_dim:
-            self.shared_mlp = _mlp(config, rngs, config.shared_expert_dim)
-            if config.shared_expert_gate:
-                names, size = ("embed", None), config.embed_dim
-                options = {"use_bias": False, "kernel_axes": names, **dtypes(config)}
-                self.shared_gate = Linear(size, 1, rngs=rngs, **options)
-        self.mlp_post_norm = make_norm(config) if behind and has_mlp else None
-        scale = (ones, (config.embed_dim,), config.param_dtype, ("embed",), None)
-        self.attn_scale = make_parameter(*scale) if config.layer_scale else None
-        self.mlp_scale = make_parameter(*scale) if config.layer_scale and has_mlp else None
-        self.dropout = Dropout(config.dropout, rngs=rngs) if config.dropout else None
-
-    def __call__(
-        self,
-        x: jax.Array,
-        *,
-        positions: Any = None,
-        local_positions: Any = None,
-        mask: Any = None,
-        bias: Any = None,
-        segment_ids: Any = None,
-        cache: Any = None,
-        context: Any = None,
-        context_mask: Any = None,
-    ) -> jax.Array:
-        """Runs the layer.
-
-        Args:
-            x: Shape (batch, time, embed).
-            positions: As for attention.
-            local_positions: Those of a layer with a window; None for the same.
-            mask: As for attention.
-            bias: As for attention.
-            segment_ids: As for attention, 0 for padding.
-            cache: The ``AttentionCache`` of this layer, or that of its recurrent mixer; with
-                cross-attention, both of its caches.
-            context: Shape (batch, other time, embed), what cross-attention reads; None for that
-                which an earlier call wrote to the cache.
-            context_mask: As the mask of attention, of the context.
-
-        Returns:
-            The same shape.
-        """
-        if self.is_local and local_positions is not None:
-            positions = local_positions
-        positions = positions if self.has_rope else getattr(positions, "positions", None)
-        attention_options = {"positions": positions, "mask": mask}
-        if bias is not None:
-            attention_options["bias"] = bias
-        if segment_ids is not None:
-            attention_options["segment_ids"] = segment_ids
-            mask = (segment_ids != 0)[..., None, None, :]  # which tokens count for experts
-        if cache is not None:
-            attention_options["cache"] = cache if self.cross_attn is None else cache.attn
-        x = checkpoint_name(x, "layer_input")
-        normed = x if self.attn_norm is None else self.attn_norm(x)
-        read = (self.attn if self.mixer is None else self.mixer)(normed, **attention_options)
-        added = self._added(read, "attention", self.attn_post_norm, self.attn_scale)
-        if self.parallel:
-            normed = normed if self.mlp_norm is None else self.mlp_norm(x)
-            result = self._mlp(normed, mask)
-            more = self._added(result, "mlp", self.mlp_post_norm, self.mlp_scale)
-            return _constrain(x + added + more)
-        x = self._joined(x, added, self.attn_post_norm)
-        if self.cross_attn is not None:
-            x = self._with_context(x, context, context_mask, cache)
-        if self.mlp is None:
-            return _constrain(x)
-        normed = x if self.mlp_norm is None else self.mlp_norm(x)
-        result = self._mlp(normed, mask)
-        added = self._added(result, "mlp", self.mlp_post_norm, self.mlp_scale)
-        return _constrain(self._joined(x, added, self.mlp_post_norm))
-
-    def _with_context(self, x: jax.Array, context, mask, cache) -> jax.Array:
-        """Adds what cross-attention reads of the context."""
-        normed = x if self.cross_norm is None else self.cross_norm(x)
-        option = {} if cache is None else {"cache": cache.cross_attn}
-        read = self.cross_attn(normed, context, mask=mask, **option)
-        added = self._added(read, "attention", self.cross_post_norm, None)
-        return self._joined(x, added, self.cross_post_norm)
-
-    def _mlp(self, x: jax.Array, mask: object) -> jax.Array:
-        y = self._experts(x, mask)
-        if self.shared_mlp is None:
-            return y
-        shared = self.shared_mlp(x)
-        if self.shared_gate is not None:
-            shared = jax.nn.sigmoid(self.shared_gate(x)) * shared
-        return y + shared
-
-    def _experts(self, x: jax.Array, mask) -> jax.Array:
-        if not self.has_experts or mask is None or mask.shape[-3:] != (1, 1, x.shape[-2]):
-            return self.mlp(x)
-        return self.mlp(x, mask=mask[..., 0, 0, :])  # padding does not count in the loss
-
-    def _added(self, x: jax.Array, name: str, norm, scale) -> jax.Array:
-        x = checkpoint_name(x, name)
-        if scale is not None:
-            aligned = align(scale.value.astype(x.dtype), x, (x.ndim - 1,))
-            x = x * jax.lax.expand_dims(aligned, range(x.ndim - 1))
-        x = x if norm is None or self.norm_after else norm(x)
-        if self.residual_scale is not None:
-            x = x * jnp.asarray(self.residual_scale, x.dtype)
-        return x if self.dropout is None else self.dropout(x)
-
-    def _joined(self, x: jax.Array, added: jax.Array, norm) -> jax.Array:
-        return norm(x + added) if self.norm_after else x + added
-
-
-class TransformerBlock(Module):
-    """Layers of different kinds, as one repeated layer of a stack."""
-
-    def __init__(self, layers: list[Any]) -> None:
-        self.layers = layers
-
-    def __call__(self, x: jax.Array, *, cache: Any = None, **options: Any) -> jax.Array:
-        for index, layer in enumerate(self.layers):
-            x = layer(x, cache=None if cache is None else cache.layers[index], **options)
-        return x
-
-
-class BlockCache(Module):
-    """The cache of stacked blocks, and of the layers left over."""
-
-    def __init__(self, stacked: TransformerBlock, remaining: list[Any]) -> None:
-        self.stacked = stacked
-        self.rest = remaining
-
-
-class FrameEmbedding(Module):
-    """Embeds frames of features by two convolutions, of two frames one."""
-
-    def __init__(self, config: TransformerConfig, *, rngs: Rngs) -> None:
-        options = {"padding": 1, "kernel_axes": (None, None, "embed"), "rngs": rngs}
-        options |= dtypes(config)
-        self.conv1 = Conv(config.feature_size, config.embed_dim, 3, **options)
-        self.conv2 = Conv(config.embed_dim, config.embed_dim, 3, strides=2, **options)
-
-    def __call__(self, features: jax.Array) -> jax.Array:
-        return exact_gelu(self.conv2(exact_gelu(self.conv1(features))))
-
-
-class LayerCaches(Module):
-    """The caches of a layer with cross-attention."""
-
-    def __init__(self, attn: AttentionCache, cross_attn: ContextCache) -> None:
-        self.attn = attn
-        self.cross_attn = cross_attn
 
 
 class Transformer(Module):
@@ -351,7 +144,7 @@ class Transformer(Module):
         self.head: Any = None
         square = {"kernel_axes": ("embed", None), "rngs": rngs, **options}
         if config.pooling == "attention":
-            self.attention_pooling = AttentionPooling(config, _mlp(config, rngs), rngs=rngs)
+            self.attention_pooling = AttentionPooling(config, make_mlp(config, rngs), rngs=rngs)
         if config.pooler:
             self.pooler = Linear(size, config.pooler_dim or size, **square)
             size = config.pooler_dim or size
@@ -799,74 +592,6 @@ def _sines(key: object, shape: tuple[int, ...], dtype: Any) -> jax.Array:
     return sinusoidal(jnp.arange(count), size, base=base, interleaved=False).astype(dtype)
 
 
-def _attention(config: TransformerConfig, index: int, rngs: Rngs) -> MultiHeadAttention:
-    def norm(heads: int, axis: str) -> Callable[[], Any] | None:
-        if config.qk_norm is None or (config.qk_norm == "unscaled" and rope is None):
-            return None
-        if config.qk_norm == "unscaled":
-            options = {"epsilon": config.norm_epsilon, "use_scale": False, **dtypes(config)}
-            return lambda: RMSNorm(config.head_dim, **options)
-        if config.qk_norm == "head":
-            return lambda: make_norm(config, config.head_dim, ("head_dim",))
-        names, epsilon = (axis, "head_dim"), config.norm_epsilon
-        return lambda: HeadsRMSNorm(heads, config.head_dim, names, epsilon, dtypes(config))
-
-    is_local = config.kind_of(index)[0]
-    rope = config.local_rope if is_local and config.local_rope else config.rope
-    rope = rope if config.has_rope(index) else None
-    options: dict[str, Any] = {
-        "head_dim": config.head_dim,
-        "causal": config.causal,
-        "rope": rope,
-        "use_bias": config.qkv_bias,
-        "window": config.window if is_local else None,
-        "scale": config.attention_scale,
-        "dropout": config.attention_dropout,
-        "rngs": rngs,
-        **dtypes(config),
-    }
-    if config.latent_dim:
-        return MultiHeadLatentAttention(
-            config.embed_dim,
-            config.num_heads,
-            rope_dim=config.rope_dim,
-            value_dim=config.value_dim,
-            latent_dim=config.latent_dim,
-            query_latent_dim=config.query_latent_dim,
-            **options,
-        )
-    return MultiHeadAttention(
-        config.embed_dim,
-        config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        out_bias=config.out_bias,
-        key_bias=config.key_bias and config.qkv_bias,
-        chunked=config.chunked and is_local,
-        query_growth=None if config.has_rope(index) else config.query_growth,
-        softcap=config.attention_softcap,
-        sinks=config.attention_sinks,
-        query_norm=norm(config.num_heads, "heads"),
-        key_norm=norm(config.num_kv_heads, "kv_heads"),
-        **options,
-    )
-
-
-def _cross_attention(config: TransformerConfig, rngs: Rngs) -> MultiHeadAttention:
-    return MultiHeadAttention(
-        config.embed_dim,
-        config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        use_bias=config.qkv_bias,
-        out_bias=config.out_bias,
-        key_bias=config.key_bias and config.qkv_bias,
-        scale=config.attention_scale,
-        dropout=config.attention_dropout,
-        rngs=rngs,
-        **dtypes(config),
-    )
-
-
 def _last_positions(cache: object):
     """Returns the last position of each row of a cache, or -1."""
     if cache is None:
@@ -874,42 +599,3 @@ def _last_positions(cache: object):
     position = next(v for path, v in iter_variables(cache, Cache) if path[-1] == "position").value
     position = position if position.ndim == 2 else position[0]
     return jnp.max(position, axis=-1, keepdims=True)
-
-
-def _mlp(config: TransformerConfig, rngs: Rngs, hidden: int | None = None) -> MLP:
-    return MLP(
-        config.embed_dim,
-        config.mlp_dim if hidden is None else hidden,
-        activation=ACTIVATIONS.get(config.activation, config.activation),
-        gated=config.gated,
-        use_bias=config.mlp_bias,
-        rngs=rngs,
-        **dtypes(config),
-    )
-
-
-def _experts(config: TransformerConfig, rngs: Rngs) -> MoE:
-    make: Callable[..., MoE] = MoE
-    if config.expert_scores == "input_sigmoid":
-        make = InputScaledMoE
-    elif config.expert_scores != "softmax":
-        make = partial(
-            GroupedMoE if config.expert_scores == "sigmoid" else GroupedSoftmaxMoE,
-            num_groups=config.expert_groups,
-            top_groups=config.groups_per_token,
-            scale=config.expert_scale,
-        )
-    elif config.expert_limit is not None:
-        make = partial(ClippedMoE, limit=config.expert_limit)
-    return make(
-        config.embed_dim,
-        config.expert_dim,
-        num_experts=config.num_experts,
-        top_k=config.experts_per_token,
-        dispatch=config.expert_dispatch,
-        normalise=config.normalise_experts,
-        activation=ACTIVATIONS.get(config.activation, config.activation),
-        use_bias=config.expert_bias,
-        rngs=rngs,
-        **dtypes(config),
-    )

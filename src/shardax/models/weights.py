@@ -33,7 +33,8 @@ from shardax._core.init.rng import Rngs
 from shardax._core.state.split_merge import iter_modules, iter_variables
 from shardax._core.variable import Param
 from shardax._files import draft_folder, move_files, write_tensors
-from shardax.models.architecture import describe, parameter_places, refused
+from shardax.models.architecture import describe, parameter_places
+from shardax.models.comparison import refused
 from shardax.models.decoder import DECODER_RULES
 from shardax.models.dual_encoder import TOWERS
 from shardax.models.encoder_decoder import HALVES, build_model

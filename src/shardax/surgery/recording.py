@@ -20,7 +20,8 @@ from shardax._core.state.split_merge import iter_modules
 from shardax._select.places import SelectionError
 from shardax._select.selection import Selection, select
 from shardax._transforms.lift.engine import wraps
-from shardax.models.transformer import Transformer, TransformerBlock
+from shardax.models.layers.transformer_layer import TransformerBlock
+from shardax.models.transformer import Transformer
 from shardax.nn.stack import Stack
 from shardax.surgery.edits import LayerWrapper, checked_selection, wrap_selected
 

@@ -30,7 +30,7 @@ from shardax.models.family import (
     brief,
     published_activation,
 )
-from shardax.models.recurrent import ShortConvolutionConfig, StateSpaceConfig
+from shardax.models.layers.recurrent import ShortConvolutionConfig, StateSpaceConfig
 from shardax.models.tensors import (
     HEADS,
     Tensor,

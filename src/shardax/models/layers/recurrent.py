@@ -8,8 +8,8 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 from shardax._core.init.rng import Rngs
-from shardax.models.activations import ACTIVATIONS, find_activation
-from shardax.models.norms import dtypes
+from shardax.models.layers.activations import ACTIVATIONS, find_activation
+from shardax.models.layers.norms import dtypes
 from shardax.nn.mixers.convolution import ShortConvolution
 from shardax.nn.mixers.state_space import StateSpaceMixer
 from shardax.nn.parameters import as_size

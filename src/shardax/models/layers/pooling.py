@@ -12,7 +12,7 @@ from shardax._core._jax import Tracer
 from shardax._core.init.rng import Rngs
 from shardax._core.module import Module
 from shardax.models.config import TransformerConfig
-from shardax.models.norms import dtypes, make_norm
+from shardax.models.layers.norms import dtypes, make_norm
 from shardax.nn.arithmetic import add_bias, as_array, at_least_float32
 from shardax.nn.attention.multi_head import MultiHeadAttention
 from shardax.nn.errors import LayerInputError
