@@ -118,8 +118,8 @@ class ArchitectureCheck:
 
     def compare(
         self,
-        module,
-        built,
+        module: Any,
+        built: Any,
         place: LayerPlace,
         passed_over: tuple[str, ...] = (),
         path: Path = (),

@@ -94,7 +94,7 @@ class DecoderLayers(FieldGroup):
             edit.content["num_decoder_layers"] = edit.config.num_layers
 
 
-class TiedHead(FieldGroup):
+class TiedDecoderHead(FieldGroup):
     """Whether the head is tied, and whether its inputs are scaled."""
 
     def read(self, take: Taker) -> Mapping[str, Any]:
@@ -188,7 +188,7 @@ T5 = T5Family(
             fields=_FIELDS,
             tensors=(),
             fixed={**_T5, "cross_attention": True},
-            groups=[Units(), DecoderLayers(), TiedHead()],
+            groups=[Units(), DecoderLayers(), TiedDecoderHead()],
             architectures=_ARCHITECTURES,
         ),
     },

@@ -59,7 +59,7 @@ class RecurrentCache(Module):
         axis_name: Name of that dimension; that of the ``Stack``.
 
     Attributes:
-        states: A ``Cache`` for each state, of shape (batch, *shape), zeros at first.
+        states: A ``Cache`` for each state: the batch, then its shape; zeros at first.
         position: ``Cache`` of shape (batch, 1): the position of the last token, or -1.
 
     Raises:

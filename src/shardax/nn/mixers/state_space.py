@@ -280,7 +280,14 @@ class ChannelKernels(Module):
 class GatedRMSNorm(Module):
     """Root mean square normalization of gated heads, by groups of them."""
 
-    def __init__(self, shape, axes, groups: int, epsilon: float, param_dtype: Any) -> None:
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        axes: tuple[str | None, ...],
+        groups: int,
+        epsilon: float,
+        param_dtype: Any,
+    ) -> None:
         self.scale = make_parameter(ones, shape, param_dtype, axes, None)
         self.groups, self.epsilon = groups, epsilon
 
