@@ -90,7 +90,7 @@ def test_results_keep_the_dtype_under_strict_promotion(kind: Any, dtype: Any) ->
     for make, _ in LAYERS.values():
         small = sx.quantize(sx.map(lambda _, v: v.astype(dtype), make()), kind)
         with jax.numpy_dtype_promotion("strict"):
-            assert jax.eval_shape(small, HALF.astype(dtype)).dtype == dtype
+            assert sx.eval_shape(small, HALF.astype(dtype)).dtype == dtype
 
 
 def test_embedding_rounds_each_vector_alone() -> None:
