@@ -135,6 +135,7 @@ def test_law_shard_places_every_box_or_nothing(
     assert again == []
 
 
+@pytest.mark.filterwarnings("ignore:Names of axes look misspelt")
 @settings(max_examples=100)
 @given(trees(), meshes(), RULES)
 def test_law_box_functions_answer_or_raise_shardax_errors(tree: Any, mesh: Any, pairs: Any) -> None:
