@@ -22,7 +22,7 @@ import numpy as np
 from shardax._core.init.lazy import Initializer
 from shardax._core.init.rng import Rngs
 from shardax._core.module import Module
-from shardax.nn.arithmetic import add_bias, as_array, cast_all
+from shardax.nn.arithmetic import add_bias, as_array
 from shardax.nn.attention.cache import laid_out
 from shardax.nn.linear import Linear
 from shardax.nn.mixers.cache import MixerInput, MixerState, RecurrentCache
@@ -172,7 +172,7 @@ def causal_convolution(
     """Convolves each channel over time; returns the last inputs too."""
     # x is (batch, time, *channels), the kernel (size, *channels), and the window what stands
     # before x, (batch, size - 1, *channels).
-    x, kernel = cast_all(None, x, kernel)
+    kernel = kernel.astype(x.dtype)  # x is in the compute dtype
     size, time = kernel.shape[0], x.shape[1]
     if window is None:
         padded = jnp.pad(x, [(0, 0), (size - 1, 0)] + [(0, 0)] * (x.ndim - 2))
