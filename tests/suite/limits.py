@@ -77,8 +77,9 @@ DEAR |= {
 }
 DEAR |= {
     f"docs/{page}.md::code": "a page is one test, and this one searches layouts or trains a model"
-    for page in ("demo", "generate", "parallelism", "plan", "plan-cases")
+    for page in ("demo", "generate", "parallelism", "plan", "plan-cases", "precision-and-memory")
 }
+DEAR["docs/coming-from-flax.md::code"] = "a page is one test, and this one runs two libraries"
 DEAR |= {
     f"tests/docs/test_notebooks.py::test_notebook_reproduces_its_stored_outputs[{notebook}]": (
         "a notebook is one test, and this one starts processes or searches layouts"
