@@ -56,6 +56,9 @@ DEAR = {
         "compiles each form of parallelism and its opponent"
     ),
 }
+DEAR["tests/models/test_published_configs.py::test_published_models_are_read_as_they_are"] = (
+    "reads the configs of all published models"
+)
 # Pages whose code is one test each, and searches or trains.
 # With the compilers of accelerators, and the newest JAX.
 DEAR |= {
