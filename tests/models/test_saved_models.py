@@ -360,6 +360,10 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
         lambda model: model.set_attributes(window=0),
         r"no config has them: TransformerConfig needs window to be a positive integer",
     ),
+    "large scale of scores": (
+        lambda model: [setattr(layer.attn, "scale", 5) for layer in model.layers],
+        "has no way to say attention_scale=5",
+    ),
     "raw array": (lambda model: setattr(model, "mean", jnp.ones(3)), r"\.mean has no tensor"),
     "dtype": (
         lambda model: setattr(model.head.kernel, "value", jnp.ones((8, 16), jnp.int8)),
@@ -389,6 +393,22 @@ def test_what_would_be_lost_is_refused(name: str, loaded: Any, tmp_path: Path):
         save_pretrained(model, tmp_path / "saved")
     else:
         assert "sx.train.checkpoint.save(model, folder)" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        ("num_heads", 5, "num_heads is 5, but 4 in its config.json"),
+        ("num_groups", 3, "num_groups is 3, but 2 in its config.json"),
+        ("activation", "tanh", "activation is 'tanh', but 'silu' in its config.json"),
+    ],
+)
+def test_edited_mixers_are_refused_by_path(name: str, value: Any, says: str, tmp_path: Path):
+    model = initialised(tmp_path, tiny_config(PUBLISHED["mamba2"], layers=2))
+    setattr(model.layers[1].mixer, name, value)
+    with pytest.raises(PretrainedError, match=rf"\.layers\[1\]\.mixer\.{says}"):
+        save_pretrained(model, tmp_path / "saved")
+    assert not (tmp_path / "saved").exists()
 
 
 def test_experts_with_places_are_refused(loaded: Any, tmp_path: Path):

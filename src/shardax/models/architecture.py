@@ -347,12 +347,12 @@ def _config_with(config: TransformerConfig, facts: Mapping[str, Any]) -> Transfo
 
 
 def _attempt(read: Callable[[Any], object], part: object):
-    """Reads a part, unless somebody has put another in its place."""
+    """Reads a part; MISSING if it is another or its sizes do not fit."""
     try:
         value = read(part)
-    except (AttributeError, IndexError, TypeError):
+    except (AttributeError, IndexError, LayerConfigError, TypeError):
         return MISSING
-    return MISSING if value is None and read in _NEVERMISSING else value
+    return MISSING if value is None and read in _NEVER_NONE else value
 
 
 def _size(variable, axis: int, place: object = None) -> int:
@@ -377,7 +377,7 @@ def _norm_kind(model: object) -> str | None:
     return kinds.get(type(norm))
 
 
-_NEVERMISSING = (_activation, _norm_kind)
+_NEVER_NONE = (_activation, _norm_kind)
 
 
 def _norms(model: object) -> Iterator[Any]:

@@ -414,6 +414,8 @@ def check_config(config: Any) -> None:
     if base is not None:
         _check(where, "rope_base", base, base > 0, "positive")
     _check(where, "norm_epsilon", config.norm_epsilon, config.norm_epsilon >= 0, "at least 0")
+    scale = getattr(config, "logit_scale", None)
+    _check(where, "logit_scale", scale, scale is None or scale != 0, "another number than 0")
     _check(where, "remat", config.remat, not callable(config.remat), "no function but its name")
     names = ("layer_input", "attention", "mlp")
     object.__setattr__(config, "remat", check_policy(where, config.remat, names))

@@ -90,8 +90,8 @@ class QueryScale(FieldGroup):
         if edit.changes("attention_scale", "head_dim"):
             scale = edit.config.attention_scale or edit.config.head_dim**-0.5
             scalar = scale**-2
-            is_whole = round(scalar) ** -0.5 == scale
-            edit.content["query_pre_attn_scalar"] = round(scalar) if is_whole else scalar
+            whole = max(round(scalar), 1)
+            edit.content["query_pre_attn_scalar"] = whole if whole**-0.5 == scale else scalar
 
 
 def _sandwich_norms() -> Tensors:
