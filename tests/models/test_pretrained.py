@@ -320,7 +320,7 @@ def test_without_strict_missing_parameters_are_initialised(tmp_path: Path):
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
-        ("llama", {"model_type": "llame"}, "model_type='llame', but known are bert, "),
+        ("llama", {"model_type": "llame"}, "model_type='llame', but known are bart, "),
         ("llama", {"clip_qkv": 8.0, "logit_scale": 2}, "clip_qkv=8.0 is unknown; logit_scale=2"),
         ("llama", {"pretraining_tp": 2}, "pretraining_tp=2 is not supported, only 1"),
         (

@@ -347,7 +347,7 @@ def _config_with(config: TransformerConfig, facts: Mapping[str, Any]) -> Transfo
 
 
 def _attempt(read: Callable[[Any], object], part: object):
-    """Reads a part; MISSING if it is another or its sizes do not fit."""
+    """Reads a part; MISSING if it or its sizes do not fit."""
     try:
         value = read(part)
     except (AttributeError, IndexError, LayerConfigError, TypeError):
