@@ -195,7 +195,9 @@ class Transformer(Module):
             cache: What ``make_cache`` returned, which is written.
             token_types: Integers of the shape of the tokens; None for zeros.
             segment_ids: Integers of the shape of the tokens, for rows packed of documents: a token
-                reads its segment only, and positions count from its beginning. 0 is padding.
+                reads its segment only, and positions count from its beginning. 0 is padding. A
+                segment stands in one piece: behind each border positions, and states of
+                recurrent layers, begin anew.
             context: Shape (batch, other time, embed), which a model with cross-attention reads;
                 None for that which an earlier call wrote to the cache.
             context_mask: Booleans of shape (batch, other time), True for what of it is real; None
