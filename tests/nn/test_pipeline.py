@@ -430,7 +430,8 @@ def test_rule_and_scope_make_transformer_a_pipeline(kind: AxisType) -> None:
         found, ours = step_of_tokens(model, *jax.device_put(given, rows))
     np.testing.assert_allclose(found, wanted, rtol=1e-5)
     for path, number in gradient.flat().items():
-        np.testing.assert_allclose(ours.flat()[path], number, atol=2e-5, err_msg=str(path))
+        options = {"rtol": 1e-4, "atol": 2e-5, "err_msg": str(path)}
+        np.testing.assert_allclose(ours.flat()[path], number, **options)
 
 
 def test_cached_generation_is_not_cut() -> None:
