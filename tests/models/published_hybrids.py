@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from shardax.models import GatedDeltaConfig
+
 _LFM2: dict[str, Any] = {"architectures": ["Lfm2ForCausalLM"], "model_type": "lfm2"}
 _LFM2 |= {"block_auto_adjust_ff_dim": True, "block_ffn_dim_multiplier": 1.0}
 _LFM2 |= {"block_mlp_init_scale": 1.0, "block_multiple_of": 256, "block_norm_eps": 1e-5}
@@ -21,6 +23,19 @@ _MAMBA2 |= {"layer_norm_epsilon": 1e-5, "norm_before_gate": True, "rescale_preno
 _MAMBA2 |= {"residual_in_fp32": True, "rms_norm": True, "state_size": 128, "time_step_floor": 1e-4}
 _MAMBA2 |= {"time_step_limit": [0.0, {"__float__": "Infinity"}], "time_step_max": 0.1}
 _MAMBA2 |= {"time_step_min": 0.001, "use_bias": False, "use_conv_bias": True, "pad_token_id": 0}
+
+_QWEN3_NEXT: dict[str, Any] = {"architectures": ["Qwen3NextForCausalLM"]}
+_QWEN3_NEXT |= {"attention_bias": False, "attention_dropout": 0.0, "decoder_sparse_step": 1}
+_QWEN3_NEXT |= {"full_attention_interval": 4, "head_dim": 256, "hidden_act": "silu"}
+_QWEN3_NEXT |= {"linear_conv_kernel_dim": 4, "linear_key_head_dim": 128}
+_QWEN3_NEXT |= {"linear_num_key_heads": 16, "linear_num_value_heads": 32}
+_QWEN3_NEXT |= {"linear_value_head_dim": 128, "max_position_embeddings": 262144}
+_QWEN3_NEXT |= {"mlp_only_layers": [], "model_type": "qwen3_next", "moe_intermediate_size": 512}
+_QWEN3_NEXT |= {"norm_topk_prob": True, "num_experts": 512, "num_experts_per_tok": 10}
+_QWEN3_NEXT |= {"num_key_value_heads": 2, "output_router_logits": False, "rms_norm_eps": 1e-6}
+_QWEN3_NEXT |= {"partial_rotary_factor": 0.25, "rope_scaling": None, "rope_theta": 10000000}
+_QWEN3_NEXT |= {"router_aux_loss_coef": 0.001, "shared_expert_intermediate_size": 512}
+_QWEN3_NEXT |= {"tie_word_embeddings": False, "use_sliding_window": False}
 
 HYBRIDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "LiquidAI/LFM2-1.2B": (
@@ -41,8 +56,17 @@ HYBRIDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         | {"time_step_limit": [0.0, float("inf")]},
         {"tied_head": True, "norm_epsilon": 1e-5},
     ),
+    "Qwen/Qwen3-Next-80B-A3B-Instruct": (
+        {**_QWEN3_NEXT, "hidden_size": 2048, "intermediate_size": 5120, "num_hidden_layers": 48}
+        | {"num_attention_heads": 16, "vocab_size": 151936},
+        {"attention_gate": True, "norm": "rms_offset", "fraction": 0.25, "num_experts": 512}
+        | {"recurrent": GatedDeltaConfig(16, 128, 32, 128), "shared_expert_gate": True}
+        | {"recurrent_layers": (True, True, True, False, True, True), "base": 1e7},
+    ),
 }
 TINY_HYBRIDS: dict[str, dict[str, Any]] = {
     "lfm2": {"block_ff_dim": 8, "block_multiple_of": 4, "full_attn_idxs": [1]},
     "mamba2": {"num_heads": 4, "head_dim": 4, "state_size": 3, "n_groups": 2, "chunk_size": 4},
+    "qwen3_next": {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "head_dim": 8}
+    | {"linear_key_head_dim": 2, "linear_value_head_dim": 3},
 }

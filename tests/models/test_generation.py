@@ -103,6 +103,9 @@ GREEDY: dict[str, dict[str, int | None]] = {
     "olmo3": {**WINDOW, "num_hidden_layers": 4},
     "olmoe": EXPERTS,
     "qwen2_moe": {**EXPERTS, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 20},
+    "qwen3_next": {**EXPERTS, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 20}
+    | {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 6}
+    | {"linear_value_head_dim": 8, "num_hidden_layers": 4, "head_dim": 8},
     "smollm3": {"num_hidden_layers": 4},
 }
 

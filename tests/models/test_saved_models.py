@@ -396,15 +396,20 @@ def test_what_would_be_lost_is_refused(name: str, loaded: Any, tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "says"),
+    ("kind", "name", "value", "says"),
     [
-        ("num_heads", 5, "num_heads is 5, but 4 in its config.json"),
-        ("num_groups", 3, "num_groups is 3, but 2 in its config.json"),
-        ("activation", "tanh", "activation is 'tanh', but 'silu' in its config.json"),
+        ("mamba2", "num_heads", 5, "num_heads is 5, but 4 in its config.json"),
+        ("mamba2", "num_groups", 3, "num_groups is 3, but 2 in its config.json"),
+        ("mamba2", "activation", "tanh", "activation is 'tanh', but 'silu' in its config.json"),
+        ("qwen3_next", "num_value_heads", 2, "num_value_heads is 2, but 4 in its config.json"),
+        ("qwen3_next", "activation", "tanh", "activation is 'tanh', but 'silu' in its config.json"),
+        ("qwen3_next", "convolution", None, "convolution is None, not a ChannelKernels"),
     ],
 )
-def test_edited_mixers_are_refused_by_path(name: str, value: Any, says: str, tmp_path: Path):
-    model = initialised(tmp_path, tiny_config(PUBLISHED["mamba2"], layers=2))
+def test_edited_mixers_are_refused_by_path(
+    kind: str, name: str, value: Any, says: str, tmp_path: Path
+):
+    model = initialised(tmp_path, tiny_config(PUBLISHED[kind], layers=2))
     setattr(model.layers[1].mixer, name, value)
     with pytest.raises(PretrainedError, match=rf"\.layers\[1\]\.mixer\.{says}"):
         save_pretrained(model, tmp_path / "saved")
@@ -482,6 +487,7 @@ FEWER += [
     "mamba2",
     "olmo3",
     "qwen2_moe",
+    "qwen3_next",
     "smollm3",
 ]
 

@@ -437,6 +437,7 @@ _LAYER: dict[str, Callable[[Any], Any]] = {
     "attention_scale": lambda place: place.module.attn.scale,
     "attention_softcap": lambda place: place.module.attn.softcap,
     "attention_sinks": lambda place: place.module.attn.sinks is not None,
+    "attention_gate": lambda place: place.module.attn.gate is not None,
 }
 _ANY_LAYER: dict[str, Callable[[Any], Any]] = {
     "parallel": lambda place: place.module.parallel,
@@ -545,7 +546,7 @@ def _relevant(config: TransformerConfig) -> dict[str, Any]:
     no_experts = not any(experts for _, experts in kinds)
     unused = {
         "num_heads num_kv_heads head_dim qk_norm qkv_bias out_bias rope rotated_layers windows "
-        "chunked attention_scale attention_softcap attention_sinks": all(recurrent),
+        "chunked attention_scale attention_softcap attention_sinks attention_gate": all(recurrent),
         "num_experts experts_per_token expert_dim normalise_experts": no_experts,
         "shared_expert_dim expert_scores expert_bias expert_limit": no_experts,
         "expert_groups groups_per_token expert_scale": (

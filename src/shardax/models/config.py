@@ -86,6 +86,8 @@ class TransformerConfig:
         attention_scale: Multiplies the scores; None for ``head_dim ** -0.5``.
         attention_softcap: Bound of the scores, by tanh.
         attention_sinks: Whether each head has a learned score beside those of its keys.
+        attention_gate: Whether what attention reads is multiplied by the sigmoid of a linear map,
+            as ``gated`` of ``nn.MultiHeadAttention``.
         final_softcap: Bound of the logits, by tanh.
         token_dim: Size of embeddings that a linear layer makes ``embed_dim`` of; 0 for that size.
         embed_scale: Multiplies the embedding.
@@ -206,6 +208,7 @@ class TransformerConfig:
     attention_scale: float | None = None
     attention_softcap: float | None = None
     attention_sinks: bool = False
+    attention_gate: bool = False
     final_softcap: float | None = None
     token_dim: int = 0
     embed_scale: float | None = None
@@ -295,6 +298,7 @@ class TransformerConfig:
             _check(where, "num_kv_heads", self.num_kv_heads, fits, f"{self.num_heads}, of a latent")
             plain = {"attention_softcap": None, "qk_norm": None, "out_bias": self.qkv_bias}
             plain |= {"local_rope": None, "rope_layers": None, "attention_sinks": False}
+            plain |= {"attention_gate": False}
             plain |= {"chunked": False, "query_growth": None, "key_bias": True}
         else:
             plain = {"query_latent_dim": None, "rope_dim": 0, "value_dim": 0}

@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decoders with recurrent layers: LFM2 and Mamba 2.
+"""Decoders with recurrent layers: LFM2, Mamba 2 and Qwen3-Next.
 
-Sources: ``models/{lfm2,mamba2}`` of transformers 5, ``configuration_*.py`` for fields and defaults,
-``modeling_*.py`` for tensors.
+Sources: ``models/{lfm2,mamba2,qwen3_next}`` of transformers 5, ``configuration_*.py`` for fields
+and defaults, ``modeling_*.py`` for tensors.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from shardax.models.families import shared
+from shardax.models.families.qwen import SparseLayers
 from shardax.models.families.rope import Rotary
 from shardax.models.family import (
     ACTIVATION_NAMES,
@@ -30,7 +31,11 @@ from shardax.models.family import (
     brief,
     published_activation,
 )
-from shardax.models.layers.recurrent import ShortConvolutionConfig, StateSpaceConfig
+from shardax.models.layers.recurrent import (
+    GatedDeltaConfig,
+    ShortConvolutionConfig,
+    StateSpaceConfig,
+)
 from shardax.models.tensors import (
     HEADS,
     Tensor,
@@ -43,40 +48,56 @@ from shardax.models.tensors import (
 )
 
 
+def _recurrent_layers(take: Taker, kind: str, is_recurrent: Callable[[int], bool]) -> list[bool]:
+    """Reads which layers are of a kind, by ``layer_types`` or else by their numbers."""
+    count = take("num_hidden_layers", kind=SIZE)
+    types = take("layer_types", None, kind=TEXTS.or_null)
+    if types is None:
+        return list(map(is_recurrent, range(count)))
+    if set(types) <= {kind, "full_attention"} and len(types) == count:
+        return [name == kind for name in types]
+    raise PretrainedError(
+        f"layer_types={brief(types)} is not supported for {count} layers, only {kind!r} or "
+        f"'full_attention' for each"
+    )
+
+
+def _with_layers(recurrent: Any, chosen: list[bool]) -> dict[str, Any]:
+    """Returns a mixer of chosen layers, as fields of ``TransformerConfig``."""
+    if not any(chosen):
+        return {}
+    return {"recurrent": recurrent, "recurrent_layers": None if all(chosen) else tuple(chosen)}
+
+
+def _write_layers(edit: ConfigEdit, kind: str, older: str) -> None:
+    """Writes which layers are of a kind, in place of an older field."""
+    config, content = edit.config, edit.content
+    if edit.changes("recurrent", "recurrent_layers", "num_layers"):
+        content.pop(older, None)
+        content["layer_types"] = [
+            kind if config.is_recurrent(index) else "full_attention"
+            for index in range(config.num_layers)
+        ]
+
+
 class ConvolutionLayers(FieldGroup):
     """Short convolutions, and the layers that have them."""
 
     def read(self, take: Taker) -> Mapping[str, Any]:
-        count = take("num_hidden_layers", kind=SIZE)
-        types = take("layer_types", None, kind=TEXTS.or_null)
         indices = take("full_attn_idxs", None, kind=INTEGERS.or_null)
         size = take("conv_L_cache", 3, kind=SIZE)
         use_bias = take("conv_bias", False, kind=BOOLEAN)
-        if types is None:
-            chosen = [indices is not None and index not in indices for index in range(count)]
-        elif set(types) <= {"conv", "full_attention"} and len(types) == count:
-            chosen = [kind == "conv" for kind in types]
-        else:
-            raise PretrainedError(
-                f"layer_types={brief(types)} is not supported for {count} layers, only "
-                f"'conv' or 'full_attention' for each"
-            )
-        if not any(chosen):
-            return {}
-        recurrent = ShortConvolutionConfig(size, use_bias)
-        return {"recurrent": recurrent, "recurrent_layers": None if all(chosen) else tuple(chosen)}
+        chosen = _recurrent_layers(
+            take, "conv", lambda index: indices is not None and index not in indices
+        )
+        return _with_layers(ShortConvolutionConfig(size, use_bias), chosen)
 
     def write(self, edit: ConfigEdit) -> None:
         config, content = edit.config, edit.content
         if edit.changes("recurrent") and isinstance(config.recurrent, ShortConvolutionConfig):
             content["conv_L_cache"] = config.recurrent.size
             content["conv_bias"] = config.recurrent.use_bias
-        if edit.changes("recurrent", "recurrent_layers", "num_layers"):
-            content.pop("full_attn_idxs", None)
-            content["layer_types"] = [
-                "conv" if config.is_recurrent(index) else "full_attention"
-                for index in range(config.num_layers)
-            ]
+        _write_layers(edit, "conv", "full_attn_idxs")
 
 
 class AdjustedMLP(FieldGroup):
@@ -320,6 +341,132 @@ MAMBA2 = Family(
                 Tensor("mixer.norm.weight", "mixer.norm.scale", (HEADS,)),
             ),
             linear("mixer.out_proj", to="mixer.out", inputs=HEADS, outputs="embed"),
+        ),
+    ),
+)
+
+# --- Qwen3-Next -----------------------------------------------------------------------------------
+
+
+class DeltaLayers(FieldGroup):
+    """The gated delta rule, and the layers that have it."""
+
+    def read(self, take: Taker) -> Mapping[str, Any]:
+        interval = take("full_attention_interval", 4, kind=SIZE)
+        sizes = {name: take(field, kind=SIZE) for field, name in _DELTA_FIELDS.items()}
+        heads, values = sizes["num_heads"], sizes["num_value_heads"]
+        if values % heads:
+            raise PretrainedError(
+                f"linear_num_value_heads={values} is no multiple of linear_num_key_heads={heads}"
+            )
+        chosen = _recurrent_layers(
+            take, "linear_attention", lambda index: (index + 1) % interval > 0
+        )
+        return _with_layers(GatedDeltaConfig(**sizes), chosen)
+
+    def write(self, edit: ConfigEdit) -> None:
+        mixer = edit.config.recurrent
+        if edit.changes("recurrent") and isinstance(mixer, GatedDeltaConfig):
+            edit.content |= {field: getattr(mixer, name) for field, name in _DELTA_FIELDS.items()}
+        _write_layers(edit, "linear_attention", "full_attention_interval")
+
+
+_DELTA_FIELDS = {
+    "linear_num_key_heads": "num_heads",
+    "linear_key_head_dim": "head_dim",
+    "linear_num_value_heads": "num_value_heads",
+    "linear_value_head_dim": "value_dim",
+    "linear_conv_kernel_dim": "size",
+}
+_DELTA_KEYS, _DELTA_VALUES = HEADS, ("heads", "values", "value_dim")
+
+
+def _delta_rule() -> Tensors:
+    """Describes the mixer, of whose projections each head has all."""
+    outputs = {"query": "head_dim", "key": "head_dim", "value": "values value_dim"}
+    outputs["gate"] = outputs["value"]
+    wide = [
+        linear(
+            "linear_attn.in_proj_qkvz",
+            to=f"mixer.{name}",
+            inputs="embed",
+            outputs=concatenated(*axes.split(), within=["heads"]),
+        )[0]
+        for name, axes in outputs.items()
+    ]
+    narrow = [
+        linear(
+            "linear_attn.in_proj_ba",
+            to=f"mixer.{name}",
+            inputs="embed",
+            outputs=("heads", part(index, of=2), "values"),
+        )[0]
+        for index, name in enumerate(("beta", "step"))
+    ]
+    channels = {"query": _DELTA_KEYS, "key": _DELTA_KEYS, "value": _DELTA_VALUES}
+    kernels = [
+        Tensor(
+            "linear_attn.conv1d.weight",
+            f"mixer.convolution.{name}_kernel",
+            (concatenated(*axes), part(0, of=1), "time"),
+            ("time", *axes),
+        )
+        for name, axes in channels.items()
+    ]
+    return (
+        *wide,
+        *narrow,
+        *kernels,
+        Tensor("linear_attn.dt_bias", "mixer.step_bias", (("heads", "values"),)),
+        Tensor("linear_attn.A_log", "mixer.decay_log", (("heads", "values"),)),
+        Tensor("linear_attn.norm.weight", "mixer.norm.scale", ("value_dim",)),
+        linear("linear_attn.out_proj", to="mixer.out", inputs=_DELTA_VALUES, outputs="embed")[0],
+    )
+
+
+QWEN3_NEXT = Family(
+    fields={
+        **shared.GATED_DECODER,
+        **shared.ATTENTION_BIAS,
+        "head_dim": Field("head_dim", default=256),
+        "moe_intermediate_size": Field("expert_dim", default=512),
+        "norm_topk_prob": Field("normalise_experts", default=True),
+        "num_experts_per_tok": Field("experts_per_token", default=10),
+        "num_key_value_heads": Field("num_kv_heads", default=2),
+        "router_aux_loss_coef": Field("load_balance_weight", default=0.001),
+        "shared_expert_intermediate_size": Field("shared_expert_dim", default=512),
+    },
+    fixed={
+        "attention_gate": True,
+        "norm": "rms_offset",
+        "qk_norm": "head",
+        "shared_expert_gate": True,
+    },
+    defaults={
+        "linear_num_key_heads": 16,
+        "linear_key_head_dim": 128,
+        "linear_num_value_heads": 32,
+        "linear_value_head_dim": 128,
+        "linear_conv_kernel_dim": 4,
+    },
+    groups=[Rotary(fraction=0.25, max_positions=32_768), SparseLayers(512), DeltaLayers()],
+    architectures=shared.causal_lm("Qwen3Next"),
+    tensors=(
+        *shared.ends(),
+        *in_layers(
+            "model.layers",
+            shared.pre_norms(),
+            *(
+                linear("self_attn.q_proj", to, "embed", ("heads", part(index, of=2), "head_dim"))
+                for index, to in enumerate(("attn.q", "attn.gate"))
+            ),
+            shared.attention()[2:],  # without the queries
+            shared.head_norms(),
+            _delta_rule(),
+            shared.gated_mlp(),  # of the layers without experts
+            shared.swiglu_experts(),
+            shared.shared_expert("mlp.shared_expert"),
+            linear("mlp.shared_expert_gate", to="shared_gate", inputs="embed", outputs="one"),
         ),
     ),
 )

@@ -65,6 +65,7 @@ FAMILIES: dict[str, Family] = {
     "qwen2_moe": qwen.QWEN2_MOE,
     "qwen3": qwen.QWEN3,
     "qwen3_moe": qwen.QWEN3_MOE,
+    "qwen3_next": hybrids.QWEN3_NEXT,
     "roberta": encoders.ROBERTA,
     "siglip": clip.SIGLIP,
     "siglip_text_model": clip.SIGLIP_TEXT,

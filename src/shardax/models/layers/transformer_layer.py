@@ -286,6 +286,7 @@ def _attention(config: TransformerConfig, index: int, rngs: Rngs) -> MultiHeadAt
         query_growth=None if config.has_rope(index) else config.query_growth,
         softcap=config.attention_softcap,
         sinks=config.attention_sinks,
+        gated=config.attention_gate,
         query_norm=norm(config.num_heads, "heads"),
         key_norm=norm(config.num_kv_heads, "kv_heads"),
         **options,
