@@ -38,8 +38,8 @@ CLIPPED |= {"sliding_window": 3}
 CHUNKED = {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 1, "floor_scale": 3}
 CHUNKED |= {"intermediate_size_mlp": 40, "attention_chunk_size": 5, "attn_scale": 0.5}
 CHUNKED |= {"num_hidden_layers": 4, "no_rope_layers": [1, 0, 1, 1]}
-DELTA = {"head_dim": 8, "linear_num_key_heads": 2, "linear_key_head_dim": 6}
-DELTA |= {"linear_num_value_heads": 4, "linear_value_head_dim": 5, "linear_conv_kernel_dim": 3}
+DELTA = {"head_dim": 8, "linear_num_key_heads": 4, "linear_key_head_dim": 6}
+DELTA |= {"linear_num_value_heads": 8, "linear_value_head_dim": 5, "linear_conv_kernel_dim": 3}
 DELTA |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 DELTA |= {"shared_expert_intermediate_size": 20}
 STATE_SPACE = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 3, "num_heads": 8}
@@ -282,14 +282,14 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen3_next": (
         "Qwen3NextConfig",
         "Qwen3NextForCausalLM",
-        {**GROUPED, **DELTA, "num_hidden_layers": 5, "mlp_only_layers": [1]},
+        {**GROUPED, **DELTA, "num_hidden_layers": 4, "mlp_only_layers": [1]},
     ),
     "qwen3_next-biases": (
         "Qwen3NextConfig",
         "Qwen3NextForCausalLM",
         {**GROUPED, **DELTA, "attention_bias": True, "norm_topk_prob": False}
         | {"layer_types": ["full_attention", "linear_attention", "full_attention"]}
-        | {"linear_num_value_heads": 2, "tie_word_embeddings": True, "decoder_sparse_step": 2}
+        | {"linear_num_value_heads": 4, "tie_word_embeddings": True, "decoder_sparse_step": 2}
         | {"hidden_act": "gelu", "rope_parameters": PARTIAL},
     ),
     "qwen2_moe": (
