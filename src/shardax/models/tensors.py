@@ -116,7 +116,7 @@ class Tensor:
     Example:
         >>> tensor = Tensor("lm_head.weight", "head.kernel", ("vocab", "embed"), ("embed", "vocab"))
         >>> tensor.axes[0]
-        Axis(parts=('vocab',), is_concatenated=False)
+        Axis(parts=('vocab',), is_concatenated=False, outer=0)
     """
 
     name: str
