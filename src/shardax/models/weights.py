@@ -371,7 +371,7 @@ class _Entry(NamedTuple):
         return [math.prod(f[0] for f in axis.factors(ranges)) for axis in self.tensor.tensor_axes]
 
     def outer_sizes(self, axis: int) -> list[int]:
-        """Returns the sizes of what parameters stand behind each other within."""
+        """Returns the sizes of the axes outside of a concatenation."""
         held = self.tensor.tensor_axes[axis]
         ranges = {name: (size, 0, size) for name, size in self.sizes.items()}
         return [factor[0] for factor in held.factors(ranges)[: held.outer]]
@@ -485,7 +485,7 @@ class _Table:
         )
 
     def offset(self, entry: _Entry, layer: int, axis: int) -> tuple[int, int]:
-        """Returns the start of a parameter on a shared axis, and its size."""
+        """Returns a parameter's start on a shared axis, and the size."""
         if not entry.tensor.tensor_axes[axis].is_concatenated:
             return 0, entry.axis_sizes()[axis]
         entries = [sibling for sibling, _, _ in self.by_name[entry.name(layer)]]

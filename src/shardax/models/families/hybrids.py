@@ -49,7 +49,7 @@ from shardax.models.tensors import (
 
 
 def _recurrent_layers(take: Taker, kind: str, is_recurrent: Callable[[int], bool]) -> list[bool]:
-    """Reads which layers are of a kind, by ``layer_types`` or else by their numbers."""
+    """Reads the layers of a kind, by ``layer_types`` or their numbers."""
     count = take("num_hidden_layers", kind=SIZE)
     types = take("layer_types", None, kind=TEXTS.or_null)
     if types is None:
@@ -70,7 +70,7 @@ def _with_layers(recurrent: Any, chosen: list[bool]) -> dict[str, Any]:
 
 
 def _write_layers(edit: ConfigEdit, kind: str, older: str) -> None:
-    """Writes which layers are of a kind, in place of an older field."""
+    """Writes the layers of a kind, in place of an older field."""
     config, content = edit.config, edit.content
     if edit.changes("recurrent", "recurrent_layers", "num_layers"):
         content.pop(older, None)
@@ -349,7 +349,7 @@ MAMBA2 = Family(
 
 
 class DeltaLayers(FieldGroup):
-    """The gated delta rule, and the layers that have it."""
+    """The gated delta rule, and its layers."""
 
     def read(self, take: Taker) -> Mapping[str, Any]:
         interval = take("full_attention_interval", 4, kind=SIZE)
@@ -382,7 +382,7 @@ _DELTA_KEYS, _DELTA_VALUES = HEADS, ("heads", "values", "value_dim")
 
 
 def _delta_rule() -> Tensors:
-    """Describes the mixer, of whose projections each head has all."""
+    """Describes the mixer, its projections head by head."""
     outputs = {"query": "head_dim", "key": "head_dim", "value": "values value_dim"}
     outputs["gate"] = outputs["value"]
     wide = [

@@ -150,7 +150,7 @@ class StateSpaceConfig:
 
 @dataclass(frozen=True)
 class GatedDeltaConfig:
-    """The sizes of ``nn.GatedDeltaNet`` as layers have it.
+    """The sizes of ``nn.GatedDeltaNet`` in a model's layers.
 
     Its activation is that of the model.
 

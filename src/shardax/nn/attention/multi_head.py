@@ -413,7 +413,7 @@ class MultiHeadAttention(Module):
         )
 
     def _gated(self, read: jax.Array, x: jax.Array) -> jax.Array:
-        """Multiplies what is read by the gate, if there is one."""
+        """Multiplies a result by the gate, if there is one."""
         return read if self.gate is None else read * jax.nn.sigmoid(self.gate(x))
 
     def _growth(self, x: jax.Array, positions: Any) -> jax.Array:

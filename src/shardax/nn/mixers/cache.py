@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recurrent mixers: how they are called, and what they remember of earlier calls.
+"""Recurrent mixers: their call, and the cache of their states.
 
 The size of a cache does not depend on how many tokens were read. The position of the last token is
 there as in the cache of attention, so a model that has both counts positions by either of them.
@@ -225,10 +225,17 @@ class MixerInput(NamedTuple):
 
 
 class RecurrentMixer(Module):
-    """Base of recurrent mixers: how they are called and cached.
+    """Base of recurrent mixers: their call and cache.
 
     A mixer has an attribute ``features``, says what it keeps of a row (``states``), and computes
-    its results and states (``_mix``).
+    results and states of tokens, brought together without padding (``_mix``).
+
+    Example:
+        >>> import jax.numpy as jnp, shardax as sx
+        >>> layer = sx.nn.GatedDeltaNet(8, num_heads=2, head_dim=4, rngs=sx.Rngs(0))
+        >>> x, real = jnp.ones((1, 4, 8)), jnp.array([[False, True, False, True]])
+        >>> isinstance(layer, sx.nn.RecurrentMixer), layer(x, mask=real).shape
+        (True, (1, 4, 8))
     """
 
     features: int
@@ -268,7 +275,7 @@ class RecurrentMixer(Module):
         return tokens.in_order(y).reshape(x.shape)
 
     def states(self) -> dict[str, MixerState]:
-        """Says what it keeps of a row between calls.
+        """Describes the states of a row between calls.
 
         Returns:
             Shapes, axis names and dtypes, by name.
@@ -300,7 +307,7 @@ class RecurrentMixer(Module):
     def _mix(
         self, tokens: MixerInput, cache: RecurrentCache | None
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Returns results in the order of the tokens, and the states behind them."""
+        """Returns results of the tokens, and the states behind them."""
         raise NotImplementedError
 
 

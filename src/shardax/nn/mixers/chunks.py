@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recurrences with a decay in chunks of time, and the gated norm behind them.
+"""Recurrences with a decay in chunks of time, and gated norms.
 
 A state decays at every position and takes what the position writes. Within a chunk that is a
 product of matrices, as attention is, with the decays between positions as its mask; from chunk to
@@ -89,7 +89,7 @@ def of_heads(variable: Any, like: jax.Array, dtype: Any) -> jax.Array:
 
 
 class GatedRMSNorm(Module):
-    """Root mean square normalization of heads, and their gates before or behind it."""
+    """Root mean square normalization of heads, before or behind gates."""
 
     def __init__(
         self,

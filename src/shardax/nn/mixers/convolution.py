@@ -92,7 +92,7 @@ class ShortConvolution(RecurrentMixer):
         self.out = Linear(self.features, self.features, kernel_axes=(channel, embed), **options)
 
     def states(self) -> dict[str, MixerState]:
-        """Says what it keeps: ``window``, the last inputs of the convolution."""
+        """Describes the window: the last inputs of the convolution."""
         names = (None, "mlp") if self.kernel.axes is None else self.kernel.axes[-2:]
         return {"window": MixerState((self.size - 1, self.features), (None, names[-1]))}
 
@@ -126,7 +126,7 @@ class ChannelKernels(Module):
     def __call__(
         self, name: str, x: jax.Array, tokens: MixerInput, cache: RecurrentCache | None
     ) -> tuple[jax.Array, jax.Array]:
-        """Convolves what has a name; returns its last inputs too."""
+        """Convolves an array by name; returns its last inputs too."""
         kernel = getattr(self, f"{name}_kernel").value
         bias = getattr(self, f"{name}_bias").value if self.use_bias else None
         window = None if cache is None else cache.read(f"{name}_window", x.dtype)

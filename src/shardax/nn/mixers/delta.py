@@ -154,7 +154,7 @@ class GatedDeltaNet(RecurrentMixer):
         self.out = Linear(values, self.features, kernel_axes=(*value_names, embed), **options)
 
     def states(self) -> dict[str, MixerState]:
-        """Says what it keeps: the last inputs of the convolution, and the state."""
+        """Describes windows of the convolution, and the state."""
         axes = self.out.kernel.axes
         head, within = ("heads", "head_dim") if axes is None else (axes[-4], axes[-2])
         values = (self.num_heads, self.num_value_heads // self.num_heads, self.value_dim)

@@ -160,7 +160,7 @@ class StateSpaceMixer(RecurrentMixer):
         self.out = Linear(wide, self.features, kernel_axes=(*names, embed), **options)
 
     def states(self) -> dict[str, MixerState]:
-        """Says what it keeps: the last inputs of the convolution, and the state."""
+        """Describes windows of the convolution, and the state."""
         names = (
             ("heads", "head_dim") if self.out.kernel.axes is None else self.out.kernel.axes[-3:-1]
         )
