@@ -37,6 +37,7 @@ FAMILIES: dict[str, Family] = {
     "dinov2": encoders.DINOV2,
     "distilbert": encoders.DISTILBERT,
     "electra": encoders.ELECTRA,
+    "falcon_h1": hybrids.FALCON_H1,
     "gemma": gemma.GEMMA,
     "gemma2": gemma.GEMMA2,
     "gemma3_text": gemma.GEMMA3_TEXT,

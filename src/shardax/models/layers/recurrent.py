@@ -82,10 +82,14 @@ class StateSpaceConfig:
         step_limits: Bounds of the steps.
         activation: Function behind the convolution, by name.
         use_bias: Whether the projections have biases.
+        out_bias: Whether that of the result has one; None for as ``use_bias``.
         conv_bias: Whether the convolution has biases.
+        gate_norm: Where the norm stands: ``"behind"`` the gate, ``"before"`` it, or None.
+        scales: Factors of the projections.
 
     Raises:
-        LayerConfigError: If a size is not positive, or groups do not divide heads.
+        LayerConfigError: If a size is not positive, groups do not divide heads, or an option is
+            none of those of ``nn.StateSpaceMixer``.
 
     Example:
         >>> import shardax as sx
@@ -105,10 +109,15 @@ class StateSpaceConfig:
     step_limits: tuple[float, float] = (0.0, math.inf)
     activation: str = "silu"
     use_bias: bool = False
+    out_bias: bool | None = None
     conv_bias: bool = True
+    gate_norm: str | None = "behind"
+    scales: tuple[float, ...] = (1.0,) * 5
     kind: ClassVar[type] = StateSpaceMixer
 
     def __post_init__(self) -> None:
+        if self.out_bias is None:
+            object.__setattr__(self, "out_bias", self.use_bias)
         self._mixer(1, Rngs(0))
 
     def make(self, config: Any, rngs: Rngs) -> StateSpaceMixer:
@@ -143,7 +152,8 @@ class StateSpaceConfig:
         names, function = (*ACTIVATIONS, "silu", "gelu", "relu"), mixer.activation
         function = find_activation(function) if isinstance(function, str) else function
         values["activation"] = next((n for n in names if find_activation(n) is function), None)
-        values["use_bias"] = mixer.out.bias is not None
+        values["use_bias"] = mixer.gate.bias is not None
+        values["out_bias"] = mixer.out.bias is not None
         values["conv_bias"] = mixer.convolution.use_bias
         return cls(**values)
 

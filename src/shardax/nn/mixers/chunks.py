@@ -99,15 +99,16 @@ class GatedRMSNorm(Module):
         param_dtype: Any,
         *,
         groups: int | None = None,
+        gate_first: bool = False,
     ) -> None:
-        # With groups the norm is over the heads of each, (heads, head_dim), behind the gate; else
-        # over the last dimension, before it.
+        # With groups the norm is over the heads of each, (heads, head_dim); else over the last
+        # dimension.
         self.scale = make_parameter(ones, shape, param_dtype, axes, None)
-        self.groups, self.epsilon = groups, epsilon
+        self.groups, self.epsilon, self.gate_first = groups, epsilon, gate_first
 
     def __call__(self, x: jax.Array, gate: jax.Array) -> jax.Array:
         gate = jax.nn.silu(gate.astype(x.dtype))
-        x = x if self.groups is None else x * gate
+        x = x * gate if self.gate_first else x
 
         def normed(x: jax.Array) -> jax.Array:
             grouped = x if self.groups is None else x.reshape(*x.shape[:-2], self.groups, -1)
@@ -119,7 +120,7 @@ class GatedRMSNorm(Module):
         scale = self.scale.value.astype(x.dtype)
         first = x.ndim - scale.ndim
         y = y * jax.lax.expand_dims(align(scale, y, range(first, x.ndim)), range(first))
-        return y * gate if self.groups is None else y
+        return y if self.gate_first else y * gate
 
 
 def logarithms(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:

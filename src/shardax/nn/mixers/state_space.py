@@ -40,8 +40,10 @@ from shardax.nn.mixers.convolution import ChannelKernels
 from shardax.nn.mlp import Activation, find_activation
 from shardax.nn.parameters import as_axes, as_size, make_parameter, ones
 
-# What passes a short convolution before it is used.
+# What passes a short convolution before it is used, and all projections.
 CONVOLVED = ("value", "write", "read")
+PROJECTED = ("gate", *CONVOLVED, "step")
+GATE_NORMS = ("behind", "before", None)
 
 
 class StateSpaceMixer(RecurrentMixer):
@@ -60,8 +62,12 @@ class StateSpaceMixer(RecurrentMixer):
         step_limits: Bounds of the steps.
         activation: Function behind the convolution, or the name of one of ``jax.nn``.
         use_bias: Whether the projections have biases.
+        out_bias: Whether that of the result has one; None for as ``use_bias``.
         conv_bias: Whether the convolution has biases.
+        gate_norm: Where the norm stands: ``"behind"`` the gate, ``"before"`` it, or None for no
+            norm.
         norm_epsilon: That of the norm.
+        scales: Factors of what ``gate``, ``value``, ``write``, ``read`` and ``step`` project to.
         dtype: Compute dtype; None promotes input and parameters. States are float32 at least.
         param_dtype: Parameter dtype.
         kernel_init: Initializer of the projections; None for LeCun normal.
@@ -78,12 +84,12 @@ class StateSpaceMixer(RecurrentMixer):
         step_bias: ``Param`` of shape (num_heads,), added before the softplus.
         decay_log: ``Param`` of shape (num_heads,): the logarithm of the decay.
         skip: ``Param`` of shape (num_heads,).
-        norm: The norm, whose input is multiplied by the silu of the gate.
+        norm: The norm of groups of heads, with the silu of the gate as a factor; or None.
         out: ``Linear`` with a kernel of shape (num_heads, head_dim, features).
 
     Raises:
-        LayerConfigError: If a size is not positive, groups do not divide heads, or the activation
-            is unknown.
+        LayerConfigError: If a size is not positive, groups do not divide heads, there are not five
+            scales, or the activation or place of the norm is unknown.
 
     Example:
         >>> import jax.numpy as jnp, shardax as sx
@@ -106,8 +112,11 @@ class StateSpaceMixer(RecurrentMixer):
         step_limits: tuple[float, float] = (0.0, math.inf),
         activation: Activation = "silu",
         use_bias: bool = False,
+        out_bias: bool | None = None,
         conv_bias: bool = True,
+        gate_norm: str | None = "behind",
         norm_epsilon: float = 1e-5,
+        scales: Sequence[float] = (1.0,) * 5,
         dtype: Any = None,
         param_dtype: Any = np.float32,
         kernel_init: Initializer | None = None,
@@ -131,6 +140,12 @@ class StateSpaceMixer(RecurrentMixer):
             raise LayerConfigError(
                 f"{name} needs groups that divide num_heads={heads} and limits from 0 up, but "
                 f"num_groups={num_groups} and step_limits={step_limits}."
+            )
+        self.gate_norm, self.scales = gate_norm, tuple(map(float, scales))
+        if gate_norm not in GATE_NORMS or len(self.scales) != len(PROJECTED):
+            raise LayerConfigError(
+                f"{name} needs gate_norm to be one of {GATE_NORMS} and scales of "
+                f"{', '.join(PROJECTED)}, but gate_norm={gate_norm!r} and scales={scales}."
             )
         options: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
         options |= {"use_bias": use_bias, "kernel_init": kernel_init}
@@ -156,7 +171,11 @@ class StateSpaceMixer(RecurrentMixer):
         self.step_bias = make_parameter(step_biases, *vector)
         self.decay_log = make_parameter(logarithms, *vector)
         self.skip = make_parameter(ones, *vector)
-        self.norm = GatedRMSNorm(wide, names, norm_epsilon, param_dtype, groups=self.num_groups)
+        norm_options = {"groups": self.num_groups, "gate_first": gate_norm == "behind"}
+        self.norm = None
+        if gate_norm is not None:
+            self.norm = GatedRMSNorm(wide, names, norm_epsilon, param_dtype, **norm_options)
+        options["use_bias"] = use_bias if out_bias is None else out_bias
         self.out = Linear(wide, self.features, kernel_axes=(*names, embed), **options)
 
     def states(self) -> dict[str, MixerState]:
@@ -177,9 +196,9 @@ class StateSpaceMixer(RecurrentMixer):
         activate = find_activation(self.activation, type(self).__name__)
         mixed, states = dict[str, jax.Array](), dict[str, jax.Array]()
         for name in CONVOLVED:
-            y, window = self.convolution(name, getattr(self, name)(tokens.x), tokens, cache)
+            y, window = self.convolution(name, self._project(name, tokens.x), tokens, cache)
             mixed[name], states[f"{name}_window"] = activate(y), window
-        gate, step = self.gate(tokens.x), self.step(tokens.x)
+        gate, step = self._project("gate", tokens.x), self._project("step", tokens.x)
         kind = at_least_float32(gate.dtype)
         value, write, read = (mixed[name].astype(kind) for name in CONVOLVED)
         bias, decay, skip = (
@@ -192,8 +211,14 @@ class StateSpaceMixer(RecurrentMixer):
         arrays = (value, step, -step * jnp.exp(decay), write, read)
         scan = functools.partial(selective_scan, chunk=self.chunk)
         y, states["state"] = as_auto(scan, (0, 2, 3, None), *arrays, state, tokens.starts)
-        y = self.norm(y + value * skip[..., None], gate).astype(gate.dtype)
-        return self.out(y), states
+        y = y + value * skip[..., None]
+        y = y * jax.nn.silu(gate.astype(kind)) if self.norm is None else self.norm(y, gate)
+        return self.out(y.astype(gate.dtype)), states
+
+    def _project(self, name: str, x: jax.Array) -> jax.Array:
+        """Projects tokens, with the factor of the projection."""
+        y, scale = getattr(self, name)(x), self.scales[PROJECTED.index(name)]
+        return y if scale == 1 else y * jnp.asarray(scale, y.dtype)
 
 
 def selective_scan(
