@@ -37,6 +37,23 @@ _QWEN3_NEXT |= {"partial_rotary_factor": 0.25, "rope_scaling": None, "rope_theta
 _QWEN3_NEXT |= {"router_aux_loss_coef": 0.001, "shared_expert_intermediate_size": 512}
 _QWEN3_NEXT |= {"tie_word_embeddings": False, "use_sliding_window": False}
 
+_FALCON_H1: dict[str, Any] = {"architectures": ["FalconH1ForCausalLM"], "model_type": "falcon_h1"}
+_FALCON_H1 |= {"attention_bias": False, "attention_dropout": 0.0, "attention_in_multiplier": 1.0}
+_FALCON_H1 |= {"attention_out_multiplier": 0.9375, "embedding_multiplier": 5.656854249492381}
+_FALCON_H1 |= {"head_dim": 64, "hidden_act": "silu", "key_multiplier": 0.390625}
+_FALCON_H1 |= {"lm_head_multiplier": 0.0390625, "mamba_chunk_size": 128, "mamba_conv_bias": True}
+_FALCON_H1 |= {"mamba_d_conv": 4, "mamba_d_head": 64, "mamba_d_ssm": 1536, "mamba_d_state": 128}
+_FALCON_H1 |= {"mamba_expand": 2, "mamba_n_groups": 1, "mamba_n_heads": 24}
+_FALCON_H1 |= {"mamba_norm_before_gate": False, "mamba_proj_bias": False}
+_FALCON_H1 |= {"mamba_rms_norm": False, "mamba_use_mlp": True, "max_position_embeddings": 16384}
+_FALCON_H1 |= {"mlp_bias": False, "mlp_expansion_factor": 8}
+_FALCON_H1 |= {"mlp_multipliers": [0.8838834764831844, 0.5859375], "num_key_value_heads": 2}
+_FALCON_H1 |= {"num_logits_to_keep": 1, "projectors_bias": False, "rms_norm_eps": 1e-5}
+_FALCON_H1 |= {"rope_scaling": None, "rope_theta": 1e11, "ssm_in_multiplier": 1.25}
+_FALCON_H1 |= {"ssm_out_multiplier": 0.23570226039551587, "tie_word_embeddings": False}
+_FALCON_H1["ssm_multipliers"] = [0.3535533905932738, 0.25, 0.3535533905932738, 0.5]
+_FALCON_H1["ssm_multipliers"] += [0.3535533905932738]
+
 HYBRIDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "LiquidAI/LFM2-1.2B": (
         {**_LFM2, "hidden_size": 2048, "block_dim": 2048, "block_ff_dim": 12288}
@@ -56,6 +73,13 @@ HYBRIDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         | {"time_step_limit": [0.0, float("inf")]},
         {"tied_head": True, "norm_epsilon": 1e-5},
     ),
+    "tiiuae/Falcon-H1-0.5B-Instruct": (
+        {**_FALCON_H1, "hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": 36}
+        | {"num_attention_heads": 8, "vocab_size": 32784},
+        {"recurrent_beside": True, "recurrent_layers": None, "attention_scale": 0.390625 / 8}
+        | {"mlp_gate_scale": 0.8838834764831844, "mlp_out_scale": 0.5859375, "base": 1e11}
+        | {"recurrent_in_scale": 1.25, "attention_out_scale": 0.9375, "logit_scale": 0.0390625},
+    ),
     "Qwen/Qwen3-Next-80B-A3B-Instruct": (
         {**_QWEN3_NEXT, "hidden_size": 2048, "intermediate_size": 5120, "num_hidden_layers": 48}
         | {"num_attention_heads": 16, "vocab_size": 151936},
@@ -67,6 +91,8 @@ HYBRIDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 TINY_HYBRIDS: dict[str, dict[str, Any]] = {
     "lfm2": {"block_ff_dim": 8, "block_multiple_of": 4, "full_attn_idxs": [1]},
     "mamba2": {"num_heads": 4, "head_dim": 4, "state_size": 3, "n_groups": 2, "chunk_size": 4},
+    "falcon_h1": {"mamba_n_heads": 4, "mamba_d_head": 3, "mamba_d_ssm": 12, "mamba_n_groups": 2}
+    | {"mamba_d_state": 3, "mamba_chunk_size": 4},
     "qwen3_next": {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "head_dim": 8}
     | {"linear_key_head_dim": 2, "linear_value_head_dim": 3},
 }
