@@ -418,6 +418,48 @@ def test_edited_mixers_are_refused_by_path(
     assert not (tmp_path / "saved").exists()
 
 
+FACTORS = {"attention_in_scale": 3.0, "recurrent_out_scale": 0.3, "mlp_out_scale": 0.2}
+FACTORS |= {"recurrent_in_scale": 0.7, "attention_out_scale": 1.1}
+
+
+def test_edited_factors_read_back(tmp_path: Path):
+    model = initialised(tmp_path, tiny_config(PUBLISHED["falcon_h1"], layers=2))
+    for layer in model.layers:
+        for name, factor in FACTORS.items():
+            setattr(layer, name, factor)
+        layer.attn.scale, layer.mlp.gate_scale = 0.3, 1.5
+        layer.mixer.scales = (0.1, 0.2, 0.3, 0.4, 0.5)
+    save_pretrained(model, tmp_path / "saved")
+    again = from_pretrained(tmp_path / "saved")
+    assert {name: getattr(again.config, name) for name in FACTORS} == FACTORS
+    assert again.config.attention_scale == 0.3
+    np.testing.assert_array_equal(run(again, TOKENS), run(model, TOKENS))
+    model.layers[1].attention_in_scale = 2.0
+    with pytest.raises(PretrainedError, match=r"\.layers\[1\]\.attention_in_scale is 2.0, but"):
+        save_pretrained(model, tmp_path / "one")
+    for layer in model.layers:
+        layer.attn = None
+    with pytest.raises(PretrainedError, match="has no way to say .*recurrent_beside=False"):
+        save_pretrained(model, tmp_path / "alone")
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"recurrent_beside": True}, "recurrent_beside to be False without a recurrent mixer"),
+        ({"recurrent_in_scale": 2.0}, "recurrent_in_scale to be 1 without a recurrent mixer"),
+        ({"mlp_gate_scale": 2.0, "gated": False}, "mlp_gate_scale to be 1 of experts, and"),
+        (
+            {"attention_gate": True, "latent_dim": 8, "rope_dim": 2, "value_dim": 4},
+            "attention_gate",
+        ),
+    ],
+)
+def test_factors_without_their_parts_are_refused(changes: dict[str, Any], says: str):
+    with pytest.raises(sx.errors.LayerConfigError, match=says):
+        dataclasses.replace(SMALL, **{"num_kv_heads": 2, **changes})
+
+
 def test_experts_with_places_are_refused(loaded: Any, tmp_path: Path):
     model = loaded(num_experts=2, expert_dim=8)
     model.set_attributes(dispatch="dropless")

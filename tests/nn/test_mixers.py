@@ -55,8 +55,10 @@ def state_space_by_hand(layer: Any, x: np.ndarray) -> np.ndarray:
     """The outputs of a ``StateSpaceMixer`` for one row, position by position."""
     parameters = {p: np.asarray(v.value, np.float64) for p, v in sx.iter_variables(layer, sx.Param)}
     projected = {
-        name: np.tensordot(x, parameters[name, "kernel"], 1) + parameters[name, "bias"][None]
-        for name in ("gate", "value", "write", "read", "step")
+        name: factor * (np.tensordot(x, parameters[name, "kernel"], 1) + parameters[name, "bias"])
+        for name, factor in zip(
+            ("gate", "value", "write", "read", "step"), layer.scales, strict=False
+        )
     }
     state, results = np.zeros((4, 3, 5)), []
     for time in range(len(x)):
@@ -76,12 +78,14 @@ def state_space_by_hand(layer: Any, x: np.ndarray) -> np.ndarray:
             state[head] = decay * state[head] + written
             y[head] = state[head] @ now["read"][head // 2]
             y[head] += parameters["skip",][head] * now["value"][head]
-        y *= silu(projected["gate"][time])
-        for heads in (slice(0, 2), slice(2, 4)):
+        gate = silu(projected["gate"][time])
+        y *= gate if layer.gate_norm != "before" else 1
+        for heads in (slice(0, 2), slice(2, 4)) if layer.gate_norm else ():
             y[heads] /= np.sqrt(np.mean(y[heads] ** 2) + layer.norm.epsilon)
-        y *= parameters["norm", "scale"]
-        out = np.tensordot(y, parameters["out", "kernel"], 2) + parameters["out", "bias"]
-        results.append(out)
+            y[heads] *= parameters["norm", "scale"][heads]
+        y *= gate if layer.gate_norm == "before" else 1
+        out = np.tensordot(y, parameters["out", "kernel"], 2)
+        results.append(out + parameters.get(("out", "bias"), 0))
     return np.array(results)
 
 
@@ -174,6 +178,14 @@ def test_a_mixer_equals_a_loop_over_time(kind: str, time: int):
     close(call(layer, x[0]), expected[0])
 
 
+@pytest.mark.parametrize("place", ["before", None])
+def test_state_spaces_have_scales_and_other_norms(place: str | None):
+    options = {"gate_norm": place, "out_bias": False, "scales": (0.3, 1.5, 0.7, 1.4, 0.6)}
+    layer = with_values(nn.StateSpaceMixer(FEATURES, **SPACE, **options, rngs=sx.Rngs(0)))
+    assert layer.out.bias is None and (layer.norm is None) == (place is None)
+    close(call(layer, X[:1])[0], state_space_by_hand(layer, X[0]))
+
+
 @KINDS
 def test_padding_and_segments_leave_rows_as_alone(kind: str):
     layer = make(kind)
@@ -263,6 +275,8 @@ def test_calls_that_do_not_fit_are_refused(kind: str):
         (nn.StateSpaceMixer, {**SPACE, "state_dim": 0}, "positive"),
         (nn.StateSpaceMixer, {**SPACE, "num_groups": 3}, "groups that divide num_heads=4"),
         (nn.StateSpaceMixer, {**SPACE, "step_limits": (2, 1)}, "limits from 0 up"),
+        (nn.StateSpaceMixer, {**SPACE, "gate_norm": "after"}, "gate_norm to be one of"),
+        (nn.StateSpaceMixer, {**SPACE, "scales": (1, 1)}, "scales of gate, value, write, read"),
         (nn.GatedDeltaNet, {**DELTA, "value_dim": 0}, "positive"),
         (nn.GatedDeltaNet, {**DELTA, "num_value_heads": 3}, "a multiple of num_heads=2"),
     ],
