@@ -54,11 +54,10 @@ def silu(x: Any) -> Any:
 def state_space_by_hand(layer: Any, x: np.ndarray) -> np.ndarray:
     """The outputs of a ``StateSpaceMixer`` for one row, position by position."""
     parameters = {p: np.asarray(v.value, np.float64) for p, v in sx.iter_variables(layer, sx.Param)}
+    names = ("gate", "value", "write", "read", "step")
     projected = {
         name: factor * (np.tensordot(x, parameters[name, "kernel"], 1) + parameters[name, "bias"])
-        for name, factor in zip(
-            ("gate", "value", "write", "read", "step"), layer.scales, strict=False
-        )
+        for name, factor in zip(names, layer.scales, strict=True)
     }
     state, results = np.zeros((4, 3, 5)), []
     for time in range(len(x)):

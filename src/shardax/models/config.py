@@ -342,7 +342,7 @@ class TransformerConfig:
         self._check_distances_and_context()
 
     def _check_recurrent(self) -> None:
-        """Raises for options that mixers and factors do not go with."""
+        """Raises for options that do not fit mixers and factors."""
         where = type(self).__name__
         if self.recurrent is not None:
             for name in ("causal", "parallel", "relative_buckets", "image_size"):

@@ -238,7 +238,7 @@ class BlockCache(Module):
 
 
 class LayerCaches(Module):
-    """The caches of a layer by the names of their parts, if it has several."""
+    """Several caches of a layer, by the names of its parts."""
 
     def __init__(self, **caches: Any) -> None:
         for name, cache in caches.items():
