@@ -138,6 +138,7 @@ ELSEWHERE = {
     "QuantizedKernel",
     "RNN",
     "RecurrentCache",
+    "RecurrentMixer",  # the base of those that are tried
     "Sequential",
 }
 
