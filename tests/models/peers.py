@@ -38,8 +38,17 @@ CLIPPED |= {"sliding_window": 3}
 CHUNKED = {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 1, "floor_scale": 3}
 CHUNKED |= {"intermediate_size_mlp": 40, "attention_chunk_size": 5, "attn_scale": 0.5}
 CHUNKED |= {"num_hidden_layers": 4, "no_rope_layers": [1, 0, 1, 1]}
+DELTA = {"head_dim": 8, "linear_num_key_heads": 4, "linear_key_head_dim": 6}
+DELTA |= {"linear_num_value_heads": 8, "linear_value_head_dim": 5, "linear_conv_kernel_dim": 3}
+DELTA |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+DELTA |= {"shared_expert_intermediate_size": 20}
 STATE_SPACE = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 3, "num_heads": 8}
 STATE_SPACE |= {"head_dim": 8, "state_size": 6, "chunk_size": 5, "pad_token_id": 0}
+BESIDE = {"mamba_d_ssm": 48, "mamba_n_heads": 8, "mamba_n_groups": 2, "mamba_d_state": 6}
+BESIDE |= {"mamba_chunk_size": 5, "mamba_d_conv": 3, "attention_in_multiplier": 1.3}
+BESIDE |= {"attention_out_multiplier": 0.7, "embedding_multiplier": 2.5, "key_multiplier": 0.4}
+BESIDE |= {"lm_head_multiplier": 0.5, "mlp_multipliers": [0.8, 0.6], "ssm_in_multiplier": 1.2}
+BESIDE |= {"ssm_multipliers": [0.3, 1.5, 0.7, 1.4, 0.6], "ssm_out_multiplier": 0.9}
 GEMMA3_ROPES = {
     "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
     "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
@@ -275,6 +284,33 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
         {**STATE_SPACE, "n_groups": 1, "use_bias": True, "use_conv_bias": False}
         | {"tie_word_embeddings": True, "hidden_act": "gelu", "expand": 1, "head_dim": 4},
     ),
+    "falcon_h1": ("FalconH1Config", "FalconH1ForCausalLM", {**GROUPED, **BESIDE}),
+    "falcon_h1-norms": (
+        "FalconH1Config",
+        "FalconH1ForCausalLM",
+        {**GROUPED, **BESIDE, "mamba_rms_norm": True, "mamba_proj_bias": True, "head_dim": 6}
+        | {"mamba_conv_bias": False, "time_step_limit": (0.3, 0.9), "attention_bias": True},
+    ),
+    "falcon_h1-biases": (
+        "FalconH1Config",
+        "FalconH1ForCausalLM",
+        {**GROUPED, **BESIDE, "mamba_rms_norm": True, "mamba_norm_before_gate": False}
+        | {"projectors_bias": True, "mlp_bias": True, "mamba_d_ssm": None, "hidden_act": "gelu"}
+        | {"tie_word_embeddings": True},
+    ),
+    "qwen3_next": (
+        "Qwen3NextConfig",
+        "Qwen3NextForCausalLM",
+        {**GROUPED, **DELTA, "num_hidden_layers": 4, "mlp_only_layers": [1]},
+    ),
+    "qwen3_next-biases": (
+        "Qwen3NextConfig",
+        "Qwen3NextForCausalLM",
+        {**GROUPED, **DELTA, "attention_bias": True, "norm_topk_prob": False}
+        | {"layer_types": ["full_attention", "linear_attention", "full_attention"]}
+        | {"linear_num_value_heads": 4, "tie_word_embeddings": True, "decoder_sparse_step": 2}
+        | {"hidden_act": "gelu", "rope_parameters": PARTIAL},
+    ),
     "qwen2_moe": (
         "Qwen2MoeConfig",
         "Qwen2MoeForCausalLM",
@@ -332,7 +368,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
 # Their positions follow from the padding tokens.
 COUNTED_BY_PADDING = ("roberta", "xlm-roberta", "mpnet")
 # In a batch padding changes their rows: growth of queries counts it, biases come from it.
-READ_ALONE = ("lfm2", "llama4_text", "mamba2")
+READ_ALONE = ("falcon_h1", "lfm2", "llama4_text", "mamba2")
 IMAGES = {
     "hidden_size": 32,
     "intermediate_size": 48,

@@ -103,6 +103,12 @@ GREEDY: dict[str, dict[str, int | None]] = {
     "olmo3": {**WINDOW, "num_hidden_layers": 4},
     "olmoe": EXPERTS,
     "qwen2_moe": {**EXPERTS, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 20},
+    "falcon_h1": {"mamba_d_ssm": 32, "mamba_n_heads": 8, "mamba_d_state": 6, "key_multiplier": 0.4}
+    | {"mamba_chunk_size": 5, "mlp_multipliers": [0.8, 0.6], "ssm_in_multiplier": 1.2}
+    | {"ssm_multipliers": [0.3, 1.5, 0.7, 1.4, 0.6], "attention_out_multiplier": 0.7},
+    "qwen3_next": {**EXPERTS, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 20}
+    | {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 6}
+    | {"linear_value_head_dim": 8, "num_hidden_layers": 4, "head_dim": 8},
     "smollm3": {"num_hidden_layers": 4},
 }
 

@@ -68,7 +68,7 @@ def mesh() -> jax.sharding.Mesh:
 # The others compute in one, and that every second time over a mesh.
 BOTH_FORMS = {"llama", "qwen2", "mixtral", "qwen3_moe", "gemma2", "gemma3", "gpt2", "bert"}
 BOTH_FORMS |= {"smollm3", "cohere2", "olmo3", "deepseek_v3", "gpt_oss"}
-BOTH_FORMS |= {"llama4_text", "lfm2", "lfm2-biases", "mamba2"}
+BOTH_FORMS |= {"llama4_text", "lfm2", "lfm2-biases", "mamba2", "qwen3_next", "falcon_h1"}
 BOTH_FORMS |= {"electra", "modernbert", "mpnet", "roberta"}
 
 
@@ -165,6 +165,10 @@ def test_token_types_and_pooler_equal_transformers(tmp_path: Path):
         ("lfm2-biases", True),
         ("mamba2", True),
         ("mamba2-biases", False),
+        ("falcon_h1", True),
+        ("falcon_h1-norms", False),
+        ("qwen3_next", True),
+        ("qwen3_next-biases", False),
     ],
 )
 def test_cached_parts_give_logits_of_transformers(name: str, scanned: bool, tmp_path: Path):

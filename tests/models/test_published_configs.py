@@ -21,6 +21,7 @@ import shardax as sx
 from shardax.errors import PartitionCheckError, PretrainedError
 from shardax.models import (
     DecoderConfig,
+    GatedDeltaConfig,
     StateSpaceConfig,
     TransformerConfig,
     from_pretrained,
@@ -52,6 +53,9 @@ OWN_SIZES |= {"mamba2": {**MANY, "head_dim": 4}}
 V2 = {"model_type": "deepseek_v2", "num_experts_per_tok": 2}
 MAMBA2 = {"model_type": "mamba2", "num_heads": 4, "head_dim": 4, "n_groups": 1}
 V3 = {"model_type": "deepseek_v3"}
+FALCON = {"model_type": "falcon_h1", "num_key_value_heads": 1, "mamba_n_heads": 4}
+FALCON |= {"mamba_d_ssm": 16}
+NEXT = {"model_type": "qwen3_next", "num_key_value_heads": 1, "linear_num_key_heads": 2}
 OSS = {"model_type": "gpt_oss", "num_key_value_heads": 1}
 LLAMA4 = {"model_type": "llama4_text", "num_key_value_heads": 1}
 MXFP4 = {"quant_method": "mxfp4"}
@@ -123,6 +127,11 @@ def test_absent_fields_have_the_defaults_of_transformers(tmp_path: Path):
         "olmo3": {"base": 5e5, "window": 4096, "norm_epsilon": 1e-5},
         "olmoe": {"num_experts": 64, "experts_per_token": 8, "normalise_experts": False},
         "qwen2_moe": {"num_experts": 60, "shared_expert_dim": 5632, "expert_dim": 1408},
+        "falcon_h1": {"num_kv_heads": 8, "norm_epsilon": 1e-5, "recurrent_beside": True}
+        | {"recurrent": StateSpaceConfig(128, 8, 256, gate_norm=None), "mlp_gate_scale": 1.0},
+        "qwen3_next": {"head_dim": 256, "num_kv_heads": 2, "fraction": 0.25, "num_experts": 512}
+        | {"experts_per_token": 10, "expert_dim": 512, "shared_expert_dim": 512}
+        | {"normalise_experts": True, "recurrent": GatedDeltaConfig(16, 128, 32, 128)},
         "smollm3": {"base": 2e6, "num_kv_heads": 4, "rope_layers": None, "tied_head": True},
         "bert": {"max_positions": 512, "token_types": 2, "norm_epsilon": 1e-12},
         "roberta": {"max_positions": 512, "pad_token": 1, "token_types": 2, "pooler": False},
@@ -176,6 +185,8 @@ CLASSES = {
     "olmo3": "Olmo3",
     "olmoe": "Olmoe",
     "qwen2_moe": "Qwen2Moe",
+    "falcon_h1": "FalconH1",
+    "qwen3_next": "Qwen3Next",
     "smollm3": "SmolLM3",
     "bert": "Bert",
     "roberta": "Roberta",
@@ -518,6 +529,18 @@ def test_first_bert_names_of_norms_are_read(tmp_path: Path):
         ({**MAMBA2, "time_step_limit": [1, 0]}, "only two numbers from 0 up"),
         ({**MAMBA2, "time_step_limit": [0, {"__float__": "NaN"}]}, "only two numbers from 0 up"),
         ({**MAMBA2, "hidden_act": "tanh"}, "hidden_act='tanh' is none of"),
+        ({**FALCON, "mamba_d_head": 3}, "mamba_n_heads=4 of mamba_d_head=3 are not 16 in all"),
+        ({**FALCON, "mamba_d_head": [4]}, "mamba_n_heads=4 of mamba_d_head=[4] are not 16"),
+        ({**FALCON, "mamba_n_groups": 3}, "mamba_n_groups=3 does not divide num_heads=4"),
+        ({**FALCON, "ssm_multipliers": [1] * 4}, "[1, 1, 1, 1] is not a list of 5 numbers"),
+        ({**FALCON, "mlp_multipliers": ["a", 1]}, "mlp_multipliers=['a', 1] is not a list of 2"),
+        ({**FALCON, "key_multiplier": None}, "key_multiplier=None is not a number"),
+        ({**FALCON, "lm_head_multiplier": 0}, "logit_scale to be another number than 0"),
+        ({**FALCON, "ssm_in_multiplier": "1"}, "ssm_in_multiplier='1' is not a number"),
+        ({**NEXT, "linear_num_value_heads": 3}, "=3 is no multiple of linear_num_key_heads=2"),
+        ({**NEXT, "layer_types": ["conv"] * 2}, "only 'linear_attention' or 'full_attention'"),
+        ({**NEXT, "full_attention_interval": 0}, "full_attention_interval=0 is not positive"),
+        ({**NEXT, "linear_key_head_dim": None}, "linear_key_head_dim=None is not an integer"),
         ({"model_type": "granite", "logits_scaling": 0}, "logits_scaling=0 is not positive"),
         ({"model_type": "granite", "residual_multiplier": None}, "is not a number"),
         ({"model_type": "smollm3", "no_rope_layers": [1]}, "is not supported for 2 layers"),

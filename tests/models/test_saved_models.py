@@ -396,19 +396,69 @@ def test_what_would_be_lost_is_refused(name: str, loaded: Any, tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "says"),
+    ("kind", "name", "value", "says"),
     [
-        ("num_heads", 5, "num_heads is 5, but 4 in its config.json"),
-        ("num_groups", 3, "num_groups is 3, but 2 in its config.json"),
-        ("activation", "tanh", "activation is 'tanh', but 'silu' in its config.json"),
+        ("mamba2", "num_heads", 5, "num_heads is 5, but 4 in its config.json"),
+        ("mamba2", "num_groups", 3, "num_groups is 3, but 2 in its config.json"),
+        ("mamba2", "activation", "tanh", "activation is 'tanh', but 'silu' in its config.json"),
+        ("falcon_h1", "scales", (1.0,) * 5, r"scales is \(1.0, 1.0, 1.0, 1.0, 1.0\), but \(0.35"),
+        ("falcon_h1", "gate_norm", "before", "gate_norm is 'before', but None in its config.json"),
+        ("qwen3_next", "num_value_heads", 2, "num_value_heads is 2, but 4 in its config.json"),
+        ("qwen3_next", "activation", "tanh", "activation is 'tanh', but 'silu' in its config.json"),
+        ("qwen3_next", "convolution", None, "convolution is None, not a ChannelKernels"),
     ],
 )
-def test_edited_mixers_are_refused_by_path(name: str, value: Any, says: str, tmp_path: Path):
-    model = initialised(tmp_path, tiny_config(PUBLISHED["mamba2"], layers=2))
+def test_edited_mixers_are_refused_by_path(
+    kind: str, name: str, value: Any, says: str, tmp_path: Path
+):
+    model = initialised(tmp_path, tiny_config(PUBLISHED[kind], layers=2))
     setattr(model.layers[1].mixer, name, value)
     with pytest.raises(PretrainedError, match=rf"\.layers\[1\]\.mixer\.{says}"):
         save_pretrained(model, tmp_path / "saved")
     assert not (tmp_path / "saved").exists()
+
+
+FACTORS = {"attention_in_scale": 3.0, "recurrent_out_scale": 0.3, "mlp_out_scale": 0.2}
+FACTORS |= {"recurrent_in_scale": 0.7, "attention_out_scale": 1.1}
+
+
+def test_edited_factors_read_back(tmp_path: Path):
+    model = initialised(tmp_path, tiny_config(PUBLISHED["falcon_h1"], layers=2))
+    for layer in model.layers:
+        for name, factor in FACTORS.items():
+            setattr(layer, name, factor)
+        layer.attn.scale, layer.mlp.gate_scale = 0.3, 1.5
+        layer.mixer.scales = (0.1, 0.2, 0.3, 0.4, 0.5)
+    save_pretrained(model, tmp_path / "saved")
+    again = from_pretrained(tmp_path / "saved")
+    assert {name: getattr(again.config, name) for name in FACTORS} == FACTORS
+    assert again.config.attention_scale == 0.3
+    np.testing.assert_array_equal(run(again, TOKENS), run(model, TOKENS))
+    model.layers[1].attention_in_scale = 2.0
+    with pytest.raises(PretrainedError, match=r"\.layers\[1\]\.attention_in_scale replaces"):
+        save_pretrained(model, tmp_path / "one")
+    model.layers[1].attention_in_scale = 3.0
+    for layer in model.layers:
+        layer.attn = None
+    with pytest.raises(PretrainedError, match=r"has no way to say .*recurrent_beside=False"):
+        save_pretrained(model, tmp_path / "alone")
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"recurrent_beside": True}, "recurrent_beside to be False without a recurrent mixer"),
+        ({"recurrent_in_scale": 2.0}, "recurrent_in_scale to be 1 without a recurrent mixer"),
+        ({"mlp_gate_scale": 2.0, "gated": False}, "mlp_gate_scale to be 1 of experts, and"),
+        (
+            {"attention_gate": True, "latent_dim": 8, "rope_dim": 2, "value_dim": 4},
+            "attention_gate",
+        ),
+    ],
+)
+def test_factors_without_their_parts_are_refused(changes: dict[str, Any], says: str):
+    with pytest.raises(sx.errors.LayerConfigError, match=says):
+        dataclasses.replace(SMALL, **{"num_kv_heads": 2, **changes})
 
 
 def test_experts_with_places_are_refused(loaded: Any, tmp_path: Path):
@@ -474,6 +524,7 @@ FEWER += [
     "deepseek_v2",
     "deepseek_v3",
     "cohere2",
+    "falcon_h1",
     "glm4_moe",
     "gpt_oss",
     "granite",
@@ -482,6 +533,7 @@ FEWER += [
     "mamba2",
     "olmo3",
     "qwen2_moe",
+    "qwen3_next",
     "smollm3",
 ]
 

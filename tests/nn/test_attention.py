@@ -322,6 +322,33 @@ def test_chunks_and_growth_need_positions():
         attention(chunked=True)(x)
 
 
+# --- gates ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_a_gate_multiplies_what_is_read(kind: AxisType):
+    layer, x = attention(gated=True, causal=True, use_bias=True), floats(4, TIME, 12)
+    plain = attention(causal=True, use_bias=True)
+    for name in ("q", "k", "v", "out"):
+        setattr(plain, name, getattr(layer, name))
+
+    def by_hand(layer: Any, x: Any) -> Any:
+        read = plain.attend(layer.project(x)) * jax.nn.sigmoid(layer.gate(x))
+        return layer.out(read)
+
+    expected = by_hand(layer, x)
+    close(layer(x), expected)
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(kind, kind))
+    with jax.set_mesh(mesh):
+        sx.shard(layer, mesh, {"heads": "model"})
+        placed = jax.device_put(x, NamedSharding(mesh, PartitionSpec("data")))
+        assert layer.gate.kernel.value.sharding.spec == PartitionSpec(None, "model", None)
+        close(call(layer, placed), expected)
+        cache = sx.shard(sx.nn.AttentionCache(4, TIME, HEADS, 3), mesh, {"batch": "data"})
+        parts = [call(layer, placed[:, a:b], cache=cache) for a, b in ((0, 3), (3, TIME))]
+        close(np.concatenate(parts, 1), expected)
+
+
 # --- sinks ----------------------------------------------------------------------------------------
 
 

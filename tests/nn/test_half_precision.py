@@ -99,6 +99,9 @@ LAYERS: dict[str, Callable[[Any], Any]] = {
     "StateSpaceMixer": lambda options: nn.StateSpaceMixer(
         8, num_heads=2, head_dim=4, state_dim=3, chunk=2, **options
     ),
+    "GatedDeltaNet": lambda options: nn.GatedDeltaNet(
+        8, num_heads=2, head_dim=4, num_value_heads=4, chunk=2, **options
+    ),
     "softcap": lambda options: nn.MultiHeadAttention(8, 2, softcap=3.0, dropout=0.5, **options),
     "MoE": lambda options: nn.MoE(8, 8, num_experts=4, **options),
     "Dropout": lambda options: nn.Sequential(
@@ -135,6 +138,7 @@ ELSEWHERE = {
     "QuantizedKernel",
     "RNN",
     "RecurrentCache",
+    "RecurrentMixer",  # the base of those that are tried
     "Sequential",
 }
 

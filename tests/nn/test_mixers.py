@@ -54,9 +54,10 @@ def silu(x: Any) -> Any:
 def state_space_by_hand(layer: Any, x: np.ndarray) -> np.ndarray:
     """The outputs of a ``StateSpaceMixer`` for one row, position by position."""
     parameters = {p: np.asarray(v.value, np.float64) for p, v in sx.iter_variables(layer, sx.Param)}
+    names = ("gate", "value", "write", "read", "step")
     projected = {
-        name: np.tensordot(x, parameters[name, "kernel"], 1) + parameters[name, "bias"][None]
-        for name in ("gate", "value", "write", "read", "step")
+        name: factor * (np.tensordot(x, parameters[name, "kernel"], 1) + parameters[name, "bias"])
+        for name, factor in zip(names, layer.scales, strict=True)
     }
     state, results = np.zeros((4, 3, 5)), []
     for time in range(len(x)):
@@ -76,12 +77,49 @@ def state_space_by_hand(layer: Any, x: np.ndarray) -> np.ndarray:
             state[head] = decay * state[head] + written
             y[head] = state[head] @ now["read"][head // 2]
             y[head] += parameters["skip",][head] * now["value"][head]
-        y *= silu(projected["gate"][time])
-        for heads in (slice(0, 2), slice(2, 4)):
+        gate = silu(projected["gate"][time])
+        y *= gate if layer.gate_norm != "before" else 1
+        for heads in (slice(0, 2), slice(2, 4)) if layer.gate_norm else ():
             y[heads] /= np.sqrt(np.mean(y[heads] ** 2) + layer.norm.epsilon)
-        y *= parameters["norm", "scale"]
-        out = np.tensordot(y, parameters["out", "kernel"], 2) + parameters["out", "bias"]
-        results.append(out)
+            y[heads] *= parameters["norm", "scale"][heads]
+        y *= gate if layer.gate_norm == "before" else 1
+        out = np.tensordot(y, parameters["out", "kernel"], 2)
+        results.append(out + parameters.get(("out", "bias"), 0))
+    return np.array(results)
+
+
+DELTA = {"num_heads": 2, "head_dim": 3, "num_value_heads": 4, "value_dim": 5, "size": 3}
+DELTA |= {"chunk": 5, "activation": "gelu", "norm_epsilon": 0.01}
+
+
+def delta_rule_by_hand(layer: Any, x: np.ndarray) -> np.ndarray:
+    """The outputs of a ``GatedDeltaNet`` for one row, position by position."""
+    parameters = {p: np.asarray(v.value, np.float64) for p, v in sx.iter_variables(layer, sx.Param)}
+    names = ("query", "key", "value", "gate", "beta", "step")
+    projected = {name: np.tensordot(x, parameters[name, "kernel"], 1) for name in names}
+    state, results = np.zeros((2, 2, 3, 5)), []
+    for time in range(len(x)):
+        now = {}
+        for name in ("query", "key", "value"):
+            total = np.zeros_like(projected[name][time])
+            for back in range(min(3, time + 1)):
+                kernel = parameters["convolution", f"{name}_kernel"][2 - back]
+                total += kernel * projected[name][time - back]
+            now[name] = np.asarray(jax.nn.gelu(total), np.float64)
+        for name in ("query", "key"):
+            now[name] /= np.sqrt(np.sum(now[name] ** 2, -1, keepdims=True) + 1e-6)
+        beta = 1 / (1 + np.exp(-projected["beta"][time]))
+        step = np.log1p(np.exp(projected["step"][time] + parameters["step_bias",]))
+        y = np.zeros((2, 2, 5))
+        for head, values in np.ndindex(2, 2):
+            key, value = now["key"][head], now["value"][head, values]
+            held = state[head, values]
+            held *= np.exp(-step[head, values] * np.exp(parameters["decay_log",][head, values]))
+            held += np.outer(key, beta[head, values] * (value - key @ held))
+            y[head, values] = now["query"][head] @ held / np.sqrt(3)
+        y /= np.sqrt(np.mean(y**2, -1, keepdims=True) + 0.01)
+        y *= parameters["norm", "scale"] * silu(projected["gate"][time])
+        results.append(np.tensordot(y, parameters["out", "kernel"], 3))
     return np.array(results)
 
 
@@ -93,6 +131,10 @@ MIXERS: dict[str, tuple[Callable[..., Any], Callable[[Any, np.ndarray], np.ndarr
     "state space": (
         lambda **options: nn.StateSpaceMixer(FEATURES, **SPACE, **options),
         state_space_by_hand,
+    ),
+    "delta rule": (
+        lambda **options: nn.GatedDeltaNet(FEATURES, **DELTA, **options),
+        delta_rule_by_hand,
     ),
 }
 KINDS = pytest.mark.parametrize("kind", MIXERS)
@@ -133,6 +175,14 @@ def test_a_mixer_equals_a_loop_over_time(kind: str, time: int):
     expected = by_hand(kind, layer, x, np.ones(x.shape[:2], int))
     close(call(layer, x), expected)
     close(call(layer, x[0]), expected[0])
+
+
+@pytest.mark.parametrize("place", ["before", None])
+def test_state_spaces_have_scales_and_other_norms(place: str | None):
+    options = {"gate_norm": place, "out_bias": False, "scales": (0.3, 1.5, 0.7, 1.4, 0.6)}
+    layer = with_values(nn.StateSpaceMixer(FEATURES, **SPACE, **options, rngs=sx.Rngs(0)))
+    assert layer.out.bias is None and (layer.norm is None) == (place is None)
+    close(call(layer, X[:1])[0], state_space_by_hand(layer, X[0]))
 
 
 @KINDS
@@ -224,6 +274,10 @@ def test_calls_that_do_not_fit_are_refused(kind: str):
         (nn.StateSpaceMixer, {**SPACE, "state_dim": 0}, "positive"),
         (nn.StateSpaceMixer, {**SPACE, "num_groups": 3}, "groups that divide num_heads=4"),
         (nn.StateSpaceMixer, {**SPACE, "step_limits": (2, 1)}, "limits from 0 up"),
+        (nn.StateSpaceMixer, {**SPACE, "gate_norm": "after"}, "gate_norm to be one of"),
+        (nn.StateSpaceMixer, {**SPACE, "scales": (1, 1)}, "scales of gate, value, write, read"),
+        (nn.GatedDeltaNet, {**DELTA, "value_dim": 0}, "positive"),
+        (nn.GatedDeltaNet, {**DELTA, "num_value_heads": 3}, "a multiple of num_heads=2"),
     ],
 )
 def test_sizes_of_mixers_are_checked(kind: Any, option: dict[str, Any], text: str):

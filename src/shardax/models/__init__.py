@@ -15,6 +15,7 @@ from shardax.models.encoder_decoder import EncoderDecoderConfig as EncoderDecode
 from shardax.models.families.registry import register as register
 from shardax.models.generation import generate as generate
 from shardax.models.layers.pooling import pool_tokens as pool_tokens
+from shardax.models.layers.recurrent import GatedDeltaConfig as GatedDeltaConfig
 from shardax.models.layers.recurrent import ShortConvolutionConfig as ShortConvolutionConfig
 from shardax.models.layers.recurrent import StateSpaceConfig as StateSpaceConfig
 from shardax.models.layers.transformer_layer import TransformerLayer as TransformerLayer

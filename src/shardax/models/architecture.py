@@ -36,7 +36,7 @@ from shardax.models.comparison import (
     refused,
     text_of,
 )
-from shardax.models.config import TransformerConfig
+from shardax.models.config import SCALES, TransformerConfig
 from shardax.models.dual_encoder import TOWERS, DualEncoder, DualEncoderConfig
 from shardax.models.encoder_decoder import HALVES, EncoderDecoder, EncoderDecoderConfig, build_model
 from shardax.models.families import registry
@@ -316,7 +316,7 @@ def _facts(model: object, config: TransformerConfig) -> dict[str, Any]:
     readers: list[tuple[Sequence[Any], Mapping[str, Callable[[Any], Any]]]] = [
         ([model], _model_readers(config)),
         (places, _ANY_LAYER),
-        ([place for place in places if _mixer(place) is None], _LAYER),
+        ([place for place in places if _attention(place) is not None], _LAYER),
         (dense, _DENSE),
         (mixed, _MIXED),
     ]
@@ -437,15 +437,24 @@ _LAYER: dict[str, Callable[[Any], Any]] = {
     "attention_scale": lambda place: place.module.attn.scale,
     "attention_softcap": lambda place: place.module.attn.softcap,
     "attention_sinks": lambda place: place.module.attn.sinks is not None,
+    "attention_gate": lambda place: place.module.attn.gate is not None,
 }
+
+
+def _reader(name: str) -> Callable[[Any], Any]:
+    return lambda place: getattr(place.module, name)
+
+
 _ANY_LAYER: dict[str, Callable[[Any], Any]] = {
     "parallel": lambda place: place.module.parallel,
     "residual_scale": lambda place: place.module.residual_scale,
+    **{name: _reader(name) for name in SCALES},
 }
 _DENSE: dict[str, Callable[[Any], Any]] = {
     "mlp_dim": lambda place: _size(place.module.mlp.up.kernel, -1, place),
     "mlp_bias": lambda place: place.module.mlp.up.bias is not None,
     "gated": lambda place: place.module.mlp.gate is not None,
+    "mlp_gate_scale": lambda place: getattr(place.module.mlp, "gate_scale", 1.0),
     "activation": _activation,
 }
 _MIXED: dict[str, Callable[[Any], Any]] = {
@@ -482,7 +491,7 @@ def _with_bias(place: LayerPlace) -> Any:
 
 
 def _windows(places: Sequence[LayerPlace]) -> dict[str, Any]:
-    windows = [getattr(getattr(place.module, "attn", None), "window", None) for place in places]
+    windows = [getattr(_attention(place), "window", None) for place in places]
     sizes = {window for window in windows if window is not None}
     if len(sizes) > 1:  # refused by path, later
         return {}
@@ -490,6 +499,10 @@ def _windows(places: Sequence[LayerPlace]) -> dict[str, Any]:
     if not sizes:
         return {"window": None, "local_layers": None}
     return {"window": sizes.pop(), "local_layers": None if all(local) else local}
+
+
+def _attention(place: LayerPlace) -> Any:
+    return getattr(place.module, "attn", None)
 
 
 def _mixer(place: LayerPlace) -> Any:
@@ -500,13 +513,15 @@ def _recurrent(places: Sequence[LayerPlace]) -> dict[str, Any]:
     mixers = list(map(_mixer, places))
     chosen = tuple(mixer is not None for mixer in mixers)
     if not any(chosen):
-        return {"recurrent": None, "recurrent_layers": None}
+        return {"recurrent": None, "recurrent_layers": None, "recurrent_beside": False}
     kinds: set[Any] = {
         _attempt(RECURRENT[type(mixer)].of, mixer) for mixer in mixers if type(mixer) in RECURRENT
     }
     if len(kinds) != 1 or MISSING in kinds:  # refused by path, later
         return {}
-    return {"recurrent": kinds.pop(), "recurrent_layers": None if all(chosen) else chosen}
+    beside = any(_mixer(place) is not None and _attention(place) is not None for place in places)
+    chosen = None if all(chosen) else chosen
+    return {"recurrent": kinds.pop(), "recurrent_layers": chosen, "recurrent_beside": beside}
 
 
 def _rotated_layers(places: Sequence[LayerPlace]) -> dict[str, Any]:
@@ -542,10 +557,11 @@ def _relevant(config: TransformerConfig) -> dict[str, Any]:
         values["rope"] = None
     for name in ("dense_layers", *([] if config.local_rope != config.rope else ["local_rope"])):
         values.pop(name)
+    no_attention = not any(map(config.has_attention, range(config.num_layers)))
     no_experts = not any(experts for _, experts in kinds)
     unused = {
         "num_heads num_kv_heads head_dim qk_norm qkv_bias out_bias rope rotated_layers windows "
-        "chunked attention_scale attention_softcap attention_sinks": all(recurrent),
+        "chunked attention_scale attention_softcap attention_sinks attention_gate": no_attention,
         "num_experts experts_per_token expert_dim normalise_experts": no_experts,
         "shared_expert_dim expert_scores expert_bias expert_limit": no_experts,
         "expert_groups groups_per_token expert_scale": (
@@ -577,7 +593,7 @@ def _relevant(config: TransformerConfig) -> dict[str, Any]:
             values.pop(name, None)
     if config.head_activation == config.activation:
         values["head_activation"] = None
-    if not all(recurrent) and config.attention_scale == config.head_dim**-0.5:
+    if not no_attention and config.attention_scale == config.head_dim**-0.5:
         values["attention_scale"] = None
     return values
 

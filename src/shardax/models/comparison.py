@@ -25,7 +25,7 @@ from shardax.models.layers.experts import (
     InputScaledMoE,
 )
 from shardax.models.layers.norms import OffsetLayerNorm, OffsetRMSNorm, OffsetScale
-from shardax.models.layers.transformer_layer import TransformerBlock
+from shardax.models.layers.transformer_layer import ScaledGateMLP, TransformerBlock
 from shardax.nn.dropout import Dropout
 from shardax.nn.quantization import QuantizedKernel
 from shardax.nn.stack import Stack
@@ -103,7 +103,7 @@ def refused(problems: Sequence[str], advice: str = "") -> PretrainedError:
 
 
 _COMPUTING = (OffsetScale, OffsetRMSNorm, OffsetLayerNorm, ChoiceOfGroups, GroupedMoE)
-_COMPUTING += (GroupedSoftmaxMoE, ClippedMoE, InputScaledMoE)
+_COMPUTING += (GroupedSoftmaxMoE, ClippedMoE, InputScaledMoE, ScaledGateMLP)
 
 
 class ArchitectureCheck:

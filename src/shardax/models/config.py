@@ -22,6 +22,9 @@ PLAIN_ROPE = Rope()
 PLACEMENTS = ("pre", "post", "sandwich", "after")
 HEADS = (None, "tokens", "first", "each", "span", "binary", "embedding")
 POOLINGS = ("first", "mean", "first_and_mean", "last", "end", "highest", "attention")
+# Factors of what the parts of a layer read and return.
+SCALES = ("attention_in_scale", "attention_out_scale", "recurrent_in_scale")
+SCALES += ("recurrent_out_scale", "mlp_out_scale")
 QK_NORMS = (None, "head", "all", "unscaled")
 
 
@@ -43,6 +46,8 @@ class TransformerConfig:
         value_dim: Size of a head of values.
         recurrent: The recurrent mixer that layers have in place of attention; None for none.
         recurrent_layers: Which layers have it; None for all.
+        recurrent_beside: Whether these have attention too, which reads the same; what both return
+            is added.
         mlp_dim: Size of the MLP's hidden layer; 0 for none, where all layers are recurrent.
         causal: Whether a position reads only from itself and earlier ones.
         norm: ``"rms"``, ``"rms_offset"`` (the scale is added to 1), ``"layer"``,
@@ -86,10 +91,18 @@ class TransformerConfig:
         attention_scale: Multiplies the scores; None for ``head_dim ** -0.5``.
         attention_softcap: Bound of the scores, by tanh.
         attention_sinks: Whether each head has a learned score beside those of its keys.
+        attention_gate: Whether what attention reads is multiplied by the sigmoid of a linear map,
+            as ``gated`` of ``nn.MultiHeadAttention``.
         final_softcap: Bound of the logits, by tanh.
         token_dim: Size of embeddings that a linear layer makes ``embed_dim`` of; 0 for that size.
         embed_scale: Multiplies the embedding.
         residual_scale: Multiplies what attention and MLP add.
+        attention_in_scale: Multiplies what attention reads.
+        attention_out_scale: Multiplies what attention returns.
+        recurrent_in_scale: Multiplies what the recurrent mixer reads.
+        recurrent_out_scale: Multiplies what the recurrent mixer returns.
+        mlp_gate_scale: Multiplies the gate of the MLP, before the activation.
+        mlp_out_scale: Multiplies what the MLP returns.
         logit_scale: Multiplies the logits, before a bound.
         embed_norm: Whether the embedding is normalised.
         pooled_norm: Whether the last norm stands behind the pooling, and the last layer's result
@@ -173,6 +186,7 @@ class TransformerConfig:
     value_dim: int = 0
     recurrent: RecurrentConfig | None = None
     recurrent_layers: tuple[bool, ...] | None = None
+    recurrent_beside: bool = False
     mlp_dim: int = 192
     causal: bool = True
     norm: str = "rms"
@@ -206,10 +220,17 @@ class TransformerConfig:
     attention_scale: float | None = None
     attention_softcap: float | None = None
     attention_sinks: bool = False
+    attention_gate: bool = False
     final_softcap: float | None = None
     token_dim: int = 0
     embed_scale: float | None = None
     residual_scale: float | None = None
+    attention_in_scale: float = 1.0
+    attention_out_scale: float = 1.0
+    recurrent_in_scale: float = 1.0
+    recurrent_out_scale: float = 1.0
+    mlp_gate_scale: float = 1.0
+    mlp_out_scale: float = 1.0
     logit_scale: float | None = None
     embed_norm: bool = False
     pooled_norm: bool = False
@@ -295,6 +316,7 @@ class TransformerConfig:
             _check(where, "num_kv_heads", self.num_kv_heads, fits, f"{self.num_heads}, of a latent")
             plain = {"attention_softcap": None, "qk_norm": None, "out_bias": self.qkv_bias}
             plain |= {"local_rope": None, "rope_layers": None, "attention_sinks": False}
+            plain |= {"attention_gate": False}
             plain |= {"chunked": False, "query_growth": None, "key_bias": True}
         else:
             plain = {"query_latent_dim": None, "rope_dim": 0, "value_dim": 0}
@@ -308,11 +330,6 @@ class TransformerConfig:
             _check(where, "patch_size", self.patch_size, fits, f"from 1 up to {self.image_size}")
         needs_end = self.pooling == "end"
         _check(where, "end_token", self.end_token, self.end_token >= 0 or not needs_end, "a token")
-        if self.recurrent is not None:
-            for name in ("causal", "parallel", "relative_buckets", "image_size"):
-                held = getattr(self, name)
-                need = f"{name == 'causal'}, with recurrent layers"
-                _check(where, name, held, bool(held) == (name == "causal"), need)
         for name in ("local_layers", "rope_layers", "recurrent_layers"):
             chosen = getattr(self, name)
             if chosen is not None:
@@ -321,7 +338,24 @@ class TransformerConfig:
         if self.window is not None:
             as_size(where, "window", self.window)
         _check(where, "pad_token", self.pad_token, self.pad_token >= -1, "a token, or -1")
+        self._check_recurrent()
         self._check_distances_and_context()
+
+    def _check_recurrent(self) -> None:
+        """Raises for options that do not fit mixers and factors."""
+        where = type(self).__name__
+        if self.recurrent is not None:
+            for name in ("causal", "parallel", "relative_buckets", "image_size"):
+                held = getattr(self, name)
+                need = f"{name == 'causal'}, with recurrent layers"
+                _check(where, name, held, bool(held) == (name == "causal"), need)
+        else:
+            plain = {"recurrent_beside": False, "recurrent_in_scale": 1, "recurrent_out_scale": 1}
+            for name, value in plain.items():
+                held = getattr(self, name)
+                _check(where, name, held, held == value, f"{value!r} without a recurrent mixer")
+        fits = self.mlp_gate_scale == 1 or (self.gated and not self.num_experts)
+        _check(where, "mlp_gate_scale", self.mlp_gate_scale, fits, "1 of experts, and ungated")
 
     def _check_distances_and_context(self) -> None:
         """Raises for parts of encoder-decoders that do not fit."""
@@ -367,9 +401,13 @@ class TransformerConfig:
         return local, self.num_experts > 0 and index not in self.dense_layers
 
     def is_recurrent(self, index: int) -> bool:
-        """Whether a layer has a recurrent mixer in place of attention."""
+        """Whether a layer has a recurrent mixer."""
         chosen = self.recurrent_layers
         return self.recurrent is not None and (chosen is None or chosen[index])
+
+    def has_attention(self, index: int) -> bool:
+        """Whether a layer has attention."""
+        return self.recurrent_beside or not self.is_recurrent(index)
 
     def has_rope(self, index: int) -> bool:
         """Whether a layer has a rotary embedding."""

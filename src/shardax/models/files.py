@@ -29,7 +29,7 @@ class TensorFiles(contextlib.ExitStack):
             from safetensors import SafetensorError, safe_open
         except ImportError as error:
             raise ImportError("Weights need safetensors: pip install 'shardax[hub]'.") from error
-        self.offsets: dict[Any, int] = {}
+        self.offsets: dict[Any, tuple[int, int]] = {}
         by_name = _file_names(folder, content.get("architectures"))
         opened: dict[str, Any] = {}
         for title in sorted({*by_name.values()}):

@@ -7,7 +7,8 @@ is made of. Names have ``{layer}`` and ``{expert}`` for numbers.
 Axis of a tensor:
     A name such as ``"embed"``, several such as ``("heads", "head_dim")`` from the outside where
     they are flattened into one, ``part(0, of=3)`` among them where several parameters take turns,
-    or ``concatenated("heads", "head_dim")`` where one stands behind the other.
+    or ``concatenated("heads", "head_dim")`` where one stands behind the other, which may be so
+    ``within`` others: of each head in turn.
 """
 
 from __future__ import annotations
@@ -37,10 +38,12 @@ class Axis:
     Attributes:
         parts: The axes of the parameter in it, and parts of equal size, from the outside.
         is_concatenated: Whether several parameters stand in it one behind the other.
+        outer: How many of the parts they do so within, that is for each of their elements.
     """
 
     parts: tuple[str | EqualPart, ...]
     is_concatenated: bool = False
+    outer: int = 0
 
     def factors(self, ranges: Mapping[str, tuple[int, int, int]]) -> list[tuple[int, int, int]]:
         """Returns size, first and end of each part.
@@ -78,13 +81,15 @@ def part(index: int, of: int) -> EqualPart:
     return EqualPart(index, of)
 
 
-def concatenated(*names: str) -> Axis:
+def concatenated(*names: str, within: Sequence[str] = ()) -> Axis:
     """Returns an axis in which parameters stand one behind the other.
 
     Their order is that of the tensors of this name in the description.
 
     Args:
         *names: Axes of the parameter, from the outside.
+        within: Axes that all of them share, outside of these: one parameter stands behind the
+            other for each of their elements, such as for each head.
 
     Returns:
         The axis.
@@ -92,8 +97,10 @@ def concatenated(*names: str) -> Axis:
     Example:
         >>> concatenated("heads", "head_dim").is_concatenated
         True
+        >>> concatenated("head_dim", within=["heads"]).parts
+        ('heads', 'head_dim')
     """
-    return Axis(names, is_concatenated=True)
+    return Axis((*within, *names), is_concatenated=True, outer=len(within))
 
 
 @dataclass(frozen=True)
@@ -109,7 +116,7 @@ class Tensor:
     Example:
         >>> tensor = Tensor("lm_head.weight", "head.kernel", ("vocab", "embed"), ("embed", "vocab"))
         >>> tensor.axes[0]
-        Axis(parts=('vocab',), is_concatenated=False)
+        Axis(parts=('vocab',), is_concatenated=False, outer=0)
     """
 
     name: str

@@ -496,8 +496,8 @@ class Transformer(Module):
         Returns:
             A list of ``nn.AttentionCache``, or one of all layers if they are stacked; of latent
             attention, ``nn.LatentCache``; of a recurrent mixer, ``nn.RecurrentCache``, whose
-            states are not rounded to integers. With cross-attention, each beside a
-            ``nn.ContextCache``.
+            states are not rounded to integers. A layer with several of them, or with
+            cross-attention (``nn.ContextCache``), has each by the name of its part.
 
         Raises:
             LayerConfigError: If the model is not causal, or has no cache of the dtype; or it reads
@@ -513,25 +513,28 @@ class Transformer(Module):
                 f"make_cache was given context_length={context_length}. It is the length of what "
                 f"cross-attention reads, and needed for that alone."
             )
-        recurrent = map(config.is_recurrent, range(config.num_layers))
-        if not jnp.issubdtype(dtype, jnp.floating) and all(recurrent):
+        has_attention = map(config.has_attention, range(config.num_layers))
+        if not jnp.issubdtype(dtype, jnp.floating) and not any(has_attention):
             raise LayerConfigError(
                 f"{type(self).__name__} has no keys and values to keep in {jnp.dtype(dtype)}: all "
                 f"of its layers are recurrent. Leave the dtype out."
             )
 
         def one(index: int, num_layers: int | None = None) -> Any:
-            cache = own(index, num_layers)
-            if context_length is None:
-                return cache
-            sizes = (batch, context_length, config.num_kv_heads, config.head_dim)
-            return LayerCaches(cache, ContextCache(*sizes, dtype=dtype, num_layers=num_layers))
-
-        def own(index: int, num_layers: int | None) -> Any:
+            caches = dict[str, Any]()
+            if config.has_attention(index):
+                caches["attn"] = of_attention(index, num_layers)
             if config.recurrent is not None and config.is_recurrent(index):
                 kind = dtype if jnp.issubdtype(dtype, jnp.floating) else config.dtype
                 mixer = config.recurrent.make(config, Rngs(0))
-                return mixer.make_cache(batch, dtype=kind, num_layers=num_layers)
+                caches["mixer"] = mixer.make_cache(batch, dtype=kind, num_layers=num_layers)
+            if context_length is not None:
+                sizes = (batch, context_length, config.num_kv_heads, config.head_dim)
+                context = ContextCache(*sizes, dtype=dtype, num_layers=num_layers)
+                caches["cross_attn"] = context
+            return LayerCaches(**caches) if len(caches) > 1 else next(iter(caches.values()))
+
+        def of_attention(index: int, num_layers: int | None) -> Any:
             window = config.window if config.kind_of(index)[0] else None
             if config.latent_dim:
                 kind = {"dtype": dtype, "num_layers": num_layers}

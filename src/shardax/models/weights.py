@@ -370,6 +370,12 @@ class _Entry(NamedTuple):
         ranges = {name: (size, 0, size) for name, size in self.sizes.items()}
         return [math.prod(f[0] for f in axis.factors(ranges)) for axis in self.tensor.tensor_axes]
 
+    def outer_sizes(self, axis: int) -> list[int]:
+        """Returns the sizes of the axes outside of a concatenation."""
+        held = self.tensor.tensor_axes[axis]
+        ranges = {name: (size, 0, size) for name, size in self.sizes.items()}
+        return [factor[0] for factor in held.factors(ranges)[: held.outer]]
+
 
 class _Table:
     """Places of the parameters of a model in the files."""
@@ -478,12 +484,15 @@ class _Table:
             for i, axis in enumerate(entries[0].tensor.tensor_axes)
         )
 
-    def offset(self, entry: _Entry, layer: int, axis: int) -> int:
-        """Returns the start of a parameter on a shared axis."""
+    def offset(self, entry: _Entry, layer: int, axis: int) -> tuple[int, int]:
+        """Returns a parameter's start on a shared axis, and the size."""
         if not entry.tensor.tensor_axes[axis].is_concatenated:
-            return 0
+            return 0, entry.axis_sizes()[axis]
         entries = [sibling for sibling, _, _ in self.by_name[entry.name(layer)]]
-        return sum(sibling.axis_sizes()[axis] for sibling in entries[: entries.index(entry)])
+        sizes = [
+            sibling.axis_sizes()[axis] // math.prod(entry.outer_sizes(axis)) for sibling in entries
+        ]
+        return sum(sizes[: entries.index(entry)]), sum(sizes)
 
     def check(self, files: TensorFiles, where: str, strict: bool) -> str | None:
         """Raises with all problems of the tensors, or returns a warning."""
@@ -690,7 +699,7 @@ def _span(runs: Sequence[tuple[int, int]]) -> slice | None:
 
 
 def _cut(
-    entry: _Entry, bounds: Sequence[tuple[int, int]], offsets: Sequence[int]
+    entry: _Entry, bounds: Sequence[tuple[int, int]], offsets: Sequence[tuple[int, int]]
 ) -> tuple[list[list[tuple[int, int]]], list[int], list[int]]:
     """Returns the parts to read of each axis, sizes, and their order."""
     tensor, sizes = entry.tensor, entry.sizes
@@ -699,9 +708,10 @@ def _cut(
         for name, bound in zip(tensor.parameter_axes, bounds, strict=True)
     }
     runs, shape, names = [], [], []
-    for axis, offset in zip(tensor.tensor_axes, offsets, strict=True):
+    for axis, (offset, size) in zip(tensor.tensor_axes, offsets, strict=True):
         factors = axis.factors(ranges)
-        runs.append([(a + offset, b + offset) for a, b in _runs(factors)])
+        inner = [(a + offset, b + offset) for a, b in _runs(factors[axis.outer :])]
+        runs.append(_runs(factors[: axis.outer], inner, size))
         for part, (_, first, end) in zip(axis.parts, factors, strict=True):
             if isinstance(part, str):
                 shape.append(end - first)
@@ -710,37 +720,48 @@ def _cut(
     return runs, shape, [names.index(name) for name in axis_names]
 
 
-def _runs(factors: Sequence[tuple[int, int, int]]) -> list[tuple[int, int]]:
+def _runs(
+    factors: Sequence[tuple[int, int, int]],
+    inner: Sequence[tuple[int, int]] = ((0, 1),),
+    size: int = 1,
+) -> list[tuple[int, int]]:
     """Returns the contiguous parts of an axis made of several."""
-    if not factors:
-        return [(0, 1)]
-    inner, size = _runs(factors[1:]), math.prod(factor[0] for factor in factors[1:])
-    _, first, end = factors[0]
-    if inner == [(0, size)]:
-        return [(first * size, end * size)]
-    return [(k * size + a, k * size + b) for k in range(first, end) for a, b in inner]
+    runs = list(inner)  # within the innermost of the factors, of this size
+    for count, first, end in reversed(factors):
+        if runs == [(0, size)]:
+            runs = [(first * size, end * size)]
+        else:
+            runs = [(k * size + a, k * size + b) for k in range(first, end) for a, b in runs]
+        size *= count
+    return runs
 
 
 # --- writing --------------------------------------------------------------------------------------
 
 
-def _fill(result: np.ndarray, value: np.ndarray, entry: _Entry, offsets: Sequence[int]) -> None:
+def _fill(
+    result: np.ndarray, value: np.ndarray, entry: _Entry, offsets: Sequence[tuple[int, int]]
+) -> None:
     """Writes a parameter to its place in a tensor."""
     own_axes = (
         entry.tensor.parameter_axes[1:]
         if entry.tensor.is_of_expert
         else entry.tensor.parameter_axes
     )
-    index, shape, names = [], [], []
-    for axis, offset, size in zip(
-        entry.tensor.tensor_axes, offsets, entry.axis_sizes(), strict=True
+    whole, index, shape, names = [], [], [], []
+    for number, (axis, (offset, total), size) in enumerate(
+        zip(entry.tensor.tensor_axes, offsets, entry.axis_sizes(), strict=True)
     ):
-        index.append(slice(offset, offset + size))
+        outer = entry.outer_sizes(number)
+        whole += [*outer, total]
+        index += [slice(None)] * len(outer)
+        index.append(slice(offset, offset + size // math.prod(outer)))
         for part in axis.parts:
             shape.append(entry.sizes[part] if isinstance(part, str) else part.count)
             names.append(part)
     place = tuple(slice(None) if isinstance(part, str) else part.index for part in names)
     axis_names = [part for part in names if isinstance(part, str)]
+    result = result.reshape(whole)  # a view, as it is contiguous
     block = np.asarray(result[tuple(index)])  # of no axes it is a number
     view = block.reshape(shape)  # a copy where a concatenated axis is cut
     view[place] = value.transpose([own_axes.index(name) for name in axis_names])

@@ -31,7 +31,9 @@ from shardax.nn.embedding import sinusoidal as sinusoidal
 from shardax.nn.linear import Linear as Linear
 from shardax.nn.mixers.cache import MixerState as MixerState
 from shardax.nn.mixers.cache import RecurrentCache as RecurrentCache
+from shardax.nn.mixers.cache import RecurrentMixer as RecurrentMixer
 from shardax.nn.mixers.convolution import ShortConvolution as ShortConvolution
+from shardax.nn.mixers.delta import GatedDeltaNet as GatedDeltaNet
 from shardax.nn.mixers.state_space import StateSpaceMixer as StateSpaceMixer
 from shardax.nn.mlp import MLP as MLP
 from shardax.nn.mlp import PReLU as PReLU

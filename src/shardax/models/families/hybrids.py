@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decoders with recurrent layers: LFM2 and Mamba 2.
+"""Decoders with recurrent layers: LFM2, Mamba 2, Falcon-H1 and Qwen3-Next.
 
-Sources: ``models/{lfm2,mamba2}`` of transformers 5, ``configuration_*.py`` for fields and defaults,
-``modeling_*.py`` for tensors.
+Sources: ``models/{lfm2,mamba2,falcon_h1,qwen3_next}`` of transformers 5, ``configuration_*.py`` for
+fields and defaults, ``modeling_*.py`` for tensors.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
 
 from shardax.models.families import shared
+from shardax.models.families.qwen import SparseLayers
 from shardax.models.families.rope import Rotary
 from shardax.models.family import (
     ACTIVATION_NAMES,
@@ -30,7 +31,11 @@ from shardax.models.family import (
     brief,
     published_activation,
 )
-from shardax.models.layers.recurrent import ShortConvolutionConfig, StateSpaceConfig
+from shardax.models.layers.recurrent import (
+    GatedDeltaConfig,
+    ShortConvolutionConfig,
+    StateSpaceConfig,
+)
 from shardax.models.tensors import (
     HEADS,
     Tensor,
@@ -43,40 +48,56 @@ from shardax.models.tensors import (
 )
 
 
+def _recurrent_layers(take: Taker, kind: str, is_recurrent: Callable[[int], bool]) -> list[bool]:
+    """Reads the layers of a kind, by ``layer_types`` or their numbers."""
+    count = take("num_hidden_layers", kind=SIZE)
+    types = take("layer_types", None, kind=TEXTS.or_null)
+    if types is None:
+        return list(map(is_recurrent, range(count)))
+    if set(types) <= {kind, "full_attention"} and len(types) == count:
+        return [name == kind for name in types]
+    raise PretrainedError(
+        f"layer_types={brief(types)} is not supported for {count} layers, only {kind!r} or "
+        f"'full_attention' for each"
+    )
+
+
+def _with_layers(recurrent: Any, chosen: list[bool]) -> dict[str, Any]:
+    """Returns a mixer of chosen layers, as fields of ``TransformerConfig``."""
+    if not any(chosen):
+        return {}
+    return {"recurrent": recurrent, "recurrent_layers": None if all(chosen) else tuple(chosen)}
+
+
+def _write_layers(edit: ConfigEdit, kind: str, older: str) -> None:
+    """Writes the layers of a kind, in place of an older field."""
+    config, content = edit.config, edit.content
+    if edit.changes("recurrent", "recurrent_layers", "num_layers"):
+        content.pop(older, None)
+        content["layer_types"] = [
+            kind if config.is_recurrent(index) else "full_attention"
+            for index in range(config.num_layers)
+        ]
+
+
 class ConvolutionLayers(FieldGroup):
     """Short convolutions, and the layers that have them."""
 
     def read(self, take: Taker) -> Mapping[str, Any]:
-        count = take("num_hidden_layers", kind=SIZE)
-        types = take("layer_types", None, kind=TEXTS.or_null)
         indices = take("full_attn_idxs", None, kind=INTEGERS.or_null)
         size = take("conv_L_cache", 3, kind=SIZE)
         use_bias = take("conv_bias", False, kind=BOOLEAN)
-        if types is None:
-            chosen = [indices is not None and index not in indices for index in range(count)]
-        elif set(types) <= {"conv", "full_attention"} and len(types) == count:
-            chosen = [kind == "conv" for kind in types]
-        else:
-            raise PretrainedError(
-                f"layer_types={brief(types)} is not supported for {count} layers, only "
-                f"'conv' or 'full_attention' for each"
-            )
-        if not any(chosen):
-            return {}
-        recurrent = ShortConvolutionConfig(size, use_bias)
-        return {"recurrent": recurrent, "recurrent_layers": None if all(chosen) else tuple(chosen)}
+        chosen = _recurrent_layers(
+            take, "conv", lambda index: indices is not None and index not in indices
+        )
+        return _with_layers(ShortConvolutionConfig(size, use_bias), chosen)
 
     def write(self, edit: ConfigEdit) -> None:
         config, content = edit.config, edit.content
         if edit.changes("recurrent") and isinstance(config.recurrent, ShortConvolutionConfig):
             content["conv_L_cache"] = config.recurrent.size
             content["conv_bias"] = config.recurrent.use_bias
-        if edit.changes("recurrent", "recurrent_layers", "num_layers"):
-            content.pop("full_attn_idxs", None)
-            content["layer_types"] = [
-                "conv" if config.is_recurrent(index) else "full_attention"
-                for index in range(config.num_layers)
-            ]
+        _write_layers(edit, "conv", "full_attn_idxs")
 
 
 class AdjustedMLP(FieldGroup):
@@ -171,69 +192,68 @@ LFM2 = Family(
 class StateSpace(FieldGroup):
     """The mixer of all layers."""
 
+    # Of fields of ``StateSpaceConfig``, but for the heads.
+    names: ClassVar[dict[str, str]] = {
+        "num_groups": "n_groups",
+        "state_dim": "state_size",
+        "size": "conv_kernel",
+        "chunk": "chunk_size",
+        "use_bias": "use_bias",
+        "conv_bias": "use_conv_bias",
+    }
+
     def read(self, take: Taker) -> Mapping[str, Any]:
+        heads, size = self.read_heads(take)
+        options = {
+            name: take(field, kind=BOOLEAN if name.endswith("bias") else SIZE)
+            for name, field in self.names.items()
+        }
+        activation = take("hidden_act", "silu", kind=TEXT)
+        options["step_limits"] = _limits(take("time_step_limit", [0.0, math.inf]))
+        if activation not in ACTIVATION_NAMES:
+            raise PretrainedError(
+                f"hidden_act={brief(activation)} is none of {', '.join(ACTIVATION_NAMES)}"
+            )
+        options["activation"] = ACTIVATION_NAMES[activation]
+        if heads % options["num_groups"]:
+            groups = f"{self.names['num_groups']}={options['num_groups']}"
+            raise PretrainedError(f"{groups} does not divide num_heads={heads}")
+        return {"recurrent": StateSpaceConfig(heads, size, **options, **self.read_more(take))}
+
+    def read_heads(self, take: Taker) -> tuple[int, int]:
+        """Reads number and size of heads."""
         heads, size = take("num_heads", 128, kind=SIZE), take("head_dim", 64, kind=SIZE)
         embed, expand = take("hidden_size", kind=SIZE), take("expand", 2, kind=SIZE)
-        groups = take("n_groups", 8, kind=SIZE)
-        activation = take("hidden_act", "silu", kind=TEXT)
-        limits = take("time_step_limit", [0.0, math.inf])
-        options = {
-            "state_dim": take("state_size", 128, kind=SIZE),
-            "size": take("conv_kernel", 4, kind=SIZE),
-            "chunk": take("chunk_size", 256, kind=SIZE),
-            "use_bias": take("use_bias", False, kind=BOOLEAN),
-            "conv_bias": take("use_conv_bias", True, kind=BOOLEAN),
-        }
         if embed * expand != heads * size:
             raise PretrainedError(
                 f"num_heads={heads} of head_dim={size} are not expand={expand} times "
                 f"hidden_size={embed}"
             )
-        if activation not in ACTIVATION_NAMES:
-            raise PretrainedError(
-                f"hidden_act={brief(activation)} is none of {', '.join(ACTIVATION_NAMES)}"
-            )
-        if heads % groups:
-            raise PretrainedError(f"n_groups={groups} does not divide num_heads={heads}")
-        recurrent = StateSpaceConfig(
-            heads,
-            size,
-            num_groups=groups,
-            step_limits=_limits(limits),
-            activation=ACTIVATION_NAMES[activation],
-            **options,
-        )
-        return {"recurrent": recurrent}
+        return heads, size
+
+    def read_more(self, take: Taker) -> Mapping[str, Any]:
+        """Reads further fields of ``StateSpaceConfig``."""
+        return {}
 
     def write(self, edit: ConfigEdit) -> None:
-        mixer, before, content = edit.config.recurrent, edit.read.recurrent, edit.content
-        if not isinstance(mixer, StateSpaceConfig):
+        mixer, before = edit.config.recurrent, edit.read.recurrent
+        if not isinstance(mixer, StateSpaceConfig) or not isinstance(before, StateSpaceConfig):
             return
-        if edit.changes("recurrent", "embed_dim"):
-            content["expand"] = mixer.num_heads * mixer.head_dim // edit.config.embed_dim
-        for field, name in _STATE_SPACE_FIELDS.items():
-            value = getattr(mixer, name)
-            if not edit.changes("recurrent") or value == getattr(before, name, None):
-                continue
-            if name == "activation":
-                value = published_activation(value)
-            if name == "step_limits":
-                value = [{"__float__": "Infinity"} if x == math.inf else x for x in value]
-            content[field] = value
+        old = self.written(before, edit.read.embed_dim)
+        new = self.written(mixer, edit.config.embed_dim)
+        edit.content |= {field: value for field, value in new.items() if value != old[field]}
 
-
-_STATE_SPACE_FIELDS = {
-    "num_heads": "num_heads",
-    "head_dim": "head_dim",
-    "state_size": "state_dim",
-    "n_groups": "num_groups",
-    "conv_kernel": "size",
-    "chunk_size": "chunk",
-    "time_step_limit": "step_limits",
-    "hidden_act": "activation",
-    "use_bias": "use_bias",
-    "use_conv_bias": "conv_bias",
-}
+    def written(self, mixer: StateSpaceConfig, embed: int) -> dict[str, Any]:
+        """Returns the fields of a mixer."""
+        low, high = mixer.step_limits
+        return {
+            **{field: getattr(mixer, name) for name, field in self.names.items()},
+            "hidden_act": published_activation(mixer.activation),
+            "time_step_limit": [low, {"__float__": "Infinity"} if high == math.inf else high],
+            "num_heads": mixer.num_heads,
+            "head_dim": mixer.head_dim,
+            "expand": mixer.num_heads * mixer.head_dim // embed,
+        }
 
 
 def _limits(value: object) -> tuple[float, float]:
@@ -252,12 +272,18 @@ def _limits(value: object) -> tuple[float, float]:
     return float(numbers[0]), float(numbers[1])
 
 
-def _causal_convolutions() -> Tensors:
-    """Describes the one convolution of three arrays."""
-    channels = {"value": HEADS, "write": ("groups", "state"), "read": ("groups", "state")}
-    weights = [
+def _state_space(mixer: str) -> Tensors:
+    """Describes a mixer: one projection of five arrays, one convolution of three."""
+    outputs = {"gate": HEADS, "value": HEADS, "write": ("groups", "state")}
+    outputs |= {"read": ("groups", "state"), "step": ("heads",)}
+    pairs = [
+        linear(f"{mixer}.in_proj", f"mixer.{name}", "embed", concatenated(*axes))
+        for name, axes in outputs.items()
+    ]
+    channels = {name: outputs[name] for name in ("value", "write", "read")}
+    kernels = [
         Tensor(
-            "mixer.conv1d.weight",
+            f"{mixer}.conv1d.weight",
             f"mixer.convolution.{name}_kernel",
             (concatenated(*axes), part(0, of=1), "time"),
             ("time", *axes),
@@ -265,21 +291,19 @@ def _causal_convolutions() -> Tensors:
         for name, axes in channels.items()
     ]
     biases = [
-        Tensor("mixer.conv1d.bias", f"mixer.convolution.{name}_bias", (concatenated(*axes),))
+        Tensor(f"{mixer}.conv1d.bias", f"mixer.convolution.{name}_bias", (concatenated(*axes),))
         for name, axes in channels.items()
     ]
-    return (*weights, *biases)
-
-
-def _state_space_projections() -> Tensors:
-    """Describes the one projection of five arrays."""
-    outputs = {"gate": HEADS, "value": HEADS, "write": ("groups", "state")}
-    outputs |= {"read": ("groups", "state"), "step": ("heads",)}
-    pairs = [
-        linear("mixer.in_proj", f"mixer.{name}", "embed", concatenated(*axes))
-        for name, axes in outputs.items()
-    ]
-    return tuple(tensor for pair in zip(*pairs, strict=True) for tensor in pair)
+    return (
+        *(tensor for pair in zip(*pairs, strict=True) for tensor in pair),
+        *kernels,
+        *biases,
+        Tensor(f"{mixer}.dt_bias", "mixer.step_bias", ("heads",)),
+        Tensor(f"{mixer}.A_log", "mixer.decay_log", ("heads",)),
+        Tensor(f"{mixer}.D", "mixer.skip", ("heads",)),
+        Tensor(f"{mixer}.norm.weight", "mixer.norm.scale", (HEADS,)),
+        *linear(f"{mixer}.out_proj", to="mixer.out", inputs=HEADS, outputs="embed"),
+    )
 
 
 # A layer is a mixer alone. That residuals are kept in float32 changes rounding of narrower dtypes.
@@ -292,6 +316,14 @@ MAMBA2 = Family(
         "tie_word_embeddings": Field("tied_head", default=False),
     },
     fixed={"mlp_dim": 0, "rope": None, "num_heads": 1, "num_kv_heads": 1, "head_dim": 1},
+    defaults={
+        "n_groups": 8,
+        "state_size": 128,
+        "conv_kernel": 4,
+        "chunk_size": 256,
+        "use_bias": False,
+        "use_conv_bias": True,
+    },
     groups=[StateSpace()],
     architectures=shared.causal_lm("Mamba2"),
     harmless=(
@@ -308,18 +340,256 @@ MAMBA2 = Family(
     prefix="backbone.",
     tensors=(
         *shared.ends("backbone.", tokens="embeddings", final_norm="norm_f"),
+        *in_layers("backbone.layers", norm("norm", to="attn_norm"), _state_space("mixer")),
+    ),
+)
+
+# --- Falcon-H1 ------------------------------------------------------------------------------------
+
+
+class ScaledStateSpace(StateSpace):
+    """The mixer beside attention, with factors of its projections."""
+
+    names: ClassVar[dict[str, str]] = {
+        "num_groups": "mamba_n_groups",
+        "state_dim": "mamba_d_state",
+        "size": "mamba_d_conv",
+        "chunk": "mamba_chunk_size",
+        "use_bias": "mamba_proj_bias",
+        "conv_bias": "mamba_conv_bias",
+        "out_bias": "projectors_bias",
+    }
+
+    def read_heads(self, take: Taker) -> tuple[int, int]:
+        heads = take("mamba_n_heads", 128, kind=SIZE)
+        width = take("mamba_expand", 2, kind=SIZE) * take("hidden_size", kind=SIZE)
+        inner = take("mamba_d_ssm", 1024, kind=SIZE.or_null)
+        width, size = width if inner is None else inner, take("mamba_d_head", "auto")
+        size = width // heads if size == "auto" else size
+        if type(size) is not int or size < 1 or size * heads != width:
+            raise PretrainedError(
+                f"mamba_n_heads={heads} of mamba_d_head={brief(size)} are not {width} in all, as "
+                f"mamba_d_ssm or mamba_expand say"
+            )
+        return heads, size
+
+    def read_more(self, take: Taker) -> Mapping[str, Any]:
+        has_norm = take("mamba_rms_norm", False, kind=BOOLEAN)
+        is_before = take("mamba_norm_before_gate", True, kind=BOOLEAN)
+        place = "before" if is_before else "behind"
+        scales = read_factors(take, "ssm_multipliers", 5)
+        return {"gate_norm": place if has_norm else None, "scales": scales}
+
+    def written(self, mixer: StateSpaceConfig, embed: int) -> dict[str, Any]:
+        fields = super().written(mixer, embed)
+        del fields["num_heads"], fields["head_dim"], fields["expand"]
+        width = mixer.num_heads * mixer.head_dim
+        fields |= {"mamba_n_heads": mixer.num_heads, "mamba_d_head": mixer.head_dim}
+        fields |= {"mamba_d_ssm": width, "ssm_multipliers": list(mixer.scales)}
+        fields |= {"mamba_rms_norm": mixer.gate_norm is not None}
+        return fields | {"mamba_norm_before_gate": mixer.gate_norm == "before"}
+
+
+class Factors(FieldGroup):
+    """Factors of keys, by the scale of scores, and of the MLP."""
+
+    def read(self, take: Taker) -> Mapping[str, Any]:
+        gate, out = read_factors(take, "mlp_multipliers", 2)
+        heads, size = take("num_attention_heads", kind=SIZE), take("head_dim", None)
+        size = take("hidden_size", kind=SIZE) // heads if size is None else size
+        scale = take("key_multiplier", 1.0, kind=NUMBER)
+        plain = size**-0.5 if type(size) is int and size > 0 else 1.0
+        return {"attention_scale": scale * plain, "mlp_gate_scale": gate, "mlp_out_scale": out}
+
+    def write(self, edit: ConfigEdit) -> None:
+        config = edit.config
+        if edit.changes("attention_scale", "head_dim"):
+            plain = config.head_dim**-0.5
+            scale = plain if config.attention_scale is None else config.attention_scale
+            factor = scale / plain
+            near = (factor, math.nextafter(factor, -math.inf), math.nextafter(factor, math.inf))
+            exact = [number for number in near if number * plain == scale]
+            edit.content["key_multiplier"] = exact[0] if exact else factor
+        if edit.changes("mlp_gate_scale", "mlp_out_scale"):
+            edit.content["mlp_multipliers"] = [config.mlp_gate_scale, config.mlp_out_scale]
+
+
+def read_factors(take: Taker, name: str, count: int) -> tuple[float, ...]:
+    """Reads a list of factors, or raises."""
+    value = take(name, None)
+    factors = [1.0] * count if value is None else value
+    is_list = isinstance(factors, list) and len(factors) == count
+    if not is_list or any(NUMBER.problem(name, factor) for factor in factors):
+        raise PretrainedError(f"{name}={brief(value)} is not a list of {count} numbers")
+    return tuple(map(float, factors))
+
+
+FALCON_H1 = Family(
+    fields={
+        **shared.GATED_DECODER,
+        **shared.ATTENTION_BIAS,
+        "attention_in_multiplier": Field("attention_in_scale", default=1.0),
+        "attention_out_multiplier": Field("attention_out_scale", default=1.0),
+        "embedding_multiplier": Field("embed_scale", default=1.0),
+        "lm_head_multiplier": Field("logit_scale", default=1.0),
+        "mlp_bias": Field("mlp_bias", default=False),
+        "num_key_value_heads": Field("num_kv_heads", default=8),
+        "rms_norm_eps": Field("norm_epsilon", default=1e-5),
+        "ssm_in_multiplier": Field("recurrent_in_scale", default=1.0),
+        "ssm_out_multiplier": Field("recurrent_out_scale", default=1.0),
+    },
+    fixed={"recurrent_beside": True},
+    defaults={
+        "mamba_n_groups": 1,
+        "mamba_d_state": 256,
+        "mamba_d_conv": 4,
+        "mamba_chunk_size": 256,
+        "mamba_proj_bias": False,
+        "mamba_conv_bias": True,
+        "projectors_bias": False,
+    },
+    groups=[Rotary(max_positions=8192), ScaledStateSpace(), Factors()],
+    architectures=shared.causal_lm("FalconH1"),
+    harmless=(
+        *("mamba_use_mlp", "mlp_expansion_factor", "num_logits_to_keep"),
+        *("time_step_floor", "time_step_max", "time_step_min", "time_step_rank"),
+    ),
+    tensors=(
+        *shared.ends(final_norm="final_layernorm"),
         *in_layers(
-            "backbone.layers",
-            norm("norm", to="attn_norm"),
-            _state_space_projections(),
-            _causal_convolutions(),
-            (
-                Tensor("mixer.dt_bias", "mixer.step_bias", ("heads",)),
-                Tensor("mixer.A_log", "mixer.decay_log", ("heads",)),
-                Tensor("mixer.D", "mixer.skip", ("heads",)),
-                Tensor("mixer.norm.weight", "mixer.norm.scale", (HEADS,)),
+            "model.layers",
+            shared.pre_norms("input_layernorm", "pre_ff_layernorm"),
+            shared.attention(),
+            _state_space("mamba"),
+            linear("feed_forward.gate_proj", to="mlp.gate", inputs="embed", outputs="mlp"),
+            linear("feed_forward.up_proj", to="mlp.up", inputs="embed", outputs="mlp"),
+            linear("feed_forward.down_proj", to="mlp.down", inputs="mlp", outputs="embed"),
+        ),
+    ),
+)
+
+# --- Qwen3-Next -----------------------------------------------------------------------------------
+
+
+class DeltaLayers(FieldGroup):
+    """The gated delta rule, and its layers."""
+
+    def read(self, take: Taker) -> Mapping[str, Any]:
+        interval = take("full_attention_interval", 4, kind=SIZE)
+        sizes = {name: take(field, kind=SIZE) for field, name in _DELTA_FIELDS.items()}
+        heads, values = sizes["num_heads"], sizes["num_value_heads"]
+        if values % heads:
+            raise PretrainedError(
+                f"linear_num_value_heads={values} is no multiple of linear_num_key_heads={heads}"
+            )
+        chosen = _recurrent_layers(
+            take, "linear_attention", lambda index: (index + 1) % interval > 0
+        )
+        return _with_layers(GatedDeltaConfig(**sizes), chosen)
+
+    def write(self, edit: ConfigEdit) -> None:
+        mixer = edit.config.recurrent
+        if edit.changes("recurrent") and isinstance(mixer, GatedDeltaConfig):
+            edit.content |= {field: getattr(mixer, name) for field, name in _DELTA_FIELDS.items()}
+        _write_layers(edit, "linear_attention", "full_attention_interval")
+
+
+_DELTA_FIELDS = {
+    "linear_num_key_heads": "num_heads",
+    "linear_key_head_dim": "head_dim",
+    "linear_num_value_heads": "num_value_heads",
+    "linear_value_head_dim": "value_dim",
+    "linear_conv_kernel_dim": "size",
+}
+_DELTA_KEYS, _DELTA_VALUES = HEADS, ("heads", "values", "value_dim")
+
+
+def _delta_rule() -> Tensors:
+    """Describes the mixer, its projections head by head."""
+    outputs = {"query": "head_dim", "key": "head_dim", "value": "values value_dim"}
+    outputs["gate"] = outputs["value"]
+    wide = [
+        linear(
+            "linear_attn.in_proj_qkvz",
+            to=f"mixer.{name}",
+            inputs="embed",
+            outputs=concatenated(*axes.split(), within=["heads"]),
+        )[0]
+        for name, axes in outputs.items()
+    ]
+    narrow = [
+        linear(
+            "linear_attn.in_proj_ba",
+            to=f"mixer.{name}",
+            inputs="embed",
+            outputs=("heads", part(index, of=2), "values"),
+        )[0]
+        for index, name in enumerate(("beta", "step"))
+    ]
+    channels = {"query": _DELTA_KEYS, "key": _DELTA_KEYS, "value": _DELTA_VALUES}
+    kernels = [
+        Tensor(
+            "linear_attn.conv1d.weight",
+            f"mixer.convolution.{name}_kernel",
+            (concatenated(*axes), part(0, of=1), "time"),
+            ("time", *axes),
+        )
+        for name, axes in channels.items()
+    ]
+    return (
+        *wide,
+        *narrow,
+        *kernels,
+        Tensor("linear_attn.dt_bias", "mixer.step_bias", (("heads", "values"),)),
+        Tensor("linear_attn.A_log", "mixer.decay_log", (("heads", "values"),)),
+        Tensor("linear_attn.norm.weight", "mixer.norm.scale", ("value_dim",)),
+        linear("linear_attn.out_proj", to="mixer.out", inputs=_DELTA_VALUES, outputs="embed")[0],
+    )
+
+
+QWEN3_NEXT = Family(
+    fields={
+        **shared.GATED_DECODER,
+        **shared.ATTENTION_BIAS,
+        "head_dim": Field("head_dim", default=256),
+        "moe_intermediate_size": Field("expert_dim", default=512),
+        "norm_topk_prob": Field("normalise_experts", default=True),
+        "num_experts_per_tok": Field("experts_per_token", default=10),
+        "num_key_value_heads": Field("num_kv_heads", default=2),
+        "router_aux_loss_coef": Field("load_balance_weight", default=0.001),
+        "shared_expert_intermediate_size": Field("shared_expert_dim", default=512),
+    },
+    fixed={
+        "attention_gate": True,
+        "norm": "rms_offset",
+        "qk_norm": "head",
+        "shared_expert_gate": True,
+    },
+    defaults={
+        "linear_num_key_heads": 16,
+        "linear_key_head_dim": 128,
+        "linear_num_value_heads": 32,
+        "linear_value_head_dim": 128,
+        "linear_conv_kernel_dim": 4,
+    },
+    groups=[Rotary(fraction=0.25, max_positions=32_768), SparseLayers(512), DeltaLayers()],
+    architectures=shared.causal_lm("Qwen3Next"),
+    tensors=(
+        *shared.ends(),
+        *in_layers(
+            "model.layers",
+            shared.pre_norms(),
+            *(
+                linear("self_attn.q_proj", to, "embed", ("heads", part(index, of=2), "head_dim"))
+                for index, to in enumerate(("attn.q", "attn.gate"))
             ),
-            linear("mixer.out_proj", to="mixer.out", inputs=HEADS, outputs="embed"),
+            shared.attention()[2:],  # without the queries
+            shared.head_norms(),
+            _delta_rule(),
+            shared.gated_mlp(),  # of the layers without experts
+            shared.swiglu_experts(),
+            shared.shared_expert("mlp.shared_expert"),
+            linear("mlp.shared_expert_gate", to="shared_gate", inputs="embed", outputs="one"),
         ),
     ),
 )

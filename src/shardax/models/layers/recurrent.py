@@ -11,6 +11,7 @@ from shardax._core.init.rng import Rngs
 from shardax.models.layers.activations import ACTIVATIONS, find_activation
 from shardax.models.layers.norms import dtypes
 from shardax.nn.mixers.convolution import ShortConvolution
+from shardax.nn.mixers.delta import GatedDeltaNet
 from shardax.nn.mixers.state_space import StateSpaceMixer
 from shardax.nn.parameters import as_size
 
@@ -81,10 +82,14 @@ class StateSpaceConfig:
         step_limits: Bounds of the steps.
         activation: Function behind the convolution, by name.
         use_bias: Whether the projections have biases.
+        out_bias: Whether that of the result has one; None for as ``use_bias``.
         conv_bias: Whether the convolution has biases.
+        gate_norm: Where the norm stands: ``"behind"`` the gate, ``"before"`` it, or None.
+        scales: Factors of the projections.
 
     Raises:
-        LayerConfigError: If a size is not positive, or groups do not divide heads.
+        LayerConfigError: If a size is not positive, groups do not divide heads, or an option is
+            none of those of ``nn.StateSpaceMixer``.
 
     Example:
         >>> import shardax as sx
@@ -104,10 +109,15 @@ class StateSpaceConfig:
     step_limits: tuple[float, float] = (0.0, math.inf)
     activation: str = "silu"
     use_bias: bool = False
+    out_bias: bool | None = None
     conv_bias: bool = True
+    gate_norm: str | None = "behind"
+    scales: tuple[float, ...] = (1.0,) * 5
     kind: ClassVar[type] = StateSpaceMixer
 
     def __post_init__(self) -> None:
+        if self.out_bias is None:
+            object.__setattr__(self, "out_bias", self.use_bias)
         self._mixer(1, Rngs(0))
 
     def make(self, config: Any, rngs: Rngs) -> StateSpaceMixer:
@@ -142,13 +152,78 @@ class StateSpaceConfig:
         names, function = (*ACTIVATIONS, "silu", "gelu", "relu"), mixer.activation
         function = find_activation(function) if isinstance(function, str) else function
         values["activation"] = next((n for n in names if find_activation(n) is function), None)
-        values["use_bias"] = mixer.out.bias is not None
+        values["use_bias"] = mixer.gate.bias is not None
+        values["out_bias"] = mixer.out.bias is not None
         values["conv_bias"] = mixer.convolution.use_bias
         return cls(**values)
 
 
-RecurrentConfig = ShortConvolutionConfig | StateSpaceConfig
+@dataclass(frozen=True)
+class GatedDeltaConfig:
+    """The sizes of ``nn.GatedDeltaNet`` in a model's layers.
+
+    Its activation is that of the model.
+
+    Attributes:
+        num_heads: Heads of queries and keys.
+        head_dim: Size of a head of queries and keys.
+        num_value_heads: Heads of values, a multiple of ``num_heads``.
+        value_dim: Size of a head of values.
+        size: How many positions the convolution reads.
+        chunk: How many positions are computed together.
+
+    Raises:
+        LayerConfigError: If a size is not positive, or heads of values are no multiple of the
+            others.
+
+    Example:
+        >>> import shardax as sx
+        >>> mixer = sx.models.GatedDeltaConfig(2, 16, num_value_heads=4, value_dim=16)
+        >>> config = sx.models.TransformerConfig(recurrent=mixer, recurrent_layers=(True, False))
+        >>> type(sx.models.Transformer(config, rngs=sx.Rngs(0)).layers[0].mixer).__name__
+        'GatedDeltaNet'
+    """
+
+    num_heads: int
+    head_dim: int
+    num_value_heads: int
+    value_dim: int
+    size: int = 4
+    chunk: int = 64
+    kind: ClassVar[type] = GatedDeltaNet
+
+    def __post_init__(self) -> None:
+        GatedDeltaNet(1, rngs=Rngs(0), **vars(self))
+
+    def make(self, config: Any, rngs: Rngs) -> GatedDeltaNet:
+        """Makes the mixer of a layer.
+
+        Args:
+            config: The ``TransformerConfig``.
+            rngs: Random streams.
+
+        Returns:
+            The mixer.
+        """
+        activation = ACTIVATIONS.get(config.activation, config.activation)
+        options = {"activation": activation, "norm_epsilon": config.norm_epsilon, **dtypes(config)}
+        return GatedDeltaNet(config.embed_dim, rngs=rngs, **vars(self), **options)
+
+    @classmethod
+    def of(cls, mixer: Any) -> GatedDeltaConfig:
+        """Reads the sizes of a mixer.
+
+        Args:
+            mixer: The mixer.
+
+        Returns:
+            Its config.
+        """
+        return cls(**{field.name: getattr(mixer, field.name) for field in fields(cls)})
+
+
+RecurrentConfig = ShortConvolutionConfig | StateSpaceConfig | GatedDeltaConfig
 RECURRENT: dict[type, Any] = {
-    kind.kind: kind for kind in (ShortConvolutionConfig, StateSpaceConfig)
+    kind.kind: kind for kind in (ShortConvolutionConfig, StateSpaceConfig, GatedDeltaConfig)
 }
 """The config of each mixer, by its class."""

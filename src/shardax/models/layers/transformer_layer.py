@@ -23,17 +23,16 @@ from jax.ad_checkpoint import checkpoint_name
 
 from shardax._core.init.rng import Rngs
 from shardax._core.module import Module
-from shardax.models.config import TransformerConfig
+from shardax.models.config import SCALES, TransformerConfig
 from shardax.models.layers.activations import ACTIVATIONS, exact_gelu
 from shardax.models.layers.experts import ClippedMoE, GroupedMoE, GroupedSoftmaxMoE, InputScaledMoE
 from shardax.models.layers.norms import HeadsRMSNorm, dtypes, make_norm
-from shardax.nn.attention.cache import AttentionCache, ContextCache
 from shardax.nn.attention.latent import MultiHeadLatentAttention
 from shardax.nn.attention.multi_head import MultiHeadAttention
 from shardax.nn.conv import Conv
 from shardax.nn.dropout import Dropout
 from shardax.nn.linear import Linear
-from shardax.nn.mlp import MLP
+from shardax.nn.mlp import MLP, find_activation
 from shardax.nn.moe import MoE
 from shardax.nn.normalization import RMSNorm
 from shardax.nn.parameters import make_parameter, ones
@@ -58,6 +57,11 @@ class TransformerLayer(Module):
 
     has_rope = True
     residual_scale: float | None = None
+    attention_in_scale: float = 1.0
+    attention_out_scale: float = 1.0
+    recurrent_in_scale: float = 1.0
+    recurrent_out_scale: float = 1.0
+    mlp_out_scale: float = 1.0
     cross_attn: Any = None
     mixer: Any = None
     shared_mlp: Any = None
@@ -70,6 +74,9 @@ class TransformerLayer(Module):
             self.has_rope = False
         if config.residual_scale is not None:
             self.residual_scale = config.residual_scale
+        for name in SCALES:
+            if getattr(config, name) != 1:
+                setattr(self, name, getattr(config, name))
         self.norm_after, self.parallel = config.norm_placement == "after", config.parallel
         has_pre_norm = config.norm_placement in ("pre", "sandwich")
         behind = config.norm_placement != "pre"
@@ -78,7 +85,7 @@ class TransformerLayer(Module):
         self.attn: Any = None
         if config.recurrent is not None and config.is_recurrent(index):
             self.mixer = config.recurrent.make(config, rngs)
-        else:
+        if config.has_attention(index):
             self.attn = _attention(config, index, rngs)
         self.attn_post_norm = make_norm(config) if behind else None
         if config.cross_attention:
@@ -124,8 +131,8 @@ class TransformerLayer(Module):
             mask: As for attention.
             bias: As for attention.
             segment_ids: As for attention, 0 for padding.
-            cache: The ``AttentionCache`` of this layer, or that of its recurrent mixer; with
-                cross-attention, both of its caches.
+            cache: The ``AttentionCache`` of this layer, or that of its recurrent mixer; all of its
+                caches where it has several, also of cross-attention.
             context: Shape (batch, other time, embed), what cross-attention reads; None for that
                 which an earlier call wrote to the cache.
             context_mask: As the mask of attention, of the context.
@@ -142,11 +149,9 @@ class TransformerLayer(Module):
         if segment_ids is not None:
             attention_options["segment_ids"] = segment_ids
             mask = (segment_ids != 0)[..., None, None, :]  # which tokens count for experts
-        if cache is not None:
-            attention_options["cache"] = cache if self.cross_attn is None else cache.attn
         x = checkpoint_name(x, "layer_input")
         normed = x if self.attn_norm is None else self.attn_norm(x)
-        read = (self.attn if self.mixer is None else self.mixer)(normed, **attention_options)
+        read = self._read(normed, attention_options, cache)
         added = self._added(read, "attention", self.attn_post_norm, self.attn_scale)
         if self.parallel:
             normed = normed if self.mlp_norm is None else self.mlp_norm(x)
@@ -163,6 +168,19 @@ class TransformerLayer(Module):
         added = self._added(result, "mlp", self.mlp_post_norm, self.mlp_scale)
         return _constrain(self._joined(x, added, self.mlp_post_norm))
 
+    def _read(self, x: jax.Array, options: dict[str, Any], cache: Any) -> jax.Array:
+        """Calls attention and the mixer, and adds their results."""
+        results = []
+        for name, part, before, behind in (
+            ("attn", self.attn, self.attention_in_scale, self.attention_out_scale),
+            ("mixer", self.mixer, self.recurrent_in_scale, self.recurrent_out_scale),
+        ):
+            if part is not None:
+                own = getattr(cache, name) if isinstance(cache, LayerCaches) else cache
+                option = {} if cache is None else {"cache": own}
+                results.append(_scaled(part(_scaled(x, before), **options, **option), behind))
+        return results[0] if len(results) == 1 else results[0] + results[1]
+
     def _with_context(self, x: jax.Array, context, mask, cache) -> jax.Array:
         """Adds what cross-attention reads of the context."""
         normed = x if self.cross_norm is None else self.cross_norm(x)
@@ -172,13 +190,13 @@ class TransformerLayer(Module):
         return self._joined(x, added, self.cross_post_norm)
 
     def _mlp(self, x: jax.Array, mask: object) -> jax.Array:
-        y = self._experts(x, mask)
+        y = _scaled(self._experts(x, mask), self.mlp_out_scale)
         if self.shared_mlp is None:
             return y
         shared = self.shared_mlp(x)
         if self.shared_gate is not None:
             shared = jax.nn.sigmoid(self.shared_gate(x)) * shared
-        return y + shared
+        return y + _scaled(shared, self.mlp_out_scale)
 
     def _experts(self, x: jax.Array, mask) -> jax.Array:
         if not self.has_experts or mask is None or mask.shape[-3:] != (1, 1, x.shape[-2]):
@@ -220,11 +238,24 @@ class BlockCache(Module):
 
 
 class LayerCaches(Module):
-    """The caches of a layer with cross-attention."""
+    """Several caches of a layer, by the names of its parts."""
 
-    def __init__(self, attn: AttentionCache, cross_attn: ContextCache) -> None:
-        self.attn = attn
-        self.cross_attn = cross_attn
+    def __init__(self, **caches: Any) -> None:
+        for name, cache in caches.items():
+            setattr(self, name, cache)
+
+
+class ScaledGateMLP(MLP):
+    """A gated MLP with a factor of the gate before the activation."""
+
+    def __init__(self, *sizes: int, gate_scale: float, **options: Any) -> None:
+        super().__init__(*sizes, **options)
+        self.gate_scale = float(gate_scale)
+
+    def __call__(self, x: Any, *, out_sharding: Any = None) -> jax.Array:
+        gate: Any = self.gate
+        gate = find_activation(self.activation)(_scaled(gate(x), self.gate_scale))
+        return self.down(gate * self.up(x), out_sharding=out_sharding)
 
 
 class FrameEmbedding(Module):
@@ -286,6 +317,7 @@ def _attention(config: TransformerConfig, index: int, rngs: Rngs) -> MultiHeadAt
         query_growth=None if config.has_rope(index) else config.query_growth,
         softcap=config.attention_softcap,
         sinks=config.attention_sinks,
+        gated=config.attention_gate,
         query_norm=norm(config.num_heads, "heads"),
         key_norm=norm(config.num_kv_heads, "kv_heads"),
         **options,
@@ -308,9 +340,16 @@ def _cross_attention(config: TransformerConfig, rngs: Rngs) -> MultiHeadAttentio
     )
 
 
+def _scaled(x: jax.Array, factor: float) -> jax.Array:
+    return x if factor == 1 else x * jnp.asarray(factor, x.dtype)
+
+
 def make_mlp(config: TransformerConfig, rngs: Rngs, hidden: int | None = None) -> MLP:
     """Makes the feed-forward network of a layer."""
-    return MLP(
+    make: Callable[..., MLP] = MLP
+    if config.mlp_gate_scale != 1:
+        make = partial(ScaledGateMLP, gate_scale=config.mlp_gate_scale)
+    return make(
         config.embed_dim,
         config.mlp_dim if hidden is None else hidden,
         activation=ACTIVATIONS.get(config.activation, config.activation),

@@ -92,6 +92,8 @@ class MultiHeadAttention(Module):
         sinks: Whether each head has a learned score beside those of its keys, that of a key whose
             value is zeros, so that it may read little (Xiao et al., arXiv:2309.17453). Only the
             kernel ``"xla"`` has them.
+        gated: Whether what is read is multiplied by the sigmoid of a linear map of ``x``, before
+            the projection of the result (Qiu et al., arXiv:2505.06708).
         scale: Factor of the scores; None for ``head_dim ** -0.5``.
         query_norm: Makes the norm of the queries, a function without arguments that returns a
             Module for shape (..., heads, head_dim): ``lambda: nn.RMSNorm(head_dim)``. It comes
@@ -122,6 +124,7 @@ class MultiHeadAttention(Module):
         key_norm: Norm of the keys, or None.
         dropout: ``Dropout`` of the weights, or None.
         sinks: ``Param`` of shape (num_heads,), zeros at first, or None.
+        gate: ``Linear`` with a kernel of the shape of ``q``'s, and a bias as that has, or None.
         softmax: Function from scores of shape (..., heads, time, other time) to weights. With
             another than the default the scores are computed as an array of their own. To replace
             it: ``sx.select(model).at_instances_of(nn.MultiHeadAttention).at(lambda a: a.softmax)``.
@@ -140,6 +143,7 @@ class MultiHeadAttention(Module):
     rope: Rope | None = None
     attention_fn: Callable[..., Any] | None = None
     sinks: Any = None
+    gate: Any = None
     chunked: bool = False
     query_growth: tuple[float, float] | None = None
 
@@ -162,6 +166,7 @@ class MultiHeadAttention(Module):
         query_growth: tuple[float, float] | None = None,
         softcap: float | None = None,
         sinks: bool = False,
+        gated: bool = False,
         scale: float | None = None,
         query_norm: Callable[[], Any] | None = None,
         key_norm: Callable[[], Any] | None = None,
@@ -216,6 +221,8 @@ class MultiHeadAttention(Module):
             self.chunked = True
         if query_growth is not None:
             self.query_growth = query_growth
+        if gated:
+            self.gate = inner((heads, head_dim), kernel_axes=(embed, queries, head))
         if sinks:
             self.sinks = make_parameter(zeros, (heads,), param_dtype, (queries,), rngs)
         self.softmax: Callable[[jax.Array], jax.Array] = softmax
@@ -280,11 +287,11 @@ class MultiHeadAttention(Module):
         if isinstance(cache, ContextCache):
             unsupported = {"segment ids": segment_ids, "a bias": bias, "positions": positions}
             read = self._read_context_cache(x, context, unsupported, mask, cache)
-            return self.out(read, out_sharding=out_sharding)
+            return self.out(self._gated(read, x), out_sharding=out_sharding)
         if cache is not None:
             unsupported = {"a context": context, "segment ids": segment_ids}
             read = self._read_cache(x, unsupported, mask, positions, cache, bias)
-            return self.out(read, out_sharding=out_sharding)
+            return self.out(self._gated(read, x), out_sharding=out_sharding)
         if self.chunked:
             chunks = self._chunks(x, context, positions)
             if segment_ids is None:
@@ -294,7 +301,7 @@ class MultiHeadAttention(Module):
         segments = None if segment_ids is None else _pair_of_segments(x, context, segment_ids)
         qkv = self.project(x, context, positions, context_positions)
         read = self.attend(qkv, mask, segment_ids=segments, bias=bias)
-        return self.out(read, out_sharding=out_sharding)
+        return self.out(self._gated(read, x), out_sharding=out_sharding)
 
     def project(
         self, x: jax.Array, context: Any = None, positions: Any = None, others: Any = None
@@ -404,6 +411,10 @@ class MultiHeadAttention(Module):
             implementation=self.implementation,
             precision=self.precision,
         )
+
+    def _gated(self, read: jax.Array, x: jax.Array) -> jax.Array:
+        """Multiplies a result by the gate, if there is one."""
+        return read if self.gate is None else read * jax.nn.sigmoid(self.gate(x))
 
     def _growth(self, x: jax.Array, positions: Any) -> jax.Array:
         """Returns the factors of queries, by position."""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cache of a recurrent mixer: what it remembers of earlier calls.
+"""Recurrent mixers: their call, and the cache of their states.
 
-Its size does not depend on how many tokens were read. The position of the last token is there as in
-the cache of attention, so a model that has both counts positions by either of them.
+The size of a cache does not depend on how many tokens were read. The position of the last token is
+there as in the cache of attention, so a model that has both counts positions by either of them.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import numpy as np
 from shardax._core.init.lazy import Init
 from shardax._core.module import Module
 from shardax._core.variable import Cache
+from shardax.nn.arithmetic import as_array
 from shardax.nn.attention.cache import laid_out
 from shardax.nn.attention.dot_product import gathered
 from shardax.nn.attention.multi_head import positions_within
@@ -206,6 +207,11 @@ class MixerInput(NamedTuple):
         """Positions within segments, None without segments."""
         return None if self.segments is None else positions_within(self.segments)
 
+    @property
+    def starts(self) -> jax.Array | None:
+        """Where segments begin, None without segments."""
+        return None if self.segments is None else self.places == 0
+
     def last(self, padded: jax.Array, size: int) -> jax.Array:
         """Returns the last real positions of a padded array."""
         if self.real is None:
@@ -216,6 +222,94 @@ class MixerInput(NamedTuple):
     def in_order(self, y: jax.Array) -> jax.Array:
         """Returns results at the places of the tokens."""
         return y if self.order is None else taken_rows(y, jnp.argsort(self.order, axis=1))
+
+
+class RecurrentMixer(Module):
+    """Base of recurrent mixers: their call and cache.
+
+    A mixer has an attribute ``features``, says what it keeps of a row (``states``), and computes
+    results and states of tokens, brought together without padding (``_mix``).
+
+    Example:
+        >>> import jax.numpy as jnp, shardax as sx
+        >>> layer = sx.nn.GatedDeltaNet(8, num_heads=2, head_dim=4, rngs=sx.Rngs(0))
+        >>> x, real = jnp.ones((1, 4, 8)), jnp.array([[False, True, False, True]])
+        >>> isinstance(layer, sx.nn.RecurrentMixer), layer(x, mask=real).shape
+        (True, (1, 4, 8))
+    """
+
+    features: int
+
+    def __call__(
+        self,
+        x: Any,
+        *,
+        mask: Any = None,
+        positions: Any = None,
+        segment_ids: Any = None,
+        cache: RecurrentCache | None = None,
+    ) -> jax.Array:
+        """Mixes each position with those before it.
+
+        Args:
+            x: Shape (batch, time, features), or (time, features).
+            mask: Booleans of shape (batch, time), or (batch, 1, 1, time) as for attention with a
+                cache, True for real tokens; None for all. Others are passed over, wherever they
+                stand: real tokens get what they get without them.
+            positions: Not read: the order of tokens is all that counts. Layers of attention have
+                them in the same call.
+            segment_ids: Integers of shape (batch, time); no position reads another segment. A number
+                that comes back after another begins a new one.
+            cache: What ``make_cache`` returned: what earlier calls left, written anew.
+
+        Returns:
+            The shape of ``x``, in the compute dtype.
+
+        Raises:
+            LayerInputError: If a shape does not fit, or segments come with a cache.
+        """
+        x = as_array(x)
+        tokens = MixerInput.of(self, x, mask, segment_ids, cache)
+        y, states = self._mix(tokens, cache)
+        if cache is not None:
+            cache.update(states, x.shape[-2], tokens.real)
+        return tokens.in_order(y).reshape(x.shape)
+
+    def states(self) -> dict[str, MixerState]:
+        """Describes the states of a row between calls.
+
+        Returns:
+            Shapes, axis names and dtypes, by name.
+
+        Example:
+            >>> import shardax as sx
+            >>> sx.nn.ShortConvolution(8, rngs=sx.Rngs(0)).states()["window"].shape
+            (2, 8)
+        """
+        raise NotImplementedError
+
+    def make_cache(self, batch: int, **options: Any) -> RecurrentCache:
+        """Makes a cache of it, lazy.
+
+        Args:
+            batch: How many rows.
+            **options: As for ``RecurrentCache``.
+
+        Returns:
+            The cache.
+
+        Example:
+            >>> import shardax as sx
+            >>> sx.nn.ShortConvolution(8, rngs=sx.Rngs(0)).make_cache(3).position.shape
+            (3, 1)
+        """
+        return RecurrentCache(batch, self.states(), **options)
+
+    def _mix(
+        self, tokens: MixerInput, cache: RecurrentCache | None
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """Returns results of the tokens, and the states behind them."""
+        raise NotImplementedError
 
 
 def taken_rows(x: jax.Array, places: jax.Array) -> jax.Array:

@@ -22,15 +22,15 @@ import numpy as np
 from shardax._core.init.lazy import Initializer
 from shardax._core.init.rng import Rngs
 from shardax._core.module import Module
-from shardax.nn.arithmetic import add_bias, as_array
+from shardax.nn.arithmetic import add_bias
 from shardax.nn.attention.cache import laid_out
 from shardax.nn.linear import Linear
-from shardax.nn.mixers.cache import MixerInput, MixerState, RecurrentCache
+from shardax.nn.mixers.cache import MixerInput, MixerState, RecurrentCache, RecurrentMixer
 from shardax.nn.parameters import as_axes, as_size, lecun_normal, make_parameter, zeros
 from shardax.partition.explicit import align
 
 
-class ShortConvolution(Module):
+class ShortConvolution(RecurrentMixer):
     """A short causal convolution of each channel between two gates.
 
     It mixes tokens as attention does, and is called and cached like it.
@@ -91,76 +91,46 @@ class ShortConvolution(Module):
         )
         self.out = Linear(self.features, self.features, kernel_axes=(channel, embed), **options)
 
-    def __call__(
-        self,
-        x: Any,
-        *,
-        mask: Any = None,
-        positions: Any = None,
-        segment_ids: Any = None,
-        cache: RecurrentCache | None = None,
-    ) -> jax.Array:
-        """Mixes each position with those right before it.
+    def states(self) -> dict[str, MixerState]:
+        """Describes the window: the last inputs of the convolution."""
+        names = (None, "mlp") if self.kernel.axes is None else self.kernel.axes[-2:]
+        return {"window": MixerState((self.size - 1, self.features), (None, names[-1]))}
 
-        Args:
-            x: Shape (batch, time, features), or (time, features).
-            mask: Booleans of shape (batch, time), or (batch, 1, 1, time) as for attention with a
-                cache, True for real tokens; None for all. Others are passed over, wherever they
-                stand: real tokens get what they get without them.
-            positions: Not read: the order of tokens is all that counts. Layers of attention have
-                them in the same call.
-            segment_ids: Integers of shape (batch, time); no position reads another segment. A number
-                that comes back after another begins a new one.
-            cache: What ``make_cache`` returned: what earlier calls left, written anew.
-
-        Returns:
-            The shape of ``x``, in the compute dtype.
-
-        Raises:
-            LayerInputError: If a shape does not fit, or segments come with a cache.
-        """
-        x = as_array(x)
-        shape = x.shape
-        tokens = MixerInput.of(self, x, mask, segment_ids, cache)
+    def _mix(
+        self, tokens: MixerInput, cache: RecurrentCache | None
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
         before, after, value = jnp.unstack(self.into(tokens.x), axis=-2)
         window = None if cache is None else cache.read("window", value.dtype)
         bias = None if self.bias is None else self.bias.value
         kernel = self.kernel.value
         convolved, window = causal_convolution(before * value, kernel, bias, tokens, window)
-        if cache is not None:
-            cache.update({"window": window}, shape[1], tokens.real)
-        return tokens.in_order(self.out(after * convolved)).reshape(shape)
+        return self.out(after * convolved), {"window": window}
 
-    def states(self) -> dict[str, MixerState]:
-        """Says what it keeps of a row between calls.
 
-        Returns:
-            The last inputs of the convolution, ``window``.
+class ChannelKernels(Module):
+    """Kernels of causal convolutions by name, one per channel."""
 
-        Example:
-            >>> import shardax as sx
-            >>> sx.nn.ShortConvolution(8, rngs=sx.Rngs(0)).states()["window"].shape
-            (2, 8)
-        """
-        names = (None, "mlp") if self.kernel.axes is None else self.kernel.axes[-2:]
-        return {"window": MixerState((self.size - 1, self.features), (None, names[-1]))}
+    def __init__(
+        self, channels: dict[str, Any], size: int, use_bias: bool, param_dtype: Any, rngs: Any
+    ) -> None:
+        self.use_bias = use_bias
+        for name, (shape, axes) in channels.items():
+            batch = tuple(range(1, len(shape) + 1))
+            initializer = lecun_normal((0,), (), batch)
+            names = (None, *axes)
+            kernel = make_parameter(initializer, (size, *shape), param_dtype, names, rngs)
+            setattr(self, f"{name}_kernel", kernel)
+            if use_bias:
+                setattr(self, f"{name}_bias", make_parameter(zeros, shape, param_dtype, axes, rngs))
 
-    def make_cache(self, batch: int, **options: Any) -> RecurrentCache:
-        """Makes a cache of it, lazy.
-
-        Args:
-            batch: How many rows.
-            **options: As for ``RecurrentCache``.
-
-        Returns:
-            The cache.
-
-        Example:
-            >>> import shardax as sx
-            >>> sx.nn.ShortConvolution(8, rngs=sx.Rngs(0)).make_cache(3).position.shape
-            (3, 1)
-        """
-        return RecurrentCache(batch, self.states(), **options)
+    def __call__(
+        self, name: str, x: jax.Array, tokens: MixerInput, cache: RecurrentCache | None
+    ) -> tuple[jax.Array, jax.Array]:
+        """Convolves an array by name; returns its last inputs too."""
+        kernel = getattr(self, f"{name}_kernel").value
+        bias = getattr(self, f"{name}_bias").value if self.use_bias else None
+        window = None if cache is None else cache.read(f"{name}_window", x.dtype)
+        return causal_convolution(x, kernel, bias, tokens, window)
 
 
 def causal_convolution(
