@@ -622,7 +622,7 @@ def _read(entry: _Entry, files: TensorFiles, place, cast) -> jax.Array:
         return part if cast is None else part.astype(cast)
 
     if place is None:
-        return jnp.asarray(block((slice(None),) * len(shape)))
+        return jax.device_put(block((slice(None),) * len(shape)))
     by_index: dict[Any, list[Any]] = {}
     for device, index in place.addressable_devices_indices_map(shape).items():
         key = tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
@@ -638,12 +638,21 @@ def _read(entry: _Entry, files: TensorFiles, place, cast) -> jax.Array:
 def _read_block(entry: _Entry, files: TensorFiles, bounds: Sequence[tuple[int, int]]) -> np.ndarray:
     if entry.stacked:
         layers, bounds = entry.layers[slice(*bounds[0])], bounds[1:]
-        return _stacked([_read_layer(entry, files, bounds, layer) for layer in layers], bounds)
+        blocks = (_read_layer(entry, files, bounds, layer) for layer in layers)
+        return _stacked(blocks, len(layers), bounds)
     return _read_layer(entry, files, bounds, (entry.layers or (0,))[0])
 
 
-def _stacked(blocks: Sequence[np.ndarray], bounds) -> np.ndarray:
-    return np.stack(blocks) if blocks else np.empty((0, *(b - a for a, b in bounds)), np.float32)
+def _stacked(blocks: Iterator[np.ndarray], count: int, bounds) -> np.ndarray:
+    """Stacks blocks as they are read, each in the order in which it lies in memory."""
+    first = next(blocks, None)
+    if first is None:
+        return np.empty((0, *(b - a for a, b in bounds)), np.float32)
+    stored = sorted(range(first.ndim), key=lambda axis: -first.strides[axis])
+    stack = np.empty((count, *(first.shape[axis] for axis in stored)), first.dtype)
+    for place, block in enumerate(itertools.chain([first], blocks)):
+        stack[place] = block.transpose(stored)
+    return stack.transpose(0, *(1 + stored.index(axis) for axis in range(len(stored))))
 
 
 def _read_layer(
@@ -652,14 +661,15 @@ def _read_layer(
     if not entry.tensor.is_of_expert:
         return _read_tensor(entry, files, entry.name(layer), bounds)
     experts = range(*bounds[0])
-    names = [entry.name(layer, expert) for expert in experts]
-    return _stacked([_read_tensor(entry, files, name, bounds) for name in names], bounds[1:])
+    names = (entry.name(layer, expert) for expert in experts)
+    blocks = (_read_tensor(entry, files, name, bounds) for name in names)
+    return _stacked(blocks, len(experts), bounds[1:])
 
 
 def _read_tensor(
     entry: _Entry, files: TensorFiles, name: str, bounds: Sequence[tuple[int, int]]
 ) -> np.ndarray:
-    """Reads part of a tensor, with its axes in order."""
+    """Reads part of a tensor, with its axes in order: a view, which JAX is quicker to copy."""
     offsets = [files.offsets[entry.path, axis] for axis in range(len(entry.tensor.tensor_axes))]
     runs, sizes, order = _cut(entry, bounds, offsets)
     spans = [span for span in map(_span, runs) if span is not None]
@@ -675,8 +685,7 @@ def _read_tensor(
                 for i, k in enumerate(places)
             )
             array[to] = files.read(name, [slice(*span) for span in part])
-    array = array.reshape(sizes).transpose(order)
-    return np.ascontiguousarray(array).reshape(array.shape)  # a number is no vector
+    return array.reshape(sizes).transpose(order)
 
 
 def _span(runs: Sequence[tuple[int, int]]) -> slice | None:
