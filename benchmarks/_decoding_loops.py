@@ -47,7 +47,9 @@ def heads_of(x: jax.Array, params: Params) -> jax.Array:
     return jnp.einsum("bte,ehd->bthd", x, params["kernel"])
 
 
-def attend(query: jax.Array, key: jax.Array, value: jax.Array, params: Params, **options: Any):
+def attend(
+    query: jax.Array, key: jax.Array, value: jax.Array, params: Params, **options: Any
+) -> jax.Array:
     """What attention adds."""
     read = jax.nn.dot_product_attention(query, key, value, **options)
     return jnp.tensordot(read, params["out"]["kernel"], axes=2)

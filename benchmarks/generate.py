@@ -42,7 +42,7 @@ PEER_MODULES = ("transformers", "torch")
 def configs(plain: sx.models.TransformerConfig) -> dict[str, Any]:
     """The config of each kind, with the sizes of the plain one."""
     half = replace(plain, num_layers=plain.num_layers // 2)
-    is_recurrent = tuple(index % 4 != 3 for index in range(plain.num_layers - 1)) + (False,)
+    is_recurrent = (*(index % 4 != 3 for index in range(plain.num_layers - 1)), False)
     options = {"rope": None, "attention_scale": 1.0, "gated": False, "activation": "relu"}
     part = replace(half, relative_buckets=32, **options)
     return {

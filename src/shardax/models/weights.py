@@ -106,7 +106,8 @@ def from_pretrained(
 
     Returns:
         The model, a ``Transformer``; of ``clip`` and ``siglip`` a ``DualEncoder``, of encoder-
-        decoders an ``EncoderDecoder``. ``model.config`` says what it is made of.
+        decoders an ``EncoderDecoder``, of ``convnext`` and ``convnextv2`` a ``ConvNeXt``.
+        ``model.config`` says what it is made of.
 
     Raises:
         PretrainedError: If there is no such model, the type of the model or a field of its config
@@ -188,7 +189,7 @@ def save_pretrained(
     it, and the first writes.
 
     Args:
-        model: A ``Transformer``, ``DualEncoder`` or ``EncoderDecoder``, such as
+        model: A ``Transformer``, ``DualEncoder``, ``EncoderDecoder`` or ``ConvNeXt``, such as
             ``from_pretrained`` returns, or a ``Decoder``.
         directory: The folder; made if it is not there, and without tensors if it is.
         max_file_bytes: Size above which tensors go to another file.
