@@ -180,7 +180,7 @@ class ConvNeXt(Module):
         return x if self.head is None else self.head(self.pool(x))
 
     def pool(self, hidden: jax.Array) -> jax.Array:
-        """Makes one vector of an image: the norm of the mean over its positions.
+        """Makes one vector of an image, the norm of its mean.
 
         Args:
             hidden: Shape (batch, rows, columns, width): what a model without a head returns.
@@ -200,7 +200,7 @@ class ConvNeXt(Module):
 
 
 class ConvNeXtStage(Module):
-    """A stage: blocks of one width, behind a reduction but in the first."""
+    """Blocks of one width, behind a reduction but in the first stage."""
 
     def __init__(self, config: ConvNeXtConfig, index: int, *, rngs: Rngs) -> None:
         width, norm, reduction = config.widths[index], None, None
@@ -247,7 +247,7 @@ class ConvNeXtBlock(Module):
 
 
 class ResponseNorm(Module):
-    """Each channel by its norm over an image, relative to the mean of all channels."""
+    """Scales channels by their norms over an image."""
 
     def __init__(self, features: int, config: ConvNeXtConfig) -> None:
         shape, dtype, names = (features,), config.param_dtype, ("mlp",)

@@ -645,7 +645,7 @@ def _read_block(entry: _Entry, files: TensorFiles, bounds: Sequence[tuple[int, i
 
 
 def _stacked(blocks: Iterator[np.ndarray], count: int, bounds) -> np.ndarray:
-    """Stacks blocks as they are read, each in the order in which it lies in memory."""
+    """Stacks blocks as they are read, in their order in memory."""
     first = next(blocks, None)
     if first is None:
         return np.empty((0, *(b - a for a, b in bounds)), np.float32)
@@ -670,7 +670,7 @@ def _read_layer(
 def _read_tensor(
     entry: _Entry, files: TensorFiles, name: str, bounds: Sequence[tuple[int, int]]
 ) -> np.ndarray:
-    """Reads part of a tensor, with its axes in order: a view, which JAX is quicker to copy."""
+    """Reads part of a tensor, with its axes in order."""
     offsets = [files.offsets[entry.path, axis] for axis in range(len(entry.tensor.tensor_axes))]
     runs, sizes, order = _cut(entry, bounds, offsets)
     spans = [span for span in map(_span, runs) if span is not None]
@@ -686,7 +686,7 @@ def _read_tensor(
                 for i, k in enumerate(places)
             )
             array[to] = files.read(name, [slice(*span) for span in part])
-    return array.reshape(sizes).transpose(order)
+    return array.reshape(sizes).transpose(order)  # a view, which JAX copies much faster than NumPy
 
 
 def _span(runs: Sequence[tuple[int, int]]) -> slice | None:

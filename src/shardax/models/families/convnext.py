@@ -28,7 +28,7 @@ from shardax.models.family import (
 from shardax.models.tensors import Tensor, Tensors, linear, norm, part
 
 
-class Stages(FieldGroup):
+class StageSizes(FieldGroup):
     """The width and depth of each stage."""
 
     def read(self, take: Taker) -> Mapping[str, Any]:
@@ -118,7 +118,7 @@ def _family(
             "layer_norm_eps": Field("norm_epsilon", default=1e-12),
         },
         fixed=fixed,
-        groups=[Stages(), *groups, shared.Labels()],
+        groups=[StageSizes(), *groups, shared.Labels()],
         architectures={
             f"{name}ForImageClassification": {"head": "classes"},
             f"{name}Model": {"head": None},
