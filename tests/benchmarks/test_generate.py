@@ -3,28 +3,34 @@
 
 import json
 import sys
+from dataclasses import replace
 
 import generate
 import numpy as np
 import pytest
 
-import shardax as sx
+KINDS = ("decoder", "experts", "hybrid", "encoder-decoder")
 
 
-def test_quick_run_records_each_opponent_and_batch(monkeypatch, tmp_path):
+# The program itself compares the tokens of both.
+def test_quick_run_records_each_kind_and_opponent(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(generate, "PEER_MODULES", ("no_such_module",))
     path = tmp_path / "figures.json"
     monkeypatch.setattr(sys, "argv", ["generate", "--quick", "--json", str(path)])
     assert generate.main() == 0
     written = json.loads(path.read_text())
     assert (written["benchmark"], written["failures"]) == ("generate", [])
-    rows = [(record["rows"], record["name"]) for record in written["records"]]
-    assert rows == [(rows, name) for rows in (1, 8) for name in (generate.BASELINE, generate.OURS)]
+    rows = [(record["kind"], record["rows"], record["name"]) for record in written["records"]]
+    expected = [(kind, 2, name) for kind in KINDS for name in (generate.BASELINE, generate.OURS)]
+    assert rows == expected
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines[2:]]
+    assert [(row[0], int(row[2]), row[1]) for row in cells] == expected
+    assert {len(row) for row in cells} == {6}
 
 
 def test_loop_by_hand_equals_greedy_decoding_without_cache():
-    config = sx.models.DecoderConfig(**generate.QUICK)
-    model = sx.models.Decoder(config, rngs=sx.Rngs(0))
+    model = generate.model_of(replace(generate.PLAIN, **generate.SMALL))
     prompts = np.array([[3, 1, 4, 1], [5, 9, 2, 6]], np.int32)
     tokens = prompts
     for _ in range(5):
@@ -37,9 +43,10 @@ def test_loop_by_hand_equals_greedy_decoding_without_cache():
     [
         (1.1, 0.99, []),
         (1.1, None, []),
-        (1.11, None, ["8 prompts: 1.11 of the loop by hand, at most 1.1"]),
-        (1.0, 1.0, ["8 prompts: 1.00 of transformers, which must be below 1"]),
+        (1.11, None, ["hybrid, 8 prompts: 1.11 of the loop by hand, at most 1.1"]),
+        (1.0, 1.0, ["hybrid, 8 prompts: 1.00 of transformers, which must be below 1"]),
     ],
 )
 def test_the_ratios_to_both_opponents_are_bounded(ratio, to_peer, failures):
-    assert generate.bound_failures({"rows": 8, "ratio_median": ratio}, to_peer) == failures
+    record = {"kind": "hybrid", "rows": 8, "ratio_median": ratio}
+    assert generate.bound_failures(record, to_peer) == failures

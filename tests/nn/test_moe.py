@@ -95,6 +95,24 @@ def test_biases_of_experts_are_added(dispatch: str):
     assert_close(gradient, expected)
 
 
+@pytest.mark.parametrize("dispatch", DISPATCHES)
+def test_one_token_in_evaluation_equals_a_loop(dispatch: str):
+    moe, x = make(dispatch=dispatch, use_bias=True), X[:1, :1]  # 2 choices of 4 experts
+    moe.eval()
+    np.testing.assert_allclose(call(moe, x), by_hand(moe, x), rtol=1e-5, atol=1e-5)
+
+
+def test_few_tokens_have_their_results_among_many():
+    sizes = {"num_layers": 1, "embed_dim": 8, "num_experts": 4, "expert_dim": 16}
+    config = sx.models.TransformerConfig(**sizes, expert_scores="input_sigmoid")
+    moe = with_values(sx.models.Transformer(config, rngs=sx.Rngs(0))).layers[0].mlp
+    moe.eval()
+    np.testing.assert_allclose(call(moe, X[:1, :1]), call(moe, X)[:1, :1], rtol=1e-5, atol=1e-5)
+    moe.activation = "tanh"
+    changed = call(moe, X[:1, :1])
+    np.testing.assert_allclose(changed, call(moe, X)[:1, :1], rtol=1e-5, atol=1e-5)
+
+
 def test_past_capacity_second_choices_and_later_tokens_drop():
     moe = make(dispatch="capacity", capacity_factor=0.75)
     assert not np.allclose(by_hand(moe, X), by_hand(moe, X, places=9), atol=1e-3)

@@ -3,6 +3,8 @@
 
 from shardax.models import tensors as tensors
 from shardax.models.config import TransformerConfig as TransformerConfig
+from shardax.models.convnext import ConvNeXt as ConvNeXt
+from shardax.models.convnext import ConvNeXtConfig as ConvNeXtConfig
 from shardax.models.decoder import DECODER_RULES as DECODER_RULES
 from shardax.models.decoder import Decoder as Decoder
 from shardax.models.decoder import DecoderConfig as DecoderConfig

@@ -15,7 +15,7 @@ from dataclasses import fields, replace
 from functools import partial
 from typing import Any
 
-from shardax._core.graph.paths import format_path
+from shardax._core.graph.paths import Path, format_path
 from shardax._core.init.rng import Rngs
 from shardax._core.state.split_merge import iter_variables
 from shardax._core.variable import (
@@ -37,6 +37,7 @@ from shardax.models.comparison import (
     text_of,
 )
 from shardax.models.config import SCALES, TransformerConfig
+from shardax.models.convnext import ConvNeXt, ConvNeXtConfig
 from shardax.models.dual_encoder import TOWERS, DualEncoder, DualEncoderConfig
 from shardax.models.encoder_decoder import HALVES, EncoderDecoder, EncoderDecoderConfig, build_model
 from shardax.models.families import registry
@@ -75,11 +76,13 @@ def config_of(model: object) -> Any:
         return config
     if isinstance(model, EncoderDecoder) and isinstance(config, EncoderDecoderConfig):
         return config
+    if isinstance(model, ConvNeXt) and isinstance(config, ConvNeXtConfig):
+        return config
     parts = getattr(config, "transformer", config)
     if not isinstance(parts, TransformerConfig) or not isinstance(model, Transformer):
         raise PretrainedError(
             f"{type(model).__name__} is of no family: sx.models.Transformer, Decoder, "
-            f"DualEncoder and EncoderDecoder are saved. {SAVE_ANY}"
+            f"DualEncoder, EncoderDecoder and ConvNeXt are saved. {SAVE_ANY}"
         )
     return parts
 
@@ -91,6 +94,8 @@ def describe(model: object) -> tuple[dict[str, Any], Family, Any]:
         return _describe_pair(model, config)
     if isinstance(model, EncoderDecoder):
         return _describe_halves(model, config)
+    if isinstance(model, ConvNeXt):
+        return _describe_stages(model, config)
     facts = _facts(model, config)
     if config.source is None:
         return _describe_new(_config_with(config, facts))
@@ -121,6 +126,16 @@ def _edited(
     """Returns a ``config.json`` and a config, changed to facts of the layers."""
     # The other half of a model may have changed the content before.
     source = family.config(content if source_content is None else source_content, "config.json")
+    _check_applied(config, facts, source)
+    config = _config_with(config, facts)
+    source = source if source_content is None else family.config(content, "config.json")
+    if _differences(config, source) or _settings_differ(config, source):
+        content = _written(family, content, config)
+    return content, config
+
+
+def _check_applied(config: Any, facts: Mapping[str, Any], source: Any) -> None:
+    """Raises for edits of a config that the layers do not have."""
     unapplied = [
         f"model.config has {name}={getattr(config, name)!r}, but its layers {fact!r}"
         for name, fact in facts.items()
@@ -128,11 +143,6 @@ def _edited(
     ]
     if unapplied:
         raise refused(unapplied)
-    config = _config_with(config, facts)
-    source = source if source_content is None else family.config(content, "config.json")
-    if _differences(config, source) or _settings_differ(config, source):
-        content = _written(family, content, config)
-    return content, config
 
 
 def parameter_places(model: object, config: Any) -> list[ParameterPlace]:
@@ -147,6 +157,8 @@ def parameter_places(model: object, config: Any) -> list[ParameterPlace]:
             comparison.compare_layers(getattr(model, name), getattr(built, name), (name,))
         if isinstance(model, EncoderDecoder) and built.decoder.embed is built.encoder.embed:
             comparison.take_shared(model)
+    elif isinstance(model, ConvNeXt):
+        _compare_stages(comparison, model, build_model(config, {}, Rngs(0)))
     else:
         comparison.compare_layers(model, Transformer(_plain(config), rngs=Rngs(0)), ())
     placed_ids = {id(place.variable) for place in comparison.places}
@@ -302,6 +314,86 @@ def _new_halves(
     return content
 
 
+# --- stages ---------------------------------------------------------------------------------------
+
+
+def _describe_stages(
+    model: ConvNeXt, config: ConvNeXtConfig
+) -> tuple[dict[str, Any], Family, ConvNeXtConfig]:
+    """Describes a ConvNeXt by its stages."""
+    facts = _stage_facts(model)
+    if config.source is None:
+        new = _config_with(config, facts)
+        contents = (
+            (family, partial(_new_content, kind, family, new))
+            for kind, family in registry.FAMILIES.items()
+            if family.config_class is ConvNeXtConfig
+        )
+        return _fitting(contents, partial(_stage_differences, new))
+    content = json.loads(config.source)
+    family = registry.family_of(content, "config.json")
+    source = family.config(content, "config.json")
+    _check_applied(config, facts, source)
+    new = _config_with(config, facts)
+    if _stage_differences(new, source):
+        content = _written(family, content, new)
+    read = _reread(family, content)
+    if differing := _stage_differences(new, read):
+        kind = content["model_type"]
+        raise refused([f"a {kind}'s config.json has no way to say {_said(differing)}"])
+    return content, family, read
+
+
+def _stage_facts(model: ConvNeXt) -> dict[str, Any]:
+    """Returns fields of a config as the stages have them."""
+
+    def of_blocks(read: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def of_all(model: Any) -> Any:
+            values = {read(block) for stage in model.stages for block in stage.blocks}
+            # Blocks that differ are refused by path, later, like an activation without a name.
+            return MISSING if len(values) != 1 or None in values else values.pop()
+
+        return of_all
+
+    readers: dict[str, Callable[[Any], Any]] = {
+        "channels": lambda model: _size(model.patches.kernel, 2),
+        "patch_size": lambda model: _size(model.patches.kernel, 0),
+        "widths": lambda model: tuple(_size(x.blocks[0].conv.kernel, 3) for x in model.stages),
+        "depths": lambda model: tuple(len(stage.blocks) for stage in model.stages),
+        "activation": of_blocks(lambda block: activation_name(block.activation)),
+        "layer_scale": of_blocks(lambda block: block.scale is not None),
+        "response_norm": of_blocks(lambda block: block.responses is not None),
+        "norm_epsilon": lambda model: model.final_norm.epsilon,
+        "head": lambda model: None if model.head is None else "classes",
+        "num_classes": lambda model: _size(model.head.kernel, 1),
+    }
+    facts = {name: _attempt(read, model) for name, read in readers.items()}
+    return {name: fact for name, fact in facts.items() if fact is not MISSING}
+
+
+def _stage_differences(config: ConvNeXtConfig, read: ConvNeXtConfig) -> dict[str, Any]:
+    """Returns differing fields of two architectures, with both values."""
+    free = {"source", "dtype", "param_dtype"} | ({"num_classes"} if config.head is None else set())
+    names = [field.name for field in fields(config) if field.name not in free]
+    pairs = {name: (getattr(config, name), getattr(read, name)) for name in names}
+    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+
+
+def _compare_stages(comparison: ArchitectureCheck, model: ConvNeXt, built: ConvNeXt) -> None:
+    """Compares stages and their blocks with the built ones."""
+
+    def compare(part: Any, expected: Any, path: Path, *parts_of: str) -> None:
+        comparison.compare(part, expected, LayerPlace(part, path, (), None), parts_of, path)
+
+    compare(model, built, (), "stages")
+    for index, (stage, expected) in enumerate(zip(model.stages, built.stages, strict=False)):
+        path = ("stages", index)
+        compare(stage, expected, path, "blocks")
+        pairs = zip(getattr(stage, "blocks", ()), expected.blocks, strict=False)
+        for number, (block, expected_block) in enumerate(pairs):
+            compare(block, expected_block, (*path, "blocks", number))
+
+
 # --- the config of a model ------------------------------------------------------------------------
 
 
@@ -337,7 +429,7 @@ def _facts(model: object, config: TransformerConfig) -> dict[str, Any]:
     return facts
 
 
-def _config_with(config: TransformerConfig, facts: Mapping[str, Any]) -> TransformerConfig:
+def _config_with(config: Any, facts: Mapping[str, Any]) -> Any:
     """Returns a config with facts of the layers, or raises."""
     try:
         return replace(config, **facts)

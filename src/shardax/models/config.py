@@ -458,7 +458,7 @@ def check_config(config: Any) -> None:
     names = ("layer_input", "attention", "mlp")
     object.__setattr__(config, "remat", check_policy(where, config.remat, names))
     for name in ("dtype", "param_dtype"):
-        object.__setattr__(config, name, _dtype_name(where, name, getattr(config, name)))
+        object.__setattr__(config, name, dtype_name(where, name, getattr(config, name)))
 
 
 def _check(where: str, name: str, value, fits: bool, requirement: str) -> None:
@@ -466,7 +466,8 @@ def _check(where: str, name: str, value, fits: bool, requirement: str) -> None:
         raise LayerConfigError(f"{where} needs {name} to be {requirement}, but {name}={value!r}.")
 
 
-def _dtype_name(where: str, name: str, dtype) -> str:
+def dtype_name(where: str, name: str, dtype) -> str:
+    """Returns the name of a floating dtype, or raises."""
     try:
         normal_dtype = jnp.dtype(dtype)
     except TypeError as error:

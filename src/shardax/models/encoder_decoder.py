@@ -19,6 +19,7 @@ import jax
 from shardax._core.init.rng import Rngs
 from shardax._core.module import Module
 from shardax.models.config import TransformerConfig
+from shardax.models.convnext import ConvNeXt, ConvNeXtConfig
 from shardax.models.dual_encoder import TOWERS, DualEncoder, DualEncoderConfig
 from shardax.models.transformer import Transformer
 from shardax.nn.arithmetic import as_array
@@ -227,6 +228,15 @@ class EncoderDecoder(Module):
 
 def build_model(config: Any, settings: Mapping[str, Any], rngs: Rngs) -> Any:
     """Builds the model of a config, with settings of computing."""
+    if isinstance(config, ConvNeXtConfig):
+        unread = {name: settings[name] for name in ("scan_layers", "remat") if settings.get(name)}
+        if unread:
+            raise LayerConfigError(
+                f"ConvNeXt has no {' and no '.join(unread)}: its stages differ in width. Leave "
+                f"{'it' if len(unread) == 1 else 'them'} out."
+            )
+        kinds = {name: settings[name] for name in ("dtype", "param_dtype") if name in settings}
+        return ConvNeXt(replace(config, **kinds), rngs=rngs)
     if not isinstance(config, (DualEncoderConfig, EncoderDecoderConfig)):
         return Transformer(replace(config, **settings), rngs=rngs)
     is_pair = isinstance(config, DualEncoderConfig)

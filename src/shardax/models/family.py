@@ -12,7 +12,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from shardax._core.errors import ShardaxError
 from shardax.models.config import TransformerConfig
@@ -280,6 +280,8 @@ class Family:
     neutral: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
     # Fields that change nothing.
     harmless: Iterable[str] = ()
+    # The class of its configs.
+    config_class: ClassVar[type] = TransformerConfig
     # Of the names of tensors, in all models but those without a head.
     prefix: str = "model."
     # Ends of the names of tensors that are no parameters.
@@ -487,12 +489,12 @@ class _Reading:
         if self.problems:
             raise self.error()
         self._check_counts(values)
-        if values.get("num_kv_heads") is None:
+        if "num_heads" in values and values.get("num_kv_heads") is None:
             values["num_kv_heads"] = values["num_heads"]
-        if values.get("head_dim") is None:
+        if "num_heads" in values and values.get("head_dim") is None:
             values["head_dim"] = values["embed_dim"] // values["num_heads"]
         try:
-            return TransformerConfig(**values, source=json.dumps(self.content))
+            return family.config_class(**values, source=json.dumps(self.content))
         except (LayerConfigError, ValueError) as error:
             self._note(str(error).removesuffix("."))
             raise self.error() from error

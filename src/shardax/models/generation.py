@@ -33,6 +33,7 @@ from shardax._select.selection import select
 from shardax._transforms.control.loops import while_loop
 from shardax._transforms.jit.jit import jit
 from shardax.models.config import TransformerConfig
+from shardax.models.convnext import ConvNeXtConfig
 from shardax.models.dual_encoder import DualEncoderConfig
 from shardax.models.encoder_decoder import EncoderDecoder, EncoderDecoderConfig
 from shardax.nn.attention.dot_product import AttentionKernel
@@ -563,7 +564,7 @@ def _check_length(model: object, length: int) -> None:
 def _check_head(model: object) -> None:
     """Raises for a published model whose results are no logits of tokens."""
     config = getattr(model, "config", None)
-    published = (TransformerConfig, DualEncoderConfig, EncoderDecoderConfig)
+    published = (TransformerConfig, ConvNeXtConfig, DualEncoderConfig, EncoderDecoderConfig)
     head = config.head if isinstance(config, published) else "tokens"
     if head != "tokens":
         raise GenerationError(

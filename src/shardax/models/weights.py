@@ -106,7 +106,8 @@ def from_pretrained(
 
     Returns:
         The model, a ``Transformer``; of ``clip`` and ``siglip`` a ``DualEncoder``, of encoder-
-        decoders an ``EncoderDecoder``. ``model.config`` says what it is made of.
+        decoders an ``EncoderDecoder``, of ``convnext`` and ``convnextv2`` a ``ConvNeXt``.
+        ``model.config`` says what it is made of.
 
     Raises:
         PretrainedError: If there is no such model, the type of the model or a field of its config
@@ -188,7 +189,7 @@ def save_pretrained(
     it, and the first writes.
 
     Args:
-        model: A ``Transformer``, ``DualEncoder`` or ``EncoderDecoder``, such as
+        model: A ``Transformer``, ``DualEncoder``, ``EncoderDecoder`` or ``ConvNeXt``, such as
             ``from_pretrained`` returns, or a ``Decoder``.
         directory: The folder; made if it is not there, and without tensors if it is.
         max_file_bytes: Size above which tensors go to another file.
@@ -631,7 +632,7 @@ def _read(entry: _Entry, files: TensorFiles, place, cast) -> jax.Array:
         return part if cast is None else part.astype(cast)
 
     if place is None:
-        return jnp.asarray(block((slice(None),) * len(shape)))
+        return jax.device_put(block((slice(None),) * len(shape)))
     by_index: dict[Any, list[Any]] = {}
     for device, index in place.addressable_devices_indices_map(shape).items():
         key = tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
@@ -647,12 +648,21 @@ def _read(entry: _Entry, files: TensorFiles, place, cast) -> jax.Array:
 def _read_block(entry: _Entry, files: TensorFiles, bounds: Sequence[tuple[int, int]]) -> np.ndarray:
     if entry.stacked:
         layers, bounds = entry.layers[slice(*bounds[0])], bounds[1:]
-        return _stacked([_read_layer(entry, files, bounds, layer) for layer in layers], bounds)
+        blocks = (_read_layer(entry, files, bounds, layer) for layer in layers)
+        return _stacked(blocks, len(layers), bounds)
     return _read_layer(entry, files, bounds, (entry.layers or (0,))[0])
 
 
-def _stacked(blocks: Sequence[np.ndarray], bounds) -> np.ndarray:
-    return np.stack(blocks) if blocks else np.empty((0, *(b - a for a, b in bounds)), np.float32)
+def _stacked(blocks: Iterator[np.ndarray], count: int, bounds) -> np.ndarray:
+    """Stacks blocks as they are read, in their order in memory."""
+    first = next(blocks, None)
+    if first is None:
+        return np.empty((0, *(b - a for a, b in bounds)), np.float32)
+    stored = sorted(range(first.ndim), key=lambda axis: -first.strides[axis])
+    stack = np.empty((count, *(first.shape[axis] for axis in stored)), first.dtype)
+    for place, block in enumerate(itertools.chain([first], blocks)):
+        stack[place] = block.transpose(stored)
+    return stack.transpose(0, *(1 + stored.index(axis) for axis in range(len(stored))))
 
 
 def _read_layer(
@@ -661,8 +671,9 @@ def _read_layer(
     if not entry.tensor.is_of_expert:
         return _read_tensor(entry, files, entry.name(layer), bounds)
     experts = range(*bounds[0])
-    names = [entry.name(layer, expert) for expert in experts]
-    return _stacked([_read_tensor(entry, files, name, bounds) for name in names], bounds[1:])
+    names = (entry.name(layer, expert) for expert in experts)
+    blocks = (_read_tensor(entry, files, name, bounds) for name in names)
+    return _stacked(blocks, len(experts), bounds[1:])
 
 
 def _read_tensor(
@@ -684,8 +695,7 @@ def _read_tensor(
                 for i, k in enumerate(places)
             )
             array[to] = files.read(name, [slice(*span) for span in part])
-    array = array.reshape(sizes).transpose(order)
-    return np.ascontiguousarray(array).reshape(array.shape)  # a number is no vector
+    return array.reshape(sizes).transpose(order)  # a view, which JAX copies much faster than NumPy
 
 
 def _span(runs: Sequence[tuple[int, int]]) -> slice | None:

@@ -39,6 +39,7 @@ from shardax.nn.parameters import (
     zeros,
 )
 from shardax.partition.explicit import explicit_sharding
+from shardax.partition.mesh import resolve_mesh
 
 Dispatch = Literal["dense", "dropless", "capacity"]
 
@@ -76,7 +77,9 @@ class MoE(Module):
         dispatch: ``"dense"`` computes all experts for all tokens; ``"dropless"`` sorts tokens by
             expert and multiplies with ``jax.lax.ragged_dot``; ``"capacity"`` gives each expert
             ``ceil(capacity_factor * top_k * tokens / num_experts)`` places, first choices first,
-            then in the order of tokens: a choice without a place adds nothing.
+            then in the order of tokens: a choice without a place adds nothing. Without a mesh and
+            in evaluation, the first two compute the chosen experts alone where the choices are at
+            most half as many as the experts, as they are token by token.
         capacity_factor: Places of an expert over its even share.
         normalise: Whether the weights of a token add up to 1, which is a softmax over the chosen
             experts (Mixtral; Qwen3-MoE with ``norm_topk_prob``); else they are those of a softmax
@@ -269,8 +272,10 @@ class MoE(Module):
     ) -> tuple[jax.Array, jax.Array]:
         """Returns the result and the loss; sees no Explicit axes."""
         weights, experts, loss = self._route(logits, counted, x.shape[:-1], len(kernels[0][0]))
+        tokens, few = x.reshape(-1, x.shape[-1]), 2 * experts.size <= len(kernels[0][0])
         apply = {"dense": self._dense, "dropless": self._dropless, "capacity": self._capacity}
-        tokens = x.reshape(-1, x.shape[-1])
+        if few and self.deterministic and self.dispatch != "capacity" and resolve_mesh() is None:
+            apply = {self.dispatch: self._by_choice}
         y = apply[self.dispatch](tokens, weights.astype(x.dtype), experts, *kernels)
         return y.reshape(x.shape), loss
 
@@ -355,17 +360,31 @@ class MoE(Module):
         gate, up, down = kernels
         chosen = jax.nn.one_hot(experts, len(gate[0]), dtype=x.dtype)
         combined = jnp.einsum("tk,tke->et", weights, chosen)
-        spread, by_expert, gather = (
-            partial(jnp.einsum, equation)
-            for equation in ("td,edh->eth", "etd,edh->eth", "eth,ehd->td")
-        )
-        options = {"multiply": spread, "second": by_expert, "by_row": _for_each_row}
-        if self._scales_inputs:  # products are scaled like what they are made of
-            inputs, combined = combined[..., None], chosen.sum(axis=1).T
-            options["multiply"] = lambda x, kernel: inputs * spread(x, kernel)
-        hidden = combined[..., None] * self._hidden(x, gate, up, **options)
+        by_expert, gather = (partial(jnp.einsum, e) for e in ("etd,edh->eth", "eth,ehd->td"))
+        # A product of each expert: for one of all, CPUs would transpose the kernels at each call.
+        x = jnp.broadcast_to(x, (len(gate[0]), *x.shape))
+        if self._scales_inputs:
+            x, combined = combined[..., None] * x, chosen.sum(axis=1).T
+        hidden = self._hidden(x, gate, up, multiply=by_expert, by_row=_for_each_row)
         add_up = partial(jnp.einsum, "et,ed->td", combined)
-        return _product(hidden, down, multiply=gather, first=by_expert, by_row=add_up)
+        options = {"multiply": gather, "first": by_expert, "by_row": add_up}
+        return _product(combined[..., None] * hidden, down, **options)
+
+    def _by_choice(
+        self, x: jax.Array, weights: jax.Array, experts: jax.Array, *kernels: Kernel
+    ) -> jax.Array:
+        """Computes the chosen experts alone, one choice after the other."""
+
+        def one(row: jax.Array, weight: jax.Array, expert: jax.Array) -> jax.Array:
+            take = partial(jax.lax.dynamic_index_in_dim, index=expert, keepdims=False)
+            gate, up, down = jax.tree.map(take, kernels)
+            row, weight = self._weighed(row, weight)
+            options = {"multiply": jnp.matmul, "by_row": lambda bias: bias}
+            return weight * _product(self._hidden(row, gate, up, **options), down, **options)
+
+        rows = jnp.repeat(x, self.top_k, axis=0)
+        y = jax.lax.map(lambda choice: one(*choice), (rows, weights.ravel(), experts.ravel()))
+        return y.reshape(*experts.shape, -1).sum(axis=1)
 
     def _sorted(self, kernels: Sequence[Kernel], x: jax.Array, sizes: jax.Array) -> jax.Array:
         """Returns the results of rows sorted by expert."""
@@ -422,7 +441,6 @@ def _product(
     kernel: Kernel,
     multiply: Multiply,
     first: Multiply | None = None,
-    second: Multiply | None = None,
     *,
     by_row: Callable[[jax.Array], jax.Array],
 ) -> jax.Array:
@@ -431,7 +449,7 @@ def _product(
     y = y if kernel.bias is None else y + by_row(kernel.bias)
     if kernel.a is None:
         return y
-    return y + (second or multiply)((first or multiply)(x, kernel.a), kernel.b)
+    return y + multiply((first or multiply)(x, kernel.a), kernel.b)
 
 
 def _for_each_row(bias: jax.Array) -> jax.Array:

@@ -11,6 +11,7 @@ from typing import Any
 from shardax._core.errors import warn
 from shardax.models.families import (
     clip,
+    convnext,
     deepseek,
     encoder_decoders,
     encoders,
@@ -32,6 +33,8 @@ FAMILIES: dict[str, Family] = {
     "clip_text_model": clip.CLIP_TEXT,
     "clip_vision_model": clip.CLIP_VISION,
     "cohere2": relatives.COHERE2,
+    "convnext": convnext.CONVNEXT,
+    "convnextv2": convnext.CONVNEXT_V2,
     "deepseek_v2": deepseek.DEEPSEEK_V2,
     "deepseek_v3": deepseek.DEEPSEEK_V3,
     "dinov2": encoders.DINOV2,

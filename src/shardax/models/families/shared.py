@@ -75,7 +75,7 @@ class Labels(FieldGroup):
         return {"num_classes": len(names) if names else count}
 
     def write(self, edit: ConfigEdit) -> None:
-        if not edit.changes("num_classes") or edit.config.head not in ("first", "each"):
+        if not edit.changes("num_classes") or edit.config.head not in ("first", "each", "classes"):
             return
         labels = {str(index): f"LABEL_{index}" for index in range(edit.config.num_classes)}
         edit.content.pop("num_labels", None)

@@ -258,8 +258,8 @@ class RecurrentMixer(Module):
                 stand: real tokens get what they get without them.
             positions: Not read: the order of tokens is all that counts. Layers of attention have
                 them in the same call.
-            segment_ids: Integers of shape (batch, time); no position reads another segment. A number
-                that comes back after another begins a new one.
+            segment_ids: Integers of shape (batch, time); no position reads another segment.
+                A number that comes back after another begins a new one.
             cache: What ``make_cache`` returned: what earlier calls left, written anew.
 
         Returns:
