@@ -466,7 +466,7 @@ def _check(where: str, name: str, value, fits: bool, requirement: str) -> None:
         raise LayerConfigError(f"{where} needs {name} to be {requirement}, but {name}={value!r}.")
 
 
-def dtype_name(where: str, name: str, dtype) -> str:
+def dtype_name(where: str, name: str, dtype: Any) -> str:
     """Returns the name of a floating dtype, or raises."""
     try:
         normal_dtype = jnp.dtype(dtype)
