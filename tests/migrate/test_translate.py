@@ -85,6 +85,7 @@ SAME = [
     ("nnx.update(model, values)", "sx.update(model, values)"),
     ("d = nnx.to_pure_dict(state)", "d = state.to_pure_dict()"),
     ("s = nnx.merge_state(a or b, c)", "s = (a or b).merge(c)"),
+    ("L = nnx.List if hasattr(nnx, 'List') else list", "L = sx.List if True else list"),
     # Methods.
     ("self.sow(nnx.Intermediate, 'h', x)", "self.sow('h', x)"),
     ("self.sow(nnx.Cache, 'h', x)", "self.sow('h', x, type=sx.Cache)"),
@@ -218,6 +219,7 @@ LEFT_CODE = [
     ("f = nnx.grad(g, graph=False)", "graph=False has no counterpart"),
     ("u = optimizer.update(m, grads); v = nnx.Module", "returns nothing"),
     ("f = getattr(nnx, 'relu')", "used as a value"),
+    ("old = hasattr(nnx, 'some_new_name')", "used as a value"),
     ("@nnx.split_rngs(splits=5)\n@nnx.vmap(in_axes=(0, None))\ndef f(m, x): ...", "in_axes"),
     ("a = nnx.MultiHeadAttention(2, 8, in_kv_features=4, rngs=r)", "differs from in_features="),
     ("b = nnx.Bidirectional(f, g, rngs=r)", "it has reverse=True here"),

@@ -203,8 +203,19 @@ class _Planner:
     # --- names with a form of their own -----------------------------------------------------------
 
     def _plan_(self, reference: Reference, call: cst.Call | None) -> str:
-        del reference, call
+        del call
+        question = self.program.parents[reference.parent]
+        if isinstance(question, cst.Call) and self._asks_for_translated(question):
+            self.changes[question] = lambda node: cst.Name("True")
+            return ""
         return "the library itself is used as a value"
+
+    def _asks_for_translated(self, call: cst.Call) -> bool:
+        """Whether a call is ``hasattr(nnx, "List")``, of a translated name."""
+        name = call.args[-1].value
+        if dotted(call.func) != "hasattr" or not isinstance(name, cst.SimpleString):
+            return False
+        return name.evaluated_value in LIBRARIES["flax.nnx"]
 
     def _plan_data(self, reference: Reference, call: cst.Call | None) -> str:
         if call is None or len(call.args) != 1 or call.args[0].keyword or call.args[0].star:
