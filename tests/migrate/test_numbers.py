@@ -289,3 +289,34 @@ def test_function_of_arrays_is_compiled_the_same() -> None:
         """)
     theirs = eqx.filter_jit(lambda tree, how: {"x": tree["x"] * 2})
     assert_equal(theirs({"x": X}, "twice")["x"], b["scaled"]({"x": X}, "twice")["x"])
+
+
+def test_accuracy_at_its_threshold_computes_the_same() -> None:
+    a, b = programs("""
+        import jax.numpy as jnp
+        from flax import nnx
+        def measure(logits, labels):
+            accuracy = nnx.metrics.Accuracy(threshold=0.5)
+            accuracy.update(logits=logits, labels=labels)
+            return accuracy.compute()
+        """)
+    logits, labels = jnp.array([0.2, 0.5, 0.5, 0.9]), jnp.array([0, 1, 0, 1])
+    assert float(a["measure"](logits, labels)) == float(b["measure"](logits, labels)) == 0.75
+
+
+def test_states_split_and_copied_compute_the_same() -> None:
+    a, b = programs("""
+        from flax import nnx
+        def make(rngs):
+            return nnx.Sequential(nnx.Linear(4, 4, rngs=rngs), nnx.BatchNorm(4, rngs=rngs))
+        def run(model, x):
+            graph, state = nnx.split(model)
+            params, others = nnx.split_state(state, nnx.Param, ...)
+            copy = nnx.merge(graph, params, others, copy=True)
+            copy(x)
+            return copy.layers[1].mean.get_value(), model.layers[1].mean.get_value()
+        """)
+    theirs, ours = a["make"](nnx.Rngs(0)), b["make"](sx.Rngs(0))
+    copy_parameters(theirs, ours)
+    for one, two in zip(a["run"](theirs, X[0, 0]), b["run"](ours, X[0, 0]), strict=True):
+        assert_equal(one, two)

@@ -4,12 +4,15 @@
 from __future__ import annotations
 
 import textwrap
+from typing import Any
 
 import libcst
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.migrate.translation import NAMES, Translation, translate
+from tests.migrate.translation import NAMES, Translation, survey, translate
+
+import shardax as sx
 
 # What is before and after an expression of the cases below.
 BEFORE = "import functools\nimport jax\nfrom flax import nnx\n\n"
@@ -85,11 +88,13 @@ SAME = [
     ("nnx.update(model, values)", "sx.update(model, values)"),
     ("d = nnx.to_pure_dict(state)", "d = state.to_pure_dict()"),
     ("s = nnx.merge_state(a or b, c)", "s = (a or b).merge(c)"),
+    ("a, b = nnx.split_state(s, nnx.Param, ...)", "a, b = s.split(sx.Param, ...)"),
     ("L = nnx.List if hasattr(nnx, 'List') else list", "L = sx.List if True else list"),
     # Methods.
     ("self.sow(nnx.Intermediate, 'h', x)", "self.sow('h', x)"),
     ("self.sow(nnx.Cache, 'h', x)", "self.sow('h', x, type=sx.Cache)"),
     ("y = layer.kernel.get_value()", "y = layer.kernel.value"),
+    ("y = layers[0].kernel.get_value()", "y = layers[0].kernel.value"),
     ("layer.kernel.set_value(x)", "layer.kernel.value = x"),
 ]
 
@@ -192,6 +197,9 @@ CHECKED = [
     ("p = nnx.Perturbation(x)", "p = sx.Perturbation(x)", "it is no Intermediate here"),
     ("class A(nnx.Module, pytree=False): ...", "class A(sx.Module): ...", "is a pytree here"),
     ("class B(A, pytree='strict', k=2): ...", "class B(A, k=2): ...", "is a pytree here"),
+    ("m = nnx.merge(g, s, copy=True)", "m = sx.merge(g, s)", "Variables of its own"),
+    ("norms = {'n': nnx.LayerNorm}", "norms = {'n': sx.nn.LayerNorm}", "take features= for num_"),
+    ("make(norm=nnx.LayerNorm)", "make(norm=sx.nn.LayerNorm)", "take features= for num_features="),
     ("n = v.get_metadata('note')", "n = v.get_metadata('note')", "not offered"),
 ]
 
@@ -210,6 +218,7 @@ LEFT_CODE = [
     ("c = nnx.GRUCell(3, 4, rngs=r)", "no bias on the recurrent product"),
     ("b = nnx.some_new_name", "in no table"),
     ("f = nnx.max_pool", "calls through another name"),
+    ("s = nnx.split_state(s, ...)", "takes other arguments"),
     ("y = nnx.max_pool(*args)", "called with *arguments"),
     ("n = nnx.LayerNorm(4, reduction_axes=(1, 2), rngs=r)", "reduction_axes=(1, 2)"),
     ("l = nnx.Linear(3, 4, dot_general=f, rngs=r)", "dot_general= has no counterpart"),
@@ -301,6 +310,63 @@ def test_star_import_is_refused() -> None:
     program = "from flax.nnx import *\nm = Module\n"
     result = translate(program)
     assert (result.text, result.left, result.notes[0].what) == (program, 1, "import *")
+
+
+UNHASHABLE = """
+import dataclasses
+@dataclasses.dataclass
+class Config:
+    size: int = 2
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    size: int = 2
+"""
+MODULE = """
+class Net(nnx.Module):
+    def __init__(self, config: Config, other: "list[Config] | None", fine: Frozen):
+        self.config = config
+        self.other = other
+        self.fine = fine
+        self.own = Config()
+        size = config
+"""
+
+
+def test_unhashable_configuration_is_told_across_files() -> None:
+    project = survey([UNHASHABLE, "no Python ("])
+    notes = translate(f"{BEFORE}{MODULE}", project).notes
+    assert [(note.line, note.kind, note.what) for note in notes] == [
+        (8, "check", "self.config"),
+        (9, "check", "self.other"),
+        (11, "check", "self.own"),
+    ]
+    assert "refuses objects of Config" in notes[0].reason
+
+
+def test_module_refuses_what_the_report_tells() -> None:
+    space: dict[str, Any] = {}
+    exec(UNHASHABLE + translate(f"{BEFORE}{MODULE}").text, space)
+    config, fine = space["Config"](), space["Frozen"]()
+    with pytest.raises(sx.errors.StaticAttributeError, match=r"frozen dataclass"):
+        space["Net"](config, None, fine)
+
+
+def test_file_without_the_import_is_told_of_methods() -> None:
+    program = (
+        "from model import make\n"
+        "count = make().counter.get_value()\n"
+        "optimizer.update(model, grads)\n"
+        "tx.update(grads, state)\n"
+        "module.sow(kind, 'h', 1)\n"
+    )
+    result = translate(program, survey([program, BEFORE]))
+    assert result.text == program
+    assert [(note.line, note.what) for note in result.notes] == [
+        (2, "get_value"),
+        (3, "update"),
+        (5, "sow"),
+    ]
+    assert translate(program).notes == ()
 
 
 @given(st.lists(st.sampled_from([pair[0] for pair in SAME]), min_size=1, max_size=4))

@@ -258,6 +258,7 @@ def _note_instances(program: ParsedProgram, class_name: str) -> None:
 
 def is_variable(program: ParsedProgram, node: cst.BaseExpression) -> bool:
     """Whether an expression is known to be a Variable."""
-    name = last_name(node)
+    # Also behind an index, as in layers[0].kernel.
+    name = node.attr.value if isinstance(node, cst.Attribute) else last_name(node)
     known = program.variables | (_LAYER_VARIABLES if isinstance(node, cst.Attribute) else set())
     return bool(name) and name in known

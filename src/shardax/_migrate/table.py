@@ -105,7 +105,7 @@ _OBJECTS = {
     "split": Name("sx.split", dropped=_GRAPH, check=_SNAPSHOT),
     "state": Name("sx.state", dropped=_GRAPH, check=_SNAPSHOT),
     "variables": Name("sx.state", dropped=_GRAPH, check=_SNAPSHOT),
-    "merge": Name("sx.merge", dropped={"copy": ("False",), **_GRAPH}, check=_MERGED),
+    "merge": Name("sx.merge", dropped={"copy": (ANY,), **_GRAPH}, check=_MERGED),
     "graphdef": Name("sx.graphdef", dropped=_GRAPH),
     "update": Name("sx.update"),
     "pop": Name("sx.pop"),
@@ -485,7 +485,7 @@ _TRAINING = {
         for prefix in ("metrics.", "training.metrics.")
         for name, arguments, note in (
             ("Average", ("argname",), ""),
-            ("Accuracy", (), ""),
+            ("Accuracy", ("threshold",), ""),
             ("Welford", ("argname",), "compute() returns a dict with mean and std"),
         )
     },
@@ -502,7 +502,7 @@ NAMES: dict[str, Name] = {
 # Names whose translation has another form than a call: see translate.py.
 FORMS = frozenset(
     _words(
-        "data static to_pure_dict filter_state merge_state initializers.zeros_init "
+        "data static to_pure_dict filter_state merge_state split_state initializers.zeros_init "
         "initializers.ones_init"
     )
 )
@@ -590,7 +590,8 @@ LEFT: dict[str, Left] = {
         Left("a flat State is a dict by path here", "state.flat(), sx.State.from_flat(flat)"),
     ),
     "replace_by_pure_dict": Left("a State is immutable", "sx.update(model, values)"),
-    **dict.fromkeys(("split_state", "map_state"), Left("methods here", "state.split(...)")),
+    "map_state": Left("a State is a pytree of arrays", "jax.tree.map(jax.numpy.negative, state)"),
+    "module.first_from": Left("a helper of Flax's own layers", "x if x is not None else default"),
     "view": Left("Modules are shared", "sx.bind(*sx.unbind(model)), then set_attributes"),
     "TrainState": Left("an Optimizer holds its model", "sx.train.Optimizer(model, tx)"),
     "EMA": Left("it takes the model", "sx.train.EMA(model, decay)"),

@@ -8,7 +8,7 @@ program runs that computes something else unnoticed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -16,6 +16,7 @@ import libcst as cst
 from libcst import metadata
 
 from shardax._migrate.arguments import CallPlan, code_of, plan_call
+from shardax._migrate.project import Finding, Project, methods_without_import, refused_attributes
 from shardax._migrate.references import (
     LIBRARIES,
     ParsedProgram,
@@ -31,6 +32,7 @@ from shardax._migrate.table import LEFT, VARIABLES, Left, Name
 _ISINSTANCE = (
     "filters see Variables, but leaves of a State are arrays here, so this is False for them"
 )
+_TESTS = ("isinstance", "issubclass")
 _METHODS = {
     "get_metadata": "v.metadata, a mapping",
     "has_metadata": "name in v.metadata",
@@ -68,8 +70,9 @@ class Translation:
         return sum(note.kind == "left" for note in self.notes)
 
 
-def translate(text: str) -> Translation:
-    """Translates a program; raises ``libcst.ParserSyntaxError`` for what is none."""
+def translate(text: str, project: Project | None = None) -> Translation:
+    """Translates a program of a project; ``libcst.ParserSyntaxError`` for what is none."""
+    project = Project() if project is None else project
     wrapper = metadata.MetadataWrapper(cst.parse_module(text))
     program = read(wrapper)
     if program.stars:
@@ -77,6 +80,10 @@ def translate(text: str) -> Translation:
         return Translation(text, (note,))
     libraries = program.translated()
     planner = _Planner(program, libraries)
+    if "flax.nnx" in libraries:
+        planner.note(refused_attributes(program, project))
+    elif project.uses_nnx:
+        planner.note(methods_without_import(program))
     if not libraries:
         return Translation(text, tuple(planner.notes))
     planner.run()
@@ -111,6 +118,11 @@ class _Planner:
                 line = min(r.line for r in program.references if r.library == library)
                 reason = "its Modules are not translated, so all of it stays as it is"
                 self.notes.append(Notice(line, "kept", library, reason))
+
+    def note(self, findings: Iterable[Finding]) -> None:
+        """Notes places to check."""
+        for finding in findings:
+            self._check(*finding)
 
     def run(self) -> None:
         """Plans all places."""
@@ -176,6 +188,9 @@ class _Planner:
         self.targets[reference.node] = self.target(name.target)
         if name.check and call is not None:
             self._check(reference.line, label, name.check)
+        elif call is None and name.target.startswith("sx.nn.") and self._is_value(reference, name):
+            words = ", ".join(f"{here}= for {there}=" for there, here in name.renamed.items())
+            self._check(reference.line, label, f"calls of this value take {words}")
         elif isinstance(reference.parent, cst.Arg) and name.target.startswith("sx.nn."):
             owner = self.program.parents[reference.parent]
             if isinstance(owner, cst.ClassDef):
@@ -193,6 +208,19 @@ class _Planner:
             if owner.args[0] is parent:
                 return owner, owner.args[1:], True
         return None, (), False
+
+    def _is_value(self, reference: Reference, name: Name) -> bool:
+        """Whether a name whose arguments are renamed is passed on, for calls elsewhere."""
+        if not name.renamed:
+            return False
+        node, parent = reference.node, reference.parent
+        while isinstance(parent, cst.BaseExpression | cst.Arg | cst.Annotation | cst.DictElement):
+            if isinstance(parent, cst.Annotation | cst.Attribute):
+                return False
+            if isinstance(parent, cst.Call):
+                return node is not parent.func and dotted(parent.func) not in _TESTS
+            node, parent = parent, self.program.parents[parent]
+        return not isinstance(parent, cst.ClassDef)
 
     def _left(self, line: int, what: str, left: Left) -> None:
         self.notes.append(Notice(line, "left", what, left.reason, left.write))
@@ -246,6 +274,10 @@ class _Planner:
 
     def _plan_merge_state(self, reference: Reference, call: cst.Call | None) -> str:
         return self._plan_state_method(call, "merge", 2, 9)
+
+    def _plan_split_state(self, reference: Reference, call: cst.Call | None) -> str:
+        # With one filter it returns the State itself there, a tuple here.
+        return self._plan_state_method(call, "split", 3, 9)
 
     def _plan_state_method(self, call: cst.Call | None, method: str, least: int, most: int) -> str:
         if call is None or any(arg.keyword or arg.star for arg in call.args):
