@@ -54,6 +54,8 @@ LAYERS = [
     "nnx.Conv(4, 4, (3, 3), feature_group_count=2, kernel_dilation=2, rngs=rngs)",
     "nnx.Conv(4, 4, (2, 2), padding='CIRCULAR', rngs=rngs)",
     "nnx.ConvTranspose(4, 3, (3, 3), strides=2, rngs=rngs)",
+    "nnx.Conv(4, 3, (3, 3), strides=None, rngs=rngs)",
+    "nnx.ConvTranspose(4, 3, (3, 3), strides=None, kernel_dilation=None, rngs=rngs)",
     "nnx.ConvTranspose(4, 3, (2, 2), (3, 3), padding='VALID', rngs=rngs)",
     "nnx.Sequential(nnx.Linear(4, 3, rngs=rngs), nnx.gelu, nnx.Dropout(0.0))",
     "nnx.Dropout(0.5, deterministic=True, rngs=rngs)",
@@ -61,6 +63,7 @@ LAYERS = [
     "nnx.ConvTranspose(4, 4, (3, 3), padding='CIRCULAR', rngs=rngs)",
     "nnx.PReLU(0.2)",
     "functools.partial(nnx.max_pool, window_shape=(2, 2))",
+    "functools.partial(nnx.max_pool, window_shape=(2, 2), strides=None)",
     "functools.partial(nnx.avg_pool, window_shape=(2, 2), strides=(2, 2), padding='SAME')",
 ]
 

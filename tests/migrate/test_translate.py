@@ -22,6 +22,7 @@ SAME = [
     # Names.
     ("class Net(nnx.Module):\n    pass", "class Net(sx.Module):\n    pass"),
     ("def f(rngs: nnx.Rngs) -> nnx.State: ...", "def f(rngs: sx.Rngs) -> sx.State: ..."),
+    ("def f(g: nnx.GraphDef[Net]): ...", "def f(g: sx.GraphDef): ..."),
     ("y = nnx.relu(x) + nnx.tanh(x)", "y = jax.nn.relu(x) + jax.numpy.tanh(x)"),
     ("i = nnx.initializers.zeros_init()", "i = jax.nn.initializers.zeros"),
     ("i = nnx.initializers.normal(0.1)", "i = jax.nn.initializers.normal(0.1)"),
@@ -34,6 +35,7 @@ SAME = [
         "c = nnx.Conv(3, 8, (3, 3), 2, feature_group_count=1, rngs=r)",
         "c = sx.nn.Conv(3, 8, (3, 3), strides=2, groups=1, rngs=r)",
     ),
+    ("y = nnx.max_pool(x, (2, 2), None)", "y = sx.nn.max_pool(x, (2, 2), strides=1)"),
     ("y = nnx.max_pool(x, (2, 2))", "y = sx.nn.max_pool(x, (2, 2), strides=1)"),
     (
         "y = nnx.avg_pool(x, window_shape=(2, 2), strides=(2, 2))",
@@ -197,6 +199,14 @@ CHECKED = [
     ("p = nnx.Perturbation(x)", "p = sx.Perturbation(x)", "it is no Intermediate here"),
     ("class A(nnx.Module, pytree=False): ...", "class A(sx.Module): ...", "is a pytree here"),
     ("class B(A, pytree='strict', k=2): ...", "class B(A, k=2): ...", "is a pytree here"),
+    (
+        "y = nnx.max_pool(x, (2, 2), strides=s)",
+        "y = sx.nn.max_pool(x, (2, 2), strides=s)",
+        "steps of one there",
+    ),
+    ("m = [*nnx.iter_modules(m)]", "m = [*sx.iter_modules(m)]", "streams are Modules too"),
+    ("d = nnx.Dict(a=x)", "d = sx.Dict(a=x)", "entries are d[name]"),
+    ("n = nnx.data(0)", "n = 0", "a Python number is configuration"),
     ("m = nnx.merge(g, s, copy=True)", "m = sx.merge(g, s)", "Variables of its own"),
     ("norms = {'n': nnx.LayerNorm}", "norms = {'n': sx.nn.LayerNorm}", "take features= for num_"),
     ("make(norm=nnx.LayerNorm)", "make(norm=sx.nn.LayerNorm)", "take features= for num_features="),
@@ -252,6 +262,16 @@ def test_untranslated_code_fails_at_import(code: str, reason: str) -> None:
     assert first.split(";")[0] in result.text
     with pytest.raises(ImportError, match="left 1 place to write by hand"):
         exec(compile(result.text, "program", "exec"), {})
+
+
+@pytest.mark.parametrize(
+    ("base", "method"), [("nnx.Param", "get_value"), ("nnx.Variable[int]", "on_set_value")]
+)
+def test_hook_of_a_variable_is_left(base: str, method: str) -> None:
+    result = translate(f"{BEFORE}class P({base}):\n    def {method}(self, x): ...\n")
+    (note,) = result.notes
+    assert (note.line, note.kind, note.what) == (6, "left", f"P.{method}")
+    assert "raise ImportError" in result.text
 
 
 IMPORTS = [

@@ -161,6 +161,7 @@ class _Reader(cst.CSTVisitor):
 
     def visit_FunctionDef(self, node: cst.FunctionDef) -> None:  # noqa: N802 (LibCST names it)
         self.program.functions.append(node)
+        self.program.lines[node] = self._line(node)
 
     def visit_ClassDef(self, node: cst.ClassDef) -> None:  # noqa: N802 (LibCST names it)
         self.program.classes.append(node)

@@ -95,7 +95,7 @@ _OBJECTS = {
         check="it is no Intermediate here, so filters for Intermediate leave it out",
     ),
     "List": Name("sx.List"),
-    "Dict": Name("sx.Dict"),
+    "Dict": Name("sx.Dict", check="entries are d[name] here, not d.name"),
     "DiffState": Name("sx.DiffState"),
     **{
         name: Name("sx.Module", check="a Module here, so train() and iter_modules reach it too")
@@ -110,7 +110,11 @@ _OBJECTS = {
     "update": Name("sx.update"),
     "pop": Name("sx.pop"),
     "clone": Name("sx.clone", dropped={"variables": ("True",), "arrays": (ANY,), **_GRAPH}),
-    "iter_modules": Name("sx.iter_modules", dropped=_GRAPH),
+    "iter_modules": Name(
+        "sx.iter_modules",
+        dropped=_GRAPH,
+        check="a Module comes before what is in it here, and streams are Modules too",
+    ),
     "find_duplicates": Name("sx.find_duplicates"),
     "display": Name("sx.view.show"),
     "map": Name("sx.map", dropped={"recreate_variables": ("True",), "graph": _GRAPH["graph"]}),

@@ -32,6 +32,10 @@ from shardax._migrate.table import LEFT, VARIABLES, Left, Name
 _ISINSTANCE = (
     "filters see Variables, but leaves of a State are arrays here, so this is False for them"
 )
+_HOOKS = frozenset(
+    "get_value set_value create_value on_get_value on_set_value on_create_value add_axis "
+    "remove_axis on_add_axis on_remove_axis".split()
+)
 _TESTS = ("isinstance", "issubclass")
 _METHODS = {
     "get_metadata": "v.metadata, a mapping",
@@ -134,6 +138,7 @@ class _Planner:
                     self.bare_classes.add(owner)
                     line, what = self.program.lines[owner], f"class {owner.name.value}(pytree=)"
                     self._check(line, what, "every Module is a pytree here, also in lists")
+                self._plan_hooks(owner)
             for call in self.program.calls:
                 self._plan_method(call)
             for attribute in self.program.attributes:
@@ -144,6 +149,18 @@ class _Planner:
         for reference in self.program.references:
             if reference.library in self.libraries and reference.node not in self.settled:
                 self._plan_reference(reference)
+
+    def _plan_hooks(self, owner: cst.ClassDef) -> None:
+        """Refuses methods of Variables that Flax calls and nothing here does."""
+        if not any(self._name(_unsubscripted(base.value)) in VARIABLES for base in owner.bases):
+            return
+        for method in owner.body.body:
+            if isinstance(method, cst.FunctionDef) and method.name.value in _HOOKS:
+                what = f"{owner.name.value}.{method.name.value}"
+                left = Left(
+                    "a Variable has no hooks, so nothing calls it", "a property of its Module"
+                )
+                self._left(self.program.lines[method], what, left)
 
     def target(self, name: str) -> str:
         """Returns the code of a target, with the aliases of this file."""
@@ -186,6 +203,8 @@ class _Planner:
             self._left(reference.line, label, Left(str(error), _usage(name)))
             return
         self.targets[reference.node] = self.target(name.target)
+        if key == "GraphDef" and isinstance(reference.parent, cst.Subscript):  # no type of a model
+            self.changes[reference.parent] = lambda node: cst.ensure_type(node, cst.Subscript).value
         if name.check and call is not None:
             self._check(reference.line, label, name.check)
         elif call is None and name.target.startswith("sx.nn.") and self._is_value(reference, name):
@@ -248,6 +267,9 @@ class _Planner:
     def _plan_data(self, reference: Reference, call: cst.Call | None) -> str:
         if call is None or len(call.args) != 1 or call.args[0].keyword or call.args[0].star:
             return "only of one value: what holds arrays is data here"
+        if isinstance(call.args[0].value, cst.Integer | cst.Float) and reference.name == "data":
+            reason = "a Python number is configuration here: it is no leaf, and other ones retrace"
+            self._check(reference.line, "nnx.data", reason, "sx.Variable(jax.numpy.asarray(x))")
         self.changes[call] = lambda node: cst.ensure_type(node, cst.Call).args[0].value
         return ""
 
@@ -398,6 +420,10 @@ class _Planner:
     def _name(self, node: cst.CSTNode) -> str:
         reference = self.program.by_node.get(node)
         return reference.name if reference is not None and reference.library == "flax.nnx" else ""
+
+
+def _unsubscripted(node: cst.BaseExpression) -> cst.BaseExpression:
+    return node.value if isinstance(node, cst.Subscript) else node
 
 
 def _is_pytree_option(arg: cst.Arg) -> bool:
