@@ -79,6 +79,13 @@ _VARIABLE = Name(
     dropped={"eager_sharding": (ANY,), "hijax": ("False", "None"), "ref": ("False", "None")},
 )
 VARIABLES = _words("Variable Param BatchStat Cache Intermediate Perturbation RngState OptState")
+# Methods of a class of Variables that Flax calls.
+HOOKS = frozenset(
+    _words(
+        "get_value set_value create_value on_get_value on_set_value on_create_value add_axis "
+        "remove_axis on_add_axis on_remove_axis"
+    )
+)
 AXES_NOTE = f"axes= names every dimension (None for one without a name); {_EAGER}"
 
 _OBJECTS = {

@@ -27,14 +27,10 @@ from shardax._migrate.references import (
     library_of,
     read,
 )
-from shardax._migrate.table import LEFT, VARIABLES, Left, Name
+from shardax._migrate.table import HOOKS, LEFT, VARIABLES, Left, Name
 
 _ISINSTANCE = (
     "filters see Variables, but leaves of a State are arrays here, so this is False for them"
-)
-_HOOKS = frozenset(
-    "get_value set_value create_value on_get_value on_set_value on_create_value add_axis "
-    "remove_axis on_add_axis on_remove_axis".split()
 )
 _TESTS = ("isinstance", "issubclass")
 _METHODS = {
@@ -155,7 +151,7 @@ class _Planner:
         if not any(self._name(_unsubscripted(base.value)) in VARIABLES for base in owner.bases):
             return
         for method in owner.body.body:
-            if isinstance(method, cst.FunctionDef) and method.name.value in _HOOKS:
+            if isinstance(method, cst.FunctionDef) and method.name.value in HOOKS:
                 what = f"{owner.name.value}.{method.name.value}"
                 left = Left(
                     "a Variable has no hooks, so nothing calls it", "a property of its Module"
