@@ -220,7 +220,7 @@ def _plan_bidirectional(
 def _plan_strides(
     plan: CallPlan, bound: dict[str, cst.BaseExpression], positions: dict[str, int]
 ) -> None:
-    """Plans the strides of a pooling: None is one there, the window here."""
+    """Plans the strides of a pooling, of which None differs."""
     strides = bound.get("strides")
     if strides is not None and code_of(strides) == "None":
         plan.values[positions["strides"]] = lambda node: cst.Integer("1")

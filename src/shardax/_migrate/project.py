@@ -26,12 +26,12 @@ class Project:
 
 
 def survey(texts: Iterable[str]) -> Project:
-    """Reads the files of a project; what is no Python is left to the translation to refuse."""
+    """Reads the files of a project."""
     uses_nnx, unhashable = False, set[str]()
     for text in texts:
         try:
             nodes = list(ast.walk(ast.parse(text)))
-        except (SyntaxError, ValueError):
+        except (SyntaxError, ValueError):  # the translation refuses it
             continue
         uses_nnx |= any(_imports_nnx(node) for node in nodes)
         classes = [node for node in nodes if isinstance(node, ast.ClassDef)]
@@ -66,7 +66,7 @@ def _has_no_hash(node: ast.ClassDef) -> bool:
 
 
 def refused_attributes(program: ParsedProgram, project: Project) -> Iterator[Finding]:
-    """Yields the attributes of classes with bases that hold unhashable dataclasses."""
+    """Yields attributes of Modules that hold unhashable dataclasses."""
     for owner in program.classes:
         for method in owner.body.body if owner.bases else ():
             if not isinstance(method, cst.FunctionDef):
@@ -103,7 +103,7 @@ _METHODS = {"get_value": "v.value", "set_value": "v.value = x", "get_raw_value":
 
 
 def methods_without_import(program: ParsedProgram) -> Iterator[Finding]:
-    """Yields calls of methods of NNX in a file that does not import it."""
+    """Yields calls of methods of NNX, in files without it."""
     for call in program.calls:
         if not isinstance(call.func, cst.Attribute):
             continue

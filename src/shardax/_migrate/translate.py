@@ -225,7 +225,7 @@ class _Planner:
         return None, (), False
 
     def _is_value(self, reference: Reference, name: Name) -> bool:
-        """Whether a name whose arguments are renamed is passed on, for calls elsewhere."""
+        """Whether a name with renamed arguments is passed on for calls."""
         if not name.renamed:
             return False
         node, parent = reference.node, reference.parent
