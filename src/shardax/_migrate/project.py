@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the files that are translated together tell of each other."""
+"""Facts about the files of one project."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Finding = tuple[int, str, str, str]
 
 @dataclass(frozen=True)
 class Project:
-    """What other files of a project may need."""
+    """Facts about all files of a project."""
 
     uses_nnx: bool = False
     unhashable: frozenset[str] = frozenset()  # dataclasses whose objects have no hash
@@ -66,7 +66,7 @@ def _has_no_hash(node: ast.ClassDef) -> bool:
 
 
 def refused_attributes(program: ParsedProgram, project: Project) -> Iterator[Finding]:
-    """Yields attributes of Modules that hold unhashable dataclasses."""
+    """Yields attributes of Modules with unhashable dataclasses."""
     for owner in program.classes:
         for method in owner.body.body if owner.bases else ():
             if not isinstance(method, cst.FunctionDef):

@@ -147,7 +147,7 @@ class _Planner:
                 self._plan_reference(reference)
 
     def _plan_hooks(self, owner: cst.ClassDef) -> None:
-        """Refuses methods of Variables that Flax calls and nothing here does."""
+        """Leaves hooks of Variables to a person."""
         if not any(self._name(_unsubscripted(base.value)) in VARIABLES for base in owner.bases):
             return
         for method in owner.body.body:
