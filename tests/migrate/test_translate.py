@@ -61,7 +61,6 @@ SAME = [
         "c = nnx.ConvTranspose(3, 8, (3, 3), mask=m, padding='CIRCULAR', rngs=r)",
         "c = sx.nn.ConvTranspose(3, 8, (3, 3), mask=m, padding='CIRCULAR', rngs=r)",
     ),
-    ("p = nnx.PReLU(0.1, negative_slope_metadata={})", "p = sx.nn.PReLU(0.1)"),
     # Transforms and states.
     ("f = nnx.checkify(g, errors)", "f = sx.checkify(g, errors=errors)"),
     ("h = nnx.map(f, model)", "h = sx.map(f, model)"),
@@ -203,6 +202,11 @@ CHECKED = [
         "y = nnx.max_pool(x, (2, 2), strides=s)",
         "y = sx.nn.max_pool(x, (2, 2), strides=s)",
         "steps of one there",
+    ),
+    (
+        "p = nnx.PReLU(0.1, negative_slope_metadata={})",
+        "p = sx.nn.PReLU(0.1)",
+        "promoted with the slope",
     ),
     ("m = [*nnx.iter_modules(m)]", "m = [*sx.iter_modules(m)]", "streams are Modules too"),
     ("d = nnx.Dict(a=x)", "d = sx.Dict(a=x)", "entries are d[name]"),

@@ -373,6 +373,7 @@ _LAYERS = {
         "sx.nn.PReLU",
         _words("negative_slope_init dtype param_dtype"),
         dropped={"negative_slope_metadata": ("{}",)},
+        check="inputs are promoted with the slope here, which is cast to them there",
     ),
     "Sequential": Name(
         "sx.nn.Sequential", check="a tuple that a layer returns is given on as it is"
