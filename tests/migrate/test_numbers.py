@@ -54,6 +54,8 @@ LAYERS = [
     "nnx.Conv(4, 4, (3, 3), feature_group_count=2, kernel_dilation=2, rngs=rngs)",
     "nnx.Conv(4, 4, (2, 2), padding='CIRCULAR', rngs=rngs)",
     "nnx.ConvTranspose(4, 3, (3, 3), strides=2, rngs=rngs)",
+    "nnx.Conv(4, 3, (3, 3), strides=None, rngs=rngs)",
+    "nnx.ConvTranspose(4, 3, (3, 3), strides=None, kernel_dilation=None, rngs=rngs)",
     "nnx.ConvTranspose(4, 3, (2, 2), (3, 3), padding='VALID', rngs=rngs)",
     "nnx.Sequential(nnx.Linear(4, 3, rngs=rngs), nnx.gelu, nnx.Dropout(0.0))",
     "nnx.Dropout(0.5, deterministic=True, rngs=rngs)",
@@ -61,6 +63,7 @@ LAYERS = [
     "nnx.ConvTranspose(4, 4, (3, 3), padding='CIRCULAR', rngs=rngs)",
     "nnx.PReLU(0.2)",
     "functools.partial(nnx.max_pool, window_shape=(2, 2))",
+    "functools.partial(nnx.max_pool, window_shape=(2, 2), strides=None)",
     "functools.partial(nnx.avg_pool, window_shape=(2, 2), strides=(2, 2), padding='SAME')",
 ]
 
@@ -289,3 +292,34 @@ def test_function_of_arrays_is_compiled_the_same() -> None:
         """)
     theirs = eqx.filter_jit(lambda tree, how: {"x": tree["x"] * 2})
     assert_equal(theirs({"x": X}, "twice")["x"], b["scaled"]({"x": X}, "twice")["x"])
+
+
+def test_accuracy_at_its_threshold_computes_the_same() -> None:
+    a, b = programs("""
+        import jax.numpy as jnp
+        from flax import nnx
+        def measure(logits, labels):
+            accuracy = nnx.metrics.Accuracy(threshold=0.5)
+            accuracy.update(logits=logits, labels=labels)
+            return accuracy.compute()
+        """)
+    logits, labels = jnp.array([0.2, 0.5, 0.5, 0.9]), jnp.array([0, 1, 0, 1])
+    assert float(a["measure"](logits, labels)) == float(b["measure"](logits, labels)) == 0.75
+
+
+def test_states_split_and_copied_compute_the_same() -> None:
+    a, b = programs("""
+        from flax import nnx
+        def make(rngs):
+            return nnx.Sequential(nnx.Linear(4, 4, rngs=rngs), nnx.BatchNorm(4, rngs=rngs))
+        def run(model, x):
+            graph, state = nnx.split(model)
+            params, others = nnx.split_state(state, nnx.Param, ...)
+            copy = nnx.merge(graph, params, others, copy=True)
+            copy(x)
+            return copy.layers[1].mean.get_value(), model.layers[1].mean.get_value()
+        """)
+    theirs, ours = a["make"](nnx.Rngs(0)), b["make"](sx.Rngs(0))
+    copy_parameters(theirs, ours)
+    for one, two in zip(a["run"](theirs, X[0, 0]), b["run"](ours, X[0, 0]), strict=True):
+        assert_equal(one, two)

@@ -44,7 +44,7 @@ def names() -> dict[str, Any]:
 
 
 def test_every_remedy_runs(names: dict[str, Any]) -> None:
-    cache = "from flax import nnx\nm = nnx.Module\nc = layer.init_cache(3)\n"
+    cache = "from flax import nnx\nm = nnx.data(0)\nc = layer.init_cache(3)\n"
     texts = "\n".join(
         [
             *(left.write for left in LEFT.values()),
@@ -54,6 +54,7 @@ def test_every_remedy_runs(names: dict[str, Any]) -> None:
     )
     run_advice(texts, "sx.RngStream(key, name)", names)
     run_advice(texts, "sx.State.from_flat(flat)", names)
+    run_advice(texts, "sx.Variable(jax.numpy.asarray(x))", {**names, "jax": jax})
     run_advice(texts, "sx.abstract(model, mesh, rules)", names)
     run_advice(texts, "sx.Frozen(sx.Param)", names)
     run_advice(texts, "sx.axis_rules(rules)", names)

@@ -4,12 +4,15 @@
 from __future__ import annotations
 
 import textwrap
+from typing import Any
 
 import libcst
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.migrate.translation import NAMES, Translation, translate
+from tests.migrate.translation import NAMES, Translation, survey, translate
+
+import shardax as sx
 
 # What is before and after an expression of the cases below.
 BEFORE = "import functools\nimport jax\nfrom flax import nnx\n\n"
@@ -19,6 +22,7 @@ SAME = [
     # Names.
     ("class Net(nnx.Module):\n    pass", "class Net(sx.Module):\n    pass"),
     ("def f(rngs: nnx.Rngs) -> nnx.State: ...", "def f(rngs: sx.Rngs) -> sx.State: ..."),
+    ("def f(g: nnx.GraphDef[Net]): ...", "def f(g: sx.GraphDef): ..."),
     ("y = nnx.relu(x) + nnx.tanh(x)", "y = jax.nn.relu(x) + jax.numpy.tanh(x)"),
     ("i = nnx.initializers.zeros_init()", "i = jax.nn.initializers.zeros"),
     ("i = nnx.initializers.normal(0.1)", "i = jax.nn.initializers.normal(0.1)"),
@@ -31,6 +35,7 @@ SAME = [
         "c = nnx.Conv(3, 8, (3, 3), 2, feature_group_count=1, rngs=r)",
         "c = sx.nn.Conv(3, 8, (3, 3), strides=2, groups=1, rngs=r)",
     ),
+    ("y = nnx.max_pool(x, (2, 2), None)", "y = sx.nn.max_pool(x, (2, 2), strides=1)"),
     ("y = nnx.max_pool(x, (2, 2))", "y = sx.nn.max_pool(x, (2, 2), strides=1)"),
     (
         "y = nnx.avg_pool(x, window_shape=(2, 2), strides=(2, 2))",
@@ -56,7 +61,6 @@ SAME = [
         "c = nnx.ConvTranspose(3, 8, (3, 3), mask=m, padding='CIRCULAR', rngs=r)",
         "c = sx.nn.ConvTranspose(3, 8, (3, 3), mask=m, padding='CIRCULAR', rngs=r)",
     ),
-    ("p = nnx.PReLU(0.1, negative_slope_metadata={})", "p = sx.nn.PReLU(0.1)"),
     # Transforms and states.
     ("f = nnx.checkify(g, errors)", "f = sx.checkify(g, errors=errors)"),
     ("h = nnx.map(f, model)", "h = sx.map(f, model)"),
@@ -85,10 +89,13 @@ SAME = [
     ("nnx.update(model, values)", "sx.update(model, values)"),
     ("d = nnx.to_pure_dict(state)", "d = state.to_pure_dict()"),
     ("s = nnx.merge_state(a or b, c)", "s = (a or b).merge(c)"),
+    ("a, b = nnx.split_state(s, nnx.Param, ...)", "a, b = s.split(sx.Param, ...)"),
+    ("L = nnx.List if hasattr(nnx, 'List') else list", "L = sx.List if True else list"),
     # Methods.
     ("self.sow(nnx.Intermediate, 'h', x)", "self.sow('h', x)"),
     ("self.sow(nnx.Cache, 'h', x)", "self.sow('h', x, type=sx.Cache)"),
     ("y = layer.kernel.get_value()", "y = layer.kernel.value"),
+    ("y = layers[0].kernel.get_value()", "y = layers[0].kernel.value"),
     ("layer.kernel.set_value(x)", "layer.kernel.value = x"),
 ]
 
@@ -191,6 +198,22 @@ CHECKED = [
     ("p = nnx.Perturbation(x)", "p = sx.Perturbation(x)", "it is no Intermediate here"),
     ("class A(nnx.Module, pytree=False): ...", "class A(sx.Module): ...", "is a pytree here"),
     ("class B(A, pytree='strict', k=2): ...", "class B(A, k=2): ...", "is a pytree here"),
+    (
+        "y = nnx.max_pool(x, (2, 2), strides=s)",
+        "y = sx.nn.max_pool(x, (2, 2), strides=s)",
+        "steps of one there",
+    ),
+    (
+        "p = nnx.PReLU(0.1, negative_slope_metadata={})",
+        "p = sx.nn.PReLU(0.1)",
+        "promoted with the slope",
+    ),
+    ("m = [*nnx.iter_modules(m)]", "m = [*sx.iter_modules(m)]", "streams are Modules too"),
+    ("d = nnx.Dict(a=x)", "d = sx.Dict(a=x)", "entries are d[name]"),
+    ("n = nnx.data(0)", "n = 0", "a Python number is configuration"),
+    ("m = nnx.merge(g, s, copy=True)", "m = sx.merge(g, s)", "Variables of its own"),
+    ("norms = {'n': nnx.LayerNorm}", "norms = {'n': sx.nn.LayerNorm}", "take features= for num_"),
+    ("make(norm=nnx.LayerNorm)", "make(norm=sx.nn.LayerNorm)", "take features= for num_features="),
     ("n = v.get_metadata('note')", "n = v.get_metadata('note')", "not offered"),
 ]
 
@@ -209,6 +232,7 @@ LEFT_CODE = [
     ("c = nnx.GRUCell(3, 4, rngs=r)", "no bias on the recurrent product"),
     ("b = nnx.some_new_name", "in no table"),
     ("f = nnx.max_pool", "calls through another name"),
+    ("s = nnx.split_state(s, ...)", "takes other arguments"),
     ("y = nnx.max_pool(*args)", "called with *arguments"),
     ("n = nnx.LayerNorm(4, reduction_axes=(1, 2), rngs=r)", "reduction_axes=(1, 2)"),
     ("l = nnx.Linear(3, 4, dot_general=f, rngs=r)", "dot_general= has no counterpart"),
@@ -218,6 +242,7 @@ LEFT_CODE = [
     ("f = nnx.grad(g, graph=False)", "graph=False has no counterpart"),
     ("u = optimizer.update(m, grads); v = nnx.Module", "returns nothing"),
     ("f = getattr(nnx, 'relu')", "used as a value"),
+    ("old = hasattr(nnx, 'some_new_name')", "used as a value"),
     ("@nnx.split_rngs(splits=5)\n@nnx.vmap(in_axes=(0, None))\ndef f(m, x): ...", "in_axes"),
     ("a = nnx.MultiHeadAttention(2, 8, in_kv_features=4, rngs=r)", "differs from in_features="),
     ("b = nnx.Bidirectional(f, g, rngs=r)", "it has reverse=True here"),
@@ -241,6 +266,16 @@ def test_untranslated_code_fails_at_import(code: str, reason: str) -> None:
     assert first.split(";")[0] in result.text
     with pytest.raises(ImportError, match="left 1 place to write by hand"):
         exec(compile(result.text, "program", "exec"), {})
+
+
+@pytest.mark.parametrize(
+    ("base", "method"), [("nnx.Param", "get_value"), ("nnx.Variable[int]", "on_set_value")]
+)
+def test_hook_of_a_variable_is_left(base: str, method: str) -> None:
+    result = translate(f"{BEFORE}class P({base}):\n    def {method}(self, x): ...\n")
+    (note,) = result.notes
+    assert (note.line, note.kind, note.what) == (6, "left", f"P.{method}")
+    assert "raise ImportError" in result.text
 
 
 IMPORTS = [
@@ -299,6 +334,63 @@ def test_star_import_is_refused() -> None:
     program = "from flax.nnx import *\nm = Module\n"
     result = translate(program)
     assert (result.text, result.left, result.notes[0].what) == (program, 1, "import *")
+
+
+UNHASHABLE = """
+import dataclasses
+@dataclasses.dataclass
+class Config:
+    size: int = 2
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    size: int = 2
+"""
+MODULE = """
+class Net(nnx.Module):
+    def __init__(self, config: Config, other: "list[Config] | None", fine: Frozen):
+        self.config = config
+        self.other = other
+        self.fine = fine
+        self.own = Config()
+        size = config
+"""
+
+
+def test_unhashable_configuration_is_told_across_files() -> None:
+    project = survey([UNHASHABLE, "no Python ("])
+    notes = translate(f"{BEFORE}{MODULE}", project).notes
+    assert [(note.line, note.kind, note.what) for note in notes] == [
+        (8, "check", "self.config"),
+        (9, "check", "self.other"),
+        (11, "check", "self.own"),
+    ]
+    assert "refuses objects of Config" in notes[0].reason
+
+
+def test_module_refuses_what_the_report_tells() -> None:
+    space: dict[str, Any] = {}
+    exec(UNHASHABLE + translate(f"{BEFORE}{MODULE}").text, space)
+    config, fine = space["Config"](), space["Frozen"]()
+    with pytest.raises(sx.errors.StaticAttributeError, match=r"frozen dataclass"):
+        space["Net"](config, None, fine)
+
+
+def test_file_without_the_import_is_told_of_methods() -> None:
+    program = (
+        "from model import make\n"
+        "count = make().counter.get_value()\n"
+        "optimizer.update(model, grads)\n"
+        "tx.update(grads, state)\n"
+        "module.sow(kind, 'h', 1)\n"
+    )
+    result = translate(program, survey([program, BEFORE]))
+    assert result.text == program
+    assert [(note.line, note.what) for note in result.notes] == [
+        (2, "get_value"),
+        (3, "update"),
+        (5, "sow"),
+    ]
+    assert translate(program).notes == ()
 
 
 @given(st.lists(st.sampled_from([pair[0] for pair in SAME]), min_size=1, max_size=4))

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What ``shardax migrate`` works with, for the tests of single constructions."""
 
+from shardax._migrate.project import survey as survey
 from shardax._migrate.table import LEFT as LEFT
 from shardax._migrate.table import NAMES as NAMES
 from shardax._migrate.translate import Translation as Translation

@@ -95,9 +95,9 @@ def test_accuracy_with_threshold_takes_two_classes() -> None:
     accuracy = Accuracy(threshold=0.5)
     logits, labels = jnp.array([[0.2, 0.7], [0.9, 0.5]]), jnp.array([[0, 1], [0, 1]])
     accuracy.update(logits=logits, labels=labels)
-    assert float(accuracy.compute()) == 0.5
-    accuracy.update(logits=logits[0], labels=labels[0] > 0, weights=jnp.array([1, 3]))
     assert float(accuracy.compute()) == 0.75
+    accuracy.update(logits=logits[0], labels=labels[0] > 0, weights=jnp.array([1, 3]))
+    assert float(accuracy.compute()) == 0.875
     with pytest.raises(TrainError, match=r"labels 0 and 1 of that shape, but was given float32"):
         accuracy.update(logits=logits, labels=logits)
     with pytest.raises(TrainError, match="threshold=True must be a number or None"):

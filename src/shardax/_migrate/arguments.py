@@ -95,11 +95,14 @@ def plan_call(key: str, name: Name, args: Sequence[cst.Arg], partial: bool = Fal
         _check_last_axes(bound)
     if key == "MultiHeadAttention":
         _plan_attention(plan, bound, positions)
+    if key in ("max_pool", "avg_pool"):
+        _plan_strides(plan, bound, positions)
     if key in INIT_NOTE and "kernel_init" in bound:
         plan.checks.append(INIT_NOTE[key])
     for argument, value in bound.items():
         position = positions[argument]
-        if position in plan.dropped or (position in plan.values and key != "Bidirectional"):
+        keeps_name = key in ("Bidirectional", "max_pool", "avg_pool")
+        if position in plan.dropped or (position in plan.values and not keeps_name):
             continue
         metadata, axes = AXES_OF.get(key, ("", ""))
         if argument == metadata and (names := _axis_names(value)) is not None:
@@ -212,6 +215,17 @@ def _plan_bidirectional(
     plan.values[positions["backward_rnn"]] = lambda node: node.with_changes(
         args=_with_argument(list(cst.ensure_type(node, cst.Call).args), "reverse", "True")
     )
+
+
+def _plan_strides(
+    plan: CallPlan, bound: dict[str, cst.BaseExpression], positions: dict[str, int]
+) -> None:
+    """Plans the strides of a pooling, of which None differs."""
+    strides = bound.get("strides")
+    if strides is not None and code_of(strides) == "None":
+        plan.values[positions["strides"]] = lambda node: cst.Integer("1")
+    elif isinstance(strides, (cst.Name, cst.Attribute)):
+        plan.checks.append("strides=None means steps of one there, of a whole window here")
 
 
 def _plan_attention(

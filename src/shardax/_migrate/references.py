@@ -161,6 +161,7 @@ class _Reader(cst.CSTVisitor):
 
     def visit_FunctionDef(self, node: cst.FunctionDef) -> None:  # noqa: N802 (LibCST names it)
         self.program.functions.append(node)
+        self.program.lines[node] = self._line(node)
 
     def visit_ClassDef(self, node: cst.ClassDef) -> None:  # noqa: N802 (LibCST names it)
         self.program.classes.append(node)
@@ -258,6 +259,7 @@ def _note_instances(program: ParsedProgram, class_name: str) -> None:
 
 def is_variable(program: ParsedProgram, node: cst.BaseExpression) -> bool:
     """Whether an expression is known to be a Variable."""
-    name = last_name(node)
+    # Also behind an index, as in layers[0].kernel.
+    name = node.attr.value if isinstance(node, cst.Attribute) else last_name(node)
     known = program.variables | (_LAYER_VARIABLES if isinstance(node, cst.Attribute) else set())
     return bool(name) and name in known

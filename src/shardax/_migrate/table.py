@@ -79,6 +79,13 @@ _VARIABLE = Name(
     dropped={"eager_sharding": (ANY,), "hijax": ("False", "None"), "ref": ("False", "None")},
 )
 VARIABLES = _words("Variable Param BatchStat Cache Intermediate Perturbation RngState OptState")
+# Methods of a class of Variables that Flax calls.
+HOOKS = frozenset(
+    _words(
+        "get_value set_value create_value on_get_value on_set_value on_create_value add_axis "
+        "remove_axis on_add_axis on_remove_axis"
+    )
+)
 AXES_NOTE = f"axes= names every dimension (None for one without a name); {_EAGER}"
 
 _OBJECTS = {
@@ -95,7 +102,7 @@ _OBJECTS = {
         check="it is no Intermediate here, so filters for Intermediate leave it out",
     ),
     "List": Name("sx.List"),
-    "Dict": Name("sx.Dict"),
+    "Dict": Name("sx.Dict", check="entries are d[name] here, not d.name"),
     "DiffState": Name("sx.DiffState"),
     **{
         name: Name("sx.Module", check="a Module here, so train() and iter_modules reach it too")
@@ -105,12 +112,16 @@ _OBJECTS = {
     "split": Name("sx.split", dropped=_GRAPH, check=_SNAPSHOT),
     "state": Name("sx.state", dropped=_GRAPH, check=_SNAPSHOT),
     "variables": Name("sx.state", dropped=_GRAPH, check=_SNAPSHOT),
-    "merge": Name("sx.merge", dropped={"copy": ("False",), **_GRAPH}, check=_MERGED),
+    "merge": Name("sx.merge", dropped={"copy": (ANY,), **_GRAPH}, check=_MERGED),
     "graphdef": Name("sx.graphdef", dropped=_GRAPH),
     "update": Name("sx.update"),
     "pop": Name("sx.pop"),
     "clone": Name("sx.clone", dropped={"variables": ("True",), "arrays": (ANY,), **_GRAPH}),
-    "iter_modules": Name("sx.iter_modules", dropped=_GRAPH),
+    "iter_modules": Name(
+        "sx.iter_modules",
+        dropped=_GRAPH,
+        check="a Module comes before what is in it here, and streams are Modules too",
+    ),
     "find_duplicates": Name("sx.find_duplicates"),
     "display": Name("sx.view.show"),
     "map": Name("sx.map", dropped={"recreate_variables": ("True",), "graph": _GRAPH["graph"]}),
@@ -362,6 +373,7 @@ _LAYERS = {
         "sx.nn.PReLU",
         _words("negative_slope_init dtype param_dtype"),
         dropped={"negative_slope_metadata": ("{}",)},
+        check="inputs are promoted with the slope here, which is cast to them there",
     ),
     "Sequential": Name(
         "sx.nn.Sequential", check="a tuple that a layer returns is given on as it is"
@@ -485,7 +497,7 @@ _TRAINING = {
         for prefix in ("metrics.", "training.metrics.")
         for name, arguments, note in (
             ("Average", ("argname",), ""),
-            ("Accuracy", (), ""),
+            ("Accuracy", ("threshold",), ""),
             ("Welford", ("argname",), "compute() returns a dict with mean and std"),
         )
     },
@@ -502,7 +514,7 @@ NAMES: dict[str, Name] = {
 # Names whose translation has another form than a call: see translate.py.
 FORMS = frozenset(
     _words(
-        "data static to_pure_dict filter_state merge_state initializers.zeros_init "
+        "data static to_pure_dict filter_state merge_state split_state initializers.zeros_init "
         "initializers.ones_init"
     )
 )
@@ -590,7 +602,8 @@ LEFT: dict[str, Left] = {
         Left("a flat State is a dict by path here", "state.flat(), sx.State.from_flat(flat)"),
     ),
     "replace_by_pure_dict": Left("a State is immutable", "sx.update(model, values)"),
-    **dict.fromkeys(("split_state", "map_state"), Left("methods here", "state.split(...)")),
+    "map_state": Left("a State is a pytree of arrays", "jax.tree.map(jax.numpy.negative, state)"),
+    "module.first_from": Left("a helper of Flax's own layers", "x if x is not None else default"),
     "view": Left("Modules are shared", "sx.bind(*sx.unbind(model)), then set_attributes"),
     "TrainState": Left("an Optimizer holds its model", "sx.train.Optimizer(model, tx)"),
     "EMA": Left("it takes the model", "sx.train.EMA(model, decay)"),

@@ -8,7 +8,7 @@ program runs that computes something else unnoticed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -16,6 +16,7 @@ import libcst as cst
 from libcst import metadata
 
 from shardax._migrate.arguments import CallPlan, code_of, plan_call
+from shardax._migrate.project import Finding, Project, methods_without_import, refused_attributes
 from shardax._migrate.references import (
     LIBRARIES,
     ParsedProgram,
@@ -26,11 +27,12 @@ from shardax._migrate.references import (
     library_of,
     read,
 )
-from shardax._migrate.table import LEFT, VARIABLES, Left, Name
+from shardax._migrate.table import HOOKS, LEFT, VARIABLES, Left, Name
 
 _ISINSTANCE = (
     "filters see Variables, but leaves of a State are arrays here, so this is False for them"
 )
+_TESTS = ("isinstance", "issubclass")
 _METHODS = {
     "get_metadata": "v.metadata, a mapping",
     "has_metadata": "name in v.metadata",
@@ -68,8 +70,9 @@ class Translation:
         return sum(note.kind == "left" for note in self.notes)
 
 
-def translate(text: str) -> Translation:
-    """Translates a program; raises ``libcst.ParserSyntaxError`` for what is none."""
+def translate(text: str, project: Project | None = None) -> Translation:
+    """Translates a program of a project; ``libcst.ParserSyntaxError`` for what is none."""
+    project = Project() if project is None else project
     wrapper = metadata.MetadataWrapper(cst.parse_module(text))
     program = read(wrapper)
     if program.stars:
@@ -77,6 +80,10 @@ def translate(text: str) -> Translation:
         return Translation(text, (note,))
     libraries = program.translated()
     planner = _Planner(program, libraries)
+    if "flax.nnx" in libraries:
+        planner.note(refused_attributes(program, project))
+    elif project.uses_nnx:
+        planner.note(methods_without_import(program))
     if not libraries:
         return Translation(text, tuple(planner.notes))
     planner.run()
@@ -112,6 +119,11 @@ class _Planner:
                 reason = "its Modules are not translated, so all of it stays as it is"
                 self.notes.append(Notice(line, "kept", library, reason))
 
+    def note(self, findings: Iterable[Finding]) -> None:
+        """Notes places to check."""
+        for finding in findings:
+            self._check(*finding)
+
     def run(self) -> None:
         """Plans all places."""
         if "flax.nnx" in self.libraries:
@@ -122,6 +134,7 @@ class _Planner:
                     self.bare_classes.add(owner)
                     line, what = self.program.lines[owner], f"class {owner.name.value}(pytree=)"
                     self._check(line, what, "every Module is a pytree here, also in lists")
+                self._plan_hooks(owner)
             for call in self.program.calls:
                 self._plan_method(call)
             for attribute in self.program.attributes:
@@ -132,6 +145,18 @@ class _Planner:
         for reference in self.program.references:
             if reference.library in self.libraries and reference.node not in self.settled:
                 self._plan_reference(reference)
+
+    def _plan_hooks(self, owner: cst.ClassDef) -> None:
+        """Leaves hooks of Variables to a person."""
+        if not any(self._name(_unsubscripted(base.value)) in VARIABLES for base in owner.bases):
+            return
+        for method in owner.body.body:
+            if isinstance(method, cst.FunctionDef) and method.name.value in HOOKS:
+                what = f"{owner.name.value}.{method.name.value}"
+                left = Left(
+                    "a Variable has no hooks, so nothing calls it", "a property of its Module"
+                )
+                self._left(self.program.lines[method], what, left)
 
     def target(self, name: str) -> str:
         """Returns the code of a target, with the aliases of this file."""
@@ -174,8 +199,13 @@ class _Planner:
             self._left(reference.line, label, Left(str(error), _usage(name)))
             return
         self.targets[reference.node] = self.target(name.target)
+        if key == "GraphDef" and isinstance(reference.parent, cst.Subscript):  # no type of a model
+            self.changes[reference.parent] = lambda node: cst.ensure_type(node, cst.Subscript).value
         if name.check and call is not None:
             self._check(reference.line, label, name.check)
+        elif call is None and name.target.startswith("sx.nn.") and self._is_value(reference, name):
+            words = ", ".join(f"{here}= for {there}=" for there, here in name.renamed.items())
+            self._check(reference.line, label, f"calls of this value take {words}")
         elif isinstance(reference.parent, cst.Arg) and name.target.startswith("sx.nn."):
             owner = self.program.parents[reference.parent]
             if isinstance(owner, cst.ClassDef):
@@ -194,6 +224,19 @@ class _Planner:
                 return owner, owner.args[1:], True
         return None, (), False
 
+    def _is_value(self, reference: Reference, name: Name) -> bool:
+        """Whether a name with renamed arguments is passed on for calls."""
+        if not name.renamed:
+            return False
+        node, parent = reference.node, reference.parent
+        while isinstance(parent, cst.BaseExpression | cst.Arg | cst.Annotation | cst.DictElement):
+            if isinstance(parent, cst.Annotation | cst.Attribute):
+                return False
+            if isinstance(parent, cst.Call):
+                return node is not parent.func and dotted(parent.func) not in _TESTS
+            node, parent = parent, self.program.parents[parent]
+        return not isinstance(parent, cst.ClassDef)
+
     def _left(self, line: int, what: str, left: Left) -> None:
         self.notes.append(Notice(line, "left", what, left.reason, left.write))
 
@@ -203,12 +246,26 @@ class _Planner:
     # --- names with a form of their own -----------------------------------------------------------
 
     def _plan_(self, reference: Reference, call: cst.Call | None) -> str:
-        del reference, call
+        del call
+        question = self.program.parents[reference.parent]
+        if isinstance(question, cst.Call) and self._asks_for_translated(question):
+            self.changes[question] = lambda node: cst.Name("True")
+            return ""
         return "the library itself is used as a value"
+
+    def _asks_for_translated(self, call: cst.Call) -> bool:
+        """Whether a call is ``hasattr(nnx, "List")``, of a translated name."""
+        name = call.args[-1].value
+        if dotted(call.func) != "hasattr" or not isinstance(name, cst.SimpleString):
+            return False
+        return name.evaluated_value in LIBRARIES["flax.nnx"]
 
     def _plan_data(self, reference: Reference, call: cst.Call | None) -> str:
         if call is None or len(call.args) != 1 or call.args[0].keyword or call.args[0].star:
             return "only of one value: what holds arrays is data here"
+        if isinstance(call.args[0].value, cst.Integer | cst.Float) and reference.name == "data":
+            reason = "a Python number is configuration here: it is no leaf, and other ones retrace"
+            self._check(reference.line, "nnx.data", reason, "sx.Variable(jax.numpy.asarray(x))")
         self.changes[call] = lambda node: cst.ensure_type(node, cst.Call).args[0].value
         return ""
 
@@ -235,6 +292,10 @@ class _Planner:
 
     def _plan_merge_state(self, reference: Reference, call: cst.Call | None) -> str:
         return self._plan_state_method(call, "merge", 2, 9)
+
+    def _plan_split_state(self, reference: Reference, call: cst.Call | None) -> str:
+        # With one filter it returns the State itself there, a tuple here.
+        return self._plan_state_method(call, "split", 3, 9)
 
     def _plan_state_method(self, call: cst.Call | None, method: str, least: int, most: int) -> str:
         if call is None or any(arg.keyword or arg.star for arg in call.args):
@@ -355,6 +416,10 @@ class _Planner:
     def _name(self, node: cst.CSTNode) -> str:
         reference = self.program.by_node.get(node)
         return reference.name if reference is not None and reference.library == "flax.nnx" else ""
+
+
+def _unsubscripted(node: cst.BaseExpression) -> cst.BaseExpression:
+    return node.value if isinstance(node, cst.Subscript) else node
 
 
 def _is_pytree_option(arg: cst.Arg) -> bool:

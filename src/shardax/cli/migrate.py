@@ -14,6 +14,7 @@ import libcst as cst
 import tyro
 
 from shardax._files import write_whole
+from shardax._migrate.project import Project, survey
 from shardax._migrate.translate import Notice, Translation, translate
 from shardax.cli.inputs import CommandError
 
@@ -47,7 +48,9 @@ class Migrate:
         if self.check and self.write:
             raise CommandError("--check changes nothing: give it without --write.")
         # All are read and translated before one is written.
-        results = [(label, text, _translated(label, text)) for label, text in _inputs(self.files)]
+        inputs = list(_inputs(self.files))
+        project = survey(text for _, text in inputs)
+        results = [(label, text, _translated(label, text, project)) for label, text in inputs]
         for label, text, result in results:
             self._finish(label, text, result)
         changed = sum(text != result.text for _, text, result in results)
@@ -91,9 +94,9 @@ def _inputs(names: tuple[str, ...]) -> Iterator[tuple[str, str]]:
             raise CommandError(f"{_shown(label)} is not UTF-8, as Python files are.") from None
 
 
-def _translated(label: str, text: str) -> Translation:
+def _translated(label: str, text: str, project: Project) -> Translation:
     try:
-        return translate(text)
+        return translate(text, project)
     except cst.ParserSyntaxError as error:
         place = f"{_shown(label)}:{error.raw_line}"
         raise CommandError(f"{place}: this is no Python: {error.message.splitlines()[0]}") from None

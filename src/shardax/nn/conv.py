@@ -51,10 +51,10 @@ class ConvBase(Module):
         out_features: int,
         kernel_size: Window,
         *,
-        strides: Window = 1,
+        strides: Window | None = 1,
         padding: Padding = "SAME",
-        dilation: Window = 1,
-        input_dilation: Window = 1,
+        dilation: Window | None = 1,
+        input_dilation: Window | None = 1,
         groups: int = 1,
         use_bias: bool = True,
         dtype: jax.typing.DTypeLike | None = None,
@@ -201,7 +201,7 @@ class Conv(ConvBase):
         in_features: Channels of the input, its last dimension.
         out_features: Channels of the result.
         kernel_size: Size of the kernel in each dimension; a number is one dimension.
-        strides: Step of the kernel, one for all dimensions or one each.
+        strides: Step of the kernel, one for all dimensions or one each; None for 1.
         padding: ``"SAME"``, ``"SAME_LOWER"`` or ``"VALID"`` as in JAX; ``"CIRCULAR"`` and
             ``"REFLECT"``, which extend the input by itself; ``"CAUSAL"`` (1-D), where a result
             depends on nothing behind it; or numbers: one, or one or a pair a dimension.
@@ -257,7 +257,7 @@ class ConvTranspose(ConvBase):
         in_features: Channels of the input, its last dimension.
         out_features: Channels of the result.
         kernel_size: Size of the kernel in each dimension; a number is one dimension.
-        strides: How much larger the result is, one for all dimensions or one each.
+        strides: How much larger the result is, one for all dimensions or one each; None for 1.
         padding: ``"SAME"`` (the result is ``strides`` times as large), ``"CIRCULAR"`` (the same
             size, and what reaches over one end continues at the other) or ``"VALID"``; or numbers:
             one, one or a pair (before, after) a dimension, around the input that was spread.
@@ -311,6 +311,7 @@ class ConvTranspose(ConvBase):
 
 
 def _per_dimension(layer: str, name: str, sizes: object, rank: int) -> tuple[int, ...]:
+    sizes = 1 if sizes is None else sizes  # as Flax has it
     all_sizes = parameters.as_sizes(layer, name, sizes)
     all_sizes = all_sizes * rank if not isinstance(sizes, (tuple, list)) else all_sizes
     if len(all_sizes) != rank:

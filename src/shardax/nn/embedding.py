@@ -36,7 +36,7 @@ class Embed(Module):
         dtype: Compute dtype; None for the parameter dtype (and promotion in ``attend``).
         param_dtype: Parameter dtype.
         embedding_init: Initializer of the table; by default normal with variance 1 / features.
-        axes: Axis names of the table.
+        axes: Axis names of the table; None for the default.
         precision: As for ``Linear``, of ``attend``.
         preferred_element_type: Dtype of the sums and of the result of ``attend``; None for the
             compute dtype.
@@ -67,11 +67,13 @@ class Embed(Module):
         dtype: jax.typing.DTypeLike | None = None,
         param_dtype: jax.typing.DTypeLike = np.float32,
         embedding_init: Initializer = default_embedding_init,
-        axes: Sequence[str | None] = ("vocab", "embed"),
+        axes: Sequence[str | None] | None = ("vocab", "embed"),
         precision: object = None,
         preferred_element_type: jax.typing.DTypeLike | None = None,
         rngs: Rngs | None,
     ) -> None:
+        if axes is None:  # as Linear takes kernel_axes
+            axes = ("vocab", "embed")
         shape = (
             parameters.as_size("Embed", "num_embeddings", num_embeddings),
             parameters.as_size("Embed", "features", features),

@@ -167,7 +167,7 @@ class Accuracy(Average):
     there are two classes: both have shape (...), and ``labels`` are booleans, or integers 0 and 1.
 
     Args:
-        threshold: Logits above it say class 1; None for the largest of several logits.
+        threshold: Logits at or above it say class 1; None for the largest of several logits.
 
     Raises:
         TrainError: If the threshold is no number.
@@ -220,7 +220,7 @@ class Accuracy(Average):
                 f"labels 0 and 1 of that shape, but was given {labels.dtype}{list(labels.shape)}. "
                 f"For logits of several classes: Accuracy()."
             )
-        correct = (logits > self.threshold) == (labels > 0)
+        correct = (logits >= self.threshold) == (labels > 0)
         super().update(values=correct, weights=_weights_and_mask(kwargs))
 
 
