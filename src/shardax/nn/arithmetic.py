@@ -13,8 +13,9 @@ import numpy as np
 
 from shardax._core._jax import INLINE
 from shardax._core.module import Module
+from shardax._parallel.kernels import is_choosing, platform_in_scope, takes_tokamax
 from shardax.nn import parameters
-from shardax.nn.errors import LayerConfigError
+from shardax.nn.errors import LayerConfigError, LayerInputError
 from shardax.partition.explicit import align, joined_sharding
 
 
@@ -64,6 +65,20 @@ def result_dtype(
         return dtype
     promoted = jnp.result_type(x, *(parameter for parameter in parameters if parameter is not None))
     return promoted if jnp.issubdtype(promoted, jnp.inexact) else at_least_float32(promoted)
+
+
+def uses_tokamax(kind: str, layer: str, x: Any, reason: Callable[[], str]) -> bool:
+    """Whether a call runs tokamax's kernel, or raises if it cannot."""
+    if not is_choosing(kind):
+        return False
+    is_taken, refusal = takes_tokamax(kind, layer, x, reason())
+    if refusal:
+        raise LayerInputError(
+            f'{layer} under sx.kernels({kind}="tokamax") does not run for {x.dtype}'
+            f"{list(x.shape)} on {platform_in_scope()}: {refusal}. For XLA's operations where "
+            f'they are needed: sx.kernels({kind}="auto").'
+        )
+    return is_taken
 
 
 def take_precision(

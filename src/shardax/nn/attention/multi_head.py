@@ -41,7 +41,7 @@ from shardax.nn.errors import LayerConfigError, LayerInputError
 from shardax.nn.linear import Linear
 from shardax.nn.parameters import as_axes, as_size, make_parameter, refuse_input, zeros
 from shardax.nn.rope import PlacedRotation, Rope, Rotation, check_head_dim, rotate
-from shardax.partition.context import ATTENTION_KERNELS, current_attention_kernel, current_context
+from shardax.partition.context import ATTENTION_KERNELS, current_context, current_kernel
 from shardax.partition.explicit import explicit_entries
 
 
@@ -444,7 +444,7 @@ class MultiHeadAttention(Module):
     ) -> jax.Array:
         """Reads keys and values sent round a mesh axis."""
         context = current_context()
-        kernel = self.implementation or current_attention_kernel()
+        kernel = self.implementation or current_kernel("attention")
         if kernel not in (None, "auto", "xla"):
             refuse_input(
                 f'MultiHeadAttention(implementation="{kernel}") with context="{context}"',

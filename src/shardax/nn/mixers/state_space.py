@@ -26,7 +26,7 @@ import numpy as np
 from shardax._core.init.lazy import Initializer
 from shardax._core.init.rng import Rngs
 from shardax._core.module import Module
-from shardax.nn.arithmetic import as_array, at_least_float32
+from shardax.nn.arithmetic import as_array, at_least_float32, uses_tokamax
 from shardax.nn.errors import LayerConfigError
 from shardax.nn.linear import Linear
 from shardax.nn.mixers.cache import MixerInput, MixerState, RecurrentCache
@@ -292,6 +292,7 @@ class GatedRMSNorm(Module):
         self.groups, self.epsilon = groups, epsilon
 
     def __call__(self, x: jax.Array, gate: jax.Array) -> jax.Array:
+        uses_tokamax("norms", "GatedRMSNorm", x, lambda: "it norms no groups of heads")
         x = x * jax.nn.silu(gate.astype(x.dtype))
 
         def normed(x: jax.Array) -> jax.Array:
