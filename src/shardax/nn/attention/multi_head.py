@@ -109,8 +109,8 @@ class MultiHeadAttention(Module):
         bias_init: Initializer of the biases.
         axes: Axis names of features, heads, kv heads and head dimension.
         rngs: Random streams; ``params`` is used, and ``dropout`` where weights are dropped.
-        precision: That of ``jax.lax.dot_general`` in projections and attention; or ``"fp8"``, in
-            which projections are computed, as in ``Linear``.
+        precision: That of ``jax.lax.dot_general`` in projections and attention; or ``"fp8"``
+            or ``"fp8-delayed"``, in which projections are computed, as in ``Linear``.
         preferred_element_type: Likewise, in the projections.
 
     Attributes:
@@ -208,7 +208,7 @@ class MultiHeadAttention(Module):
         self._take_rope(rope_base, rope)
         self.window = None if window is None else as_size("MultiHeadAttention", "window", window)
         self.softcap, self.scale = softcap, scale
-        self.precision = None if precision == "fp8" else precision
+        self.precision = None if precision in ("fp8", "fp8-delayed") else precision
         self.implementation = implementation
         if attention_fn is not None:  # set only where given, as take_precision does
             self.attention_fn = attention_fn
