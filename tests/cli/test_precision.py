@@ -26,7 +26,7 @@ def losses_of(out: Path) -> list[tuple[int, float]]:
     return [(record["step"], record["eval_loss"]) for record in records if "eval_loss" in record]
 
 
-def test_delayed_scales_are_saved_and_resumed_bit_for_bit(tmp_path: Path) -> None:
+def test_run_with_delayed_scales_resumes_bit_for_bit(tmp_path: Path) -> None:
     text, whole, resumed = (tmp_path / name for name in ("text.txt", "whole", "resumed"))
     text.write_text(" ".join(random.Random(0).choices(["the", "lazy", "dog"], k=9000)))
     assert main(["train", *OPTIONS, "--text", str(text), "--out", str(whole)]) == 0

@@ -71,7 +71,7 @@ def is_choosing(kind: str) -> bool:
 
 
 def takes_tokamax(kind: str, layer: str, x: Any, reason: str) -> tuple[bool, str]:
-    """Whether tokamax runs a call; and why not, if asked for by name."""
+    """Whether tokamax runs a call; why not, if asked for."""
     asked, platform = current_kernel(kind), platform_in_scope()
     reason = reason or against_tokamax(platform, ("gpu",) if kind == "experts" else ())
     if asked == "tokamax":
@@ -89,7 +89,7 @@ def takes_tokamax(kind: str, layer: str, x: Any, reason: str) -> tuple[bool, str
 
 @contextlib.contextmanager
 def tokamax_scope() -> Iterator[Any]:
-    """The library, in the settings that its calls need."""
+    """The library, in the settings of its calls."""
     import tokamax  # pyright: ignore[reportMissingImports]
     from absl import flags
 
@@ -105,7 +105,7 @@ def tokamax_scope() -> Iterator[Any]:
 
 
 class ArraySplit(NamedTuple):
-    """The mesh in scope, and its axes that split each dimension of an array."""
+    """The mesh in scope, and its axes along each dimension."""
 
     mesh: Any = None
     parts: tuple[MeshAxes, ...] = ()
@@ -117,14 +117,14 @@ class ArraySplit(NamedTuple):
 
     @property
     def unused(self) -> list[str]:
-        """Axes that split no dimension."""
+        """Axes along no dimension."""
         used = {axis for axes in self.parts for axis in axes}
         sizes = {} if self.mesh is None else dict(abstract_mesh(self.mesh).shape)
         return [axis for axis, size in sizes.items() if size > 1 and axis not in used]
 
 
 def split_of(x: jax.Array, names: Sequence[Any], description: str) -> ArraySplit:
-    """Finds how a mesh splits an array, by its type or by rules."""
+    """The split of an array, by its type or by rules."""
     # Of an array of fewer dimensions than names the last names count.
     mesh = resolve_mesh()
     if mesh is None or mesh.size == 1:
@@ -146,7 +146,7 @@ def split_of(x: jax.Array, names: Sequence[Any], description: str) -> ArraySplit
 
 
 def rows_split(x: jax.Array, features: Any) -> ArraySplit:
-    """Finds how a mesh splits rows whose last dimension a kernel needs whole."""
+    """The split of rows, for a kernel of whole rows."""
     named = ("batch", "seq")[: x.ndim - 1]
     names = (*named, *(None,) * (x.ndim - 1 - len(named)), features)
     split = split_of(x, names, "rows")
@@ -288,7 +288,7 @@ def gated_unit(
 
 
 def against_experts(dispatch: str, axes: Sequence[str] | None) -> str:
-    """Says why a layer of experts has no ragged product that tokamax can run, or nothing."""
+    """Says why tokamax cannot run experts, or nothing."""
     # ``axes`` are those over which its region, if there is one, splits tokens and experts.
     if dispatch == "dense" or (dispatch == "capacity" and axes is None):
         return f'dispatch="{dispatch}" has no products by group; dispatch="dropless" has'

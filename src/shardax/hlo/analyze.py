@@ -319,7 +319,7 @@ def _is_tokamax_ragged(op: Instruction) -> bool:
 
 
 def _tokamax_ragged(inside: Computation, op: Instruction) -> MatrixProduct:
-    """Returns a product of rows by group, or the gradient of its matrices."""
+    """Returns a product by group, or its matrices' gradient."""
     left, result = _operand(inside, op, 0), op.shapes[0]
     rows, depth = left.dims[0], left.dims[-1]
     columns = result.dims[-1]

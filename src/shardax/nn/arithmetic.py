@@ -76,7 +76,7 @@ def uses_tokamax(kind: str, layer: str, x: Any, reason: Callable[[], str]) -> bo
     is_taken, refusal = takes_tokamax(kind, layer, x, reason())
     if refusal:
         raise LayerInputError(
-            f'{layer} under sx.kernels({kind}="tokamax") does not run for {x.dtype}'
+            f'{layer} does not run by {kind}="tokamax" for {x.dtype}'
             f"{list(x.shape)} on {platform_in_scope()}: {refusal}. For XLA's operations where "
             f'they are needed: sx.kernels({kind}="auto").'
         )
@@ -215,7 +215,7 @@ class DelayedScaling(Module):
         self.deterministic = False
 
     def update(self, x: jax.Array, kernel: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns the magnitudes by which to scale, and records those of this call."""
+        """Returns magnitudes to scale by, and records this call's."""
         pairs = (self.input, x), (self.kernel, kernel)
         first, second = (self._recorded(history, array) for history, array in pairs)
         return first, second

@@ -133,14 +133,14 @@ class MLP(Module):
 
     def _by_kernel(self, x: object, activate: Callable[[Any], Any]) -> jax.Array | None:
         """Returns the hidden layer by another library's kernel, if one is taken."""
-        maps = [self.gate, self.up]
+        maps: list[Any] = [self.gate, self.up]
         options = [type(each).__name__ for each in maps if type(each) is not Linear]
         for option in ("bias", "precision", "preferred_element_type"):
             if any(getattr(each, option, None) is not None for each in maps):
                 options.append(option)
         x, names, kernels = as_array(x), None, []
         if not options:
-            kernels, names = [self.gate.kernel.value, self.up.kernel.value], self.up.kernel.axes
+            kernels, names = [each.kernel.value for each in maps], self.up.kernel.axes
             x = take_features("MLP", x, kernels[0].shape[:1])
             x, *kernels = cast_all(self.up.dtype, x, *kernels)
         split = rows_split(x, names[0] if names else None)

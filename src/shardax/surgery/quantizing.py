@@ -174,7 +174,7 @@ def with_precision(model: PyTree, precisions: Any) -> PyTree:
 
 
 def _lead(place: _KernelPlace) -> tuple[tuple[int, ...], tuple[Any, ...]]:
-    """Returns sizes and names of a kernel's dimensions that are of a stack."""
+    """Returns sizes and names of a stack's dimensions."""
     count = len(place.kernel.shape) - len(place.expected)
     names = place.kernel.axes or (None,) * count
     return place.kernel.shape[:count], names[:count]
