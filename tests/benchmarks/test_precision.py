@@ -5,6 +5,7 @@ import json
 import sys
 
 import precision
+import pytest
 
 
 def test_quick_run_records_losses_by_precision(monkeypatch, tmp_path):
@@ -18,9 +19,16 @@ def test_quick_run_records_losses_by_precision(monkeypatch, tmp_path):
     assert all(0 < abs(other - baseline) < 0.1 for other in others)
 
 
-def test_losses_are_bounded():
-    records = [{"name": "fp8", "above": above} for above in (-0.1, 0.03, 0.031, float("nan"))]
-    assert precision.bound_failures(records) == [
-        "fp8: 0.031 nats above bfloat16, at most 0.03",
-        "fp8: nan nats above bfloat16, at most 0.03",
+def test_means_over_seeds_are_bounded():
+    records = [
+        {"name": name, "loss": 1.0, "held_out": held_out}
+        for name, *seeds in (("bfloat16", 2.0, 1.0), ("fp8", 2.1, 0.95), ("other", 2.1, 1.0))
+        for held_out in seeds
+    ]
+    means = precision.means_of(records)
+    assert means["fp8"]["above"] == pytest.approx(0.025)
+    means["nan"] = {"above": float("nan")}
+    assert precision.bound_failures(means) == [
+        "other: 0.050 nats above bfloat16, at most 0.03",
+        "nan: nan nats above bfloat16, at most 0.03",
     ]

@@ -267,7 +267,11 @@ def gated_unit(
     def kernel(x: jax.Array, gate: jax.Array, up: jax.Array) -> jax.Array:
         with tokamax_scope() as tokamax:
             rows = x if x.ndim > 1 else x[None]
-            result = tokamax.gated_linear_unit(rows, (gate, up), activation=activation)
+            # It has kernels for GPUs alone, and logs each that it tries elsewhere as an error.
+            implementation = None if platform_in_scope() == "gpu" else "xla"
+            result = tokamax.gated_linear_unit(
+                rows, (gate, up), activation=activation, implementation=implementation
+            )
             return result if x.ndim > 1 else result[0]
 
     if split.mesh is None:
