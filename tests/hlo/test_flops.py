@@ -287,7 +287,7 @@ def test_grouped_kernels_of_tpus_count_rows_once() -> None:
     ids=["forward", "rows", "kernels"],
 )
 def test_grouped_kernels_of_tokamax_count_rows_once(result: str, operands: list[str]) -> None:
-    name = r'{op_name="jit(f)/tokamax:{\"op\":{\"__type\":\"tokamax._src.ops.ragged_dot.x\"}}"}'
+    name = '{op_name="jit(f)/transpose(jvp(tokamax[experts]))/pallas_call"}'
     target = 'custom_call_target="__gpu$xla.gpu.triton"'
     call = f"{result} custom-call(%p0, %p1, %p2), {target}, metadata={name}"
     facts = read_program(one(call, *operands, "s32[8]"), {})

@@ -88,7 +88,7 @@ def takes_tokamax(kind: str, layer: str, x: Any, reason: str) -> tuple[bool, str
 
 
 @contextlib.contextmanager
-def tokamax_scope() -> Iterator[Any]:
+def tokamax_scope(kind: str) -> Iterator[Any]:
     """The library, in the settings of its calls."""
     import tokamax  # pyright: ignore[reportMissingImports]
     from absl import flags
@@ -97,7 +97,8 @@ def tokamax_scope() -> Iterator[Any]:
         flags.FLAGS(sys.argv[:1])
     is_absent = platform_in_scope() == "gpu" and jax.default_backend() != "gpu"
     absent = tokamax.config.cross_compile(True) if is_absent else contextlib.nullcontext()
-    with absent, jax.numpy_rank_promotion("allow"):  # tokamax joins arrays of different rank
+    # The planner reads the kind here. Tokamax joins arrays of different rank.
+    with absent, jax.numpy_rank_promotion("allow"), jax.named_scope(f"tokamax[{kind}]"):
         yield tokamax
 
 
@@ -219,7 +220,7 @@ def normalized(
     """Runs tokamax's norm of the last dimension, in the dtype of ``x``."""
 
     def kernel(x: jax.Array, scale: Any, bias: Any) -> jax.Array:
-        with tokamax_scope() as tokamax:
+        with tokamax_scope("norms") as tokamax:
             return tokamax.layer_norm(
                 x,
                 scale,
@@ -265,7 +266,7 @@ def gated_unit(
     """Runs tokamax's ``activation(x @ gate) * (x @ up)``."""
 
     def kernel(x: jax.Array, gate: jax.Array, up: jax.Array) -> jax.Array:
-        with tokamax_scope() as tokamax:
+        with tokamax_scope("gated") as tokamax:
             rows = x if x.ndim > 1 else x[None]
             # It has kernels for GPUs alone, and logs each that it tries elsewhere as an error.
             implementation = None if platform_in_scope() == "gpu" else "xla"
@@ -323,13 +324,13 @@ def _ragged_forward(x: jax.Array, kernel: jax.Array, sizes: jax.Array) -> tuple[
     def multiply(x: jax.Array, kernel: jax.Array) -> jax.Array:
         return tokamax.ragged_dot(x, kernel, group_sizes=sizes)
 
-    with tokamax_scope() as tokamax:
+    with tokamax_scope("experts") as tokamax:
         return jax.vjp(multiply, x, kernel)
 
 
 def _ragged_backward(pull: Any, cotangent: jax.Array) -> tuple[Any, ...]:
     # Tokamax asks for the device here again, so the settings of the scope count here, too.
-    with tokamax_scope():
+    with tokamax_scope("experts"):
         return (*pull(cotangent), None)
 
 
@@ -367,7 +368,7 @@ def loss_sum(
         labels = jnp.where(counted, targets, 0).reshape(-1).astype(jnp.int32)
         missing = -len(rows) % _LOSS_ROWS if is_tpu else 0
         rows, labels = jnp.pad(rows, ((0, missing), (0, 0))), jnp.pad(labels, (0, missing))
-        with tokamax_scope() as tokamax:
+        with tokamax_scope("loss") as tokamax:
             # By itself tokamax 0.0.12 takes the operations of XLA on TPUs too.
             total = tokamax.linear_softmax_cross_entropy_loss(
                 rows,

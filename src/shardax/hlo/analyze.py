@@ -205,8 +205,8 @@ _COST_BYTES = re.compile(r'"cost_estimate": *\{[^{}]*"bytes_accessed": *"?(\d+)'
 _SPLASH = re.compile(r"/splash_m[hq]a_(fwd|dq|dkv)")
 _SPLASH_MASK = re.compile(r"splash\[(full|causal)?,?(?:window=(\d+))?\]")
 _SPLASH_PRODUCTS = {"fwd": 2, "dq": 3, "dkv": 4}  # scores and the values'; backward again
-# Kernels of tokamax for rows of groups on GPUs: the scope around says which operation they are.
-_RAGGED_TOKAMAX = re.compile(r"tokamax._src.ops.ragged_dot")
+# Kernels of tokamax for rows of groups on GPUs: the scope around, that of nn.MoE, says so.
+_RAGGED_TOKAMAX = re.compile(r"tokamax\[experts\]")
 _TRITON = "__gpu$xla.gpu.triton"
 # XLA for TPU has a kernel for rows of groups, and a call before it that says where groups start.
 _RAGGED_KERNEL = re.compile(r"ragged-dot-(none|metadata)")
