@@ -81,7 +81,7 @@ test: $(TEST)
 	$(PYTEST) $(PARALLEL)
 
 bench: $(BENCH)
-	@for program in dispatch program trace_time init bounded_while depth named view static_auto control_flow eager startup train_startup worker processes plan_rank generate load blockwise_loss parallel pipelines; do \
+	@for program in dispatch program trace_time init bounded_while depth named view static_auto control_flow eager startup train_startup worker processes plan_rank generate load blockwise_loss precision parallel pipelines; do \
 		$(BIN)/python benchmarks/$$program.py $(BENCH_ARGS) || exit 1; done
 
 docs: test-pages

@@ -51,6 +51,7 @@ from shardax._core.state.walk import iter_graph as iter_graph
 from shardax._core.state.walk import map as map  # noqa: A004 (its name in Flax)
 from shardax._core.state.walk import recursive_map as recursive_map
 from shardax._core.state.walk import with_vars as with_vars
+from shardax._core.variable import AmaxHistory as AmaxHistory
 from shardax._core.variable import BatchStat as BatchStat
 from shardax._core.variable import Cache as Cache
 from shardax._core.variable import Intermediate as Intermediate

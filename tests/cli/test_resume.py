@@ -126,10 +126,10 @@ def kill(process: subprocess.Popen[str]) -> None:
     assert process.returncode == -signal.SIGKILL
 
 
-def raw_arrays(out: Path) -> dict[str, bytes]:
+def raw_arrays(out: Path, steps: int = STEPS) -> dict[str, bytes]:
     """The bytes of every array of the last checkpoint, by path."""
     latest = sx.train.Checkpoints(out / "checkpoints").latest()
-    assert latest == STEPS
+    assert latest == steps
     place = sx.train.Checkpoints(out / "checkpoints").path(latest)
     description = checkpoint_files.verify(place)
     records = list(stored_arrays(description).values())

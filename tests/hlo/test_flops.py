@@ -277,6 +277,23 @@ def test_grouped_kernels_of_tpus_count_rows_once() -> None:
     assert (facts.warnings, starts.matmul_flops, starts.warnings) == ((), 0, ())
 
 
+@pytest.mark.parametrize(
+    ("result", "operands"),
+    [
+        ("bf16[4096,2048]", ["bf16[4096,1024]", "bf16[8,1024,2048]"]),
+        ("bf16[4096,1024]", ["bf16[4096,2048]", "bf16[8,2048,1024]"]),
+        ("bf16[8,1024,2048]", ["bf16[4096,1024]", "bf16[4096,2048]"]),
+    ],
+    ids=["forward", "rows", "kernels"],
+)
+def test_grouped_kernels_of_tokamax_count_rows_once(result: str, operands: list[str]) -> None:
+    name = '{op_name="jit(f)/transpose(jvp(tokamax[experts]))/pallas_call"}'
+    target = 'custom_call_target="__gpu$xla.gpu.triton"'
+    call = f"{result} custom-call(%p0, %p1, %p2), {target}, metadata={name}"
+    facts = read_program(one(call, *operands, "s32[8]"), {})
+    assert (facts.matmul_flops, facts.warnings) == (2.0 * 4096 * 1024 * 2048, ())
+
+
 def test_a_kernel_without_a_cost_is_named() -> None:
     facts = read_program(one('f32[] custom-call(), custom_call_target="tpu_custom_call"'), {})
     assert facts.matmul_flops == 0

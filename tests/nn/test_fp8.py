@@ -126,9 +126,11 @@ def test_meshes_share_one_scale(mesh: Mesh) -> None:
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_training_resumes_bit_for_bit(tmp_path: Path) -> None:
+@pytest.mark.parametrize("precision", ["fp8", "fp8-delayed"])
+def test_training_resumes_bit_for_bit(tmp_path: Path, precision: str) -> None:
     def start() -> tuple[Any, Any]:
-        model = with_precision(decoder(dtype="bfloat16"), {sx.PathContains("layers"): "fp8"})
+        model = decoder(dtype="bfloat16")
+        model = with_precision(model, {sx.PathContains("layers"): precision})
         return model, sx.train.Optimizer(model, optax.adam(0.01))
 
     @sx.jit
@@ -147,8 +149,78 @@ def test_training_resumes_bit_for_bit(tmp_path: Path) -> None:
     assert [float(step(*resumed)) for _ in range(2)] == losses[2:]
 
 
+# --- scales of earlier calls ---
+
+
+def history(layer: Any, operand: str = "input") -> list[float]:
+    values = np.asarray(getattr(layer.precision, operand).value)
+    return values[: np.count_nonzero(values)].tolist()
+
+
+def test_delayed_scales_are_of_the_calls_before() -> None:
+    layer, current = linear(precision="fp8-delayed"), linear(precision="fp8")
+    close(layer(X), current(X))  # without a history, of this call
+    most = float(np.abs(X).max())
+    # Scaled by the history, numbers above 448 of its scale are clipped.
+    scale = np.exp2(np.floor(np.log2(most / 448)) + 1)
+    clipped = rounded(np.clip(8 * X, -448 * scale, 448 * scale))
+    close(layer(8 * X), clipped @ rounded(layer.kernel))
+    assert history(layer) == [8 * most, most]
+    close(layer(8 * X), current(8 * X))
+    assert history(layer, "kernel") == [float(np.abs(layer.kernel).max())] * 3
+    for _ in range(20):
+        layer(X)
+    assert history(layer) == [most] * 16
+
+
+def test_evaluation_records_nothing() -> None:
+    layer = linear(precision="fp8-delayed")
+    layer(X)
+    before = history(layer)
+    layer.eval()
+    layer(2 * X)
+    assert history(layer) == before
+
+
+def test_overflow_is_shown_and_leaves_no_trace() -> None:
+    layer = linear(precision="fp8-delayed")
+    layer(X)
+    assert np.isnan(np.asarray(layer(X * np.inf))).all()
+    most = float(np.abs(X).max())
+    assert history(layer) == [most, most]
+    assert np.isfinite(np.asarray(layer(X))).all()
+
+
+@pytest.mark.parametrize("scanned", [False, True])
+def test_histories_are_of_each_layer_and_not_trained(scanned: bool) -> None:
+    model = decoder(scanned)
+    trained = with_precision(model, {sx.PathContains("layers"): "fp8-delayed"})
+    histories = [v for _, v in sx.iter_variables(trained) if isinstance(v, sx.AmaxHistory)]
+    lead, names = ((2,), ("layers",)) if scanned else ((), ())
+    assert {(v.shape, v.axes) for v in histories} == {((*lead, 16), (*names, None))}
+    assert not [path for path in sx.state(trained, sx.Param).flat() if "precision" in path]
+    run(trained)
+    layer = trained.layers.stacked if scanned else trained.layers[1]
+    assert np.count_nonzero(layer.mlp.up.precision.input.value) == (2 if scanned else 1)
+    # Without histories it is saved, and computes, as it was.
+    plain = with_precision(trained, "default")
+    np.testing.assert_allclose(run(plain), run(model), rtol=1e-6)
+    assert not sx.state(plain, sx.AmaxHistory).flat()
+
+
+def test_histories_over_meshes_are_of_all_devices(mesh: Mesh) -> None:
+    model = with_precision(decoder(scanned=True), "fp8-delayed")
+    expected = [np.asarray(run(model)), np.asarray(run(model))]
+    rules = sx.Rules({"batch": "data", "embed": "data", "vocab": "model"})
+    model = with_precision(decoder(scanned=True), "fp8-delayed")
+    with jax.set_mesh(mesh), sx.axis_rules(rules):
+        split = sx.shard(model, mesh)
+        found = [np.asarray(run(split)), np.asarray(run(split))]
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
+
+
 def test_convolutions_refuse_fp8() -> None:
     with pytest.raises(errors.LayerConfigError, match="Conv has precision='fp8'"):
         nn.Conv(3, 3, 3, precision="fp8", rngs=sx.Rngs(0))
-    with pytest.raises(errors.LayerConfigError, match="'highest', 'fp8', or"):
+    with pytest.raises(errors.LayerConfigError, match="'fp8', 'fp8-delayed', or"):
         linear(precision="fp4")

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels of attention compile for hardware that is not here, and are counted."""
+"""Kernels of attention and of experts compile for hardware that is not here, and are counted."""
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Any
 
 import jax.numpy as jnp
 import pytest
-from tests.plan.installed import TPU
+from tests.plan.installed import GPU, TPU
 
 import shardax as sx
 from shardax import plan
@@ -72,3 +73,54 @@ def test_step_for_a_tpu_traces_by_reference_operations() -> None:
     )
     names = {report.layout.name.rpartition("attention:")[2] for report in result}
     assert names == {"xla", "splash"}
+
+
+EXPERTS, EXPERT_DIM, HIDDEN = 8, 128, 256
+
+
+def experts_step(experts: str) -> tuple[Any, tuple[Any, ...]]:
+    """The gradient of a layer of experts."""
+    layer = sx.nn.MoE(
+        EXPERT_DIM, HIDDEN, num_experts=EXPERTS, top_k=1, dtype="bfloat16", rngs=sx.Rngs(0)
+    )
+
+    @sx.jit
+    @sx.kernels(experts=experts)
+    def step(layer: Any, x: Any) -> Any:
+        return sx.grad(lambda layer, x: layer(x).astype(jnp.float32).sum())(layer, x)
+
+    shape = BATCH, 64, EXPERT_DIM
+    return step, (layer, plan.NamedShape(shape, "bfloat16", ("batch", "seq", None)))
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("tokamax") is None, reason="needs pip install 'shardax[kernels]'"
+)
+@pytest.mark.parametrize("target", [GPU])
+def test_experts_on_gpus_multiply_rows_by_their_group(target: str) -> None:
+    flops = {}
+    for experts in ("xla", "auto"):
+        (report,) = plan.compare(
+            *experts_step(experts), {"split": {"batch": "data"}}, {"data": 8}, target, cache=None
+        )
+        assert report.outcome == "fits", report.reason
+        assert not [warning for warning in report.warnings if "not counted" in warning]
+        flops[experts] = report.flops
+    assert flops["auto"] == counted_experts(forward=1, kernels=1)
+    assert flops["xla"] == counted_experts(forward=EXPERTS, kernels=EXPERTS)
+
+
+@pytest.mark.parametrize("target", [TPU])
+def test_experts_on_tpus_have_a_kernel_of_xla(target: str) -> None:
+    (report,) = plan.compare(
+        *experts_step("xla"), {"split": {"batch": "data"}}, {"data": 8}, target, cache=None
+    )
+    assert report.outcome == "fits", report.reason
+    # It has none for gradients of kernels: XLA multiplies by all experts there.
+    assert report.flops == counted_experts(forward=1, kernels=EXPERTS)
+
+
+def counted_experts(forward: int, kernels: int) -> float:
+    """Operations of a device: products of rows, gradients of kernels, the router."""
+    rows = 2 * BATCH * 64 / DEVICES * EXPERT_DIM
+    return rows * HIDDEN * (4 * forward + 3 * kernels) + 2 * rows * EXPERTS

@@ -712,6 +712,18 @@ class Quantized(Variable[T]):
     """
 
 
+class AmaxHistory(Variable[T]):
+    """Largest magnitudes of an operand in earlier calls, for scales of fp8.
+
+    Example:
+        >>> import jax.numpy as jnp, shardax as sx
+        >>> layer = sx.nn.Linear(4, 2, precision="fp8-delayed", rngs=sx.Rngs(0))
+        >>> y = layer(jnp.array([1.0, -3.0, 0.5, 2.0]))
+        >>> float(layer.precision.input[0])
+        3.0
+    """
+
+
 class Cache(Variable[T]):
     """Values kept between calls, such as keys and values of attention.
 

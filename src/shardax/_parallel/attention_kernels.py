@@ -1,45 +1,39 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kernels of attention: the choice by call, the run over meshes.
 
-The kernels are those of kept libraries: ``jax.nn`` (XLA's own fusions, cuDNN), splash attention of
-``jax.experimental.pallas.ops`` (TPU), and tokamax, which picks one of its own by the device. A
-kernel that computes something else for a call, or cannot run it, is not taken: ``"auto"`` passes
-over it and says why, and a kernel asked for by name is refused with the same reason.
+The kernels are those of ``jax.nn`` (XLA's own fusions, cuDNN), splash attention of
+``jax.experimental.pallas.ops`` (TPU), and tokamax, which picks one of its own by the device.
 
-XLA splits its own operations over a mesh; a Pallas kernel is one operation that it cannot split.
-Batches and heads are independent, so such a kernel runs in a region, a ``jax.shard_map``, each
-device for its batches and heads, by the types of arrays over Explicit axes and by rules else.
+Batches and heads are independent, so a Pallas kernel runs in a region, each device for its batches
+and heads.
 """
 
 from __future__ import annotations
 
 import functools
-import importlib.util
-import logging
 import math
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
-from shardax.partition.context import (
-    ATTENTION_KERNELS,
-    current_attention_kernel,
-    is_tracing_reference,
-    logical_to_mesh_axes,
+from shardax._parallel.kernels import (
+    LOG,
+    abstract_mesh,
+    against_tokamax,
+    dividing,
+    placed,
+    run_region,
+    split_of,
+    tokamax_scope,
 )
-from shardax.partition.explicit import explicit_entries
-from shardax.partition.mesh import resolve_mesh
-from shardax.partition.rules import mesh_axes_of
+from shardax.partition.context import ATTENTION_KERNELS, current_kernel, is_tracing_reference
 
-_LOG = logging.getLogger("shardax.kernels")
 _LANES = 128  # a splash block's least size, of queries and of keys
 _BLOCKS = (512, 256, _LANES)
-INSTALL_TOKAMAX = "pip install 'shardax[kernels]'"
 
 
 class AttentionChoice(NamedTuple):
@@ -84,20 +78,9 @@ class AttentionCall(NamedTuple):
     interpret: bool = False
 
 
-def platform_in_scope() -> str:
-    """The platform of the mesh in scope, else the default one."""
-    mesh = resolve_mesh()
-    device = None if mesh is None else _abstract(mesh).abstract_device
-    config: Any = jax.config
-    default = config.jax_default_device
-    platform = getattr(device, "platform", None) or getattr(default, "platform", default)
-    platform = platform or jax.default_backend()
-    return "gpu" if platform in ("cuda", "rocm", "gpu") else str(platform)
-
-
 def choose(layer: str, implementation: str | None, call: AttentionCall) -> AttentionChoice:
     """Chooses a kernel; reasons may be against the one asked for."""
-    asked = implementation or current_attention_kernel()
+    asked = implementation or current_kernel("attention")
     if is_tracing_reference() or asked in (None, "xla"):
         return AttentionChoice("xla", {})
     reasons = {kernel: reason(call) for kernel, reason in _REASONS.items()}
@@ -106,7 +89,7 @@ def choose(layer: str, implementation: str | None, call: AttentionCall) -> Atten
         reasons.setdefault("tokamax", "it is taken only by name: it was never timed here")
         chosen = next((k for k in ("splash", "cudnn") if k not in reasons), "xla")
         text = "; ".join(f"not {kernel}: {reason}" for kernel, reason in reasons.items())
-        _LOG.info("%s of %s%s: %s (%s)", layer, call.dtype, list(call.query), chosen, text)
+        LOG.info("%s of %s%s: %s (%s)", layer, call.dtype, list(call.query), chosen, text)
         return AttentionChoice(chosen, reasons)
     return AttentionChoice(asked, reasons)
 
@@ -168,9 +151,7 @@ def _against_tokamax(call: AttentionCall) -> str:
         return f"it takes no {', no '.join(options)}"
     if len(call.query) not in (3, 4) or call.value != call.key:
         return "it takes (batch, time, heads, head_dim), of keys and values alike"
-    if importlib.util.find_spec("tokamax") is None:
-        return f"it is not installed: {INSTALL_TOKAMAX}"
-    return call.region.refusal
+    return against_tokamax(call.platform) or call.region.refusal
 
 
 _REASONS: dict[str, Callable[[AttentionCall], str]] = {
@@ -183,41 +164,19 @@ assert {*_REASONS, "auto", "xla"} == set(ATTENTION_KERNELS)
 
 def region_of(query: jax.Array, names: tuple[str | None, str | None]) -> KernelMesh:
     """The mesh in scope, with axes that split batches and heads."""
-    mesh = resolve_mesh()
-    if mesh is None or mesh.size == 1:
-        return KernelMesh()
-    abstract = _abstract(mesh)
-    sizes = dict(abstract.shape)
-    if any(sizes[axis] > 1 for axis in abstract.manual_axes):
-        return KernelMesh(refusal="it does not run inside a jax.shard_map or a pipeline")
-    entries = explicit_entries(query)
-    if entries is None:
-        batch, heads = names
-        spec = logical_to_mesh_axes((batch, "seq", heads))
-        entries = (*(() if query.ndim == 3 else (spec or (None,))[:1]), *(spec or ())[1:], None)
-        if spec is None or not any(entries):
-            return KernelMesh(
-                refusal=f"no rules in scope say how the mesh {sizes} splits batches and heads"
-            )
-    parts = [
-        tuple(axis for axis in mesh_axes_of(entry) if sizes.get(axis, 1) > 1) for entry in entries
-    ]
-    *batch_parts, time_parts, head_parts, _ = parts
+    batch, heads = names
+    split = split_of(query, (batch, "seq", heads, None), "batches and heads")
+    if split.mesh is None:
+        return KernelMesh(refusal=split.refusal)
+    *batch_parts, time_parts, head_parts, _ = split.parts
     if time_parts:
         return KernelMesh(refusal=f"the sequence is split over {', '.join(time_parts)}")
+    sizes = abstract_mesh(split.mesh).shape
     return KernelMesh(
-        mesh,
-        _dividing(batch_parts[0] if batch_parts else (), sizes, query.shape[0]),
-        _dividing(head_parts, sizes, query.shape[-2]),
+        split.mesh,
+        dividing(batch_parts[0] if batch_parts else (), sizes, query.shape[0]),
+        dividing(head_parts, sizes, query.shape[-2]),
     )
-
-
-def _dividing(axes: tuple[str, ...], sizes: Mapping[str, int], size: int) -> tuple[str, ...]:
-    return axes if size % math.prod(sizes[axis] for axis in axes) == 0 else ()
-
-
-def _abstract(mesh: Any) -> AbstractMesh:
-    return mesh.abstract_mesh if isinstance(mesh, Mesh) else mesh
 
 
 class Operands(NamedTuple):
@@ -237,18 +196,13 @@ def over_region(
     """Runs a kernel on each device's batches and heads."""
     if region.mesh is None:
         return kernel(arrays)
-    sizes = dict(_abstract(region.mesh).shape)
-    is_explicit = bool(_abstract(region.mesh).explicit_axes)
+    abstract = abstract_mesh(region.mesh)
     batch, heads = region.batch or None, region.heads or None
-
-    def placed(x, spec) -> Any:
-        return x if x is None else jax.sharding.reshard(x, NamedSharding(region.mesh, spec))
-
-    if arrays.key.shape[-2] % math.prod(sizes[axis] for axis in region.heads):
+    if arrays.key.shape[-2] % math.prod(abstract.shape[axis] for axis in region.heads):
         repeats = arrays.query.shape[-2] // arrays.key.shape[-2]
         key, value = arrays.key, arrays.value
-        if is_explicit:  # JAX repeats no dimension that is split
-            key, value = (placed(x, PartitionSpec(batch)) for x in (key, value))
+        if abstract.explicit_axes:  # JAX repeats no dimension that is split
+            key, value = (placed(region.mesh, x, PartitionSpec(batch)) for x in (key, value))
         key, value = (jnp.repeat(x, repeats, axis=-2) for x in (key, value))
         arrays = arrays._replace(key=key, value=value)
     by_head = PartitionSpec(batch, None, heads, None)
@@ -267,16 +221,7 @@ def over_region(
         of_scores(arrays.mask),
         None if arrays.segments is None else PartitionSpec(batch, None),
     )
-    if is_explicit:
-        arrays = Operands(*map(placed, arrays, specs))
-    in_scope = not jax.sharding.get_abstract_mesh().empty
-    return jax.shard_map(
-        kernel,
-        mesh=None if in_scope else region.mesh,
-        in_specs=(specs,),
-        out_specs=by_head,
-        check_vma=False,  # Pallas's kernels do not say along which axes their results vary
-    )(arrays)
+    return run_region(region.mesh, lambda *parts: kernel(Operands(*parts)), arrays, specs, by_head)
 
 
 def run_kernel(
@@ -340,15 +285,10 @@ def _splash(call: AttentionCall, scale: float, arrays: Operands) -> jax.Array:
 
 def _tokamax(call: AttentionCall, scale: float, arrays: Operands) -> jax.Array:
     """Runs the kernel of tokamax on arrays of one device."""
-    import tokamax  # pyright: ignore[reportMissingImports]
-    from absl import flags
-
-    if not flags.FLAGS.is_parsed():  # else tokamax 0.0.12 parses the program's own options
-        flags.FLAGS(sys.argv[:1])
     near = None
     if call.window is not None:
         near = (call.window - 1, 0 if call.causal else call.window - 1)
-    with jax.numpy_rank_promotion("allow"):  # tokamax joins masks of different rank
+    with tokamax_scope("attention") as tokamax:
         return tokamax.dot_product_attention(
             arrays.query,
             arrays.key,

@@ -67,9 +67,16 @@ class Split(NamedTuple):
         return x if explicit_entries(x) else self._constrained(x, self.tokens)
 
     def run(
-        self, compute: Callable[..., PyTree], x: Any, logits: Any, counted: Any, *kernels: Any
+        self,
+        compute: Callable[..., PyTree],
+        x: Any,
+        logits: Any,
+        counted: Any,
+        *kernels: Any,
+        is_typed: bool = True,
     ) -> PyTree:
         """Runs the region; returns the result and the loss."""
+        # Pallas's kernels do not say along which axes their results vary: then it is not typed.
         tokens, experts, hidden = _spec(*self.tokens), self.experts, self.hidden
         # Of a kernel, its biases and both parts of its low-rank term.
         whole = _spec(experts, (), hidden)
@@ -85,7 +92,8 @@ class Split(NamedTuple):
                 for kernel, specs in by_kernel
             ),
         )
-        make: Any = _nested if AxisType.Manual in self.mesh.axis_types else jax.shard_map
+        is_typed = is_typed and AxisType.Manual not in self.mesh.axis_types
+        make: Any = jax.shard_map if is_typed else _nested
 
         def entered(x: object, logits: object, counted: object, *kernels: object):
             # Their gradients are summed over the tokens of all devices, as ``varying`` says.

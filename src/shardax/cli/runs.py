@@ -23,8 +23,10 @@ from shardax import models, nn, partition, surgery, train, view
 from shardax._core.checks import Options
 from shardax._core.graph.paths import PyTree
 from shardax._core.init.rng import Rngs
+from shardax._core.state.filters import PathContains
 from shardax._core.variable import OptState
 from shardax._files import write_whole
+from shardax._select.places import SelectionError
 from shardax._select.selection import select
 from shardax.cli.inputs import (
     CommandError,
@@ -53,6 +55,7 @@ ZERO = {OptState: {"embed": "data"}}
 
 RUN_FILE = "run.json"
 CHECKPOINTS = "checkpoints"
+_PRECISIONS = ("fp8", "fp8-delayed", "none")
 LARGEST_BATCH = 2**28  # bytes that a step reads
 _FORMAT = 1
 
@@ -77,6 +80,7 @@ class RunSettings:
     source: str | None = None  # of a published model, which is trained instead of the decoder
     lora: int | None = None  # rank of its adapters; None to train all of it
     attention: str | None = None  # its kernel, as for ``sx.kernels``
+    precision: str | None = None  # of products, by parts of paths, as ``--precision`` takes them
 
     @property
     def layout(self) -> NamedRules | None:
@@ -108,6 +112,13 @@ class RunSettings:
         _check_settings(type(self.model), vars(self.model), of)
         kernels = (None, *ATTENTION_KERNELS)
         Options(CommandError, of).choice("attention", self.attention, kernels)
+        if self.precision is not None:
+            _precisions(self.precision, of)
+            if self.lora is not None:
+                raise CommandError(
+                    f"{of}: --precision {self.precision} sets layers that --lora replaces; "
+                    "give one of them."
+                )
         if self.text == "":
             raise CommandError(f"{of}: text='' is no path.")
         if self.batch_size * self.seq_len > LARGEST_BATCH:
@@ -119,15 +130,39 @@ class RunSettings:
     def make_model(self, mesh: object = None) -> Any:
         """Makes the decoder, lazy, or loads the published model."""
         if self.source is None:
-            return Decoder(self.model, rngs=Rngs(params=self.seed))
+            return self._with_precision(Decoder(self.model, rngs=Rngs(params=self.seed)))
         streams = {"rngs": Rngs(self.seed), "rules": self.layout_rules}
         model = load_causal(self.source, mesh=mesh, **streams)
         model.train()
         if self.lora is None:
-            return model
+            return self._with_precision(model)
         linears = select(model).at_instances_of((nn.Linear, nn.MoE))  # the router stays
         chosen = linears.where(lambda path, _: path[0] in ("layers", "rest"))
         return surgery.lora(chosen, self.lora, rngs=Rngs(self.seed))
+
+    def _with_precision(self, model: Any) -> Any:
+        """Sets the precision of chosen products."""
+        if self.precision is None:
+            return model
+        try:
+            return surgery.with_precision(model, _precisions(self.precision))
+        except SelectionError as error:
+            raise CommandError(f"--precision {self.precision}: {error}") from error
+
+
+def _precisions(text: str, of: str = "") -> dict[Any, str | None]:
+    """Reads precisions by parts of paths, such as ``attn=none,layers=fp8``."""
+    precisions: dict[Any, str | None] = {}
+    for entry in (text if "=" in text else f"layers={text}").split(","):
+        part, _, name = entry.strip().partition("=")
+        if name not in _PRECISIONS or not part:
+            raise CommandError(
+                f"{of or '--precision'} {text}: {entry!r} is no part of a path with one of "
+                f"{', '.join(_PRECISIONS)}. For all layers: --precision fp8. Without attention: "
+                "--precision attn=none,layers=fp8"
+            )
+        precisions[PathContains(part)] = None if name == "none" else name
+    return precisions
 
 
 def load_causal(source: str, **options: Any) -> Any:

@@ -84,6 +84,9 @@ class Train:
     checkpoint_every: int = 50
     # The kernel of attention: auto, xla, cudnn, splash or tokamax; by default XLA's.
     attention: str | None = None
+    # The precision of products with kernels: fp8, or fp8-delayed, which scales by earlier steps, of
+    # all layers; or by parts of paths, of which the first decides: attn=none,layers=fp8.
+    precision: str | None = None
     # Seed of parameters and data order.
     seed: int = 0
     # Be one of several processes, of which the first listens at this HOST:PORT; "auto" finds out
@@ -175,6 +178,7 @@ class Train:
             source=_absolute(self.source),
             lora=self.lora,
             attention=self.attention,
+            precision=self.precision,
             rules=None if named_rules is None else _as_data(named_rules),
             **sizes,
         )
@@ -319,6 +323,8 @@ class _TrainingRun:
     def _finish_tuning(self, result) -> int:
         """Writes a fine-tuned model as it was published; returns the exit status."""
         merged = self.model if self.settings.lora is None else surgery.merge_lora(self.model)
+        if self.settings.precision is not None:
+            merged = surgery.with_precision(merged, "default")  # without its histories
         folder = self.out / f"model-{result.step:08}"
         if not folder.is_dir():  # else of this step, before the run was resumed
             models.save_pretrained(merged, folder)

@@ -205,6 +205,9 @@ _COST_BYTES = re.compile(r'"cost_estimate": *\{[^{}]*"bytes_accessed": *"?(\d+)'
 _SPLASH = re.compile(r"/splash_m[hq]a_(fwd|dq|dkv)")
 _SPLASH_MASK = re.compile(r"splash\[(full|causal)?,?(?:window=(\d+))?\]")
 _SPLASH_PRODUCTS = {"fwd": 2, "dq": 3, "dkv": 4}  # scores and the values'; backward again
+# Kernels of tokamax for rows of groups on GPUs: the scope around, that of nn.MoE, says so.
+_RAGGED_TOKAMAX = re.compile(r"tokamax\[experts\]")
+_TRITON = "__gpu$xla.gpu.triton"
 # XLA for TPU has a kernel for rows of groups, and a call before it that says where groups start.
 _RAGGED_KERNEL = re.compile(r"ragged-dot-(none|metadata)")
 _GEMM_BATCH = re.compile(r'"lhs_batch_dimensions":\[([\d", ]*)\]')
@@ -274,6 +277,8 @@ def _fused_kernel(inside: Computation, op: Instruction) -> MatrixProduct | None:
     """Returns the products of a fused kernel of known cost."""
     if kernel := _ragged_kernel(op):
         return _grouped(inside, op) if kernel == "none" else None
+    if _is_tokamax_ragged(op):
+        return _tokamax_ragged(inside, op)
     if said := _COST.search(op.attributes):
         return MatrixProduct(float(said[1]), 1, 1, 1, fused=True)
     if _is_splash(op):
@@ -306,6 +311,20 @@ def _grouped(inside: Computation, op: Instruction) -> MatrixProduct:
     columns, groups = op.shapes[0].dims[-1], right.dims[0]
     rows, depth = left.size / left.dims[-1], left.dims[-1]
     operations = 2.0 * rows * columns * depth
+    return MatrixProduct(operations, rows / groups, columns, depth, groups, left.dtype)
+
+
+def _is_tokamax_ragged(op: Instruction) -> bool:
+    return op.call_target == _TRITON and bool(_RAGGED_TOKAMAX.search(op.op_name))
+
+
+def _tokamax_ragged(inside: Computation, op: Instruction) -> MatrixProduct:
+    """Returns a product by group, or its matrices' gradient."""
+    left, result = _operand(inside, op, 0), op.shapes[0]
+    rows, depth = left.dims[0], left.dims[-1]
+    columns = result.dims[-1]
+    groups = result.dims[0] if len(result.dims) == 3 else _operand(inside, op, 1).dims[0]
+    operations = 2.0 * rows * depth * columns
     return MatrixProduct(operations, rows / groups, columns, depth, groups, left.dtype)
 
 
@@ -342,6 +361,7 @@ def is_counted(op: Instruction) -> bool:
     if _ATTENTION.match(op.call_target) and _SCORES.search(op.attributes):
         return True
     is_library = _GEMM.match(op.call_target) or _CUDNN.match(op.call_target) or _is_splash(op)
+    is_library = is_library or _is_tokamax_ragged(op)
     return bool(is_library or _ragged_kernel(op) or _COST.search(op.attributes))
 
 

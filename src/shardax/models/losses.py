@@ -26,7 +26,8 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from shardax._core._jax import INLINE, varying_axes
-from shardax.nn.arithmetic import as_array
+from shardax._parallel.kernels import ArraySplit, against_loss, is_choosing, loss_sum
+from shardax.nn.arithmetic import as_array, uses_tokamax
 from shardax.nn.errors import LayerInputError
 from shardax.nn.parameters import IGNORE_INDEX, as_size
 from shardax.partition.context import current_rules
@@ -119,9 +120,44 @@ def blockwise_cross_entropy(
         )
     if not jnp.issubdtype(hidden.dtype, jnp.floating):
         raise LayerInputError(f"{name} takes floating hidden states, not {hidden.dtype}.")
+    if is_choosing("loss"):
+        loss = _by_kernel(name, hidden, kernel, targets, mask, ignore_index)
+        if loss is not None:
+            return loss
     targets, mask = _checked(name, "hidden", hidden, targets, mask, ignore_index)
     blocks = _blocks_of(hidden, kernel, block_size)
     return _mean(_token_losses(blocks, hidden, kernel, targets), mask)
+
+
+def _by_kernel(
+    name: str, hidden: jax.Array, kernel: jax.Array, targets: Any, mask: Any, ignore_index: Any
+) -> jax.Array | None:
+    """Returns the loss by another library's kernel, if one is taken."""
+    mask = None if mask is None else as_array(mask)
+    targets, weights = _checked(name, "hidden", hidden, targets, mask, ignore_index)
+    mesh, entries, vocab = _layout_of(hidden, kernel)
+    parts = tuple(tuple(mesh_axes_of(entry)) for entry in entries)
+    split = ArraySplit(mesh, parts)
+    around = resolve_mesh()
+    refusal = ""
+    if vocab is not None:
+        refusal = f"the vocabulary is split over {', '.join(mesh_axes_of(vocab))}"
+    elif around is not None and around.size > 1 and not any(parts):
+        refusal = f"no rules in scope say how the mesh {dict(around.shape)} splits tokens"
+    elif around is not None and AxisType.Manual in around.axis_types:
+        refusal = "it does not run inside a jax.shard_map or a pipeline"
+    if not uses_tokamax(
+        "loss", name, hidden, lambda: against_loss(hidden, kernel, mask) or refusal
+    ):
+        return None
+    if weights is None:
+        weights = jnp.ones_like(targets, jnp.float32)
+    counted = weights != 0
+    total = loss_sum(hidden, kernel, targets, counted, split)
+    is_missing = counted & ((targets < 0) | (targets >= kernel.shape[1]))
+    count = jnp.sum(counted, dtype=jnp.float32)
+    mean = jnp.where(count > 0, total / jnp.maximum(count, 1), 0)
+    return jnp.where(is_missing.any(), jnp.nan, mean)
 
 
 def _checked(

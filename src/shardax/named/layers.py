@@ -337,6 +337,7 @@ class _Normalization(Module):
     def _normalised(self, x: NamedArray, mask: object) -> NamedArray:
         layer = f"{type(self).__name__}({self.axes})"
         x, where = check_input(layer, x, self.axes), None
+        arithmetic.uses_tokamax("norms", layer, x, lambda: "it takes arrays without names")
         names = list(self.axes.names)
         if mask is not None:
             mask = as_named(mask, f"The mask of {layer}")

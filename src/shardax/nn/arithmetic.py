@@ -12,9 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from shardax._core._jax import INLINE
+from shardax._core.init.lazy import Init
 from shardax._core.module import Module
+from shardax._core.variable import AmaxHistory
+from shardax._parallel.kernels import is_choosing, platform_in_scope, takes_tokamax
 from shardax.nn import parameters
-from shardax.nn.errors import LayerConfigError
+from shardax.nn.errors import LayerConfigError, LayerInputError
 from shardax.partition.explicit import align, joined_sharding
 
 
@@ -66,6 +69,20 @@ def result_dtype(
     return promoted if jnp.issubdtype(promoted, jnp.inexact) else at_least_float32(promoted)
 
 
+def uses_tokamax(kind: str, layer: str, x: Any, reason: Callable[[], str]) -> bool:
+    """Whether a call runs tokamax's kernel, or raises if it cannot."""
+    if not is_choosing(kind):
+        return False
+    is_taken, refusal = takes_tokamax(kind, layer, x, reason())
+    if refusal:
+        raise LayerInputError(
+            f'{layer} does not run by {kind}="tokamax" for {x.dtype}'
+            f"{list(x.shape)} on {platform_in_scope()}: {refusal}. For XLA's operations where "
+            f'they are needed: sx.kernels({kind}="auto").'
+        )
+    return is_taken
+
+
 def take_precision(
     layer: Module,
     precision: object,
@@ -76,13 +93,17 @@ def take_precision(
     # Set only where given: a layer that has the defaults looks as it did before there were others.
     if precision == "fp8" and has_fp8:
         layer.precision = precision
+    elif precision == "fp8-delayed" and has_fp8:
+        layer.precision = DelayedScaling()
     elif precision is not None:
         try:
             for entry in precision if isinstance(precision, tuple) else (precision,):
                 if not isinstance(entry, jax.lax.DotAlgorithmPreset):
                     jax.lax.Precision(entry)
         except (TypeError, ValueError) as error:
-            names = "None, 'default', 'high', 'highest'" + (", 'fp8'" if has_fp8 else "")
+            names = "None, 'default', 'high', 'highest'" + (
+                ", 'fp8', 'fp8-delayed'" if has_fp8 else ""
+            )
             raise LayerConfigError(
                 f"{type(layer).__name__} has precision={precision!r}. It takes {names}, or a "
                 f"jax.lax.Precision."
@@ -110,13 +131,16 @@ def contract(
     # In this order and not by jnp.einsum, which contracts several dimensions last one first: XLA
     # on CPU then copies both operands.
     contracted = (tuple(range(free, x.ndim)), tuple(dimensions))
-    return _dot_general(x, kernel, contracted, out_sharding, precision, preferred)
+    amax = None
+    if isinstance(precision, DelayedScaling):
+        amax, precision = precision.update(x, kernel), "fp8"
+    return _dot_general(x, kernel, amax, contracted, out_sharding, precision, preferred)
 
 
 # A unit as ``jnp.einsum`` is, so that layers of one shape are traced and differentiated once.
-@functools.partial(jax.jit, static_argnums=(2, 3, 4, 5), inline=INLINE)
+@functools.partial(jax.jit, static_argnums=(3, 4, 5, 6), inline=INLINE)
 def _dot_general(
-    x: jax.Array, kernel: jax.Array, contracted, out_sharding: object, precision, wide
+    x: jax.Array, kernel: jax.Array, amax: Any, contracted, out_sharding: object, precision, wide
 ) -> jax.Array:
     multiply = functools.partial(
         jax.lax.dot_general,
@@ -125,7 +149,7 @@ def _dot_general(
         preferred_element_type=x.dtype if wide is None else wide,
         out_sharding=out_sharding,
     )
-    return fp8_product(multiply, x, kernel) if precision == "fp8" else multiply(x, kernel)
+    return fp8_product(multiply, x, kernel, amax) if precision == "fp8" else multiply(x, kernel)
 
 
 def einsum(
@@ -144,10 +168,13 @@ def einsum(
             for letter in output
         ]
         out_sharding = joined_sharding(parts)
-    if options.get("precision") == "fp8":
+    amax, precision = None, options.get("precision")
+    if isinstance(precision, DelayedScaling):
+        amax, precision = precision.update(x, kernel), "fp8"
+    if precision == "fp8":
         options["precision"] = None
         multiply = functools.partial(jnp.einsum, equation, out_sharding=out_sharding, **options)
-        return fp8_product(multiply, x, kernel)
+        return fp8_product(multiply, x, kernel, amax)
     return jnp.einsum(equation, x, kernel, out_sharding=out_sharding, **options)
 
 
@@ -160,11 +187,12 @@ def add_bias(y: jax.Array, bias: jax.Array, dimensions: Sequence[int] | None = N
 
 # --- products in fp8 ---
 #
-# Operands are rounded in each call, by the largest magnitude that they have in it (current
-# scaling), so there is no history of earlier steps to keep, save and resume; Micikevicius et al.,
-# "FP8 Formats for Deep Learning", 2022. A scale is a power of two, by which nothing is rounded a
-# second time. The product is that of ``fp8 * scale`` in the compute dtype: the form in which XLA
-# looks for products of fp8 on devices that have them, with the same operands on others.
+# Operands are rounded by the largest magnitude that they have in this call (current scaling), or
+# had in the calls before (delayed scaling), for which layers keep a history; Micikevicius et al.,
+# "FP8 Formats for Deep Learning", 2022. Gradients have none, and are scaled by their current one. A
+# scale is a power of two, by which nothing is rounded a second time. The product is that of
+# ``fp8 * scale`` in the compute dtype: the form in which XLA looks for products of fp8 on devices
+# that have them, with the same operands on others.
 
 Multiply = Callable[[jax.Array, jax.Array], jax.Array]
 
@@ -172,36 +200,83 @@ _OPERAND = jnp.float8_e4m3fn, 448.0
 _GRADIENT = jnp.float8_e5m2, 57344.0
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def fp8_product(multiply: Multiply, x: jax.Array, kernel: jax.Array) -> jax.Array:
+_HISTORY = 16  # calls
+
+
+class DelayedScaling(Module):
+    """Largest magnitudes of the input and the kernel in earlier calls."""
+
+    def __init__(self, lead: Sequence[int] = (), names: Sequence[str | None] = ()) -> None:
+        # ``lead`` are dimensions of a stack of layers.
+        shape, axes = (*lead, _HISTORY), (*names, None)
+        self.input = AmaxHistory(Init(parameters.zeros, shape, np.float32), axes=axes)
+        self.kernel = AmaxHistory(Init(parameters.zeros, shape, np.float32), axes=axes)
+        # ``model.eval()`` sets it: evaluation scales as training did last, and records nothing.
+        self.deterministic = False
+
+    def update(self, x: jax.Array, kernel: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns magnitudes to scale by, and records this call's."""
+        pairs = (self.input, x), (self.kernel, kernel)
+        first, second = (self._recorded(history, array) for history, array in pairs)
+        return first, second
+
+    def _recorded(self, history: AmaxHistory[Any], array: jax.Array) -> jax.Array:
+        now, earlier = jax.lax.stop_gradient(_amax(array)), history.value
+        most = jnp.max(earlier)
+        most = jnp.where(most > 0, most, now)  # there were no calls yet
+        if not self.deterministic:
+            # A step that is skipped for an overflow leaves no trace.
+            added = jnp.where(jnp.isfinite(now), now, earlier[0])
+            history.value = jnp.concatenate([added[None], earlier[:-1]])
+        return jnp.where(jnp.isfinite(now), most, now)
+
+
+def fp8_product(multiply: Multiply, x: jax.Array, kernel: jax.Array, amax: Any = None) -> jax.Array:
     """Multiplies operands rounded to fp8; gradients are rounded likewise."""
-    return _forward(multiply, x, kernel)[0]
+    # ``amax`` are the magnitudes by which operands are scaled; numbers above are clipped.
+    if amax is None:
+        amax = jax.lax.stop_gradient((_amax(x), _amax(kernel)))
+    return _scaled_product(multiply, x, kernel, amax)
 
 
-def _forward(multiply: Multiply, x: jax.Array, kernel: jax.Array):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _scaled_product(multiply: Multiply, x: jax.Array, kernel: jax.Array, amax: Any) -> jax.Array:
+    return _forward(multiply, x, kernel, amax)[0]
+
+
+def _forward(multiply: Multiply, x: jax.Array, kernel: jax.Array, amax: Any):
     # What is kept for the backward pass has a byte for each number.
-    rounded = [(*_rounded(array, *_OPERAND), jnp.zeros(0, array.dtype)) for array in (x, kernel)]
+    rounded = [
+        (*_rounded(array, most, *_OPERAND), jnp.zeros(0, array.dtype))
+        for array, most in zip((x, kernel), amax, strict=True)
+    ]
     return multiply(*map(_widened, rounded)), rounded
 
 
 def _backward(multiply: Multiply, rounded, cotangent: jax.Array) -> tuple[Any, ...]:
-    numbers, scale = _rounded(cotangent, *_GRADIENT)
+    numbers, scale = _rounded(cotangent, _amax(cotangent), *_GRADIENT)
     _, pull = jax.vjp(multiply, *map(_widened, rounded))
-    return pull(numbers.astype(cotangent.dtype) * scale)
+    return (*pull(numbers.astype(cotangent.dtype) * scale), None)
 
 
-fp8_product.defvjp(_forward, _backward)
+_scaled_product.defvjp(_forward, _backward)
 
 
-def _rounded(x: jax.Array, dtype: Any, largest: float) -> tuple[jax.Array, jax.Array]:
+def _amax(x: jax.Array) -> jax.Array:
+    """Returns the largest magnitude, in float32."""
+    return jnp.max(jnp.abs(x), initial=0).astype(jnp.float32)
+
+
+def _rounded(
+    x: jax.Array, most: jax.Array, dtype: Any, largest: float
+) -> tuple[jax.Array, jax.Array]:
     """Returns fp8 numbers and the scale of them all."""
-    most = jnp.max(jnp.abs(x), initial=0).astype(jnp.float32)
     limits = jnp.finfo(x.dtype)
     _, exponent = jnp.frexp(most / largest)
     exponent = jnp.clip(exponent, max(int(limits.minexp), -126), min(int(limits.maxexp), 128) - 1)
     scale = jnp.ldexp(jnp.float32(1), exponent)
     scale = jnp.where(jnp.isfinite(most), scale, jnp.nan).astype(x.dtype)
-    return (x / scale).astype(dtype), scale
+    return jnp.clip(x / scale, -largest, largest).astype(dtype), scale
 
 
 def _widened(rounded: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:

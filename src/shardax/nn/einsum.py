@@ -133,7 +133,9 @@ class Einsum(Module):
         kernel_axes: Axis names of the kernel; None for the equation's letters, and no names in
             place of an ellipsis. The bias has those of its dimensions.
         precision: As in ``jax.lax.dot_general``; or ``"fp8"``, which rounds input and kernel to
-            e4m3 and gradients of the result to e5m2, by their largest magnitudes in each call.
+            e4m3 and gradients of the result to e5m2, by their largest magnitudes in each call;
+            ``"fp8-delayed"``, by those of the last 16 calls, which the layer keeps, and of
+            gradients in each.
         preferred_element_type: Dtype of the sums and of the result; None for the compute dtype.
         rngs: Random streams; ``params`` is used.
 

@@ -31,7 +31,9 @@ class Linear(Module):
         kernel_axes: Axis names of the kernel; None for ``("in", "out")``, numbered where there are
             several dimensions: ``("in", "out_0", "out_1")``. The bias has those of its dimensions.
         precision: As in ``jax.lax.dot_general``; or ``"fp8"``, which rounds input and kernel to
-            e4m3 and gradients of the result to e5m2, by their largest magnitudes in each call.
+            e4m3 and gradients of the result to e5m2, by their largest magnitudes in each call;
+            ``"fp8-delayed"``, by those of the last 16 calls, which the layer keeps, and of
+            gradients in each.
         preferred_element_type: Dtype of the sums and of the result; None for the compute dtype.
         rngs: Random streams; ``params`` is used.
 

@@ -20,9 +20,10 @@ from shardax._core.init.lazy import Init, Initializer
 from shardax._core.init.rng import Rngs
 from shardax._core.module import Module
 from shardax._core.variable import Param
+from shardax._parallel.kernels import against_gated_unit, gated_unit, is_choosing, rows_split
 from shardax._transforms.lift.arguments import parameters_of
 from shardax._transforms.wrappers import ModuleWrapper
-from shardax.nn.arithmetic import as_array, cast_all, result_dtype, take_features
+from shardax.nn.arithmetic import as_array, cast_all, result_dtype, take_features, uses_tokamax
 from shardax.nn.errors import LayerConfigError, LayerInputError
 from shardax.nn.linear import Linear
 from shardax.nn.parameters import as_axes, as_size, canonical_dtype, zeros
@@ -122,9 +123,33 @@ class MLP(Module):
             LayerInputError: If the last dimension is not ``features``.
         """
         activate = find_activation(self.activation)
+        if self.gate is not None and is_choosing("gated"):
+            hidden = self._by_kernel(x, activate)
+            if hidden is not None:
+                return self.down(hidden, out_sharding=out_sharding)
         gate = None if self.gate is None else activate(self.gate(x))
         hidden = activate(self.up(x)) if gate is None else gate * self.up(x)
         return self.down(hidden, out_sharding=out_sharding)
+
+    def _by_kernel(self, x: object, activate: Callable[[Any], Any]) -> jax.Array | None:
+        """Returns the hidden layer by another library's kernel, if one is taken."""
+        maps: list[Any] = [self.gate, self.up]
+        options = [type(each).__name__ for each in maps if type(each) is not Linear]
+        for option in ("bias", "precision", "preferred_element_type"):
+            if any(getattr(each, option, None) is not None for each in maps):
+                options.append(option)
+        x, names, kernels = as_array(x), None, []
+        if not options:
+            kernels, names = [each.kernel.value for each in maps], self.up.kernel.axes
+            x = take_features("MLP", x, kernels[0].shape[:1])
+            x, *kernels = cast_all(self.up.dtype, x, *kernels)
+        split = rows_split(x, names[0] if names else None)
+        reason = functools.partial(
+            against_gated_unit, x, self.activation, list(dict.fromkeys(options)), split
+        )
+        if not uses_tokamax("gated", "MLP", x, reason):
+            return None
+        return gated_unit(x, kernels[0], kernels[1], activate, split, names)
 
 
 class PReLU(Module):

@@ -25,7 +25,8 @@ from shardax._core.module import Module
 from shardax._core.state.split_merge import iter_modules
 from shardax._core.variable import Intermediate
 from shardax._parallel.experts import Split, by_expert, find_places, find_split
-from shardax.nn.arithmetic import as_array, cast_all, take_features
+from shardax._parallel.kernels import against_experts, ragged_product
+from shardax.nn.arithmetic import as_array, cast_all, take_features, uses_tokamax
 from shardax.nn.errors import LayerConfigError, LayerInputError
 from shardax.nn.linear import Linear
 from shardax.nn.mlp import Activation, find_activation
@@ -233,7 +234,12 @@ class MoE(Module):
         leaves, structure = jax.tree.flatten(kernels)
         x, *leaves = cast_all(self.dtype, x, *leaves)
         leading = (x, logits, counted)
-        compute: Any = self._compute if split is None else partial(self._exchanging, split)
+        axes = None if split is None else (*split.axes, *split.experts, *split.hidden)
+        reason = partial(against_experts, self.dispatch, axes)
+        tokamax = uses_tokamax("experts", type(self).__name__, x, reason)
+        compute: Any = partial(self._compute, tokamax)
+        if split is not None:
+            compute = partial(self._exchanging, tokamax, split)
         found = [explicit_sharding(array) for array in (*leading, *leaves)]
         shardings = [sharding for sharding in found if sharding is not None]
         if shardings:
@@ -248,7 +254,7 @@ class MoE(Module):
         if split is not None and is_eager():
             # A region outside of a compiled program would be compiled operation by operation.
             options = (self.top_k, self.dispatch, self.capacity_factor, self.normalise)
-            key = (type(self), self.activation, *options, self._routing, split, out_layout)
+            key = (type(self), self.activation, *options, self._routing, split, out_layout, tokamax)
             compute = partial(_compiled, Static(compute, key))
         kernels = jax.tree.unflatten(structure, leaves)
         # In the compute dtype, which holds more of the scale than a parameter may.
@@ -268,19 +274,27 @@ class MoE(Module):
         return Kernel(getattr(self, name).value, bias, *adapters.get(name, ()))
 
     def _compute(
-        self, x: jax.Array, logits: jax.Array, counted: jax.Array, *kernels: Kernel
+        self, tokamax: bool, x: jax.Array, logits: jax.Array, counted: jax.Array, *kernels: Kernel
     ) -> tuple[jax.Array, jax.Array]:
         """Returns the result and the loss; sees no Explicit axes."""
         weights, experts, loss = self._route(logits, counted, x.shape[:-1], len(kernels[0][0]))
         tokens, few = x.reshape(-1, x.shape[-1]), 2 * experts.size <= len(kernels[0][0])
-        apply = {"dense": self._dense, "dropless": self._dropless, "capacity": self._capacity}
-        if few and self.deterministic and self.dispatch != "capacity" and resolve_mesh() is None:
+        dropless = partial(self._dropless, tokamax)
+        apply = {"dense": self._dense, "dropless": dropless, "capacity": self._capacity}
+        few = few and self.dispatch != "capacity" and not tokamax
+        if few and self.deterministic and resolve_mesh() is None:
             apply = {self.dispatch: self._by_choice}
         y = apply[self.dispatch](tokens, weights.astype(x.dtype), experts, *kernels)
         return y.reshape(x.shape), loss
 
     def _exchanging(
-        self, split: Split, x: jax.Array, logits: jax.Array, counted: jax.Array, *kernels: Kernel
+        self,
+        tokamax: bool,
+        split: Split,
+        x: jax.Array,
+        logits: jax.Array,
+        counted: jax.Array,
+        *kernels: Kernel,
     ) -> tuple[jax.Array, jax.Array]:
         """Does the same with experts over a mesh axis."""
         count = len(kernels[0][0])
@@ -296,13 +310,14 @@ class MoE(Module):
                 places = self._places(experts.size * split.size(split.axes), count)
                 place = find_places(experts, count, x.shape[:-1], split)
                 experts = jnp.where(place < places, experts, count)
-            tokens, compute = x.reshape(-1, x.shape[-1]), partial(self._sorted, (gate, up, down))
+            tokens = x.reshape(-1, x.shape[-1])
+            compute = partial(self._sorted, tokamax, (gate, up, down))
             weights = weights.astype(x.dtype)
             options = (count, compute, split, places)
             y = by_expert(tokens, weights, experts, *options, on_inputs=self._scales_inputs)
             return y.reshape(x.shape), loss
 
-        return split.run(region, x, logits, counted, *kernels)
+        return split.run(region, x, logits, counted, *kernels, is_typed=not tokamax)
 
     def _scores(self, x: jax.Array) -> jax.Array:
         """Returns what experts are chosen by, of shape (..., experts)."""
@@ -386,14 +401,15 @@ class MoE(Module):
         y = jax.lax.map(lambda choice: one(*choice), (rows, weights.ravel(), experts.ravel()))
         return y.reshape(*experts.shape, -1).sum(axis=1)
 
-    def _sorted(self, kernels: Sequence[Kernel], x: jax.Array, sizes: jax.Array) -> jax.Array:
+    def _sorted(
+        self, tokamax: bool, kernels: Sequence[Kernel], x: jax.Array, sizes: jax.Array
+    ) -> jax.Array:
         """Returns the results of rows sorted by expert."""
         gate, up, down = kernels
         is_valid = jnp.arange(len(x))[:, None] < sizes.sum()
 
         def multiply(x: jax.Array, kernel: jax.Array) -> jax.Array:
-            # What is past the last group is undefined on some platforms.
-            return jnp.where(is_valid, jax.lax.ragged_dot(x, kernel, sizes), 0)
+            return ragged_product(x, kernel, sizes, tokamax)
 
         def by_row(bias: jax.Array) -> jax.Array:
             rows = jnp.repeat(jnp.arange(len(bias)), sizes, total_repeat_length=len(x))
@@ -403,14 +419,14 @@ class MoE(Module):
         return _product(hidden, down, multiply, by_row=by_row)
 
     def _dropless(
-        self, x: jax.Array, weights: jax.Array, experts: jax.Array, *kernels: Kernel
+        self, tokamax: bool, x: jax.Array, weights: jax.Array, experts: jax.Array, *kernels: Kernel
     ) -> jax.Array:
         order = jnp.argsort(experts.reshape(-1), stable=True)
         sizes = jnp.bincount(experts.reshape(-1), length=len(kernels[0][0])).astype(jnp.int32)
         token = order // self.top_k
         rows, weights = x[token], weights.reshape(-1)[order][:, None]
         rows, weights = self._weighed(rows, weights)
-        y = self._sorted(kernels, rows, sizes) * weights
+        y = self._sorted(tokamax, kernels, rows, sizes) * weights
         return jnp.zeros_like(x).at[token].add(y)
 
     def _capacity(

@@ -28,8 +28,15 @@ from shardax._core.init.lazy import Init, Initializer
 from shardax._core.init.rng import Rngs
 from shardax._core.module import Module
 from shardax._core.variable import BatchStat, Param
+from shardax._parallel.kernels import against_norm, is_choosing, normalized, rows_split
 from shardax.nn import parameters
-from shardax.nn.arithmetic import as_array, at_least_float32, result_dtype, take_features
+from shardax.nn.arithmetic import (
+    as_array,
+    at_least_float32,
+    result_dtype,
+    take_features,
+    uses_tokamax,
+)
 from shardax.nn.errors import LayerConfigError, LayerInputError
 from shardax.partition.explicit import align, explicit_sharding, with_layout
 
@@ -41,6 +48,7 @@ class _Norm(Module):
     bias: Param | None = None
     # The mask of a ``Sequential`` is mostly one of attention, which says something else.
     _direct_inputs = frozenset({"mask"})
+    _scale_offset = 0.0  # added to the scale
 
     def _take_options(
         self,
@@ -69,6 +77,29 @@ class _Norm(Module):
     def _over_root_mean_square(self, wide: jax.Array, where: jax.Array | None) -> jax.Array:
         mean_square = jnp.mean(jnp.square(wide), axis=-1, keepdims=True, where=where)
         return wide * jax.lax.rsqrt(mean_square + self.epsilon)
+
+    def _by_kernel(self, x: jax.Array, mask: object, *, centred: bool) -> jax.Array | None:
+        """Returns the result of another library's kernel, if one is taken."""
+        if not is_choosing("norms"):
+            return None
+        scale = None if self.scale is None else self.scale.value
+        bias = None if self.bias is None else self.bias.value
+        dtype = result_dtype(self.dtype, x, scale, bias)
+        # Widened first where the result is, as the kernel's has the dtype of its input.
+        wide = x.astype(jnp.promote_types(x.dtype, dtype))
+        names = None if self.scale is None else self.scale.axes
+        split = rows_split(x, names[-1] if names else None)
+        options = [] if mask is None else ["mask"]
+        layer = f"{type(self).__name__}({self.features})"
+        if not uses_tokamax("norms", layer, wide, lambda: against_norm(wide, options, split)):
+            return None
+        numbers = {"epsilon": self.epsilon, "scale_offset": self._scale_offset}
+        return normalized(wide, scale, bias, split, subtract_mean=centred, **numbers).astype(dtype)
+
+    def _refuse_kernel(self, x: Any) -> None:
+        """Raises if the scope asks for another kernel by name."""
+        layer = f"{type(self).__name__}({self.features})"
+        uses_tokamax("norms", layer, x, lambda: "it norms the last dimension of each row alone")
 
     def _by_statistics(
         self, function: Callable[..., jax.Array], wide: jax.Array, mask: object
@@ -149,6 +180,8 @@ class RMSNorm(_Norm):
                 input.
         """
         x = take_features(f"RMSNorm({self.features})", x, (self.features,))
+        if (result := self._by_kernel(x, mask, centred=False)) is not None:
+            return result
         wide = x.astype(at_least_float32(x.dtype))
         return self._scaled(x, self._by_statistics(self._normed, wide, mask))
 
@@ -223,6 +256,8 @@ class LayerNorm(_Norm):
                 input.
         """
         x = take_features(f"LayerNorm({self.features})", x, (self.features,))
+        if (result := self._by_kernel(x, mask, centred=True)) is not None:
+            return result
         wide = x.astype(at_least_float32(x.dtype))
         return self._scaled(x, self._by_statistics(self._normed, wide, mask))
 
@@ -315,6 +350,7 @@ class GroupNorm(_Norm):
         if x.ndim < 2:
             expected = f"an input of shape (batch, ..., {self.features})"
             parameters.refuse_input(layer, expected, x, "Of one example: layer(x[None])[0].")
+        self._refuse_kernel(x)
         wide = x.astype(at_least_float32(x.dtype))
         if mask is not None:
             return self._scaled(x, self._by_statistics(self._normed, wide, mask))
@@ -469,6 +505,7 @@ class BatchNorm(_Norm):
                 "Make the layer with the features that the input has, and axis=... for where they "
                 "stand.",
             )
+        self._refuse_kernel(x)
         dimension = self.axis % x.ndim
         wide = x.astype(at_least_float32(x.dtype))
         running = self.use_running_average if use_running_average is None else use_running_average

@@ -41,6 +41,8 @@ SCHEDULES = ("gpipe", "circular")
 """The orders in which stages of a pipeline have layers."""
 ATTENTION_KERNELS = ("auto", "xla", "cudnn", "splash", "tokamax")
 """The implementations of attention."""
+LAYER_KERNELS = ("auto", "xla", "tokamax")
+"""The implementations of experts, losses, gated units and norms."""
 _OPTIONS = Options(PartitionError)
 
 
@@ -52,6 +54,10 @@ class _Settings(NamedTuple):
     schedule: str = "gpipe"
     context: str = "all-gather"
     attention: str | None = None
+    experts: str | None = None
+    loss: str | None = None
+    gated: str | None = None
+    norms: str | None = None
     interpret: bool = False
     reference: bool = False
 
@@ -244,11 +250,22 @@ def parallel(
     return SettingsScope("parallel", **changes)
 
 
-def kernels(*, attention: str | None = None, interpret: bool | None = None) -> SettingsScope:
+def kernels(
+    *,
+    attention: str | None = None,
+    experts: str | None = None,
+    loss: str | None = None,
+    gated: str | None = None,
+    norms: str | None = None,
+    interpret: bool | None = None,
+) -> SettingsScope:
     """Kernels of layers in a ``with`` block or decorated function.
 
     Scopes nest: what an inner one leaves out is as around it. A layer with an ``implementation`` of
     its own keeps that. Programs traced under other kernels are traced anew.
+
+    What is not attention takes ``"xla"``, XLA's own operations, the default; ``"tokamax"``, what
+    the library tokamax takes on this platform; or ``"auto"``, the best that a layer can run.
 
     Args:
         attention: ``"auto"``: of each layer the fastest kernel that computes the same and runs on
@@ -256,8 +273,12 @@ def kernels(*, attention: str | None = None, interpret: bool | None = None) -> S
             operations, the default. ``"cudnn"``: that of NVIDIA GPUs. ``"splash"``: JAX's splash
             attention, on TPUs. ``"tokamax"``: what the library tokamax takes on this platform. A
             layer that cannot run a kernel asked for by name refuses it and says why.
+        experts: The products of ``nn.MoE`` with its experts' kernels, of rows sorted by expert.
+        loss: ``models.blockwise_cross_entropy``.
+        gated: The first half of a gated ``nn.MLP``: ``activation(gate(x)) * up(x)``.
+        norms: ``nn.RMSNorm`` and ``nn.LayerNorm``. By name, other norms refuse it.
         interpret: Whether Pallas's kernels are interpreted, which runs them on CPU, slowly, to
-            check their numbers.
+            check their numbers. Those of tokamax have no such mode.
 
     Returns:
         The context manager, which is also a decorator.
@@ -268,25 +289,27 @@ def kernels(*, attention: str | None = None, interpret: bool | None = None) -> S
     Example:
         >>> import jax.numpy as jnp, shardax as sx
         >>> attention = sx.nn.MultiHeadAttention(16, 4, causal=True, rngs=sx.Rngs(0))
-        >>> with sx.kernels(attention="auto"):
+        >>> with sx.kernels(attention="auto", norms="auto"):
         ...     y = attention(jnp.ones((2, 5, 16)))
         >>> bool(jnp.allclose(y, attention(jnp.ones((2, 5, 16))), atol=1e-6))
         True
     """
     changes: dict[str, Any] = {}
     options = Options(PartitionError)
-    if attention is not None:
-        options.choice("attention", attention, ATTENTION_KERNELS)
-        changes["attention"] = str(attention)
+    names = {"experts": experts, "loss": loss, "gated": gated, "norms": norms}
+    for kind, name in {"attention": attention, **names}.items():
+        if name is not None:
+            options.choice(kind, name, ATTENTION_KERNELS if kind == "attention" else LAYER_KERNELS)
+            changes[kind] = str(name)
     if interpret is not None:
         options.choice("interpret", interpret, (True, False))
         changes["interpret"] = interpret
     return SettingsScope("kernels", **changes)
 
 
-def current_attention_kernel() -> str | None:
-    """Returns the scope's kernel of attention, or None."""
-    return _settings_by_text[_current.value].attention
+def current_kernel(kind: str) -> str | None:
+    """Returns the scope's kernel of a kind, such as attention, or None."""
+    return getattr(_settings_by_text[_current.value], kind)
 
 
 def is_interpreting_kernels() -> bool:

@@ -16,7 +16,7 @@ from shardax._core.state.filters import Filter, Predicate, to_predicate
 from shardax._core.variable import Param, Variable
 from shardax._select.places import SelectionError
 from shardax._select.selection import select
-from shardax.nn.arithmetic import take_precision
+from shardax.nn.arithmetic import DelayedScaling, take_precision
 from shardax.nn.einsum import Einsum
 from shardax.nn.embedding import Embed
 from shardax.nn.linear import Linear
@@ -133,7 +133,7 @@ def with_precision(model: PyTree, precisions: Any) -> PyTree:
 
     Returns:
         The model with copies of these layers. All Variables are shared with the given one, so an
-        optimizer of it trains both.
+        optimizer of it trains both; ``"fp8-delayed"`` adds an ``AmaxHistory`` of each operand.
 
     Raises:
         SelectionError: If a filter matches no kernel of such a layer.
@@ -158,6 +158,8 @@ def with_precision(model: PyTree, precisions: Any) -> PyTree:
             if rules[number].format is not None:
                 layer = copy.copy(by_path[place.path[:-1]])
                 take_precision(layer, rules[number].format, None)
+                if isinstance(layer.precision, DelayedScaling):
+                    layer.precision = DelayedScaling(*_lead(place))
                 layers[place.path[:-1]] = layer
     for number, rule in enumerate(rules):
         if number not in used:
@@ -169,6 +171,13 @@ def with_precision(model: PyTree, precisions: Any) -> PyTree:
     new = {id(by_path[path]): layer for path, layer in layers.items()}
     chosen = select(model).at_instances_of(_WITH_PRECISION).where(lambda _, x: id(x) in new)
     return chosen.apply(lambda _, layer: new[id(layer)], allow_empty=True)
+
+
+def _lead(place: _KernelPlace) -> tuple[tuple[int, ...], tuple[Any, ...]]:
+    """Returns sizes and names of a stack's dimensions."""
+    count = len(place.kernel.shape) - len(place.expected)
+    names = place.kernel.axes or (None,) * count
+    return place.kernel.shape[:count], names[:count]
 
 
 def _rules_of(formats: object) -> list[_FormatRule]:

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from shardax._core.module import Module
-from shardax.nn.arithmetic import at_least_float32, result_dtype
+from shardax.nn.arithmetic import at_least_float32, result_dtype, uses_tokamax
 from shardax.nn.normalization import LayerNorm, RMSNorm
 from shardax.nn.parameters import make_parameter, ones, zeros
 from shardax.partition.explicit import align
@@ -21,6 +21,8 @@ NORMS = ("rms", "rms_offset", "layer", "layer_offset", "layer_unbiased")
 
 class OffsetScale:
     """Adds 1 to the scale of a norm."""
+
+    _scale_offset = 1.0
 
     def __init__(self, features: int, **options: Any) -> None:
         super().__init__(features, scale_init=zeros, **options)  # pyright: ignore[reportCallIssue]
@@ -50,6 +52,7 @@ class HeadsRMSNorm(Module):
         self.dtype = dtypes["dtype"]
 
     def __call__(self, x: jax.Array) -> jax.Array:
+        uses_tokamax("norms", "HeadsRMSNorm", x, lambda: "it norms one dimension, and not two")
         wide = x.astype(at_least_float32(x.dtype))
         mean_square = jnp.mean(jnp.square(wide), axis=(-2, -1), keepdims=True)
         places = (x.ndim - 2, x.ndim - 1)

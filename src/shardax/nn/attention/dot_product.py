@@ -25,15 +25,15 @@ from shardax._parallel.attention_kernels import (
     AttentionChoice,
     Operands,
     choose,
-    platform_in_scope,
     region_of,
     run_kernel,
 )
+from shardax._parallel.kernels import platform_in_scope
 from shardax.nn.arithmetic import as_array, at_least_float32, cast_all
 from shardax.nn.embedding import look_up
 from shardax.nn.errors import LayerInputError
 from shardax.nn.parameters import refuse_input
-from shardax.partition.context import current_attention_kernel, is_interpreting_kernels
+from shardax.partition.context import current_kernel, is_interpreting_kernels
 from shardax.partition.explicit import align, explicit_entries
 
 AttentionKernel = Literal["auto", "xla", "cudnn", "splash", "tokamax"]
@@ -363,7 +363,7 @@ def weighted_values(
     precision: Any = None,
 ) -> jax.Array:
     """Weighs values, by the kernel of the layer or the scope."""
-    if (implementation or current_attention_kernel()) not in (None, "xla"):
+    if (implementation or current_kernel("attention")) not in (None, "xla"):
         arrays = Operands(query, key, value, bias, mask, segments)
         unusual = _options_of(
             other_softmax=to_weights is not softmax,

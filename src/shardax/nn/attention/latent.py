@@ -34,7 +34,7 @@ from shardax.nn.linear import Linear
 from shardax.nn.normalization import RMSNorm
 from shardax.nn.parameters import as_axes, as_size, refuse_input
 from shardax.nn.rope import Rope, Rotation, rotate
-from shardax.partition.context import current_attention_kernel
+from shardax.partition.context import current_kernel
 
 
 class MultiHeadLatentAttention(MultiHeadAttention):
@@ -243,7 +243,7 @@ class MultiHeadLatentAttention(MultiHeadAttention):
         is_linear = type(self.kv_up) is Linear and self.kv_up.bias is None
         options = (self.attention_fn, self.softcap, self.sinks)
         options += (self.precision, self.kv_up.precision)
-        kernel = self.implementation or current_attention_kernel()
+        kernel = self.implementation or current_kernel("attention")
         return is_linear and options == (None,) * 5 and kernel in (None, "auto", "xla")
 
     def _reads_latents(self, time: int, length: int) -> bool:

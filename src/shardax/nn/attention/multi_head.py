@@ -41,7 +41,7 @@ from shardax.nn.errors import LayerConfigError, LayerInputError
 from shardax.nn.linear import Linear
 from shardax.nn.parameters import as_axes, as_size, make_parameter, refuse_input, zeros
 from shardax.nn.rope import PlacedRotation, Rope, Rotation, check_head_dim, rotate
-from shardax.partition.context import ATTENTION_KERNELS, current_attention_kernel, current_context
+from shardax.partition.context import ATTENTION_KERNELS, current_context, current_kernel
 from shardax.partition.explicit import explicit_entries
 
 
@@ -111,8 +111,8 @@ class MultiHeadAttention(Module):
         bias_init: Initializer of the biases.
         axes: Axis names of features, heads, kv heads and head dimension.
         rngs: Random streams; ``params`` is used, and ``dropout`` where weights are dropped.
-        precision: That of ``jax.lax.dot_general`` in projections and attention; or ``"fp8"``, in
-            which projections are computed, as in ``Linear``.
+        precision: That of ``jax.lax.dot_general`` in projections and attention; or ``"fp8"``
+            or ``"fp8-delayed"``, in which projections are computed, as in ``Linear``.
         preferred_element_type: Likewise, in the projections.
 
     Attributes:
@@ -213,7 +213,7 @@ class MultiHeadAttention(Module):
         self._take_rope(rope_base, rope)
         self.window = None if window is None else as_size("MultiHeadAttention", "window", window)
         self.softcap, self.scale = softcap, scale
-        self.precision = None if precision == "fp8" else precision
+        self.precision = None if precision in ("fp8", "fp8-delayed") else precision
         self.implementation = implementation
         if attention_fn is not None:  # set only where given, as take_precision does
             self.attention_fn = attention_fn
@@ -455,7 +455,7 @@ class MultiHeadAttention(Module):
     ) -> jax.Array:
         """Reads keys and values sent round a mesh axis."""
         context = current_context()
-        kernel = self.implementation or current_attention_kernel()
+        kernel = self.implementation or current_kernel("attention")
         if kernel not in (None, "auto", "xla"):
             refuse_input(
                 f'MultiHeadAttention(implementation="{kernel}") with context="{context}"',

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from shardax._core.module import Module
+from shardax.nn.arithmetic import uses_tokamax
 from shardax.nn.parameters import make_parameter, ones
 from shardax.partition.explicit import align, explicit_entries, with_layout
 
@@ -107,6 +108,7 @@ class GatedRMSNorm(Module):
         self.groups, self.epsilon, self.gate_first = groups, epsilon, gate_first
 
     def __call__(self, x: jax.Array, gate: jax.Array) -> jax.Array:
+        uses_tokamax("norms", "GatedRMSNorm", x, lambda: "it norms heads with gates")
         gate = jax.nn.silu(gate.astype(x.dtype))
         x = x * gate if self.gate_first else x
 
