@@ -9,6 +9,7 @@ import sys
 from typing import Any
 
 import jax
+import jax.extend.random
 import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
@@ -213,3 +214,22 @@ def test_keys_follow_the_configured_implementation() -> None:
     finally:
         jax.config.update("jax_default_prng_impl", "threefry2x32")
     assert sx.Rngs(0).default.key.value.dtype == default
+
+
+def test_values_made_under_a_mesh_leave_later_ones() -> None:
+    # What is kept of a generator is kept for the whole process, so this one is of this test alone.
+    known = jax.extend.random.threefry_prng_impl
+    functions = {"seed": known.seed, "split": known.split, "fold_in": known.fold_in}
+    functions |= {"random_bits": known.random_bits, "key_shape": known.key_shape}
+    generator = jax.extend.random.define_prng_impl(**functions, name="test_lazy")
+
+    def values() -> sx.State:
+        return sx.state(sx.nn.Linear(4, 3, rngs=sx.Rngs(jax.random.key(0, impl=generator))))
+
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        under_mesh = sx.nn.Linear(4, 3, rngs=sx.Rngs(jax.random.key(0, impl=generator)))
+        made = under_mesh(jax.device_put(jnp.ones((2, 4)), PartitionSpec("data")))
+        expected = jnp.ones((2, 4)) @ under_mesh.kernel.value
+    assert_equal_values(values().flat()["kernel",], under_mesh.kernel.value)
+    assert_equal_values(made, expected)

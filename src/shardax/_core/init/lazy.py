@@ -345,7 +345,9 @@ def compile_together(programs: Iterable[InitializerProgram]) -> None:
 
 @functools.lru_cache(maxsize=16)
 def _words_of(impl: object) -> jax.ShapeDtypeStruct:
-    return jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0, impl=impl)))
+    found = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0, impl=impl)))
+    # Kept for all calls, so without its sharding: that is over the mesh in scope now.
+    return jax.ShapeDtypeStruct(found.shape, found.dtype)
 
 
 def cuts_freely(function: Callable[[Any], jax.Array], source: object, impl: object) -> bool:
