@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import sys
 from typing import Any
 
 import jax
@@ -41,6 +42,22 @@ def stacked() -> Any:
 
 def numbers(variable: Any) -> Any:
     return np.asarray(variable.value).tolist()
+
+
+def calls_of(function: Any) -> int:
+    """Counts the calls of Python functions that a call makes."""
+    count = 0
+
+    def profile(_frame: Any, event: str, _argument: Any) -> None:
+        nonlocal count
+        count += event == "call"
+
+    sys.setprofile(profile)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return count
 
 
 # --- what a view is -------------------------------------------------------------------------------
@@ -304,3 +321,23 @@ def test_a_part_of_an_abstract_stack_is_abstract() -> None:
     assert part.is_abstract and part.shape == (2,)
     with pytest.raises(ModuleError, match="abstract"):
         part.value = jnp.ones(2)
+
+
+def test_edits_leave_views_of_others_alone() -> None:
+    other = Layer(sx.Rngs(0))
+
+    def edit() -> None:
+        sx.graphdef(other)  # remembered, so that an edit must tell
+        other.rate += 1.0
+
+    before = calls_of(edit)
+    roots = [stacked() for _ in range(3)]
+    held = [view(root, index) for root in roots for index in range(3)]
+    assert calls_of(edit) == before
+    # Those of a view's views follow too.
+    outer = stack_objects([stacked(), stacked()], "blocks").root
+    inner = view(view(outer, 1), 2)
+    outer.parts.append(sx.BatchStat(jnp.ones((2, 3, 2))))
+    outer.rate = 0.25
+    assert (numbers(inner.parts[1]), inner.rate) == ([1.0, 1.0], 0.25)
+    assert {layer.rate for layer in held} == {0.5}

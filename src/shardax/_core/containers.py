@@ -343,7 +343,7 @@ class _Container(Object):
 
     def _changed(self) -> None:
         if self._marked:
-            epoch.advance()
+            epoch.advance(self)
 
     def __copy__(self) -> Self:
         return type(self)(self)  # pyright: ignore[reportCallIssue] (both containers take their items)

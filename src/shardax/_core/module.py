@@ -133,7 +133,7 @@ class Module(Object):
             boxed.pop(name, None)
             attributes[name] = new
         if self._marked and (old is _ABSENT or not containers.same_structure(old, new)):
-            epoch.advance()
+            epoch.advance(self)
 
     def __getattr__(self, name: str) -> Any:
         if not name.startswith("__"):
@@ -149,7 +149,7 @@ class Module(Object):
         else:
             object.__delattr__(self, name)
         if self._marked:
-            epoch.advance()
+            epoch.advance(self)
 
     def __dir__(self) -> list[str]:
         return sorted({*object.__dir__(self), *self._array_attributes})

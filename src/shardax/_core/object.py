@@ -102,20 +102,20 @@ class StructureEpoch:
 
     def __init__(self) -> None:
         self.current = 0
-        self._hooks: list[Callable[[], None]] = []
+        self._hooks: list[Callable[[tuple[object, ...]], None]] = []
         # A lost increment could bring back an epoch at which an older walk was remembered.
         self._lock = threading.Lock()
 
-    def on_advance(self, hook: Callable[[], None]) -> None:
-        """Has ``hook`` called after every advance."""
+    def on_advance(self, hook: Callable[[tuple[object, ...]], None]) -> None:
+        """Has ``hook(changed)`` called after every advance."""
         self._hooks.append(hook)
 
-    def advance(self) -> None:
-        """Declares every remembered walk out of date."""
+    def advance(self, *changed: object) -> None:
+        """Declares every remembered walk out of date, and says what changed."""
         with self._lock:
             self.current += 1
         for hook in self._hooks:
-            hook()
+            hook(changed)
 
 
 epoch = StructureEpoch()

@@ -349,7 +349,7 @@ class Variable(ArrayLike, Object, Generic[T], metaclass=_VariableType):
             return
         target._metadata = metadata
         if target._marked:
-            epoch.advance()
+            epoch.advance(target)
 
     def _check_metadata_write(self, what: str) -> None:
         """Raises if the metadata must not be changed here."""

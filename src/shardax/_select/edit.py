@@ -558,7 +558,7 @@ def _refill(holder: object, pairs: Pairs, done: Journal) -> None:
     def put(pairs: Pairs) -> None:
         handler.fill(holder, pairs)
         if isinstance(holder, Object) and holder._marked:
-            epoch.advance()
+            epoch.advance(holder)
 
     put(pairs)
     done.append(lambda: put(old))

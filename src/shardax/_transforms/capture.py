@@ -215,7 +215,7 @@ def _methods_sow(model: object, kind: VariableType | None) -> Iterator[None]:
     changed = [(m, type(m)) for m in modules if not isinstance(m, (Rngs, RngStream))]
     for module, plain in changed:
         object.__setattr__(module, "__class__", _sowing_class(plain, kind))
-    epoch.advance()  # structures that are remembered have the plain classes
+    epoch.advance(*modules)  # structures that are remembered have the plain classes
     token = _sowing.set(True)
     try:
         yield
@@ -223,7 +223,7 @@ def _methods_sow(model: object, kind: VariableType | None) -> Iterator[None]:
         _sowing.reset(token)
         for module, plain in changed:
             object.__setattr__(module, "__class__", plain)
-        epoch.advance()
+        epoch.advance(*modules)
 
 
 @functools.cache  # one for each class and type, since compiled programs depend on both

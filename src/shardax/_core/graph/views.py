@@ -376,17 +376,22 @@ class _Known(weakref.ref[Any]):
 
 # Every view, by ``id`` of the original and part. An entry keeps the original alive.
 _known: dict[tuple[int, int], _Known] = {}
+# Those of Modules and containers, which have to follow their originals.
+_filled: dict[tuple[int, int], _Known] = {}
 
 
 def _remember(new_view, source: Object, index: int, shared: Container[Any]) -> None:
     ref = _Known(new_view, _forget)
     ref.key, ref.source, ref.shared = (id(source), index), source, shared
     _known[ref.key] = ref
+    if not isinstance(source, Variable):
+        _filled[ref.key] = ref
 
 
-def _forget(ref, views: dict[tuple[int, int], _Known] = _known) -> None:
-    if views.get(ref.key) is ref:  # bound above: globals are gone when the interpreter ends
-        del views[ref.key]
+def _forget(ref, tables: tuple[dict[tuple[int, int], _Known], ...] = (_known, _filled)) -> None:
+    for views in tables:  # bound above: globals are gone when the interpreter ends
+        if views.get(ref.key) is ref:
+            del views[ref.key]
 
 
 def view(source: Any, index: int, shared: Container[Any] = ()) -> Any:
@@ -439,12 +444,15 @@ def _fill(new_view, source, index: int, shared: Container[Any]) -> None:
     )
 
 
-def _follow() -> None:
-    """Gives all views of Modules and containers what their originals hold now."""
-    for ref in list(_known.values()):
-        new_view = ref()
-        if new_view is not None and not isinstance(new_view, Variable):
+def _follow(changed: tuple[object, ...]) -> None:
+    """Gives the views of changed Modules and containers what these hold now."""
+    # Views of views come after them.
+    targets = {id(item) for item in changed}
+    for ref in list(_filled.values()):
+        new_view = ref() if ref.key[0] in targets else None
+        if new_view is not None:
             _fill(new_view, ref.source, ref.key[1], ref.shared)
+            targets.add(id(new_view))
 
 
 epoch.on_advance(_follow)

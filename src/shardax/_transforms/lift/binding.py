@@ -375,7 +375,7 @@ def _apply(graph: InputGraph, outputs: LiftedOutputs):
         else:
             objects[position]._unflatten(definition, decode)
     if effects.updates:
-        epoch.advance()
+        epoch.advance(*(objects[position] for position in effects.updates))
     if effects.result is None:
         return outputs.result
     returned = {position: objects[position] for _, position in effects.result.roots}

@@ -450,7 +450,7 @@ class SingleRunCall(LiftedCall):
             item.outer._write(value)
             if item.outer._metadata != item.stand_in._metadata:
                 item.outer._metadata = item.stand_in._metadata
-                epoch.advance()
+                epoch.advance(item.outer)
 
     def finish_on(self, graph: InputGraph, leaving: tuple[Leaf, ...]) -> PyTree:
         """Returns the result with the objects of a copied graph."""
