@@ -130,10 +130,13 @@ def pytest_sessionstart() -> None:
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_logfinish() -> None:
     """Keeps the memory of a worker below about 3 GB: JAX's caches grow without bound."""
+    # What then stays is passed by in later collections, as what the collection of tests left.
     global _bytes_to_clear_at
     if _resident_bytes() > _bytes_to_clear_at:
         jax.clear_caches()
+        gc.unfreeze()
         gc.collect()
+        gc.freeze()
         with contextlib.suppress(OSError, AttributeError):  # of glibc
             ctypes.CDLL(None).malloc_trim(0)
         _bytes_to_clear_at = max(MOST_BYTES, _resident_bytes() + GROWTH_BYTES)

@@ -361,6 +361,7 @@ def references_to_a_closure() -> list[Any]:
     return [weakref.ref(item) for item in (layer, array, options, branch)]
 
 
+@pytest.mark.usefixtures("collecting_only_what_is_new")
 def test_nothing_of_a_closure_is_kept_alive() -> None:
     references = references_to_a_closure()
     for _ in range(3):  # programs go when the functions are gone
@@ -368,6 +369,7 @@ def test_nothing_of_a_closure_is_kept_alive() -> None:
     assert [reference() for reference in references] == [None] * 4
 
 
+@pytest.mark.usefixtures("collecting_only_what_is_new")
 def test_model_with_a_closure_over_itself_dies() -> None:
     references = []
     for _ in range(4):
@@ -385,6 +387,7 @@ def test_model_with_a_closure_over_itself_dies() -> None:
     assert [ref() for ref in references] == [None] * 8
 
 
+@pytest.mark.usefixtures("collecting_only_what_is_new")
 def test_models_that_were_passed_die() -> None:
     references = []
     for _ in range(4):

@@ -36,7 +36,7 @@ class Recorded(sx.Module):
 
 
 @pytest.fixture(autouse=True)
-def checked() -> Iterator[None]:
+def checked(collecting_only_what_is_new: None) -> Iterator[None]:
     with jax.checking_leaks():
         yield
 
