@@ -7,8 +7,9 @@ import importlib.util
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
-from tests.plan.installed import GPU, TPU
+from tests.plan.installed import GPU, TPU, needs
 
 import shardax as sx
 from shardax import plan
@@ -124,3 +125,101 @@ def counted_experts(forward: int, kernels: int) -> float:
     """Operations of a device: products of rows, gradients of kernels, the router."""
     rows = 2 * BATCH * 64 / DEVICES * EXPERT_DIM
     return rows * HIDDEN * (4 * forward + 3 * kernels) + 2 * rows * EXPERTS
+
+
+# A decoder, in training and in decoding, by kernel and by precision, over 1, 8 and 64 devices.
+DECODER = sx.models.TransformerConfig(
+    vocab_size=256,
+    num_layers=2,
+    embed_dim=256,
+    num_heads=8,
+    num_kv_heads=8,
+    head_dim=128,
+    mlp_dim=256,
+    dtype="bfloat16",
+    param_dtype="bfloat16",
+    scan_layers=True,
+)
+SPLIT = {**RULES, "mlp": "model", "vocab": "model"}
+LAYERS = sx.PathContains("layers")
+ROWS, LENGTH = 64, 128
+MESHES = {1: {"data": 1, "model": 1}, 8: {"data": 2, "model": 4}, 64: {"data": 8, "model": 8}}
+MACHINES = {
+    "tpu": {1: "tpu:v5e:1x1", 8: "tpu:v5e:2x4", 64: "tpu:v5e:8x8"},
+    "gpu": {1: "gpu:h100:1x1", 8: "gpu:h100:1x8", 64: "gpu:h100:8x8"},
+}
+KINDS = [pytest.param(kind, marks=needs(kind)) for kind in MACHINES]
+
+
+def decoder_report(step: Any, args: tuple[Any, ...], kind: str, devices: int) -> Any:
+    layouts, mesh = {"split": SPLIT}, MESHES[devices]
+    (report,) = plan.compare(step, args, layouts, mesh, MACHINES[kind][devices], cache=None)
+    assert report.outcome == "fits", report.reason
+    return report
+
+
+def bytes_on_a_device(held: Any, devices: int) -> float:
+    """What a device holds of the Variables, by their names."""
+    total = 0.0
+    for _, variable in sx.iter_variables(held):
+        names = variable.axes or ()
+        parts = [MESHES[devices][SPLIT[name]] for name in names if name in SPLIT]
+        itemsize = 0.5 if variable.dtype == "int4" else variable.dtype.itemsize
+        total += variable.size * itemsize / np.prod(parts, dtype=int)
+    return total
+
+
+@pytest.mark.parametrize(
+    ("attention", "precision", "devices"),
+    [("xla", "fp8", 64), ("xla", "fp8-delayed", 8), ("splash", None, 64), ("splash", "fp8", 1)],
+)
+@pytest.mark.parametrize("kind", KINDS)
+def test_training_by_kernel_and_precision_compiles_and_counts(
+    kind: str, attention: str, precision: str | None, devices: int
+) -> None:
+    attention = attention if kind == "tpu" else "xla"
+    model = sx.models.Transformer(DECODER, rngs=sx.Rngs(0))
+    if precision is not None:
+        model = sx.surgery.with_precision(model, {LAYERS: precision})
+
+    @sx.jit
+    @sx.kernels(attention=attention)
+    def step(model: Any, tokens: Any) -> Any:
+        return sx.grad(lambda model: model(tokens).astype(jnp.float32).mean())(model)
+
+    args = model, plan.NamedShape((ROWS, LENGTH), "int32", ("batch", "seq"))
+    report = decoder_report(step, args, kind, devices)
+    held = report.argument_bytes["parameters"] + report.argument_bytes["other"]
+    assert held == bytes_on_a_device(model, devices)
+    if attention == "xla":  # splash computes no pairs that the mask leaves out
+        assert report.program_flops <= report.flops * devices <= 1.1 * report.program_flops
+
+
+@pytest.mark.parametrize(
+    ("precision", "cache_dtype", "devices"),
+    [
+        (None, None, 8),
+        ("int8", None, 1),
+        ("int8", "int8", 64),
+        ("fp8", None, 64),
+        ("int4", None, 8),
+    ],
+)
+@pytest.mark.parametrize("kind", KINDS)
+def test_decoding_with_few_bits_compiles_and_holds_them(
+    kind: str, precision: str | None, cache_dtype: str | None, devices: int
+) -> None:
+    model = sx.models.Transformer(DECODER, rngs=sx.Rngs(0))
+    model.eval()
+    if precision is not None:
+        model = sx.quantize(model, {LAYERS: precision, ...: None})
+    cache = model.make_cache(ROWS, LENGTH, dtype=cache_dtype)
+
+    @sx.jit
+    def step(model: Any, cache: Any, tokens: Any) -> Any:
+        return model(tokens, cache=cache)
+
+    args = model, cache, plan.NamedShape((ROWS, 1), "int32", ("batch", "seq"))
+    report = decoder_report(step, args, kind, devices)
+    assert report.argument_bytes["parameters"] == bytes_on_a_device(model, devices)
+    assert report.argument_bytes["other"] == bytes_on_a_device(cache, devices)
