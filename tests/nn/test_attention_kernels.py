@@ -237,7 +237,7 @@ def test_unknown_kernel_is_refused() -> None:
 WITH_TOKAMAX = importlib.util.find_spec("tokamax") is not None
 
 
-@pytest.mark.skipif(WITH_TOKAMAX, reason="tokamax is installed")
+@pytest.mark.skipif(WITH_TOKAMAX, reason="tokamax is here")
 def test_absent_tokamax_is_refused_with_its_install_command() -> None:
     with pytest.raises(LayerInputError, match=r"pip install 'shardax\[kernels\]'"):
         sx.nn.dot_product_attention(*heads_of(1, 1, 1, time=2), implementation="tokamax")

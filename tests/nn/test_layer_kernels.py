@@ -238,7 +238,7 @@ def test_tokamax_is_refused_for_absent_hardware() -> None:
         jax.eval_shape(lambda x: nn.RMSNorm(16)(x), X)
 
 
-@pytest.mark.skipif(WITH_TOKAMAX, reason="tokamax is installed")
+@pytest.mark.skipif(WITH_TOKAMAX, reason="tokamax is here")
 @pytest.mark.parametrize("name", LAYERS)
 def test_absent_tokamax_is_refused_with_its_install_command(name: str) -> None:
     layer, kind = LAYERS[name](), name.partition(",")[0]

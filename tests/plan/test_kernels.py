@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import importlib.util
+from importlib import metadata
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -97,6 +99,10 @@ def experts_step(experts: str) -> tuple[Any, tuple[Any, ...]]:
 @pytest.mark.skipif(
     importlib.util.find_spec("tokamax") is None, reason="needs pip install 'shardax[kernels]'"
 )
+@pytest.mark.skipif(
+    importlib.util.find_spec("tokamax") is not None and metadata.version("tokamax") != "0.0.12",
+    reason="later versions of tokamax compile experts for GPUs that are here only",
+)
 @pytest.mark.parametrize("target", [GPU])
 def test_experts_on_gpus_multiply_rows_by_their_group(target: str) -> None:
     flops = {}
@@ -117,8 +123,9 @@ def test_experts_on_tpus_have_a_kernel_of_xla(target: str) -> None:
         *experts_step("xla"), {"split": {"batch": "data"}}, {"data": 8}, target, cache=None
     )
     assert report.outcome == "fits", report.reason
-    # It has none for gradients of kernels: XLA multiplies by all experts there.
-    assert report.flops == counted_experts(forward=1, kernels=EXPERTS)
+    # Before JAX 0.12 it has none for gradients of kernels: XLA multiplies by all experts there.
+    by_group = tuple(map(int, jax.__version__.split(".")[:2])) >= (0, 12)
+    assert report.flops == counted_experts(forward=1, kernels=1 if by_group else EXPERTS)
 
 
 def counted_experts(forward: int, kernels: int) -> float:
