@@ -207,8 +207,8 @@ def run_region(
 # --- norms ---
 
 
-def against_norm(x: jax.Array, options: Sequence[str], split: ArraySplit) -> str:
-    """Says why tokamax's norm is another calculation, or nothing."""
+def against_arrays(x: jax.Array, options: Sequence[str], split: ArraySplit) -> str:
+    """Says why tokamax cannot take an input, options or a layout, or nothing."""
     if options:
         return f"it takes no {', no '.join(options)}"
     if x.dtype not in _FLOATS:
@@ -255,13 +255,9 @@ def against_gated_unit(
     x: jax.Array, activation: object, options: Sequence[str], split: ArraySplit
 ) -> str:
     """Says why tokamax's gated unit is another calculation, or nothing."""
-    if options:
-        return f"it takes no {', no '.join(options)}"
-    if activation not in _ELEMENTWISE:
+    if not options and activation not in _ELEMENTWISE:
         return f"it takes an activation by one of the names {', '.join(_ELEMENTWISE)}"
-    if x.dtype not in _FLOATS:
-        return "it takes float16, bfloat16 and float32"
-    return split.refusal
+    return against_arrays(x, options, split)
 
 
 def gated_unit(

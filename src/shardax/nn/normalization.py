@@ -28,7 +28,7 @@ from shardax._core.init.lazy import Init, Initializer
 from shardax._core.init.rng import Rngs
 from shardax._core.module import Module
 from shardax._core.variable import BatchStat, Param
-from shardax._parallel.kernels import against_norm, is_choosing, normalized, rows_split
+from shardax._parallel.kernels import against_arrays, is_choosing, normalized, rows_split
 from shardax.nn import parameters
 from shardax.nn.arithmetic import (
     as_array,
@@ -91,7 +91,7 @@ class _Norm(Module):
         split = rows_split(x, names[-1] if names else None)
         options = [] if mask is None else ["mask"]
         layer = f"{type(self).__name__}({self.features})"
-        if not uses_tokamax("norms", layer, wide, lambda: against_norm(wide, options, split)):
+        if not uses_tokamax("norms", layer, wide, lambda: against_arrays(wide, options, split)):
             return None
         numbers = {"epsilon": self.epsilon, "scale_offset": self._scale_offset}
         return normalized(wide, scale, bias, split, subtract_mean=centred, **numbers).astype(dtype)

@@ -35,7 +35,7 @@ def scan_chunks(
     batch, time = arrays[0].shape[:2]
     if starts is None:
         starts = jnp.zeros((batch, time), bool)
-    length = min(size, time)
+    length = max(min(size, time), 1)  # without tokens, no chunk
     count = -(-time // length)
 
     def cut(x: jax.Array) -> jax.Array:  # (chunks, batch, length, ...)
@@ -113,7 +113,10 @@ class GatedRMSNorm(Module):
         x = x * gate if self.gate_first else x
 
         def normed(x: jax.Array) -> jax.Array:
-            grouped = x if self.groups is None else x.reshape(*x.shape[:-2], self.groups, -1)
+            grouped = x
+            if self.groups is not None:  # with its size, which JAX cannot infer without tokens
+                size = math.prod(x.shape[-2:]) // self.groups
+                grouped = x.reshape(*x.shape[:-2], self.groups, size)
             square = jnp.mean(jnp.square(grouped), -1, keepdims=True)
             return (grouped * jax.lax.rsqrt(square + self.epsilon)).reshape(x.shape)
 

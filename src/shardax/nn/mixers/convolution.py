@@ -12,7 +12,7 @@ kernel is a sum of shifted arrays, which compilers fuse.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -124,13 +124,16 @@ class ChannelKernels(Module):
                 setattr(self, f"{name}_bias", make_parameter(zeros, shape, param_dtype, axes, rngs))
 
     def __call__(
-        self, name: str, x: jax.Array, tokens: MixerInput, cache: RecurrentCache | None
-    ) -> tuple[jax.Array, jax.Array]:
-        """Convolves an array by name; returns its last inputs too."""
-        kernel = getattr(self, f"{name}_kernel").value
-        bias = getattr(self, f"{name}_bias").value if self.use_bias else None
-        window = None if cache is None else cache.read(f"{name}_window", x.dtype)
-        return causal_convolution(x, kernel, bias, tokens, window)
+        self, arrays: Mapping[str, jax.Array], tokens: MixerInput, cache: RecurrentCache | None
+    ) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
+        """Convolves arrays by name; returns their windows too."""
+        convolved, windows = dict[str, jax.Array](), dict[str, jax.Array]()
+        for name, x in arrays.items():
+            kernel, state = getattr(self, f"{name}_kernel").value, f"{name}_window"
+            bias = getattr(self, f"{name}_bias").value if self.use_bias else None
+            window = None if cache is None else cache.read(state, x.dtype)
+            convolved[name], windows[state] = causal_convolution(x, kernel, bias, tokens, window)
+        return convolved, windows
 
 
 def causal_convolution(

@@ -169,13 +169,11 @@ class GatedDeltaNet(RecurrentMixer):
         self, tokens: MixerInput, cache: RecurrentCache | None
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         activate = find_activation(self.activation, type(self).__name__)
-        mixed, states = dict[str, jax.Array](), dict[str, jax.Array]()
-        for name in CONVOLVED:
-            y, window = self.convolution(name, getattr(self, name)(tokens.x), tokens, cache)
-            mixed[name], states[f"{name}_window"] = activate(y), window
+        projected = {name: getattr(self, name)(tokens.x) for name in CONVOLVED}
+        mixed, states = self.convolution(projected, tokens, cache)
         gate, beta, step = self.gate(tokens.x), self.beta(tokens.x), self.step(tokens.x)
         kind = at_least_float32(gate.dtype)
-        query, key, value = (mixed[name].astype(kind) for name in CONVOLVED)
+        query, key, value = (activate(mixed[name]).astype(kind) for name in CONVOLVED)
         bias, decay = (of_heads(v, step, kind) for v in (self.step_bias, self.decay_log))
         decay = -jax.nn.softplus(step.astype(kind) + bias) * jnp.exp(decay)
         beta = jax.nn.sigmoid(beta.astype(kind))

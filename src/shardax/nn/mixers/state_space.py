@@ -194,13 +194,11 @@ class StateSpaceMixer(RecurrentMixer):
         self, tokens: MixerInput, cache: RecurrentCache | None
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         activate = find_activation(self.activation, type(self).__name__)
-        mixed, states = dict[str, jax.Array](), dict[str, jax.Array]()
-        for name in CONVOLVED:
-            y, window = self.convolution(name, self._project(name, tokens.x), tokens, cache)
-            mixed[name], states[f"{name}_window"] = activate(y), window
+        projected = {name: self._project(name, tokens.x) for name in CONVOLVED}
+        mixed, states = self.convolution(projected, tokens, cache)
         gate, step = self._project("gate", tokens.x), self._project("step", tokens.x)
         kind = at_least_float32(gate.dtype)
-        value, write, read = (mixed[name].astype(kind) for name in CONVOLVED)
+        value, write, read = (activate(mixed[name]).astype(kind) for name in CONVOLVED)
         bias, decay, skip = (
             of_heads(v, step, kind) for v in (self.step_bias, self.decay_log, self.skip)
         )
