@@ -208,7 +208,7 @@ def run_region(
 
 
 def against_arrays(x: jax.Array, options: Sequence[str], split: ArraySplit) -> str:
-    """Says why tokamax cannot take an input, options or a layout, or nothing."""
+    """Says why tokamax takes no such input, or nothing."""
     if options:
         return f"it takes no {', no '.join(options)}"
     if x.dtype not in _FLOATS:
