@@ -183,7 +183,7 @@ def main() -> int:
                 args,
                 target,
                 within=options.within,
-                top=3,
+                top=1,
                 **forms(name, quick=options.quick),
                 **how,
             )

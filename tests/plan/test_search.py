@@ -52,14 +52,14 @@ def long_sequence() -> tuple[Any, tuple[Any, ...]]:
 )
 def test_search_finds_names_to_split_without_hints(case: Any, best: str, worst: str) -> None:
     step, args = case
-    found = plan.search(step, args, "cpu:8", meshes=EIGHT, top=None, **FAST)
+    found = plan.search(step, args, "cpu:8", meshes=EIGHT, top=None, within=None, **FAST)
     compiled = [report.layout.name for report in found if report.outcome == "fits"]
     assert (compiled[0], compiled[-1]) == (best, worst)
     assert found.reports[-1].outcome == "rejected"
 
 
 def test_plan_notes_count_candidates_by_outcome() -> None:
-    found = plan.search(*perceptron(), "cpu:8", meshes=EIGHT, top=2, **FAST)
+    found = plan.search(*perceptron(), "cpu:8", meshes=EIGHT, top=2, within=None, **FAST)
     assert len(found) == 2
     tried, compiled = found.notes
     assert tried == (

@@ -36,7 +36,7 @@ from shardax.plan.searching.dimensions import DimensionModel, trace_dimensions
 from shardax.plan.searching.traced import Splits, traced_time
 from shardax.plan.timing.workload import ExpectedTime
 
-FEW = 4  # so many candidates are compiled at least
+FEW = 2  # so many candidates are compiled at least
 OF_EACH_FORM = 1  # of pipelines, split sequences and others, are compiled with the first
 _NO_ROOM = "its arguments and gradients alone need more than a device's memory"
 _NOT_COMPILED = (
@@ -99,7 +99,7 @@ def search(
         effort: ``"full"``; ``"screen"`` leaves out the finalists, so that peaks of memory may be up
             to a fifth too low; ``"trace"`` compiles nothing: times are those of the traced step,
             and of memory only arguments and gradients are known, for any number of devices.
-        within: Candidates are compiled in the order of their expected time, as traced: the first 4
+        within: Candidates are compiled in the order of their expected time, as traced: the first 2
             (``top``, if more) and the best of each form of parallelism (pipelines, split sequences,
             experts), as far as that time is at most so many times the least; then others until
             ``top`` of them fit. None compiles all.
