@@ -377,6 +377,22 @@ def test_run_has_the_degrees_of_its_rules(
     assert (step.data, step.tensor, step.zero, step.shard_count) == degrees
 
 
+@pytest.mark.parametrize(
+    ("settings", "fused", "precision"),
+    [
+        ({}, False, "f32"),
+        ({"attention": "xla", "precision": "fp8"}, False, "fp8"),
+        ({"attention": "splash", "precision": "layers=fp8-delayed"}, True, "fp8"),
+        ({"attention": "auto"}, True, "f32"),
+    ],
+)
+def test_run_has_its_kernel_and_its_precision(
+    settings: dict[str, Any], fused: bool, precision: str, tmp_path: Path
+) -> None:
+    step = plan.read_row(plan.read_run(write_run(tmp_path, LOG, **settings), "h100"))[1]
+    assert (step.fused_attention, step.precision) == (fused, precision)
+
+
 def test_calibration_by_a_run_moves_its_prediction(tmp_path: Path) -> None:
     model = {"vocab_size": 32000, "num_layers": 8, "embed_dim": 2048, "num_heads": 16}
     sizes = {"model": {**model, "mlp_dim": 8192, "dtype": "bfloat16"}, "seq_len": 2048}
@@ -395,6 +411,7 @@ def test_calibration_by_a_run_moves_its_prediction(tmp_path: Path) -> None:
     [
         ("", {}, "the log says no tokens_per_second yet"),
         (LOG, {"source": "llama"}, "trains a published model"),
+        (LOG, {"precision": "attn=none,layers=fp8"}, "some products of the run were in fp8"),
         (LOG, {"mesh": "data"}, "run.json is damaged"),
         (LOG, {"mesh": "data=0"}, "data=0 must be an integer of at least 1"),
         (LOG, {"batch_size": "16"}, "batch_size='16' must be an integer"),

@@ -219,9 +219,9 @@ def read_run(folder: str | os.PathLike[str], hardware: str | Hardware) -> Row:
         "seq_len": sequence,
         "global_batch_seqs": batch,
         "grad_accum": ((run.get("rules") or {}).get("parallel") or {}).get("microbatches"),
-        "precision": sizes.get("dtype") or "float32",
+        "precision": _run_precision(path, run.get("precision"), sizes.get("dtype")),
         "recompute": {None: "none", True: "full"}.get(sizes.get("remat"), "full"),
-        "attention_kernel": "softmax",
+        "attention_kernel": "softmax" if run.get("attention") in _UNFUSED else "flash",
         "step_seconds": batch * sequence / statistics.median(measured),
     }
 
@@ -236,6 +236,23 @@ _SIZES = {
     "vocab": "vocab_size",
     "tied": "tied_head",
 }
+
+
+# Kernels of attention that hold its scores; "auto" takes a fused one on an accelerator.
+_UNFUSED = (None, "xla")
+
+
+def _run_precision(path: Path, precision: object, dtype: str | None) -> str:
+    """Returns the precision of all products of a run."""
+    if precision is None:
+        return dtype or "float32"
+    if "=" in str(precision).removeprefix("layers=") or "none" in str(precision):
+        raise PlanInputError(
+            f"{path}: some products of the run were in fp8, others not ({precision}), and a "
+            "row has one precision. Write the row, with that of most products: "
+            "row = {'arch': ..., 'hw': ..., 'precision': 'fp8', 'step_seconds': ...}."
+        )
+    return "fp8"
 
 
 def _run_layout(run: Mapping[str, Any], mesh: Mapping[str, int]) -> dict[str, int]:
