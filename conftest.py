@@ -15,6 +15,7 @@ import importlib
 import os
 import re
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator
 from importlib import metadata
@@ -46,9 +47,10 @@ os.environ["XLA_FLAGS"] = " ".join(
     ]
 )
 
-# Processes that tests start would else compile the package's sources to bytecode each time, a fifth
-# of a second.
+# Where bytecode is not written, each process of the tests compiles the package's sources anew, a
+# fifth of a second, and each worker rewrites the assertions of all tests, a fifth of a minute.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 # What the planner compiled is kept for one run of the tests and not in the user's own cache.
 if "SHARDAX_CACHE_DIR" not in os.environ:
