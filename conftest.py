@@ -47,10 +47,9 @@ os.environ["XLA_FLAGS"] = " ".join(
     ]
 )
 
-# Where bytecode is not written, each process of the tests compiles the package's sources anew, a
-# fifth of a second, and each worker rewrites the assertions of all tests, a fifth of a minute.
+# Processes that tests start would else compile the package's sources to bytecode each time, a fifth
+# of a second.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-sys.dont_write_bytecode = False
 
 # What the planner compiled is kept for one run of the tests and not in the user's own cache.
 if "SHARDAX_CACHE_DIR" not in os.environ:
@@ -67,6 +66,9 @@ from sybil.parsers.markdown import PythonCodeBlockParser
 from tests.suite import compat
 
 DEVICES = 8
+
+# Each worker would else rewrite the assertions of all tests in every run, a fifth of a minute.
+sys.dont_write_bytecode = False
 
 jax.config.update("jax_num_cpu_devices", DEVICES)
 # Compiled programs, for the next run and for other workers. The folder may be lost at any time.
