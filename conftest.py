@@ -15,6 +15,7 @@ import importlib
 import os
 import re
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator
 from importlib import metadata
@@ -65,6 +66,9 @@ from sybil.parsers.markdown import PythonCodeBlockParser
 from tests.suite import compat
 
 DEVICES = 8
+
+# Each worker would else rewrite the assertions of all tests in every run, a fifth of a minute.
+sys.dont_write_bytecode = False
 
 jax.config.update("jax_num_cpu_devices", DEVICES)
 # Compiled programs, for the next run and for other workers. The folder may be lost at any time.

@@ -4,8 +4,18 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import jax
+
+
+def compiled_in(folder: Path | str) -> dict[str, str]:
+    """Variables by which a program keeps all that it compiles in a folder."""
+    return {
+        "JAX_COMPILATION_CACHE_DIR": str(folder),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }
 
 
 def environment(**more: str) -> dict[str, str]:
@@ -13,10 +23,5 @@ def environment(**more: str) -> dict[str, str]:
 
     Only for programs that end by themselves: one that is killed could leave half an entry.
     """
-    return {
-        **os.environ,  # the flags of conftest.py are among them
-        "JAX_COMPILATION_CACHE_DIR": str(jax.config.values["jax_compilation_cache_dir"]),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-        **more,
-    }
+    folder = jax.config.values["jax_compilation_cache_dir"]
+    return os.environ | compiled_in(folder) | more  # the flags of conftest.py are in os.environ

@@ -21,6 +21,7 @@ import jax
 import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
+from tests.programs import compiled_in
 
 import shardax as sx
 from shardax.cli import main
@@ -50,9 +51,7 @@ class Runs:
         self.environment = {
             **os.environ,
             "JAX_PLATFORMS": "cpu",
-            "JAX_COMPILATION_CACHE_DIR": str(folder / "programs"),
-            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-            "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+            **compiled_in(folder / "programs"),
         }
         self.processes: list[subprocess.Popen[str]] = []
 

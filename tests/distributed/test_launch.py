@@ -15,6 +15,7 @@ import pytest
 import shardax as sx
 from shardax.cli import main
 from tests.distributed.processes import SECONDS, environment
+from tests.programs import compiled_in
 
 TRAIN = ["train", "--preset", "tiny", "--mesh", "data=4", "--batch-size", "8", "--seq-len", "16"]
 
@@ -25,7 +26,8 @@ def launch(folder: Path, *before: str, after: list[str]) -> subprocess.Popen[str
     given = ["launch", "-n", "2", "--devices", "2", *before, "--", *TRAIN, "--text", str(text)]
     return subprocess.Popen(
         [sys.executable, "-m", "shardax", *given, "--out", str(folder / "run"), *after],
-        env=environment(),
+        # What the first processes have compiled serves those that begin again.
+        env=environment() | compiled_in(folder / "compiled"),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

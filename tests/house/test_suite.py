@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ def files() -> Iterator[Path]:
     yield from sorted((ROOT / "tests").rglob("*.py"))
 
 
+@functools.cache
 def names_of_tests(file: Path) -> list[str]:
     nodes = ast.walk(ast.parse(file.read_text(encoding="utf-8")))
     functions = (node for node in nodes if isinstance(node, ast.FunctionDef))
