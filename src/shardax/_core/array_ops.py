@@ -88,7 +88,7 @@ def realise(value: object, owner: object) -> Any:
 
 
 def on_device(value: object) -> jax.Array:
-    """Puts a NumPy value on the default device, in memory of its own."""
+    """Puts a NumPy value into device memory of its own."""
     # jnp.asarray compiles a program for each shape. With a mesh in scope it lays the array out.
     if not jax.sharding.get_abstract_mesh().empty:
         return jnp.asarray(value)
@@ -96,7 +96,7 @@ def on_device(value: object) -> jax.Array:
 
 
 def copied(array: jax.Array) -> jax.Array:
-    """Copies an array into memory of its own, outside of traces without a program."""
+    """Copies an array, outside of traces without a program."""
     # jnp.copy compiles one for each shape. With a mesh in scope it lays out what has no layout.
     if not (is_eager() and array.is_fully_addressable):
         return jnp.copy(array)

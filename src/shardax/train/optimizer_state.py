@@ -291,7 +291,7 @@ def _is_small(leaf: StateLeaf) -> bool:
 
 
 def _is_reached(sharding: NamedSharding | None) -> bool:
-    """Whether this process can write all shards, or no mesh decides the place."""
+    """Whether this process writes all shards, or no mesh decides."""
     if sharding is None:
         return jax.sharding.get_abstract_mesh().empty
     return sharding.is_fully_addressable

@@ -248,7 +248,7 @@ class _EmptyProgram(InitializerProgram):
 
 
 class _FilledProgram(InitializerProgram):
-    """The program of a small array of one number, compiled in traces and over meshes only."""
+    """The program of a small array of one number, seldom compiled."""
 
     __slots__ = ("_filled",)
 
@@ -269,7 +269,7 @@ _SMALL = 2**20  # bytes
 
 
 def _filled_by(function: Callable[[Any], jax.Array], words) -> np.ndarray | None:
-    """What a function makes, if it is a small array of one number."""
+    """What a function makes, if a small array of one number."""
     with jax.sharding.use_abstract_mesh(NO_MESH):
         jaxpr = jax.make_jaxpr(function)(words).jaxpr
     (result,) = jaxpr.outvars
