@@ -97,6 +97,21 @@ def test_each_program_is_compiled_once(programs_compiled: list[str]) -> None:
     assert len(programs_compiled) == 4
 
 
+def test_only_drawn_values_are_compiled(programs_compiled: list[str]) -> None:
+    sx.nn.Linear(2, 2, rngs=sx.Rngs(0)).kernel.value.block_until_ready()  # the seed, once for all
+    programs_compiled.clear()
+    layer = sx.nn.Linear(3, 29, rngs=sx.Rngs(0))
+    layer.kernel.value.block_until_ready()
+    assert len(programs_compiled) == 1
+    layer.kernel.value = np.ones((3, 29), np.float32)
+    read = np.asarray(layer.kernel.value), np.asarray(layer.bias.value)
+    copy = sx.clone(layer)
+    assert len(programs_compiled) == 1
+    np.testing.assert_array_equal(read[0] + read[1], np.ones((3, 29)))
+    layer.kernel.value.delete()
+    np.testing.assert_array_equal(copy.kernel, np.ones((3, 29)))
+
+
 def test_unsharded_model_materializes_as_if_read_individually() -> None:
     def make() -> list[sx.Param[Any]]:
         rngs = sx.Rngs(0)

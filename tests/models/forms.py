@@ -94,6 +94,6 @@ def run(form: Form, kind: AxisType = AxisType.Auto) -> tuple[Any, Any]:
     count = math.prod(form.sizes.values())
     devices = np.array(jax.devices()[:count]).reshape(tuple(form.sizes.values()))
     mesh = jax.sharding.Mesh(devices, tuple(form.sizes), axis_types=(kind,) * devices.ndim)
-    model = sx.shard(sx.clone(whole()), mesh, form.rules)
+    model = sx.shard(with_values(sx.clone(whole())), mesh, form.rules)
     with jax.set_mesh(mesh), sx.axis_rules(form.rules), sx.parallel(**form.settings):
         return step(model, make_batch())

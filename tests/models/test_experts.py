@@ -35,67 +35,102 @@ def balance(model: Any) -> Any:
     return model.config.load_balance_weight * sx.nn.load_balance_loss(model)
 
 
-def train(model: Any, batch: Any = BATCH) -> tuple[list[float], int]:
-    """Three compiled steps: the losses, and how often the loss was traced."""
-    optimizer, traces = sx.train.Optimizer(model, optax.sgd(0.1)), []
+SGD, TRACES = optax.sgd(0.1), list[int]()
 
-    def loss(model: Any, batch: Any) -> Any:
-        traces.append(1)
+
+@sx.jit
+def step(model: Any, optimizer: Any, batch: Any) -> Any:
+    def loss(model: Any) -> Any:
+        TRACES.append(1)
         return next_token_loss(model, batch) + balance(model)
 
-    @sx.jit
-    def step(model: Any, optimizer: Any, batch: Any) -> Any:
-        value, grads = sx.value_and_grad(loss)(model, batch)
-        optimizer.update(grads)
-        return value
+    value, grads = sx.value_and_grad(loss)(model)
+    optimizer.update(grads)
+    return value
 
-    return [float(step(model, optimizer, batch)) for _ in range(3)], len(traces)
+
+def train(model: Any) -> tuple[list[float], int]:
+    """Three compiled steps: the losses, and how often the loss was traced."""
+    optimizer = sx.train.Optimizer(model, SGD)
+    TRACES.clear()
+    losses = [float(step(model, optimizer, BATCH)) for _ in range(3)]
+    return losses, len(TRACES)
 
 
 @functools.cache
-def unrolled_losses() -> list[float]:
-    """Of layers in turn on one device, which other layouts have, too."""
-    return train(make())[0]
+def unrolled() -> tuple[Transformer, list[float]]:
+    """A model after training with its layers in turn on one device, and its losses."""
+    model = make()
+    losses, traces = train(model)
+    assert traces == 1
+    return model, losses
 
 
-LAYOUTS = (
-    {},
-    {"scan_layers": True},
-    {"remat": "nothing_saveable"},
-    {"scan_layers": True, "remat": "nothing_saveable"},
-    {"scan_layers": True, "num_layers": 5, "dense_layers": (1, 3)},
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"scan_layers": True},
+        {"remat": "nothing_saveable"},
+        {"scan_layers": True, "remat": "nothing_saveable"},
+    ],
+    ids=str,
 )
-
-
-@pytest.mark.parametrize("layout", LAYOUTS[:-1], ids=str)
 def test_layouts_have_equal_losses_and_one_trace(layout: dict[str, Any]):
     losses, traces = train(make(**layout))
     assert traces == 1
-    np.testing.assert_allclose(losses, unrolled_losses(), rtol=1e-5)
+    np.testing.assert_allclose(losses, unrolled()[1], rtol=1e-5)
 
 
-@pytest.mark.parametrize("layout", [LAYOUTS[0], LAYOUTS[-1]], ids=str)
-def test_load_balance_loss_trains_the_router(layout: dict[str, Any]):
-    model, plain = make(**layout), make(**layout, load_balance_weight=0.0)
-    (losses, traces), (without, _) = train(model), train(plain)
-    assert traces == 1
+def router_of(model: Any) -> np.ndarray:
+    return np.asarray(jax.tree.leaves(sx.state(model, sx.Param))[-1])
+
+
+def assert_balanced(model: Any, losses: list[float], **layout: Any) -> None:
+    """Compares with training without the load-balance loss."""
+    plain = make(**layout, load_balance_weight=0.0)
+    without, _ = train(plain)
     assert losses[0] - without[0] == pytest.approx(0.1 * 2, rel=0.1)  # top_k if balanced
-    router = np.asarray(jax.tree.leaves(sx.state(model, sx.Param))[-1])
-    assert not np.array_equal(router, jax.tree.leaves(sx.state(plain, sx.Param))[-1])
+    assert not np.array_equal(router_of(model), router_of(plain))
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
-@pytest.mark.parametrize("scanned", [False, True])
-def test_mesh_has_equal_losses_and_one_trace(kind: Any, scanned: bool):
+def test_load_balance_loss_trains_the_router():
+    assert_balanced(*unrolled())
+    mixed: dict[str, Any] = {"scan_layers": True, "num_layers": 3, "dense_layers": (1,)}
+    model = make(**mixed)
+    losses, traces = train(model)
+    assert traces == 1
+    assert_balanced(model, losses, **mixed)
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    [
+        (AxisType.Auto, {}),
+        (AxisType.Auto, {"scan_layers": True, "expert_dispatch": "dropless"}),
+        (AxisType.Explicit, {"scan_layers": True}),
+    ],
+    ids=str,
+)
+def test_mesh_has_equal_losses_and_one_trace(kind: Any, layout: dict[str, Any]):
     mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(kind, kind))
     with jax.set_mesh(mesh):
-        model = sx.shard(make(scan_layers=scanned), mesh, RULES)
+        model = sx.shard(make(**layout), mesh, RULES)
         losses, traces = train(model)
-    np.testing.assert_allclose(losses, unrolled_losses(), rtol=1e-5)
+    np.testing.assert_allclose(losses, unrolled()[1], rtol=1e-5)
     assert traces == 1
 
 
-SCALED = {"expert_scores": "input_sigmoid", "expert_bias": True, "shared_expert_dim": 8}
+@sx.jit
+def logits_of(model: Any, tokens: Any) -> Any:
+    return model(tokens)
+
+
+SCALED = {
+    "num_layers": 1,
+    "expert_scores": "input_sigmoid",
+    "expert_bias": True,
+    "shared_expert_dim": 8,
+}
 
 
 @functools.cache
@@ -109,7 +144,7 @@ def test_scaled_inputs_of_experts_train_alike(kind: Any):
         losses, _ = train(make(expert_dispatch="dropless", **SCALED))
         roomy = make(expert_dispatch="capacity", **SCALED)
         roomy.set_attributes(capacity_factor=4.0)
-        logits, expected = (model(TOKENS[:2]) for model in (roomy, make(**SCALED)))
+        logits, expected = (logits_of(model, TOKENS[:2]) for model in (roomy, make(**SCALED)))
         np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-5)
     else:
         mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(kind, kind))
@@ -119,7 +154,7 @@ def test_scaled_inputs_of_experts_train_alike(kind: Any):
     np.testing.assert_allclose(losses, scaled_losses(), rtol=1e-5)
 
 
-GROUPED = {"num_experts": 8, "expert_scores": "sigmoid", "expert_groups": 4}
+GROUPED = {"num_layers": 1, "num_experts": 8, "expert_scores": "sigmoid", "expert_groups": 4}
 GROUPED |= {"groups_per_token": 2, "shared_expert_dim": 8, "shared_expert_gate": True}
 
 
@@ -138,8 +173,7 @@ def test_grouped_experts_train_alike_over_a_mesh(kind: Any):
     assert traces == 1
 
 
-@pytest.mark.parametrize("scanned", [False, True])
-@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize(("scanned", "parts"), [(False, 1), (True, 2)])
 def test_trainer_traces_one_step_and_evaluates_without_balance(
     scanned: bool, parts: int, tmp_path: Path
 ):
@@ -158,8 +192,8 @@ def test_trainer_traces_one_step_and_evaluates_without_balance(
 
 
 def test_checkpoints_hold_parameters_and_no_record(tmp_path: Path):
-    model, other = make(), make()
-    expected, _ = train(model)
+    trained, expected = unrolled()
+    model, other = sx.clone(trained), make()
     sx.train.checkpoint.save((model,), tmp_path / "trained")
     sx.pop(model, sx.Intermediate)
     sx.train.checkpoint.save((model,), tmp_path / "popped")
@@ -170,7 +204,7 @@ def test_checkpoints_hold_parameters_and_no_record(tmp_path: Path):
         )
     losses, traces = train(other)
     assert losses[0] < expected[-1]
-    assert traces == 1
+    assert traces <= 1  # none where the program of the trained one is still held
 
 
 @sx.jit
@@ -238,7 +272,7 @@ def test_adapters_of_clipped_experts_are_merged(scanned: bool, tmp_path: Path):
     adapted = sx.surgery.lora(layers.where(lambda path, _: path[-1] in ("mlp", "q", "out")), rank=2)
     for number, (_, variable) in enumerate(sx.iter_variables(adapted, "lora")):
         variable.value = 0.1 * np.random.default_rng(number).normal(size=variable.shape)
-    run = sx.jit(lambda model: model(TOKENS[:2]))
+    run = functools.partial(logits_of, tokens=TOKENS[:2])
     merged = sx.surgery.merge_lora(adapted)
     result = np.asarray(run(adapted))
     assert np.abs(result - run(model)).max() > 0.05

@@ -59,10 +59,10 @@ def make_stack(
     microbatches: int | None,
     own_streams: bool = False,
     remat: Any = None,
-    length: int = 8,
+    length: int = 6,
     schedule: str | None = None,
 ) -> Any:
-    """Returns eight blocks with one stream together, or one each."""
+    """Returns blocks with one stream together, or one each."""
     rngs = sx.Rngs(params=0, dropout=1)
 
     def make() -> Block:
@@ -102,7 +102,7 @@ def all_that_leaves(
 
 
 @functools.cache
-def on_one_device(microbatches: int, own_streams: bool, length: int = 8) -> Any:
+def on_one_device(microbatches: int, own_streams: bool, length: int = 6) -> Any:
     """Returns every number of a step of layers in turn."""
     return all_that_leaves(make_stack(microbatches, own_streams, length=length), *batch())
 
@@ -118,8 +118,7 @@ def assert_alike(found: dict[str, np.ndarray], wanted: dict[str, np.ndarray]) ->
     ("sizes", "own_streams", "kind"),
     [
         ({"stage": 2}, True, AxisType.Explicit),
-        ({"stage": 4, "data": 2}, False, AxisType.Auto),
-        ({"data": 2, "stage": 2, "model": 2}, True, AxisType.Auto),
+        ({"stage": 3, "data": 2}, False, AxisType.Auto),
         ({"data": 2, "stage": 2, "model": 2}, False, AxisType.Explicit),
     ],
     ids=str,
@@ -142,10 +141,10 @@ def test_pipeline_equals_one_device_on_any_mesh(
     ("sizes", "length", "microbatches", "own_streams", "kind"),
     [
         ({"stage": 2}, 6, 4, True, AxisType.Auto),  # rounds that stages do not divide
-        ({"stage": 4}, 8, 2, False, AxisType.Explicit),  # fewer microbatches than stages
+        ({"stage": 3}, 6, 2, False, AxisType.Explicit),  # fewer microbatches than stages
         ({"stage": 4}, 4, 4, True, AxisType.Auto),  # a single round
-        ({"data": 2, "stage": 4}, 16, 8, False, AxisType.Auto),
-        ({"data": 2, "stage": 2, "model": 2}, 8, 4, True, AxisType.Explicit),
+        ({"data": 2, "stage": 3}, 6, 4, False, AxisType.Auto),  # fewer rounds than stages
+        ({"data": 2, "stage": 2, "model": 2}, 4, 4, True, AxisType.Explicit),
     ],
     ids=str,
 )
@@ -237,8 +236,8 @@ def test_microbatches_change_only_draws_and_state() -> None:
         stack.eval()
     wanted, found = (all_that_leaves(stack, x, mask) for stack in (whole, parts))
     # The state goes from one microbatch to the next.
-    assert found.pop("('stacked', 'calls')0").tolist() == [4] * 8
-    assert wanted.pop("('stacked', 'calls')0").tolist() == [1] * 8
+    assert found.pop("('stacked', 'calls')0").tolist() == [4] * 6
+    assert wanted.pop("('stacked', 'calls')0").tolist() == [1] * 6
     del found["('stacked', 'mean')0"], wanted["('stacked', 'mean')0"]
     assert_alike(found, wanted)
     again = make_stack(None)
@@ -296,9 +295,8 @@ def test_nested_stacks_cut_the_batch_once(schedule: str) -> None:
     assert_alike(found, nested_on_one_device())
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "circular"])
-def test_scope_cuts_nested_stacks_without_a_mesh(schedule: str) -> None:
-    with sx.parallel(microbatches=4, schedule=schedule):
+def test_scope_cuts_nested_stacks_without_a_mesh() -> None:
+    with sx.parallel(microbatches=4, schedule="circular"):
         found = all_that_leaves(make_nested(None), *batch())
     assert_alike(found, nested_on_one_device())
 
@@ -310,7 +308,7 @@ def test_values_sown_again_are_appended() -> None:
     stack(x, mask)
     stack(2 * x, mask)
     rows = stack.stacked.rows.value
-    assert [r.shape for r in rows] == [(8, 8, 5, 8)] * 2
+    assert [r.shape for r in rows] == [(6, 8, 5, 8)] * 2
     assert not np.allclose(rows[0], rows[1])
 
 
@@ -318,7 +316,7 @@ def test_values_sown_again_are_appended() -> None:
 def test_stages_send_activations_and_no_parameters(kind: AxisType) -> None:
     mesh = make_mesh({"stage": 4}, kind)
     with jax.set_mesh(mesh), sx.axis_rules({"layers": "stage"}):
-        stack = sx.shard(make_stack(4), mesh)
+        stack = sx.shard(make_stack(4, length=8), mesh)
         stack.eval()
         run = sx.jit(lambda stack, x: stack(x))
         facts = read_program(run.lower(stack, batch()[0]).compile().as_text(), mesh.shape)
@@ -333,8 +331,10 @@ def test_stages_send_activations_and_no_parameters(kind: AxisType) -> None:
     assert not gathered or kind is AxisType.Explicit
 
 
-@pytest.mark.parametrize("policy", [None, "full", "dots_saveable"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("dtype", "policy"),
+    [("float32", None), ("bfloat16", None), ("bfloat16", "full"), ("float32", "dots_saveable")],
+)
 def test_circular_schedule_keeps_no_layer_per_tick(dtype: str, policy: str | None) -> None:
     def make() -> Any:
         layer = lambda: sx.nn.Linear(128, 128, dtype=dtype, rngs=sx.Rngs(0))  # noqa: E731
@@ -388,7 +388,7 @@ def test_remat_gives_equal_numbers_in_less_memory(schedule: str) -> None:
     peaks, numbers = [], []
     with jax.set_mesh(mesh), sx.axis_rules({"layers": "stage"}):
         for policy in (None, "full"):
-            stack = sx.shard(make_stack(8, remat=policy, schedule=schedule), mesh)
+            stack = sx.shard(make_stack(8, remat=policy, length=8, schedule=schedule), mesh)
             compiled = value_and_gradients.lower(stack, x, mask).compile()
             peaks.append(compiled.memory_analysis().temp_size_in_bytes)
             numbers.append(all_that_leaves(stack, x, mask, compiled))
@@ -410,7 +410,7 @@ def step_of_tokens(model: Any, tokens: jax.Array, mask: jax.Array) -> Any:
 def transformer_on_one_device() -> Any:
     """Returns a transformer, what it is given, its loss and its gradients."""
     config = sx.models.TransformerConfig(
-        num_layers=4, scan_layers=True, num_experts=2, expert_dim=32
+        num_layers=4, embed_dim=16, num_heads=4, head_dim=4, mlp_dim=32, scan_layers=True
     )
     model = with_values(sx.models.Transformer(config, rngs=sx.Rngs(0)))
     tokens = np.random.default_rng(0).integers(0, 256, (8, 12), np.int32)
@@ -449,16 +449,19 @@ def test_arguments_with_a_row_each_are_cut() -> None:
         def __call__(self, x: jax.Array, bias: jax.Array) -> jax.Array:
             return x + bias
 
+    def first_column(x: np.ndarray, bias: np.ndarray) -> np.ndarray:
+        return np.asarray(stack(x, bias))[..., 0]
+
     stack = sx.nn.Stack(Biased, 2, microbatches=2)
     x, by_row, by_time = np.zeros((4, 3, 2)), np.arange(4.0), np.arange(3.0)
-    assert stack(x, by_row[:, None, None])[:, 0, 0].tolist() == [0, 2, 4, 6]
-    assert stack(x, by_time[None, :, None])[0, :, 0].tolist() == [0, 2, 4]
+    assert first_column(x, by_row[:, None, None])[:, 0].tolist() == [0, 2, 4, 6]
+    assert first_column(x, by_time[None, :, None])[0].tolist() == [0, 2, 4]
     # Time has the size of the batch, but only one reading fits.
     square, by_time = np.zeros((4, 4, 2)), np.arange(4.0)
-    assert stack(square, by_row[:, None, None])[:, 0, 0].tolist() == [0, 2, 4, 6]
+    assert first_column(square, by_row[:, None, None])[:, 0].tolist() == [0, 2, 4, 6]
     with pytest.raises(ModuleError, match=r"4 rows and another dimension of size 4.*mask\[None\]"):
         sx.nn.Stack(Summed, 2, microbatches=2)(square, by_time)
-    assert stack(square, by_time[None, :, None])[0, :, 0].tolist() == [0, 2, 4, 6]
+    assert first_column(square, by_time[None, :, None])[0].tolist() == [0, 2, 4, 6]
 
 
 class Summed(sx.Module):

@@ -15,11 +15,12 @@ from typing import Any, NoReturn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
 
 from shardax._core import _jax
 from shardax._core._jax import Tracer
 from shardax._core.errors import ModuleError, VariableValueError
-from shardax._core.frames import in_one_step, is_ref
+from shardax._core.frames import in_one_step, is_eager, is_ref
 from shardax._core.init.lazy import LazyValue
 from shardax._core.object import Object
 
@@ -77,10 +78,31 @@ def _canonical(value: object, owner: str) -> np.ndarray:
 
 def realise(value: object, owner: object) -> Any:
     """Turns a lazy or NumPy value into a JAX array."""
+    if owner is None and is_eager():
+        return value.compute() if isinstance(value, LazyValue) else on_device(value)
     if owner is None:  # concrete, even while a transform is tracing
+        # Not where none is: it would run parts of an initializer that is traced, one by one.
         with jax.ensure_compile_time_eval():
             return value.compute() if isinstance(value, LazyValue) else jnp.asarray(value)
     return value.compute() if isinstance(value, LazyValue) else jnp.asarray(value)
+
+
+def on_device(value: object) -> jax.Array:
+    """Puts a NumPy value into device memory of its own."""
+    # jnp.asarray compiles a program for each shape. With a mesh in scope it lays the array out.
+    if not jax.sharding.get_abstract_mesh().empty:
+        return jnp.asarray(value)
+    return jax.device_put(jax.device_put(value), may_alias=False)  # else that of NumPy on CPUs
+
+
+def copied(array: jax.Array) -> jax.Array:
+    """Copies an array, outside of traces without a program."""
+    # jnp.copy compiles one for each shape. With a mesh in scope it lays out what has no layout.
+    if not (is_eager() and array.is_fully_addressable):
+        return jnp.copy(array)
+    if isinstance(array.sharding, NamedSharding) or jax.sharding.get_abstract_mesh().empty:
+        return jax.device_put(array, may_alias=False)
+    return jnp.copy(array)
 
 
 def assigned(old: Any, new: Any, owner: str) -> Any:

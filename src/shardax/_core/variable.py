@@ -36,6 +36,7 @@ from shardax._core.array_ops import (
     as_value,
     assigned,
     cast_part,
+    copied,
     leaf_of,
     realise,
     snapshot,
@@ -582,7 +583,7 @@ def copied_leaf(leaf: Leaf) -> Leaf:
     if is_ref(leaf):
         return jax.new_ref(jnp.copy(leaf[...]))
     if isinstance(leaf, jax.Array):
-        return jnp.copy(leaf)
+        return copied(leaf)
     return leaf.copy() if isinstance(leaf, np.ndarray) else leaf
 
 

@@ -201,24 +201,40 @@ def _quantized(
     kernel: Param[Any], dimensions: tuple[int, ...], range_: _Range, tile_size: int | None
 ) -> Any:
     """Returns numbers and scales of a Variable, laid out as it is."""
-    compute: Any = functools.partial(
-        round_to_format, dimensions=dimensions, range_=range_, tile_size=tile_size
-    )
+    options = (dimensions, range_, tile_size)
     if kernel.is_abstract:
-        numbers, scale = jax.eval_shape(compute, jax.ShapeDtypeStruct(kernel.shape, kernel.dtype))
+        shape = jax.ShapeDtypeStruct(kernel.shape, kernel.dtype)
+        numbers, scale = jax.eval_shape(functools.partial(_round, *options), shape, range_.largest)
         return numbers, scale
     value = kernel.value
-    layout = getattr(value, "sharding", None)
+    layout, layouts = getattr(value, "sharding", None), None
+    typed = explicit_sharding(value)
     if isinstance(value, Tracer) or not isinstance(layout, NamedSharding):
-        typed = explicit_sharding(value)
-        if typed is None:
-            return compute(value)
         layout = typed
-    entries = list((*layout.spec, *(None,) * value.ndim)[: value.ndim])
-    whole = list(entries)
-    for dimension in dimensions:
-        entries[dimension] = None
-    layouts = tuple(NamedSharding(layout.mesh, PartitionSpec(*part)) for part in (whole, entries))
-    if explicit_sharding(value) is not None:
-        return with_layout(compute, layouts, value)
-    return jax.jit(compute, out_shardings=layouts)(value)
+    if layout is not None:
+        entries = list((*layout.spec, *(None,) * value.ndim)[: value.ndim])
+        whole = list(entries)
+        for dimension in dimensions:
+            entries[dimension] = None
+        layouts = tuple(
+            NamedSharding(layout.mesh, PartitionSpec(*part)) for part in (whole, entries)
+        )
+    return _rounding(*options, layouts, typed is not None)(value, range_.largest)
+
+
+def _round(
+    dimensions: tuple[int, ...], range_: _Range, tile_size: int | None, x: jax.Array, largest: Any
+) -> Any:
+    return round_to_format(x, dimensions, range_._replace(largest=largest), tile_size)
+
+
+# One program for kernels of a shape. It divides by an argument: by a constant XLA multiplies with
+# its inverse, which rounds differently.
+@functools.lru_cache(maxsize=256)
+def _rounding(
+    dimensions: tuple[int, ...], range_: _Range, tile_size: int | None, layouts: Any, is_typed: bool
+) -> Any:
+    compute: Any = functools.partial(_round, dimensions, range_, tile_size)
+    if is_typed:
+        return jax.jit(functools.partial(with_layout, compute, layouts))
+    return jax.jit(compute, out_shardings=layouts)

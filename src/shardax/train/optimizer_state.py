@@ -271,11 +271,11 @@ class StateValue(LazyValue):
         if sharding is None:
             sharding = parameters.sharding_for(leaf)
         if initial.number is not None:
-            if sharding is None and _is_small(leaf) and jax.sharding.get_abstract_mesh().empty:
-                # Sooner than a program for the shape. Not the memory of NumPy, which a step that
-                # donates it could not reuse.
+            # Sooner than a program for the shape. Not the memory of NumPy, which a step that
+            # donates it could not reuse.
+            if _is_small(leaf) and _is_reached(sharding):
                 filled = np.full(leaf.shape, initial.number, leaf.dtype)
-                return jax.device_put(filled, may_alias=False)
+                return jax.device_put(jax.device_put(filled, sharding), may_alias=False)
             return _fill_program(leaf.shape, leaf.dtype, sharding)(initial.number)
         arrays = [parameters.array(position) for position in initial.needs]
         if initial.is_copy:
@@ -288,6 +288,13 @@ class StateValue(LazyValue):
 
 def _is_small(leaf: StateLeaf) -> bool:
     return math.prod(leaf.shape) * leaf.dtype.itemsize <= _SMALL
+
+
+def _is_reached(sharding: NamedSharding | None) -> bool:
+    """Whether this process writes all shards, or no mesh decides."""
+    if sharding is None:
+        return jax.sharding.get_abstract_mesh().empty
+    return sharding.is_fully_addressable
 
 
 @functools.lru_cache(maxsize=4096)

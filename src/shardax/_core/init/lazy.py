@@ -247,6 +247,42 @@ class _EmptyProgram(InitializerProgram):
         return jax.device_put(super().__call__(words), self._place)
 
 
+class _FilledProgram(InitializerProgram):
+    """The program of a small array of one number, seldom compiled."""
+
+    __slots__ = ("_filled",)
+
+    def __init__(self, function: Callable[[Any], jax.Array], words, filled: np.ndarray) -> None:
+        super().__init__(function, words, None)
+        self._filled = filled
+        self.compiled = True
+
+    def __call__(self, words: object) -> jax.Array:
+        if not (is_eager() and jax.sharding.get_abstract_mesh().empty):
+            return super().__call__(words)
+        # In memory of its own, so that a step that donates it can use that again.
+        return jax.device_put(jax.device_put(self._filled), may_alias=False)
+
+
+_CONSTANTS = (jax.nn.initializers.zeros, jax.nn.initializers.ones)
+_SMALL = 2**20  # bytes
+
+
+def _filled_by(function: Callable[[Any], jax.Array], words) -> np.ndarray | None:
+    """What a function makes, if a small array of one number."""
+    with jax.sharding.use_abstract_mesh(NO_MESH):
+        jaxpr = jax.make_jaxpr(function)(words).jaxpr
+    (result,) = jaxpr.outvars
+    made, kind = jaxpr.eqns[-1:], result.aval
+    if not made or made[0].primitive.name != "broadcast_in_dim" or made[0].outvars[0] is not result:
+        return None
+    number = getattr(made[0].invars[0], "val", None)
+    if number is None or np.ndim(number) or not isinstance(kind.dtype, np.dtype) or kind.weak_type:
+        return None
+    is_small = math.prod(kind.shape) * kind.dtype.itemsize <= _SMALL
+    return np.full(kind.shape, number, kind.dtype) if is_small else None
+
+
 @functools.lru_cache(maxsize=4096)
 def initializer_program(
     initializer: Static,
@@ -268,6 +304,10 @@ def initializer_program(
     if impl is None:  # one that needs a key fails here, where it is known whose it is
         jax.eval_shape(initialise, None)
     if not lead and not isinstance(sharding, NamedSharding):  # nothing is cut or put together
+        is_constant = impl is None or any(initializer.value is value for value in _CONSTANTS)
+        filled = _filled_by(initialise, words) if is_constant and sharding is None else None
+        if filled is not None:
+            return _FilledProgram(initialise, words, filled)
         return InitializerProgram(initialise, words, sharding)
     freely = cuts_freely(initialise, words, impl)
     many = _repeated(
