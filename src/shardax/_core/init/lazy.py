@@ -276,6 +276,8 @@ def _filled_by(function: Callable[[Any], jax.Array], words) -> np.ndarray | None
     made, kind = jaxpr.eqns[-1:], result.aval
     if not made or made[0].primitive.name != "broadcast_in_dim" or made[0].outvars[0] is not result:
         return None
+    if jaxpr.effects:  # such as a print, which must happen
+        return None
     number = getattr(made[0].invars[0], "val", None)
     if number is None or np.ndim(number) or not isinstance(kind.dtype, np.dtype) or kind.weak_type:
         return None
