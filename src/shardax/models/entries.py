@@ -248,6 +248,10 @@ def layout_of(
     if is_blocked and len({*schemes.values()}) > 1:
         other = next(name for name, scheme in schemes.items() if scheme.rows == 1)
         problems.append(f"{other} has no scales for blocks of {blocks}, as others have")
+    of_experts = {scheme: name for name, scheme in schemes.items() if _EXPERTS in name}
+    if len(of_experts) > 1:
+        listed = ", ".join(f"{name} in {scheme.format}" for scheme, name in of_experts.items())
+        problems.append(f"experts are quantized in several ways, where files have one: {listed}")
     if problems:
         raise refused(list(dict.fromkeys(problems)), _QUANTIZE_LESS)
     if not schemes:
@@ -291,8 +295,18 @@ def _written_scheme(entry: Entry, of_scales: Entry, blocks: Sequence[int] | None
     return Scheme(number_format, 1, columns, is_packed=number_format != "fp8")
 
 
+_EXPERTS = ".experts."
+
+
 def _names(axis: Axis) -> list[str]:
     return [part for part in axis.parts if isinstance(part, str)]
+
+
+def _targets(names: Sequence[str]) -> list[str]:
+    """Returns the targets of a group: its modules, or a pattern of experts."""
+    # By which transformers finds out how experts are stored.
+    others = [name for name in names if _EXPERTS not in name]
+    return others if len(others) == len(names) else [*others, r"re:.*\.experts\..*"]
 
 
 def _compressed_config(schemes: Mapping[str, Scheme], plain: Sequence[str]) -> dict[str, Any]:
@@ -311,7 +325,7 @@ def _compressed_config(schemes: Mapping[str, Scheme], plain: Sequence[str]) -> d
             "dynamic": False,
         }
         groups[f"group_{number}"] = {
-            "targets": ["Linear"] if len(members) == 1 else names,
+            "targets": ["Linear"] if len(members) == 1 else _targets(names),
             "weights": weights,
             "input_activations": None,
             "output_activations": None,

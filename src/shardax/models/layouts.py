@@ -80,11 +80,14 @@ def _matches(module: str, text: str) -> bool:
 def read_layout(content: Mapping[str, Any], where: str) -> Layout | None:
     """Returns the layout of a ``config.json``, or raises; None without one."""
     packing = content.get(PACKING)
+    if packing is None:
+        return None
     try:
-        if packing is None or TABLE.problem(PACKING, packing) is None:
-            return None if packing is None else _layout(packing)
-        raise PretrainedError(str(TABLE.problem(PACKING, packing)))
-    except (PretrainedError, re.error) as error:
+        problem = TABLE.problem(PACKING, packing)
+        if problem is not None:
+            raise PretrainedError(problem)
+        return _layout(packing)
+    except PretrainedError as error:
         raise PretrainedError(f"{where} describes files that cannot be read: {error}.") from error
 
 
@@ -172,7 +175,7 @@ def _compressed(fields: _Fields) -> Layout:
     sparsity = fields.take("sparsity_config", TABLE, {})
     if sparsity.get("format", "dense") != "dense":
         raise _unsupported(f"{PACKING}.sparsity_config={brief(sparsity)}", "'dense'")
-    ignored = fields.take("ignore", TEXTS, [])
+    ignored = _patterns(fields.take("ignore", TEXTS, []))
     tables = fields.take("config_groups", TABLE, {})
     groups = []
     for name, table in tables.items():
@@ -180,7 +183,7 @@ def _compressed(fields: _Fields) -> Layout:
         if not isinstance(table, dict):
             raise _unsupported(f"{where}={brief(table)}", "a table of fields")
         group = _Fields(table, where)
-        targets = group.take("targets", TEXTS, [])
+        targets = _patterns(group.take("targets", TEXTS, []))
         weights = group.take("weights", TABLE, {})
         own = group.unread.pop("format", None) or common
         if own not in _FORMATS:
@@ -192,6 +195,16 @@ def _compressed(fields: _Fields) -> Layout:
     harmless = ("kv_cache_scheme", "global_compression_ratio", "moe_sparsity_config", "version")
     fields.finish((*harmless, "dequantize", "run_compressed", "use_optimized_inference"))
     return Layout(COMPRESSED, groups, ignored)
+
+
+def _patterns(texts: Sequence[str]) -> Sequence[str]:
+    """Returns names and patterns of modules, or raises."""
+    for text in texts:
+        try:
+            re.compile(text)
+        except re.error as error:
+            raise PretrainedError(f"{PACKING}: {brief(text)} is no pattern: {error}") from error
+    return texts
 
 
 def _weights(fields: _Fields, is_packed: bool) -> Scheme:
