@@ -86,7 +86,8 @@ class Case:
             if "loss" in dict(self.others):
                 patch = mock.patch.object(_decoder_steps, "shardax_loss", blockwise_loss)
                 stack.enter_context(patch)
-            stack.enter_context(sx.kernels(**dict(self.others)))
+            kernels: dict[str, Any] = dict(self.others)
+            stack.enter_context(sx.kernels(**kernels))
             stack.enter_context(attention_by(self.attention))
             yield
 
@@ -247,7 +248,7 @@ def step_bytes(model: Any, config: Config, slots: int, cache_bits: float) -> flo
         for path, variable in sx.iter_variables(model, sx.Param, sx.Quantized)
         if path[0] != "embed"
     )
-    heads = 2 * config.layers * config.kv_heads * config.head_dim
+    heads: Any = 2 * config.layers * config.kv_heads * config.head_dim
     return kernels + slots * heads * cache_bits / 8
 
 

@@ -11,7 +11,6 @@ import ml_dtypes
 import numpy as np
 from tests.models.published import initialised, numpy_files
 
-from shardax._files import write_tensors
 from shardax.models import save_pretrained
 
 COMPRESSED: dict[str, Any] = {
@@ -74,7 +73,8 @@ def _stored(
         limit = 2 ** (weights["num_bits"] - 1)
         numbers = draw.integers(-limit, limit, shape, np.int8)
     spread = np.repeat(np.repeat(scale, blocks[0], 0), blocks[1], 1)[: shape[0], : shape[1]]
-    tensors, plain = {f"{name}_scale": scale}, numbers.astype(np.float32)
+    plain = numbers.astype(np.float32)
+    tensors: dict[str, np.ndarray] = {f"{name}_scale": scale}
     if not weights.get("symmetric", True):
         zeros = draw.integers(-8, 8, grid, np.int8)
         plain -= np.repeat(zeros, blocks[1], 1)[:, : shape[1]]
@@ -108,7 +108,7 @@ def make_folders(
         tensors[name] = numbers
     numpy_files.save_file(tensors, plain / "model.safetensors")
     quantized.mkdir()
-    write_tensors(quantized / "model.safetensors", stored, {"format": "pt"})
+    numpy_files.save_file(stored, quantized / "model.safetensors", {"format": "pt"})
     described = json.loads((plain / "config.json").read_text())
     config = {**described, "quantization_config": packing}
     (quantized / "config.json").write_text(json.dumps(config))

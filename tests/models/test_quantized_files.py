@@ -16,7 +16,6 @@ from tests.models import stored_kernels as files
 from tests.models.published import MODELS, initialised, numpy_files, tiny_config
 
 import shardax as sx
-from shardax._files import write_tensors
 from shardax.errors import PretrainedError
 from shardax.models import from_pretrained, save_pretrained
 
@@ -120,7 +119,7 @@ def change(folder: Path, removed: tuple[str, ...] = (), **tensors: Any) -> None:
     plain = numpy_files.load_file(folder.parent / "plain" / "model.safetensors")
     stored = {QUERY.replace("weight", name): array for name, array in query.items()}
     stored = {name: array for name, array in (plain | stored).items() if name not in removed}
-    write_tensors(folder / "model.safetensors", stored, {"format": "pt"})
+    numpy_files.save_file(stored, folder / "model.safetensors", {"format": "pt"})
 
 
 @pytest.fixture
@@ -268,7 +267,7 @@ def test_kernels_without_a_layout_are_refused(formats: Any, message: str, tmp_pa
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_transformers_reads_the_same_numbers(name: str, tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers", reason="needs transformers")
+    transformers = pytest.importorskip("transformers", reason="pip install transformers")
     reason = "compressed-tensors is not installed"
     pytest.importorskip("compressed_tensors", reason=reason)
     import torch
@@ -288,7 +287,7 @@ def test_transformers_reads_the_same_numbers(name: str, tmp_path: Path) -> None:
 
 def test_transformers_has_the_numbers_of_blocks(tmp_path: Path) -> None:
     fp8 = pytest.importorskip(
-        "transformers.integrations.finegrained_fp8", reason="needs transformers"
+        "transformers.integrations.finegrained_fp8", reason="pip install transformers"
     )
     import torch
     from safetensors.torch import load_file

@@ -110,8 +110,8 @@ def test_tiles_have_scales_of_their_own() -> None:
     tiles = np.asarray(layer.kernel.value).reshape(3, 4, 2, 4)
     expected = np.asarray(small.kernel.value)
     check_rounding(expected.reshape(3, 4, 2, 4), tiles, (2,), "int4")
-    axes = layer.kernel.axes[0], None, "out"
-    assert (small.kernel.scale.shape, small.kernel.scale.axes) == ((3, 4, 4), axes)
+    names, scale = list(layer.kernel.axes or ()), small.kernel.scale
+    assert (scale.shape, scale.axes) == ((3, 4, 4), (names[0], None, "out"))
     x = np.random.default_rng(0).normal(size=(2, 3, 8)).astype(np.float32)
     close(small(x), np.einsum("bij,ijo->bo", x, expected) + np.asarray(layer.bias))
 

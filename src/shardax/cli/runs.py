@@ -113,7 +113,7 @@ class RunSettings:
         return ZERO if self.zero else None if self.layout is None else self.layout.overrides
 
     @property
-    def kernels(self) -> dict[str, str | None]:
+    def kernels(self) -> dict[str, Any]:
         """The kernel of each kind, None for XLA's."""
         return {kind: getattr(self, kind) for kind in KERNEL_KINDS}
 

@@ -286,7 +286,7 @@ class _TrainingRun:
         )
 
     def _check_kernels(self) -> None:
-        """Raises if a kernel that is asked for by its name cannot run."""
+        """Raises if a kernel asked for by name cannot run."""
         settings, names = self.settings, {*self.settings.kernels.values()}
         if settings.experts is not None and not select(self.model).at_instances_of(nn.MoE).count():
             raise inputs.CommandError(f"--experts {settings.experts}: the model has no experts.")

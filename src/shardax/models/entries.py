@@ -80,7 +80,7 @@ class Entry(NamedTuple):
 
 
 def place_of(name: str, path: Path, variable: object) -> tuple[str, bool]:
-    """Returns the parameter's name in a table, and if it is of scales."""
+    """Returns a parameter's name in a table, and if of scales."""
     if not isinstance(variable, Quantized):
         return name, False
     return name.rpartition(".")[0], path[-1] == "scale"
@@ -125,7 +125,7 @@ def quantize_as_stored(
 def _stored_block(
     entry: Entry, files: TensorFiles, modules: Mapping[Path, Any]
 ) -> tuple[int, int] | None:
-    """Returns rows and columns that share a scale; None to read numbers."""
+    """Returns the rows and columns of a scale; None to read numbers."""
     kernels = [files.quantized.get(name) for name in entry.names()]
     layer, axes = modules.get(entry.path[:-1]), entry.tensor.tensor_axes
     known = isinstance(layer, (Linear, Einsum, MoE, Embed)) and isinstance(entry.variable, Param)
@@ -146,7 +146,7 @@ def _stored_block(
 
 
 def _fitting(entry: Entry, axis: int, block: int) -> int:
-    """Returns the largest size of blocks that an axis of a parameter has too."""
+    """Returns the largest block size that fits a parameter's axis."""
     names = entry.tensor.tensor_axes[axis]
     if not _is_plain(names):
         return 1
@@ -178,7 +178,7 @@ def _counts(entry: Entry, block: Sequence[int]) -> dict[str, int]:
 
 
 def _placeholder(entry: Entry, block: Sequence[int], files: TensorFiles) -> QuantizedKernel:
-    """Returns a quantized kernel whose values are to be read."""
+    """Returns a quantized kernel with values yet to read."""
     name = entry.names()[0]
     counts = _counts(entry, block)
     shape = tuple(counts[axis] for axis in entry.tensor.parameter_axes)
@@ -193,14 +193,14 @@ def _placeholder(entry: Entry, block: Sequence[int], files: TensorFiles) -> Quan
 
 
 class WrittenLayout(NamedTuple):
-    """The layout in which quantized kernels are written."""
+    """The layout of quantized kernels in new files."""
 
     config: dict[str, Any] | None = None  # its quantization_config
     schemes: Mapping[str, Scheme] = {}  # by the names of weights
     shapes: Mapping[str, tuple[int, ...]] = {}
 
     def stored(self, name: str, array: np.ndarray) -> dict[str, np.ndarray]:
-        """Returns the tensors of a file that a tensor of the table is."""
+        """Returns the file's tensors for a tensor of the table."""
         scheme, weight = self.schemes.get(name), name.removesuffix(SCALE_END)
         if scheme is not None and scheme.is_packed:
             shape = np.asarray(array.shape, np.int64)
@@ -265,7 +265,7 @@ def layout_of(
 
 
 def _written_scheme(entry: Entry, of_scales: Entry, blocks: Sequence[int] | None) -> Scheme | str:
-    """Returns the scheme in which a kernel is written, or why there is none."""
+    """Returns a kernel's scheme, or why there is none."""
     number_format = _FORMAT_OF.get(jnp.dtype(entry.variable.dtype))
     place, axes = entry.tensor.to, entry.tensor.tensor_axes
     if number_format is None:
@@ -279,7 +279,7 @@ def _written_scheme(entry: Entry, of_scales: Entry, blocks: Sequence[int] | None
     if number_format == "fp8" and blocks is not None:
         sizes = [_fitting(entry, axis, block) for axis, block in enumerate(blocks)]
         if of_scales.sizes == _counts(entry, sizes):
-            return Scheme("fp8", *blocks)
+            return Scheme("fp8", blocks[0], blocks[1])
     counts, group, is_open = of_scales.sizes, 1, True
     if any(counts[str(p)] != entry.sizes[str(p)] for p in _names(axes[0])) or not _is_plain(
         axes[1]
@@ -303,7 +303,7 @@ def _names(axis: Axis) -> list[str]:
 
 
 def _targets(names: Sequence[str]) -> list[str]:
-    """Returns the targets of a group: its modules, or a pattern of experts."""
+    """Returns a group's targets: modules, or a pattern of experts."""
     # By which transformers finds out how experts are stored.
     others = [name for name in names if _EXPERTS not in name]
     return others if len(others) == len(names) else [*others, r"re:.*\.experts\..*"]

@@ -20,10 +20,10 @@ from shardax.models.layouts import (
     COMPRESSED,
     SCALE_ENDS,
     STORED_DTYPES,
-    Layout,
     NumbersSlice,
     ScaleSlice,
     StoredKernel,
+    StoredLayout,
     ValuesSlice,
     read_layout,
 )
@@ -80,7 +80,7 @@ class TensorFiles(contextlib.ExitStack):
                 del self.names[name + end]
             self.names[name] = None
 
-    def _find_quantized(self, layout: Layout) -> None:
+    def _find_quantized(self, layout: StoredLayout) -> None:
         """Puts the numbers of quantized weights in the place of their parts."""
         for name in [*self.names]:
             weight = name.removesuffix("_packed")
@@ -115,7 +115,7 @@ class TensorFiles(contextlib.ExitStack):
         self.names[f"{name}_scale"] = None
 
     def set_dtype(self, dtype: Any) -> None:
-        """Sets the dtype in which the numbers of quantized weights are read."""
+        """Sets the dtype for numbers of quantized weights."""
         names = {value: name for name, value in DTYPES.items()}
         for weight in self.quantized:
             self.packed[weight].dtype = names.get(np.dtype(dtype).name, "F32")
@@ -160,7 +160,7 @@ class TensorFiles(contextlib.ExitStack):
         return self.slice(name).get_dtype()
 
     def common_dtype(self) -> str:
-        """Returns the dtype of most tensors that are not quantized."""
+        """Returns the dtype of most tensors, without quantized ones."""
         names = [name for name in self.names if name not in self.quantized]
         return DTYPES[_most_common(map(self.dtype, names))]
 
@@ -180,7 +180,7 @@ _BYTES = {"F8_E4M3": jnp.float8_e4m3fn, "F8_E8M0": jnp.float8_e8m0fnu}
 
 
 class _ByteSlice:
-    """A tensor of bytes that are numbers, read like a slice of safetensors."""
+    """A tensor of 8-bit floats, read like a slice of safetensors."""
 
     def __init__(self, part: Any, path: Path, place: int) -> None:
         self.dtype, self.shape = part.get_dtype(), tuple(part.get_shape())

@@ -36,7 +36,7 @@ class Scheme(NamedTuple):
     is_packed: bool = False
 
     def block(self, shape: Sequence[int]) -> tuple[int, int]:
-        """The rows and columns that share a scale, of a weight's shape."""
+        """The rows and columns of a scale, by a weight's shape."""
         return self.rows or shape[0], self.columns or shape[1]
 
     @property
@@ -45,8 +45,8 @@ class Scheme(NamedTuple):
         return 4 if self.format == "int4" else 8
 
 
-class Layout(NamedTuple):
-    """What a ``quantization_config`` says of modules."""
+class StoredLayout(NamedTuple):
+    """A ``quantization_config``, read."""
 
     method: str
     groups: Sequence[tuple[Sequence[str], Scheme]]  # of modules' names, or of a class
@@ -77,7 +77,7 @@ def _matches(module: str, text: str) -> bool:
 # --- quantization_config --------------------------------------------------------------------------
 
 
-def read_layout(content: Mapping[str, Any], where: str) -> Layout | None:
+def read_layout(content: Mapping[str, Any], where: str) -> StoredLayout | None:
     """Returns the layout of a ``config.json``, or raises; None without one."""
     packing = content.get(PACKING)
     if packing is None:
@@ -91,7 +91,7 @@ def read_layout(content: Mapping[str, Any], where: str) -> Layout | None:
         raise PretrainedError(f"{where} describes files that cannot be read: {error}.") from error
 
 
-def _layout(packing: Mapping[str, Any]) -> Layout | None:
+def _layout(packing: Mapping[str, Any]) -> StoredLayout | None:
     method = packing.get("quant_method")
     if method == "mxfp4":
         return None
@@ -144,8 +144,8 @@ def _size(value: object) -> int:
     return value if type(value) is int else 0
 
 
-def _fp8(fields: _Fields) -> Layout:
-    """Reads the layout of fp8 with a scale for each block, row or tensor."""
+def _fp8(fields: _Fields) -> StoredLayout:
+    """Reads a layout of fp8, with scales of blocks or rows."""
     method = fields.one_of("quant_method", (FP8, FBGEMM))
     fields.one_of("activation_scheme", ("dynamic", "static"), "dynamic")
     fields.one_of("fmt", ("e4m3", "float8_e4m3fn"), "e4m3")
@@ -160,13 +160,13 @@ def _fp8(fields: _Fields) -> Layout:
     rows, columns = fields.take("weight_block_size", _SIZES, default) or (None, None)
     fields.finish(("dequantize", "modules_to_convert", "activation_scale_ub"))
     scheme = Scheme("fp8", 1 if method == FBGEMM else rows, columns)
-    return Layout(method, [(["Linear"], scheme)], ignored)
+    return StoredLayout(method, [(["Linear"], scheme)], ignored)
 
 
 _FORMATS = ("int-quantized", "naive-quantized", "float-quantized", "pack-quantized")
 
 
-def _compressed(fields: _Fields) -> Layout:
+def _compressed(fields: _Fields) -> StoredLayout:
     """Reads the layout of compressed-tensors."""
     fields.one_of("quant_method", (COMPRESSED,))
     common = fields.one_of("format", (*_FORMATS, "mixed-precision"))
@@ -194,7 +194,7 @@ def _compressed(fields: _Fields) -> Layout:
         groups.append((targets, scheme))
     harmless = ("kv_cache_scheme", "global_compression_ratio", "moe_sparsity_config", "version")
     fields.finish((*harmless, "dequantize", "run_compressed", "use_optimized_inference"))
-    return Layout(COMPRESSED, groups, ignored)
+    return StoredLayout(COMPRESSED, groups, ignored)
 
 
 def _patterns(texts: Sequence[str]) -> Sequence[str]:
@@ -220,11 +220,11 @@ def _weights(fields: _Fields, is_packed: bool) -> Scheme:
     default = "tensor" if size is None else "channel" if size == -1 else "group"
     strategy = fields.unread.pop("strategy", None) or default
     structure = fields.take("block_structure", _SIZES)
-    shared = {"tensor": (None, None), "channel": (1, None)}
+    shared: dict[str, Sequence[Any]] = {"tensor": (None, None), "channel": (1, None)}
     if strategy == "group" and _size(size) > 0:
         shared["group"] = (1, size)
     if strategy == "block" and structure is not None:
-        shared["block"] = tuple(structure)
+        shared["block"] = structure
     if strategy not in shared:
         raise _unsupported(
             f"{fields.where}.strategy={brief(strategy)} with group_size={brief(size)}",
@@ -232,25 +232,20 @@ def _weights(fields: _Fields, is_packed: bool) -> Scheme:
         )
     fields.finish(("observer", "observer_kwargs", "scale_dtype", "zp_dtype", "is_mx"))
     number_format = "fp8" if kind == "float" else f"int{bits}"
-    return Scheme(number_format, *shared[strategy], is_symmetric, is_packed)
+    rows, columns = shared[strategy]
+    return Scheme(number_format, rows, columns, is_symmetric, is_packed)
 
 
 # --- tensors --------------------------------------------------------------------------------------
 
 
 class StoredKernel:
-    """The tensors of a quantized weight, read by parts.
-
-    Args:
-        name: The name that the weight has without quantization.
-        scheme: How it is stored.
-        parts: The slices ``weight``, ``scale``, and of some ``zero`` and ``shape``.
-    """
+    """The tensors of a quantized weight, read by parts."""
 
     def __init__(self, name: str, scheme: Scheme, parts: Mapping[str, Any]) -> None:
-        self.name, self.scheme = name, scheme
+        self.name, self.scheme = name, scheme  # the name is that without quantization
         self.weight, self.scale = parts["weight"], parts["scale"]
-        self.zero = parts.get("zero")
+        self.zero: Any = parts.get("zero")
         stored, self.shape = self._shapes(parts.get("shape"))
         expected = "I32" if scheme.is_packed else "F8_E4M3" if scheme.format == "fp8" else "I8"
         if self.weight.get_dtype() != expected or tuple(self.weight.get_shape()) != stored:
@@ -270,7 +265,7 @@ class StoredKernel:
             self._check_zero(shapes)
 
     def _shapes(self, shape: Any) -> tuple[tuple[int, ...], tuple[int, int]]:
-        """Returns the stored shape that is expected, and that of the weight."""
+        """Returns the expected stored shape, and the weight's."""
         stored = tuple(self.weight.get_shape())
         if self.scheme.is_packed and (shape is None or tuple(shape.get_shape()) != (2,)):
             raise PretrainedError(f"{self.name} has no {self.name}_shape with its two sizes.")
@@ -296,7 +291,7 @@ class StoredKernel:
         )
 
     def values(self, index: Sequence[slice]) -> np.ndarray:
-        """Returns the stored numbers at slices, which may have steps."""
+        """Returns the stored numbers at slices, also with steps."""
         rows, columns = self._ranges(index)
         outputs = slice(rows.start, rows.stop)
         if not self.scheme.is_packed:
@@ -338,7 +333,7 @@ class StoredKernel:
 
 
 def as_floats(scale: Any) -> np.ndarray:
-    """Returns scales that may be powers of two in a byte."""
+    """Returns scales, also those of powers of two in bytes."""
     kind = scale.get_dtype()
     array = scale[...] if scale.get_shape() else np.asarray(scale[...])
     if kind == "U8":
@@ -355,7 +350,7 @@ def _unpacked(words: np.ndarray, bits: int) -> np.ndarray:
 
 
 def packed(values: np.ndarray, bits: int) -> np.ndarray:
-    """Returns rows of numbers in words of 32 bits, the lowest bits first."""
+    """Returns rows of numbers in words, the lowest bits first."""
     shifted = (values.astype(np.int16) + 2 ** (bits - 1)).astype(np.uint8)
     missing = -values.shape[1] % (32 // bits)
     shifted = np.pad(shifted, ((0, 0), (0, missing)))
@@ -365,7 +360,7 @@ def packed(values: np.ndarray, bits: int) -> np.ndarray:
 
 
 class NumbersSlice:
-    """A quantized weight, read as the numbers that it stands for."""
+    """A quantized weight, read as floating numbers."""
 
     def __init__(self, kernel: StoredKernel) -> None:
         self.kernel, self.dtype = kernel, "F32"
@@ -377,7 +372,7 @@ class NumbersSlice:
         return self.dtype
 
     def read(self, index: Sequence[slice], dtype: str) -> np.ndarray:
-        """Returns the numbers at slices, which may have steps."""
+        """Returns the numbers at slices, also with steps."""
         return self.kernel.numbers(index, dtype)
 
     def __getitem__(self, rows: slice) -> np.ndarray:
@@ -397,7 +392,7 @@ class ValuesSlice(NumbersSlice):
 
 
 class ScaleSlice(NumbersSlice):
-    """The scales of a quantized weight, each for a block of its rows and columns."""
+    """The scales of a quantized weight, one for each block."""
 
     def __init__(self, kernel: StoredKernel, block: tuple[int, int]) -> None:
         super().__init__(kernel)

@@ -92,7 +92,8 @@ def from_pretrained(
     """Loads a published model, each device its own part.
 
     The files are those of Hugging Face: ``config.json`` and safetensors, in one file or several
-    with an index. Everything is checked before anything is made. The model is in evaluation:
+    with an index. Kernels that are quantized in the files, by compressed-tensors or in fp8, are
+    ``nn.QuantizedKernel`` of the same numbers and scales. Everything is checked before anything is made. The model is in evaluation:
     ``model.train()`` turns its dropout on.
 
     Args:
@@ -201,7 +202,10 @@ def save_pretrained(
     model that would read back as another is refused, by path, before a file is written. Files
     appear when all are complete: a disk that is full leaves what was there.
 
-    Kernels that were read from MXFP4 are written as the numbers that they are, with a warning.
+    Quantized kernels are written in a layout that ``transformers`` reads, with its
+    ``quantization_config``: as compressed-tensors, or in fp8 by blocks where they were read so. What
+    has none, such as a quantized embedding, is refused; ``sx.dequantize`` makes numbers. Kernels
+    that were read from MXFP4 are written as the numbers that they are, with a warning.
 
     The compute dtype and dropout are no part of it. In a run of several processes all must call
     it, and the first writes.
@@ -214,7 +218,7 @@ def save_pretrained(
 
     Raises:
         PretrainedError: If the model is of no family, or no ``config.json`` of its family says what
-            it is; or the folder has tensors already, or cannot be written.
+            it is; a quantized kernel has no layout; or the folder has tensors already, or cannot be written.
         ImportError: If ``safetensors`` is missing.
 
     Example:
@@ -535,7 +539,7 @@ class _Table:
         return f"The model is not all of {where}: {'; '.join(parts)}." if parts else None
 
     def _dtypes(self, name: str) -> Mapping[str, str]:
-        """Returns the dtypes that a tensor may have."""
+        """Returns the possible dtypes of a tensor."""
         entry = self.by_name[name][0][0]
         return READ_DTYPES if isinstance(entry.variable, Quantized) else DTYPES
 

@@ -76,7 +76,7 @@ class QuantizedKernel(Module):
         self._hold(kernel, *_quantized(kernel, dimensions, RANGES[format], tile_size))
 
     def _hold(self, kernel: Param[Any], values: Any, scale: Any) -> None:
-        """Sets numbers and scales, which may be abstract."""
+        """Sets numbers and scales, also abstract ones."""
         self.values = Quantized(values, axes=kernel.axes, **kernel.metadata)
         scale_axes = None
         if kernel.axes is not None:
@@ -169,7 +169,7 @@ def round_to_format(
 def _in_tiles(
     x: jax.Array, dimensions: tuple[int, ...], tile_size: int | None
 ) -> tuple[jax.Array, tuple[int, ...]]:
-    """Splits the last dimension in tiles, alone shared then; returns what is shared."""
+    """Splits the last dimension in tiles; returns the shared dimensions."""
     if tile_size is None:
         return x, dimensions
     split = dimensions[-1] % x.ndim
