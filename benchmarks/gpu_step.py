@@ -26,6 +26,7 @@ of a GPU is published: none was at hand.
 
 import contextlib
 import functools
+import math
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -244,11 +245,13 @@ def repeated_loop(generate: Callable[[np.ndarray], Any], prompts: np.ndarray) ->
 def step_bytes(model: Any, config: Config, slots: int, cache_bits: float) -> float:
     """Bytes that a step of decoding has to read: all but the embedding, and the cache."""
     kernels = sum(
-        variable.size * BITS.get(str(variable.dtype), 8 * variable.dtype.itemsize) / 8
+        math.prod(variable.shape)
+        * BITS.get(str(variable.dtype), 8 * np.dtype(variable.dtype).itemsize)
+        / 8
         for path, variable in sx.iter_variables(model, sx.Param, sx.Quantized)
         if path[0] != "embed"
     )
-    heads: Any = 2 * config.layers * config.kv_heads * config.head_dim
+    heads = 2 * config.layers * config.kv_heads * config.head_dim
     return kernels + slots * heads * cache_bits / 8
 
 

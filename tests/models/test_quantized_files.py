@@ -184,8 +184,11 @@ def grouped(**weights: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("packing", "message"),
     [
-        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "only None, or a quant_method of"),
-        ({"quant_method": "gptq", "bits": 4}, "only None, or a quant_method of"),
+        (
+            {"quant_method": "bitsandbytes", "load_in_4bit": True},
+            r"only None, or a quant_method of .*\.dequantize\(\)\.save_pretrained\(NEW\)",
+        ),
+        ({"quant_method": "gptq", "bits": 4}, r"only None, .*sx\.quantize\(sx\.models\.from_pre"),
         ({**files.ROWS, "format": "marlin-24"}, "format='marlin-24' is not supported, only"),
         ({**files.ROWS, "transform_config": {"R1": {}}}, "transform_config=.* is not supported"),
         ({**files.ROWS, "rotations": 1}, "has {'rotations': 1}, which is unknown"),
@@ -205,8 +208,12 @@ def grouped(**weights: Any) -> dict[str, Any]:
 def test_unknown_layouts_are_refused(packing: dict[str, Any], message: str, rows: Path) -> None:
     content = json.loads((rows / "config.json").read_text())
     (rows / "config.json").write_text(json.dumps({**content, "quantization_config": packing}))
-    with pytest.raises(PretrainedError, match=message):
+    with pytest.raises(PretrainedError, match=message) as caught:
         from_pretrained(rows)
+    if packing["quant_method"] == "gptq":
+        code = "sx.quantize(sx.models.from_pretrained(ORIGINAL), formats)"
+        names = {"sx": sx, "ORIGINAL": rows.parent / "plain", "formats": "int4"}
+        assert quantized_kernels(run_advice(caught.value, code, names)) > 7
 
 
 # --- models that are written ---

@@ -98,12 +98,17 @@ def _layout(packing: Mapping[str, Any]) -> StoredLayout | None:
     if method in _METHODS:
         return (_compressed if method == COMPRESSED else _fp8)(_Fields(packing))
     known = f"None, or a quant_method of {', '.join(_METHODS)}, or mxfp4 of gpt_oss"
-    raise _unsupported(f"{PACKING}={brief(packing)}", f"{known}. {_SAVE_NUMBERS}")
+    advice = _DEQUANTIZE if method in ("bitsandbytes", "higgs") else _QUANTIZE
+    raise _unsupported(f"{PACKING}={brief(packing)}", f"{known}. {advice}")
 
 
-_SAVE_NUMBERS = (
-    "Where transformers can read the model, save its numbers: transformers.AutoModelForCausalLM."
-    "from_pretrained(folder).dequantize().save_pretrained(NEW)"
+_DEQUANTIZE = (
+    "Its numbers are saved by transformers: transformers.AutoModelForCausalLM.from_pretrained("
+    "folder).dequantize().save_pretrained(NEW)"
+)
+_QUANTIZE = (
+    "Read the model that it was made of, and quantize that: sx.quantize(sx.models.from_pretrained("
+    "ORIGINAL), formats)"
 )
 
 

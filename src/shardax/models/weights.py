@@ -93,8 +93,8 @@ def from_pretrained(
 
     The files are those of Hugging Face: ``config.json`` and safetensors, in one file or several
     with an index. Kernels that are quantized in the files, by compressed-tensors or in fp8, are
-    ``nn.QuantizedKernel`` of the same numbers and scales. Everything is checked before anything is made. The model is in evaluation:
-    ``model.train()`` turns its dropout on.
+    ``nn.QuantizedKernel`` of the same numbers and scales. Everything is checked before anything is
+    made. The model is in evaluation: ``model.train()`` turns its dropout on.
 
     Args:
         directory: The folder of the files; or the name of a model on the hub, such as
@@ -203,9 +203,9 @@ def save_pretrained(
     appear when all are complete: a disk that is full leaves what was there.
 
     Quantized kernels are written in a layout that ``transformers`` reads, with its
-    ``quantization_config``: as compressed-tensors, or in fp8 by blocks where they were read so. What
-    has none, such as a quantized embedding, is refused; ``sx.dequantize`` makes numbers. Kernels
-    that were read from MXFP4 are written as the numbers that they are, with a warning.
+    ``quantization_config``: as compressed-tensors, or in fp8 by blocks where they were read so.
+    What has none, such as a quantized embedding, is refused; ``sx.dequantize`` makes numbers.
+    Kernels that were read from MXFP4 are written as the numbers that they are, with a warning.
 
     The compute dtype and dropout are no part of it. In a run of several processes all must call
     it, and the first writes.
@@ -218,7 +218,8 @@ def save_pretrained(
 
     Raises:
         PretrainedError: If the model is of no family, or no ``config.json`` of its family says what
-            it is; a quantized kernel has no layout; or the folder has tensors already, or cannot be written.
+            it is; a quantized kernel has no layout; or the folder has tensors already, or cannot be
+            written.
         ImportError: If ``safetensors`` is missing.
 
     Example:
