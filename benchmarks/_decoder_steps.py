@@ -116,16 +116,18 @@ def shardax(
 
     def make() -> Any:
         def step(model: Any, optimizer: Any, batch: Any) -> jax.Array:
-            def objective(model: Any) -> jax.Array:
-                return cross_entropy(model(batch["inputs"]), batch["targets"])
-
-            loss, grads = sx.value_and_grad(objective)(model)
+            loss, grads = sx.value_and_grad(lambda model: shardax_loss(model, batch))(model)
             optimizer.update(grads)
             return loss
 
         return sx.jit(step, donate_argnums=(0, 1) if donate else None)
 
     return Step("shardax", make, (model, optimizer, batch(config, mesh)))
+
+
+def shardax_loss(model: Any, batch: Any) -> jax.Array:
+    """The loss of shardax's decoder, on its logits."""
+    return cross_entropy(model(batch["inputs"]), batch["targets"])
 
 
 def shardax_decoder(config: Config) -> Any:

@@ -189,11 +189,13 @@ def caches_of(params: Params, batch: int, slots: int) -> list[Params]:
     caches = []
     for layer in layers_of(params):
         if "mixer" in layer:
-            size, features = layer["mixer"]["kernel"].shape
-            caches.append({"window": np.zeros((batch, size - 1, features), np.float32)})
+            kernel = layer["mixer"]["kernel"]
+            shape = (batch, len(kernel) - 1, kernel.shape[1])
+            caches.append({"window": np.zeros(shape, kernel.dtype)})
         else:
-            shape = (batch, slots, *layer["attn"]["k"]["kernel"].shape[1:])
-            caches.append({name: np.zeros(shape, np.float32) for name in ("key", "value")})
+            kernel = layer["attn"]["k"]["kernel"]
+            shape = (batch, slots, *kernel.shape[1:])
+            caches.append({name: np.zeros(shape, kernel.dtype) for name in ("key", "value")})
     return jax.tree.map(jnp.asarray, caches)
 
 

@@ -48,10 +48,19 @@ def test_search_of_a_published_model_includes_its_layout(tmp_path):
 
 @pytest.mark.slow
 def test_gpu_step_reports_speed_and_memory(monkeypatch, tmp_path):
-    written = run_here(gpu_step, tmp_path, monkeypatch, "--cpu")
-    (record,) = written["records"]
-    assert record["held_bytes"] == record["planned_bytes"] > 1e5
-    assert record["flops"] > 1e6 and record["speed_median"] > 0
+    options = ["--attention", "xla", "splash", "--others", "--precision", "fp8"]
+    options += ["--decoding", "bf16", "int4"]
+    written = run_here(gpu_step, tmp_path, monkeypatch, "--cpu", *options)
+    steps = {record["case"]: record for record in written["records"] if "case" in record}
+    assert steps.keys() == {"attention=xla", "attention=splash", "fp8"}
+    assert "runs on TPUs" in steps.pop("attention=splash")["refused"]
+    for record in steps.values():
+        assert record["held_bytes"] == record["planned_bytes"] > 1e5
+        assert record["flops"] > 1e6 and record["speed_median"] > 0
+    limits = {r["decoding"]: r["limit"] for r in written["records"] if "decoding" in r}
+    names = ["raw jax", "bf16, cache bf16", "bf16, cache int8", "int4, cache bf16"]
+    assert list(limits) == names
+    assert limits[names[0]] == limits[names[1]] < limits[names[2]] < limits[names[3]]
 
 
 def run_here(program: ModuleType, folder: Path, patch: pytest.MonkeyPatch, *options: str) -> dict:

@@ -156,7 +156,9 @@ def test_files_of_float16_have_experts_in_bfloat16(packed: Any):
 
 def test_unpacked_numbers_equal_those_of_transformers(packed: Any):
     torch = pytest.importorskip("torch", reason="pip install torch")
-    mxfp4 = pytest.importorskip("transformers.integrations.mxfp4", reason="needs transformers")
+    mxfp4 = pytest.importorskip(
+        "transformers.integrations.mxfp4", reason="pip install transformers"
+    )
     folder, _ = packed
     tensors = safetensors.load_file(folder / "model.safetensors")
     for name, kernel in kernels_of(from_pretrained(folder), 0).items():

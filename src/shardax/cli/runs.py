@@ -39,7 +39,7 @@ from shardax.cli.inputs import (
 )
 from shardax.models import DECODER_RULES, Decoder, DecoderConfig
 from shardax.models.weights import TOKENIZER_FILES, find_directory
-from shardax.partition.context import ATTENTION_KERNELS
+from shardax.partition.context import ATTENTION_KERNELS, LAYER_KERNELS
 from shardax.partition.rules import Rules
 from shardax.train.checkpoint_files import read_description, verify
 from shardax.train.errors import CheckpointDamagedError, TrainError
@@ -55,6 +55,7 @@ ZERO = {OptState: {"embed": "data"}}
 
 RUN_FILE = "run.json"
 CHECKPOINTS = "checkpoints"
+KERNEL_KINDS = ("attention", "experts", "loss", "gated", "norms")
 _PRECISIONS = ("fp8", "fp8-delayed", "none")
 LARGEST_BATCH = 2**28  # bytes that a step reads
 _FORMAT = 1
@@ -79,7 +80,12 @@ class RunSettings:
     rules: dict[str, Any] | None = None  # other than the decoder's: ``rules_file.entry_to_data``
     source: str | None = None  # of a published model, which is trained instead of the decoder
     lora: int | None = None  # rank of its adapters; None to train all of it
-    attention: str | None = None  # its kernel, as for ``sx.kernels``
+    # Kernels, as for ``sx.kernels``.
+    attention: str | None = None
+    experts: str | None = None
+    loss: str | None = None
+    gated: str | None = None
+    norms: str | None = None
     precision: str | None = None  # of products, by parts of paths, as ``--precision`` takes them
 
     @property
@@ -106,12 +112,18 @@ class RunSettings:
         """Exceptions from the rules, or None."""
         return ZERO if self.zero else None if self.layout is None else self.layout.overrides
 
+    @property
+    def kernels(self) -> dict[str, Any]:
+        """The kernel of each kind, None for XLA's."""
+        return {kind: getattr(self, kind) for kind in KERNEL_KINDS}
+
     def check(self, of: str = "") -> None:
         """Raises CommandError if a setting has a wrong type or value."""
         _check_settings(type(self), vars(self), of)
         _check_settings(type(self.model), vars(self.model), of)
-        kernels = (None, *ATTENTION_KERNELS)
-        Options(CommandError, of).choice("attention", self.attention, kernels)
+        for kind, name in self.kernels.items():
+            names = ATTENTION_KERNELS if kind == "attention" else LAYER_KERNELS
+            Options(CommandError, of).choice(kind, name, (None, *names))
         if self.precision is not None:
             _precisions(self.precision, of)
             if self.lora is not None:

@@ -21,9 +21,11 @@ from shardax._core.graph.paths import format_path
 from shardax._core.state.split_merge import iter_variables
 from shardax._files import PathNotFoundError
 from shardax._select.selection import select
+from shardax._transforms.jit.abstract_eval import eval_shape
 from shardax.cli import inputs
-from shardax.cli.runs import RunSettings, TextCodec, read_settings, write_settings
+from shardax.cli.runs import KERNEL_KINDS, RunSettings, TextCodec, read_settings, write_settings
 from shardax.models.weights import TOKENIZER_FILES, find_directory
+from shardax.nn.errors import LayerConfigError, LayerInputError
 from shardax.partition.mesh import mesh_text
 from shardax.train.errors import DataError
 from shardax.train.progress import TrainingProgress
@@ -84,6 +86,15 @@ class Train:
     checkpoint_every: int = 50
     # The kernel of attention: auto, xla, cudnn, splash or tokamax; by default XLA's.
     attention: str | None = None
+    # The kernels of experts' products: auto, xla or tokamax; by default XLA's.
+    experts: str | None = None
+    # The kernel of the loss over the vocabulary, likewise. With it the loss is computed for some
+    # tokens at a time, which holds no logits of all.
+    loss: str | None = None
+    # The kernel of gated units, likewise.
+    gated: str | None = None
+    # The kernel of norms, likewise.
+    norms: str | None = None
     # The precision of products with kernels: fp8, or fp8-delayed, which scales by earlier steps, of
     # all layers; or by parts of paths, of which the first decides: attn=none,layers=fp8.
     precision: str | None = None
@@ -177,7 +188,7 @@ class Train:
             zero=self.zero,
             source=_absolute(self.source),
             lora=self.lora,
-            attention=self.attention,
+            **{kind: getattr(self, kind) for kind in KERNEL_KINDS},
             precision=self.precision,
             rules=None if named_rules is None else _as_data(named_rules),
             **sizes,
@@ -217,9 +228,15 @@ class Train:
         )
 
 
-def _training_loss(balance: float, model: object, batch: object) -> jax.Array:
+def _training_loss(balance: float, in_blocks: bool, model: Any, batch: Any) -> jax.Array:
     """Returns the loss of the next token, and of experts' balance."""
-    loss = models.next_token_loss(model, batch)
+    if in_blocks:
+        packed = {name: batch[name] for name in ("segment_ids", "positions") if name in batch}
+        hidden = model.hidden_states(batch["inputs"], **packed)
+        targets = batch["targets"], batch.get("mask")
+        loss = models.blockwise_cross_entropy(hidden, model.head_kernel, *targets)
+    else:
+        loss = models.next_token_loss(model, batch)
     # In evaluation the loss of balance is 0.
     return loss + balance * nn.load_balance_loss(model) if balance else loss
 
@@ -247,11 +264,13 @@ class _TrainingRun:
             self.prompt = self.held_out[0]["inputs"][0, :_PROMPT_LENGTH].tolist()
         weight = getattr(self.model.config, "load_balance_weight", 0.0)
         balance = weight if select(self.model).at_instances_of(nn.MoE).count() else 0.0
+        self.loss = functools.partial(_training_loss, balance, settings.loss is not None)
+        self._check_kernels()
         optimizer = inputs.decoder_optimizer(settings.steps, settings.learning_rate)
         self.trainer = train.Trainer(
             self.model,
             train.Optimizer(self.model, optimizer, *([] if settings.lora is None else ["lora"])),
-            functools.partial(_training_loss, balance),
+            self.loss,
             batches,
             directory=out,
             settings=train.TrainerSettings(
@@ -266,6 +285,26 @@ class _TrainingRun:
             memory_kind=None if settings.layout is None else settings.layout.memory_kind,
         )
 
+    def _check_kernels(self) -> None:
+        """Raises if a kernel asked for by name cannot run."""
+        settings, names = self.settings, {*self.settings.kernels.values()}
+        if settings.experts is not None and not select(self.model).at_instances_of(nn.MoE).count():
+            raise inputs.CommandError(f"--experts {settings.experts}: the model has no experts.")
+        if settings.loss is None and names <= {None, "auto", "xla"}:
+            return  # which run everywhere
+        batch = {
+            name: jax.ShapeDtypeStruct((settings.batch_size, settings.seq_len), "int32")
+            for name in ("inputs", "targets")
+        }
+        mesh = contextlib.nullcontext() if self.mesh is None else jax.set_mesh(self.mesh)
+        rules, kernels = settings.layout_rules, partition.kernels(**settings.kernels)
+        with mesh, partition.axis_rules(rules), kernels:
+            try:
+                eval_shape(self.loss, self.model, batch)
+            except (LayerInputError, LayerConfigError) as error:
+                options = (f"--{kind} {name}" for kind, name in settings.kernels.items() if name)
+                raise inputs.CommandError(f"{' '.join(options)}: {error}") from error
+
     def run(self, **how) -> int:
         settings = self.settings
         table = view.table(self.model, mesh=self.mesh, rules=self.trainer.rules)
@@ -275,7 +314,7 @@ class _TrainingRun:
         started = time.monotonic()
         layout = settings.layout
         parallel = partition.parallel(**dict(() if layout is None else layout.parallel))
-        with parallel, partition.kernels(attention=settings.attention):
+        with parallel, partition.kernels(**settings.kernels):
             result = self.trainer.run(**how)
         if result.stopped is not None:
             print(

@@ -39,10 +39,6 @@ _FREE_ATTRIBUTES = frozenset(_FREE_ATTRIBUTES_TEXT.split())
 # Places of a Dropout, which may have any rate, or be None.
 _DROPOUTS = ("dropout", "embed_dropout")
 SAVE_ANY = "sx.train.checkpoint.save(model, folder) saves any model as it is."
-_DEQUANTIZE = (
-    " No layout of quantized kernels is written: "
-    "sx.models.save_pretrained(sx.dequantize(model), folder)."
-)
 MISSING = object()
 
 
@@ -169,10 +165,8 @@ class ArchitectureCheck:
     def _take(self, variable, expected, place: LayerPlace, path: Path, within: Path) -> None:
         """Notes a parameter, or its fault."""
         where = (*place.path, *within)
-        if not isinstance(variable, Variable):
+        if not isinstance(variable, (Variable, QuantizedKernel)):
             self.wrong[where] = f"is {text_of(variable)}, not a Param"
-            if isinstance(variable, QuantizedKernel):
-                self.advice = _DEQUANTIZE
             return
         shape = tuple(variable.shape)
         shape = shape if place.position is None else shape[1:]
@@ -183,7 +177,12 @@ class ArchitectureCheck:
                 f"has the dtype {variable.dtype}, which is not read back, but float16, bfloat16, "
                 f"float32 or float64"
             )
-        self.places.append(ParameterPlace(path, variable, place.layers, place.position))
+        parts = {(): variable}
+        if isinstance(variable, QuantizedKernel):
+            parts = {("values",): variable.values, ("scale",): variable.scale}
+        for name, part in parts.items():
+            at = (*path, *name)
+            self.places.append(ParameterPlace(at, part, place.layers, place.position))
 
     def _is_another_class(self, module: object, expected: type, where: Path) -> bool:
         kind = type(module)

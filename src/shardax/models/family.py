@@ -207,6 +207,8 @@ def is_neutral(name: str, value: object, neutral: Mapping[str, tuple[object, ...
         return value is None or (
             isinstance(value, list) and all(kind == "full_attention" for kind in value)
         )
+    if name == "quantization_config" and isinstance(value, dict):  # which the files read
+        return value.get("quant_method") not in (None, "mxfp4")
     return value in neutral[name] if name in neutral else None
 
 

@@ -5,19 +5,33 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from shardax._core.errors import first_of
 from shardax.models.family import PretrainedError, brief
+from shardax.models.layouts import (
+    COMPRESSED,
+    SCALE_ENDS,
+    STORED_DTYPES,
+    NumbersSlice,
+    ScaleSlice,
+    StoredKernel,
+    StoredLayout,
+    ValuesSlice,
+    read_layout,
+)
 from shardax.models.mxfp4 import BLOCKS, SCALES, PackedSlice, is_packed, packed_names
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 DTYPES = {"F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64"}
+READ_DTYPES = DTYPES | STORED_DTYPES
 
 
 class TensorFiles(contextlib.ExitStack):
@@ -46,9 +60,15 @@ class TensorFiles(contextlib.ExitStack):
                 name = _today(stored)
                 if name not in self.names or by_name.get(stored) == title:
                     self.names[name], self._stored_names[name] = file, stored
-        self.packed: dict[str, PackedSlice] = {}
+        self._paths = {id(file): folder / title for title, file in opened.items()}
+        self._places: dict[Path, dict[str, int]] = {}
+        self.packed: dict[str, PackedSlice | NumbersSlice] = {}
+        self.quantized: dict[str, StoredKernel] = {}
         if is_packed(content):
             self._find_packed()
+        layout = read_layout(content, str(folder / "config.json"))
+        if layout is not None:
+            self._find_quantized(layout)
 
     def _find_packed(self) -> None:
         """Puts tensors in MXFP4 in the place of their two parts."""
@@ -60,15 +80,63 @@ class TensorFiles(contextlib.ExitStack):
                 del self.names[name + end]
             self.names[name] = None
 
+    def _find_quantized(self, layout: StoredLayout) -> None:
+        """Puts the numbers of quantized weights in the place of their parts."""
+        for name in [*self.names]:
+            weight = name.removesuffix("_packed")
+            if not weight.endswith(".weight") or weight in self.quantized:
+                continue
+            scales = (weight + end for end in SCALE_ENDS[layout.method])
+            scale = next((text for text in scales if text in self.names), None)
+            is_number = self.dtype(name) in DTYPES
+            if scale is None or is_number:
+                if not is_number:
+                    raise PretrainedError(
+                        f"{name} is {self.dtype(name)}, and there is no {weight}_scale. Download "
+                        f"or save the model again."
+                    )
+                continue
+            parts = {"weight": name, "scale": scale}
+            if layout.method == COMPRESSED:
+                parts |= {"zero": f"{weight}_zero_point", "shape": f"{weight}_shape"}
+            parts = {part: text for part, text in parts.items() if text in self.names}
+            slices = {part: self.slice(text) for part, text in parts.items()}
+            scheme = layout.scheme_of(weight)
+            self.quantized[weight] = StoredKernel(weight, scheme, slices)
+            for text in parts.values():
+                del self.names[text]
+        for weight, kernel in self.quantized.items():
+            self.names[weight], self.packed[weight] = None, NumbersSlice(kernel)
+
+    def split_quantized(self, name: str, block: tuple[int, int]) -> None:
+        """Puts stored numbers and scales in the place of a weight's numbers."""
+        self.packed[name] = ValuesSlice(self.quantized[name])
+        self.packed[f"{name}_scale"] = ScaleSlice(self.quantized[name], block)
+        self.names[f"{name}_scale"] = None
+
+    def set_dtype(self, dtype: Any) -> None:
+        """Sets the dtype for numbers of quantized weights."""
+        names = {value: name for name, value in DTYPES.items()}
+        for weight in self.quantized:
+            self.packed[weight].dtype = names.get(np.dtype(dtype).name, "F32")
+
     def slice(self, name: str) -> Any:
         """Returns a reader of parts of a tensor."""
-        packed = self.packed.get(name)
-        return self.names[name].get_slice(self._stored_names[name]) if packed is None else packed
+        if name in self.packed:
+            return self.packed[name]
+        stored = self._stored_names[name]
+        part = self.names[name].get_slice(stored)
+        if part.get_dtype() not in _BYTES:
+            return part
+        path = self._paths[id(self.names[name])]
+        if path not in self._places:
+            self._places[path] = _places_in(path)
+        return _ByteSlice(part, path, self._places[path][stored])
 
     def read(self, name: str, index: Sequence[slice]) -> np.ndarray:
         """Returns a part of a tensor, also by steps."""
         if name in self.packed:
-            return self.packed[name].read(index, DTYPES[self.dtype(name)])
+            return self.packed[name].read(index, READ_DTYPES[self.dtype(name)])
         source = self.slice(name)
         if all(part.step is None for part in index):
             return source[tuple(index)]
@@ -78,7 +146,7 @@ class TensorFiles(contextlib.ExitStack):
         spans = tuple(slice(part.start, part.stop) for part in others)
         places = range(rows.start, rows.stop, rows.step or 1)
         sizes = [len(range(part.start, part.stop, part.step or 1)) for part in others]
-        result = np.empty([len(places), *sizes], DTYPES[self.dtype(name)])
+        result = np.empty([len(places), *sizes], READ_DTYPES[self.dtype(name)])
         for at, place in enumerate(places):
             result[at] = source[(slice(place, place + 1), *spans)][(0, *steps)]
         return result
@@ -92,8 +160,9 @@ class TensorFiles(contextlib.ExitStack):
         return self.slice(name).get_dtype()
 
     def common_dtype(self) -> str:
-        """Returns the dtype of most tensors."""
-        return DTYPES[_most_common(map(self.dtype, self.names))]
+        """Returns the dtype of most tensors, without quantized ones."""
+        names = [name for name in self.names if name not in self.quantized]
+        return DTYPES[_most_common(map(self.dtype, names))]
 
     def equal(self, left: str, right: str) -> bool:
         """Whether two tensors are the same, to the last bit."""
@@ -104,6 +173,40 @@ class TensorFiles(contextlib.ExitStack):
         return all(
             self.slice(left)[part].tobytes() == self.slice(right)[part].tobytes() for part in parts
         )
+
+
+# Dtypes that safetensors reads by no slices of NumPy.
+_BYTES = {"F8_E4M3": jnp.float8_e4m3fn, "F8_E8M0": jnp.float8_e8m0fnu}
+
+
+class _ByteSlice:
+    """A tensor of 8-bit floats, read like a slice of safetensors."""
+
+    def __init__(self, part: Any, path: Path, place: int) -> None:
+        self.dtype, self.shape = part.get_dtype(), tuple(part.get_shape())
+        self.path, self.place = path, place
+
+    def get_shape(self) -> list[int]:
+        return list(self.shape)
+
+    def get_dtype(self) -> str:
+        return self.dtype
+
+    def __getitem__(self, index: Any) -> np.ndarray:
+        count = math.prod(self.shape)
+        numbers: Any = np.empty(0, np.uint8)
+        if count:
+            numbers = np.memmap(self.path, np.uint8, "r", self.place, (count,))
+        return np.array(numbers.reshape(self.shape)[index]).view(_BYTES[self.dtype])
+
+
+def _places_in(path: Path) -> dict[str, int]:
+    """Returns the first byte of each tensor of a file."""
+    with open(path, "rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(size))
+    header.pop("__metadata__", None)
+    return {name: 8 + size + entry["data_offsets"][0] for name, entry in header.items()}
 
 
 def _most_common(dtypes: Iterable[str]) -> str:

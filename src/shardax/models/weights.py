@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,17 +31,26 @@ from shardax._core.graph.paths import Path as VariablePath
 from shardax._core.graph.paths import format_path
 from shardax._core.init.rng import Rngs
 from shardax._core.state.split_merge import iter_modules, iter_variables
-from shardax._core.variable import Param
+from shardax._core.variable import Param, Quantized
 from shardax._files import draft_folder, move_files, write_tensors
 from shardax.models.architecture import describe, parameter_places
 from shardax.models.comparison import refused
 from shardax.models.decoder import DECODER_RULES
 from shardax.models.dual_encoder import TOWERS
 from shardax.models.encoder_decoder import HALVES, build_model
+from shardax.models.entries import (
+    Entry,
+    WrittenLayout,
+    layout_of,
+    place_of,
+    quantize_as_stored,
+    tensor_of_scales,
+)
 from shardax.models.families.registry import family_of
 from shardax.models.family import Family, PretrainedError, brief
-from shardax.models.files import DTYPES, INDEX, SINGLE, TensorFiles, read_json
-from shardax.models.mxfp4 import PACKING, is_packed
+from shardax.models.files import DTYPES, INDEX, READ_DTYPES, SINGLE, TensorFiles, read_json
+from shardax.models.layouts import PACKING
+from shardax.models.mxfp4 import is_packed
 from shardax.models.tensors import Tensor
 from shardax.nn.attention.dot_product import AttentionKernel
 from shardax.nn.attention.multi_head import MultiHeadAttention
@@ -77,13 +86,15 @@ def from_pretrained(
     scan_layers: bool = False,
     remat: str | Mapping[str, str] | None = None,
     attention: AttentionKernel | None = None,
+    dequantize: bool = False,
     rngs: Rngs | None = None,
 ) -> Any:
     """Loads a published model, each device its own part.
 
     The files are those of Hugging Face: ``config.json`` and safetensors, in one file or several
-    with an index. Everything is checked before anything is made. The model is in evaluation:
-    ``model.train()`` turns its dropout on.
+    with an index. Kernels that are quantized in the files, by compressed-tensors or in fp8, are
+    ``nn.QuantizedKernel`` of the same numbers and scales. Everything is checked before anything is
+    made. The model is in evaluation: ``model.train()`` turns its dropout on.
 
     Args:
         directory: The folder of the files; or the name of a model on the hub, such as
@@ -102,6 +113,8 @@ def from_pretrained(
         remat: As for ``TransformerConfig``.
         attention: The kernel of all attention layers, as for ``sx.kernels``; None for that of the
             scope of each call.
+        dequantize: Whether quantized kernels are read as numbers of ``param_dtype``, and not as
+            they are stored.
         rngs: Random streams for dropout and for what is initialised; None for ``Rngs(0)``.
 
     Returns:
@@ -141,7 +154,11 @@ def from_pretrained(
         model = build_model(config, settings, Rngs(0) if rngs is None else rngs)
         if attention is not None:
             _set_attention(model, attention)
+        files.set_dtype(jnp.dtype(stored))
         table = _Table.of_built(model, family, files.names)
+        if files.quantized and not dequantize:
+            quantize_as_stored(table.entries, files, dict(iter_modules(model)))
+            table = _Table.of_built(model, family, files.names)
         if not head:
             table.pass_over_heads(family)
         unread = table.check(files, str(folder), strict)
@@ -155,7 +172,9 @@ def from_pretrained(
         cast = None if param_dtype is None else jnp.dtype(param_dtype)
         for entry in table.entries:
             if all(name in files.names for name in entry.names()):
-                entry.variable.value = _read(entry, files, places.get(entry.path), cast)
+                as_stored = isinstance(entry.variable, Quantized)
+                to = None if as_stored else cast
+                entry.variable.value = _read(entry, files, places.get(entry.path), to)
     if where is not None:
         shard(model, where, rules)
     if unread:
@@ -183,6 +202,9 @@ def save_pretrained(
     model that would read back as another is refused, by path, before a file is written. Files
     appear when all are complete: a disk that is full leaves what was there.
 
+    Quantized kernels are written in a layout that ``transformers`` reads, with its
+    ``quantization_config``: as compressed-tensors, or in fp8 by blocks where they were read so.
+    What has none, such as a quantized embedding, is refused; ``sx.dequantize`` makes numbers.
     Kernels that were read from MXFP4 are written as the numbers that they are, with a warning.
 
     The compute dtype and dropout are no part of it. In a run of several processes all must call
@@ -196,7 +218,8 @@ def save_pretrained(
 
     Raises:
         PretrainedError: If the model is of no family, or no ``config.json`` of its family says what
-            it is; or the folder has tensors already, or cannot be written.
+            it is; a quantized kernel has no layout; or the folder has tensors already, or cannot be
+            written.
         ImportError: If ``safetensors`` is missing.
 
     Example:
@@ -216,14 +239,18 @@ def save_pretrained(
             f"are, several times as large, and config.json has no {PACKING}."
         )
     table = _Table.of_edited(model, family, config)
-    stored = Counter(jnp.dtype(entry.variable.dtype).name for entry in table.entries)
+    layout = table.layout(content.pop(PACKING, None))
+    if layout.config is not None:
+        content[PACKING] = layout.config
+    floats = [e.variable for e in table.entries if not isinstance(e.variable, Quantized)]
+    stored = Counter(jnp.dtype(variable.dtype).name for variable in floats)
     content |= {name: max(stored, key=stored.__getitem__) for name in _DTYPE_FIELDS & {*content}}
     if folder.is_dir() and any(folder.glob("*.safetensors")):
         raise PretrainedError(f"{folder} holds tensors already. Give another folder, or clear it.")
     distributed.barrier("save_pretrained")  # that all have looked before the first writes
     try:
         with draft_folder(folder) if distributed.is_main() else contextlib.nullcontext() as draft:
-            _write_files(table, draft, max_file_bytes)
+            _write_files(table, layout, draft, max_file_bytes)
             if draft is not None:
                 _write_json(draft / CONFIG, content)
                 move_files(draft, folder, last=CONFIG)
@@ -312,7 +339,7 @@ def _first_line(error: Exception) -> str:
 def _dividing_rules(model: object, mesh: AnyMesh) -> Rules:
     """Returns ``DECODER_RULES`` for indivisible sizes, with a warning."""
     whole: dict[str, tuple[int, int, str]] = {}
-    for _, variable in iter_variables(model, Param):
+    for _, variable in iter_variables(model, Param, Quantized):
         for name, size in zip(variable.axes or (), variable.shape, strict=False):
             if not isinstance(name, str) or name not in DECODER_RULES.names:
                 continue
@@ -337,47 +364,6 @@ def _dividing_rules(model: object, mesh: AnyMesh) -> Rules:
 # --- the table ------------------------------------------------------------------------------------
 
 
-class _Entry(NamedTuple):
-    """A parameter, its tensor, and its layers."""
-
-    path: VariablePath
-    variable: Any
-    tensor: Tensor
-    layers: tuple[int, ...]  # () for what belongs to no layer
-    stacked: bool
-    prefix: str  # that the names of tensors do without
-
-    @property
-    def sizes(self) -> dict[str, int]:
-        shape = self.variable.shape[1:] if self.stacked else self.variable.shape
-        return dict(zip(self.tensor.parameter_axes, shape, strict=True))
-
-    def name(self, layer: int, expert: int = 0) -> str:
-        """Returns the name of a tensor."""
-        return self.tensor.numbered(layer, expert).removeprefix(self.prefix)
-
-    @property
-    def experts(self) -> int:
-        """Number of tensors of a layer, each for one expert."""
-        return self.sizes[self.tensor.parameter_axes[0]] if self.tensor.is_of_expert else 1
-
-    def names(self) -> list[str]:
-        """Returns the names of all its tensors."""
-        experts = range(self.experts)
-        return [self.name(i, x) for i in self.layers or (0,) for x in experts]
-
-    def axis_sizes(self) -> list[int]:
-        """Returns the shape of its tensor, possibly shared with others."""
-        ranges = {name: (size, 0, size) for name, size in self.sizes.items()}
-        return [math.prod(f[0] for f in axis.factors(ranges)) for axis in self.tensor.tensor_axes]
-
-    def outer_sizes(self, axis: int) -> list[int]:
-        """Returns the sizes of the axes outside of a concatenation."""
-        held = self.tensor.tensor_axes[axis]
-        ranges = {name: (size, 0, size) for name, size in self.sizes.items()}
-        return [factor[0] for factor in held.factors(ranges)[: held.outer]]
-
-
 class _Table:
     """Places of the parameters of a model in the files."""
 
@@ -393,16 +379,16 @@ class _Table:
         if names is not None:
             bare = not any(name.startswith(family.prefix) for name in names)
         self.prefix = family.prefix if bare else ""
-        self.entries: list[_Entry] = []
+        self.entries: list[Entry] = []
         self.unknown: list[str] = []
         self.passed_over: set[str] = set()
-        self.by_name: dict[str, list[tuple[_Entry, int, int]]] = {}
+        self.by_name: dict[str, list[tuple[Entry, int, int]]] = {}
 
     @classmethod
     def of_built(cls, model: Any, family: Family, names: object) -> _Table:
         """Returns the table of a new model."""
         table = cls(model.config, family, names)
-        for path, variable in iter_variables(model, Param):
+        for path, variable in iter_variables(model, Param, Quantized):
             place, layers, stacked = _place(path, model, model.config)
             table.add(path, variable, place, layers, stacked)
         table.sort()
@@ -441,18 +427,20 @@ class _Table:
         stacked: bool,
     ) -> None:
         """Adds a parameter by its path in the family's table."""
+        place, is_scale = place_of(place, path, variable)
         tensor = self.tensors.get(place)
         if tensor is None:
             self.unknown.append(format_path(path))
         else:
-            self.entries.append(_Entry(path, variable, tensor, layers, stacked, self.prefix))
+            tensor = tensor_of_scales(tensor) if is_scale else tensor
+            self.entries.append(Entry(path, variable, tensor, layers, stacked, self.prefix))
 
     def sort(self) -> None:
         """Puts the parameters into the order of the family's table."""
         order = {place: index for index, place in enumerate(self.tensors)}
         self.entries.sort(key=lambda entry: (_layer_of(entry), order[entry.tensor.to]))
 
-    def add_names(self, entry: _Entry, layers: Iterable[int]) -> None:
+    def add_names(self, entry: Entry, layers: Iterable[int]) -> None:
         """Notes the tensors of a parameter."""
         for layer in layers:
             for expert in range(entry.experts):
@@ -485,7 +473,7 @@ class _Table:
             for i, axis in enumerate(entries[0].tensor.tensor_axes)
         )
 
-    def offset(self, entry: _Entry, layer: int, axis: int) -> tuple[int, int]:
+    def offset(self, entry: Entry, layer: int, axis: int) -> tuple[int, int]:
         """Returns a parameter's start on a shared axis, and the size."""
         if not entry.tensor.tensor_axes[axis].is_concatenated:
             return 0, entry.axis_sizes()[axis]
@@ -516,10 +504,10 @@ class _Table:
                 shape, expected = files.shape(name), self.shape(name)
                 if shape != expected:
                     wrong.append(f"{name} has the shape {shape}, but the config says {expected}")
-                elif files.dtype(name) not in DTYPES:
+                elif files.dtype(name) not in self._dtypes(name):
                     wrong.append(
                         f"{name} has the dtype {files.dtype(name)}, and only "
-                        f"{', '.join(DTYPES)} are read, no quantised weights"
+                        f"{', '.join(DTYPES)} are read, without a {PACKING} that says more"
                     )
         if wrong:
             hint = (
@@ -551,6 +539,11 @@ class _Table:
         parts = [f"{title}: {first_of(names, most=12)}" for title, names in passed.items() if names]
         return f"The model is not all of {where}: {'; '.join(parts)}." if parts else None
 
+    def _dtypes(self, name: str) -> Mapping[str, str]:
+        """Returns the possible dtypes of a tensor."""
+        entry = self.by_name[name][0][0]
+        return READ_DTYPES if isinstance(entry.variable, Quantized) else DTYPES
+
     def _beside(self, name: str) -> Iterator[str]:
         """Yields the tensors read into the same parameters as another."""
         for entry, _, _ in self.by_name[name]:
@@ -570,6 +563,14 @@ class _Table:
             if all(name in files.names for name in names) and files.equal(*names):
                 yield names[0]
 
+    def layout(self, packing: Mapping[str, Any] | None) -> WrittenLayout:
+        """Returns the layout of quantized kernels, or raises by path."""
+        linear = [name for name, places in self.by_name.items() if _is_linear(places[0][0].tensor)]
+        if self.tied and "head.kernel" in self.tensors:
+            linear.append(self.tensors["head.kernel"].name.removeprefix(self.prefix))
+        names = [name.removesuffix(".weight") for name in linear if name.endswith(".weight")]
+        return layout_of(self.by_name, self.shape, packing, names)
+
     def tensor(self, name: str, whole) -> np.ndarray:
         """Puts a tensor together from parameters."""
         places = self.by_name[name]
@@ -585,7 +586,11 @@ class _Table:
         return result
 
 
-def _layer_of(entry: _Entry) -> tuple[Any, ...]:
+def _is_linear(tensor: Tensor) -> bool:
+    return len(tensor.axes) == 2 and not tensor.to.endswith("embedding")
+
+
+def _layer_of(entry: Entry) -> tuple[Any, ...]:
     """Returns the layer of a parameter, of several the first."""
     _, path = _of_tower(entry.path)
     unrolled = entry.layers and path[0] == "layers" and isinstance(path[1], int)
@@ -622,7 +627,7 @@ def _place(path: VariablePath, model, config: Any) -> tuple[str, tuple[int, ...]
 # --- reading --------------------------------------------------------------------------------------
 
 
-def _read(entry: _Entry, files: TensorFiles, place, cast) -> jax.Array:
+def _read(entry: Entry, files: TensorFiles, place, cast) -> jax.Array:
     """Reads a parameter, each device its own part."""
     shape = tuple(entry.variable.shape)
 
@@ -645,7 +650,7 @@ def _read(entry: _Entry, files: TensorFiles, place, cast) -> jax.Array:
     return jax.make_array_from_single_device_arrays(shape, place, arrays)
 
 
-def _read_block(entry: _Entry, files: TensorFiles, bounds: Sequence[tuple[int, int]]) -> np.ndarray:
+def _read_block(entry: Entry, files: TensorFiles, bounds: Sequence[tuple[int, int]]) -> np.ndarray:
     if entry.stacked:
         layers, bounds = entry.layers[slice(*bounds[0])], bounds[1:]
         blocks = (_read_layer(entry, files, bounds, layer) for layer in layers)
@@ -666,7 +671,7 @@ def _stacked(blocks: Iterator[np.ndarray], count: int, bounds) -> np.ndarray:
 
 
 def _read_layer(
-    entry: _Entry, files: TensorFiles, bounds: Sequence[tuple[int, int]], layer: int
+    entry: Entry, files: TensorFiles, bounds: Sequence[tuple[int, int]], layer: int
 ) -> np.ndarray:
     if not entry.tensor.is_of_expert:
         return _read_tensor(entry, files, entry.name(layer), bounds)
@@ -677,7 +682,7 @@ def _read_layer(
 
 
 def _read_tensor(
-    entry: _Entry, files: TensorFiles, name: str, bounds: Sequence[tuple[int, int]]
+    entry: Entry, files: TensorFiles, name: str, bounds: Sequence[tuple[int, int]]
 ) -> np.ndarray:
     """Reads part of a tensor, with its axes in order."""
     offsets = [files.offsets[entry.path, axis] for axis in range(len(entry.tensor.tensor_axes))]
@@ -687,7 +692,7 @@ def _read_tensor(
         array = files.read(name, spans)
     else:
         ends = [list(itertools.accumulate(b - a for a, b in axis_runs)) for axis_runs in runs]
-        array = np.empty([end[-1] if end else 0 for end in ends], DTYPES[files.dtype(name)])
+        array = np.empty([end[-1] if end else 0 for end in ends], READ_DTYPES[files.dtype(name)])
         for places in itertools.product(*(range(len(axis_runs)) for axis_runs in runs)):
             part = [runs[i][k] for i, k in enumerate(places)]
             to = tuple(
@@ -709,7 +714,7 @@ def _span(runs: Sequence[tuple[int, int]]) -> slice | None:
 
 
 def _cut(
-    entry: _Entry, bounds: Sequence[tuple[int, int]], offsets: Sequence[tuple[int, int]]
+    entry: Entry, bounds: Sequence[tuple[int, int]], offsets: Sequence[tuple[int, int]]
 ) -> tuple[list[list[tuple[int, int]]], list[int], list[int]]:
     """Returns the parts to read of each axis, sizes, and their order."""
     tensor, sizes = entry.tensor, entry.sizes
@@ -750,7 +755,7 @@ def _runs(
 
 
 def _fill(
-    result: np.ndarray, value: np.ndarray, entry: _Entry, offsets: Sequence[tuple[int, int]]
+    result: np.ndarray, value: np.ndarray, entry: Entry, offsets: Sequence[tuple[int, int]]
 ) -> None:
     """Writes a parameter to its place in a tensor."""
     own_axes = (
@@ -786,12 +791,15 @@ def _whole(variable) -> np.ndarray:
     return np.asarray(value)
 
 
-def _bytes_of(place: tuple[_Entry, int, int]) -> int:
+def _bytes_of(place: tuple[Entry, int, int]) -> int:
     entry = place[0]
-    return math.prod(entry.axis_sizes()) * jnp.dtype(entry.variable.dtype).itemsize
+    dtype = jnp.dtype(entry.variable.dtype)
+    return math.prod(entry.axis_sizes()) * dtype.itemsize // (2 if dtype == jnp.int4 else 1)
 
 
-def _write_files(table: _Table, draft: Path | None, max_file_bytes: int) -> None:
+def _write_files(
+    table: _Table, layout: WrittenLayout, draft: Path | None, max_file_bytes: int
+) -> None:
     """Gathers tensors file by file, and writes them into the draft."""
     sizes = {name: sum(map(_bytes_of, places)) for name, places in table.by_name.items()}
     files: list[list[str]] = [[]]
@@ -806,8 +814,12 @@ def _write_files(table: _Table, draft: Path | None, max_file_bytes: int) -> None
     titles = [SINGLE] if len(files) == 1 else titles
     whole = functools.lru_cache(maxsize=8)(_whole)  # fused tensors ask for one another's parts
     failure: OSError | None = None
+    by_name, total = dict[str, str](), 0
     for title, names in zip(titles, files, strict=True):
-        arrays = {name: table.tensor(name, whole) for name in names}
+        tensors = (layout.stored(name, table.tensor(name, whole)) for name in names)
+        arrays = {name: array for parts in tensors for name, array in parts.items()}
+        by_name |= dict.fromkeys(arrays, title)
+        total += sum(array.nbytes for array in arrays.values())
         if draft is not None and failure is None:
             try:
                 write_tensors(draft / title, arrays, {"format": "pt"})
@@ -818,11 +830,7 @@ def _write_files(table: _Table, draft: Path | None, max_file_bytes: int) -> None
     if failure is not None:
         raise failure
     if draft is not None and len(files) > 1:
-        by_name = {
-            name: title for title, names in zip(titles, files, strict=True) for name in names
-        }
-        total = {"total_size": sum(sizes.values())}
-        _write_json(draft / INDEX, {"metadata": total, "weight_map": by_name})
+        _write_json(draft / INDEX, {"metadata": {"total_size": total}, "weight_map": by_name})
 
 
 def _write_json(path: Path, content: Mapping[str, object]) -> None:

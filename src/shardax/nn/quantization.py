@@ -54,7 +54,8 @@ class QuantizedKernel(Module):
 
     Attributes:
         values: ``Quantized`` of the kernel's shape, axes and metadata.
-        scale: ``Quantized`` in float32 or wider, of size 1 in dimensions that are summed over.
+        scale: ``Quantized`` in float32 or wider, or as the files have it that ``from_pretrained``
+            read; in dimensions that are summed over of size 1, or one for each tile.
 
     Example:
         >>> import shardax as sx
@@ -72,14 +73,16 @@ class QuantizedKernel(Module):
         format: Format,
         tile_size: int | None = None,
     ) -> None:
-        arrays = _quantized(kernel, dimensions, RANGES[format], tile_size)
-        metadata = dict(kernel.metadata)
-        self.values = Quantized(arrays[0], axes=kernel.axes, **metadata)
+        self._hold(kernel, *_quantized(kernel, dimensions, RANGES[format], tile_size))
+
+    def _hold(self, kernel: Param[Any], values: Any, scale: Any) -> None:
+        """Sets numbers and scales, also abstract ones."""
+        self.values = Quantized(values, axes=kernel.axes, **kernel.metadata)
         scale_axes = None
         if kernel.axes is not None:
-            sizes = zip(kernel.axes, kernel.shape, arrays[1].shape, strict=True)
+            sizes = zip(kernel.axes, kernel.shape, scale.shape, strict=True)
             scale_axes = tuple(name if size == count else None for name, size, count in sizes)
-        self.scale = Quantized(arrays[1], axes=scale_axes)
+        self.scale = Quantized(scale, axes=scale_axes)
         self.dtype: Any = jnp.dtype(kernel.dtype)
         if type(kernel) is not Param:  # set only where it says more
             self.variable_type = type(kernel)
@@ -135,6 +138,14 @@ class QuantizedKernel(Module):
         return self.variable_type(self.value, axes=self.axes, **self.metadata)
 
 
+def kernel_of_parts(kernel: Param[Any], values: Any, scale: Any) -> QuantizedKernel:
+    """Returns the kernel of numbers and scales, in place of a parameter."""
+    module = QuantizedKernel.__new__(QuantizedKernel)
+    Module.__init__(module)
+    module._hold(kernel, values, scale)
+    return module
+
+
 def round_to_format(
     x: jax.Array, dimensions: tuple[int, ...], range_: _Range, tile_size: int | None = None
 ) -> tuple[jax.Array, jax.Array]:
@@ -148,7 +159,7 @@ def round_to_format(
         limits = jnp.iinfo(range_.dtype)
         numbers = jnp.clip(jnp.round(numbers), int(limits.min), int(limits.max))
     sizes = list(x.shape)
-    for dimension in dimensions:
+    for dimension in dimensions if tile_size is None else ():
         sizes[dimension] = 1
     if tile_size is not None:
         sizes[dimensions[-1]] = x.shape[dimensions[-1]] // tile_size
@@ -158,14 +169,12 @@ def round_to_format(
 def _in_tiles(
     x: jax.Array, dimensions: tuple[int, ...], tile_size: int | None
 ) -> tuple[jax.Array, tuple[int, ...]]:
-    """Splits the last shared dimension in tiles; returns the shared dimensions."""
+    """Splits the last dimension in tiles; returns the shared dimensions."""
     if tile_size is None:
         return x, dimensions
     split = dimensions[-1] % x.ndim
     shape = (*x.shape[:split], x.shape[split] // tile_size, tile_size, *x.shape[split + 1 :])
-    others = (dimension % x.ndim for dimension in dimensions[:-1])
-    shared = (split + 1, *(place + (place > split) for place in others))
-    return x.reshape(shape), shared
+    return x.reshape(shape), (split + 1,)
 
 
 def dequantized(values: jax.Array, scale: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
@@ -194,6 +203,7 @@ def _dequantized(values: jax.Array, scale: jax.Array, dtype: Any) -> jax.Array:
     for place, (size, count) in enumerate(zip(values.shape, scale.shape, strict=True)):
         if 1 < count < size:
             scale = jnp.repeat(scale, size // count, axis=place)
+    scale = scale.astype(at_least_float32(scale.dtype))
     return (values.astype(scale.dtype) * scale).astype(dtype)
 
 
@@ -214,7 +224,7 @@ def _quantized(
     if layout is not None:
         entries = list((*layout.spec, *(None,) * value.ndim)[: value.ndim])
         whole = list(entries)
-        for dimension in dimensions:
+        for dimension in dimensions if tile_size is None else dimensions[-1:]:
             entries[dimension] = None
         layouts = tuple(
             NamedSharding(layout.mesh, PartitionSpec(*part)) for part in (whole, entries)
