@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from shardax._core.checks import Options
 from shardax._core.init.lazy import Init, Initializer
 from shardax._core.init.rng import Rngs
 from shardax._core.module import Module
@@ -319,11 +320,9 @@ class GroupNorm(_Norm):
         names = self._take_options(features, epsilon, axes, dtype)
         name = type(self).__name__
         self.num_groups = parameters.as_size(name, "num_groups", num_groups)
-        if self.features % self.num_groups:
-            raise LayerConfigError(
-                f"{name} cannot split features={features} into num_groups={num_groups} equal "
-                f"groups. Give a divisor of features."
-            )
+        fits = self.features % self.num_groups == 0
+        options = Options(LayerConfigError, name)
+        options.check("num_groups", num_groups, fits, f"a divisor of features={features}")
         inits = {
             "scale": scale_init if use_scale else None,
             "bias": bias_init if use_bias else None,
@@ -459,11 +458,9 @@ class BatchNorm(_Norm):
         axes: Sequence[str | None] = ("embed",),
         rngs: Rngs | None = None,
     ) -> None:
-        if not 0 <= momentum <= 1:
-            raise LayerConfigError(
-                f"BatchNorm needs a momentum from 0 to 1, the part of the running statistics to "
-                f"keep, but momentum={momentum!r}."
-            )
+        options = Options(LayerConfigError, "BatchNorm")
+        expected = "from 0 to 1, the part of the running statistics to keep"
+        options.check("momentum", momentum, 0 <= momentum <= 1, expected)
         names = self._take_options(features, epsilon, axes, dtype)
         self.axis = int(axis)
         self.momentum = float(momentum)

@@ -38,6 +38,7 @@ from shardax._core.state.state import Origin, State, flatten_mapping, merged_val
 from shardax._core.variable import Param, Variable
 from shardax._transforms.errors import TransformError
 from shardax._transforms.lift import arguments as inputs
+from shardax._transforms.lift import binding
 from shardax._transforms.lift.engine import LiftedCall, SingleRunCall, decorator, wraps
 
 
@@ -618,9 +619,5 @@ def separate_aux(result: object, has_aux: bool, name: str) -> tuple[PyTree, PyTr
     """Returns (what is differentiated, aux) of what a function returned."""
     if not has_aux:
         return result, None
-    if isinstance(result, tuple) and len(result) == 2:
-        return result
-    raise TransformError(
-        f"With has_aux=True the function given to sx.{name} must return (result, aux), but it "
-        f"returned a {type(result).__name__}."
-    )
+    source = f"With has_aux=True the function given to sx.{name}"
+    return binding.returned_pair(result, source, "(result, aux)")

@@ -431,6 +431,13 @@ TEXTS = (str, bytes, enum.Enum)
 """What a compiled function may return besides arrays and objects, as it was when traced."""
 
 
+def returned_pair(result: object, source: str, form: str) -> tuple[Any, Any]:
+    """Returns what a function returned as a pair, or raises."""
+    if isinstance(result, tuple) and len(result) == 2:
+        return result
+    raise TransformError(f"{source} must return {form}, but it returned a {type(result).__name__}.")
+
+
 def check_result(result: object, name: str, others: tuple[type, ...] = ()) -> None:
     """Raises if a function returned something that is neither arrays nor objects."""
     for key_path, leaf in jax.tree_util.tree_leaves_with_path(result, is_leaf=graphs.is_object):

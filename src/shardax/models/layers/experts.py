@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from shardax._core.checks import Options
 from shardax._core.init.rng import Rngs
 from shardax.nn.errors import LayerConfigError
 from shardax.nn.moe import MoE
@@ -118,8 +119,7 @@ class ClippedMoE(MoE):
         self, features: int, hidden: int, *, limit: float, rngs: Rngs | None, **options: Any
     ) -> None:
         super().__init__(features, hidden, rngs=rngs, **options)
-        if not limit > 0:
-            raise LayerConfigError(f"ClippedMoE needs a limit above 0, but limit={limit!r}.")
+        Options(LayerConfigError, "ClippedMoE").check("limit", limit, limit > 0, "above 0")
         self.limit = float(limit)
 
     def _gated(self, gate: jax.Array, up: jax.Array) -> jax.Array:

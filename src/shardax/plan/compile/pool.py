@@ -35,6 +35,7 @@ from typing import Any, NamedTuple, Self
 
 import jax
 
+from shardax._core.checks import Options, is_integer
 from shardax._core.errors import PickleReadError, PickleWriteError
 from shardax.config.configure import configure
 from shardax.host.pickling import dumps, loads
@@ -115,10 +116,9 @@ class PoolEvaluator:
         cache: object = "default",
         seconds: float | None = 1800.0,  # for one layout, and the start of its process if needed
     ) -> None:
-        if processes is not None and (not isinstance(processes, int) or processes < 1):
-            raise PlanInputError(
-                f"processes={processes!r}: give a positive number, or None for one per core."
-            )
+        fits = processes is None or (is_integer(processes) and processes >= 1)
+        expected = "a positive number, or None for one per core"
+        Options(PlanInputError).check("processes", processes, fits, expected)
         target_compiler = compiler_for(target, compiler=compiler)
         folder = cache_folder(cache)
         self._options = ({"target": target, "compiler": compiler}, folder and str(folder))

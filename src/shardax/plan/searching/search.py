@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from shardax._core.checks import Options
 from shardax._core.graph.paths import PyTree
 from shardax.partition.context import parallel as parallel_scope
 from shardax.partition.errors import PartitionError, did_you_mean
@@ -36,6 +37,7 @@ from shardax.plan.searching.dimensions import DimensionModel, trace_dimensions
 from shardax.plan.searching.traced import Splits, traced_time
 from shardax.plan.timing.workload import ExpectedTime
 
+_OPTIONS = Options(PlanInputError)
 FEW = 4  # so many candidates are compiled at least
 OF_EACH_FORM = 1  # of pipelines, split sequences and others, are compiled with the first
 _NO_ROOM = "its arguments and gradients alone need more than a device's memory"
@@ -131,13 +133,11 @@ def search(
         'batch=data (4x1)'
     """
     target = Target.parse(target)
-    if effort not in ("trace", "screen", "full"):
-        raise PlanInputError(f"effort is 'trace', 'screen' or 'full', not {effort!r}.")
-    for name, value, least in (("top", 1 if top is None else top, 1), ("finalists", finalists, 0)):
-        if not isinstance(value, int) or value < least:
-            raise PlanInputError(f"{name}={value!r}: give a number of at least {least}.")
-    if within is not None and not within >= 1:
-        raise PlanInputError(f"within={within!r}: give a number of at least 1, or None for all.")
+    _OPTIONS.choice("effort", effort, ("trace", "screen", "full"))
+    _OPTIONS.integers(top=1 if top is None else top)
+    _OPTIONS.integers(0, finalists=finalists)
+    fits = within is None or within >= 1
+    _OPTIONS.check("within", within, fits, "a number of at least 1, or None for all")
     shapes = _meshes(target, mesh_axes, meshes)
     settings = _settings(parallel)
     variants = [
@@ -426,7 +426,7 @@ def _settings(parallel: Mapping[str, Sequence[Any]] | None) -> dict[str, Sequenc
     return settings
 
 
-def _not_compiled(candidate: _Candidate) -> LayoutReport:
+def _omission_report(candidate: _Candidate) -> LayoutReport:
     """Returns the report of an omitted candidate."""
     reason = (
         f"not compiled: as traced it takes {candidate.share:.2f} times as long as the most "
@@ -478,7 +478,7 @@ class _Search:
             self._compile(layouts[missing:], "screen", "screening")
             fits = sum(report.outcome == "fits" for report in self._reports.values())
             stage = waiting[: max(enough - fits, 2)] if fits < enough else []
-        self._left_out = [_not_compiled(candidate) for candidate in waiting]
+        self._left_out = [_omission_report(candidate) for candidate in waiting]
 
     def confirm(self, finalists: int) -> None:
         """Compiles the best with full effort, until enough of them fit."""
