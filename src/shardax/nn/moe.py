@@ -151,7 +151,8 @@ class MoE(Module):
         features, hidden = as_size("MoE", "features", features), as_size("MoE", "hidden", hidden)
         count, top_k = as_size("MoE", "num_experts", num_experts), as_size("MoE", "top_k", top_k)
         options = Options(LayerConfigError, "MoE")
-        options.check("top_k", top_k, top_k <= count, f"at most num_experts={count}")
+        if top_k > count:
+            raise LayerConfigError(f"MoE chooses top_k={top_k} of num_experts={count}.")
         options.choice("dispatch", dispatch, get_args(Dispatch))
         fits = 0 < capacity_factor < math.inf
         options.check("capacity_factor", capacity_factor, fits, "positive and finite")

@@ -320,9 +320,11 @@ class GroupNorm(_Norm):
         names = self._take_options(features, epsilon, axes, dtype)
         name = type(self).__name__
         self.num_groups = parameters.as_size(name, "num_groups", num_groups)
-        fits = self.features % self.num_groups == 0
-        options = Options(LayerConfigError, name)
-        options.check("num_groups", num_groups, fits, f"a divisor of features={features}")
+        if self.features % self.num_groups:
+            raise LayerConfigError(
+                f"{name} cannot split features={features} into num_groups={num_groups} equal "
+                f"groups. Give a divisor of features."
+            )
         inits = {
             "scale": scale_init if use_scale else None,
             "bias": bias_init if use_bias else None,

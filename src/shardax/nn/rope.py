@@ -18,7 +18,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shardax._core.checks import Options
 from shardax.nn.arithmetic import as_array
 from shardax.nn.errors import LayerConfigError, LayerInputError
 from shardax.nn.parameters import refuse_input
@@ -142,8 +141,10 @@ def _rotate_pairs(x: jax.Array, cosine: jax.Array, sine: jax.Array) -> jax.Array
 
 def check_head_dim(layer: str, head_dim: int) -> None:
     """Raises if heads of this size cannot be split into halves."""
-    options = Options(LayerConfigError, layer)
-    options.check("head_dim", head_dim, head_dim % 2 == 0, "even, to split heads into halves")
+    if head_dim % 2:
+        raise LayerConfigError(
+            f"{layer} needs an even head_dim, to split heads into halves, but head_dim={head_dim}."
+        )
 
 
 @dataclass(frozen=True)

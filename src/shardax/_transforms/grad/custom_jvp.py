@@ -278,8 +278,7 @@ def record_arrays(
     """Records the effects of a run with a derivative of its own, and its arrays."""
     refuse_objects(result, name)
     binding.check_result(result, name)
-    if context.frame.captured:
-        raise engine.RetraceRequest([item.outer for item in context.frame.captured])
+    engine.retrace_with(context.frame.captured)
     return context.record_effects(result, emit)
 
 

@@ -379,34 +379,31 @@ def _choose(
     return DiffObject(root, where, whole, type(item).__name__, entries, remaining)
 
 
-def check_differentiable(
-    call: LiftedCall, target: DiffArgument, allow_int: bool, holomorphic: bool
-) -> None:
-    """Raises if a chosen array holds numbers that have no gradient."""
-    kind_needed = jnp.complexfloating if holomorphic else jnp.inexact
-    if allow_int:
-        return
+def _chosen_arrays(
+    call: LiftedCall, target: DiffArgument
+) -> Iterator[tuple[str, Path, Sequence[Any], str]]:
+    """Yields kind, path and arrays of everything chosen, and how to leave it out."""
     plain = call.arguments.plain[target.position]
-    # (kind, path, arrays, way out) of everything chosen.
-    candidates: list[tuple[str, Path, Sequence[Any], str]] = [
-        (
-            "array",
-            (target.label, *path),
-            [leaf],
-            "Pass it apart (argnums leaves it out), convert it",
-        )
-        for path, leaf in zip(
-            inputs.plain_paths(target.template, plain), jax.tree.leaves(plain), strict=True
-        )  # floats have gradients, and what is not a number JAX refuses itself
-        if isinstance(leaf, (jax.Array, np.ndarray, np.generic, bool, int))
-    ]
+    paths = inputs.plain_paths(target.template, plain)
+    for path, leaf in zip(paths, jax.tree.leaves(plain), strict=True):
+        # Floats have gradients, and what is not a number JAX refuses itself.
+        if isinstance(leaf, (jax.Array, np.ndarray, np.generic, bool, int)):
+            way_out = "Pass it apart (argnums leaves it out), convert it"
+            yield "array", (target.label, *path), [leaf], way_out
     for item in target.objects:
         for path, leaf, origin in item.entries:
             value = call.graph.leaves[leaf]._value
             arrays = [value] if isinstance(value, LazyValue) else jax.tree.leaves(value)
             where, kind = (*item.where, *path), origin.variable_type.__name__
-            candidates.append((kind, where, arrays, "Leave it out by a filter (wrt=...)"))
-    for kind, path, arrays, way_out in candidates:
+            yield kind, where, arrays, "Leave it out by a filter (wrt=...)"
+
+
+def check_differentiable(
+    call: LiftedCall, target: DiffArgument, allow_int: bool, holomorphic: bool
+) -> None:
+    """Raises if a chosen array holds numbers that have no gradient."""
+    kind_needed = jnp.complexfloating if holomorphic else jnp.inexact
+    for kind, path, arrays, way_out in () if allow_int else _chosen_arrays(call, target):
         for dtype in map(dtype_of, arrays):
             if not jnp.issubdtype(dtype, kind_needed):
                 raise TransformError(

@@ -9,7 +9,7 @@ other error keeps its type and text, and a note names the argument.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -148,9 +148,8 @@ def explain_values(error: Exception, program: Any, graph: Any) -> None:
             ) from error
 
 
-def _explain_shardings(error: Exception, program, graph) -> None:
-    """Raises if declared shardings do not fit, listing all Variables."""
-    misfits = []
+def _sharding_misfits(program: Any, graph: Any) -> Iterator[str]:
+    """Yields Variables that declared shardings do not fit."""
     shardings = program.leaf_shardings
     for path, variable, sharding in zip(
         graph.flat.leaf_paths, graph.leaves, shardings, strict=True
@@ -159,9 +158,14 @@ def _explain_shardings(error: Exception, program, graph) -> None:
             try:
                 sharding.shard_shape(leaf.shape)
             except ValueError as reason:
-                misfits.append(f"  {format_path(path)}, shape {leaf.shape}: {reason}")
+                yield f"  {format_path(path)}, shape {leaf.shape}: {reason}"
             except IndexError:  # what JAX raises for arrays with too few dimensions
-                misfits.append(f"  {format_path(path)}, shape {leaf.shape}: {sharding} has more")
+                yield f"  {format_path(path)}, shape {leaf.shape}: {sharding} has more"
+
+
+def _explain_shardings(error: Exception, program, graph) -> None:
+    """Raises if declared shardings do not fit, listing all Variables."""
+    misfits = list(_sharding_misfits(program, graph))
     if misfits:
         raise PrefixError(
             f"in_shardings does not fit {len(misfits)} Variables; nothing was changed:\n"

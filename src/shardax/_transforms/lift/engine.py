@@ -274,9 +274,13 @@ class RunContext(NamedTuple):
 
     def require_inputs(self) -> None:
         """Raises ``RetraceRequest`` if captured Variables were changed."""
-        changed = self.captured()
-        if changed:
-            raise RetraceRequest([item.outer for item in changed])
+        retrace_with(self.captured())
+
+
+def retrace_with(captured: Sequence[frames.CapturedVariable]) -> None:
+    """Raises ``RetraceRequest`` if Variables were captured that must be inputs."""
+    if captured:
+        raise RetraceRequest([item.outer for item in captured])
 
 
 def ending_well(

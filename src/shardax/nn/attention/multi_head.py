@@ -710,9 +710,11 @@ def attention_sizes(
     features = as_size(name, "features", features)
     heads = as_size(name, "num_heads", num_heads)
     kv_heads = heads if num_kv_heads is None else as_size(name, "num_kv_heads", num_kv_heads)
-    options, fits = Options(LayerConfigError, name), heads % kv_heads == 0
-    expected = f"divisible by num_kv_heads={kv_heads}, as each kv head is of equally many"
-    options.check("num_heads", heads, fits, expected)
+    if heads % kv_heads:
+        raise LayerConfigError(
+            f"{name} shares each kv head among equally many heads, but num_heads={heads} is not "
+            f"divisible by num_kv_heads={kv_heads}."
+        )
     if head_dim is None and features % heads:
         raise LayerConfigError(
             f"{name} cannot split features={features} into num_heads={heads} equal heads. Choose "
