@@ -376,7 +376,7 @@ class _Reading:
                 values.update(group.read(self.take))
             except PretrainedError as error:
                 self._note(str(error))
-        self._check_unread()
+        self._note_unread()
         if self.problems:
             raise self.error()
         self._check_counts(values)
@@ -422,7 +422,7 @@ class _Reading:
                     f"{self.tensor_count} tensors in all. Download or save the model again."
                 )
 
-    def _check_unread(self) -> None:
+    def _note_unread(self) -> None:
         """Notes fields not read by the family, unless they change nothing."""
         family, neutral = self.family, {**NEUTRAL, **self.family.neutral}
         harmless, unknown = HARMLESS | set(family.harmless), []
@@ -484,7 +484,7 @@ class _DualReading(_Reading):
                 values[name] = tower.config(self.content, self.tensor_count)
             except PretrainedError as error:
                 self._note(str(error).removesuffix("."))
-        self._check_unread()
+        self._note_unread()
         if self.problems:
             raise self.error()
         try:
@@ -505,7 +505,7 @@ class _HalfReading(_Reading):
                 self._note(str(error).removesuffix("."))
             return None
 
-    def _check_unread(self) -> None:
+    def _note_unread(self) -> None:
         """Leaves what it does not read to the other half."""
 
 
@@ -526,7 +526,7 @@ class _EncoderDecoderReading(_Reading):
             for problem in half.problems:
                 self._note(problem)
             values[name] = half.config
-        self._check_unread()
+        self._note_unread()
         if self.problems:
             raise self.error()
         source = json.dumps(self.content)

@@ -300,7 +300,7 @@ class Trackers(contextlib.ExitStack):
             tracker.write(**record)
 
 
-def check_trackers(sinks: object) -> tuple[Tracker, ...]:
+def as_trackers(sinks: object) -> tuple[Tracker, ...]:
     """Returns trackers, or raises TrainError."""
     listed = () if isinstance(sinks, Tracker) or not isinstance(sinks, Iterable) else tuple(sinks)
     wrong = [type(sink).__name__ for sink in listed if not isinstance(sink, Tracker)]

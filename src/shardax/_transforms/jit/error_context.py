@@ -125,6 +125,15 @@ def _shown(function) -> str:
     return getattr(function, "__qualname__", None) or type(function).__name__
 
 
+def _shared_arrays(pairs: Sequence[tuple[Path, Any]]) -> list[list[Path]]:
+    """Returns the paths of Variables that hold one and the same array."""
+    owners: dict[int, list[Path]] = {}
+    for path, variable in pairs:
+        for leaf in jax.tree.leaves(variable._value):
+            owners.setdefault(id(leaf), []).append(path)
+    return [paths for paths in owners.values() if len(paths) > 1]
+
+
 def explain_values(error: Exception, program: Any, graph: Any) -> None:
     """Explains errors of absent, deleted or twice donated values."""
     pairs = list(zip(graph.flat.leaf_paths, graph.leaves, strict=True))
@@ -135,11 +144,7 @@ def explain_values(error: Exception, program: Any, graph: Any) -> None:
     if "delete" in str(error) or "donate" in str(error):
         refuse_deleted(graph.flat.leaf_paths, [leaf._value for leaf in graph.leaves])
     if program.donated_leaves and "donate" in str(error):
-        owners: dict[int, list[Path]] = {}
-        for path, variable in pairs:
-            for leaf in jax.tree.leaves(variable._value):
-                owners.setdefault(id(leaf), []).append(path)
-        twice = [paths for paths in owners.values() if len(paths) > 1]
+        twice = _shared_arrays(pairs)
         if twice:
             raise DonationError(
                 "Two Variables hold one and the same array, which cannot be donated twice: "
