@@ -456,6 +456,11 @@ def check_config(config: Any) -> None:
     scale = getattr(config, "logit_scale", None)
     options.check("logit_scale", scale, scale is None or scale != 0, "another number than 0")
     options.check("remat", config.remat, not callable(config.remat), "no function but its name")
+    _use_names(config, where)
+
+
+def _use_names(config: Any, where: str) -> None:
+    """Puts names of a policy and of dtypes in the place of what says them."""
     names = ("layer_input", "attention", "mlp")
     object.__setattr__(config, "remat", check_policy(where, config.remat, names))
     for name in ("dtype", "param_dtype"):

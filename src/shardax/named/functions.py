@@ -424,9 +424,9 @@ class _ScanCarry(NamedTuple):
                 f"The carry of named.scan changes its structure: it comes in as {self.treedef} and "
                 f"is returned as {treedef}."
             )
-        return [self._checked(place, leaf) for place, leaf in enumerate(leaves)]
+        return [self._carried_data(place, leaf) for place, leaf in enumerate(leaves)]
 
-    def _checked(self, place: int, leaf):
+    def _carried_data(self, place: int, leaf):
         start, dims = self.values[place], self.dims[place]
         if isinstance(leaf, Object) or isinstance(start, Object):
             return leaf

@@ -620,6 +620,14 @@ class _Scan(LoopBody):
         self, context: engine.RunContext, outputs: binding.LiftedOutputs, new: Sequence[object]
     ) -> None:
         """Raises if the body changed structure other than by sowing."""
+        refused = self._unstackable_changes(context, outputs, new)
+        if refused:
+            refuse_changes(self.call, outputs, refused)
+
+    def _unstackable_changes(
+        self, context: engine.RunContext, outputs: binding.LiftedOutputs, new: Sequence[object]
+    ) -> list[int]:
+        """Returns the objects that changed other than by what leaves stacked."""
         effects = outputs.effects
         objects = context.graphdef.objects
         count = len(objects)
@@ -632,13 +640,11 @@ class _Scan(LoopBody):
                     stackable.add(count + offset)
             else:
                 stackable.add(count + offset)
-        refused = [
+        return [
             index
             for index, changed in effects.updates.items()
             if not _only_adds(objects[index], changed, stackable)
         ]
-        if refused:
-            refuse_changes(self.call, outputs, refused)
 
     def run(self, length: int | None, reverse: bool, unroll: int | bool) -> PyTree:
         """Runs the loop and carries back what it did."""
