@@ -103,7 +103,7 @@ def refused_argument(argument: object) -> str | None:
 
 
 def _parameter_of(frame: types.FrameType | None, argument: object) -> str:
-    """Names the parameter of the outermost function of JAX that an object was given for."""
+    """Names the parameter of a function of JAX for an object."""
     subject = "What was given to a function of JAX"
     while frame is not None and frame.f_globals.get("__name__", "").split(".")[0] == "jax":
         name = frame.f_code.co_name

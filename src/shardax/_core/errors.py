@@ -123,7 +123,7 @@ def warn(text: str, category: type[Warning] = UserWarning) -> None:
 
 @contextlib.contextmanager
 def naming_package(subject: str, package: str) -> Iterator[None]:
-    """Says in an ImportError of a block what to install, for a subject such as "Weights"."""
+    """Names a package to install in an ImportError of a block."""
     try:
         yield
     except ImportError as error:

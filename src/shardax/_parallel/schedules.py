@@ -464,7 +464,7 @@ class Schedule:
     # --- Checks ---
 
     def _fault(self, op: Operation, stage: int) -> str | None:
-        """Returns what is wrong with an operation of a stage by itself."""
+        """Returns the fault of an operation of a stage, or None."""
         if op.kind not in KINDS:
             return f"is of kind {op.kind!r}; there are {', '.join(map(repr, KINDS))}"
         if op.microbatch < 0 or op.chunk < 0:

@@ -119,7 +119,8 @@ class Check:
         if not path.exists():
             raise inputs.CommandError(
                 f"{self.model!r} is no folder of a run, no preset (there are "
-                f"{', '.join(inputs.PRESETS)}) and no module:name of a model.{did_you_mean(self.model, inputs.PRESETS)}"
+                f"{', '.join(inputs.PRESETS)}) and no module:name of a model."
+                f"{did_you_mean(self.model, inputs.PRESETS)}"
             )
         settings = read_settings(find_run(path)[0])
         text = mesh or settings.mesh

@@ -172,7 +172,7 @@ def configure(
 
 
 def _late_settings(settings: Mapping[str, object]) -> dict[str, object]:
-    """Returns settings that JAX's running backend has otherwise."""
+    """Returns settings other than those of JAX's running backend."""
     late = {name: settings[name] for name in ("platform", "devices") if name in settings}
     running, count = jax.default_backend(), jax.local_device_count()
     platform, devices, options = _platform_of(settings), settings.get("devices"), jax.config.values
@@ -185,7 +185,7 @@ def _late_settings(settings: Mapping[str, object]) -> dict[str, object]:
 
 
 def _check_not_late(settings: Mapping[str, object]) -> None:
-    """Raises for settings that come after the start of JAX's backend."""
+    """Raises for settings after the start of JAX's backend."""
     if late := _late_settings(settings):
         running, count = jax.default_backend(), jax.local_device_count()
         texts = ", ".join(f"{name}={value!r}" for name, value in late.items())

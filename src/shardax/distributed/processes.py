@@ -185,7 +185,7 @@ def _port(address: str) -> int:
 
 
 def _socket() -> socket.socket:
-    """Returns a socket for IPv6, on machines that have it."""
+    """Returns a socket, for IPv6 if the machine has it."""
     family = socket.AF_INET6 if socket.has_ipv6 else socket.AF_INET
     try:
         return socket.socket(family, socket.SOCK_STREAM)

@@ -589,7 +589,7 @@ def _begins(inside: Computation, op: Instruction) -> bool:
 
 
 def _reached(program: Program) -> set[str]:
-    """Returns the computations that are known to run."""
+    """Returns the computations known to run."""
     reached = {program.entry}
     pending = [program.entry]
     while pending:

@@ -586,7 +586,7 @@ def _differences(config: Any, read: Any) -> dict[str, tuple[Any, Any]]:
 
 
 def _relevant(config: Any) -> dict[str, Any]:
-    """Returns the fields of a config with meaning for its results, those of parts by path."""
+    """Returns the fields of a config with meaning for its results."""
     if isinstance(config, TransformerConfig):
         return _relevant_of_layers(config)
     own = {f.name: getattr(config, f.name) for f in fields(config) if f.name not in _SETTINGS}
@@ -711,7 +711,7 @@ def _architecture(family: Family, config: TransformerConfig, content: Mapping[st
 
 
 def _read_back(family: Family, content: Mapping[str, object], config: Any) -> Any:
-    """Returns the config that a ``config.json`` says, or raises if it is another."""
+    """Returns the config of a ``config.json``, or raises for another."""
     try:
         read = family.config(content, "The config.json of the model as it is")
     except PretrainedError as error:

@@ -92,7 +92,7 @@ def layers_of(model: Any) -> list[LayerPlace]:
 
 
 def refuse_any(problems: Sequence[str], advice: str = "") -> None:
-    """Raises the error of a model without a published form, if it has problems."""
+    """Raises for problems of a model without a published form."""
     if problems:
         raise refusal(problems, advice)
 

@@ -460,7 +460,7 @@ def check_config(config: Any) -> None:
 
 
 def _use_names(config: Any, where: str) -> None:
-    """Puts names of a policy and of dtypes in the place of what says them."""
+    """Normalises policy and dtypes of a config to names."""
     names = ("layer_input", "attention", "mlp")
     object.__setattr__(config, "remat", check_policy(where, config.remat, names))
     for name in ("dtype", "param_dtype"):

@@ -523,7 +523,7 @@ def _as_stop(stop) -> np.ndarray:
 
 
 def _filters_of(temperature: float, top_k, top_p, min_p, penalty) -> _Filters:
-    """Returns the filters that options name."""
+    """Returns the filters of options, checked."""
     fits = 0 <= temperature < math.inf
     _OPTIONS.check("temperature", temperature, fits, "at least 0 and finite")
     if top_k is not None:

@@ -81,7 +81,7 @@ UNNOTICED = ", as transformers takes no notice of it"
 
 
 def check_supported(name: str, value: object, fits: bool, limits: str = "") -> None:
-    """Refuses a field's value that a family does not support."""
+    """Refuses an unsupported value of a field."""
     if not fits:
         raise PretrainedError(f"{name}={brief(value)} is not supported{limits}")
 

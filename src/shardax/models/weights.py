@@ -522,7 +522,7 @@ class _Table:
         return f"The model is not all of {where}: {'; '.join(parts)}." if parts else None
 
     def _misfits(self, files: TensorFiles) -> Iterator[str]:
-        """Yields tensors of another shape than the config says, or of an unread dtype."""
+        """Yields tensors of another shape, or of an unread dtype."""
         for name in self.by_name:
             if name in files.names:
                 shape, expected = files.shape(name), self.shape(name)
@@ -536,7 +536,7 @@ class _Table:
                     )
 
     def _remedy(self, missing: Sequence[str]) -> str:
-        """Returns how to read files with missing or further tensors all the same."""
+        """Returns advice on files with missing or further tensors."""
         lenient = (
             " sx.models.from_pretrained(folder, strict=False) initialises what is missing at "
             "random and leaves out what has no place; it warns with the names."

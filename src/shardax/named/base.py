@@ -138,7 +138,7 @@ def check_sizes_by_name(axes: object, least: int = 0) -> tuple[Dims, tuple[int, 
 
 
 def one_axis(function: str, axes: object, remedy: str) -> tuple[Any, int]:
-    """Returns name and size of the single axis of a mapping, or raises."""
+    """Returns name and size of the only axis, or raises."""
     names, sizes = check_sizes_by_name(axes)
     if len(names) != 1:
         raise NamedAxesError(

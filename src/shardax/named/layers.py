@@ -76,7 +76,7 @@ def parameter(
 def _axis_misfits(
     own_axes: Mapping[Any, int], expected: AxisSizes, absent: Iterable[object]
 ) -> Iterator[str]:
-    """Yields axes of an input that are not as a layer expects them."""
+    """Yields unexpected, missing and wrongly sized axes of an input."""
     for name, size in expected.items():
         if own_axes.get(name) != size:
             actual = own_axes.get(name, "no such axis")

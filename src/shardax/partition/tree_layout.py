@@ -443,7 +443,7 @@ def _names_in(axes) -> set[str]:
 
 
 def check_devices(mesh: AnyMesh, function: str, abstract: str) -> None:
-    """Refuses a mesh that no arrays can be placed over; ``abstract`` needs no devices."""
+    """Refuses a mesh without places for arrays; ``abstract`` needs none."""
     if not isinstance(mesh, Mesh):
         raise TransformError(
             f"{function} cannot place arrays over {mesh}, which has no devices. Pass the mesh "

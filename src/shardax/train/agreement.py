@@ -61,7 +61,7 @@ def check_shared(folder: Path) -> None:
 
 
 def _processes_without(folder: Path) -> list[int]:
-    """Returns the processes that do not see what process 0 writes into a folder."""
+    """Returns the processes without access to the folder of process 0."""
     token = processes.from_main(secrets.token_hex(8), "the run's folder")
     file = folder / _MARKER
     if distributed.is_main():

@@ -569,7 +569,7 @@ def _shared(walks: Sequence[flatten.GraphWalk], older: Collection[int]) -> set[i
 
 
 def _first_difference(first: flatten.GraphWalk, second: flatten.GraphWalk) -> tuple[Path, str]:
-    """Returns the path of the first objects that differ in structure, and how they differ."""
+    """Returns path and difference of the first differing objects."""
     pairs = zip(first.definitions, second.definitions, strict=False)
     position, (first_definition, second_definition) = next(
         (i, pair) for i, pair in enumerate(pairs) if pair[0] != pair[1]

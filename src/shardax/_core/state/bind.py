@@ -455,7 +455,7 @@ def _change_text(
     old_structure: tuple[flatten.GraphDef, list[Path]],
     new_structure: tuple[flatten.GraphDef, list[Path]],
 ) -> str:
-    """Returns which Variables a call added, or which structure it changed."""
+    """Describes Variables added, or structure changed, by a call."""
     old, new = (
         dict(zip(paths, graphdef.objects, strict=True))
         for graphdef, paths in (old_structure, new_structure)

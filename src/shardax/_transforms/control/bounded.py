@@ -326,7 +326,7 @@ def _bounded_while_loop(
 
 
 def _size_of_history(max_steps: Any) -> int:
-    """Returns the most steps that a loop takes, as a number known before it runs."""
+    """Returns the size of the history, known before the loop runs."""
     if isinstance(max_steps, (Tracer, jax.Array)):
         raise TransformError(
             "max_steps of sx.bounded_while_loop is an array, but it is the size of the history and "

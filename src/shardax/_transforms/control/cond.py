@@ -149,7 +149,7 @@ class _Comparison:
     def _new_object(
         self, outcome: Any, offset: int, fresh: Iterator[Leaf]
     ) -> tuple[tuple[Any, ...], str]:
-        """Returns what is compared of an object that a branch made, and its kind."""
+        """Returns outline and kind of a new object of a branch."""
         definitions = outcome.effects.fresh[offset : offset + 1]
         outside = outcome.effects.foreign.get(len(self.graphdef.objects) + offset)
         kind = f"a {definitions[0].type.__name__}" if definitions else "nothing"

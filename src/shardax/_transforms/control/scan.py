@@ -235,7 +235,7 @@ def vary_alike(leaf: object, like: object) -> Any:
 def matching_leaves(
     carry: object, returned: object, label: str, name: str
 ) -> tuple[list[tuple[Any, ...]], list[Leaf]]:
-    """Returns keys and arrays of a carry that came back as it was given."""
+    """Returns keys and arrays of a carry, or raises if changed."""
     outline = functools.partial(jax.tree.map, lambda _: ARRAY, is_leaf=is_object)
     difference = structure_difference(outline(carry), outline(returned), (label,))
     if difference is not None:
@@ -627,7 +627,7 @@ class _Scan(LoopBody):
     def _unstackable_changes(
         self, context: engine.RunContext, outputs: binding.LiftedOutputs, new: Sequence[object]
     ) -> list[int]:
-        """Returns the objects that changed other than by what leaves stacked."""
+        """Returns objects with changes besides stacked results."""
         effects = outputs.effects
         objects = context.graphdef.objects
         count = len(objects)

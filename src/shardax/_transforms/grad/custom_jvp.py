@@ -264,7 +264,7 @@ class _CustomJvpCall:
 
 
 def nondiff_position(argnum: int, count: int) -> int:
-    """Returns the position of an argument that ``nondiff_argnums`` names, or raises."""
+    """Returns a position of ``nondiff_argnums``, or raises."""
     if not -count <= argnum < count:
         raise TransformError(
             f"nondiff_argnums names the argument {argnum}, but the call has {count}."
@@ -275,7 +275,7 @@ def nondiff_position(argnum: int, count: int) -> int:
 def record_arrays(
     context: engine.RunContext, result: object, name: str, emit: frozenset[int]
 ) -> binding.LiftedOutputs:
-    """Records the effects of a run with a derivative of its own, and its arrays."""
+    """Records effects and arrays of a run with its own derivative."""
     refuse_objects(result, name)
     binding.check_result(result, name)
     engine.retrace_with(context.frame.captured)
@@ -285,7 +285,7 @@ def record_arrays(
 def check_same_effects(
     first: binding.Effects, effects: binding.Effects, paths: Sequence[Path], rule: str, caller: str
 ) -> None:
-    """Raises unless a rule writes and changes what its function does."""
+    """Raises for a rule with other effects than its function."""
     did, does = ((e.written, e.updates, e.fresh) for e in (first, effects))
     if did != does:
         extra = [format_path(paths[p]) for p in effects.written if p not in first.written]

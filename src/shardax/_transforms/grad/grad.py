@@ -382,7 +382,7 @@ def _choose(
 def _chosen_arrays(
     call: LiftedCall, target: DiffArgument
 ) -> Iterator[tuple[str, Path, Sequence[Any], str]]:
-    """Yields kind, path and arrays of everything chosen, and how to leave it out."""
+    """Yields kind, path, arrays and a way out of everything chosen."""
     plain = call.arguments.plain[target.position]
     paths = inputs.plain_paths(target.template, plain)
     for path, leaf in zip(paths, jax.tree.leaves(plain), strict=True):

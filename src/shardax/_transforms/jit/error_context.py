@@ -126,7 +126,7 @@ def _shown(function) -> str:
 
 
 def _shared_arrays(pairs: Sequence[tuple[Path, Any]]) -> list[list[Path]]:
-    """Returns the paths of Variables that hold one and the same array."""
+    """Returns the paths of Variables with one array in common."""
     owners: dict[int, list[Path]] = {}
     for path, variable in pairs:
         for leaf in jax.tree.leaves(variable._value):
@@ -154,7 +154,7 @@ def explain_values(error: Exception, program: Any, graph: Any) -> None:
 
 
 def _sharding_misfits(program: Any, graph: Any) -> Iterator[str]:
-    """Yields Variables that declared shardings do not fit."""
+    """Yields Variables with unfitting declared shardings."""
     shardings = program.leaf_shardings
     for path, variable, sharding in zip(
         graph.flat.leaf_paths, graph.leaves, shardings, strict=True

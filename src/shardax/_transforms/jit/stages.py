@@ -308,7 +308,7 @@ class Compiled(_Stage):
         names: Sequence[Path],
         labels: Sequence[str],
     ) -> list[str]:
-        """Returns how arguments differ in structure from those compiled for."""
+        """Returns differences in structure from the compiled arguments."""
         program, graphdef = self._source.program, graph.flat.graphdef
         differences = structure_differences(program.graphdef, graphdef, program.names, names)
         templates = (arguments.templates, arguments.named)

@@ -278,7 +278,7 @@ class RunContext(NamedTuple):
 
 
 def retrace_with(captured: Sequence[frames.CapturedVariable]) -> None:
-    """Raises ``RetraceRequest`` if Variables were captured that must be inputs."""
+    """Raises ``RetraceRequest`` if Variables were captured."""
     if captured:
         raise RetraceRequest([item.outer for item in captured])
 
@@ -484,7 +484,7 @@ def check_operands(
 
 
 def _plain_leaves(call: LiftedCall) -> Iterator[tuple[Path, Any]]:
-    """Yields what arguments hold besides objects, with its path."""
+    """Yields the leaves of arguments besides objects, with paths."""
     arguments = call.arguments
     positional = zip(call.labels, arguments.templates, arguments.plain, strict=True)
     named = ((name, template, arguments.plain_named[name]) for name, template in arguments.named)

@@ -113,7 +113,7 @@ def read_layer_types(
 
 
 def read_rotated_layers(take: Taker, *, may_be_empty: bool = False) -> tuple[bool, ...]:
-    """Reads the layers with a rotary embedding, by default all but each fourth."""
+    """Reads the layers with a rotary embedding."""
     count = take("num_hidden_layers", kind=kinds.SIZE)
     interval = take("no_rope_layer_interval", 4, kind=kinds.SIZE)
     listed = take("no_rope_layers", None, kind=kinds.INTEGERS.or_null)

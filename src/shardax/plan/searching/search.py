@@ -16,7 +16,6 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from shardax._core.checks import Options
@@ -155,7 +154,7 @@ def search(
         progress_for(progress) as bar,
         make_evaluator(inputs, target, compiler, processes, cache) as evaluator,
     ):
-        run = _Search(target, top, variants, cache_folder(cache), evaluator, bar)
+        run = _Search(target, top, variants, cache, evaluator, bar)
         try:
             finalists = finalists if effort == "full" else 0
             run.screen(within, max(top or 1, finalists), finalists)
@@ -445,14 +444,14 @@ class _Search:
         target: Target,
         top: int | None,
         variants: Sequence[_Variant],
-        folder: Path | None,
+        cache: object,
         evaluator: LocalEvaluator | PoolEvaluator,
         bar: Progress,
     ) -> None:
         self._target = target
         self._top = top
         self._variants = variants
-        self._folder = folder
+        self._cache = cache
         self._evaluator = evaluator
         self._shown = bar
         self._reports: dict[str, LayoutReport] = {}
@@ -549,8 +548,9 @@ class _Search:
         """Returns the error of an interrupted search, with its progress."""
         done = f"{self._shown.done} of {self._shown.total} layouts"
         again = (
-            f"What was compiled is kept in {self._folder}: the same call goes on from there."
-            if self._folder
+            f"What was compiled is kept in {cache_folder(self._cache)}: the same call goes on from "
+            "there."
+            if self._cache is not None
             else "With cache='default' a search goes on where it was."
         )
         error = PlanInterrupted(f"The search was interrupted after {done}. {again}")

@@ -122,7 +122,7 @@ def placed_batches(source: Any, sharding: Any) -> Iterator[PyTree]:
 
 
 def _rows_of_processes(sharding: object, batch_size: int) -> dict[int, set[int]]:
-    """Returns which rows of a batch a process holds; the same answer in each."""
+    """Returns the rows of a batch by process, in each the same."""
     owned: dict[int, set[int]] = {}
     if isinstance(sharding, NamedSharding):
         first = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[:1]))

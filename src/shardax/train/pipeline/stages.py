@@ -291,7 +291,7 @@ def _check_processes() -> None:
 
 
 def _shared_variables(stages: Sequence[object]) -> list[str]:
-    """Returns the paths of Variables that several stages hold."""
+    """Returns the paths of Variables shared by stages."""
     owners: dict[int, list[str]] = {}
     for number, stage in enumerate(stages):
         for path, variable in iter_variables(stage) if isinstance(stage, Module) else ():
