@@ -40,7 +40,6 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-from shardax._core.checks import Options
 from shardax.hlo.analyze import partitioned_text
 from shardax.hlo.estimate import rewritten
 from shardax.hlo.live_memory import peak_bytes
@@ -248,7 +247,8 @@ def compiler_for(target: Target, *, compiler: str = "auto") -> TargetCompiler:
         >>> compiler.mesh({"data": 2, "model": 4}).devices.shape
         (2, 4)
     """
-    Options(PlanInputError).choice("compiler", compiler, ("auto", "target", "estimate"))
+    if compiler not in ("auto", "target", "estimate"):
+        raise PlanInputError(f"compiler is 'auto', 'target' or 'estimate', not {compiler!r}.")
     if target.kind == "cpu":
         return CpuCompiler(target)
     info = {info.kind: info for info in known_compilers()}[target.kind]

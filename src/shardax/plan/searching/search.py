@@ -132,7 +132,8 @@ def search(
         'batch=data (4x1)'
     """
     target = Target.parse(target)
-    _OPTIONS.choice("effort", effort, ("trace", "screen", "full"))
+    if effort not in ("trace", "screen", "full"):
+        raise PlanInputError(f"effort is 'trace', 'screen' or 'full', not {effort!r}.")
     _OPTIONS.integers(top=1 if top is None else top)
     _OPTIONS.integers(0, finalists=finalists)
     fits = within is None or within >= 1
