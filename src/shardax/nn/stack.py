@@ -206,7 +206,8 @@ class Stack(Module):
         microbatches: int | None = None,
         schedule: str | None = None,
     ) -> None:
-        Options(LayerConfigError, "Stack").choice("schedule", schedule, (None, *SCHEDULES))
+        options, fits = Options(LayerConfigError, "Stack"), schedule in (None, *SCHEDULES)
+        options.check("schedule", schedule, fits, 'known (use "gpipe" or "circular")')
         count = as_size("Stack", "length", length)
         older = frozenset(_objects_around(make)) if count == 1 else frozenset[int]()
         self._start([make() for _ in range(count)], axis_name, remat, unroll, older)
