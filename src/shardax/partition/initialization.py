@@ -94,7 +94,7 @@ def initialise(
             "initialise places arrays and cannot be called inside a program. Call it outside; or, "
             "inside, call the initializer itself and unbox(result), which constrains the values."
         )
-    check_devices(where, "initialise", "get_sharding(jax.eval_shape(fn, ...), mesh)")
+    where = check_devices(where, "initialise", "get_sharding(jax.eval_shape(fn, ...), mesh)")
     automatic = _automatic(where)
     call = InitializerCall(fn, args, kwargs)
     inputs = [_over_automatic(array) for array in call.inputs]

@@ -442,7 +442,7 @@ def _names_in(axes) -> set[str]:
     return {part for part in parts if isinstance(part, str)}
 
 
-def check_devices(mesh: AnyMesh, function: str, abstract: str) -> None:
+def check_devices(mesh: AnyMesh, function: str, abstract: str) -> Mesh:
     """Refuses a mesh without places for arrays; ``abstract`` needs none."""
     if not isinstance(mesh, Mesh):
         raise TransformError(
@@ -455,6 +455,7 @@ def check_devices(mesh: AnyMesh, function: str, abstract: str) -> None:
             f"{function} cannot place arrays over {mesh}: axes of type Manual are for the inside "
             "of jax.shard_map. Make the mesh with axes of type Auto or Explicit."
         )
+    return mesh
 
 
 def require_mesh(mesh: AnyMesh | None, function: str) -> AnyMesh:

@@ -8,7 +8,7 @@ fields and defaults, ``modeling_*.py`` for tensors.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from shardax.models import kinds
@@ -34,7 +34,7 @@ from shardax.models.tensors import (
 )
 
 
-def _with_layers(recurrent: Any, chosen: list[bool]) -> dict[str, Any]:
+def _with_layers(recurrent: Any, chosen: Sequence[bool]) -> dict[str, Any]:
     """Returns a mixer of chosen layers, as fields of ``TransformerConfig``."""
     if not any(chosen):
         return {}

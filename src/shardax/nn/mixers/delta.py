@@ -130,9 +130,9 @@ class GatedDeltaNet(RecurrentMixer):
         find_activation(activation, name)
         self.activation = activation
         fits = self.num_value_heads % heads == 0
-        options = Options(LayerConfigError, name)
+        checks = Options(LayerConfigError, name)
         expected = f"a multiple of num_heads={heads}"
-        options.check("num_value_heads", num_value_heads, fits, expected)
+        checks.check("num_value_heads", num_value_heads, fits, expected)
         options: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
         options |= {"use_bias": False, "kernel_init": kernel_init}
         one = (heads, self.num_value_heads // heads)

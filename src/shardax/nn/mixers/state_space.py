@@ -137,13 +137,13 @@ class StateSpaceMixer(RecurrentMixer):
         find_activation(activation, name)
         self.chunk, self.activation = as_size(name, "chunk", chunk), activation
         low, high = self.step_limits = (float(step_limits[0]), float(step_limits[1]))
-        options, divides = Options(LayerConfigError, name), heads % self.num_groups == 0
-        options.check("num_groups", num_groups, divides, f"groups that divide num_heads={heads}")
-        options.check("step_limits", step_limits, 0 <= low < high, "limits from 0 up")
+        checks, divides = Options(LayerConfigError, name), heads % self.num_groups == 0
+        checks.check("num_groups", num_groups, divides, f"groups that divide num_heads={heads}")
+        checks.check("step_limits", step_limits, 0 <= low < high, "limits from 0 up")
         self.gate_norm, self.scales = gate_norm, tuple(map(float, scales))
-        options.check("gate_norm", gate_norm, gate_norm in GATE_NORMS, f"one of {GATE_NORMS}")
+        checks.check("gate_norm", gate_norm, gate_norm in GATE_NORMS, f"one of {GATE_NORMS}")
         fits = len(self.scales) == len(PROJECTED)
-        options.check("scales", scales, fits, f"scales of {', '.join(PROJECTED)}")
+        checks.check("scales", scales, fits, f"scales of {', '.join(PROJECTED)}")
         options: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
         options |= {"use_bias": use_bias, "kernel_init": kernel_init}
         wide, names = (heads, self.head_dim), (head, within)

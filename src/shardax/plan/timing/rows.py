@@ -267,8 +267,8 @@ def _run_layout(run: Mapping[str, Any], mesh: Mapping[str, int]) -> dict[str, in
 
 def _number(row: Row, name: str) -> float:
     value = row.get(name)
-    fits = isinstance(value, int | float) and value > 0
-    _OPTIONS.check(name, value, fits, "said by the row, as a number above 0")
+    if not isinstance(value, int | float) or value <= 0:
+        raise PlanInputError(f"The row says no {name} ({value!r}).")
     return value
 
 
