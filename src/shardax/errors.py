@@ -21,8 +21,8 @@ if _typing.TYPE_CHECKING:
     from shardax.distributed.processes import *  # noqa: F403
     from shardax.hlo.program import *  # noqa: F403
     from shardax.host.errors import *  # noqa: F403
-    from shardax.models.family import *  # noqa: F403
     from shardax.models.generation import *  # noqa: F403
+    from shardax.models.kinds import *  # noqa: F403
     from shardax.named.base import *  # noqa: F403
     from shardax.nn.errors import *  # noqa: F403
     from shardax.partition.errors import *  # noqa: F403
@@ -52,7 +52,7 @@ _NAMES = {
         "CallCancelledError ExportError HostFunctionError WorkerAuthenticationError "
         "WorkerCrashedError WorkerError WorkerTimeoutError"
     ),
-    "shardax.models.family": "PretrainedError",
+    "shardax.models.kinds": "PretrainedError",
     "shardax.models.generation": "GenerationError",
     "shardax.named.base": "NamedAxesError NamedIndexError",
     "shardax.nn.errors": "LayerConfigError LayerInputError",

@@ -31,10 +31,10 @@ class Options:
     def check(self, name: str, value: object, fits: bool, expected: str, remedy: str = "") -> None:
         """Refuses the value of an option that does not fit."""
         if not fits:
-            subject = f"{name}={value!r}"
+            text = f"{name}={value!r} must be {expected}."
             if self.owner:
-                subject = f"{self.owner} has {subject}, but it"
-            raise self.error(f"{subject} must be {expected}.{remedy and f' {remedy}'}")
+                text = f"{self.owner} needs {name} to be {expected}, but {name}={value!r}."
+            raise self.error(f"{text} {remedy}".rstrip())
 
     def integers(self, least: int = 1, /, **options: Any) -> None:
         """Refuses options, by name, below a least integer or of another type."""

@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import sys
 import types
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 _FACE = "shardax.errors"
@@ -118,6 +119,16 @@ def warn(text: str, category: type[Warning] = UserWarning) -> None:
     module = frame.f_globals.get("__name__", "<unknown>")
     at = frame.f_code.co_filename, frame.f_lineno
     warnings.warn_explicit(text, category, *at, module=module, registry=registry)
+
+
+@contextlib.contextmanager
+def naming_package(subject: str, package: str) -> Iterator[None]:
+    """Names a package to install in an ImportError of a block."""
+    try:
+        yield
+    except ImportError as error:
+        missing = (error.name or package).partition(".")[0]
+        raise ImportError(f"{subject} needs {missing}: pip install '{package}'.") from error
 
 
 def first_of(names: Sequence[str], separator: str = ", ", most: int = 8) -> str:

@@ -65,7 +65,7 @@ def _has_no_hash(node: ast.ClassDef) -> bool:
     )
 
 
-def refused_attributes(program: ParsedProgram, project: Project) -> Iterator[Finding]:
+def unhashable_attributes(program: ParsedProgram, project: Project) -> Iterator[Finding]:
     """Yields attributes of Modules with unhashable dataclasses."""
     for owner in program.classes:
         for method in owner.body.body if owner.bases else ():

@@ -16,7 +16,7 @@ import libcst as cst
 from libcst import metadata
 
 from shardax._migrate.arguments import CallPlan, code_of, plan_call
-from shardax._migrate.project import Finding, Project, methods_without_import, refused_attributes
+from shardax._migrate.project import Finding, Project, methods_without_import, unhashable_attributes
 from shardax._migrate.references import (
     LIBRARIES,
     ParsedProgram,
@@ -81,7 +81,7 @@ def translate(text: str, project: Project | None = None) -> Translation:
     libraries = program.translated()
     planner = _Planner(program, libraries)
     if "flax.nnx" in libraries:
-        planner.note(refused_attributes(program, project))
+        planner.note(unhashable_attributes(program, project))
     elif project.uses_nnx:
         planner.note(methods_without_import(program))
     if not libraries:
@@ -122,7 +122,7 @@ class _Planner:
     def note(self, findings: Iterable[Finding]) -> None:
         """Notes places to check."""
         for finding in findings:
-            self._check(*finding)
+            self._note(*finding)
 
     def run(self) -> None:
         """Plans all places."""
@@ -133,7 +133,7 @@ class _Planner:
                 if any(_is_pytree_option(arg) for arg in owner.keywords):
                     self.bare_classes.add(owner)
                     line, what = self.program.lines[owner], f"class {owner.name.value}(pytree=)"
-                    self._check(line, what, "every Module is a pytree here, also in lists")
+                    self._note(line, what, "every Module is a pytree here, also in lists")
                 self._plan_hooks(owner)
             for call in self.program.calls:
                 self._plan_method(call)
@@ -141,7 +141,7 @@ class _Planner:
                 name = attribute.attr.value
                 if name in _ATTRIBUTES:
                     reason = "if this is of a Variable: it is not offered here"
-                    self._check(self.program.lines[attribute], name, reason, _ATTRIBUTES[name])
+                    self._note(self.program.lines[attribute], name, reason, _ATTRIBUTES[name])
         for reference in self.program.references:
             if reference.library in self.libraries and reference.node not in self.settled:
                 self._plan_reference(reference)
@@ -187,7 +187,7 @@ class _Planner:
                 self.modules |= {c.partition(".")[0] for c in plan.added.values() if "." in c}
                 self.calls.setdefault(call, plan if not is_partial else _behind_first(plan))
                 for check in plan.checks:
-                    self._check(reference.line, label, check)
+                    self._note(reference.line, label, check)
             elif isinstance(reference.parent, cst.Decorator) and name.written:
                 plan = CallPlan(added=dict(name.written))
                 self.changes[reference.node] = lambda node: cst.Call(node, plan.apply([]))
@@ -202,15 +202,15 @@ class _Planner:
         if key == "GraphDef" and isinstance(reference.parent, cst.Subscript):  # no type of a model
             self.changes[reference.parent] = lambda node: cst.ensure_type(node, cst.Subscript).value
         if name.check and call is not None:
-            self._check(reference.line, label, name.check)
+            self._note(reference.line, label, name.check)
         elif call is None and name.target.startswith("sx.nn.") and self._is_value(reference, name):
             words = ", ".join(f"{here}= for {there}=" for there, here in name.renamed.items())
-            self._check(reference.line, label, f"calls of this value take {words}")
+            self._note(reference.line, label, f"calls of this value take {words}")
         elif isinstance(reference.parent, cst.Arg) and name.target.startswith("sx.nn."):
             owner = self.program.parents[reference.parent]
             if isinstance(owner, cst.ClassDef):
                 reason = "super().__init__ takes the arguments of the class here"
-                self._check(reference.line, f"class {owner.name.value}({label})", reason)
+                self._note(reference.line, f"class {owner.name.value}({label})", reason)
 
     def _call_of(self, reference: Reference) -> tuple[cst.Call | None, Sequence[cst.Arg], bool]:
         """Returns the call of a reference and its arguments, or a partial's."""
@@ -240,7 +240,7 @@ class _Planner:
     def _left(self, line: int, what: str, left: Left) -> None:
         self.notes.append(Notice(line, "left", what, left.reason, left.write))
 
-    def _check(self, line: int, what: str, reason: str, write: str = "") -> None:
+    def _note(self, line: int, what: str, reason: str, write: str = "") -> None:
         self.notes.append(Notice(line, "check", what, reason, write))
 
     # --- names with a form of their own -----------------------------------------------------------
@@ -265,14 +265,14 @@ class _Planner:
             return "only of one value: what holds arrays is data here"
         if isinstance(call.args[0].value, cst.Integer | cst.Float) and reference.name == "data":
             reason = "a Python number is configuration here: it is no leaf, and other ones retrace"
-            self._check(reference.line, "nnx.data", reason, "sx.Variable(jax.numpy.asarray(x))")
+            self._note(reference.line, "nnx.data", reason, "sx.Variable(jax.numpy.asarray(x))")
         self.changes[call] = lambda node: cst.ensure_type(node, cst.Call).args[0].value
         return ""
 
     def _plan_static(self, reference: Reference, call: cst.Call | None) -> str:
         problem = self._plan_data(reference, call)
         if not problem:
-            self._check(reference.line, "nnx.static", "an array in it is state here, not static")
+            self._note(reference.line, "nnx.static", "an array in it is state here, not static")
         return problem
 
     def _plan_initializers_zeros_init(self, reference: Reference, call: cst.Call | None) -> str:
@@ -326,7 +326,7 @@ class _Planner:
                 if reference.name in VARIABLES and _is_within(self.program, node, call)
             ]
             if kinds:
-                self._check(line, "isinstance", _ISINSTANCE, "state.filter(sx.Param)")
+                self._note(line, "isinstance", _ISINSTANCE, "state.filter(sx.Param)")
         if not isinstance(call.func, cst.Attribute):
             return
         method, receiver = call.func.attr.value, call.func.value
@@ -343,16 +343,16 @@ class _Planner:
             if is_variable(self.program, receiver):
                 self.changes[call] = _value
             else:
-                self._check(line, method, "if this is a Variable: it has no such method", "v.value")
+                self._note(line, method, "if this is a Variable: it has no such method", "v.value")
         elif method == "set_value" and len(plain) == len(call.args) == 1:
             is_statement = isinstance(self.program.parents[call], cst.Expr)
             if is_statement and is_variable(self.program, receiver):
                 self.statements[self.program.parents[call]] = _assignment
             else:
                 reason = "if this is a Variable: it has no such method"
-                self._check(line, method, reason, "v.value = x")
+                self._note(line, method, reason, "v.value = x")
         elif method in _METHODS:
-            self._check(line, method, "it is not offered here", _METHODS[method])
+            self._note(line, method, "it is not offered here", _METHODS[method])
 
     def _kind(self, arg: cst.Arg) -> str:
         reference = self.program.by_node.get(arg.value)

@@ -463,20 +463,23 @@ class Schedule:
 
     # --- Checks ---
 
+    def _fault(self, op: Operation, stage: int) -> str | None:
+        """Returns the fault of an operation of a stage, or None."""
+        if op.kind not in KINDS:
+            return f"is of kind {op.kind!r}; there are {', '.join(map(repr, KINDS))}"
+        if op.microbatch < 0 or op.chunk < 0:
+            return "has a negative number"
+        if op.chunk % self.stages != stage:
+            return f"belongs to stage {op.chunk % self.stages} of {self.stages}"
+        return None
+
     def _check(self) -> None:
         if not self.table or not all(self.table):
             raise PartitionError(f"The schedule {self.name!r} has no stages, or one without work.")
         for stage, row in enumerate(self.table):
             for op in row:
-                wrong = None
-                if op.kind not in KINDS:
-                    wrong = f"is of kind {op.kind!r}; there are {', '.join(map(repr, KINDS))}"
-                elif op.microbatch < 0 or op.chunk < 0:
-                    wrong = "has a negative number"
-                elif op.chunk % self.stages != stage:
-                    wrong = f"belongs to stage {op.chunk % self.stages} of {self.stages}"
-                if wrong:
-                    raise PartitionError(f"In the schedule {self.name!r}, {tuple(op)} {wrong}.")
+                if fault := self._fault(op, stage):
+                    raise PartitionError(f"In the schedule {self.name!r}, {tuple(op)} {fault}.")
         backward = ("input", "weight") if self.splits_backward else ("backward",)
         expected = {
             Operation(kind, m, chunk)

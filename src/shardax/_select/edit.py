@@ -51,6 +51,17 @@ def arranged(place: places.Place, new: Sequence[tuple[places.Place, Sequence[obj
     return pairs
 
 
+# What to write instead, by whether the part is called.
+_IN_PLACE_OF_BOTH = {
+    True: "Let one thing do both: .apply(lambda old: sx.nn.Sequential(old, new))",
+    False: "Set one value in place of both: .set(value)",
+}
+_IN_PLACE = {
+    True: "Set something that does nothing: .set(sx.nn.Sequential())",
+    False: "Set another value: .set(value)",
+}
+
+
 def check_count(
     child: places.Place, items: Sequence[object], content: object, removable: bool
 ) -> None:
@@ -60,23 +71,13 @@ def check_count(
     where, kind = format_path(child.path), class_of(content).__name__
     is_called = callable(child.content)
     if items:
-        way_out = (
-            "Let one thing do both: .apply(lambda old: sx.nn.Sequential(old, new))"
-            if is_called
-            else "Set one value in place of both: .set(value)"
-        )
         raise places.SelectionError(
             f"Nothing can be inserted beside {where}: it is part of a {kind}, not an item of a "
-            f"list or tuple. Nothing was changed. {way_out}."
+            f"list or tuple. Nothing was changed. {_IN_PLACE_OF_BOTH[is_called]}."
         )
-    way_out = (
-        "Set something that does nothing: .set(sx.nn.Sequential())"
-        if is_called
-        else "Set another value: .set(value)"
-    )
     raise places.SelectionError(
         f"{where} cannot be removed: it is part of a {kind}, which has a fixed number of parts. "
-        f"Nothing was changed. {way_out}."
+        f"Nothing was changed. {_IN_PLACE[is_called]}."
     )
 
 

@@ -20,7 +20,7 @@ from typing import Any
 import jax
 
 from shardax._core.containers import Dict
-from shardax._core.errors import ShardaxError
+from shardax._core.errors import ShardaxError, naming_package
 from shardax._core.graph.paths import Path
 from shardax._core.graph.static import exact_key
 from shardax._core.init.rng import RngStream
@@ -46,13 +46,8 @@ class BridgeError(ShardaxError, ValueError):
 
 def library(name: str, caller: str) -> Any:
     """Imports a peer, or raises with the command to install it."""
-    package = name.split(".")[0]
-    try:
+    with naming_package(f"sx.bridge.{caller}", _INSTALL[name.split(".")[0]]):
         return importlib.import_module(name)
-    except ImportError as error:
-        raise ImportError(
-            f"sx.bridge.{caller} needs {package}: pip install '{_INSTALL[package]}'."
-        ) from error
 
 
 class PeerStructure:

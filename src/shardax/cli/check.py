@@ -22,15 +22,7 @@ from shardax._core.init.rng import Rngs
 from shardax._core.module import Module
 from shardax._core.state.split_merge import iter_variables
 from shardax._core.variable import Param
-from shardax.cli.inputs import (
-    PRESETS,
-    CommandError,
-    check_values,
-    is_target,
-    load_model,
-    load_rules,
-    mesh_sizes,
-)
+from shardax.cli import inputs
 from shardax.cli.runs import RUN_FILE, ZERO, RunSettings, find_run, read_settings
 from shardax.models import DECODER_RULES, Decoder
 from shardax.partition.errors import Diagnostic, did_you_mean
@@ -74,13 +66,13 @@ class Check:
 
     def run(self) -> int:
         """Runs the command; returns the exit status."""
-        check_values(vars(self))
-        if self.rules is None and is_target(self.model):
-            raise CommandError(
+        inputs.check_values(vars(self))
+        if self.rules is None and inputs.is_target(self.model):
+            raise inputs.CommandError(
                 f"Name the rules for {self.model}: --rules FILE.toml, --rules FILE.json, or "
                 "--rules module:name."
             )
-        layout = None if self.rules is None else load_rules(self.rules)
+        layout = None if self.rules is None else inputs.load_rules(self.rules)
         mesh_given = self.mesh or (mesh_text(layout.mesh or (), ",") if layout is not None else "")
         model, text, run = self._find(mesh_given)
         has_own_rules = layout is not None or (run is not None and run.rules is not None)
@@ -90,7 +82,7 @@ class Check:
         if layout is not None:
             own_overrides = layout.overrides
         # One's own rules are checked too: an axis that they misspell must not be one of the mesh's.
-        sizes = mesh_sizes(text, None if has_own_rules else rules.mesh_axes)
+        sizes = inputs.mesh_sizes(text, None if has_own_rules else rules.mesh_axes)
         mesh = auto_mesh(sizes)
         findings = partition.check(
             _with_optimizer(model),
@@ -113,24 +105,27 @@ class Check:
     def _find(self, mesh: str) -> tuple[Any, str, RunSettings | None]:
         """Returns the lazy model, the mesh as text, and the run's settings."""
         path = Path(self.model)
-        if not (path / RUN_FILE).is_file() and (self.model in PRESETS or is_target(self.model)):
+        if not (path / RUN_FILE).is_file() and (
+            self.model in inputs.PRESETS or inputs.is_target(self.model)
+        ):
             if not mesh:
-                raise CommandError(
+                raise inputs.CommandError(
                     f"{self.model!r} has no mesh of its own; name one: shardax check {self.model} "
                     "--mesh data=2,model=4"
                 )
-            if is_target(self.model):
-                return load_model(self.model), mesh, None
-            return Decoder(PRESETS[self.model].model, rngs=Rngs(params=0)), mesh, None
+            if inputs.is_target(self.model):
+                return inputs.load_model(self.model), mesh, None
+            return Decoder(inputs.PRESETS[self.model].model, rngs=Rngs(params=0)), mesh, None
         if not path.exists():
-            raise CommandError(
-                f"{self.model!r} is no folder of a run, no preset (there are {', '.join(PRESETS)}) "
-                f"and no module:name of a model.{did_you_mean(self.model, PRESETS)}"
+            raise inputs.CommandError(
+                f"{self.model!r} is no folder of a run, no preset (there are "
+                f"{', '.join(inputs.PRESETS)}) and no module:name of a model."
+                f"{did_you_mean(self.model, inputs.PRESETS)}"
             )
         settings = read_settings(find_run(path)[0])
         text = mesh or settings.mesh
         if not text:
-            raise CommandError(
+            raise inputs.CommandError(
                 f"The run {self.model} used one device, where there is nothing to lay out; name a "
                 f"mesh: shardax check {self.model} --mesh data=2,model=4"
             )

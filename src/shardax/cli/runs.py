@@ -28,15 +28,7 @@ from shardax._core.variable import OptState
 from shardax._files import write_whole
 from shardax._select.places import SelectionError
 from shardax._select.selection import select
-from shardax.cli.inputs import (
-    CommandError,
-    check_outputs,
-    check_values,
-    decoder_optimizer,
-    mesh_sizes,
-    parse_mesh,
-    use_devices,
-)
+from shardax.cli import inputs
 from shardax.models import DECODER_RULES, Decoder, DecoderConfig
 from shardax.models.weights import TOKENIZER_FILES, find_directory
 from shardax.partition.context import ATTENTION_KERNELS, LAYER_KERNELS
@@ -123,18 +115,18 @@ class RunSettings:
         _check_settings(type(self.model), vars(self.model), of)
         for kind, name in self.kernels.items():
             names = ATTENTION_KERNELS if kind == "attention" else LAYER_KERNELS
-            Options(CommandError, of).choice(kind, name, (None, *names))
+            Options(inputs.CommandError, of).choice(kind, name, (None, *names))
         if self.precision is not None:
             _precisions(self.precision, of)
             if self.lora is not None:
-                raise CommandError(
+                raise inputs.CommandError(
                     f"{of}: --precision {self.precision} sets layers that --lora replaces; "
                     "give one of them."
                 )
         if self.text == "":
-            raise CommandError(f"{of}: text='' is no path.")
+            raise inputs.CommandError(f"{of}: text='' is no path.")
         if self.batch_size * self.seq_len > LARGEST_BATCH:
-            raise CommandError(
+            raise inputs.CommandError(
                 f"{of or '--batch-size and --seq-len'}: {self.batch_size} x {self.seq_len} bytes a "
                 f"step are more than {LARGEST_BATCH:,}; give fewer."
             )
@@ -159,7 +151,7 @@ class RunSettings:
         try:
             return surgery.with_precision(model, _precisions(self.precision))
         except SelectionError as error:
-            raise CommandError(f"--precision {self.precision}: {error}") from error
+            raise inputs.CommandError(f"--precision {self.precision}: {error}") from error
 
 
 def _precisions(text: str, of: str = "") -> dict[Any, str | None]:
@@ -168,7 +160,7 @@ def _precisions(text: str, of: str = "") -> dict[Any, str | None]:
     for entry in (text if "=" in text else f"layers={text}").split(","):
         part, _, name = entry.strip().partition("=")
         if name not in _PRECISIONS or not part:
-            raise CommandError(
+            raise inputs.CommandError(
                 f"{of or '--precision'} {text}: {entry!r} is no part of a path with one of "
                 f"{', '.join(_PRECISIONS)}. For all layers: --precision fp8. Without attention: "
                 "--precision attn=none,layers=fp8"
@@ -181,7 +173,7 @@ def load_causal(source: str, **options: Any) -> Any:
     """Loads a published model for predicting the next token."""
     model = models.from_pretrained(source, **options)
     if not model.config.causal or model.config.head != "tokens":
-        raise CommandError(f"--from {source}: it does not predict the next token.")
+        raise inputs.CommandError(f"--from {source}: it does not predict the next token.")
     return model
 
 
@@ -200,8 +192,10 @@ def _check_settings(kind: type, settings: Mapping[str, object], of: str) -> None
         if float in allowed:
             allowed.add(int)
         if hint is not Any and type(value) not in allowed:
-            raise CommandError(f"{of}: {name}={value!r} is not {getattr(hint, '__name__', hint)}.")
-    check_values(settings, of=of)
+            raise inputs.CommandError(
+                f"{of}: {name}={value!r} is not {getattr(hint, '__name__', hint)}."
+            )
+    inputs.check_values(settings, of=of)
 
 
 def write_settings(directory: Path, settings: RunSettings) -> None:
@@ -215,14 +209,14 @@ def read_settings(directory: Path) -> RunSettings:
     """Reads ``run.json``."""
     file = directory / RUN_FILE
     if not file.is_file():
-        raise CommandError(
+        raise inputs.CommandError(
             f"{directory} holds no run: there is no {RUN_FILE}. Start one with: shardax train "
             f"--out {directory}"
         )
     try:
         record = json.loads(file.read_text(encoding="utf-8"))
         if record.pop("format", None) != _FORMAT:
-            raise CommandError(
+            raise inputs.CommandError(
                 f"{file} was written by another version of shardax; train anew or use that version."
             )
         model = record.pop("model")
@@ -232,12 +226,12 @@ def read_settings(directory: Path) -> RunSettings:
         settings.check(str(file))
         _ = settings.layout_rules  # which raises if they are malformed
         if settings.mesh:
-            mesh_sizes(settings.mesh, settings.mesh_axes)
+            inputs.mesh_sizes(settings.mesh, settings.mesh_axes)
         return settings
-    except CommandError:
+    except inputs.CommandError:
         raise
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise CommandError(
+        raise inputs.CommandError(
             f"{file} cannot be read ({error}); it was changed, or is not a run's."
         ) from error
 
@@ -253,7 +247,7 @@ def find_run(path: Path) -> tuple[Path, int | None]:
     is_step = path.name.isascii() and path.name.isdecimal() and len(path.name) < 20
     if path.parent.name == CHECKPOINTS and is_step and (run / RUN_FILE).is_file():
         return run, int(path.name)
-    raise CommandError(
+    raise inputs.CommandError(
         f"{path} is no run (it has no {RUN_FILE}) and no checkpoint of one "
         f"(RUN/{CHECKPOINTS}/STEP)."
     )
@@ -270,7 +264,7 @@ class TextCodec:
             if tokenizer is not None or (folder / "tokenizer.json").is_file():
                 self.tokenizer = models.load_tokenizer(folder)
             elif vocab_size < 256:
-                raise CommandError(
+                raise inputs.CommandError(
                     f"--from {source}: it has no tokenizer.json, and its {vocab_size} tokens are "
                     "too few for bytes."
                 )
@@ -281,7 +275,7 @@ class TextCodec:
             return list(text.encode())
         tokens = self.tokenizer.encode(text, add_special_tokens=special).ids
         if tokens and max(tokens) >= self.vocab_size:
-            raise CommandError(
+            raise inputs.CommandError(
                 f"The tokenizer has the token {max(tokens)}, but the model only {self.vocab_size} "
                 "of them; it is another model's."
             )
@@ -333,15 +327,15 @@ class Show:
 
     def run(self) -> int:
         """Runs the command; returns the exit status."""
-        check_values(vars(self))
-        check_outputs({"html": self.html})
+        inputs.check_values(vars(self))
+        inputs.check_outputs({"html": self.html})
         folder, step = find_run(self.path)
         settings = read_settings(folder)
         if step is not None:
             read_description(train.Checkpoints(folder / CHECKPOINTS).path(step))  # it is there
-        use_devices(settings.devices if self.devices is None else self.devices)
+        inputs.use_devices(settings.devices if self.devices is None else self.devices)
         text = settings.mesh if self.mesh is None else self.mesh
-        mesh, rules = parse_mesh(text, settings.mesh_axes), settings.layout_rules
+        mesh, rules = inputs.parse_mesh(text, settings.mesh_axes), settings.layout_rules
         model = settings.make_model()
         batch = jax.ShapeDtypeStruct((settings.batch_size, settings.seq_len), "int32")
         table = view.table(model, mesh=mesh, rules=rules, inputs=[batch] if self.flops else None)
@@ -376,19 +370,19 @@ class Sample:
 
     def run(self) -> int:
         """Runs the command; returns the exit status."""
-        check_values(vars(self))
+        inputs.check_values(vars(self))
         if not self.prompt or not all(self.prompt):
-            raise CommandError("--prompt is empty; give at least one byte to continue.")
+            raise inputs.CommandError("--prompt is empty; give at least one byte to continue.")
         if (self.checkpoint is None) == (self.source is None):
-            raise CommandError("Name one model: the folder of a run, or --from FOLDER.")
+            raise inputs.CommandError("Name one model: the folder of a run, or --from FOLDER.")
         model, codec, context = self._restored() if self.source is None else self._published()
         prompts = [codec.encode(text) for text in self.prompt]
         for text, tokens in zip(self.prompt, prompts, strict=True):
             if not tokens:
-                raise CommandError(f"--prompt {text!r}: the tokenizer finds no token in it.")
+                raise inputs.CommandError(f"--prompt {text!r}: the tokenizer finds no token in it.")
             if context is not None and len(tokens) > context:
                 start = f"{text[:20]!r}{'...' if len(text) > 20 else ''}"
-                raise CommandError(
+                raise inputs.CommandError(
                     f"--prompt {start} has {len(tokens):,} tokens, but the model was trained on "
                     f"texts of at most {context:,}. Give the end of it, of so many tokens."
                 )
@@ -402,10 +396,12 @@ class Sample:
         folder, step = find_run(self.checkpoint)
         settings = read_settings(folder)
         if settings.source is None and self.tokenizer is not None:
-            raise CommandError("--tokenizer is of published models; this run's is read by bytes.")
+            raise inputs.CommandError(
+                "--tokenizer is of published models; this run's is read by bytes."
+            )
         with contextlib.closing(train.Checkpoints(folder / CHECKPOINTS)) as checkpoints:
             if step is None and not checkpoints.all_steps():
-                raise CommandError(f"{folder} has no checkpoint yet.")
+                raise inputs.CommandError(f"{folder} has no checkpoint yet.")
             model = settings.make_model()
             checkpoints.restore((model,), step, partial=True)
         # What was fine-tuned on short texts still reads longer ones.
@@ -419,7 +415,7 @@ class Sample:
         if self.tokenizer is None and size != 256:  # else bytes, of which there are so many
             folder = find_directory(str(self.source))
             if not (folder / "tokenizer.json").is_file():
-                raise CommandError(
+                raise inputs.CommandError(
                     f"--from {self.source}: it has no tokenizer.json. Name a folder that has the "
                     "model's: --tokenizer FOLDER."
                 )
@@ -468,7 +464,7 @@ def _report(path: Path, settings: RunSettings | None) -> str:
     saved, data = (description["extra"].get(part) for part in ("settings", "data"))
     if settings is not None and saved is not None:
         model = settings.make_model()
-        tx = decoder_optimizer(settings.steps, settings.learning_rate)
+        tx = inputs.decoder_optimizer(settings.steps, settings.learning_rate)
         present = settings_of(model, train.Optimizer(model, tx))
         names = ("seed", "batch_size", "seq_len")
         saved |= {name: str(data[name]) for name in names}

@@ -171,7 +171,8 @@ def configure(
     return Configuration(_settings_now(seed, runs), tuple(settings), tuple(changes.notes), runs)
 
 
-def _check_not_late(settings: Mapping[str, object]) -> None:
+def _late_settings(settings: Mapping[str, object]) -> dict[str, object]:
+    """Returns settings other than those of JAX's running backend."""
     late = {name: settings[name] for name in ("platform", "devices") if name in settings}
     running, count = jax.default_backend(), jax.local_device_count()
     platform, devices, options = _platform_of(settings), settings.get("devices"), jax.config.values
@@ -180,7 +181,13 @@ def _check_not_late(settings: Mapping[str, object]) -> None:
         numbers = ",".join(map(str, devices)) if isinstance(devices, Sequence) else None
         if devices == count or numbers in [options[VISIBLE.format(gpu)] for gpu in GPUS]:
             late.pop("devices", None)
-    if late:
+    return late
+
+
+def _check_not_late(settings: Mapping[str, object]) -> None:
+    """Raises for settings after the start of JAX's backend."""
+    if late := _late_settings(settings):
+        running, count = jax.default_backend(), jax.local_device_count()
         texts = ", ".join(f"{name}={value!r}" for name, value in late.items())
         raise ConfigureError(
             f"shardax.configure changed nothing: {texts} came too late. JAX's backend already runs "

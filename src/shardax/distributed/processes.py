@@ -184,14 +184,18 @@ def _port(address: str) -> int:
     return int(address.rpartition(":")[2])
 
 
-def _check_port_is_free(port: int) -> None:
-    """Raises if process 0 cannot listen at a port."""
+def _socket() -> socket.socket:
+    """Returns a socket, for IPv6 if the machine has it."""
     family = socket.AF_INET6 if socket.has_ipv6 else socket.AF_INET
     try:
-        listener = socket.socket(family, socket.SOCK_STREAM)
+        return socket.socket(family, socket.SOCK_STREAM)
     except OSError:  # a machine without IPv6
-        listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    with listener:
+        return socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+
+
+def _check_port_is_free(port: int) -> None:
+    """Raises if process 0 cannot listen at a port."""
+    with _socket() as listener:
         try:
             if os.name == "posix":  # a port whose last job has ended is free
                 listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -588,8 +588,8 @@ def _begins(inside: Computation, op: Instruction) -> bool:
     )
 
 
-def _check_reached(program: Program) -> None:
-    """Raises if a computation with a collective is not known to run."""
+def _reached(program: Program) -> set[str]:
+    """Returns the computations known to run."""
     reached = {program.entry}
     pending = [program.entry]
     while pending:
@@ -597,6 +597,12 @@ def _check_reached(program: Program) -> None:
             new = {*called(op), *branches(op)} - reached
             reached |= new
             pending.extend(new)
+    return reached
+
+
+def _check_reached(program: Program) -> None:
+    """Raises if a computation with a collective is not known to run."""
+    reached = _reached(program)
     for name, inside in program.computations.items():
         for op in inside.instructions if name not in reached else ():
             if op.opcode.removesuffix("-start") in {*KINDS, "send"}:

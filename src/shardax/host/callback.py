@@ -112,7 +112,7 @@ class Promised:
         self.tree = treedef.unflatten(list(forms))
         self.fills = fills
 
-    def check(self, returned: object, batch: tuple[int, ...]) -> list[np.ndarray]:
+    def convert(self, returned: object, batch: tuple[int, ...]) -> list[np.ndarray]:
         """Convert the leaves of a result to the promised dtypes."""
         return [
             self._leaf(path, form, leaf, (*batch, *form.shape))
@@ -358,7 +358,9 @@ class HostProgram:
         with HostFrame(self.name) as frame:
             function, args, kwargs = self.restore(arrays, frame, host=True)
             returned = function(*args, **kwargs)
-        return Promised(self.name, self.out_forms, self.out_tree, self.fills).check(returned, batch)
+        return Promised(self.name, self.out_forms, self.out_tree, self.fills).convert(
+            returned, batch
+        )
 
     def run_in_program(self, leaves: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Run the function, remembering an exception besides JAX's text of it."""

@@ -259,7 +259,7 @@ class HostFunction(PickledByName):
             return forward(derivative.jvp, call, program, run, leaves)
         if derivative.vjp is not None:
             return run(leaves)
-        return run(refused(self.name, leaves, paths))
+        return run(undifferentiable(self.name, leaves, paths))
 
     def _forward(self, /, *args: object, **kwargs: object):
         result = self(*args, **kwargs)
@@ -302,7 +302,7 @@ def stopped(leaf: object) -> Any:
     return jax.lax.stop_gradient(leaf) if isinstance(leaf, Tracer) else leaf
 
 
-def refused(name: str, leaves: Sequence[Leaf], paths: Sequence[Path]) -> list[Leaf]:
+def undifferentiable(name: str, leaves: Sequence[Leaf], paths: Sequence[Path]) -> list[Leaf]:
     """Return leaves with an error on differentiation."""
 
     @jax.custom_jvp

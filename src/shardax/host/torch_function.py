@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from shardax._core.errors import naming_package
 from shardax._core.graph.paths import Leaf, PyTree
 from shardax._transforms.grad.grad import is_differentiable
 from shardax._transforms.lift.engine import wraps
@@ -65,10 +66,8 @@ def from_torch(
 
 def _torch():
     # No extra of this package brings it, so type checkers miss it.
-    try:
+    with naming_package("from_torch", "torch"):
         return importlib.import_module("torch")
-    except ImportError as error:
-        raise ImportError("from_torch needs PyTorch. Install it: pip install torch") from error
 
 
 def _loss_form(*args: object, **kwargs: object) -> jax.ShapeDtypeStruct:

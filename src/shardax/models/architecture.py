@@ -33,7 +33,8 @@ from shardax.models.comparison import (
     LayerPlace,
     ParameterPlace,
     layers_of,
-    refused,
+    refusal,
+    refuse_any,
     text_of,
 )
 from shardax.models.config import SCALES, TransformerConfig
@@ -42,14 +43,16 @@ from shardax.models.dual_encoder import TOWERS, DualEncoder, DualEncoderConfig
 from shardax.models.encoder_decoder import HALVES, EncoderDecoder, EncoderDecoderConfig, build_model
 from shardax.models.families import registry
 from shardax.models.family import (
-    ACTIVATION_FIELDS,
     ConfigEdit,
     DualFamily,
     EncoderDecoderFamily,
     Family,
+    kind_of_target,
+)
+from shardax.models.kinds import (
+    ACTIVATION_FIELDS,
     PretrainedError,
     activation_name,
-    kind_of_target,
     published_activation,
 )
 from shardax.models.layers.experts import GroupedMoE, GroupedSoftmaxMoE, InputScaledMoE
@@ -102,18 +105,7 @@ def describe(model: object) -> tuple[dict[str, Any], Family, Any]:
     content = json.loads(config.source)
     family = registry.family_of(content, "config.json")
     content, config = _edited(family, content, config, facts)
-    read = _reread(family, content)
-    differing = _differences(config, read)
-    if differing:
-        kind, other_family = content["model_type"], _other_family(config)
-        advice = (
-            ""
-            if other_family is None
-            else f" As a {other_family} it can be written: model.config = dataclasses.replace("
-            f"model.config, source=None)."
-        )
-        raise refused([f"a {kind}'s config.json has no way to say {_said(differing)}"], advice)
-    return content, family, read
+    return content, family, _read_back(family, content, config)
 
 
 def _edited(
@@ -141,8 +133,7 @@ def _check_applied(config: Any, facts: Mapping[str, Any], source: Any) -> None:
         for name, fact in facts.items()
         if getattr(config, name) != fact and getattr(config, name) != getattr(source, name)
     ]
-    if unapplied:
-        raise refused(unapplied)
+    refuse_any(unapplied)
 
 
 def parameter_places(model: object, config: Any) -> list[ParameterPlace]:
@@ -167,9 +158,8 @@ def parameter_places(model: object, config: Any) -> list[ParameterPlace]:
         is_named = any(path[: len(above)] == above for above in comparison.wrong)
         if id(variable) not in placed_ids and not is_named and not issubclass(kind, _RECORDS):
             comparison.wrong[path] = "has no tensor in its family"
-    if comparison.wrong:
-        problems = [f"{format_path(path)} {reason}" for path, reason in comparison.wrong.items()]
-        raise refused(problems, comparison.advice)
+    problems = [f"{format_path(path)} {reason}" for path, reason in comparison.wrong.items()]
+    refuse_any(problems, comparison.advice)
     return comparison.places
 
 
@@ -213,12 +203,8 @@ def _describe_pair(
             content.pop(tower.older_field, None)
     if size != source.projection_dim:
         content["projection_dim"] = size
-    read = _reread(family, content)
-    differing = _part_differences(replace(config, **towers, projection_dim=size), read)
-    if differing:
-        kind = content["model_type"]
-        raise refused([f"a {kind}'s config.json has no way to say {_said(differing)}"])
-    return content, family, read
+    new = replace(config, **towers, projection_dim=size)
+    return content, family, _read_back(family, content, new)
 
 
 def _check_parts(model: object, config: Any, names: Sequence[str]) -> None:
@@ -226,13 +212,11 @@ def _check_parts(model: object, config: Any, names: Sequence[str]) -> None:
     for name in names:
         part = getattr(model, name)
         if not isinstance(part, Transformer):
-            raise refused([f".{name} is {text_of(part)}, not a Transformer"])
+            refuse_any([f".{name} is {text_of(part)}, not a Transformer"])
         if differing := _differences(config_of(part), getattr(config, name)):
-            raise refused(
-                [f".{name}.config has {_said(differing)} in model.config.{name}"],
-                f" Set both: model.config = dataclasses.replace(model.config, "
-                f"{name}=model.{name}.config).",
-            )
+            problem = f".{name}.config has {_said(differing)} in model.config.{name}"
+            new = f"dataclasses.replace(model.config, {name}=model.{name}.config)"
+            refuse_any([problem], f" Set both: model.config = {new}.")
 
 
 def _describe_new_parts(
@@ -244,7 +228,7 @@ def _describe_new_parts(
         for kind, family in registry.FAMILIES.items()
         if isinstance(family, kind_of_family)
     )
-    return _fitting(contents, partial(_part_differences, config))
+    return _fitting(contents, config)
 
 
 def _new_pair_content(kind: str, family: DualFamily, config: DualEncoderConfig) -> dict[str, Any]:
@@ -258,19 +242,6 @@ def _new_pair_content(kind: str, family: DualFamily, config: DualEncoderConfig) 
     for name, tower in family.towers.items():
         content[tower.field] = _new_content(tower.model_type, tower.family, getattr(config, name))
     return content
-
-
-def _part_differences(config: Any, read: Any) -> dict[str, tuple[Any, Any]]:
-    """Returns differing fields of models of two parts, with both values."""
-    differing: dict[str, Any] = {}
-    for field in fields(config):
-        values = [getattr(model_config, field.name) for model_config in (config, read)]
-        if isinstance(values[0], TransformerConfig):
-            parts = _differences(*values)
-            differing |= {f"{field.name}.{name}": pair for name, pair in parts.items()}
-        elif field.name != "source" and values[0] != values[1]:
-            differing[field.name] = tuple(values)
-    return differing
 
 
 # --- encoder-decoders -----------------------------------------------------------------------------
@@ -294,11 +265,7 @@ def _describe_halves(
         content, halves[name] = _edited(half, content, *parts)
     if config.start_token != content.get("decoder_start_token_id"):
         content["decoder_start_token_id"] = config.start_token
-    read = _reread(family, content)
-    if differing := _part_differences(replace(config, **halves), read):
-        kind = content["model_type"]
-        raise refused([f"a {kind}'s config.json has no way to say {_said(differing)}"])
-    return content, family, read
+    return content, family, _read_back(family, content, replace(config, **halves))
 
 
 def _new_halves(
@@ -329,19 +296,15 @@ def _describe_stages(
             for kind, family in registry.FAMILIES.items()
             if family.config_class is ConvNeXtConfig
         )
-        return _fitting(contents, partial(_stage_differences, new))
+        return _fitting(contents, new)
     content = json.loads(config.source)
     family = registry.family_of(content, "config.json")
     source = family.config(content, "config.json")
     _check_applied(config, facts, source)
     new = _config_with(config, facts)
-    if _stage_differences(new, source):
+    if _differences(new, source):
         content = _written(family, content, new)
-    read = _reread(family, content)
-    if differing := _stage_differences(new, read):
-        kind = content["model_type"]
-        raise refused([f"a {kind}'s config.json has no way to say {_said(differing)}"])
-    return content, family, read
+    return content, family, _read_back(family, content, new)
 
 
 def _stage_facts(model: ConvNeXt) -> dict[str, Any]:
@@ -371,14 +334,6 @@ def _stage_facts(model: ConvNeXt) -> dict[str, Any]:
     return {name: fact for name, fact in facts.items() if fact is not MISSING}
 
 
-def _stage_differences(config: ConvNeXtConfig, read: ConvNeXtConfig) -> dict[str, Any]:
-    """Returns differing fields of two architectures, with both values."""
-    free = {"source", "dtype", "param_dtype"} | ({"num_classes"} if config.head is None else set())
-    names = [field.name for field in fields(config) if field.name not in free]
-    pairs = {name: (getattr(config, name), getattr(read, name)) for name in names}
-    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
-
-
 def _compare_stages(comparison: ArchitectureCheck, model: ConvNeXt, built: ConvNeXt) -> None:
     """Compares stages and their blocks with the built ones."""
 
@@ -400,8 +355,7 @@ def _compare_stages(comparison: ArchitectureCheck, model: ConvNeXt, built: ConvN
 def _facts(model: object, config: TransformerConfig) -> dict[str, Any]:
     """Returns fields of a config as the layers have them."""
     places = layers_of(model)
-    if not places:
-        raise refused(["it has no layers"])
+    refuse_any([] if places else ["it has no layers"])
     has_experts = [isinstance(getattr(place.module, "mlp", None), MoE) for place in places]
     dense = [place for place, experts in zip(places, has_experts, strict=True) if not experts]
     mixed = [place for place, experts in zip(places, has_experts, strict=True) if experts]
@@ -435,7 +389,7 @@ def _config_with(config: Any, facts: Mapping[str, Any]) -> Any:
         return replace(config, **facts)
     except LayerConfigError as error:
         problem = f"its layers were edited, and no config has them: {error}"
-        raise refused([problem.removesuffix(".")]) from error
+        raise refusal([problem.removesuffix(".")]) from error
 
 
 def _attempt(read: Callable[[Any], object], part: object):
@@ -621,7 +575,7 @@ def _rotated_layers(places: Sequence[LayerPlace]) -> dict[str, Any]:
     return {"rope_layers": None if all(rotated) else rotated}
 
 
-def _differences(config: TransformerConfig, read: TransformerConfig) -> dict[str, tuple[Any, Any]]:
+def _differences(config: Any, read: Any) -> dict[str, tuple[Any, Any]]:
     """Returns differing fields of two architectures, with both values."""
     ours, theirs = _relevant(config), _relevant(read)
     return {
@@ -631,8 +585,23 @@ def _differences(config: TransformerConfig, read: TransformerConfig) -> dict[str
     }
 
 
-def _relevant(config: TransformerConfig) -> dict[str, Any]:
-    """Returns the fields of a config with meaning for its logits."""
+def _relevant(config: Any) -> dict[str, Any]:
+    """Returns the fields of a config with meaning for its results."""
+    if isinstance(config, TransformerConfig):
+        return _relevant_of_layers(config)
+    own = {f.name: getattr(config, f.name) for f in fields(config) if f.name not in _SETTINGS}
+    if isinstance(config, ConvNeXtConfig) and config.head is None:
+        del own["num_classes"]
+    values = dict[str, Any]()
+    for name, value in own.items():
+        is_part = isinstance(value, TransformerConfig)
+        of_part = {f"{name}.{key}": x for key, x in _relevant(value).items()} if is_part else {}
+        values |= of_part if is_part else {name: value}
+    return values
+
+
+def _relevant_of_layers(config: TransformerConfig) -> dict[str, Any]:
+    """Returns the fields of a Transformer's config with meaning for its logits."""
     values = {f.name: getattr(config, f.name) for f in fields(config) if f.name not in _SETTINGS}
     kinds = [config.kind_of(index) for index in range(config.num_layers)]
     recurrent = tuple(map(config.is_recurrent, range(config.num_layers)))
@@ -741,11 +710,19 @@ def _architecture(family: Family, config: TransformerConfig, content: Mapping[st
     return next((name for name in names if name in family.architectures and fits(name)), names[0])
 
 
-def _reread(family: Family, content: Mapping[str, object]) -> Any:
+def _read_back(family: Family, content: Mapping[str, object], config: Any) -> Any:
+    """Returns the config of a ``config.json``, or raises for another."""
     try:
-        return family.config(content, "The config.json of the model as it is")
+        read = family.config(content, "The config.json of the model as it is")
     except PretrainedError as error:
-        raise refused([str(error)]) from error
+        raise refusal([str(error)]) from error
+    if differing := _differences(config, read):
+        other_family = _other_family(config) if isinstance(config, TransformerConfig) else None
+        new = "dataclasses.replace(model.config, source=None)"
+        advice = f" As a {other_family} it can be written: model.config = {new}."
+        problem = f"a {content['model_type']}'s config.json has no way to say {_said(differing)}"
+        refuse_any([problem], "" if other_family is None else advice)
+    return read
 
 
 def _describe_new(config: TransformerConfig) -> tuple[dict[str, Any], Family, TransformerConfig]:
@@ -754,12 +731,11 @@ def _describe_new(config: TransformerConfig) -> tuple[dict[str, Any], Family, Tr
     contents = (
         (family, partial(_new_content, kind, family, config)) for kind, family in families.items()
     )
-    return _fitting(contents, partial(_differences, config))
+    return _fitting(contents, config)
 
 
 def _fitting(
-    contents: Iterable[tuple[Family, Callable[[], dict[str, Any]]]],
-    differences: Callable[[Any], dict[str, Any]],
+    contents: Iterable[tuple[Family, Callable[[], dict[str, Any]]]], config: Any
 ) -> tuple[dict[str, Any], Family, Any]:
     """Returns the first content that reads back without differences, or raises."""
     closest: dict[str, Any] | None = None
@@ -769,12 +745,12 @@ def _fitting(
             read = family.config(content, "config.json")
         except PretrainedError:
             continue
-        differing = differences(read)
+        differing = _differences(config, read)
         if not differing:
             return content, family, read
         if closest is None or len(differing) < len(closest):
             closest = differing
-    raise refused([f"no family of config.json has {_said(closest or {})}"])
+    raise refusal([f"no family of config.json has {_said(closest or {})}"])
 
 
 def _other_family(config: TransformerConfig) -> str | None:

@@ -15,7 +15,7 @@ from shardax._core.graph.paths import Path
 from shardax._core.module import Module
 from shardax._core.variable import Variable
 from shardax.models.encoder_decoder import EncoderDecoder
-from shardax.models.family import PretrainedError
+from shardax.models.kinds import PretrainedError
 from shardax.models.layers.activations import find_activation
 from shardax.models.layers.experts import (
     ChoiceOfGroups,
@@ -82,13 +82,18 @@ def layers_of(model: Any) -> list[LayerPlace]:
             for index, layer in enumerate(layers)
         ]
     else:
-        raise refused(
-            [f"layers is a {type(layers).__name__}, neither a list of layers nor a Stack"]
-        )
+        problem = f"layers is a {type(layers).__name__}, neither a list of layers nor a Stack"
+        refuse_any([problem])
     return places
 
 
-def refused(problems: Sequence[str], advice: str = "") -> PretrainedError:
+def refuse_any(problems: Sequence[str], advice: str = "") -> None:
+    """Raises for problems of a model without a published form."""
+    if problems:
+        raise refusal(problems, advice)
+
+
+def refusal(problems: Sequence[str], advice: str = "") -> PretrainedError:
     """Returns the error of a model without a published form."""
     listed = "; ".join(problems[:8])
     more = f"; and {len(problems) - 8} more" if len(problems) > 8 else ""

@@ -4,11 +4,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
 
+from shardax._core.checks import Options
 from shardax.models.layers.norms import NORMS
 from shardax.models.layers.recurrent import RecurrentConfig
 from shardax.nn.attention.multi_head import attention_sizes
@@ -282,38 +284,38 @@ class TransformerConfig:
     def __post_init__(self) -> None:
         check_config(self)
         where = type(self).__name__
+        options = Options(LayerConfigError, where)
         for name, choices in (
             ("norm", NORMS),
             ("norm_placement", PLACEMENTS),
             ("head", HEADS),
             ("pooling", POOLINGS),
         ):
-            _check(where, name, getattr(self, name), getattr(self, name) in choices, str(choices))
+            options.choice(name, getattr(self, name), choices)
         scores = ("softmax", "sigmoid", "grouped_softmax", "input_sigmoid")
-        fits = self.expert_scores in scores
-        _check(where, "expert_scores", self.expert_scores, fits, str(scores))
+        options.choice("expert_scores", self.expert_scores, scores)
         if self.num_experts and self.expert_scores != "softmax":
             groups, count = self.expert_groups, self.num_experts
             least = 2 if self.expert_scores == "sigmoid" else 1
             fits = groups == 1 or (groups > 0 and count % groups == 0 and count >= least * groups)
             need = f"a divisor of {count}" + " with two experts a group" * (least == 2)
-            _check(where, "expert_groups", groups, fits, need)
+            options.check("expert_groups", groups, fits, need)
             least = math.ceil(self.experts_per_token * groups / count)
             fits = least <= self.groups_per_token <= groups
             need = f"from {least} up to {groups}, for {self.experts_per_token} experts"
-            _check(where, "groups_per_token", self.groups_per_token, fits, need)
+            options.check("groups_per_token", self.groups_per_token, fits, need)
         if self.expert_limit is not None:
             fits, need = self.expert_limit > 0, "positive"
             if self.expert_scores != "softmax":
                 fits, need = False, f"None with expert_scores={self.expert_scores!r}"
-            _check(where, "expert_limit", self.expert_limit, fits, need)
+            options.check("expert_limit", self.expert_limit, fits, need)
         if self.latent_dim:
             size = self.rope_dim
             fits = 0 < size < self.head_dim and size % 2 == 0 and self.rope is not None
-            _check(where, "rope_dim", size, fits, f"even and below head_dim={self.head_dim}")
-            _check(where, "value_dim", self.value_dim, self.value_dim > 0, "positive")
+            options.check("rope_dim", size, fits, f"even and below head_dim={self.head_dim}")
+            options.check("value_dim", self.value_dim, self.value_dim > 0, "positive")
             fits = self.num_kv_heads == self.num_heads
-            _check(where, "num_kv_heads", self.num_kv_heads, fits, f"{self.num_heads}, of a latent")
+            options.check("num_kv_heads", self.num_kv_heads, fits, f"{self.num_heads}, of a latent")
             plain = {"attention_softcap": None, "qk_norm": None, "out_bias": self.qkv_bias}
             plain |= {"local_rope": None, "rope_layers": None, "attention_sinks": False}
             plain |= {"attention_gate": False}
@@ -321,69 +323,67 @@ class TransformerConfig:
         else:
             plain = {"query_latent_dim": None, "rope_dim": 0, "value_dim": 0}
         form = "latent" if self.latent_dim else "plain"
-        for name, value in plain.items():
-            held = getattr(self, name)
-            _check(where, name, held, held == value, f"{value!r} with {form} attention")
-        _check(where, "qk_norm", self.qk_norm, self.qk_norm in QK_NORMS, "a kind")
+        self._require(options, plain, f"with {form} attention")
+        options.check("qk_norm", self.qk_norm, self.qk_norm in QK_NORMS, "a kind")
         if self.image_size:
             fits = 0 < self.patch_size <= self.image_size
-            _check(where, "patch_size", self.patch_size, fits, f"from 1 up to {self.image_size}")
+            options.check("patch_size", self.patch_size, fits, f"from 1 up to {self.image_size}")
         needs_end = self.pooling == "end"
-        _check(where, "end_token", self.end_token, self.end_token >= 0 or not needs_end, "a token")
+        options.check("end_token", self.end_token, self.end_token >= 0 or not needs_end, "a token")
         for name in ("local_layers", "rope_layers", "recurrent_layers"):
             chosen = getattr(self, name)
             if chosen is not None:
                 fits = len(chosen) == self.num_layers
-                _check(where, name, chosen, fits, f"{self.num_layers} booleans")
+                options.check(name, chosen, fits, f"{self.num_layers} booleans")
         if self.window is not None:
             as_size(where, "window", self.window)
-        _check(where, "pad_token", self.pad_token, self.pad_token >= -1, "a token, or -1")
-        self._check_recurrent()
-        self._check_distances_and_context()
+        options.check("pad_token", self.pad_token, self.pad_token >= -1, "a token, or -1")
+        self._check_recurrent(options)
+        self._check_distances_and_context(options)
 
-    def _check_recurrent(self) -> None:
+    def _require(self, options: Options, values: Mapping[str, object], condition: str) -> None:
+        """Raises for options with other values than a part has room for."""
+        for name, value in values.items():
+            held = getattr(self, name)
+            options.check(name, held, held == value, f"{value!r} {condition}")
+
+    def _check_recurrent(self, options: Options) -> None:
         """Raises for options that do not fit mixers and factors."""
-        where = type(self).__name__
         if self.recurrent is not None:
             for name in ("causal", "parallel", "relative_buckets", "image_size"):
                 held = getattr(self, name)
                 need = f"{name == 'causal'}, with recurrent layers"
-                _check(where, name, held, bool(held) == (name == "causal"), need)
+                options.check(name, held, bool(held) == (name == "causal"), need)
         else:
             plain = {"recurrent_beside": False, "recurrent_in_scale": 1, "recurrent_out_scale": 1}
-            for name, value in plain.items():
-                held = getattr(self, name)
-                _check(where, name, held, held == value, f"{value!r} without a recurrent mixer")
+            self._require(options, plain, "without a recurrent mixer")
         fits = self.mlp_gate_scale == 1 or (self.gated and not self.num_experts)
-        _check(where, "mlp_gate_scale", self.mlp_gate_scale, fits, "1 of experts, and ungated")
+        options.check("mlp_gate_scale", self.mlp_gate_scale, fits, "1 of experts, and ungated")
 
-    def _check_distances_and_context(self) -> None:
+    def _check_distances_and_context(self, options: Options) -> None:
         """Raises for parts of encoder-decoders that do not fit."""
-        where = type(self).__name__
         if self.relative_buckets:
             even = self.relative_buckets >= 4 and self.relative_buckets % 2 == 0
-            _check(where, "relative_buckets", self.relative_buckets, even, "even and at least 4")
+            options.check("relative_buckets", self.relative_buckets, even, "even and at least 4")
             least = self.relative_buckets // (2 if self.causal else 4) + 1
             fits = self.farthest_distance >= least
-            _check(where, "farthest_distance", self.farthest_distance, fits, f"at least {least}")
+            options.check("farthest_distance", self.farthest_distance, fits, f"at least {least}")
             fits = not self.latent_dim and not (self.window is not None and self.causal)
-            _check(where, "relative_buckets", self.relative_buckets, fits, "0 with this attention")
+            options.check("relative_buckets", self.relative_buckets, fits, "0 with this attention")
         if self.cross_attention:
             fits = not self.parallel
-            _check(where, "parallel", self.parallel, fits, "False with cross_attention")
+            options.check("parallel", self.parallel, fits, "False with cross_attention")
         fits = 0 <= self.position_offset <= self.max_positions
-        _check(where, "position_offset", self.position_offset, fits, "within max_positions")
+        options.check("position_offset", self.position_offset, fits, "within max_positions")
         if self.feature_size:
             fits = self.max_positions > 0 and self.position_offset == 0 and not self.causal
-            _check(
-                where, "feature_size", self.feature_size, fits, "0 if causal or without positions"
+            options.check(
+                "feature_size", self.feature_size, fits, "0 if causal or without positions"
             )
             plain = {"image_size": 0, "token_types": 0, "token_dim": 0, "relative_buckets": 0}
             plain |= {"embed_norm": False, "embed_scale": None, "head": None, "pad_token": -1}
-            for name, value in plain.items():
-                held = getattr(self, name)
-                _check(where, name, held, held == value, f"{value!r} with feature_size")
-            _check(where, "embed_dim", self.embed_dim, self.embed_dim % 2 == 0, "even, for sines")
+            self._require(options, plain, "with feature_size")
+            options.check("embed_dim", self.embed_dim, self.embed_dim % 2 == 0, "even, for sines")
 
     @property
     def head_size(self) -> int:
@@ -435,6 +435,7 @@ class TransformerConfig:
 def check_config(config: Any) -> None:
     """Raises if sizes of a model's config do not fit."""
     where = type(config).__name__
+    options = Options(LayerConfigError, where)
     no_tokens = getattr(config, "image_size", 0) or getattr(config, "feature_size", 0)
     recurrent = getattr(config, "recurrent", None)
     has_mlp = config.mlp_dim != 0 or recurrent is None or config.recurrent_layers is not None
@@ -448,22 +449,22 @@ def check_config(config: Any) -> None:
     attention_sizes(config.embed_dim, *heads, base if whole else None)
     for name in ("dropout", "embed_dropout", "attention_dropout"):
         rate = getattr(config, name, 0.0)
-        _check(where, name, rate, 0 <= rate < 1, "from 0 up to, but not, 1")
+        options.check(name, rate, 0 <= rate < 1, "from 0 up to, but not, 1")
     if base is not None:
-        _check(where, "rope_base", base, base > 0, "positive")
-    _check(where, "norm_epsilon", config.norm_epsilon, config.norm_epsilon >= 0, "at least 0")
+        options.check("rope_base", base, base > 0, "positive")
+    options.check("norm_epsilon", config.norm_epsilon, config.norm_epsilon >= 0, "at least 0")
     scale = getattr(config, "logit_scale", None)
-    _check(where, "logit_scale", scale, scale is None or scale != 0, "another number than 0")
-    _check(where, "remat", config.remat, not callable(config.remat), "no function but its name")
+    options.check("logit_scale", scale, scale is None or scale != 0, "another number than 0")
+    options.check("remat", config.remat, not callable(config.remat), "no function but its name")
+    _use_names(config, where)
+
+
+def _use_names(config: Any, where: str) -> None:
+    """Normalises policy and dtypes of a config to names."""
     names = ("layer_input", "attention", "mlp")
     object.__setattr__(config, "remat", check_policy(where, config.remat, names))
     for name in ("dtype", "param_dtype"):
         object.__setattr__(config, name, dtype_name(where, name, getattr(config, name)))
-
-
-def _check(where: str, name: str, value, fits: bool, requirement: str) -> None:
-    if not fits:
-        raise LayerConfigError(f"{where} needs {name} to be {requirement}, but {name}={value!r}.")
 
 
 def dtype_name(where: str, name: str, dtype: Any) -> str:

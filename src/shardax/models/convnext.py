@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
+from shardax._core.checks import Options
 from shardax._core.containers import List
 from shardax._core.init.rng import Rngs
 from shardax._core.module import Module
@@ -27,7 +28,7 @@ from shardax.nn.conv import Conv
 from shardax.nn.errors import LayerConfigError
 from shardax.nn.linear import Linear
 from shardax.nn.normalization import LayerNorm
-from shardax.nn.parameters import as_size, make_parameter, ones, refuse_input, zeros
+from shardax.nn.parameters import as_size, check_epsilon, make_parameter, ones, refuse_input, zeros
 from shardax.partition.explicit import align
 
 # Of all norms but the last one.
@@ -84,6 +85,7 @@ class ConvNeXtConfig:
 
     def __post_init__(self) -> None:
         where = type(self).__name__
+        options = Options(LayerConfigError, where)
         sizes = {"patch_size": self.patch_size, "channels": self.channels}
         if self.head is not None:
             sizes["num_classes"] = self.num_classes
@@ -92,17 +94,12 @@ class ConvNeXtConfig:
             sizes |= {f"{name}[{i}]": size for i, size in enumerate(getattr(self, name))}
         for name, size in sizes.items():
             as_size(where, name, size)
-        if not self.widths or len(self.widths) != len(self.depths):
-            raise LayerConfigError(
-                f"{where} needs a width and a depth for each stage, but widths={self.widths} and "
-                f"depths={self.depths}."
-            )
-        if self.head not in (None, "classes"):
-            raise LayerConfigError(f"{where} has head={self.head!r}, but 'classes' or None is one.")
-        if not self.norm_epsilon >= 0:
-            raise LayerConfigError(f"{where} has norm_epsilon={self.norm_epsilon!r}, below 0.")
-        if self.activation not in ACTIVATIONS and not hasattr(jax.nn, self.activation):
-            raise LayerConfigError(f"{where} has activation={self.activation!r}, of no function.")
+        fits = len(self.widths) == len(self.depths) > 0
+        options.check("depths", self.depths, fits, f"of as many stages as widths={self.widths}")
+        options.choice("head", self.head, (None, "classes"))
+        check_epsilon(where, self.norm_epsilon, "norm_epsilon")
+        fits = self.activation in ACTIVATIONS or hasattr(jax.nn, self.activation)
+        options.check("activation", self.activation, fits, "the name of a function of jax.nn")
         for name in ("dtype", "param_dtype"):
             object.__setattr__(self, name, dtype_name(where, name, getattr(self, name)))
 

@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 
 import jax
 
+from shardax._core.checks import Options
 from shardax._core.init.rng import Rngs
 from shardax._core.module import Module
 from shardax.models.config import TransformerConfig
@@ -27,6 +28,7 @@ from shardax.nn.errors import LayerConfigError
 
 # The parts, by their names in a model and in its config.
 HALVES = ("encoder", "decoder")
+_OPTIONS = Options(LayerConfigError, "EncoderDecoderConfig")
 
 
 @dataclass(frozen=True)
@@ -75,10 +77,7 @@ class EncoderDecoderConfig:
                 else [("decoder.vocab_size", decoder.vocab_size, encoder.vocab_size)]
             ),
         ):
-            if value != expected:
-                raise LayerConfigError(
-                    f"EncoderDecoderConfig needs {name} to be {expected!r}, but it is {value!r}."
-                )
+            _OPTIONS.check(name, value, value == expected, repr(expected))
         if self.start_token is not None and not 0 <= self.start_token < decoder.vocab_size:
             raise LayerConfigError(
                 f"EncoderDecoderConfig has start_token={self.start_token!r}, but tokens are from 0 "

@@ -18,9 +18,9 @@ import numpy as np
 
 from shardax._core.graph.paths import Path, format_path
 from shardax._core.variable import Param, Quantized
-from shardax.models.comparison import refused
-from shardax.models.family import PretrainedError
+from shardax.models.comparison import refusal
 from shardax.models.files import READ_DTYPES, TensorFiles
+from shardax.models.kinds import PretrainedError
 from shardax.models.layouts import COMPRESSED, FP8, Scheme, packed
 from shardax.models.tensors import Axis, Tensor
 from shardax.nn.einsum import Einsum
@@ -215,7 +215,7 @@ class WrittenLayout(NamedTuple):
             repeats.append(places[:: size // count])
         grid = array[np.ix_(*firsts)]
         if not np.array_equal(grid[np.ix_(*repeats)], array):
-            raise refused([f"{weight} has scales that are not one for each block of its config"])
+            raise refusal([f"{weight} has scales that are not one for each block of its config"])
         return {f"{weight}_scale_inv": grid}
 
 
@@ -253,7 +253,7 @@ def layout_of(
         listed = ", ".join(f"{name} in {scheme.format}" for scheme, name in of_experts.items())
         problems.append(f"experts are quantized in several ways, where files have one: {listed}")
     if problems:
-        raise refused(list(dict.fromkeys(problems)), _QUANTIZE_LESS)
+        raise refusal(list(dict.fromkeys(problems)), _QUANTIZE_LESS)
     if not schemes:
         return WrittenLayout()
     plain = [name for name in linear_names if f"{name}.weight" not in schemes]

@@ -9,27 +9,17 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol
 
-from shardax._core.errors import ShardaxError
+from shardax.models import kinds
 from shardax.models.config import TransformerConfig
 from shardax.models.dual_encoder import DualEncoderConfig
 from shardax.models.encoder_decoder import HALVES, EncoderDecoderConfig
-from shardax.models.layers.activations import find_activation
+from shardax.models.kinds import PretrainedError, brief
 from shardax.models.tensors import Tensors
 from shardax.nn.errors import LayerConfigError
-
-
-class PretrainedError(ShardaxError, ValueError):
-    """A published model cannot be read, or a model be written.
-
-    The type of the model or a field of its config is unknown or unsupported, or tensors are
-    missing, left over or of another shape.
-    """
-
 
 # --- fields of any config.json ---
 
@@ -76,96 +66,9 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "use_qk_norm": (False, None),
     "use_sliding_window": (False, None),
 }
-ACTIVATION_NAMES = {
-    "gelu": "exact_gelu",
-    "gelu_fast": "gelu",
-    "gelu_new": "gelu",
-    "gelu_pytorch_tanh": "gelu",
-    "quick_gelu": "quick_gelu",
-    "relu": "relu",
-    "relu2": "squared_relu",
-    "silu": "silu",
-    "swish": "silu",
-}
-
-
-# Fields of ``TransformerConfig`` with the name of an activation.
-ACTIVATION_FIELDS = ("activation", "head_activation")
-
-
-def activation_name(function: object) -> str | None:
-    """Returns the name of an activation in ``TransformerConfig``, or None."""
-    names = sorted(set(ACTIVATION_NAMES.values()))
-    if isinstance(function, str):
-        return function if function in names else None
-    return next((name for name in names if find_activation(name) is function), None)
-
-
-def published_activation(name: str) -> str:
-    """Returns the name in ``config.json`` of an activation."""
-    published = {"exact_gelu": "gelu", "gelu": "gelu_pytorch_tanh", "squared_relu": "relu2"}
-    return published.get(name, name)
-
-
 # --- types ---
 
-
-def _is_integer(value: object) -> bool:
-    return type(value) is int and abs(value) < 2**62
-
-
-def _is_number(value: object) -> bool:
-    return _is_integer(value) or (type(value) is float and math.isfinite(value))
-
-
-@dataclass(frozen=True)
-class Kind:
-    """The type of a field of ``config.json``."""
-
-    text: str
-    fits: Callable[[Any], bool]
-    is_positive: bool = False
-    allows_null: bool = False
-
-    @property
-    def or_null(self) -> Kind:
-        """The same type, or null."""
-        return replace(self, allows_null=True)
-
-    @property
-    def positive(self) -> Kind:
-        """The same type, above 0."""
-        return replace(self, is_positive=True)
-
-    def problem(self, name: str, value: Any) -> str | None:
-        """Describes a value of another type or size, or returns None."""
-        if value is None:
-            return None if self.allows_null else f"{name}=None is not {self.text}"
-        if not self.fits(value):
-            return f"{name}={brief(value)} is not {self.text}"
-        if self.is_positive and value <= 0:
-            return f"{name}={value!r} is not positive"
-        return None
-
-
-def _list_of(check: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, list) and all(map(check, value))
-
-
-def _is_text(value: object) -> bool:
-    return isinstance(value, str)
-
-
-ANYTHING = Kind("anything", lambda _: True, allows_null=True)
-BOOLEAN = Kind("true or false", lambda value: isinstance(value, bool))
-INTEGER = Kind("an integer", _is_integer)
-INTEGERS = Kind("a list of integers", _list_of(_is_integer))
-NUMBER = Kind("a number", _is_number)
-SIZE = INTEGER.positive
-TABLE = Kind("a table of fields", lambda value: isinstance(value, dict))
-TEXT = Kind("a text", _is_text)
-TEXTS = Kind("a list of texts", _list_of(_is_text))
-_KINDS = {"bool": BOOLEAN, "float": NUMBER, "int": INTEGER, "str": TEXT}
+_KINDS = {"bool": kinds.BOOLEAN, "float": kinds.NUMBER, "int": kinds.INTEGER, "str": kinds.TEXT}
 # The type of each field of TransformerConfig, as it is annotated.
 _ANNOTATIONS = {field.name: str(field.type) for field in dataclasses.fields(TransformerConfig)}
 _POSITIVE = frozenset(
@@ -181,24 +84,15 @@ _POSITIVE = frozenset(
 )
 
 
-def kind_of_target(target: str) -> Kind:
+def kind_of_target(target: str) -> kinds.Kind:
     """Returns the type of a field that sets one of ``TransformerConfig``."""
-    if target in ACTIVATION_FIELDS:
-        return TEXT
+    if target in kinds.ACTIVATION_FIELDS:
+        return kinds.TEXT
     name, _, null = _ANNOTATIONS[target].partition(" | ")
-    kind = replace(_KINDS.get(name, ANYTHING), is_positive=target in _POSITIVE)
+    kind = replace(_KINDS.get(name, kinds.ANYTHING), is_positive=target in _POSITIVE)
     # Null is as if the field were left out, or false.
     may_be_null = null == "None" or name == "bool" or target in ("num_kv_heads", "head_dim")
     return kind.or_null if may_be_null else kind
-
-
-def brief(value: object) -> str:
-    """Returns the ``repr`` of a value, cut if long."""
-    try:
-        text = repr(value)
-    except (RecursionError, ValueError):  # nested deeply, or an integer of many digits
-        return f"a {type(value).__name__} too large to print"
-    return text if len(text) <= 120 else text[:120] + "..."
 
 
 def is_neutral(name: str, value: object, neutral: Mapping[str, tuple[object, ...]]) -> bool | None:
@@ -232,7 +126,7 @@ class Field:
 class Taker(Protocol):
     """The function by which a group of fields takes one, by name."""
 
-    def __call__(self, name: str, *default: Any, kind: Kind = ANYTHING) -> Any:
+    def __call__(self, name: str, *default: Any, kind: kinds.Kind = kinds.ANYTHING) -> Any:
         """Returns the value of a field, or its default."""
         ...
 
@@ -370,11 +264,8 @@ class Tower:
         """Reads its config, or raises with all problems of it."""
         fields = {"model_type": self.model_type, **self.content(content)}
         model_type = fields["model_type"]
-        if model_type != self.model_type:
-            raise PretrainedError(
-                f"{self.field} has model_type={brief(model_type)}, which is not supported, only "
-                f"{self.model_type!r}"
-            )
+        fits, limits = model_type == self.model_type, f", only {self.model_type!r}"
+        kinds.check_supported(f"{self.field}.model_type", model_type, fits, limits)
         return self.family.config(fields, self.field, tensor_count)
 
 
@@ -453,7 +344,7 @@ class _Reading:
         self.advice: list[str] = []
         self.config: Any = self._read()
 
-    def take(self, name: str, *default, kind: Kind = ANYTHING) -> Any:
+    def take(self, name: str, *default, kind: kinds.Kind = kinds.ANYTHING) -> Any:
         """Returns the value of a field, or its default."""
         self.read_names.add(name)
         if name in self.content:
@@ -487,7 +378,7 @@ class _Reading:
                 values.update(group.read(self.take))
             except PretrainedError as error:
                 self._note(str(error))
-        self._check_unread()
+        self._note_unread()
         if self.problems:
             raise self.error()
         self._check_counts(values)
@@ -508,10 +399,10 @@ class _Reading:
             for problem in filter(None, problems):
                 self._note(problem)
                 return {}
-        if field.targets[0] in ACTIVATION_FIELDS:
-            if value not in ACTIVATION_NAMES:
-                self._note(f"{name}={brief(value)} is none of {', '.join(ACTIVATION_NAMES)}")
-            value = ACTIVATION_NAMES.get(value, "silu")
+        if field.targets[0] in kinds.ACTIVATION_FIELDS:
+            if value not in kinds.ACTIVATION_NAMES:
+                self._note(f"{name}={brief(value)} is none of {', '.join(kinds.ACTIVATION_NAMES)}")
+            value = kinds.ACTIVATION_NAMES.get(value, "silu")
         if value is None and isinstance(self.family.defaults.get(name, field.default), bool):
             value = False
         return dict.fromkeys(field.targets, value)
@@ -533,7 +424,7 @@ class _Reading:
                     f"{self.tensor_count} tensors in all. Download or save the model again."
                 )
 
-    def _check_unread(self) -> None:
+    def _note_unread(self) -> None:
         """Notes fields not read by the family, unless they change nothing."""
         family, neutral = self.family, {**NEUTRAL, **self.family.neutral}
         harmless, unknown = HARMLESS | set(family.harmless), []
@@ -556,7 +447,9 @@ class _Reading:
 
     def _of_architecture(self) -> Mapping[str, Any]:
         architectures = self.family.architectures
-        names = self.take("architectures", None, kind=TEXTS.or_null) or [next(iter(architectures))]
+        names = self.take("architectures", None, kind=kinds.TEXTS.or_null) or [
+            next(iter(architectures))
+        ]
         if len(names) == 1 and names[0] in architectures:
             return architectures[names[0]]
         self._note(
@@ -584,7 +477,7 @@ class _DualReading(_Reading):
     def _read(self) -> DualEncoderConfig:
         values: dict[str, Any] = {**self.family.fixed, **self._of_architecture()}
         for name, field in self.family.fields.items():
-            values.update(dict.fromkeys(field.targets, self.take(name, kind=SIZE)))
+            values.update(dict.fromkeys(field.targets, self.take(name, kind=kinds.SIZE)))
         for group in self.family.groups:
             values.update(group.read(self.take))
         for name, tower in self.family.towers.items():
@@ -593,7 +486,7 @@ class _DualReading(_Reading):
                 values[name] = tower.config(self.content, self.tensor_count)
             except PretrainedError as error:
                 self._note(str(error).removesuffix("."))
-        self._check_unread()
+        self._note_unread()
         if self.problems:
             raise self.error()
         try:
@@ -614,7 +507,7 @@ class _HalfReading(_Reading):
                 self._note(str(error).removesuffix("."))
             return None
 
-    def _check_unread(self) -> None:
+    def _note_unread(self) -> None:
         """Leaves what it does not read to the other half."""
 
 
@@ -626,7 +519,7 @@ class _EncoderDecoderReading(_Reading):
     def _read(self) -> EncoderDecoderConfig:
         values: dict[str, Any] = dict(self.family.fixed)
         self._of_architecture()
-        start = self.take("decoder_start_token_id", None, kind=INTEGER.or_null)
+        start = self.take("decoder_start_token_id", None, kind=kinds.INTEGER.or_null)
         for name in HALVES:
             half = _HalfReading(
                 self.family.halves[name], self.content, self.where, self.tensor_count
@@ -635,7 +528,7 @@ class _EncoderDecoderReading(_Reading):
             for problem in half.problems:
                 self._note(problem)
             values[name] = half.config
-        self._check_unread()
+        self._note_unread()
         if self.problems:
             raise self.error()
         source = json.dumps(self.content)

@@ -14,8 +14,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from shardax._core.errors import first_of
-from shardax.models.family import PretrainedError, brief
+from shardax._core.errors import first_of, naming_package
+from shardax.models.kinds import PretrainedError, brief
 from shardax.models.layouts import (
     COMPRESSED,
     SCALE_ENDS,
@@ -39,10 +39,8 @@ class TensorFiles(contextlib.ExitStack):
 
     def __init__(self, folder: Path, content: Mapping[str, Any]) -> None:
         super().__init__()
-        try:
+        with naming_package("Reading weights", "shardax[hub]"):
             from safetensors import SafetensorError, safe_open
-        except ImportError as error:
-            raise ImportError("Weights need safetensors: pip install 'shardax[hub]'.") from error
         self.offsets: dict[Any, tuple[int, int]] = {}
         by_name = _file_names(folder, content.get("architectures"))
         opened: dict[str, Any] = {}

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from shardax._core.checks import is_integer
+from shardax._core.checks import Options
 from shardax._core.errors import ShardaxError
 from shardax._core.module import Module
 from shardax._core.state.split_merge import iter_variables
@@ -50,6 +50,9 @@ class GenerationError(ShardaxError, ValueError):
     A prompt is empty or has tokens that the model has not, an option is out of range, or logits are
     NaN.
     """
+
+
+_OPTIONS = Options(GenerationError)
 
 
 class _Filters(NamedTuple):
@@ -148,16 +151,10 @@ def generate(
     if context is not None and len(rows) != len(context[0]):
         raise GenerationError(f"There are {len(rows)} prompts, but {len(context[0])} inputs.")
     _check_head(model)
-    _check_options(max_new_tokens, temperature, top_k, top_p, min_p, repetition_penalty)
+    _OPTIONS.integers(0, max_new_tokens=max_new_tokens)
     _check_length(model, max(row.size for row in rows) + max_new_tokens)
     _check_vocabulary(model, rows)
-    filters = _Filters(
-        temperature == 0,
-        top_k,
-        top_p is not None,
-        min_p is not None,
-        repetition_penalty is not None,
-    )
+    filters = _filters_of(temperature, top_k, top_p, min_p, repetition_penalty)
     numbers = {
         "temperature": np.float32(temperature),
         "top_p": np.float32(1 if top_p is None else top_p),
@@ -518,37 +515,25 @@ def _beginnings(model: Any, inputs: _Inputs | None) -> list[list[int]]:
 def _as_stop(stop) -> np.ndarray:
     """Returns stop tokens, padded to a bucket's size."""
     tokens = np.atleast_1d(np.asarray(stop if np.size(stop) else np.zeros(0, np.int32)))
-    if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer) or (tokens < 0).any():
-        raise GenerationError(f"stop={stop!r}: stop takes tokens, integers of at least 0.")
+    fits = tokens.ndim == 1 and np.issubdtype(tokens.dtype, np.integer) and (tokens >= 0).all()
+    _OPTIONS.check("stop", stop, bool(fits), "tokens, integers of at least 0")
     padded = np.full(_bucket(max(1, tokens.size)), -2, np.int32)
     padded[: tokens.size] = tokens
     return padded
 
 
-def _check_options(length, temperature: float, top_k, top_p, min_p, penalty) -> None:
-    """Raises if an option is out of range."""
-    is_count = is_integer(length)
-    checks = [
-        ("max_new_tokens", length, is_count and length >= 0, "an integer of at least 0"),
-        ("temperature", temperature, 0 <= temperature < math.inf, "at least 0 and finite"),
-        (
-            "top_k",
-            top_k,
-            top_k is None or (isinstance(top_k, (int, np.integer)) and top_k >= 1),
-            "an integer of at least 1",
-        ),
-        ("top_p", top_p, top_p is None or 0 < top_p <= 1, "above 0 and at most 1"),
-        ("min_p", min_p, min_p is None or 0 <= min_p <= 1, "from 0 to 1"),
-        (
-            "repetition_penalty",
-            penalty,
-            penalty is None or 0 < penalty < math.inf,
-            "positive and finite",
-        ),
-    ]
-    for name, value, fits, requirement in checks:
-        if not fits:
-            raise GenerationError(f"{name}={value!r}: {name} must be {requirement}.")
+def _filters_of(temperature: float, top_k, top_p, min_p, penalty) -> _Filters:
+    """Returns the filters of options, checked."""
+    fits = 0 <= temperature < math.inf
+    _OPTIONS.check("temperature", temperature, fits, "at least 0 and finite")
+    if top_k is not None:
+        _OPTIONS.integers(top_k=top_k)
+    _OPTIONS.check("top_p", top_p, top_p is None or 0 < top_p <= 1, "above 0 and at most 1")
+    _OPTIONS.check("min_p", min_p, min_p is None or 0 <= min_p <= 1, "from 0 to 1")
+    fits = penalty is None or 0 < penalty < math.inf
+    _OPTIONS.check("repetition_penalty", penalty, fits, "positive and finite")
+    has_penalty = penalty is not None
+    return _Filters(temperature == 0, top_k, top_p is not None, min_p is not None, has_penalty)
 
 
 def _check_length(model: object, length: int) -> None:

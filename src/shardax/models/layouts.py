@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from shardax.models.family import BOOLEAN, TABLE, TEXT, TEXTS, Kind, PretrainedError, brief
+from shardax.models.kinds import BOOLEAN, TABLE, TEXT, TEXTS, Kind, PretrainedError, brief
 
 PACKING = "quantization_config"
 COMPRESSED, FP8, FBGEMM = "compressed-tensors", "fp8", "fbgemm_fp8"

@@ -63,7 +63,7 @@ def cross_entropy(
         1.0397 = (log 2 + log 4) / 2
     """
     name = "cross_entropy"
-    targets, mask = _checked(name, "logits", logits, targets, mask, ignore_index)
+    targets, mask = _targets_of_tokens(name, "logits", logits, targets, mask, ignore_index)
     log_probabilities = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
     # Over Explicit axes the logits, which are large, stay where they are.
     chosen = _pick(log_probabilities, targets)
@@ -124,7 +124,7 @@ def blockwise_cross_entropy(
         loss = _by_kernel(name, hidden, kernel, targets, mask, ignore_index)
         if loss is not None:
             return loss
-    targets, mask = _checked(name, "hidden", hidden, targets, mask, ignore_index)
+    targets, mask = _targets_of_tokens(name, "hidden", hidden, targets, mask, ignore_index)
     blocks = _blocks_of(hidden, kernel, block_size)
     return _mean(_token_losses(blocks, hidden, kernel, targets), mask)
 
@@ -134,7 +134,7 @@ def _by_kernel(
 ) -> jax.Array | None:
     """Returns the loss by another library's kernel, if one is taken."""
     mask = None if mask is None else as_array(mask)
-    targets, weights = _checked(name, "hidden", hidden, targets, mask, ignore_index)
+    targets, weights = _targets_of_tokens(name, "hidden", hidden, targets, mask, ignore_index)
     mesh, entries, vocab = _layout_of(hidden, kernel)
     parts = tuple(tuple(mesh_axes_of(entry)) for entry in entries)
     split = ArraySplit(mesh, parts)
@@ -160,7 +160,7 @@ def _by_kernel(
     return jnp.where(is_missing.any(), jnp.nan, mean)
 
 
-def _checked(
+def _targets_of_tokens(
     name: str, description: str, array, targets, mask, ignore_index: int | None
 ) -> tuple[Any, Any]:
     """Returns targets and their weights laid out as the tokens, or raises."""

@@ -16,7 +16,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from shardax.models.family import TEXTS, PretrainedError, brief
+from shardax.models import kinds
+from shardax.models.kinds import PretrainedError
 
 PACKING = "quantization_config"
 BLOCKS, SCALES = "_blocks", "_scales"
@@ -32,11 +33,9 @@ def check_packing(packing: Mapping[str, Any] | None) -> None:
     fields = {**packing}
     method, names = fields.pop("quant_method", None), fields.pop("modules_to_not_convert", None)
     fields.pop("dequantize", None)  # says what transformers does with them
-    wrong = TEXTS.or_null.problem("modules_to_not_convert", names)
-    if method != "mxfp4" or fields or wrong:
-        raise PretrainedError(
-            f"{PACKING}={brief(packing)} is not supported, only quant_method='mxfp4'"
-        )
+    wrong = kinds.TEXTS.or_null.problem("modules_to_not_convert", names)
+    fits = method == "mxfp4" and not fields and not wrong
+    kinds.check_supported(PACKING, packing, fits, ", only quant_method='mxfp4'")
 
 
 def is_packed(content: Mapping[str, Any]) -> bool:
@@ -58,12 +57,12 @@ class PackedSlice:
         self.blocks, self.scales = blocks, scales
         self.dtype = "BF16" if dtype == "F16" else dtype  # which has not all of the numbers
         shapes = [tuple(part.get_shape()) for part in (blocks, scales)]
-        kinds = [part.get_dtype() for part in (blocks, scales)]
+        dtypes = [part.get_dtype() for part in (blocks, scales)]
         fits = len(shapes[0]) == 4 and shapes[0][3] == _GROUP // 2 and shapes[1] == shapes[0][:3]
-        if not fits or kinds != ["U8", "U8"]:
+        if not fits or dtypes != ["U8", "U8"]:
             raise PretrainedError(
-                f"{name}{BLOCKS} and {name}{SCALES} are {kinds[0]}{list(shapes[0])} and "
-                f"{kinds[1]}{list(shapes[1])}, but MXFP4 has bytes of shape (experts, outputs, "
+                f"{name}{BLOCKS} and {name}{SCALES} are {dtypes[0]}{list(shapes[0])} and "
+                f"{dtypes[1]}{list(shapes[1])}, but MXFP4 has bytes of shape (experts, outputs, "
                 f"groups, {_GROUP // 2}) and (experts, outputs, groups). Download them again."
             )
         experts, outputs, groups = shapes[1]

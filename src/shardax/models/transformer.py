@@ -402,11 +402,15 @@ class Transformer(Module):
         # Of a batch the first dimension is that of rows, which microbatches would cut.
         return bias if tokens.ndim == 1 else bias[None]
 
+    @property
+    def _usable_positions(self) -> int:
+        """Rows of learned positions behind that of padding, or the offset."""
+        parts = self._parts
+        return parts.max_positions - 1 - parts.pad_token - parts.position_offset
+
     def _check_positions(self, positions) -> None:
         """Raises if known positions are more than the learned ones."""
-        count = self._parts.max_positions
-        # Rows behind that of padding, or the offset.
-        usable = count - 1 - self._parts.pad_token - self._parts.position_offset
+        count, usable = self._parts.max_positions, self._usable_positions
         if not count or isinstance(positions, Tracer) or not np.size(positions):
             return
         if not getattr(positions, "is_fully_addressable", True):

@@ -25,8 +25,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from shardax import distributed
-from shardax._core.checks import Options
-from shardax._core.errors import first_of, warn
+from shardax._core.checks import Options, raise_if_any
+from shardax._core.errors import first_of, naming_package, warn
 from shardax._core.graph.paths import Path as VariablePath
 from shardax._core.graph.paths import format_path
 from shardax._core.init.rng import Rngs
@@ -34,7 +34,7 @@ from shardax._core.state.split_merge import iter_modules, iter_variables
 from shardax._core.variable import Param, Quantized
 from shardax._files import draft_folder, move_files, write_tensors
 from shardax.models.architecture import describe, parameter_places
-from shardax.models.comparison import refused
+from shardax.models.comparison import refuse_any
 from shardax.models.decoder import DECODER_RULES
 from shardax.models.dual_encoder import TOWERS
 from shardax.models.encoder_decoder import HALVES, build_model
@@ -47,8 +47,9 @@ from shardax.models.entries import (
     tensor_of_scales,
 )
 from shardax.models.families.registry import family_of
-from shardax.models.family import Family, PretrainedError, brief
+from shardax.models.family import Family
 from shardax.models.files import DTYPES, INDEX, READ_DTYPES, SINGLE, TensorFiles, read_json
+from shardax.models.kinds import PretrainedError, brief
 from shardax.models.layouts import PACKING
 from shardax.models.mxfp4 import is_packed
 from shardax.models.tensors import Tensor
@@ -161,7 +162,7 @@ def from_pretrained(
             table = _Table.of_built(model, family, files.names)
         if not head:
             table.pass_over_heads(family)
-        unread = table.check(files, str(folder), strict)
+        unread = table.match(files, str(folder), strict)
         where = resolve_mesh(mesh)
         if rules is None and not current_rules().names:
             rules = DECODER_RULES if where is None else _dividing_rules(model, where)
@@ -282,12 +283,8 @@ def load_tokenizer(directory: str | Path) -> Any:
         >>> sx.models.load_tokenizer(folder).encode("hi").ids
         [0]
     """
-    try:
+    with naming_package("A tokenizer", "shardax[hub]"):
         from tokenizers import Tokenizer
-    except ImportError as error:
-        raise ImportError(
-            "Tokenizers come with the extra hub: pip install 'shardax[hub]'."
-        ) from error
     file = find_directory(directory, TOKENIZER_FILES) / "tokenizer.json"
     if not file.is_file():
         raise PretrainedError(f"{file} is not there; the model has no tokenizer of that kind.")
@@ -309,13 +306,8 @@ def find_directory(directory: str | Path, wanted: Sequence[str] = MODEL_FILES) -
         raise PretrainedError(
             f"{directory} is neither a folder nor a name of the hub, org/name or org/name@revision."
         )
-    try:
+    with naming_package(f"{directory} is no folder here, and the hub", "shardax[hub]"):
         from huggingface_hub import errors, snapshot_download
-    except ImportError as error:
-        raise ImportError(
-            f"{directory} is no folder here. To download it from the hub: pip install "
-            f"'shardax[hub]'."
-        ) from error
     try:
         return Path(snapshot_download(name[1], revision=name[2], allow_patterns=list(wanted)))
     except errors.RepositoryNotFoundError as error:  # of those that ask for a login too
@@ -413,9 +405,8 @@ class _Table:
             table.add_names(entry, layer)
         for name, places in table.by_name.items():
             dtypes = {str(entry.variable.dtype): format_path(entry.path) for entry, *_ in places}
-            if len(dtypes) > 1:
-                listed = ", ".join(f"{path} ({dtype})" for dtype, path in dtypes.items())
-                raise refused([f"{name} is one tensor of {listed}"])
+            listed = ", ".join(f"{path} ({dtype})" for dtype, path in dtypes.items())
+            refuse_any([f"{name} is one tensor of {listed}"] if len(dtypes) > 1 else [])
         return table
 
     def add(
@@ -483,8 +474,8 @@ class _Table:
         ]
         return sum(sizes[: entries.index(entry)]), sum(sizes)
 
-    def check(self, files: TensorFiles, where: str, strict: bool) -> str | None:
-        """Raises with all problems of the tensors, or returns a warning."""
+    def match(self, files: TensorFiles, where: str, strict: bool) -> str | None:
+        """Matches parameters with tensors, and returns a warning of those left out."""
         self.check_complete()
         missing = [name for name in self.by_name if name not in files.names]
         used = {*self.by_name, *self._duplicates(files), *self.passed_over}
@@ -498,31 +489,10 @@ class _Table:
             wrong.append(f"missing are {first_of(missing, most=12)}")
         if strict and unused:
             wrong.append(f"the model has no place for {first_of(unused, most=12)}")
-        fits_leniently = not wrong
-        for name in self.by_name:
-            if name in files.names:
-                shape, expected = files.shape(name), self.shape(name)
-                if shape != expected:
-                    wrong.append(f"{name} has the shape {shape}, but the config says {expected}")
-                elif files.dtype(name) not in self._dtypes(name):
-                    wrong.append(
-                        f"{name} has the dtype {files.dtype(name)}, and only "
-                        f"{', '.join(DTYPES)} are read, without a {PACKING} that says more"
-                    )
-        if wrong:
-            hint = (
-                ""
-                if fits_leniently
-                else " sx.models.from_pretrained(folder, strict=False) initialises what is missing "
-                "at random and leaves out what has no place; it warns with the names."
-            )
-            paths = {entry.tensor.to for name in missing for entry, _, _ in self.by_name[name]}
-            if strict and missing and all(path.startswith(("head", "pooler")) for path in paths):
-                hint = (
-                    " Only tensors of the head are missing: sx.models.from_pretrained(folder, "
-                    f"head=False) reads the layers alone.{hint}"
-                )
-            raise PretrainedError(f"The tensors in {where} do not fit: {'; '.join(wrong)}.{hint}")
+        remedy = self._remedy(missing) if wrong else ""
+        wrong += self._misfits(files)
+        head = f"The tensors in {where} do not fit: "
+        raise_if_any(PretrainedError, wrong, head, f".{remedy}", separator="; ", most=len(wrong))
         for entry in self.entries:
             for axis in range(len(entry.tensor.tensor_axes)):
                 offsets = self.offset(entry, (entry.layers or (0,))[0], axis)
@@ -543,6 +513,33 @@ class _Table:
         """Returns the possible dtypes of a tensor."""
         entry = self.by_name[name][0][0]
         return READ_DTYPES if isinstance(entry.variable, Quantized) else DTYPES
+
+    def _misfits(self, files: TensorFiles) -> Iterator[str]:
+        """Yields tensors of another shape, or of an unread dtype."""
+        for name in self.by_name:
+            if name in files.names:
+                shape, expected = files.shape(name), self.shape(name)
+                if shape != expected:
+                    yield f"{name} has the shape {shape}, but the config says {expected}"
+                elif files.dtype(name) not in self._dtypes(name):
+                    yield (
+                        f"{name} has the dtype {files.dtype(name)}, and only {', '.join(DTYPES)} "
+                        f"are read, without a {PACKING} that says more"
+                    )
+
+    def _remedy(self, missing: Sequence[str]) -> str:
+        """Returns advice on files with missing or further tensors."""
+        lenient = (
+            " sx.models.from_pretrained(folder, strict=False) initialises what is missing at "
+            "random and leaves out what has no place; it warns with the names."
+        )
+        paths = {entry.tensor.to for name in missing for entry, _, _ in self.by_name[name]}
+        if not missing or not all(path.startswith(("head", "pooler")) for path in paths):
+            return lenient
+        return (
+            " Only tensors of the head are missing: sx.models.from_pretrained(folder, head=False) "
+            f"reads the layers alone.{lenient}"
+        )
 
     def _beside(self, name: str) -> Iterator[str]:
         """Yields the tensors read into the same parameters as another."""

@@ -350,6 +350,15 @@ class NamedArray(Operators, Reductions, Indexing, ShownArray):
 base.register(NamedArray)
 
 
+def refuse_positional(array: NamedArray, work: str) -> None:
+    """Raises if an array has dimensions without names."""
+    if array.positional_shape:
+        raise NamedAxesError(
+            f"{work}, but the array has positional dimensions: {shown(array.dims, array.shape)}. "
+            f"Name them, x.tag(...)."
+        )
+
+
 def as_named(value: Any, function: str) -> NamedArray:
     """Returns a named array, or a Variable's, or raises."""
     if isinstance(value, Variable):

@@ -137,6 +137,16 @@ def check_sizes_by_name(axes: object, least: int = 0) -> tuple[Dims, tuple[int, 
     return check_dims(sizes), tuple(int(size) for size in sizes.values())
 
 
+def one_axis(function: str, axes: object, remedy: str) -> tuple[Any, int]:
+    """Returns name and size of the only axis, or raises."""
+    names, sizes = check_sizes_by_name(axes)
+    if len(names) != 1:
+        raise NamedAxesError(
+            f"{function} makes one axis, but was given {len(names)}: {axes}. {remedy}"
+        )
+    return names[0], sizes[0]
+
+
 def label(name: Name) -> Any:
     """Returns a name as rules have it: a string, or several."""
     if isinstance(name, str):

@@ -14,16 +14,9 @@ from shardax._core.variable import Variable
 from shardax._transforms.control import scan as scans
 from shardax._transforms.errors import TransformError
 from shardax._transforms.lift.engine import wraps
+from shardax.named import elementwise
 from shardax.named.array import NamedArray, as_named
 from shardax.named.base import Dims, Name, NamedAxesError, check_dims, positional_places, shown
-from shardax.named.elementwise import (
-    Operand,
-    check_sizes,
-    listing,
-    named_sizes,
-    place_of,
-    places_of,
-)
 from shardax.named.lift import is_named, is_whole, run_lifted
 from shardax.nn.arithmetic import cast_all
 from shardax.partition.explicit import joined_sharding
@@ -57,13 +50,13 @@ def dot(
         >>> sx.named.dot(x, w, "embed").axes
         {'batch': 2, 'time': 3, 'mlp': 5}
     """
-    first, second = (Operand(*as_named(array, "dot")._parts()) for array in (x, y))
+    first, second = (elementwise.Operand(*as_named(array, "dot")._parts()) for array in (x, y))
     names = _names(axes, first.dims, second.dims)
-    check_sizes((first, second))
+    elementwise.check_sizes((first, second))
     if positional_places(first.dims) and positional_places(second.dims):
         raise NamedAxesError(
             f"dot cannot tell which positional dimensions belong together: "
-            f"{listing((first, second))}. Name those of one array, x.tag(...)."
+            f"{elementwise.listing((first, second))}. Name those of one array, x.tag(...)."
         )
     common = (name for name in first.dims if name is not None and name in second.dims)
     joint = [name for name in common if name not in names]
@@ -124,13 +117,13 @@ def einsum(subscripts: str, *arrays: Any, dtype: jax.typing.DTypeLike | None = N
             f"einsum({subscripts!r}) has an ellipsis for the names that are not mentioned, which "
             f"stay: write it in the result too, '... embed, embed mlp -> ... mlp'."
         )
-    operands: list[Operand] = []
+    operands: list[elementwise.Operand] = []
     for term, array in zip(inputs, arrays, strict=False):
         if isinstance(array, Variable):
             array = array.value
-        operand = Operand(array, tuple(term))
+        operand = elementwise.Operand(array, tuple(term))
         if isinstance(array, NamedArray):
-            operand = Operand(*array._parts())
+            operand = elementwise.Operand(*array._parts())
             term = [name for name in term if name != _DOTS]
         elif not hasattr(array, "shape") or len(array.shape) != len(term) or _DOTS in term:
             operand = None
@@ -149,7 +142,7 @@ def einsum(subscripts: str, *arrays: Any, dtype: jax.typing.DTypeLike | None = N
             "every name once, with commas between, and those of the result, which are some of "
             "these: einsum('batch embed, embed mlp -> batch mlp', x, w)."
         )
-    sizes = named_sizes(operands)
+    sizes = elementwise.named_sizes(operands)
     places = {name: place for place, name in enumerate(sizes)}
     place = result.index(_DOTS) if _DOTS in result else 0
     further = (name for name in sizes if name not in mentioned)
@@ -248,7 +241,9 @@ def logsumexp(x: NamedArray, axis: object) -> NamedArray:
 
 
 def _places(dims: Dims, axis: object) -> tuple[int, ...]:
-    return (place_of(dims, axis),) if axis is None else places_of(dims, axis)
+    return (
+        (elementwise.place_of(dims, axis),) if axis is None else elementwise.places_of(dims, axis)
+    )
 
 
 def nmap(function: Callable[..., object]) -> Callable[..., Any]:
@@ -362,10 +357,10 @@ def scan(
     return carry.filled(last), treedef.unflatten(arrays)
 
 
-def _slices(xs: object, axis: Name) -> tuple[list[Operand], Any]:
+def _slices(xs: object, axis: Name) -> tuple[list[elementwise.Operand], Any]:
     """Returns the arrays with the axis in front, without its name."""
     leaves, treedef = jax.tree.flatten_with_path(xs, is_leaf=is_named)
-    operands: list[Operand] = []
+    operands: list[elementwise.Operand] = []
     sizes: dict[int, str] = {}
     for path, leaf in leaves:
         where = f"xs{jax.tree_util.keystr(path)}"
@@ -382,7 +377,7 @@ def _slices(xs: object, axis: Name) -> tuple[list[Operand], Any]:
         place = dims.index(axis)
         sizes.setdefault(data.shape[place], where)
         remaining = (*dims[:place], *dims[place + 1 :])
-        operands.append(Operand(jnp.moveaxis(data, place, 0), remaining))
+        operands.append(elementwise.Operand(jnp.moveaxis(data, place, 0), remaining))
     if len(sizes) > 1:
         texts = ", ".join(f"{size} at {where}" for size, where in sizes.items())
         raise NamedAxesError(f"The sizes of the axis {axis!r} of named.scan differ: {texts}.")
@@ -424,9 +419,9 @@ class _ScanCarry(NamedTuple):
                 f"The carry of named.scan changes its structure: it comes in as {self.treedef} and "
                 f"is returned as {treedef}."
             )
-        return [self._checked(place, leaf) for place, leaf in enumerate(leaves)]
+        return [self._carried_data(place, leaf) for place, leaf in enumerate(leaves)]
 
-    def _checked(self, place: int, leaf):
+    def _carried_data(self, place: int, leaf):
         start, dims = self.values[place], self.dims[place]
         if isinstance(leaf, Object) or isinstance(start, Object):
             return leaf
@@ -468,8 +463,8 @@ def _kind(value) -> str:
     return f"{value.dtype}{list(value.shape)}" if hasattr(value, "shape") else repr(value)
 
 
-def _operand(leaf) -> Operand:
+def _operand(leaf) -> elementwise.Operand:
     if isinstance(leaf, NamedArray):
-        return Operand(*leaf._parts())
+        return elementwise.Operand(*leaf._parts())
     array = jnp.asarray(leaf)
-    return Operand(array, (None,) * array.ndim)
+    return elementwise.Operand(array, (None,) * array.ndim)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -73,6 +73,20 @@ def parameter(
     return parameters.make_parameter(initializer, axes.sizes, dtype, axes.names, rngs)
 
 
+def _axis_misfits(
+    own_axes: Mapping[Any, int], expected: AxisSizes, absent: Iterable[object]
+) -> Iterator[str]:
+    """Yields unexpected, missing and wrongly sized axes of an input."""
+    for name, size in expected.items():
+        if own_axes.get(name) != size:
+            actual = own_axes.get(name, "no such axis")
+            yield f"axis {name!r}: expected size {size}, found {actual}"
+    for name in absent:
+        if name in own_axes:
+            expectation = "expected no such axis, as the layer makes it"
+            yield f"axis {name!r}: {expectation}, found size {own_axes[name]}"
+
+
 def check_input(
     layer: str, x: Any, expected: AxisSizes, absent: Iterable[object] = ()
 ) -> NamedArray:
@@ -83,19 +97,8 @@ def check_input(
             f"{layer} takes a NamedArray, but was given {type(x).__name__}{shape}. Name the "
             f"dimensions: named.wrap(x, {', '.join(map(repr, ('batch', *expected.names)))})."
         )
-    own_axes = x.axes
-    wrong = [
-        f"axis {name!r}: expected size {size}, found {own_axes.get(name, 'no such axis')}"
-        for name, size in expected.items()
-        if own_axes.get(name) != size
-    ]
-    wrong += [
-        f"axis {name!r}: expected no such axis, as the layer makes it, found size {own_axes[name]}"
-        for name in absent
-        if name in own_axes
-    ]
-    if wrong:
-        lines = "".join(f"\n  {line}" for line in wrong)
+    lines = "".join(f"\n  {line}" for line in _axis_misfits(x.axes, expected, absent))
+    if lines:
         raise LayerInputError(
             f"{layer} was given {x.dtype}{shown(x.dims, x.shape)}, whose axes do not fit:{lines}\n"
             f"Exchange names with x.rename({{found: expected}})."

@@ -9,7 +9,7 @@ nothing has is an error, and so are two names of one array that want one mesh ax
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any, TypeVar
 
 import jax
@@ -156,17 +156,22 @@ def _names_in(tree: object) -> set[str]:
     return {name for names in axes for name in strings(names)}
 
 
-def _check_known(mapping: Mapping[Any, object], names_known: Set[str]) -> None:
-    """Raises if the mapping has names of no array."""
-    unknown = [name for name in mapping if label(name) not in names_known]
-    if not unknown:
-        return
+def _suggestion(unknown: Iterable[Any], names_known: Set[str]) -> str:
+    """Returns a sentence with the most similar names, or nothing."""
     near = [
         match
         for name in unknown
         for match in difflib.get_close_matches(str(label(name)), sorted(map(str, names_known)), n=1)
     ]
-    hint = f" Did you mean {', '.join(map(repr, near))}?" if near else ""
+    return f" Did you mean {', '.join(map(repr, near))}?" if near else ""
+
+
+def _check_known(mapping: Mapping[Any, object], names_known: Set[str]) -> None:
+    """Raises if the mapping has names of no array."""
+    unknown = [name for name in mapping if label(name) not in names_known]
+    if not unknown:
+        return
+    hint = _suggestion(unknown, names_known)
     names = ", ".join(map(repr, sorted(map(str, names_known)))) or "none"
     raise NamedAxesError(
         f"The mapping has {', '.join(map(repr, unknown))}, but no array has such an axis; the "

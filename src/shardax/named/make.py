@@ -18,7 +18,7 @@ import numpy as np
 
 from shardax._core.variable import Variable
 from shardax.named import base
-from shardax.named.array import NamedArray, as_named
+from shardax.named.array import NamedArray, as_named, refuse_positional
 from shardax.named.elementwise import Operand, align, check_sizes, expand, joined, operand_of
 from shardax.named.lift import run_lifted
 from shardax.partition.explicit import explicit_sharding, with_layout
@@ -122,14 +122,11 @@ def arange(
         >>> sx.named.arange({"time": 4}, start=1, step=2).unwrap("time").tolist()
         [1, 3, 5, 7]
     """
-    names, shape = base.check_sizes_by_name(axes)
-    if len(names) != 1:
-        raise base.NamedAxesError(
-            f"arange makes one axis, but was given {len(names)}: {dict(axes)}. Add numbers along "
-            f"several axes, which meet by name: arange({{'a': 2}}) + 10 * arange({{'b': 3}})."
-        )
-    numbers = start + step * jnp.arange(shape[0])
-    return NamedArray(numbers if dtype is None else numbers.astype(dtype), names)
+    several = "arange({'a': 2}) + 10 * arange({'b': 3})"
+    remedy = f"Add numbers along several axes, which meet by name: {several}."
+    name, size = base.one_axis("arange", axes, remedy)
+    numbers = start + step * jnp.arange(size)
+    return NamedArray(numbers if dtype is None else numbers.astype(dtype), (name,))
 
 
 def random(sampler: Callable[..., Any], key: Any, axes: base.Axes, **options: Any) -> NamedArray:
@@ -329,11 +326,7 @@ def categorical(
     """
     array = as_named(logits, "categorical")
     array._place(axis)
-    if array.positional_shape:
-        raise base.NamedAxesError(
-            f"categorical draws along all names but {axis!r}, but the logits have positional "
-            f"dimensions: {base.shown(array.dims, array.shape)}. Name them, logits.tag(...)."
-        )
+    refuse_positional(array, f"categorical draws along all names but {axis!r}")
     further, _ = base.check_sizes_by_name(axes or {})
     of_keys = key.axes if isinstance(key, NamedArray) else {}
     for name in further:

@@ -17,11 +17,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from shardax._core._jax import Tracer
 from shardax.named import base
-from shardax.named.array import NamedArray, as_named
+from shardax.named.array import NamedArray, as_named, refuse_positional
 from shardax.named.elementwise import Operand, align
 from shardax.named.lift import run_lifted
 from shardax.nn.parameters import canonical_dtype
 from shardax.partition.explicit import explicit_sharding, joined_sharding, with_layout
+
+_EXAMPLE = "Give a name and a size: {'vocab': 5}."
 
 
 def one_hot(x: object, axes: base.Axes, dtype: jax.typing.DTypeLike = float) -> NamedArray:
@@ -46,7 +48,7 @@ def one_hot(x: object, axes: base.Axes, dtype: jax.typing.DTypeLike = float) -> 
         [[0.0, 0.0, 1.0], [1.0, 0.0, 0.0]]
     """
     data, dims = _integers("one_hot", x)._parts()
-    name, size = _single("one_hot", axes)
+    name, size = base.one_axis("one_hot", axes, _EXAMPLE)
     dims = base.check_dims((*dims, name))
     return NamedArray._make(jax.nn.one_hot(data, size, dtype=canonical_dtype(dtype)), dims)
 
@@ -163,7 +165,7 @@ def bincount(x: object, axes: base.Axes, *, weights: object = None) -> NamedArra
         [1, 0, 2]
     """
     array = _integers("bincount", x)
-    name, size = _single("bincount", axes)
+    name, size = base.one_axis("bincount", axes, _EXAMPLE)
     weights = np.int32(1) if weights is None else weights
     weights = weights if isinstance(weights, NamedArray) else NamedArray(weights, ())
     (values, amounts), _ = align([Operand(*array._parts()), Operand(*weights._parts())])
@@ -204,12 +206,7 @@ def searchsorted(array: object, values: object, axis: object, side: str = "left"
     """
     sorted_array = as_named(array, "searchsorted")
     sorted_array._place(axis)
-    if sorted_array.positional_shape:
-        raise base.NamedAxesError(
-            f"searchsorted searches along {axis!r} at every other name, but the array has "
-            f"positional dimensions: {base.shown(sorted_array.dims, sorted_array.shape)}. Name "
-            f"them, x.tag(...)."
-        )
+    refuse_positional(sorted_array, f"searchsorted searches along {axis!r} at every other name")
     if isinstance(values, NamedArray) and axis in values.axes:
         raise base.NamedAxesError(
             f"searchsorted searches along {axis!r}, which the values have too. Rename it there: "
@@ -253,16 +250,6 @@ def _integers(function: str, x: object) -> NamedArray:
             f"{base.shown(array.dims, array.shape)}. Cast them: x.astype(int)."
         )
     return array
-
-
-def _single(function: str, axes: base.Axes) -> tuple[Any, int]:
-    names, sizes = base.check_sizes_by_name(axes)
-    if len(names) != 1:
-        raise base.NamedAxesError(
-            f"{function} makes one axis, but was given {len(names)}: {dict(axes)}. Give a name and "
-            f"a size: {{'vocab': 5}}."
-        )
-    return names[0], sizes[0]
 
 
 def _check_size(function: str, array: NamedArray, size: int | None) -> None:

@@ -57,7 +57,7 @@ def dynamic_slice(array: Any, starts: Mapping[Any, Any], sizes: base.Axes) -> Na
             f"{list(starts)} and sizes of {list(sizes)}. To take the rest of an axis whole leave "
             f"it out of both."
         )
-    values = _checked_starts("dynamic_slice", array, starts, sizes)
+    values = _as_starts("dynamic_slice", array, starts, sizes)
 
     def take(data: jax.Array, places: tuple[int, ...], firsts: list[Any]) -> jax.Array:
         shape, begin = list(data.shape), [np.int32(0)] * data.ndim
@@ -108,7 +108,7 @@ def dynamic_update_slice(array: Any, update: Any, starts: Mapping[Any, Any]) -> 
             f"of the array in the array's sizes."
         )
     sizes = {name: update.axes[name] for name in starts}
-    values = _checked_starts("dynamic_update_slice", array, starts, sizes)
+    values = _as_starts("dynamic_update_slice", array, starts, sizes)
     data, dims = array._parts()
     shape = [sizes.get(name, size) for name, size in zip(dims, data.shape, strict=True)]
     part = jnp.broadcast_to(expand(Operand(*update._parts()), dims), shape).astype(data.dtype)
@@ -124,7 +124,7 @@ def dynamic_update_slice(array: Any, update: Any, starts: Mapping[Any, Any]) -> 
     return _along_starts(put, (array, NamedArray._make(part, dims)), values)
 
 
-def _checked_starts(
+def _as_starts(
     function: str, array: NamedArray, starts: Mapping[Any, object], sizes: base.Axes
 ) -> dict[Any, Any]:
     """Returns starts as integers and arrays, or raises."""

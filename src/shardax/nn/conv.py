@@ -81,7 +81,7 @@ class ConvBase(Module):
         spread = _per_dimension(name, "input_dilation", input_dilation, rank)
         if max(spread) > 1:  # set only where given, as take_precision does
             self.input_dilation = spread
-        self.padding = _check_padding(name, padding, rank, self._paddings)
+        self.padding = _as_padding(name, padding, rank, self._paddings)
         self.groups = parameters.as_size(name, "groups", groups)
         if in_features % groups or out_features % groups:
             raise LayerConfigError(
@@ -322,7 +322,7 @@ def _per_dimension(layer: str, name: str, sizes: object, rank: int) -> tuple[int
     return all_sizes
 
 
-def _check_padding(layer: str, padding, rank: int, named: tuple[str, ...]):
+def _as_padding(layer: str, padding, rank: int, named: tuple[str, ...]):
     """Returns a padding's name, or its pairs."""
     if isinstance(padding, str) and padding in named:
         if padding == "CAUSAL" and rank > 1:
@@ -463,7 +463,7 @@ def _pooled(
     sizes = parameters.as_sizes(name, "window", window)
     rank = len(sizes)
     steps = sizes if strides is None else _per_dimension(name, "strides", strides, rank)
-    pairs = _check_padding(name, padding, rank, ("SAME", "VALID"))
+    pairs = _as_padding(name, padding, rank, ("SAME", "VALID"))
     x = _take_window(name, x, rank, None)
     front = (1,) * (x.ndim - rank - 1)
     if not isinstance(pairs, str):

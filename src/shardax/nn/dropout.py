@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from shardax._core.checks import Options
 from shardax._core.errors import ModuleError
 from shardax._core.init.lazy import check_rngs
 from shardax._core.init.rng import Rngs
@@ -61,10 +62,8 @@ class Dropout(Module):
         deterministic: bool = False,
         rngs: Rngs | None = None,
     ) -> None:
-        if not 0 <= rate <= 1:
-            raise LayerConfigError(
-                f"Dropout needs a rate from 0 to 1, the probability to drop, but rate={rate!r}."
-            )
+        expected = "from 0 to 1, the probability to drop"
+        Options(LayerConfigError, "Dropout").check("rate", rate, 0 <= rate <= 1, expected)
         self.rate = float(rate)
         self.broadcast_dims = tuple(broadcast_dims)
         self.deterministic = bool(deterministic)

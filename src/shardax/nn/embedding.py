@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from shardax._core._jax import INLINE
+from shardax._core.checks import Options
 from shardax._core.init.lazy import Initializer
 from shardax._core.init.rng import Rngs
 from shardax._core.module import Module
@@ -179,11 +180,8 @@ def sinusoidal(
         [0.0, 1.0, 0.0, 1.0]
     """
     size = parameters.as_size("sinusoidal", "features", features)
-    if size % 2:
-        raise LayerConfigError(
-            f"sinusoidal needs an even number of features, a sine and a cosine each, but "
-            f"features={features}."
-        )
+    options = Options(LayerConfigError, "sinusoidal")
+    options.check("features", features, size % 2 == 0, "even, for a sine and a cosine each")
     positions = as_array(positions).astype(jnp.float32)
     steps = jnp.arange(size // 2, dtype=jnp.float32)
     frequencies = jax.lax.expand_dims(base ** (-2 * steps / size), range(positions.ndim))

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from shardax._core.checks import Options
 from shardax._core.frames import is_eager
 from shardax._core.graph.static import Static
 from shardax._core.init.lazy import Init, Initializer
@@ -149,17 +150,12 @@ class MoE(Module):
     ) -> None:
         features, hidden = as_size("MoE", "features", features), as_size("MoE", "hidden", hidden)
         count, top_k = as_size("MoE", "num_experts", num_experts), as_size("MoE", "top_k", top_k)
+        options = Options(LayerConfigError, "MoE")
         if top_k > count:
             raise LayerConfigError(f"MoE chooses top_k={top_k} of num_experts={count}.")
-        if dispatch not in get_args(Dispatch):
-            raise LayerConfigError(
-                f"MoE has dispatch={dispatch!r}, which is none of {get_args(Dispatch)}."
-            )
-        if not 0 < capacity_factor < math.inf:
-            raise LayerConfigError(
-                f"MoE needs capacity_factor to be positive and finite, but "
-                f"capacity_factor={capacity_factor!r}."
-            )
+        options.choice("dispatch", dispatch, get_args(Dispatch))
+        fits = 0 < capacity_factor < math.inf
+        options.check("capacity_factor", capacity_factor, fits, "positive and finite")
         find_activation(activation, "MoE")
         expert, outer, inner = as_axes("MoE", "axis names", axes, 3)
         init = lecun_normal((1,), (2,), (0,)) if kernel_init is None else kernel_init

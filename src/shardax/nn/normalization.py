@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from shardax._core.checks import Options
 from shardax._core.init.lazy import Init, Initializer
 from shardax._core.init.rng import Rngs
 from shardax._core.module import Module
@@ -459,11 +460,9 @@ class BatchNorm(_Norm):
         axes: Sequence[str | None] = ("embed",),
         rngs: Rngs | None = None,
     ) -> None:
-        if not 0 <= momentum <= 1:
-            raise LayerConfigError(
-                f"BatchNorm needs a momentum from 0 to 1, the part of the running statistics to "
-                f"keep, but momentum={momentum!r}."
-            )
+        options = Options(LayerConfigError, "BatchNorm")
+        expected = "from 0 to 1, the part of the running statistics to keep"
+        options.check("momentum", momentum, 0 <= momentum <= 1, expected)
         names = self._take_options(features, epsilon, axes, dtype)
         self.axis = int(axis)
         self.momentum = float(momentum)
@@ -567,15 +566,18 @@ def _counting(mask: jax.Array | None, dimensions: tuple[int, ...]) -> jax.Array 
     return None if mask is None else mask | ~mask.any(axis=dimensions, keepdims=True)
 
 
+def _broadcasts(shape: tuple[int, ...], whole: tuple[int, ...]) -> bool:
+    """Whether an array of a shape broadcasts to another shape."""
+    trailing = whole[len(whole) - len(shape) :] if len(shape) <= len(whole) else ()
+    return len(trailing) == len(shape) and all(
+        size in (1, length) for size, length in zip(shape, trailing, strict=True)
+    )
+
+
 def _check_mask(layer: str, mask: jax.Array, x: jax.Array) -> jax.Array:
     """Returns a mask in the shape of an input, or raises."""
     # A weight between 0 and 1 would count whole.
-    is_floating = jnp.issubdtype(mask.dtype, jnp.inexact)
-    trailing = x.shape[x.ndim - mask.ndim :] if mask.ndim <= x.ndim else ()
-    fits = len(trailing) == mask.ndim and all(
-        size in (1, length) for size, length in zip(mask.shape, trailing, strict=True)
-    )
-    if is_floating or not fits:
+    if jnp.issubdtype(mask.dtype, jnp.inexact) or not _broadcasts(mask.shape, x.shape):
         parameters.refuse_input(
             layer,
             f"a mask of booleans that broadcasts to {x.shape}",

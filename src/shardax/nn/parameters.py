@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shardax._core.checks import is_integer
+from shardax._core.checks import Options, is_integer
 from shardax._core.init.lazy import Init, Initializer, announced, check_rngs
 from shardax._core.init.rng import Rngs
 from shardax._core.variable import Param
@@ -67,17 +67,15 @@ def lecun_normal(
 def as_sizes(layer: str, name: str, sizes: Any) -> tuple[int, ...]:
     """Returns one positive size or several as a tuple, or raises."""
     all_sizes = tuple(sizes) if isinstance(sizes, (tuple, list)) else (sizes,)
-    if not all_sizes or not all(_is_positive_integer(size) for size in all_sizes):
-        raise LayerConfigError(f"{layer} needs {name} to be positive, but {name}={sizes!r}.")
+    fits = bool(all_sizes) and all(map(_is_positive_integer, all_sizes))
+    Options(LayerConfigError, layer).check(name, sizes, fits, "positive")
     return tuple(int(size) for size in all_sizes)
 
 
 def as_size(layer: str, name: str, size: Any) -> int:
     """Returns one size, or raises if it is not a positive integer."""
-    if not _is_positive_integer(size):
-        raise LayerConfigError(
-            f"{layer} needs {name} to be a positive integer, but {name}={size!r}."
-        )
+    options = Options(LayerConfigError, layer)
+    options.check(name, size, _is_positive_integer(size), "a positive integer")
     return int(size)
 
 
@@ -105,8 +103,7 @@ def canonical_dtype(dtype: jax.typing.DTypeLike | None) -> np.dtype | None:
     return None if dtype is None else jax.dtypes.canonicalize_dtype(jnp.dtype(dtype))
 
 
-def check_epsilon(layer: str, epsilon: float) -> float:
+def check_epsilon(layer: str, epsilon: float, name: str = "epsilon") -> float:
     """Returns the term added to a variance, or raises if negative."""
-    if not epsilon >= 0:
-        raise LayerConfigError(f"{layer} needs epsilon to be at least 0, but epsilon={epsilon!r}.")
+    Options(LayerConfigError, layer).check(name, epsilon, epsilon >= 0, "at least 0")
     return float(epsilon)

@@ -33,6 +33,7 @@ from typing import Any, NamedTuple, overload
 import jax
 import numpy as np
 
+from shardax._core.checks import Options
 from shardax._core.errors import ModuleError, StateMismatchError
 from shardax._core.frames import is_eager, owner_here
 from shardax._core.graph.flatten import GraphWalk, is_object
@@ -205,11 +206,8 @@ class Stack(Module):
         microbatches: int | None = None,
         schedule: str | None = None,
     ) -> None:
-        if schedule is not None and schedule not in SCHEDULES:
-            raise LayerConfigError(
-                f'Stack was given schedule={schedule!r}, which is not known; use "gpipe" or '
-                '"circular".'
-            )
+        options, fits = Options(LayerConfigError, "Stack"), schedule in (None, *SCHEDULES)
+        options.check("schedule", schedule, fits, 'known (use "gpipe" or "circular")')
         count = as_size("Stack", "length", length)
         older = frozenset(_objects_around(make)) if count == 1 else frozenset[int]()
         self._start([make() for _ in range(count)], axis_name, remat, unroll, older)

@@ -36,7 +36,7 @@ from shardax.partition.mesh import AnyMesh
 from shardax.partition.placement import shard
 from shardax.partition.rules import RulesLike
 from shardax.partition.specs import get_sharding
-from shardax.partition.tree_layout import require_mesh
+from shardax.partition.tree_layout import check_devices, require_mesh
 
 MOST = 64
 """The number of remembered programs; the least recently used is forgotten first."""
@@ -94,12 +94,7 @@ def initialise(
             "initialise places arrays and cannot be called inside a program. Call it outside; or, "
             "inside, call the initializer itself and unbox(result), which constrains the values."
         )
-    if not isinstance(where, Mesh) or AxisType.Manual in where.axis_types:
-        raise TransformError(
-            f"initialise cannot place arrays over {where}: it has no devices, or Manual axes. Pass "
-            "a mesh such as jax.make_mesh((2, 4), ('data', 'model')). For specs alone, use "
-            "get_sharding(jax.eval_shape(fn, ...), mesh)."
-        )
+    where = check_devices(where, "initialise", "get_sharding(jax.eval_shape(fn, ...), mesh)")
     automatic = _automatic(where)
     call = InitializerCall(fn, args, kwargs)
     inputs = [_over_automatic(array) for array in call.inputs]

@@ -336,7 +336,7 @@ class PathEnds(Generic[T]):
             for end in {path[start:] for path in paths for start in range(len(path) + 1)}:
                 self._by_end.setdefault(end, []).append(item)
 
-    def nearest(self, paths: Iterable[Path], fits: Callable[[T, Path], bool]) -> list[T]:
+    def of_longest_end(self, paths: Iterable[Path], fits: Callable[[T, Path], bool]) -> list[T]:
         """The fitting items of the longest common path end."""
         ends = {path[start:] for path in paths for start in range(len(path) + 1)}
         for end in sorted(ends, key=len, reverse=True):
@@ -383,7 +383,7 @@ def reduced_states(
         unfit = [info for info in leaf.arrays if info.path in misfits]
         if leaf.box is None or not unfit:
             continue
-        candidates = owners.nearest(
+        candidates = owners.of_longest_end(
             [leaf.path], lambda owner, end, leaf=leaf: _may_own(owner, leaf, end)
         )
         if len({owner.arrays[0].shape for owner in candidates}) != 1:

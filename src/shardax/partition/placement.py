@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import jax
-from jax.sharding import AxisType, Mesh, SingleDeviceSharding
+from jax.sharding import SingleDeviceSharding
 
 from shardax._core._jax import Tracer
 from shardax._core.frames import check_trace, check_unlocked, is_eager, is_ref, is_writable
@@ -29,9 +29,10 @@ from shardax.partition.errors import Diagnostic, PartitionError, raise_on_errors
 from shardax.partition.inventory import LeafInfo, Subtree, TreeInventory
 from shardax.partition.mesh import AnyMesh, resolve_mesh
 from shardax.partition.rules import RulesLike
-from shardax.partition.tree_layout import MemoryKinds, OverridesLike, TreeLayout
+from shardax.partition.tree_layout import MemoryKinds, OverridesLike, TreeLayout, check_devices
 
 T = TypeVar("T")
+_ABSTRACT = "partition_specs, shardings, abstract and check"  # which need no devices
 
 Destinations = Sequence[Any]
 """For each array of a leaf a sharding, or None for one that stays."""
@@ -91,12 +92,12 @@ def shard(
     """
     where = resolve_mesh(mesh)
     if where is not None:
-        _check_devices(where)
+        check_devices(where, "shard", _ABSTRACT)
     inventory = TreeInventory(model)
     layout = TreeLayout(inventory, mesh, rules, overrides, memory_kind, function="shard")
     shardings = layout.shardings()
     for used_mesh in {sharding.mesh for row in shardings for sharding in row}:
-        _check_devices(used_mesh)
+        check_devices(used_mesh, "shard", _ABSTRACT)
     layout.checked(list(_not_placeable(inventory)))
     _check_writable(inventory)
     layout.warn_of_names()
@@ -155,19 +156,6 @@ def _one_device(device: object):
         "Give a device, such as jax.devices()[0], or None for the default one. To lay the model "
         "out over another mesh use shard(model, mesh, rules)."
     )
-
-
-def _check_devices(mesh: AnyMesh) -> None:
-    if not isinstance(mesh, Mesh):
-        raise TransformError(
-            f"shard cannot place arrays over {mesh}, which has no devices. Pass the mesh itself: "
-            "an AbstractMesh serves partition_specs, shardings, abstract and check only."
-        )
-    if AxisType.Manual in mesh.axis_types:
-        raise TransformError(
-            f"shard cannot place arrays over {mesh}: axes of type Manual are for the inside of "
-            "jax.shard_map. Make the mesh with axes of type Auto or Explicit."
-        )
 
 
 def _check_writable(inventory: TreeInventory) -> None:

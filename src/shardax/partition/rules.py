@@ -194,7 +194,7 @@ class Rules:
         on_unmapped: OnUnmapped | None = None,
     ) -> None:
         base = pairs if isinstance(pairs, Rules) else None
-        checked = _check_pairs(pairs) if base is None else base.pairs
+        checked = _as_pairs(pairs) if base is None else base.pairs
         for name, value, policies in (
             ("on_conflict", on_conflict, ("first", "error")),
             ("on_unmapped", on_unmapped, ("replicate", "error")),
@@ -383,7 +383,7 @@ RulesLike = Rules | Mapping[str, SpecEntry] | Iterable[Any]
 """Rules, a mapping of name to target, or pairs."""
 
 
-def _check_pairs(pairs: object) -> tuple[Rule, ...]:
+def _as_pairs(pairs: object) -> tuple[Rule, ...]:
     example = "Rules([('embed', None), ('mlp', 'model')])"
     if isinstance(pairs, Mapping):
         pairs = cast("Mapping[Any, Any]", pairs).items()
@@ -405,11 +405,11 @@ def _check_pairs(pairs: object) -> tuple[Rule, ...]:
                 f"Rule {position} is {tuple(pair)!r}: the logical name {name!r} is of type "
                 f"{type(name).__name__}; names are strings."
             )
-        checked.append((_plain(name), _check_target(position, name, target)))
+        checked.append((_plain(name), _as_target(position, name, target)))
     return tuple(checked)
 
 
-def _check_target(position: int, name: str, target: object) -> SpecEntry:
+def _as_target(position: int, name: str, target: object) -> SpecEntry:
     if target is None or target is UNCONSTRAINED:
         return target
     if isinstance(target, str):

@@ -155,7 +155,7 @@ def _states(layout: TreeLayout) -> Iterator[Diagnostic]:
     parameters = PathEnds(parameter_places)
     for paths, info, parts in states:
         # The parameter with the longest common end of paths; none if it is unclear.
-        matches = parameters.nearest(
+        matches = parameters.of_longest_end(
             paths,
             lambda place, end, shape=info.shape: (
                 bool(end) and shape[-len(place[0].shape) :] == place[0].shape

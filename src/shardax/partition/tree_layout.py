@@ -28,13 +28,13 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from shardax._core.errors import first_of, warn
 from shardax._core.graph.paths import Leaf, Path, format_path
 from shardax._core.state.filters import first_match, to_predicates
 from shardax._core.state.state import State
-from shardax._transforms.errors import NoMeshError
+from shardax._transforms.errors import NoMeshError, TransformError
 from shardax._transforms.lift.prefix import FilterMapping, StateSharding
 from shardax.partition import rules as logical
 from shardax.partition.checker import explicit_spec, spec_for
@@ -440,6 +440,22 @@ def _names_in(axes) -> set[str]:
     """Names among possibly malformed entries."""
     parts = (part for name in axes or () for part in (name if isinstance(name, tuple) else (name,)))
     return {part for part in parts if isinstance(part, str)}
+
+
+def check_devices(mesh: AnyMesh, function: str, abstract: str) -> Mesh:
+    """Refuses a mesh without places for arrays; ``abstract`` needs none."""
+    if not isinstance(mesh, Mesh):
+        raise TransformError(
+            f"{function} cannot place arrays over {mesh}, which has no devices. Pass the mesh "
+            f"itself, such as jax.make_mesh((2, 4), ('data', 'model')). An AbstractMesh serves "
+            f"{abstract} only."
+        )
+    if AxisType.Manual in mesh.axis_types:
+        raise TransformError(
+            f"{function} cannot place arrays over {mesh}: axes of type Manual are for the inside "
+            "of jax.shard_map. Make the mesh with axes of type Auto or Explicit."
+        )
+    return mesh
 
 
 def require_mesh(mesh: AnyMesh | None, function: str) -> AnyMesh:

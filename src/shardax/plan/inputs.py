@@ -148,14 +148,18 @@ class Inputs:
         ]
         self._check_named()
 
-    def _check_named(self) -> None:
-        unnamed = [
+    def _unnamed(self) -> list[str]:
+        """Returns parameters and arrays of the batch without axis names."""
+        return [
             label(info.path)
             for leaf, kind in zip(self._inventory.leaves, self.kinds, strict=True)
             if kind in ("parameters", "batch") and leaf.axes is None
             for info in leaf.arrays
             if info.shape and info.axes is None
         ]
+
+    def _check_named(self) -> None:
+        unnamed = self._unnamed()
         if unnamed:
             more = f" and {len(unnamed) - _LISTED} more" if len(unnamed) > _LISTED else ""
             raise PlanInputError(

@@ -182,7 +182,7 @@ def _lead(place: _KernelPlace) -> tuple[tuple[int, ...], tuple[Any, ...]]:
 
 def _rules_of(formats: object) -> list[_FormatRule]:
     """Returns filters with their formats, or raises."""
-    options = Options(SelectionError, "quantize")
+    options = Options(SelectionError)
     if isinstance(formats, str):
         options.choice("formats", formats, tuple(RANGES))
         return [_FormatRule(..., to_predicate(...), formats)]

@@ -52,6 +52,16 @@ def check_mesh(mesh: Any) -> None:
 
 def check_shared(folder: Path) -> None:
     """Raises TrainError in all processes if one does not see the folder."""
+    blind = _processes_without(folder)
+    if blind:
+        raise TrainError(
+            f"The folder {folder} of processes {blind} is another one than that of process 0. All "
+            "must write into one folder: give a path on a file system that they share."
+        )
+
+
+def _processes_without(folder: Path) -> list[int]:
+    """Returns the processes without access to the folder of process 0."""
     token = processes.from_main(secrets.token_hex(8), "the run's folder")
     file = folder / _MARKER
     if distributed.is_main():
@@ -64,11 +74,7 @@ def check_shared(folder: Path) -> None:
     blind = [i for i, text in enumerate(processes.exchange(str(seen), "folder")) if text != "True"]
     if distributed.is_main():
         file.unlink(missing_ok=True)
-    if blind:
-        raise TrainError(
-            f"The folder {folder} of processes {blind} is another one than that of process 0. All "
-            "must write into one folder: give a path on a file system that they share."
-        )
+    return blind
 
 
 def _content(file: Path) -> str:

@@ -266,6 +266,30 @@ def check_fit(
     cast: bool,  # floating dtypes may differ
 ) -> None:
     """Raises CheckpointError, with all differences."""
+    sections = _differences(stored, contents, positions, partial, cast)
+    if not any(sections.values()):
+        return
+    message = (
+        f"The checkpoint {where} ({len(stored)} arrays) does not fit what it is to be restored "
+        f"into ({len(contents.arrays)} arrays); nothing was changed."
+    )
+    for title, entries in sections.items():
+        if entries:
+            message += "\n  ".join((f"\n{len(entries)} {title}:", *entries))
+    raise errors.CheckpointError(
+        f"{message}\nRestore into a model of the same configuration. To leave out what only the "
+        "checkpoint has: partial=True. To convert floating dtypes: cast=True."
+    )
+
+
+def _differences(
+    stored: Mapping[str, StoredArray],
+    contents: Contents,
+    positions: Mapping[str, Any],
+    partial: bool,
+    cast: bool,
+) -> dict[str, Sequence[str]]:
+    """Returns the differences of a checkpoint and a tree, by kind."""
     targets = {array.path: array for array in contents.arrays}
     missing = [path for path in targets if path not in stored]
     unexpected = [] if partial else [path for path in stored if path not in targets]
@@ -277,7 +301,7 @@ def check_fit(
         if array.dtype != saved.dtype and not (cast and _both_floating(array, saved)):
             dtypes.append(f"{path}: {array.dtype}, stored {saved.dtype}")
     unread = [] if partial else [path for path in positions if path not in contents.positions]
-    sections = {
+    return {
         "not in the checkpoint": [path + _near(path, unexpected or stored) for path in missing],
         "in the checkpoint only": [path + _near(path, missing) for path in unexpected],
         "of another shape": sorted(shapes),
@@ -288,19 +312,6 @@ def check_fit(
         "positions not in the checkpoint": [p for p in contents.positions if p not in positions],
         "positions in the checkpoint only": unread,
     }
-    if not any(sections.values()):
-        return
-    message = (
-        f"The checkpoint {where} ({len(stored)} arrays) does not fit what it is to be restored "
-        f"into ({len(targets)} arrays); nothing was changed."
-    )
-    for title, entries in sections.items():
-        if entries:
-            message += "\n  ".join((f"\n{len(entries)} {title}:", *entries))
-    raise errors.CheckpointError(
-        f"{message}\nRestore into a model of the same configuration. To leave out what only the "
-        "checkpoint has: partial=True. To convert floating dtypes: cast=True."
-    )
 
 
 def _near(path: str, candidates) -> str:

@@ -24,6 +24,7 @@ from typing import Any, Protocol, Self, runtime_checkable
 import jax
 import numpy as np
 
+from shardax._core.errors import naming_package
 from shardax.train.errors import TrainError
 
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
@@ -276,12 +277,8 @@ class TensorBoardLog:
         return self._packages()[0].Event(wall_time=time.time(), **fields)
 
     def _packages(self) -> tuple[Any, Any]:
-        try:
+        with naming_package("TensorBoardLog", "shardax[tensorboard]"):
             from tensorboard.compat.proto import event_pb2, summary_pb2
-        except ImportError as error:
-            raise ImportError(
-                "TensorBoardLog needs tensorboard: pip install 'shardax[tensorboard]'."
-            ) from error
         return event_pb2, summary_pb2
 
 
@@ -303,7 +300,7 @@ class Trackers(contextlib.ExitStack):
             tracker.write(**record)
 
 
-def check_trackers(sinks: object) -> tuple[Tracker, ...]:
+def as_trackers(sinks: object) -> tuple[Tracker, ...]:
     """Returns trackers, or raises TrainError."""
     listed = () if isinstance(sinks, Tracker) or not isinstance(sinks, Iterable) else tuple(sinks)
     wrong = [type(sink).__name__ for sink in listed if not isinstance(sink, Tracker)]

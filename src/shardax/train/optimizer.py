@@ -198,7 +198,7 @@ class Optimizer(Module):
             update = optax.with_extra_args_support(self.tx).update
         step = _step_of(self._transformation.value, update)
         new_params, new_state = step(aligned, state, params, **extra)
-        new_leaves = _check_state(new_state, layout)
+        new_leaves = _new_arrays(new_state, layout)
         for path, variable in chosen:
             variable.value = new_params.flat()[path]
         for variable, leaf, value in zip(variables, layout.leaves, new_leaves, strict=True):
@@ -470,7 +470,7 @@ def _shown(value) -> str:
     return str(shapes[0] if len(shapes) == 1 else shapes)
 
 
-def _check_state(state: object, layout: optimizer_state.StateLayout) -> list[Any]:
+def _new_arrays(state: object, layout: optimizer_state.StateLayout) -> list[Any]:
     """Returns the arrays of a new state, or raises TrainError."""
     separated = optimizer_state.separate_arrays(state)
     if separated.treedef != layout.treedef or separated.static.keys() != layout.static.keys():

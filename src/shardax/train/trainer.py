@@ -50,7 +50,7 @@ from shardax.train.ema import EMA
 from shardax.train.errors import CheckpointDamagedError, TrainError
 from shardax.train.gradients.data_parallel import data_parallel_value_and_grad
 from shardax.train.gradients.finite import FiniteCheck, current_values, step_flags
-from shardax.train.log import Trackers, check_trackers, read_jsonl
+from shardax.train.log import Trackers, as_trackers, read_jsonl
 from shardax.train.optimizer import Optimizer, gradient_layout
 from shardax.train.progress import SilentProgress, StopRequest, TrainingProgress
 from shardax.train.run_folder import RunFolder, differences, settings_of
@@ -280,7 +280,7 @@ class Trainer:
         self.rules = rules
 
         self.callbacks = Callbacks(callbacks)
-        self.trackers = check_trackers(trackers)
+        self.trackers = as_trackers(trackers)
         folder = self.directory / "profile"
         self.profile = None if profile is None else Profile(profile, settings.steps, folder)
         self.eval_numbers = step_numbers.EvalNumbers(eval_metrics or {}, settings.count)

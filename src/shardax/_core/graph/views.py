@@ -568,15 +568,20 @@ def _shared(walks: Sequence[flatten.GraphWalk], older: Collection[int]) -> set[i
 # --- what must be alike ---------------------------------------------------------------------------
 
 
-def _check_alike(first: flatten.GraphWalk, second: flatten.GraphWalk, number: int) -> None:
-    """Raises if two objects differ in structure; says where."""
-    if first.definitions == second.definitions:
-        return
+def _first_difference(first: flatten.GraphWalk, second: flatten.GraphWalk) -> tuple[Path, str]:
+    """Returns path and difference of the first differing objects."""
     pairs = zip(first.definitions, second.definitions, strict=False)
     position, (first_definition, second_definition) = next(
         (i, pair) for i, pair in enumerate(pairs) if pair[0] != pair[1]
     )
-    path, difference = _difference(first.paths[position], first_definition, second_definition)
+    return _difference(first.paths[position], first_definition, second_definition)
+
+
+def _check_alike(first: flatten.GraphWalk, second: flatten.GraphWalk, number: int) -> None:
+    """Raises if two objects differ in structure; says where."""
+    if first.definitions == second.definitions:
+        return
+    path, difference = _first_difference(first, second)
     raise ModuleError(
         f"The layers of a stack must be alike, but layers 0 and {number} differ at {_where(path)}: "
         f"{difference}. Build every layer in the same way, with what differs in a Variable; or "

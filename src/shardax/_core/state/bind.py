@@ -451,12 +451,11 @@ def _structure(tree: object) -> tuple[flatten.GraphDef, list[Path]]:
     return flatten.GraphDef(tuple(walk.definitions), ()), walk.paths
 
 
-def _check_unchanged(
+def _change_text(
     old_structure: tuple[flatten.GraphDef, list[Path]],
     new_structure: tuple[flatten.GraphDef, list[Path]],
-) -> None:
-    if old_structure[0] == new_structure[0]:
-        return
+) -> str:
+    """Describes Variables added, or structure changed, by a call."""
     old, new = (
         dict(zip(paths, graphdef.objects, strict=True))
         for graphdef, paths in (old_structure, new_structure)
@@ -464,11 +463,17 @@ def _check_unchanged(
     changed = [p for p in {**old, **new} if old.get(p) != new.get(p)]
     new_variables = [p for p in changed if p not in old and type(new[p]) is flatten.VariableDef]
     paths_text = ", ".join(format_path(path[1:]) for path in (new_variables or changed)[:4])
-    change = (
-        f"added the Variables {paths_text}"
-        if new_variables
-        else f"changed the structure of {paths_text}"
-    )
+    kind = "added the Variables" if new_variables else "changed the structure of"
+    return f"{kind} {paths_text}"
+
+
+def _check_unchanged(
+    old_structure: tuple[flatten.GraphDef, list[Path]],
+    new_structure: tuple[flatten.GraphDef, list[Path]],
+) -> None:
+    if old_structure[0] == new_structure[0]:
+        return
+    change = _change_text(old_structure, new_structure)
     raise ModuleError(
         f"The functional call {change}. It returns new values for the slots that were filled, and "
         f"nothing else, so this would be lost. Make such Variables before they are taken out "

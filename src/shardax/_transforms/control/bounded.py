@@ -31,6 +31,7 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from shardax._core._jax import Tracer
+from shardax._core.checks import Options, is_integer
 from shardax._core.graph.flatten import is_object
 from shardax._core.graph.paths import Leaf, PyTree, format_path, plain_path
 from shardax._core.variable import Variable
@@ -282,7 +283,14 @@ def bounded_while_loop(
         >>> round(float(result.final), 4), bool(result.converged)
         (1.4142, True)
     """
-    steps = _check_options(max_steps, history, differentiable)
+    modes = get_args(Differentiable)
+    expected = f"one of {', '.join(map(repr, modes))}"
+    options = Options(TransformError)
+    options.check("differentiable", differentiable, differentiable in modes, expected)
+    expected = "a function of the carry that returns arrays, or None"
+    kinds = (Callable, type(None))
+    options.instance("history of sx.bounded_while_loop", history, kinds, expected)
+    steps = _size_of_history(max_steps)
     functions = (body_fun, cond_fun) if history is None else (body_fun, cond_fun, history)
     options = (steps, differentiable, padding)
     return eager.run(_bounded_while_loop, functions, options, (init,), {})
@@ -317,28 +325,17 @@ def _bounded_while_loop(
     return retry_captured(attempt)
 
 
-def _check_options(max_steps, history, differentiable) -> int:
+def _size_of_history(max_steps: Any) -> int:
+    """Returns the size of the history, known before the loop runs."""
     if isinstance(max_steps, (Tracer, jax.Array)):
         raise TransformError(
             "max_steps of sx.bounded_while_loop is an array, but it is the size of the history and "
             "must be known before the program runs. Give a Python integer; inside sx.jit, make it "
             "a static argument."
         )
-    is_integer = isinstance(max_steps, (int, np.integer)) and not isinstance(max_steps, bool)
-    if not is_integer or max_steps < 0:
+    if not is_integer(max_steps) or max_steps < 0:
         raise TransformError(
             f"max_steps of sx.bounded_while_loop is {max_steps!r}; give an integer of at least 0."
-        )
-    modes = get_args(Differentiable)
-    if differentiable not in modes:
-        raise TransformError(
-            f"differentiable={differentiable!r} is not known; use one of "
-            f"{', '.join(map(repr, modes))}."
-        )
-    if history is not None and not callable(history):
-        raise TransformError(
-            f"history of sx.bounded_while_loop is a {type(history).__name__}; give a function of "
-            f"the carry that returns arrays, or None."
         )
     return operator.index(max_steps)
 

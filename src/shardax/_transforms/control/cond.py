@@ -11,7 +11,7 @@ returns the value it had.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import jax
@@ -146,6 +146,19 @@ class _Comparison:
             return f"the {kind} at {format_path(self.paths[position])}"
         return f"a new {outcome.effects.fresh[position - len(self.paths)].type.__name__}"
 
+    def _new_object(
+        self, outcome: Any, offset: int, fresh: Iterator[Leaf]
+    ) -> tuple[tuple[Any, ...], str]:
+        """Returns outline and kind of a new object of a branch."""
+        definitions = outcome.effects.fresh[offset : offset + 1]
+        outside = outcome.effects.foreign.get(len(self.graphdef.objects) + offset)
+        kind = f"a {definitions[0].type.__name__}" if definitions else "nothing"
+        if outside is not None:
+            kind += " from outside"
+        elif definitions and type(definitions[0]) is flatten.VariableDef:
+            kind += f" {scan.form(next(fresh))}"
+        return (definitions, id(outside)), kind
+
     def _check_new(self) -> None:
         """Compares the objects that branches made, whose positions follow the given ones."""
         count = len(self.graphdef.objects)
@@ -153,13 +166,8 @@ class _Comparison:
         for offset in range(max(len(outcome.effects.fresh) for outcome in self.both)):
             outlines, descriptions = [], []
             for outcome, fresh in zip(self.both, values, strict=True):
-                definitions = outcome.effects.fresh[offset : offset + 1]
-                kind = f"a {definitions[0].type.__name__}" if definitions else "nothing"
-                if count + offset in outcome.effects.foreign:
-                    kind += " from outside"
-                elif definitions and type(definitions[0]) is flatten.VariableDef:
-                    kind += f" {scan.form(next(fresh))}"
-                outlines.append((definitions, id(outcome.effects.foreign.get(count + offset))))
+                outline, kind = self._new_object(outcome, offset, fresh)
+                outlines.append(outline)
                 descriptions.append(kind)
             if outlines[0] == outlines[1] and descriptions[0] == descriptions[1]:
                 continue

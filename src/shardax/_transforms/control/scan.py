@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -83,7 +83,7 @@ class LoopBody:
         # Configuration, by position: not arrays, so they do not enter the compiled body.
         self.static_plain: dict[int, Leaf] = {}
         self.carried_variables: tuple[int, ...] = ()
-        self.carry_paths: list[Path] = []
+        self.carry_keys: list[tuple[Any, ...]] = []
         # Effects and structure of the result; the arrays of a trace do not outlive it.
         self.effects: binding.Effects | None = None
         self.result_tree: Any = None
@@ -114,8 +114,7 @@ class LoopBody:
         binding.check_result(context.result, name)
         carry, returned = self.carry_of(context)
         returned = jax.tree.map(context.here, returned, is_leaf=is_object)
-        paths, leaves = matching_leaves(carry, returned, self.label, name)
-        self.carry_paths = paths
+        self.carry_keys, leaves = matching_leaves(carry, returned, self.label, name)
         outputs, extra, apart = self.record(context)
         self.effects, self.result_tree = outputs.effects, jax.tree.structure(outputs.result)
         written = zip(outputs.effects.written, outputs.written, strict=True)
@@ -141,11 +140,14 @@ class LoopBody:
         self.carried_variables = tuple(sorted(written))
         paths = self.call.graph.flat.leaf_paths
         for position in self.carried_variables:
-            kind = kind_of(self.call.graph.leaves[position])
-            title = f"The {kind} at {format_path(paths[position])}"
-            check_form(title, values[position], written[position], self.call.name)
-        for path, index, new in zip(self.carry_paths, self.carried_plain, leaves, strict=True):
-            check_form(f"The array at {format_path(path)}", plain[index], new, self.call.name)
+            if not keeps_form(values[position], written[position]):
+                title = f"The {kind_of(self.call.graph.leaves[position])} at "
+                title += format_path(paths[position])
+                refuse_form(title, values[position], written[position], self.call.name)
+        for keys, index, new in zip(self.carry_keys, self.carried_plain, leaves, strict=True):
+            if not keeps_form(plain[index], new):
+                title = f"The array at {format_path((self.label, *plain_path(keys)))}"
+                refuse_form(title, plain[index], new, self.call.name)
         if self._vary([written[position] for position in self.carried_variables], leaves):
             return self.discover(*self.inputs(self.start(), replaced=(values, plain)))
         return extra
@@ -232,8 +234,8 @@ def vary_alike(leaf: object, like: object) -> Any:
 
 def matching_leaves(
     carry: object, returned: object, label: str, name: str
-) -> tuple[list[Path], list[Leaf]]:
-    """Checks that the carry came back as it was given."""
+) -> tuple[list[tuple[Any, ...]], list[Leaf]]:
+    """Returns keys and arrays of a carry, or raises if changed."""
     outline = functools.partial(jax.tree.map, lambda _: ARRAY, is_leaf=is_object)
     difference = structure_difference(outline(carry), outline(returned), (label,))
     if difference is not None:
@@ -245,22 +247,22 @@ def matching_leaves(
         )
     pairs = jax.tree_util.tree_leaves_with_path(carry, is_leaf=is_object)
     new_leaves = jax.tree.leaves(returned, is_leaf=is_object)
-    paths, plain = [], []
+    array_keys, plain = [], []
     for (keys, old_leaf), new_leaf in zip(pairs, new_leaves, strict=True):
-        path = (label, *plain_path(keys))
         kinds = [
             type(x).__name__ if isinstance(x, Object) else "array" for x in (old_leaf, new_leaf)
         ]
         if kinds != ["array", "array"] and old_leaf is not new_leaf:
+            path = format_path((label, *plain_path(keys)))
             raise TransformError(
-                f"The {kinds[0]} at {format_path(path)}, which is carried in sx.{name}, came back "
+                f"The {kinds[0]} at {path}, which is carried in sx.{name}, came back "
                 f"as another {kinds[1]}. A Module is carried as the object it is: write into it "
                 f"(v[...] = new, sx.update(model, new)) and return it."
             )
         if not isinstance(old_leaf, Object):
-            paths.append(path)
+            array_keys.append(keys)
             plain.append(new_leaf)
-    return paths, plain
+    return array_keys, plain
 
 
 # Stands in an outline, a tree of integers, for an array; an object is its position.
@@ -316,12 +318,15 @@ def explicit_spec(leaf: Leaf) -> str:
     return "" if spec is None or all(entry is None for entry in spec) else str(spec)
 
 
-def check_form(title: str, old: object, new: object, name: str) -> None:
-    """Raises if the form of the carry changed."""
-    if jax.tree.structure(old) == jax.tree.structure(new) and all(
+def keeps_form(old: object, new: object) -> bool:
+    """Whether the form of a carry is the same."""
+    return jax.tree.structure(old) == jax.tree.structure(new) and all(
         _same_type(a, b) for a, b in zip(jax.tree.leaves(old), jax.tree.leaves(new), strict=True)
-    ):
-        return
+    )
+
+
+def refuse_form(title: str, old: object, new: object, name: str) -> NoReturn:
+    """Raises because the form of the carry changed."""
     explicit = any(explicit_spec(leaf) for leaf in jax.tree.leaves((old, new)))
     hint = ", jax.sharding.reshard(new, spec)" if explicit else ""
     raise TransformError(
@@ -615,6 +620,14 @@ class _Scan(LoopBody):
         self, context: engine.RunContext, outputs: binding.LiftedOutputs, new: Sequence[object]
     ) -> None:
         """Raises if the body changed structure other than by sowing."""
+        refused = self._unstackable_changes(context, outputs, new)
+        if refused:
+            refuse_changes(self.call, outputs, refused)
+
+    def _unstackable_changes(
+        self, context: engine.RunContext, outputs: binding.LiftedOutputs, new: Sequence[object]
+    ) -> list[int]:
+        """Returns objects with changes besides stacked results."""
         effects = outputs.effects
         objects = context.graphdef.objects
         count = len(objects)
@@ -627,13 +640,11 @@ class _Scan(LoopBody):
                     stackable.add(count + offset)
             else:
                 stackable.add(count + offset)
-        refused = [
+        return [
             index
             for index, changed in effects.updates.items()
             if not _only_adds(objects[index], changed, stackable)
         ]
-        if refused:
-            refuse_changes(self.call, outputs, refused)
 
     def run(self, length: int | None, reverse: bool, unroll: int | bool) -> PyTree:
         """Runs the loop and carries back what it did."""

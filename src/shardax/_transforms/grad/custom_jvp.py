@@ -21,7 +21,7 @@ import numpy as np
 from shardax._core.cross_process import PickledByName
 from shardax._core.frames import kind_of
 from shardax._core.graph.flatten import is_object
-from shardax._core.graph.paths import PyTree, format_path
+from shardax._core.graph.paths import Path, PyTree, format_path
 from shardax._core.object import Object
 from shardax._core.variable import Param, Variable
 from shardax._transforms.errors import TransformError
@@ -164,12 +164,7 @@ class _CustomJvpCall:
     ) -> None:
         assert custom.rule is not None
         count = len(args)
-        for number in custom.nondiff_argnums:
-            if not -count <= number < count:
-                raise TransformError(
-                    f"nondiff_argnums names the argument {number}, but the call has {count}."
-                )
-        nondiff = sorted({number % count for number in custom.nondiff_argnums})
+        nondiff = sorted({nondiff_position(n, count) for n in custom.nondiff_argnums})
         self.runner = _RuleRunner(custom.rule, nondiff)
         static = {i for i in nondiff if not _holds_data(args[i])}
         self.call = engine.LiftedCall(
@@ -227,12 +222,8 @@ class _CustomJvpCall:
         )
 
         def leave(context: engine.RunContext):
-            pair = context.result
-            if not (isinstance(pair, tuple) and len(pair) == 2):
-                raise TransformError(
-                    f"The rule of sx.custom_jvp must return (result, tangent), but it returned a "
-                    f"{type(pair).__name__}."
-                )
+            source = "The rule of sx.custom_jvp"
+            pair = binding.returned_pair(context.result, source, "(result, tangent)")
             refuse_objects(pair[1], "custom_jvp")
             outputs = self._record_effects(context, pair[0])
             return (outputs.result, outputs.written, outputs.fresh), pair[1]
@@ -261,28 +252,49 @@ class _CustomJvpCall:
                     )
 
     def _record_effects(self, context: engine.RunContext, result: object) -> binding.LiftedOutputs:
-        refuse_objects(result, "custom_jvp")
-        binding.check_result(result, "custom_jvp")
-        if context.frame.captured:
-            raise engine.RetraceRequest([item.outer for item in context.frame.captured])
-        outputs = context.record_effects(result, self.emit)
+        outputs = record_arrays(context, result, "custom_jvp", self.emit)
         if self.effects is None:
             self.effects = outputs.effects
             self.emit = frozenset(outputs.effects.written)
             self.known = context.known()
-        elif _did(self.effects) != _did(outputs.effects):
-            extra = set(outputs.effects.written).difference(self.effects.written)
-            names = ", ".join(format_path(self.paths[position]) for position in sorted(extra))
-            raise TransformError(
-                f"The rule of sx.custom_jvp {f'writes {names}' if names else 'changes structure'}, "
-                f"which the function itself does not in the same way. Let the rule call the "
-                f"function, or write the same Variables in both."
-            )
+        else:
+            effects = outputs.effects
+            check_same_effects(self.effects, effects, self.paths, "The rule", "custom_jvp")
         return outputs
 
 
-def _did(effects: binding.Effects):
-    return effects.written, effects.updates, effects.fresh
+def nondiff_position(argnum: int, count: int) -> int:
+    """Returns a position of ``nondiff_argnums``, or raises."""
+    if not -count <= argnum < count:
+        raise TransformError(
+            f"nondiff_argnums names the argument {argnum}, but the call has {count}."
+        )
+    return argnum % count
+
+
+def record_arrays(
+    context: engine.RunContext, result: object, name: str, emit: frozenset[int]
+) -> binding.LiftedOutputs:
+    """Records effects and arrays of a run with its own derivative."""
+    refuse_objects(result, name)
+    binding.check_result(result, name)
+    engine.retrace_with(context.frame.captured)
+    return context.record_effects(result, emit)
+
+
+def check_same_effects(
+    first: binding.Effects, effects: binding.Effects, paths: Sequence[Path], rule: str, caller: str
+) -> None:
+    """Raises for a rule with other effects than its function."""
+    did, does = ((e.written, e.updates, e.fresh) for e in (first, effects))
+    if did != does:
+        extra = [format_path(paths[p]) for p in effects.written if p not in first.written]
+        difference = f"writes {', '.join(extra)}" if extra else "changes structure or metadata"
+        raise TransformError(
+            f"{rule} of sx.{caller} {difference}, which the function itself does not in the same "
+            f"way. A function may be traced before it is differentiated, so both must agree. Let "
+            f"{rule.removeprefix('The ')} call the function, or write the same Variables in both."
+        )
 
 
 def _holds_data(value: object) -> bool:

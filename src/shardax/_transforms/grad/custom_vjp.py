@@ -38,7 +38,7 @@ from shardax._core.state.state import State
 from shardax._core.variable import Param, Variable
 from shardax._transforms.errors import ClosureError, TransformError
 from shardax._transforms.grad import grad as diff
-from shardax._transforms.grad.vjp import refuse_objects
+from shardax._transforms.grad.custom_jvp import check_same_effects, nondiff_position, record_arrays
 from shardax._transforms.jit import eager
 from shardax._transforms.lift import binding, engine
 from shardax._transforms.lift.arguments import (
@@ -294,7 +294,7 @@ class CustomVjpCall:
         return self.call.run(values, plain, nondifferentiable[2], leave, which)
 
     def _leave(self, context: engine.RunContext):
-        outputs = self._record_effects(context, context.result)
+        outputs = record_arrays(context, context.result, "custom_vjp", self.emit)
         self._check_same_effects(context, outputs.effects)
         if not self.known:
             self.known = context.known()
@@ -306,22 +306,11 @@ class CustomVjpCall:
         return (outputs.result, outputs.written, outputs.fresh), packed
 
     def _forward(self, context: engine.RunContext) -> tuple[binding.LiftedOutputs, PackedResiduals]:
-        result = context.result
-        if not (isinstance(result, tuple) and len(result) == 2):
-            raise TransformError(
-                f"fwd of sx.custom_vjp must return (result, residuals), but it returned a "
-                f"{type(result).__name__}."
-            )
+        form = "(result, residuals)"
+        result = binding.returned_pair(context.result, "fwd of sx.custom_vjp", form)
         nondiff = [context.args[i] for i in self.nondiff if i not in self.static]
         packed = pack_residuals([nondiff, result[1]])
-        return self._record_effects(context, result[0]), packed
-
-    def _record_effects(self, context: engine.RunContext, result: object) -> binding.LiftedOutputs:
-        refuse_objects(result, "custom_vjp")
-        binding.check_result(result, "custom_vjp")
-        if context.frame.captured:
-            raise engine.RetraceRequest([item.outer for item in context.frame.captured])
-        return context.record_effects(result, self.emit)
+        return record_arrays(context, result[0], "custom_vjp", self.emit), packed
 
     def _check_same_effects(self, context: engine.RunContext, effects: binding.Effects) -> None:
         """Checks that every run has the effects of the first."""
@@ -330,19 +319,7 @@ class CustomVjpCall:
             self.effects, self.emit = effects, frozenset(effects.written)
             self.fresh_paths = _fresh_paths(context, effects)
             return
-        did, does = ((e.written, e.updates, e.fresh) for e in (first, effects))
-        if did != does:
-            extra = [
-                format_path(self.written_paths[position])
-                for position in effects.written
-                if position not in first.written
-            ]
-            difference = f"writes {', '.join(extra)}" if extra else "changes structure or metadata"
-            raise TransformError(
-                f"fwd of sx.custom_vjp {difference}, which the function itself does not in the "
-                f"same way. Here the function was traced before it was differentiated, so both "
-                f"must agree. Let fwd call the function, or write the same Variables in both."
-            )
+        check_same_effects(first, effects, self.written_paths, "fwd", "custom_vjp")
 
     def _backward(self, packed: PackedResiduals, cotangents):
         bwd, (of_result, of_written, of_fresh) = self.rule.bwd, cotangents
@@ -403,16 +380,13 @@ def _arguments(rule: CustomVjp, count: int) -> tuple[list[int], list[diff.DiffSt
     nondiff: list[int] = []
     for item in items:
         argnum = item.argnum if isinstance(item, diff.DiffState) else int(item)
-        if not -count <= argnum < count:
-            raise TransformError(
-                f"nondiff_argnums names the argument {argnum}, but the call has {count}."
-            )
-        if argnum % count in filters or argnum % count in nondiff:
+        position = nondiff_position(argnum, count)
+        if position in filters or position in nondiff:
             raise TransformError(f"nondiff_argnums names the argument {argnum} twice.")
         if isinstance(item, diff.DiffState):
-            filters[argnum % count] = item.filter
+            filters[position] = item.filter
         else:
-            nondiff.append(argnum % count)
+            nondiff.append(position)
     chosen = [
         diff.DiffState(position, filters.get(position, rule.wrt))
         for position in range(count)

@@ -38,6 +38,7 @@ from shardax._core.state.state import Origin, State, flatten_mapping, merged_val
 from shardax._core.variable import Param, Variable
 from shardax._transforms.errors import TransformError
 from shardax._transforms.lift import arguments as inputs
+from shardax._transforms.lift import binding
 from shardax._transforms.lift.engine import LiftedCall, SingleRunCall, decorator, wraps
 
 
@@ -378,34 +379,31 @@ def _choose(
     return DiffObject(root, where, whole, type(item).__name__, entries, remaining)
 
 
-def check_differentiable(
-    call: LiftedCall, target: DiffArgument, allow_int: bool, holomorphic: bool
-) -> None:
-    """Raises if a chosen array holds numbers that have no gradient."""
-    kind_needed = jnp.complexfloating if holomorphic else jnp.inexact
-    if allow_int:
-        return
+def _chosen_arrays(
+    call: LiftedCall, target: DiffArgument
+) -> Iterator[tuple[str, Path, Sequence[Any], str]]:
+    """Yields kind, path, arrays and a way out of everything chosen."""
     plain = call.arguments.plain[target.position]
-    # (kind, path, arrays, way out) of everything chosen.
-    candidates: list[tuple[str, Path, Sequence[Any], str]] = [
-        (
-            "array",
-            (target.label, *path),
-            [leaf],
-            "Pass it apart (argnums leaves it out), convert it",
-        )
-        for path, leaf in zip(
-            inputs.plain_paths(target.template, plain), jax.tree.leaves(plain), strict=True
-        )  # floats have gradients, and what is not a number JAX refuses itself
-        if isinstance(leaf, (jax.Array, np.ndarray, np.generic, bool, int))
-    ]
+    paths = inputs.plain_paths(target.template, plain)
+    for path, leaf in zip(paths, jax.tree.leaves(plain), strict=True):
+        # Floats have gradients, and what is not a number JAX refuses itself.
+        if isinstance(leaf, (jax.Array, np.ndarray, np.generic, bool, int)):
+            way_out = "Pass it apart (argnums leaves it out), convert it"
+            yield "array", (target.label, *path), [leaf], way_out
     for item in target.objects:
         for path, leaf, origin in item.entries:
             value = call.graph.leaves[leaf]._value
             arrays = [value] if isinstance(value, LazyValue) else jax.tree.leaves(value)
             where, kind = (*item.where, *path), origin.variable_type.__name__
-            candidates.append((kind, where, arrays, "Leave it out by a filter (wrt=...)"))
-    for kind, path, arrays, way_out in candidates:
+            yield kind, where, arrays, "Leave it out by a filter (wrt=...)"
+
+
+def check_differentiable(
+    call: LiftedCall, target: DiffArgument, allow_int: bool, holomorphic: bool
+) -> None:
+    """Raises if a chosen array holds numbers that have no gradient."""
+    kind_needed = jnp.complexfloating if holomorphic else jnp.inexact
+    for kind, path, arrays, way_out in () if allow_int else _chosen_arrays(call, target):
         for dtype in map(dtype_of, arrays):
             if not jnp.issubdtype(dtype, kind_needed):
                 raise TransformError(
@@ -618,9 +616,5 @@ def separate_aux(result: object, has_aux: bool, name: str) -> tuple[PyTree, PyTr
     """Returns (what is differentiated, aux) of what a function returned."""
     if not has_aux:
         return result, None
-    if isinstance(result, tuple) and len(result) == 2:
-        return result
-    raise TransformError(
-        f"With has_aux=True the function given to sx.{name} must return (result, aux), but it "
-        f"returned a {type(result).__name__}."
-    )
+    source = f"With has_aux=True the function given to sx.{name}"
+    return binding.returned_pair(result, source, "(result, aux)")

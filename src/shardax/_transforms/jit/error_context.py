@@ -9,7 +9,7 @@ other error keeps its type and text, and a note names the argument.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -125,6 +125,15 @@ def _shown(function) -> str:
     return getattr(function, "__qualname__", None) or type(function).__name__
 
 
+def _shared_arrays(pairs: Sequence[tuple[Path, Any]]) -> list[list[Path]]:
+    """Returns the paths of Variables with one array in common."""
+    owners: dict[int, list[Path]] = {}
+    for path, variable in pairs:
+        for leaf in jax.tree.leaves(variable._value):
+            owners.setdefault(id(leaf), []).append(path)
+    return [paths for paths in owners.values() if len(paths) > 1]
+
+
 def explain_values(error: Exception, program: Any, graph: Any) -> None:
     """Explains errors of absent, deleted or twice donated values."""
     pairs = list(zip(graph.flat.leaf_paths, graph.leaves, strict=True))
@@ -135,11 +144,7 @@ def explain_values(error: Exception, program: Any, graph: Any) -> None:
     if "delete" in str(error) or "donate" in str(error):
         refuse_deleted(graph.flat.leaf_paths, [leaf._value for leaf in graph.leaves])
     if program.donated_leaves and "donate" in str(error):
-        owners: dict[int, list[Path]] = {}
-        for path, variable in pairs:
-            for leaf in jax.tree.leaves(variable._value):
-                owners.setdefault(id(leaf), []).append(path)
-        twice = [paths for paths in owners.values() if len(paths) > 1]
+        twice = _shared_arrays(pairs)
         if twice:
             raise DonationError(
                 "Two Variables hold one and the same array, which cannot be donated twice: "
@@ -148,9 +153,8 @@ def explain_values(error: Exception, program: Any, graph: Any) -> None:
             ) from error
 
 
-def _explain_shardings(error: Exception, program, graph) -> None:
-    """Raises if declared shardings do not fit, listing all Variables."""
-    misfits = []
+def _sharding_misfits(program: Any, graph: Any) -> Iterator[str]:
+    """Yields Variables with unfitting declared shardings."""
     shardings = program.leaf_shardings
     for path, variable, sharding in zip(
         graph.flat.leaf_paths, graph.leaves, shardings, strict=True
@@ -159,9 +163,14 @@ def _explain_shardings(error: Exception, program, graph) -> None:
             try:
                 sharding.shard_shape(leaf.shape)
             except ValueError as reason:
-                misfits.append(f"  {format_path(path)}, shape {leaf.shape}: {reason}")
+                yield f"  {format_path(path)}, shape {leaf.shape}: {reason}"
             except IndexError:  # what JAX raises for arrays with too few dimensions
-                misfits.append(f"  {format_path(path)}, shape {leaf.shape}: {sharding} has more")
+                yield f"  {format_path(path)}, shape {leaf.shape}: {sharding} has more"
+
+
+def _explain_shardings(error: Exception, program, graph) -> None:
+    """Raises if declared shardings do not fit, listing all Variables."""
+    misfits = list(_sharding_misfits(program, graph))
     if misfits:
         raise PrefixError(
             f"in_shardings does not fit {len(misfits)} Variables; nothing was changed:\n"

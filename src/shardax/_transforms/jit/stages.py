@@ -290,11 +290,30 @@ class Compiled(_Stage):
         names: Sequence[Path],
         labels: Sequence[str],
     ) -> None:
+        lines = self._differences(arguments, graph, names, labels)
+        if not lines:
+            return
+        raise TransformError(
+            f"This Compiled of {self._source.jit!r} was called with arguments of another structure "
+            f"than it was compiled for (compiled -> given):\n"
+            + "\n".join(f"  {line}" for line in lines)
+            + "\nStatic arguments are not passed to a Compiled. To accept any structure, call the "
+            "jitted function instead; it compiles again when needed."
+        )
+
+    def _differences(
+        self,
+        arguments: inputs.SplitArguments,
+        graph: binding.InputGraph,
+        names: Sequence[Path],
+        labels: Sequence[str],
+    ) -> list[str]:
+        """Returns differences in structure from the compiled arguments."""
         program, graphdef = self._source.program, graph.flat.graphdef
         differences = structure_differences(program.graphdef, graphdef, program.names, names)
         templates = (arguments.templates, arguments.named)
         if not differences and templates == (program.templates, program.named):
-            return
+            return []
         differences += static_leaf_differences(program, arguments, labels)
         counts = [(len(item.templates), len(item.named)) for item in (arguments, program)]
         if counts[0] != counts[1]:
@@ -304,11 +323,4 @@ class Compiled(_Stage):
                 f"{counts[0][0]} positional arguments given, compiled for {counts[1][0]} "
                 f"({expected})",
             )
-        lines = differences or ["the arguments have other containers"]
-        raise TransformError(
-            f"This Compiled of {self._source.jit!r} was called with arguments of another structure "
-            f"than it was compiled for (compiled -> given):\n"
-            + "\n".join(f"  {line}" for line in lines)
-            + "\nStatic arguments are not passed to a Compiled. To accept any structure, call the "
-            "jitted function instead; it compiles again when needed."
-        )
+        return differences or ["the arguments have other containers"]

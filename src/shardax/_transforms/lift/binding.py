@@ -328,17 +328,23 @@ def _bits(value) -> list[bytes]:
     return [np.asarray(array).tobytes() for array in arrays]
 
 
-def check_unchanged(graph: InputGraph, effects: Effects) -> None:
-    """Raises if another thread has written or changed what would be overwritten."""
-    read = graph.read
-    if read is None or not several or frames.local.frame is not None:
-        return
+def _changed_elsewhere(graph: InputGraph, effects: Effects, read: Sequence[Any]) -> list[Path]:
+    """Returns what was written or changed since a call read it."""
     lost = [p for p in effects.written if _is_other(graph.leaves[p], read[p])]
     where = [graph.flat.leaf_paths[position] for position in lost]
     if effects.updates and graph.flat.epoch != epoch.current:
         now = InputGraph(graph.roots).flat.graphdef
         pairs = enumerate(zip(graph.flat.graphdef.objects, now.objects, strict=False))
         where += [graph.flat.paths[i] for i, (old, new) in pairs if old != new]
+    return where
+
+
+def check_unchanged(graph: InputGraph, effects: Effects) -> None:
+    """Raises if another thread has written or changed what would be overwritten."""
+    read = graph.read
+    if read is None or not several or frames.local.frame is not None:
+        return
+    where = _changed_elsewhere(graph, effects, read)
     if where:
         raise ConcurrentWriteError(
             f"Another thread changed {', '.join(map(format_path, where[:8]))} while this call ran, "
@@ -429,6 +435,13 @@ def check_no_leak(graph: InputGraph, outputs: LiftedOutputs) -> None:
 
 TEXTS = (str, bytes, enum.Enum)
 """What a compiled function may return besides arrays and objects, as it was when traced."""
+
+
+def returned_pair(result: object, source: str, form: str) -> tuple[Any, Any]:
+    """Returns the result of a function as a pair, or raises."""
+    if isinstance(result, tuple) and len(result) == 2:
+        return result
+    raise TransformError(f"{source} must return {form}, but it returned a {type(result).__name__}.")
 
 
 def check_result(result: object, name: str, others: tuple[type, ...] = ()) -> None:

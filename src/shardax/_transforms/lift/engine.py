@@ -30,7 +30,7 @@ from __future__ import annotations
 import functools
 import inspect
 import weakref
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, ParamSpec
 
 import jax
@@ -274,9 +274,13 @@ class RunContext(NamedTuple):
 
     def require_inputs(self) -> None:
         """Raises ``RetraceRequest`` if captured Variables were changed."""
-        changed = self.captured()
-        if changed:
-            raise RetraceRequest([item.outer for item in changed])
+        retrace_with(self.captured())
+
+
+def retrace_with(captured: Sequence[frames.CapturedVariable]) -> None:
+    """Raises ``RetraceRequest`` if Variables were captured."""
+    if captured:
+        raise RetraceRequest([item.outer for item in captured])
 
 
 def ending_well(
@@ -469,20 +473,22 @@ def check_operands(
     call: LiftedCall, advice: str = "give it to the functions by functools.partial or a closure"
 ) -> None:
     """Raises if an argument is neither arrays nor objects."""
+    for path, leaf in _plain_leaves(call):
+        if isinstance(leaf, ARRAY_OR_NUMBER) or hasattr(leaf, "dtype") or graphs.is_object(leaf):
+            continue
+        raise TransformError(
+            f"{format_path(path)} of sx.{call.name} is a {type(leaf).__name__}, which is neither "
+            "an array or number nor a Module, Variable or pytree of these. If it is "
+            f"configuration, {advice}."
+        )
+
+
+def _plain_leaves(call: LiftedCall) -> Iterator[tuple[Path, Any]]:
+    """Yields the leaves of arguments besides objects, with paths."""
     arguments = call.arguments
     positional = zip(call.labels, arguments.templates, arguments.plain, strict=True)
     named = ((name, template, arguments.plain_named[name]) for name, template in arguments.named)
     for label, template, plain in (*positional, *named):
         paths = inputs.plain_paths(template, plain)
         for path, leaf in zip(paths, jax.tree.leaves(plain), strict=True):
-            if (
-                isinstance(leaf, ARRAY_OR_NUMBER)
-                or hasattr(leaf, "dtype")
-                or graphs.is_object(leaf)
-            ):
-                continue
-            raise TransformError(
-                f"{format_path((label, *path))} of sx.{call.name} is a {type(leaf).__name__}, "
-                "which is neither an array or number nor a Module, Variable or pytree of these. "
-                f"If it is configuration, {advice}."
-            )
+            yield (label, *path), leaf

@@ -455,7 +455,7 @@ class _AxisFinder:
         if position is None:
             if part.is_stream:
                 reason = "a random stream: every batch element draws its own numbers"
-                return self._checked(part, 0, reason)
+                return self._choice_along(part, 0, reason)
             return self._found(part, declared=False)
         entry, name = self.entries[position], _shown(self.filters[position])
         if entry is None:
@@ -464,7 +464,7 @@ class _AxisFinder:
             return self._found(part, declared=True)
         if isinstance(entry, str):
             return self._named(part, entry)
-        return self._checked(part, entry, f"declared by {name}")
+        return self._choice_along(part, entry, f"declared by {name}")
 
     def _named(self, part: BatchPart, name: str) -> AxisChoice:
         """Chooses the dimension that has a logical name."""
@@ -479,9 +479,9 @@ class _AxisFinder:
                 f"is a NamedArray, and vmap maps its positional dimensions alone: "
                 f"x.untag({name!r}) makes {name!r} one; sx.named.nmap maps names"
             )
-        return self._checked(part, part.names.index(name), f"its dimension {name!r}")
+        return self._choice_along(part, part.names.index(name), f"its dimension {name!r}")
 
-    def _checked(self, part: BatchPart, axis: int, reason: str) -> AxisChoice:
+    def _choice_along(self, part: BatchPart, axis: int, reason: str) -> AxisChoice:
         """Chooses an axis that every array of the part has."""
         shapes = [tuple(array.shape) for array in part.arrays]
         splits = part.is_stream and shapes == [()]  # vmap makes one key for each batch element
@@ -540,7 +540,7 @@ def _shown(item) -> str:
     return item.__name__ if isinstance(item, type) else repr(item)
 
 
-def check_automatic(in_axes: str, batch: PyTree, axis_size: int | None) -> Batch:
+def automatic_batch(in_axes: str, batch: PyTree, axis_size: int | None) -> Batch:
     """Returns how ``vmap`` is to find the axes of its arguments."""
     if in_axes != "auto":
         raise PrefixError(

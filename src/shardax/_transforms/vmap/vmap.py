@@ -22,7 +22,7 @@ from shardax._transforms.errors import PrefixError, TransformError
 from shardax._transforms.lift import prefix
 from shardax._transforms.lift.engine import LiftedCall, RunContext, SealedFrame, decorator, wraps
 from shardax._transforms.vmap import axes as mapped
-from shardax._transforms.vmap.batch_axes import Batch, check_automatic, filter_text
+from shardax._transforms.vmap.batch_axes import Batch, automatic_batch, filter_text
 
 _REASON = (
     "so all batch elements would write the one Variable. Pass the Module that holds it as an "
@@ -93,7 +93,7 @@ def vmap(
     """
     axis_size = mapped.as_count(axis_size, "axis_size")
     if isinstance(in_axes, str):
-        in_axes = check_automatic(in_axes, batch, axis_size)
+        in_axes = automatic_batch(in_axes, batch, axis_size)
         axis_size = in_axes.size
     else:
         prefix.check_axes_only(in_axes, "in_axes")

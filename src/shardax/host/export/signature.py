@@ -29,6 +29,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardax._core._jax import is_prng_key
+from shardax._core.errors import naming_package
 from shardax._core.graph.paths import Path, format_path
 from shardax._transforms.lift.arguments import leaf_paths
 from shardax.host.errors import ExportError
@@ -44,13 +45,9 @@ WEIGHTS = "weights.safetensors"
 
 def require_extras() -> None:
     """Raise if a library for artifacts is missing."""
-    try:
+    with naming_package("An artifact", "shardax[export]"):
         import flatbuffers  # noqa: F401 (jax.export serializes with it)
         import safetensors  # noqa: F401
-    except ImportError as error:
-        raise ImportError(
-            f"Artifacts need {error.name}, which is not installed: pip install 'shardax[export]'"
-        ) from error
 
 
 def checksum(file: pathlib.Path) -> str:

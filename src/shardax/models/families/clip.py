@@ -10,12 +10,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from shardax.models import kinds
 from shardax.models.families import shared
 from shardax.models.families.encoders import PatchPositions
 from shardax.models.family import (
-    BOOLEAN,
-    INTEGER,
-    SIZE,
     ConfigEdit,
     DualFamily,
     Family,
@@ -117,7 +115,7 @@ class EndToken(FieldGroup):
     OLD = 2
 
     def read(self, take: Taker) -> Mapping[str, Any]:
-        token = take("eos_token_id", 49407, kind=INTEGER)
+        token = take("eos_token_id", 49407, kind=kinds.INTEGER)
         return (
             {"pooling": "highest"} if token == self.OLD else {"pooling": "end", "end_token": token}
         )
@@ -172,8 +170,8 @@ class PooledSize(FieldGroup):
     """The size of what a text is pooled to."""
 
     def read(self, take: Taker) -> Mapping[str, Any]:
-        size = take("projection_size", None, kind=SIZE.or_null)
-        return {"pooler_dim": 0 if size in (None, take("hidden_size", kind=SIZE)) else size}
+        size = take("projection_size", None, kind=kinds.SIZE.or_null)
+        return {"pooler_dim": 0 if size in (None, take("hidden_size", kind=kinds.SIZE)) else size}
 
     def write(self, edit: ConfigEdit) -> None:
         if edit.changes("pooler_dim", "embed_dim"):
@@ -184,7 +182,7 @@ class PoolingHead(FieldGroup):
     """Whether an image is pooled by attention."""
 
     def read(self, take: Taker) -> Mapping[str, Any]:
-        has_head = take("vision_use_head", True, kind=BOOLEAN)
+        has_head = take("vision_use_head", True, kind=kinds.BOOLEAN)
         return {"pooling": "attention" if has_head else "first"}
 
     def write(self, edit: ConfigEdit) -> None:

@@ -11,20 +11,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
+from shardax.models import kinds
 from shardax.models.convnext import ConvNeXtConfig
 from shardax.models.families import shared
 from shardax.models.families.encoders import BackboneStages
-from shardax.models.family import (
-    INTEGERS,
-    NUMBER,
-    SIZE,
-    ConfigEdit,
-    Family,
-    Field,
-    FieldGroup,
-    PretrainedError,
-    Taker,
-)
+from shardax.models.family import ConfigEdit, Family, Field, FieldGroup, Taker
+from shardax.models.kinds import PretrainedError
 from shardax.models.tensors import Tensor, Tensors, linear, norm, part
 
 
@@ -32,9 +24,9 @@ class StageSizes(FieldGroup):
     """The width and depth of each stage."""
 
     def read(self, take: Taker) -> Mapping[str, Any]:
-        widths = take("hidden_sizes", [96, 192, 384, 768], kind=INTEGERS)
-        depths = take("depths", [3, 3, 9, 3], kind=INTEGERS)
-        count = take("num_stages", 4, kind=SIZE)
+        widths = take("hidden_sizes", [96, 192, 384, 768], kind=kinds.INTEGERS)
+        depths = take("depths", [3, 3, 9, 3], kind=kinds.INTEGERS)
+        count = take("num_stages", 4, kind=kinds.SIZE)
         if not count == len(widths) == len(depths) or min([*widths, *depths], default=0) < 1:
             raise PretrainedError(
                 f"num_stages={count}, hidden_sizes={widths} and depths={depths} are not positive "
@@ -58,7 +50,7 @@ class LayerScale(FieldGroup):
     """Whether blocks are scaled, by the first value of their scales."""
 
     def read(self, take: Taker) -> Mapping[str, Any]:
-        return {"layer_scale": take("layer_scale_init_value", 1e-6, kind=NUMBER) > 0}
+        return {"layer_scale": take("layer_scale_init_value", 1e-6, kind=kinds.NUMBER) > 0}
 
     def write(self, edit: ConfigEdit) -> None:
         if edit.changes("layer_scale"):

@@ -12,22 +12,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from shardax.models import kinds
 from shardax.models.families import shared
 from shardax.models.families.rope import Rotary
-from shardax.models.family import (
-    BOOLEAN,
-    INTEGER,
-    NUMBER,
-    SIZE,
-    TEXT,
-    ConfigEdit,
-    Family,
-    Field,
-    FieldGroup,
-    PretrainedError,
-    Taker,
-    brief,
-)
+from shardax.models.family import ConfigEdit, Family, Field, FieldGroup, Taker
+from shardax.models.kinds import PretrainedError, brief
 from shardax.models.tensors import HEADS, Tensor, in_layers, linear
 
 
@@ -36,18 +25,17 @@ class LatentHeads(Rotary):
 
     def read(self, take: Taker) -> Mapping[str, Any]:
         plain, rotated = (
-            take(name, default, kind=SIZE)
+            take(name, default, kind=kinds.SIZE)
             for name, default in (("qk_nope_head_dim", 128), ("qk_rope_head_dim", 64))
         )
-        heads = take("num_attention_heads", kind=SIZE)
+        heads = take("num_attention_heads", kind=kinds.SIZE)
         for name, value in (
             ("head_dim", rotated),
             ("qk_head_dim", plain + rotated),
             ("num_key_value_heads", heads),
         ):
-            stated = take(name, None, kind=SIZE.or_null)
-            if stated not in (None, value):
-                raise PretrainedError(f"{name}={stated!r} is not supported, only {value} here")
+            stated = take(name, None, kind=kinds.SIZE.or_null)
+            kinds.check_supported(name, stated, stated in (None, value), f", only {value} here")
         tables: list[dict[str, Any]] = []
 
         def take_table(name: str, *default: Any, **options: Any) -> Any:
@@ -58,7 +46,9 @@ class LatentHeads(Rotary):
             return {n: x for n, x in value.items() if not n.startswith("mscale")}
 
         rope = super().read(take_table)["rope"]
-        interleaved = self.interleaved or bool(take("rope_interleave", True, kind=BOOLEAN.or_null))
+        interleaved = self.interleaved or bool(
+            take("rope_interleave", True, kind=kinds.BOOLEAN.or_null)
+        )
         fields = {"head_dim": plain + rotated, "rope_dim": rotated, "num_kv_heads": heads}
         scales = tables[0] if tables else {}  # rope_scaling goes before rope_parameters
         return fields | _scaled(replace(rope, interleaved=interleaved), plain + rotated, scales)
@@ -72,7 +62,7 @@ class LatentHeads(Rotary):
 
 def _scaled(rope: Any, head_dim: int, scales: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a rotary embedding and the scale of scores."""
-    wrong = [f"{n}={brief(x)}" for n, x in scales.items() if NUMBER.positive.problem(n, x)]
+    wrong = [f"{n}={brief(x)}" for n, x in scales.items() if kinds.NUMBER.positive.problem(n, x)]
     unknown = scales.keys() - {"mscale", "mscale_all_dim"}
     if wrong or unknown or (scales and rope.kind != "yarn"):
         listed = ", ".join([*wrong, *unknown]) or ", ".join(scales)
@@ -93,15 +83,16 @@ class ExpertGroups(FieldGroup):
     """Groups of experts, if ``topk_method`` says that they are chosen by groups."""
 
     def read(self, take: Taker) -> Mapping[str, Any]:
-        method = take("topk_method", "greedy", kind=TEXT)
-        groups, chosen = (take(n, None, kind=INTEGER.or_null) for n in ("n_group", "topk_group"))
+        method = take("topk_method", "greedy", kind=kinds.TEXT)
+        groups, chosen = (
+            take(n, None, kind=kinds.INTEGER.or_null) for n in ("n_group", "topk_group")
+        )
         if method == "greedy":
             return {}
-        if method != "group_limited_greedy" or groups is None or chosen is None:
-            raise PretrainedError(
-                f"topk_method={method!r} with n_group={groups} and topk_group={chosen} is not "
-                f"supported, only 'greedy', or 'group_limited_greedy' with both"
-            )
+        fits = method == "group_limited_greedy" and None not in (groups, chosen)
+        limits = ", only 'greedy', or 'group_limited_greedy' with both"
+        stated = f" with n_group={groups} and topk_group={chosen}"
+        kinds.check_supported("topk_method", method, fits, stated + limits)
         return {"expert_groups": groups, "groups_per_token": chosen}
 
 

@@ -11,21 +11,15 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from shardax.models import kinds
 from shardax.models.families import shared
 from shardax.models.family import (
-    ACTIVATION_NAMES,
-    BOOLEAN,
-    SIZE,
-    TEXT,
     ConfigEdit,
     EncoderDecoderFamily,
     Field,
     FieldGroup,
     HalfFamily,
-    PretrainedError,
     Taker,
-    brief,
-    published_activation,
 )
 from shardax.models.tensors import Tensor, Tensors, embedding, in_layers, linear, norm, part
 
@@ -61,22 +55,18 @@ class Units(FieldGroup):
     """The activation of the MLP, and whether it is gated."""
 
     def read(self, take: Taker) -> Mapping[str, Any]:
-        name = take("feed_forward_proj", "relu", kind=TEXT)
+        name = take("feed_forward_proj", "relu", kind=kinds.TEXT)
         gate, _, activation = name.rpartition("-")
-        if gate not in ("", "gated"):
-            raise PretrainedError(f"feed_forward_proj={brief(name)} is not supported")
+        kinds.check_supported("feed_forward_proj", name, gate in ("", "gated"))
         # These two go before the first one, if they are there.
         default = "gelu_new" if name == "gated-gelu" else activation
-        activation = take("dense_act_fn", default, kind=TEXT)
-        if activation not in ACTIVATION_NAMES:
-            names = ", ".join(ACTIVATION_NAMES)
-            raise PretrainedError(f"dense_act_fn={brief(activation)} is none of {names}")
-        is_gated = take("is_gated_act", gate == "gated", kind=BOOLEAN)
-        return {"gated": is_gated, "activation": ACTIVATION_NAMES[activation]}
+        activation = take("dense_act_fn", default, kind=kinds.TEXT)
+        is_gated = take("is_gated_act", gate == "gated", kind=kinds.BOOLEAN)
+        return {"gated": is_gated, "activation": kinds.known_activation("dense_act_fn", activation)}
 
     def write(self, edit: ConfigEdit) -> None:
         if edit.changes("gated", "activation"):
-            name = published_activation(edit.config.activation)
+            name = kinds.published_activation(edit.config.activation)
             edit.content["feed_forward_proj"] = f"gated-{name}" if edit.config.gated else name
             edit.content["dense_act_fn"] = name
             edit.content["is_gated_act"] = edit.config.gated
@@ -86,8 +76,8 @@ class DecoderLayers(FieldGroup):
     """The decoder's number of layers, by default the encoder's."""
 
     def read(self, take: Taker) -> Mapping[str, Any]:
-        count = take("num_decoder_layers", None, kind=SIZE.or_null)
-        return {"num_layers": take("num_layers", 6, kind=SIZE) if count is None else count}
+        count = take("num_decoder_layers", None, kind=kinds.SIZE.or_null)
+        return {"num_layers": take("num_layers", 6, kind=kinds.SIZE) if count is None else count}
 
     def write(self, edit: ConfigEdit) -> None:
         if edit.changes("num_layers"):
@@ -98,9 +88,9 @@ class TiedDecoderHead(FieldGroup):
     """Whether the head is tied, and whether its inputs are scaled."""
 
     def read(self, take: Taker) -> Mapping[str, Any]:
-        is_tied = take("tie_word_embeddings", True, kind=BOOLEAN.or_null) is not False
-        is_scaled = take("scale_decoder_outputs", is_tied, kind=BOOLEAN)
-        size = take("d_model", 512, kind=SIZE)
+        is_tied = take("tie_word_embeddings", True, kind=kinds.BOOLEAN.or_null) is not False
+        is_scaled = take("scale_decoder_outputs", is_tied, kind=kinds.BOOLEAN)
+        size = take("d_model", 512, kind=kinds.SIZE)
         return {"tied_head": is_tied, "logit_scale": size**-0.5 if is_scaled else None}
 
     def write(self, edit: ConfigEdit) -> None:
@@ -222,7 +212,7 @@ class LearnedPositions(FieldGroup):
     ROWS = 2
 
     def read(self, take: Taker) -> Mapping[str, Any]:
-        count = take("max_position_embeddings", 1024, kind=SIZE)
+        count = take("max_position_embeddings", 1024, kind=kinds.SIZE)
         return {"max_positions": count + self.ROWS, "position_offset": self.ROWS}
 
     def write(self, edit: ConfigEdit) -> None:
@@ -234,8 +224,8 @@ class RootScale(FieldGroup):
     """Whether the embedding is multiplied by the root of its size."""
 
     def read(self, take: Taker) -> Mapping[str, Any]:
-        is_scaled = take("scale_embedding", False, kind=BOOLEAN.or_null)
-        return {"embed_scale": take("d_model", kind=SIZE) ** 0.5 if is_scaled else None}
+        is_scaled = take("scale_embedding", False, kind=kinds.BOOLEAN.or_null)
+        return {"embed_scale": take("d_model", kind=kinds.SIZE) ** 0.5 if is_scaled else None}
 
     def write(self, edit: ConfigEdit) -> None:
         if edit.changes("embed_scale"):
@@ -246,12 +236,10 @@ class EncoderLayers(FieldGroup):
     """The number of layers of the encoder, which files may have twice."""
 
     def read(self, take: Taker) -> Mapping[str, Any]:
-        count = take("encoder_layers", kind=SIZE)
-        again = take("num_hidden_layers", count, kind=SIZE)
-        if again != count:
-            raise PretrainedError(
-                f"num_hidden_layers={again} is not supported beside encoder_layers={count}"
-            )
+        count = take("encoder_layers", kind=kinds.SIZE)
+        again = take("num_hidden_layers", count, kind=kinds.SIZE)
+        beside = f" beside encoder_layers={count}"
+        kinds.check_supported("num_hidden_layers", again, again == count, beside)
         return {}
 
     def write(self, edit: ConfigEdit) -> None:

@@ -11,22 +11,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
+from shardax.models import kinds
 from shardax.models.families import shared
 from shardax.models.families.rope import RotaryByLayerType
-from shardax.models.family import (
-    BOOLEAN,
-    INTEGER,
-    NUMBER,
-    SIZE,
-    TEXT,
-    ConfigEdit,
-    Family,
-    Field,
-    FieldGroup,
-    PretrainedError,
-    Taker,
-    brief,
-)
+from shardax.models.family import ConfigEdit, Family, Field, FieldGroup, Taker
 from shardax.models.tensors import HEADS, Tensor, Tensors, embedding, in_layers, linear, norm, part
 
 # --- what they share ------------------------------------------------------------------------------
@@ -240,7 +228,10 @@ class EmbeddingSize(FieldGroup):
     """The size of embeddings, projected if it is another."""
 
     def read(self, take: Taker) -> Mapping[str, Any]:
-        size, features = take("embedding_size", 128, kind=SIZE), take("hidden_size", kind=SIZE)
+        size, features = (
+            take("embedding_size", 128, kind=kinds.SIZE),
+            take("hidden_size", kind=kinds.SIZE),
+        )
         return {"token_dim": 0 if size == features else size}
 
     def write(self, edit: ConfigEdit) -> None:
@@ -326,8 +317,8 @@ class LocalAttention(FieldGroup):
     """Windows to both sides, of all layers but some."""
 
     def read(self, take: Taker) -> Mapping[str, Any]:
-        window = take("local_attention", 128, kind=INTEGER) // 2 + 1
-        period = take("global_attn_every_n_layers", 3, kind=SIZE)
+        window = take("local_attention", 128, kind=kinds.INTEGER) // 2 + 1
+        period = take("global_attn_every_n_layers", 3, kind=kinds.SIZE)
         return shared.windows_by_layer(take, window, lambda layer: layer % period > 0)
 
     def write(self, edit: ConfigEdit) -> None:
@@ -343,11 +334,9 @@ class Pooling(FieldGroup):
     names: ClassVar = {"cls": "first", "mean": "mean"}
 
     def read(self, take: Taker) -> Mapping[str, Any]:
-        name = take("classifier_pooling", "cls", kind=TEXT)
-        if name not in self.names:
-            raise PretrainedError(
-                f"classifier_pooling={brief(name)} is not supported, only 'cls' or 'mean'"
-            )
+        name = take("classifier_pooling", "cls", kind=kinds.TEXT)
+        fits = name in self.names
+        kinds.check_supported("classifier_pooling", name, fits, ", only 'cls' or 'mean'")
         return {"pooling": self.names[name]}
 
     def write(self, edit: ConfigEdit) -> None:
@@ -361,7 +350,7 @@ class NormBias(FieldGroup):
     """Whether norms have biases."""
 
     def read(self, take: Taker) -> Mapping[str, Any]:
-        has_bias = take("norm_bias", False, kind=BOOLEAN.or_null)
+        has_bias = take("norm_bias", False, kind=kinds.BOOLEAN.or_null)
         return {"norm": "layer" if has_bias else "layer_unbiased"}
 
     def write(self, edit: ConfigEdit) -> None:
@@ -444,8 +433,8 @@ class PatchPositions(FieldGroup):
         self.patch_size, self.first_vector = patch_size, first_vector
 
     def read(self, take: Taker) -> Mapping[str, Any]:
-        side = take("patch_size", self.patch_size, kind=SIZE)
-        per_side = take("image_size", 224, kind=SIZE) // max(side, 1)
+        side = take("patch_size", self.patch_size, kind=kinds.SIZE)
+        per_side = take("image_size", 224, kind=kinds.SIZE) // max(side, 1)
         return {"vocab_size": 0, "max_positions": per_side**2 + self.first_vector}
 
 
@@ -521,8 +510,8 @@ class MlpRatio(FieldGroup):
     """The size of the MLP's hidden layer, by a ratio."""
 
     def read(self, take: Taker) -> Mapping[str, Any]:
-        ratio = take("mlp_ratio", 4, kind=NUMBER.positive)
-        return {"mlp_dim": int(take("hidden_size", kind=SIZE) * ratio)}
+        ratio = take("mlp_ratio", 4, kind=kinds.NUMBER.positive)
+        return {"mlp_dim": int(take("hidden_size", kind=kinds.SIZE) * ratio)}
 
     def write(self, edit: ConfigEdit) -> None:
         if edit.changes("mlp_dim", "embed_dim"):

@@ -14,22 +14,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from shardax.models import kinds
 from shardax.models.families import shared
 from shardax.models.families.rope import Rotary, RotaryByLayerType
-from shardax.models.family import (
-    ACTIVATION_NAMES,
-    NUMBER,
-    SIZE,
-    TEXT,
-    ConfigEdit,
-    Family,
-    Field,
-    FieldGroup,
-    PretrainedError,
-    Taker,
-    brief,
-    published_activation,
-)
+from shardax.models.family import ConfigEdit, Family, Field, FieldGroup, Taker
+from shardax.models.kinds import PretrainedError, brief
 from shardax.models.tensors import Tensors, norm
 
 # --- what the three share -------------------------------------------------------------------------
@@ -47,7 +36,7 @@ class ScaledEmbedding(FieldGroup):
     """The factor of the embedding, the root of its size."""
 
     def read(self, take: Taker) -> Mapping[str, Any]:
-        return {"embed_scale": take("hidden_size", kind=SIZE) ** 0.5}
+        return {"embed_scale": take("hidden_size", kind=kinds.SIZE) ** 0.5}
 
 
 class Activation(FieldGroup):
@@ -58,12 +47,12 @@ class Activation(FieldGroup):
         self.alias = "hidden_act" if name == "hidden_activation" else "hidden_activation"
 
     def read(self, take: Taker) -> Mapping[str, Any]:
-        activation = take(self.name, "gelu_pytorch_tanh", kind=TEXT.or_null)
-        alias = take(self.alias, None, kind=TEXT.or_null)
+        activation = take(self.name, "gelu_pytorch_tanh", kind=kinds.TEXT.or_null)
+        alias = take(self.alias, None, kind=kinds.TEXT.or_null)
         names = {function for function in (activation, alias) if function is not None}
         # The first files say "gelu" and mean its approximation, as transformers reads them.
         names = {"gelu_pytorch_tanh" if function == "gelu" else function for function in names}
-        functions = {ACTIVATION_NAMES.get(function) for function in names}
+        functions = {kinds.ACTIVATION_NAMES.get(function) for function in names}
         if len(functions) != 1 or None in functions:
             raise PretrainedError(
                 f"{self.name}={brief(activation)} beside {brief(alias)} is not supported: write "
@@ -73,7 +62,7 @@ class Activation(FieldGroup):
 
     def write(self, edit: ConfigEdit) -> None:
         if edit.changes("activation"):
-            activation = published_activation(edit.config.activation)
+            activation = kinds.published_activation(edit.config.activation)
             edit.content[self.name] = activation
             if self.alias in edit.content:
                 edit.content[self.alias] = activation
@@ -83,7 +72,7 @@ class QueryScale(FieldGroup):
     """The scale of attention's scores, by the square of its inverse."""
 
     def read(self, take: Taker) -> Mapping[str, Any]:
-        scalar = take("query_pre_attn_scalar", 256, kind=NUMBER.positive)
+        scalar = take("query_pre_attn_scalar", 256, kind=kinds.NUMBER.positive)
         return {"attention_scale": scalar**-0.5}
 
     def write(self, edit: ConfigEdit) -> None:
@@ -142,14 +131,12 @@ class AlternatingWindows(FieldGroup):
     """A window of all layers but each sixth, or another number."""
 
     def read(self, take: Taker) -> Mapping[str, Any]:
-        period = take("sliding_window_pattern", None, kind=SIZE.or_null) or 6
-        newer_period = take("_sliding_window_pattern", None, kind=SIZE.or_null)
+        period = take("sliding_window_pattern", None, kind=kinds.SIZE.or_null) or 6
+        newer_period = take("_sliding_window_pattern", None, kind=kinds.SIZE.or_null)
         windows = shared.read_windows(take, 4096, lambda layer: (layer + 1) % period > 0)
-        if take("layer_types", None) is None and newer_period not in (None, period):
-            raise PretrainedError(
-                f"_sliding_window_pattern={newer_period!r} is not supported without layer_types, "
-                f"as transformers takes no notice of it: write sliding_window_pattern"
-            )
+        fits = take("layer_types", None) is not None or newer_period in (None, period)
+        limits = f" without layer_types{kinds.UNNOTICED}: write sliding_window_pattern"
+        kinds.check_supported("_sliding_window_pattern", newer_period, fits, limits)
         return windows
 
     def write(self, edit: ConfigEdit) -> None:

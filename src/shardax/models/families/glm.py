@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from shardax.models import kinds
 from shardax.models.families import shared
 from shardax.models.families.rope import Rotary
-from shardax.models.family import BOOLEAN, ConfigEdit, Family, Field, Taker
+from shardax.models.family import ConfigEdit, Family, Field, Taker
 from shardax.models.tensors import Tensor, in_layers, norm
 
 # Half of a head is turned, its real and imaginary parts alternating; gate and up are one tensor.
@@ -45,7 +46,7 @@ class NormedExpertLayers(shared.ExpertLayers):
     """The layers with experts, and whether queries and keys have norms."""
 
     def read(self, take: Taker) -> Mapping[str, Any]:
-        has_norms = take("use_qk_norm", False, kind=BOOLEAN)
+        has_norms = take("use_qk_norm", False, kind=kinds.BOOLEAN)
         return {**super().read(take), "qk_norm": "head" if has_norms else None}
 
     def write(self, edit: ConfigEdit) -> None:

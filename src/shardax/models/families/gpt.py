@@ -10,22 +10,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from shardax.models import mxfp4
+from shardax.models import kinds, mxfp4
 from shardax.models.families import shared
 from shardax.models.families.rope import Rotary, read_rope
-from shardax.models.family import (
-    BOOLEAN,
-    INTEGER,
-    NUMBER,
-    SIZE,
-    TABLE,
-    ConfigEdit,
-    Family,
-    Field,
-    FieldGroup,
-    PretrainedError,
-    Taker,
-)
+from shardax.models.family import ConfigEdit, Family, Field, FieldGroup, Taker
 from shardax.models.tensors import (
     HEADS,
     AxisLike,
@@ -46,8 +34,8 @@ class InnerSize(FieldGroup):
     """The size of the MLP, by default four times the embedding's."""
 
     def read(self, take: Taker) -> Mapping[str, Any]:
-        inner = take("n_inner", None, kind=INTEGER.or_null)
-        size = take("n_embd", kind=SIZE)
+        inner = take("n_inner", None, kind=kinds.INTEGER.or_null)
+        size = take("n_embd", kind=kinds.SIZE)
         return {"mlp_dim": 4 * size if inner is None else inner}
 
     def write(self, edit: ConfigEdit) -> None:
@@ -59,7 +47,7 @@ class ScaledScores(FieldGroup):
     """Whether scores are divided by the root of a head's size."""
 
     def read(self, take: Taker) -> Mapping[str, Any]:
-        is_scaled = take("scale_attn_weights", True, kind=BOOLEAN)
+        is_scaled = take("scale_attn_weights", True, kind=kinds.BOOLEAN)
         return {"attention_scale": None if is_scaled else 1.0}
 
     def write(self, edit: ConfigEdit) -> None:
@@ -120,10 +108,10 @@ class NeoxRotary(Rotary):
     """The rotary embedding, with older names of its base and fraction."""
 
     def read(self, take: Taker) -> Mapping[str, Any]:
-        base = take("rotary_emb_base", 10_000.0, kind=NUMBER)
-        fraction = take("rotary_pct", 0.25, kind=NUMBER)
+        base = take("rotary_emb_base", 10_000.0, kind=kinds.NUMBER)
+        fraction = take("rotary_pct", 0.25, kind=kinds.NUMBER)
         ignored = {
-            name: take(name, None, kind=NUMBER.or_null)
+            name: take(name, None, kind=kinds.NUMBER.or_null)
             for name in ("rope_theta", "partial_rotary_factor")
         }
 
@@ -132,11 +120,9 @@ class NeoxRotary(Rotary):
 
         rope = read_rope(take_noticed, base=base, fraction=fraction)
         for name, value in zip(ignored, (rope.base, rope.fraction), strict=True):
-            if ignored[name] not in (None, value):
-                raise PretrainedError(
-                    f"{name}={ignored[name]!r} is not supported, as transformers takes no notice "
-                    f"of it: write rope_parameters={{{name!r}: {ignored[name]!r}}}"
-                )
+            remedy = f": write rope_parameters={{{name!r}: {ignored[name]!r}}}"
+            fits = ignored[name] in (None, value)
+            kinds.check_supported(name, ignored[name], fits, kinds.UNNOTICED + remedy)
         return {"rope": rope}
 
 
@@ -144,7 +130,7 @@ class ParallelResidual(FieldGroup):
     """Whether attention and MLP read the same input."""
 
     def read(self, take: Taker) -> Mapping[str, Any]:
-        return {"parallel": take("use_parallel_residual", True, kind=BOOLEAN)}
+        return {"parallel": take("use_parallel_residual", True, kind=kinds.BOOLEAN)}
 
     def write(self, edit: ConfigEdit) -> None:
         if edit.changes("parallel"):
@@ -277,8 +263,8 @@ class ClippedExperts(FieldGroup):
     """The bound of the experts' units, and how their kernels are packed."""
 
     def read(self, take: Taker) -> Mapping[str, Any]:
-        mxfp4.check_packing(take(mxfp4.PACKING, None, kind=TABLE.or_null))
-        return {"expert_limit": take("swiglu_limit", 7.0, kind=NUMBER.positive)}
+        mxfp4.check_packing(take(mxfp4.PACKING, None, kind=kinds.TABLE.or_null))
+        return {"expert_limit": take("swiglu_limit", 7.0, kind=kinds.NUMBER.positive)}
 
     def write(self, edit: ConfigEdit) -> None:
         if edit.changes("expert_limit") and edit.config.expert_limit is not None:

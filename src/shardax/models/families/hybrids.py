@@ -8,29 +8,15 @@ fields and defaults, ``modeling_*.py`` for tensors.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
+from shardax.models import kinds
 from shardax.models.families import shared
 from shardax.models.families.qwen import SparseLayers
 from shardax.models.families.rope import Rotary
-from shardax.models.family import (
-    ACTIVATION_NAMES,
-    BOOLEAN,
-    INTEGERS,
-    NUMBER,
-    SIZE,
-    TEXT,
-    TEXTS,
-    ConfigEdit,
-    Family,
-    Field,
-    FieldGroup,
-    PretrainedError,
-    Taker,
-    brief,
-    published_activation,
-)
+from shardax.models.family import ConfigEdit, Family, Field, FieldGroup, Taker
+from shardax.models.kinds import PretrainedError, brief
 from shardax.models.layers.recurrent import (
     GatedDeltaConfig,
     ShortConvolutionConfig,
@@ -48,21 +34,7 @@ from shardax.models.tensors import (
 )
 
 
-def _recurrent_layers(take: Taker, kind: str, is_recurrent: Callable[[int], bool]) -> list[bool]:
-    """Reads the layers of a kind, by ``layer_types`` or their numbers."""
-    count = take("num_hidden_layers", kind=SIZE)
-    types = take("layer_types", None, kind=TEXTS.or_null)
-    if types is None:
-        return list(map(is_recurrent, range(count)))
-    if set(types) <= {kind, "full_attention"} and len(types) == count:
-        return [name == kind for name in types]
-    raise PretrainedError(
-        f"layer_types={brief(types)} is not supported for {count} layers, only {kind!r} or "
-        f"'full_attention' for each"
-    )
-
-
-def _with_layers(recurrent: Any, chosen: list[bool]) -> dict[str, Any]:
+def _with_layers(recurrent: Any, chosen: Sequence[bool]) -> dict[str, Any]:
     """Returns a mixer of chosen layers, as fields of ``TransformerConfig``."""
     if not any(chosen):
         return {}
@@ -84,11 +56,13 @@ class ConvolutionLayers(FieldGroup):
     """Short convolutions, and the layers that have them."""
 
     def read(self, take: Taker) -> Mapping[str, Any]:
-        indices = take("full_attn_idxs", None, kind=INTEGERS.or_null)
-        size = take("conv_L_cache", 3, kind=SIZE)
-        use_bias = take("conv_bias", False, kind=BOOLEAN)
-        chosen = _recurrent_layers(
-            take, "conv", lambda index: indices is not None and index not in indices
+        indices = take("full_attn_idxs", None, kind=kinds.INTEGERS.or_null)
+        size = take("conv_L_cache", 3, kind=kinds.SIZE)
+        use_bias = take("conv_bias", False, kind=kinds.BOOLEAN)
+        chosen = shared.read_layer_types(
+            take,
+            ("conv", "full_attention"),
+            lambda index: indices is not None and index not in indices,
         )
         return _with_layers(ShortConvolutionConfig(size, use_bias), chosen)
 
@@ -104,11 +78,11 @@ class AdjustedMLP(FieldGroup):
     """The size of the MLP, two thirds of a field rounded up."""
 
     def read(self, take: Taker) -> Mapping[str, Any]:
-        size = take("intermediate_size", kind=SIZE)
-        size = take("block_ff_dim", size, kind=SIZE)
-        is_adjusted = take("block_auto_adjust_ff_dim", True, kind=BOOLEAN)
-        factor = take("block_ffn_dim_multiplier", 1.0, kind=NUMBER.positive.or_null)
-        multiple = take("block_multiple_of", 256, kind=SIZE)
+        size = take("intermediate_size", kind=kinds.SIZE)
+        size = take("block_ff_dim", size, kind=kinds.SIZE)
+        is_adjusted = take("block_auto_adjust_ff_dim", True, kind=kinds.BOOLEAN)
+        factor = take("block_ffn_dim_multiplier", 1.0, kind=kinds.NUMBER.positive.or_null)
+        multiple = take("block_multiple_of", 256, kind=kinds.SIZE)
         if is_adjusted:
             size = int(2 * size / 3)
             if factor is not None:
@@ -126,7 +100,7 @@ class TiedHead(FieldGroup):
     """The older name of ``tie_word_embeddings``, which goes before it."""
 
     def read(self, take: Taker) -> Mapping[str, Any]:
-        tied = take("tie_embedding", None, kind=BOOLEAN.or_null)
+        tied = take("tie_embedding", None, kind=kinds.BOOLEAN.or_null)
         return {} if tied is None else {"tied_head": tied}
 
     def write(self, edit: ConfigEdit) -> None:
@@ -205,16 +179,12 @@ class StateSpace(FieldGroup):
     def read(self, take: Taker) -> Mapping[str, Any]:
         heads, size = self.read_heads(take)
         options = {
-            name: take(field, kind=BOOLEAN if name.endswith("bias") else SIZE)
+            name: take(field, kind=kinds.BOOLEAN if name.endswith("bias") else kinds.SIZE)
             for name, field in self.names.items()
         }
-        activation = take("hidden_act", "silu", kind=TEXT)
+        activation = take("hidden_act", "silu", kind=kinds.TEXT)
         options["step_limits"] = _limits(take("time_step_limit", [0.0, math.inf]))
-        if activation not in ACTIVATION_NAMES:
-            raise PretrainedError(
-                f"hidden_act={brief(activation)} is none of {', '.join(ACTIVATION_NAMES)}"
-            )
-        options["activation"] = ACTIVATION_NAMES[activation]
+        options["activation"] = kinds.known_activation("hidden_act", activation)
         if heads % options["num_groups"]:
             groups = f"{self.names['num_groups']}={options['num_groups']}"
             raise PretrainedError(f"{groups} does not divide num_heads={heads}")
@@ -222,8 +192,8 @@ class StateSpace(FieldGroup):
 
     def read_heads(self, take: Taker) -> tuple[int, int]:
         """Reads number and size of heads."""
-        heads, size = take("num_heads", 128, kind=SIZE), take("head_dim", 64, kind=SIZE)
-        embed, expand = take("hidden_size", kind=SIZE), take("expand", 2, kind=SIZE)
+        heads, size = take("num_heads", 128, kind=kinds.SIZE), take("head_dim", 64, kind=kinds.SIZE)
+        embed, expand = take("hidden_size", kind=kinds.SIZE), take("expand", 2, kind=kinds.SIZE)
         if embed * expand != heads * size:
             raise PretrainedError(
                 f"num_heads={heads} of head_dim={size} are not expand={expand} times "
@@ -248,7 +218,7 @@ class StateSpace(FieldGroup):
         low, high = mixer.step_limits
         return {
             **{field: getattr(mixer, name) for name, field in self.names.items()},
-            "hidden_act": published_activation(mixer.activation),
+            "hidden_act": kinds.published_activation(mixer.activation),
             "time_step_limit": [low, {"__float__": "Infinity"} if high == math.inf else high],
             "num_heads": mixer.num_heads,
             "head_dim": mixer.head_dim,
@@ -264,11 +234,9 @@ def _limits(value: object) -> tuple[float, float]:
         for x in (value if isinstance(value, list) else ())
     ]
     is_pair = len(numbers) == 2 and all(type(x) in (int, float) for x in numbers)
-    if not is_pair or not 0 <= numbers[0] < numbers[1]:
-        raise PretrainedError(
-            f"time_step_limit={brief(value)} is not supported, only two numbers from 0 up, of "
-            f"which the second may be Infinity"
-        )
+    fits = is_pair and 0 <= numbers[0] < numbers[1]
+    limits = ", only two numbers from 0 up, of which the second may be Infinity"
+    kinds.check_supported("time_step_limit", value, fits, limits)
     return float(numbers[0]), float(numbers[1])
 
 
@@ -361,9 +329,9 @@ class ScaledStateSpace(StateSpace):
     }
 
     def read_heads(self, take: Taker) -> tuple[int, int]:
-        heads = take("mamba_n_heads", 128, kind=SIZE)
-        width = take("mamba_expand", 2, kind=SIZE) * take("hidden_size", kind=SIZE)
-        inner = take("mamba_d_ssm", 1024, kind=SIZE.or_null)
+        heads = take("mamba_n_heads", 128, kind=kinds.SIZE)
+        width = take("mamba_expand", 2, kind=kinds.SIZE) * take("hidden_size", kind=kinds.SIZE)
+        inner = take("mamba_d_ssm", 1024, kind=kinds.SIZE.or_null)
         width, size = width if inner is None else inner, take("mamba_d_head", "auto")
         size = width // heads if size == "auto" else size
         if type(size) is not int or size < 1 or size * heads != width:
@@ -374,8 +342,8 @@ class ScaledStateSpace(StateSpace):
         return heads, size
 
     def read_more(self, take: Taker) -> Mapping[str, Any]:
-        has_norm = take("mamba_rms_norm", False, kind=BOOLEAN)
-        is_before = take("mamba_norm_before_gate", True, kind=BOOLEAN)
+        has_norm = take("mamba_rms_norm", False, kind=kinds.BOOLEAN)
+        is_before = take("mamba_norm_before_gate", True, kind=kinds.BOOLEAN)
         place = "before" if is_before else "behind"
         scales = read_factors(take, "ssm_multipliers", 5)
         return {"gate_norm": place if has_norm else None, "scales": scales}
@@ -395,9 +363,9 @@ class Factors(FieldGroup):
 
     def read(self, take: Taker) -> Mapping[str, Any]:
         gate, out = read_factors(take, "mlp_multipliers", 2)
-        heads, size = take("num_attention_heads", kind=SIZE), take("head_dim", None)
-        size = take("hidden_size", kind=SIZE) // heads if size is None else size
-        scale = take("key_multiplier", 1.0, kind=NUMBER)
+        heads, size = take("num_attention_heads", kind=kinds.SIZE), take("head_dim", None)
+        size = take("hidden_size", kind=kinds.SIZE) // heads if size is None else size
+        scale = take("key_multiplier", 1.0, kind=kinds.NUMBER)
         plain = size**-0.5 if type(size) is int and size > 0 else 1.0
         return {"attention_scale": scale * plain, "mlp_gate_scale": gate, "mlp_out_scale": out}
 
@@ -419,7 +387,7 @@ def read_factors(take: Taker, name: str, count: int) -> tuple[float, ...]:
     value = take(name, None)
     factors = [1.0] * count if value is None else value
     is_list = isinstance(factors, list) and len(factors) == count
-    if not is_list or any(NUMBER.problem(name, factor) for factor in factors):
+    if not is_list or any(kinds.NUMBER.problem(name, factor) for factor in factors):
         raise PretrainedError(f"{name}={brief(value)} is not a list of {count} numbers")
     return tuple(map(float, factors))
 
@@ -475,15 +443,15 @@ class DeltaLayers(FieldGroup):
     """The gated delta rule, and its layers."""
 
     def read(self, take: Taker) -> Mapping[str, Any]:
-        interval = take("full_attention_interval", 4, kind=SIZE)
-        sizes = {name: take(field, kind=SIZE) for field, name in _DELTA_FIELDS.items()}
+        interval = take("full_attention_interval", 4, kind=kinds.SIZE)
+        sizes = {name: take(field, kind=kinds.SIZE) for field, name in _DELTA_FIELDS.items()}
         heads, values = sizes["num_heads"], sizes["num_value_heads"]
         if values % heads:
             raise PretrainedError(
                 f"linear_num_value_heads={values} is no multiple of linear_num_key_heads={heads}"
             )
-        chosen = _recurrent_layers(
-            take, "linear_attention", lambda index: (index + 1) % interval > 0
+        chosen = shared.read_layer_types(
+            take, ("linear_attention", "full_attention"), lambda index: (index + 1) % interval > 0
         )
         return _with_layers(GatedDeltaConfig(**sizes), chosen)
 

@@ -10,22 +10,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from shardax.models import kinds
 from shardax.models.families import shared
 from shardax.models.families.rope import Rotary, RotaryByLayerType
-from shardax.models.family import (
-    BOOLEAN,
-    INTEGERS,
-    NUMBER,
-    SIZE,
-    TEXTS,
-    ConfigEdit,
-    Family,
-    Field,
-    FieldGroup,
-    PretrainedError,
-    Taker,
-    brief,
-)
+from shardax.models.family import ConfigEdit, Family, Field, FieldGroup, Taker
 from shardax.models.tensors import HEADS, Tensor, concatenated, in_layers, linear, norm
 
 LLAMA = Family(
@@ -90,7 +78,7 @@ PHI3 = Family(
         "resid_pdrop": Field("dropout", default=0.0),
         "rms_norm_eps": Field("norm_epsilon", default=1e-5),
     },
-    groups=[Rotary(kinds=["default"], max_positions=4096, partial=True), shared.Window()],
+    groups=[Rotary(types=["default"], max_positions=4096, partial=True), shared.Window()],
     architectures=shared.causal_lm("Phi3"),
     neutral={"attention_bias": (False,)},
     harmless=("original_max_position_embeddings",),
@@ -190,27 +178,10 @@ class ChunkedLayers(FieldGroup):
     """Layers with a rotary embedding, by default those with chunks."""
 
     def read(self, take: Taker) -> Mapping[str, Any]:
-        count = take("num_hidden_layers", kind=SIZE)
-        interval = take("no_rope_layer_interval", 4, kind=SIZE)
-        listed = take("no_rope_layers", None, kind=INTEGERS.or_null)
-        listed = listed or [(index + 1) % interval for index in range(count)]
-        if len(listed) < count:
-            raise PretrainedError(
-                f"no_rope_layers={brief(listed)} is not supported for {count} layers, only 0 or 1 "
-                f"for each"
-            )
-        rotated = tuple(map(bool, listed[:count]))
-        size = take("attention_chunk_size", 8192, kind=SIZE)
-        types = take("layer_types", None, kind=TEXTS.or_null)
-        if types is None:
-            types = [_CHUNKED_TYPES[has_rope] for has_rope in rotated]
-        if len(types) != count or not set(types) <= {*_CHUNKED_TYPES}:
-            raise PretrainedError(
-                f"layer_types={brief(types)} is not supported for {count} layers, only "
-                f"'full_attention' or 'chunked_attention' for each"
-            )
-        local = tuple(kind == _CHUNKED_TYPES[True] for kind in types)
-        norms = take("use_qk_norm", True, kind=BOOLEAN)
+        rotated = shared.read_rotated_layers(take, may_be_empty=True)
+        size = take("attention_chunk_size", 8192, kind=kinds.SIZE)
+        local = shared.read_layer_types(take, _CHUNKED_TYPES, rotated.__getitem__)
+        norms = take("use_qk_norm", True, kind=kinds.BOOLEAN)
         return {
             "rope_layers": None if all(rotated) else rotated,
             "qk_norm": "unscaled" if norms else None,
@@ -221,9 +192,9 @@ class ChunkedLayers(FieldGroup):
 
     @staticmethod
     def _growth(take: Taker) -> dict[str, Any]:
-        factor = take("attn_scale", 0.1, kind=NUMBER)
-        length = take("floor_scale", 8192, kind=NUMBER.positive)
-        if not take("attn_temperature_tuning", True, kind=BOOLEAN):
+        factor = take("attn_scale", 0.1, kind=kinds.NUMBER)
+        length = take("floor_scale", 8192, kind=kinds.NUMBER.positive)
+        if not take("attn_temperature_tuning", True, kind=kinds.BOOLEAN):
             return {}
         return {"query_growth": (float(factor), float(length))}
 
@@ -243,19 +214,19 @@ class InterleavedExperts(FieldGroup):
     """The layers with experts, by their numbers or an interval."""
 
     def read(self, take: Taker) -> Mapping[str, Any]:
-        count = take("num_hidden_layers", kind=SIZE)
-        step = take("interleave_moe_layer_step", 1, kind=SIZE)
-        layers = take("moe_layers", None, kind=INTEGERS.or_null)
+        count = take("num_hidden_layers", kind=kinds.SIZE)
+        step = take("interleave_moe_layer_step", 1, kind=kinds.SIZE)
+        layers = take("moe_layers", None, kind=kinds.INTEGERS.or_null)
         layers = range(step - 1, count, step) if layers is None else layers
-        size = take("intermediate_size", kind=SIZE)
+        size = take("intermediate_size", kind=kinds.SIZE)
         dense = tuple(index for index in range(count) if index not in layers)
         return {"dense_layers": dense, "expert_dim": size, "shared_expert_dim": size}
 
     def write(self, edit: ConfigEdit) -> None:
         config, content = edit.config, edit.content
         if edit.changes("dense_layers", "num_layers", "num_experts"):
-            kinds = [config.kind_of(index) for index in range(config.num_layers)]
-            content["moe_layers"] = [i for i, (_, has_experts) in enumerate(kinds) if has_experts]
+            layers = [config.kind_of(index) for index in range(config.num_layers)]
+            content["moe_layers"] = [i for i, (_, has_experts) in enumerate(layers) if has_experts]
             if not config.num_experts:
                 content["num_local_experts"] = edit.read.num_experts
         if edit.changes("expert_dim"):
@@ -281,7 +252,7 @@ LLAMA4_TEXT = Family(
         # Others change the length of what they turn, before it is normalized.
         Rotary(
             500_000.0,
-            kinds=["default", "linear", "llama3"],
+            types=["default", "linear", "llama3"],
             max_positions=131_072,
             interleaved=True,
         ),

@@ -10,22 +10,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from shardax.models import kinds
 from shardax.models.families import shared
 from shardax.models.families.rope import Rotary
-from shardax.models.family import (
-    BOOLEAN,
-    INTEGER,
-    INTEGERS,
-    SIZE,
-    TEXTS,
-    ConfigEdit,
-    Family,
-    Field,
-    FieldGroup,
-    PretrainedError,
-    Taker,
-    brief,
-)
+from shardax.models.family import ConfigEdit, Family, Field, FieldGroup, Taker
 from shardax.models.tensors import linear
 
 
@@ -33,8 +21,8 @@ class UpperWindows(FieldGroup):
     """A window of the layers from ``max_window_layers`` on, if it is used."""
 
     def read(self, take: Taker) -> Mapping[str, Any]:
-        first = take("max_window_layers", 28, kind=INTEGER)
-        is_used = take("use_sliding_window", False, kind=BOOLEAN.or_null)
+        first = take("max_window_layers", 28, kind=kinds.INTEGER)
+        is_used = take("use_sliding_window", False, kind=kinds.BOOLEAN.or_null)
         windows = shared.read_windows(take, 4096, lambda layer: layer >= first)
         return windows if is_used else {}
 
@@ -48,17 +36,15 @@ class LowerWindows(FieldGroup):
     """A window of each second layer before ``max_window_layers``, if it is used."""
 
     def read(self, take: Taker) -> Mapping[str, Any]:
-        last = take("max_window_layers", 28, kind=INTEGER)
-        is_used = take("use_sliding_window", False, kind=BOOLEAN.or_null)
-        types = take("layer_types", None, kind=TEXTS.or_null)
+        last = take("max_window_layers", 28, kind=kinds.INTEGER)
+        is_used = take("use_sliding_window", False, kind=kinds.BOOLEAN.or_null)
+        types = take("layer_types", None, kind=kinds.TEXTS.or_null)
         if is_used:
-            take("sliding_window", 4096, kind=SIZE)
+            take("sliding_window", 4096, kind=kinds.SIZE)
             return shared.read_windows(take, 4096, lambda i: i % 2 == 0 and i < last)
-        take("sliding_window", 4096, kind=INTEGER.or_null)  # transformers writes 0
-        if set(types or ()) - {"full_attention"}:
-            raise PretrainedError(
-                f"layer_types={brief(types)} is not supported without use_sliding_window=True"
-            )
+        take("sliding_window", 4096, kind=kinds.INTEGER.or_null)  # transformers writes 0
+        fits = set(types or ()) <= {"full_attention"}
+        kinds.check_supported("layer_types", types, fits, " without use_sliding_window=True")
         return {}
 
     def write(self, edit: ConfigEdit) -> None:
@@ -79,11 +65,11 @@ class SparseLayers(FieldGroup):
         self.default = default
 
     def read(self, take: Taker) -> Mapping[str, Any]:
-        step = take("decoder_sparse_step", 1, kind=SIZE)
-        dense = take("mlp_only_layers", None, kind=INTEGERS.or_null) or ()
-        count = take("num_hidden_layers", kind=SIZE)
-        number = take("num_experts", self.default, kind=INTEGER.or_null)
-        older_number = take("num_local_experts", None, kind=INTEGER.or_null)
+        step = take("decoder_sparse_step", 1, kind=kinds.SIZE)
+        dense = take("mlp_only_layers", None, kind=kinds.INTEGERS.or_null) or ()
+        count = take("num_hidden_layers", kind=kinds.SIZE)
+        number = take("num_experts", self.default, kind=kinds.INTEGER.or_null)
+        older_number = take("num_local_experts", None, kind=kinds.INTEGER.or_null)
         return {
             "num_experts": number if older_number is None else older_number,
             "dense_layers": tuple(i for i in range(count) if i in dense or (i + 1) % step),

@@ -23,7 +23,8 @@ from shardax.models.families import (
     qwen,
     relatives,
 )
-from shardax.models.family import DerivedFields, DualFamily, Family, Field, PretrainedError, brief
+from shardax.models.family import DerivedFields, DualFamily, Family, Field
+from shardax.models.kinds import PretrainedError, brief
 from shardax.models.tensors import parse_table
 
 FAMILIES: dict[str, Family] = {

@@ -10,21 +10,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from shardax.models import kinds
 from shardax.models.families import shared
 from shardax.models.families.rope import Rotary
-from shardax.models.family import (
-    BOOLEAN,
-    INTEGERS,
-    NUMBER,
-    SIZE,
-    ConfigEdit,
-    Family,
-    Field,
-    FieldGroup,
-    PretrainedError,
-    Taker,
-    brief,
-)
+from shardax.models.family import ConfigEdit, Family, Field, FieldGroup, Taker
 from shardax.models.tensors import in_layers, norm
 
 # --- Granite --------------------------------------------------------------------------------------
@@ -34,11 +23,11 @@ class Multipliers(FieldGroup):
     """Factors of embedding, layers, scores and logits."""
 
     def read(self, take: Taker) -> Mapping[str, Any]:
-        embedding = take("embedding_multiplier", 1.0, kind=NUMBER)
-        residual = take("residual_multiplier", 1.0, kind=NUMBER)
-        logits = 1 / take("logits_scaling", 1.0, kind=NUMBER.positive)
+        embedding = take("embedding_multiplier", 1.0, kind=kinds.NUMBER)
+        residual = take("residual_multiplier", 1.0, kind=kinds.NUMBER)
+        logits = 1 / take("logits_scaling", 1.0, kind=kinds.NUMBER.positive)
         return {
-            "attention_scale": take("attention_multiplier", 1.0, kind=NUMBER),
+            "attention_scale": take("attention_multiplier", 1.0, kind=kinds.NUMBER),
             "embed_scale": None if embedding == 1 else embedding,
             "residual_scale": None if residual == 1 else residual,
             "logit_scale": None if logits == 1 else logits,
@@ -80,26 +69,14 @@ class LayersWithoutRope(FieldGroup):
     """Layers without a rotary embedding, the only ones with windows."""
 
     def read(self, take: Taker) -> Mapping[str, Any]:
-        count = take("num_hidden_layers", kind=SIZE)
-        interval = take("no_rope_layer_interval", 4, kind=SIZE)
-        listed = take("no_rope_layers", None, kind=INTEGERS.or_null)
-        if listed is None:
-            listed = [(index + 1) % interval for index in range(count)]
-        if len(listed) < count:
-            raise PretrainedError(
-                f"no_rope_layers={brief(listed)} is not supported for {count} layers, only 0 or 1 "
-                f"for each"
-            )
-        rotated = tuple(map(bool, listed[:count]))
-        is_used = take("use_sliding_window", False, kind=BOOLEAN.or_null)
+        rotated = shared.read_rotated_layers(take)
+        is_used = take("use_sliding_window", False, kind=kinds.BOOLEAN.or_null)
         windows = shared.read_windows(take, None, lambda layer: is_used and not rotated[layer])
         types = take("layer_types", None)
         has_window = take("sliding_window", None) is not None
-        if types is not None and "sliding_attention" in types and not (is_used and has_window):
-            raise PretrainedError(
-                f"layer_types={brief(types)} is not supported without use_sliding_window=True and "
-                f"a sliding_window"
-            )
+        fits = "sliding_attention" not in (types or ()) or (is_used and has_window)
+        limits = " without use_sliding_window=True and a sliding_window"
+        kinds.check_supported("layer_types", types, fits, limits)
         return {"rope_layers": None if all(rotated) else rotated, **windows}
 
     def write(self, edit: ConfigEdit) -> None:
@@ -154,9 +131,9 @@ class RotaryWindows(shared.WindowsByLayer):
         super().__init__(4096, lambda layer: True, needs_size=True)
 
     def read(self, take: Taker) -> Mapping[str, Any]:
-        count = take("num_hidden_layers", kind=SIZE)
-        period = take("sliding_window_pattern", 4, kind=SIZE)
-        take("sliding_window", self.default, kind=SIZE)
+        count = take("num_hidden_layers", kind=kinds.SIZE)
+        period = take("sliding_window_pattern", 4, kind=kinds.SIZE)
+        take("sliding_window", self.default, kind=kinds.SIZE)
         windows = shared.read_windows(take, self.default, lambda layer: (layer + 1) % period > 0)
         local = windows.get("local_layers", (False,) * count)
         return {**windows, "rope_layers": local}

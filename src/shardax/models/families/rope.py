@@ -8,16 +8,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from shardax.models.family import (
-    INTEGER,
-    NUMBER,
-    TABLE,
-    ConfigEdit,
-    FieldGroup,
-    PretrainedError,
-    Taker,
-    brief,
-)
+from shardax.models import kinds
+from shardax.models.family import ConfigEdit, FieldGroup, Taker
+from shardax.models.kinds import PretrainedError, brief
 from shardax.nn.rope import Rope
 
 OLDER_ROPE_FIELDS = (
@@ -49,17 +42,17 @@ def read_rope(
     *,
     base: float = 10_000.0,
     fraction: float = 1.0,
-    kinds: Iterable[str] = tuple(_ROPE_FIELDS),
+    types: Iterable[str] = tuple(_ROPE_FIELDS),
     max_positions: int = 2048,
 ) -> Rope:
     """Reads the rotary embedding, as transformers 5 does."""
     # That takes rope_scaling or else rope_parameters, and rope_theta where the table has none.
     table = values
     if table is None:
-        scaling = take("rope_scaling", None, kind=TABLE.or_null)
-        parameters = take("rope_parameters", None, kind=TABLE.or_null)
-        theta = take("rope_theta", None, kind=NUMBER.or_null)
-        part = take("partial_rotary_factor", None, kind=NUMBER.or_null)
+        scaling = take("rope_scaling", None, kind=kinds.TABLE.or_null)
+        parameters = take("rope_parameters", None, kind=kinds.TABLE.or_null)
+        theta = take("rope_theta", None, kind=kinds.NUMBER.or_null)
+        part = take("partial_rotary_factor", None, kind=kinds.NUMBER.or_null)
         base, fraction = theta if theta else base, fraction if part is None else part
         table = dict[str, Any](scaling or parameters or {})
         if theta and table.get("rope_theta") not in (None, theta):
@@ -70,14 +63,12 @@ def read_rope(
     left = {name: value for name, value in table.items() if value is not None}
     kind = left.pop("rope_type", left.get("type", "default"))
     left.pop("type", None)
-    if kind not in tuple(kinds):
-        raise PretrainedError(
-            f"rope_type={brief(kind)} is not supported, only one of {', '.join(kinds)}"
-        )
+    limits = f", only one of {', '.join(types)}"
+    kinds.check_supported("rope_type", kind, kind in tuple(types), limits)
     names = _ROPE_FIELDS[kind]
     if kind in ("llama3", "yarn") and "original_max_position_embeddings" not in left:
         left["original_max_position_embeddings"] = take(
-            "max_position_embeddings", max_positions, kind=INTEGER
+            "max_position_embeddings", max_positions, kind=kinds.INTEGER
         )
     numbers = {"rope_theta": base, "partial_rotary_factor": fraction}
     numbers |= {"beta_slow": 1.0, "beta_fast": 32.0} if kind == "yarn" else {}
@@ -153,21 +144,21 @@ class Rotary(FieldGroup):
         base: float = 10_000.0,
         fraction: float = 1.0,
         *,
-        kinds: Iterable[str] = tuple(_ROPE_FIELDS),
+        types: Iterable[str] = tuple(_ROPE_FIELDS),
         max_positions: int = 2048,
         interleaved: bool = False,
         partial: bool | None = None,
     ) -> None:
         self.base, self.fraction, self.interleaved = base, fraction, interleaved
         self.partial = fraction != 1 if partial is None else partial
-        self.kinds, self.max_positions = tuple(kinds), max_positions
+        self.types, self.max_positions = tuple(types), max_positions
 
     def read(self, take: Taker) -> Mapping[str, Any]:
         rope = read_rope(
             take,
             base=self.base,
             fraction=self.fraction,
-            kinds=self.kinds,
+            types=self.types,
             max_positions=self.max_positions,
         )
         if not self.partial:
@@ -206,10 +197,10 @@ class RotaryByLayerType(FieldGroup):
         self.is_scaled = is_scaled  # whether rope_scaling is read
 
     def read(self, take: Taker) -> Mapping[str, Any]:
-        scaling = (self.is_scaled and take("rope_scaling", None, kind=TABLE.or_null)) or {}
-        parameters = take("rope_parameters", None, kind=TABLE.or_null) or {}
+        scaling = (self.is_scaled and take("rope_scaling", None, kind=kinds.TABLE.or_null)) or {}
+        parameters = take("rope_parameters", None, kind=kinds.TABLE.or_null) or {}
         base, local_base = (
-            (name and take(name, None, kind=NUMBER.or_null)) or default
+            (name and take(name, None, kind=kinds.NUMBER.or_null)) or default
             for name, default in (self.full, self.sliding)
         )
         wrong = [name for name in parameters if name not in LAYER_TYPES]
@@ -249,11 +240,8 @@ class RotaryByLayerType(FieldGroup):
 
 def refuse_partial(rope: Rope) -> None:
     """Raises if a part of a head alone is turned."""
-    if rope.fraction != 1:
-        raise PretrainedError(
-            f"partial_rotary_factor={rope.fraction!r} is not supported for this family, as "
-            f"transformers takes no notice of it"
-        )
+    limits = f" for this family{kinds.UNNOTICED}"
+    kinds.check_supported("partial_rotary_factor", rope.fraction, rope.fraction == 1, limits)
 
 
 def replace_rope(edit: ConfigEdit, parameters: dict[str, Any]) -> None:

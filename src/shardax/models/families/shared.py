@@ -6,20 +6,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from shardax.models import kinds
 from shardax.models.families.rope import LAYER_TYPES
-from shardax.models.family import (
-    BOOLEAN,
-    INTEGER,
-    SIZE,
-    TABLE,
-    TEXTS,
-    ConfigEdit,
-    Field,
-    FieldGroup,
-    PretrainedError,
-    Taker,
-    brief,
-)
+from shardax.models.family import ConfigEdit, Field, FieldGroup, Taker
 from shardax.models.tensors import (
     HEADS,
     AxisLike,
@@ -70,8 +59,8 @@ class Labels(FieldGroup):
     """The number of classes, by their names."""
 
     def read(self, take: Taker) -> Mapping[str, Any]:
-        names = take("id2label", None, kind=TABLE.or_null)
-        count = take("num_labels", 2, kind=INTEGER)
+        names = take("id2label", None, kind=kinds.TABLE.or_null)
+        count = take("num_labels", 2, kind=kinds.INTEGER)
         return {"num_classes": len(names) if names else count}
 
     def write(self, edit: ConfigEdit) -> None:
@@ -97,7 +86,7 @@ class WindowsByLayer(FieldGroup):
 
     def read(self, take: Taker) -> Mapping[str, Any]:
         if self.needs_size:
-            take("sliding_window", self.default, kind=SIZE)
+            take("sliding_window", self.default, kind=kinds.SIZE)
         return read_windows(take, self.default, self.is_local)
 
     def write(self, edit: ConfigEdit) -> None:
@@ -109,28 +98,46 @@ class WindowsByLayer(FieldGroup):
             write_windows(edit)
 
 
+def read_layer_types(
+    take: Taker, types_known: tuple[str, str], is_local: Callable[[int], bool]
+) -> tuple[bool, ...]:
+    """Reads the layers without full attention, by ``layer_types`` or their numbers."""
+    count = take("num_hidden_layers", kind=kinds.SIZE)
+    types = take("layer_types", None, kind=kinds.TEXTS.or_null)
+    if types is None:
+        return tuple(map(is_local, range(count)))
+    fits = set(types) <= {*types_known} and len(types) == count
+    limits = f" for {count} layers, only {' or '.join(map(repr, types_known))} for each"
+    kinds.check_supported("layer_types", types, fits, limits)
+    return tuple(name != "full_attention" for name in types)
+
+
+def read_rotated_layers(take: Taker, *, may_be_empty: bool = False) -> tuple[bool, ...]:
+    """Reads the layers with a rotary embedding."""
+    count = take("num_hidden_layers", kind=kinds.SIZE)
+    interval = take("no_rope_layer_interval", 4, kind=kinds.SIZE)
+    listed = take("no_rope_layers", None, kind=kinds.INTEGERS.or_null)
+    if listed is None or (may_be_empty and not listed):
+        listed = [(index + 1) % interval for index in range(count)]
+    limits = f" for {count} layers, only 0 or 1 for each"
+    kinds.check_supported("no_rope_layers", listed, len(listed) >= count, limits)
+    return tuple(map(bool, listed[:count]))
+
+
 def read_windows(
     take: Taker, default: int | None, is_local: Callable[[int], bool]
 ) -> dict[str, Any]:
     """Reads the window, and its layers."""
-    return windows_by_layer(take, take("sliding_window", default, kind=SIZE.or_null), is_local)
+    return windows_by_layer(
+        take, take("sliding_window", default, kind=kinds.SIZE.or_null), is_local
+    )
 
 
 def windows_by_layer(
     take: Taker, window: int | None, is_local: Callable[[int], bool]
 ) -> dict[str, Any]:
     """Reads the layers that have a window."""
-    types = take("layer_types", None, kind=TEXTS.or_null)
-    count = take("num_hidden_layers", kind=SIZE)
-    if types is None:
-        local = tuple(map(is_local, range(count)))
-    elif set(types) <= {*LAYER_TYPES} and len(types) == count:
-        local = tuple(kind == "sliding_attention" for kind in types)
-    else:
-        raise PretrainedError(
-            f"layer_types={brief(types)} is not supported for {count} layers, only "
-            f"'full_attention' or 'sliding_attention' for each"
-        )
+    local = read_layer_types(take, LAYER_TYPES, is_local)
     if window is None or not any(local):
         return {}
     return {"window": window, "local_layers": None if all(local) else local}
@@ -154,16 +161,13 @@ class Window(FieldGroup):
         self.default, self.switch = default, switch
 
     def read(self, take: Taker) -> Mapping[str, Any]:
-        window = take("sliding_window", self.default, kind=SIZE.or_null)
-        if self.switch and not take(self.switch, False, kind=BOOLEAN.or_null):
+        window = take("sliding_window", self.default, kind=kinds.SIZE.or_null)
+        if self.switch and not take(self.switch, False, kind=kinds.BOOLEAN.or_null):
             return {}
-        types = take("layer_types", None, kind=TEXTS.or_null)
+        types = take("layer_types", None, kind=kinds.TEXTS.or_null)
         kind = "full_attention" if window is None else "sliding_attention"
-        if types is not None and set(types) != {kind}:
-            raise PretrainedError(
-                f"layer_types={brief(types)} is not supported, as transformers takes no notice of "
-                f"it: all layers have sliding_window={window!r}"
-            )
+        limits = f"{kinds.UNNOTICED}: all layers have sliding_window={window!r}"
+        kinds.check_supported("layer_types", types, types is None or set(types) == {kind}, limits)
         return {} if window is None else {"window": window}
 
     def write(self, edit: ConfigEdit) -> None:
@@ -182,12 +186,11 @@ class ExpertLayers(FieldGroup):
         self.first, self.size, self.shared = first, size, shared
 
     def read(self, take: Taker) -> Mapping[str, Any]:
-        count = take("num_hidden_layers", kind=SIZE)
-        first = take("first_k_dense_replace", self.first, kind=INTEGER)
-        if first < 0:
-            raise PretrainedError(f"first_k_dense_replace={first} is not supported, it is below 0")
-        size = take("moe_intermediate_size", self.size, kind=SIZE)
-        number = take("n_shared_experts", self.shared, kind=SIZE)
+        count = take("num_hidden_layers", kind=kinds.SIZE)
+        first = take("first_k_dense_replace", self.first, kind=kinds.INTEGER)
+        kinds.check_supported("first_k_dense_replace", first, first >= 0, ", it is below 0")
+        size = take("moe_intermediate_size", self.size, kind=kinds.SIZE)
+        number = take("n_shared_experts", self.shared, kind=kinds.SIZE)
         return {
             "dense_layers": tuple(range(min(first, count))),
             "expert_dim": size,

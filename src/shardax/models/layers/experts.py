@@ -17,7 +17,6 @@ import jax
 import jax.numpy as jnp
 
 from shardax._core.init.rng import Rngs
-from shardax.nn.errors import LayerConfigError
 from shardax.nn.moe import MoE
 from shardax.nn.parameters import make_parameter, zeros
 from shardax.partition.explicit import align
@@ -40,19 +39,6 @@ class ChoiceOfGroups(MoE):
         **options: Any,
     ) -> None:
         super().__init__(features, hidden, rngs=rngs, **options)
-        count = int(options["num_experts"])
-        size, remainder = divmod(count, num_groups) if num_groups > 0 else (0, 0)
-        places = size * top_groups
-        if size < 1 or remainder or not 0 < top_groups <= num_groups or places < self.top_k:
-            raise LayerConfigError(
-                f"{type(self).__name__} cannot choose top_k={self.top_k} of {count} experts in "
-                f"top_groups={top_groups} of num_groups={num_groups}."
-            )
-        if num_groups > 1 and size < self.least_size:
-            raise LayerConfigError(
-                f"{type(self).__name__} compares groups by two experts, but num_groups="
-                f"{num_groups} of {count} experts have {size}."
-            )
         self.num_groups, self.top_groups, self.scale = num_groups, top_groups, float(scale)
 
     def _in_groups(self, scores: jax.Array) -> jax.Array:
@@ -118,8 +104,6 @@ class ClippedMoE(MoE):
         self, features: int, hidden: int, *, limit: float, rngs: Rngs | None, **options: Any
     ) -> None:
         super().__init__(features, hidden, rngs=rngs, **options)
-        if not limit > 0:
-            raise LayerConfigError(f"ClippedMoE needs a limit above 0, but limit={limit!r}.")
         self.limit = float(limit)
 
     def _gated(self, gate: jax.Array, up: jax.Array) -> jax.Array:

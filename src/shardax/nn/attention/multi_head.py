@@ -557,12 +557,10 @@ class MultiHeadAttention(Module):
     def _check_options(self) -> None:
         """Raises if options do not go together."""
         name = "MultiHeadAttention"
-        if self.softcap is not None and not self.softcap > 0:
-            raise LayerConfigError(
-                f"{name} needs softcap to be positive, but softcap={self.softcap!r}."
-            )
-        kernels = (None, *ATTENTION_KERNELS)
-        Options(LayerConfigError, name).choice("implementation", self.implementation, kernels)
+        options = Options(LayerConfigError, name)
+        fits = self.softcap is None or self.softcap > 0
+        options.check("softcap", self.softcap, fits, "positive")
+        options.choice("implementation", self.implementation, (None, *ATTENTION_KERNELS))
         weighing = {
             "scale": self.scale,
             "softcap": self.softcap,
@@ -570,11 +568,11 @@ class MultiHeadAttention(Module):
             "dropout": self.dropout,
             "implementation": self.implementation,
         }
-        options = [option for option, value in weighing.items() if value is not None]
-        if self.attention_fn is not None and options:
+        unread = [option for option, value in weighing.items() if value is not None]
+        if self.attention_fn is not None and unread:
             raise LayerConfigError(
                 f"{name} leaves the weights of values to attention_fn, so it cannot follow "
-                f"{', '.join(options)}. Give these to the function: "
+                f"{', '.join(unread)}. Give these to the function: "
                 f"functools.partial(sx.nn.dot_product_attention, scale=0.5)."
             )
         if self.implementation == "cudnn" and self.softcap is not None:

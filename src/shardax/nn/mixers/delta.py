@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from shardax._core.checks import Options
 from shardax._core.init.lazy import Initializer
 from shardax._core.init.rng import Rngs
 from shardax.nn.arithmetic import at_least_float32
@@ -128,11 +129,10 @@ class GatedDeltaNet(RecurrentMixer):
         self.size, self.chunk = as_size(name, "size", size), as_size(name, "chunk", chunk)
         find_activation(activation, name)
         self.activation = activation
-        if self.num_value_heads % heads:
-            raise LayerConfigError(
-                f"{name} needs num_value_heads to be a multiple of num_heads={heads}, but "
-                f"num_value_heads={num_value_heads}."
-            )
+        fits = self.num_value_heads % heads == 0
+        checks = Options(LayerConfigError, name)
+        expected = f"a multiple of num_heads={heads}"
+        checks.check("num_value_heads", num_value_heads, fits, expected)
         options: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
         options |= {"use_bias": False, "kernel_init": kernel_init}
         one = (heads, self.num_value_heads // heads)

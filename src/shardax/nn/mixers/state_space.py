@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from shardax._core.checks import Options
 from shardax._core.init.lazy import Initializer
 from shardax._core.init.rng import Rngs
 from shardax.nn.arithmetic import at_least_float32
@@ -136,17 +137,13 @@ class StateSpaceMixer(RecurrentMixer):
         find_activation(activation, name)
         self.chunk, self.activation = as_size(name, "chunk", chunk), activation
         low, high = self.step_limits = (float(step_limits[0]), float(step_limits[1]))
-        if heads % self.num_groups or not 0 <= low < high:
-            raise LayerConfigError(
-                f"{name} needs groups that divide num_heads={heads} and limits from 0 up, but "
-                f"num_groups={num_groups} and step_limits={step_limits}."
-            )
+        checks, divides = Options(LayerConfigError, name), heads % self.num_groups == 0
+        checks.check("num_groups", num_groups, divides, f"groups that divide num_heads={heads}")
+        checks.check("step_limits", step_limits, 0 <= low < high, "limits from 0 up")
         self.gate_norm, self.scales = gate_norm, tuple(map(float, scales))
-        if gate_norm not in GATE_NORMS or len(self.scales) != len(PROJECTED):
-            raise LayerConfigError(
-                f"{name} needs gate_norm to be one of {GATE_NORMS} and scales of "
-                f"{', '.join(PROJECTED)}, but gate_norm={gate_norm!r} and scales={scales}."
-            )
+        checks.check("gate_norm", gate_norm, gate_norm in GATE_NORMS, f"one of {GATE_NORMS}")
+        fits = len(self.scales) == len(PROJECTED)
+        checks.check("scales", scales, fits, f"scales of {', '.join(PROJECTED)}")
         options: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
         options |= {"use_bias": use_bias, "kernel_init": kernel_init}
         wide, names = (heads, self.head_dim), (head, within)

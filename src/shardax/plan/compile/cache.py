@@ -78,10 +78,8 @@ MOST_BYTES = 2 * 2**30  # of the folder: thousands of programs
 _SETTINGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")  # of compilers, in the environment
 
 
-def cache_folder(cache: object = "default") -> Path | None:
+def cache_folder(cache: object = "default") -> Path:
     """Returns the folder for compiled programs."""
-    if cache is None:
-        return None
     if cache == "default":
         named = os.environ.get("SHARDAX_CACHE_DIR")
         return (Path(named).expanduser() if named else _users_folder() / "shardax") / "plan"

@@ -35,6 +35,7 @@ from typing import Any, NamedTuple, Self
 
 import jax
 
+from shardax._core.checks import is_integer
 from shardax._core.errors import PickleReadError, PickleWriteError
 from shardax.config.configure import configure
 from shardax.host.pickling import dumps, loads
@@ -68,10 +69,9 @@ class LocalEvaluator:
     """Evaluates layouts in this process."""
 
     def __init__(self, inputs: Inputs, target: Target, compiler: str, cache: object) -> None:
-        folder = cache_folder(cache)
         self._inputs = inputs
         self._options: dict[str, Any] = {"target": target, "compiler": compiler}
-        self._cache = None if folder is None else ProgramCache(folder)
+        self._cache = None if cache is None else ProgramCache(cache_folder(cache))
 
     def __enter__(self) -> Self:
         return self
@@ -115,13 +115,13 @@ class PoolEvaluator:
         cache: object = "default",
         seconds: float | None = 1800.0,  # for one layout, and the start of its process if needed
     ) -> None:
-        if processes is not None and (not isinstance(processes, int) or processes < 1):
+        if processes is not None and (not is_integer(processes) or processes < 1):
             raise PlanInputError(
                 f"processes={processes!r}: give a positive number, or None for one per core."
             )
         target_compiler = compiler_for(target, compiler=compiler)
-        folder = cache_folder(cache)
-        self._options = ({"target": target, "compiler": compiler}, folder and str(folder))
+        folder = None if cache is None else str(cache_folder(cache))
+        self._options = ({"target": target, "compiler": compiler}, folder)
         self._env = target_compiler.environment()
         self._settings = {k: v for k, v in configure().settings.items() if v is not None}
         self._settings["platform"] = "cpu"

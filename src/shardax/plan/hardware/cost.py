@@ -23,6 +23,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from shardax._core.checks import Options
 from shardax.hlo import Collective, ProgramFacts
 from shardax.plan.errors import PlanInputError
 from shardax.plan.hardware.targets import Route, Target
@@ -53,11 +54,9 @@ class Efficiency:
 
     def __post_init__(self) -> None:
         for name in ("compute", "memory", "links", "network"):
-            if not 0 < getattr(self, name) <= 1:
-                raise PlanInputError(
-                    f"{name} is {getattr(self, name)!r}; an efficiency is a share of the peak, "
-                    "above 0 and at most 1."
-                )
+            share = getattr(self, name)
+            expected = "a share of the peak, above 0 and at most 1"
+            Options(PlanInputError).check(name, share, 0 < share <= 1, expected)
 
 
 _PEAK = Efficiency()

@@ -134,6 +134,12 @@ def _names_of_forms(dimensions: DimensionModel, meshes: Meshes) -> dict[str, lis
     return names_by_axis
 
 
+def _decided_twice(ties: Sequence[Sequence[str]], fix: Mapping[str, object]) -> list[str]:
+    """Returns names in several ties, or in a tie and fixed."""
+    tied = [name for group in ties for name in group]
+    return sorted({name for name in tied if tied.count(name) > 1 or name in fix})
+
+
 def _check_names(
     dimensions: DimensionModel,
     ties: Sequence[Sequence[str]],
@@ -147,8 +153,7 @@ def _check_names(
                 f"There is no axis name {name!r} in the step's arguments and constraints, which "
                 f"have {', '.join(map(repr, step_names))}.{did_you_mean(name, step_names)}"
             )
-    tied = [name for group in ties for name in group]
-    twice = sorted({name for name in tied if tied.count(name) > 1 or name in fix})
+    twice = _decided_twice(ties, fix)
     if twice:
         raise PlanInputError(
             f"{', '.join(map(repr, twice))}: tied twice, or tied and fixed. Give each name once, "

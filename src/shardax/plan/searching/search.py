@@ -16,9 +16,9 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+from shardax._core.checks import Options
 from shardax._core.graph.paths import PyTree
 from shardax.partition.context import parallel as parallel_scope
 from shardax.partition.errors import PartitionError, did_you_mean
@@ -36,6 +36,7 @@ from shardax.plan.searching.dimensions import DimensionModel, trace_dimensions
 from shardax.plan.searching.traced import Splits, traced_time
 from shardax.plan.timing.workload import ExpectedTime
 
+_OPTIONS = Options(PlanInputError)
 FEW = 2  # so many candidates are compiled at least
 OF_EACH_FORM = 1  # of pipelines, split sequences and others, are compiled with the first
 _NO_ROOM = "its arguments and gradients alone need more than a device's memory"
@@ -133,11 +134,10 @@ def search(
     target = Target.parse(target)
     if effort not in ("trace", "screen", "full"):
         raise PlanInputError(f"effort is 'trace', 'screen' or 'full', not {effort!r}.")
-    for name, value, least in (("top", 1 if top is None else top, 1), ("finalists", finalists, 0)):
-        if not isinstance(value, int) or value < least:
-            raise PlanInputError(f"{name}={value!r}: give a number of at least {least}.")
-    if within is not None and not within >= 1:
-        raise PlanInputError(f"within={within!r}: give a number of at least 1, or None for all.")
+    _OPTIONS.integers(top=1 if top is None else top)
+    _OPTIONS.integers(0, finalists=finalists)
+    fits = within is None or within >= 1
+    _OPTIONS.check("within", within, fits, "a number of at least 1, or None for all")
     shapes = _meshes(target, mesh_axes, meshes)
     settings = _settings(parallel)
     variants = [
@@ -155,7 +155,7 @@ def search(
         progress_for(progress) as bar,
         make_evaluator(inputs, target, compiler, processes, cache) as evaluator,
     ):
-        run = _Search(target, top, variants, cache_folder(cache), evaluator, bar)
+        run = _Search(target, top, variants, cache, evaluator, bar)
         try:
             finalists = finalists if effort == "full" else 0
             run.screen(within, max(top or 1, finalists), finalists)
@@ -426,7 +426,7 @@ def _settings(parallel: Mapping[str, Sequence[Any]] | None) -> dict[str, Sequenc
     return settings
 
 
-def _not_compiled(candidate: _Candidate) -> LayoutReport:
+def _omission_report(candidate: _Candidate) -> LayoutReport:
     """Returns the report of an omitted candidate."""
     reason = (
         f"not compiled: as traced it takes {candidate.share:.2f} times as long as the most "
@@ -445,14 +445,14 @@ class _Search:
         target: Target,
         top: int | None,
         variants: Sequence[_Variant],
-        folder: Path | None,
+        cache: object,
         evaluator: LocalEvaluator | PoolEvaluator,
         bar: Progress,
     ) -> None:
         self._target = target
         self._top = top
         self._variants = variants
-        self._folder = folder
+        self._cache = cache
         self._evaluator = evaluator
         self._shown = bar
         self._reports: dict[str, LayoutReport] = {}
@@ -478,7 +478,7 @@ class _Search:
             self._compile(layouts[missing:], "screen", "screening")
             fits = sum(report.outcome == "fits" for report in self._reports.values())
             stage = waiting[: max(enough - fits, 2)] if fits < enough else []
-        self._left_out = [_not_compiled(candidate) for candidate in waiting]
+        self._left_out = [_omission_report(candidate) for candidate in waiting]
 
     def confirm(self, finalists: int) -> None:
         """Compiles the best with full effort, until enough of them fit."""
@@ -549,8 +549,9 @@ class _Search:
         """Returns the error of an interrupted search, with its progress."""
         done = f"{self._shown.done} of {self._shown.total} layouts"
         again = (
-            f"What was compiled is kept in {self._folder}: the same call goes on from there."
-            if self._folder
+            f"What was compiled is kept in {cache_folder(self._cache)}: the same call goes on from "
+            "there."
+            if self._cache is not None
             else "With cache='default' a search goes on where it was."
         )
         error = PlanInterrupted(f"The search was interrupted after {done}. {again}")

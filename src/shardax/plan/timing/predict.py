@@ -99,10 +99,7 @@ def predict(
         >>> 0.3 < estimate.mfu < 0.7
         True
     """
-    if software not in SOFTWARE:
-        raise PlanInputError(
-            f"software is {software!r}; it is one of {', '.join(map(repr, SOFTWARE))}."
-        )
+    _OPTIONS.choice("software", software, SOFTWARE)
     _check_layout(model, step)
     chip = find_chip(hardware) if isinstance(hardware, str) else hardware
     values = figures_of(chip, figures)

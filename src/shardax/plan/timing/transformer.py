@@ -86,17 +86,12 @@ class TransformerShape:
 
     def __post_init__(self) -> None:
         for name in ("layers", "embed", "mlp_hidden", "heads", "vocab"):
-            size = getattr(self, name)
-            if not is_integer(size) or size < 1:
-                raise PlanInputError(f"{name} is {size!r}; it is an integer of at least 1.")
+            _OPTIONS.integers(**{name: getattr(self, name)})
         shares = is_integer(self.kv_heads) and self.kv_heads >= 0
         shares = shares and self.heads % self.key_heads == 0
         _OPTIONS.check("kv_heads", self.kv_heads, shares, f"a divisor of heads={self.heads}, or 0")
-        if self.experts and not 0 < self.top_k <= self.experts:
-            raise PlanInputError(
-                f"top_k is {self.top_k!r} of {self.experts} experts; it is at least 1 and at most "
-                "their number."
-            )
+        fits = not self.experts or 0 < self.top_k <= self.experts
+        _OPTIONS.check("top_k", self.top_k, fits, f"from 1 to experts={self.experts}")
 
     @property
     def key_heads(self) -> int:
@@ -350,11 +345,8 @@ class TrainingStep:
             degree = getattr(self, name)
             if not is_integer(degree) or degree < 1:
                 raise PlanInputError(f"{name} is {degree!r}; a degree is an integer of at least 1.")
-        if self.global_batch <= 0 or self.sequence < 1:
-            raise PlanInputError(
-                f"A step of {self.global_batch!r} sequences of {self.sequence!r} tokens has no "
-                "work."
-            )
+        _OPTIONS.check("global_batch", self.global_batch, self.global_batch > 0, "above 0")
+        _OPTIONS.check("sequence", self.sequence, self.sequence >= 1, "at least 1")
         if self.precision not in PRECISIONS:
             raise PlanInputError(
                 f"precision is {self.precision!r}; it is one of {', '.join(PRECISIONS)}."

@@ -31,6 +31,7 @@ from shardax.train.data.batches import (
 )
 from shardax.train.data.sources import Positioned, go_on_without_end, host_batch, with_position
 from shardax.train.data.text import hash64, permute
+from shardax.train.data.tokens import token_ids
 from shardax.train.errors import DataError
 
 _Tokens = npt.NDArray[np.int64]
@@ -169,12 +170,7 @@ class PackedBatches:
                 f"A document is a mapping with {', '.join(map(repr, document))}. Say which of "
                 'these are the tokens, such as PackedBatches(..., key="input_ids").'
             )
-        tokens = np.asarray(host_batch(document))
-        if tokens.ndim != 1 or (tokens.size and tokens.dtype.kind not in "iu"):
-            raise DataError(
-                "A document is a one-dimensional array of integers, its token ids, but one has "
-                f"dtype {tokens.dtype} and shape {tokens.shape}."
-            )
+        tokens = token_ids(host_batch(document))
         if tokens.size and not 0 <= int(tokens.min()) <= int(tokens.max()) < 1 << 31:
             raise DataError(
                 f"Token ids are from 0 to 2**31 - 1, but a document has ids from {tokens.min()} to "

@@ -121,18 +121,24 @@ def placed_batches(source: Any, sharding: Any) -> Iterator[PyTree]:
     return (_put_rows(batch, sharding, rows, source.batch_size) for batch in source.by_rows(rows))
 
 
+def _rows_of_processes(sharding: object, batch_size: int) -> dict[int, set[int]]:
+    """Returns the rows of a batch by process, in each the same."""
+    owned: dict[int, set[int]] = {}
+    if isinstance(sharding, NamedSharding):
+        first = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[:1]))
+        for device, index in first.devices_indices_map((batch_size,)).items():
+            rows = range(*index[0].indices(batch_size))
+            owned.setdefault(device.process_index, set()).update(rows)
+    return owned
+
+
 def _require_own_rows(source, sharding) -> None:
     """Raises DataError unless local batches fit the sharding."""
     count = getattr(source, "local_rows", None)
     if count is None:
         return
     for leaf_sharding in jax.tree.leaves(sharding) or [None]:
-        owned: dict[int, set[int]] = {}  # rows by process; the same answer in each
-        if isinstance(leaf_sharding, NamedSharding):
-            first = NamedSharding(leaf_sharding.mesh, PartitionSpec(*leaf_sharding.spec[:1]))
-            for device, index in first.devices_indices_map((source.batch_size,)).items():
-                rows = range(*index[0].indices(source.batch_size))
-                owned.setdefault(device.process_index, set()).update(rows)
+        owned = _rows_of_processes(leaf_sharding, source.batch_size)
         if len(owned) != jax.process_count() or sum(map(len, owned.values())) != source.batch_size:
             counts = [len(rows) for _, rows in sorted(owned.items())]
             raise DataError(

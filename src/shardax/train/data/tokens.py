@@ -283,6 +283,17 @@ def _open_npy(path: Path) -> npt.NDArray[Any]:
     return np.asarray(tokens)
 
 
+def token_ids(document: object) -> npt.NDArray[Any]:
+    """Returns a document as an array of token ids, or raises."""
+    tokens = np.asarray(document)
+    if tokens.ndim != 1 or (tokens.size and tokens.dtype.kind not in "iu"):
+        raise DataError(
+            "A document is a one-dimensional array of integers, its token ids, but one has dtype "
+            f"{tokens.dtype} and shape {tokens.shape}."
+        )
+    return tokens
+
+
 def _parts(tokens, end: int | None) -> Iterator[npt.NDArray[Any]]:
     """Yields arrays of ids, in order."""
     if isinstance(tokens, np.ndarray) and tokens.ndim == 1:
@@ -292,12 +303,7 @@ def _parts(tokens, end: int | None) -> Iterator[npt.NDArray[Any]]:
     else:
         documents = tokens
     for document in documents:
-        array = np.asarray(document)
-        if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
-            raise DataError(
-                "Documents are one-dimensional arrays of integers, their token ids, but one has "
-                f"dtype {array.dtype} and shape {array.shape}."
-            )
+        array = token_ids(document)
         for start in range(0, array.size, _WRITTEN):
             yield array[start : start + _WRITTEN]
         if end is not None:

@@ -93,20 +93,21 @@ class Chunk:
         """Whether a value is of a stream of random numbers."""
         return isinstance(self.now().state.get(path), RngState)
 
+    def _is_elsewhere(self, value: object) -> bool:
+        """Whether arrays are off the stage's devices."""
+        shardings = [getattr(x, "sharding", None) for x in jax.tree.leaves(value)]
+        return any(
+            sharding is not None
+            and getattr(sharding, "mesh", None) is not self.mesh
+            and sharding.device_set != set(self.mesh.devices.flat)
+            for sharding in shardings
+        )
+
     def check_places(self, values: Values) -> None:
         """Refuses values off the stage's devices."""
-        stage_devices = set(self.mesh.devices.flat)
-        wrong: list[str] = []
-        for path, value in values.items():
-            for x in jax.tree.leaves(value):
-                sharding = getattr(x, "sharding", None)
-                if sharding is None or getattr(sharding, "mesh", None) is self.mesh:
-                    continue
-                if sharding.device_set != stage_devices:
-                    wrong.append(self.shown(path))
         raise_if_any(
             PartitionError,
-            wrong,
+            [self.shown(path) for path, value in values.items() if self._is_elsewhere(value)],
             "Not on the devices of the stage: ",
             ". Lay it out again: "
             f"sx.shard(step.stages[{self.number}], step.meshes[{self.number}], rules).",

@@ -290,6 +290,16 @@ def _check_processes() -> None:
         )
 
 
+def _shared_variables(stages: Sequence[object]) -> list[str]:
+    """Returns the paths of Variables shared by stages."""
+    owners: dict[int, list[str]] = {}
+    for number, stage in enumerate(stages):
+        for path, variable in iter_variables(stage) if isinstance(stage, Module) else ():
+            if not isinstance(variable, RngState):  # copies of keys are drawn from by each
+                owners.setdefault(id(variable), []).append(f"stages[{number}]{format_path(path)}")
+    return [" and ".join(paths) for paths in owners.values() if len(paths) > 1]
+
+
 def _check_stages(stages: Sequence[object]) -> None:
     wrong = [f"stages[{i}] of {type(s).__name__}" for i, s in enumerate(stages) if not callable(s)]
     if wrong or not stages:
@@ -297,15 +307,9 @@ def _check_stages(stages: Sequence[object]) -> None:
             f"Stages are Modules or functions, called on what the one before returns; found "
             f"{', '.join(wrong) or 'none'}."
         )
-    owners: dict[int, list[str]] = {}
-    for number, stage in enumerate(stages):
-        for path, variable in iter_variables(stage) if isinstance(stage, Module) else ():
-            if not isinstance(variable, RngState):  # copies of keys are drawn from by each
-                owners.setdefault(id(variable), []).append(f"stages[{number}]{format_path(path)}")
-    shared = [" and ".join(paths) for paths in owners.values() if len(paths) > 1]
     raise_if_any(
         PartitionError,
-        shared,
+        _shared_variables(stages),
         "Stages have devices of their own, so that they cannot share Variables:\n  ",
         "\nGive each stage its own, sx.clone(stage); or use nn.Stack with a rule for its "
         "layers, around which an embedding can be shared with the head.",
