@@ -21,7 +21,7 @@ from shardax._core.variable import Param, Quantized
 from shardax.models.comparison import refusal
 from shardax.models.files import READ_DTYPES, TensorFiles
 from shardax.models.kinds import PretrainedError
-from shardax.models.layouts import COMPRESSED, FP8, Scheme, packed
+from shardax.models.quantized.layouts import COMPRESSED, FP8, Scheme, packed
 from shardax.models.tensors import Axis, Tensor
 from shardax.nn.einsum import Einsum
 from shardax.nn.embedding import Embed

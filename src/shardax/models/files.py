@@ -16,7 +16,7 @@ import numpy as np
 
 from shardax._core.errors import first_of, naming_package
 from shardax.models.kinds import PretrainedError, brief
-from shardax.models.layouts import (
+from shardax.models.quantized.layouts import (
     COMPRESSED,
     SCALE_ENDS,
     STORED_DTYPES,
@@ -27,7 +27,7 @@ from shardax.models.layouts import (
     ValuesSlice,
     read_layout,
 )
-from shardax.models.mxfp4 import BLOCKS, SCALES, PackedSlice, is_packed, packed_names
+from shardax.models.quantized.mxfp4 import BLOCKS, SCALES, PackedSlice, is_packed, packed_names
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 DTYPES = {"F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64"}

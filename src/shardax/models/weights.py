@@ -50,8 +50,7 @@ from shardax.models.families.registry import family_of
 from shardax.models.family import Family
 from shardax.models.files import DTYPES, INDEX, READ_DTYPES, SINGLE, TensorFiles, read_json
 from shardax.models.kinds import PretrainedError, brief
-from shardax.models.layouts import PACKING
-from shardax.models.mxfp4 import is_packed
+from shardax.models.quantized.mxfp4 import PACKING, is_packed
 from shardax.models.tensors import Tensor
 from shardax.nn.attention.dot_product import AttentionKernel
 from shardax.nn.attention.multi_head import MultiHeadAttention

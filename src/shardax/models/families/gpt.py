@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from shardax.models import kinds, mxfp4
+from shardax.models import kinds
 from shardax.models.families import shared
 from shardax.models.families.rope import Rotary, read_rope
 from shardax.models.family import ConfigEdit, Family, Field, FieldGroup, Taker
+from shardax.models.quantized import mxfp4
 from shardax.models.tensors import (
     HEADS,
     AxisLike,

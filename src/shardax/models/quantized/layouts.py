@@ -17,8 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from shardax.models.kinds import BOOLEAN, TABLE, TEXT, TEXTS, Kind, PretrainedError, brief
+from shardax.models.quantized.mxfp4 import PACKING
 
-PACKING = "quantization_config"
 COMPRESSED, FP8, FBGEMM = "compressed-tensors", "fp8", "fbgemm_fp8"
 _METHODS = (COMPRESSED, FP8, FBGEMM)
 SCALE_ENDS = {COMPRESSED: ("_scale",), FP8: ("_scale_inv", "_scale"), FBGEMM: ("_scale",)}
