@@ -164,6 +164,7 @@ def main() -> int:
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--targets", nargs="+", default=list(TARGETS), choices=list(TARGETS))
     parser.add_argument("--processes", type=int, default=2, help="that compile")
+    parser.add_argument("--top", type=int, default=1, help="layouts of a search's table")
     parser.add_argument("--within", type=float, default=1.3, help="of the least expected time")
     parser.add_argument("--compiler", default="auto", help="as plan.search takes it")
     options = parser.parse_args()
@@ -183,7 +184,7 @@ def main() -> int:
                 args,
                 target,
                 within=options.within,
-                top=1,
+                top=options.top,
                 **forms(name, quick=options.quick),
                 **how,
             )

@@ -52,6 +52,9 @@ DEAR = {
     "tests/benchmarks/test_parallel.py::test_search_of_a_published_model_includes_its_layout": (
         "a search compiles several layouts of a published model"
     ),
+    "tests/benchmarks/test_parallel.py::test_gpu_step_reports_speed_and_memory": (
+        "compiles steps of two precisions and four decoding loops"
+    ),
     "tests/benchmarks/test_parallel.py::test_every_parallel_form_is_timed_beside_raw_jax": (
         "compiles each form of parallelism and its opponent"
     ),
