@@ -432,7 +432,11 @@ def hash64(*words: npt.ArrayLike) -> UInt64Array:
 
 def permute(places: npt.ArrayLike, size: int, key: int) -> npt.NDArray[np.int64]:
     """Items at given places of ``range(size)``, shuffled by a key."""
+    if not 1 <= size <= 1 << 62:
+        raise DataError(f"permute() needs 1 <= size <= 2**62, got size={size}.")
     start = np.atleast_1d(np.asarray(places, dtype=np.int64))
+    if start.size and (start.min() < 0 or start.max() >= size):
+        raise DataError(f"permute() got a place outside [0, {size}).")
     half_bits = max(1, ((size - 1).bit_length() + 1) // 2)
     round_keys = hash64(key & ((1 << 64) - 1), np.arange(6))
     x = _feistel(start.astype(np.uint64), half_bits, round_keys)
