@@ -299,7 +299,7 @@ def figures() -> list[Figure]:
         Figure("vague names, %", words.vague_share, 1.5),
         Figure("Any per 1,000 lines of code", 1000 * words.annotations_any / lines.code, 45, 45),
         Figure("raise per 1,000 lines of code", 1000 * words.raises / lines.code, 22),
-        Figure("lines of guards, %", 100 * words.guard_lines / lines.code, 12),
+        Figure("lines of guards, %", 100 * words.guard_lines / lines.code, 12, reached=12.1),
         Figure("first lines with relative clauses, %", relative, 12),
         Figure("error classes", len(words.errors), 60),
         Figure("test files with private imports", len(private_test_files()), 40),

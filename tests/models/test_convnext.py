@@ -275,10 +275,6 @@ def change_convolution(model: Any) -> None:
     model.stages[1].reduction.strides = (1, 1)
 
 
-def quantize(model: Any) -> None:
-    model.head = sx.quantize(model.head, "int8")
-
-
 def add_parameter(model: Any) -> None:
     model.stages[0].extra = sx.Param(jnp.ones(3))
 
@@ -299,7 +295,6 @@ def normalize_responses(model: Any) -> None:
         (replace_block, ".stages[0].blocks[1] is a OtherBlock"),
         (change_one_activation, ".stages[0].blocks[1].activation is 'relu'"),
         (change_convolution, ".stages[1].reduction.strides is (1, 1)"),
-        (quantize, ".head.kernel is a QuantizedKernel"),
         (add_parameter, ".stages[0].extra has no tensor in its family"),
         (change_config, "model.config has activation='relu', but its layers 'exact_gelu'"),
         (normalize_responses, "no way to say response_norm=True"),

@@ -87,5 +87,5 @@ def test_sinusoidal_positions_equal_their_formula(interleaved: bool):
 
 
 def test_sinusoidal_positions_need_pairs_of_features():
-    with pytest.raises(LayerConfigError, match=r"even number of features.*features=5"):
+    with pytest.raises(LayerConfigError, match=r"features to be even.*features=5"):
         sx.nn.sinusoidal(np.arange(3), 5)

@@ -207,7 +207,7 @@ def test_efficiency_scales_its_own_part() -> None:
 
 @pytest.mark.parametrize("value", [0, -1, 1.5])
 def test_an_efficiency_is_a_share(value: float) -> None:
-    with pytest.raises(PlanInputError, match=r"links is .*above 0 and at most 1"):
+    with pytest.raises(PlanInputError, match=r"links=.*above 0 and at most 1"):
         plan.Efficiency(links=value)
 
 

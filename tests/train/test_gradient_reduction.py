@@ -308,5 +308,7 @@ def test_invalid_reductions_are_refused_with_the_cause() -> None:
 
 
 def test_reduce_over_as_one_string_is_refused() -> None:
-    with pytest.raises(TrainError, match=r"reduce_over='data'.*not one string: reduce_over=\("):
+    with pytest.raises(
+        TrainError, match=r"not one string, but reduce_over='data'\. Write reduce_over=\("
+    ):
         TrainerSettings(steps=1, reduce_over="data")  # pyright: ignore[reportArgumentType]

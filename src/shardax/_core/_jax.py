@@ -95,15 +95,6 @@ def refused_argument(argument: object) -> str | None:
     frame = sys._getframe(2)
     if frame.f_code.co_name not in _TYPE_QUERIES:
         return None
-    return (
-        f"{_parameter_of(frame, argument)} is a {argument!r}, {ARRAYS_ONLY} Pass its value: "
-        "variable.value, or variable[...]. Functions of jax.numpy and operators take the Variable "
-        "itself."
-    )
-
-
-def _parameter_of(frame: types.FrameType | None, argument: object) -> str:
-    """Names the parameter of a function of JAX for an object."""
     subject = "What was given to a function of JAX"
     while frame is not None and frame.f_globals.get("__name__", "").split(".")[0] == "jax":
         name = frame.f_code.co_name
@@ -114,7 +105,10 @@ def _parameter_of(frame: types.FrameType | None, argument: object) -> str:
                 subject = f"The argument {parameter} of {home}.{name}"
                 break
         frame = frame.f_back
-    return subject
+    return (
+        f"{subject} is a {argument!r}, {ARRAYS_ONLY} Pass its value: variable.value, or "
+        "variable[...]. Functions of jax.numpy and operators take the Variable itself."
+    )
 
 
 # Functions of JAX 0.10 to 0.12 that call a user's function with arguments which they put together

@@ -100,6 +100,8 @@ def copied(array: jax.Array) -> jax.Array:
     # jnp.copy compiles one for each shape. With a mesh in scope it lays out what has no layout.
     if not (is_eager() and array.is_fully_addressable):
         return jnp.copy(array)
+    if not isinstance(array.dtype, np.dtype):  # of keys device_put loses the layout
+        return jnp.copy(array)
     if isinstance(array.sharding, NamedSharding) or jax.sharding.get_abstract_mesh().empty:
         return jax.device_put(array, may_alias=False)
     return jnp.copy(array)

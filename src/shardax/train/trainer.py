@@ -127,7 +127,7 @@ class TrainerSettings:
         example = 'count=lambda part: part["loss_mask"].sum()'
         expected = f"a function of a part of a batch: {example}"
         options.check("count", self.count, is_counter, expected)
-        expected = f"a tuple of mesh axes, not one string: reduce_over=({over!r},)"
+        expected = f"a tuple of mesh axes, not one string; write reduce_over=({over!r},)"
         options.check("reduce_over", over, not isinstance(over, str), expected)
         expected = 'None without axes along which gradients are summed: reduce_over=("data",)'
         options.check("reduce_dtype", dtype, dtype is None or bool(over), expected)
