@@ -8,6 +8,7 @@ dtype, because making a Variable must not run a JAX operation.
 
 from __future__ import annotations
 
+import contextlib
 import operator
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
@@ -21,7 +22,7 @@ from shardax._core import _jax
 from shardax._core._jax import Tracer
 from shardax._core.errors import ModuleError, VariableValueError
 from shardax._core.frames import in_one_step, is_eager, is_ref
-from shardax._core.init.lazy import LazyValue
+from shardax._core.init.lazy import LazyValue, on_device
 from shardax._core.object import Object
 
 _NUMBERS = (bool, int, float, complex, np.generic)
@@ -76,23 +77,19 @@ def _canonical(value: object, owner: str) -> np.ndarray:
     return array.astype(dtype, copy=isinstance(value, np.ndarray))
 
 
-def realise(value: object, owner: object) -> Any:
+def realise(value: np.ndarray | LazyValue, owner: object) -> Any:
     """Turns a lazy or NumPy value into a JAX array."""
-    if owner is None and is_eager():
-        return value.compute() if isinstance(value, LazyValue) else on_device(value)
-    if owner is None:  # concrete, even while a transform is tracing
-        # Not where none is: it would run parts of an initializer that is traced, one by one.
-        with jax.ensure_compile_time_eval():
-            return value.compute() if isinstance(value, LazyValue) else jnp.asarray(value)
-    return value.compute() if isinstance(value, LazyValue) else jnp.asarray(value)
-
-
-def on_device(value: object) -> jax.Array:
-    """Puts a NumPy value into device memory of its own."""
-    # jnp.asarray compiles a program for each shape. With a mesh in scope it lays the array out.
-    if not jax.sharding.get_abstract_mesh().empty:
+    is_free = is_eager()
+    # Without an owner concrete, even while a transform is tracing. Where none is, it would run the
+    # parts of an initializer one by one.
+    is_concrete = owner is None and not is_free
+    with jax.ensure_compile_time_eval() if is_concrete else contextlib.nullcontext():
+        if isinstance(value, LazyValue):
+            return value.compute()
+        # jnp.asarray compiles a program for each shape. With a mesh in scope it lays the array out.
+        if is_free and jax.sharding.get_abstract_mesh().empty:
+            return on_device(value)
         return jnp.asarray(value)
-    return jax.device_put(jax.device_put(value), may_alias=False)  # else that of NumPy on CPUs
 
 
 def copied(array: jax.Array) -> jax.Array:

@@ -212,11 +212,11 @@ def _check_parts(model: object, config: Any, names: Sequence[str]) -> None:
     for name in names:
         part = getattr(model, name)
         if not isinstance(part, Transformer):
-            refuse_any([f".{name} is {text_of(part)}, not a Transformer"])
+            raise refusal([f".{name} is {text_of(part)}, not a Transformer"])
         if differing := _differences(config_of(part), getattr(config, name)):
             problem = f".{name}.config has {_said(differing)} in model.config.{name}"
             new = f"dataclasses.replace(model.config, {name}=model.{name}.config)"
-            refuse_any([problem], f" Set both: model.config = {new}.")
+            raise refusal([problem], f" Set both: model.config = {new}.")
 
 
 def _describe_new_parts(
@@ -355,7 +355,8 @@ def _compare_stages(comparison: ArchitectureCheck, model: ConvNeXt, built: ConvN
 def _facts(model: object, config: TransformerConfig) -> dict[str, Any]:
     """Returns fields of a config as the layers have them."""
     places = layers_of(model)
-    refuse_any([] if places else ["it has no layers"])
+    if not places:
+        raise refusal(["it has no layers"])
     has_experts = [isinstance(getattr(place.module, "mlp", None), MoE) for place in places]
     dense = [place for place, experts in zip(places, has_experts, strict=True) if not experts]
     mixed = [place for place, experts in zip(places, has_experts, strict=True) if experts]
@@ -721,7 +722,7 @@ def _read_back(family: Family, content: Mapping[str, object], config: Any) -> An
         new = "dataclasses.replace(model.config, source=None)"
         advice = f" As a {other_family} it can be written: model.config = {new}."
         problem = f"a {content['model_type']}'s config.json has no way to say {_said(differing)}"
-        refuse_any([problem], "" if other_family is None else advice)
+        raise refusal([problem], "" if other_family is None else advice)
     return read
 
 

@@ -83,7 +83,7 @@ def layers_of(model: Any) -> list[LayerPlace]:
         ]
     else:
         problem = f"layers is a {type(layers).__name__}, neither a list of layers nor a Stack"
-        refuse_any([problem])
+        raise refusal([problem])
     return places
 
 

@@ -34,7 +34,7 @@ from shardax._core.state.split_merge import iter_modules, iter_variables
 from shardax._core.variable import Param, Quantized
 from shardax._files import draft_folder, move_files, write_tensors
 from shardax.models.architecture import describe, parameter_places
-from shardax.models.comparison import refuse_any
+from shardax.models.comparison import refusal
 from shardax.models.decoder import DECODER_RULES
 from shardax.models.dual_encoder import TOWERS
 from shardax.models.encoder_decoder import HALVES, build_model
@@ -405,7 +405,8 @@ class _Table:
         for name, places in table.by_name.items():
             dtypes = {str(entry.variable.dtype): format_path(entry.path) for entry, *_ in places}
             listed = ", ".join(f"{path} ({dtype})" for dtype, path in dtypes.items())
-            refuse_any([f"{name} is one tensor of {listed}"] if len(dtypes) > 1 else [])
+            if len(dtypes) > 1:
+                raise refusal([f"{name} is one tensor of {listed}"])
         return table
 
     def add(

@@ -25,11 +25,9 @@ from shardax._core.array_ops import wider_dtype
 from shardax._core.graph.paths import Leaf, Path, PathKey, PyTree, plain_path
 from shardax._core.graph.static import Static
 from shardax._core.graph.views import named_sharding
-from shardax._core.init.lazy import LazyValue
+from shardax._core.init.lazy import SMALL, LazyValue, on_device
 from shardax._core.variable import Variable
 from shardax.partition.inventory import dimensions_of_state
-
-_SMALL = 2**20  # bytes
 
 
 class Transformation:
@@ -271,11 +269,8 @@ class StateValue(LazyValue):
         if sharding is None:
             sharding = parameters.sharding_for(leaf)
         if initial.number is not None:
-            # Sooner than a program for the shape. Not the memory of NumPy, which a step that
-            # donates it could not reuse.
-            if _is_small(leaf) and _is_reached(sharding):
-                filled = np.full(leaf.shape, initial.number, leaf.dtype)
-                return jax.device_put(jax.device_put(filled, sharding), may_alias=False)
+            if _is_small(leaf) and _is_reached(sharding):  # sooner than a program for the shape
+                return on_device(np.full(leaf.shape, initial.number, leaf.dtype), sharding)
             return _fill_program(leaf.shape, leaf.dtype, sharding)(initial.number)
         arrays = [parameters.array(position) for position in initial.needs]
         if initial.is_copy:
@@ -287,7 +282,7 @@ class StateValue(LazyValue):
 
 
 def _is_small(leaf: StateLeaf) -> bool:
-    return math.prod(leaf.shape) * leaf.dtype.itemsize <= _SMALL
+    return math.prod(leaf.shape) * leaf.dtype.itemsize <= SMALL
 
 
 def _is_reached(sharding: NamedSharding | None) -> bool:

@@ -260,12 +260,19 @@ class _FilledProgram(InitializerProgram):
     def __call__(self, words: object) -> jax.Array:
         if not (is_eager() and jax.sharding.get_abstract_mesh().empty):
             return super().__call__(words)
-        # In memory of its own, so that a step that donates it can use that again.
-        return jax.device_put(jax.device_put(self._filled), may_alias=False)
+        return on_device(self._filled)
 
 
 _CONSTANTS = (jax.nn.initializers.zeros, jax.nn.initializers.ones)
-_SMALL = 2**20  # bytes
+SMALL = 2**20  # bytes of an array of one number that needs no program
+
+
+def on_device(array: np.ndarray, sharding: NamedSharding | None = None) -> jax.Array:
+    """Puts an array of NumPy into device memory of its own."""
+    placed = jax.device_put(array, sharding)
+    # On CPUs it may still be NumPy's memory, also with may_alias=False, which a step that donates
+    # it could not reuse. The copy is awaited, as that memory may change.
+    return jax.device_put(placed, may_alias=False).block_until_ready()
 
 
 def _filled_by(function: Callable[[Any], jax.Array], words) -> np.ndarray | None:
@@ -281,7 +288,7 @@ def _filled_by(function: Callable[[Any], jax.Array], words) -> np.ndarray | None
     number = getattr(made[0].invars[0], "val", None)
     if number is None or np.ndim(number) or not isinstance(kind.dtype, np.dtype) or kind.weak_type:
         return None
-    is_small = math.prod(kind.shape) * kind.dtype.itemsize <= _SMALL
+    is_small = math.prod(kind.shape) * kind.dtype.itemsize <= SMALL
     return np.full(kind.shape, number, kind.dtype) if is_small else None
 
 
