@@ -57,6 +57,7 @@ from shardax.nn.attention.multi_head import MultiHeadAttention
 from shardax.nn.stack import Stack
 from shardax.partition.context import ATTENTION_KERNELS, current_rules
 from shardax.partition.errors import raise_on_errors
+from shardax.partition.inventory import byte_count
 from shardax.partition.mesh import AnyMesh, resolve_mesh
 from shardax.partition.placement import shard
 from shardax.partition.rules import Rules, RulesLike, mesh_axes_of
@@ -790,8 +791,7 @@ def _whole(variable) -> np.ndarray:
 
 def _bytes_of(place: tuple[Entry, int, int]) -> int:
     entry = place[0]
-    dtype = jnp.dtype(entry.variable.dtype)
-    return math.prod(entry.axis_sizes()) * dtype.itemsize // (2 if dtype == jnp.int4 else 1)
+    return byte_count(entry.axis_sizes(), jnp.dtype(entry.variable.dtype))
 
 
 def _write_files(
