@@ -33,9 +33,7 @@ class Options:
         if not fits:
             text = f"{name}={value!r} must be {expected}."
             if self.owner:
-                kind, _, note = expected.partition("; ")
-                text = f"{self.owner} needs {name} to be {kind}, but {name}={value!r}."
-                text += note and f" {note[0].upper()}{note[1:]}."
+                text = f"{self.owner} needs {name} to be {expected}, but {name}={value!r}."
             raise self.error(f"{text} {remedy}".rstrip())
 
     def integers(self, least: int = 1, /, **options: Any) -> None:

@@ -114,10 +114,10 @@ class TrainerSettings:
 
     def __post_init__(self) -> None:
         at_zero = {
-            "eval_every": "; 0: only at the end",
-            "checkpoint_every": "; 0: only at the end",
-            "check_replicas_every": "; 0: only at the start",
-            "max_skipped_steps": "; 0: the first step that is not finite stops the run",
+            "eval_every": "0: only at the end.",
+            "checkpoint_every": "0: only at the end.",
+            "check_replicas_every": "0: only at the start.",
+            "max_skipped_steps": "0: the first step that is not finite stops the run.",
         }
         options = Options(TrainError, "TrainerSettings")
         peak, over, dtype = self.peak_flops, self.reduce_over, self.reduce_dtype
@@ -127,16 +127,17 @@ class TrainerSettings:
         example = 'count=lambda part: part["loss_mask"].sum()'
         expected = f"a function of a part of a batch: {example}"
         options.check("count", self.count, is_counter, expected)
-        expected = f"a tuple of mesh axes, not one string; write reduce_over=({over!r},)"
-        options.check("reduce_over", over, not isinstance(over, str), expected)
+        expected, remedy = "a tuple of mesh axes, not one string", f"Write reduce_over=({over!r},)."
+        options.check("reduce_over", over, not isinstance(over, str), expected, remedy)
         expected = 'None without axes along which gradients are summed: reduce_over=("data",)'
         options.check("reduce_dtype", dtype, dtype is None or bool(over), expected)
         other_types = ("count", "peak_flops", "reduce_over", "reduce_dtype")
         for name, value in vars(self).items():
             if name not in other_types:
                 least = 0 if name in at_zero else 1
-                expected = f"an integer of at least {least}{at_zero.get(name, '')}"
-                options.check(name, value, type(value) is int and value >= least, expected)
+                fits = type(value) is int and value >= least
+                expected = f"an integer of at least {least}"
+                options.check(name, value, fits, expected, at_zero.get(name, ""))
 
 
 @dataclass(frozen=True)

@@ -283,13 +283,12 @@ def bounded_while_loop(
         >>> round(float(result.final), 4), bool(result.converged)
         (1.4142, True)
     """
-    modes = get_args(Differentiable)
+    checks, modes = Options(TransformError), get_args(Differentiable)
     expected = f"one of {', '.join(map(repr, modes))}"
-    options = Options(TransformError)
-    options.check("differentiable", differentiable, differentiable in modes, expected)
+    checks.check("differentiable", differentiable, differentiable in modes, expected)
     expected = "a function of the carry that returns arrays, or None"
     kinds = (Callable, type(None))
-    options.instance("history of sx.bounded_while_loop", history, kinds, expected)
+    checks.instance("history of sx.bounded_while_loop", history, kinds, expected)
     steps = _size_of_history(max_steps)
     functions = (body_fun, cond_fun) if history is None else (body_fun, cond_fun, history)
     options = (steps, differentiable, padding)
