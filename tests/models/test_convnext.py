@@ -309,6 +309,14 @@ def test_other_edits_are_refused_by_path(edit: Any, problem: str, tmp_path: Path
     assert not (tmp_path / "edited").exists()
 
 
+def test_quantized_head_is_read_back_bit_for_bit(tmp_path: Path):
+    model = initialised(tmp_path, content_of("convnext"))
+    model.head = sx.quantize(model.head, "int8")
+    kernel, again = model.head.kernel, written(model, tmp_path / "quantized").head.kernel
+    np.testing.assert_array_equal(again.values.value, kernel.values.value)
+    np.testing.assert_array_equal(again.scale.value, kernel.scale.value)
+
+
 @pytest.mark.parametrize(
     ("fields", "kind"),
     [({"channels": 1}, "convnext"), ({"layer_scale": False, "response_norm": True}, "convnextv2")],
