@@ -6,11 +6,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.extend.random
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from tests.strategies import assert_equal_values
@@ -176,6 +178,21 @@ def test_without_stream_only_keyless_initializers_work() -> None:
         with pytest.raises(ModuleError, match=r"shape \(2, 2\) needs a random key.*rngs=rngs"):
             _ = sx.Param(Init(initializer, (2, 2))).value
     assert issubclass(ModuleError, (ShardaxError, ValueError))
+
+
+@pytest.mark.parametrize("read", [lambda p: p.value, lambda p: p + 1, lambda p: p.sum(), jnp.sin])
+def test_missing_attribute_inside_initializer_is_named(read: Callable[[Any], Any]) -> None:
+    def broken(key: Any, shape: Any, dtype: Any) -> Any:
+        return jnp.zeros(shape, dtype).missing
+
+    with pytest.raises(AttributeError, match="no attribute missing"):
+        read(sx.Param(Init(broken, (2,))))
+
+
+def test_gradients_of_integers_are_read_as_they_are() -> None:
+    zero = np.zeros((3,), jax.dtypes.float0)
+    value = sx.Variable(zero).value
+    assert (value.shape, value.dtype) == (zero.shape, zero.dtype)
 
 
 def test_the_stream_may_be_named_or_given() -> None:

@@ -244,6 +244,17 @@ def test_slots_are_refused_because_data_lives_in_attributes() -> None:
         type("Slotted", (sx.Module,), {"__slots__": ("x",)})
 
 
+def test_attribute_missing_inside_property_is_the_one_named() -> None:
+    class Scaled(sx.Module):
+        @property
+        def scale(self) -> Any:
+            return self.missing
+
+    with pytest.raises(AttributeError, match="'Scaled' object has no attribute 'missing'"):
+        _ = Scaled().scale
+    assert not hasattr(Scaled(), "scale")
+
+
 def test_property_setters_are_called_and_required() -> None:
     class Celsius(sx.Module):
         def __init__(self) -> None:

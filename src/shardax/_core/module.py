@@ -140,6 +140,8 @@ class Module(Object):
             boxed = object.__getattribute__(self, "_array_attributes")
             if name in boxed:
                 return containers.unbox(boxed[name])
+            if hasattr(type(self), name):  # a property that raised AttributeError: says its text
+                return object.__getattribute__(self, name)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __delattr__(self, name: str) -> None:

@@ -272,7 +272,7 @@ def on_device(array: np.ndarray, sharding: NamedSharding | None = None) -> jax.A
     placed = jax.device_put(array, sharding)
     # On CPUs it may still be NumPy's memory, also with may_alias=False, which a step that donates
     # it could not reuse. The copy is awaited, as that memory may change.
-    return jax.device_put(placed, may_alias=False).block_until_ready()
+    return jax.block_until_ready(jax.device_put(placed, may_alias=False))
 
 
 def _filled_by(function: Callable[[Any], jax.Array], words) -> np.ndarray | None:
