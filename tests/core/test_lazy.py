@@ -12,7 +12,6 @@ from typing import Any
 import jax
 import jax.extend.random
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from tests.strategies import assert_equal_values
@@ -187,12 +186,6 @@ def test_missing_attribute_inside_initializer_is_named(read: Callable[[Any], Any
 
     with pytest.raises(AttributeError, match="no attribute missing"):
         read(sx.Param(Init(broken, (2,))))
-
-
-def test_gradients_of_integers_are_read_as_they_are() -> None:
-    zero = np.zeros((3,), jax.dtypes.float0)
-    value = sx.Variable(zero).value
-    assert (value.shape, value.dtype) == (zero.shape, zero.dtype)
 
 
 def test_the_stream_may_be_named_or_given() -> None:
