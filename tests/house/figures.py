@@ -282,16 +282,7 @@ def figures() -> list[Figure]:
         Figure("lines of code", lines.code, 42_000, reached=63_200),
         Figure("files per 10,000 lines", 10_000 * files / lines.total, 40),
         Figure("lines that are imports, %", 100 * lines.imports / lines.total, 4.5, reached=5.5),
-        *(
-            # A loop also names its arguments in errors of tracers, and asks whether it is eager.
-            Figure(
-                f"files on the way of {way}",
-                len(ways[way]),
-                14,
-                reached=15 if way == "scan" else None,
-            )
-            for way in WAYS[:-1]
-        ),
+        *(Figure(f"files on the way of {way}", len(ways[way]), 14) for way in WAYS[:-1]),
         # A search asks the model of time before and after it compiles.
         Figure("plan's own files on the way of search", len(own), 14, reached=15),
         Figure("  with those of jit, shard and hlo", len(ways["plan.search"]), 55, reached=57),

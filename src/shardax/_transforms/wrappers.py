@@ -30,7 +30,6 @@ from shardax._transforms.jit.jit import Jit, jit
 from shardax._transforms.jit.specialization import JitOptions, with_resolved_donation
 from shardax._transforms.lift import arguments
 from shardax._transforms.lift.engine import SingleRunCall, check_operands, decorator, wraps
-from shardax._transforms.lift.tracer_errors import naming
 
 
 @decorator
@@ -113,7 +112,7 @@ def _remat(
         static_numbers=static == arguments.NUMBERS,
     )
     check_operands(once, "make it static: sx.remat(f, static_argnames=...)")
-    run = naming(once.run_whole, once, "arguments")
+    run = once.program(once.run_whole, "arguments")
     transformed = jax.checkpoint(run, policy=policy, prevent_cse=prevent_cse)
     values, plain = once.graph.values(), list(once.arguments.plain)
     return once.finish(transformed(values, plain, once.arguments.plain_named))

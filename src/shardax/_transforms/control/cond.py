@@ -26,7 +26,6 @@ from shardax._transforms.control import loops, scan
 from shardax._transforms.errors import TransformError
 from shardax._transforms.jit import eager
 from shardax._transforms.lift import binding, engine
-from shardax._transforms.lift.tracer_errors import naming
 
 
 class BranchOutcome(NamedTuple):
@@ -356,7 +355,7 @@ class _BranchingCall:
         self.union: tuple[int, ...] = ()
         # Compiled as a unit so that JAX traces it once, for its shapes and for the choice.
         self.ones = [
-            jax.jit(naming(functools.partial(self._one, which), call, "pair", which), inline=INLINE)
+            jax.jit(call.program(functools.partial(self._one, which), "pair", which), inline=INLINE)
             for which in range(len(labels))
         ]
 

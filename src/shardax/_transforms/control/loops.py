@@ -21,7 +21,6 @@ from shardax._transforms.control.scan import LoopBody, check_unroll
 from shardax._transforms.errors import TransformError
 from shardax._transforms.jit import eager
 from shardax._transforms.lift import engine
-from shardax._transforms.lift.tracer_errors import naming
 
 
 def as_predicate(value: object, name: str) -> Any:
@@ -191,7 +190,7 @@ class ReadOnlyFunction:
         self.role = role
         self.finish = finish
         # Compiled as a unit so that JAX traces it once.
-        self.one = jax.jit(naming(self._one, body.call, "leaves", which), inline=INLINE)
+        self.one = jax.jit(body.call.program(self._one, "leaves", which), inline=INLINE)
 
     def __call__(self, carry: tuple[Sequence[PyTree], Sequence[PyTree]]) -> PyTree:
         return self.one(*self.body.inputs(carry))

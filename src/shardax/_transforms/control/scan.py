@@ -39,7 +39,6 @@ from shardax._core.variable import Variable
 from shardax._transforms.errors import PrefixError, TransformError
 from shardax._transforms.jit import eager
 from shardax._transforms.lift import binding, engine, prefix
-from shardax._transforms.lift.tracer_errors import naming
 from shardax._transforms.vmap import axes as mapped
 
 
@@ -89,7 +88,7 @@ class LoopBody:
         self.result_tree: Any = None
         # A unit, so that JAX traces it once, for its shapes and for the loop; put into the program
         # of the loop, which is then smaller and quicker to differentiate.
-        self.one = jax.jit(naming(self._one, call, "leaves"), inline=INLINE)
+        self.one = jax.jit(call.program(self._one, "leaves"), inline=INLINE)
 
     def _one(
         self, values: list[object], plain: list[object]

@@ -19,7 +19,6 @@ from shardax._core.init.lazy import LazyValue
 from shardax._transforms.errors import StaticArgumentError
 from shardax._transforms.lift import binding, engine
 from shardax._transforms.lift.arguments import check_static, resolve_arguments
-from shardax._transforms.lift.tracer_errors import naming
 
 
 class AbstractFrame(Frame):
@@ -74,7 +73,7 @@ def eval_shape(function: Callable[..., PyTree], *args: PyTree, **kwargs: PyTree)
     def pure(values, plain, plain_named):
         return once.run_once(values, plain, plain_named, lambda result: (None, result))[1]
 
-    leaving = jax.eval_shape(naming(pure, once, "arguments"), *abstract_inputs(once))
+    leaving = jax.eval_shape(once.program(pure, "arguments"), *abstract_inputs(once))
     return once.finish_on(abstract_copy(once), leaving)
 
 
@@ -138,7 +137,7 @@ def make_jaxpr(
         )
 
         jaxpr, shapes = jax.make_jaxpr(
-            naming(once.run_whole, once, "arguments"), return_shape=True
+            once.program(once.run_whole, "arguments"), return_shape=True
         )(*abstract_inputs(once))
         return (jaxpr, once.finish_on(abstract_copy(once), shapes)) if return_shape else jaxpr
 

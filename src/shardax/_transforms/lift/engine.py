@@ -41,7 +41,7 @@ from shardax._core.errors import ConcurrentWriteError
 from shardax._core.frames import a_kind_of, kind_of
 from shardax._core.graph import flatten as graphs
 from shardax._core.graph.paths import Leaf, Path, PyTree, format_path
-from shardax._core.object import epoch
+from shardax._core.object import Object, epoch
 from shardax._core.variable import Variable
 from shardax._transforms.errors import ClosureError, TransformError
 from shardax._transforms.lift import arguments as inputs
@@ -57,7 +57,7 @@ from shardax._transforms.lift.binding import (
     record_effects,
     same_value,
 )
-from shardax._transforms.lift.tracer_errors import TRACER_ERRORS, add_advice
+from shardax._transforms.lift.tracer_errors import TRACER_ERRORS, InputForm, add_advice, name_inputs
 
 
 class RetraceRequest(Exception):
@@ -206,6 +206,36 @@ class LiftedCall:
                 frame.check_unwritten()
             args, kwargs = self.arguments.restore(plain_copy, plain_named_copy, bound_roots)
             return leave(RunContext(self, frame, graphdef, copies, values, args, kwargs, result))
+
+    def program(
+        self, pure: Callable[..., object], form: InputForm, which: int = 0
+    ) -> Callable[..., Any]:
+        """Returns a pure function for JAX, which shows the user's names."""
+        # ``pure`` takes the values of Variables, and plain arguments in the given form. Traces may
+        # be nested, and a body may use what an outer one was given: names are of one level.
+        level, frame = 0, frames.local.frame
+        while frame is not None:
+            level, frame = level + 1, frame.parent
+
+        def named(*inputs) -> Any:
+            try:
+                return pure(*inputs)
+            except TRACER_ERRORS as error:
+                name_inputs(error, self, form, level)
+                raise
+
+        function: Any = self.functions[which]
+        while isinstance(function, functools.partial):
+            function = function.func
+        named.__name__ = getattr(pure, "__name__", "program")
+        named.__dict__["__wrapped__"] = (  # for its name and line
+            type(function).__call__ if isinstance(function, Object) else function
+        )
+        kind = inspect.Parameter.POSITIONAL_ONLY
+        labels = ("values", "plain", "named")[: 3 if form == "arguments" else 2]
+        parameters = [inspect.Parameter(f"{label}_{level}", kind) for label in labels]
+        named.__dict__["__signature__"] = inspect.Signature(parameters)
+        return named
 
     def _bind(
         self, frame: frames.Frame, graphdef: graphs.GraphDef, values: Sequence[object]

@@ -7,17 +7,13 @@ Variables instead of the flat lists that JAX was given, and says what to write.
 
 from __future__ import annotations
 
-import functools
-import inspect
 import re
 from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
 
-from shardax._core import frames
 from shardax._core.graph.paths import format_path
-from shardax._core.object import Object
 
 TRACER_ERRORS = (
     jax.errors.ConcretizationTypeError,
@@ -69,43 +65,12 @@ def add_advice(error: Exception) -> None:
         )
 
 
-Form = Literal["arguments", "leaves", "pair"]
+InputForm = Literal["arguments", "leaves", "pair"]
+"""How a program takes plain arguments: positional and named, one list of leaves, or one tuple."""
 
 
-def naming(
-    pure: Callable[..., object], call: Any, form: Form, which: int = 0
-) -> Callable[..., Any]:
-    """Returns a pure function with tracer errors that name arguments."""
-    # ``pure`` takes the values of Variables, and plain arguments in one of three forms: positional
-    # and named, all leaves in one list, or both in one tuple.
-    # Traces may be nested, and a body may use what an outer one was given. So the names that JAX
-    # shows are those of one level.
-    level, frame = 0, frames.local.frame
-    while frame is not None:
-        level, frame = level + 1, frame.parent
-
-    def program(*inputs) -> Any:
-        try:
-            return pure(*inputs)
-        except TRACER_ERRORS as error:
-            _name_inputs(error, call, form, level)
-            raise
-
-    function = call.functions[which]
-    while isinstance(function, functools.partial):
-        function = function.func
-    program.__name__ = getattr(pure, "__name__", "program")
-    program.__dict__["__wrapped__"] = (  # for its name and line
-        type(function).__call__ if isinstance(function, Object) else function
-    )
-    kind = inspect.Parameter.POSITIONAL_ONLY
-    labels = ("values", "plain", "named")[: 3 if form == "arguments" else 2]
-    parameters = [inspect.Parameter(f"{label}_{level}", kind) for label in labels]
-    program.__dict__["__signature__"] = inspect.Signature(parameters)
-    return program
-
-
-def _name_inputs(error: Exception, call, form: Form, level: int) -> None:
+def name_inputs(error: Exception, call: Any, form: InputForm, level: int) -> None:
+    """Names arguments and Variables in JAX's text about a traced input."""
     if f"_{level}[" not in str(error):
         return
     paths = call.graph.flat.leaf_paths
