@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol
 
 from shardax.models import kinds
-from shardax.models.config.paths import is_unsaid, make_config, paths_of, read_field
+from shardax.models.config.paths import is_unsaid, make_config, part_class, paths_of, read_field
 from shardax.models.config.transformer import TransformerConfig
 from shardax.models.dual_encoder import DualEncoderConfig
 from shardax.models.encoder_decoder import HALVES, EncoderDecoderConfig
@@ -400,8 +400,20 @@ class _Reading:
         try:
             return make_config(family.config_class, values)
         except (LayerConfigError, ValueError) as error:
-            self._note(str(error).removesuffix("."))
+            self._note(self._named(str(error).removesuffix(".")))
             raise self.error() from error
+
+    def _named(self, problem: str) -> str:
+        """Returns the problem of a config behind the field of ``config.json`` that has it."""
+        kind = self.family.config_class
+        for name, field in self.family.fields.items():
+            for target in field.targets:
+                part, _, field_of_part = target.rpartition(".")
+                owners = ((kind, target), (part_class(kind, part), field_of_part))
+                starts = tuple(f"{owner.__name__} needs {path} to" for owner, path in owners)
+                if name in self.content and problem.startswith(starts):
+                    return f"{name}={brief(self.content[name])}: {problem}"
+        return problem
 
     def _of_field(self, name: str, field: Field) -> dict[str, Any]:
         value = self.take(name)

@@ -56,10 +56,14 @@ def is_unsaid(config: Any, path: str) -> bool:
     part, _, name = path.rpartition(".")
     if not part or read_field(config, part) is not None:
         return False
-    kind: Any = functools.reduce(
-        lambda kind, step: parts_of(kind)[step], part.split("."), type(config)
+    return name != next(iter(part_class(type(config), part).absent))
+
+
+def part_class(kind: Any, path: str) -> Any:
+    """Returns the class of a part of a config, by path; its own of the empty one."""
+    return functools.reduce(
+        lambda kind, name: parts_of(kind)[name], path.split(".") if path else (), kind
     )
-    return name != next(iter(kind.absent))
 
 
 def absent_value(kind: type[ConfigPart], name: str) -> Any:
