@@ -36,7 +36,9 @@ EXPERTS: dict[str, Any] = {"num_experts": 4, "dim": 8, "load_balance_weight": 0.
 def make(**changes: Any) -> Transformer:
     """A model with changed fields of itself, or of its experts."""
     of_model = {
-        name: changes.pop(name) for name in ("num_layers", "scan_layers") if name in changes
+        name: changes.pop(name)
+        for name in ("num_layers", "scan_layers", "remat")
+        if name in changes
     }
     config = TransformerConfig(
         embed_dim=16,

@@ -68,7 +68,7 @@ def read(folder: Path, content: dict[str, Any]) -> TransformerConfig:
     (folder / "config.json").write_text(json.dumps(content))
     safetensors.save_file({}, folder / "model.safetensors")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that all is initialised
+        warnings.simplefilter("ignore", UserWarning)  # that all is initialised
         return from_pretrained(folder, strict=False).config
 
 
@@ -540,6 +540,31 @@ def test_other_tensors_than_the_head_are_named(tmp_path: Path):
     save(decoder + 1)
     with pytest.raises(PretrainedError, match=r"no place for lm_head\.decoder\.weight"):
         from_pretrained(tmp_path / "model")
+
+
+@pytest.mark.usefixtures("own_families")
+def test_types_of_users_may_have_flat_names(tmp_path: Path):
+    with pytest.warns(DeprecationWarning, match="deprecated") as warned:
+        sx.models.register(
+            "older",
+            like="llama",
+            fields={"cap": "final_softcap"},
+            fixed={"norm": "layer_unbiased"},
+            architectures={"OlderModel": {"head": None, "logit_scale": 0.5}},
+            derive=lambda take: {"window": take("span", 3)},
+        )
+    listed = " ".join(str(warning.message) for warning in warned)
+    for path, name in (
+        ("output.softcap", "final_softcap"),
+        ("norms.kind", "norm"),
+        ("output.scale", "logit_scale"),
+    ):
+        assert f"give {path!r} for {name!r}" in listed
+    content = {**SIZES, "model_type": "older", "architectures": ["OlderModel"], "cap": 2.0}
+    with pytest.warns(DeprecationWarning, match=r"'attention\.window' for 'window'"):
+        config = read(tmp_path, content)
+    assert (config.head, config.output.scale, config.output.softcap) == (None, 0.5, 2.0)
+    assert (config.norms.kind, config.attention.window) == ("layer_unbiased", 3)
 
 
 # --- parameters that no tensor is for -------------------------------------------------------------

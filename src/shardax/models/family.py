@@ -229,8 +229,8 @@ class ConfigEdit:
     read: TransformerConfig  # what it said at first
 
     def value(self, path: str) -> Any:
-        """Returns a field of the config, by path; of an absent part what it said at first."""
-        # A part that was taken away changes the field that says so, and no other one.
+        """Returns a field of the config, by path."""
+        # An absent part changes the field that says so; the others are as they were at first.
         return self.before(path) if is_unsaid(self.config, path) else read_field(self.config, path)
 
     def before(self, path: str) -> Any:
@@ -404,7 +404,7 @@ class _Reading:
             raise self.error() from error
 
     def _named(self, problem: str) -> str:
-        """Returns the problem of a config behind the field of ``config.json`` that has it."""
+        """Returns the problem of a config behind its field of ``config.json``."""
         kind = self.family.config_class
         for name, field in self.family.fields.items():
             for target in field.targets:

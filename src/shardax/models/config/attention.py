@@ -142,7 +142,7 @@ class AttentionConfig(ConfigPart):
             self._check_latent(options, self.latent)
 
     def _check_latent(self, options: Options, latent: LatentConfig) -> None:
-        """Raises for options that latent attention does not have."""
+        """Raises for options of plain attention alone."""
         fits = latent.rope_dim < self.head_dim
         options.check("latent.rope_dim", latent.rope_dim, fits, f"below head_dim={self.head_dim}")
         options.check("rope", self.rope, self.rope is not None, "a Rope, with latent")

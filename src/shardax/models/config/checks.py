@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks that configs of several parts and models share, and their dtypes."""
+"""Checks of configs of several parts and models, and their dtypes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shardax.nn.stack import check_policy
 
 
 def check_rate(options: Options, name: str, rate: float) -> None:
-    """Refuses a rate of dropout that leaves nothing."""
+    """Refuses a rate of dropout outside of 0 to 1."""
     options.check(name, rate, 0 <= rate < 1, "from 0 up to, but not, 1")
 
 

@@ -121,7 +121,7 @@ class ExpertsConfig(ConfigPart):
             options.check("limit", self.limit, fits, need)
 
     def _check_groups(self, options: Options) -> None:
-        """Raises for groups that experts cannot be chosen of."""
+        """Raises for groups of unequal or too few experts."""
         groups, count = self.num_groups, self.num_experts
         least = 2 if self.scores == "sigmoid" else 1
         fits = groups == 1 or (groups > 0 and count % groups == 0 and count >= least * groups)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names that fields of parts had in version 0.1, in one flat config: gone with version 0.3.
+"""Flat names of the fields of parts, as in version 0.1: gone with version 0.3.
 
 ``TransformerConfig(num_heads=8)``, ``dataclasses.replace(config, num_heads=8)`` and
 ``config.num_heads`` are translated here, and warn.
@@ -127,25 +127,25 @@ def _order(kind: Any) -> list[str]:
 
 def _translated(kind: Any, options: Mapping[str, Any], flat: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the parts of a config, those of its options with flat names on top."""
-    parts, texts, nested = dict[str, Any](), list[str](), parts_of(kind)
+    parts, nested = dict[str, Any](), parts_of(kind)
+    texts, changes = list[str](), list[str]()
     for name, values in grouped({PATHS[name]: value for name, value in flat.items()}):
         part = options[name] if name in options else default_part(kind, name)
         _check_absent(nested[name], part, values, name)
         parts[name] = changed_part(nested[name], part, values)
         texts.append(f"{name}={_call(nested[name], values)}")
-    new = ", ".join(texts)
+        changes.append(texts[-1] if part is None else f"{name}={_replace(name, part, values)}")
     warn(
-        f"{kind.__name__}({', '.join(f'{name}=...' for name in flat)}) is deprecated: give "
-        f"{kind.__name__}({new}), and of a config that there is dataclasses.replace(config, "
-        f"{texts[0].partition('=')[0]}=dataclasses.replace(config.{texts[0].partition('=')[0]}, "
-        f"...)). The flat names go with the next version.",
+        f"{', '.join(flat)} of {kind.__name__} is deprecated: give {kind.__name__}"
+        f"({', '.join(texts)}), and of a config dataclasses.replace(config, {', '.join(changes)}). "
+        f"The flat names go with the next version.",
         DeprecationWarning,
     )
     return parts
 
 
 def _check_absent(kind: Any, part: Any, values: Mapping[str, Any], path: str) -> None:
-    """Raises for fields of a part that neither is there nor is made."""
+    """Raises for fields of an absent part."""
     for name, fields_of_part in grouped(values):
         _check_absent(
             parts_of(kind)[name], getattr(part, name, None), fields_of_part, f"{path}.{name}"
@@ -163,11 +163,29 @@ def _check_absent(kind: Any, part: Any, values: Mapping[str, Any], path: str) ->
 
 def _call(kind: Any, values: Mapping[str, Any]) -> str:
     """Returns the code of a part of fields by path."""
-    if kind.absent and values.get(next(iter(kind.absent)), True) in (0, None):
+    if _is_off(kind, values):
         return "None"
     texts = [f"{name}={value!r}" for name, value in values.items() if "." not in name]
     texts += [f"{name}={_call(parts_of(kind)[name], more)}" for name, more in grouped(values)]
     return f"{kind.__name__}({', '.join(texts)})"
+
+
+def _replace(path: str, part: Any, values: Mapping[str, Any]) -> str:
+    """Returns the code of a changed part of a config."""
+    texts = [f"{name}={value!r}" for name, value in values.items() if "." not in name]
+    for name, more in grouped(values):
+        inner = getattr(part, name)
+        is_whole = inner is None or _is_off(type(inner), more)
+        code = _call(parts_of(type(part))[name], more)
+        texts.append(f"{name}={code if is_whole else _replace(f'{path}.{name}', inner, more)}")
+    if _is_off(type(part), values):
+        return "None"
+    return f"dataclasses.replace(config.{path}, {', '.join(texts)})"
+
+
+def _is_off(kind: Any, values: Mapping[str, Any]) -> bool:
+    """Whether fields of a part say that it is absent."""
+    return bool(kind.absent) and values.get(next(iter(kind.absent)), True) in (0, None)
 
 
 def _listed(kind: type) -> str:

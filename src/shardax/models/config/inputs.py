@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Configs of what a model reads: tokens, positions, images and features."""
+"""Configs of the inputs of a model: tokens, positions, images and features."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class PositionsConfig(ConfigPart):
 
 @dataclass(frozen=True)
 class ImageConfig(ConfigPart):
-    """Sizes of images and of the patches that they are cut into.
+    """Sizes of images and of their patches.
 
     Attributes:
         size: Height and width of images.

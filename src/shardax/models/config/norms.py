@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The config of norms, and which ones there are."""
+"""The config of norms, their kinds and placements."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Configs of what a model returns: the output layer, and pooling."""
+"""Configs of the results of a model: the output layer, and pooling."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ POOLINGS = ("first", "mean", "first_and_mean", "last", "end", "highest", "attent
 
 @dataclass(frozen=True)
 class OutputConfig(ConfigPart):
-    """Sizes and form of the output layer, whose kind is ``TransformerConfig.head``.
+    """Sizes and form of the output layer.
+
+    Its kind is ``TransformerConfig.head``.
 
     Attributes:
         tied: Whether the head of tokens is the transposed embedding.
@@ -57,9 +59,9 @@ class OutputConfig(ConfigPart):
 
 @dataclass(frozen=True)
 class PoolConfig(ConfigPart):
-    """What ``Transformer.pool`` makes one vector of.
+    """The vector of a sequence, from ``Transformer.pool``.
 
-    The heads ``"first"`` and ``"embedding"`` read that vector.
+    The heads ``"first"`` and ``"embedding"`` read it.
 
     Attributes:
         kind: The ``"first"`` position, the ``"mean"``, ``"first_and_mean"``, one behind the other,

@@ -43,7 +43,7 @@ def paths_of(kind: type) -> dict[str, str]:
 
 
 def read_field(config: Any, path: str) -> Any:
-    """Returns a field; of an absent part, what says that it is absent."""
+    """Returns a field, or its value in an absent part."""
     *parts, name = path.split(".")
     kind: Any = type(config)
     for part in parts:
@@ -52,7 +52,7 @@ def read_field(config: Any, path: str) -> Any:
 
 
 def is_unsaid(config: Any, path: str) -> bool:
-    """Whether a field is of an absent part, and not the one that says so."""
+    """Whether a field is of an absent part, but for its first."""
     part, _, name = path.rpartition(".")
     if not part or read_field(config, part) is not None:
         return False
@@ -67,7 +67,7 @@ def part_class(kind: Any, path: str) -> Any:
 
 
 def absent_value(kind: type[ConfigPart], name: str) -> Any:
-    """Returns what a field says of a part that is absent."""
+    """Returns the value of a field in an absent part."""
     defaults = {field.name: field.default for field in fields(kind)}  # pyright: ignore[reportArgumentType]
     return kind.absent.get(name, defaults[name])
 
@@ -98,7 +98,7 @@ def _options(kind: type, config: Any, values: Mapping[str, Any]) -> dict[str, An
 
 
 def default_part(kind: Any, name: str) -> Any:
-    """Returns the part that a config has by default."""
+    """Returns the default of a part."""
     field = next(field for field in fields(kind) if field.name == name)
     return field.default if field.default_factory is MISSING else field.default_factory()
 

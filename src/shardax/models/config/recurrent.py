@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Configs of recurrent layers, and of the mixers that they have."""
+"""Configs of recurrent layers and of their mixers."""
 
 from __future__ import annotations
 
@@ -237,7 +237,7 @@ MIXERS: dict[type, Any] = {
 
 @dataclass(frozen=True)
 class RecurrenceConfig(ConfigPart):
-    """The recurrent mixer of layers, and which layers have it.
+    """The recurrent mixer and its layers.
 
     Attributes:
         mixer: The mixer, by its config.

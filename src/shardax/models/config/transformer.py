@@ -129,7 +129,7 @@ class TransformerConfig:
             self._check_features(options)
 
     def _check_layers(self, options: Options) -> None:
-        """Raises for mixers, MLP and experts that do not go together."""
+        """Raises for an unfit combination of mixers, MLP and experts."""
         recurrence = self.recurrence
         if self.mlp is None:
             fits = recurrence is not None and recurrence.layers is None and self.experts is None
@@ -148,7 +148,7 @@ class TransformerConfig:
             )
 
     def _check_distances_and_context(self, options: Options) -> None:
-        """Raises for learned distances and contexts that do not fit."""
+        """Raises for unfit learned distances and contexts."""
         attention, positions = self.attention, self.positions
         if buckets := positions.relative_buckets:
             least = buckets // (2 if self.causal else 4) + 1
@@ -160,7 +160,7 @@ class TransformerConfig:
             self._require(options, {"parallel": False}, "attention.cross_attention")
 
     def _check_features(self, options: Options) -> None:
-        """Raises for parts that a model of features has no room for."""
+        """Raises for parts of models of tokens and images."""
         positions = self.positions
         fits = positions.max_positions > 0 and positions.offset == 0 and not self.causal
         options.check("features", self.features, fits, "None if causal or without positions")
@@ -171,7 +171,7 @@ class TransformerConfig:
         options.check("embed_dim", self.embed_dim, self.embed_dim % 2 == 0, "even, for sines")
 
     def _require(self, options: Options, values: dict[str, object], part: str) -> None:
-        """Raises for fields with other values than a part has room for."""
+        """Raises for fields with other values beside a part."""
         for path, value in values.items():
             own = read_field(self, path)
             options.check(path, own, own == value, f"{value!r}, with {part}")

@@ -107,7 +107,7 @@ class T5Family(EncoderDecoderFamily):
 
     def tensors_for(self, config: Any) -> Tensors:
         """Returns the tensors of gated units, or of plain ones."""
-        others = (".wi.",) if config.decoder.gated else (".wi_0.", ".wi_1.")
+        others = (".wi.",) if config.decoder.mlp.gated else (".wi_0.", ".wi_1.")
         return tuple(t for t in self.tensors if not any(name in t.name for name in others))
 
     def as_stored(self, content: dict[str, Any], files: Any) -> dict[str, Any]:
