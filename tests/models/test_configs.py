@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.advice import run_advice
-from tests.configs import field_of, make_config, with_fields
+from tests.configs import make_config, with_fields
 
 import shardax as sx
 from shardax import models
@@ -218,8 +218,10 @@ def test_flat_sizes_of_nothing_take_parts_away():
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("num_experts", 0), ("expert_dim", 0), ("experts_per_token", 2), ("dense_layers", ())]
-    + [("image_size", 0), ("feature_size", 0), ("latent_dim", 0), ("recurrent", None)],
+    [
+        *(("num_experts", 0), ("expert_dim", 0), ("experts_per_token", 2), ("dense_layers", ())),
+        *(("image_size", 0), ("feature_size", 0), ("latent_dim", 0), ("recurrent", None)),
+    ],
 )
 def test_flat_names_of_absent_parts_are_read(name: str, value: Any):
     with pytest.warns(DeprecationWarning, match="deprecated"):
@@ -348,5 +350,4 @@ def test_runs_record_configs_by_flat_names(tmp_path: Path):
     recorded = next(text for text in texts if ".model.config." in text)
     assert '".model.config.window":"4"' in recorded
     assert '".model.config.num_heads":"4"' in recorded
-    assert ".model.config.attention" not in recorded
-    assert field_of(model.config, "attention.num_heads") == 4
+    assert ".model.config.attention." not in recorded
