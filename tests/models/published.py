@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.models.published_encoders import ENCODERS as PUBLISHED_ENCODERS
+from tests.models.published_encoders import LABELS, sizes_of
 from tests.models.published_experts import (
     DEEPSEEK_V2,
     DEEPSEEK_V3,
@@ -28,20 +30,6 @@ from shardax.models import Rope, from_pretrained
 numpy_files = pytest.importorskip("safetensors.numpy", reason="pip install 'shardax[hub]'")
 
 
-def _sizes(hidden: int, mlp: int, heads: int, vocab: int, **more: Any) -> dict[str, Any]:
-    return {
-        "hidden_size": hidden,
-        "intermediate_size": mlp,
-        "num_attention_heads": heads,
-        "vocab_size": vocab,
-        "initializer_range": 0.02,
-        "torch_dtype": "bfloat16",
-        "transformers_version": "4.40.0",
-        "use_cache": True,
-        **more,
-    }
-
-
 def _llama(*sizes: int, **more: Any) -> dict[str, Any]:
     return {
         "architectures": ["LlamaForCausalLM"],
@@ -53,7 +41,7 @@ def _llama(*sizes: int, **more: Any) -> dict[str, Any]:
         "rms_norm_eps": 1e-5,
         "rope_scaling": None,
         "tie_word_embeddings": False,
-        **_sizes(*sizes, **more),
+        **sizes_of(*sizes, **more),
     }
 
 
@@ -75,7 +63,7 @@ def _mistral(*sizes: int, **more: Any) -> dict[str, Any]:
         "num_key_value_heads": 8,
         "rms_norm_eps": 1e-5,
         "tie_word_embeddings": False,
-        **_sizes(*sizes, **more),
+        **sizes_of(*sizes, **more),
     }
 
 
@@ -92,7 +80,7 @@ def _qwen2(*sizes: int, **more: Any) -> dict[str, Any]:
         "sliding_window": 32768,
         "tie_word_embeddings": True,
         "use_sliding_window": False,
-        **_sizes(*sizes, **more),
+        **sizes_of(*sizes, **more),
     }
 
 
@@ -118,7 +106,7 @@ def _gemma2(*sizes: int, **more: Any) -> dict[str, Any]:
         "rms_norm_eps": 1e-6,
         "rope_theta": 10000.0,
         "sliding_window": 4096,
-        **_sizes(*sizes, **more),
+        **sizes_of(*sizes, **more),
     }
 
 
@@ -146,23 +134,6 @@ def _gpt2(width: int, heads: int, **more: Any) -> dict[str, Any]:
     }
 
 
-def _bert(*sizes: int, **more: Any) -> dict[str, Any]:
-    return {
-        "architectures": ["BertForMaskedLM"],
-        "model_type": "bert",
-        "attention_probs_dropout_prob": 0.1,
-        "gradient_checkpointing": False,
-        "hidden_act": "gelu",
-        "hidden_dropout_prob": 0.1,
-        "layer_norm_eps": 1e-12,
-        "max_position_embeddings": 512,
-        "pad_token_id": 0,
-        "position_embedding_type": "absolute",
-        "type_vocab_size": 2,
-        **_sizes(*sizes, **more),
-    }
-
-
 def _neox(*sizes: int, **more: Any) -> dict[str, Any]:
     return {
         "architectures": ["GPTNeoXForCausalLM"],
@@ -174,7 +145,7 @@ def _neox(*sizes: int, **more: Any) -> dict[str, Any]:
         "rotary_pct": 0.25,
         "tie_word_embeddings": False,
         "use_parallel_residual": True,
-        **_sizes(*sizes, **more),
+        **sizes_of(*sizes, **more),
     }
 
 
@@ -194,130 +165,7 @@ def _phi3(*sizes: int, **more: Any) -> dict[str, Any]:
         "rope_scaling": None,
         "rope_theta": 10000.0,
         "tie_word_embeddings": False,
-        **_sizes(*sizes, **more),
-    }
-
-
-def _vit(*sizes: int, **more: Any) -> dict[str, Any]:
-    config = _bert(*sizes, 0)
-    for name in ("vocab_size", "type_vocab_size", "position_embedding_type"):
-        del config[name]
-    del config["max_position_embeddings"], config["gradient_checkpointing"]
-    rest = {"image_size": 224, "num_channels": 3, "patch_size": 16, "qkv_bias": True}
-    theirs = {"architectures": ["ViTForImageClassification"], "model_type": "vit"}
-    return {**config, **theirs, **rest, "encoder_stride": 16, **more}
-
-
-def _roberta(*sizes: int, **more: Any) -> dict[str, Any]:
-    theirs = {"architectures": ["RobertaForMaskedLM"], "model_type": "roberta"}
-    theirs |= {"bos_token_id": 0, "eos_token_id": 2, "layer_norm_eps": 1e-5, "pad_token_id": 1}
-    return {**_bert(*sizes), **theirs, "max_position_embeddings": 514, "type_vocab_size": 1, **more}
-
-
-def _mpnet(*sizes: int) -> dict[str, Any]:
-    theirs = {"architectures": ["MPNetForMaskedLM"], "model_type": "mpnet"}
-    config = {**_roberta(*sizes), **theirs, "relative_attention_num_buckets": 32}
-    del config["position_embedding_type"], config["type_vocab_size"]
-    return config
-
-
-def _distilbert(**more: Any) -> dict[str, Any]:
-    return {
-        "activation": "gelu",
-        "architectures": ["DistilBertForMaskedLM"],
-        "attention_dropout": 0.1,
-        "dim": 768,
-        "dropout": 0.1,
-        "hidden_dim": 3072,
-        "initializer_range": 0.02,
-        "max_position_embeddings": 512,
-        "model_type": "distilbert",
-        "n_heads": 12,
-        "n_layers": 6,
-        "pad_token_id": 0,
-        "qa_dropout": 0.1,
-        "seq_classif_dropout": 0.2,
-        "sinusoidal_pos_embds": False,
-        "tie_weights_": True,
-        "transformers_version": "4.10.0.dev0",
-        "vocab_size": 30522,
-        **more,
-    }
-
-
-def _electra(*sizes: int, **more: Any) -> dict[str, Any]:
-    theirs = {"architectures": ["ElectraForPreTraining"], "model_type": "electra"}
-    theirs |= {"summary_activation": "gelu", "summary_last_dropout": 0.1}
-    theirs |= {"summary_type": "first", "summary_use_proj": True}
-    return {**_bert(*sizes), **theirs, **more}
-
-
-def _modernbert(*sizes: int, **more: Any) -> dict[str, Any]:
-    return {
-        "architectures": ["ModernBertForMaskedLM"],
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "classifier_activation": "gelu",
-        "classifier_bias": False,
-        "classifier_dropout": 0.0,
-        "classifier_pooling": "mean",
-        "cls_token_id": 50281,
-        "decoder_bias": True,
-        "deterministic_flash_attn": False,
-        "embedding_dropout": 0.0,
-        "global_attn_every_n_layers": 3,
-        "global_rope_theta": 160000.0,
-        "gradient_checkpointing": False,
-        "hidden_activation": "gelu",
-        "initializer_cutoff_factor": 2.0,
-        "layer_norm_eps": 1e-05,
-        "local_attention": 128,
-        "local_rope_theta": 10000.0,
-        "max_position_embeddings": 8192,
-        "mlp_bias": False,
-        "mlp_dropout": 0.0,
-        "model_type": "modernbert",
-        "norm_bias": False,
-        "norm_eps": 1e-05,
-        "pad_token_id": 50283,
-        "position_embedding_type": "absolute",
-        "reference_compile": None,
-        "repad_logits_with_grad": False,
-        "sep_token_id": 50282,
-        "sparse_pred_ignore_index": -100,
-        "sparse_prediction": False,
-        "tie_word_embeddings": True,
-        **_sizes(*sizes, **more),
-    }
-
-
-def _dinov2(width: int, heads: int) -> dict[str, Any]:
-    return {
-        "apply_layernorm": True,
-        "architectures": ["Dinov2Model"],
-        "attention_probs_dropout_prob": 0.0,
-        "drop_path_rate": 0.0,
-        "hidden_act": "gelu",
-        "hidden_dropout_prob": 0.0,
-        "hidden_size": width,
-        "image_size": 518,
-        "initializer_range": 0.02,
-        "layer_norm_eps": 1e-06,
-        "layerscale_value": 1.0,
-        "mlp_ratio": 4,
-        "model_type": "dinov2",
-        "num_attention_heads": heads,
-        "num_channels": 3,
-        "num_hidden_layers": 12,
-        "out_features": ["stage12"],
-        "out_indices": [12],
-        "patch_size": 14,
-        "qkv_bias": True,
-        "reshape_hidden_states": True,
-        "stage_names": ["stem", *(f"stage{index}" for index in range(1, 13))],
-        "torch_dtype": "float32",
-        "transformers_version": "4.32.0.dev0",
-        "use_swiglu_ffn": False,
+        **sizes_of(*sizes, **more),
     }
 
 
@@ -329,18 +177,9 @@ def _distilled(*sizes: int, **more: Any) -> dict[str, Any]:
     return _qwen2(*sizes, use_mrope=False, tie_word_embeddings=False, **more)
 
 
-_LABELS = {"id2label": {"0": "A", "1": "B"}, "label2id": {"A": 0, "B": 1}}
 _SMOL = {"is_llama_config": True, "rope_interleaved": False, "tie_word_embeddings": True}
 _SMOL |= {"transformers.js_config": {"kv_cache_dtype": {"q4f16": "float16"}}}
 _UNSLOTH = {"unsloth_fixed": True, "tie_word_embeddings": True, "head_dim": 64}
-_POOLER = {
-    "directionality": "bidi",
-    "pooler_fc_size": 768,
-    "pooler_num_attention_heads": 12,
-    "pooler_num_fc_layers": 3,
-    "pooler_size_per_head": 128,
-    "pooler_type": "first_token_transform",
-}
 _MIXTRAL = {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral"}
 _MIXTRAL |= {"num_experts_per_tok": 2, "num_local_experts": 8, "output_router_logits": False}
 _MIXTRAL |= {"rope_theta": 1e6, "router_aux_loss_coef": 0.02, "sliding_window": None}
@@ -563,12 +402,12 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"experts.num_experts": 128, "experts.top_k": 8, "experts.dense_layers": ()},
     ),
     "google/gemma-2b": (
-        {**_sizes(2048, 16384, 8, 256000, num_key_value_heads=1), **_GEMMA}
+        {**sizes_of(2048, 16384, 8, 256000, num_key_value_heads=1), **_GEMMA}
         | {"hidden_act": "gelu", "hidden_activation": "gelu_pytorch_tanh"},
         {"activation": "gelu", "embedding.scale": 2048**0.5, "output.tied": True},
     ),
     "google/gemma-7b": (
-        {**_sizes(3072, 24576, 16, 256000, num_key_value_heads=16), **_GEMMA}
+        {**sizes_of(3072, 24576, 16, 256000, num_key_value_heads=16), **_GEMMA}
         | {"hidden_act": "gelu", "hidden_activation": None},
         {"activation": "gelu", "attention.head_dim": 256},
     ),
@@ -591,11 +430,11 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         },
     ),
     "microsoft/phi-2": (
-        {**_sizes(2560, 10240, 32, 51200, num_key_value_heads=32), **_PHI},
+        {**sizes_of(2560, 10240, 32, 51200, num_key_value_heads=32), **_PHI},
         {"attention.rope.fraction": 0.4, "dropout": 0.1},
     ),
     "microsoft/phi-1_5": (
-        {**_sizes(2048, 8192, 32, 51200, num_key_value_heads=None), **_PHI}
+        {**sizes_of(2048, 8192, 32, 51200, num_key_value_heads=None), **_PHI}
         | {"partial_rotary_factor": 0.5, "resid_pdrop": 0.0},
         {"attention.rope.fraction": 0.5, "attention.num_kv_heads": 32},
     ),
@@ -609,11 +448,11 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"attention.rope.base": 250000.0, "attention.window": None},
     ),
     "allenai/OLMo-2-1124-7B": (
-        {**_sizes(4096, 11008, 32, 100352), **_OLMO2},
+        {**sizes_of(4096, 11008, 32, 100352), **_OLMO2},
         {"attention.qk_norm": "all", "norms.placement": "post"},
     ),
     "allenai/Olmo-3-7B-Instruct": (
-        {**_sizes(4096, 11008, 32, 100278), **_OLMO3},
+        {**sizes_of(4096, 11008, 32, 100278), **_OLMO3},
         {
             "attention.qk_norm": "all",
             "attention.rope.kind": "yarn",
@@ -622,7 +461,7 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         },
     ),
     "allenai/OLMoE-1B-7B-0924": (
-        {**_sizes(2048, 1024, 16, 50304), **_OLMOE},
+        {**sizes_of(2048, 1024, 16, 50304), **_OLMOE},
         {
             "experts.num_experts": 64,
             "experts.dim": 1024,
@@ -651,7 +490,7 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         },
     ),
     "zai-org/GLM-4-9B-0414": (
-        {**_sizes(4096, 13696, 32, 151552), **_GLM4},
+        {**sizes_of(4096, 13696, 32, 151552), **_GLM4},
         {
             "attention.rope.fraction": 0.5,
             "attention.rope.interleaved": True,
@@ -660,7 +499,7 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         },
     ),
     "zai-org/GLM-4.5-Air": (
-        {**_sizes(4096, 10944, 96, 151552), **_GLM4_MOE},
+        {**sizes_of(4096, 10944, 96, 151552), **_GLM4_MOE},
         {"experts.num_experts": 128, "experts.scores": "sigmoid", "experts.shared_dim": 1408}
         | {
             "experts.dense_layers": (0,),
@@ -670,7 +509,7 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         },
     ),
     "deepseek-ai/DeepSeek-V2-Lite": (
-        {**_sizes(2048, 10944, 16, 102400), **DEEPSEEK_V2},
+        {**sizes_of(2048, 10944, 16, 102400), **DEEPSEEK_V2},
         {
             "attention.head_dim": 192,
             "attention.latent.dim": 512,
@@ -685,7 +524,7 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         | {"attention.scale": 192**-0.5 * MSCALE * MSCALE},
     ),
     "moonshotai/Moonlight-16B-A3B": (
-        {**_sizes(2048, 11264, 16, 163840), **MOONLIGHT},
+        {**sizes_of(2048, 11264, 16, 163840), **MOONLIGHT},
         {
             "experts.scores": "sigmoid",
             "attention.scale": None,
@@ -694,7 +533,7 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         },
     ),
     "unsloth/DeepSeek-V3-0324-BF16": (
-        {**_sizes(7168, 18432, 128, 129280), **DEEPSEEK_V3},
+        {**sizes_of(7168, 18432, 128, 129280), **DEEPSEEK_V3},
         {
             "experts.num_groups": 8,
             "experts.top_groups": 4,
@@ -705,7 +544,7 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "openai/gpt-oss-120b": (
         {
-            **_sizes(2880, 2880, 64, 201088),
+            **sizes_of(2880, 2880, 64, 201088),
             **GPT_OSS,
             "num_hidden_layers": 36,
             "num_local_experts": 128,
@@ -718,7 +557,7 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         },
     ),
     "openai/gpt-oss-20b": (
-        {**_sizes(2880, 2880, 64, 201088), **GPT_OSS},
+        {**sizes_of(2880, 2880, 64, 201088), **GPT_OSS},
         {
             "attention.window": 128,
             "attention.local_layers": (True, False) * 3,
@@ -732,7 +571,7 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         },
     ),
     "unsloth/gpt-oss-20b-BF16": (
-        {**_sizes(2880, 2880, 64, 201088), **UNPACKED_GPT_OSS},
+        {**sizes_of(2880, 2880, 64, 201088), **UNPACKED_GPT_OSS},
         {
             "experts.num_experts": 32,
             "experts.dim": 2880,
@@ -741,7 +580,7 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         },
     ),
     "meta-llama/Llama-4-Scout-17B-16E-Instruct, text_config": (
-        {**_sizes(5120, 8192, 40, 202048), **LLAMA4_TEXT},
+        {**sizes_of(5120, 8192, 40, 202048), **LLAMA4_TEXT},
         {
             "attention.chunked": True,
             "attention.local_layers": (True, True, True, False, True, True),
@@ -754,7 +593,7 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         },
     ),
     "CohereLabs/c4ai-command-r7b-12-2024": (
-        {**_sizes(4096, 14336, 32, 256000), **_COHERE2},
+        {**sizes_of(4096, 14336, 32, 256000), **_COHERE2},
         {
             "norms.kind": "layer_unbiased",
             "parallel": True,
@@ -764,7 +603,7 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         | {"attention.rope_layers": (True, True, True, False, True, True)},
     ),
     "nvidia/Minitron-4B-Base": (
-        {**_sizes(3072, 9216, 24, 256000), **_NEMOTRON},
+        {**sizes_of(3072, 9216, 24, 256000), **_NEMOTRON},
         {
             "activation": "squared_relu",
             "mlp.gated": False,
@@ -777,7 +616,7 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         _gpt2(1024, 16, n_special=0, predict_special_tokens=True),
         {"dropout": 0.1},
     ),
-    "distilbert/distilgpt2": (_gpt2(768, 12, _num_labels=1, **_LABELS), {"attention.rope": None}),
+    "distilbert/distilgpt2": (_gpt2(768, 12, _num_labels=1, **LABELS), {"attention.rope": None}),
     "EleutherAI/pythia-160m": (
         _neox(768, 3072, 12, 50304),
         {"attention.rope.fraction": 0.25, "parallel": True},
@@ -787,140 +626,10 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"activation": "gelu"},
     ),
     "bigcode/starcoder2-3b": (
-        {**_sizes(3072, 12288, 24, 49152), **_STARCODER} | {"rope_theta": 999999.4420358813},
+        {**sizes_of(3072, 12288, 24, 49152), **_STARCODER} | {"rope_theta": 999999.4420358813},
         {"attention.window": 4096, "mlp.bias": True},
     ),
-    "google-bert/bert-base-uncased": (_bert(768, 3072, 12, 30522), {"output.transform": True}),
-    "google-bert/bert-base-multilingual-cased": (
-        _bert(768, 3072, 12, 119547, **_POOLER),
-        {"norms.placement": "after"},
-    ),
-    "sentence-transformers/all-MiniLM-L6-v2": (
-        _bert(384, 1536, 12, 30522, architectures=["BertModel"]),
-        {"head": None, "pool.dense": True},
-    ),
-    "cross-encoder/ms-marco-MiniLM-L6-v2": (
-        _bert(
-            *(384, 1536, 12, 30522),
-            architectures=["BertForSequenceClassification"],
-            id2label={"0": "LABEL_0"},
-            label2id={"LABEL_0": 0},
-            sentence_transformers={"activation_fn": "torch.nn.modules.linear.Identity"},
-        ),
-        {"output.num_classes": 1},
-    ),
-    "ProsusAI/finbert": (
-        _bert(
-            *(768, 3072, 12, 30522),
-            architectures=["BertForSequenceClassification"],
-            finetuning_task=None,
-            id2label={"0": "positive", "1": "negative", "2": "neutral"},
-            label2id={"positive": 0, "negative": 1, "neutral": 2},
-            num_labels=3,
-            output_past=True,
-            problem_type="single_label_classification",
-        ),
-        {"output.num_classes": 3},
-    ),
-    "BAAI/bge-small-en-v1.5": (
-        _bert(384, 1536, 12, 30522, architectures=["BertModel"], **_LABELS),
-        {"pool.dense": True},
-    ),
-    "FacebookAI/roberta-base": (
-        _roberta(768, 3072, 12, 50265),
-        {
-            "positions.pad_token": 1,
-            "positions.max_positions": 514,
-            "output.activation": "exact_gelu",
-            "embedding.token_types": 1,
-        },
-    ),
-    "cardiffnlp/twitter-roberta-base-sentiment-latest": (
-        _roberta(
-            *(768, 3072, 12, 50265),
-            architectures=["RobertaForSequenceClassification"],
-            id2label={"0": "negative", "1": "neutral", "2": "positive"},
-            label2id={"negative": 0, "neutral": 1, "positive": 2},
-        ),
-        {"head": "first", "output.num_classes": 3, "pool.dense": True},
-    ),
-    "deepset/roberta-base-squad2": (
-        _roberta(
-            *(768, 3072, 12, 50265),
-            architectures=["RobertaForQuestionAnswering"],
-            gradient_checkpointing=False,
-            language="english",
-            name="Roberta",
-        ),
-        {"head": "span", "head_size": 2},
-    ),
-    "FacebookAI/xlm-roberta-base": (
-        _roberta(
-            *(768, 3072, 12, 250002),
-            architectures=["XLMRobertaForMaskedLM"],
-            model_type="xlm-roberta",
-            output_past=True,
-        ),
-        {"positions.pad_token": 1, "output.tied": True},
-    ),
-    "BAAI/bge-m3": (
-        _roberta(
-            *(1024, 4096, 16, 250002),
-            architectures=["XLMRobertaModel"],
-            classifier_dropout=None,
-            max_position_embeddings=8194,
-            model_type="xlm-roberta",
-        ),
-        {"head": None, "pool.dense": True},
-    ),
-    "distilbert/distilbert-base-uncased": (
-        _distilbert(),
-        {"embedding.token_types": 0, "mlp.dim": 3072},
-    ),
-    "distilbert/distilbert-base-uncased-finetuned-sst-2-english": (
-        _distilbert(
-            architectures=["DistilBertForSequenceClassification"],
-            finetuning_task="sst-2",
-            id2label={"0": "NEGATIVE", "1": "POSITIVE"},
-            label2id={"NEGATIVE": 0, "POSITIVE": 1},
-            output_past=True,
-        ),
-        {"pool.activation": "relu", "output.num_classes": 2},
-    ),
-    "google/electra-base-discriminator": (
-        _electra(768, 3072, 12, 30522, embedding_size=768),
-        {"head": "binary", "embedding.dim": 0},
-    ),
-    "google/electra-small-generator": (
-        _electra(*(256, 1024, 4, 30522), architectures=["ElectraForMaskedLM"], embedding_size=128),
-        {"head": "tokens", "embedding.dim": 128},
-    ),
-    "microsoft/mpnet-base": (
-        _mpnet(768, 3072, 12, 30527),
-        {"positions.relative_buckets": 32, "positions.pad_token": 1, "embedding.token_types": 0},
-    ),
-    "answerdotai/ModernBERT-base": (
-        _modernbert(768, 1152, 12, 50368),
-        {"attention.window": 65, "attention.local_layers": (False, True, True, False, True, True)}
-        | {
-            "pool.kind": "mean",
-            "attention.rope.base": 160000.0,
-            "norms.first": False,
-            "norms.kind": "layer_unbiased",
-        },
-    ),
-    "google/vit-base-patch16-224": (
-        _vit(768, 3072, 12, id2label={str(i): str(i) for i in range(1000)}),
-        {"output.num_classes": 1000, "positions.max_positions": 197},
-    ),
-    "facebook/dinov2-base": (
-        _dinov2(768, 12),
-        {"head": None, "layer_scale": True, "mlp.dim": 3072, "positions.max_positions": 1370},
-    ),
-    "google/vit-base-patch16-224-in21k": (
-        _vit(768, 3072, 12, architectures=["ViTModel"]),
-        {"pool.dense": True},
-    ),
+    **PUBLISHED_ENCODERS,
     **HYBRIDS,
     **TOWERS,
 }

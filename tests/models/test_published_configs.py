@@ -89,190 +89,161 @@ def own_families(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- what is left out -----------------------------------------------------------------------------
 
 
-def test_absent_fields_have_the_defaults_of_transformers(tmp_path: Path):
-    expected: dict[str, dict[str, Any]] = {
-        "llama": {
-            "attention.num_kv_heads": 32,
-            "norms.epsilon": 1e-6,
-            "attention.rope.base": 1e4,
-            "output.tied": False,
-        },
-        "mistral": {
-            "attention.window": 4096,
-            "attention.num_kv_heads": 8,
-            "attention.rope.base": 1e4,
-        },
-        "mixtral": {
-            "attention.window": None,
-            "experts.num_experts": 8,
-            "norms.epsilon": 1e-5,
-            "attention.rope.base": 1e6,
-        },
-        "qwen2": {"attention.window": None, "attention.num_kv_heads": 32},
-        "qwen3": {"attention.head_dim": 128, "attention.qkv_bias": False},
-        "qwen3_moe": {"experts.num_experts": 128, "experts.top_k": 8, "experts.normalise": False},
-        "gemma": {"attention.head_dim": 256, "activation": "gelu", "attention.num_kv_heads": 16},
-        "gemma2": {"output.softcap": 30.0, "attention.softcap": 50.0, "attention.window": 4096},
-        "gemma3_text": {
-            "output.softcap": None,
-            "attention.rope.base": 1e6,
-            "attention.window": 4096,
-        },
-        "phi": {"attention.rope.fraction": 0.5, "activation": "gelu", "norms.epsilon": 1e-5},
-        "phi3": {"attention.window": None, "norms.epsilon": 1e-5, "dropout": 0.0},
-        "olmo2": {"norms.epsilon": 1e-5, "attention.qkv_bias": False},
-        "gpt2": {"positions.max_positions": 1024, "dropout": 0.1, "activation": "gelu"},
-        "gpt_neox": {
-            "attention.rope.fraction": 0.25,
-            "activation": "exact_gelu",
-            "attention.qkv_bias": True,
-        },
-        "starcoder2": {"attention.window": None, "attention.num_kv_heads": 2, "output.tied": True},
-        "cohere2": {"output.scale": 0.0625, "norms.epsilon": 1e-5, "output.tied": True},
-        "deepseek_v2": {
-            "attention.latent.query_dim": 1536,
-            "experts.num_groups": 1,
-            "experts.shared_dim": 2814,
-        },
-        "deepseek_v3": {
-            "experts.num_groups": 8,
-            "experts.dense_layers": (0, 1),
-            "experts.scale": 2.5,
-        }
-        | {
-            "attention.latent.rope_dim": 64,
-            "attention.head_dim": 192,
-            "attention.rope.interleaved": True,
-            "attention.num_kv_heads": 32,
-        },
-        "glm4": {
-            "attention.head_dim": 128,
-            "attention.rope.fraction": 0.5,
-            "attention.qkv_bias": True,
-            "norms.epsilon": 1.5625e-7,
-        },
-        "glm4_moe": {
-            "experts.num_experts": 128,
-            "experts.dense_layers": (0,),
-            "experts.shared_dim": 1408,
-        },
-        "gpt_oss": {
-            "experts.num_experts": 128,
-            "experts.top_k": 4,
-            "attention.rope.kind": "yarn",
-            "attention.rope.base": 150000.0,
-        }
-        | {
-            "attention.head_dim": 64,
-            "attention.num_kv_heads": 8,
-            "attention.window": 128,
-            "experts.limit": 7.0,
-        }
-        | {
-            "attention.rope.truncate": False,
-            "attention.local_layers": (True, False),
-            "attention.qkv_bias": True,
-        },
-        "granite": {"attention.scale": 1.0, "output.scale": None, "residual_scale": None},
-        "lfm2": {
-            "attention.rope.base": 1e6,
-            "norms.epsilon": 1e-5,
-            "output.tied": True,
-            "attention.num_kv_heads": 8,
-        }
-        | {"recurrence": None, "mlp.dim": 256, "attention.qk_norm": "head"},
-        "llama4_text": {
-            "attention.window": 8192,
-            "attention.chunked": True,
-            "attention.rope_layers": None,
-            "attention.rope.base": 500000.0,
-        }
-        | {"attention.query_growth": (0.1, 8192.0), "experts.num_experts": 16, "experts.top_k": 1}
-        | {
-            "attention.qk_norm": "unscaled",
-            "attention.rope.interleaved": True,
-            "mlp.dim": 16384,
-            "experts.dense_layers": (),
-        },
-        "mamba2": {"norms.epsilon": 1e-5, "output.tied": False, "mlp": None, "attention.rope": None}
-        | {"recurrence.mixer": StateSpaceConfig(128, 4, 128, 8)},
-        "ministral": {
-            "attention.window": 4096,
-            "attention.local_layers": None,
-            "attention.num_kv_heads": 8,
-        },
-        "nemotron": {
-            "activation": "squared_relu",
-            "attention.rope.fraction": 0.5,
-            "norms.epsilon": 1e-5,
-        },
-        "olmo3": {"attention.rope.base": 5e5, "attention.window": 4096, "norms.epsilon": 1e-5},
-        "olmoe": {"experts.num_experts": 64, "experts.top_k": 8, "experts.normalise": False},
-        "qwen2_moe": {"experts.num_experts": 60, "experts.shared_dim": 5632, "experts.dim": 1408},
-        "falcon_h1": {"attention.num_kv_heads": 8, "norms.epsilon": 1e-5, "recurrence.beside": True}
-        | {
-            "recurrence.mixer": StateSpaceConfig(128, 8, 256, gate_norm=None),
-            "mlp.gate_scale": 1.0,
-        },
-        "qwen3_next": {
-            "attention.head_dim": 256,
-            "attention.num_kv_heads": 2,
-            "attention.rope.fraction": 0.25,
-            "experts.num_experts": 512,
-        }
-        | {"experts.top_k": 10, "experts.dim": 512, "experts.shared_dim": 512}
-        | {"experts.normalise": True, "recurrence.mixer": GatedDeltaConfig(16, 128, 32, 128)},
-        "smollm3": {
-            "attention.rope.base": 2e6,
-            "attention.num_kv_heads": 4,
-            "attention.rope_layers": None,
-            "output.tied": True,
-        },
-        "bert": {
-            "positions.max_positions": 512,
-            "embedding.token_types": 2,
-            "norms.epsilon": 1e-12,
-        },
-        "roberta": {
-            "positions.max_positions": 512,
-            "positions.pad_token": 1,
-            "embedding.token_types": 2,
-            "pool.dense": False,
-        },
-        "xlm-roberta": {"positions.pad_token": 1, "norms.epsilon": 1e-12, "output.tied": True},
-        "distilbert": {"positions.max_positions": 512, "dropout": 0.1, "embedding.token_types": 0},
-        "electra": {
-            "embedding.dim": 128,
-            "positions.max_positions": 512,
-            "activation": "exact_gelu",
-        },
-        "mpnet": {
-            "positions.relative_buckets": 32,
-            "positions.pad_token": 1,
-            "norms.epsilon": 1e-12,
-        },
-        "modernbert": {
-            "attention.window": 65,
-            "attention.rope.base": 160000.0,
-            "pool.kind": "first",
-            "output.bias": True,
-        },
-        "vit": {"positions.max_positions": 197, "dropout": 0.0, "attention.qkv_bias": True},
-        "dinov2": {"positions.max_positions": 257, "norms.epsilon": 1e-6, "image.mask_patch": True},
-        "clip_text_model": {
-            "pool.kind": "end",
-            "pool.end_token": 49407,
-            "positions.max_positions": 77,
-        },
-        "clip_vision_model": {
-            "image.patch_size": 32,
-            "positions.max_positions": 50,
-            "norms.epsilon": 1e-5,
-        },
-        "siglip_text_model": {"activation": "gelu", "positions.max_positions": 64, "pool.dim": 0},
-        "siglip_vision_model": {"pool.kind": "attention", "positions.max_positions": 196},
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "llama": {
+        "attention.num_kv_heads": 32,
+        "norms.epsilon": 1e-6,
+        "attention.rope.base": 1e4,
+        "output.tied": False,
+    },
+    "mistral": {"attention.window": 4096, "attention.num_kv_heads": 8, "attention.rope.base": 1e4},
+    "mixtral": {
+        "attention.window": None,
+        "experts.num_experts": 8,
+        "norms.epsilon": 1e-5,
+        "attention.rope.base": 1e6,
+    },
+    "qwen2": {"attention.window": None, "attention.num_kv_heads": 32},
+    "qwen3": {"attention.head_dim": 128, "attention.qkv_bias": False},
+    "qwen3_moe": {"experts.num_experts": 128, "experts.top_k": 8, "experts.normalise": False},
+    "gemma": {"attention.head_dim": 256, "activation": "gelu", "attention.num_kv_heads": 16},
+    "gemma2": {"output.softcap": 30.0, "attention.softcap": 50.0, "attention.window": 4096},
+    "gemma3_text": {"output.softcap": None, "attention.rope.base": 1e6, "attention.window": 4096},
+    "phi": {"attention.rope.fraction": 0.5, "activation": "gelu", "norms.epsilon": 1e-5},
+    "phi3": {"attention.window": None, "norms.epsilon": 1e-5, "dropout": 0.0},
+    "olmo2": {"norms.epsilon": 1e-5, "attention.qkv_bias": False},
+    "gpt2": {"positions.max_positions": 1024, "dropout": 0.1, "activation": "gelu"},
+    "gpt_neox": {
+        "attention.rope.fraction": 0.25,
+        "activation": "exact_gelu",
+        "attention.qkv_bias": True,
+    },
+    "starcoder2": {"attention.window": None, "attention.num_kv_heads": 2, "output.tied": True},
+    "cohere2": {"output.scale": 0.0625, "norms.epsilon": 1e-5, "output.tied": True},
+    "deepseek_v2": {
+        "attention.latent.query_dim": 1536,
+        "experts.num_groups": 1,
+        "experts.shared_dim": 2814,
+    },
+    "deepseek_v3": {"experts.num_groups": 8, "experts.dense_layers": (0, 1), "experts.scale": 2.5}
+    | {
+        "attention.latent.rope_dim": 64,
+        "attention.head_dim": 192,
+        "attention.rope.interleaved": True,
+        "attention.num_kv_heads": 32,
+    },
+    "glm4": {
+        "attention.head_dim": 128,
+        "attention.rope.fraction": 0.5,
+        "attention.qkv_bias": True,
+        "norms.epsilon": 1.5625e-7,
+    },
+    "glm4_moe": {
+        "experts.num_experts": 128,
+        "experts.dense_layers": (0,),
+        "experts.shared_dim": 1408,
+    },
+    "gpt_oss": {
+        "experts.num_experts": 128,
+        "experts.top_k": 4,
+        "attention.rope.kind": "yarn",
+        "attention.rope.base": 150000.0,
     }
-    for kind, fields in expected.items():
+    | {
+        "attention.head_dim": 64,
+        "attention.num_kv_heads": 8,
+        "attention.window": 128,
+        "experts.limit": 7.0,
+    }
+    | {
+        "attention.rope.truncate": False,
+        "attention.local_layers": (True, False),
+        "attention.qkv_bias": True,
+    },
+    "granite": {"attention.scale": 1.0, "output.scale": None, "residual_scale": None},
+    "lfm2": {
+        "attention.rope.base": 1e6,
+        "norms.epsilon": 1e-5,
+        "output.tied": True,
+        "attention.num_kv_heads": 8,
+    }
+    | {"recurrence": None, "mlp.dim": 256, "attention.qk_norm": "head"},
+    "llama4_text": {
+        "attention.window": 8192,
+        "attention.chunked": True,
+        "attention.rope_layers": None,
+        "attention.rope.base": 500000.0,
+    }
+    | {"attention.query_growth": (0.1, 8192.0), "experts.num_experts": 16, "experts.top_k": 1}
+    | {
+        "attention.qk_norm": "unscaled",
+        "attention.rope.interleaved": True,
+        "mlp.dim": 16384,
+        "experts.dense_layers": (),
+    },
+    "mamba2": {"norms.epsilon": 1e-5, "output.tied": False, "mlp": None, "attention.rope": None}
+    | {"recurrence.mixer": StateSpaceConfig(128, 4, 128, 8)},
+    "ministral": {
+        "attention.window": 4096,
+        "attention.local_layers": None,
+        "attention.num_kv_heads": 8,
+    },
+    "nemotron": {
+        "activation": "squared_relu",
+        "attention.rope.fraction": 0.5,
+        "norms.epsilon": 1e-5,
+    },
+    "olmo3": {"attention.rope.base": 5e5, "attention.window": 4096, "norms.epsilon": 1e-5},
+    "olmoe": {"experts.num_experts": 64, "experts.top_k": 8, "experts.normalise": False},
+    "qwen2_moe": {"experts.num_experts": 60, "experts.shared_dim": 5632, "experts.dim": 1408},
+    "falcon_h1": {"attention.num_kv_heads": 8, "norms.epsilon": 1e-5, "recurrence.beside": True}
+    | {"recurrence.mixer": StateSpaceConfig(128, 8, 256, gate_norm=None), "mlp.gate_scale": 1.0},
+    "qwen3_next": {
+        "attention.head_dim": 256,
+        "attention.num_kv_heads": 2,
+        "attention.rope.fraction": 0.25,
+        "experts.num_experts": 512,
+    }
+    | {"experts.top_k": 10, "experts.dim": 512, "experts.shared_dim": 512}
+    | {"experts.normalise": True, "recurrence.mixer": GatedDeltaConfig(16, 128, 32, 128)},
+    "smollm3": {
+        "attention.rope.base": 2e6,
+        "attention.num_kv_heads": 4,
+        "attention.rope_layers": None,
+        "output.tied": True,
+    },
+    "bert": {"positions.max_positions": 512, "embedding.token_types": 2, "norms.epsilon": 1e-12},
+    "roberta": {
+        "positions.max_positions": 512,
+        "positions.pad_token": 1,
+        "embedding.token_types": 2,
+        "pool.dense": False,
+    },
+    "xlm-roberta": {"positions.pad_token": 1, "norms.epsilon": 1e-12, "output.tied": True},
+    "distilbert": {"positions.max_positions": 512, "dropout": 0.1, "embedding.token_types": 0},
+    "electra": {"embedding.dim": 128, "positions.max_positions": 512, "activation": "exact_gelu"},
+    "mpnet": {"positions.relative_buckets": 32, "positions.pad_token": 1, "norms.epsilon": 1e-12},
+    "modernbert": {
+        "attention.window": 65,
+        "attention.rope.base": 160000.0,
+        "pool.kind": "first",
+        "output.bias": True,
+    },
+    "vit": {"positions.max_positions": 197, "dropout": 0.0, "attention.qkv_bias": True},
+    "dinov2": {"positions.max_positions": 257, "norms.epsilon": 1e-6, "image.mask_patch": True},
+    "clip_text_model": {"pool.kind": "end", "pool.end_token": 49407, "positions.max_positions": 77},
+    "clip_vision_model": {
+        "image.patch_size": 32,
+        "positions.max_positions": 50,
+        "norms.epsilon": 1e-5,
+    },
+    "siglip_text_model": {"activation": "gelu", "positions.max_positions": 64, "pool.dim": 0},
+    "siglip_vision_model": {"pool.kind": "attention", "positions.max_positions": 196},
+}
+
+
+def test_absent_fields_have_the_defaults_of_transformers(tmp_path: Path):
+    for kind, fields in DEFAULTS.items():
         config = read(tmp_path, {**OWN_SIZES.get(kind, MANY), "model_type": kind})
         for name, value in fields.items():
             assert field_of(config, name) == value, (kind, name)

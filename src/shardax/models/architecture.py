@@ -784,10 +784,11 @@ def _new_content(kind: str, family: Family, config: TransformerConfig) -> dict[s
         "dtype": config.param_dtype,
     }
     for name, field in family.fields.items():
-        value, kind = read_field(config, field.targets[0]), type(config)
+        value = read_field(config, field.targets[0])
         if field.targets[0] in ACTIVATION_FIELDS:
             value = published_activation(value or config.activation)
-        is_unused = kind_of_target(kind, field.targets[0]).problem(name, value) is not None
+        kind_of_value = kind_of_target(type(config), field.targets[0])
+        is_unused = kind_of_value.problem(name, value) is not None
         content[name] = field.default_or_none() if value is None or is_unused else value
     content = _written(family, content, config)
     edit = ConfigEdit(family, content, config, config)
