@@ -255,6 +255,15 @@ def test_unknown_names_are_refused_with_the_others():
         TransformerConfig().num_hads  # noqa: B018
 
 
+def test_parts_are_given_by_name() -> None:
+    sizes: tuple[Any, ...] = (256, 2, 64, 4)  # the fourth was num_heads
+    with pytest.raises(TypeError, match="takes from 1 to 4 positional arguments"):
+        TransformerConfig(*sizes)
+    with pytest.warns(DeprecationWarning, match=r"read config\.attention\.has_rope"):
+        has_rope: Any = TransformerConfig().has_rope  # pyright: ignore[reportAttributeAccessIssue]
+    assert has_rope(0)
+
+
 def test_configs_are_copied_and_pickled():
     config = OF_PART["experts"]
     for again in (copy.deepcopy(config), pickle.loads(pickle.dumps(config))):

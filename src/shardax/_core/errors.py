@@ -112,9 +112,9 @@ def user_frame() -> types.FrameType:
 
 
 def _is_inside(frame: types.FrameType) -> bool:
-    # dataclasses.replace calls a config of the package in the user's place.
+    # dataclasses.replace and copy.replace make a config of the package in the user's place.
     is_own = frame.f_code.co_filename.startswith(_PACKAGE)
-    return is_own or frame.f_globals.get("__name__") == "dataclasses"
+    return is_own or frame.f_globals.get("__name__") in ("copy", "dataclasses")
 
 
 def warn(text: str, category: type[Warning] = UserWarning) -> None:

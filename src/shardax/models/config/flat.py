@@ -74,6 +74,7 @@ PATHS = {
     for flat, _, name in (entry.partition("=") for entry in text.split())
 }
 """The path of each field by its flat name."""
+_METHODS = {"has_rope": "attention.has_rope"}
 
 
 def with_flat_names(kind: type[_Config]) -> type[_Config]:
@@ -93,10 +94,10 @@ def with_flat_names(kind: type[_Config]) -> type[_Config]:
         initialize(self, *args, **options)
 
     def read_flat_name(self: Any, name: str) -> Any:
-        if name in PATHS:
-            text = f"config.{name} is deprecated: read config.{PATHS[name]}. The flat name goes"
+        if path := PATHS.get(name) or _METHODS.get(name):
+            text = f"config.{name} is deprecated: read config.{path}. The flat name goes"
             warn(f"{text} with the next version.", DeprecationWarning)
-            return read_field(self, PATHS[name])
+            return read_field(self, path)
         text = f"{kind.__name__} has no {name}."
         raise AttributeError(text if name[:1] == "_" else f"{text} {_listed(kind)}")
 

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 
 from shardax._core.checks import Options
 from shardax.models.config.attention import AttentionConfig
@@ -86,6 +86,7 @@ class TransformerConfig:
     vocab_size: int = 256
     num_layers: int = 2
     embed_dim: int = 64
+    _: KW_ONLY
     causal: bool = True
     activation: str = "silu"
     head: str | None = "tokens"
