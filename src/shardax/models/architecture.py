@@ -602,7 +602,7 @@ def _relevant(config: Any) -> dict[str, Any]:
 
 
 def _relevant_of_layers(config: TransformerConfig) -> dict[str, Any]:
-    """Returns the fields of a Transformer's config with meaning for its logits, by path."""
+    """Returns the fields of a config with meaning for logits, by path."""
     values = {path: x for path, x in read_fields(config).items() if path not in _SETTINGS}
     attention, layers = config.attention, range(config.num_layers)
     local = tuple(map(attention.is_local, layers))

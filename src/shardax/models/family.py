@@ -87,7 +87,7 @@ _POSITIVE = frozenset(
 
 
 def kind_of_target(config_class: type, target: str) -> kinds.Kind:
-    """Returns the type of a field that sets one of a config, by path."""
+    """Returns the type of a field, by its target's path."""
     if target in kinds.ACTIVATION_FIELDS:
         return kinds.TEXT
     name, _, null = paths_of(config_class)[target].partition(" | ")
@@ -114,7 +114,7 @@ REQUIRED = object()
 
 
 class Field:
-    """A field of ``config.json`` and the fields of the config that it sets, by path."""
+    """A field of ``config.json`` and its targets, fields of the config by path."""
 
     def __init__(self, *targets: str, default: object = REQUIRED) -> None:
         self.targets = targets

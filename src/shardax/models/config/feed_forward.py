@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Configs of the MLP of a layer, and of experts in its place."""
+"""Configs of the MLP of a layer and of experts."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Flat names of the fields of parts, as in version 0.1: gone with version 0.3.
+"""Flat names of fields, deprecated: gone with the next version.
 
 ``TransformerConfig(num_heads=8)``, ``dataclasses.replace(config, num_heads=8)`` and
 ``config.num_heads`` are translated here, and warn.
@@ -127,7 +127,7 @@ def _order(kind: Any) -> list[str]:
 
 
 def _translated(kind: Any, options: Mapping[str, Any], flat: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the parts of a config, those of its options with flat names on top."""
+    """Returns the parts of a config with flat names on top."""
     parts, nested = dict[str, Any](), parts_of(kind)
     texts, changes = list[str](), list[str]()
     for name, values in grouped({PATHS[name]: value for name, value in flat.items()}):

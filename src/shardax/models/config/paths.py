@@ -60,7 +60,7 @@ def is_unsaid(config: Any, path: str) -> bool:
 
 
 def part_class(kind: Any, path: str) -> Any:
-    """Returns the class of a part of a config, by path; its own of the empty one."""
+    """Returns the class of a part; its own for the empty path."""
     return functools.reduce(
         lambda kind, name: parts_of(kind)[name], path.split(".") if path else (), kind
     )
@@ -88,7 +88,7 @@ def make_config(kind: Any, values: Mapping[str, Any]) -> Any:
 
 
 def _options(kind: type, config: Any, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns keyword arguments of a config, with parts made of fields by path."""
+    """Returns keyword arguments of a config, of fields by path."""
     options = {path: value for path, value in values.items() if "." not in path}
     for name, changes in grouped(values):
         part = default_part(kind, name) if config is None else getattr(config, name)
@@ -114,7 +114,7 @@ def grouped(values: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def changed_part(kind: type[ConfigPart], part: Any, values: Mapping[str, Any]) -> Any:
-    """Returns a part with other values of its fields, None where it is absent."""
+    """Returns a part with other values of fields, or None."""
     if kind.absent:
         name, value = next(iter(kind.absent.items()))
         if (values[name] in (value, None)) if name in values else part is None:

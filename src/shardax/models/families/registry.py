@@ -165,7 +165,7 @@ def _as_today(parts: Mapping[str, Any], has_paths: bool) -> dict[str, Any]:
 
 
 def _by_path(parts: dict[str, Any]) -> dict[str, Any]:
-    """Returns the parts of a family with paths in the place of flat names."""
+    """Returns the parts of a family with paths for flat names."""
     if "fields" in parts:
         parts["fields"] = {
             name: Field(
