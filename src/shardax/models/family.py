@@ -114,7 +114,7 @@ REQUIRED = object()
 
 
 class Field:
-    """A field of ``config.json`` and its targets, fields of the config by path."""
+    """A field of ``config.json``, and its targets in a config by path."""
 
     def __init__(self, *targets: str, default: object = REQUIRED) -> None:
         self.targets = targets
