@@ -14,9 +14,9 @@ import jax.numpy as jnp
 from shardax._core.graph.paths import Path
 from shardax._core.module import Module
 from shardax._core.variable import Variable
-from shardax.models.activations import find_activation
 from shardax.models.encoder_decoder import EncoderDecoder
 from shardax.models.kinds import PretrainedError
+from shardax.models.layers.activations import find_activation
 from shardax.models.layers.experts import (
     ChoiceOfGroups,
     ClippedMoE,

@@ -20,8 +20,8 @@ from shardax._core.checks import Options
 from shardax._core.containers import List
 from shardax._core.init.rng import Rngs
 from shardax._core.module import Module
-from shardax.models.activations import ACTIVATIONS, find_activation
 from shardax.models.config.checks import dtype_name, dtypes
+from shardax.models.layers.activations import ACTIVATIONS, find_activation
 from shardax.nn.arithmetic import add_bias, as_array, at_least_float32
 from shardax.nn.conv import Conv
 from shardax.nn.errors import LayerConfigError

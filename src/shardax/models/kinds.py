@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from shardax._core.errors import ShardaxError
-from shardax.models.activations import find_activation
+from shardax.models.layers.activations import find_activation
 
 
 class PretrainedError(ShardaxError, ValueError):

@@ -19,10 +19,10 @@ from shardax._core.init.rng import Rngs
 from shardax._core.module import Module
 from shardax._core.state.split_merge import iter_variables
 from shardax._core.variable import Cache
-from shardax.models.activations import find_activation
 from shardax.models.config.checks import dtypes
 from shardax.models.config.inputs import ImageConfig
 from shardax.models.config.transformer import TransformerConfig
+from shardax.models.layers.activations import find_activation
 from shardax.models.layers.norms import make_norm
 from shardax.models.layers.pooling import AttentionPooling, pool_states
 from shardax.models.layers.transformer_layer import (

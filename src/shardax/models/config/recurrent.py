@@ -9,9 +9,9 @@ from typing import Any, ClassVar
 
 from shardax._core.checks import Options
 from shardax._core.init.rng import Rngs
-from shardax.models.activations import ACTIVATIONS, find_activation
 from shardax.models.config.checks import dtypes
 from shardax.models.config.paths import ConfigPart
+from shardax.models.layers.activations import ACTIVATIONS, find_activation
 from shardax.nn.errors import LayerConfigError
 from shardax.nn.mixers.convolution import ShortConvolution
 from shardax.nn.mixers.delta import GatedDeltaNet

@@ -24,13 +24,13 @@ from jax.ad_checkpoint import checkpoint_name
 
 from shardax._core.init.rng import Rngs
 from shardax._core.module import Module
-from shardax.models.activations import ACTIVATIONS, exact_gelu
 from shardax.models.config.attention import AttentionConfig
 from shardax.models.config.checks import dtypes
 from shardax.models.config.feed_forward import ExpertsConfig, MLPConfig
 from shardax.models.config.norms import NormConfig
 from shardax.models.config.paths import read_field
 from shardax.models.config.transformer import TransformerConfig
+from shardax.models.layers.activations import ACTIVATIONS, exact_gelu
 from shardax.models.layers.experts import ClippedMoE, GroupedMoE, GroupedSoftmaxMoE, InputScaledMoE
 from shardax.models.layers.norms import HeadsRMSNorm, make_norm
 from shardax.nn.attention.latent import MultiHeadLatentAttention
