@@ -32,9 +32,18 @@ import shardax as sx
 BOUND = 1.10
 BASELINE, OURS, PEER = "by hand", "sx.models.generate", "transformers"
 PLAIN = sx.models.TransformerConfig(
-    num_layers=8, embed_dim=512, num_heads=8, num_kv_heads=8, head_dim=64, mlp_dim=1408
+    num_layers=8,
+    embed_dim=512,
+    attention=sx.models.AttentionConfig(num_heads=8, num_kv_heads=8, head_dim=64),
+    mlp=sx.models.MLPConfig(dim=1408),
 )
-SMALL = {"num_layers": 2, "embed_dim": 64, "head_dim": 8, "mlp_dim": 128}
+SMALL = replace(
+    PLAIN,
+    num_layers=2,
+    embed_dim=64,
+    attention=replace(PLAIN.attention, head_dim=8),
+    mlp=sx.models.MLPConfig(dim=128),
+)
 PROMPT, NEW = 32, 128
 PEER_MODULES = ("transformers", "torch")
 
@@ -43,19 +52,20 @@ def configs(plain: sx.models.TransformerConfig) -> dict[str, Any]:
     """The config of each kind, with the sizes of the plain one."""
     half = replace(plain, num_layers=plain.num_layers // 2)
     is_recurrent = (*(index % 4 != 3 for index in range(plain.num_layers - 1)), False)
-    options = {"rope": None, "attention_scale": 1.0, "gated": False, "activation": "relu"}
-    part = replace(half, relative_buckets=32, **options)
+    attention, mlp = replace(plain.attention, rope=None, scale=1.0), replace(plain.mlp, gated=False)
+    positions = sx.models.PositionsConfig(relative_buckets=32)
+    part = replace(half, attention=attention, mlp=mlp, positions=positions, activation="relu")
+    mixer, reading = sx.models.ShortConvolutionConfig(), replace(attention, cross_attention=True)
     return {
         "decoder": plain,
-        "experts": replace(half, num_experts=8, expert_dim=plain.mlp_dim),
+        "experts": replace(half, experts=sx.models.ExpertsConfig(8, plain.mlp.dim)),
         "hybrid": replace(
             plain,
-            recurrent=sx.models.ShortConvolutionConfig(),
-            recurrent_layers=is_recurrent,
-            qk_norm="head",
+            recurrence=sx.models.RecurrenceConfig(mixer, layers=is_recurrent),
+            attention=replace(plain.attention, qk_norm="head"),
         ),
         "encoder-decoder": sx.models.EncoderDecoderConfig(
-            replace(part, causal=False, head=None), replace(part, cross_attention=True)
+            replace(part, causal=False, head=None), replace(part, attention=reading)
         ),
     }
 
@@ -93,11 +103,11 @@ def transformers(sizes: sx.models.TransformerConfig, new: int, threads: int | No
     config = LlamaConfig(
         vocab_size=sizes.vocab_size,
         hidden_size=sizes.embed_dim,
-        intermediate_size=sizes.mlp_dim,
+        intermediate_size=sizes.mlp.dim,
         num_hidden_layers=sizes.num_layers,
-        num_attention_heads=sizes.num_heads,
-        num_key_value_heads=sizes.num_kv_heads,
-        head_dim=sizes.head_dim,
+        num_attention_heads=sizes.attention.num_heads,
+        num_key_value_heads=sizes.attention.num_kv_heads,
+        head_dim=sizes.attention.head_dim,
         bos_token_id=None,
         eos_token_id=None,
         pad_token_id=0,
@@ -180,7 +190,7 @@ def main() -> int:
     parser.add_argument("--torch-threads", type=int, default=None, help="of transformers")
     options = parser.parse_args()
     repeats = min(options.repeats, 2) if options.quick else options.repeats
-    plain, new = (replace(PLAIN, **SMALL), 8) if options.quick else (PLAIN, NEW)
+    plain, new = (SMALL, 8) if options.quick else (PLAIN, NEW)
     report = Report("generate", {"repeats": repeats, "prompt": PROMPT, "new": new})
     report.settings |= {"layers": plain.num_layers, "embed_dim": plain.embed_dim}
     chosen = {BASELINE, OURS, *options.opponents}

@@ -25,6 +25,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import sys
 import time
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -40,14 +41,29 @@ BOUND_SECONDS = {"llama-8b": 45.0, "llama-70b": 90.0, "mixtral-8x7b": 90.0}
 TARGETS = {"tpu:v5e:16x16": 512, "tpu:v5p:8x8x8": 2048, "gpu:h100:8x8": 512}
 LARGER = {"tpu:v5e:16x16": 256, "tpu:v5p:8x8x8": 1024, "gpu:h100:8x8": 128}
 LENGTH = 2048
-LLAMA: dict[str, Any] = {"vocab_size": 128_256, "head_dim": 128, "num_kv_heads": 8}
-EIGHT = LLAMA | {"num_layers": 32, "embed_dim": 4096, "num_heads": 32, "mlp_dim": 14_336}
-SEVENTY = LLAMA | {"num_layers": 80, "embed_dim": 8192, "num_heads": 64, "mlp_dim": 28_672}
-EXPERTS = {"num_experts": 8, "expert_dim": 14_336, "expert_dispatch": "dropless"}
+HEADS = models.AttentionConfig(num_heads=32, num_kv_heads=8, head_dim=128, rope=models.Rope(5e5))
+EIGHT = models.TransformerConfig(
+    vocab_size=128_256,
+    num_layers=32,
+    embed_dim=4096,
+    attention=HEADS,
+    mlp=models.MLPConfig(dim=14_336),
+    scan_layers=True,
+    remat="full",
+    dtype="bfloat16",
+)
+SEVENTY = replace(
+    EIGHT,
+    num_layers=80,
+    embed_dim=8192,
+    attention=replace(HEADS, num_heads=64),
+    mlp=models.MLPConfig(dim=28_672),
+)
+EXPERTS = models.ExpertsConfig(num_experts=8, dim=14_336, dispatch="dropless")
 MODELS = {
     "llama-8b": EIGHT,
     "llama-70b": SEVENTY,
-    "mixtral-8x7b": EIGHT | EXPERTS | {"vocab_size": 32_000},
+    "mixtral-8x7b": replace(EIGHT, vocab_size=32_000, experts=EXPERTS),
 }
 TENSOR = [(name, "model") for name in ("heads", "kv_heads", "mlp", "vocab")]
 FSDP = [("batch", "data"), ("embed", "data")]
@@ -98,21 +114,19 @@ def blockwise_loss(model: Any, batch: Any) -> jax.Array:
 
 def inputs(name: str, batch: int, *, quick: bool) -> tuple[Any, ...]:
     """The model, its optimizer and a batch, none of which holds an array."""
-    sizes, length = MODELS[name], LENGTH
+    config, length = MODELS[name], LENGTH
     if quick:
-        sizes = sizes | {
-            "embed_dim": 64,
-            "head_dim": 8,
-            "mlp_dim": 128,
-            "expert_dim": 128,
-            "vocab_size": 1024,
-        }
-        sizes, length = sizes | {"num_layers": 8, "num_heads": 8}, 128
-    # In bfloat16 the compiler for CPU dies by pipelines, which --compiler=estimate needs.
-    dtype = "float32" if quick else "bfloat16"
-    config = models.TransformerConfig(
-        **sizes, rope=models.Rope(5e5), scan_layers=True, remat="full", dtype=dtype
-    )
+        length, experts = 128, config.experts
+        config = replace(
+            config,
+            vocab_size=1024,
+            num_layers=8,
+            embed_dim=64,
+            attention=replace(HEADS, num_heads=8, head_dim=8),
+            mlp=models.MLPConfig(dim=128),
+            experts=None if experts is None else replace(experts, dim=128),
+            dtype="float32",  # in bfloat16 the compiler for CPU dies by pipelines
+        )
     model = models.Transformer(config, rngs=sx.Rngs(0))
     tokens = plan.NamedShape((batch, length), "int32", ("batch", "seq"))
     batches = {"inputs": tokens, "targets": tokens}

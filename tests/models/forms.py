@@ -13,7 +13,15 @@ from jax.sharding import AxisType
 from tests.values import with_values
 
 import shardax as sx
-from shardax.models import Rope, Transformer, TransformerConfig, next_token_loss
+from shardax.models import (
+    AttentionConfig,
+    ExpertsConfig,
+    MLPConfig,
+    Rope,
+    Transformer,
+    TransformerConfig,
+    next_token_loss,
+)
 
 
 class Form(NamedTuple):
@@ -64,13 +72,9 @@ def whole() -> Transformer:
         vocab_size=32,
         num_layers=4,
         embed_dim=8,
-        num_heads=4,
-        num_kv_heads=2,
-        mlp_dim=16,
-        num_experts=4,
-        expert_dim=8,
-        expert_dispatch="dropless",
-        rope=Rope(100.0),
+        attention=AttentionConfig(num_heads=4, num_kv_heads=2, rope=Rope(100.0)),
+        mlp=MLPConfig(dim=16),
+        experts=ExpertsConfig(num_experts=4, dim=8, dispatch="dropless"),
         scan_layers=True,
         remat="full",
     )

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.models.published_encoders import ENCODERS as PUBLISHED_ENCODERS
+from tests.models.published_encoders import LABELS, sizes_of
 from tests.models.published_experts import (
     DEEPSEEK_V2,
     DEEPSEEK_V3,
@@ -28,20 +30,6 @@ from shardax.models import Rope, from_pretrained
 numpy_files = pytest.importorskip("safetensors.numpy", reason="pip install 'shardax[hub]'")
 
 
-def _sizes(hidden: int, mlp: int, heads: int, vocab: int, **more: Any) -> dict[str, Any]:
-    return {
-        "hidden_size": hidden,
-        "intermediate_size": mlp,
-        "num_attention_heads": heads,
-        "vocab_size": vocab,
-        "initializer_range": 0.02,
-        "torch_dtype": "bfloat16",
-        "transformers_version": "4.40.0",
-        "use_cache": True,
-        **more,
-    }
-
-
 def _llama(*sizes: int, **more: Any) -> dict[str, Any]:
     return {
         "architectures": ["LlamaForCausalLM"],
@@ -53,7 +41,7 @@ def _llama(*sizes: int, **more: Any) -> dict[str, Any]:
         "rms_norm_eps": 1e-5,
         "rope_scaling": None,
         "tie_word_embeddings": False,
-        **_sizes(*sizes, **more),
+        **sizes_of(*sizes, **more),
     }
 
 
@@ -75,7 +63,7 @@ def _mistral(*sizes: int, **more: Any) -> dict[str, Any]:
         "num_key_value_heads": 8,
         "rms_norm_eps": 1e-5,
         "tie_word_embeddings": False,
-        **_sizes(*sizes, **more),
+        **sizes_of(*sizes, **more),
     }
 
 
@@ -92,7 +80,7 @@ def _qwen2(*sizes: int, **more: Any) -> dict[str, Any]:
         "sliding_window": 32768,
         "tie_word_embeddings": True,
         "use_sliding_window": False,
-        **_sizes(*sizes, **more),
+        **sizes_of(*sizes, **more),
     }
 
 
@@ -118,7 +106,7 @@ def _gemma2(*sizes: int, **more: Any) -> dict[str, Any]:
         "rms_norm_eps": 1e-6,
         "rope_theta": 10000.0,
         "sliding_window": 4096,
-        **_sizes(*sizes, **more),
+        **sizes_of(*sizes, **more),
     }
 
 
@@ -146,23 +134,6 @@ def _gpt2(width: int, heads: int, **more: Any) -> dict[str, Any]:
     }
 
 
-def _bert(*sizes: int, **more: Any) -> dict[str, Any]:
-    return {
-        "architectures": ["BertForMaskedLM"],
-        "model_type": "bert",
-        "attention_probs_dropout_prob": 0.1,
-        "gradient_checkpointing": False,
-        "hidden_act": "gelu",
-        "hidden_dropout_prob": 0.1,
-        "layer_norm_eps": 1e-12,
-        "max_position_embeddings": 512,
-        "pad_token_id": 0,
-        "position_embedding_type": "absolute",
-        "type_vocab_size": 2,
-        **_sizes(*sizes, **more),
-    }
-
-
 def _neox(*sizes: int, **more: Any) -> dict[str, Any]:
     return {
         "architectures": ["GPTNeoXForCausalLM"],
@@ -174,7 +145,7 @@ def _neox(*sizes: int, **more: Any) -> dict[str, Any]:
         "rotary_pct": 0.25,
         "tie_word_embeddings": False,
         "use_parallel_residual": True,
-        **_sizes(*sizes, **more),
+        **sizes_of(*sizes, **more),
     }
 
 
@@ -194,130 +165,7 @@ def _phi3(*sizes: int, **more: Any) -> dict[str, Any]:
         "rope_scaling": None,
         "rope_theta": 10000.0,
         "tie_word_embeddings": False,
-        **_sizes(*sizes, **more),
-    }
-
-
-def _vit(*sizes: int, **more: Any) -> dict[str, Any]:
-    config = _bert(*sizes, 0)
-    for name in ("vocab_size", "type_vocab_size", "position_embedding_type"):
-        del config[name]
-    del config["max_position_embeddings"], config["gradient_checkpointing"]
-    rest = {"image_size": 224, "num_channels": 3, "patch_size": 16, "qkv_bias": True}
-    theirs = {"architectures": ["ViTForImageClassification"], "model_type": "vit"}
-    return {**config, **theirs, **rest, "encoder_stride": 16, **more}
-
-
-def _roberta(*sizes: int, **more: Any) -> dict[str, Any]:
-    theirs = {"architectures": ["RobertaForMaskedLM"], "model_type": "roberta"}
-    theirs |= {"bos_token_id": 0, "eos_token_id": 2, "layer_norm_eps": 1e-5, "pad_token_id": 1}
-    return {**_bert(*sizes), **theirs, "max_position_embeddings": 514, "type_vocab_size": 1, **more}
-
-
-def _mpnet(*sizes: int) -> dict[str, Any]:
-    theirs = {"architectures": ["MPNetForMaskedLM"], "model_type": "mpnet"}
-    config = {**_roberta(*sizes), **theirs, "relative_attention_num_buckets": 32}
-    del config["position_embedding_type"], config["type_vocab_size"]
-    return config
-
-
-def _distilbert(**more: Any) -> dict[str, Any]:
-    return {
-        "activation": "gelu",
-        "architectures": ["DistilBertForMaskedLM"],
-        "attention_dropout": 0.1,
-        "dim": 768,
-        "dropout": 0.1,
-        "hidden_dim": 3072,
-        "initializer_range": 0.02,
-        "max_position_embeddings": 512,
-        "model_type": "distilbert",
-        "n_heads": 12,
-        "n_layers": 6,
-        "pad_token_id": 0,
-        "qa_dropout": 0.1,
-        "seq_classif_dropout": 0.2,
-        "sinusoidal_pos_embds": False,
-        "tie_weights_": True,
-        "transformers_version": "4.10.0.dev0",
-        "vocab_size": 30522,
-        **more,
-    }
-
-
-def _electra(*sizes: int, **more: Any) -> dict[str, Any]:
-    theirs = {"architectures": ["ElectraForPreTraining"], "model_type": "electra"}
-    theirs |= {"summary_activation": "gelu", "summary_last_dropout": 0.1}
-    theirs |= {"summary_type": "first", "summary_use_proj": True}
-    return {**_bert(*sizes), **theirs, **more}
-
-
-def _modernbert(*sizes: int, **more: Any) -> dict[str, Any]:
-    return {
-        "architectures": ["ModernBertForMaskedLM"],
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "classifier_activation": "gelu",
-        "classifier_bias": False,
-        "classifier_dropout": 0.0,
-        "classifier_pooling": "mean",
-        "cls_token_id": 50281,
-        "decoder_bias": True,
-        "deterministic_flash_attn": False,
-        "embedding_dropout": 0.0,
-        "global_attn_every_n_layers": 3,
-        "global_rope_theta": 160000.0,
-        "gradient_checkpointing": False,
-        "hidden_activation": "gelu",
-        "initializer_cutoff_factor": 2.0,
-        "layer_norm_eps": 1e-05,
-        "local_attention": 128,
-        "local_rope_theta": 10000.0,
-        "max_position_embeddings": 8192,
-        "mlp_bias": False,
-        "mlp_dropout": 0.0,
-        "model_type": "modernbert",
-        "norm_bias": False,
-        "norm_eps": 1e-05,
-        "pad_token_id": 50283,
-        "position_embedding_type": "absolute",
-        "reference_compile": None,
-        "repad_logits_with_grad": False,
-        "sep_token_id": 50282,
-        "sparse_pred_ignore_index": -100,
-        "sparse_prediction": False,
-        "tie_word_embeddings": True,
-        **_sizes(*sizes, **more),
-    }
-
-
-def _dinov2(width: int, heads: int) -> dict[str, Any]:
-    return {
-        "apply_layernorm": True,
-        "architectures": ["Dinov2Model"],
-        "attention_probs_dropout_prob": 0.0,
-        "drop_path_rate": 0.0,
-        "hidden_act": "gelu",
-        "hidden_dropout_prob": 0.0,
-        "hidden_size": width,
-        "image_size": 518,
-        "initializer_range": 0.02,
-        "layer_norm_eps": 1e-06,
-        "layerscale_value": 1.0,
-        "mlp_ratio": 4,
-        "model_type": "dinov2",
-        "num_attention_heads": heads,
-        "num_channels": 3,
-        "num_hidden_layers": 12,
-        "out_features": ["stage12"],
-        "out_indices": [12],
-        "patch_size": 14,
-        "qkv_bias": True,
-        "reshape_hidden_states": True,
-        "stage_names": ["stem", *(f"stage{index}" for index in range(1, 13))],
-        "torch_dtype": "float32",
-        "transformers_version": "4.32.0.dev0",
-        "use_swiglu_ffn": False,
+        **sizes_of(*sizes, **more),
     }
 
 
@@ -329,18 +177,9 @@ def _distilled(*sizes: int, **more: Any) -> dict[str, Any]:
     return _qwen2(*sizes, use_mrope=False, tie_word_embeddings=False, **more)
 
 
-_LABELS = {"id2label": {"0": "A", "1": "B"}, "label2id": {"A": 0, "B": 1}}
 _SMOL = {"is_llama_config": True, "rope_interleaved": False, "tie_word_embeddings": True}
 _SMOL |= {"transformers.js_config": {"kv_cache_dtype": {"q4f16": "float16"}}}
 _UNSLOTH = {"unsloth_fixed": True, "tie_word_embeddings": True, "head_dim": 64}
-_POOLER = {
-    "directionality": "bidi",
-    "pooler_fc_size": 768,
-    "pooler_num_attention_heads": 12,
-    "pooler_num_fc_layers": 3,
-    "pooler_size_per_head": 128,
-    "pooler_type": "first_token_transform",
-}
 _MIXTRAL = {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral"}
 _MIXTRAL |= {"num_experts_per_tok": 2, "num_local_experts": 8, "output_router_logits": False}
 _MIXTRAL |= {"rope_theta": 1e6, "router_aux_loss_coef": 0.02, "sliding_window": None}
@@ -432,383 +271,365 @@ _NEMOTRON |= {"tie_word_embeddings": False}
 
 # By name: the file, and fields of the config that is read which are not plain sizes.
 MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "meta-llama/Llama-2-7b-hf": (_old_llama(4096, 11008, 32, 32000), {"num_kv_heads": 32}),
-    "meta-llama/Llama-2-13b-chat-hf": (_old_llama(5120, 13824, 40, 32000), {"head_dim": 128}),
+    "meta-llama/Llama-2-7b-hf": (
+        _old_llama(4096, 11008, 32, 32000),
+        {"attention.num_kv_heads": 32},
+    ),
+    "meta-llama/Llama-2-13b-chat-hf": (
+        _old_llama(5120, 13824, 40, 32000),
+        {"attention.head_dim": 128},
+    ),
     "meta-llama/Llama-2-70b-hf": (
         _llama(8192, 28672, 64, 32000, num_key_value_heads=8, max_position_embeddings=4096),
-        {"num_kv_heads": 8},
+        {"attention.num_kv_heads": 8},
     ),
     "codellama/CodeLlama-7b-hf": (
         _old_llama(4096, 11008, 32, 32016, rope_theta=1000000),
-        {"base": 1e6},
+        {"attention.rope.base": 1e6},
     ),
     "lmsys/vicuna-7b-v1.5": (
         _old_llama(4096, 11008, 32, 32000, max_sequence_length=4096),
-        {"base": 1e4},
+        {"attention.rope.base": 1e4},
     ),
     "huggyllama/llama-7b": (
         {**_llama(4096, 11008, 32, 32000), "max_sequence_length": 2048, "output_past": True},
-        {"num_kv_heads": 32, "base": 1e4},
+        {"attention.num_kv_heads": 32, "attention.rope.base": 1e4},
     ),
     "TinyLlama/TinyLlama-1.1B-Chat-v1.0": (
         _llama(2048, 5632, 32, 32000, num_key_value_heads=4, attention_bias=False),
-        {"num_kv_heads": 4, "head_dim": 64},
+        {"attention.num_kv_heads": 4, "attention.head_dim": 64},
     ),
-    "meta-llama/Meta-Llama-3-8B": (_llama3(4096, 14336, 32, 128256), {"base": 5e5}),
-    "meta-llama/Meta-Llama-3-70B-Instruct": (_llama3(8192, 28672, 64, 128256), {"base": 5e5}),
+    "meta-llama/Meta-Llama-3-8B": (_llama3(4096, 14336, 32, 128256), {"attention.rope.base": 5e5}),
+    "meta-llama/Meta-Llama-3-70B-Instruct": (
+        _llama3(8192, 28672, 64, 128256),
+        {"attention.rope.base": 5e5},
+    ),
     "meta-llama/Llama-3.1-8B-Instruct": (
         _llama3(4096, 14336, 32, 128256, factor=8.0),
-        {"kind": "llama3", "factor": 8.0},
+        {"attention.rope.kind": "llama3", "attention.rope.factor": 8.0},
     ),
     "meta-llama/Llama-3.1-405B": (
         _llama3(16384, 53248, 128, 128256, factor=8.0),
-        {"kind": "llama3"},
+        {"attention.rope.kind": "llama3"},
     ),
     "meta-llama/Llama-3.2-1B": (
         _llama3(2048, 8192, 32, 128256, factor=32.0, head_dim=64, tie_word_embeddings=True),
-        {"factor": 32.0, "tied_head": True},
+        {"attention.rope.factor": 32.0, "output.tied": True},
     ),
     "unsloth/Llama-3.2-1B-Instruct": (
         _llama3(2048, 8192, 32, 128256, factor=32.0, **_UNSLOTH),
-        {"factor": 32.0, "tied_head": True},
+        {"attention.rope.factor": 32.0, "output.tied": True},
     ),
     "meta-llama/Llama-3.3-70B-Instruct": (
         _llama3(8192, 28672, 64, 128256, factor=8.0),
-        {"length": 8192},
+        {"attention.rope.length": 8192},
     ),
     "deepseek-ai/DeepSeek-R1-Distill-Llama-8B": (
         _llama3(4096, 14336, 32, 128256, factor=8.0, eos_token_id=128001),
-        {"kind": "llama3"},
+        {"attention.rope.kind": "llama3"},
     ),
     "deepseek-ai/deepseek-coder-6.7b-base": (
         _old_llama(4096, 11008, 32, 32256, rope_theta=100000, rope_scaling=None)
         | {"rope_scaling": {"factor": 4.0, "type": "linear"}},
-        {"kind": "linear", "factor": 4.0, "base": 1e5},
+        {"attention.rope.kind": "linear", "attention.rope.factor": 4.0, "attention.rope.base": 1e5},
     ),
     "01-ai/Yi-1.5-9B": (
         _llama(4096, 11008, 32, 64000, num_key_value_heads=4, rope_theta=5000000.0),
-        {"base": 5e6},
+        {"attention.rope.base": 5e6},
     ),
     "HuggingFaceTB/SmolLM2-135M": (
         _llama(576, 1536, 9, 49152, num_key_value_heads=3, rope_theta=100000, **_SMOL),
-        {"head_dim": 64, "tied_head": True},
+        {"attention.head_dim": 64, "output.tied": True},
     ),
     "HuggingFaceTB/SmolLM2-1.7B-Instruct": (
         _llama(2048, 8192, 32, 49152, num_key_value_heads=32, rope_theta=130000, **_SMOL),
-        {"base": 130000.0},
+        {"attention.rope.base": 130000.0},
     ),
     "mistralai/Mistral-7B-v0.1": (
         _mistral(4096, 14336, 32, 32000, rope_theta=10000.0, sliding_window=4096),
-        {"window": 4096, "local_layers": None},
+        {"attention.window": 4096, "attention.local_layers": None},
     ),
     "mistralai/Mistral-7B-Instruct-v0.2": (
         _mistral(4096, 14336, 32, 32000, rope_theta=1e6, sliding_window=None),
-        {"window": None, "base": 1e6},
+        {"attention.window": None, "attention.rope.base": 1e6},
     ),
     "mistralai/Mistral-7B-Instruct-v0.3": (
         _mistral(4096, 14336, 32, 32768, rope_theta=1e6, sliding_window=None),
-        {"window": None},
+        {"attention.window": None},
     ),
     "mistralai/Mistral-Nemo-Instruct-2407": (
         _mistral(5120, 14336, 32, 131072, head_dim=128, rope_theta=1e6, sliding_window=None),
-        {"head_dim": 128},
+        {"attention.head_dim": 128},
     ),
     "HuggingFaceH4/zephyr-7b-beta": (
         _mistral(4096, 14336, 32, 32000, rope_theta=10000.0, sliding_window=4096),
-        {"window": 4096},
+        {"attention.window": 4096},
     ),
     "mistralai/Mixtral-8x7B-Instruct-v0.1": (
         {**_mistral(4096, 14336, 32, 32000), **_MIXTRAL},
-        {"num_experts": 8, "load_balance_weight": 0.02, "window": None},
+        {"experts.num_experts": 8, "experts.load_balance_weight": 0.02, "attention.window": None},
     ),
-    "Qwen/Qwen2-0.5B": (_qwen2(896, 4864, 14, 151936, num_key_value_heads=2), {"qkv_bias": True}),
+    "Qwen/Qwen2-0.5B": (
+        _qwen2(896, 4864, 14, 151936, num_key_value_heads=2),
+        {"attention.qkv_bias": True},
+    ),
     "Qwen/Qwen2.5-0.5B-Instruct": (
         _qwen2(896, 4864, 14, 151936, num_key_value_heads=2, use_mrope=False),
-        {"tied_head": True, "window": None},
+        {"output.tied": True, "attention.window": None},
     ),
     "Qwen/Qwen2.5-7B-Instruct": (
         _qwen2(3584, 18944, 28, 152064, num_key_value_heads=4, tie_word_embeddings=False),
-        {"tied_head": False},
+        {"output.tied": False},
     ),
     "Qwen/Qwen2.5-Coder-32B-Instruct": (
         _qwen2(5120, 27648, 40, 152064, num_key_value_heads=8, tie_word_embeddings=False),
-        {"base": 1e6},
+        {"attention.rope.base": 1e6},
     ),
     "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B": (
         _distilled(1536, 8960, 12, 151936, num_key_value_heads=2) | {"rope_theta": 10000},
-        {"base": 1e4},
+        {"attention.rope.base": 1e4},
     ),
     "Qwen/Qwen3-0.6B": (
         _qwen3(1024, 3072, 16, 151936),
-        {"head_dim": 128, "qk_norm": "head", "window": None},
+        {"attention.head_dim": 128, "attention.qk_norm": "head", "attention.window": None},
     ),
     "Qwen/Qwen3-8B": (
         _qwen3(4096, 12288, 32, 151936, tie_word_embeddings=False),
-        {"tied_head": False},
+        {"output.tied": False},
     ),
     "Qwen/Qwen3-30B-A3B": (
         {**_qwen3(2048, 6144, 32, 151936), **_QWEN3_MOE},
-        {"num_experts": 128, "experts_per_token": 8, "dense_layers": ()},
+        {"experts.num_experts": 128, "experts.top_k": 8, "experts.dense_layers": ()},
     ),
     "google/gemma-2b": (
-        {**_sizes(2048, 16384, 8, 256000, num_key_value_heads=1), **_GEMMA}
+        {**sizes_of(2048, 16384, 8, 256000, num_key_value_heads=1), **_GEMMA}
         | {"hidden_act": "gelu", "hidden_activation": "gelu_pytorch_tanh"},
-        {"activation": "gelu", "embed_scale": 2048**0.5, "tied_head": True},
+        {"activation": "gelu", "embedding.scale": 2048**0.5, "output.tied": True},
     ),
     "google/gemma-7b": (
-        {**_sizes(3072, 24576, 16, 256000, num_key_value_heads=16), **_GEMMA}
+        {**sizes_of(3072, 24576, 16, 256000, num_key_value_heads=16), **_GEMMA}
         | {"hidden_act": "gelu", "hidden_activation": None},
-        {"activation": "gelu", "head_dim": 256},
+        {"activation": "gelu", "attention.head_dim": 256},
     ),
     "google/gemma-2-2b-it": (
         _gemma2(2304, 9216, 8, 256000, num_key_value_heads=4, query_pre_attn_scalar=256),
-        {"window": 4096, "attention_softcap": 50.0, "attention_scale": 1 / 16},
+        {"attention.window": 4096, "attention.softcap": 50.0, "attention.scale": 1 / 16},
     ),
     "google/gemma-2-27b": (
         _gemma2(4608, 36864, 32, 256000, num_key_value_heads=16, query_pre_attn_scalar=144)
         | {"head_dim": 128},
-        {"attention_scale": 1 / 12},
+        {"attention.scale": 1 / 12},
     ),
     "google/gemma-3-1b-it": (
         {**_gemma2(1152, 6912, 4, 262144), **_GEMMA3},
-        {"window": 512, "base": 1e6, "attention_softcap": None, "qk_norm": "head"},
+        {
+            "attention.window": 512,
+            "attention.rope.base": 1e6,
+            "attention.softcap": None,
+            "attention.qk_norm": "head",
+        },
     ),
     "microsoft/phi-2": (
-        {**_sizes(2560, 10240, 32, 51200, num_key_value_heads=32), **_PHI},
-        {"fraction": 0.4, "dropout": 0.1},
+        {**sizes_of(2560, 10240, 32, 51200, num_key_value_heads=32), **_PHI},
+        {"attention.rope.fraction": 0.4, "dropout": 0.1},
     ),
     "microsoft/phi-1_5": (
-        {**_sizes(2048, 8192, 32, 51200, num_key_value_heads=None), **_PHI}
+        {**sizes_of(2048, 8192, 32, 51200, num_key_value_heads=None), **_PHI}
         | {"partial_rotary_factor": 0.5, "resid_pdrop": 0.0},
-        {"fraction": 0.5, "num_kv_heads": 32},
+        {"attention.rope.fraction": 0.5, "attention.num_kv_heads": 32},
     ),
     "microsoft/Phi-3-mini-4k-instruct": (
         _phi3(3072, 8192, 32, 32064, num_key_value_heads=32, sliding_window=2047),
-        {"window": 2047},
+        {"attention.window": 2047},
     ),
     "microsoft/phi-4": (
         _phi3(5120, 17920, 40, 100352, num_key_value_heads=10, sliding_window=None)
         | {"max_position_embeddings": 16384, "rope_theta": 250000},
-        {"base": 250000.0, "window": None},
+        {"attention.rope.base": 250000.0, "attention.window": None},
     ),
     "allenai/OLMo-2-1124-7B": (
-        {**_sizes(4096, 11008, 32, 100352), **_OLMO2},
-        {"qk_norm": "all", "norm_placement": "post"},
+        {**sizes_of(4096, 11008, 32, 100352), **_OLMO2},
+        {"attention.qk_norm": "all", "norms.placement": "post"},
     ),
     "allenai/Olmo-3-7B-Instruct": (
-        {**_sizes(4096, 11008, 32, 100278), **_OLMO3},
-        {"qk_norm": "all", "kind": "yarn", "local_rope": Rope(5e5), "window": 4096},
+        {**sizes_of(4096, 11008, 32, 100278), **_OLMO3},
+        {
+            "attention.qk_norm": "all",
+            "attention.rope.kind": "yarn",
+            "attention.local_rope": Rope(5e5),
+            "attention.window": 4096,
+        },
     ),
     "allenai/OLMoE-1B-7B-0924": (
-        {**_sizes(2048, 1024, 16, 50304), **_OLMOE},
-        {"num_experts": 64, "expert_dim": 1024, "qk_norm": "all", "normalise_experts": False},
+        {**sizes_of(2048, 1024, 16, 50304), **_OLMOE},
+        {
+            "experts.num_experts": 64,
+            "experts.dim": 1024,
+            "attention.qk_norm": "all",
+            "experts.normalise": False,
+        },
     ),
     "Qwen/Qwen1.5-MoE-A2.7B": (
         {**_qwen2(2048, 5632, 16, 151936), **_QWEN2_MOE},
-        {"shared_expert_dim": 5632, "shared_expert_gate": True, "window": None},
+        {"experts.shared_dim": 5632, "experts.shared_gate": True, "attention.window": None},
     ),
     "ibm-granite/granite-3.3-2b-instruct": (
         {**_llama(2048, 8192, 32, 49159), **_GRANITE},
-        {"attention_scale": 1 / 64, "embed_scale": 12.0, "logit_scale": 1 / 8}
+        {"attention.scale": 1 / 64, "embedding.scale": 12.0, "output.scale": 1 / 8}
         | {"residual_scale": 0.22},
     ),
     "HuggingFaceTB/SmolLM3-3B": (
         {**_llama(2048, 11008, 16, 128256), **_SMOLLM3, "tie_word_embeddings": True},
-        {"rope_layers": (True, True, True, False, True, True), "window": None},
+        {"attention.rope_layers": (True, True, True, False, True, True), "attention.window": None},
     ),
     "mistralai/Ministral-8B-Instruct-2410": (
         {**_mistral(4096, 12288, 32, 131072), **_MINISTRAL},
-        {"window": 32768, "local_layers": (False, True, True, True, False, True)},
+        {
+            "attention.window": 32768,
+            "attention.local_layers": (False, True, True, True, False, True),
+        },
     ),
     "zai-org/GLM-4-9B-0414": (
-        {**_sizes(4096, 13696, 32, 151552), **_GLM4},
-        {"fraction": 0.5, "interleaved": True, "norm_placement": "sandwich", "out_bias": False},
+        {**sizes_of(4096, 13696, 32, 151552), **_GLM4},
+        {
+            "attention.rope.fraction": 0.5,
+            "attention.rope.interleaved": True,
+            "norms.placement": "sandwich",
+            "attention.out_bias": False,
+        },
     ),
     "zai-org/GLM-4.5-Air": (
-        {**_sizes(4096, 10944, 96, 151552), **_GLM4_MOE},
-        {"num_experts": 128, "expert_scores": "sigmoid", "shared_expert_dim": 1408}
-        | {"dense_layers": (0,), "fraction": 0.5, "interleaved": False, "qk_norm": None},
+        {**sizes_of(4096, 10944, 96, 151552), **_GLM4_MOE},
+        {"experts.num_experts": 128, "experts.scores": "sigmoid", "experts.shared_dim": 1408}
+        | {
+            "experts.dense_layers": (0,),
+            "attention.rope.fraction": 0.5,
+            "attention.rope.interleaved": False,
+            "attention.qk_norm": None,
+        },
     ),
     "deepseek-ai/DeepSeek-V2-Lite": (
-        {**_sizes(2048, 10944, 16, 102400), **DEEPSEEK_V2},
-        {"head_dim": 192, "latent_dim": 512, "query_latent_dim": None, "kind": "yarn"}
-        | {"expert_scores": "grouped_softmax", "attention_factor": 1.0, "dense_layers": (0,)}
-        | {"attention_scale": 192**-0.5 * MSCALE * MSCALE},
+        {**sizes_of(2048, 10944, 16, 102400), **DEEPSEEK_V2},
+        {
+            "attention.head_dim": 192,
+            "attention.latent.dim": 512,
+            "attention.latent.query_dim": None,
+            "attention.rope.kind": "yarn",
+        }
+        | {
+            "experts.scores": "grouped_softmax",
+            "attention.rope.attention_factor": 1.0,
+            "experts.dense_layers": (0,),
+        }
+        | {"attention.scale": 192**-0.5 * MSCALE * MSCALE},
     ),
     "moonshotai/Moonlight-16B-A3B": (
-        {**_sizes(2048, 11264, 16, 163840), **MOONLIGHT},
-        {"expert_scores": "sigmoid", "attention_scale": None, "interleaved": True, "rope_dim": 64},
+        {**sizes_of(2048, 11264, 16, 163840), **MOONLIGHT},
+        {
+            "experts.scores": "sigmoid",
+            "attention.scale": None,
+            "attention.rope.interleaved": True,
+            "attention.latent.rope_dim": 64,
+        },
     ),
     "unsloth/DeepSeek-V3-0324-BF16": (
-        {**_sizes(7168, 18432, 128, 129280), **DEEPSEEK_V3},
-        {"expert_groups": 8, "groups_per_token": 4, "query_latent_dim": 1536, "value_dim": 128}
-        | {"shared_expert_dim": 2048, "dense_layers": (0, 1, 2)},
+        {**sizes_of(7168, 18432, 128, 129280), **DEEPSEEK_V3},
+        {
+            "experts.num_groups": 8,
+            "experts.top_groups": 4,
+            "attention.latent.query_dim": 1536,
+            "attention.latent.value_dim": 128,
+        }
+        | {"experts.shared_dim": 2048, "experts.dense_layers": (0, 1, 2)},
     ),
     "openai/gpt-oss-120b": (
         {
-            **_sizes(2880, 2880, 64, 201088),
+            **sizes_of(2880, 2880, 64, 201088),
             **GPT_OSS,
             "num_hidden_layers": 36,
             "num_local_experts": 128,
         },
-        {"num_experts": 128, "expert_limit": 7.0, "attention_sinks": True, "kind": "yarn"},
+        {
+            "experts.num_experts": 128,
+            "experts.limit": 7.0,
+            "attention.sinks": True,
+            "attention.rope.kind": "yarn",
+        },
     ),
     "openai/gpt-oss-20b": (
-        {**_sizes(2880, 2880, 64, 201088), **GPT_OSS},
-        {"window": 128, "local_layers": (True, False) * 3, "base": 150000, "truncate": False}
-        | {"load_balance_weight": 0.9, "activation": "quick_gelu", "length": 4096},
+        {**sizes_of(2880, 2880, 64, 201088), **GPT_OSS},
+        {
+            "attention.window": 128,
+            "attention.local_layers": (True, False) * 3,
+            "attention.rope.base": 150000,
+            "attention.rope.truncate": False,
+        }
+        | {
+            "experts.load_balance_weight": 0.9,
+            "activation": "quick_gelu",
+            "attention.rope.length": 4096,
+        },
     ),
     "unsloth/gpt-oss-20b-BF16": (
-        {**_sizes(2880, 2880, 64, 201088), **UNPACKED_GPT_OSS},
-        {"num_experts": 32, "expert_dim": 2880, "expert_bias": True, "out_bias": True},
+        {**sizes_of(2880, 2880, 64, 201088), **UNPACKED_GPT_OSS},
+        {
+            "experts.num_experts": 32,
+            "experts.dim": 2880,
+            "experts.bias": True,
+            "attention.out_bias": True,
+        },
     ),
     "meta-llama/Llama-4-Scout-17B-16E-Instruct, text_config": (
-        {**_sizes(5120, 8192, 40, 202048), **LLAMA4_TEXT},
-        {"chunked": True, "local_layers": (True, True, True, False, True, True), "high": 1.0}
-        | {"query_growth": (0.1, 8192.0), "expert_dim": 8192, "shared_expert_dim": 8192},
+        {**sizes_of(5120, 8192, 40, 202048), **LLAMA4_TEXT},
+        {
+            "attention.chunked": True,
+            "attention.local_layers": (True, True, True, False, True, True),
+            "attention.rope.high": 1.0,
+        }
+        | {
+            "attention.query_growth": (0.1, 8192.0),
+            "experts.dim": 8192,
+            "experts.shared_dim": 8192,
+        },
     ),
     "CohereLabs/c4ai-command-r7b-12-2024": (
-        {**_sizes(4096, 14336, 32, 256000), **_COHERE2},
-        {"norm": "layer_unbiased", "parallel": True, "logit_scale": 0.25, "interleaved": True}
-        | {"rope_layers": (True, True, True, False, True, True)},
+        {**sizes_of(4096, 14336, 32, 256000), **_COHERE2},
+        {
+            "norms.kind": "layer_unbiased",
+            "parallel": True,
+            "output.scale": 0.25,
+            "attention.rope.interleaved": True,
+        }
+        | {"attention.rope_layers": (True, True, True, False, True, True)},
     ),
     "nvidia/Minitron-4B-Base": (
-        {**_sizes(3072, 9216, 24, 256000), **_NEMOTRON},
-        {"activation": "squared_relu", "gated": False, "norm": "layer_offset", "fraction": 0.5},
+        {**sizes_of(3072, 9216, 24, 256000), **_NEMOTRON},
+        {
+            "activation": "squared_relu",
+            "mlp.gated": False,
+            "norms.kind": "layer_offset",
+            "attention.rope.fraction": 0.5,
+        },
     ),
-    "openai-community/gpt2": (_gpt2(768, 12), {"tied_head": True, "mlp_dim": 3072}),
+    "openai-community/gpt2": (_gpt2(768, 12), {"output.tied": True, "mlp.dim": 3072}),
     "openai-community/gpt2-medium": (
         _gpt2(1024, 16, n_special=0, predict_special_tokens=True),
         {"dropout": 0.1},
     ),
-    "distilbert/distilgpt2": (_gpt2(768, 12, _num_labels=1, **_LABELS), {"rope": None}),
-    "EleutherAI/pythia-160m": (_neox(768, 3072, 12, 50304), {"fraction": 0.25, "parallel": True}),
+    "distilbert/distilgpt2": (_gpt2(768, 12, _num_labels=1, **LABELS), {"attention.rope": None}),
+    "EleutherAI/pythia-160m": (
+        _neox(768, 3072, 12, 50304),
+        {"attention.rope.fraction": 0.25, "parallel": True},
+    ),
     "EleutherAI/gpt-neox-20b": (
         _neox(6144, 24576, 64, 50432, hidden_act="gelu_fast"),
         {"activation": "gelu"},
     ),
     "bigcode/starcoder2-3b": (
-        {**_sizes(3072, 12288, 24, 49152), **_STARCODER} | {"rope_theta": 999999.4420358813},
-        {"window": 4096, "mlp_bias": True},
+        {**sizes_of(3072, 12288, 24, 49152), **_STARCODER} | {"rope_theta": 999999.4420358813},
+        {"attention.window": 4096, "mlp.bias": True},
     ),
-    "google-bert/bert-base-uncased": (_bert(768, 3072, 12, 30522), {"head_transform": True}),
-    "google-bert/bert-base-multilingual-cased": (
-        _bert(768, 3072, 12, 119547, **_POOLER),
-        {"norm_placement": "after"},
-    ),
-    "sentence-transformers/all-MiniLM-L6-v2": (
-        _bert(384, 1536, 12, 30522, architectures=["BertModel"]),
-        {"head": None, "pooler": True},
-    ),
-    "cross-encoder/ms-marco-MiniLM-L6-v2": (
-        _bert(
-            *(384, 1536, 12, 30522),
-            architectures=["BertForSequenceClassification"],
-            id2label={"0": "LABEL_0"},
-            label2id={"LABEL_0": 0},
-            sentence_transformers={"activation_fn": "torch.nn.modules.linear.Identity"},
-        ),
-        {"num_classes": 1},
-    ),
-    "ProsusAI/finbert": (
-        _bert(
-            *(768, 3072, 12, 30522),
-            architectures=["BertForSequenceClassification"],
-            finetuning_task=None,
-            id2label={"0": "positive", "1": "negative", "2": "neutral"},
-            label2id={"positive": 0, "negative": 1, "neutral": 2},
-            num_labels=3,
-            output_past=True,
-            problem_type="single_label_classification",
-        ),
-        {"num_classes": 3},
-    ),
-    "BAAI/bge-small-en-v1.5": (
-        _bert(384, 1536, 12, 30522, architectures=["BertModel"], **_LABELS),
-        {"pooler": True},
-    ),
-    "FacebookAI/roberta-base": (
-        _roberta(768, 3072, 12, 50265),
-        {"pad_token": 1, "max_positions": 514, "head_activation": "exact_gelu", "token_types": 1},
-    ),
-    "cardiffnlp/twitter-roberta-base-sentiment-latest": (
-        _roberta(
-            *(768, 3072, 12, 50265),
-            architectures=["RobertaForSequenceClassification"],
-            id2label={"0": "negative", "1": "neutral", "2": "positive"},
-            label2id={"negative": 0, "neutral": 1, "positive": 2},
-        ),
-        {"head": "first", "num_classes": 3, "pooler": True},
-    ),
-    "deepset/roberta-base-squad2": (
-        _roberta(
-            *(768, 3072, 12, 50265),
-            architectures=["RobertaForQuestionAnswering"],
-            gradient_checkpointing=False,
-            language="english",
-            name="Roberta",
-        ),
-        {"head": "span", "head_size": 2},
-    ),
-    "FacebookAI/xlm-roberta-base": (
-        _roberta(
-            *(768, 3072, 12, 250002),
-            architectures=["XLMRobertaForMaskedLM"],
-            model_type="xlm-roberta",
-            output_past=True,
-        ),
-        {"pad_token": 1, "tied_head": True},
-    ),
-    "BAAI/bge-m3": (
-        _roberta(
-            *(1024, 4096, 16, 250002),
-            architectures=["XLMRobertaModel"],
-            classifier_dropout=None,
-            max_position_embeddings=8194,
-            model_type="xlm-roberta",
-        ),
-        {"head": None, "pooler": True},
-    ),
-    "distilbert/distilbert-base-uncased": (_distilbert(), {"token_types": 0, "mlp_dim": 3072}),
-    "distilbert/distilbert-base-uncased-finetuned-sst-2-english": (
-        _distilbert(
-            architectures=["DistilBertForSequenceClassification"],
-            finetuning_task="sst-2",
-            id2label={"0": "NEGATIVE", "1": "POSITIVE"},
-            label2id={"NEGATIVE": 0, "POSITIVE": 1},
-            output_past=True,
-        ),
-        {"pooler_activation": "relu", "num_classes": 2},
-    ),
-    "google/electra-base-discriminator": (
-        _electra(768, 3072, 12, 30522, embedding_size=768),
-        {"head": "binary", "token_dim": 0},
-    ),
-    "google/electra-small-generator": (
-        _electra(*(256, 1024, 4, 30522), architectures=["ElectraForMaskedLM"], embedding_size=128),
-        {"head": "tokens", "token_dim": 128},
-    ),
-    "microsoft/mpnet-base": (
-        _mpnet(768, 3072, 12, 30527),
-        {"relative_buckets": 32, "pad_token": 1, "token_types": 0},
-    ),
-    "answerdotai/ModernBERT-base": (
-        _modernbert(768, 1152, 12, 50368),
-        {"window": 65, "local_layers": (False, True, True, False, True, True)}
-        | {"pooling": "mean", "base": 160000.0, "first_norm": False, "norm": "layer_unbiased"},
-    ),
-    "google/vit-base-patch16-224": (
-        _vit(768, 3072, 12, id2label={str(i): str(i) for i in range(1000)}),
-        {"num_classes": 1000, "max_positions": 197},
-    ),
-    "facebook/dinov2-base": (
-        _dinov2(768, 12),
-        {"head": None, "layer_scale": True, "mlp_dim": 3072, "max_positions": 1370},
-    ),
-    "google/vit-base-patch16-224-in21k": (
-        _vit(768, 3072, 12, architectures=["ViTModel"]),
-        {"pooler": True},
-    ),
+    **PUBLISHED_ENCODERS,
     **HYBRIDS,
     **TOWERS,
 }

@@ -58,34 +58,48 @@ HYBRIDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "LiquidAI/LFM2-1.2B": (
         {**_LFM2, "hidden_size": 2048, "block_dim": 2048, "block_ff_dim": 12288}
         | {"conv_dim": 2048, "conv_dim_out": 2048, "intermediate_size": 12288},
-        {"mlp_dim": 8192, "recurrent_layers": (True, True, False, True, True, False)}
-        | {"qk_norm": "head", "base": 1e6, "tied_head": True, "num_kv_heads": 8},
+        {"mlp.dim": 8192, "recurrence.layers": (True, True, False, True, True, False)}
+        | {
+            "attention.qk_norm": "head",
+            "attention.rope.base": 1e6,
+            "output.tied": True,
+            "attention.num_kv_heads": 8,
+        },
     ),
     "mistralai/Mamba-Codestral-7B-v0.1": (
         {**_MAMBA2, "hidden_size": 4096, "intermediate_size": 8192, "n_groups": 8, "num_heads": 128}
         | {"num_hidden_layers": 64, "tie_word_embeddings": False, "time_step_rank": 256}
         | {"vocab_size": 32768},
-        {"mlp_dim": 0, "tied_head": False, "rope": None},
+        {"mlp": None, "output.tied": False, "attention.rope": None},
     ),
     "AntonV/mamba2-130m-hf": (
         {**_MAMBA2, "hidden_size": 768, "n_groups": 1, "num_heads": 24, "num_hidden_layers": 24}
         | {"tie_word_embeddings": True, "time_step_rank": 48, "vocab_size": 50288}
         | {"time_step_limit": [0.0, float("inf")]},
-        {"tied_head": True, "norm_epsilon": 1e-5},
+        {"output.tied": True, "norms.epsilon": 1e-5},
     ),
     "tiiuae/Falcon-H1-0.5B-Instruct": (
         {**_FALCON_H1, "hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": 36}
         | {"num_attention_heads": 8, "vocab_size": 32784},
-        {"recurrent_beside": True, "recurrent_layers": None, "attention_scale": 0.390625 / 8}
-        | {"mlp_gate_scale": 0.8838834764831844, "mlp_out_scale": 0.5859375, "base": 1e11}
-        | {"recurrent_in_scale": 1.25, "attention_out_scale": 0.9375, "logit_scale": 0.0390625},
+        {"recurrence.beside": True, "recurrence.layers": None, "attention.scale": 0.390625 / 8}
+        | {
+            "mlp.gate_scale": 0.8838834764831844,
+            "mlp.out_scale": 0.5859375,
+            "attention.rope.base": 1e11,
+        }
+        | {"recurrence.in_scale": 1.25, "attention.out_scale": 0.9375, "output.scale": 0.0390625},
     ),
     "Qwen/Qwen3-Next-80B-A3B-Instruct": (
         {**_QWEN3_NEXT, "hidden_size": 2048, "intermediate_size": 5120, "num_hidden_layers": 48}
         | {"num_attention_heads": 16, "vocab_size": 151936},
-        {"attention_gate": True, "norm": "rms_offset", "fraction": 0.25, "num_experts": 512}
-        | {"recurrent": GatedDeltaConfig(16, 128, 32, 128), "shared_expert_gate": True}
-        | {"recurrent_layers": (True, True, True, False, True, True), "base": 1e7},
+        {
+            "attention.gate": True,
+            "norms.kind": "rms_offset",
+            "attention.rope.fraction": 0.25,
+            "experts.num_experts": 512,
+        }
+        | {"recurrence.mixer": GatedDeltaConfig(16, 128, 32, 128), "experts.shared_gate": True}
+        | {"recurrence.layers": (True, True, True, False, True, True), "attention.rope.base": 1e7},
     ),
 }
 TINY_HYBRIDS: dict[str, dict[str, Any]] = {

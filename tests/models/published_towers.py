@@ -53,7 +53,12 @@ def _siglip(kind: str, hidden: int, mlp: int, heads: int, **more: Any) -> dict[s
 TOWERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "CompVis/stable-diffusion-v1-4/text_encoder": (
         _clip("Text", 768, 3072, 12),
-        {"head": None, "pooling": "highest", "activation": "quick_gelu", "max_positions": 77},
+        {
+            "head": None,
+            "pool.kind": "highest",
+            "activation": "quick_gelu",
+            "positions.max_positions": 77,
+        },
     ),
     "stabilityai/stable-diffusion-xl-base-1.0/text_encoder_2": (
         _clip(
@@ -62,7 +67,12 @@ TOWERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             hidden_act="gelu",
             projection_dim=1280,
         ),
-        {"head": "embedding", "projection_dim": 1280, "activation": "exact_gelu", "causal": True},
+        {
+            "head": "embedding",
+            "output.projection_dim": 1280,
+            "activation": "exact_gelu",
+            "causal": True,
+        },
     ),
     "h94/IP-Adapter/models/image_encoder": (
         _clip(
@@ -71,11 +81,16 @@ TOWERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             hidden_act="gelu",
             projection_dim=1024,
         ),
-        {"head": "embedding", "max_positions": 257, "pooled_norm": True, "patch_bias": False},
+        {
+            "head": "embedding",
+            "positions.max_positions": 257,
+            "pool.norm": True,
+            "image.patch_bias": False,
+        },
     ),
     "google/siglip-so400m-patch14-384, images": (
         _siglip("Vision", 1152, 4304, 16, image_size=384, patch_size=14, num_channels=3),
-        {"pooling": "attention", "max_positions": 729, "first_vector": False},
+        {"pool.kind": "attention", "positions.max_positions": 729, "image.first_vector": False},
     ),
     "google/siglip-so400m-patch14-384, texts": (
         _siglip(
@@ -87,6 +102,6 @@ TOWERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             eos_token_id=49407,
             pad_token_id=1,
         ),
-        {"pooling": "last", "pooler_activation": "identity", "pooler_dim": 0, "causal": False},
+        {"pool.kind": "last", "pool.activation": "identity", "pool.dim": 0, "causal": False},
     ),
 }

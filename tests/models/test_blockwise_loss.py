@@ -335,9 +335,9 @@ def test_blockwise_loss_over_a_mesh_equals_plain_loss(mesh: Any) -> None:
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        ({"final_softcap": 30.0}, "final_softcap"),
-        ({"head_bias": True}, "bias"),
-        ({"head_bias": True, "tied_head": True}, "bias"),
+        ({"output": sx.models.OutputConfig(softcap=30.0)}, "output.softcap"),
+        ({"output": sx.models.OutputConfig(bias=True)}, "bias"),
+        ({"output": sx.models.OutputConfig(bias=True, tied=True)}, "bias"),
         ({"head": None}, "head is None"),
     ],
 )

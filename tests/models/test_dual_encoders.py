@@ -20,6 +20,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.advice import run_advice
+from tests.configs import with_fields
 from tests.models import peers
 from tests.models.test_edit_laws import EDITS, is_saved
 from tests.values import with_values
@@ -27,7 +28,12 @@ from tests.values import with_values
 import shardax as sx
 from shardax.errors import LayerConfigError, LayerInputError, PretrainedError
 from shardax.models import (
+    AttentionConfig,
     DualEncoderConfig,
+    ImageConfig,
+    MLPConfig,
+    PoolConfig,
+    PositionsConfig,
     Transformer,
     TransformerConfig,
     from_pretrained,
@@ -141,9 +147,14 @@ def test_a_tower_equals_that_of_transformers(name: str, tmp_path: Path):
 
 
 def small(**fields: Any) -> Any:
-    sizes: dict[str, Any] = {"vocab_size": 16, "num_layers": 1, "embed_dim": 8, "num_heads": 2}
-    sizes |= {"num_kv_heads": 2}
-    config = TransformerConfig(**sizes, head_dim=4, mlp_dim=8, rope=None, head=None)
+    config = TransformerConfig(
+        vocab_size=16,
+        num_layers=1,
+        embed_dim=8,
+        head=None,
+        attention=AttentionConfig(num_heads=2, num_kv_heads=2, head_dim=4, rope=None),
+        mlp=MLPConfig(dim=8),
+    )
     return with_values(Transformer(dataclasses.replace(config, **fields), rngs=sx.Rngs(0)))
 
 
@@ -168,14 +179,14 @@ def test_files_with_the_older_prefix_are_read(tmp_path: Path):
 
 
 def test_a_text_is_pooled_at_its_first_end():
-    model = small(pooling="end", end_token=3)
+    model = small(pool=PoolConfig(kind="end", end_token=3))
     tokens = np.array([[5, 3, 3, 0], [3, 1, 1, 1]])
     hidden = model(tokens)
     np.testing.assert_array_equal(model.pool(hidden, tokens), hidden[[0, 1], [1, 0]])
 
 
 def test_a_text_without_an_end_is_refused():
-    model = small(pooling="end", end_token=3)
+    model = small(pool=PoolConfig(kind="end", end_token=3))
     tokens = np.array([[5, 3], [1, 1]])
     hidden = model(tokens)
     with pytest.raises(LayerInputError, match="at its token 3, but one has none") as caught:
@@ -193,11 +204,11 @@ def test_a_text_without_an_end_is_refused():
 
 
 def test_images_lose_what_patches_do_not_cover():
-    images = {"vocab_size": 0, "image_size": 18, "patch_size": 8, "max_positions": 5}
-    model = small(**images, causal=False)
+    image, positions = ImageConfig(size=18, patch_size=8), PositionsConfig(max_positions=5)
+    model = small(vocab_size=0, image=image, positions=positions, causal=False)
     np.testing.assert_array_equal(model(PIXELS), model(PIXELS * (np.arange(18) < 16)[:, None]))
     with pytest.raises(sx.errors.LayerConfigError, match="patch_size to be from 1 up to 18"):
-        small(**{**images, "patch_size": 19})
+        ImageConfig(size=18, patch_size=19)
 
 
 # --- pairs ----------------------------------------------------------------------------------------
@@ -345,7 +356,7 @@ def remove_layers(model: Any) -> None:
 
 
 def set_ends(model: Any) -> None:
-    text = dataclasses.replace(model.config.text, end_token=4)
+    text = with_fields(model.config.text, {"pool.end_token": 4})
     model.config = dataclasses.replace(model.config, text=text)
     model.text.config = text
 
@@ -358,7 +369,7 @@ def project(model: Any) -> None:
 
 def forget_source(model: Any) -> None:
     text, image = (
-        dataclasses.replace(config, projection_dim=0)
+        with_fields(config, {"output.projection_dim": 0})
         for config in (model.config.text, model.config.image)
     )
     model.config = dataclasses.replace(model.config, text=text, image=image, source=None)
@@ -378,9 +389,9 @@ def test_an_edited_pair_reads_back_as_it_is(edit: Callable[[Any], None], tmp_pat
 
 def test_a_tower_of_another_config_is_refused(tmp_path: Path) -> None:
     model = from_pretrained(folder_of("clip"))
-    model.text.config = dataclasses.replace(model.text.config, pooling="highest")
+    model.text.config = with_fields(model.text.config, {"pool.kind": "highest"})
     expected = outputs(model)
-    with pytest.raises(PretrainedError, match=r"\.text\.config has pooling='highest'") as caught:
+    with pytest.raises(PretrainedError, match=r"\.text\.config has pool\.kind='highest'") as caught:
         save_pretrained(model, tmp_path / "saved")
     assert not (tmp_path / "saved").exists()
     code = "model.config = dataclasses.replace(model.config, text=model.text.config)"
@@ -462,14 +473,14 @@ def test_published_pairs_are_read_as_they_are(tmp_path: Path):
     }
     vision = large["vision_config_dict"] | {"num_attention_heads": 16, "intermediate_size": 4096}
     config = read(tmp_path / "large", {**large, "vision_config_dict": vision}).config
-    assert (config.text.end_token, config.text.embed_dim, config.projection_dim) == (
+    assert (config.text.pool.end_token, config.text.embed_dim, config.projection_dim) == (
         49407,
         768,
         768,
     )
-    assert (config.image.patch_size, config.image.max_positions) == (14, 257)
+    assert (config.image.image.patch_size, config.image.positions.max_positions) == (14, 257)
     base = {**large, "projection_dim": 512, "text_config_dict": None, "vision_config_dict": None}
-    assert read(tmp_path / "base", base).config.text.pooling == "highest"
+    assert read(tmp_path / "base", base).config.text.pool.kind == "highest"
     two = {"num_hidden_layers": 2}
     siglip = {
         "architectures": ["SiglipModel"],
@@ -481,8 +492,9 @@ def test_published_pairs_are_read_as_they_are(tmp_path: Path):
         "vision_config": {"model_type": "siglip_vision_model", **two},
     }
     config = read(tmp_path / "siglip", siglip).config
-    assert (config.text.vocab_size, config.text.max_positions) == (32000, 64)
-    assert (config.image.max_positions, config.logit_bias, config.projection_dim) == (196, True, 0)
+    assert (config.text.vocab_size, config.text.positions.max_positions) == (32000, 64)
+    assert config.image.positions.max_positions == 196
+    assert (config.logit_bias, config.projection_dim) == (True, 0)
 
 
 def test_an_older_table_goes_before_as_in_transformers(tmp_path: Path):
@@ -496,7 +508,7 @@ def test_an_older_table_goes_before_as_in_transformers(tmp_path: Path):
     expected = made(tmp_path / "plain", json.loads(json.dumps(plain))).config
     texts = [dataclasses.replace(config.text, source=None) for config in (ours, expected)]
     assert texts[0] == texts[1]
-    assert (ours.text.end_token, ours.text.num_layers) == (49407, 1)
+    assert (ours.text.pool.end_token, ours.text.num_layers) == (49407, 1)
     model = made(tmp_path / "older", content)
     del model.image.layers[0]
     save_pretrained(model, tmp_path / "edited")
@@ -559,8 +571,10 @@ def test_unfit_tensors_of_a_pair_are_named(tmp_path: Path):
 
 
 def test_a_pair_of_unlike_encoders_is_refused():
-    text = TransformerConfig(num_layers=1, head=None, rope=None, pooling="last")
-    image = dataclasses.replace(text, image_size=8, patch_size=4, max_positions=5)
+    text = TransformerConfig(num_layers=1, head=None, pool=PoolConfig(kind="last"))
+    image = dataclasses.replace(
+        text, image=ImageConfig(size=8, patch_size=4), positions=PositionsConfig(max_positions=5)
+    )
     with pytest.raises(LayerConfigError, match="image to be the config of an encoder of images"):
         DualEncoderConfig(text, text)
     with pytest.raises(LayerConfigError, match="texts, without a head, but it has head='tokens'"):

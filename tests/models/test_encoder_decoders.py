@@ -20,6 +20,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.advice import run_advice
+from tests.configs import field_of, with_fields
 from tests.models import peers
 from tests.models.test_edit_laws import EDITS, is_saved
 from tests.values import with_values
@@ -28,6 +29,7 @@ import shardax as sx
 from shardax import nn
 from shardax.errors import GenerationError, LayerConfigError, LayerInputError, PretrainedError
 from shardax.models import (
+    AttentionConfig,
     EncoderDecoder,
     EncoderDecoderConfig,
     TransformerConfig,
@@ -358,9 +360,13 @@ def test_features_have_the_size_of_the_config():
         model.encode(SMALL_FEATURES[:, :4])
     with pytest.raises(LayerInputError, match="features without a mask"):
         model(SMALL_FEATURES, SMALL_TOKENS, input_mask=np.ones((1, 6), bool))
-    for changes in ({"embed_norm": True}, {"causal": True}, {"max_positions": 0}):
-        with pytest.raises(LayerConfigError, match=r"feature_size|embed_norm"):
-            dataclasses.replace(model.config.encoder, **changes)
+    for changes, says in (
+        ({"embedding.norm": True}, r"embedding\.norm to be False, with features"),
+        ({"causal": True}, "features to be None if causal"),
+        ({"positions.max_positions": 0}, "features to be None if .* without positions"),
+    ):
+        with pytest.raises(LayerConfigError, match=says):
+            with_fields(model.config.encoder, changes)
 
 
 def test_positions_of_frames_are_sines_not_trained():
@@ -379,7 +385,7 @@ def test_positions_of_frames_are_sines_not_trained():
 
 def test_halves_that_do_not_fit_are_refused():
     encoder = TransformerConfig(num_layers=1, causal=False, head=None)
-    decoder = TransformerConfig(num_layers=1, cross_attention=True)
+    decoder = TransformerConfig(num_layers=1, attention=AttentionConfig(cross_attention=True))
     for changes, says in (
         ({"encoder": decoder}, "encoder.head to be None"),
         ({"decoder": encoder}, "decoder.causal to be True"),
@@ -388,9 +394,14 @@ def test_halves_that_do_not_fit_are_refused():
     ):
         with pytest.raises(LayerConfigError, match=says):
             EncoderDecoderConfig(**{"encoder": encoder, "decoder": decoder, **changes})
-    for options in ({"parallel": True}, {"position_offset": 2}, {"relative_buckets": 5}):
-        with pytest.raises(LayerConfigError, match=next(iter(options))):
-            dataclasses.replace(decoder, **options)
+    for fields, says in (
+        ({"parallel": True}, r"parallel to be False, with attention\.cross_attention"),
+        ({"positions.offset": 2}, "offset to be within max_positions"),
+        ({"positions.relative_buckets": 5}, "relative_buckets to be even"),
+        ({"positions.relative_buckets": 4, "positions.farthest_distance": 2}, "at least 3"),
+    ):
+        with pytest.raises(LayerConfigError, match=says):
+            with_fields(decoder, fields)
 
 
 # --- gradients and layouts ------------------------------------------------------------------------
@@ -521,8 +532,13 @@ PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         | {"model_type": "t5", "n_positions": 512, "num_heads": 8, "num_layers": 6}
         | {"output_past": True, "pad_token_id": 0, "relative_attention_num_buckets": 32}
         | {"task_specific_params": {"summarization": {"num_beams": 4}}, "vocab_size": 32128},
-        {"head_dim": 64, "gated": False, "activation": "relu", "relative_buckets": 32},
-        {"tied_head": True, "logit_scale": 512**-0.5, "num_layers": 6, "attention_scale": 1.0},
+        {
+            "attention.head_dim": 64,
+            "mlp.gated": False,
+            "activation": "relu",
+            "positions.relative_buckets": 32,
+        },
+        {"output.tied": True, "output.scale": 512**-0.5, "num_layers": 6, "attention.scale": 1.0},
     ),
     "google/flan-t5-small": (
         {"architectures": ["T5ForConditionalGeneration"], "d_ff": 1024, "d_kv": 64, "d_model": 512}
@@ -533,8 +549,13 @@ PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         | {"relative_attention_max_distance": 128, "relative_attention_num_buckets": 32}
         | {"tie_word_embeddings": False, "transformers_version": "4.23.1", "use_cache": True}
         | {"vocab_size": 32128},
-        {"gated": True, "activation": "gelu", "num_heads": 6, "farthest_distance": 128},
-        {"tied_head": False, "logit_scale": None, "num_layers": 8, "causal": True},
+        {
+            "mlp.gated": True,
+            "activation": "gelu",
+            "attention.num_heads": 6,
+            "positions.farthest_distance": 128,
+        },
+        {"output.tied": False, "output.scale": None, "num_layers": 8, "causal": True},
     ),
     "facebook/bart-large-cnn": (
         {"_num_labels": 3, "activation_dropout": 0.0, "activation_function": "gelu"}
@@ -551,8 +572,13 @@ PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         | {"no_repeat_ngram_size": 3, "normalize_before": False, "num_beams": 4}
         | {"num_hidden_layers": 12, "output_past": True, "pad_token_id": 1, "prefix": " "}
         | {"scale_embedding": False, "use_cache": True, "vocab_size": 50264},
-        {"max_positions": 1026, "position_offset": 2, "embed_scale": None, "embed_norm": True},
-        {"head_bias": True, "tied_head": True, "norm_placement": "after", "num_layers": 12},
+        {
+            "positions.max_positions": 1026,
+            "positions.offset": 2,
+            "embedding.scale": None,
+            "embedding.norm": True,
+        },
+        {"output.bias": True, "output.tied": True, "norms.placement": "after", "num_layers": 12},
     ),
     "openai/whisper-tiny": (
         {"activation_dropout": 0.0, "activation_function": "gelu", "attention_dropout": 0.0}
@@ -566,8 +592,18 @@ PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         | {"model_type": "whisper", "num_hidden_layers": 4, "num_mel_bins": 80}
         | {"pad_token_id": 50257, "scale_embedding": False, "suppress_tokens": [1, 2, 7]}
         | {"torch_dtype": "float32", "use_cache": True, "vocab_size": 51865},
-        {"feature_size": 80, "max_positions": 1500, "key_bias": False, "norm_placement": "pre"},
-        {"max_positions": 448, "position_offset": 0, "tied_head": True, "key_bias": False},
+        {
+            "features.size": 80,
+            "positions.max_positions": 1500,
+            "attention.key_bias": False,
+            "norms.placement": "pre",
+        },
+        {
+            "positions.max_positions": 448,
+            "positions.offset": 0,
+            "output.tied": True,
+            "attention.key_bias": False,
+        },
     ),
 }
 
@@ -578,7 +614,7 @@ def test_published_models_are_read_as_they_are(name: str, tmp_path: Path):
     config = read(tmp_path, content).config
     assert config.start_token == content["decoder_start_token_id"]
     for half, expected in ((config.encoder, encoder), (config.decoder, decoder)):
-        assert {field: getattr(half, field) for field in expected} == expected
+        assert {path: field_of(half, path) for path in expected} == expected
 
 
 CLASSES = {"t5": "T5", "bart": "Bart", "whisper": "Whisper"}

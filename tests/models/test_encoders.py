@@ -13,15 +13,28 @@ from tests.values import with_values
 
 import shardax as sx
 from shardax.errors import LayerInputError
-from shardax.models import Transformer, TransformerConfig, pool_tokens
+from shardax.models import (
+    AttentionConfig,
+    MLPConfig,
+    NormConfig,
+    PositionsConfig,
+    Transformer,
+    TransformerConfig,
+    pool_tokens,
+)
 
-SMALL = TransformerConfig(
-    vocab_size=16, num_layers=2, embed_dim=8, num_heads=2, num_kv_heads=2, head_dim=4, mlp_dim=8
+ENCODER = TransformerConfig(
+    vocab_size=16,
+    num_layers=2,
+    embed_dim=8,
+    causal=False,
+    head=None,
+    attention=AttentionConfig(num_heads=2, num_kv_heads=2, head_dim=4, rope=None),
+    mlp=MLPConfig(dim=8, gated=False),
+    norms=NormConfig(kind="layer"),
+    positions=PositionsConfig(max_positions=8),
 )
-ENCODER = dataclasses.replace(
-    SMALL, norm="layer", causal=False, gated=False, rope=None, max_positions=8, head=None
-)
-PADDED = dataclasses.replace(ENCODER, pad_token=1)
+PADDED = dataclasses.replace(ENCODER, positions=PositionsConfig(max_positions=8, pad_token=1))
 TOKENS = np.array([[5, 6, 7, 1, 1]])
 
 

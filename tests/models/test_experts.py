@@ -18,21 +18,39 @@ from tests.models.small import with_equal_values
 from tests.train.small_runs import eval_batches, make_trainer
 
 import shardax as sx
-from shardax.models import Transformer, TransformerConfig, next_token_loss, save_pretrained
+from shardax.models import (
+    AttentionConfig,
+    ExpertsConfig,
+    Transformer,
+    TransformerConfig,
+    next_token_loss,
+    save_pretrained,
+)
 
 TOKENS = np.random.default_rng(0).integers(0, 64, (8, 9))
 BATCH = {"inputs": TOKENS[:, :-1], "targets": TOKENS[:, 1:]}
 RULES = {"expert": "model", "batch": "data"}
+EXPERTS: dict[str, Any] = {"num_experts": 4, "dim": 8, "load_balance_weight": 0.1}
 
 
 def make(**changes: Any) -> Transformer:
-    sizes = {"embed_dim": 16, "num_heads": 2, "head_dim": 8, "expert_dim": 8, "num_experts": 4}
-    config = TransformerConfig(**{**sizes, "load_balance_weight": 0.1, **changes})
+    """A model with changed fields of itself, or of its experts."""
+    of_model = {
+        name: changes.pop(name)
+        for name in ("num_layers", "scan_layers", "remat")
+        if name in changes
+    }
+    config = TransformerConfig(
+        embed_dim=16,
+        attention=AttentionConfig(num_heads=2, head_dim=8),
+        experts=ExpertsConfig(**{**EXPERTS, **changes}),
+        **of_model,
+    )
     return with_equal_values(Transformer(config, rngs=sx.Rngs(0)))
 
 
 def balance(model: Any) -> Any:
-    return model.config.load_balance_weight * sx.nn.load_balance_loss(model)
+    return model.config.experts.load_balance_weight * sx.nn.load_balance_loss(model)
 
 
 SGD, TRACES = optax.sgd(0.1), list[int]()
@@ -106,7 +124,7 @@ def test_load_balance_loss_trains_the_router():
     ("kind", "layout"),
     [
         (AxisType.Auto, {}),
-        (AxisType.Auto, {"scan_layers": True, "expert_dispatch": "dropless"}),
+        (AxisType.Auto, {"scan_layers": True, "dispatch": "dropless"}),
         (AxisType.Explicit, {"scan_layers": True}),
     ],
     ids=str,
@@ -125,12 +143,7 @@ def logits_of(model: Any, tokens: Any) -> Any:
     return model(tokens)
 
 
-SCALED = {
-    "num_layers": 1,
-    "expert_scores": "input_sigmoid",
-    "expert_bias": True,
-    "shared_expert_dim": 8,
-}
+SCALED = {"num_layers": 1, "scores": "input_sigmoid", "bias": True, "shared_dim": 8}
 
 
 @functools.cache
@@ -141,21 +154,21 @@ def scaled_losses() -> list[float]:
 @pytest.mark.parametrize("kind", [None, AxisType.Auto, AxisType.Explicit], ids=str)
 def test_scaled_inputs_of_experts_train_alike(kind: Any):
     if kind is None:
-        losses, _ = train(make(expert_dispatch="dropless", **SCALED))
-        roomy = make(expert_dispatch="capacity", **SCALED)
+        losses, _ = train(make(dispatch="dropless", **SCALED))
+        roomy = make(dispatch="capacity", **SCALED)
         roomy.set_attributes(capacity_factor=4.0)
         logits, expected = (logits_of(model, TOKENS[:2]) for model in (roomy, make(**SCALED)))
         np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-5)
     else:
         mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(kind, kind))
         with jax.set_mesh(mesh):
-            model = sx.shard(make(expert_dispatch="dropless", **SCALED), mesh, RULES)
+            model = sx.shard(make(dispatch="dropless", **SCALED), mesh, RULES)
             losses, _ = train(model)
     np.testing.assert_allclose(losses, scaled_losses(), rtol=1e-5)
 
 
-GROUPED = {"num_layers": 1, "num_experts": 8, "expert_scores": "sigmoid", "expert_groups": 4}
-GROUPED |= {"groups_per_token": 2, "shared_expert_dim": 8, "shared_expert_gate": True}
+GROUPED = {"num_layers": 1, "num_experts": 8, "scores": "sigmoid", "num_groups": 4}
+GROUPED |= {"top_groups": 2, "shared_dim": 8, "shared_gate": True}
 
 
 @functools.cache
@@ -167,7 +180,7 @@ def grouped_losses() -> list[float]:
 def test_grouped_experts_train_alike_over_a_mesh(kind: Any):
     mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(kind, kind))
     with jax.set_mesh(mesh):
-        model = sx.shard(make(expert_dispatch="dropless", **GROUPED), mesh, RULES)
+        model = sx.shard(make(dispatch="dropless", **GROUPED), mesh, RULES)
         losses, traces = train(model)
     np.testing.assert_allclose(losses, grouped_losses(), rtol=1e-5)
     assert traces == 1
@@ -241,7 +254,7 @@ def test_training_loss_equals_that_of_transformers(
     peer = peers.make_model(tmp_path, config, kind, {**options, **changes})
     model = sx.models.from_pretrained(tmp_path, scan_layers=scanned)
     model.train()
-    assert model.config.load_balance_weight == changes.get("router_aux_loss_coef", 0.001)
+    assert model.config.experts.load_balance_weight == changes.get("router_aux_loss_coef", 0.001)
     found = of_known(model, tokens, mask, known)
     with torch.no_grad():
         result = peer(**given, labels=labels, output_router_logits=True)

@@ -12,7 +12,7 @@ from tests.values import with_values
 
 import shardax as sx
 from shardax.errors import LayerConfigError
-from shardax.models import Rope, Transformer, TransformerConfig
+from shardax.models import AttentionConfig, MLPConfig, Rope, Transformer, TransformerConfig
 
 TOKENS = np.arange(24).reshape(2, 12)
 ROPES = {
@@ -25,9 +25,18 @@ ROPES = {
 }
 
 
-def _model(**options: Any) -> Transformer:
-    sizes = {"embed_dim": 16, "num_heads": 2, "head_dim": 8, "mlp_dim": 16, "num_layers": 2}
-    return with_values(Transformer(TransformerConfig(**{**sizes, **options}), rngs=sx.Rngs(0)))
+def _model(
+    *, num_layers: int = 2, scan_layers: bool = False, **attention_options: Any
+) -> Transformer:
+    attention = AttentionConfig(**{"num_heads": 2, "head_dim": 8, **attention_options})
+    config = TransformerConfig(
+        num_layers=num_layers,
+        embed_dim=16,
+        attention=attention,
+        mlp=MLPConfig(dim=16),
+        scan_layers=scan_layers,
+    )
+    return with_values(Transformer(config, rngs=sx.Rngs(0)))
 
 
 def _close(actual: Any, expected: Any) -> None:

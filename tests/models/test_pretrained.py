@@ -405,8 +405,9 @@ def test_model_unlike_its_config_is_not_written(tmp_path: Path):
 
     peers.make(tmp_path / "peer", "llama")
     model = from_pretrained(tmp_path / "peer")
-    model.config = dataclasses.replace(model.config, window=4)
-    with pytest.raises(PretrainedError, match="has window=4, but its layers None"):
+    attention = dataclasses.replace(model.config.attention, window=4)
+    model.config = dataclasses.replace(model.config, attention=attention)
+    with pytest.raises(PretrainedError, match=r"has attention\.window=4, but its layers None"):
         save_pretrained(model, tmp_path / "copy")
     with pytest.raises(PretrainedError, match="holds tensors already"):
         save_pretrained(from_pretrained(tmp_path / "peer"), tmp_path / "peer")
@@ -423,7 +424,7 @@ def test_registered_type_is_read_by_its_tables(tmp_path: Path, monkeypatch: pyte
     peers.make(tmp_path, "llama")
     expected = run(from_pretrained(tmp_path), TOKENS, MASK)
     change_config(tmp_path, model_type="capped", cap=1.5, note="a")
-    sx.models.register("capped", like="llama", fields={"cap": "final_softcap"}, harmless=["note"])
+    sx.models.register("capped", like="llama", fields={"cap": "output.softcap"}, harmless=["note"])
     found = run(from_pretrained(tmp_path), TOKENS, MASK)
     np.testing.assert_allclose(found, 1.5 * np.tanh(expected / 1.5), rtol=0, atol=1e-6)
 

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 import pytest
 from tests.advice import run_advice
+from tests.configs import field_of
 from tests.models.published import MODELS, with_layers
 from tests.values import with_values
 
@@ -67,7 +68,7 @@ def read(folder: Path, content: dict[str, Any]) -> TransformerConfig:
     (folder / "config.json").write_text(json.dumps(content))
     safetensors.save_file({}, folder / "model.safetensors")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that all is initialised
+        warnings.simplefilter("ignore", UserWarning)  # that all is initialised
         return from_pretrained(folder, strict=False).config
 
 
@@ -88,70 +89,164 @@ def own_families(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- what is left out -----------------------------------------------------------------------------
 
 
-def test_absent_fields_have_the_defaults_of_transformers(tmp_path: Path):
-    expected: dict[str, dict[str, Any]] = {
-        "llama": {"num_kv_heads": 32, "norm_epsilon": 1e-6, "base": 1e4, "tied_head": False},
-        "mistral": {"window": 4096, "num_kv_heads": 8, "base": 1e4},
-        "mixtral": {"window": None, "num_experts": 8, "norm_epsilon": 1e-5, "base": 1e6},
-        "qwen2": {"window": None, "num_kv_heads": 32},
-        "qwen3": {"head_dim": 128, "qkv_bias": False},
-        "qwen3_moe": {"num_experts": 128, "experts_per_token": 8, "normalise_experts": False},
-        "gemma": {"head_dim": 256, "activation": "gelu", "num_kv_heads": 16},
-        "gemma2": {"final_softcap": 30.0, "attention_softcap": 50.0, "window": 4096},
-        "gemma3_text": {"final_softcap": None, "base": 1e6, "window": 4096},
-        "phi": {"fraction": 0.5, "activation": "gelu", "norm_epsilon": 1e-5},
-        "phi3": {"window": None, "norm_epsilon": 1e-5, "dropout": 0.0},
-        "olmo2": {"norm_epsilon": 1e-5, "qkv_bias": False},
-        "gpt2": {"max_positions": 1024, "dropout": 0.1, "activation": "gelu"},
-        "gpt_neox": {"fraction": 0.25, "activation": "exact_gelu", "qkv_bias": True},
-        "starcoder2": {"window": None, "num_kv_heads": 2, "tied_head": True},
-        "cohere2": {"logit_scale": 0.0625, "norm_epsilon": 1e-5, "tied_head": True},
-        "deepseek_v2": {"query_latent_dim": 1536, "expert_groups": 1, "shared_expert_dim": 2814},
-        "deepseek_v3": {"expert_groups": 8, "dense_layers": (0, 1), "expert_scale": 2.5}
-        | {"rope_dim": 64, "head_dim": 192, "interleaved": True, "num_kv_heads": 32},
-        "glm4": {"head_dim": 128, "fraction": 0.5, "qkv_bias": True, "norm_epsilon": 1.5625e-7},
-        "glm4_moe": {"num_experts": 128, "dense_layers": (0,), "shared_expert_dim": 1408},
-        "gpt_oss": {"num_experts": 128, "experts_per_token": 4, "kind": "yarn", "base": 150000.0}
-        | {"head_dim": 64, "num_kv_heads": 8, "window": 128, "expert_limit": 7.0}
-        | {"truncate": False, "local_layers": (True, False), "qkv_bias": True},
-        "granite": {"attention_scale": 1.0, "logit_scale": None, "residual_scale": None},
-        "lfm2": {"base": 1e6, "norm_epsilon": 1e-5, "tied_head": True, "num_kv_heads": 8}
-        | {"recurrent": None, "mlp_dim": 256, "qk_norm": "head"},
-        "llama4_text": {"window": 8192, "chunked": True, "rope_layers": None, "base": 500000.0}
-        | {"query_growth": (0.1, 8192.0), "num_experts": 16, "experts_per_token": 1}
-        | {"qk_norm": "unscaled", "interleaved": True, "mlp_dim": 16384, "dense_layers": ()},
-        "mamba2": {"norm_epsilon": 1e-5, "tied_head": False, "mlp_dim": 0, "rope": None}
-        | {"recurrent": StateSpaceConfig(128, 4, 128, 8)},
-        "ministral": {"window": 4096, "local_layers": None, "num_kv_heads": 8},
-        "nemotron": {"activation": "squared_relu", "fraction": 0.5, "norm_epsilon": 1e-5},
-        "olmo3": {"base": 5e5, "window": 4096, "norm_epsilon": 1e-5},
-        "olmoe": {"num_experts": 64, "experts_per_token": 8, "normalise_experts": False},
-        "qwen2_moe": {"num_experts": 60, "shared_expert_dim": 5632, "expert_dim": 1408},
-        "falcon_h1": {"num_kv_heads": 8, "norm_epsilon": 1e-5, "recurrent_beside": True}
-        | {"recurrent": StateSpaceConfig(128, 8, 256, gate_norm=None), "mlp_gate_scale": 1.0},
-        "qwen3_next": {"head_dim": 256, "num_kv_heads": 2, "fraction": 0.25, "num_experts": 512}
-        | {"experts_per_token": 10, "expert_dim": 512, "shared_expert_dim": 512}
-        | {"normalise_experts": True, "recurrent": GatedDeltaConfig(16, 128, 32, 128)},
-        "smollm3": {"base": 2e6, "num_kv_heads": 4, "rope_layers": None, "tied_head": True},
-        "bert": {"max_positions": 512, "token_types": 2, "norm_epsilon": 1e-12},
-        "roberta": {"max_positions": 512, "pad_token": 1, "token_types": 2, "pooler": False},
-        "xlm-roberta": {"pad_token": 1, "norm_epsilon": 1e-12, "tied_head": True},
-        "distilbert": {"max_positions": 512, "dropout": 0.1, "token_types": 0},
-        "electra": {"token_dim": 128, "max_positions": 512, "activation": "exact_gelu"},
-        "mpnet": {"relative_buckets": 32, "pad_token": 1, "norm_epsilon": 1e-12},
-        "modernbert": {"window": 65, "base": 160000.0, "pooling": "first", "head_bias": True},
-        "vit": {"max_positions": 197, "dropout": 0.0, "qkv_bias": True},
-        "dinov2": {"max_positions": 257, "norm_epsilon": 1e-6, "mask_patch": True},
-        "clip_text_model": {"pooling": "end", "end_token": 49407, "max_positions": 77},
-        "clip_vision_model": {"patch_size": 32, "max_positions": 50, "norm_epsilon": 1e-5},
-        "siglip_text_model": {"activation": "gelu", "max_positions": 64, "pooler_dim": 0},
-        "siglip_vision_model": {"pooling": "attention", "max_positions": 196},
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "llama": {
+        "attention.num_kv_heads": 32,
+        "norms.epsilon": 1e-6,
+        "attention.rope.base": 1e4,
+        "output.tied": False,
+    },
+    "mistral": {"attention.window": 4096, "attention.num_kv_heads": 8, "attention.rope.base": 1e4},
+    "mixtral": {
+        "attention.window": None,
+        "experts.num_experts": 8,
+        "norms.epsilon": 1e-5,
+        "attention.rope.base": 1e6,
+    },
+    "qwen2": {"attention.window": None, "attention.num_kv_heads": 32},
+    "qwen3": {"attention.head_dim": 128, "attention.qkv_bias": False},
+    "qwen3_moe": {"experts.num_experts": 128, "experts.top_k": 8, "experts.normalise": False},
+    "gemma": {"attention.head_dim": 256, "activation": "gelu", "attention.num_kv_heads": 16},
+    "gemma2": {"output.softcap": 30.0, "attention.softcap": 50.0, "attention.window": 4096},
+    "gemma3_text": {"output.softcap": None, "attention.rope.base": 1e6, "attention.window": 4096},
+    "phi": {"attention.rope.fraction": 0.5, "activation": "gelu", "norms.epsilon": 1e-5},
+    "phi3": {"attention.window": None, "norms.epsilon": 1e-5, "dropout": 0.0},
+    "olmo2": {"norms.epsilon": 1e-5, "attention.qkv_bias": False},
+    "gpt2": {"positions.max_positions": 1024, "dropout": 0.1, "activation": "gelu"},
+    "gpt_neox": {
+        "attention.rope.fraction": 0.25,
+        "activation": "exact_gelu",
+        "attention.qkv_bias": True,
+    },
+    "starcoder2": {"attention.window": None, "attention.num_kv_heads": 2, "output.tied": True},
+    "cohere2": {"output.scale": 0.0625, "norms.epsilon": 1e-5, "output.tied": True},
+    "deepseek_v2": {
+        "attention.latent.query_dim": 1536,
+        "experts.num_groups": 1,
+        "experts.shared_dim": 2814,
+    },
+    "deepseek_v3": {"experts.num_groups": 8, "experts.dense_layers": (0, 1), "experts.scale": 2.5}
+    | {
+        "attention.latent.rope_dim": 64,
+        "attention.head_dim": 192,
+        "attention.rope.interleaved": True,
+        "attention.num_kv_heads": 32,
+    },
+    "glm4": {
+        "attention.head_dim": 128,
+        "attention.rope.fraction": 0.5,
+        "attention.qkv_bias": True,
+        "norms.epsilon": 1.5625e-7,
+    },
+    "glm4_moe": {
+        "experts.num_experts": 128,
+        "experts.dense_layers": (0,),
+        "experts.shared_dim": 1408,
+    },
+    "gpt_oss": {
+        "experts.num_experts": 128,
+        "experts.top_k": 4,
+        "attention.rope.kind": "yarn",
+        "attention.rope.base": 150000.0,
     }
-    for kind, fields in expected.items():
+    | {
+        "attention.head_dim": 64,
+        "attention.num_kv_heads": 8,
+        "attention.window": 128,
+        "experts.limit": 7.0,
+    }
+    | {
+        "attention.rope.truncate": False,
+        "attention.local_layers": (True, False),
+        "attention.qkv_bias": True,
+    },
+    "granite": {"attention.scale": 1.0, "output.scale": None, "residual_scale": None},
+    "lfm2": {
+        "attention.rope.base": 1e6,
+        "norms.epsilon": 1e-5,
+        "output.tied": True,
+        "attention.num_kv_heads": 8,
+    }
+    | {"recurrence": None, "mlp.dim": 256, "attention.qk_norm": "head"},
+    "llama4_text": {
+        "attention.window": 8192,
+        "attention.chunked": True,
+        "attention.rope_layers": None,
+        "attention.rope.base": 500000.0,
+    }
+    | {"attention.query_growth": (0.1, 8192.0), "experts.num_experts": 16, "experts.top_k": 1}
+    | {
+        "attention.qk_norm": "unscaled",
+        "attention.rope.interleaved": True,
+        "mlp.dim": 16384,
+        "experts.dense_layers": (),
+    },
+    "mamba2": {"norms.epsilon": 1e-5, "output.tied": False, "mlp": None, "attention.rope": None}
+    | {"recurrence.mixer": StateSpaceConfig(128, 4, 128, 8)},
+    "ministral": {
+        "attention.window": 4096,
+        "attention.local_layers": None,
+        "attention.num_kv_heads": 8,
+    },
+    "nemotron": {
+        "activation": "squared_relu",
+        "attention.rope.fraction": 0.5,
+        "norms.epsilon": 1e-5,
+    },
+    "olmo3": {"attention.rope.base": 5e5, "attention.window": 4096, "norms.epsilon": 1e-5},
+    "olmoe": {"experts.num_experts": 64, "experts.top_k": 8, "experts.normalise": False},
+    "qwen2_moe": {"experts.num_experts": 60, "experts.shared_dim": 5632, "experts.dim": 1408},
+    "falcon_h1": {"attention.num_kv_heads": 8, "norms.epsilon": 1e-5, "recurrence.beside": True}
+    | {"recurrence.mixer": StateSpaceConfig(128, 8, 256, gate_norm=None), "mlp.gate_scale": 1.0},
+    "qwen3_next": {
+        "attention.head_dim": 256,
+        "attention.num_kv_heads": 2,
+        "attention.rope.fraction": 0.25,
+        "experts.num_experts": 512,
+    }
+    | {"experts.top_k": 10, "experts.dim": 512, "experts.shared_dim": 512}
+    | {"experts.normalise": True, "recurrence.mixer": GatedDeltaConfig(16, 128, 32, 128)},
+    "smollm3": {
+        "attention.rope.base": 2e6,
+        "attention.num_kv_heads": 4,
+        "attention.rope_layers": None,
+        "output.tied": True,
+    },
+    "bert": {"positions.max_positions": 512, "embedding.token_types": 2, "norms.epsilon": 1e-12},
+    "roberta": {
+        "positions.max_positions": 512,
+        "positions.pad_token": 1,
+        "embedding.token_types": 2,
+        "pool.dense": False,
+    },
+    "xlm-roberta": {"positions.pad_token": 1, "norms.epsilon": 1e-12, "output.tied": True},
+    "distilbert": {"positions.max_positions": 512, "dropout": 0.1, "embedding.token_types": 0},
+    "electra": {"embedding.dim": 128, "positions.max_positions": 512, "activation": "exact_gelu"},
+    "mpnet": {"positions.relative_buckets": 32, "positions.pad_token": 1, "norms.epsilon": 1e-12},
+    "modernbert": {
+        "attention.window": 65,
+        "attention.rope.base": 160000.0,
+        "pool.kind": "first",
+        "output.bias": True,
+    },
+    "vit": {"positions.max_positions": 197, "dropout": 0.0, "attention.qkv_bias": True},
+    "dinov2": {"positions.max_positions": 257, "norms.epsilon": 1e-6, "image.mask_patch": True},
+    "clip_text_model": {"pool.kind": "end", "pool.end_token": 49407, "positions.max_positions": 77},
+    "clip_vision_model": {
+        "image.patch_size": 32,
+        "positions.max_positions": 50,
+        "norms.epsilon": 1e-5,
+    },
+    "siglip_text_model": {"activation": "gelu", "positions.max_positions": 64, "pool.dim": 0},
+    "siglip_vision_model": {"pool.kind": "attention", "positions.max_positions": 196},
+}
+
+
+def test_absent_fields_have_the_defaults_of_transformers(tmp_path: Path):
+    for kind, fields in DEFAULTS.items():
         config = read(tmp_path, {**OWN_SIZES.get(kind, MANY), "model_type": kind})
         for name, value in fields.items():
-            holder = config if hasattr(config, name) else config.rope
-            assert getattr(holder, name) == value, (kind, name)
+            assert field_of(config, name) == value, (kind, name)
 
 
 CLASSES = {
@@ -219,15 +314,14 @@ def test_published_models_are_read_as_they_are(tmp_path: Path):
         config = read(tmp_path, with_layers(content, 6))
         assert config.num_layers == 6
         for field, value in expected.items():
-            holder = config if hasattr(config, field) else config.rope
-            assert getattr(holder, field) == value, (name, field)
+            assert field_of(config, field) == value, (name, field)
 
 
 def test_stacked_experts_need_few_tensors(tmp_path: Path):
     content, _ = MODELS["openai/gpt-oss-120b"]  # more experts than tensors
     sizes = {"hidden_size": 8, "intermediate_size": 8, "vocab_size": 8, "layer_types": None}
     config = read(tmp_path, {**content, **sizes})
-    assert (config.num_layers, config.num_experts) == (36, 128)
+    assert (config.num_layers, config.experts.num_experts) == (36, 128)
 
 
 # --- the rotary embedding -------------------------------------------------------------------------
@@ -235,11 +329,11 @@ def test_stacked_experts_need_few_tensors(tmp_path: Path):
 
 def test_rope_scaling_goes_before_rope_parameters(tmp_path: Path):
     plain = {"rope_type": "default", "rope_theta": 1e3}
-    both = read(tmp_path, {**LLAMA, "rope_parameters": plain, "rope_scaling": YARN}).rope
+    both = read(tmp_path, {**LLAMA, "rope_parameters": plain, "rope_scaling": YARN}).attention.rope
     assert (both.kind, both.factor, both.base) == ("yarn", 4.0, 1e4)
     beside = {"rope_parameters": plain, "rope_scaling": YARN, "rope_theta": 5e5}
-    assert read(tmp_path, {**LLAMA, **beside}).rope.base == 5e5
-    empty = read(tmp_path, {**LLAMA, "rope_parameters": plain, "rope_scaling": {}}).rope
+    assert read(tmp_path, {**LLAMA, **beside}).attention.rope.base == 5e5
+    empty = read(tmp_path, {**LLAMA, "rope_parameters": plain, "rope_scaling": {}}).attention.rope
     assert (empty.kind, empty.base) == ("default", 1e3)
     for scaling in ({"nonsense": 1}, {"rope_type": "longrope", "factor": 4.0}):
         text = refusal(tmp_path, {**LLAMA, "rope_parameters": plain, "rope_scaling": scaling})
@@ -253,7 +347,8 @@ def test_rope_of_each_kind_of_layer_is_merged(tmp_path: Path):
     gemma = {**SIZES, "model_type": "gemma3_text", "num_key_value_heads": 1, "head_dim": 4}
     linear = {"rope_type": "linear", "factor": 8.0}
     config = read(tmp_path, {**gemma, "rope_scaling": linear, "rope_local_base_freq": 100.0})
-    assert (config.rope.kind, config.rope.base, config.local_rope.base) == ("linear", 1e6, 100.0)
+    rope, local_rope = config.attention.rope, config.attention.local_rope
+    assert (rope.kind, rope.base, local_rope.base) == ("linear", 1e6, 100.0)
     assert "is not supported, only tables" in refusal(
         tmp_path, {**gemma, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
     )
@@ -387,7 +482,7 @@ def test_layers_are_read_without_the_head(architecture: str, tmp_path: Path):
     content = {**SIZES, "model_type": kind, "architectures": [architecture]}
     whole = initialized(tmp_path / "model", content)
     bare = from_pretrained(tmp_path / "model", head=False)
-    assert (bare.config.head, bare.config.pooler, bare.head) == (None, False, None)
+    assert (bare.config.head, bare.config.pool.dense, bare.head) == (None, False, None)
     kernels = [model.layers[1].attn.q.kernel.value for model in (bare, whole)]
     np.testing.assert_array_equal(*kernels)
 
@@ -398,7 +493,7 @@ def test_the_pooler_is_read_without_the_head(tmp_path: Path):
     bare = from_pretrained(tmp_path / "model", head=False)
     np.testing.assert_array_equal(bare.pooler.kernel, whole.pooler.kernel)
     save_pretrained(bare, tmp_path / "bare")
-    assert from_pretrained(tmp_path / "bare").config.pooler
+    assert from_pretrained(tmp_path / "bare").config.pool.dense
 
 
 def test_other_tensors_than_the_head_are_named(tmp_path: Path):
@@ -416,6 +511,31 @@ def test_other_tensors_than_the_head_are_named(tmp_path: Path):
     save(decoder + 1)
     with pytest.raises(PretrainedError, match=r"no place for lm_head\.decoder\.weight"):
         from_pretrained(tmp_path / "model")
+
+
+@pytest.mark.usefixtures("own_families")
+def test_types_of_users_may_have_flat_names(tmp_path: Path):
+    with pytest.warns(DeprecationWarning, match="deprecated") as warned:
+        sx.models.register(
+            "older",
+            like="llama",
+            fields={"cap": "final_softcap"},
+            fixed={"norm": "layer_unbiased"},
+            architectures={"OlderModel": {"head": None, "logit_scale": 0.5}},
+            derive=lambda take: {"window": take("span", 3)},
+        )
+    listed = " ".join(str(warning.message) for warning in warned)
+    for path, name in (
+        ("output.softcap", "final_softcap"),
+        ("norms.kind", "norm"),
+        ("output.scale", "logit_scale"),
+    ):
+        assert f"give {path!r} for {name!r}" in listed
+    content = {**SIZES, "model_type": "older", "architectures": ["OlderModel"], "cap": 2.0}
+    with pytest.warns(DeprecationWarning, match=r"'attention\.window' for 'window'"):
+        config = read(tmp_path, content)
+    assert (config.head, config.output.scale, config.output.softcap) == (None, 0.5, 2.0)
+    assert (config.norms.kind, config.attention.window) == ("layer_unbiased", 3)
 
 
 # --- parameters that no tensor is for -------------------------------------------------------------
@@ -535,7 +655,10 @@ def test_first_bert_names_of_norms_are_read(tmp_path: Path):
         ({**FALCON, "ssm_multipliers": [1] * 4}, "[1, 1, 1, 1] is not a list of 5 numbers"),
         ({**FALCON, "mlp_multipliers": ["a", 1]}, "mlp_multipliers=['a', 1] is not a list of 2"),
         ({**FALCON, "key_multiplier": None}, "key_multiplier=None is not a number"),
-        ({**FALCON, "lm_head_multiplier": 0}, "logit_scale to be another number than 0"),
+        (
+            {**FALCON, "lm_head_multiplier": 0},
+            "lm_head_multiplier=0: OutputConfig needs scale to be another",
+        ),
         ({**FALCON, "ssm_in_multiplier": "1"}, "ssm_in_multiplier='1' is not a number"),
         ({**NEXT, "linear_num_value_heads": 3}, "=3 is no multiple of linear_num_key_heads=2"),
         ({**NEXT, "layer_types": ["conv"] * 2}, "only 'linear_attention' or 'full_attention'"),
@@ -576,8 +699,8 @@ def test_first_bert_names_of_norms_are_read(tmp_path: Path):
         ({**OSS, "quantization_config": {"quant_method": "fp8"}}, "only quant_method='mxfp4'"),
         ({**OSS, "quantization_config": {**MXFP4, "bits": 4}}, "only quant_method='mxfp4'"),
         ({**OSS, "quantization_config": [1]}, "quantization_config=[1] is not a table"),
-        ({**GLM, "n_group": 3}, "expert_groups to be a divisor of 128"),
-        ({**GLM, "topk_group": 2}, "groups_per_token to be"),
+        ({**GLM, "n_group": 3}, "n_group=3: ExpertsConfig needs num_groups to be a divisor of 128"),
+        ({**GLM, "topk_group": 2}, "topk_group=2: ExpertsConfig needs top_groups to be"),
         ({"model_type": "roberta", "pad_token_id": None}, "pad_token_id=None is not an integer"),
         ({"model_type": "roberta", "pad_token_id": -2}, "pad_token=-2"),
         ({"model_type": "roberta", "position_embedding_type": "relative_key"}, "only 'absolute'"),
@@ -671,5 +794,5 @@ def test_soft_caps_that_transformers_ignores_are_refused(tmp_path: Path):
         tmp_path, {**gemma, "attn_logit_softcapping": 2.0}
     )
     config = read(tmp_path, {**gemma, "attn_logit_softcapping": None})
-    assert (config.attention_softcap, config.final_softcap) == (None, None)
-    assert read(tmp_path, {**gemma, "final_logit_softcapping": 2.0}).final_softcap == 2.0
+    assert (config.attention.softcap, config.output.softcap) == (None, None)
+    assert read(tmp_path, {**gemma, "final_logit_softcapping": 2.0}).output.softcap == 2.0

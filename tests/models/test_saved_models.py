@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tests.configs import field_of, with_fields
 from tests.models import peers
 from tests.models.published import MODELS, TINY, initialised, tiny_config
 from tests.values import with_values
@@ -23,14 +24,28 @@ from tests.values import with_values
 import shardax as sx
 from shardax import nn
 from shardax.errors import PretrainedError
-from shardax.models import Transformer, TransformerConfig, from_pretrained, save_pretrained
+from shardax.models import (
+    AttentionConfig,
+    ExpertsConfig,
+    MLPConfig,
+    OutputConfig,
+    Transformer,
+    TransformerConfig,
+    from_pretrained,
+    save_pretrained,
+)
 
 safetensors = pytest.importorskip("safetensors.numpy", reason="pip install 'shardax[hub]'")
 
 SMALL = TransformerConfig(
-    vocab_size=16, num_layers=2, embed_dim=8, num_heads=2, num_kv_heads=1, head_dim=4, mlp_dim=8
+    vocab_size=16,
+    num_layers=2,
+    embed_dim=8,
+    attention=AttentionConfig(num_heads=2, num_kv_heads=1, head_dim=4),
+    mlp=MLPConfig(dim=8),
 )
 TOKENS = np.arange(6)[None]
+WINDOW: dict[str, Any] = {"window": 3, "local_layers": (False, True)}
 
 
 @sx.jit
@@ -58,12 +73,11 @@ def config_of(folder: Path) -> dict[str, Any]:
 def loaded(tmp_path: Path) -> Callable[..., Transformer]:
     """Makes a model that was read from its files."""
 
-    def load(**changes: Any) -> Transformer:
-        scanned = changes.pop("scan_layers", False)
-        model = with_values(Transformer(dataclasses.replace(SMALL, **changes), rngs=sx.Rngs(0)))
+    def load(*, scan_layers: bool = False, **fields: Any) -> Transformer:
+        model = with_values(Transformer(with_fields(SMALL, fields), rngs=sx.Rngs(0)))
         folder = tmp_path / f"loaded{len(list(tmp_path.iterdir()))}"
         save_pretrained(model, folder)
-        return from_pretrained(folder, scan_layers=scanned)
+        return from_pretrained(folder, scan_layers=scan_layers)
 
     return load
 
@@ -126,7 +140,7 @@ EDITS: dict[str, tuple[Callable[[Any], Any], dict[str, Any]]] = {
 @pytest.mark.parametrize("name", EDITS)
 def test_an_edited_model_reads_back_as_it_is(name: str, loaded: Any, tmp_path: Path):
     edit, expected = EDITS[name]
-    model = loaded(tied_head=name == "untied")
+    model = loaded(output=OutputConfig(tied=name == "untied"))
     edit(model)
     save_pretrained(model, tmp_path / "saved")
     assert {field: config_of(tmp_path / "saved")[field] for field in expected} == expected
@@ -243,7 +257,7 @@ def test_fewer_layers_of_any_family_read_back(kind: str, tmp_path: Path):
     assert_equal(again, model)
     windows = [getattr(layer.attn, "window", None) for layer in model.layers]
     assert [getattr(layer.attn, "window", None) for layer in again.layers] == windows
-    assert again.config.norm_epsilon == epsilon
+    assert again.config.norms.epsilon == epsilon
 
 
 def test_classes_of_a_head_may_change(tmp_path: Path):
@@ -263,38 +277,41 @@ def test_classes_of_a_head_may_change(tmp_path: Path):
     ("changes", "kind"),
     [
         ({}, "llama"),
-        ({"window": 3}, "mistral"),
-        ({"qkv_bias": True}, "qwen2"),
-        ({"qkv_bias": True, "window": 3, "local_layers": (False, True)}, "qwen2"),
-        ({"qk_norm": "head"}, "qwen3"),
-        ({"num_experts": 2, "expert_dim": 8}, "mixtral"),
-        ({"num_experts": 2, "expert_dim": 4, "dense_layers": (1,), "qk_norm": "head"}, "qwen3_moe"),
-        ({"norm_placement": "post", "qk_norm": "all"}, "olmo2"),
+        ({"attention.window": 3}, "mistral"),
+        ({"attention.qkv_bias": True}, "qwen2"),
+        ({"attention": dataclasses.replace(SMALL.attention, qkv_bias=True, **WINDOW)}, "qwen2"),
+        ({"attention.qk_norm": "head"}, "qwen3"),
+        ({"experts": ExpertsConfig(num_experts=2, dim=8)}, "mixtral"),
+        (
+            {"experts": ExpertsConfig(2, 4, dense_layers=(1,)), "attention.qk_norm": "head"},
+            "qwen3_moe",
+        ),
+        ({"norms.placement": "post", "attention.qk_norm": "all"}, "olmo2"),
         (
             {
                 "activation": "gelu",
-                "attention_scale": 1 / 16,
-                "embed_scale": 8**0.5,
-                "local_rope": sx.models.Rope(),
-                "norm": "rms_offset",
-                "norm_placement": "sandwich",
-                "qk_norm": "head",
-                "rope": sx.models.Rope(base=1e6),
-                "window": 3,
-                "local_layers": (True, False),
+                "attention.scale": 1 / 16,
+                "embedding.scale": 8**0.5,
+                "attention.local_rope": sx.models.Rope(),
+                "norms.kind": "rms_offset",
+                "norms.placement": "sandwich",
+                "attention.qk_norm": "head",
+                "attention.rope": sx.models.Rope(base=1e6),
+                "attention.window": 3,
+                "attention.local_layers": (True, False),
             },
             "gemma3_text",
         ),
     ],
 )
 def test_new_models_are_written_as_a_fitting_family(changes: Any, kind: str, tmp_path: Path):
-    model = with_values(Transformer(dataclasses.replace(SMALL, **changes), rngs=sx.Rngs(0)))
+    model = with_values(Transformer(with_fields(SMALL, changes), rngs=sx.Rngs(0)))
     save_pretrained(model, tmp_path / "saved")
     assert config_of(tmp_path / "saved")["model_type"] == kind
     again = from_pretrained(tmp_path / "saved")
     assert_equal(again, model)
-    fields = ("window", "local_layers", "rope", "norm", "activation", "attention_scale")
-    assert [getattr(again.config, f) for f in fields] == [getattr(model.config, f) for f in fields]
+    paths = ("attention", "norms", "activation", "embedding", "experts")
+    assert [getattr(again.config, f) for f in paths] == [getattr(model.config, f) for f in paths]
 
 
 # --- what is refused ------------------------------------------------------------------------------
@@ -332,8 +349,8 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
         r"a llama's config\.json has no way to say windows=\(3, 3\).*As a mistral it can be",
     ),
     "window of the config": (
-        lambda model: setattr(model, "config", dataclasses.replace(model.config, window=4)),
-        "model.config has window=4, but its layers None",
+        lambda model: setattr(model, "config", with_fields(model.config, {"attention.window": 4})),
+        r"model.config has attention\.window=4, but its layers None",
     ),
     "softmax": (
         lambda model: setattr(model.layers[0].attn, "softmax", jax.nn.sigmoid),
@@ -358,11 +375,11 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
     ),
     "no window": (
         lambda model: model.set_attributes(window=0),
-        r"no config has them: TransformerConfig needs window to be a positive integer",
+        r"no config has them: AttentionConfig needs window to be a positive integer",
     ),
     "large scale of scores": (
         lambda model: [setattr(layer.attn, "scale", 5) for layer in model.layers],
-        "has no way to say attention_scale=5",
+        r"has no way to say attention\.scale=5",
     ),
     "raw array": (lambda model: setattr(model, "mean", jnp.ones(3)), r"\.mean has no tensor"),
     "dtype": (
@@ -418,21 +435,28 @@ def test_edited_mixers_are_refused_by_path(
     assert not (tmp_path / "saved").exists()
 
 
-FACTORS = {"attention_in_scale": 3.0, "recurrent_out_scale": 0.3, "mlp_out_scale": 0.2}
-FACTORS |= {"recurrent_in_scale": 0.7, "attention_out_scale": 1.1}
+# By the attribute of a layer, the path in a config and a factor.
+FACTORS = {
+    "attention_in_scale": ("attention.in_scale", 3.0),
+    "attention_out_scale": ("attention.out_scale", 1.1),
+    "recurrent_in_scale": ("recurrence.in_scale", 0.7),
+    "recurrent_out_scale": ("recurrence.out_scale", 0.3),
+    "mlp_out_scale": ("mlp.out_scale", 0.2),
+}
 
 
 def test_edited_factors_read_back(tmp_path: Path):
     model = initialised(tmp_path, tiny_config(PUBLISHED["falcon_h1"], layers=2))
     for layer in model.layers:
-        for name, factor in FACTORS.items():
+        for name, (_, factor) in FACTORS.items():
             setattr(layer, name, factor)
         layer.attn.scale, layer.mlp.gate_scale = 0.3, 1.5
         layer.mixer.scales = (0.1, 0.2, 0.3, 0.4, 0.5)
     save_pretrained(model, tmp_path / "saved")
     again = from_pretrained(tmp_path / "saved")
-    assert {name: getattr(again.config, name) for name in FACTORS} == FACTORS
-    assert again.config.attention_scale == 0.3
+    for path, factor in FACTORS.values():
+        assert field_of(again.config, path) == factor
+    assert again.config.attention.scale == 0.3
     np.testing.assert_array_equal(run(again, TOKENS), run(model, TOKENS))
     model.layers[1].attention_in_scale = 2.0
     with pytest.raises(PretrainedError, match=r"\.layers\[1\]\.attention_in_scale replaces"):
@@ -440,29 +464,31 @@ def test_edited_factors_read_back(tmp_path: Path):
     model.layers[1].attention_in_scale = 3.0
     for layer in model.layers:
         layer.attn = None
-    with pytest.raises(PretrainedError, match=r"has no way to say .*recurrent_beside=False"):
+    with pytest.raises(PretrainedError, match=r"has no way to say .*recurrence\.beside=False"):
         save_pretrained(model, tmp_path / "alone")
 
 
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"recurrent_beside": True}, "recurrent_beside to be False without a recurrent mixer"),
-        ({"recurrent_in_scale": 2.0}, "recurrent_in_scale to be 1 without a recurrent mixer"),
-        ({"mlp_gate_scale": 2.0, "gated": False}, "mlp_gate_scale to be 1 of experts, and"),
+        ({"mlp.gate_scale": 2.0, "mlp.gated": False}, "gate_scale to be 1 if ungated"),
         (
-            {"attention_gate": True, "latent_dim": 8, "rope_dim": 2, "value_dim": 4},
-            "attention_gate",
+            {"mlp.gate_scale": 2.0, "experts": ExpertsConfig(2, 8)},
+            r"TransformerConfig needs mlp\.gate_scale to be 1, with experts",
+        ),
+        (
+            {"attention.gate": True, "attention.latent": sx.models.LatentConfig(8, 2, 4)},
+            "gate to be False, with latent",
         ),
     ],
 )
 def test_factors_without_their_parts_are_refused(changes: dict[str, Any], says: str):
     with pytest.raises(sx.errors.LayerConfigError, match=says):
-        dataclasses.replace(SMALL, **{"num_kv_heads": 2, **changes})
+        with_fields(SMALL, {"attention.num_kv_heads": 2, **changes})
 
 
 def test_experts_with_places_are_refused(loaded: Any, tmp_path: Path):
-    model = loaded(num_experts=2, expert_dim=8)
+    model = loaded(experts=ExpertsConfig(num_experts=2, dim=8))
     model.set_attributes(dispatch="dropless")
     save_pretrained(model, tmp_path / "dropless")
     model.set_attributes(dispatch="capacity")

@@ -12,12 +12,27 @@ from tests.values import with_values
 
 import shardax as sx
 from shardax.errors import GenerationError, LayerInputError
-from shardax.models import Transformer, TransformerConfig, generate
+from shardax.models import (
+    AttentionConfig,
+    MLPConfig,
+    PositionsConfig,
+    Rope,
+    Transformer,
+    TransformerConfig,
+    generate,
+)
 
 
-def _model(**options: Any) -> Transformer:
-    sizes = {"vocab_size": 64, "embed_dim": 8, "num_heads": 1, "num_kv_heads": 1, "head_dim": 8}
-    config = TransformerConfig(**{**sizes, "num_layers": 1, "mlp_dim": 8, **options})
+def _model(max_positions: int = 0) -> Transformer:
+    heads = {"num_heads": 1, "num_kv_heads": 1, "head_dim": 8}
+    config = TransformerConfig(
+        vocab_size=64,
+        num_layers=1,
+        embed_dim=8,
+        attention=AttentionConfig(**heads, rope=Rope() if max_positions == 0 else None),
+        mlp=MLPConfig(dim=8),
+        positions=PositionsConfig(max_positions=max_positions),
+    )
     return with_values(Transformer(config, rngs=sx.Rngs(0)))
 
 
@@ -57,7 +72,7 @@ def test_generate_refuses_parameters_that_are_nan() -> None:
 
 @pytest.mark.parametrize("wrap", [lambda f: f, sx.jit], ids=["eager", "jit"])
 def test_more_tokens_than_positions_are_refused(wrap: Any) -> None:
-    model = _model(rope=None, max_positions=4)
+    model = _model(max_positions=4)
     call = wrap(lambda model, tokens: model(tokens))
     assert np.isfinite(call(model, np.arange(4)[None])).all()
     with pytest.raises(LayerInputError, match=r"max_positions=4.*position 4.*tokens\[:, :4\]"):
@@ -66,7 +81,7 @@ def test_more_tokens_than_positions_are_refused(wrap: Any) -> None:
 
 
 def test_positions_beyond_the_learned_ones_are_refused() -> None:
-    model = _model(rope=None, max_positions=4)
+    model = _model(max_positions=4)
     tokens = np.arange(6)[None]
     with pytest.raises(LayerInputError, match="position 9"):
         model(tokens[:, :2], positions=np.array([0, 9]))
@@ -81,7 +96,7 @@ def test_positions_beyond_the_learned_ones_are_refused() -> None:
 
 
 def test_padding_may_have_the_position_minus_one() -> None:
-    model = _model(rope=None, max_positions=4)
+    model = _model(max_positions=4)
     tokens, mask = np.array([[7, 1, 2]]), np.array([[False, True, True]])
     padded = model(tokens, mask=mask, positions=np.array([[-1, 0, 1]]))
     np.testing.assert_allclose(padded[:, 1:], model(tokens[:, 1:]), rtol=1e-5, atol=1e-6)

@@ -18,6 +18,7 @@ import shardax as sx
 from shardax import models, nn, train
 
 HALF = [jnp.bfloat16, jnp.float16]
+HEADS = {"num_heads": 2, "head_dim": 8}
 X = np.random.default_rng(0).normal(size=(2, 5, 8)).astype(np.float32)
 
 
@@ -174,15 +175,29 @@ def _blocks(model: Any, batch: Any) -> jax.Array:
     "options",
     [
         {"scan_layers": True},
-        {"norm": "rms_offset", "qk_norm": "head", "attention_softcap": 5.0, "embed_scale": 4.0},
-        {"norm": "layer", "rope": None, "max_positions": 8, "dropout": 0.1, "qkv_bias": True},
-        {"qk_norm": "all", "num_experts": 2, "expert_dim": 8, "tied_head": True},
+        {
+            "norms": models.NormConfig(kind="rms_offset"),
+            "attention": models.AttentionConfig(**HEADS, qk_norm="head", softcap=5.0),
+            "embedding": models.EmbeddingConfig(scale=4.0),
+        },
+        {
+            "norms": models.NormConfig(kind="layer"),
+            "attention": models.AttentionConfig(**HEADS, rope=None, qkv_bias=True),
+            "positions": models.PositionsConfig(max_positions=8),
+            "dropout": 0.1,
+        },
+        {
+            "attention": models.AttentionConfig(**HEADS, qk_norm="all"),
+            "experts": models.ExpertsConfig(num_experts=2, dim=8),
+            "output": models.OutputConfig(tied=True),
+        },
     ],
     ids=["scanned", "gemma", "gpt", "experts"],
 )
 def test_models_train_under_strict_promotion(options: dict[str, Any], dtype: str) -> None:
-    sizes = {"vocab_size": 32, "embed_dim": 16, "num_heads": 2, "head_dim": 8, "mlp_dim": 16}
-    config = models.TransformerConfig(**sizes, dtype=dtype, param_dtype=dtype, **options)
+    sizes = {"vocab_size": 32, "embed_dim": 16, "mlp": models.MLPConfig(dim=16)}
+    sizes |= {"attention": models.AttentionConfig(**HEADS), **options}
+    config = models.TransformerConfig(**sizes, dtype=dtype, param_dtype=dtype)
     model = models.Transformer(config, rngs=sx.Rngs(0))
     tokens = np.arange(16, dtype=np.int32).reshape(2, 8)
     batch = {"inputs": tokens, "targets": tokens, "mask": tokens > 3}

@@ -189,21 +189,18 @@ def test_settings_of_other_attention_are_refused() -> None:
     assert kept.count.value == 0
 
 
-CONFIG: dict[str, Any] = {"num_kv_heads": 4, "head_dim": 6, "latent_dim": 8, "rope_dim": 2}
-
-
 @pytest.mark.parametrize(
     "setting",
     [
-        {"attention_softcap": 2.0},
+        {"softcap": 2.0},
         {"qk_norm": "head"},
         {"out_bias": True},
         {"local_rope": sx.nn.Rope(10.0)},
         {"rope_layers": (True, False)},
-        {"latent_dim": 0},
     ],
     ids=str,
 )
 def test_config_refuses_what_attention_lacks(setting: dict[str, Any]) -> None:
-    with pytest.raises(LayerConfigError, match=r"with (latent|plain) attention"):
-        sx.models.TransformerConfig(**{**CONFIG, "value_dim": 4, **setting})
+    latent = sx.models.LatentConfig(dim=8, rope_dim=2, value_dim=4)
+    with pytest.raises(LayerConfigError, match="with latent"):
+        sx.models.AttentionConfig(num_kv_heads=4, head_dim=6, latent=latent, **setting)

@@ -149,7 +149,9 @@ def test_norms_have_the_dtype_of_xlas(dtypes: tuple[str, str | None]) -> None:
 
 @needs_tokamax
 def test_offsets_of_scales_are_the_kernels() -> None:
-    config = models.TransformerConfig(vocab_size=16, norm="rms_offset", embed_dim=16)
+    config = models.TransformerConfig(
+        vocab_size=16, embed_dim=16, norms=models.NormConfig(kind="rms_offset")
+    )
     norm = with_values(models.Transformer(config, rngs=sx.Rngs(0)).final_norm)
     expected = norm(X)
     with sx.kernels(norms="tokamax"):

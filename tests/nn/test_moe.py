@@ -103,8 +103,8 @@ def test_one_token_in_evaluation_equals_a_loop(dispatch: str):
 
 
 def test_few_tokens_have_their_results_among_many():
-    sizes = {"num_layers": 1, "embed_dim": 8, "num_experts": 4, "expert_dim": 16}
-    config = sx.models.TransformerConfig(**sizes, expert_scores="input_sigmoid")
+    experts = sx.models.ExpertsConfig(num_experts=4, dim=16, scores="input_sigmoid")
+    config = sx.models.TransformerConfig(num_layers=1, embed_dim=8, experts=experts)
     moe = with_values(sx.models.Transformer(config, rngs=sx.Rngs(0))).layers[0].mlp
     moe.eval()
     np.testing.assert_allclose(call(moe, X[:1, :1]), call(moe, X)[:1, :1], rtol=1e-5, atol=1e-5)

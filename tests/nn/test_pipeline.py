@@ -410,7 +410,11 @@ def step_of_tokens(model: Any, tokens: jax.Array, mask: jax.Array) -> Any:
 def transformer_on_one_device() -> Any:
     """Returns a transformer, what it is given, its loss and its gradients."""
     config = sx.models.TransformerConfig(
-        num_layers=4, embed_dim=16, num_heads=4, head_dim=4, mlp_dim=32, scan_layers=True
+        num_layers=4,
+        embed_dim=16,
+        attention=sx.models.AttentionConfig(num_heads=4, head_dim=4),
+        mlp=sx.models.MLPConfig(dim=32),
+        scan_layers=True,
     )
     model = with_values(sx.models.Transformer(config, rngs=sx.Rngs(0)))
     tokens = np.random.default_rng(0).integers(0, 256, (8, 12), np.int32)

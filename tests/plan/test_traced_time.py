@@ -29,10 +29,11 @@ def step(model: Any, optimizer: Any, batch: Any) -> jax.Array:
 
 
 def decoder(batch: int = 64, **options: Any) -> tuple[Any, ...]:
-    sizes = {"num_heads": 8, "num_kv_heads": 8, "head_dim": 128, "mlp_dim": 4096}
+    heads = {"num_heads": 8, "num_kv_heads": 8, "head_dim": 128}
     config = models.TransformerConfig(
         vocab_size=4096, num_layers=4, embed_dim=1024, scan_layers=True,
-        **sizes, **({"dtype": "bfloat16"} | options),
+        attention=models.AttentionConfig(**heads), mlp=models.MLPConfig(dim=4096),
+        **({"dtype": "bfloat16"} | options),
     )  # fmt: skip
     model = models.Transformer(config, rngs=sx.Rngs(0))
     tokens = plan.NamedShape((batch, LENGTH), "int32", ("batch", "seq"))

@@ -106,9 +106,15 @@ _PACKAGE = str(Path(__file__).parents[1])
 def user_frame() -> types.FrameType:
     """Returns the innermost frame of Python outside of the package."""
     frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+    while frame.f_back is not None and _is_inside(frame):
         frame = frame.f_back
     return frame
+
+
+def _is_inside(frame: types.FrameType) -> bool:
+    # dataclasses.replace and copy.replace make a config of the package in the user's place.
+    is_own = frame.f_code.co_filename.startswith(_PACKAGE)
+    return is_own or frame.f_globals.get("__name__") in ("copy", "dataclasses")
 
 
 def warn(text: str, category: type[Warning] = UserWarning) -> None:

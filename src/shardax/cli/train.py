@@ -262,7 +262,8 @@ class _TrainingRun:
             tokens = _Tokens(settings, self.codec)
             batches, self.held_out = tokens.batches(training), tokens.held_out(held_out)
             self.prompt = self.held_out[0]["inputs"][0, :_PROMPT_LENGTH].tolist()
-        weight = getattr(self.model.config, "load_balance_weight", 0.0)
+        experts = getattr(self.model.config, "experts", None)
+        weight = 0.0 if experts is None else experts.load_balance_weight
         balance = weight if select(self.model).at_instances_of(nn.MoE).count() else 0.0
         self.loss = functools.partial(_training_loss, balance, settings.loss is not None)
         self._check_kernels()
@@ -370,7 +371,8 @@ class _TrainingRun:
             if distributed.is_main():
                 _copy_text_files(find_directory(str(self.settings.source)), folder)
         print(f"\nheld-out loss     {result.eval_loss:.4f} nats per token")
-        room = getattr(merged.config, "max_positions", 0) or _SAMPLE_LENGTH + _PROMPT_LENGTH
+        positions = getattr(merged.config, "positions", merged.config)
+        room = getattr(positions, "max_positions", 0) or _SAMPLE_LENGTH + _PROMPT_LENGTH
         length = min(_SAMPLE_LENGTH, room - len(self.prompt))
         if length > 0:
             options = {"temperature": 0.7, "seed": self.settings.seed}

@@ -2,7 +2,22 @@
 """Models built of ``shardax.nn``, their losses, and generation."""
 
 from shardax.models import tensors as tensors
-from shardax.models.config import TransformerConfig as TransformerConfig
+from shardax.models.config.attention import AttentionConfig as AttentionConfig
+from shardax.models.config.attention import LatentConfig as LatentConfig
+from shardax.models.config.feed_forward import ExpertsConfig as ExpertsConfig
+from shardax.models.config.feed_forward import MLPConfig as MLPConfig
+from shardax.models.config.inputs import EmbeddingConfig as EmbeddingConfig
+from shardax.models.config.inputs import FeaturesConfig as FeaturesConfig
+from shardax.models.config.inputs import ImageConfig as ImageConfig
+from shardax.models.config.inputs import PositionsConfig as PositionsConfig
+from shardax.models.config.norms import NormConfig as NormConfig
+from shardax.models.config.outputs import OutputConfig as OutputConfig
+from shardax.models.config.outputs import PoolConfig as PoolConfig
+from shardax.models.config.recurrent import GatedDeltaConfig as GatedDeltaConfig
+from shardax.models.config.recurrent import RecurrenceConfig as RecurrenceConfig
+from shardax.models.config.recurrent import ShortConvolutionConfig as ShortConvolutionConfig
+from shardax.models.config.recurrent import StateSpaceConfig as StateSpaceConfig
+from shardax.models.config.transformer import TransformerConfig as TransformerConfig
 from shardax.models.convnext import ConvNeXt as ConvNeXt
 from shardax.models.convnext import ConvNeXtConfig as ConvNeXtConfig
 from shardax.models.decoder import DECODER_RULES as DECODER_RULES
@@ -17,9 +32,6 @@ from shardax.models.encoder_decoder import EncoderDecoderConfig as EncoderDecode
 from shardax.models.families.registry import register as register
 from shardax.models.generation import generate as generate
 from shardax.models.layers.pooling import pool_tokens as pool_tokens
-from shardax.models.layers.recurrent import GatedDeltaConfig as GatedDeltaConfig
-from shardax.models.layers.recurrent import ShortConvolutionConfig as ShortConvolutionConfig
-from shardax.models.layers.recurrent import StateSpaceConfig as StateSpaceConfig
 from shardax.models.layers.transformer_layer import TransformerLayer as TransformerLayer
 from shardax.models.losses import blockwise_cross_entropy as blockwise_cross_entropy
 from shardax.models.losses import cross_entropy as cross_entropy

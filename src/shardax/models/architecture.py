@@ -37,7 +37,9 @@ from shardax.models.comparison import (
     refuse_any,
     text_of,
 )
-from shardax.models.config import SCALES, TransformerConfig
+from shardax.models.config.paths import read_field, read_fields, replace_fields
+from shardax.models.config.recurrent import MIXERS
+from shardax.models.config.transformer import TransformerConfig
 from shardax.models.convnext import ConvNeXt, ConvNeXtConfig
 from shardax.models.dual_encoder import TOWERS, DualEncoder, DualEncoderConfig
 from shardax.models.encoder_decoder import HALVES, EncoderDecoder, EncoderDecoderConfig, build_model
@@ -57,16 +59,16 @@ from shardax.models.kinds import (
 )
 from shardax.models.layers.experts import GroupedMoE, GroupedSoftmaxMoE, InputScaledMoE
 from shardax.models.layers.norms import OffsetLayerNorm, OffsetRMSNorm
-from shardax.models.layers.recurrent import RECURRENT
+from shardax.models.layers.transformer_layer import SCALES
 from shardax.models.transformer import Transformer
 from shardax.nn.errors import LayerConfigError
 from shardax.nn.moe import MoE
 from shardax.nn.normalization import LayerNorm, RMSNorm
 
 # Settings of training and of computing, which no config.json fixes.
-_TRAINING = ("attention_dropout", "dropout", "embed_dropout", "load_balance_weight")
+_TRAINING = ("dropout", "attention.dropout", "embedding.dropout", "experts.load_balance_weight")
 _SETTINGS = frozenset(
-    [*_TRAINING, "dtype", "expert_dispatch", "param_dtype", "remat", "scan_layers", "source"]
+    [*_TRAINING, "dtype", "experts.dispatch", "param_dtype", "remat", "scan_layers", "source"]
 )
 # Variables that are no parameters.
 _RECORDS = (Cache, Intermediate, MetricState, OptState, Perturbation, RngState)
@@ -129,16 +131,17 @@ def _edited(
 def _check_applied(config: Any, facts: Mapping[str, Any], source: Any) -> None:
     """Raises for edits of a config that the layers do not have."""
     unapplied = [
-        f"model.config has {name}={getattr(config, name)!r}, but its layers {fact!r}"
-        for name, fact in facts.items()
-        if getattr(config, name) != fact and getattr(config, name) != getattr(source, name)
+        f"model.config has {path}={read_field(config, path)!r}, but its layers {fact!r}"
+        for path, fact in facts.items()
+        if read_field(config, path) not in (fact, read_field(source, path))
     ]
     refuse_any(unapplied)
 
 
 def parameter_places(model: object, config: Any) -> list[ParameterPlace]:
     """Returns a model's parameters by place, or raises for lost ones."""
-    comparison = ArchitectureCheck(getattr(config, "local_rope", None) is not None)
+    has_attention = isinstance(config, TransformerConfig)
+    comparison = ArchitectureCheck(has_attention and config.attention.local_rope is not None)
     names = TOWERS if isinstance(config, DualEncoderConfig) else HALVES
     if isinstance(config, (DualEncoderConfig, EncoderDecoderConfig)):
         parts = {name: _plain(getattr(config, name)) for name in names}
@@ -165,15 +168,9 @@ def parameter_places(model: object, config: Any) -> list[ParameterPlace]:
 
 def _plain(config: TransformerConfig) -> TransformerConfig:
     """Returns a config of layers in a list, without settings of training."""
-    return replace(
-        config,
-        scan_layers=False,
-        remat=None,
-        dropout=0.0,
-        embed_dropout=0.0,
-        attention_dropout=0.0,
-        expert_dispatch="dropless",
-    )
+    plain = {"scan_layers": False, "remat": None, "experts.dispatch": "dropless"}
+    plain |= dict.fromkeys(("dropout", "attention.dropout", "embedding.dropout"), 0.0)
+    return replace_fields(config, plain)
 
 
 # --- pairs ----------------------------------------------------------------------------------------
@@ -375,19 +372,20 @@ def _facts(model: object, config: TransformerConfig) -> dict[str, Any]:
             if values and all(value == values[0] for value in values) and values[0] is not MISSING:
                 facts[name] = values[0]
     facts |= _windows(places) | _recurrent(places)
-    if config.rope is not None:
+    if config.attention.rope is not None:
         facts |= _rotated_layers(places)
     if mixed:
-        facts["dense_layers"] = tuple(i for i, experts in enumerate(has_experts) if not experts)
-    elif config.num_experts:
-        facts |= {"num_experts": 0, "dense_layers": ()}
+        dense_layers = (i for i, experts in enumerate(has_experts) if not experts)
+        facts["experts.dense_layers"] = tuple(dense_layers)
+    elif config.experts is not None:
+        facts["experts.num_experts"] = 0
     return facts
 
 
 def _config_with(config: Any, facts: Mapping[str, Any]) -> Any:
     """Returns a config with facts of the layers, or raises."""
     try:
-        return replace(config, **facts)
+        return replace_fields(config, facts)
     except LayerConfigError as error:
         problem = f"its layers were edited, and no config has them: {error}"
         raise refusal([problem.removesuffix(".")]) from error
@@ -439,52 +437,52 @@ def _norms(model: object) -> Iterator[Any]:
 
 def _model_readers(config: TransformerConfig) -> dict[str, Callable[[Any], Any]]:
     readers: dict[str, Callable[[Any], Any]] = {
-        "norm": _norm_kind,
-        "norm_epsilon": lambda model: next(_norms(model)).epsilon,
+        "norms.kind": _norm_kind,
+        "norms.epsilon": lambda model: next(_norms(model)).epsilon,
     }
-    if not (config.image_size or config.feature_size):
+    if config.image is None and config.features is None:
         readers |= {
             "vocab_size": lambda model: _size(model.embed.embedding, 0),
             _width(config): lambda model: _size(model.embed.embedding, 1),
         }
-    if config.token_dim:
+    if config.embedding.dim:
         readers["embed_dim"] = lambda model: _size(model.embed_projection.kernel, 1)
-    if config.max_positions:
-        readers["max_positions"] = lambda model: _size(model.positions.embedding, 0)
-    if config.token_types:
-        readers["token_types"] = lambda model: _size(model.types.embedding, 0)
+    if config.positions.max_positions:
+        readers["positions.max_positions"] = lambda model: _size(model.positions.embedding, 0)
+    if config.embedding.token_types:
+        readers["embedding.token_types"] = lambda model: _size(model.types.embedding, 0)
     if config.head == "embedding":
-        readers["projection_dim"] = lambda model: _size(model.head.kernel, -1)
-    if config.pooler_dim:
-        readers["pooler_dim"] = lambda model: _size(model.pooler.kernel, -1)
+        readers["output.projection_dim"] = lambda model: _size(model.head.kernel, -1)
+    if config.pool.dim:
+        readers["pool.dim"] = lambda model: _size(model.pooler.kernel, -1)
     if config.head in ("first", "each"):
-        readers["num_classes"] = lambda model: _size(model.head.kernel, -1)
+        readers["output.num_classes"] = lambda model: _size(model.head.kernel, -1)
     if config.head == "tokens":
-        readers["tied_head"] = lambda model: model.head is None
-        readers["head_bias"] = lambda model: (
-            config.head_bias if model.head is None else model.head.bias is not None
+        readers["output.tied"] = lambda model: model.head is None
+        readers["output.bias"] = lambda model: (
+            config.output.bias if model.head is None else model.head.bias is not None
         )
     return readers
 
 
 def _width(config: TransformerConfig) -> str:
-    return "token_dim" if config.token_dim else "embed_dim"
+    return "embedding.dim" if config.embedding.dim else "embed_dim"
 
 
 _LAYER: dict[str, Callable[[Any], Any]] = {
-    "num_heads": lambda place: _size(_queries(place).kernel, 1, place),
-    "head_dim": lambda place: _size(_queries(place).kernel, 2, place),
-    "num_kv_heads": lambda place: _size(place.module.attn.k.kernel, 1, place),
+    "attention.num_heads": lambda place: _size(_queries(place).kernel, 1, place),
+    "attention.head_dim": lambda place: _size(_queries(place).kernel, 2, place),
+    "attention.num_kv_heads": lambda place: _size(place.module.attn.k.kernel, 1, place),
     "causal": lambda place: place.module.attn.causal,
-    "qkv_bias": lambda place: _with_bias(place).bias is not None,
-    "out_bias": lambda place: place.module.attn.out.bias is not None,
-    "key_bias": lambda place: (
+    "attention.qkv_bias": lambda place: _with_bias(place).bias is not None,
+    "attention.out_bias": lambda place: place.module.attn.out.bias is not None,
+    "attention.key_bias": lambda place: (
         place.module.attn.q.bias is None or place.module.attn.k.bias is not None
     ),
-    "attention_scale": lambda place: place.module.attn.scale,
-    "attention_softcap": lambda place: place.module.attn.softcap,
-    "attention_sinks": lambda place: place.module.attn.sinks is not None,
-    "attention_gate": lambda place: place.module.attn.gate is not None,
+    "attention.scale": lambda place: place.module.attn.scale,
+    "attention.softcap": lambda place: place.module.attn.softcap,
+    "attention.sinks": lambda place: place.module.attn.sinks is not None,
+    "attention.gate": lambda place: place.module.attn.gate is not None,
 }
 
 
@@ -495,27 +493,27 @@ def _reader(name: str) -> Callable[[Any], Any]:
 _ANY_LAYER: dict[str, Callable[[Any], Any]] = {
     "parallel": lambda place: place.module.parallel,
     "residual_scale": lambda place: place.module.residual_scale,
-    **{name: _reader(name) for name in SCALES},
+    **{path: _reader(name) for name, path in SCALES.items()},
 }
 _DENSE: dict[str, Callable[[Any], Any]] = {
-    "mlp_dim": lambda place: _size(place.module.mlp.up.kernel, -1, place),
-    "mlp_bias": lambda place: place.module.mlp.up.bias is not None,
-    "gated": lambda place: place.module.mlp.gate is not None,
-    "mlp_gate_scale": lambda place: getattr(place.module.mlp, "gate_scale", 1.0),
+    "mlp.dim": lambda place: _size(place.module.mlp.up.kernel, -1, place),
+    "mlp.bias": lambda place: place.module.mlp.up.bias is not None,
+    "mlp.gated": lambda place: place.module.mlp.gate is not None,
+    "mlp.gate_scale": lambda place: getattr(place.module.mlp, "gate_scale", 1.0),
     "activation": _activation,
 }
 _MIXED: dict[str, Callable[[Any], Any]] = {
-    "num_experts": lambda place: _size(place.module.mlp.router.kernel, -1, place),
-    "experts_per_token": lambda place: place.module.mlp.top_k,
-    "expert_dim": lambda place: _size(place.module.mlp.up, -1, place),
-    "shared_expert_dim": lambda place: _size(place.module.shared_mlp.up.kernel, -1, place),
-    "expert_scores": lambda place: _SCORES.get(type(place.module.mlp), "softmax"),
-    "expert_groups": lambda place: place.module.mlp.num_groups,
-    "groups_per_token": lambda place: place.module.mlp.top_groups,
-    "expert_scale": lambda place: place.module.mlp.scale,
-    "expert_bias": lambda place: place.module.mlp.router.bias is not None,
-    "expert_limit": lambda place: getattr(place.module.mlp, "limit", None),
-    "normalise_experts": lambda place: place.module.mlp.normalise,
+    "experts.num_experts": lambda place: _size(place.module.mlp.router.kernel, -1, place),
+    "experts.top_k": lambda place: place.module.mlp.top_k,
+    "experts.dim": lambda place: _size(place.module.mlp.up, -1, place),
+    "experts.shared_dim": lambda place: _size(place.module.shared_mlp.up.kernel, -1, place),
+    "experts.scores": lambda place: _SCORES.get(type(place.module.mlp), "softmax"),
+    "experts.num_groups": lambda place: place.module.mlp.num_groups,
+    "experts.top_groups": lambda place: place.module.mlp.top_groups,
+    "experts.scale": lambda place: place.module.mlp.scale,
+    "experts.bias": lambda place: place.module.mlp.router.bias is not None,
+    "experts.limit": lambda place: getattr(place.module.mlp, "limit", None),
+    "experts.normalise": lambda place: place.module.mlp.normalise,
     "activation": _activation,
 }
 
@@ -544,8 +542,9 @@ def _windows(places: Sequence[LayerPlace]) -> dict[str, Any]:
         return {}
     local = tuple(window is not None for window in windows)
     if not sizes:
-        return {"window": None, "local_layers": None}
-    return {"window": sizes.pop(), "local_layers": None if all(local) else local}
+        return {"attention.window": None, "attention.local_layers": None}
+    layers = None if all(local) else local
+    return {"attention.window": sizes.pop(), "attention.local_layers": layers}
 
 
 def _attention(place: LayerPlace) -> Any:
@@ -560,20 +559,21 @@ def _recurrent(places: Sequence[LayerPlace]) -> dict[str, Any]:
     mixers = list(map(_mixer, places))
     chosen = tuple(mixer is not None for mixer in mixers)
     if not any(chosen):
-        return {"recurrent": None, "recurrent_layers": None, "recurrent_beside": False}
+        return {"recurrence.mixer": None}
     kinds: set[Any] = {
-        _attempt(RECURRENT[type(mixer)].of, mixer) for mixer in mixers if type(mixer) in RECURRENT
+        _attempt(MIXERS[type(mixer)].of, mixer) for mixer in mixers if type(mixer) in MIXERS
     }
     if len(kinds) != 1 or MISSING in kinds:  # refused by path, later
         return {}
     beside = any(_mixer(place) is not None and _attention(place) is not None for place in places)
     chosen = None if all(chosen) else chosen
-    return {"recurrent": kinds.pop(), "recurrent_layers": chosen, "recurrent_beside": beside}
+    options = {"mixer": kinds.pop(), "layers": chosen, "beside": beside}
+    return {f"recurrence.{name}": value for name, value in options.items()}
 
 
 def _rotated_layers(places: Sequence[LayerPlace]) -> dict[str, Any]:
     rotated = tuple(getattr(place.module, "has_rope", True) for place in places)
-    return {"rope_layers": None if all(rotated) else rotated}
+    return {"attention.rope_layers": None if all(rotated) else rotated}
 
 
 def _differences(config: Any, read: Any) -> dict[str, tuple[Any, Any]]:
@@ -602,66 +602,81 @@ def _relevant(config: Any) -> dict[str, Any]:
 
 
 def _relevant_of_layers(config: TransformerConfig) -> dict[str, Any]:
-    """Returns the fields of a Transformer's config with meaning for its logits."""
-    values = {f.name: getattr(config, f.name) for f in fields(config) if f.name not in _SETTINGS}
-    kinds = [config.kind_of(index) for index in range(config.num_layers)]
-    recurrent = tuple(map(config.is_recurrent, range(config.num_layers)))
-    for name in ("window", "local_layers", "rope_layers", "recurrent_layers"):
-        values.pop(name)
-    if not any(recurrent):
-        values["recurrent"] = None
-    values["recurrent_layers"] = recurrent
-    values["rotated_layers"] = tuple(map(config.has_rope, range(config.num_layers)))
-    values["windows"] = tuple(config.window if local else None for local, _ in kinds)
-    values["experts"] = tuple(experts for _, experts in kinds)
-    values["chunked"] = config.chunked and any(local for local, _ in kinds)
-    if not any(values["rotated_layers"]):
-        values["rope"] = None
-    for name in ("dense_layers", *([] if config.local_rope != config.rope else ["local_rope"])):
-        values.pop(name)
-    no_attention = not any(map(config.has_attention, range(config.num_layers)))
-    no_experts = not any(experts for _, experts in kinds)
-    unused = {
-        "num_heads num_kv_heads head_dim qk_norm qkv_bias out_bias rope rotated_layers windows "
-        "chunked attention_scale attention_softcap attention_sinks attention_gate": no_attention,
-        "num_experts experts_per_token expert_dim normalise_experts": no_experts,
-        "shared_expert_dim expert_scores expert_bias expert_limit": no_experts,
-        "expert_groups groups_per_token expert_scale": (
-            no_experts or config.expert_scores == "softmax"
-        ),
-        "query_latent_dim rope_dim value_dim": config.latent_dim == 0,
-        "shared_expert_gate": no_experts or config.shared_expert_dim == 0,
-        "mlp_dim": all(experts for _, experts in kinds),
-        "activation gated mlp_bias head_activation": config.mlp_dim == 0 and no_experts,
-        "tied_head": config.head != "tokens",
-        "num_classes": config.head not in ("first", "each"),
-        "projection_dim": config.head != "embedding",
-        "pooling": config.head not in ("first", "embedding", None),
-        "end_token": config.pooling != "end",
-        "pooler_activation pooler_dim": not config.pooler,
-        "head_activation head_transform_norm head_transform_bias": not config.head_transform,
-        "head_bias": config.head != "tokens",
-        "shared_norm": not config.parallel,
-        "local_rope": not any(local for local, _ in kinds),
-        "patch_size channels mask_patch patch_bias first_vector": config.image_size == 0,
-        "query_growth": all(values["rotated_layers"]),
-        "farthest_distance": config.relative_buckets == 0,
-        "position_offset": config.max_positions == 0,
-        "vocab_size": config.image_size > 0 or config.feature_size > 0,
-        "key_bias": not config.qkv_bias,
-    }
-    for names, is_unused in unused.items():
-        for name in names.split() if is_unused else ():
-            values.pop(name, None)
-    if config.head_activation == config.activation:
-        values["head_activation"] = None
-    if not no_attention and config.attention_scale == config.head_dim**-0.5:
-        values["attention_scale"] = None
+    """Returns the fields of a config with meaning for logits, by path."""
+    values = {path: x for path, x in read_fields(config).items() if path not in _SETTINGS}
+    attention, layers = config.attention, range(config.num_layers)
+    local = tuple(map(attention.is_local, layers))
+    mixed = tuple(config.kind_of(index)[1] for index in layers)
+    rotated = tuple(map(attention.has_rope, layers))
+    # Which layers have a part, instead of how a config says so.
+    for path in ("attention.window", "attention.local_layers", "attention.rope_layers"):
+        values.pop(path)
+    for path in ("recurrence.layers", "experts.dense_layers"):
+        values.pop(path)
+    values["rotated_layers"] = rotated
+    values["windows"] = tuple(attention.window if is_local else None for is_local in local)
+    values["experts"] = mixed
+    values["recurrent_layers"] = tuple(map(config.is_recurrent, layers))
+    values["attention.chunked"] = attention.chunked and any(local)
+    if not any(values["recurrent_layers"]):
+        values["recurrence.mixer"] = None
+    if not any(rotated):
+        values["attention.rope"] = None
+    if attention.local_rope == attention.rope or not any(local):
+        values.pop("attention.local_rope")
+    for path in _unread(config, any(mixed), all(mixed), all(rotated)):
+        values.pop(path, None)
+    if config.output.activation == config.activation:
+        values["output.activation"] = None
+    if attention.scale == attention.head_dim**-0.5 and "attention.scale" in values:
+        values["attention.scale"] = None
     return values
 
 
+def _unread(
+    config: TransformerConfig, has_experts: bool, only_experts: bool, only_rotated: bool
+) -> Iterator[str]:
+    """Yields the fields that nothing of a Transformer reads."""
+    has_attention = any(map(config.has_attention, range(config.num_layers)))
+    experts, head = config.experts, config.head
+    shared = experts is not None and experts.shared_dim
+    unread = {
+        "rotated_layers windows attention.num_heads attention.num_kv_heads attention.head_dim "
+        "attention.qk_norm attention.qkv_bias attention.out_bias attention.rope attention.chunked "
+        "attention.scale attention.softcap attention.sinks attention.gate": not has_attention,
+        "attention.key_bias": not config.attention.qkv_bias,
+        "attention.query_growth": only_rotated,
+        "experts.num_experts experts.dim experts.top_k experts.normalise experts.shared_dim "
+        "experts.scores experts.bias experts.limit": not has_experts,
+        "experts.num_groups experts.top_groups experts.scale": (
+            not has_experts or experts is None or experts.scores == "softmax"
+        ),
+        "experts.shared_gate": not has_experts or not shared,
+        "mlp.dim": only_experts,
+        "activation mlp.gated mlp.bias output.activation": config.mlp is None,
+        "norms.shared": not config.parallel,
+        "image.patch_size image.channels image.mask_patch image.patch_bias image.first_vector": (
+            config.image is None
+        ),
+        "vocab_size": config.image is not None or config.features is not None,
+        "positions.farthest_distance": config.positions.relative_buckets == 0,
+        "positions.offset": config.positions.max_positions == 0,
+        "output.tied output.bias": head != "tokens",
+        "output.num_classes": head not in ("first", "each"),
+        "output.projection_dim": head != "embedding",
+        "output.activation output.transform_norm output.transform_bias": (
+            not config.output.transform
+        ),
+        "pool.kind": head not in ("first", "embedding", None),
+        "pool.end_token": config.pool.kind != "end",
+        "pool.activation pool.dim": not config.pool.dense,
+    }
+    for paths, is_unread in unread.items():
+        yield from paths.split() if is_unread else ()
+
+
 def _settings_differ(config: TransformerConfig, source: TransformerConfig) -> bool:
-    return any(getattr(config, name) != getattr(source, name) for name in _TRAINING)
+    return any(read_field(config, path) != read_field(source, path) for path in _TRAINING)
 
 
 def _said(differing: Mapping[str, tuple[object, object]]) -> str:
@@ -681,11 +696,11 @@ def _written(
     edit = ConfigEdit(family, dict(content), config, family.config(content, "config.json"))
     for name, field in family.fields.items():
         for target in filter(edit.changes, field.targets):
-            value = getattr(config, target)
+            value = edit.value(target)
             if target in ACTIVATION_FIELDS:
                 value = published_activation(value or config.activation)
             # What this config does not use may be no value of the field.
-            if kind_of_target(target).problem(name, value) is None:
+            if kind_of_target(family.config_class, target).problem(name, value) is None:
                 edit.content[name] = value
     architecture = _architecture(family, config, edit.content)
     if architecture != (content.get("architectures") or list(family.architectures))[0]:
@@ -698,14 +713,14 @@ def _written(
 def _architecture(family: Family, config: TransformerConfig, content: Mapping[str, Any]) -> str:
     """Returns the architecture with the head of a config."""
     parts = sorted({name for names in family.architectures.values() for name in names} | {"head"})
-    defaults = {f.name: f.default for f in fields(config)}
+    defaults = read_fields(type(config)())
 
     def fits(name: str) -> bool:
         says = {**defaults, **family.fixed, **family.architectures[name]}
-        required = [part for part in parts if part != "tied_head" or config.head == "tokens"]
+        required = [part for part in parts if part != "output.tied" or config.head == "tokens"]
         if "tie_word_embeddings" in family.fields:
-            required = [part for part in required if part != "tied_head"]
-        return all(says[part] == getattr(config, part) for part in required)
+            required = [part for part in required if part != "output.tied"]
+        return all(says[part] == read_field(config, part) for part in required)
 
     names = [*(content.get("architectures") or ()), *family.architectures]
     return next((name for name in names if name in family.architectures and fits(name)), names[0])
@@ -769,10 +784,11 @@ def _new_content(kind: str, family: Family, config: TransformerConfig) -> dict[s
         "dtype": config.param_dtype,
     }
     for name, field in family.fields.items():
-        value = getattr(config, field.targets[0])
+        value = read_field(config, field.targets[0])
         if field.targets[0] in ACTIVATION_FIELDS:
             value = published_activation(value or config.activation)
-        is_unused = kind_of_target(field.targets[0]).problem(name, value) is not None
+        kind_of_value = kind_of_target(type(config), field.targets[0])
+        is_unused = kind_of_value.problem(name, value) is not None
         content[name] = field.default_or_none() if value is None or is_unused else value
     content = _written(family, content, config)
     edit = ConfigEdit(family, content, config, config)

@@ -20,9 +20,8 @@ from shardax._core.checks import Options
 from shardax._core.containers import List
 from shardax._core.init.rng import Rngs
 from shardax._core.module import Module
-from shardax.models.config import dtype_name
+from shardax.models.config.checks import dtype_name, dtypes
 from shardax.models.layers.activations import ACTIVATIONS, find_activation
-from shardax.models.layers.norms import dtypes
 from shardax.nn.arithmetic import add_bias, as_array, at_least_float32
 from shardax.nn.conv import Conv
 from shardax.nn.errors import LayerConfigError
@@ -81,7 +80,6 @@ class ConvNeXtConfig:
     # As of a Transformer that is no language model.
     causal: ClassVar[bool] = False
     tied_head: ClassVar[bool] = False
-    pooler: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         where = type(self).__name__

@@ -17,12 +17,21 @@ not grow with depth; parameters and results are the same.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
+from shardax._core.checks import Options
 from shardax._core.init.rng import Rngs
-from shardax.models.config import TransformerConfig, check_config
+from shardax.models.config.attention import AttentionConfig
+from shardax.models.config.checks import check_rate, use_names
+from shardax.models.config.feed_forward import MLPConfig
+from shardax.models.config.norms import NormConfig
+from shardax.models.config.outputs import OutputConfig
+from shardax.models.config.transformer import TransformerConfig
 from shardax.models.layers.transformer_layer import TransformerLayer
 from shardax.models.transformer import Transformer
+from shardax.nn.attention.multi_head import attention_sizes
+from shardax.nn.errors import LayerConfigError
+from shardax.nn.parameters import as_size, check_epsilon
 from shardax.nn.rope import Rope
 from shardax.nn.stack import Policy
 from shardax.partition.rules import Rules
@@ -97,13 +106,35 @@ class DecoderConfig:
     param_dtype: str = "float32"
 
     def __post_init__(self) -> None:
-        check_config(self)
+        where = type(self).__name__
+        for name in ("vocab_size", "num_layers", "mlp_dim"):
+            as_size(where, name, getattr(self, name))
+        heads = (self.num_heads, self.num_kv_heads, self.head_dim)
+        attention_sizes(self.embed_dim, *heads, self.rope_base)
+        options = Options(LayerConfigError, where)
+        check_rate(options, "dropout", self.dropout)
+        options.check("rope_base", self.rope_base, self.rope_base > 0, "positive")
+        check_epsilon(where, self.norm_epsilon, "norm_epsilon")
+        use_names(self)
 
     @property
     def transformer(self) -> TransformerConfig:
         """The config of the ``Transformer``."""
-        options = {field.name: getattr(self, field.name) for field in fields(self)}
-        return TransformerConfig(rope=Rope(options.pop("rope_base")), **options)
+        heads = (self.num_heads, self.num_kv_heads, self.head_dim)
+        return TransformerConfig(
+            vocab_size=self.vocab_size,
+            num_layers=self.num_layers,
+            embed_dim=self.embed_dim,
+            attention=AttentionConfig(*heads, rope=Rope(self.rope_base)),
+            mlp=MLPConfig(self.mlp_dim),
+            norms=NormConfig(epsilon=self.norm_epsilon),
+            output=OutputConfig(tied=self.tied_head),
+            dropout=self.dropout,
+            scan_layers=self.scan_layers,
+            remat=self.remat,
+            dtype=self.dtype,
+            param_dtype=self.param_dtype,
+        )
 
 
 class DecoderLayer(TransformerLayer):

@@ -21,8 +21,8 @@ import jax.numpy as jnp
 
 from shardax._core.init.rng import Rngs
 from shardax._core.module import Module
-from shardax.models.config import TransformerConfig
-from shardax.models.layers.norms import dtypes
+from shardax.models.config.checks import dtypes
+from shardax.models.config.transformer import TransformerConfig
 from shardax.models.transformer import Transformer
 from shardax.nn.arithmetic import at_least_float32
 from shardax.nn.attention.dot_product import gathered
@@ -51,10 +51,15 @@ class DualEncoderConfig:
 
     Example:
         >>> import shardax as sx
-        >>> sizes = {"num_layers": 1, "head": None, "rope": None}
-        >>> text = sx.models.TransformerConfig(**sizes, pooling="last")
+        >>> attention = sx.models.AttentionConfig(rope=None)
+        >>> sizes = {"num_layers": 1, "head": None, "attention": attention}
+        >>> text = sx.models.TransformerConfig(**sizes, pool=sx.models.PoolConfig(kind="last"))
         >>> image = sx.models.TransformerConfig(
-        ...     **sizes, image_size=8, patch_size=4, max_positions=5, causal=False)
+        ...     **sizes,
+        ...     causal=False,
+        ...     image=sx.models.ImageConfig(size=8, patch_size=4),
+        ...     positions=sx.models.PositionsConfig(max_positions=5),
+        ... )
         >>> sx.models.DualEncoderConfig(text, image, projection_dim=16).logit_bias
         False
     """
@@ -69,19 +74,18 @@ class DualEncoderConfig:
     head: ClassVar[None] = None
     causal: ClassVar[bool] = False
     tied_head: ClassVar[bool] = False
-    pooler: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         for name in TOWERS:
             config = getattr(self, name)
-            fits = config.head is None and (config.image_size > 0) == (name == "image")
+            fits = config.head is None and (config.image is not None) == (name == "image")
             if not fits:
                 kind = f"{name}s, without a head"
                 raise LayerConfigError(
                     f"DualEncoderConfig needs {name} to be the config of an encoder of {kind}, but "
-                    f"it has head={config.head!r} and image_size={config.image_size}."
+                    f"it has head={config.head!r} and image={config.image}."
                 )
-        sizes = [config.pooler_dim or config.embed_dim for config in (self.text, self.image)]
+        sizes = [config.pool.dim or config.embed_dim for config in (self.text, self.image)]
         if self.projection_dim < 0 or (not self.projection_dim and sizes[0] != sizes[1]):
             raise LayerConfigError(
                 f"DualEncoderConfig compares vectors of one size, but its encoders pool to "
@@ -135,10 +139,15 @@ class DualEncoder(Module):
 
     Example:
         >>> import jax.numpy as jnp, shardax as sx
-        >>> sizes = {"num_layers": 1, "head": None, "rope": None}
-        >>> text = sx.models.TransformerConfig(**sizes, pooling="last")
+        >>> attention = sx.models.AttentionConfig(rope=None)
+        >>> sizes = {"num_layers": 1, "head": None, "attention": attention}
+        >>> text = sx.models.TransformerConfig(**sizes, pool=sx.models.PoolConfig(kind="last"))
         >>> image = sx.models.TransformerConfig(
-        ...     **sizes, image_size=8, patch_size=4, max_positions=5, causal=False)
+        ...     **sizes,
+        ...     causal=False,
+        ...     image=sx.models.ImageConfig(size=8, patch_size=4),
+        ...     positions=sx.models.PositionsConfig(max_positions=5),
+        ... )
         >>> config = sx.models.DualEncoderConfig(text, image, projection_dim=16)
         >>> model = sx.models.DualEncoder(config, rngs=sx.Rngs(0))
         >>> output = model(jnp.zeros((3, 6), int), jnp.ones((2, 8, 8, 3)))
@@ -218,7 +227,7 @@ class DualEncoder(Module):
 def _projection(config: DualEncoderConfig, encoder: TransformerConfig, rngs: Rngs) -> Any:
     if not config.projection_dim:
         return None
-    size, names = encoder.pooler_dim or encoder.embed_dim, ("embed", None)
+    size, names = encoder.pool.dim or encoder.embed_dim, ("embed", None)
     options = {"use_bias": False, "kernel_axes": names, "rngs": rngs, **dtypes(encoder)}
     return Linear(size, config.projection_dim, **options)
 

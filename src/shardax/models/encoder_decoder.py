@@ -19,7 +19,7 @@ import jax
 from shardax._core.checks import Options
 from shardax._core.init.rng import Rngs
 from shardax._core.module import Module
-from shardax.models.config import TransformerConfig
+from shardax.models.config.transformer import TransformerConfig
 from shardax.models.convnext import ConvNeXt, ConvNeXtConfig
 from shardax.models.dual_encoder import TOWERS, DualEncoder, DualEncoderConfig
 from shardax.models.transformer import Transformer
@@ -48,7 +48,8 @@ class EncoderDecoderConfig:
     Example:
         >>> import shardax as sx
         >>> encoder = sx.models.TransformerConfig(num_layers=1, causal=False, head=None)
-        >>> decoder = sx.models.TransformerConfig(num_layers=1, cross_attention=True)
+        >>> attention = sx.models.AttentionConfig(cross_attention=True)
+        >>> decoder = sx.models.TransformerConfig(num_layers=1, attention=attention)
         >>> sx.models.EncoderDecoderConfig(encoder, decoder, start_token=0).num_layers
         2
     """
@@ -60,20 +61,19 @@ class EncoderDecoderConfig:
 
     # As of a Transformer.
     causal: ClassVar[bool] = True
-    pooler: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         encoder, decoder = self.encoder, self.decoder
         for name, value, expected in (
             ("encoder.head", encoder.head, None),
             ("encoder.causal", encoder.causal, False),
-            ("encoder.cross_attention", encoder.cross_attention, False),
+            ("encoder.attention.cross_attention", encoder.attention.cross_attention, False),
             ("decoder.causal", decoder.causal, True),
-            ("decoder.cross_attention", decoder.cross_attention, True),
+            ("decoder.attention.cross_attention", decoder.attention.cross_attention, True),
             ("decoder.embed_dim", decoder.embed_dim, encoder.embed_dim),
             *(
                 []
-                if encoder.image_size or encoder.feature_size
+                if encoder.image or encoder.features
                 else [("decoder.vocab_size", decoder.vocab_size, encoder.vocab_size)]
             ),
         ):
@@ -97,12 +97,13 @@ class EncoderDecoderConfig:
     @property
     def tied_head(self) -> bool:
         """Whether that head is the transposed embedding."""
-        return self.decoder.tied_head
+        return self.decoder.output.tied
 
     @property
     def max_positions(self) -> int:
         """Number of learned positions of the decoder that tokens can have."""
-        return self.decoder.max_positions - self.decoder.position_offset
+        positions = self.decoder.positions
+        return positions.max_positions - positions.offset
 
 
 class EncoderDecoder(Module):
@@ -121,7 +122,8 @@ class EncoderDecoder(Module):
     Example:
         >>> import jax.numpy as jnp, shardax as sx
         >>> encoder = sx.models.TransformerConfig(num_layers=1, causal=False, head=None)
-        >>> decoder = sx.models.TransformerConfig(num_layers=1, cross_attention=True)
+        >>> attention = sx.models.AttentionConfig(cross_attention=True)
+        >>> decoder = sx.models.TransformerConfig(num_layers=1, attention=attention)
         >>> config = sx.models.EncoderDecoderConfig(encoder, decoder, start_token=0)
         >>> model = sx.models.EncoderDecoder(config, rngs=sx.Rngs(0))
         >>> model(jnp.zeros((2, 7), int), jnp.zeros((2, 5), int)).shape

@@ -14,7 +14,8 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol
 
 from shardax.models import kinds
-from shardax.models.config import TransformerConfig
+from shardax.models.config.paths import is_unsaid, make_config, part_class, paths_of, read_field
+from shardax.models.config.transformer import TransformerConfig
 from shardax.models.dual_encoder import DualEncoderConfig
 from shardax.models.encoder_decoder import HALVES, EncoderDecoderConfig
 from shardax.models.kinds import PretrainedError, brief
@@ -68,30 +69,31 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 # --- types ---
 
+# Fields that follow from the number of heads where they are left out.
+_BY_HEADS = ("attention.num_kv_heads", "attention.head_dim")
+
 _KINDS = {"bool": kinds.BOOLEAN, "float": kinds.NUMBER, "int": kinds.INTEGER, "str": kinds.TEXT}
-# The type of each field of TransformerConfig, as it is annotated.
-_ANNOTATIONS = {field.name: str(field.type) for field in dataclasses.fields(TransformerConfig)}
 _POSITIVE = frozenset(
     [
-        *("channels", "embed_dim", "expert_dim", "experts_per_token", "head_dim", "image_size"),
-        *("expert_groups", "expert_limit", "groups_per_token", "shared_expert_dim"),
-        *("latent_dim", "query_latent_dim", "rope_dim", "value_dim"),
-        *("mlp_dim", "num_heads", "num_kv_heads", "num_layers", "patch_size", "vocab_size"),
-        "feature_size",
-        "projection_dim",
-        "window",
+        *("vocab_size", "num_layers", "embed_dim", "mlp.dim", "features.size"),
+        *("attention.num_heads", "attention.num_kv_heads", "attention.head_dim"),
+        *("attention.window", "attention.latent.dim", "attention.latent.query_dim"),
+        *("attention.latent.rope_dim", "attention.latent.value_dim"),
+        *("experts.dim", "experts.top_k", "experts.num_groups", "experts.top_groups"),
+        *("experts.limit", "experts.shared_dim", "output.projection_dim"),
+        *("image.size", "image.patch_size", "image.channels", "patch_size", "channels"),
     ]
 )
 
 
-def kind_of_target(target: str) -> kinds.Kind:
-    """Returns the type of a field that sets one of ``TransformerConfig``."""
+def kind_of_target(config_class: type, target: str) -> kinds.Kind:
+    """Returns the type of a field, by its target's path."""
     if target in kinds.ACTIVATION_FIELDS:
         return kinds.TEXT
-    name, _, null = _ANNOTATIONS[target].partition(" | ")
+    name, _, null = paths_of(config_class)[target].partition(" | ")
     kind = replace(_KINDS.get(name, kinds.ANYTHING), is_positive=target in _POSITIVE)
     # Null is as if the field were left out, or false.
-    may_be_null = null == "None" or name == "bool" or target in ("num_kv_heads", "head_dim")
+    may_be_null = null == "None" or name == "bool" or target in _BY_HEADS
     return kind.or_null if may_be_null else kind
 
 
@@ -112,7 +114,7 @@ REQUIRED = object()
 
 
 class Field:
-    """A field of ``config.json`` and the fields of ``TransformerConfig`` that it sets."""
+    """A field of ``config.json``, and its targets in a config by path."""
 
     def __init__(self, *targets: str, default: object = REQUIRED) -> None:
         self.targets = targets
@@ -166,11 +168,11 @@ class Family:
     head_tensors: Mapping[str | None, Tensors] = dataclasses.field(default_factory=dict)
     # Fields of ``config.json`` with a meaning together.
     groups: Sequence[FieldGroup] = ()
-    # Fields of ``TransformerConfig`` that all models of the family share.
+    # Fields of the config, by path, that all models of the family share.
     fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     # Values of fields of ``config.json`` that may be left out, before those of fields and groups.
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    # By name of the class the fields of ``TransformerConfig`` that it sets.
+    # By name of the class the fields of the config that it sets.
     architectures: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
     # Fields of ``config.json`` that may only have one of these values.
     neutral: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
@@ -226,9 +228,18 @@ class ConfigEdit:
     config: TransformerConfig
     read: TransformerConfig  # what it said at first
 
+    def value(self, path: str) -> Any:
+        """Returns a field of the config, by path."""
+        # An absent part changes the field that says so; the others are as they were at first.
+        return self.before(path) if is_unsaid(self.config, path) else read_field(self.config, path)
+
+    def before(self, path: str) -> Any:
+        """Returns a field as it was at first, by path."""
+        return read_field(self.read, path)
+
     def changes(self, *names: str) -> bool:
-        """Whether any of these fields of the config is another."""
-        return any(getattr(self.config, name) != getattr(self.read, name) for name in names)
+        """Whether any of these fields of the config, by path, is another."""
+        return any(self.value(name) != self.before(name) for name in names)
 
     def local_layers_read(self) -> list[bool] | None:
         """Returns local layers by ``config.json`` as it is now, None if unreadable."""
@@ -236,7 +247,7 @@ class ConfigEdit:
             config = self.family.config(self.content, "config.json")
         except PretrainedError:
             return None
-        return [config.kind_of(index)[0] for index in range(config.num_layers)]
+        return list(map(config.attention.is_local, range(config.num_layers)))
 
 
 @dataclass(frozen=True)
@@ -382,20 +393,35 @@ class _Reading:
         if self.problems:
             raise self.error()
         self._check_counts(values)
-        if "num_heads" in values and values.get("num_kv_heads") is None:
-            values["num_kv_heads"] = values["num_heads"]
-        if "num_heads" in values and values.get("head_dim") is None:
-            values["head_dim"] = values["embed_dim"] // values["num_heads"]
+        if heads := values.get("attention.num_heads"):
+            by_heads = zip(_BY_HEADS, (heads, values["embed_dim"] // heads), strict=True)
+            values |= {path: size for path, size in by_heads if values.get(path) is None}
+        values["source"] = json.dumps(self.content)
         try:
-            return family.config_class(**values, source=json.dumps(self.content))
+            return make_config(family.config_class, values)
         except (LayerConfigError, ValueError) as error:
-            self._note(str(error).removesuffix("."))
+            self._note(self._named(str(error).removesuffix(".")))
             raise self.error() from error
+
+    def _named(self, problem: str) -> str:
+        """Returns the problem of a config behind its field of ``config.json``."""
+        kind = self.family.config_class
+        for name, field in self.family.fields.items():
+            for target in field.targets:
+                part, _, field_of_part = target.rpartition(".")
+                owners = ((kind, target), (part_class(kind, part), field_of_part))
+                starts = tuple(f"{owner.__name__} needs {path} to" for owner, path in owners)
+                if name in self.content and problem.startswith(starts):
+                    return f"{name}={brief(self.content[name])}: {problem}"
+        return problem
 
     def _of_field(self, name: str, field: Field) -> dict[str, Any]:
         value = self.take(name)
         if name in self.content:
-            problems = [kind_of_target(target).problem(name, value) for target in field.targets]
+            kind = self.family.config_class
+            problems = [
+                kind_of_target(kind, target).problem(name, value) for target in field.targets
+            ]
             for problem in filter(None, problems):
                 self._note(problem)
                 return {}
@@ -411,7 +437,7 @@ class _Reading:
         """Raises for more layers or experts than the files have."""
         if self.tensor_count is None:
             return
-        layers, experts = values.get("num_layers", 0), values.get("num_experts", 0)
+        layers, experts = values.get("num_layers", 0), values.get("experts.num_experts", 0)
         if not any(tensor.is_of_expert for tensor in self.family.tensors):
             experts = 0  # all of a layer are in one tensor
         for count, least, counts in (

@@ -32,7 +32,7 @@ from shardax._core.variable import Cache, Quantized
 from shardax._select.selection import select
 from shardax._transforms.control.loops import while_loop
 from shardax._transforms.jit.jit import jit
-from shardax.models.config import TransformerConfig
+from shardax.models.config.transformer import TransformerConfig
 from shardax.models.convnext import ConvNeXtConfig
 from shardax.models.dual_encoder import DualEncoderConfig
 from shardax.models.encoder_decoder import EncoderDecoder, EncoderDecoderConfig
@@ -491,8 +491,8 @@ def _as_inputs(model: Any, inputs: Any) -> _Inputs | None:
     rows = _as_prompts(inputs, "input")
     _check_vocabulary(model.encoder, rows, "input")
     longest, config = max(row.size for row in rows), model.config.encoder
-    most = config.max_positions - config.position_offset
-    if config.max_positions and longest > most:
+    most = config.positions.max_positions - config.positions.offset
+    if config.positions.max_positions and longest > most:
         raise GenerationError(f"An input has {longest} tokens, but its encoder takes {most}.")
     tokens = np.zeros((len(rows), _bucket(longest)), np.int32)
     for place, row in enumerate(rows):
@@ -538,7 +538,9 @@ def _filters_of(temperature: float, top_k, top_p, min_p, penalty) -> _Filters:
 
 def _check_length(model: object, length: int) -> None:
     """Raises if a model with learned positions has too few."""
-    most = getattr(getattr(model, "config", None), "max_positions", 0)
+    config = getattr(model, "config", None)
+    positions = config.positions if isinstance(config, TransformerConfig) else config
+    most = getattr(positions, "max_positions", 0)
     if most and length > most:
         raise GenerationError(
             f"Prompt and max_new_tokens make {length} tokens, but the model has max_positions="

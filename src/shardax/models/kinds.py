@@ -110,8 +110,8 @@ ACTIVATION_NAMES = {
 }
 
 
-# Fields of ``TransformerConfig`` with the name of an activation.
-ACTIVATION_FIELDS = ("activation", "head_activation")
+# Fields of configs with the name of an activation.
+ACTIVATION_FIELDS = ("activation", "output.activation")
 
 
 def activation_name(function: object) -> str | None:

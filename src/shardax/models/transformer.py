@@ -19,9 +19,11 @@ from shardax._core.init.rng import Rngs
 from shardax._core.module import Module
 from shardax._core.state.split_merge import iter_variables
 from shardax._core.variable import Cache
-from shardax.models.config import TransformerConfig
+from shardax.models.config.checks import dtypes
+from shardax.models.config.inputs import ImageConfig
+from shardax.models.config.transformer import TransformerConfig
 from shardax.models.layers.activations import find_activation
-from shardax.models.layers.norms import dtypes, make_norm
+from shardax.models.layers.norms import make_norm
 from shardax.models.layers.pooling import AttentionPooling, pool_states
 from shardax.models.layers.transformer_layer import (
     BlockCache,
@@ -66,7 +68,7 @@ class Transformer(Module):
 
     Example:
         >>> import jax.numpy as jnp, shardax as sx
-        >>> model = Transformer(TransformerConfig(num_layers=1, gated=False), rngs=sx.Rngs(0))
+        >>> model = Transformer(TransformerConfig(num_layers=1), rngs=sx.Rngs(0))
         >>> model(jnp.zeros((2, 8), int)).shape
         (2, 8, 256)
     """
@@ -80,43 +82,47 @@ class Transformer(Module):
         return getattr(self.config, "transformer", self.config)
 
     def _build(self, config: TransformerConfig, rngs: Rngs) -> None:
-        options, size = dtypes(config), config.token_dim or config.embed_dim
+        options, embedding = dtypes(config), config.embedding
+        size = embedding.dim or config.embed_dim
         self.embed: Any = None
-        if config.image_size:
-            self._build_patches(config, rngs)
-        elif config.feature_size:
-            self.frames = FrameEmbedding(config, rngs=rngs)
+        if config.image is not None:
+            self._build_patches(config.image, config.embed_dim, rngs=rngs, **options)
+        elif config.features is not None:
+            self.frames = FrameEmbedding(config.features.size, size, rngs=rngs, **options)
         else:
             self.embed = Embed(config.vocab_size, size, rngs=rngs, **options)
-        for name, count in (("positions", config.max_positions), ("types", config.token_types)):
+        positions = config.positions
+        for name, count in (
+            ("positions", positions.max_positions),
+            ("types", embedding.token_types),
+        ):
             if count:
                 names = ("position" if name == "positions" else None, "embed")
-                first: Any = {"embedding_init": _sines} if config.feature_size else {}
+                first: Any = {} if config.features is None else {"embedding_init": _sines}
                 setattr(self, name, Embed(count, size, axes=names, rngs=rngs, **options, **first))
-        self.embed_norm = make_norm(config, size) if config.embed_norm else None
-        if config.token_dim:
+        self.embed_norm = make_norm(config.norms, size, options) if embedding.norm else None
+        if embedding.dim:
             names = (None, "embed")
             wide = Linear(size, config.embed_dim, kernel_axes=names, rngs=rngs, **options)
             self.embed_projection = wide
-        if config.relative_buckets:
-            sizes, names = (config.relative_buckets, config.num_heads), ("bucket", "heads")
-            self.distances = Embed(*sizes, axes=names, rngs=rngs, **options)
-        self.embed_dropout = (
-            Dropout(config.embed_dropout, rngs=rngs) if config.embed_dropout else None
-        )
+        if positions.relative_buckets:
+            sizes = (positions.relative_buckets, config.attention.num_heads)
+            self.distances = Embed(*sizes, axes=("bucket", "heads"), rngs=rngs, **options)
+        self.embed_dropout = Dropout(embedding.dropout, rngs=rngs) if embedding.dropout else None
         self.layers, self.rest = self._make_layers(config, rngs)
-        self.final_norm = None if config.norm_placement == "after" else make_norm(config)
+        has_last_norm = config.norms.placement != "after"
+        self.final_norm = (
+            make_norm(config.norms, config.embed_dim, options) if has_last_norm else None
+        )
+        self.head: Any = None
+        self._build_pool(config, rngs)
         self._build_head(config, rngs)
 
-    def _build_patches(self, config: TransformerConfig, rngs: Rngs) -> None:
-        side, size, options = config.patch_size, config.embed_dim, dtypes(config)
-        names = (None, None, None, "embed")
-        sizes = (side, side, config.channels)
-        use_bias = config.patch_bias
-        self.patches = Linear(
-            sizes, size, use_bias=use_bias, kernel_axes=names, rngs=rngs, **options
-        )
-        vector = (zeros, (size,), config.param_dtype, ("embed",), None)
+    def _build_patches(self, config: ImageConfig, size: int, *, rngs: Rngs, **dtypes: Any) -> None:
+        sizes = (config.patch_size, config.patch_size, config.channels)
+        bias = {"use_bias": config.patch_bias, "kernel_axes": (None, None, None, "embed")}
+        self.patches = Linear(sizes, size, rngs=rngs, **bias, **dtypes)
+        vector = (zeros, (size,), dtypes["param_dtype"], ("embed",), None)
         if config.first_vector:
             self.first = make_parameter(*vector)
         if config.mask_patch:
@@ -139,35 +145,40 @@ class Transformer(Module):
         remaining = [self._make_layer(index, rngs) for index in range(count % period)]
         return stack, remaining or None
 
+    def _build_pool(self, config: TransformerConfig, rngs: Rngs) -> None:
+        size, pool, options = config.embed_dim, config.pool, dtypes(config)
+        if pool.kind == "attention" and config.mlp is not None:
+            mlp = make_mlp(config.mlp, size, activation=config.activation, rngs=rngs, **options)
+            sizes = (size, config.attention.num_heads, config.norms)
+            self.attention_pooling = AttentionPooling(*sizes, mlp, dtypes=options, rngs=rngs)
+        if pool.dense:
+            names = ("embed", None)
+            self.pooler = Linear(size, pool.dim or size, kernel_axes=names, rngs=rngs, **options)
+
     def _build_head(self, config: TransformerConfig, rngs: Rngs) -> None:
-        options, size = dtypes(config), config.embed_dim
-        self.head: Any = None
+        options, output, token_dim = dtypes(config), config.output, config.embedding.dim
+        size = (config.pool.dense and config.pool.dim) or config.embed_dim
         square = {"kernel_axes": ("embed", None), "rngs": rngs, **options}
-        if config.pooling == "attention":
-            self.attention_pooling = AttentionPooling(config, make_mlp(config, rngs), rngs=rngs)
-        if config.pooler:
-            self.pooler = Linear(size, config.pooler_dim or size, **square)
-            size = config.pooler_dim or size
-        if config.head_transform:
-            read = config.token_dim if config.head == "tokens" and config.token_dim else size
-            bias = config.head_transform_bias
-            self.head_dense = Linear(size, read, use_bias=bias, **square)
-            self.head_norm = make_norm(config, read) if config.head_transform_norm else None
+        if output.transform:
+            read = token_dim if config.head == "tokens" and token_dim else size
+            self.head_dense = Linear(size, read, use_bias=output.transform_bias, **square)
+            has_norm = output.transform_norm
+            self.head_norm = make_norm(config.norms, read, options) if has_norm else None
             size = read
         if config.head not in (None, "tokens"):
-            size = 2 * size if config.pooling == "first_and_mean" else size
+            size = 2 * size if config.pool.kind == "first_and_mean" else size
             has_bias = config.head != "embedding"
             self.head = Linear(size, config.head_size, use_bias=has_bias, **square)
-        elif config.head == "tokens" and not config.tied_head:
+        elif config.head == "tokens" and not output.tied:
             self.head = Linear(
                 size,
                 config.vocab_size,
-                use_bias=config.head_bias,
+                use_bias=output.bias,
                 kernel_axes=("embed", "vocab"),
                 rngs=rngs,
                 **options,
             )
-        elif config.head == "tokens" and config.head_bias:
+        elif config.head == "tokens" and output.bias:
             shape, names = (config.vocab_size,), ("vocab",)
             self.head_bias = make_parameter(zeros, shape, config.param_dtype, names, None)
 
@@ -255,13 +266,14 @@ class Transformer(Module):
                 with a bias, a scale or a softcap, or replaced.
         """
         config, layer = self._parts, self.embed if self.head is None else self.head
+        output = config.output
         is_plain = type(layer) is (Embed if self.head is None else Linear)
         for holds, why in (
             (config.head != "tokens", f"its head is {config.head!r}"),
             (not is_plain, f"its head is a {type(layer).__name__}"),
-            (config.head_bias, "its head has a bias"),
-            (config.logit_scale is not None, "it has logit_scale"),
-            (config.final_softcap is not None, "it has final_softcap"),
+            (output.bias, "its head has a bias"),
+            (output.scale is not None, "it has output.scale"),
+            (output.softcap is not None, "it has output.softcap"),
         ):
             if holds:
                 raise LayerConfigError(
@@ -284,13 +296,14 @@ class Transformer(Module):
         """Returns the outputs of the layers and the last norm."""
         self._check_context(context, context_mask, cache, segment_ids)
         if self.embed is None:
-            embed = self._embed_frames if self._parts.feature_size else self._embed_images
-            if mask is not None and self._parts.feature_size:
+            has_frames = self._parts.features is not None
+            embed = self._embed_frames if has_frames else self._embed_images
+            if mask is not None and has_frames:
                 refuse_input(
                     type(self).__name__, "features without a mask", tokens, "Leave it out."
                 )
             return self._run(embed(tokens), {}, cache)
-        if token_types is not None and not self._parts.token_types:
+        if token_types is not None and not self._parts.embedding.token_types:
             raise LayerInputError(
                 f"{type(self).__name__} has no token_types, but was given some: call it without."
             )
@@ -311,21 +324,22 @@ class Transformer(Module):
     def _check_context(self, context, mask, cache, segment_ids) -> None:
         """Raises for a context that is missing, or that nothing reads."""
         name, hint = type(self).__name__, "sx.models.EncoderDecoder gives it the encoder's states."
-        if self._parts.cross_attention and context is None and cache is None:
+        reads_context = self._parts.attention.cross_attention
+        if reads_context and context is None and cache is None:
             raise LayerInputError(f"{name} reads a context, and was given none. {hint}")
-        unread = not self._parts.cross_attention and context is not None
+        unread = not reads_context and context is not None
         if unread or (mask is not None and context is None):
             raise LayerInputError(
                 f"{name} was given a context or its mask, and reads none. Call it without."
             )
-        if self._parts.cross_attention and segment_ids is not None:
+        if reads_context and segment_ids is not None:
             raise LayerInputError(
                 f"{name} with cross-attention takes no segment_ids, as each token would read the "
                 f"context of all documents of its row. Give one document a row, with a mask."
             )
 
     def pool(self, hidden: jax.Array, tokens: Any = None, mask: Any = None) -> jax.Array:
-        """Makes one vector of a sequence, as ``config.pooling`` says.
+        """Makes one vector of a sequence, as ``config.pool`` says.
 
         Args:
             hidden: Shape (batch, time, embed): what a model without a head returns.
@@ -341,35 +355,36 @@ class Transformer(Module):
 
         Example:
             >>> import jax.numpy as jnp, shardax as sx
-            >>> config = TransformerConfig(num_layers=1, head=None, pooling="end", end_token=3)
+            >>> pool = sx.models.PoolConfig(kind="end", end_token=3)
+            >>> config = TransformerConfig(num_layers=1, head=None, pool=pool)
             >>> model = Transformer(config, rngs=sx.Rngs(0))
             >>> tokens = jnp.array([[5, 6, 3, 0]])
             >>> hidden = model(tokens)
             >>> bool((model.pool(hidden, tokens) == hidden[:, 2]).all())
             True
         """
-        config = self._parts
-        if config.pooling == "attention":
+        pool = self._parts.pool
+        if pool.kind == "attention":
             x = self.attention_pooling(hidden)
         else:
-            x = pool_states(config, hidden, tokens, mask)
-        x = self.final_norm(x) if config.pooled_norm and self.final_norm is not None else x
-        return find_activation(config.pooler_activation)(self.pooler(x)) if config.pooler else x
+            x = pool_states(pool, hidden, tokens, mask)
+        x = self.final_norm(x) if pool.norm and self.final_norm is not None else x
+        return find_activation(pool.activation)(self.pooler(x)) if pool.dense else x
 
     def _given(
         self, tokens: jax.Array, mask: object, positions: object, cache: object
     ) -> tuple[dict[str, Any], Any]:
         """Returns the arguments of every layer, and the positions."""
-        config = self._parts
+        attention, learned = self._parts.attention, self._parts.positions
         if mask is not None:
             mask = as_array(mask).astype(bool)
             if mask.shape != tokens.shape:
                 hint = "True is for real tokens, False for padding."
                 refuse_input(type(self).__name__, f"a mask of shape {tokens.shape}", mask, hint)
-        has_padding = config.max_positions > 0 and config.pad_token >= 0
+        has_padding = learned.max_positions > 0 and learned.pad_token >= 0
         if positions is None and (mask is not None or cache is not None or has_padding):
             real = jnp.ones_like(tokens) if mask is None else mask
-            real = tokens != config.pad_token if has_padding else real
+            real = tokens != learned.pad_token if has_padding else real
             counted = jnp.cumsum(real, -1, dtype=jnp.int32)
             positions = jnp.maximum(counted + _last_positions(cache), 0)
             positions = jnp.where(real, positions, -1) if has_padding else positions
@@ -382,22 +397,24 @@ class Transformer(Module):
         mask = None if mask is None else mask[..., None, None, :]
         positions = as_array(positions)
         options: dict[str, Any] = {} if mask is None else {"mask": mask}
-        if config.relative_buckets:
+        if learned.relative_buckets:
             options["bias"] = self._distance_bias(tokens, cache)
-        is_placed = config.chunked or config.query_growth is not None
-        for name, rope in (("positions", config.rope), ("local_positions", config.local_rope)):
+        is_placed = attention.chunked or attention.query_growth is not None
+        latent, size = attention.latent, attention.head_dim
+        ropes = (("positions", attention.rope), ("local_positions", attention.local_rope))
+        for name, rope in ropes:
             if rope is not None:
-                rotation = rope.rotation(positions, config.rope_dim or config.head_dim)
+                rotation = rope.rotation(positions, size if latent is None else latent.rope_dim)
                 options[name] = PlacedRotation(*rotation, positions) if is_placed else rotation
         return options, positions
 
     def _distance_bias(self, tokens: jax.Array, cache: object) -> Any:
         """Returns biases by distance, with a cache a function of positions."""
-        config = self._parts
-        sizes = (config.relative_buckets, config.farthest_distance)
+        learned = self._parts.positions
+        sizes = (learned.relative_buckets, learned.farthest_distance)
         if cache is not None:
             return bias_behind(self.distances(buckets_behind(*sizes)))
-        buckets = distance_buckets(tokens.shape[-1], *sizes, config.causal)
+        buckets = distance_buckets(tokens.shape[-1], *sizes, self._parts.causal)
         bias = jnp.moveaxis(self.distances(buckets), -1, 0)
         # Of a batch the first dimension is that of rows, which microbatches would cut.
         return bias if tokens.ndim == 1 else bias[None]
@@ -405,19 +422,20 @@ class Transformer(Module):
     @property
     def _usable_positions(self) -> int:
         """Rows of learned positions behind that of padding, or the offset."""
-        parts = self._parts
-        return parts.max_positions - 1 - parts.pad_token - parts.position_offset
+        learned = self._parts.positions
+        return learned.max_positions - 1 - learned.pad_token - learned.offset
 
     def _check_positions(self, positions) -> None:
         """Raises if known positions are more than the learned ones."""
-        count, usable = self._parts.max_positions, self._usable_positions
+        learned, usable = self._parts.positions, self._usable_positions
+        count = learned.max_positions
         if not count or isinstance(positions, Tracer) or not np.size(positions):
             return
         if not getattr(positions, "is_fully_addressable", True):
             return
         last = int(np.max(positions))
         if last >= usable:
-            first = "padding's" if self._parts.pad_token >= 0 else "its position_offset"
+            first = "padding's" if learned.pad_token >= 0 else "its offset"
             padding = "" if usable == count else f", {count - usable} of them up to {first}"
             raise LayerInputError(
                 f"{type(self).__name__} has max_positions={count}{padding}, but was given tokens "
@@ -426,24 +444,24 @@ class Transformer(Module):
             )
 
     def _embed_tokens(self, tokens: jax.Array, positions, token_types: object) -> jax.Array:
-        config = self._parts
+        embedding, learned = self._parts.embedding, self._parts.positions
         x = self.embed(tokens)
-        if config.embed_scale is not None:
-            x = x * jnp.asarray(config.embed_scale, x.dtype)
-        if config.max_positions:
+        if embedding.scale is not None:
+            x = x * jnp.asarray(embedding.scale, x.dtype)
+        if learned.max_positions:
             # -1 is padding, which has the first row or that of its number.
-            offset = config.pad_token + 1 + config.position_offset
-            places = jnp.maximum(positions + offset, max(config.pad_token, 0))
+            offset = learned.pad_token + 1 + learned.offset
+            places = jnp.maximum(positions + offset, max(learned.pad_token, 0))
             x = add_bias(x, self.positions(places))
-        if config.token_types:
+        if embedding.token_types:
             x = x + self.types(jnp.zeros_like(tokens) if token_types is None else token_types)
         x = x if self.embed_norm is None else self.embed_norm(x)
         x = x if self.embed_dropout is None else self.embed_dropout(x)
-        return _constrain(self.embed_projection(x) if config.token_dim else x)
+        return _constrain(self.embed_projection(x) if embedding.dim else x)
 
     def _embed_images(self, images: jax.Array) -> jax.Array:
-        config = self._parts
-        size, side, channels = config.image_size, config.patch_size, config.channels
+        config: Any = self._parts.image
+        size, side, channels = config.size, config.patch_size, config.channels
         if images.ndim != 4 or images.shape[1:] != (size, size, channels):
             refuse_input(
                 type(self).__name__,
@@ -466,8 +484,8 @@ class Transformer(Module):
         return _constrain(x if self.embed_dropout is None else self.embed_dropout(x))
 
     def _embed_frames(self, features: jax.Array) -> jax.Array:
-        config = self._parts
-        shape = (2 * config.max_positions, config.feature_size)
+        count, config = self._parts.positions.max_positions, self._parts.features
+        shape = (2 * count, 0 if config is None else config.size)
         if features.ndim != 3 or features.shape[1:] != shape:
             refuse_input(
                 type(self).__name__,
@@ -476,7 +494,7 @@ class Transformer(Module):
                 "Frames come before features: features.transpose(0, 2, 1) of PyTorch's.",
             )
         # Positions are sines, and not trained.
-        positions = jax.lax.stop_gradient(self.positions(jnp.arange(config.max_positions)))
+        positions = jax.lax.stop_gradient(self.positions(jnp.arange(count)))
         x = add_bias(self.frames(features), positions)
         return _constrain(x if self.embed_dropout is None else self.embed_dropout(x))
 
@@ -511,9 +529,10 @@ class Transformer(Module):
         if not config.causal:
             raise LayerConfigError(f"{type(self).__name__} is not causal, so there is no cache.")
         dtype = config.dtype if dtype is None else dtype
-        if config.cross_attention == (context_length is None):
+        attention = config.attention
+        if attention.cross_attention == (context_length is None):
             raise LayerConfigError(
-                f"{type(self).__name__} has cross_attention={config.cross_attention}, but "
+                f"{type(self).__name__} has cross_attention={attention.cross_attention}, but "
                 f"make_cache was given context_length={context_length}. It is the length of what "
                 f"cross-attention reads, and needed for that alone."
             )
@@ -528,24 +547,24 @@ class Transformer(Module):
             caches = dict[str, Any]()
             if config.has_attention(index):
                 caches["attn"] = of_attention(index, num_layers)
-            if config.recurrent is not None and config.is_recurrent(index):
+            if config.recurrence is not None and config.is_recurrent(index):
                 kind = dtype if jnp.issubdtype(dtype, jnp.floating) else config.dtype
-                mixer = config.recurrent.make(config, Rngs(0))
+                mixer = config.recurrence.mixer.make(config, Rngs(0))
                 caches["mixer"] = mixer.make_cache(batch, dtype=kind, num_layers=num_layers)
             if context_length is not None:
-                sizes = (batch, context_length, config.num_kv_heads, config.head_dim)
+                sizes = (batch, context_length, attention.num_kv_heads, attention.head_dim)
                 context = ContextCache(*sizes, dtype=dtype, num_layers=num_layers)
                 caches["cross_attn"] = context
             return LayerCaches(**caches) if len(caches) > 1 else next(iter(caches.values()))
 
         def of_attention(index: int, num_layers: int | None) -> Any:
-            window = config.window if config.kind_of(index)[0] else None
-            if config.latent_dim:
+            window = attention.window if attention.is_local(index) else None
+            if (latent := attention.latent) is not None:
                 kind = {"dtype": dtype, "num_layers": num_layers}
-                return LatentCache(batch, length, config.latent_dim, config.rope_dim, **kind)
+                return LatentCache(batch, length, latent.dim, latent.rope_dim, **kind)
             ring = window is not None and window < length
             slots = length if window is None else min(window, length)
-            sizes = (batch, slots, config.num_kv_heads, config.head_dim)
+            sizes = (batch, slots, attention.num_kv_heads, attention.head_dim)
             return AttentionCache(*sizes, dtype=dtype, ring=ring, num_layers=num_layers)
 
         if not isinstance(self.layers, Stack):
@@ -567,30 +586,31 @@ class Transformer(Module):
         for index, layer in enumerate(layers):
             cache_option = {} if cache is None else {"cache": caches[index]}
             x = rematerialised(layer, self._parts.remat)(x, **options, **cache_option)
-        is_last = self.final_norm is None or self._parts.pooled_norm
+        is_last = self.final_norm is None or self._parts.pool.norm
         return x if is_last else cast("Any", self.final_norm)(x)
 
     def _before_head(self, x: jax.Array) -> jax.Array:
-        config = self._parts
-        if config.head_transform:
-            x = find_activation(config.head_activation or config.activation)(self.head_dense(x))
+        output = self._parts.output
+        if output.transform:
+            activation = output.activation or self._parts.activation
+            x = find_activation(activation)(self.head_dense(x))
             x = x if self.head_norm is None else self.head_norm(x)
         return x
 
     def _logits(self, x: jax.Array) -> jax.Array:
-        config = self._parts
-        if config.head is None:
+        head, output = self._parts.head, self._parts.output
+        if head is None:
             return x
         x = self._before_head(x)
-        if config.head != "tokens":
+        if head != "tokens":
             return self.head(x)
         logits = self.embed.attend(x) if self.head is None else self.head(x)
-        if self.head is None and config.head_bias:
+        if self.head is None and output.bias:
             logits = add_bias(logits, self.head_bias.value)
-        if config.logit_scale is not None:
-            logits = logits * jnp.asarray(config.logit_scale, logits.dtype)
-        if config.final_softcap is not None:
-            logits = jnp.tanh(logits / config.final_softcap) * config.final_softcap
+        if output.scale is not None:
+            logits = logits * jnp.asarray(output.scale, logits.dtype)
+        if output.softcap is not None:
+            logits = jnp.tanh(logits / output.softcap) * output.softcap
         return logits
 
 

@@ -35,6 +35,7 @@ from shardax._core.variable import Param, Quantized
 from shardax._files import draft_folder, move_files, write_tensors
 from shardax.models.architecture import describe, parameter_places
 from shardax.models.comparison import refusal
+from shardax.models.config.transformer import TransformerConfig
 from shardax.models.decoder import DECODER_RULES
 from shardax.models.dual_encoder import TOWERS
 from shardax.models.encoder_decoder import HALVES, build_model
@@ -147,8 +148,9 @@ def from_pretrained(
             content = {**content, "architectures": [family.bare]}
         content = family.as_stored(content, files)
         config = family.config(content, str(folder / CONFIG), len(files.names))
-        if not head and config.pooler:
-            config = replace(config, pooler=family.has_pooler(files.names))
+        if not head and isinstance(config, TransformerConfig) and config.pool.dense:
+            pool = replace(config.pool, dense=family.has_pooler(files.names))
+            config = replace(config, pool=pool)
         stored = files.common_dtype() if param_dtype is None else param_dtype
         settings = {"dtype": stored if dtype is None else dtype, "param_dtype": stored}
         settings |= {"scan_layers": scan_layers, "remat": remat}
@@ -353,6 +355,11 @@ def _dividing_rules(model: object, mesh: AnyMesh) -> Rules:
     return DECODER_RULES.override(dict.fromkeys(whole))
 
 
+def _is_tied(config: Any) -> bool:
+    is_single = isinstance(config, TransformerConfig)
+    return config.output.tied if is_single else config.tied_head
+
+
 # --- the table ------------------------------------------------------------------------------------
 
 
@@ -364,7 +371,7 @@ class _Table:
         tensors = (*family.tensors_for(config), *head_tensors)
         self.tensors = {tensor.to: tensor for tensor in tensors}
         self.copies = family.copies
-        self.tied = config.tied_head and config.head == "tokens"
+        self.tied = config.head == "tokens" and _is_tied(config)
         self.buffers = tuple(family.buffers)
         # Models without a head, and some old files, do without the prefix.
         bare = config.head is None

@@ -37,7 +37,13 @@ from shardax.models.tensors import (
 
 # --- what they share ------------------------------------------------------------------------------
 
-_FIXED = {**shared.ALL_BIASES, "norm": "layer", "gated": False, "rope": None, "head": None}
+_FIXED = {
+    **shared.ALL_BIASES,
+    "norms.kind": "layer",
+    "mlp.gated": False,
+    "attention.rope": None,
+    "head": None,
+}
 
 
 def _fields(width: int, heads: int, activation: str, epsilon: float) -> dict[str, Field]:
@@ -45,27 +51,27 @@ def _fields(width: int, heads: int, activation: str, epsilon: float) -> dict[str
     # Pairs leave out sizes that are the default.
     return {
         "hidden_size": Field("embed_dim", default=width),
-        "intermediate_size": Field("mlp_dim", default=4 * width),
+        "intermediate_size": Field("mlp.dim", default=4 * width),
         "num_hidden_layers": Field("num_layers", default=12),
-        "num_attention_heads": Field("num_heads", default=heads),
-        "attention_dropout": Field("attention_dropout", default=0.0),
+        "num_attention_heads": Field("attention.num_heads", default=heads),
+        "attention_dropout": Field("attention.dropout", default=0.0),
         "hidden_act": Field("activation", default=activation),
-        "layer_norm_eps": Field("norm_epsilon", default=epsilon),
+        "layer_norm_eps": Field("norms.epsilon", default=epsilon),
     }
 
 
 def _text_fields(vocabulary: int, positions: int) -> dict[str, Field]:
     return {
         "vocab_size": Field("vocab_size", default=vocabulary),
-        "max_position_embeddings": Field("max_positions", default=positions),
+        "max_position_embeddings": Field("positions.max_positions", default=positions),
     }
 
 
 def _image_fields(patch_size: int) -> dict[str, Field]:
     return {
-        "image_size": Field("image_size", default=224),
-        "num_channels": Field("channels", default=3),
-        "patch_size": Field("patch_size", default=patch_size),
+        "image_size": Field("image.size", default=224),
+        "num_channels": Field("image.channels", default=3),
+        "patch_size": Field("image.patch_size", default=patch_size),
     }
 
 
@@ -117,17 +123,19 @@ class EndToken(FieldGroup):
     def read(self, take: Taker) -> Mapping[str, Any]:
         token = take("eos_token_id", 49407, kind=kinds.INTEGER)
         return (
-            {"pooling": "highest"} if token == self.OLD else {"pooling": "end", "end_token": token}
+            {"pool.kind": "highest"}
+            if token == self.OLD
+            else {"pool.kind": "end", "pool.end_token": token}
         )
 
     def write(self, edit: ConfigEdit) -> None:
-        if edit.changes("pooling", "end_token"):
-            is_old = edit.config.pooling == "highest"
-            edit.content["eos_token_id"] = self.OLD if is_old else edit.config.end_token
+        if edit.changes("pool.kind", "pool.end_token"):
+            pool = edit.config.pool
+            edit.content["eos_token_id"] = self.OLD if pool.kind == "highest" else pool.end_token
 
 
 # A pair has a size of projections of its own.
-_PROJECTION = {"projection_dim": Field("projection_dim", default=512)}
+_PROJECTION = {"projection_dim": Field("output.projection_dim", default=512)}
 _HARMLESS = ("dropout", "initializer_factor", "tie_word_embeddings")
 
 CLIP_TEXT = Family(
@@ -147,7 +155,13 @@ CLIP_TEXT = Family(
 # Its result has no norm, but what is pooled of it has.
 CLIP_VISION = Family(
     fields={**_fields(768, 12, "quick_gelu", 1e-5), **_image_fields(32), **_PROJECTION},
-    fixed={**_FIXED, "causal": False, "embed_norm": True, "patch_bias": False, "pooled_norm": True},
+    fixed={
+        **_FIXED,
+        "causal": False,
+        "embedding.norm": True,
+        "image.patch_bias": False,
+        "pool.norm": True,
+    },
     groups=[PatchPositions(32)],
     architectures={"CLIPVisionModel": {}, "CLIPVisionModelWithProjection": {"head": "embedding"}},
     harmless=_HARMLESS,
@@ -171,11 +185,11 @@ class PooledSize(FieldGroup):
 
     def read(self, take: Taker) -> Mapping[str, Any]:
         size = take("projection_size", None, kind=kinds.SIZE.or_null)
-        return {"pooler_dim": 0 if size in (None, take("hidden_size", kind=kinds.SIZE)) else size}
+        return {"pool.dim": 0 if size in (None, take("hidden_size", kind=kinds.SIZE)) else size}
 
     def write(self, edit: ConfigEdit) -> None:
-        if edit.changes("pooler_dim", "embed_dim"):
-            edit.content["projection_size"] = edit.config.pooler_dim or edit.config.embed_dim
+        if edit.changes("pool.dim", "embed_dim"):
+            edit.content["projection_size"] = edit.config.pool.dim or edit.config.embed_dim
 
 
 class PoolingHead(FieldGroup):
@@ -183,11 +197,11 @@ class PoolingHead(FieldGroup):
 
     def read(self, take: Taker) -> Mapping[str, Any]:
         has_head = take("vision_use_head", True, kind=kinds.BOOLEAN)
-        return {"pooling": "attention" if has_head else "first"}
+        return {"pool.kind": "attention" if has_head else "first"}
 
     def write(self, edit: ConfigEdit) -> None:
-        if edit.changes("pooling"):
-            edit.content["vision_use_head"] = edit.config.pooling == "attention"
+        if edit.changes("pool.kind"):
+            edit.content["vision_use_head"] = edit.config.pool.kind == "attention"
 
 
 # The last position is pooled even if it is padding: models were trained so.
@@ -196,9 +210,9 @@ SIGLIP_TEXT = Family(
     fixed={
         **_FIXED,
         "causal": False,
-        "pooling": "last",
-        "pooler": True,
-        "pooler_activation": "identity",
+        "pool.kind": "last",
+        "pool.dense": True,
+        "pool.activation": "identity",
     },
     groups=[PooledSize()],
     group_fields=("projection_size",),
@@ -214,7 +228,7 @@ SIGLIP_TEXT = Family(
 _IN, _POOLING = "vision_model.head.attention.in_proj", "attention_pooling"
 SIGLIP_VISION = Family(
     fields={**_fields(768, 12, "gelu_pytorch_tanh", 1e-6), **_image_fields(16)},
-    fixed={**_FIXED, "causal": False, "first_vector": False},
+    fixed={**_FIXED, "causal": False, "image.first_vector": False},
     groups=[PatchPositions(16, first_vector=False), PoolingHead()],
     group_fields=("vision_use_head",),
     architectures={"SiglipVisionModel": {}},
@@ -266,7 +280,7 @@ def _pair(text: str, text_family: Family, image: str, image_family: Family) -> d
 
 _CLIP_PAIR = _pair("clip_text_model", CLIP_TEXT, "clip_vision_model", CLIP_VISION)
 CLIP = DualFamily(
-    fields=_PROJECTION,
+    fields={"projection_dim": Field("projection_dim", default=512)},
     architectures={"CLIPModel": {}},
     harmless=("initializer_factor", "logit_scale_init_value"),
     prefix="",

@@ -110,7 +110,7 @@ def _family(
             "layer_norm_eps": Field("norm_epsilon", default=1e-12),
         },
         fixed=fixed,
-        groups=[StageSizes(), *groups, shared.Labels()],
+        groups=[StageSizes(), *groups, shared.Labels("num_classes")],
         architectures={
             f"{name}ForImageClassification": {"head": "classes"},
             f"{name}Model": {"head": None},

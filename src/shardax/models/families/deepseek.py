@@ -45,19 +45,20 @@ class LatentHeads(Rotary):
             tables.append({n: x for n, x in value.items() if n.startswith("mscale") and x})
             return {n: x for n, x in value.items() if not n.startswith("mscale")}
 
-        rope = super().read(take_table)["rope"]
+        rope = super().read(take_table)["attention.rope"]
         interleaved = self.interleaved or bool(
             take("rope_interleave", True, kind=kinds.BOOLEAN.or_null)
         )
-        fields = {"head_dim": plain + rotated, "rope_dim": rotated, "num_kv_heads": heads}
+        fields = {"attention.head_dim": plain + rotated, "attention.num_kv_heads": heads}
+        fields["attention.latent.rope_dim"] = rotated
         scales = tables[0] if tables else {}  # rope_scaling goes before rope_parameters
         return fields | _scaled(replace(rope, interleaved=interleaved), plain + rotated, scales)
 
     def write(self, edit: ConfigEdit) -> None:
-        config = edit.config
         super().write(edit)
-        if edit.changes("head_dim", "rope_dim"):
-            edit.content["qk_nope_head_dim"] = config.head_dim - config.rope_dim
+        if edit.changes("attention.head_dim", "attention.latent.rope_dim"):
+            rotated = edit.value("attention.latent.rope_dim")
+            edit.content["qk_nope_head_dim"] = edit.config.attention.head_dim - rotated
 
 
 def _scaled(rope: Any, head_dim: int, scales: Mapping[str, Any]) -> dict[str, Any]:
@@ -69,14 +70,14 @@ def _scaled(rope: Any, head_dim: int, scales: Mapping[str, Any]) -> dict[str, An
         raise PretrainedError(f"rope_type={rope.kind!r} with {listed} is not supported")
     every = scales.get("mscale_all_dim")
     if every is None:
-        return {"rope": rope}
+        return {"attention.rope": rope}
     both, one = (
         0.1 * scale * math.log(rope.factor) + 1 if rope.factor > 1 else 1.0
         for scale in (every, scales.get("mscale", 0))
     )
     if rope.attention_factor is None and "mscale" in scales:
         rope = replace(rope, attention_factor=one / both)
-    return {"rope": rope, "attention_scale": head_dim**-0.5 * both * both}
+    return {"attention.rope": rope, "attention.scale": head_dim**-0.5 * both * both}
 
 
 class ExpertGroups(FieldGroup):
@@ -93,7 +94,7 @@ class ExpertGroups(FieldGroup):
         limits = ", only 'greedy', or 'group_limited_greedy' with both"
         stated = f" with n_group={groups} and topk_group={chosen}"
         kinds.check_supported("topk_method", method, fits, stated + limits)
-        return {"expert_groups": groups, "groups_per_token": chosen}
+        return {"experts.num_groups": groups, "experts.top_groups": chosen}
 
 
 _LATENT = (
@@ -109,9 +110,9 @@ _LATENT = (
 _FIELDS = {
     **{name: f for name, f in shared.GATED_DECODER.items() if name != "head_dim"},
     **shared.ATTENTION_BIAS,
-    "kv_lora_rank": Field("latent_dim", default=512),
-    "q_lora_rank": Field("query_latent_dim", default=1536),
-    "v_head_dim": Field("value_dim", default=128),
+    "kv_lora_rank": Field("attention.latent.dim", default=512),
+    "q_lora_rank": Field("attention.latent.query_dim", default=1536),
+    "v_head_dim": Field("attention.latent.value_dim", default=128),
 }
 del _FIELDS["num_key_value_heads"]
 
@@ -126,14 +127,14 @@ def _tensors(*more: Tensor) -> tuple[Tensor, ...]:
 DEEPSEEK_V3 = Family(
     fields={
         **_FIELDS,
-        "n_group": Field("expert_groups", default=8),
-        "n_routed_experts": Field("num_experts", default=256),
-        "norm_topk_prob": Field("normalise_experts", default=True),
-        "num_experts_per_tok": Field("experts_per_token", default=8),
-        "routed_scaling_factor": Field("expert_scale", default=2.5),
-        "topk_group": Field("groups_per_token", default=4),
+        "n_group": Field("experts.num_groups", default=8),
+        "n_routed_experts": Field("experts.num_experts", default=256),
+        "norm_topk_prob": Field("experts.normalise", default=True),
+        "num_experts_per_tok": Field("experts.top_k", default=8),
+        "routed_scaling_factor": Field("experts.scale", default=2.5),
+        "topk_group": Field("experts.top_groups", default=4),
     },
-    fixed={"expert_scores": "sigmoid"},
+    fixed={"experts.scores": "sigmoid"},
     groups=[LatentHeads(max_positions=4096), shared.ExpertLayers(3, 2048, 1)],
     architectures=shared.causal_lm("DeepseekV3"),
     neutral={"moe_layer_freq": (1,), "scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)},
@@ -146,12 +147,12 @@ DEEPSEEK_V3 = Family(
 DEEPSEEK_V2 = Family(
     fields={
         **_FIELDS,
-        "mlp_bias": Field("mlp_bias", default=False),
-        "n_routed_experts": Field("num_experts", default=64),
-        "num_experts_per_tok": Field("experts_per_token"),
-        "routed_scaling_factor": Field("expert_scale", default=1.0),
+        "mlp_bias": Field("mlp.bias", default=False),
+        "n_routed_experts": Field("experts.num_experts", default=64),
+        "num_experts_per_tok": Field("experts.top_k"),
+        "routed_scaling_factor": Field("experts.scale", default=1.0),
     },
-    fixed={"expert_scores": "grouped_softmax", "normalise_experts": False},
+    fixed={"experts.scores": "grouped_softmax", "experts.normalise": False},
     groups=[LatentHeads(interleaved=True), shared.ExpertLayers(0, 1407, 2), ExpertGroups()],
     architectures=shared.causal_lm("DeepseekV2"),
     neutral={"moe_layer_freq": (1,), "norm_topk_prob": (False, None), "scoring_func": ("softmax",)},

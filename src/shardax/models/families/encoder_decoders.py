@@ -62,14 +62,17 @@ class Units(FieldGroup):
         default = "gelu_new" if name == "gated-gelu" else activation
         activation = take("dense_act_fn", default, kind=kinds.TEXT)
         is_gated = take("is_gated_act", gate == "gated", kind=kinds.BOOLEAN)
-        return {"gated": is_gated, "activation": kinds.known_activation("dense_act_fn", activation)}
+        return {
+            "mlp.gated": is_gated,
+            "activation": kinds.known_activation("dense_act_fn", activation),
+        }
 
     def write(self, edit: ConfigEdit) -> None:
-        if edit.changes("gated", "activation"):
+        if edit.changes("mlp.gated", "activation"):
             name = kinds.published_activation(edit.config.activation)
-            edit.content["feed_forward_proj"] = f"gated-{name}" if edit.config.gated else name
+            edit.content["feed_forward_proj"] = f"gated-{name}" if edit.value("mlp.gated") else name
             edit.content["dense_act_fn"] = name
-            edit.content["is_gated_act"] = edit.config.gated
+            edit.content["is_gated_act"] = edit.value("mlp.gated")
 
 
 class DecoderLayers(FieldGroup):
@@ -91,12 +94,12 @@ class TiedDecoderHead(FieldGroup):
         is_tied = take("tie_word_embeddings", True, kind=kinds.BOOLEAN.or_null) is not False
         is_scaled = take("scale_decoder_outputs", is_tied, kind=kinds.BOOLEAN)
         size = take("d_model", 512, kind=kinds.SIZE)
-        return {"tied_head": is_tied, "logit_scale": size**-0.5 if is_scaled else None}
+        return {"output.tied": is_tied, "output.scale": size**-0.5 if is_scaled else None}
 
     def write(self, edit: ConfigEdit) -> None:
-        if edit.changes("tied_head", "logit_scale"):
-            edit.content["tie_word_embeddings"] = edit.config.tied_head
-            edit.content["scale_decoder_outputs"] = edit.config.logit_scale is not None
+        if edit.changes("output.tied", "output.scale"):
+            edit.content["tie_word_embeddings"] = edit.config.output.tied
+            edit.content["scale_decoder_outputs"] = edit.config.output.scale is not None
 
 
 class T5Family(EncoderDecoderFamily):
@@ -104,7 +107,7 @@ class T5Family(EncoderDecoderFamily):
 
     def tensors_for(self, config: Any) -> Tensors:
         """Returns the tensors of gated units, or of plain ones."""
-        others = (".wi.",) if config.decoder.gated else (".wi_0.", ".wi_1.")
+        others = (".wi.",) if config.decoder.mlp.gated else (".wi_0.", ".wi_1.")
         return tuple(t for t in self.tensors if not any(name in t.name for name in others))
 
     def as_stored(self, content: dict[str, Any], files: Any) -> dict[str, Any]:
@@ -121,15 +124,15 @@ class T5Family(EncoderDecoderFamily):
 _FIELDS = {
     "vocab_size": Field("vocab_size", default=32128),
     "d_model": Field("embed_dim", default=512),
-    "d_kv": Field("head_dim", default=64),
-    "d_ff": Field("mlp_dim", default=2048),
-    "num_heads": Field("num_heads", default=8),
-    "dropout_rate": Field("dropout", "embed_dropout", "attention_dropout", default=0.1),
-    "layer_norm_epsilon": Field("norm_epsilon", default=1e-6),
-    "relative_attention_num_buckets": Field("relative_buckets", default=32),
-    "relative_attention_max_distance": Field("farthest_distance", default=128),
+    "d_kv": Field("attention.head_dim", default=64),
+    "d_ff": Field("mlp.dim", default=2048),
+    "num_heads": Field("attention.num_heads", default=8),
+    "dropout_rate": Field("dropout", "embedding.dropout", "attention.dropout", default=0.1),
+    "layer_norm_epsilon": Field("norms.epsilon", default=1e-6),
+    "relative_attention_num_buckets": Field("positions.relative_buckets", default=32),
+    "relative_attention_max_distance": Field("positions.farthest_distance", default=128),
 }
-_T5 = {"rope": None, "attention_scale": 1.0}
+_T5 = {"attention.rope": None, "attention.scale": 1.0}
 _ARCHITECTURES = {
     "T5ForConditionalGeneration": {},
     "T5WithLMHeadModel": {},  # its name of before 2020
@@ -177,7 +180,7 @@ T5 = T5Family(
         "decoder": HalfFamily(
             fields=_FIELDS,
             tensors=(),
-            fixed={**_T5, "cross_attention": True},
+            fixed={**_T5, "attention.cross_attention": True},
             groups=[Units(), DecoderLayers(), TiedDecoderHead()],
             architectures=_ARCHITECTURES,
         ),
@@ -213,11 +216,13 @@ class LearnedPositions(FieldGroup):
 
     def read(self, take: Taker) -> Mapping[str, Any]:
         count = take("max_position_embeddings", 1024, kind=kinds.SIZE)
-        return {"max_positions": count + self.ROWS, "position_offset": self.ROWS}
+        return {"positions.max_positions": count + self.ROWS, "positions.offset": self.ROWS}
 
     def write(self, edit: ConfigEdit) -> None:
-        if edit.changes("max_positions"):
-            edit.content["max_position_embeddings"] = edit.config.max_positions - self.ROWS
+        if edit.changes("positions.max_positions"):
+            edit.content["max_position_embeddings"] = (
+                edit.config.positions.max_positions - self.ROWS
+            )
 
 
 class RootScale(FieldGroup):
@@ -225,11 +230,11 @@ class RootScale(FieldGroup):
 
     def read(self, take: Taker) -> Mapping[str, Any]:
         is_scaled = take("scale_embedding", False, kind=kinds.BOOLEAN.or_null)
-        return {"embed_scale": take("d_model", kind=kinds.SIZE) ** 0.5 if is_scaled else None}
+        return {"embedding.scale": take("d_model", kind=kinds.SIZE) ** 0.5 if is_scaled else None}
 
     def write(self, edit: ConfigEdit) -> None:
-        if edit.changes("embed_scale"):
-            edit.content["scale_embedding"] = edit.config.embed_scale is not None
+        if edit.changes("embedding.scale"):
+            edit.content["scale_embedding"] = edit.config.embedding.scale is not None
 
 
 class EncoderLayers(FieldGroup):
@@ -254,11 +259,11 @@ def _half_fields(
     return {
         "d_model": Field("embed_dim", default=width),
         f"{half}_layers": Field("num_layers", default=layers),
-        f"{half}_attention_heads": Field("num_heads", default=heads),
-        f"{half}_ffn_dim": Field("mlp_dim", default=mlp),
+        f"{half}_attention_heads": Field("attention.num_heads", default=heads),
+        f"{half}_ffn_dim": Field("mlp.dim", default=mlp),
         "activation_function": Field("activation", default="gelu"),
-        "attention_dropout": Field("attention_dropout", default=0.0),
-        "dropout": Field("dropout", "embed_dropout", default=dropout),
+        "attention_dropout": Field("attention.dropout", default=0.0),
+        "dropout": Field("dropout", "embedding.dropout", default=dropout),
     }
 
 
@@ -276,12 +281,18 @@ def _layers(half: str, norms: Mapping[str, str]) -> Tensors:
     return _half(half, layers)
 
 
-_BIASED = {**shared.ALL_BIASES, "norm": "layer", "norm_epsilon": 1e-5, "gated": False, "rope": None}
-_BART = {**_BIASED, "norm_placement": "after", "embed_norm": True}
+_BIASED = {
+    **shared.ALL_BIASES,
+    "norms.kind": "layer",
+    "norms.epsilon": 1e-5,
+    "mlp.gated": False,
+    "attention.rope": None,
+}
+_BART = {**_BIASED, "norms.placement": "after", "embedding.norm": True}
 _BART_FIELDS = {"vocab_size": Field("vocab_size", default=50265)}
 _BART_GROUPS = [LearnedPositions(), RootScale()]
 _BART_HEADS = {
-    "BartForConditionalGeneration": {"head_bias": True, "tied_head": True},
+    "BartForConditionalGeneration": {"output.bias": True, "output.tied": True},
     "BartModel": {"head": None},
 }
 _AFTER = {"self_attn_layer_norm": "attn_post_norm", "final_layer_norm": "mlp_post_norm"}
@@ -306,7 +317,7 @@ BART = EncoderDecoderFamily(
         "decoder": HalfFamily(
             fields={**_BART_FIELDS, **_half_fields("decoder", 1024, 12, 16, 4096, 0.1)},
             tensors=(),
-            fixed={**_BART, "cross_attention": True},
+            fixed={**_BART, "attention.cross_attention": True},
             groups=_BART_GROUPS,
             architectures=_BART_HEADS,
         ),
@@ -342,7 +353,7 @@ BART = EncoderDecoderFamily(
 
 # --- Whisper --------------------------------------------------------------------------------------
 
-_WHISPER = {**_BIASED, "key_bias": False}
+_WHISPER = {**_BIASED, "attention.key_bias": False}
 _WHISPER_HEADS = {"WhisperForConditionalGeneration": {}, "WhisperModel": {"head": None}}
 _BEFORE = {"self_attn_layer_norm": "attn_norm", "final_layer_norm": "mlp_norm"}
 
@@ -368,8 +379,8 @@ WHISPER = EncoderDecoderFamily(
         "encoder": HalfFamily(
             fields={
                 **_half_fields("encoder", 384, 4, 6, 1536, 0.0),
-                "max_source_positions": Field("max_positions", default=1500),
-                "num_mel_bins": Field("feature_size", default=80),
+                "max_source_positions": Field("positions.max_positions", default=1500),
+                "num_mel_bins": Field("features.size", default=80),
             },
             tensors=(),
             fixed={**_WHISPER, "causal": False, "head": None, "vocab_size": 0},
@@ -379,12 +390,12 @@ WHISPER = EncoderDecoderFamily(
         "decoder": HalfFamily(
             fields={
                 **_half_fields("decoder", 384, 4, 6, 1536, 0.0),
-                "max_target_positions": Field("max_positions", default=448),
-                "tie_word_embeddings": Field("tied_head", default=True),
+                "max_target_positions": Field("positions.max_positions", default=448),
+                "tie_word_embeddings": Field("output.tied", default=True),
                 "vocab_size": Field("vocab_size", default=51865),
             },
             tensors=(),
-            fixed={**_WHISPER, "cross_attention": True},
+            fixed={**_WHISPER, "attention.cross_attention": True},
             architectures=_WHISPER_HEADS,
         ),
     },

@@ -22,18 +22,24 @@ from shardax.models.tensors import HEADS, Tensor, Tensors, embedding, in_layers,
 _FIELDS = {
     **shared.SIZES,
     "hidden_act": Field("activation", default="gelu"),
-    "layer_norm_eps": Field("norm_epsilon", default=1e-12),
+    "layer_norm_eps": Field("norms.epsilon", default=1e-12),
 }
 _DROPOUT = {
-    "attention_probs_dropout_prob": Field("attention_dropout", default=0.1),
-    "hidden_dropout_prob": Field("dropout", "embed_dropout", default=0.1),
+    "attention_probs_dropout_prob": Field("attention.dropout", default=0.1),
+    "hidden_dropout_prob": Field("dropout", "embedding.dropout", default=0.1),
 }
-_MAX_POSITIONS = {"max_position_embeddings": Field("max_positions", default=512)}
-_FIXED = {**shared.ALL_BIASES, "norm": "layer", "gated": False, "causal": False, "rope": None}
+_MAX_POSITIONS = {"max_position_embeddings": Field("positions.max_positions", default=512)}
+_FIXED = {
+    **shared.ALL_BIASES,
+    "norms.kind": "layer",
+    "mlp.gated": False,
+    "causal": False,
+    "attention.rope": None,
+}
 # Norms stand behind the sums, and behind the embedding. The head of masked words is a dense layer
 # with a norm before the transposed embedding, and a bias.
-_AFTER = {**_FIXED, "norm_placement": "after", "embed_norm": True}
-_MASKED = {"head_transform": True, "head_bias": True, "tied_head": True}
+_AFTER = {**_FIXED, "norms.placement": "after", "embedding.norm": True}
+_MASKED = {"output.transform": True, "output.bias": True, "output.tied": True}
 
 
 def _heads(
@@ -42,7 +48,7 @@ def _heads(
     """Returns the architectures of an encoder, of five heads."""
     return {
         f"{name}ForMaskedLM": masked,
-        f"{name}Model": {"head": None, "pooler": True} if pooler else {"head": None},
+        f"{name}Model": {"head": None, "pool.dense": True} if pooler else {"head": None},
         f"{name}ForSequenceClassification": {"head": "first", **classes},
         f"{name}ForTokenClassification": {"head": "each"},
         f"{name}ForQuestionAnswering": {"head": "span"},
@@ -120,11 +126,11 @@ BERT = Family(
         **_FIELDS,
         **_DROPOUT,
         **_MAX_POSITIONS,
-        "type_vocab_size": Field("token_types", default=2),
+        "type_vocab_size": Field("embedding.token_types", default=2),
     },
     fixed=_AFTER,
     groups=[shared.Labels()],
-    architectures=_heads("Bert", _MASKED, {"pooler": True}),
+    architectures=_heads("Bert", _MASKED, {"pool.dense": True}),
     neutral={"position_embedding_type": ("absolute",), "tie_word_embeddings": (True,)},
     harmless=(
         *("directionality", "pooler_fc_size", "pooler_num_attention_heads"),
@@ -154,17 +160,17 @@ BERT = Family(
 # --- RoBERTa, XLM-RoBERTa -------------------------------------------------------------------------
 
 # Positions are counted behind the padding token, which keeps the row of its number.
-_OWN_GELU = {**_MASKED, "head_activation": "exact_gelu"}
+_OWN_GELU = {**_MASKED, "output.activation": "exact_gelu"}
 _LM_HEAD = _word_head(
     _transform("lm_head.dense", "lm_head.layer_norm"), "lm_head.decoder", "lm_head.bias"
 )
 _TWO_LAYERS = (*_pooler("classifier.dense"), *_classifier("classifier.out_proj"))
 
 ROBERTA = Family(
-    fields={**BERT.fields, "pad_token_id": Field("pad_token", default=1)},
+    fields={**BERT.fields, "pad_token_id": Field("positions.pad_token", default=1)},
     fixed=_AFTER,
     groups=[shared.Labels()],
-    architectures=_heads("Roberta", _OWN_GELU, {"pooler": True}),
+    architectures=_heads("Roberta", _OWN_GELU, {"pool.dense": True}),
     neutral=BERT.neutral,
     harmless=("language", "name"),
     prefix="roberta.",
@@ -173,7 +179,7 @@ ROBERTA = Family(
     tensors=_trunk("roberta"),
     head_tensors=_head_tensors(_LM_HEAD, _pooler("roberta.pooler.dense"), _TWO_LAYERS),
 )
-XLM_ROBERTA = replace(ROBERTA, architectures=_heads("XLMRoberta", _OWN_GELU, {"pooler": True}))
+XLM_ROBERTA = replace(ROBERTA, architectures=_heads("XLMRoberta", _OWN_GELU, {"pool.dense": True}))
 
 # --- DistilBERT -----------------------------------------------------------------------------------
 
@@ -181,19 +187,19 @@ DISTILBERT = Family(
     fields={
         "vocab_size": Field("vocab_size"),
         "dim": Field("embed_dim"),
-        "hidden_dim": Field("mlp_dim"),
+        "hidden_dim": Field("mlp.dim"),
         "n_layers": Field("num_layers"),
-        "n_heads": Field("num_heads"),
+        "n_heads": Field("attention.num_heads"),
         "activation": Field("activation", default="gelu"),
-        "attention_dropout": Field("attention_dropout", default=0.1),
-        "dropout": Field("dropout", "embed_dropout", default=0.1),
-        "tie_word_embeddings": Field("tied_head", default=True),
+        "attention_dropout": Field("attention.dropout", default=0.1),
+        "dropout": Field("dropout", "embedding.dropout", default=0.1),
+        "tie_word_embeddings": Field("output.tied", default=True),
         **_MAX_POSITIONS,
     },
-    fixed={**_AFTER, "norm_epsilon": 1e-12},
+    fixed={**_AFTER, "norms.epsilon": 1e-12},
     groups=[shared.Labels()],
     architectures=_heads(
-        "DistilBert", _MASKED, {"pooler": True, "pooler_activation": "relu"}, pooler=False
+        "DistilBert", _MASKED, {"pool.dense": True, "pool.activation": "relu"}, pooler=False
     ),
     neutral={"tie_weights_": (True,)},
     # Positions by sines are in the files like others.
@@ -232,19 +238,19 @@ class EmbeddingSize(FieldGroup):
             take("embedding_size", 128, kind=kinds.SIZE),
             take("hidden_size", kind=kinds.SIZE),
         )
-        return {"token_dim": 0 if size == features else size}
+        return {"embedding.dim": 0 if size == features else size}
 
     def write(self, edit: ConfigEdit) -> None:
-        if edit.changes("token_dim", "embed_dim"):
-            edit.content["embedding_size"] = edit.config.token_dim or edit.config.embed_dim
+        if edit.changes("embedding.dim", "embed_dim"):
+            edit.content["embedding_size"] = edit.config.embedding.dim or edit.config.embed_dim
 
 
 # The discriminator says of each token whether it was replaced; the generator masks words.
-_ELECTRA_HEADS = _heads("Electra", _OWN_GELU, {"pooler": True}, pooler=False)
-_ELECTRA_CLASSES = {"head": "first", "pooler": True, "pooler_activation": "exact_gelu"}
+_ELECTRA_HEADS = _heads("Electra", _OWN_GELU, {"pool.dense": True}, pooler=False)
+_ELECTRA_CLASSES = {"head": "first", "pool.dense": True, "pool.activation": "exact_gelu"}
 
 ELECTRA = Family(
-    fields={**BERT.fields, "tie_word_embeddings": Field("tied_head", default=True)},
+    fields={**BERT.fields, "tie_word_embeddings": Field("output.tied", default=True)},
     fixed=_AFTER,
     groups=[EmbeddingSize(), shared.Labels()],
     architectures={
@@ -252,8 +258,8 @@ ELECTRA = Family(
         "ElectraForSequenceClassification": _ELECTRA_CLASSES,
         "ElectraForPreTraining": {
             "head": "binary",
-            "head_transform": True,
-            "head_transform_norm": False,
+            "output.transform": True,
+            "output.transform_norm": False,
         },
     },
     neutral={"position_embedding_type": ("absolute",)},
@@ -286,9 +292,9 @@ ELECTRA = Family(
 # All layers add the same biases of distances to their scores. Its padding is token 1.
 MPNET = Family(
     fields={**_FIELDS, **_DROPOUT, **_MAX_POSITIONS},
-    fixed={**_AFTER, "pad_token": 1, "relative_buckets": 32},
+    fixed={**_AFTER, "positions.pad_token": 1, "positions.relative_buckets": 32},
     groups=[shared.Labels()],
-    architectures=_heads("MPNet", _OWN_GELU, {"pooler": True}),
+    architectures=_heads("MPNet", _OWN_GELU, {"pool.dense": True}),
     neutral={"relative_attention_num_buckets": (32,), "tie_word_embeddings": (True,)},
     prefix="mpnet.",
     buffers=("embeddings.position_ids", "mpnet.pooler.dense.weight", "mpnet.pooler.dense.bias"),
@@ -337,13 +343,13 @@ class Pooling(FieldGroup):
         name = take("classifier_pooling", "cls", kind=kinds.TEXT)
         fits = name in self.names
         kinds.check_supported("classifier_pooling", name, fits, ", only 'cls' or 'mean'")
-        return {"pooling": self.names[name]}
+        return {"pool.kind": self.names[name]}
 
     def write(self, edit: ConfigEdit) -> None:
-        if edit.changes("pooling"):
+        if edit.changes("pool.kind"):
             published = {pooling: name for name, pooling in self.names.items()}
-            if edit.config.pooling in published:
-                edit.content["classifier_pooling"] = published[edit.config.pooling]
+            if edit.config.pool.kind in published:
+                edit.content["classifier_pooling"] = published[edit.config.pool.kind]
 
 
 class NormBias(FieldGroup):
@@ -351,11 +357,11 @@ class NormBias(FieldGroup):
 
     def read(self, take: Taker) -> Mapping[str, Any]:
         has_bias = take("norm_bias", False, kind=kinds.BOOLEAN.or_null)
-        return {"norm": "layer" if has_bias else "layer_unbiased"}
+        return {"norms.kind": "layer" if has_bias else "layer_unbiased"}
 
     def write(self, edit: ConfigEdit) -> None:
-        if edit.changes("norm"):
-            edit.content["norm_bias"] = edit.config.norm == "layer"
+        if edit.changes("norms.kind"):
+            edit.content["norm_bias"] = edit.config.norms.kind == "layer"
 
 
 _BEFORE_HEAD = _transform("head.dense", "head.norm")
@@ -364,17 +370,17 @@ _MODERN_CLASSES = (*_BEFORE_HEAD, *_classifier("classifier"))
 MODERNBERT = Family(
     fields={
         **shared.SIZES,
-        "attention_bias": Field("qkv_bias", "out_bias", default=False),
-        "classifier_activation": Field("head_activation", default="gelu"),
-        "classifier_bias": Field("head_transform_bias", default=False),
-        "decoder_bias": Field("head_bias", default=True),
-        "embedding_dropout": Field("embed_dropout", default=0.0),
+        "attention_bias": Field("attention.qkv_bias", "attention.out_bias", default=False),
+        "classifier_activation": Field("output.activation", default="gelu"),
+        "classifier_bias": Field("output.transform_bias", default=False),
+        "decoder_bias": Field("output.bias", default=True),
+        "embedding_dropout": Field("embedding.dropout", default=0.0),
         "hidden_activation": Field("activation", default="gelu"),
-        "mlp_bias": Field("mlp_bias", default=False),
-        "norm_eps": Field("norm_epsilon", default=1e-5),
-        "tie_word_embeddings": Field("tied_head", default=True),
+        "mlp_bias": Field("mlp.bias", default=False),
+        "norm_eps": Field("norms.epsilon", default=1e-5),
+        "tie_word_embeddings": Field("output.tied", default=True),
     },
-    fixed={"causal": False, "embed_norm": True, "first_norm": False},
+    fixed={"causal": False, "embedding.norm": True, "norms.first": False},
     groups=[
         RotaryByLayerType(
             ("global_rope_theta", 160_000.0),
@@ -388,7 +394,7 @@ MODERNBERT = Family(
         shared.Labels(),
     ],
     architectures={
-        name: {"head_transform": parts.get("head", "") is not None, **parts}
+        name: {"output.transform": parts.get("head", "") is not None, **parts}
         for name, parts in _heads("ModernBert", {}, {}, pooler=False).items()
     },
     # Dropout there stands in other places than here, and published models have none.
@@ -435,7 +441,7 @@ class PatchPositions(FieldGroup):
     def read(self, take: Taker) -> Mapping[str, Any]:
         side = take("patch_size", self.patch_size, kind=kinds.SIZE)
         per_side = take("image_size", 224, kind=kinds.SIZE) // max(side, 1)
-        return {"vocab_size": 0, "max_positions": per_side**2 + self.first_vector}
+        return {"vocab_size": 0, "positions.max_positions": per_side**2 + self.first_vector}
 
 
 def _patches(model: str) -> Tensors:
@@ -457,18 +463,18 @@ def _patches(model: str) -> Tensors:
 VIT = Family(
     fields={
         **{name: field for name, field in _FIELDS.items() if name != "vocab_size"},
-        "attention_probs_dropout_prob": Field("attention_dropout", default=0.0),
-        "hidden_dropout_prob": Field("dropout", "embed_dropout", default=0.0),
-        "image_size": Field("image_size", default=224),
-        "num_channels": Field("channels", default=3),
-        "patch_size": Field("patch_size", default=16),
-        "qkv_bias": Field("qkv_bias", default=True),
+        "attention_probs_dropout_prob": Field("attention.dropout", default=0.0),
+        "hidden_dropout_prob": Field("dropout", "embedding.dropout", default=0.0),
+        "image_size": Field("image.size", default=224),
+        "num_channels": Field("image.channels", default=3),
+        "patch_size": Field("image.patch_size", default=16),
+        "qkv_bias": Field("attention.qkv_bias", default=True),
     },
     fixed=_FIXED,
     groups=[PatchPositions(16), shared.Labels()],
     architectures={
         "ViTForImageClassification": {"head": "first"},
-        "ViTModel": {"head": None, "pooler": True},
+        "ViTModel": {"head": None, "pool.dense": True},
     },
     neutral={"pooler_act": ("tanh",)},
     harmless=("encoder_stride", "pooler_output_size", "tie_word_embeddings", "vocab_size"),
@@ -511,11 +517,11 @@ class MlpRatio(FieldGroup):
 
     def read(self, take: Taker) -> Mapping[str, Any]:
         ratio = take("mlp_ratio", 4, kind=kinds.NUMBER.positive)
-        return {"mlp_dim": int(take("hidden_size", kind=kinds.SIZE) * ratio)}
+        return {"mlp.dim": int(take("hidden_size", kind=kinds.SIZE) * ratio)}
 
     def write(self, edit: ConfigEdit) -> None:
-        if edit.changes("mlp_dim", "embed_dim"):
-            ratio = edit.config.mlp_dim / edit.config.embed_dim
+        if edit.changes("mlp.dim", "embed_dim"):
+            ratio = edit.value("mlp.dim") / edit.config.embed_dim
             edit.content["mlp_ratio"] = int(ratio) if ratio.is_integer() else ratio
 
 
@@ -524,14 +530,14 @@ _DINO_FIELDS = {name: field for name, field in VIT.fields.items() if name != "in
 DINOV2 = Family(
     fields={
         **_DINO_FIELDS,
-        "layer_norm_eps": Field("norm_epsilon", default=1e-6),
-        "patch_size": Field("patch_size", default=14),
-        "use_mask_token": Field("mask_patch", default=True),
+        "layer_norm_eps": Field("norms.epsilon", default=1e-6),
+        "patch_size": Field("image.patch_size", default=14),
+        "use_mask_token": Field("image.mask_patch", default=True),
     },
     fixed={**_FIXED, "layer_scale": True},
     groups=[PatchPositions(14), MlpRatio(), BackboneStages(), shared.Labels()],
     architectures={
-        "Dinov2ForImageClassification": {"head": "first", "pooling": "first_and_mean"},
+        "Dinov2ForImageClassification": {"head": "first", "pool.kind": "first_and_mean"},
         "Dinov2Model": {"head": None},
     },
     # In evaluation a rate of paths changes nothing, but training would differ.

@@ -26,9 +26,9 @@ from shardax.models.tensors import Tensors, norm
 _FIELDS = {
     **shared.DECODER,
     **shared.ATTENTION_BIAS,
-    "head_dim": Field("head_dim", default=256),
-    "rms_norm_eps": Field("norm_epsilon", default=1e-6),
-    "tie_word_embeddings": Field("tied_head", default=True),
+    "head_dim": Field("attention.head_dim", default=256),
+    "rms_norm_eps": Field("norms.epsilon", default=1e-6),
+    "tie_word_embeddings": Field("output.tied", default=True),
 }
 
 
@@ -36,7 +36,7 @@ class ScaledEmbedding(FieldGroup):
     """The factor of the embedding, the root of its size."""
 
     def read(self, take: Taker) -> Mapping[str, Any]:
-        return {"embed_scale": take("hidden_size", kind=kinds.SIZE) ** 0.5}
+        return {"embedding.scale": take("hidden_size", kind=kinds.SIZE) ** 0.5}
 
 
 class Activation(FieldGroup):
@@ -73,11 +73,12 @@ class QueryScale(FieldGroup):
 
     def read(self, take: Taker) -> Mapping[str, Any]:
         scalar = take("query_pre_attn_scalar", 256, kind=kinds.NUMBER.positive)
-        return {"attention_scale": scalar**-0.5}
+        return {"attention.scale": scalar**-0.5}
 
     def write(self, edit: ConfigEdit) -> None:
-        if edit.changes("attention_scale", "head_dim"):
-            scale = edit.config.attention_scale or edit.config.head_dim**-0.5
+        if edit.changes("attention.scale", "attention.head_dim"):
+            attention = edit.config.attention
+            scale = attention.scale or attention.head_dim**-0.5
             scalar = scale**-2
             whole = max(round(scalar), 1)
             edit.content["query_pre_attn_scalar"] = whole if whole**-0.5 == scale else scalar
@@ -95,8 +96,8 @@ def _sandwich_norms() -> Tensors:
 # --- the first ------------------------------------------------------------------------------------
 
 GEMMA = Family(
-    fields={**_FIELDS, "num_key_value_heads": Field("num_kv_heads", default=16)},
-    fixed={"norm": "rms_offset"},
+    fields={**_FIELDS, "num_key_value_heads": Field("attention.num_kv_heads", default=16)},
+    fixed={"norms.kind": "rms_offset"},
     groups=[Rotary(max_positions=8192), ScaledEmbedding(), Activation("hidden_act")],
     architectures=shared.causal_lm("Gemma"),
     tensors=shared.decoder(),
@@ -107,11 +108,11 @@ GEMMA = Family(
 GEMMA2 = Family(
     fields={
         **_FIELDS,
-        "attn_logit_softcapping": Field("attention_softcap", default=50.0),
-        "final_logit_softcapping": Field("final_softcap", default=30.0),
-        "num_key_value_heads": Field("num_kv_heads", default=4),
+        "attn_logit_softcapping": Field("attention.softcap", default=50.0),
+        "final_logit_softcapping": Field("output.softcap", default=30.0),
+        "num_key_value_heads": Field("attention.num_kv_heads", default=4),
     },
-    fixed={"norm": "rms_offset", "norm_placement": "sandwich"},
+    fixed={"norms.kind": "rms_offset", "norms.placement": "sandwich"},
     groups=[
         Rotary(max_positions=8192),
         ScaledEmbedding(),
@@ -147,10 +148,10 @@ GEMMA3_TEXT = Family(
     fields={
         **_FIELDS,
         # transformers knows a soft cap of attention here, and leaves it out of the computation.
-        "final_logit_softcapping": Field("final_softcap", default=None),
-        "num_key_value_heads": Field("num_kv_heads", default=4),
+        "final_logit_softcapping": Field("output.softcap", default=None),
+        "num_key_value_heads": Field("attention.num_kv_heads", default=4),
     },
-    fixed={"norm": "rms_offset", "norm_placement": "sandwich", "qk_norm": "head"},
+    fixed={"norms.kind": "rms_offset", "norms.placement": "sandwich", "attention.qk_norm": "head"},
     groups=[
         RotaryByLayerType(
             ("rope_theta", 1e6), ("rope_local_base_freq", 1e4), max_positions=131_072
@@ -160,7 +161,7 @@ GEMMA3_TEXT = Family(
         QueryScale(),
         AlternatingWindows(),
     ],
-    architectures={"Gemma3ForCausalLM": {}, "Gemma3TextModel": {"head": None, "tied_head": True}},
+    architectures={"Gemma3ForCausalLM": {}, "Gemma3TextModel": {"head": None, "output.tied": True}},
     harmless=("cache_implementation",),
     tensors=shared.decoder(norms=_sandwich_norms()),
 )

@@ -20,12 +20,12 @@ from shardax.models.tensors import Tensor, in_layers, norm
 GLM4 = Family(
     fields={
         **shared.GATED_DECODER,
-        "attention_bias": Field("qkv_bias", default=True),
-        "head_dim": Field("head_dim", default=128),
-        "num_key_value_heads": Field("num_kv_heads", default=2),
-        "rms_norm_eps": Field("norm_epsilon", default=1.5625e-7),
+        "attention_bias": Field("attention.qkv_bias", default=True),
+        "head_dim": Field("attention.head_dim", default=128),
+        "num_key_value_heads": Field("attention.num_kv_heads", default=2),
+        "rms_norm_eps": Field("norms.epsilon", default=1.5625e-7),
     },
-    fixed={"norm_placement": "sandwich"},
+    fixed={"norms.placement": "sandwich"},
     groups=[Rotary(fraction=0.5, max_positions=131_072, interleaved=True)],
     architectures=shared.causal_lm("Glm4"),
     tensors=(
@@ -47,29 +47,29 @@ class NormedExpertLayers(shared.ExpertLayers):
 
     def read(self, take: Taker) -> Mapping[str, Any]:
         has_norms = take("use_qk_norm", False, kind=kinds.BOOLEAN)
-        return {**super().read(take), "qk_norm": "head" if has_norms else None}
+        return {**super().read(take), "attention.qk_norm": "head" if has_norms else None}
 
     def write(self, edit: ConfigEdit) -> None:
         super().write(edit)
-        if edit.changes("qk_norm"):
-            edit.content["use_qk_norm"] = edit.config.qk_norm is not None
+        if edit.changes("attention.qk_norm"):
+            edit.content["use_qk_norm"] = edit.config.attention.qk_norm is not None
 
 
 # The layers of Llama, half of a head turned; experts are chosen by sigmoids.
 GLM4_MOE = Family(
     fields={
         **shared.GATED_DECODER,
-        "attention_bias": Field("qkv_bias", default=False),
-        "n_group": Field("expert_groups", default=1),
-        "n_routed_experts": Field("num_experts", default=128),
-        "norm_topk_prob": Field("normalise_experts", default=True),
-        "num_experts_per_tok": Field("experts_per_token", default=8),
-        "num_key_value_heads": Field("num_kv_heads", default=8),
-        "rms_norm_eps": Field("norm_epsilon", default=1e-5),
-        "routed_scaling_factor": Field("expert_scale", default=1.0),
-        "topk_group": Field("groups_per_token", default=1),
+        "attention_bias": Field("attention.qkv_bias", default=False),
+        "n_group": Field("experts.num_groups", default=1),
+        "n_routed_experts": Field("experts.num_experts", default=128),
+        "norm_topk_prob": Field("experts.normalise", default=True),
+        "num_experts_per_tok": Field("experts.top_k", default=8),
+        "num_key_value_heads": Field("attention.num_kv_heads", default=8),
+        "rms_norm_eps": Field("norms.epsilon", default=1e-5),
+        "routed_scaling_factor": Field("experts.scale", default=1.0),
+        "topk_group": Field("experts.top_groups", default=1),
     },
-    fixed={"expert_scores": "sigmoid"},
+    fixed={"experts.scores": "sigmoid"},
     groups=[Rotary(fraction=0.5, max_positions=131_072), NormedExpertLayers(1, 1408, 1)],
     architectures=shared.causal_lm("Glm4Moe"),
     # Of layers that predict further tokens, which transformers does not read either.

@@ -37,11 +37,11 @@ class InnerSize(FieldGroup):
     def read(self, take: Taker) -> Mapping[str, Any]:
         inner = take("n_inner", None, kind=kinds.INTEGER.or_null)
         size = take("n_embd", kind=kinds.SIZE)
-        return {"mlp_dim": 4 * size if inner is None else inner}
+        return {"mlp.dim": 4 * size if inner is None else inner}
 
     def write(self, edit: ConfigEdit) -> None:
-        if edit.changes("mlp_dim"):
-            edit.content["n_inner"] = edit.config.mlp_dim
+        if edit.changes("mlp.dim"):
+            edit.content["n_inner"] = edit.value("mlp.dim")
 
 
 class ScaledScores(FieldGroup):
@@ -49,11 +49,11 @@ class ScaledScores(FieldGroup):
 
     def read(self, take: Taker) -> Mapping[str, Any]:
         is_scaled = take("scale_attn_weights", True, kind=kinds.BOOLEAN)
-        return {"attention_scale": None if is_scaled else 1.0}
+        return {"attention.scale": None if is_scaled else 1.0}
 
     def write(self, edit: ConfigEdit) -> None:
-        if edit.changes("attention_scale", "head_dim"):
-            edit.content["scale_attn_weights"] = edit.config.attention_scale is None
+        if edit.changes("attention.scale", "attention.head_dim"):
+            edit.content["scale_attn_weights"] = edit.config.attention.scale is None
 
 
 def _third(index: int) -> AxisLike:
@@ -64,20 +64,20 @@ def _third(index: int) -> AxisLike:
 GPT2 = Family(
     fields={
         "activation_function": Field("activation", default="gelu_new"),
-        "attn_pdrop": Field("attention_dropout", default=0.1),
-        "embd_pdrop": Field("embed_dropout", default=0.1),
-        "layer_norm_epsilon": Field("norm_epsilon", default=1e-5),
+        "attn_pdrop": Field("attention.dropout", default=0.1),
+        "embd_pdrop": Field("embedding.dropout", default=0.1),
+        "layer_norm_epsilon": Field("norms.epsilon", default=1e-5),
         "n_embd": Field("embed_dim"),
-        "n_head": Field("num_heads"),
+        "n_head": Field("attention.num_heads"),
         "n_layer": Field("num_layers"),
-        "n_positions": Field("max_positions", default=1024),
+        "n_positions": Field("positions.max_positions", default=1024),
         "resid_pdrop": Field("dropout", default=0.1),
-        "tie_word_embeddings": Field("tied_head", default=True),
+        "tie_word_embeddings": Field("output.tied", default=True),
         "vocab_size": Field("vocab_size"),
     },
-    fixed={**shared.ALL_BIASES, "norm": "layer", "gated": False, "rope": None},
+    fixed={**shared.ALL_BIASES, "norms.kind": "layer", "mlp.gated": False, "attention.rope": None},
     groups=[InnerSize(), ScaledScores()],
-    architectures={"GPT2LMHeadModel": {}, "GPT2Model": {"head": None, "tied_head": True}},
+    architectures={"GPT2LMHeadModel": {}, "GPT2Model": {"head": None, "output.tied": True}},
     neutral={"scale_attn_by_inverse_layer_idx": (False,)},
     harmless=(
         *("n_ctx", "n_special", "predict_special_tokens", "reorder_and_upcast_attn"),
@@ -124,7 +124,7 @@ class NeoxRotary(Rotary):
             remedy = f": write rope_parameters={{{name!r}: {ignored[name]!r}}}"
             fits = ignored[name] in (None, value)
             kinds.check_supported(name, ignored[name], fits, kinds.UNNOTICED + remedy)
-        return {"rope": rope}
+        return {"attention.rope": rope}
 
 
 class ParallelResidual(FieldGroup):
@@ -157,14 +157,14 @@ GPT_NEOX = Family(
     fields={
         **shared.SIZES,
         **shared.ATTENTION_BIAS,
-        "attention_bias": Field("qkv_bias", "out_bias", default=True),
-        "attention_dropout": Field("attention_dropout", default=0.0),
+        "attention_bias": Field("attention.qkv_bias", "attention.out_bias", default=True),
+        "attention_dropout": Field("attention.dropout", default=0.0),
         "hidden_act": Field("activation", default="gelu"),
-        "hidden_dropout": Field("dropout", "embed_dropout", default=0.0),
-        "layer_norm_eps": Field("norm_epsilon", default=1e-5),
-        "tie_word_embeddings": Field("tied_head", default=False),
+        "hidden_dropout": Field("dropout", "embedding.dropout", default=0.0),
+        "layer_norm_eps": Field("norms.epsilon", default=1e-5),
+        "tie_word_embeddings": Field("output.tied", default=False),
     },
-    fixed={"mlp_bias": True, "norm": "layer", "gated": False},
+    fixed={"mlp.bias": True, "norms.kind": "layer", "mlp.gated": False},
     groups=[NeoxRotary(), ParallelResidual()],
     architectures=shared.causal_lm("GPTNeoX"),
     prefix="gpt_neox.",
@@ -187,15 +187,15 @@ GPT_NEOX = Family(
 STARCODER2 = Family(
     fields={
         **shared.DECODER,
-        "embedding_dropout": Field("embed_dropout", default=0.0),
+        "embedding_dropout": Field("embedding.dropout", default=0.0),
         "hidden_act": Field("activation", default="gelu_pytorch_tanh"),
-        "norm_epsilon": Field("norm_epsilon", default=1e-5),
-        "num_key_value_heads": Field("num_kv_heads", default=2),
+        "norm_epsilon": Field("norms.epsilon", default=1e-5),
+        "num_key_value_heads": Field("attention.num_kv_heads", default=2),
         "residual_dropout": Field("dropout", default=0.0),
-        "tie_word_embeddings": Field("tied_head", default=True),
-        "use_bias": Field("qkv_bias", "out_bias", "mlp_bias", default=True),
+        "tie_word_embeddings": Field("output.tied", default=True),
+        "use_bias": Field("attention.qkv_bias", "attention.out_bias", "mlp.bias", default=True),
     },
-    fixed={"norm": "layer", "gated": False},
+    fixed={"norms.kind": "layer", "mlp.gated": False},
     groups=[Rotary(max_positions=4096), shared.Window()],
     architectures=shared.causal_lm("Starcoder2"),
     neutral={"mlp_type": ("default",), "norm_type": ("layer_norm",)},
@@ -216,18 +216,18 @@ STARCODER2 = Family(
 PHI = Family(
     fields={
         **shared.DECODER,
-        "embd_pdrop": Field("embed_dropout", default=0.0),
+        "embd_pdrop": Field("embedding.dropout", default=0.0),
         "hidden_act": Field("activation", default="gelu_new"),
-        "layer_norm_eps": Field("norm_epsilon", default=1e-5),
+        "layer_norm_eps": Field("norms.epsilon", default=1e-5),
         "resid_pdrop": Field("dropout", default=0.0),
     },
     fixed={
         **shared.ALL_BIASES,
-        "norm": "layer",
-        "gated": False,
+        "norms.kind": "layer",
+        "mlp.gated": False,
         "parallel": True,
-        "shared_norm": True,
-        "head_bias": True,
+        "norms.shared": True,
+        "output.bias": True,
     },
     groups=[Rotary(fraction=0.5)],
     architectures=shared.causal_lm("Phi"),
@@ -265,11 +265,11 @@ class ClippedExperts(FieldGroup):
 
     def read(self, take: Taker) -> Mapping[str, Any]:
         mxfp4.check_packing(take(mxfp4.PACKING, None, kind=kinds.TABLE.or_null))
-        return {"expert_limit": take("swiglu_limit", 7.0, kind=kinds.NUMBER.positive)}
+        return {"experts.limit": take("swiglu_limit", 7.0, kind=kinds.NUMBER.positive)}
 
     def write(self, edit: ConfigEdit) -> None:
-        if edit.changes("expert_limit") and edit.config.expert_limit is not None:
-            edit.content["swiglu_limit"] = edit.config.expert_limit
+        if edit.changes("experts.limit") and edit.value("experts.limit") is not None:
+            edit.content["swiglu_limit"] = edit.value("experts.limit")
 
 
 def _stacked_experts(name: str, *, turns: int = 1) -> tuple[Tensor, ...]:
@@ -289,16 +289,16 @@ def _stacked_experts(name: str, *, turns: int = 1) -> tuple[Tensor, ...]:
 GPT_OSS = Family(
     fields={
         **{name: f for name, f in shared.GATED_DECODER.items() if name != "hidden_act"},
-        "attention_bias": Field("qkv_bias", "out_bias", default=True),
-        "head_dim": Field("head_dim", default=64),
-        "intermediate_size": Field("mlp_dim", "expert_dim"),
-        "num_experts_per_tok": Field("experts_per_token", default=4),
-        "num_key_value_heads": Field("num_kv_heads", default=8),
-        "num_local_experts": Field("num_experts", default=128),
-        "rms_norm_eps": Field("norm_epsilon", default=1e-5),
-        "router_aux_loss_coef": Field("load_balance_weight", default=0.001),
+        "attention_bias": Field("attention.qkv_bias", "attention.out_bias", default=True),
+        "head_dim": Field("attention.head_dim", default=64),
+        "intermediate_size": Field("mlp.dim", "experts.dim"),
+        "num_experts_per_tok": Field("experts.top_k", default=4),
+        "num_key_value_heads": Field("attention.num_kv_heads", default=8),
+        "num_local_experts": Field("experts.num_experts", default=128),
+        "rms_norm_eps": Field("norms.epsilon", default=1e-5),
+        "router_aux_loss_coef": Field("experts.load_balance_weight", default=0.001),
     },
-    fixed={"activation": "quick_gelu", "attention_sinks": True, "expert_bias": True},
+    fixed={"activation": "quick_gelu", "attention.sinks": True, "experts.bias": True},
     groups=[
         YarnRotary(150_000.0, max_positions=131_072),
         shared.WindowsByLayer(128, lambda layer: layer % 2 == 0, needs_size=True),

@@ -12,16 +12,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from shardax.models import kinds
+from shardax.models.config.recurrent import (
+    GatedDeltaConfig,
+    ShortConvolutionConfig,
+    StateSpaceConfig,
+)
 from shardax.models.families import shared
 from shardax.models.families.qwen import SparseLayers
 from shardax.models.families.rope import Rotary
 from shardax.models.family import ConfigEdit, Family, Field, FieldGroup, Taker
 from shardax.models.kinds import PretrainedError, brief
-from shardax.models.layers.recurrent import (
-    GatedDeltaConfig,
-    ShortConvolutionConfig,
-    StateSpaceConfig,
-)
 from shardax.models.tensors import (
     HEADS,
     Tensor,
@@ -34,17 +34,18 @@ from shardax.models.tensors import (
 )
 
 
-def _with_layers(recurrent: Any, chosen: Sequence[bool]) -> dict[str, Any]:
+def _with_layers(mixer: Any, chosen: Sequence[bool]) -> dict[str, Any]:
     """Returns a mixer of chosen layers, as fields of ``TransformerConfig``."""
     if not any(chosen):
         return {}
-    return {"recurrent": recurrent, "recurrent_layers": None if all(chosen) else tuple(chosen)}
+    layers = None if all(chosen) else tuple(chosen)
+    return {"recurrence.mixer": mixer, "recurrence.layers": layers}
 
 
 def _write_layers(edit: ConfigEdit, kind: str, older: str) -> None:
     """Writes the layers of a kind, in place of an older field."""
     config, content = edit.config, edit.content
-    if edit.changes("recurrent", "recurrent_layers", "num_layers"):
+    if edit.changes("recurrence.mixer", "recurrence.layers", "num_layers"):
         content.pop(older, None)
         content["layer_types"] = [
             kind if config.is_recurrent(index) else "full_attention"
@@ -67,10 +68,10 @@ class ConvolutionLayers(FieldGroup):
         return _with_layers(ShortConvolutionConfig(size, use_bias), chosen)
 
     def write(self, edit: ConfigEdit) -> None:
-        config, content = edit.config, edit.content
-        if edit.changes("recurrent") and isinstance(config.recurrent, ShortConvolutionConfig):
-            content["conv_L_cache"] = config.recurrent.size
-            content["conv_bias"] = config.recurrent.use_bias
+        mixer = edit.value("recurrence.mixer")
+        if edit.changes("recurrence.mixer") and isinstance(mixer, ShortConvolutionConfig):
+            edit.content["conv_L_cache"] = mixer.size
+            edit.content["conv_bias"] = mixer.use_bias
         _write_layers(edit, "conv", "full_attn_idxs")
 
 
@@ -87,12 +88,12 @@ class AdjustedMLP(FieldGroup):
             size = int(2 * size / 3)
             if factor is not None:
                 size = -(-int(factor * size) // multiple) * multiple
-        return {"mlp_dim": size}
+        return {"mlp.dim": size}
 
     def write(self, edit: ConfigEdit) -> None:
-        if edit.changes("mlp_dim"):
+        if edit.changes("mlp.dim"):
             edit.content.pop("block_ff_dim", None)
-            edit.content["intermediate_size"] = edit.config.mlp_dim
+            edit.content["intermediate_size"] = edit.value("mlp.dim")
             edit.content["block_auto_adjust_ff_dim"] = False
 
 
@@ -101,10 +102,10 @@ class TiedHead(FieldGroup):
 
     def read(self, take: Taker) -> Mapping[str, Any]:
         tied = take("tie_embedding", None, kind=kinds.BOOLEAN.or_null)
-        return {} if tied is None else {"tied_head": tied}
+        return {} if tied is None else {"output.tied": tied}
 
     def write(self, edit: ConfigEdit) -> None:
-        if edit.changes("tied_head"):
+        if edit.changes("output.tied"):
             edit.content.pop("tie_embedding", None)
 
 
@@ -116,12 +117,12 @@ del _SIZES["attention_dropout"]  # which its attention does not have
 LFM2 = Family(
     fields={
         **_SIZES,
-        "head_dim": Field("head_dim", default=None),
-        "norm_eps": Field("norm_epsilon", default=1e-5),
-        "num_key_value_heads": Field("num_kv_heads", default=8),
-        "tie_word_embeddings": Field("tied_head", default=True),
+        "head_dim": Field("attention.head_dim", default=None),
+        "norm_eps": Field("norms.epsilon", default=1e-5),
+        "num_key_value_heads": Field("attention.num_kv_heads", default=8),
+        "tie_word_embeddings": Field("output.tied", default=True),
     },
-    fixed={"qk_norm": "head"},
+    fixed={"attention.qk_norm": "head"},
     groups=[
         Rotary(base=1e6, max_positions=128_000),
         ConvolutionLayers(),
@@ -188,7 +189,9 @@ class StateSpace(FieldGroup):
         if heads % options["num_groups"]:
             groups = f"{self.names['num_groups']}={options['num_groups']}"
             raise PretrainedError(f"{groups} does not divide num_heads={heads}")
-        return {"recurrent": StateSpaceConfig(heads, size, **options, **self.read_more(take))}
+        return {
+            "recurrence.mixer": StateSpaceConfig(heads, size, **options, **self.read_more(take))
+        }
 
     def read_heads(self, take: Taker) -> tuple[int, int]:
         """Reads number and size of heads."""
@@ -206,7 +209,7 @@ class StateSpace(FieldGroup):
         return {}
 
     def write(self, edit: ConfigEdit) -> None:
-        mixer, before = edit.config.recurrent, edit.read.recurrent
+        mixer, before = edit.value("recurrence.mixer"), edit.before("recurrence.mixer")
         if not isinstance(mixer, StateSpaceConfig) or not isinstance(before, StateSpaceConfig):
             return
         old = self.written(before, edit.read.embed_dim)
@@ -280,10 +283,16 @@ MAMBA2 = Family(
         "vocab_size": Field("vocab_size"),
         "hidden_size": Field("embed_dim"),
         "num_hidden_layers": Field("num_layers"),
-        "layer_norm_epsilon": Field("norm_epsilon", default=1e-5),
-        "tie_word_embeddings": Field("tied_head", default=False),
+        "layer_norm_epsilon": Field("norms.epsilon", default=1e-5),
+        "tie_word_embeddings": Field("output.tied", default=False),
     },
-    fixed={"mlp_dim": 0, "rope": None, "num_heads": 1, "num_kv_heads": 1, "head_dim": 1},
+    fixed={
+        "mlp.dim": 0,
+        "attention.rope": None,
+        "attention.num_heads": 1,
+        "attention.num_kv_heads": 1,
+        "attention.head_dim": 1,
+    },
     defaults={
         "n_groups": 8,
         "state_size": 128,
@@ -367,19 +376,20 @@ class Factors(FieldGroup):
         size = take("hidden_size", kind=kinds.SIZE) // heads if size is None else size
         scale = take("key_multiplier", 1.0, kind=kinds.NUMBER)
         plain = size**-0.5 if type(size) is int and size > 0 else 1.0
-        return {"attention_scale": scale * plain, "mlp_gate_scale": gate, "mlp_out_scale": out}
+        return {"attention.scale": scale * plain, "mlp.gate_scale": gate, "mlp.out_scale": out}
 
     def write(self, edit: ConfigEdit) -> None:
-        config = edit.config
-        if edit.changes("attention_scale", "head_dim"):
-            plain = config.head_dim**-0.5
-            scale = plain if config.attention_scale is None else config.attention_scale
+        if edit.changes("attention.scale", "attention.head_dim"):
+            attention = edit.config.attention
+            plain = attention.head_dim**-0.5
+            scale = plain if attention.scale is None else attention.scale
             factor = scale / plain
             near = (factor, math.nextafter(factor, -math.inf), math.nextafter(factor, math.inf))
             exact = [number for number in near if number * plain == scale]
             edit.content["key_multiplier"] = exact[0] if exact else factor
-        if edit.changes("mlp_gate_scale", "mlp_out_scale"):
-            edit.content["mlp_multipliers"] = [config.mlp_gate_scale, config.mlp_out_scale]
+        if edit.changes("mlp.gate_scale", "mlp.out_scale"):
+            factors = [edit.value("mlp.gate_scale"), edit.value("mlp.out_scale")]
+            edit.content["mlp_multipliers"] = factors
 
 
 def read_factors(take: Taker, name: str, count: int) -> tuple[float, ...]:
@@ -396,17 +406,17 @@ FALCON_H1 = Family(
     fields={
         **shared.GATED_DECODER,
         **shared.ATTENTION_BIAS,
-        "attention_in_multiplier": Field("attention_in_scale", default=1.0),
-        "attention_out_multiplier": Field("attention_out_scale", default=1.0),
-        "embedding_multiplier": Field("embed_scale", default=1.0),
-        "lm_head_multiplier": Field("logit_scale", default=1.0),
-        "mlp_bias": Field("mlp_bias", default=False),
-        "num_key_value_heads": Field("num_kv_heads", default=8),
-        "rms_norm_eps": Field("norm_epsilon", default=1e-5),
-        "ssm_in_multiplier": Field("recurrent_in_scale", default=1.0),
-        "ssm_out_multiplier": Field("recurrent_out_scale", default=1.0),
+        "attention_in_multiplier": Field("attention.in_scale", default=1.0),
+        "attention_out_multiplier": Field("attention.out_scale", default=1.0),
+        "embedding_multiplier": Field("embedding.scale", default=1.0),
+        "lm_head_multiplier": Field("output.scale", default=1.0),
+        "mlp_bias": Field("mlp.bias", default=False),
+        "num_key_value_heads": Field("attention.num_kv_heads", default=8),
+        "rms_norm_eps": Field("norms.epsilon", default=1e-5),
+        "ssm_in_multiplier": Field("recurrence.in_scale", default=1.0),
+        "ssm_out_multiplier": Field("recurrence.out_scale", default=1.0),
     },
-    fixed={"recurrent_beside": True},
+    fixed={"recurrence.beside": True},
     defaults={
         "mamba_n_groups": 1,
         "mamba_d_state": 256,
@@ -456,8 +466,8 @@ class DeltaLayers(FieldGroup):
         return _with_layers(GatedDeltaConfig(**sizes), chosen)
 
     def write(self, edit: ConfigEdit) -> None:
-        mixer = edit.config.recurrent
-        if edit.changes("recurrent") and isinstance(mixer, GatedDeltaConfig):
+        mixer = edit.value("recurrence.mixer")
+        if edit.changes("recurrence.mixer") and isinstance(mixer, GatedDeltaConfig):
             edit.content |= {field: getattr(mixer, name) for field, name in _DELTA_FIELDS.items()}
         _write_layers(edit, "linear_attention", "full_attention_interval")
 
@@ -519,19 +529,19 @@ QWEN3_NEXT = Family(
     fields={
         **shared.GATED_DECODER,
         **shared.ATTENTION_BIAS,
-        "head_dim": Field("head_dim", default=256),
-        "moe_intermediate_size": Field("expert_dim", default=512),
-        "norm_topk_prob": Field("normalise_experts", default=True),
-        "num_experts_per_tok": Field("experts_per_token", default=10),
-        "num_key_value_heads": Field("num_kv_heads", default=2),
-        "router_aux_loss_coef": Field("load_balance_weight", default=0.001),
-        "shared_expert_intermediate_size": Field("shared_expert_dim", default=512),
+        "head_dim": Field("attention.head_dim", default=256),
+        "moe_intermediate_size": Field("experts.dim", default=512),
+        "norm_topk_prob": Field("experts.normalise", default=True),
+        "num_experts_per_tok": Field("experts.top_k", default=10),
+        "num_key_value_heads": Field("attention.num_kv_heads", default=2),
+        "router_aux_loss_coef": Field("experts.load_balance_weight", default=0.001),
+        "shared_expert_intermediate_size": Field("experts.shared_dim", default=512),
     },
     fixed={
-        "attention_gate": True,
-        "norm": "rms_offset",
-        "qk_norm": "head",
-        "shared_expert_gate": True,
+        "attention.gate": True,
+        "norms.kind": "rms_offset",
+        "attention.qk_norm": "head",
+        "experts.shared_gate": True,
     },
     defaults={
         "linear_num_key_heads": 16,

@@ -20,7 +20,7 @@ LLAMA = Family(
     fields={
         **shared.GATED_DECODER,
         **shared.ATTENTION_BIAS,
-        "mlp_bias": Field("mlp_bias", default=False),
+        "mlp_bias": Field("mlp.bias", default=False),
     },
     groups=[Rotary()],
     architectures=shared.causal_lm("Llama"),
@@ -28,7 +28,10 @@ LLAMA = Family(
 )
 
 MISTRAL = Family(
-    fields={**shared.GATED_DECODER, "num_key_value_heads": Field("num_kv_heads", default=8)},
+    fields={
+        **shared.GATED_DECODER,
+        "num_key_value_heads": Field("attention.num_kv_heads", default=8),
+    },
     groups=[Rotary(max_positions=131_072), shared.Window(4096)],
     architectures=shared.causal_lm("Mistral"),
     tensors=shared.decoder(),
@@ -36,7 +39,10 @@ MISTRAL = Family(
 
 # As Mistral, but some layers may have no window.
 MINISTRAL = Family(
-    fields={**shared.GATED_DECODER, "num_key_value_heads": Field("num_kv_heads", default=8)},
+    fields={
+        **shared.GATED_DECODER,
+        "num_key_value_heads": Field("attention.num_kv_heads", default=8),
+    },
     groups=[
         Rotary(max_positions=131_072),
         shared.WindowsByLayer(4096, lambda layer: True, needs_size=True),
@@ -48,12 +54,12 @@ MINISTRAL = Family(
 MIXTRAL = Family(
     fields={
         **shared.GATED_DECODER,
-        "intermediate_size": Field("mlp_dim", "expert_dim"),
-        "num_experts_per_tok": Field("experts_per_token", default=2),
-        "num_key_value_heads": Field("num_kv_heads", default=8),
-        "num_local_experts": Field("num_experts", default=8),
-        "rms_norm_eps": Field("norm_epsilon", default=1e-5),
-        "router_aux_loss_coef": Field("load_balance_weight", default=0.001),
+        "intermediate_size": Field("mlp.dim", "experts.dim"),
+        "num_experts_per_tok": Field("experts.top_k", default=2),
+        "num_key_value_heads": Field("attention.num_kv_heads", default=8),
+        "num_local_experts": Field("experts.num_experts", default=8),
+        "rms_norm_eps": Field("norms.epsilon", default=1e-5),
+        "router_aux_loss_coef": Field("experts.load_balance_weight", default=0.001),
     },
     groups=[Rotary(1e6, max_positions=131_072), shared.Window()],
     architectures=shared.causal_lm("Mixtral"),
@@ -74,9 +80,9 @@ _QKV_AXES = {"axes": (concatenated(*HEADS), "embed"), "parameter_axes": ("embed"
 PHI3 = Family(
     fields={
         **shared.GATED_DECODER,
-        "embd_pdrop": Field("embed_dropout", default=0.0),
+        "embd_pdrop": Field("embedding.dropout", default=0.0),
         "resid_pdrop": Field("dropout", default=0.0),
-        "rms_norm_eps": Field("norm_epsilon", default=1e-5),
+        "rms_norm_eps": Field("norms.epsilon", default=1e-5),
     },
     groups=[Rotary(types=["default"], max_positions=4096, partial=True), shared.Window()],
     architectures=shared.causal_lm("Phi3"),
@@ -103,9 +109,9 @@ OLMO2 = Family(
     fields={
         **shared.GATED_DECODER,
         **shared.ATTENTION_BIAS,
-        "rms_norm_eps": Field("norm_epsilon", default=1e-5),
+        "rms_norm_eps": Field("norms.epsilon", default=1e-5),
     },
-    fixed={"norm_placement": "post", "qk_norm": "all"},
+    fixed={"norms.placement": "post", "attention.qk_norm": "all"},
     groups=[Rotary()],
     architectures=shared.causal_lm("Olmo2"),
     tensors=(
@@ -142,14 +148,14 @@ OLMOE = Family(
     fields={
         **shared.GATED_DECODER,
         **shared.ATTENTION_BIAS,
-        "intermediate_size": Field("mlp_dim", "expert_dim"),
-        "norm_topk_prob": Field("normalise_experts", default=False),
-        "num_experts": Field("num_experts", default=64),
-        "num_experts_per_tok": Field("experts_per_token", default=8),
-        "rms_norm_eps": Field("norm_epsilon", default=1e-5),
-        "router_aux_loss_coef": Field("load_balance_weight", default=0.01),
+        "intermediate_size": Field("mlp.dim", "experts.dim"),
+        "norm_topk_prob": Field("experts.normalise", default=False),
+        "num_experts": Field("experts.num_experts", default=64),
+        "num_experts_per_tok": Field("experts.top_k", default=8),
+        "rms_norm_eps": Field("norms.epsilon", default=1e-5),
+        "router_aux_loss_coef": Field("experts.load_balance_weight", default=0.01),
     },
-    fixed={"qk_norm": "all"},
+    fixed={"attention.qk_norm": "all"},
     groups=[Rotary(max_positions=4096)],
     architectures=shared.causal_lm("Olmoe"),
     neutral={"clip_qkv": (None,)},
@@ -183,11 +189,11 @@ class ChunkedLayers(FieldGroup):
         local = shared.read_layer_types(take, _CHUNKED_TYPES, rotated.__getitem__)
         norms = take("use_qk_norm", True, kind=kinds.BOOLEAN)
         return {
-            "rope_layers": None if all(rotated) else rotated,
-            "qk_norm": "unscaled" if norms else None,
+            "attention.rope_layers": None if all(rotated) else rotated,
+            "attention.qk_norm": "unscaled" if norms else None,
             **self._growth(take),
-            **({"window": size, "chunked": True} if any(local) else {}),
-            "local_layers": None if all(local) or not any(local) else local,
+            **({"attention.window": size, "attention.chunked": True} if any(local) else {}),
+            "attention.local_layers": None if all(local) or not any(local) else local,
         }
 
     @staticmethod
@@ -196,17 +202,17 @@ class ChunkedLayers(FieldGroup):
         length = take("floor_scale", 8192, kind=kinds.NUMBER.positive)
         if not take("attn_temperature_tuning", True, kind=kinds.BOOLEAN):
             return {}
-        return {"query_growth": (float(factor), float(length))}
+        return {"attention.query_growth": (float(factor), float(length))}
 
     def write(self, edit: ConfigEdit) -> None:
         config, content = edit.config, edit.content
-        if edit.changes("rope_layers", "num_layers"):
-            rotated = map(config.has_rope, range(config.num_layers))
-            content["no_rope_layers"] = list(map(int, rotated))
-        if edit.changes("window") and config.window is not None:
-            content["attention_chunk_size"] = config.window
-        if edit.changes("window", "local_layers", "num_layers"):
-            local = [config.kind_of(index)[0] for index in range(config.num_layers)]
+        attention, layers = config.attention, range(config.num_layers)
+        if edit.changes("attention.rope_layers", "num_layers"):
+            content["no_rope_layers"] = [int(attention.has_rope(index)) for index in layers]
+        if edit.changes("attention.window") and attention.window is not None:
+            content["attention_chunk_size"] = attention.window
+        if edit.changes("attention.window", "attention.local_layers", "num_layers"):
+            local = map(attention.is_local, layers)
             content["layer_types"] = [_CHUNKED_TYPES[is_local] for is_local in local]
 
 
@@ -220,34 +226,34 @@ class InterleavedExperts(FieldGroup):
         layers = range(step - 1, count, step) if layers is None else layers
         size = take("intermediate_size", kind=kinds.SIZE)
         dense = tuple(index for index in range(count) if index not in layers)
-        return {"dense_layers": dense, "expert_dim": size, "shared_expert_dim": size}
+        return {"experts.dense_layers": dense, "experts.dim": size, "experts.shared_dim": size}
 
     def write(self, edit: ConfigEdit) -> None:
         config, content = edit.config, edit.content
-        if edit.changes("dense_layers", "num_layers", "num_experts"):
+        if edit.changes("experts.dense_layers", "num_layers", "experts.num_experts"):
             layers = [config.kind_of(index) for index in range(config.num_layers)]
             content["moe_layers"] = [i for i, (_, has_experts) in enumerate(layers) if has_experts]
-            if not config.num_experts:
-                content["num_local_experts"] = edit.read.num_experts
-        if edit.changes("expert_dim"):
-            content["intermediate_size"] = config.expert_dim
+            if not edit.value("experts.num_experts"):
+                content["num_local_experts"] = edit.before("experts.num_experts")
+        if edit.changes("experts.dim"):
+            content["intermediate_size"] = edit.value("experts.dim")
 
 
 _LLAMA4_FIELDS = {
     **{name: f for name, f in shared.GATED_DECODER.items() if name != "intermediate_size"},
     **shared.ATTENTION_BIAS,
-    "head_dim": Field("head_dim", default=128),
-    "intermediate_size_mlp": Field("mlp_dim", default=16384),
-    "num_experts_per_tok": Field("experts_per_token", default=1),
-    "num_key_value_heads": Field("num_kv_heads", default=8),
-    "num_local_experts": Field("num_experts", default=16),
-    "rms_norm_eps": Field("norm_epsilon", default=1e-5),
+    "head_dim": Field("attention.head_dim", default=128),
+    "intermediate_size_mlp": Field("mlp.dim", default=16384),
+    "num_experts_per_tok": Field("experts.top_k", default=1),
+    "num_key_value_heads": Field("attention.num_kv_heads", default=8),
+    "num_local_experts": Field("experts.num_experts", default=16),
+    "rms_norm_eps": Field("norms.epsilon", default=1e-5),
 }
 _GATE_AND_UP = ("expert", "embed", concatenated("mlp"))
 
 LLAMA4_TEXT = Family(
     fields=_LLAMA4_FIELDS,
-    fixed={"expert_scores": "input_sigmoid"},
+    fixed={"experts.scores": "input_sigmoid"},
     groups=[
         # Others change the length of what they turn, before it is normalized.
         Rotary(
@@ -259,7 +265,7 @@ LLAMA4_TEXT = Family(
         ChunkedLayers(),
         InterleavedExperts(),
     ],
-    architectures={"Llama4ForCausalLM": {}, "Llama4TextModel": {"head": None, "tied_head": True}},
+    architectures={"Llama4ForCausalLM": {}, "Llama4TextModel": {"head": None, "output.tied": True}},
     # Of training, and not read by transformers either.
     harmless=("for_llm_compressor", "router_aux_loss_coef", "router_jitter_noise"),
     tensors=(

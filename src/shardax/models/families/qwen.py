@@ -27,8 +27,8 @@ class UpperWindows(FieldGroup):
         return windows if is_used else {}
 
     def write(self, edit: ConfigEdit) -> None:
-        if edit.changes("window"):
-            edit.content["use_sliding_window"] = edit.config.window is not None
+        if edit.changes("attention.window"):
+            edit.content["use_sliding_window"] = edit.config.attention.window is not None
         shared.write_windows(edit)
 
 
@@ -48,9 +48,9 @@ class LowerWindows(FieldGroup):
         return {}
 
     def write(self, edit: ConfigEdit) -> None:
-        if not edit.changes("window", "local_layers", "num_layers"):
+        if not edit.changes("attention.window", "attention.local_layers", "num_layers"):
             return
-        has_window = edit.config.window is not None
+        has_window = edit.config.attention.window is not None
         edit.content["use_sliding_window"] = has_window
         if not has_window:
             edit.content.pop("layer_types", None)
@@ -71,21 +71,25 @@ class SparseLayers(FieldGroup):
         number = take("num_experts", self.default, kind=kinds.INTEGER.or_null)
         older_number = take("num_local_experts", None, kind=kinds.INTEGER.or_null)
         return {
-            "num_experts": number if older_number is None else older_number,
-            "dense_layers": tuple(i for i in range(count) if i in dense or (i + 1) % step),
+            "experts.num_experts": number if older_number is None else older_number,
+            "experts.dense_layers": tuple(i for i in range(count) if i in dense or (i + 1) % step),
         }
 
     def write(self, edit: ConfigEdit) -> None:
-        if edit.changes("num_experts", "dense_layers", "num_layers"):
+        if edit.changes("experts.num_experts", "experts.dense_layers", "num_layers"):
             edit.content.pop("num_local_experts", None)
-            edit.content["num_experts"] = edit.config.num_experts
-            edit.content["mlp_only_layers"] = list(edit.config.dense_layers)
+            experts = edit.config.experts
+            edit.content["num_experts"] = 0 if experts is None else experts.num_experts
+            edit.content["mlp_only_layers"] = [] if experts is None else [*experts.dense_layers]
             edit.content["decoder_sparse_step"] = 1
 
 
 QWEN2 = Family(
-    fields={**shared.GATED_DECODER, "num_key_value_heads": Field("num_kv_heads", default=32)},
-    fixed={"qkv_bias": True},
+    fields={
+        **shared.GATED_DECODER,
+        "num_key_value_heads": Field("attention.num_kv_heads", default=32),
+    },
+    fixed={"attention.qkv_bias": True},
     groups=[Rotary(max_positions=32_768), UpperWindows()],
     architectures=shared.causal_lm("Qwen2"),
     tensors=shared.decoder(),
@@ -95,15 +99,15 @@ QWEN2 = Family(
 QWEN2_MOE = Family(
     fields={
         **shared.GATED_DECODER,
-        "moe_intermediate_size": Field("expert_dim", default=1408),
-        "norm_topk_prob": Field("normalise_experts", default=False),
-        "num_experts_per_tok": Field("experts_per_token", default=4),
-        "num_key_value_heads": Field("num_kv_heads", default=16),
-        "qkv_bias": Field("qkv_bias", default=True),
-        "router_aux_loss_coef": Field("load_balance_weight", default=0.001),
-        "shared_expert_intermediate_size": Field("shared_expert_dim", default=5632),
+        "moe_intermediate_size": Field("experts.dim", default=1408),
+        "norm_topk_prob": Field("experts.normalise", default=False),
+        "num_experts_per_tok": Field("experts.top_k", default=4),
+        "num_key_value_heads": Field("attention.num_kv_heads", default=16),
+        "qkv_bias": Field("attention.qkv_bias", default=True),
+        "router_aux_loss_coef": Field("experts.load_balance_weight", default=0.001),
+        "shared_expert_intermediate_size": Field("experts.shared_dim", default=5632),
     },
-    fixed={"shared_expert_gate": True},
+    fixed={"experts.shared_gate": True},
     groups=[Rotary(max_positions=32_768), SparseLayers(60), LowerWindows()],
     architectures=shared.causal_lm("Qwen2Moe"),
     tensors=shared.decoder(
@@ -118,10 +122,10 @@ QWEN3 = Family(
     fields={
         **shared.GATED_DECODER,
         **shared.ATTENTION_BIAS,
-        "head_dim": Field("head_dim", default=128),
-        "num_key_value_heads": Field("num_kv_heads", default=32),
+        "head_dim": Field("attention.head_dim", default=128),
+        "num_key_value_heads": Field("attention.num_kv_heads", default=32),
     },
-    fixed={"qk_norm": "head"},
+    fixed={"attention.qk_norm": "head"},
     groups=[Rotary(max_positions=32_768), UpperWindows()],
     architectures=shared.causal_lm("Qwen3"),
     tensors=shared.decoder(),
@@ -131,13 +135,13 @@ QWEN3_MOE = Family(
     fields={
         **shared.GATED_DECODER,
         **shared.ATTENTION_BIAS,
-        "moe_intermediate_size": Field("expert_dim", default=768),
-        "norm_topk_prob": Field("normalise_experts", default=False),
-        "num_experts_per_tok": Field("experts_per_token", default=8),
-        "num_key_value_heads": Field("num_kv_heads", default=4),
-        "router_aux_loss_coef": Field("load_balance_weight", default=0.001),
+        "moe_intermediate_size": Field("experts.dim", default=768),
+        "norm_topk_prob": Field("experts.normalise", default=False),
+        "num_experts_per_tok": Field("experts.top_k", default=8),
+        "num_key_value_heads": Field("attention.num_kv_heads", default=4),
+        "router_aux_loss_coef": Field("experts.load_balance_weight", default=0.001),
     },
-    fixed={"qk_norm": "head"},
+    fixed={"attention.qk_norm": "head"},
     groups=[
         Rotary(max_positions=32_768),
         SparseLayers(),

@@ -6,9 +6,11 @@ from __future__ import annotations
 import dataclasses
 import difflib
 from collections.abc import Mapping
+from types import NoneType
 from typing import Any
 
 from shardax._core.errors import warn
+from shardax.models.config.flat import as_paths
 from shardax.models.families import (
     clip,
     convnext,
@@ -110,7 +112,7 @@ def register(model_type: str, *, like: str | None = None, **parts: Any) -> None:
         >>> sx.models.register(
         ...     "my_llama",
         ...     like="llama",
-        ...     fixed={"final_softcap": 30.0},
+        ...     fixed={"output.softcap": 30.0},
         ...     architectures={"MyLlamaForCausalLM": {}},
         ...     harmless=["my_note"],
         ... )
@@ -125,7 +127,8 @@ def register(model_type: str, *, like: str | None = None, **parts: Any) -> None:
             f"lacks {', '.join(missing) or 'nothing'}. The parts of a family are "
             f"{', '.join(parts_of_family)}, derive; with like='llama' those left out are llama's."
         )
-    parts = _as_today(parts)
+    has_paths = type(base) in (NoneType, Family)  # a config of several parts has none
+    parts = _as_today(parts, has_paths)
     derive = parts.pop("derive", None)
     if derive is not None:  # in the place of what the type that it is like reads together
         parts["groups"] = [*parts.get("groups", ()), DerivedFields(derive)]
@@ -143,7 +146,7 @@ def register(model_type: str, *, like: str | None = None, **parts: Any) -> None:
             FAMILIES[name] = pair.with_tower(model_type, family)
 
 
-def _as_today(parts: Mapping[str, Any]) -> dict[str, Any]:
+def _as_today(parts: Mapping[str, Any], has_paths: bool) -> dict[str, Any]:
     """Returns the parts of a family, translated from version 0.1."""
     today = dict(parts)
     if isinstance(today.get("tensors"), str):
@@ -158,7 +161,29 @@ def _as_today(parts: Mapping[str, Any]) -> dict[str, Any]:
             name: Field(*targets.split()) if isinstance(targets, str) else targets
             for name, targets in today["fields"].items()
         }
-    return today
+    return _by_path(today) if has_paths else today
+
+
+def _by_path(parts: dict[str, Any]) -> dict[str, Any]:
+    """Returns the parts of a family with paths for flat names."""
+    if "fields" in parts:
+        parts["fields"] = {
+            name: Field(
+                *as_paths(dict.fromkeys(field.targets), f"Field of {name}"), default=field.default
+            )
+            for name, field in parts["fields"].items()
+        }
+    if "fixed" in parts:
+        parts["fixed"] = as_paths(parts["fixed"], "register(fixed=)")
+    if "architectures" in parts:
+        parts["architectures"] = {
+            name: as_paths(fields, "register(architectures=)")
+            for name, fields in parts["architectures"].items()
+        }
+    if "derive" in parts:
+        derive = parts["derive"]
+        parts["derive"] = lambda take: as_paths(derive(take), "what derive returns")
+    return parts
 
 
 def find_family(model_type: Any, where: str) -> Family:

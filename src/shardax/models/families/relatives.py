@@ -27,27 +27,26 @@ class Multipliers(FieldGroup):
         residual = take("residual_multiplier", 1.0, kind=kinds.NUMBER)
         logits = 1 / take("logits_scaling", 1.0, kind=kinds.NUMBER.positive)
         return {
-            "attention_scale": take("attention_multiplier", 1.0, kind=kinds.NUMBER),
-            "embed_scale": None if embedding == 1 else embedding,
+            "attention.scale": take("attention_multiplier", 1.0, kind=kinds.NUMBER),
+            "embedding.scale": None if embedding == 1 else embedding,
             "residual_scale": None if residual == 1 else residual,
-            "logit_scale": None if logits == 1 else logits,
+            "output.scale": None if logits == 1 else logits,
         }
 
     def write(self, edit: ConfigEdit) -> None:
         config, content = edit.config, edit.content
-        for name, field in (
-            ("embed_scale", "embedding_multiplier"),
+        for path, field in (
+            ("embedding.scale", "embedding_multiplier"),
             ("residual_scale", "residual_multiplier"),
         ):
-            if edit.changes(name):
-                content[field] = 1.0 if getattr(config, name) is None else getattr(config, name)
-        if edit.changes("attention_scale", "head_dim"):
-            plain = config.head_dim**-0.5
-            scale = config.attention_scale
+            if edit.changes(path):
+                content[field] = 1.0 if edit.value(path) is None else edit.value(path)
+        if edit.changes("attention.scale", "attention.head_dim"):
+            scale, plain = config.attention.scale, config.attention.head_dim**-0.5
             content["attention_multiplier"] = plain if scale is None else scale
-        if edit.changes("logit_scale"):
+        if edit.changes("output.scale"):
             content["logits_scaling"] = (
-                1.0 if config.logit_scale is None else 1 / config.logit_scale
+                1.0 if config.output.scale is None else 1 / config.output.scale
             )
 
 
@@ -55,7 +54,7 @@ GRANITE = Family(
     fields={
         **shared.GATED_DECODER,
         **shared.ATTENTION_BIAS,
-        "mlp_bias": Field("mlp_bias", default=False),
+        "mlp_bias": Field("mlp.bias", default=False),
     },
     groups=[Rotary(), Multipliers()],
     architectures=shared.causal_lm("Granite"),
@@ -77,15 +76,15 @@ class LayersWithoutRope(FieldGroup):
         fits = "sliding_attention" not in (types or ()) or (is_used and has_window)
         limits = " without use_sliding_window=True and a sliding_window"
         kinds.check_supported("layer_types", types, fits, limits)
-        return {"rope_layers": None if all(rotated) else rotated, **windows}
+        return {"attention.rope_layers": None if all(rotated) else rotated, **windows}
 
     def write(self, edit: ConfigEdit) -> None:
         config = edit.config
-        if edit.changes("rope_layers", "num_layers"):
-            rotated = map(config.has_rope, range(config.num_layers))
+        if edit.changes("attention.rope_layers", "num_layers"):
+            rotated = map(config.attention.has_rope, range(config.num_layers))
             edit.content["no_rope_layers"] = list(map(int, rotated))
-        if edit.changes("window"):
-            edit.content["use_sliding_window"] = config.window is not None
+        if edit.changes("attention.window"):
+            edit.content["use_sliding_window"] = config.attention.window is not None
         shared.write_windows(edit)
 
 
@@ -93,9 +92,9 @@ SMOLLM3 = Family(
     fields={
         **shared.GATED_DECODER,
         **shared.ATTENTION_BIAS,
-        "mlp_bias": Field("mlp_bias", default=False),
-        "num_key_value_heads": Field("num_kv_heads", default=4),
-        "tie_word_embeddings": Field("tied_head", default=True),
+        "mlp_bias": Field("mlp.bias", default=False),
+        "num_key_value_heads": Field("attention.num_kv_heads", default=4),
+        "tie_word_embeddings": Field("output.tied", default=True),
     },
     groups=[Rotary(2e6, max_positions=32_768), LayersWithoutRope()],
     architectures=shared.causal_lm("SmolLM3"),
@@ -110,12 +109,12 @@ NEMOTRON = Family(
     fields={
         **shared.DECODER,
         **shared.ATTENTION_BIAS,
-        "head_dim": Field("head_dim", default=None),
+        "head_dim": Field("attention.head_dim", default=None),
         "hidden_act": Field("activation", default="relu2"),
-        "mlp_bias": Field("mlp_bias", default=False),
-        "norm_eps": Field("norm_epsilon", default=1e-5),
+        "mlp_bias": Field("mlp.bias", default=False),
+        "norm_eps": Field("norms.epsilon", default=1e-5),
     },
-    fixed={"norm": "layer_offset", "gated": False},
+    fixed={"norms.kind": "layer_offset", "mlp.gated": False},
     groups=[Rotary(fraction=0.5, max_positions=4096)],
     architectures=shared.causal_lm("Nemotron"),
     tensors=shared.decoder(shared.mlp()),
@@ -135,8 +134,8 @@ class RotaryWindows(shared.WindowsByLayer):
         period = take("sliding_window_pattern", 4, kind=kinds.SIZE)
         take("sliding_window", self.default, kind=kinds.SIZE)
         windows = shared.read_windows(take, self.default, lambda layer: (layer + 1) % period > 0)
-        local = windows.get("local_layers", (False,) * count)
-        return {**windows, "rope_layers": local}
+        local = windows.get("attention.local_layers", (False,) * count)
+        return {**windows, "attention.rope_layers": local}
 
 
 # Attention and MLP read the same norm, which has no bias.
@@ -144,13 +143,13 @@ COHERE2 = Family(
     fields={
         **shared.DECODER,
         **shared.ATTENTION_BIAS,
-        "head_dim": Field("head_dim", default=None),
+        "head_dim": Field("attention.head_dim", default=None),
         "hidden_act": Field("activation", default="silu"),
-        "layer_norm_eps": Field("norm_epsilon", default=1e-5),
-        "logit_scale": Field("logit_scale", default=0.0625),
-        "tie_word_embeddings": Field("tied_head", default=True),
+        "layer_norm_eps": Field("norms.epsilon", default=1e-5),
+        "logit_scale": Field("output.scale", default=0.0625),
+        "tie_word_embeddings": Field("output.tied", default=True),
     },
-    fixed={"norm": "layer_unbiased", "parallel": True, "shared_norm": True},
+    fixed={"norms.kind": "layer_unbiased", "parallel": True, "norms.shared": True},
     groups=[Rotary(interleaved=True, max_positions=8192), RotaryWindows()],
     architectures=shared.causal_lm("Cohere2"),
     neutral={

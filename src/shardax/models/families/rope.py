@@ -163,21 +163,22 @@ class Rotary(FieldGroup):
         )
         if not self.partial:
             refuse_partial(rope)
-        return {"rope": replace(rope, interleaved=self.interleaved)}
+        return {"attention.rope": replace(rope, interleaved=self.interleaved)}
 
     def write(self, edit: ConfigEdit) -> None:
-        rope = edit.config.rope
-        if rope is None or not edit.changes("rope"):
+        rope, before = edit.config.attention.rope, edit.read.attention.rope
+        if rope is None or not edit.changes("attention.rope"):
             return
         parameters = rope_fields(rope)
-        if edit.read.rope is not None and edit.read.rope.fraction != rope.fraction:
+        if before is not None and before.fraction != rope.fraction:
             parameters["partial_rotary_factor"] = rope.fraction
         replace_rope(edit, parameters)
 
     def complete(self, edit: ConfigEdit) -> None:
         edit.content.setdefault("max_position_embeddings", 2048)
-        if edit.config.rope is not None:  # readers differ in defaults
-            edit.content.setdefault("rope_parameters", rope_fields(edit.config.rope))
+        rope = edit.config.attention.rope
+        if rope is not None:  # readers differ in defaults
+            edit.content.setdefault("rope_parameters", rope_fields(rope))
 
 
 class RotaryByLayerType(FieldGroup):
@@ -216,21 +217,22 @@ class RotaryByLayerType(FieldGroup):
         local_rope = read_rope(take, sliding, base=local_base, max_positions=most)
         refuse_partial(rope)
         refuse_partial(local_rope)
-        return {"rope": rope, "local_rope": local_rope}
+        return {"attention.rope": rope, "attention.local_rope": local_rope}
 
     def write(self, edit: ConfigEdit) -> None:
-        if edit.changes("rope", "local_rope") and edit.config.rope is not None:
+        has_rope = edit.config.attention.rope is not None
+        if has_rope and edit.changes("attention.rope", "attention.local_rope"):
             replace_rope(edit, self._parameters(edit))
 
     def complete(self, edit: ConfigEdit) -> None:
         edit.content.setdefault("max_position_embeddings", 2048)
-        if edit.config.rope is not None:
+        if edit.config.attention.rope is not None:
             edit.content.setdefault("rope_parameters", self._parameters(edit))
 
     @staticmethod
     def _parameters(edit: ConfigEdit) -> dict[str, Any]:
-        rope, local_rope = edit.config.rope, edit.config.local_rope
-        ropes = (rope, rope if local_rope is None else local_rope)
+        attention = edit.config.attention
+        ropes = (attention.rope, attention.local_rope or attention.rope)
         return {
             name: rope_fields(rope)
             for name, rope in zip(LAYER_TYPES, ropes, strict=True)

@@ -28,45 +28,50 @@ from shardax.models.tensors import (
 SIZES = {
     "vocab_size": Field("vocab_size"),
     "hidden_size": Field("embed_dim"),
-    "intermediate_size": Field("mlp_dim"),
+    "intermediate_size": Field("mlp.dim"),
     "num_hidden_layers": Field("num_layers"),
-    "num_attention_heads": Field("num_heads"),
+    "num_attention_heads": Field("attention.num_heads"),
 }
 # Of decoders with rotary positions.
 DECODER = {
     **SIZES,
-    "attention_dropout": Field("attention_dropout", default=0.0),
-    "num_key_value_heads": Field("num_kv_heads", default=None),
-    "tie_word_embeddings": Field("tied_head", default=False),
+    "attention_dropout": Field("attention.dropout", default=0.0),
+    "num_key_value_heads": Field("attention.num_kv_heads", default=None),
+    "tie_word_embeddings": Field("output.tied", default=False),
 }
 # Of those with RMS norms and a gated MLP.
 GATED_DECODER = {
     **DECODER,
-    "head_dim": Field("head_dim", default=None),
+    "head_dim": Field("attention.head_dim", default=None),
     "hidden_act": Field("activation", default="silu"),
-    "rms_norm_eps": Field("norm_epsilon", default=1e-6),
+    "rms_norm_eps": Field("norms.epsilon", default=1e-6),
 }
-ATTENTION_BIAS = {"attention_bias": Field("qkv_bias", "out_bias", default=False)}
-ALL_BIASES = {"qkv_bias": True, "out_bias": True, "mlp_bias": True}
+ATTENTION_BIAS = {
+    "attention_bias": Field("attention.qkv_bias", "attention.out_bias", default=False)
+}
+ALL_BIASES = {"attention.qkv_bias": True, "attention.out_bias": True, "mlp.bias": True}
 
 
 def causal_lm(name: str) -> dict[str, dict[str, Any]]:
     """Returns the architectures of a decoder: with its head, and bare."""
-    return {f"{name}ForCausalLM": {}, f"{name}Model": {"head": None, "tied_head": True}}
+    return {f"{name}ForCausalLM": {}, f"{name}Model": {"head": None, "output.tied": True}}
 
 
 class Labels(FieldGroup):
     """The number of classes, by their names."""
 
+    def __init__(self, path: str = "output.num_classes") -> None:
+        self.path = path
+
     def read(self, take: Taker) -> Mapping[str, Any]:
         names = take("id2label", None, kind=kinds.TABLE.or_null)
         count = take("num_labels", 2, kind=kinds.INTEGER)
-        return {"num_classes": len(names) if names else count}
+        return {self.path: len(names) if names else count}
 
     def write(self, edit: ConfigEdit) -> None:
-        if not edit.changes("num_classes") or edit.config.head not in ("first", "each", "classes"):
+        if not edit.changes(self.path) or edit.config.head not in ("first", "each", "classes"):
             return
-        labels = {str(index): f"LABEL_{index}" for index in range(edit.config.num_classes)}
+        labels = {str(index): f"LABEL_{index}" for index in range(edit.value(self.path))}
         edit.content.pop("num_labels", None)
         edit.content["id2label"] = labels
         edit.content["label2id"] = {label: int(index) for index, label in labels.items()}
@@ -91,7 +96,8 @@ class WindowsByLayer(FieldGroup):
 
     def write(self, edit: ConfigEdit) -> None:
         size = edit.content.get("sliding_window", self.default)
-        if self.needs_size and edit.config.window is None and edit.changes("window"):
+        has_window = edit.config.attention.window is not None
+        if self.needs_size and not has_window and edit.changes("attention.window"):
             edit.content["layer_types"] = ["full_attention"] * edit.config.num_layers
             edit.content["sliding_window"] = size
         else:
@@ -140,16 +146,16 @@ def windows_by_layer(
     local = read_layer_types(take, LAYER_TYPES, is_local)
     if window is None or not any(local):
         return {}
-    return {"window": window, "local_layers": None if all(local) else local}
+    return {"attention.window": window, "attention.local_layers": None if all(local) else local}
 
 
 def write_windows(edit: ConfigEdit) -> None:
     """Writes the window, and its layers unless they are the default."""
     config, content = edit.config, edit.content
-    if edit.changes("window"):
-        content["sliding_window"] = config.window
-    if edit.changes("window", "local_layers", "num_layers"):
-        local = [config.kind_of(index)[0] for index in range(config.num_layers)]
+    if edit.changes("attention.window"):
+        content["sliding_window"] = config.attention.window
+    if edit.changes("attention.window", "attention.local_layers", "num_layers"):
+        local = list(map(config.attention.is_local, range(config.num_layers)))
         if "layer_types" in content or local != edit.local_layers_read():
             content["layer_types"] = [LAYER_TYPES[is_local] for is_local in local]
 
@@ -168,11 +174,11 @@ class Window(FieldGroup):
         kind = "full_attention" if window is None else "sliding_attention"
         limits = f"{kinds.UNNOTICED}: all layers have sliding_window={window!r}"
         kinds.check_supported("layer_types", types, types is None or set(types) == {kind}, limits)
-        return {} if window is None else {"window": window}
+        return {} if window is None else {"attention.window": window}
 
     def write(self, edit: ConfigEdit) -> None:
-        if self.switch and edit.changes("window"):
-            edit.content[self.switch] = edit.config.window is not None
+        if self.switch and edit.changes("attention.window"):
+            edit.content[self.switch] = edit.config.attention.window is not None
         write_windows(edit)
 
 
@@ -192,23 +198,25 @@ class ExpertLayers(FieldGroup):
         size = take("moe_intermediate_size", self.size, kind=kinds.SIZE)
         number = take("n_shared_experts", self.shared, kind=kinds.SIZE)
         return {
-            "dense_layers": tuple(range(min(first, count))),
-            "expert_dim": size,
-            "shared_expert_dim": size * number,
+            "experts.dense_layers": tuple(range(min(first, count))),
+            "experts.dim": size,
+            "experts.shared_dim": size * number,
         }
 
     def write(self, edit: ConfigEdit) -> None:
         config, content = edit.config, edit.content
-        if edit.changes("dense_layers", "num_layers"):
-            content["first_k_dense_replace"] = len(config.dense_layers)
-        if edit.changes("num_experts") and not config.num_experts:
+        if edit.changes("experts.dense_layers", "num_layers"):
+            content["first_k_dense_replace"] = len(edit.value("experts.dense_layers"))
+        if edit.changes("experts.num_experts") and not edit.value("experts.num_experts"):
             # No number of experts means none: that no layer has any is said by the layers.
             content["first_k_dense_replace"] = config.num_layers
-            content["n_routed_experts"] = edit.read.num_experts
-        if edit.changes("expert_dim"):
-            content["moe_intermediate_size"] = config.expert_dim
-        if edit.changes("expert_dim", "shared_expert_dim") and config.expert_dim:
-            content["n_shared_experts"] = config.shared_expert_dim // config.expert_dim
+            content["n_routed_experts"] = edit.before("experts.num_experts")
+        if edit.changes("experts.dim"):
+            content["moe_intermediate_size"] = edit.value("experts.dim")
+        if edit.changes("experts.dim", "experts.shared_dim") and edit.value("experts.dim"):
+            content["n_shared_experts"] = edit.value("experts.shared_dim") // edit.value(
+                "experts.dim"
+            )
 
 
 # --- tensors --------------------------------------------------------------------------------------

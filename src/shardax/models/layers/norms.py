@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -11,12 +11,11 @@ import jax
 import jax.numpy as jnp
 
 from shardax._core.module import Module
+from shardax.models.config.norms import NormConfig
 from shardax.nn.arithmetic import at_least_float32, result_dtype, uses_tokamax
 from shardax.nn.normalization import LayerNorm, RMSNorm
 from shardax.nn.parameters import make_parameter, ones, zeros
 from shardax.partition.explicit import align
-
-NORMS = ("rms", "rms_offset", "layer", "layer_offset", "layer_unbiased")
 
 
 class OffsetScale:
@@ -62,19 +61,15 @@ class HeadsRMSNorm(Module):
         return scaled.astype(result_dtype(self.dtype, x, self.scale.value))
 
 
-def dtypes(config: Any) -> dict[str, Any]:
-    """Returns the dtypes of a config, as layers take them."""
-    return {"dtype": config.dtype, "param_dtype": config.param_dtype}
-
-
-def make_norm(config: Any, features: int | None = None, axes: Any = ("embed",)) -> Any:
+def make_norm(
+    config: NormConfig, features: int, dtypes: Mapping[str, Any], axes: Any = ("embed",)
+) -> Any:
     """Makes a norm of the config's kind."""
     kinds: dict[str, Callable[..., Any]] = {
         "rms": RMSNorm,
         "rms_offset": OffsetRMSNorm,
+        "layer": LayerNorm,
         "layer_offset": OffsetLayerNorm,
         "layer_unbiased": partial(LayerNorm, use_bias=False),
     }
-    kind = kinds.get(getattr(config, "norm", "rms"), LayerNorm)
-    size = config.embed_dim if features is None else features
-    return kind(size, epsilon=config.norm_epsilon, axes=axes, **dtypes(config))
+    return kinds[config.kind](features, epsilon=config.epsilon, axes=axes, **dtypes)

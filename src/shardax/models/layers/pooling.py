@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -11,8 +12,9 @@ import jax.numpy as jnp
 from shardax._core._jax import Tracer
 from shardax._core.init.rng import Rngs
 from shardax._core.module import Module
-from shardax.models.config import TransformerConfig
-from shardax.models.layers.norms import dtypes, make_norm
+from shardax.models.config.norms import NormConfig
+from shardax.models.config.outputs import PoolConfig
+from shardax.models.layers.norms import make_norm
 from shardax.nn.arithmetic import add_bias, as_array, at_least_float32
 from shardax.nn.attention.multi_head import MultiHeadAttention
 from shardax.nn.errors import LayerInputError
@@ -58,27 +60,25 @@ def pool_tokens(hidden: object, mask: object = None, how: str = "mean") -> jax.A
     return _state_at(hidden, place)
 
 
-def pool_states(
-    config: TransformerConfig, hidden: jax.Array, tokens: object, mask: object
-) -> jax.Array:
-    """Pools states by ``config.pooling``."""
-    if config.pooling == "mean":
+def pool_states(config: PoolConfig, hidden: jax.Array, tokens: object, mask: object) -> jax.Array:
+    """Pools states, in one of the ways of positions or tokens."""
+    if config.kind == "mean":
         return pool_tokens(hidden, mask)
-    if config.pooling == "first_and_mean":
+    if config.kind == "first_and_mean":
         rest = None if mask is None else as_array(mask)[..., 1:]
         return jnp.concatenate([hidden[..., 0, :], pool_tokens(hidden[..., 1:, :], rest)], -1)
-    if config.pooling in ("end", "highest"):
+    if config.kind in ("end", "highest"):
         return _pool_end(config, hidden, tokens)
-    return hidden[..., -1 if config.pooling == "last" else 0, :]
+    return hidden[..., -1 if config.kind == "last" else 0, :]
 
 
-def _pool_end(config: TransformerConfig, hidden: jax.Array, tokens: object) -> jax.Array:
+def _pool_end(config: PoolConfig, hidden: jax.Array, tokens: object) -> jax.Array:
     if tokens is None or (tokens := as_array(tokens)).shape != hidden.shape[:-1]:
         raise LayerInputError(
-            f"A model with pooling={config.pooling!r} pools by tokens of shape "
+            f"A model with pool.kind={config.kind!r} pools by tokens of shape "
             f"{hidden.shape[:-1]}: model.pool(model(tokens), tokens)."
         )
-    if config.pooling == "highest":
+    if config.kind == "highest":
         return _state_at(hidden, jnp.argmax(tokens, -1))
     is_end = tokens == config.end_token
     has_end = jnp.any(is_end, -1)
@@ -97,12 +97,20 @@ def _state_at(hidden: jax.Array, place: jax.Array) -> jax.Array:
 class AttentionPooling(Module):
     """A learned query that reads all states, and an MLP."""
 
-    def __init__(self, config: TransformerConfig, mlp: MLP, *, rngs: Rngs) -> None:
-        size, options = config.embed_dim, dtypes(config)
+    def __init__(
+        self,
+        size: int,
+        num_heads: int,
+        norms: NormConfig,
+        mlp: MLP,
+        *,
+        dtypes: Mapping[str, Any],
+        rngs: Rngs,
+    ) -> None:
         initializer = jax.nn.initializers.normal(size**-0.5)
-        self.query = make_parameter(initializer, (size,), config.param_dtype, ("embed",), rngs)
-        self.attn = MultiHeadAttention(size, config.num_heads, use_bias=True, rngs=rngs, **options)
-        self.norm = make_norm(config)
+        self.query = make_parameter(initializer, (size,), dtypes["param_dtype"], ("embed",), rngs)
+        self.attn = MultiHeadAttention(size, num_heads, use_bias=True, rngs=rngs, **dtypes)
+        self.norm = make_norm(norms, size, dtypes)
         self.mlp = mlp
 
     def __call__(self, hidden: jax.Array) -> jax.Array:

@@ -14,6 +14,7 @@ A parallel layer adds both parts at once, each of the same input.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -23,10 +24,15 @@ from jax.ad_checkpoint import checkpoint_name
 
 from shardax._core.init.rng import Rngs
 from shardax._core.module import Module
-from shardax.models.config import SCALES, TransformerConfig
+from shardax.models.config.attention import AttentionConfig
+from shardax.models.config.checks import dtypes
+from shardax.models.config.feed_forward import ExpertsConfig, MLPConfig
+from shardax.models.config.norms import NormConfig
+from shardax.models.config.paths import read_field
+from shardax.models.config.transformer import TransformerConfig
 from shardax.models.layers.activations import ACTIVATIONS, exact_gelu
 from shardax.models.layers.experts import ClippedMoE, GroupedMoE, GroupedSoftmaxMoE, InputScaledMoE
-from shardax.models.layers.norms import HeadsRMSNorm, dtypes, make_norm
+from shardax.models.layers.norms import HeadsRMSNorm, make_norm
 from shardax.nn.attention.latent import MultiHeadLatentAttention
 from shardax.nn.attention.multi_head import MultiHeadAttention
 from shardax.nn.conv import Conv
@@ -38,6 +44,15 @@ from shardax.nn.normalization import RMSNorm
 from shardax.nn.parameters import make_parameter, ones
 from shardax.partition.constraints import constrain_activations as _constrain
 from shardax.partition.explicit import align
+
+# Factors of what the parts of a layer read and return, with their paths in a config.
+SCALES = {
+    "attention_in_scale": "attention.in_scale",
+    "attention_out_scale": "attention.out_scale",
+    "recurrent_in_scale": "recurrence.in_scale",
+    "recurrent_out_scale": "recurrence.out_scale",
+    "mlp_out_scale": "mlp.out_scale",
+}
 
 
 class TransformerLayer(Module):
@@ -68,46 +83,62 @@ class TransformerLayer(Module):
     shared_gate: Any = None
 
     def __init__(self, config: TransformerConfig, index: int = 0, *, rngs: Rngs) -> None:
-        self.is_local, experts = config.kind_of(index)
+        attention, norms, size = config.attention, config.norms, config.embed_dim
+        options = dtypes(config)
+        self.is_local, self.has_experts = config.kind_of(index)
         # Set only where they say more: a plain layer has no such attributes.
-        if config.rope is not None and not config.has_rope(index):
+        if attention.rope is not None and not attention.has_rope(index):
             self.has_rope = False
         if config.residual_scale is not None:
             self.residual_scale = config.residual_scale
-        for name in SCALES:
-            if getattr(config, name) != 1:
-                setattr(self, name, getattr(config, name))
-        self.norm_after, self.parallel = config.norm_placement == "after", config.parallel
-        has_pre_norm = config.norm_placement in ("pre", "sandwich")
-        behind = config.norm_placement != "pre"
-        has_first_norm = has_pre_norm and (index > 0 or config.first_norm)
-        self.attn_norm: Any = make_norm(config) if has_first_norm else None
+        for name, path in SCALES.items():
+            if (scale := read_field(config, path)) != 1:
+                setattr(self, name, scale)
+        self.norm_after, self.parallel = norms.placement == "after", config.parallel
+        has_pre_norm = norms.placement in ("pre", "sandwich")
+
+        def norm(exists: bool) -> Any:
+            return make_norm(norms, size, options) if exists else None
+
+        behind = norms.placement != "pre"
+        self.attn_norm = norm(has_pre_norm and (index > 0 or norms.first))
         self.attn: Any = None
-        if config.recurrent is not None and config.is_recurrent(index):
-            self.mixer = config.recurrent.make(config, rngs)
+        if config.recurrence is not None and config.is_recurrent(index):
+            self.mixer = config.recurrence.mixer.make(config, rngs)
         if config.has_attention(index):
-            self.attn = _attention(config, index, rngs)
-        self.attn_post_norm = make_norm(config) if behind else None
-        if config.cross_attention:
-            self.cross_norm: Any = make_norm(config) if has_pre_norm else None
-            self.cross_attn = _cross_attention(config, rngs)
-            self.cross_post_norm = make_norm(config) if behind else None
-        has_mlp = experts or config.mlp_dim > 0
-        has_mlp_norm = has_pre_norm and has_mlp and not config.shared_norm
-        self.mlp_norm = make_norm(config) if has_mlp_norm else None
-        self.mlp: Any = (_experts if experts else make_mlp)(config, rngs) if has_mlp else None
-        self.has_experts = experts
-        if experts and config.shared_expert_dim:
-            self.shared_mlp = make_mlp(config, rngs, config.shared_expert_dim)
-            if config.shared_expert_gate:
-                names, size = ("embed", None), config.embed_dim
-                options = {"use_bias": False, "kernel_axes": names, **dtypes(config)}
-                self.shared_gate = Linear(size, 1, rngs=rngs, **options)
-        self.mlp_post_norm = make_norm(config) if behind and has_mlp else None
-        scale = (ones, (config.embed_dim,), config.param_dtype, ("embed",), None)
+            self.attn = _attention(
+                attention, size, index, norms=norms, causal=config.causal, rngs=rngs, **options
+            )
+        self.attn_post_norm = norm(behind)
+        if attention.cross_attention:
+            self.cross_norm = norm(has_pre_norm)
+            self.cross_attn = _cross_attention(attention, size, rngs=rngs, **options)
+            self.cross_post_norm = norm(behind)
+        has_mlp = config.mlp is not None
+        self.mlp_norm = norm(has_pre_norm and has_mlp and not norms.shared)
+        self._make_mlp(config, rngs)
+        self.mlp_post_norm = norm(behind and has_mlp)
+        scale = (ones, (size,), config.param_dtype, ("embed",), None)
         self.attn_scale = make_parameter(*scale) if config.layer_scale else None
         self.mlp_scale = make_parameter(*scale) if config.layer_scale and has_mlp else None
         self.dropout = Dropout(config.dropout, rngs=rngs) if config.dropout else None
+
+    def _make_mlp(self, config: TransformerConfig, rngs: Rngs) -> None:
+        """Makes the MLP, or the experts and what stands beside them."""
+        size, experts, options = config.embed_dim, config.experts, dtypes(config)
+        options |= {"activation": config.activation, "rngs": rngs}
+        self.mlp: Any = None
+        if config.mlp is not None and not self.has_experts:
+            self.mlp = make_mlp(config.mlp, size, **options)
+        elif config.mlp is not None and experts is not None:
+            self.mlp = _experts(experts, size, **options)
+            if experts.shared_dim:
+                self.shared_mlp = make_mlp(
+                    replace(config.mlp, dim=experts.shared_dim), size, **options
+                )
+                if experts.shared_gate:
+                    gate = {"use_bias": False, "kernel_axes": ("embed", None), **dtypes(config)}
+                    self.shared_gate = Linear(size, 1, rngs=rngs, **gate)
 
     def __call__(
         self,
@@ -261,82 +292,100 @@ class ScaledGateMLP(MLP):
 class FrameEmbedding(Module):
     """Embeds frames of features by two convolutions, of two frames one."""
 
-    def __init__(self, config: TransformerConfig, *, rngs: Rngs) -> None:
-        options = {"padding": 1, "kernel_axes": (None, None, "embed"), "rngs": rngs}
-        options |= dtypes(config)
-        self.conv1 = Conv(config.feature_size, config.embed_dim, 3, **options)
-        self.conv2 = Conv(config.embed_dim, config.embed_dim, 3, strides=2, **options)
+    def __init__(self, features: int, size: int, *, rngs: Rngs, **dtypes: Any) -> None:
+        options = {"padding": 1, "kernel_axes": (None, None, "embed"), "rngs": rngs, **dtypes}
+        self.conv1 = Conv(features, size, 3, **options)
+        self.conv2 = Conv(size, size, 3, strides=2, **options)
 
     def __call__(self, features: jax.Array) -> jax.Array:
         return exact_gelu(self.conv2(exact_gelu(self.conv1(features))))
 
 
-def _attention(config: TransformerConfig, index: int, rngs: Rngs) -> MultiHeadAttention:
-    def norm(heads: int, axis: str) -> Callable[[], Any] | None:
-        if config.qk_norm is None or (config.qk_norm == "unscaled" and rope is None):
-            return None
-        if config.qk_norm == "unscaled":
-            options = {"epsilon": config.norm_epsilon, "use_scale": False, **dtypes(config)}
-            return lambda: RMSNorm(config.head_dim, **options)
-        if config.qk_norm == "head":
-            return lambda: make_norm(config, config.head_dim, ("head_dim",))
-        names, epsilon = (axis, "head_dim"), config.norm_epsilon
-        return lambda: HeadsRMSNorm(heads, config.head_dim, names, epsilon, dtypes(config))
-
-    is_local = config.kind_of(index)[0]
+def _attention(
+    config: AttentionConfig,
+    features: int,
+    index: int,
+    *,
+    norms: NormConfig,
+    causal: bool,
+    rngs: Rngs,
+    **dtypes: Any,
+) -> MultiHeadAttention:
+    is_local, has_rope = config.is_local(index), config.has_rope(index)
     rope = config.local_rope if is_local and config.local_rope else config.rope
-    rope = rope if config.has_rope(index) else None
     options: dict[str, Any] = {
         "head_dim": config.head_dim,
-        "causal": config.causal,
-        "rope": rope,
+        "causal": causal,
+        "rope": rope if has_rope else None,
         "use_bias": config.qkv_bias,
         "window": config.window if is_local else None,
-        "scale": config.attention_scale,
-        "dropout": config.attention_dropout,
+        "scale": config.scale,
+        "dropout": config.dropout,
         "rngs": rngs,
-        **dtypes(config),
+        **dtypes,
     }
-    if config.latent_dim:
+    if config.latent is not None:
         return MultiHeadLatentAttention(
-            config.embed_dim,
+            features,
             config.num_heads,
-            rope_dim=config.rope_dim,
-            value_dim=config.value_dim,
-            latent_dim=config.latent_dim,
-            query_latent_dim=config.query_latent_dim,
+            rope_dim=config.latent.rope_dim,
+            value_dim=config.latent.value_dim,
+            latent_dim=config.latent.dim,
+            query_latent_dim=config.latent.query_dim,
             **options,
         )
+    norm = partial(_head_norm, config, norms, has_rope, dtypes)
     return MultiHeadAttention(
-        config.embed_dim,
+        features,
         config.num_heads,
         num_kv_heads=config.num_kv_heads,
         out_bias=config.out_bias,
         key_bias=config.key_bias and config.qkv_bias,
         chunked=config.chunked and is_local,
-        query_growth=None if config.has_rope(index) else config.query_growth,
-        softcap=config.attention_softcap,
-        sinks=config.attention_sinks,
-        gated=config.attention_gate,
+        query_growth=None if has_rope else config.query_growth,
+        softcap=config.softcap,
+        sinks=config.sinks,
+        gated=config.gate,
         query_norm=norm(config.num_heads, "heads"),
         key_norm=norm(config.num_kv_heads, "kv_heads"),
         **options,
     )
 
 
-def _cross_attention(config: TransformerConfig, rngs: Rngs) -> MultiHeadAttention:
+def _head_norm(
+    config: AttentionConfig,
+    norms: NormConfig,
+    has_rope: bool,
+    dtypes: dict[str, Any],
+    heads: int,
+    axis: str,
+) -> Callable[[], Any] | None:
+    """Returns what makes the norm of queries or keys, or None."""
+    size = config.head_dim
+    if config.qk_norm is None or (config.qk_norm == "unscaled" and not has_rope):
+        return None
+    if config.qk_norm == "unscaled":
+        return lambda: RMSNorm(size, epsilon=norms.epsilon, use_scale=False, **dtypes)
+    if config.qk_norm == "head":
+        return lambda: make_norm(norms, size, dtypes, ("head_dim",))
+    return lambda: HeadsRMSNorm(heads, size, (axis, "head_dim"), norms.epsilon, dtypes)
+
+
+def _cross_attention(
+    config: AttentionConfig, features: int, *, rngs: Rngs, **dtypes: Any
+) -> MultiHeadAttention:
     return MultiHeadAttention(
-        config.embed_dim,
+        features,
         config.num_heads,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
         use_bias=config.qkv_bias,
         out_bias=config.out_bias,
         key_bias=config.key_bias and config.qkv_bias,
-        scale=config.attention_scale,
-        dropout=config.attention_dropout,
+        scale=config.scale,
+        dropout=config.dropout,
         rngs=rngs,
-        **dtypes(config),
+        **dtypes,
     )
 
 
@@ -344,44 +393,48 @@ def _scaled(x: jax.Array, factor: float) -> jax.Array:
     return x if factor == 1 else x * jnp.asarray(factor, x.dtype)
 
 
-def make_mlp(config: TransformerConfig, rngs: Rngs, hidden: int | None = None) -> MLP:
+def make_mlp(
+    config: MLPConfig, features: int, *, activation: str, rngs: Rngs, **dtypes: Any
+) -> MLP:
     """Makes the feed-forward network of a layer."""
     make: Callable[..., MLP] = MLP
-    if config.mlp_gate_scale != 1:
-        make = partial(ScaledGateMLP, gate_scale=config.mlp_gate_scale)
+    if config.gate_scale != 1:
+        make = partial(ScaledGateMLP, gate_scale=config.gate_scale)
     return make(
-        config.embed_dim,
-        config.mlp_dim if hidden is None else hidden,
-        activation=ACTIVATIONS.get(config.activation, config.activation),
+        features,
+        config.dim,
+        activation=ACTIVATIONS.get(activation, activation),
         gated=config.gated,
-        use_bias=config.mlp_bias,
+        use_bias=config.bias,
         rngs=rngs,
-        **dtypes(config),
+        **dtypes,
     )
 
 
-def _experts(config: TransformerConfig, rngs: Rngs) -> MoE:
+def _experts(
+    config: ExpertsConfig, features: int, *, activation: str, rngs: Rngs, **dtypes: Any
+) -> MoE:
     make: Callable[..., MoE] = MoE
-    if config.expert_scores == "input_sigmoid":
+    if config.scores == "input_sigmoid":
         make = InputScaledMoE
-    elif config.expert_scores != "softmax":
+    elif config.scores != "softmax":
         make = partial(
-            GroupedMoE if config.expert_scores == "sigmoid" else GroupedSoftmaxMoE,
-            num_groups=config.expert_groups,
-            top_groups=config.groups_per_token,
-            scale=config.expert_scale,
+            GroupedMoE if config.scores == "sigmoid" else GroupedSoftmaxMoE,
+            num_groups=config.num_groups,
+            top_groups=config.top_groups,
+            scale=config.scale,
         )
-    elif config.expert_limit is not None:
-        make = partial(ClippedMoE, limit=config.expert_limit)
+    elif config.limit is not None:
+        make = partial(ClippedMoE, limit=config.limit)
     return make(
-        config.embed_dim,
-        config.expert_dim,
+        features,
+        config.dim,
         num_experts=config.num_experts,
-        top_k=config.experts_per_token,
-        dispatch=config.expert_dispatch,
-        normalise=config.normalise_experts,
-        activation=ACTIVATIONS.get(config.activation, config.activation),
-        use_bias=config.expert_bias,
+        top_k=config.top_k,
+        dispatch=config.dispatch,
+        normalise=config.normalise,
+        activation=ACTIVATIONS.get(activation, activation),
+        use_bias=config.bias,
         rngs=rngs,
-        **dtypes(config),
+        **dtypes,
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recurrent mixers of a transformer's layers, in place of attention."""
+"""Configs of recurrent layers and of their mixers."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ import math
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
+from shardax._core.checks import Options
 from shardax._core.init.rng import Rngs
+from shardax.models.config.checks import dtypes
+from shardax.models.config.paths import ConfigPart
 from shardax.models.layers.activations import ACTIVATIONS, find_activation
-from shardax.models.layers.norms import dtypes
+from shardax.nn.errors import LayerConfigError
 from shardax.nn.mixers.convolution import ShortConvolution
 from shardax.nn.mixers.delta import GatedDeltaNet
 from shardax.nn.mixers.state_space import StateSpaceMixer
@@ -30,7 +33,8 @@ class ShortConvolutionConfig:
     Example:
         >>> import shardax as sx
         >>> mixer = sx.models.ShortConvolutionConfig(size=4)
-        >>> config = sx.models.TransformerConfig(recurrent=mixer, recurrent_layers=(True, False))
+        >>> recurrence = sx.models.RecurrenceConfig(mixer, layers=(True, False))
+        >>> config = sx.models.TransformerConfig(recurrence=recurrence)
         >>> type(sx.models.Transformer(config, rngs=sx.Rngs(0)).layers[0].mixer).__name__
         'ShortConvolution'
     """
@@ -94,7 +98,8 @@ class StateSpaceConfig:
     Example:
         >>> import shardax as sx
         >>> mixer = sx.models.StateSpaceConfig(num_heads=8, head_dim=16, state_dim=4)
-        >>> config = sx.models.TransformerConfig(recurrent=mixer, mlp_dim=0)
+        >>> recurrence = sx.models.RecurrenceConfig(mixer)
+        >>> config = sx.models.TransformerConfig(recurrence=recurrence, mlp=None)
         >>> layer = sx.models.Transformer(config, rngs=sx.Rngs(0)).layers[0]
         >>> type(layer.mixer).__name__, layer.mlp is None
         ('StateSpaceMixer', True)
@@ -130,7 +135,7 @@ class StateSpaceConfig:
         Returns:
             The mixer.
         """
-        options = {"norm_epsilon": config.norm_epsilon, **dtypes(config)}
+        options = {"norm_epsilon": config.norms.epsilon, **dtypes(config)}
         return self._mixer(config.embed_dim, rngs, **options)
 
     def _mixer(self, features: int, rngs: Rngs, **options: Any) -> StateSpaceMixer:
@@ -179,7 +184,8 @@ class GatedDeltaConfig:
     Example:
         >>> import shardax as sx
         >>> mixer = sx.models.GatedDeltaConfig(2, 16, num_value_heads=4, value_dim=16)
-        >>> config = sx.models.TransformerConfig(recurrent=mixer, recurrent_layers=(True, False))
+        >>> recurrence = sx.models.RecurrenceConfig(mixer, layers=(True, False))
+        >>> config = sx.models.TransformerConfig(recurrence=recurrence)
         >>> type(sx.models.Transformer(config, rngs=sx.Rngs(0)).layers[0].mixer).__name__
         'GatedDeltaNet'
     """
@@ -206,7 +212,7 @@ class GatedDeltaConfig:
             The mixer.
         """
         activation = ACTIVATIONS.get(config.activation, config.activation)
-        options = {"activation": activation, "norm_epsilon": config.norm_epsilon, **dtypes(config)}
+        options = {"activation": activation, "norm_epsilon": config.norms.epsilon, **dtypes(config)}
         return GatedDeltaNet(config.embed_dim, rngs=rngs, **vars(self), **options)
 
     @classmethod
@@ -222,8 +228,55 @@ class GatedDeltaConfig:
         return cls(**{field.name: getattr(mixer, field.name) for field in fields(cls)})
 
 
-RecurrentConfig = ShortConvolutionConfig | StateSpaceConfig | GatedDeltaConfig
-RECURRENT: dict[type, Any] = {
+MixerConfig = ShortConvolutionConfig | StateSpaceConfig | GatedDeltaConfig
+MIXERS: dict[type, Any] = {
     kind.kind: kind for kind in (ShortConvolutionConfig, StateSpaceConfig, GatedDeltaConfig)
 }
 """The config of each mixer, by its class."""
+
+
+@dataclass(frozen=True)
+class RecurrenceConfig(ConfigPart):
+    """The recurrent mixer and its layers.
+
+    Attributes:
+        mixer: The mixer, by its config.
+        layers: Which layers have it; None for all.
+        beside: Whether these have attention too, which reads the same; what both return is added.
+        in_scale: Multiplies what the mixer reads.
+        out_scale: Multiplies what the mixer returns.
+
+    Raises:
+        LayerConfigError: If the mixer is no config of one.
+
+    Example:
+        >>> import shardax as sx
+        >>> mixer = sx.models.ShortConvolutionConfig(size=4)
+        >>> recurrence = sx.models.RecurrenceConfig(mixer, beside=True)
+        >>> config = sx.models.TransformerConfig(num_layers=1, recurrence=recurrence)
+        >>> layer = sx.models.Transformer(config, rngs=sx.Rngs(0)).layers[0]
+        >>> type(layer.mixer).__name__, type(layer.attn).__name__
+        ('ShortConvolution', 'MultiHeadAttention')
+    """
+
+    mixer: MixerConfig
+    layers: tuple[bool, ...] | None = None
+    beside: bool = False
+    in_scale: float = 1.0
+    out_scale: float = 1.0
+    absent: ClassVar = {"mixer": None}
+
+    def __post_init__(self) -> None:
+        options = Options(LayerConfigError, type(self).__name__)
+        options.instance("mixer", self.mixer, MixerConfig, "the config of a mixer")
+
+    def in_layer(self, index: int) -> bool:
+        """Returns whether a layer has the mixer.
+
+        Args:
+            index: Which layer.
+
+        Returns:
+            Whether it has.
+        """
+        return self.layers is None or self.layers[index]
