@@ -55,6 +55,7 @@ def test_variable_accepts_value_of_its_shape_and_dtype(value: Any) -> None:
         (jnp.ones(3), r"shape \(2,\), given \(3,\)"),
         (jnp.ones(2, jnp.bfloat16), "dtype float32, given bfloat16"),
         (jnp.ones(2, jnp.int32), "dtype float32, given int32"),
+        (np.ones(2, np.float16), "dtype float32, given float16"),
     ],
 )
 def test_another_shape_or_dtype_is_refused(form: Any, value: Any, difference: str) -> None:

@@ -18,8 +18,8 @@ import shardax as sx
 from shardax import plan
 from shardax.errors import PlanError, PlanInputError
 from shardax.plan.timing.figures import default_figures, figure_table
-from shardax.plan.timing.kernels import Links
-from shardax.plan.timing.memory import memory_bytes, state_bytes
+from shardax.plan.timing.kernels import Kernels, Links
+from shardax.plan.timing.memory import memory_bytes, saved_bytes, state_bytes
 
 LLAMA = plan.TransformerShape(
     layers=32, embed=4096, mlp_hidden=14336, heads=32, kv_heads=8, vocab=128256
@@ -129,6 +129,15 @@ def test_gather_sends_all_parts_but_its_own() -> None:
     assert links.gather(8e9, 1) == 0
 
 
+def test_last_wave_of_tiles_costs_a_whole_one() -> None:
+    figures = {**default_figures(), "kernels.wave_share": 1.0, "kernels.depth_ramp": 0.0}
+    kernels = Kernels(plan.find_hardware("h100"), figures)
+    rows, columns, depth = 128 * 132, 256 * 16, 8192  # sixteen waves of 132 cores
+    even = kernels.product(rows, columns, depth)
+    assert even == pytest.approx(2 * rows * columns * depth / kernels.wide_peak)
+    assert kernels.product(rows, columns + 1, depth) == pytest.approx(even * 17 / 16, rel=1e-3)
+
+
 def test_more_work_takes_more_time() -> None:
     base = seconds(STEP)
     assert base < seconds(STEP.like(global_batch=128))
@@ -150,6 +159,14 @@ def test_virtual_stages_shorten_pipelines() -> None:
 def test_recomputation_needs_less_memory() -> None:
     whole = plan.predict(LLAMA, STEP, "h100").memory_bytes
     assert plan.predict(LLAMA, STEP.like(recompute="full"), "h100").memory_bytes < whole
+
+
+def test_sequence_shards_divide_saved_activations() -> None:
+    step = STEP.like(data=4, context=1, global_batch=32)
+    one, two = (
+        saved_bytes(LLAMA, step.like(context=size, data=4 // size), "xla") for size in (1, 2)
+    )
+    assert one == 2 * two > 0
 
 
 def test_step_without_room_does_not_fit() -> None:
