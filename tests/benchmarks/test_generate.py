@@ -3,7 +3,6 @@
 
 import json
 import sys
-from dataclasses import replace
 
 import generate
 import numpy as np
@@ -30,7 +29,7 @@ def test_quick_run_records_each_kind_and_opponent(monkeypatch, tmp_path, capsys)
 
 
 def test_loop_by_hand_equals_greedy_decoding_without_cache():
-    model = generate.model_of(replace(generate.PLAIN, **generate.SMALL))
+    model = generate.model_of(generate.SMALL)
     prompts = np.array([[3, 1, 4, 1], [5, 9, 2, 6]], np.int32)
     tokens = prompts
     for _ in range(5):
