@@ -188,6 +188,16 @@ def test_missing_attribute_inside_initializer_is_named(read: Callable[[Any], Any
         read(sx.Param(Init(broken, (2,))))
 
 
+def test_property_of_variable_hides_no_missing_attribute() -> None:
+    class Averaged(sx.Param):
+        @property
+        def mean(self) -> Any:  # arrays have one too
+            return self.missing
+
+    with pytest.raises(AttributeError, match="no attribute 'missing'"):
+        _ = Averaged(jnp.ones(2)).mean
+
+
 def test_the_stream_may_be_named_or_given() -> None:
     def draw(**arguments: Any) -> jax.Array:
         return Init(INITIALIZERS["normal"], (2,), **arguments).compute()

@@ -318,7 +318,7 @@ class ArrayLike:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
-        if name == "value":  # a property that raised AttributeError, as an initializer may
+        if hasattr(type(self), name):  # a property that raised AttributeError: says its text
             return object.__getattribute__(self, name)
         operand = self._operand()
         if name in ("tolist", "item"):
