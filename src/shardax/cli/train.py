@@ -24,6 +24,7 @@ from shardax._select.selection import select
 from shardax._transforms.jit.abstract_eval import eval_shape
 from shardax.cli import inputs
 from shardax.cli.runs import KERNEL_KINDS, RunSettings, TextCodec, read_settings, write_settings
+from shardax.models.generation import max_positions_of
 from shardax.models.weights import TOKENIZER_FILES, find_directory
 from shardax.nn.errors import LayerConfigError, LayerInputError
 from shardax.partition.mesh import mesh_text
@@ -371,8 +372,7 @@ class _TrainingRun:
             if distributed.is_main():
                 _copy_text_files(find_directory(str(self.settings.source)), folder)
         print(f"\nheld-out loss     {result.eval_loss:.4f} nats per token")
-        positions = getattr(merged.config, "positions", merged.config)
-        room = getattr(positions, "max_positions", 0) or _SAMPLE_LENGTH + _PROMPT_LENGTH
+        room = max_positions_of(merged) or _SAMPLE_LENGTH + _PROMPT_LENGTH
         length = min(_SAMPLE_LENGTH, room - len(self.prompt))
         if length > 0:
             options = {"temperature": 0.7, "seed": self.settings.seed}

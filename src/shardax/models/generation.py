@@ -536,11 +536,16 @@ def _filters_of(temperature: float, top_k, top_p, min_p, penalty) -> _Filters:
     return _Filters(temperature == 0, top_k, top_p is not None, min_p is not None, has_penalty)
 
 
-def _check_length(model: object, length: int) -> None:
-    """Raises if a model with learned positions has too few."""
+def max_positions_of(model: object) -> int:
+    """Returns the number of learned positions of a model; 0 for none."""
     config = getattr(model, "config", None)
     positions = config.positions if isinstance(config, TransformerConfig) else config
-    most = getattr(positions, "max_positions", 0)
+    return getattr(positions, "max_positions", 0)
+
+
+def _check_length(model: object, length: int) -> None:
+    """Raises if a model with learned positions has too few."""
+    most = max_positions_of(model)
     if most and length > most:
         raise GenerationError(
             f"Prompt and max_new_tokens make {length} tokens, but the model has max_positions="
