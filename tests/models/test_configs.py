@@ -37,6 +37,12 @@ from shardax.models import (
     TransformerConfig,
 )
 
+PARTS = {
+    "attention": "AttentionConfig", "mlp": "MLPConfig", "experts": "ExpertsConfig",
+    "recurrence": "RecurrenceConfig", "norms": "NormConfig", "embedding": "EmbeddingConfig",
+    "positions": "PositionsConfig", "image": "ImageConfig", "features": "FeaturesConfig",
+    "output": "OutputConfig", "pool": "PoolConfig",
+}  # fmt: skip
 MIXER = ShortConvolutionConfig()
 # By flat name: the path, and a value other than the default.
 FLAT: dict[str, tuple[str, Any]] = {
@@ -334,6 +340,25 @@ def test_unfit_fields_are_refused_by_path(fields: dict[str, Any], says: str):
 def test_unfit_parts_are_refused_by_name(make: Any, says: str):
     with pytest.raises(LayerConfigError, match=says):
         make()
+
+
+@pytest.mark.parametrize("path", PARTS)
+@pytest.mark.parametrize("value", [{"dim": 8}, 8, "rms", LatentConfig, LatentConfig(8, 2, 4)])
+def test_parts_of_other_classes_are_refused(path: str, value: Any):
+    kind = PARTS[path]
+    says = rf"^{path} is a .*, but TransformerConfig needs {path}=sx\.models\.{kind}\(\.\.\.\)"
+    with pytest.raises(LayerConfigError, match=says):
+        TransformerConfig(**{path: value})
+    with pytest.raises(LayerConfigError, match=says):
+        dataclasses.replace(TransformerConfig(), **{path: value})
+
+
+@pytest.mark.parametrize("name", ["latent", "rope", "local_rope"])
+def test_parts_of_attention_are_checked_too(name: str):
+    with pytest.raises(
+        LayerConfigError, match=f"^{name} is a float, but AttentionConfig needs {name}="
+    ):
+        AttentionConfig(**{name: 1e4})  # type: ignore[arg-type]
 
 
 # --- records of runs ------------------------------------------------------------------------------

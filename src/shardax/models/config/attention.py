@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from shardax._core.checks import Options
-from shardax.models.config.checks import check_rate
+from shardax.models.config.checks import check_parts, check_rate, require_values
 from shardax.models.config.paths import ConfigPart
 from shardax.nn.attention.multi_head import attention_sizes
 from shardax.nn.errors import LayerConfigError
@@ -128,6 +128,10 @@ class AttentionConfig(ConfigPart):
     def __post_init__(self) -> None:
         where = type(self).__name__
         options = Options(LayerConfigError, where)
+        check_parts(options, self)
+        for name in ("rope", "local_rope"):
+            rope = getattr(self, name)
+            options.instance(name, rope, (Rope, type(None)), f"{name}=sx.models.Rope(...) or None")
         is_whole = self.rope is not None and self.rope.fraction == 1 and self.latent is None
         base = self.rope.base if is_whole and self.rope is not None else None
         heads = (self.num_heads, self.num_kv_heads, self.head_dim)
@@ -151,9 +155,7 @@ class AttentionConfig(ConfigPart):
         plain: dict[str, Any] = {"softcap": None, "qk_norm": None, "out_bias": self.qkv_bias}
         plain |= {"local_rope": None, "rope_layers": None, "sinks": False, "gate": False}
         plain |= {"chunked": False, "query_growth": None, "key_bias": True}
-        for name, value in plain.items():
-            own = getattr(self, name)
-            options.check(name, own, own == value, f"{value!r}, with latent")
+        require_values(options, self, plain, "latent")
 
     def is_local(self, index: int) -> bool:
         """Returns whether a layer has a window.

@@ -3,13 +3,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
 
 from shardax._core.checks import Options
+from shardax.models.config.paths import parts_of, read_field
 from shardax.nn.errors import LayerConfigError
 from shardax.nn.stack import check_policy
+
+
+def check_parts(options: Options, config: Any) -> None:
+    """Refuses parts of other classes."""
+    for name, kind in parts_of(type(config)).items():
+        kinds = (kind, type(None)) if kind.absent else kind
+        need = f"{name}=sx.models.{kind.__name__}(...)" + " or None" * bool(kind.absent)
+        options.instance(name, getattr(config, name), kinds, need)
+
+
+def require_values(options: Options, config: Any, values: Mapping[str, object], part: str) -> None:
+    """Refuses other values of fields, by path, beside a part."""
+    for path, value in values.items():
+        own = read_field(config, path)
+        options.check(path, own, own == value, f"{value!r}, with {part}")
 
 
 def check_rate(options: Options, name: str, rate: float) -> None:

@@ -18,9 +18,11 @@ from shardax.models.config.paths import (
     changed_part,
     default_part,
     grouped,
+    is_off,
     parts_of,
     paths_of,
     read_field,
+    switch_of,
 )
 from shardax.nn.errors import LayerConfigError
 
@@ -83,14 +85,13 @@ def with_flat_names(kind: type[_Config]) -> type[_Config]:
 
     @functools.wraps(initialize)
     def initialize_by_flat_names(self: Any, *args: Any, **options: Any) -> None:
-        names = {field.name for field in fields(kind)}  # pyright: ignore[reportArgumentType]
+        names = [field.name for field in fields(kind)]  # pyright: ignore[reportArgumentType]
         flat = {name: options.pop(name) for name in [*options] if name in PATHS}
-        if unknown := sorted(options.keys() - names):
+        if unknown := sorted(options.keys() - set(names)):
             raise TypeError(f"{kind.__name__} has no {', '.join(unknown)}. {_listed(kind)}")
         if flat:
-            options |= _translated(
-                kind, dict(zip(_order(kind), args, strict=False)) | options, flat
-            )
+            own = dict(zip(names, args, strict=False)) | options
+            options |= _translated(kind, own, flat)
         initialize(self, *args, **options)
 
     def read_flat_name(self: Any, name: str) -> Any:
@@ -122,10 +123,6 @@ def as_paths(values: Mapping[str, Any], where: str) -> dict[str, Any]:
     return {PATHS.get(name, name): value for name, value in values.items()}
 
 
-def _order(kind: Any) -> list[str]:
-    return [field.name for field in fields(kind)]
-
-
 def _translated(kind: Any, options: Mapping[str, Any], flat: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the parts of a config with flat names on top."""
     parts, nested = dict[str, Any](), parts_of(kind)
@@ -151,7 +148,7 @@ def _check_absent(kind: Any, part: Any, values: Mapping[str, Any], path: str) ->
         _check_absent(
             parts_of(kind)[name], getattr(part, name, None), fields_of_part, f"{path}.{name}"
         )
-    switch = next(iter(kind.absent), None)
+    switch = switch_of(kind)
     if part is not None or switch is None or switch in values:
         return
     for name, value in values.items():
@@ -164,7 +161,7 @@ def _check_absent(kind: Any, part: Any, values: Mapping[str, Any], path: str) ->
 
 def _call(kind: Any, values: Mapping[str, Any]) -> str:
     """Returns the code of a part of fields by path."""
-    if _is_off(kind, values):
+    if is_off(kind, values):
         return "None"
     texts = [f"{name}={value!r}" for name, value in values.items() if "." not in name]
     texts += [f"{name}={_call(parts_of(kind)[name], more)}" for name, more in grouped(values)]
@@ -176,17 +173,12 @@ def _replace(path: str, part: Any, values: Mapping[str, Any]) -> str:
     texts = [f"{name}={value!r}" for name, value in values.items() if "." not in name]
     for name, more in grouped(values):
         inner = getattr(part, name)
-        is_whole = inner is None or _is_off(type(inner), more)
+        is_whole = inner is None or is_off(type(inner), more)
         code = _call(parts_of(type(part))[name], more)
         texts.append(f"{name}={code if is_whole else _replace(f'{path}.{name}', inner, more)}")
-    if _is_off(type(part), values):
+    if is_off(type(part), values):
         return "None"
     return f"dataclasses.replace(config.{path}, {', '.join(texts)})"
-
-
-def _is_off(kind: Any, values: Mapping[str, Any]) -> bool:
-    """Whether fields of a part say that it is absent."""
-    return bool(kind.absent) and values.get(next(iter(kind.absent)), True) in (0, None)
 
 
 def _listed(kind: type) -> str:

@@ -56,7 +56,7 @@ def is_unsaid(config: Any, path: str) -> bool:
     part, _, name = path.rpartition(".")
     if not part or read_field(config, part) is not None:
         return False
-    return name != next(iter(part_class(type(config), part).absent))
+    return name != switch_of(part_class(type(config), part))
 
 
 def part_class(kind: Any, path: str) -> Any:
@@ -64,6 +64,17 @@ def part_class(kind: Any, path: str) -> Any:
     return functools.reduce(
         lambda kind, name: parts_of(kind)[name], path.split(".") if path else (), kind
     )
+
+
+def switch_of(kind: type[ConfigPart]) -> str | None:
+    """Returns the field for the absence of a part."""
+    return next(iter(kind.absent), None)
+
+
+def is_off(kind: type[ConfigPart], values: Mapping[str, Any]) -> bool:
+    """Whether fields stand for an absent part."""
+    switch = switch_of(kind)
+    return switch in values and values[switch] in (0, None)
 
 
 def absent_value(kind: type[ConfigPart], name: str) -> Any:
@@ -115,10 +126,9 @@ def grouped(values: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def changed_part(kind: type[ConfigPart], part: Any, values: Mapping[str, Any]) -> Any:
     """Returns a part with other values of fields, or None."""
-    if kind.absent:
-        name, value = next(iter(kind.absent.items()))
-        if (values[name] in (value, None)) if name in values else part is None:
-            return None
+    switch = switch_of(kind)
+    if is_off(kind, values) or (part is None and switch is not None and switch not in values):
+        return None
     options = _options(kind, part, values)
     if part is not None:
         return replace(part, **options)

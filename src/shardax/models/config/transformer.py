@@ -7,7 +7,7 @@ from dataclasses import KW_ONLY, dataclass, field
 
 from shardax._core.checks import Options
 from shardax.models.config.attention import AttentionConfig
-from shardax.models.config.checks import check_rate, use_names
+from shardax.models.config.checks import check_parts, check_rate, require_values, use_names
 from shardax.models.config.feed_forward import ExpertsConfig, MLPConfig
 from shardax.models.config.flat import with_flat_names
 from shardax.models.config.inputs import (
@@ -114,6 +114,7 @@ class TransformerConfig:
     def __post_init__(self) -> None:
         where = type(self).__name__
         options = Options(LayerConfigError, where)
+        check_parts(options, self)
         has_tokens = self.image is None and self.features is None
         for name in (*("vocab_size",) * has_tokens, "num_layers", "embed_dim"):
             as_size(where, name, getattr(self, name))
@@ -142,11 +143,8 @@ class TransformerConfig:
             options.check("mlp.gate_scale", self.mlp.gate_scale, fits, "1, with experts")
         if recurrence is not None:
             options.check("causal", self.causal, self.causal, "True, with recurrence")
-            self._require(
-                options,
-                {"parallel": False, "positions.relative_buckets": 0, "image": None},
-                "recurrence",
-            )
+            plain = {"parallel": False, "positions.relative_buckets": 0, "image": None}
+            require_values(options, self, plain, "recurrence")
 
     def _check_distances_and_context(self, options: Options) -> None:
         """Raises for unfit learned distances and contexts."""
@@ -158,7 +156,7 @@ class TransformerConfig:
             fits = attention.latent is None and not (attention.window is not None and self.causal)
             options.check("positions.relative_buckets", buckets, fits, "0 with this attention")
         if attention.cross_attention:
-            self._require(options, {"parallel": False}, "attention.cross_attention")
+            require_values(options, self, {"parallel": False}, "attention.cross_attention")
 
     def _check_features(self, options: Options) -> None:
         """Raises for parts of models of tokens and images."""
@@ -168,14 +166,8 @@ class TransformerConfig:
         plain = {"image": None, "embedding.token_types": 0, "embedding.dim": 0}
         plain |= {"embedding.norm": False, "embedding.scale": None, "head": None}
         plain |= {"positions.relative_buckets": 0, "positions.pad_token": -1}
-        self._require(options, plain, "features")
+        require_values(options, self, plain, "features")
         options.check("embed_dim", self.embed_dim, self.embed_dim % 2 == 0, "even, for sines")
-
-    def _require(self, options: Options, values: dict[str, object], part: str) -> None:
-        """Raises for fields with other values beside a part."""
-        for path, value in values.items():
-            own = read_field(self, path)
-            options.check(path, own, own == value, f"{value!r}, with {part}")
 
     @property
     def head_size(self) -> int:
