@@ -74,7 +74,7 @@ def switch_of(kind: type[ConfigPart]) -> str | None:
 def is_off(kind: type[ConfigPart], values: Mapping[str, Any]) -> bool:
     """Whether fields stand for an absent part."""
     switch = switch_of(kind)
-    return switch in values and values[switch] in (0, None)
+    return switch is not None and values.get(switch, True) in (0, None)
 
 
 def absent_value(kind: type[ConfigPart], name: str) -> Any:
