@@ -86,3 +86,50 @@ def test_tabulate_takes_modules_alone() -> None:
     models: Any = {}
     with pytest.raises(ViewError, match="model is a dict, not a Module"):
         sx.tabulate(models, X)
+
+
+class Doubled(sx.Module):
+    """A call that runs another public method of the same Module."""
+
+    def __init__(self) -> None:
+        self.linear = nn.Linear(2, 4, rngs=sx.Rngs(0))
+
+    def project(self, x: Any) -> Any:
+        return self.linear(x)
+
+    def __call__(self, x: Any) -> Any:
+        return self.project(2 * x).sum(-1)
+
+
+def test_shapes_are_of_the_outermost_call() -> None:
+    rows = sx.tabulate(Doubled(), X, flops=False).rows
+    assert [(row.inputs, row.outputs) for row in rows] == [
+        ("float32[8,2]", "float32[8]"),
+        ("float32[8,2]", "float32[8,4]"),
+    ]
+
+
+@pytest.mark.parametrize("scanned", [False, True])
+def test_kernels_are_named_with_reasons(scanned: bool) -> None:
+    config = sx.models.DecoderConfig(num_layers=2, scan_layers=scanned)
+    model, tokens = sx.models.Decoder(config, rngs=sx.Rngs(0)), jnp.zeros((1, 8), int)
+    assert not any(row.kernels for row in sx.tabulate(model, tokens, flops=False).rows)
+    with sx.kernels(attention="auto"):
+        table = sx.tabulate(model, tokens, flops=False)
+    rows = {row.path: row.kernels for row in table.rows if row.kernels}
+    layers = [".layers.stacked"] if scanned else [".layers[0]", ".layers[1]"]
+    assert list(rows) == [f"{layer}.attn" for layer in layers]
+    for path, (text,) in rows.items():
+        assert text.startswith("xla (not splash: it runs on TPUs, and this is cpu")
+        assert "; not cudnn: it runs on NVIDIA GPUs, and this is cpu; not tokamax: " in text
+        assert f"\n{path} runs by xla (not splash: " in str(table)
+        assert f"<p>{path} runs by xla (not splash: " in table.html()
+
+
+def test_kernel_that_a_layer_names_is_shown() -> None:
+    layer = nn.MultiHeadAttention(
+        256, 2, head_dim=128, causal=True, implementation="splash", rngs=sx.Rngs(0)
+    )
+    with sx.kernels(interpret=True):
+        (row, *_) = sx.tabulate(layer, jnp.zeros((1, 128, 256)), flops=False).rows
+    assert row.kernels == ("splash",)

@@ -21,11 +21,11 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from shardax._parallel.kernels import (
-    LOG,
     abstract_mesh,
     against_tokamax,
     dividing,
     placed,
+    record_choice,
     run_region,
     split_of,
     tokamax_scope,
@@ -83,14 +83,16 @@ def choose(layer: str, implementation: str | None, call: AttentionCall) -> Atten
     asked = implementation or current_kernel("attention")
     if is_tracing_reference() or asked in (None, "xla"):
         return AttentionChoice("xla", {})
+    where = f"{layer} of {call.dtype}{list(call.query)}"
     reasons = {kernel: reason(call) for kernel, reason in _REASONS.items()}
     reasons = {kernel: reason for kernel, reason in reasons.items() if reason}
     if asked == "auto":
         reasons.setdefault("tokamax", "it is taken only by name: it was never timed here")
         chosen = next((k for k in ("splash", "cudnn") if k not in reasons), "xla")
         text = "; ".join(f"not {kernel}: {reason}" for kernel, reason in reasons.items())
-        LOG.info("%s of %s%s: %s (%s)", layer, call.dtype, list(call.query), chosen, text)
+        record_choice(where, chosen, text)
         return AttentionChoice(chosen, reasons)
+    record_choice(where, asked, log=False)
     return AttentionChoice(asked, reasons)
 
 

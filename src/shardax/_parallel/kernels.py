@@ -14,6 +14,7 @@ arrays over Explicit axes and by rules else.
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import importlib.util
 import logging
 import math
@@ -74,6 +75,29 @@ def _compiles(kind: str) -> tuple[str, ...]:
     return ()
 
 
+_choices: contextvars.ContextVar[list[str] | None] = contextvars.ContextVar("choices", default=None)
+
+
+@contextlib.contextmanager
+def recorded_choices() -> Iterator[list[str]]:
+    """Collects the kernels chosen by calls inside, with reasons against others."""
+    choices: list[str] = []
+    token = _choices.set(choices)
+    try:
+        yield choices
+    finally:
+        _choices.reset(token)
+
+
+def record_choice(call: str, kernel: str, reasons: str = "", *, log: bool = True) -> None:
+    """Notes the kernel of a call."""
+    text = f"{kernel} ({reasons})" if reasons else kernel
+    if log:
+        LOG.info("%s: %s", call, text)
+    if (choices := _choices.get()) is not None:
+        choices.append(text)
+
+
 def is_choosing(kind: str) -> bool:
     """Whether the scope asks for another kernel than XLA's."""
     return current_kernel(kind) not in (None, "xla") and not is_tracing_reference()
@@ -83,16 +107,18 @@ def takes_tokamax(kind: str, layer: str, x: Any, reason: str) -> tuple[bool, str
     """Whether tokamax runs a call; why not, if asked for."""
     asked, platform = current_kernel(kind), platform_in_scope()
     reason = reason or against_tokamax(platform, _compiles(kind))
+    call = f"{layer} of {x.dtype}{list(x.shape)}, {kind}"
     if asked == "tokamax":
+        if not reason:
+            record_choice(call, "tokamax", log=False)
         return not reason, reason
     if not reason and (kind != "experts" or platform != "gpu"):
         reason = _UNTIMED
     if not reason:
         # XLA for GPUs multiplies each row by the kernels of all experts.
-        LOG.info("%s of %s%s, %s: tokamax", layer, x.dtype, list(x.shape), kind)
+        record_choice(call, "tokamax")
         return True, ""
-    name, shape = x.dtype, list(x.shape)
-    LOG.info("%s of %s%s, %s: xla (not tokamax: %s)", layer, name, shape, kind, reason)
+    record_choice(call, "xla", f"not tokamax: {reason}")
     return False, ""
 
 

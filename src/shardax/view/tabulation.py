@@ -9,11 +9,11 @@ from __future__ import annotations
 import contextvars
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path as FilePath
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -27,6 +27,7 @@ from shardax._core.state.filters import Filter
 from shardax._core.state.split_merge import iter_modules, iter_variables
 from shardax._core.text import columns
 from shardax._files import write_whole
+from shardax._parallel.kernels import recorded_choices
 from shardax._transforms.jit.abstract_eval import eval_shape
 from shardax._transforms.lift.engine import wraps
 from shardax._transforms.module_scopes import subclass
@@ -48,6 +49,8 @@ class TabulationRow:
         sizes: (type of Variable, elements, bytes) for each type in it; a shared Variable counts
             where it is met first.
         flops: Operations of the call in it and in what it calls; None if they were not counted.
+        kernels: What its calls run by, where ``sx.kernels`` or a layer asks for a kernel, with the
+            reasons against others.
 
     Example:
         >>> import jax.numpy as jnp, shardax as sx
@@ -62,6 +65,7 @@ class TabulationRow:
     outputs: str
     sizes: tuple[tuple[str, int, int], ...]
     flops: int | None
+    kernels: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -95,7 +99,8 @@ class Tabulation:
     def html(self) -> str:
         """Returns the table as HTML."""
         header, *lines = self.cells()
-        return html_table(header, [list(map(escape, line)) for line in lines], "modules")
+        table = html_table(header, [list(map(escape, line)) for line in lines], "modules")
+        return "".join([table, *(f"<p>{escape(line)}</p>" for line in self._kernel_lines())])
 
     def write_page(self, path: str | FilePath) -> None:
         """Writes the table as an HTML page.
@@ -110,7 +115,11 @@ class Tabulation:
 
     def __str__(self) -> str:
         cells = self.cells()
-        return "\n".join(columns(cells, right=range(4, len(cells[0]))))
+        return "\n".join([*columns(cells, right=range(4, len(cells[0]))), *self._kernel_lines()])
+
+    def _kernel_lines(self) -> list[str]:
+        """Texts of the kernels that layers run by."""
+        return [f"{row.path} runs by {text}" for row in self.rows for text in row.kernels]
 
 
 def tabulate(
@@ -176,11 +185,11 @@ def tabulate(
             continue
         totals = sizes.get(path, {}).items()
         by_kind = [(kind, elements, nbytes) for kind, (elements, nbytes) in totals]
-        shapes = calls.get(path, ("", ""))
+        call = calls.get(path, _ObservedCall("", ""))
+        shapes, name = (call.inputs, call.outputs), type(module).__name__
         count = counts.get(path, 0) if flops else None
-        rows.append(
-            TabulationRow(format_path(path), type(module).__name__, *shapes, tuple(by_kind), count)
-        )
+        kernels = tuple(call.kernels)
+        rows.append(TabulationRow(format_path(path), name, *shapes, tuple(by_kind), count, kernels))
     return Tabulation(tuple(rows))
 
 
@@ -197,7 +206,16 @@ class _MethodCall:
 
 # --- shapes of calls ------------------------------------------------------------------------------
 
-_Calls = dict[Path, tuple[str, str]]
+
+class _ObservedCall(NamedTuple):
+    """Shapes of a Module's first call, kernels of all."""
+
+    inputs: str
+    outputs: str
+    kernels: Mapping[str, None] = {}  # in order
+
+
+_Calls = dict[Path, _ObservedCall]
 _calls: contextvars.ContextVar[_Calls | None] = contextvars.ContextVar("calls", default=None)
 _PLACE = "shardax_tabulated"
 
@@ -224,18 +242,35 @@ def _observed(kind: type[Module]) -> type[Module]:
     def around(name: str, method: Callable[..., object]) -> Callable[..., Any]:
         @wraps(method)
         def call(self, *args, **kwargs):
-            result = method(self, *args, **kwargs)
             calls, path = _calls.get(), vars(self).get(_PLACE)
-            if calls is not None and path is not None:
-                texts = {key: _shapes(value) for key, value in kwargs.items()}
-                named = [f"{key}={text}" for key, text in texts.items() if text]
-                inputs = ", ".join(filter(None, [*map(_shapes, args), *named]))
-                calls.setdefault(path, (inputs, _shapes(result)))
+            if calls is None or path is None:
+                return method(self, *args, **kwargs)
+            is_first = path not in calls  # also where a method calls another of this Module
+            if is_first:
+                calls[path] = _ObservedCall(_inputs_text(args, kwargs), "")
+            try:
+                with recorded_choices() as kernels:
+                    result = method(self, *args, **kwargs)
+            except BaseException:  # such as of a trace that begins anew
+                if is_first:
+                    del calls[path]
+                raise
+            first = calls[path]
+            outputs = _shapes(result) if is_first else first.outputs
+            kernels_so_far = {**first.kernels, **dict.fromkeys(kernels)}
+            calls[path] = _ObservedCall(first.inputs, outputs, kernels_so_far)
             return result
 
         return call
 
     return subclass(kind, around)
+
+
+def _inputs_text(args: Sequence[object], kwargs: Mapping[str, object]) -> str:
+    """Formats the arrays among arguments, those by name with it."""
+    texts = {key: _shapes(value) for key, value in kwargs.items()}
+    named = [f"{key}={text}" for key, text in texts.items() if text]
+    return ", ".join(filter(None, [*map(_shapes, args), *named]))
 
 
 def _shapes(tree: object) -> str:

@@ -131,7 +131,7 @@ class AttentionConfig(ConfigPart):
         check_parts(options, self)
         for name in ("rope", "local_rope"):
             rope = getattr(self, name)
-            options.instance(name, rope, (Rope, type(None)), f"{name}=sx.models.Rope(...) or None")
+            options.instance(name, rope, (Rope, type(None)), "an object of sx.models.Rope, or None")
         is_whole = self.rope is not None and self.rope.fraction == 1 and self.latent is None
         base = self.rope.base if is_whole and self.rope is not None else None
         heads = (self.num_heads, self.num_kv_heads, self.head_dim)

@@ -18,7 +18,7 @@ def check_parts(options: Options, config: Any) -> None:
     """Refuses parts of other classes."""
     for name, kind in parts_of(type(config)).items():
         kinds = (kind, type(None)) if kind.absent else kind
-        need = f"{name}=sx.models.{kind.__name__}(...)" + " or None" * bool(kind.absent)
+        need = f"an object of sx.models.{kind.__name__}" + ", or None" * bool(kind.absent)
         options.instance(name, getattr(config, name), kinds, need)
 
 
