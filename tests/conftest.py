@@ -40,6 +40,14 @@ def collecting_only_what_is_new() -> Iterator[None]:
 
 
 @pytest.fixture
+def without_collections() -> Iterator[None]:
+    """Arrays that other tests left in cycles stay while a test counts arrays."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.fixture
 def auto_mesh() -> Mesh:
     """``data=2, model=4``, laid out by the compiler (``AxisType.Auto``)."""
     return make_mesh(AxisType.Auto)

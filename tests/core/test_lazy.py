@@ -65,6 +65,7 @@ def test_build_clone_and_print_run_no_jax_operation() -> None:
     assert done.stdout == "as expected: Unable to initialize backend\n", done.stderr
 
 
+@pytest.mark.usefixtures("without_collections")
 def test_building_makes_no_array() -> None:
     before = len(jax.live_arrays())
     rngs = sx.Rngs(0)

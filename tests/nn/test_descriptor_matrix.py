@@ -336,6 +336,7 @@ def test_every_parameter_carries_its_documented_axes(case: Descriptor):
     }
 
 
+@pytest.mark.usefixtures("without_collections")
 def test_building_computes_nothing_and_knows_shapes(case: Descriptor):
     before = len(jax.live_arrays())
     layer = case.make(sx.Rngs(0), None)

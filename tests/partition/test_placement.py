@@ -309,6 +309,7 @@ def bytes_per_device() -> dict[Any, int]:
     return held
 
 
+@pytest.mark.usefixtures("without_collections")
 def test_peak_memory_is_shards_plus_one_array(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
     rngs = sx.Rngs(0)
     model = [kernel(rngs, (256, 512), ("embed", "mlp")) for _ in range(6)]
@@ -333,6 +334,7 @@ def test_peak_memory_is_shards_plus_one_array(mesh: Mesh, monkeypatch: pytest.Mo
     assert grown[0] < 2 * pieces[0]  # the first array was written straight into its shards
 
 
+@pytest.mark.usefixtures("without_collections")
 def test_moving_frees_each_array_before_the_next(auto_mesh: Mesh) -> None:
     size = 4 * 256 * 512
     numbers = [np.full((256, 512), i, np.float32) for i in range(6)]

@@ -134,6 +134,7 @@ def test_missing_memory_kind_is_refused_listing_available_ones(mesh: Mesh) -> No
 # --- room -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("without_collections")
 def test_peak_memory_is_both_shares_of_one_array(monkeypatch: pytest.MonkeyPatch) -> None:
     old, new = make_mesh((2, 4)), make_mesh((4, 2))
     model = sx.shard(weights(), old, {"embed": "data", "mlp": "model"})
@@ -154,6 +155,7 @@ def test_peak_memory_is_both_shares_of_one_array(monkeypatch: pytest.MonkeyPatch
     assert bytes_per_device() == before
 
 
+@pytest.mark.usefixtures("without_collections")
 def test_unsharding_needs_one_array_besides_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     model = sx.shard(weights(), make_mesh((2, 4)), {"embed": "data", "mlp": "model"})
     size, share, first = 4 * 256 * 512, 4 * 256 * 512 // 8, jax.devices()[0]

@@ -73,6 +73,7 @@ def test_text_has_line_per_row_and_totals(auto_mesh: Mesh) -> None:
     assert len({len(line) for line in lines[:-1]}) == 1
 
 
+@pytest.mark.usefixtures("without_collections")
 def test_a_lazy_model_is_shown_without_allocating_anything(auto_mesh: Mesh) -> None:
     model = decoder()
     before = len(jax.live_arrays())
