@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """How far expected times of a traced step are from those of the compiled program.
 
-The work: the train step of `plan_search.py` on 16 TPU v5e, 64 TPU v5p and 64 H100. Of all
-candidates of a search ten are taken for each target, evenly from the fastest to the slowest within
-four times, and compiled at screen effort. *Ratio* is the traced time over the compiled one; a
-*pair* is two layouts of one target whose compiled times differ by over 5 %, in order if the traced
-ones are.
+The work: the train step of `plan_search.py` on 16 TPU v5e, 64 TPU v5p and 64 H100. Of the
+candidates of a search those within four times of the fastest are taken evenly, as many for each
+target, and compiled at screen effort until 30 have both times; a target that has fewer leaves them
+to the next. *Ratio* is the traced time over the compiled one; a *pair* is two layouts of one target
+whose compiled times differ by over 5 %, in order if the traced ones are.
 
 A target whose own compiler is not installed is compiled with the CPU estimate.
 
@@ -26,20 +26,21 @@ from _harness import Report, arguments, table
 
 from shardax import plan
 
-TARGETS = {"tpu:v5e:4x4": 64, "tpu:v5p:4x4x4": 256, "gpu:h100:8x8": 256}
+TARGETS = {"gpu:h100:8x8": 256, "tpu:v5e:4x4": 64, "tpu:v5p:4x4x4": 256}
 SLOWEST = 4.0
 CLEAR = 0.05
 HEADERS = ("target", "layout", "traced, s", "compiled, s", "ratio")
 
 
-def sample(args: Any, target: str, count: int, axes: tuple[str, ...]) -> list[plan.LayoutReport]:
-    """Candidates from the fastest to the slowest, as traced."""
+def candidates(args: Any, target: str, count: int) -> list[plan.LayoutReport]:
+    """Layouts within four times of the fastest as traced: ``count`` evenly, then the others."""
+    axes = ("data", "model")
     traced = plan.search(plan_search.step, args, target, mesh_axes=axes, effort="trace", top=None)
     timed = [report for report in traced if report.outcome == "fits" and report.expected]
     least = timed[0].expected.seconds if timed and timed[0].expected else 0.0
     near = [r for r in timed if r.expected and r.expected.seconds <= SLOWEST * least]
-    stride = max(1, len(near) // count)
-    return near[::stride][:count]
+    chosen = near[:: max(1, len(near) // count)][:count]
+    return [*chosen, *(report for report in near if report not in chosen)]
 
 
 def compare(report: plan.LayoutReport, args: Any, target: str) -> plan.LayoutReport:
@@ -66,7 +67,7 @@ def main() -> int:
     """Compile a sample of layouts for every target."""
     parser = arguments(__doc__, repeats=1)
     parser.add_argument("--targets", nargs="+", default=list(TARGETS), choices=list(TARGETS))
-    parser.add_argument("--count", type=int, default=10, help="layouts of a target")
+    parser.add_argument("--count", type=int, default=30, help="layouts of all targets")
     options = parser.parse_args()
     report = Report("plan_depths", vars(options))
     if options.quick:
@@ -74,10 +75,13 @@ def main() -> int:
     rows: list[list[str]] = []
     right = total = 0
     ratios: list[float] = []
-    for target in options.targets:
+    for index, target in enumerate(options.targets):
         args = plan_search.inputs(TARGETS[target], quick=options.quick)
+        count = (options.count - len(ratios)) // (len(options.targets) - index)
         times: list[tuple[float, float]] = []
-        for traced in sample(args, target, options.count, ("data", "model")):
+        for traced in candidates(args, target, count):
+            if len(times) == count:
+                break
             compiled = compare(traced, args, target)
             if traced.expected is None or compiled.expected is None:
                 rows.append([target, traced.layout.name, "-", compiled.outcome, "-"])

@@ -273,6 +273,9 @@ def test_classes_of_a_head_may_change(tmp_path: Path):
     assert_equal(from_pretrained(tmp_path / "saved"), model)
 
 
+LONGER: dict[str, Any] = {"factor": 4.0, "length": 8.0, "high": 32.0}
+
+
 @pytest.mark.parametrize(
     ("changes", "kind"),
     [
@@ -287,6 +290,7 @@ def test_classes_of_a_head_may_change(tmp_path: Path):
             "qwen3_moe",
         ),
         ({"norms.placement": "post", "attention.qk_norm": "all"}, "olmo2"),
+        ({"attention.rope": sx.models.Rope(kind="yarn", **LONGER)}, "llama"),
         (
             {
                 "activation": "gelu",
@@ -466,6 +470,18 @@ def test_edited_factors_read_back(tmp_path: Path):
         layer.attn = None
     with pytest.raises(PretrainedError, match=r"has no way to say .*recurrence\.beside=False"):
         save_pretrained(model, tmp_path / "alone")
+
+
+def test_edited_chunks_of_local_layers_read_back(tmp_path: Path):
+    model = initialised(tmp_path, tiny_config(PUBLISHED["llama4_text"], layers=4))
+    local = [layer.attn for layer in model.layers if layer.attn.window is not None]
+    assert len(local) == 3
+    for attention in local:
+        attention.window = 5
+    save_pretrained(model, tmp_path / "saved")
+    assert config_of(tmp_path / "saved")["attention_chunk_size"] == 5
+    again = from_pretrained(tmp_path / "saved")
+    assert [layer.attn.window for layer in again.layers] == [5, 5, 5, None]
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardax.errors import LayerConfigError, LayerInputError
-from shardax.nn import rotate, rotation
+from shardax.nn import Rope, rotate, rotation
 
 QUERY, KEY = np.random.default_rng(1).normal(size=(2, 8)).astype(np.float32)
 
@@ -74,3 +74,21 @@ def test_odd_heads_and_scalar_positions_are_refused():
         rotation(np.arange(3), 7)
     with pytest.raises(LayerInputError, match=r"int32\[\]"):
         rotation(np.array(3, np.int32), 8)
+
+
+def test_yarn_scales_slow_pairs_as_in_its_paper():
+    # Peng et al. 2023, equations 17, 18 and 23: by how often a pair turns within the length.
+    base, length, factor, size = 10_000.0, 256.0, 4.0, 16
+    rope = Rope(
+        base, kind="yarn", factor=factor, length=length, low=1.0, high=32.0, attention_factor=1.0
+    )
+    plain = base ** (-np.arange(0, size, 2) / size)
+    first, last = (
+        size * np.log(length / (2 * np.pi * turns)) / (2 * np.log(base)) for turns in (32.0, 1.0)
+    )
+    first, last = np.floor(first), np.ceil(last)
+    share = np.clip((np.arange(size // 2) - first) / (last - first), 0, 1)
+    expected = plain * (1 - share) + plain / factor * share
+    assert 0 <= first < last - 1  # so that some pairs lie between
+    cosine, sine = rope.rotation(np.arange(2), size)
+    np.testing.assert_allclose(np.arctan2(sine, cosine)[0, 1, 0], expected, rtol=1e-5)

@@ -138,8 +138,9 @@ def test_a_box_of_ones_own_may_register_itself() -> None:
     class Own(Units, register=False):
         pass
 
+    before = Own(2.0, ("m",))
     jax.tree_util.register_pytree_node(Own, lambda b: ((), b), lambda static, _: static)
-    assert jax.tree.leaves(Own(1.0, ("m",))) == []
+    assert jax.tree.leaves([before, Own(1.0, ("m",))]) == []
 
 
 def test_static_attributes_that_cannot_be_hashed_are_named() -> None:

@@ -55,6 +55,12 @@ def test_misspelt_rules_are_warned_of(
     assert model["up"][5].value.is_fully_replicated
 
 
+def test_warning_of_a_lone_array_has_no_path(mesh: Mesh) -> None:
+    kernel = sx.Param(np.ones((8, 8), np.float32), axes=("embed", "mlp"))
+    with pytest.warns(UserWarning, match="^Names of axes look misspelt. no rule mentions"):
+        sx.shard(kernel, mesh, {"embed": None, "mpl": "model"})
+
+
 def test_rules_of_activations_are_not_warned_of(mesh: Mesh) -> None:
     model = sx.shard(_layers("mlp"), mesh, {"batch": "data", "seq": None, "mlp": "model"})
     assert model["up"][0].value.sharding.spec == P(None, "model")

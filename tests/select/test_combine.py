@@ -112,6 +112,26 @@ def test_selected_object_contains_all_that_it_holds() -> None:
     assert_same_model(sx.combine(selected, rest), root)
 
 
+def test_selected_object_contains_what_it_holds_deeply() -> None:
+    shared, outer, inner = sx.Param(1.0), sx.Module(), sx.Module()
+    inner.items = {"p": [shared]}
+    outer.inner = inner
+    root = sx.Module()
+    root.alone, root.outer = shared, outer
+    selected, rest = sx.select(root).at(lambda m: m.outer).partition()
+    assert selected.alone is shared and rest.alone == HOLE
+    assert_same_model(sx.combine(selected, rest), root)
+
+
+def test_object_that_one_part_has_twice_is_whole() -> None:
+    params, rest = sx.select(Layer(1)).at_instances_of(sx.Param).partition()
+    for parts in (({"a": params, "b": params}, {"a": rest, "b": HOLE}),
+                  ({"b": HOLE, "a": rest}, {"b": params, "a": params})):  # fmt: skip
+        whole = sx.combine(*parts)
+        assert whole["b"] is whole["a"]
+        assert_same_model(whole["a"], Layer(1))
+
+
 def test_child_that_refers_to_parent_is_partitioned() -> None:
     root = sx.Module()
     root.layers = [Layer(1), Layer(2)]
