@@ -72,6 +72,8 @@ def main() -> int:
     report = Report("plan_depths", vars(options))
     if options.quick:
         options.targets, options.count = ["gpu:h100:8x8"], 2
+    if options.count < len(options.targets):
+        parser.error(f"--count {options.count}: give at least one layout a target")
     rows: list[list[str]] = []
     right = total = 0
     ratios: list[float] = []
