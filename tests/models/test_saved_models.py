@@ -293,6 +293,15 @@ LONGER: dict[str, Any] = {"factor": 4.0, "length": 8.0, "high": 32.0}
         ({"attention.rope": sx.models.Rope(kind="yarn", **LONGER)}, "llama"),
         (
             {
+                "attention.num_kv_heads": 2,
+                "attention.rope": sx.models.Rope(fraction=0.5),
+                "mlp": MLPConfig(dim=8, gated=False, bias=True),
+                "norms.kind": "layer",
+            },
+            "gpt_neox",
+        ),
+        (
+            {
                 "activation": "gelu",
                 "attention.scale": 1 / 16,
                 "embedding.scale": 8**0.5,

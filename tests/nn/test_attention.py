@@ -119,6 +119,22 @@ def test_biases_and_kernels_have_the_given_axes():
     }
 
 
+class FlatOut(sx.Module):
+    def __init__(self, kernel: Any, axes: Any) -> None:
+        self.kernel = sx.Param(kernel, axes=axes)
+
+    def __call__(self, heads: jax.Array, out_sharding: Any = None) -> jax.Array:
+        return heads.reshape(*heads.shape[:-2], -1) @ self.kernel.value
+
+
+@pytest.mark.parametrize("axes", [None, ("flat", "embed")])
+def test_output_without_heads_needs_no_names(axes: Any):
+    layer, x = attention(), floats(2, TIME, FEATURES)
+    expected = call(layer, x)
+    layer.out = FlatOut(np.reshape(layer.out.kernel.value, (-1, FEATURES)), axes)
+    close(call(layer, x), expected)
+
+
 @sx.jit
 @sx.value_and_grad
 def value_and_grad_of_sine(layer: Any, x: Any) -> Any:

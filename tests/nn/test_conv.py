@@ -288,6 +288,15 @@ def test_grouped_convolution_with_split_kernel_equals_one_device() -> None:
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4)
 
 
+def test_split_kernel_without_groups_stays_split(mesh: Mesh) -> None:
+    conv = with_values(sx.nn.Conv(8, 12, (3, 2), rngs=sx.Rngs(0)))
+    sx.shard(conv, mesh, {"out": "model"})
+    x = jax.device_put(floats(4, 6, 6, 8), NamedSharding(mesh, PartitionSpec("data")))
+    with jax.set_mesh(mesh):
+        compiled = sx.jit(lambda conv, x: conv(x)).lower(conv, x).compile()
+    assert "all-gather" not in compiled.as_text()
+
+
 @pytest.mark.parametrize("pool", ["AdaptiveAvgPool", "AdaptiveMaxPool"])
 @pytest.mark.parametrize("sizes", [(4, 3), (9, 1), (2, 11), (None, 7)], ids=str)
 def test_adaptive_pools_reduce_the_documented_windows(pool: str, sizes: tuple[Any, ...]):

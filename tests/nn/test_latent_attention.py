@@ -81,6 +81,18 @@ def test_sequence_in_parts_equals_the_whole(sizes: list[int], latent_dim: int) -
     close(in_parts(layer, x, sizes, kept), call(layer, x))
 
 
+# A latent larger than a key and a value is not read itself where a whole sequence is.
+@pytest.mark.parametrize("latent_dim", [8, 64])
+def test_cached_call_does_the_smaller_work(latent_dim: int) -> None:
+    def operations(time: int, kept: Any) -> float:
+        return call.lower(layer, floats(2, time, FEATURES), kept).cost_analysis()["flops"]
+
+    layer, kept = attention(latent_dim=latent_dim), sx.nn.LatentCache(2, TIME, latent_dim, 2)
+    whole = operations(TIME, None)
+    assert operations(TIME, kept) < 1.1 * whole
+    assert operations(1, kept) < 0.3 * whole
+
+
 def adapt(layer: Any) -> Any:
     up = sx.select(layer).at(lambda layer: layer.kv_up)
     adapted = sx.surgery.lora(up, 2, rngs=sx.Rngs(1))

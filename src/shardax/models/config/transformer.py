@@ -129,6 +129,10 @@ class TransformerConfig:
         self._check_distances_and_context(options)
         if self.features is not None:
             self._check_features(options)
+        if self.head in ("first", "each", "embedding"):
+            size = "projection_dim" if self.head == "embedding" else "num_classes"
+            need = f"positive, with head={self.head!r}"
+            options.check(f"output.{size}", self.head_size, self.head_size > 0, need)
 
     def _check_layers(self, options: Options) -> None:
         """Raises for an unfit combination of mixers, MLP and experts."""
