@@ -308,7 +308,7 @@ def test_shards_without_axis_name_are_refused(auto_mesh: Mesh) -> None:
         lambda norm, x: norm(x), mesh=auto_mesh, in_specs=(P(), P("data")), out_specs=P("data")
     )
     with pytest.raises(TransformError, match=r"BatchStat at \.norm\.mean .* 'data'"):
-        run(make(), floats(8, 4))
+        sx.jit(run)(make(), floats(8, 4))
 
 
 @pytest.mark.parametrize("rules", [{}, {"embed": "model"}, {"embed": "data"}], ids=str)

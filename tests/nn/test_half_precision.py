@@ -32,9 +32,8 @@ def test_recurrent_kernels_are_orthogonal_in_half(cell: str, gates: int, dtype: 
     expected = np.broadcast_to(np.eye(4), (gates, 4, 4))
     np.testing.assert_allclose(matrices @ matrices.swapaxes(1, 2), expected, atol=0.02)
     carry = layer.initial_carry(jnp.ones((2, 3), dtype))
-    assert {leaf.dtype for leaf in jax.tree.leaves(layer(carry, jnp.ones((2, 3), dtype)))} == {
-        jnp.dtype(dtype)
-    }
+    results = sx.eval_shape(layer, carry, jnp.ones((2, 3), dtype))
+    assert {leaf.dtype for leaf in jax.tree.leaves(results)} == {jnp.dtype(dtype)}
 
 
 OPTIONS: list[dict[str, Any]] = [
@@ -51,8 +50,8 @@ def test_compiled_float16_attention_runs_on_cpu(options: dict[str, Any]) -> None
     small = nn.MultiHeadAttention(8, 2, dtype=jnp.float16, rngs=sx.Rngs(0), **options)
     sx.update(small, sx.state(attention))
     loss = lambda layer, x: jnp.sum(jnp.sin(layer(x).astype(jnp.float32)))  # noqa: E731
-    expected = sx.value_and_grad(loss)(attention, X)
-    actual = sx.jit(sx.value_and_grad(loss))(small, X)
+    step = sx.jit(sx.value_and_grad(loss))
+    expected, actual = step(attention, X), step(small, X)
     for half, wide in zip(*map(jax.tree.leaves, (actual, expected)), strict=True):
         np.testing.assert_allclose(half, wide, rtol=0.05, atol=0.1)
 
@@ -63,13 +62,15 @@ def test_norms_of_heads_keep_the_compute_dtype(options: dict[str, Any]) -> None:
     norms = {"causal": True, "query_norm": norm, "key_norm": norm}
     attention = with_values(nn.MultiHeadAttention(8, 2, rngs=sx.Rngs(0), **norms, **options))
     wide = nn.MultiHeadAttention(8, 2, rngs=sx.Rngs(0), **norms)
-    sx.update(wide, jax.tree.map(lambda x: x.astype(jnp.float32), sx.state(attention)))
+    sx.update(wide, jax.tree.map(lambda x: np.asarray(x, np.float32), sx.state(attention)))
     x = X.astype(jnp.bfloat16)
-    expected = wide(x.astype(np.float32))
+    call = sx.jit(lambda layer, *given, cache=None: layer(*given, cache=cache))
+    expected = call(wide, x.astype(np.float32))
     cache = nn.AttentionCache(2, 5, 2, 4, dtype=jnp.bfloat16)
-    for actual in (attention(x), attention(x, cache=cache), attention(x, x)):
+    results = call(attention, x), call(attention, x, cache=cache), call(attention, x, x)
+    for actual in results:
         assert actual.dtype == jnp.bfloat16
-        np.testing.assert_allclose(actual.astype(np.float32), expected, atol=0.1)
+        np.testing.assert_allclose(np.asarray(actual, np.float32), expected, atol=0.1)
 
 
 def test_a_wider_context_widens_attention() -> None:

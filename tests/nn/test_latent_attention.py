@@ -55,20 +55,25 @@ def in_parts(layer: Any, x: Any, sizes: list[int], kept: Any) -> Any:
 
 @pytest.mark.parametrize("query_latent_dim", [None, 7])
 def test_heads_are_made_of_the_latent(query_latent_dim: int | None) -> None:
+    @sx.jit
+    def by_hand(layer: Any, x: Any) -> jax.Array:
+        if query_latent_dim is None:
+            query = layer.q(x)
+        else:
+            query = layer.q_up(layer.q_latent_norm(layer.q_down(x)))
+        down = layer.kv_down(x)
+        made = layer.kv_up(layer.latent_norm(down[..., :8]))
+        angles = sx.nn.rotation(jnp.arange(TIME), 2, 100.0)
+        turn = lambda heads: sx.nn.rotate(heads, angles, interleaved=True)  # noqa: E731
+        shared = jnp.repeat(turn(down[..., None, 8:]), HEADS, axis=-2)
+        key = jnp.concatenate([made[..., :4], shared], axis=-1)
+        query = jnp.concatenate([query[..., :4], turn(query[..., 4:])], axis=-1)
+        read = sx.nn.dot_product_attention(query, key, made[..., 4:], causal=True)
+        return layer.out(read)
+
     layer = attention(query_latent_dim=query_latent_dim, rope=sx.nn.Rope(100.0, interleaved=True))
     x = floats(2, TIME, FEATURES)
-    query = (
-        layer.q(x) if query_latent_dim is None else layer.q_up(layer.q_latent_norm(layer.q_down(x)))
-    )
-    down = layer.kv_down(x)
-    made = layer.kv_up(layer.latent_norm(down[..., :8]))
-    angles = sx.nn.rotation(jnp.arange(TIME), 2, 100.0)
-    turn = lambda heads: sx.nn.rotate(heads, angles, interleaved=True)  # noqa: E731
-    shared = jnp.repeat(turn(down[..., None, 8:]), HEADS, axis=-2)
-    key = jnp.concatenate([made[..., :4], shared], axis=-1)
-    query = jnp.concatenate([query[..., :4], turn(query[..., 4:])], axis=-1)
-    read = sx.nn.dot_product_attention(query, key, made[..., 4:], causal=True)
-    close(layer(x), layer.out(read))
+    close(call(layer, x), by_hand(layer, x))
 
 
 # Of two sizes of the latent it is less work to read the latents of one, and to make the keys and
@@ -190,14 +195,14 @@ def test_settings_of_other_attention_are_refused() -> None:
     layer, x = attention(), floats(1, TIME, FEATURES)
     layer.query_norm = sx.nn.RMSNorm(6)
     with pytest.raises(LayerConfigError, match="none of heads"):
-        layer(x)
+        call(layer, x)
     layer.query_norm = None
     kept = cache(1)
     with (
         sx.kernels(attention="splash", interpret=True),
         pytest.raises(LayerInputError, match='implementation="splash"'),
     ):
-        layer(x[:, :1], cache=kept)
+        call(layer, x[:, :1], kept)
     assert kept.count.value == 0
 
 
