@@ -181,14 +181,14 @@ def test_files_with_the_older_prefix_are_read(tmp_path: Path):
 def test_a_text_is_pooled_at_its_first_end():
     model = small(pool=PoolConfig(kind="end", end_token=3))
     tokens = np.array([[5, 3, 3, 0], [3, 1, 1, 1]])
-    hidden = model(tokens)
+    hidden = np.asarray(sx.jit(model)(tokens))
     np.testing.assert_array_equal(model.pool(hidden, tokens), hidden[[0, 1], [1, 0]])
 
 
 def test_a_text_without_an_end_is_refused():
     model = small(pool=PoolConfig(kind="end", end_token=3))
     tokens = np.array([[5, 3], [1, 1]])
-    hidden = model(tokens)
+    hidden = sx.jit(model)(tokens)
     with pytest.raises(LayerInputError, match="at its token 3, but one has none") as caught:
         model.pool(hidden, tokens)
     code = "numpy.pad(tokens, ((0, 0), (0, 1)), constant_values=3)"
@@ -206,7 +206,8 @@ def test_a_text_without_an_end_is_refused():
 def test_images_lose_what_patches_do_not_cover():
     image, positions = ImageConfig(size=18, patch_size=8), PositionsConfig(max_positions=5)
     model = small(vocab_size=0, image=image, positions=positions, causal=False)
-    np.testing.assert_array_equal(model(PIXELS), model(PIXELS * (np.arange(18) < 16)[:, None]))
+    run = sx.jit(model)
+    np.testing.assert_array_equal(run(PIXELS), run(PIXELS * (np.arange(18) < 16)[:, None]))
     with pytest.raises(sx.errors.LayerConfigError, match="patch_size to be from 1 up to 18"):
         ImageConfig(size=18, patch_size=19)
 
