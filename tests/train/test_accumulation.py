@@ -302,7 +302,7 @@ def test_parts_are_weighted_by_their_targets(masks: str, steps: int) -> None:
     function = sx.models.next_token_loss
     accumulated = sx.jit(accumulated_value_and_grad(function, steps))
     value, grads = accumulated(tagger(), batch)
-    whole_value, whole_grads = sx.value_and_grad(function)(tagger(), batch)
+    whole_value, whole_grads = sx.jit(sx.value_and_grad(function))(tagger(), batch)
     np.testing.assert_allclose(value, whole_value, rtol=1e-6)
     for path, gradient in whole_grads.flat().items():
         np.testing.assert_allclose(grads.flat()[path], gradient, rtol=1e-5, atol=1e-7)
@@ -330,8 +330,8 @@ def test_masks_of_inputs_weigh_nothing() -> None:
     batch = masked_batch("mask", 6)
     mask = np.arange(5) < np.array([[1], [2], [3], [4], [5], [2]])
     batch |= {"targets": batch["targets"][:, 0], "mask": mask.astype(np.int32)}
-    value, _ = accumulated_value_and_grad(classify, 3)(tagger(), batch)
-    np.testing.assert_allclose(value, classify(tagger(), batch), rtol=1e-6)
+    value, _ = sx.jit(accumulated_value_and_grad(classify, 3))(tagger(), batch)
+    np.testing.assert_allclose(value, sx.jit(classify)(tagger(), batch), rtol=1e-6)
 
 
 def test_nothing_to_count_is_as_the_whole() -> None:

@@ -65,7 +65,7 @@ def test_held_out_metrics_equal_those_of_all_targets(tmp_path: Path, kind: Any) 
     batches = [jax.tree.map(jnp.asarray, batch) for batch in held_out]
     weights = np.concatenate([batch["mask"] for batch in batches]).astype(bool)
     sx.unshard(model)
-    logits = np.concatenate([model(batch["inputs"]) for batch in batches])
+    logits = np.concatenate([sx.jit(model)(batch["inputs"]) for batch in batches])
     targets = np.concatenate([batch["targets"] for batch in batches])
     assert result.eval_loss is not None
     record = log_of(trainer)[-1]
@@ -89,7 +89,7 @@ def test_gradient_norm_is_that_of_the_batch(tmp_path: Path) -> None:
     start = batches.state()
     batch = next(iter(batches))
     batches.restore(start)
-    gradients = sx.grad(next_token_loss)(Bigram(), jax.tree.map(jnp.asarray, batch))
+    gradients = sx.jit(sx.grad(next_token_loss))(Bigram(), batch)
     for parts in (1, 4):
         trainer = make_trainer(tmp_path / str(parts), 1, batches=batches, grad_accumulation=parts)
         trainer.run(display=Quiet())
