@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tests.advice import run_advice
 
 import shardax as sx
 from shardax.errors import VariableValueError
@@ -154,3 +155,16 @@ def test_operators_in_place_keep_shape_and_dtype() -> None:
         weight *= jnp.ones((3, 1))
     count.value = count * 0.5  # as the error says
     assert float(count) == 1.5
+
+
+def test_a_ref_keeps_its_shape_and_dtype() -> None:
+    variable = _param()
+    variable.value = jax.new_ref(jnp.ones(3))
+    new = np.zeros(4, np.float32)
+    with pytest.raises(
+        VariableValueError, match=r"a jax\.Ref of float32\[3\].*float32\[4\]"
+    ) as caught:
+        variable.value = new
+    np.testing.assert_array_equal(variable.value, np.ones(3))
+    run_advice(caught.value, "v.value = jax.new_ref(x)", {"jax": jax, "v": variable, "x": new})
+    np.testing.assert_array_equal(variable.value, new)

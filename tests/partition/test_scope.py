@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import pickle
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -31,6 +32,13 @@ A, B = Rules({"embed": "x"}), Rules({"embed": "y"})
 def test_without_scope_rules_are_empty_and_everything_replicated() -> None:
     assert current_rules() == Rules()
     assert logical_to_mesh_axes(("embed", "mlp")) == P(None, None)
+
+
+def test_a_scope_is_pickled_with_its_rules() -> None:
+    again = pickle.loads(pickle.dumps(axis_rules(A)))
+    with axis_rules(B), again:
+        assert current_rules() == A
+    assert current_rules() == Rules()
 
 
 def test_inner_rules_replace_outer_until_exit() -> None:

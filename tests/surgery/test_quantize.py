@@ -269,6 +269,37 @@ def test_published_layouts_have_no_quantized_embedding(tmp_path: Path) -> None:
     close(run(sx.models.from_pretrained(tmp_path / "yes")), run(small))
 
 
+@pytest.mark.parametrize(
+    ("kernel", "says"),
+    [
+        (sx.Variable(np.ones((4, 4))), r"\.kernel is a Variable of float\d+, not a Param"),
+        (sx.Param(np.ones((4, 4), int)), r"\.kernel is a Param of int\d+, not a Param of floating"),
+        (sx.Param(np.ones((4, 5), np.float32)), r"\.kernel has the shape \(4, 5\), .* \(4, 4\)"),
+    ],
+    ids=["variable", "integers", "shape"],
+)
+def test_unfit_kernels_are_refused_by_path(kernel: Any, says: str) -> None:
+    layer = linear(4, 4)
+    layer.kernel = kernel
+    with pytest.raises(errors.SelectionError, match=says):
+        sx.quantize(layer, "int8")
+    assert layer.kernel is kernel
+
+
+def test_kernels_that_sum_nothing_are_refused() -> None:
+    outer = nn.Einsum("...i,ij->...ij", (4, 4), rngs=sx.Rngs(0))
+    with pytest.raises(errors.SelectionError, match="summed over no dimension"):
+        sx.quantize(outer, "int8")
+
+
+def test_layers_without_a_kernel_are_left() -> None:
+    model = nn.Sequential(linear(4, 4), linear(4, 4))
+    model.layers[0].kernel = None
+    small = sx.quantize(model, "int8")
+    assert small.layers[0].kernel is None
+    assert isinstance(small.layers[1].kernel, nn.QuantizedKernel)
+
+
 def test_normalized_kernels_are_refused() -> None:
     normalized = nn.WeightNorm(linear(3, 4), rngs=sx.Rngs(0))
     with pytest.raises(errors.SelectionError, match=r"\.body\.kernel is normalized"):

@@ -78,6 +78,23 @@ def test_shared_layer_has_a_tuple_and_uncalled_none() -> None:
     close(result, activations["layers", 0][1])
 
 
+def test_attributes_that_a_call_deletes_are_gone() -> None:
+    class Once(sx.Module):
+        def __init__(self) -> None:
+            self.pending = "first"
+
+        def __call__(self, x: Any) -> Any:
+            if hasattr(self, "pending"):
+                del self.pending
+                self.ran = True
+            return 2 * x
+
+    model = sx.nn.Sequential(Once(), jnp.square)
+    _, activations = record(model, sx.select(model).at_keypaths(".layers[1]"))(np.ones(2))
+    close(activations["layers", 1], [4, 4])
+    assert model.layers[0].ran and not hasattr(model.layers[0], "pending")
+
+
 def test_later_edits_and_writes_of_the_call_count() -> None:
     model = sx.nn.Sequential(sx.nn.BatchNorm(2, rngs=sx.Rngs(0)), jnp.square)
     run = record(model, sx.select(model).at_keypaths(".layers[1]"))
