@@ -307,8 +307,20 @@ BUCKETS = PositionsConfig(relative_buckets=8)
         ({"norms.epsilon": -1.0}, "NormConfig needs epsilon to be at least 0"),
         ({"embedding.dropout": -0.1}, "EmbeddingConfig needs dropout to be from 0"),
         ({"positions.pad_token": -2}, "PositionsConfig needs pad_token to be a token, or -1"),
-        ({"head": "first"}, r"output\.num_classes to be positive, with head='first'"),
-        ({"head": "embedding"}, r"output\.projection_dim to be positive, with head='embedding'"),
+        ({"head": "first"}, r"with head='first' needs output\.num_classes."),
+        ({"head": "embedding"}, r"with head='embedding' needs output\.projection_dim."),
+        (
+            {"head": "each", "output.num_classes": "3"},
+            r"needs output\.num_classes to be a positive",
+        ),
+        (
+            {"head": "each", "output.num_classes": 2.5},
+            r"needs output\.num_classes to be a positive",
+        ),
+        (
+            {"head": "each", "output.num_classes": True},
+            r"needs output\.num_classes to be a positive",
+        ),
         ({"output.scale": 0}, "OutputConfig needs scale to be another number than 0"),
         ({"pool.kind": "max"}, "PoolConfig needs kind to be 'first', "),
         ({"pool.kind": "end"}, "PoolConfig needs end_token to be a token"),

@@ -64,7 +64,7 @@ def test_attention_alone_rotates_as_its_rope() -> None:
     x = np.random.default_rng(0).normal(size=(2, 6, 16)).astype(np.float32)
 
     @sx.jit
-    def call(attention: Any, x: Any, **options: Any) -> np.ndarray:
+    def call(attention: Any, x: Any, **options: Any) -> jax.Array:
         return attention(x, **options)
 
     expected = call(attention, x, positions=rope.rotation(np.arange(6), 8))

@@ -65,7 +65,8 @@ def test_held_out_metrics_equal_those_of_all_targets(tmp_path: Path, kind: Any) 
     batches = [jax.tree.map(jnp.asarray, batch) for batch in held_out]
     weights = np.concatenate([batch["mask"] for batch in batches]).astype(bool)
     sx.unshard(model)
-    logits = np.concatenate([sx.jit(model)(batch["inputs"]) for batch in batches])
+    run = sx.jit(model)
+    logits = np.concatenate([run(batch["inputs"]) for batch in batches])
     targets = np.concatenate([batch["targets"] for batch in batches])
     assert result.eval_loss is not None
     record = log_of(trainer)[-1]

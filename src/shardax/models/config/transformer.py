@@ -131,8 +131,7 @@ class TransformerConfig:
             self._check_features(options)
         if self.head in ("first", "each", "embedding"):
             size = "projection_dim" if self.head == "embedding" else "num_classes"
-            need = f"positive, with head={self.head!r}"
-            options.check(f"output.{size}", self.head_size, self.head_size > 0, need)
+            as_size(f"{where} with head={self.head!r}", f"output.{size}", self.head_size)
 
     def _check_layers(self, options: Options) -> None:
         """Raises for an unfit combination of mixers, MLP and experts."""
