@@ -32,7 +32,7 @@ def test_recurrent_kernels_are_orthogonal_in_half(cell: str, gates: int, dtype: 
     expected = np.broadcast_to(np.eye(4), (gates, 4, 4))
     np.testing.assert_allclose(matrices @ matrices.swapaxes(1, 2), expected, atol=0.02)
     carry = layer.initial_carry(jnp.ones((2, 3), dtype))
-    results = sx.eval_shape(layer, carry, jnp.ones((2, 3), dtype))
+    results = sx.jit(layer)(carry, jnp.ones((2, 3), dtype))
     assert {leaf.dtype for leaf in jax.tree.leaves(results)} == {jnp.dtype(dtype)}
 
 

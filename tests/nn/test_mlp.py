@@ -114,8 +114,7 @@ def test_side_inputs_reach_nested_layers_by_name():
         return stack(second(jnp.tanh(y), mask=MASK), mask=MASK)
 
     expected = by_hand(first, second, third, stack, X)
-    static = sx.jit(lambda model, x: model(x, mask=MASK, deterministic=True, positions=None))
-    found = [static(model, X)]
+    found = [model(X, mask=MASK, deterministic=True, positions=None)]
     model.eval()
     found += [call(model, X, mask=MASK), sx.jit(sx.remat(model))(X, mask=MASK)]
     for each in found:
