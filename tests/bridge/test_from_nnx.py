@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from typing import Any
 
 import jax
@@ -166,6 +168,17 @@ def test_checkpoints_restore_a_bridged_model(tmp_path: Any) -> None:
         checkpoints.save(1, model)
         checkpoints.restore(other)
     np.testing.assert_array_equal(other(X), model(X))
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_copies_and_pickles_of_a_bridged_model_compute(copied: Any) -> None:
+    _, model = pair()
+    model.eval()
+    other = copied(model)
+    np.testing.assert_array_equal(other(X), model(X))
+    for _, variable in sx.iter_variables(other, sx.Param):
+        variable.value = 0 * variable.value
+    assert np.abs(model(X)).max() > 0 and not np.asarray(other(X)).any()
 
 
 class Sows(nnx.Module):

@@ -266,6 +266,12 @@ def test_bias_is_added_to_the_scores(softcap: Any):
     close(call(layer, x, bias=bias), call(layer, x, mask=seen[None, None, None]))
 
 
+def test_functions_of_attention_take_no_bias():
+    layer = attention(attention_fn=sx.nn.dot_product_attention)
+    with pytest.raises(LayerInputError, match="with attention_fn takes no bias of scores"):
+        layer(floats(2, TIME, FEATURES), bias=np.zeros((TIME, TIME), np.float32))
+
+
 # --- chunks ---------------------------------------------------------------------------------------
 
 

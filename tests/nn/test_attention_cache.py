@@ -165,6 +165,7 @@ def test_full_cache_raises_or_gives_nan_when_compiled():
         (cache(1, 9), {"context": floats(1, 3, FEATURES)}, "no call with a context"),
         (cache(1, 9), {"segment_ids": np.zeros((1, 3), int)}, "no call with segment ids"),
         (cache(1, 9), {"mask": np.ones((1, 1, 3, 3), bool)}, r"a mask of shape \(1, 1, 1, 3\)"),
+        (cache(1, 9), {"bias": np.zeros((3, 3))}, "a bias that is no function of positions"),
     ],
 )
 def test_unsupported_calls_with_a_cache_are_refused(
@@ -172,6 +173,20 @@ def test_unsupported_calls_with_a_cache_are_refused(
 ):
     with pytest.raises(LayerInputError, match=message):
         attention()(floats(1, 3, FEATURES), cache=kept, **options)
+
+
+def test_window_to_both_sides_takes_no_cache():
+    layer, x, kept = attention(causal=False, window=2), floats(1, 3, FEATURES), cache(1, 9)
+    with pytest.raises(LayerInputError, match="no call with a window to both sides"):
+        layer(x, cache=kept)
+    assert not np.asarray(kept.count).any()
+
+
+def test_cache_without_order_reads_all_that_is_held():
+    layer, x, kept = attention(causal=False), floats(2, TIME, FEATURES), cache(2, TIME)
+    call(layer, x[:, :4], kept)
+    last = call(layer, x[:, 4:], kept)
+    np.testing.assert_allclose(last, call(layer, x)[:, 4:], rtol=2e-5, atol=2e-6)
 
 
 def test_cache_keeps_its_dtype():

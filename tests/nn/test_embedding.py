@@ -70,6 +70,7 @@ def test_embed_refuses_floats_wrong_features_and_sizes():
         sx.nn.Embed(0, 3, rngs=sx.Rngs(0))
     with pytest.raises(LayerConfigError, match="2 axis names"):
         sx.nn.Embed(5, 3, axes=("vocab",), rngs=sx.Rngs(0))
+    assert sx.nn.Embed(5, 3, axes=None, rngs=sx.Rngs(0)).embedding.axes == ("vocab", "embed")
 
 
 @pytest.mark.parametrize("interleaved", [True, False])

@@ -33,6 +33,11 @@ def rounded(x: Any, dtype: Any = ml_dtypes.float8_e4m3fn) -> np.ndarray:
     return (x / scale).astype(dtype).astype(np.float32) * scale
 
 
+@sx.jit
+def call(layer: Any, x: Any) -> Any:
+    return layer(x)
+
+
 def linear(**options: Any) -> nn.Linear:
     return with_values(nn.Linear(8, 3, use_bias=False, rngs=sx.Rngs(0), **options))
 
@@ -69,9 +74,14 @@ def linear_of(layer: Any, kernel: Any) -> Any:
     ids=["einsum", "mlp", "attention"],
 )
 def test_layers_take_fp8(make: Any) -> None:
-    layers = with_values(make()), with_values(make(precision="fp8"))
-    expected, found = (np.asarray(sx.jit(layer)(X)) for layer in layers)
+    precisions = (None, "fp8", "fp8-delayed")
+    layers = [with_values(make(precision=precision)) for precision in precisions]
+    expected, found, delayed = (np.asarray(call(layer, X)) for layer in layers)
     assert 0 < np.abs(found - expected).max() < 0.2 * np.abs(expected).max()
+    close(delayed, found)  # without a history, of this call
+    assert sx.state(layers[-1], sx.AmaxHistory).flat()
+    for value in sx.state(layers[-1], sx.AmaxHistory).flat().values():
+        assert np.count_nonzero(value) == 1
 
 
 def test_scales_follow_any_magnitude() -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import jax
@@ -206,11 +207,30 @@ def test_einsum_refuses_unsuitable_equations_and_shapes(make: Any, message: str)
         make()
 
 
-@pytest.mark.parametrize("shape", [(5, 7), (8,), (2, 5, 8)])
-def test_einsum_refuses_inputs_that_do_not_fit(shape: tuple[int, ...]):
-    layer = sx.nn.Einsum("te,ehd->thd", (8, 4, 2), rngs=sx.Rngs(0))
-    with pytest.raises(LayerInputError, match=r"'te,ehd->thd'\) takes an input of shape \(t, 8\)"):
+@pytest.mark.parametrize(
+    ("equation", "shape", "takes"),
+    [
+        ("te,ehd->thd", (5, 7), "(t, 8)"),
+        ("te,ehd->thd", (8,), "(t, 8)"),
+        ("te,ehd->thd", (2, 5, 8), "(t, 8)"),
+        ("...te,ehd->...thd", (2, 5, 7), "(..., t, 8)"),
+        ("t...e,ehd->t...hd", (8,), "(t, ..., 8)"),
+    ],
+)
+def test_einsum_refuses_inputs_that_do_not_fit(equation: str, shape: tuple[int, ...], takes: str):
+    layer = sx.nn.Einsum(equation, (8, 4, 2), rngs=sx.Rngs(0))
+    message = re.escape(f"'{equation}') takes an input of shape {takes}")
+    with pytest.raises(LayerInputError, match=message):
         layer(np.zeros(shape, np.float32))
+
+
+def test_jax_algorithms_are_precisions_of_layers():
+    algorithm = jax.lax.DotAlgorithmPreset.F32_F32_F32
+    layer = with_values(sx.nn.Linear(6, 4, precision=algorithm, rngs=sx.Rngs(0)))
+    x = floats(3, 6)
+    expected = x @ np.asarray(layer.kernel) + np.asarray(layer.bias)
+    np.testing.assert_allclose(call(layer, x), expected, rtol=1e-5)
+    assert "algorithm" in sx.jit(layer).lower(x).as_text()
 
 
 def test_einsum_broadcasts_ellipses_over_explicit_axes(explicit_mesh: Mesh):

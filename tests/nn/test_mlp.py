@@ -121,6 +121,17 @@ def test_side_inputs_reach_nested_layers_by_name():
         np.testing.assert_allclose(each, expected, rtol=1e-4, atol=1e-5)
 
 
+def test_layer_with_keyword_arguments_gets_every_one():
+    class Scaled(sx.Module):
+        def __call__(self, x: Any, **side: Any) -> Any:
+            return x * (side["factor"] if side else 1.0)
+
+    linear = with_values(sx.nn.Linear(4, 4, rngs=sx.Rngs(0)))
+    model = sx.nn.Sequential(linear, Scaled())
+    np.testing.assert_allclose(call(model, X, factor=3.0), 3 * call(linear, X), rtol=1e-6)
+    np.testing.assert_array_equal(call(model, X), call(linear, X))
+
+
 def test_a_mask_of_attention_does_not_reach_norms():
     attention = with_values(sx.nn.MultiHeadAttention(4, 2, rngs=sx.Rngs(0)))
     alone = sx.surgery.LoRA(None, 2, in_features=4, out_features=4)

@@ -74,6 +74,8 @@ def test_odd_heads_and_scalar_positions_are_refused():
         rotation(np.arange(3), 7)
     with pytest.raises(LayerInputError, match=r"int32\[\]"):
         rotation(np.array(3, np.int32), 8)
+    with pytest.raises(LayerInputError, match="heads of at least 8, for 4 angles"):
+        rotate(np.ones((1, 3, 1, 6), np.float32), rotation(np.arange(3), 8))
 
 
 def test_yarn_scales_slow_pairs_as_in_its_paper():

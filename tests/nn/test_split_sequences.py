@@ -240,6 +240,10 @@ def test_unsupported_rings_are_refused_with_the_alternative() -> None:
         refused = pytest.raises(sx.errors.LayerInputError, match=message)
         with scopes[0], scopes[1], scopes[2], refused:
             layer(floats(BATCH, time, WIDTH))
+    ring = jax.set_mesh(mesh), sx.axis_rules(RULES), sx.parallel(context="ring")
+    refused = pytest.raises(sx.errors.LayerInputError, match="no window to both sides")
+    with ring[0], ring[1], ring[2], refused:
+        attention(window=3)(floats(BATCH, TIME, WIDTH))
     causal = attention(causal=True)
     scopes = jax.set_mesh(mesh), sx.axis_rules(RULES), sx.parallel(context="ring-zigzag")
     refused = pytest.raises(sx.errors.LayerInputError, match="divisible by 8, twice the devices")

@@ -189,6 +189,8 @@ def test_equal_boxes_have_equal_bits_names_and_class() -> None:
     assert box != Partitioned(box.value, ("a",), AbstractMesh((1,), ("a",)))
     assert box != LogicallyPartitioned(box.value, ("a",))
     assert box != box.value.tolist()
+    keys = [Partitioned(jax.random.key(seed), ()) for seed in (0, 0, 1)]
+    assert keys[0] == keys[1] != keys[2]
     assert Units(1, ("m",)) != Units(True, ("m",))
 
 
@@ -215,6 +217,16 @@ def test_repr_of_box_shows_shapes_and_given_arguments() -> None:
         f"LogicallyPartitioned({{'w': float32[2, 3]}}, names=('a', None), mesh={mesh!r}, "
         "rules=Rules([('a', 'x')]))"
     )
+
+
+def test_a_box_keeps_the_repr_it_defines() -> None:
+    @dataclasses.dataclass(frozen=True)
+    class Metres(Units):
+        def __repr__(self) -> str:
+            return f"{self.value} m"
+
+    assert repr(Metres(2.0, ("m",))) == "2.0 m"
+    assert Metres(2.0, ("m",)) == Metres(2.0, ("m",)) != Units(2.0, ("m",))
 
 
 # --- making boxes ---------------------------------------------------------------------------------

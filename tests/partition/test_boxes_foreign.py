@@ -13,6 +13,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from tests.advice import run_advice
+from tests.partition.own_boxes import Split
 
 import shardax as sx
 from shardax import partition as part
@@ -291,6 +292,18 @@ def test_param_of_a_box_unwraps(kinds: Any, mesh: Mesh) -> None:
     assert part.to_boxes(sx.Param(part.Partitioned(array, (None, "model")))) == part.Partitioned(
         array, (None, "model")
     )
+
+
+def test_param_of_an_own_box_is_laid_out(mesh: Mesh) -> None:
+    param = sx.Param(Split(jnp.asarray(ARRAY), "model"))
+    assert param.axes == ("model", None)
+    sx.shard(param, mesh)
+    assert param.value.sharding.spec == P("model", None)
+    assert np.array_equal(param.value, ARRAY)
+
+
+def test_names_beyond_the_dimensions_are_left_out() -> None:
+    assert sx.Param(part.Partitioned(jnp.ones(8), ("embed", None, None))).axes == ("embed",)
 
 
 def test_param_of_a_box_trains() -> None:

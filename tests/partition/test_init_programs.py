@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import gc
 import weakref
@@ -65,6 +66,27 @@ def test_a_second_call_runs_the_same_program(take: Any, mesh: Mesh) -> None:
     assert counted.traces == made
     assert first == third and first != again
     assert third.value.sharding == NamedSharding(mesh, P(None, "model"))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Filled:
+    """An initializer that equals another of the same value, and takes no weak reference."""
+
+    value: float
+
+    def __call__(self, key: jax.Array, traces: list[int] = []) -> Any:  # noqa: B006 (counts)
+        traces.append(1)
+        return sx.Partitioned(self.value * UNIFORM(key, (8,)), ("model",))
+
+
+def test_equal_initializers_without_weak_references_share_programs(auto_mesh: Mesh) -> None:
+    first, again = (sx.initialise(Filled(1.0), key, mesh=auto_mesh) for key in keys())
+    traces = Filled.__call__.__defaults__[0]
+    count = len(traces)
+    assert not np.array_equal(first.value, again.value)
+    twice = sx.initialise(Filled(2.0), keys()[1], mesh=auto_mesh)
+    np.testing.assert_array_equal(twice.value, 2 * again.value)
+    assert len(traces) == 2 * count
 
 
 def test_bound_methods_reuse_their_compiled_program(auto_mesh: Mesh) -> None:

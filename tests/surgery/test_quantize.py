@@ -78,6 +78,8 @@ def test_layers_compute_with_the_rounded_kernel(name: str, kind: Any) -> None:
         check_rounding(small_kernel.value, kernel.value, dims, kind)
         kernel.value = small_kernel.value
         assert small_kernel.axes == kernel.axes
+        assert (small_kernel.ndim, small_kernel.size) == (kernel.ndim, kernel.size)
+        np.testing.assert_array_equal(small_kernel[0], small_kernel.value[0])
     assert [v.value.nbytes for _, v in sx.iter_variables(layer)] == [
         v.value.nbytes for _, v in sx.iter_variables(expected)
     ]
@@ -165,6 +167,7 @@ def test_meshes_split_values_and_scales(mesh: Mesh) -> None:
     assert kernel.values.sharding.spec == PartitionSpec(None, "data", None, None)
     for _, variable in sx.iter_variables(of_laid_out, sx.Quantized):
         assert variable.sharding.mesh == mesh
+    assert kernel.sharding == kernel.values.sharding
     close(found, run(sx.quantize(model, "int8")))
 
 
@@ -223,6 +226,9 @@ def test_shared_kernels_are_shared_again() -> None:
     assert small.layers[0].kernel is small.layers[1].kernel
     assert sx.dequantize(small).layers[0].kernel is not first.kernel
     assert sx.graphdef(sx.dequantize(small)) == sx.graphdef(model)
+    everywhere = sx.quantize(model, "int8")
+    assert everywhere.layers[0].kernel is everywhere.layers[1].kernel
+    assert sx.graphdef(everywhere) == sx.graphdef(small)
     with pytest.raises(errors.SelectionError, match=r"\.layers\[1\]\.kernel is the kernel of"):
         sx.quantize(model, {lambda path, _: path[:2] == ("layers", 1): "int8", ...: "int4"})
 

@@ -17,6 +17,7 @@ from tests.values import with_values
 
 import shardax as sx
 from shardax.errors import SelectionError
+from shardax.models import AttentionConfig, Transformer, TransformerConfig
 from shardax.surgery import lora, record, save_activations
 
 
@@ -80,19 +81,38 @@ def test_shared_layer_has_a_tuple_and_uncalled_none() -> None:
 
 def test_attributes_that_a_call_deletes_are_gone() -> None:
     class Once(sx.Module):
-        def __init__(self) -> None:
-            self.pending = "first"
+        def __init__(self, function: Any) -> None:
+            self.pending, self.function = "first", function
 
         def __call__(self, x: Any) -> Any:
             if hasattr(self, "pending"):
                 del self.pending
                 self.ran = True
-            return 2 * x
+            return 2 * self.function(x)
 
-    model = sx.nn.Sequential(Once(), jnp.square)
-    _, activations = record(model, sx.select(model).at_keypaths(".layers[1]"))(np.ones(2))
-    close(activations["layers", 1], [4, 4])
-    assert model.layers[0].ran and not hasattr(model.layers[0], "pending")
+    # One is copied, as what is recorded is in it; the other is the model's own.
+    model = sx.nn.Sequential(Once(jnp.square), Once(jnp.negative))
+    recording = record(model, sx.select(model).at_keypaths(".layers[0].function"))
+    result, activations = recording(3 * np.ones(2))
+    close(activations["layers", 0, "function"], [9, 9])
+    close(result, [-36, -36])
+    for layer in model.layers:
+        assert layer.ran and not hasattr(layer, "pending")
+
+
+def test_block_has_the_activation_of_its_last_layer() -> None:
+    attention = AttentionConfig(num_heads=2, window=2, local_layers=(True, False) * 2)
+    config = TransformerConfig(
+        vocab_size=16, num_layers=4, embed_dim=8, attention=attention, scan_layers=True
+    )
+    model = with_values(Transformer(config, rngs=sx.Rngs(0)))
+    block = sx.select(model).at(lambda model: model.layers.stacked)
+    last = sx.select(model).at(lambda model: model.layers.stacked.layers[1])
+    expected, found = (sx.jit(record(model, place))(TOKENS)[1] for place in (last, block))
+    assert list(found) == list(expected) == [("layers", 1), ("layers", 3)]
+    assert not np.allclose(found["layers", 1], found["layers", 3])
+    for path, activation in found.items():
+        close(activation, expected[path])
 
 
 def test_later_edits_and_writes_of_the_call_count() -> None:

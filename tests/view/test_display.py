@@ -138,6 +138,8 @@ def test_tables_and_views_are_shown_as_they_print() -> None:
     for value in (sx.view.table(layer), sx.view.sharding(layer)):
         assert sx.view.to_text(value) == str(value)
         assert value.html() in sx.view.to_html(value)
+    table = sx.view.table(layer)
+    assert table._repr_html_() == table.html()
 
 
 def test_sharding_page_has_an_interactive_picture(auto_mesh: Mesh) -> None:
@@ -242,6 +244,15 @@ def test_a_large_model_still_says_what_is_shared(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(figures, "MOST_LEAVES", 1)
     assert "# also at .layers[1], .head" in treescope.render_to_text(Tied())
     assert "treescope-container" in sx.view.to_html(Tied())
+
+
+def test_large_structures_show_named_arrays_and_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(figures, "MOST_LEAVES", 1)
+    model = sx.nn.Sequential(sx.nn.Linear(2, 3, use_bias=False, rngs=sx.Rngs(0)))
+    model.offset = sx.named.zeros({"y": 3})
+    assert "offset=<NamedArray float32[y: 3] mean 0" in treescope.render_to_text(model)
+    structure = treescope.render_to_text(sx.graphdef(model))
+    assert "kernel=Param(axes=('in', 'out'))" in structure and "offset=<array>" in structure
 
 
 # --- Notebooks, and without treescope ---

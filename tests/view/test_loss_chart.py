@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from shardax.view.loss_chart import loss_chart, round_axis
@@ -93,6 +93,7 @@ def test_losses_are_marked_at_round_numbers(losses: list[float], expected: list[
 
 
 @given(st.lists(LOSSES, min_size=1, max_size=5))
+@example([0.0, 5e-324])  # a fifth of it is zero
 def test_every_axis_has_several_numbers_around_the_values(losses: list[float]) -> None:
     axis = round_axis(losses)
     rounding = 1e-9 * (axis.high - axis.low)

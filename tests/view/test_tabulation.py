@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,32 @@ def test_shapes_are_of_the_outermost_call() -> None:
     rows = sx.tabulate(Doubled(), X, flops=False).rows
     assert [(row.inputs, row.outputs) for row in rows] == [
         ("float32[8,2]", "float32[8]"),
+        ("float32[8,2]", "float32[8,4]"),
+    ]
+
+
+class Padding(Doubled):
+    """A call that tries its layer, and pads an input which that refuses."""
+
+    def project(self, x: Any) -> Any:
+        if x.shape[-1] != 2:
+            raise ValueError("two features")
+        return super().project(x)
+
+    def __call__(self, x: Any) -> Any:
+        try:
+            return self.linear(x)
+        except sx.errors.LayerInputError:
+            with contextlib.suppress(ValueError):
+                self.project(x)
+            return self.project(jnp.pad(x, ((0, 0), (0, 1))))
+
+
+def test_calls_that_failed_leave_no_shapes() -> None:
+    narrow = jax.ShapeDtypeStruct((8, 1), jnp.float32)
+    rows = sx.tabulate(Padding(), narrow, flops=False).rows
+    assert [(row.inputs, row.outputs) for row in rows] == [
+        ("float32[8,1]", "float32[8,4]"),
         ("float32[8,2]", "float32[8,4]"),
     ]
 
