@@ -148,6 +148,14 @@ def test_folder_comes_from_environment_or_user_directory(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr("sys.platform", "linux")
     assert cache_folder() == tmp_path / "shardax" / "plan"
+    monkeypatch.setattr("sys.platform", "darwin")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert cache_folder() == tmp_path / "Library" / "Caches" / "shardax" / "plan"
+    monkeypatch.setattr("sys.platform", "win32")
+    monkeypatch.setenv("LOCALAPPDATA", str(tmp_path / "local"))
+    assert cache_folder() == tmp_path / "local" / "shardax" / "plan"
+    monkeypatch.delenv("LOCALAPPDATA")
+    assert cache_folder() == tmp_path / "AppData" / "Local" / "shardax" / "plan"
     with pytest.raises(sx.errors.PlanInputError, match="cache=True"):
         cache_folder(True)
 

@@ -14,6 +14,7 @@ import pytest
 import shardax as sx
 from shardax import plan
 from shardax.errors import LayoutAssertionError, PlanFileError, PlanInputError, TargetError
+from shardax.partition.context import current_rules
 
 BATCH, EMBED, MLP = 32, 64, 256
 MESH = {"data": 2, "model": 4}
@@ -234,6 +235,48 @@ def test_passing_layout_assertion_returns_its_report() -> None:
         replicated_params=0,
     )
     assert report.outcome == "fits"
+
+
+def test_named_replicated_parameters_pass_the_assertion() -> None:
+    weight = sx.Param(jnp.ones((8, 8)), axes=("a", "b"))
+    report = plan.assert_layout(
+        lambda weight: weight.value * 2, (weight,), {}, {"x": 2}, replicated_params={"weight"}
+    )
+    assert report.replicated == ("weight",)
+
+
+def test_program_that_cannot_be_compiled_is_reported() -> None:
+    def step(x: Any) -> Any:
+        return jax.ffi.ffi_call("nobody", jax.ShapeDtypeStruct((8,), jnp.float32))(x)
+
+    x = plan.NamedShape((8,), "float32", ("batch",))
+    options: Any = {"target": "cpu:8", "cache": None}
+    [report] = plan.compare(step, (x,), {"dp": {"batch": "data"}}, {"data": 8}, **options)
+    assert (report.outcome, report.compiled) == ("failed", False)
+    assert "nobody" in report.reason
+
+
+def test_step_reading_values_under_rules_is_refused() -> None:
+    def step(x: Any) -> Any:
+        return x * float(x.sum()) if current_rules().mesh_axes else x
+
+    x = plan.NamedShape((8,), "float32", ("batch",))
+    with pytest.raises(PlanInputError, match=r"concrete values at .*test_comparison\.py"):
+        plan.compare(step, (x,), {"dp": {"batch": "data"}}, {"data": 8}, "cpu:8", cache=None)
+
+
+def test_steps_without_named_arguments_number_them() -> None:
+    def step(*args: Any) -> Any:
+        return args[0]["x"] * args[1]
+
+    x = plan.NamedShape((8,), "float32", ("batch",))
+    options: Any = {"target": "cpu:8", "cache": None}
+    for given, args, paths in (
+        (dict, ({"x": x},), ["args[0].x"]),  # a class written in C has no signature
+        (step, ({"x": x}, x), ["args[0].x", "args[1]"]),
+    ):
+        [report] = plan.compare(given, args, {"dp": {"batch": "data"}}, {"data": 8}, **options)
+        assert [array.path for array in report.arrays] == paths
 
 
 def test_layout_assertion_lists_differences_with_largest_collectives() -> None:

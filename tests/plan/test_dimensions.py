@@ -87,6 +87,11 @@ def test_loop_invariants_and_sums_are_sent_once() -> None:
     found = model_of(step, param((8, 8), "in", "out"), blocks)
     assert {(p.runs, p.changes) for p in found.products} == {(5, (5, 1, 5)), (5, (0, 5, 1))}
 
+    def plain(blocks: jax.Array) -> jax.Array:
+        return jax.lax.scan(lambda total, x: (total + x, None), jnp.zeros((4, 8)), blocks)[0]
+
+    assert model_of(plain, blocks).products == ()
+
     def residual(weights: Any, x: jax.Array) -> jax.Array:
         return jax.lax.scan(lambda x, w: (x + x @ w, None), x, weights.value)[0]
 
@@ -114,6 +119,15 @@ def test_merge_and_split_restore_the_same_dimensions() -> None:
     assert ("batch:b", "left:s", "right:s", "sum:out") in described(found)
 
 
+def test_rows_of_rows_have_the_names_of_all() -> None:
+    def step(weight: Any, x: jax.Array) -> jax.Array:
+        rows = x.reshape(6, 1, 8)  # and each of them four times, as for its experts
+        return jnp.broadcast_to(rows, (6, 4, 8)).reshape(24, 8) @ weight.value
+
+    found = model_of(step, param((8, 5), "a", "b"), named((2, "n"), (3, "s"), (8, "a")))
+    assert described(found) == {("left:n+s", "right:b", "sum:a"): 2.0 * 24 * 8 * 5}
+
+
 def test_embedding_lookup_keeps_token_rows_and_vectors() -> None:
     def step(table: Any, weight: Any, tokens: jax.Array) -> jax.Array:
         return table.value[tokens] @ weight.value
@@ -138,6 +152,67 @@ def test_a_convolution_sums_over_its_window_and_channels() -> None:
             2.0 * (2 * 8 * 8 * 6) * (3 * 3 * 4)
         )
     }
+
+
+def test_grouped_convolution_does_not_sum_over_its_channels() -> None:
+    def step(kernel: Any, x: jax.Array) -> jax.Array:
+        return jax.lax.conv_general_dilated(
+            x, kernel.value, (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC"),
+            feature_group_count=4,
+        )  # fmt: skip
+
+    kernel = param((3, 1, 4), "window", "one", "features")
+    found = model_of(step, kernel, named((2, "batch"), (8, "rows"), (4, "channels")))
+    assert described(found) == {
+        ("left:batch", "left:rows", "right:features"): 2.0 * (2 * 8 * 4) * 3
+    }
+
+
+def test_transposing_reshape_relates_no_names() -> None:
+    def step(weight: Any, x: jax.Array) -> jax.Array:
+        return jax.lax.reshape(x, (8, 8), dimensions=(1, 0)) @ weight.value
+
+    found = model_of(step, param((8, 6), "a", "b"), named((8, "n"), (8, "a")))
+    assert list(described(found)) == [("left:", "right:b", "sum:a")]
+
+
+def test_regrouped_dimensions_relate_no_names() -> None:
+    def step(weight: Any, x: jax.Array) -> jax.Array:
+        return x.reshape(3, 8) @ weight.value
+
+    found = model_of(step, param((8, 5), "a", "b"), named((4, "n"), (6, "m")))
+    assert list(described(found)) == [("left:", "right:b", "sum:a")]
+
+
+def test_padding_keeps_the_names_of_dimensions() -> None:
+    def step(weight: Any, x: jax.Array) -> jax.Array:
+        return jnp.pad(x, ((1, 1), (0, 0))) @ weight.value
+
+    found = model_of(step, param((8, 5), "a", "b"), named((4, "n"), (8, "a")))
+    assert described(found) == {("left:n", "right:b", "sum:a"): 2.0 * 6 * 8 * 5}
+
+
+def test_step_on_no_rows_repeats_no_work() -> None:
+    found = model_of(
+        lambda weight, x: x @ weight.value, param((8, 5), "a", "b"), named((0, "n"), (8, "a"))
+    )
+    assert (found.flops, found.replicated_compute({}, {"data": 8})) == (0.0, 1.0)
+    assert matching_groups((2, 0), (0, 3)) == []
+
+
+def test_custom_kernels_are_noted_and_not_counted() -> None:
+    from jax.experimental import pallas
+
+    def double(source: Any, result: Any) -> None:
+        result[...] = source[...] * 2
+
+    def step(weight: Any, x: jax.Array) -> jax.Array:
+        shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        return pallas.pallas_call(double, out_shape=shape)(x) @ weight.value
+
+    found = model_of(step, param((8, 5), "a", "b"), named((8, "n"), (8, "a")))
+    assert found.flops == 2.0 * 8 * 8 * 5
+    assert found.notes == ("operations of custom kernels are not counted",)
 
 
 def ragged_step(weight: Any, x: jax.Array, sizes: jax.Array) -> Any:

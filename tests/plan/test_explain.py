@@ -178,3 +178,19 @@ def test_of_many_changes_the_largest_are_listed() -> None:
         "MB",
     ]
     assert (len(rows), rows[-1]) == (22, "and 10 more")
+
+
+def test_meshes_of_another_order_differ_by_it() -> None:
+    turned = replace(BOTH, layout=replace(BOTH.layout, mesh=tuple(reversed(BOTH.layout.mesh))))
+    assert diff(BOTH, turned).splitlines()[3:] == [
+        "Mesh   a            b",
+        "order  data, model  model, data",
+    ]
+
+
+def test_array_of_one_layout_alone_is_named() -> None:
+    more = replace(FSDP, arrays=(*FSDP.arrays, array("model.bias", (8,), (None,), ("data",))))
+    assert diff(FSDP, more).splitlines()[3:] == [
+        "Arrays      a          b",
+        "model.bias  not there  0: data",
+    ]

@@ -160,6 +160,15 @@ def test_vocabulary_is_split_over_stages() -> None:
     assert settings == {(("microbatches", 4), ("schedule", "gpipe"))}
 
 
+def test_indivisible_vocabulary_and_rows_stay_off_stages() -> None:
+    step, args = decoder(vocab_size=63)
+    meshes, fixed = [{"data": 4, "stage": 2}], {"heads": None, "seq": None}
+    for count, rows in ((2, True), (3, False)):  # microbatches of two rows of a device
+        settings = {"microbatches": [count], "schedule": ["gpipe"]}
+        _, found = explore(step, args, "cpu:8", meshes=meshes, parallel=settings, fix=fixed)
+        assert {dict(each.rules)["vocab"] for each in found.layouts} == ({None} if rows else set())
+
+
 def test_planned_layout_runs_with_single_device_results() -> None:
     _, (model, batch) = decoder(num_layers=4)
     step = sx.models.next_token_loss

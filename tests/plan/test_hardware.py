@@ -86,6 +86,7 @@ def test_a_dtype_without_a_figure_has_the_lowest(name: str) -> None:
         ("v5p", (4, 4, 4), [True, True, True]),
         ("v5p", (2, 4, 4), [False, False, False]),
         ("v5p", (8, 12, 16), [True, True, True]),
+        ("h100", (2, 8), [False, False]),
     ],
 )
 def test_which_dimensions_wrap_round(name: str, shape: tuple[int, ...], around: list[bool]) -> None:

@@ -138,3 +138,29 @@ def test_a_page_of_many_layouts_stays_small(tmp_path: Path) -> None:
     assert len(re.findall('<tr><th scope="row"', whole)) == 160
     assert len(Reader(whole).all("details")) == 16
     assert len(whole) < 600_000
+
+
+def said_of(**changes: Any) -> str:
+    report = replace(sample_reports()[0], **changes)
+    return " ".join("".join(Reader(page(Plan("tpu:v5e:4x4", (report,)))).texts).split())
+
+
+def test_page_lists_settings_and_layouts_without_messages() -> None:
+    layout = Layout("dp", (), (("data", 16),), parallel=(("microbatches", 8),))
+    text = said_of(layout=layout, collectives=())
+    assert "(microbatches)8" in text
+    assert "Nothing: no device needs what another has." in text
+
+
+def test_lines_that_send_least_are_summed() -> None:
+    many = tuple(gather(1e9, source=f"m.py:{line}") for line in range(28))
+    assert "3 more lines of code, 3.00 GB together" in said_of(collectives=many)
+    assert "more lines of code" not in said_of(collectives=many[:25])
+
+
+def test_arrays_in_very_many_parts_are_not_drawn() -> None:
+    for devices, drawn in ((1024, 3), (2048, 1)):
+        layout = Layout("fsdp", (("embed", "data"),), (("data", devices),))
+        report = replace(sample_reports()[0], layout=layout)
+        read = Reader(page(Plan("tpu:v5e:4x4", (report,))))
+        assert (len(read.all("figure")), len(read.all("svg"))) == (3, drawn)

@@ -471,7 +471,8 @@ def test_plan_lists_published_steps_beside_expected_times() -> None:
 
     weight = sx.Param(sx.Init(jax.nn.initializers.ones, (64, 256)), axes=("embed", "mlp"))
     x = plan.NamedShape((4096, 64), "bfloat16", ("batch", "embed"))
-    for target, listed in (("gpu:h100:1x8", True), ("cpu:8", False)):
+    mine = plan.Target(plan.find_hardware("h100").like(name="mine"), (1, 8))
+    for target, listed in (("gpu:h100:1x8", True), ("cpu:8", False), (mine, False)):
         found = plan.search(loss, (weight, x), target, effort="trace", meshes=[{"data": 8}])
         assert ("Published steps of models and hardware like these" in str(found)) == listed
 

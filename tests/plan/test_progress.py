@@ -52,6 +52,7 @@ def test_line_shows_time_or_reason_and_duration() -> None:
     assert outcome_text(FITS) == "dp: fits, 500 ms to 750 ms a step (6.2 s)"
     assert outcome_text(FITS, is_cached=True) == "dp: fits, 500 ms to 750 ms a step (kept)"
     assert outcome_text(FAILED) == "tp: failed, it crashed (0.0 s)"
+    assert outcome_text(plan.LayoutReport(TP, "failed")) == "tp: failed (0.0 s)"
 
 
 def test_terminal_bar_shows_current_and_best_layout(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,8 @@ import dataclasses
 
 import pytest
 
+from shardax import plan
+from shardax.errors import PlanInputError
 from shardax.hlo import Collective
 from shardax.plan import Layout, LayoutReport, TimeBand
 from shardax.plan.compile.evaluate import _flops_warnings
@@ -71,3 +73,36 @@ def test_devices_computing_less_than_program_is_a_warning() -> None:
     assert warning.startswith(
         "The counted operations of 8 devices, 112, are fewer than the 120 of the whole program"
     )
+
+
+def test_settings_are_words_beside_rules_and_mesh() -> None:
+    assert LAYOUT.settings == {}
+    layout = dataclasses.replace(
+        LAYOUT,
+        parallel=(("microbatches", 8), ("schedule", "gpipe")),
+        optimizer_rules=(("embed", ("data", "model")), ("mlp", "data"), ("norm", None)),
+        optimizer_memory="pinned_host",
+    )
+    assert layout.settings == {
+        "microbatches": "8",
+        "schedule": "gpipe",
+        "optimizer": "embed=data+model mlp=data norm=",
+        "optimizer_memory": "pinned_host",
+    }
+
+
+def test_best_says_why_no_layout_fits() -> None:
+    refused = [
+        LayoutReport(dataclasses.replace(LAYOUT, name=name), "rejected", f"{name} is odd")
+        for name in "abcd"
+    ]
+    with pytest.raises(PlanInputError) as none_compiled:
+        plan.Plan("cpu:8", tuple(refused)).best()
+    assert str(none_compiled.value) == (
+        "None of 4 layouts fits into 1 of the memory of cpu:8. "
+        "'a': a is odd; 'b': b is odd; 'c': c is odd"
+    )
+    with pytest.raises(PlanInputError, match=r"No layout was compiled for cpu:8\. 0 candidates$"):
+        plan.Plan("cpu:8", (), ("0 candidates",)).best()
+    with pytest.raises(PlanInputError, match=r"into 0\.5 of the memory of cpu:8\. 'both' needs"):
+        plan.Plan("cpu:8", (REPORT, *refused)).best(fits=0.5)

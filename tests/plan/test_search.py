@@ -153,12 +153,60 @@ def test_nothing_is_compiled_to_see_what_would_be() -> None:
     assert {layout.sizes["data"] * layout.sizes["model"] for layout in candidates.layouts} == {512}
 
 
+def test_finalists_of_one_batch_size_are_compiled_alone() -> None:
+    options: dict[str, Any] = {**FAST, "effort": "full", "finalists": 1, "batch": [64, 8192]}
+    fixed = dict.fromkeys(("embed", "mlp"))
+
+    def make(batch: int) -> Any:
+        return perceptron(batch, 64, 256)
+
+    found = plan.search(make, (), "cpu:8", meshes=EIGHT, fix=fixed, **options)
+    efforts = {r.layout.name: r.provenance.effort for r in found if r.provenance}
+    assert efforts == {"batch=data (8) batch:8192": "full", "batch=data (8) batch:64": "screen"}
+
+
+def test_search_without_room_compiles_nothing() -> None:
+    step, args = perceptron(64, 1024, 4096)
+    options: dict[str, Any] = {**FAST, "meshes": EIGHT, "top": None, "compiler": "estimate"}
+    found = plan.search(step, args, "gpu:h100:1x8@0.000001", **options)
+    assert {report.outcome for report in found} == {"rejected"}
+    [note] = found.notes
+    assert note.endswith("4 whose arguments do not fit; 0 candidates")
+
+
+def test_candidate_without_room_for_gradients_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(searching, "FEW", 0)
+    step, args = perceptron(64, 1024, 4096)
+    options: dict[str, Any] = {**FAST, "meshes": EIGHT, "top": None, "compiler": "estimate"}
+    donating = sx.jit(donate_argnums=0)(step)
+    found = plan.search(donating, args, "gpu:h100:1x8@0.0004", within=1.0, **options)
+    # Of 34 MB, arguments take 33.6, and gradients as many.
+    assert found["batch=data (8)"].reason == (
+        "not compiled: its arguments and gradients alone need more than a device's memory; "
+        "within=None compiles all"
+    )
+    assert found["mlp=data (8)"].outcome == "fits"
+
+
+def test_step_on_no_rows_multiplies_nothing() -> None:
+    x = NamedShape((0, 8), "float32", ("batch", "embed"))
+    weight = Perceptron(8, 16)
+    found = plan.search(
+        lambda model, x: x @ model.up.value, (weight, x), "gpu:h100:1x8", meshes=EIGHT,
+        effort="trace", top=None,
+    )  # fmt: skip
+    assert {r.expected.parts.products for r in found if r.expected} == {0.0}
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
         ({"effort": "high"}, "effort is 'trace', 'screen' or 'full'"),
         ({"top": 0}, "top=0"),
         ({"finalists": -1}, "finalists=-1"),
+        ({"batch": [8, "16"]}, "batch='16' must be an integer of at least 1"),
+        ({"batch": 8}, "batch is a int, not a sequence of sizes"),
+        ({"batch": [8.5]}, "batch=8.5"),
         ({"meshes": []}, "meshes is empty"),
         ({"mesh_axes": "data"}, "mesh_axes='data'"),
         ({"fix": {"mpl": None}}, "Did you mean 'mlp'"),
@@ -173,6 +221,13 @@ def test_what_cannot_be_searched_is_refused(options: Any, said: str) -> None:
 def test_a_mesh_without_the_targets_devices_is_refused() -> None:
     with pytest.raises(sx.errors.TargetError):
         plan.search(*perceptron(), "cpu:8", meshes=[{"data": 4}], **FAST)
+    with pytest.raises(sx.errors.TargetError, match=r"slice=2 has 2 devices and .* has 16"):
+        plan.search(*perceptron(), "tpu:v5e:2*2x4", mesh_axes=("slice",), **FAST)
+
+
+def test_choices_that_make_no_step_are_refused() -> None:
+    with pytest.raises(sx.errors.PlanInputError, match="returned function; with batch it returns"):
+        plan.search(lambda batch: perceptron(batch)[0], (), "cpu:8", batch=[8], **FAST)
 
 
 def test_progress_is_lines_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:

@@ -111,6 +111,8 @@ def test_tie_notes_refer_to_the_best_layout() -> None:
     assert tied_with_best(reports) == ("a", "b")
     assert tied_with_best(reports[2:]) == ()
     assert tied_with_best([]) == ()
+    alone, *pair = (replace(each, examples=1.0) for each in (reports[0], reports[2], reports[2]))
+    assert tied_with_best([alone, *pair]) == ()  # the two behind it are
 
 
 def test_note_names_only_a_readable_number_of_layouts() -> None:
@@ -166,3 +168,24 @@ def test_without_rich_plan_prints_as_plain_text(
         monkeypatch.setitem(sys.modules, name, None)
     show(plan)
     assert capsys.readouterr().out == f"{plan}\n"
+
+
+def test_compilers_are_named_with_their_layouts() -> None:
+    first, second, *_ = sample_reports()
+    assert first.provenance is not None and second.provenance is not None
+    screened = replace(second, provenance=replace(second.provenance, effort="screen"))
+    text = render(Plan("tpu:v5e:4x4", (first, screened)), 200)
+    start = "  libtpu 0.0.42.1 for tpu:v5e:4x4, "
+    lines = [line.removeprefix(start) for line in text.splitlines() if line.startswith(start)]
+    fast = "; fast compiles show up to a fifth less memory than full ones"
+    assert lines == [
+        "full effort, JAX 0.10.2: fsdp 16x1",
+        f"screen effort, JAX 0.10.2{fast}: fsdp+tp 4x4",
+    ]
+
+
+def test_plan_of_rejected_layouts_has_no_table() -> None:
+    refused = [each for each in sample_reports() if each.outcome == "rejected"]
+    text = render(Plan("cpu:8", tuple(refused)), 120)
+    assert text.splitlines()[0] == "cpu:8: 0 of 3 layouts fit; 3 rejected before compiling"
+    assert "parameters alone need 27.1 GiB (odd)" in text and "data x model" not in text

@@ -69,6 +69,12 @@ def test_cpu_devices_share_the_memory_of_this_machine() -> None:
     assert one.limit_bytes // 8 == eight.limit_bytes > 0
 
 
+def test_machine_that_hides_its_memory_has_a_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sysconf_names", {}, raising=False)
+    memory = plan.find_hardware("cpu").memory_bytes
+    assert plan.Target.parse("cpu:8").limit_bytes == memory // 8
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [

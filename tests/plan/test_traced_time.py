@@ -123,6 +123,16 @@ def test_rows_are_sent_to_devices_of_their_experts() -> None:
     assert not [t for t in work.transfers if t.role == "gradients"]  # each expert has one device
 
 
+def test_experts_on_their_own_axis_are_cut() -> None:
+    rules = [("batch", "data"), ("expert", "expert")]
+    work = experts_work(rules, {"data": 2, "expert": 4}, "tpu")
+    half = 2.0 * 2048 * 256 * 512 / 2  # of the rows, all of which can come to two experts
+    assert sorted(p.flops for p in work.products) == [half, half, 2 * half]
+    assert {p.batch for p in work.products} == {2}
+    alone = experts_work(rules, {"data": 2, "expert": 1}, "tpu")
+    assert sorted(p.flops for p in alone.products) == [half, half, 8 * half]
+
+
 @settings(max_examples=10)
 @given(data=st.sampled_from([1, 2, 4, 8]), model=st.sampled_from([1, 2, 4]))
 def test_operations_do_not_depend_on_the_mesh(data: int, model: int) -> None:

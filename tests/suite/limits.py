@@ -18,6 +18,7 @@ import pytest
 from tests.suite import cpu_seconds
 
 LIMIT = 20.0
+CORES = os.cpu_count() or 1
 # What ``fixed_calculation`` takes where LIMIT was chosen (AMD EPYC, Python 3.11).
 FIXED_SECONDS = 0.43
 # Tests that take more, each with the reason.
@@ -139,7 +140,7 @@ class CpuLimit:
         """Turns the last report of a dear test into a failure."""
         report: Any = yield
         # All cores for so long would not be above the limit.
-        most = (time.monotonic() - self.started_at) * (os.cpu_count() or 1)
+        most = (time.monotonic() - self.started_at) * CORES
         if call.when != "teardown" or most <= self.limit or item.nodeid in DEAR:
             return report
         spent = cpu_seconds() - self.start

@@ -291,7 +291,8 @@ class Inputs:
 
 def label(path: Path) -> str:
     """Formats a path among the arguments, such as ``model.layers[0].kernel``."""
-    return format_path(path).removeprefix(".")
+    first, *inner = path
+    return f"{first}{format_path(tuple(inner)) if inner else ''}"
 
 
 def _argument_names(step: Callable[..., object], args: Sequence[object]) -> tuple[str, ...]:

@@ -780,7 +780,7 @@ class DimensionModel:
             ways = math.prod(mesh_sizes.get(axis, 1) for axis in used)
             ways *= math.prod(dim.size for dim in product.dims if not dim.names)
             total += product.flops * devices / min(devices, ways)
-        return total / self.flops if self.products else 1.0
+        return total / self.flops if self.flops else 1.0
 
 
 def trace_dimensions(

@@ -136,6 +136,11 @@ def search(
         raise PlanInputError(f"effort is 'trace', 'screen' or 'full', not {effort!r}.")
     _OPTIONS.integers(top=1 if top is None else top)
     _OPTIONS.integers(0, finalists=finalists)
+    if batch is not None:
+        _OPTIONS.instance("batch", batch, Iterable, "a sequence of sizes: batch=[32, 64]")
+        batch = list(batch)
+        for size in batch:
+            _OPTIONS.integers(batch=size)
     fits = within is None or within >= 1
     _OPTIONS.check("within", within, fits, "a number of at least 1, or None for all")
     shapes = _meshes(target, mesh_axes, meshes)

@@ -424,9 +424,9 @@ def _gradient_sums(
         seconds = links.reduce(step.gradient_bytes * stored, replicas, step.tensor)
         seconds += links.gather(2 * stored, step.shard_count, step.tensor)
     else:
-        # Reduce-scatter and all-gather with sharded state, all-reduce without.
-        bytes_ = stored * (step.gradient_bytes + 2) / 2
-        seconds = links.reduce(bytes_, replicas, step.tensor)
+        # All-reduce; with sharded state reduce-scatter, and all-gather of parameters in 16 bits.
+        halves = step.gradient_bytes, 2 if step.zero else step.gradient_bytes
+        seconds = links.reduce(stored * sum(halves) / 2, replicas, step.tensor)
     if replicas < 2:
         return 0.0
     sent = 0.0

@@ -1,0 +1,253 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows of published steps: what their words mean for model, step, hardware and software."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from shardax import plan
+from shardax.errors import PlanInputError
+
+ROW: dict[str, Any] = {
+    "arch": {"layers": 8, "embed": 1024, "mlp_hidden": 4096, "heads": 16, "vocab": 32000},
+    "hw": "h100",
+    "chips": 16,
+    "seq_len": 2048,
+    "global_batch_seqs": 64,
+}
+
+
+def model_of(**arch: Any) -> plan.TransformerShape:
+    return plan.read_row({**ROW, "arch": {**ROW["arch"], **arch}})[0]
+
+
+def step_of(**changes: Any) -> plan.TrainingStep:
+    return plan.read_row({**ROW, **changes})[1]
+
+
+def chip_of(**changes: Any) -> plan.Hardware:
+    return plan.read_row({**ROW, **changes})[2]
+
+
+def test_row_of_many_words_is_one_step() -> None:
+    layout = {
+        "dp": 4, "fsdp": 4, "tp": 2, "sp": True, "cp": 2, "pp": 2, "vpp": 2, "ep": 4,
+        "async_tp": True, "moe_a2a_overlap": True, "cuda_graph_scope": "[attn]",
+    }  # fmt: skip
+    words = {"layout": layout, "grad_accum": 8, "precision": "fp8", "offload": "3 layers, to host"}
+    mixture = ROW["arch"] | {"experts": 8}
+    model, step, chip, software = plan.read_row(
+        {**ROW, **words, "chips": 32, "arch": mixture, "source": "NVIDIA/Megatron-LM"}
+    )
+    assert (model.experts, model.top_k, chip.name, software) == (8, 1, "h100", "megatron")
+    assert step == plan.TrainingStep(
+        global_batch=64, sequence=2048, devices=32, data=4, zero=3, shards=4, tensor=2,
+        sequence_parallel=True, context=2, pipeline=2, virtual=2, expert=4, microbatch=2,
+        precision="fp8", recompute="none", state_bytes=18, gradient_bytes=4,
+        overlap_tensor=True, overlap_experts=True, graphs="layer", offloaded_layers=3,
+    )  # fmt: skip
+
+
+def test_row_of_sizes_alone_has_common_defaults() -> None:
+    model, step, chip, software = plan.read_row(ROW)
+    assert model == plan.TransformerShape(
+        layers=8, embed=1024, mlp_hidden=4096, heads=16, vocab=32000
+    )
+    assert step == plan.TrainingStep(
+        global_batch=64, sequence=2048, devices=16, data=16, zero=1, state_bytes=18
+    )
+    assert (chip, software) == (plan.find_hardware("h100"), "megatron")
+
+
+@pytest.mark.parametrize(
+    ("words", "precision"),
+    [
+        (None, "bf16"),
+        ("BF16 mixed", "bf16"),
+        ("float32", "f32"),
+        ("fp16 with loss scaling", "fp16"),
+        ("FP8 current scaling", "fp8"),
+        ("fp8 rowwise", "fp8-row"),
+        ("FP8-MX", "mxfp8"),
+        ("MXFP8", "mxfp8"),
+        ("NVFP4", "nvfp4"),
+        ("int8", "int8"),
+        ("AQT int8 (not fp8)", "int8"),
+    ],
+)
+def test_precision_in_words_is_one_of_the_model(words: str | None, precision: str) -> None:
+    assert step_of(precision=words).precision == precision
+
+
+@pytest.mark.parametrize(
+    ("words", "software"),
+    [
+        ({"source": "AI-Hypercomputer/maxtext", "kind": "tpu"}, "xla"),
+        ({"source": "pytorch/xla", "kind": "tpu"}, "xla"),
+        ({"source": "AI-Hypercomputer/maxtext", "kind": "gpu"}, "xla"),
+        ({"source": "pytorch/torchtitan"}, "pytorch-compile"),
+        ({"group": "llm-foundry"}, "pytorch"),
+        ({"source": "NVIDIA/NeMo"}, "megatron"),
+        ({"source": "a paper", "form": "FSDP2"}, "pytorch"),
+        ({"source": "a paper"}, "megatron"),
+    ],
+)
+def test_software_is_that_of_the_source(words: dict[str, str], software: str) -> None:
+    assert plan.read_row({**ROW, **words})[3] == software
+
+
+@pytest.mark.parametrize(
+    ("changes", "states"),
+    [
+        ({"source": "jax"}, (2, 14, 0)),
+        ({"source": "megatron"}, (4, 18, 0)),
+        ({"source": "megatron", "precision": "mxfp8"}, (2, 16, 0)),
+        ({"source": "megatron", "layout": {"mixed_precision_mode": "PURE"}}, (2, 12, 0)),
+        ({"source": "pytorch"}, (4, 16, 4)),
+        ({"source": "internlm/internevo"}, (2, 16, 10)),
+        ({"source": "deepspeed", "precision": "fp16"}, (2, 16, 4)),
+        ({"source": "deepspeed", "precision": "bf16"}, (4, 18, 4)),
+    ],
+)
+def test_software_has_its_bytes_of_a_parameter(
+    changes: dict[str, Any], states: tuple[int, ...]
+) -> None:
+    step = step_of(**changes)
+    assert (step.gradient_bytes, step.state_bytes, step.update_bytes) == states
+
+
+@pytest.mark.parametrize(
+    ("words", "policy"),
+    [
+        (None, "none"),
+        ("minimal_with_context", "minimal_with_context"),
+        ("selective: core_attn", "selective: core_attn"),
+        ("our own policy", "full"),
+    ],
+)
+def test_unknown_policy_of_a_source_is_full(words: str | None, policy: str) -> None:
+    assert step_of(recompute=words).recompute == policy
+
+
+@pytest.mark.parametrize(
+    ("layout", "graphs"),
+    [
+        ({"cuda_graph_impl": "full_iteration"}, "step"),
+        ({"cuda_graph_scope": "attn, mlp"}, "layer"),
+        ({"cuda_graph_impl": "none"}, ""),
+    ],
+)
+def test_graphs_are_of_layers_or_the_step(layout: dict[str, str], graphs: str) -> None:
+    assert step_of(layout=layout).graphs == graphs
+
+
+@pytest.mark.parametrize(
+    ("words", "microbatch"),
+    [({"grad_accum": 2}, 2), ({"seqs_per_dp_rank_per_microbatch": 1, "grad_accum": 2}, 1), ({}, 0)],
+)
+def test_accumulated_gradients_give_the_microbatch(words: dict[str, int], microbatch: int) -> None:
+    assert step_of(**words).microbatch == microbatch
+
+
+def test_shards_of_pytorch_span_context_too() -> None:
+    layout = {"dp": 8, "cp": 2, "fsdp": 4}
+    shards = [step_of(layout=layout, source=source).shards for source in ("pytorch", "nemo")]
+    assert shards == [8, 4]
+    grouped = step_of(layout={"dp": 16, "zero": 1, "zero1_group": 8})
+    assert (grouped.zero, grouped.shard_count) == (1, 8)
+
+
+@pytest.mark.parametrize(
+    ("hardware", "note", "node_size", "gigabits"),
+    [
+        ("h100", "8 x 400 Gb InfiniBand", 8, 400),
+        ("h100-sxm", "4 x 200 Gb", 8, 100),
+        ("a100-80", "4 x HDR 200 Gb", 8, 100),
+        ("a100-80", "800 Gbps node-node", 8, 100),
+        ("v100-32", "16 nodes x 8 V100, 1 x 100 Gb", 8, 12.5),
+        ("v100-32", "", 4, 100),
+    ],
+)
+def test_notes_say_the_network_of_a_node(
+    hardware: str, note: str, node_size: int, gigabits: float
+) -> None:
+    chip = chip_of(hw=hardware, hw_note=note)
+    assert (chip.node_size, chip.network_bandwidth * 8 / 1e9) == (node_size, gigabits)
+
+
+def test_other_notes_leave_hardware_as_it_is() -> None:
+    known = plan.find_hardware("v5e")
+    assert chip_of(hw="v5e", kind="tpu", hw_note="8 x 400 Gb") == known
+
+
+@pytest.mark.parametrize(
+    ("arch", "window", "share"),
+    [
+        ({"sliding_window": 512, "local_global": "5 local : 1 global"}, 512, 5 / 6),
+        ({"sliding_window": 512}, 512, 0.5),
+        ({"local_global": "5 local : 1 global"}, 0, 0.0),
+    ],
+)
+def test_windowed_layers_are_those_called_local(
+    arch: dict[str, Any], window: int, share: float
+) -> None:
+    model = model_of(**arch)
+    assert (model.window, model.windowed_share) == (window, share)
+
+
+def test_ranks_are_those_of_latent_attention_alone() -> None:
+    ranks = {
+        "q_lora_rank": 96, "kv_lora_rank": 64, "qk_nope": 32, "qk_rope": 16, "v_head": 24,
+        "head_dim": 128,
+    }  # fmt: skip
+    latent, plain = model_of(**ranks, attention_type="mla"), model_of(**ranks)
+    sizes: dict[str, Any] = {
+        "layers": 8,
+        "embed": 1024,
+        "mlp_hidden": 4096,
+        "heads": 16,
+        "vocab": 32000,
+    }
+    assert latent == plan.TransformerShape(
+        **sizes, q_rank=96, kv_rank=64, head_dim=32, rope_dim=16, value_dim=24
+    )
+    assert plain == plan.TransformerShape(**sizes, head_dim=128)
+
+
+def test_learned_positions_are_as_many_as_tokens() -> None:
+    learned = model_of(pos="learned absolute")
+    assert learned.parameters - model_of(pos="rope").parameters == 2048 * 1024
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"seq_len": None}, r"The row says no seq_len \(None\)"),
+        ({"seq_len": "2048"}, r"The row says no seq_len \('2048'\)"),
+        ({"global_batch_seqs": 0}, r"The row says no global_batch_seqs \(0\)"),
+        ({"arch": {"layers": 8}}, "The row says no embed, mlp_hidden, heads, vocab of the model"),
+        ({"arch": None}, "The row says no layers, embed, mlp_hidden, heads, vocab"),
+        ({"layout": {"dp": 3}}, "devices=16 must be the product of degrees, 3"),
+    ],
+)
+def test_rows_without_sizes_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(PlanInputError, match=message):
+        plan.read_row({**ROW, **changes})
+
+
+def test_rows_that_cannot_be_read_calibrate_nothing() -> None:
+    row = {**ROW, "step_seconds": 0.5}
+    others = [{**row, "seq_len": None}, {**row, "hw": "abacus"}]
+    assert plan.calibrate([*others, row], rounds=1) == plan.calibrate([row], rounds=1)
+
+
+@pytest.mark.parametrize("from_priors", [False, True])
+def test_measured_seconds_are_met_from_either_start(from_priors: bool) -> None:
+    model, step, chip, software = plan.read_row(ROW)
+    measured = 1.2 * plan.predict(model, step, chip, software=software).seconds
+    rows = [{**ROW, "step_seconds": measured}] * 8
+    figures = plan.calibrate(rows, from_priors=from_priors, rounds=8)
+    fitted = plan.predict(model, step, chip, software=software, figures=figures).seconds
+    assert fitted == pytest.approx(measured, rel=0.1)
