@@ -249,3 +249,15 @@ def test_abstract_variable_knows_shape_and_refuses_to_compute() -> None:
         names = {"sx": sx, "model": model, "state": {0: jnp.ones((2, 3), jnp.bfloat16)}}
         run_advice(caught.value, "sx.update(model, state)", names)
         assert float(model[0].sum()) == 6.0
+
+
+def test_pytree_in_a_variable_has_no_array_method() -> None:
+    pair = sx.Variable((jnp.ones(2), jnp.ones(3)))
+    with pytest.raises(AttributeError) as caught:
+        pair.sum()
+    assert str(caught.value) == (
+        "This Variable holds a pytree of 2 arrays, which has no single shape or dtype; look at "
+        "jax.tree.leaves(v.value)."
+    )
+    with pytest.raises(AttributeError, match="'tuple' object has no attribute 'colour'"):
+        _ = pair.colour

@@ -168,3 +168,21 @@ def test_a_ref_keeps_its_shape_and_dtype() -> None:
     np.testing.assert_array_equal(variable.value, np.ones(3))
     run_advice(caught.value, "v.value = jax.new_ref(x)", {"jax": jax, "v": variable, "x": new})
     np.testing.assert_array_equal(variable.value, new)
+
+
+def test_part_of_a_variable_refuses_another_kind() -> None:
+    weight = sx.Param(jnp.ones((2, 3)))
+    with pytest.raises(VariableValueError) as caught:
+        weight[0] = jnp.ones(3, jnp.complex64)
+    assert str(caught.value) == (
+        "v[...] = x keeps shape and dtype, but a Param of float32[2, 3] was given complex64, which "
+        "it cannot hold (v[...] = x.astype(v.dtype) casts nevertheless); nothing was written. To "
+        "replace the value write v.value = x."
+    )
+    assert weight.tolist() == [[1.0] * 3] * 2
+
+
+def test_shape_assigned_to_an_abstract_variable_keeps_form() -> None:
+    weight = sx.abstract(sx.Param(jnp.ones((2, 3))))
+    weight[...] = jax.ShapeDtypeStruct((3,), jnp.bfloat16)
+    assert weight.value == jax.ShapeDtypeStruct((2, 3), jnp.float32)

@@ -20,7 +20,7 @@ from shardax._core.cross_process import (
     restored_mesh,
 )
 from shardax._core.text import columns, format_axes, layout_text
-from shardax.errors import PickleReadError
+from shardax.errors import PickleReadError, PickleWriteError
 
 
 def test_a_packed_array_is_an_array_again() -> None:
@@ -65,3 +65,14 @@ def test_layouts_as_text() -> None:
         "State of specs\n  path        axes        spec\n  .up.kernel  embed, mlp  P(None, 'model')"
     )
     assert layout_text([(("w",), None, 1.0)]) is None and layout_text([]) is None
+
+
+def test_pickling_a_donated_array_is_refused_with_advice() -> None:
+    state = sx.state(sx.Param(jnp.ones(2)))
+    jax.tree.leaves(state)[0].delete()
+    with pytest.raises(PickleWriteError) as caught:
+        pickle.dumps(state)
+    assert str(caught.value) == (
+        "Cannot pickle the array float32[2]: it was deleted, usually by being donated to a "
+        "compiled function. Pickle what that function returned."
+    )

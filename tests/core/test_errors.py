@@ -31,3 +31,8 @@ def test_an_error_survives_pickling_with_its_text(error: type[ShardaxError]) -> 
     copied = pickle.loads(pickle.dumps(raised))
     assert type(copied) is error
     assert (str(copied), copied.args) == (str(raised), raised.args)
+
+
+def test_errors_derived_elsewhere_keep_their_module() -> None:
+    derived = type("Derived", (ShardaxError,), {"__module__": "application.errors"})
+    assert (derived.__module__, ShardaxError.__module__) == ("application.errors", "shardax.errors")

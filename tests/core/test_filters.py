@@ -85,6 +85,19 @@ def test_combinations_compare_by_content() -> None:
     assert sx.PathContains("a") != sx.PathContains("a", exact=False)
 
 
+def test_filters_of_frozen_values_compare_by_content() -> None:
+    frozen = sx.Frozen(sx.PathContains("bias"))
+    assert {frozen, sx.Frozen(sx.PathContains("bias"))} == {frozen}
+    assert frozen != sx.Frozen(sx.PathContains("kernel")) and frozen != sx.PathContains("bias")
+
+
+def test_filters_show_what_they_are_made_of() -> None:
+    bias = "PathContains(key='bias', exact=True)"
+    assert repr(sx.Frozen(sx.PathContains("bias"))) == f"Frozen({bias})"
+    both = sx.Any(sx.Not(None), sx.All(sx.PathContains("bias"), ...))
+    assert repr(both) == f"Any(Not(Nothing()), All({bias}, Everything()))"
+
+
 def test_everything_must_come_last() -> None:
     with pytest.raises(FilterError, match=r"Filter 1 of 2 is `\.\.\.`.*Put `\.\.\.` last"):
         to_predicates((..., sx.Param))

@@ -166,6 +166,24 @@ def test_variable_outliving_its_frame_is_reported_as_leaked() -> None:
             use()
 
 
+def test_module_kept_from_a_trace_is_plain_python() -> None:
+    kept: list[Node] = []
+
+    def build(x: Any) -> Any:
+        kept.append(Node())
+        return x
+
+    sx.jit(build)(1.0)
+    kept[0].rate = 0.5
+    with pytest.raises(TraceLeakError) as caught:
+        jax.eval_shape(lambda x: setattr(kept[0], "rate", 2.0), 1.0)
+    assert kept[0].rate == 0.5
+    assert str(caught.value).startswith(
+        "Cannot write the structure of attribute 'rate' of Node from inside a plain JAX transform "
+        "that did not receive it"
+    )
+
+
 def test_a_frame_is_left_on_an_error() -> None:
     with pytest.raises(ZeroDivisionError), Frame("jit"):
         _ = 1 / 0

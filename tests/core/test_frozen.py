@@ -228,6 +228,12 @@ def test_calling_unbound_model_names_the_missing_variable() -> None:
     np.testing.assert_array_equal(names["model"](WORDS), pure)
 
 
+def test_freezing_again_keeps_the_frozen_values() -> None:
+    model = sx.freeze(sx.nn.Linear(2, 3, rngs=sx.Rngs(0)), sx.PathContains("bias"))
+    again = sx.freeze(model)
+    assert again.bias is model.bias and again.kernel.label == ("kernel",)
+
+
 def test_slots_compare_by_type_and_label_without_leaves() -> None:
     slot = sx.Slot(("a", 0), sx.Param)
     assert slot == sx.Slot(("a", 0), sx.Param) and hash(slot) == hash(sx.Slot(("a", 0), sx.Param))
@@ -235,6 +241,7 @@ def test_slots_compare_by_type_and_label_without_leaves() -> None:
     assert slot != sx.Slot(("a", False), sx.Param) and slot != jnp.ones(2).tolist()
     assert jax.tree.leaves([slot]) == [] and copy.deepcopy(slot) is slot
     assert pickle.loads(pickle.dumps(slot)) == slot
+    assert copy.copy(slot) is slot
     assert jax.jit(lambda pair: pair)((slot, 1))[0] == slot
 
 

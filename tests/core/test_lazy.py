@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from tests.strategies import assert_equal_values
 
 import shardax as sx
 from shardax._core.init.lazy import Init, KeySource, LazyKey
-from shardax.errors import ModuleError, ShardaxError
+from shardax.errors import MetadataError, ModuleError, ShardaxError
 
 INITIALIZERS = {
     "normal": jax.nn.initializers.normal(0.02),
@@ -254,3 +255,35 @@ def test_values_made_under_a_mesh_leave_later_ones() -> None:
         expected = jnp.ones((2, 4)) @ under_mesh.kernel.value
     assert_equal_values(values().flat()["kernel",], under_mesh.kernel.value)
     assert_equal_values(made, expected)
+
+
+def test_initializer_with_effects_makes_them_once() -> None:
+    calls: list[str] = []
+
+    def initializer(key: Any, shape: Any, dtype: Any) -> Any:
+        jax.debug.callback(lambda: calls.append("made"))
+        return jnp.full(shape, 2, dtype)
+
+    value = sx.Param(sx.Init(initializer, (2,))).value
+    jax.effects_barrier()
+    assert (value.tolist(), calls) == ([2.0, 2.0], ["made"])
+
+
+def test_initializer_may_be_a_partial_function() -> None:
+    def filled(key: Any, shape: Any, dtype: Any, *, by: float) -> Any:
+        return jnp.full(shape, by, dtype)
+
+    param = sx.Param(sx.Init(functools.partial(filled, by=3.0), (2,)), axes=("embed",))
+    assert (param.tolist(), param.axes) == ([3.0, 3.0], ("embed",))
+
+
+def test_names_of_an_initializer_belong_to_new_params() -> None:
+    param = sx.Param(jnp.zeros(2), axes=("embed",))
+    ones = sx.partition.with_partitioning(jax.nn.initializers.ones, ("mlp",))
+    with pytest.raises(MetadataError) as caught:
+        param[...] = sx.Init(ones, (2,))
+    assert str(caught.value) == (
+        "A Param with axes=('embed',) was given an initializer with the names ('mlp',), by "
+        "with_partitioning: give the names once, to a new Param."
+    )
+    assert (param.tolist(), param.axes) == ([0.0, 0.0], ("embed",))

@@ -122,6 +122,20 @@ def test_restored_state_replays_the_same_keys() -> None:
 # --- scopes ---
 
 
+def test_lazy_value_drawn_at_a_traced_count_matches() -> None:
+    def words(key: Any, shape: Any, dtype: Any) -> Any:
+        return jnp.broadcast_to(jax.random.key_data(key), shape).astype(dtype)
+
+    def drawn(count: Any) -> Any:
+        rngs = sx.Rngs(0)
+        rngs.default.count.value = count
+        return sx.Param(sx.Init(words, (2,), jnp.uint32, rngs=rngs)).value
+
+    expected = drawn(np.uint32(3)).tolist()
+    assert sx.jit(drawn)(jnp.uint32(3)).tolist() == expected
+    assert drawn(np.uint32(2)).tolist() != expected
+
+
 def test_scope_depends_on_name_not_on_draws() -> None:
     fresh, used = sx.Rngs(0, dropout=1), sx.Rngs(0, dropout=1)
     for _ in range(5):

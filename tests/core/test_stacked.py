@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from tests.strategies import assert_equal_values, assert_same_model, models
+from tests.strategies import Pair, assert_equal_values, assert_same_model, models
 
 import shardax as sx
 from shardax._core.graph.views import (
@@ -193,6 +193,49 @@ def test_sharing_between_some_is_refused() -> None:
     stream, other = sx.Rngs(dropout=0).dropout, sx.Rngs(dropout=0).dropout
     with pytest.raises(ModuleError, match=r"\.stream is one object in the layers \[0, 2\]"):
         stack_objects([Drawing(stream), Drawing(other), Drawing(stream)], "layers")
+
+
+def _holding(**attributes: Any) -> sx.Module:
+    module = sx.Module()
+    for name, value in attributes.items():
+        setattr(module, name, value)
+    return module
+
+
+def _param() -> sx.Param[Any]:
+    return sx.Param(np.float32(0))
+
+
+def _twice(param: Any) -> sx.Module:
+    return _holding(a=param, b=param)
+
+
+@pytest.mark.parametrize(
+    ("layer", "other", "found"),
+    [
+        (_holding(a=[_param()], b=_param()), _holding(a=[_param()] * 2, b=_param()),
+         ".a[1]: only one of them has it"),
+        (_holding(a=_param()), _holding(a=_param(), b=1), ".b: only one of them has it"),
+        (_holding(a=_param(), b=_param()), _twice(_param()),
+         ".b: an object against the object at .a"),
+        (_holding(a=_param(), b=_param()), _holding(b=_param(), a=_param()),
+         "the top: the order (a, b) against (b, a)"),
+        (_holding(a={1: _param(), 2: 0}), _holding(a={2: 0, 1: _param()}),
+         ".a: the order (1, 2) against (2, 1)"),
+        (_holding(a=np.zeros(2)), _holding(a=sx.Variable(np.zeros(2))),
+         ".a: an array against an object"),
+        (_holding(a=(1, _param())), _holding(a=(2, _param())), ".a[0]: 1 against 2"),
+        (_holding(a=(1, _param())), _holding(a=3), ".a: a tuple against 3"),
+        (_holding(a=Pair(1, _param())), _holding(a=(1, _param())), ".a: a Pair against a tuple"),
+    ],
+)  # fmt: skip
+def test_first_place_where_layers_differ_is_named(layer: Any, other: Any, found: str) -> None:
+    with pytest.raises(ModuleError) as caught:
+        stack_objects([layer, layer, other], "layers")
+    assert str(caught.value) == (
+        f"The layers of a stack must be alike, but layers 0 and 2 differ at {found}. Build every "
+        f"layer in the same way, with what differs in a Variable; or keep the layers in a list."
+    )
 
 
 @pytest.mark.parametrize(

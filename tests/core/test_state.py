@@ -189,6 +189,16 @@ def test_it_shows_one_line_per_value() -> None:
     assert repr(sx.State()) == "State()"
 
 
+def test_layouts_without_a_mesh_show_their_device() -> None:
+    layout = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    assert repr(sx.State({"w": layout, "b": layout})).splitlines() == [
+        "State of shardings",
+        "  path  axes  spec",
+        f"  .w          {layout}",
+        f"  .b          {layout}",
+    ]
+
+
 def _states() -> tuple[Any, sx.State]:
     model = sx.nn.MLP(2, 4, rngs=sx.Rngs(0))
     model.mean = sx.BatchStat(jnp.ones(2))
@@ -227,6 +237,8 @@ def test_equality_covers_path_origin_and_values(auto_mesh: Any) -> None:
     model, state = _states()
     same = sx.state(sx.clone(model))
     assert state == same and hash(state) == hash(same)
+    itself = state
+    assert state == itself
     assert state != state.merge(sx.state(sx.Module()), sx.State({"mean": jnp.ones(2)}))
     for changed in (jnp.zeros(2), jnp.ones(3), jnp.ones(2, jnp.int32)):
         other = sx.clone(model)

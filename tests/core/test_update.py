@@ -127,6 +127,12 @@ def test_other_dtype_is_refused_unless_cast_allows_it() -> None:
         sx.update(model, half, cast="yes")  # pyright: ignore[reportArgumentType]
 
 
+def test_shape_given_to_an_abstract_model_is_cast() -> None:
+    model = sx.abstract(Model())
+    sx.update(model, {"w": jax.ShapeDtypeStruct((2,), jnp.bfloat16)}, cast="param")
+    assert model.w.value == jax.ShapeDtypeStruct((2,), jnp.float32)
+
+
 def test_python_numbers_and_weak_arrays_take_variable_dtype() -> None:
     model = Model()
     sx.update(model, {"count": 3, "mean": 2})

@@ -341,3 +341,15 @@ def test_edits_leave_views_of_others_alone() -> None:
     outer.rate = 0.25
     assert (numbers(inner.parts[1]), inner.rate) == ([1.0, 1.0], 0.25)
     assert {layer.rate for layer in held} == {0.5}
+
+
+def test_shape_is_written_to_a_part_without_effect() -> None:
+    kernel = sx.Param(jax.ShapeDtypeStruct((3, 2), jnp.float32))
+    view(kernel, 1).value = jax.ShapeDtypeStruct((2,), jnp.float32)
+    assert kernel.value == jax.ShapeDtypeStruct((3, 2), jnp.float32)
+
+
+def test_lazy_value_written_to_a_part_is_made() -> None:
+    kernel = sx.Param(jnp.zeros((3, 2)))
+    view(kernel, 1).value = sx.Init(jax.nn.initializers.ones, (2,))
+    assert kernel.tolist() == [[0.0, 0.0], [1.0, 1.0], [0.0, 0.0]]

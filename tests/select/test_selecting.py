@@ -125,6 +125,15 @@ def test_predicates_take_value_or_path_and_value(model: Model) -> None:
     assert by_path.keypaths() == (("blocks", 0, "kind"), ("blocks", 1, "kind"))
 
 
+def test_predicate_without_signature_is_given_the_value(model: Model) -> None:
+    texts = sx.select(model).at_instances_of(str)
+    assert texts.keypaths() == (("blocks", 0, "kind"), ("blocks", 1, "kind"), ("norms", 1))
+    assert texts.where({"gated", "last"}.__contains__).keypaths() == (
+        ("blocks", 1, "kind"),
+        ("norms", 1),
+    )
+
+
 def test_filters_are_tests(model: Model) -> None:
     model.embed.set_metadata(tag="slow")
     selection = sx.select(model)
@@ -257,6 +266,35 @@ ACCESSORS: list[tuple[Any, Any]] = [
 @pytest.mark.parametrize(("accessor", "found"), ACCESSORS)
 def test_accessors_point_at_one_part_or_several(model: Model, accessor: Any, found: Any) -> None:
     assert list(sx.select(model).at(accessor).keypaths()) == found
+
+
+@pytest.mark.parametrize(
+    ("accessor", "found"),
+    [
+        (lambda m: m.rows[m.first], [("rows", 1)]),
+        (lambda m: [m.rows[i] for i in range(m.first)], [("rows", 0)]),
+        (lambda m: {"b": m.rows}[m.name], [("rows",)]),
+        (lambda m: [m.heads[letter] for letter in m.word], [("heads", "b"), ("heads", "a")]),
+        (lambda m: m.rows[0] if "b" in m.word else m.rows[1], [("rows", 0)]),
+        (lambda m: m.rows[0] if m.name in m.word else m.rows[1], [("rows", 0)]),
+        (lambda m: m.rows[0] if m.off else m.rows[1], [("rows", 1)]),
+        (lambda m: m.heads.get("a"), [("heads", "a")]),
+        (lambda m: m.choose(m), [("rows", 1)]),
+    ],
+)
+def test_configuration_can_be_used_inside_an_accessor(accessor: Any, found: Any) -> None:
+    model = sx.Module()
+    model.rows, model.first, model.off = [sx.Param(1.0), sx.Param(2.0)], 1, False
+    model.name, model.word, model.choose = "b", "ba", lambda m: m.rows[1]
+    model.heads = {"a": sx.Param(3.0), "b": sx.Param(4.0)}
+    assert list(sx.select(model).at(accessor).keypaths()) == found
+
+
+def test_accessor_that_returns_text_is_refused_with_place(model: Model) -> None:
+    with pytest.raises(
+        SelectionError, match=r"returned '<what stands at \.blocks\[0\]>' of type str"
+    ):
+        sx.select(model).at(lambda m: repr(m.blocks[0]))
 
 
 def test_an_accessor_is_asked_about_every_selected_place(model: Model) -> None:

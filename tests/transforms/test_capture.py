@@ -136,6 +136,41 @@ def test_method_outputs_reach_into_compiled_and_stacked_layers() -> None:
     assert {origin.variable_type for origin in outputs.origins().values()} == {sx.Cache}
 
 
+class Logging(sx.Module):
+    """Variables of the captured types that were there before the call."""
+
+    def __init__(self) -> None:
+        self.log = sx.Intermediate((jnp.float32(1),))
+        self.change = sx.Perturbation(jnp.float32(0))
+
+    def __call__(self, x: Any) -> Any:
+        self.sow("seen", x)
+        return x + self.change
+
+
+def test_unchanged_variables_are_not_captured() -> None:
+    model = Logging()
+    result, seen = sx.capture(model, sx.Intermediate)(jnp.float32(2))
+    assert (float(result), _values(seen)) == (2.0, {("seen",): [2.0]})
+    assert set(vars(model)) == {"log", "change"}
+
+
+def test_init_replaces_a_value_for_the_call() -> None:
+    model = Logging()
+    run = sx.capture(model, sx.Intermediate, init={"change": jnp.float32(5)})
+    assert [float(run(jnp.float32(2))[0]) for _ in range(2)] == [7.0, 7.0]
+    assert float(model.change) == 0.0
+
+
+def test_variables_in_a_new_container_stay_there() -> None:
+    def attach(model: Any) -> None:
+        model.parts = [sx.Intermediate(jnp.float32(9))]
+
+    model = Logging()
+    _, seen = sx.capture(attach, sx.Intermediate)(model)
+    assert seen == sx.State() and float(model.parts[0]) == 9.0
+
+
 def test_misuse_of_capture_is_refused() -> None:
     with pytest.raises(TransformError, match=r"model as its first argument.*float"):
         sx.capture(lambda x: x, sx.Intermediate)(1.0)

@@ -230,6 +230,40 @@ def test_different_configuration_in_branches_names_both_values() -> None:
     assert model.mode == "fast"
 
 
+def _attribute(**attributes: Any) -> Any:
+    """Returns a branch that sets attributes; "w" stands for the Param at .w."""
+
+    def branch(m: Any) -> None:
+        for name, value in attributes.items():
+            setattr(m, name, m.w if value == "w" else value)
+
+    return branch
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "told"),
+    [
+        ({"x": 1, "y": 2}, {"x": 1, "y": 3}, "true_fun .y is 2, false_fun .y is 3"),
+        ({"n": [1]}, {"n": (1,)}, "true_fun .n is a new List, false_fun .n is (1,)"),
+        ({"n": "w"}, {"n": 5}, "true_fun .n is the Param at .m.w, false_fun .n is 5"),
+        ({"x": 1, "y": 2}, {"y": 2, "x": 1},
+         "true_fun .x is new, .y is new, false_fun .y is new, .x is new"),
+    ],
+)  # fmt: skip
+def test_attribute_that_branches_set_differently_is_described(
+    first: Any, second: Any, told: str
+) -> None:
+    model = Box()
+    model.w = sx.Param(1.0)
+    with pytest.raises(TransformError) as caught:
+        sx.cond(True, _attribute(**first), _attribute(**second), model)
+    assert str(caught.value).startswith(
+        f"The branches of sx.cond change the Box at .m differently: {told}. One program comes out "
+        "of both, so they must leave one structure. Make the same change in every branch"
+    )
+    assert set(vars(model)) == {"w"}
+
+
 def test_metadata_change_in_one_branch_names_variable() -> None:
     with pytest.raises(
         TransformError, match=r"Param at \.m\.factor .*true_fun its metadata change"

@@ -155,3 +155,61 @@ def test_captured_variables_are_inputs_of_the_function() -> None:
     assert float(sx.grad(late)(1.0)) == 4.0
     with pytest.raises(ClosureError, match="when differentiated, a Variable"):
         sx.grad(sx.jit(late))(1.0)
+
+
+class RuledMethod(sx.Module):
+    """A method with a tangent of its own."""
+
+    def __init__(self) -> None:
+        self.w = sx.Param(jnp.float32(2))
+
+    @sx.custom_jvp
+    def times(self, x: Any) -> Any:
+        return x * self.w
+
+    times.defjvp(lambda primals, tangents: (primals[0].w * primals[1], 7 * tangents[1]))
+
+
+def test_decorated_method_is_bound_to_its_object() -> None:
+    model = RuledMethod()
+    result, tangent = sx.jvp(model.times, (3.0,), (1.0,))
+    assert (float(model.times(3.0)), float(result), float(tangent)) == (6.0, 6.0, 7.0)
+    assert repr(RuledMethod.times) == "<custom_jvp of RuledMethod.times>"
+
+
+def test_arguments_taken_by_name_alone_are_refused() -> None:
+    def scaled(x: Any, *, rate: Any) -> Any:
+        return x * rate
+
+    made = sx.custom_jvp(scaled)
+    made.defjvp(lambda primals, tangents: (primals[0], tangents[0]))
+    with pytest.raises(TransformError) as caught:
+        made(1.0, rate=2.0)
+    assert str(caught.value) == (
+        f"{made!r} was given rate by name alone, and the rule of sx.custom_jvp takes them by "
+        "position. Let the function take them so."
+    )
+
+
+def test_tangent_of_another_form_is_refused_with_cause() -> None:
+    pair = sx.custom_jvp(lambda x: (x, x))
+    pair.defjvp(lambda primals, tangents: ((primals[0], primals[0]), [tangents[0]] * 3))
+    with pytest.raises(TransformError) as caught:
+        sx.jvp(pair, (1.0,), (1.0,))
+    assert str(caught.value).startswith(
+        "The tangent that the rule of sx.custom_jvp returned is not arranged like its result: "
+        "Expected tuple, got ["
+    )
+
+
+def test_integers_have_tangents_without_numbers() -> None:
+    kinds: list[Any] = []
+    power = sx.custom_jvp(lambda x, n: x**n)
+
+    @power.defjvp
+    def rule(primals: Any, tangents: Any) -> Any:
+        kinds.append((tangents[1].dtype, tangents[1].shape))
+        return primals[0] ** primals[1], 10 * tangents[0]
+
+    assert float(sx.grad(power)(2.0, jnp.int32(3))) == 10.0
+    assert kinds == [(jax.dtypes.float0, ())]

@@ -94,6 +94,22 @@ def test_decorated_method_uses_defaults_and_static_values() -> None:
     assert int(model.calls) == 2
 
 
+def test_bound_method_is_shown_and_compiled_again() -> None:
+    model = Methods()
+    assert repr(model.decorated) == "<bound <sx.jit of Methods.decorated>>"
+    assert sx.jit(model.decorated)(jnp.ones(2)).tolist() == [0.5, 0.5]
+    assert sx.remat(model.decorated)(jnp.ones(2)).tolist() == [0.5, 0.5]
+    assert int(model.calls) == 2
+
+
+def test_bound_method_kept_as_attribute_follows_clone() -> None:
+    model = Methods()
+    model.saved = model.decorated
+    copy = sx.clone(model)
+    copy.saved(1.0)
+    assert (int(model.calls), int(copy.calls)) == (0, 1)
+
+
 def test_method_compiled_in_init_follows_the_clone() -> None:
     model = Methods()
     model.compiled(1.0)

@@ -386,3 +386,12 @@ def test_captures_of_ended_traces_are_found_again() -> None:
     for calls in (1, 2):
         assert outer(sx.Variable(jnp.zeros(())), jnp.ones(2)).tolist() == [1.0, 1.0]
         assert counter.calls == calls
+
+
+def test_name_bound_after_the_call_is_an_input() -> None:
+    run = sx.jit(lambda x: scale * x if x.ndim else -x)
+    assert float(run(jnp.float32(2))) == -2.0
+    scale = sx.Param(jnp.float32(3))
+    assert run(jnp.ones(2)).tolist() == [3.0, 3.0]
+    scale.value = jnp.float32(4)
+    assert run(jnp.ones(2)).tolist() == [4.0, 4.0]

@@ -172,6 +172,11 @@ def test_static_arguments_that_the_function_lacks_are_named(options: Any, messag
         sx.jit(run, **options)
 
 
+def test_static_names_may_be_those_of_keywords() -> None:
+    run = sx.jit(lambda x, **options: x * len(options["name"]), static_argnames="name")
+    assert float(run(2.0, name="abc")) == 6.0
+
+
 def test_an_argument_cannot_be_static_and_donated() -> None:
     with pytest.raises(DonationError, match=r"\['b'\] are both static and donated"):
         sx.jit(lambda a, b: a, static_argnums=1, donate_argnames="b")

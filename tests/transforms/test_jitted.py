@@ -326,6 +326,15 @@ def test_options_are_structure_and_compare_by_value() -> None:
         sx.Jitted(body, unknown=1)
 
 
+def test_option_that_is_not_hashable_is_refused() -> None:
+    with pytest.raises(StaticArgumentError) as caught:
+        sx.Jitted(noisy(), compiler_options={"flags": ["a"]})
+    assert str(caught.value) == (
+        "The option compiler_options={'flags': ['a']} of sx.Jitted is not hashable (unhashable "
+        "type: 'list'), but is part of a model's structure. Use tuples instead of lists."
+    )
+
+
 def test_variables_used_through_closures_are_live() -> None:
     shared = sx.Param(jnp.ones(4))
 

@@ -7,6 +7,7 @@ of the examples takes, ``bad`` is one that none of them takes.
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -273,3 +274,18 @@ def test_unfitting_diff_state_names_the_argument(argnums: Any, message: str) -> 
 def test_diff_state_is_no_prefix_and_says_so(way: Way) -> None:
     message = _fails(way, PrefixError, lambda m: way(_step, (sx.DiffState(0, sx.Param),))(m))
     assert way.into in message and "DiffState" in message
+
+
+def test_axes_of_a_module_show_their_entries() -> None:
+    axes = sx.StateAxes({"slow": sx.Carry, sx.Param: 0, ...: None})
+    assert repr(axes) == "StateAxes({'slow': Carry, Param: 0, ...: None})"
+    assert pickle.loads(pickle.dumps(sx.Carry)) is sx.Carry
+
+
+def test_entry_that_is_no_axis_is_refused() -> None:
+    with pytest.raises(PrefixError) as caught:
+        sx.StateAxes({sx.Param: "layers", ...: None})
+    assert str(caught.value) == (
+        "StateAxes gives 'layers' for Param; an entry is an axis (an int), None for what the whole "
+        "batch shares, or sx.Carry in sx.scan."
+    )

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 from collections.abc import Callable
 from typing import Any
@@ -303,3 +304,42 @@ def test_changed_captured_number_of_static_argument_is_named() -> None:
             "static argument 'act' closes over shift: 0 (int) -> 1 (int)",
         )
     ]
+
+
+def test_number_captured_by_a_partial_function_is_named() -> None:
+    run = sx.jit(lambda act, x: act(x), static_argnums=0)
+    calls = [lambda: run(functools.partial(_scaled(2)), 1.0) for _ in range(2)]
+    calls.append(lambda: run(functools.partial(_scaled(3)), 1.0))
+    assert _reasons(run, *calls) == [
+        ("static argument 'act' closes over scale: 2 (int) -> 3 (int)",)
+    ]
+
+
+def test_captured_name_that_is_unbound_is_absent() -> None:
+    def shifted(bound: bool) -> Callable[[Any], Any]:
+        act = lambda x: x + shift if bound else x  # noqa: E731
+        if bound:
+            shift = 3
+        return act
+
+    run = sx.jit(lambda act, x: act(x), static_argnums=0)
+    first, second = shifted(True), shifted(False)
+    assert _reasons(run, lambda: run(first, 1.0), lambda: run(second, 1.0)) == [
+        (
+            "static argument 'act' closes over bound: True (bool) -> False (bool)",
+            "static argument 'act' closes over shift: 3 (int) -> absent",
+        )
+    ]
+
+
+def test_change_inside_nested_containers_is_named() -> None:
+    run, model = sx.jit(lambda m: m.parts[1][1] * 1), Box()
+
+    def use(*rest: Any) -> Callable[[], Any]:
+        def call() -> Any:
+            model.parts = (1, (2, sx.Param(jnp.float32(1)), *rest))
+            return run(model)
+
+        return call
+
+    assert _reasons(run, use(), use(3)) == [(".m.parts[1][2]: absent -> 3 (int)",)]

@@ -531,3 +531,13 @@ class TestErrors:
             ),
         ):
             sx.scan(body)(total, jnp.ones(3))
+
+
+def test_result_carries_no_part_of_a_module() -> None:
+    out_axes = (Carry, sx.StateAxes({...: Carry}))
+    with pytest.raises(TransformError) as caught:
+        sx.scan(lambda c, x: (c, x), in_axes=(Carry, 0), out_axes=out_axes)
+    assert str(caught.value) == (
+        "out_axes of sx.scan has sx.Carry in a filter mapping. Variables are carried where their "
+        "Module comes in; out_axes says how new ones are stacked."
+    )

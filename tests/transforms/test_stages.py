@@ -316,3 +316,23 @@ def test_other_arguments_raise_with_what_was_expected(call: Any, message: str) -
     compiled = sx.jit(_forward).lower(Scale(), 1.0).compile()
     with pytest.raises(TransformError, match=message):
         call(compiled)
+
+
+def test_stages_show_their_function() -> None:
+    traced = sx.jit(_forward).trace(Scale(), 1.0)
+    lowered = traced.lower()
+    assert [repr(stage) for stage in (traced, lowered, lowered.compile())] == [
+        "<Traced of <sx.jit of _forward>>",
+        "<Lowered of <sx.jit of _forward>>",
+        "<Compiled of <sx.jit of _forward>>",
+    ]
+    with pytest.raises(AttributeError, match=r"^_params$"):
+        _ = traced._params
+
+
+def test_compiled_refuses_what_is_no_array() -> None:
+    compiled = sx.jit(lambda x: x).lower(1.0).compile()
+    with pytest.raises(
+        TypeError, match=r"^Argument 'one' of type <class 'str'> is not a valid JAX"
+    ):
+        compiled("one")

@@ -337,6 +337,21 @@ def test_a_tangent_that_does_not_fit_is_named(tangents: Any, message: str) -> No
         assert float(moved) == 6.0
 
 
+def test_tangent_of_another_form_is_refused_by_place() -> None:
+    variable = sx.Variable((jnp.ones(2), jnp.ones(2)))
+    with pytest.raises(TransformError) as caught:
+        sx.jvp(lambda v: v.value[0], (variable,), ([1.0, 2.0, 3.0],))
+    assert str(caught.value) == (
+        "The tangent for .v is not arranged like its value: Expected tuple, got [1.0, 2.0, 3.0]."
+    )
+    with pytest.raises(TransformError) as caught:
+        sx.jvp(lambda pair: pair["a"], ({"a": 1.0, "b": 2.0},), ({"a": 1.0},))
+    assert str(caught.value) == (
+        "The tangent for the argument 'pair' is not arranged like it: Dict key mismatch; expected "
+        "keys: ['a', 'b']; present keys: ['a']."
+    )
+
+
 def test_a_shared_variable_has_one_tangent() -> None:
     model, one = Tied(3.0), jnp.float32(1)
 

@@ -359,3 +359,14 @@ def test_gradient_of_shared_model_sums_over_lanes() -> None:
         return sx.vmap(lambda x: (m.factor * x).sum())(XS).sum()
 
     assert sx.grad(loss)(Scale())["factor"].tolist() == XS.sum(0).tolist()
+
+
+def test_tuple_that_all_lanes_replace_alike_is_shared() -> None:
+    log = sx.Intermediate((jnp.float32(1),))
+
+    def replace(log: Any, x: Any) -> Any:
+        log.value = (jnp.float32(7),)
+        return x
+
+    assert sx.vmap(replace, in_axes=(None, 0))(log, jnp.arange(3.0)).tolist() == [0.0, 1.0, 2.0]
+    assert jax.tree.map(float, log.value) == (7.0,)

@@ -260,6 +260,20 @@ def test_the_condition_only_reads(passed: bool) -> None:
     assert int(model.rngs.noise.count) == 0
 
 
+def test_the_condition_sets_no_attribute() -> None:
+    def condition(model: Box) -> Any:
+        model.asked = True
+        return False
+
+    model = Box()
+    with pytest.raises(TransformError) as caught:
+        sx.while_loop(condition, lambda model: model, model)
+    assert str(caught.value).startswith(
+        "The condition of sx.while_loop changes the Box at .model, but it only reads"
+    )
+    assert not hasattr(model, "asked")
+
+
 @pytest.mark.parametrize("bad", [lambda x: jnp.array([True, False]), lambda x: "yes"])
 def test_the_condition_returns_one_boolean(bad: Any) -> None:
     with pytest.raises(TransformError, match=r"condition of sx\.while_loop .*one boolean"):

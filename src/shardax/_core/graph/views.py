@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Collection, Container, Hashable, Sequence
+from collections.abc import Callable, Collection, Container, Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -570,11 +570,9 @@ def _shared(walks: Sequence[flatten.GraphWalk], older: Collection[int]) -> set[i
 
 def _first_difference(first: flatten.GraphWalk, second: flatten.GraphWalk) -> tuple[Path, str]:
     """Returns path and difference of the first differing objects."""
-    pairs = zip(first.definitions, second.definitions, strict=False)
-    position, (first_definition, second_definition) = next(
-        (i, pair) for i, pair in enumerate(pairs) if pair[0] != pair[1]
-    )
-    return _difference(first.paths[position], first_definition, second_definition)
+    pairs = zip(first.paths, first.definitions, second.definitions, strict=False)
+    found = (each for pair in pairs for each in _differences(*pair, (first, second)))
+    return next(found, ((), "the structure"))
 
 
 def _check_alike(first: flatten.GraphWalk, second: flatten.GraphWalk, number: int) -> None:
@@ -589,26 +587,54 @@ def _check_alike(first: flatten.GraphWalk, second: flatten.GraphWalk, number: in
     )
 
 
-def _difference(path: Path, first, second) -> tuple[Path, str]:
-    """Returns the path at which two definitions differ, and how."""
+def _differences(
+    path: Path, first: Any, second: Any, walks: tuple[flatten.GraphWalk, flatten.GraphWalk]
+) -> Iterator[tuple[Path, str]]:
+    """Yields the paths at which two definitions differ, and how."""
     if type(first) is not type(second) or getattr(first, "type", None) is not getattr(
         second, "type", None
     ):
-        return path, f"{_kind(first)} against {_kind(second)}"
-    if isinstance(first, flatten.VariableDef):
-        return path, f"metadata ({first.metadata!r}) against ({second.metadata!r})"
-    first_children, second_children = (
-        dict(flatten.definition_children(definition)) for definition in (first, second)
+        yield path, f"{_kind(first)} against {_kind(second)}"
+    elif not isinstance(first, flatten.VariableDef):
+        yield from _differences_of_children(path, first, second, walks)
+    elif first != second:
+        yield path, f"metadata ({first.metadata!r}) against ({second.metadata!r})"
+
+
+def _differences_of_children(
+    path: Path, first: Any, second: Any, walks: tuple[flatten.GraphWalk, flatten.GraphWalk]
+) -> Iterator[tuple[Path, str]]:
+    ours, theirs = (
+        {(type(key), key): child for key, child in flatten.definition_children(definition)}
+        for definition in (first, second)
     )
-    for key in {**first_children, **second_children}:
-        if key not in first_children or key not in second_children:
-            return (*path, key), "only one of them has it"
-        if first_children[key] != second_children[key]:
-            return (
-                *path,
-                key,
-            ), f"{_child(first_children[key])} against {_child(second_children[key])}"
-    return path, "the order of attributes"
+    for step in {**ours, **theirs}:
+        below = path if step[1] is None else (*path, step[1])
+        if step not in ours or step not in theirs:
+            yield below, "only one of them has it"
+        elif _are_alike_outside(ours[step], theirs[step]):
+            yield from _differences(below, ours[step], theirs[step], walks)
+        else:
+            texts = [
+                _child(children[step], below, walk)
+                for children, walk in zip((ours, theirs), walks, strict=True)
+            ]
+            if ours[step] != theirs[step] and texts != ["an object"] * 2:
+                yield below, f"{texts[0]} against {texts[1]}"
+    arrays, other_arrays = (dict(getattr(each, "array_attributes", ())) for each in (first, second))
+    for name in arrays.keys() ^ other_arrays.keys():
+        texts = ["an array" if name in each else "an object" for each in (arrays, other_arrays)]
+        yield (*path, name), f"{texts[0]} against {texts[1]}"
+    if list(ours) != list(theirs):
+        texts = [", ".join(str(key) for _, key in children) for children in (ours, theirs)]
+        yield path, f"the order ({texts[0]}) against ({texts[1]})"
+
+
+def _are_alike_outside(first: object, second: object) -> bool:
+    """Whether two children are containers that differ in their items alone."""
+    if not (isinstance(first, flatten.NodeDef) and isinstance(second, flatten.NodeDef)):
+        return False
+    return (first.handler, first.config) == (second.handler, second.config)
 
 
 def _kind(definition) -> str:
@@ -616,11 +642,12 @@ def _kind(definition) -> str:
     return f"a {kind.__name__}"
 
 
-def _child(child) -> str:
+def _child(child: Any, path: Path, walk: flatten.GraphWalk) -> str:
     if isinstance(child, Static):
         return repr(child.value)
     if isinstance(child, flatten.Ref):
-        return "an object"
+        place = walk.paths[child.position]
+        return "an object" if place == path else f"the object at {_where(place)}"
     return f"a {getattr(child.config, '__name__', child.handler.name)}"
 
 
