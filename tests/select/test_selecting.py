@@ -335,6 +335,30 @@ def test_an_accessor_cannot_write(model: Model) -> None:
     assert (edited.scale.tolist(), model.scale.tolist()) == ([0.0, 0.0], [1.0, 1.0])
 
 
+@pytest.mark.parametrize(
+    ("change", "place"),
+    [
+        (lambda m: m.heads.pop("a"), "pop of .heads"),
+        (lambda m: m.heads.update({}), "update of .heads"),
+        (lambda m: m.rows.pop(), "pop of .rows"),
+        (lambda m: m.rows.append(m.rows[0]), "append of .rows"),
+        (lambda m: m.rows.reverse(), "reverse of .rows"),
+    ],
+)
+def test_an_accessor_cannot_change_containers(change: Any, place: str) -> None:
+    model = sx.Module()
+    model.rows, model.heads = [sx.Param(1.0), sx.Param(2.0)], {"a": sx.Param(3.0)}
+    before = sx.graphdef(model)
+    with pytest.raises(SelectionError) as caught:
+        sx.select(model).at(change)
+    assert f"The accessor called {place}" in str(caught.value)
+    assert sx.graphdef(model) == before
+    names: Any = {"sx": sx, "model": model}
+    run_advice(caught.value, "model = sx.clone(model)", names)
+    change(names["model"])
+    assert sx.graphdef(model) == before
+
+
 # --- other narrowing ---
 
 

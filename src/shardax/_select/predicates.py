@@ -194,6 +194,13 @@ def _compared(function: Callable[[Any, Any], bool]) -> Callable[[Any, Any], bool
     return lambda self, other: function(_value(self), _value(other))
 
 
+# Methods that change a list or dict.
+_CHANGES = {
+    *("append", "clear", "extend", "insert", "pop", "popitem", "remove", "reverse", "setdefault"),
+    *("sort", "update"),
+}
+
+
 class StandIn:
     """Argument of an accessor, standing for a place."""
 
@@ -212,6 +219,11 @@ class StandIn:
         fields = getattr(content, "_fields", ())
         if isinstance(content, tuple) and name in fields:
             return self[fields.index(name)]
+        if name in _CHANGES and isinstance(content, (list, List, dict, Dict)):
+            raise SelectionError(
+                f"The accessor called {name} of {format_path(place.path)}; it only says which part "
+                "is meant. Change a copy: model = sx.clone(model), and call it on that."
+            )
         if isinstance(content, (dict, Dict)):
             if name in ("keys", "values", "items"):
                 return getattr(_entries(place), name)
