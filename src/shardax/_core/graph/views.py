@@ -588,7 +588,7 @@ def _check_alike(first: flatten.GraphWalk, second: flatten.GraphWalk, number: in
 
 
 def _differences(
-    path: Path, first: Any, second: Any, walks: tuple[flatten.GraphWalk, flatten.GraphWalk]
+    path: Path, first, second, walks: tuple[flatten.GraphWalk, flatten.GraphWalk]
 ) -> Iterator[tuple[Path, str]]:
     """Yields the paths at which two definitions differ, and how."""
     if type(first) is not type(second) or getattr(first, "type", None) is not getattr(
@@ -602,7 +602,7 @@ def _differences(
 
 
 def _differences_of_children(
-    path: Path, first: Any, second: Any, walks: tuple[flatten.GraphWalk, flatten.GraphWalk]
+    path: Path, first, second, walks: tuple[flatten.GraphWalk, flatten.GraphWalk]
 ) -> Iterator[tuple[Path, str]]:
     ours, theirs = (
         {(type(key), key): child for key, child in flatten.definition_children(definition)}
@@ -622,19 +622,22 @@ def _differences_of_children(
             if ours[step] != theirs[step] and texts != ["an object"] * 2:
                 yield below, f"{texts[0]} against {texts[1]}"
     arrays, other_arrays = (dict(getattr(each, "array_attributes", ())) for each in (first, second))
-    for name in arrays.keys() ^ other_arrays.keys():
+    for name in {**arrays, **other_arrays}:  # in order, the same in every process
         texts = ["an array" if name in each else "an object" for each in (arrays, other_arrays)]
-        yield (*path, name), f"{texts[0]} against {texts[1]}"
+        if texts[0] != texts[1]:
+            yield (*path, name), f"{texts[0]} against {texts[1]}"
     if list(ours) != list(theirs):
         texts = [", ".join(str(key) for _, key in children) for children in (ours, theirs)]
         yield path, f"the order ({texts[0]}) against ({texts[1]})"
 
 
 def _are_alike_outside(first: object, second: object) -> bool:
-    """Whether two children are containers that differ in their items alone."""
-    if not (isinstance(first, flatten.NodeDef) and isinstance(second, flatten.NodeDef)):
-        return False
-    return (first.handler, first.config) == (second.handler, second.config)
+    """Whether two children are containers, alike but for their items."""
+    return (
+        isinstance(first, flatten.NodeDef)
+        and isinstance(second, flatten.NodeDef)
+        and (first.handler, first.config) == (second.handler, second.config)
+    )
 
 
 def _kind(definition) -> str:
@@ -642,7 +645,7 @@ def _kind(definition) -> str:
     return f"a {kind.__name__}"
 
 
-def _child(child: Any, path: Path, walk: flatten.GraphWalk) -> str:
+def _child(child, path: Path, walk: flatten.GraphWalk) -> str:
     if isinstance(child, Static):
         return repr(child.value)
     if isinstance(child, flatten.Ref):

@@ -138,7 +138,7 @@ def search(
     _OPTIONS.integers(0, finalists=finalists)
     if batch is not None:
         _OPTIONS.instance("batch", batch, Iterable, "a sequence of sizes: batch=[32, 64]")
-        batch = list(batch)
+        batch = list(batch)  # once, as it may be an iterator
         for size in batch:
             _OPTIONS.integers(batch=size)
     fits = within is None or within >= 1
