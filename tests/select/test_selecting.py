@@ -343,6 +343,7 @@ def test_an_accessor_cannot_write(model: Model) -> None:
         (lambda m: m.rows.pop(), "pop of .rows"),
         (lambda m: m.rows.append(m.rows[0]), "append of .rows"),
         (lambda m: m.rows.reverse(), "reverse of .rows"),
+        (lambda m: m.rows.__iadd__([sx.Param(4.0)]), "__iadd__ of .rows"),
     ],
 )
 def test_an_accessor_cannot_change_containers(change: Any, place: str) -> None:

@@ -18,7 +18,15 @@ import inspect
 import operator
 import types
 import typing
-from collections.abc import Callable, Iterator, ValuesView
+from collections.abc import (
+    Callable,
+    Iterator,
+    Mapping,
+    MutableMapping,
+    MutableSequence,
+    Sequence,
+    ValuesView,
+)
 from typing import Any
 
 import jax
@@ -195,10 +203,10 @@ def _compared(function: Callable[[Any, Any], bool]) -> Callable[[Any, Any], bool
 
 
 # Methods that change a list or dict.
-_CHANGES = {
-    *("append", "clear", "extend", "insert", "pop", "popitem", "remove", "reverse", "setdefault"),
-    *("sort", "update"),
-}
+_CHANGES = {"sort", "move_to_end", "__imul__", "__ior__"}.union(
+    set(dir(MutableSequence)).difference(dir(Sequence)),
+    set(dir(MutableMapping)).difference(dir(Mapping)),
+)
 
 
 class StandIn:
