@@ -25,7 +25,7 @@ Case = tuple[str, Callable[[], Any], Callable[[], Any]]
 STAGES, MICROBATCHES, ROWS, WIDTH = 4, 8, 1024, 256
 HIDDEN = (512, 1024, 768, 512)
 LAYERS = 2
-QUICK = {"ROWS": 32, "WIDTH": 8, "HIDDEN": (16, 32, 24, 16), "LAYERS": 1}
+QUICK = {"ROWS": 32, "WIDTH": 8, "STAGES": 3, "HIDDEN": (16, 32, 16), "LAYERS": 1}
 
 
 class Block(sx.Module):

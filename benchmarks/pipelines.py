@@ -2,7 +2,7 @@
 """Step times of pipelines by a rule, by stages of their own, and of SpectraX, side by side.
 
 One model of residual perceptrons, one batch, loss and gradients on 8 virtual CPU devices (quickly,
-on 4), one stage on each:
+on 2), one stage on each:
 
 - *rule*: `nn.Stack` with the rule `("layers", "stage")`, one program of all devices, in which idle
   stages compute what is thrown away;
@@ -143,7 +143,7 @@ def main() -> int:
     parser.add_argument("--hidden", type=int, default=512)
     options = parser.parse_args()
     if options.quick:
-        globals().update({"STAGES": 4, "LAYERS": 8, "MICROBATCHES": 4})
+        globals().update({"STAGES": 2, "LAYERS": 4, "MICROBATCHES": 4})
     report = Report("pipelines", vars(options))
     sizes = Sizes(options.rows, options.width, options.hidden)
     ways = [*by_rule(sizes), *by_stages(sizes)]

@@ -27,6 +27,7 @@ from _harness import Report, arguments, table
 from shardax import plan
 
 TARGETS = {"gpu:h100:8x8": 256, "tpu:v5e:4x4": 64, "tpu:v5p:4x4x4": 256}
+QUICK = {"gpu:h100:1x8": 32}
 SLOWEST = 4.0
 CLEAR = 0.05
 HEADERS = ("target", "layout", "traced, s", "compiled, s", "ratio")
@@ -71,14 +72,14 @@ def main() -> int:
     options = parser.parse_args()
     report = Report("plan_depths", vars(options))
     if options.quick:
-        options.targets, options.count = ["gpu:h100:8x8"], 2
+        options.targets, options.count = list(QUICK), 2
     if options.count < len(options.targets):
         parser.error(f"--count {options.count}: give at least one layout a target")
     rows: list[list[str]] = []
     right = total = 0
     ratios: list[float] = []
     for index, target in enumerate(options.targets):
-        args = plan_search.inputs(TARGETS[target], quick=options.quick)
+        args = plan_search.inputs((TARGETS | QUICK)[target], quick=options.quick)
         count = (options.count - len(ratios)) // (len(options.targets) - index)
         times: list[tuple[float, float]] = []
         for traced in candidates(args, target, count):

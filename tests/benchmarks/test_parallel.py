@@ -2,7 +2,6 @@
 """The benchmarks of forms of parallelism run: their opponents compute the same."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -10,10 +9,9 @@ from types import ModuleType
 import gpu_step
 import jax
 import parallel
+import pipelines
+import plan_models
 import pytest
-from tests.programs import environment
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.slow
@@ -28,20 +26,19 @@ def test_every_parallel_form_is_timed_beside_raw_jax(monkeypatch, tmp_path):
 
 
 @pytest.mark.slow
-def test_pipelines_of_all_kinds_agree_on_gradients(tmp_path):
-    written = run("pipelines.py", tmp_path, "--rows=16", "--width=8", "--hidden=16")
+def test_pipelines_of_all_kinds_agree_on_gradients(monkeypatch, tmp_path):
+    written = run_here(pipelines, tmp_path, monkeypatch, "--rows=16", "--width=8", "--hidden=16")
     ways = {record["name"] for record in written["records"]}
     assert {"rule, gpipe", "rule, circular", "stages, 1f1b", "stages, zero-bubble"} <= ways
     assert written["failures"] == []
 
 
 @pytest.mark.slow
-def test_search_of_a_published_model_includes_its_layout(tmp_path):
-    # One process compiles, which has to be another one, as it needs 64 devices.
-    options = ["--compiler=estimate", "--within=1e6", "--processes=1", "--top=3"]
-    written = run("plan_models.py", tmp_path, *options)
+def test_search_of_a_published_model_includes_its_layout(monkeypatch, tmp_path):
+    options = ["--compiler=estimate", "--within=1e6", "--top=3"]
+    written = run_here(plan_models, tmp_path, monkeypatch, *options)
     (record,) = written["records"]
-    assert record["model"] == "llama-8b" and record["target"] == "gpu:h100:8x8"
+    assert record["model"] == "llama-8b" and record["target"] == "gpu:h100:1x8"
     assert "layouts fit" in record["found"] and "published" in record["published"]
     assert "schedule gpipe" in record["found"] and "failed" not in record["found"]
 
@@ -70,15 +67,4 @@ def run_here(program: ModuleType, folder: Path, patch: pytest.MonkeyPatch, *opti
     patch.setattr(sys, "argv", argv)
     with jax.numpy_rank_promotion("allow"):
         assert program.main() == 0
-    return json.loads(file.read_text())
-
-
-def run(program: str, folder: Path, *options: str) -> dict:
-    """What a benchmark writes, run as the command that it is."""
-    file = folder / "figures.json"
-    command = [sys.executable, str(ROOT / "benchmarks" / program), "--quick", "--json", str(file)]
-    ended = subprocess.run(
-        [*command, *options], env=environment(), capture_output=True, text=True, timeout=550
-    )
-    assert ended.returncode == 0, ended.stdout + ended.stderr
     return json.loads(file.read_text())

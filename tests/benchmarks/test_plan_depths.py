@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import plan_depths
 import pytest
-from tests.benchmarks.test_parallel import run
+from tests.benchmarks.test_parallel import run_here
 
 
 def test_pairs_count_where_compiled_times_differ_clearly() -> None:
@@ -15,7 +15,7 @@ def test_pairs_count_where_compiled_times_differ_clearly() -> None:
 
 
 @pytest.mark.slow
-def test_sampled_layouts_have_both_times(tmp_path) -> None:
-    written = run("plan_depths.py", tmp_path)
+def test_sampled_layouts_have_both_times(monkeypatch, tmp_path) -> None:
+    written = run_here(plan_depths, tmp_path, monkeypatch)
     assert len(written["records"]) == 2 and written["failures"] == []
     assert all(0.3 < float(record["ratio"]) < 3.0 for record in written["records"])

@@ -38,6 +38,7 @@ def test_example_trains_and_prints_loss_and_baselines(
     for name, value in numbers.items():
         assert f"{name:22} {value:.4f} nats per byte" in printed
     assert "step 20/20  loss" in printed
+    assert len(printed.splitlines()) <= 40, "few, meaningful lines"
     sample = printed.rsplit("nats per byte\n\n", 1)[1]
     assert sample.startswith("def ")
     assert (out / "log.jsonl").is_file() and any((out / "checkpoints").iterdir())

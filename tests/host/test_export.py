@@ -310,6 +310,19 @@ def test_a_program_for_several_platforms_runs_here(round_trip: RoundTrip) -> Non
 # --- calls that do not fit ------------------------------------------------------------------------
 
 
+@pytest.fixture(scope="module")
+def scaled(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """An exported function of two arguments that counts its calls."""
+    count = sx.Variable(jnp.zeros(()))
+
+    def f(x: Any, y: Any) -> Any:
+        count.value += 1
+        return x * y["a"]
+
+    to = tmp_path_factory.mktemp("calls") / "f"
+    return sx.host.export(f, jnp.ones((1, 3)), {"a": 1}, to=to, dynamic={"n": {"x": 0}})
+
+
 @pytest.mark.parametrize(
     ("args", "kwargs", "said"),
     [
@@ -327,16 +340,9 @@ def test_a_program_for_several_platforms_runs_here(round_trip: RoundTrip) -> Non
     ],
 )
 def test_a_call_that_does_not_fit_runs_nothing(
-    args: Any, kwargs: Any, said: str, tmp_path: pathlib.Path
+    args: Any, kwargs: Any, said: str, scaled: Any
 ) -> None:
-    count = sx.Variable(jnp.zeros(()))
-
-    def f(x: Any, y: Any) -> Any:
-        count.value += 1
-        return x * y["a"]
-
-    path = sx.host.export(f, jnp.ones((1, 3)), {"a": 1}, to=tmp_path / "f", dynamic={"n": {"x": 0}})
-    loaded = sx.host.load(path)
+    loaded = sx.host.load(scaled)
     with pytest.raises(ExportError, match=said):
         loaded(*args, **kwargs)
     assert float(loaded.variables[".count"]) == 0.0

@@ -11,6 +11,7 @@ import os
 import socket
 import threading
 from concurrent.futures import Executor, ThreadPoolExecutor
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,17 +20,11 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from tests.advice import run_advice
 from tests.host import worker_functions as there
-from tests.host.waiting import wait_for
+from tests.host.waiting import has_ended, wait_for
 
 import shardax as sx
 from shardax import errors
-from shardax.host import Remote, Worker
-
-
-@pytest.fixture(scope="module")
-def worker():
-    with Worker(max_message=1 << 20, functions=4) as worker:
-        yield worker
+from shardax.host import Remote, Worker, WorkerFuture, remote
 
 
 @pytest.fixture
@@ -162,13 +157,10 @@ def test_models_arrive_and_are_copies(worker):
     assert np.array_equal(model(x), expected)
 
 
-def test_a_value_of_64_bits_is_not_cut(worker):
-    with jax.enable_x64(True):
-        wide = jnp.float64(1)
-    with pytest.raises(errors.WorkerError, match=r"float64\[\]") as caught:
+def test_a_value_of_64_bits_is_not_cut(worker, other_worker, wide):
+    with pytest.raises(errors.WorkerError, match=r"float64\[\]"):
         worker.submit(abs, wide).result()
-    with run_advice(caught.value, "sx.host.Worker(configure={'x64': True})", {"sx": sx}) as wider:
-        assert wider.submit(float, wide).result() == 1.0
+    assert other_worker.submit(float, wide).result() == 1.0  # it has the settings of the advice
 
 
 def test_what_is_being_traced_cannot_be_sent(worker):
@@ -376,21 +368,51 @@ def test_a_client_that_goes_takes_its_calls_along(worker, tmp_path):
 # --- life -----------------------------------------------------------------------------------------
 
 
-def test_shutdown_refuses_calls_and_ends_the_process():
-    worker = Worker()
+class Ended(NamedTuple):
+    """A worker that was shut down during a call."""
+
+    worker: Worker
+    other: Worker  # another client of it
+    pid: int
+    running: WorkerFuture
+    waiting: WorkerFuture
+
+
+@pytest.fixture(scope="module")
+def ended():
+    """One that the error about something that is no executor advises."""
+    with pytest.raises(errors.WorkerError, match="submit") as caught:
+        remote(there.add, executor=3)
+    worker = run_advice(caught.value, "sx.host.Worker()", {"sx": sx})
+    other = Worker.connect(worker.address, worker.authkey)
     pid = worker.info()["pid"]
-    _, port = worker.address.rsplit(":", 1)
-    future, other = worker.submit(there.nap, 0.3), worker.submit(there.nap, 10)
-    wait_for(future.running)
+    running, waiting = worker.submit(there.nap, 0.3), worker.submit(there.nap, 10)
+    wait_for(running.running)
     worker.shutdown(cancel_futures=True)
-    assert (future.result(), other.cancelled()) == (0.3, True)
+    yield Ended(worker, other, pid, running, waiting)
+    other.shutdown()
+
+
+def test_shutdown_refuses_calls_and_ends_the_process(ended):
+    assert (ended.running.result(), ended.waiting.cancelled()) == (0.3, True)
     with pytest.raises(RuntimeError, match="shut"):
-        worker.submit(abs, 1)
+        ended.worker.submit(abs, 1)
+    _, port = ended.worker.address.rsplit(":", 1)
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", int(port)))
     with pytest.raises(ProcessLookupError):
-        os.kill(pid, 0)
-    worker.shutdown()
+        os.kill(ended.pid, 0)
+    ended.worker.shutdown()
+
+
+def test_connecting_to_an_ended_worker_is_refused(ended):
+    wait_for(lambda: not ended.other.is_running)
+    with pytest.raises(errors.WorkerCrashedError):
+        ended.other.submit(abs, -1)
+    with pytest.raises(errors.WorkerCrashedError, match="No worker listens"):
+        Worker.connect(ended.worker.address, ended.worker.authkey)
+    ended.other.shutdown()
+    assert has_ended(ended.pid)
 
 
 @pytest.mark.parametrize(
@@ -418,12 +440,11 @@ def test_settings_that_do_not_fit_say_so():
 # --- what it prints -------------------------------------------------------------------------------
 
 
-def test_worker_output_goes_to_its_readable_log(tmp_path, capfd):
-    log = tmp_path / "worker.log"
-    with Worker(log=log) as worker:
-        worker.submit(os.write, 2, b"of the call\n").result()
-        assert worker.submit(os.pread, 2, 100_000, 0).result() == log.read_bytes()
-    assert log.read_text().endswith("of the call\n")
+def test_worker_output_goes_to_its_readable_log(worker, worker_log, capfd):
+    worker.submit(os.write, 2, b"of the call\n").result()
+    # The read itself prints nothing, so both see the same.
+    assert worker.submit(os.pread, 2, 100_000, 0).result() == worker_log.read_bytes()
+    assert worker_log.read_text().endswith("of the call\n")
     assert capfd.readouterr() == ("", "")
 
 

@@ -24,33 +24,29 @@ def worker():
         yield worker
 
 
-def test_crash_fails_calls_loses_values_and_restarts_worker(worker):
+def test_crash_loses_values_and_repeats_idempotent_calls_alone(worker, tmp_path):
     kept = worker.put(3)
     before = worker.submit(there.process).result()
-    crashing, waiting = worker.submit(there.crash), worker.submit(there.nap, 0.0)
-    with pytest.raises(errors.WorkerCrashedError, match=r"crash was lost while it ran.*SIGKILL"):
-        crashing.result()
-    with pytest.raises(errors.WorkerCrashedError, match=r"nap was lost before it began"):
+    first = worker.request(there.crash_once, [str(tmp_path / "seen")], idempotent=True)
+    waiting = worker.submit(there.nap, 0.0)
+    second = worker.request(there.add, [1, 2], idempotent=True)
+    with pytest.raises(errors.WorkerCrashedError, match=r"nap was lost before it began.*SIGKILL"):
         waiting.result()
     assert "idempotent=True" in str(waiting.exception())
-    assert worker.submit(there.process).result() != before
-    with pytest.raises(errors.WorkerError, match="started anew"):
-        kept.get()
-
-
-def test_what_is_marked_idempotent_is_run_again(worker, tmp_path):
-    before = worker.submit(there.process).result()
-    first = worker.request(there.crash_once, [str(tmp_path / "seen")], idempotent=True)
-    second = worker.request(there.add, [1, 2], idempotent=True)
     assert first.result() != before
     assert second.result() == 3
+    assert worker.submit(there.process).result() == first.result()
+    with pytest.raises(errors.WorkerError, match="started anew"):
+        kept.get()
 
 
 def test_uninterruptible_call_ends_the_worker_process(worker, tmp_path):
     path = tmp_path / "deaf"
     before = worker.submit(there.process).result()
     future = worker.request(there.deaf, [str(path)], timeout=0.2)
-    with pytest.raises(errors.WorkerCrashedError, match="could not be interrupted"):
+    with pytest.raises(
+        errors.WorkerCrashedError, match=r"deaf was lost while it ran.*not be interrupted"
+    ):
         future.result()
     assert path.exists()
     assert worker.submit(there.process).result() != before
@@ -64,38 +60,14 @@ def test_a_process_that_does_not_answer_is_replaced(worker):
     assert worker.submit(there.process).result() != before
 
 
-def test_a_new_process_on_request(worker):
-    before = worker.submit(there.process).result()
-    waiting = worker.submit(there.nap, 60)
-    wait_for(waiting.running)
-    worker.restart()
-    assert isinstance(waiting.exception(), errors.WorkerCrashedError | errors.CallCancelledError)
-    assert worker.submit(there.process).result() != before
-    assert has_ended(before)
-
-
 def test_a_worker_that_only_crashes_is_given_up(worker):
     """The last test of this worker. An idempotent call that crashes is not repeated for ever."""
     poison = worker.request(there.crash, idempotent=True)
-    with pytest.raises(errors.WorkerCrashedError):
+    with pytest.raises(errors.WorkerCrashedError, match=r"crash was lost while it ran.*SIGKILL"):
         poison.result()
     with pytest.raises(errors.WorkerCrashedError, match="2 times in a row"):
         worker.submit(abs, -1)
     assert repr(worker).endswith("lost)")
-
-
-def test_connecting_to_an_ended_worker_is_refused():
-    with Worker() as worker:
-        other = Worker.connect(worker.address, worker.authkey)
-        address, key = worker.address, worker.authkey
-        pid = worker.submit(there.process).result()
-    wait_for(lambda: not other.is_running)
-    with pytest.raises(errors.WorkerCrashedError):
-        other.submit(abs, -1)
-    with pytest.raises(errors.WorkerCrashedError, match="No worker listens"):
-        Worker.connect(address, key)
-    other.shutdown()
-    assert has_ended(pid)
 
 
 @pytest.mark.usefixtures("collecting_only_what_is_new")

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import io
 import pickle
 import subprocess
 import sys
@@ -16,6 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 from tests.host import worker_functions as there
+from tests.host.waiting import has_ended, wait_for
 
 import shardax as sx
 from shardax import errors
@@ -146,7 +149,7 @@ def own_module(tmp_path, monkeypatch):
         sys.modules.pop(name, None)
 
 
-def test_worker_never_runs_code_changed_since(own_module):
+def test_worker_runs_changed_code_only_after_restart(own_module):
     pytest.importorskip("cloudpickle")
     with Worker() as worker:
         assert worker.submit(own_module(1), 1).result() == 2
@@ -155,7 +158,15 @@ def test_worker_never_runs_code_changed_since(own_module):
             worker.submit(lambda x: changed(x), 1).result()
         with pytest.raises(errors.WorkerError, match=r"own_parts"):
             worker.submit(changed, 1).result()
+        own_module(1)  # as it was, so that calls are run
+        before, waiting = worker.submit(there.process).result(), worker.submit(there.nap, 60)
+        wait_for(waiting.running)
+        changed = own_module(10)
         worker.restart()
+        assert isinstance(
+            waiting.exception(), errors.WorkerCrashedError | errors.CallCancelledError
+        )
+        assert has_ended(before) and worker.submit(there.process).result() != before
         assert worker.submit(changed, 1).result() == 11
         assert worker.submit(lambda x: changed(x), 1).result() == 11
 
@@ -180,11 +191,12 @@ def test_keys_agree_across_processes_for_code_without_sets():
         print(describe(outer).key)
         """
     )
-    keys = {
-        subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, check=True).stdout
-        for _ in range(2)
-    }
-    assert len(keys) == 1
+    names = {"__name__": "__main__", "__package__": None}  # as "python -c" has them
+    here = io.StringIO()
+    with contextlib.redirect_stdout(here):
+        exec(compile(program, "<string>", "exec", dont_inherit=True), names)
+    other = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, check=True)
+    assert other.stdout.decode() == here.getvalue()
 
 
 def test_errors_of_workers_survive_pickling():

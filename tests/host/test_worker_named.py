@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import stat
@@ -40,17 +41,33 @@ print(json.dumps([result.tolist(), traces, worker.info()["pid"]]))
 """
 
 
-@pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch):
+@pytest.fixture(scope="module", autouse=True)
+def folder(tmp_path_factory):
+    """Where these tests have their workers; the one with the name "lab" ends with them."""
+    parent = tmp_path_factory.mktemp("runtime")
+    folder = parent / f"shardax-workers-{os.getuid()}"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_RUNTIME_DIR", str(parent))
+        yield folder
+    if (folder / "lab.json").exists():
+        kept = json.loads((folder / "lab.json").read_text())
+        with contextlib.suppress(errors.WorkerCrashedError):  # it has ended
+            Worker.connect(kept["address"], kept["key"].encode()).stop()
+
+
+@pytest.fixture
+def own_folder(tmp_path, monkeypatch):
+    """An empty folder for one test."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     return tmp_path / f"shardax-workers-{os.getuid()}"
 
 
 @pytest.fixture
 def lab():
+    """A client of one worker for all tests, which starts where it is not running."""
     worker = Worker(name="lab", idle_timeout=30.0)
     yield worker
-    worker.stop()
+    worker.shutdown()
 
 
 def test_it_outlives_its_client_with_what_it_kept(lab):
@@ -60,18 +77,18 @@ def test_it_outlives_its_client_with_what_it_kept(lab):
     again = Worker(name="lab", idle_timeout=30.0)
     assert again.info()["pid"] == pid
     assert again.value("state").get() == {"step": 3}
-    again.stop()
-    wait_for(lambda: has_ended(pid))
+    again.shutdown()
 
 
-def test_programs_share_named_worker_and_its_compiled_functions(lab):
+def test_programs_share_named_worker_and_its_compiled_functions(lab, capsys):
+    """One program is another process, and this process is the other."""
     pytest.importorskip("cloudpickle")
-    runs = [
-        subprocess.run([sys.executable, "-c", PROGRAM], stdout=subprocess.PIPE, check=True)
-        for _ in range(2)
-    ]
-    results = [json.loads(run.stdout) for run in runs]
-    assert results == [[[0, 2, 4], 1, lab.info()["pid"]]] * 2
+    names = {"__name__": "__main__", "__package__": None}  # as "python -c" has them
+    exec(compile(PROGRAM, "<string>", "exec", dont_inherit=True), names)
+    names["worker"].shutdown()
+    here = capsys.readouterr().out
+    other = subprocess.run([sys.executable, "-c", PROGRAM], stdout=subprocess.PIPE, check=True)
+    assert json.loads(here) == json.loads(other.stdout) == [[0, 2, 4], 1, lab.info()["pid"]]
 
 
 def test_its_key_is_for_this_user_alone(lab, folder):
@@ -82,32 +99,18 @@ def test_its_key_is_for_this_user_alone(lab, folder):
 
 
 @pytest.mark.parametrize("mode", [0o755, 0o770])
-def test_a_folder_that_others_can_enter_is_refused(folder, mode):
-    folder.mkdir()
-    folder.chmod(mode)
+def test_a_folder_that_others_can_enter_is_refused(own_folder, mode):
+    own_folder.mkdir()
+    own_folder.chmod(mode)
     with pytest.raises(errors.WorkerError, match="chmod 700"):
         Worker(name="lab")
 
 
-def test_a_folder_that_is_a_link_is_refused(folder, tmp_path):
+def test_a_folder_that_is_a_link_is_refused(own_folder, tmp_path):
     (tmp_path / "elsewhere").mkdir(mode=0o700)
-    folder.symlink_to(tmp_path / "elsewhere")
+    own_folder.symlink_to(tmp_path / "elsewhere")
     with pytest.raises(errors.WorkerError, match="chmod 700"):
         Worker(name="lab")
-
-
-def test_other_options_than_it_runs_with_are_refused(lab, folder):
-    pid = lab.info()["pid"]
-    with pytest.raises(errors.WorkerError, match="other options"):
-        Worker(name="lab", configure={"x64": True})
-    assert lab.submit(abs, -1).result() == 1
-    wait_for(lambda: lab.info()["clients"] == 1)
-    lab.stop()
-    time.sleep(0.5)  # who was refused does not start another one
-    with pytest.raises(errors.WorkerCrashedError):
-        Worker.connect(lab.address, lab.authkey)
-    assert len(list(folder.glob("*.json"))) == 1
-    assert f'"pid": {pid},' in (folder / "lab.json").read_text()
 
 
 def test_one_that_crashed_is_started_anew(lab):
@@ -116,6 +119,22 @@ def test_one_that_crashed_is_started_anew(lab):
         lab.submit(there.crash).result()
     assert lab.submit(there.process).result() != pid
     assert lab.submit(there.add, jnp.ones(2), 1).result().tolist() == [2.0, 2.0]
+
+
+def test_other_options_than_it_runs_with_are_refused(lab, folder):
+    """The last test of this worker, which it stops."""
+    pid = lab.info()["pid"]
+    with pytest.raises(errors.WorkerError, match="other options"):
+        Worker(name="lab", configure={"x64": True})
+    assert lab.submit(abs, -1).result() == 1
+    wait_for(lambda: lab.info()["clients"] == 1)
+    lab.stop()
+    wait_for(lambda: has_ended(pid))
+    time.sleep(0.5)  # who was refused does not start another one
+    with pytest.raises(errors.WorkerCrashedError):
+        Worker.connect(lab.address, lab.authkey)
+    assert len(list(folder.glob("*.json"))) == 1
+    assert f'"pid": {pid},' in (folder / "lab.json").read_text()
 
 
 def test_without_clients_it_ends_after_a_while():

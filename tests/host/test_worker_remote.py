@@ -11,20 +11,11 @@ from concurrent.futures import ThreadPoolExecutor
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests.advice import run_advice
 from tests.host import worker_functions as there
 
 import shardax as sx
 from shardax import errors
 from shardax.host import remote
-
-
-@pytest.fixture(scope="module")
-def worker():
-    with pytest.raises(errors.WorkerError, match="submit") as caught:
-        remote(there.add, executor=3)
-    with run_advice(caught.value, "sx.host.Worker()", {"sx": sx}) as worker:
-        yield worker
 
 
 def test_remote_works_as_call_decorator_and_with_options(worker):

@@ -28,12 +28,6 @@ from distributed import Security
 from shardax.host.worker_process import credentials_of
 
 
-@pytest.fixture(scope="module")
-def worker():
-    with Worker(max_message=1 << 20) as worker:
-        yield worker
-
-
 def works(worker):
     return worker.submit(abs, -1).result(20) == 1
 
@@ -125,9 +119,9 @@ def test_a_listener_without_the_credentials_is_no_worker(worker, monkeypatch):
         listener.shutdown(socket.SHUT_RDWR)
 
 
-def test_worker_with_other_credentials_is_rejected(worker):
-    with Worker() as other, pytest.raises(errors.WorkerAuthenticationError):
-        Worker.connect(other.address, worker.authkey)
+def test_worker_with_other_credentials_is_rejected(worker, other_worker):
+    with pytest.raises(errors.WorkerAuthenticationError):
+        Worker.connect(other_worker.address, worker.authkey)
 
 
 def test_it_listens_at_the_loopback_only(worker):
@@ -143,11 +137,10 @@ def test_it_listens_at_the_loopback_only(worker):
     assert inode_ports == ["0100007F"]
 
 
-def test_credentials_are_random_and_seen_by_nobody(worker):
+def test_credentials_are_random_and_seen_by_nobody(worker, other_worker):
     key = worker.authkey
     assert b"PRIVATE KEY" in key
-    with Worker() as other:
-        assert len({key, other.authkey}) == 2
+    assert len({key, other_worker.authkey}) == 2
     pid = worker.info()["pid"]
     lines = [line for line in key.splitlines() if not line.startswith(b"-----")]
     for file in ("cmdline", "environ"):

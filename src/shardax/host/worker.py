@@ -485,10 +485,9 @@ class RemoteFunction:
 
     Example:
         >>> import shardax as sx
-        >>> with sx.host.Worker() as worker:
-        ...     total = sx.host.remote(sum, executor=worker)
-        ...     print(type(total).__name__, total([1, 2]), total.submit([3, 4]).result())
-        RemoteFunction 3 7
+        >>> total = sx.host.remote(sum)  # total([1, 2]) is 3; the first call starts the worker
+        >>> print(total)
+        RemoteFunction(sum, a worker of this process)
     """
 
     def __init__(
@@ -562,8 +561,8 @@ def remote(
         ...     @sx.jit
         ...     def double(x):
         ...         return x * 2
-        ...     print(double(jnp.arange(3)))
-        [0 2 4]
+        ...     print(double(jnp.arange(3)), double.submit(jnp.arange(2)).result())
+        [0 2 4] [0 2]
     """
     options = {"timeout": timeout, "idempotent": idempotent, "keep": keep}
     if f is None:
