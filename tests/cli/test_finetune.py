@@ -3,8 +3,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
+import shutil
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -19,9 +23,9 @@ pytest.importorskip("tokenizers", reason="pip install 'shardax[hub]'")
 SIZES = ["--preset", "tiny", "--batch-size", "4", "--seq-len", "8", "--checkpoint-every", "0"]
 
 
-@pytest.fixture
-def text(tmp_path: Path) -> Path:
-    file = tmp_path / "text.txt"
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("text") / "text.txt"
     file.write_text("one two three four\n" * 400)
     return file
 
@@ -53,13 +57,33 @@ def eval_losses(run: Path) -> list[float]:
     return [json.loads(line)["eval_loss"] for line in lines if "eval_loss" in line]
 
 
-def test_adapters_are_trained_on_tokens_and_merged(tmp_path: Path, text: Path):
-    before = publish(tmp_path / "model", vocab_size=8)
-    add_tokenizer(tmp_path / "model")
-    given = ["--from", str(tmp_path / "model"), "--lora", "2", "--text", str(text), *SIZES]
-    run = tmp_path / "run"
-    rate = ["--steps", "30", "--learning-rate", "0.05"]
-    assert main(["train", *given, *rate, "--out", str(run)]) == 0
+class Tuned(NamedTuple):
+    """A run on words that is done, the model that it began with, and what it printed."""
+
+    model: Path
+    run: Path
+    printed: str
+
+
+def tune(folder: Path, text: Path, *options: str) -> Tuned:
+    publish(folder / "model", vocab_size=8)
+    add_tokenizer(folder / "model")
+    given = ["--from", str(folder / "model"), *options, "--text", str(text), *SIZES]
+    more = ["--steps", "30", "--learning-rate", "0.05", "--out", str(folder / "run")]
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        assert main(["train", *given, *more]) == 0
+    return Tuned(folder / "model", folder / "run", printed.getvalue())
+
+
+@pytest.fixture(scope="module")
+def adapted(tmp_path_factory: pytest.TempPathFactory, text: Path) -> Tuned:
+    """A run of adapters over a mesh."""
+    folder = tmp_path_factory.mktemp("adapted")
+    return tune(folder, text, "--lora", "2", "--mesh", "data=2,model=2")
+
+
+def test_adapters_are_trained_on_tokens_and_merged(adapted: Tuned):
+    run, before = adapted.run, arrays(adapted.model)
     after = arrays(run / "model-00000030")
     changed = {name for name in before if not np.array_equal(before[name], after[name])}
     assert changed == {name for name in before if "_proj" in name}
@@ -115,31 +139,31 @@ def sample(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     return capsys.readouterr().out
 
 
-@pytest.mark.parametrize("lora", [[], ["--lora", "2", "--mesh", "data=2,model=2"]])
+@pytest.mark.parametrize("lora", [False, True])
 def test_run_and_published_model_sample_with_tokenizer(
-    tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str], lora: list[str]
+    tmp_path: Path,
+    text: Path,
+    capsys: pytest.CaptureFixture[str],
+    request: pytest.FixtureRequest,
+    lora: bool,
 ):
-    publish(tmp_path / "model", vocab_size=8)
-    add_tokenizer(tmp_path / "model")
-    run = tmp_path / "run"
-    given = ["--from", str(tmp_path / "model"), *lora, "--text", str(text), *SIZES]
-    more = ["--steps", "30", "--learning-rate", "0.05", "--out", str(run)]
-    assert main(["train", *given, *more]) == 0
-    printed = capsys.readouterr().out.partition("Sample:\n")[2].partition("\n")[0].split()
+    tuned = request.getfixturevalue("adapted") if lora else tune(tmp_path, text)
+    run = tuned.run
+    printed = tuned.printed.partition("Sample:\n")[2].partition("\n")[0].split()
     assert printed[:8] == ["one", "two", "three", "four"] * 2
     prompts = ["--prompt", "two", "two three four"]
     first = "two three four one two three\n\n"
     expected = first + "two three four one two three four one\n"
     assert sample(capsys, str(run), *prompts) == expected
     assert sample(capsys, str(run / "checkpoints" / "00000030"), *prompts) == expected
-    published = run / "model-00000030"
+    published = shutil.copytree(run / "model-00000030", tmp_path / "published")
     assert sample(capsys, "--from", str(published), *prompts) == expected
     (published / "generation_config.json").write_text(json.dumps({"eos_token_id": [3]}))
     ended = "two three four\n"
     assert sample(capsys, "--from", str(published), "--prompt", "two") == ended
     (published / "tokenizer.json").unlink()
     words = ["--from", str(published), *prompts[:2]]
-    assert sample(capsys, *words, "--tokenizer", str(tmp_path / "model")) == ended
+    assert sample(capsys, *words, "--tokenizer", str(tuned.model)) == ended
 
 
 def test_byte_model_is_sampled_without_tokenizer(

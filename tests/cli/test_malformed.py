@@ -91,16 +91,18 @@ def test_malformed_value_gives_one_line_and_status_2(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, words: str
 ) -> None:
     monkeypatch.chdir(folder)
-    for place, name in ((sx.train.Trainer, "run"), (sx.plan, "search"), (sx.models, "generate")):
-        monkeypatch.setattr(place, name, None)  # nothing gets that far
+    for owner, name in ((sx.train.Trainer, "run"), (sx.plan, "search"), (sx.models, "generate")):
+        monkeypatch.setattr(owner, name, None)  # nothing gets that far
     before = sorted(folder.rglob("*"))
-    for value in OPTIONS[words]:
-        for given in (
-            [*words.split(), value],
-            [*words.split()[:-1], f"{words.split()[-1]}={value}"],
-        ):
-            if not given[-1].startswith("--") and "=" in given[-1] and given[-1] != value:
-                continue  # an argument, which has no name
+    is_option = words.split()[-1].startswith("--")
+    for place, value in enumerate(OPTIONS[words]):
+        forms = [[*words.split(), value]]
+        if is_option:
+            forms.append([*words.split()[:-1], f"{words.split()[-1]}={value}"])
+            if value and value[0] not in "-=":
+                # The parser tells the forms apart by these alone: other values have one in turn.
+                forms = [forms[place % 2]]
+        for given in forms:
             status = main(given)
             printed, said = capsys.readouterr()
             assert (status, printed) == (2, ""), (given, said)

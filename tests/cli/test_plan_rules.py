@@ -18,6 +18,8 @@ from shardax.cli.inputs import load_rules
 from shardax.cli.runs import read_settings
 from shardax.errors import CommandError
 
+pytestmark = pytest.mark.usefixtures("one_layer")
+
 FSDP = """
 [layouts."fsdp 8x1"]
 mesh = { data = 8, model = 1 }

@@ -16,12 +16,14 @@ import pytest
 import shardax as sx
 from shardax.cli import main
 
+pytestmark = pytest.mark.usefixtures("one_layer")
+
 OPTIONS = ["--preset", "tiny", "--steps", "4", "--batch-size", "8", "--seq-len", "16"]
 OPTIONS += ["--checkpoint-every", "2"]
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def whole(tmp_path_factory: pytest.TempPathFactory, one_layer: None) -> Path:
     folder = tmp_path_factory.mktemp("whole")
     (folder / "text.txt").write_text("the quick brown fox jumps over the lazy dog " * 200)
     words = ["train", *OPTIONS, "--text", str(folder / "text.txt"), "--out", str(folder / "run")]
@@ -120,14 +122,15 @@ def test_changed_settings_are_refused_without_override(
     assert named.replace("\\", "") in error and error.count("\n") == 1
     status, printed, _ = said(capsys, "verify", str(run))
     assert status == 1 and "step 4 was trained with other settings than run.json has" in printed
-    assert said(capsys, "train", "--resume", "--override", "--out", str(run))[0] == 0
 
 
 def test_override_changes_the_settings_of_a_run(run: Path, capsys: Any) -> None:
+    change(run, rope_base=500.0, dtype="bfloat16")  # of the file, and others as options
     words = ["train", "--resume", "--override", "--out", str(run)]
     assert said(capsys, *words, "--steps", "6", "--learning-rate", "0.001")[0] == 0
     record = json.loads((run / "run.json").read_text())
     assert (record["steps"], record["learning_rate"], record["batch_size"]) == (6, 0.001, 8)
+    assert (record["model"]["rope_base"], record["model"]["dtype"]) == (500.0, "bfloat16")
     assert sx.train.Checkpoints(run / "checkpoints").latest() == 6
     assert said(capsys, "train", "--resume", "--out", str(run))[0] == 0
     assert said(capsys, "verify", str(run))[0] == 0

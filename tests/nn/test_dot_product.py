@@ -166,6 +166,13 @@ def attention(**options: Any) -> Any:
     return with_values(sx.nn.MultiHeadAttention(SIZE, HEADS, rngs=sx.Rngs(0), **options))
 
 
+READABLE = (
+    np.array([True, True, False])[None, None, None] | (np.arange(BATCH) == 0)[:, None, None, None]
+)
+SEGMENTS = np.array([[0, 0, 1], [0, 1, 1]])
+run = sx.jit(lambda layer, x: layer(x, mask=READABLE, segment_ids=SEGMENTS))
+
+
 @pytest.mark.parametrize(
     "options",
     [{}, {"num_kv_heads": 2, "causal": True}, {"causal": True, "window": 2, "use_bias": True}],
@@ -178,12 +185,6 @@ def test_given_attention_functions_replace_the_weighting(function: str, options:
         "jax": jax.nn.dot_product_attention,
         "flax": nnx.dot_product_attention,
     }
-    mask = (
-        np.array([True, True, False])[None, None, None]
-        | (np.arange(BATCH) == 0)[:, None, None, None]
-    )
-    segments = np.array([[0, 0, 1], [0, 1, 1]])
-    run = sx.jit(lambda layer, x: layer(x, mask=mask, segment_ids=segments))
     layer = attention(**options, attention_fn=functions[function])
     close(run(layer, X), run(attention(**options), X))
 

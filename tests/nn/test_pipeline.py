@@ -37,15 +37,15 @@ class Block(sx.Module):
     """Draws, counts, keeps statistics, and sows rows, merged rows and a number."""
 
     def __init__(self, rngs: sx.Rngs) -> None:
-        self.norm = sx.nn.RMSNorm(8)
-        self.mlp = sx.nn.MLP(8, 16, rngs=rngs)
+        # No norm and no gate: each layer of it is in every program below, several times.
+        self.mlp = sx.nn.MLP(8, 16, gated=False, rngs=rngs)
         self.dropout = sx.nn.Dropout(0.3, rngs=rngs)
         self.calls = sx.Variable(np.zeros((), np.int32))
         self.mean = sx.BatchStat(np.zeros(8, np.float32))
 
     def __call__(self, x: jax.Array, mask: jax.Array | None = None, scale: float = 1.0) -> Any:
         """Adds the perceptron's result where the mask is."""
-        y = scale * self.mlp(self.norm(x))
+        y = scale * self.mlp(x)
         self.calls[...] += 1
         self.mean[...] = 0.9 * self.mean + 0.1 * jnp.mean(y, axis=(0, 1))
         y = y if mask is None else jnp.where(mask[..., None], y, 0)
@@ -263,11 +263,27 @@ def test_microbatches_draw_apart_and_advance_streams_once() -> None:
     assert int(rngs.noise.count) == int(stack.stacked.stream.count) == 3
 
 
-class Pair(sx.Module):
-    """Two blocks, which are a stack of their own."""
+class Row(sx.Module):
+    """Draws, counts and sows rows."""
 
     def __init__(self, rngs: sx.Rngs) -> None:
-        self.inner = sx.nn.Stack(lambda: Block(rngs), 2, axis_name="inner")
+        self.linear = sx.nn.Linear(8, 8, rngs=rngs)
+        self.dropout = sx.nn.Dropout(0.3, rngs=rngs)
+        self.calls = sx.Variable(np.zeros((), np.int32))
+
+    def __call__(self, x: jax.Array, mask: jax.Array, scale: float) -> jax.Array:
+        """Adds the layer's result where the mask is."""
+        self.calls[...] += 1
+        y = jnp.where(mask[..., None], scale * self.linear(x), 0)
+        self.sow("rows", y)
+        return x + self.dropout(y)
+
+
+class Pair(sx.Module):
+    """Two layers, which are a stack of their own."""
+
+    def __init__(self, rngs: sx.Rngs) -> None:
+        self.inner = sx.nn.Stack(lambda: Row(rngs), 2, axis_name="inner")
 
     def __call__(self, x: jax.Array, mask: jax.Array, scale: float) -> jax.Array:
         """Runs both."""
@@ -275,7 +291,7 @@ class Pair(sx.Module):
 
 
 def make_nested(microbatches: int | None) -> Any:
-    """Returns four pairs of blocks."""
+    """Returns four pairs of layers."""
     rngs = sx.Rngs(params=0, dropout=1)
     return with_values(sx.nn.Stack(lambda: Pair(rngs), 4, microbatches=microbatches))
 

@@ -70,10 +70,19 @@ def of_the_whole(variant: str) -> Any:
     return layer, x, y, gradients
 
 
+# A ring is in zigzag order only where it is causal; one of the others has a window.
+ZIGZAG = {"softcap", "rotary, grouped", "window", "segments"}
+
+
 # Every variant each way; every variant, and every way, over both kinds of axes.
 @pytest.mark.parametrize(
     ("how", "variant", "kind"),
-    [(how, v, KINDS[(i + j) % 2]) for i, how in enumerate(HOW) for j, v in enumerate(VARIANTS)],
+    [
+        (how, variant, KINDS[(i + j) % 2])
+        for i, how in enumerate(HOW)
+        for j, variant in enumerate(VARIANTS)
+        if how != "ring-zigzag" or variant in ZIGZAG
+    ],
     ids=str,
 )
 def test_split_attention_and_its_gradients_equal_whole(
@@ -103,7 +112,12 @@ def test_split_attention_and_its_gradients_equal_whole(
 def packed_and_whole(scanned: bool) -> Any:
     """A decoder, a packed batch, and on one device: loss, gradients and bytes of its step."""
     config = sx.models.DecoderConfig(
-        num_layers=2, embed_dim=16, num_heads=4, num_kv_heads=2, mlp_dim=32, scan_layers=scanned
+        num_layers=1 + scanned,
+        embed_dim=16,
+        num_heads=4,
+        num_kv_heads=2,
+        mlp_dim=32,
+        scan_layers=scanned,
     )
     random = np.random.default_rng(0)
     documents = [random.integers(1, 256, n) for n in (40, 9, 30, 64, 5, 22, 17)]

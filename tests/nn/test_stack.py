@@ -65,6 +65,9 @@ call = sx.jit(lambda layer, x: layer(x))
 call_in_turn = sx.jit(in_turn)
 
 
+half_negated_in_turn = sx.jit(lambda layers, x: in_turn(layers, x, 0.5, negate=True))
+
+
 def half_negated(layer: Any, x: Any) -> Any:
     return layer(x, 0.5, negate=True)
 
@@ -184,9 +187,8 @@ def test_invalid_stacks_are_refused(make: Any, message: str) -> None:
 def test_call_equals_layers_in_turn_and_their_writes(own_streams: bool, wrap: Any) -> None:
     stack, layers = both(own_streams=own_streams)
     run = wrap(half_negated)
-    expected = sx.jit(lambda layers, x: in_turn(layers, x, 0.5, negate=True))
     for _ in range(2):
-        np.testing.assert_allclose(run(stack, X), expected(layers, X), rtol=1e-5)
+        np.testing.assert_allclose(run(stack, X), half_negated_in_turn(layers, X), rtol=1e-5)
         assert_same_values(stack, layers)
     assert stack.stacked.calls.value.tolist() == [2, 2, 2, 2]
 
@@ -199,8 +201,10 @@ def trained_in_turn() -> tuple[list[Block], Any]:
     return layers, step(layers)
 
 
-@pytest.mark.parametrize("remat", [None, "full", "dots_saveable"])
-@pytest.mark.parametrize("unroll", [1, 2])
+# JAX's loop unrolls what rematerializes its layers or not.
+@pytest.mark.parametrize(
+    ("remat", "unroll"), [(None, 1), (None, 2), ("full", 2), ("dots_saveable", 1)]
+)
 def test_gradients_equal_those_of_layers_in_turn(remat: Any, unroll: int) -> None:
     stack, _ = both(own_streams=True)
     layers, theirs = trained_in_turn()

@@ -274,7 +274,7 @@ def test_impossible_steps_are_refused() -> None:
 def test_calibration_moves_towards_measured_seconds() -> None:
     model, step, hardware, software = plan.read_row(ROW)
     measured = 1.3 * plan.predict(model, step, hardware, software=software).seconds
-    figures = plan.calibrate([{**ROW, "step_seconds": measured}] * 40, rounds=10)
+    figures = plan.calibrate([{**ROW, "step_seconds": measured}] * 12, rounds=10)
     fitted = plan.predict(model, step, hardware, software=software, figures=figures).seconds
     assert fitted == pytest.approx(measured, rel=0.1)
 

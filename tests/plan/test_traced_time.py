@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -40,14 +41,36 @@ def decoder(batch: int = 64, **options: Any) -> tuple[Any, ...]:
     return model, train.Optimizer(model, optax.adamw(1e-3)), {"inputs": tokens, "targets": tokens}
 
 
-def traced(rules: list[Any], mesh: dict[str, int], args: tuple[Any, ...] | None = None) -> Any:
-    inputs = Inputs(step, args or decoder())
+@functools.cache
+def decoder_dimensions() -> tuple[Inputs, Any]:
+    """Inputs of the step of ``decoder``, and what its trace says, which no mesh changes."""
+    inputs = Inputs(step, decoder())
+    return inputs, trace_dimensions(inputs)
+
+
+def traced(rules: list[Any], mesh: dict[str, int]) -> Any:
+    inputs, dimensions = decoder_dimensions()
     layout = plan.Layout("layout", tuple(rules), tuple(mesh.items()))
-    return traced_workload(layout, trace_dimensions(inputs, mesh), inputs.batch_names, {})
+    return traced_workload(layout, dimensions, inputs.batch_names, {})
 
 
 FSDP = [("batch", "data"), ("embed", "data")]
 TENSOR = [("heads", "model"), ("kv_heads", "model"), ("mlp", "model"), ("vocab", "model")]
+LAYOUTS: dict[str, tuple[list[Any], dict[str, int]]] = {
+    "fsdp": (FSDP, {"data": 8}),
+    "tensor": ([("batch", "data"), *TENSOR], {"data": 4, "model": 2}),
+    "data": ([("batch", "data")], {"data": 8}),
+}
+
+
+@functools.cache
+def compiled(name: str) -> plan.LayoutReport:
+    """The report of a layout of ``LAYOUTS``, whose program is compiled once for all tests."""
+    rules, mesh = LAYOUTS[name]
+    [report] = plan.compare(
+        step, decoder(), {name: rules}, mesh, "gpu:h100:1x8", compiler="estimate", cache=None
+    )
+    return report
 
 
 def test_devices_share_operations_of_a_split_batch() -> None:
@@ -142,23 +165,13 @@ def test_operations_do_not_depend_on_the_mesh(data: int, model: int) -> None:
     assert sum(product.flops for product in work.products) * data * model == pytest.approx(total)
 
 
-@pytest.mark.parametrize(
-    ("rules", "mesh"),
-    [
-        (FSDP, {"data": 8}),
-        ([("batch", "data"), *TENSOR], {"data": 4, "model": 2}),
-        ([("batch", "data")], {"data": 8}),
-    ],
-    ids=["fsdp", "tensor", "data"],
-)
-def test_traced_and_compiled_times_agree(rules: list[Any], mesh: dict[str, int]) -> None:
-    args = decoder()
-    [report] = plan.compare(
-        step, args, {"layout": rules}, mesh, "gpu:h100:1x8", compiler="estimate", cache=None
-    )
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_traced_and_compiled_times_agree(name: str) -> None:
+    rules, mesh = LAYOUTS[name]
+    report = compiled(name)
     fixed = dict.fromkeys(("batch", "embed", "heads", "kv_heads", "mlp", "vocab")) | dict(rules)
     searched = plan.search(
-        step, args, "gpu:h100:1x8", meshes=[mesh], fix=fixed, effort="trace"
+        step, decoder(), "gpu:h100:1x8", meshes=[mesh], fix=fixed, effort="trace"
     ).reports[0]
     assert report.expected is not None and searched.expected is not None
     assert searched.expected.seconds == pytest.approx(report.expected.seconds, rel=0.5)
@@ -184,10 +197,7 @@ def test_expected_time_survives_json(tmp_path: Any) -> None:
 
 
 def test_report_says_mfu_and_tokens() -> None:
-    [report] = plan.compare(
-        step, decoder(), {"fsdp": FSDP}, {"data": 8}, "gpu:h100:1x8", compiler="estimate",
-        cache=None,
-    )  # fmt: skip
+    report = compiled("fsdp")
     assert report.expected is not None
     seconds = report.expected.seconds
     assert report.tokens_per_second_per_chip == pytest.approx(64 * LENGTH / seconds / 8)

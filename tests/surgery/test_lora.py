@@ -25,7 +25,7 @@ def moved(adapted: Any) -> Any:
     """Draws all adapters anew, so that they do something."""
     for number, (_, variable) in enumerate(sx.iter_variables(adapted, "lora")):
         drawn = np.random.default_rng(number).normal(size=variable.shape)
-        variable.value = jnp.asarray(0.3 * drawn, variable.dtype)
+        variable.value = (0.3 * drawn).astype(variable.dtype)
     return adapted
 
 
@@ -427,27 +427,30 @@ def test_scale_of_experts_keeps_float32_precision() -> None:
 def test_named_layers_are_adapted_and_merged(
     inputs: dict[str, int], outputs: dict[str, int], batch: dict[str, int]
 ) -> None:
-    layer = sx.named.Linear(inputs, outputs, batch_axes=batch, rngs=sx.Rngs(0))
-    model = sx.nn.Sequential(layer, sx.nn.Linear(4, 4, rngs=sx.Rngs(1)))
+    layer = with_values(sx.named.Linear(inputs, outputs, batch_axes=batch, rngs=sx.Rngs(0)))
+    model = sx.nn.Sequential(layer, with_values(sx.nn.Linear(4, 4, rngs=sx.Rngs(1))))
     adapted = sx.surgery.lora(sx.select(model), rank=2, scale=0.5, rngs=sx.Rngs(2))
     assert [type(part).__name__ for part in adapted.layers] == ["LoRA", "LoRA"]
-    x = sx.named.random(jax.random.normal, jax.random.key(3), {**inputs, **batch, "row": 3})
+    sizes = {**inputs, **batch, "row": 3}
+    x = sx.named.NamedArray(normal(*sizes.values()), tuple(sizes))
+    call = sx.jit(lambda layer, x: layer(x))
     first, kernel = adapted.layers[0], layer.kernel
     axes = kernel.axes or ()
-    plain, names = layer(x), tuple(layer(x).axes)
-    np.testing.assert_array_equal(first(x).unwrap(*names), plain.unwrap(*names))
-    first.b.value = jax.random.normal(jax.random.key(4), first.b.shape)
+    plain = call(layer, x)
+    names = tuple(plain.axes)
+    np.testing.assert_array_equal(call(first, x).unwrap(*names), plain.unwrap(*names))
+    first.b.value = normal(*first.b.shape)
     count, end = len(batch), len(batch) + len(inputs)
     assert first.a.axes == (*axes[:end], None)
     assert first.b.axes == (*axes[:count], None, *axes[end:])
     lead = kernel.shape[:count]
     a = np.asarray(first.a.value).reshape(*lead, -1, 2)
     b = np.asarray(first.b.value).reshape(*lead, 2, -1)
-    merged = sx.surgery.merge_lora(adapted)
+    merged = merge(adapted)
     total = np.asarray(kernel.value) + 0.5 * (a @ b).reshape(kernel.shape)
     np.testing.assert_allclose(merged.layers[0].kernel.value, total, rtol=1e-5, atol=1e-6)
-    expected = merged.layers[0](x).unwrap(*names)
-    np.testing.assert_allclose(sx.jit(first)(x).unwrap(*names), expected, rtol=1e-4, atol=1e-5)
+    expected = call(merged.layers[0], x).unwrap(*names)
+    np.testing.assert_allclose(call(first, x).unwrap(*names), expected, rtol=1e-4, atol=1e-5)
     assert not np.allclose(expected, plain.unwrap(*names))
 
 

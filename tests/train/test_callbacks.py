@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any, cast
 
@@ -214,23 +215,35 @@ def run_counter(
     return result.step, early.state(), best.state()
 
 
+@pytest.fixture(scope="module")
+def whole_count(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """What a run in one go returns, and the steps of its checkpoints; once for all tests."""
+
+    @functools.cache
+    def run(low: int, eval_every: int = 1) -> tuple[tuple[int, Any, Any], Any]:
+        folder = tmp_path_factory.mktemp("whole")
+        result = run_counter(folder, 12, low, eval_every=eval_every)
+        return result, sx.train.Checkpoints(folder / "checkpoints").steps()
+
+    return run
+
+
 @pytest.mark.parametrize(
     ("low", "cut", "eval_every"), [(3, 4, 1), (3, 3, 1), (6, 4, 1), (4, 3, 2), (4, 4, 2)]
 )
 def test_extended_run_stops_as_whole_run_does(
-    tmp_path: Path, low: int, cut: int, eval_every: int
+    tmp_path: Path, whole_count: Any, low: int, cut: int, eval_every: int
 ) -> None:
-    whole = run_counter(tmp_path / "whole", 12, low, eval_every=eval_every)
+    whole, steps = whole_count(low, eval_every)
     run_counter(tmp_path / "parts", cut, low, eval_every=eval_every)
     # Resuming a finished run, too, changes nothing that an extension counts.
     run_counter(tmp_path / "parts", cut, low, eval_every=eval_every, resume=True)
     parts = run_counter(tmp_path / "parts", 12, low, eval_every=eval_every, resume=True)
     assert parts == whole
-    steps = sx.train.Checkpoints(tmp_path / "parts" / "checkpoints").steps()
-    assert steps == sx.train.Checkpoints(tmp_path / "whole" / "checkpoints").steps()
+    assert sx.train.Checkpoints(tmp_path / "parts" / "checkpoints").steps() == steps
 
 
-def test_extension_evaluates_what_its_start_owes(tmp_path: Path) -> None:
-    whole = run_counter(tmp_path / "whole", 12, 3)
+def test_extension_evaluates_what_its_start_owes(tmp_path: Path, whole_count: Any) -> None:
+    whole, _ = whole_count(3)
     run_counter(tmp_path / "parts", 1, 3, eval_every=5)
     assert run_counter(tmp_path / "parts", 12, 3, resume=True) == whole
