@@ -225,6 +225,24 @@ def varying(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     return _wide_on_cpu(lambda x: jax.lax.pcast(x, axes, to="varying"), x) if axes else x
 
 
+def outside_inner_regions(policy: Any) -> Any:
+    """Returns a policy of ``jax.checkpoint`` that keeps nothing of regions within the one here."""
+    # JAX cannot hand on what the forward pass of a ``shard_map`` within another one keeps: the
+    # program does not verify (0.10 to 0.12). Results of such a region can be kept by their names.
+    here = jax.sharding.get_abstract_mesh().manual_axes
+    return policy if policy is None or not here else _outside_regions_within(policy, here)
+
+
+@functools.lru_cache(maxsize=256)
+def _outside_regions_within(policy, here: tuple[str, ...]):
+    # One for each policy, as JAX compares them by identity.
+    def keeps(primitive, *arrays, **options):
+        axes = jax.sharding.get_abstract_mesh().manual_axes
+        return set(axes) <= set(here) and policy(primitive, *arrays, **options)
+
+    return keeps
+
+
 def _wide_on_cpu(function, x: jax.Array) -> jax.Array:
     """Runs a function, and its transpose, in float32 on CPUs."""
     # XLA for CPU ends the process where narrow floats are summed over some of a mesh's axes while

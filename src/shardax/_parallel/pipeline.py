@@ -36,7 +36,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, PartitionSpec
 
-from shardax._core._jax import is_prng_key, sum_over, varying, varying_axes
+from shardax._core._jax import is_prng_key, outside_inner_regions, sum_over, varying, varying_axes
 from shardax._core.errors import ModuleError
 from shardax._core.graph.paths import Leaf, Path, PyTree, format_path
 from shardax._core.state.split_merge import iter_modules, iter_variables, merge, split
@@ -596,6 +596,7 @@ def _keeping(policy):
     """Returns a policy without saved layers of a round."""
     if policy is None:
         return None
+    policy = outside_inner_regions(policy)
 
     def keeps(primitive, *arrays, **options):
         return primitive.name not in _TAKEN and policy(primitive, *arrays, **options)

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType, PartitionSpec
 
 from shardax.partition.context import current_context, logical_to_mesh_axes
@@ -181,7 +182,14 @@ def _forward(ring: Ring, query, part: Part, mask: object, segments: object) -> t
     specs = _specs(ring, query, part, mask, segments)
     numbers = PartitionSpec(*(None,) * (query.ndim - 1), ring.axis)
     saved = Saved(specs[0], specs[1], specs[2], specs[3], specs[0], numbers, numbers)
-    return _region(ring, _read, specs, (specs[0], saved))(query, part, mask, segments)
+    # Where a policy keeps nothing inside of the region (``outside_inner_regions``) it can keep the
+    # results, as values with a name, and arguments with a name are those of outside.
+    args = _named((query, part, mask, segments))
+    return _named(_region(ring, _read, specs, (specs[0], saved))(*args))
+
+
+def _named(values: Any) -> Any:
+    return jax.tree.map(lambda x: checkpoint_name(x, "ring"), values)
 
 
 def _backward(ring: Ring, saved: Saved, cotangents: object) -> tuple[Any, ...]:

@@ -19,7 +19,7 @@ from typing import Any
 
 import jax
 
-from shardax._core._jax import trace_state
+from shardax._core._jax import outside_inner_regions, trace_state
 from shardax._core.frames import is_eager, local
 from shardax._core.graph.paths import PyTree
 from shardax._core.graph.static import exact_key
@@ -113,6 +113,7 @@ def _remat(
     )
     check_operands(once, "make it static: sx.remat(f, static_argnames=...)")
     run = once.program(once.run_whole, "arguments")
+    policy = outside_inner_regions(policy)
     transformed = jax.checkpoint(run, policy=policy, prevent_cse=prevent_cse)
     values, plain = once.graph.values(), list(once.arguments.plain)
     return once.finish(transformed(values, plain, once.arguments.plain_named))
