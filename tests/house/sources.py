@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ast
 import functools
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -22,6 +23,7 @@ PACKAGE = ROOT / "src" / "shardax"
 FOLDERS = ("src", "tests", "benchmarks", "docs", "examples")
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
+Documented = Function | ast.ClassDef
 # Fields with statements, or with parts that have them, in the order of the source.
 BLOCKS = ("body", "handlers", "orelse", "finalbody", "cases")
 
@@ -44,6 +46,15 @@ class FunctionLength:
     lines: int
 
 
+@dataclass(frozen=True)
+class Description:
+    """The docstring of one class or function, empty where there is none, by its qualified name."""
+
+    name: str
+    line: int
+    docstring: str
+
+
 @dataclass
 class Outline:
     """What the tests look at of one file.
@@ -51,12 +62,16 @@ class Outline:
     Attributes:
         docstring: That of the file, empty where there is none.
         undocumented: Public classes and functions of the module without docstring: (line, name).
+        descriptions: Classes and functions, inner ones too, with their docstrings.
+        classes: Those at the top of the module, with the names of their bases.
         functions: Every function, inner ones too.
         statements: Every import statement, and whether it stands at module level.
     """
 
     docstring: str
     undocumented: list[tuple[int, str]]
+    descriptions: list[Description]
+    classes: list[tuple[str, set[str]]]
     functions: list[FunctionLength] = field(default_factory=list)
     statements: list[tuple[ast.Import | ast.ImportFrom, bool]] = field(default_factory=list)
 
@@ -96,6 +111,12 @@ class Source:
                 for node in tree.body
                 if isinstance(node, Function | ast.ClassDef) and not node.name.startswith("_")
                 if not ast.get_docstring(node)
+            ],
+            descriptions=[*_descriptions(tree.body)],
+            classes=[
+                (node.name, {base.id for base in node.bases if isinstance(base, ast.Name)})
+                for node in tree.body
+                if isinstance(node, ast.ClassDef)
             ],
         )
         _walk(tree, outline)
@@ -139,6 +160,18 @@ def _walk(tree: ast.Module, outline: Outline) -> None:
         blocks = (getattr(node, name, ()) for name in BLOCKS)
         inner = [child for block in blocks for child in block]
         waiting.extend((child, inside) for child in reversed(inner))
+
+
+def _descriptions(body: list[ast.stmt], prefix: str = "") -> Iterator[Description]:
+    """Yields what the classes and functions of a block, and those inside them, are."""
+    for node in body:
+        if isinstance(node, Documented):
+            name = f"{prefix}{node.name}"
+            yield Description(name, node.lineno, ast.get_docstring(node) or "")
+            inner = f"{name}." if isinstance(node, ast.ClassDef) else f"{name}.<locals>."
+            yield from _descriptions(node.body, inner)
+        elif isinstance(node, ast.If | ast.Try | ast.With):
+            yield from _descriptions(node.body, prefix)
 
 
 def _first_name(node: ast.AST) -> str:

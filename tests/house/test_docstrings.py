@@ -8,13 +8,11 @@ why.
 
 from __future__ import annotations
 
-import ast
 import collections
 import functools
 import importlib
 import inspect
 import re
-from collections.abc import Iterator
 
 import pytest
 
@@ -23,8 +21,6 @@ from tests.house.sources import Source, package_files, python_files
 
 LICENCE = "# SPDX-License-Identifier: Apache-2.0"
 MOST_WORDS_OF_A_FIRST_LINE = 12
-
-Documented = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 
 @functools.cache
@@ -40,22 +36,6 @@ def public_places() -> set[tuple[str, str]]:
             if getattr(owner, "__module__", "").startswith("shardax"):
                 places.add((owner.__module__, getattr(owner, "__qualname__", name)))
     return places
-
-
-def documented(source: Source) -> Iterator[tuple[str, Documented, str]]:
-    """Yields the qualified name, node and docstring of every class and function of a file."""
-
-    def walk(body: list[ast.stmt], prefix: str) -> Iterator[tuple[str, Documented, str]]:
-        for node in body:
-            if isinstance(node, Documented):
-                name = f"{prefix}{node.name}"
-                yield name, node, ast.get_docstring(node) or ""
-                inner = f"{name}." if isinstance(node, ast.ClassDef) else f"{name}.<locals>."
-                yield from walk(node.body, inner)
-            elif isinstance(node, ast.If | ast.Try | ast.With):
-                yield from walk(node.body, prefix)
-
-    yield from walk(source.tree.body, "")
 
 
 def is_public(source: Source, name: str) -> bool:
@@ -86,7 +66,7 @@ def test_first_lines_have_at_most_12_words() -> None:
     long = []
     for source in package_files():
         texts = [("", source.outline.docstring)]
-        texts += [(name, docstring) for name, _, docstring in documented(source)]
+        texts += [(each.name, each.docstring) for each in source.outline.descriptions]
         for name, docstring in texts:
             first = docstring.strip().partition("\n")[0]
             if len(first.split()) > MOST_WORDS_OF_A_FIRST_LINE:
@@ -105,10 +85,10 @@ def test_public_classes_and_functions_have_a_docstring() -> None:
 
 def test_internals_have_docstrings_of_one_line() -> None:
     longer = [
-        f"{source.place}:{node.lineno} {name}"
+        f"{source.place}:{each.line} {each.name}"
         for source in package_files()
-        for name, node, docstring in documented(source)
-        if "\n" in docstring.strip() and not is_public(source, name)
+        for each in source.outline.descriptions
+        if "\n" in each.docstring.strip() and not is_public(source, each.name)
     ]
     assert longer == []
 
@@ -129,10 +109,10 @@ def test_public_functions_name_their_arguments_and_results(name: str) -> None:
 
 def test_sections_of_errors_name_each_class_once() -> None:
     twice = [
-        f"{source.place}:{node.lineno} {name}: {error}"
+        f"{source.place}:{each.line} {each.name}: {error}"
         for source in package_files()
-        for name, node, docstring in documented(source)
-        for section in re.findall(r"^Raises:\n((?:    .*\n?)+)", docstring, flags=re.MULTILINE)
+        for each in source.outline.descriptions
+        for section in re.findall(r"^Raises:\n((?:    .*\n?)+)", each.docstring, flags=re.MULTILINE)
         for error, count in collections.Counter(
             re.findall(r"^    (\w+): ", section, flags=re.MULTILINE)
         ).items()

@@ -10,6 +10,7 @@ whoever imports them twice.
 
 from __future__ import annotations
 
+import functools
 import json
 import subprocess
 import sys
@@ -35,11 +36,17 @@ import shardax
 print(json.dumps([after_jax - start, time.process_time() - after_jax]))
 """
 
+# One process: what the errors import, then all faces; devices are chosen after all of them.
 LOAD_ALL = """
 import importlib, json, sys
+import shardax.errors
+by_errors = sorted(name for name in sys.modules if "shardax." in name)
 for name in json.loads(sys.argv[1]):
     importlib.import_module(name)
-print(json.dumps(sorted({name.split(".")[0] for name in sys.modules})))
+packages = sorted({name.split(".")[0] for name in sys.modules})
+import jax
+jax.config.update("jax_num_cpu_devices", 3)
+print(json.dumps([by_errors, packages, len(jax.devices())]))
 """
 
 UNTIL_THE_FIRST_STEP = """
@@ -56,13 +63,6 @@ shown, sys.stdout = sys.stdout, sys.stderr  # of which the tables are no part
 shardax.cli.main(["train", "--preset", "tiny", "--steps", "1", *sys.argv[1:]])
 """
 
-CONFIGURE_LATE = """
-import json, jax
-import shardax
-jax.config.update("jax_num_cpu_devices", 3)
-print(json.dumps(len(jax.devices())))
-"""
-
 
 def printed_by(program: str, *arguments: str) -> Any:
     """What a program printed as JSON in a fresh process."""
@@ -72,8 +72,15 @@ def printed_by(program: str, *arguments: str) -> Any:
     return json.loads(done.stdout)
 
 
+@functools.cache
+def after_imports() -> tuple[set[str], set[str], int]:
+    """Modules that the errors import, packages that all faces import, devices chosen later."""
+    modules, packages, devices = printed_by(LOAD_ALL, json.dumps([face.module for face in faces()]))
+    return set(modules), set(packages), devices
+
+
 def test_import_adds_little_to_that_of_jax() -> None:
-    printed_by(TIME_BOTH)  # Writes the bytecode.
+    after_imports()  # Writes the bytecode.
     times: list[tuple[float, float]] = []
     while True:
         times.append(printed_by(TIME_BOTH))
@@ -86,10 +93,15 @@ def test_import_adds_little_to_that_of_jax() -> None:
 
 
 def test_no_face_imports_an_optional_package() -> None:
-    modules = [face.module for face in faces()]
-    loaded = printed_by(LOAD_ALL, json.dumps(modules))
-    assert "shardax" in loaded
-    assert sorted(set(loaded) & set(OPTIONAL)) == []
+    _, packages, _ = after_imports()
+    assert "shardax" in packages
+    assert sorted(packages & set(OPTIONAL)) == []
+
+
+def test_importing_errors_imports_no_further_package() -> None:
+    modules, _, _ = after_imports()
+    assert "shardax.errors" in modules
+    assert not modules & {"shardax.plan", "shardax.train", "shardax.host", "shardax.view"}
 
 
 def test_training_command_defers_imports_past_first_step(tmp_path: Path) -> None:
@@ -102,5 +114,6 @@ def test_training_command_defers_imports_past_first_step(tmp_path: Path) -> None
 
 
 def test_import_starts_no_backend() -> None:
-    """Devices can still be chosen after the import, so nothing ran on one during it."""
-    assert printed_by(CONFIGURE_LATE) == 3
+    """Devices can still be chosen after all imports, so nothing ran on one during them."""
+    _, _, devices = after_imports()
+    assert devices == 3

@@ -3,14 +3,13 @@
 
 from __future__ import annotations
 
-import ast
 import functools
 import re
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.house.sources import ROOT
+from tests.house.sources import ROOT, Source, python_files
 from tests.suite import compat
 
 MOST_WORDS = 8
@@ -22,11 +21,14 @@ def files() -> Iterator[Path]:
     yield from sorted((ROOT / "tests").rglob("*.py"))
 
 
-@functools.cache
 def names_of_tests(file: Path) -> list[str]:
-    nodes = ast.walk(ast.parse(file.read_text(encoding="utf-8")))
-    functions = (node for node in nodes if isinstance(node, ast.FunctionDef))
-    return [node.name for node in functions if node.name.startswith("test_")]
+    functions = sources_by_path()[file].outline.functions
+    return [each.name for each in functions if each.name.startswith("test_")]
+
+
+@functools.cache
+def sources_by_path() -> dict[Path, Source]:
+    return {source.path: source for source in python_files()}
 
 
 def test_names_have_at_most_eight_words() -> None:

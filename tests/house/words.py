@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ast
 import collections
+import functools
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -86,6 +87,7 @@ def _guarded(node: ast.AST) -> tuple[int, int] | None:
     return None
 
 
+@functools.cache
 def package_words() -> Words:
     """Counts the words of the package."""
     words = Words()

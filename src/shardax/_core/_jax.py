@@ -226,7 +226,7 @@ def varying(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
 
 
 def outside_inner_regions(policy: Any) -> Any:
-    """Returns a policy of ``jax.checkpoint`` that keeps nothing of regions within the one here."""
+    """Returns a remat policy that keeps nothing in regions within this one."""
     # JAX cannot hand on what the forward pass of a ``shard_map`` within another one keeps: the
     # program does not verify (0.10 to 0.12). Results of such a region can be kept by their names.
     here = jax.sharding.get_abstract_mesh().manual_axes
