@@ -78,14 +78,18 @@ def layers(lib: Any) -> Any:
 
 def linear(lib: Any) -> Any:
     layer = layers(lib).Linear(4, 3, rngs=lib.Rngs(0))
-    return with_bias(lib, with_values(layer), jnp.arange(3.0))
+    return with_bias(lib, with_values(layer), np.arange(3, dtype=np.float32))
+
+
+def waves(start: int, shape: tuple[int, ...]) -> Any:
+    """Numbers by their places, of NumPy: they take no program."""
+    return np.sin(start + np.arange(np.prod(shape), dtype=np.float32)).reshape(shape)
 
 
 def with_values(layer: Any) -> Any:
     """Gives parameters values by their shapes."""
     values = {
-        path: jnp.sin(jnp.arange(value.size, dtype=value.dtype)).reshape(value.shape)
-        for path, value in flat(layer).items()
+        path: jnp.asarray(waves(0, value.shape), value.dtype) for path, value in flat(layer).items()
     }
     if isinstance(layer, sx.Module):
         sx.update(layer, sx.State.from_flat(values))
@@ -106,12 +110,18 @@ def flat(layer: Any) -> dict[Any, Any]:
 
 def run(layer: Any, *args: Any, **options: Any) -> Any:
     """The result of a layer whose parameters have values by their shapes."""
-    return with_values(layer)(*args, **options)
+    return compiled(with_values(layer), *args, **options)
+
+
+def compiled(layer: Any, *args: Any, **options: Any) -> Any:
+    """The result of a call as one program, instead of one for each of its operations."""
+    lib = nnx if isinstance(layer, nnx.Module) else sx
+    return lib.jit(lambda layer, *args: layer(*args, **options))(layer, *args)
 
 
 def with_bias(lib: Any, layer: Any, bias: Any) -> Any:
     new = lib.clone(layer)
-    new.bias = lib.Param(bias)
+    new.bias = lib.Param(jnp.asarray(bias))
     return new
 
 
@@ -271,14 +281,13 @@ def attention(layer: Any) -> Any:
     for place, part in enumerate(map(layer.__getattribute__, parts)):
         for name in ("kernel", "bias"):
             variable = getattr(part, name)
-            new = jnp.sin(place + jnp.arange(variable.size, dtype=jnp.float32))
-            variable[...] = new.reshape(variable.shape)
+            variable[...] = jnp.asarray(waves(place, variable.shape))
     return layer
 
 
 def attend(layer: Any, *args: Any, is_causal: bool = False) -> Any:
     attention(layer)
-    return layer(*args, is_causal=True) if is_causal else layer(*args)
+    return compiled(layer, *args, **({"is_causal": True} if is_causal else {}))
 
 
 def decoded(lib: Any) -> Any:
@@ -287,10 +296,12 @@ def decoded(lib: Any) -> Any:
     if lib is nnx:
         layer = attention(nnx.MultiHeadAttention(2, 4, decode=True, rngs=nnx.Rngs(0)))
         layer.init_cache(tokens.shape)
-        return [layer(tokens[:, place : place + 1]) for place in range(3)]
+        step = nnx.jit(call)
+        return [step(layer, tokens[:, place : place + 1]) for place in range(3)]
     layer = attention(nn.MultiHeadAttention(4, 2, use_bias=True, causal=True, rngs=sx.Rngs(0)))
     cache = nn.AttentionCache(1, 3, 2, 2)
-    return [layer(tokens[:, place : place + 1], cache=cache) for place in range(3)]
+    step = sx.jit(lambda layer, token, cache: layer(token, cache=cache))
+    return [step(layer, tokens[:, place : place + 1], cache) for place in range(3)]
 
 
 def recur(layer: Any, xs: Any) -> Any:
@@ -299,9 +310,10 @@ def recur(layer: Any, xs: Any) -> Any:
     for path, part in lib.iter_graph(layer):
         if isinstance(part, lib.Param):
             is_kernel = path[-1] == "kernel"
-            rows = jnp.sin(jnp.arange(1.0, part.shape[0] + 1)) if is_kernel else jnp.zeros(1)
-            part[...] = jnp.broadcast_to(rows.reshape(-1, *[1] * (part.ndim - 1)), part.shape)
-    return layer(xs)
+            rows = waves(1, part.shape[:1]) if is_kernel else np.zeros(1, np.float32)
+            values = np.broadcast_to(rows.reshape(-1, *[1] * (part.ndim - 1)), part.shape)
+            part[...] = jnp.asarray(values)
+    return compiled(layer, xs)
 
 
 def lora_sum(layer: Any) -> Any:
@@ -309,8 +321,8 @@ def lora_sum(layer: Any) -> Any:
     lib = nnx if isinstance(layer, nnx.Module) else sx
     for _, part in lib.iter_graph(layer):
         if isinstance(part, lib.Param):
-            part[...] = jnp.ones(part.shape)
-    return layer(x)
+            part[...] = jnp.asarray(np.ones(part.shape, np.float32))
+    return compiled(layer, x)
 
 
 class TheirSum(nnx.Module):
@@ -345,15 +357,19 @@ class Halved(sx.Module):
         return x @ self.kernel / 2 + self.bias[None]
 
 
-def names() -> dict[str, Any]:
-    """New objects of both libraries, with the names of this file."""
-    objects = {}
-    for prefix, lib in (("their", nnx), ("our", sx)):
-        objects[f"{prefix}_linear"] = linear(lib)
-        objects[f"{prefix}_embed"] = layers(lib).Embed(5, 4, rngs=lib.Rngs(0))
-    objects["their_box"] = meta.Partitioned(x, ("a", None))
-    objects["our_box"] = partition.Partitioned(x, ("a", None))
-    eights = jnp.ones((8, 8))
-    objects["their_named"] = nnx.Param(eights, out_sharding=("embed", None), eager_sharding=False)
-    objects["our_named"] = sx.Param(eights, axes=("embed", None))
-    return {**globals(), **objects}
+def names(*codes: str) -> dict[str, Any]:
+    """The names of this file, with new objects of both libraries that the codes use."""
+    makers = {
+        "their_linear": lambda: linear(nnx),
+        "our_linear": lambda: linear(sx),
+        "their_embed": lambda: nnx.Embed(5, 4, rngs=nnx.Rngs(0)),
+        "our_embed": lambda: nn.Embed(5, 4, rngs=sx.Rngs(0)),
+        "their_box": lambda: meta.Partitioned(x, ("a", None)),
+        "our_box": lambda: partition.Partitioned(x, ("a", None)),
+        "their_named": lambda: nnx.Param(
+            jnp.ones((8, 8)), out_sharding=("embed", None), eager_sharding=False
+        ),
+        "our_named": lambda: sx.Param(jnp.ones((8, 8)), axes=("embed", None)),
+    }
+    used = [name for name in makers if any(name in code for code in codes)]
+    return {**globals(), **{name: makers[name]() for name in used}}

@@ -55,7 +55,7 @@ def test_both_sides_of_every_row_agree(start: int) -> None:
     from tests.docs.flax_names import names
 
     for _, row, theirs, ours in CASES[start : start + 25]:
-        scope = names()
+        scope = names(theirs, ours)
         with jax.numpy_rank_promotion("allow"):  # Flax's layers rely on it
             first = jax.tree.leaves(eval(theirs, scope))
         second = jax.tree.leaves(eval(ours.strip(), scope))
