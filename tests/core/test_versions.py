@@ -258,6 +258,37 @@ def sums_of_narrow_floats() -> None:
         assert gradient.tolist() == [[4.0] * 4, [6.0] * 4, [8.0] * 4, [10.0] * 4]
 
 
+def policies_within_regions() -> None:
+    everything = jax.checkpoint_policies.everything_saveable
+    assert _jax.outside_inner_regions(everything) is everything
+    assert _jax.outside_inner_regions(None) is None
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    asked: set[str] = set()
+
+    def keeps(primitive: Any, *_: Any, **__: Any) -> bool:
+        asked.add(primitive.name)
+        return True
+
+    def region(x: Any) -> Any:
+        inner = jax.shard_map(
+            jnp.tanh, in_specs=P("model"), out_specs=P("model"), axis_names={"model"}
+        )
+        # JAX differentiates no region within another one.
+        function = jax.custom_vjp(inner)
+        function.defvjp(lambda x: (y := inner(x), y), lambda y, given: ((1 - y**2) * given,))
+        policy = _jax.outside_inner_regions(keeps)
+        assert policy is _jax.outside_inner_regions(keeps)
+        return jax.checkpoint(lambda x: jnp.exp(function(x)), policy=policy)(x)
+
+    outer = jax.shard_map(
+        region, mesh=mesh, in_specs=P("data"), out_specs=P("data"), axis_names={"data"}
+    )
+    x = jnp.arange(8.0)
+    gradient = jax.jit(jax.grad(lambda x: outer(x).sum()))(x)
+    assert jnp.allclose(gradient, jnp.exp(jnp.tanh(x)) * (1 - jnp.tanh(x) ** 2), atol=1e-5)
+    assert "exp" in asked and "tanh" not in asked
+
+
 def random_keys() -> None:
     keys = jax.random.split(jax.random.key(0), 2)
     stand_in = jax.eval_shape(lambda: keys)
@@ -288,6 +319,8 @@ PROMISES: dict[str, Callable[[], None]] = {
     "sum_over": sums_of_narrow_floats,
     "varying": sums_of_narrow_floats,
     "_wide_on_cpu": sums_of_narrow_floats,
+    "outside_inner_regions": policies_within_regions,
+    "_outside_regions_within": policies_within_regions,
 }
 
 
