@@ -21,7 +21,7 @@ import sys
 import threading
 import types
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -225,8 +225,8 @@ def varying(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     return _wide_on_cpu(lambda x: jax.lax.pcast(x, axes, to="varying"), x) if axes else x
 
 
-def outside_inner_regions(policy: Any) -> Any:
-    """Returns a remat policy that keeps nothing in regions within this one."""
+def outside_inner_regions(policy: Callable[..., bool] | None) -> Callable[..., bool] | None:
+    """Returns a remat policy without values of regions within this one."""
     # JAX cannot hand on what the forward pass of a ``shard_map`` within another one keeps: the
     # program does not verify (0.10 to 0.12). Results of such a region can be kept by their names.
     here = jax.sharding.get_abstract_mesh().manual_axes
@@ -234,7 +234,7 @@ def outside_inner_regions(policy: Any) -> Any:
 
 
 @functools.lru_cache(maxsize=256)
-def _outside_regions_within(policy, here: tuple[str, ...]):
+def _outside_regions_within(policy: Callable[..., bool], here: tuple[str, ...]):
     # One for each policy, as JAX compares them by identity.
     def keeps(primitive, *arrays, **options):
         axes = jax.sharding.get_abstract_mesh().manual_axes

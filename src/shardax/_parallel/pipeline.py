@@ -594,12 +594,12 @@ _TAKEN = frozenset({"dynamic_slice", "squeeze", "reshape", "convert_element_type
 
 def _keeping(policy):
     """Returns a policy without saved layers of a round."""
-    if policy is None:
+    outside = outside_inner_regions(policy)
+    if outside is None:
         return None
-    policy = outside_inner_regions(policy)
 
     def keeps(primitive, *arrays, **options):
-        return primitive.name not in _TAKEN and policy(primitive, *arrays, **options)
+        return primitive.name not in _TAKEN and outside(primitive, *arrays, **options)
 
     return keeps
 

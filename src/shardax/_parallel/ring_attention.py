@@ -188,7 +188,7 @@ def _forward(ring: Ring, query, part: Part, mask: object, segments: object) -> t
     return _named(_region(ring, _read, specs, (specs[0], saved))(*args))
 
 
-def _named(values: Any) -> Any:
+def _named(values):
     return jax.tree.map(lambda x: checkpoint_name(x, "ring"), values)
 
 
