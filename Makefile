@@ -30,9 +30,6 @@ endif
 endif
 endif
 BIN := $(VENV)/bin
-PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1 $(BIN)/python -m pip install -qq --retries 8
-# A tenth of pip's time. Where it is not to be had, or knows other indexes than pip, pip does it.
-UV := UV_FIND_LINKS="$(PIP_FIND_LINKS)" $(BIN)/python -m uv pip install -q --python $(BIN)/python
 PYTEST := $(BIN)/python -m pytest $(PYTEST_ARGS)
 PARALLEL := -n $(WORKERS) --maxprocesses 8 --dist worksteal
 
@@ -165,11 +162,10 @@ $(PYTHON_STAMP):
 		echo "'$(PYTHON)' cannot make virtual environments: its module venv or ensurepip is missing."; \
 		echo "On Debian and Ubuntu: apt install python3-venv"; exit 1; }
 	@$(BIN)/python -c 'import pip' 2> /dev/null || "$(PYTHON)" -m venv --clear $(VENV)
-	@$(PIP) --only-binary :all: uv || true
 	@touch $@
 
 # Installed in place: what is edited in src/ is what runs.
 $(RUN) $(TEST) $(BENCH): $(STAMPS)-%: $(PYTHON_STAMP) pyproject.toml
 	@echo "installing shardax[$*] into $(VENV)"
-	@$(UV) -e '.[$*]' || $(PIP) -e '.[$*]'
+	@$(BIN)/python .ci/install.py -e '.[$*]'
 	@touch $@

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -89,6 +90,48 @@ def test_make_uses_environment_of_named_python(
     assert f"\n{used}/bin/python -m pytest" in done.stdout
     said = ".venv has Python 3.11; Python 3.13 gets .venv-3.13" in done.stdout
     assert said == (used == ".venv-3.13")
+
+
+PIP = r"""
+import pathlib, sys
+if sys.argv[1] == "config":
+    print(":env:.index-url='https://mirror'\nglobal.find-links='/a /b'")
+    print("global.index-url='https://file'\nglobal.constraint='/c.txt'\nglobal.timeout='9'")
+else:
+    pathlib.Path("pip.txt").write_text(" ".join(sys.argv[1:]))
+"""
+UV = """
+import json, os, pathlib, sys
+if __name__ == "__main__":
+    uv = {name: text for name, text in os.environ.items() if name.startswith("UV_")}
+    pathlib.Path("uv.txt").write_text(json.dumps([sys.argv[1:], uv]))
+    sys.exit(int(os.environ["STATUS"]))
+"""
+
+
+@pytest.mark.parametrize("status", [0, 1])
+def test_packages_come_by_uv_else_by_pip(tmp_path: Path, status: int) -> None:
+    """By uv with pip's settings, of which variables count more than files."""
+    (tmp_path / "pip.py").write_text(PIP, encoding="utf-8")
+    (tmp_path / "uv.py").write_text(UV, encoding="utf-8")
+    subprocess.run(
+        [sys.executable, ROOT / ".ci" / "install.py", "--no-deps", "one"],
+        cwd=tmp_path,
+        env={"PATH": os.environ["PATH"], "PYTHONPATH": str(tmp_path), "STATUS": str(status)},
+        check=True,
+    )
+    words, settings = json.loads((tmp_path / "uv.txt").read_text(encoding="utf-8"))
+    assert words == ["pip", "install", "-q", "--python", sys.executable, "--no-deps", "one"]
+    assert settings == {
+        "UV_INDEX_STRATEGY": "unsafe-best-match",
+        "UV_DEFAULT_INDEX": "https://mirror",
+        "UV_FIND_LINKS": "/a,/b",
+        "UV_CONSTRAINT": "/c.txt",
+    }
+    by_pip = (tmp_path / "pip.txt").is_file()
+    assert by_pip == bool(status)
+    if by_pip:
+        assert (tmp_path / "pip.txt").read_text(encoding="utf-8") == "install -qq --no-deps one"
 
 
 def test_ci_finds_newest_python_of_path_and_pyenv(tmp_path: Path) -> None:
