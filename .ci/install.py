@@ -10,6 +10,7 @@ where there is no uv, and where uv fails.
 from __future__ import annotations
 
 import ast
+import importlib.util
 import os
 import subprocess
 import sys
@@ -45,7 +46,7 @@ def settings_of_pip() -> dict[str, str]:
 
 def main(words: list[str]) -> int:
     """Returns the exit status."""
-    if subprocess.run([sys.executable, "-c", "import uv"], stderr=subprocess.DEVNULL).returncode:
+    if importlib.util.find_spec("uv") is None:
         subprocess.run([*PIP, "install", "-qq", "--only-binary", ":all:", "uv"])
     uv = [sys.executable, "-m", "uv", "pip", "install", "-q", "--python", sys.executable]
     done = subprocess.run([*uv, *words], env=os.environ | settings_of_pip())

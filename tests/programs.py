@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Programs that tests start share the compiled programs of the tests."""
+"""Programs of tests: their environment, where they are processes, and running them here."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -25,3 +26,10 @@ def environment(**more: str) -> dict[str, str]:
     """
     folder = jax.config.values["jax_compilation_cache_dir"]
     return os.environ | compiled_in(folder) | more  # the flags of conftest.py are in os.environ
+
+
+def run_here(program: str) -> dict[str, Any]:
+    """Runs a program in this process as ``python -c`` does; returns its names."""
+    names: dict[str, Any] = {"__name__": "__main__", "__package__": None}
+    exec(compile(program, "<string>", "exec", dont_inherit=True), names)
+    return names

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 from tests.host import worker_functions as there
 from tests.host.waiting import has_ended, wait_for
+from tests.programs import run_here
 
 import shardax as sx
 from shardax import errors
@@ -191,10 +192,9 @@ def test_keys_agree_across_processes_for_code_without_sets():
         print(describe(outer).key)
         """
     )
-    names = {"__name__": "__main__", "__package__": None}  # as "python -c" has them
     here = io.StringIO()
     with contextlib.redirect_stdout(here):
-        exec(compile(program, "<string>", "exec", dont_inherit=True), names)
+        run_here(program)
     other = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, check=True)
     assert other.stdout.decode() == here.getvalue()
 

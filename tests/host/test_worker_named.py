@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import pytest
 from tests.host import worker_functions as there
 from tests.host.waiting import has_ended, wait_for
+from tests.programs import run_here
 
 from shardax import errors
 from shardax.host import Worker
@@ -83,9 +84,7 @@ def test_it_outlives_its_client_with_what_it_kept(lab):
 def test_programs_share_named_worker_and_its_compiled_functions(lab, capsys):
     """One program is another process, and this process is the other."""
     pytest.importorskip("cloudpickle")
-    names = {"__name__": "__main__", "__package__": None}  # as "python -c" has them
-    exec(compile(PROGRAM, "<string>", "exec", dont_inherit=True), names)
-    names["worker"].shutdown()
+    run_here(PROGRAM)["worker"].shutdown()
     here = capsys.readouterr().out
     other = subprocess.run([sys.executable, "-c", PROGRAM], stdout=subprocess.PIPE, check=True)
     assert json.loads(here) == json.loads(other.stdout) == [[0, 2, 4], 1, lab.info()["pid"]]
