@@ -41,7 +41,8 @@ _NAMES = {
     "shardax._files": "PathExistsError PathNotFoundError",
     "shardax._select.places": "SelectionError",
     "shardax._transforms.errors": (
-        "ClosureError NoMeshError PrefixError StaticArgumentError TransformError"
+        "ClosureError NoMeshError PrefixError StaticArgumentError TransformError "
+        "UncertainCaptureWarning"
     ),
     "shardax.bridge.base": "BridgeError",
     "shardax.cli.inputs": "CommandError",

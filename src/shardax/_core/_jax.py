@@ -153,6 +153,35 @@ def open_jaxpr(program: Any) -> Any:
     return getattr(program, "jaxpr", program)
 
 
+def is_jaxpr(value: object) -> bool:
+    """Returns whether a value is a program of JAX, open or closed."""
+    from jax.extend.core import ClosedJaxpr, Jaxpr
+
+    return isinstance(value, (Jaxpr, ClosedJaxpr))
+
+
+def with_constants_as_inputs(program: Any) -> Any:
+    """Returns an open program whose first inputs are the constants of a closed one."""
+    opened = open_jaxpr(program)
+    if not opened.constvars:
+        return opened
+    return opened.replace(constvars=[], invars=[*opened.constvars, *opened.invars])
+
+
+def with_inner(program: Any, opened: Any) -> Any:
+    """Returns a program with the constants of the first and the equations of the second."""
+    if not hasattr(program, "consts") or program is opened:
+        return opened
+    return type(program)(opened, program.consts)
+
+
+def evaluate(opened: Any, inputs: list[Any]) -> list[Any]:
+    """Returns the outputs of an open program without constants."""
+    from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+
+    return list(jaxpr_as_fun(ClosedJaxpr(opened, []))(*inputs))
+
+
 def inner_jaxprs(equation: Any) -> Iterator[Any]:
     """Yields the programs inside an equation."""
     for value in jax.tree.leaves(list(equation.params.values())):

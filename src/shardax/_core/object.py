@@ -88,6 +88,11 @@ class Wrapper:
     __slots__ = ()
     __wrapped__: Any
 
+    def _wrapped_function(self) -> Any:
+        """Returns the callable that the wrapper calls."""
+        # Not ``__wrapped__``, which ``functools.wraps`` overwrites.
+        raise NotImplementedError
+
     def _wrapping(self):
         """Returns what the wrapper adds, as hashable configuration."""
         raise NotImplementedError

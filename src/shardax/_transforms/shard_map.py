@@ -40,6 +40,7 @@ from shardax._transforms.jit import eager
 from shardax._transforms.lift import arguments as inputs
 from shardax._transforms.lift import engine
 from shardax._transforms.lift import prefix as prefixes
+from shardax._transforms.lift.captures import objects_in, places_of
 from shardax._transforms.vmap.axes import LeavingValue, MappedCall
 
 AnyMesh = Mesh | AbstractMesh
@@ -398,8 +399,8 @@ class _ShardFrame(engine.SealedFrame):
     def capture(self, outer):
         """Asks for the Variable as an input, and for its likely followers."""
         by_id = {id(outer): outer}
-        for source in (source for f in self.functions for source in inputs.find_sources(f)):
-            for item in inputs.objects_in(source.read()):
+        for place in (place for f in self.functions for place in places_of(f)):
+            for item in objects_in(place.read()):
                 leaves = flatten(item).leaves
                 if any(leaf is outer or engine.stands_for(outer, leaf) for leaf in leaves):
                     alike = [resolve(v, self.parent) for v in leaves if type(v) is type(outer)]

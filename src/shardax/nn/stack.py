@@ -47,7 +47,7 @@ from shardax._core.state.state import Origin, State
 from shardax._parallel.pipeline import run_pipeline
 from shardax._transforms.control.scan import scan
 from shardax._transforms.jit.jit import jit
-from shardax._transforms.lift.arguments import find_sources, objects_in
+from shardax._transforms.lift.captures import objects_in, places_of
 from shardax._transforms.lift.prefix import Carry, StateAxes
 from shardax._transforms.wrappers import remat
 from shardax.nn.errors import LayerConfigError
@@ -271,8 +271,17 @@ class Stack(Module):
             is_dynamic = isinstance(leaf, (Object, jax.Array, np.ndarray, np.generic))
             dynamic.append(leaf if is_dynamic else None)
             static.append(None if is_dynamic else _static(leaf))
-        run = _run_compiled if is_eager() else _run
-        return run(self, x, dynamic, (treedef, tuple(static)))
+        structure = (treedef, tuple(static))
+        if not is_eager():
+            return _run(self, x, dynamic, structure)
+
+        # Traced anew at every eager call, as each layer alone would be: it may read settings. What
+        # is compiled is found by the jaxpr.
+        @jit
+        def run_layers(stack: Stack, x: Any, arguments: list[Any]) -> Any:
+            return _run(stack, x, arguments, structure)
+
+        return run_layers(self, x, dynamic)
 
     def __len__(self) -> int:
         return self.length
@@ -368,11 +377,6 @@ def _is_stacked(argument: object, axis_name: str) -> bool:
     return bool(names) and all(axes and axes[0] == axis_name for axes in names)
 
 
-_run_compiled = jit(_run, static_argnums=3)
-"""Outside of traces: a loop that is not compiled with what is around it would be compiled anew at
-every call."""
-
-
 def _all_shared(stack: Stack) -> tuple[Path, ...]:
     """Returns every path to objects shared by all layers."""
     # A layer may reach it by several, such as one stream of two dropouts.
@@ -436,8 +440,8 @@ def _objects_around(make: Callable[[], object]) -> Iterator[int]:
     walk = GraphWalk()
     if isinstance(make, Object) or callable(make):
         walk.encode(make, ())
-    for source in find_sources(make):
-        for item in objects_in(source.read()):
+    for place in places_of(make):
+        for item in objects_in(place.read()):
             walk.visit(item, ())
     return map(id, walk.objects)
 

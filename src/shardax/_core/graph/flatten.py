@@ -135,6 +135,12 @@ class GraphDef(Shown):
             and self.objects == other.objects
         )
 
+    def static_values(self) -> Iterator[Any]:
+        """Yields every static value."""
+        for definition in (*self.roots, *self.objects):
+            for _, value in static_values(definition, ()):
+                yield value
+
     def __repr__(self) -> str:
         return f"GraphDef({len(self.objects)} objects, {len(self.leaves)} variables)"
 

@@ -20,7 +20,7 @@ import enum
 import functools
 import types
 import weakref
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -124,6 +124,32 @@ def _function_key(function: types.FunctionType, depth: int) -> Hashable:
     if _rebound.setdefault(first, weakref.ref(function))() is not function:
         first = _first_keys[function] = _identity(function)
     return first
+
+
+def functions_in(value: object) -> Iterator[types.FunctionType]:
+    """Yields the functions inside of a static value."""
+    if isinstance(value, types.FunctionType):
+        yield value
+    elif isinstance(value, (tuple, frozenset)):
+        for item in value:
+            yield from functions_in(item)
+    elif isinstance(value, functools.partial):
+        for item in (value.func, *value.args, *value.keywords.values()):
+            yield from functions_in(item)
+    elif isinstance(value, types.MethodType):
+        yield from functions_in(value.__func__)
+    elif _is_plain_frozen_dataclass(value):
+        for field in dataclasses.fields(value):
+            yield from functions_in(getattr(value, field.name))
+
+
+def function_identities(values: Iterable[object]) -> Hashable:
+    """Returns the key of the functions inside of static values, each by its identity.
+
+    Equal structure does not mean an equal program: a function that was made anew, from the same
+    code, may read other settings.
+    """
+    return tuple(_identity(function) for value in values for function in functions_in(value))
 
 
 def _same_numbers(first: object, second: object) -> bool:

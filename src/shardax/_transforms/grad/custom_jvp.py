@@ -29,6 +29,7 @@ from shardax._transforms.grad import grad as diff
 from shardax._transforms.grad.vjp import refuse_objects
 from shardax._transforms.lift import binding, engine
 from shardax._transforms.lift.arguments import by_position
+from shardax._transforms.lift.captures import Functions
 
 
 @engine.decorator
@@ -68,7 +69,7 @@ def custom_jvp(function: Any = None, *, nondiff_argnums: Any = (), wrt: Any = Pa
     return CustomJvp(function, nondiff_argnums, wrt)
 
 
-class CustomJvp(PickledByName):
+class CustomJvp(PickledByName, Functions):
     """A function made by ``custom_jvp``.
 
     Args:
@@ -95,6 +96,19 @@ class CustomJvp(PickledByName):
         self.nondiff_argnums = tuple(nondiff_argnums if is_sequence else [nondiff_argnums])
         self.wrt = wrt
         self.rule: Callable[..., PyTree] | None = None
+
+    @property
+    def functions(self) -> tuple[Callable[..., PyTree], ...]:
+        """The function and its rule."""
+        return tuple(f for f in (self.function, self.rule) if f is not None)
+
+    def with_functions(self, functions: tuple[Callable[..., PyTree], ...]) -> CustomJvp:
+        """Returns a copy with another function and another rule."""
+        function, *rules = functions
+        copy = CustomJvp(function, self.nondiff_argnums, self.wrt)
+        for rule in rules:
+            copy.defjvp(rule)
+        return copy
 
     def defjvp(self, rule: Callable[..., object]) -> Callable[..., Any]:
         """Gives the tangent.

@@ -47,6 +47,7 @@ from shardax._transforms.lift.arguments import (
     root_places,
     split_argument,
 )
+from shardax._transforms.lift.captures import Functions
 from shardax._transforms.lift.prefix import expand
 
 
@@ -503,7 +504,7 @@ def custom_vjp(function: Any = None, *, nondiff_argnums: Any = (), wrt: Any = Pa
     return CustomVjp(function, nondiff_argnums, wrt)
 
 
-class CustomVjp(PickledByName):
+class CustomVjp(PickledByName, Functions):
     """A function made by ``custom_vjp``.
 
     Args:
@@ -529,6 +530,20 @@ class CustomVjp(PickledByName):
         self.fwd: Callable[..., PyTree] | None = None
         self.bwd: Callable[..., PyTree] | None = None
         self.state_cotangents = False
+
+    @property
+    def functions(self) -> tuple[Callable[..., PyTree], ...]:
+        """The function and its rules."""
+        return tuple(f for f in (self.function, self.fwd, self.bwd) if f is not None)
+
+    def with_functions(self, functions: tuple[Callable[..., PyTree], ...]) -> CustomVjp:
+        """Returns a copy with another function and other rules."""
+        function, *rules = functions
+        copy = CustomVjp(function, self.nondiff_argnums, self.wrt)
+        if rules:
+            fwd, bwd = rules
+            copy.defvjp(fwd, bwd, state_cotangents=self.state_cotangents)
+        return copy
 
     def defvjp(
         self,
@@ -585,16 +600,18 @@ class CustomVjp(PickledByName):
             )
         positional, named = by_position(self.function, args, kwargs, fill="all")
         if self.nondiff_argnums:  # a call by values, which ``eager`` does not compare
-            return _custom_vjp((self.function,), self, positional, named)
-        return eager.run(_custom_vjp, (self.function,), self, positional, named)
+            return _custom_vjp((self,), None, positional, named)
+        return eager.run(_custom_vjp, (self,), None, positional, named)
 
     def __repr__(self) -> str:
         return f"<custom_vjp of {getattr(self.function, '__qualname__', self.function)}>"
 
 
 def _custom_vjp(
-    _: Sequence[object], rule: CustomVjp, args: Sequence[object], kwargs: Mapping[str, object]
+    functions: Sequence[CustomVjp], _: None, args: Sequence[object], kwargs: Mapping[str, object]
 ):
+    (rule,) = functions
+
     def attempt(captured: list[Variable]):
         return CustomVjpCall(rule, args, kwargs, captured).run()
 

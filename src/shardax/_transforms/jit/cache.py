@@ -1,29 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What compiled functions remember, and which of them remember together.
+"""What the compiled form of one function remembers.
 
 Both memories of a ``CompilationCache`` are bounded. A specialization costs a trace, so the least
-recently used one is dropped; a cached call costs a flattening, so all are dropped together. What
-``jit`` makes of one function with equal options has one cache, as long as the function does the
-same (``lift.behavior``).
+recently used one is dropped; a cached call costs a flattening, so all are dropped together.
+
+A function has one cache for equal options, so ``sx.jit(f)`` written twice traces ``f`` once, as
+under ``jax.jit``. A function that is made anew has a cache of its own, whatever its code is; what
+it compiles is shared by the jaxpr (``jit.programs``).
 """
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import operator
 import types
 import weakref
-from collections.abc import Hashable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Hashable
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from shardax._core.frames import exclusive
-from shardax._core.graph.flatten import static_values
+from shardax._core.frames import exclusive, has_leaked
 from shardax._core.graph.static import PROGRAMS_ATTRIBUTE
+from shardax._core.object import Object
 from shardax._transforms.jit import specialization as special
-from shardax._transforms.lift import arguments as inputs
 from shardax._transforms.lift import binding
-from shardax._transforms.lift.behavior import Behavior, is_lasting
+from shardax._transforms.lift.captures import Place, places_of
 
 if TYPE_CHECKING:
     from shardax._transforms.jit.jit import CachedCall
@@ -34,81 +34,65 @@ MAX_SPECIALIZATIONS = 512
 _MAX_CALLS = 4096
 
 # How many calls; fewer where objects from closures, which may be many, are part of the key.
-_MAX_CALLS_WITH_SOURCES = 64
+_MAX_CALLS_WITH_PLACES = 64
 
 
 class CompilationCache:
     """The specializations and cached calls of one compiled function."""
 
-    def __init__(self, behaviors: tuple[Hashable, ...] = (), options: Any = None) -> None:
-        # The behavior keys for which its programs are right; empty if it is not shared.
-        self.behaviors = {*behaviors}
-        # The key of options, if functions that are made anew share it by what they do.
-        self.options_by_behavior = options
-        self.may_be_kept = True  # whether static values of its programs can hold no model
-        # Where the function takes objects from; looked for at the first call, as names may be bound
-        # later.
-        self.sources: list[inputs.ClosureSource] | None = None
-        self.captured: list[weakref.ref[Any]] = []
-        self.specializations: dict[Any, special.Specialization] = {}
-        self.calls: dict[Any, CachedCall] = {}  # by what identifies a call
+    def __init__(self) -> None:
+        # Where the function finds objects that it is not given; looked for whenever it is traced.
+        self.places: list[Place] | None = None
+        self.specializations: dict[Hashable, special.Specialization] = {}
+        self.calls: dict[Hashable, CachedCall] = {}  # by what identifies a call
+        # What a trace met in no certain way, by the key of the call. The next trace of such a call
+        # begins with these objects as inputs, so that it need not begin again.
+        self.met: dict[Hashable, list[weakref.ref[Any]]] = {}
+        self.has_warned = False
         # Counts calls; ``Specialization.used`` is the count at the last use.
         self.ticks = itertools.count(1)
+
+    def find_places(self, function: Callable[..., Any]) -> list[Place]:
+        """Returns the places of the function that hold objects now."""
+        places = places_of(function)
+        keys = [place.key for place in places]
+        if self.places is None or keys != [place.key for place in self.places]:
+            # Remembered calls are found by what the places held.
+            self.calls.clear()
+            self.places = places
+        return self.places
+
+    def objects_met(self, key: Hashable) -> list[Object]:
+        """Returns the objects that the last trace for a call met in no certain way."""
+        references = self.met.get(key, ())
+        alive = (reference() for reference in references)
+        # An object of a surrounding trace that has ended is of no use.
+        return [item for item in alive if item is not None and not has_leaked(item)]
+
+    def note_met(self, key: Hashable, objects: list[Any]) -> None:
+        """Notes the objects that a trace for a call met in no certain way."""
+        if len(self.met) >= MAX_SPECIALIZATIONS:
+            self.met.clear()
+        self.met[key] = [weakref.ref(item) for item in objects]
 
     def add(self, program: special.Specialization) -> None:
         """Adds a specialization; a full cache drops the least recently used."""
         while len(self.specializations) >= MAX_SPECIALIZATIONS:
-            oldest = min([*self.specializations.values()], key=operator.attrgetter("used"))
-            self.specializations.pop(oldest.key, None)
-            for key, entry in [*self.calls.items()]:
-                if entry.specialization is oldest:
-                    self.calls.pop(key, None)
+            self.drop(min([*self.specializations.values()], key=operator.attrgetter("used")))
         self.specializations[program.key] = program
-        if self.behaviors:
-            reference = weakref.ref(self)  # the cache must go with the last that uses it
-            program.tracing = lambda function: _tracing(reference(), function)
-        # A model whose attribute is a function that closes over it would never be freed.
-        values = (v for d in program.key[0].objects for _, v in static_values(d, ()))
-        if not all(map(is_lasting, values)):
-            self.may_be_kept = False
-            self._leave_table(self.behaviors)
 
-    def unshare(self) -> None:
-        """Leaves the cache to those who have it."""
-        self._leave_table(self.behaviors)
-        self.behaviors = set()
+    def drop(self, program: special.Specialization) -> None:
+        """Forgets a specialization and the calls that use it."""
+        if self.specializations.get(program.key) is program:
+            del self.specializations[program.key]
+        for key, entry in [*self.calls.items()]:
+            if entry.specialization is program:
+                self.calls.pop(key, None)
 
-    def note_writes(self, behavior: Behavior, function: object) -> None:
-        """Notes what a function did before and does after a trace."""
-        try:
-            key_before, key_after = behavior.keys_around_trace([function])
-            self.behaviors |= {key_before, key_after}
-        except TypeError:  # no longer comparable, or hashable
-            return
-        if key_before != key_after:
-            # Elsewhere a function may depend on what its trace writes.
-            self._leave_table([key_before])
-            self.join_table(key_after)
-
-    def join_table(self, behavior: Hashable) -> None:
-        """Lets functions of a behavior find the cache."""
-        if self.options_by_behavior is not None and self.may_be_kept:
-            _by_behavior.pop((self.options_by_behavior, behavior), None)
-            while len(_by_behavior) >= _MOST_BY_BEHAVIOR:
-                _by_behavior.pop(next(iter(_by_behavior)))
-            _by_behavior[self.options_by_behavior, behavior] = self  # the latest used is the last
-
-    def _leave_table(self, behaviors: Iterable[Hashable]) -> None:
-        for behavior in behaviors:
-            key = self.options_by_behavior, behavior
-            if _by_behavior.get(key) is self:
-                del _by_behavior[key]
-
-    def remember(
-        self, key: object, entry: CachedCall, graph: binding.InputGraph, few: bool
-    ) -> None:
+    def remember(self, key: Hashable, entry: CachedCall, graph: binding.InputGraph) -> None:
         """Remembers a call until one of its objects is gone."""
-        if len(self.calls) >= (_MAX_CALLS_WITH_SOURCES if few else _MAX_CALLS):
+        most = _MAX_CALLS_WITH_PLACES if self.places else _MAX_CALLS
+        if len(self.calls) >= most:
             self.calls.clear()
 
         calls = self.calls  # not self: the callback must keep no program alive
@@ -125,83 +109,44 @@ class CompilationCache:
             program.clear_cache()
         self.specializations.clear()
         self.calls.clear()
+        self.met.clear()
 
 
-_MOST_OPTIONS = 16
+# How many caches, for different options or transforms, one function keeps.
+_MAX_CACHES = 16
+
+T = TypeVar("T")
 
 
-class _SharedCache(NamedTuple):
-    """The cache of a function."""
+class _CachesOf(NamedTuple):
+    """What is kept for one function."""
 
-    function: weakref.ref[Any]  # a decorator may copy attributes to another function
-    cache: CompilationCache
+    function: weakref.ref[Callable[..., Any]]  # a decorator may copy attributes to another one
+    by_key: dict[Hashable, Any]
 
     def __reduce__(self) -> Any:  # a function may be pickled by value, with its attributes
         return dict, ()
 
 
-# Caches of functions that close over nothing, by options and what they do.
-_by_behavior: dict[Any, CompilationCache] = {}
-_MOST_BY_BEHAVIOR = 64
+def kept_by(function: Callable[..., Any], key: Hashable, make: Callable[[], T]) -> T:
+    """Returns what is kept for a function under a key, making it the first time."""
+    with exclusive:
+        # An attribute of the function, so that both go together.
+        caches = function.__dict__.get(PROGRAMS_ATTRIBUTE)
+        if type(caches) is not _CachesOf or caches.function() is not function:
+            caches = _CachesOf(weakref.ref(function), {})
+            function.__dict__[PROGRAMS_ATTRIBUTE] = caches
+        kept = caches.by_key.get(key)
+        if kept is None:
+            if len(caches.by_key) >= _MAX_CACHES:
+                caches.by_key.clear()
+            kept = caches.by_key[key] = make()
+        return kept
 
 
-@contextlib.contextmanager
-def _tracing(cache: CompilationCache | None, function: object) -> Iterator[None]:
-    """Notes what a function does before and after a trace."""
-    if cache is None or not cache.behaviors:
-        yield
-        return
-    behavior = behavior_of(function)
-    if behavior is None or behavior.key() not in cache.behaviors:
-        cache.unshare()  # its programs differ in what the function did
-        yield
-        return
-    try:
-        yield
-    finally:
-        cache.note_writes(behavior, function)
-
-
-def shared_cache(function: object, options: special.JitOptions) -> CompilationCache:
+def cache_of(function: object, options: special.JitOptions) -> CompilationCache:
     """Returns the cache of a function for equal options."""
     key = options.key()
     if type(function) is not types.FunctionType or type(key) is object:
         return CompilationCache()
-    behavior = behavior_of(function)
-    if behavior is None:
-        return CompilationCache()
-    with exclusive:
-        # An attribute of the function, so that both go together.
-        caches = function.__dict__.setdefault(PROGRAMS_ATTRIBUTE, {})
-        shared = caches.get(key)
-        is_own = shared is None or shared.function() is function
-        if shared and is_own and behavior.key() in shared.cache.behaviors:
-            return shared.cache
-        if len(caches) >= _MOST_OPTIONS or not is_own:
-            caches = function.__dict__[PROGRAMS_ATTRIBUTE] = {}
-        if function.__closure__ is None and not behavior.objects:
-            cache = _cache_by_behavior(key, behavior.key())
-        else:
-            cache = CompilationCache((behavior.key(),))
-        caches[key] = _SharedCache(weakref.ref(function), cache)
-        return cache
-
-
-def _cache_by_behavior(options_key: object, behavior: Hashable) -> CompilationCache:
-    """Returns the cache of functions made anew, like a lambda."""
-    cache = _by_behavior.get((options_key, behavior))
-    # Objects from where the key does not see them might be others for the next function.
-    if cache is None or cache.captured:
-        cache = CompilationCache((behavior,), options_key)
-    cache.join_table(behavior)
-    return cache
-
-
-def behavior_of(function: object) -> Behavior | None:
-    """Returns what a function depends on, None if not comparable."""
-    try:
-        behavior = Behavior([function])
-        hash(behavior.key())
-    except TypeError:
-        return None
-    return behavior
+    return kept_by(function, ("jit", key), CompilationCache)

@@ -7,10 +7,10 @@ specialization and the flat list of their Variables; it is valid while the struc
 steady call checks one integer, gathers values, calls the specialization's program, and stores what
 the trace wrote.
 
-Two things are found while tracing. *Captured* Variables, used without being passed in, become
-hidden inputs: sources in closures and globals are known beforehand, anything else is noticed by the
-trace, which then runs again. And the ``Effects`` of the function leave the compiled program as a
-node of its output tree, so that each executable carries its own.
+A function may use objects that it is not given. Those that it finds in a certain way
+(``lift.captures``) are inputs like its arguments, and are looked up anew at every call. If a trace
+meets another one, the object becomes an input of a second trace, and the call is not remembered:
+the next one is traced anew, after one warning.
 
 Under ``static="auto"`` every call decides anew which leaves are static: one flattening of all
 arguments by JAX and a look at the type of each leaf (``flatten_call``).
@@ -23,8 +23,9 @@ import functools
 import itertools
 import threading
 import types
+import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -33,22 +34,24 @@ import numpy as np
 from shardax._core._jax import Tracer
 from shardax._core.cross_process import PickledByName
 from shardax._core.errors import ConcurrentWriteError
-from shardax._core.frames import commit, exclusive, has_leaked, local, several
-from shardax._core.graph.flatten import flatten_plain, has_objects, walk_objects
+from shardax._core.frames import commit, exclusive, local, several
+from shardax._core.graph.flatten import flatten_plain, has_objects
 from shardax._core.graph.paths import Leaf, Path, PyTree
-from shardax._core.graph.static import Static
+from shardax._core.graph.static import Static, function_identities
 from shardax._core.init.lazy import LazyValue
 from shardax._core.object import Object, Wrapper, epoch
 from shardax._core.variable import Variable
-from shardax._transforms.errors import StaticArgumentError, TransformError
+from shardax._transforms import errors
+from shardax._transforms.errors import StaticArgumentError
 from shardax._transforms.jit import retraces
 from shardax._transforms.jit import specialization as special
 from shardax._transforms.jit.abstract_eval import eval_shape
-from shardax._transforms.jit.cache import CompilationCache, shared_cache
+from shardax._transforms.jit.cache import CompilationCache, cache_of
 from shardax._transforms.jit.error_context import explain_error
 from shardax._transforms.lift import arguments as inputs
 from shardax._transforms.lift import binding, engine
 from shardax._transforms.lift import prefix as prefixes
+from shardax._transforms.lift.captures import Functions, objects_in
 
 # Types of arguments that are surely plain; JAX's concrete array type joins when first met.
 ARRAY_TYPES: set[type] = {np.ndarray, bool, int, float, complex, type(None)}
@@ -169,6 +172,9 @@ class BoundJit(Wrapper):
 
     @property
     def __wrapped__(self) -> Any:
+        return types.MethodType(self.__func__, self.__self__)
+
+    def _wrapped_function(self) -> Any:
         return types.MethodType(self.__func__, self.__self__)
 
     def _wrapping(self):
@@ -317,7 +323,7 @@ class Jit(PickledByName, Wrapper):
     ) -> None:
         inputs.check_callable(function, "jit")
         functools.update_wrapper(self, function, updated=())
-        self.__wrapped__ = function
+        self._function = function
         self.options = special.with_resolved_donation(options, function)
         self.static_positions, self.static_names = inputs.resolve_arguments(
             function, options.static_argnums, options.static_argnames, "static", StaticArgumentError
@@ -329,9 +335,11 @@ class Jit(PickledByName, Wrapper):
         self._auto = self.options.auto_static
         self._static_types = self.options.static_types
         self._ticks = self.memory.ticks
+        # Whether the user wrote ``sx.jit``, and not a transform that is called eagerly.
+        self._is_of_user = not isinstance(function, Functions)
 
     def __reduce__(self) -> Any:  # without what it remembers of calls; where it has no name
-        return Jit, (self.__wrapped__, self.options)
+        return Jit, (self._function, self.options)
 
     def __call__(self, /, *args: PyTree, **kwargs: PyTree) -> PyTree:
         if not self._simple or kwargs or local.frame is not None or comparing:
@@ -354,12 +362,13 @@ class Jit(PickledByName, Wrapper):
                 traced = traced or note_types(arg)
                 key.append(0)
                 plain.append(arg)
-        sources = self.memory.sources
-        if sources is None:
-            sources = self.memory.sources = inputs.find_sources(self.__wrapped__)
-        for source in sources:
-            key.append(-1)
-            key.extend([id(item) for item in inputs.objects_in(source.read())])
+        places = self.memory.places
+        if places is None:
+            places = self.memory.find_places(self._function)
+        for place in places:
+            if not place.is_fixed:
+                key.append(-1)
+                key.extend([id(item) for item in objects_in(place.read())])
         entry = self.calls.get(tuple(key))
         if entry is None or traced or entry.epoch != epoch.current:
             return self._trace(args, kwargs, tuple(key))
@@ -380,7 +389,7 @@ class Jit(PickledByName, Wrapper):
         arguments, static = self._take_apart(args, kwargs)
         key = (
             tuple(map(id, arguments.roots)),
-            tuple(map(id, self.hidden_objects())),
+            tuple([id(item) for _, item in self.hidden()]),
             (arguments.templates, arguments.named, static),
         )
         entry = self.calls.get(key)
@@ -392,14 +401,14 @@ class Jit(PickledByName, Wrapper):
         """Raises DistributedError if numbers given to this call differ over processes."""
         from shardax.distributed.processes import compare_arguments
 
-        labels = [inputs.parameter_name(self.__wrapped__, i) for i in range(len(args))]
+        labels = [inputs.parameter_name(self._function, i) for i in range(len(args))]
         arguments_by_name = dict(zip(labels, args, strict=True)) | dict(kwargs)
         compare_arguments(arguments_by_name, f"a call of {self!r}")
 
     def _call_flat(self, call: FlatCall, args: Sequence[object], kwargs: Mapping[str, object]):
         """Calls with leaves that are static, found by type."""
-        if self.memory.sources or self.memory.captured:
-            call.key.extend(map(id, self.hidden_objects()))
+        if self.memory.places is None or self.memory.places:
+            call.key.extend([id(item) for _, item in self.hidden()])
         key = tuple(call.key)
         entry = self.calls.get(key)
         if entry is None or entry.epoch != epoch.current:
@@ -445,6 +454,8 @@ class Jit(PickledByName, Wrapper):
         last_effects, targets = entry.last
         if effects is not last_effects:
             targets = entry.learn(effects)
+            if program.met:
+                self._forget(program)
         is_plain = not written or (not several and type(written[0]) in ARRAY_TYPES)
         if not (is_plain and effects.simple):
             outputs = binding.LiftedOutputs(result, written, fresh, effects)
@@ -509,9 +520,11 @@ class Jit(PickledByName, Wrapper):
                         continue
                     outputs = program.call(values, arguments)
                     binding.check_no_leak(graph, outputs)
-                    if key is not None and local.frame is None:
+                    if program.met:
+                        self._forget(program)
+                    elif key is not None and local.frame is None:
                         entry.learn(outputs.effects)
-                        self.memory.remember(key, entry, graph, few=bool(self.memory.sources))
+                        self.memory.remember(key, entry, graph)
                     return binding.apply_effects(graph, outputs)
                 except engine.RetraceRequest as need:
                     self.provide(need, program)
@@ -532,27 +545,22 @@ class Jit(PickledByName, Wrapper):
     def provide(self, need: engine.RetraceRequest, program: special.Specialization) -> None:
         """Prepares for the trace after one that stopped."""
         if need.objects:
-            self.capture(need.objects)
-        if need.drops_program:
-            self.specializations.pop(program.key, None)
+            known = self.memory.objects_met(program.base_key)
+            known_ids = {id(item) for item in known}
+            new = [item for item in need.objects if id(item) not in known_ids]
+            if not new:
+                raise errors.unusable_captures(self, need.objects)
+            self.memory.note_met(program.base_key, [*known, *new])
+        if need.objects or need.drops_program:
+            self.memory.drop(program)
 
-    def capture(self, objects: Sequence[Any]) -> None:
-        """Makes objects that a trace used hidden inputs of later calls."""
-        known_ids = {id(item) for item in self.hidden_objects()}
-        self.memory.sources = inputs.find_sources(
-            self.__wrapped__
-        )  # names may have been bound since
-        self.memory.captured = [weakref.ref(item) for item in self._captured_objects()]
-        hidden = self.hidden_objects()
-        reached = {id(item) for item in (*walk_objects(hidden), *binding.InputGraph(hidden).leaves)}
-        missed = [item for item in objects if id(item) not in reached]
-        self.memory.captured.extend(weakref.ref(item) for item in missed)
-        if not missed and known_ids == {id(item) for item in hidden}:
-            raise TransformError(
-                f"{self!r} used {len(objects)} objects that were not passed in, and could not make "
-                f"them inputs ({', '.join(sorted({type(item).__name__ for item in objects}))}). "
-                "Pass them as arguments."
-            )
+    def _forget(self, program: special.Specialization) -> None:
+        """Has calls traced anew whose trace met objects in no certain way."""
+        self.memory.drop(program)
+        # One of the library's own names a function of the user's as its reason.
+        if local.frame is None and not self.memory.has_warned and self._is_of_user:
+            self.memory.has_warned = True
+            warnings.warn(errors.uncertain_capture(self, program.met), stacklevel=4)
 
     def prepare(
         self, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]
@@ -560,62 +568,67 @@ class Jit(PickledByName, Wrapper):
         """Finds or makes the specialization for a call."""
         arguments, static = self._take_apart(args, kwargs)
         positions = inputs.ArgumentPositions(self.positional(len(arguments.templates)), static)
+        self.memory.find_places(self._function)
         graph, names = self.input_graph(arguments, positions.labels)
-        key = (
-            graph.flat.graphdef,
-            (
-                len(arguments.roots),
-                *(len(list(inputs.objects_in(s.read()))) for s in self.memory.sources or ()),
-            ),
-            arguments.templates,
-            arguments.named,
-            static,
-        )
-        program = self.specializations.get(key)
+        key = self._key_of(graph, arguments, static)
+
+        met = self.memory.objects_met(key)
+        if met:
+            graph, names = self.input_graph(arguments, positions.labels, met)
+        program = None if met else self.specializations.get(key)
         if program is None:
             arguments.refuse_copies()
             program = special.Specialization(
-                self.__wrapped__, self.options, key, graph, arguments, positions, names
+                self._function, self.options, key, graph, arguments, positions, names
             )
-            if self.specializations and retraces.listeners.get():
+            if met:
+                program.key = (*self._key_of(graph, arguments, static), len(met))
+            elif self.specializations and retraces.listeners.get():
                 retraces.report_specialization(self, program)
             self.memory.add(program)
         program.used = next(self._ticks)
         return program, graph, arguments
 
+    def _key_of(
+        self,
+        graph: binding.InputGraph,
+        arguments: inputs.SplitArguments,
+        static: tuple[tuple[int | str, Static], ...],
+    ) -> tuple[Hashable, ...]:
+        """Returns what a specialization is found by."""
+        counts = [len(list(objects_in(place.read()))) for place in self.memory.places or ()]
+        values = [*graph.flat.graphdef.static_values(), *arguments.static_values()]
+        values += [item.value for _, item in static]
+        return (
+            graph.flat.graphdef,
+            (len(arguments.roots), *counts),
+            arguments.templates,
+            arguments.named,
+            static,
+            function_identities(values),
+        )
+
     def input_graph(
-        self, arguments: inputs.SplitArguments, labels: Sequence[str]
+        self, arguments: inputs.SplitArguments, labels: Sequence[str], met: Sequence[Object] = ()
     ) -> tuple[binding.InputGraph, list[Path]]:
-        """Flattens the function, its arguments and what it uses from outside."""
-        hidden = self.hidden()
-        names = [(), *inputs.root_names(labels, arguments), *(name for name, _ in hidden)]
-        roots = [self.__wrapped__, *arguments.roots, *(item for _, item in hidden)]
+        """Flattens the arguments and what the function uses from outside."""
+        hidden = [*self.hidden(), *(((engine.UNNAMED, i), item) for i, item in enumerate(met))]
+        names = [*inputs.root_names(labels, arguments), *(name for name, _ in hidden)]
+        roots = [*arguments.roots, *(item for _, item in hidden)]
         return binding.InputGraph(roots, names), names
 
-    def hidden_objects(self) -> list[Any]:
-        """Returns the objects that the function uses from outside."""
-        return [item for _, item in self.hidden()]
-
     def hidden(self) -> list[tuple[Path, Any]]:
-        """Returns (path, object) of what the function uses from outside."""
-        if self.memory.sources is None:
-            self.memory.sources = inputs.find_sources(self.__wrapped__)
+        """Returns (path, object) of what the function uses from outside, found in a certain way."""
+        if self.memory.places is None:
+            self.memory.find_places(self._function)
         hidden_objects: list[tuple[Path, Any]] = []
-        for source in self.memory.sources:
-            items = list(inputs.objects_in(source.read()))
+        for place in self.memory.places or ():
+            items = list(objects_in(place.read()))
+            name = (place.name,) if place.name else ()
             hidden_objects.extend(
-                ((source.name,) if len(items) == 1 else (source.name, i), item)
-                for i, item in enumerate(items)
+                (name if len(items) == 1 else (*name, i), item) for i, item in enumerate(items)
             )
-        hidden_objects.extend(
-            (("closure", i), item) for i, item in enumerate(self._captured_objects())
-        )
         return hidden_objects
-
-    def _captured_objects(self) -> list[Any]:
-        """Returns captured objects, without those of an ended surrounding trace."""
-        alive = (ref() for ref in self.memory.captured)
-        return [item for item in alive if item is not None and not has_leaked(item)]
 
     def resolve(
         self, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]
@@ -627,13 +640,13 @@ class Jit(PickledByName, Wrapper):
         most = None
         if not prefixes.is_one_entry(declared):
             most = len(declared) + len(self.static_positions)
-        return inputs.by_position(self.__wrapped__, args, kwargs, most)
+        return inputs.by_position(self._function, args, kwargs, most)
 
     def positional(self, count: int) -> list[tuple[int, str]]:
         """Returns (position, parameter name) of the first dynamic arguments."""
         dynamic = (i for i in itertools.count() if i not in self.static_positions)
         places = itertools.islice(dynamic, count)
-        return [(i, inputs.parameter_name(self.__wrapped__, i)) for i in places]
+        return [(i, inputs.parameter_name(self._function, i)) for i in places]
 
     def path_of(self, key: int | str) -> Path:
         """Returns an argument's path by name or position among dynamic ones."""
@@ -653,7 +666,7 @@ class Jit(PickledByName, Wrapper):
                 if place in arguments_by_place
             ]
             static_arguments = [
-                (p, inputs.static_argument(arguments_by_place[p], self.__wrapped__, p))
+                (p, inputs.static_argument(arguments_by_place[p], self._function, p))
                 for p in static
             ]
             args = [arg for i, arg in enumerate(args) if i not in static]
@@ -677,7 +690,7 @@ class Jit(PickledByName, Wrapper):
         def call(roots, plain, plain_named):
             dynamic, named = arguments.restore(plain, plain_named, roots)
             dynamic, named = inputs.ArgumentPositions([], static).insert_static(dynamic, named)
-            return self.__wrapped__(*dynamic, **named)
+            return self._function(*dynamic, **named)
 
         return eval_shape(call, arguments.roots, list(arguments.plain), arguments.plain_named)
 
@@ -687,6 +700,9 @@ class Jit(PickledByName, Wrapper):
 
     def _cache_size(self) -> int:
         return sum(len(program.signatures) for program in self.specializations.values())
+
+    def _wrapped_function(self) -> Any:
+        return self._function
 
     def _wrapping(self):
         return self._wrapping_key
@@ -698,7 +714,7 @@ class Jit(PickledByName, Wrapper):
         return self if instance is None else BoundJit(self, instance)
 
     def __repr__(self) -> str:
-        return f"<sx.jit of {getattr(self.__wrapped__, '__qualname__', self.__wrapped__)!s}>"
+        return f"<sx.jit of {getattr(self._function, '__qualname__', self._function)!s}>"
 
 
 def jit(
@@ -783,4 +799,4 @@ def jit(
 
 def _jit(function: Callable[..., object], options: special.JitOptions) -> Jit:
     inputs.check_callable(function, "jit")
-    return Jit(function, options, memory=shared_cache(function, options))
+    return Jit(function, options, memory=cache_of(function, options))

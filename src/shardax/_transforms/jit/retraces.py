@@ -22,12 +22,8 @@ import jax
 from shardax._core.graph import flatten
 from shardax._core.graph.paths import Leaf, Path, format_path
 from shardax._core.graph.static import Static
-from shardax._transforms.lift.arguments import (
-    TreeTemplate,
-    closure_cells,
-    leaf_paths,
-    parameter_name,
-)
+from shardax._transforms.lift.arguments import TreeTemplate, leaf_paths, parameter_name
+from shardax._transforms.lift.captures import closed_over
 
 
 @dataclass(frozen=True)
@@ -91,7 +87,7 @@ def _report(function, reasons: Sequence[str]) -> None:
 def report_specialization(jit: Any, new: Any) -> None:
     """Reports that no earlier specialization fits a call."""
     differences = [call_differences(old, new) for old in [*jit.specializations.values()]]
-    _report(jit.__wrapped__, min(differences, key=len))
+    _report(jit._wrapped_function(), min(differences, key=len))
 
 
 def report_trace(program: Any, earlier: Sequence[object], signature: object) -> None:
@@ -199,10 +195,7 @@ def _closure_changes(where: str, was: object, now: object) -> list[str]:
         return []
     if first.__code__ is not second.__code__:
         return []
-    cells = [
-        [_exact(source.read()) for _, source in closure_cells(function)]
-        for function in (first, second)
-    ]
+    cells = [[_exact(content) for content in closed_over(function)] for function in (first, second)]
     return [
         f"{where} closes over {name}: {old} -> {new}"
         for name, old, new in zip(first.__code__.co_freevars, *cells, strict=True)

@@ -1,36 +1,45 @@
 # SPDX-License-Identifier: Apache-2.0
 """The compiled program of one structure of arguments.
 
-A ``Specialization`` wraps one ``jax.jit`` of the *pure function*, whose arguments are flat lists:
+A ``Specialization`` has one ``jax.jit`` of the *pure function*, whose arguments are flat lists:
 values of the Variables that are kept, of those that are donated, and plain arguments likewise. It
-returns ``LiftedOutputs``. Declared shardings need the tree of that result before compiling, so the
-function is then traced once first; JAX keeps the trace.
+returns ``LiftedOutputs``. This ``jax.jit`` traces the user's function. What runs is a program that
+other functions with an equal jaxpr share (``jit.programs``): one for each signature, found by the
+shapes of the plain arguments. Where a program cannot be shared, and where two signatures have the
+same shapes there, the ``jax.jit`` of the pure function itself runs, and JAX tells signatures apart.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 import jax
 
 from shardax._core.errors import DonationError
-from shardax._core.frames import local
+from shardax._core.frames import a_kind_of, is_eager, is_ref, local
 from shardax._core.graph.flatten import is_object
-from shardax._core.graph.paths import Leaf, Path, PyTree
+from shardax._core.graph.paths import Leaf, Path, PyTree, format_path
 from shardax._core.graph.static import exact_key
 from shardax._core.object import Object
 from shardax._core.variable import Variable
 from shardax._transforms.errors import StaticArgumentError, TransformError
 from shardax._transforms.jit import retraces
+from shardax._transforms.jit.programs import (
+    OtherSignature,
+    SharedProgram,
+    constants_of,
+    forget_program,
+    shared_program,
+)
 from shardax._transforms.lift import arguments as inputs
 from shardax._transforms.lift import binding, engine
 from shardax._transforms.lift import prefix as prefixes
+from shardax._transforms.lift.captures import StandIns
 from shardax._transforms.lift.tracer_errors import TRACER_ERRORS, add_advice
 
 
@@ -125,8 +134,38 @@ def with_resolved_donation(options: JitOptions, function: Callable[..., object])
     return dataclasses.replace(options, donate_argnums=positions, donate_argnames=names)
 
 
-def _not_noted(_: object) -> contextlib.AbstractContextManager[None]:
-    return contextlib.nullcontext()
+class _SharedCall:
+    """A shared program with what one trace adds: constants, effects, and the tree of the result."""
+
+    __slots__ = ("_constants", "_effects", "_result_tree", "_written_tree", "program")
+
+    def __init__(
+        self,
+        program: SharedProgram,
+        constants: list[jax.Array],
+        effects: binding.Effects,
+        outputs: tuple[PyTree, ...],
+    ) -> None:
+        self.program = program
+        self._constants = constants
+        self._effects = effects
+        self._result_tree = jax.tree.structure(outputs[0])
+        self._written_tree = jax.tree.structure(outputs[1:3])
+
+    def __call__(self, *inputs: PyTree) -> tuple[Any, ...]:
+        result, written, fresh = self.program.call(*inputs, self._constants)
+        result = self._result_tree.unflatten(result)
+        written, fresh = self._written_tree.unflatten((*written, *fresh))
+        return result, written, fresh, self._effects
+
+    def compile(self, inputs: Sequence[PyTree]) -> None:
+        """Compiles for inputs without running."""
+        self.program.call.lower(*inputs, self._constants).compile()
+
+
+def _shapes_of(inputs: PyTree) -> Hashable:
+    """Returns the shapes of arrays."""
+    return tuple([getattr(array, "shape", ()) for array in jax.tree.leaves(inputs)])
 
 
 class Specialization:
@@ -145,8 +184,10 @@ class Specialization:
         self.function = function
         self.options = options
         self.key = key
-        # Entered with the function for as long as a trace takes; the cache sets it.
-        self.tracing: Callable[[Any], contextlib.AbstractContextManager[None]] = _not_noted
+        # The same without what a trace met in no certain way.
+        self.base_key = key
+        # What the last trace met in no certain way (``lift.captures``), for a message.
+        self.met: list[str] = []
         self.names = names
         self.positions = positions
         self.graphdef = graph.flat.graphdef
@@ -173,7 +214,15 @@ class Specialization:
         self._in_shardings = self._spread_in_shardings(graph, arguments)
         self._expected: Any = None
         self._program = self._named_program()
-        self._jitted: Any = None
+        self._tracer: Any = None
+        self._own: Any = None
+        # What runs, by the shapes of the plain arguments.
+        self._programs: dict[Hashable, Callable[..., Any]] = {}
+        # Whether a trace is running that nothing is compiled of yet, and what it asks for.
+        self._is_sharing = False
+        self._request: engine.RetraceRequest | None = None
+        # The only one of these, if there is one.
+        self._only: Callable[..., Any] | None = None
         self._full = bool(arguments.named or self.donated or self._in_shardings is not None)
 
     def partition(self, leaves: Sequence[Leaf]) -> tuple[list[PyTree], list[PyTree]]:
@@ -192,9 +241,16 @@ class Specialization:
         named: Mapping[str, PyTree] = MappingProxyType({}),
     ) -> PyTree:
         """Calls the compiled function in a steady call."""
-        if self._full:
-            return self._jitted(undonated, donated, *self._separate_plain(plain, named))
-        return self._jitted(undonated, donated, plain)
+        inputs = (plain,) if not self._full else self._separate_plain(plain, named)
+        program = self._only
+        if program is None:
+            program = self._programs.get(_shapes_of(inputs))
+            if program is None:
+                raise engine.RetraceRequest
+        try:
+            return program(undonated, donated, *inputs)
+        except OtherSignature:
+            raise engine.RetraceRequest from None
 
     def place(self, variables: Mapping[int, Any]) -> None:
         """Moves Variables, by position, to their declared shardings, where they stay."""
@@ -220,7 +276,13 @@ class Specialization:
     ) -> binding.LiftedOutputs:
         """Calls the compiled function with values and arguments taken apart."""
         full = self.pack(values, arguments)
-        return binding.LiftedOutputs(*self.jitted(full)(*full))
+        program = self._find_program(full)
+        try:
+            outputs = program(*full)
+        except OtherSignature:
+            # The settings of JAX changed in between, or keep no trace (``jax_check_tracer_leaks``).
+            outputs = self.own(full)(*full)
+        return binding.LiftedOutputs(*outputs)
 
     @property
     def donates(self) -> bool:
@@ -230,7 +292,77 @@ class Specialization:
     def compile(self, values: Sequence[Leaf], arguments: inputs.SplitArguments) -> None:
         """Compiles for a call without running it."""
         full = self.pack(values, arguments)
-        self.jitted(full).lower(*full).compile()
+        program = self._find_program(full)
+        if isinstance(program, _SharedCall):
+            program.compile(full)
+        else:
+            program.lower(*full).compile()
+
+    def _find_program(self, full: tuple[PyTree, ...]) -> Callable[..., Any]:
+        """Returns the program for inputs, tracing and sharing it where that is right."""
+        # Within other traces a program is part of theirs, and may be differentiated.
+        if local.frame is not None or not is_eager():
+            return self.own(full)
+
+        program = self._share(full)
+        shapes = _shapes_of(full[2:])
+        known = self._programs.get(shapes)
+        is_other = (
+            isinstance(known, _SharedCall)
+            and isinstance(program, _SharedCall)
+            and known.program is not program.program
+        )
+        if is_other or (known is not None and not isinstance(known, _SharedCall)):
+            # Of one shape, but with Variables of another type or under other settings.
+            program = self.own(full)
+        self._programs[shapes] = program
+        self._only = program if len(self._programs) == 1 else None
+        return program
+
+    def _share(self, full: tuple[PyTree, ...]) -> Callable[..., Any]:
+        """Returns the shared program for inputs, or the function's own."""
+        if any(map(is_ref, jax.tree.leaves(full))):  # whose effects belong to one trace
+            return self.own(full)
+
+        self._is_sharing = True
+        try:
+            traced = self.tracer().trace(*full)
+        finally:
+            self._is_sharing = False
+        if self._request is not None:
+            raise self._request
+        outputs = traced.out_info
+        effects = outputs[3]
+        groups = [len(jax.tree.leaves(group)) for group in outputs[:3]]
+        options = self._options(effects.shardings if self._declares else None, outputs)
+        program = shared_program(
+            traced.jaxpr,
+            self._program.__name__,
+            jax.tree.structure(full),
+            groups,
+            options,
+            _key_of_options(options),
+        )
+        if program is None:
+            return self.own(full)
+        return _SharedCall(program, constants_of(traced.jaxpr), effects, outputs)
+
+    def _options(
+        self, shardings: tuple[PyTree, ...] | None, outputs: tuple[PyTree, ...]
+    ) -> dict[str, Any]:
+        """Returns the options of a shared program, whose last input are the constants."""
+        options = self._common_options()
+        if self._in_shardings is not None:
+            options["in_shardings"] = (*self._in_shardings, None)
+        if shardings is not None:
+            pairs = zip(shardings, outputs[:3], strict=True)
+            options["out_shardings"] = tuple(_spread(*pair) for pair in pairs)
+        return options
+
+    @property
+    def _declares(self) -> bool:
+        """Whether shardings are declared."""
+        return self._in_shardings is not None or self.options.out_shardings is not None
 
     def pack(self, values: Sequence[Leaf], arguments: inputs.SplitArguments) -> tuple[Leaf, ...]:
         """Arranges values and plain arguments as the pure function takes them."""
@@ -252,31 +384,39 @@ class Specialization:
         undonated = [None if i in self.donated else item for i, item in enumerate(plain)]
         return undonated, [item if i in self.donated else None for i, item in enumerate(plain)]
 
-    def jitted(self, full: tuple[Any, ...]) -> Any:
-        """Returns the ``jax.jit`` of the pure function, making it on first use."""
-        if self._jitted is None:
-            if self._in_shardings is None and self.options.out_shardings is None:
-                self._jitted = self._make(None)
-            else:
-                effects = self._make(None).trace(*full).out_info[3]
-                self._expected = effects.tree_key
-                result, written, fresh = effects.shardings
-                self._jitted = self._make((result, written, fresh, None))
-        return self._jitted
+    def tracer(self) -> Any:
+        """Returns the ``jax.jit`` of the pure function that traces it, for any result."""
+        if self._tracer is None:
+            options = self._common_options()
+            if self._in_shardings is not None:
+                options["in_shardings"] = self._in_shardings
+            self._tracer = jax.jit(self._program, **options)
+        return self._tracer
 
-    def _make(self, out_shardings):
-        options = self.options
-        options_given: dict[str, Any] = {
-            "in_shardings": self._in_shardings,
-            "out_shardings": out_shardings,
-            "compiler_options": options.compiler_options,
+    def own(self, full: tuple[Any, ...]) -> Any:
+        """Returns the ``jax.jit`` of the pure function that runs it."""
+        if self._own is None:
+            self._own = self.tracer()
+            if self._declares:
+                effects = self._own.trace(*full).out_info[3]
+                self._expected = effects.tree_key
+                options = self._common_options()
+                if self._in_shardings is not None:
+                    options["in_shardings"] = self._in_shardings
+                options["out_shardings"] = (*effects.shardings, None)
+                self._own = jax.jit(self._program, **options)
+        return self._own
+
+    def _common_options(self) -> dict[str, Any]:
+        options: dict[str, Any] = {
+            "keep_unused": self.options.keep_unused,
+            "inline": self.options.inline,
         }
+        if self.options.compiler_options is not None:
+            options["compiler_options"] = self.options.compiler_options
         if self.donates:
-            options_given["donate_argnums"] = (1, 3, 5) if self._full else (1,)
-        options_given = {name: value for name, value in options_given.items() if value is not None}
-        return jax.jit(
-            self._program, keep_unused=options.keep_unused, inline=options.inline, **options_given
-        )
+            options["donate_argnums"] = (1, 3, 5) if self._full else (1,)
+        return options
 
     def _named_program(self) -> Callable[..., Any]:
         """Returns the pure function under the user's name and source line."""
@@ -298,8 +438,13 @@ class Specialization:
 
     def clear_cache(self) -> None:
         """Forgets what was compiled."""
-        if self._jitted is not None:
-            self._jitted.clear_cache()
+        for program in self._programs.values():
+            if isinstance(program, _SharedCall):
+                forget_program(program.program)
+        self._programs, self._only = {}, None
+        for jitted in (self._tracer, self._own):
+            if jitted is not None:
+                jitted.clear_cache()
 
     def _pure(
         self,
@@ -319,22 +464,26 @@ class Specialization:
         if self.signatures and retraces.listeners.get():
             retraces.report_trace(self, self.signatures, signature)
         self.signatures.append(signature)
-        with self.tracing(self.function), engine.CompiledFrame("jit") as frame:
-            roots, copies = binding.bind(
-                frame, self.graphdef, values, graph.objects(), graph.leaves
-            )
-            result = self._call_user(roots, plain, named)
+        with engine.CompiledFrame("jit") as frame:
+            originals = graph.objects()
+            roots, copies = binding.bind(frame, self.graphdef, values, originals, graph.leaves)
+            result = self._call_user(originals, copies, roots, plain, named)
             frame.take_in()
+            self.met = [_described(item, copies, self) for item in frame.met]
             binding.check_result(result, "jit", binding.TEXTS)
             outputs = binding.record_effects(
                 frame, self.graphdef, copies, values, result, self._emitted(result, copies)
             )
             lost = [*(item.outer for item in frame.captured), *outputs.effects.foreign.values()]
             if lost:
-                raise engine.RetraceRequest(lost)
+                self._request = engine.RetraceRequest(lost)
+                # An exception that passes through a trace of JAX 0.10 to 0.12 leaves its constants
+                # in memory for good. So a trace alone ends well, and ``_share`` raises after it.
+                if not self._is_sharing:
+                    raise self._request
             if settles and not self._settled and frame.parent is None:
                 self._find_placement(frame, copies, graph.leaves, outputs.effects.written)
-            self._declare_shardings(outputs, copies, result, plain, roots[1:])
+            self._declare_shardings(outputs, copies, result, plain, roots)
         return tuple(outputs)
 
     def _find_placement(
@@ -364,15 +513,25 @@ class Specialization:
             for i in range(len(self.graphdef.leaves))
         ]
 
-    def _call_user(self, roots: Sequence[PyTree], plain: Sequence[Leaf], named: dict[str, PyTree]):
-        function, objects = roots[0], roots[1 : 1 + self.root_count]
-        args, kwargs = inputs.join_arguments(self, plain, named, objects)
+    def _call_user(
+        self,
+        originals: Sequence[Object],
+        copies: Sequence[Object],
+        roots: Sequence[PyTree],
+        plain: Sequence[Leaf],
+        named: dict[str, PyTree],
+    ):
+        args, kwargs = inputs.join_arguments(self, plain, named, roots[: self.root_count])
         args, kwargs = self.positions.insert_static(args, kwargs)
+        pairs = zip(originals, copies, strict=True)
+        stand_ins = StandIns({id(original): copy for original, copy in pairs})
         try:
-            return function(*args, **kwargs)
+            return stand_ins.function(self.function)(*args, **kwargs)
         except TRACER_ERRORS as error:
             add_advice(error)
             raise
+        finally:
+            stand_ins.finish()
 
     def _find_donated(
         self, graph: binding.InputGraph, arguments: inputs.SplitArguments
@@ -479,3 +638,31 @@ class Specialization:
             written.append(self.leaf_shardings[position] if entry is None else entry)
         fresh = [by_id.get(key) for key in effects.fresh_ids]
         effects.shardings = (arrays, written, fresh)
+
+
+def _described(item: Any, copies: Sequence[object], program: Specialization) -> str:
+    """Returns what a message calls a Variable that was met in no certain way."""
+    index = {id(copies[position]): i for i, position in enumerate(program.graphdef.leaves)}
+    position = index.get(id(item))
+    path = () if position is None else program.leaf_paths[position]
+    kind = a_kind_of(item)
+    if not path or path[0] == engine.UNNAMED:
+        return f"{kind} of shape {item.shape}"
+    return f"{kind} at {format_path(path)}"
+
+
+def _spread(prefix: PyTree, tree: PyTree) -> list[Any]:
+    """Returns the sharding of each array of a tree, by a prefix of it."""
+    entries, treedef = jax.tree.flatten(prefix, is_leaf=lambda entry: entry is None)
+    subtrees = treedef.flatten_up_to(tree)
+    return [
+        entry
+        for entry, subtree in zip(entries, subtrees, strict=True)
+        for _ in jax.tree.leaves(subtree)
+    ]
+
+
+def _key_of_options(options: Mapping[str, Any]) -> Hashable:
+    """Returns what options of ``jax.jit`` compare by."""
+    leaves, treedef = jax.tree.flatten(dict(options), is_leaf=lambda entry: entry is None)
+    return (treedef, *((type(leaf), leaf) for leaf in leaves))

@@ -38,7 +38,7 @@ def trace_jit(jit: Jit, args: Sequence[object], kwargs: Mapping[str, object]) ->
         local.call.settles = False
         try:
             full = program.pack(binding.abstract(graph.leaves), arguments)
-            traced = program.jitted(full).trace(*full)
+            traced = program.own(full).trace(*full)
             return Traced(
                 _StageSource(jit, program, _states(graph, arguments), traced.out_info[3]), traced
             )

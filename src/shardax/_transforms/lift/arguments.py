@@ -14,19 +14,15 @@ for the old attributes would answer for the new ones.
 The function of a call is a root, too: a Module, a method of one, or a ``functools.partial`` with
 Modules among its arguments. A callable without a hash is compared by identity.
 
-A *source* is a closure cell or a global name from which a function takes an object without being
-given it. Compiled functions look through their sources at every call, so that a model which was
-rebound to the name is noticed.
+What a function takes from outside without being given it is found in ``lift.captures``.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dis
 import enum
 import functools
 import inspect
-import itertools
 import operator
 import sys
 import types
@@ -502,6 +498,13 @@ class SplitArguments:
                         "lambda _, children: Node(*children)."
                     )
 
+    def static_values(self) -> Iterator[Any]:
+        """Yields every static value inside of the arguments."""
+        for template in (*self.templates, *(template for _, template in self.named)):
+            if isinstance(template, TreeTemplate):
+                for _, item in template.static:
+                    yield item.value
+
     def release(self) -> None:
         """Lets go of objects and plain values; templates remain."""
         self.roots, self.plain, self.plain_named = [], (), {}
@@ -609,118 +612,6 @@ def plain_paths(template: object, plain: object = None) -> Sequence[Path]:
     object_leaves = {leaf for leaf, _ in (*template.roots, *template.static)}
     paths = leaf_paths(template.treedef)
     return [path for leaf, path in enumerate(paths) if leaf not in object_leaves]
-
-
-# How many calls deep to look for sources in helper functions.
-_MAX_DEPTH = 4
-
-# Largest holder that is looked into, unless one of its first so many items is an object.
-_MAX_ITEMS = 64
-
-# How many holders (containers, instances of user classes) deep to look for objects.
-_MAX_HOLDERS = 3
-
-
-class ClosureSource(NamedTuple):
-    """A place that held an object when it was found."""
-
-    name: str  # the variable's name, for messages and paths
-    read: Callable[[], Any]  # returns what the place holds now (None if it is empty)
-
-
-def find_sources(function: object) -> list[ClosureSource]:
-    """Finds where a function or its helpers take objects from."""
-    sources: dict[Any, ClosureSource] = {}
-    _search(function, 0, set(), sources)
-    return list(sources.values())
-
-
-def _search(value, depth: int, seen: set[int], sources: dict[Any, ClosureSource]) -> None:
-    if depth > _MAX_DEPTH or id(value) in seen:
-        return
-    seen.add(id(value))
-    if isinstance(value, types.MethodType):
-        if not isinstance(value.__self__, Object):  # an Object owner is an argument, not a source
-            _add_holder(value.__self__, sources)
-        _search(value.__func__, depth, seen, sources)
-    elif isinstance(value, functools.partial):
-        _search(value.func, depth, seen, sources)
-    elif isinstance(value, types.FunctionType):
-        for key, source in _places(value):
-            content = source.read()
-            if any(True for _ in objects_in(content)):
-                sources.setdefault(key, source)
-            if callable(content):
-                _search(content, depth + 1, seen, sources)
-    elif hasattr(value, "__wrapped__") and not isinstance(value, type):
-        _search(value.__wrapped__, depth, seen, sources)
-    elif is_plain_instance(value) and callable(value):
-        _add_holder(value, sources)
-        _search(type(value).__call__, depth, seen, sources)
-
-
-def _add_holder(holder: object, sources: dict[Any, ClosureSource]) -> None:
-    if any(True for _ in objects_in(holder)):
-        sources.setdefault(id(holder), ClosureSource("self", lambda: holder))
-
-
-def closure_cells(function: types.FunctionType) -> Iterator[tuple[Any, ClosureSource]]:
-    """Yields (key, source) of every name that a function closes over."""
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        yield id(cell), ClosureSource(name, functools.partial(_read_cell, cell))
-
-
-def _places(function: types.FunctionType) -> Iterator[tuple[Any, ClosureSource]]:
-    yield from closure_cells(function)
-    scope = function.__globals__
-    for name in global_names(function.__code__):
-        if name in scope:
-            yield (id(scope), name), ClosureSource(name, functools.partial(scope.get, name))
-
-
-def _read_cell(cell: types.CellType):
-    try:
-        return cell.cell_contents
-    except ValueError:
-        return None
-
-
-@functools.lru_cache(maxsize=1024)
-def global_names(code: types.CodeType) -> tuple[str, ...]:
-    """Returns the globals that code names, functions inside of it included."""
-    names = [
-        step.argval
-        for step in dis.get_instructions(code)
-        if step.opname in ("LOAD_GLOBAL", "LOAD_NAME")
-    ]
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            names.extend(global_names(constant))
-    return tuple(dict.fromkeys(names))
-
-
-def objects_in(value: object, depth: int = _MAX_HOLDERS) -> Iterator[Object]:
-    """Yields the objects that a source holds."""
-    if isinstance(value, Object):
-        yield value
-        return
-    if depth == 0:
-        return
-    if isinstance(value, types.MethodType):
-        yield from objects_in(value.__self__, depth)
-        return
-    if isinstance(value, (tuple, list)):
-        items = value
-    elif isinstance(value, dict):
-        items = value.values()
-    elif is_plain_instance(value):
-        items = vars(value).values()
-    else:
-        return
-    first = itertools.islice(items, _MAX_ITEMS)
-    if len(items) <= _MAX_ITEMS or any(isinstance(item, Object) for item in first):
-        for item in list(items):
-            yield from objects_in(item, depth - 1)
 
 
 def is_plain_instance(value: object) -> bool:

@@ -57,6 +57,7 @@ from shardax._transforms.lift.binding import (
     record_effects,
     same_value,
 )
+from shardax._transforms.lift.captures import objects_in, places_of
 from shardax._transforms.lift.tracer_errors import TRACER_ERRORS, InputForm, add_advice, name_inputs
 
 
@@ -69,15 +70,32 @@ class RetraceRequest(Exception):
         self.drops_program = drops_program  # whether it was made for other layouts of results
 
 
+# First step of the paths of objects that a trace met in no certain way.
+UNNAMED = "closure"
+
+
 class CompiledFrame(frames.Frame):
     """The frame of a compiled function."""
 
-    __slots__ = ("wanted",)
+    __slots__ = ("met", "wanted")
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
         # Where Variables are to be moved before the program runs, by ``id`` of the copy.
         self.wanted: dict[int, Any] = {}
+        # Variables that the function reached in no certain way (``lift.captures``).
+        self.met: list[Any] = []
+
+    def capture(self, outer: Any) -> PyTree:
+        """See ``Frame.capture``."""
+        self.met.append(outer)
+        return super().capture(outer)
+
+    def reached(self, stand_in: PyTree) -> PyTree:
+        """See ``Frame.reached``."""
+        # Through a certain way, the function would have found the stand-in itself.
+        self.met.append(stand_in)
+        return stand_in
 
 
 def request_placement(variables: Sequence[object], shardings: Sequence[object]) -> None:
@@ -351,15 +369,15 @@ def retry_captured(attempt: Callable[[list[Variable]], object]) -> PyTree:
 
 
 def path_of(functions: Sequence[Callable[..., object]], variable: Variable) -> Path:
-    """Returns the path of a captured Variable, for messages."""
+    """Returns the path of a captured Variable, for messages; empty if its way is not certain."""
     for function in functions:
-        for source in inputs.find_sources(function):
-            for item in inputs.objects_in(source.read()):
+        for place in places_of(function):
+            for item in objects_in(place.read()):
                 flat = graphs.flatten(item)
                 for path, leaf in zip(flat.leaf_paths, flat.leaves, strict=True):
                     if leaf is variable or stands_for(variable, leaf):
-                        return (source.name, *path)
-    return (type(variable).__name__,)
+                        return (place.name, *path) if place.name else path
+    return ()
 
 
 def stands_for(variable: Variable, original: Variable) -> bool:
@@ -411,7 +429,7 @@ class SealedFrame(frames.Frame):
 
     def seal(self, stand_in: PyTree, path: Path) -> None:
         """Makes the copy of a captured Variable refuse writes."""
-        label = f"{kind_of(stand_in)} {format_path(path).removeprefix('.')}"
+        label = f"{kind_of(stand_in)} {format_path(path).removeprefix('.')}".rstrip()
         label = label.replace("{", "{{").replace("}", "}}")
         stand_in._lock = (
             f"Cannot write {{what}} inside sx.{self.name}: the {label} was not passed in, "
