@@ -99,15 +99,13 @@ class CustomJvp(PickledByName, Functions):
 
     @property
     def functions(self) -> tuple[Callable[..., PyTree], ...]:
-        """The function and its rule."""
-        return tuple(f for f in (self.function, self.rule) if f is not None)
+        """The function, without its rule: it may run when the call is over."""
+        return (self.function,)
 
     def with_functions(self, functions: tuple[Callable[..., PyTree], ...]) -> CustomJvp:
-        """Returns a copy with another function and another rule."""
-        function, *rules = functions
-        copy = CustomJvp(function, self.nondiff_argnums, self.wrt)
-        for rule in rules:
-            copy.defjvp(rule)
+        """Returns a copy with another function."""
+        copy = CustomJvp(functions[0], self.nondiff_argnums, self.wrt)
+        copy.rule = self.rule
         return copy
 
     def defjvp(self, rule: Callable[..., object]) -> Callable[..., Any]:

@@ -533,16 +533,15 @@ class CustomVjp(PickledByName, Functions):
 
     @property
     def functions(self) -> tuple[Callable[..., PyTree], ...]:
-        """The function and its rules."""
-        return tuple(f for f in (self.function, self.fwd, self.bwd) if f is not None)
+        """The function, without its rules: they may run when the call is over."""
+        return (self.function,)
 
     def with_functions(self, functions: tuple[Callable[..., PyTree], ...]) -> CustomVjp:
-        """Returns a copy with another function and other rules."""
-        function, *rules = functions
-        copy = CustomVjp(function, self.nondiff_argnums, self.wrt)
-        if rules:
-            fwd, bwd = rules
-            copy.defvjp(fwd, bwd, state_cotangents=self.state_cotangents)
+        """Returns a copy with another function."""
+        copy = CustomVjp(functions[0], self.nondiff_argnums, self.wrt)
+        copy.fwd = self.fwd
+        copy.bwd = self.bwd
+        copy.state_cotangents = self.state_cotangents
         return copy
 
     def defvjp(

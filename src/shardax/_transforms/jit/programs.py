@@ -62,12 +62,14 @@ class SharedProgram:
         jaxpr: Jaxpr,
         name: str,
         context: _Context,
+        in_tree: Hashable,
         groups: Sequence[int],
         options: Mapping[str, Any],
     ) -> None:
         # Open, with constants among the inputs.
         self.jaxpr = jaxpr
         self.context = context
+        self.in_tree = in_tree
         # How many of the outputs are the result, written Variables, and new Variables.
         self.groups = tuple(groups)
 
@@ -80,10 +82,15 @@ class SharedProgram:
 
     def _evaluate(self, inputs: PyTree) -> tuple[list[jax.Array], ...]:
         *inputs, constants = inputs
-        arrays = [*constants, *jax.tree.leaves(inputs)]
-        types_given = [jax.typeof(array) for array in arrays]
-        types_expected = [variable.aval for variable in self.jaxpr.invars]
-        if types_given != types_expected or current_context() is not self.context:
+        leaves, in_tree = jax.tree.flatten(tuple(inputs))
+        arrays = [*constants, *leaves]
+        is_mine = (
+            in_tree == self.in_tree
+            and [jax.typeof(array) for array in arrays]
+            == [variable.aval for variable in self.jaxpr.invars]
+            and current_context() is self.context
+        )
+        if not is_mine:
             raise OtherSignature
 
         outputs = iter(_jax.evaluate(self.jaxpr, arrays))
@@ -116,7 +123,7 @@ def shared_program(
     Returns:
         The program; None where no other trace could ever have an equal one.
     """
-    opened = without_derivative_rules(_jax.with_constants_as_inputs(jaxpr))
+    opened = without_rules(_jax.with_constants_as_inputs(jaxpr))
     context = current_context()
     # Cheap to compute, so that a function that is compiled once pays for no comparison.
     fingerprint = (
@@ -140,7 +147,7 @@ def shared_program(
 
     if not _can_be_shared(opened):
         return None
-    program = SharedProgram(opened, name, context, groups, options)
+    program = SharedProgram(opened, name, context, in_tree, groups, options)
     with _lock:
         _programs.setdefault(fingerprint, []).append(program)
         _programs.move_to_end(fingerprint)
@@ -313,13 +320,20 @@ def _is_python_function(value: object) -> bool:
     return not (is_constant and value.__globals__.get("__name__", "").partition(".")[0] == "jax")
 
 
-# --- derivative rules -----------------------------------------------------------------------------
+# --- rules of derivatives and batches -------------------------------------------------------------
+
+# Primitives that call a jaxpr and have rules for transforms, and their parameter with the jaxpr.
+_RULED_CALLS = {
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+    "custom_vmap_call": "call",
+}
 
 
-def without_derivative_rules(jaxpr: Jaxpr) -> Jaxpr:
-    """Returns an open jaxpr that computes the same and cannot be differentiated by custom rules.
+def without_rules(jaxpr: Jaxpr) -> Jaxpr:
+    """Returns an open jaxpr that computes the same, without rules to differentiate or map it.
 
-    A shared program is called with arrays and never differentiated: under ``jax.grad``, a function
+    A shared program is called with arrays and never transformed: under ``jax.grad``, a function
     has a program of its own. Its rules, which are functions made for each trace, would make every
     jaxpr another one, and keep alive what they close over.
     """
@@ -339,7 +353,7 @@ def without_derivative_rules(jaxpr: Jaxpr) -> Jaxpr:
             equations.append(plain)
         else:
             is_changed = True
-            equations.extend(_inlined(without_derivative_rules(inner), equation, replaced))
+            equations.extend(_inlined(without_rules(inner), equation, replaced))
 
     if not is_changed:
         return jaxpr
@@ -353,9 +367,10 @@ def _replacement(replaced: Mapping[Any, Any], atom: Any) -> Any:
 
 def _inner_of_custom_call(equation: Any) -> Jaxpr | None:
     """Returns the open jaxpr that an equation calls, if it has derivative rules of its own."""
-    if equation.primitive.name not in ("custom_jvp_call", "custom_vjp_call") or equation.effects:
+    name = _RULED_CALLS.get(equation.primitive.name)
+    if name is None or equation.effects:
         return None
-    inner = equation.params["call_jaxpr"]
+    inner = equation.params[name]
     return None if getattr(inner, "consts", ()) else _jax.open_jaxpr(inner)
 
 
@@ -394,7 +409,7 @@ def _without_rules_inside(equation: Any) -> Any:
 def _without_rules_in_value(value: Any) -> Any:
     if _jax.is_jaxpr(value):
         opened = _jax.open_jaxpr(value)
-        plain = without_derivative_rules(opened)
+        plain = without_rules(opened)
         return value if plain is opened else _jax.with_inner(value, plain)
     if type(value) is tuple:
         items = tuple(map(_without_rules_in_value, value))

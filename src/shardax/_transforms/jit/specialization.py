@@ -164,8 +164,9 @@ class _SharedCall:
 
 
 def _shapes_of(inputs: PyTree) -> Hashable:
-    """Returns the shapes of arrays."""
-    return tuple([getattr(array, "shape", ()) for array in jax.tree.leaves(inputs)])
+    """Returns the structure of inputs and the shapes of their arrays."""
+    arrays, treedef = jax.tree.flatten(inputs)
+    return treedef, tuple([getattr(array, "shape", ()) for array in arrays])
 
 
 class Specialization:
@@ -338,7 +339,7 @@ class Specialization:
         program = shared_program(
             traced.jaxpr,
             self._program.__name__,
-            jax.tree.structure(full),
+            jax.tree.structure(tuple(full)),
             groups,
             options,
             _key_of_options(options),

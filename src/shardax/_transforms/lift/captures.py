@@ -130,7 +130,7 @@ class _Search:
     def _visit_plain_function(self, function: types.FunctionType) -> None:
         cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
         for name, cell in cells:
-            self._visit_place(name, cell, functools.partial(_content, cell))
+            self._visit_place(name, cell, functools.partial(_content, cell), _is_ours(function))
 
         scope = function.__globals__
         for name in _global_names(function):
@@ -153,11 +153,13 @@ class _Search:
                 self._visit_place(name, owner, functools.partial(_attribute, owner, name))
             self.visit_function(_call_of(owner))
 
-    def _visit_place(self, name: str, holder: object, read: Callable[[], object]) -> None:
+    def _visit_place(
+        self, name: str, holder: object, read: Callable[[], object], is_ours: bool = False
+    ) -> None:
         value = read()
         if next(objects_in(value), None) is not None:
             self.places.append(Place(name, read, (id(holder), name)))
-        for made in _made_functions(value):
+        for made in _functions_in(value, is_ours):
             self.visit_function(made)
 
 
@@ -235,20 +237,28 @@ def _names_in(code: types.CodeType) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _made_functions(value: object) -> Iterator[object]:
-    """Yields the functions that shardax made of others, in what a place holds."""
+def _functions_in(value: object, is_ours: bool) -> Iterator[object]:
+    """Yields the functions, in what a place holds, whose places count as well.
+
+    Args:
+        value: What the place holds.
+        is_ours: Whether the place is a cell of a function that shardax made, which calls every
+            function that it closes over. Otherwise only functions made by shardax count.
+    """
     kind = type(value)
 
     if issubclass(kind, (Wrapper, Functions)):
         yield value
     elif kind is types.FunctionType:
-        if _is_ours(value):
+        if is_ours or _is_ours(value):
             yield value
+    elif kind in (functools.partial, types.MethodType) and is_ours:
+        yield value
+    elif kind is functools.partial:
+        yield from _functions_in(value.func, is_ours)
     elif issubclass(kind, tuple):
         for item in tuple.__iter__(value):
-            yield from _made_functions(item)
-    elif kind is functools.partial:
-        yield from _made_functions(value.func)
+            yield from _functions_in(item, is_ours)
 
 
 def _is_ours(function: types.FunctionType) -> bool:
@@ -284,14 +294,16 @@ class StandIns:
         self._copies[id(function)] = (function, copy)
         return copy
 
-    def value(self, value: Any) -> Any:
-        """Returns what a place holds with stand-ins for objects."""
+    def value(self, value: Any, is_ours: bool = False) -> Any:
+        """Returns what a place holds with stand-ins; see ``_functions_in`` for ``is_ours``."""
         kind = type(value)
 
         if issubclass(kind, Object):
             return self._stand_ins.get(id(value), value)
+        if next(_functions_in(value, is_ours), None) is value:
+            return self.function(value)
         if issubclass(kind, tuple):
-            items = [self.value(item) for item in tuple.__iter__(value)]
+            items = [self.value(item, is_ours) for item in tuple.__iter__(value)]
             if _are_same(items, tuple.__iter__(value)):
                 return value
             return tuple.__new__(kind, items)
@@ -306,8 +318,6 @@ class StandIns:
         if kind is types.MethodType:
             owner = self.value(value.__self__)
             return value if owner is value.__self__ else types.MethodType(value.__func__, owner)
-        if next(_made_functions(value), None) is not None:
-            return self.function(value)
         return value
 
     def finish(self) -> None:
@@ -351,7 +361,8 @@ class StandIns:
 
     def _copy_plain_function(self, function: types.FunctionType) -> types.FunctionType:
         cells = function.__closure__ or ()
-        closure = tuple(map(self._cell, cells))
+        is_ours = _is_ours(function)
+        closure = tuple(self._cell(cell, is_ours) for cell in cells)
         defaults = self.value(function.__defaults__) if function.__defaults__ else None
         named = function.__kwdefaults__ or {}
         named_copy = {name: self.value(value) for name, value in named.items()}
@@ -371,9 +382,9 @@ class StandIns:
         copy.__dict__.update(function.__dict__)
         return copy
 
-    def _cell(self, cell: types.CellType) -> types.CellType:
+    def _cell(self, cell: types.CellType, is_ours: bool) -> types.CellType:
         content = _content(cell)
-        stand_in = self.value(content)
+        stand_in = self.value(content, is_ours)
         if stand_in is content:
             return cell
         copy = types.CellType(stand_in)
