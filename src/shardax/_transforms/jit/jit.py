@@ -263,6 +263,10 @@ class CachedCall:
             self.specialization.place(self.watched)
             self.seen = [id(v._value) for v in self.watched.values()]
 
+    def note_placed(self, values: Sequence[Leaf]) -> None:
+        """Notes that the watched Variables were placed, given all values by position."""
+        self.seen = [id(values[position]) for position in self.watched]
+
     def graph(self) -> binding.InputGraph:
         """Flattens the roots anew; for calls that trace or change structure."""
         return binding.InputGraph([root() for root in self.roots], self.specialization.names)
@@ -511,6 +515,7 @@ class Jit(PickledByName, Wrapper):
                     binding.check_no_leak(graph, outputs)
                     if key is not None and local.frame is None:
                         entry.learn(outputs.effects)
+                        entry.note_placed(values)
                         self.memory.remember(key, entry, graph, few=bool(self.memory.sources))
                     return binding.apply_effects(graph, outputs)
                 except engine.RetraceRequest as need:
