@@ -3,7 +3,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from jax.sharding import PartitionSpec
+
 from shardax._core.errors import ShardaxError
+from shardax._core.graph.paths import Path, format_path
 
 
 class TransformError(ShardaxError, ValueError, TypeError):
@@ -24,3 +30,30 @@ class ClosureError(ShardaxError, RuntimeError):
 
 class NoMeshError(ShardaxError, ValueError):
     """A mesh is needed, none was given, and none is in scope."""
+
+
+class DeclaredSpec(NamedTuple):
+    """A ``PartitionSpec`` that an option declares for one place."""
+
+    option: str  # "in_shardings" or "out_shardings"
+    path: Path  # of an argument, beginning with its name; or within the result
+    spec: PartitionSpec
+
+
+def specs_without_mesh(specs: Sequence[DeclaredSpec]) -> NoMeshError:
+    """Returns the error of specs that are used where no mesh is in scope."""
+    option, path, spec = specs[0]
+    place = format_path(path).removeprefix(".")
+    if option == "out_shardings":
+        place = f"the result at {format_path(path)}" if path else "the result"
+
+    others = ""
+    if len(specs) > 1:
+        others = f" (and specs for {len(specs) - 1} more)"
+
+    return NoMeshError(
+        f"{option} gives {spec} for {place}{others}, but no mesh is in scope, and a PartitionSpec "
+        "only names the axes of one. Nothing was changed. Call the function with a mesh in scope, "
+        "with jax.set_mesh(mesh): ... (to enter the mesh itself is not enough). Or declare "
+        f"shardings in place of specs: jax.NamedSharding(mesh, jax.{spec!r})."
+    )

@@ -213,6 +213,7 @@ class CachedCall:
         "kept",
         "last",
         "leaves",
+        "mesh",
         "roots",
         "seen",
         "settles",
@@ -235,6 +236,7 @@ class CachedCall:
         # Variables with a declared sharding, by position, and what they held.
         self.watched: dict[int, Any] = {}
         self.seen: list[int] = []
+        self.mesh: jax.sharding.Mesh | None = None  # over which specs placed them
         # Where the dynamic leaves of each argument stand, under ``static="auto"``.
         self.spans: Any = None
         self.settles = True  # whether Variables may be moved for the trace
@@ -257,15 +259,16 @@ class CachedCall:
         self.last = (effects, targets)
         return targets
 
-    def place(self) -> None:
-        """Moves the watched Variables that were given other arrays."""
-        if [id(v._value) for v in self.watched.values()] != self.seen:
+    def place(self, mesh: jax.sharding.Mesh | None) -> None:
+        """Moves the watched Variables that were given other arrays; specs mean ``mesh``."""
+        if [id(v._value) for v in self.watched.values()] != self.seen or mesh is not self.mesh:
             self.specialization.place(self.watched)
-            self.seen = [id(v._value) for v in self.watched.values()]
+            self.seen, self.mesh = [id(v._value) for v in self.watched.values()], mesh
 
     def note_placed(self, values: Sequence[Leaf]) -> None:
         """Notes that the watched Variables were placed, given all values by position."""
         self.seen = [id(values[position]) for position in self.watched]
+        self.mesh = self.specialization.mesh_of_specs()
 
     def graph(self) -> binding.InputGraph:
         """Flattens the roots anew; for calls that trace or change structure."""
@@ -427,11 +430,12 @@ class Jit(PickledByName, Wrapper):
             with calling, exclusive if entry.specialization.donates else _NO_LOCK:
                 return self._repeat(entry, plain, named, args, kwargs, has_turn=True)
         program = entry.specialization
+        mesh = program.mesh_of_specs()
         program.used = next(self._ticks)
         local.call = entry
         try:
             if entry.watched:
-                entry.place()
+                entry.place(mesh)
             undonated, donated = [v._value for v in entry.kept], [v._value for v in entry.donated]
             result, written, fresh, effects = program.run(undonated, donated, plain, named)
         except Exception as error:
@@ -585,6 +589,7 @@ class Jit(PickledByName, Wrapper):
             if self.specializations and retraces.listeners.get():
                 retraces.report_specialization(self, program)
             self.memory.add(program)
+        program.mesh_of_specs()  # it may have been made where a mesh was in scope
         program.used = next(self._ticks)
         return program, graph, arguments
 
