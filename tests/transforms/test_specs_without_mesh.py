@@ -50,7 +50,8 @@ _numbers = itertools.count()
 
 def _inside() -> Any:
     """Returns a compiled function that shares no program with earlier ones."""
-    return sx.jit(lambda v, number=next(_numbers): of_variable(v))
+    number = next(_numbers)
+    return sx.jit(lambda v, number=number: of_variable(v))
 
 
 def _specs(tree: Any) -> list[Any]:

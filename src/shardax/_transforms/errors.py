@@ -32,6 +32,46 @@ class NoMeshError(ShardaxError, ValueError):
     """A mesh is needed, none was given, and none is in scope."""
 
 
+# What does the work of options that other libraries, or older versions of JAX, have.
+_OPTIONS_ELSEWHERE = {
+    "jit": {
+        "device": "A function runs where its arguments are: jax.device_put(x, device); or declare "
+        "it, sx.jit(f, in_shardings=jax.sharding.SingleDeviceSharding(device)). Arrays that it "
+        "makes without arguments are where `with jax.default_device(device): ...` says.",
+        "backend": "A function runs where its arguments are: "
+        "jax.device_put(x, jax.devices(backend)[0]); or declare it, sx.jit(f, "
+        "in_shardings=jax.sharding.SingleDeviceSharding(device)). Arrays that it makes without "
+        "arguments are where `with jax.default_device(device): ...` says.",
+    },
+    "shard_map": {
+        "check_rep": "JAX has renamed check_rep to check_vma.",
+        "auto": "In place of the mesh axes that are left to the compiler, name the others: "
+        "axis_names={'data'}.",
+    },
+}
+_OPTIONS_ELSEWHERE["Jitted"] = _OPTIONS_ELSEWHERE["jit"]
+
+
+def unknown_options(
+    name: str, unknown: Sequence[str], known: Sequence[str], makes_function: bool = False
+) -> TransformError:
+    """Returns the error of options, or of arguments, that a transform does not take."""
+    what = f"the options {', '.join(sorted(unknown))}" if unknown else "arguments"
+    options = ", ".join(option for option in known if option != "function")
+    usage = f"It takes {options}."
+    if makes_function:
+        arguments = "init, xs" if name == "scan" else "*arguments"
+        usage = (
+            f"It makes a function of the same arguments: sx.{name}(function)({arguments}), with "
+            f"options by name: {options}."
+        )
+
+    elsewhere = _OPTIONS_ELSEWHERE.get(name, {})
+    remedies = [elsewhere[option] for option in unknown if option in elsewhere]
+    text = f"sx.{name} was given {what} that it does not take. {usage}"
+    return TransformError(" ".join([text, *dict.fromkeys(remedies)]))
+
+
 class DeclaredSpec(NamedTuple):
     """A ``PartitionSpec`` that an option declares for one place."""
 

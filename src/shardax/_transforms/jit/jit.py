@@ -711,6 +711,7 @@ class Jit(PickledByName, Wrapper):
         return f"<sx.jit of {getattr(self.__wrapped__, '__qualname__', self.__wrapped__)!s}>"
 
 
+@engine.takes_options
 def jit(
     function: Callable[..., PyTree] | None = None,
     *,
