@@ -151,7 +151,8 @@ class ModuleWrapper(Module):
         return getattr(body, name)
 
     def __setattr__(self, name: str, value: object) -> None:
-        if name in self._own or hasattr(Module, name):
+        # What ``functools.wraps`` writes is about the wrapper: ``__wrapped__``, ``__name__``.
+        if name in self._own or hasattr(Module, name) or name.startswith("__"):
             super().__setattr__(name, value)
         else:
             setattr(self.body, name, value)

@@ -160,6 +160,20 @@ class HostFunction(PickledByName):
         (<host function count_nonzero>, 2)
     """
 
+    # Apart from what is only shown, which ``functools.wraps`` may overwrite.
+    __slots__ = (
+        "__dict__",
+        "__weakref__",
+        "_ruled",
+        "_staged",
+        "derivative",
+        "fills",
+        "function",
+        "out",
+        "static",
+        "vmap",
+    )
+
     def __init__(
         self,
         function: Callable[..., PyTree],

@@ -140,6 +140,15 @@ class _SharedCache(NamedTuple):
         return dict, ()
 
 
+class _CachesOfFunction(dict[Hashable, _SharedCache]):
+    """The caches of a function by options, compared by identity."""
+
+    # ``functools.wraps`` may copy it to a Module, where it must be hashable configuration.
+    __hash__ = object.__hash__
+    __eq__ = object.__eq__
+    __ne__ = object.__ne__
+
+
 # Caches of functions that close over nothing, by options and what they do.
 _by_behavior: dict[Any, CompilationCache] = {}
 _MOST_BY_BEHAVIOR = 64
@@ -172,13 +181,13 @@ def shared_cache(function: object, options: special.JitOptions) -> CompilationCa
         return CompilationCache()
     with exclusive:
         # An attribute of the function, so that both go together.
-        caches = function.__dict__.setdefault(PROGRAMS_ATTRIBUTE, {})
+        caches = function.__dict__.setdefault(PROGRAMS_ATTRIBUTE, _CachesOfFunction())
         shared = caches.get(key)
         is_own = shared is None or shared.function() is function
         if shared and is_own and behavior.key() in shared.cache.behaviors:
             return shared.cache
         if len(caches) >= _MOST_OPTIONS or not is_own:
-            caches = function.__dict__[PROGRAMS_ATTRIBUTE] = {}
+            caches = function.__dict__[PROGRAMS_ATTRIBUTE] = _CachesOfFunction()
         if function.__closure__ is None and not behavior.objects:
             cache = _cache_by_behavior(key, behavior.key())
         else:

@@ -161,15 +161,24 @@ def plain_parts(
 class BoundJit(Wrapper):
     """A jitted method bound to its object."""
 
-    __slots__ = ("__func__", "__self__")
+    __slots__ = ("__dict__", "__func__", "__self__")
 
     def __init__(self, function: Any, instance: Any) -> None:
         self.__func__ = function
         self.__self__ = instance
 
     @property
-    def __wrapped__(self) -> Any:
+    def function(self) -> Any:
+        """Returns the method that it runs."""
         return types.MethodType(self.__func__, self.__self__)
+
+    @property
+    def __wrapped__(self) -> Any:
+        return self.__dict__.get("__wrapped__", self.function)
+
+    @__wrapped__.setter
+    def __wrapped__(self, shown: Any) -> None:  # as ``functools.wraps`` does
+        self.__dict__["__wrapped__"] = shown
 
     def _wrapping(self):
         return self.__func__
@@ -306,7 +315,7 @@ class Jit(PickledByName, Wrapper):
     """A compiled function over Modules; made by ``jit``.
 
     Attributes:
-        __wrapped__: The original function.
+        function: The original function. ``__wrapped__`` is only shown, as of other functions.
 
     Example:
         >>> import jax.numpy as jnp, shardax as sx
@@ -314,6 +323,24 @@ class Jit(PickledByName, Wrapper):
         >>> type(double) is sx.Jit, double(sx.Param(jnp.ones(2))).tolist()
         (True, [2.0, 2.0])
     """
+
+    # What a call needs is in slots, which ``functools.wraps`` cannot overwrite.
+    __slots__ = (
+        "__dict__",
+        "__weakref__",
+        "_auto",
+        "_simple",
+        "_static_types",
+        "_ticks",
+        "_wrapping_key",
+        "calls",
+        "function",
+        "memory",
+        "options",
+        "specializations",
+        "static_names",
+        "static_positions",
+    )
 
     def __init__(
         self,
@@ -324,7 +351,7 @@ class Jit(PickledByName, Wrapper):
     ) -> None:
         inputs.check_callable(function, "jit")
         functools.update_wrapper(self, function, updated=())
-        self.__wrapped__ = function
+        self.function = function
         self.options = special.with_resolved_donation(options, function)
         self.static_positions, self.static_names = inputs.resolve_arguments(
             function, options.static_argnums, options.static_argnames, "static", StaticArgumentError
@@ -338,7 +365,7 @@ class Jit(PickledByName, Wrapper):
         self._ticks = self.memory.ticks
 
     def __reduce__(self) -> Any:  # without what it remembers of calls; where it has no name
-        return Jit, (self.__wrapped__, self.options)
+        return Jit, (self.function, self.options)
 
     def __call__(self, /, *args: PyTree, **kwargs: PyTree) -> PyTree:
         if not self._simple or kwargs or local.frame is not None or comparing:
@@ -363,7 +390,7 @@ class Jit(PickledByName, Wrapper):
                 plain.append(arg)
         sources = self.memory.sources
         if sources is None:
-            sources = self.memory.sources = inputs.find_sources(self.__wrapped__)
+            sources = self.memory.sources = inputs.find_sources(self.function)
         for source in sources:
             key.append(-1)
             key.extend([id(item) for item in inputs.objects_in(source.read())])
@@ -399,7 +426,7 @@ class Jit(PickledByName, Wrapper):
         """Raises DistributedError if numbers given to this call differ over processes."""
         from shardax.distributed.processes import compare_arguments
 
-        labels = [inputs.parameter_name(self.__wrapped__, i) for i in range(len(args))]
+        labels = [inputs.parameter_name(self.function, i) for i in range(len(args))]
         arguments_by_name = dict(zip(labels, args, strict=True)) | dict(kwargs)
         compare_arguments(arguments_by_name, f"a call of {self!r}")
 
@@ -430,7 +457,9 @@ class Jit(PickledByName, Wrapper):
             with calling, exclusive if entry.specialization.donates else _NO_LOCK:
                 return self._repeat(entry, plain, named, args, kwargs, has_turn=True)
         program = entry.specialization
-        mesh = program.mesh_of_specs()
+        mesh = None
+        if program.specs:  # asked here, as a call costs as much as the rest of a short one
+            mesh = program.mesh_of_specs()
         program.used = next(self._ticks)
         local.call = entry
         try:
@@ -548,9 +577,7 @@ class Jit(PickledByName, Wrapper):
     def capture(self, objects: Sequence[Any]) -> None:
         """Makes objects that a trace used hidden inputs of later calls."""
         known_ids = {id(item) for item in self.hidden_objects()}
-        self.memory.sources = inputs.find_sources(
-            self.__wrapped__
-        )  # names may have been bound since
+        self.memory.sources = inputs.find_sources(self.function)  # names may have been bound since
         self.memory.captured = [weakref.ref(item) for item in self._captured_objects()]
         hidden = self.hidden_objects()
         reached = {id(item) for item in (*walk_objects(hidden), *binding.InputGraph(hidden).leaves)}
@@ -584,7 +611,7 @@ class Jit(PickledByName, Wrapper):
         if program is None:
             arguments.refuse_copies()
             program = special.Specialization(
-                self.__wrapped__, self.options, key, graph, arguments, positions, names
+                self.function, self.options, key, graph, arguments, positions, names
             )
             if self.specializations and retraces.listeners.get():
                 retraces.report_specialization(self, program)
@@ -599,7 +626,7 @@ class Jit(PickledByName, Wrapper):
         """Flattens the function, its arguments and what it uses from outside."""
         hidden = self.hidden()
         names = [(), *inputs.root_names(labels, arguments), *(name for name, _ in hidden)]
-        roots = [self.__wrapped__, *arguments.roots, *(item for _, item in hidden)]
+        roots = [self.function, *arguments.roots, *(item for _, item in hidden)]
         return binding.InputGraph(roots, names), names
 
     def hidden_objects(self) -> list[Any]:
@@ -609,7 +636,7 @@ class Jit(PickledByName, Wrapper):
     def hidden(self) -> list[tuple[Path, Any]]:
         """Returns (path, object) of what the function uses from outside."""
         if self.memory.sources is None:
-            self.memory.sources = inputs.find_sources(self.__wrapped__)
+            self.memory.sources = inputs.find_sources(self.function)
         hidden_objects: list[tuple[Path, Any]] = []
         for source in self.memory.sources:
             items = list(inputs.objects_in(source.read()))
@@ -637,13 +664,13 @@ class Jit(PickledByName, Wrapper):
         most = None
         if not prefixes.is_one_entry(declared):
             most = len(declared) + len(self.static_positions)
-        return inputs.by_position(self.__wrapped__, args, kwargs, most)
+        return inputs.by_position(self.function, args, kwargs, most)
 
     def positional(self, count: int) -> list[tuple[int, str]]:
         """Returns (position, parameter name) of the first dynamic arguments."""
         dynamic = (i for i in itertools.count() if i not in self.static_positions)
         places = itertools.islice(dynamic, count)
-        return [(i, inputs.parameter_name(self.__wrapped__, i)) for i in places]
+        return [(i, inputs.parameter_name(self.function, i)) for i in places]
 
     def path_of(self, key: int | str) -> Path:
         """Returns an argument's path by name or position among dynamic ones."""
@@ -663,8 +690,7 @@ class Jit(PickledByName, Wrapper):
                 if place in arguments_by_place
             ]
             static_arguments = [
-                (p, inputs.static_argument(arguments_by_place[p], self.__wrapped__, p))
-                for p in static
+                (p, inputs.static_argument(arguments_by_place[p], self.function, p)) for p in static
             ]
             args = [arg for i, arg in enumerate(args) if i not in static]
             kwargs = {name: arg for name, arg in kwargs.items() if name not in static}
@@ -687,7 +713,7 @@ class Jit(PickledByName, Wrapper):
         def call(roots, plain, plain_named):
             dynamic, named = arguments.restore(plain, plain_named, roots)
             dynamic, named = inputs.ArgumentPositions([], static).insert_static(dynamic, named)
-            return self.__wrapped__(*dynamic, **named)
+            return self.function(*dynamic, **named)
 
         return eval_shape(call, arguments.roots, list(arguments.plain), arguments.plain_named)
 
@@ -708,7 +734,7 @@ class Jit(PickledByName, Wrapper):
         return self if instance is None else BoundJit(self, instance)
 
     def __repr__(self) -> str:
-        return f"<sx.jit of {getattr(self.__wrapped__, '__qualname__', self.__wrapped__)!s}>"
+        return f"<sx.jit of {getattr(self.function, '__qualname__', self.function)!s}>"
 
 
 @engine.takes_options

@@ -172,7 +172,7 @@ class Specialization:
         # (label, prefix, template) of each positional argument, if shardings are declared.
         self._declared: list[tuple[str, Any, Any]] = []
         self._in_shardings = self._spread_in_shardings(graph, arguments)
-        self._specs = self._find_specs()
+        self.specs = self._find_specs()
         self.mesh_of_specs()  # refuses specs before anything is traced or moved
         self._expected: Any = None
         self._program = self._named_program()
@@ -201,7 +201,7 @@ class Specialization:
 
     def mesh_of_specs(self) -> Mesh | None:
         """Returns the mesh in scope that declared specs mean, None without specs."""
-        return prefixes.require_mesh_in_scope(self._specs) if self._specs else None
+        return prefixes.require_mesh_in_scope(self.specs) if self.specs else None
 
     def place(self, variables: Mapping[int, Any], mesh: Mesh | None = None) -> None:
         """Moves Variables, by position, to their declared shardings, where they stay."""

@@ -37,6 +37,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from shardax._core.cross_process import PickledByName
 from shardax._core.errors import ModuleError, ShardaxError
 from shardax._core.graph.flatten import flatten, has_objects, is_object
 from shardax._core.graph.handlers import PLAIN, handler_of, has_parts
@@ -652,7 +653,9 @@ def _search(value, depth: int, seen: set[int], sources: dict[Any, ClosureSource]
                 sources.setdefault(key, source)
             if callable(content):
                 _search(content, depth + 1, seen, sources)
-    elif hasattr(value, "__wrapped__") and not isinstance(value, type):
+    elif isinstance(value, (Wrapper, PickledByName)):
+        _search(value.function, depth, seen, sources)
+    elif hasattr(value, "__wrapped__") and not isinstance(value, (Object, type)):
         _search(value.__wrapped__, depth, seen, sources)
     elif is_plain_instance(value) and callable(value):
         _add_holder(value, sources)

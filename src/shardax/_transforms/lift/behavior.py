@@ -160,7 +160,7 @@ class Behavior:
         elif isinstance(value, weakref.ref):
             self._visit_items(value, [("referent", value())], way)
         elif isinstance(value, Wrapper):
-            self._visit_items(value, [(value._wrapping(), value.__wrapped__)], way)
+            self._visit_items(value, [(value._wrapping(), value.function)], way)
         elif isinstance(value, _CONSTANT_TYPES):
             self._parts[way] = Identity(value)
         elif isinstance(value, enum.Enum):

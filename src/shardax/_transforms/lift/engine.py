@@ -102,7 +102,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-class _Signature(NamedTuple):
+class _AcceptedOptions(NamedTuple):
     """What a transform takes."""
 
     name: str  # as users write it behind ``sx.``
@@ -116,7 +116,7 @@ class _Signature(NamedTuple):
             raise errors.unknown_options(self.name, unknown, self.options, self.makes_function)
 
 
-def _signature_of(transform: Callable[..., object]) -> _Signature:
+def _accepted_options(transform: Callable[..., object]) -> _AcceptedOptions:
     """Returns what a transform takes; of an ``__init__`` what its class does."""
     parameters = inspect.signature(transform).parameters
     package = transform.__module__.split(".")[1]
@@ -129,18 +129,18 @@ def _signature_of(transform: Callable[..., object]) -> _Signature:
     )
     first, *rest = parameters.values()
     makes_function = first.name == "function" and all(p.kind is p.KEYWORD_ONLY for p in rest)
-    return _Signature(
+    return _AcceptedOptions(
         name if package.startswith("_") else f"{package}.{name}", options, makes_function
     )
 
 
 def takes_options(transform: Callable[P, R]) -> Callable[P, R]:
     """Has a transform, or a class by its ``__init__``, refuse options that it does not take."""
-    signature = _signature_of(transform)
+    accepted = _accepted_options(transform)
 
     @functools.wraps(transform)
     def checked(*args: P.args, **options: P.kwargs) -> R:
-        signature.check(args[1:], options)
+        accepted.check(args[1:], options)
         return transform(*args, **options)
 
     return checked
@@ -149,10 +149,10 @@ def takes_options(transform: Callable[P, R]) -> Callable[P, R]:
 def decorator(transform: Callable[P, PyTree]) -> Callable[P, Any]:
     """Lets a transform that is given no function return a decorator."""
     call: Callable[..., PyTree] = transform
-    signature = _signature_of(transform)
+    accepted = _accepted_options(transform)
 
     def with_options(function=None, *args, **options):
-        signature.check(args, options)
+        accepted.check(args, options)
         if function is None and not args:
             return functools.partial(with_options, **options)
         inputs.check_callable(function, transform.__name__)
