@@ -127,8 +127,9 @@ def test_jit_names_what_replaces_backend() -> None:
 
 def test_shard_map_names_what_replaces_check_rep_and_auto(auto_mesh: Mesh) -> None:
     specs: dict[str, Any] = {"mesh": auto_mesh, "in_specs": P("data"), "out_specs": P("data")}
+    older: dict[str, Any] = {"check_rep": False, "auto": frozenset({"model"})}
     with pytest.raises(TransformError, match="check_vma") as caught:
-        sx.shard_map(_square, **specs, check_rep=False, auto=frozenset({"model"}))
+        sx.shard_map(_square, **specs, **older)
 
     names: dict[str, Any] = {}
     run_advice(caught.value, "axis_names={'data'}", names)

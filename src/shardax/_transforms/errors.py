@@ -55,7 +55,8 @@ _OPTIONS_ELSEWHERE["Jitted"] = _OPTIONS_ELSEWHERE["jit"]
 def unknown_options(
     name: str, unknown: Sequence[str], known: Sequence[str], makes_function: bool = False
 ) -> TransformError:
-    """Returns the error of options, or of arguments, that a transform does not take."""
+    """Returns the error of options that a transform does not take."""
+    # Without unknown options, of arguments that belong to the function it makes.
     what = f"the options {', '.join(sorted(unknown))}" if unknown else "arguments"
     options = ", ".join(option for option in known if option != "function")
     usage = f"It takes {options}."
@@ -81,7 +82,7 @@ class DeclaredSpec(NamedTuple):
 
 
 def specs_without_mesh(specs: Sequence[DeclaredSpec]) -> NoMeshError:
-    """Returns the error of specs that are used where no mesh is in scope."""
+    """Returns the error of specs without a mesh in scope."""
     option, path, spec = specs[0]
     place = format_path(path).removeprefix(".")
     if option == "out_shardings":

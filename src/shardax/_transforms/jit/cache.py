@@ -144,9 +144,12 @@ class _CachesOfFunction(dict[Hashable, _SharedCache]):
     """The caches of a function by options, compared by identity."""
 
     # ``functools.wraps`` may copy it to a Module, where it must be hashable configuration.
-    __hash__ = object.__hash__
-    __eq__ = object.__eq__
-    __ne__ = object.__ne__
+
+    def __hash__(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return id(self)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
 
 
 # Caches of functions that close over nothing, by options and what they do.

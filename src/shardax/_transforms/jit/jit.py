@@ -269,13 +269,13 @@ class CachedCall:
         return targets
 
     def place(self, mesh: jax.sharding.Mesh | None) -> None:
-        """Moves the watched Variables that were given other arrays; specs mean ``mesh``."""
+        """Moves the watched Variables that were given other arrays, or mesh."""
         if [id(v._value) for v in self.watched.values()] != self.seen or mesh is not self.mesh:
             self.specialization.place(self.watched)
             self.seen, self.mesh = [id(v._value) for v in self.watched.values()], mesh
 
     def note_placed(self, values: Sequence[Leaf]) -> None:
-        """Notes that the watched Variables were placed, given all values by position."""
+        """Notes the values of watched Variables that were just placed."""
         self.seen = [id(values[position]) for position in self.watched]
         self.mesh = self.specialization.mesh_of_specs()
 

@@ -110,14 +110,14 @@ class _AcceptedOptions(NamedTuple):
     makes_function: bool  # whether all but the function must be given by name
 
     def check(self, args: Sequence[object], options: Mapping[str, object]) -> None:
-        """Raises for arguments behind the first, or options, that the transform does not take."""
+        """Raises for options, or arguments behind the first, that are refused."""
         unknown = [name for name in options if name not in self.options]
         if unknown or (args and self.makes_function):
             raise errors.unknown_options(self.name, unknown, self.options, self.makes_function)
 
 
 def _accepted_options(transform: Callable[..., object]) -> _AcceptedOptions:
-    """Returns what a transform takes; of an ``__init__`` what its class does."""
+    """Returns the options of a transform, or of a class."""
     parameters = inspect.signature(transform).parameters
     package = transform.__module__.split(".")[1]
     name = transform.__qualname__.removesuffix(".__init__")
@@ -135,7 +135,7 @@ def _accepted_options(transform: Callable[..., object]) -> _AcceptedOptions:
 
 
 def takes_options(transform: Callable[P, R]) -> Callable[P, R]:
-    """Has a transform, or a class by its ``__init__``, refuse options that it does not take."""
+    """Lets a transform, or an ``__init__``, refuse unknown options."""
     accepted = _accepted_options(transform)
 
     @functools.wraps(transform)

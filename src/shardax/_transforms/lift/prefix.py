@@ -334,7 +334,7 @@ def check_shardings_only(prefix: object, name: str) -> None:
 
 
 def specs_in(prefix: PyTree, option: str, where: Path = ()) -> list[errors.DeclaredSpec]:
-    """Returns the specs of a prefix, before it is known what it describes."""
+    """Returns the specs of a prefix, whatever it describes."""
     specs: list[errors.DeclaredSpec] = []
     for key_path, leaf in jax.tree.leaves_with_path(prefix):
         path = (*where, *plain_path(key_path)) if key_path else where
@@ -347,7 +347,7 @@ def specs_in(prefix: PyTree, option: str, where: Path = ()) -> list[errors.Decla
 
 
 def require_mesh_in_scope(specs: Sequence[errors.DeclaredSpec]) -> jax.sharding.Mesh | None:
-    """Returns the mesh that specs mean, None in a trace; raises NoMeshError without one."""
+    """Returns the mesh that specs mean, None in a trace; or raises."""
     mesh = mesh_in_scope()
     if mesh is not None:
         return mesh
@@ -366,7 +366,7 @@ def require_mesh_in_scope(specs: Sequence[errors.DeclaredSpec]) -> jax.sharding.
 
 
 def mesh_in_scope() -> jax.sharding.Mesh | None:
-    """Returns the mesh with devices in scope, None where there is none or JAX hides it."""
+    """Returns the mesh with devices in scope; None also in a trace."""
     try:
         mesh = jax.sharding.get_mesh()
     except ValueError:  # JAX does not name the devices while it traces
@@ -637,7 +637,7 @@ def consistent(
 def place_variables(
     variables: Sequence[Any], entries: Sequence[Any], mesh: jax.sharding.Mesh | None = None
 ) -> None:
-    """Moves Variables to the shardings that are their entries; specs mean ``mesh``."""
+    """Moves Variables to their entries: shardings, or specs over ``mesh``."""
     if not is_eager():
         return
     moved: list[tuple[Leaf, Leaf, Leaf]] = []
@@ -679,7 +679,8 @@ def _is_none(entry) -> bool:
 
 
 def _over_mesh(entry: object, mesh: jax.sharding.Mesh | None):
-    """Returns a sharding for a spec, over a mesh or else the one in scope."""
+    """Returns the sharding that an entry means over a mesh."""
+    # By default the mesh in scope.
     if not isinstance(entry, jax.sharding.PartitionSpec):
         return entry
 
