@@ -77,6 +77,41 @@ def test_the_first_use_does_not_overwrite_a_write() -> None:
         assert w.value.tolist() == [5.0, 5.0]
 
 
+def _read(v: Any) -> Any:
+    return v.value
+
+
+def _write(v: Any) -> Any:
+    v.value = jnp.ones(3)
+    return v.value
+
+
+@pytest.mark.parametrize("use", [_read, _write])
+def test_variable_of_array_does_not_wait_for_initializer_of_another(use: Any) -> None:
+    # The initializer ends only when the other Variable was used, or after a minute.
+    is_running, is_used = threading.Event(), threading.Event()
+    waits: list[bool] = []
+
+    def initialize(key: Any, shape: Any, dtype: Any) -> Any:
+        is_running.set()
+        waits.append(is_used.wait(60))
+        return jnp.zeros(shape, dtype)
+
+    lazy, plain = sx.Param(sx.Init(initialize, (2,))), sx.Variable(jnp.ones(3))
+    used: list[Any] = []
+
+    def work(thread: int) -> Any:
+        if thread == 0:
+            return lazy.value.tolist()
+        is_running.wait(60)
+        used.append(use(plain).tolist())
+        is_used.set()
+        return used[-1]
+
+    assert in_threads(work, 2) == ([[0.0, 0.0], [1.0, 1.0, 1.0]], [])
+    assert waits and all(waits)
+
+
 class Model(sx.Module):
     def __init__(self) -> None:
         self.v = sx.Variable(jnp.zeros(()))

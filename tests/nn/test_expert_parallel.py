@@ -222,7 +222,7 @@ def test_ragged_exchange_equals_one_device(dispatch: str, monkeypatch: pytest.Mo
     chosen = lambda *args, default, **_: default(*args)  # noqa: E731
     monkeypatch.setattr(jax.lax, "platform_dependent", chosen)
     monkeypatch.setattr(jax.lax, "ragged_all_to_all", ragged)
-    function = sx.jit(step.__wrapped__)
+    function = sx.jit(step.function)
     found, text = on_mesh(lambda: make(dispatch), {"data": 4}, SHARED, P("data"), function=function)
     assert_alike(found, on_one_device(dispatch))
     assert exchanges(text) == 0

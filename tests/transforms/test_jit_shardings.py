@@ -137,6 +137,32 @@ def test_keyword_arguments_keep_their_sharding(on: Sharding) -> None:
 # --- where Variables stay ---
 
 
+def test_second_call_places_no_variable(on: Sharding) -> None:
+    asked: list[Any] = []
+
+    class Asked(sx.Variable[Any]):
+        """A Variable whose layout is compared only where it is placed."""
+
+        @property
+        def is_abstract(self) -> bool:
+            asked.append(self)
+            return super().is_abstract
+
+    model = Box()
+    model.a = Asked(jnp.arange(8.0))
+    run = sx.jit(lambda m, x: m.a * x, in_shardings=(on("data"), None))
+    run(model, 1.0)
+    asked.clear()
+
+    results = [run(model, 1.0).tolist() for _ in range(3)]
+    assert results == [jnp.arange(8.0).tolist()] * 3
+    assert asked == []
+
+    model.a.value = jnp.ones(8)
+    assert run(model, 2.0).tolist() == [2.0] * 8
+    assert _is(model.a, on("data"))
+
+
 def test_read_only_values_move_once(on: Sharding) -> None:
     model = _vector()
     run = sx.jit(lambda tree, x: tree["m"].a * x, in_shardings=({"m": _by_type(on)}, None))

@@ -216,9 +216,11 @@ def _with_axes(mesh: Mesh, names: Sequence[str]) -> Mesh:
 class PickledByName:
     """Base of decorated functions that are pickled by their name."""
 
-    # The function inside has that name too, but is not what the name means.
+    # The function inside has that name too, but is not what the name means. What they run by is in
+    # slots: ``functools.wraps`` may write all attributes of the instance, which are only shown.
 
     __slots__ = ()
+    function: Callable[..., PyTree]  # the function inside
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return name_of(self) or super().__reduce_ex__(protocol)

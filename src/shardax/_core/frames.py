@@ -151,6 +151,9 @@ local = _ThreadState()
 exclusive = threading.RLock()
 # Held while lazy values become real; its holder waits for initializers alone. After ``exclusive``.
 realising = threading.RLock()
+# Held while a Variable gets a stamp; its holder waits for nothing, so a read never waits for the
+# initializer of another Variable. After the other two.
+_stamping = threading.Lock()
 _no_lock = contextlib.nullcontext()
 
 
@@ -172,9 +175,12 @@ _MOST_READS = 8  # those of one expression, so that a value looked at long ago d
 def note_read(target: Any) -> None:
     """Remembers that this thread has read a Variable."""
     stamp = target._stamp
+
+    # Two threads that read it for the first time must remember the same stamp.
     if stamp is None:
-        with realising:
+        with _stamping:
             stamp = target._stamp = target._stamp or Stamp(object(), 0)
+
     _remember(target, stamp)
 
 
@@ -224,9 +230,14 @@ def check_unwritten(target: Any) -> None:
 
 def note_write(target: Any) -> None:
     """Stamps a Variable after it was written; under the lock ``exclusive``."""
+    thread = threading.get_ident()
+
     # A reader takes the stamp before the value: with the new stamp it has the new value.
-    stamp, thread = target._stamp, threading.get_ident()
-    target._stamp = new_stamp = Stamp(object() if stamp is None else stamp.variable, thread)
+    with _stamping:
+        stamp = target._stamp
+        variable = object() if stamp is None else stamp.variable
+        new_stamp = target._stamp = Stamp(variable, thread)
+
     _remember(target, new_stamp)
 
 

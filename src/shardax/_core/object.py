@@ -83,15 +83,12 @@ class Wrapper:
     """Callable around another one, such as a compiled bound method.
 
     Where it stands in a model, a copy of the model has a wrapper of its own around its own objects.
+    What it runs by is in slots: ``functools.wraps`` may write ``__wrapped__`` and other attributes
+    of the instance, which are only shown.
     """
 
     __slots__ = ()
-    __wrapped__: Any
-
-    def _wrapped_function(self) -> Any:
-        """Returns the callable that the wrapper calls."""
-        # Not ``__wrapped__``, which ``functools.wraps`` overwrites.
-        raise NotImplementedError
+    function: Any  # the callable that it runs
 
     def _wrapping(self):
         """Returns what the wrapper adds, as hashable configuration."""

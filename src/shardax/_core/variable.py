@@ -257,8 +257,15 @@ class Variable(ArrayLike, Object, Generic[T], metaclass=_VariableType):
         with exclusive:
             if check:
                 check_unwritten(target)
-            with realising:
+
+            # Only a thread that makes this value real could store another one over the new one;
+            # the initializer of another Variable may run for long, and is not waited for.
+            if isinstance(target._value, (np.ndarray, LazyValue)):
+                with realising:
+                    target._value = value
+            else:
                 target._value = value
+
             note_write(target)
 
     def _write_in_place(self, value: object) -> None:

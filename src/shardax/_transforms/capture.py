@@ -27,12 +27,13 @@ from shardax._core.state.split_merge import iter_modules, iter_variables
 from shardax._core.state.state import State
 from shardax._core.variable import Origin, Perturbation, Variable
 from shardax._transforms.errors import TransformError
-from shardax._transforms.lift.engine import wraps
+from shardax._transforms.lift.engine import takes_options, wraps
 from shardax._transforms.module_scopes import subclass
 
 VariableType = type[Variable[Any]]
 
 
+@takes_options
 def capture(
     function: Any,
     *variable_types: VariableType,

@@ -4,8 +4,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
+
+from jax.sharding import PartitionSpec
 
 from shardax._core.errors import ShardaxError
+from shardax._core.graph.paths import Path, format_path
 
 
 class TransformError(ShardaxError, ValueError, TypeError):
@@ -50,4 +54,72 @@ def unusable_captures(compiled: object, objects: Sequence[object]) -> TransformE
     return TransformError(
         f"{compiled!r} used {len(objects)} objects that were not passed in, and could not make "
         f"them inputs ({kinds}). Pass them as arguments."
+    )
+
+
+# What does the work of options that other libraries, or older versions of JAX, have.
+_OPTIONS_ELSEWHERE = {
+    "jit": {
+        "device": "A function runs where its arguments are: jax.device_put(x, device); or declare "
+        "it, sx.jit(f, in_shardings=jax.sharding.SingleDeviceSharding(device)). Arrays that it "
+        "makes without arguments are where `with jax.default_device(device): ...` says.",
+        "backend": "A function runs where its arguments are: "
+        "jax.device_put(x, jax.devices(backend)[0]); or declare it, sx.jit(f, "
+        "in_shardings=jax.sharding.SingleDeviceSharding(device)). Arrays that it makes without "
+        "arguments are where `with jax.default_device(device): ...` says.",
+    },
+    "shard_map": {
+        "check_rep": "JAX has renamed check_rep to check_vma.",
+        "auto": "In place of the mesh axes that are left to the compiler, name the others: "
+        "axis_names={'data'}.",
+    },
+}
+_OPTIONS_ELSEWHERE["Jitted"] = _OPTIONS_ELSEWHERE["jit"]
+
+
+def unknown_options(
+    name: str, unknown: Sequence[str], known: Sequence[str], makes_function: bool = False
+) -> TransformError:
+    """Returns the error of options that a transform does not take."""
+    # Without unknown options, of arguments that belong to the function it makes.
+    what = f"the options {', '.join(sorted(unknown))}" if unknown else "arguments"
+    options = ", ".join(option for option in known if option != "function")
+    usage = f"It takes {options}."
+    if makes_function:
+        arguments = "init, xs" if name == "scan" else "*arguments"
+        usage = (
+            f"It makes a function of the same arguments: sx.{name}(function)({arguments}), with "
+            f"options by name: {options}."
+        )
+
+    elsewhere = _OPTIONS_ELSEWHERE.get(name, {})
+    remedies = [elsewhere[option] for option in unknown if option in elsewhere]
+    text = f"sx.{name} was given {what} that it does not take. {usage}"
+    return TransformError(" ".join([text, *dict.fromkeys(remedies)]))
+
+
+class DeclaredSpec(NamedTuple):
+    """A ``PartitionSpec`` that an option declares for one place."""
+
+    option: str  # "in_shardings" or "out_shardings"
+    path: Path  # of an argument, beginning with its name; or within the result
+    spec: PartitionSpec
+
+
+def specs_without_mesh(specs: Sequence[DeclaredSpec]) -> NoMeshError:
+    """Returns the error of specs without a mesh in scope."""
+    option, path, spec = specs[0]
+    place = format_path(path).removeprefix(".")
+    if option == "out_shardings":
+        place = f"the result at {format_path(path)}" if path else "the result"
+
+    others = ""
+    if len(specs) > 1:
+        others = f" (and specs for {len(specs) - 1} more)"
+
+    return NoMeshError(
+        f"{option} gives {spec} for {place}{others}, but no mesh is in scope, and a PartitionSpec "
+        "only names the axes of one. Nothing was changed. Call the function with a mesh in scope, "
+        "with jax.set_mesh(mesh): ... (to enter the mesh itself is not enough). Or declare "
+        f"shardings in place of specs: jax.NamedSharding(mesh, jax.{spec!r})."
     )

@@ -24,12 +24,18 @@ from shardax._core.frames import is_eager, local
 from shardax._core.graph.paths import PyTree
 from shardax._core.graph.static import exact_key
 from shardax._core.module import Module
-from shardax._transforms.errors import StaticArgumentError, TransformError
+from shardax._transforms.errors import StaticArgumentError, TransformError, unknown_options
 from shardax._transforms.jit import eager
 from shardax._transforms.jit.jit import Jit, jit
 from shardax._transforms.jit.specialization import JitOptions, with_resolved_donation
 from shardax._transforms.lift import arguments
-from shardax._transforms.lift.engine import SingleRunCall, check_operands, decorator, wraps
+from shardax._transforms.lift.engine import (
+    SingleRunCall,
+    check_operands,
+    decorator,
+    takes_options,
+    wraps,
+)
 
 
 @decorator
@@ -145,7 +151,8 @@ class ModuleWrapper(Module):
         return getattr(body, name)
 
     def __setattr__(self, name: str, value: object) -> None:
-        if name in self._own or hasattr(Module, name):
+        # What ``functools.wraps`` writes is about the wrapper: ``__wrapped__``, ``__name__``.
+        if name in self._own or hasattr(Module, name) or name.startswith("__"):
             super().__setattr__(name, value)
         else:
             setattr(self.body, name, value)
@@ -193,6 +200,9 @@ class Jitted(ModuleWrapper):
 
     def __init__(self, module: Module, **jit_options: object) -> None:
         super().__init__(module)
+        known = [field.name for field in dataclasses.fields(JitOptions)]
+        if unknown := [name for name in jit_options if name not in known]:
+            raise unknown_options("Jitted", unknown, ["module", *known])
         self.compiler = CallCompiler({"static": "auto", **jit_options})
         self.compiler.check(module)
 
@@ -217,11 +227,6 @@ class CallCompiler:
 
     def check(self, body: Any) -> None:
         """Raises if an option does not fit the body's arguments; see ``Jitted``."""
-        names = {field.name for field in dataclasses.fields(JitOptions)}
-        if unknown := [name for name in self.options if name not in names]:
-            raise TransformError(
-                f"sx.jit takes no option {unknown[0]!r}. It takes {', '.join(sorted(names))}."
-            )
         with_resolved_donation(JitOptions(**self.options), body)
 
     def compiled(self, kind: type, count: int) -> Jit:
@@ -321,6 +326,7 @@ class Remat(ModuleWrapper):
 
     _own = frozenset({"body", "policy", "prevent_cse"})
 
+    @takes_options
     def __init__(
         self, module: Module, policy: Callable[..., bool] | None = None, prevent_cse: bool = True
     ) -> None:

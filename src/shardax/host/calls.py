@@ -149,7 +149,7 @@ def _pickler_class():
                 if name is not None:
                     return name
             if isinstance(obj, Jit):  # without what it has compiled
-                return Jit, (obj._wrapped_function(), obj.options)
+                return Jit, (obj.function, obj.options)
             inherited = getattr(super(), "reducer_override", None)
             return NotImplemented if inherited is None else inherited(obj)
 

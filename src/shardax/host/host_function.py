@@ -32,7 +32,7 @@ from shardax._transforms.errors import StaticArgumentError, TransformError
 from shardax._transforms.grad.custom_vjp import CustomVjp
 from shardax._transforms.grad.grad import DiffArgument, DiffState, Tangents, is_differentiable
 from shardax._transforms.lift.arguments import leaf_paths, resolve_arguments, static_argument
-from shardax._transforms.lift.engine import LateFrame, LiftedCall, wraps
+from shardax._transforms.lift.engine import LateFrame, LiftedCall, takes_options, wraps
 from shardax.host import callback
 from shardax.host.calls import name_of
 from shardax.host.errors import HostFunctionError
@@ -41,6 +41,7 @@ _PROGRAMS = 64  # how many forms of its arguments a host function remembers
 _FLOAT0 = jax.dtypes.float0
 
 
+@takes_options
 def host_function(
     function: Callable[..., object] | None = None,
     *,
@@ -158,6 +159,20 @@ class HostFunction(PickledByName):
         >>> count, int(jax.jit(count)(np.array([3, 0, 5])))
         (<host function count_nonzero>, 2)
     """
+
+    # Apart from what is only shown, which ``functools.wraps`` may overwrite.
+    __slots__ = (
+        "__dict__",
+        "__weakref__",
+        "_ruled",
+        "_staged",
+        "derivative",
+        "fills",
+        "function",
+        "out",
+        "static",
+        "vmap",
+    )
 
     def __init__(
         self,

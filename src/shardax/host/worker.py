@@ -480,7 +480,7 @@ class RemoteFunction:
     """A function with its calls run elsewhere; made by ``remote``.
 
     Attributes:
-        __wrapped__: The function itself.
+        function: The function itself. ``__wrapped__`` is only shown.
         executor: What runs it; None is a worker of this process's own, started when first needed.
 
     Example:
@@ -490,10 +490,13 @@ class RemoteFunction:
         RemoteFunction(sum, a worker of this process)
     """
 
+    # Apart from what is only shown, which ``functools.wraps`` may overwrite.
+    __slots__ = ("__dict__", "__weakref__", "_options", "executor", "function")
+
     def __init__(
         self, function: Callable[..., PyTree], executor: Any, options: Mapping[str, Any]
     ) -> None:
-        self.__wrapped__ = function
+        self.function = self.__wrapped__ = function
         self.executor = executor
         self._options = options  # of `Worker.request`
 
@@ -516,13 +519,13 @@ class RemoteFunction:
         """
         executor = default_worker() if self.executor is None else self.executor
         if isinstance(executor, Worker):
-            return executor.request(self.__wrapped__, args, kwargs, **self._options)
-        head, parts = pack(self.__wrapped__, args, kwargs)
+            return executor.request(self.function, args, kwargs, **self._options)
+        head, parts = pack(self.function, args, kwargs)
         return _unpacked(executor.submit(run_packed, head, *map(bytes, parts)))
 
     def __repr__(self) -> str:
         executor = "a worker of this process" if self.executor is None else repr(self.executor)
-        return f"RemoteFunction({name_of(self.__wrapped__)}, {executor})"
+        return f"RemoteFunction({name_of(self.function)}, {executor})"
 
 
 def remote(

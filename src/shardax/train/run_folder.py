@@ -28,9 +28,10 @@ import jax
 import numpy as np
 
 from shardax._core.containers import Dict, List
+from shardax._core.cross_process import PickledByName
 from shardax._core.graph.flatten import has_objects
 from shardax._core.graph.paths import format_path
-from shardax._core.object import Object
+from shardax._core.object import Object, Wrapper
 from shardax._core.state.split_merge import iter_modules
 from shardax.train.errors import TrainError
 from shardax.train.optimizer_state import Transformation
@@ -193,7 +194,8 @@ def _parts(value) -> tuple[str | None, Iterable[tuple[str, Any]]]:
             return type(value).__name__, [(f".{name}", part) for name, part in recorded(value)]
         fields = dataclasses.fields(value)
         return type(value).__name__, [(f".{f.name}", getattr(value, f.name)) for f in fields]
-    wrapped = getattr(value, "__wrapped__", None)
+    is_own = isinstance(value, (Wrapper, PickledByName))
+    wrapped = value.function if is_own else getattr(value, "__wrapped__", None)
     if wrapped is not None:  # such as what jax.jit returns
         return type(value).__name__, [(".wrapped", wrapped)]
     if hasattr(value, "__qualname__"):

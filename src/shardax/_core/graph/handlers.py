@@ -284,7 +284,7 @@ METHOD = Handler(
 )
 WRAPPER = Handler(
     "wrapper",
-    children=lambda value: [(None, value._wrapped_function())],
+    children=lambda value: [(None, value.function)],
     config=Pattern,
     rebuild=lambda pattern, pairs: pattern.wrapper._wrap(*(item for _, item in pairs)),
     in_models=True,

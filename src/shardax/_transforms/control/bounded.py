@@ -38,7 +38,12 @@ from shardax._core.variable import Variable
 from shardax._transforms.control import loops, scan
 from shardax._transforms.errors import TransformError
 from shardax._transforms.jit import eager
-from shardax._transforms.lift.engine import ARRAY_OR_NUMBER, LiftedCall, retry_captured
+from shardax._transforms.lift.engine import (
+    ARRAY_OR_NUMBER,
+    LiftedCall,
+    retry_captured,
+    takes_options,
+)
 
 Differentiable = Literal["no", "store", "recompute"]
 
@@ -235,6 +240,7 @@ def _step_of(loop: BoundedLoop, exact: bool) -> Callable[[_LoopState, Any], tupl
 _HISTORY = 2
 
 
+@takes_options
 def bounded_while_loop(
     cond_fun: Callable[[PyTree], object],
     body_fun: Callable[[PyTree], object],

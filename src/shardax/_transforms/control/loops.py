@@ -55,6 +55,7 @@ def _one_number(value: object, name: str, expected: str, hint: str):
     return number
 
 
+@engine.takes_options
 def while_loop(
     cond_fun: Callable[[PyTree], object], body_fun: Callable[[PyTree], object], init_val: object
 ) -> PyTree:
@@ -101,6 +102,7 @@ def _while_loop(
     return engine.retry_captured(attempt)
 
 
+@engine.takes_options
 def fori_loop(
     lower: Any,
     upper: Any,

@@ -89,6 +89,9 @@ class CustomJvp(PickledByName, Functions):
         1.0
     """
 
+    # Apart from what is only shown, which ``functools.wraps`` may overwrite.
+    __slots__ = ("__dict__", "__weakref__", "function", "nondiff_argnums", "rule", "wrt")
+
     def __init__(self, function: Callable[..., PyTree], nondiff_argnums: Any, wrt: Any) -> None:
         engine.wraps(function)(self)
         self.function = function

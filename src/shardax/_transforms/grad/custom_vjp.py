@@ -522,6 +522,18 @@ class CustomVjp(PickledByName, Functions):
         1.0
     """
 
+    # Apart from what is only shown, which ``functools.wraps`` may overwrite.
+    __slots__ = (
+        "__dict__",
+        "__weakref__",
+        "bwd",
+        "function",
+        "fwd",
+        "nondiff_argnums",
+        "state_cotangents",
+        "wrt",
+    )
+
     def __init__(self, function: Callable[..., PyTree], nondiff_argnums: Any, wrt: Any) -> None:
         engine.wraps(function)(self)
         self.function = function

@@ -20,7 +20,13 @@ from shardax._core.object import Object
 from shardax._core.variable import Param
 from shardax._transforms import errors
 from shardax._transforms.grad import grad as diff
-from shardax._transforms.lift.engine import SingleRunCall, check_operands, decorator, wraps
+from shardax._transforms.lift.engine import (
+    SingleRunCall,
+    check_operands,
+    decorator,
+    takes_options,
+    wraps,
+)
 
 
 @decorator
@@ -258,6 +264,7 @@ def _moves(once: SingleRunCall, values: Sequence[object], tangents: Sequence[obj
     return moves + of_plain
 
 
+@takes_options
 def safe_where(
     condition: Any,
     function: Callable[..., PyTree],

@@ -164,18 +164,24 @@ def plain_parts(
 class BoundJit(Wrapper):
     """A jitted method bound to its object."""
 
-    __slots__ = ("__func__", "__self__")
+    __slots__ = ("__dict__", "__func__", "__self__")
 
     def __init__(self, function: Any, instance: Any) -> None:
         self.__func__ = function
         self.__self__ = instance
 
     @property
-    def __wrapped__(self) -> Any:
+    def function(self) -> Any:
+        """Returns the method that it runs."""
         return types.MethodType(self.__func__, self.__self__)
 
-    def _wrapped_function(self) -> Any:
-        return types.MethodType(self.__func__, self.__self__)
+    @property
+    def __wrapped__(self) -> Any:
+        return self.__dict__.get("__wrapped__", self.function)
+
+    @__wrapped__.setter
+    def __wrapped__(self, shown: Any) -> None:  # as ``functools.wraps`` does
+        self.__dict__["__wrapped__"] = shown
 
     def _wrapping(self):
         return self.__func__
@@ -219,6 +225,7 @@ class CachedCall:
         "kept",
         "last",
         "leaves",
+        "mesh",
         "roots",
         "seen",
         "settles",
@@ -241,6 +248,7 @@ class CachedCall:
         # Variables with a declared sharding, by position, and what they held.
         self.watched: dict[int, Any] = {}
         self.seen: list[int] = []
+        self.mesh: jax.sharding.Mesh | None = None  # over which specs placed them
         # Where the dynamic leaves of each argument stand, under ``static="auto"``.
         self.spans: Any = None
         self.settles = True  # whether Variables may be moved for the trace
@@ -263,11 +271,16 @@ class CachedCall:
         self.last = (effects, targets)
         return targets
 
-    def place(self) -> None:
-        """Moves the watched Variables that were given other arrays."""
-        if [id(v._value) for v in self.watched.values()] != self.seen:
+    def place(self, mesh: jax.sharding.Mesh | None) -> None:
+        """Moves the watched Variables that were given other arrays, or mesh."""
+        if [id(v._value) for v in self.watched.values()] != self.seen or mesh is not self.mesh:
             self.specialization.place(self.watched)
-            self.seen = [id(v._value) for v in self.watched.values()]
+            self.seen, self.mesh = [id(v._value) for v in self.watched.values()], mesh
+
+    def note_placed(self, values: Sequence[Leaf]) -> None:
+        """Notes the values of watched Variables that were just placed."""
+        self.seen = [id(values[position]) for position in self.watched]
+        self.mesh = self.specialization.mesh_of_specs()
 
     def graph(self) -> binding.InputGraph:
         """Flattens the roots anew; for calls that trace or change structure."""
@@ -305,7 +318,7 @@ class Jit(PickledByName, Wrapper):
     """A compiled function over Modules; made by ``jit``.
 
     Attributes:
-        __wrapped__: The original function.
+        function: The original function. ``__wrapped__`` is only shown, as of other functions.
 
     Example:
         >>> import jax.numpy as jnp, shardax as sx
@@ -313,6 +326,25 @@ class Jit(PickledByName, Wrapper):
         >>> type(double) is sx.Jit, double(sx.Param(jnp.ones(2))).tolist()
         (True, [2.0, 2.0])
     """
+
+    # What a call needs is in slots, which ``functools.wraps`` cannot overwrite.
+    __slots__ = (
+        "__dict__",
+        "__weakref__",
+        "_auto",
+        "_is_of_user",
+        "_simple",
+        "_static_types",
+        "_ticks",
+        "_wrapping_key",
+        "calls",
+        "function",
+        "memory",
+        "options",
+        "specializations",
+        "static_names",
+        "static_positions",
+    )
 
     def __init__(
         self,
@@ -323,7 +355,7 @@ class Jit(PickledByName, Wrapper):
     ) -> None:
         inputs.check_callable(function, "jit")
         functools.update_wrapper(self, function, updated=())
-        self._function = function
+        self.function = function
         self.options = special.with_resolved_donation(options, function)
         self.static_positions, self.static_names = inputs.resolve_arguments(
             function, options.static_argnums, options.static_argnames, "static", StaticArgumentError
@@ -339,7 +371,7 @@ class Jit(PickledByName, Wrapper):
         self._is_of_user = not isinstance(function, Functions)
 
     def __reduce__(self) -> Any:  # without what it remembers of calls; where it has no name
-        return Jit, (self._function, self.options)
+        return Jit, (self.function, self.options)
 
     def __call__(self, /, *args: PyTree, **kwargs: PyTree) -> PyTree:
         if not self._simple or kwargs or local.frame is not None or comparing:
@@ -364,7 +396,7 @@ class Jit(PickledByName, Wrapper):
                 plain.append(arg)
         places = self.memory.places
         if places is None:
-            places = self.memory.find_places(self._function)
+            places = self.memory.find_places(self.function)
         for place in places:
             if not place.is_fixed:
                 key.append(-1)
@@ -401,7 +433,7 @@ class Jit(PickledByName, Wrapper):
         """Raises DistributedError if numbers given to this call differ over processes."""
         from shardax.distributed.processes import compare_arguments
 
-        labels = [inputs.parameter_name(self._function, i) for i in range(len(args))]
+        labels = [inputs.parameter_name(self.function, i) for i in range(len(args))]
         arguments_by_name = dict(zip(labels, args, strict=True)) | dict(kwargs)
         compare_arguments(arguments_by_name, f"a call of {self!r}")
 
@@ -432,11 +464,14 @@ class Jit(PickledByName, Wrapper):
             with calling, exclusive if entry.specialization.donates else _NO_LOCK:
                 return self._repeat(entry, plain, named, args, kwargs, has_turn=True)
         program = entry.specialization
+        mesh = None
+        if program.specs:  # asked here, as a call costs as much as the rest of a short one
+            mesh = program.mesh_of_specs()
         program.used = next(self._ticks)
         local.call = entry
         try:
             if entry.watched:
-                entry.place()
+                entry.place(mesh)
             undonated, donated = [v._value for v in entry.kept], [v._value for v in entry.donated]
             result, written, fresh, effects = program.run(undonated, donated, plain, named)
         except Exception as error:
@@ -524,6 +559,7 @@ class Jit(PickledByName, Wrapper):
                         self._forget(program)
                     elif key is not None and local.frame is None:
                         entry.learn(outputs.effects)
+                        entry.note_placed(values)
                         self.memory.remember(key, entry, graph)
                     return binding.apply_effects(graph, outputs)
                 except engine.RetraceRequest as need:
@@ -568,7 +604,7 @@ class Jit(PickledByName, Wrapper):
         """Finds or makes the specialization for a call."""
         arguments, static = self._take_apart(args, kwargs)
         positions = inputs.ArgumentPositions(self.positional(len(arguments.templates)), static)
-        self.memory.find_places(self._function)
+        self.memory.find_places(self.function)
         graph, names = self.input_graph(arguments, positions.labels)
         key = self._key_of(graph, arguments, static)
 
@@ -579,13 +615,14 @@ class Jit(PickledByName, Wrapper):
         if program is None:
             arguments.refuse_copies()
             program = special.Specialization(
-                self._function, self.options, key, graph, arguments, positions, names
+                self.function, self.options, key, graph, arguments, positions, names
             )
             if met:
                 program.key = (*self._key_of(graph, arguments, static), len(met))
             elif self.specializations and retraces.listeners.get():
                 retraces.report_specialization(self, program)
             self.memory.add(program)
+        program.mesh_of_specs()  # it may have been made where a mesh was in scope
         program.used = next(self._ticks)
         return program, graph, arguments
 
@@ -620,7 +657,7 @@ class Jit(PickledByName, Wrapper):
     def hidden(self) -> list[tuple[Path, Any]]:
         """Returns (path, object) of what the function uses from outside, found in a certain way."""
         if self.memory.places is None:
-            self.memory.find_places(self._function)
+            self.memory.find_places(self.function)
         hidden_objects: list[tuple[Path, Any]] = []
         for place in self.memory.places or ():
             items = list(objects_in(place.read()))
@@ -640,13 +677,13 @@ class Jit(PickledByName, Wrapper):
         most = None
         if not prefixes.is_one_entry(declared):
             most = len(declared) + len(self.static_positions)
-        return inputs.by_position(self._function, args, kwargs, most)
+        return inputs.by_position(self.function, args, kwargs, most)
 
     def positional(self, count: int) -> list[tuple[int, str]]:
         """Returns (position, parameter name) of the first dynamic arguments."""
         dynamic = (i for i in itertools.count() if i not in self.static_positions)
         places = itertools.islice(dynamic, count)
-        return [(i, inputs.parameter_name(self._function, i)) for i in places]
+        return [(i, inputs.parameter_name(self.function, i)) for i in places]
 
     def path_of(self, key: int | str) -> Path:
         """Returns an argument's path by name or position among dynamic ones."""
@@ -666,7 +703,7 @@ class Jit(PickledByName, Wrapper):
                 if place in arguments_by_place
             ]
             static_arguments = [
-                (p, inputs.static_argument(arguments_by_place[p], self._function, p))
+                (p, inputs.static_argument(arguments_by_place[p], self.function, p))
                 for p in static
             ]
             args = [arg for i, arg in enumerate(args) if i not in static]
@@ -690,7 +727,7 @@ class Jit(PickledByName, Wrapper):
         def call(roots, plain, plain_named):
             dynamic, named = arguments.restore(plain, plain_named, roots)
             dynamic, named = inputs.ArgumentPositions([], static).insert_static(dynamic, named)
-            return self._function(*dynamic, **named)
+            return self.function(*dynamic, **named)
 
         return eval_shape(call, arguments.roots, list(arguments.plain), arguments.plain_named)
 
@@ -700,9 +737,6 @@ class Jit(PickledByName, Wrapper):
 
     def _cache_size(self) -> int:
         return sum(len(program.signatures) for program in self.specializations.values())
-
-    def _wrapped_function(self) -> Any:
-        return self._function
 
     def _wrapping(self):
         return self._wrapping_key
@@ -714,9 +748,10 @@ class Jit(PickledByName, Wrapper):
         return self if instance is None else BoundJit(self, instance)
 
     def __repr__(self) -> str:
-        return f"<sx.jit of {getattr(self._function, '__qualname__', self._function)!s}>"
+        return f"<sx.jit of {getattr(self.function, '__qualname__', self.function)!s}>"
 
 
+@engine.takes_options
 def jit(
     function: Callable[..., PyTree] | None = None,
     *,

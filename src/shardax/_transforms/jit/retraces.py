@@ -87,7 +87,7 @@ def _report(function, reasons: Sequence[str]) -> None:
 def report_specialization(jit: Any, new: Any) -> None:
     """Reports that no earlier specialization fits a call."""
     differences = [call_differences(old, new) for old in [*jit.specializations.values()]]
-    _report(jit._wrapped_function(), min(differences, key=len))
+    _report(jit.function, min(differences, key=len))
 
 
 def report_trace(program: Any, earlier: Sequence[object], signature: object) -> None:

@@ -19,6 +19,7 @@ from types import MappingProxyType
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
 from shardax._core.errors import DonationError
 from shardax._core.frames import a_kind_of, is_eager, is_ref, local
@@ -27,7 +28,7 @@ from shardax._core.graph.paths import Leaf, Path, PyTree, format_path
 from shardax._core.graph.static import exact_key
 from shardax._core.object import Object
 from shardax._core.variable import Variable
-from shardax._transforms.errors import StaticArgumentError, TransformError
+from shardax._transforms.errors import DeclaredSpec, StaticArgumentError, TransformError
 from shardax._transforms.jit import retraces
 from shardax._transforms.jit.programs import (
     OtherSignature,
@@ -213,6 +214,8 @@ class Specialization:
         # (label, prefix, template) of each positional argument, if shardings are declared.
         self._declared: list[tuple[str, Any, Any]] = []
         self._in_shardings = self._spread_in_shardings(graph, arguments)
+        self.specs = self._find_specs()
+        self.mesh_of_specs()  # refuses specs before anything is traced or moved
         self._expected: Any = None
         self._program = self._named_program()
         self._tracer: Any = None
@@ -253,8 +256,13 @@ class Specialization:
         except OtherSignature:
             raise engine.RetraceRequest from None
 
-    def place(self, variables: Mapping[int, Any]) -> None:
+    def mesh_of_specs(self) -> Mesh | None:
+        """Returns the mesh in scope that declared specs mean, None without specs."""
+        return prefixes.require_mesh_in_scope(self.specs) if self.specs else None
+
+    def place(self, variables: Mapping[int, Any], mesh: Mesh | None = None) -> None:
         """Moves Variables, by position, to their declared shardings, where they stay."""
+        # Declared specs mean the mesh in scope, unless one is given.
         entries = [self.leaf_shardings[position] for position in variables]
         if self.wanted:
             entries = [
@@ -262,7 +270,7 @@ class Specialization:
                 for (position, v), entry in zip(variables.items(), entries, strict=True)
             ]
         if self.wanted or self._in_shardings is not None:
-            prefixes.place_variables([*variables.values()], entries)
+            prefixes.place_variables([*variables.values()], entries, mesh)
 
     def _is_off(self, position: int, variable) -> bool:
         """Whether a Variable is not on the mesh that splits it."""
@@ -594,6 +602,17 @@ class Specialization:
         self.leaf_shardings = [by_id.get(id(leaf), ((), None))[1] for leaf in graph.flat.leaves]
         undonated, donated = self.partition(self.leaf_shardings)
         return undonated, donated, *self._split_donated(plain), None, None
+
+    def _find_specs(self) -> list[DeclaredSpec]:
+        """Returns the specs among the declared shardings."""
+        specs: list[DeclaredSpec] = []
+        if self._in_shardings is None and self.options.out_shardings is None:
+            return specs
+
+        for label, prefix, _ in self._declared:
+            specs += prefixes.specs_in(prefix, "in_shardings", (label,))
+        specs += prefixes.specs_in(self.options.out_shardings, "out_shardings")
+        return specs
 
     def _declare_shardings(
         self,

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+from jax.sharding import Mesh
 
 from shardax._core.frames import local
 from shardax._core.graph.flatten import GraphDef, Ref, VariableDef, definition_paths, flatten
@@ -25,6 +26,7 @@ from shardax._transforms.jit.retraces import static_leaf_differences, structure_
 from shardax._transforms.jit.specialization import Specialization, check_compiler_options
 from shardax._transforms.lift import arguments as inputs
 from shardax._transforms.lift import binding, engine
+from shardax._transforms.lift import prefix as prefixes
 
 # What the function that JAX compiles (see ``Specialization``) calls its inputs.
 _INPUTS = "flat"
@@ -39,9 +41,14 @@ def trace_jit(jit: Jit, args: Sequence[object], kwargs: Mapping[str, object]) ->
         try:
             full = program.pack(binding.abstract(graph.leaves), arguments)
             traced = program.own(full).trace(*full)
-            return Traced(
-                _StageSource(jit, program, _states(graph, arguments), traced.out_info[3]), traced
+            source = _StageSource(
+                jit,
+                program,
+                _states(graph, arguments),
+                traced.out_info[3],
+                prefixes.mesh_in_scope(),
             )
+            return Traced(source, traced)
         except engine.RetraceRequest as need:
             jit.provide(need, program)
         except Exception as error:
@@ -59,6 +66,7 @@ class _StageSource(NamedTuple):
     # Of each object in the arguments: positions of its Variables, and what they are, by path.
     states: list[tuple[dict[Path, int], dict[Path, Origin]]]
     effects: binding.Effects
+    mesh: Mesh | None  # in scope when it was traced, which declared specs mean
 
 
 def _states(
@@ -272,7 +280,7 @@ class Compiled(_Stage):
         graph, names = jit.input_graph(arguments, named)
         self._check(arguments, graph, names, program.positions.labels)
         try:
-            program.place(dict(enumerate(graph.leaves)))
+            program.place(dict(enumerate(graph.leaves)), self._source.mesh)
             full = program.pack(graph.values(refs=True), arguments)
             outputs = binding.LiftedOutputs(*self._stage(*full))
         except Exception as error:

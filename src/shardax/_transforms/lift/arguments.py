@@ -33,6 +33,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from shardax._core.cross_process import PickledByName
 from shardax._core.errors import ModuleError, ShardaxError
 from shardax._core.graph.flatten import flatten, has_objects, is_object
 from shardax._core.graph.handlers import PLAIN, handler_of, has_parts

@@ -123,7 +123,7 @@ class _Search:
             self._visit_place("", function, lambda: _objects_of_partial(function))
             self.visit_function(function.func)
         elif issubclass(kind, Wrapper):
-            self.visit_function(function._wrapped_function())
+            self.visit_function(function.function)
         else:
             self._visit_owner(function)
 
@@ -347,7 +347,7 @@ class StandIns:
             args, keywords = jax.tree.map(self.value, arguments, is_leaf=is_object)
             return functools.partial(called, *args, **keywords)
         if issubclass(kind, Wrapper):
-            inner = function._wrapped_function()
+            inner = function.function
             copy = self.function(inner)
             return function if copy is inner else function._wrap(copy)
         if issubclass(kind, Object):

@@ -31,7 +31,7 @@ import functools
 import inspect
 import weakref
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, ParamSpec
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import jax
 import numpy as np
@@ -43,6 +43,7 @@ from shardax._core.graph import flatten as graphs
 from shardax._core.graph.paths import Leaf, Path, PyTree, format_path
 from shardax._core.object import Object, epoch
 from shardax._core.variable import Variable
+from shardax._transforms import errors
 from shardax._transforms.errors import ClosureError, TransformError
 from shardax._transforms.lift import arguments as inputs
 from shardax._transforms.lift.binding import (
@@ -116,30 +117,63 @@ def request_placement(variables: Sequence[object], shardings: Sequence[object]) 
 
 
 P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class _AcceptedOptions(NamedTuple):
+    """What a transform takes."""
+
+    name: str  # as users write it behind ``sx.``
+    options: tuple[str, ...]  # what may be given by name
+    makes_function: bool  # whether all but the function must be given by name
+
+    def check(self, args: Sequence[object], options: Mapping[str, object]) -> None:
+        """Raises for options, or arguments behind the first, that are refused."""
+        unknown = [name for name in options if name not in self.options]
+        if unknown or (args and self.makes_function):
+            raise errors.unknown_options(self.name, unknown, self.options, self.makes_function)
+
+
+def _accepted_options(transform: Callable[..., object]) -> _AcceptedOptions:
+    """Returns the options of a transform, or of a class."""
+    parameters = inspect.signature(transform).parameters
+    package = transform.__module__.split(".")[1]
+    name = transform.__qualname__.removesuffix(".__init__")
+    options = tuple(
+        parameter.name
+        for parameter in parameters.values()
+        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+        and parameter.name != "self"
+    )
+    first, *rest = parameters.values()
+    makes_function = first.name == "function" and all(p.kind is p.KEYWORD_ONLY for p in rest)
+    return _AcceptedOptions(
+        name if package.startswith("_") else f"{package}.{name}", options, makes_function
+    )
+
+
+def takes_options(transform: Callable[P, R]) -> Callable[P, R]:
+    """Lets a transform, or an ``__init__``, refuse unknown options."""
+    accepted = _accepted_options(transform)
+
+    @functools.wraps(transform)
+    def checked(*args: P.args, **options: P.kwargs) -> R:
+        accepted.check(args[1:], options)
+        return transform(*args, **options)
+
+    return checked
 
 
 def decorator(transform: Callable[P, PyTree]) -> Callable[P, Any]:
     """Lets a transform that is given no function return a decorator."""
     call: Callable[..., PyTree] = transform
-    parameters = inspect.signature(call).parameters
-    only_by_name = all(
-        p.kind is p.KEYWORD_ONLY for name, p in parameters.items() if name != "function"
-    )
+    accepted = _accepted_options(transform)
 
     def with_options(function=None, *args, **options):
+        accepted.check(args, options)
         if function is None and not args:
             return functools.partial(with_options, **options)
         inputs.check_callable(function, transform.__name__)
-        if only_by_name and (args or not options.keys() <= parameters.keys()):
-            name = getattr(transform, "__name__", "")
-            unknown = ", ".join(sorted(options.keys() - parameters.keys()))
-            example = "init, xs" if name == "scan" else "*arguments"
-            raise TransformError(
-                f"sx.{name} was given {f'the options {unknown}' if unknown else 'arguments'} that "
-                f"it does not take. It makes a function of the same arguments: "
-                f"sx.{name}(function)({example}), with options by name: "
-                f"{', '.join(list(parameters)[1:])}."
-            )
         return call(function, *args, **options)
 
     return functools.wraps(transform)(with_options)

@@ -19,12 +19,14 @@ can occur; so values leave grouped by entry, one list for each (``MappedCall``).
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 from shardax._core.errors import FilterError
 from shardax._core.frames import exclusive, is_eager, is_ref, kind_of
@@ -35,6 +37,7 @@ from shardax._core.object import Object
 from shardax._core.state.filters import PathContains, first_match, no_match_error, to_predicates
 from shardax._core.state.state import State, flatten_mapping
 from shardax._core.variable import Variable
+from shardax._transforms import errors
 from shardax._transforms.errors import PrefixError, TransformError
 from shardax._transforms.lift import arguments as inputs
 from shardax._transforms.lift import binding, engine
@@ -330,6 +333,47 @@ def check_shardings_only(prefix: object, name: str) -> None:
             )
 
 
+def specs_in(prefix: PyTree, option: str, where: Path = ()) -> list[errors.DeclaredSpec]:
+    """Returns the specs of a prefix, whatever it describes."""
+    specs: list[errors.DeclaredSpec] = []
+    for key_path, leaf in jax.tree.leaves_with_path(prefix):
+        path = (*where, *plain_path(key_path)) if key_path else where
+        if isinstance(leaf, StateSharding):
+            for value in leaf.values():
+                specs += specs_in(value, option, path)
+        elif isinstance(leaf, jax.sharding.PartitionSpec):
+            specs.append(errors.DeclaredSpec(option, path, leaf))
+    return specs
+
+
+def require_mesh_in_scope(specs: Sequence[errors.DeclaredSpec]) -> jax.sharding.Mesh | None:
+    """Returns the mesh that specs mean, None in a trace; or raises."""
+    mesh = mesh_in_scope()
+    if mesh is not None:
+        return mesh
+
+    if is_eager():
+        raise errors.specs_without_mesh(specs)
+
+    # Under ``use_abstract_mesh`` alone there are names but no devices; in a trace only JAX can
+    # tell that from a mesh whose devices it hides. A function made anew has no trace yet.
+    takes_spec = jax.jit(lambda x: x, in_shardings=jax.sharding.PartitionSpec())
+    try:
+        takes_spec.trace(np.zeros((), np.float32))
+    except RuntimeError as error:
+        raise errors.specs_without_mesh(specs) from error
+    return None
+
+
+def mesh_in_scope() -> jax.sharding.Mesh | None:
+    """Returns the mesh with devices in scope; None also in a trace."""
+    try:
+        mesh = jax.sharding.get_mesh()
+    except ValueError:  # JAX does not name the devices while it traces
+        return None
+    return None if mesh.empty else mesh
+
+
 def check_plain(prefix: object, tree: object, name: str, where: Path = ()) -> None:
     """Checks that a prefix fits something that holds no objects."""
     refuse_filters(prefix, name, where)
@@ -590,15 +634,18 @@ def consistent(
     return entries_by_id
 
 
-def place_variables(variables: Sequence[Any], entries: Sequence[Any]) -> None:
-    """Moves Variables to the shardings that are their entries."""
+def place_variables(
+    variables: Sequence[Any], entries: Sequence[Any], mesh: jax.sharding.Mesh | None = None
+) -> None:
+    """Moves Variables to their entries: shardings, or specs over ``mesh``."""
     if not is_eager():
         return
     moved: list[tuple[Leaf, Leaf, Leaf]] = []
     for variable, entry in zip(variables, entries, strict=True):
         if entry is None or variable._parent is not None or variable.is_abstract:
             continue
-        sharding = jax.tree.map(_in_scope, entry)  # one, or of the form of the value
+        # One, or of the form of the value.
+        sharding = jax.tree.map(functools.partial(_over_mesh, mesh=mesh), entry)
         places = jax.tree.broadcast(sharding, variable._value, is_leaf=_is_none)
         pairs = zip(
             jax.tree.leaves(variable._value), jax.tree.leaves(places, is_leaf=_is_none), strict=True
@@ -631,11 +678,17 @@ def _is_none(entry) -> bool:
     return entry is None
 
 
-def _in_scope(entry: object):
-    """Returns a sharding for a spec, over the mesh in scope."""
+def _over_mesh(entry: object, mesh: jax.sharding.Mesh | None):
+    """Returns the sharding that an entry means over a mesh."""
+    # By default the mesh in scope.
     if not isinstance(entry, jax.sharding.PartitionSpec):
         return entry
-    return jax.sharding.NamedSharding(jax.sharding.get_mesh(), entry)
+
+    # A sharding over a mesh without devices ends the process where it is compared (JAX 0.10).
+    mesh = mesh or mesh_in_scope()
+    if mesh is None:
+        raise errors.specs_without_mesh([errors.DeclaredSpec("in_shardings", (), entry)])
+    return jax.sharding.NamedSharding(mesh, entry)
 
 
 def _is_at(leaf, sharding) -> bool:

@@ -205,7 +205,7 @@ def abstract_arguments(
 ) -> tuple[tuple[PyTree, ...], dict[str, PyTree]]:
     """Return the arguments with shapes for arrays, dynamic dimensions among them."""
     labelled: dict[Any, str] = {
-        i: lift.parameter_name(jit._wrapped_function(), i)
+        i: lift.parameter_name(jit.function, i)
         for i in range(len(args))
         if i not in jit.static_positions
     }

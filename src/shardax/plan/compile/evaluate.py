@@ -311,7 +311,7 @@ def _traceable(inputs: Inputs, placed: Placed | None):
             static_argnums=[n - count for n in step.static_positions if n >= count],
             donate_argnums=[n - count for n in step.options.donate_argnums if n >= count],
         )
-        return Jit(functools.partial(step._wrapped_function(), *args, **keywords), options)
+        return Jit(functools.partial(step.function, *args, **keywords), options)
     if hasattr(step, "trace"):
         return types.SimpleNamespace(trace=functools.partial(step.trace, *args, **keywords))
     leaves = jax.tree.leaves(inputs.tree, is_leaf=lambda value: isinstance(value, Object))

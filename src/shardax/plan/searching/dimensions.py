@@ -861,9 +861,7 @@ def _names_of_leaves(inputs: Inputs) -> list[tuple[LeafInfo, list[Names | None]]
 def _marked(inputs: Inputs) -> Callable[..., Any]:
     """The step, with the names of its arguments marked in the program."""
     step, bound, keywords = unbound(inputs.step)
-    step = functools.partial(
-        step._wrapped_function() if isinstance(step, Jit) else step, *bound, **keywords
-    )
+    step = functools.partial(step.function if isinstance(step, Jit) else step, *bound, **keywords)
     named = {leaf.path: names for leaf, names in _names_of_leaves(inputs)}
 
     def run(*args) -> PyTree:
