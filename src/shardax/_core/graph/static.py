@@ -82,7 +82,7 @@ def _key(value, depth: int) -> Hashable:
             _key(value.args, depth),
             tuple((name, _key(item, depth)) for name, item in value.keywords.items()),
         )
-    if _is_plain_frozen_dataclass(value):
+    if is_plain_frozen_dataclass(value):
         fields = dataclasses.fields(value)
         return (kind, tuple(_key(getattr(value, field.name), depth) for field in fields))
     hash(value)  # raises TypeError for what cannot be a static value
@@ -93,7 +93,7 @@ def _key(value, depth: int) -> Hashable:
     return (kind, value)
 
 
-def _is_plain_frozen_dataclass(value: object) -> bool:
+def is_plain_frozen_dataclass(value: object) -> bool:
     params = getattr(type(value), "__dataclass_params__", None)
     return (
         params is not None
@@ -208,6 +208,11 @@ class Static:
         return repr(self.value)
 
     def __reduce__(self) -> Any:
+        if type(self) is Static:
+            # Which stands above: it expands exact keys.
+            from shardax._core.graph.settings import settings_static
+
+            return (settings_static, (self.value,))
         return (type(self), (self.value,))
 
 

@@ -59,7 +59,7 @@ class CompilationCache:
         """Adds a specialization; a full cache drops the least recently used."""
         while len(self.specializations) >= MAX_SPECIALIZATIONS:
             oldest = min([*self.specializations.values()], key=operator.attrgetter("used"))
-            self.specializations.pop(oldest.key, None)
+            self.drop(oldest)
             for key, entry in [*self.calls.items()]:
                 if entry.specialization is oldest:
                     self.calls.pop(key, None)
@@ -72,6 +72,12 @@ class CompilationCache:
         if not all(map(is_lasting, values)):
             self.may_be_kept = False
             self._leave_table(self.behaviors)
+
+    def drop(self, program: special.Specialization) -> None:
+        """Forgets a specialization, under every key by which it is found."""
+        for key, known in [*self.specializations.items()]:
+            if known is program:
+                self.specializations.pop(key, None)
 
     def unshare(self) -> None:
         """Leaves the cache to those who have it."""

@@ -32,9 +32,9 @@ import jax
 from shardax._core import frames
 from shardax._core.errors import ConcurrentWriteError, DonationError, ShardaxError
 from shardax._core.graph.paths import PyTree
+from shardax._core.graph.settings import Identity
 from shardax._transforms.jit.jit import Jit
 from shardax._transforms.jit.specialization import JitOptions
-from shardax._transforms.lift.arguments import Identity
 from shardax._transforms.lift.behavior import Behavior
 
 # A transform that takes its arguments apart: functions, options, positional and named arguments.

@@ -32,10 +32,11 @@ import numpy as np
 
 from shardax._core._jax import Tracer
 from shardax._core.cross_process import PickledByName
-from shardax._core.errors import ConcurrentWriteError
+from shardax._core.errors import ConcurrentWriteError, ModuleError
 from shardax._core.frames import commit, exclusive, has_leaked, local, several
 from shardax._core.graph.flatten import flatten_plain, has_objects, walk_objects
 from shardax._core.graph.paths import Leaf, Path, PyTree
+from shardax._core.graph.settings import Setting, have_changed, is_setting, note_trace
 from shardax._core.graph.static import Static
 from shardax._core.init.lazy import LazyValue
 from shardax._core.object import Object, Wrapper, epoch
@@ -215,6 +216,8 @@ class CachedCall:
         "leaves",
         "roots",
         "seen",
+        "settings",
+        "settings_read",
         "settles",
         "spans",
         "specialization",
@@ -238,6 +241,9 @@ class CachedCall:
         # Where the dynamic leaves of each argument stand, under ``static="auto"``.
         self.spans: Any = None
         self.settles = True  # whether Variables may be moved for the trace
+        # The settings objects in Modules, compared at every call; and all that the call read.
+        self.settings = graph.flat.settings
+        self.settings_read: list[Setting] = graph.flat.settings
 
     def learn(self, effects: binding.Effects) -> list[Any]:
         """Notes what the program does; returns the Variables that it writes."""
@@ -281,6 +287,16 @@ class CachedCall:
 
 def _weak(root: object) -> Callable[[], Any]:
     return weakref.ref(root) if isinstance(root, Object) else lambda: root
+
+
+class _Description(NamedTuple):
+    """A call as its specialization is found by it."""
+
+    key: Any
+    graph: binding.InputGraph
+    arguments: inputs.SplitArguments
+    positions: inputs.ArgumentPositions
+    names: list[Path]
 
 
 _NOTHING: dict[str, Any] = {}  # the keyword arguments of a call without any
@@ -361,7 +377,12 @@ class Jit(PickledByName, Wrapper):
             key.append(-1)
             key.extend([id(item) for item in inputs.objects_in(source.read())])
         entry = self.calls.get(tuple(key))
-        if entry is None or traced or entry.epoch != epoch.current:
+        if (
+            entry is None
+            or traced
+            or entry.epoch != epoch.current
+            or (entry.settings and have_changed(entry.settings))
+        ):
             return self._trace(args, kwargs, tuple(key))
         return self._repeat(entry, plain, _NOTHING, args, kwargs)
 
@@ -384,7 +405,11 @@ class Jit(PickledByName, Wrapper):
             (arguments.templates, arguments.named, static),
         )
         entry = self.calls.get(key)
-        if entry is None or entry.epoch != epoch.current:
+        if (
+            entry is None
+            or entry.epoch != epoch.current
+            or (entry.settings and have_changed(entry.settings))
+        ):
             return self._trace(args, kwargs, key)
         return self._repeat(entry, list(arguments.plain), arguments.plain_named, args, kwargs)
 
@@ -402,7 +427,11 @@ class Jit(PickledByName, Wrapper):
             call.key.extend(map(id, self.hidden_objects()))
         key = tuple(call.key)
         entry = self.calls.get(key)
-        if entry is None or entry.epoch != epoch.current:
+        if (
+            entry is None
+            or entry.epoch != epoch.current
+            or (entry.settings and have_changed(entry.settings))
+        ):
             return self._trace(args, kwargs, key)
         if entry.spans is None:
             entry.spans = leaf_spans(entry.specialization, call.args, kwargs)
@@ -445,6 +474,8 @@ class Jit(PickledByName, Wrapper):
         last_effects, targets = entry.last
         if effects is not last_effects:
             targets = entry.learn(effects)
+            if entry.settings_read:  # JAX may have traced for other shapes
+                self._keep_settings(entry, args, kwargs)
         is_plain = not written or (not several and type(written[0]) in ARRAY_TYPES)
         if not (is_plain and effects.simple):
             outputs = binding.LiftedOutputs(result, written, fresh, effects)
@@ -509,6 +540,7 @@ class Jit(PickledByName, Wrapper):
                         continue
                     outputs = program.call(values, arguments)
                     binding.check_no_leak(graph, outputs)
+                    self.after_trace(entry, graph, args, kwargs)
                     if key is not None and local.frame is None:
                         entry.learn(outputs.effects)
                         self.memory.remember(key, entry, graph, few=bool(self.memory.sources))
@@ -534,7 +566,7 @@ class Jit(PickledByName, Wrapper):
         if need.objects:
             self.capture(need.objects)
         if need.drops_program:
-            self.specializations.pop(program.key, None)
+            self.memory.drop(program)
 
     def capture(self, objects: Sequence[Any]) -> None:
         """Makes objects that a trace used hidden inputs of later calls."""
@@ -558,6 +590,21 @@ class Jit(PickledByName, Wrapper):
         self, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]
     ) -> tuple[special.Specialization, binding.InputGraph, inputs.SplitArguments]:
         """Finds or makes the specialization for a call."""
+        key, graph, arguments, positions, names = self._describe(args, kwargs)
+        program = self.specializations.get(key)
+        if program is None:
+            arguments.refuse_copies()
+            program = special.Specialization(
+                self.__wrapped__, self.options, key, graph, arguments, positions, names
+            )
+            if self.specializations and retraces.listeners.get():
+                retraces.report_specialization(self, program)
+            self.memory.add(program)
+        program.used = next(self._ticks)
+        return program, graph, arguments
+
+    def _describe(self, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]) -> _Description:
+        """Returns the key of the specialization for a call, and what it is made of."""
         arguments, static = self._take_apart(args, kwargs)
         positions = inputs.ArgumentPositions(self.positional(len(arguments.templates)), static)
         graph, names = self.input_graph(arguments, positions.labels)
@@ -571,17 +618,45 @@ class Jit(PickledByName, Wrapper):
             arguments.named,
             static,
         )
-        program = self.specializations.get(key)
-        if program is None:
-            arguments.refuse_copies()
-            program = special.Specialization(
-                self.__wrapped__, self.options, key, graph, arguments, positions, names
-            )
-            if self.specializations and retraces.listeners.get():
-                retraces.report_specialization(self, program)
-            self.memory.add(program)
-        program.used = next(self._ticks)
-        return program, graph, arguments
+        return _Description(key, graph, arguments, positions, names)
+
+    def after_trace(
+        self,
+        entry: CachedCall,
+        graph: binding.InputGraph,
+        args: Sequence[PyTree],
+        kwargs: Mapping[str, PyTree],
+    ) -> None:
+        """Looks at what a trace wrote into settings objects."""
+        entry.settings_read = self._settings_read(graph, entry.specialization.key)
+        if entry.settings_read:
+            self._keep_settings(entry, args, kwargs)
+
+    def _settings_read(self, graph: binding.InputGraph, key: Any) -> list[Setting]:
+        """Returns the settings objects that a call reads, in Modules and as static arguments."""
+        _, _, templates, named, static = key
+        found = [*graph.flat.settings]
+        for template in (*templates, *(template for _, template in named)):
+            leaves = template.static if isinstance(template, inputs.TreeTemplate) else ()
+            found += [Setting((), v.value, v.key) for _, v in leaves if is_setting(v)]
+        return found + [Setting((), v.value, v.key) for _, v in static if is_setting(v)]
+
+    def _keep_settings(
+        self, entry: CachedCall, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]
+    ) -> None:
+        """Finds the program, from now on, by what its trace left in settings objects."""
+        program = entry.specialization
+        with contextlib.suppress(ModuleError, TypeError):  # the next call says what is wrong
+            before = entry.settings_read
+            found = self._describe(args, kwargs)
+            after = self._settings_read(found.graph, found.key)
+            for old, new in zip(before, after, strict=False):
+                note_trace(old.key, new.key)
+            found = self._describe(args, kwargs)  # with the notes
+            if self.specializations.setdefault(found.key, program) is program:
+                program.graphdef_after = found.graph.flat.graphdef
+                entry.settings = found.graph.flat.settings
+                entry.settings_read = self._settings_read(found.graph, found.key)
 
     def input_graph(
         self, arguments: inputs.SplitArguments, labels: Sequence[str]

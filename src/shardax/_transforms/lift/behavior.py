@@ -28,10 +28,10 @@ from typing import Any
 import jax
 import numpy as np
 
+from shardax._core.graph.settings import LIBRARIES, Identity
 from shardax._core.graph.static import NEUTRAL_ATTRIBUTES, exact_key
 from shardax._core.object import Object, Wrapper
 from shardax._transforms.lift import arguments as inputs
-from shardax._transforms.lift.arguments import Identity
 
 # What is nested deeper, or has more items, is not compared.
 _MOST_DEPTH = 12
@@ -51,7 +51,7 @@ _CONSTANT_PACKAGES = frozenset({"jax", "jaxlib", "logging", "typing"})
 _LOCKS = (type(threading.Lock()), type(threading.RLock()))
 _CONSTANT_TYPES = (type, type(functools.lru_cache(len)), *_LOCKS)
 # Packages whose functions depend on no global that a user changes.
-_LIBRARIES = inputs.LIBRARIES | {"shardax", "optax"}
+_LIBRARIES = LIBRARIES | {"shardax", "optax"}
 # Classes written in C whose instances are their items and attributes.
 _CONTAINERS = (tuple, list, dict, OrderedDict)
 _HOLDERS = (object, types.SimpleNamespace)
