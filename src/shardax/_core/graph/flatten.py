@@ -236,10 +236,6 @@ class Flat:
             self._leaf_paths = [self.paths[index] for index in self.graphdef.leaves]
         return self._leaf_paths
 
-    def is_current(self) -> bool:
-        """Whether flattening again would find the same."""
-        return self.epoch == epoch.current and not (self.settings and have_changed(self.settings))
-
 
 _NEVER = -1  # an epoch that does not come
 _COMMON_TYPES = frozenset({bool, int, str, type(None)})
@@ -384,7 +380,11 @@ def flatten(root: Object) -> Flat:
     # On the root, so that it keeps nothing alive: static values in a structure may lead back to the
     # model (a function that closes over it).
     known: Flat | None = getattr(root, "_flat", None)
-    if known is not None and known.is_current():
+    if (
+        known is not None
+        and known.epoch == epoch.current
+        and not (known.settings and have_changed(known.settings))
+    ):
         return known
     flat = flatten_roots((root,))
     if type(flat.graphdef.objects[0]) is not VariableDef:

@@ -18,7 +18,7 @@ decisions are made by its type. So hooks such as ``__getattr__`` never run.
 
 A trace may itself write into a settings object: a counter of traces, a cached property. What it
 left there is no reason to trace again. It is in keys as *left by a trace*, whatever it is, until
-something else is written there.
+something else is written there. But an object that compares itself by value is another value then.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def _incomparable(way: _Way, value: object) -> IncomparableError:
 
 
 def incomparable_attribute(kind: type, where: str, error: IncomparableError) -> str:
-    """Returns the text of an error of a static value that holds what cannot be compared."""
+    """Returns the text of the error of a static value."""
     return (
         f"The {kind.__name__} {where} is static configuration; {error}. Or make {kind.__name__} "
         f"a sx.Module, which may hold arrays and what changes, or a frozen dataclass."
@@ -207,7 +207,7 @@ def _is_of_library(kind: type) -> bool:
 _Content = tuple[Hashable, ...]
 
 
-class _Entry(NamedTuple):
+class _SettingsEntry(NamedTuple):
     """A settings object and what its attributes hold."""
 
     identity: Identity
@@ -215,13 +215,14 @@ class _Entry(NamedTuple):
 
 
 class SettingsKey:
-    """The key of a static value that is, or holds, settings objects."""
+    """The key of what is, or holds, settings objects."""
 
-    __slots__ = ("_compared", "_hash", "entries", "ways")
+    __slots__ = ("_compared", "_hash", "content", "entries", "ways")
 
     def __init__(
-        self, content: _Content, entries: Sequence[_Entry], ways: Sequence[_Way] = ()
+        self, content: _Content, entries: Sequence[_SettingsEntry], ways: Sequence[_Way] = ()
     ) -> None:
+        self.content = content  # of the value itself
         self.entries = tuple(entries)
         self.ways = ways  # how each entry is reached, for messages; not compared
         self._compared = (content, self.entries)
@@ -238,7 +239,7 @@ class SettingsKey:
         return self._hash == other._hash and self._compared == other._compared
 
     def changes(self, later: SettingsKey) -> Iterator[Path]:
-        """Yields the path of each attribute that holds something else in a later key."""
+        """Yields the path of each attribute that a later key has otherwise."""
         before = {entry.identity: dict(entry.attributes) for entry in self.entries}
         for entry, way in zip(later.entries, later.ways, strict=True):
             old = before.get(entry.identity)
@@ -251,14 +252,12 @@ class SettingsKey:
 
 
 def settings_key(value: object) -> Hashable:
-    """Returns the exact key of a static value, with the attributes of settings objects in it.
-
-    Raises ``TypeError`` for what is not hashable, and ``IncomparableError``, which is one, where a
-    settings object holds what cannot be compared.
-    """
+    """Returns the exact key of a static value, settings objects expanded."""
+    # TypeError for what is not hashable; IncomparableError where a settings object holds what
+    # cannot be compared.
     if type(value) in _LEAF_TYPES:
         return exact_key(value)
-    reader = _Reader()
+    reader = _SettingsReader()
     content = reader.read(value, None, inside=False)
     if not reader.changeable:
         return exact_key(value)
@@ -271,52 +270,53 @@ def settings_static(value: object) -> Static:
     return Static(value, settings_key(value))
 
 
-def is_setting(static: Static) -> bool:
-    """Whether a static value is, or holds, settings objects."""
-    return type(static.key) is SettingsKey
-
-
 class Setting(NamedTuple):
-    """A static value that is, or holds, settings objects, and its key when it was met."""
+    """What is, or holds, settings objects, and its key then."""
 
     path: Path
     value: Any
     key: SettingsKey
 
 
+def settings_among(statics: Iterable[Static]) -> list[Setting]:
+    """Returns those static values that are, or hold, settings objects."""
+    return [Setting((), v.value, v.key) for v in statics if isinstance(v.key, SettingsKey)]
+
+
 def have_changed(settings: Iterable[Setting]) -> bool:
-    """Whether any of some settings objects holds something else than its key says."""
+    """Whether a settings object holds something else than its key says."""
     try:
         return any(settings_key(setting.value) != setting.key for setting in settings)
     except TypeError:  # what cannot be compared: the walk that follows says where
         return True
 
 
-class _Reader:
+class _SettingsReader:
     """Reads a value and every settings object that it leads to."""
 
     def __init__(self) -> None:
         self.changeable = False  # whether something was met that is changed in place
-        self.entries: list[_Entry] = []
+        self.entries: list[_SettingsEntry] = []
         self.ways: list[_Way] = []
         self._waiting: list[tuple[Any, Identity, _Way]] = []
         self._met: set[int] = set()  # by ``id``, settings objects that have an entry, or will
 
     def read_waiting(self) -> None:
-        """Makes the entries of settings objects that were met, and of those in them."""
+        """Makes the entries of settings objects that were met."""
         for value, identity, way in self._waiting:  # grows while it is read
             left = _left_in(value)
             attributes: list[tuple[str, Hashable]] = []
             for name, item in attributes_of(value).items():
-                content = self.read(item, (way, name), inside=True)
+                content: Hashable = self.read(item, (way, name), inside=True)
                 by_trace = left.get(name)
-                is_left = by_trace is not None and by_trace.content == content
-                attributes.append((name, by_trace.version if is_left else content))
-            self.entries.append(_Entry(identity, tuple(attributes)))
+                if by_trace is not None and by_trace.content == content:
+                    content = by_trace.version
+                attributes.append((name, content))
+            self.entries.append(_SettingsEntry(identity, tuple(attributes)))
             self.ways.append(way)
 
     def read(self, value: object, way: _Way, *, inside: bool) -> _Content:
-        """Returns the content of a value; inside of a settings object it may be changeable."""
+        """Returns the content of a value."""
         content: list[Hashable] = []
         places: dict[int, int] = {}  # of what was met in this content, by ``id``
         stack: list[tuple[Any, _Way]] = [(value, way)]
@@ -463,9 +463,9 @@ _Description = tuple[Hashable, Sequence[tuple[Any, Any]]]
 
 
 class _Again(NamedTuple):
-    """A part of a content that was met before, at a place in it."""
+    """A part of a content that was met before."""
 
-    place: int
+    place: int  # in the content
 
 
 def _has_attributes(kind: type) -> bool:
@@ -482,7 +482,7 @@ class _Version(NamedTuple):
     number: int
 
 
-class _Left(NamedTuple):
+class _LeftByTrace(NamedTuple):
     """What the last trace that wrote an attribute left there."""
 
     content: Hashable
@@ -495,21 +495,21 @@ class _LeftIn(NamedTuple):
     """What traces left in the attributes of an object."""
 
     holder: weakref.ref[Any]
-    attributes: dict[str, _Left]
+    attributes: dict[str, _LeftByTrace]
 
 
-_NOTHING_LEFT: dict[str, _Left] = {}
+_NOTHING_LEFT: dict[str, _LeftByTrace] = {}
 _left: dict[int, _LeftIn] = {}  # by ``id`` of the object
 _versions = itertools.count()
 
 
-def _left_in(value: object) -> dict[str, _Left]:
+def _left_in(value: object) -> dict[str, _LeftByTrace]:
     found = _left.get(id(value))
     return _NOTHING_LEFT if found is None or found.holder() is not value else found.attributes
 
 
 def note_trace(before: SettingsKey, after: SettingsKey) -> None:
-    """Notes what a trace wrote into settings objects, by their keys before and after it."""
+    """Notes what a trace wrote, by keys before and after it."""
     earlier = {entry.identity: dict(entry.attributes) for entry in before.entries}
     for entry in after.entries:
         old = earlier.get(entry.identity, {})
@@ -517,10 +517,10 @@ def note_trace(before: SettingsKey, after: SettingsKey) -> None:
             was = old.get(name)
             if was != content and not isinstance(content, _Version):
                 version = was if isinstance(was, _Version) else _Version(next(_versions))
-                _note_left(entry.identity.held(), name, _Left(content, version))
+                _note_left(entry.identity.held(), name, _LeftByTrace(content, version))
 
 
-def _note_left(holder: object, name: str, left: _Left) -> None:
+def _note_left(holder: object, name: str, left: _LeftByTrace) -> None:
     found = _left.get(id(holder))
     if found is None or found.holder() is not holder:
         key = id(holder)

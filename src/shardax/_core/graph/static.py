@@ -94,6 +94,7 @@ def _key(value, depth: int) -> Hashable:
 
 
 def is_plain_frozen_dataclass(value: object) -> bool:
+    """Whether a value is compared by its fields, which do not change."""
     params = getattr(type(value), "__dataclass_params__", None)
     return (
         params is not None

@@ -36,7 +36,7 @@ from shardax._core.errors import ConcurrentWriteError, ModuleError
 from shardax._core.frames import commit, exclusive, has_leaked, local, several
 from shardax._core.graph.flatten import flatten_plain, has_objects, walk_objects
 from shardax._core.graph.paths import Leaf, Path, PyTree
-from shardax._core.graph.settings import Setting, have_changed, is_setting, note_trace
+from shardax._core.graph.settings import Setting, have_changed, note_trace, settings_among
 from shardax._core.graph.static import Static
 from shardax._core.init.lazy import LazyValue
 from shardax._core.object import Object, Wrapper, epoch
@@ -604,7 +604,7 @@ class Jit(PickledByName, Wrapper):
         return program, graph, arguments
 
     def _describe(self, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]) -> _Description:
-        """Returns the key of the specialization for a call, and what it is made of."""
+        """Returns a call as its specialization is found by it."""
         arguments, static = self._take_apart(args, kwargs)
         positions = inputs.ArgumentPositions(self.positional(len(arguments.templates)), static)
         graph, names = self.input_graph(arguments, positions.labels)
@@ -633,24 +633,28 @@ class Jit(PickledByName, Wrapper):
             self._keep_settings(entry, args, kwargs)
 
     def _settings_read(self, graph: binding.InputGraph, key: Any) -> list[Setting]:
-        """Returns the settings objects that a call reads, in Modules and as static arguments."""
+        """Returns the settings objects that a call was given."""
         _, _, templates, named, static = key
-        found = [*graph.flat.settings]
-        for template in (*templates, *(template for _, template in named)):
-            leaves = template.static if isinstance(template, inputs.TreeTemplate) else ()
-            found += [Setting((), v.value, v.key) for _, v in leaves if is_setting(v)]
-        return found + [Setting((), v.value, v.key) for _, v in static if is_setting(v)]
+        leaves = [
+            leaf
+            for template in (*templates, *(template for _, template in named))
+            if isinstance(template, inputs.TreeTemplate)
+            for _, leaf in template.static
+        ]
+        return [*graph.flat.settings, *settings_among([*leaves, *(v for _, v in static)])]
 
     def _keep_settings(
         self, entry: CachedCall, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]
     ) -> None:
-        """Finds the program, from now on, by what its trace left in settings objects."""
+        """Finds the program by what its trace left in settings objects."""
         program = entry.specialization
         with contextlib.suppress(ModuleError, TypeError):  # the next call says what is wrong
             before = entry.settings_read
             found = self._describe(args, kwargs)
             after = self._settings_read(found.graph, found.key)
             for old, new in zip(before, after, strict=False):
+                if old.key.content != new.key.content:
+                    return  # another value, for which the next call traces
                 note_trace(old.key, new.key)
             found = self._describe(args, kwargs)  # with the notes
             if self.specializations.setdefault(found.key, program) is program:
@@ -824,7 +828,7 @@ def jit(
 
     Raises:
         StaticArgumentError: When called with a static argument that is not hashable, is a Module,
-            or is compared by identity and has attributes that are not hashable.
+            or holds what cannot be compared at the next call.
         PrefixError: When a sharding prefix does not fit its argument.
         TransformError: When a shared Variable is given two shardings; if an option is of the wrong
             kind, or what is compiled cannot be called.

@@ -156,7 +156,7 @@ def static_leaf(leaf: object, where: Callable[[], Path] = tuple) -> Static:
 
 
 def argument_key(value: object) -> Hashable:
-    """Returns the type-exact key of a static argument, with the attributes of settings objects."""
+    """Returns the key of a static argument, settings objects expanded."""
     return settings_key(value)
 
 
