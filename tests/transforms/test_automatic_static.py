@@ -188,17 +188,6 @@ def test_bound_method_argument_follows_its_object() -> None:
     assert (first, float(run(times.__get__(plain), 1.0))) == (2.0, 3.0)
 
 
-@pytest.mark.parametrize("held", [jnp.ones(2), np.ones(2), [1], {"a": 1}])
-def test_mutable_object_hashed_by_identity_is_refused(held: Any) -> None:
-    plain = Plain(held)
-    for call in (
-        lambda: plain.scale(1.0),
-        lambda: sx.jit(lambda p, x: x, static_argnums=0)(plain, 1.0),
-    ):
-        with pytest.raises(StaticArgumentError, match="attribute 'factor', of type"):
-            call()
-
-
 def test_an_object_may_hold_models_and_itself() -> None:
     plain = Plain(Scale())
     vars(plain)["itself"] = plain

@@ -42,7 +42,14 @@ from shardax._core.frozen import FrozenArray, FrozenVariable, Slot
 from shardax._core.graph import handlers
 from shardax._core.graph.flatten import DictDef, ListDef, register_graph
 from shardax._core.graph.paths import Leaf, PyTree
-from shardax._core.graph.static import Static, exact_key
+from shardax._core.graph.settings import (
+    IncomparableError,
+    SettingsKey,
+    attributes_of,
+    incomparable_attribute,
+    settings_key,
+)
+from shardax._core.graph.static import Static
 from shardax._core.init.lazy import LazyValue
 from shardax._core.object import Object, epoch
 from shardax._core.variable import ArrayAttribute, Variable
@@ -108,12 +115,16 @@ def _check_static(value: object, where: str) -> None:
             f"tuple, such as list(value); make a class of your own a sx.Module, or register it "
             f"with JAX (jax.tree_util.register_dataclass)."
         )
-    _check_key(value, where, exact_key)
+    _check_key(value, where, settings_key)
 
 
 def _check_key(value: object, where: str, key: Callable[[Any], object]) -> None:
     try:
         key(value)
+    except IncomparableError as error:
+        raise StaticAttributeError(
+            incomparable_attribute(type(value), f"given as {where}", error)
+        ) from error
     except TypeError as error:
         raise StaticAttributeError(
             f"Cannot use {value!r} of type {type(value).__name__} as {where}: it is neither data "
@@ -139,7 +150,7 @@ def _hidden_data(value: object) -> str | None:
         return "what passes through it cannot be tracked" if is_passing else None
     if isinstance(value, (type, types.FunctionType, types.ModuleType)):
         return None
-    attributes = getattr(value, "__dict__", {}).items()
+    attributes = attributes_of(value).items()
     untracked_name = next((name for name, item in attributes if handlers.has_parts(item)), None)
     return None if untracked_name is None else f"its attribute {untracked_name!r} cannot be tracked"
 
@@ -189,7 +200,9 @@ def same_structure(old: object, new: object) -> bool:
         or handlers.has_parts(new)
     ):
         return False
-    return Static(old) == Static(new)
+    new_key = settings_key(new)
+    # The walk that is remembered looks at the settings objects that it met, and at no others.
+    return type(new_key) is not SettingsKey and settings_key(old) == new_key
 
 
 class ChangeableNode:

@@ -439,7 +439,7 @@ def _objects_around(make: Callable[[], object]) -> Iterator[int]:
     """Yields ``id`` of the objects in a function's closure."""
     walk = GraphWalk()
     if isinstance(make, Object) or callable(make):
-        walk.encode(make, ())
+        walk.encode(make, (), is_root=True)
     for place in places_of(make):
         for item in objects_in(place.read()):
             walk.visit(item, ())

@@ -10,7 +10,8 @@ new objects from definitions. Everything that splits models and puts them togeth
 these two.
 
 Flattening a single Module or container is remembered, on the object itself, until the structure
-epoch advances (``_core.object``).
+epoch advances (``_core.object``), or until a settings object in it (``_core.graph.settings``) holds
+something else: these are listed, as nothing tells when they change.
 
 To JAX a Module (or tracked container) is one pytree node: its children are the values of its
 Variables, each shared Variable once, and its structure is static. So ``jax.jit``, ``jax.grad``,
@@ -34,8 +35,16 @@ import numpy as np
 from shardax._core._jax import Tracer, rebuilds_arguments
 from shardax._core.errors import ModuleError, StaticAttributeError
 from shardax._core.frames import READ_ONLY, PlainTrace, local, owner_here, resolve
-from shardax._core.graph.handlers import LEAF, PLACEHOLDER, Handler, handler_of, has_parts
+from shardax._core.graph.handlers import LEAF, PLACEHOLDER, Handler, NodeType, handler_of, has_parts
 from shardax._core.graph.paths import Leaf, Path, PathKey, PyTree, format_path
+from shardax._core.graph.settings import (
+    IncomparableError,
+    Setting,
+    SettingsKey,
+    have_changed,
+    incomparable_attribute,
+    settings_key,
+)
 from shardax._core.graph.static import EMPTY, Metadata, Static
 from shardax._core.init.lazy import LazyValue, realise_all
 from shardax._core.object import Object, Shown, epoch
@@ -189,16 +198,41 @@ def static_values(child: object, path: Path) -> Iterator[tuple[Path, Any]]:
         yield from static_values(below, path if key is None else (*path, key))
 
 
+def settings_in(graphdef: GraphDef) -> dict[int, Static]:
+    """Returns the settings objects of a structure, as static values, by ``id``."""
+    found: dict[int, Static] = {}
+
+    def visit(child: object) -> None:
+        if type(child) is Static:
+            if type(child.key) is SettingsKey:
+                found[id(child.value)] = child
+            return
+        for _, below in definition_children(child):
+            visit(below)
+
+    for definition in graphdef.objects:
+        visit(definition)
+    return found
+
+
 class Flat:
     """What flattening found."""
 
-    __slots__ = ("_leaf_paths", "epoch", "graphdef", "leaves", "paths")
+    __slots__ = ("_leaf_paths", "epoch", "graphdef", "leaves", "paths", "settings")
 
-    def __init__(self, graphdef: GraphDef, leaves: list[Leaf], paths: list[Path], at: int) -> None:
+    def __init__(
+        self,
+        graphdef: GraphDef,
+        leaves: list[Leaf],
+        paths: list[Path],
+        at: int,
+        settings: list[Setting],
+    ) -> None:
         self.graphdef = graphdef
         self.leaves = leaves  # the Variables, in the order of graphdef.leaves
         self.paths = paths  # first path of every object, in the order of graphdef.objects
         self.epoch = at  # the structure epoch at which this was true
+        self.settings = settings  # the settings objects, which change without a new epoch
         self._leaf_paths: list[Path] | None = None
 
     @property
@@ -228,8 +262,11 @@ class GraphWalk:
         self.definitions: list[Any] = []
         self.paths: list[Path] = []
         self.index: dict[int, int] = {}
+        self.settings: list[Setting] = []
+        # By ``id``, static values that are what they were, whatever was changed in them in place.
+        self.unchanged: Mapping[int, Static] = {}
 
-    def encode(self, value: Any, path: Path) -> Leaf:
+    def encode(self, value: Any, path: Path, *, is_root: bool = False) -> Leaf:
         """Returns ``value`` as a child, walking into it if it holds objects."""
         if type(value) in _COMMON_TYPES:
             return _common_static(value)
@@ -241,9 +278,17 @@ class GraphWalk:
             pairs = handler.children(value)
             keys = tuple(key for key, _ in pairs)
             items = (self.encode(item, path if k is None else (*path, k)) for k, item in pairs)
-            return NodeDef(handler, handler.config(value), keys, tuple(items))
+            config = handler.config(value)
+            if type(config) is NodeType and type(config.static.key) is SettingsKey:
+                self.settings.append(Setting(path, config.static.value, config.static.key))
+            return NodeDef(handler, config, keys, tuple(items))
         try:
-            return Static(value)
+            # What a function reads from where it was made is what it was when it was traced.
+            return Static(value) if is_root else self._static(value, path)
+        except IncomparableError as error:
+            raise StaticAttributeError(
+                incomparable_attribute(type(value), f"at {format_path(path)}", error)
+            ) from error
         except TypeError as error:
             raise StaticAttributeError(
                 f"The {type(value).__name__} at {format_path(path)} is neither data nor hashable "
@@ -251,6 +296,15 @@ class GraphWalk:
                 f"(through vars(), functools.cached_property, or by changing after it was "
                 f"assigned). Assign it: model.name = value."
             ) from error
+
+    def _static(self, value: object, path: Path) -> Static:
+        known = self.unchanged.get(id(value))
+        if known is not None:
+            return known
+        key = settings_key(value)
+        if type(key) is SettingsKey:
+            self.settings.append(Setting(path, value, key))
+        return Static(value, key)
 
     def visit(self, item: Object, path: Path) -> int:
         """Returns the object's position; walks into it the first time."""
@@ -274,10 +328,12 @@ def flatten_roots(roots: Sequence[object], names: Sequence[Path] | None = None) 
     at = epoch.current  # before walking: an edit during the walk then invalidates the result
     walk = GraphWalk(marking=True)
     paths = names or [()] * len(roots)
-    children = tuple(walk.encode(root, path) for root, path in zip(roots, paths, strict=True))
+    pairs = zip(roots, paths, strict=True)
+    children = tuple(walk.encode(root, path, is_root=True) for root, path in pairs)
     graphdef = GraphDef(tuple(walk.definitions), children)
     at = _NEVER if walk.volatile else at
-    flat = Flat(graphdef, [walk.objects[i] for i in graphdef.leaves], walk.paths, at)
+    leaves = [walk.objects[i] for i in graphdef.leaves]
+    flat = Flat(graphdef, leaves, walk.paths, at, walk.settings)
     _check_views(flat)
     return flat
 
@@ -321,7 +377,7 @@ def walk_objects(roots: Sequence[object]) -> list[Any]:
     """Returns all objects reachable from ``roots``, in the order of ``GraphDef.objects``."""
     walk = GraphWalk()
     for root in roots:
-        walk.encode(root, ())
+        walk.encode(root, (), is_root=True)
     return walk.objects
 
 
@@ -330,7 +386,11 @@ def flatten(root: Object) -> Flat:
     # On the root, so that it keeps nothing alive: static values in a structure may lead back to the
     # model (a function that closes over it).
     known: Flat | None = getattr(root, "_flat", None)
-    if known is not None and known.epoch == epoch.current:
+    if (
+        known is not None
+        and known.epoch == epoch.current
+        and not (known.settings and have_changed(known.settings))
+    ):
         return known
     flat = flatten_roots((root,))
     if type(flat.graphdef.objects[0]) is not VariableDef:

@@ -33,7 +33,8 @@ import jax
 
 from shardax._core.errors import ModuleError
 from shardax._core.graph.paths import PyTree, format_path, plain_path
-from shardax._core.graph.static import Metadata, Static, exact_key
+from shardax._core.graph.settings import settings_static
+from shardax._core.graph.static import Metadata, Static
 from shardax._core.object import Object, Placeholder, Wrapper
 
 # (key, child) for every child, in order. A key is a step of a path; None adds none.
@@ -178,11 +179,12 @@ def _check_stable(value: object, pairs: Pairs) -> None:
 class NodeType(Static):
     """Type and static part of a pytree node."""
 
-    __slots__ = ()
+    __slots__ = ("static",)
 
     def __init__(self, treedef: Any) -> None:
         _, static = treedef.node_data()
-        super().__init__(treedef, (treedef, exact_key(static)))
+        self.static = settings_static(static)
+        super().__init__(treedef, (treedef, self.static))
 
 
 def _node_type(value: object) -> NodeType:

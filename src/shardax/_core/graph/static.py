@@ -82,7 +82,7 @@ def _key(value, depth: int) -> Hashable:
             _key(value.args, depth),
             tuple((name, _key(item, depth)) for name, item in value.keywords.items()),
         )
-    if _is_plain_frozen_dataclass(value):
+    if is_plain_frozen_dataclass(value):
         fields = dataclasses.fields(value)
         return (kind, tuple(_key(getattr(value, field.name), depth) for field in fields))
     hash(value)  # raises TypeError for what cannot be a static value
@@ -93,7 +93,8 @@ def _key(value, depth: int) -> Hashable:
     return (kind, value)
 
 
-def _is_plain_frozen_dataclass(value: object) -> bool:
+def is_plain_frozen_dataclass(value: object) -> bool:
+    """Whether a value is compared by its fields, which do not change."""
     params = getattr(type(value), "__dataclass_params__", None)
     return (
         params is not None
@@ -138,7 +139,7 @@ def functions_in(value: object) -> Iterator[types.FunctionType]:
             yield from functions_in(item)
     elif isinstance(value, types.MethodType):
         yield from functions_in(value.__func__)
-    elif _is_plain_frozen_dataclass(value):
+    elif is_plain_frozen_dataclass(value):
         for field in dataclasses.fields(value):
             yield from functions_in(getattr(value, field.name))
 
@@ -234,6 +235,11 @@ class Static:
         return repr(self.value)
 
     def __reduce__(self) -> Any:
+        if type(self) is Static:
+            # Which stands above: it expands exact keys.
+            from shardax._core.graph.settings import settings_static
+
+            return (settings_static, (self.value,))
         return (type(self), (self.value,))
 
 

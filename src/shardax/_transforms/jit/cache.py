@@ -82,9 +82,10 @@ class CompilationCache:
         self.specializations[program.key] = program
 
     def drop(self, program: special.Specialization) -> None:
-        """Forgets a specialization and the calls that use it."""
-        if self.specializations.get(program.key) is program:
-            del self.specializations[program.key]
+        """Forgets a specialization, under every key by which it is found, and its calls."""
+        for key, known in [*self.specializations.items()]:
+            if known is program:
+                self.specializations.pop(key, None)
         for key, entry in [*self.calls.items()]:
             if entry.specialization is program:
                 self.calls.pop(key, None)

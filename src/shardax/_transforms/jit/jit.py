@@ -33,10 +33,11 @@ import numpy as np
 
 from shardax._core._jax import Tracer
 from shardax._core.cross_process import PickledByName
-from shardax._core.errors import ConcurrentWriteError
+from shardax._core.errors import ConcurrentWriteError, ModuleError
 from shardax._core.frames import commit, exclusive, local, several
 from shardax._core.graph.flatten import flatten_plain, has_objects
 from shardax._core.graph.paths import Leaf, Path, PyTree
+from shardax._core.graph.settings import Setting, have_changed, note_trace, settings_among
 from shardax._core.graph.static import Static, function_identities
 from shardax._core.init.lazy import LazyValue
 from shardax._core.object import Object, Wrapper, epoch
@@ -228,6 +229,8 @@ class CachedCall:
         "mesh",
         "roots",
         "seen",
+        "settings",
+        "settings_read",
         "settles",
         "spans",
         "specialization",
@@ -252,6 +255,9 @@ class CachedCall:
         # Where the dynamic leaves of each argument stand, under ``static="auto"``.
         self.spans: Any = None
         self.settles = True  # whether Variables may be moved for the trace
+        # The settings objects in Modules, compared at every call; and all that the call read.
+        self.settings = graph.flat.settings
+        self.settings_read: list[Setting] = graph.flat.settings
 
     def learn(self, effects: binding.Effects) -> list[Any]:
         """Notes what the program does; returns the Variables that it writes."""
@@ -300,6 +306,16 @@ class CachedCall:
 
 def _weak(root: object) -> Callable[[], Any]:
     return weakref.ref(root) if isinstance(root, Object) else lambda: root
+
+
+class _Description(NamedTuple):
+    """A call as its specialization is found by it."""
+
+    key: Any
+    graph: binding.InputGraph
+    arguments: inputs.SplitArguments
+    positions: inputs.ArgumentPositions
+    names: list[Path]
 
 
 _NOTHING: dict[str, Any] = {}  # the keyword arguments of a call without any
@@ -402,7 +418,12 @@ class Jit(PickledByName, Wrapper):
                 key.append(-1)
                 key.extend([id(item) for item in objects_in(place.read())])
         entry = self.calls.get(tuple(key))
-        if entry is None or traced or entry.epoch != epoch.current:
+        if (
+            entry is None
+            or traced
+            or entry.epoch != epoch.current
+            or (entry.settings and have_changed(entry.settings))
+        ):
             return self._trace(args, kwargs, tuple(key))
         return self._repeat(entry, plain, _NOTHING, args, kwargs)
 
@@ -425,7 +446,11 @@ class Jit(PickledByName, Wrapper):
             (arguments.templates, arguments.named, static),
         )
         entry = self.calls.get(key)
-        if entry is None or entry.epoch != epoch.current:
+        if (
+            entry is None
+            or entry.epoch != epoch.current
+            or (entry.settings and have_changed(entry.settings))
+        ):
             return self._trace(args, kwargs, key)
         return self._repeat(entry, list(arguments.plain), arguments.plain_named, args, kwargs)
 
@@ -443,7 +468,11 @@ class Jit(PickledByName, Wrapper):
             call.key.extend([id(item) for _, item in self.hidden()])
         key = tuple(call.key)
         entry = self.calls.get(key)
-        if entry is None or entry.epoch != epoch.current:
+        if (
+            entry is None
+            or entry.epoch != epoch.current
+            or (entry.settings and have_changed(entry.settings))
+        ):
             return self._trace(args, kwargs, key)
         if entry.spans is None:
             entry.spans = leaf_spans(entry.specialization, call.args, kwargs)
@@ -491,6 +520,8 @@ class Jit(PickledByName, Wrapper):
             targets = entry.learn(effects)
             if program.met:
                 self._forget(program)
+            if entry.settings_read:  # JAX may have traced for other shapes
+                self._keep_settings(entry, args, kwargs)
         is_plain = not written or (not several and type(written[0]) in ARRAY_TYPES)
         if not (is_plain and effects.simple):
             outputs = binding.LiftedOutputs(result, written, fresh, effects)
@@ -555,6 +586,7 @@ class Jit(PickledByName, Wrapper):
                         continue
                     outputs = program.call(values, arguments)
                     binding.check_no_leak(graph, outputs)
+                    self.after_trace(entry, graph, args, kwargs)
                     if program.met:
                         self._forget(program)
                     elif key is not None and local.frame is None:
@@ -602,15 +634,11 @@ class Jit(PickledByName, Wrapper):
         self, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]
     ) -> tuple[special.Specialization, binding.InputGraph, inputs.SplitArguments]:
         """Finds or makes the specialization for a call."""
-        arguments, static = self._take_apart(args, kwargs)
-        positions = inputs.ArgumentPositions(self.positional(len(arguments.templates)), static)
-        self.memory.find_places(self.function)
-        graph, names = self.input_graph(arguments, positions.labels)
-        key = self._key_of(graph, arguments, static)
-
+        key, graph, arguments, positions, names = self._describe(args, kwargs)
         met = self.memory.objects_met(key)
         if met:
             graph, names = self.input_graph(arguments, positions.labels, met)
+
         program = None if met else self.specializations.get(key)
         if program is None:
             arguments.refuse_copies()
@@ -618,13 +646,65 @@ class Jit(PickledByName, Wrapper):
                 self.function, self.options, key, graph, arguments, positions, names
             )
             if met:
-                program.key = (*self._key_of(graph, arguments, static), len(met))
+                # Not found by another call: the objects may be met in another way then.
+                program.key = (*key, object())
             elif self.specializations and retraces.listeners.get():
                 retraces.report_specialization(self, program)
             self.memory.add(program)
         program.mesh_of_specs()  # it may have been made where a mesh was in scope
         program.used = next(self._ticks)
         return program, graph, arguments
+
+    def _describe(self, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]) -> _Description:
+        """Returns a call as its specialization is found by it."""
+        arguments, static = self._take_apart(args, kwargs)
+        positions = inputs.ArgumentPositions(self.positional(len(arguments.templates)), static)
+        self.memory.find_places(self.function)
+        graph, names = self.input_graph(arguments, positions.labels)
+        key = self._key_of(graph, arguments, static)
+        return _Description(key, graph, arguments, positions, names)
+
+    def after_trace(
+        self,
+        entry: CachedCall,
+        graph: binding.InputGraph,
+        args: Sequence[PyTree],
+        kwargs: Mapping[str, PyTree],
+    ) -> None:
+        """Looks at what a trace wrote into settings objects."""
+        entry.settings_read = self._settings_read(graph, entry.specialization.key)
+        if entry.settings_read:
+            self._keep_settings(entry, args, kwargs)
+
+    def _settings_read(self, graph: binding.InputGraph, key: Any) -> list[Setting]:
+        """Returns the settings objects that a call was given."""
+        templates, named, static = key[2:5]
+        leaves = [
+            leaf
+            for template in (*templates, *(template for _, template in named))
+            if isinstance(template, inputs.TreeTemplate)
+            for _, leaf in template.static
+        ]
+        return [*graph.flat.settings, *settings_among([*leaves, *(v for _, v in static)])]
+
+    def _keep_settings(
+        self, entry: CachedCall, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]
+    ) -> None:
+        """Finds the program by what its trace left in settings objects."""
+        program = entry.specialization
+        with contextlib.suppress(ModuleError, TypeError):  # the next call says what is wrong
+            before = entry.settings_read
+            found = self._describe(args, kwargs)
+            after = self._settings_read(found.graph, found.key)
+            for old, new in zip(before, after, strict=False):
+                if old.key.content != new.key.content:
+                    return  # another value, for which the next call traces
+                note_trace(old.key, new.key)
+            found = self._describe(args, kwargs)  # with the notes
+            if self.specializations.setdefault(found.key, program) is program:
+                program.graphdef_after = found.graph.flat.graphdef
+                entry.settings = found.graph.flat.settings
+                entry.settings_read = self._settings_read(found.graph, found.key)
 
     def _key_of(
         self,
@@ -703,8 +783,7 @@ class Jit(PickledByName, Wrapper):
                 if place in arguments_by_place
             ]
             static_arguments = [
-                (p, inputs.static_argument(arguments_by_place[p], self.function, p))
-                for p in static
+                (p, inputs.static_argument(arguments_by_place[p], self.function, p)) for p in static
             ]
             args = [arg for i, arg in enumerate(args) if i not in static]
             kwargs = {name: arg for name, arg in kwargs.items() if name not in static}
@@ -800,7 +879,7 @@ def jit(
 
     Raises:
         StaticArgumentError: When called with a static argument that is not hashable, is a Module,
-            or is compared by identity and has attributes that are not hashable.
+            or holds what cannot be compared at the next call.
         PrefixError: When a sharding prefix does not fit its argument.
         TransformError: When a shared Variable is given two shardings; if an option is of the wrong
             kind, or what is compiled cannot be called.

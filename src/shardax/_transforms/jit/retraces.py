@@ -21,6 +21,7 @@ import jax
 
 from shardax._core.graph import flatten
 from shardax._core.graph.paths import Leaf, Path, format_path
+from shardax._core.graph.settings import SettingsKey
 from shardax._core.graph.static import Static
 from shardax._transforms.lift.arguments import TreeTemplate, leaf_paths, parameter_name
 from shardax._transforms.lift.captures import closed_over
@@ -180,7 +181,19 @@ def structure_differences(
 
 def _changes(where: str, was: object, now: object) -> list[str]:
     """Describes how an entry changed, a line per reason."""
-    return _closure_changes(where, was, now) or [f"{where}: {_entry(was)} -> {_entry(now)}"]
+    return (
+        _settings_changes(where, was, now)
+        or _closure_changes(where, was, now)
+        or [f"{where}: {_entry(was)} -> {_entry(now)}"]
+    )
+
+
+def _settings_changes(where: str, was: object, now: object) -> list[str]:
+    """Describes which attributes of settings objects were changed in place."""
+    first, second = (item.key if isinstance(item, Static) else None for item in (was, now))
+    if not (isinstance(first, SettingsKey) and isinstance(second, SettingsKey)):
+        return []
+    return [f"{where}{format_path(path)} was changed in place" for path in first.changes(second)]
 
 
 def _closure_changes(where: str, was: object, now: object) -> list[str]:

@@ -193,6 +193,8 @@ class Specialization:
         self.names = names
         self.positions = positions
         self.graphdef = graph.flat.graphdef
+        # With what the last trace wrote into settings objects.
+        self.graphdef_after = self.graphdef
         self.leaf_paths = graph.flat.leaf_paths
         self.templates = arguments.templates
         self.named = arguments.named

@@ -36,11 +36,12 @@ def trace_jit(jit: Jit, args: Sequence[object], kwargs: Mapping[str, object]) ->
     """Traces a ``Jit`` for some arguments; lazy values stay lazy."""
     while True:
         program, graph, arguments = jit.prepare(args, kwargs)
-        local.call = CachedCall(program, graph)
-        local.call.settles = False
+        entry = local.call = CachedCall(program, graph)
+        entry.settles = False
         try:
             full = program.pack(binding.abstract(graph.leaves), arguments)
             traced = program.own(full).trace(*full)
+            jit.after_trace(entry, graph, args, kwargs)
             source = _StageSource(
                 jit,
                 program,
@@ -318,7 +319,8 @@ class Compiled(_Stage):
     ) -> list[str]:
         """Returns differences in structure from the compiled arguments."""
         program, graphdef = self._source.program, graph.flat.graphdef
-        differences = structure_differences(program.graphdef, graphdef, program.names, names)
+        expected = program.graphdef_after
+        differences = structure_differences(expected, graphdef, program.names, names)
         templates = (arguments.templates, arguments.named)
         if not differences and templates == (program.templates, program.named):
             return []

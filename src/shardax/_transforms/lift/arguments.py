@@ -7,9 +7,9 @@ transform made. The path of a root begins with the name of its parameter, so tha
 call have different paths.
 
 Arrays are dynamic, and Python's numbers unless asked otherwise. Everything else is static, and
-compared by its *argument key*: the exact key of ``_core.graph.static``, and for an instance that
-Python compares by identity, the keys of its attributes as well, because a program that was compiled
-for the old attributes would answer for the new ones.
+compared by its *settings key* (``_core.graph.settings``): the exact key, and of instances of the
+user's own classes the attributes as well, because a program that was compiled for the old ones
+would answer for the new.
 
 The function of a call is a root, too: a Module, a method of one, or a ``functools.partial`` with
 Modules among its arguments. A callable without a hash is compared by identity.
@@ -24,7 +24,6 @@ import enum
 import functools
 import inspect
 import operator
-import sys
 import types
 import weakref
 from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -33,12 +32,12 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from shardax._core.cross_process import PickledByName
 from shardax._core.errors import ModuleError, ShardaxError
 from shardax._core.graph.flatten import flatten, has_objects, is_object
 from shardax._core.graph.handlers import PLAIN, handler_of, has_parts
 from shardax._core.graph.paths import Leaf, Path, PyTree, format_path, plain_path
-from shardax._core.graph.static import Static, exact_key
+from shardax._core.graph.settings import IncomparableError, incomparable_attribute, settings_key
+from shardax._core.graph.static import Static
 from shardax._core.object import Object, Wrapper
 from shardax._transforms.errors import StaticArgumentError, TransformError
 
@@ -124,10 +123,6 @@ _ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct, jax.Ref)
 
 NUMBER_TYPES = frozenset({int, float, complex})
 
-# Packages whose instances (meshes, policies, loggers) are compared by identity alone. A class that
-# was made by ``exec`` without a module name says that it is of ``builtins``.
-LIBRARIES = frozenset({"jax", "jaxlib", "numpy", *sys.stdlib_module_names} - {"builtins"})
-
 
 def is_dynamic(leaf: object, static_numbers: bool = False) -> bool:
     """Whether a leaf is an input of the program."""
@@ -142,6 +137,9 @@ def static_leaf(leaf: object, where: Callable[[], Path] = tuple) -> Static:
     """Returns a static leaf with its argument key."""
     try:
         return Static(leaf, argument_key(leaf))
+    except IncomparableError as error:
+        place = f"at {format_path(where())}"
+        raise StaticArgumentError(incomparable_attribute(type(leaf), place, error)) from error
     except TypeError as error:
         path = where()
         place = f" at {format_path(path)}" if path else ""
@@ -154,58 +152,8 @@ def static_leaf(leaf: object, where: Callable[[], Path] = tuple) -> Static:
 
 
 def argument_key(value: object) -> Hashable:
-    """Returns the type-exact key of a static argument."""
-    return _key(value, ())
-
-
-def _key(value: object, outer: tuple[object, ...]) -> Hashable:
-    key = exact_key(value)
-    holder = value.__self__ if isinstance(value, types.MethodType) else value
-    if not _is_open(holder) or any(holder is item for item in outer):
-        return key
-    outer = (*outer, holder)
-    return (key, *(_attribute(name, v, outer) for name, v in attributes_of(holder).items()))
-
-
-def _attribute(name: str, value: object, outer: tuple[object, ...]) -> Hashable:
-    if isinstance(value, Object):  # used without being passed, it is an input of the program
-        return (name, Identity(value))
-    try:
-        return (name, _key(value, outer))
-    except TypeError as error:
-        raise TypeError(
-            f"it is compared by identity, so a change of its attribute {name!r}, of type "
-            f"{type(value).__name__}, could not be noticed; {error}"
-        ) from error
-
-
-class Identity:
-    """An object by its identity, for as long as it lives."""
-
-    __slots__ = ("_hash", "held")
-
-    def __init__(self, value: Any) -> None:
-        self.held = weakref.ref(value)
-        self._hash = id(value)
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __eq__(self, other: object) -> bool:
-        referent = self.held()
-        return referent is not None and isinstance(other, Identity) and other.held() is referent
-
-
-def _is_open(value: object) -> bool:
-    """Whether a value compares by identity and can be changed."""
-    kind = type(value)
-    return (
-        kind.__eq__ is object.__eq__
-        and kind.__hash__ is object.__hash__
-        and kind.__module__.partition(".")[0] not in LIBRARIES
-        and not isinstance(value, Object)
-        and (is_plain_instance(value) or _has_slots(kind))
-    )
+    """Returns the key of a static argument, settings objects expanded."""
+    return settings_key(value)
 
 
 def _shortened(value: object) -> str:
@@ -289,6 +237,9 @@ def static_argument(value: object, function: object, place: int | str) -> Static
         )
     try:
         return Static(value, argument_key(value))
+    except IncomparableError as error:
+        place = f"given as the static argument {label!r}"
+        raise StaticArgumentError(incomparable_attribute(type(value), place, error)) from error
     except TypeError as error:
         raise StaticArgumentError(
             f"The static argument {label!r} of {getattr(function, '__name__', function)} is "

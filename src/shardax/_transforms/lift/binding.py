@@ -22,6 +22,7 @@ from shardax._core.errors import ConcurrentWriteError, DonationError, ModuleErro
 from shardax._core.frames import a_kind_of, is_ref, kind_of, several
 from shardax._core.graph import flatten as graphs
 from shardax._core.graph.paths import Leaf, Path, PyTree, format_path
+from shardax._core.graph.settings import SettingsKey
 from shardax._core.graph.static import Static
 from shardax._core.graph.views import block_parents
 from shardax._core.init.lazy import LazyValue, realise_all
@@ -184,6 +185,8 @@ def record_effects(
 ) -> LiftedOutputs:
     """Records, inside the transform, what the user's function did."""
     walk = continue_walk(frame, copies)
+    # The caller has the very same settings objects: what the trace wrote there is done.
+    walk.unchanged = graphs.settings_in(graphdef)
     updates = {}
     for position, (copy, definition) in enumerate(zip(copies, graphdef.objects, strict=True)):
         if holds_as_built(copy, definition, copies):
@@ -277,7 +280,9 @@ def _match(now: Collection[Any], children: Sequence[Any], objects: Sequence[Any]
         )
         if value is not expected or name != key:
             return False
-        if kind is Static and type(value) not in _IMMUTABLE and Static(value) != child:
+        if kind is not Static or type(value) in _IMMUTABLE or type(child.key) is SettingsKey:
+            continue
+        if Static(value) != child:
             return False  # the same object, changed in place
     return True
 

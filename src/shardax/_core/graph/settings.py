@@ -1,0 +1,535 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keys of static values that are changed in place.
+
+A *settings object* is an instance of a class of the user's own which is no configuration by value
+(no frozen dataclass, no named tuple, no enum). Python compares it by identity, or by a method of
+its class, and either way the object that a program was compiled for equals itself, whatever was
+assigned to its attributes since. So its *settings key* has its attributes as well, those in
+``__dict__`` and those in ``__slots__``, at every depth: a settings object in an attribute counts by
+the same rule, and lists, dicts, sets and NumPy arrays in one count by what they hold.
+
+By identity alone count: arrays of JAX, which do not change; Modules and Variables, which are inputs
+of a program where it uses them; functions, classes, modules; and instances of
+JAX, NumPy, shardax and the standard library (meshes, policies, loggers, locks). What holds a state
+that cannot be read (a view of memory, a container written in C) has no key.
+
+A user's object is asked for nothing: attributes are read by the descriptors of its class, and
+decisions are made by its type. So hooks such as ``__getattr__`` never run.
+
+A trace may itself write into a settings object: a counter of traces, a cached property. What it
+left there is no reason to trace again. It is in keys as *left by a trace*, whatever it is, until
+something else is written there. But an object that compares itself by value is another value then.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import enum
+import functools
+import hashlib
+import itertools
+import sys
+import types
+import weakref
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from shardax._core.graph.paths import Path, format_path
+from shardax._core.graph.static import Static, exact_key, is_plain_frozen_dataclass
+from shardax._core.object import Object
+
+# Packages whose instances (meshes, policies, loggers) are compared by identity or as they compare
+# themselves. A class that was made by ``exec`` without a module name says that it is of
+# ``builtins``.
+LIBRARIES = frozenset(
+    {"jax", "jaxlib", "numpy", "shardax", *sys.stdlib_module_names} - {"builtins"}
+)
+# Those of them whose instances without a hash are compared by identity.
+_BY_IDENTITY = frozenset({"jax", "jaxlib", "shardax"})
+
+# Types of values that never hold a settings object; of functions the exact key decides.
+_LEAF_TYPES = frozenset(
+    {
+        *(bool, int, float, complex, str, bytes, range, slice, type),
+        *(type(None), type(Ellipsis), type(NotImplemented), np.dtype, np.ufunc),
+        *(types.FunctionType, types.BuiltinFunctionType, types.ModuleType),
+    }
+)
+# Types of values that are changed in place and count by what they hold.
+_CONTENT_TYPES = (
+    *(list, dict, set, bytearray),
+    *(collections.deque, types.MappingProxyType, np.ndarray),
+)
+# A NumPy array with more bytes is in a key by a digest.
+_MOST_BYTES = 4096
+
+# Flags of a class: made at run time, and without a constructor.
+_HEAP_TYPE, _NO_CONSTRUCTOR = 1 << 9, 1 << 7
+
+
+class Identity:
+    """An object by its identity, for as long as it lives."""
+
+    __slots__ = ("_hash", "held")
+
+    def __init__(self, value: Any) -> None:
+        self.held = weakref.ref(value)
+        self._hash = id(value)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        referent = self.held()
+        return referent is not None and isinstance(other, Identity) and other.held() is referent
+
+
+class _HeldIdentity(Identity):
+    """The identity of an object that cannot be referred to weakly."""
+
+    __slots__ = ()
+
+    def __init__(self, value: object) -> None:
+        self.held = lambda: value
+        self._hash = id(value)
+
+
+def _identity_of(value: object) -> Identity:
+    try:
+        return Identity(value)
+    except TypeError:
+        return _HeldIdentity(value)
+
+
+class IncomparableError(TypeError):
+    """A settings object holds what cannot be compared at the next call."""
+
+
+def _incomparable(way: _Way, value: object) -> IncomparableError:
+    return IncomparableError(
+        f"it counts by the values of its attributes, but a change of the {type(value).__name__} at "
+        f"its {format_path(_path_of(way))} could not be noticed: such a value cannot be compared "
+        f"with what it was. Keep numbers, strings, tuples, lists, dicts or NumPy arrays there"
+    )
+
+
+def incomparable_attribute(kind: type, where: str, error: IncomparableError) -> str:
+    """Returns the text of the error of a static value."""
+    return (
+        f"The {kind.__name__} {where} is static configuration; {error}. Or make {kind.__name__} "
+        f"a sx.Module, which may hold arrays and what changes, or a frozen dataclass."
+    )
+
+
+# How a part is reached from the value: the way to what holds it, and the last step; None at first.
+_Way = tuple[Any, Any] | None
+
+
+def _path_of(way: _Way) -> Path:
+    steps: list[Any] = []
+    while way is not None:
+        way, step = way
+        steps.append(step)
+    return tuple(reversed(steps))
+
+
+_NATIVE_DESCRIPTORS = (types.GetSetDescriptorType, types.MemberDescriptorType)
+
+
+class _Storage(NamedTuple):
+    """Where instances of a class have their attributes."""
+
+    dictionary: Any  # the descriptor of ``__dict__``, None without one
+    slots: tuple[tuple[str, Any], ...]  # (name, descriptor)
+
+
+_storages: weakref.WeakKeyDictionary[type, _Storage] = weakref.WeakKeyDictionary()
+
+
+def _storage_of(kind: type) -> _Storage:
+    known = _storages.get(kind)
+    if known is not None:
+        return known
+    dictionary, slots = None, dict[str, Any]()
+    for base in kind.__mro__:
+        members = vars(base)
+        found = members.get("__dict__")
+        # Not a property of the user's, which might have that name.
+        if dictionary is None and isinstance(found, _NATIVE_DESCRIPTORS):
+            dictionary = found
+        if "__slots__" in members:
+            for name, member in members.items():
+                if type(member) is types.MemberDescriptorType:
+                    slots.setdefault(name, member)
+    _storages[kind] = storage = _Storage(dictionary, tuple(slots.items()))
+    return storage
+
+
+def attributes_of(value: object) -> dict[str, Any]:
+    """Returns the attributes of an instance, also those in ``__slots__``."""
+    storage = _storage_of(type(value))
+    attributes: dict[str, Any] = {}
+    if storage.dictionary is not None:
+        attributes.update(storage.dictionary.__get__(value))
+    for name, member in storage.slots:
+        try:
+            attributes[name] = member.__get__(value)
+        except AttributeError:  # it was never set
+            continue
+    return attributes
+
+
+def _native_base(kind: type) -> type:
+    """Returns the first base class that is written in C."""
+    for base in kind.__mro__:
+        if not base.__flags__ & _HEAP_TYPE or base.__flags__ & _NO_CONSTRUCTOR:
+            return base
+        if isinstance(vars(base).get("__new__"), types.BuiltinFunctionType):
+            return base
+    return object
+
+
+def _package_of(kind: type) -> str:
+    module = kind.__module__
+    return module.partition(".")[0] if type(module) is str else ""
+
+
+def _is_of_library(kind: type) -> bool:
+    package = _package_of(kind)
+    return package in LIBRARIES or (package == "builtins" and not kind.__flags__ & _HEAP_TYPE)
+
+
+# What a value or attribute holds: a flat sequence, each container before its parts, so that no
+# depth is too deep for Python. Other settings objects are in it by their identity.
+_Content = tuple[Hashable, ...]
+
+
+class _SettingsEntry(NamedTuple):
+    """A settings object and what its attributes hold."""
+
+    identity: Identity
+    attributes: tuple[tuple[str, Hashable], ...]  # the content of each, or how a trace left it
+
+
+class SettingsKey:
+    """The key of what is, or holds, settings objects."""
+
+    __slots__ = ("_compared", "_hash", "content", "entries", "ways")
+
+    def __init__(
+        self, content: _Content, entries: Sequence[_SettingsEntry], ways: Sequence[_Way] = ()
+    ) -> None:
+        self.content = content  # of the value itself
+        self.entries = tuple(entries)
+        self.ways = ways  # how each entry is reached, for messages; not compared
+        self._compared = (content, self.entries)
+        self._hash = hash(self._compared)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        if not isinstance(other, SettingsKey):
+            return NotImplemented
+        return self._hash == other._hash and self._compared == other._compared
+
+    def changes(self, later: SettingsKey) -> Iterator[Path]:
+        """Yields the path of each attribute that a later key has otherwise."""
+        before = {entry.identity: dict(entry.attributes) for entry in self.entries}
+        for entry, way in zip(later.entries, later.ways, strict=True):
+            old = before.get(entry.identity)
+            if old is None:
+                continue
+            new = dict(entry.attributes)
+            for name in dict.fromkeys([*old, *new]):
+                if old.get(name) != new.get(name):
+                    yield (*_path_of(way), name)
+
+
+def settings_key(value: object) -> Hashable:
+    """Returns the exact key of a static value, settings objects expanded."""
+    # TypeError for what is not hashable; IncomparableError where a settings object holds what
+    # cannot be compared.
+    if type(value) in _LEAF_TYPES:
+        return exact_key(value)
+    reader = _SettingsReader()
+    content = reader.read(value, None, inside=False)
+    if not reader.changeable:
+        return exact_key(value)
+    reader.read_waiting()
+    return SettingsKey(content, reader.entries, reader.ways)
+
+
+def settings_static(value: object) -> Static:
+    """Returns a static value that compares by its settings key."""
+    return Static(value, settings_key(value))
+
+
+class Setting(NamedTuple):
+    """What is, or holds, settings objects, and its key then."""
+
+    path: Path
+    value: Any
+    key: SettingsKey
+
+
+def settings_among(statics: Iterable[Static]) -> list[Setting]:
+    """Returns those static values that are, or hold, settings objects."""
+    return [Setting((), v.value, v.key) for v in statics if isinstance(v.key, SettingsKey)]
+
+
+def have_changed(settings: Iterable[Setting]) -> bool:
+    """Whether a settings object holds something else than its key says."""
+    try:
+        return any(settings_key(setting.value) != setting.key for setting in settings)
+    except TypeError:  # what cannot be compared: the walk that follows says where
+        return True
+
+
+class _SettingsReader:
+    """Reads a value and every settings object that it leads to."""
+
+    def __init__(self) -> None:
+        self.changeable = False  # whether something was met that is changed in place
+        self.entries: list[_SettingsEntry] = []
+        self.ways: list[_Way] = []
+        self._waiting: list[tuple[Any, Identity, _Way]] = []
+        self._met: set[int] = set()  # by ``id``, settings objects that have an entry, or will
+
+    def read_waiting(self) -> None:
+        """Makes the entries of settings objects that were met."""
+        for value, identity, way in self._waiting:  # grows while it is read
+            left = _left_in(value)
+            attributes: list[tuple[str, Hashable]] = []
+            for name, item in attributes_of(value).items():
+                content: Hashable = self.read(item, (way, name), inside=True)
+                by_trace = left.get(name)
+                if by_trace is not None and by_trace.content == content:
+                    content = by_trace.version
+                attributes.append((name, content))
+            self.entries.append(_SettingsEntry(identity, tuple(attributes)))
+            self.ways.append(way)
+
+    def read(self, value: object, way: _Way, *, inside: bool) -> _Content:
+        """Returns the content of a value."""
+        content: list[Hashable] = []
+        places: dict[int, int] = {}  # of what was met in this content, by ``id``
+        stack: list[tuple[Any, _Way]] = [(value, way)]
+        while stack:
+            item, item_way = stack.pop()
+            if id(item) in places:
+                content.append(_Again(places[id(item)]))
+                continue
+            label, parts = self._describe(item, item_way, inside)
+            # A tuple made anew equals the one before, whether or not its parts are one object.
+            if parts and not issubclass(type(item), (tuple, frozenset)):
+                places[id(item)] = len(content)
+            content.append(label)
+            stack.extend((part, (item_way, step)) for step, part in reversed(parts))
+        return tuple(content)
+
+    def _describe(self, value, way: _Way, inside: bool) -> _Description:
+        """Returns what a value is besides its parts, and its parts."""
+        kind = type(value)
+        if kind is types.FunctionType and inside:
+            # One that was made anew from the same code may read other settings.
+            return _identity_of(value), ()
+        if kind in _LEAF_TYPES or issubclass(kind, (type, enum.Enum)):
+            return exact_key(value), ()
+        if issubclass(kind, Object):  # used without being passed, it is an input of the program
+            return (_identity_of(value) if inside else exact_key(value)), ()
+        if kind is types.MethodType:
+            return self._describe_method(value, inside)
+        if issubclass(kind, tuple):
+            return self._with_attributes(
+                (kind, len(value)), value, enumerate(tuple.__iter__(value))
+            )
+        if issubclass(kind, frozenset):
+            return self._describe_set(value)
+        if issubclass(kind, functools.partial):
+            named = value.keywords.items()
+            parts = [("func", value.func), *enumerate(value.args), *named]
+            return (kind, len(value.args), *value.keywords), parts
+        if is_plain_frozen_dataclass(value):
+            names = [field.name for field in dataclasses.fields(value)]
+            return (kind,), [(name, object.__getattribute__(value, name)) for name in names]
+        if issubclass(kind, _CONTENT_TYPES):
+            if not inside:
+                hash(value)  # raises TypeError, but for a subclass with a hash
+                self.changeable = True
+            return self._describe_content(value, kind)
+        if _is_of_library(kind):
+            return self._describe_of_library(value, way, inside)
+        return self._describe_instance(value, kind, way, inside)
+
+    def _describe_method(self, value: types.MethodType, inside: bool) -> _Description:
+        holder = value.__self__
+        kind = type(holder)
+        if issubclass(kind, (type, types.ModuleType)) or (issubclass(kind, Object) and not inside):
+            return exact_key(value), ()
+        parts = [("__self__", holder), ("__func__", value.__func__)]
+        return (types.MethodType, _identity_of(holder)), parts
+
+    def _describe_set(self, value: Any) -> _Description:
+        items = list(value)
+        if all(type(item) in _LEAF_TYPES for item in items):
+            return (type(value), frozenset(map(exact_key, items))), ()
+        return (type(value), len(items)), list(enumerate(items))
+
+    def _describe_content(self, value: Any, kind: type) -> _Description:
+        if issubclass(kind, np.ndarray):
+            return self._describe_array(value, kind)
+        if issubclass(kind, bytearray):
+            return self._with_attributes((kind, bytes(value)), value)
+        if issubclass(kind, set):
+            label, parts = self._describe_set(value)
+            return self._with_attributes(label, value, parts)
+        if issubclass(kind, (dict, types.MappingProxyType)):
+            # By the native class: methods of a class of the user may make what they return.
+            native = dict if issubclass(kind, dict) else types.MappingProxyType
+            pairs = list(native.items(value))
+            keys = [(position, key) for position, (key, _) in enumerate(pairs)]
+            return self._with_attributes((kind, len(pairs)), value, [*keys, *pairs])
+        native = list if issubclass(kind, list) else collections.deque
+        return self._with_attributes(
+            (kind, native.__len__(value)), value, enumerate(list(native.__iter__(value)))
+        )
+
+    def _describe_array(self, value: np.ndarray[Any, Any], kind: type) -> _Description:
+        label = (kind, value.dtype, value.shape)
+        if value.dtype.hasobject:
+            return self._with_attributes(label, value, enumerate(np.ndarray.ravel(value).tolist()))
+        content = np.ndarray.tobytes(value)
+        if len(content) > _MOST_BYTES:
+            content = hashlib.blake2b(content).digest()
+        return self._with_attributes((*label, content), value)
+
+    def _describe_of_library(self, value: object, way: _Way, inside: bool) -> _Description:
+        kind = type(value)
+        if not inside:
+            return exact_key(value), ()
+        if issubclass(kind, weakref.ref):
+            return _identity_of(value), ()
+        try:
+            return exact_key(value), ()
+        except (TypeError, ValueError):  # ValueError: a view of memory that may be written
+            if _package_of(kind) in _BY_IDENTITY:
+                return _identity_of(value), ()
+        if _has_attributes(kind) and _native_base(kind) in (object, types.SimpleNamespace):
+            return self._with_attributes((kind,), value)
+        raise _incomparable(way, value)
+
+    def _describe_instance(
+        self, value: object, kind: type, way: _Way, inside: bool
+    ) -> _Description:
+        """Describes an instance of a class of the user's own."""
+        if kind.__eq__ is object.__eq__ and kind.__hash__ is object.__hash__:
+            identity = _identity_of(value)
+            self.changeable |= _has_attributes(kind)
+            if id(value) not in self._met:
+                self._met.add(id(value))
+                self._waiting.append((value, identity, way))
+            return identity, ()
+        if not inside:
+            hash(value)  # raises TypeError for what cannot be a static value
+        native = _native_base(kind)
+        if native is object and _has_attributes(kind):
+            # Its own comparison would find the remembered object equal to itself.
+            self.changeable = True
+            return self._with_attributes((kind,), value)
+        if kind.__hash__ is None:
+            raise _incomparable(way, value)
+        # What is written in C and is not of Python itself may compare itself to something else than
+        # a boolean, as tensors do.
+        is_pythons = native is object or _package_of(native) == "builtins" or not inside
+        label = exact_key(value) if is_pythons else _identity_of(value)
+        return self._with_attributes(label, value)
+
+    def _with_attributes(
+        self, label: Hashable, value: object, parts: Iterable[tuple[Any, Any]] = ()
+    ) -> _Description:
+        """Adds the attributes of an instance to its parts."""
+        attributes = attributes_of(value)
+        if not attributes:
+            return label, list(parts)
+        self.changeable = True
+        return (label, *attributes), [*parts, *attributes.items()]
+
+
+# What a value is besides its parts, and (step, part) of each.
+_Description = tuple[Hashable, Sequence[tuple[Any, Any]]]
+
+
+class _Again(NamedTuple):
+    """A part of a content that was met before."""
+
+    place: int  # in the content
+
+
+def _has_attributes(kind: type) -> bool:
+    storage = _storage_of(kind)
+    return storage.dictionary is not None or bool(storage.slots)
+
+
+# --- what traces write ----------------------------------------------------------------------------
+
+
+class _Version(NamedTuple):
+    """What a trace left, in place of the content."""
+
+    number: int
+
+
+class _LeftByTrace(NamedTuple):
+    """What the last trace that wrote an attribute left there."""
+
+    content: Hashable
+    # Stays from trace to trace, so that programs of one object do not call for each other's traces;
+    # another one where something else was written before the trace.
+    version: _Version
+
+
+class _LeftIn(NamedTuple):
+    """What traces left in the attributes of an object."""
+
+    holder: weakref.ref[Any]
+    attributes: dict[str, _LeftByTrace]
+
+
+_NOTHING_LEFT: dict[str, _LeftByTrace] = {}
+_left: dict[int, _LeftIn] = {}  # by ``id`` of the object
+_versions = itertools.count()
+
+
+def _left_in(value: object) -> dict[str, _LeftByTrace]:
+    found = _left.get(id(value))
+    return _NOTHING_LEFT if found is None or found.holder() is not value else found.attributes
+
+
+def note_trace(before: SettingsKey, after: SettingsKey) -> None:
+    """Notes what a trace wrote, by keys before and after it."""
+    earlier = {entry.identity: dict(entry.attributes) for entry in before.entries}
+    for entry in after.entries:
+        old = earlier.get(entry.identity, {})
+        for name, content in entry.attributes:
+            was = old.get(name)
+            if was != content and not isinstance(content, _Version):
+                version = was if isinstance(was, _Version) else _Version(next(_versions))
+                _note_left(entry.identity.held(), name, _LeftByTrace(content, version))
+
+
+def _note_left(holder: object, name: str, left: _LeftByTrace) -> None:
+    found = _left.get(id(holder))
+    if found is None or found.holder() is not holder:
+        key = id(holder)
+        try:
+            reference = weakref.ref(holder, lambda _: _left.pop(key, None))
+        except TypeError:  # it cannot be known when it is gone
+            return
+        found = _left[key] = _LeftIn(reference, {})
+    found.attributes[name] = left
