@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 import pytest
@@ -63,3 +64,21 @@ def explicit_mesh() -> Mesh:
 def mesh(request: pytest.FixtureRequest) -> Mesh:
     """``data=2, model=4``, once of each kind: for tests that must hold under both."""
     return make_mesh(request.param)
+
+
+@pytest.fixture
+def compilations() -> Iterator[Callable[[], int]]:
+    """Returns a function: how many programs were compiled since it was last called."""
+    counts = [0]
+
+    def count(event: str, duration: float, **_: Any) -> None:
+        counts[0] += event == "/jax/core/compile/backend_compile_duration"
+
+    jax.monitoring.register_event_duration_secs_listener(count)
+
+    def taken() -> int:
+        total, counts[0] = counts[0], 0
+        return total
+
+    yield taken
+    jax.monitoring.unregister_event_duration_listener(count)

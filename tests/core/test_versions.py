@@ -168,6 +168,17 @@ def jaxprs() -> None:
     names = [[each.primitive.name for each in inner.eqns] for inner in _jax.inner_jaxprs(choice)]
     assert sorted(names) == [["jit"], ["sin"]]
 
+    closed = program(jnp.ones(3))
+    assert _jax.is_jaxpr(closed) and _jax.is_jaxpr(opened) and not _jax.is_jaxpr(choice)
+    x, others = jnp.ones(3), jnp.array([2.0, 3.0, 4.0])
+    inputs = _jax.with_constants_as_inputs(closed)
+    assert (len(inputs.constvars), len(inputs.invars)) == (0, 2)
+    assert _jax.evaluate(inputs, [others, x])[0].tolist() == jnp.sin(x * others).tolist()
+    without = _jax.with_constants_as_inputs(jax.make_jaxpr(jnp.sin)(1.0))
+    assert _jax.with_constants_as_inputs(without) is without
+    again = _jax.with_inner(closed, opened.replace(eqns=list(opened.eqns)))
+    assert jax.extend.core.jaxpr_as_fun(again)(x)[0].tolist() == jnp.sin(x * weight).tolist()
+
 
 def never_changes_closures() -> None:
     policies = jax.checkpoint_policies
@@ -311,6 +322,10 @@ PROMISES: dict[str, Callable[[], None]] = {
     "rebuilds_arguments": rebuilds_arguments,
     "open_jaxpr": jaxprs,
     "inner_jaxprs": jaxprs,
+    "is_jaxpr": jaxprs,
+    "with_constants_as_inputs": jaxprs,
+    "with_inner": jaxprs,
+    "evaluate": jaxprs,
     "never_changes_closures": never_changes_closures,
     "auto_mesh": auto_mesh,
     "user_line": user_line,

@@ -188,6 +188,7 @@ def test_bound_method_argument_follows_its_object() -> None:
     assert (first, float(run(times.__get__(plain), 1.0))) == (2.0, 3.0)
 
 
+@pytest.mark.filterwarnings("ignore::shardax.errors.UncertainCaptureWarning")
 def test_an_object_may_hold_models_and_itself() -> None:
     plain = Plain(Scale())
     vars(plain)["itself"] = plain

@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.strategies import assert_equal_values
@@ -223,6 +224,7 @@ def test_gradients_through_compositions_match_the_plain_function(
     assert_alike(found, expected_gradient(seed), rtol=1e-4)
 
 
+@pytest.mark.filterwarnings("ignore::shardax.errors.UncertainCaptureWarning")
 @given(chain=chains, seed=SEEDS, compiled=COMPILED)
 @settings(max_examples=10)
 def test_captured_model_behaves_as_a_passed_one(

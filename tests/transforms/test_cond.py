@@ -126,6 +126,7 @@ def test_a_shared_variable_is_one_in_every_branch() -> None:
     assert float(result) == 6.0 and float(model.head) == 6.0
 
 
+@pytest.mark.filterwarnings("ignore::shardax.errors.UncertainCaptureWarning")
 def test_captured_variables_are_read_and_written() -> None:
     total, other = sx.Variable(jnp.float32(0)), sx.Variable(jnp.float32(10))
 

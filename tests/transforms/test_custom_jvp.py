@@ -135,6 +135,7 @@ def test_rule_with_other_effects_is_refused() -> None:
         sx.grad(wrong)(1.0)
 
 
+@pytest.mark.filterwarnings("ignore::shardax.errors.UncertainCaptureWarning")
 def test_captured_variables_are_inputs_of_the_function() -> None:
     count, scale = sx.Variable(jnp.float32(0)), sx.Variable(jnp.float32(4))
 

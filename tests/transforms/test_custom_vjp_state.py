@@ -132,6 +132,7 @@ def _closing(model: Sine, counter: Any) -> Any:
     return function
 
 
+@pytest.mark.filterwarnings("ignore::shardax.errors.UncertainCaptureWarning")
 @pytest.mark.parametrize(
     "lift",
     [
@@ -167,7 +168,7 @@ def test_captured_variables_in_loops_branches_and_lanes(wrap: Any) -> None:
     assert sx.grad(wrap(scanned))(xs).tolist() == [[10.0, 20.0]] * 3 and int(counter) == 3
     assert sx.grad(wrap(decided))(xs[0]).tolist() == [10.0, 20.0] and int(counter) == 4
     with pytest.raises(
-        ForeignMutationError, match=r"inside sx\.vmap: the Variable \S*c(ounter)? was"
+        ForeignMutationError, match=r"inside sx\.vmap: the Variable was not passed in"
     ):
         sx.vmap(wrap(function))(xs)
     reading = sx.custom_vjp(lambda x: (model.mean * x).sum())

@@ -186,7 +186,7 @@ def test_list_that_a_trace_appends_to_may_change() -> None:
     results = [float(sx.cond(TRUE, branch, same, 1.0)) for _ in range(3)]
     assert (results, history) == ([0.5] * 3, [0.5, 1.0])
     history[0] = 2.0
-    assert float(sx.cond(TRUE, branch, same, 1.0)) == 2.0
+    assert float(sx.cond(TRUE, lambda x: branch(x), same, 1.0)) == 2.0
 
 
 def test_value_written_by_user_and_trace_is_read() -> None:
@@ -200,7 +200,7 @@ def test_value_written_by_user_and_trace_is_read() -> None:
     results = []
     for scale in (1.0, 1.0, 2.0, 2.0, 1.0):
         state["scale"] = scale
-        results.append(float(sx.cond(TRUE, branch, same, 1.0)))
+        results.append(float(sx.cond(TRUE, lambda x: branch(x), same, 1.0)))
     assert results == [1, 1, 2, 2, 1]
 
 
@@ -287,19 +287,22 @@ def test_what_is_constant_is_no_reason_to_trace(inner: Callable[[Any], Any]) -> 
     assert len(traces) == 1
 
 
-def test_trace_of_new_shapes_ends_sharing() -> None:
+def test_jit_of_one_function_keeps_its_traces_as_in_jax() -> None:
     options = Plain()
     options.scale = 1.0
 
     def step(x: Any) -> Any:
         return x * options.scale
 
-    compiled = sx.jit(step)
-    compiled(jnp.ones(2))
-    options.scale = 2.0
-    assert float(compiled(jnp.ones(3))[0]) == 2.0  # traced with what is now
-    options.scale = 1.0
-    assert float(sx.jit(step)(jnp.ones(3))[0]) == 1.0
+    for jit in (sx.jit, jax.jit):
+        options.scale = 1.0
+        compiled = jit(step)
+        compiled(jnp.ones(2))
+        options.scale = 2.0
+        assert float(compiled(jnp.ones(3))[0]) == 2.0  # traced with what is now
+        options.scale = 1.0
+        assert float(jit(step)(jnp.ones(3))[0]) == 2.0
+        assert float(jit(lambda x: step(x))(jnp.ones(3))[0]) == 1.0
 
 
 def test_slots_of_a_static_argument_are_compared() -> None:

@@ -200,6 +200,7 @@ def test_clone_of_model_holds_wrapper_of_its_own() -> None:
     assert (float(model.count), float(clone.count)) == (0.0, 2.0)
 
 
+@pytest.mark.filterwarnings("ignore::shardax.errors.UncertainCaptureWarning")
 @pytest.mark.parametrize("make", [sx.jit, sx.remat, sx.vmap, sx.grad, _custom_vjp])
 def test_compiled_function_follows_what_wrapped_function_reads(make: Any) -> None:
     held = {"scale": sx.Variable(jnp.float32(2.0))}

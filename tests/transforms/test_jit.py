@@ -483,6 +483,7 @@ USES = [
 ]
 
 
+@pytest.mark.filterwarnings("ignore::shardax.errors.UncertainCaptureWarning")
 @pytest.mark.usefixtures("collecting_only_what_is_new")
 @pytest.mark.parametrize("use", USES)
 def test_dropped_model_is_garbage_collected(use: Any) -> None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from typing import Any
 
 import jax.numpy as jnp
@@ -11,7 +12,10 @@ import pytest
 from tests.transforms.examples import Box, Scale, Tied, values
 
 import shardax as sx
-from shardax.errors import ForeignMutationError, TraceLeakError
+from shardax.errors import TraceLeakError, UncertainCaptureWarning
+
+# An object is reached in a way that is not certain, so each call is traced (docs/captures.md).
+uncertain = pytest.mark.filterwarnings("ignore::shardax.errors.UncertainCaptureWarning")
 
 current = Scale()
 
@@ -125,6 +129,15 @@ PLACES = [
 
 @pytest.mark.parametrize("place", PLACES)
 def test_captured_model_is_live(place: Any) -> None:
+    is_certain = place in (_cell, _global, _bound_to_a_plain_object)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        _check_live(place)
+    # Traced at every call, and said once.
+    assert [item.category for item in told] == [UncertainCaptureWarning] * (not is_certain)
+
+
+def _check_live(place: Any) -> None:
     call, replace = place()
     model = _model(2.0)
     replace(model)
@@ -157,6 +170,7 @@ def test_global_bound_after_compilation_is_found() -> None:
         del globals()["later"]
 
 
+@uncertain
 def test_model_from_opaque_source_is_read_and_written() -> None:
     def supply() -> Any:
         model = _model(2.0)
@@ -210,6 +224,7 @@ def test_tied_names_in_closures_are_one_variable() -> None:
     assert [float(run()), float(run()), float(model.head)] == [4.0, 5.0, 5.0]
 
 
+@uncertain
 def test_captured_models_are_live_through_nested_jit() -> None:
     model, holder = _model(2.0), [_model(4.0)]
     inner = sx.jit(lambda x: model(x) + holder[0](x))
@@ -242,16 +257,15 @@ def test_a_closed_over_random_stream_advances() -> None:
     assert [bool(draw() == same.noise()) for _ in range(3)] == [True, True, True]
 
 
-def test_structure_of_captured_model_cannot_change() -> None:
+def test_structure_of_captured_model_is_carried_back() -> None:
     model = _model(1.0)
 
     @sx.jit
     def add_attribute() -> None:
-        model.extra = sx.Param(jnp.ones(1))
+        model.extra = sx.Param(model.factor * 3)
 
-    with pytest.raises(ForeignMutationError, match=r"'extra' of Scale inside sx\.jit"):
-        add_attribute()
-    assert not hasattr(model, "extra")
+    add_attribute()
+    assert model.extra.value.tolist() == [3.0, 3.0]
 
 
 def test_captured_model_is_returned_as_itself() -> None:
@@ -345,17 +359,14 @@ def test_function_with_nonlocal_state_is_traced_once() -> None:
     assert traces == 2  # twice in one trace
 
 
-def test_equal_closures_share_a_program_until_rebound() -> None:
-    calls = []
-
-    def call(m: Any, x: Any) -> Any:
-        calls.append(x)
-        return m(x)
-
-    run = sx.jit(call)
+def test_equal_closures_share_a_compiled_program(compilations: Any) -> None:
+    run = sx.jit(lambda m, x: m(x))
     (first, rebind, _), (second, _, _) = (_number_of_a_model(11) for _ in range(2))
     models = [Acts(first), Acts(second)]
-    assert [float(run(m, 1.0)) for m in models] == [11.0, 11.0] and len(calls) == 1
+    assert float(run(models[0], 1.0)) == 11.0
+    compilations()
+    assert float(run(models[1], 1.0)) == 11.0
+    assert compilations() == 0
     rebind(5)
     _restructure_something_else()
     assert [run(m, jnp.ones(1)).tolist() for m in models] == [[5.0], [11.0]]
@@ -374,6 +385,7 @@ class Counter(sx.Module):
         return x
 
 
+@uncertain
 def test_captures_of_ended_traces_are_found_again() -> None:
     counter = Counter()
 

@@ -342,6 +342,7 @@ def test_objects_of_libraries_in_settings_count_by_identity() -> None:
     assert (traced(), traced.traces) == (2.0, 1)
 
 
+@pytest.mark.filterwarnings("ignore::shardax.errors.UncertainCaptureWarning")
 def test_models_in_settings_given_as_arguments_are_inputs() -> None:
     held = Schedule(Model(Schedule()))
     run = sx.jit(lambda held, x: held.k(x), static="auto")

@@ -79,6 +79,7 @@ def test_only_written_variables_are_carried() -> None:
     assert [result.aval.shape for result in equation.outvars] == [(), (2,)]
 
 
+@pytest.mark.filterwarnings("ignore::shardax.errors.UncertainCaptureWarning")
 def test_captured_variables_that_are_written_are_carried() -> None:
     total, step_size = sx.Variable(jnp.float32(0)), sx.Variable(jnp.float32(2))
 

@@ -128,9 +128,13 @@ def _function_key(function: types.FunctionType, depth: int) -> Hashable:
 
 
 def functions_in(value: object) -> Iterator[types.FunctionType]:
-    """Yields the functions inside of a static value."""
+    """Yields the functions inside of a static value that may read what the user changes."""
     if isinstance(value, types.FunctionType):
-        yield value
+        if never_changes_closures(value):  # one of JAX, which may call one of the user's
+            for cell in value.__closure__ or ():
+                yield from functions_in(cell.cell_contents)
+        else:
+            yield value
     elif isinstance(value, (tuple, frozenset)):
         for item in value:
             yield from functions_in(item)

@@ -29,7 +29,6 @@ from shardax._transforms.grad import grad as diff
 from shardax._transforms.grad.vjp import refuse_objects
 from shardax._transforms.lift import binding, engine
 from shardax._transforms.lift.arguments import by_position
-from shardax._transforms.lift.captures import Functions
 
 
 @engine.decorator
@@ -69,7 +68,7 @@ def custom_jvp(function: Any = None, *, nondiff_argnums: Any = (), wrt: Any = Pa
     return CustomJvp(function, nondiff_argnums, wrt)
 
 
-class CustomJvp(PickledByName, Functions):
+class CustomJvp(PickledByName):
     """A function made by ``custom_jvp``.
 
     Args:
@@ -99,17 +98,6 @@ class CustomJvp(PickledByName, Functions):
         self.nondiff_argnums = tuple(nondiff_argnums if is_sequence else [nondiff_argnums])
         self.wrt = wrt
         self.rule: Callable[..., PyTree] | None = None
-
-    @property
-    def functions(self) -> tuple[Callable[..., PyTree], ...]:
-        """The function, without its rule: it may run when the call is over."""
-        return (self.function,)
-
-    def with_functions(self, functions: tuple[Callable[..., PyTree], ...]) -> CustomJvp:
-        """Returns a copy with another function."""
-        copy = CustomJvp(functions[0], self.nondiff_argnums, self.wrt)
-        copy.rule = self.rule
-        return copy
 
     def defjvp(self, rule: Callable[..., object]) -> Callable[..., Any]:
         """Gives the tangent.

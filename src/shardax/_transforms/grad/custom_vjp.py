@@ -47,7 +47,6 @@ from shardax._transforms.lift.arguments import (
     root_places,
     split_argument,
 )
-from shardax._transforms.lift.captures import Functions
 from shardax._transforms.lift.prefix import expand
 
 
@@ -504,7 +503,7 @@ def custom_vjp(function: Any = None, *, nondiff_argnums: Any = (), wrt: Any = Pa
     return CustomVjp(function, nondiff_argnums, wrt)
 
 
-class CustomVjp(PickledByName, Functions):
+class CustomVjp(PickledByName):
     """A function made by ``custom_vjp``.
 
     Args:
@@ -542,19 +541,6 @@ class CustomVjp(PickledByName, Functions):
         self.fwd: Callable[..., PyTree] | None = None
         self.bwd: Callable[..., PyTree] | None = None
         self.state_cotangents = False
-
-    @property
-    def functions(self) -> tuple[Callable[..., PyTree], ...]:
-        """The function, without its rules: they may run when the call is over."""
-        return (self.function,)
-
-    def with_functions(self, functions: tuple[Callable[..., PyTree], ...]) -> CustomVjp:
-        """Returns a copy with another function."""
-        copy = CustomVjp(functions[0], self.nondiff_argnums, self.wrt)
-        copy.fwd = self.fwd
-        copy.bwd = self.bwd
-        copy.state_cotangents = self.state_cotangents
-        return copy
 
     def defvjp(
         self,

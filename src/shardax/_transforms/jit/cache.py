@@ -16,7 +16,7 @@ import operator
 import types
 import weakref
 from collections.abc import Callable, Hashable
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from shardax._core.frames import exclusive, has_leaked
 from shardax._core.graph.static import PROGRAMS_ATTRIBUTE
@@ -119,11 +119,15 @@ _MAX_CACHES = 16
 T = TypeVar("T")
 
 
-class _CachesOf(NamedTuple):
-    """What is kept for one function."""
+class _CachesOf:
+    """What is kept for one function, compared by identity: a copied attribute must be hashable."""
 
-    function: weakref.ref[Callable[..., Any]]  # a decorator may copy attributes to another one
-    by_key: dict[Hashable, Any]
+    __slots__ = ("by_key", "function")
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        # A decorator may copy attributes of a function to another one.
+        self.function = weakref.ref(function)
+        self.by_key: dict[Hashable, Any] = {}
 
     def __reduce__(self) -> Any:  # a function may be pickled by value, with its attributes
         return dict, ()
@@ -135,7 +139,7 @@ def kept_by(function: Callable[..., Any], key: Hashable, make: Callable[[], T]) 
         # An attribute of the function, so that both go together.
         caches = function.__dict__.get(PROGRAMS_ATTRIBUTE)
         if type(caches) is not _CachesOf or caches.function() is not function:
-            caches = _CachesOf(weakref.ref(function), {})
+            caches = _CachesOf(function)
             function.__dict__[PROGRAMS_ATTRIBUTE] = caches
         kept = caches.by_key.get(key)
         if kept is None:

@@ -24,6 +24,7 @@ from typing import Any
 import jax
 
 from shardax._core import frames
+from shardax._core.cross_process import PickledByName
 from shardax._core.errors import ConcurrentWriteError, DonationError, ShardaxError
 from shardax._core.graph.paths import PyTree
 from shardax._core.graph.static import exact_key, function_identities
@@ -130,7 +131,7 @@ def run(
 
 def _program_of(transformed: _Transformed) -> _Program:
     """Returns the program of a transform, the one of an earlier call for the same functions."""
-    can_keep = (types.FunctionType, Functions)
+    can_keep = (types.FunctionType, PickledByName)
     kept_with = next((f for f in transformed.functions if isinstance(f, can_keep)), None)
     with contextlib.suppress(TypeError):  # options that cannot be compared
         if kept_with is not None:

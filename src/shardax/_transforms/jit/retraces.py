@@ -22,7 +22,7 @@ import jax
 from shardax._core.graph import flatten
 from shardax._core.graph.paths import Leaf, Path, format_path
 from shardax._core.graph.settings import SettingsKey
-from shardax._core.graph.static import Static
+from shardax._core.graph.static import Static, functions_in
 from shardax._transforms.lift.arguments import TreeTemplate, leaf_paths, parameter_name
 from shardax._transforms.lift.captures import closed_over
 
@@ -131,7 +131,23 @@ def call_differences(old: Any, new: Any) -> list[str]:
             reasons += _changes(
                 f"static argument {name!r}", old_static.get(place), new_static.get(place)
             )
+    if not reasons and old.key[5] != new.key[5]:
+        reasons += _functions_made_anew(old, new)
     return reasons
+
+
+def _functions_made_anew(old: Any, new: Any) -> list[str]:
+    """Describes which functions, of the same code, are others than before."""
+    before = _by_path(old.graphdef, old.names)
+    reasons = []
+    for path, part in _by_path(new.graphdef, new.names).items():
+        values = [item.value for item in (before.get(path), part) if isinstance(item, Static)]
+        if len(values) < 2:
+            continue
+        pairs = zip(*map(functions_in, values), strict=False)
+        names = [now.__qualname__ for was, now in pairs if was is not now]
+        reasons += [f"{format_path(path)}: the function {name} (made anew)" for name in names[:1]]
+    return reasons or ["a function among the static arguments is another one (made anew)"]
 
 
 def static_leaf_differences(old: Any, new: Any, labels: Sequence[str]) -> Iterator[str]:

@@ -463,7 +463,9 @@ class SealedFrame(frames.Frame):
 
     def seal(self, stand_in: PyTree, path: Path) -> None:
         """Makes the copy of a captured Variable refuse writes."""
-        label = f"{kind_of(stand_in)} {format_path(path).removeprefix('.')}".rstrip()
+        label = kind_of(stand_in)
+        if path:
+            label += f" {format_path(path).removeprefix('.')}"
         label = label.replace("{", "{{").replace("}", "}}")
         stand_in._lock = (
             f"Cannot write {{what}} inside sx.{self.name}: the {label} was not passed in, "
