@@ -8,7 +8,8 @@ A function's *key* is a digest of what travels, closures and defaults included, 
 files of the modules it refers to. Equal keys mean equal functions. The reverse does not hold, which
 costs a compilation and never a wrong result. *Own modules* are those with a source file outside of
 the standard library and of installed packages: a process that has imported one cannot notice that
-its file has changed, so calls say which sources they mean.
+its file has changed, so calls say which sources they mean: those of the moment they are made. When
+a call runs thus makes no difference, however long it was on the way or waited.
 
 Loading a pickle runs code of whoever wrote it: nothing is loaded from an unauthenticated peer.
 """
@@ -25,6 +26,7 @@ import pickle
 import sys
 import sysconfig
 import threading
+import time
 import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -42,6 +44,10 @@ from shardax._transforms.jit.jit import Jit
 from shardax.host.errors import WorkerError
 
 Reference = Callable[[Any], Any]
+
+# Age from which the times of a file tell whether it is changed: file systems count time in steps of
+# up to two seconds, and two changes within one step leave the same time.
+SETTLED_NANOSECONDS = 10 * 10**9
 
 
 # --- objects as buffers ---
@@ -196,6 +202,7 @@ class FunctionForm(NamedTuple):
     name: str  # for messages
     key: str
     modules: dict[str, str]  # digest of the source of each own module that it refers to
+    sources: dict[str, str]  # digest of each source file of an own module of its process
     parts: list[Any]
 
 
@@ -210,12 +217,15 @@ def describe(function: Callable[..., object]) -> FunctionForm:
             module_names.add(name)
 
     parts = encode(function, watch=note_module)
-    files = {name: _own_file(sys.modules.get(name)) for name in sorted(module_names)}
-    modules = {name: _digest_of_file(file) for name, file in files.items() if file is not None}
+    files = _own_files()
+    sources = {file: _digest_of_file(file) for file in files.values()}
+    modules = {name: sources[files[name]] for name in sorted(module_names & files.keys())}
+
+    # Without `sources`: a function is not another one because more modules were imported here.
     digest = hashlib.sha256(repr(modules).encode())
     for part in parts:
         digest.update(part)
-    return FunctionForm(name_of(function), digest.hexdigest(), modules, parts)
+    return FunctionForm(name_of(function), digest.hexdigest(), modules, sources, parts)
 
 
 def name_of(function: object) -> str:
@@ -225,12 +235,23 @@ def name_of(function: object) -> str:
     return getattr(function, "__qualname__", None) or type(function).__qualname__
 
 
+def _own_files() -> dict[str, str]:
+    """The source file of each own module that this process has imported."""
+    modules = sys.modules.copy()  # other threads may import meanwhile
+    return {name: file for name in modules if (file := _own_file(modules[name])) is not None}
+
+
 def _own_file(module) -> str | None:
     """The source file of an own module, else None."""
     file = getattr(module, "__file__", None)
-    if file is None or not file.endswith(".py") or module.__name__ in ("__main__", "__mp_main__"):
+    if file is None or not _is_own(file) or module.__name__ in ("__main__", "__mp_main__"):
         return None
-    return None if file.startswith(_installed()) else file
+    return file
+
+
+@functools.lru_cache(16384)  # each call asks for every module
+def _is_own(file: str) -> bool:
+    return file.endswith(".py") and not file.startswith(_installed())
 
 
 @functools.cache
@@ -241,13 +262,23 @@ def _installed() -> tuple[str, ...]:
 
 def _digest_of_file(file: str) -> str:
     try:
-        return _digest_at(file, os.stat(file).st_mtime_ns)
+        status = os.stat(file)
+        changed = max(status.st_mtime_ns, status.st_ctime_ns)
+        if time.time_ns() - changed < SETTLED_NANOSECONDS:
+            return _read_digest(file)
+        # Not by st_mtime alone, which whoever writes a file can set as it was.
+        identity = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+        return _settled_digest(file, *identity, status.st_ctime_ns)
     except OSError:
         return "missing"
 
 
 @functools.lru_cache(4096)
-def _digest_at(file: str, changed: int) -> str:
+def _settled_digest(file: str, *identity: int) -> str:
+    return _read_digest(file)
+
+
+def _read_digest(file: str) -> str:
     with open(file, "rb") as source:
         return hashlib.sha256(source.read()).hexdigest()
 
@@ -274,23 +305,32 @@ class FunctionTable:
 
     def record_modules(self) -> None:
         """Record the own modules imported since the last time."""
-        for name in sys.modules.keys() - self._seen:
-            file = _own_file(sys.modules[name])
-            if file is not None:
-                self._own[name] = (file, _digest_of_file(file))
-            self._seen.add(name)
+        with self._lock:  # executors of threads run calls beside each other
+            modules = sys.modules.copy()  # other threads may import meanwhile
+            for name in modules.keys() - self._seen:
+                file = _own_file(modules[name])
+                if file is not None:
+                    self._own[name] = (file, _digest_of_file(file))
+                self._seen.add(name)
 
-    def _check_modules(self, call_digests: Mapping[str, str]) -> None:
-        """Check imported modules against their files, and against those of a call."""
-        file_digests = {name: _digest_of_file(file) for name, (file, _) in self._own.items()}
-        for name, digest in (*file_digests.items(), *call_digests.items()):
-            file, imported = self._own.get(name, (None, digest))
-            if imported != digest:
+    def _check_modules(self, form: FunctionForm) -> None:
+        """Check imported modules against the sources that a call means."""
+        for name, (file, imported) in self._own.items():
+            # The caller's digest comes first: the file may have changed after the call was made.
+            meant = form.sources.get(file) or _digest_of_file(file)
+            if imported == meant == form.modules.get(name, meant):
+                continue
+            if file in form.sources and imported == _digest_of_file(file):
                 raise WorkerError(
-                    f"The module {name} that the worker has imported ({file}) is not that of the "
-                    f"call: its source was changed since, or it is another file. Start the "
-                    f"worker's process anew, without its functions and values: worker.restart()."
+                    f"The source of the module {name} ({file}) was changed after the call was "
+                    f"made, and the worker has imported the new one. Make the call again: "
+                    f"worker.submit(f, *args)."
                 )
+            raise WorkerError(
+                f"The module {name} that the worker has imported ({file}) is not that of the "
+                f"call: its source was changed since, or it is another file. Start the "
+                f"worker's process anew, without its functions and values: worker.restart()."
+            )
 
     def find(self, form: FunctionForm) -> KeptFunction:
         """Look up a function, decoding it unless it is kept already."""
@@ -299,7 +339,7 @@ class FunctionTable:
             if function is None:
                 function = KeptFunction(form.name, decode(form.parts))
                 self.record_modules()
-            self._check_modules(form.modules)
+            self._check_modules(form)
             self._kept[form.key] = function
             self._kept.move_to_end(form.key)
             while len(self._kept) > self._size:
@@ -309,8 +349,9 @@ class FunctionTable:
 
     def run(self, head: bytes, parts: Sequence[object], resolve: Reference | None = None) -> Any:
         """Run a packed call."""
-        name, key, modules, count = pickle.loads(head)
-        function = self.find(FunctionForm(name, key, modules, list(parts[:count]))).call
+        name, key, modules, sources, count = pickle.loads(head)
+        form = FunctionForm(name, key, modules, sources, list(parts[:count]))
+        function = self.find(form).call
         try:
             args, kwargs = decode(parts[count:], resolve)  # which may import modules, too
             return function(*args, **kwargs)
@@ -334,7 +375,7 @@ def pack(
 ) -> tuple[bytes, list[Any]]:
     """Encode a call as a head and buffers."""
     form = describe(function)
-    head = pickle.dumps((form.name, form.key, form.modules, len(form.parts)))
+    head = pickle.dumps((form.name, form.key, form.modules, form.sources, len(form.parts)))
     return head, [*form.parts, *encode_arguments(args, kwargs, refer)]
 
 
