@@ -397,6 +397,8 @@ def test_shutdown_refuses_calls_and_ends_the_process(ended):
     assert (ended.running.result(), ended.waiting.cancelled()) == (0.3, True)
     with pytest.raises(RuntimeError, match="shut"):
         ended.worker.submit(abs, 1)
+    with pytest.raises(RuntimeError, match=r"shut down.*sx\.host\.Worker\(\)"):
+        ended.worker.restart()
     _, port = ended.worker.address.rsplit(":", 1)
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", int(port)))

@@ -479,6 +479,7 @@ class OwnProcess(GivenAddress):
     def __init__(self, options: Mapping[str, Any]) -> None:
         self._options = options
         self._process: WorkerProcess | None = None
+        self._lock = threading.Lock()
 
     def open(self, connect: Connect) -> Connection:
         self.close()
@@ -486,16 +487,22 @@ class OwnProcess(GivenAddress):
         return connect(self._process.address, self._process.credentials)
 
     def ending(self) -> str:
-        if self._process is None:
+        process = self._process
+        if process is None:
             return "its process was ended"
-        text = self._process.ending(LOST_SECONDS)
+        text = process.ending(LOST_SECONDS)
         self.close()
         return text
 
     def close(self) -> None:
-        if self._process is not None:
-            self._process.end(LOST_SECONDS)
-            self._process = None
+        process = self._process
+        if process is None:
+            return
+        process.end(LOST_SECONDS)
+        # Another thread may have ended it, too, and started the next one meanwhile.
+        with self._lock:
+            if self._process is process:
+                self._process = None
 
 
 class NamedProcess(GivenAddress):

@@ -163,7 +163,7 @@ class Worker(concurrent.futures.Executor):
         self._changed = threading.Condition()
         self._closing = False
         self._broken: Exception | None = None
-        self._expected = False  # whether the loss of the connection was asked for
+        self._expected: connections.Connection | None = None  # whose loss was asked for
         self._finalizer = weakref.finalize(self, origin.close)
         with self._changed:
             try:
@@ -317,15 +317,16 @@ class Worker(concurrent.futures.Executor):
         """Fail or repeat the calls of a lost connection, and reconnect."""
         with self._changed:
             closing = self._closing or not self._finalizer.alive  # or the program ends
-            expected, self._expected = self._expected, False
+            expected = connection is self._expected
         reason = f"{reason}; {'it was shut down' if closing else self._origin.ending()}"
         retried = [call for call in calls if call._retries and not (closing or expected)]
         for call in calls:
             if call not in retried:
                 call._lose(reason)
         with self._changed:
-            if not closing:
+            if not (closing or self._closing):  # or it was shut down meanwhile
                 self._reopen(reason, expected)
+            self._changed.notify_all()
             broken = self._broken or self._closing
         for call in retried:
             call._retries -= 1
@@ -348,7 +349,6 @@ class Worker(concurrent.futures.Executor):
             self._connection = self._connect()
         except Exception as error:  # noqa: BLE001 (raised by every later call)
             self._broken = error
-        self._changed.notify_all()
 
     def restart(self) -> None:
         """Ends the process and starts it anew, without its functions and values.
@@ -357,20 +357,33 @@ class Worker(concurrent.futures.Executor):
 
         Raises:
             WorkerCrashedError: If it does not start again.
+            RuntimeError: If it was shut down.
         """
         with self._changed:
-            connection, self._expected = self._connection, True
+            self._check_not_shut_down()
+            connection = self._expected = self._connection
         self._end_process(connection)
         with self._changed:
-            while self._connection is connection and self._broken is None:
+            while self._connection is connection and self._broken is None and not self._closing:
                 self._changed.wait()
+            self._check_not_shut_down()
             if self._broken is not None:
                 raise errors.WorkerCrashedError(f"{self._broken}") from self._broken
+
+    def _check_not_shut_down(self) -> None:
+        if self._closing:
+            raise RuntimeError(
+                "This worker was shut down, so it cannot be restarted. Make a new one: "
+                "sx.host.Worker()."
+            )
 
     def _end_process(self, connection: connections.Connection) -> None:
         with contextlib.suppress(errors.WorkerCrashedError):
             connection.ask("stop_process", INFO_SECONDS)
-        self._origin.close()
+        with self._changed:
+            # If it crashed meanwhile, there is another process, which stays.
+            if self._connection is connection:
+                self._origin.close()
         connection.wait_for_end()
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
