@@ -108,8 +108,12 @@ class CallServer(Server):
         self._interruptible: _Call | None = None
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._loop = asyncio.get_running_loop()
-        if options["idle_timeout"] is not None:
-            self._watching = asyncio.create_task(self._end_when_idle(options["idle_timeout"]))
+        self._idle_seconds: float | None = options["idle_timeout"]
+        if self._idle_seconds is not None:
+            # The first client may take as long to connect as the process may take to start.
+            longest = max(self._idle_seconds, options["start_timeout"] or 0.0)
+            self._idle_end = time.monotonic() + longest
+            self._watching = asyncio.create_task(self._end_when_idle(self._idle_seconds))
 
     # --- procedures: in the thread of the event loop ---
 
@@ -123,6 +127,7 @@ class CallServer(Server):
             pass
         finally:
             self._clients.discard(client)
+            self._restart_idle_time()
             for key in [key for key, (_, owner) in self._values.items() if owner == client]:
                 del self._values[key]
             for call in self._calls.values():
@@ -163,6 +168,7 @@ class CallServer(Server):
             if timer:
                 timer.cancel()
             self._turn.release()
+            self._restart_idle_time()
 
     async def interrupt(self, client: str, number: int) -> bool:
         """Interrupt a call; False if it has not arrived, or is over."""
@@ -210,12 +216,13 @@ class CallServer(Server):
         if self._current is call:
             os._exit(STUCK)
 
+    def _restart_idle_time(self) -> None:
+        if self._idle_seconds is not None:
+            self._idle_end = time.monotonic() + self._idle_seconds
+
     async def _end_when_idle(self, seconds: float) -> None:
-        idle_since = time.monotonic()
-        while time.monotonic() - idle_since <= seconds:
+        while self._clients or self._turn.locked() or time.monotonic() < self._idle_end:
             await asyncio.sleep(min(1.0, seconds / 4))
-            if self._clients or self._turn.locked():
-                idle_since = time.monotonic()
         await self.stop_process()
 
     # --- calls: in the main thread ---
