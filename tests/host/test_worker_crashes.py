@@ -29,7 +29,7 @@ def test_crash_loses_values_and_repeats_idempotent_calls_alone(worker, tmp_path)
     kept = worker.put(3)
     before = worker.submit(there.process).result()
     all_sent = tmp_path / "all_sent"
-    worker.submit(wait_for, all_sent.exists)  # so no call is made after the crash
+    worker.submit(there.hold, all_sent)  # so no call is made after the crash
     first = worker.request(there.crash_once, [str(tmp_path / "seen")], idempotent=True)
     waiting = worker.submit(there.nap, 0.0)
     second = worker.request(there.add, [1, 2], idempotent=True)
@@ -47,7 +47,9 @@ def test_crash_loses_values_and_repeats_idempotent_calls_alone(worker, tmp_path)
 def test_uninterruptible_call_ends_the_worker_process(worker, tmp_path):
     path = tmp_path / "deaf"
     before = worker.submit(there.process).result()
-    future = worker.request(there.deaf, [str(path)], timeout=0.2)
+    future = worker.submit(there.deaf, path)
+    wait_for(path.exists)
+    future.interrupt()
     with pytest.raises(
         errors.WorkerCrashedError, match=r"deaf was lost while it ran.*not be interrupted"
     ):
