@@ -26,6 +26,7 @@ import shardax as sx
 from shardax import errors
 from shardax.host import Worker, calls
 from shardax.host.calls import FunctionTable, decode, describe, encode
+from shardax.host.pickling import digest_of_file
 
 # --- encoding -------------------------------------------------------------------------------------
 
@@ -187,7 +188,7 @@ def test_call_made_before_a_change_is_not_run_with_the_new_source(own_module):
     call = describe(own_module(1))
     changed = own_module(10)
     table = FunctionTable(2)
-    with pytest.raises(errors.WorkerError, match=r"own_parts.*Make the call again"):
+    with pytest.raises(errors.WorkerError, match=r"own_parts.*make the call again"):
         table.find(call)
     assert table.find(describe(changed)).call(1) == 11
 
@@ -219,7 +220,7 @@ def test_change_that_leaves_size_and_time_is_noticed(tmp_path):
     for step in range(5):
         file.write_text(f"STEP = {step}")
         os.utime(file, ns=times)
-        digests.add(calls._digest_of_file(str(file)))
+        digests.add(digest_of_file(str(file)))
     assert len(digests) == 5
 
 

@@ -8,8 +8,7 @@ A function's *key* is a digest of what travels, closures and defaults included, 
 files of the modules it refers to. Equal keys mean equal functions. The reverse does not hold, which
 costs a compilation and never a wrong result. *Own modules* are those with a source file outside of
 the standard library and of installed packages: a process that has imported one cannot notice that
-its file has changed, so calls say which sources they mean: those of the moment they are made. When
-a call runs thus makes no difference, however long it was on the way or waited.
+its file has changed, so calls say which sources they mean, those of when they are made.
 
 Loading a pickle runs code of whoever wrote it: nothing is loaded from an unauthenticated peer.
 """
@@ -21,12 +20,9 @@ import contextlib
 import functools
 import hashlib
 import io
-import os
 import pickle
 import sys
-import sysconfig
 import threading
-import time
 import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -42,12 +38,9 @@ from shardax._core.cross_process import PickledArray, reduced
 from shardax._core.cross_process import name_of as import_name
 from shardax._transforms.jit.jit import Jit
 from shardax.host.errors import WorkerError
+from shardax.host.pickling import Sources, digest_of_file, own_sources
 
 Reference = Callable[[Any], Any]
-
-# Age from which the times of a file tell whether it is changed: file systems count time in steps of
-# up to two seconds, and two changes within one step leave the same time.
-SETTLED_NANOSECONDS = 10 * 10**9
 
 
 # --- objects as buffers ---
@@ -176,8 +169,7 @@ def _to_numpy(buffer, dtype: jax.typing.DTypeLike, shape: tuple[int, ...]) -> np
 def _reduce_jax(array: jax.Array):
     if isinstance(array, Tracer) or array.is_deleted() or not array.is_fully_addressable:
         return reduced(array)  # which raises
-    is_keys = is_prng_key(array)
-    if is_keys or array.weak_type or isinstance(array.sharding, NamedSharding):
+    if is_prng_key(array) or array.weak_type or isinstance(array.sharding, NamedSharding):
         return reduced(array)
     return _to_jax, _raw(np.asarray(array))
 
@@ -202,7 +194,7 @@ class FunctionForm(NamedTuple):
     name: str  # for messages
     key: str
     modules: dict[str, str]  # digest of the source of each own module that it refers to
-    sources: dict[str, str]  # digest of each source file of an own module of its process
+    sources: dict[str, str]  # digest of each own source file of its process; no part of the key
     parts: list[Any]
 
 
@@ -217,15 +209,12 @@ def describe(function: Callable[..., object]) -> FunctionForm:
             module_names.add(name)
 
     parts = encode(function, watch=note_module)
-    files = _own_files()
-    sources = {file: _digest_of_file(file) for file in files.values()}
-    modules = {name: sources[files[name]] for name in sorted(module_names & files.keys())}
-
-    # Without `sources`: a function is not another one because more modules were imported here.
+    own = own_sources(sys.modules.copy())  # other threads may import meanwhile
+    modules = {name: own[name][1] for name in sorted(module_names & own.keys())}
     digest = hashlib.sha256(repr(modules).encode())
     for part in parts:
         digest.update(part)
-    return FunctionForm(name_of(function), digest.hexdigest(), modules, sources, parts)
+    return FunctionForm(name_of(function), digest.hexdigest(), modules, dict(own.values()), parts)
 
 
 def name_of(function: object) -> str:
@@ -233,54 +222,6 @@ def name_of(function: object) -> str:
     while isinstance(function, functools.partial):
         function = function.func
     return getattr(function, "__qualname__", None) or type(function).__qualname__
-
-
-def _own_files() -> dict[str, str]:
-    """The source file of each own module that this process has imported."""
-    modules = sys.modules.copy()  # other threads may import meanwhile
-    return {name: file for name in modules if (file := _own_file(modules[name])) is not None}
-
-
-def _own_file(module) -> str | None:
-    """The source file of an own module, else None."""
-    file = getattr(module, "__file__", None)
-    if file is None or not _is_own(file) or module.__name__ in ("__main__", "__mp_main__"):
-        return None
-    return file
-
-
-@functools.lru_cache(16384)  # each call asks for every module
-def _is_own(file: str) -> bool:
-    return file.endswith(".py") and not file.startswith(_installed())
-
-
-@functools.cache
-def _installed() -> tuple[str, ...]:
-    kinds = ("stdlib", "platstdlib", "purelib", "platlib")
-    return tuple(sysconfig.get_path(kind) + os.sep for kind in kinds)
-
-
-def _digest_of_file(file: str) -> str:
-    try:
-        status = os.stat(file)
-        changed = max(status.st_mtime_ns, status.st_ctime_ns)
-        if time.time_ns() - changed < SETTLED_NANOSECONDS:
-            return _read_digest(file)
-        # Not by st_mtime alone, which whoever writes a file can set as it was.
-        identity = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
-        return _settled_digest(file, *identity, status.st_ctime_ns)
-    except OSError:
-        return "missing"
-
-
-@functools.lru_cache(4096)
-def _settled_digest(file: str, *identity: int) -> str:
-    return _read_digest(file)
-
-
-def _read_digest(file: str) -> str:
-    with open(file, "rb") as source:
-        return hashlib.sha256(source.read()).hexdigest()
 
 
 @dataclass
@@ -299,7 +240,7 @@ class FunctionTable:
         self._size = size
         self._kept: collections.OrderedDict[str, KeptFunction] = collections.OrderedDict()
         self._lock = threading.RLock()
-        self._own: dict[str, tuple[str, str]] = {}  # module: file and digest when it was imported
+        self._own: Sources = {}  # with the digests of when they were imported
         self._seen: set[str] = set()
         self.record_modules()
 
@@ -307,30 +248,21 @@ class FunctionTable:
         """Record the own modules imported since the last time."""
         with self._lock:  # executors of threads run calls beside each other
             modules = sys.modules.copy()  # other threads may import meanwhile
-            for name in modules.keys() - self._seen:
-                file = _own_file(modules[name])
-                if file is not None:
-                    self._own[name] = (file, _digest_of_file(file))
-                self._seen.add(name)
+            self._own |= own_sources({name: modules[name] for name in modules.keys() - self._seen})
+            self._seen |= modules.keys()
 
     def _check_modules(self, form: FunctionForm) -> None:
         """Check imported modules against the sources that a call means."""
         for name, (file, imported) in self._own.items():
             # The caller's digest comes first: the file may have changed after the call was made.
-            meant = form.sources.get(file) or _digest_of_file(file)
-            if imported == meant == form.modules.get(name, meant):
-                continue
-            if file in form.sources and imported == _digest_of_file(file):
+            meant = form.sources.get(file) or digest_of_file(file)
+            if not imported == meant == form.modules.get(name, meant):
                 raise WorkerError(
-                    f"The source of the module {name} ({file}) was changed after the call was "
-                    f"made, and the worker has imported the new one. Make the call again: "
-                    f"worker.submit(f, *args)."
+                    f"The module {name} that the worker has imported ({file}) is not that of the "
+                    f"call: its source was changed between them, or it is another file. Start the "
+                    f"worker's process anew, without its functions and values, worker.restart(), "
+                    f"and make the call again."
                 )
-            raise WorkerError(
-                f"The module {name} that the worker has imported ({file}) is not that of the "
-                f"call: its source was changed since, or it is another file. Start the "
-                f"worker's process anew, without its functions and values: worker.restart()."
-            )
 
     def find(self, form: FunctionForm) -> KeptFunction:
         """Look up a function, decoding it unless it is kept already."""
@@ -349,9 +281,8 @@ class FunctionTable:
 
     def run(self, head: bytes, parts: Sequence[object], resolve: Reference | None = None) -> Any:
         """Run a packed call."""
-        name, key, modules, sources, count = pickle.loads(head)
-        form = FunctionForm(name, key, modules, sources, list(parts[:count]))
-        function = self.find(form).call
+        *facts, count = pickle.loads(head)
+        function = self.find(FunctionForm._make([*facts, list(parts[:count])])).call
         try:
             args, kwargs = decode(parts[count:], resolve)  # which may import modules, too
             return function(*args, **kwargs)
@@ -375,7 +306,7 @@ def pack(
 ) -> tuple[bytes, list[Any]]:
     """Encode a call as a head and buffers."""
     form = describe(function)
-    head = pickle.dumps((form.name, form.key, form.modules, form.sources, len(form.parts)))
+    head = pickle.dumps((*form[:-1], len(form.parts)))
     return head, [*form.parts, *encode_arguments(args, kwargs, refer)]
 
 

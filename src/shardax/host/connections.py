@@ -479,7 +479,6 @@ class OwnProcess(GivenAddress):
     def __init__(self, options: Mapping[str, Any]) -> None:
         self._options = options
         self._process: WorkerProcess | None = None
-        self._lock = threading.Lock()
 
     def open(self, connect: Connect) -> Connection:
         self.close()
@@ -487,22 +486,15 @@ class OwnProcess(GivenAddress):
         return connect(self._process.address, self._process.credentials)
 
     def ending(self) -> str:
-        process = self._process
-        if process is None:
-            return "its process was ended"
-        text = process.ending(LOST_SECONDS)
+        assert self._process is not None
+        text = self._process.ending(LOST_SECONDS)
         self.close()
         return text
 
     def close(self) -> None:
-        process = self._process
-        if process is None:
-            return
-        process.end(LOST_SECONDS)
-        # Another thread may have ended it, too, and started the next one meanwhile.
-        with self._lock:
-            if self._process is process:
-                self._process = None
+        # One that has ended stays here: two threads may end it, of restart() and of its loss.
+        if self._process is not None:
+            self._process.end(LOST_SECONDS)
 
 
 class NamedProcess(GivenAddress):

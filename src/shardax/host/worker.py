@@ -259,10 +259,7 @@ class Worker(concurrent.futures.Executor):
     def _send(self, call: connections.WorkerFuture) -> None:
         while True:
             with self._changed:
-                if self._closing:
-                    raise RuntimeError("This worker was shut down: cannot schedule new futures.")
-                if self._broken is not None:
-                    raise errors.WorkerCrashedError(f"{self._broken}") from self._broken
+                self._check_is_running()
                 if self._connection.submit(call):
                     return
                 self._changed.wait()  # until the worker runs again
@@ -360,29 +357,25 @@ class Worker(concurrent.futures.Executor):
             RuntimeError: If it was shut down.
         """
         with self._changed:
-            self._check_not_shut_down()
+            self._check_is_running()
             connection = self._expected = self._connection
         self._end_process(connection)
         with self._changed:
-            while self._connection is connection and self._broken is None and not self._closing:
+            while self._connection is connection and self.is_running:
                 self._changed.wait()
-            self._check_not_shut_down()
-            if self._broken is not None:
-                raise errors.WorkerCrashedError(f"{self._broken}") from self._broken
+            self._check_is_running()
 
-    def _check_not_shut_down(self) -> None:
+    def _check_is_running(self) -> None:
         if self._closing:
-            raise RuntimeError(
-                "This worker was shut down, so it cannot be restarted. Make a new one: "
-                "sx.host.Worker()."
-            )
+            raise RuntimeError("This worker was shut down. Make a new one: sx.host.Worker().")
+        if self._broken is not None:
+            raise errors.WorkerCrashedError(f"{self._broken}") from self._broken
 
     def _end_process(self, connection: connections.Connection) -> None:
         with contextlib.suppress(errors.WorkerCrashedError):
             connection.ask("stop_process", INFO_SECONDS)
         with self._changed:
-            # If it crashed meanwhile, there is another process, which stays.
-            if self._connection is connection:
+            if self._connection is connection:  # else it crashed, and the next process stays
                 self._origin.close()
         connection.wait_for_end()
 

@@ -108,12 +108,10 @@ class CallServer(Server):
         self._interruptible: _Call | None = None
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._loop = asyncio.get_running_loop()
-        self._idle_seconds: float | None = options["idle_timeout"]
-        if self._idle_seconds is not None:
-            # The first client may take as long to connect as the process may take to start.
-            longest = max(self._idle_seconds, options["start_timeout"] or 0.0)
-            self._idle_end = time.monotonic() + longest
-            self._watching = asyncio.create_task(self._end_when_idle(self._idle_seconds))
+        # The first client may take as long to connect as the process may take to start.
+        self._last_used = time.monotonic() + (options["start_timeout"] or 0.0)
+        if options["idle_timeout"] is not None:
+            self._watching = asyncio.create_task(self._end_when_idle(options["idle_timeout"]))
 
     # --- procedures: in the thread of the event loop ---
 
@@ -127,7 +125,7 @@ class CallServer(Server):
             pass
         finally:
             self._clients.discard(client)
-            self._restart_idle_time()
+            self._last_used = time.monotonic()
             for key in [key for key, (_, owner) in self._values.items() if owner == client]:
                 del self._values[key]
             for call in self._calls.values():
@@ -168,7 +166,7 @@ class CallServer(Server):
             if timer:
                 timer.cancel()
             self._turn.release()
-            self._restart_idle_time()
+            self._last_used = time.monotonic()
 
     async def interrupt(self, client: str, number: int) -> bool:
         """Interrupt a call; False if it has not arrived, or is over."""
@@ -216,12 +214,8 @@ class CallServer(Server):
         if self._current is call:
             os._exit(STUCK)
 
-    def _restart_idle_time(self) -> None:
-        if self._idle_seconds is not None:
-            self._idle_end = time.monotonic() + self._idle_seconds
-
     async def _end_when_idle(self, seconds: float) -> None:
-        while self._clients or self._turn.locked() or time.monotonic() < self._idle_end:
+        while self._clients or self._turn.locked() or time.monotonic() - self._last_used <= seconds:
             await asyncio.sleep(min(1.0, seconds / 4))
         await self.stop_process()
 
