@@ -38,7 +38,7 @@ _TAIL = struct.Struct(f"<QI{len(_MARK)}s")  # length and checksum of the trailer
 _INSTALLED = tuple(
     sysconfig.get_path(kind) + os.sep for kind in ("stdlib", "platstdlib", "purelib", "platlib")
 )
-_PROGRAMS = ("__main__", "__mp_main__")
+_PROGRAMS = ("__main__", "__mp_main__")  # their source travels by value
 # File systems count time in steps, of up to two seconds: files that are younger are read again.
 _SETTLED_NANOSECONDS = 10 * 10**9
 Sources = dict[str, tuple[str, str]]  # file and digest, by module
@@ -262,7 +262,7 @@ def _places_below(root: Object) -> Iterator[tuple[Path, Any]]:
 
 
 def own_sources(modules: Mapping[str, Any]) -> Sources:
-    """Source file and digest of each module that is neither installed nor the program."""
+    """Source file and digest of each module outside of installed packages."""
     files = {name: getattr(module, "__file__", None) or "" for name, module in modules.items()}
     return {
         name: (file, digest_of_file(file))
