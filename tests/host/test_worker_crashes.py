@@ -66,7 +66,7 @@ def test_a_process_that_does_not_answer_is_replaced(worker):
     assert worker.submit(there.process).result() != before
 
 
-def test_restart_of_a_worker_that_crashes_leaves_its_new_process(worker, monkeypatch):
+def test_restart_beside_a_crash_leaves_the_new_process(worker, monkeypatch):
     crashed = worker._connection
     pids = []
 

@@ -174,7 +174,7 @@ def test_worker_runs_changed_code_only_after_restart(own_module):
         assert worker.submit(lambda x: changed(x), 1).result() == 11
 
 
-def test_call_means_the_sources_of_when_it_was_made(own_module):
+def test_call_means_the_sources_when_it_was_made(own_module):
     function = own_module(1)
     table = FunctionTable(2)
     call = describe(function)
@@ -184,7 +184,7 @@ def test_call_means_the_sources_of_when_it_was_made(own_module):
         table.find(changed)
 
 
-def test_call_made_before_a_change_is_not_run_with_the_new_source(own_module):
+def test_call_is_not_run_with_newer_sources(own_module):
     call = describe(own_module(1))
     changed = own_module(10)
     table = FunctionTable(2)
@@ -193,7 +193,7 @@ def test_call_made_before_a_change_is_not_run_with_the_new_source(own_module):
     assert table.find(describe(changed)).call(1) == 11
 
 
-def test_modules_that_only_the_worker_imported_are_compared_with_their_files(own_module):
+def test_modules_unknown_to_callers_are_compared_with_files(own_module):
     own_module(1)
     table = FunctionTable(2)
     form = describe(there.add)._replace(sources={})
@@ -203,7 +203,7 @@ def test_modules_that_only_the_worker_imported_are_compared_with_their_files(own
         table.find(form)
 
 
-def test_imports_do_not_change_the_key_of_a_function(own_module):
+def test_imports_do_not_change_keys_of_functions(own_module):
     before = describe(there.add)
     own_module(1)
     after = describe(there.add)
