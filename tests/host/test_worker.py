@@ -231,14 +231,15 @@ def test_a_call_that_takes_too_long_is_interrupted(worker, tmp_path):
     future = worker.request(there.count, [str(path)], timeout=0.3)
     with pytest.raises(errors.WorkerTimeoutError, match=r"count .*timeout of 0\.3 seconds"):
         future.result()
-    assert path.read_text() == "CallInterrupted"
+    # Where much else runs, the time may be over before the function begins.
+    assert not path.exists() or path.read_text() == "CallInterrupted"
     assert worker.submit(abs, -1).result() == 1
 
 
 def test_time_in_the_queue_does_not_count(worker):
-    first = worker.submit(there.nap, 0.4)
-    second = worker.request(there.nap, [0.01], timeout=0.3)
-    assert (first.result(), second.result()) == (0.4, 0.01)
+    first = worker.submit(there.nap, 1.1)
+    second = worker.request(there.nap, [0.01], timeout=1.0)
+    assert (first.result(), second.result()) == (1.1, 0.01)
 
 
 def test_only_what_has_not_begun_can_be_cancelled(worker, running, tmp_path):
@@ -345,7 +346,7 @@ def test_many_clients_and_threads_call_at_once(worker):
     with ThreadPoolExecutor(8) as threads:
         found = list(threads.map(work, clients * 2, range(0, 160, 20)))
     assert [number for numbers in found for number in numbers] == list(range(1, 161))
-    assert worker.info()["clients"] == 5
+    wait_for(lambda: worker.info()["clients"] == 5)  # those of other tests may be leaving
     for client in clients:
         client.shutdown()
     wait_for(lambda: worker.info()["clients"] == 1)
@@ -379,14 +380,16 @@ class Ended(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def ended():
+def ended(tmp_path_factory):
     """One that the error about something that is no executor advises."""
     with pytest.raises(errors.WorkerError, match="submit") as caught:
         remote(there.add, executor=3)
     worker = run_advice(caught.value, "sx.host.Worker()", {"sx": sx})
     other = Worker.connect(worker.address, worker.authkey)
     pid = worker.info()["pid"]
-    running, waiting = worker.submit(there.nap, 0.3), worker.submit(there.nap, 10)
+    cancelled = tmp_path_factory.mktemp("ended") / "cancelled"
+    running, waiting = worker.submit(there.hold, cancelled), worker.submit(there.nap, 10)
+    waiting.add_done_callback(lambda _: cancelled.touch())
     wait_for(running.running)
     worker.shutdown(cancel_futures=True)
     yield Ended(worker, other, pid, running, waiting)
@@ -394,9 +397,11 @@ def ended():
 
 
 def test_shutdown_refuses_calls_and_ends_the_process(ended):
-    assert (ended.running.result(), ended.waiting.cancelled()) == (0.3, True)
+    assert (ended.running.result(), ended.waiting.cancelled()) == ("released", True)
     with pytest.raises(RuntimeError, match="shut"):
         ended.worker.submit(abs, 1)
+    with pytest.raises(RuntimeError, match=r"shut down.*sx\.host\.Worker\(\)"):
+        ended.worker.restart()
     _, port = ended.worker.address.rsplit(":", 1)
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", int(port)))

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import signal
 import subprocess
 import sys
@@ -27,9 +28,12 @@ def worker():
 def test_crash_loses_values_and_repeats_idempotent_calls_alone(worker, tmp_path):
     kept = worker.put(3)
     before = worker.submit(there.process).result()
+    all_sent = tmp_path / "all_sent"
+    worker.submit(there.hold, all_sent)  # so no call is made after the crash
     first = worker.request(there.crash_once, [str(tmp_path / "seen")], idempotent=True)
     waiting = worker.submit(there.nap, 0.0)
     second = worker.request(there.add, [1, 2], idempotent=True)
+    all_sent.touch()
     with pytest.raises(errors.WorkerCrashedError, match=r"nap was lost before it began.*SIGKILL"):
         waiting.result()
     assert "idempotent=True" in str(waiting.exception())
@@ -43,7 +47,9 @@ def test_crash_loses_values_and_repeats_idempotent_calls_alone(worker, tmp_path)
 def test_uninterruptible_call_ends_the_worker_process(worker, tmp_path):
     path = tmp_path / "deaf"
     before = worker.submit(there.process).result()
-    future = worker.request(there.deaf, [str(path)], timeout=0.2)
+    future = worker.submit(there.deaf, path)
+    wait_for(path.exists)
+    future.interrupt()
     with pytest.raises(
         errors.WorkerCrashedError, match=r"deaf was lost while it ran.*not be interrupted"
     ):
@@ -58,6 +64,22 @@ def test_a_process_that_does_not_answer_is_replaced(worker):
         worker.submit(there.stop_process).result()
     assert has_ended(before)
     assert worker.submit(there.process).result() != before
+
+
+def test_restart_beside_a_crash_leaves_the_new_process(worker, monkeypatch):
+    crashed = worker._connection
+    pids = []
+
+    def crash_first(*_):
+        os.kill(worker_pid, signal.SIGKILL)
+        wait_for(lambda: worker._connection is not crashed)
+        pids.append(worker.info()["pid"])
+        raise errors.WorkerCrashedError("it crashed")
+
+    worker_pid = worker.submit(there.process).result()
+    monkeypatch.setattr(crashed, "ask", crash_first)
+    worker.restart()
+    assert worker.submit(there.process).result() == pids[0] != worker_pid
 
 
 def test_a_worker_that_only_crashes_is_given_up(worker):

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import io
+import os
 import pickle
 import subprocess
 import sys
@@ -25,6 +26,7 @@ import shardax as sx
 from shardax import errors
 from shardax.host import Worker, calls
 from shardax.host.calls import FunctionTable, decode, describe, encode
+from shardax.host.pickling import digest_of_file
 
 # --- encoding -------------------------------------------------------------------------------------
 
@@ -170,6 +172,56 @@ def test_worker_runs_changed_code_only_after_restart(own_module):
         assert has_ended(before) and worker.submit(there.process).result() != before
         assert worker.submit(changed, 1).result() == 11
         assert worker.submit(lambda x: changed(x), 1).result() == 11
+
+
+def test_call_means_the_sources_when_it_was_made(own_module):
+    function = own_module(1)
+    table = FunctionTable(2)
+    call = describe(function)
+    changed = describe(own_module(10))
+    assert table.find(call).name == "step"
+    with pytest.raises(errors.WorkerError, match=r"own_parts.*worker\.restart\(\)"):
+        table.find(changed)
+
+
+def test_call_is_not_run_with_newer_sources(own_module):
+    call = describe(own_module(1))
+    changed = own_module(10)
+    table = FunctionTable(2)
+    with pytest.raises(errors.WorkerError, match=r"own_parts.*make the call again"):
+        table.find(call)
+    assert table.find(describe(changed)).call(1) == 11
+
+
+def test_modules_unknown_to_callers_are_compared_with_files(own_module):
+    own_module(1)
+    table = FunctionTable(2)
+    form = describe(there.add)._replace(sources={})
+    assert table.find(form).call(1, 2) == 3
+    own_module(10)
+    with pytest.raises(errors.WorkerError, match=r"own_parts.*worker\.restart\(\)"):
+        table.find(form)
+
+
+def test_imports_do_not_change_keys_of_functions(own_module):
+    before = describe(there.add)
+    own_module(1)
+    after = describe(there.add)
+    assert before.key == after.key
+    assert len(after.sources) == len(before.sources) + 2
+
+
+def test_change_that_leaves_size_and_time_is_noticed(tmp_path):
+    """File systems count time in steps, in which two changes have the same time."""
+    file = tmp_path / "source.py"
+    file.write_text("STEP = 1")
+    times = (file.stat().st_atime_ns, file.stat().st_mtime_ns)
+    digests = set()
+    for step in range(5):
+        file.write_text(f"STEP = {step}")
+        os.utime(file, ns=times)
+        digests.add(digest_of_file(str(file)))
+    assert len(digests) == 5
 
 
 def test_another_module_of_the_same_name_is_noticed(own_module, tmp_path):

@@ -57,16 +57,18 @@ def test_options_of_workers_are_refused_for_other_executors(option):
         remote(there.add, executor=pool, **option)
 
 
-def test_other_executors_receive_bytes_and_return_futures():
+def test_other_executors_receive_bytes_and_return_futures(tmp_path):
     with ThreadPoolExecutor(1) as pool:
         add = remote(there.add, executor=pool)
         assert add(jnp.arange(2), 1).tolist() == [1, 2]
         with pytest.raises(KeyError, match="lost"):
             remote(there.fails, executor=pool)("lost")
-        nap = remote(there.nap, executor=pool)
-        futures = [nap.submit(0.2), nap.submit(60)]
-        assert futures[1].cancel()
-        assert futures[0].result() == 0.2
+        cancelled = tmp_path / "cancelled"
+        running = remote(there.hold, executor=pool).submit(cancelled)
+        waiting = remote(there.nap, executor=pool).submit(60)
+        assert waiting.cancel()
+        cancelled.touch()
+        assert running.result() == "released"
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+from tests.host.waiting import wait_for
 
 import shardax as sx
 
@@ -70,6 +71,12 @@ def crash_once(path):
 def nap(seconds):
     time.sleep(seconds)
     return seconds
+
+
+def hold(path):
+    """Runs until there is a file."""
+    wait_for(Path(path).exists)
+    return "released"
 
 
 def count(path, seconds=60):

@@ -8,7 +8,7 @@ A function's *key* is a digest of what travels, closures and defaults included, 
 files of the modules it refers to. Equal keys mean equal functions. The reverse does not hold, which
 costs a compilation and never a wrong result. *Own modules* are those with a source file outside of
 the standard library and of installed packages: a process that has imported one cannot notice that
-its file has changed, so calls say which sources they mean.
+its file has changed, so calls say which sources they mean, those of when they are made.
 
 Loading a pickle runs code of whoever wrote it: nothing is loaded from an unauthenticated peer.
 """
@@ -20,10 +20,8 @@ import contextlib
 import functools
 import hashlib
 import io
-import os
 import pickle
 import sys
-import sysconfig
 import threading
 import types
 from collections.abc import Callable, Mapping, Sequence
@@ -40,6 +38,7 @@ from shardax._core.cross_process import PickledArray, reduced
 from shardax._core.cross_process import name_of as import_name
 from shardax._transforms.jit.jit import Jit
 from shardax.host.errors import WorkerError
+from shardax.host.pickling import Sources, digest_of_file, own_sources
 
 Reference = Callable[[Any], Any]
 
@@ -170,8 +169,7 @@ def _to_numpy(buffer, dtype: jax.typing.DTypeLike, shape: tuple[int, ...]) -> np
 def _reduce_jax(array: jax.Array):
     if isinstance(array, Tracer) or array.is_deleted() or not array.is_fully_addressable:
         return reduced(array)  # which raises
-    is_keys = is_prng_key(array)
-    if is_keys or array.weak_type or isinstance(array.sharding, NamedSharding):
+    if is_prng_key(array) or array.weak_type or isinstance(array.sharding, NamedSharding):
         return reduced(array)
     return _to_jax, _raw(np.asarray(array))
 
@@ -196,6 +194,7 @@ class FunctionForm(NamedTuple):
     name: str  # for messages
     key: str
     modules: dict[str, str]  # digest of the source of each own module that it refers to
+    sources: dict[str, str]  # digest of each own source file of its process; no part of the key
     parts: list[Any]
 
 
@@ -210,12 +209,12 @@ def describe(function: Callable[..., object]) -> FunctionForm:
             module_names.add(name)
 
     parts = encode(function, watch=note_module)
-    files = {name: _own_file(sys.modules.get(name)) for name in sorted(module_names)}
-    modules = {name: _digest_of_file(file) for name, file in files.items() if file is not None}
+    own = own_sources(sys.modules.copy())  # other threads may import meanwhile
+    modules = {name: own[name][1] for name in sorted(module_names & own.keys())}
     digest = hashlib.sha256(repr(modules).encode())
     for part in parts:
         digest.update(part)
-    return FunctionForm(name_of(function), digest.hexdigest(), modules, parts)
+    return FunctionForm(name_of(function), digest.hexdigest(), modules, dict(own.values()), parts)
 
 
 def name_of(function: object) -> str:
@@ -223,33 +222,6 @@ def name_of(function: object) -> str:
     while isinstance(function, functools.partial):
         function = function.func
     return getattr(function, "__qualname__", None) or type(function).__qualname__
-
-
-def _own_file(module) -> str | None:
-    """The source file of an own module, else None."""
-    file = getattr(module, "__file__", None)
-    if file is None or not file.endswith(".py") or module.__name__ in ("__main__", "__mp_main__"):
-        return None
-    return None if file.startswith(_installed()) else file
-
-
-@functools.cache
-def _installed() -> tuple[str, ...]:
-    kinds = ("stdlib", "platstdlib", "purelib", "platlib")
-    return tuple(sysconfig.get_path(kind) + os.sep for kind in kinds)
-
-
-def _digest_of_file(file: str) -> str:
-    try:
-        return _digest_at(file, os.stat(file).st_mtime_ns)
-    except OSError:
-        return "missing"
-
-
-@functools.lru_cache(4096)
-def _digest_at(file: str, changed: int) -> str:
-    with open(file, "rb") as source:
-        return hashlib.sha256(source.read()).hexdigest()
 
 
 @dataclass
@@ -268,28 +240,28 @@ class FunctionTable:
         self._size = size
         self._kept: collections.OrderedDict[str, KeptFunction] = collections.OrderedDict()
         self._lock = threading.RLock()
-        self._own: dict[str, tuple[str, str]] = {}  # module: file and digest when it was imported
+        self._own: Sources = {}  # with the digests of when they were imported
         self._seen: set[str] = set()
         self.record_modules()
 
     def record_modules(self) -> None:
         """Record the own modules imported since the last time."""
-        for name in sys.modules.keys() - self._seen:
-            file = _own_file(sys.modules[name])
-            if file is not None:
-                self._own[name] = (file, _digest_of_file(file))
-            self._seen.add(name)
+        with self._lock:  # executors of threads run calls beside each other
+            modules = sys.modules.copy()  # other threads may import meanwhile
+            self._own |= own_sources({name: modules[name] for name in modules.keys() - self._seen})
+            self._seen |= modules.keys()
 
-    def _check_modules(self, call_digests: Mapping[str, str]) -> None:
-        """Check imported modules against their files, and against those of a call."""
-        file_digests = {name: _digest_of_file(file) for name, (file, _) in self._own.items()}
-        for name, digest in (*file_digests.items(), *call_digests.items()):
-            file, imported = self._own.get(name, (None, digest))
-            if imported != digest:
+    def _check_modules(self, form: FunctionForm) -> None:
+        """Check imported modules against the sources that a call means."""
+        for name, (file, imported) in self._own.items():
+            # The caller's digest comes first: the file may have changed after the call was made.
+            meant = form.sources.get(file) or digest_of_file(file)
+            if not imported == meant == form.modules.get(name, meant):
                 raise WorkerError(
                     f"The module {name} that the worker has imported ({file}) is not that of the "
-                    f"call: its source was changed since, or it is another file. Start the "
-                    f"worker's process anew, without its functions and values: worker.restart()."
+                    f"call: its source was changed between them, or it is another file. Start the "
+                    f"worker's process anew, without its functions and values, worker.restart(), "
+                    f"and make the call again."
                 )
 
     def find(self, form: FunctionForm) -> KeptFunction:
@@ -299,7 +271,7 @@ class FunctionTable:
             if function is None:
                 function = KeptFunction(form.name, decode(form.parts))
                 self.record_modules()
-            self._check_modules(form.modules)
+            self._check_modules(form)
             self._kept[form.key] = function
             self._kept.move_to_end(form.key)
             while len(self._kept) > self._size:
@@ -309,8 +281,8 @@ class FunctionTable:
 
     def run(self, head: bytes, parts: Sequence[object], resolve: Reference | None = None) -> Any:
         """Run a packed call."""
-        name, key, modules, count = pickle.loads(head)
-        function = self.find(FunctionForm(name, key, modules, list(parts[:count]))).call
+        *facts, count = pickle.loads(head)
+        function = self.find(FunctionForm._make([*facts, list(parts[:count])])).call
         try:
             args, kwargs = decode(parts[count:], resolve)  # which may import modules, too
             return function(*args, **kwargs)
@@ -334,7 +306,7 @@ def pack(
 ) -> tuple[bytes, list[Any]]:
     """Encode a call as a head and buffers."""
     form = describe(function)
-    head = pickle.dumps((form.name, form.key, form.modules, len(form.parts)))
+    head = pickle.dumps((*form[:-1], len(form.parts)))
     return head, [*form.parts, *encode_arguments(args, kwargs, refer)]
 
 

@@ -486,16 +486,15 @@ class OwnProcess(GivenAddress):
         return connect(self._process.address, self._process.credentials)
 
     def ending(self) -> str:
-        if self._process is None:
-            return "its process was ended"
+        assert self._process is not None
         text = self._process.ending(LOST_SECONDS)
         self.close()
         return text
 
     def close(self) -> None:
+        # One that has ended stays here: two threads may end it, of restart() and of its loss.
         if self._process is not None:
             self._process.end(LOST_SECONDS)
-            self._process = None
 
 
 class NamedProcess(GivenAddress):

@@ -8,15 +8,20 @@ reads these bytes too.
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import importlib.metadata
 import io
 import json
+import os
 import pickle
 import struct
 import sys
+import sysconfig
+import time
 import types
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -30,6 +35,13 @@ from shardax._core.object import Object
 
 _MARK = b"shardax pickle 1"
 _TAIL = struct.Struct(f"<QI{len(_MARK)}s")  # length and checksum of the trailer's JSON
+_INSTALLED = tuple(
+    sysconfig.get_path(kind) + os.sep for kind in ("stdlib", "platstdlib", "purelib", "platlib")
+)
+_PROGRAMS = ("__main__", "__mp_main__")  # their source travels by value
+# File systems count time in steps, of up to two seconds: files that are younger are read again.
+_SETTLED_NANOSECONDS = 10 * 10**9
+Sources = dict[str, tuple[str, str]]  # file and digest, by module
 _ADVICE = (
     "Define it at the top level of a module, so that it has a name; or install cloudpickle, "
     "which writes the code itself (by_value=True); or keep the numbers alone: "
@@ -244,3 +256,33 @@ def _places_below(root: Object) -> Iterator[tuple[Path, Any]]:
         if type(definition) is not VariableDef:
             yield path, definition.type
             yield from static_values(definition, path)
+
+
+# --- sources ---
+
+
+def own_sources(modules: Mapping[str, Any]) -> Sources:
+    """Source file and digest of each module outside of installed packages."""
+    files = {name: getattr(module, "__file__", None) or "" for name, module in modules.items()}
+    return {
+        name: (file, digest_of_file(file))
+        for name, file in files.items()
+        if file.endswith(".py") and not file.startswith(_INSTALLED) and name not in _PROGRAMS
+    }
+
+
+def digest_of_file(file: str) -> str:
+    """The digest of what a file holds, or "missing"."""
+    try:
+        status = os.stat(file)
+        times = (status.st_mtime_ns, status.st_ctime_ns)  # the first can be set, the other cannot
+        is_settled = time.time_ns() - max(times) > _SETTLED_NANOSECONDS
+        return (_digest_at if is_settled else _digest_at.__wrapped__)(file, status.st_ino, *times)
+    except OSError:
+        return "missing"
+
+
+@functools.lru_cache(4096)
+def _digest_at(file: str, *identity: int) -> str:
+    with open(file, "rb") as source:
+        return hashlib.sha256(source.read()).hexdigest()

@@ -163,7 +163,7 @@ class Worker(concurrent.futures.Executor):
         self._changed = threading.Condition()
         self._closing = False
         self._broken: Exception | None = None
-        self._expected = False  # whether the loss of the connection was asked for
+        self._expected: connections.Connection | None = None  # whose loss was asked for
         self._finalizer = weakref.finalize(self, origin.close)
         with self._changed:
             try:
@@ -259,10 +259,7 @@ class Worker(concurrent.futures.Executor):
     def _send(self, call: connections.WorkerFuture) -> None:
         while True:
             with self._changed:
-                if self._closing:
-                    raise RuntimeError("This worker was shut down: cannot schedule new futures.")
-                if self._broken is not None:
-                    raise errors.WorkerCrashedError(f"{self._broken}") from self._broken
+                self._check_is_running()
                 if self._connection.submit(call):
                     return
                 self._changed.wait()  # until the worker runs again
@@ -317,15 +314,16 @@ class Worker(concurrent.futures.Executor):
         """Fail or repeat the calls of a lost connection, and reconnect."""
         with self._changed:
             closing = self._closing or not self._finalizer.alive  # or the program ends
-            expected, self._expected = self._expected, False
+            expected = connection is self._expected
         reason = f"{reason}; {'it was shut down' if closing else self._origin.ending()}"
         retried = [call for call in calls if call._retries and not (closing or expected)]
         for call in calls:
             if call not in retried:
                 call._lose(reason)
         with self._changed:
-            if not closing:
+            if not (closing or self._closing):  # or it was shut down meanwhile
                 self._reopen(reason, expected)
+            self._changed.notify_all()
             broken = self._broken or self._closing
         for call in retried:
             call._retries -= 1
@@ -348,7 +346,6 @@ class Worker(concurrent.futures.Executor):
             self._connection = self._connect()
         except Exception as error:  # noqa: BLE001 (raised by every later call)
             self._broken = error
-        self._changed.notify_all()
 
     def restart(self) -> None:
         """Ends the process and starts it anew, without its functions and values.
@@ -357,20 +354,29 @@ class Worker(concurrent.futures.Executor):
 
         Raises:
             WorkerCrashedError: If it does not start again.
+            RuntimeError: If it was shut down.
         """
         with self._changed:
-            connection, self._expected = self._connection, True
+            self._check_is_running()
+            connection = self._expected = self._connection
         self._end_process(connection)
         with self._changed:
-            while self._connection is connection and self._broken is None:
+            while self._connection is connection and self.is_running:
                 self._changed.wait()
-            if self._broken is not None:
-                raise errors.WorkerCrashedError(f"{self._broken}") from self._broken
+            self._check_is_running()
+
+    def _check_is_running(self) -> None:
+        if self._closing:
+            raise RuntimeError("This worker was shut down. Make a new one: sx.host.Worker().")
+        if self._broken is not None:
+            raise errors.WorkerCrashedError(f"{self._broken}") from self._broken
 
     def _end_process(self, connection: connections.Connection) -> None:
         with contextlib.suppress(errors.WorkerCrashedError):
             connection.ask("stop_process", INFO_SECONDS)
-        self._origin.close()
+        with self._changed:
+            if self._connection is connection:  # else it crashed, and the next process stays
+                self._origin.close()
         connection.wait_for_end()
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:

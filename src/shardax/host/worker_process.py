@@ -108,6 +108,8 @@ class CallServer(Server):
         self._interruptible: _Call | None = None
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._loop = asyncio.get_running_loop()
+        # The first client may take as long to connect as the process may take to start.
+        self._last_used = time.monotonic() + (options["start_timeout"] or 0.0)
         if options["idle_timeout"] is not None:
             self._watching = asyncio.create_task(self._end_when_idle(options["idle_timeout"]))
 
@@ -123,6 +125,7 @@ class CallServer(Server):
             pass
         finally:
             self._clients.discard(client)
+            self._last_used = time.monotonic()
             for key in [key for key, (_, owner) in self._values.items() if owner == client]:
                 del self._values[key]
             for call in self._calls.values():
@@ -163,6 +166,7 @@ class CallServer(Server):
             if timer:
                 timer.cancel()
             self._turn.release()
+            self._last_used = time.monotonic()
 
     async def interrupt(self, client: str, number: int) -> bool:
         """Interrupt a call; False if it has not arrived, or is over."""
@@ -211,11 +215,8 @@ class CallServer(Server):
             os._exit(STUCK)
 
     async def _end_when_idle(self, seconds: float) -> None:
-        idle_since = time.monotonic()
-        while time.monotonic() - idle_since <= seconds:
+        while self._clients or self._turn.locked() or time.monotonic() - self._last_used <= seconds:
             await asyncio.sleep(min(1.0, seconds / 4))
-            if self._clients or self._turn.locked():
-                idle_since = time.monotonic()
         await self.stop_process()
 
     # --- calls: in the main thread ---

@@ -22,7 +22,6 @@ import os
 import shutil
 import signal
 import sys
-import sysconfig
 import tempfile
 import threading
 import time
@@ -38,7 +37,7 @@ import jax
 from shardax._core.checks import is_integer
 from shardax._core.errors import PickleReadError, PickleWriteError
 from shardax.config.configure import configure
-from shardax.host.pickling import dumps, loads
+from shardax.host.pickling import Sources, dumps, loads, own_sources
 from shardax.plan.compile.cache import ProgramCache, cache_folder
 from shardax.plan.compile.compilers import compiler_for, temporary_environment
 from shardax.plan.compile.evaluate import evaluate
@@ -131,7 +130,7 @@ class PoolEvaluator:
         affinity = getattr(os, "sched_getaffinity", None)
         self._processes = processes or (len(affinity(0)) if affinity else os.cpu_count() or 1)
         self._seconds = seconds
-        self._digests = _source_digests()
+        self._digests = own_sources(sys.modules.copy())
         self._slots: dict[int, _PoolProcess] = {}
         data = self._pickled(inputs)
         self._folder = Path(tempfile.mkdtemp(prefix="shardax-plan-"))
@@ -240,7 +239,7 @@ class _PoolProcess:
     """One process and its executor."""
 
     def __init__(
-        self, env: Mapping[str, str], log: Path, settings: dict[str, Any], digests: dict[str, str]
+        self, env: Mapping[str, str], log: Path, settings: dict[str, Any], digests: Sources
     ) -> None:
         self.log = log
         log.write_bytes(b"")
@@ -278,10 +277,10 @@ def _spawning(env: Mapping[str, str]) -> Iterator[None]:
 # What follows runs in the processes.
 
 
-_digests: dict[str, str] = {}  # of source files, when the pool was made
+_digests: Sources = {}  # of source files, when the pool was made
 
 
-def _start(log: str, settings: dict[str, Any], digests: dict[str, str]) -> None:
+def _start(log: str, settings: dict[str, Any], digests: Sources) -> None:
     """Initializes a process."""
     # For reading too, because compilers' messages are read from it.
     file = os.open(log, os.O_RDWR | os.O_APPEND)
@@ -304,7 +303,7 @@ def _start(log: str, settings: dict[str, Any], digests: dict[str, str]) -> None:
 def _read_task(path: str) -> tuple[Inputs, dict[str, Any], ProgramCache | None]:
     step, args, options, folder = loads(Path(path).read_bytes())
     inputs = Inputs(step, args)
-    for name, digest in _source_digests().items():
+    for name, digest in own_sources(sys.modules.copy()).items():
         if _digests.get(name, digest) != digest:
             raise PlanInputError(
                 "A source file has changed since the search began, so the layouts would be of "
@@ -322,19 +321,6 @@ def _evaluate(task: str, layout: Layout, effort: str) -> Evaluation:
         raise
     except Exception as error:  # noqa: BLE001 (one layout that breaks a compiler ends no search)
         return Evaluation(LayoutReport(layout, "failed", f"{type(error).__name__}: {error}"), False)
-
-
-def _source_digests() -> dict[str, str]:
-    """Digests of the source files of imported modules, but for installed ones."""
-    kinds = ("stdlib", "platstdlib", "purelib", "platlib")
-    installed = tuple(sysconfig.get_path(kind) + os.sep for kind in kinds)
-    digests: dict[str, str] = {}
-    for name, module in list(sys.modules.items()):
-        file = getattr(module, "__file__", None) or ""
-        if name != "__main__" and file.endswith(".py") and not file.startswith(installed):
-            with contextlib.suppress(OSError):
-                digests[name] = hashlib.sha256(Path(file).read_bytes()).hexdigest()
-    return digests
 
 
 def _not_sent(error: Exception) -> PlanInputError:
