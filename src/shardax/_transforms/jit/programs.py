@@ -83,17 +83,18 @@ class SharedProgram:
     def _evaluate(self, inputs: PyTree) -> tuple[list[jax.Array], ...]:
         *inputs, constants = inputs
         leaves, in_tree = jax.tree.flatten(tuple(inputs))
-        arrays = [*constants, *leaves]
+        # Constants are those of an equal jaxpr. (A NumPy array is of another type once it is on a
+        # device, where a mesh is in scope.)
+        types_expected = [variable.aval for variable in self.jaxpr.invars[len(constants) :]]
         is_mine = (
             in_tree == self.in_tree
-            and [jax.typeof(array) for array in arrays]
-            == [variable.aval for variable in self.jaxpr.invars]
+            and [jax.typeof(leaf) for leaf in leaves] == types_expected
             and current_context() is self.context
         )
         if not is_mine:
             raise OtherSignature
 
-        outputs = iter(_jax.evaluate(self.jaxpr, arrays))
+        outputs = iter(_jax.evaluate(self.jaxpr, [*constants, *leaves]))
         return tuple([next(outputs) for _ in range(count)] for count in self.groups)
 
 

@@ -305,9 +305,12 @@ class Specialization:
         full = self.pack(values, arguments)
         program = self._find_program(full)
         if isinstance(program, _SharedCall):
-            program.compile(full)
-        else:
-            program.lower(*full).compile()
+            try:
+                program.compile(full)
+                return
+            except OtherSignature:  # see ``call``
+                program = self.own(full)
+        program.lower(*full).compile()
 
     def _find_program(self, full: tuple[PyTree, ...]) -> Callable[..., Any]:
         """Returns the program for inputs, tracing and sharing it where that is right."""
