@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -296,20 +297,22 @@ def test_layers_that_change_input_shapes_are_refused() -> None:
         stack(X)
 
 
-def test_eager_calls_are_traced_once() -> None:
-    traces = []
+def test_eager_calls_read_settings_and_compile_once(compilations: Any) -> None:
+    settings = types.ModuleType("settings")
 
-    class Noted(sx.nn.Linear):
+    class Scaled(sx.nn.Linear):
         def __call__(self, x: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-            traces.append(1)
-            return super().__call__(x)
+            return super().__call__(x) * settings.scale
 
     rngs = sx.Rngs(0)
-    stack = Stack(lambda: Noted(4, 4, rngs=rngs), 3)
-    stack(X)
-    first = len(traces)
+    stack = Stack(lambda: Scaled(4, 4, rngs=rngs), 3)
+    results = []
+    for settings.scale in (1.0, 2.0):
+        results.append(stack(X))
+    np.testing.assert_allclose(results[1], 8 * results[0], rtol=1e-6)
+    compilations()
     stack(X + 1)
-    assert len(traces) == first
+    assert compilations() == 0
 
 
 def test_stack_of_stacks_equals_layers_in_turn() -> None:

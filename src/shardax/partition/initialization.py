@@ -31,6 +31,7 @@ from shardax._core.object import Object
 from shardax._transforms.errors import TransformError
 from shardax._transforms.jit.abstract_eval import eval_shape
 from shardax._transforms.jit.jit import jit
+from shardax._transforms.lift.captures import Functions
 from shardax.partition.context import axis_rules, resolve_rules, rules_over
 from shardax.partition.mesh import AnyMesh
 from shardax.partition.placement import shard
@@ -136,12 +137,14 @@ class InitializerCall:
         self._leaves, self._treedef = jax.tree.flatten((args, kwargs), is_leaf=is_object)
         self.inputs = [leaf for leaf in self._leaves if _is_input(leaf)]
 
-    def run(self, arguments: Sequence[object]) -> PyTree:
-        """Calls the function with other inputs."""
+    def run(
+        self, arguments: Sequence[object], function: Callable[..., PyTree] | None = None
+    ) -> PyTree:
+        """Calls the function, or another one in its place, with other inputs."""
         remaining = iter(arguments)
         filled = [next(remaining) if _is_input(leaf) else leaf for leaf in self._leaves]
         args, kwargs = self._treedef.unflatten(filled)
-        return self.function(*args, **kwargs)
+        return (function or self.function)(*args, **kwargs)
 
     def key(self, functions: list[Any], *more: Hashable) -> Hashable | None:
         """The key of the program, or None for this call alone."""
@@ -174,8 +177,8 @@ def _identity(item: object, functions: list[object]) -> Hashable:
     return id, id(item)  # no other object has it while this one is alive
 
 
-class CurrentCall:
-    """The function of a program, for any call."""
+class CurrentCall(Functions):
+    """The function of a program, for any call of one initializer."""
 
     __signature__ = inspect.Signature(
         [inspect.Parameter("inputs", inspect.Parameter.POSITIONAL_OR_KEYWORD)]
@@ -184,6 +187,17 @@ class CurrentCall:
     def __init__(self, call: InitializerCall) -> None:
         self._local = threading.local()
         self._function = _weakly(call.function)
+
+    @property
+    def functions(self) -> tuple[Callable[..., PyTree], ...]:
+        """See ``Functions.functions``."""
+        return (self._function(),)
+
+    def with_functions(
+        self, functions: tuple[Callable[..., PyTree], ...]
+    ) -> Callable[[Sequence[object]], PyTree]:
+        """See ``Functions.with_functions``."""
+        return lambda inputs: self._local.call.run(inputs, functions[0])
 
     def __call__(self, inputs: Sequence[object]) -> PyTree:
         return self._local.call.run(inputs)
@@ -197,12 +211,6 @@ class CurrentCall:
             return compiled(inputs)
         finally:
             self._local.call = None
-
-    @property
-    def __wrapped__(self) -> Any:
-        # Looked through for objects that the function uses without being given them.
-        function = self._function()
-        return lambda: function
 
 
 _programs: dict[Hashable, tuple[CurrentCall, Callable[[Any], Any], list[Any]]] = {}

@@ -63,8 +63,8 @@ class Functions:
         """The functions that are called."""
         raise NotImplementedError
 
-    def with_functions(self, functions: tuple[Callable[..., Any], ...]) -> Functions:
-        """Returns the same with other functions."""
+    def with_functions(self, functions: tuple[Callable[..., Any], ...]) -> Callable[..., Any]:
+        """Returns what calls other functions in the same way."""
         raise NotImplementedError
 
 
