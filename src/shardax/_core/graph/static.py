@@ -127,7 +127,7 @@ def _function_key(function: types.FunctionType, depth: int) -> Hashable:
     return first
 
 
-def functions_in(value: object) -> Iterator[types.FunctionType]:
+def functions_in(value: Any) -> Iterator[types.FunctionType]:
     """Yields the functions inside of a static value that may read what the user changes."""
     if isinstance(value, types.FunctionType):
         if never_changes_closures(value):  # one of JAX, which may call one of the user's

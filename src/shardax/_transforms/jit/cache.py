@@ -23,7 +23,7 @@ from shardax._core.graph.static import PROGRAMS_ATTRIBUTE
 from shardax._core.object import Object
 from shardax._transforms.jit import specialization as special
 from shardax._transforms.lift import binding
-from shardax._transforms.lift.captures import Place, places_of
+from shardax._transforms.lift.captures import CapturePlace, places_of
 
 if TYPE_CHECKING:
     from shardax._transforms.jit.jit import CachedCall
@@ -42,7 +42,7 @@ class CompilationCache:
 
     def __init__(self) -> None:
         # Where the function finds objects that it is not given; looked for whenever it is traced.
-        self.places: list[Place] | None = None
+        self.places: list[CapturePlace] | None = None
         self.specializations: dict[Hashable, special.Specialization] = {}
         self.calls: dict[Hashable, CachedCall] = {}  # by what identifies a call
         # What a trace met in no certain way, by the key of the call. The next trace of such a call
@@ -52,7 +52,7 @@ class CompilationCache:
         # Counts calls; ``Specialization.used`` is the count at the last use.
         self.ticks = itertools.count(1)
 
-    def find_places(self, function: Callable[..., Any]) -> list[Place]:
+    def find_places(self, function: Callable[..., Any]) -> list[CapturePlace]:
         """Returns the places of the function that hold objects now."""
         places = places_of(function)
         keys = [place.key for place in places]

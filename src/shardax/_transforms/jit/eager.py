@@ -69,7 +69,7 @@ class _Transformed(Functions):
         return result
 
 
-class _Program:
+class _EagerProgram:
     """The compiled form of a transform of particular functions."""
 
     __slots__ = ("can_be_traced", "jit")
@@ -129,10 +129,10 @@ def run(
     return lifted(functions, options, args, kwargs)
 
 
-def _program_of(transformed: _Transformed) -> _Program:
+def _program_of(transformed: _Transformed) -> _EagerProgram:
     """Returns the program of a transform, the one of an earlier call for the same functions."""
     can_keep = (types.FunctionType, PickledByName)
-    kept_with = next((f for f in transformed.functions if isinstance(f, can_keep)), None)
+    kept_with: Any = next((f for f in transformed.functions if isinstance(f, can_keep)), None)
     with contextlib.suppress(TypeError):  # options that cannot be compared
         if kept_with is not None:
             key = (
@@ -141,8 +141,8 @@ def _program_of(transformed: _Transformed) -> _Program:
                 exact_key(transformed.options),
                 function_identities([transformed.options]),
             )
-            return kept_by(kept_with, key, lambda: _Program(transformed))
-    return _Program(transformed)
+            return kept_by(kept_with, key, lambda: _EagerProgram(transformed))
+    return _EagerProgram(transformed)
 
 
 def _identity(function: Any) -> Hashable:

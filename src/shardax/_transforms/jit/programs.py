@@ -28,7 +28,7 @@ from shardax._core import _jax
 from shardax._core.graph.paths import PyTree
 
 if TYPE_CHECKING:
-    from jax.extend.core import ClosedJaxpr, Jaxpr
+    from shardax._core._jax import ClosedJaxpr, Jaxpr
 
 # How many programs are kept; the least recently used one is dropped.
 MAX_PROGRAMS = 256
@@ -78,7 +78,7 @@ class SharedProgram:
             return self._evaluate(flat)
 
         program.__name__ = program.__qualname__ = name
-        self.call = jax.jit(program, **options)
+        self.call: Any = jax.jit(program, **options)
 
     def _evaluate(self, inputs: PyTree) -> tuple[list[jax.Array], ...]:
         *inputs, constants = inputs

@@ -312,7 +312,7 @@ class Specialization:
                 program = self.own(full)
         program.lower(*full).compile()
 
-    def _find_program(self, full: tuple[PyTree, ...]) -> Callable[..., Any]:
+    def _find_program(self, full: tuple[PyTree, ...]) -> Any:
         """Returns the program for inputs, tracing and sharing it where that is right."""
         # Within other traces a program is part of theirs, and may be differentiated.
         if local.frame is not None or not is_eager():

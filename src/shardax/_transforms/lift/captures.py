@@ -37,7 +37,7 @@ from shardax._core.object import Object, Wrapper
 _LIBRARY = __name__.partition(".")[0]
 
 
-class Place(NamedTuple):
+class CapturePlace(NamedTuple):
     """Where a function finds an object."""
 
     name: str
@@ -68,7 +68,7 @@ class Functions:
         raise NotImplementedError
 
 
-def objects_in(value: object) -> Iterator[Object]:
+def objects_in(value: Any) -> Iterator[Object]:
     """Yields the objects in what a place holds."""
     # By the type alone: a user's object is never asked for an attribute or its ``__class__``.
     kind = type(value)
@@ -85,9 +85,9 @@ def objects_in(value: object) -> Iterator[Object]:
         yield from objects_in(value.__self__)
 
 
-def places_of(function: object) -> list[Place]:
+def places_of(function: object) -> list[CapturePlace]:
     """Returns the places of a function that hold objects now."""
-    search = _Search()
+    search = _PlaceSearch()
     search.visit_function(function)
     return search.places
 
@@ -97,14 +97,14 @@ def closed_over(function: types.FunctionType) -> list[object]:
     return [_content(cell) for cell in function.__closure__ or ()]
 
 
-class _Search:
+class _PlaceSearch:
     """A search for the places of a function."""
 
     def __init__(self) -> None:
-        self.places: list[Place] = []
+        self.places: list[CapturePlace] = []
         self._visited: dict[int, object] = {}
 
-    def visit_function(self, function: object) -> None:
+    def visit_function(self, function: Any) -> None:
         """Adds the places of a function that the compiled call runs."""
         if id(function) in self._visited:
             return
@@ -136,10 +136,10 @@ class _Search:
         for name in _global_names(function):
             self._visit_place(name, scope, functools.partial(scope.get, name))
 
-        names = function.__code__.co_varnames
-        count = function.__code__.co_argcount
-        for index in range(len(function.__defaults__ or ())):
-            name = names[count - len(function.__defaults__) + index]
+        defaults = function.__defaults__ or ()
+        first = function.__code__.co_argcount - len(defaults)
+        for index in range(len(defaults)):
+            name = function.__code__.co_varnames[first + index]
             self._visit_place(name, function, functools.partial(_default, function, index))
         for name in function.__kwdefaults__ or ():
             read = functools.partial(_keyword_default, function, name)
@@ -147,7 +147,7 @@ class _Search:
 
     def _visit_owner(self, owner: object) -> None:
         if issubclass(type(owner), Object):
-            self.places.append(Place("", lambda: owner, (id(owner), ""), is_fixed=True))
+            self.places.append(CapturePlace("", lambda: owner, (id(owner), ""), is_fixed=True))
         elif _has_plain_attributes(owner):
             for name in _attributes(owner):
                 self._visit_place(name, owner, functools.partial(_attribute, owner, name))
@@ -158,7 +158,7 @@ class _Search:
     ) -> None:
         value = read()
         if next(objects_in(value), None) is not None:
-            self.places.append(Place(name, read, (id(holder), name)))
+            self.places.append(CapturePlace(name, read, (id(holder), name)))
         for made in _functions_in(value, is_ours):
             self.visit_function(made)
 
@@ -237,7 +237,7 @@ def _names_in(code: types.CodeType) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _functions_in(value: object, is_ours: bool) -> Iterator[object]:
+def _functions_in(value: Any, is_ours: bool) -> Iterator[object]:
     """Yields the functions, in what a place holds, whose places count as well.
 
     Args:
