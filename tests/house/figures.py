@@ -276,7 +276,10 @@ def figures() -> list[Figure]:
         Figure("files per 10,000 lines", 10_000 * files / lines.total, 40),
         Figure("lines that are imports, %", 100 * lines.imports / lines.total, 4.5, reached=5.5),
         # Part 22: captures, shared programs, settings objects, and arguments sorted by type.
-        *(Figure(f"files on the way of {way}", len(ways[way]), 14, reached=18) for way in WAYS[:-1]),
+        *(
+            Figure(f"files on the way of {way}", len(ways[way]), 14, reached=18)
+            for way in WAYS[:-1]
+        ),
         # A search asks the model of time before and after it compiles.
         Figure("plan's own files on the way of search", len(own), 14, reached=15),
         Figure("  with those of jit, shard and hlo", len(ways["plan.search"]), 55, reached=57),

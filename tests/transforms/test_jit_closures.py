@@ -129,7 +129,7 @@ PLACES = [
 
 @pytest.mark.parametrize("place", PLACES)
 def test_captured_model_is_live(place: Any) -> None:
-    is_certain = place in (_cell, _global, _bound_to_a_plain_object)
+    is_certain = place in (_cell, _global)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         _check_live(place)

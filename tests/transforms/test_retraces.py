@@ -296,7 +296,10 @@ def test_changed_captured_number_is_named(inside: bool) -> None:
 
     reasons = _reasons(run, use(_scaled(2)), use(_scaled(2)), use(_scaled(3)))
     where = ".m.act[1]" if inside else ".m.act"
-    assert reasons == [(f"{where} closes over scale: 2 (int) -> 3 (int)",)]
+    assert reasons == [
+        (".m.act: the function _scaled.<locals>.<lambda> (made anew)",),
+        (f"{where} closes over scale: 2 (int) -> 3 (int)",),
+    ]
 
 
 def test_changed_captured_number_of_static_argument_is_named() -> None:

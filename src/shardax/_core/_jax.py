@@ -196,7 +196,8 @@ def never_changes_closures(function: types.FunctionType) -> bool:
     """Whether what a function closed over never changes, sets as well."""
     # From JAX 0.12 policies such as ``save_only_these_names("a")`` are functions that close over a
     # set; to 0.11 they compare by what they were given.
-    return function.__globals__.get("__package__", "").split(".")[0] == "jax"
+    package = function.__globals__.get("__package__") or ""
+    return package.split(".")[0] == "jax"
 
 
 def auto_mesh(sizes: Mapping[str, int]) -> jax.sharding.AbstractMesh:

@@ -49,7 +49,7 @@ from shardax._core.graph.settings import (
     incomparable_attribute,
     settings_key,
 )
-from shardax._core.graph.static import Static
+from shardax._core.graph.static import Static, function_identities
 from shardax._core.init.lazy import LazyValue
 from shardax._core.object import Object, epoch
 from shardax._core.variable import ArrayAttribute, Variable
@@ -201,8 +201,13 @@ def same_structure(old: object, new: object) -> bool:
     ):
         return False
     new_key = settings_key(new)
-    # The walk that is remembered looks at the settings objects that it met, and at no others.
-    return type(new_key) is not SettingsKey and settings_key(old) == new_key
+    # The walk that is remembered looks at the settings objects that it met, and at no others. A
+    # function that was made anew, from the same code, may read other settings.
+    return (
+        type(new_key) is not SettingsKey
+        and settings_key(old) == new_key
+        and function_identities([old]) == function_identities([new])
+    )
 
 
 class ChangeableNode:

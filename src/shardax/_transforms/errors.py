@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jax.sharding import PartitionSpec
 
 from shardax._core.errors import ShardaxError
+from shardax._core.frames import a_kind_of
 from shardax._core.graph.paths import Path, format_path
 
 
@@ -44,9 +45,22 @@ def uncertain_capture(compiled: object, met: Sequence[str]) -> UncertainCaptureW
     return UncertainCaptureWarning(
         f"{compiled!r} uses {listed}, which it was not given and found in no way that surely leads "
         f"to the same object at the next call, so it is traced again at every call. Pass it as an "
-        f"argument: step(model, ...). Certain are a name that the function closes over, a global "
-        f"that its own code names, a default value, and an attribute of the object that a method "
-        f"is bound to; not an item of a list or dict, a helper function, or a class."
+        f"argument: step(model, ...); or make the class whose attribute it is a sx.Module. Certain "
+        f"are a name that the function closes over, a global that its own code names, and a "
+        f"default value; not an item of a list or dict, a helper function, or an attribute of an "
+        f"ordinary object."
+    )
+
+
+def uncertain_inside_of_jax(variable: Any) -> ClosureError:
+    """Returns the error of a Variable that plain JAX would keep the value of."""
+    kind = a_kind_of(variable)
+    return ClosureError(
+        f"{kind[0].upper()}{kind[1:]} of shape {variable.shape} was reached inside of a plain "
+        f"transform of JAX (jax.lax.scan, jax.jit, ...), by a helper function or a container. JAX "
+        f"may keep its trace of that function, and with it the value of now. Pass the Variable, "
+        f"or its value, as an argument of the function; or use the shardax transform of the same "
+        f"name (sx.scan, sx.jit, ...)."
     )
 
 

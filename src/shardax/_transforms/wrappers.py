@@ -87,7 +87,7 @@ def remat(
     positions, names = arguments.resolve_arguments(
         function, static_argnums, static_argnames, "static", StaticArgumentError
     )
-    fixed = {*positions, *names}
+    fixed = frozenset({*positions, *names})
 
     options = (fixed, static, policy, prevent_cse)
 

@@ -87,9 +87,9 @@ def _key(value, depth: int) -> Hashable:
         return (kind, tuple(_key(getattr(value, field.name), depth) for field in fields))
     hash(value)  # raises TypeError for what cannot be a static value
     if depth and isinstance(value, types.MethodType):
-        return (kind, _identity(value.__self__), _key(value.__func__, depth))
+        return (kind, identity_key(value.__self__), _key(value.__func__, depth))
     if depth and kind.__eq__ is object.__eq__:
-        return _identity(value)
+        return identity_key(value)
     return (kind, value)
 
 
@@ -123,7 +123,7 @@ def _function_key(function: types.FunctionType, depth: int) -> Hashable:
     if first not in _rebound and _same_numbers(first, found):
         return first
     if _rebound.setdefault(first, weakref.ref(function))() is not function:
-        first = _first_keys[function] = _identity(function)
+        first = _first_keys[function] = identity_key(function)
     return first
 
 
@@ -154,7 +154,7 @@ def function_identities(values: Iterable[object]) -> Hashable:
     Equal structure does not mean an equal program: a function that was made anew, from the same
     code, may read other settings.
     """
-    return tuple(_identity(function) for value in values for function in functions_in(value))
+    return tuple(identity_key(function) for value in values for function in functions_in(value))
 
 
 def _same_numbers(first: object, second: object) -> bool:
@@ -170,8 +170,8 @@ def _same_numbers(first: object, second: object) -> bool:
     return all(map(_same_numbers, first, second))
 
 
-def _identity(value: object) -> Hashable:
-    """Returns the key of what has an identity, held weakly."""
+def identity_key(value: object) -> Hashable:
+    """Returns the key of a value by its identity, which keeps nothing alive."""
     try:
         reference = weakref.ref(value)
         hash(reference)  # now: later it might be gone
@@ -183,13 +183,13 @@ def _identity(value: object) -> Hashable:
 def _closure_key(function: types.FunctionType, depth: int) -> Hashable:
     """Returns what a function does now: code, globals, defaults and closure."""
     if depth >= _MAX_FUNCTION_DEPTH or function.__dict__.keys() - NEUTRAL_ATTRIBUTES:
-        return _identity(function)
+        return identity_key(function)
     try:
         cells = tuple(_cell_key(cell, function, depth) for cell in function.__closure__ or ())
         defaults = _key(function.__defaults__, depth + 1)
         named = tuple((k, _key(v, depth + 1)) for k, v in (function.__kwdefaults__ or {}).items())
     except TypeError:  # something closed over is not hashable: the function is only equal to itself
-        return _identity(function)
+        return identity_key(function)
     return (
         types.FunctionType,
         function.__code__,

@@ -23,7 +23,7 @@ from shardax._core.graph.static import PROGRAMS_ATTRIBUTE
 from shardax._core.object import Object
 from shardax._transforms.jit import specialization as special
 from shardax._transforms.lift import binding
-from shardax._transforms.lift.captures import CapturePlace, places_of
+from shardax._transforms.lift.captures import CapturePlace, places_of, signature_of
 
 if TYPE_CHECKING:
     from shardax._transforms.jit.jit import CachedCall
@@ -48,19 +48,29 @@ class CompilationCache:
         # What a trace met in no certain way, by the key of the call. The next trace of such a call
         # begins with these objects as inputs, so that it need not begin again.
         self.met: dict[Hashable, list[weakref.ref[Any]]] = {}
+        # Keys of places that a trace bound anew, which are no certain ones.
+        self.uncertain: set[Hashable] = set()
         self.has_warned = False
         # Counts calls; ``Specialization.used`` is the count at the last use.
         self.ticks = itertools.count(1)
 
     def find_places(self, function: Callable[..., Any]) -> list[CapturePlace]:
         """Returns the places of the function that hold objects now."""
-        places = places_of(function)
+        places = [place for place in places_of(function) if place.key not in self.uncertain]
         keys = [place.key for place in places]
         if self.places is None or keys != [place.key for place in self.places]:
             # Remembered calls are found by what the places held.
             self.calls.clear()
             self.places = places
         return self.places
+
+    def signature(self) -> tuple[Hashable, ...]:
+        """Returns what the places hold now, as part of what a call is found by."""
+        return tuple([place.signature() for place in self.places or () if not place.is_fixed])
+
+    def structure(self) -> tuple[Hashable, ...]:
+        """Returns the same without the identities of objects."""
+        return tuple([signature_of(place.read(), type) for place in self.places or ()])
 
     def objects_met(self, key: Hashable) -> list[Object]:
         """Returns the objects that the last trace for a call met in no certain way."""
@@ -114,7 +124,7 @@ class CompilationCache:
 
 
 # How many caches, for different options or transforms, one function keeps.
-_MAX_CACHES = 16
+_MAX_CACHES = 128
 
 T = TypeVar("T")
 
@@ -143,8 +153,8 @@ def kept_by(function: Callable[..., Any], key: Hashable, make: Callable[[], T]) 
             function.__dict__[PROGRAMS_ATTRIBUTE] = caches
         kept = caches.by_key.get(key)
         if kept is None:
-            if len(caches.by_key) >= _MAX_CACHES:
-                caches.by_key.clear()
+            while len(caches.by_key) >= _MAX_CACHES:
+                del caches.by_key[next(iter(caches.by_key))]
             kept = caches.by_key[key] = make()
         return kept
 

@@ -27,7 +27,7 @@ from shardax._core import frames
 from shardax._core.cross_process import PickledByName
 from shardax._core.errors import ConcurrentWriteError, DonationError, ShardaxError
 from shardax._core.graph.paths import PyTree
-from shardax._core.graph.static import exact_key, function_identities
+from shardax._core.graph.static import NEUTRAL_ATTRIBUTES, exact_key, function_identities
 from shardax._transforms.jit.cache import kept_by
 from shardax._transforms.jit.jit import Jit
 from shardax._transforms.jit.specialization import JitOptions
@@ -131,8 +131,7 @@ def run(
 
 def _program_of(transformed: _Transformed) -> _EagerProgram:
     """Returns the program of a transform, the one of an earlier call for the same functions."""
-    can_keep = (types.FunctionType, PickledByName)
-    kept_with: Any = next((f for f in transformed.functions if isinstance(f, can_keep)), None)
+    kept_with = _keeper(transformed.functions)
     with contextlib.suppress(TypeError):  # options that cannot be compared
         if kept_with is not None:
             key = (
@@ -143,6 +142,29 @@ def _program_of(transformed: _Transformed) -> _EagerProgram:
             )
             return kept_by(kept_with, key, lambda: _EagerProgram(transformed))
     return _EagerProgram(transformed)
+
+
+def _keeper(functions: tuple[Any, ...]) -> Any:
+    """Returns the function that keeps the program of all; None if that would keep others alive."""
+    # The program refers to all of them. One that closes over nothing may live longer than it would.
+    by_id = {id(function): function for function in functions}
+    holding = [function for function in by_id.values() if not _holds_nothing(function)]
+    if len(holding) > 1 or not functions:
+        return None
+    keeper = holding[0] if holding else functions[0]
+    can_keep = type(keeper) is types.FunctionType or isinstance(keeper, PickledByName)
+    return keeper if can_keep else None
+
+
+def _holds_nothing(function: Any) -> bool:
+    """Returns whether a function refers to its code and its globals alone."""
+    return (
+        type(function) is types.FunctionType
+        and function.__closure__ is None
+        and function.__defaults__ is None
+        and function.__kwdefaults__ is None
+        and not function.__dict__.keys() - NEUTRAL_ATTRIBUTES
+    )
 
 
 def _identity(function: Any) -> Hashable:

@@ -123,10 +123,12 @@ class CachedCall:
     __slots__ = (
         "donated",
         "epoch",
+        "is_sharing",
         "kept",
         "last",
         "leaves",
         "mesh",
+        "request",
         "roots",
         "seen",
         "settings",
@@ -154,6 +156,9 @@ class CachedCall:
         self.mesh: jax.sharding.Mesh | None = None  # over which specs placed them
         # Where the dynamic leaves of each argument stand, under ``static="auto"``.
         self.spans: Any = None
+        # Whether a trace is running that nothing is compiled of yet, and what it asks for.
+        self.is_sharing = False
+        self.request: engine.RetraceRequest | None = None
         self.settles = True  # whether Variables may be moved for the trace
         # The settings objects in Modules, compared at every call; and all that the call read.
         self.settings = graph.flat.settings
@@ -315,8 +320,7 @@ class Jit(PickledByName, Wrapper):
             places = self.memory.find_places(self.function)
         for place in places:
             if not place.is_fixed:
-                key.append(-1)
-                key.extend([id(item) for item in objects_in(place.read())])
+                key.append(place.signature())
         entry = self.calls.get(tuple(key))
         if (
             entry is None
@@ -340,9 +344,11 @@ class Jit(PickledByName, Wrapper):
             if call is not None:
                 return self._call_flat(call, args, kwargs)
         arguments, static = self._take_apart(args, kwargs)
+        if self.memory.places is None:
+            self.memory.find_places(self.function)
         key = (
             tuple(map(id, arguments.roots)),
-            tuple([id(item) for _, item in self.hidden()]),
+            self.memory.signature(),
             (arguments.templates, arguments.named, static),
         )
         entry = self.calls.get(key)
@@ -364,8 +370,10 @@ class Jit(PickledByName, Wrapper):
 
     def _call_flat(self, call: FlatCall, args: Sequence[object], kwargs: Mapping[str, object]):
         """Calls with leaves that are static, found by type."""
-        if self.memory.places is None or self.memory.places:
-            call.key.extend([id(item) for _, item in self.hidden()])
+        if self.memory.places is None:
+            self.memory.find_places(self.function)
+        if self.memory.places:
+            call.key.extend(self.memory.signature())
         key = tuple(call.key)
         entry = self.calls.get(key)
         if (
@@ -487,7 +495,7 @@ class Jit(PickledByName, Wrapper):
                     outputs = program.call(values, arguments)
                     binding.check_no_leak(graph, outputs)
                     self.after_trace(entry, graph, args, kwargs)
-                    if program.met:
+                    if program.met or program.met_objects:
                         self._forget(program)
                     elif key is not None and local.frame is None:
                         entry.learn(outputs.effects)
@@ -513,18 +521,24 @@ class Jit(PickledByName, Wrapper):
     def provide(self, need: engine.RetraceRequest, program: special.Specialization) -> None:
         """Prepares for the trace after one that stopped."""
         if need.objects:
-            known = self.memory.objects_met(program.base_key)
+            # Not those that another thread noted meanwhile.
+            known = program.met_objects
             known_ids = {id(item) for item in known}
             new = [item for item in need.objects if id(item) not in known_ids]
             if not new:
                 raise errors.unusable_captures(self, need.objects)
             self.memory.note_met(program.base_key, [*known, *new])
-        if need.objects or need.drops_program:
+        self.memory.uncertain.update(need.uncertain)
+        if need.objects or need.uncertain or need.drops_program:
             self.memory.drop(program)
 
     def _forget(self, program: special.Specialization) -> None:
         """Has calls traced anew whose trace met objects in no certain way."""
         self.memory.drop(program)
+        if not program.met:
+            # What the last trace met is returned, or no longer used.
+            self.memory.met.pop(program.base_key, None)
+            return
         # One of the library's own names a function of the user's as its reason.
         if local.frame is None and not self.memory.has_warned and self._is_of_user:
             self.memory.has_warned = True
@@ -543,11 +557,19 @@ class Jit(PickledByName, Wrapper):
         if program is None:
             arguments.refuse_copies()
             program = special.Specialization(
-                self.function, self.options, key, graph, arguments, positions, names
+                self.function,
+                self.options,
+                key,
+                graph,
+                arguments,
+                positions,
+                names,
+                self.memory.uncertain,
             )
             if met:
                 # Not found by another call: the objects may be met in another way then.
                 program.key = (*key, object())
+                program.met_objects = met
             elif self.specializations and retraces.listeners.get():
                 retraces.report_specialization(self, program)
             self.memory.add(program)
@@ -613,12 +635,11 @@ class Jit(PickledByName, Wrapper):
         static: tuple[tuple[int | str, Static], ...],
     ) -> tuple[Hashable, ...]:
         """Returns what a specialization is found by."""
-        counts = [len(list(objects_in(place.read()))) for place in self.memory.places or ()]
         values = [*graph.flat.graphdef.static_values(), *arguments.static_values()]
         values += [item.value for _, item in static]
         return (
             graph.flat.graphdef,
-            (len(arguments.roots), *counts),
+            (len(arguments.roots), *self.memory.structure()),
             arguments.templates,
             arguments.named,
             static,

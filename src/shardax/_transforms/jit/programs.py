@@ -172,7 +172,7 @@ def forget_program(program: SharedProgram) -> None:
 
 
 def constants_of(jaxpr: ClosedJaxpr) -> list[jax.Array]:
-    """Returns the constants of a closed jaxpr as arrays."""
+    """Returns the constants of a closed jaxpr, of which none is a ``jax.Ref``, as arrays."""
     # A NumPy array is copied: changed in place, it must stay what it was when it was traced.
     return [
         constant if isinstance(constant, jax.Array) else jnp.array(constant)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -182,7 +182,9 @@ class Specialization:
         arguments: inputs.SplitArguments,
         positions: inputs.ArgumentPositions,
         names: Sequence[Path],
+        uncertain_places: Container[Hashable] = (),
     ) -> None:
+        self.uncertain_places = uncertain_places
         self.function = function
         self.options = options
         self.key = key
@@ -190,6 +192,8 @@ class Specialization:
         self.base_key = key
         # What the last trace met in no certain way (``lift.captures``), for a message.
         self.met: list[str] = []
+        # What an earlier trace met so, which is among the inputs.
+        self.met_objects: Sequence[Object] = ()
         self.names = names
         self.positions = positions
         self.graphdef = graph.flat.graphdef
@@ -224,9 +228,6 @@ class Specialization:
         self._own: Any = None
         # What runs, by the shapes of the plain arguments.
         self._programs: dict[Hashable, Callable[..., Any]] = {}
-        # Whether a trace is running that nothing is compiled of yet, and what it asks for.
-        self._is_sharing = False
-        self._request: engine.RetraceRequest | None = None
         # The only one of these, if there is one.
         self._only: Callable[..., Any] | None = None
         self._full = bool(arguments.named or self.donated or self._in_shardings is not None)
@@ -338,17 +339,19 @@ class Specialization:
         if any(map(is_ref, jax.tree.leaves(full))):  # whose effects belong to one trace
             return self.own(full)
 
-        self._is_sharing = True
+        local.call.is_sharing = True
         try:
             traced = self.tracer().trace(*full)
         finally:
-            self._is_sharing = False
-        if self._request is not None:
-            raise self._request
+            local.call.is_sharing = False
+        if local.call.request is not None:
+            raise local.call.request
         outputs = traced.out_info
         effects = outputs[3]
         groups = [len(jax.tree.leaves(group)) for group in outputs[:3]]
         options = self._options(effects.shardings if self._declares else None, outputs)
+        if any(map(is_ref, traced.jaxpr.consts)):
+            return self.own(full)
         program = shared_program(
             traced.jaxpr,
             self._program.__name__,
@@ -490,11 +493,12 @@ class Specialization:
             )
             lost = [*(item.outer for item in frame.captured), *outputs.effects.foreign.values()]
             if lost:
-                self._request = engine.RetraceRequest(lost)
                 # An exception that passes through a trace of JAX 0.10 to 0.12 leaves its constants
-                # in memory for good. So a trace alone ends well, and ``_share`` raises after it.
-                if not self._is_sharing:
-                    raise self._request
+                # in memory for good. So a trace that nothing is compiled of ends well, and
+                # ``_share`` raises after it.
+                local.call.request = engine.RetraceRequest(lost)
+                if not local.call.is_sharing:
+                    raise local.call.request
             if settles and not self._settled and frame.parent is None:
                 self._find_placement(frame, copies, graph.leaves, outputs.effects.written)
             self._declare_shardings(outputs, copies, result, plain, roots)
@@ -538,14 +542,17 @@ class Specialization:
         args, kwargs = inputs.join_arguments(self, plain, named, roots[: self.root_count])
         args, kwargs = self.positions.insert_static(args, kwargs)
         pairs = zip(originals, copies, strict=True)
-        stand_ins = StandIns({id(original): copy for original, copy in pairs})
+        by_original = {id(original): copy for original, copy in pairs}
+        stand_ins = StandIns(by_original, self.uncertain_places)
         try:
-            return stand_ins.function(self.function)(*args, **kwargs)
+            result = stand_ins.function(self.function)(*args, **kwargs)
         except TRACER_ERRORS as error:
             add_advice(error)
             raise
-        finally:
-            stand_ins.finish()
+        bound_anew = stand_ins.bound_anew()
+        if bound_anew:
+            raise engine.RetraceRequest(uncertain=bound_anew)
+        return result
 
     def _find_donated(
         self, graph: binding.InputGraph, arguments: inputs.SplitArguments

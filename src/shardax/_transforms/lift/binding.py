@@ -150,6 +150,27 @@ class Effects:
     # Declared shardings of (result, written, fresh), set by ``jit``.
     shardings: object = (None, None, None)
 
+    # By value where that says all, as JAX keeps the trees of traces that are gone.
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        return (
+            isinstance(other, Effects)
+            and self._compared is not None
+            and self._compared == other._compared
+        )
+
+    def __hash__(self) -> int:
+        return id(self) if self._compared is None else hash(self._compared)
+
+    @property
+    def _compared(self) -> Any:
+        """The value, None if the effects are those of one trace alone."""
+        if self.updates or self.fresh or self.foreign or self.shardings != (None, None, None):
+            return None
+        return self.written, self.result
+
     @property
     def tree_key(self) -> Any:
         """What determines the tree of arrays that leaves."""

@@ -3,54 +3,92 @@
 
 A program reads the Variables that it was traced with. So an object that a function takes from
 outside must be found again at every later call, in a way that leads to the object that plain Python
-would use now. Four ways are certain:
+would use now. Three ways are certain:
 
 1. a closure cell of the function,
 2. a global that the function's own code names,
-3. a default value of a parameter,
-4. an attribute of the plain object that a method is bound to, or that is called itself.
+3. a default value of a parameter.
 
-A *place* is one such cell, name, default or attribute. What it holds may be the object itself, or a
-tuple, a ``functools.partial`` or a bound method with objects inside, none of which can change. It
-may also be a function that shardax made of another one (``sx.jit(f)``, ``sx.vmap(f)``): the places
-of that other function count as well.
+A *place* is one such cell, name or default. What it holds may be the object itself, or a tuple, a
+``functools.partial`` or a bound method with objects inside, none of which can change. It may also
+be a function that shardax made of another one (``sx.jit(f)``, ``sx.vmap(f)``): the places of that
+other function count as well. What a method or a partial is bound to is an argument of the call.
 
 While a function is traced, it runs with *stand-ins*: a copy of the function sees, at each place,
 the copy of the object that belongs to the trace (``StandIns``). So an object that the trace meets
 as the original was reached in some other way: by an item of a list, by a helper function, by an
-attribute of a class. Nothing says whether that way leads to the same object at the next call, and
-the function is traced again at every call.
+attribute of an ordinary object. Nothing says whether that way leads to the same object at the next
+call, and the function is traced again at every call.
+
+A place whose name is bound anew while the function is traced is not certain either: two functions
+may share the cell. Such a trace is dropped, and another one runs without a stand-in there.
 """
 
 from __future__ import annotations
 
+import dis
 import functools
 import types
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
 
 from shardax._core.graph.flatten import is_object
+from shardax._core.graph.static import identity_key
 from shardax._core.object import Object, Wrapper
 
 _LIBRARY = __name__.partition(".")[0]
 
 
 class CapturePlace(NamedTuple):
-    """Where a function finds an object."""
+    """Where a function finds an object, or a function made by shardax that finds one."""
 
     name: str
-    """The name of the cell, global, parameter or attribute, for messages and paths."""
+    """The name of the cell, global or parameter, for messages and paths."""
 
-    read: Callable[[], object]
+    read: Callable[[], Any]
     """Returns what the place holds now; None if it is empty."""
 
     key: Hashable
-    """What tells places apart: the ``id`` of what has the cell, name or attribute, and the name."""
+    """What tells places apart: the ``id`` of what has the cell or name, and the name."""
 
     is_fixed: bool = False
     """Whether the place always holds the same objects: what a method is bound to."""
+
+    def signature(self) -> Hashable:
+        """Returns what tells whether the place holds the same objects as at another call."""
+        return signature_of(self.read())
+
+
+def signature_of(value: Any, of_object: Callable[[Object], Hashable] = id) -> Hashable:
+    """Returns the structure of what a place holds, with objects and functions by identity.
+
+    Args:
+        value: What the place holds.
+        of_object: What an object counts by.
+    """
+    kind = type(value)
+
+    if issubclass(kind, Object):
+        return of_object(value)
+    if _is_tuple(kind):
+        return (kind, *(signature_of(item, of_object) for item in value))
+    if kind is functools.partial:
+        parts = (value.func, *value.args, *value.keywords.values())
+        names = tuple(value.keywords)
+        return (kind, names, *(signature_of(part, of_object) for part in parts))
+    if kind is types.MethodType and issubclass(type(value.__self__), Object):
+        return (of_object(value.__self__), identity_key(value.__func__))
+    if kind is types.FunctionType or issubclass(kind, (Wrapper, Functions)):
+        return identity_key(value)
+    # Anything else is read when the function is traced.
+    return None
+
+
+def _is_tuple(kind: type) -> bool:
+    """Returns whether values of a class are made of their items alone."""
+    return kind is tuple or (kind.__bases__ == (tuple,) and "_fields" in vars(kind))
 
 
 class Functions:
@@ -75,8 +113,8 @@ def objects_in(value: Any) -> Iterator[Object]:
 
     if issubclass(kind, Object):
         yield value
-    elif issubclass(kind, tuple):
-        for item in tuple.__iter__(value):
+    elif _is_tuple(kind):
+        for item in value:
             yield from objects_in(item)
     elif kind is functools.partial:
         for item in (value.func, *value.args, *value.keywords.values()):
@@ -145,22 +183,24 @@ class _PlaceSearch:
             read = functools.partial(_keyword_default, function, name)
             self._visit_place(name, function, read)
 
-    def _visit_owner(self, owner: object) -> None:
+    def _visit_owner(self, owner: Any) -> None:
         if issubclass(type(owner), Object):
             self.places.append(CapturePlace("", lambda: owner, (id(owner), ""), is_fixed=True))
-        elif _has_plain_attributes(owner):
-            for name in _attributes(owner):
-                self._visit_place(name, owner, functools.partial(_attribute, owner, name))
-            self.visit_function(_call_of(owner))
 
     def _visit_place(
-        self, name: str, holder: object, read: Callable[[], object], is_ours: bool = False
+        self, name: str, holder: object, read: Callable[[], Any], is_ours: bool = False
     ) -> None:
         value = read()
+        place = CapturePlace(name, read, (id(holder), name))
         if next(objects_in(value), None) is not None:
-            self.places.append(CapturePlace(name, read, (id(holder), name)))
+            self.places.append(place)
+
+        known = len(self.places)
         for made in _functions_in(value, is_ours):
             self.visit_function(made)
+        if len(self.places) > known:
+            # The places below are read through this function, which may be bound anew too.
+            self.places.append(place)
 
 
 def _objects_of_partial(function: functools.partial[Any]) -> tuple[Object, ...]:
@@ -186,45 +226,23 @@ def _keyword_default(function: types.FunctionType, name: str) -> object:
     return (function.__kwdefaults__ or {}).get(name)
 
 
-def _attribute(owner: object, name: str) -> object:
-    return _attributes(owner).get(name)
-
-
-def _attributes(owner: object) -> dict[str, object]:
-    """Returns the attributes in an instance's ``__dict__``."""
-    # Not ``vars``, which would run a ``__getattribute__`` of the user's.
-    return object.__getattribute__(owner, "__dict__")
-
-
-def _has_plain_attributes(owner: object) -> bool:
-    """Returns whether a stand-in of an instance can be made."""
-    # Not of what is written in C, whose state cannot be copied; nor where a finalizer would run for
-    # the stand-in too, and close what both hold.
-    kind = type(owner)
-    return (
-        kind.__new__ is object.__new__
-        and _inherited(kind, "__del__") is None
-        and type(_inherited(kind, "__dict__")) is types.GetSetDescriptorType
-    )
-
-
-def _inherited(kind: type, name: str) -> object:
-    """Returns the attribute of a class or its bases, as it was defined; None if there is none."""
-    return next((vars(base)[name] for base in kind.__mro__ if name in vars(base)), None)
-
-
-def _call_of(owner: object) -> object:
-    """Returns the function that calling an instance runs, None if there is none."""
-    return _inherited(type(owner), "__call__")
-
-
 def _global_names(function: types.FunctionType) -> list[str]:
     """Returns the globals that a function's code, or code inside of it, may name."""
     scope = function.__globals__
-    # A module of this package holds no object of the user's.
-    if scope.get("__name__", "").partition(".")[0] == _LIBRARY:
+    # A module of this package holds no object of the user's. A function that stores globals needs
+    # the real ones, where others see them at once.
+    if _is_ours(function) or _stores_globals(function.__code__):
         return []
     return [name for name in _names_in(function.__code__) if name in scope]
+
+
+@functools.lru_cache(maxsize=1024)
+def _stores_globals(code: types.CodeType) -> bool:
+    """Returns whether code, or code inside of it, stores or deletes globals."""
+    if any(step.opname in ("STORE_GLOBAL", "DELETE_GLOBAL") for step in dis.get_instructions(code)):
+        return True
+    inner = (constant for constant in code.co_consts if type(constant) is types.CodeType)
+    return any(map(_stores_globals, inner))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -256,8 +274,8 @@ def _functions_in(value: Any, is_ours: bool) -> Iterator[object]:
         yield value
     elif kind is functools.partial:
         yield from _functions_in(value.func, is_ours)
-    elif issubclass(kind, tuple):
-        for item in tuple.__iter__(value):
+    elif _is_tuple(kind):
+        for item in value:
             yield from _functions_in(item, is_ours)
 
 
@@ -271,16 +289,20 @@ def _is_ours(function: types.FunctionType) -> bool:
 class StandIns:
     """Copies of functions in which stand-ins take the place of objects.
 
-    Used while a trace runs; ``finish`` then hands on what the traced function bound anew.
+    Used while a trace runs; ``bound_anew`` then says where that was not right.
     """
 
-    def __init__(self, stand_ins: Mapping[int, Object]) -> None:
+    def __init__(
+        self, stand_ins: Mapping[int, Object], uncertain: Container[Hashable] = ()
+    ) -> None:
         # By ``id`` of the original.
         self._stand_ins = stand_ins
-        # (original, copy) of functions and owners, by ``id`` of the original.
+        # Keys of places that are no certain ones.
+        self._uncertain = uncertain
+        # (original, copy) of functions, by ``id`` of the original.
         self._copies: dict[int, tuple[object, Any]] = {}
-        # Called at the end.
-        self._endings: list[Callable[[], None]] = []
+        # Keys of places that are bound anew, once the trace is over.
+        self._checks: list[Callable[[], Hashable | None]] = []
 
     def function(self, function: Any) -> Any:
         """Returns a function that finds stand-ins at its places; itself if it has none."""
@@ -302,11 +324,9 @@ class StandIns:
             return self._stand_ins.get(id(value), value)
         if next(_functions_in(value, is_ours), None) is value:
             return self.function(value)
-        if issubclass(kind, tuple):
-            items = [self.value(item, is_ours) for item in tuple.__iter__(value)]
-            if _are_same(items, tuple.__iter__(value)):
-                return value
-            return tuple.__new__(kind, items)
+        if _is_tuple(kind):
+            items = [self.value(item, is_ours) for item in value]
+            return value if _are_same(items, value) else tuple.__new__(kind, items)
         if kind is functools.partial:
             function = self.value(value.func)
             args = [self.value(item) for item in value.args]
@@ -320,10 +340,10 @@ class StandIns:
             return value if owner is value.__self__ else types.MethodType(value.__func__, owner)
         return value
 
-    def finish(self) -> None:
-        """Hands on to the originals what copies of functions and owners were given."""
-        for end in self._endings:
-            end()
+    def bound_anew(self) -> list[Hashable]:
+        """Returns the keys of places whose names were bound anew while the function ran."""
+        keys = (check() for check in self._checks)
+        return [key for key in keys if key is not None]
 
     def _copy(self, function: Any) -> Any:
         kind = type(function)
@@ -336,7 +356,7 @@ class StandIns:
         if kind is types.FunctionType:
             return self._copy_plain_function(function)
         if kind is types.MethodType:
-            owner = self._owner(function.__self__)
+            owner = self.value(function.__self__)
             called = self.function(function.__func__)
             if owner is function.__self__ and called is function.__func__:
                 return function
@@ -352,17 +372,13 @@ class StandIns:
             return function if copy is inner else function._wrap(copy)
         if issubclass(kind, Object):
             return self.value(function)
-        owner = self._owner(function)
-        called = _call_of(function)
-        copy = self.function(called)
-        if owner is function and copy is called:
-            return function
-        return types.MethodType(copy, owner)
+        return function
 
     def _copy_plain_function(self, function: types.FunctionType) -> types.FunctionType:
         cells = function.__closure__ or ()
         is_ours = _is_ours(function)
-        closure = tuple(self._cell(cell, is_ours) for cell in cells)
+        names = function.__code__.co_freevars
+        closure = tuple(map(functools.partial(self._cell, is_ours), names, cells))
         defaults = self.value(function.__defaults__) if function.__defaults__ else None
         named = function.__kwdefaults__ or {}
         named_copy = {name: self.value(value) for name, value in named.items()}
@@ -382,19 +398,20 @@ class StandIns:
         copy.__dict__.update(function.__dict__)
         return copy
 
-    def _cell(self, cell: types.CellType, is_ours: bool) -> types.CellType:
+    def _cell(self, is_ours: bool, name: str, cell: types.CellType) -> types.CellType:
+        key = (id(cell), name)
         content = _content(cell)
         stand_in = self.value(content, is_ours)
-        if stand_in is content:
+        if stand_in is content or key in self._uncertain:
             return cell
         copy = types.CellType(stand_in)
 
-        def end() -> None:
-            # The traced function bound the name anew (``nonlocal``).
-            if _content(copy) is not stand_in:
-                cell.cell_contents = _content(copy)
+        def check() -> Hashable | None:
+            # By ``nonlocal``, in the traced function or in another one that shares the cell.
+            is_same = _content(copy) is stand_in and _content(cell) is content
+            return None if is_same else key
 
-        self._endings.append(end)
+        self._checks.append(check)
         return copy
 
     def _globals(self, function: types.FunctionType) -> dict[str, Any]:
@@ -406,51 +423,7 @@ class StandIns:
             if stand_in is not value:
                 stand_ins[name] = (value, stand_in)
 
-        if not stand_ins:
-            return scope
-        copy = _GlobalsWithStandIns(scope, stand_ins)
-        self._endings.append(copy.hand_on)
-        return copy
-
-    def _owner(self, owner: Any) -> Any:
-        """Returns the stand-in of what a method is bound to."""
-        if issubclass(type(owner), Object):
-            return self.value(owner)
-        if id(owner) in self._copies and self._copies[id(owner)][1] is not owner:
-            return self._copies[id(owner)][1]
-        if not _has_plain_attributes(owner):
-            return owner
-        attributes = _attributes(owner)
-        before = {name: self.value(value) for name, value in attributes.items()}
-        if _are_same(before.values(), attributes.values()):
-            return owner
-
-        copy = object.__new__(type(owner))
-        _attributes(copy).update(before)
-        for base in type(owner).__mro__:
-            for descriptor in vars(base).values():
-                if type(descriptor) is types.MemberDescriptorType:
-                    _copy_slot(descriptor, owner, copy)
-
-        def end() -> None:
-            # What the traced method set on ``self``, as a trace under ``jax.jit`` would.
-            after = _attributes(copy)
-            for name in before.keys() - after.keys():
-                attributes.pop(name, None)
-            for name, value in after.items():
-                if name not in before or before[name] is not value:
-                    attributes[name] = value
-
-        self._endings.append(end)
-        return copy
-
-
-def _copy_slot(descriptor: types.MemberDescriptorType, owner: object, copy: object) -> None:
-    try:
-        value = descriptor.__get__(owner)
-    except AttributeError:  # it was never set
-        return
-    descriptor.__set__(copy, value)
+        return _GlobalsWithStandIns(scope, stand_ins) if stand_ins else scope
 
 
 def _are_same(items: Iterable[object], others: Iterable[object]) -> bool:
@@ -459,49 +432,28 @@ def _are_same(items: Iterable[object], others: Iterable[object]) -> bool:
 
 
 class _GlobalsWithStandIns(dict):
-    """The globals of a traced function, in which some names have stand-ins.
+    """The globals of a traced function that stores none, with stand-ins for some names.
 
     Python looks a global name up by ``__getitem__`` where a function's globals are of a subclass of
-    ``dict``, and stores one (``global name``) past ``__setitem__``. What is stored is handed on to
-    the real globals before the next name is looked up. Were a version of Python to look up in
-    another way, the function would meet the originals, and be traced again at every call.
+    ``dict``. Were a version of Python to look up in another way, the function would still find a
+    stand-in, in the copy that this dictionary is.
     """
 
     def __init__(
         self, scope: dict[str, Any], stand_ins: Mapping[str, tuple[object, object]]
     ) -> None:
-        # Python itself reads ``__builtins__``, ``__name__`` and the like.
-        super().__init__({name: scope[name] for name in [*scope] if name.startswith("__")})
-        self._own = len(self)
+        super().__init__(scope)
+        self.update({name: stand_in for name, (_, stand_in) in stand_ins.items()})
         self._scope = scope
         self._stand_ins = stand_ins
 
     def __getitem__(self, name: str) -> Any:
-        if len(self) > self._own:
-            self.hand_on()
+        # From the real globals, which other functions may have stored into since.
         value = self._scope[name]
         original, stand_in = self._stand_ins.get(name, (None, None))
         return stand_in if original is value and original is not None else value
 
-    def hand_on(self) -> None:
-        """Stores in the real globals what the function stored."""
-        for name in [*dict.keys(self)][self._own :]:
-            self._scope[name] = dict.pop(self, name)
-
     def __setitem__(self, name: str, value: object) -> None:
+        # Not by a statement of the function, but by ``globals()[name] = value``.
+        super().__setitem__(name, value)
         self._scope[name] = value
-
-    def __delitem__(self, name: str) -> None:
-        if len(self) > self._own:
-            self.hand_on()
-        del self._scope[name]
-
-    def __contains__(self, name: object) -> bool:
-        return dict.__contains__(self, name) or name in self._scope
-
-    def get(self, name: str, default: Any = None) -> Any:
-        """Returns a global, or the default."""
-        try:
-            return self[name]
-        except KeyError:
-            return default

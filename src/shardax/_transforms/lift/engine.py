@@ -30,13 +30,13 @@ from __future__ import annotations
 import functools
 import inspect
 import weakref
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import jax
 import numpy as np
 
-from shardax._core import frames
+from shardax._core import _jax, frames
 from shardax._core.errors import ConcurrentWriteError
 from shardax._core.frames import a_kind_of, kind_of
 from shardax._core.graph import flatten as graphs
@@ -44,7 +44,7 @@ from shardax._core.graph.paths import Leaf, Path, PyTree, format_path
 from shardax._core.object import Object, epoch
 from shardax._core.variable import Variable
 from shardax._transforms import errors
-from shardax._transforms.errors import ClosureError, TransformError
+from shardax._transforms.errors import ClosureError, TransformError, uncertain_inside_of_jax
 from shardax._transforms.lift import arguments as inputs
 from shardax._transforms.lift.binding import (
     Effects,
@@ -65,8 +65,14 @@ from shardax._transforms.lift.tracer_errors import TRACER_ERRORS, InputForm, add
 class RetraceRequest(Exception):
     """Stops a trace, to start again with other inputs or layouts."""
 
-    def __init__(self, objects: Sequence[Any] = (), drops_program: bool = False) -> None:
+    def __init__(
+        self,
+        objects: Sequence[Any] = (),
+        drops_program: bool = False,
+        uncertain: Sequence[Hashable] = (),
+    ) -> None:
         super().__init__(objects)
+        self.uncertain = list(uncertain)  # keys of places that were bound anew in the trace
         self.objects = list(objects)  # used by the function, and passed in by nobody
         self.drops_program = drops_program  # whether it was made for other layouts of results
 
@@ -89,14 +95,21 @@ class CompiledFrame(frames.Frame):
 
     def capture(self, outer: Any) -> PyTree:
         """See ``Frame.capture``."""
-        self.met.append(outer)
+        self._note(outer)
         return super().capture(outer)
 
     def reached(self, stand_in: PyTree) -> PyTree:
         """See ``Frame.reached``."""
         # Through a certain way, the function would have found the stand-in itself.
-        self.met.append(stand_in)
+        self._note(stand_in)
         return stand_in
+
+    def _note(self, variable: Any) -> None:
+        """Notes a Variable that was reached in no certain way; refuses it where JAX may keep it."""
+        frame = frames.local.frame
+        if frame is not None and _jax.trace_state() != frame.trace:
+            raise uncertain_inside_of_jax(variable)
+        self.met.append(variable)
 
 
 def request_placement(variables: Sequence[object], shardings: Sequence[object]) -> None:
