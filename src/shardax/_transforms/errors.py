@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import jax
 from jax.sharding import PartitionSpec
 
 from shardax._core.errors import ShardaxError
@@ -52,11 +53,18 @@ def uncertain_capture(compiled: object, met: Sequence[str]) -> UncertainCaptureW
     )
 
 
+def describe_variable(variable: Any) -> str:
+    """Returns what messages call a Variable without a path."""
+    # Its arrays as they are stored: to read them would resolve the Variable in a frame.
+    shapes = [getattr(leaf, "shape", ()) for leaf in jax.tree.leaves(variable._value)]
+    return f"{a_kind_of(variable)} of shape {', '.join(map(str, shapes))}"
+
+
 def uncertain_inside_of_jax(variable: Any) -> ClosureError:
     """Returns the error of a Variable that plain JAX would keep the value of."""
-    kind = a_kind_of(variable)
+    what = describe_variable(variable)
     return ClosureError(
-        f"{kind[0].upper()}{kind[1:]} of shape {variable.shape} was reached inside of a plain "
+        f"{what[0].upper()}{what[1:]} was reached inside of a plain "
         f"transform of JAX (jax.lax.scan, jax.jit, ...), by a helper function or a container. JAX "
         f"may keep its trace of that function, and with it the value of now. Pass the Variable, "
         f"or its value, as an argument of the function; or use the shardax transform of the same "

@@ -123,6 +123,7 @@ class CachedCall:
     __slots__ = (
         "donated",
         "epoch",
+        "input_graph",
         "is_sharing",
         "kept",
         "last",
@@ -156,6 +157,8 @@ class CachedCall:
         self.mesh: jax.sharding.Mesh | None = None  # over which specs placed them
         # Where the dynamic leaves of each argument stand, under ``static="auto"``.
         self.spans: Any = None
+        # The objects of the call, while it may trace.
+        self.input_graph: binding.InputGraph | None = None
         # Whether a trace is running that nothing is compiled of yet, and what it asks for.
         self.is_sharing = False
         self.request: engine.RetraceRequest | None = None
@@ -405,7 +408,7 @@ class Jit(PickledByName, Wrapper):
         if program.specs:  # asked here, as a call costs as much as the rest of a short one
             mesh = program.mesh_of_specs()
         program.used = next(self._ticks)
-        local.call = entry
+        outer_call, local.call = local.call, entry
         try:
             if entry.watched:
                 entry.place(mesh)
@@ -422,7 +425,7 @@ class Jit(PickledByName, Wrapper):
             self.calls.clear()
             return self._trace(args, kwargs)
         finally:
-            local.call = None
+            local.call = outer_call
         last_effects, targets = entry.last
         if effects is not last_effects:
             targets = entry.learn(effects)
@@ -482,7 +485,8 @@ class Jit(PickledByName, Wrapper):
                     turn.enter_context(exclusive)
                     is_alone = True
                     continue
-                entry = local.call = CachedCall(program, graph)
+                outer_call, entry = local.call, CachedCall(program, graph)
+                local.call, entry.input_graph = entry, graph
                 outputs = None
                 try:
                     program.place(dict(enumerate(graph.leaves)))
@@ -516,7 +520,7 @@ class Jit(PickledByName, Wrapper):
                         explain_error(error, program, graph)
                     raise
                 finally:
-                    local.call = None
+                    local.call, entry.input_graph = outer_call, None
 
     def provide(self, need: engine.RetraceRequest, program: special.Specialization) -> None:
         """Prepares for the trace after one that stopped."""

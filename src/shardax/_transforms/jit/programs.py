@@ -286,10 +286,9 @@ def _can_be_shared(jaxpr: Jaxpr) -> bool:
     for equation in jaxpr.eqns:
         for value in _values_in(equation.params):
             if _jax.is_jaxpr(value):
-                # Arrays that an inner ``jax.jit`` closed over are part of its program.
-                if any(
-                    isinstance(constant, jax.Array) for constant in getattr(value, "consts", ())
-                ):
+                # Arrays that an inner ``jax.jit`` closed over are part of its program. Those of
+                # NumPy may even be changed in place.
+                if getattr(value, "consts", ()):
                     return False
                 if not _can_be_shared(_jax.open_jaxpr(value)):
                     return False

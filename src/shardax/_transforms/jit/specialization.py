@@ -28,7 +28,12 @@ from shardax._core.graph.paths import Leaf, Path, PyTree, format_path
 from shardax._core.graph.static import exact_key
 from shardax._core.object import Object
 from shardax._core.variable import Variable
-from shardax._transforms.errors import DeclaredSpec, StaticArgumentError, TransformError
+from shardax._transforms.errors import (
+    DeclaredSpec,
+    StaticArgumentError,
+    TransformError,
+    describe_variable,
+)
 from shardax._transforms.jit import retraces
 from shardax._transforms.jit.programs import (
     OtherSignature,
@@ -472,7 +477,7 @@ class Specialization:
         named=None,
         donated_named=None,
     ) -> tuple[PyTree, ...]:
-        settles, graph = local.call.settles, local.call.graph()
+        settles, graph = local.call.settles, local.call.input_graph or local.call.graph()
         values = self.join(undonated, donated)
         for position in self.donated:
             plain[position] = donated_plain[position]
@@ -542,8 +547,7 @@ class Specialization:
         args, kwargs = inputs.join_arguments(self, plain, named, roots[: self.root_count])
         args, kwargs = self.positions.insert_static(args, kwargs)
         pairs = zip(originals, copies, strict=True)
-        by_original = {id(original): copy for original, copy in pairs}
-        stand_ins = StandIns(by_original, self.uncertain_places)
+        stand_ins = StandIns(pairs, self.uncertain_places)
         try:
             result = stand_ins.function(self.function)(*args, **kwargs)
         except TRACER_ERRORS as error:
@@ -677,10 +681,9 @@ def _described(item: Any, copies: Sequence[object], program: Specialization) -> 
     index = {id(copies[position]): i for i, position in enumerate(program.graphdef.leaves)}
     position = index.get(id(item))
     path = () if position is None else program.leaf_paths[position]
-    kind = a_kind_of(item)
     if not path or path[0] == engine.UNNAMED:
-        return f"{kind} of shape {item.shape}"
-    return f"{kind} at {format_path(path)}"
+        return describe_variable(item)
+    return f"{a_kind_of(item)} at {format_path(path)}"
 
 
 def _spread(prefix: PyTree, tree: PyTree) -> list[Any]:

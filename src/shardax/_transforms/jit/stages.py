@@ -36,7 +36,8 @@ def trace_jit(jit: Jit, args: Sequence[object], kwargs: Mapping[str, object]) ->
     """Traces a ``Jit`` for some arguments; lazy values stay lazy."""
     while True:
         program, graph, arguments = jit.prepare(args, kwargs)
-        entry = local.call = CachedCall(program, graph)
+        outer_call, entry = local.call, CachedCall(program, graph)
+        local.call = entry
         entry.settles = False
         try:
             full = program.pack(binding.abstract(graph.leaves), arguments)
@@ -56,7 +57,7 @@ def trace_jit(jit: Jit, args: Sequence[object], kwargs: Mapping[str, object]) ->
             explain_places(error, program)
             raise
         finally:
-            local.call = None
+            local.call = outer_call
 
 
 class _StageSource(NamedTuple):

@@ -75,9 +75,10 @@ def signature_of(value: Any, of_object: Callable[[Object], Hashable] = id) -> Ha
     if _is_tuple(kind):
         return (kind, *(signature_of(item, of_object) for item in value))
     if kind is functools.partial:
-        parts = (value.func, *value.args, *value.keywords.values())
+        function = signature_of(value.func, of_object) or identity_key(value.func)
+        parts = (*value.args, *value.keywords.values())
         names = tuple(value.keywords)
-        return (kind, names, *(signature_of(part, of_object) for part in parts))
+        return (kind, function, names, *(signature_of(part, of_object) for part in parts))
     if kind is types.MethodType and issubclass(type(value.__self__), Object):
         return (of_object(value.__self__), identity_key(value.__func__))
     if kind is types.FunctionType or issubclass(kind, (Wrapper, Functions)):
@@ -293,10 +294,11 @@ class StandIns:
     """
 
     def __init__(
-        self, stand_ins: Mapping[int, Object], uncertain: Container[Hashable] = ()
+        self, pairs: Iterable[tuple[Object, Object]], uncertain: Container[Hashable] = ()
     ) -> None:
-        # By ``id`` of the original.
-        self._stand_ins = stand_ins
+        # Originals and their stand-ins; and the latter by ``id`` of the original.
+        self._pairs = list(pairs)
+        self._stand_ins = {id(original): stand_in for original, stand_in in self._pairs}
         # Keys of places that are no certain ones.
         self._uncertain = uncertain
         # (original, copy) of functions, by ``id`` of the original.
@@ -339,6 +341,14 @@ class StandIns:
             owner = self.value(value.__self__)
             return value if owner is value.__self__ else types.MethodType(value.__func__, owner)
         return value
+
+    def _restore(self, cell: types.CellType) -> None:
+        """Puts the original into a cell that the function gave a stand-in from another place."""
+        content = _content(cell)
+        originals = (original for original, copy in self._pairs if copy is content)
+        original = next(originals, None)
+        if original is not None:
+            cell.cell_contents = original
 
     def bound_anew(self) -> list[Hashable]:
         """Returns the keys of places whose names were bound anew while the function ran."""
@@ -402,7 +412,10 @@ class StandIns:
         key = (id(cell), name)
         content = _content(cell)
         stand_in = self.value(content, is_ours)
-        if stand_in is content or key in self._uncertain:
+        if key in self._uncertain:
+            self._checks.append(functools.partial(self._restore, cell))
+            return cell
+        if stand_in is content:
             return cell
         copy = types.CellType(stand_in)
 
