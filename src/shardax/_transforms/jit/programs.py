@@ -63,24 +63,24 @@ class SharedProgram:
         name: str,
         context: _Context,
         in_tree: Hashable,
-        groups: Sequence[int],
+        out_tree: Any,
         options: Mapping[str, Any],
     ) -> None:
         # Open, with constants among the inputs.
         self.jaxpr = jaxpr
         self.context = context
         self.in_tree = in_tree
-        # How many of the outputs are the result, written Variables, and new Variables.
-        self.groups = tuple(groups)
+        # The structure of the result, of written Variables, and of new ones.
+        self.out_tree = out_tree
 
         # Named as the inputs of a specialization's own function, for errors of JAX.
-        def program(*flat: PyTree) -> tuple[list[jax.Array], ...]:
+        def program(*flat: PyTree) -> tuple[PyTree, ...]:
             return self._evaluate(flat)
 
         program.__name__ = program.__qualname__ = name
         self.call: Any = jax.jit(program, **options)
 
-    def _evaluate(self, inputs: PyTree) -> tuple[list[jax.Array], ...]:
+    def _evaluate(self, inputs: PyTree) -> tuple[PyTree, ...]:
         *inputs, constants = inputs
         leaves, in_tree = jax.tree.flatten(tuple(inputs))
         # Constants are those of an equal jaxpr. (A NumPy array is of another type once it is on a
@@ -94,8 +94,7 @@ class SharedProgram:
         if not is_mine:
             raise OtherSignature
 
-        outputs = iter(_jax.evaluate(self.jaxpr, [*constants, *leaves]))
-        return tuple([next(outputs) for _ in range(count)] for count in self.groups)
+        return self.out_tree.unflatten(_jax.evaluate(self.jaxpr, [*constants, *leaves]))
 
 
 # Programs with one fingerprint, the least recently used fingerprint first.
@@ -107,7 +106,7 @@ def shared_program(
     jaxpr: ClosedJaxpr,
     name: str,
     in_tree: Hashable,
-    groups: Sequence[int],
+    out_tree: Hashable,
     options: Mapping[str, Any],
     options_key: Hashable,
 ) -> SharedProgram | None:
@@ -117,7 +116,7 @@ def shared_program(
         jaxpr: A closed jaxpr; its constants become the last inputs of the program.
         name: The name of the program in profiles.
         in_tree: The structure of the other inputs.
-        groups: How many outputs belong to the result, to written and to new Variables.
+        out_tree: The structure of the outputs: the result, written and new Variables.
         options: Options of ``jax.jit``.
         options_key: What these compare by.
 
@@ -130,7 +129,7 @@ def shared_program(
     fingerprint = (
         name,
         in_tree,
-        tuple(groups),
+        out_tree,
         options_key,
         context,
         tuple(str(variable.aval) for variable in opened.invars),
@@ -148,7 +147,7 @@ def shared_program(
 
     if not _can_be_shared(opened):
         return None
-    program = SharedProgram(opened, name, context, in_tree, groups, options)
+    program = SharedProgram(opened, name, context, in_tree, out_tree, options)
     with _lock:
         _programs.setdefault(fingerprint, []).append(program)
         _programs.move_to_end(fingerprint)

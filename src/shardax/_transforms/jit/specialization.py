@@ -141,32 +141,40 @@ def with_resolved_donation(options: JitOptions, function: Callable[..., object])
 
 
 class _SharedCall:
-    """A shared program with what one trace adds: constants, effects, and the tree of the result."""
+    """A shared program with what one trace adds to it: constants and effects."""
 
-    __slots__ = ("_constants", "_effects", "_result_tree", "_written_tree", "program")
+    __slots__ = ("call", "constants", "program")
 
     def __init__(
-        self,
-        program: SharedProgram,
-        constants: list[jax.Array],
-        effects: binding.Effects,
-        outputs: tuple[PyTree, ...],
+        self, program: SharedProgram, constants: list[jax.Array], effects: binding.Effects
     ) -> None:
         self.program = program
-        self._constants = constants
-        self._effects = effects
-        self._result_tree = jax.tree.structure(outputs[0])
-        self._written_tree = jax.tree.structure(outputs[1:3])
+        self.constants = constants
+        run = program.call
 
-    def __call__(self, *inputs: PyTree) -> tuple[Any, ...]:
-        result, written, fresh = self.program.call(*inputs, self._constants)
-        result = self._result_tree.unflatten(result)
-        written, fresh = self._written_tree.unflatten((*written, *fresh))
-        return result, written, fresh, self._effects
+        # A function, since calling an instance takes longer.
+        def call(*inputs: PyTree) -> tuple[Any, ...]:
+            result, written, fresh = run(*inputs, constants)
+            return result, written, fresh, effects
+
+        self.call = call
 
     def compile(self, inputs: Sequence[PyTree]) -> None:
         """Compiles for inputs without running."""
-        self.program.call.lower(*inputs, self._constants).compile()
+        self.program.call.lower(*inputs, self.constants).compile()
+
+
+class _OwnCall:
+    """The ``jax.jit`` of a specialization's own function."""
+
+    __slots__ = ("call",)
+
+    def __init__(self, call: Any) -> None:
+        self.call = call
+
+    def compile(self, inputs: Sequence[PyTree]) -> None:
+        """Compiles for inputs without running."""
+        self.call.lower(*inputs).compile()
 
 
 def _shapes_of(inputs: PyTree) -> Hashable:
@@ -232,8 +240,8 @@ class Specialization:
         self._tracer: Any = None
         self._own: Any = None
         # What runs, by the shapes of the plain arguments.
-        self._programs: dict[Hashable, Callable[..., Any]] = {}
-        # The only one of these, if there is one.
+        self._programs: dict[Hashable, _SharedCall | _OwnCall] = {}
+        # The function of the only one of these, if there is one.
         self._only: Callable[..., Any] | None = None
         self._full = bool(arguments.named or self.donated or self._in_shardings is not None)
 
@@ -254,13 +262,14 @@ class Specialization:
     ) -> PyTree:
         """Calls the compiled function in a steady call."""
         inputs = (plain,) if not self._full else self._separate_plain(plain, named)
-        program = self._only
-        if program is None:
+        call = self._only
+        if call is None:
             program = self._programs.get(_shapes_of(inputs))
             if program is None:
                 raise engine.RetraceRequest
+            call = program.call
         try:
-            return program(undonated, donated, *inputs)
+            return call(undonated, donated, *inputs)
         except OtherSignature:
             raise engine.RetraceRequest from None
 
@@ -295,7 +304,7 @@ class Specialization:
         full = self.pack(values, arguments)
         program = self._find_program(full)
         try:
-            outputs = program(*full)
+            outputs = program.call(*full)
         except OtherSignature:
             # The settings of JAX changed in between, or keep no trace (``jax_check_tracer_leaks``).
             outputs = self.own(full)(*full)
@@ -309,20 +318,16 @@ class Specialization:
     def compile(self, values: Sequence[Leaf], arguments: inputs.SplitArguments) -> None:
         """Compiles for a call without running it."""
         full = self.pack(values, arguments)
-        program = self._find_program(full)
-        if isinstance(program, _SharedCall):
-            try:
-                program.compile(full)
-                return
-            except OtherSignature:  # see ``call``
-                program = self.own(full)
-        program.lower(*full).compile()
+        try:
+            self._find_program(full).compile(full)
+        except OtherSignature:  # see ``call``
+            _OwnCall(self.own(full)).compile(full)
 
-    def _find_program(self, full: tuple[PyTree, ...]) -> Any:
+    def _find_program(self, full: tuple[PyTree, ...]) -> _SharedCall | _OwnCall:
         """Returns the program for inputs, tracing and sharing it where that is right."""
         # Within other traces a program is part of theirs, and may be differentiated.
         if local.frame is not None or not is_eager():
-            return self.own(full)
+            return _OwnCall(self.own(full))
 
         program = self._share(full)
         shapes = _shapes_of(full[2:])
@@ -332,17 +337,17 @@ class Specialization:
             and isinstance(program, _SharedCall)
             and known.program is not program.program
         )
-        if is_other or (known is not None and not isinstance(known, _SharedCall)):
+        if is_other or isinstance(known, _OwnCall):
             # Of one shape, but with Variables of another type or under other settings.
-            program = self.own(full)
+            program = _OwnCall(self.own(full))
         self._programs[shapes] = program
-        self._only = program if len(self._programs) == 1 else None
+        self._only = program.call if len(self._programs) == 1 else None
         return program
 
-    def _share(self, full: tuple[PyTree, ...]) -> Callable[..., Any]:
+    def _share(self, full: tuple[PyTree, ...]) -> _SharedCall | _OwnCall:
         """Returns the shared program for inputs, or the function's own."""
         if any(map(is_ref, jax.tree.leaves(full))):  # whose effects belong to one trace
-            return self.own(full)
+            return _OwnCall(self.own(full))
 
         local.call.is_sharing = True
         try:
@@ -353,21 +358,21 @@ class Specialization:
             raise local.call.request
         outputs = traced.out_info
         effects = outputs[3]
-        groups = [len(jax.tree.leaves(group)) for group in outputs[:3]]
+        out_tree = jax.tree.structure(outputs[:3])
         options = self._options(effects.shardings if self._declares else None, outputs)
         if any(map(is_ref, traced.jaxpr.consts)):
-            return self.own(full)
+            return _OwnCall(self.own(full))
         program = shared_program(
             traced.jaxpr,
             self._program.__name__,
             jax.tree.structure(tuple(full)),
-            groups,
+            out_tree,
             options,
             _key_of_options(options),
         )
         if program is None:
-            return self.own(full)
-        return _SharedCall(program, constants_of(traced.jaxpr), effects, outputs)
+            return _OwnCall(self.own(full))
+        return _SharedCall(program, constants_of(traced.jaxpr), effects)
 
     def _options(
         self, shardings: tuple[PyTree, ...] | None, outputs: tuple[PyTree, ...]
@@ -686,15 +691,16 @@ def _described(item: Any, copies: Sequence[object], program: Specialization) -> 
     return f"{a_kind_of(item)} at {format_path(path)}"
 
 
-def _spread(prefix: PyTree, tree: PyTree) -> list[Any]:
-    """Returns the sharding of each array of a tree, by a prefix of it."""
+def _spread(prefix: PyTree, tree: PyTree) -> PyTree:
+    """Returns a tree with the sharding of each array, by a prefix of it."""
     entries, treedef = jax.tree.flatten(prefix, is_leaf=lambda entry: entry is None)
     subtrees = treedef.flatten_up_to(tree)
-    return [
+    shardings = [
         entry
         for entry, subtree in zip(entries, subtrees, strict=True)
         for _ in jax.tree.leaves(subtree)
     ]
+    return jax.tree.structure(tree).unflatten(shardings)
 
 
 def _key_of_options(options: Mapping[str, Any]) -> Hashable:
