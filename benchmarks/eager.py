@@ -11,8 +11,8 @@ second, and growth of the process over many calls. The forms of a lifted transfo
 - *captured*: a Module that the function closes over.
 - *new Module*: another Module of one structure at each call.
 
-The opponent of the other three is the transform of JAX over a dict of the Module's arrays. Tools have
-one form, beside the same by hand on arrays.
+The opponent of the other three is the transform of JAX over a dict of the Module's arrays. Tools
+have one form, beside the same by hand on arrays.
 
 Bounds, for control flow: nothing compiled after the second call in any form, with arrays at most
 twice the transform of JAX, with a Module at most that and three dispatches of ``sx.jit`` more, a
