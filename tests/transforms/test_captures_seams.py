@@ -245,3 +245,36 @@ def test_object_that_is_returned_is_the_one_of_now() -> None:
     assert compiled() is held[0]
     held[0] = variable(2)
     assert compiled() is held[0]
+
+
+# --- compiled Modules -----------------------------------------------------------------------------
+
+
+class ByName(sx.Module):
+    """Reads a global Variable by its name, and another one in a list."""
+
+    def __init__(self, uses_list: bool) -> None:
+        self.uses_list = uses_list
+
+    def __call__(self, x: Any) -> Any:
+        return x * (HELD[0] if self.uses_list else GLOBAL)
+
+
+GLOBAL = variable(2)
+
+
+@uncertain
+@pytest.mark.parametrize("uses_list", [False, True])
+@pytest.mark.parametrize("compile_module", [sx.Jitted, sx.jit])
+def test_compiled_module_reads_objects_of_now(
+    uses_list: bool, compile_module: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled = compile_module(ByName(uses_list))
+    results = []
+    for number in (2.0, 5.0, 7.0):
+        if uses_list:
+            HELD[0] = variable(number)
+        else:
+            monkeypatch.setitem(globals(), "GLOBAL", variable(number))
+        results.append(float(compiled(1.0)))
+    assert results == [2.0, 5.0, 7.0]

@@ -74,7 +74,9 @@ class World:
                 set_cell(kind, value)
         elif place == "default":
             for function in self.functions:
-                function.__defaults__ = tuple(self.held["default", each] for each in KINDS)
+                # A function of numbers alone has no Module among its defaults.
+                kinds = KINDS[: len(function.__defaults__ or ())]
+                function.__defaults__ = tuple(self.held["default", each] for each in kinds)
         elif place in ("module", "class", "instance"):
             holder = self.scope["Class" if place == "class" else place]
             setattr(holder, kind, value)
@@ -94,14 +96,17 @@ class World:
         """Returns a new function (x) that reads numbers and calls models in these places."""
         texts = [f"x * {PLACES[place].format(kind='number')}" for place in numbers]
         calls = [f"{PLACES[place].format(kind='model')}(x)" for place in models]
+        # A function of numbers alone names no Module, whose structure would count otherwise.
+        cells = "cell_number, cell_model" if models else "cell_number"
+        default_model = ", default_model=default_model_" if models else ""
         source = (
             "def build(cell_number, cell_model, default_number_, default_model_):\n"
             "    def set_cell(kind, value):\n"
             "        nonlocal cell_number, cell_model\n"
             "        if kind == 'number': cell_number = value\n"
             "        else: cell_model = value\n"
-            "    def function(x, default_number=default_number_, default_model=default_model_):\n"
-            "        cell_number, cell_model\n"
+            f"    def function(x, default_number=default_number_{default_model}):\n"
+            f"        {cells}\n"
             f"        return {' + '.join(['x * 0', *texts])}, {' + '.join(['x * 0', *calls])}\n"
             "    return function, set_cell\n"
         )
