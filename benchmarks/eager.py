@@ -66,6 +66,13 @@ class Layer(sx.Module):
         return jnp.tanh(x @ self.kernel + self.bias)
 
 
+class Captured(Layer):
+    """A layer in the place of the function, which bodies close over."""
+
+    def __call__(self, state: Any, x: Any) -> Any:
+        return super().__call__(x)
+
+
 def plain_layer(weights: Any, x: Any) -> Any:
     """The same over a dict of arrays."""
     return jnp.tanh(x @ weights["kernel"] + weights["bias"])
@@ -258,7 +265,7 @@ def forms(name: str) -> Iterator[tuple[str, Call, Call]]:
 
     yield "lambda", anew, raw_anew
     if name not in NEEDS_STATE:
-        captured = lambda state, x: layer(x)  # noqa: E731
+        captured = Captured()
         yield "captured", lambda: apply(Shardax, captured, X, X), raw
     yield "new Module", lambda: apply(Shardax, layer_of, next(layers), X), raw
 

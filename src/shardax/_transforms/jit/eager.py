@@ -28,6 +28,7 @@ from shardax._core.cross_process import PickledByName
 from shardax._core.errors import ConcurrentWriteError, DonationError, ShardaxError
 from shardax._core.graph.paths import PyTree
 from shardax._core.graph.static import NEUTRAL_ATTRIBUTES, exact_key, function_identities
+from shardax._core.object import Object
 from shardax._transforms.jit.cache import kept_by
 from shardax._transforms.jit.jit import Jit
 from shardax._transforms.jit.specialization import JitOptions
@@ -45,7 +46,8 @@ class _Transformed(Functions):
     def __init__(
         self, lifted: Lifted, functions: tuple[Callable[..., PyTree], ...], options: object
     ) -> None:
-        self._functions = functions
+        # Modules weakly: the program is kept by a function that may outlive them.
+        self._functions = tuple(map(_reference, functions))
         self.lifted = lifted
         self.options = options
 
@@ -56,7 +58,7 @@ class _Transformed(Functions):
     @property
     def functions(self) -> tuple[Callable[..., PyTree], ...]:
         """See ``Functions.functions``."""
-        return self._functions
+        return tuple(function() for function in self._functions)
 
     def with_functions(self, functions: tuple[Callable[..., PyTree], ...]) -> _Transformed:
         """See ``Functions.with_functions``."""
@@ -64,9 +66,13 @@ class _Transformed(Functions):
 
     def __call__(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
         _running.stages.append("begun")
-        result = self.lifted(self._functions, self.options, args, kwargs)
+        result = self.lifted(self.functions, self.options, args, kwargs)
         _running.stages.append("done")
         return result
+
+
+def _reference(function: Callable[..., PyTree]) -> Callable[[], Any]:
+    return weakref.ref(function) if isinstance(function, Object) else lambda: function
 
 
 class _EagerProgram:
@@ -151,13 +157,15 @@ def _keeper(functions: tuple[Any, ...]) -> Any:
     holding = [function for function in by_id.values() if not _holds_nothing(function)]
     if len(holding) > 1 or not functions:
         return None
-    keeper = holding[0] if holding else functions[0]
+    keeper = next(iter(holding or (f for f in functions if not isinstance(f, Object))), None)
     can_keep = type(keeper) is types.FunctionType or isinstance(keeper, PickledByName)
     return keeper if can_keep else None
 
 
 def _holds_nothing(function: Any) -> bool:
-    """Returns whether a function refers to its code and its globals alone."""
+    """Returns whether a function refers to its code and its globals alone, or is a Module."""
+    if isinstance(function, Object):  # which the program refers to weakly
+        return True
     return (
         type(function) is types.FunctionType
         and function.__closure__ is None

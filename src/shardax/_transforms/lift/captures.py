@@ -29,6 +29,7 @@ from __future__ import annotations
 import dis
 import functools
 import types
+import weakref
 from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -186,7 +187,7 @@ class _PlaceSearch:
 
     def _visit_owner(self, owner: Any) -> None:
         if issubclass(type(owner), Object):
-            self.places.append(CapturePlace("", lambda: owner, (id(owner), ""), is_fixed=True))
+            self.places.append(CapturePlace("", weakref.ref(owner), (id(owner), ""), is_fixed=True))
 
     def _visit_place(
         self, name: str, holder: object, read: Callable[[], Any], is_ours: bool = False
