@@ -347,6 +347,7 @@ def test_non_numeric_arrays_are_refused_in_every_context() -> None:
             function(*([texts] if isinstance(function, sx.host.HostFunction) else []))
 
 
+@pytest.mark.filterwarnings("ignore::shardax.errors.UncertainCaptureWarning")
 def test_shape_rule_may_read_shapes_from_closure() -> None:
     w = sx.Param(jnp.ones(3))
     function = host_function(lambda x: x * np.ones(3), out=lambda x: w)

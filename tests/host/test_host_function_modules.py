@@ -142,6 +142,7 @@ def test_captured_variable_is_refused_instead_of_stale(compiled: Any) -> None:
         jax.block_until_ready(function(jnp.ones(2)))
 
 
+@pytest.mark.filterwarnings("ignore::shardax.errors.UncertainCaptureWarning")
 def test_callable_modules_and_bound_methods_are_accepted() -> None:
     class Power(sx.Module):
         def __init__(self) -> None:
