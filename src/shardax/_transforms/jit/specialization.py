@@ -302,12 +302,15 @@ class Specialization:
     ) -> binding.LiftedOutputs:
         """Calls the compiled function with values and arguments taken apart."""
         full = self.pack(values, arguments)
-        program = self._find_program(full)
         try:
-            outputs = program.call(*full)
+            # A program that is known refuses what it was not traced for.
+            outputs = (self._known_program(full) or self._find_program(full)).call(*full)
         except OtherSignature:
-            # The settings of JAX changed in between, or keep no trace (``jax_check_tracer_leaks``).
-            outputs = self.own(full)(*full)
+            try:
+                outputs = self._find_program(full).call(*full)
+            except OtherSignature:
+                # The settings of JAX are such that no trace is kept (``jax_check_tracer_leaks``).
+                outputs = self.own(full)(*full)
         return binding.LiftedOutputs(*outputs)
 
     @property
@@ -322,6 +325,12 @@ class Specialization:
             self._find_program(full).compile(full)
         except OtherSignature:  # see ``call``
             _OwnCall(self.own(full)).compile(full)
+
+    def _known_program(self, full: tuple[PyTree, ...]) -> _SharedCall | _OwnCall | None:
+        """Returns the program of an earlier call with inputs of these shapes."""
+        if local.frame is not None or not is_eager():
+            return None
+        return self._programs.get(_shapes_of(full[2:]))
 
     def _find_program(self, full: tuple[PyTree, ...]) -> _SharedCall | _OwnCall:
         """Returns the program for inputs, tracing and sharing it where that is right."""
