@@ -319,6 +319,25 @@ def test_programs_keep_nothing_of_functions_alive() -> None:
     assert [reference() for reference in references] == [None] * 3
 
 
+@pytest.mark.usefixtures("collecting_only_what_is_new")
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_programs_free_the_functions_they_were_traced_from(name: str) -> None:
+    references: list[weakref.ref[Any]] = []
+
+    def call() -> None:
+        def double(x: Any) -> Any:
+            return 2 * x
+
+        references.append(weakref.ref(double))
+        TRANSFORMS[name](double)
+
+    for _ in range(3):
+        call()
+    gc.collect()
+
+    assert [reference() for reference in references] == [None] * 3
+
+
 def test_jit_under_an_outer_mesh_shares_nothing_of_another() -> None:
     def function(x: Any) -> Any:
         return x * jax.sharding.get_abstract_mesh().size

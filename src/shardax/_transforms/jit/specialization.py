@@ -45,7 +45,7 @@ from shardax._transforms.jit.programs import (
 from shardax._transforms.lift import arguments as inputs
 from shardax._transforms.lift import binding, engine
 from shardax._transforms.lift import prefix as prefixes
-from shardax._transforms.lift.captures import StandIns
+from shardax._transforms.lift.captures import Functions, StandIns
 from shardax._transforms.lift.tracer_errors import TRACER_ERRORS, add_advice
 
 
@@ -349,6 +349,10 @@ class Specialization:
         if is_other or isinstance(known, _OwnCall):
             # Of one shape, but with Variables of another type or under other settings.
             program = _OwnCall(self.own(full))
+        elif isinstance(program, _SharedCall) and isinstance(self.function, Functions):
+            # JAX keeps a trace as long as the function that was traced. The jaxpr of a transform
+            # may refer to what keeps its program (a ``custom_vjp``): neither would be freed.
+            self.tracer().clear_cache()
         self._programs[shapes] = program
         self._only = program.call if len(self._programs) == 1 else None
         return program
