@@ -38,7 +38,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from shardax._core.graph.paths import Path, format_path
-from shardax._core.graph.static import Static, exact_key, is_plain_frozen_dataclass
+from shardax._core.graph.static import (
+    Identity,
+    Static,
+    exact_key,
+    identity_of,
+    is_plain_frozen_dataclass,
+)
 from shardax._core.object import Object
 
 # Packages whose instances (meshes, policies, loggers) are compared by identity or as they compare
@@ -68,40 +74,6 @@ _MOST_BYTES = 4096
 
 # Flags of a class: made at run time, and without a constructor.
 _HEAP_TYPE, _NO_CONSTRUCTOR = 1 << 9, 1 << 7
-
-
-class Identity:
-    """An object by its identity, for as long as it lives."""
-
-    __slots__ = ("_hash", "held")
-
-    def __init__(self, value: Any) -> None:
-        self.held = weakref.ref(value)
-        self._hash = id(value)
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __eq__(self, other: object) -> bool:
-        referent = self.held()
-        return referent is not None and isinstance(other, Identity) and other.held() is referent
-
-
-class _HeldIdentity(Identity):
-    """The identity of an object that cannot be referred to weakly."""
-
-    __slots__ = ()
-
-    def __init__(self, value: object) -> None:
-        self.held = lambda: value
-        self._hash = id(value)
-
-
-def _identity_of(value: object) -> Identity:
-    try:
-        return Identity(value)
-    except TypeError:
-        return _HeldIdentity(value)
 
 
 class IncomparableError(TypeError):
@@ -338,11 +310,11 @@ class _SettingsReader:
         kind = type(value)
         if kind is types.FunctionType and inside:
             # One that was made anew from the same code may read other settings.
-            return _identity_of(value), ()
+            return identity_of(value), ()
         if kind in _LEAF_TYPES or issubclass(kind, (type, enum.Enum)):
             return exact_key(value), ()
         if issubclass(kind, Object):  # used without being passed, it is an input of the program
-            return (_identity_of(value) if inside else exact_key(value)), ()
+            return (identity_of(value) if inside else exact_key(value)), ()
         if kind is types.MethodType:
             return self._describe_method(value, inside)
         if issubclass(kind, tuple):
@@ -373,7 +345,7 @@ class _SettingsReader:
         if issubclass(kind, (type, types.ModuleType)) or (issubclass(kind, Object) and not inside):
             return exact_key(value), ()
         parts = [("__self__", holder), ("__func__", value.__func__)]
-        return (types.MethodType, _identity_of(holder)), parts
+        return (types.MethodType, identity_of(holder)), parts
 
     def _describe_set(self, value: Any) -> _Description:
         items = list(value)
@@ -414,12 +386,12 @@ class _SettingsReader:
         if not inside:
             return exact_key(value), ()
         if issubclass(kind, weakref.ref):
-            return _identity_of(value), ()
+            return identity_of(value), ()
         try:
             return exact_key(value), ()
         except (TypeError, ValueError):  # ValueError: a view of memory that may be written
             if _package_of(kind) in _BY_IDENTITY:
-                return _identity_of(value), ()
+                return identity_of(value), ()
         if _has_attributes(kind) and _native_base(kind) in (object, types.SimpleNamespace):
             return self._with_attributes((kind,), value)
         raise _incomparable(way, value)
@@ -429,7 +401,7 @@ class _SettingsReader:
     ) -> _Description:
         """Describes an instance of a class of the user's own."""
         if kind.__eq__ is object.__eq__ and kind.__hash__ is object.__hash__:
-            identity = _identity_of(value)
+            identity = identity_of(value)
             self.changeable |= _has_attributes(kind)
             if id(value) not in self._met:
                 self._met.add(id(value))
@@ -447,7 +419,7 @@ class _SettingsReader:
         # What is written in C and is not of Python itself may compare itself to something else than
         # a boolean, as tensors do.
         is_pythons = native is object or _package_of(native) == "builtins" or not inside
-        label = exact_key(value) if is_pythons else _identity_of(value)
+        label = exact_key(value) if is_pythons else identity_of(value)
         return self._with_attributes(label, value)
 
     def _with_attributes(

@@ -87,9 +87,9 @@ def _key(value, depth: int) -> Hashable:
         return (kind, tuple(_key(getattr(value, field.name), depth) for field in fields))
     hash(value)  # raises TypeError for what cannot be a static value
     if depth and isinstance(value, types.MethodType):
-        return (kind, identity_key(value.__self__), _key(value.__func__, depth))
+        return (kind, identity_of(value.__self__), _key(value.__func__, depth))
     if depth and kind.__eq__ is object.__eq__:
-        return identity_key(value)
+        return identity_of(value)
     return (kind, value)
 
 
@@ -123,7 +123,7 @@ def _function_key(function: types.FunctionType, depth: int) -> Hashable:
     if first not in _rebound and _same_numbers(first, found):
         return first
     if _rebound.setdefault(first, weakref.ref(function))() is not function:
-        first = _first_keys[function] = identity_key(function)
+        first = _first_keys[function] = identity_of(function)
     return first
 
 
@@ -154,7 +154,7 @@ def function_identities(values: Iterable[object]) -> Hashable:
     Equal structure does not mean an equal program: a function that was made anew, from the same
     code, may read other settings.
     """
-    return tuple(identity_key(function) for value in values for function in functions_in(value))
+    return tuple(identity_of(function) for value in values for function in functions_in(value))
 
 
 def _same_numbers(first: object, second: object) -> bool:
@@ -170,26 +170,54 @@ def _same_numbers(first: object, second: object) -> bool:
     return all(map(_same_numbers, first, second))
 
 
-def identity_key(value: object) -> Hashable:
-    """Returns the key of a value by its identity, which keeps nothing alive."""
+class Identity:
+    """The key of a value by its identity, for as long as it lives.
+
+    A ``weakref.ref`` would compare the values, by a method of the user's, while they live.
+    """
+
+    __slots__ = ("_hash", "held")
+
+    def __init__(self, value: Any) -> None:
+        self.held = weakref.ref(value)
+        self._hash = id(value)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        referent = self.held()
+        return referent is not None and isinstance(other, Identity) and other.held() is referent
+
+
+class _HeldIdentity(Identity):
+    """The identity of an object that cannot be referred to weakly."""
+
+    __slots__ = ()
+
+    def __init__(self, value: object) -> None:
+        self.held = lambda: value
+        self._hash = id(value)
+
+
+def identity_of(value: object) -> Identity:
+    """Returns the key of a value by its identity, which keeps nothing alive where it can."""
     try:
-        reference = weakref.ref(value)
-        hash(reference)  # now: later it might be gone
+        return Identity(value)
     except TypeError:
-        return (type(value), value)
-    return (type(value), reference)
+        return _HeldIdentity(value)
 
 
 def _closure_key(function: types.FunctionType, depth: int) -> Hashable:
     """Returns what a function does now: code, globals, defaults and closure."""
     if depth >= _MAX_FUNCTION_DEPTH or function.__dict__.keys() - NEUTRAL_ATTRIBUTES:
-        return identity_key(function)
+        return identity_of(function)
     try:
         cells = tuple(_cell_key(cell, function, depth) for cell in function.__closure__ or ())
         defaults = _key(function.__defaults__, depth + 1)
         named = tuple((k, _key(v, depth + 1)) for k, v in (function.__kwdefaults__ or {}).items())
     except TypeError:  # something closed over is not hashable: the function is only equal to itself
-        return identity_key(function)
+        return identity_of(function)
     return (
         types.FunctionType,
         function.__code__,

@@ -16,6 +16,7 @@ import numpy as np
 from shardax._core._jax import Tracer
 from shardax._core.graph.flatten import flatten_plain
 from shardax._core.graph.paths import Leaf, PyTree
+from shardax._core.graph.settings import settings_key
 from shardax._core.object import Object
 from shardax._transforms.jit import specialization as special
 from shardax._transforms.lift import arguments as inputs
@@ -86,7 +87,7 @@ def flatten_call(
             dynamic.append(leaf)
         else:
             try:
-                key += (len(dynamic), kind, inputs.argument_key(leaf))
+                key += (len(dynamic), kind, settings_key(leaf))
             except TypeError:
                 return None
     return FlatCall(key, plain_args, dynamic)

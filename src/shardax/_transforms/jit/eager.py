@@ -27,7 +27,12 @@ from shardax._core import frames
 from shardax._core.cross_process import PickledByName
 from shardax._core.errors import ConcurrentWriteError, DonationError, ShardaxError
 from shardax._core.graph.paths import PyTree
-from shardax._core.graph.static import NEUTRAL_ATTRIBUTES, exact_key, function_identities
+from shardax._core.graph.static import (
+    NEUTRAL_ATTRIBUTES,
+    exact_key,
+    function_identities,
+    identity_of,
+)
 from shardax._core.object import Object
 from shardax._transforms.jit.cache import kept_by
 from shardax._transforms.jit.jit import Jit
@@ -176,7 +181,7 @@ def _holds_nothing(function: Any) -> bool:
 
 
 def _identity(function: Any) -> Hashable:
-    """Returns the key of a function by its identity, which keeps nothing alive."""
+    """Returns the key of a function by its identity; that of a method lives as its owner does."""
     if isinstance(function, types.MethodType):
-        return _identity(function.__self__), _identity(function.__func__)
-    return type(function), weakref.ref(function), id(function)
+        return identity_of(function.__self__), _identity(function.__func__)
+    return identity_of(function)

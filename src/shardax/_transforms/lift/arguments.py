@@ -19,14 +19,12 @@ What a function takes from outside without being given it is found in ``lift.cap
 
 from __future__ import annotations
 
-import contextlib
 import enum
 import functools
 import inspect
 import operator
-import types
 import weakref
-from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -36,7 +34,7 @@ from shardax._core.errors import ModuleError, ShardaxError
 from shardax._core.graph.flatten import flatten, has_objects, is_object
 from shardax._core.graph.handlers import PLAIN, handler_of, has_parts
 from shardax._core.graph.paths import Leaf, Path, PyTree, format_path, plain_path
-from shardax._core.graph.settings import IncomparableError, incomparable_attribute, settings_key
+from shardax._core.graph.settings import IncomparableError, incomparable_attribute, settings_static
 from shardax._core.graph.static import Static
 from shardax._core.object import Object, Wrapper
 from shardax._transforms.errors import StaticArgumentError, TransformError
@@ -44,6 +42,10 @@ from shardax._transforms.errors import StaticArgumentError, TransformError
 
 def parameters_of(function: object) -> tuple[inspect.Parameter, ...] | None:
     """Returns a function's parameters, or None if it has no signature."""
+    # A comparison of the user's own is not run, and could find those of another callable.
+    if type(function).__eq__ is not object.__eq__:
+        return _find_parameters(function)
+
     try:
         parameters = _PARAMETERS.get(function, _UNKNOWN)
     except TypeError:  # without a hash, or without weak references
@@ -134,9 +136,9 @@ def is_dynamic(leaf: object, static_numbers: bool = False) -> bool:
 
 
 def static_leaf(leaf: object, where: Callable[[], Path] = tuple) -> Static:
-    """Returns a static leaf with its argument key."""
+    """Returns a static leaf with its settings key."""
     try:
-        return Static(leaf, argument_key(leaf))
+        return settings_static(leaf)
     except IncomparableError as error:
         place = f"at {format_path(where())}"
         raise StaticArgumentError(incomparable_attribute(type(leaf), place, error)) from error
@@ -149,11 +151,6 @@ def static_leaf(leaf: object, where: Callable[[], Path] = tuple) -> Static:
             f"({error}). Use tuples or frozensets, a frozen dataclass for configuration, an "
             f"sx.Module for what holds arrays or changes."
         ) from error
-
-
-def argument_key(value: object) -> Hashable:
-    """Returns the key of a static argument, settings objects expanded."""
-    return settings_key(value)
 
 
 def _shortened(value: object) -> str:
@@ -236,7 +233,7 @@ def static_argument(value: object, function: object, place: int | str) -> Static
             "configuration is static by itself."
         )
     try:
-        return Static(value, argument_key(value))
+        return settings_static(value)
     except IncomparableError as error:
         place = f"given as the static argument {label!r}"
         raise StaticArgumentError(incomparable_attribute(type(value), place, error)) from error
@@ -564,43 +561,3 @@ def plain_paths(template: object, plain: object = None) -> Sequence[Path]:
     object_leaves = {leaf for leaf, _ in (*template.roots, *template.static)}
     paths = leaf_paths(template.treedef)
     return [path for leaf, path in enumerate(paths) if leaf not in object_leaves]
-
-
-def is_plain_instance(value: object) -> bool:
-    """Whether ``value`` is an instance of an ordinary user class."""
-    return (
-        not isinstance(value, (Object, type, types.ModuleType, types.FunctionType))
-        and not hasattr(value, "__wrapped__")
-        and isinstance(getattr(value, "__dict__", None), dict)
-    )
-
-
-def _has_slots(kind: type) -> bool:
-    return any("__slots__" in vars(base) for base in kind.__mro__)
-
-
-def attributes_of(value: object) -> dict[str, PyTree]:
-    """Returns the attributes of an instance, also those in ``__slots__``."""
-    attributes = getattr(value, "__dict__", None)
-    attributes = dict(attributes) if isinstance(attributes, dict) else {}
-    for base in type(value).__mro__:
-        if "__slots__" in vars(base):
-            for name, slot in vars(base).items():
-                if isinstance(slot, types.MemberDescriptorType):
-                    with contextlib.suppress(AttributeError):  # it was never set
-                        attributes[name] = slot.__get__(value)
-    return attributes
-
-
-# Flags of a class: made at run time, and without a constructor.
-_HEAP_TYPE, _NO_CONSTRUCTOR = 1 << 9, 1 << 7
-
-
-def native_base(kind: type) -> type:
-    """Returns the first base class that is written in C."""
-    for base in kind.__mro__:
-        if not base.__flags__ & _HEAP_TYPE or base.__flags__ & _NO_CONSTRUCTOR:
-            return base
-        if isinstance(vars(base).get("__new__"), types.BuiltinFunctionType):
-            return base
-    return object

@@ -36,7 +36,7 @@ from typing import Any, NamedTuple
 import jax
 
 from shardax._core.graph.flatten import is_object
-from shardax._core.graph.static import identity_key
+from shardax._core.graph.static import identity_of
 from shardax._core.object import Object, Wrapper
 
 _LIBRARY = __name__.partition(".")[0]
@@ -76,14 +76,14 @@ def signature_of(value: Any, of_object: Callable[[Object], Hashable] = id) -> Ha
     if _is_tuple(kind):
         return (kind, *(signature_of(item, of_object) for item in value))
     if kind is functools.partial:
-        function = signature_of(value.func, of_object) or identity_key(value.func)
+        function = signature_of(value.func, of_object) or identity_of(value.func)
         parts = (*value.args, *value.keywords.values())
         names = tuple(value.keywords)
         return (kind, function, names, *(signature_of(part, of_object) for part in parts))
     if kind is types.MethodType and issubclass(type(value.__self__), Object):
-        return (of_object(value.__self__), identity_key(value.__func__))
+        return (of_object(value.__self__), identity_of(value.__func__))
     if kind is types.FunctionType or issubclass(kind, (Wrapper, Functions)):
-        return identity_key(value)
+        return identity_of(value)
     # Anything else is read when the function is traced.
     return None
 
