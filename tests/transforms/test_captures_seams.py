@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -149,10 +150,11 @@ class Trainer:
 
 
 @uncertain
-def test_method_of_an_ordinary_object_runs_on_it() -> None:
+def test_method_that_changes_what_it_reaches_is_refused() -> None:
     trainer = Trainer()
     models = [trainer.model, trainer.other]
-    assert float(sx.jit(trainer.step)(1.0)) in (2.0, 5.0)
+    with pytest.raises(ClosureError, match=r"step reached a Variable .* did not reach it again"):
+        sx.jit(trainer.step)(1.0)
     assert {id(trainer.model), id(trainer.other)} == set(map(id, models))
     assert trainer.steps > 0
 
@@ -278,3 +280,77 @@ def test_compiled_module_reads_objects_of_now(
             monkeypatch.setitem(globals(), "GLOBAL", variable(number))
         results.append(float(compiled(1.0)))
     assert results == [2.0, 5.0, 7.0]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda function: sx.jit(function)(10.0),
+        lambda function: sx.cond(jnp.array(True), function, lambda x: x, 10.0),
+        lambda function: sx.remat(function)(10.0),
+        lambda function: sx.scan(lambda x, _: (function(x), None), length=1)(10.0, None)[0],
+    ],
+    ids=["jit", "cond", "remat", "scan"],
+)
+def test_function_that_moves_on_while_it_is_traced_is_refused(call: Any) -> None:
+    held = [variable(number) for number in range(20)]
+
+    def function(x: Any) -> Any:
+        return x * held.pop()
+
+    with pytest.raises(ClosureError, match="did not reach it again"):
+        call(function)
+
+
+@uncertain
+def test_name_that_is_bound_before_an_error_holds_the_users_object() -> None:
+    first, second = EqualToAll(1), EqualToAll(2)
+    current, raises = first, True
+
+    @sx.jit
+    def function(x: Any) -> Any:
+        nonlocal current
+        result = current(x)
+        current = second
+        if raises:
+            raise KeyError("after the name is bound")
+        return result
+
+    with pytest.raises(KeyError):
+        function(10.0)
+    assert current is second
+
+    raises = False
+    assert float(function(10.0)) == 20
+    assert current is second
+
+
+# --- callables that compare themselves ------------------------------------------------------------
+
+
+class EqualToAll(sx.Module):
+    """A callable Module that says it is equal to every other, in an array."""
+
+    def __init__(self, scale: float) -> None:
+        self.scale = sx.Param(jnp.float32(scale))
+
+    def __eq__(self, other: object) -> Any:
+        return jnp.ones(2) == 1
+
+    def __hash__(self) -> int:
+        return 1
+
+    def __call__(self, x: Any) -> Any:
+        return x * self.scale
+
+
+def test_callables_are_told_apart_without_their_comparison() -> None:
+    calls: list[Callable[[Any], Any]] = [
+        lambda function: sx.remat(function)(1.0),
+        lambda function: sx.cond(jnp.array(True), function, lambda x: x, 1.0),
+        lambda function: sx.jit(function)(1.0),
+        lambda function: sx.scan(lambda x, _: (function(x), None), length=1)(1.0, None)[0],
+    ]
+    functions = [EqualToAll(2), EqualToAll(3)]
+    for call in calls:
+        assert [float(call(function)) for function in functions * 2] == [2, 3, 2, 3]

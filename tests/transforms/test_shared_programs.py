@@ -258,6 +258,52 @@ def test_constants_of_any_kind_are_inputs(make: Any, compilations: Callable[[], 
 # --- what belongs to one function -----------------------------------------------------------------
 
 
+def test_constant_is_kept_though_its_array_is_donated() -> None:
+    array = jnp.arange(4.0)
+    product = sx.jit(lambda x: x * array)
+    product(X)
+    jax.jit(lambda x: x + 1, donate_argnums=0)(array)
+
+    assert array.is_deleted()
+    np.testing.assert_array_equal(product(X), X * X)
+
+
+def test_donated_argument_may_be_a_constant_too() -> None:
+    model = Layer()
+    anchor = model.scale.value
+
+    @functools.partial(sx.jit, donate_argnums=0)
+    def step(model: Any) -> None:
+        model.scale.value = model.scale.value + (model.scale.value - anchor) + 1
+
+    for _ in range(3):
+        step(model)
+    assert float(model.scale) == 9
+
+
+@pytest.mark.parametrize(
+    "constant",
+    [jnp.float32(3), jnp.asarray(3.0), jnp.bfloat16(3), jax.random.key(3)],
+    ids=["float32", "weak", "bfloat16", "key"],
+)
+@pytest.mark.parametrize("device", [0, 3, 5])
+@pytest.mark.parametrize("of_argument", [None, 0, 3])
+def test_committed_constant_is_wherever_the_program_runs(
+    constant: Any, device: int, of_argument: int | None
+) -> None:
+    constant = jax.device_put(constant, jax.devices()[device])
+    x = X if of_argument is None else jax.device_put(X, jax.devices()[of_argument])
+
+    def function(x: Any) -> Any:
+        if jnp.issubdtype(constant.dtype, jax.dtypes.prng_key):
+            return x + jax.random.uniform(constant)
+        return x + constant
+
+    ours, expected = sx.jit(function)(x), jax.jit(function)(x)
+    np.testing.assert_array_equal(ours, expected)
+    assert (ours.aval, ours.devices()) == (expected.aval, expected.devices())
+
+
 def test_derivative_rules_are_those_of_the_function() -> None:
     def make(slope: float) -> Any:
         @jax.custom_vjp

@@ -29,6 +29,9 @@ class StaticArgumentError(ShardaxError, TypeError):
 class ClosureError(ShardaxError, RuntimeError):
     """A captured Variable is used where its value cannot be known."""
 
+    # Whether the traced function has changed what it reaches, so that it must not run once more.
+    has_moved_on = False
+
 
 class NoMeshError(ShardaxError, ValueError):
     """A mesh is needed, none was given, and none is in scope."""
@@ -58,6 +61,19 @@ def describe_variable(variable: Any) -> str:
     # Its arrays as they are stored: to read them would resolve the Variable in a frame.
     shapes = [getattr(leaf, "shape", ()) for leaf in jax.tree.leaves(variable._value)]
     return f"{a_kind_of(variable)} of shape {', '.join(map(str, shapes))}"
+
+
+def changed_capture(function: object, variable: Any) -> ClosureError:
+    """Returns the error of a Variable that only the first of two traces for a call reached."""
+    name = getattr(function, "__name__", type(function).__name__)
+    error = ClosureError(
+        f"{name} reached {describe_variable(variable)}, which it was not given, in no certain way. "
+        f"So it was traced once more for this call, and did not reach it again: it changes, while "
+        f"it is traced, by what it finds its Variables (a name that it binds anew, an item of a "
+        f"list, an iterator). Pass the Variable as an argument, and return what comes next."
+    )
+    error.has_moved_on = True
+    return error
 
 
 def uncertain_inside_of_jax(variable: Any) -> ClosureError:

@@ -34,6 +34,7 @@ from shardax._core.graph.static import (
     identity_of,
 )
 from shardax._core.object import Object
+from shardax._transforms.errors import ClosureError
 from shardax._transforms.jit.cache import kept_by
 from shardax._transforms.jit.jit import Jit
 from shardax._transforms.jit.specialization import JitOptions
@@ -126,6 +127,8 @@ def run(
     except DonationError:  # of the names that the user knows
         pass
     except Exception as error:
+        if isinstance(error, ClosureError) and error.has_moved_on:
+            raise
         # In the trace, or before it by what ``jit`` refuses: as it is, the call may be right, or
         # says in its own words what is wrong. What fails later fails there, too.
         refused = isinstance(error, ShardaxError) and not isinstance(error, ConcurrentWriteError)

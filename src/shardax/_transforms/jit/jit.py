@@ -476,11 +476,13 @@ class Jit(PickledByName, Wrapper):
         """Binds, traces, specializes, calls and applies effects: the slow way."""
         # Once a call has lost a race against other threads, their calls wait.
         shares, is_alone = several and local.frame is None, False
+        asked_for: list[Object] = []
         with contextlib.ExitStack() as turn:
             while True:
                 if races:
                     turn.enter_context(calling)
                 program, graph, arguments = self.prepare(args, kwargs)
+                program.asked_for = asked_for
                 if races and program.donates and not is_alone:
                     turn.enter_context(exclusive)
                     is_alone = True
@@ -508,6 +510,7 @@ class Jit(PickledByName, Wrapper):
                     return binding.apply_effects(graph, outputs)
                 except engine.RetraceRequest as need:
                     self.provide(need, program)
+                    asked_for = [*asked_for, *need.read]
                 except ConcurrentWriteError:
                     if not shares or races > _MOST_RACES:
                         raise

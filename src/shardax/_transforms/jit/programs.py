@@ -170,13 +170,53 @@ def forget_program(program: SharedProgram) -> None:
                     del _programs[fingerprint]
 
 
-def constants_of(jaxpr: ClosedJaxpr) -> list[jax.Array]:
-    """Returns the constants of a closed jaxpr, of which none is a ``jax.Ref``, as arrays."""
-    # A NumPy array is copied: changed in place, it must stay what it was when it was traced.
-    return [
-        constant if isinstance(constant, jax.Array) else jnp.array(constant)
-        for constant in jaxpr.consts
-    ]
+def constants_of(jaxpr: ClosedJaxpr, inputs: PyTree) -> list[jax.Array] | None:
+    """Returns copies of the constants of a closed jaxpr, of which none is a ``jax.Ref``.
+
+    To JAX a constant is a part of the program: it is what it was when it was traced, though its
+    array be donated or changed in place, and it is wherever the program runs.
+
+    Args:
+        jaxpr: The jaxpr.
+        inputs: The inputs of the first call.
+
+    Returns:
+        The arrays; None where one is committed to other devices than the program would run on.
+    """
+    constants = [_copied(constant) for constant in jaxpr.consts]
+    committed = [_devices_of(array) for array in jax.tree.leaves(inputs) if _is_committed(array)]
+    of_constants = [_devices_of(array) for array in constants if _is_committed(array)]
+
+    # Without a committed array, the program runs on the device of arrays that are made here.
+    if not committed and any(len(devices) == 1 for devices in of_constants):
+        committed.append(_devices_of(jnp.array(0)))
+    together = [*committed, *of_constants]
+    return constants if all(devices == together[0] for devices in together) else None
+
+
+def _is_committed(value: object) -> bool:
+    return isinstance(value, jax.Array) and value.committed
+
+
+def _devices_of(array: jax.Array) -> set[jax.Device]:
+    return array.sharding.device_set
+
+
+def _copied(constant: Any) -> jax.Array:
+    """Returns a copy of a constant, which is committed to no device where that is possible."""
+    if not isinstance(constant, jax.Array):
+        return jnp.array(constant)
+
+    # By the host: JAX says in no other way that an array may be on any device. There is none for
+    # weak types.
+    is_on_one = len(constant.sharding.device_set) == 1
+    if constant.committed and is_on_one:
+        if jnp.issubdtype(constant.dtype, jax.dtypes.prng_key):
+            data = jnp.array(np.asarray(jax.random.key_data(constant)))
+            return jax.random.wrap_key_data(data, impl=jax.random.key_impl(constant))
+        if not constant.weak_type:
+            return jnp.array(np.asarray(constant))
+    return jax.device_put(constant, may_alias=False)
 
 
 # --- comparing jaxprs -----------------------------------------------------------------------------

@@ -4,9 +4,9 @@
 A ``Specialization`` has one ``jax.jit`` of the *pure function*, whose arguments are flat lists:
 values of the Variables that are kept, of those that are donated, and plain arguments likewise. It
 returns ``LiftedOutputs``. This ``jax.jit`` traces the user's function. What runs is a program that
-other functions with an equal jaxpr share (``jit.programs``): one for each signature, found by the
-shapes of the plain arguments. Where a program cannot be shared, and where two signatures have the
-same shapes there, the ``jax.jit`` of the pure function itself runs, and JAX tells signatures apart.
+other functions with an equal jaxpr share (``jit.programs``), found by the shapes of the plain
+arguments. Where a program cannot be shared, and where two signatures have the same shapes, the
+``jax.jit`` of the pure function itself runs, and JAX tells the signatures apart.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from shardax._transforms.errors import (
     DeclaredSpec,
     StaticArgumentError,
     TransformError,
+    changed_capture,
     describe_variable,
 )
 from shardax._transforms.jit import retraces
@@ -177,6 +178,11 @@ class _OwnCall:
         self.call.lower(*inputs).compile()
 
 
+def _plain_of(full: tuple[PyTree, ...]) -> tuple[PyTree, ...]:
+    """Returns the plain arguments among the inputs, which are after two lists of Variables."""
+    return full[2:]
+
+
 def _shapes_of(inputs: PyTree) -> Hashable:
     """Returns the structure of inputs and the shapes of their arrays."""
     arrays, treedef = jax.tree.flatten(inputs)
@@ -207,6 +213,8 @@ class Specialization:
         self.met: list[str] = []
         # What an earlier trace met so, which is among the inputs.
         self.met_objects: Sequence[Object] = ()
+        # Those of them whose values an earlier trace for the same call read or wrote.
+        self.asked_for: Sequence[Object] = ()
         self.names = names
         self.positions = positions
         self.graphdef = graph.flat.graphdef
@@ -239,10 +247,11 @@ class Specialization:
         self._program = self._named_program()
         self._tracer: Any = None
         self._own: Any = None
-        # What runs, by the shapes of the plain arguments.
+        # What runs, by the shapes of the plain arguments: ``_program`` compiled, or an equal one.
         self._programs: dict[Hashable, _SharedCall | _OwnCall] = {}
-        # The function of the only one of these, if there is one.
-        self._only: Callable[..., Any] | None = None
+        # The ``call`` of the only one of these, so that most steady calls look for no shapes.
+        self._only_call: Callable[..., Any] | None = None
+        # Whether plain arguments are passed in groups: kept and donated, by position and by name.
         self._full = bool(arguments.named or self.donated or self._in_shardings is not None)
 
     def partition(self, leaves: Sequence[Leaf]) -> tuple[list[PyTree], list[PyTree]]:
@@ -260,9 +269,9 @@ class Specialization:
         plain: list[Leaf],
         named: Mapping[str, PyTree] = MappingProxyType({}),
     ) -> PyTree:
-        """Calls the compiled function in a steady call."""
+        """Calls the compiled function for objects of an earlier call: the fast way."""
         inputs = (plain,) if not self._full else self._separate_plain(plain, named)
-        call = self._only
+        call = self._only_call
         if call is None:
             program = self._programs.get(_shapes_of(inputs))
             if program is None:
@@ -303,7 +312,7 @@ class Specialization:
         """Calls the compiled function with values and arguments taken apart."""
         full = self.pack(values, arguments)
         try:
-            # A program that is known refuses what it was not traced for.
+            # One that is shared raises ``OtherSignature`` for what it was not traced for.
             outputs = (self._known_program(full) or self._find_program(full)).call(*full)
         except OtherSignature:
             try:
@@ -330,7 +339,7 @@ class Specialization:
         """Returns the program of an earlier call with inputs of these shapes."""
         if local.frame is not None or not is_eager():
             return None
-        return self._programs.get(_shapes_of(full[2:]))
+        return self._programs.get(_shapes_of(_plain_of(full)))
 
     def _find_program(self, full: tuple[PyTree, ...]) -> _SharedCall | _OwnCall:
         """Returns the program for inputs, tracing and sharing it where that is right."""
@@ -338,8 +347,8 @@ class Specialization:
         if local.frame is not None or not is_eager():
             return _OwnCall(self.own(full))
 
-        program = self._share(full)
-        shapes = _shapes_of(full[2:])
+        program = self._trace_and_share(full)
+        shapes = _shapes_of(_plain_of(full))
         known = self._programs.get(shapes)
         is_other = (
             isinstance(known, _SharedCall)
@@ -347,18 +356,19 @@ class Specialization:
             and known.program is not program.program
         )
         if is_other or isinstance(known, _OwnCall):
-            # Of one shape, but with Variables of another type or under other settings.
+            # The shapes do not tell dtypes, Variables of other types and settings of JAX apart. The
+            # function's own ``jax.jit`` does, from now on.
             program = _OwnCall(self.own(full))
         elif isinstance(program, _SharedCall) and isinstance(self.function, Functions):
             # JAX keeps a trace as long as the function that was traced. The jaxpr of a transform
             # may refer to what keeps its program (a ``custom_vjp``): neither would be freed.
             self.tracer().clear_cache()
         self._programs[shapes] = program
-        self._only = program.call if len(self._programs) == 1 else None
+        self._only_call = program.call if len(self._programs) == 1 else None
         return program
 
-    def _share(self, full: tuple[PyTree, ...]) -> _SharedCall | _OwnCall:
-        """Returns the shared program for inputs, or the function's own."""
+    def _trace_and_share(self, full: tuple[PyTree, ...]) -> _SharedCall | _OwnCall:
+        """Traces for inputs; returns the program that is shared, or else the function's own."""
         if any(map(is_ref, jax.tree.leaves(full))):  # whose effects belong to one trace
             return _OwnCall(self.own(full))
 
@@ -383,9 +393,10 @@ class Specialization:
             options,
             _key_of_options(options),
         )
-        if program is None:
+        constants = constants_of(traced.jaxpr, full)
+        if program is None or constants is None:
             return _OwnCall(self.own(full))
-        return _SharedCall(program, constants_of(traced.jaxpr), effects)
+        return _SharedCall(program, constants, effects)
 
     def _options(
         self, shardings: tuple[PyTree, ...] | None, outputs: tuple[PyTree, ...]
@@ -481,7 +492,7 @@ class Specialization:
         for program in self._programs.values():
             if isinstance(program, _SharedCall):
                 forget_program(program.program)
-        self._programs, self._only = {}, None
+        self._programs, self._only_call = {}, None
         for jitted in (self._tracer, self._own):
             if jitted is not None:
                 jitted.clear_cache()
@@ -510,22 +521,34 @@ class Specialization:
             result = self._call_user(originals, copies, roots, plain, named)
             frame.take_in()
             self.met = [_described(item, copies, self) for item in frame.met]
+            self._check_met_again(frame, originals, copies)
             binding.check_result(result, "jit", binding.TEXTS)
             outputs = binding.record_effects(
                 frame, self.graphdef, copies, values, result, self._emitted(result, copies)
             )
-            lost = [*(item.outer for item in frame.captured), *outputs.effects.foreign.values()]
+            captured = [item.outer for item in frame.captured]
+            lost = [*captured, *outputs.effects.foreign.values()]
             if lost:
                 # An exception that passes through a trace of JAX 0.10 to 0.12 leaves its constants
                 # in memory for good. So a trace that nothing is compiled of ends well, and
-                # ``_share`` raises after it.
-                local.call.request = engine.RetraceRequest(lost)
+                # ``_trace_and_share`` raises after it.
+                local.call.request = engine.RetraceRequest(lost, read=captured)
                 if not local.call.is_sharing:
                     raise local.call.request
             if settles and not self._settled and frame.parent is None:
                 self._find_placement(frame, copies, graph.leaves, outputs.effects.written)
             self._declare_shardings(outputs, copies, result, plain, roots)
         return tuple(outputs)
+
+    def _check_met_again(
+        self, frame: engine.CompiledFrame, originals: Sequence[Object], copies: Sequence[Object]
+    ) -> None:
+        """Checks that a second trace for one call does what the first one did."""
+        by_copy = {id(copy): original for original, copy in zip(originals, copies, strict=True)}
+        met = {id(by_copy.get(id(item), item)) for item in frame.met}
+        for item in self.asked_for:
+            if id(item) not in met:
+                raise changed_capture(self.function, item)
 
     def _find_placement(
         self,
@@ -568,13 +591,23 @@ class Specialization:
         stand_ins = StandIns(pairs, self.uncertain_places)
         try:
             result = stand_ins.function(self.function)(*args, **kwargs)
-        except TRACER_ERRORS as error:
-            add_advice(error)
+        except engine.RetraceRequest:
+            stand_ins.bound_anew()  # for what it undoes
             raise
+        except Exception as error:
+            # What the function stored before it raised is seen by the user, as in plain Python.
+            self._check_bound_anew(stand_ins)
+            if isinstance(error, TRACER_ERRORS):
+                add_advice(error)
+            raise
+        self._check_bound_anew(stand_ins)
+        return result
+
+    def _check_bound_anew(self, stand_ins: StandIns) -> None:
+        """Asks for another trace where the function bound the name of a place anew."""
         bound_anew = stand_ins.bound_anew()
         if bound_anew:
             raise engine.RetraceRequest(uncertain=bound_anew)
-        return result
 
     def _find_donated(
         self, graph: binding.InputGraph, arguments: inputs.SplitArguments

@@ -52,7 +52,7 @@ class CapturePlace(NamedTuple):
     """Returns what the place holds now; None if it is empty."""
 
     key: Hashable
-    """What tells places apart: the ``id`` of what has the cell or name, and the name."""
+    """What tells places apart: the ``id`` of the cell, or of what has the name; and the name."""
 
     is_fixed: bool = False
     """Whether the place always holds the same objects: what a method is bound to."""
@@ -126,7 +126,7 @@ def objects_in(value: Any) -> Iterator[Object]:
 
 
 def places_of(function: object) -> list[CapturePlace]:
-    """Returns the places of a function that hold objects now."""
+    """Returns the places of a function that hold objects now, or functions that have such."""
     search = _PlaceSearch()
     search.visit_function(function)
     return search.places
@@ -190,7 +190,7 @@ class _PlaceSearch:
             self.places.append(CapturePlace("", weakref.ref(owner), (id(owner), ""), is_fixed=True))
 
     def _visit_place(
-        self, name: str, holder: object, read: Callable[[], Any], is_ours: bool = False
+        self, name: str, holder: object, read: Callable[[], Any], in_our_cell: bool = False
     ) -> None:
         value = read()
         place = CapturePlace(name, read, (id(holder), name))
@@ -198,10 +198,11 @@ class _PlaceSearch:
             self.places.append(place)
 
         known = len(self.places)
-        for made in _functions_in(value, is_ours):
+        for made in _functions_in(value, in_our_cell):
             self.visit_function(made)
         if len(self.places) > known:
-            # The places below are read through this function, which may be bound anew too.
+            # The places just added belong to what this one holds. Should it be bound anew, they are
+            # others, so it counts by what it holds, too. (Once more does no harm.)
             self.places.append(place)
 
 
@@ -257,12 +258,12 @@ def _names_in(code: types.CodeType) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _functions_in(value: Any, is_ours: bool) -> Iterator[object]:
+def _functions_in(value: Any, in_our_cell: bool) -> Iterator[object]:
     """Yields the functions, in what a place holds, whose places count as well.
 
     Args:
         value: What the place holds.
-        is_ours: Whether the place is a cell of a function that shardax made, which calls every
+        in_our_cell: Whether the place is a cell of a function that shardax made, which calls every
             function that it closes over. Otherwise only functions made by shardax count.
     """
     kind = type(value)
@@ -270,15 +271,15 @@ def _functions_in(value: Any, is_ours: bool) -> Iterator[object]:
     if issubclass(kind, (Wrapper, Functions)):
         yield value
     elif kind is types.FunctionType:
-        if is_ours or _is_ours(value):
+        if in_our_cell or _is_ours(value):
             yield value
-    elif kind in (functools.partial, types.MethodType) and is_ours:
+    elif kind in (functools.partial, types.MethodType) and in_our_cell:
         yield value
     elif kind is functools.partial:
-        yield from _functions_in(value.func, is_ours)
+        yield from _functions_in(value.func, in_our_cell)
     elif _is_tuple(kind):
         for item in value:
-            yield from _functions_in(item, is_ours)
+            yield from _functions_in(item, in_our_cell)
 
 
 def _is_ours(function: types.FunctionType) -> bool:
@@ -304,7 +305,8 @@ class StandIns:
         self._uncertain = uncertain
         # (original, copy) of functions, by ``id`` of the original.
         self._copies: dict[int, tuple[object, Any]] = {}
-        # Keys of places that are bound anew, once the trace is over.
+        # Called once the trace is over: each returns the key of a place that was bound anew, or
+        # puts an original back.
         self._checks: list[Callable[[], Hashable | None]] = []
 
     def function(self, function: Any) -> Any:
@@ -319,16 +321,16 @@ class StandIns:
         self._copies[id(function)] = (function, copy)
         return copy
 
-    def value(self, value: Any, is_ours: bool = False) -> Any:
-        """Returns what a place holds with stand-ins; see ``_functions_in`` for ``is_ours``."""
+    def value(self, value: Any, in_our_cell: bool = False) -> Any:
+        """Returns what a place holds with stand-ins; see ``_functions_in`` for ``in_our_cell``."""
         kind = type(value)
 
         if issubclass(kind, Object):
             return self._stand_ins.get(id(value), value)
-        if next(_functions_in(value, is_ours), None) is value:
+        if next(_functions_in(value, in_our_cell), None) is value:
             return self.function(value)
         if _is_tuple(kind):
-            items = [self.value(item, is_ours) for item in value]
+            items = [self.value(item, in_our_cell) for item in value]
             return value if _are_same(items, value) else tuple.__new__(kind, items)
         if kind is functools.partial:
             function = self.value(value.func)
@@ -344,7 +346,7 @@ class StandIns:
         return value
 
     def _restore(self, cell: types.CellType) -> None:
-        """Puts the original into a cell that the function gave a stand-in from another place."""
+        """Replaces a stand-in, which the function stored into its own cell, by the original."""
         content = _content(cell)
         originals = (original for original, copy in self._pairs if copy is content)
         original = next(originals, None)
@@ -352,7 +354,7 @@ class StandIns:
             cell.cell_contents = original
 
     def bound_anew(self) -> list[Hashable]:
-        """Returns the keys of places whose names were bound anew while the function ran."""
+        """Undoes what the function stored; returns the keys of places that it bound anew."""
         keys = (check() for check in self._checks)
         return [key for key in keys if key is not None]
 
@@ -387,9 +389,9 @@ class StandIns:
 
     def _copy_plain_function(self, function: types.FunctionType) -> types.FunctionType:
         cells = function.__closure__ or ()
-        is_ours = _is_ours(function)
+        in_our_cell = _is_ours(function)
         names = function.__code__.co_freevars
-        closure = tuple(map(functools.partial(self._cell, is_ours), names, cells))
+        closure = tuple(map(functools.partial(self._cell, in_our_cell), names, cells))
         defaults = self.value(function.__defaults__) if function.__defaults__ else None
         named = function.__kwdefaults__ or {}
         named_copy = {name: self.value(value) for name, value in named.items()}
@@ -409,11 +411,11 @@ class StandIns:
         copy.__dict__.update(function.__dict__)
         return copy
 
-    def _cell(self, is_ours: bool, name: str, cell: types.CellType) -> types.CellType:
+    def _cell(self, in_our_cell: bool, name: str, cell: types.CellType) -> types.CellType:
         key = (id(cell), name)
         content = _content(cell)
-        stand_in = self.value(content, is_ours)
-        if key in self._uncertain:
+        stand_in = self.value(content, in_our_cell)
+        if key in self._uncertain:  # the function has the cell itself
             self._checks.append(functools.partial(self._restore, cell))
             return cell
         if stand_in is content:

@@ -70,10 +70,12 @@ class RetraceRequest(Exception):
         objects: Sequence[Any] = (),
         drops_program: bool = False,
         uncertain: Sequence[Hashable] = (),
+        read: Sequence[Any] = (),
     ) -> None:
         super().__init__(objects)
         self.uncertain = list(uncertain)  # keys of places that were bound anew in the trace
         self.objects = list(objects)  # used by the function, and passed in by nobody
+        self.read = list(read)  # those of them whose values were read or written
         self.drops_program = drops_program  # whether it was made for other layouts of results
 
 
