@@ -90,10 +90,10 @@ docs: test-pages
 # --- While working ---
 
 test-fast: $(TEST)
-	$(PYTEST) $(PARALLEL) -m "not slow" --ignore tests/benchmarks
+	$(PYTEST) $(PARALLEL) -m "not slow" --ignore tests/programs/benchmarks
 
 test-core: $(TEST)
-	$(PYTEST) $(PARALLEL) tests/core tests/select tests/transforms \
+	$(PYTEST) $(PARALLEL) tests/core/objects tests/core/selection tests/core/transforms \
 		src/shardax/_core src/shardax/_select src/shardax/_transforms
 
 test-house: $(TEST)
@@ -126,7 +126,7 @@ compat: $(TEST)
 	$(BIN)/python -m tests.suite.compat
 
 notebooks: $(TEST)
-	$(BIN)/python -m tests.docs.notebooks
+	$(BIN)/python -m tests.programs.docs.notebooks
 
 lint: $(TEST)
 	@$(BIN)/ruff format --check --output-format concise || { \

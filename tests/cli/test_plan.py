@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.plan.samples import sample_reports
+from tests.planner.plan.samples import sample_reports
 
 import shardax as sx
 from shardax.cli import main

@@ -15,7 +15,7 @@ from jax.sharding import AxisType
 from tests.models import peers
 from tests.models.published import initialised
 from tests.models.small import with_equal_values
-from tests.train.small_runs import eval_batches, make_trainer
+from tests.training.train.small_runs import eval_batches, make_trainer
 
 import shardax as sx
 from shardax.models import (

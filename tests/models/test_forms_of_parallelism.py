@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every form of parallelism, alone and with others, on 1, 2 and 8 devices: as one device.
 
-Those on 4 devices run in two processes, in ``tests/distributed/test_training.py``.
+Those on 4 devices run in two processes, in ``tests/training/distributed/test_training.py``.
 """
 
 from __future__ import annotations

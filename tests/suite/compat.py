@@ -19,8 +19,18 @@ from tests.house.sources import ROOT
 FILE = Path(__file__).with_name("compat.txt")
 # What depends on JAX's behaviour.
 PACKAGES = ("_core", "_transforms", "_select", "partition", "nn", "train", "models", "random")
-FOLDERS = ("tests/core/", "tests/transforms/", "tests/select/", "tests/partition/", "tests/train/")
-ALWAYS = ("tests/core/test_versions.py", "tests/distributed/test_start.py", "README.md")
+FOLDERS = (
+    "tests/core/objects/",
+    "tests/core/transforms/",
+    "tests/core/selection/",
+    "tests/core/partition/",
+    "tests/training/train/",
+)
+ALWAYS = (
+    "tests/core/objects/test_versions.py",
+    "tests/training/distributed/test_start.py",
+    "README.md",
+)
 LEAST_SECONDS = 0.05  # of a test, with what pytest takes for it
 
 

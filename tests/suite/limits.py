@@ -24,7 +24,7 @@ CORES = os.cpu_count() or 1
 LOWERING_SECONDS = 0.1
 # Tests that take more, each with the reason.
 DEAR = {
-    "tests/benchmarks/test_plan_depths.py::test_sampled_layouts_have_both_times": (
+    "tests/programs/benchmarks/test_plan_depths.py::test_sampled_layouts_have_both_times": (
         "traces and compiles a sample of layouts, to compare both times"
     ),
     "tests/house/test_style.py::test_the_code_is[well_typed]": (
@@ -33,31 +33,31 @@ DEAR = {
     "tests/house/test_pages.py::test_pages_build_without_a_warning": (
         "sphinx imports the package and builds every page"
     ),
-    "tests/benchmarks/test_processes.py::test_the_cost_of_processes_is_measured": (
+    "tests/programs/benchmarks/test_processes.py::test_the_cost_of_processes_is_measured": (
         "jobs of one, two and four processes, each of which imports JAX"
     ),
-    "tests/benchmarks/test_processes.py::test_job_with_killed_coordinator_resumes_bit_for_bit": (
+    "tests/programs/benchmarks/test_processes.py::test_job_with_killed_coordinator_resumes_bit_for_bit": (
         "jobs of several processes that are killed and begin again"
     ),
     "tests/cli/test_resume.py::test_run_killed_three_times_resumes_bit_for_bit": (
         "a run that is killed begins four times, each a process"
     ),
-    "tests/distributed/test_launch.py::test_killed_process_restarts_all_from_the_newest_checkpoint": (  # noqa: E501
+    "tests/training/distributed/test_launch.py::test_killed_process_restarts_all_from_the_newest_checkpoint": (  # noqa: E501
         "a job of two processes begins twice"
     ),
-    "tests/distributed/test_training.py::test_parallelism_over_processes_gives_gradients_of_one_device": (  # noqa: E501
+    "tests/training/distributed/test_training.py::test_parallelism_over_processes_gives_gradients_of_one_device": (  # noqa: E501
         "two processes and this one compile a step of each form of parallelism"
     ),
-    "tests/distributed/test_training.py::test_processes_give_the_parameters_and_losses_of_one[four]": (  # noqa: E501
+    "tests/training/distributed/test_training.py::test_processes_give_the_parameters_and_losses_of_one[four]": (  # noqa: E501
         "four processes, each of which imports JAX and compiles a step"
     ),
-    "tests/benchmarks/test_parallel.py::test_search_of_a_published_model_includes_its_layout": (
+    "tests/programs/benchmarks/test_parallel.py::test_search_of_a_published_model_includes_its_layout": (
         "a search compiles several layouts of a published model"
     ),
-    "tests/benchmarks/test_parallel.py::test_gpu_step_reports_speed_and_memory": (
+    "tests/programs/benchmarks/test_parallel.py::test_gpu_step_reports_speed_and_memory": (
         "compiles steps of two precisions and four decoding loops"
     ),
-    "tests/benchmarks/test_parallel.py::test_every_parallel_form_is_timed_beside_raw_jax": (
+    "tests/programs/benchmarks/test_parallel.py::test_every_parallel_form_is_timed_beside_raw_jax": (
         "compiles each form of parallelism and its opponent"
     ),
 }
@@ -67,18 +67,18 @@ DEAR["tests/models/test_published_configs.py::test_published_models_are_read_as_
 # Pages whose code is one test each, and searches or trains.
 # With the compilers of accelerators, and the newest JAX.
 DEAR |= {
-    "tests/plan/test_forms.py::test_host_offloaded_activations_lower_the_device_peak[tpu:v5e:2x4]": (  # noqa: E501
+    "tests/planner/plan/test_forms.py::test_host_offloaded_activations_lower_the_device_peak[tpu:v5e:2x4]": (  # noqa: E501
         "libtpu compiles a program of several layers twice"
     ),
-    "tests/plan/test_memory_boundary.py::test_peak_reaches_limit_where_compiler_starts_to_refuse": (
+    "tests/planner/plan/test_memory_boundary.py::test_peak_reaches_limit_where_compiler_starts_to_refuse": (
         "libtpu compiles until a program does not fit"
     ),
-    "tests/plan/test_kernels.py::test_plan_compares_xla_and_splash_on_tpus[tpu:v5e:2x4]": (
+    "tests/planner/plan/test_kernels.py::test_plan_compares_xla_and_splash_on_tpus[tpu:v5e:2x4]": (
         "libtpu starts, and compiles the gradient of a layer by two kernels"
     ),
 }
 DEAR |= {
-    f"tests/plan/test_kernels.py::test_training_by_kernel_and_precision_compiles_and_counts[{case}]": (  # noqa: E501
+    f"tests/planner/plan/test_kernels.py::test_training_by_kernel_and_precision_compiles_and_counts[{case}]": (  # noqa: E501
         "compilers of accelerators compile a decoder forwards and backwards"
     )
     for case in (
@@ -87,7 +87,7 @@ DEAR |= {
     )
 }
 DEAR |= {
-    f"tests/train/test_pipeline_stages.py::{test}": (
+    f"tests/training/train/test_pipeline_stages.py::{test}": (
         "compiles every stage, forwards and backwards, for several schedules and meshes"
     )
     for test in (
@@ -101,7 +101,7 @@ DEAR |= {
 }
 DEAR["docs/coming-from-flax.md::code"] = "a page is one test, and this one runs two libraries"
 DEAR |= {
-    f"tests/docs/test_notebooks.py::test_notebook_reproduces_its_stored_outputs[{notebook}]": (
+    f"tests/programs/docs/test_notebooks.py::test_notebook_reproduces_its_stored_outputs[{notebook}]": (
         "a notebook is one test, and this one starts processes or searches layouts"
     )
     for notebook in ("many-processes", "planning")
