@@ -21,7 +21,7 @@ import jax
 import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
-from tests.programs import compiled_in
+from tests.child_processes import compiled_in
 
 import shardax as sx
 from shardax.cli import main

@@ -2,8 +2,8 @@
 """Versions of JAX, and its public parts outside its top-level namespace.
 
 No other module asks for a version, or for what only some have. Each entry says since when it is as
-it is, and holds for all versions from ``OLDEST`` to ``NEWEST``; ``tests/core/objects/test_versions.py``
-says what it promises.
+it is, and holds for all versions from ``OLDEST`` to ``NEWEST``. What it promises is tested in
+``tests/core/objects/test_versions.py``.
 
 A *trace state* is an opaque token of the transform that is tracing: two tokens are equal exactly
 when they were taken under one trace.

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import pytest
 from tests.house.sources import ROOT
-from tests.programs import environment
+from tests.child_processes import environment
 from tests.programs.docs.notebooks import FOLDER, executed, names
 
 for package in ("nbclient", "ipykernel", "treescope"):

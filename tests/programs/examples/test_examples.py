@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 import pytest
-from tests.programs import environment
+from tests.child_processes import environment
 
 ROOT = Path(__file__).parents[3]
 PROGRAMS = sorted((ROOT / "examples").glob("*.py"))

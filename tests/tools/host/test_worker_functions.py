@@ -18,7 +18,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
-from tests.programs import run_here
+from tests.child_processes import run_here
 from tests.tools.host import worker_functions as there
 from tests.tools.host.waiting import has_ended, wait_for
 

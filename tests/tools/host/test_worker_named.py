@@ -13,7 +13,7 @@ import time
 
 import jax.numpy as jnp
 import pytest
-from tests.programs import run_here
+from tests.child_processes import run_here
 from tests.tools.host import worker_functions as there
 from tests.tools.host.waiting import has_ended, wait_for
 

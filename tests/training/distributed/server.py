@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A process that has imported everything and forks the processes of the tests.
 
-Each line of its standard input is a request of ``tests.training.distributed.processes``: to fork a process,
-or to say whether one has ended. A forked process runs one program and ends; or it takes commands,
+Each line of its standard input is a request of ``tests.training.distributed.processes``: to fork a
+process, or to say whether one has ended. A forked process runs one program and ends; or it takes commands,
 one after another, until there are no more.
 """
 

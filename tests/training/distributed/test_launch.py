@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from tests.programs import compiled_in
+from tests.child_processes import compiled_in
 from tests.training.distributed.processes import SECONDS, environment
 
 import shardax as sx
