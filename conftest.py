@@ -63,7 +63,6 @@ from hypothesis import HealthCheck, settings
 from sybil import Sybil
 from sybil.example import SybilFailure
 from sybil.parsers.markdown import PythonCodeBlockParser
-from tests.suite import compat
 
 DEVICES = 8
 
@@ -206,18 +205,6 @@ def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> Page | Non
     if is_page and any(EXAMPLES.parse(file_path).examples()):
         return Page.from_parent(parent, path=file_path)
     return None
-
-
-pytest_plugins = ["tests.suite.limits"]
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks the tests that CI repeats on the newest JAX."""
-    chosen = compat.read()
-    for item in items:
-        if not chosen.isdisjoint((item.nodeid, item.nodeid.partition("::")[0])):
-            item.add_marker(pytest.mark.compat)
 
 
 # The ids of tests that were skipped for want of a package. CI runs these again where it is.

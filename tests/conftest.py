@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What tests share: meshes over the 8 virtual devices of the root ``conftest.py``, and a marker."""
+"""What tests share: meshes over the 8 virtual devices of the root ``conftest.py``."""
 
 from __future__ import annotations
 
@@ -13,18 +13,6 @@ from jax.sharding import AxisType, Mesh
 
 MESH_SHAPE = (2, 4)
 MESH_AXES = ("data", "model")
-
-
-# Their tests have the marker `programs`.
-PROGRAMS = tuple(f"tests/{name}/" for name in ("benchmarks", "docs", "examples"))
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks the tests of notebooks, benchmarks and examples."""
-    for item in items:
-        if item.nodeid.startswith(PROGRAMS):
-            item.add_marker(pytest.mark.programs)
 
 
 def make_mesh(axis_type: AxisType) -> Mesh:

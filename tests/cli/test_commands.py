@@ -16,12 +16,12 @@ from typing import Any
 
 import jax
 import pytest
-from tests.native_logs import without_native_logs
 
 import shardax as sx
 from shardax.cli import main
 from shardax.cli.inputs import parse_mesh
 from shardax.cli.runs import read_settings
+from tests.native_logs import without_native_logs
 
 pytestmark = pytest.mark.usefixtures("one_layer")
 

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.cli.test_runs import SETTINGS
 
 import shardax as sx
 from shardax.cli import main
 from shardax.cli.runs import write_settings
+from tests.cli.test_runs import SETTINGS
 
 LINES = " ".join(["the quick brown fox"] * 500)
 NUMBERS = ("", "x", "1e3", "0x10", "2^9", "-1", "nan", "9" * 5000, str(2**70), str(10**10))

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.planner.plan.samples import sample_reports
 
 import shardax as sx
 from shardax.cli import main
@@ -20,6 +19,7 @@ from shardax.errors import CommandError, PlanInterrupted
 from shardax.plan import Plan
 from shardax.plan.inputs import Inputs
 from shardax.plan.rules_file import read_rules
+from tests.planner.plan.samples import sample_reports
 
 SOURCE = """
 import jax

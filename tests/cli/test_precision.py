@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.cli.test_resume import raw_arrays
 
 import shardax as sx
 from shardax.cli import main
+from tests.cli.test_resume import raw_arrays
 
 pytestmark = pytest.mark.usefixtures("one_layer")
 

@@ -21,12 +21,12 @@ import jax
 import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
-from tests.child_processes import compiled_in
 
 import shardax as sx
 from shardax.cli import main
 from shardax.train import checkpoint_files
 from shardax.train.checkpoint_format import stored_arrays
+from tests.child_processes import compiled_in
 
 STEPS, EVERY = 40, 5
 OPTIONS = (
@@ -175,7 +175,6 @@ def writing_from(out: Path, step: int) -> Callable[[], bool]:
     return reached
 
 
-@pytest.mark.slow
 def test_run_killed_three_times_resumes_bit_for_bit(runs: Runs) -> None:
     whole, killed = runs.whole(), runs.folder / "killed"
     chance = random.Random(os.environ.get("SHARDAX_TEST_SEED", "0"))
@@ -203,7 +202,6 @@ def test_run_killed_three_times_resumes_bit_for_bit(runs: Runs) -> None:
     assert (killed / "report.html").exists()
 
 
-@pytest.mark.slow
 def test_sigterm_saves_says_so_and_exits_with_143(runs: Runs) -> None:
     whole, stopped = runs.whole(), runs.folder / "stopped"
     process = runs.start(stopped)

@@ -38,15 +38,6 @@ class Import:
 
 
 @dataclass(frozen=True)
-class FunctionLength:
-    """How long one function is; ``lines`` are those of code, see ``lines_of_code``."""
-
-    name: str
-    line: int
-    lines: int
-
-
-@dataclass(frozen=True)
 class Description:
     """The docstring of one class or function, empty where there is none, by its qualified name."""
 
@@ -64,7 +55,6 @@ class Outline:
         undocumented: Public classes and functions of the module without docstring: (line, name).
         descriptions: Classes and functions, inner ones too, with their docstrings.
         classes: Those at the top of the module, with the names of their bases.
-        functions: Every function, inner ones too.
         statements: Every import statement, and whether it stands at module level.
     """
 
@@ -72,7 +62,6 @@ class Outline:
     undocumented: list[tuple[int, str]]
     descriptions: list[Description]
     classes: list[tuple[str, set[str]]]
-    functions: list[FunctionLength] = field(default_factory=list)
     statements: list[tuple[ast.Import | ast.ImportFrom, bool]] = field(default_factory=list)
 
 
@@ -151,8 +140,6 @@ def _walk(tree: ast.Module, outline: Outline) -> None:
         node, at_module_level = waiting.pop()
         if isinstance(node, ast.Import | ast.ImportFrom):
             outline.statements.append((node, at_module_level))
-        elif isinstance(node, Function):
-            outline.functions.append(FunctionLength(node.name, node.lineno, lines_of_code(node)))
         inside = at_module_level and not (
             isinstance(node, Function)
             or (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test))
@@ -179,15 +166,6 @@ def _first_name(node: ast.AST) -> str:
     while isinstance(node, ast.Attribute | ast.Call | ast.Subscript):
         node = node.func if isinstance(node, ast.Call) else node.value
     return node.id if isinstance(node, ast.Name) else ""
-
-
-def lines_of_code(function: Function) -> int:
-    """Lines from ``def`` to the end without the docstring, which may be as long as is useful."""
-    first = function.body[0]
-    lines = (function.end_lineno or function.lineno) - function.lineno + 1
-    if ast.get_docstring(function) is None:
-        return lines
-    return lines - ((first.end_lineno or first.lineno) - first.lineno + 1)
 
 
 def _origin(source: Source, statement: ast.ImportFrom) -> str:

@@ -14,8 +14,6 @@ import importlib
 import inspect
 import re
 
-import pytest
-
 from tests.house.public_api import public_names
 from tests.house.sources import Source, package_files, python_files
 
@@ -70,18 +68,26 @@ def test_public_classes_and_functions_have_a_docstring() -> None:
     assert without == []
 
 
-@pytest.mark.parametrize("name", public_names())
-def test_public_functions_name_their_arguments_and_results(name: str) -> None:
+def sections_that_lack(name: str) -> list[str]:
+    """Returns which sections the docstring of a public function should have and has not."""
     module, _, attribute = name.rpartition(".")
     value = getattr(importlib.import_module(module), attribute)
     if not inspect.isfunction(value):
-        return
+        return []
+
+    lacking = []
     docstring = inspect.getdoc(value) or ""
     signature = inspect.signature(value)
-    if signature.parameters:
-        assert "\nArgs:\n" in docstring
-    if str(signature.return_annotation) not in ("None", "<class 'inspect._empty'>"):
-        assert re.search(r"^(Returns|Yields):|^Returns ", docstring, flags=re.MULTILINE)
+    if signature.parameters and "\nArgs:\n" not in docstring:
+        lacking.append(f"{name}: Args")
+    returns = str(signature.return_annotation) not in ("None", "<class 'inspect._empty'>")
+    if returns and not re.search(r"^(Returns|Yields):|^Returns ", docstring, flags=re.MULTILINE):
+        lacking.append(f"{name}: Returns")
+    return lacking
+
+
+def test_public_functions_name_their_arguments_and_results() -> None:
+    assert [line for name in public_names() for line in sections_that_lack(name)] == []
 
 
 def test_sections_of_errors_name_each_class_once() -> None:

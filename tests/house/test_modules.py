@@ -1,69 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One concept a file, whole; folders show the architecture; one class name, one meaning."""
+"""Folders show the architecture, imports have no cycles, one class name has one meaning."""
 
 from __future__ import annotations
 
 import ast
 import collections
+from collections.abc import Iterator
 
 from tests.house import public_api
-from tests.house.figures import ambiguous_class_names, import_cycles, importers, lines_of
-from tests.house.sources import PACKAGE, Source, lines_of_code, package_files, python_files
+from tests.house.sources import PACKAGE, Source, package_files
 
-MOST_LINES_OF_A_FILE = 900
-MOST_CODE_OF_A_FUNCTION = 80
 MOST_FILES_OF_A_FOLDER = 18
-LEAST_CODE_WITH_ONE_IMPORTER = 80
 MOST_FILES_WITH_ONE_PREFIX = 3
-
-# Small modules with one importer that stay, and why.
-SMALL_ON_PURPOSE: dict[str, str] = {
-    "shardax.models.families.glm": "models have a file by architecture, for the reader"
-}
 
 # Modules with the name of another public thing of their package, until they are renamed, and why.
 SHADOWING: dict[str, str] = {
     "shardax.host.export": "loads before the face sets the function; named by pickles of exports",
     "shardax.host.host_function": "loads before the face sets the function",
 }
-
-
-def long_functions(source: Source) -> list[str]:
-    return [
-        f"{source.place}:{found.line} {found.name} has {found.lines} lines of code"
-        for found in source.outline.functions
-        if found.lines > MOST_CODE_OF_A_FUNCTION
-    ]
-
-
-def is_face(source: Source) -> bool:
-    """Whether a file only hands names on: a package face, or the errors of a package."""
-    return source.path.name in ("__init__.py", "__main__.py", "errors.py")
-
-
-def test_a_file_is_at_most_900_lines() -> None:
-    lengths = {source.place: len(source.text.splitlines()) for source in python_files()}
-    assert {p: n for p, n in lengths.items() if n > MOST_LINES_OF_A_FILE} == {}
-
-
-def test_function_has_at_most_80_lines() -> None:
-    assert [line for source in python_files() for line in long_functions(source)] == []
-
-
-def test_no_small_module_has_one_importer() -> None:
-    """A package face holds no code, so what only a face imports has nowhere else to be."""
-    imported_by = importers()
-    faces = {source.module for source in package_files() if is_face(source)}
-    small = {
-        source.module: sorted(imported_by[source.module])
-        for source in package_files()
-        if not is_face(source)
-        and lines_of(source).code < LEAST_CODE_WITH_ONE_IMPORTER
-        and len(imported_by[source.module]) == 1
-        and not imported_by[source.module] & faces
-    }
-    assert small.keys() - SMALL_ON_PURPOSE.keys() == set(), small
-    assert SMALL_ON_PURPOSE.keys() - small.keys() == set(), "no longer exceptions"
 
 
 def test_a_folder_holds_at_most_18_files() -> None:
@@ -103,16 +57,66 @@ def test_no_module_name_equals_another_export() -> None:
     assert found == SHADOWING.keys()
 
 
+def class_names() -> dict[str, list[str]]:
+    """Maps each class name, without leading underscores, to the modules that define it."""
+    found: dict[str, list[str]] = collections.defaultdict(list)
+    for source in package_files():
+        for name, _ in source.outline.classes:
+            found[name.lstrip("_")].append(source.module)
+    return found
+
+
+def ambiguous_class_names() -> dict[str, list[str]]:
+    """Class names that stand for more than one class.
+
+    Public classes of different faces may share a name, as ``nn.Linear`` and ``named.Linear`` do.
+    """
+    public = set(public_api.remembered_names())
+    return {
+        name: where
+        for name, where in class_names().items()
+        if len(where) > 1
+        and not all(f"shardax.{module.split('.')[1]}.{name}" in public for module in where)
+    }
+
+
 def test_a_class_name_has_one_meaning() -> None:
     assert ambiguous_class_names() == {}
 
 
+def import_cycles() -> list[list[str]]:
+    """Finds groups of modules that import each other when they are imported."""
+    modules = {source.module for source in package_files()}
+    edges: dict[str, set[str]] = {}
+    for source in package_files():
+        imported = {
+            item.name if item.name in modules else item.name.rpartition(".")[0]
+            for item in source.imports
+            if item.at_module_level
+        }
+        edges[source.module] = (imported & modules) - {source.module}
+    return [sorted(group) for group in _components(edges) if len(group) > 1]
+
+
+def _components(edges: dict[str, set[str]]) -> Iterator[set[str]]:
+    """Yields the sets of nodes that reach each other."""
+    reach: dict[str, set[str]] = {}
+    for start in edges:
+        seen: set[str] = set()
+        waiting = [*edges[start]]
+        while waiting:
+            node = waiting.pop()
+            if node not in seen:
+                seen.add(node)
+                waiting.extend(edges[node])
+        reach[start] = seen
+    done: set[str] = set()
+    for start in edges:
+        if start not in done:
+            group = {node for node in reach[start] if start in reach[node]} | {start}
+            done |= group
+            yield group
+
+
 def test_imports_are_acyclic() -> None:
     assert import_cycles() == []
-
-
-def test_a_docstring_is_not_counted_as_code() -> None:
-    text = 'def f(x):\n    """What.\n\n    Why.\n    """\n\n    return x\n'
-    function = ast.parse(text).body[0]
-    assert isinstance(function, ast.FunctionDef)
-    assert lines_of_code(function) == 3

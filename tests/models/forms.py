@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from jax.sharding import AxisType
-from tests.values import with_values
 
 import shardax as sx
 from shardax.models import (
@@ -22,6 +21,7 @@ from shardax.models import (
     TransformerConfig,
     next_token_loss,
 )
+from tests.values import with_values
 
 
 class Form(NamedTuple):

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from shardax.models import Rope, from_pretrained
 from tests.models.published_encoders import ENCODERS as PUBLISHED_ENCODERS
 from tests.models.published_encoders import LABELS, sizes_of
 from tests.models.published_experts import (
@@ -24,8 +26,6 @@ from tests.models.published_experts import (
 from tests.models.published_hybrids import HYBRIDS, TINY_HYBRIDS
 from tests.models.published_towers import TOWERS
 from tests.values import with_values
-
-from shardax.models import Rope, from_pretrained
 
 numpy_files = pytest.importorskip("safetensors.numpy", reason="pip install 'shardax[hub]'")
 

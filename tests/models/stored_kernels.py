@@ -9,9 +9,9 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-from tests.models.published import initialised, numpy_files
 
 from shardax.models import save_pretrained
+from tests.models.published import initialised, numpy_files
 
 COMPRESSED: dict[str, Any] = {
     "quant_method": "compressed-tensors",

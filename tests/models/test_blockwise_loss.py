@@ -15,14 +15,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from tests.conftest import make_mesh
-from tests.models.small import BATCH, SMALL
-from tests.models.test_meshes import wire_bytes
-from tests.values import with_values
 
 import shardax as sx
 from shardax.errors import LayerConfigError, LayerInputError
 from shardax.models import blockwise_cross_entropy, cross_entropy
+from tests.conftest import make_mesh
+from tests.models.small import BATCH, SMALL
+from tests.models.test_meshes import wire_bytes
+from tests.values import with_values
 
 RULES = sx.models.DECODER_RULES
 RANDOM = np.random.default_rng(0)

@@ -14,8 +14,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.advice import run_advice
-from tests.configs import make_config, with_fields
 
 import shardax as sx
 from shardax import models
@@ -36,6 +34,8 @@ from shardax.models import (
     StateSpaceConfig,
     TransformerConfig,
 )
+from tests.advice import run_advice
+from tests.configs import make_config, with_fields
 
 PARTS = {
     "attention": "AttentionConfig", "mlp": "MLPConfig", "experts": "ExpertsConfig",

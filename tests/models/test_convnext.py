@@ -12,13 +12,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests.models import peers
-from tests.models.published import initialised
-from tests.values import with_values
 
 import shardax as sx
 from shardax.errors import GenerationError, LayerConfigError, LayerInputError, PretrainedError
 from shardax.models import ConvNeXt, ConvNeXtConfig, from_pretrained, save_pretrained
+from tests.models import peers
+from tests.models.published import initialised
+from tests.values import with_values
 
 safetensors = pytest.importorskip("safetensors.numpy", reason="pip install 'shardax[hub]'")
 

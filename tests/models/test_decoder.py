@@ -17,12 +17,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
-from tests.models.small import BATCH, SMALL, TOKENS
-from tests.values import with_values
 
 import shardax as sx
 from shardax.errors import LayerConfigError, LayerInputError
 from shardax.models import DECODER_RULES, Decoder, DecoderConfig
+from tests.models.small import BATCH, SMALL, TOKENS
+from tests.values import with_values
 
 
 def make(**changes: Any) -> Decoder:

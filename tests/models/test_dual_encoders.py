@@ -19,11 +19,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.advice import run_advice
-from tests.configs import with_fields
-from tests.models import peers
-from tests.models.test_edit_laws import EDITS, is_saved
-from tests.values import with_values
 
 import shardax as sx
 from shardax.errors import LayerConfigError, LayerInputError, PretrainedError
@@ -39,6 +34,11 @@ from shardax.models import (
     from_pretrained,
     save_pretrained,
 )
+from tests.advice import run_advice
+from tests.configs import with_fields
+from tests.models import peers
+from tests.models.test_edit_laws import EDITS, is_saved
+from tests.values import with_values
 
 END = 63
 TEXT = {**peers.SIZES, "eos_token_id": END}

@@ -16,14 +16,14 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tests.models import peers
-from tests.models.published import MODELS, initialised, tiny_config
-from tests.values import with_values
 
 import shardax as sx
 from shardax import nn
 from shardax.errors import PretrainedError
 from shardax.models import from_pretrained, save_pretrained
+from tests.models import peers
+from tests.models.published import MODELS, initialised, tiny_config
+from tests.values import with_values
 
 safetensors = pytest.importorskip("safetensors.numpy", reason="pip install 'shardax[hub]'")
 

@@ -19,11 +19,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.advice import run_advice
-from tests.configs import field_of, with_fields
-from tests.models import peers
-from tests.models.test_edit_laws import EDITS, is_saved
-from tests.values import with_values
 
 import shardax as sx
 from shardax import nn
@@ -37,6 +32,11 @@ from shardax.models import (
     generate,
     save_pretrained,
 )
+from tests.advice import run_advice
+from tests.configs import field_of, with_fields
+from tests.models import peers
+from tests.models.test_edit_laws import EDITS, is_saved
+from tests.values import with_values
 
 safetensors = pytest.importorskip("safetensors.numpy", reason="pip install 'shardax[hub]'")
 

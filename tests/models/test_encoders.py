@@ -9,7 +9,6 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from tests.values import with_values
 
 import shardax as sx
 from shardax.errors import LayerInputError
@@ -22,6 +21,7 @@ from shardax.models import (
     TransformerConfig,
     pool_tokens,
 )
+from tests.values import with_values
 
 ENCODER = TransformerConfig(
     vocab_size=16,

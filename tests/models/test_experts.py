@@ -12,10 +12,6 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import AxisType
-from tests.models import peers
-from tests.models.published import initialised
-from tests.models.small import with_equal_values
-from tests.training.train.small_runs import eval_batches, make_trainer
 
 import shardax as sx
 from shardax.models import (
@@ -26,6 +22,10 @@ from shardax.models import (
     next_token_loss,
     save_pretrained,
 )
+from tests.models import peers
+from tests.models.published import initialised
+from tests.models.small import with_equal_values
+from tests.training.train.small_runs import eval_batches, make_trainer
 
 TOKENS = np.random.default_rng(0).integers(0, 64, (8, 9))
 BATCH = {"inputs": TOKENS[:, :-1], "targets": TOKENS[:, 1:]}

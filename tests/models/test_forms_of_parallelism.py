@@ -14,10 +14,10 @@ import jax
 import numpy as np
 import pytest
 from jax.sharding import AxisType
-from tests.models.forms import FORMS, Form, make_batch, run, step, whole
-from tests.values import with_values
 
 import shardax as sx
+from tests.models.forms import FORMS, Form, make_batch, run, step, whole
+from tests.values import with_values
 
 
 @functools.cache

@@ -12,12 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType
-from tests.conftest import make_mesh
-from tests.models.small import with_equal_values
 
 import shardax as sx
 from shardax.errors import GenerationError
 from shardax.models import DECODER_RULES, Decoder, DecoderConfig, generate
+from tests.conftest import make_mesh
+from tests.models.small import with_equal_values
 
 PROMPTS = [[104, 101, 108, 108, 111], [7], list(range(20, 31)), [1, 2, 3]]
 SIZES: dict[str, Any] = {"num_layers": 2, "embed_dim": 32, "num_kv_heads": 4, "head_dim": 8}

@@ -16,10 +16,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.values import with_values
 
 import shardax as sx
 from shardax.models import Decoder, DecoderConfig, from_pretrained, save_pretrained
+from tests.values import with_values
 
 pytest.importorskip("huggingface_hub", reason="pip install 'shardax[hub]'")
 pytest.importorskip("tokenizers", reason="pip install 'shardax[hub]'")

@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from tests.values import with_values
 
 import shardax as sx
 from shardax.errors import LayerInputError
 from shardax.models import blockwise_cross_entropy, cross_entropy, next_token_loss
+from tests.values import with_values
 
 LOGITS = np.random.default_rng(0).normal(size=(4, 6, 8)).astype(np.float32) * 3
 TARGETS = np.random.default_rng(1).integers(0, 8, (4, 6), np.int32)

@@ -22,11 +22,11 @@ import jax
 import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from tests.models import small
-from tests.models.small import BATCH, with_equal_values
 
 import shardax as sx
 from shardax.models import DECODER_RULES, Decoder, next_token_loss
+from tests.models import small
+from tests.models.small import BATCH, with_equal_values
 
 SMALL = dataclasses.replace(small.SMALL, num_layers=2)
 KINDS = {"A": AxisType.Auto, "E": AxisType.Explicit}
@@ -111,7 +111,6 @@ def test_tensor_parallel_losses_and_bytes_are_equal(scanned: bool, kinds: str) -
     assert set(found) == {"all-reduce"}
 
 
-@pytest.mark.slow
 @CASES
 def test_explicit_axes_gather_the_norms_only_once(scanned: bool, kinds: str) -> None:
     losses, found = train(scanned, True, kinds)

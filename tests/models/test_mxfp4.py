@@ -12,11 +12,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests.models.published import MODELS, initialised, tiny_config
 
 import shardax as sx
 from shardax.errors import PretrainedError
 from shardax.models import from_pretrained, save_pretrained
+from tests.models.published import MODELS, initialised, tiny_config
 
 safetensors = pytest.importorskip("safetensors.numpy", reason="pip install 'shardax[hub]'")
 

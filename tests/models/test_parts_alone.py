@@ -8,11 +8,11 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from tests.values import with_values
 
 import shardax as sx
 from shardax.errors import LayerConfigError
 from shardax.models import AttentionConfig, MLPConfig, Rope, Transformer, TransformerConfig
+from tests.values import with_values
 
 TOKENS = np.arange(24).reshape(2, 12)
 ROPES = {

@@ -14,13 +14,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests.advice import run_advice
-from tests.models import peers
-from tests.values import with_values
 
 import shardax as sx
 from shardax.errors import PretrainedError
 from shardax.models import Decoder, DecoderConfig, from_pretrained, save_pretrained
+from tests.advice import run_advice
+from tests.models import peers
+from tests.values import with_values
 
 pytest.importorskip("torch", reason="pip install torch")
 pytest.importorskip("transformers", reason="pip install transformers")

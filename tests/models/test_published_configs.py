@@ -13,10 +13,6 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from tests.advice import run_advice
-from tests.configs import field_of
-from tests.models.published import MODELS, with_layers
-from tests.values import with_values
 
 import shardax as sx
 from shardax.errors import PartitionCheckError, PretrainedError
@@ -28,6 +24,10 @@ from shardax.models import (
     from_pretrained,
     save_pretrained,
 )
+from tests.advice import run_advice
+from tests.configs import field_of
+from tests.models.published import MODELS, with_layers
+from tests.values import with_values
 
 safetensors = pytest.importorskip("safetensors.numpy", reason="pip install 'shardax[hub]'")
 pytest.importorskip("tokenizers", reason="pip install 'shardax[hub]'")

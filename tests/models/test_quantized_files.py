@@ -11,13 +11,13 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
-from tests.advice import run_advice
-from tests.models import stored_kernels as files
-from tests.models.published import MODELS, initialised, numpy_files, tiny_config
 
 import shardax as sx
 from shardax.errors import PretrainedError
 from shardax.models import from_pretrained, save_pretrained
+from tests.advice import run_advice
+from tests.models import stored_kernels as files
+from tests.models.published import MODELS, initialised, numpy_files, tiny_config
 
 TOKENS = np.arange(6)[None]
 

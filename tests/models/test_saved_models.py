@@ -16,10 +16,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests.configs import field_of, with_fields
-from tests.models import peers
-from tests.models.published import MODELS, TINY, initialised, tiny_config
-from tests.values import with_values
 
 import shardax as sx
 from shardax import nn
@@ -34,6 +30,10 @@ from shardax.models import (
     from_pretrained,
     save_pretrained,
 )
+from tests.configs import field_of, with_fields
+from tests.models import peers
+from tests.models.published import MODELS, TINY, initialised, tiny_config
+from tests.values import with_values
 
 safetensors = pytest.importorskip("safetensors.numpy", reason="pip install 'shardax[hub]'")
 

@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from tests.models import small
-from tests.models.small import BATCH, TOKENS, with_equal_values
-from tests.strategies import assert_equal_values
 
 import shardax as sx
 from shardax.errors import LayerConfigError
 from shardax.models import DECODER_RULES, Decoder, next_token_loss
 from shardax.nn import unstack_state
+from tests.models import small
+from tests.models.small import BATCH, TOKENS, with_equal_values
+from tests.strategies import assert_equal_values
 
 SMALL = dataclasses.replace(small.SMALL, num_layers=3, dropout=0.1)
 

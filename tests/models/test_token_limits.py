@@ -8,7 +8,6 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests.values import with_values
 
 import shardax as sx
 from shardax.errors import GenerationError, LayerInputError
@@ -21,6 +20,7 @@ from shardax.models import (
     TransformerConfig,
     generate,
 )
+from tests.values import with_values
 
 
 def _model(max_positions: int = 0) -> Transformer:

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.advice import run_advice
-from tests.strategies import assert_equal_values
 
 import shardax as sx
 from shardax.errors import ModuleError, VariableValueError
+from tests.advice import run_advice
+from tests.strategies import assert_equal_values
 
 FLOATS, INTS = jnp.asarray([[1.5, -2.0], [0.5, 3.0]]), jnp.asarray([[5, 2], [3, 7]])
 ARITHMETIC = [

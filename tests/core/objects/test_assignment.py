@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests.advice import run_advice
 
 import shardax as sx
 from shardax.errors import VariableValueError
+from tests.advice import run_advice
 
 
 def _param(dtype: Any = jnp.float32) -> sx.Param[Any]:

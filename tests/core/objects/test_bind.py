@@ -13,11 +13,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests.advice import run_advice
-from tests.core.objects.elsewhere import in_another_process
 
 import shardax as sx
 from shardax.errors import FilterError, ModuleError
+from tests.advice import run_advice
+from tests.core.objects.elsewhere import in_another_process
 
 
 class Pair(NamedTuple):

@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.structure import advance_structure_epoch, structure_epoch
 
 import shardax as sx
 from shardax.errors import StaticAttributeError
+from tests.structure import advance_structure_epoch, structure_epoch
 
 # --- a random sequence of operations does the same to a List and a list ---
 

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.strategies import Custom, models
 
 import shardax as sx
 from shardax._core.state.filters import to_predicate, to_predicates
 from shardax.errors import FilterError
+from tests.strategies import Custom, models
 
 PARAM, CUSTOM, STAT = sx.Param(1.0), Custom(1.0), sx.BatchStat(1.0)
 TAGGED = sx.Param(1.0, tag="slow")

@@ -13,11 +13,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from tests.strategies import Node, assert_same_model
 
 import shardax as sx
 from shardax._core.frames import Frame, local, owner_here, resolve
 from shardax.errors import ForeignMutationError, ShardaxError, TraceLeakError
+from tests.strategies import Node, assert_same_model
 
 
 def _model() -> Node:

@@ -11,8 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests.advice import run_advice
-from tests.structure import structure_epoch
 
 import shardax as sx
 from shardax.errors import (
@@ -22,6 +20,8 @@ from shardax.errors import (
     StateMismatchError,
     StaticAttributeError,
 )
+from tests.advice import run_advice
+from tests.structure import structure_epoch
 
 
 class Tied(sx.Module):

@@ -7,6 +7,8 @@ from typing import Any
 
 import jax
 from hypothesis import given, note, settings
+
+import shardax as sx
 from tests.core.objects.copies import COPIES
 from tests.strategies import (
     Edit,
@@ -18,8 +20,6 @@ from tests.strategies import (
     objects_of,
 )
 from tests.structure import structure_epoch
-
-import shardax as sx
 
 FILTERS: list[tuple[Any, ...]] = [(), (sx.Param,), ("slow",), (sx.PathContains("kernel"), sx.Cache)]
 

@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests.advice import run_advice
-from tests.strategies import Node, assert_equal_values, assert_same_model
 
 import shardax as sx
 from shardax.errors import FilterError, ModuleError, StateMismatchError
+from tests.advice import run_advice
+from tests.strategies import Node, assert_equal_values, assert_same_model
 
 
 class Layer(sx.Module):

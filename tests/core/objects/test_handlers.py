@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import pytest
-from tests.strategies import Node
 
 import shardax as sx
 from shardax._core.graph import handlers
 from shardax._core.graph.handlers import Handler, handler_of, register
+from tests.strategies import Node
 
 
 class Point(NamedTuple):

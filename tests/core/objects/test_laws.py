@@ -8,6 +8,8 @@ from typing import Any
 
 from hypothesis import given, note, settings
 from hypothesis import strategies as st
+
+import shardax as sx
 from tests.core.objects import copies
 from tests.strategies import (
     Edit,
@@ -19,8 +21,6 @@ from tests.strategies import (
     objects_of,
 )
 from tests.structure import advance_structure_epoch
-
-import shardax as sx
 
 
 def through_many_states(model: Any) -> Any:

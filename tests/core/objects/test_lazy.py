@@ -15,11 +15,11 @@ import jax.extend.random
 import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
-from tests.strategies import assert_equal_values
 
 import shardax as sx
 from shardax._core.init.lazy import Init, KeySource, LazyKey
 from shardax.errors import MetadataError, ModuleError, ShardaxError
+from tests.strategies import assert_equal_values
 
 INITIALIZERS = {
     "normal": jax.nn.initializers.normal(0.02),

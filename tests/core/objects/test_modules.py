@@ -13,12 +13,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests.advice import run_advice
-from tests.strategies import Node, assert_same_model
-from tests.structure import structure_epoch
 
 import shardax as sx
 from shardax.errors import ModuleAttributeError, StateMismatchError, StaticAttributeError
+from tests.advice import run_advice
+from tests.strategies import Node, assert_same_model
+from tests.structure import structure_epoch
 
 
 class Pair(NamedTuple):

@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from hypothesis import given, settings
-from tests.strategies import Node, OtherNode, models
 
 import shardax as sx
+from tests.strategies import Node, OtherNode, models
 
 
 class Pair(NamedTuple):

@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests.strategies import Node, assert_same_model
 
 import shardax as sx
 from shardax._core.graph.flatten import has_objects
 from shardax.errors import ModuleError
+from tests.strategies import Node, assert_same_model
 
 
 class Attention(sx.Module):

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.core.objects.elsewhere import in_another_process
 
 import shardax as sx
 from shardax._core.init.lazy import KeySource
 from shardax._core.init.rng import seed_source
 from shardax.errors import ModuleAttributeError, ModuleError
+from tests.core.objects.elsewhere import in_another_process
 
 
 def bits(key: jax.Array) -> tuple[int, ...]:

@@ -12,7 +12,6 @@ import pytest
 from hypothesis import given, settings
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from tests.strategies import Pair, assert_equal_values, assert_same_model, models
 
 import shardax as sx
 from shardax._core.graph.views import (
@@ -25,6 +24,7 @@ from shardax._core.graph.views import (
 )
 from shardax._core.init.lazy import Init, LazyKey
 from shardax.errors import ModuleError
+from tests.strategies import Pair, assert_equal_values, assert_same_model, models
 
 initializers = jax.nn.initializers
 INITIALIZERS = {

@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 from hypothesis import given, settings
-from tests.strategies import Node, assert_equal_values, models
 
 import shardax as sx
 from shardax.errors import FilterError
+from tests.strategies import Node, assert_equal_values, models
 
 
 def _model() -> Node:

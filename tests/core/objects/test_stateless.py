@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests.advice import run_advice
-from tests.strategies import assert_equal_values, assert_same_model
 
 import shardax as sx
 from shardax.errors import ModuleAttributeError, ModuleError
+from tests.advice import run_advice
+from tests.strategies import assert_equal_values, assert_same_model
 
 
 class Noisy(sx.Module):

@@ -17,10 +17,10 @@ import numpy as np
 import optax
 import pytest
 from hypothesis import given
-from tests.strategies import statics
 
 import shardax as sx
 from shardax._core.graph.static import Static, exact_key
+from tests.strategies import statics
 
 
 @dataclasses.dataclass(frozen=True)

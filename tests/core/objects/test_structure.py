@@ -17,11 +17,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
-from tests.strategies import Node, OtherNode, assert_same_model, models
-from tests.structure import advance_structure_epoch, structure_epoch
 
 import shardax as sx
 from shardax._core.graph.flatten import Flat, build, flatten, flatten_roots
+from tests.strategies import Node, OtherNode, assert_same_model, models
+from tests.structure import advance_structure_epoch, structure_epoch
 
 
 def _model() -> Node:

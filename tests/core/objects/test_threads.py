@@ -12,10 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests.threads import in_threads, switching_often  # noqa: F401 (a fixture)
 
 import shardax as sx
 from shardax.errors import ConcurrentWriteError
+from tests.threads import in_threads, switching_often  # noqa: F401 (a fixture)
 
 THREADS = 8
 

@@ -11,11 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests.strategies import Custom, assert_equal_values
-from tests.structure import structure_epoch
 
 import shardax as sx
 from shardax.errors import MetadataError, VariableValueError
+from tests.strategies import Custom, assert_equal_values
+from tests.structure import structure_epoch
 
 BUILT_IN = [
     *(sx.Variable, sx.Param, sx.BatchStat, sx.Cache, sx.Intermediate, sx.Perturbation),

@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from tests.advice import run_advice
 
 import shardax as sx
 from shardax._core.graph.views import _known, stack_objects, view
 from shardax.errors import ForeignMutationError, ModuleError, TransformError
+from tests.advice import run_advice
 
 
 class Layer(sx.Module):

@@ -8,11 +8,11 @@ from typing import Any
 import jax.numpy as jnp
 import pytest
 from hypothesis import given
-from tests.advice import run_advice
-from tests.strategies import Node, Pair, assert_equal_values, models
 
 import shardax as sx
 from shardax.errors import ModuleError, VariableValueError
+from tests.advice import run_advice
+from tests.strategies import Node, Pair, assert_equal_values, models
 
 
 def _model() -> Node:

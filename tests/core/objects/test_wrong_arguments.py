@@ -9,10 +9,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from tests.advice import run_advice
 
 import shardax as sx
 from shardax.errors import StateMismatchError
+from tests.advice import run_advice
 
 LAYER = sx.nn.Linear(2, 3, rngs=sx.Rngs(0))
 GRAPHDEF, STATE = sx.split(LAYER)

@@ -14,12 +14,12 @@ import optax
 import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from tests.advice import run_advice
 
 import shardax as sx
 from shardax import named, nn
 from shardax.errors import MetadataError, VariableValueError
 from shardax.partition import to_boxes, with_logical_partitioning, with_partitioning
+from tests.advice import run_advice
 
 NORMAL = jax.nn.initializers.lecun_normal()
 RULES = sx.Rules({"embed": None, "mlp": "model", "layers": "data"})

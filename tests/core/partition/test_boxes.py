@@ -17,7 +17,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from tests.advice import run_advice
 
 import shardax as sx
 from shardax.errors import MetadataError, PartitionError, ShardaxError, TransformError
@@ -32,6 +31,7 @@ from shardax.partition import (
     unbox,
 )
 from shardax.partition.boxes.boxes import inserted, without
+from tests.advice import run_advice
 
 LAYERS = {PARTITION_NAME: "layers"}
 

@@ -15,7 +15,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
-from tests.core.partition.own_boxes import Split
 
 import shardax as sx
 from shardax.errors import NoMeshError, PartitionCheckError, PartitionError
@@ -32,6 +31,7 @@ from shardax.partition import (
     to_variables,
     unbox,
 )
+from tests.core.partition.own_boxes import Split
 
 RULES = sx.Rules({"embed": "data", "mlp": "model", "rest": None})
 ARRAY = np.arange(128.0, dtype=np.float32).reshape(8, 16)

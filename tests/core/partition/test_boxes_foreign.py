@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from tests.advice import run_advice
-from tests.core.partition.own_boxes import Split
 
 import shardax as sx
 from shardax import partition as part
 from shardax.errors import MetadataError
 from shardax.partition import PARTITION_NAME, AxisMetadata
+from tests.advice import run_advice
+from tests.core.partition.own_boxes import Split
 
 ARRAY = np.arange(128.0, dtype=np.float32).reshape(8, 16)
 RULES = {"embed": "data", "mlp": "model"}

@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from tests.core.partition.own_boxes import Split
 
 import shardax as sx
 from shardax.partition import LogicallyPartitioned, Partitioned
+from tests.core.partition.own_boxes import Split
 
 RULES = sx.Rules({"embed": "data", "mlp": "model"})
 ARRAY = np.arange(128.0, dtype=np.float32).reshape(8, 16)

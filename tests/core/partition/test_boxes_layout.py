@@ -13,8 +13,6 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from tests.advice import run_advice
-from tests.core.partition.own_boxes import Split
 
 import shardax as sx
 from shardax.errors import NoMeshError, PartitionCheckError, PartitionError
@@ -28,6 +26,8 @@ from shardax.partition import (
     unbox,
     with_logical_constraint,
 )
+from tests.advice import run_advice
+from tests.core.partition.own_boxes import Split
 
 RULES = sx.Rules({"batch": "data", "embed": "model", "both": ("data", "model")})
 

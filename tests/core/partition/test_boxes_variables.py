@@ -15,8 +15,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from tests.advice import run_advice
-from tests.strategies import assert_equal_values, variables
 
 import shardax as sx
 from shardax.errors import PartitionError, VariableValueError
@@ -37,6 +35,8 @@ from shardax.partition import (
     to_variables,
     unbox,
 )
+from tests.advice import run_advice
+from tests.strategies import assert_equal_values, variables
 
 MESH = AbstractMesh((2,), ("x",))
 MODEL_MESH = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)

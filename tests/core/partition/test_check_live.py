@@ -12,10 +12,10 @@ import optax
 import pytest
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from tests.core.partition.models import RULES, Layer, Tower
 
 import shardax as sx
 from shardax import train
+from tests.core.partition.models import RULES, Layer, Tower
 
 
 def found(tree: Any, mesh: Any, rules: Any = RULES, **options: Any) -> dict[Any, tuple[str, str]]:

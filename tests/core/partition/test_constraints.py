@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from tests.advice import run_advice
 
 import shardax as sx
 from shardax.errors import NoMeshError, PartitionError, TransformError
+from tests.advice import run_advice
 
 RULES = sx.Rules({"batch": "data", "embed": "model", "both": ("data", "model"), "seq": None})
 UNCONSTRAINED = P.UNCONSTRAINED

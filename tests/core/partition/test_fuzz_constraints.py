@@ -11,10 +11,10 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
-from tests.core.partition.nonsense import PHASES, entries, meshes, mostly, nonsense, rules
 
 import shardax as sx
 from shardax.errors import PartitionCheckError, ShardaxError
+from tests.core.partition.nonsense import PHASES, entries, meshes, mostly, nonsense, rules
 
 shapes = st.sampled_from(
     [(8, 16), (24, 8), (3, 16), (24, 3), (0, 8), (8, 16, 24), (24, 3, 8), (16, 8, 0)]

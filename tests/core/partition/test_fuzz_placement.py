@@ -14,6 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
+
+import shardax as sx
+from shardax.errors import PartitionCheckError, ShardaxError
 from tests.core.partition.nonsense import (
     PHASES,
     entries,
@@ -24,9 +27,6 @@ from tests.core.partition.nonsense import (
     rarely,
     rules,
 )
-
-import shardax as sx
-from shardax.errors import PartitionCheckError, ShardaxError
 
 SHAPES = [(), (8,), (3,), (1,), (0,), (8, 4), (4, 8), (3, 8), (2, 0), (8, 1), (2, 4, 8), (8, 3, 2)]
 

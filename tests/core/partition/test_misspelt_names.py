@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from tests.advice import run_advice
 
 import shardax as sx
+from tests.advice import run_advice
 
 
 def _layers(axis: str) -> dict[str, list[sx.Param]]:

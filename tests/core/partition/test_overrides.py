@@ -12,12 +12,12 @@ import optax
 import pytest
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jax.sharding import PartitionSpec as P
-from tests.advice import run_advice
-from tests.core.partition.models import RULES, Layer, Tower, assert_same_bits, values
 
 import shardax as sx
 from shardax import train
 from shardax.errors import FilterError, PartitionCheckError, PartitionError, TransformError
+from tests.advice import run_advice
+from tests.core.partition.models import RULES, Layer, Tower, assert_same_bits, values
 
 PARAMETER_RULES = {"mlp": "model", "batch": "data"}
 ZERO = {sx.OptState: {"embed": "data"}}

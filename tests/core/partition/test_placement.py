@@ -18,7 +18,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from tests.core.partition.models import RULES, Tower, assert_same_bits, kernel, values
 
 import shardax as sx
 from shardax._core.graph.static import Static
@@ -31,6 +30,7 @@ from shardax.errors import (
     TransformError,
 )
 from shardax.models.decoder import DECODER_RULES, Decoder, DecoderConfig
+from tests.core.partition.models import RULES, Tower, assert_same_bits, kernel, values
 
 INITIALIZERS: dict[str, tuple[Any, tuple[int, ...]]] = {
     "zeros": (jax.nn.initializers.zeros, (8, 16)),
@@ -221,7 +221,6 @@ def is_matrix(path: Any, variable: Any) -> bool:
     return variable.ndim > 1
 
 
-@pytest.mark.slow
 @settings(max_examples=8)
 @given(
     shape=st.lists(st.integers(1, 13), min_size=1, max_size=3),

@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AxisType, Mesh
-from tests.core.partition.models import RULES, Tower, assert_same_bits, values
 
 import shardax as sx
 from shardax.errors import PartitionError, TransformError
+from tests.core.partition.models import RULES, Tower, assert_same_bits, values
 
 KINDS = [memory.kind for memory in jax.devices()[0].addressable_memories()]
 

@@ -16,12 +16,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import AbstractMesh, AxisType, Mesh
 from jax.sharding import PartitionSpec as P
-from tests.advice import run_advice
 
 from shardax.errors import PartitionError, TransformError
 from shardax.partition.context import axis_rules, current_rules, logical_to_mesh_axes, resolve_rules
 from shardax.partition.mesh import resolve_mesh
 from shardax.partition.rules import Rules
+from tests.advice import run_advice
 
 A, B = Rules({"embed": "x"}), Rules({"embed": "y"})
 

@@ -14,11 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from tests.core.partition.models import RULES, Tower, kernel
 
 import shardax as sx
 from shardax.errors import NoMeshError, PartitionCheckError
 from shardax.partition import batch_sharding, logical_to_mesh_axes
+from tests.core.partition.models import RULES, Tower, kernel
 
 TOWER_SPECS = {
     ("embed",): P("model", "data"),

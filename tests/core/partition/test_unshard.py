@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import Mesh, SingleDeviceSharding
-from tests.advice import run_advice
-from tests.core.partition.models import RULES, Tower, assert_same_bits, values
 
 import shardax as sx
 from shardax.errors import ModuleError, PartitionCheckError, TransformError
+from tests.advice import run_advice
+from tests.core.partition.models import RULES, Tower, assert_same_bits, values
 
 
 def devices_of(tree: Any) -> set[Any]:

@@ -9,11 +9,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from tests.core.selection.test_edits import Layer, Model, Pair, takes
-from tests.strategies import assert_same_model
 
 import shardax as sx
 from shardax.errors import SelectionError
+from tests.core.selection.test_edits import Layer, Model, Pair, takes
+from tests.strategies import assert_same_model
 
 HOLE = sx.Hole()
 

@@ -10,12 +10,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from tests.core.selection.test_selecting import takes
-from tests.strategies import Pair, assert_same_model
 
 import shardax as sx
 from shardax._core.object import epoch
 from shardax.errors import MetadataError, ModuleError, SelectionError, StaticAttributeError
+from tests.core.selection.test_selecting import takes
+from tests.strategies import Pair, assert_same_model
 
 
 class Layer(sx.Module):

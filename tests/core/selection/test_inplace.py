@@ -8,7 +8,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from tests.core.selection.test_edits import Layer, Model
 
 import shardax as sx
 from shardax._core.object import epoch
@@ -18,6 +17,7 @@ from shardax.errors import (
     StaticAttributeError,
     TraceLeakError,
 )
+from tests.core.selection.test_edits import Layer, Model
 
 
 @pytest.fixture

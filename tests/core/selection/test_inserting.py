@@ -8,11 +8,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from tests.advice import run_advice
-from tests.core.selection.test_edits import Layer, Model, Pair
 
 import shardax as sx
 from shardax.errors import SelectionError
+from tests.advice import run_advice
+from tests.core.selection.test_edits import Layer, Model, Pair
 
 
 @pytest.fixture

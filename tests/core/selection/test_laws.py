@@ -9,13 +9,13 @@ from typing import Any
 import jax
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from tests.strategies import Node, OtherNode, Pair, assert_same_model, models, objects_of
 
 import shardax as sx
 from shardax._core.object import epoch
 from shardax._core.variable import ArrayAttribute
 from shardax._select.places import HolderGraph, children
 from shardax.errors import ShardaxError
+from tests.strategies import Node, OtherNode, Pair, assert_same_model, models, objects_of
 
 
 class Around(sx.Module):

@@ -8,12 +8,12 @@ import functools
 import jax
 import jax.numpy as jnp
 import pytest
-from tests.advice import run_advice
-from tests.core.selection.test_selecting import Block, Model, Pair, takes
 
 import shardax as sx
 from shardax._core.object import epoch
 from shardax.errors import SelectionError
+from tests.advice import run_advice
+from tests.core.selection.test_selecting import Block, Model, Pair, takes
 
 
 @pytest.fixture

@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests.advice import run_advice
-from tests.strategies import Pair
 
 import shardax as sx
 from shardax.errors import SelectionError
+from tests.advice import run_advice
+from tests.strategies import Pair
 
 
 class Block(sx.Module):

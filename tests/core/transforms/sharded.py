@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, PartitionSpec
-from tests.values import with_values
 
 import shardax as sx
+from tests.values import with_values
 
 # Without compilation shard_map runs each operation as a program of its own. Where that is not what
 # a test is about, shard_map is in a compiled function, or its function is a compiled one.

@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import optax
 import pytest
 from hypothesis import example, given
-from tests.strategies import Node, assert_equal_values, models
 
 import shardax as sx
 from shardax import nn, train
 from shardax.errors import TrainError, TransformError
+from tests.strategies import Node, assert_equal_values, models
 
 
 def _model() -> Node:

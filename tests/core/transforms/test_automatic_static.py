@@ -18,12 +18,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.core.transforms.examples import Scale
-from tests.core.transforms.test_dispatch import python_calls
 
 import shardax as sx
 from shardax._transforms.jit import cache as memory
 from shardax.errors import StaticArgumentError
+from tests.core.transforms.examples import Scale
+from tests.core.transforms.test_dispatch import python_calls
 
 
 class Mode(enum.IntEnum):

@@ -14,13 +14,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
-from tests.core.transforms.examples import Box
-from tests.strategies import assert_same_model
 
 import shardax as sx
 from shardax._core.graph.static import Metadata
 from shardax.errors import MetadataError
 from shardax.partition import PARTITION_NAME
+from tests.core.transforms.examples import Box
+from tests.strategies import assert_same_model
 
 NAMED = {PARTITION_NAME: "layers"}
 RULES = {"layers": "data", "in": None, "out": "model"}

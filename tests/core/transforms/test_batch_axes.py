@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.advice import run_advice
 
 import shardax as sx
 from shardax.errors import FilterError, PrefixError, TransformError
+from tests.advice import run_advice
 
 
 class Affine(sx.Module):

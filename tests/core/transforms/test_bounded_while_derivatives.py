@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.test_util import check_grads
-from tests.core.transforms.examples import Box
 
 import shardax as sx
+from tests.core.transforms.examples import Box
 
 MODES = ("no", "store", "recompute")
 every_mode = pytest.mark.parametrize("mode", MODES)

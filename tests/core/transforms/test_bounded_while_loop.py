@@ -12,10 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
-from tests.core.transforms.examples import Many, Scale, step, values
 
 import shardax as sx
 from shardax.errors import TransformError
+from tests.core.transforms.examples import Many, Scale, step, values
 
 MODES = ("no", "store", "recompute")
 every_mode = pytest.mark.parametrize("mode", MODES)

@@ -9,9 +9,9 @@ from typing import Any
 
 import jax.numpy as jnp
 import pytest
-from tests.core.transforms.examples import Scale
 
 import shardax as sx
+from tests.core.transforms.examples import Scale
 
 
 @dataclasses.dataclass

@@ -9,11 +9,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from tests.advice import run_advice
 
 import shardax as sx
 from shardax import nn
 from shardax.errors import ConcurrentWriteError, StateMismatchError, TransformError
+from tests.advice import run_advice
 
 
 class Inner(sx.Module):

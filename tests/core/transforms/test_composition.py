@@ -19,11 +19,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+import shardax as sx
 from tests.core.transforms.examples import Mask
 from tests.strategies import assert_equal_values
 from tests.values import with_values
-
-import shardax as sx
 
 Step = Callable[[Any, Any], Any]
 

@@ -13,11 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
-from tests.core.transforms.examples import Box, Many, Scale, Tied, step, values
-from tests.strategies import Edit, apply_edit, assert_equal_values, assert_same_model, edits, models
 
 import shardax as sx
 from shardax.errors import ForeignMutationError, TransformError
+from tests.core.transforms.examples import Box, Many, Scale, Tied, step, values
+from tests.strategies import Edit, apply_edit, assert_equal_values, assert_same_model, edits, models
 
 
 class Noisy(sx.Module):

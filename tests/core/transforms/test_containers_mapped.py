@@ -17,10 +17,10 @@ import numpy as np
 import pytest
 from flax.core import FrozenDict
 from jax.sharding import PartitionSpec as P
-from tests.core.transforms.examples import Mask
-from tests.strategies import assert_equal_values
 
 import shardax as sx
+from tests.core.transforms.examples import Mask
+from tests.strategies import assert_equal_values
 
 
 @jax.tree_util.register_dataclass

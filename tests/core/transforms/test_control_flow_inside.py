@@ -14,10 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
-from tests.core.transforms.examples import Mask, Scale
 
 import shardax as sx
 from shardax.errors import ForeignMutationError, TransformError
+from tests.core.transforms.examples import Mask, Scale
 
 
 class Dropped(sx.Module):

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.strategies import Node
 
 import shardax as sx
 from shardax.errors import ClosureError, TransformError
+from tests.strategies import Node
 
 
 def _model() -> Node:

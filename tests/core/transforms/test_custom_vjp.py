@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 from jax.test_util import check_grads
-from tests.core.transforms.examples import Box, Mask, Scale, Tied
-from tests.core.transforms.rules import Sine, X, flat, tenfold
-from tests.values import with_values
 
 import shardax as sx
 from shardax.errors import TransformError
+from tests.core.transforms.examples import Box, Mask, Scale, Tied
+from tests.core.transforms.rules import Sine, X, flat, tenfold
+from tests.values import with_values
 
 XS = np.array([[1.0], [2.0], [3.0]], np.float32) * np.asarray(X)
 

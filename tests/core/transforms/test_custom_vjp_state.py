@@ -7,12 +7,12 @@ from typing import Any
 
 import jax.numpy as jnp
 import pytest
-from tests.advice import run_advice
-from tests.core.transforms.examples import Box, Scale, values
-from tests.core.transforms.rules import Sine, X, flat, tenfold
 
 import shardax as sx
 from shardax.errors import ClosureError, ForeignMutationError, ShardaxError, TransformError
+from tests.advice import run_advice
+from tests.core.transforms.examples import Box, Scale, values
+from tests.core.transforms.rules import Sine, X, flat, tenfold
 
 # --- state that the forward writes ---
 

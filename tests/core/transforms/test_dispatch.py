@@ -16,11 +16,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from tests.core.transforms.examples import Box, Many, Scale, step
 
 import shardax as sx
 from shardax._core.frames import several
 from shardax._core.graph.flatten import has_objects
+from tests.core.transforms.examples import Box, Many, Scale, step
 
 JAX = os.path.dirname(jax.__file__)
 

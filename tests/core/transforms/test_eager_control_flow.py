@@ -14,9 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, PartitionSpec
-from tests.values import with_values
 
 import shardax as sx
+from tests.values import with_values
 
 X = np.arange(8, dtype=np.float32).reshape(2, 4) / 8
 TRUE = jnp.array(True)

@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import Mesh, PartitionSpec
-from tests.strategies import Node
 
 import shardax as sx
 from shardax.errors import PrefixError, TransformError
+from tests.strategies import Node
 
 
 def _model() -> Node:

@@ -8,9 +8,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from tests.core.transforms.examples import Box, Scale, Tied, values
 
 import shardax as sx
+from tests.core.transforms.examples import Box, Scale, Tied, values
 
 
 class Lazy(sx.Module):

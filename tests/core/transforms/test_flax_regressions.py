@@ -13,11 +13,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
-from tests.advice import run_advice
-from tests.core.transforms.examples import Box, Scale, Tied, values
 
 import shardax as sx
 from shardax.errors import ModuleError
+from tests.advice import run_advice
+from tests.core.transforms.examples import Box, Scale, Tied, values
 
 P = PartitionSpec
 

@@ -9,10 +9,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from tests.core.transforms.examples import Box, Scale, Tied, values
 
 import shardax as sx
 from shardax.errors import ForeignMutationError, TransformError
+from tests.core.transforms.examples import Box, Scale, Tied, values
 
 Two = collections.namedtuple("Two", "model batch")
 

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.experimental import checkify
-from tests.strategies import Node
 
 import shardax as sx
 from shardax.errors import TransformError
+from tests.strategies import Node
 
 JACOBIANS = pytest.mark.parametrize("name", ["jacfwd", "jacrev"])
 

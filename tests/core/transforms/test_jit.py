@@ -15,11 +15,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from tests.advice import run_advice
-from tests.core.transforms.examples import Box, Scale, values
 
 import shardax as sx
 from shardax.errors import TraceLeakError, TransformError
+from tests.advice import run_advice
+from tests.core.transforms.examples import Box, Scale, values
 
 Two = collections.namedtuple("Two", "first second")
 

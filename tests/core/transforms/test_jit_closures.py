@@ -9,10 +9,10 @@ from typing import Any
 
 import jax.numpy as jnp
 import pytest
-from tests.core.transforms.examples import Box, Scale, Tied, values
 
 import shardax as sx
 from shardax.errors import TraceLeakError, UncertainCaptureWarning
+from tests.core.transforms.examples import Box, Scale, Tied, values
 
 # An object is reached in a way that is not certain, so each call is traced (docs/captures.md).
 uncertain = pytest.mark.filterwarnings("ignore::shardax.errors.UncertainCaptureWarning")

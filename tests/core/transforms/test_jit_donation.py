@@ -10,11 +10,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from tests.advice import run_advice
-from tests.core.transforms.examples import Scale, values
 
 import shardax as sx
 from shardax.errors import DonationError
+from tests.advice import run_advice
+from tests.core.transforms.examples import Scale, values
 
 
 def _grow(model: Scale, by: Any) -> Any:

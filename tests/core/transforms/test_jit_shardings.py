@@ -11,12 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
-from tests.advice import run_advice
-from tests.core.transforms.examples import Box, Scale, values
-from tests.values import with_values
 
 import shardax as sx
 from shardax.errors import PrefixError, TransformError
+from tests.advice import run_advice
+from tests.core.transforms.examples import Box, Scale, values
+from tests.values import with_values
 
 P = PartitionSpec
 Sharding = Callable[..., NamedSharding]

@@ -10,10 +10,10 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests.core.transforms.examples import Box, Scale
 
 import shardax as sx
 from shardax.errors import DonationError, StaticArgumentError, TransformError
+from tests.core.transforms.examples import Box, Scale
 
 
 @dataclasses.dataclass(frozen=True)

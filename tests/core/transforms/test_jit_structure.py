@@ -9,10 +9,10 @@ from typing import Any
 
 import jax.numpy as jnp
 import pytest
-from tests.core.transforms.examples import Box, Scale, Tied, values
-from tests.strategies import assert_same_model
 
 import shardax as sx
+from tests.core.transforms.examples import Box, Scale, Tied, values
+from tests.strategies import assert_same_model
 
 
 def _start() -> Box:

@@ -13,13 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
+
+import shardax as sx
+from shardax.errors import DonationError, PrefixError, StaticArgumentError, TransformError
 from tests.advice import run_advice
 from tests.core.transforms.examples import Mask
 from tests.strategies import assert_same_model
 from tests.values import with_values
-
-import shardax as sx
-from shardax.errors import DonationError, PrefixError, StaticArgumentError, TransformError
 
 X = jnp.linspace(-1, 1, 8).reshape(2, 4)
 TRACES: list[Any] = []

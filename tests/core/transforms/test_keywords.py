@@ -8,10 +8,10 @@ from typing import Any
 
 import jax.numpy as jnp
 import pytest
-from tests.core.transforms.examples import Scale, values
 
 import shardax as sx
 from shardax.errors import PrefixError, TransformError
+from tests.core.transforms.examples import Scale, values
 
 XS = jnp.arange(6.0).reshape(3, 2)
 BY_TYPE = sx.StateAxes({sx.Param: 0, ...: None})

@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+import shardax as sx
 from tests.strategies import (
     Edit,
     apply_edit,
@@ -19,8 +21,6 @@ from tests.strategies import (
     models,
     objects_of,
 )
-
-import shardax as sx
 
 FEW = settings(max_examples=15)
 

@@ -10,12 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
-from tests.core.transforms.examples import Scale, Tied, values
-from tests.core.transforms.pure import pure_of, touch
-from tests.strategies import assert_same_model, models
 
 import shardax as sx
 from shardax.errors import ShardaxError, StaticArgumentError, TransformError
+from tests.core.transforms.examples import Scale, Tied, values
+from tests.core.transforms.pure import pure_of, touch
+from tests.strategies import assert_same_model, models
 
 
 def _avals(variables: Any) -> list[str]:

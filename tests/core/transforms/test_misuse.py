@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests.advice import run_advice
 
 import shardax as sx
 from shardax.errors import DonationError, ModuleError, StaticArgumentError, TransformError
+from tests.advice import run_advice
 
 
 def _loss(w: Any, x: Any = 1.0) -> Any:

@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from tests.advice import run_advice
 
 import shardax as sx
 from shardax.errors import TrainError, TransformError
+from tests.advice import run_advice
 
 
 class Plain(sx.Module):

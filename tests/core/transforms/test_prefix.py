@@ -10,13 +10,13 @@ import jax.numpy as jnp
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.core.transforms.examples import Box, Scale, Tied
-from tests.strategies import models
 
 import shardax as sx
 from shardax._core.graph.flatten import flatten
 from shardax._transforms.lift.prefix import alias_paths, consistent, expand
 from shardax.errors import FilterError, PrefixError, TransformError
+from tests.core.transforms.examples import Box, Scale, Tied
+from tests.strategies import models
 
 Two = collections.namedtuple("Two", "left right")
 

@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from tests.advice import run_advice
-from tests.strategies import Node
 
 import shardax as sx
 from shardax.errors import PrefixError, TransformError
+from tests.advice import run_advice
+from tests.strategies import Node
 
 
 def _model() -> Node:

@@ -15,13 +15,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
+
+import shardax as sx
+from shardax.errors import FilterError, PrefixError, ShardaxError, TransformError
 from tests.advice import run_advice
 from tests.conftest import make_mesh
 from tests.core.transforms.examples import Box, Tied
 from tests.strategies import assert_same_model
-
-import shardax as sx
-from shardax.errors import FilterError, PrefixError, ShardaxError, TransformError
 
 MESH = make_mesh(jax.sharding.AxisType.Auto)
 

@@ -15,8 +15,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from tests.advice import run_advice
-from tests.strategies import Node
 
 import shardax as sx
 from shardax import nn, train
@@ -27,6 +25,8 @@ from shardax.errors import (
     TransformError,
     VariableValueError,
 )
+from tests.advice import run_advice
+from tests.strategies import Node
 
 
 def _model(ref: bool = True) -> Node:

@@ -14,14 +14,14 @@ import pytest
 from hypothesis import given, settings
 from jax.ad_checkpoint import checkpoint_name
 from jax.test_util import check_grads
+
+import shardax as sx
+from shardax.errors import ForeignMutationError, ShardaxError, StaticArgumentError, TransformError
 from tests.advice import run_advice
 from tests.core.transforms.examples import Mask, Scale, values
 from tests.core.transforms.pure import touch
 from tests.strategies import assert_equal_values, assert_same_model, models
 from tests.values import with_values
-
-import shardax as sx
-from shardax.errors import ForeignMutationError, ShardaxError, StaticArgumentError, TransformError
 
 FEW = settings(max_examples=8)
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import jax.numpy as jnp
 import pytest
-from tests.core.transforms.examples import Box, Scale
 
 import shardax as sx
+from tests.core.transforms.examples import Box, Scale
 
 
 def _reasons(function: Any, *calls: Callable[[], Any]) -> list[tuple[str, ...]]:

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.advice import run_advice
 
 import shardax as sx
 from shardax.errors import TransformError
+from tests.advice import run_advice
 
 # function, its derivative, whether a number is in the domain, a stand-in
 SINGULAR: dict[str, tuple[Any, Any, Callable[[Any], Any], float]] = {

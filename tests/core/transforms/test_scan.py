@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests.advice import run_advice
 
 import shardax as sx
 from shardax.errors import PrefixError, TransformError
+from tests.advice import run_advice
 
 Carry = sx.Carry
 

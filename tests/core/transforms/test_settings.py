@@ -21,10 +21,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.core.transforms.test_dispatch import python_calls
 
 import shardax as sx
 from shardax.errors import StaticArgumentError, StaticAttributeError
+from tests.core.transforms.test_dispatch import python_calls
 
 
 class Schedule:

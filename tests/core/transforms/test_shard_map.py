@@ -10,6 +10,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import Mesh, NamedSharding
+
+import shardax as sx
+from shardax.errors import PrefixError, TransformError
 from tests.advice import run_advice
 from tests.core.transforms.examples import Tied
 from tests.core.transforms.sharded import (
@@ -24,9 +27,6 @@ from tests.core.transforms.sharded import (
     spec_of,
 )
 from tests.strategies import assert_same_model
-
-import shardax as sx
-from shardax.errors import PrefixError, TransformError
 
 # --- shards and writes ---
 

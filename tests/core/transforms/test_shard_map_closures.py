@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh
-from tests.core.transforms.examples import Box
-from tests.core.transforms.sharded import RULES, Block, P, Table, batch, close
 
 import shardax as sx
 from shardax.errors import ForeignMutationError, TransformError
+from tests.core.transforms.examples import Box
+from tests.core.transforms.sharded import RULES, Block, P, Table, batch, close
 
 
 @pytest.mark.parametrize(

@@ -8,12 +8,12 @@ from typing import Any
 import jax.numpy as jnp
 import pytest
 from jax.sharding import Mesh
-from tests.advice import run_advice
-from tests.core.transforms.sharded import BY_TYPE, P, Table, spec_of
-from tests.strategies import assert_same_model
 
 import shardax as sx
 from shardax.errors import TransformError
+from tests.advice import run_advice
+from tests.core.transforms.sharded import BY_TYPE, P, Table, spec_of
+from tests.strategies import assert_same_model
 
 
 def test_different_values_of_replicated_variable_are_refused(mesh: Mesh) -> None:

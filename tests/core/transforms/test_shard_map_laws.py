@@ -12,10 +12,10 @@ import numpy as np
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from jax.sharding import AxisType
-from tests.core.transforms.sharded import P, close
-from tests.strategies import Edit, apply_edit, assert_same_model, edits, models
 
 import shardax as sx
+from tests.core.transforms.sharded import P, close
+from tests.strategies import Edit, apply_edit, assert_same_model, edits, models
 
 ONE = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))
 FEW = settings(max_examples=6)

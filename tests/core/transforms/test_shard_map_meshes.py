@@ -10,12 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
-from tests.advice import run_advice
-from tests.core.transforms.sharded import BY_TYPE, RULES, Block, P, Table, batch, close, spec_of
-from tests.values import with_values
 
 import shardax as sx
 from shardax.errors import ModuleError, NoMeshError, PrefixError, TransformError
+from tests.advice import run_advice
+from tests.core.transforms.sharded import BY_TYPE, RULES, Block, P, Table, batch, close, spec_of
+from tests.values import with_values
 
 
 def test_mesh_in_scope_is_the_default(mesh: Mesh) -> None:

@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh
-from tests.advice import run_advice
-from tests.core.transforms.sharded import P
 
 import shardax as sx
 from shardax.errors import TransformError
+from tests.advice import run_advice
+from tests.core.transforms.sharded import P
 
 GRID = P(("data", "model"))
 

@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
-from tests.core.transforms.sharded import BY_TYPE, RULES, P, Table, batch, close
 
 import shardax as sx
 from shardax.errors import TransformError
+from tests.core.transforms.sharded import BY_TYPE, RULES, P, Table, batch, close
 
 
 @pytest.mark.parametrize("inside", [True, False], ids=["grad inside", "grad outside"])

@@ -16,11 +16,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
-from tests.advice import run_advice
-from tests.core.transforms.sharded import spec_of
 
 import shardax as sx
 from shardax.errors import NoMeshError
+from tests.advice import run_advice
+from tests.core.transforms.sharded import spec_of
 
 P = PartitionSpec
 X = jnp.ones((8, 8))

@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from tests.core.transforms.examples import Box, Scale, values
 
 import shardax as sx
 from shardax.errors import TransformError
+from tests.core.transforms.examples import Box, Scale, values
 
 P = PartitionSpec
 

@@ -9,10 +9,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from tests.core.transforms.examples import Box, Scale, values
-from tests.threads import in_threads, switching_often  # noqa: F401 (a fixture)
 
 import shardax as sx
+from tests.core.transforms.examples import Box, Scale, values
+from tests.threads import in_threads, switching_often  # noqa: F401 (a fixture)
 
 THREADS = 6
 

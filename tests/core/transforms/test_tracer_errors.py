@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests.advice import run_advice
 
 import shardax as sx
+from tests.advice import run_advice
 
 ROWS = jnp.arange(6.0).reshape(3, 2)
 

@@ -14,9 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from tests.values import with_values
 
 import shardax as sx
+from tests.values import with_values
 
 ROWS = np.arange(6.0, dtype=np.float32).reshape(3, 2)
 

@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import Mesh, PartitionSpec
-from tests.advice import run_advice
 
 import shardax as sx
 from shardax.errors import TransformError
+from tests.advice import run_advice
 
 P = PartitionSpec
 X = jnp.arange(8.0)

@@ -10,14 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
-from tests.advice import run_advice
-from tests.core.transforms.examples import Box, Scale, Tied, values
-from tests.core.transforms.pure import floating, pure_of, touch
-from tests.strategies import assert_equal_values, assert_same_model, models
 
 import shardax as sx
 from shardax._transforms.grad.grad import replaced
 from shardax.errors import ModuleError, ShardaxError, TransformError
+from tests.advice import run_advice
+from tests.core.transforms.examples import Box, Scale, Tied, values
+from tests.core.transforms.pure import floating, pure_of, touch
+from tests.strategies import assert_equal_values, assert_same_model, models
 
 FEW = settings(max_examples=15)
 FLOAT0 = np.zeros((), jax.dtypes.float0)

@@ -11,12 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests.advice import run_advice
-from tests.core.transforms.examples import XS, Box, Scale, Sower, Tied, lanes, shapes, values
-from tests.strategies import assert_equal_values
 
 import shardax as sx
 from shardax.errors import ModuleError
+from tests.advice import run_advice
+from tests.core.transforms.examples import XS, Box, Scale, Sower, Tied, lanes, shapes, values
+from tests.strategies import assert_equal_values
 
 # --- what is mapped ---
 

@@ -8,6 +8,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+
+import shardax as sx
+from shardax.errors import (
+    ForeignMutationError,
+    ModuleError,
+    PrefixError,
+    TraceLeakError,
+    TransformError,
+)
 from tests.advice import run_advice
 from tests.core.transforms.examples import (
     SHARED,
@@ -21,15 +30,6 @@ from tests.core.transforms.examples import (
     values,
 )
 from tests.strategies import assert_same_model
-
-import shardax as sx
-from shardax.errors import (
-    ForeignMutationError,
-    ModuleError,
-    PrefixError,
-    TraceLeakError,
-    TransformError,
-)
 
 # --- closures ---
 

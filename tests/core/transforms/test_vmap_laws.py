@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.strategies import Edit, apply_edit, assert_equal_values, assert_same_model, edits, models
 
 import shardax as sx
+from tests.strategies import Edit, apply_edit, assert_equal_values, assert_same_model, edits, models
 
 COUNTS = st.sampled_from([1, 3])
 """Numbers of lanes."""

@@ -13,11 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh
-from tests.strategies import assert_equal_values
-from tests.values import with_values
 
 import shardax as sx
 from shardax.errors import ForeignMutationError, TransformError
+from tests.strategies import assert_equal_values
+from tests.values import with_values
 
 ONES = jnp.ones((3, 64))
 WITH_SHARED_STREAMS = sx.StateAxes({sx.RngState: None, ...: 0})

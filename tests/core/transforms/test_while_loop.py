@@ -11,11 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
-from tests.advice import run_advice
-from tests.core.transforms.examples import Box, Many, Scale, Tied, step, values
 
 import shardax as sx
 from shardax.errors import TransformError
+from tests.advice import run_advice
+from tests.core.transforms.examples import Box, Many, Scale, Tied, step, values
 
 
 def _below(limit: int) -> Any:

@@ -14,9 +14,9 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import PartitionSpec as P
-from tests.advice import run_advice
 
 import shardax as sx
+from tests.advice import run_advice
 
 
 class Peer(eqx.Module):

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from tests.interop.migrate.translation import translate
 
 import shardax as sx
+from tests.interop.migrate.translation import translate
 
 X = np.random.default_rng(0).normal(size=(2, 4, 4, 4)).astype(np.float32)
 

@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from tests.advice import run_advice
-from tests.interop.migrate.translation import LEFT, NAMES, translate
 
 import shardax as sx
+from tests.advice import run_advice
+from tests.interop.migrate.translation import LEFT, NAMES, translate
 
 
 @pytest.fixture

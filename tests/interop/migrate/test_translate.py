@@ -10,9 +10,9 @@ import libcst
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.interop.migrate.translation import NAMES, Translation, survey, translate
 
 import shardax as sx
+from tests.interop.migrate.translation import NAMES, Translation, survey, translate
 
 # What is before and after an expression of the cases below.
 BEFORE = "import functools\nimport jax\nfrom flax import nnx\n\n"

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.layers.named.arrays import assert_same, few, named_arrays, restored
 
 import shardax as sx
 from shardax.named import NamedArray, wrap, zeros
+from tests.layers.named.arrays import assert_same, few, named_arrays, restored
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests.advice import run_advice
 
 import shardax as sx
 from shardax import named
 from shardax.errors import NamedAxesError
 from shardax.named import wrap
+from tests.advice import run_advice
 
 KEY = jax.random.key(0)
 LOGITS = wrap(np.random.default_rng(0).normal(size=(2, 3, 4)).astype(np.float32), "a", "b", "v")

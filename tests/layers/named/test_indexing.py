@@ -9,6 +9,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
+import shardax as sx
+from shardax.named import NamedArray, wrap, zeros
 from tests.layers.named.arrays import (
     SIZES,
     assert_same,
@@ -18,9 +21,6 @@ from tests.layers.named.arrays import (
     restored,
     unwrapped,
 )
-
-import shardax as sx
-from shardax.named import NamedArray, wrap, zeros
 
 
 @st.composite

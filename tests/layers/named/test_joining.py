@@ -12,6 +12,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
+import shardax as sx
+from shardax import named
+from shardax.errors import NamedAxesError
+from shardax.named import NamedArray, wrap, zeros
 from tests.layers.named.arrays import (
     POSITIONAL,
     SIZES,
@@ -22,11 +27,6 @@ from tests.layers.named.arrays import (
     plain,
     restored,
 )
-
-import shardax as sx
-from shardax import named
-from shardax.errors import NamedAxesError
-from shardax.named import NamedArray, wrap, zeros
 
 # --- making ---
 

@@ -10,12 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
-from tests.layers.named.arrays import stored_as
-from tests.values import with_values
 
 import shardax as sx
 from shardax import named
 from shardax.named import NamedArray, wrap, zeros
+from tests.layers.named.arrays import stored_as
+from tests.values import with_values
 
 
 def numbers(*shape, seed=0):

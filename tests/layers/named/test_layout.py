@@ -10,12 +10,12 @@ import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from tests.layers.named.arrays import assert_same, unwrapped
-from tests.values import with_values
 
 import shardax as sx
 from shardax import named
 from shardax.named import NamedArray, wrap, zeros
+from tests.layers.named.arrays import assert_same, unwrapped
+from tests.values import with_values
 
 
 class Model(sx.Module):

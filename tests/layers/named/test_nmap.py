@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.layers.named.arrays import assert_same, compiled, few, named_arrays, plain, restored
 
 import shardax as sx
 from shardax import named
 from shardax.named import NamedArray, nmap, random_split, wrap, zeros
+from tests.layers.named.arrays import assert_same, compiled, few, named_arrays, plain, restored
 
 
 @few

@@ -10,6 +10,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
+import shardax as sx
+from shardax.named import NamedArray, wrap, zeros
 from tests.layers.named.arrays import (
     POSITIONAL,
     SIZES,
@@ -20,9 +23,6 @@ from tests.layers.named.arrays import (
     plain,
     restored,
 )
-
-import shardax as sx
-from shardax.named import NamedArray, wrap, zeros
 
 FLOATS = [
     operator.add,

@@ -12,11 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
-from tests.layers.named.arrays import assert_same
 
 import shardax as sx
 from shardax import named
 from shardax.named import NamedArray, nmap, wrap, zeros
+from tests.layers.named.arrays import assert_same
 
 X = NamedArray(jnp.arange(6.0).reshape(2, 3), ("a", "b"))
 

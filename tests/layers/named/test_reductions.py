@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.layers.named.arrays import assert_same, compiled, few, named_arrays, plain, restored
 
 import shardax as sx
 from shardax.named import NamedArray, wrap, zeros
+from tests.layers.named.arrays import assert_same, compiled, few, named_arrays, plain, restored
 
 REDUCTIONS = ["sum", "prod", "mean", "std", "var", "max", "min", "all", "any"]
 ALONG = ["argmax", "argmin", "cumsum", "cumprod", "sort", "argsort"]

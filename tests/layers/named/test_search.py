@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh
-from tests.advice import run_advice
 
 from shardax import named
 from shardax.errors import NamedAxesError, NamedIndexError, PartitionError
 from shardax.named import NamedArray, wrap
+from tests.advice import run_advice
 
 NUMBERS = np.array([[3, 0, 1], [0, 3, -1]])
 X = wrap(NUMBERS, "a", "b")

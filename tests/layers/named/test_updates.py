@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh
-from tests.layers.named.arrays import compiled
 
 import shardax as sx
 from shardax import named
 from shardax.errors import NamedAxesError
+from tests.layers.named.arrays import compiled
 
 NUMBERS = np.arange(24.0, dtype=np.float32).reshape(2, 4, 3)
 X = named.wrap(jnp.asarray(NUMBERS), "n", None, None)  # what has no name has the shape (4, 3)

@@ -11,11 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
-from tests.advice import run_advice
-from tests.values import with_values
 
 import shardax as sx
 from shardax.errors import LayerConfigError, LayerInputError
+from tests.advice import run_advice
+from tests.values import with_values
 
 FEATURES, HEADS, TIME = 12, 4, 5
 CAUSAL = np.tril(np.ones((TIME, TIME), bool))

@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
-from tests.values import with_values
 
 import shardax as sx
 from shardax.errors import LayerInputError
 from shardax.partition import Rules
+from tests.values import with_values
 
 FEATURES, HEADS, KV_HEADS, HEAD, TIME = 16, 8, 4, 4, 9
 RULES = Rules([("batch", "data"), ("heads", "model"), ("kv_heads", "model")])

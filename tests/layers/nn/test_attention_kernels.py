@@ -12,10 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType
-from tests.advice import run_advice
 
 import shardax as sx
 from shardax.errors import LayerInputError, PartitionError
+from tests.advice import run_advice
 
 TIME, HEAD_DIM = 256, 128
 SEGMENTS = np.repeat(np.arange(2, dtype=np.int32), TIME // 2)[None]

@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from tests.advice import run_advice
 
 import shardax as sx
 from shardax.errors import LayerConfigError, LayerInputError, TransformError
+from tests.advice import run_advice
 
 P = PartitionSpec
 STATS = sx.StateAxes({sx.BatchStat: 0, ...: None})

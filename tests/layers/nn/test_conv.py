@@ -11,11 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from tests.advice import run_advice
-from tests.values import with_values
 
 import shardax as sx
 from shardax.errors import LayerConfigError, LayerInputError
+from tests.advice import run_advice
+from tests.values import with_values
 
 SIZES = {1: (9,), 2: (9, 7), 3: (6, 7, 5)}
 

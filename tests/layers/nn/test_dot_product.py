@@ -11,11 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from tests.advice import run_advice
-from tests.values import with_values
 
 import shardax as sx
 from shardax.errors import LayerConfigError, LayerInputError
+from tests.advice import run_advice
+from tests.values import with_values
 
 BATCH, TIME, OTHER, HEADS, SIZE = 2, 3, 5, 4, 8
 

@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from tests.advice import run_advice
 
 import shardax as sx
 from shardax.errors import LayerConfigError, LayerInputError, ModuleError
+from tests.advice import run_advice
 
 ONES = np.ones((200, 100), np.float32)
 

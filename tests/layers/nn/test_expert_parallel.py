@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from tests.values import with_values
 
 import shardax as sx
 from shardax.hlo import read_program
+from tests.values import with_values
 
 X = np.random.default_rng(0).normal(size=(8, 8, 8)).astype(np.float32)
 MASK = np.arange(8) < np.array([[3], [8], [0], [5], [1], [2], [7], [8]])

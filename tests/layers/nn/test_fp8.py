@@ -13,14 +13,14 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import Mesh
-from tests.advice import run_advice
-from tests.tools.surgery.decoders import TOKENS, close, decoder, run
-from tests.values import with_values
 
 import shardax as sx
 from shardax import errors, nn
 from shardax.surgery import with_precision
 from shardax.train import checkpoint
+from tests.advice import run_advice
+from tests.tools.surgery.decoders import TOKENS, close, decoder, run
+from tests.values import with_values
 
 X = np.random.default_rng(0).normal(size=(5, 8)).astype(np.float32)
 

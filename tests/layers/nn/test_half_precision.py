@@ -12,10 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from tests.values import with_values
 
 import shardax as sx
 from shardax import models, nn, train
+from tests.values import with_values
 
 HALF = [jnp.bfloat16, jnp.float16]
 HEADS = {"num_heads": 2, "head_dim": 8}

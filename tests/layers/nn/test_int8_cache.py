@@ -10,12 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from tests.tools.surgery.decoders import decoder
-from tests.values import with_values
 
 import shardax as sx
 from shardax import errors, nn
 from shardax.models import generate
+from tests.tools.surgery.decoders import decoder
+from tests.values import with_values
 
 X = np.random.default_rng(0).normal(size=(2, 7, 8)).astype(np.float32)
 GREEDY: dict[str, Any] = {"max_new_tokens": 6, "temperature": 0}

@@ -12,10 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from tests.values import with_values
 
 import shardax as sx
 from shardax.errors import LayerConfigError, LayerInputError
+from tests.values import with_values
 
 FEATURES, HEADS, TIME = 16, 4, 8
 SIZES: dict[str, Any] = {"head_dim": 6, "rope_dim": 2, "value_dim": 5, "latent_dim": 8}

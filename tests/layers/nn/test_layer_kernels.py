@@ -13,12 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType
-from tests.advice import run_advice
-from tests.values import with_values
 
 import shardax as sx
 from shardax import models, nn
 from shardax.errors import LayerInputError, PartitionError
+from tests.advice import run_advice
+from tests.values import with_values
 
 WITH_TOKAMAX = importlib.util.find_spec("tokamax") is not None
 needs_tokamax = pytest.mark.skipif(not WITH_TOKAMAX, reason="needs pip install 'shardax[kernels]'")

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from tests.values import with_values
 
 import shardax as sx
 from shardax.errors import LayerConfigError, LayerInputError, ModuleError
+from tests.values import with_values
 
 
 @sx.jit

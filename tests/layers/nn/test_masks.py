@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests.values import with_values
 
 import shardax as sx
 from shardax import nn
 from shardax.errors import LayerConfigError, LayerInputError
+from tests.values import with_values
 
 BATCH, TIME, FEATURES, HEADS = 2, 4, 8, 4
 X = np.random.default_rng(0).normal(size=(BATCH, TIME, FEATURES))

@@ -11,12 +11,12 @@ import jax
 import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from tests.advice import run_advice
-from tests.values import with_values
 
 import shardax as sx
 from shardax import nn
 from shardax.errors import LayerConfigError, LayerInputError
+from tests.advice import run_advice
+from tests.values import with_values
 
 FEATURES, TIME = 8, 11
 X = np.random.default_rng(0).normal(size=(2, TIME, FEATURES)).astype(np.float32)

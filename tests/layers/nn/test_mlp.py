@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests.advice import run_advice
-from tests.values import with_values
 
 import shardax as sx
 from shardax.errors import LayerConfigError, LayerInputError, ModuleError
+from tests.advice import run_advice
+from tests.values import with_values
 
 MASK = np.tril(np.ones((1, 3, 3), bool))
 X = np.random.default_rng(4).normal(size=(3, 4)).astype(np.float32)

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from tests.values import with_values
 
 import shardax as sx
 from shardax.errors import LayerConfigError, LayerInputError
+from tests.values import with_values
 
 DISPATCHES = ("dense", "dropless", "capacity")
 X = np.random.default_rng(0).normal(size=(4, 6, 8)).astype(np.float32)

@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests.layers.nn.test_half_precision import LAYERS
 
 import shardax as sx
 from shardax import models
+from tests.layers.nn.test_half_precision import LAYERS
 
 DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 APART = [pair for pair in itertools.product(DTYPES, DTYPES) if pair[0] != pair[1]]

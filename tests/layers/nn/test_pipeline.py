@@ -14,12 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
-from tests.values import with_values
 
 import shardax as sx
 from shardax._parallel.pipeline import _moves, bubble_share
 from shardax.errors import ModuleError, PartitionError
 from shardax.hlo import read_program
+from tests.values import with_values
 
 RULES = {"layers": "stage", "batch": "data", "embed": None, "mlp": "model", "seen": None}
 KINDS = [AxisType.Auto, AxisType.Explicit]

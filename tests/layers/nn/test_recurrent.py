@@ -12,11 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from tests.advice import run_advice
-from tests.values import with_values
 
 import shardax as sx
 from shardax.errors import LayerConfigError, LayerInputError
+from tests.advice import run_advice
+from tests.values import with_values
 
 INPUTS, FEATURES, BATCH, TIME = 3, 4, 4, 6
 # Our class, the peer's, the letters of its gates in our order.

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
-from tests.advice import run_advice
-from tests.values import with_values
 
 import shardax as sx
 from shardax.errors import LayerConfigError, LayerInputError
+from tests.advice import run_advice
+from tests.values import with_values
 
 X = np.random.default_rng(0).normal(size=(3, 4)).astype(np.float32)
 

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from tests.advice import run_advice
-from tests.values import with_values
 
 import shardax as sx
 from shardax import hlo
+from tests.advice import run_advice
+from tests.values import with_values
 
 BATCH, TIME, WIDTH = 2, 16, 8
 RULES = {"batch": "data", "seq": "context", "heads": "model", "kv_heads": "model"}

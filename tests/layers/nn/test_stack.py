@@ -15,12 +15,12 @@ import optax
 import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from tests.strategies import assert_equal_values, assert_same_model
-from tests.values import with_values
 
 import shardax as sx
 from shardax.errors import LayerConfigError, ModuleError, PartitionCheckError, TransformError
 from shardax.nn import Stack, stack_layers, unstack_layers
+from tests.strategies import assert_equal_values, assert_same_model
+from tests.values import with_values
 
 
 class Block(sx.Module):

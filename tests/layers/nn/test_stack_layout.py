@@ -11,13 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from tests.strategies import assert_equal_values
 
 import shardax as sx
 from shardax.errors import StateMismatchError
 from shardax.models import Decoder, DecoderConfig, next_token_loss
 from shardax.nn import Stack, stack_state, unstack_state
 from shardax.train import Optimizer, checkpoint
+from tests.strategies import assert_equal_values
 
 TOKENS = np.random.default_rng(0).integers(0, 16, (2, 6), np.int32)
 BATCH = {"inputs": TOKENS[:, :-1], "targets": TOKENS[:, 1:]}

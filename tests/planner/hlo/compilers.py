@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+
 from tests.planner.hlo.cases import CASES, SLICES, Case
 
 H100 = """

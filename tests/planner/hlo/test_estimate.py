@@ -31,13 +31,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
-from tests.planner.hlo.cases import BATCH, CASES, HIDDEN, WIDTH
 
 import shardax as sx
 from shardax.hlo import parse, read_program
 from shardax.hlo.analyze import partitioned_text
 from shardax.hlo.estimate import rewritten
 from shardax.hlo.program import Program
+from tests.planner.hlo.cases import BATCH, CASES, HIDDEN, WIDTH
 
 GOLDEN = Path(__file__).parent / "golden"
 

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.sharding import SingleDeviceSharding
-from tests.planner.hlo.compilers import COMPILERS
 
 from shardax.errors import HloReadError
 from shardax.hlo import MatrixProduct, matmul_flops, parse, read_program
+from tests.planner.hlo.compilers import COMPILERS
 
 NHWC = ("NHWC", "HWIO", "NHWC")
 

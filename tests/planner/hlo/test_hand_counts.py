@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from tests.planner.hlo.cases import BATCH, CASES, EXPERTS, HIDDEN, LAYERS, SLICES, TOKENS, WIDTH
-from tests.planner.hlo.compilers import COMPILERS
 
 from shardax.hlo import ProgramFacts, read_program
+from tests.planner.hlo.cases import BATCH, CASES, EXPERTS, HIDDEN, LAYERS, SLICES, TOKENS, WIDTH
+from tests.planner.hlo.compilers import COMPILERS
 
 GOLDEN = Path(__file__).parent / "golden"
 ALL = CASES | SLICES

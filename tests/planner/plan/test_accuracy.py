@@ -19,12 +19,12 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from tests.models import small
-from tests.planner.plan.installed import INSTALLED
 
 import shardax as sx
 from shardax import plan
 from shardax.models import DECODER_RULES, Decoder, DecoderConfig, next_token_loss
+from tests.models import small
+from tests.planner.plan.installed import INSTALLED
 
 b, d, f = 512, 1024, 4096
 LAYERS, EXPERTS, TOKENS = 6, 8, 256

@@ -11,7 +11,6 @@ from typing import Any, cast
 
 import jax
 import pytest
-from tests.planner.plan.steps import perceptron
 
 import shardax as sx
 from shardax.plan import Layout, Target
@@ -19,6 +18,7 @@ from shardax.plan.compile.cache import ProgramCache, cache_folder, program_key, 
 from shardax.plan.compile.compilers import CompileResult, TargetCompiler, compiler_for
 from shardax.plan.compile.evaluate import evaluate, lower
 from shardax.plan.inputs import Inputs
+from tests.planner.plan.steps import perceptron
 
 KEY = "ab" * 32
 PROGRAM = CompileResult("HloModule m", 100, 60, None, 2.5)

@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
-from tests.advice import run_advice_first
 
 from shardax import hlo, plan
 from shardax.errors import HardwareError, PlanInputError
 from shardax.plan.hardware.calibration import _collectives, _DeviceFigures, _on_each
 from shardax.plan.hardware.hardware import hardware_of
+from tests.advice import run_advice_first
 
 GIB = 2**30
 

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.planner.plan.steps import decoder, param, perceptron
 
 import shardax as sx
 from shardax.partition.rules import mesh_axes_of
@@ -25,6 +24,7 @@ from shardax.plan.searching.candidates import (
     search_space,
 )
 from shardax.plan.searching.dimensions import trace_dimensions
+from tests.planner.plan.steps import decoder, param, perceptron
 
 SMALL = Inputs(*perceptron(batch=32, embed=16, mlp=64))
 DIMENSIONS = trace_dimensions(SMALL)

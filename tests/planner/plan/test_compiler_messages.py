@@ -12,7 +12,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from tests.planner.plan.installed import GPU, TPU
 
 import shardax as sx
 from shardax.plan import Layout, NamedShape, Target
@@ -23,6 +22,7 @@ from shardax.plan.compile.compilers import (
 )
 from shardax.plan.compile.pool import Evaluation, PoolEvaluator
 from shardax.plan.inputs import Inputs
+from tests.planner.plan.installed import GPU, TPU
 
 SAID = (
     "W1122 07:28:23.779895 7118 spmd_partitioner.cc:656] [SPMD] Involuntary full rematerialization."

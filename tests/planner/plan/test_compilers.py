@@ -14,13 +14,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
-from tests.planner.plan.installed import GPU, INSTALLED, TPU, needs
 
 import shardax as sx
 from shardax import hlo, plan
 from shardax.errors import CompilerFailedError, CompilerMissingError, PlanInputError, TargetError
 from shardax.plan.compile.compilers import CompilerInfo, EstimateCompiler, TpuCompiler, with_options
 from shardax.plan.hardware.hardware import HARDWARE
+from tests.planner.plan.installed import GPU, INSTALLED, TPU, needs
 
 SIZES = {"data": 2, "model": 4}
 

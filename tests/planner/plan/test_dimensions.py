@@ -12,13 +12,13 @@ import jax.numpy as jnp
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.planner.plan.steps import decoder, param, perceptron
 
 import shardax as sx
 from shardax.plan import Layout, NamedShape, Target
 from shardax.plan.compile.evaluate import evaluate
 from shardax.plan.inputs import Inputs
 from shardax.plan.searching.dimensions import DimensionModel, matching_groups, trace_dimensions
+from tests.planner.plan.steps import decoder, param, perceptron
 
 Described = dict[tuple[str, ...], float]
 

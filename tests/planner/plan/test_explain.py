@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.planner.plan.samples import array, gather, report, sample_reports
 
 from shardax.errors import PlanInputError
 from shardax.plan.report.explanation import BY, diff, explain, groups
+from tests.planner.plan.samples import array, gather, report, sample_reports
 
 FSDP, BOTH, DP, TP, *_ = sample_reports()
 

@@ -11,15 +11,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from tests.planner.plan.installed import TPU
-from tests.planner.plan.steps import Perceptron, decoder, param, perceptron_loss
-from tests.values import with_values
 
 import shardax as sx
 from shardax import plan
 from shardax.plan import NamedShape
 from shardax.plan.searching import search as searching
 from shardax.plan.searching.search import explore
+from tests.planner.plan.installed import TPU
+from tests.planner.plan.steps import Perceptron, decoder, param, perceptron_loss
+from tests.values import with_values
 
 FAST: dict[str, Any] = {"cache": None, "progress": False, "effort": "screen"}
 # What is not the point of a search, which then has few candidates.

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.planner.plan.samples import gather, sample_reports
 
 from shardax.plan.records import Layout, Plan
 from shardax.plan.report.html import page
+from tests.planner.plan.samples import gather, sample_reports
 
 VOID = {"meta", "br"}
 

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.browsing import NEEDS_BROWSER, OVERFLOWING, PALE, chromium, show
-from tests.planner.plan.samples import sample_reports
 
 from shardax.plan.records import Plan
+from tests.browsing import NEEDS_BROWSER, OVERFLOWING, PALE, chromium, show
+from tests.planner.plan.samples import sample_reports
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="pip install selenium")
 pytestmark = NEEDS_BROWSER

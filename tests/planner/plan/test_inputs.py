@@ -14,7 +14,6 @@ import optax
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.advice import run_advice
 
 import shardax as sx
 from shardax import models, train
@@ -23,6 +22,7 @@ from shardax.partition import LogicallyPartitioned
 from shardax.plan.compile.evaluate import lower, lower_alone
 from shardax.plan.inputs import Inputs, NamedShape
 from shardax.plan.records import ArrayLayout, Layout
+from tests.advice import run_advice
 
 MESH = (("data", 2), ("model", 4))
 TOKENS = NamedShape((8, 16), "int32", ("batch", "seq"))

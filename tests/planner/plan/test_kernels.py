@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests.planner.plan.installed import GPU, TPU, needs
 
 import shardax as sx
 from shardax import plan
+from tests.planner.plan.installed import GPU, TPU, needs
 
 BATCH, TIME, HEADS, KV_HEADS, HEAD_DIM, EMBED = 8, 512, 4, 2, 128, 64
 RULES = {"batch": "data", "heads": "model", "kv_heads": "model"}

@@ -5,12 +5,11 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-import pytest
 from jax.sharding import NamedSharding, PartitionSpec
-from tests.planner.plan.installed import needs
 
 from shardax import plan
 from shardax.plan.compile.compilers import CompileResult, TargetCompiler
+from tests.planner.plan.installed import needs
 
 SIZES = {"data": 2, "model": 2}
 ROWS = 4096
@@ -42,7 +41,6 @@ def compiled(compiler: TargetCompiler, batch: int) -> CompileResult:
     return compiler.compile(lowered)
 
 
-@pytest.mark.slow
 def test_peak_reaches_limit_where_compiler_starts_to_refuse() -> None:
     """The last batch that fits is within 1 % of the limit, and so is what the next one asks for.
 

@@ -20,8 +20,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests.planner.plan.steps import Perceptron, perceptron, perceptron_loss
-from tests.tools.host.waiting import has_ended, wait_for
 
 import shardax as sx
 from shardax import plan
@@ -30,6 +28,8 @@ from shardax.plan import Layout, Target
 from shardax.plan.compile.evaluate import evaluate
 from shardax.plan.compile.pool import PoolEvaluator
 from shardax.plan.inputs import Inputs
+from tests.planner.plan.steps import Perceptron, perceptron, perceptron_loss
+from tests.tools.host.waiting import has_ended, wait_for
 
 TARGET = Target.parse("cpu:2")
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import jax
 import pytest
-from tests.planner.plan.steps import Perceptron, perceptron, perceptron_loss
 
 import shardax as sx
 from shardax import plan
@@ -20,6 +19,7 @@ from shardax.plan.compile.pool import make_evaluator
 from shardax.plan.inputs import Inputs
 from shardax.plan.report.progress import progress_for
 from shardax.plan.searching import search as searching
+from tests.planner.plan.steps import Perceptron, perceptron, perceptron_loss
 
 EIGHT = [{"data": 8}]
 FAST: dict[str, Any] = {"cache": None, "progress": False, "effort": "screen"}

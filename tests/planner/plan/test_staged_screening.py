@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.planner.plan.test_accuracy import MESH, Perceptron, rows, train
 
 from shardax import plan
 from shardax.plan.searching import search as searching
+from tests.planner.plan.test_accuracy import MESH, Perceptron, rows, train
 
 
 @pytest.fixture(scope="module")

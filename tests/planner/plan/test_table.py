@@ -9,10 +9,10 @@ from dataclasses import replace
 
 import pytest
 from rich.console import Console
-from tests.planner.plan.samples import report, sample_reports
 
 from shardax.plan.records import Plan, TimeBand
 from shardax.plan.report.table import Note, columns_of, outcome_line, render, show, tied_with_best
+from tests.planner.plan.samples import report, sample_reports
 
 GOLDEN = """
 tpu:v5e:4x4: 2 of 8 layouts fit; 2 too large, 3 rejected before compiling, 1 failed to

@@ -14,7 +14,6 @@ import plan_models
 import pytest
 
 
-@pytest.mark.slow
 def test_every_parallel_form_is_timed_beside_raw_jax(monkeypatch, tmp_path):
     written = run_here(parallel, tmp_path, monkeypatch)
     names = " ".join(record["name"] for record in written["records"])
@@ -25,7 +24,6 @@ def test_every_parallel_form_is_timed_beside_raw_jax(monkeypatch, tmp_path):
     assert all(record["median_us"] > 0 for record in written["records"])
 
 
-@pytest.mark.slow
 def test_pipelines_of_all_kinds_agree_on_gradients(monkeypatch, tmp_path):
     written = run_here(pipelines, tmp_path, monkeypatch, "--rows=16", "--width=8", "--hidden=16")
     ways = {record["name"] for record in written["records"]}
@@ -33,7 +31,6 @@ def test_pipelines_of_all_kinds_agree_on_gradients(monkeypatch, tmp_path):
     assert written["failures"] == []
 
 
-@pytest.mark.slow
 def test_search_of_a_published_model_includes_its_layout(monkeypatch, tmp_path):
     options = ["--compiler=estimate", "--within=1e6", "--top=3"]
     written = run_here(plan_models, tmp_path, monkeypatch, *options)
@@ -43,7 +40,6 @@ def test_search_of_a_published_model_includes_its_layout(monkeypatch, tmp_path):
     assert "schedule gpipe" in record["found"] and "failed" not in record["found"]
 
 
-@pytest.mark.slow
 def test_gpu_step_reports_speed_and_memory(monkeypatch, tmp_path):
     options = ["--attention", "xla", "splash", "--others", "--precision", "fp8"]
     options += ["--decoding", "bf16", "int4"]

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import plan_depths
-import pytest
+
 from tests.programs.benchmarks.test_parallel import run_here
 
 
@@ -14,7 +14,6 @@ def test_pairs_count_where_compiled_times_differ_clearly() -> None:
     assert plan_depths.pairs_in_order(times) == (4, 5)
 
 
-@pytest.mark.slow
 def test_sampled_layouts_have_both_times(monkeypatch, tmp_path) -> None:
     written = run_here(plan_depths, tmp_path, monkeypatch)
     assert len(written["records"]) == 2 and written["failures"] == []

@@ -11,7 +11,6 @@ import pytest
 ROOT = Path(__file__).parents[3]
 
 
-@pytest.mark.slow
 def test_the_cost_of_processes_is_measured(tmp_path):
     written = run("processes.py", tmp_path)
     names = [record["steps"]["name"] for record in written["records"][:2]]
@@ -25,7 +24,6 @@ def test_the_cost_of_processes_is_measured(tmp_path):
     assert written["failures"] == []
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="limits the files of a process, as Linux can")
 def test_job_with_killed_coordinator_resumes_bit_for_bit(tmp_path):
     (record,) = run("faults.py", tmp_path)["records"]

@@ -4,11 +4,9 @@
 import json
 import sys
 
-import pytest
 import startup
 
 
-@pytest.mark.slow
 def test_both_programs_take_a_first_step(monkeypatch, tmp_path):
     path = tmp_path / "figures.json"
     monkeypatch.setattr(sys, "argv", ["startup", "--quick", "--json", str(path)])

@@ -4,11 +4,9 @@
 import json
 import sys
 
-import pytest
 import worker
 
 
-@pytest.mark.slow
 def test_programs_with_and_without_worker_agree(monkeypatch, tmp_path):
     path = tmp_path / "figures.json"
     monkeypatch.setattr(sys, "argv", ["worker", "--quick", "--layers", "1", "--json", str(path)])

@@ -11,8 +11,9 @@ from typing import Any
 
 import jax
 import pytest
-from tests.house.sources import ROOT
+
 from tests.child_processes import environment
+from tests.house.sources import ROOT
 from tests.programs.docs.notebooks import FOLDER, executed, names
 
 for package in ("nbclient", "ipykernel", "treescope"):
@@ -50,7 +51,6 @@ def comparable(kind: str, text: str) -> tuple[str, list[float]]:
     return decimals.sub("1.0", text), list(map(float, decimals.findall(text)))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", names())
 def test_notebook_reproduces_its_stored_outputs(name: str, tmp_path: Path) -> None:
     import nbformat

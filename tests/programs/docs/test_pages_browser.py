@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from tests.browsing import NEEDS_BROWSER, OVERFLOWING, chromium, show
 from tests.house.sources import ROOT
 
 pytest.importorskip("selenium.webdriver", reason="pip install selenium")
-pytestmark = [NEEDS_BROWSER, pytest.mark.programs]
+pytestmark = NEEDS_BROWSER
 PAGES = ["comparison", "index", "plan", "notebooks/sharding"]
 WIDTHS = [390, 1100, 1280, 1440, 1920]
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import pytest
+
 from tests.child_processes import environment
 
 ROOT = Path(__file__).parents[3]
@@ -74,7 +75,6 @@ CHECKS = {
 
 
 # In this process, which has imported JAX and has 8 devices; another one runs a program below.
-@pytest.mark.slow
 @pytest.mark.parametrize("program", OTHERS, ids=lambda program: program.stem)
 def test_a_program_runs_and_returns_its_figures(
     program: Path, capsys: pytest.CaptureFixture[str]
@@ -109,7 +109,6 @@ def test_every_program_is_listed() -> None:
     assert [p.name for p in PROGRAMS if f"`{p.name}`" not in text] == []
 
 
-@pytest.mark.slow
 def test_program_runs_as_file_with_other_settings(tmp_path: Path) -> None:
     """As a user does, from another folder, with one device."""
     done = subprocess.run(

@@ -9,11 +9,11 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from tests.advice import run_advice
 
 import shardax as sx
 from shardax import errors
 from shardax.host import Worker
+from tests.advice import run_advice
 
 
 @pytest.fixture(scope="session")

@@ -13,12 +13,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests.advice import run_advice
-from tests.tools.host.exported_models import Counter
 
 import shardax as sx
 from shardax.errors import ExportError, PathNotFoundError
 from shardax.host.export import exporting, signature
+from tests.advice import run_advice
+from tests.tools.host.exported_models import Counter
 
 
 @pytest.fixture

@@ -10,11 +10,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from tests.advice import run_advice
-from tests.tools.host.exported_models import run_python
 
 import shardax as sx
 from shardax.host.compile_reports import CompiledProgram
+from tests.advice import run_advice
+from tests.tools.host.exported_models import run_python
 
 X = jnp.ones(3)
 

@@ -16,16 +16,16 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.advice import run_advice
-from tests.strategies import models
-from tests.tools.host.exported_models import Counter, Noisy, RoundTrip, run_python, same, values
-from tests.tools.host.exported_models import round_trip as round_trip
 
 import shardax as sx
 from shardax.errors import ExportError, PickleWriteError
 from shardax.host.export.exporting import write_weights
 from shardax.host.export.loading import Weights
 from shardax.host.export.signature import from_json, structure, to_json
+from tests.advice import run_advice
+from tests.strategies import models
+from tests.tools.host.exported_models import Counter, Noisy, RoundTrip, run_python, same, values
+from tests.tools.host.exported_models import round_trip as round_trip
 
 # --- state ----------------------------------------------------------------------------------------
 

@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from tests.tools.host.exported_models import run_python
 
 import shardax as sx
 from shardax.errors import ExportError, TransformError
+from tests.tools.host.exported_models import run_python
 
 
 class Summing(sx.Module):

@@ -15,11 +15,11 @@ import pytest
 from jax.experimental import io_callback
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from tests.advice import run_advice
-from tests.tools.host.exported_models import Counter, Noisy
 
 import shardax as sx
 from shardax.errors import DrawError, ExportError, ModuleError, PathExistsError
+from tests.advice import run_advice
+from tests.tools.host.exported_models import Counter, Noisy
 
 FLOAT = jax.ShapeDtypeStruct((), jnp.float32)
 

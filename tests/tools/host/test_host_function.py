@@ -18,11 +18,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.tools.host.ways import FLOAT, Seen, doubling, same
-from tests.tools.host.ways import way as way
 
 import shardax as sx
 from shardax.errors import HostFunctionError, StaticArgumentError, TransformError
+from tests.tools.host.ways import FLOAT, Seen, doubling, same
+from tests.tools.host.ways import way as way
 
 host_function = sx.host.host_function
 

@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.test_util import check_grads
-from tests.tools.host.ways import doubling, same
-from tests.tools.host.ways import way as way
 
 import shardax as sx
 from shardax.errors import TransformError
+from tests.tools.host.ways import doubling, same
+from tests.tools.host.ways import way as way
 
 host_function = sx.host.host_function
 

@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from tests.tools.host.ways import Seen, doubling, same
-from tests.tools.host.ways import way as way
 
 import shardax as sx
+from tests.tools.host.ways import Seen, doubling, same
+from tests.tools.host.ways import way as way
 
 host_function = sx.host.host_function
 

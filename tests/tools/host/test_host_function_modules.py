@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests.tools.host.ways import same
-from tests.tools.host.ways import way as way
 
 import shardax as sx
 from shardax.errors import ClosureError, ForeignMutationError, TransformError
+from tests.tools.host.ways import same
+from tests.tools.host.ways import way as way
 
 host_function = sx.host.host_function
 

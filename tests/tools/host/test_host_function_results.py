@@ -11,12 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests.advice import run_advice
-from tests.tools.host.ways import FLOAT, same
-from tests.tools.host.ways import way as way
 
 import shardax as sx
 from shardax.errors import HostFunctionError
+from tests.advice import run_advice
+from tests.tools.host.ways import FLOAT, same
+from tests.tools.host.ways import way as way
 
 host_function = sx.host.host_function
 

@@ -16,12 +16,12 @@ import pytest
 from hypothesis import given, settings
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from tests.strategies import assert_equal_values, assert_same_model, models
-from tests.tools.host import pickled
-from tests.tools.host.pickled import Box, Custom, Holder, Placed
 
 import shardax as sx
 from shardax.errors import PickleWriteError
+from tests.strategies import assert_equal_values, assert_same_model, models
+from tests.tools.host import pickled
+from tests.tools.host.pickled import Box, Custom, Holder, Placed
 
 WAYS = {
     "pickle": lambda tree: pickle.loads(pickle.dumps(tree)),

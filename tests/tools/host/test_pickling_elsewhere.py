@@ -19,9 +19,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from tests.advice import run_advice
-from tests.strategies import assert_equal_values, assert_same_model
-from tests.tools.host.pickled import Holder, Placed, run
 
 import shardax as sx
 from shardax.errors import (
@@ -30,6 +27,9 @@ from shardax.errors import (
     PickleWriteError,
     PrecisionLostWarning,
 )
+from tests.advice import run_advice
+from tests.strategies import assert_equal_values, assert_same_model
+from tests.tools.host.pickled import Holder, Placed, run
 
 RULES = {"embed": "data", "mlp": "model"}
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import jax.numpy as jnp
 import pytest
-from tests.values import with_values
 
 import shardax as sx
 from shardax.errors import ExportError, PretrainedError
+from tests.values import with_values
 
 
 def test_unwritable_places_are_named_and_left_empty(tmp_path: Path) -> None:

@@ -18,13 +18,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
-from tests.advice import run_advice
-from tests.tools.host import worker_functions as there
-from tests.tools.host.waiting import has_ended, wait_for
 
 import shardax as sx
 from shardax import errors
 from shardax.host import Remote, Worker, WorkerFuture, remote
+from tests.advice import run_advice
+from tests.tools.host import worker_functions as there
+from tests.tools.host.waiting import has_ended, wait_for
 
 
 @pytest.fixture

@@ -10,13 +10,11 @@ import subprocess
 import sys
 
 import pytest
-from tests.tools.host import worker_functions as there
-from tests.tools.host.waiting import has_ended, wait_for
 
 from shardax import errors
 from shardax.host import Worker
-
-pytestmark = pytest.mark.slow  # each test starts processes
+from tests.tools.host import worker_functions as there
+from tests.tools.host.waiting import has_ended, wait_for
 
 
 @pytest.fixture(scope="module")

@@ -18,15 +18,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
-from tests.child_processes import run_here
-from tests.tools.host import worker_functions as there
-from tests.tools.host.waiting import has_ended, wait_for
 
 import shardax as sx
 from shardax import errors
 from shardax.host import Worker, calls
 from shardax.host.calls import FunctionTable, decode, describe, encode
 from shardax.host.pickling import digest_of_file
+from tests.child_processes import run_here
+from tests.tools.host import worker_functions as there
+from tests.tools.host.waiting import has_ended, wait_for
 
 # --- encoding -------------------------------------------------------------------------------------
 

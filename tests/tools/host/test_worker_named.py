@@ -13,14 +13,12 @@ import time
 
 import jax.numpy as jnp
 import pytest
-from tests.child_processes import run_here
-from tests.tools.host import worker_functions as there
-from tests.tools.host.waiting import has_ended, wait_for
 
 from shardax import errors
 from shardax.host import Worker
-
-pytestmark = pytest.mark.slow  # each test starts processes
+from tests.child_processes import run_here
+from tests.tools.host import worker_functions as there
+from tests.tools.host.waiting import has_ended, wait_for
 
 PROGRAM = """
 import json, sys

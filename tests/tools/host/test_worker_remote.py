@@ -11,11 +11,11 @@ from concurrent.futures import ThreadPoolExecutor
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests.tools.host import worker_functions as there
 
 import shardax as sx
 from shardax import errors
 from shardax.host import remote
+from tests.tools.host import worker_functions as there
 
 
 def test_remote_works_as_call_decorator_and_with_options(worker):
@@ -71,7 +71,6 @@ def test_other_executors_receive_bytes_and_return_futures(tmp_path):
         assert running.result() == "released"
 
 
-@pytest.mark.slow
 def test_a_process_pool_keeps_what_was_compiled():
     pytest.importorskip("cloudpickle")
     spawn = multiprocessing.get_context("spawn")
@@ -81,7 +80,6 @@ def test_a_process_pool_keeps_what_was_compiled():
         assert remote(there.traces, executor=pool)() == ["by_jax"]
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # those of Dask and Tornado, about themselves
 def test_dask_cluster_serves_as_executor(tmp_path):
     distributed = pytest.importorskip("distributed")

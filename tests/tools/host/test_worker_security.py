@@ -12,13 +12,13 @@ import sys
 import threading
 
 import pytest
-from tests.advice import run_advice
-from tests.tools.host import worker_functions as there
-from tests.tools.host.waiting import wait_for
 
 import shardax as sx
 from shardax import errors
 from shardax.host import Worker, connections
+from tests.advice import run_advice
+from tests.tools.host import worker_functions as there
+from tests.tools.host.waiting import wait_for
 
 pytest.importorskip("distributed")
 pytest.importorskip("cryptography")
@@ -175,7 +175,6 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-@pytest.mark.slow
 def test_client_killed_during_call_leaves_worker_running(worker, tmp_path):
     path = tmp_path / "count"
     kept = worker.put(3)

@@ -12,9 +12,9 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-from tests.tools.host.waiting import wait_for
 
 import shardax as sx
+from tests.tools.host.waiting import wait_for
 
 TRACES = []
 

@@ -9,9 +9,9 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from tests.models.small import with_equal_values
 
 import shardax as sx
+from tests.models.small import with_equal_values
 
 TOKENS = np.array([[3, 1, 4, 1, 5], [9, 2, 6, 5, 3]])
 SIZES: dict[str, Any] = {"vocab_size": 16, "embed_dim": 12, "head_dim": 6, "mlp_dim": 10}

@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests.tools.surgery.decoders import LAYOUTS, TOKENS, close, decoder, logits, run
-from tests.values import with_values
 
 import shardax as sx
 from shardax import errors
 from shardax.surgery import linearise
+from tests.tools.surgery.decoders import LAYOUTS, TOKENS, close, decoder, logits, run
+from tests.values import with_values
 
 PARTS, LAYER = (sx.nn.RMSNorm, sx.nn.MultiHeadAttention), sx.models.DecoderLayer
 

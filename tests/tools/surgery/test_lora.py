@@ -12,13 +12,13 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from tests.advice import run_advice
-from tests.tools.surgery.decoders import TOKENS, close, decoder, in_every_layout, logits, run
-from tests.values import with_values
 
 import shardax as sx
 from shardax import errors
 from shardax.surgery import LoRA, lora, merge_lora
+from tests.advice import run_advice
+from tests.tools.surgery.decoders import TOKENS, close, decoder, in_every_layout, logits, run
+from tests.values import with_values
 
 
 def moved(adapted: Any) -> Any:

@@ -13,14 +13,14 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import Mesh, PartitionSpec
-from tests.advice import run_advice
-from tests.tools.surgery.decoders import TOKENS, close, decoder, run
-from tests.values import with_values
 
 import shardax as sx
 from shardax import errors, nn
 from shardax.models import generate
 from shardax.train import checkpoint
+from tests.advice import run_advice
+from tests.tools.surgery.decoders import TOKENS, close, decoder, run
+from tests.values import with_values
 
 HALF = np.random.default_rng(5).normal(size=(2, 6, 8)).astype(np.float32)
 

@@ -10,10 +10,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from tests.tools.surgery.decoders import TOKENS, close, decoder, run
 
 import shardax as sx
 from shardax import named
+from tests.tools.surgery.decoders import TOKENS, close, decoder, run
 
 PAGE = Path(__file__).parents[3] / "docs" / "recipes.md"
 ON_THE_PAGE = "scan_layers=True, tied_head=True"

@@ -11,14 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType
-from tests.advice import run_advice
-from tests.tools.surgery.decoders import TOKENS, close, decoder, in_every_layout, logits
-from tests.values import with_values
 
 import shardax as sx
 from shardax.errors import SelectionError
 from shardax.models import AttentionConfig, Transformer, TransformerConfig
 from shardax.surgery import lora, record, save_activations
+from tests.advice import run_advice
+from tests.tools.surgery.decoders import TOKENS, close, decoder, in_every_layout, logits
+from tests.values import with_values
 
 
 def blocks(model: Any) -> Any:

@@ -11,13 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from tests.advice import run_advice
-from tests.tools.surgery.decoders import TOKENS, close, decoder, logits, run
-from tests.values import with_values
 
 import shardax as sx
 from shardax import errors
 from shardax.surgery import SavedActivation, save_activations
+from tests.advice import run_advice
+from tests.tools.surgery.decoders import TOKENS, close, decoder, logits, run
+from tests.values import with_values
 
 OF_A_LAYER = [["attn_norm", "attn.q", "attn.softmax", "attn.out", "mlp.up"], ["attn", "mlp"]]
 

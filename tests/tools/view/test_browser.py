@@ -18,9 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh
-from tests.browsing import NEEDS_BROWSER, chromium
 
 import shardax as sx
+from tests.browsing import NEEDS_BROWSER, chromium
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="pip install selenium")
 pytest.importorskip("treescope", reason="pip install 'shardax[view]'")

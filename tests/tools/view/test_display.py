@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
-from tests.strategies import models
 
 import shardax as sx
 from shardax.view import figures
 from shardax.view.figures import describe, drawing_of
+from tests.strategies import models
 
 treescope = pytest.importorskip("treescope", reason="pip install 'shardax[view]'")
 

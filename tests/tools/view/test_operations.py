@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractMesh, Mesh
-from tests.advice import run_advice
 
 import shardax as sx
 from shardax.view.operations import module_operations, operations
+from tests.advice import run_advice
 
 
 def count(f: Any, *args: Any) -> int:

@@ -9,10 +9,10 @@ from typing import Any
 
 import jax.numpy as jnp
 import pytest
-from tests.browsing import NEEDS_BROWSER, OVERFLOWING, PALE, chromium, show
 
 import shardax as sx
 from shardax.view.page import write_report
+from tests.browsing import NEEDS_BROWSER, OVERFLOWING, PALE, chromium, show
 
 pytest.importorskip("selenium.webdriver", reason="pip install selenium")
 pytestmark = NEEDS_BROWSER

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from tests.advice import run_advice
 
 import shardax as sx
 from shardax.errors import PartitionCheckError, ViewError
 from shardax.view.shardings import sharding_text
+from tests.advice import run_advice
 
 RULES = sx.Rules({"embed": "data", "mlp": "model"})
 

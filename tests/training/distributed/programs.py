@@ -22,14 +22,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import shardax as sx
+from shardax.models import next_token_loss
 from tests.advice import run_advice
 from tests.models import forms
 from tests.training.distributed.processes import SECONDS
 from tests.training.train import small_runs
 from tests.values import with_values
-
-import shardax as sx
-from shardax.models import next_token_loss
 
 
 def mesh_of(sizes: dict[str, int], *, transposed: bool = False) -> Any:

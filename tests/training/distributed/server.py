@@ -2,8 +2,8 @@
 """A process that has imported everything and forks the processes of the tests.
 
 Each line of its standard input is a request of ``tests.training.distributed.processes``: to fork a
-process, or to say whether one has ended. A forked process runs one program and ends; or it takes commands,
-one after another, until there are no more.
+process, or to say whether one has ended. A forked process runs one program and ends; or it takes
+commands, one after another, until there are no more.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from tests.training.distributed import programs
 
 import shardax as sx
+from tests.training.distributed import programs
 
 # What programs import when they first need it.
 LATE = [

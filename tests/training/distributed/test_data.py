@@ -5,12 +5,12 @@ import signal
 from pathlib import Path
 
 import pytest
-from tests.training.distributed.processes import ends, run, started
-from tests.training.distributed.programs import rows_of_this_process
-from tests.training.train.small_runs import Quiet, make_trainer
 
 import shardax as sx
 from shardax.train.checkpoint_files import verify
+from tests.training.distributed.processes import ends, run, started
+from tests.training.distributed.programs import rows_of_this_process
+from tests.training.train.small_runs import Quiet, make_trainer
 
 BATCHES = [
     {"row": list(range(first, first + 8)), "pair": [[row, -row] for row in range(first, first + 8)]}

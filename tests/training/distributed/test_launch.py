@@ -11,11 +11,11 @@ import time
 from pathlib import Path
 
 import pytest
-from tests.child_processes import compiled_in
-from tests.training.distributed.processes import SECONDS, environment
 
 import shardax as sx
 from shardax.cli import main
+from tests.child_processes import compiled_in
+from tests.training.distributed.processes import SECONDS, environment
 
 TRAIN = ["train", "--preset", "tiny", "--mesh", "data=4", "--batch-size", "8", "--seq-len", "16"]
 

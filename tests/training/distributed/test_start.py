@@ -12,11 +12,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.training.distributed.processes import SECONDS, environment, free_port
 
 import shardax as sx
 from shardax.cli import main
 from shardax.errors import DistributedError
+from tests.training.distributed.processes import SECONDS, environment, free_port
 
 WAIT = 3  # seconds
 

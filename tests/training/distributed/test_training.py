@@ -15,13 +15,13 @@ import jax
 import numpy as np
 import pytest
 from jax.sharding import AxisType
+
+import shardax as sx
 from tests.models import forms
 from tests.training.distributed.processes import SECONDS, ends, run, started
 from tests.training.distributed.programs import Large, digest_of, elastic_trainer
 from tests.training.train import small_runs
 from tests.values import with_values
-
-import shardax as sx
 
 
 def of_gloo(line: str) -> bool:

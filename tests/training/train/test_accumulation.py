@@ -12,13 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
-from tests.advice import run_advice
-from tests.values import with_values
 
 import shardax as sx
 from shardax.errors import TrainError, TransformError
 from shardax.train import accumulated_value_and_grad
 from shardax.train.accumulation import split_batch
+from tests.advice import run_advice
+from tests.values import with_values
 
 
 class Net(sx.Module):

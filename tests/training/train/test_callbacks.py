@@ -11,11 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from tests.training.train.small_runs import Quiet, eval_batches, make_trainer, state_of
 
 import shardax as sx
 from shardax.errors import TrainError
 from shardax.train import BestCheckpoint, EarlyStopping, Event
+from tests.training.train.small_runs import Quiet, eval_batches, make_trainer, state_of
 
 
 def worsening() -> dict[str, Any]:

@@ -15,8 +15,6 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import AxisType, Mesh
-from tests.advice import run_advice
-from tests.training.train.small_runs import waves
 
 import shardax as sx
 from shardax.errors import (
@@ -29,6 +27,8 @@ from shardax.errors import (
 )
 from shardax.train import ByteText, Checkpoints, Optimizer, TrainBatches, checkpoint_format
 from shardax.train.checkpoint import restore, save
+from tests.advice import run_advice
+from tests.training.train.small_runs import waves
 
 RULES = sx.Rules({"vocab": "model", "embed": None, "mlp": "model"})
 

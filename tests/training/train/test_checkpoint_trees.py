@@ -11,11 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from tests.advice import run_advice
 
 import shardax as sx
 from shardax.errors import CheckpointError
 from shardax.train.checkpoint import restore, save
+from tests.advice import run_advice
 
 
 class Net(sx.Module):

@@ -17,13 +17,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests.advice import run_advice
-from tests.values import with_values
 
 import shardax as sx
 from shardax.errors import CheckpointError, CheckpointWriteError, DonationError, PathExistsError
 from shardax.train import Checkpoints
 from shardax.train.checkpoint import save
+from tests.advice import run_advice
+from tests.values import with_values
 
 
 def make_weight() -> sx.Param[Any]:

@@ -18,7 +18,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from tests.training.train.small_runs import Bigram, Quiet, make_trainer, state_of
 
 import shardax as sx
 from shardax.errors import (
@@ -29,6 +28,7 @@ from shardax.errors import (
 )
 from shardax.train import Checkpoints, checkpoint
 from shardax.train.run_folder import differences, settings_of
+from tests.training.train.small_runs import Bigram, Quiet, make_trainer, state_of
 
 
 class Net(sx.Module):

@@ -13,12 +13,12 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import AxisType
-from tests.training.train.small_runs import Bigram, Quiet, eval_batches, make_trainer, raw, state_of
-from tests.values import with_values
 
 import shardax as sx
 from shardax.errors import TrainError
 from shardax.train import EMA
+from tests.training.train.small_runs import Bigram, Quiet, eval_batches, make_trainer, raw, state_of
+from tests.values import with_values
 
 
 def model_of(dtype: Any) -> Any:

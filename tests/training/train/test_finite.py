@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from tests.training.train.small_runs import Quiet
 
 import shardax as sx
 from shardax.errors import TrainError
+from tests.training.train.small_runs import Quiet
 
 
 class Line(sx.Module):

@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from tests.training.train.small_runs import raw
-from tests.values import with_values
 
 import shardax as sx
 from shardax.errors import PartitionError, TrainError
 from shardax.hlo import read_program
 from shardax.train import TrainerSettings, data_parallel_value_and_grad
+from tests.training.train.small_runs import raw
+from tests.values import with_values
 
 OVER = ("slice", "data")
 RULES = {"batch": OVER, "mlp": "model"}

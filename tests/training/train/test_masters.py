@@ -12,14 +12,14 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import AxisType, Mesh
-from tests.models.small import BATCH, SMALL
-from tests.training.train.towers import PATHS, RULES, TRANSFORMATIONS, Tower, X, loss, train_step
-from tests.values import with_values
 
 import shardax as sx
 from shardax.errors import TransformError
 from shardax.models import Decoder, blockwise_cross_entropy, next_token_loss
 from shardax.train import Optimizer, accumulated_value_and_grad, checkpoint
+from tests.models.small import BATCH, SMALL
+from tests.training.train.towers import PATHS, RULES, TRANSFORMATIONS, Tower, X, loss, train_step
+from tests.values import with_values
 
 
 def narrow(**options: Any) -> Optimizer:

@@ -11,6 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+
+import shardax as sx
+from shardax.errors import TrainError, TransformError
+from shardax.train import Optimizer
 from tests.advice import run_advice
 from tests.training.train.towers import (
     PATHS,
@@ -22,10 +26,6 @@ from tests.training.train.towers import (
     train_step,
 )
 from tests.values import with_values
-
-import shardax as sx
-from shardax.errors import TrainError, TransformError
-from shardax.train import Optimizer
 
 GRAPHDEF, _, REST = sx.split(Tower(), sx.Param, ...)
 

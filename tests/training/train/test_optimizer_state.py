@@ -11,6 +11,10 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import shardax as sx
+from shardax.partition.checker import spec_for
+from shardax.train import Optimizer
 from tests.training.train.towers import (
     RULES,
     TRANSFORMATIONS,
@@ -20,10 +24,6 @@ from tests.training.train.towers import (
     params_of,
     train_step,
 )
-
-import shardax as sx
-from shardax.partition.checker import spec_for
-from shardax.train import Optimizer
 
 # --- laziness -------------------------------------------------------------------------------------
 

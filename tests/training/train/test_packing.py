@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.training.train.small_runs import Bigram, Quiet, make_trainer
-from tests.values import with_values
 
 import shardax as sx
 from shardax.models import DecoderConfig, next_token_loss
+from tests.training.train.small_runs import Bigram, Quiet, make_trainer
+from tests.values import with_values
 
 PackedBatches = sx.train.PackedBatches
 RNG = np.random.default_rng(0)

@@ -13,13 +13,13 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import AxisType
-from tests.advice import run_advice
-from tests.values import with_values
 
 import shardax as sx
 from shardax.errors import PartitionError
 from shardax.train import PipelineStep, Schedule, accumulated_value_and_grad
 from shardax.train.pipeline.programs import cut
+from tests.advice import run_advice
+from tests.values import with_values
 
 ROWS, WIDTH, VOCAB = 16, 8, 32
 RULES = {"batch": "data", "mlp": "model", "vocab": "model"}

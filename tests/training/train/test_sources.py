@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.training.train.small_runs import Quiet, make_trainer, state_of
 
 import shardax as sx
 from shardax.errors import DataError
 from shardax.train import Positioned
 from shardax.train.data.sources import adapted, decoded, encoded, go_to, host_batch, saved_position
+from tests.training.train.small_runs import Quiet, make_trainer, state_of
 
 # Of torchdata 0.11 over newer versions of torch.
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")

@@ -12,11 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from tests.training.train.small_runs import BATCH, SEQ, Bigram, Quiet, eval_batches, make_trainer
 
 import shardax as sx
 from shardax.errors import TrainError
 from shardax.train.speed import Throughput, utilization_of
+from tests.training.train.small_runs import BATCH, SEQ, Bigram, Quiet, eval_batches, make_trainer
 
 
 class Rows:

@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.training.train.small_runs import Quiet, make_trainer, state_of
 
 from shardax.errors import DataError, PathNotFoundError
 from shardax.train import ByteText, EvalBatches, TokenFile, TrainBatches
+from tests.training.train.small_runs import Quiet, make_trainer, state_of
 
 IDS = np.random.default_rng(0).integers(0, 256, 4000)
 

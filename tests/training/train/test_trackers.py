@@ -10,11 +10,11 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests.training.train.small_runs import Quiet, eval_batches, make_trainer
 
 import shardax as sx
 from shardax.errors import TrainError
 from shardax.train import JsonlLog, TensorBoardLog, read_jsonl
+from tests.training.train.small_runs import Quiet, eval_batches, make_trainer
 
 accumulator = pytest.importorskip(
     "tensorboard.backend.event_processing.event_accumulator",

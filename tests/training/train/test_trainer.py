@@ -16,6 +16,10 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import AxisType, Mesh
+
+import shardax as sx
+from shardax.errors import PartitionCheckError, TrainError
+from shardax.models import next_token_loss
 from tests.training.train.small_runs import (
     BATCH,
     HELD_OUT,
@@ -27,10 +31,6 @@ from tests.training.train.small_runs import (
     make_trainer,
     state_of,
 )
-
-import shardax as sx
-from shardax.errors import PartitionCheckError, TrainError
-from shardax.models import next_token_loss
 
 STEPS = 12
 

@@ -12,6 +12,9 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+
+import shardax as sx
+from shardax.errors import NoMeshError, PartitionCheckError, PartitionError, TrainError
 from tests.training.train.small_runs import (
     RULES,
     Bigram,
@@ -21,9 +24,6 @@ from tests.training.train.small_runs import (
     raw,
     state_of,
 )
-
-import shardax as sx
-from shardax.errors import NoMeshError, PartitionCheckError, PartitionError, TrainError
 
 STEPS = 6
 ZERO: dict[str, Any] = {"overrides": {sx.OptState: {"embed": "data"}}}

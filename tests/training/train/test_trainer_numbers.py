@@ -12,6 +12,11 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import AxisType
+
+import shardax as sx
+from shardax.errors import TrainError
+from shardax.models import next_token_loss
+from shardax.train import metrics
 from tests.training.train.small_runs import (
     TRAIN,
     Bigram,
@@ -20,11 +25,6 @@ from tests.training.train.small_runs import (
     make_trainer,
     state_of,
 )
-
-import shardax as sx
-from shardax.errors import TrainError
-from shardax.models import next_token_loss
-from shardax.train import metrics
 
 
 def with_accuracy(model: Any, batch: Any) -> Any:

@@ -14,14 +14,14 @@ import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from tests.training.train.small_runs import RULES as RUN_RULES
-from tests.training.train.small_runs import Quiet, make_trainer
-from tests.values import with_values
 
 import shardax as sx
 from shardax.errors import LayerConfigError, PartitionError, TrainError
 from shardax.hlo import read_program
 from shardax.train import data_parallel_value_and_grad
+from tests.training.train.small_runs import RULES as RUN_RULES
+from tests.training.train.small_runs import Quiet, make_trainer
+from tests.values import with_values
 
 KINDS = [AxisType.Auto, AxisType.Explicit]
 EMBED, HIDDEN, ROWS = 64, 128, 16

@@ -52,7 +52,6 @@ def test_the_language_of_each_fence_is_seen() -> None:
     assert kinds_of_fences(text) == ["python", "", "{toctree}"]
 
 
-@pytest.mark.programs
 def test_pages_build_without_a_warning(tmp_path: Path) -> None:
     build = [
         sys.executable,
