@@ -2,7 +2,7 @@
 # Everything one does with a clone of shardax. Needs python3 (3.11 or newer, with venv) and make.
 #
 #   make demo    train a small language model over a mesh of 8 virtual devices
-#   make test    checks and tests, all of them
+#   make test    checks, and the tests of the library
 #   make bench   the measurements, against their opponents
 #   make docs    the pages, into docs/_build/html
 #   make help    the rest
@@ -14,6 +14,8 @@
 PYTHON ?= python3
 WORKERS ?= auto
 PYTEST_ARGS ?=
+ROOM ?=
+BRANCH ?= main
 BENCH_ARGS ?=
 
 VENV := .venv
@@ -31,6 +33,9 @@ endif
 endif
 BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest $(PYTEST_ARGS)
+# The tests of the library; and what runs programs or is about texts, which CI runs too.
+LIBRARY := --ignore tests/programs tests src/shardax
+PROGRAMS := tests/programs README.md docs
 PARALLEL := -n $(WORKERS) --maxprocesses 8 --dist worksteal
 
 # Stamps: empty files that say which extras were installed, and when.
@@ -44,31 +49,31 @@ BENCH := $(STAMPS)-bench
 .DELETE_ON_ERROR:
 # Two installs at once into one environment would break it.
 .NOTPARALLEL:
-.PHONY: help demo test bench docs test-fast test-core test-house test-pages test-leaks test-times coverage mutants \
-	compat notebooks house lint types format api install clean
+.PHONY: help demo test bench docs test-room test-changed test-programs test-all test-pages test-leaks test-times \
+	coverage mutants notebooks house lint types types-pyright format api install clean
 
 help:
-	@echo "make demo        train a small language model over a mesh of 8 virtual devices"
-	@echo "make test        checks and tests, all of them"
-	@echo "make bench       the measurements (BENCH_ARGS=--quick: only show that they run)"
-	@echo "make docs        the pages, into docs/_build/html"
-	@echo "make test-fast   the tests without the slow ones and without the benchmarks'"
-	@echo "make test-core   tests and doctests of the engine"
-	@echo "make test-house  tests that keep the house: imports, sizes, names, docstrings"
-	@echo "make test-pages  the code of README.md and docs/"
-	@echo "make test-leaks  the code of README.md and docs/ under jax_check_tracer_leaks"
-	@echo "make test-times  all tests, and what they cost: CPU-seconds by folder, the dearest, JAX's share"
-	@echo "make coverage    all tests, with the lines and branches that they run, by package"
-	@echo "make mutants     how many of 150 seeded defects the tests notice; after make coverage"
-	@echo "make compat      choose the tests that CI repeats on the newest JAX; after make coverage"
-	@echo "make notebooks   execute docs/notebooks and store the outputs"
-	@echo "make house       the size and shape of the package in figures, beside their aims"
-	@echo "make lint        format and lint, without changing anything"
-	@echo "make types       the type checker"
-	@echo "make format      format, and mend what the linter can mend"
-	@echo "make api         write down the public names anew (after changing them on purpose)"
-	@echo "make install     everything into .venv, for working on shardax"
-	@echo "make clean       remove caches and builds; .venv and runs/ stay"
+	@echo "make demo           train a small language model over a mesh of 8 virtual devices"
+	@echo "make test           format, lint, types, and every test of the library"
+	@echo "make bench          the measurements (BENCH_ARGS=--quick: only show that they run)"
+	@echo "make docs           the pages, into docs/_build/html"
+	@echo "make test-room      the tests of one room, as ROOM=core; docs/rooms says what each is"
+	@echo "make test-changed   the tests near what was changed since the branch main (BRANCH=...)"
+	@echo "make test-programs  benchmarks, examples, notebooks, the code of the pages, their build"
+	@echo "make test-all       test and test-programs"
+	@echo "make test-pages     the code of README.md and docs/"
+	@echo "make test-leaks     the code of README.md and docs/ under jax_check_tracer_leaks"
+	@echo "make test-times     make test, and what it costs: CPU-seconds by room, the dearest tests"
+	@echo "make coverage       test-all, with the lines and branches that it runs, by package"
+	@echo "make mutants        how many of 150 seeded defects the tests notice; after make coverage"
+	@echo "make notebooks      execute docs/notebooks and store the outputs"
+	@echo "make house          how many files are on the way of a call"
+	@echo "make lint           format and lint, without changing anything"
+	@echo "make types          ty; make types-pyright: basedpyright, as CI does"
+	@echo "make format         format, and mend what the linter can mend"
+	@echo "make api            write down the public names anew (after changing them on purpose)"
+	@echo "make install        everything into .venv, for working on shardax"
+	@echo "make clean          remove caches and builds; .venv and runs/ stay"
 
 # --- What a user runs ---
 
@@ -77,7 +82,7 @@ demo: $(RUN)
 
 # Format, lint and types are tests too (tests/house/test_style.py), so that one summary says it all.
 test: $(TEST)
-	$(PYTEST) $(PARALLEL)
+	$(PYTEST) $(PARALLEL) $(LIBRARY)
 
 bench: $(BENCH)
 	@for program in dispatch program trace_time init bounded_while depth named view static_auto control_flow eager startup train_startup worker processes plan_rank generate load blockwise_loss precision parallel pipelines; do \
@@ -89,19 +94,25 @@ docs: test-pages
 
 # --- While working ---
 
-test-fast: $(TEST)
-	$(PYTEST) $(PARALLEL) -m "not slow" --ignore tests/programs/benchmarks
+test-room: $(TEST)
+	@tests=$$($(BIN)/python -m tests.suite.rooms $(ROOM)) && \
+		echo "$(PYTEST) $$tests" && $(PYTEST) $(PARALLEL) $$tests
 
-test-core: $(TEST)
-	$(PYTEST) $(PARALLEL) tests/core/objects tests/core/selection tests/core/transforms \
-		src/shardax/_core src/shardax/_select src/shardax/_transforms
+# A first answer, and not the gate.
+test-changed: $(TEST)
+	@tests=$$($(BIN)/python -m tests.suite.changed $(BRANCH)) && \
+		if [ -z "$$tests" ]; then echo "Nothing was changed since $(BRANCH)."; \
+		else echo "$(PYTEST) $$tests" && $(PYTEST) $(PARALLEL) $$tests; fi
 
-test-house: $(TEST)
-	$(PYTEST) tests/house
+test-programs: $(TEST)
+	$(PYTEST) $(PARALLEL) $(PROGRAMS)
 
-# Lines, files and names in figures, beside their aims.
+test-all: $(TEST)
+	$(PYTEST) $(PARALLEL) $(LIBRARY) $(PROGRAMS)
+
+# How many files of the package are on the way of a call, beside the aims.
 house: $(TEST)
-	@$(BIN)/python -m tests.house.figures
+	@$(BIN)/python -m tests.programs.figures
 
 test-pages: $(TEST)
 	$(PYTEST) README.md docs
@@ -109,21 +120,18 @@ test-pages: $(TEST)
 # JAX then traces anew at every call, and looks through the heap after every trace. The page on random
 # numbers shows a leak of plain JAX.
 test-leaks: $(TEST)
-	JAX_CHECK_TRACER_LEAKS=1 SHARDAX_TEST_CPU_SECONDS=600 $(PYTEST) README.md docs --ignore=docs/random.md
+	JAX_CHECK_TRACER_LEAKS=1 $(PYTEST) README.md docs --ignore=docs/random.md
 
 test-times: $(TEST)
-	$(PYTEST) $(PARALLEL) -p tests.suite.times --times=times.json
+	$(PYTEST) $(PARALLEL) -p tests.suite.times --times=times.json $(LIBRARY)
 
 coverage: $(TEST)
 	$(PYTEST) $(PARALLEL) -p tests.suite.times --times=times.json \
-		--cov=src/shardax --cov-branch --cov-context=test --cov-report=
+		--cov=src/shardax --cov-branch --cov-context=test --cov-report= $(LIBRARY) $(PROGRAMS)
 	$(BIN)/python -m tests.suite.coverage
 
 mutants: $(TEST)
 	$(BIN)/python -m tests.suite.mutants
-
-compat: $(TEST)
-	$(BIN)/python -m tests.suite.compat
 
 notebooks: $(TEST)
 	$(BIN)/python -m tests.programs.docs.notebooks
@@ -134,6 +142,9 @@ lint: $(TEST)
 	$(BIN)/ruff check --quiet
 
 types: $(TEST)
+	$(BIN)/ty check
+
+types-pyright: $(TEST)
 	$(BIN)/basedpyright --project pyproject.toml
 
 format: $(TEST)

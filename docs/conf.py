@@ -60,7 +60,7 @@ def _left_out() -> dict[str, list[str]]:
 
 autosummary_context = {"left_out": _left_out()}
 
-myst_enable_extensions = ["colon_fence", "deflist", "dollarmath"]
+myst_enable_extensions = ["colon_fence", "deflist", "dollarmath", "substitution"]
 myst_heading_anchors = 3
 
 autodoc_default_options = {"members": True, "show-inheritance": True}

@@ -16,7 +16,7 @@ from tests.house.sources import ROOT, package_files
 CHECKS = {
     "formatted": ["ruff", "format", "--check", "--output-format=concise"],
     "free_of_lint": ["ruff", "check", "--output-format=concise"],
-    "well_typed": ["basedpyright", "--project", "pyproject.toml"],
+    "well_typed": ["ty", "check", "--output-format=concise"],
 }
 
 

@@ -2,9 +2,9 @@
 """CPU-seconds of each test, and its share of tracing, lowering and compiling.
 
 A pytest plugin: ``make test-times`` runs the suite with ``-p tests.suite.times --times=FILE`` and
-prints the CPU-seconds by folder, the dearest tests, what JAX took of the wall time, and the largest
-memory of a worker. CPU-seconds
-count all threads and the child processes that a test waited for.
+prints the CPU-seconds by room beside their budgets, the dearest tests, what JAX took of the wall
+time, and the largest memory of a worker. CPU-seconds count all threads and the child processes that
+a test waited for.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 
 from tests.suite import cpu_seconds
+from tests.suite.rooms import budget_of, room_of
 
 DEAREST = 30
 STAGES = {
@@ -126,33 +127,30 @@ def peak_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def folder_of(nodeid: str) -> str:
-    """Returns the folder that a test counts for."""
-    parts = nodeid.split("::")[0].split("/")
-    if parts[0] == "tests":
-        return "/".join(parts[:2]) if len(parts) > 2 else "tests"
-    return "doctests" if parts[0] == "src" else "pages"
-
-
 def table_of(tests: Mapping[str, Mapping[str, float]], outside_tests: float) -> str:
-    """Returns the tables as text: by folder, by stage, the dearest tests."""
-    by_folder: dict[str, list[float]] = defaultdict(lambda: [0, 0.0, 0.0])
+    """Returns the tables as text: by room, by stage, the dearest tests."""
+    by_room: dict[str, list[Mapping[str, float]]] = defaultdict(list)
     for nodeid, spent in tests.items():
-        row = by_folder[folder_of(nodeid)]
-        row[0] += 1
-        row[1] += spent["cpu"]
-        row[2] += sum(spent[stage] for stage in STAGES.values())
-    total = sum(spent["cpu"] for spent in tests.values())
-    wall = sum(spent["wall"] for spent in tests.values())
+        by_room[room_of(nodeid)].append(spent)
+
     lines = [
         "",
-        "| folder | tests | CPU-seconds | s of JAX's stages |",
-        "| --- | --: | --: | --: |",
+        "| room | tests | CPU-seconds | budget | s of JAX's stages |",
+        "| --- | --: | --: | --: | --: |",
     ]
-    for folder, (count, cpu, stages) in sorted(by_folder.items(), key=lambda item: -item[1][1]):
-        lines.append(f"| {folder} | {count:,.0f} | {cpu:,.0f} | {stages:,.0f} |")
-    lines.append(f"| imports, collection, reports | | {outside_tests:,.0f} | |")
-    lines.append(f"| all | {len(tests):,} | {total + outside_tests:,.0f} | |")
+    seconds = {
+        room: sum(spent["cpu"] for spent in all_spent) for room, all_spent in by_room.items()
+    }
+    for room in sorted(by_room, key=lambda room: -seconds[room]):
+        stages = sum(spent[stage] for spent in by_room[room] for stage in STAGES.values())
+        budget = budget_of(room) or ""
+        count = len(by_room[room])
+        lines.append(f"| {room} | {count:,} | {seconds[room]:,.0f} | {budget} | {stages:,.0f} |")
+    lines.append(f"| imports, collection, reports | | {outside_tests:,.0f} | | |")
+    total = sum(seconds.values()) + outside_tests
+    lines.append(f"| all | {len(tests):,} | {total:,.0f} | | |")
+
+    wall = sum(spent["wall"] for spent in tests.values())
     shares = ", ".join(
         f"{stage} {100 * sum(spent[stage] for spent in tests.values()) / wall:.0f} %"
         for stage in STAGES.values()
