@@ -65,7 +65,9 @@ def subclass(kind: type[Module], around: Callable[[str, PyTree], object]) -> typ
         if isinstance(method, types.FunctionType) and (name == "__call__" or name[0] != "_")
     }
     names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
-    return type(kind)(kind.__name__, (kind,), methods | names)
+    made = type(kind)(kind.__name__, (kind,), methods | names)
+    assert issubclass(made, kind)
+    return made
 
 
 _KEY_HAS_NAMES = "jax_compilation_cache_include_metadata_in_key"
