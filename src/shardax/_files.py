@@ -9,7 +9,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +60,7 @@ def write_whole(path: str | os.PathLike[str], content: str | bytes) -> Path:
 
 
 @contextlib.contextmanager
-def draft_folder(place: Path) -> Iterator[Path]:
+def draft_folder(place: Path) -> Generator[Path]:
     """Make a temporary folder beside a place, removed at the end."""
     if place.is_dir():  # the folder above may be of another disk, or not ours
         draft = place / f".draft.{secrets.token_hex(4)}.tmp"

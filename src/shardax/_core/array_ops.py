@@ -286,7 +286,11 @@ class ArrayLike:
 
     __slots__ = ()
     __array_priority__ = 1000  # NumPy arrays on the left then ask the reflected operators below
-    value: Any
+
+    @property
+    def value(self) -> Any:
+        """The array."""
+        raise NotImplementedError
 
     def _operand(self):
         value = self.value

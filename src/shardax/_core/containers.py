@@ -363,9 +363,6 @@ class _Container(Object):
         if self._marked:
             epoch.advance(self)
 
-    def __copy__(self) -> Self:
-        return type(self)(self)  # pyright: ignore[reportCallIssue] (both containers take their items)
-
     def __getstate__(self) -> Any:
         return self._items
 
@@ -462,6 +459,9 @@ class List(_Container, MutableSequence[T], Generic[T]):
     def copy(self) -> list[T]:
         """Returns a plain list of the items."""
         return list(self)
+
+    def __copy__(self) -> Self:
+        return type(self)(self)
 
     def __add__(self, other: Any) -> list[Any]:
         return list(self) + list(other)
@@ -576,6 +576,9 @@ class Dict(_Container, MutableMapping[K, T], Generic[K, T]):
     def copy(self) -> dict[K, T]:
         """Returns a plain dict of the entries."""
         return dict(self.items())
+
+    def __copy__(self) -> Self:
+        return type(self)(self)
 
     def __or__(self, other: object) -> dict[Any, Any]:
         return self.copy() | dict(other) if isinstance(other, (dict, Dict)) else NotImplemented

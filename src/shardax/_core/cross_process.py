@@ -22,7 +22,7 @@ import contextlib
 import copyreg
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextvars import ContextVar
 from typing import Any
 from weakref import WeakValueDictionary
@@ -155,7 +155,7 @@ def format_mesh(mesh: Any) -> str:
 
 
 @contextlib.contextmanager
-def landing_on(mesh: Mesh | None) -> Iterator[None]:
+def landing_on(mesh: Mesh | None) -> Generator[None]:
     """Sets the mesh over which unpickled arrays are laid out."""
     token = _landing.set(mesh)
     try:

@@ -8,7 +8,7 @@ import pickle
 import sys
 import types
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from pathlib import Path
 
 _FACE = "shardax.errors"
@@ -128,7 +128,7 @@ def warn(text: str, category: type[Warning] = UserWarning) -> None:
 
 
 @contextlib.contextmanager
-def naming_package(subject: str, package: str) -> Iterator[None]:
+def naming_package(subject: str, package: str) -> Generator[None]:
     """Names a package to install in an ImportError of a block."""
     try:
         yield

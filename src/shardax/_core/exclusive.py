@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 
 from shardax._core.errors import ConcurrentWriteError
 from shardax._core.graph.paths import Path, format_path
@@ -21,7 +21,7 @@ class OneThread:
         self._lock = threading.Lock()
 
     @contextlib.contextmanager
-    def hold(self, paths: Mapping[int, Path]) -> Iterator[None]:
+    def hold(self, paths: Mapping[int, Path]) -> Generator[None]:
         """Refuses objects, given by ``id``, that another thread holds."""
         thread = threading.get_ident()
         with self._lock:

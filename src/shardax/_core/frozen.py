@@ -97,8 +97,6 @@ class FrozenVariable(Variable[T]):
         (False, [2.0, 2.0])
     """
 
-    _metadata: FrozenMetadata
-
     def __init__(
         self,
         value: Any,
@@ -112,15 +110,20 @@ class FrozenVariable(Variable[T]):
         axes, entries = self._metadata.axes, self._metadata.entries
         self._metadata = FrozenMetadata(axes, entries, variable_type, label)
 
+    def _frozen_metadata(self) -> FrozenMetadata:
+        metadata = self._here()._metadata
+        assert isinstance(metadata, FrozenMetadata)  # nothing else is ever given
+        return metadata
+
     @property
     def variable_type(self) -> type[Variable]:
         """The type of the Variable that this is the value of."""
-        return self._here()._metadata.variable_type
+        return self._frozen_metadata().variable_type
 
     @property
     def label(self) -> Path:
         """The path by which the Variable finds its slot."""
-        return self._here()._metadata.label
+        return self._frozen_metadata().label
 
     def freeze(self) -> Self:
         """Returns the value itself."""
@@ -140,10 +143,9 @@ class FrozenVariable(Variable[T]):
             >>> frozen.value.tolist(), w.value.tolist()
             ([0.0, 0.0], [1.0, 1.0])
         """
-        resolved = self._here()
-        metadata = resolved._metadata
+        metadata = self._frozen_metadata()
         variable = metadata.variable_type._make(
-            snapshot(resolved._value), metadata.thawed(), owner_here()
+            snapshot(self._here()._value), metadata.thawed(), owner_here()
         )
         variable._labels = (metadata.label,)
         return variable
@@ -158,7 +160,7 @@ class FrozenVariable(Variable[T]):
         self._refuse("metadata")
 
     def _refuse(self, what: str) -> NoReturn:
-        metadata = self._here()._metadata
+        metadata = self._frozen_metadata()
         raise ModuleAttributeError(
             f"Cannot write {what} of the frozen {metadata.variable_type.__name__} with the label "
             f"{format_path(metadata.label)}. Make it mutable again, sx.thaw(model); or run what "

@@ -19,7 +19,7 @@ import importlib.util
 import logging
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from importlib import metadata
 from typing import Any, NamedTuple
 
@@ -79,7 +79,7 @@ _choices: contextvars.ContextVar[list[str] | None] = contextvars.ContextVar("cho
 
 
 @contextlib.contextmanager
-def recorded_choices() -> Iterator[list[str]]:
+def recorded_choices() -> Generator[list[str]]:
     """Collects the kernels chosen by calls inside, with reasons against others."""
     choices: list[str] = []
     token = _choices.set(choices)
@@ -123,7 +123,7 @@ def takes_tokamax(kind: str, layer: str, x: Any, reason: str) -> tuple[bool, str
 
 
 @contextlib.contextmanager
-def tokamax_scope(kind: str) -> Iterator[Any]:
+def tokamax_scope(kind: str) -> Generator[Any]:
     """The library, in the settings of its calls."""
     import tokamax  # pyright: ignore[reportMissingImports]
     from absl import flags

@@ -18,7 +18,7 @@ import contextlib
 import difflib
 import operator
 import re
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Mapping
 from typing import Any
 
 from shardax._core.containers import BOXES, class_of
@@ -677,7 +677,7 @@ class Selection(Shown):
     # --- in place ---------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def edit(self) -> Iterator[Selection]:
+    def edit(self) -> Generator[Selection]:
         """Edits the tree in place; an exception undoes all edits.
 
         Example:

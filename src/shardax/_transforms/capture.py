@@ -12,7 +12,7 @@ import contextlib
 import contextvars
 import functools
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from typing import Any
 
 import jax
@@ -128,7 +128,7 @@ _capturing = OneThread("captures from the Module", "and would get what this one 
 @contextlib.contextmanager
 def _only_during(
     model: object, captured: tuple[VariableType, ...], init: Mapping[Any, object]
-) -> Iterator[Callable[[], list[State]]]:
+) -> Generator[Callable[[], list[State]]]:
     """Sets initial values, and afterwards takes off what is new."""
     before = {id(v): (v, v.value) for _, v in iter_variables(model) if isinstance(v, captured)}
     created = _set_initial(model, State(init), before)
@@ -207,7 +207,7 @@ _sowing: contextvars.ContextVar[bool] = contextvars.ContextVar("shardax_sowing",
 
 
 @contextlib.contextmanager
-def _methods_sow(model: object, kind: VariableType | None) -> Iterator[None]:
+def _methods_sow(model: object, kind: VariableType | None) -> Generator[None]:
     """Makes the methods of Modules sow their results."""
     if kind is None:
         yield

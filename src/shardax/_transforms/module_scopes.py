@@ -11,7 +11,7 @@ import contextlib
 import contextvars
 import functools
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from typing import Any
 
 import jax
@@ -26,7 +26,7 @@ _within: contextvars.ContextVar[Path] = contextvars.ContextVar("shardax_scope_wi
 
 
 @contextlib.contextmanager
-def module_scopes(tree: object) -> Iterator[None]:
+def module_scopes(tree: object) -> Generator[None]:
     """Makes Modules open scopes named by their paths."""
     # Relative to that of the Module in whose method another is called: layers[0]/attn/q.
     changed = [(module, type(module)) for path, module in iter_modules(tree) if path]
@@ -65,14 +65,16 @@ def subclass(kind: type[Module], around: Callable[[str, PyTree], object]) -> typ
         if isinstance(method, types.FunctionType) and (name == "__call__" or name[0] != "_")
     }
     names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
-    return type(kind)(kind.__name__, (kind,), methods | names)
+    made = type(kind)(kind.__name__, (kind,), methods | names)
+    assert issubclass(made, kind)
+    return made
 
 
 _KEY_HAS_NAMES = "jax_compilation_cache_include_metadata_in_key"
 
 
 @contextlib.contextmanager
-def compiled_with_names() -> Iterator[None]:
+def compiled_with_names() -> Generator[None]:
     """Keeps JAX's compilation cache from programs with other names of scopes."""
     before = getattr(jax.config, _KEY_HAS_NAMES)
     jax.config.update(_KEY_HAS_NAMES, True)

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, TextIO
@@ -110,7 +110,7 @@ def _run_once(words: Sequence[str], count: int, devices: int | None) -> Cause | 
 
 
 @contextmanager
-def _forwarding(running: Sequence[_Child]) -> Iterator[list[int]]:
+def _forwarding(running: Sequence[_Child]) -> Generator[list[int]]:
     """Passes requests to stop on to the processes; yields those received."""
     requests: list[int] = []
 

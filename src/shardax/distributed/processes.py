@@ -22,7 +22,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -387,7 +387,7 @@ _OF_COLLECTIVES = ("Gloo", "NCCL", "Coordination", "coordination service", "Conn
 
 
 @contextlib.contextmanager
-def explain_ended_process() -> Iterator[None]:
+def explain_ended_process() -> Generator[None]:
     """Explains errors of collectives after the end of another process."""
     try:
         yield

@@ -25,7 +25,7 @@ import itertools
 import re
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import jax
@@ -238,7 +238,7 @@ def host_exception(error: BaseException) -> Exception | None:
 
 
 @contextlib.contextmanager
-def host_exceptions() -> Iterator[None]:
+def host_exceptions() -> Generator[None]:
     """Raises the exceptions of host functions, instead of the program's error.
 
     Programs run on after they have been called; wait for the result inside,

@@ -169,8 +169,8 @@ def parameter_places(model: object, config: Any) -> list[ParameterPlace]:
 def _plain(config: TransformerConfig) -> TransformerConfig:
     """Returns a config of layers in a list, without settings of training."""
     plain = {"scan_layers": False, "remat": None, "experts.dispatch": "dropless"}
-    plain |= dict.fromkeys(("dropout", "attention.dropout", "embedding.dropout"), 0.0)
-    return replace_fields(config, plain)
+    rates = dict.fromkeys(("dropout", "attention.dropout", "embedding.dropout"), 0.0)
+    return replace_fields(config, plain | rates)
 
 
 # --- pairs ----------------------------------------------------------------------------------------

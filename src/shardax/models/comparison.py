@@ -24,7 +24,7 @@ from shardax.models.layers.experts import (
     GroupedSoftmaxMoE,
     InputScaledMoE,
 )
-from shardax.models.layers.norms import OffsetLayerNorm, OffsetRMSNorm, OffsetScale
+from shardax.models.layers.norms import OffsetLayerNorm, OffsetRMSNorm
 from shardax.models.layers.transformer_layer import ScaledGateMLP, TransformerBlock
 from shardax.nn.dropout import Dropout
 from shardax.nn.quantization import QuantizedKernel
@@ -103,8 +103,8 @@ def refusal(problems: Sequence[str], advice: str = "") -> PretrainedError:
     )
 
 
-_COMPUTING = (OffsetScale, OffsetRMSNorm, OffsetLayerNorm, ChoiceOfGroups, GroupedMoE)
-_COMPUTING += (GroupedSoftmaxMoE, ClippedMoE, InputScaledMoE, ScaledGateMLP)
+_COMPUTING = (OffsetRMSNorm, OffsetLayerNorm, ChoiceOfGroups, GroupedMoE, GroupedSoftmaxMoE)
+_COMPUTING += (ClippedMoE, InputScaledMoE, ScaledGateMLP)
 
 
 class ArchitectureCheck:

@@ -132,17 +132,25 @@ class ConvNeXt(Module):
 
     def __init__(self, config: ConvNeXtConfig, *, rngs: Rngs) -> None:
         self.config = config
-        options = {"rngs": rngs, **dtypes(config)}
+        options = dtypes(config)
         first, last, side = config.widths[0], config.widths[-1], config.patch_size
-        names = (None, None, None, "embed")
-        sizes = {"kernel_size": (side, side), "strides": (side, side), "padding": "VALID"}
-        self.patches = Conv(config.channels, first, **sizes, kernel_axes=names, **options)
-        self.patch_norm = LayerNorm(first, epsilon=_EPSILON, **dtypes(config))
+        self.patches = Conv(
+            config.channels,
+            first,
+            (side, side),
+            strides=(side, side),
+            padding="VALID",
+            kernel_axes=(None, None, None, "embed"),
+            rngs=rngs,
+            **options,
+        )
+        self.patch_norm = LayerNorm(first, epsilon=_EPSILON, **options)
         self.stages = List([ConvNeXtStage(config, i, rngs=rngs) for i in range(len(config.widths))])
-        self.final_norm = LayerNorm(last, epsilon=config.norm_epsilon, **dtypes(config))
+        self.final_norm = LayerNorm(last, epsilon=config.norm_epsilon, **options)
         classes = None
         if config.head is not None:
-            classes = Linear(last, config.num_classes, kernel_axes=("embed", None), **options)
+            names = ("embed", None)
+            classes = Linear(last, config.num_classes, kernel_axes=names, rngs=rngs, **options)
         self.head = classes
 
     def __call__(self, images: Any) -> jax.Array:
@@ -200,11 +208,18 @@ class ConvNeXtStage(Module):
     def __init__(self, config: ConvNeXtConfig, index: int, *, rngs: Rngs) -> None:
         width, norm, reduction = config.widths[index], None, None
         if index > 0:
-            before, names = config.widths[index - 1], (None, None, None, "embed")
-            norm = LayerNorm(before, epsilon=_EPSILON, **dtypes(config))
-            sizes = {"kernel_size": (2, 2), "strides": (2, 2), "padding": "VALID"}
-            options = {"kernel_axes": names, "rngs": rngs, **dtypes(config)}
-            reduction = Conv(before, width, **sizes, **options)
+            before, options = config.widths[index - 1], dtypes(config)
+            norm = LayerNorm(before, epsilon=_EPSILON, **options)
+            reduction = Conv(
+                before,
+                width,
+                (2, 2),
+                strides=(2, 2),
+                padding="VALID",
+                kernel_axes=(None, None, None, "embed"),
+                rngs=rngs,
+                **options,
+            )
         self.norm, self.reduction = norm, reduction
         self.blocks = List(
             [ConvNeXtBlock(config, width, rngs=rngs) for _ in range(config.depths[index])]
@@ -222,16 +237,23 @@ class ConvNeXtBlock(Module):
     """A depthwise convolution and a feed-forward layer, beside what they read."""
 
     def __init__(self, config: ConvNeXtConfig, width: int, *, rngs: Rngs) -> None:
-        options = {"rngs": rngs, **dtypes(config)}
-        # A kernel of groups stays whole, as XLA does not split it.
-        names, hidden = (None, None, None, None), 4 * width
-        sizes = {"kernel_size": (7, 7), "padding": 3, "groups": width}
-        self.conv = Conv(width, width, **sizes, kernel_axes=names, **options)
-        self.norm = LayerNorm(width, epsilon=_EPSILON, **dtypes(config))
-        self.up = Linear(width, hidden, kernel_axes=("embed", "mlp"), **options)
+        hidden, options = 4 * width, dtypes(config)
+        self.conv = Conv(
+            width,
+            width,
+            (7, 7),
+            padding=3,
+            groups=width,
+            # A kernel of groups stays whole, as XLA does not split it.
+            kernel_axes=(None, None, None, None),
+            rngs=rngs,
+            **options,
+        )
+        self.norm = LayerNorm(width, epsilon=_EPSILON, **options)
+        self.up = Linear(width, hidden, kernel_axes=("embed", "mlp"), rngs=rngs, **options)
         self.activation = config.activation
         self.responses = ResponseNorm(hidden, config) if config.response_norm else None
-        self.down = Linear(hidden, width, kernel_axes=("mlp", "embed"), **options)
+        self.down = Linear(hidden, width, kernel_axes=("mlp", "embed"), rngs=rngs, **options)
         scale = (ones, (width,), config.param_dtype, ("embed",), None)
         self.scale = make_parameter(*scale) if config.layer_scale else None
 

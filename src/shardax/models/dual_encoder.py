@@ -227,9 +227,14 @@ class DualEncoder(Module):
 def _projection(config: DualEncoderConfig, encoder: TransformerConfig, rngs: Rngs) -> Any:
     if not config.projection_dim:
         return None
-    size, names = encoder.pool.dim or encoder.embed_dim, ("embed", None)
-    options = {"use_bias": False, "kernel_axes": names, "rngs": rngs, **dtypes(encoder)}
-    return Linear(size, config.projection_dim, **options)
+    return Linear(
+        encoder.pool.dim or encoder.embed_dim,
+        config.projection_dim,
+        use_bias=False,
+        kernel_axes=("embed", None),
+        rngs=rngs,
+        **dtypes(encoder),
+    )
 
 
 def _normalized(x: jax.Array) -> jax.Array:

@@ -259,8 +259,13 @@ def layout_of(
     plain = [name for name in linear_names if f"{name}.weight" not in schemes]
     config = _compressed_config(schemes, plain)
     if is_blocked:
-        config = {"quant_method": FP8, "activation_scheme": "dynamic", "fmt": "e4m3"}
-        config |= {"weight_block_size": blocks, "modules_to_not_convert": plain}
+        config = {
+            "quant_method": FP8,
+            "activation_scheme": "dynamic",
+            "fmt": "e4m3",
+            "weight_block_size": blocks,
+            "modules_to_not_convert": plain,
+        }
     return WrittenLayout(config, schemes, {name: shape(name) for name in schemes})
 
 

@@ -33,6 +33,9 @@ INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 DTYPES = {"F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64"}
 READ_DTYPES = DTYPES | STORED_DTYPES
 
+# By a name of its own, as ``slice`` is a method below.
+_Index = Sequence[slice]
+
 
 class TensorFiles(contextlib.ExitStack):
     """The tensors of a folder, by name."""
@@ -131,7 +134,7 @@ class TensorFiles(contextlib.ExitStack):
             self._places[path] = _places_in(path)
         return _ByteSlice(part, path, self._places[path][stored])
 
-    def read(self, name: str, index: Sequence[slice]) -> np.ndarray:
+    def read(self, name: str, index: _Index) -> np.ndarray:
         """Returns a part of a tensor, also by steps."""
         if name in self.packed:
             return self.packed[name].read(index, READ_DTYPES[self.dtype(name)])

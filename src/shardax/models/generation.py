@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -265,7 +265,7 @@ class _Steps:
         return _others(self.model, cache, *arguments, filters=self.filters)
 
     @contextlib.contextmanager
-    def _scope(self) -> Iterator[None]:
+    def _scope(self) -> Generator[None]:
         """Enters the model's mesh, with rules for the cache."""
         entries: dict[str, Any] = {"kv_heads": None, "head_dim": None, "layers": None}
         mesh: Any = resolve_mesh()

@@ -32,7 +32,7 @@ from shardax.nn.errors import LayerInputError
 from shardax.nn.parameters import IGNORE_INDEX, as_size
 from shardax.partition.context import current_rules
 from shardax.partition.explicit import align, explicit_entries, with_layout
-from shardax.partition.mesh import resolve_mesh
+from shardax.partition.mesh import AnyMesh, resolve_mesh
 from shardax.partition.rules import SpecEntry, mesh_axes_of
 
 
@@ -358,7 +358,7 @@ def _layout_of(hidden: jax.Array, kernel: jax.Array) -> tuple[Any, list[SpecEntr
     return mesh, layout[:-1], layout[-1]
 
 
-def _parts(entry: SpecEntry, mesh: jax.sharding.Mesh) -> int:
+def _parts(entry: SpecEntry, mesh: AnyMesh) -> int:
     return math.prod(mesh.shape[axis] for axis in mesh_axes_of(entry))
 
 

@@ -7,7 +7,8 @@ stand among those without.
 
 from __future__ import annotations
 
-from typing import Any, cast
+from functools import partial
+from typing import Any, Unpack, cast
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,7 @@ from shardax._core.init.rng import Rngs
 from shardax._core.module import Module
 from shardax._core.state.split_merge import iter_variables
 from shardax._core.variable import Cache
-from shardax.models.config.checks import dtypes
+from shardax.models.config.checks import Dtypes, dtypes
 from shardax.models.config.inputs import ImageConfig
 from shardax.models.config.transformer import TransformerConfig
 from shardax.models.layers.activations import find_activation
@@ -118,10 +119,17 @@ class Transformer(Module):
         self._build_pool(config, rngs)
         self._build_head(config, rngs)
 
-    def _build_patches(self, config: ImageConfig, size: int, *, rngs: Rngs, **dtypes: Any) -> None:
-        sizes = (config.patch_size, config.patch_size, config.channels)
-        bias = {"use_bias": config.patch_bias, "kernel_axes": (None, None, None, "embed")}
-        self.patches = Linear(sizes, size, rngs=rngs, **bias, **dtypes)
+    def _build_patches(
+        self, config: ImageConfig, size: int, *, rngs: Rngs, **dtypes: Unpack[Dtypes]
+    ) -> None:
+        self.patches = Linear(
+            (config.patch_size, config.patch_size, config.channels),
+            size,
+            use_bias=config.patch_bias,
+            kernel_axes=(None, None, None, "embed"),
+            rngs=rngs,
+            **dtypes,
+        )
         vector = (zeros, (size,), dtypes["param_dtype"], ("embed",), None)
         if config.first_vector:
             self.first = make_parameter(*vector)
@@ -158,17 +166,16 @@ class Transformer(Module):
     def _build_head(self, config: TransformerConfig, rngs: Rngs) -> None:
         options, output, token_dim = dtypes(config), config.output, config.embedding.dim
         size = (config.pool.dense and config.pool.dim) or config.embed_dim
-        square = {"kernel_axes": ("embed", None), "rngs": rngs, **options}
+        square = partial(Linear, kernel_axes=("embed", None), rngs=rngs, **options)
         if output.transform:
             read = token_dim if config.head == "tokens" and token_dim else size
-            self.head_dense = Linear(size, read, use_bias=output.transform_bias, **square)
+            self.head_dense = square(size, read, use_bias=output.transform_bias)
             has_norm = output.transform_norm
             self.head_norm = make_norm(config.norms, read, options) if has_norm else None
             size = read
         if config.head not in (None, "tokens"):
             size = 2 * size if config.pool.kind == "first_and_mean" else size
-            has_bias = config.head != "embedding"
-            self.head = Linear(size, config.head_size, use_bias=has_bias, **square)
+            self.head = square(size, config.head_size, use_bias=config.head != "embedding")
         elif config.head == "tokens" and not output.tied:
             self.head = Linear(
                 size,
@@ -560,8 +567,8 @@ class Transformer(Module):
         def of_attention(index: int, num_layers: int | None) -> Any:
             window = attention.window if attention.is_local(index) else None
             if (latent := attention.latent) is not None:
-                kind = {"dtype": dtype, "num_layers": num_layers}
-                return LatentCache(batch, length, latent.dim, latent.rope_dim, **kind)
+                sizes = (batch, length, latent.dim, latent.rope_dim)
+                return LatentCache(*sizes, dtype=dtype, num_layers=num_layers)
             ring = window is not None and window < length
             slots = length if window is None else min(window, length)
             sizes = (batch, slots, attention.num_kv_heads, attention.head_dim)

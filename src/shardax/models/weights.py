@@ -152,8 +152,12 @@ def from_pretrained(
             pool = replace(config.pool, dense=family.has_pooler(files.names))
             config = replace(config, pool=pool)
         stored = files.common_dtype() if param_dtype is None else param_dtype
-        settings = {"dtype": stored if dtype is None else dtype, "param_dtype": stored}
-        settings |= {"scan_layers": scan_layers, "remat": remat}
+        settings = {
+            "dtype": stored if dtype is None else dtype,
+            "param_dtype": stored,
+            "scan_layers": scan_layers,
+            "remat": remat,
+        }
         model = build_model(config, settings, Rngs(0) if rngs is None else rngs)
         if attention is not None:
             _set_attention(model, attention)

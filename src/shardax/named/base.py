@@ -26,7 +26,7 @@ import dataclasses
 import functools
 import itertools
 import threading
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Generator, Hashable, Iterable, Mapping
 from typing import Any, Self, cast
 
 import jax
@@ -178,7 +178,7 @@ mapped = _MappedNames()
 
 
 @contextlib.contextmanager
-def mapping(names: Iterable[Name]) -> Iterator[None]:
+def mapping(names: Iterable[Name]) -> Generator[None]:
     """Marks names as mapped while the body runs."""
     outer_names = mapped.names
     mapped.names = outer_names | frozenset(names)

@@ -23,6 +23,7 @@ import numpy as np
 
 from shardax._core.array_ops import ArrayLike
 from shardax._core.checks import is_integer
+from shardax._core.functions import NamedFunction
 from shardax.named import base
 from shardax.named.base import Dims, NamedAxesError, NamedStorage, positional_places, shown
 
@@ -278,7 +279,7 @@ def _mask(where: object, reduced: Operand):
     return expand(mask, reduced.dims)
 
 
-def _along(function: Callable[..., object], removes: bool = False) -> Callable[..., Any]:
+def _along(function: NamedFunction[..., object], removes: bool = False) -> Callable[..., Any]:
     """Returns a method along one axis."""
 
     def method(self: NamedStorage, axis=None, **options) -> Any:

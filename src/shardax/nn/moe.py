@@ -390,8 +390,8 @@ class MoE(Module):
             take = partial(jax.lax.dynamic_index_in_dim, index=expert, keepdims=False)
             gate, up, down = jax.tree.map(take, kernels)
             row, weight = self._weighed(row, weight)
-            options = {"multiply": jnp.matmul, "by_row": lambda bias: bias}
-            return weight * _product(self._hidden(row, gate, up, **options), down, **options)
+            hidden = self._hidden(row, gate, up, multiply=jnp.matmul, by_row=_unchanged)
+            return weight * _product(hidden, down, jnp.matmul, by_row=_unchanged)
 
         rows = jnp.repeat(x, self.top_k, axis=0)
         y = jax.lax.map(lambda choice: one(*choice), (rows, weights.ravel(), experts.ravel()))
@@ -462,6 +462,10 @@ def _product(
     if kernel.a is None:
         return y
     return y + multiply((first or multiply)(x, kernel.a), kernel.b)
+
+
+def _unchanged(bias: jax.Array) -> jax.Array:
+    return bias
 
 
 def _for_each_row(bias: jax.Array) -> jax.Array:

@@ -18,7 +18,7 @@ import functools
 import inspect
 import math
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -352,7 +352,7 @@ def _array_layout(leaf: LeafInfo, info: ArrayInfo, kind: str, spec) -> ArrayLayo
 
 
 @contextlib.contextmanager
-def needs_no_values() -> Iterator[None]:
+def needs_no_values() -> Generator[None]:
     """Turns JAX's concretization errors into one with the line."""
     try:
         yield

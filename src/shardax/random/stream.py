@@ -26,7 +26,7 @@ import functools
 import operator
 import secrets
 import threading
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Generator, Hashable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -113,7 +113,7 @@ class KeyStream:
             self._count = source.count if isinstance(source, StreamState) else 0
 
     @contextlib.contextmanager
-    def drawing(self) -> Iterator[tuple[str, np.ndarray, tuple[np.uint32, ...]]]:
+    def drawing(self) -> Generator[tuple[str, np.ndarray, tuple[np.uint32, ...]]]:
         """Takes a draw at the end of the block, unless it raises."""
         with self._lock:
             impl, words = self._base_key()
@@ -247,7 +247,7 @@ def set_state(state: StreamState) -> None:
 
 
 @contextlib.contextmanager
-def isolated(seed: object) -> Iterator[None]:
+def isolated(seed: object) -> Generator[None]:
     """Draws from a separate stream in a ``with`` block or function.
 
     The stream belongs to the context that enters the block: other threads and tasks do not see it.

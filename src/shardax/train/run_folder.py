@@ -20,7 +20,7 @@ import hashlib
 import os
 import socket
 import types
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +52,7 @@ class RunFolder:
         self._lock: Any = None
 
     @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
+    def held(self) -> Generator[None]:
         """Keeps other trainers out for a block; the holder may re-enter."""
         if self._lock is not None or jax.process_index() > 0:
             yield

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -52,7 +52,7 @@ class Throughput:
         self._steps += 1
 
     @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
+    def paused(self) -> Generator[None]:
         """Leaves out the time of a ``with`` block."""
         started = time.perf_counter()
         try:
@@ -138,7 +138,7 @@ class Profile:
         self._is_tracing = False
 
     @contextlib.contextmanager
-    def step(self, number: int) -> Iterator[None]:
+    def step(self, number: int) -> Generator[None]:
         """Traces a step if it is one of those to trace."""
         if not self.first <= number <= self.last:
             yield

@@ -17,7 +17,7 @@ import functools
 import importlib.util
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from signal import Signals
@@ -756,7 +756,7 @@ class Trainer:
         return numbers["eval_loss"]
 
     @contextlib.contextmanager
-    def _scope(self) -> Iterator[None]:
+    def _scope(self) -> Generator[None]:
         with contextlib.ExitStack() as stack:
             if self.rules is not None:
                 stack.enter_context(axis_rules(self.rules))
@@ -867,7 +867,7 @@ def _due(step: int, every: int) -> bool:
 
 
 @contextlib.contextmanager
-def _evaluation_mode(model: object) -> Iterator[None]:
+def _evaluation_mode(model: object) -> Generator[None]:
     """Puts all Modules into evaluation mode for a block."""
     # As Module.eval sets them.
     modes = {"deterministic": True, "use_running_average": True}

@@ -15,7 +15,7 @@ computations stay where they are.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextvars import ContextVar
 from typing import Any
 
@@ -76,7 +76,7 @@ def default_float(dtype: Any) -> np.dtype:
 
 
 @contextlib.contextmanager
-def default_dtype(dtype: jax.typing.DTypeLike) -> Iterator[np.dtype]:
+def default_dtype(dtype: jax.typing.DTypeLike) -> Generator[np.dtype]:
     """Sets the default dtype of new float arrays in a block.
 
     It belongs to the thread that enters the block. Functions of ``jax.numpy`` have defaults of
@@ -105,7 +105,7 @@ def default_dtype(dtype: jax.typing.DTypeLike) -> Iterator[np.dtype]:
 
 
 @contextlib.contextmanager
-def default_device(device: object) -> Iterator[Any]:
+def default_device(device: object) -> Generator[Any]:
     """Sets the device of new arrays and computations in a block.
 
     It is ``jax.default_device`` with devices by name, and belongs to the thread that enters the

@@ -75,10 +75,13 @@ class KeySource(NamedTuple):
         return prng_name() if isinstance(self.root, int) else jax.random.key_impl(self.root)
 
 
+# JAX makes its settings attributes at run time, so type checkers cannot know them.
+_DEFAULT_PRNG = "jax_default_prng_impl"
+
+
 def prng_name() -> str:
     """Returns the name of JAX's default random generator."""
-    # JAX makes its settings attributes at run time, so the type checker cannot know them.
-    return str(jax.config.jax_default_prng_impl)  # pyright: ignore[reportAttributeAccessIssue]
+    return str(getattr(jax.config, _DEFAULT_PRNG))
 
 
 def words_of(sources: Sequence[KeySource]) -> list[Any]:

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextvars import ContextVar
 from typing import Any
 
@@ -46,7 +46,7 @@ _process: list[Notes] = []
 
 
 @contextlib.contextmanager
-def debug_key_reuse() -> Iterator[None]:
+def debug_key_reuse() -> Generator[None]:
     """Makes the reuse of a random key an error in a block.
 
     It switches ``jax.debug_key_reuse`` on, and checks the draws of ``Rngs`` outside of programs.

@@ -108,8 +108,9 @@ class _Combination:
 
     def __eq__(self, other: object) -> bool:
         return (
-            type(self) is type(other)
-            and self.predicates == typing.cast(_Combination, other).predicates
+            isinstance(other, _Combination)
+            and type(self) is type(other)
+            and self.predicates == other.predicates
         )
 
     def __hash__(self) -> int:

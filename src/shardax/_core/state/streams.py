@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -197,7 +197,7 @@ def fork_rngs(
 
 
 @contextlib.contextmanager
-def _replaced(tree: object, rules: _StreamRules) -> Iterator[None]:
+def _replaced(tree: object, rules: _StreamRules) -> Generator[None]:
     """Gives streams other keys in place, and the old ones back."""
     streams: dict[int, tuple[Path, RngStream]] = {}
     for keys, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=flatten.is_object):

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -43,7 +43,7 @@ from shardax._transforms.lift.engine import LiftedCall, SingleRunCall, decorator
 
 
 @contextlib.contextmanager
-def explained_reverse_mode() -> Iterator[None]:
+def explained_reverse_mode() -> Generator[None]:
     """Explains which loops have a reverse-mode derivative."""
     try:
         yield

@@ -26,6 +26,7 @@ import jax
 from shardax._core import frames
 from shardax._core.cross_process import PickledByName
 from shardax._core.errors import ConcurrentWriteError, DonationError, ShardaxError
+from shardax._core.functions import NamedFunction
 from shardax._core.graph.paths import PyTree
 from shardax._core.graph.static import (
     NEUTRAL_ATTRIBUTES,
@@ -41,7 +42,7 @@ from shardax._transforms.jit.specialization import JitOptions
 from shardax._transforms.lift.captures import Functions
 
 # A transform that takes its arguments apart: functions, options, positional and named arguments.
-Lifted = Callable[[Sequence[Any], Any, Sequence[Any], Mapping[str, Any]], Any]
+Lifted = NamedFunction[[Sequence[Any], Any, Sequence[Any], Mapping[str, Any]], Any]
 
 
 class _Transformed(Functions):

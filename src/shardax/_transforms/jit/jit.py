@@ -71,8 +71,9 @@ class BoundJit(Wrapper):
         self.__func__ = function
         self.__self__ = instance
 
+    # Wrappers are not given another function: ``Jit`` keeps its own in a slot, this one makes it.
     @property
-    def function(self) -> Any:
+    def function(self) -> Any:  # ty: ignore[incompatible-property-override]
         """Returns the method that it runs."""
         return types.MethodType(self.__func__, self.__self__)
 

@@ -184,22 +184,19 @@ def constants_of(jaxpr: ClosedJaxpr, inputs: PyTree) -> list[jax.Array] | None:
         The arrays; None where one is committed to other devices than the program would run on.
     """
     constants = [_copied(constant) for constant in jaxpr.consts]
-    committed = [_devices_of(array) for array in jax.tree.leaves(inputs) if _is_committed(array)]
-    of_constants = [_devices_of(array) for array in constants if _is_committed(array)]
+    arrays = [array for array in jax.tree.leaves(inputs) if _is_committed(array)]
+    committed = [array.sharding.device_set for array in arrays]
+    of_constants = [array.sharding.device_set for array in constants if _is_committed(array)]
 
     # Without a committed array, the program runs on the device of arrays that are made here.
     if not committed and any(len(devices) == 1 for devices in of_constants):
-        committed.append(_devices_of(jnp.array(0)))
+        committed.append(jnp.array(0).sharding.device_set)
     together = [*committed, *of_constants]
     return constants if all(devices == together[0] for devices in together) else None
 
 
 def _is_committed(value: object) -> bool:
     return isinstance(value, jax.Array) and value.committed
-
-
-def _devices_of(array: jax.Array) -> set[jax.Device]:
-    return array.sharding.device_set
 
 
 def _copied(constant: Any) -> jax.Array:

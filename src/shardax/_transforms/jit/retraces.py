@@ -13,7 +13,7 @@ import contextvars
 import functools
 import sys
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,7 +46,7 @@ listeners: contextvars.ContextVar[tuple[tuple[list[Retrace], Any], ...]] = conte
 
 
 @contextlib.contextmanager
-def explain_retraces(file: object = None) -> Iterator[list[Retrace]]:
+def explain_retraces(file: object = None) -> Generator[list[Retrace]]:
     """Reports every retrace of a compiled function within a ``with`` block.
 
     Args:

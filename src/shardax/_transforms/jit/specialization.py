@@ -23,6 +23,7 @@ from jax.sharding import Mesh
 
 from shardax._core.errors import DonationError
 from shardax._core.frames import a_kind_of, is_eager, is_ref, local
+from shardax._core.functions import NamedFunction
 from shardax._core.graph.flatten import is_object
 from shardax._core.graph.paths import Leaf, Path, PyTree, format_path
 from shardax._core.graph.static import exact_key
@@ -469,7 +470,7 @@ class Specialization:
             options["donate_argnums"] = (1, 3, 5) if self._full else (1,)
         return options
 
-    def _named_program(self) -> Callable[..., Any]:
+    def _named_program(self) -> NamedFunction[..., tuple[Any, ...]]:
         """Returns the pure function under the user's name and source line."""
         # Profiles and JAX's errors show them. JAX follows ``__wrapped__`` for the line, but must
         # not take the user's parameters for those of the pure function.

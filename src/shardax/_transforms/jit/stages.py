@@ -276,10 +276,10 @@ class Compiled(_Stage):
                 compiled; the message says where.
         """
         jit, program = self._source.jit, self._source.program
-        args, kwargs = jit.resolve(args, kwargs)
-        arguments = program.options.split_arguments(args, kwargs, jit.path_of)
-        named = [label for _, label in jit.positional(len(args))]
-        graph, names = jit.input_graph(arguments, named)
+        positional, by_name = jit.resolve(args, kwargs)
+        arguments = program.options.split_arguments(positional, by_name, jit.path_of)
+        labels = [label for _, label in jit.positional(len(positional))]
+        graph, names = jit.input_graph(arguments, labels)
         self._check(arguments, graph, names, program.positions.labels)
         try:
             program.place(dict(enumerate(graph.leaves)), self._source.mesh)

@@ -525,14 +525,13 @@ class _PartialByIdentity(_ByIdentity):
         self.others = others
         self.places = places
 
-    def __call__(
-        self, function: Callable[..., PyTree], objects: Sequence[Any], /, *args, **kwargs
-    ) -> PyTree:
+    def __call__(self, /, *args: PyTree, **kwargs: PyTree) -> PyTree:
+        function, objects, *behind = args
         leaves = list(self.others)
         for place, item in zip(self.places, objects, strict=True):
             leaves[place] = item
         positional, named = self.treedef.unflatten(leaves)
-        return function(*positional, *args, **{**named, **kwargs})
+        return function(*positional, *behind, **{**named, **kwargs})
 
 
 def root_places(label: str, template: object) -> list[tuple[int, Path]]:

@@ -39,6 +39,7 @@ import numpy as np
 from shardax._core import _jax, frames
 from shardax._core.errors import ConcurrentWriteError
 from shardax._core.frames import a_kind_of, kind_of
+from shardax._core.functions import NamedFunction
 from shardax._core.graph import flatten as graphs
 from shardax._core.graph.paths import Leaf, Path, PyTree, format_path
 from shardax._core.object import Object, epoch
@@ -149,7 +150,7 @@ class _AcceptedOptions(NamedTuple):
             raise errors.unknown_options(self.name, unknown, self.options, self.makes_function)
 
 
-def _accepted_options(transform: Callable[..., object]) -> _AcceptedOptions:
+def _accepted_options(transform: NamedFunction[..., object]) -> _AcceptedOptions:
     """Returns the options of a transform, or of a class."""
     parameters = inspect.signature(transform).parameters
     package = transform.__module__.split(".")[1]
@@ -167,7 +168,7 @@ def _accepted_options(transform: Callable[..., object]) -> _AcceptedOptions:
     )
 
 
-def takes_options(transform: Callable[P, R]) -> Callable[P, R]:
+def takes_options(transform: NamedFunction[P, R]) -> Callable[P, R]:
     """Lets a transform, or an ``__init__``, refuse unknown options."""
     accepted = _accepted_options(transform)
 
@@ -179,9 +180,12 @@ def takes_options(transform: Callable[P, R]) -> Callable[P, R]:
     return checked
 
 
-def decorator(transform: Callable[P, PyTree]) -> Callable[P, Any]:
+def decorator(transform: NamedFunction[P, PyTree]) -> Callable[P, Any]:
     """Lets a transform that is given no function return a decorator."""
-    call: Callable[..., PyTree] = transform
+    return functools.wraps(transform)(_with_options(transform))
+
+
+def _with_options(transform: NamedFunction[..., PyTree]) -> Callable[..., Any]:
     accepted = _accepted_options(transform)
 
     def with_options(function=None, *args, **options):
@@ -189,9 +193,9 @@ def decorator(transform: Callable[P, PyTree]) -> Callable[P, Any]:
         if function is None and not args:
             return functools.partial(with_options, **options)
         inputs.check_callable(function, transform.__name__)
-        return call(function, *args, **options)
+        return transform(function, *args, **options)
 
-    return functools.wraps(transform)(with_options)
+    return with_options
 
 
 def wraps(function: Callable[..., PyTree]) -> Callable[[Any], Any]:

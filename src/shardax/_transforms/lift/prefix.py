@@ -747,7 +747,7 @@ class EntryAssignment:
         self, context: engine.RunContext, out_prefix: object, out_name: str
     ) -> OutputEntries:
         """Returns the entry of everything that leaves."""
-        of_result = [
+        of_result: list[tuple[Path, PyTree, PyTree]] = [
             (("result", *path), leaf, entry)
             for path, leaf, entry in expand(out_prefix, context.result, out_name)
         ]

@@ -19,7 +19,7 @@ import json
 import os
 import pathlib
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -321,7 +321,7 @@ def free_place(path: Any) -> pathlib.Path:
 
 
 @contextlib.contextmanager
-def written_at(place: pathlib.Path) -> Iterator[pathlib.Path]:
+def written_at(place: pathlib.Path) -> Generator[pathlib.Path]:
     """Write a folder under a temporary name, and rename it when complete."""
     try:
         with draft_folder(place) as draft:

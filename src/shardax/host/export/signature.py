@@ -264,15 +264,15 @@ class Signature:
     def from_json(cls, entry: Mapping[str, object]) -> Signature:
         """Returns the signature written by ``as_json``."""
         read = _with_tuples(entry)
-        inputs = (ExportedInput(**{**i, "forms": _forms(i["forms"])}) for i in read["inputs"])
-        state = (StateEntry(**{**e, "form": ArrayForm(**e["form"])}) for e in read["state"])
-        records = {
-            "inputs": tuple(inputs),
-            "output_forms": _forms(read["output_forms"]),
-            "state": tuple(state),
-            "mesh": read["mesh"] and MeshForm(**read["mesh"]),
-        }
-        return cls(**{**read, **records})
+        inputs = (ExportedInput(**i)._replace(forms=_forms(i["forms"])) for i in read["inputs"])
+        state = (StateEntry(**e)._replace(form=ArrayForm(**e["form"])) for e in read["state"])
+        return dataclasses.replace(
+            cls(**read),
+            inputs=tuple(inputs),
+            output_forms=_forms(read["output_forms"]),
+            state=tuple(state),
+            mesh=read["mesh"] and MeshForm(**read["mesh"]),
+        )
 
     def __str__(self) -> str:
         inputs = ", ".join(map(str, self.inputs))

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypedDict
 
 import jax.numpy as jnp
 
@@ -12,6 +12,13 @@ from shardax._core.checks import Options
 from shardax.models.config.paths import parts_of, read_field
 from shardax.nn.errors import LayerConfigError
 from shardax.nn.stack import check_policy
+
+
+class Dtypes(TypedDict):
+    """The dtypes of a model's config, as arguments of layers."""
+
+    dtype: str
+    param_dtype: str
 
 
 def check_parts(options: Options, config: Any) -> None:
@@ -59,6 +66,6 @@ def dtype_name(where: str, name: str, dtype: Any) -> str:
     return normal_dtype.name
 
 
-def dtypes(config: Any) -> dict[str, Any]:
+def dtypes(config: Any) -> Dtypes:
     """Returns the dtypes of a model's config, as layers take them."""
     return {"dtype": config.dtype, "param_dtype": config.param_dtype}

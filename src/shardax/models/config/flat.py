@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Mapping
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from typing import Any, TypeVar
 
 from shardax._core.errors import warn
@@ -81,11 +81,12 @@ _METHODS = {"has_rope": "attention.has_rope"}
 
 def with_flat_names(kind: type[_Config]) -> type[_Config]:
     """Makes a config accept flat names, and give fields by them."""
+    assert is_dataclass(kind)
     initialize: Any = kind.__init__
+    names = [field.name for field in fields(kind)]
 
     @functools.wraps(initialize)
     def initialize_by_flat_names(self: Any, *args: Any, **options: Any) -> None:
-        names = [field.name for field in fields(kind)]  # pyright: ignore[reportArgumentType]
         flat = {name: options.pop(name) for name in [*options] if name in PATHS}
         if unknown := sorted(options.keys() - set(names)):
             raise TypeError(f"{kind.__name__} has no {', '.join(unknown)}. {_listed(kind)}")

@@ -5,12 +5,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, fields, replace
-from typing import Any, ClassVar, get_args, get_type_hints
+from dataclasses import MISSING, dataclass, fields, replace
+from typing import TYPE_CHECKING, Any, ClassVar, get_args, get_type_hints
 
 from shardax.nn.errors import LayerConfigError
 
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
+
+@dataclass(frozen=True)
 class ConfigPart:
     """The config of a part of a model."""
 
@@ -19,7 +23,7 @@ class ConfigPart:
 
 
 @functools.cache
-def parts_of(kind: type) -> dict[str, type[ConfigPart]]:
+def parts_of(kind: type[DataclassInstance]) -> dict[str, type[ConfigPart]]:
     """Returns the classes of the parts of a config, by field."""
     hints, parts = get_type_hints(kind), dict[str, type[ConfigPart]]()
     for field in fields(kind):
@@ -30,7 +34,7 @@ def parts_of(kind: type) -> dict[str, type[ConfigPart]]:
 
 
 @functools.cache
-def paths_of(kind: type) -> dict[str, str]:
+def paths_of(kind: type[DataclassInstance]) -> dict[str, str]:
     """Returns the annotations of all fields of a config, by path."""
     annotations, parts = dict[str, str](), parts_of(kind)
     for field in fields(kind):
@@ -79,7 +83,7 @@ def is_off(kind: type[ConfigPart], values: Mapping[str, Any]) -> bool:
 
 def absent_value(kind: type[ConfigPart], name: str) -> Any:
     """Returns the value of a field in an absent part."""
-    defaults = {field.name: field.default for field in fields(kind)}  # pyright: ignore[reportArgumentType]
+    defaults = {field.name: field.default for field in fields(kind)}
     return kind.absent.get(name, defaults[name])
 
 
@@ -98,7 +102,9 @@ def make_config(kind: Any, values: Mapping[str, Any]) -> Any:
     return kind(**_options(kind, None, values))
 
 
-def _options(kind: type, config: Any, values: Mapping[str, Any]) -> dict[str, Any]:
+def _options(
+    kind: type[DataclassInstance], config: Any, values: Mapping[str, Any]
+) -> dict[str, Any]:
     """Returns keyword arguments of a config, of fields by path."""
     options = {path: value for path, value in values.items() if "." not in path}
     for name, changes in grouped(values):
@@ -132,7 +138,7 @@ def changed_part(kind: type[ConfigPart], part: Any, values: Mapping[str, Any]) -
     options = _options(kind, part, values)
     if part is not None:
         return replace(part, **options)
-    missing = [f.name for f in fields(kind) if f.default is MISSING and f.name not in options]  # pyright: ignore[reportArgumentType]
+    missing = [f.name for f in fields(kind) if f.default is MISSING and f.name not in options]
     if missing:
         raise LayerConfigError(f"{kind.__name__} needs {' and '.join(missing)} too.")
     return kind(**options)

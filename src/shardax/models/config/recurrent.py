@@ -56,8 +56,9 @@ class ShortConvolutionConfig:
         Returns:
             The mixer.
         """
-        options = {"size": self.size, "use_bias": self.use_bias, **dtypes(config)}
-        return ShortConvolution(config.embed_dim, rngs=rngs, **options)
+        return ShortConvolution(
+            config.embed_dim, size=self.size, use_bias=self.use_bias, rngs=rngs, **dtypes(config)
+        )
 
     @classmethod
     def of(cls, mixer: Any) -> ShortConvolutionConfig:

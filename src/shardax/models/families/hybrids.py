@@ -245,8 +245,13 @@ def _limits(value: object) -> tuple[float, float]:
 
 def _state_space(mixer: str) -> Tensors:
     """Describes a mixer: one projection of five arrays, one convolution of three."""
-    outputs = {"gate": HEADS, "value": HEADS, "write": ("groups", "state")}
-    outputs |= {"read": ("groups", "state"), "step": ("heads",)}
+    outputs = {
+        "gate": HEADS,
+        "value": HEADS,
+        "write": ("groups", "state"),
+        "read": ("groups", "state"),
+        "step": ("heads",),
+    }
     pairs = [
         linear(f"{mixer}.in_proj", f"mixer.{name}", "embed", concatenated(*axes))
         for name, axes in outputs.items()

@@ -200,10 +200,12 @@ class RotaryByLayerType(FieldGroup):
     def read(self, take: Taker) -> Mapping[str, Any]:
         scaling = (self.is_scaled and take("rope_scaling", None, kind=kinds.TABLE.or_null)) or {}
         parameters = take("rope_parameters", None, kind=kinds.TABLE.or_null) or {}
-        base, local_base = (
-            (name and take(name, None, kind=kinds.NUMBER.or_null)) or default
-            for name, default in (self.full, self.sliding)
-        )
+
+        def base_of(name: str, default: float) -> float:
+            base = take(name, None, kind=kinds.NUMBER.or_null) if name else None
+            return base or default
+
+        base, local_base = base_of(*self.full), base_of(*self.sliding)
         wrong = [name for name in parameters if name not in LAYER_TYPES]
         wrong += [n for n in LAYER_TYPES if not isinstance(parameters.get(n) or {}, dict)]
         if wrong:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from shardax._core.module import Module
+from shardax.models.config.checks import Dtypes
 from shardax.models.config.norms import NormConfig
 from shardax.nn.arithmetic import at_least_float32, result_dtype, uses_tokamax
 from shardax.nn.normalization import LayerNorm, RMSNorm
@@ -18,33 +19,43 @@ from shardax.nn.parameters import make_parameter, ones, zeros
 from shardax.partition.explicit import align
 
 
-class OffsetScale:
-    """Adds 1 to the scale of a norm."""
+class OffsetRMSNorm(RMSNorm):
+    """Root mean square normalization with 1 added to the scale."""
 
     _scale_offset = 1.0
 
     def __init__(self, features: int, **options: Any) -> None:
-        super().__init__(features, scale_init=zeros, **options)  # pyright: ignore[reportCallIssue]
+        super().__init__(features, scale_init=zeros, **options)
 
-    def _scaled(self: Any, x: jax.Array, normed: jax.Array, dimension: Any = None) -> jax.Array:
-        scaled = normed + super()._scaled(normed, normed, dimension).astype(normed.dtype)  # pyright: ignore[reportAttributeAccessIssue]
-        scale = None if self.scale is None else self.scale.value
-        return scaled.astype(result_dtype(self.dtype, x, scale))
+    def _scaled(self, x: jax.Array, normed: jax.Array, dimension: int | None = None) -> jax.Array:
+        return _with_offset(self, x, normed, super()._scaled(normed, normed, dimension))
 
 
-class OffsetRMSNorm(OffsetScale, RMSNorm):
-    """Root mean square normalization with 1 added to the scale."""
-
-
-class OffsetLayerNorm(OffsetScale, LayerNorm):
+class OffsetLayerNorm(LayerNorm):
     """Normalization by mean and standard deviation with 1 added to the scale."""
+
+    _scale_offset = 1.0
+
+    def __init__(self, features: int, **options: Any) -> None:
+        super().__init__(features, scale_init=zeros, **options)
+
+    def _scaled(self, x: jax.Array, normed: jax.Array, dimension: int | None = None) -> jax.Array:
+        return _with_offset(self, x, normed, super()._scaled(normed, normed, dimension))
+
+
+def _with_offset(
+    norm: RMSNorm | LayerNorm, x: jax.Array, normed: jax.Array, scaled: jax.Array
+) -> jax.Array:
+    """Returns what a norm scaled, with 1 added to the scale."""
+    scale = None if norm.scale is None else norm.scale.value
+    return (normed + scaled.astype(normed.dtype)).astype(result_dtype(norm.dtype, x, scale))
 
 
 class HeadsRMSNorm(Module):
     """Root mean square normalization over all heads together."""
 
     def __init__(
-        self, heads: int, head_dim: int, axes: tuple[str, str], epsilon: float, dtypes: Any
+        self, heads: int, head_dim: int, axes: tuple[str, str], epsilon: float, dtypes: Dtypes
     ) -> None:
         self.scale = make_parameter(ones, (heads, head_dim), dtypes["param_dtype"], axes, None)
         self.epsilon = epsilon
@@ -61,9 +72,7 @@ class HeadsRMSNorm(Module):
         return scaled.astype(result_dtype(self.dtype, x, self.scale.value))
 
 
-def make_norm(
-    config: NormConfig, features: int, dtypes: Mapping[str, Any], axes: Any = ("embed",)
-) -> Any:
+def make_norm(config: NormConfig, features: int, dtypes: Dtypes, axes: Any = ("embed",)) -> Any:
     """Makes a norm of the config's kind."""
     kinds: dict[str, Callable[..., Any]] = {
         "rms": RMSNorm,

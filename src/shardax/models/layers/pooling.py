@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -12,6 +11,7 @@ import jax.numpy as jnp
 from shardax._core._jax import Tracer
 from shardax._core.init.rng import Rngs
 from shardax._core.module import Module
+from shardax.models.config.checks import Dtypes
 from shardax.models.config.norms import NormConfig
 from shardax.models.config.outputs import PoolConfig
 from shardax.models.layers.norms import make_norm
@@ -98,14 +98,7 @@ class AttentionPooling(Module):
     """A learned query that reads all states, and an MLP."""
 
     def __init__(
-        self,
-        size: int,
-        num_heads: int,
-        norms: NormConfig,
-        mlp: MLP,
-        *,
-        dtypes: Mapping[str, Any],
-        rngs: Rngs,
+        self, size: int, num_heads: int, norms: NormConfig, mlp: MLP, *, dtypes: Dtypes, rngs: Rngs
     ) -> None:
         initializer = jax.nn.initializers.normal(size**-0.5)
         self.query = make_parameter(initializer, (size,), dtypes["param_dtype"], ("embed",), rngs)

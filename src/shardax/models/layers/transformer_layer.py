@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ from jax.ad_checkpoint import checkpoint_name
 from shardax._core.init.rng import Rngs
 from shardax._core.module import Module
 from shardax.models.config.attention import AttentionConfig
-from shardax.models.config.checks import dtypes
+from shardax.models.config.checks import Dtypes, dtypes
 from shardax.models.config.feed_forward import ExpertsConfig, MLPConfig
 from shardax.models.config.norms import NormConfig
 from shardax.models.config.paths import read_field
@@ -126,19 +126,19 @@ class TransformerLayer(Module):
     def _make_mlp(self, config: TransformerConfig, rngs: Rngs) -> None:
         """Makes the MLP, or the experts and what stands beside them."""
         size, experts, options = config.embed_dim, config.experts, dtypes(config)
-        options |= {"activation": config.activation, "rngs": rngs}
+        mlp = partial(make_mlp, activation=config.activation, rngs=rngs, **options)
         self.mlp: Any = None
         if config.mlp is not None and not self.has_experts:
-            self.mlp = make_mlp(config.mlp, size, **options)
+            self.mlp = mlp(config.mlp, size)
         elif config.mlp is not None and experts is not None:
-            self.mlp = _experts(experts, size, **options)
+            self.mlp = _experts(experts, size, activation=config.activation, rngs=rngs, **options)
             if experts.shared_dim:
-                self.shared_mlp = make_mlp(
-                    replace(config.mlp, dim=experts.shared_dim), size, **options
-                )
+                self.shared_mlp = mlp(replace(config.mlp, dim=experts.shared_dim), size)
                 if experts.shared_gate:
-                    gate = {"use_bias": False, "kernel_axes": ("embed", None), **dtypes(config)}
-                    self.shared_gate = Linear(size, 1, rngs=rngs, **gate)
+                    names = ("embed", None)
+                    self.shared_gate = Linear(
+                        size, 1, use_bias=False, kernel_axes=names, rngs=rngs, **options
+                    )
 
     def __call__(
         self,
@@ -292,10 +292,11 @@ class ScaledGateMLP(MLP):
 class FrameEmbedding(Module):
     """Embeds frames of features by two convolutions, of two frames one."""
 
-    def __init__(self, features: int, size: int, *, rngs: Rngs, **dtypes: Any) -> None:
-        options = {"padding": 1, "kernel_axes": (None, None, "embed"), "rngs": rngs, **dtypes}
-        self.conv1 = Conv(features, size, 3, **options)
-        self.conv2 = Conv(size, size, 3, strides=2, **options)
+    def __init__(self, features: int, size: int, *, rngs: Rngs, **dtypes: Unpack[Dtypes]) -> None:
+        names = (None, None, "embed")
+        conv = partial(Conv, kernel_size=3, padding=1, kernel_axes=names, rngs=rngs, **dtypes)
+        self.conv1 = conv(features, size)
+        self.conv2 = conv(size, size, strides=2)
 
     def __call__(self, features: jax.Array) -> jax.Array:
         return exact_gelu(self.conv2(exact_gelu(self.conv1(features))))
@@ -309,7 +310,7 @@ def _attention(
     norms: NormConfig,
     causal: bool,
     rngs: Rngs,
-    **dtypes: Any,
+    **dtypes: Unpack[Dtypes],
 ) -> MultiHeadAttention:
     is_local, has_rope = config.is_local(index), config.has_rope(index)
     rope = config.local_rope if is_local and config.local_rope else config.rope
@@ -356,7 +357,7 @@ def _head_norm(
     config: AttentionConfig,
     norms: NormConfig,
     has_rope: bool,
-    dtypes: dict[str, Any],
+    dtypes: Dtypes,
     heads: int,
     axis: str,
 ) -> Callable[[], Any] | None:
@@ -372,7 +373,7 @@ def _head_norm(
 
 
 def _cross_attention(
-    config: AttentionConfig, features: int, *, rngs: Rngs, **dtypes: Any
+    config: AttentionConfig, features: int, *, rngs: Rngs, **dtypes: Unpack[Dtypes]
 ) -> MultiHeadAttention:
     return MultiHeadAttention(
         features,
@@ -394,7 +395,7 @@ def _scaled(x: jax.Array, factor: float) -> jax.Array:
 
 
 def make_mlp(
-    config: MLPConfig, features: int, *, activation: str, rngs: Rngs, **dtypes: Any
+    config: MLPConfig, features: int, *, activation: str, rngs: Rngs, **dtypes: Unpack[Dtypes]
 ) -> MLP:
     """Makes the feed-forward network of a layer."""
     make: Callable[..., MLP] = MLP
@@ -412,7 +413,7 @@ def make_mlp(
 
 
 def _experts(
-    config: ExpertsConfig, features: int, *, activation: str, rngs: Rngs, **dtypes: Any
+    config: ExpertsConfig, features: int, *, activation: str, rngs: Rngs, **dtypes: Unpack[Dtypes]
 ) -> MoE:
     make: Callable[..., MoE] = MoE
     if config.scores == "input_sigmoid":

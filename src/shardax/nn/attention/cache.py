@@ -258,8 +258,15 @@ class ContextCache(AttentionCache):
         num_layers: int | None = None,
         axis_name: str = "layers",
     ) -> None:
-        layers = {"num_layers": num_layers, "axis_name": axis_name}
-        super().__init__(batch, length, num_kv_heads, head_dim, dtype=dtype, **layers)
+        super().__init__(
+            batch,
+            length,
+            num_kv_heads,
+            head_dim,
+            dtype=dtype,
+            num_layers=num_layers,
+            axis_name=axis_name,
+        )
 
     def write(self, key: jax.Array, value: jax.Array, mask: Any = None) -> None:
         """Writes keys and values of a whole context.

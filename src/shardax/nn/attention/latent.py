@@ -15,6 +15,7 @@ transposed ``up_key`` and meets the latents themselves, and what is read goes th
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -137,10 +138,9 @@ class MultiHeadLatentAttention(MultiHeadAttention):
         self._take_rope(None, Rope() if rope is None else rope)
         del self.k, self.v
 
-        def norm(size: int) -> RMSNorm:
-            options = {"dtype": dtype, "param_dtype": param_dtype, "axes": (latent,)}
-            return RMSNorm(size, epsilon=norm_epsilon, **options)
-
+        norm = partial(
+            RMSNorm, epsilon=norm_epsilon, dtype=dtype, param_dtype=param_dtype, axes=(latent,)
+        )
         down: dict[str, Any] = {"use_bias": use_bias, "kernel_axes": (embed, latent), **layer}
         up: dict[str, Any] = {"use_bias": False, "kernel_axes": (latent, heads, head), **layer}
         if query_latent_dim is not None:
@@ -152,8 +152,9 @@ class MultiHeadLatentAttention(MultiHeadAttention):
         self.latent_norm = norm(self.latent_dim)
         made = head_dim - self.rope_dim + self.value_dim
         self.kv_up = Linear(self.latent_dim, (num_heads, made), **up)
-        outer = {"use_bias": use_bias, "kernel_axes": (heads, head, embed)}
-        self.out = Linear((num_heads, self.value_dim), features, **outer, **layer)
+        outputs = (num_heads, self.value_dim)
+        names = (heads, head, embed)
+        self.out = Linear(outputs, features, use_bias=use_bias, kernel_axes=names, **layer)
 
     def project(
         self, x: jax.Array, context: Any = None, positions: Any = None, others: Any = None

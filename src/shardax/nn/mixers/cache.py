@@ -210,7 +210,8 @@ class MixerInput(NamedTuple):
     @property
     def starts(self) -> jax.Array | None:
         """Where segments begin, None without segments."""
-        return None if self.segments is None else self.places == 0
+        places = self.places
+        return None if places is None else places == 0
 
     def last(self, padded: jax.Array, size: int) -> jax.Array:
         """Returns the last real positions of a padded array."""

@@ -144,8 +144,11 @@ class GatedDeltaNet(RecurrentMixer):
         self.gate = Linear(self.features, values, kernel_axes=(embed, *value_names), **options)
         self.beta = Linear(self.features, one, kernel_axes=(embed, head, None), **options)
         self.step = Linear(self.features, one, kernel_axes=(embed, head, None), **options)
-        channels = {"query": (keys, key_names), "key": (keys, key_names)}
-        channels |= {"value": (values, value_names)}
+        channels = {
+            "query": (keys, key_names),
+            "key": (keys, key_names),
+            "value": (values, value_names),
+        }
         self.convolution = ChannelKernels(channels, self.size, False, param_dtype, rngs)
         numbers = (one, param_dtype, (head, None), rngs)
         self.step_bias = make_parameter(step_biases, *numbers)

@@ -31,7 +31,7 @@ import os
 import re
 import stat
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from typing import Any, ClassVar
@@ -313,7 +313,7 @@ def with_options(lowered: Any, options: Mapping[str, Any]) -> Any:
 
 
 @contextlib.contextmanager
-def temporary_environment(variables: Mapping[str, str], override: bool = True) -> Iterator[None]:
+def temporary_environment(variables: Mapping[str, str], override: bool = True) -> Generator[None]:
     """Sets environment variables; those already set only to override them."""
     old_values = {name: os.environ.get(name) for name in variables}
     changed = {name: v for name, v in variables.items() if override or old_values[name] is None}

@@ -26,7 +26,7 @@ import tempfile
 import threading
 import time
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
@@ -258,7 +258,7 @@ class _PoolProcess:
 
 
 @contextlib.contextmanager
-def _spawning(env: Mapping[str, str]) -> Iterator[None]:
+def _spawning(env: Mapping[str, str]) -> Generator[None]:
     """Prepares this process for starting another as a copy."""
     # Without a file of the main module, which spawned processes would run again: steps of a script
     # travel by value, so it needs no guard.

@@ -18,7 +18,7 @@ import contextlib
 import functools
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Self
 
@@ -381,7 +381,7 @@ def _no_position(method: str, source: object) -> DataError:
 
 
 @contextlib.contextmanager
-def in_device_memory(tree: object) -> Iterator[None]:
+def in_device_memory(tree: object) -> Generator[None]:
     """Moves values from host to device memory for a block.
 
     It works inside a compiled function.

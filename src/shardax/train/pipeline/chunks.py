@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -84,7 +84,7 @@ class Chunk:
         self._compiled: dict[Any, ChunkPrograms] = {}
 
     @contextlib.contextmanager
-    def scope(self) -> Iterator[None]:
+    def scope(self) -> Generator[None]:
         """The mesh and the rules of the stage."""
         with jax.set_mesh(self.mesh), axis_rules(self.rules):
             yield
