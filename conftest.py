@@ -13,7 +13,6 @@ import ctypes
 import gc
 import importlib
 import os
-import re
 import shutil
 import sys
 import tempfile
@@ -152,6 +151,9 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+# Markers of tests that need more packages than others.
+pytest_plugins = ["tests.needs"]
+
 EXAMPLES = Sybil(parsers=[PythonCodeBlockParser()], patterns=["*.md"])
 ROOT = Path(__file__).parent
 SOURCES = ROOT / "src"
@@ -205,65 +207,3 @@ def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> Page | Non
     if is_page and any(EXAMPLES.parse(file_path).examples()):
         return Page.from_parent(parent, path=file_path)
     return None
-
-
-# The ids of tests that were skipped for want of a package. CI runs these again where it is.
-_skipped: set[str] = set()
-
-
-def _package_that_is_missing(report: pytest.CollectReport | pytest.TestReport) -> str:
-    """Returns the reason of a skip for want of a package, or ""."""
-    reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else ""
-    # The last are the words of `pytest.importorskip` without a reason.
-    is_package = report.skipped and ("install" in reason or "could not import" in reason)
-    return reason if is_package else ""
-
-
-def _fail_if_a_package_is_missing(report: pytest.CollectReport | pytest.TestReport) -> None:
-    """Where every package is installed, as by CI, a skip that asks for one is a failure.
-
-    ``EVERY_PACKAGE="but torch plan-tpu"`` names packages and extras that another run has.
-    """
-    reason = _package_that_is_missing(report)
-    elsewhere = os.environ.get("EVERY_PACKAGE", "").split()[1:]
-    if (
-        "EVERY_PACKAGE" in os.environ
-        and reason
-        and not any(re.search(rf"shardax\[{name}\]|install {name}\b", reason) for name in elsewhere)
-    ):
-        report.outcome = "failed"
-        report.longrepr = f"CI has to install what this test needs. {reason}"
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport() -> Iterator[None]:
-    """Reports of tests, as above."""
-    report = yield
-    _fail_if_a_package_is_missing(report)
-    return report
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_make_collect_report() -> Iterator[None]:
-    """Reports of modules that skip as a whole, as above."""
-    report = yield
-    _fail_if_a_package_is_missing(report)
-    return report
-
-
-def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Notes a skip for want of a package, also of other workers."""
-    if _package_that_is_missing(report):
-        _skipped.add(report.nodeid)
-
-
-def pytest_collectreport(report: pytest.CollectReport) -> None:
-    """Notes a module that skips as a whole."""
-    if _package_that_is_missing(report):
-        _skipped.add(report.nodeid)
-
-
-def pytest_sessionfinish() -> None:
-    """Writes the ids of skipped tests to the file that ``RECORD_SKIPPED`` names."""
-    if "RECORD_SKIPPED" in os.environ and "PYTEST_XDIST_WORKER" not in os.environ:
-        Path(os.environ["RECORD_SKIPPED"]).write_text("\n".join(sorted(_skipped)))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A headless browser for tests of pages, where the machine has one.
+"""A headless browser for tests of pages, which are marked ``needs("chromium")``.
 
-Debian's packages ``chromium`` and ``chromium-driver`` and selenium from the extra ``test`` drive
-it.
+It is of Debian's packages ``chromium`` and ``chromium-driver``; selenium from the extra ``test``
+drives it.
 """
 
 from __future__ import annotations
@@ -13,13 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser"))), None)
 DRIVER = shutil.which("chromedriver")
-NEEDS_BROWSER = pytest.mark.skipif(
-    CHROMIUM is None or DRIVER is None, reason="apt-get install chromium chromium-driver"
-)
 
 # Elements beyond the edge of the page, but for those in a box that scrolls.
 OVERFLOWING = """
@@ -56,6 +51,11 @@ while (texts.nextNode()) {
 }
 return pale;
 """
+
+
+def is_here() -> bool:
+    """Whether this machine has the browser and its driver."""
+    return CHROMIUM is not None and DRIVER is not None
 
 
 @contextlib.contextmanager

@@ -17,9 +17,6 @@ import shardax as sx
 from shardax.cli import main
 from shardax.models import Decoder, DecoderConfig, from_pretrained, save_pretrained
 
-pytest.importorskip("optax", reason="pip install 'shardax[train]'")
-pytest.importorskip("tokenizers", reason="pip install 'shardax[hub]'")
-
 SIZES = ["--preset", "tiny", "--batch-size", "4", "--seq-len", "8", "--checkpoint-every", "0"]
 
 

@@ -8,7 +8,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-import pytest
+from safetensors import numpy as numpy_files
 
 from shardax.models import Rope, from_pretrained
 from tests.models.published_encoders import ENCODERS as PUBLISHED_ENCODERS
@@ -26,8 +26,6 @@ from tests.models.published_experts import (
 from tests.models.published_hybrids import HYBRIDS, TINY_HYBRIDS
 from tests.models.published_towers import TOWERS
 from tests.values import with_values
-
-numpy_files = pytest.importorskip("safetensors.numpy", reason="pip install 'shardax[hub]'")
 
 
 def _llama(*sizes: int, **more: Any) -> dict[str, Any]:

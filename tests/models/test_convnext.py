@@ -12,15 +12,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 import shardax as sx
 from shardax.errors import GenerationError, LayerConfigError, LayerInputError, PretrainedError
 from shardax.models import ConvNeXt, ConvNeXtConfig, from_pretrained, save_pretrained
 from tests.models import peers
 from tests.models.published import initialised
+from tests.needs import needs
 from tests.values import with_values
-
-safetensors = pytest.importorskip("safetensors.numpy", reason="pip install 'shardax[hub]'")
 
 PIXELS = np.random.default_rng(0).normal(size=(2, 17, 16, 3)).astype(np.float32)
 SIZES: dict[str, Any] = {"hidden_sizes": [8, 16], "depths": [2, 1], "num_stages": 2}
@@ -44,7 +44,7 @@ def bare(model: Any, images: Any) -> Any:
 
 
 def tensors(folder: Path) -> dict[str, tuple[Any, ...]]:
-    found = safetensors.load_file(folder / "model.safetensors")
+    found = load_file(folder / "model.safetensors")
     return {name: (each.dtype, each.shape, each.tobytes()) for name, each in found.items()}
 
 
@@ -61,11 +61,12 @@ def written(model: Any, folder: Path) -> Any:
 # --- numbers --------------------------------------------------------------------------------------
 
 
+@needs("torch", "transformers")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("head", ["ForImageClassification", "Model"])
 def test_results_and_files_equal_transformers(kind: str, head: str, tmp_path: Path):
-    torch = pytest.importorskip("torch", reason="pip install torch")
-    pytest.importorskip("transformers", reason="pip install transformers")
+    import torch
+
     name = KINDS[kind]
     sizes = {**SIZES, "num_labels": 5, "hidden_act": "relu" if head == "Model" else "gelu"}
     peer = peers.make_model(tmp_path / "peer", f"{name}Config", f"{name}{head}", sizes)
@@ -155,7 +156,7 @@ _V2 |= {"stage_names": ["stem", "stage1", "stage2", "stage3", "stage4"]}
 def test_published_configs_have_their_number_of_parameters(fields: Any, count: float, tmp_path):
     content = {**_PUBLISHED, **fields}
     (tmp_path / "config.json").write_text(json.dumps(content))
-    safetensors.save_file({}, tmp_path / "model.safetensors")
+    save_file({}, tmp_path / "model.safetensors")
     with pytest.warns(UserWarning, match="initialised at random"):
         model = from_pretrained(tmp_path, strict=False)
     assert model.config.num_layers == sum(content["depths"])
@@ -165,7 +166,7 @@ def test_published_configs_have_their_number_of_parameters(fields: Any, count: f
 
 def test_absent_fields_have_the_defaults_of_transformers(tmp_path: Path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "convnext"}))
-    safetensors.save_file({}, tmp_path / "model.safetensors")
+    save_file({}, tmp_path / "model.safetensors")
     with pytest.warns(UserWarning, match="initialised at random"):
         config = from_pretrained(tmp_path, strict=False).config
     assert dataclasses.replace(config, source=None) == ConvNeXtConfig(num_classes=2)
@@ -186,7 +187,7 @@ def test_absent_fields_have_the_defaults_of_transformers(tmp_path: Path):
 )
 def test_what_a_config_cannot_say_is_refused(fields: Any, problem: str, tmp_path: Path):
     (tmp_path / "config.json").write_text(json.dumps(content_of("convnext", **fields)))
-    safetensors.save_file({}, tmp_path / "model.safetensors")
+    save_file({}, tmp_path / "model.safetensors")
     with pytest.raises(PretrainedError) as caught:
         from_pretrained(tmp_path, strict=False)
     assert problem in str(caught.value)

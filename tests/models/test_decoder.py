@@ -55,7 +55,6 @@ def train(model: Decoder, batch: Any, steps: int = 2) -> list[float]:
 @pytest.fixture
 def raw() -> Any:
     """The hand-written decoder among the benchmarks."""
-    pytest.importorskip("optax", reason="pip install 'shardax[train]'")
     folder = str(Path(__file__).parents[2] / "benchmarks")
     if folder not in sys.path:
         sys.path.append(folder)

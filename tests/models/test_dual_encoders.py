@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors import numpy as numpy_files
 
 import shardax as sx
 from shardax.errors import LayerConfigError, LayerInputError, PretrainedError
@@ -38,6 +39,7 @@ from tests.advice import run_advice
 from tests.configs import with_fields
 from tests.models import peers
 from tests.models.test_edit_laws import EDITS, is_saved
+from tests.needs import needs
 from tests.values import with_values
 
 END = 63
@@ -117,10 +119,11 @@ def states_and_pooled(model: Any, inputs: Any, mask: Any) -> tuple[Any, Any]:
     return states, (model.pool(states, inputs, mask) if model.config.head is None else None)
 
 
+@needs("torch", "transformers")
 @pytest.mark.parametrize("name", TOWERS)
 def test_a_tower_equals_that_of_transformers(name: str, tmp_path: Path):
-    torch = pytest.importorskip("torch", reason="pip install torch")
-    pytest.importorskip("transformers", reason="pip install transformers")
+    import torch
+
     config, kind, options = TOWERS[name]
     peer = peers.make_model(tmp_path / "peer", f"{config}Config", kind, options)
     inputs, mask, theirs = inputs_of(name, options)
@@ -159,7 +162,6 @@ def small(**fields: Any) -> Any:
 
 
 def test_files_with_the_older_prefix_are_read(tmp_path: Path):
-    numpy_files = pytest.importorskip("safetensors.numpy", reason="pip install 'shardax[hub]'")
     content = {**peers.SIZES, "model_type": "clip_text_model", "architectures": ["CLIPTextModel"]}
     (tmp_path / "config.json").write_text(json.dumps(content))
     numpy_files.save_file({}, tmp_path / "model.safetensors")
@@ -244,10 +246,9 @@ def compare(model: Any, tokens: Any, images: Any, mask: Any) -> Any:
     return model(tokens, images, mask=mask)
 
 
+@needs("torch", "transformers")
 @pytest.mark.parametrize("name", PAIRS)
 def test_a_pair_equals_that_of_transformers(name: str, tmp_path: Path):
-    pytest.importorskip("torch", reason="pip install torch")
-    pytest.importorskip("transformers", reason="pip install transformers")
     kind, options = PAIRS[name]
     peer = peers.make_model(tmp_path / "peer", f"{kind}Config", f"{kind}Model", options)
     side = options["vision_config"]["image_size"]
@@ -285,7 +286,6 @@ def content_of(kind: str, **changes: Any) -> dict[str, Any]:
 
 def read(folder: Path, content: dict[str, Any]) -> Any:
     """A pair of a config.json, without values, by a folder without tensors."""
-    numpy_files = pytest.importorskip("safetensors.numpy", reason="pip install 'shardax[hub]'")
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(content))
     numpy_files.save_file({}, folder / "model.safetensors")
@@ -402,9 +402,11 @@ def test_a_tower_of_another_config_is_refused(tmp_path: Path) -> None:
         np.testing.assert_array_equal(result, value)
 
 
+@needs("torch", "transformers")
 def test_an_edited_pair_equals_that_of_transformers(tmp_path: Path):
-    torch = pytest.importorskip("torch", reason="pip install torch")
-    transformers = pytest.importorskip("transformers", reason="pip install transformers")
+    import torch
+    import transformers
+
     model = from_pretrained(folder_of("clip"))
     remove_layers(model)
     project(model)
@@ -498,8 +500,10 @@ def test_published_pairs_are_read_as_they_are(tmp_path: Path):
     assert (config.logit_bias, config.projection_dim) == (True, 0)
 
 
+@needs("transformers")
 def test_an_older_table_goes_before_as_in_transformers(tmp_path: Path):
-    transformers = pytest.importorskip("transformers", reason="pip install transformers")
+    import transformers
+
     older = {**SMALL_TEXT, "num_hidden_layers": 1, "hidden_act": "gelu"}
     del older["eos_token_id"]
     content = content_of("clip", text_config_dict=older)
@@ -559,7 +563,6 @@ def test_unknown_fields_of_towers_may_be_harmless(tmp_path: Path, monkeypatch: p
 
 
 def test_unfit_tensors_of_a_pair_are_named(tmp_path: Path):
-    numpy_files = pytest.importorskip("safetensors.numpy", reason="pip install 'shardax[hub]'")
     folder = tmp_path / "model"
     shutil.copytree(folder_of("siglip"), folder)
     values = numpy_files.load_file(folder / "model.safetensors")

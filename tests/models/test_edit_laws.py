@@ -13,7 +13,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -23,9 +22,8 @@ from shardax.errors import PretrainedError
 from shardax.models import from_pretrained, save_pretrained
 from tests.models import peers
 from tests.models.published import MODELS, initialised, tiny_config
+from tests.needs import needs
 from tests.values import with_values
-
-safetensors = pytest.importorskip("safetensors.numpy", reason="pip install 'shardax[hub]'")
 
 FAMILIES = {content["model_type"]: content for content, _ in MODELS.values()}
 IMAGES = ("clip_vision_model", "dinov2", "siglip_vision_model", "vit")
@@ -265,11 +263,13 @@ def test_edits_of_stacks_are_those_of_layers(family: str, edits: Any) -> None:
             np.testing.assert_array_equal(again(inputs_of(family)), model(inputs_of(family)))
 
 
+@needs("torch", "transformers")
 @settings(max_examples=10)
 @given(family=families, edits=steps)
 def test_edits_have_the_logits_of_transformers(family: str, edits: Any) -> None:
-    torch = pytest.importorskip("torch", reason="pip install torch")
-    transformers = pytest.importorskip("transformers", reason="pip install transformers")
+    import torch
+    import transformers
+
     model = edited(family, edits)
     with tempfile.TemporaryDirectory() as name:
         if not is_saved(model, Path(name, "saved")):

@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.numpy import load_file, save_file
 
 import shardax as sx
 from shardax import nn
@@ -36,9 +37,8 @@ from tests.advice import run_advice
 from tests.configs import field_of, with_fields
 from tests.models import peers
 from tests.models.test_edit_laws import EDITS, is_saved
+from tests.needs import needs
 from tests.values import with_values
-
-safetensors = pytest.importorskip("safetensors.numpy", reason="pip install 'shardax[hub]'")
 
 T5 = {"vocab_size": 64, "d_model": 16, "d_kv": 6, "d_ff": 24, "num_layers": 2, "num_heads": 4}
 T5 |= {"decoder_start_token_id": 0}
@@ -71,7 +71,7 @@ MASK = np.arange(10) < np.array([[10], [6]])
 
 def tensors(folder: Path) -> dict[str, tuple[Any, ...]]:
     """Every tensor of a folder: dtype, shape and bytes."""
-    values = safetensors.load_file(folder / "model.safetensors")
+    values = load_file(folder / "model.safetensors")
     return {name: (value.dtype, value.shape, value.tobytes()) for name, value in values.items()}
 
 
@@ -132,10 +132,11 @@ def peer_texts(peer: Any) -> np.ndarray:
     return texts.numpy()
 
 
+@needs("torch", "transformers")
 @pytest.mark.parametrize("name", CASES)
 def test_logits_and_texts_equal_those_of_transformers(name: str, tmp_path: Path):
-    torch = pytest.importorskip("torch", reason="pip install torch")
-    pytest.importorskip("transformers", reason="pip install transformers")
+    import torch
+
     kind, options = CASES[name]
     head = f"{kind}ForConditionalGeneration"
     peer = peers.make_model(tmp_path / "peer", f"{kind}Config", head, options)
@@ -192,7 +193,7 @@ def read(folder: Path, content: dict[str, Any]) -> Any:
     """A model of a config.json, without values, by a folder without tensors."""
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(content))
-    safetensors.save_file({}, folder / "model.safetensors")
+    save_file({}, folder / "model.safetensors")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that all is initialised
         return from_pretrained(folder, strict=False)
@@ -620,9 +621,11 @@ def test_published_models_are_read_as_they_are(name: str, tmp_path: Path):
 CLASSES = {"t5": "T5", "bart": "Bart", "whisper": "Whisper"}
 
 
+@needs("transformers")
 @pytest.mark.parametrize("kind", CLASSES)
 def test_defaults_equal_those_of_its_class(kind: str, tmp_path: Path):
-    transformers = pytest.importorskip("transformers", reason="pip install transformers")
+    import transformers
+
     whole = getattr(transformers, f"{CLASSES[kind]}Config")().to_dict()
     brief = read(tmp_path, {"model_type": kind}).config
     named = read(tmp_path, json.loads(json.dumps(whole))).config
@@ -660,17 +663,17 @@ def test_a_hostile_config_is_refused_by_field(kind: str, changes: Any, says: str
 def test_unfit_tensors_are_named(tmp_path: Path):
     folder = tmp_path / "model"
     shutil.copytree(folder_of("t5"), folder)
-    values = safetensors.load_file(folder / "model.safetensors")
+    values = load_file(folder / "model.safetensors")
     shared = values["shared.weight"]
     copies = {"encoder.embed_tokens.weight": shared, "lm_head.weight": shared}
     distances = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
     older = {**values, **copies, distances: np.ones((4, 2), np.float32)}
-    safetensors.save_file(older, folder / "model.safetensors")
+    save_file(older, folder / "model.safetensors")
     np.testing.assert_array_equal(outputs(from_pretrained(folder)), outputs(load("t5")))
     copies["encoder.embed_tokens.weight"] = shared + 1
     missing = "decoder.block.1.layer.1.EncDecAttention.q.weight"
     del values[missing]
-    safetensors.save_file({**values, **copies}, folder / "model.safetensors")
+    save_file({**values, **copies}, folder / "model.safetensors")
     with pytest.raises(PretrainedError) as caught:
         from_pretrained(folder)
     for part in (f"missing are {missing}", "no place for encoder.embed_tokens.weight."):

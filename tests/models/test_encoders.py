@@ -21,6 +21,7 @@ from shardax.models import (
     TransformerConfig,
     pool_tokens,
 )
+from tests.needs import needs
 from tests.values import with_values
 
 ENCODER = TransformerConfig(
@@ -78,11 +79,11 @@ def test_token_types_without_an_embedding_are_refused():
 # --- distances ------------------------------------------------------------------------------------
 
 
+@needs("torch", "transformers")
 def test_buckets_of_distances_equal_transformers():
-    torch = pytest.importorskip("torch", reason="pip install torch")
-    mpnet = pytest.importorskip(
-        "transformers.models.mpnet.modeling_mpnet", reason="pip install transformers"
-    )
+    import torch
+    from transformers.models.mpnet import modeling_mpnet as mpnet
+
     from shardax.nn.attention.dot_product import distance_buckets
 
     place = torch.arange(600)

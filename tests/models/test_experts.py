@@ -25,6 +25,7 @@ from shardax.models import (
 from tests.models import peers
 from tests.models.published import initialised
 from tests.models.small import with_equal_values
+from tests.needs import needs
 from tests.training.train.small_runs import eval_batches, make_trainer
 
 TOKENS = np.random.default_rng(0).integers(0, 64, (8, 9))
@@ -231,6 +232,7 @@ ONE_LAYER = {"num_hidden_layers": 1, "router_aux_loss_coef": 0.5}
 SEVERAL = {"output_router_logits": True}
 
 
+@needs("torch", "transformers")
 @pytest.mark.parametrize(  # every two of the three together
     ("name", "scanned", "changes"),
     [
@@ -244,8 +246,8 @@ SEVERAL = {"output_router_logits": True}
 def test_training_loss_equals_that_of_transformers(
     name: str, scanned: bool, changes: dict[str, Any], tmp_path: Path
 ):
-    torch = pytest.importorskip("torch", reason="pip install torch")
-    pytest.importorskip("transformers", reason="pip install transformers")
+    import torch
+
     tokens, mask = peers.batch()
     given = {"input_ids": torch.tensor(tokens), "attention_mask": torch.tensor(mask).long()}
     known = np.concatenate([mask[:, :1] & False, mask[:, 1:] & mask[:, :-1]], axis=1)

@@ -18,6 +18,7 @@ from shardax.errors import GenerationError
 from shardax.models import DECODER_RULES, Decoder, DecoderConfig, generate
 from tests.conftest import make_mesh
 from tests.models.small import with_equal_values
+from tests.needs import needs
 
 PROMPTS = [[104, 101, 108, 108, 111], [7], list(range(20, 31)), [1, 2, 3]]
 SIZES: dict[str, Any] = {"num_layers": 2, "embed_dim": 32, "num_kv_heads": 4, "head_dim": 8}
@@ -113,10 +114,11 @@ GREEDY: dict[str, dict[str, int | None]] = {
 }
 
 
+@needs("torch", "transformers")
 @pytest.mark.parametrize("family", GREEDY)
 def test_greedy_tokens_equal_those_of_transformers(family: str, tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers", reason="pip install transformers")
     import torch
+    import transformers
 
     sizes = {
         "vocab_size": 96,
@@ -152,9 +154,10 @@ def test_greedy_tokens_equal_those_of_transformers(family: str, tmp_path: Path) 
         assert lists(generate(ours, prompts, temperature=0, **options)) == expected
 
 
+@needs("torch", "transformers")
 def test_filters_keep_the_tokens_of_transformers() -> None:
-    process = pytest.importorskip("transformers", reason="pip install transformers").generation
     import torch
+    from transformers import generation as process
 
     logits = np.random.default_rng(0).normal(size=40).astype(np.float32) * 2
     probabilities = np.exp(logits) / np.exp(logits).sum()

@@ -21,9 +21,6 @@ import shardax as sx
 from shardax.models import Decoder, DecoderConfig, from_pretrained, save_pretrained
 from tests.values import with_values
 
-pytest.importorskip("huggingface_hub", reason="pip install 'shardax[hub]'")
-pytest.importorskip("tokenizers", reason="pip install 'shardax[hub]'")
-
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 NEEDED = {"config.json", "model.safetensors", "generation_config.json", "tokenizer.json"}
 OTHERS = {"README.md", "pytorch_model.bin", "consolidated.safetensors", "onnx/config.json"}

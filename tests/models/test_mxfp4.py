@@ -12,13 +12,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 import shardax as sx
 from shardax.errors import PretrainedError
 from shardax.models import from_pretrained, save_pretrained
 from tests.models.published import MODELS, initialised, tiny_config
-
-safetensors = pytest.importorskip("safetensors.numpy", reason="pip install 'shardax[hub]'")
+from tests.needs import needs
 
 EXPERTS, EMBED, HIDDEN, LAYERS = 4, 64, 96, 2
 NIBBLES = [0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6]
@@ -51,7 +51,7 @@ def packed(tmp_path: Path) -> tuple[Path, dict[str, np.ndarray]]:
         warnings.simplefilter("ignore")  # that MXFP4 is not written
         save_pretrained(model, tmp_path / "packed")
     file = tmp_path / "packed" / "model.safetensors"
-    tensors, expected = safetensors.load_file(file), {}
+    tensors, expected = load_file(file), {}
     generator = np.random.default_rng(0)
     for name in [name for name in tensors if name.endswith("_proj")]:
         _, inputs, outputs = tensors.pop(name).shape
@@ -59,7 +59,7 @@ def packed(tmp_path: Path) -> tuple[Path, dict[str, np.ndarray]]:
         tensors[f"{name}_blocks"] = generator.integers(0, 256, (*shape, 16), np.uint8)
         tensors[f"{name}_scales"] = generator.integers(120, 126, shape, np.uint8)
         expected[name] = numbers_of(tensors[f"{name}_blocks"], tensors[f"{name}_scales"])
-    safetensors.save_file(tensors, file)
+    save_file(tensors, file)
     (tmp_path / "packed" / "config.json").write_text(json.dumps(content))
     return tmp_path / "packed", expected
 
@@ -109,7 +109,7 @@ def test_unpacked_experts_are_written_with_a_warning(scanned: bool, packed: Any,
     content = json.loads((folder / "config.json").read_text())
     del content["quantization_config"]
     assert json.loads((tmp_path / "saved" / "config.json").read_text()) == content
-    tensors = safetensors.load_file(tmp_path / "saved" / "model.safetensors")
+    tensors = load_file(tmp_path / "saved" / "model.safetensors")
     for name, numbers in expected.items():
         np.testing.assert_array_equal(tensors[name], numbers)
     again = from_pretrained(tmp_path / "saved")
@@ -120,14 +120,14 @@ def test_unpacked_experts_are_written_with_a_warning(scanned: bool, packed: Any,
 
 def change(folder: Path, **tensors: Any) -> None:
     file = folder / "model.safetensors"
-    changed = {**safetensors.load_file(file), **tensors}
-    safetensors.save_file({n: x for n, x in changed.items() if x is not None}, file)
+    changed = {**load_file(file), **tensors}
+    save_file({n: x for n, x in changed.items() if x is not None}, file)
 
 
 def test_damaged_packed_experts_are_refused_by_name(packed: Any):
     folder, _ = packed
     name = "model.layers.0.mlp.experts.down_proj"
-    scales = safetensors.load_file(folder / "model.safetensors")[f"{name}_scales"]
+    scales = load_file(folder / "model.safetensors")[f"{name}_scales"]
     for wrong, says in (
         (scales[:, :, :1], r"down_proj_scales are .*, but MXFP4 has bytes of shape"),
         (scales.astype(np.float32), r"F32\[4, 64, 3\], but MXFP4 has bytes"),
@@ -146,7 +146,7 @@ def test_damaged_packed_experts_are_refused_by_name(packed: Any):
 
 def test_files_of_float16_have_experts_in_bfloat16(packed: Any):
     folder, expected = packed
-    tensors = safetensors.load_file(folder / "model.safetensors")
+    tensors = load_file(folder / "model.safetensors")
     halves = {n: x.astype(np.float16) for n, x in tensors.items() if x.dtype == np.float32}
     change(folder, **halves)
     model = from_pretrained(folder)
@@ -155,13 +155,13 @@ def test_files_of_float16_have_experts_in_bfloat16(packed: Any):
         np.testing.assert_array_equal(kernel.astype(np.float64), expected[name])
 
 
+@needs("torch", "transformers")
 def test_unpacked_numbers_equal_those_of_transformers(packed: Any):
-    torch = pytest.importorskip("torch", reason="pip install torch")
-    mxfp4 = pytest.importorskip(
-        "transformers.integrations.mxfp4", reason="pip install transformers"
-    )
+    import torch
+    from transformers.integrations import mxfp4
+
     folder, _ = packed
-    tensors = safetensors.load_file(folder / "model.safetensors")
+    tensors = load_file(folder / "model.safetensors")
     for name, kernel in kernels_of(from_pretrained(folder), 0).items():
         parts = [torch.from_numpy(tensors[f"{name}_{end}"]) for end in ("blocks", "scales")]
         expected = mxfp4.convert_moe_packed_tensors(*parts, dtype=torch.float32)

@@ -20,10 +20,10 @@ from shardax.errors import PretrainedError
 from shardax.models import Decoder, DecoderConfig, from_pretrained, save_pretrained
 from tests.advice import run_advice
 from tests.models import peers
+from tests.needs import needs
 from tests.values import with_values
 
-pytest.importorskip("torch", reason="pip install torch")
-pytest.importorskip("transformers", reason="pip install transformers")
+pytestmark = needs("torch", "transformers")
 
 TOKENS, MASK = peers.batch()
 

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 import shardax as sx
 from shardax.errors import PartitionCheckError, PretrainedError
@@ -27,10 +28,8 @@ from shardax.models import (
 from tests.advice import run_advice
 from tests.configs import field_of
 from tests.models.published import MODELS, with_layers
+from tests.needs import needs
 from tests.values import with_values
-
-safetensors = pytest.importorskip("safetensors.numpy", reason="pip install 'shardax[hub]'")
-pytest.importorskip("tokenizers", reason="pip install 'shardax[hub]'")
 
 SIZES = {
     "vocab_size": 16,
@@ -66,7 +65,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 def read(folder: Path, content: dict[str, Any]) -> TransformerConfig:
     """Reads a config.json beside no tensors."""
     (folder / "config.json").write_text(json.dumps(content))
-    safetensors.save_file({}, folder / "model.safetensors")
+    save_file({}, folder / "model.safetensors")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # that all is initialised
         return from_pretrained(folder, strict=False).config
@@ -299,9 +298,11 @@ CLASSES = {
 }
 
 
+@needs("transformers")
 @pytest.mark.parametrize("kind", CLASSES)
 def test_defaults_equal_those_of_its_class(kind: str, tmp_path: Path):
-    transformers = pytest.importorskip("transformers", reason="pip install transformers")
+    import transformers
+
     sizes = OWN_SIZES.get(kind, {**MANY, "num_hidden_layers": 7})
     whole = getattr(transformers, f"{CLASSES[kind]}Config")(**sizes).to_dict()
     brief = read(tmp_path, {**sizes, "model_type": kind})
@@ -452,7 +453,7 @@ def initialized(folder: Path, content: dict[str, Any]) -> Any:
     """Writes a folder with a small model, and returns the model."""
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(content))
-    safetensors.save_file({}, folder / "model.safetensors")
+    save_file({}, folder / "model.safetensors")
     with pytest.warns(UserWarning, match="initialised"):
         model = with_values(from_pretrained(folder, strict=False))
     (folder / "model.safetensors").unlink()
@@ -500,12 +501,12 @@ def test_other_tensors_than_the_head_are_named(tmp_path: Path):
     content = {**SIZES, "model_type": "roberta", "architectures": ["RobertaForMaskedLM"]}
     initialized(tmp_path / "model", content)
     file = tmp_path / "model" / "model.safetensors"
-    tensors = safetensors.load_file(file)
-    safetensors.save_file({**tensors, "extra": np.ones(2, np.float32)}, file)
+    tensors = load_file(file)
+    save_file({**tensors, "extra": np.ones(2, np.float32)}, file)
     with pytest.raises(PretrainedError, match=r"the model has no place for extra\."):
         from_pretrained(tmp_path / "model", head=False)
     decoder = tensors["roberta.embeddings.word_embeddings.weight"]
-    save = lambda value: safetensors.save_file({**tensors, "lm_head.decoder.weight": value}, file)  # noqa: E731
+    save = lambda value: save_file({**tensors, "lm_head.decoder.weight": value}, file)  # noqa: E731
     save(decoder)
     assert from_pretrained(tmp_path / "model").head is None
     save(decoder + 1)
@@ -554,10 +555,10 @@ def saved(folder: Path, **changes: Any) -> sx.models.Decoder:
 def test_a_lenient_read_warns_with_names(tmp_path: Path):
     saved(tmp_path)
     file = tmp_path / "model.safetensors"
-    tensors = safetensors.load_file(file)
+    tensors = load_file(file)
     name = "model.layers.1.mlp.up_proj.weight"
     tensors["renamed"] = tensors.pop(name)
-    safetensors.save_file(tensors, file)
+    save_file(tensors, file)
     with pytest.raises(PretrainedError, match=r"strict=False\) initialises what") as refused:
         from_pretrained(tmp_path)
     names = {"sx": sx, "folder": tmp_path}
@@ -575,9 +576,9 @@ def test_a_lenient_read_warns_with_names(tmp_path: Path):
 def test_a_stacked_read_names_all_that_is_drawn(tmp_path: Path):
     saved(tmp_path)
     file = tmp_path / "model.safetensors"
-    tensors = safetensors.load_file(file)
+    tensors = load_file(file)
     del tensors["model.layers.1.mlp.up_proj.weight"]
-    safetensors.save_file(tensors, file)
+    save_file(tensors, file)
     with pytest.warns(UserWarning, match="The model is not all of") as caught:
         from_pretrained(tmp_path, strict=False, scan_layers=True)
     first, second = (f"model.layers.{layer}.mlp.up_proj.weight" for layer in range(2))
@@ -590,19 +591,19 @@ def test_a_stacked_read_names_all_that_is_drawn(tmp_path: Path):
 def test_first_bert_names_of_norms_are_read(tmp_path: Path):
     bert = {**SIZES, "model_type": "bert", "max_position_embeddings": 8}
     (tmp_path / "config.json").write_text(json.dumps(bert))
-    safetensors.save_file({}, tmp_path / "model.safetensors")
+    save_file({}, tmp_path / "model.safetensors")
     with pytest.warns(UserWarning, match="initialised"):
         model = with_values(from_pretrained(tmp_path, strict=False))
     save_pretrained(model, tmp_path / "saved")
     file = tmp_path / "saved" / "model.safetensors"
     older = {
         re.sub("LayerNorm.bias", "LayerNorm.beta", name).replace("Norm.weight", "Norm.gamma"): value
-        for name, value in safetensors.load_file(file).items()
+        for name, value in load_file(file).items()
     }
     assert any("gamma" in name for name in older)
     heads = {"cls.seq_relationship.weight": (2, 8), "bert.pooler.dense.weight": (8, 8)}
     older |= {name: np.ones(shape, np.float32) for name, shape in heads.items()}
-    safetensors.save_file(older, file)
+    save_file(older, file)
     again = from_pretrained(tmp_path / "saved")
     norm = again.layers[1].attn_post_norm
     np.testing.assert_array_equal(norm.scale, model.layers[1].attn_post_norm.scale)
@@ -753,7 +754,7 @@ def test_tensors_outside_of_the_folder_are_refused(tmp_path: Path):
     folder = tmp_path / "model"
     saved(folder)
     outside = (folder / "model.safetensors").rename(tmp_path / "outside.safetensors")
-    names = list(safetensors.load_file(outside))
+    names = list(load_file(outside))
     index = folder / "model.safetensors.index.json"
     (folder / "link.safetensors").symlink_to(outside)
     for title, says in (

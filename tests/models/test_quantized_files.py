@@ -18,6 +18,7 @@ from shardax.models import from_pretrained, save_pretrained
 from tests.advice import run_advice
 from tests.models import stored_kernels as files
 from tests.models.published import MODELS, initialised, numpy_files, tiny_config
+from tests.needs import needs
 
 TOKENS = np.arange(6)[None]
 
@@ -272,12 +273,11 @@ def test_kernels_without_a_layout_are_refused(formats: Any, message: str, tmp_pa
 # --- as transformers reads them ---
 
 
+@needs("compressed_tensors", "torch", "transformers")
 @pytest.mark.parametrize("name", FORMATS)
 def test_transformers_reads_the_same_numbers(name: str, tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers", reason="pip install transformers")
-    reason = "compressed-tensors is not installed"
-    pytest.importorskip("compressed_tensors", reason=reason)
     import torch
+    import transformers
 
     formats, tile_size = FORMATS[name]
     save_pretrained(sx.quantize(small(tmp_path), formats, tile_size=tile_size), tmp_path / "saved")
@@ -292,12 +292,11 @@ def test_transformers_reads_the_same_numbers(name: str, tmp_path: Path) -> None:
     np.testing.assert_array_equal(output.reshape(-1, output.shape[-1]).T, weight)
 
 
+@needs("torch", "transformers")
 def test_transformers_has_the_numbers_of_blocks(tmp_path: Path) -> None:
-    fp8 = pytest.importorskip(
-        "transformers.integrations.finegrained_fp8", reason="pip install transformers"
-    )
     import torch
     from safetensors.torch import load_file
+    from transformers.integrations import finegrained_fp8 as fp8
 
     quantized, _ = files.make_folders(tmp_path, LLAMA, files.BLOCKS)
     stored = load_file(quantized / "model.safetensors")

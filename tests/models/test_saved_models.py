@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 import shardax as sx
 from shardax import nn
@@ -33,9 +34,8 @@ from shardax.models import (
 from tests.configs import field_of, with_fields
 from tests.models import peers
 from tests.models.published import MODELS, TINY, initialised, tiny_config
+from tests.needs import needs
 from tests.values import with_values
-
-safetensors = pytest.importorskip("safetensors.numpy", reason="pip install 'shardax[hub]'")
 
 SMALL = TransformerConfig(
     vocab_size=16,
@@ -264,7 +264,7 @@ def test_classes_of_a_head_may_change(tmp_path: Path):
     content = {name: TINY.get(name, value) for name, value in PUBLISHED["bert"].items()}
     content |= {"num_hidden_layers": 1, "architectures": ["BertForSequenceClassification"]}
     (tmp_path / "config.json").write_text(json.dumps(content))
-    safetensors.save_file({}, tmp_path / "model.safetensors")
+    save_file({}, tmp_path / "model.safetensors")
     with pytest.warns(UserWarning, match="initialised at random"):
         model = with_values(from_pretrained(tmp_path, strict=False))
     model.head = with_values(nn.Linear(8, 5, rngs=sx.Rngs(0)))
@@ -558,10 +558,11 @@ def test_a_failing_save_leaves_what_was_there(is_there: bool, loaded: Any, tmp_p
 # --- in transformers ------------------------------------------------------------------------------
 
 
+@needs("torch", "transformers")
 @pytest.mark.parametrize("name", ["tied", "layer removed", "vocabulary", "epsilon", "window"])
 def test_edits_have_the_logits_of_transformers(name: str, loaded: Any, tmp_path: Path):
-    pytest.importorskip("torch", reason="pip install torch")
-    transformers = pytest.importorskip("transformers", reason="pip install transformers")
+    import transformers
+
     model = loaded()
     EDITS[name][0](model)
     save_pretrained(model, tmp_path / "saved")
@@ -589,10 +590,11 @@ FEWER += [
 ]
 
 
+@needs("torch", "transformers")
 @pytest.mark.parametrize("name", FEWER)
 def test_fewer_layers_have_the_logits_of_transformers(name: str, tmp_path: Path):
-    pytest.importorskip("torch", reason="pip install torch")
-    transformers = pytest.importorskip("transformers", reason="pip install transformers")
+    import transformers
+
     peers.make(tmp_path / "peer", name)
     model = from_pretrained(tmp_path / "peer")
     del model.layers[0]
@@ -603,10 +605,11 @@ def test_fewer_layers_have_the_logits_of_transformers(name: str, tmp_path: Path)
     np.testing.assert_allclose(run(model, TOKENS), expected, rtol=0, atol=2e-5)
 
 
+@needs("torch", "transformers")
 @pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe"])
 def test_layers_without_experts_have_the_logits_of_transformers(name: str, tmp_path: Path):
-    pytest.importorskip("torch", reason="pip install torch")
-    transformers = pytest.importorskip("transformers", reason="pip install transformers")
+    import transformers
+
     peers.make(tmp_path / "peer", name)
     model = from_pretrained(tmp_path / "peer")
     del model.layers[1:]

@@ -91,7 +91,8 @@ class Unregistered:
 
 
 def _flax(kind: str) -> Any:
-    meta = pytest.importorskip("flax.linen", reason="install shardax[bench]")
+    from flax import linen as meta
+
     return getattr(meta, kind)
 
 
@@ -234,7 +235,7 @@ def _by_hand() -> Any:
 
 
 def _by_flax() -> Any:
-    struct = pytest.importorskip("flax.struct", reason="install shardax[bench]")
+    from flax import struct
 
     class Box(struct.PyTreeNode, Noted):
         value: Any

@@ -149,7 +149,7 @@ def test_20_write_under_plain_jax_transform_raises(name: str) -> None:
 
 
 def test_21_new_optimizer_does_not_recompile(compilations: Any) -> None:
-    optax = pytest.importorskip("optax", reason="pip install optax")
+    import optax
 
     class Optimizer(sx.Module):
         def __init__(self, model: Scale) -> None:

@@ -184,7 +184,8 @@ def test_train_and_eval_modes_are_traced_once_each() -> None:
 
 
 def test_an_optimizer_made_anew_is_named() -> None:
-    optax = pytest.importorskip("optax", reason="pip install optax")
+    import optax
+
     traces: list[int] = []
 
     class Optimizer(sx.Module):

@@ -291,7 +291,8 @@ def test_loops_and_batches_compute_the_same() -> None:
 
 
 def test_function_of_arrays_is_compiled_the_same() -> None:
-    eqx = pytest.importorskip("equinox", reason="the original needs Equinox, of the extra bench")
+    import equinox as eqx
+
     _, b = programs("""
         import equinox as eqx
         @eqx.filter_jit

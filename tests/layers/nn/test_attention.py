@@ -15,6 +15,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 import shardax as sx
 from shardax.errors import LayerConfigError, LayerInputError
 from tests.advice import run_advice
+from tests.needs import needs
 from tests.values import with_values
 
 FEATURES, HEADS, TIME = 12, 4, 5
@@ -188,10 +189,12 @@ def test_inputs_that_do_not_fit_are_refused():
         layer(x, mask=np.ones((TIME, TIME), bool))
 
 
+@needs("torch")
 @pytest.mark.parametrize("mesh_kind", [None, "Auto", "Explicit"])
 @pytest.mark.parametrize("kv_heads", [4, 8])
 def test_every_option_equals_pytorch(mesh_kind: str | None, kv_heads: int):
-    torch = pytest.importorskip("torch", reason="pip install torch")
+    import torch
+
     layer = sx.nn.MultiHeadAttention(
         16,
         8,

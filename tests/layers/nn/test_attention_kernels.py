@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 from typing import Any
 
@@ -16,6 +15,7 @@ from jax.sharding import AxisType
 import shardax as sx
 from shardax.errors import LayerInputError, PartitionError
 from tests.advice import run_advice
+from tests.needs import needs, needs_no
 
 TIME, HEAD_DIM = 256, 128
 SEGMENTS = np.repeat(np.arange(2, dtype=np.int32), TIME // 2)[None]
@@ -234,16 +234,13 @@ def test_unknown_kernel_is_refused() -> None:
         sx.kernels(attention="flash")
 
 
-WITH_TOKAMAX = importlib.util.find_spec("tokamax") is not None
-
-
-@pytest.mark.skipif(WITH_TOKAMAX, reason="tokamax is here")
+@needs_no("tokamax")
 def test_absent_tokamax_is_refused_with_its_install_command() -> None:
     with pytest.raises(LayerInputError, match=r"pip install 'shardax\[kernels\]'"):
         sx.nn.dot_product_attention(*heads_of(1, 1, 1, time=2), implementation="tokamax")
 
 
-@pytest.mark.skipif(not WITH_TOKAMAX, reason="needs pip install 'shardax[kernels]'")
+@needs("tokamax")
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_tokamax_equals_xla_with_gradients(options: dict[str, Any]) -> None:
     arrays = heads_of(1, 2, 1)

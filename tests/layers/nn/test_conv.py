@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import shardax as sx
 from shardax.errors import LayerConfigError, LayerInputError
 from tests.advice import run_advice
+from tests.needs import needs
 from tests.values import with_values
 
 SIZES = {1: (9,), 2: (9, 7), 3: (6, 7, 5)}
@@ -338,9 +339,11 @@ def test_adaptive_pools_keep_the_batch_split(explicit_mesh: Mesh):
     close(y, expected)
 
 
+@needs("torch")
 @pytest.mark.parametrize("pool", ["AdaptiveAvgPool", "AdaptiveMaxPool"])
 def test_adaptive_pools_and_their_gradients_equal_pytorch(pool: str):
-    torch = pytest.importorskip("torch", reason="pip install torch")
+    import torch
+
     x, sizes = floats(2, 9, 7, 3), (4, 10)
     theirs = torch.tensor(x.transpose(0, 3, 1, 2), requires_grad=True)
     expected = getattr(torch.nn, f"{pool}2d")(sizes)(theirs)

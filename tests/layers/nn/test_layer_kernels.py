@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -18,10 +17,9 @@ import shardax as sx
 from shardax import models, nn
 from shardax.errors import LayerInputError, PartitionError
 from tests.advice import run_advice
+from tests.needs import needs, needs_no
 from tests.values import with_values
 
-WITH_TOKAMAX = importlib.util.find_spec("tokamax") is not None
-needs_tokamax = pytest.mark.skipif(not WITH_TOKAMAX, reason="needs pip install 'shardax[kernels]'")
 X = np.random.default_rng(0).normal(size=(4, 8, 16)).astype(np.float32)
 TARGETS = np.random.default_rng(1).integers(0, 40, (4, 8))
 TARGETS[0, :3] = -100
@@ -103,7 +101,7 @@ def assert_close(actual: Any, expected: Any) -> None:
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
 
 
-@needs_tokamax
+@needs("tokamax")
 @pytest.mark.parametrize("name", LAYERS)
 def test_tokamax_equals_xla_with_gradients(name: str) -> None:
     kind, layer = name.partition(",")[0], with_values(LAYERS[name]())
@@ -117,7 +115,7 @@ def test_tokamax_equals_xla_with_gradients(name: str) -> None:
 RULES = {"batch": "data", "mlp": "model", "expert": "data"}
 
 
-@needs_tokamax
+@needs("tokamax")
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("name", LAYERS)
 def test_tokamax_over_a_mesh_equals_one_device(name: str, axis_type: AxisType) -> None:
@@ -133,7 +131,7 @@ def test_tokamax_over_a_mesh_equals_one_device(name: str, axis_type: AxisType) -
     assert result.ndim == 0 or result.sharding.spec[0] == "data"
 
 
-@needs_tokamax
+@needs("tokamax")
 @pytest.mark.parametrize("dtypes", [("bfloat16", None), ("float32", "bfloat16")], ids=str)
 def test_norms_have_the_dtype_of_xlas(dtypes: tuple[str, str | None]) -> None:
     layer = with_values(nn.RMSNorm(16, dtype=dtypes[1]))
@@ -147,7 +145,7 @@ def test_norms_have_the_dtype_of_xlas(dtypes: tuple[str, str | None]) -> None:
     )
 
 
-@needs_tokamax
+@needs("tokamax")
 def test_offsets_of_scales_are_the_kernels() -> None:
     config = models.TransformerConfig(
         vocab_size=16, embed_dim=16, norms=models.NormConfig(kind="rms_offset")
@@ -158,7 +156,7 @@ def test_offsets_of_scales_are_the_kernels() -> None:
         np.testing.assert_allclose(norm(X), expected, rtol=1e-5)
 
 
-@needs_tokamax
+@needs("tokamax")
 def test_targets_outside_of_the_vocabulary_are_nan() -> None:
     targets = np.full((4, 8), 3)
     kernel = np.ones((16, 40), np.float32)
@@ -231,7 +229,7 @@ def test_kernels_do_not_run_inside_of_shard_map() -> None:
         jax.jit(region)(X)
 
 
-@needs_tokamax
+@needs("tokamax")
 def test_tokamax_is_refused_for_absent_hardware() -> None:
     device = jax.sharding.AbstractDevice("TPU v5 lite", 1, "tpu")
     mesh = jax.sharding.AbstractMesh((1,), ("data",), abstract_device=device)
@@ -240,7 +238,7 @@ def test_tokamax_is_refused_for_absent_hardware() -> None:
         jax.eval_shape(lambda x: nn.RMSNorm(16)(x), X)
 
 
-@pytest.mark.skipif(WITH_TOKAMAX, reason="tokamax is here")
+@needs_no("tokamax")
 @pytest.mark.parametrize("name", LAYERS)
 def test_absent_tokamax_is_refused_with_its_install_command(name: str) -> None:
     layer, kind = LAYERS[name](), name.partition(",")[0]

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardax as sx
 from shardax.errors import LayerConfigError, LayerInputError
+from tests.needs import needs
 from tests.values import with_values
 
 DISPATCHES = ("dense", "dropless", "capacity")
@@ -139,11 +140,11 @@ def test_split_experts_equal_one_device(mesh: Mesh, dispatch: str):
     assert_close(found, expected, atol=1e-4)
 
 
+@needs("torch", "transformers")
 def test_result_and_loss_equal_transformers():
-    torch = pytest.importorskip("torch", reason="pip install torch")
-    peer = pytest.importorskip(
-        "transformers.models.mixtral.modeling_mixtral", reason="pip install transformers"
-    )
+    import torch
+    from transformers.models.mixtral import modeling_mixtral as peer
+
     moe = make()
     y = call(moe, X)
     found = moe.load_balance_loss.value

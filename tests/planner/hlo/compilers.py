@@ -12,7 +12,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import pytest
 
+from tests.needs import needs_compiler
 from tests.planner.hlo.cases import CASES, SLICES, Case
 
 H100 = """
@@ -49,7 +51,6 @@ class InstalledCompiler:
     Attributes:
         kind: ``"cpu"``, ``"tpu"`` or ``"gpu"``.
         package: What brings it.
-        extra: The extra of shardax that brings the package, or "".
         dtype: What the cases compute in.
         topology: What describes its devices.
         cases: What it compiles, by name.
@@ -57,7 +58,6 @@ class InstalledCompiler:
 
     kind: str
     package: str
-    extra: str
     dtype: Any
     topology: dict[str, Any]
     cases: dict[str, Case]
@@ -70,6 +70,11 @@ class InstalledCompiler:
         except importlib.metadata.PackageNotFoundError:
             return False
         return True
+
+    @property
+    def marks(self) -> Sequence[pytest.MarkDecorator]:
+        """Of a test that asks it."""
+        return [] if self.kind == "cpu" else [needs_compiler(self.kind)]
 
     @property
     def version(self) -> str:
@@ -95,7 +100,7 @@ class InstalledCompiler:
 
 def _tpu(topology: str, cases: dict[str, Case], **more: Any) -> InstalledCompiler:
     named = {"platform": "tpu", "topology_name": topology, **more}
-    return InstalledCompiler("tpu", "libtpu", "plan-tpu", jnp.bfloat16, named, cases)
+    return InstalledCompiler("tpu", "libtpu", jnp.bfloat16, named, cases)
 
 
 _H100S = {"topology_name": "", "platform": "cuda", "target_config": H100, "topology": "1x1x8"}
@@ -103,12 +108,12 @@ _TRAINED = {name: CASES[name] for name in ("fully_sharded", "decoder")}
 _OFFLOADED = {name: CASES[name] for name in ("decoder", "psum", "psum_scatter")}
 
 COMPILERS = {
-    "cpu": InstalledCompiler("cpu", "jaxlib", "", jnp.float32, {}, CASES),
+    "cpu": InstalledCompiler("cpu", "jaxlib", jnp.float32, {}, CASES),
     "v5e": _tpu("v5e:2x4", CASES),
     "v4": _tpu("v4:2x2x2", _TRAINED, chip_config_name="megacore"),
     # Its compiler runs collectives on cores of their own, in computations that are called.
     "tpu7x": _tpu("tpu7x:2x2x1", _OFFLOADED),
     "v5e-slices": _tpu("v5e:2x2", SLICES, num_slices=2),
-    "h100": InstalledCompiler("gpu", "jax-cuda12-plugin", "plan-gpu", jnp.bfloat16, _H100S, CASES),
+    "h100": InstalledCompiler("gpu", "jax-cuda12-plugin", jnp.bfloat16, _H100S, CASES),
 }
 """All compilers, installed or not, by the name of the hardware."""

@@ -24,7 +24,7 @@ import shardax as sx
 from shardax import plan
 from shardax.models import DECODER_RULES, Decoder, DecoderConfig, next_token_loss
 from tests.models import small
-from tests.planner.plan.installed import INSTALLED
+from tests.needs import needs_compiler
 
 b, d, f = 512, 1024, 4096
 LAYERS, EXPERTS, TOKENS = 6, 8, 256
@@ -311,13 +311,15 @@ def with_gradients(count: Count, scattered: float) -> Wire:
     return wire
 
 
-EACH = [(name, compiler) for name in CASES for compiler in ("cpu", "estimate", "tpu", "gpu")]
+EACH = [
+    pytest.param(name, compiler, marks=() if compiler in SHARES else needs_compiler(compiler))
+    for name in CASES
+    for compiler in ("cpu", "estimate", "tpu", "gpu")
+]
 
 
 @pytest.mark.parametrize(("name", "compiler"), EACH)
 def test_flops_and_wire_bytes_equal_hand_counts(name: str, compiler: str) -> None:
-    if compiler not in SHARES and not INSTALLED[compiler].installed:
-        pytest.skip(f"needs {INSTALLED[compiler].install}")
     report = planned(name, compiler)
     assert report.outcome == "fits", report.reason
     count = CASES[name].count(4 if compiler == "cpu" else 2)

@@ -22,7 +22,7 @@ from shardax.plan.compile.compilers import (
 )
 from shardax.plan.compile.pool import Evaluation, PoolEvaluator
 from shardax.plan.inputs import Inputs
-from tests.planner.plan.installed import GPU, TPU
+from tests.planner.plan.absent import GPU, TPU
 
 SAID = (
     "W1122 07:28:23.779895 7118 spmd_partitioner.cc:656] [SPMD] Involuntary full rematerialization."

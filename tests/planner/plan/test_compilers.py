@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compilers: which there are, meshes over absent devices, programs, and verdicts about memory.
-
-What needs libtpu or the CUDA plugin is skipped where these are not installed; the skip names the
-extra that brings them.
-"""
+"""Compilers: which there are, meshes over absent devices, programs, and verdicts about memory."""
 
 from __future__ import annotations
 
@@ -20,7 +16,8 @@ from shardax import hlo, plan
 from shardax.errors import CompilerFailedError, CompilerMissingError, PlanInputError, TargetError
 from shardax.plan.compile.compilers import CompilerInfo, EstimateCompiler, TpuCompiler, with_options
 from shardax.plan.hardware.hardware import HARDWARE
-from tests.planner.plan.installed import GPU, INSTALLED, TPU, needs
+from tests.needs import needs_compiler
+from tests.planner.plan.absent import GPU, TPU
 
 SIZES = {"data": 2, "model": 4}
 
@@ -49,8 +46,8 @@ def lowered_mlp(mesh: Mesh, rows: int = 256) -> jax.stages.Lowered:
 
 
 def test_every_compiler_has_a_label_or_install_command() -> None:
-    assert list(INSTALLED) == ["cpu", "tpu", "gpu"]
-    for info in INSTALLED.values():
+    assert [info.kind for info in plan.known_compilers()] == ["cpu", "tpu", "gpu"]
+    for info in plan.known_compilers():
         assert bool(info.label) == info.installed
         assert info.kind == "cpu" or info.install == f"pip install 'shardax[plan-{info.kind}]'"
 
@@ -60,7 +57,7 @@ def nothing_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither libtpu nor a CUDA plugin."""
     absent = tuple(
         CompilerInfo(each.kind, each.kind == "cpu", "XLA:CPU", each.install, each.note)
-        for each in INSTALLED.values()
+        for each in plan.known_compilers()
     )
     monkeypatch.setattr("shardax.plan.compile.compilers.known_compilers", lambda: absent)
 
@@ -239,7 +236,7 @@ SLICES = [
 ]
 
 
-@needs("tpu")
+@needs_compiler("tpu")
 @pytest.mark.parametrize(("text", "sizes"), SLICES)
 def test_slice_mesh_follows_the_arrangement(text: str, sizes: dict[str, int]) -> None:
     target = plan.Target.parse(text)
@@ -252,7 +249,7 @@ def test_slice_mesh_follows_the_arrangement(text: str, sizes: dict[str, int]) ->
         assert (found, device.device_kind) == (expected, kind)
 
 
-@needs("tpu")
+@needs_compiler("tpu")
 @pytest.mark.parametrize("text", ["tpu:v5e:4x4", "tpu:v5p:4x4x4", "tpu:v7x:2x2x2"])
 def test_arrangement_without_libtpu_equals_that_of_jax(text: str) -> None:
     from jax.experimental import mesh_utils
@@ -268,14 +265,14 @@ def test_arrangement_without_libtpu_equals_that_of_jax(text: str) -> None:
     assert [device.id for device in ours.flat] == [device.id for device in theirs.flat]
 
 
-@needs("tpu")
+@needs_compiler("tpu")
 def test_unknown_libtpu_topology_is_refused_before_compiling() -> None:
     chip = HARDWARE["v5e"].like(name="odd", shapes=(), pod=(16, 16))
     with pytest.raises(TargetError, match=r"no topology 'v5e:3x4'"):
         plan.compiler_for(plan.Target(chip, (3, 4)), compiler="target").mesh({"data": 12})
 
 
-@needs("tpu")
+@needs_compiler("tpu")
 def test_custom_hardware_must_name_its_libtpu_kind() -> None:
     chip = HARDWARE["v5e"].like(name="mine", compiler={})
     with pytest.raises(TargetError, match="like='v5e'"):
@@ -308,7 +305,7 @@ def test_requested_bytes_are_parsed_from_the_message(message: str, gib: float | 
     assert found == (None if gib is None else round(gib * 2**30))
 
 
-@needs("tpu")
+@needs_compiler("tpu")
 def test_tpu_program_exceeding_memory_is_a_verdict() -> None:
     """The hidden activations alone are 2^22 x 256 x 4 bytes, 4 GiB, and several of them live."""
     compiler = plan.compiler_for(plan.Target.parse("tpu:v5e:2x4"), compiler="target")
@@ -318,7 +315,7 @@ def test_tpu_program_exceeding_memory_is_a_verdict() -> None:
     assert found.peak_bytes is not None and found.peak_bytes > compiler.target.limit_bytes
 
 
-@needs("gpu")
+@needs_compiler("gpu")
 def test_gpu_program_exceeding_memory_is_judged_after_compiling() -> None:
     compiler = plan.compiler_for(plan.Target.parse("gpu:h100:1x8"), compiler="target")
     found = compiler.compile(lowered_mlp(compiler.mesh(SIZES), rows=2**26))
@@ -328,7 +325,7 @@ def test_gpu_program_exceeding_memory_is_judged_after_compiling() -> None:
     assert "XLA_PYTHON_CLIENT_MEM_FRACTION" in found.out_of_memory
 
 
-@needs("gpu")
+@needs_compiler("gpu")
 def test_own_gpus_need_what_the_compiler_asks_for() -> None:
     chip = HARDWARE["h100"].like(name="mine", compiler={"major": 9})
     with pytest.raises(TargetError, match="core_count, fpus_per_core"):

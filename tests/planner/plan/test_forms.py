@@ -17,7 +17,7 @@ from shardax import plan
 from shardax.plan import NamedShape
 from shardax.plan.searching import search as searching
 from shardax.plan.searching.search import explore
-from tests.planner.plan.installed import TPU
+from tests.planner.plan.absent import TPU
 from tests.planner.plan.steps import Perceptron, decoder, param, perceptron_loss
 from tests.values import with_values
 

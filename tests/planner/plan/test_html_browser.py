@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from selenium import webdriver
 
 from shardax.plan.records import Plan
-from tests.browsing import NEEDS_BROWSER, OVERFLOWING, PALE, chromium, show
+from tests.browsing import OVERFLOWING, PALE, chromium, show
+from tests.needs import needs
 from tests.planner.plan.samples import sample_reports
 
-webdriver = pytest.importorskip("selenium.webdriver", reason="pip install selenium")
-pytestmark = NEEDS_BROWSER
+pytestmark = needs("chromium")
 
 
 @pytest.fixture(scope="module")

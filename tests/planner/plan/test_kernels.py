@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from importlib import metadata
 from typing import Any
 
@@ -14,7 +13,8 @@ import pytest
 
 import shardax as sx
 from shardax import plan
-from tests.planner.plan.installed import GPU, TPU, needs
+from tests.needs import PACKAGES, needs, needs_compiler
+from tests.planner.plan.absent import GPU, TPU
 
 BATCH, TIME, HEADS, KV_HEADS, HEAD_DIM, EMBED = 8, 512, 4, 2, 128, 64
 RULES = {"batch": "data", "heads": "model", "kv_heads": "model"}
@@ -96,11 +96,9 @@ def experts_step(experts: str) -> tuple[Any, tuple[Any, ...]]:
     return step, (layer, plan.NamedShape(shape, "bfloat16", ("batch", "seq", None)))
 
 
+@needs("tokamax")
 @pytest.mark.skipif(
-    importlib.util.find_spec("tokamax") is None, reason="needs pip install 'shardax[kernels]'"
-)
-@pytest.mark.skipif(
-    importlib.util.find_spec("tokamax") is not None and metadata.version("tokamax") != "0.0.12",
+    PACKAGES["tokamax"].is_here() and metadata.version("tokamax") != "0.0.12",
     reason="later versions of tokamax compile experts for GPUs that are here only",
 )
 @pytest.mark.parametrize("target", [GPU])
@@ -153,7 +151,7 @@ MACHINES = {
     "tpu": {1: "tpu:v5e:1x1", 8: "tpu:v5e:2x4", 64: "tpu:v5e:8x8"},
     "gpu": {1: "gpu:h100:1x1", 8: "gpu:h100:1x8", 64: "gpu:h100:8x8"},
 }
-KINDS = [pytest.param(kind, marks=needs(kind)) for kind in MACHINES]
+KINDS = [pytest.param(kind, marks=needs_compiler(kind)) for kind in MACHINES]
 
 
 def decoder_report(step: Any, args: tuple[Any, ...], kind: str, devices: int) -> Any:

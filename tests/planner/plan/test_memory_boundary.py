@@ -9,13 +9,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from shardax import plan
 from shardax.plan.compile.compilers import CompileResult, TargetCompiler
-from tests.planner.plan.installed import needs
+from tests.needs import needs_compiler
 
 SIZES = {"data": 2, "model": 2}
 ROWS = 4096
 """Rows of a step of the batch."""
 
-pytestmark = needs("tpu")
+pytestmark = needs_compiler("tpu")
 
 
 def compiled(compiler: TargetCompiler, batch: int) -> CompileResult:

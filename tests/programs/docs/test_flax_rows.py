@@ -51,7 +51,6 @@ def test_every_row_of_the_tables_is_compared() -> None:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("start", range(0, len(CASES), 25))
 def test_both_sides_of_every_row_agree(start: int) -> None:
-    pytest.importorskip("flax", reason="the rows compare with Flax")
     from tests.programs.docs.flax_names import names
 
     for _, row, theirs, ours in CASES[start : start + 25]:

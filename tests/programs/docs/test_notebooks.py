@@ -16,9 +16,6 @@ from tests.child_processes import environment
 from tests.house.sources import ROOT
 from tests.programs.docs.notebooks import FOLDER, executed, names
 
-for package in ("nbclient", "ipykernel", "treescope"):
-    pytest.importorskip(package, reason=f"{package}: pip install 'shardax[test]'")
-
 # Figures of compiled programs differ by version of JAX, and so do its reprs.
 STORED_WITH = "0.10."
 LEARN = {"first-model", "sharding", "surgery", "planning", "many-processes", "from-flax"}

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from tests.browsing import NEEDS_BROWSER, OVERFLOWING, chromium, show
+from tests.browsing import OVERFLOWING, chromium, show
 from tests.house.sources import ROOT
+from tests.needs import needs
 
-pytest.importorskip("selenium.webdriver", reason="pip install selenium")
-pytestmark = NEEDS_BROWSER
+pytestmark = needs("chromium")
 PAGES = ["comparison", "index", "plan", "notebooks/sharding"]
 WIDTHS = [390, 1100, 1280, 1440, 1920]
 

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
 import runpy
 import subprocess
 import sys
@@ -15,6 +14,7 @@ import jax
 import pytest
 
 from tests.child_processes import environment
+from tests.needs import PACKAGES, needs
 
 ROOT = Path(__file__).parents[3]
 PROGRAMS = sorted((ROOT / "examples").glob("*.py"))
@@ -22,15 +22,15 @@ PROGRAMS = sorted((ROOT / "examples").glob("*.py"))
 OTHERS = [p for p in PROGRAMS if not Path(__file__).with_name(f"test_{p.stem}.py").exists()]
 
 
-def missing_packages(program: Path) -> list[str]:
-    """Returns the packages that a program imports and this environment lacks."""
+def marked(program: Path) -> Any:
+    """A program as a parameter, marked by the packages that it imports and needs."""
     tree = ast.parse(program.read_text(encoding="utf-8"))
     names = {
         *(a.name for node in ast.walk(tree) if isinstance(node, ast.Import) for a in node.names),
         *(n.module for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and n.module),
     }
-    packages = sorted({name.partition(".")[0] for name in names})
-    return [name for name in packages if importlib.util.find_spec(name) is None]
+    packages = {name.partition(".")[0] for name in names} & PACKAGES.keys()
+    return pytest.param(program, marks=[needs(name) for name in sorted(packages)])
 
 
 def check_functional_train_step(figures: Any) -> None:
@@ -75,13 +75,10 @@ CHECKS = {
 
 
 # In this process, which has imported JAX and has 8 devices; another one runs a program below.
-@pytest.mark.parametrize("program", OTHERS, ids=lambda program: program.stem)
+@pytest.mark.parametrize("program", list(map(marked, OTHERS)), ids=lambda program: program.stem)
 def test_a_program_runs_and_returns_its_figures(
     program: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    missing = missing_packages(program)
-    if missing:
-        pytest.skip(f"pip install {' '.join(missing)}")
     with jax.numpy_rank_promotion("allow"):  # as a user has it
         figures = runpy.run_path(str(program))["main"]([])
     lines = capsys.readouterr().out.splitlines()

@@ -8,9 +8,10 @@ import importlib.util
 import pytest
 
 from examples import torch_loss
+from tests.needs import needs
 
 
-@pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="pip install torch==2.13.0")
+@needs("torch")
 def test_the_loss_falls(capsys: pytest.CaptureFixture[str]) -> None:
     losses = torch_loss.main(["--steps", "60"])
     assert losses is not None

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Any
 
 import jax
@@ -14,18 +13,22 @@ from jax.test_util import check_grads
 
 import shardax as sx
 from shardax.errors import HostFunctionError
+from tests.needs import needs
 
-if importlib.util.find_spec("torch") is None:
-    pytest.skip("PyTorch is missing: pip install torch==2.13.0", allow_module_level=True)
-
-import torch
+pytestmark = needs("torch")
 
 from_torch = sx.host.from_torch
 
 LOGITS = jax.random.normal(jax.random.key(0), (4, 5))
 LABELS = jnp.array([0, 1, 4, 2])
 
-cross_entropy = from_torch(torch.nn.functional.cross_entropy)
+
+@from_torch
+def cross_entropy(logits: Any, labels: Any, **options: Any) -> Any:
+    """The loss of PyTorch, imported when it is first called."""
+    import torch
+
+    return torch.nn.functional.cross_entropy(logits, labels, **options)
 
 
 def in_jax(logits: Any, labels: Any) -> Any:
@@ -82,6 +85,8 @@ def test_what_is_passed_by_name_reaches_the_gradient() -> None:
 
 
 def test_models_of_pytorch_are_functions_of_their_input() -> None:
+    import torch
+
     model = torch.nn.Sequential(torch.nn.Linear(5, 3), torch.nn.Tanh())
     apply = from_torch(model, out=lambda x: jax.ShapeDtypeStruct((*x.shape[:-1], 3), x.dtype))
     weight, bias = (p.detach().numpy() for p in model.parameters())
@@ -95,6 +100,8 @@ def test_models_of_pytorch_are_functions_of_their_input() -> None:
 
 
 def test_weights_that_are_arguments_are_trained() -> None:
+    import torch
+
     @from_torch
     def loss(params: Any, x: Any, y: Any) -> Any:
         return torch.nn.functional.mse_loss(x @ params["w"] + params["b"], y)
@@ -134,6 +141,8 @@ def test_complex_gradients_are_those_of_jax() -> None:
 
 
 def test_unused_torch_input_has_zero_gradient() -> None:
+    import torch
+
     function = from_torch(lambda x, y: (x**2).sum())
     assert [g.tolist() for g in jax.grad(function, argnums=(0, 1))(2.0, 3.0)] == [4.0, 0.0]
     constant = from_torch(lambda x: torch.ones(()))
@@ -141,6 +150,8 @@ def test_unused_torch_input_has_zero_gradient() -> None:
 
 
 def test_errors_of_pytorch_come_as_they_are() -> None:
+    import torch
+
     with pytest.raises(IndexError, match="out of bounds"):
         cross_entropy(LOGITS, LABELS + 10)
     with pytest.raises(IndexError, match="out of bounds"), sx.host.host_exceptions():

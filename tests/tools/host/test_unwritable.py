@@ -14,7 +14,6 @@ from tests.values import with_values
 
 
 def test_unwritable_places_are_named_and_left_empty(tmp_path: Path) -> None:
-    pytest.importorskip("safetensors")
     (tmp_path / "file").write_text("content")
     place = tmp_path / "file" / "new"  # as root may write into read-only folders
     layer = with_values(sx.nn.Linear(2, 2, rngs=sx.Rngs(0)))

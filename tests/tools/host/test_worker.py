@@ -47,7 +47,6 @@ def test_it_is_an_executor_in_another_process(worker):
 
 
 def test_functions_without_import_path_travel_with_their_closure(worker):
-    pytest.importorskip("cloudpickle")
     offset = 3
     assert worker.submit(lambda x: x + offset, 1).result() == 4
     offset = 4

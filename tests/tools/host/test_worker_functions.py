@@ -153,7 +153,6 @@ def own_module(tmp_path, monkeypatch):
 
 
 def test_worker_runs_changed_code_only_after_restart(own_module):
-    pytest.importorskip("cloudpickle")
     with Worker() as worker:
         assert worker.submit(own_module(1), 1).result() == 2
         changed = own_module(10)

@@ -81,7 +81,6 @@ def test_it_outlives_its_client_with_what_it_kept(lab):
 
 def test_programs_share_named_worker_and_its_compiled_functions(lab, capsys):
     """One program is another process, and this process is the other."""
-    pytest.importorskip("cloudpickle")
     run_here(PROGRAM)["worker"].shutdown()
     here = capsys.readouterr().out
     other = subprocess.run([sys.executable, "-c", PROGRAM], stdout=subprocess.PIPE, check=True)

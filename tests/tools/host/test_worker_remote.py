@@ -72,7 +72,6 @@ def test_other_executors_receive_bytes_and_return_futures(tmp_path):
 
 
 def test_a_process_pool_keeps_what_was_compiled():
-    pytest.importorskip("cloudpickle")
     spawn = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(1, mp_context=spawn) as pool:
         double = remote(lambda x: there.by_jax(x), executor=pool)
@@ -82,7 +81,8 @@ def test_a_process_pool_keeps_what_was_compiled():
 
 @pytest.mark.filterwarnings("ignore")  # those of Dask and Tornado, about themselves
 def test_dask_cluster_serves_as_executor(tmp_path):
-    distributed = pytest.importorskip("distributed")
+    import distributed
+
     model = sx.nn.Linear(2, 3, rngs=sx.Rngs(0))
     scale = 2.0
 

@@ -12,20 +12,15 @@ import sys
 import threading
 
 import pytest
+from distributed import Security
 
 import shardax as sx
 from shardax import errors
 from shardax.host import Worker, connections
+from shardax.host.worker_process import credentials_of
 from tests.advice import run_advice
 from tests.tools.host import worker_functions as there
 from tests.tools.host.waiting import wait_for
-
-pytest.importorskip("distributed")
-pytest.importorskip("cryptography")
-
-from distributed import Security
-
-from shardax.host.worker_process import credentials_of
 
 
 def works(worker):

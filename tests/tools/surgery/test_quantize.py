@@ -19,6 +19,7 @@ from shardax import errors, nn
 from shardax.models import generate
 from shardax.train import checkpoint
 from tests.advice import run_advice
+from tests.needs import needs
 from tests.tools.surgery.decoders import TOKENS, close, decoder, run
 from tests.values import with_values
 
@@ -362,11 +363,13 @@ def test_unfit_options_are_refused() -> None:
     assert run_advice(caught.value, code, names).layers[0].mlp.up.kernel.values.dtype == jnp.int8
 
 
+@needs("qwix")
 @pytest.mark.parametrize(
     ("kind", "dtype"), [("int8", "int8"), ("int4", "int4"), ("fp8", "float8_e4m3fn")]
 )
 def test_rounding_equals_that_of_qwix(kind: Any, dtype: str) -> None:
-    qwix = pytest.importorskip("qwix", reason="pip install --no-deps qwix==0.1.8 (and flax)")
+    import qwix
+
     layer = linear(32, 16)
     kernel = jnp.asarray(layer.kernel.value)
     expected = qwix.dequantize(qwix.quantize(kernel, dtype, channelwise_axes=(1,)))

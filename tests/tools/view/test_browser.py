@@ -18,13 +18,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh
+from selenium import webdriver
 
 import shardax as sx
-from tests.browsing import NEEDS_BROWSER, chromium
+from tests.browsing import chromium
+from tests.needs import needs
 
-webdriver = pytest.importorskip("selenium.webdriver", reason="pip install selenium")
-pytest.importorskip("treescope", reason="pip install 'shardax[view]'")
-pytestmark = NEEDS_BROWSER
+pytestmark = needs("chromium")
 ROOT = "const root = document.querySelector('treescope-container').shadowRoot;"
 
 

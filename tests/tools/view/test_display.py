@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import treescope
 from hypothesis import given, settings
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -18,8 +19,6 @@ import shardax as sx
 from shardax.view import figures
 from shardax.view.figures import describe, drawing_of
 from tests.strategies import models
-
-treescope = pytest.importorskip("treescope", reason="pip install 'shardax[view]'")
 
 
 class Tied(sx.Module):
@@ -290,7 +289,8 @@ def test_notebook_gets_html_and_terminal_repr(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_ipython_shows_tables_and_views_as_they_print() -> None:
-    pretty = pytest.importorskip("IPython.lib.pretty", reason="pip install 'shardax[test]'").pretty
+    from IPython.lib.pretty import pretty
+
     layer = sx.nn.Linear(2, 3, rngs=sx.Rngs(0))
     for value in (sx.view.table(layer), sx.view.sharding(layer)):
         assert pretty(value) == str(value)

@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import treescope
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 import shardax as sx
 from shardax.view.figures import ADAPTER, ArrayFigure, as_figure, sharding_part
 
-treescope = pytest.importorskip("treescope", reason="pip install 'shardax[view]'")
 nda = treescope.ndarray_adapters
 
 

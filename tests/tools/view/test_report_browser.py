@@ -12,10 +12,10 @@ import pytest
 
 import shardax as sx
 from shardax.view.page import write_report
-from tests.browsing import NEEDS_BROWSER, OVERFLOWING, PALE, chromium, show
+from tests.browsing import OVERFLOWING, PALE, chromium, show
+from tests.needs import needs
 
-pytest.importorskip("selenium.webdriver", reason="pip install selenium")
-pytestmark = NEEDS_BROWSER
+pytestmark = needs("chromium")
 SCREENS = [(width, scheme) for width in (390, 1280) for scheme in ("light", "dark")]
 # Texts of the chart that lie over each other.
 COVERED = """

@@ -38,7 +38,6 @@ def test_each_process_reads_the_rows_of_its_devices(tmp_path: Path):
 
 
 def test_local_batches_resume_bit_for_bit_after_kill(tmp_path: Path):
-    pytest.importorskip("grain", reason="install shardax[data]")
     with started("local_run", {"dies": True}, tmp_path) as running:
         died = ends(running, tmp_path)
     assert [each.status for each in died] == [-signal.SIGKILL] * 2, died

@@ -15,6 +15,7 @@ import shardax as sx
 from shardax.errors import DataError
 from shardax.train import Positioned
 from shardax.train.data.sources import adapted, decoded, encoded, go_to, host_batch, saved_position
+from tests.needs import needs
 from tests.training.train.small_runs import Quiet, make_trainer, state_of
 
 # Of torchdata 0.11 over newer versions of torch.
@@ -28,7 +29,8 @@ def numpy_rows() -> list[Any]:
 
 
 def grain_dataset() -> Any:
-    grain = pytest.importorskip("grain", reason="install shardax[data]")
+    import grain
+
     return grain.MapDataset.source(numpy_rows()).seed(3).shuffle().repeat(3).batch(4)
 
 
@@ -37,29 +39,32 @@ def grain_iterable() -> Any:
 
 
 def grain_loader() -> Any:
-    grain = pytest.importorskip("grain", reason="install shardax[data]")
+    import grain
+
     sampler = grain.samplers.IndexSampler(22, shuffle=True, num_epochs=3, seed=1)
     operations = [grain.transforms.Batch(4)]
     return grain.DataLoader(data_source=numpy_rows(), sampler=sampler, operations=operations)
 
 
 def hf_rows(shards: int = 2) -> Any:
-    datasets = pytest.importorskip("datasets", reason="install shardax[data]")
+    import datasets
+
     return datasets.Dataset.from_list(ROWS).to_iterable_dataset(num_shards=shards)
 
 
 def torch_loader(**options: Any) -> Any:
-    stateful = pytest.importorskip("torchdata.stateful_dataloader", reason="install shardax[data]")
+    from torchdata import stateful_dataloader as stateful
+
     return stateful.StatefulDataLoader(numpy_rows(), batch_size=4, **options)
 
 
 def torch_generator(**options: Any) -> Any:
-    torch = pytest.importorskip("torch", reason="install shardax[data]")
+    import torch
+
     return torch_loader(shuffle=True, generator=torch.Generator().manual_seed(5), **options)
 
 
 def torch_distributed() -> Any:
-    pytest.importorskip("torch", reason="install shardax[data]")
     from torch.utils.data import DistributedSampler
 
     dataset: Any = ROWS
@@ -68,7 +73,8 @@ def torch_distributed() -> Any:
 
 
 def torch_of_hf() -> Any:
-    stateful = pytest.importorskip("torchdata.stateful_dataloader", reason="install shardax[data]")
+    from torchdata import stateful_dataloader as stateful
+
     dataset = hf_rows().with_format("torch").shuffle(seed=1, buffer_size=7)
     return stateful.StatefulDataLoader(dataset, batch_size=4)
 
@@ -99,8 +105,19 @@ SOURCES: dict[str, Callable[[], Any]] = {
 
 
 def hf_split() -> Any:
-    distributed = pytest.importorskip("datasets.distributed", reason="install shardax[data]")
+    from datasets import distributed
+
     return distributed.split_dataset_by_node(hf_rows(4).shuffle(seed=1), 1, 2)
+
+
+def named(*names: str) -> list[Any]:
+    """Sources, marked by the packages in their names."""
+    return [
+        pytest.param(
+            name, marks=[needs(each) for each in ("datasets", "torchdata") if each in name]
+        )
+        for name in names
+    ]
 
 
 def content(batch: Any) -> str:
@@ -109,7 +126,7 @@ def content(batch: Any) -> str:
     return str({name: (str(each.dtype), each.tolist()) for name, each in sorted(batch.items())})
 
 
-@pytest.mark.parametrize("name", SOURCES)
+@pytest.mark.parametrize("name", named(*SOURCES))
 def test_restored_source_gives_the_batches_that_followed(name: str):
     source: Any = adapted(SOURCES[name](), resumable=True)
     assert isinstance(adapted(source, resumable=True), Positioned)
@@ -130,7 +147,7 @@ def test_restored_source_gives_the_batches_that_followed(name: str):
     assert [content(next(source)) for _ in range(9)] == texts[3:12]
 
 
-@pytest.mark.parametrize("name", ["grain.IterDataset", "datasets", "torchdata, its generator"])
+@pytest.mark.parametrize("name", named("grain.IterDataset", "datasets", "torchdata, its generator"))
 def test_resumed_run_equals_the_uninterrupted_run(name: str, tmp_path: Path):
     def run(folder: str, steps: int, resume: bool = False) -> sx.train.Trainer:
         batches = sx.train.WholeBatches(SOURCES[name](), batch_size=4)
@@ -145,6 +162,7 @@ def test_resumed_run_equals_the_uninterrupted_run(name: str, tmp_path: Path):
     assert state_of(run("halves", 9, resume=True)) == state_of(whole)
 
 
+@needs("torchdata")
 def test_held_out_loader_is_read_by_each_evaluation(tmp_path: Path):
     held_out = torch_loader()
     numbers = [
@@ -162,8 +180,10 @@ class Batches:
             yield {name: np.full((4, 3), i % 7 + j) for j, name in enumerate(("inputs", "targets"))}
 
 
+@needs("datasets")
 def test_source_without_position_is_refused_or_restarts(tmp_path: Path):
-    datasets = pytest.importorskip("datasets", reason="install shardax[data]")
+    import datasets
+
     with pytest.raises(sx.errors.TrainError, match="resumable=False") as refused:
         make_trainer(tmp_path, 1, batches=Batches()).check()
     assert all(
@@ -222,6 +242,7 @@ def test_position_round_trips_through_json(state: Any):
     assert back == state if not isinstance(state, np.ndarray) else (back == state).all()
 
 
+@needs("datasets", "torchdata")
 def test_mismatched_position_is_refused_and_changes_nothing():
     source = adapted(SOURCES["datasets"](), resumable=True)
     other = adapted(SOURCES["torchdata"](), resumable=True)

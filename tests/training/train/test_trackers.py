@@ -10,16 +10,12 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tensorboard.backend.event_processing import event_accumulator as accumulator
 
 import shardax as sx
 from shardax.errors import TrainError
 from shardax.train import JsonlLog, TensorBoardLog, read_jsonl
 from tests.training.train.small_runs import Quiet, eval_batches, make_trainer
-
-accumulator = pytest.importorskip(
-    "tensorboard.backend.event_processing.event_accumulator",
-    reason="needs TensorBoard: install shardax[tensorboard]",
-)
 
 
 def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
@@ -149,7 +145,6 @@ def test_failing_tracker_stops_the_run_closing_others(tmp_path: Path) -> None:
 def test_documented_wandb_tracker_works_with_the_package(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("wandb", reason="needs Weights & Biases: install shardax[test]")
     page = Path(__file__).parents[3] / "docs/training.md"
     code = next(
         block for block in page.read_text().split("```python") if "class WandbTracker" in block
