@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prints which tests failed, and how many passed, by the JUnit reports of all parts of CI.
 
-    python3 .ci/summary.py REPORT ...
+python3 .ci/summary.py REPORT ...
 """
 
 from __future__ import annotations
