@@ -122,7 +122,7 @@ def test_training_leaves_settings_log_checkpoints_and_report(trained: Trained, t
     assert f"{records[-1]['eval_loss']:.4f} nats per byte" in report
 
 
-def test_a_text_is_kept_as_an_absolute_path(
+def test_text_is_kept_as_an_absolute_path(
     tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from shardax.cli.train import Train
@@ -131,9 +131,7 @@ def test_a_text_is_kept_as_an_absolute_path(
     assert Train(text=Path("words.txt"))._fresh().text == str(text)
 
 
-def test_a_folder_of_texts_can_be_trained_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_folder_of_texts_can_be_trained_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from shardax.cli.train import Train, _TrainingRun
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -356,7 +354,7 @@ def test_several_prompts_are_continued_together(trained: Trained, capsys: Any) -
     assert both == "\n".join(each)
 
 
-def test_a_sample_is_of_the_checkpoint_asked_for(trained: Trained, capsys: Any) -> None:
+def test_sample_is_of_the_checkpoint_asked_for(trained: Trained, capsys: Any) -> None:
     def expected(step: int) -> str:
         settings = read_settings(trained.out)
         model = settings.make_model()
@@ -400,7 +398,7 @@ def test_missing_checkpoint_error_lists_the_existing_ones(
     assert re.search("There is nothing at .*00000003.*nearby: .*00000002", said)
 
 
-def test_a_run_without_a_checkpoint_cannot_be_sampled(copy: Path, capsys: Any) -> None:
+def test_run_without_a_checkpoint_cannot_be_sampled(copy: Path, capsys: Any) -> None:
     shutil.rmtree(copy / "checkpoints")
     assert "has no checkpoint yet" in refused(capsys, "sample", str(copy))
 
@@ -507,7 +505,7 @@ def test_help_lists_the_commands(capsys: Any) -> None:
         (["plan", "explain"], ["PLAN.json", "A file that shardax plan --json wrote."]),
     ],
 )
-def test_the_help_of_a_command_explains_its_options(
+def test_help_of_a_command_explains_its_options(
     words: list[str], expected: list[str], capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "300")

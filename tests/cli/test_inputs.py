@@ -56,7 +56,7 @@ def test_invalid_mesh_is_refused_with_reason(text: str, message: str) -> None:
         parse_mesh(text, AXES)
 
 
-def test_a_target_is_a_module_and_a_name() -> None:
+def test_target_is_a_module_and_a_name() -> None:
     texts = ("my_package.models:make_model", "runs/demo", "tiny", ":make", "a-b:c")
     assert [is_target(text) for text in texts] == [True, False, False, False, False]
 

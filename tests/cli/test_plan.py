@@ -244,7 +244,7 @@ def test_interrupted_search_prints_and_writes_partial_plan(
 # --- more about a plan in a file ------------------------------------------------------------------
 
 
-def test_a_layout_of_a_file_is_explained(kept: Path, capsys: Any) -> None:
+def test_layout_of_a_file_is_explained(kept: Path, capsys: Any) -> None:
     plan = Plan.from_json(kept)
     assert said(capsys, "explain", str(kept)) == sx.plan.explain(plan.best()) + "\n"
     words = ["explain", str(kept), "fsdp+tp 4x4", "--axis", "model", "--by", "kind"]

@@ -172,7 +172,7 @@ def test_run_held_by_another_process_is_refused(run: Path, capsys: Any) -> None:
     assert said(capsys, *words)[0] == 0
 
 
-def test_a_damaged_checkpoint_is_not_sampled(run: Path, capsys: Any) -> None:
+def test_damaged_checkpoint_is_not_sampled(run: Path, capsys: Any) -> None:
     spoil(some_array_file(run, 4))
     status, printed, error = said(capsys, "sample", str(run), "--length", "2")
     assert (status, printed, error.count("\n")) == (1, "", 1)

@@ -58,7 +58,7 @@ def test_old_error_names_warn_and_still_catch() -> None:
             assert getattr(errors, old) is getattr(errors, new)
 
 
-def test_a_package_owns_its_errors() -> None:
+def test_package_owns_its_errors() -> None:
     """An error is defined in a package that uses it, not below for somebody above."""
     defined = {name: where[0] for name, where in error_classes().items()}
     used: dict[str, set[str]] = {name: set() for name in defined}

@@ -20,7 +20,7 @@ SHADOWING: dict[str, str] = {
 }
 
 
-def test_a_folder_holds_at_most_18_files() -> None:
+def test_folder_holds_at_most_18_files() -> None:
     counts = collections.Counter(source.path.parent for source in package_files())
     too_full = {str(folder): n for folder, n in counts.items() if n > MOST_FILES_OF_A_FOLDER}
     assert too_full == {}
@@ -80,7 +80,7 @@ def ambiguous_class_names() -> dict[str, list[str]]:
     }
 
 
-def test_a_class_name_has_one_meaning() -> None:
+def test_class_name_has_one_meaning() -> None:
     assert ambiguous_class_names() == {}
 
 

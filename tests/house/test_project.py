@@ -19,7 +19,7 @@ def test_every_folder_of_the_package_has_a_face() -> None:
     assert [folder for folder in sorted(folders) if not (folder / "__init__.py").is_file()] == []
 
 
-def test_the_package_is_marked_as_typed() -> None:
+def test_package_is_marked_as_typed() -> None:
     assert (PACKAGE / "py.typed").is_file()
 
 
@@ -44,7 +44,7 @@ def test_install_page_matches_the_project_metadata() -> None:
     assert project["requires-python"] == ">=3.11" and "Python older than 3.11" in page
 
 
-def test_the_command_is_installed() -> None:
+def test_command_is_installed() -> None:
     (command,) = entry_points(group="console_scripts", name="shardax")
     assert command.value == "shardax.cli:main"
 

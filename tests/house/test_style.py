@@ -21,7 +21,7 @@ CHECKS = {
 
 
 @pytest.mark.parametrize("check", ["formatted", "free_of_lint", "well_typed"])
-def test_the_code_is(check: str) -> None:
+def test_code_is(check: str) -> None:
     program, *arguments = CHECKS[check]
     beside_python = Path(sys.executable).with_name(program)
     done = subprocess.run(

@@ -153,7 +153,7 @@ OF_PART: dict[str, TransformerConfig] = {
 
 
 @pytest.mark.parametrize("name", FLAT)
-def test_a_flat_name_warns_and_is_its_path(name: str):
+def test_flat_name_warns_and_is_its_path(name: str):
     path, value = FLAT[name]
     config = OF_PART.get(path.rpartition(".")[0], TransformerConfig())
     expected = with_fields(config, {path: value})
@@ -204,7 +204,7 @@ def test_flat_names_of_any_parts_give_equal_configs(chosen: set[str], beside: bo
         assert all(getattr(expected, name) == value for name, value in flat.items())
 
 
-def test_a_flat_name_goes_before_its_part():
+def test_flat_name_goes_before_its_part():
     with pytest.warns(DeprecationWarning, match="deprecated"):
         config = TransformerConfig(attention=AttentionConfig(num_heads=8, window=4), num_heads=2)
     assert config.attention == AttentionConfig(num_heads=2, window=4)

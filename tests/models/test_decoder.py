@@ -313,7 +313,7 @@ def test_rules_with_batch_axis_lay_activations_out(explicit_mesh: Mesh):
             assert logits_spec(model, tokens[:1]) == PartitionSpec(None, None, "model")
 
 
-def test_the_rules_fit_every_parameter():
+def test_rules_fit_every_parameter():
     mesh = jax.sharding.AbstractMesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     findings = sx.partition.check(make(), mesh, DECODER_RULES)
     assert [finding for finding in findings if finding.severity == "error"] == []

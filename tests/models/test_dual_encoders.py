@@ -121,7 +121,7 @@ def states_and_pooled(model: Any, inputs: Any, mask: Any) -> tuple[Any, Any]:
 
 @needs("torch", "transformers")
 @pytest.mark.parametrize("name", TOWERS)
-def test_a_tower_equals_that_of_transformers(name: str, tmp_path: Path):
+def test_tower_equals_that_of_transformers(name: str, tmp_path: Path):
     import torch
 
     config, kind, options = TOWERS[name]
@@ -180,14 +180,14 @@ def test_files_with_the_older_prefix_are_read(tmp_path: Path):
 # --- pooling --------------------------------------------------------------------------------------
 
 
-def test_a_text_is_pooled_at_its_first_end():
+def test_text_is_pooled_at_its_first_end():
     model = small(pool=PoolConfig(kind="end", end_token=3))
     tokens = np.array([[5, 3, 3, 0], [3, 1, 1, 1]])
     hidden = np.asarray(sx.jit(model)(tokens))
     np.testing.assert_array_equal(model.pool(hidden, tokens), hidden[[0, 1], [1, 0]])
 
 
-def test_a_text_without_an_end_is_refused():
+def test_text_without_an_end_is_refused():
     model = small(pool=PoolConfig(kind="end", end_token=3))
     tokens = np.array([[5, 3], [1, 1]])
     hidden = sx.jit(model)(tokens)
@@ -248,7 +248,7 @@ def compare(model: Any, tokens: Any, images: Any, mask: Any) -> Any:
 
 @needs("torch", "transformers")
 @pytest.mark.parametrize("name", PAIRS)
-def test_a_pair_equals_that_of_transformers(name: str, tmp_path: Path):
+def test_pair_equals_that_of_transformers(name: str, tmp_path: Path):
     kind, options = PAIRS[name]
     peer = peers.make_model(tmp_path / "peer", f"{kind}Config", f"{kind}Model", options)
     side = options["vision_config"]["image_size"]
@@ -311,7 +311,7 @@ def folder_of(kind: str) -> Path:
 
 
 @pytest.mark.parametrize("kind", ["clip", "siglip"])
-def test_a_pair_over_explicit_axes_computes_the_same(kind: str):
+def test_pair_over_explicit_axes_computes_the_same(kind: str):
     mesh = jax.make_mesh(
         (2, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Explicit,) * 2
     )
@@ -377,7 +377,7 @@ def forget_source(model: Any) -> None:
 
 
 @pytest.mark.parametrize("edit", [remove_layers, set_ends, project, forget_source])
-def test_an_edited_pair_reads_back_as_it_is(edit: Callable[[Any], None], tmp_path: Path):
+def test_edited_pair_reads_back_as_it_is(edit: Callable[[Any], None], tmp_path: Path):
     model = from_pretrained(folder_of("clip"))
     edit(model)
     save_pretrained(model, tmp_path / "saved")
@@ -388,7 +388,7 @@ def test_an_edited_pair_reads_back_as_it_is(edit: Callable[[Any], None], tmp_pat
     assert config_of(tmp_path / "again") == config_of(tmp_path / "saved")
 
 
-def test_a_tower_of_another_config_is_refused(tmp_path: Path) -> None:
+def test_tower_of_another_config_is_refused(tmp_path: Path) -> None:
     model = from_pretrained(folder_of("clip"))
     model.text.config = with_fields(model.text.config, {"pool.kind": "highest"})
     expected = outputs(model)
@@ -403,7 +403,7 @@ def test_a_tower_of_another_config_is_refused(tmp_path: Path) -> None:
 
 
 @needs("torch", "transformers")
-def test_an_edited_pair_equals_that_of_transformers(tmp_path: Path):
+def test_edited_pair_equals_that_of_transformers(tmp_path: Path):
     import torch
     import transformers
 
@@ -501,7 +501,7 @@ def test_published_pairs_are_read_as_they_are(tmp_path: Path):
 
 
 @needs("transformers")
-def test_an_older_table_goes_before_as_in_transformers(tmp_path: Path):
+def test_older_table_goes_before_as_in_transformers(tmp_path: Path):
     import transformers
 
     older = {**SMALL_TEXT, "num_hidden_layers": 1, "hidden_act": "gelu"}
@@ -541,7 +541,7 @@ def test_an_older_table_goes_before_as_in_transformers(tmp_path: Path):
         ("siglip", {"vision_config": {**SMALL_IMAGE, "num_hidden_layers": 10**9}}, "its files"),
     ],
 )
-def test_a_hostile_pair_is_refused_by_field(kind: str, changes: Any, says: str, tmp_path: Path):
+def test_hostile_pair_is_refused_by_field(kind: str, changes: Any, says: str, tmp_path: Path):
     with pytest.raises(PretrainedError) as caught:
         read(tmp_path, content_of(kind, **changes))
     assert says in str(caught.value)
@@ -574,7 +574,7 @@ def test_unfit_tensors_of_a_pair_are_named(tmp_path: Path):
         assert part in str(caught.value)
 
 
-def test_a_pair_of_unlike_encoders_is_refused():
+def test_pair_of_unlike_encoders_is_refused():
     text = TransformerConfig(num_layers=1, head=None, pool=PoolConfig(kind="last"))
     image = dataclasses.replace(
         text, image=ImageConfig(size=8, patch_size=4), positions=PositionsConfig(max_positions=5)

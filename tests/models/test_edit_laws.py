@@ -305,7 +305,7 @@ def test_recorded_activations_ignore_scan(family: str) -> None:
         np.testing.assert_allclose(scanned[path], activation, rtol=1e-4, atol=1e-4)
 
 
-def test_a_shorter_backbone_names_no_stages(tmp_path: Path) -> None:
+def test_shorter_backbone_names_no_stages(tmp_path: Path) -> None:
     (content,) = (content for content, _ in MODELS.values() if content["model_type"] == "dinov2")
     small = tiny_config(content, layers=12)
     stages = {name: content[name] for name in ("out_features", "out_indices", "stage_names")}

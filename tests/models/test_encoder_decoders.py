@@ -220,7 +220,7 @@ def outputs(model: Any) -> np.ndarray:
 
 
 @pytest.mark.parametrize("kind", SMALL)
-def test_a_batch_has_the_texts_of_its_rows(kind: str):
+def test_batch_has_the_texts_of_its_rows(kind: str):
     model = load(kind, scan_layers=kind != "bart")
     beginnings = [[0], [0, 3, 7]]
     inputs = FEATURES[:, :6, :4] if kind == "whisper" else [[4, 5, 6, 7, 8], [9]]
@@ -304,7 +304,7 @@ def test_wrong_inputs_of_generation_are_refused():
 
 
 @pytest.mark.parametrize("dtype", ["float32", "int8"])
-def test_a_context_is_written_again_in_its_place(dtype: str):
+def test_context_is_written_again_in_its_place(dtype: str):
     attention = with_values(nn.MultiHeadAttention(8, 2, rngs=sx.Rngs(0)))
     cache = nn.ContextCache(2, 5, 2, 4, dtype=dtype)
     x, *contexts = (
@@ -325,7 +325,7 @@ def test_a_context_is_written_again_in_its_place(dtype: str):
         assert error < (2e-2 if dtype == "int8" else 2e-6)
 
 
-def test_a_context_cache_refuses_what_it_cannot_hold():
+def test_context_cache_refuses_what_it_cannot_hold():
     attention = with_values(nn.MultiHeadAttention(8, 2, rngs=sx.Rngs(0)))
     cache, x = nn.ContextCache(1, 2, 2, 4), jnp.ones((1, 3, 8))
     with pytest.raises(LayerInputError, match="read before a context was written") as caught:
@@ -342,7 +342,7 @@ def test_a_context_cache_refuses_what_it_cannot_hold():
         rotary(x, cache=cache)
 
 
-def test_a_context_is_given_where_it_is_read():
+def test_context_is_given_where_it_is_read():
     model = load("t5")
     with pytest.raises(LayerInputError, match="reads a context, and was given none"):
         model.decode(SMALL_TOKENS)
@@ -499,9 +499,7 @@ KEPT += [("t5", set_units), ("t5", untie), ("whisper", untie), ("bart", fewer_po
 
 
 @pytest.mark.parametrize(("kind", "edit"), KEPT)
-def test_an_edited_model_reads_back_as_it_is(
-    kind: str, edit: Callable[[Any], None], tmp_path: Path
-):
+def test_edited_model_reads_back_as_it_is(kind: str, edit: Callable[[Any], None], tmp_path: Path):
     model = load(kind)
     edit(model)
     save_pretrained(model, tmp_path / "saved")
@@ -512,7 +510,7 @@ def test_an_edited_model_reads_back_as_it_is(
     assert content_of(tmp_path / "again") == content_of(tmp_path / "saved")
 
 
-def test_an_embedding_of_each_half_is_refused(tmp_path: Path):
+def test_embedding_of_each_half_is_refused(tmp_path: Path):
     model = load("t5")
     model.decoder.embed = sx.clone(model.decoder.embed)
     with pytest.raises(PretrainedError, match=r"\.decoder\.embed is not the encoder's") as caught:
@@ -653,7 +651,7 @@ def test_defaults_equal_those_of_its_class(kind: str, tmp_path: Path):
         ("t5", {"decoder_start_token_id": 16}, "start_token=16, but tokens are"),
     ],
 )
-def test_a_hostile_config_is_refused_by_field(kind: str, changes: Any, says: str, tmp_path: Path):
+def test_hostile_config_is_refused_by_field(kind: str, changes: Any, says: str, tmp_path: Path):
     with pytest.raises(PretrainedError) as caught:
         read(tmp_path, {**SMALL[kind], **changes})
     assert says in str(caught.value)
@@ -681,7 +679,7 @@ def test_unfit_tensors_are_named(tmp_path: Path):
 
 
 @pytest.mark.parametrize("kind", SMALL)
-def test_a_bare_model_has_no_head(kind: str, tmp_path: Path):
+def test_bare_model_has_no_head(kind: str, tmp_path: Path):
     model = from_pretrained(folder_of(kind), head=False)
     assert model.config.head is None
     save_pretrained(model, tmp_path / "bare")

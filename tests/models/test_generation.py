@@ -195,7 +195,7 @@ def test_kernel_of_attention_holds_for_one_call() -> None:
         sx.models.generate(model, [[1, 2]], **options, attention="splash")
 
 
-def test_a_repeated_token_becomes_less_likely() -> None:
+def test_repeated_token_becomes_less_likely() -> None:
     prompts = [[0], [2, 0]]
     options = {"max_new_tokens": 3, "temperature": 0, "repetition_penalty": 10.0}
     found = generate(Weights(0.5, 0.3, 0.2), prompts, **options)
@@ -281,7 +281,7 @@ def test_stacked_layers_sample_the_tokens_of_listed() -> None:
         (True, True, AxisType.Auto),
     ],
 )
-def test_a_model_on_a_mesh_generates_the_same(
+def test_model_on_a_mesh_generates_the_same(
     scan_layers: bool, rules_in_scope: bool, kind: AxisType
 ) -> None:
     model = sx.clone(decoder(scan_layers=scan_layers))

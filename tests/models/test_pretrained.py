@@ -392,7 +392,7 @@ def test_missing_or_unknown_model_is_refused(
 
 
 @pytest.mark.parametrize("kept", [0, 6, -8], ids=["empty", "header cut off", "end cut off"])
-def test_a_damaged_file_is_refused_by_name(kept: int, tmp_path: Path):
+def test_damaged_file_is_refused_by_name(kept: int, tmp_path: Path):
     peers.make(tmp_path, "llama")
     file = tmp_path / "model.safetensors"
     file.write_bytes(file.read_bytes()[:kept])
@@ -429,7 +429,7 @@ def test_registered_type_is_read_by_its_tables(tmp_path: Path, monkeypatch: pyte
     np.testing.assert_allclose(found, 1.5 * np.tanh(expected / 1.5), rtol=0, atol=1e-6)
 
 
-def test_a_table_of_tensors_as_text_warns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_table_of_tensors_as_text_warns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     from shardax.models.families import registry
 
     monkeypatch.setattr(registry, "FAMILIES", dict(registry.FAMILIES))

@@ -488,7 +488,7 @@ def test_layers_are_read_without_the_head(architecture: str, tmp_path: Path):
     np.testing.assert_array_equal(*kernels)
 
 
-def test_the_pooler_is_read_without_the_head(tmp_path: Path):
+def test_pooler_is_read_without_the_head(tmp_path: Path):
     content = {**SIZES, "model_type": "bert", "architectures": ["BertForSequenceClassification"]}
     whole = initialized(tmp_path / "model", content)
     bare = from_pretrained(tmp_path / "model", head=False)
@@ -552,7 +552,7 @@ def saved(folder: Path, **changes: Any) -> sx.models.Decoder:
     return model
 
 
-def test_a_lenient_read_warns_with_names(tmp_path: Path):
+def test_lenient_read_warns_with_names(tmp_path: Path):
     saved(tmp_path)
     file = tmp_path / "model.safetensors"
     tensors = load_file(file)
@@ -573,7 +573,7 @@ def test_a_lenient_read_warns_with_names(tmp_path: Path):
     assert caught[0].filename == __file__
 
 
-def test_a_stacked_read_names_all_that_is_drawn(tmp_path: Path):
+def test_stacked_read_names_all_that_is_drawn(tmp_path: Path):
     saved(tmp_path)
     file = tmp_path / "model.safetensors"
     tensors = load_file(file)
@@ -721,7 +721,7 @@ def test_first_bert_names_of_norms_are_read(tmp_path: Path):
         ({"model_type": "modernbert", "layer_types": ["x", "y"]}, "is not supported for 2"),
     ],
 )
-def test_a_hostile_config_is_refused_by_field(changes: Any, says: str, tmp_path: Path):
+def test_hostile_config_is_refused_by_field(changes: Any, says: str, tmp_path: Path):
     content = {**LLAMA, **changes}
     if "architectures" not in changes:
         del content["architectures"]
@@ -729,21 +729,21 @@ def test_a_hostile_config_is_refused_by_field(changes: Any, says: str, tmp_path:
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000 + "]" * 100_000, "[1]", "{", '{"a": 1e', ""])
-def test_a_damaged_json_is_refused_by_name(text: str, tmp_path: Path):
+def test_damaged_json_is_refused_by_name(text: str, tmp_path: Path):
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(PretrainedError, match=r"config\.json (is no JSON|holds no table)"):
         from_pretrained(tmp_path)
 
 
 @pytest.mark.parametrize("places", [{"a": 3}, [1], "x", None, {"a": ["model.safetensors"]}])
-def test_a_damaged_index_is_refused_by_name(places: Any, tmp_path: Path):
+def test_damaged_index_is_refused_by_name(places: Any, tmp_path: Path):
     saved(tmp_path)
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
     with pytest.raises(PretrainedError, match="has no weight_map, a table of tensors"):
         from_pretrained(tmp_path)
 
 
-def test_a_damaged_tokenizer_is_refused_by_name(tmp_path: Path):
+def test_damaged_tokenizer_is_refused_by_name(tmp_path: Path):
     for text in ("{}", "{", "[" * 1000):
         (tmp_path / "tokenizer.json").write_text(text)
         with pytest.raises(PretrainedError, match=r"tokenizer\.json is damaged: .*Download"):

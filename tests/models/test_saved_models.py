@@ -138,7 +138,7 @@ EDITS: dict[str, tuple[Callable[[Any], Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", EDITS)
-def test_an_edited_model_reads_back_as_it_is(name: str, loaded: Any, tmp_path: Path):
+def test_edited_model_reads_back_as_it_is(name: str, loaded: Any, tmp_path: Path):
     edit, expected = EDITS[name]
     model = loaded(output=OutputConfig(tied=name == "untied"))
     edit(model)
@@ -536,7 +536,7 @@ def small_disk(size: int) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("is_there", [False, True])
-def test_a_failing_save_leaves_what_was_there(is_there: bool, loaded: Any, tmp_path: Path):
+def test_failing_save_leaves_what_was_there(is_there: bool, loaded: Any, tmp_path: Path):
     model, folder = loaded(), tmp_path / "saved"
     if is_there:
         folder.mkdir()

@@ -98,7 +98,7 @@ def test_scanned_logits_with_given_positions_and_dtype(dtype: str) -> None:
     np.testing.assert_allclose(*map(np.float32, logits), tolerance, tolerance)
 
 
-def test_the_program_does_not_grow_with_depth() -> None:
+def test_program_does_not_grow_with_depth() -> None:
     def size(layers: int) -> int:
         model = decoder(scan_layers=True, num_layers=layers)
         text = sx.jit(sx.grad(next_token_loss)).lower(model, BATCH).as_text()

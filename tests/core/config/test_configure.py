@@ -114,7 +114,7 @@ def test_settings_change_what_they_name_only(tmp_path: Path) -> None:
     assert configuration.notes == ("x64: arrays that exist keep their dtypes.",)
 
 
-def test_the_summary_marks_what_was_set() -> None:
+def test_summary_marks_what_was_set() -> None:
     lines = str(sx.configure(seed=7, debug_nans=False)).splitlines()
     assert [line.split() for line in lines if line.startswith("*")] == [
         ["*", "seed", "7"],

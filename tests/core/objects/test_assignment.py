@@ -157,7 +157,7 @@ def test_operators_in_place_keep_shape_and_dtype() -> None:
     assert float(count) == 1.5
 
 
-def test_a_ref_keeps_its_shape_and_dtype() -> None:
+def test_ref_keeps_its_shape_and_dtype() -> None:
     variable = _param()
     variable.value = jax.new_ref(jnp.ones(3))
     new = np.zeros(4, np.float32)

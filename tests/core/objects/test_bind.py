@@ -104,7 +104,7 @@ def test_any_pytree_of_modules_and_variables_unbinds() -> None:
     assert np.array_equal(bound["p"](jnp.ones((1, 2))), tree["p"](jnp.ones((1, 2))))
 
 
-def test_a_variable_alone_is_a_tree() -> None:
+def test_variable_alone_is_a_tree() -> None:
     v = sx.Param(jnp.ones(2))
     slot, variables = sx.unbind(v)
     assert slot == sx.Slot((), sx.Param) and variables[0] is v and sx.bind(slot, variables) is v
@@ -244,7 +244,7 @@ def test_shapes_of_an_initialiser_make_an_abstract_model() -> None:
 
 
 @pytest.mark.parametrize("jit", [jax.jit, sx.jit], ids=["jax.jit", "sx.jit"])
-def test_a_compiled_initialiser_returns_slots_and_frozen_values(jit: Any) -> None:
+def test_compiled_initialiser_returns_slots_and_frozen_values(jit: Any) -> None:
     traces = []
 
     @jit
@@ -260,7 +260,7 @@ def test_a_compiled_initialiser_returns_slots_and_frozen_values(jit: Any) -> Non
     assert len(traces) == 1
 
 
-def test_an_initialiser_writes_into_its_shards(auto_mesh: Any) -> None:
+def test_initialiser_writes_into_its_shards(auto_mesh: Any) -> None:
     rules = [("in", "data"), ("out", None)]
     init = lambda key: sx.unbind(linear(key), freeze=True)  # noqa: E731
     _, shapes = jax.eval_shape(init, jax.random.key(0))
@@ -269,7 +269,7 @@ def test_an_initialiser_writes_into_its_shards(auto_mesh: Any) -> None:
     assert sx.bind(slots, frozen).kernel.sharding == wanted[0]
 
 
-def test_a_mapped_initialiser_names_the_new_dimension() -> None:
+def test_mapped_initialiser_names_the_new_dimension() -> None:
     init = sx.vmap(
         lambda key: sx.unbind(linear(key), freeze=True),
         metadata={sx.partition.PARTITION_NAME: "layers"},

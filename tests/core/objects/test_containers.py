@@ -103,7 +103,7 @@ def _outcome(target: Any, name: str, arguments: tuple[Any, ...]) -> Any:
 
 
 @given(start=ITEMS, operations=LIST_OPERATIONS)
-def test_a_list_does_what_a_plain_list_does(start: list[Any], operations: list[Any]) -> None:
+def test_list_does_what_a_plain_list_does(start: list[Any], operations: list[Any]) -> None:
     plain, tracked = list(start), sx.List(start)
     for name, arguments in operations:
         before = list(plain)
@@ -117,7 +117,7 @@ def test_a_list_does_what_a_plain_list_does(start: list[Any], operations: list[A
 
 
 @given(start=ENTRIES, operations=DICT_OPERATIONS)
-def test_a_dict_does_what_a_plain_dict_does(start: dict[Any, Any], operations: list[Any]) -> None:
+def test_dict_does_what_a_plain_dict_does(start: dict[Any, Any], operations: list[Any]) -> None:
     plain, tracked = dict(start), sx.Dict(start)
     for name, arguments in operations:
         assert _outcome(tracked, name, arguments) == _outcome(plain, name, arguments), name
@@ -289,7 +289,7 @@ def test_containers_survive_pickle_and_deepcopy(container: Any) -> None:
         assert type(copied) is type(container) and copied == container
 
 
-def test_a_container_in_itself_prints() -> None:
+def test_container_in_itself_prints() -> None:
     items, entries = sx.List([1]), sx.Dict(a=1)
     items.append(items)
     entries["self"] = entries
@@ -297,7 +297,7 @@ def test_a_container_in_itself_prints() -> None:
     assert repr(entries) == "Dict({'a': 1, 'self': Dict({...})})"
 
 
-def test_a_container_is_one_pytree_node() -> None:
+def test_container_is_one_pytree_node() -> None:
     shared = sx.Param(2.0)
     model = sx.Dict(a=[shared, jnp.ones(2)], b=shared, c="static")
     leaves, treedef = jax.tree.flatten(model)

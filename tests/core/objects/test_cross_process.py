@@ -23,7 +23,7 @@ from shardax._core.text import columns, format_axes, layout_text
 from shardax.errors import PickleReadError, PickleWriteError
 
 
-def test_a_packed_array_is_an_array_again() -> None:
+def test_packed_array_is_an_array_again() -> None:
     array = jnp.ones(2)
     first, second = packed([{"w": array}, array])
     assert first["w"] is second

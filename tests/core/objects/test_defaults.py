@@ -115,7 +115,7 @@ def test_what_names_no_device_is_refused(name: Any) -> None:
     ("name", "message"),
     [("cpu:8", "cpu:0 to cpu:7"), ("tpu", r"without the platform 'tpu'.*configure\(platform")],
 )
-def test_a_device_that_is_not_there_is_refused(name: str, message: str) -> None:
+def test_device_that_is_not_there_is_refused(name: str, message: str) -> None:
     with pytest.raises(ModuleError, match=message), sx.default_device(name):
         pass
 

@@ -45,7 +45,7 @@ PATH = ("layers", 0, "attn", "kernel")
         (sx.PathContains("mlp"), []),
     ],
 )
-def test_a_filter_matches_what_it_says(filter: Any, matched: list[Any]) -> None:
+def test_filter_matches_what_it_says(filter: Any, matched: list[Any]) -> None:
     predicate = to_predicate(filter)
     candidates = [PARAM, CUSTOM, STAT, TAGGED, MANY_TAGS]
     assert [id(v) for v in candidates if predicate(PATH, v)] == [id(v) for v in matched]
@@ -112,7 +112,7 @@ def test_what_is_no_filter_is_refused(wrong: Any) -> None:
         to_predicate(wrong)
 
 
-def test_a_variable_that_no_filter_matches_is_named() -> None:
+def test_variable_that_no_filter_matches_is_named() -> None:
     model = sx.Dict(layers=[STAT])
     with pytest.raises(FilterError, match=r"BatchStat at \.layers\[0\].*\(Param, 'slow'\).*`...`"):
         sx.split(model, sx.Param, "slow")

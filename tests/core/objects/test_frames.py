@@ -184,7 +184,7 @@ def test_module_kept_from_a_trace_is_plain_python() -> None:
     )
 
 
-def test_a_frame_is_left_on_an_error() -> None:
+def test_frame_is_left_on_an_error() -> None:
     with pytest.raises(ZeroDivisionError), Frame("jit"):
         _ = 1 / 0
     assert local.frame is None

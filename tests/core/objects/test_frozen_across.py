@@ -28,7 +28,7 @@ def loss(model: Any) -> Any:
     return (model(X) ** 2).mean()
 
 
-def test_an_optimizer_trains_what_is_not_frozen() -> None:
+def test_optimizer_trains_what_is_not_frozen() -> None:
     model = sx.freeze(mlp(), sx.PathContains("up"))
     optimizer = sx.train.Optimizer(model, optax.sgd(0.1))
 
@@ -80,7 +80,7 @@ def test_initialise_writes_frozen_values_into_their_shards(auto_mesh: Any) -> No
     assert np.allclose(model.up.kernel.value, mlp(jax.random.key(0)).up.kernel.value)
 
 
-def test_an_abstract_model_keeps_its_forms(auto_mesh: Any) -> None:
+def test_abstract_model_keeps_its_forms(auto_mesh: Any) -> None:
     half = sx.freeze(sx.unbind(mlp(), sx.PathContains("gate"))[0], sx.PathContains("down"))
     shapes = sx.abstract(half, auto_mesh, RULES)
     assert type(shapes.gate.kernel) is sx.Slot
@@ -106,7 +106,7 @@ def test_stack_can_be_frozen_or_contain_frozen_layers() -> None:
 
 
 @pytest.mark.parametrize("around", [sx.Jitted, sx.Remat])
-def test_a_stack_can_be_made_of_wrapped_layers(around: Any) -> None:
+def test_stack_can_be_made_of_wrapped_layers(around: Any) -> None:
     def build(wrap: Any) -> Any:
         rngs = sx.Rngs(0)
         return sx.nn.Stack(lambda: wrap(sx.nn.MLP(4, 8, rngs=rngs)), 3)

@@ -228,7 +228,7 @@ def test_bare_array_outside_modules_cannot_be_updated() -> None:
 # --- clone ---
 
 
-def test_a_clone_shares_no_object_and_keeps_laziness() -> None:
+def test_clone_shares_no_object_and_keeps_laziness() -> None:
     model = Node()
     model.w, model.layer = _lazy(), Layer()
     copied = sx.clone(model)

@@ -117,7 +117,7 @@ def test_new_container_needs_only_one_table_row(monkeypatch: pytest.MonkeyPatch)
     handlers._by_name.pop("pair of a test")
 
 
-def test_the_last_row_that_accepts_a_class_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_last_row_that_accepts_a_class_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     class Special(tuple[Any, ...]):
         __slots__ = ()
 

@@ -95,7 +95,7 @@ def test_reuse_error_names_both_lines_and_keeps_count() -> None:
     ],
     ids=["eager", "jit", "vmap"],
 )
-def test_a_key_used_twice_is_found_by_jax(run: Callable[[sx.Rngs], Any]) -> None:
+def test_key_used_twice_is_found_by_jax(run: Callable[[sx.Rngs], Any]) -> None:
     run(sx.Rngs(0))
     with sx.debug_key_reuse(), pytest.raises(jax.errors.KeyReuseError):
         run(sx.Rngs(0))
@@ -130,7 +130,7 @@ def test_mode_ends_with_block_and_blocks_start_fresh() -> None:
     assert not jax.config.jax_debug_key_reuse  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def test_a_block_belongs_to_its_thread() -> None:
+def test_block_belongs_to_its_thread() -> None:
     failures: list[BaseException] = []
 
     def repeat() -> None:
@@ -146,7 +146,7 @@ def test_a_block_belongs_to_its_thread() -> None:
     assert failures == []
 
 
-def test_the_whole_process_may_be_checked() -> None:
+def test_whole_process_may_be_checked() -> None:
     check_whole_process(True)
     try:
         with pytest.raises(RepeatedKeyError):

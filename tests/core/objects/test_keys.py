@@ -61,7 +61,7 @@ def test_words_inside_trace_are_traced() -> None:
     assert seeded().tolist() == words_one_by_one(KeySource(1, (5,)))
 
 
-def test_a_mesh_in_scope_changes_nothing() -> None:
+def test_mesh_in_scope_changes_nothing() -> None:
     sources = [KeySource(77, (1,)), KeySource(78)]
     with jax.set_mesh(jax.make_mesh((8,), ("data",))):
         found = [words.tolist() for words in all_key_words(sources)]

@@ -200,7 +200,7 @@ def test_property_of_variable_hides_no_missing_attribute() -> None:
         _ = Averaged(jnp.ones(2)).mean
 
 
-def test_the_stream_may_be_named_or_given() -> None:
+def test_stream_may_be_named_or_given() -> None:
     def draw(**arguments: Any) -> jax.Array:
         return Init(INITIALIZERS["normal"], (2,), **arguments).compute()
 
@@ -213,7 +213,7 @@ def test_the_stream_may_be_named_or_given() -> None:
 # --- key sources ---
 
 
-def test_a_key_source_computes_what_fold_in_computes() -> None:
+def test_key_source_computes_what_fold_in_computes() -> None:
     expected = jax.random.fold_in(jax.random.fold_in(jax.random.key(3), 1), 2)
     for root in (3, jax.random.key(3)):
         lazy = LazyKey(KeySource(root).fold(1, 2))

@@ -51,12 +51,12 @@ def test_axes_may_be_any_iterable_of_names(axes: Any) -> None:
     assert check_axes(axes) == ("a", None)
 
 
-def test_a_string_is_not_axes() -> None:
+def test_string_is_not_axes() -> None:
     with pytest.raises(MetadataError, match=r"one string.*axes=\('embed',\)"):
         sx.Param(jnp.ones(5), axes="embed")
 
 
-def test_an_unhashable_axis_name_is_named() -> None:
+def test_unhashable_axis_name_is_named() -> None:
     with pytest.raises(MetadataError, match=r"axes\[1\] = \['b'\]"):
         sx.Param(jnp.ones((1, 1)), axes=("a", ["b"]))
 

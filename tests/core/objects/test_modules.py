@@ -99,7 +99,7 @@ def test_named_tuples_stay_named_tuples_with_data_inside() -> None:
     assert variables_of(node) == [(("pair", 0), "Param"), (("pair", 1), "ArrayAttribute")]
 
 
-def test_the_assigned_list_itself_is_not_tracked() -> None:
+def test_assigned_list_itself_is_not_tracked() -> None:
     node, original = Node(), [1]
     node.sizes = original
     original.append(2)
@@ -154,7 +154,7 @@ def test_unsupported_attribute_type_is_refused_with_alternatives(value: Any) -> 
     assert "Ways out:" in message or "Encode it as numbers" in message
 
 
-def test_the_refused_type_is_named() -> None:
+def test_refused_type_is_named() -> None:
     with pytest.raises(StaticAttributeError, match=r"of type set as attribute 'names' of Node"):
         Node().names = {"a"}
 
@@ -204,7 +204,7 @@ def test_deletion_works_for_every_kind_of_attribute() -> None:
         del node.array
 
 
-def test_an_unknown_attribute_is_an_ordinary_attribute_error() -> None:
+def test_unknown_attribute_is_an_ordinary_attribute_error() -> None:
     with pytest.raises(AttributeError, match="'Node' object has no attribute 'kernel'"):
         _ = Node().kernel
     assert getattr(Node(), "kernel", 5) == 5
@@ -230,7 +230,7 @@ def test_class_defining_reserved_name_is_refused(name: str, value: object) -> No
         type("Mine", (sx.nn.Linear,), {name: value})
 
 
-def test_a_mixin_cannot_bring_a_reserved_name_either() -> None:
+def test_mixin_cannot_bring_a_reserved_name_either() -> None:
     class Flattened:
         def _flatten(self, encode: object) -> object:
             return encode
@@ -292,7 +292,7 @@ def test_array_bypassing_assignment_is_found_and_named() -> None:
         sx.graphdef(module)
 
 
-def test_a_module_may_be_a_dataclass() -> None:
+def test_module_may_be_a_dataclass() -> None:
     @dataclasses.dataclass
     class Point(sx.Module):
         x: sx.Param[Any]

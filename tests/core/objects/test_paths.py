@@ -21,6 +21,6 @@ from shardax._core.graph.paths import PathKey, format_path
         (("flags", True, None), ".flags[True][None]"),
     ],
 )
-def test_a_path_prints_as_code(path: tuple[Any, ...], text: str) -> None:
+def test_path_prints_as_code(path: tuple[Any, ...], text: str) -> None:
     assert format_path(path) == text
     assert str(PathKey(path)) == repr(PathKey(path)) == text

@@ -79,7 +79,7 @@ OtherNode(  # 2 parameters
     )
 
 
-def test_a_long_model_is_cut_with_a_hint() -> None:
+def test_long_model_is_cut_with_a_hint() -> None:
     model = Node()
     model.items = [sx.Param(1.0) for _ in range(300)]
     lines = repr(model).splitlines()
@@ -87,7 +87,7 @@ def test_a_long_model_is_cut_with_a_hint() -> None:
     assert lines[-1] == "... 104 more lines (sx.view.to_text shows all)"
 
 
-def test_a_model_without_parameters_has_no_count() -> None:
+def test_model_without_parameters_has_no_count() -> None:
     assert repr(Node()) == "Node()"
     model = Node()
     model.n = sx.Variable(0)

@@ -57,14 +57,14 @@ def test_key_paths_print_as_access_code() -> None:
     assert jax.tree_util.keystr(variable[0][0]) == "[0].value"
 
 
-def test_a_shared_variable_is_one_leaf() -> None:
+def test_shared_variable_is_one_leaf() -> None:
     linear = Linear(2)
     model = Node()
     model.a, model.b, model.kernel = linear, linear, linear.kernel
     assert [leaf.tolist() for leaf in jax.tree.leaves(model)] == [[0.0, 1.0]]
 
 
-def test_a_tied_weight_gets_its_summed_gradient() -> None:
+def test_tied_weight_gets_its_summed_gradient() -> None:
     tied, untied = Node(), Node()
     tied.embed = tied.head = sx.Param(jnp.asarray([1.0, 2.0]))
     untied.embed, untied.head = (sx.Param(jnp.asarray([1.0, 2.0])) for _ in range(2))

@@ -230,7 +230,7 @@ def test_layers_with_nodes_stack_scan_and_view(make: Any, keys: tuple[Any, Any])
 
 
 @every_kind
-def test_an_optimizer_trains_it(make: Any, keys: tuple[Any, Any]) -> None:
+def test_optimizer_trains_it(make: Any, keys: tuple[Any, Any]) -> None:
     net = Net(make)
     optimizer = sx.train.Optimizer(net, optax.sgd(0.5))
     optimizer.update(sx.grad(lambda net: net(1.0))(net))
@@ -310,9 +310,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("kind_name", "neighbor", "place"), CASES)
-def test_an_array_assigned_in_place_is_the_models(
-    kind_name: str, neighbor: str, place: str
-) -> None:
+def test_array_assigned_in_place_is_the_models(kind_name: str, neighbor: str, place: str) -> None:
     kind, beside, (wrap, reach) = CHANGEABLE[kind_name], NEIGHBORS[neighbor], PLACES[place]
     model = sx.Module()
     model.held = wrap(kind(beside(), jnp.zeros(3)))

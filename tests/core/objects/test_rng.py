@@ -166,7 +166,7 @@ def test_nested_scopes_differ_from_each_other() -> None:
     assert all_different([scope() for scope in scopes])
 
 
-def test_a_scope_of_keys_and_of_seeds_agree() -> None:
+def test_scope_of_keys_and_of_seeds_agree() -> None:
     seeded, keyed = sx.Rngs(3), sx.Rngs(jax.random.key(3))
     assert bits(seeded.scope("a")()) == bits(keyed.scope("a")())
 

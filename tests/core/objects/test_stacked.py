@@ -102,7 +102,7 @@ def test_lazy_keys_stack() -> None:
     assert_equal_values(stacked.compute(), jnp.stack([part.compute() for part in parts]))
 
 
-def test_an_initializer_without_its_key_says_so() -> None:
+def test_initializer_without_its_key_says_so() -> None:
     parts = [Init(INITIALIZERS["normal"], (2,)) for _ in range(2)]
     with pytest.raises(sx.errors.ModuleError, match="rngs=rngs"):
         LazyStack(parts).compute()
@@ -182,7 +182,7 @@ def test_what_all_have_in_common_stays_one() -> None:
     assert first.stream is stream and second.stream is stream
 
 
-def test_a_single_one_shares_what_is_older() -> None:
+def test_single_one_shares_what_is_older() -> None:
     stream = sx.Rngs(dropout=0).dropout
     older = [id(stream), id(stream.key), id(stream.count)]
     assert stack_objects([Drawing(stream)], "layers", older).root.stream is stream

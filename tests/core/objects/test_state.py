@@ -225,7 +225,7 @@ def test_filters_apply_to_state_as_to_model() -> None:
         sx.split(state, sx.Param)
 
 
-def test_a_state_cannot_be_updated_nor_popped_from() -> None:
+def test_state_cannot_be_updated_nor_popped_from() -> None:
     _, state = _states()
     with pytest.raises(sx.errors.StateMismatchError, match=r"\.mean: is a plain array"):
         sx.update(state, {"mean": jnp.zeros(2)})

@@ -147,14 +147,14 @@ def test_values_of_different_type_or_sign_differ(one: Any, other: Any) -> None:
         "all at once",
     ],
 )
-def test_the_difference_counts_at_every_depth(wrap: Callable[[Any], Any]) -> None:
+def test_difference_counts_at_every_depth(wrap: Callable[[Any], Any]) -> None:
     assert exact_key(wrap(1)) == exact_key(wrap(1))
     keys = [exact_key(wrap(x)) for x in (1, True, 1.0, 0.0, -0.0, 2)]
     assert len(set(keys)) == 6
 
 
 @given(value=statics())
-def test_a_key_is_reflexive_hashable_and_survives_copying(value: Any) -> None:
+def test_key_is_reflexive_hashable_and_survives_copying(value: Any) -> None:
     key = exact_key(value)
     assert key == exact_key(value)
     assert hash(key) == hash(exact_key(value))
@@ -177,7 +177,7 @@ def test_nan_equals_itself_and_compiles_once() -> None:
 # --- functions ---
 
 
-def test_the_same_def_run_twice_gives_equal_keys() -> None:
+def test_same_def_run_twice_gives_equal_keys() -> None:
     assert scale_by(2) is not scale_by(2)
     assert exact_key(scale_by(2)) == exact_key(scale_by(2))
     assert exact_key(recursive()) == exact_key(recursive())
@@ -212,7 +212,7 @@ def test_function_with_unbound_cell_equals_only_itself() -> None:
     assert keys[0] != keys[1]
 
 
-def test_a_function_with_attributes_equals_only_itself() -> None:
+def test_function_with_attributes_equals_only_itself() -> None:
     one, other = scale_by(2), scale_by(2)
     one.mode = "fast"  # pyright: ignore[reportFunctionMemberAccess] (functions take attributes)
     assert exact_key(one) != exact_key(other)

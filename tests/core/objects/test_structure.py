@@ -77,7 +77,7 @@ def test_values_shapes_and_laziness_are_not_structure() -> None:
     assert sx.graphdef(one) == sx.graphdef(other)
 
 
-def test_a_graphdef_prints_its_size_and_survives_pickling() -> None:
+def test_graphdef_prints_its_size_and_survives_pickling() -> None:
     graphdef = sx.graphdef(_model())
     assert repr(graphdef) == "GraphDef(9 objects, 5 variables)"
     copied = pickle.loads(pickle.dumps(graphdef))
@@ -126,7 +126,7 @@ def test_it_holds_no_value() -> None:
 # --- flatten and build ---
 
 
-def test_an_object_shared_between_roots_is_one() -> None:
+def test_object_shared_between_roots_is_one() -> None:
     model = _model()
     flat = flatten_roots([model.child, 3, (model, [model.w])], [("a",), ("b",), ("c",)])
     assert sum(leaf is model.w for leaf in flat.leaves) == 1

@@ -63,7 +63,7 @@ def test_lazy_model_may_be_first_used_by_threads(compiled: bool) -> None:
             np.testing.assert_allclose(result, expected, rtol=1e-6)
 
 
-def test_the_first_use_does_not_overwrite_a_write() -> None:
+def test_first_use_does_not_overwrite_a_write() -> None:
     for _ in range(20):
         w = sx.Param(sx.Init(jax.nn.initializers.ones, (2,)))
 

@@ -66,7 +66,7 @@ def test_another_shape_or_dtype_is_refused(form: Any, value: Any, difference: st
 
 
 @pytest.mark.parametrize("freeze", [False, True])
-def test_the_frozen_value_of_another_label_is_refused(freeze: bool) -> None:
+def test_frozen_value_of_another_label_is_refused(freeze: bool) -> None:
     model = Model()
     _, taken = sx.unbind(model, freeze=freeze)
     w, b = (each.freeze() for each in taken[:2])
@@ -76,7 +76,7 @@ def test_the_frozen_value_of_another_label_is_refused(freeze: bool) -> None:
     model.b.update(b)
 
 
-def test_a_frozen_value_cannot_be_updated() -> None:
+def test_frozen_value_cannot_be_updated() -> None:
     with pytest.raises(sx.errors.ModuleAttributeError):
         sx.Param(jnp.zeros(2)).freeze().update(jnp.ones(2))
 

@@ -52,7 +52,7 @@ def test_untested_newer_jax_warns_once_and_works() -> None:
     assert "pip install 'jax<0.13'" in done.stderr
 
 
-def test_a_tested_jax_says_nothing() -> None:
+def test_tested_jax_says_nothing() -> None:
     assert _jax.OLDEST <= jax.__version_info__[:2] <= _jax.NEWEST
     with warnings.catch_warnings():
         warnings.simplefilter("error")

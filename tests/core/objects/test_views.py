@@ -206,7 +206,7 @@ def test_captured_view_follows_its_stack_inside_transform(transform: Any) -> Non
     assert float(transform(double)(1.0)) == 4 and numbers(kernel) == [[1], [4]]
 
 
-def test_a_captured_view_and_its_captured_stack_agree() -> None:
+def test_captured_view_and_its_captured_stack_agree() -> None:
     kernel = sx.Param(jnp.array([[1.0], [2.0]]))
     second = view(kernel, 1)
 
@@ -241,7 +241,7 @@ def test_copies_are_layers_of_their_own(duplicate: Any) -> None:
 # --- structure ------------------------------------------------------------------------------------
 
 
-def test_a_view_follows_changes_of_the_stack() -> None:
+def test_view_follows_changes_of_the_stack() -> None:
     root = stacked()
     second, parts = view(root, 1), view(root, 1).parts
     root.rate = 2.0
@@ -315,7 +315,7 @@ def test_one_refused_write_of_several_cancels_all() -> None:
     assert numbers(root.calls) == [0, 0, 0]
 
 
-def test_a_part_of_an_abstract_stack_is_abstract() -> None:
+def test_part_of_an_abstract_stack_is_abstract() -> None:
     kernel = sx.Param(jax.ShapeDtypeStruct((3, 2), jnp.float32))
     part = view(kernel, 1)
     assert part.is_abstract and part.shape == (2,)

@@ -123,7 +123,7 @@ def test_stack_adds_its_own_mappable_axis_name(auto_mesh: Mesh) -> None:
     assert sx.shard(stack, auto_mesh, RULES)(jnp.ones((2, 16))).shape == (2, 16)
 
 
-def test_an_initializer_around_a_boxed_one_is_refused() -> None:
+def test_initializer_around_a_boxed_one_is_refused() -> None:
     boxed = with_partitioning(NORMAL, ("data", None))
     with pytest.raises(VariableValueError, match="and not an array") as caught:
         sx.Param(sx.Init(lambda *args: boxed(*args), (8, 16), rngs=sx.Rngs(0))).value  # noqa: B018

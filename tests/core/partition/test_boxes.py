@@ -134,7 +134,7 @@ def test_copies_and_pickles_are_equal(make: Any) -> None:
         assert other == box and hash(other) == hash(box) and type(other) is type(box)
 
 
-def test_a_box_of_ones_own_may_register_itself() -> None:
+def test_box_of_ones_own_may_register_itself() -> None:
     class Own(Units, register=False):
         pass
 
@@ -219,7 +219,7 @@ def test_repr_of_box_shows_shapes_and_given_arguments() -> None:
     )
 
 
-def test_a_box_keeps_the_repr_it_defines() -> None:
+def test_box_keeps_the_repr_it_defines() -> None:
     @dataclasses.dataclass(frozen=True)
     class Metres(Units):
         def __repr__(self) -> str:
@@ -324,7 +324,7 @@ def test_negative_index_counts_from_the_new_last_dimension() -> None:
 
 
 @pytest.mark.parametrize("axis", [0, 1, 2, -1, -2, -3])
-def test_the_name_stands_where_vmap_puts_the_dimension(axis: int) -> None:
+def test_name_stands_where_vmap_puts_the_dimension(axis: int) -> None:
     make = sx.partition.with_partitioning(jax.nn.initializers.ones, ("a", "b"))
     stacked = jax.vmap(lambda key: make(key, (2, 3)), out_axes=axis)(
         jax.random.split(jax.random.key(0), 5)
@@ -487,7 +487,7 @@ def test_law_equal_boxes_have_equal_hashes_and_structures(first: Any, second: An
 # --- optimizers -----------------------------------------------------------------------------------
 
 
-def test_the_states_of_optimizers_carry_the_boxes(mesh: Mesh) -> None:
+def test_states_of_optimizers_carry_the_boxes(mesh: Mesh) -> None:
     params = {"w": Partitioned(jnp.ones((4, 8)), ("data", "model")), "b": jnp.zeros(8)}
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-2))
     state = optimizer.init(params)

@@ -143,7 +143,7 @@ def test_unshard_returns_tree_of_boxes_to_one_device(auto_mesh: Mesh) -> None:
     assert set(shardings_in(back)) == {SingleDeviceSharding(jax.devices()[0])}
 
 
-def test_an_abstract_copy_keeps_the_boxes(mesh: Mesh) -> None:
+def test_abstract_copy_keeps_the_boxes(mesh: Mesh) -> None:
     copy = sx.abstract(tree(), mesh, RULES)
     struct = jax.ShapeDtypeStruct((8, 16), jnp.float32)
 

@@ -105,7 +105,7 @@ def test_shardings_are_specs_over_the_mesh(mesh: Mesh) -> None:
     }
 
 
-def test_a_module_gives_a_state_of_entries(mesh: Mesh) -> None:
+def test_module_gives_a_state_of_entries(mesh: Mesh) -> None:
     model = sx.nn.Linear(8, 16, rngs=sx.Rngs(0))
     model.kernel.set_metadata(axes=("embed", "mlp"))
     found = {"m": model, "b": Partitioned(jnp.ones(8), ("model",))}
@@ -195,7 +195,7 @@ def test_malformed_specs_are_found_by_path(auto_mesh: Mesh) -> None:
     assert [f.path for f in caught.value.findings] == [("w",)]
 
 
-def test_a_mesh_and_rules_are_needed(auto_mesh: Mesh) -> None:
+def test_mesh_and_rules_are_needed(auto_mesh: Mesh) -> None:
     for function in (get_sharding, logical_to_mesh_sharding):
         with pytest.raises(NoMeshError, match=function.__name__):
             function(tree())

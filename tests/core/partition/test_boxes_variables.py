@@ -89,7 +89,7 @@ def test_what_changed_meanwhile_has_changed() -> None:
     assert_same_variable(to_variables(to_boxes(variable)), variable)
 
 
-def test_the_type_may_be_chosen_and_is_kept() -> None:
+def test_type_may_be_chosen_and_is_kept() -> None:
     variable = to_variables(LogicallyPartitioned(jnp.ones(2), ("a",)), sx.BatchStat)
     assert type(variable) is sx.BatchStat
     box = to_boxes(variable)
@@ -104,7 +104,7 @@ def test_lazy_and_abstract_values_stay_so() -> None:
     assert to_variables(to_boxes(abstract)).is_abstract
 
 
-def test_a_variable_box_goes_through_transforms() -> None:
+def test_variable_box_goes_through_transforms() -> None:
     box = to_boxes({"w": sx.BatchStat(jnp.ones((2, 3)), axes=("a", "b"), tag="t")})
     result = jax.jit(jax.vmap(lambda tree: jax.tree.map(lambda x: 2 * x, tree)))(box)
     assert_same_variable(

@@ -56,7 +56,7 @@ def test_override_splitting_states_less_warns_for_each(mesh: Mesh) -> None:
     assert len(warned) == 4
 
 
-def test_an_optimizer_alone_is_enough(auto_mesh: Mesh) -> None:
+def test_optimizer_alone_is_enough(auto_mesh: Mesh) -> None:
     assert list(found(pair(axes=False)[1], auto_mesh)) == [("opt_state", 0, "nu", "up")]
 
 
@@ -131,7 +131,7 @@ def is_up(path: Any, variable: Any) -> bool:
     return path[-1] == "up"
 
 
-def test_an_array_left_elsewhere_is_a_warning(mesh: Mesh) -> None:
+def test_array_left_elsewhere_is_a_warning(mesh: Mesh) -> None:
     model = sx.shard(Layer(sx.Rngs(0)), mesh, RULES)
     model.up.value = jax.device_put(model.up.value, jax.devices()[3])
     assert found(model, mesh) == {("up",): ("warning", "elsewhere")}

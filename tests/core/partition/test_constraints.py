@@ -83,7 +83,7 @@ def test_explicit_axes_put_the_constraint_into_the_type(explicit_mesh: Mesh) -> 
     assert types == [P("model", None), P("data", "model")]
 
 
-def test_an_unconstrained_dimension_stays_as_it_is(mesh: Mesh) -> None:
+def test_unconstrained_dimension_stays_as_it_is(mesh: Mesh) -> None:
     call = jax.jit(lambda x: sx.constrain(x, ("batch", UNCONSTRAINED), mesh, RULES))
     assert_laid_out(call(rows(mesh, P(None, "model"))), mesh, P("data", "model"))
 
@@ -102,7 +102,7 @@ def test_other_rules_in_scope_retrace_a_program(mesh: Mesh) -> None:
         assert_laid_out(call(rows(mesh)), mesh, P(None, "data"))
 
 
-def test_a_mesh_with_both_auto_and_explicit_axes() -> None:
+def test_mesh_with_both_auto_and_explicit_axes() -> None:
     mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto, AxisType.Explicit))
     call = jax.jit(lambda x: sx.constrain(x, ("batch", "embed"), mesh, RULES))
     result = call(rows(mesh))
@@ -125,7 +125,7 @@ def test_gradients_and_batches_pass_through(mesh: Mesh) -> None:
         assert_laid_out(each(rows(mesh)), mesh, P(None, "model"))
 
 
-def test_a_variable_gives_its_value(mesh: Mesh) -> None:
+def test_variable_gives_its_value(mesh: Mesh) -> None:
     variable = sx.Param(rows(mesh))
     assert_laid_out(sx.constrain(variable, ("batch", None), mesh, RULES), mesh, P("data", None))
 
@@ -256,7 +256,7 @@ def test_what_cannot_be_is_refused_in_words(
     assert "(root)" not in str(caught.value)
 
 
-def test_a_tree_is_no_array(mesh: Mesh) -> None:
+def test_tree_is_no_array(mesh: Mesh) -> None:
     tree = {"x": sx.Param(jax.ShapeDtypeStruct((8, 16), jnp.float32), axes=("batch", "embed"))}
     with pytest.raises(PartitionError, match="of type dict") as caught:
         sx.constrain(tree, ("batch", "embed"), mesh, RULES)
@@ -265,7 +265,7 @@ def test_a_tree_is_no_array(mesh: Mesh) -> None:
     assert abstract["x"].sharding == sx.shardings(tree, mesh, RULES)["x"]
 
 
-def test_a_dimension_that_cannot_be_divided_is_refused(mesh: Mesh) -> None:
+def test_dimension_that_cannot_be_divided_is_refused(mesh: Mesh) -> None:
     with pytest.raises(PartitionError, match=r"dimension 0 \('batch'\) has size 7"):
         jax.jit(lambda x: sx.constrain(x[:7], ("batch", None), mesh, RULES))(rows(mesh))
 

@@ -123,7 +123,7 @@ def assert_equal(first: Any, second: Any) -> None:
 
 
 @pytest.mark.parametrize("wrap", [by_mesh_axis, by_name])
-def test_a_training_state_is_made_in_its_shardings(wrap: Wrap, mesh: Mesh) -> None:
+def test_training_state_is_made_in_its_shardings(wrap: Wrap, mesh: Mesh) -> None:
     state = sx.initialise(init_state, wrap, jax.random.key(0), mesh=mesh, rules=RULES)
     up, down, whole = (P(None, None, "model"), P(None, "model", None), P())
     layers = {"down": down, "up": up}
@@ -252,7 +252,7 @@ def test_variables_and_modules_are_initialised_by_their_axes(mesh: Mesh) -> None
     assert_equal(jax.random.key_data(rngs()), jax.random.key_data(alone()))
 
 
-def test_the_result_is_a_function_of_its_key(auto_mesh: Mesh) -> None:
+def test_result_is_a_function_of_its_key(auto_mesh: Mesh) -> None:
     init = with_partitioning(NORMAL, (None, "model"))
     first, again, other = (
         sx.initialise(init, jax.random.key(seed), (4, 8), mesh=auto_mesh) for seed in (0, 0, 1)
@@ -331,7 +331,7 @@ def test_both_versions_train_as_one_device_does(auto_mesh: Mesh) -> None:
     assert up.value.sharding.spec == by_axis["opt"][0].mu["layers"]["up"].value.sharding.spec
 
 
-def test_a_shardax_jit_steps_over_boxes_as_well(auto_mesh: Mesh) -> None:
+def test_shardax_jit_steps_over_boxes_as_well(auto_mesh: Mesh) -> None:
     state = sx.initialise(init_state, by_name, jax.random.key(0), mesh=auto_mesh, rules=RULES)
     places = get_sharding(state, auto_mesh, RULES)
     step = sx.jit(lambda s, x: train_step(by_name, s, x), out_shardings=(places, None))

@@ -163,7 +163,7 @@ def test_law_box_functions_answer_or_raise_shardax_errors(tree: Any, mesh: Any, 
         to_boxes(variables)
 
 
-def test_the_fuzzer_reaches_both_outcomes() -> None:
+def test_fuzzer_reaches_both_outcomes() -> None:
     mesh = jax.make_mesh((2,), ("x",), devices=jax.devices()[:2])
     assert maybe(lambda: sx.shard({"w": Partitioned(np.ones(2), ("x",))}, mesh)) is not None
     with pytest.raises(PartitionCheckError):

@@ -57,7 +57,7 @@ def keys() -> list[jax.Array]:
     [plain, lambda c: c, lambda c: functools.partial(c, scale=2.0), lambda c: c.method],
     ids=["function", "instance", "partial", "method"],
 )
-def test_a_second_call_runs_the_same_program(take: Any, mesh: Mesh) -> None:
+def test_second_call_runs_the_same_program(take: Any, mesh: Mesh) -> None:
     counted = Counted()
     init = take(counted)
     first, again = (sx.initialise(init, key, mesh=mesh, rules=RULES) for key in keys())
@@ -201,7 +201,7 @@ def test_programs_keep_neither_functions_nor_models_alive(auto_mesh: Mesh) -> No
 
 
 @pytest.mark.usefixtures("collecting_only_what_is_new")
-def test_a_program_ends_with_any_of_its_functions(auto_mesh: Mesh) -> None:
+def test_program_ends_with_any_of_its_functions(auto_mesh: Mesh) -> None:
     gc.collect()
     before = len(init_programs._programs)
     init = plain(Counted())

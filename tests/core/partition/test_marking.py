@@ -62,5 +62,5 @@ def test_programs_traced_while_marking_are_not_used_outside(auto_mesh: Mesh) -> 
             assert compiled(x).sharding.spec == PartitionSpec("data", "model")
 
 
-def test_a_name_that_others_gave_is_no_mark() -> None:
+def test_name_that_others_gave_is_no_mark() -> None:
     assert names_marked("activations") is None

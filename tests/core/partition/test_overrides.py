@@ -37,7 +37,7 @@ def test_spec_override_replaces_rules_for_matches_only(mesh: Mesh) -> None:
     assert_same_bits(values(model), values(Layer(sx.Rngs(0))))
 
 
-def test_a_sharding_may_have_another_mesh_and_memory(auto_mesh: Mesh) -> None:
+def test_sharding_may_have_another_mesh_and_memory(auto_mesh: Mesh) -> None:
     other = jax.make_mesh((2,), ("pair",), devices=jax.devices()[6:])
     place = NamedSharding(other, P(None, "pair"), memory_kind="device")
     model = sx.shard(Layer(sx.Rngs(0)), auto_mesh, RULES, overrides=[(is_down, place)])
@@ -158,7 +158,7 @@ def test_invalid_override_is_found_before_anything_moves(mesh: Mesh, code: str) 
     assert all(v.value is old for v, old in zip(model.values(), before, strict=True))
 
 
-def test_a_sharding_without_devices_is_refused(mesh: Mesh) -> None:
+def test_sharding_without_devices_is_refused(mesh: Mesh) -> None:
     place = NamedSharding(AbstractMesh((2,), ("data",)), P())
     with pytest.raises(TransformError, match="no devices"):
         sx.shard(Layer(sx.Rngs(0)), mesh, RULES, overrides={...: place})
@@ -173,7 +173,7 @@ def test_conflicting_overrides_of_shared_variable_are_refused(mesh: Mesh) -> Non
     assert ".head" in str(finding) and ".embed" in str(finding)
 
 
-def test_an_override_that_matches_nothing_is_a_warning(mesh: Mesh) -> None:
+def test_override_that_matches_nothing_is_a_warning(mesh: Mesh) -> None:
     found = sx.check(Layer(sx.Rngs(0)), mesh, RULES, overrides={sx.PathContains("bais"): P()})
     warned = [f for f in found if f.code == "unused-override"]
     assert [(f.severity, f.path) for f in warned] == [("warning", ())]

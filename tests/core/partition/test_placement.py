@@ -465,7 +465,7 @@ def test_mesh_with_devices_is_required() -> None:
     unchanged(model, lambda: sx.shard(model, ("data", "model"), RULES), TransformError)  # pyright: ignore[reportArgumentType] (on purpose)
 
 
-def test_a_read_only_copy_cannot_be_sharded(auto_mesh: Mesh) -> None:
+def test_read_only_copy_cannot_be_sharded(auto_mesh: Mesh) -> None:
     @jax.jit
     def inside(model: Any) -> Any:
         return sx.shard(model, auto_mesh, RULES).count.value
@@ -475,7 +475,7 @@ def test_a_read_only_copy_cannot_be_sharded(auto_mesh: Mesh) -> None:
 
 
 @pytest.mark.parametrize("transform", [jax.jit, jax.vmap])
-def test_a_captured_model_in_plain_transforms_is_refused(transform: Any, auto_mesh: Mesh) -> None:
+def test_captured_model_in_plain_transforms_is_refused(transform: Any, auto_mesh: Mesh) -> None:
     model = Tower()
 
     def inside(x: Any) -> Any:

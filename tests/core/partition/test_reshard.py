@@ -84,7 +84,7 @@ def test_law_resharding_and_unsharding_keep_all_bits(
     assert_same_bits(values(model), before)
 
 
-def test_a_moved_model_computes_what_it_did_before() -> None:
+def test_moved_model_computes_what_it_did_before() -> None:
     tokens = jnp.arange(8)
     run = sx.jit(lambda model, tokens: model(tokens))
     model = sx.shard(Tower(), make_mesh((2, 4)), RULES)
@@ -252,7 +252,7 @@ def test_state_is_placed_completely_or_not_at_all(
 # --- what cannot be -------------------------------------------------------------------------------
 
 
-def test_a_mesh_with_manual_axes_is_refused() -> None:
+def test_mesh_with_manual_axes_is_refused() -> None:
     model = Tower()
     with pytest.raises(TransformError, match="Manual"):
         sx.shard(model, make_mesh((2, 4), AxisType.Manual), RULES)

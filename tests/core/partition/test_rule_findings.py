@@ -78,7 +78,7 @@ def test_unusable_rule_is_a_warning(case: str) -> None:
     assert why in str(finding)
 
 
-def test_a_second_choice_for_a_name_is_fine() -> None:
+def test_second_choice_for_a_name_is_fine() -> None:
     rules = sx.Rules([("vocab", "model"), ("mlp", "model"), ("mlp", "data")])
     assert found(rules) == []
 

@@ -34,7 +34,7 @@ def test_without_scope_rules_are_empty_and_everything_replicated() -> None:
     assert logical_to_mesh_axes(("embed", "mlp")) == P(None, None)
 
 
-def test_a_scope_is_pickled_with_its_rules() -> None:
+def test_scope_is_pickled_with_its_rules() -> None:
     again = pickle.loads(pickle.dumps(axis_rules(A)))
     with axis_rules(B), again:
         assert current_rules() == A

@@ -234,7 +234,7 @@ def test_abstract_copy_lowers_without_allocating(auto_mesh: Mesh) -> None:
     assert lazy_paths(model)[0] == ("embed",)
 
 
-def test_an_abstract_pytree_keeps_sharing_between_its_modules(mesh: Mesh) -> None:
+def test_abstract_pytree_keeps_sharing_between_its_modules(mesh: Mesh) -> None:
     model = Tower(depth=0)
     first, (second, number), state = sx.abstract((model, [model.embed, 3], sx.state(model)), mesh)
     assert second is first.embed

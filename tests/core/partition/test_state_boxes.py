@@ -176,7 +176,7 @@ def test_logical_specs_of_such_states_fit_them_too() -> None:
     assert specs.v_col["stack"] == P("layers", "mlp")
 
 
-def test_a_history_has_its_new_dimension_whole(auto_mesh: Mesh) -> None:
+def test_history_has_its_new_dimension_whole(auto_mesh: Mesh) -> None:
     params = {"w": Partitioned(jnp.ones((8, 16)), ("data", "model"))}
     history = jax.tree.map(lambda x: jnp.zeros((5, *x.shape)), params)
     many = jax.tree.map(lambda x: [jnp.zeros(n) for n in x.shape], params)

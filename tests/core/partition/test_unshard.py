@@ -28,14 +28,14 @@ def test_arrays_are_gathered_bitwise_on_default_device(mesh: Mesh) -> None:
     assert model.head is model.embed
 
 
-def test_the_default_device_in_scope_is_the_default(mesh: Mesh) -> None:
+def test_default_device_in_scope_is_the_default(mesh: Mesh) -> None:
     model = sx.shard(Tower(depth=1), mesh, RULES)
     with jax.default_device(jax.devices()[2]):
         sx.unshard(model)
     assert devices_of(model) == {SingleDeviceSharding(jax.devices()[2])}
 
 
-def test_a_device_can_be_named(mesh: Mesh) -> None:
+def test_device_can_be_named(mesh: Mesh) -> None:
     model = sx.shard(Tower(depth=1), mesh, RULES)
     sx.unshard(model, jax.devices()[3])
     assert devices_of(model) == {SingleDeviceSharding(jax.devices()[3])}

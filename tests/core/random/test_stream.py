@@ -141,7 +141,7 @@ def test_invalid_states_are_refused(impl: str, key: Any, count: Any) -> None:
         StreamState(impl, key, count)
 
 
-def test_a_seed_is_no_state() -> None:
+def test_seed_is_no_state() -> None:
     with pytest.raises(ModuleError, match=r"given 0 of type int.*shardax\.random\.seed"):
         sx.random.set_state(0)  # pyright: ignore[reportArgumentType]
 
@@ -166,7 +166,7 @@ def test_isolated_code_leaves_the_outer_stream_alone() -> None:
     assert inside == next_words(2) and inner == inside[1:]
 
 
-def test_an_isolated_function_starts_anew_at_every_call() -> None:
+def test_isolated_function_starts_anew_at_every_call() -> None:
     @sx.random.isolated(3)
     def draw() -> list[tuple[int, ...]]:
         return next_words(2)

@@ -112,7 +112,7 @@ def test_cyclic_reference_to_edited_object_is_copied() -> None:
     assert new.layers[1].w is root.layers[1].w
 
 
-def test_a_copy_has_array_attributes_of_its_own(model: Model) -> None:
+def test_copy_has_array_attributes_of_its_own(model: Model) -> None:
     new = sx.select(model).at(lambda m: m.first.rate).set(0.1)
     new.first.scale = jnp.zeros(2)
     assert model.first.scale.tolist() == [1.0, 1.0] and new.tied.scale.tolist() == [0.0, 0.0]
@@ -133,7 +133,7 @@ def test_one_value_goes_to_every_place(model: Model) -> None:
     assert list(new.layers) == [layer, layer]
 
 
-def test_a_function_is_called_once_for_each_place(model: Model) -> None:
+def test_function_is_called_once_for_each_place(model: Model) -> None:
     calls: list[Any] = []
 
     def replaced(path: Any, layer: Any) -> Any:
@@ -167,7 +167,7 @@ def test_values_are_set_by_path(model: Model) -> None:
         sx.select(model).set_by_path({".layers[0].rat": 1})
 
 
-def test_the_whole_tree_can_be_replaced(model: Model) -> None:
+def test_whole_tree_can_be_replaced(model: Model) -> None:
     assert sx.select(model).apply(sx.nn.Sequential).layers[0] is model
     assert sx.select(3).set(4) == 4
     with pytest.raises(SelectionError, match="root"):
@@ -228,7 +228,7 @@ def test_parts_of_values_and_arrays_are_edited() -> None:
     assert len(smaller.moments.value["v"]) == 1 and len(model.moments.value["v"]) == 2
 
 
-def test_an_array_attribute_can_become_anything_and_back() -> None:
+def test_array_attribute_can_become_anything_and_back() -> None:
     layer = Layer()
     whole = sx.select(layer).at(lambda m: m.scale)
     assert whole.set(2).scale == 2 and whole.set(sx.Param(1.0)).scale == 1.0
@@ -303,7 +303,7 @@ def test_attribute_that_refers_to_root_is_editable() -> None:
     assert not hasattr(sx.select(root).at(lambda m: m.itself).remove(), "itself")
 
 
-def test_an_edit_sees_values_written_since(model: Model) -> None:
+def test_edit_sees_values_written_since(model: Model) -> None:
     weight = sx.select(model).at(lambda m: m.first.w.value)
     model.first.w[...] = jnp.full(2, 5.0)
     assert weight.apply(lambda value: value + 1).first.w.value.tolist() == [6.0, 6.0]
@@ -340,7 +340,7 @@ def test_rebuilt_containers_keep_their_types() -> None:
     assert sx.select(tree).at_instances_of(sx.Param).count() == params.count()
 
 
-def test_a_plain_list_met_twice_is_one() -> None:
+def test_plain_list_met_twice_is_one() -> None:
     shared = [1, 2]
     new = sx.select({"a": shared, "b": (shared,)}).at_equal_to(1).set(5)
     assert new["a"] is new["b"][0] and new["a"] == [5, 2] and shared == [1, 2]
@@ -359,7 +359,7 @@ def test_edits_work_while_tracing(model: Model) -> None:
     assert run(model, x).tolist() == [-11.0, -11.0] and model(x).tolist() == [6.0, 6.0]
 
 
-def test_a_captured_model_is_edited_while_tracing(model: Model) -> None:
+def test_captured_model_is_edited_while_tracing(model: Model) -> None:
     @sx.jit
     def run(x: Any) -> Any:
         new = sx.select(model).at(lambda m: m.layers[0].w.value).set(x)
@@ -371,7 +371,7 @@ def test_a_captured_model_is_edited_while_tracing(model: Model) -> None:
     assert run(jnp.ones(2)).tolist() == [3.0, 3.0] and model.layers[0].w[0] == 2.0
 
 
-def test_an_edited_model_is_differentiated(model: Model) -> None:
+def test_edited_model_is_differentiated(model: Model) -> None:
     new = sx.select(model).at(lambda m: m.layers[0]).set(model.layers[1])
     grads = sx.grad(lambda m: m(jnp.ones(2)).sum())(new)
     assert grads["layers"][0]["w"].tolist() == [2.0, 2.0]

@@ -26,13 +26,13 @@ def model() -> Model:
     return Model()
 
 
-def test_the_tree_itself_changes_and_is_returned(model: Model) -> None:
+def test_tree_itself_changes_and_is_returned(model: Model) -> None:
     layers, first = model.layers, model.layers[0]
     assert sx.select(model).at(lambda m: m.layers[0].rate).set(0.1, inplace=True) is model
     assert model.layers is layers and model.layers[0] is first and first.rate == 0.1
 
 
-def test_a_shared_object_is_replaced_wherever_it_stands(model: Model) -> None:
+def test_shared_object_is_replaced_wherever_it_stands(model: Model) -> None:
     layer = Layer(9)
     sx.select(model).at(lambda m: m.tied).set(layer, inplace=True)
     assert model.first is model.tied is layer
@@ -65,7 +65,7 @@ def test_values_are_written_into_their_variables(model: Model) -> None:
     assert epoch.current == before
 
 
-def test_a_compiled_function_notices_a_structural_edit(model: Model) -> None:
+def test_compiled_function_notices_a_structural_edit(model: Model) -> None:
     run = sx.jit(lambda model, x: model(x))
     x = jnp.ones(2)
     assert run(model, x).tolist() == [6.0, 6.0]
@@ -95,12 +95,12 @@ def test_mutable_parts_of_an_immutable_tree_change(model: Model) -> None:
     assert model.first.rate == 7 and tree[1] == {"steps": 7}
 
 
-def test_the_tree_itself_cannot_be_replaced_in_place(model: Model) -> None:
+def test_tree_itself_cannot_be_replaced_in_place(model: Model) -> None:
     with pytest.raises(SelectionError, match="Model cannot be changed in place"):
         sx.select(model).set(Layer(), inplace=True)
 
 
-def test_a_refused_edit_changes_nothing(model: Model) -> None:
+def test_refused_edit_changes_nothing(model: Model) -> None:
     before = repr(model)
     second: Any = model.layers[1]
     frozen = second.w.freeze()
@@ -154,13 +154,13 @@ def test_edits_in_one_context_apply_in_order(model: Model) -> None:
     assert list(model.layers) == ["x", second] and second.rate == 0.1
 
 
-def test_the_context_edits_what_is_selected(model: Model) -> None:
+def test_context_edits_what_is_selected(model: Model) -> None:
     with sx.select(model).at(lambda m: m.layers).at_children().edit() as layers:
         layers.at(lambda layer: layer.rate).set(3)
     assert [layer.rate for layer in model.layers] == [3, 3] and model.first.rate == 0.5
 
 
-def test_an_exception_undoes_every_edit(model: Model) -> None:
+def test_exception_undoes_every_edit(model: Model) -> None:
     sx.graphdef(model)
     before, values = repr(model), sx.state(model).flat()
 

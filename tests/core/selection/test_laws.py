@@ -178,7 +178,7 @@ def test_inplace_edit_matches_the_functional_edit(model: Node, narrow: Any, edit
 
 @MANY
 @given(models(), NARROW, st.sampled_from(EDITS))
-def test_an_exception_undoes_edits_in_place(model: Node, narrow: Any, edit: Any) -> None:
+def test_exception_undoes_edits_in_place(model: Node, narrow: Any, edit: Any) -> None:
     copy = sx.clone(model)
     try:
         with sx.select(model).edit() as editing:

@@ -57,7 +57,7 @@ def test_places_are_remembered_not_values(model: Model) -> None:
     assert not embed.get().any() and kind.get() == "other"
 
 
-def test_a_place_that_is_gone_is_an_error(model: Model) -> None:
+def test_place_that_is_gone_is_an_error(model: Model) -> None:
     last = sx.select(model).at(lambda m: (m.norms[1], m.heads["de"]))
     del model.heads["de"]
     with pytest.raises(SelectionError, match=r"\.heads\.de"):
@@ -134,7 +134,7 @@ def test_places_in_values_are_found_without_materializing() -> None:
     assert model.up.kernel.is_lazy and epoch.current == before
 
 
-def test_a_lazy_array_attribute_stays_lazy_until_read() -> None:
+def test_lazy_array_attribute_stays_lazy_until_read() -> None:
     model = sx.Module()
     model.w = sx.Init(jax.nn.initializers.ones, (2,), rngs=sx.Rngs(0))
     found = sx.select(model).at_instances_of(jax.Array)
@@ -224,7 +224,7 @@ def test_repr_marks_the_selection_and_folds_the_rest(model: Model) -> None:
     ]
 
 
-def test_the_text_shows_places_inside_values(model: Model) -> None:
+def test_text_shows_places_inside_values(model: Model) -> None:
     found = sx.select(model, every_path=True).at(lambda m: m.unembed.value)
     assert repr(found).splitlines()[:4] == [
         "Selection of 1 place in a Model:",
@@ -269,6 +269,6 @@ def test_repr_of_plain_trees_shows_no_numbers() -> None:
     ]
 
 
-def test_the_text_of_a_large_selection_is_cut() -> None:
+def test_text_of_a_large_selection_is_cut() -> None:
     text = repr(sx.select([sx.Param(0.0) for _ in range(300)]).at_children())
     assert len(text.splitlines()) == 102 and text.endswith("more lines")

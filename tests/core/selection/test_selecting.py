@@ -59,7 +59,7 @@ def model() -> Model:
 # --- narrowing by class, test and value ---
 
 
-def test_a_selection_starts_as_the_whole_tree(model: Model) -> None:
+def test_selection_starts_as_the_whole_tree(model: Model) -> None:
     selection = sx.select(model)
     assert selection.get() is model and selection.tree is model
     assert selection.keypaths() == ((),) and len(selection) == 1
@@ -99,7 +99,7 @@ def test_what_is_no_class_is_refused(model: Model) -> None:
         sx.select(model).at_instances_of(lambda x: True)
 
 
-def test_a_shared_object_is_one_place_unless_asked(model: Model) -> None:
+def test_shared_object_is_one_place_unless_asked(model: Model) -> None:
     def tied(param: Any) -> bool:
         return isinstance(param, sx.Param) and param.shape == (3, 2)
 
@@ -109,7 +109,7 @@ def test_a_shared_object_is_one_place_unless_asked(model: Model) -> None:
     assert every.get_all() == (model.embed, model.embed)
 
 
-def test_a_cycle_is_walked_once() -> None:
+def test_cycle_is_walked_once() -> None:
     first, second = sx.Module(), sx.Module()
     first.other, second.other = second, first
     second.w = sx.Param(1.0)
@@ -149,7 +149,7 @@ def test_filters_are_tests(model: Model) -> None:
     assert selection.at_subtrees_where(sx.nn.RMSNorm).keypaths() == (("norms", 0),)
 
 
-def test_a_test_may_return_a_numpy_bool(model: Model) -> None:
+def test_test_may_return_a_numpy_bool(model: Model) -> None:
     big = sx.select(model).at_instances_of(sx.Param).where(lambda p: np.prod(p.shape) > 4)
     assert big.keypaths() == (("embed",), ("heads", "en", "kernel"))
 
@@ -160,7 +160,7 @@ def test_exception_of_a_predicate_propagates_with_path(model: Model) -> None:
     assert ".blocks[1]" in caught.value.__notes__[0]
 
 
-def test_a_function_of_other_arguments_is_refused(model: Model) -> None:
+def test_function_of_other_arguments_is_refused(model: Model) -> None:
     with pytest.raises(SelectionError, match=r"\(path, value\)"):
         sx.select(model).where(lambda a, b, c: True)
 
@@ -184,7 +184,7 @@ def test_arrays_are_equal_by_dtype_shape_and_numbers() -> None:
     assert sx.select(tree).at_equal_to(jnp.ones(2)).keypaths() == ((0,), (1,))
 
 
-def test_an_object_equals_only_itself(model: Model) -> None:
+def test_object_equals_only_itself(model: Model) -> None:
     assert sx.select(model).at_equal_to(model.last.attn).keypaths() == (("blocks", 1, "attn"),)
     with pytest.raises(SelectionError, match="at_subtrees_where"):
         sx.select(model).at_equal_to({"a": []})
@@ -229,7 +229,7 @@ def test_paths_keep_one_and_true_apart() -> None:
         sx.select({1: "a"}).at_keypaths((True,))
 
 
-def test_a_path_must_be_within_what_is_selected(model: Model) -> None:
+def test_path_must_be_within_what_is_selected(model: Model) -> None:
     blocks = sx.select(model).at_instances_of(Block)
     assert blocks.at_keypaths(".blocks[0].kind").get() == "plain"
     with pytest.raises(SelectionError, match=r"\.blocks\[0\]: Block"):
@@ -297,7 +297,7 @@ def test_accessor_that_returns_text_is_refused_with_place(model: Model) -> None:
         sx.select(model).at(lambda m: repr(m.blocks[0]))
 
 
-def test_an_accessor_is_asked_about_every_selected_place(model: Model) -> None:
+def test_accessor_is_asked_about_every_selected_place(model: Model) -> None:
     found = sx.select(model).at_instances_of(Block).at(lambda block: (block.mlp, block.kind))
     assert found.keypaths() == (
         ("blocks", 0, "mlp"),
@@ -327,7 +327,7 @@ def test_accessor_of_value_outside_the_tree_is_refused(model: Model) -> None:
         sx.select(model).at(lambda m: m.blocks[7])
 
 
-def test_an_accessor_cannot_write(model: Model) -> None:
+def test_accessor_cannot_write(model: Model) -> None:
     with pytest.raises(SelectionError) as caught:
         sx.select(model).at(lambda m: setattr(m, "scale", 3.0))
     code = "sx.select(model).at(lambda m: m.scale).set(value)"
@@ -346,7 +346,7 @@ def test_an_accessor_cannot_write(model: Model) -> None:
         (lambda m: m.rows.__iadd__([sx.Param(4.0)]), "__iadd__ of .rows"),
     ],
 )
-def test_an_accessor_cannot_change_containers(change: Any, place: str) -> None:
+def test_accessor_cannot_change_containers(change: Any, place: str) -> None:
     model = sx.Module()
     model.rows, model.heads = [sx.Param(1.0), sx.Param(2.0)], {"a": sx.Param(3.0)}
     before = sx.graphdef(model)

@@ -60,7 +60,7 @@ def scaled(problem: Any) -> Any:
 # --- what is static ---
 
 
-def test_the_choice_is_made_anew_in_every_call() -> None:
+def test_choice_is_made_anew_in_every_call() -> None:
     run, traces = counted(lambda x, how: jnp.exp(x) if how == "exp" else x * how)
     x = jnp.zeros(2)
     for _ in range(2):
@@ -158,7 +158,7 @@ class Plain:
         return x * self.factor if how == "times" else x + self.factor
 
 
-def test_a_method_follows_assignments_to_its_object() -> None:
+def test_method_follows_assignments_to_its_object() -> None:
     plain, other = Plain(2), Plain(5)
     assert [float(p.scale(1.0)) for p in (plain, other)] == [2.0, 5.0]
     plain.factor = 3
@@ -189,7 +189,7 @@ def test_bound_method_argument_follows_its_object() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::shardax.errors.UncertainCaptureWarning")
-def test_an_object_may_hold_models_and_itself() -> None:
+def test_object_may_hold_models_and_itself() -> None:
     plain = Plain(Scale())
     vars(plain)["itself"] = plain
     run = sx.jit(lambda plain, x: plain.factor(x), static="auto")
@@ -403,7 +403,7 @@ DIGESTS = {
 @pytest.mark.parametrize("mode", DIGESTS)
 @settings(max_examples=15, deadline=None)
 @given(args=st.lists(TREES, max_size=2), kwargs=st.dictionaries(st.just("k"), TREES))
-def test_a_compiled_function_gives_what_the_function_gives(
+def test_compiled_function_gives_what_the_function_gives(
     mode: str, args: list[Any], kwargs: dict[str, Any]
 ) -> None:
     expected = float(_digest((args, kwargs), np))

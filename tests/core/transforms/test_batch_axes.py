@@ -271,7 +271,7 @@ def test_shared_variable_is_declared_by_any_path() -> None:
         sx.batch_axes(problem, 4, where=where)
 
 
-def test_a_variable_of_several_arrays_has_one_axis() -> None:
+def test_variable_of_several_arrays_has_one_axis() -> None:
     pair = sx.Variable({"m": jnp.ones((4, 2)), "v": jnp.ones((4, 4))})
     assert axes_of(pair, 4, where={...: ...}) == 0
     assert axes_of(pair, 4, where={...: 0}) == 0
@@ -296,7 +296,7 @@ def test_streams_are_shared_only_on_request() -> None:
     assert len(set(same(sx.Rngs(0), x).tolist())) == 1
 
 
-def test_a_function_of_a_stream_makes_an_ensemble() -> None:
+def test_function_of_a_stream_makes_an_ensemble() -> None:
     make = sx.vmap(lambda rngs: sx.nn.Linear(2, 3, rngs=rngs), in_axes="auto", batch=4)
     assert make(sx.Rngs(0)).kernel.shape == (4, 2, 3)
 

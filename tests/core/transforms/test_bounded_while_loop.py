@@ -33,7 +33,7 @@ def _add_one(x: Any) -> Any:
 
 
 @every_mode
-def test_a_loop_that_ends_by_itself_has_converged(mode: Any) -> None:
+def test_loop_that_ends_by_itself_has_converged(mode: Any) -> None:
     result = sx.bounded_while_loop(
         _below(3), _add_one, 0, max_steps=5, history=lambda x: x * 10, differentiable=mode
     )
@@ -43,7 +43,7 @@ def test_a_loop_that_ends_by_itself_has_converged(mode: Any) -> None:
 
 
 @every_mode
-def test_a_loop_that_reaches_its_limit_says_so(mode: Any) -> None:
+def test_loop_that_reaches_its_limit_says_so(mode: Any) -> None:
     limits = (1, 2, 3, 5, 7)  # "recompute" divides them into blocks of the size of their root
 
     @jax.jit
@@ -87,7 +87,7 @@ def test_without_a_history_there_is_none(mode: Any) -> None:
 
 
 @every_mode
-def test_the_result_is_a_pytree_that_leaves_jit(mode: Any) -> None:
+def test_result_is_a_pytree_that_leaves_jit(mode: Any) -> None:
     traced = []
 
     def body(x: Any) -> Any:
@@ -245,7 +245,7 @@ def test_captured_variables_that_are_written_are_carried(mode: Any) -> None:
 
 
 @every_mode
-def test_an_exception_leaves_everything_as_it_was(mode: Any) -> None:
+def test_exception_leaves_everything_as_it_was(mode: Any) -> None:
     model = Scale()
 
     def fail(model: Scale) -> Any:
@@ -415,7 +415,7 @@ def test_max_steps_is_a_nonnegative_integer(max_steps: Any) -> None:
         sx.bounded_while_loop(_below(3), _add_one, 0, max_steps=max_steps)
 
 
-def test_the_limit_is_known_before_the_program_runs() -> None:
+def test_limit_is_known_before_the_program_runs() -> None:
     run = sx.jit(lambda n: sx.bounded_while_loop(_below(3), _add_one, 0, max_steps=n))
     with pytest.raises(TransformError, match="static argument"):
         run(3)
@@ -428,14 +428,14 @@ def test_options_that_do_not_exist_are_refused() -> None:
         sx.bounded_while_loop(_below(3), _add_one, 0, max_steps=3, history=[])  # pyright: ignore[reportArgumentType]
 
 
-def test_a_row_of_the_history_holds_arrays() -> None:
+def test_row_of_the_history_holds_arrays() -> None:
     with pytest.raises(TransformError, match=r"returned a Scale at \.m"):
         sx.bounded_while_loop(
             lambda m: m.calls < 2, _call, Scale(), max_steps=3, history=lambda m: {"m": m}
         )
 
 
-def test_the_history_only_reads() -> None:
+def test_history_only_reads() -> None:
     with pytest.raises(TransformError, match=r"history .* changes the Variable at \.model\.calls"):
         sx.bounded_while_loop(
             lambda model: model.calls < 2,
@@ -491,7 +491,7 @@ def _loop(many: Many, limit: Any, *, captured: bool, options: tuple[Any, ...]) -
 @pytest.mark.parametrize(
     ("max_steps", "captured"), [(0, True), (1, False), (3, True), (5, False), (6, True)]
 )
-def test_a_bounded_loop_is_a_loop_in_python(mode: Any, max_steps: int, captured: bool) -> None:
+def test_bounded_loop_is_a_loop_in_python(mode: Any, max_steps: int, captured: bool) -> None:
     options = (("max_steps", max_steps), ("differentiable", mode), ("padding", -1))
     for limit in (0, 4, 40):
         many, rows, expected = Many(3), [], np.zeros((3, 2))

@@ -226,7 +226,7 @@ def test_mapped_dimension_after_last_name_is_unnamed() -> None:
     assert result == LogicallyPartitioned(jnp.ones((COUNT, 2)), (None, "a"))
 
 
-def test_the_arrays_of_one_box_have_one_axis() -> None:
+def test_arrays_of_one_box_have_one_axis() -> None:
     box = LogicallyPartitioned((jnp.ones((COUNT, 2)), jnp.ones((2, COUNT))), ("layers", "a"))
     axes = LogicallyPartitioned((0, 1), ("layers", "a"))
     with pytest.raises(PrefixError, match=r"box at \.box .*axes"):

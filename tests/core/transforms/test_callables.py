@@ -28,7 +28,7 @@ def _weigh(model: Scale, weights: Any, x: Any, *, parts: Any = ()) -> Any:
     return (model(x) * weights).sum() + sum(part["w"].sum() * part["m"](x).sum() for part in parts)
 
 
-def test_a_partial_may_hold_arrays_lists_and_modules() -> None:
+def test_partial_may_hold_arrays_lists_and_modules() -> None:
     model, other = Scale(), Scale()
     parts = [{"w": jnp.ones(2), "m": other}]
     bound = functools.partial(_weigh, model, jnp.array([1.0, 3.0]), parts=parts)
@@ -40,14 +40,14 @@ def test_a_partial_may_hold_arrays_lists_and_modules() -> None:
 
 
 @pytest.mark.parametrize("held", [Affine(jnp.float32(1)), functools.partial(Affine(1.0))])
-def test_a_callable_without_a_hash_can_be_transformed(held: Any) -> None:
+def test_callable_without_a_hash_can_be_transformed(held: Any) -> None:
     assert float(sx.jit(held)(3.0)) == 10.0
     assert float(sx.grad(held)(3.0)) == 6.0
     assert sx.vmap(held)(jnp.arange(2.0)).tolist() == [1.0, 2.0]
     assert float(sx.cond(True, held, lambda x: x, 2.0)) == 5.0
 
 
-def test_a_held_callable_is_traced_once() -> None:
+def test_held_callable_is_traced_once() -> None:
     traced = []
 
     def count(array: Any, x: Any) -> Any:

@@ -39,7 +39,7 @@ def _nothing(*operands: Any) -> None:
 
 
 @pytest.mark.parametrize(("pred", "expected"), [(True, 2.0), (False, -1.0), (3, 2.0), (0.0, -1.0)])
-def test_the_predicate_chooses_as_in_python(pred: Any, expected: float) -> None:
+def test_predicate_chooses_as_in_python(pred: Any, expected: float) -> None:
     def run(pred: Any) -> Any:
         return sx.cond(pred, lambda x: x * 2, lambda x: -x, jnp.float32(1))
 
@@ -54,7 +54,7 @@ def test_index_out_of_range_is_clamped(index: int, expected: int) -> None:
     assert int(sx.switch(index, branches, 3)) == {1: 3, 9: 9}[expected]
 
 
-def test_a_switch_may_have_one_branch() -> None:
+def test_switch_may_have_one_branch() -> None:
     total = sx.Variable(jnp.float32(1))
     assert float(sx.switch(5, [lambda v: v.replace(v + 1).value], total)) == 2.0
 
@@ -95,7 +95,7 @@ def test_weak_type_takes_dtype_of_other_branch() -> None:
 # --- what branches write ---
 
 
-def test_a_variable_that_one_branch_writes_leaves_both() -> None:
+def test_variable_that_one_branch_writes_leaves_both() -> None:
     model = Scale()
     for pred in (True, False, True):
         sx.cond(pred, lambda m: m(jnp.ones(2)), lambda m: m.factor.value, model)
@@ -115,7 +115,7 @@ def test_branches_may_write_different_variables() -> None:
     assert [cell.value.tolist() for cell in many.cells] == [[0.0] * 2, [2.0] * 2, [0.0] * 2]
 
 
-def test_a_shared_variable_is_one_in_every_branch() -> None:
+def test_shared_variable_is_one_in_every_branch() -> None:
     model = Tied(3.0)
 
     def double(model: Tied, head: Any) -> Any:
@@ -142,7 +142,7 @@ def test_captured_variables_are_read_and_written() -> None:
     assert float(total) == 20.0 and float(other) == 10.0
 
 
-def test_a_captured_variable_may_be_given_metadata() -> None:
+def test_captured_variable_may_be_given_metadata() -> None:
     weight = sx.Param(jnp.ones(2))
     sx.cond(True, *[lambda: weight.set_metadata(axes=("embed",))] * 2)
     assert weight.axes == ("embed",)
@@ -204,7 +204,7 @@ def test_lazy_values_are_made_before_the_choice() -> None:
 # --- structure ---
 
 
-def test_a_change_that_all_branches_make_is_carried() -> None:
+def test_change_that_all_branches_make_is_carried() -> None:
     model = Noisy()
     for pred in (True, False):
         sx.cond(pred, lambda m: m(1.0), lambda m: m(2.0), model)
@@ -292,7 +292,7 @@ def test_captured_objects_leave_only_through_all_branches() -> None:
         sx.cond(True, lambda: outside, lambda: other)
 
 
-def test_the_structure_of_a_captured_module_cannot_change() -> None:
+def test_structure_of_a_captured_module_cannot_change() -> None:
     model = Noisy()
     with pytest.raises(ForeignMutationError, match=r"sx\.cond"):
         sx.cond(True, lambda: model(1.0), lambda: model(2.0))
@@ -309,7 +309,7 @@ def test_the_structure_of_a_captured_module_cannot_change() -> None:
         (lambda: (jnp.ones(2),), r"\(float32\[2\],\)"),
     ],
 )
-def test_a_variable_keeps_its_form_in_all_branches(new: Any, shown: str) -> None:
+def test_variable_keeps_its_form_in_all_branches(new: Any, shown: str) -> None:
     model = Scale()
 
     def write(m: Scale) -> None:
@@ -355,13 +355,13 @@ def test_different_objects_cannot_be_chosen_among() -> None:
 
 
 @pytest.mark.parametrize("pred", [jnp.ones(2), "yes", None, jnp.complex64(1), [True]])
-def test_a_predicate_is_one_boolean(pred: Any) -> None:
+def test_predicate_is_one_boolean(pred: Any) -> None:
     with pytest.raises(TransformError, match=r"pred of sx\.cond must be one boolean"):
         sx.cond(pred, _nothing, _nothing)
 
 
 @pytest.mark.parametrize("index", [1.0, True, jnp.arange(2), "0"])
-def test_an_index_is_one_integer(index: Any) -> None:
+def test_index_is_one_integer(index: Any) -> None:
     with pytest.raises(TransformError, match=r"index of sx\.switch must be one integer"):
         sx.switch(index, [_nothing, _nothing])
 
@@ -407,7 +407,7 @@ def test_under_vmap_each_lane_takes_its_own_branch() -> None:
     assert int(model.calls) == 0
 
 
-def test_the_gradient_is_that_of_the_branch_taken() -> None:
+def test_gradient_is_that_of_the_branch_taken() -> None:
     model = Scale()
 
     def loss(m: Scale, pred: Any) -> Any:

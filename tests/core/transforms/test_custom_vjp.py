@@ -82,7 +82,7 @@ def _two_calls() -> list[Any]:
     ],
     ids=["grad", "jit grad", "grad jit", "remat", "remat jit", "cond", "switch", "vjp"],
 )
-def test_the_rule_is_used_and_state_carried_under(lift: Any) -> None:
+def test_rule_is_used_and_state_carried_under(lift: Any) -> None:
     model, run = Sine(), lift(_twice(tenfold))
     for gradient, mean, calls in _two_calls():
         found = run(model, X)
@@ -385,7 +385,7 @@ def test_gradients_of_variables_and_pytrees_with_objects() -> None:
     )
 
 
-def test_a_variable_shared_by_arguments_has_one_gradient() -> None:
+def test_variable_shared_by_arguments_has_one_gradient() -> None:
     model = Tied(3.0)
 
     def rule(bwd: Any) -> Any:

@@ -103,7 +103,7 @@ def test_gradients_pass_through_state_declared_differentiable() -> None:
     assert float(sx.grad(sx.jit(loss(put)))(2.0)) == float(expected)
 
 
-def test_an_exception_leaves_everything_untouched() -> None:
+def test_exception_leaves_everything_untouched() -> None:
     model = Scale()
 
     def fail(m: Scale) -> Any:

@@ -31,7 +31,7 @@ def _rule(*, nondiff: Any = (1,)) -> Any:
 
 
 @pytest.mark.parametrize("wrap", [lambda f: f, sx.jit, sx.remat], ids=["", "jit", "remat"])
-def test_a_variable_of_two_arguments_is_refused(wrap: Any) -> None:
+def test_variable_of_two_arguments_is_refused(wrap: Any) -> None:
     rule, model, other = _rule(), Weight(3.0), Weight(2.0)
     assert float(sx.grad(wrap(lambda m: rule(m, other)))(model)["w"]) == 2
     with pytest.raises(TransformError, match=r"\.w, .* twice: .*in the argument 'b'"):
@@ -47,7 +47,7 @@ def test_another_gradient_beside_one_arriving_twice() -> None:
     assert float(gradient) == 9
 
 
-def test_a_part_of_the_other_argument_is_refused() -> None:
+def test_part_of_the_other_argument_is_refused() -> None:
     class Outer(sx.Module):
         def __init__(self) -> None:
             self.inner = [Weight(3.0)]
@@ -76,7 +76,7 @@ def test_filter_that_excludes_the_variable_is_refused() -> None:
 
 
 @pytest.mark.parametrize("where", ["function", "fwd"])
-def test_a_variable_of_a_closure_is_refused(where: str) -> None:
+def test_variable_of_a_closure_is_refused(where: str) -> None:
     def squared(model: Weight) -> jax.Array:
         @sx.custom_vjp
         def rule(a: Weight) -> jax.Array:
@@ -94,7 +94,7 @@ def test_a_variable_of_a_closure_is_refused(where: str) -> None:
         sx.grad(squared)(model)
 
 
-def test_a_variable_of_a_callable_module_is_refused() -> None:
+def test_variable_of_a_callable_module_is_refused() -> None:
     class Times(sx.Module):
         def __init__(self) -> None:
             self.part = Weight(3.0)

@@ -185,7 +185,7 @@ def test_repeated_pytree_searches_are_harmless() -> None:
         assert not has_objects({"a": [1.0, None]})
 
 
-def test_the_structure_check_is_one_comparison_of_integers() -> None:
+def test_structure_check_is_one_comparison_of_integers() -> None:
     """A wrong answer of the epoch is noticed: this is what the steady path relies on."""
     traces: list[int] = []
 

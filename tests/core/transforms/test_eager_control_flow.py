@@ -131,7 +131,7 @@ class Options:
         return x * self.scale
 
 
-def test_a_global_bound_again_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_global_bound_again_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     results = []
     for scale in (1.0, 1.0, 1.0, 3.0, 3.0, 3.0, True, np.float32(2)):
         monkeypatch.setattr(f"{__name__}.SCALE", scale)
@@ -168,7 +168,7 @@ def test_what_a_closure_holds_may_change(start: Any, change: Callable[[Any], Non
     assert [call() for _ in range(3)] == [1 + second] * 3
 
 
-def test_a_name_bound_again_is_seen_by_a_function_made_anew() -> None:
+def test_name_bound_again_is_seen_by_a_function_made_anew() -> None:
     results = []
     for scale in (2.0, 2.0, 2.0, 3, 3, 3, jnp.float32(4), jnp.float32(5)):
 
@@ -213,7 +213,7 @@ def test_configuration_of_a_captured_module_counts() -> None:
     assert results == [3.0, 3.0, 3.0, 9.0, 9.0]
 
 
-def test_a_number_read_while_tracing_is_read_anew() -> None:
+def test_number_read_while_tracing_is_read_anew() -> None:
     threshold = sx.Variable(jnp.float32(1))
 
     def branch(x: Any) -> Any:
@@ -244,7 +244,7 @@ def test_objects_that_no_key_sees_are_found_anew() -> None:
 # --- as before ------------------------------------------------------------------------------------
 
 
-def test_an_error_changes_nothing_and_is_raised_anew() -> None:
+def test_error_changes_nothing_and_is_raised_anew() -> None:
     layer = Layer()
     fails = {"now": False}
 

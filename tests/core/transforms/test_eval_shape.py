@@ -54,7 +54,7 @@ def test_model_larger_than_memory_can_be_evaluated() -> None:
     assert _live_bytes() - before < 10**4
 
 
-def test_a_class_can_be_given_directly() -> None:
+def test_class_can_be_given_directly() -> None:
     model = sx.eval_shape(Scale)
     assert type(model) is Scale and model.rate == 0.5
     assert _shapes(sx.state(model).flat()) == {
@@ -72,7 +72,7 @@ def test_lazy_models_stay_lazy() -> None:
     assert model.kernel.is_lazy and model.bias.is_lazy
 
 
-def test_the_given_model_is_not_changed() -> None:
+def test_given_model_is_not_changed() -> None:
     model, counter = Scale(), sx.Variable(0)
     structure = sx.graphdef(model)
 
@@ -97,7 +97,7 @@ def test_abstract_copies_keep_structure_and_sharing() -> None:
     assert copy.tied.embed is copy.tied.head and copy.tied.back is copy
 
 
-def test_an_abstract_model_can_be_given_again() -> None:
+def test_abstract_model_can_be_given_again() -> None:
     def draw(m: Lazy) -> Any:
         return m(jnp.ones(4)) + jax.random.normal(m.rngs.noise(), (4,))
 

@@ -194,12 +194,12 @@ def test_aliases_in_arguments_and_results_are_allowed() -> None:
     assert head is variable is model.embed and float(model.head) == 4.0
 
 
-def test_a_captured_variable_may_be_returned() -> None:
+def test_captured_variable_may_be_returned() -> None:
     captured = sx.Param(jnp.ones(2))
     assert sx.jit(lambda: captured)() is captured
 
 
-def test_a_bound_method_can_be_compiled() -> None:
+def test_bound_method_can_be_compiled() -> None:
     model = Scale()
     assert sx.jit(model.__call__)(2.0).tolist() == [1.0, 1.0]
 

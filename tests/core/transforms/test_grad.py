@@ -39,7 +39,7 @@ def test_gradient_of_module_is_state_of_params() -> None:
     assert gradient.origins()[("factor",)].variable_type is sx.Param
 
 
-def test_the_value_comes_with_the_gradient() -> None:
+def test_value_comes_with_the_gradient() -> None:
     value, gradient = sx.value_and_grad(_loss)(Scale(3))
     assert float(value) == 3.0 and _flat(gradient) == {("factor",): [2.0] * 3}
 
@@ -268,7 +268,7 @@ def test_aux_may_hold_modules_variables_and_arrays() -> None:
     assert float(value) == 2.0 and aux["same"] is model and int(model.calls) == 2
 
 
-def test_an_exception_in_the_loss_leaves_everything_untouched() -> None:
+def test_exception_in_the_loss_leaves_everything_untouched() -> None:
     model, counter = Scale(), sx.Variable(0)
     structure = sx.graphdef(model)
 

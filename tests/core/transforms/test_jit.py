@@ -237,7 +237,7 @@ def test_new_models_are_new_at_every_call() -> None:
     assert values(first) == {("factor",): [1.0, 1.0, 1.0], ("calls",): 0}
 
 
-def test_a_class_can_be_compiled_as_a_constructor() -> None:
+def test_class_can_be_compiled_as_a_constructor() -> None:
     model = sx.jit(Scale, static_argnums=0)(3)
     assert isinstance(model, Scale) and model.factor.shape == (3,)
 
@@ -284,7 +284,7 @@ def test_variables_that_hold_pytrees_are_read_and_written() -> None:
         (lambda: sx.jit(lambda model, mode: 1.0).lower(Scale(), "train"), "mode"),
     ],
 )
-def test_an_argument_that_is_no_array_is_named(call: Any, name: str) -> None:
+def test_argument_that_is_no_array_is_named(call: Any, name: str) -> None:
     with pytest.raises(TransformError, match=f"^{name} of .* is a str"):
         call()
 
@@ -301,7 +301,7 @@ def test_steady_call_names_nonarray_argument() -> None:
     assert static(model, mode="train").tolist() == model(5.0).tolist()
 
 
-def test_a_result_that_is_no_array_is_named() -> None:
+def test_result_that_is_no_array_is_named() -> None:
     with pytest.raises(TransformError, match=r"returned .* of type slice at \['part'\]"):
         sx.jit(lambda model: {"model": model, "part": slice(3)})(Scale())
 
@@ -325,7 +325,7 @@ def _fail_after_everything(model: Any) -> None:
     raise KeyError("stop")
 
 
-def test_an_exception_leaves_values_and_structure_untouched() -> None:
+def test_exception_leaves_values_and_structure_untouched() -> None:
     model = Scale()
     model.layers = [Scale()]
     structure, before = sx.graphdef(model), values(model)

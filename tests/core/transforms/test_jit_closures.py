@@ -251,7 +251,7 @@ def test_inner_function_sees_the_traced_model() -> None:
     assert values(model) == {("factor",): [2.0, 2.0], ("calls",): 2}
 
 
-def test_a_closed_over_random_stream_advances() -> None:
+def test_closed_over_random_stream_advances() -> None:
     rngs, same = sx.Rngs(0), sx.Rngs(0)
     draw = sx.jit(lambda: rngs.noise())
     assert [bool(draw() == same.noise()) for _ in range(3)] == [True, True, True]

@@ -91,7 +91,7 @@ def test_variable_shared_with_undonated_argument_raises() -> None:
         assert run(model, model).tolist() == [2.0, 2.0]
 
 
-def test_a_donated_tied_variable_is_donated_once() -> None:
+def test_donated_tied_variable_is_donated_once() -> None:
     model = Scale()
     model.alias = model.factor
     run = sx.jit(_grow, donate_argnums=0)

@@ -61,7 +61,7 @@ def test_one_sharding_covers_every_variable_of_a_module(on: Sharding) -> None:
 
 
 @pytest.mark.parametrize("as_state", [True, False])
-def test_a_state_of_shardings_gives_one_per_path(on: Sharding, as_state: bool) -> None:
+def test_state_of_shardings_gives_one_per_path(on: Sharding, as_state: bool) -> None:
     tree: Any = {"a": on("data"), "b": on("model")}
     declared = sx.State(tree) if as_state else tree
     run = sx.jit(lambda m: m.a + 0, in_shardings=(declared,), keep_unused=True)
@@ -70,7 +70,7 @@ def test_a_state_of_shardings_gives_one_per_path(on: Sharding, as_state: bool) -
     assert (state["a"].spec, state["b"].spec) == (P("data"), P("model"))
 
 
-def test_the_first_filter_that_matches_decides(on: Sharding) -> None:
+def test_first_filter_that_matches_decides(on: Sharding) -> None:
     model = _vector()
     model.c = sx.BatchStat(jnp.ones(8))
     declared = sx.StateSharding(
@@ -115,7 +115,7 @@ def test_partition_specs_mean_the_mesh_in_scope(mesh: Mesh) -> None:
     assert _is(model.factor, NamedSharding(mesh, P("data")))
 
 
-def test_a_sharding_for_all_positional_arguments(on: Sharding) -> None:
+def test_sharding_for_all_positional_arguments(on: Sharding) -> None:
     run = sx.jit(lambda m, x: m.a * x, in_shardings=on("data"))
     assert _is(run(_vector(), jnp.ones(8)), on("data"))
 
@@ -358,7 +358,7 @@ def test_shared_result_with_two_shardings_raises(on: Sharding) -> None:
 # --- what is refused ---
 
 
-def test_a_variable_that_no_filter_matches_is_named(on: Sharding) -> None:
+def test_variable_that_no_filter_matches_is_named(on: Sharding) -> None:
     model = Scale(8)
     run = sx.jit(_step, in_shardings=(sx.StateSharding({sx.Param: on("data")}), None))
     with pytest.raises(PrefixError, match=r"\.model: No filter matches .* at \.calls"):
@@ -434,7 +434,7 @@ def _model_over_a_mesh(spec: Any) -> Any:
 @pytest.mark.parametrize(
     ("spec", "declared"), [(P(), P()), (P("data"), P(("data", "model")))], ids=str
 )
-def test_a_model_moves_to_another_mesh(kind: AxisType, spec: Any, declared: Any) -> None:
+def test_model_moves_to_another_mesh(kind: AxisType, spec: Any, declared: Any) -> None:
     model, expected = _model_over_a_mesh(spec)
     mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(kind,) * 2)
     places = NamedSharding(mesh, declared), NamedSharding(mesh, P("data"))

@@ -123,7 +123,7 @@ def test_static_arguments_among_variadic_ones() -> None:
     assert float(compiled(2.0, "a", "b")) == 4.0
 
 
-def test_the_other_stages_take_static_arguments_too() -> None:
+def test_other_stages_take_static_arguments_too() -> None:
     run = sx.jit(lambda model, times, x: model(x) * times, static_argnums=1)
     model = Scale()
     assert run.eval_shape(model, 3, jnp.ones(2)).shape == (2,)
@@ -150,7 +150,7 @@ def test_unhashable_static_argument_is_named(value: Any, kind: str) -> None:
 
 
 @pytest.mark.parametrize("value", [Scale(), (1, Scale()), Config(Scale()), sx.Param(jnp.ones(1))])
-def test_a_module_cannot_be_a_static_argument(value: Any) -> None:
+def test_module_cannot_be_a_static_argument(value: Any) -> None:
     compiled = sx.jit(lambda x, config: x, static_argnames="config")
     with pytest.raises(StaticArgumentError, match="'config'"):
         compiled(1.0, config=value)
@@ -177,7 +177,7 @@ def test_static_names_may_be_those_of_keywords() -> None:
     assert float(run(2.0, name="abc")) == 6.0
 
 
-def test_an_argument_cannot_be_static_and_donated() -> None:
+def test_argument_cannot_be_static_and_donated() -> None:
     with pytest.raises(DonationError, match=r"\['b'\] are both static and donated"):
         sx.jit(lambda a, b: a, static_argnums=1, donate_argnames="b")
 

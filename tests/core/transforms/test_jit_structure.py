@@ -89,7 +89,7 @@ EDITS: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("name", EDITS)
-def test_an_edit_inside_does_what_it_does_outside(name: str) -> None:
+def test_edit_inside_does_what_it_does_outside(name: str) -> None:
     outside, inside = _start(), _start()
     EDITS[name](outside)
 
@@ -141,7 +141,7 @@ def test_variables_untied_inside_are_untied_outside() -> None:
     assert values(model) == {("embed",): 3.0, ("head",): 6.0}
 
 
-def test_a_module_moves_from_one_argument_to_another() -> None:
+def test_module_moves_from_one_argument_to_another() -> None:
     donor, taker = _start(), Box()
     moved = donor.a
 

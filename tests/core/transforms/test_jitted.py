@@ -163,7 +163,7 @@ COPIES = {
 
 @AROUND
 @pytest.mark.parametrize("duplicate", COPIES.values(), ids=COPIES.keys())
-def test_a_wrapped_layer_is_copied_with_its_layer(
+def test_wrapped_layer_is_copied_with_its_layer(
     around: Callable[..., Any], duplicate: Callable[[Any], Any]
 ) -> None:
     model = around(noisy())
@@ -225,7 +225,7 @@ def test_equal_layers_are_traced_once() -> None:
     assert TRACES == ["train", "eval", "train"]
 
 
-def test_an_edit_of_the_layer_is_seen() -> None:
+def test_edit_of_the_layer_is_seen() -> None:
     layer = sx.Jitted(noisy())
     layer(X)
     layer.eval()
@@ -257,7 +257,7 @@ def test_it_compiles_under_other_transforms() -> None:
     assert TRACES == ["train", "eval"]
 
 
-def test_an_exception_leaves_the_layer_as_it_was() -> None:
+def test_exception_leaves_the_layer_as_it_was() -> None:
     layer = sx.Jitted(noisy())
     with pytest.raises(Exception, match="4"):
         layer(jnp.ones((2, 5)))

@@ -126,7 +126,7 @@ def test_what_make_jaxpr_refuses(call: Any, error: type[ShardaxError], message: 
 
 @given(models())
 @settings(max_examples=10)
-def test_the_program_computes_what_the_function_does(model: Any) -> None:
+def test_program_computes_what_the_function_does(model: Any) -> None:
     before = sx.clone(model)
     jaxpr, shape = sx.make_jaxpr(touch, return_shape=True)(model)
     assert_same_model(model, before)

@@ -28,7 +28,7 @@ def _spread(prefix: Any, tree: Any) -> dict[Any, Any]:
 # --- filter mappings ---
 
 
-def test_the_first_filter_that_matches_gives_the_value() -> None:
+def test_first_filter_that_matches_gives_the_value() -> None:
     model = Scale()
     mapping = sx.StateSharding({sx.PathContains("calls"): 1, sx.Variable: 2, ...: 3})
     assert _spread(mapping, model) == {("x", "factor"): 2, ("x", "calls"): 1}
@@ -89,7 +89,7 @@ def test_containers_are_matched_level_by_level() -> None:
     }
 
 
-def test_a_variable_on_its_own_takes_an_entry() -> None:
+def test_variable_on_its_own_takes_an_entry() -> None:
     assert _spread(5, sx.Param(1.0)) == {("x",): 5}
     assert _spread(sx.StateSharding({sx.Param: 6}), sx.Param(1.0)) == {("x",): 6}
 

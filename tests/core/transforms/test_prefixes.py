@@ -92,7 +92,7 @@ def _step(model: Any) -> Any:
 # --- what fits ---
 
 
-def test_the_first_match_gives_the_entry(way: Way) -> None:
+def test_first_match_gives_the_entry(way: Way) -> None:
     model = _model()
     filters = {sx.PathContains("w"): way.other, sx.Param: way.bad, ...: way.one}
     way(_step, (way.mapping(filters),))(model)
@@ -143,7 +143,7 @@ def _fails(way: Way, error: type[Exception], call: Callable[[Any], Any]) -> str:
     return str(caught.value)
 
 
-def test_a_variable_that_no_filter_matches_is_named(way: Way) -> None:
+def test_variable_that_no_filter_matches_is_named(way: Way) -> None:
     prefix = way.mapping({sx.Param: way.one})
     message = _fails(way, PrefixError, lambda m: way(lambda model: _step(model), (prefix,))(m))
     assert message.startswith(
@@ -151,7 +151,7 @@ def test_a_variable_that_no_filter_matches_is_named(way: Way) -> None:
     )
 
 
-def test_a_variable_that_a_state_lacks_is_named(way: Way) -> None:
+def test_variable_that_a_state_lacks_is_named(way: Way) -> None:
     prefix = sx.State({"w": way.one})
     message = _fails(way, PrefixError, lambda m: way(lambda model: _step(model), (prefix,))(m))
     assert message == f"{way.into} has no entry for the BatchStat at .model.s."
@@ -229,7 +229,7 @@ def test_other_mapping_type_is_refused_by_name(way: Way) -> None:
     assert message.startswith(way.into) and other.__name__ in message
 
 
-def test_a_prefix_of_the_result_says_so(way: Way) -> None:
+def test_prefix_of_the_result_says_so(way: Way) -> None:
     message = _fails(
         way,
         PrefixError,

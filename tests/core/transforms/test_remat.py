@@ -257,7 +257,7 @@ class Double(sx.Module):
         return self.two * x
 
 
-def test_an_exception_leaves_everything_untouched() -> None:
+def test_exception_leaves_everything_untouched() -> None:
     model, counter = Scale(), sx.Variable(0)
 
     @sx.remat

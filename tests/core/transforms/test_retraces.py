@@ -85,7 +85,7 @@ ARGUMENTS = {
 
 
 @pytest.mark.parametrize("name", ARGUMENTS)
-def test_a_change_of_an_array_argument_is_named(name: str) -> None:
+def test_change_of_an_array_argument_is_named(name: str) -> None:
     forward, model = _start()
     x, reason = ARGUMENTS[name]
     assert _reasons(forward, lambda: forward(model, x)) == [(reason,)]
@@ -152,7 +152,7 @@ def test_other_containers_around_the_arguments_are_named() -> None:
     ]
 
 
-def test_the_most_similar_earlier_call_is_compared() -> None:
+def test_most_similar_earlier_call_is_compared() -> None:
     forward, model = _start()
     model.rate, model.mode, model.other = 0.25, "a", "b"
     forward(model, jnp.ones(2))
@@ -183,7 +183,7 @@ def test_train_and_eval_modes_are_traced_once_each() -> None:
     ]
 
 
-def test_an_optimizer_made_anew_is_named() -> None:
+def test_optimizer_made_anew_is_named() -> None:
     import optax
 
     traces: list[int] = []
@@ -258,7 +258,7 @@ def test_other_threads_and_later_calls_are_unreported() -> None:
     assert retraces == []
 
 
-def test_a_cleared_cache_is_said_to_be_so() -> None:
+def test_cleared_cache_is_said_to_be_so() -> None:
     forward, model = _start()
     with sx.explain_retraces(file=False) as retraces:
         # As by jax.clear_caches(), which would have the tests after this one compile all again.

@@ -113,7 +113,7 @@ class TestEntries:
         sx.scan(lambda m, x: m(x), in_axes=(axes, Carry), out_axes=Carry)(layers, jnp.ones(3))
         assert int(layers.calls) == 4
 
-    def test_a_state_of_axes_chooses_by_path(self) -> None:
+    def test_state_of_axes_chooses_by_path(self) -> None:
         layers = stacked()
         axes = sx.State.from_flat(dict.fromkeys(sx.state(layers).flat(), 0))
         sx.scan(lambda m, x: m(x), in_axes=(axes, Carry), out_axes=Carry)(layers, jnp.ones(3))
@@ -165,7 +165,7 @@ class TestEntries:
         assert rows["v"].value.tolist() == [[0, 1, 2], [0, 1, 2]]
         assert rows["v"].axes == ("embed", "time")
 
-    def test_a_shared_variable_has_one_entry(self) -> None:
+    def test_shared_variable_has_one_entry(self) -> None:
         class Tied(sx.Module):
             def __init__(self) -> None:
                 self.a = sx.Param(jnp.ones((3, 2)))
@@ -229,7 +229,7 @@ class TestOptions:
 
 
 class TestTracing:
-    def test_the_body_is_traced_once(self) -> None:
+    def test_body_is_traced_once(self) -> None:
         traces = 0
         layers = stacked()
 
@@ -283,7 +283,7 @@ class TestRandomStreams:
         assert rows.tolist() == [float(jax.random.uniform(other())) for _ in range(3)]
         assert int(one.default.count) == int(other.default.count) == 3
 
-    def test_a_stream_all_iterations_share_also_goes_on(self) -> None:
+    def test_stream_all_iterations_share_also_goes_on(self) -> None:
         one, other = sx.Rngs(0), sx.Rngs(0)
         run = sx.scan(lambda r: jax.random.uniform(r()), in_axes=None, out_axes=0, length=3)
         assert run(one).tolist() == [float(jax.random.uniform(other())) for _ in range(3)]
@@ -299,7 +299,7 @@ class TestRandomStreams:
         np.testing.assert_allclose(run(one), expected)
         assert int(one.default.count) == int(other.default.count) == 1
 
-    def test_a_stream_that_no_iteration_draws_from_stays(self) -> None:
+    def test_stream_that_no_iteration_draws_from_stays(self) -> None:
         rngs = sx.Rngs(0)
         sx.scan(lambda r, x: x, in_axes=0, out_axes=0)(rngs, jnp.ones(3))
         assert int(rngs.default.count) == 0
@@ -351,7 +351,7 @@ class TestSown:
 
 
 class TestClosures:
-    def test_a_captured_variable_is_read(self) -> None:
+    def test_captured_variable_is_read(self) -> None:
         scale = sx.Param(jnp.float32(2))
         final, _ = sx.scan(lambda c, x: (c * scale, None))(1.0, jnp.ones(3))
         assert float(final) == 8
@@ -466,7 +466,7 @@ class TestErrors:
         after = sx.state(layer).flat()
         assert all(before[path] is after[path] for path in before)
 
-    def test_the_carried_module_comes_back_itself(self) -> None:
+    def test_carried_module_comes_back_itself(self) -> None:
         layer = sx.nn.Linear(2, 2, rngs=sx.Rngs(0))
         with pytest.raises(TransformError, match=r"at \.m, .* came back as another Lin") as caught:
             sx.scan(lambda m, x: (sx.clone(m), x))(layer, jnp.ones(2))

@@ -130,7 +130,7 @@ def test_pytree_values_take_one_spec_or_several(auto_mesh: Mesh) -> None:
         sx.shard_map(double, mesh=auto_mesh, in_specs=(wrong,), out_specs=P())(pair)
 
 
-def test_an_exception_leaves_everything_as_it_was(auto_mesh: Mesh) -> None:
+def test_exception_leaves_everything_as_it_was(auto_mesh: Mesh) -> None:
     table = Table()
     before = sx.clone(table)
 
@@ -264,7 +264,7 @@ def test_axis_names_as_string_is_refused() -> None:
 # --- sharing ---
 
 
-def test_a_shared_variable_has_one_spec(auto_mesh: Mesh) -> None:
+def test_shared_variable_has_one_spec(auto_mesh: Mesh) -> None:
     table = Table()
     rows = table.rows
 

@@ -84,7 +84,7 @@ def test_dropout_drops_other_elements_in_every_shard(auto_mesh: Mesh) -> None:
     assert set(upper.tolist()) == set(lower.tolist()) == {0.0, 2.0}
 
 
-def test_a_split_stream_cannot_be_given_another_key(auto_mesh: Mesh) -> None:
+def test_split_stream_cannot_be_given_another_key(auto_mesh: Mesh) -> None:
     def reseed(rngs: sx.Rngs) -> None:
         rngs.default.key.value = jax.random.key(1)
 

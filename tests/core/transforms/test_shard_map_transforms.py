@@ -196,7 +196,7 @@ def test_shapes_are_known_without_running(mesh: Mesh) -> None:
     assert sx.eval_shape(there, jax.ShapeDtypeStruct((8,), jnp.float32)).shape == (8,)
 
 
-def test_a_compiled_step_is_traced_once(auto_mesh: Mesh) -> None:
+def test_compiled_step_is_traced_once(auto_mesh: Mesh) -> None:
     traces = []
 
     def call(table: Table, x: Any) -> Any:

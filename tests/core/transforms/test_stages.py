@@ -153,7 +153,7 @@ def test_compiled_writes_state_into_the_given_model() -> None:
     assert (int(made_for.calls), int(other.calls)) == (1, 2)
 
 
-def test_a_compiled_carries_back_structure_and_identity() -> None:
+def test_compiled_carries_back_structure_and_identity() -> None:
     def edit(model: Scale) -> Scale:
         model.extra = sx.Param(model.factor * 2)
         return model

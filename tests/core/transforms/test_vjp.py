@@ -223,7 +223,7 @@ def test_what_vjp_refuses(call: Any, error: type[ShardaxError], message: str) ->
         call()
 
 
-def test_an_exception_leaves_everything_untouched() -> None:
+def test_exception_leaves_everything_untouched() -> None:
     model, counter = Scale(), sx.Variable(0)
 
     def forward(m: Scale) -> Any:
@@ -264,7 +264,7 @@ def test_missing_tangents_are_zero(tangents: Any, expected: Any) -> None:
     assert found.tolist() == expected
 
 
-def test_a_gradient_is_a_direction() -> None:
+def test_gradient_is_a_direction() -> None:
     model = Scale()
     gradient = sx.grad(lambda m: _forward(m, 2.0).sum())(model)
     _, moved = sx.jvp(lambda m: _forward(m, 2.0).sum(), (model,), (gradient,))
@@ -326,7 +326,7 @@ def test_nested_jvp_and_vjp_give_second_derivatives() -> None:
         (jnp.ones(2), r"were given as ArrayImpl"),
     ],
 )
-def test_a_tangent_that_does_not_fit_is_named(tangents: Any, message: str) -> None:
+def test_tangent_that_does_not_fit_is_named(tangents: Any, message: str) -> None:
     model = Scale()
     with pytest.raises(TransformError, match=message) as caught:
         sx.jvp(_forward, (model, jnp.ones(2)), tangents)
@@ -352,7 +352,7 @@ def test_tangent_of_another_form_is_refused_by_place() -> None:
     )
 
 
-def test_a_shared_variable_has_one_tangent() -> None:
+def test_shared_variable_has_one_tangent() -> None:
     model, one = Tied(3.0), jnp.float32(1)
 
     def product(a: Tied, b: Tied) -> Any:

@@ -133,7 +133,7 @@ def test_lazy_models_materialize_and_new_ones_stack() -> None:
     assert_equal_values(made.kernel.value, jnp.stack([layer.kernel.value] * 3))
 
 
-def test_an_abstract_model_is_refused() -> None:
+def test_abstract_model_is_refused() -> None:
     model = sx.eval_shape(Scale)
     run = sx.vmap(lambda m, x: m.factor * x, in_axes=(None, 0))
     with pytest.raises(ModuleError, match=r"\.m\.factor") as caught:

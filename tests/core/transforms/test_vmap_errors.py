@@ -120,7 +120,7 @@ def test_two_axes_for_one_variable_name_both_paths() -> None:
     assert "\n  .a.embed: 0\n  .b.b.embed: None\n" in str(caught.value)
 
 
-def test_an_argument_that_is_returned_has_one_axis() -> None:
+def test_argument_that_is_returned_has_one_axis() -> None:
     model = lanes()
     with pytest.raises(TransformError) as caught:
         sx.vmap(lambda m: (m, 0), out_axes=1)(model)
@@ -205,7 +205,7 @@ def test_unmapped_result_cannot_differ_between_lanes() -> None:
     assert same.shape == (2,)
 
 
-def test_a_result_is_made_of_arrays_and_objects() -> None:
+def test_result_is_made_of_arrays_and_objects() -> None:
     with pytest.raises(TransformError, match=r"sx\.vmap returned 's' of type str at \['a'\]"):
         sx.vmap(lambda x: {"a": "s"})(XS)
 
@@ -264,7 +264,7 @@ def test_added_values_need_an_axis() -> None:
     assert shapes(model) == {("weight",): ()}
 
 
-def test_an_exception_leaves_everything_as_it_was() -> None:
+def test_exception_leaves_everything_as_it_was() -> None:
     model, rngs = lanes(), sx.Rngs(0)
     before = sx.clone((model, rngs))
 

@@ -175,7 +175,7 @@ def test_closed_over_is_the_same_as_passed_in(model: Any, count: int) -> None:
 
 @given(models())
 @settings(max_examples=25)
-def test_the_mapped_identity_keeps_identity_structure_and_values(model: Any) -> None:
+def test_mapped_identity_keeps_identity_structure_and_values(model: Any) -> None:
     whole = _stacked([model, model])
     before = sx.clone(whole)
     assert sx.vmap(lambda m: m, axis_size=2)(_unnamed(whole)) is whole

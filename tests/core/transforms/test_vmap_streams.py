@@ -78,7 +78,7 @@ def test_lanes_are_a_loop_over_a_split_fork(count: int, before: int, draws: list
     assert int(rngs.b.count) == ("b" in draws)
 
 
-def test_a_stream_that_no_lane_drew_from_stays() -> None:
+def test_stream_that_no_lane_drew_from_stays() -> None:
     rngs = sx.Rngs(params=0, dropout=1)
     sx.vmap(lambda r, x: x + jax.random.normal(r.dropout()), in_axes=(0, 0))(rngs, ONES[:, 0])
     assert (int(rngs.params.count), int(rngs.dropout.count)) == (0, 1)
@@ -308,7 +308,7 @@ def test_layers_made_in_scan_have_own_keys() -> None:
     assert len({tuple(row) for row in sx.vmap(_drop)(layer, ONES).tolist()}) == 3
 
 
-def test_a_key_per_lane_needs_an_axis() -> None:
+def test_key_per_lane_needs_an_axis() -> None:
     rngs = sx.Rngs(0).fork(split=3)
     with pytest.raises(
         TransformError, match=r"default\.key: 3\n  axis_size|axis_size: 2\n  .*key: 3"

@@ -37,7 +37,7 @@ def test_carried_module_keeps_its_identity() -> None:
     assert model.factor is factor and values(model) == {("factor",): [8.0, 8.0], ("calls",): 3}
 
 
-def test_a_condition_that_never_holds_changes_nothing() -> None:
+def test_condition_that_never_holds_changes_nothing() -> None:
     model = Scale()
     assert sx.while_loop(_below(0), _call, model) is model
     assert values(model) == values(Scale())
@@ -196,7 +196,7 @@ def test_python_number_takes_the_body_dtype() -> None:
         (lambda: [jnp.ones(2)], r"\[float32\[2\]\]"),
     ],
 )
-def test_a_variable_keeps_its_form(new: Any, shown: str) -> None:
+def test_variable_keeps_its_form(new: Any, shown: str) -> None:
     model = Box()
     model.inner = Scale()
 
@@ -211,7 +211,7 @@ def test_a_variable_keeps_its_form(new: Any, shown: str) -> None:
     assert values(model.inner) == values(Scale())
 
 
-def test_an_array_keeps_its_form() -> None:
+def test_array_keeps_its_form() -> None:
     with pytest.raises(
         TransformError, match=r"\.carry\.a\[1\] .*from float32\[2\] to float32\[4\]"
     ):
@@ -235,7 +235,7 @@ def test_changed_carry_structure_raises(returned: Any, told: str) -> None:
         sx.fori_loop(0, 2, lambda i, c: returned(c["model"]), {"model": Scale(), "x": 1})
 
 
-def test_the_structure_of_a_module_stays() -> None:
+def test_structure_of_a_module_stays() -> None:
     def body(i: Any, model: Scale) -> Scale:
         model.sow("seen", jnp.float32(i))
         return model
@@ -247,7 +247,7 @@ def test_the_structure_of_a_module_stays() -> None:
 
 
 @pytest.mark.parametrize("passed", [True, False])
-def test_the_condition_only_reads(passed: bool) -> None:
+def test_condition_only_reads(passed: bool) -> None:
     model = Box()
     model.rngs = sx.Rngs(noise=0)
     model.x = sx.Variable(jnp.float32(0))
@@ -261,7 +261,7 @@ def test_the_condition_only_reads(passed: bool) -> None:
     assert int(model.rngs.noise.count) == 0
 
 
-def test_the_condition_sets_no_attribute() -> None:
+def test_condition_sets_no_attribute() -> None:
     def condition(model: Box) -> Any:
         model.asked = True
         return False
@@ -276,7 +276,7 @@ def test_the_condition_sets_no_attribute() -> None:
 
 
 @pytest.mark.parametrize("bad", [lambda x: jnp.array([True, False]), lambda x: "yes"])
-def test_the_condition_returns_one_boolean(bad: Any) -> None:
+def test_condition_returns_one_boolean(bad: Any) -> None:
     with pytest.raises(TransformError, match=r"condition of sx\.while_loop .*one boolean"):
         sx.while_loop(bad, lambda x: x, 0)
 
@@ -289,7 +289,7 @@ def test_bounds_are_integers(bad: Any) -> None:
         sx.fori_loop(bad, 3, lambda i, x: x, 0)
 
 
-def test_the_carry_holds_arrays_and_objects() -> None:
+def test_carry_holds_arrays_and_objects() -> None:
     with pytest.raises(TransformError, match=r"\.options\.mode of sx\.while_loop is a str"):
         sx.while_loop(lambda options: True, lambda options: options, {"mode": "a"})
 

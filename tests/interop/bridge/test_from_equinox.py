@@ -203,7 +203,7 @@ def test_results_without_the_state_are_refused() -> None:
         model(X)
 
 
-def test_a_bridged_module_is_pickled() -> None:
+def test_bridged_module_is_pickled() -> None:
     bridged, x = sx.bridge.from_equinox(Peer(jax.random.key(0)), rngs=sx.Rngs(0)), jnp.ones((2, 4))
     bridged.eval()
     copy = pickle.loads(pickle.dumps(bridged))

@@ -108,7 +108,7 @@ def test_training_steps_equal_those_of_linen() -> None:
     )
 
 
-def test_a_call_writes_nothing_that_linen_leaves_alone() -> None:
+def test_call_writes_nothing_that_linen_leaves_alone() -> None:
     model = sx.bridge.from_linen(linen.Dense(3), X, rngs=sx.Rngs(0))
     before = dict(sx.iter_variables(model))
     values = {path: variable.value for path, variable in before.items()}

@@ -89,7 +89,7 @@ def test_eval_and_train_reach_peer_layers() -> None:
     np.testing.assert_array_equal(model(X), peer(X))
 
 
-def test_a_call_compiles_once() -> None:
+def test_call_compiles_once() -> None:
     _, model = pair()
     traces = []
 
@@ -127,7 +127,7 @@ def test_training_steps_equal_those_of_nnx() -> None:
         np.testing.assert_allclose(mine, value[...], rtol=1e-5, atol=1e-6)
 
 
-def test_the_streams_of_the_peer_split_under_vmap() -> None:
+def test_streams_of_the_peer_split_under_vmap() -> None:
     model = sx.bridge.from_nnx(nnx.Dropout(0.5, rngs=nnx.Rngs(0)))
     split = sx.StateAxes([(sx.RngState, 0), (..., None)])
     rows = sx.vmap(lambda model, x: model(x), in_axes=(split, 0))(model, jnp.ones((2, 64)))
@@ -150,7 +150,7 @@ def test_bridged_layers_are_vmapped_scanned_and_stacked() -> None:
     np.testing.assert_allclose(result, X @ kernels[0] @ kernels[1] @ kernels[2], rtol=1e-4)
 
 
-def test_a_bridged_model_is_sharded_by_rules() -> None:
+def test_bridged_model_is_sharded_by_rules() -> None:
     _, model = pair()
     mesh = jax.make_mesh((2,), ("model",), devices=jax.devices()[:2])
     peer, _ = pair()

@@ -88,7 +88,7 @@ def test_training_steps_of_nnx_equal_those_of_shardax() -> None:
             np.testing.assert_allclose(part.get_value(), value, rtol=1e-5, atol=1e-6)
 
 
-def test_the_model_is_not_changed() -> None:
+def test_model_is_not_changed() -> None:
     given = model()
     peer = sx.bridge.to_nnx(given)
     peer(X)
@@ -148,7 +148,7 @@ def test_class_instead_of_module_is_refused() -> None:
 
 
 @pytest.mark.parametrize("name", ["items", "update", "_hidden"])
-def test_a_layer_may_have_any_name(name: str) -> None:
+def test_layer_may_have_any_name(name: str) -> None:
     class Model(sx.Module):
         def __init__(self) -> None:
             setattr(self, name, sx.nn.Linear(2, 3, rngs=sx.Rngs(0)))

@@ -108,7 +108,7 @@ def test_names_of_linen_are_in_both_libraries() -> None:
         assert target_of(entry) is not None
 
 
-def test_a_name_is_translated_or_left() -> None:
+def test_name_is_translated_or_left() -> None:
     assert NAMES.keys() & LEFT.keys() == set()
     assert [name for name in LEFT if named(name, nnx) is None] == []
     assert ANY not in {value for entry in NAMES.values() for value in entry.written.values()}

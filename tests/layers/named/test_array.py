@@ -44,7 +44,7 @@ def test_attributes_and_repr_are_those_of_the_array():
 
 
 @pytest.mark.parametrize("name", ["a", 3, -1, 2.5, ("a", 0), Axis("x"), frozenset({1}), np.float32])
-def test_a_name_is_anything_hashable(name):
+def test_name_is_anything_hashable(name):
     x = NamedArray(jnp.arange(6).reshape(2, 3), (name, "b"))
     y = x.order_as("b", name)
     np.testing.assert_array_equal((x + y).unwrap(name, "b"), 2 * x.data)
@@ -75,7 +75,7 @@ def test_there_is_one_entry_per_dimension(dims):
         NamedArray(jnp.zeros((2, 3)), dims)
 
 
-def test_a_named_array_is_not_wrapped_twice():
+def test_named_array_is_not_wrapped_twice():
     with pytest.raises(sx.errors.NamedAxesError, match="tag"):
         wrap(zeros({"a": 2}), "b")
 

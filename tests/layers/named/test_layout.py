@@ -62,7 +62,7 @@ def test_model_is_placed_in_place_by_mapping(mesh):
     ]
 
 
-def test_an_empty_mapping_gathers_and_unshard_too(mesh):
+def test_empty_mapping_gathers_and_unshard_too(mesh):
     placed = named.shard({"x": numbers(), "plain": jnp.ones(3)}, MAPPING, mesh)
     assert named.shard(placed, {}, mesh)["x"].sharding.spec == P(None, None, None)
     assert sx.unshard(placed)["x"].sharding.device_set == {jax.devices()[0]}

@@ -85,7 +85,7 @@ def test_it_works_under_jit_and_grad():
     assert_same(jax.grad(lambda x: square(x).sum().unwrap())(x), x + x)
 
 
-def test_a_size_conflict_lists_every_argument():
+def test_size_conflict_lists_every_argument():
     with pytest.raises(sx.errors.NamedAxesError) as error:
         nmap(jnp.add)(zeros({"a": 2, "b": 3}), zeros({"a": 4}))
     text = str(error.value)

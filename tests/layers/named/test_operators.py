@@ -138,7 +138,7 @@ def test_other_operands_are_left_to_python():
         x + "text"  # pyright: ignore[reportUnusedExpression]
 
 
-def test_a_variable_is_as_its_value():
+def test_variable_is_as_its_value():
     x = NamedArray(jnp.arange(3.0), ("a",))
     number, named = sx.Param(2.0), sx.Param(x)
     for found in (x * number, number * x, x * 2.0):

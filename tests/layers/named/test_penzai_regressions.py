@@ -97,13 +97,13 @@ def test_positional_dimensions_are_counted_in_specs(auto_mesh):
     assert named.shard(x, {"b": "model"}, auto_mesh).sharding.spec == P(None, None, "model")
 
 
-def test_a_live_model_is_laid_out(auto_mesh):
+def test_live_model_is_laid_out(auto_mesh):
     layer = named.Linear({"embed": 8}, {"mlp": 16}, rngs=sx.Rngs(0))
     assert named.shard(layer, {"mlp": "model"}, auto_mesh) is layer
     assert layer.kernel.sharding.spec == P(None, "model")
 
 
-def test_a_typo_in_the_mapping_is_reported(auto_mesh):
+def test_typo_in_the_mapping_is_reported(auto_mesh):
     with pytest.raises(sx.errors.NamedAxesError, match="'bb'"):
         named.shard(X, {"bb": "model"}, auto_mesh)
 

@@ -233,7 +233,7 @@ RIGHT = wrap(np.arange(12.0, dtype=np.float32).reshape(3, 4), "e", "m")
         ("e, e m -> m ...", ("m", "b")),
     ],
 )
-def test_an_ellipsis_stands_for_further_names(subscripts: str, dims: Any) -> None:
+def test_ellipsis_stands_for_further_names(subscripts: str, dims: Any) -> None:
     product = named.einsum(subscripts, LEFT, RIGHT)
     assert product.dims == dims
     expected = LEFT.unwrap("b", "e") @ RIGHT.unwrap("e", "m")

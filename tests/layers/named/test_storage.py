@@ -85,7 +85,7 @@ def program_of(function, *args):
     return re.sub(r"jax.result_info = [^}]*", "", jax.jit(function).lower(*args).as_text())
 
 
-def test_a_named_program_is_that_of_plain_arrays():
+def test_named_program_is_that_of_plain_arrays():
     def named(x, bias):
         def program(x, bias):
             return (x * x + bias).sum("b") - 1

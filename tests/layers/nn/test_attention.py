@@ -279,7 +279,7 @@ def test_functions_of_attention_take_no_bias():
 
 
 @pytest.mark.parametrize("kind", [None, AxisType.Auto, AxisType.Explicit], ids=str)
-def test_a_chunk_reads_itself_alone(kind: AxisType | None):
+def test_chunk_reads_itself_alone(kind: AxisType | None):
     options = {"causal": True, "window": 2, "rope_base": 100.0, "head_dim": 4}
     layer, x = attention(chunked=True, **options), floats(4, TIME, FEATURES)
     places, segments = np.arange(TIME), np.array([[1, 1, 1, 2, 2]] * 4)
@@ -360,7 +360,7 @@ def gated_by_hand(layer: Any, x: Any) -> Any:
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
-def test_a_gate_multiplies_what_is_read(kind: AxisType):
+def test_gate_multiplies_what_is_read(kind: AxisType):
     layer, x = attention(gated=True, causal=True, use_bias=True), floats(4, TIME, 12)
     expected = gated_by_hand(layer, x)
     close(call(layer, x), expected)
@@ -397,7 +397,7 @@ mean_square_with_key_of_zeros = mean_square(with_key_of_zeros)
 
 
 @pytest.mark.parametrize("kind", [None, AxisType.Auto, AxisType.Explicit], ids=str)
-def test_a_sink_is_a_key_without_a_value(kind: AxisType | None):
+def test_sink_is_a_key_without_a_value(kind: AxisType | None):
     layer, x = attention(sinks=True, num_kv_heads=2, window=3, causal=True), floats(4, TIME, 12)
     segments = np.array([[1, 1, 1, 2, 2]] * 4)
     gap = np.arange(TIME)[:, None] - np.arange(TIME)
@@ -416,7 +416,7 @@ def test_a_sink_is_a_key_without_a_value(kind: AxisType | None):
         jax.tree.map(close, function(layer, placed), expected)
 
 
-def test_a_position_with_sinks_may_read_nothing():
+def test_position_with_sinks_may_read_nothing():
     layer, x = attention(sinks=True), floats(2, TIME, FEATURES)
     real = np.arange(TIME) < np.array([[TIME], [0]])
     result = call(layer, x, mask=real[:, None, None])
@@ -450,7 +450,7 @@ def test_kernels_without_sinks_are_refused(kernel: Any):
         assert call(layer, x).shape == x.shape
 
 
-def test_a_ring_with_sinks_is_refused():
+def test_ring_with_sinks_is_refused():
     layer, x = attention(sinks=True, causal=True), floats(2, 8, FEATURES)
     mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
     with jax.set_mesh(mesh), sx.axis_rules({"seq": "data"}), sx.parallel(context="ring"):

@@ -29,7 +29,7 @@ def test_vectors_start_with_length_one_on_average():
 
 
 @pytest.mark.parametrize("dtype", [np.int8, np.int32])
-def test_an_index_out_of_range_gives_nan(dtype):
+def test_index_out_of_range_gives_nan(dtype):
     embed = with_values(sx.nn.Embed(5, 3, rngs=sx.Rngs(0)))
     vectors = np.asarray(embed(np.array([5, -1, -100, 4], dtype)))
     np.testing.assert_array_equal(vectors[:3], np.full((3, 3), np.nan))
@@ -38,7 +38,7 @@ def test_an_index_out_of_range_gives_nan(dtype):
     np.testing.assert_array_equal(gradient, np.eye(5)[2][:, None] * np.ones(3))
 
 
-def test_a_named_index_out_of_range_gives_nan():
+def test_named_index_out_of_range_gives_nan():
     embed = with_values(sx.named.Embed({"vocab": 5}, {"embed": 3}, rngs=sx.Rngs(0)))
     vectors = embed(sx.named.wrap(jnp.array([-1, 5, 0]), "time")).unwrap("time", "embed")
     assert np.isnan(vectors).tolist() == [[True] * 3, [True] * 3, [False] * 3]

@@ -73,7 +73,7 @@ def test_norms_of_heads_keep_the_compute_dtype(options: dict[str, Any]) -> None:
         np.testing.assert_allclose(np.asarray(actual, np.float32), expected, atol=0.1)
 
 
-def test_a_wider_context_widens_attention() -> None:
+def test_wider_context_widens_attention() -> None:
     attention = with_values(nn.MultiHeadAttention(8, 2, param_dtype=jnp.bfloat16, rngs=sx.Rngs(0)))
     assert attention(X.astype(jnp.bfloat16), X).dtype == jnp.float32
 

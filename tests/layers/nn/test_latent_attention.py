@@ -132,7 +132,7 @@ def test_left_padded_rows_equal_rows_alone() -> None:
     close(result[1, 3:], call(layer, x[1, 3:]))
 
 
-def test_a_slot_holds_one_latent_for_all_heads() -> None:
+def test_slot_holds_one_latent_for_all_heads() -> None:
     kept = cache(num_layers=3)
     shapes = {path[-1]: variable.shape for path, variable in sx.iter_variables(kept)}
     assert shapes == {"key": (3, 2, 10, 1, 2), "value": (3, 2, 10, 1, 8)} | {
@@ -157,7 +157,7 @@ def test_cache_and_heads_are_split_by_rules(kind: AxisType) -> None:
 
 @pytest.mark.parametrize("how", ["all-gather", "ring"])
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-def test_a_split_sequence_is_read_whole(kind: AxisType, how: str) -> None:
+def test_split_sequence_is_read_whole(kind: AxisType, how: str) -> None:
     mesh = jax.make_mesh((2, 2, 2), ("data", "context", "model"), axis_types=(kind,) * 3)
     segments = np.repeat(np.arange(2), TIME // 2)[None].repeat(2, 0)
     layer, x = attention(), floats(2, TIME, FEATURES)

@@ -172,7 +172,7 @@ def close_to_largest(actual: Any, expected: Any) -> None:
 
 @KINDS
 @pytest.mark.parametrize("time", [0, 1, 2, TIME])
-def test_a_mixer_equals_a_loop_over_time(kind: str, time: int):
+def test_mixer_equals_a_loop_over_time(kind: str, time: int):
     layer = make(kind)
     x = X[:, :time]
     expected = by_hand(kind, layer, x, np.ones(x.shape[:2], int))
@@ -225,7 +225,7 @@ def value_and_gradients(layer: Any, x: Any, **options: Any) -> Any:
 
 @KINDS
 @pytest.mark.parametrize("types", [AxisType.Auto, AxisType.Explicit], ids=str)
-def test_a_mixer_over_a_mesh_equals_one_device(kind: str, types: AxisType):
+def test_mixer_over_a_mesh_equals_one_device(kind: str, types: AxisType):
     rules = {"batch": "data", "mlp": "model", "heads": "model"}
     mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(types, types))
     options = {"mask": MASK, "segment_ids": SEGMENTS}

@@ -132,7 +132,7 @@ def test_layer_with_keyword_arguments_gets_every_one():
     np.testing.assert_array_equal(call(model, X), call(linear, X))
 
 
-def test_a_mask_of_attention_does_not_reach_norms():
+def test_mask_of_attention_does_not_reach_norms():
     attention = with_values(sx.nn.MultiHeadAttention(4, 2, rngs=sx.Rngs(0)))
     alone = sx.surgery.LoRA(None, 2, in_features=4, out_features=4)
     for norm in (sx.nn.RMSNorm(4), sx.nn.LayerNorm(4), sx.nn.GroupNorm(4, 2)):

@@ -120,7 +120,7 @@ def test_past_capacity_second_choices_and_later_tokens_drop():
     np.testing.assert_allclose(call(moe, X), by_hand(moe, X, places=9), rtol=1e-5, atol=1e-5)
 
 
-def test_the_three_dispatches_have_one_gradient():
+def test_three_dispatches_have_one_gradient():
     found = [value_and_grad(make(dispatch=one), X)[1] for one in DISPATCHES]
     for other in found[1:]:
         assert_close(found[0], other)

@@ -363,7 +363,7 @@ def test_layers_are_views_of_stacked_values() -> None:
             stack[outside]
 
 
-def test_a_new_shared_stream_is_shared() -> None:
+def test_new_shared_stream_is_shared() -> None:
     stack, _ = both()
     first = stack[0]
     stack.stacked.dropout.stream = sx.Rngs(dropout=7).dropout

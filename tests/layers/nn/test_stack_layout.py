@@ -115,7 +115,7 @@ def test_nested_stacks_and_shared_streams_convert() -> None:
     assert_same_state(stack_state(sx.state(unrolled), tree), sx.state(tree))
 
 
-def test_a_plain_dict_is_unstacked_too() -> None:
+def test_plain_dict_is_unstacked_too() -> None:
     model = decoder(True)
     state = sx.state(model, sx.Param)
     assert_same_state(unstack_state(state.to_pure_dict(), model), unstack_state(state, model))

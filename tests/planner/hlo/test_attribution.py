@@ -154,7 +154,7 @@ def test_new_parameter_is_gathered_after_sharded_update(mesh: Mesh) -> None:
     assert found == [("all-gather", "gathers the new w over data", ("w",))]
 
 
-def test_a_cache_is_no_parameter_with_a_gradient(mesh: Mesh) -> None:
+def test_cache_is_no_parameter_with_a_gradient(mesh: Mesh) -> None:
     cache, x = place(mesh, (64, 8)), place(mesh, (1, 16), None, "model")
     w = place(mesh, (16, 8), "model")
 

@@ -129,7 +129,7 @@ def test_asynchronous_means_work_between_start_and_done() -> None:
     assert not one(f"{BEGUN}{synchronous}", WORK, ENDED).asynchronous
 
 
-def test_a_collective_in_a_computation_that_runs_meanwhile() -> None:
+def test_collective_in_a_computation_that_runs_meanwhile() -> None:
     wrapped = f"""
 %wrapped (p: f32[64]) -> f32[32] {{
   %p = f32[64] parameter(0)
@@ -144,7 +144,7 @@ def test_a_collective_in_a_computation_that_runs_meanwhile() -> None:
     assert not one(begun, ended, before=wrapped).asynchronous
 
 
-def test_a_call_that_runs_meanwhile() -> None:
+def test_call_that_runs_meanwhile() -> None:
     """As compilers print it where a core of its own runs the collective."""
     called = f"""
 %called (p: f32[64], q: token[]) -> f32[64] {{
@@ -284,7 +284,7 @@ def test_slice_in_fusion_around_sum_is_recognized() -> None:
     assert sent(one(f"%f = (f32[16], bf16[8,4]) {FUSED}", before=before)) == SCATTER
 
 
-def test_a_scattering_fusion_that_runs_meanwhile_is_asynchronous() -> None:
+def test_scattering_fusion_that_runs_meanwhile_is_asynchronous() -> None:
     fused = joined(f"%all = {BOTH}", PARTS, "%r = (f32[16], bf16[8,4]) tuple(%u, %v)")
     call = f"%f = (f32[16], bf16[8,4]) {FUSED.replace('%x, %y', '%p, %q')}"
     before = joined(call, name="meanwhile", before=fused)
@@ -511,7 +511,7 @@ def test_ragged_exchange_counts_upper_bound_with_warning() -> None:
     assert warning.startswith("1 ragged all-to-alls count as if all of their operands were sent")
 
 
-def test_the_mesh_must_be_that_of_the_program() -> None:
+def test_mesh_must_be_that_of_the_program() -> None:
     line = f"%c = f32[64] all-reduce(%x), {ROWS}, to_apply=%add"
     text = f"HloModule m, num_partitions=8\n{ADD}\nENTRY %main (x: f32[64]) -> f32[64] {{\n"
     text += f"  %x = f32[64] parameter(0)\n  ROOT {line}\n}}\n"

@@ -273,7 +273,7 @@ def test_narrow_sum_keeps_dtype_when_scattered() -> None:
     assert (each.kind, each.dtype, each.payload) == ("reduce-scatter", "bf16", 8 * 16 * 2)
 
 
-def test_a_loop_does_not_compute_for_nobody() -> None:
+def test_loop_does_not_compute_for_nobody() -> None:
     text = f"""HloModule test, num_partitions=8
 {ADD}
 %body (s: (s32[], f32[8], f32[8])) -> (s32[], f32[8], f32[8]) {{
@@ -314,12 +314,12 @@ ENTRY %main (x: f32[8], y: f32[8]) -> f32[8] {{
 # --- the text of a partitioned program ---
 
 
-def test_a_program_of_one_device_is_not_partitioned() -> None:
+def test_program_of_one_device_is_not_partitioned() -> None:
     lowered = jax.jit(lambda x: x @ x).lower(jax.ShapeDtypeStruct((8, 8), jnp.float32))
     assert read_program(partitioned_text(lowered), {}, estimate=True).matmul_flops == 2 * 8**3
 
 
-def test_a_persistent_cache_does_not_hide_the_program(tmp_path: Path) -> None:
+def test_persistent_cache_does_not_hide_the_program(tmp_path: Path) -> None:
     lowered = jax.jit(lambda x: x + 1).lower(jax.ShapeDtypeStruct((8,), jnp.float32))
     settings = {
         "jax_compilation_cache_dir": str(tmp_path),

@@ -82,7 +82,7 @@ def trips(
 @given(
     st.integers(-20, 20), st.integers(-20, 20), st.integers(-4, 4), st.sampled_from(sorted(HOLDS))
 )
-def test_the_count_is_that_of_running_the_loop(
+def test_count_is_that_of_running_the_loop(
     first: int, limit: int, step: int, direction: str
 ) -> None:
     count, i = 0, first
@@ -136,7 +136,7 @@ def test_counts_are_derived_from_loop_conditions() -> None:
     assert matmul_flops(parse(stripped)) == matmul_flops(parse(text))
 
 
-def test_a_lowered_program_counts_as_the_compiled_one() -> None:
+def test_lowered_program_counts_as_the_compiled_one() -> None:
     lowered = jax.jit(loops).lower(W, W, N)
     assert matmul_flops(parse(lowered.as_text("hlo"))) == (3 * 9 + 1) * 2 * 8**3
 

@@ -250,7 +250,7 @@ def test_splash_counts_pairs_of_its_scopes_mask(
     assert facts.warnings == ()
 
 
-def test_a_pallas_kernel_counts_what_it_says() -> None:
+def test_pallas_kernel_counts_what_it_says() -> None:
     def double(x_ref: Any, out_ref: Any) -> None:
         out_ref[...] = 2 * x_ref[...]
 
@@ -294,7 +294,7 @@ def test_grouped_kernels_of_tokamax_count_rows_once(result: str, operands: list[
     assert (facts.matmul_flops, facts.warnings) == (2.0 * 4096 * 1024 * 2048, ())
 
 
-def test_a_kernel_without_a_cost_is_named() -> None:
+def test_kernel_without_a_cost_is_named() -> None:
     facts = read_program(one('f32[] custom-call(), custom_call_target="tpu_custom_call"'), {})
     assert facts.matmul_flops == 0
     assert facts.warnings == ("What 'tpu_custom_call' computes is not counted (1 calls).",)

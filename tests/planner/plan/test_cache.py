@@ -61,7 +61,7 @@ def test_entries_are_found_only_by_their_key(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [b"", b"no gzip", None])
-def test_a_damaged_file_is_said_and_written_anew(tmp_path: Path, damage: bytes | None) -> None:
+def test_damaged_file_is_said_and_written_anew(tmp_path: Path, damage: bytes | None) -> None:
     cache = ProgramCache(tmp_path)
     cache.put(KEY, PROGRAM)
     (path,) = tmp_path.glob("*/*.gz")
@@ -72,7 +72,7 @@ def test_a_damaged_file_is_said_and_written_anew(tmp_path: Path, damage: bytes |
     assert cache.get(KEY) == PROGRAM
 
 
-def test_a_file_for_another_program_is_not_taken(tmp_path: Path) -> None:
+def test_file_for_another_program_is_not_taken(tmp_path: Path) -> None:
     cache = ProgramCache(tmp_path)
     cache.put(KEY, PROGRAM)
     (path,) = tmp_path.glob("*/*.gz")

@@ -29,7 +29,7 @@ from shardax.plan.report.table import (
         (12345.6, "12346"),
     ],
 )
-def test_a_figure_has_the_digits_that_count(value: float, text: str) -> None:
+def test_figure_has_the_digits_that_count(value: float, text: str) -> None:
     assert figure(value) == text
 
 

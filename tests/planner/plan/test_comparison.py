@@ -310,7 +310,7 @@ def test_what_is_no_bound_is_refused(bound: Any) -> None:
         plan.assert_layout(train_step, (Mlp(), X), TP, MESH, wire_bytes={"data": bound})
 
 
-def test_a_failed_assertion_is_also_an_assertion_error() -> None:
+def test_failed_assertion_is_also_an_assertion_error() -> None:
     weight = sx.Param(jnp.ones((8, 8)), axes=("a", "b"))
     with pytest.raises(AssertionError, match="1 parameters are replicated, not 0: weight"):
         plan.assert_layout(

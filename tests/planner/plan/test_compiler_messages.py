@@ -74,7 +74,7 @@ def test_full_replication_by_partitioner_names_its_source() -> None:
         ("", "The result of an operation is made whole on every device"),
     ],
 )
-def test_a_warning_names_the_argument_or_the_line(name: str, start: str) -> None:
+def test_warning_names_the_argument_or_the_line(name: str, start: str) -> None:
     found = ((name, CHANGE), (name, CHANGE))
     (warning,) = rematerialization_warnings(
         found, {"x": "batch.inputs"}, {"jit(f)/sin": "model.py:3"}
@@ -101,7 +101,7 @@ def test_full_replication_warns_also_for_cached_programs(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("target", ["cpu:8", TPU, GPU])
-def test_the_compilers_of_targets_are_heard_too(tmp_path: Path, target: str) -> None:
+def test_compilers_of_targets_are_heard_too(tmp_path: Path, target: str) -> None:
     (answer,) = exchanged(tmp_path, target, "target")
     starts = [text.partition(" is made whole")[0] for text in answer.report.warnings]
     # Where the operation's line is lost, it is called by its name.

@@ -94,7 +94,7 @@ def test_tiers(text: str, compiler: str, tier: str) -> None:
     assert found.label.endswith(", estimate") == (tier == "cpu estimate")
 
 
-def test_a_choice_that_is_none_is_an_error() -> None:
+def test_choice_that_is_none_is_an_error() -> None:
     with pytest.raises(PlanInputError, match="'auto', 'target' or 'estimate', not 'gpu'"):
         plan.compiler_for(plan.Target.parse("cpu:8"), compiler="gpu")
 
@@ -151,7 +151,7 @@ def test_cpu_program_memory_matches_hand_count(effort: str) -> None:
     assert found.seconds > 0
 
 
-def test_an_effort_that_is_none_is_an_error() -> None:
+def test_effort_that_is_none_is_an_error() -> None:
     compiler = plan.compiler_for(plan.Target.parse("cpu:8"))
     with pytest.raises(PlanInputError, match="effort is 'screen' or 'full', not 'fast'"):
         compiler.compile(lowered_mlp(compiler.mesh(SIZES)), "fast")

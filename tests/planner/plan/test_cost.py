@@ -136,7 +136,7 @@ def test_partial_axis_groups_fill_nodes_first() -> None:
     assert found.network == pytest.approx(1 / 2 * BYTES / 8 / IB)
 
 
-def test_a_group_of_one_takes_no_time() -> None:
+def test_group_of_one_takes_no_time() -> None:
     alone = hlo.Collective("all-reduce", "r", "f32", 4, 0.0, 1, ())
     assert max(collective_time(alone, V5E, {"data": 16})) == 0
 
@@ -165,7 +165,7 @@ def test_fabric_and_network_overlap_only_in_lower_bound() -> None:
     assert band.cross_slice == pytest.approx(network)
 
 
-def test_the_known_limits_of_two_layouts_on_v5p() -> None:
+def test_known_limits_of_two_layouts_on_v5p() -> None:
     """By jax-ml.github.io/scaling-book/training, an MLP of D and F features along one ring of v5p.
 
     Data-parallel with gathered weights it is bound by arithmetic from C/W = 2550 tokens a device,
@@ -191,7 +191,7 @@ def test_the_known_limits_of_two_layouts_on_v5p() -> None:
     assert band.compute == pytest.approx(band.communication, rel=1e-6)
 
 
-def test_the_dtype_of_the_products_sets_the_peak() -> None:
+def test_dtype_of_the_products_sets_the_peak() -> None:
     program, mesh = facts(flops=1e12), {"data": 64}
     times = {dtype: plan.time_band(program, H100, mesh, dtype).compute for dtype in ("bf16", "f8")}
     assert times == {"bf16": 1e12 / 9.89e14, "f8": 1e12 / 1.979e15}
@@ -206,12 +206,12 @@ def test_efficiency_scales_its_own_part() -> None:
 
 
 @pytest.mark.parametrize("value", [0, -1, 1.5])
-def test_an_efficiency_is_a_share(value: float) -> None:
+def test_efficiency_is_a_share(value: float) -> None:
     with pytest.raises(PlanInputError, match=r"links=.*above 0 and at most 1"):
         plan.Efficiency(links=value)
 
 
-def test_a_mesh_of_another_size_is_an_error() -> None:
+def test_mesh_of_another_size_is_an_error() -> None:
     with pytest.raises(TargetError, match="has 8 devices"):
         plan.time_band(facts(), V5E, {"data": 8})
 
@@ -306,6 +306,6 @@ def test_shared_processor_devices_copy_serially_without_overlap(size: int) -> No
     assert kept_in_caches.memory == 0.0
 
 
-def test_a_rate_of_copying_is_above_zero() -> None:
+def test_rate_of_copying_is_above_zero() -> None:
     with pytest.raises(HardwareError, match=r"copy_bandwidth is .*by kind of collective"):
         plan.find_hardware("cpu").like(copy_bandwidth={"all-reduce": 0.0})

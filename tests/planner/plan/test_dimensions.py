@@ -138,7 +138,7 @@ def test_embedding_lookup_keeps_token_rows_and_vectors() -> None:
     assert list(described(found)) == [("left:batch", "left:seq", "right:mlp", "sum:embed")]
 
 
-def test_a_convolution_sums_over_its_window_and_channels() -> None:
+def test_convolution_sums_over_its_window_and_channels() -> None:
     def step(kernel: Any, x: jax.Array) -> jax.Array:
         return jax.lax.conv_general_dilated(
             x, kernel.value, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")

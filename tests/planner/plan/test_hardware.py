@@ -25,7 +25,7 @@ ACCELERATORS = [name for name in NAMES if TABLE[name].kind != "cpu"]
 # --- the table ------------------------------------------------------------------------------------
 
 
-def test_the_table_has_the_accelerators_that_are_documented() -> None:
+def test_table_has_the_accelerators_that_are_documented() -> None:
     assert NAMES == [
         "a100-40", "a100-80", "b200", "cpu", "h100", "h200", "v4", "v5e", "v5p", "v6e", "v7x",
     ]  # fmt: skip
@@ -73,7 +73,7 @@ def test_figures_that_others_publish() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_dtype_without_a_figure_has_the_lowest(name: str) -> None:
+def test_dtype_without_a_figure_has_the_lowest(name: str) -> None:
     assert TABLE[name].peak("c64") == min(TABLE[name].peak_flops.values())
 
 
@@ -101,7 +101,7 @@ def test_hardware_is_hashed_and_pickled() -> None:
 
 
 @pytest.mark.parametrize("name", [n for n in NAMES if TABLE[n].kind == "gpu"])
-def test_the_compiler_is_told_of_every_gpu(name: str) -> None:
+def test_compiler_is_told_of_every_gpu(name: str) -> None:
     text = target_config(TABLE[name])
     assert f"device_memory_size: {TABLE[name].memory_bytes}" in text
     assert f"memory_bandwidth: {int(TABLE[name].memory_bandwidth)}" in text
@@ -176,7 +176,7 @@ def _written(folder: pathlib.Path, text: str) -> pathlib.Path:
     return file
 
 
-def test_a_file_says_what_differs(tmp_path: pathlib.Path) -> None:
+def test_file_says_what_differs(tmp_path: pathlib.Path) -> None:
     file = _written(
         tmp_path,
         'like = "v5e"\nname = "mine"\nlink_bandwidth = 9e10\nshapes = ["4x4"]\n'

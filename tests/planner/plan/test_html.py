@@ -128,7 +128,7 @@ def test_pictures_show_the_largest_parameters_of_distinct_forms(text: str) -> No
     assert len(pictures) == 9
 
 
-def test_a_page_of_many_layouts_stays_small(tmp_path: Path) -> None:
+def test_page_of_many_layouts_stays_small(tmp_path: Path) -> None:
     first = sample_reports()[0]
     many = tuple(
         replace(first, layout=replace(first.layout, name=f"layout {n}")) for n in range(160)

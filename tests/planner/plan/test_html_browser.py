@@ -67,7 +67,7 @@ def test_column_headers_sort_figures_and_text_both_ways(browser: Any, page: Path
     assert sort_by(browser, "wire model")[0][-1] == both
 
 
-def test_a_link_of_the_table_unfolds_its_layout(browser: Any, page: Path) -> None:
+def test_link_of_the_table_unfolds_its_layout(browser: Any, page: Path) -> None:
     unfolded = "return [...document.querySelectorAll('details')].map(each => each.open)"
     show(browser, page)
     assert browser.execute_script(unfolded) == [True, False, False]

@@ -192,7 +192,7 @@ def test_arguments_that_cannot_be_planned_are_refused(args: Any, found: str) -> 
         assert Inputs(apply, (weight, batch)).logical_names == ("embed", "mlp", "batch", "seq")
 
 
-def test_a_step_that_cannot_be_called_is_refused() -> None:
+def test_step_that_cannot_be_called_is_refused() -> None:
     with pytest.raises(PlanInputError, match="int, which cannot be called"):
         Inputs(3, ())  # pyright: ignore[reportArgumentType]  (what is tested)
 
@@ -206,7 +206,7 @@ def test_step_reading_values_is_refused_with_its_line() -> None:
         lower_alone(Inputs(step, (weight, TOKENS)))
 
 
-def test_a_named_shape_needs_a_name_per_dimension() -> None:
+def test_named_shape_needs_a_name_per_dimension() -> None:
     with pytest.raises(PlanInputError, match=r"shape \(2, 3\) and axes \('batch',\)"):
         NamedShape((2, 3), "float32", ("batch",))
 

@@ -445,7 +445,7 @@ def test_runs_without_a_measurement_are_refused(
         plan.read_run(write_run(tmp_path, log, **changes), "h100")
 
 
-def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
+def test_folder_without_a_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match="is no run of shardax train"):
         plan.read_run(tmp_path, "h100")
 

@@ -69,7 +69,7 @@ def test_terminal_bar_shows_current_and_best_layout(monkeypatch: pytest.MonkeyPa
     assert screen.getvalue().endswith("\x1b[2K")  # and nothing of it stays
 
 
-def test_a_terminal_that_cannot_redraw_gets_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_terminal_that_cannot_redraw_gets_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "dumb")
     screen = Terminal()
     with progress_for(True, screen) as shown:

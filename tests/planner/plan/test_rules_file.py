@@ -48,7 +48,7 @@ def test_written_rules_are_read_back_in_order(entries: list[NamedRules]) -> None
 
 
 @given(ENTRIES)
-def test_a_layout_as_plain_data_comes_back(entry: NamedRules) -> None:
+def test_layout_as_plain_data_comes_back(entry: NamedRules) -> None:
     assert entry_from_data(entry_to_data(entry), "run.json", entry.name) == entry
 
 

@@ -117,7 +117,7 @@ def test_interrupted_search_returns_partial_plan_and_resumes(tmp_path: Path) -> 
     assert again[done.layout.name].compile_seconds == 0.0 < done.compile_seconds
 
 
-def test_a_search_in_other_processes_finds_the_same() -> None:
+def test_search_in_other_processes_finds_the_same() -> None:
     options: dict[str, Any] = {**FAST, "fix": {"embed": None}}
     here = plan.search(*perceptron(), "cpu:8", meshes=EIGHT, **options)
     there = plan.search(*perceptron(), "cpu:8", meshes=EIGHT, processes=1, **options)
@@ -218,7 +218,7 @@ def test_what_cannot_be_searched_is_refused(options: Any, said: str) -> None:
         plan.search(*perceptron(), "cpu:8", **{**FAST, **options})
 
 
-def test_a_mesh_without_the_targets_devices_is_refused() -> None:
+def test_mesh_without_the_targets_devices_is_refused() -> None:
     with pytest.raises(sx.errors.TargetError):
         plan.search(*perceptron(), "cpu:8", meshes=[{"data": 4}], **FAST)
     with pytest.raises(sx.errors.TargetError, match=r"slice=2 has 2 devices and .* has 16"):

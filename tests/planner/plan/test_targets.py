@@ -40,7 +40,7 @@ texts = st.one_of(
 
 
 @given(text=texts)
-def test_a_target_is_written_as_it_is_read(text: str) -> None:
+def test_target_is_written_as_it_is_read(text: str) -> None:
     target = plan.Target.parse(text)
     assert target.text == str(target) == text
     assert plan.Target.parse(target) is target
@@ -122,7 +122,7 @@ def test_what_is_no_text_is_no_target() -> None:
     name=st.sampled_from(["v4", "v5e", "v5p", "v6e", "v7x"]),
     sizes=st.lists(st.integers(1, 40), min_size=3, max_size=3),
 )
-def test_the_shapes_that_errors_name_exist(name: str, sizes: list[int]) -> None:
+def test_shapes_that_errors_name_exist(name: str, sizes: list[int]) -> None:
     chip = HARDWARE[name]
     shape = tuple(sizes[: chip.torus_dimensions])
     near = nearest_topologies(chip, shape)

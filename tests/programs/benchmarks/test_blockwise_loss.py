@@ -24,7 +24,7 @@ def test_quick_run_records_losses_dtypes_and_peaks(monkeypatch, tmp_path):
         assert all(ours < blockwise_loss.PEAK_BOUND for ours in peaks[1::2])
 
 
-def test_the_peak_of_a_call_is_measured():
+def test_peak_of_a_call_is_measured():
     arrays = blockwise_loss.inputs(blockwise_loss.QUICK | {"vocab": 65_536}, "float32")
     steps = blockwise_loss.compiled(16, arrays)
     peak = blockwise_loss.measured_peak(steps[blockwise_loss.BASELINE], arrays)

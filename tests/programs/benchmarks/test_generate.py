@@ -49,6 +49,6 @@ def test_loop_by_hand_equals_greedy_decoding_without_cache():
         (1.0, 1.0, ["hybrid, 8 prompts: 1.00 of transformers, which must be below 1"]),
     ],
 )
-def test_the_ratios_to_both_opponents_are_bounded(ratio, to_peer, failures):
+def test_ratios_to_both_opponents_are_bounded(ratio, to_peer, failures):
     record = {"kind": "hybrid", "rows": 8, "ratio_median": ratio}
     assert generate.bound_failures(record, to_peer) == failures

@@ -45,6 +45,6 @@ def test_opponents_equal_plain_arrays(name):
         ({"ratio_median": 99.0, "work": "sum"}, []),
     ],
 )
-def test_the_addition_and_the_compiled_call_are_bounded(changes, failures):
+def test_addition_and_the_compiled_call_are_bounded(changes, failures):
     record = {"name": "shardax.named", "work": "add", "ratio_median": 14.0} | changes
     assert named.bound_failures(record) == failures

@@ -39,7 +39,7 @@ def test_bound_holds_for_wall_or_processor_time(changes, failures):
     assert plan_search.bound_failures(record(**changes)) == failures
 
 
-def test_a_row_has_a_cell_for_each_header():
+def test_row_has_a_cell_for_each_header():
     row = plan_search.row(record())
     assert dict(zip(plan_search.HEADERS, row, strict=True)) == {
         "target": "tpu:v5e:4x4",

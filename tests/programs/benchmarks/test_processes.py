@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[3]
 
 
-def test_the_cost_of_processes_is_measured(tmp_path):
+def test_cost_of_processes_is_measured(tmp_path):
     written = run("processes.py", tmp_path)
     names = [record["steps"]["name"] for record in written["records"][:2]]
     assert names == ["1 x 8", "2 x 4"]

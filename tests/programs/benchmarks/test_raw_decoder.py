@@ -40,7 +40,7 @@ def test_axes_name_every_dimension_of_every_parameter(tied):
     assert ("head" in params) == (not tied)
 
 
-def test_a_later_token_changes_no_earlier_logits(params, tokens):
+def test_later_token_changes_no_earlier_logits(params, tokens):
     before = forward(CONFIG, params, tokens)
     changed = tokens.at[:, 8].set((tokens[:, 8] + 1) % CONFIG.vocab)
     after = forward(CONFIG, params, changed)

@@ -34,6 +34,6 @@ def test_every_opponent_computes_the_same():
         ("equinox.filter_jit", 6.0, []),
     ],
 )
-def test_the_ratio_to_jax_is_bounded(name, ratio, failures):
+def test_ratio_to_jax_is_bounded(name, ratio, failures):
     comparison = Comparison(Samples(name, (ratio,)), (ratio,), (ratio - 1,))
     assert static_auto.bound_failures(comparison) == failures

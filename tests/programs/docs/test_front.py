@@ -79,7 +79,7 @@ def test_figures_of_the_readme_stand_among_the_measurements() -> None:
         assert figure in measured
 
 
-def test_the_citation_has_the_version_of_the_package() -> None:
+def test_citation_has_the_version_of_the_package() -> None:
     lines = Path(ROOT, "CITATION.cff").read_text(encoding="utf-8").splitlines()
     fields = dict(
         line.split(": ", 1) for line in lines if not line.startswith(" ") and ": " in line

@@ -46,7 +46,7 @@ def test_markdown_that_is_not_run_holds_no_python() -> None:
         assert set(kinds_of_fences(page.read_text(encoding="utf-8"))) <= NOT_CODE, page
 
 
-def test_the_language_of_each_fence_is_seen() -> None:
+def test_language_of_each_fence_is_seen() -> None:
     text = "```python\n1\n```\n\n> ```\n> x\n> ```\n\n:::{toctree}\n:::\n"
     assert kinds_of_fences(text) == ["python", "", "{toctree}"]
 

@@ -63,7 +63,7 @@ def test_features_stay_in_sight_while_the_table_scrolls(browser: Any, pages: Pat
     assert browser.execute_script(places) == [True, True, True]
 
 
-def test_a_table_of_plans_is_whole(browser: Any, pages: Path) -> None:
+def test_table_of_plans_is_whole(browser: Any, pages: Path) -> None:
     show(browser, pages / "plan.html", 1280)
     hidden = "return [...document.querySelectorAll('pre')].filter(e => e.innerText.includes(%r))"
     hidden += ".map(e => e.scrollWidth - e.clientWidth)"

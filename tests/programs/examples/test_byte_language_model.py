@@ -66,7 +66,7 @@ def test_uniform_random_bytes_have_nearly_maximal_entropy():
     assert entropy["bigram"] == pytest.approx(math.log(256), abs=0.01)
 
 
-def test_a_periodic_text_has_unigram_entropy_only():
+def test_periodic_text_has_unigram_entropy_only():
     entropy = byte_entropy(whole(b"abcd" * 1000 + b"a"))
     assert entropy["unigram"] == pytest.approx(math.log(4))
     assert entropy["bigram"] == 0.0

@@ -76,7 +76,7 @@ CHECKS = {
 
 # In this process, which has imported JAX and has 8 devices; another one runs a program below.
 @pytest.mark.parametrize("program", list(map(marked, OTHERS)), ids=lambda program: program.stem)
-def test_a_program_runs_and_returns_its_figures(
+def test_program_runs_and_returns_its_figures(
     program: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with jax.numpy_rank_promotion("allow"):  # as a user has it

@@ -24,7 +24,7 @@ QUERIES = RANDOM.uniform(size=(4, 2, 3)).astype("float32")
 EXACT = scipy.spatial.KDTree(POINTS)
 
 
-def test_the_program_learns_a_code_book(capsys: pytest.CaptureFixture[str]) -> None:
+def test_program_learns_a_code_book(capsys: pytest.CaptureFixture[str]) -> None:
     first, last = main(["--points", "200", "--codes", "4", "--steps", "20"])
     assert last < 0.8 * first
     assert len(capsys.readouterr().out.splitlines()) == 1

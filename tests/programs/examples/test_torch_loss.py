@@ -12,7 +12,7 @@ from tests.needs import needs
 
 
 @needs("torch")
-def test_the_loss_falls(capsys: pytest.CaptureFixture[str]) -> None:
+def test_loss_falls(capsys: pytest.CaptureFixture[str]) -> None:
     losses = torch_loss.main(["--steps", "60"])
     assert losses is not None
     assert losses[1] < 0.6 * losses[0]

@@ -38,7 +38,7 @@ def rewrite_signature(path: pathlib.Path, **changes: Any) -> None:
 # --- what is written ------------------------------------------------------------------------------
 
 
-def test_an_artifact_is_three_files_of_data(path: pathlib.Path) -> None:
+def test_artifact_is_three_files_of_data(path: pathlib.Path) -> None:
     assert {item.name for item in path.iterdir()} == {
         "signature.json",
         "program.bin",
@@ -89,7 +89,7 @@ def test_signature_describes_inputs_outputs_and_state(path: pathlib.Path) -> Non
 
 
 @pytest.mark.parametrize("step", ["write_weights", "write_signature"])
-def test_a_failure_on_the_way_leaves_nothing(
+def test_failure_on_the_way_leaves_nothing(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
     def fail(*args: Any) -> None:
@@ -101,7 +101,7 @@ def test_a_failure_on_the_way_leaves_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_artifact_appears_when_it_is_whole(
+def test_artifact_appears_when_it_is_whole(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[list[str]] = []
@@ -145,7 +145,7 @@ def test_checking_the_files_can_be_left_out(path: pathlib.Path) -> None:
     assert 5.0 in np.concatenate([v.value for v in loaded.variables.values()])
 
 
-def test_a_changed_signature_is_noticed(path: pathlib.Path) -> None:
+def test_changed_signature_is_noticed(path: pathlib.Path) -> None:
     file = path / "signature.json"
     file.write_text(file.read_text().replace('"Counter"', '"Kounter"'))
     with pytest.raises(ExportError, match=r"signature\.json was changed"):
@@ -153,26 +153,26 @@ def test_a_changed_signature_is_noticed(path: pathlib.Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"format": 1}', "\x00"])
-def test_a_signature_that_is_none_is_noticed(path: pathlib.Path, text: str) -> None:
+def test_signature_that_is_none_is_noticed(path: pathlib.Path, text: str) -> None:
     (path / "signature.json").write_text(text)
     with pytest.raises(ExportError, match=r"signature\.json"):
         sx.host.load(path)
 
 
-def test_a_signature_that_lacks_entries_is_noticed(path: pathlib.Path) -> None:
+def test_signature_that_lacks_entries_is_noticed(path: pathlib.Path) -> None:
     rewrite_signature(path, signature={"name": "Counter"})
     with pytest.raises(ExportError, match=r"signature\.json"):
         sx.host.load(path)
 
 
 @pytest.mark.parametrize("name", ["program.bin", "weights.safetensors"])
-def test_a_missing_file_is_named(path: pathlib.Path, name: str) -> None:
+def test_missing_file_is_named(path: pathlib.Path, name: str) -> None:
     (path / name).unlink()
     with pytest.raises(ExportError, match=f"{name} is missing"):
         sx.host.load(path)
 
 
-def test_a_place_without_an_artifact_is_named(tmp_path: pathlib.Path) -> None:
+def test_place_without_an_artifact_is_named(tmp_path: pathlib.Path) -> None:
     with pytest.raises(PathNotFoundError, match="no artifact"):
         sx.host.load(tmp_path)
     with pytest.raises(PathNotFoundError, match="nothing"):
@@ -203,14 +203,14 @@ def test_program_unreadable_by_jax_reports_another_version(path: pathlib.Path) -
 # --- where it is read -----------------------------------------------------------------------------
 
 
-def test_a_program_for_another_platform_is_named(tmp_path: pathlib.Path) -> None:
+def test_program_for_another_platform_is_named(tmp_path: pathlib.Path) -> None:
     other = "tpu" if jax.devices()[0].platform != "tpu" else "cuda"
     path = sx.host.export(lambda x: x, 1.0, to=tmp_path / "f", platforms=(other,))
     with pytest.raises(ExportError, match=other):
         sx.host.load(path)
 
 
-def test_a_program_of_64_bits_needs_64_bits(tmp_path: pathlib.Path) -> None:
+def test_program_of_64_bits_needs_64_bits(tmp_path: pathlib.Path) -> None:
     with jax.enable_x64(True):
         path = sx.host.export(lambda x: x * 2, np.ones(2), to=tmp_path / "f")
         assert sx.host.load(path)(np.ones(2)).dtype == np.float64

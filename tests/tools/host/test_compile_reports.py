@@ -90,7 +90,7 @@ def test_other_threads_are_listed_too() -> None:
     assert names(report) == ["aside"]
 
 
-def test_the_text_has_totals_and_the_slowest_first() -> None:
+def test_text_has_totals_and_the_slowest_first() -> None:
     report = sx.host.compile_report()
     report.stop()
     report.programs = [
@@ -131,7 +131,7 @@ print(json.dumps([found, report.hits, report.misses, report.stored]))
 """
 
 
-def test_the_cache_has_what_an_earlier_process_stored(tmp_path: pathlib.Path) -> None:
+def test_cache_has_what_an_earlier_process_stored(tmp_path: pathlib.Path) -> None:
     runs = [json.loads(run_python(CACHED, tmp_path / "cache")) for _ in range(2)]
     if runs[0][0]["printing"] == "stored":  # JAX 0.12 stores programs with callbacks, too
         assert runs == [

@@ -48,7 +48,7 @@ def test_exporting_changes_nothing(round_trip: RoundTrip) -> None:
     assert sx.graphdef(model) == structure_before
 
 
-def test_a_process_without_the_source_runs_it(tmp_path: pathlib.Path) -> None:
+def test_process_without_the_source_runs_it(tmp_path: pathlib.Path) -> None:
     path = sx.host.export(Counter(), jnp.ones(2), to=tmp_path / "counter")
     code = """
 import json, sys
@@ -76,7 +76,7 @@ def test_state_lists_variables_by_path_type_and_axes(round_trip: RoundTrip) -> N
     }
 
 
-def test_a_shared_variable_is_held_once(round_trip: RoundTrip) -> None:
+def test_shared_variable_is_held_once(round_trip: RoundTrip) -> None:
     class Tied(sx.Module):
         def __init__(self) -> None:
             self.first = sx.Param(jnp.full(2, 3.0))
@@ -151,7 +151,7 @@ def test_functions_of_every_kind_are_exported(round_trip: RoundTrip) -> None:
         assert results == [[1.0, 2.0], [2.0, 4.0]], function
 
 
-def test_a_compiled_method_is_exported(round_trip: RoundTrip) -> None:
+def test_compiled_method_is_exported(round_trip: RoundTrip) -> None:
     class Scaled(sx.Module):
         def __init__(self) -> None:
             self.scale = sx.Param(jnp.float32(3.0))
@@ -164,7 +164,7 @@ def test_a_compiled_method_is_exported(round_trip: RoundTrip) -> None:
     assert (list(loaded.variables), float(loaded(4.0))) == ([".scale"], 12.0)
 
 
-def test_a_loaded_function_is_exported_again(round_trip: RoundTrip) -> None:
+def test_loaded_function_is_exported_again(round_trip: RoundTrip) -> None:
     loaded = round_trip(round_trip(Counter(), jnp.ones(2)), jnp.ones(2))
     assert [loaded(jnp.ones(2)).tolist() for _ in range(2)] == [[1.0, 2.0], [2.0, 4.0]]
 
@@ -242,7 +242,7 @@ def test_constraints_are_kept(round_trip: RoundTrip) -> None:
 # --- what is loaded -------------------------------------------------------------------------------
 
 
-def test_a_loaded_function_is_a_module(round_trip: RoundTrip) -> None:
+def test_loaded_function_is_a_module(round_trip: RoundTrip) -> None:
     loaded = round_trip(Counter(), jnp.ones(2))
     twin = sx.clone(loaded)
     step = sx.jit(lambda f, x: f(x) + 1)
@@ -295,13 +295,13 @@ def test_loaded_function_has_only_the_requested_derivatives(round_trip: RoundTri
     assert float(sx.grad(lambda f: f(2.0))(loaded).variables[".weight"]) == 24.0
 
 
-def test_a_loaded_function_is_not_mapped(round_trip: RoundTrip) -> None:
+def test_loaded_function_is_not_mapped(round_trip: RoundTrip) -> None:
     loaded = round_trip(lambda x: x * 2, 1.0)
     with pytest.raises(ExportError, match="dynamic="):
         jax.vmap(loaded)(jnp.ones(3))
 
 
-def test_a_program_for_several_platforms_runs_here(round_trip: RoundTrip) -> None:
+def test_program_for_several_platforms_runs_here(round_trip: RoundTrip) -> None:
     loaded = round_trip(lambda x: jnp.sin(x), 1.0, platforms=("cpu", "cuda", "tpu"))
     assert loaded.signature.platforms == ("cpu", "cuda", "tpu")
     assert float(loaded(0.0)) == 0.0
@@ -339,7 +339,7 @@ def scaled(tmp_path_factory: pytest.TempPathFactory) -> Any:
         ((jnp.ones((2, 3)), {"a": jax.random.key(0)}), {}, "y.a is key"),
     ],
 )
-def test_a_call_that_does_not_fit_runs_nothing(
+def test_call_that_does_not_fit_runs_nothing(
     args: Any, kwargs: Any, said: str, scaled: Any
 ) -> None:
     loaded = sx.host.load(scaled)
@@ -376,7 +376,7 @@ def test_trees_come_back_from_json(tree: Any) -> None:
 
 @settings(max_examples=8)
 @given(models())
-def test_the_values_of_any_model_come_back(
+def test_values_of_any_model_come_back(
     tmp_path_factory: pytest.TempPathFactory, model: sx.Module
 ) -> None:
     def read() -> list[Any]:
@@ -419,7 +419,7 @@ def test_arrays_come_back_from_their_file(
             assert found.tobytes() == array.tobytes()
 
 
-def test_a_full_disk_is_named_and_leaves_nothing(tmp_path: pathlib.Path):
+def test_full_disk_is_named_and_leaves_nothing(tmp_path: pathlib.Path):
     layer = sx.nn.Linear(64, 64, rngs=None)
     layer.kernel.value, layer.bias.value = jnp.ones((64, 64)), jnp.ones(64)
     x = jax.ShapeDtypeStruct((1, 64), jnp.float32)

@@ -90,7 +90,7 @@ def test_another_mesh_of_equal_size_will_do(
     check(loaded)
 
 
-def test_a_dynamic_batch_over_a_mesh(auto_mesh: Mesh, tmp_path: pathlib.Path) -> None:
+def test_dynamic_batch_over_a_mesh(auto_mesh: Mesh, tmp_path: pathlib.Path) -> None:
     _, path = exported(auto_mesh, tmp_path / "model", dynamic={"batch": 0})
     loaded = sx.host.load(path)
     check(loaded)

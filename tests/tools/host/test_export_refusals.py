@@ -130,7 +130,7 @@ def test_global_stream_draw_is_refused_by_name(tmp_path: pathlib.Path) -> None:
     assert "random.normal" in refusal(tmp_path, f, jnp.ones(2), error=DrawError)
 
 
-def test_a_model_of_shapes_is_named(tmp_path: pathlib.Path) -> None:
+def test_model_of_shapes_is_named(tmp_path: pathlib.Path) -> None:
     layer = sx.abstract(sx.nn.Linear(2, 3, rngs=sx.Rngs(0)))
     text = refusal(tmp_path, layer, jnp.ones((1, 2)), error=ModuleError)
     assert ".kernel" in text
@@ -245,7 +245,7 @@ def test_nothing_is_overwritten(tmp_path: pathlib.Path) -> None:
 
 
 @pytest.mark.parametrize("missing", ["safetensors", "flatbuffers"])
-def test_a_missing_library_is_named(
+def test_missing_library_is_named(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, missing: str
 ) -> None:
     monkeypatch.setitem(sys.modules, missing, None)
@@ -254,7 +254,7 @@ def test_a_missing_library_is_named(
     assert "pip install 'shardax[export]'" in text
 
 
-def test_a_function_over_two_meshes_is_told_which(tmp_path: pathlib.Path) -> None:
+def test_function_over_two_meshes_is_told_which(tmp_path: pathlib.Path) -> None:
     devices = np.array(jax.devices())
     left, right = (
         jax.device_put(jnp.ones(4), NamedSharding(Mesh(half, (name,)), P(name)))

@@ -65,7 +65,7 @@ def test_argument_trees_may_hold_numbers_strings_and_none() -> None:
         assert (float(result["sum"]), int(result["length"])) == (3.0, 4)
 
 
-def test_a_function_needs_no_arguments_and_no_results() -> None:
+def test_function_needs_no_arguments_and_no_results() -> None:
     three = host_function(lambda: 3, out=jax.ShapeDtypeStruct((), int))
     assert (int(three()), int(jax.jit(three)())) == (3, 3)
     assert jax.jit(host_function(lambda x: (), out=()))(1.0) == ()
@@ -220,7 +220,7 @@ def test_unmapped_arguments_are_passed_without_copies() -> None:
 # --- shape rules, static arguments and dtypes -----------------------------------------------------
 
 
-def test_a_shape_rule_sees_shapes_and_static_arguments() -> None:
+def test_shape_rule_sees_shapes_and_static_arguments() -> None:
     def first(x: np.ndarray, count: int = 2) -> np.ndarray:
         return x[:count]
 
@@ -333,7 +333,7 @@ def test_options_are_checked_when_the_function_is_made() -> None:
         (lambda x: x.shape, r"\[0\]"),
     ],
 )
-def test_a_promise_that_is_none_names_the_place(out: Any, path: str) -> None:
+def test_promise_that_is_none_names_the_place(out: Any, path: str) -> None:
     seen = Seen()
     with pytest.raises(HostFunctionError, match=path):
         host_function(seen, out=out)(jnp.ones(3))

@@ -186,7 +186,7 @@ def test_what_a_rule_leaves_out_is_zero() -> None:
     assert float(jax.grad(still)(2.0)) == 0.0
 
 
-def test_a_gradient_that_fits_nothing_is_an_error() -> None:
+def test_gradient_that_fits_nothing_is_an_error() -> None:
     wrong = {
         "no tuple": (TransformError, {"vjp": lambda a, r, ct: ct}),
         "too many": (TransformError, {"vjp": lambda a, r, ct: (ct, ct)}),

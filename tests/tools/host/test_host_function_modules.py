@@ -64,7 +64,7 @@ X = jnp.array([0.5, 2.5])
 
 @pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("compiled", [lambda f: f, sx.jit, jax.jit], ids=["eager", "sx.jit", "jit"])
-def test_a_method_sees_numpy_arrays_in_its_module(compiled: Any) -> None:
+def test_method_sees_numpy_arrays_in_its_module(compiled: Any) -> None:
     model = table()
     look = compiled(lambda model, x: model(x))
     assert look(model, X).tolist() == [0.5, 6.5]
@@ -106,7 +106,7 @@ def test_loops_over_modules_pass_written_state_to_host() -> None:
     assert (found.tolist(), float(model.offset)) == ([[1.5, 7.5], [2.5, 8.5]], 2.0)
 
 
-def test_a_copy_on_the_host_cannot_be_written() -> None:
+def test_copy_on_the_host_cannot_be_written() -> None:
     model = table()
     with pytest.raises(ForeignMutationError, match="copy"):
         host_function(Table.rewrite.function, out=jax.ShapeDtypeStruct((), "float32"))(model)

@@ -156,7 +156,7 @@ def test_exception_inside_program_is_reported_and_linked(call: Any) -> None:
     assert traceback.extract_tb(original.__traceback__)[-1].name == "failing"
 
 
-def test_the_exception_itself_is_raised_on_request() -> None:
+def test_exception_itself_is_raised_on_request() -> None:
     with pytest.raises(LibraryError), sx.host.host_exceptions():
         jax.jit(FAILING)(1.0).block_until_ready()
     inverse = jax.jit(host_function(np.linalg.inv, out=same))
@@ -180,7 +180,7 @@ def test_only_the_latest_exceptions_are_kept() -> None:
     assert found == [False] * 4 + [True] * 16
 
 
-def test_a_program_runs_again_after_a_failure() -> None:
+def test_program_runs_again_after_a_failure() -> None:
     def checked(x: np.ndarray) -> np.ndarray:
         if x < 0:
             raise LibraryError("negative")

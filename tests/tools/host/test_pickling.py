@@ -101,7 +101,7 @@ def test_variables_of_all_forms_come_out_the_same(kind: Any, through: Any) -> No
     assert through(variable.freeze()) == variable.freeze()
 
 
-def test_an_abstract_model_comes_out_the_same(through: Any, auto_mesh: Any) -> None:
+def test_abstract_model_comes_out_the_same(through: Any, auto_mesh: Any) -> None:
     model = sx.abstract(LAYERS["Linear"](), auto_mesh, RULES)
     twin = through(model)
     assert sx.graphdef(twin) == sx.graphdef(model)
@@ -133,7 +133,7 @@ def test_shared_array_is_written_once() -> None:
         assert len(write([sx.Param(array), sx.State({"w": array}), sx.Cache(array)])) < 1.1 * once
 
 
-def test_an_optimizer_goes_on_where_it_was() -> None:
+def test_optimizer_goes_on_where_it_was() -> None:
     """Its transformation is made of closures, which have no name: they go by value."""
 
     def train(optimizer: Any, steps: int) -> None:
@@ -170,7 +170,7 @@ def test_pickled_view_becomes_an_independent_layer(through: Any) -> None:
     assert (np.asarray(whole[1].kernel) == kernel).all()
 
 
-def test_a_copy_is_shallow_and_holds_arrays(auto_mesh: Any) -> None:
+def test_copy_is_shallow_and_holds_arrays(auto_mesh: Any) -> None:
     array = jax.device_put(jnp.ones((4, 8)), NamedSharding(auto_mesh, P("data")))
     state = copy.copy(sx.State({"w": array}))
     box = copy.copy(sx.Partitioned(array, ("data", None)))
@@ -340,7 +340,7 @@ def test_classes_of_a_function_work_by_value() -> None:
         {"static_argnames": "times", "donate_argnames": "x"},
     ],
 )
-def test_a_function_of_jax_jit_keeps_its_options(options: dict[str, Any]) -> None:
+def test_function_of_jax_jit_keeps_its_options(options: dict[str, Any]) -> None:
     def repeated(x: jax.Array, times: int) -> jax.Array:
         return x * times
 

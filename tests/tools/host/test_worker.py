@@ -53,7 +53,7 @@ def test_functions_without_import_path_travel_with_their_closure(worker):
     assert worker.submit(lambda x: x + offset, 1).result() == 5
 
 
-def test_a_closure_is_never_stale(worker):
+def test_closure_is_never_stale(worker):
     scale = jnp.float32(2)
 
     def scaled(x):
@@ -81,7 +81,7 @@ def test_jitted_function_keeps_one_identity_across_calls(worker):
     assert worker.info()["functions"][-1]["calls"] == 2
 
 
-def test_the_least_recently_used_function_goes(worker):
+def test_least_recently_used_function_goes(worker):
     for function in (there.add, max, min, sum, there.add, abs):
         worker.submit(function, *([[1]] if function is not abs and function is not there.add else
                                   [1] if function is abs else [1, 2])).result()  # fmt: skip
@@ -139,7 +139,7 @@ def test_transferred_numpy_arrays_are_writable_on_both_sides(worker):
     assert result.tolist() == [7.0] + [0.0] * 49_999
 
 
-def test_a_layout_by_name_arrives(worker, auto_mesh):
+def test_layout_by_name_arrives(worker, auto_mesh):
     array = jax.device_put(jnp.arange(8.0), NamedSharding(auto_mesh, PartitionSpec("model")))
     told = worker.submit(there.tell, array).result()
     assert told[:3] == ("ArrayImpl", "float32", (8,))
@@ -156,7 +156,7 @@ def test_models_arrive_and_are_copies(worker):
     assert np.array_equal(model(x), expected)
 
 
-def test_a_value_of_64_bits_is_not_cut(worker, other_worker, wide):
+def test_value_of_64_bits_is_not_cut(worker, other_worker, wide):
     with pytest.raises(errors.WorkerError, match=r"float64\[\]"):
         worker.submit(abs, wide).result()
     assert other_worker.submit(float, wide).result() == 1.0  # it has the settings of the advice
@@ -225,7 +225,7 @@ def test_errors_and_tracebacks_can_be_garbage_collected(worker):
 # --- timeouts, cancellation -----------------------------------------------------------------------
 
 
-def test_a_call_that_takes_too_long_is_interrupted(worker, tmp_path):
+def test_call_that_takes_too_long_is_interrupted(worker, tmp_path):
     path = tmp_path / "count"
     future = worker.request(there.count, [str(path)], timeout=0.3)
     with pytest.raises(errors.WorkerTimeoutError, match=r"count .*timeout of 0\.3 seconds"):
@@ -292,7 +292,7 @@ def test_waiting_for_a_result_may_be_given_up(worker, running):
 # --- values that stay -----------------------------------------------------------------------------
 
 
-def test_a_function_writes_the_model_that_is_kept(worker):
+def test_function_writes_the_model_that_is_kept(worker):
     kept = worker.put(sx.nn.Linear(2, 3, rngs=sx.Rngs(0)))
     before = float(kept.get().kernel.value.sum())
     after = [worker.submit(there.train, kept, 1.0).result() for _ in range(2)]
@@ -351,7 +351,7 @@ def test_many_clients_and_threads_call_at_once(worker):
     wait_for(lambda: worker.info()["clients"] == 1)
 
 
-def test_a_client_that_goes_takes_its_calls_along(worker, tmp_path):
+def test_client_that_goes_takes_its_calls_along(worker, tmp_path):
     path = tmp_path / "count"
     other = Worker.connect(worker.address, worker.authkey)
     running = other.submit(there.count, str(path))

@@ -56,7 +56,7 @@ def test_uninterruptible_call_ends_the_worker_process(worker, tmp_path):
     assert worker.submit(there.process).result() != before
 
 
-def test_a_process_that_does_not_answer_is_replaced(worker):
+def test_process_that_does_not_answer_is_replaced(worker):
     before = worker.submit(there.process).result()
     with pytest.raises(errors.WorkerCrashedError, match=r"did not answer for \d.* was killed"):
         worker.submit(there.stop_process).result()
@@ -80,7 +80,7 @@ def test_restart_beside_a_crash_leaves_the_new_process(worker, monkeypatch):
     assert worker.submit(there.process).result() == pids[0] != worker_pid
 
 
-def test_a_worker_that_only_crashes_is_given_up(worker):
+def test_worker_that_only_crashes_is_given_up(worker):
     """The last test of this worker. An idempotent call that crashes is not repeated for ever."""
     poison = worker.request(there.crash, idempotent=True)
     with pytest.raises(errors.WorkerCrashedError, match=r"crash was lost while it ran.*SIGKILL"):

@@ -95,14 +95,14 @@ def test_its_key_is_for_this_user_alone(lab, folder):
 
 
 @pytest.mark.parametrize("mode", [0o755, 0o770])
-def test_a_folder_that_others_can_enter_is_refused(own_folder, mode):
+def test_folder_that_others_can_enter_is_refused(own_folder, mode):
     own_folder.mkdir()
     own_folder.chmod(mode)
     with pytest.raises(errors.WorkerError, match="chmod 700"):
         Worker(name="lab")
 
 
-def test_a_folder_that_is_a_link_is_refused(own_folder, tmp_path):
+def test_folder_that_is_a_link_is_refused(own_folder, tmp_path):
     (tmp_path / "elsewhere").mkdir(mode=0o700)
     own_folder.symlink_to(tmp_path / "elsewhere")
     with pytest.raises(errors.WorkerError, match="chmod 700"):

@@ -71,7 +71,7 @@ def test_other_executors_receive_bytes_and_return_futures(tmp_path):
         assert running.result() == "released"
 
 
-def test_a_process_pool_keeps_what_was_compiled():
+def test_process_pool_keeps_what_was_compiled():
     spawn = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(1, mp_context=spawn) as pool:
         double = remote(lambda x: there.by_jax(x), executor=pool)

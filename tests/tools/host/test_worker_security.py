@@ -56,7 +56,7 @@ def test_other_credentials_are_refused(worker):
     assert works(worker)
 
 
-def test_a_client_without_a_certificate_is_refused(worker):
+def test_client_without_a_certificate_is_refused(worker):
     """One that trusts the worker, and has nothing to show itself."""
     certificate = worker.authkey.decode().partition("-----BEGIN PRIVATE KEY")[0]
     context = ssl.create_default_context(cadata=certificate)
@@ -89,14 +89,14 @@ def test_without_tls_nothing_is_read(worker, sent):
     assert works(worker)
 
 
-def test_a_client_that_says_nothing_holds_up_nobody(worker):
+def test_client_that_says_nothing_holds_up_nobody(worker):
     with raw(worker), raw(worker):
         assert works(worker)
         with Worker.connect(worker.address, worker.authkey) as other:
             assert works(other)
 
 
-def test_a_listener_without_the_credentials_is_no_worker(worker, monkeypatch):
+def test_listener_without_the_credentials_is_no_worker(worker, monkeypatch):
     """They are proved in both directions, so nothing is unpickled from an impostor."""
     monkeypatch.setattr(connections, "CONNECT_SECONDS", 2.0)
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -148,7 +148,7 @@ def test_credentials_are_random_and_seen_by_nobody(worker, other_worker):
 # --- what is sent ---------------------------------------------------------------------------------
 
 
-def test_a_worker_of_another_python_is_refused(worker, monkeypatch):
+def test_worker_of_another_python_is_refused(worker, monkeypatch):
     from shardax.host import worker_process
 
     monkeypatch.setattr(worker_process, "python_version", lambda: "2.7")
@@ -185,7 +185,7 @@ def test_client_killed_during_call_leaves_worker_running(worker, tmp_path):
     wait_for(lambda: worker.info()["clients"] == 1)
 
 
-def test_a_procedure_that_there_is_not_harms_nobody(worker):
+def test_procedure_that_there_is_not_harms_nobody(worker):
     connection = worker._connection
     for message in ({"op": "reboot"}, {"no": "op"}, {"op": "run"}, ["run"], None):
 
@@ -204,7 +204,7 @@ async def connections_of(worker):
     return await connect(worker.address, **worker._connection._rpc.connection_args)
 
 
-def test_a_call_of_nobody_is_not_run(worker):
+def test_call_of_nobody_is_not_run(worker):
     """Whoever has the credentials may send anything; only attached clients can call."""
     connection = worker._connection
     call = {"client": "nobody", "number": 1}
@@ -214,5 +214,5 @@ def test_a_call_of_nobody_is_not_run(worker):
     assert works(worker)
 
 
-def test_a_call_runs_in_the_main_thread(worker):
+def test_call_runs_in_the_main_thread(worker):
     assert worker.submit(there.thread_name).result() == "MainThread"

@@ -98,7 +98,7 @@ def errors(browser: Any) -> list[Any]:
     return [entry for entry in browser.get_log("browser") if entry["level"] != "INFO"]
 
 
-def test_a_model_unfolds_and_folds(open_page: Callable[..., Any]) -> None:
+def test_model_unfolds_and_folds(open_page: Callable[..., Any]) -> None:
     page = open_page(Model())
     assert "# 84 parameters" in text(page)
     assert "embedding=Param(float32[8, 4], lazy, axes=('vocab', 'embed'))" in text(page)
@@ -139,7 +139,7 @@ def test_page_that_arrives_in_pieces_is_whole(browser: Any) -> None:
     assert errors(browser) == []
 
 
-def test_the_pointer_reads_a_value_off_a_picture(open_page: Callable[..., Any]) -> None:
+def test_pointer_reads_a_value_off_a_picture(open_page: Callable[..., Any]) -> None:
     page = open_page(Model())
     assert page.execute_script(f"{ROOT} return root.querySelectorAll('canvas').length") == 0
     click(page, "Param(float32[3, 4]")

@@ -52,7 +52,7 @@ def test_text_marks_shared_and_lazy_variables() -> None:
     assert model.embed.is_lazy
 
 
-def test_the_text_says_how_variables_are_laid_out(auto_mesh: Mesh) -> None:
+def test_text_says_how_variables_are_laid_out(auto_mesh: Mesh) -> None:
     layer = sx.nn.Linear(4, 8, use_bias=False, kernel_axes=("embed", "mlp"), rngs=sx.Rngs(0))
     line = "kernel=Param(float32[4, 8], {}axes=('embed', 'mlp'), P('data', 'model') over {}),"
     rules = {"embed": "data", "mlp": "model"}
@@ -189,7 +189,7 @@ def test_states_structures_and_slots_are_shown_by_treescope() -> None:
     assert "'kernel': Param(float32[2, 3]" in treescope.render_to_text(sx.state(layer))
 
 
-def test_a_model_is_shown_while_it_is_traced() -> None:
+def test_model_is_shown_while_it_is_traced() -> None:
     seen: list[str] = []
 
     @sx.jit
@@ -239,7 +239,7 @@ def test_pictures_are_drawn_of_the_first_arrays_only(monkeypatch: pytest.MonkeyP
     assert "# with the values of the first 2 arrays" in text
 
 
-def test_a_large_model_still_says_what_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_model_still_says_what_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(figures, "MOST_LEAVES", 1)
     assert "# also at .layers[1], .head" in treescope.render_to_text(Tied())
     assert "treescope-container" in sx.view.to_html(Tied())

@@ -36,11 +36,11 @@ nda = treescope.ndarray_adapters
         (jnp.zeros(2**20 + 1, jnp.int8), "int8[1048577]"),
     ],
 )
-def test_the_summary_says_where_numbers_lie(array: Any, summary: str) -> None:
+def test_summary_says_where_numbers_lie(array: Any, summary: str) -> None:
     assert as_figure(array).summary() == summary
 
 
-def test_the_summary_says_why_there_are_no_numbers() -> None:
+def test_summary_says_why_there_are_no_numbers() -> None:
     gone = jnp.ones(2)
     gone.delete()
     assert as_figure(gone).summary() == "float32[2], deleted"

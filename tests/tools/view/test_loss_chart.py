@@ -125,5 +125,5 @@ def test_every_log_makes_a_curve_of_finite_points(records: Sequence[Mapping[str,
     assert all(0 <= x <= 100 and 0 <= y <= 100 for x, y in curve)
 
 
-def test_a_single_point_is_marked() -> None:
+def test_single_point_is_marked() -> None:
     assert 'class="dots" d="M50.00,50.00h0"' in loss_chart(steps(3), {})

@@ -140,7 +140,7 @@ def test_any_call_can_be_counted() -> None:
     assert backward[("layers", 1)] == 3 * forward[("layers", 1)]
 
 
-def test_a_device_runs_its_part(auto_mesh: Mesh) -> None:
+def test_device_runs_its_part(auto_mesh: Mesh) -> None:
     layer = sx.nn.Linear(8, 8, use_bias=False, kernel_axes=("embed", "mlp"), rngs=sx.Rngs(0))
     whole, part = (
         module_operations(layer, [ones(4, 8)], mesh=mesh, rules={"mlp": "model"})[()]
@@ -149,7 +149,7 @@ def test_a_device_runs_its_part(auto_mesh: Mesh) -> None:
     assert whole == 4 * part == 2 * 4 * 8 * 8
 
 
-def test_the_table_shows_operations_on_request(auto_mesh: Mesh) -> None:
+def test_table_shows_operations_on_request(auto_mesh: Mesh) -> None:
     model = Tower(sx.Rngs(0))
     assert sx.view.table(model).modules == ()
     table = sx.view.table(model, inputs=[TOKENS])

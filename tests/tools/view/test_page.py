@@ -86,7 +86,7 @@ def test_page_has_facts_curve_picture_sample_and_table(tmp_path: Path) -> None:
     assert len(page.all("rect")) == 1
 
 
-def test_a_page_needs_nothing_from_outside(tmp_path: Path) -> None:
+def test_page_needs_nothing_from_outside(tmp_path: Path) -> None:
     page = Page(write(tmp_path / "report.html").read_text(encoding="utf-8"))
     assert not {"script", "link", "img", "iframe"} & {tag for tag, _ in page.tags}
     assert all("href" not in attributes and "src" not in attributes for _, attributes in page.tags)

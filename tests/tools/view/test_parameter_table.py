@@ -74,7 +74,7 @@ def test_text_has_line_per_row_and_totals(auto_mesh: Mesh) -> None:
 
 
 @pytest.mark.usefixtures("without_collections")
-def test_a_lazy_model_is_shown_without_allocating_anything(auto_mesh: Mesh) -> None:
+def test_lazy_model_is_shown_without_allocating_anything(auto_mesh: Mesh) -> None:
     model = decoder()
     before = len(jax.live_arrays())
     table = sx.view.table(model, mesh=auto_mesh, rules=RULES)
@@ -102,7 +102,7 @@ def test_placed_model_is_shown_as_placed(auto_mesh: Mesh) -> None:
     assert {row.path: row.spec for row in shown.rows}[".layers[0].mlp.down.kernel"] == "model, -"
 
 
-def test_a_shared_variable_has_one_row() -> None:
+def test_shared_variable_has_one_row() -> None:
     class Tied(sx.Module):
         def __init__(self) -> None:
             self.embed = sx.Param(jnp.zeros((4, 2)))

@@ -96,7 +96,7 @@ def test_labels_can_be_read_on_every_color(auto_mesh: Mesh) -> None:
     assert min((luminance(fill) + 0.05) / 0.05 for fill in fills) > 4.5  # level AA
 
 
-def test_a_text_keeps_its_proportions_within_bounds(auto_mesh: Mesh) -> None:
+def test_text_keeps_its_proportions_within_bounds(auto_mesh: Mesh) -> None:
     def size(shape: tuple[int, ...]) -> tuple[int, int]:
         lines = sharding_text(placed(auto_mesh, shape, NO_SPLIT)).splitlines()
         return len(lines) - 2, len(lines[0]) - 2
@@ -107,7 +107,7 @@ def test_a_text_keeps_its_proportions_within_bounds(auto_mesh: Mesh) -> None:
     assert size((1_000_000, 1)) == (9, len(" CPU 0-7 "))
 
 
-def test_a_third_sharded_dimension_is_behind_the_face() -> None:
+def test_third_sharded_dimension_is_behind_the_face() -> None:
     kinds = (jax.sharding.AxisType.Auto,) * 3
     mesh = jax.make_mesh((2, 2, 2), ("x", "y", "z"), axis_types=kinds)
     array = placed(mesh, (4, 4, 4), PartitionSpec("x", "y", "z"))

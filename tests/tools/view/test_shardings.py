@@ -130,7 +130,7 @@ def test_unplaceable_array_is_reported_by_path(auto_mesh: Mesh) -> None:
 # --- one array -----------------------------------------------------------------------------------
 
 
-def test_an_array_is_a_picture_with_a_caption(auto_mesh: Mesh) -> None:
+def test_array_is_a_picture_with_a_caption(auto_mesh: Mesh) -> None:
     array = jax.device_put(np.zeros((8, 8), np.float32), NamedSharding(auto_mesh, P("data")))
     view = sx.view.sharding(array)
     caption = "float32[8, 8] as [4, 8] on each device, 4 copies; P('data',) over data=2, model=4"

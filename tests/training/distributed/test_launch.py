@@ -91,6 +91,6 @@ def test_commands_that_cannot_be_launched_are_refused(
     assert message in capsys.readouterr().err
 
 
-def test_a_process_needs_to_be_told_the_coordinator(capsys: pytest.CaptureFixture[str]):
+def test_process_needs_to_be_told_the_coordinator(capsys: pytest.CaptureFixture[str]):
     assert main(["train", "--processes", "2", "--process", "0"]) == 2
     assert "--processes needs --coordinator HOST:PORT" in capsys.readouterr().err

@@ -143,7 +143,7 @@ def test_bfloat16_gradients_are_summed_in_float32() -> None:
     assert float(gradient) == float(jnp.bfloat16(256 + 63))
 
 
-def test_the_function_is_traced_once_however_many_microbatches() -> None:
+def test_function_is_traced_once_however_many_microbatches() -> None:
     traces = []
 
     def counted(model: Any, batch: Any) -> Any:
@@ -222,7 +222,7 @@ def test_settings_are_checked_when_it_is_made(steps: Any, reduce: str) -> None:
         accumulated_value_and_grad(loss, steps, reduce=reduce)
 
 
-def test_a_model_in_the_batch_is_refused() -> None:
+def test_model_in_the_batch_is_refused() -> None:
     with pytest.raises(TrainError, match="second argument"):
         accumulated_value_and_grad(loss, 2)(net(), {"x": sx.Variable(jnp.ones(2))})
 

@@ -146,7 +146,7 @@ def test_unused_lazy_model_is_saved_as_initialized(tmp_path: Path) -> None:
     assert_same(model, Net(3))
 
 
-def test_a_tied_weight_is_stored_once(tmp_path: Path) -> None:
+def test_tied_weight_is_stored_once(tmp_path: Path) -> None:
     save(Net(), tmp_path / "checkpoint")
     stored = [array["path"] for array in description(tmp_path / "checkpoint")["arrays"]]
     assert ".embed" in stored and ".head" not in stored
@@ -160,7 +160,7 @@ def description(path: Path) -> dict[str, Any]:
     return json.loads((path / "description.json").read_text())
 
 
-def test_the_description_says_what_is_in_the_checkpoint(tmp_path: Path) -> None:
+def test_description_says_what_is_in_the_checkpoint(tmp_path: Path) -> None:
     class Small(sx.Module):
         def __init__(self) -> None:
             self.kernel = sx.Param(jnp.ones((2, 3), jnp.bfloat16), axes=("embed", None))
@@ -272,7 +272,7 @@ def test_without_mesh_arrays_follow_the_shardings_in_place(tmp_path: Path) -> No
     assert_same(planned, saved)
 
 
-def test_the_mesh_and_rules_in_scope_count(tmp_path: Path) -> None:
+def test_mesh_and_rules_in_scope_count(tmp_path: Path) -> None:
     save(Net(), tmp_path / "checkpoint")
     mesh, model = make_mesh(2, 4), Net()
     with jax.set_mesh(mesh), sx.axis_rules(RULES):
@@ -413,7 +413,7 @@ def test_what_json_would_change_is_refused(extra: Any, named: str, tmp_path: Pat
 # --- what cannot be saved or found ----------------------------------------------------------------
 
 
-def test_a_tree_of_something_else_is_refused(tmp_path: Path) -> None:
+def test_tree_of_something_else_is_refused(tmp_path: Path) -> None:
     for tree in ((Net(), 3), [Net(), object()], {"a": jnp.ones(2), "b": 3}):
         with pytest.raises(CheckpointError, match="made of Modules"):
             save(tree, tmp_path / "checkpoint")
@@ -432,7 +432,7 @@ def test_a_tree_of_something_else_is_refused(tmp_path: Path) -> None:
     assert_same(tree, abstract)
 
 
-def test_a_checkpoint_never_overwrites_another(tmp_path: Path) -> None:
+def test_checkpoint_never_overwrites_another(tmp_path: Path) -> None:
     save(Net(0), tmp_path / "checkpoint")
     with pytest.raises(PathExistsError):
         save(Net(1), tmp_path / "checkpoint")
@@ -452,7 +452,7 @@ def test_missing_checkpoint_error_names_what_is_nearby(tmp_path: Path) -> None:
         restore(Net(), tmp_path)
 
 
-def test_a_newer_format_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_newer_format_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpoint_format, "FORMAT_VERSION", 3)
     save(Net(), tmp_path / "checkpoint")
     with pytest.raises(CheckpointError, match="version 3"):

@@ -223,7 +223,7 @@ def test_donated_arrays_are_refused_before_writing(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["folder"]
 
 
-def test_a_shared_array_is_copied_as_advised(tmp_path: Path) -> None:
+def test_shared_array_is_copied_as_advised(tmp_path: Path) -> None:
     model = sx.nn.Linear(2, 2, rngs=sx.Rngs(0))
     with_values(model)
     twin, copy = sx.merge(*sx.split(model)), sx.clone(model)

@@ -107,7 +107,7 @@ def saved_steps(folder: Path, *steps: int) -> Checkpoints:
 
 @pytest.mark.parametrize("name", ["00000057", "57", "100"])
 @pytest.mark.parametrize("how", ["copied", "renamed"])
-def test_the_folder_of_another_step_is_noticed(tmp_path: Path, name: str, how: str) -> None:
+def test_folder_of_another_step_is_noticed(tmp_path: Path, name: str, how: str) -> None:
     checkpoints = saved_steps(tmp_path, 53, 54)
     source, target = tmp_path / "00000054", tmp_path / name
     _ = shutil.copytree(source, target) if how == "copied" else source.rename(target)
@@ -292,7 +292,7 @@ def test_settings_of_functions_are_equal_across_instances() -> None:
     assert not [name for name in one if "_hash" in name]  # which differs between processes
 
 
-def test_the_same_settings_made_anew_are_the_same(copy: Path) -> None:
+def test_same_settings_made_anew_are_the_same(copy: Path) -> None:
     trainer, display = resume(copy)
     assert display.notes == [] and trainer.run_settings[".model.head.out_features"] == "256"
 
@@ -403,7 +403,7 @@ def test_full_disk_error_leaves_no_partial_log_line(
     assert [each["step"] for each in sx.train.read_jsonl(tmp_path / "log.jsonl")] == [1, 2]
 
 
-def test_a_run_clears_away_what_killed_processes_left(copy: Path) -> None:
+def test_run_clears_away_what_killed_processes_left(copy: Path) -> None:
     for name in ("00000002.deleted", "00000008.orbax-checkpoint-tmp"):
         (copy / "checkpoints" / name / "arrays").mkdir(parents=True)
     trainer, _ = resume(copy)
@@ -419,7 +419,7 @@ def test_nothing_at_a_path_is_not_damage(tmp_path: Path) -> None:
         assert saved_steps(tmp_path, 1).latest() == 1
 
 
-def test_an_option_that_is_off_is_none() -> None:
+def test_option_that_is_off_is_none() -> None:
     assert differences({"a": "1"}, {"a": "1", "b": "None", "c": "False"}) == []
     assert differences({"a": "1"}, {"b": "2"}) == [
         "a: 1 when saved, nothing now",

@@ -149,7 +149,7 @@ def test_batches_continue_from_one_epoch_to_the_next():
     assert [window for _ in range(steps) for window in windows_of(next(by_seven))] == singles
 
 
-def test_a_batch_may_be_larger_than_an_epoch():
+def test_batch_may_be_larger_than_an_epoch():
     batches = TrainBatches(ByteText.from_bytes(bytes(range(12))).whole, batch_size=10, seq_len=4)
     assert batches.windows_per_epoch == 1
     assert len(set(windows_of(next(batches)))) > 1, "each epoch has its own offset"
@@ -321,14 +321,14 @@ def test_sizes_that_cannot_work_are_refused(sizes: dict[str, int], message: str)
         TrainBatches(TRAIN, **{"batch_size": 4, "seq_len": 16, **sizes})
 
 
-def test_the_longest_possible_window_is_allowed():
+def test_longest_possible_window_is_allowed():
     text = ByteText.from_bytes(b"abcde")
     assert windows_of(next(TrainBatches(text.whole, batch_size=1, seq_len=4))) == [b"abcde"]
     with pytest.raises(DataError, match="the longest segment"):
         TrainBatches(text.whole, batch_size=1, seq_len=5)
 
 
-def test_a_negative_step_is_refused():
+def test_negative_step_is_refused():
     with pytest.raises(DataError, match="-1"):
         TrainBatches(TRAIN, batch_size=4, seq_len=16).batch_at(-1)
 
@@ -400,7 +400,7 @@ def test_evaluating_the_covered_part_predicts_the_same_bytes(
     ]
 
 
-def test_a_limit_above_what_there_is_changes_nothing():
+def test_limit_above_what_there_is_changes_nothing():
     plain = EvalBatches(HELD_OUT, batch_size=3, seq_len=7)
     limited = EvalBatches(HELD_OUT, batch_size=3, seq_len=7, max_batches=10_000)
     assert limited.targets == plain.targets == len(HELD_OUT) - HELD_OUT.starts.size
@@ -415,6 +415,6 @@ def test_selected_evaluation_rows_equal_those_of_whole_batches(rows: list[int]):
             assert (array[rows] == part[name]).all()
 
 
-def test_a_limit_below_one_batch_is_refused():
+def test_limit_below_one_batch_is_refused():
     with pytest.raises(DataError, match="max_batches"):
         EvalBatches(HELD_OUT, batch_size=1, seq_len=1, max_batches=0)

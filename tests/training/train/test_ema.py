@@ -61,7 +61,7 @@ def test_averages_follow_the_formula_other_state_is_copied(dtype: Any, decay: An
 
 
 @pytest.mark.parametrize("decay", [1.0, -0.1, True, "0.9", None])
-def test_a_decay_that_is_none_is_refused(decay: Any) -> None:
+def test_decay_that_is_none_is_refused(decay: Any) -> None:
     with pytest.raises(sx.errors.TransformError, match=r"decay=.* must be a number in \[0, 1\)"):
         EMA(model_of(jnp.float32), decay)
 
@@ -117,7 +117,7 @@ def test_run_evaluates_its_averages_not_its_model(tmp_path: Path, whole: Any, ki
 
 
 @pytest.mark.parametrize("kind", MESHES, ids=str)
-def test_a_resumed_run_goes_on_with_its_averages(tmp_path: Path, whole: Any, kind: Any) -> None:
+def test_resumed_run_goes_on_with_its_averages(tmp_path: Path, whole: Any, kind: Any) -> None:
     run(tmp_path, kind, 3)
     resumed, again = run(tmp_path, kind, 6, resume=True)
     trainer, result = whole(kind)

@@ -217,7 +217,7 @@ def test_steps_may_repeat_but_not_go_back(path: Path):
 
 
 @pytest.mark.parametrize("step", [-1, 1.0, True, "1"])
-def test_a_step_that_is_no_count_is_refused(path: Path, step: object):
+def test_step_that_is_no_count_is_refused(path: Path, step: object):
     with JsonlLog(path) as log, pytest.raises(TrainError, match="int of 0 or more"):
         log.write(step=step)
     assert path.read_bytes() == b""
@@ -246,7 +246,7 @@ def test_failed_write_leaves_no_partial_line(logs_of_a_process: tuple[Path, Path
     assert read_jsonl(path) == [{"step": 1}, {"step": 2, "again": True}]
 
 
-def test_a_closed_log_refuses_to_write(path: Path):
+def test_closed_log_refuses_to_write(path: Path):
     log = JsonlLog(path)
     log.close()
     with pytest.raises(TrainError, match="closed"):

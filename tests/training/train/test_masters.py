@@ -98,7 +98,7 @@ def test_updates_too_small_for_bfloat16_add_up() -> None:
     assert train(master_dtype="float32") == pytest.approx(0.9, abs=1 / 256)
 
 
-def test_a_model_trains_as_in_float32() -> None:
+def test_model_trains_as_in_float32() -> None:
     def train(dtype: str, master_dtype: Any = None) -> list[float]:
         config = dataclasses.replace(SMALL, param_dtype=dtype)
         model = with_values(Decoder(config, rngs=sx.Rngs(0)))
@@ -236,7 +236,7 @@ def test_optimizer_is_made_and_donated_in_compiled_functions() -> None:
 
 
 @pytest.mark.parametrize("dtype", [int, "nonsense", jnp.complex64])
-def test_a_dtype_that_is_not_floating_is_refused(dtype: Any) -> None:
+def test_dtype_that_is_not_floating_is_refused(dtype: Any) -> None:
     with pytest.raises(TransformError, match=r"master_dtype=.*master_dtype=jnp\.float32"):
         narrow(master_dtype=dtype)
 

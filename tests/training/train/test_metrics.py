@@ -174,7 +174,7 @@ def test_misuse_is_named() -> None:
         (MultiMetric(a=MultiMetric(b=Average("loss"))), {"los": 1.0}, "'loss'"),
     ],
 )
-def test_a_keyword_that_no_metric_takes_is_refused(
+def test_keyword_that_no_metric_takes_is_refused(
     metric: Any, given: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(TrainError, match=message):

@@ -113,7 +113,7 @@ def test_optimizer_alone_or_closed_over_trains_the_same() -> None:
 @pytest.mark.parametrize(
     "make", [lambda: optax.adam(1e-3), lambda: optax.adamw(optax.cosine_decay_schedule(1e-3, 9))]
 )
-def test_an_equal_transformation_made_anew_does_not_retrace(make: Callable[[], Any]) -> None:
+def test_equal_transformation_made_anew_does_not_retrace(make: Callable[[], Any]) -> None:
     traces = []
 
     @sx.jit
@@ -162,7 +162,7 @@ def test_one_can_be_made_inside_a_compiled_function() -> None:
         np.testing.assert_array_equal(a, b)
 
 
-def test_a_clone_trains_its_own_model() -> None:
+def test_clone_trains_its_own_model() -> None:
     optimizer = Optimizer(tower(), optax.adam(1e-2))
     copy = sx.clone(optimizer)
     before = params_of(optimizer.model)
@@ -286,7 +286,7 @@ def test_nothing_to_train_is_an_error() -> None:
         Optimizer(tower(), optax.adam(0.1), wrt=sx.Cache)
 
 
-def test_a_model_that_grew_needs_a_new_optimizer() -> None:
+def test_model_that_grew_needs_a_new_optimizer() -> None:
     model = tower()
     optimizer = Optimizer(model, optax.adam(0.1))
     model.extra = sx.Param(jnp.ones(2))

@@ -118,7 +118,7 @@ def test_source_exception_is_raised_in_place_of_batch():
     assert list(batches) == []
 
 
-def test_an_exception_in_the_transfer_comes_out_too():
+def test_exception_in_the_transfer_comes_out_too():
     if len(jax.devices()) == 1:
         pytest.skip("any batch divides over one device: set 8 virtual CPU devices")
     batches = Prefetch([np.zeros((len(jax.devices()) + 1, 2))], rows_over_all_devices())
@@ -152,7 +152,7 @@ def test_unreferenced_prefetch_ends_its_thread():
     assert workers() == before
 
 
-def test_a_refused_position_leaves_everything_where_it_was():
+def test_refused_position_leaves_everything_where_it_was():
     foreign = source(seed=1).state()
     plain = source()
     with Prefetch(source()) as batches:

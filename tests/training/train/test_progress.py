@@ -92,7 +92,7 @@ def test_notes_stay_above_the_bar_as_they_are(wide_terminal: Terminal) -> None:
     assert lines[-1].startswith("train") and " 2/2 " in lines[-1]
 
 
-def test_a_bar_fits_a_terminal_of_80_columns(
+def test_bar_fits_a_terminal_of_80_columns(
     wide_terminal: Terminal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
@@ -107,7 +107,7 @@ def test_a_bar_fits_a_terminal_of_80_columns(
     ("terminal", "kind", "is_bar"),
     [(False, "xterm", False), (True, "xterm", True), (True, "dumb", False)],
 )
-def test_the_output_decides_which(
+def test_output_decides_which(
     monkeypatch: pytest.MonkeyPatch, terminal: bool, kind: str, is_bar: bool
 ) -> None:
     monkeypatch.setenv("TERM", kind)

@@ -27,7 +27,7 @@ def test_signal_is_noted_instead_of_ending_the_process(number: signal.Signals) -
     assert stop and stop.signal is number
 
 
-def test_a_signal_from_another_thread_is_noted_too() -> None:
+def test_signal_from_another_thread_is_noted_too() -> None:
     with StopRequest() as stop:
         thread = threading.Thread(target=os.kill, args=(os.getpid(), signal.SIGTERM))
         thread.start()
@@ -48,7 +48,7 @@ def test_handlers_come_back_also_after_an_error() -> None:
     assert [signal.getsignal(number) for number in BOTH] == before
 
 
-def test_a_second_interrupt_interrupts_at_once() -> None:
+def test_second_interrupt_interrupts_at_once() -> None:
     with StopRequest() as stop:
         os.kill(os.getpid(), signal.SIGTERM)
         assert stop
@@ -56,14 +56,14 @@ def test_a_second_interrupt_interrupts_at_once() -> None:
             os.kill(os.getpid(), signal.SIGINT)
 
 
-def test_a_second_sigterm_is_noted_once_more() -> None:
+def test_second_sigterm_is_noted_once_more() -> None:
     with StopRequest() as stop:
         os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGTERM)
     assert stop.signal is signal.SIGTERM
 
 
-def test_a_signal_that_the_process_ignores_stays_ignored() -> None:
+def test_signal_that_the_process_ignores_stays_ignored() -> None:
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         with StopRequest() as stop:
@@ -111,7 +111,7 @@ def test_after_the_block_sigterm_ends_a_process_again() -> None:
     assert (done.stdout, done.returncode) == ("alive\n", -signal.SIGTERM)
 
 
-def test_a_second_interrupt_says_how_to_resume() -> None:
+def test_second_interrupt_says_how_to_resume() -> None:
     def interrupt_twice() -> None:
         with StopRequest():
             os.kill(os.getpid(), signal.SIGINT)

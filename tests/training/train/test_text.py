@@ -122,7 +122,7 @@ def test_open_text_takes_files_folders_or_standard_library(tmp_path: Path):
     assert b"class JSONDecoder" in bytes(library.data)
 
 
-def test_a_file_is_memory_mapped_and_read_only(tmp_path: Path):
+def test_file_is_memory_mapped_and_read_only(tmp_path: Path):
     (tmp_path / "text").write_bytes(b"abc")
     text = ByteText.from_file(tmp_path / "text")
     assert isinstance(text.data.base, np.memmap)

@@ -73,7 +73,7 @@ def test_missing_suffix_error_names_the_suffixes_present(folder: Path):
     assert "the endings there are: .py, .txt" in str(caught.value)
 
 
-def test_a_folder_without_files_says_so(tmp_path: Path):
+def test_folder_without_files_says_so(tmp_path: Path):
     with pytest.raises(DataError, match="the folder is empty"):
         ByteText.from_folder(tmp_path)
 
@@ -84,7 +84,7 @@ def test_missing_folder_raises_file_not_found(tmp_path: Path):
     assert isinstance(caught.value, PathNotFoundError)
 
 
-def test_a_file_that_cannot_be_read_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch):
+def test_file_that_cannot_be_read_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch):
     read = Path.read_bytes
 
     def refusing(path: Path) -> bytes:

@@ -163,7 +163,7 @@ def test_batch_with_ids_beyond_the_vocabulary_is_refused(
         next(iter(batches))
 
 
-def test_a_position_belongs_to_the_tokens(tmp_path: Path):
+def test_position_belongs_to_the_tokens(tmp_path: Path):
     sizes: dict[str, Any] = {"batch_size": 2, "seq_len": 8}
     batches = TrainBatches(TokenFile.write(tmp_path / "a.bin", IDS).whole, **sizes)
     state = json.loads(json.dumps(batches.state()))

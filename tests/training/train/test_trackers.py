@@ -46,7 +46,7 @@ def stopped_at(step: int, trainer: Any) -> Quiet:
     return Quiet(lambda now: now == step and setattr(trainer.callbacks, "stopping", True))
 
 
-def test_a_run_writes_the_same_records_to_all(tmp_path: Path) -> None:
+def test_run_writes_the_same_records_to_all(tmp_path: Path) -> None:
     recorder, board, copy = Recorder(), tmp_path / "board", tmp_path / "copy.jsonl"
     trainer = make_trainer(
         tmp_path / "run",
@@ -69,7 +69,7 @@ def test_a_run_writes_the_same_records_to_all(tmp_path: Path) -> None:
     assert scalars(board) == expected
 
 
-def test_a_resumed_run_shows_every_step_once(tmp_path: Path) -> None:
+def test_resumed_run_shows_every_step_once(tmp_path: Path) -> None:
     def make() -> Any:
         trackers = (TensorBoardLog(tmp_path / "board"), JsonlLog(tmp_path / "copy.jsonl"))
         options: dict[str, Any] = {"log_every": 1, "checkpoint_every": 2}
@@ -109,7 +109,7 @@ def test_event_files_hold_numbers_of_any_kind_only(tmp_path: Path) -> None:
             log.write(**record)
 
 
-def test_a_log_is_cut_off_and_opened_again(tmp_path: Path) -> None:
+def test_log_is_cut_off_and_opened_again(tmp_path: Path) -> None:
     log = JsonlLog(tmp_path / "log.jsonl")
     for step in range(4):
         log.write(step=step)

@@ -291,14 +291,14 @@ def test_resuming_a_finished_run_changes_nothing(whole: Run, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("shape", [(8, 1), (1, 2)])
-def test_a_run_can_go_on_over_another_mesh(whole: Run, shape: tuple[int, int]) -> None:
+def test_run_can_go_on_over_another_mesh(whole: Run, shape: tuple[int, int]) -> None:
     trainer = like_whole(whole.trainer.directory, mesh=auto(shape))
     trainer.run(resume=True, display=Quiet())
     assert state_of(trainer) == whole.state
     assert trainer.model.head.kernel.sharding.mesh.devices.shape == shape
 
 
-def test_a_run_can_go_on_without_a_mesh(whole: Run, tmp_path: Path) -> None:
+def test_run_can_go_on_without_a_mesh(whole: Run, tmp_path: Path) -> None:
     copy = shutil.copytree(whole.trainer.directory, tmp_path / "copy")
     sx.train.Checkpoints(copy / "checkpoints").rewind(9)
     trainer = like_whole(copy, mesh=None)
@@ -449,6 +449,6 @@ def test_evaluating_without_held_out_data_is_an_error(tmp_path: Path) -> None:
         make_trainer(tmp_path, 1).evaluate()
 
 
-def test_an_abstract_mesh_is_refused(tmp_path: Path) -> None:
+def test_abstract_mesh_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TrainError, match=r"jax.make_mesh"):
         make_trainer(tmp_path, 1, mesh=auto().abstract_mesh)
