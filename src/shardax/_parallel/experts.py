@@ -129,7 +129,7 @@ def find_split(x: jax.Array, kernel: jax.Array, names: Sequence[object] | None) 
     mesh = resolve_mesh()
     if mesh is None or x.ndim < 2 or not x.size:
         return None
-    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    sizes, kinds = mesh.shape, dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
 
     def axes_of(array: jax.Array, names: Sequence[object]) -> tuple[Axes, ...]:
         entries: Sequence[Any] | None = explicit_entries(array)
@@ -137,7 +137,7 @@ def find_split(x: jax.Array, kernel: jax.Array, names: Sequence[object] | None) 
         if entries is None:
             entries, kind = current_rules().assign(names).entries, AxisType.Auto
         return tuple(
-            tuple(a for a in mesh_axes_of(e) if kinds.get(a) is kind and mesh.shape[a] > 1)
+            tuple(a for a in mesh_axes_of(e) if kinds.get(a) is kind and sizes[a] > 1)
             for e in entries
         )
 
@@ -147,9 +147,10 @@ def find_split(x: jax.Array, kernel: jax.Array, names: Sequence[object] | None) 
     named = ("batch", "seq")[: x.ndim - 1]
     outside = axes_of(x, (*named, *(None,) * (x.ndim - len(named))))[:-1]
     split = Split(mesh, experts, (), outside, outside)
-    rows = [size / split.size(axes) for size, axes in zip(x.shape[:-1], outside, strict=True)]
-    if len(kernel) % split.size(experts) or not all(r.is_integer() for r in rows):
+    shares = list(zip(x.shape[:-1], map(split.size, outside), strict=True))
+    if len(kernel) % split.size(experts) or any(size % count for size, count in shares):
         return None
+    rows = [size // count for size, count in shares]
     if not split.axes and not experts:
         return None
     unused = tuple(axis for axis in experts if axis not in split.axes)

@@ -28,7 +28,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -384,7 +384,7 @@ def _added(start, end):
     return end[len(start) :] if grown else end
 
 
-def _listed(paths) -> str:
+def _listed(paths: Iterable[Path]) -> str:
     return ", ".join(map(format_path, sorted(paths, key=str)))
 
 
@@ -436,8 +436,8 @@ def run_pipeline(
         return joined(y), state, totals
 
     state = tuple({p: step.values[p] for p in paths} for paths in (step.counts, step.written))
-    compute = _with_auto_axes(compute, (shapes[0], state, shapes[2]))
-    y, (counts, written), sown = compute(step.values, x, arguments)
+    run_typed = _with_auto_axes(compute, (shapes[0], state, shapes[2]))
+    y, (counts, written), sown = run_typed(step.values, x, arguments)
     _write(stacked, {**counts, **written}, sown, step)
     return y
 
@@ -513,10 +513,11 @@ class _Pipeline:
             values |= {path: layers[path] for path in fresh}
             return *step(values, entering[0], arguments, self.length, number), state
 
+        run: Callable[..., Any] = work
         if rounds > 1:
             # The layers of a round are taken out at each tick: kept for the gradient, there would
             # be a copy of them for each.
-            work = jax.checkpoint(work, policy=_keeping(self.policy), prevent_cse=False)
+            run = jax.checkpoint(work, policy=_keeping(self.policy), prevent_cse=False)
 
         def tick(carry, time: object):
             arriving, waiting, present, results = carry
@@ -534,9 +535,7 @@ class _Pipeline:
                 g if part is None else _part(part, number)
                 for g, part in zip(same, parts, strict=True)
             ]
-            y, new_values, sown, state = work(
-                own_values, present, entering, arguments, turn, number
-            )
+            y, new_values, sown, state = run(own_values, present, entering, arguments, turn, number)
             leaving = (y, {path: new_values.get(path, entering[1][path]) for path in counts})
             later = {path: new_values.get(path, value) for path, value in state.items()}
             present = self._with_round(present, turn, _choose(at_work, later, state))

@@ -52,7 +52,8 @@ _MISSING = "{} is missing. The command line needs extra packages: pip install 's
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit status."""
-    warnings.showwarning = _show_warning
+    # Python's documentation says to replace it so; ty takes functions of modules for constants.
+    warnings.showwarning = _show_warning  # ty: ignore[invalid-assignment]
     status = 1
     try:
         if arguments is None:  # the process is this command

@@ -25,12 +25,12 @@ from shardax._core.variable import Param
 from shardax.cli import inputs
 from shardax.cli.runs import RUN_FILE, ZERO, RunSettings, find_run, read_settings
 from shardax.models import DECODER_RULES, Decoder
-from shardax.partition.errors import Diagnostic, did_you_mean
+from shardax.partition.errors import Diagnostic, Severity, did_you_mean
 from shardax.partition.mesh import mesh_text
 
 _MIB = 2**20
 _LISTED = 4
-_SHOWN = {"error": "error", "warning": "warning", "info": "note"}
+_SHOWN: dict[Severity, str] = {"error": "error", "warning": "warning", "info": "note"}
 
 
 @dataclass(frozen=True)

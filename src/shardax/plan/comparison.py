@@ -355,9 +355,10 @@ def _problems(
         wrong = check(report.total_wire_bytes if axes is None else moved.get(axes, 0.0))
         if wrong:
             yield "\n    ".join([wrong, *_largest(report, axes)])
-    wrong = peak and report.peak_bytes is not None and peak(report.peak_bytes)
-    if wrong:
-        yield wrong
+    if peak is not None and report.peak_bytes is not None:
+        wrong = peak(report.peak_bytes)
+        if wrong:
+            yield wrong
     if isinstance(replicated, int):
         if len(report.replicated) != replicated:
             paths = ", ".join(report.replicated) or "none"

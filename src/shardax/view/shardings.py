@@ -152,7 +152,7 @@ def sharding_text(value: object) -> str:
     lines = []
     for number, row in enumerate(rows):
         left, middle, right = "├┼┤" if number else "┌┬┐"
-        body = [blank] * cell_height
+        body: list[str] = [blank] * cell_height
         texts = ["…" if row is None or c is None else labels[row, c] for c in columns]
         body[cell_height // 2] = "".join(f"│{text.center(cell_width)}" for text in texts) + "│"
         lines += [left + middle.join(edges) + right, *body]

@@ -77,8 +77,7 @@ class AxisMetadata(abc.ABC, Generic[T]):
         ('m', 's', None)
     """
 
-    value: T
-
+    # ``value`` has no annotation here: one that can be written would forbid frozen dataclasses.
     def __getattr__(self, name: str) -> Any:
         if name == "value" and _attribute_names(self):
             return getattr(self, _value_field(self))

@@ -64,10 +64,11 @@ class VariableBox(boxes.LogicallyPartitioned[T]):
 
     def replace(self, **changes: object) -> Self:
         """Returns a copy with value, names, type or entries changed."""
-        fields = {
+        fields: dict[str, Any] = {
             name: getattr(self, name) for name in ("value", "names", "variable_type", "entries")
         }
-        return type(self)(**{**fields, **changes})
+        fields.update(changes)
+        return type(self)(**fields)
 
 
 def _box_of(variable: Variable) -> VariableBox[Any]:

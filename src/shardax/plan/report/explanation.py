@@ -346,7 +346,7 @@ def _figures(a: LayoutReport, b: LayoutReport) -> list[Figures]:
     for name in ("lower", "upper", "compute", "memory", "communication"):
         first, second = getattr(a.time, name, None), getattr(b.time, name, None)
         rows.append((f"time: {name}", first, second, TIMES))
-    first, second = (report.expected and report.expected.seconds for report in (a, b))
+    first, second = (report.expected.seconds if report.expected else None for report in (a, b))
     rows.append(("time: expected", first, second, TIMES))
     return rows
 

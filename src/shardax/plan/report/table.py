@@ -201,7 +201,9 @@ def _expected_columns(
         return []
     number = functools.partial(_number, reports)
     return [
-        number("expected", "estimate", lambda r: r.expected and r.expected.seconds, [seconds]),
+        number(
+            "expected", "estimate", lambda r: r.expected.seconds if r.expected else None, [seconds]
+        ),
         Column(
             "range",
             "range",
@@ -209,7 +211,7 @@ def _expected_columns(
             "estimate",
             _MEANINGS["range"],
             lambda report: _range_text(report, seconds[1]),
-            lambda report: report.expected and report.expected.high,
+            lambda report: report.expected.high if report.expected else None,
         ),
         number("mfu", "estimate", lambda r: 100 * r.mfu or None, [("%", 1.0)], "MFU"),
         number(

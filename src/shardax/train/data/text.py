@@ -48,6 +48,7 @@ _NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "id
 _BUILD_SPECIFIC = ("config-", "_sysconfigdata", "sitecustomize", "usercustomize")
 
 
+@dataclass(frozen=True, eq=False, repr=False)
 class TokenData:
     """Base of sequences of tokens, the source of windows."""
 
