@@ -232,13 +232,13 @@ SPECS: dict[str, Any] = {
 }
 
 
-# All specs over all kinds of axes; each spec, and each kind, with rules and without.
+# Each spec over two kinds of axes, each kind with rules and without.
 @pytest.mark.parametrize(
     ("name", "kinds", "with_rules"),
     [
         (name, kinds, bool((i + j) % 2))
         for i, name in enumerate(SPECS)
-        for j, kinds in enumerate(["AA", "EE", "AE", "EA"])
+        for j, kinds in enumerate([("AA", "EE"), ("AE", "EA")][i % 2])
     ],
 )
 def test_loss_and_gradients_over_meshes_equal_one_device(

@@ -262,10 +262,19 @@ PASSING: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("transform", PASSING.values(), ids=PASSING.keys())
-@pytest.mark.parametrize("write", UNTRACED_WRITES, ids=UNTRACED_WRITES)
+# Every write below two transforms, and two writes below every transform.
+UNTRACED = [
+    (transform, write)
+    for i, transform in enumerate(PASSING)
+    for j, write in enumerate(UNTRACED_WRITES)
+    if (i - j) % 5 == 0 or write in ("counter", "append")
+]
+
+
+@pytest.mark.parametrize(("name", "write"), UNTRACED)
 @pytest.mark.parametrize("kind", [Counting, Arrayless])
-def test_no_write_to_untraced_copy_is_lost(transform: Any, write: str, kind: Any) -> None:
+def test_no_write_to_untraced_copy_is_lost(name: str, write: str, kind: Any) -> None:
+    transform = PASSING[name]
     model = kind()
     if write in ("counter", "draw", "lifted") and kind is Arrayless:
         return

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import itertools
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -190,8 +191,14 @@ def _partly(mapped: bool) -> Partly:
     return sx.vmap(lambda _: Partly(), out_axes=ELEMENTS)(jnp.ones(2)) if mapped else Partly()
 
 
-@pytest.mark.parametrize("form", ["called", "mapped", "on shards"])
-@pytest.mark.parametrize("name", TAKEN_IN)
+# Every construct called; what surrounds it does not depend on the construct, so both take turns.
+@pytest.mark.parametrize(
+    ("name", "form"),
+    [
+        *((name, "called") for name in TAKEN_IN),
+        *zip(TAKEN_IN, itertools.cycle(["mapped", "on shards"]), strict=False),
+    ],
+)
 def test_control_flow_excludes_unused_variables(name: str, form: str, auto_mesh: Any) -> None:
     run, model, x = TAKEN_IN[name], _partly(form == "mapped"), jnp.ones(3)
     if form == "mapped":

@@ -16,7 +16,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -142,13 +141,13 @@ def by_remat(function: Any) -> Any:
     return sx.remat(function)
 
 
-@pytest.mark.parametrize("transform", [by_jit, by_cond, by_remat])
 @given(
+    transform=st.sampled_from([by_jit, by_cond, by_remat]),
     numbers=st.lists(places, min_size=1, max_size=2),
     models=st.lists(places, max_size=2),
     sequence=st.lists(steps, min_size=3, max_size=10),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_compiled_function_remembers_what_jax_would(
     transform: Any, numbers: list[str], models: list[str], sequence: list[Any]
 ) -> None:

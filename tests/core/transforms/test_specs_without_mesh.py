@@ -107,11 +107,17 @@ def _names_only(mesh: Mesh) -> AbstractContextManager[Any]:
 
 
 @pytest.mark.filterwarnings("ignore:.*with mesh.*:DeprecationWarning")
-@pytest.mark.parametrize("scope", [_no_scope, _with_statement, _names_only])
-@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS.keys())
+@pytest.mark.parametrize(
+    ("name", "scope"),
+    [
+        *((name, _no_scope) for name in FORMS),
+        *zip(FORMS, itertools.cycle([_with_statement, _names_only]), strict=False),
+    ],
+)
 def test_spec_without_mesh_is_refused_at_every_call(
-    form: Form, scope: Callable[[Mesh], AbstractContextManager[Any]], auto_mesh: Mesh
+    name: str, scope: Callable[[Mesh], AbstractContextManager[Any]], auto_mesh: Mesh
 ) -> None:
+    form = FORMS[name]
     v, lazy = sx.Param(jnp.arange(8.0)), _make(0)
     array, sharding = v.value, v.value.sharding
 

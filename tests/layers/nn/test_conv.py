@@ -112,11 +112,10 @@ TRANSPOSED: list[dict[str, Any]] = [
 ]
 
 
-# Every option in two dimensions; each padding, strides and dilation in one and three too.
+# Every option in two dimensions; in one and three those that differ most.
 @pytest.mark.parametrize(
     ("rank", "options"),
-    [(2, one) for one in TRANSPOSED]
-    + [(rank, TRANSPOSED[place]) for rank in (1, 3) for place in (2, 6, 7, 10)],
+    [(2, one) for one in TRANSPOSED] + [(1, TRANSPOSED[10]), (3, TRANSPOSED[7])],
     ids=str,
 )
 def test_transposed_convolution_and_its_gradients_equal_flax(rank: int, options: dict[str, Any]):

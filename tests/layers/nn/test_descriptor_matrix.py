@@ -427,10 +427,9 @@ def test_sharded_layer_equals_one_device(case: Descriptor, mesh: Mesh):
         sx.clone,
         copy.deepcopy,
         lambda layer: pickle.loads(pickle.dumps(layer)),
-        lambda layer: sx.merge(*sx.split(layer)),
         lambda layer: sx.merge(*sx.split(layer, sx.Param, ...)),
     ],
-    ids=["clone", "deepcopy", "pickle", "split and merge", "split by type and merge"],
+    ids=["clone", "deepcopy", "pickle", "split by type and merge"],
 )
 def test_copies_are_equal_and_independent(case: Descriptor, copied: Callable[[Any], Any]):
     layer = make(case, training=True)

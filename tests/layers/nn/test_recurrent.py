@@ -237,12 +237,9 @@ def on_one_device(name: str) -> Any:
     [
         ("simple", "out", AxisType.Auto, True),
         ("simple", "hidden", AxisType.Explicit, True),
-        ("gru", "hidden", AxisType.Auto, True),
         ("gru", "out", AxisType.Explicit, True),
-        ("lstm", "out", AxisType.Auto, True),
         ("lstm", "hidden", AxisType.Explicit, True),
         ("lstm", "hidden", AxisType.Auto, False),
-        ("lstm", "out", AxisType.Explicit, False),
     ],
 )
 def test_results_on_a_mesh_equal_one_device(

@@ -81,7 +81,7 @@ ZIGZAG = {"softcap", "rotary, grouped", "window", "segments"}
         (how, variant, KINDS[(i + j) % 2])
         for i, how in enumerate(HOW)
         for j, variant in enumerate(VARIANTS)
-        if how != "ring-zigzag" or variant in ZIGZAG
+        if (variant in ZIGZAG if how == "ring-zigzag" else (i + j) % 2 or how == "ring")
     ],
     ids=str,
 )

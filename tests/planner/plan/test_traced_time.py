@@ -59,7 +59,6 @@ TENSOR = [("heads", "model"), ("kv_heads", "model"), ("mlp", "model"), ("vocab",
 LAYOUTS: dict[str, tuple[list[Any], dict[str, int]]] = {
     "fsdp": (FSDP, {"data": 8}),
     "tensor": ([("batch", "data"), *TENSOR], {"data": 4, "model": 2}),
-    "data": ([("batch", "data")], {"data": 8}),
 }
 
 
