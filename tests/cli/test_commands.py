@@ -345,7 +345,7 @@ def test_samples_continue_the_prompt_and_follow_the_seed(trained: Trained, capsy
     assert sample(capsys, trained.out, "--prompt", "the q", "--seed", "1") != one
 
 
-def test_several_prompts_are_continued_together(trained: Trained, capsys: Any) -> None:
+def test_sample_continues_several_prompts_together(trained: Trained, capsys: Any) -> None:
     both = sample(capsys, trained.out, "--prompt", "the q", "a", "--temperature", "0")
     each = [
         sample(capsys, trained.out, "--prompt", text, "--temperature", "0")

@@ -71,7 +71,7 @@ def test_existing_number_of_devices_is_accepted() -> None:
     ("count", "message"),
     [(0, "give a number from 1 to 4,096"), (3, "already runs with 8.*in a new process")],
 )
-def test_another_number_of_devices_is_refused(count: int, message: str) -> None:
+def test_use_devices_refuses_another_number_of_devices(count: int, message: str) -> None:
     with pytest.raises(CommandError, match=rf"--devices {count}.*{message}"):
         use_devices(count)
 

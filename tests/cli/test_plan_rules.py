@@ -104,7 +104,7 @@ def test_check_uses_mesh_of_file_or_option(file: Path, capsys: Any) -> None:
     assert "over data=3, model=1" in capsys.readouterr().out
 
 
-def test_one_layout_of_several_is_picked_by_name(tmp_path: Path) -> None:
+def test_load_rules_picks_one_of_several_layouts_by_name(tmp_path: Path) -> None:
     (tmp_path / "two.toml").write_text(FSDP + TENSOR)
     two = str(tmp_path / "two.toml")
     assert load_rules(f"{two}:tensor").mesh == (("data", 2), ("model", 4))

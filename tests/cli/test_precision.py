@@ -59,7 +59,7 @@ def test_run_with_delayed_scales_resumes_bit_for_bit(
         (["--precision", "fp8", "--lora", "2", "--from", "."], "layers that --lora replaces"),
     ],
 )
-def test_other_precisions_are_refused(
+def test_train_refuses_other_precisions(
     tmp_path: Path, capsys: Any, words: list[str], message: str
 ) -> None:
     assert main(["train", "--preset", "tiny", *words, "--out", str(tmp_path / "run")]) == 2

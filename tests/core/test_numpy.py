@@ -87,7 +87,7 @@ def test_arguments_override_blocks_and_blocks_the_process(name: str) -> None:
         (lambda: sx.numpy.linspace(jnp.zeros(2, "float16"), 1, 3), "float16"),
     ],
 )
-def test_other_values_keep_their_dtype(make: Any, dtype: str) -> None:
+def test_default_dtype_leaves_other_values_as_they_are(make: Any, dtype: str) -> None:
     with sx.default_dtype("bfloat16"):
         assert make().dtype.name == dtype
 

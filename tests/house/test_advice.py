@@ -123,7 +123,7 @@ def is_run(advice: str, run: set[str]) -> bool:
     return any(pattern.search(" ".join(text.split())) for text in run)
 
 
-def test_all_advice_is_run() -> None:
+def test_advice_is_all_run() -> None:
     run = code_that_is_run()
     missing = sorted(advice for advice in all_advice() if not is_run(advice, run))
     assert missing == [], "run these where they are raised (tests/advice.py)"

@@ -44,7 +44,7 @@ def is_public(source: Source, name: str) -> bool:
     return not any(part.startswith("_") and not part.endswith("__") for part in name.split("."))
 
 
-def test_every_file_opens_with_its_license() -> None:
+def test_files_open_with_their_license() -> None:
     without = []
     for source in python_files():
         lines = source.text.splitlines()
@@ -54,7 +54,7 @@ def test_every_file_opens_with_its_license() -> None:
     assert without == []
 
 
-def test_every_file_says_what_it_is() -> None:
+def test_files_say_what_they_are() -> None:
     without = [s.place for s in python_files() if not s.outline.docstring.strip()]
     assert without == []
 

@@ -92,7 +92,7 @@ def test_import_adds_little_to_that_of_jax() -> None:
     )
 
 
-def test_no_face_imports_an_optional_package() -> None:
+def test_faces_import_no_optional_package() -> None:
     _, packages, _ = after_imports()
     assert "shardax" in packages
     assert sorted(packages & set(OPTIONAL)) == []

@@ -107,7 +107,7 @@ def is_beyond_public_jax(name: str) -> bool:
     return private or name.startswith(tuple(f"{prefix}." for prefix in NOT_PUBLIC))
 
 
-def test_every_package_has_a_level() -> None:
+def test_packages_have_a_level() -> None:
     standing = {source.module.split(".")[1] for source in package_files() if "." in source.module}
     assert standing <= FLOOR_OF.keys()
 
@@ -138,7 +138,7 @@ def test_optional_packages_are_imported_where_they_are_used() -> None:
     assert early == []
 
 
-def test_only_public_jax_is_used_except_where_listed() -> None:
+def test_jax_is_used_by_public_names_except_where_listed() -> None:
     used = {
         source.place: names
         for source in package_files()

@@ -51,7 +51,7 @@ def shadowing(face: Source) -> set[str]:
     return {f"{face.module}.{name}" for name in modules & names}
 
 
-def test_no_module_name_equals_another_export() -> None:
+def test_module_names_equal_no_other_export() -> None:
     """Importing such a module anew would put it in the place of the function."""
     found = {module for face in public_api.faces() for module in shadowing(face)}
     assert found == SHADOWING.keys()

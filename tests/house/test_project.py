@@ -14,7 +14,7 @@ from shardax._core import _jax
 from tests.house.sources import PACKAGE, ROOT
 
 
-def test_every_folder_of_the_package_has_a_face() -> None:
+def test_folders_of_the_package_have_a_face() -> None:
     folders = {path.parent for path in PACKAGE.rglob("*.py")}
     assert [folder for folder in sorted(folders) if not (folder / "__init__.py").is_file()] == []
 

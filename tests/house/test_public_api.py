@@ -39,7 +39,7 @@ def test_faces_show_exactly_what_they_list() -> None:
         assert shown - listed == set()
 
 
-def test_every_face_is_on_the_api_page() -> None:
+def test_faces_are_on_the_api_page() -> None:
     page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
     on_page = set(re.findall(r"^   (shardax\S*)$", page, flags=re.MULTILINE))
     with_names = {face.module for face in faces() if any(names_on(face))}

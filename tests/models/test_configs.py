@@ -170,7 +170,7 @@ def test_flat_name_warns_and_is_its_path(name: str):
     assert [warning.filename for warning in warned] == [__file__]
 
 
-def test_many_flat_names_are_one_warning():
+def test_transformer_config_of_many_flat_names_warns_once():
     with pytest.warns(DeprecationWarning, match="deprecated") as warned:
         config = TransformerConfig(
             num_layers=1, num_heads=8, window=4, num_experts=4, expert_dim=8, norm="layer"

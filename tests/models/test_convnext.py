@@ -88,7 +88,7 @@ def test_results_and_files_equal_transformers(kind: str, head: str, tmp_path: Pa
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_each_tensor_changes_the_logits(kind: str, tmp_path: Path):
+def test_convnext_logits_depend_on_each_tensor(kind: str, tmp_path: Path):
     model = initialised(tmp_path, content_of(kind))
     expected = run(model, PIXELS)
     for path, variable in sx.iter_variables(model):
@@ -185,7 +185,9 @@ def test_absent_fields_have_the_defaults_of_transformers(tmp_path: Path):
         ({"num_labels": 0}, "num_classes"),
     ],
 )
-def test_what_a_config_cannot_say_is_refused(fields: Any, problem: str, tmp_path: Path):
+def test_from_pretrained_refuses_what_a_config_cannot_say(
+    fields: Any, problem: str, tmp_path: Path
+):
     (tmp_path / "config.json").write_text(json.dumps(content_of("convnext", **fields)))
     save_file({}, tmp_path / "model.safetensors")
     with pytest.raises(PretrainedError) as caught:
@@ -301,7 +303,7 @@ def normalize_responses(model: Any) -> None:
         (normalize_responses, "no way to say response_norm=True"),
     ],
 )
-def test_other_edits_are_refused_by_path(edit: Any, problem: str, tmp_path: Path):
+def test_save_pretrained_refuses_other_edits_by_path(edit: Any, problem: str, tmp_path: Path):
     model = initialised(tmp_path, content_of("convnext"))
     edit(model)
     with pytest.raises(PretrainedError) as caught:

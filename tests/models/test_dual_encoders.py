@@ -444,7 +444,7 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_a_pair_would_lose_is_refused(name: str, tmp_path: Path):
+def test_save_pretrained_refuses_what_a_pair_would_lose(name: str, tmp_path: Path):
     edit, says = REFUSED[name]
     model = from_pretrained(folder_of("clip"))
     edit(model)

@@ -104,7 +104,7 @@ def test_tokens_are_pooled_without_padding(how: str, places: tuple[int, ...]):
     np.testing.assert_allclose(pool_tokens(hidden, how=how), whole[how], rtol=1e-6)
 
 
-def test_other_ways_to_pool_are_refused():
+def test_pool_tokens_refuses_other_ways_to_pool():
     with pytest.raises(LayerInputError, match="how='max'"):
         pool_tokens(np.ones((1, 2, 3)), how="max")
     with pytest.raises(LayerInputError, match=r"a mask of shape \(2,\)"):

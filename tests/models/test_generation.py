@@ -234,7 +234,7 @@ def test_stream_yields_the_tokens_of_a_run(model: Decoder) -> None:
     assert [[*prompt, *new] for prompt, new in rows] == lists(generate(model, PROMPTS, **options))
 
 
-def test_other_lengths_of_a_bucket_compile_nothing(model: Decoder) -> None:
+def test_generate_compiles_nothing_for_other_lengths_of_a_bucket(model: Decoder) -> None:
     sampling = {"temperature": 0.3, "top_p": 0.9}
     generate(model, [[1, 2], [3]], max_new_tokens=16, **sampling)
     compiled: list[str] = []

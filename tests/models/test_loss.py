@@ -108,7 +108,7 @@ def test_targets_of_the_ignore_index_are_left_out(loss):
 
 
 @pytest.mark.parametrize("loss", [_logits_loss, _blocks_loss, _model_loss])
-def test_other_targets_out_of_range_give_nan(loss):
+def test_cross_entropy_of_other_targets_out_of_range_is_nan(loss):
     for bad in (-1, -8, 8, -101):
         targets = TARGETS.copy()
         targets[0, 0] = bad

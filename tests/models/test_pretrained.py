@@ -228,7 +228,7 @@ def test_saved_tied_head_must_equal_the_embedding(tmp_path: Path):
 
 
 @pytest.mark.parametrize("name", ["llama", "phi3", "gpt_neox", "gpt2"])
-def test_each_device_reads_only_its_slices(
+def test_from_pretrained_reads_only_its_slices_on_each_device(
     name: str, tmp_path: Path, mesh: jax.sharding.Mesh, monkeypatch: pytest.MonkeyPatch
 ):
     peers.make(tmp_path, name)
@@ -298,7 +298,7 @@ def drop(folder: Path, *names: str, **added: np.ndarray) -> None:
     save_file({**held, **added}, file)
 
 
-def test_all_unfit_tensors_are_named_at_once(tmp_path: Path):
+def test_from_pretrained_names_all_unfit_tensors_at_once(tmp_path: Path):
     peers.make(tmp_path, "llama")
     drop(tmp_path, "model.norm.weight", "lm_head.weight", extra=np.ones(3, np.float32))
     change_config(tmp_path, intermediate_size=40)
@@ -312,7 +312,7 @@ def test_all_unfit_tensors_are_named_at_once(tmp_path: Path):
         assert part in str(caught.value)
 
 
-def test_without_strict_missing_parameters_are_initialised(tmp_path: Path):
+def test_from_pretrained_without_strict_initialises_missing_parameters(tmp_path: Path):
     peers.make(tmp_path, "llama")
     drop(tmp_path, "lm_head.weight", extra=np.ones(3, np.float32))
     with pytest.warns(UserWarning, match=r"tensor is there: lm_head\.weight; not read, .*: extra"):

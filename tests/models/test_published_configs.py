@@ -497,7 +497,7 @@ def test_pooler_is_read_without_the_head(tmp_path: Path):
     assert from_pretrained(tmp_path / "bare").config.pool.dense
 
 
-def test_other_tensors_than_the_head_are_named(tmp_path: Path):
+def test_from_pretrained_names_other_tensors_than_the_head(tmp_path: Path):
     content = {**SIZES, "model_type": "roberta", "architectures": ["RobertaForMaskedLM"]}
     initialized(tmp_path / "model", content)
     file = tmp_path / "model" / "model.safetensors"

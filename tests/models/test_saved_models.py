@@ -411,7 +411,7 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_would_be_lost_is_refused(name: str, loaded: Any, tmp_path: Path):
+def test_save_pretrained_refuses_what_would_be_lost(name: str, loaded: Any, tmp_path: Path):
     edit, says = REFUSED[name]
     model = loaded()
     edit(model)

@@ -39,7 +39,7 @@ def lines(file: io.StringIO) -> list[str]:
     return [line.strip() for line in re.split(r"[\r\n]+", plain(file)) if line.strip()]
 
 
-def test_only_a_terminal_that_redraws_is_live(
+def test_is_live_is_true_of_a_redrawing_terminal_only(
     terminal: Terminal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert is_live(terminal)
@@ -48,7 +48,7 @@ def test_only_a_terminal_that_redraws_is_live(
     assert not is_live(terminal)
 
 
-def test_without_rich_nothing_is_live(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_is_live_without_rich_is_false(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
     found = importlib.util.find_spec
 
     def without(name: str, *rest: Any) -> Any:

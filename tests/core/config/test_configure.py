@@ -62,7 +62,7 @@ def changed_from(before: dict[str, Any]) -> dict[str, Any]:
 # --- what is set ---
 
 
-def test_without_settings_nothing_changes_and_all_are_shown() -> None:
+def test_configure_without_settings_changes_nothing_and_shows_all() -> None:
     before = everything()
     configuration = sx.configure()
     assert changed_from(before) == {}
@@ -202,7 +202,7 @@ def test_invalid_setting_is_refused_and_changes_nothing(
     assert changed_from(before) == {}
 
 
-def test_all_invalid_settings_are_named_and_none_set() -> None:
+def test_configure_names_all_invalid_settings_and_sets_none() -> None:
     before = everything()
     with pytest.raises(ConfigureError) as caught:
         sx.configure(x64="yes", debug_nans=True, seed=1.5, cache_min_seconds="fast")  # pyright: ignore[reportArgumentType]

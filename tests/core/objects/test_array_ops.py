@@ -108,7 +108,7 @@ def test_conversions_equal_those_of_the_array() -> None:
         bool(sx.Variable(FLOATS))
 
 
-def test_it_is_a_sequence_as_its_array_is() -> None:
+def test_variable_is_a_sequence_as_its_array_is() -> None:
     variable = sx.Param(FLOATS)
     assert len(variable) == 2
     assert [row.tolist() for row in variable] == FLOATS.tolist()
@@ -192,7 +192,7 @@ def test_numbers_and_numpy_arrays_get_jax_canonical_dtype(value: Any, dtype: Any
 
 
 @given(seed=st.integers(-(2**31), 2**31 - 1))
-def test_every_int32_is_kept(seed: int) -> None:
+def test_variable_keeps_every_int32(seed: int) -> None:
     assert int(sx.Variable(seed)) == seed
 
 
@@ -210,7 +210,7 @@ def test_number_too_wide_for_jax_is_refused(number: int) -> None:
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_what_is_not_made_of_arrays_is_refused(value: Any) -> None:
+def test_variable_refuses_value_not_made_of_arrays(value: Any) -> None:
     with pytest.raises(VariableValueError, match="A Variable holds arrays"):
         sx.Variable(value)
     variable = sx.Variable(1.0)

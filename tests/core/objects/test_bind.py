@@ -196,7 +196,7 @@ def test_mismatched_value_is_refused_with_its_place(variables: Any, message: str
     assert sx.bind(slots, fitting).kernel is fitting[0]
 
 
-def test_all_mismatches_are_listed_in_one_error() -> None:
+def test_bind_lists_all_mismatches_in_one_error() -> None:
     slots, _ = sx.unbind(linear())
     with pytest.raises(ModuleError, match=r"2 of 3(.|\n)*variables\[0\](.|\n)*variables\[2\]"):
         sx.bind(slots, [sx.Param(0.0), *sx.unbind(linear())[1][:1], 3])

@@ -31,7 +31,7 @@ def test_packed_array_is_an_array_again() -> None:
     assert one["w"].tolist() == [1.0, 1.0] and other is one["w"]
 
 
-def test_what_is_read_lands_on_the_given_mesh() -> None:
+def test_landing_on_reads_pickled_mesh_as_given_mesh() -> None:
     written = pickle.dumps(jax.make_mesh((1,), ("data",)))
     here = jax.make_mesh((1, 1), ("data", "model"))
     with landing_on(here):

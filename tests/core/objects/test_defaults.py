@@ -103,7 +103,7 @@ def test_with_64_bits_the_default_may_have_them() -> None:
 
 
 @pytest.mark.parametrize("name", ["", "cpu:", "cpu:x", "cpu:-1", ":1", "cpu 1", 0, None])
-def test_what_names_no_device_is_refused(name: Any) -> None:
+def test_default_device_refuses_what_names_no_device(name: Any) -> None:
     with pytest.raises(ModuleError, match="does not name a device"), sx.default_device(name):
         pass
     if name is not None:

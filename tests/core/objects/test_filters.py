@@ -107,7 +107,7 @@ def test_everything_must_come_last() -> None:
 
 
 @pytest.mark.parametrize("wrong", [1, 1.5, {"a": 1}, PARAM], ids=["int", "float", "dict", "Param"])
-def test_what_is_no_filter_is_refused(wrong: Any) -> None:
+def test_to_predicate_refuses_what_is_no_filter(wrong: Any) -> None:
     with pytest.raises(FilterError, match=r"not a filter\. Use a Variable type"):
         to_predicate(wrong)
 

@@ -183,7 +183,7 @@ def test_update_of_a_lazy_variable_replaces_its_recipe() -> None:
     assert not model["w"].is_lazy and model["w"].value.tolist() == [0.0, 0.0]
 
 
-def test_every_misfit_is_listed_and_nothing_is_changed() -> None:
+def test_update_lists_every_misfit_and_changes_nothing() -> None:
     tower = _tower()
     tower.nested = sx.Variable({"a": jnp.ones(1)})
     tower.lazy = _lazy()

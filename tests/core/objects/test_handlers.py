@@ -63,7 +63,7 @@ VALUES: dict[str, tuple[Any, list[Any]]] = {
 
 
 @pytest.mark.parametrize(("value", "keys"), VALUES.values(), ids=VALUES.keys())
-def test_every_kind_rebuilds_from_its_children(value: Any, keys: list[Any]) -> None:
+def test_handler_rebuilds_every_kind_from_its_children(value: Any, keys: list[Any]) -> None:
     handler = handler_of(value)
     pairs = handler.children(value)
     assert [key for key, _ in pairs] == keys
@@ -76,11 +76,11 @@ def test_every_kind_rebuilds_from_its_children(value: Any, keys: list[Any]) -> N
 
 
 @pytest.mark.parametrize("value", [1, "text", None, jnp.ones(2), abs, int, sx.Param(1.0)])
-def test_other_values_have_no_children(value: Any) -> None:
+def test_handler_of_other_values_has_no_children(value: Any) -> None:
     assert list(handler_of(value).children(value)) == []
 
 
-def test_only_objects_lists_and_dicts_have_identity() -> None:
+def test_has_identity_is_true_of_objects_lists_and_dicts_only() -> None:
     identical = {name for name, (value, _) in VALUES.items() if handler_of(value).has_identity}
     assert identical == {"list", "dict", "ordered dict", "Module", "List", "Dict"}
     assert handler_of(sx.Param(1.0)).has_identity

@@ -59,7 +59,7 @@ def nested(key: Any, shape: tuple[int, ...], dtype: Any) -> Any:
     ],
     ids=lambda value: getattr(value, "__qualname__", str(value)),  # workers compare ids
 )
-def test_only_what_is_elementwise_is_computed_in_parts(
+def test_initializer_program_computes_only_elementwise_in_parts(
     initializer: Any, impl: str, in_parts: bool, auto_mesh: Mesh
 ) -> None:
     sharding = NamedSharding(auto_mesh, P("data", "model"))
@@ -82,7 +82,7 @@ def test_programs_are_found_again_by_what_they_do(auto_mesh: Mesh) -> None:
     assert program(INIT.normal(0.1), P("data")) is not program(INIT.normal(0.1), P("model"))
 
 
-def test_each_program_is_compiled_once(programs_compiled: list[str]) -> None:
+def test_compile_together_compiles_each_program_once(programs_compiled: list[str]) -> None:
     programs = [
         initializer_program(Static(INIT.normal(scale)), (3, 5), np.dtype("float32"), impl, None)
         for scale in (0.125, 0.25)
@@ -97,7 +97,9 @@ def test_each_program_is_compiled_once(programs_compiled: list[str]) -> None:
     assert len(programs_compiled) == 4
 
 
-def test_only_drawn_values_are_compiled(programs_compiled: list[str]) -> None:
+def test_initializer_programs_are_compiled_for_drawn_values_only(
+    programs_compiled: list[str],
+) -> None:
     sx.nn.Linear(2, 2, rngs=sx.Rngs(0)).kernel.value.block_until_ready()  # the seed, once for all
     programs_compiled.clear()
     layer = sx.nn.Linear(3, 29, rngs=sx.Rngs(0))

@@ -101,7 +101,7 @@ def test_key_used_twice_is_found_by_jax(run: Callable[[sx.Rngs], Any]) -> None:
         run(sx.Rngs(0))
 
 
-def test_what_streams_are_for_passes() -> None:
+def test_debug_key_reuse_accepts_intended_uses_of_streams() -> None:
     with sx.debug_key_reuse():
         rngs = sx.Rngs(0, dropout=0)
         model = sx.nn.Sequential(

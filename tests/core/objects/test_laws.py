@@ -42,7 +42,7 @@ COPIES: dict[str, Callable[[Any], Any]] = {
 
 @given(model=models())
 @settings(max_examples=25)
-def test_every_copy_has_equal_structure_sharing_values(model: Any) -> None:
+def test_copies_of_models_have_equal_structure_sharing_values(model: Any) -> None:
     for name, duplicate in COPIES.items():
         note(name)
         assert_same_model(duplicate(model), model)

@@ -173,7 +173,7 @@ def test_passing_model_to_plain_transform_materializes_it() -> None:
     assert not param.is_lazy and float(total) == pytest.approx(float(param.sum()))
 
 
-def test_without_stream_only_keyless_initializers_work() -> None:
+def test_init_without_stream_needs_keyless_initializer() -> None:
     assert Init(jax.nn.initializers.ones, (2,)).compute().tolist() == [1.0, 1.0]
     for initializer in (INITIALIZERS["normal"], INITIALIZERS["glorot uniform"]):
         with pytest.raises(ModuleError, match=r"shape \(2, 2\) needs a random key.*rngs=rngs"):

@@ -61,7 +61,7 @@ def test_unhashable_axis_name_is_named() -> None:
         sx.Param(jnp.ones((1, 1)), axes=("a", ["b"]))
 
 
-def test_all_unhashable_entries_are_named_with_fix() -> None:
+def test_metadata_error_names_all_unhashable_entries_with_fix() -> None:
     with pytest.raises(MetadataError, match=r"\['one', 'two'\].*tuples instead of lists"):
         sx.Param(1.0, one=[1], fine=1, two={"a": 1})
 

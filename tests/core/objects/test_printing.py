@@ -106,7 +106,7 @@ def test_printing_materialises_nothing_and_works_while_tracing() -> None:
 
 @given(model=models())
 @settings(max_examples=20)
-def test_every_model_prints_each_object_once(model: Any) -> None:
+def test_repr_of_a_model_shows_each_object_once(model: Any) -> None:
     text = repr(model)
     drawn = text.count("Param(") + text.count("Custom(")
     kinds = [v for _, v in sx.iter_variables(model) if isinstance(v, sx.Param)]

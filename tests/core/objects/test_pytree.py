@@ -99,7 +99,7 @@ def test_tree_map_returns_an_independent_writable_model() -> None:
     assert_same_model(tower, before)
 
 
-def test_what_leaves_a_plain_transform_is_writable() -> None:
+def test_model_returned_by_plain_transform_is_writable() -> None:
     returned = jax.jit(lambda model: model)(_tower())
     returned.layers[0].attn.q.kernel[0] = 9.0
     returned.layers.append(sx.Param(1.0))
@@ -197,7 +197,7 @@ def test_write_to_copy_inside_plain_transform_is_refused(write: Callable[[Any], 
 
 
 @each_transform
-def test_every_plain_transform_refuses_writes(transform: Any) -> None:
+def test_plain_transforms_refuse_writes(transform: Any) -> None:
     refused: list[str] = []
 
     def function(copied: Linear) -> jax.Array:
@@ -273,7 +273,7 @@ UNTRACED = [
 
 @pytest.mark.parametrize(("name", "write"), UNTRACED)
 @pytest.mark.parametrize("kind", [Counting, Arrayless])
-def test_no_write_to_untraced_copy_is_lost(name: str, write: str, kind: Any) -> None:
+def test_untraced_copy_loses_no_write(name: str, write: str, kind: Any) -> None:
     transform = PASSING[name]
     model = kind()
     if write in ("counter", "draw", "lifted") and kind is Arrayless:

@@ -132,7 +132,9 @@ def test_node_contents_are_model_state_under_node_keys(make: Any, keys: tuple[An
 
 
 @every_kind
-def test_it_has_gradients_and_jit_writes_back(make: Any, keys: tuple[Any, Any]) -> None:
+def test_registered_node_has_gradients_and_jit_writes_back(
+    make: Any, keys: tuple[Any, Any]
+) -> None:
     net = Net(make)
     tied, scale, count, _ = _paths(keys)
     gradients = sx.grad(lambda net: net(2.0))(net).flat()
@@ -147,7 +149,9 @@ def test_it_has_gradients_and_jit_writes_back(make: Any, keys: tuple[Any, Any]) 
 
 
 @every_kind
-def test_every_copy_keeps_types_sharing_and_cycles(make: Any, keys: tuple[Any, Any]) -> None:
+def test_registered_node_copies_keep_types_sharing_and_cycles(
+    make: Any, keys: tuple[Any, Any]
+) -> None:
     net = Net(make)
     copies = [
         sx.clone(net),
@@ -171,7 +175,7 @@ def test_every_copy_keeps_types_sharing_and_cycles(make: Any, keys: tuple[Any, A
 
 
 @every_kind
-def test_it_is_sharded_selected_printed_mapped_and_saved(
+def test_registered_node_is_sharded_selected_printed_mapped_and_saved(
     make: Any, keys: tuple[Any, Any], tmp_path: Path
 ) -> None:
     net = Net(make)
@@ -246,7 +250,7 @@ def test_arrays_alone_stay_the_value_of_one_attribute() -> None:
     assert model.setting == Setting(0.5)
 
 
-def test_what_was_registered_as_static_is_compared_exactly() -> None:
+def test_registered_static_field_is_compared_exactly() -> None:
     def model(kind: Any) -> sx.Module:
         made = sx.Module()
         made.pair = Pair(sx.Param(1.0), 2, kind)

@@ -91,7 +91,7 @@ def test_typed_and_raw_keys_are_used_unchanged(impl: str) -> None:
     [True, 1.0, "seed", None, [1], jnp.float32(1), np.ones(2), object()],
     ids=lambda source: type(source).__name__,
 )
-def test_what_is_neither_seed_nor_key_is_refused(source: Any) -> None:
+def test_rngs_refuses_what_is_neither_seed_nor_key(source: Any) -> None:
     with pytest.raises(ModuleError, match=r"needs an integer seed or a random key.*Rngs\(0\)"):
         sx.Rngs(params=source)
 
@@ -171,7 +171,7 @@ def test_scope_of_keys_and_of_seeds_agree() -> None:
     assert bits(seeded.scope("a")()) == bits(keyed.scope("a")())
 
 
-def test_another_process_draws_the_same_numbers() -> None:
+def test_rngs_draws_the_same_numbers_in_another_process() -> None:
     here = sx.Rngs(0, dropout=1)
     here.dropout()
     keys = [here(), here.dropout(), here.scope("block").dropout(), here.fork().params()]
@@ -202,7 +202,7 @@ def test_split_fork_has_one_stream_per_slice() -> None:
     assert after.dropout.count.value.tolist() == [1, 1, 1, 1]
 
 
-def test_no_key_is_used_twice() -> None:
+def test_rngs_uses_no_key_twice() -> None:
     with jax.debug_key_reuse(True):
         rngs = sx.Rngs(0, dropout=jax.random.key(1))
         scoped, forked, split = rngs.scope("x"), rngs.fork(), rngs.fork(split=3)

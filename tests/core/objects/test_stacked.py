@@ -173,7 +173,7 @@ class Drawing(sx.Module):
         self.scale = scale
 
 
-def test_what_all_have_in_common_stays_one() -> None:
+def test_stack_objects_keeps_what_all_have_in_common_as_one() -> None:
     stream = sx.Rngs(dropout=0).dropout
     root, shared = stack_objects([Drawing(stream), Drawing(stream)], "layers")
     assert root.stream is stream

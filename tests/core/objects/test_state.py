@@ -119,7 +119,7 @@ def test_variable_holding_dict_is_one_entry() -> None:
     assert_equal_values(sx.merge(graphdef, state.to_pure_dict())[0].value, model[0].value)
 
 
-def test_it_cannot_be_written() -> None:
+def test_state_cannot_be_written() -> None:
     state: Any = sx.state(_model())
     with pytest.raises(TypeError):
         state["scale"] = 1
@@ -175,14 +175,14 @@ def test_states_of_different_variable_types_differ_in_structure() -> None:
         jax.tree.map(lambda a, b: a + b, one, other)
 
 
-def test_it_passes_through_transforms() -> None:
+def test_state_passes_through_transforms() -> None:
     state = sx.state(_model(), sx.Param)
     gradients = jax.grad(lambda s: (s.layers[1].kernel ** 2).sum())(state)
     assert gradients.layers[1].kernel.tolist() == [2.0, 2.0]
     assert list(gradients.filter(sx.Param).flat()) == [PATHS[0], PATHS[2]]
 
 
-def test_it_shows_one_line_per_value() -> None:
+def test_state_shows_one_line_per_value() -> None:
     assert repr(sx.state(_model(), sx.Param)) == (
         "State(\n  .layers[0].kernel: float32[2]\n  .layers[1].kernel: float32[2]\n)"
     )

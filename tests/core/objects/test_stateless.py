@@ -132,7 +132,7 @@ def test_writing_unpassed_variable_is_refused() -> None:
     assert int(sx.stateless_call(slots.peek, params)[0]) == 0  # reading it is fine
 
 
-def test_what_a_pure_function_cannot_return_is_refused() -> None:
+def test_stateless_call_refuses_what_a_pure_function_cannot_return() -> None:
     class Sows(sx.Module):
         def __call__(self, x: Any) -> Any:
             self.sow("seen", x)

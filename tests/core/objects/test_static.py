@@ -177,7 +177,7 @@ def test_nan_equals_itself_and_compiles_once() -> None:
 # --- functions ---
 
 
-def test_same_def_run_twice_gives_equal_keys() -> None:
+def test_exact_key_is_equal_for_same_def_run_twice() -> None:
     assert scale_by(2) is not scale_by(2)
     assert exact_key(scale_by(2)) == exact_key(scale_by(2))
     assert exact_key(recursive()) == exact_key(recursive())

@@ -113,7 +113,7 @@ def test_plain_transforms_take_and_return_it_as_static() -> None:
     assert sx.jit(lambda g, s: sx.split(sx.merge(g, s)))(graphdef, state) == (graphdef, state)
 
 
-def test_it_holds_no_value() -> None:
+def test_graphdef_holds_no_value() -> None:
     model = _model()
     arrays = [weakref.ref(v.value) for _, v in sx.iter_variables(model)]
     graphdef = sx.graphdef(model)
@@ -359,7 +359,7 @@ USES: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.usefixtures("collecting_only_what_is_new")
 @pytest.mark.parametrize("use", USES.values(), ids=USES.keys())
-def test_no_dropped_model_is_kept_alive(use: Callable[[Any], Any]) -> None:
+def test_dropped_model_is_not_kept_alive(use: Callable[[Any], Any]) -> None:
     for make in MODELS:
         model = make()
         if use is not USES["jax.jit"] or make is not _with_closure:  # jax keeps static data alive

@@ -38,7 +38,7 @@ def _in_threads(work: Callable[[int], Any]) -> list[Any]:
     ],
     ids=["stream", "default", "fork", "Init"],
 )
-def test_no_two_draws_have_one_key(draw: Callable[[Any], Any]) -> None:
+def test_rngs_shared_by_threads_draws_no_key_twice(draw: Callable[[Any], Any]) -> None:
     rngs = sx.Rngs(0)
 
     def numbers(key: Any) -> Any:

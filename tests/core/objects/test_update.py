@@ -58,7 +58,7 @@ def test_variable_accepts_value_of_its_shape_and_dtype(value: Any) -> None:
         (np.ones(2, np.float16), "dtype float32, given float16"),
     ],
 )
-def test_another_shape_or_dtype_is_refused(form: Any, value: Any, difference: str) -> None:
+def test_update_refuses_another_shape_or_dtype(form: Any, value: Any, difference: str) -> None:
     w = sx.Param(jnp.zeros(2))
     with pytest.raises(StateMismatchError, match=f"Param has {difference}; nothing was changed"):
         w.update(form(value))
@@ -109,7 +109,7 @@ def test_flat_state_updates_like_a_nested_one() -> None:
     assert float(keyed[0, 1]) == 2.0
 
 
-def test_other_dtype_is_refused_unless_cast_allows_it() -> None:
+def test_update_refuses_other_dtype_unless_cast_allows_it() -> None:
     model = Model()
     half = jax.tree.map(lambda x: x.astype(jnp.bfloat16) + 1, sx.state(model, sx.Param))
     with pytest.raises(StateMismatchError, match="cast='param'") as refused:

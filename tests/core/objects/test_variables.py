@@ -24,7 +24,7 @@ BUILT_IN = [
 
 
 @pytest.mark.parametrize("kind", [*BUILT_IN, Custom])
-def test_every_type_is_its_own_pytree_node(kind: type[sx.Variable[Any]]) -> None:
+def test_variable_type_is_its_own_pytree_node(kind: type[sx.Variable[Any]]) -> None:
     variable = kind(jnp.ones(2), axes=("embed",), tag="x")
     doubled = jax.tree.map(lambda x: 2 * x, variable)
     assert type(doubled) is kind and doubled is not variable
@@ -125,7 +125,7 @@ def test_shape_and_dtype_are_known_for_every_value(value: Any) -> None:
     assert variable.is_abstract is isinstance(value, jax.ShapeDtypeStruct)
 
 
-def test_several_arrays_have_no_single_shape() -> None:
+def test_variable_of_several_arrays_has_no_single_shape() -> None:
     with pytest.raises(AttributeError, match="pytree of 2 arrays, which has no single shape"):
         _ = sx.Variable((jnp.ones(1), jnp.ones(2))).shape
 
@@ -164,7 +164,7 @@ def test_metadata_is_read_only_except_by_set_metadata() -> None:
     assert variable.axes is None
 
 
-def test_only_effective_metadata_changes_are_structural() -> None:
+def test_set_metadata_is_structural_only_when_effective() -> None:
     variable, unseen = sx.Param(1.0, note=1), sx.Param(1.0)
     sx.graphdef([variable])
     before = structure_epoch()
@@ -221,7 +221,7 @@ def test_copies_of_lazy_variable_draw_same_numbers() -> None:
         assert_equal_values(copied.value, variable.value)
 
 
-def test_it_shows_type_dtype_shape_and_metadata() -> None:
+def test_variable_shows_type_dtype_shape_and_metadata() -> None:
     assert repr(sx.Param(_ones((2, 3)), axes=("a", None))) == (
         "Param(float32[2, 3], lazy, axes=('a', None))"
     )

@@ -61,7 +61,7 @@ def test_tested_jax_says_nothing() -> None:
 
 
 @pytest.mark.parametrize("version", [(0, 4, 38), (0, 9, 99)])
-def test_every_version_below_the_bound_is_refused(version: tuple[int, ...]) -> None:
+def test_check_version_refuses_every_version_below_the_bound(version: tuple[int, ...]) -> None:
     with pytest.raises(ImportError, match="shardax needs JAX"):
         _jax.check_version(version)
 
@@ -340,11 +340,11 @@ PROMISES: dict[str, Callable[[], None]] = {
 
 
 @pytest.mark.parametrize("promise", dict.fromkeys(PROMISES.values()), ids=lambda f: f.__name__)
-def test_what_an_entry_promises_holds_on_this_version(promise: Callable[[], None]) -> None:
+def test_jax_entry_keeps_its_promise_on_this_version(promise: Callable[[], None]) -> None:
     promise()
 
 
-def test_every_entry_promises_something() -> None:
+def test_jax_entries_all_promise_something() -> None:
     # What is no function of the module, or is none any more once it was used.
     other = {"INLINE", "ARRAYS_ONLY", "Tracer", "Literal", "jaxpr_as_fun", "trace_state"}
     own = {

@@ -73,7 +73,7 @@ def test_view_has_types_and_structure_of_layer() -> None:
     assert sx.graphdef(second) == sx.graphdef(Layer(sx.Rngs(0))) == sx.graphdef(view(root, 2))
 
 
-def test_each_part_has_one_weakly_held_view() -> None:
+def test_view_of_each_part_is_one_object_held_weakly() -> None:
     gc.collect()
     before = len(_known)
     root = stacked()
@@ -85,7 +85,7 @@ def test_each_part_has_one_weakly_held_view() -> None:
     assert len(_known) == before
 
 
-def test_it_reads_and_writes_its_part() -> None:
+def test_view_reads_and_writes_its_part() -> None:
     root = stacked()
     second = view(root, 1)
     assert second.kernel.is_lazy and root.kernel.is_lazy
@@ -130,7 +130,7 @@ def test_views_of_views() -> None:
         sx.jit(lambda first, second: None)(view(root, 1), inner)
 
 
-def test_what_is_shared_is_itself() -> None:
+def test_view_returns_shared_object_itself() -> None:
     class Shared(sx.Module):
         def __init__(self, stream: Any) -> None:
             self.stream = stream
@@ -301,7 +301,7 @@ def test_unsupported_view_operation_is_refused_without_effect(what: str) -> None
         np.testing.assert_array_equal(value, before[1][path])
 
 
-def test_one_refused_write_of_several_cancels_all() -> None:
+def test_view_writes_are_all_cancelled_when_one_is_refused() -> None:
     root = stacked()
     sx.state(root)
 

@@ -45,7 +45,7 @@ ON_MODELS: dict[str, Callable[[Any], Any]] = {
         (GRAPHDEF, "of type GraphDef"),
     ],
 )
-def test_what_holds_no_model_is_refused(name: str, given: Any, fix: str) -> None:
+def test_model_argument_without_model_is_refused(name: str, given: Any, fix: str) -> None:
     with pytest.raises(
         sx.errors.ModuleError, match=rf"sx\.{name} takes a model as its first.*{fix}"
     ):
@@ -69,7 +69,7 @@ def test_merge_wants_a_graphdef_first(given: Any) -> None:
     assert sx.graphdef(model) == GRAPHDEF
 
 
-def test_other_wrong_arguments_name_the_fix() -> None:
+def test_wrong_arguments_of_other_kinds_name_the_fix() -> None:
     with pytest.raises(StateMismatchError, match=r"\.kernel: holds arrays, given 'x'"):
         sx.merge(GRAPHDEF, {"kernel": "x", "bias": jnp.ones(3)})
     with pytest.raises(StateMismatchError, match=r"not of a list") as caught:

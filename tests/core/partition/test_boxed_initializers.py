@@ -79,7 +79,7 @@ MODELS: dict[str, Callable[[Any, sx.Rngs], Any]] = {
 
 
 @pytest.mark.parametrize("make", MODELS.values(), ids=list(MODELS))
-def test_every_layer_takes_such_an_initializer(make: Any, mesh: Mesh) -> None:
+def test_with_partitioning_initializer_is_taken_by_every_layer(make: Any, mesh: Mesh) -> None:
     model = make(with_partitioning(NORMAL, ("data", "model")), sx.Rngs(0))
     [spec] = jax.tree.leaves(sx.partition_specs(model), is_leaf=lambda x: isinstance(x, P))
     assert spec == P("data", "model") and sx.check(model, mesh) == []

@@ -350,7 +350,7 @@ def test_nested_boxes_states_and_variables_change_axes_too() -> None:
     assert again["s"].origins() == state.origins()
 
 
-def test_without_any_names_there_is_none_to_add() -> None:
+def test_add_axis_adds_no_name_where_there_are_none() -> None:
     assert Partitioned(1.0, None).add_axis(3, LAYERS) == Partitioned(1.0, None)
     assert add_axis(sx.Param(jnp.ones(2)), 0, LAYERS).axes is None
 

@@ -115,7 +115,7 @@ def test_module_gives_a_state_of_entries(mesh: Mesh) -> None:
     assert places["b"] == NamedSharding(mesh, P("model"))
 
 
-def test_one_box_knows_its_own_sharding(mesh: Mesh) -> None:
+def test_get_sharding_of_one_box_follows_its_own_names(mesh: Mesh) -> None:
     value = jnp.ones((8, 16))
     assert Partitioned(value, ("data", None)).get_sharding(mesh).spec == P("data", None)
     assert Partitioned(value, ("data", None), mesh).get_sharding().spec == P("data", None)
@@ -139,7 +139,7 @@ def test_one_box_knows_its_own_sharding(mesh: Mesh) -> None:
 # --- what is wrong --------------------------------------------------------------------------------
 
 
-def test_all_errors_are_listed_together_by_path(auto_mesh: Mesh) -> None:
+def test_get_sharding_lists_all_errors_together_by_path(auto_mesh: Mesh) -> None:
     wrong = {
         "blocks": [{"kernel": Partitioned(jnp.ones((7, 16)), ("data", "model"))}],
         "axis": Partitioned(jnp.ones((8, 16)), ("modle", None)),
@@ -315,7 +315,7 @@ def test_abstract_values_are_given_the_sharding(mesh: Mesh) -> None:
         unbox({"w": box})
 
 
-def test_without_a_mesh_values_are_as_they_are() -> None:
+def test_unbox_without_mesh_returns_values_as_they_are() -> None:
     x = np.ones((3, 5))
     assert unbox(Partitioned(x, ("data", "model"))) is x
     assert unbox(LogicallyPartitioned(x, ("batch", "embed"))) is x

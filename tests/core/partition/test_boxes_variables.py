@@ -80,7 +80,7 @@ def test_law_a_box_comes_back_as_it_was(box: Any) -> None:
     assert to_boxes({"w": variable})["w"] == box
 
 
-def test_what_changed_meanwhile_has_changed() -> None:
+def test_to_boxes_takes_over_what_changed_meanwhile() -> None:
     variable = to_variables(Partitioned(jnp.ones(2), ("a",), MESH))
     variable[...] = jnp.zeros(2)
     variable.set_metadata(axes=("b",))
@@ -112,7 +112,7 @@ def test_variable_box_goes_through_transforms() -> None:
     )
 
 
-def test_one_variable_at_two_places_becomes_two() -> None:
+def test_to_boxes_makes_two_of_one_variable_at_two_places() -> None:
     shared = sx.Param(jnp.ones(2), axes=("a",))
     first, second = to_variables(to_boxes([shared, shared]))
     assert first is not second and first is not shared
@@ -128,7 +128,7 @@ def test_variables_count_as_boxes_inside_programs() -> None:
     assert unnamed.axes is None and unnamed.shape == (3, 2)
 
 
-def test_what_is_no_variable_cannot_become_one() -> None:
+def test_to_variables_refuses_what_cannot_become_a_variable() -> None:
     nested = Partitioned(LogicallyPartitioned(1.0, ()), ())
     with pytest.raises(PartitionError, match="holds another") as caught:
         to_variables(nested)

@@ -125,7 +125,7 @@ def test_unknown_mesh_axis_error_omits_it_from_spec() -> None:
     check_facts(only(findings), "error", "unknown-mesh-axis", *facts)
 
 
-def test_without_a_mesh_the_rules_alone_decide() -> None:
+def test_spec_for_without_mesh_follows_the_rules_alone() -> None:
     rules = Rules({"mlp": "anything"})
     assert spec_for(("mlp",), (7,), None, rules, PATH) == (P("anything"), [])
 
@@ -192,7 +192,7 @@ def test_unconstrained_means_nothing_where_an_array_is_placed() -> None:
         check_facts(finding, "warning", "unconstrained", f"dimension {dimension} is UNCONSTRAINED")
 
 
-def test_all_findings_of_an_array_are_reported() -> None:
+def test_spec_for_reports_all_findings_of_an_array() -> None:
     rules = Rules([("a", "model"), ("b", "model"), ("c", "pipe"), ("d", "data")], "error", "error")
     _, findings = spec_for(("a", "b", "c", "d", "e"), (5, 8, 8, 3, 8), MESH, rules, PATH)
     assert [finding.code for finding in findings] == [
@@ -357,7 +357,7 @@ def test_erroneous_array_is_not_also_reported_large() -> None:
     assert large([record(("mlp",), (2**20 + 1,))], RULES.override({"mlp": "pipe"})) == []
 
 
-def test_no_arrays_no_rules_no_findings() -> None:
+def test_specs_for_no_arrays_and_no_rules_finds_nothing() -> None:
     assert specs_for([], MESH, Rules()) == ([], [])
 
 

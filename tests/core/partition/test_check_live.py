@@ -118,7 +118,7 @@ def test_specs_that_mean_the_same_agree(auto_mesh: Mesh) -> None:
     assert found(weight, flat.abstract_mesh) == {}
 
 
-def test_another_memory_than_was_asked_for_is_reported(mesh: Mesh) -> None:
+def test_check_reports_another_memory_than_was_asked_for(mesh: Mesh) -> None:
     kinds = [memory.kind for memory in jax.devices()[0].addressable_memories()]
     if len(kinds) < 2:
         pytest.skip("the devices have one memory only")
@@ -148,7 +148,7 @@ def test_model_not_on_mesh_has_no_findings(mesh: Mesh) -> None:
 # --- thresholds -----------------------------------------------------------------------------------
 
 
-def test_what_counts_as_large_can_be_said() -> None:
+def test_check_takes_what_counts_as_large() -> None:
     mesh = AbstractMesh((2, 4), ("data", "model"))
     weight = sx.Param(jnp.ones((16, 16)))
     assert found(weight, mesh) == {}
@@ -183,7 +183,7 @@ def test_auto_axis_before_explicit_warns_with_better_order() -> None:
 
 
 @pytest.mark.parametrize("order", [("auto", "typed"), ("typed", "auto")])
-def test_only_the_recommended_order_survives_a_program(order: Any) -> None:
+def test_mixed_axis_types_survive_a_program_in_recommended_order_only(order: Any) -> None:
     model, rules = both(order)
     sx.shard(model, MIXED, rules)
     assert model["weight"].sharding.is_equivalent_to(NamedSharding(MIXED, P(order)), 2)

@@ -94,7 +94,7 @@ def test_unconstrained_dimension_yields_mesh_axis_to_another(explicit_mesh: Mesh
     assert_laid_out(moved, explicit_mesh, P("data", "model"))
 
 
-def test_other_rules_in_scope_retrace_a_program(mesh: Mesh) -> None:
+def test_constrain_is_traced_again_under_other_rules_in_scope(mesh: Mesh) -> None:
     call = jax.jit(lambda x: sx.constrain(x, ("batch", "embed"), mesh))
     with sx.axis_rules({"batch": "data"}):
         assert_laid_out(call(rows(mesh)), mesh, P("data", None))
@@ -247,7 +247,7 @@ def test_missing_rules_are_refused_unless_ignorable(mesh: Mesh) -> None:
         ),
     ],
 )
-def test_what_cannot_be_is_refused_in_words(
+def test_constrain_refuses_impossible_layouts_in_words(
     names: Any, rules: Any, message: str, mesh: Mesh
 ) -> None:
     with pytest.raises(PartitionError, match="Cannot constrain an array") as caught:
@@ -426,6 +426,6 @@ def test_mesh_axis_taken_by_vmap_is_refused(explicit_mesh: Mesh, auto_mesh: Mesh
 @pytest.mark.parametrize(
     "value", [{"a": np.ones(2)}, jax.ShapeDtypeStruct((8, 16), np.float32)], ids=["tree", "shape"]
 )
-def test_what_is_no_array_is_refused(value: Any, mesh: Mesh) -> None:
+def test_constrain_refuses_what_is_no_array(value: Any, mesh: Mesh) -> None:
     with pytest.raises(PartitionError, match=f"of type {type(value).__name__}"):
         sx.constrain(value, ("batch", None), mesh, RULES)

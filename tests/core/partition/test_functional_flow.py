@@ -197,7 +197,7 @@ def test_vmapped_layers_initialise_and_scan_by_name(auto_mesh: Mesh) -> None:
     np.testing.assert_allclose(found, expected, rtol=2e-5, atol=1e-5)
 
 
-def test_no_device_holds_more_than_its_shards(mesh: Mesh) -> None:
+def test_initialise_puts_only_its_shards_on_a_device(mesh: Mesh) -> None:
     """Over Explicit axes too, where a program would be made of whole arrays if traced so."""
 
     def init(key: jax.Array) -> Any:
@@ -260,7 +260,7 @@ def test_result_is_a_function_of_its_key(auto_mesh: Mesh) -> None:
     assert first == again and first != other
 
 
-def test_all_problems_are_found_before_anything_is_compiled(auto_mesh: Mesh) -> None:
+def test_initialise_finds_all_problems_before_anything_is_compiled(auto_mesh: Mesh) -> None:
     ran = []
 
     def init(key: jax.Array) -> Any:
@@ -312,7 +312,7 @@ def train(wrap: Wrap, mesh: Mesh, steps: int = 3) -> tuple[list[float], Any]:
     return losses, state
 
 
-def test_both_versions_train_as_one_device_does(auto_mesh: Mesh) -> None:
+def test_training_by_mesh_axis_and_by_name_equals_one_device(auto_mesh: Mesh) -> None:
     alone = jax.jit(lambda key: init_state(by_name, key))(jax.random.key(0))
     step = jax.jit(lambda state, x: train_step(by_name, state, x, constrained=False))
     expected = []

@@ -96,7 +96,7 @@ def test_bound_methods_reuse_their_compiled_program(auto_mesh: Mesh) -> None:
     assert counted.traces == 2  # once for the shapes, once for the program
 
 
-def test_what_the_program_depends_on_makes_another(auto_mesh: Mesh) -> None:
+def test_initialise_compiles_again_for_what_the_program_depends_on(auto_mesh: Mesh) -> None:
     counted = Counted()
     init, key = plain(counted), jax.random.key(0)
     other_mesh = jax.make_mesh((2,), ("model",), devices=jax.devices()[:2])
@@ -159,7 +159,7 @@ def test_streams_advance_and_modules_enter_by_structure(auto_mesh: Mesh) -> None
     assert traces == [1, 1, 2, 2]
 
 
-def test_what_a_function_closes_over_is_read_anew(auto_mesh: Mesh) -> None:
+def test_initialise_reads_anew_what_a_function_closes_over(auto_mesh: Mesh) -> None:
     scale = sx.Param(jnp.float32(1))
 
     def init(key: jax.Array) -> Any:
@@ -212,7 +212,7 @@ def test_program_ends_with_any_of_its_functions(auto_mesh: Mesh) -> None:
     assert len(init_programs._programs) == before + 1
 
 
-def test_no_more_than_so_many_programs_are_remembered(
+def test_initialise_remembers_a_limited_number_of_programs(
     auto_mesh: Mesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(init_programs, "MOST", 2)

@@ -68,7 +68,7 @@ def test_state_sharding_or_state_of_specs_is_accepted(mesh: Mesh) -> None:
         assert specs_of(model) == {("up",): P("data", "model"), ("down",): P()}
 
 
-def test_every_path_of_a_shared_variable_is_asked(mesh: Mesh) -> None:
+def test_overrides_ask_every_path_of_a_shared_variable(mesh: Mesh) -> None:
     model = sx.shard(Tower(), mesh, RULES, overrides={sx.PathContains("head"): P(None, "data")})
     assert model.embed.sharding.spec == P(None, "data")
 
@@ -131,7 +131,7 @@ def test_malformed_overrides_are_refused_before_anything_is_computed(
         assert "error" not in {finding.severity for finding in findings}
 
 
-def test_what_is_no_filter_is_refused(mesh: Mesh) -> None:
+def test_overrides_refuse_what_is_no_filter(mesh: Mesh) -> None:
     with pytest.raises(FilterError, match="3 of type int is not a filter"):
         sx.shard(Layer(sx.Rngs(0)), mesh, RULES, overrides={3: P()})
 

@@ -118,7 +118,7 @@ def test_mesh_and_rules_in_scope_are_used(mesh: Mesh) -> None:
     assert_same_bits(values(model), values(Tower()))
 
 
-def test_without_rules_everything_is_replicated(mesh: Mesh) -> None:
+def test_shard_without_rules_replicates_everything(mesh: Mesh) -> None:
     model = sx.shard(Tower(), mesh)
     leaves = jax.tree.leaves(sx.state(model))
     assert all(leaf.sharding.is_fully_replicated for leaf in leaves)
@@ -198,9 +198,7 @@ def test_dependent_lazy_values_are_computed_after_their_sources(auto_mesh: Mesh)
     ],
     ids=str,
 )
-def test_every_initializer_is_bitwise_equal_across_meshes(
-    name: str, shape: tuple[int, int]
-) -> None:
+def test_initializer_is_bitwise_equal_across_meshes(name: str, shape: tuple[int, int]) -> None:
     initializer, size = INITIALIZERS[name]
     mesh = make_mesh(shape)
     made = [sx.Param(sx.Init(initializer, size, rngs=sx.Rngs(0))) for _ in range(2)]
@@ -267,7 +265,7 @@ for kind in (AxisType.Auto, AxisType.Explicit):
 """
 
 
-def test_every_generator_is_bitwise_equal_when_sharded() -> None:
+def test_generators_are_bitwise_equal_when_sharded() -> None:
     # By itself, because without LLVM's optimizations, as tests compile (see the root conftest.py),
     # the last bits of normal numbers of "rbg" depend on how large the computed part is.
     environment = {**os.environ}
@@ -402,7 +400,7 @@ def unchanged(model: Any, attempt: Callable[[], Any], error: type[Exception]) ->
     return caught.value
 
 
-def test_all_unplaceable_arrays_are_listed_in_one_error(mesh: Mesh) -> None:
+def test_shard_lists_all_unplaceable_arrays_in_one_error(mesh: Mesh) -> None:
     rngs = sx.Rngs(0)
     model = {
         "fine": kernel(rngs, (8, 8), ("embed", "mlp")),

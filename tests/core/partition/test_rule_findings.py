@@ -41,7 +41,7 @@ def test_missing_mesh_axis_error_names_the_rule() -> None:
     assert "'expert'" in texts[2]
 
 
-def test_without_a_mesh_the_rules_alone_are_judged() -> None:
+def test_check_without_mesh_judges_the_rules_alone() -> None:
     assert found(sx.Rules([("embed", "dta"), ("embed", "dta")]), None) == [
         ("warning", "shadowed-rule")
     ]
@@ -119,7 +119,7 @@ def test_valid_rules_are_returned_unchanged(mesh: Mesh) -> None:
         assert sx.partition.current_rules() == rules
 
 
-def test_all_errors_are_raised_at_once(mesh: Mesh) -> None:
+def test_validate_raises_all_errors_at_once(mesh: Mesh) -> None:
     rules = sx.Rules([("embed", "dta"), ("mlp", "model"), ("heads", "modle")])
     with pytest.raises(PartitionCheckError) as caught:
         rules.validate(mesh)

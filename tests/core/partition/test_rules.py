@@ -51,7 +51,7 @@ def _read(word: str) -> Any:
     return tuple(word.split("+")) if "+" in word else word
 
 
-def test_every_result_agrees_with_flax_linen() -> None:
+def test_logical_to_mesh_axes_agrees_with_flax_linen() -> None:
     assert len(GOLDEN["rules"]) * len(GOLDEN["names"]) > 6000
     different = []
     for text, row in GOLDEN["rules"].items():
@@ -67,7 +67,7 @@ def test_names_none_give_none() -> None:
     assert logical_to_mesh_axes(None, {"a": "x"}) is None
 
 
-def test_no_names_give_an_empty_spec() -> None:
+def test_logical_to_mesh_axes_of_no_names_is_an_empty_spec() -> None:
     assert logical_to_mesh_axes((), {"a": "x"}) == P()
 
 

@@ -29,7 +29,7 @@ A, B = Rules({"embed": "x"}), Rules({"embed": "y"})
 # --- rules ----------------------------------------------------------------------------------------
 
 
-def test_without_scope_rules_are_empty_and_everything_replicated() -> None:
+def test_current_rules_without_scope_are_empty_and_replicate_everything() -> None:
     assert current_rules() == Rules()
     assert logical_to_mesh_axes(("embed", "mlp")) == P(None, None)
 
@@ -125,7 +125,7 @@ def test_generators_and_coroutines_cannot_be_decorated(function: Callable[..., A
     assert run_advice(caught.value, "with axis_rules(...)", names) == A
 
 
-def test_only_changed_rules_retrace_a_jitted_function() -> None:
+def test_axis_rules_retrace_a_jitted_function_only_when_changed() -> None:
     traced: list[Rules] = []
 
     @jax.jit
@@ -188,7 +188,7 @@ def test_something_else_given_raises() -> None:
         resolve_mesh({"data": 2})  # type: ignore[arg-type]  # the wrong type is the point
 
 
-def test_no_mesh_in_scope_gives_none_under_jit() -> None:
+def test_resolve_mesh_without_mesh_in_scope_is_none_under_jit() -> None:
     seen = []
     jax.jit(lambda x: (seen.append(resolve_mesh()), x)[1])(1.0)
     assert [*seen, resolve_mesh()] == [None, None]

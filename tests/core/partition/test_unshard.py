@@ -71,7 +71,7 @@ def test_arrays_return_from_host_memory(auto_mesh: Mesh) -> None:
         assert_same_bits(values(model), values(Tower(depth=1)))
 
 
-def test_what_is_no_device_is_refused(mesh: Mesh) -> None:
+def test_unshard_refuses_what_is_no_device(mesh: Mesh) -> None:
     model = sx.shard(Tower(depth=1), mesh, RULES)
     before = devices_of(model)
     with pytest.raises(TransformError, match=r"device='cpu' is of type str.*jax.devices"):

@@ -92,7 +92,7 @@ def test_invalid_seeds_are_refused_and_change_nothing(seed: Any) -> None:
     assert sx.random.get_state() == before
 
 
-def test_many_keys_are_no_seed() -> None:
+def test_seed_refuses_many_keys() -> None:
     with pytest.raises(ModuleError, match=r"4 of shape \(2, 2\).*key\[0\]"):
         sx.random.seed(jax.random.split(jax.random.key(0), (2, 2)))
 
@@ -212,7 +212,7 @@ def test_isolated_threads_do_not_depend_on_timing() -> None:
 # --- processes ---
 
 
-def test_several_processes_of_one_program_need_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_key_stream_of_several_processes_needs_a_seed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jax, "process_count", lambda: 4)
     with pytest.raises(ModuleError, match=r"runs in 4 processes.*seed\(0\)"):
         KeyStream(None).state()

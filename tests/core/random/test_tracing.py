@@ -78,7 +78,7 @@ def test_draws_inside_a_transform_are_refused(transform: str) -> None:
 
 
 @pytest.mark.parametrize("name", USES)
-def test_every_function_of_the_stream_refuses_tracing(name: str) -> None:
+def test_random_functions_refuse_tracing(name: str) -> None:
     def use(x: Any) -> Any:
         USES[name]()
         return x

@@ -24,7 +24,7 @@ def model() -> Model:
     return Model()
 
 
-def test_each_part_has_holes_for_the_other(model: Model) -> None:
+def test_partition_leaves_holes_for_the_other_part(model: Model) -> None:
     selected, rest = sx.select(model).at(lambda m: (m.layers[0], m.pair[1])).partition()
     assert selected.first == HOLE and rest.first is model.first
     assert selected.layers == [model.layers[0], HOLE] and rest.layers == [HOLE, model.layers[1]]

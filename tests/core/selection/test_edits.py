@@ -59,7 +59,7 @@ def unchanged(model: Any) -> tuple[Any, int]:
 # --- what an edit shares ---
 
 
-def test_only_what_leads_to_an_edit_is_new(model: Model) -> None:
+def test_set_makes_anew_only_what_leads_to_an_edit(model: Model) -> None:
     sx.graphdef(model)
     before = unchanged(model)
     new = sx.select(model).at(lambda m: m.layers[1].rate).set(0.1)
@@ -127,7 +127,7 @@ def test_attributes_keep_their_order(model: Model) -> None:
 # --- what an edit puts where ---
 
 
-def test_one_value_goes_to_every_place(model: Model) -> None:
+def test_set_puts_one_value_at_every_place(model: Model) -> None:
     layer = Layer(7)
     new = sx.select(model).at(lambda m: m.layers).at_children().set(layer)
     assert list(new.layers) == [layer, layer]

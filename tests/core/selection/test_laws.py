@@ -126,7 +126,7 @@ def test_taking_apart_and_putting_together_gives_the_same(model: Node, narrow: A
 
 @MANY
 @given(models(), NARROW_TO_VARIABLES)
-def test_every_variable_is_in_one_part(model: Node, narrow: Any) -> None:
+def test_partition_puts_every_variable_in_one_part(model: Node, narrow: Any) -> None:
     selection = narrow(sx.select(model))
     selected, rest = selection.partition()
     assert user_variables(selected) == {id(variable) for variable in selection}
@@ -191,7 +191,7 @@ def test_exception_undoes_edits_in_place(model: Node, narrow: Any, edit: Any) ->
 
 @MANY
 @given(models(), NARROW)
-def test_every_selection_has_a_text(model: Node, narrow: Any) -> None:
+def test_selection_has_a_text_and_stays_lazy(model: Node, narrow: Any) -> None:
     lazy = [variable.is_lazy for _, variable in sx.iter_variables(model)]
     selection = narrow(sx.select(model))
     assert repr(selection).startswith(f"Selection of {selection.count()} place")

@@ -74,7 +74,7 @@ def test_narrowing_leaves_the_selection_as_it_was(model: Model) -> None:
 # --- any tree ---
 
 
-def test_every_kind_of_container_is_walked() -> None:
+def test_selection_walks_every_kind_of_container() -> None:
     holder = sx.Module()
     holder.method = sx.nn.Sequential(sx.nn.RMSNorm(2)).__call__
     holder.partial = functools.partial(takes, sx.Param(1.0), y=sx.Param(2.0))

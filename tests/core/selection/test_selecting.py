@@ -94,7 +94,7 @@ def test_classes_may_be_a_union_or_a_tuple(model: Model, classes: Any) -> None:
     assert found.keypaths() == (("blocks", 0), ("blocks", 1), ("norms", 0))
 
 
-def test_what_is_no_class_is_refused(model: Model) -> None:
+def test_at_instances_of_refuses_what_is_no_class(model: Model) -> None:
     with pytest.raises(SelectionError, match="at_subtrees_where"):
         sx.select(model).at_instances_of(lambda x: True)
 
@@ -370,7 +370,7 @@ def test_children_are_what_is_directly_inside(model: Model) -> None:
     assert inside.keypaths() == (("norms", 0), ("norms", 1), ("embed", "value"))
 
 
-def test_one_place_is_picked_by_number(model: Model) -> None:
+def test_pick_nth_picks_one_place_by_number(model: Model) -> None:
     blocks = sx.select(model).at_instances_of(Block)
     assert blocks.pick_nth(1).get() is blocks.pick_nth(-1).get() is model.blocks[1]
     for n in (2, -3):

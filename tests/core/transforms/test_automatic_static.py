@@ -123,7 +123,7 @@ def test_remat_and_jitted_take_the_request_too() -> None:
     ["relu", None, True, Mode.ONE, Config((1, "a")), jnp.tanh, np.sum, len, int, b"x", jnp.float32],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
-def test_other_hashable_values_are_static_and_unchanged(value: Any) -> None:
+def test_automatic_static_takes_other_hashable_values_unchanged(value: Any) -> None:
     run, traces = counted(lambda x, options: (received.append(options), x)[1])
     received: list[Any] = []
     run(1.0, {"here": [value]})
@@ -211,7 +211,7 @@ def test_models_may_accompany_static_leaves() -> None:
     assert [int(m.calls) for m in models] == [3, 3]
 
 
-def test_one_trace_serves_calls_under_every_transform() -> None:
+def test_automatic_static_needs_one_trace_under_every_transform() -> None:
     run, _ = counted(scaled)
     call = lambda x: run({"x": x, "mode": "a", "k": 2.0})  # noqa: E731
     results = [

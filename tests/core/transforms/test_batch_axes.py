@@ -159,7 +159,7 @@ def test_state_entries_keep_their_variable_types() -> None:
         assert y.tolist() == [6.0, 6.0, 6.0, 6.0]
 
 
-def test_all_ambiguous_arrays_are_listed() -> None:
+def test_batch_axes_lists_all_ambiguous_arrays() -> None:
     with pytest.raises(TransformError) as caught:
         sx.batch_axes([jnp.ones((2, 2)) for _ in range(15)], 2)
     assert str(caught.value).count("float32[2, 2]") == 12 and "and 3 more" in str(caught.value)

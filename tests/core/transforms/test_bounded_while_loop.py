@@ -69,7 +69,9 @@ def test_ending_exactly_at_the_limit_is_converging(mode: Any) -> None:
 
 @every_mode
 @pytest.mark.parametrize(("limit", "converged"), [(0, True), (3, False)])
-def test_no_steps_at_all(mode: Any, limit: int, converged: bool) -> None:
+def test_bounded_while_loop_of_no_steps_returns_the_start(
+    mode: Any, limit: int, converged: bool
+) -> None:
     run = functools.partial(
         sx.bounded_while_loop, _below(limit), _add_one, history=_add_one, differentiable=mode
     )
@@ -81,7 +83,7 @@ def test_no_steps_at_all(mode: Any, limit: int, converged: bool) -> None:
 
 
 @every_mode
-def test_without_a_history_there_is_none(mode: Any) -> None:
+def test_bounded_while_loop_without_history_returns_none(mode: Any) -> None:
     result = sx.bounded_while_loop(_below(2), _add_one, 0, max_steps=3, differentiable=mode)
     assert result.history is None and len(jax.tree.leaves(result)) == 3
 

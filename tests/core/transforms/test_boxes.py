@@ -63,7 +63,7 @@ def test_new_boxes_have_name_at_out_axis(axis: int) -> None:
     assert box.names.index("layers") == axis % 3
 
 
-def test_without_a_name_the_new_dimension_is_unnamed() -> None:
+def test_vmap_without_axis_name_adds_an_unnamed_dimension() -> None:
     box = sx.vmap(lambda _: named("a"), out_axes=1)(jnp.arange(COUNT))
     assert box.names == ("a", None) and box.value.shape == (2, COUNT)
 

@@ -59,7 +59,7 @@ def test_switch_may_have_one_branch() -> None:
     assert float(sx.switch(5, [lambda v: v.replace(v + 1).value], total)) == 2.0
 
 
-def test_each_branch_is_traced_once() -> None:
+def test_cond_traces_each_branch_once() -> None:
     traced = []
 
     def branch(name: str, model: Scale) -> Any:
@@ -174,7 +174,7 @@ def test_choices_nest() -> None:
     assert int(total) == 100
 
 
-def test_only_the_taken_branch_draws_random_numbers() -> None:
+def test_cond_draws_random_numbers_in_the_taken_branch_only() -> None:
     rngs, same = sx.Rngs(noise=0), sx.Rngs(noise=0)
 
     def draw(rngs: sx.Rngs) -> Any:

@@ -156,7 +156,7 @@ def test_law_transforms_of_containers_match_a_tuple(kind: str, build: Any, calls
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_such_containers_are_arguments_results_and_carries(kind: str) -> None:
+def test_registered_containers_are_arguments_results_and_carries(kind: str) -> None:
     make = KINDS[kind]
 
     def add(pair: Any, x: Any) -> Any:

@@ -111,7 +111,7 @@ def test_pure_functions_have_the_tangents_of_jax(name: str, zero: bool) -> None:
     assert jax.tree.map(float, results[0]) == jax.tree.map(float, results[1])
 
 
-def test_what_a_rule_loses_is_refused_by_path() -> None:
+def test_custom_jvp_refuses_what_a_rule_loses_by_path() -> None:
     model, made = _model(), _made(wrt=sx.Cache)
     with pytest.raises(TransformError, match=r"arrives at the Param at \.model\.w, for which"):
         sx.grad(lambda m: made(m, X).sum())(model)

@@ -161,7 +161,7 @@ def test_shard_map_sums_gradients_of_replicated_values(auto_mesh: Any, wrap: Any
     np.testing.assert_allclose(found["factor"], 10 * slope, rtol=1e-5, atol=1e-5)
 
 
-def test_without_differentiation_the_function_itself_runs() -> None:
+def test_custom_vjp_without_differentiation_runs_the_function_itself() -> None:
     function = sx.custom_vjp(lambda x: x)
     function.defvjp(lambda x: (x + 100, None), lambda residuals, ct: (ct,))
     assert float(function(1.0)) == 1.0 and float(sx.jit(function)(1.0)) == 1.0
@@ -199,7 +199,7 @@ def test_higher_derivatives() -> None:
 
 
 @pytest.mark.usefixtures("collecting_only_what_is_new")
-def test_no_tracer_is_left_behind() -> None:
+def test_custom_vjp_leaves_no_tracer_behind() -> None:
     model = Sine()
     with jax.checking_leaks():
         sx.grad(sx.jit(lambda m, x: _twice(tenfold)(m, x)))(model, X)

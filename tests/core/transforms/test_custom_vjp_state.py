@@ -17,7 +17,7 @@ from tests.core.transforms.rules import Sine, X, flat, tenfold
 # --- state that the forward writes ---
 
 
-def test_what_fwd_writes_is_carried_back_when_differentiated() -> None:
+def test_custom_vjp_carries_back_writes_of_fwd_when_differentiated() -> None:
     def fwd(model: Scale, x: Any) -> Any:
         model.calls += 10
         model.seen = sx.Intermediate(x)
@@ -323,7 +323,7 @@ def test_invalid_rule_raises_with_the_reason(
         ),
     ],
 )
-def test_what_a_call_refuses(call: Any, error: type[Exception], message: str) -> None:
+def test_custom_vjp_refuses_wrong_calls(call: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         call()
 

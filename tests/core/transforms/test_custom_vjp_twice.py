@@ -41,7 +41,7 @@ def test_variable_of_two_arguments_is_refused(wrap: Any) -> None:
     assert float(wrap(lambda m: rule(m, m))(model)) == 9  # without a gradient
 
 
-def test_another_gradient_beside_one_arriving_twice() -> None:
+def test_custom_vjp_keeps_another_gradient_beside_one_arriving_twice() -> None:
     rule, model = _rule(), Weight(3.0)
     gradient = sx.grad(lambda x: rule(model, model) * x)(2.0)
     assert float(gradient) == 9

@@ -152,7 +152,9 @@ def test_global_bound_again_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
     ids=["list", "dict", "nested", "object", "JAX array"],
 )
-def test_what_a_closure_holds_may_change(start: Any, change: Callable[[Any], None]) -> None:
+def test_eager_cond_sees_changes_of_what_a_closure_holds(
+    start: Any, change: Callable[[Any], None]
+) -> None:
     def total(held: Any) -> Any:
         held = vars(held) if isinstance(held, Options) else held
         return sum(jnp.sum(leaf) for leaf in jax.tree.leaves(held))
@@ -179,7 +181,7 @@ def test_name_bound_again_is_seen_by_a_function_made_anew() -> None:
     assert results == [4.0] * 3 + [9.0] * 3 + [16.0, 25.0]
 
 
-def test_one_function_reads_settings_when_traced_as_in_jax() -> None:
+def test_eager_fori_loop_reads_settings_when_traced_as_in_jax() -> None:
     settings = {"scale": 2.0}
 
     def body(i: Any, x: Any) -> Any:

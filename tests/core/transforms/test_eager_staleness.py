@@ -275,7 +275,7 @@ def test_cleared_counter_of_one_function_traces_nothing(transform: str) -> None:
     ],
     ids=["logger", "vmap", "remat", "jit", "jax.jit", "optax", "lru_cache"],
 )
-def test_what_is_constant_is_no_reason_to_trace(inner: Callable[[Any], Any]) -> None:
+def test_eager_cond_is_traced_once_with_constants(inner: Callable[[Any], Any]) -> None:
     traces = []
 
     def branch(x: Any) -> Any:

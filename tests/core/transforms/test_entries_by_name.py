@@ -68,7 +68,7 @@ def test_argument_without_an_entry_is_refused() -> None:
         sx.vmap(_scaled, in_axes={"model": 0})(_model(), XS, scale=XS)
 
 
-def test_other_dicts_are_entries_of_containers() -> None:
+def test_in_axes_of_other_dicts_are_entries_of_containers() -> None:
     add = sx.vmap(lambda pair: pair["a"] + pair["b"], in_axes={"a": 0, "b": None})
     assert add({"a": XS, "b": 1.0}).tolist() == [1.0, 2.0, 3.0, 4.0]
 

@@ -398,6 +398,6 @@ def test_allow_int_differentiates_integers_as_jax() -> None:
         (lambda: sx.grad(lambda v: v**2, holomorphic=True)(sx.Param(1.0)), r"has dtype float32"),
     ],
 )
-def test_what_has_no_gradient_is_named(call: Any, message: str) -> None:
+def test_grad_names_what_has_no_gradient(call: Any, message: str) -> None:
     with pytest.raises(TransformError, match=message):
         call()

@@ -48,7 +48,7 @@ def test_jacobian_of_shared_variable_sums_its_uses(name: str) -> None:
 
 
 @JACOBIANS
-def test_several_arguments_and_aux(name: str) -> None:
+def test_jacobian_of_several_arguments_with_aux(name: str) -> None:
     def f(model: Any, x: Any) -> Any:
         y = _outputs(model, x)["y"]
         return y, (model, {"y": y})

@@ -80,7 +80,7 @@ FORMS: dict[str, Callable[[Methods], Any]] = {
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_every_form_of_callable_runs_and_writes_back(form: str) -> None:
+def test_jit_of_every_form_of_callable_runs_and_writes_back(form: str) -> None:
     model = Methods()
     for calls in (1, 2, 3):
         assert FORMS[form](model).tolist() == [1.0, 1.0]

@@ -61,7 +61,7 @@ def test_unwritten_donated_variable_is_still_readable() -> None:
     assert values(model) == {("factor",): [1.0, 1.0], ("calls",): 0}
 
 
-def test_only_the_chosen_arguments_are_donated() -> None:
+def test_jit_donates_the_chosen_arguments_only() -> None:
     kept, given = Scale(), Scale()
     batch, state = jnp.ones(2), jnp.full(2, 3.0)
     kept_arrays, given_arrays = _arrays(kept), _arrays(given)

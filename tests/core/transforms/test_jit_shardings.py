@@ -51,7 +51,7 @@ def _vector() -> Box:
     return model
 
 
-def test_one_sharding_covers_every_variable_of_a_module(on: Sharding) -> None:
+def test_in_shardings_entry_covers_every_variable_of_a_module(on: Sharding) -> None:
     compiled = sx.jit(lambda m: m.a * m.b, in_shardings=on("data")).lower(_vector()).compile()
     (state,), _ = compiled.input_shardings
     assert {path: s.spec for path, s in state.flat().items()} == {

@@ -123,7 +123,7 @@ def test_static_arguments_among_variadic_ones() -> None:
     assert float(compiled(2.0, "a", "b")) == 4.0
 
 
-def test_other_stages_take_static_arguments_too() -> None:
+def test_eval_shape_and_lower_take_static_arguments_too() -> None:
     run = sx.jit(lambda model, times, x: model(x) * times, static_argnums=1)
     model = Scale()
     assert run.eval_shape(model, 3, jnp.ones(2)).shape == (2,)

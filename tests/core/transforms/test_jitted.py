@@ -186,7 +186,7 @@ def test_wrappers_nest_around_any_part_of_a_model(around: Callable[[Any], Any]) 
 
 
 @AROUND
-def test_only_callable_modules_are_wrapped(around: Callable[[Any], Any]) -> None:
+def test_jitted_and_remat_wrap_callable_modules_only(around: Callable[[Any], Any]) -> None:
     class Silent(sx.Module):
         pass
 
@@ -245,7 +245,7 @@ def test_inside_jit_it_joins_the_outer_program() -> None:
     np.testing.assert_allclose(sx.jit(sx.Jitted(noisy()))(X), plain(X), rtol=1e-5, atol=1e-8)
 
 
-def test_it_compiles_under_other_transforms() -> None:
+def test_jitted_compiles_under_other_transforms() -> None:
     layer = sx.Jitted(fresh_class()(sx.Rngs(0)))
     for _ in range(3):
         sx.grad(lambda layer: layer(X).sum())(layer)

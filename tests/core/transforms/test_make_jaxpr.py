@@ -119,7 +119,7 @@ def test_static_arguments_and_decorator_forms() -> None:
         ),
     ],
 )
-def test_what_make_jaxpr_refuses(call: Any, error: type[ShardaxError], message: str) -> None:
+def test_make_jaxpr_refuses_wrong_calls(call: Any, error: type[ShardaxError], message: str) -> None:
     with pytest.raises(error, match=message):
         call()
 

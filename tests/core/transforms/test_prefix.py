@@ -66,7 +66,7 @@ def test_mapping_from_state_matches_exact_paths() -> None:
 # --- prefixes of trees ---
 
 
-def test_one_entry_covers_everything_below() -> None:
+def test_expand_spreads_one_entry_over_everything_below() -> None:
     tree = {"m": Scale(), "y": [jnp.ones(1), 2.0], "n": None}
     assert _spread(7, tree) == {
         ("x", "m", "factor"): 7,
@@ -167,7 +167,7 @@ def test_further_paths_are_valid_paths(model: Any) -> None:
 
 
 @given(models(), st.integers())
-def test_every_variable_gets_exactly_one_entry(model: Any, entry: int) -> None:
+def test_expand_gives_every_variable_exactly_one_entry(model: Any, entry: int) -> None:
     spread = list(expand(entry, model, "in_axes"))
     assert [path for path, _, _ in spread] == list(sx.state(model).flat())
     assert {value for _, _, value in spread} <= {entry}

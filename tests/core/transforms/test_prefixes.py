@@ -184,7 +184,7 @@ def test_filters_match_all_paths_of_a_variable(way: Way) -> None:
     assert first.startswith("  .model.embed: ") and second.startswith("  .model.head: ")
 
 
-def test_another_number_of_entries_names_the_arguments(way: Way) -> None:
+def test_prefix_of_another_number_of_entries_names_the_arguments(way: Way) -> None:
     message = _fails(way, PrefixError, lambda m: way(lambda a, b: _square(a), (way.one,) * 3)(m, m))
     assert message.startswith(f"{way.into} has 3 entries") and "(a, b)" in message
 
@@ -222,7 +222,7 @@ def test_filters_choose_among_variables_only(way: Way) -> None:
     assert message.startswith(f"{way.into} gives a {name} for the argument at .x, which holds no")
 
 
-def test_other_mapping_type_is_refused_by_name(way: Way) -> None:
+def test_prefix_of_other_mapping_type_is_refused_by_name(way: Way) -> None:
     other = sx.StateSharding if way.mapping is sx.StateAxes else sx.StateAxes
     prefix = other({...: None})
     message = _fails(way, PrefixError, lambda m: way(_step, (prefix,))(m))

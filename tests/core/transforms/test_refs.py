@@ -153,7 +153,7 @@ def test_with_vars_changes_chosen_variables_alone() -> None:
         sx.with_vars(model, ref=True)
 
 
-def test_what_a_ref_cannot_do_is_refused(auto_mesh: Mesh) -> None:
+def test_ref_variable_refuses_what_a_ref_cannot_do(auto_mesh: Mesh) -> None:
     model = _model()
     with pytest.raises(DonationError, match=r"The Param at \.model\.w holds a jax\.Ref") as caught:
         sx.jit(lambda model: model.w.sum(), donate_argnums=0)(model)

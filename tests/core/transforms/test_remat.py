@@ -273,7 +273,7 @@ def test_exception_leaves_everything_untouched() -> None:
 
 
 @pytest.mark.usefixtures("collecting_only_what_is_new")
-def test_no_tracer_is_left_behind() -> None:
+def test_remat_leaves_no_tracer_behind() -> None:
     model = Noisy()
     with jax.checking_leaks():
         sx.jit(sx.grad(_loss(sx.remat(_call))))(model, X)
@@ -313,7 +313,7 @@ def _edit_outside(model: Scale) -> Any:
         (lambda: _edit_outside(Scale()), ForeignMutationError, r"'extra' of Scale inside sx\.rem"),
     ],
 )
-def test_what_remat_refuses(call: Any, error: type[ShardaxError], message: str) -> None:
+def test_remat_refuses_wrong_calls(call: Any, error: type[ShardaxError], message: str) -> None:
     with pytest.raises(error, match=message) as caught:
         call()
     if "is a str" in message:

@@ -144,7 +144,7 @@ def test_captured_models_are_named_as_in_function() -> None:
     assert second == [(".others[1].rate: 0.5 (float) -> 0.75 (float)",)]
 
 
-def test_other_containers_around_the_arguments_are_named() -> None:
+def test_explain_retraces_names_other_containers_around_arguments() -> None:
     run, model = sx.jit(lambda t: t[0].factor * 1), Scale()
     run([model])
     assert _reasons(run, lambda: run((model,))) == [
@@ -244,7 +244,7 @@ def test_report_is_written_to_file_or_stderr(capsys: pytest.CaptureFixture[str])
     assert file.getvalue() == expected and capsys.readouterr().err == expected
 
 
-def test_other_threads_and_later_calls_are_unreported() -> None:
+def test_explain_retraces_omits_other_threads_and_later_calls() -> None:
     import threading
 
     forward, model = _start()

@@ -116,7 +116,7 @@ def test_otherwise_may_be_a_guarded_function() -> None:
     np.testing.assert_allclose(jax.jit(jax.vmap(jax.grad(sinc)))(x), [0.0, slope], rtol=1e-5)
 
 
-def test_several_operands_and_what_is_only_broadcast() -> None:
+def test_safe_where_broadcasts_several_operands() -> None:
     def ratio(a: Any, b: Any) -> Any:
         return sx.safe_where(b != 0, lambda a, b: a / b, a, b, otherwise=9.0, stand_in=1.0)
 

@@ -66,7 +66,7 @@ class TestCarry:
         double = sx.scan(lambda c: c * 2, in_axes=Carry, out_axes=Carry, length=5)
         assert float(double(1.0)) == 32
 
-    def test_without_a_carry_all_results_are_stacked(self) -> None:
+    def test_scan_without_carry_stacks_all_results(self) -> None:
         rows = sx.scan(lambda x, y: {"sum": x + y}, in_axes=0, out_axes=0)(
             jnp.arange(3.0), jnp.ones(3)
         )
@@ -331,7 +331,7 @@ class TestSown:
             self.sow("seen", x)
             return self.scale * x
 
-    def test_what_a_carried_module_sows_is_stacked(self) -> None:
+    def test_scan_stacks_what_a_carried_module_sows(self) -> None:
         model = self.Sower()
         sx.scan(lambda m, x: (m, m(x)))(model, jnp.arange(3.0))
         assert [rows.tolist() for rows in model.seen.value] == [[0, 1, 2]]
@@ -344,7 +344,7 @@ class TestSown:
         model(jnp.float32(9))
         assert [rows.tolist() for rows in model.seen.value] == [[0, 1, 2], [0, 1], 9]
 
-    def test_what_stacked_layers_sow_lies_along_their_axis(self) -> None:
+    def test_scan_puts_what_stacked_layers_sow_along_their_axis(self) -> None:
         layers = sx.vmap(lambda _: self.Sower(), in_axes=0)(jnp.ones(4))
         sx.scan(lambda m, x: m(x), in_axes=(0, Carry), out_axes=Carry)(layers, jnp.float32(1))
         assert [rows.tolist() for rows in layers.seen.value] == [[1, 2, 4, 8]]

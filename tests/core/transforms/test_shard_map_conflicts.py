@@ -59,7 +59,7 @@ def test_different_values_of_replicated_result_are_refused(auto_mesh: Mesh) -> N
             sx.shard_map(function, mesh=auto_mesh, in_specs=P("data"), out_specs=out)(jnp.ones(8))
 
 
-def test_without_check_vma_the_caller_vouches_for_equality(mesh: Mesh) -> None:
+def test_shard_map_without_check_vma_trusts_the_caller_for_equality(mesh: Mesh) -> None:
     table = Table()
     run = sx.shard_map(
         lambda table, x: table(x),

@@ -312,7 +312,7 @@ def test_model_of_other_structure_raises_with_path(edit: Any, message: str) -> N
         (lambda c: c([Scale()], 1.0), r"the arguments have other containers"),
     ],
 )
-def test_other_arguments_raise_with_what_was_expected(call: Any, message: str) -> None:
+def test_compiled_with_other_arguments_says_what_was_expected(call: Any, message: str) -> None:
     compiled = sx.jit(_forward).lower(Scale(), 1.0).compile()
     with pytest.raises(TransformError, match=message):
         call(compiled)

@@ -42,7 +42,7 @@ OPTIONS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("first", [True, False])
 @pytest.mark.parametrize("options", OPTIONS, ids=repr)
-def test_no_update_of_a_compiled_function_is_lost(options: dict[str, Any], first: bool) -> None:
+def test_jit_in_threads_loses_no_update(options: dict[str, Any], first: bool) -> None:
     model, step = Scale(), sx.jit(_move, **options)
     if not first:
         step(model, x=1.0)
@@ -51,7 +51,7 @@ def test_no_update_of_a_compiled_function_is_lost(options: dict[str, Any], first
     assert values(model) == {("factor",): [1.0 + count] * 2, ("calls",): count}
 
 
-def test_no_update_of_different_functions_is_lost() -> None:
+def test_jit_of_different_functions_in_threads_loses_no_update() -> None:
     v = sx.Variable(jnp.zeros(()))
     calls: list[Any] = [
         sx.jit(_add),
@@ -64,7 +64,7 @@ def test_no_update_of_different_functions_is_lost() -> None:
     assert float(v) == 10 * THREADS
 
 
-def test_no_update_beside_eager_steps_is_lost() -> None:
+def test_jit_beside_eager_steps_in_threads_loses_no_update() -> None:
     v, rngs, step = sx.Variable(jnp.zeros(())), sx.Rngs(0), sx.jit(_add)
     drawn, draw = [], sx.jit(lambda rngs: rngs.noise())
 
@@ -81,7 +81,7 @@ def test_no_update_beside_eager_steps_is_lost() -> None:
     assert len({str(jax.random.key_data(key)) for key in drawn}) == 20 * THREADS
 
 
-def test_no_sown_value_is_lost() -> None:
+def test_sow_in_threads_loses_no_value() -> None:
     model, step = Box(), sx.jit(lambda m, x: m.sow("seen", x))
     assert _in_threads(lambda i: step(model, jnp.float32(i)), 5) == []
     assert sorted(map(float, model.seen.value)) == sorted(

@@ -218,7 +218,7 @@ def test_lazy_params_are_materialized() -> None:
         ),
     ],
 )
-def test_what_vjp_refuses(call: Any, error: type[ShardaxError], message: str) -> None:
+def test_vjp_refuses_wrong_calls(call: Any, error: type[ShardaxError], message: str) -> None:
     with pytest.raises(error, match=message):
         call()
 

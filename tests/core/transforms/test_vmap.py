@@ -314,7 +314,7 @@ def test_lanes_may_have_lanes() -> None:
     assert model.n.tolist() == [1.0, 1.0, 1.0]
 
 
-def test_it_is_the_same_eagerly_and_compiled() -> None:
+def test_vmap_is_the_same_eagerly_and_compiled() -> None:
     def step(m: Scale, x: Any) -> Any:
         return sx.vmap(lambda m, x: (m(x), m))(m, x)
 

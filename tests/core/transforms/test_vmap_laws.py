@@ -115,7 +115,9 @@ def test_edits_in_lanes_are_edits_of_every_lane(
 
 @given(models(), COUNTS, st.data())
 @settings(max_examples=25)
-def test_every_variable_may_have_its_own_axis(model: Any, count: int, data: st.DataObject) -> None:
+def test_vmap_maps_every_variable_along_its_own_axis(
+    model: Any, count: int, data: st.DataObject
+) -> None:
     lanes = _lane_models(_unnamed(model), count)
     axes: dict[Any, int | None] = {}
     for path, value in sx.state(model).flat().items():

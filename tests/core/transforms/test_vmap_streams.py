@@ -127,7 +127,7 @@ def test_lanes_of_lanes_draw_different_numbers() -> None:
     assert len(set(drawn.ravel().tolist())) == 6 and int(rngs.default.count) == 1
 
 
-def test_it_draws_the_same_compiled() -> None:
+def test_vmap_draws_the_same_compiled() -> None:
     def draw(r: sx.Rngs) -> Any:
         return sx.vmap(lambda r: jax.random.normal(r.noise()), axis_size=3)(r)
 

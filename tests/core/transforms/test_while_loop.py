@@ -57,7 +57,7 @@ def test_carry_is_pytree_of_arrays_and_objects() -> None:
     assert int(last["i"]) == 3 and float(tied.head) == 6.0
 
 
-def test_only_written_variables_are_carried() -> None:
+def test_fori_loop_carries_written_variables_only() -> None:
     many = Many(4)
 
     def body(i: Any, many: Many) -> Many:

@@ -176,7 +176,7 @@ def test_sown_values_are_popped_other_collections_tagged() -> None:
     assert float(gradients["variables"]["perturbations"]["inner"]) == 6.0
 
 
-def test_other_methods_are_called_by_name() -> None:
+def test_from_linen_calls_other_methods_by_name() -> None:
     model = sx.bridge.from_linen(linen.Embed(5, 2), jnp.int32([0]), rngs=sx.Rngs(0))
     table = model.variables["params"]["embedding"].value
     np.testing.assert_allclose(model.call("attend", jnp.ones((1, 2))), table.sum(1)[None])
@@ -210,7 +210,7 @@ def test_models_are_initialised_into_shards() -> None:
     np.testing.assert_allclose(kernel, peer_variables()["params"]["Dense_0"]["kernel"], rtol=1e-6)
 
 
-def test_what_is_no_linen_module_is_refused() -> None:
+def test_from_linen_refuses_what_is_no_linen_module() -> None:
     with pytest.raises(sx.bridge.BridgeError, match=r"the class .*Dense: make an instance"):
         sx.bridge.from_linen(linen.Dense)
     with pytest.raises(sx.errors.ModuleError, match=r"sx.Rngs\(0\)"):

@@ -43,7 +43,7 @@ def names() -> dict[str, Any]:
     }
 
 
-def test_every_remedy_runs(names: dict[str, Any]) -> None:
+def test_remedies_all_run(names: dict[str, Any]) -> None:
     cache = "from flax import nnx\nm = nnx.data(0)\nc = layer.init_cache(3)\n"
     texts = "\n".join(
         [

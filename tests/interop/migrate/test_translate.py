@@ -403,7 +403,7 @@ def test_translating_twice_changes_nothing_more(codes: list[str]) -> None:
 
 
 @given(st.sampled_from(sorted(NAMES)))
-def test_no_name_is_translated_beside_its_import(name: str) -> None:
+def test_translate_changes_no_name_without_its_import(name: str) -> None:
     result = translate(f"from flax import nnx\nvalue = nnx.{name}\n")
     is_left = result.left == 1
     assert is_left == ("ImportError" in result.text) == (f"nnx.{name}" in result.text)

@@ -70,7 +70,7 @@ def test_names_that_cannot_be_told_apart_are_refused(dims, text):
 
 
 @pytest.mark.parametrize("dims", [("a",), ("a", "b", "c"), ()])
-def test_there_is_one_entry_per_dimension(dims):
+def test_named_array_needs_one_entry_per_dimension(dims):
     with pytest.raises(sx.errors.NamedAxesError, match=r"\(2, 3\)"):
         NamedArray(jnp.zeros((2, 3)), dims)
 

@@ -30,7 +30,7 @@ def test_categorical_draws_at_every_other_position() -> None:
     assert named.categorical(KEY, LOGITS, "v").axes == {"a": 2, "b": 3}
 
 
-def test_each_named_key_draws_categories_by_itself() -> None:
+def test_categorical_draws_separately_for_each_named_key() -> None:
     keys = named.random_split(KEY, {"a": 2, "k": 2})
     draws = jax.jit(lambda keys: named.categorical(keys, LOGITS, "v", {"draw": 3}))(keys)
     assert draws.axes == {"a": 2, "b": 3, "draw": 3, "k": 2}

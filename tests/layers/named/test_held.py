@@ -63,7 +63,7 @@ def test_shardings_are_entries_of_initialise_and_jit(make: Any, auto_mesh: Mesh)
     assert_laid_out(sx.shard(make(), auto_mesh, RULES))
 
 
-def test_one_variable_given_twice_needs_one_entry(auto_mesh: Mesh) -> None:
+def test_in_shardings_of_variable_given_twice_must_agree(auto_mesh: Mesh) -> None:
     w = whole()
     place, other = (sx.shardings(w, auto_mesh, rules) for rules in (RULES, {"a": "model"}))
     again = sx.shardings(w, auto_mesh, RULES)

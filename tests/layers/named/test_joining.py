@@ -101,7 +101,7 @@ def test_concatenate_and_stack_undo_split_and_unstack(data):
         assert_same(found, x)
 
 
-def test_what_lacks_an_axis_is_repeated_along_it():
+def test_concatenate_and_stack_repeat_what_lacks_an_axis():
     x, y = zeros({"a": 2, "b": 3}), named.ones({"a": 1})
     joined = named.concatenate([y, x], "a")
     assert joined.axes == {"a": 3, "b": 3}

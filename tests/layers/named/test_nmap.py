@@ -78,7 +78,7 @@ def test_functions_methods_partials_and_modules_are_decorated():
     assert nmap(jnp.sin).__name__ == "sin"
 
 
-def test_it_works_under_jit_and_grad():
+def test_nmap_works_under_jit_and_grad():
     x = NamedArray(jnp.arange(3.0), ("a",))
     square = nmap(lambda v: v**2)
     assert_same(jax.jit(square)(x), x * x)
@@ -121,7 +121,7 @@ def test_captured_array_may_be_unwrapped_or_renamed():
     assert_same(nmap(lambda v: (v * other).sum("b"))(x), x * 3)
 
 
-def test_what_it_returns_must_be_arrays():
+def test_nmap_refuses_results_that_are_no_arrays():
     with pytest.raises(sx.errors.NamedAxesError, match="'text'"):
         nmap(lambda v: "text")(zeros({"a": 2}))
 

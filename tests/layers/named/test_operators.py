@@ -131,7 +131,7 @@ def test_common_storage_order_is_kept():
     assert (x + wrap(jnp.ones(5))).dims == ("b", "a", None)
 
 
-def test_other_operands_are_left_to_python():
+def test_operators_leave_other_operands_to_python():
     x = zeros({"a": 2})
     assert (x == "text") is False
     with pytest.raises(TypeError, match="NamedArray"):

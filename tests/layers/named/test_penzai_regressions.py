@@ -35,7 +35,7 @@ X = NamedArray(jnp.arange(6.0).reshape(2, 3), ("a", "b"))
         lambda: jax.jit(lambda x: x)(X),
     ],
 )
-def test_there_is_one_type(make):
+def test_named_array_is_the_type_of_all_results(make):
     assert type(make()) is NamedArray
 
 
@@ -69,7 +69,7 @@ def test_numpy_arrays_never_make_arrays_of_objects():
         np.asarray(X)
 
 
-def test_it_tells_shape_rank_size_and_sharding():
+def test_named_array_tells_shape_rank_size_and_sharding():
     assert (X.shape, X.ndim, X.size, X.sharding) == ((2, 3), 2, 6, X.data.sharding)
 
 

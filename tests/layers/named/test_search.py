@@ -187,7 +187,7 @@ START = wrap(np.array([0, 1]), "b")
         (lambda: named.logsumexp(X, None), NamedAxesError, "no axis None"),
     ],
 )
-def test_what_does_not_fit_is_refused(refused: Any, error: Any, message: str) -> None:
+def test_named_functions_refuse_what_does_not_fit(refused: Any, error: Any, message: str) -> None:
     with pytest.raises(error, match=message):
         refused()
 

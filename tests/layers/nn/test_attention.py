@@ -192,7 +192,7 @@ def test_inputs_that_do_not_fit_are_refused():
 @needs("torch")
 @pytest.mark.parametrize("mesh_kind", [None, "Auto", "Explicit"])
 @pytest.mark.parametrize("kv_heads", [4, 8])
-def test_every_option_equals_pytorch(mesh_kind: str | None, kv_heads: int):
+def test_attention_with_every_option_equals_pytorch(mesh_kind: str | None, kv_heads: int):
     import torch
 
     layer = sx.nn.MultiHeadAttention(

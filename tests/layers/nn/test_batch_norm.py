@@ -333,7 +333,7 @@ def test_layout_by_name_changes_no_result(mesh: Mesh, rules: dict[str, str]) -> 
     close(statistics(norm), statistics(again))
 
 
-def test_each_iteration_of_a_loop_moves_statistics() -> None:
+def test_batch_norm_moves_statistics_in_each_iteration_of_a_loop() -> None:
     xs, norm, looped = floats(3, 8, 4), make(), make()
     expected = [call(norm, x) for x in xs]
 

@@ -327,7 +327,7 @@ def test_result_has_documented_shape_in_input_precision(case: Descriptor):
     assert (y.shape, y.dtype) == (case.out, jnp.float32)
 
 
-def test_every_parameter_carries_its_documented_axes(case: Descriptor):
+def test_layer_parameters_carry_their_documented_axes(case: Descriptor):
     found = {path: variable.axes for path, variable in sx.iter_variables(make(case), sx.Param)}
     assert found == case.axes
     state = sx.state(make(case), sx.Param).flat()

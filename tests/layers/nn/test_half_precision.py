@@ -146,7 +146,7 @@ ELSEWHERE = {
 }
 
 
-def test_every_layer_is_tried_under_strict_promotion() -> None:
+def test_layers_are_all_tried_under_strict_promotion() -> None:
     layers = {
         name
         for name, item in vars(nn).items()

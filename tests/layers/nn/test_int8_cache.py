@@ -32,7 +32,7 @@ def call(layer: Any, x: Any, cache: Any = None) -> Any:
     return layer(x, cache=cache)
 
 
-def test_each_head_and_position_has_a_scale() -> None:
+def test_int8_cache_has_a_scale_for_each_head_and_position() -> None:
     cache: Any = nn.AttentionCache(1, 3, 1, 2, dtype="int8")
     key = np.array([[[[1.0, -0.5]], [[0.0, 0.0]]]], np.float32)
     keys, values, _, _ = cache.update(
@@ -99,7 +99,7 @@ def test_meshes_split_the_scales(mesh: Mesh) -> None:
     np.testing.assert_allclose(np.asarray(found), expected, rtol=1e-4, atol=1e-4)
 
 
-def test_other_caches_in_integers_are_refused() -> None:
+def test_integer_caches_of_other_kinds_are_refused() -> None:
     with pytest.raises(errors.LayerConfigError, match="dtype=int32, but it must be int8 or a fl"):
         nn.AttentionCache(1, 4, 1, 2, dtype=np.int32)
     with pytest.raises(errors.LayerConfigError, match="dtype=int8, but it must be a floating"):

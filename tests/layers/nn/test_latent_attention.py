@@ -182,7 +182,7 @@ def test_sizes_that_do_not_fit_are_refused(options: dict[str, Any], says: str) -
         attention(**options)
 
 
-def test_another_cache_is_refused_by_shape() -> None:
+def test_latent_attention_refuses_another_cache_by_shape() -> None:
     x = floats(1, 3, FEATURES)
     with pytest.raises(LayerInputError, match=r"LatentCache\(1, 10, 8, 2\), one for each layer"):
         attention()(x, cache=cache())

@@ -97,7 +97,7 @@ def test_biases_of_experts_are_added(dispatch: str):
 
 
 @pytest.mark.parametrize("dispatch", DISPATCHES)
-def test_one_token_in_evaluation_equals_a_loop(dispatch: str):
+def test_moe_of_one_token_in_evaluation_equals_a_loop(dispatch: str):
     moe, x = make(dispatch=dispatch, use_bias=True), X[:1, :1]  # 2 choices of 4 experts
     moe.eval()
     np.testing.assert_allclose(call(moe, x), by_hand(moe, x), rtol=1e-5, atol=1e-5)
@@ -205,7 +205,7 @@ def test_loss_is_recorded_by_the_latest_training_call():
     np.testing.assert_allclose(np.mean(popped), expected, rtol=1e-5)
 
 
-def test_each_pass_of_a_scan_adds_its_loss():
+def test_moe_adds_its_loss_in_each_pass_of_a_scan():
     moe = make(dispatch="dense")
 
     @sx.jit

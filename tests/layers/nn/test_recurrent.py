@@ -111,7 +111,7 @@ def test_results_and_gradients_equal_flax(name: str, reverse: bool) -> None:
 
 
 @pytest.mark.parametrize("name", CELLS)
-def test_both_directions_equal_flax(name: str) -> None:
+def test_bidirectional_equals_flax_in_both_directions(name: str) -> None:
     cells = make(name), make(name, seed=7)
     x = floats(BATCH, TIME, INPUTS)
     rnns = [linen.RNN(CELLS[name][1](FEATURES)) for _ in cells]

@@ -65,7 +65,7 @@ def test_decoder_weights_are_gathered_and_gradients_summed() -> None:
 
 
 @pytest.mark.parametrize("compiler", ["libtpu-*/v5e", "jax-cuda12-plugin-*/h100", "jaxlib-*/cpu"])
-def test_every_compiler_moves_the_parameters_twice(compiler: str) -> None:
+def test_parameters_are_moved_twice_by_every_compiler(compiler: str) -> None:
     moved = golden(compiler, "fully_sharded")
     assert whys(moved)[0].startswith("gathers") and whys(moved)[-1].startswith("sums the gradient")
     for kind in ("all-gather", "reduce-scatter"):
@@ -194,7 +194,7 @@ def test_activations_are_gathered_before_what_needs_them_whole(mesh: Mesh) -> No
     ],
     ids=["psum", "pmax", "ppermute"],
 )
-def test_what_a_program_asks_for_itself_says_so(
+def test_attribution_says_what_a_program_asks_for_itself(
     mesh: Mesh, collective: Callable[[Any], Any], why: str
 ) -> None:
     f = jax.shard_map(

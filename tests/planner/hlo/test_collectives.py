@@ -346,7 +346,7 @@ def test_slice_outside_fusion_is_no_reduce_scatter() -> None:
         ),
     ],
 )
-def test_other_collectives_of_several_arrays_in_a_fusion(
+def test_fused_collectives_of_several_arrays_count_all_arrays(
     line: str, result: str, expected: tuple[Any, ...]
 ) -> None:
     before = joined(f"%c = {line}")

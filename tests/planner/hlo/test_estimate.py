@@ -337,7 +337,7 @@ def test_persistent_cache_does_not_hide_the_program(tmp_path: Path) -> None:
         compilation_cache.reset_cache()
 
 
-def test_what_cannot_be_compiled_says_so() -> None:
+def test_partitioned_text_says_what_cannot_be_compiled() -> None:
     @jax.jit
     def calls_what_is_not_there(x: Any) -> Any:
         return jax.ffi.ffi_call("shardax_no_such_call", jax.ShapeDtypeStruct((8,), jnp.float32))(x)

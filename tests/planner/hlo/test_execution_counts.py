@@ -91,7 +91,7 @@ def test_count_is_that_of_running_the_loop(
     assert trips(first, limit, step, direction) == (count if count <= 100 else None)
 
 
-def test_what_the_compiler_wrote_is_taken() -> None:
+def test_trips_are_taken_as_the_compiler_wrote_them() -> None:
     written = ', backend_config={"known_trip_count":{"n":"7"},"known_init_step":{"init":"0"}}'
     assert trips(0, 5, 1, written=written) == 7
 

@@ -40,7 +40,7 @@ def groups(attributes: str, devices: int = 8) -> Groups:
         ("{}", [[0, 1, 2, 3, 4, 5, 6, 7]]),
     ],
 )
-def test_each_form_of_groups_is_read(text: str, expected: list[list[int]]) -> None:
+def test_groups_are_read_in_each_form(text: str, expected: list[list[int]]) -> None:
     read = groups(f"channel_id=1, replica_groups={text}, use_global_device_ids=true")
     assert sorted(map(sorted, read.lists())) == sorted(map(sorted, expected))
     assert read.size == max(map(len, expected))
@@ -60,7 +60,7 @@ SIZES = st.lists(st.integers(1, 4), min_size=1, max_size=4)
 
 
 @given(SIZES, st.data())
-def test_all_group_notations_along_mesh_axes_agree(sizes: list[int], data: st.DataObject):
+def test_group_notations_along_mesh_axes_agree(sizes: list[int], data: st.DataObject):
     """Groups along a set of axes, printed in each form, are read alike and found along them."""
     names = [f"axis_{index}" for index in range(len(sizes))]
     along = data.draw(st.lists(st.sampled_from(range(len(sizes))), unique=True, max_size=4))

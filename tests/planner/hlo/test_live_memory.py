@@ -39,7 +39,7 @@ def test_arguments_and_results_count() -> None:
     assert peak(lambda x: (x + 1, x * 2), squares()) == pytest.approx(3, abs=0.01)
 
 
-def test_what_is_elementwise_on_the_way_takes_nothing() -> None:
+def test_peak_counts_nothing_for_elementwise_values_on_the_way() -> None:
     # The argument, the first product (whose tanh is written for the second), and the result.
     found = peak(lambda x: jnp.exp(jnp.tanh(x + 1) * 2).sum(), squares())
     assert found == pytest.approx(1, abs=0.01)

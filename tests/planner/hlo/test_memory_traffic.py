@@ -52,7 +52,7 @@ def once(program: Program) -> float:
     ],
     ids=["dot", "elementwise", "softmax", "slice", "update", "layout", "concat", "grad", "window"],
 )
-def test_without_loops_it_is_what_xla_counts(f: Callable[..., Any], args: list[Any]) -> None:
+def test_traffic_without_loops_is_what_xla_counts(f: Callable[..., Any], args: list[Any]) -> None:
     compiled = jax.jit(f).lower(*args).compile()
     assert (
         once(parse(compiled.as_text() or "")) == (compiled.cost_analysis() or {})["bytes accessed"]

@@ -92,7 +92,7 @@ def test_multi_slice_meshes_get_a_slice_axis() -> None:
     ]
 
 
-def test_only_the_batch_is_split_over_slices() -> None:
+def test_find_candidates_splits_only_the_batch_over_slices() -> None:
     space = space_of(meshes=mesh_shapes(8, ("data",), slices=2))
     for layout in find_candidates(DIMENSIONS, space, SMALL, None).layouts:
         assert {n for n, t in layout.rules if "slice" in mesh_axes_of(t)} <= {"batch"}

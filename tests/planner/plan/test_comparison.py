@@ -305,7 +305,7 @@ def test_impossible_layout_fails_the_assertion() -> None:
 
 
 @pytest.mark.parametrize("bound", ["26 GB", "<= many", "", "<= 3 GBs", None])
-def test_what_is_no_bound_is_refused(bound: Any) -> None:
+def test_assert_layout_refuses_what_is_no_bound(bound: Any) -> None:
     with pytest.raises(PlanInputError, match="is no bound"):
         plan.assert_layout(train_step, (Mlp(), X), TP, MESH, wire_bytes={"data": bound})
 

@@ -124,7 +124,7 @@ def test_error_stream_without_file_is_left_alone(capfd: pytest.CaptureFixture[st
                 os.close(each)
 
 
-def test_only_what_is_written_meanwhile_is_heard(tmp_path: Path) -> None:
+def test_record_stderr_returns_only_what_is_written_meanwhile(tmp_path: Path) -> None:
     kept = os.dup(2)
     try:
         with (tmp_path / "log").open("a+b") as file:

@@ -45,7 +45,7 @@ def lowered_mlp(mesh: Mesh, rows: int = 256) -> jax.stages.Lowered:
 # --- which compilers there are --------------------------------------------------------------------
 
 
-def test_every_compiler_has_a_label_or_install_command() -> None:
+def test_known_compilers_have_a_label_or_install_command() -> None:
     assert [info.kind for info in plan.known_compilers()] == ["cpu", "tpu", "gpu"]
     for info in plan.known_compilers():
         assert bool(info.label) == info.installed

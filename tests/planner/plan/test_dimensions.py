@@ -249,7 +249,7 @@ def test_groups_in_a_batch_have_their_own_products() -> None:
     }
 
 
-def test_what_nothing_needs_is_not_counted() -> None:
+def test_products_that_nothing_needs_are_not_counted() -> None:
     def step(weight: Any, x: jax.Array) -> jax.Array:
         jnp.tanh(x @ weight.value)
         return x.sum()
@@ -362,7 +362,7 @@ def test_law_replicated_compute_is_a_lower_bound(
 
 
 @given(st.dictionaries(st.sampled_from(["batch", "embed", "mlp"]), st.sampled_from("abc")))
-def test_another_rule_never_means_more_replicated_compute(rules: dict[str, str]) -> None:
+def test_replicated_compute_never_grows_with_another_rule(rules: dict[str, str]) -> None:
     sizes = {"a": 2, "b": 3, "c": 4}
     found = PERCEPTRON
     less = found.replicated_compute(rules, sizes)

@@ -32,7 +32,7 @@ def test_table_has_the_accelerators_that_are_documented() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_figure_has_a_source(name: str) -> None:
+def test_hardware_figures_have_a_source(name: str) -> None:
     chip = TABLE[name]
     figures = [
         "peak_flops", "memory_bytes", "usable_bytes", "memory_bandwidth", "link_bandwidth",
@@ -112,7 +112,7 @@ def test_compiler_is_told_of_every_gpu(name: str) -> None:
 
 
 @pytest.mark.parametrize("alias", ["a100", "Trillium", "ironwood", "tpu7x", "v5litepod", "H100"])
-def test_other_names_are_known(alias: str) -> None:
+def test_find_hardware_knows_other_names(alias: str) -> None:
     assert plan.find_hardware(alias) in TABLE.values()
 
 
@@ -199,7 +199,7 @@ def _toml(value: Any) -> str:
 
 
 @given(name=st.sampled_from(NAMES))
-def test_every_known_hardware_can_be_written_to_file(
+def test_load_hardware_reads_every_known_chip_from_file(
     tmp_path_factory: pytest.TempPathFactory, name: str
 ) -> None:
     chip = TABLE[name]

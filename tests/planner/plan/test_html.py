@@ -61,7 +61,7 @@ def test_page_loads_nothing_external_and_links_resolve(text: str) -> None:
     assert [a["href"] for a in read.all("a")] == [f"#{each}" for each in ids]
 
 
-def test_it_says_what_the_plan_says(text: str) -> None:
+def test_html_page_says_what_the_plan_says(text: str) -> None:
     said = " ".join("".join(Reader(text).texts).split())
     for each in (
         "2 of 8 layouts fit; 2 too large, 3 rejected before compiling, 1 failed to compile.",

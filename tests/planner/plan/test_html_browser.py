@@ -85,7 +85,9 @@ def test_link_of_the_table_unfolds_its_layout(browser: Any, page: Path) -> None:
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [390, 1280])
-def test_all_is_in_sight_and_can_be_read(browser: Any, page: Path, width: int, scheme: str) -> None:
+def test_html_page_is_all_in_sight_and_can_be_read(
+    browser: Any, page: Path, width: int, scheme: str
+) -> None:
     show(browser, page, width, scheme)
     browser.execute_script("document.querySelectorAll('details').forEach(d => d.open = true)")
     assert browser.execute_script("return innerWidth") == width

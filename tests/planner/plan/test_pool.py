@@ -170,7 +170,7 @@ def test_unimportable_step_is_an_input_error(
         planned_by(pool, Inputs(step, args))
 
 
-def test_only_shapes_are_sent() -> None:
+def test_pool_evaluator_sends_only_shapes() -> None:
     step, (model, x) = perceptron(embed=512, mlp=2048)
     with PoolEvaluator(Inputs(step, (model, x)), TARGET, processes=1) as pool:
         assert pool._task.stat().st_size < 20_000  # the weights are 8 MiB

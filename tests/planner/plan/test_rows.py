@@ -177,7 +177,7 @@ def test_notes_say_the_network_of_a_node(
     assert (chip.node_size, chip.network_bandwidth * 8 / 1e9) == (node_size, gigabits)
 
 
-def test_other_notes_leave_hardware_as_it_is() -> None:
+def test_chip_of_other_notes_leaves_hardware_as_it_is() -> None:
     known = plan.find_hardware("v5e")
     assert chip_of(hw="v5e", kind="tpu", hw_note="8 x 400 Gb") == known
 

@@ -116,7 +116,7 @@ def test_binary_file_is_refused_by_name(tmp_path: Path) -> None:
         read_rules(tmp_path / "f.toml")
 
 
-def test_what_no_file_can_hold_is_not_written(tmp_path: Path) -> None:
+def test_write_rules_refuses_what_no_file_can_hold(tmp_path: Path) -> None:
     one = NamedRules("a", Rules())
     for layouts in ([], [one, one], [NamedRules("\ud800", Rules())]):
         with pytest.raises(PartitionError):

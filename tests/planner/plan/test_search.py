@@ -70,7 +70,7 @@ def test_plan_notes_count_candidates_by_outcome() -> None:
     assert compiled == "compiled: 4 fits"
 
 
-def test_only_finalists_are_compiled_with_full_effort() -> None:
+def test_search_compiles_only_finalists_with_full_effort() -> None:
     options = {**FAST, "effort": "full"}
     fixed = {"embed": None}
     found = plan.search(*perceptron(), "cpu:8", meshes=EIGHT, fix=fixed, finalists=1, **options)
@@ -213,7 +213,7 @@ def test_step_on_no_rows_multiplies_nothing() -> None:
         ({"batch": [8]}, r"plan.search\(make_step, \(\), target, batch=\[32, 64\]\)"),
     ],
 )
-def test_what_cannot_be_searched_is_refused(options: Any, said: str) -> None:
+def test_search_refuses_what_cannot_be_searched(options: Any, said: str) -> None:
     with pytest.raises(sx.errors.PlanInputError, match=said):
         plan.search(*perceptron(), "cpu:8", **{**FAST, **options})
 

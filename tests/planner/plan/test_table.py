@@ -121,11 +121,11 @@ def test_note_names_only_a_readable_number_of_layouts() -> None:
     assert Note("no", ("a", "b", "c", "d", "e")).source() == "(5: a, b, c and 2 more)"
 
 
-def test_no_layout_at_all_is_told_too() -> None:
+def test_outcome_line_tells_of_no_layout_at_all() -> None:
     assert outcome_line("cpu:8", []) == "cpu:8: 0 of 0 layouts fit"
 
 
-def test_several_batch_sizes_show_time_per_example() -> None:
+def test_render_shows_time_per_example_for_several_batch_sizes() -> None:
     small, large = (
         report(
             f"batch:{n}",
@@ -143,7 +143,7 @@ def test_several_batch_sizes_show_time_per_example() -> None:
     ]
 
 
-def test_only_the_best_are_shown_of_many(plan: Plan) -> None:
+def test_render_shows_only_the_best_of_many(plan: Plan) -> None:
     text = render(plan, 110, top=1)
     assert "fsdp 16x1    16 x 1" not in text and "1=  fsdp 16x1" in text
     assert " 3  dp 16x1" not in text
@@ -161,7 +161,7 @@ def test_terminal_output_is_colored_and_file_output_plain(plan: Plan) -> None:
     assert all(word in coloured for line in words for word in line)
 
 
-def test_without_rich_plan_prints_as_plain_text(
+def test_show_without_rich_prints_plain_text(
     plan: Plan, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in [name for name in sys.modules if name.partition(".")[0] == "rich"]:

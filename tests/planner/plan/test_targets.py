@@ -113,7 +113,7 @@ def test_invalid_target_error_suggests_valid_ones(text: str, words: str) -> None
     assert repr(text) in str(caught.value)
 
 
-def test_what_is_no_text_is_no_target() -> None:
+def test_target_parse_refuses_what_is_no_text() -> None:
     with pytest.raises(TargetError, match="this is a list"):
         plan.Target.parse(["tpu:v5e:4x4"])  # pyright: ignore[reportArgumentType]
 
@@ -151,7 +151,7 @@ def test_mesh_of_wrong_size_error_suggests_one() -> None:
 
 
 @pytest.mark.parametrize("sizes", [{}, {"data": 0}, {"data": 2.0}, {"data": True}])
-def test_what_is_no_mesh_is_an_error(sizes: dict[str, Any]) -> None:
+def test_check_mesh_refuses_what_is_no_mesh(sizes: dict[str, Any]) -> None:
     with pytest.raises(TargetError, match=r"A mesh is sizes by axis, such as \{'data': 16\}"):
         plan.Target.parse("tpu:v5e:4x4").check_mesh(sizes)
 
@@ -230,7 +230,7 @@ def test_gpus_use_switch_within_node_network_between() -> None:
     assert (data.inner, data.outer, data.network_bandwidth, data.crosses) == (2, 8, 5e10, True)
 
 
-def test_one_device_has_no_links() -> None:
+def test_target_of_one_device_has_no_links() -> None:
     alone = plan.Target.parse("tpu:v5e:1x1").links({"data": 1})["data"]
     assert (alone.group_size, alone.bandwidth, alone.dimensions) == (1, 0, ())
 

@@ -40,7 +40,7 @@ def test_quick_run_records_each_form(monkeypatch, tmp_path):
 
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("flag", [False, True])
-def test_every_choice_gives_the_same(flag):
+def test_choices_all_give_the_same(flag):
     x = jnp.eye(4)
     expected = (control_flow.heavy if flag else control_flow.light)(x)
     for form in control_flow.choices().values():
@@ -49,14 +49,14 @@ def test_every_choice_gives_the_same(flag):
 
 
 @pytest.mark.usefixtures("small")
-def test_every_elementwise_choice_gives_the_same():
+def test_element_choices_all_give_the_same():
     x = jnp.array([-1.0, 0.0, 4.0])
     for form in control_flow.element_choices().values():
         np.testing.assert_allclose(form(x), [0.0, 0.0, 2.0])
 
 
 @pytest.mark.usefixtures("small")
-def test_every_loop_gives_the_same():
+def test_loops_all_give_the_same():
     weight, x = jnp.eye(4), jnp.ones(4)
     expected = control_flow.in_python(weight, x)
     for form in control_flow.loops().values():

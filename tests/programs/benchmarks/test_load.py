@@ -23,7 +23,7 @@ def test_quick_run_records_each_way_to_load(monkeypatch, tmp_path, capsys):
     assert {line.count("|") for line in lines} == {6}
 
 
-def test_all_ways_load_the_same_tensors(tmp_path):
+def test_opponents_all_load_the_same_tensors(tmp_path):
     file = load.write_model(load.QUICK, "float32", tmp_path / "model")
     load.check_equal(file)
     ways = load.opponents(file)

@@ -14,7 +14,7 @@ import plan_models
 import pytest
 
 
-def test_every_parallel_form_is_timed_beside_raw_jax(monkeypatch, tmp_path):
+def test_parallel_times_every_form_beside_raw_jax(monkeypatch, tmp_path):
     written = run_here(parallel, tmp_path, monkeypatch)
     names = " ".join(record["name"] for record in written["records"])
     forms = ("gpipe", "circular", "ring", "experts, dropless", "experts, capacity", "ZeRO",

@@ -55,7 +55,7 @@ def test_close_layouts_may_be_in_any_order():
     assert plan_rank.failures_of("made up", found) == ["made up: regret is 12.0%, under 10%"]
 
 
-def test_one_of_five_clear_pairs_reversed_fails():
+def test_score_with_one_of_five_clear_pairs_reversed_fails():
     found = plan_rank.score(records([0.15, 0.168, 0.60, 0.30]), "planner")
     assert (found["in_order"], found["clear_pairs"], found["regret"]) == (4, 5, 0.0)
     assert len(plan_rank.failures_of("made up", found)) == 1
@@ -72,7 +72,7 @@ def test_equal_values_share_their_rank():
     assert math.isclose(plan_rank.spearman([1, 2, 3, 4], [1, 3, 2, 4]), 0.8)
 
 
-def test_there_are_twelve_layouts_over_all_four_meshes():
+def test_layouts_are_twelve_over_all_four_meshes():
     assert len(plan_rank.LAYOUTS) == 12
     assert {mesh for _, mesh in plan_rank.LAYOUTS.values()} == {(8, 1), (4, 2), (2, 4), (1, 8)}
 

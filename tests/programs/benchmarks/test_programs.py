@@ -81,7 +81,7 @@ def test_compiled_train_step_equals_that_of_raw_jax(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_both_decoders_give_equal_loss_and_gradients(tied):
+def test_decoders_of_shardax_and_jax_give_equal_loss_and_gradients(tied):
     config = Config(layers=1, tied=tied)
     params = raw_decoder.init(config, jax.random.key(0))
     model = _decoder_steps.shardax_decoder(config)

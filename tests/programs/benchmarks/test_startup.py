@@ -7,7 +7,7 @@ import sys
 import startup
 
 
-def test_both_programs_take_a_first_step(monkeypatch, tmp_path):
+def test_startup_programs_both_take_a_first_step(monkeypatch, tmp_path):
     path = tmp_path / "figures.json"
     monkeypatch.setattr(sys, "argv", ["startup", "--quick", "--json", str(path)])
     assert startup.main() == 0

@@ -20,7 +20,7 @@ def test_quick_run_records_each_opponent(monkeypatch, tmp_path):
     assert [r["name"] for r in written["records"]] == [static_auto.BASELINE, "auto", "keywords"]
 
 
-def test_every_opponent_computes_the_same():
+def test_opponents_all_compute_the_same():
     found = [np.asarray(call()) for call in static_auto.calls().values()]
     for result in found:
         np.testing.assert_allclose(result, np.tanh([2.0] * 4), rtol=1e-6)

@@ -37,7 +37,7 @@ def cases() -> Iterator[tuple[str, str, str, str]]:
 CASES = list(cases())
 
 
-def test_every_row_of_the_tables_is_compared() -> None:
+def test_table_rows_are_all_compared() -> None:
     parts = dict(part.split("\n", 1) for part in re.split(r"\n##+ ", PAGE)[1:])
     for section in dict.fromkeys(section for section, *_ in CASES):
         rows = [line[2:] for line in parts[section].splitlines() if line.startswith("|")][2:]
@@ -50,7 +50,7 @@ def test_every_row_of_the_tables_is_compared() -> None:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("start", range(0, len(CASES), 25))
-def test_both_sides_of_every_row_agree(start: int) -> None:
+def test_table_rows_agree_on_both_sides(start: int) -> None:
     from tests.programs.docs.flax_names import names
 
     for _, row, theirs, ours in CASES[start : start + 25]:

@@ -41,7 +41,7 @@ def test_comparison_has_a_column_for_each_library() -> None:
     assert {len(row) for row in rows} == {len(header)} and len(rows) >= 10
 
 
-def test_each_comparison_claim_is_tested_or_cited() -> None:
+def test_comparison_claims_are_tested_or_cited() -> None:
     (_, _, *rows), (_, _, *evidence) = tables_of_comparison()
     assert [feature for feature, _ in evidence] == [row[0] for row in rows]
     paths = [re.findall(r"`((?:tests|benchmarks)/[^`]+\.py)`", files) for _, files in evidence]

@@ -52,7 +52,7 @@ def names_of(page: str) -> dict[str, Any]:
 ROWS = [(page, *row) for page in SECTIONS for row in rows_of(page)]
 
 
-def test_every_row_has_both_codes() -> None:
+def test_rows_all_have_both_codes() -> None:
     for page, section in SECTIONS.items():
         lines = sections_of(page)[section].splitlines()
         rows = [line for line in lines if line.startswith("|")][2:]
@@ -60,7 +60,7 @@ def test_every_row_has_both_codes() -> None:
 
 
 @pytest.mark.parametrize(("page", "theirs", "ours"), ROWS)
-def test_both_codes_of_a_row_agree(page: str, theirs: str, ours: str) -> None:
+def test_row_codes_agree(page: str, theirs: str, ours: str) -> None:
     first, second = (jax.tree.leaves(eval(code, names_of(page))) for code in (theirs, ours))
     assert len(first) == len(second) > 0
     for one, two in zip(first, second, strict=True):

@@ -102,7 +102,7 @@ def test_counts_are_those_of_consecutive_bytes(data: bytes):
     assert (pair_counts(whole(data)) == expected).all()
 
 
-def test_no_pair_reaches_across_two_segments():
+def test_pair_counts_have_no_pair_across_two_segments():
     text = ByteText.from_bytes(b"abXcd")
     counts = pair_counts(TextPart(text, np.array([0, 3]), np.array([2, 5])))
     assert [tuple(map(chr, pair)) for pair in np.argwhere(counts)] == [("a", "b"), ("c", "d")]
@@ -131,7 +131,9 @@ def test_entropies_equal_evaluation_losses_of_best_models(data: bytes, seq_len: 
 
 
 @given(train=texts, held_out=texts, concentration=st.floats(0.01, 1000))
-def test_no_fitted_model_beats_the_entropy(train: bytes, held_out: bytes, concentration: float):
+def test_fitted_loss_is_never_below_the_entropy(
+    train: bytes, held_out: bytes, concentration: float
+):
     fitted = fitted_loss(whole(train), whole(held_out), concentration)
     entropy = byte_entropy(whole(held_out))
     assert math.isfinite(fitted["bigram"])

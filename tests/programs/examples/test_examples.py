@@ -101,7 +101,7 @@ def test_program_is_short_and_documents_its_command(program: Path) -> None:
     assert ast.unparse(tree.body[-1].body[-1]) == "main()"
 
 
-def test_every_program_is_listed() -> None:
+def test_example_programs_are_all_listed() -> None:
     text = (ROOT / "examples" / "README.md").read_text(encoding="utf-8")
     assert [p.name for p in PROGRAMS if f"`{p.name}`" not in text] == []
 

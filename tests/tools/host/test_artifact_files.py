@@ -48,7 +48,7 @@ def test_artifact_is_three_files_of_data(path: pathlib.Path) -> None:
     assert len(modes) == 1
 
 
-def test_other_programs_read_the_weights(path: pathlib.Path) -> None:
+def test_weights_file_can_be_read_by_other_programs(path: pathlib.Path) -> None:
     from safetensors.numpy import load_file
 
     weights = load_file(path / "weights.safetensors")
@@ -120,7 +120,7 @@ def test_artifact_appears_when_it_is_whole(
 
 
 @pytest.mark.parametrize("name", ["program.bin", "weights.safetensors"])
-def test_every_byte_of_a_file_is_checked(path: pathlib.Path, name: str) -> None:
+def test_load_checks_every_byte_of_a_file(path: pathlib.Path, name: str) -> None:
     file = path / name
     content = file.read_bytes()
     for place in (0, len(content) // 2, len(content) - 1):
@@ -188,7 +188,7 @@ def test_place_without_an_artifact_is_named(tmp_path: pathlib.Path) -> None:
         ({"calling_convention": 1}, "calling convention 1"),
     ],
 )
-def test_other_versions_are_named(path: pathlib.Path, changes: Any, said: str) -> None:
+def test_load_names_other_versions(path: pathlib.Path, changes: Any, said: str) -> None:
     rewrite_signature(path, **changes)
     with pytest.raises(ExportError, match=said):
         sx.host.load(path)

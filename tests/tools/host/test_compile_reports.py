@@ -44,7 +44,7 @@ def test_programs_are_listed_in_order_with_their_seconds() -> None:
     assert report.seconds >= report.compile_seconds > 0
 
 
-def test_only_what_is_compiled_meanwhile_counts() -> None:
+def test_compile_report_counts_only_what_is_compiled_meanwhile() -> None:
     compile_named("before")
     report = sx.host.compile_report()
     compile_named("during")
@@ -82,7 +82,7 @@ def test_call_already_compiled_is_not_listed(tmp_path: pathlib.Path) -> None:
                 jax.config.update(name, value)
 
 
-def test_other_threads_are_listed_too() -> None:
+def test_compile_report_lists_other_threads_too() -> None:
     with sx.host.compile_report() as report:
         thread = threading.Thread(target=compile_named, args=("aside",))
         thread.start()
@@ -145,6 +145,6 @@ def test_cache_has_what_an_earlier_process_stored(tmp_path: pathlib.Path) -> Non
         ]
 
 
-def test_without_a_cache_nothing_hits_or_misses() -> None:
+def test_compile_report_without_cache_has_no_hits_or_misses() -> None:
     found = {"step": "off", "printing": "off"}
     assert json.loads(run_python(CACHED, "none")) == [found, 0, 0, 0]

@@ -208,7 +208,7 @@ def test_keys_are_arguments_and_results(round_trip: RoundTrip) -> None:
 # --- dynamic sizes --------------------------------------------------------------------------------
 
 
-def test_one_program_serves_every_dynamic_dimension_size(round_trip: RoundTrip) -> None:
+def test_export_makes_one_program_for_every_dynamic_dimension_size(round_trip: RoundTrip) -> None:
     layer = sx.nn.Linear(2, 3, rngs=sx.Rngs(0))
     loaded = round_trip(layer, jnp.zeros((1, 2)), dynamic={"batch": 0})
     for size in (1, 2, 7):
@@ -348,7 +348,7 @@ def test_call_that_does_not_fit_runs_nothing(
     assert float(loaded.variables[".count"]) == 0.0
 
 
-def test_one_dynamic_size_is_one_size(round_trip: RoundTrip) -> None:
+def test_dynamic_size_is_one_size_in_all_arguments(round_trip: RoundTrip) -> None:
     loaded = round_trip(lambda x, y: x + y, jnp.ones(3), jnp.ones(3), dynamic={"n": 0})
     with pytest.raises(ExportError, match="n is 2 in x and 4 in y"):
         loaded(jnp.ones(2), jnp.ones(4))

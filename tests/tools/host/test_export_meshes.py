@@ -78,7 +78,7 @@ def test_state_is_laid_out_as_it_was(mesh: Mesh, tmp_path: pathlib.Path) -> None
 
 
 @pytest.mark.parametrize(("sizes", "names"), [((8,), ("z",)), ((4, 2), ("a", "b"))])
-def test_another_mesh_of_equal_size_will_do(
+def test_load_takes_another_mesh_of_equal_size(
     mesh: Mesh, tmp_path: pathlib.Path, sizes: Any, names: Any
 ) -> None:
     _, path = exported(mesh, tmp_path / "model")
@@ -97,7 +97,7 @@ def test_dynamic_batch_over_a_mesh(auto_mesh: Mesh, tmp_path: pathlib.Path) -> N
     assert loaded(np.concatenate([X, X])).shape == (8, 8)
 
 
-def test_another_process_runs_it_over_its_own_devices(
+def test_load_in_another_process_takes_its_own_devices(
     auto_mesh: Mesh, tmp_path: pathlib.Path
 ) -> None:
     _, path = exported(auto_mesh, tmp_path / "model")
@@ -115,7 +115,7 @@ print(json.dumps([loaded(x).tolist(), loaded.variables[".sums"].value.tolist()])
     np.testing.assert_allclose(sums, expected(2)[1], rtol=1e-5, atol=1e-6)
 
 
-def test_other_numbers_of_devices_are_named(auto_mesh: Mesh, tmp_path: pathlib.Path) -> None:
+def test_load_names_other_numbers_of_devices(auto_mesh: Mesh, tmp_path: pathlib.Path) -> None:
     _, path = exported(auto_mesh, tmp_path / "model")
     with pytest.raises(ExportError, match="8 devices, and in the mesh are 4"):
         sx.host.load(path, Mesh(np.array(jax.devices()[:4]), ("x",)))
@@ -123,7 +123,7 @@ def test_other_numbers_of_devices_are_named(auto_mesh: Mesh, tmp_path: pathlib.P
         sx.host.load(path, AbstractMesh((8,), ("x",), axis_types=(AxisType.Auto,)))  # pyright: ignore[reportArgumentType]
 
 
-def test_one_device_can_be_chosen(tmp_path: pathlib.Path) -> None:
+def test_load_takes_one_chosen_device(tmp_path: pathlib.Path) -> None:
     weight = sx.Param(jnp.float32(3.0))
     path = sx.host.export(lambda x: x * weight, 1.0, to=tmp_path / "f")
     last = jax.devices()[-1]

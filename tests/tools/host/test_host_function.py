@@ -44,7 +44,7 @@ def test_function_receives_numpy_and_returns_jax_arrays(compiled: Any) -> None:
 
 @pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_every_dtype_and_shape_round_trips(dtype: str) -> None:
+def test_host_function_keeps_every_dtype_and_shape(dtype: str) -> None:
     arrays = tuple(jnp.ones(shape, dtype) for shape in [(), (0,), (3, 0, 2), (2, 3)])
     results = jax.jit(host_function(lambda arrays: list(arrays), out=same))(arrays)
     assert [(x.dtype, x.shape) for x in results] == [(x.dtype, x.shape) for x in arrays]
@@ -83,7 +83,7 @@ def test_random_keys_arrive_as_words_for_seeding() -> None:
     assert not bool((lanes[0] == lanes[1]).any())
 
 
-def test_what_has_no_numbers_arrives_as_it_is() -> None:
+def test_host_function_receives_float0_as_it_is() -> None:
     """Such are the tangents and gradients of integers."""
 
     def names(x: np.ndarray) -> np.ndarray:
@@ -168,7 +168,7 @@ def test_nested_call_on_the_host_is_direct() -> None:
     assert (float(function(1.0)), float(jax.jit(function)(1.0))) == (4.0, 4.0)
 
 
-def test_without_jit_everything_works_as_with_it() -> None:
+def test_host_function_without_jit_works_as_with_it() -> None:
     function = doubling()
     with jax.disable_jit():
         assert jax.jit(function)(1.0).tolist() == 2.0
@@ -278,7 +278,7 @@ def test_argument_dtypes_agree_inside_and_outside_jit() -> None:
     assert dtypes == 2 * ["float32", "int32", "float32", "int32"]
 
 
-def test_all_forms_of_functions_will_do() -> None:
+def test_host_function_takes_all_forms_of_functions() -> None:
     class Scale:
         def __init__(self, by: float) -> None:
             self.by = by

@@ -175,7 +175,7 @@ def test_nondiff_says_that_the_derivative_is_zero() -> None:
     assert float(jax.jvp(function, (3.0,), (1.0,))[1]) == 0.0
 
 
-def test_what_a_rule_leaves_out_is_zero() -> None:
+def test_host_function_derivative_left_out_by_a_rule_is_zero() -> None:
     function = host_function(
         lambda x, y: x * y,
         out=lambda x, y: x,

@@ -57,12 +57,14 @@ def returning(value: Any, out: Any) -> Any:
         (Pair(1.0, 2), Pair(FLOAT, ROW), r"float32\[3\] at \.right"),
     ],
 )
-def test_another_result_than_was_promised_names_the_leaf(value: Any, out: Any, told: str) -> None:
+def test_host_function_result_other_than_promised_names_the_leaf(
+    value: Any, out: Any, told: str
+) -> None:
     with pytest.raises(HostFunctionError, match=told):
         returning(value, out)
 
 
-def test_what_can_stand_for_the_promise_is_converted() -> None:
+def test_host_function_converts_results_that_fit_the_promise() -> None:
     promised = {
         "float": FLOAT,
         "half": jax.ShapeDtypeStruct((), "bfloat16"),
@@ -164,13 +166,13 @@ def test_exception_itself_is_raised_on_request() -> None:
         jax.block_until_ready(inverse(jnp.zeros((2, 2))))
 
 
-def test_other_errors_are_left_alone() -> None:
+def test_host_exception_leaves_other_errors_alone() -> None:
     assert sx.host.host_exception(ValueError("[host exception 0]")) is None
     with pytest.raises(ZeroDivisionError), sx.host.host_exceptions():
         raise ZeroDivisionError
 
 
-def test_only_the_latest_exceptions_are_kept() -> None:
+def test_host_exception_keeps_only_the_latest_exceptions() -> None:
     errors = []
     for _ in range(20):
         with pytest.raises(jax.errors.JaxRuntimeError) as caught:

@@ -120,7 +120,7 @@ def test_states_structures_and_unbound_trees_round_trip(through: Any) -> None:
     assert_same_model(sx.bind(*through(sx.unbind(model))), model)
 
 
-def test_what_is_shared_in_one_pickle_stays_shared(through: Any) -> None:
+def test_pickle_keeps_shared_what_is_shared_in_it(through: Any) -> None:
     weight = sx.Param(jnp.ones(2))
     first, second, state = through((Holder(w=weight), [weight], {"mesh": weight}))
     assert first.w is second[0] is state["mesh"]

@@ -225,7 +225,7 @@ def test_foreign_pickles_are_refused_naming_their_reader() -> None:
             sx.host.loads(b"x" * 10 + tail)
 
 
-def test_all_kinds_of_bytes_are_read(placed: Placed) -> None:
+def test_loads_reads_all_kinds_of_bytes(placed: Placed) -> None:
     data = sx.host.dumps(placed)
     for form in (bytes, bytearray, memoryview):
         assert_same_model(sx.host.loads(form(data)), placed)

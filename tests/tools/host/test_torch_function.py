@@ -47,7 +47,7 @@ def test_loss_and_gradient_equal_those_of_jax(compiled: Any, integer: str) -> No
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-def test_every_dtype_of_floats_stays(dtype: str) -> None:
+def test_torch_function_keeps_every_dtype_of_floats(dtype: str) -> None:
     logits = LOGITS.astype(dtype)
     value, gradient = jax.jit(jax.value_and_grad(cross_entropy))(logits, LABELS)
     assert (value.dtype, gradient.dtype) == (dtype, dtype)
@@ -79,7 +79,7 @@ def test_lanes_of_gradients_are_gradients_of_lanes() -> None:
     np.testing.assert_allclose(rows[:, 0] / 4, jax.grad(in_jax)(LOGITS, LABELS), atol=1e-6)
 
 
-def test_what_is_passed_by_name_reaches_the_gradient() -> None:
+def test_torch_function_argument_by_name_reaches_the_gradient() -> None:
     summed = jax.jit(jax.grad(lambda x: cross_entropy(x, LABELS, reduction="sum")))(LOGITS)
     np.testing.assert_allclose(summed, 4 * jax.grad(in_jax)(LOGITS, LABELS), atol=1e-6)
 

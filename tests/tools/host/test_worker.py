@@ -40,7 +40,7 @@ def running(worker, tmp_path):
 # --- calls ----------------------------------------------------------------------------------------
 
 
-def test_it_is_an_executor_in_another_process(worker):
+def test_worker_is_an_executor_in_another_process(worker):
     assert isinstance(worker, Executor)
     assert worker.submit(there.process).result() == worker.info()["pid"] != os.getpid()
     assert list(worker.map(there.add, [1, 2], [10, 20], timeout=600)) == [11, 22]
@@ -89,7 +89,7 @@ def test_least_recently_used_function_goes(worker):
     assert names == ["min", "sum", "add", "abs"]
 
 
-def test_it_has_the_settings_of_this_process(worker):
+def test_worker_has_the_settings_of_this_process(worker):
     devices, x64, cache = worker.submit(there.settings).result()
     here = (
         jax.local_device_count(),
@@ -162,12 +162,12 @@ def test_value_of_64_bits_is_not_cut(worker, other_worker, wide):
     assert other_worker.submit(float, wide).result() == 1.0  # it has the settings of the advice
 
 
-def test_what_is_being_traced_cannot_be_sent(worker):
+def test_submit_refuses_what_is_being_traced(worker):
     with pytest.raises(errors.WorkerError, match=r"argument 0 of a call.*traced"):
         jax.jit(lambda x: worker.submit(abs, x).result())(1.0)
 
 
-def test_what_cannot_be_pickled_is_named(worker):
+def test_submit_names_what_cannot_be_pickled(worker):
     with pytest.raises(errors.WorkerError, match="argument 'y' of a call"):
         worker.submit(there.add, 1, y=threading.Lock())
     with pytest.raises(errors.WorkerError, match="lock"):
@@ -241,7 +241,7 @@ def test_time_in_the_queue_does_not_count(worker):
     assert (first.result(), second.result()) == (1.1, 0.01)
 
 
-def test_only_what_has_not_begun_can_be_cancelled(worker, running, tmp_path):
+def test_cancel_works_only_before_a_call_has_begun(worker, running, tmp_path):
     future, path = running
     second = worker.submit(there.count, str(tmp_path / "second"))
     assert (second.cancel(), second.cancelled(), second.cancel()) == (True, True, True)
@@ -325,7 +325,7 @@ def test_named_values_are_shared_until_deleted(worker):
             gone.get()
 
 
-def test_what_stands_for_a_value_means_nothing_elsewhere(worker):
+def test_put_result_cannot_be_used_elsewhere(worker):
     kept = worker.put(1)
     other = Worker.connect(worker.address, worker.authkey)
     with other, pytest.raises(errors.WorkerError, match="another worker"):
@@ -337,7 +337,7 @@ def test_what_stands_for_a_value_means_nothing_elsewhere(worker):
 # --- many clients ---------------------------------------------------------------------------------
 
 
-def test_many_clients_and_threads_call_at_once(worker):
+def test_worker_serves_many_clients_and_threads_at_once(worker):
     def work(client, start):
         return list(client.map(there.add, range(start, start + 20), [1] * 20))
 

@@ -68,7 +68,7 @@ def test_arrays_are_not_in_the_pickle():
     assert [len(part) for part in memory] == [40_000, 400, 8000, 4000]
 
 
-def test_what_is_one_object_stays_one():
+def test_encode_keeps_one_object_as_one():
     array = jnp.ones(3)
     one, other = decode(encode([array, array]))
     assert one is other
@@ -77,7 +77,7 @@ def test_what_is_one_object_stays_one():
 # --- keys -----------------------------------------------------------------------------------------
 
 
-def test_what_can_be_imported_goes_by_its_path():
+def test_describe_gives_importable_functions_by_path():
     for function in (there.add, there.by_jax, there.by_shardax, np.linalg.inv, abs):
         form = describe(function)
         assert len(form.parts) == 1
@@ -85,7 +85,7 @@ def test_what_can_be_imported_goes_by_its_path():
         assert decode(form.parts) is function
 
 
-def test_without_cloudpickle_only_import_paths_are_sent(monkeypatch):
+def test_describe_without_cloudpickle_takes_import_paths_only(monkeypatch):
     monkeypatch.setitem(sys.modules, "cloudpickle", None)
     calls._pickler_class.cache_clear()
     try:
@@ -223,7 +223,7 @@ def test_change_that_leaves_size_and_time_is_noticed(tmp_path):
     assert len(digests) == 5
 
 
-def test_another_module_of_the_same_name_is_noticed(own_module, tmp_path):
+def test_function_table_notices_another_module_of_the_same_name(own_module, tmp_path):
     function = own_module(1)
     form = describe(function)
     assert sorted(form.modules) == ["own_whole"]

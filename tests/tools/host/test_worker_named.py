@@ -69,7 +69,7 @@ def lab():
     worker.shutdown()
 
 
-def test_it_outlives_its_client_with_what_it_kept(lab):
+def test_named_worker_outlives_its_client_with_what_it_kept(lab):
     pid = lab.info()["pid"]
     lab.put({"step": 3}, name="state")
     lab.shutdown()
@@ -109,7 +109,7 @@ def test_folder_that_is_a_link_is_refused(own_folder, tmp_path):
         Worker(name="lab")
 
 
-def test_one_that_crashed_is_started_anew(lab):
+def test_named_worker_that_crashed_is_started_anew(lab):
     pid = lab.info()["pid"]
     with pytest.raises(errors.WorkerCrashedError, match="'lab' was lost"):
         lab.submit(there.crash).result()
@@ -117,7 +117,7 @@ def test_one_that_crashed_is_started_anew(lab):
     assert lab.submit(there.add, jnp.ones(2), 1).result().tolist() == [2.0, 2.0]
 
 
-def test_other_options_than_it_runs_with_are_refused(lab, folder):
+def test_named_worker_refuses_other_options_than_it_runs_with(lab, folder):
     """The last test of this worker, which it stops."""
     pid = lab.info()["pid"]
     with pytest.raises(errors.WorkerError, match="other options"):
@@ -133,7 +133,7 @@ def test_other_options_than_it_runs_with_are_refused(lab, folder):
     assert f'"pid": {pid},' in (folder / "lab.json").read_text()
 
 
-def test_without_clients_it_ends_after_a_while():
+def test_named_worker_without_clients_ends_after_a_while():
     """Its time without clients begins when the first has gone, however long that took to come."""
     worker = Worker(name="short", idle_timeout=0.01)
     pid = worker.info()["pid"]

@@ -57,7 +57,7 @@ def test_options_of_workers_are_refused_for_other_executors(option):
         remote(there.add, executor=pool, **option)
 
 
-def test_other_executors_receive_bytes_and_return_futures(tmp_path):
+def test_remote_sends_bytes_to_other_executors_and_returns_futures(tmp_path):
     with ThreadPoolExecutor(1) as pool:
         add = remote(there.add, executor=pool)
         assert add(jnp.arange(2), 1).tolist() == [1, 2]

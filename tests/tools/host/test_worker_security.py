@@ -46,7 +46,7 @@ def is_over(connection):
 # --- credentials ----------------------------------------------------------------------------------
 
 
-def test_other_credentials_are_refused(worker):
+def test_connect_refuses_other_credentials(worker):
     other = credentials_of(Security.temporary())
     with pytest.raises(errors.WorkerAuthenticationError, match=r"worker\.authkey") as caught:
         Worker.connect(worker.address, other)
@@ -74,13 +74,13 @@ def test_client_without_a_certificate_is_refused(worker):
 @pytest.mark.parametrize(
     "key", [b"", b"short", None, "a text", b"-----BEGIN A-----\nx\n-----END A-----\n"], ids=repr
 )
-def test_what_are_no_credentials_is_refused_before_connecting(key):
+def test_connect_refuses_what_are_no_credentials_before_connecting(key):
     with pytest.raises(errors.WorkerError, match=r"worker\.authkey"):
         Worker.connect("tls://127.0.0.1:1", key)
 
 
 @pytest.mark.parametrize("sent", [b"", b"hello", b"\x16\x03\x01" + b"\xff" * 200, b"\x80\x05."])
-def test_without_tls_nothing_is_read(worker, sent):
+def test_worker_reads_nothing_without_tls(worker, sent):
     with raw(worker) as connection:
         connection.sendall(sent)
         with contextlib.suppress(OSError):  # it may have been cut off already
@@ -119,7 +119,7 @@ def test_worker_with_other_credentials_is_rejected(worker, other_worker):
         Worker.connect(other_worker.address, worker.authkey)
 
 
-def test_it_listens_at_the_loopback_only(worker):
+def test_worker_listens_at_the_loopback_only(worker):
     assert worker.address == f"tls://127.0.0.1:{port_of(worker)}"
     inode_ports = []
     with open("/proc/net/tcp") as table, contextlib.suppress(StopIteration):

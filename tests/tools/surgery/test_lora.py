@@ -122,7 +122,7 @@ def test_kernels_get_a_term_of_given_rank(
     assert [np.linalg.matrix_rank(matrix) for matrix in a @ b] == [2] * kernels
 
 
-def test_only_adapters_of_chosen_layers_are_trained() -> None:
+def test_lora_trains_only_adapters_of_chosen_layers() -> None:
     model = decoder(scanned=True)
     before = {path: np.asarray(value) for path, value in sx.state(model).flat().items()}
     chosen = sx.select(model).at_instances_of(sx.nn.MultiHeadAttention).at(lambda a: (a.q, a.v))
@@ -215,7 +215,7 @@ def test_second_adapter_is_refused_beside_others_not() -> None:
     assert sx.select(twice).at_instances_of(LoRA).count() == 2
 
 
-def test_no_linear_layer_or_rank_is_refused() -> None:
+def test_lora_without_linear_layer_or_rank_is_refused() -> None:
     with pytest.raises(errors.SelectionError):
         lora(sx.select(sx.nn.RMSNorm(4)), 2)
     with pytest.raises(errors.LayerConfigError, match="rank"):
@@ -291,7 +291,7 @@ def balanced_loss(model: Any, x: Any) -> Any:
 
 
 @pytest.mark.parametrize("dispatch", ["dense", "dropless", "capacity"])
-def test_each_kernel_of_experts_has_an_adapter(dispatch: Any) -> None:
+def test_lora_has_an_adapter_for_each_kernel_of_experts(dispatch: Any) -> None:
     stack, x = stacked_experts(dispatch), EXPERTS_INPUT
     adapted = lora(sx.select(stack), 2, scale=0.5)
     kernels = {(name, part) for name in "ab" for part in ("gate", "up", "down")}
@@ -499,7 +499,7 @@ def test_adapters_alone_are_layers_and_merge_into_one() -> None:
         assert narrow(x.astype(jnp.bfloat16)).dtype == jnp.bfloat16
 
 
-def test_what_sized_adapters_cannot_do_is_refused() -> None:
+def test_lora_of_given_sizes_refuses_what_it_cannot_do() -> None:
     names: dict[str, Any] = {"sx": sx, "layer": Cubed(sx.Rngs(0))}
     with pytest.raises(errors.SelectionError, match="no kernel that LoRA knows") as caught:
         sx.surgery.LoRA(names["layer"], 2)

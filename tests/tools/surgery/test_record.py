@@ -45,7 +45,9 @@ def recorded(tied: bool = False) -> dict[Any, Any]:
 
 
 @in_every_layout
-def test_every_layout_has_one_set_of_activations(scanned: bool, tied: bool, remat: Any) -> None:
+def test_record_gives_one_set_of_activations_for_every_layout(
+    scanned: bool, tied: bool, remat: Any
+) -> None:
     model = decoder(scanned, tied, remat)
     structure = sx.graphdef(model)
     result, activations = sx.jit(record(model, *parts(model)))(TOKENS)

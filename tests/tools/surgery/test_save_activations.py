@@ -157,7 +157,7 @@ def test_attention_patterns_are_saved_over_a_mesh(kind: AxisType) -> None:
     close(patterns, expected)
 
 
-def test_every_call_of_a_shared_layer_is_saved() -> None:
+def test_save_activations_saves_every_call_of_a_shared_layer() -> None:
     linear = with_values(sx.nn.Linear(2, 2, rngs=sx.Rngs(0)))
     model = sx.nn.Sequential(linear, jnp.tanh, linear)
     watched = save_activations(sx.select(model).at_instances_of(sx.nn.Linear))

@@ -166,7 +166,7 @@ def test_shardings_and_meshes_have_pictures(open_page: Callable[..., Any], auto_
     assert errors(page) == []
 
 
-def test_what_is_selected_is_in_sight(open_page: Callable[..., Any]) -> None:
+def test_selection_page_shows_what_is_selected(open_page: Callable[..., Any]) -> None:
     layers = [sx.nn.Linear(2, 2, rngs=sx.Rngs(0)) for _ in range(30)]
     model = sx.nn.Sequential(*layers)
     page = open_page(sx.select(model).at(lambda m: m.layers[20].bias))

@@ -158,7 +158,7 @@ def test_showing_outside_of_a_notebook_prints_the_text(capsys: pytest.CaptureFix
 
 @given(model=models())
 @settings(max_examples=10)
-def test_every_model_displays_and_stays_unchanged(model: Any) -> None:
+def test_to_text_and_to_html_leave_every_model_unchanged(model: Any) -> None:
     lazy = [variable.is_lazy for _, variable in sx.iter_variables(model)]
     before = sx.graphdef(model)
     for value in (model, before):
@@ -215,7 +215,7 @@ def test_states_and_structures_display_while_tracing() -> None:
     assert seen == expected
 
 
-def test_what_the_user_taught_treescope_holds_for_leaves() -> None:
+def test_treescope_repr_of_the_user_holds_for_leaves() -> None:
     class Config:
         def __treescope_repr__(self, path: str | None, subtree_renderer: Any) -> Any:
             return treescope.rendering_parts.text(f"Config at {path}")
@@ -305,7 +305,7 @@ def test_texts_are_the_same_in_every_process() -> None:
         assert " at 0x" not in text
 
 
-def test_without_treescope_the_page_has_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_to_html_without_treescope_has_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "treescope", None)
     model = Tied()
     model.name = "<tied>"

@@ -70,7 +70,7 @@ def test_dimensions_of_a_named_array_go_by_name() -> None:
 
 
 @pytest.mark.parametrize("limit", [10**6, 4])
-def test_only_the_ends_of_long_dimensions_are_read(
+def test_array_figure_reads_only_the_ends_of_long_dimensions(
     limit: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("shardax.view.figures._MOST_READ", limit)
@@ -104,7 +104,7 @@ def test_array_sharding_is_described_and_drawn(auto_mesh: Mesh) -> None:
         assert sharding_part(value, ("a", "a")) is not None  # one name twice: by position
 
 
-def test_what_treescope_cannot_draw_has_no_sharding_picture() -> None:
+def test_sharding_part_is_none_for_what_treescope_cannot_draw() -> None:
     mesh = AbstractMesh((2,), ("x",))
     whole = NamedSharding(mesh, PartitionSpec())
     for shape in ((), (0, 2)):

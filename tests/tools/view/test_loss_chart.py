@@ -94,7 +94,7 @@ def test_losses_are_marked_at_round_numbers(losses: list[float], expected: list[
 
 @given(st.lists(LOSSES, min_size=1, max_size=5))
 @example([0.0, 5e-324])  # a fifth of it is zero
-def test_every_axis_has_several_numbers_around_the_values(losses: list[float]) -> None:
+def test_round_axis_has_several_numbers_around_the_values(losses: list[float]) -> None:
     axis = round_axis(losses)
     rounding = 1e-9 * (axis.high - axis.low)
     assert 2 <= len(axis.ticks) <= 8
@@ -103,7 +103,7 @@ def test_every_axis_has_several_numbers_around_the_values(losses: list[float]) -
 
 
 @given(st.integers(0, 10**7), st.integers(2, 10**7))
-def test_every_axis_of_steps_fits_a_phone(first: int, count: int) -> None:
+def test_loss_chart_axis_of_steps_fits_a_phone(first: int, count: int) -> None:
     texts = labels(loss_chart(steps(first, first + count), {}), "x")
     assert texts == sorted(set(texts), key=lambda text: int(text.replace(",", "")))
     assert len(texts) >= 1 and sum(8 * len(text) + 12 for text in texts) <= 260
@@ -120,7 +120,7 @@ def test_every_axis_of_steps_fits_a_phone(first: int, count: int) -> None:
         [{"step": 1, "loss": -1.7e308}, {"step": 2, "loss": 1.7e308}],
     ],
 )
-def test_every_log_makes_a_curve_of_finite_points(records: Sequence[Mapping[str, Any]]) -> None:
+def test_loss_chart_of_every_log_has_finite_points(records: Sequence[Mapping[str, Any]]) -> None:
     (curve,) = curves(loss_chart(records, {}))
     assert all(0 <= x <= 100 and 0 <= y <= 100 for x, y in curve)
 

@@ -81,7 +81,7 @@ metadata={op_name="jit(dot)/dot_general"}, backend_config={"gemm_backend_config"
     assert dict(operations(text)) == {"jit(dot)/dot_general": 2 * 8 * 3 * 4}
 
 
-def test_without_loops_counts_equal_xla() -> None:
+def test_operations_without_loops_equal_xla() -> None:
     model = sx.abstract(sx.models.Decoder(sx.models.DecoderConfig(), rngs=sx.Rngs(0)))
 
     def step(model: Any, tokens: Any) -> Any:
@@ -180,7 +180,7 @@ def test_counts_of_programs_kept_by_jax_are_right() -> None:
     assert layers == {2 * 4 * 8 * 8}
 
 
-def test_what_cannot_be_counted_is_refused() -> None:
+def test_table_refuses_what_cannot_be_counted() -> None:
     model = Tower(sx.Rngs(0))
 
     class Holder(sx.Module):

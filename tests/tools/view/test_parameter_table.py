@@ -88,7 +88,7 @@ def test_mesh_and_rules_in_scope_count(auto_mesh: Mesh) -> None:
         assert sx.view.table(decoder()) == sx.view.table(decoder(), mesh=auto_mesh, rules=RULES)
 
 
-def test_without_mesh_specs_are_shown_for_one_device() -> None:
+def test_table_without_mesh_shows_specs_for_one_device() -> None:
     table = sx.view.table(decoder(), rules=RULES)
     assert {row.path: row.spec for row in table.rows}[".embed.embedding"] == "model, -"
     assert (table.devices, table.bytes_per_device) == (1, table.nbytes)

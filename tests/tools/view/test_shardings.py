@@ -67,7 +67,7 @@ def test_live_model_shows_actual_layout_regardless_of_scope(auto_mesh: Mesh) -> 
         assert "embed: rows" in str(sx.view.sharding(model, other))
 
 
-def test_every_array_row_shows_size_per_device(auto_mesh: Mesh) -> None:
+def test_sharding_shows_size_per_device_of_every_array(auto_mesh: Mesh) -> None:
     view = sx.view.sharding(Tower(), auto_mesh, RULES)
     assert [(row.path, row.shard_shape, row.copies, row.bytes_per_device) for row in view.rows] == [
         *(
@@ -91,7 +91,7 @@ def test_differently_placed_layers_have_separate_rows(auto_mesh: Mesh) -> None:
     assert lines[1:5] == [".layers[0-2].up", ".layers[0-2].shift", ".layers[1].up", ".head"]
 
 
-def test_without_a_mesh_there_are_no_splits() -> None:
+def test_sharding_without_mesh_shows_no_splits() -> None:
     text = str(sx.view.sharding(Tower()))
     assert "no mesh; 2.2 KiB per device, 2.2 KiB in all" in text
     assert "model" not in text
@@ -190,7 +190,7 @@ def test_middle_devices_are_elided_on_large_meshes() -> None:
     assert "<title>1023</title>" in sx.view.sharding_svg(array)
 
 
-def test_what_is_not_laid_out_cannot_be_shown(auto_mesh: Mesh) -> None:
+def test_sharding_refuses_what_is_not_laid_out(auto_mesh: Mesh) -> None:
     for value in (Layer().up, jax.ShapeDtypeStruct((3,), np.float32)):
         with pytest.raises(ViewError, match="no sharding to show") as caught:
             sx.view.sharding(value)
@@ -240,6 +240,6 @@ def test_shardings_over_several_meshes_say_over_which() -> None:
     )
 
 
-def test_other_states_print_their_values() -> None:
+def test_state_of_other_values_prints_them() -> None:
     assert str(sx.State({"a": jnp.ones(2)})) == "State(\n  .a: float32[2]\n)"
     assert str(sx.State()) == "State()"

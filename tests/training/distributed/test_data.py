@@ -18,7 +18,7 @@ BATCHES = [
 ]
 
 
-def test_each_process_reads_the_rows_of_its_devices(tmp_path: Path):
+def test_batches_of_each_process_are_the_rows_of_its_devices(tmp_path: Path):
     meshes = [
         ({"data": 4}, False),
         ({"data": 2, "model": 2}, False),  # a process is one part of data

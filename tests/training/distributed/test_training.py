@@ -111,7 +111,7 @@ def test_stop_by_one_process_ends_all_together(tmp_path: Path) -> None:
     assert (own / "checkpoints" / f"{best:08}").is_dir()
 
 
-def test_every_process_names_which_process_differs_in_what(tmp_path: Path):
+def test_distributed_error_names_which_process_differs_in_what(tmp_path: Path):
     first, second = run("disagreeing", None, tmp_path)
     second["folder"] = second["folder"].replace("own1", "own0")
     assert first == second, "every process raises the same"

@@ -197,7 +197,7 @@ def test_gradients_keep_the_shardings_of_parameters(mesh: Mesh) -> None:
 
 @settings(max_examples=12)  # each shape compiles anew
 @given(parts=st.integers(1, 5), steps=st.integers(1, 5))
-def test_every_row_is_in_one_microbatch(parts: int, steps: int) -> None:
+def test_split_batch_puts_every_row_in_one_microbatch(parts: int, steps: int) -> None:
     rows = np.arange(parts * steps)
     found = split_batch({"rows": rows}, steps)["rows"]
     assert found.shape == (steps, parts)

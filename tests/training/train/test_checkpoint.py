@@ -257,7 +257,7 @@ def test_restoring_onto_a_mesh_keeps_only_shards(tmp_path: Path) -> None:
     assert [s.data.shape for s in kernel.addressable_shards] == [(8, 2)] * 8
 
 
-def test_without_mesh_arrays_follow_the_shardings_in_place(tmp_path: Path) -> None:
+def test_restore_without_mesh_follows_the_shardings_in_place(tmp_path: Path) -> None:
     saved = trained()
     save(saved, tmp_path / "checkpoint")
     mesh = make_mesh(2, 4)
@@ -293,7 +293,7 @@ def test_impossible_layout_is_refused_before_anything_changes(tmp_path: Path) ->
 # --- mismatches -----------------------------------------------------------------------------------
 
 
-def test_every_mismatch_is_listed_and_nothing_changes(tmp_path: Path) -> None:
+def test_restore_lists_every_mismatch_and_changes_nothing(tmp_path: Path) -> None:
     class Other(Net):
         def __init__(self) -> None:
             super().__init__(width=4, dtype=jnp.float32, init=refuses)
@@ -404,7 +404,7 @@ def test_positions_before_a_refused_one_are_put_back(tmp_path: Path) -> None:
         ({1: 2}, "extra is .*dict"),
     ],
 )
-def test_what_json_would_change_is_refused(extra: Any, named: str, tmp_path: Path) -> None:
+def test_save_refuses_what_json_would_change(extra: Any, named: str, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=named):
         save(Net(), tmp_path / "checkpoint", extra=extra)
     assert not (tmp_path / "checkpoint").exists()

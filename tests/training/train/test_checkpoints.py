@@ -30,7 +30,7 @@ def make_weight() -> sx.Param[Any]:
     return sx.Param(jnp.ones(3))
 
 
-def test_every_save_is_written_and_the_last_kept(tmp_path: Path) -> None:
+def test_checkpoints_write_every_save_and_keep_the_last(tmp_path: Path) -> None:
     weight = sx.Param(jnp.zeros(1000))
     with (
         Checkpoints(tmp_path / "all", keep=None) as every,

@@ -63,7 +63,7 @@ def flip_first(file: Path) -> None:
     flip(file, 0)
 
 
-def test_one_flipped_bit_is_detected_in_any_file(tmp_path: Path) -> None:
+def test_restore_detects_one_flipped_bit_in_any_file(tmp_path: Path) -> None:
     checkpoint.save((Net(), {"step": 3}), tmp_path / "saved", extra=[1e-5, "x"])
     chance = random.Random(0)
     found = files_of(tmp_path / "saved")
@@ -217,7 +217,7 @@ def test_run_falls_back_to_newest_undamaged_checkpoint(
     assert names == kept
 
 
-def test_without_fallback_damage_stops_the_run_unchanged(copy: Path) -> None:
+def test_resume_without_fallback_stops_at_damage_unchanged(copy: Path) -> None:
     flip_first(step_folder(copy, 6) / "description.json")
     before = {file: file.read_bytes() for file in files_of(copy)}
     with pytest.raises(CheckpointDamagedError, match=r"00000006 is damaged: description\.json"):
@@ -292,7 +292,7 @@ def test_settings_of_functions_are_equal_across_instances() -> None:
     assert not [name for name in one if "_hash" in name]  # which differs between processes
 
 
-def test_same_settings_made_anew_are_the_same(copy: Path) -> None:
+def test_run_settings_made_anew_are_the_same(copy: Path) -> None:
     trainer, display = resume(copy)
     assert display.notes == [] and trainer.run_settings[".model.head.out_features"] == "256"
 

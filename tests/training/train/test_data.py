@@ -120,7 +120,7 @@ def test_epoch_takes_every_window_and_target_once(part: TextPart, seq_len: int, 
     assert batches.epoch == 3.0
 
 
-def test_every_byte_becomes_a_target_over_the_epochs():
+def test_train_batches_make_every_byte_a_target_over_the_epochs():
     places = ByteText.from_bytes(np.arange(100, dtype=np.uint8))
     batches = TrainBatches(places.whole, batch_size=1, seq_len=16)
     seen = {place for _ in range(1000) for place in next(batches)["targets"][0].tolist()}

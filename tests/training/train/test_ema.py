@@ -66,7 +66,7 @@ def test_decay_that_is_none_is_refused(decay: Any) -> None:
         EMA(model_of(jnp.float32), decay)
 
 
-def test_another_model_is_refused_and_changes_nothing() -> None:
+def test_ema_refuses_another_model_and_changes_nothing() -> None:
     model, ema = Bigram(), EMA(Bigram())
     before = {path: raw(variable) for path, variable in sx.iter_variables(ema)}
     model.head.bias = None

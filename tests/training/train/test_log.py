@@ -85,7 +85,7 @@ def path(tmp_path: Path) -> Path:
 
 @settings(deadline=None)
 @given(st.lists(st.dictionaries(names.filter(lambda name: name != "step"), values), max_size=4))
-def test_what_is_written_is_read_back(tmp_path_factory: pytest.TempPathFactory, records: list):
+def test_jsonl_log_is_read_back_as_written(tmp_path_factory: pytest.TempPathFactory, records: list):
     path = tmp_path_factory.getbasetemp() / "written.jsonl"
     path.unlink(missing_ok=True)
     with JsonlLog(path) as log:

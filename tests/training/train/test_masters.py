@@ -118,7 +118,7 @@ def test_model_trains_as_in_float32() -> None:
     assert abs(train("bfloat16")[-1] - wide[-1]) > abs(mastered[-1] - wide[-1])
 
 
-def test_only_parameters_that_are_narrower_have_a_master() -> None:
+def test_masters_are_kept_of_narrower_parameters_only() -> None:
     class Mixed(sx.Module):
         def __init__(self) -> None:
             self.narrow = sx.Param(jnp.ones(2, jnp.float16))

@@ -147,7 +147,7 @@ def test_model_and_optimizer_can_both_be_donated(name: str) -> None:
         np.testing.assert_allclose(value, params_of(kept)[path], rtol=1e-6)
 
 
-def test_one_can_be_made_inside_a_compiled_function() -> None:
+def test_optimizer_can_be_made_inside_a_compiled_function() -> None:
     @sx.jit
     def make(model: Any) -> Any:
         return Optimizer(model, optax.contrib.schedule_free_adamw(0.1))
@@ -175,7 +175,7 @@ def test_clone_trains_its_own_model() -> None:
 # --- what is trained ------------------------------------------------------------------------------
 
 
-def test_only_what_the_filter_matches_is_trained() -> None:
+def test_optimizer_trains_only_what_the_filter_matches() -> None:
     model = tower()
     before = params_of(model)
     optimizer = Optimizer(model, optax.sgd(0.1), wrt=sx.PathContains("head"))
@@ -275,7 +275,7 @@ def test_model_among_the_gradients_is_refused() -> None:
 
 
 @pytest.mark.parametrize("swapped", [True, False])
-def test_what_is_no_transformation_is_refused(swapped: bool) -> None:
+def test_optimizer_refuses_what_is_no_transformation(swapped: bool) -> None:
     given = (optax.adam(0.1), tower()) if swapped else (tower(), optax.adam)
     with pytest.raises(TransformError, match=r"tx is a .*Optimizer\(model, optax\.adam\(1e-3\)\)"):
         Optimizer(*given)

@@ -47,7 +47,7 @@ def pieces_of(batches: Any) -> list[tuple[int, ...]]:
     seq_len=st.integers(1, 12),
     seed=st.none() | st.integers(0, 3),
 )
-def test_each_token_after_the_first_is_target_once(
+def test_packed_batches_make_each_token_after_the_first_target_once(
     sizes: list[int], batch_size: int, seq_len: int, seed: int | None
 ):
     documents = [np.arange(size) + 100 * i for i, size in enumerate(sizes)]
@@ -85,7 +85,7 @@ def test_packed_loss_equals_the_loss_of_separate_documents(scan_layers: bool):
     assert abs(loss_of(model, mixed) - packed) > 1e-4
 
 
-def test_no_gradient_comes_from_another_document():
+def test_packed_document_gets_no_gradient_from_another():
     model = with_values(sx.models.Decoder(DecoderConfig(num_layers=1), rngs=sx.Rngs(0)))
     segments = np.array([[1, 1, 1, 2, 2, 2, 0, 0]])
     rows = np.random.default_rng(0).normal(size=(1, 8, 64)).astype(np.float32)
@@ -190,7 +190,7 @@ def test_packed_rows_train_a_model_and_judge_it(tmp_path: Path):
         (DOCUMENTS, {"passes": 0}, "passes=0"),
     ],
 )
-def test_what_cannot_be_packed_is_refused(documents: Any, options: Any, message: str):
+def test_packed_batches_refuse_what_cannot_be_packed(documents: Any, options: Any, message: str):
     with pytest.raises(sx.errors.DataError, match=message):
         PackedBatches(documents, **{"batch_size": 1, "seq_len": 4} | options)
 

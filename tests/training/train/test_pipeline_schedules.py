@@ -17,7 +17,7 @@ STAGES, TIMES = st.integers(1, 6), st.sampled_from([1.0, 2.0, 3.5])
 
 
 @given(STAGES, st.integers(1, 12), TIMES, TIMES)
-def test_one_f1b_idles_as_gpipe_with_less_memory(
+def test_one_f_one_b_idles_as_gpipe_with_less_memory(
     stages: int, microbatches: int, forward: float, backward: float
 ) -> None:
     times = {"forward": forward, "backward": backward}

@@ -75,7 +75,7 @@ def test_state_counts_taken_batches_not_fetched_ones(depth: int, taken: int):
     assert ahead.step == taken + 3, "closing puts the source back to what was taken"
 
 
-def test_it_works_one_batch_ahead_and_no_further():
+def test_prefetch_works_one_batch_ahead_and_no_further():
     made: list[int] = []
 
     def numbers() -> Iterator[np.ndarray]:
@@ -164,7 +164,7 @@ def test_refused_position_leaves_everything_where_it_was():
         assert (np.asarray(next(batches)["inputs"]) == next(plain)["inputs"]).all()
 
 
-def test_what_cannot_be_done_is_refused_clearly():
+def test_prefetch_refuses_clearly_what_cannot_be_done():
     with pytest.raises(DataError, match="depth=0 must be an integer of at least 1"):
         Prefetch(source(), depth=0)
     with Prefetch([np.array(0)]) as batches:

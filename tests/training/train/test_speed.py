@@ -106,7 +106,7 @@ def test_utilization_is_the_share_of_the_peak(tmp_path: Path, mesh: Any, parts: 
         assert record["mfu"] == pytest.approx(FLOPS * steps_per_second / devices / 1e12)
 
 
-def test_without_a_known_peak_there_is_no_utilization(tmp_path: Path) -> None:
+def test_trainer_without_known_peak_logs_no_utilization(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, 2, log_every=1)
     trainer.run(display=Quiet())
     assert not any("mfu" in record for record in sx.train.read_jsonl(trainer.log_path))

@@ -54,7 +54,7 @@ def test_split_is_deterministic_in_64_kib_blocks():
     assert len(first[1]) == 8 * (1 << 16), "one block of each of the 8 groups of 20"
 
 
-def test_both_parts_are_samples_of_the_same_distribution():
+def test_split_parts_are_samples_of_the_same_distribution():
     # A text that drifts from its beginning to its end; a split at the end would differ by 0.5.
     rng = np.random.default_rng(0)
     drifting = (rng.random(1 << 20) < np.linspace(0, 1, 1 << 20)).astype(np.uint8)

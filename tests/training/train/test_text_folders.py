@@ -44,12 +44,12 @@ def test_visible_files_are_joined_in_byte_order(folder: Path):
     assert text.name == str(folder)
 
 
-def test_only_the_given_endings_are_kept(folder: Path):
+def test_from_folder_keeps_only_the_given_endings(folder: Path):
     text = ByteText.from_folder(folder, suffixes=(".py", "b.txt"))
     assert files_of(text) == [b"print()", b"beta"]
 
 
-def test_only_links_to_files_are_followed(folder: Path, tmp_path: Path):
+def test_from_folder_follows_only_links_to_files(folder: Path, tmp_path: Path):
     (tmp_path / "linked.txt").write_text("linked")
     (folder / "c.txt").symlink_to(tmp_path / "linked.txt")
     (folder / "again").symlink_to(folder / "a", target_is_directory=True)

@@ -53,7 +53,7 @@ def test_raw_token_files_are_opened_with_given_dtype(tmp_path: Path):
     next(TrainBatches(tokens.whole, batch_size=4, seq_len=8))
 
 
-def test_each_document_is_written_with_its_end_token(tmp_path: Path):
+def test_token_file_write_ends_each_document_with_its_end_token(tmp_path: Path):
     documents = ([i, i + 1] for i in (3, 5))
     tokens = TokenFile.write(tmp_path / "a.bin", documents, end=9, vocab_size=10)
     assert tokens.data.tolist() == [3, 4, 9, 5, 6, 9]
@@ -137,7 +137,7 @@ def test_malformed_token_files_are_refused_by_name(
     assert not list(tmp_path.glob("*.unfinished*"))
 
 
-def test_other_files_are_refused_by_name(tmp_path: Path):
+def test_token_file_refuses_other_files_by_name(tmp_path: Path):
     with pytest.raises(PathNotFoundError, match=r"no file .*none\.bin"):
         TokenFile(tmp_path / "none.bin", dtype="uint16")
     (tmp_path / "empty.bin").write_bytes(b"")

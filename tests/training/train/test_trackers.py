@@ -121,7 +121,7 @@ def test_log_is_cut_off_and_opened_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("given", [TensorBoardLog, [print], print, None, 3], ids=repr)
-def test_what_is_no_tracker_is_refused(tmp_path: Path, given: Any) -> None:
+def test_trainer_refuses_what_is_no_tracker(tmp_path: Path, given: Any) -> None:
     if isinstance(given, type):
         given = given(tmp_path / "one")
     with pytest.raises(TrainError, match=r"trackers has a .*, in a tuple or list: trackers=\("):

@@ -150,7 +150,7 @@ def test_last_due_checkpoints_and_final_one_are_kept(whole: Run, tmp_path: Path)
     assert sx.train.Checkpoints(trainer.checkpoint_directory).steps() == [2, 4, 5]
 
 
-def test_each_step_is_compiled_once_whatever_comes_between(whole: Run) -> None:
+def test_trainer_compiles_each_step_once_whatever_comes_between(whole: Run) -> None:
     assert whole.retraces == []
     # Training is traced with dropout, evaluation without; once each.
     assert sorted(whole.traces) == [False, True]

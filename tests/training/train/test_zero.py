@@ -118,7 +118,7 @@ def on_one_device(dtype: str) -> Any:
 # Each level under both kinds of axes and with both types; each kind with both types.
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("kind", KINDS, ids=str)
-def test_all_levels_train_as_one_device(kind: AxisType, level: int) -> None:
+def test_zero_trains_as_one_device_at_all_levels(kind: AxisType, level: int) -> None:
     dtype = ["float32", "bfloat16"][(KINDS.index(kind) + level // 2) % 2]
     found = train(level, mesh_of(kind=kind), dtype)
     for path, value in on_one_device(dtype).flat().items():
@@ -129,7 +129,7 @@ def test_all_levels_train_as_one_device(kind: AxisType, level: int) -> None:
 
 
 @pytest.mark.parametrize("count", [2, 8])
-def test_each_level_holds_a_share_of_more(count: int) -> None:
+def test_zero_holds_a_share_of_more_at_each_level(count: int) -> None:
     held = {
         level: compiled(level, count).memory_analysis().argument_size_in_bytes for level in LEVELS
     }
