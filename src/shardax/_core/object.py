@@ -15,7 +15,7 @@ are not marked yet. The result of a walk is valid exactly while the epoch is the
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 
@@ -97,6 +97,15 @@ class Wrapper:
     def _wrap(self, wrapped: object) -> Any:
         """Returns a wrapper like this one around another callable."""
         raise NotImplementedError
+
+    def _options_held(self) -> Mapping[str, Any]:
+        """Returns what the wrapper holds besides the function, by name."""
+        return {}
+
+    @property
+    def _title(self) -> str:
+        """What drawings of models call the wrapper."""
+        return type(self).__name__
 
 
 class StructureEpoch:

@@ -60,6 +60,7 @@ from shardax._transforms.lift.binding import (
 )
 from shardax._transforms.lift.captures import objects_in, places_of
 from shardax._transforms.lift.tracer_errors import TRACER_ERRORS, InputForm, add_advice, name_inputs
+from shardax._transforms.lift.transformed import Transformed
 
 
 class RetraceRequest(Exception):
@@ -184,14 +185,16 @@ def decorator(transform: Callable[P, PyTree]) -> Callable[P, Any]:
     call: Callable[..., PyTree] = transform
     accepted = _accepted_options(transform)
 
-    def with_options(function=None, *args, **options):
+    def with_options(function: Any = None, *args, **options):
         accepted.check(args, options)
         if function is None and not args:
             return functools.partial(with_options, **options)
         inputs.check_callable(function, transform.__name__)
-        return call(function, *args, **options)
+        made = call(function, *args, **options)
+        return Transformed.of(made, transformed, function, args, options)
 
-    return functools.wraps(transform)(with_options)
+    transformed = functools.wraps(transform)(with_options)
+    return transformed
 
 
 def wraps(function: Callable[..., PyTree]) -> Callable[[Any], Any]:
