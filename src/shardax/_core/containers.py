@@ -50,7 +50,7 @@ from shardax._core.graph.settings import (
 )
 from shardax._core.graph.static import Static, function_identities
 from shardax._core.init.lazy import LazyValue
-from shardax._core.object import Object, epoch
+from shardax._core.object import Object, Wrapper, epoch
 from shardax._core.variable import ArrayAttribute, Variable
 
 T = TypeVar("T")
@@ -309,6 +309,11 @@ def class_of(stored: object) -> type:
     if isinstance(stored, ChangeableNode):
         return stored.config().value.node_data()[0]
     return type(stored)
+
+
+def title_of(stored: object) -> str:
+    """Returns what drawings call a stored value: its class, or what a wrapper does."""
+    return stored._title if isinstance(stored, Wrapper) else class_of(stored).__name__
 
 
 def _with_fields_of(fresh: object, node: object):

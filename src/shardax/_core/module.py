@@ -30,7 +30,7 @@ from shardax._core.frozen import FrozenVariable
 from shardax._core.graph.flatten import GraphWalk, ModuleDef, register_graph
 from shardax._core.graph.handlers import Handler, Pairs, handler_of, has_parts, register
 from shardax._core.graph.paths import Path, PyTree, format_path, line_of
-from shardax._core.object import Object, Wrapper, epoch
+from shardax._core.object import Object, epoch
 from shardax._core.state import bind
 from shardax._core.variable import ArrayAttribute, Intermediate, Param, Perturbation, Variable
 
@@ -455,7 +455,7 @@ class Drawing:
         self.code = code  # what leads here from the place above: ".kernel", "[0]"
         self.path = path
         self.value = value
-        self.name = containers.class_of(value).__name__
+        self.name = containers.title_of(value)
         self.parts: list[Drawing] | None = None  # None for a leaf
         self.first: Drawing | None = None  # of an object met again, where it was met first
         self.again: list[Path] = []  # of an object met first, where it was met again
@@ -511,8 +511,6 @@ def _draw(drawing: Drawing, seen: dict[int, Drawing]) -> Drawing:
         return drawing
     if isinstance(value, types.MethodType):
         drawing.name = f"method {value.__name__}"
-    elif isinstance(value, Wrapper):
-        drawing.name = value._title
     drawing.parts = []
     for key, child in children:
         path = drawing.path if key is None else (*drawing.path, key)

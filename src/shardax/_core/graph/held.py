@@ -47,8 +47,15 @@ class Held(NamedTuple):
 
     def error(self, value: object, where: str) -> StaticAttributeError:
         """Returns the error of the value, which is, or would be, part of a model."""
-        return hidden_object(value, where, self.item, ", there by ".join(self.steps))
+        shown = self.steps
+        if len(shown) > _MOST_SHOWN:
+            between = f"{len(shown) - _MOST_SHOWN} more steps"
+            shown = (*shown[: _MOST_SHOWN - 1], between, shown[-1])
+        return hidden_object(value, where, self.item, ", there by ".join(shown))
 
+
+# How many steps an error shows.
+_MOST_SHOWN = 6
 
 # A part of a value, and how it is reached from there.
 _Part = tuple[str, Any]
@@ -227,7 +234,8 @@ def set_aside(kind: type) -> None:
 def _parts_of_function(function: types.FunctionType) -> Iterator[_Part]:
     code = function.__code__
     for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
-        yield f"the closed-over name {name!r}", cell
+        for _, content in _parts_of_cell(cell):
+            yield f"the closed-over name {name!r}", content
 
     defaults = function.__defaults__ or ()
     first = code.co_argcount - len(defaults)

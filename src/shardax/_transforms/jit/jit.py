@@ -749,7 +749,12 @@ class Jit(PickledByName, Wrapper):
         return self._wrapping_key
 
     def _wrap(self, wrapped: Any) -> Any:
-        return Jit(wrapped, self.options, self._wrapping_key)
+        if callable(wrapped):
+            return Jit(wrapped, self.options, self._wrapping_key)
+        # The hole that ``partition`` leaves of a layer: it has no arguments to check options by.
+        emptied = Jit(self.function, self.options, self._wrapping_key)
+        emptied.function = emptied.__wrapped__ = wrapped
+        return emptied
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else BoundJit(self, instance)

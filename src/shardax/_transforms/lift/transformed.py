@@ -71,7 +71,9 @@ class Transformed(Wrapper):
         keys = [(name, _key_of(option)) for name, option in sorted(self._options.items())]
         return (self._transform, tuple(map(_key_of, self._args)), tuple(keys))
 
-    def _wrap(self, wrapped: object) -> Any:
+    def _wrap(self, wrapped: Any) -> Any:
+        if not callable(wrapped):  # the hole that ``partition`` leaves of a layer
+            return Transformed(wrapped, self._transform, wrapped, self._args, self._options)
         return self._transform(wrapped, *self._args, **self._options)
 
     def _options_held(self) -> Mapping[str, Any]:
@@ -88,7 +90,8 @@ class Transformed(Wrapper):
         return call, (self.function, *self._args)
 
     def __repr__(self) -> str:
-        inner = getattr(self.function, "__qualname__", type(self.function).__name__)
+        name = getattr(self.function, "__qualname__", type(self.function).__name__)
+        inner = repr(self.function) if isinstance(self.function, Wrapper) else name
         return f"<{self._title} of {inner}>"
 
 
