@@ -94,8 +94,12 @@ class Wrapper:
         """Returns what the wrapper adds, as hashable configuration."""
         raise NotImplementedError
 
-    def _wrap(self, wrapped: object) -> Any:
-        """Returns a wrapper like this one around another callable."""
+    def _maker(self) -> Callable[[Any], Any]:
+        """Returns what makes wrappers like this one around other callables.
+
+        It refers to no callable itself, since structures that are remembered have it. The callable
+        may also be the hole that ``partition`` leaves of one.
+        """
         raise NotImplementedError
 
     def _options_held(self) -> Mapping[str, Any]:

@@ -71,10 +71,8 @@ class Transformed(Wrapper):
         keys = [(name, _key_of(option)) for name, option in sorted(self._options.items())]
         return (self._transform, tuple(map(_key_of, self._args)), tuple(keys))
 
-    def _wrap(self, wrapped: Any) -> Any:
-        if not callable(wrapped):  # the hole that ``partition`` leaves of a layer
-            return Transformed(wrapped, self._transform, wrapped, self._args, self._options)
-        return self._transform(wrapped, *self._args, **self._options)
+    def _maker(self) -> Callable[[Any], Any]:
+        return functools.partial(_transformed, self._transform, self._args, self._options)
 
     def _options_held(self) -> Mapping[str, Any]:
         return {**{str(index): option for index, option in enumerate(self._args)}, **self._options}
@@ -86,13 +84,21 @@ class Transformed(Wrapper):
         return f"sx.{name}" if package.startswith("_") else f"sx.{package}.{name}"
 
     def __reduce__(self) -> Any:
-        call = functools.partial(self._transform, **self._options)
-        return call, (self.function, *self._args)
+        return self._maker(), (self.function,)
 
     def __repr__(self) -> str:
         name = getattr(self.function, "__qualname__", type(self.function).__name__)
         inner = repr(self.function) if isinstance(self.function, Wrapper) else name
         return f"<{self._title} of {inner}>"
+
+
+def _transformed(
+    transform: Any, args: tuple[Any, ...], options: dict[str, Any], function: Any
+) -> Any:
+    """Returns what a transform makes of a callable, or of a hole."""
+    if not callable(function):
+        return Transformed(function, transform, function, args, options)
+    return transform(function, *args, **options)
 
 
 def _key_of(option: Any) -> Hashable:
