@@ -19,7 +19,6 @@ import collections
 import dataclasses
 import functools
 import reprlib
-import types
 from collections.abc import (
     Callable,
     Hashable,
@@ -41,17 +40,17 @@ from shardax._core.frames import Frame, check_structural_write, local, owner_her
 from shardax._core.frozen import FrozenArray, FrozenVariable, Slot
 from shardax._core.graph import handlers
 from shardax._core.graph.flatten import DictDef, ListDef, register_graph
+from shardax._core.graph.held import ObjectSearch
 from shardax._core.graph.paths import Leaf, PyTree
 from shardax._core.graph.settings import (
     IncomparableError,
     SettingsKey,
-    attributes_of,
     incomparable_attribute,
     settings_key,
 )
 from shardax._core.graph.static import Static, function_identities
 from shardax._core.init.lazy import LazyValue
-from shardax._core.object import Object, epoch
+from shardax._core.object import Object, Wrapper, epoch
 from shardax._core.variable import ArrayAttribute, Variable
 
 T = TypeVar("T")
@@ -70,19 +69,25 @@ def box(value: Any, where: str) -> Any:
     if isinstance(value, ARRAY_TYPES):
         return _box_arrays(value, where)
     if isinstance(value, list):
-        return List(value)
+        return List._of(value, where)
     if isinstance(value, dict):
-        return Dict(value)
+        return Dict._of(value, where)
     has_parts = handlers.has_parts(value)
     handler = handlers.handler_of(value)
     if handler.stores_items and (has_parts or isinstance(value, tuple)):
         _check_key(value, where, handler.config)
+        hidden = ObjectSearch().beside_children(value, handler.config(value))
+        if hidden is not None:
+            raise hidden.error(value, where)
         stored = handlers.map_children(lambda item: box(item, where), value)
         is_copied = handler.volatile and any(
             is_boxed(child) for _, child in handler.children(stored)
         )
         return ChangeableNode.of(value, where) if is_copied else stored
     if has_parts:
+        hidden = ObjectSearch().hidden_in(value)
+        if hidden is not None:
+            raise hidden.error(value, where)
         return value
     if not jax.tree_util.all_leaves((value,)) and _is_array_tree(value):
         return _box_arrays(value, where)
@@ -106,15 +111,17 @@ def _is_array_tree(value: object) -> bool:
     return bool(leaves) and all(isinstance(leaf, ARRAY_TYPES) for leaf in leaves)
 
 
-def _check_static(value: object, where: str) -> None:
-    hidden = _hidden_data(value)
-    if hidden is not None:
+def _check_static(value: Any, where: str) -> None:
+    untracked = _untracked_data(value)
+    if untracked is not None:
         raise StaticAttributeError(
-            f"Cannot use {value!r} of type {type(value).__name__} as {where}: {hidden}, so it "
+            f"Cannot use {value!r} of type {type(value).__name__} as {where}: {untracked}, so it "
             f"would be part of no state, gradient or checkpoint. Ways out: use a list, dict or "
-            f"tuple, such as list(value); make a class of your own a sx.Module, or register it "
-            f"with JAX (jax.tree_util.register_dataclass)."
+            f"tuple, such as list(value)."
         )
+    hidden = ObjectSearch().held_by(value)
+    if hidden is not None:
+        raise hidden.error(value, where)
     _check_key(value, where, settings_key)
 
 
@@ -135,24 +142,14 @@ def _check_key(value: object, where: str, key: Callable[[Any], object]) -> None:
         ) from error
 
 
-def _hidden_data(value: object) -> str | None:
-    """Returns why data in a value cannot be found, or None."""
+def _untracked_data(value: Any) -> str | None:
+    """Returns why arrays in a value of Python's own cannot be tracked, or None."""
     if isinstance(value, (set, frozenset, collections.deque)):
-        untracked = next(
-            (item for item in value if isinstance(item, jax.Array) or handlers.has_parts(item)),
-            None,
-        )
-        return (
-            None if untracked is None else f"the {type(untracked).__name__} in it cannot be tracked"
-        )
-    if type(value).__module__ in ("builtins", "itertools"):
-        is_passing = isinstance(value, (Iterator, KeysView, ValuesView, ItemsView))
-        return "what passes through it cannot be tracked" if is_passing else None
-    if isinstance(value, (type, types.FunctionType, types.ModuleType)):
-        return None
-    attributes = attributes_of(value).items()
-    untracked_name = next((name for name, item in attributes if handlers.has_parts(item)), None)
-    return None if untracked_name is None else f"its attribute {untracked_name!r} cannot be tracked"
+        array = next((item for item in value if isinstance(item, jax.Array)), None)
+        return None if array is None else f"the {type(array).__name__} in it cannot be tracked"
+    is_pythons = type(value).__module__ in ("builtins", "itertools")
+    is_passing = isinstance(value, (Iterator, KeysView, ValuesView, ItemsView))
+    return "what passes through it cannot be tracked" if is_pythons and is_passing else None
 
 
 def unbox(value: Any) -> PyTree:
@@ -314,6 +311,11 @@ def class_of(stored: object) -> type:
     return type(stored)
 
 
+def title_of(stored: object) -> str:
+    """Returns what drawings call a stored value: its class, or what a wrapper does."""
+    return stored._title if isinstance(stored, Wrapper) else class_of(stored).__name__
+
+
 def _with_fields_of(fresh: object, node: object):
     """Gives a node a fresh one's fields; else returns the fresh one."""
     names = {name for cls in type(node).__mro__ for name in getattr(cls, "__slots__", ())}
@@ -393,7 +395,14 @@ class List(_Container, MutableSequence[T], Generic[T]):
 
     def __init__(self, items: Iterable[T] = ()) -> None:
         self._start(owner_here())
-        self._items: list[Any] = [box(item, f"item {i} of a list") for i, item in enumerate(items)]
+        self._items: list[Any] = _boxed_items(items, "a list")
+
+    @classmethod
+    def _of(cls, items: Iterable[T], where: str) -> Self:
+        """Returns a list that stands somewhere in a model, for messages."""
+        made = cls._allocate(owner_here(), None)
+        made._items = _boxed_items(items, f"a list in {where}")
+        return made
 
     @overload
     def __getitem__(self, index: int) -> T: ...
@@ -519,10 +528,14 @@ class Dict(_Container, MutableMapping[K, T], Generic[K, T]):
 
     def __init__(self, items: Any = (), /, **entries: Any) -> None:
         self._start(owner_here())
-        self._items: dict[Any, Any] = {
-            _checked_key(key): box(item, f"entry {key!r} of a dict")
-            for key, item in dict(items, **entries).items()
-        }
+        self._items: dict[Any, Any] = _boxed_entries(dict(items, **entries), "a dict")
+
+    @classmethod
+    def _of(cls, entries: dict[K, T], where: str) -> Self:
+        """Returns a dict that stands somewhere in a model, for messages."""
+        made = cls._allocate(owner_here(), None)
+        made._items = _boxed_entries(dict(entries), f"a dict in {where}")
+        return made
 
     @classmethod
     def fromkeys(cls, keys: Iterable[object], value: object = None) -> Dict[Any, Any]:
@@ -608,6 +621,16 @@ class Dict(_Container, MutableMapping[K, T], Generic[K, T]):
 
     def _unflatten(self, definition: DictDef, decode) -> None:
         self._items = {key.value: decode(item) for key, item in definition.items}
+
+
+def _boxed_items(items: Iterable[object], where: str) -> list[Any]:
+    return [box(item, f"item {index} of {where}") for index, item in enumerate(items)]
+
+
+def _boxed_entries(entries: dict[Any, object], where: str) -> dict[Any, Any]:
+    return {
+        _checked_key(key): box(item, f"entry {key!r} of {where}") for key, item in entries.items()
+    }
 
 
 def _fill_list(holder: List[Any], pairs: handlers.Pairs) -> None:

@@ -10,6 +10,7 @@ import types
 import warnings
 from collections.abc import Generator, Sequence
 from pathlib import Path
+from typing import Any
 
 _FACE = "shardax.errors"
 
@@ -42,6 +43,36 @@ class ModuleAttributeError(ShardaxError, AttributeError):
 
 class StaticAttributeError(ShardaxError, TypeError):
     """An attribute is neither data (arrays, Variables, Modules) nor hashable configuration."""
+
+
+def hidden_object(value: Any, where: str, item: object, way: str) -> StaticAttributeError:
+    """Returns the error of a value that holds an object which cannot be tracked there.
+
+    Args:
+        value: What is, or would be, part of a model.
+        where: Its place.
+        item: The object inside.
+        way: How that is reached from the value, in words.
+    """
+    kind, found = type(value).__name__, type(item).__name__
+    subject = f"the {kind} {value.__qualname__}" if isinstance(value, _WITH_NAMES) else f"a {kind}"
+    ways = (
+        f"make a function a method, and a class of your own a sx.Module, with the {found} as an "
+        f"attribute; or write `functools.partial(function, layer)`, whose arguments are tracked. "
+        f"Of transforms take those of shardax: `sx.jit(layer)`, `sx.vmap(layer)`, "
+        f"`sx.remat(layer)`"
+        if callable(value)
+        else "use a list, dict or tuple, such as list(value); make a class of your own a "
+        "sx.Module, or register it with JAX (jax.tree_util.register_dataclass)"
+    )
+    return StaticAttributeError(
+        f"Cannot use {subject} as {where}: the {found} that it reaches by {way} cannot be tracked "
+        f"there. It would be part of no state, gradient, optimizer or checkpoint, and a copy of "
+        f"the model would go on using this very {found}. Ways out: {ways}."
+    )
+
+
+_WITH_NAMES = (types.FunctionType, type)
 
 
 class TraceLeakError(ShardaxError, RuntimeError):

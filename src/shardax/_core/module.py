@@ -15,10 +15,11 @@ occurrence. ``repr`` has a line for each leaf; ``shardax.view`` draws the same t
 
 from __future__ import annotations
 
+import inspect
 import math
 import types
 from collections.abc import Callable, Iterator
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import jax.numpy as jnp
 
@@ -42,8 +43,12 @@ def _append(seen: tuple[object, ...], value: object) -> tuple[Any, ...]:
 
 # By these names shardax walks and copies Modules; with a user's own it would silently go wrong.
 _RESERVED = {"_allocate", "_flatten", "_unflatten", "_array_attributes"} | {
-    *("_flat", "_lock", "_marked", "_owner")
+    "_check_objects_of_class",
+    *("_flat", "_lock", "_marked", "_owner"),
 }
+
+
+_OBJECTS_OF_CLASS = "_objects_of_class"
 
 
 class Module(Object):
@@ -76,6 +81,8 @@ class Module(Object):
         "_owner",
     )
     _array_attributes: dict[str, Any]
+    # Names of Variables, Modules and containers of such that are attributes of the class.
+    _objects_of_class: ClassVar[tuple[str, ...]] = ()
 
     def __new__(cls, *args: object, **kwargs: object) -> Self:
         return cls._allocate(owner_here(), None)
@@ -96,6 +103,12 @@ class Module(Object):
                 )
         super().__init_subclass__(**kwargs)
         register_graph(cls)
+        own = [name for name, value in vars(cls).items() if has_parts(value)]
+        inherited = [
+            name for base in cls.__bases__ for name in getattr(base, _OBJECTS_OF_CLASS, ())
+        ]
+        if own or inherited:
+            setattr(cls, _OBJECTS_OF_CLASS, tuple(dict.fromkeys((*own, *inherited))))
 
     @classmethod
     def _allocate(cls, owner: Frame | None, lock: str | None) -> Self:
@@ -159,9 +172,25 @@ class Module(Object):
     # --- walking and copying ---------------------------------------------------------------------
 
     def _flatten(self, encode: Any) -> ModuleDef:
+        if self._objects_of_class:
+            self._check_objects_of_class()
         attributes = tuple((name, encode(value, name)) for name, value in self.__dict__.items())
         boxed = tuple((name, encode(value, name)) for name, value in self._array_attributes.items())
         return ModuleDef(type(self), attributes, boxed)
+
+    def _check_objects_of_class(self) -> None:
+        """Raises if an attribute that only the class has holds Variables or Modules."""
+        # Not when the class is made: it may be the default of a field of a dataclass.
+        for name in self._objects_of_class:
+            value = inspect.getattr_static(self, name)
+            is_own = name in self.__dict__ or name in self._array_attributes
+            if not is_own and has_parts(value):
+                raise ModuleAttributeError(
+                    f"The {type(value).__name__} {name!r} is an attribute of the class "
+                    f"{type(self).__name__}, which belongs to no Module: it would be part of no "
+                    f"state, gradient, optimizer or checkpoint. Set it in __init__: "
+                    f"self.{name} = ...; a copy for each, sx.clone({type(self).__name__}.{name})."
+                )
 
     def _unflatten(self, definition: ModuleDef, decode) -> None:
         attributes = self.__dict__
@@ -426,7 +455,7 @@ class Drawing:
         self.code = code  # what leads here from the place above: ".kernel", "[0]"
         self.path = path
         self.value = value
-        self.name = containers.class_of(value).__name__
+        self.name = containers.title_of(value)
         self.parts: list[Drawing] | None = None  # None for a leaf
         self.first: Drawing | None = None  # of an object met again, where it was met first
         self.again: list[Path] = []  # of an object met first, where it was met again

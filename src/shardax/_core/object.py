@@ -15,7 +15,7 @@ are not marked yet. The result of a walk is valid exactly while the epoch is the
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 
@@ -94,9 +94,22 @@ class Wrapper:
         """Returns what the wrapper adds, as hashable configuration."""
         raise NotImplementedError
 
-    def _wrap(self, wrapped: object) -> Any:
-        """Returns a wrapper like this one around another callable."""
+    def _maker(self) -> Callable[[Any], Any]:
+        """Returns what makes wrappers like this one around other callables.
+
+        It refers to no callable itself, since structures that are remembered have it. The callable
+        may also be the hole that ``partition`` leaves of one.
+        """
         raise NotImplementedError
+
+    def _options_held(self) -> Mapping[str, Any]:
+        """Returns what the wrapper holds besides the function, by name."""
+        return {}
+
+    @property
+    def _title(self) -> str:
+        """What drawings of models call the wrapper."""
+        return type(self).__name__
 
 
 class StructureEpoch:

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from shardax._core.containers import ARRAY_TYPES, BOXES, ChangeableNode, class_of, unbox
+from shardax._core.containers import ARRAY_TYPES, BOXES, ChangeableNode, title_of, unbox
 from shardax._core.errors import ShardaxError
 from shardax._core.graph.handlers import Pairs, handler_of, has_parts, map_children
 from shardax._core.graph.paths import Leaf, Path, format_path, line_of
@@ -396,7 +396,7 @@ class _Text:
         )
         margin = (_MARK if marked else _NO_MARK) + _INDENT * depth + label
         content = place.content
-        name = class_of(content).__name__
+        name = title_of(content)
         if place.is_holder and isinstance(content, Object):
             first = self._shown.setdefault(id(content), place.path)
             if first != place.path:
@@ -422,7 +422,7 @@ def _folded(place: Place) -> str:
     if not isinstance(content, Variable):
         below = children(place)
         if below or isinstance(content, Object):
-            return f"{class_of(content).__name__}({'...' if below else ''})"
+            return f"{title_of(content)}({'...' if below else ''})"
     text = line_of(content)
     return text if len(text) <= _MAX_WIDTH else f"{text[: _MAX_WIDTH - 3]}..."
 

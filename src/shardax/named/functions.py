@@ -14,6 +14,7 @@ from shardax._core.variable import Variable
 from shardax._transforms.control import scan as scans
 from shardax._transforms.errors import TransformError
 from shardax._transforms.lift.engine import wraps
+from shardax._transforms.lift.transformed import Transformed
 from shardax.named import elementwise
 from shardax.named.array import NamedArray, as_named
 from shardax.named.base import Dims, Name, NamedAxesError, check_dims, positional_places, shown
@@ -286,7 +287,7 @@ def nmap(function: Callable[..., object]) -> Callable[..., Any]:
     def mapped(*args, **kwargs):
         return run_lifted(NamedArray._make, function, args, kwargs)
 
-    return mapped
+    return Transformed.of(mapped, nmap, function)
 
 
 def scan(

@@ -36,6 +36,7 @@ from shardax._core._jax import Tracer, rebuilds_arguments
 from shardax._core.errors import ModuleError, StaticAttributeError
 from shardax._core.frames import READ_ONLY, PlainTrace, local, owner_here, resolve
 from shardax._core.graph.handlers import LEAF, PLACEHOLDER, Handler, NodeType, handler_of, has_parts
+from shardax._core.graph.held import ObjectSearch, set_aside
 from shardax._core.graph.paths import Leaf, Path, PathKey, PyTree, format_path
 from shardax._core.graph.settings import (
     IncomparableError,
@@ -157,6 +158,9 @@ class GraphDef(Shown):
         return (GraphDef, (self.objects, self.roots))
 
 
+set_aside(GraphDef)
+
+
 def definition_paths(graphdef: GraphDef, names: Sequence[Path] = ()) -> dict[int, Path]:
     """Returns the path of every object by its first occurrence."""
     found: dict[int, Path] = {}
@@ -265,6 +269,9 @@ class GraphWalk:
         self.settings: list[Setting] = []
         # By ``id``, static values that are what they were, whatever was changed in them in place.
         self.unchanged: Mapping[int, Static] = {}
+        # What stands in objects is searched for others that the walk does not find.
+        self._depth = 0  # of the objects around
+        self._search = ObjectSearch()
 
     def encode(self, value: Any, path: Path, *, is_root: bool = False) -> Leaf:
         """Returns ``value`` as a child, walking into it if it holds objects."""
@@ -279,9 +286,17 @@ class GraphWalk:
             keys = tuple(key for key, _ in pairs)
             items = (self.encode(item, path if k is None else (*path, k)) for k, item in pairs)
             config = handler.config(value)
+            if self._depth:
+                hidden = self._search.beside_children(value, config)
+                if hidden is not None:
+                    raise hidden.error(value, f"what stands at {format_path(path)}")
             if type(config) is NodeType and type(config.static.key) is SettingsKey:
                 self.settings.append(Setting(path, config.static.value, config.static.key))
             return NodeDef(handler, config, keys, tuple(items))
+        if self._depth and handler is not PLACEHOLDER and id(value) not in self.unchanged:
+            hidden = self._search.held_by(value)
+            if hidden is not None:
+                raise hidden.error(value, f"what stands at {format_path(path)}")
         try:
             # What a function reads from where it was made is what it was when it was traced.
             return Static(value) if is_root else self._static(value, path)
@@ -317,9 +332,11 @@ class GraphWalk:
         self.definitions.append(None)
         if self.marking:  # before looking inside, so that no edit by another thread goes unnoticed
             object.__setattr__(item, "_marked", True)
+        self._depth += 1
         self.definitions[position] = item._flatten(
             lambda child, key: self.encode(child, (*path, key))
         )
+        self._depth -= 1
         return position
 
 

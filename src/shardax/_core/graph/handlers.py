@@ -136,10 +136,10 @@ def _field_text(value, key) -> tuple[str, str]:
 class Pattern:
     """A wrapper as configuration, compared by what it adds."""
 
-    __slots__ = ("key", "wrapper")
+    __slots__ = ("key", "make")
 
     def __init__(self, wrapper: Wrapper) -> None:
-        self.wrapper = wrapper
+        self.make = wrapper._maker()
         self.key = (type(wrapper), wrapper._wrapping())
 
     def __hash__(self) -> int:
@@ -288,7 +288,7 @@ WRAPPER = Handler(
     "wrapper",
     children=lambda value: [(None, value.function)],
     config=Pattern,
-    rebuild=lambda pattern, pairs: pattern.wrapper._wrap(*(item for _, item in pairs)),
+    rebuild=lambda pattern, pairs: pattern.make(*(item for _, item in pairs)),
     in_models=True,
     text=lambda value, key: ("", ".__wrapped__"),
 )

@@ -164,13 +164,15 @@ def _native_base(kind: type) -> type:
     return object
 
 
-def _package_of(kind: type) -> str:
+def package_of(kind: type) -> str:
+    """Returns the name of the package that a class is of, "" if it does not say."""
     module = kind.__module__
     return module.partition(".")[0] if type(module) is str else ""
 
 
-def _is_of_library(kind: type) -> bool:
-    package = _package_of(kind)
+def is_of_library(kind: type) -> bool:
+    """Whether a class is one of Python's own, or of ``LIBRARIES``."""
+    package = package_of(kind)
     return package in LIBRARIES or (package == "builtins" and not kind.__flags__ & _HEAP_TYPE)
 
 
@@ -335,7 +337,7 @@ class _SettingsReader:
                 hash(value)  # raises TypeError, but for a subclass with a hash
                 self.changeable = True
             return self._describe_content(value, kind)
-        if _is_of_library(kind):
+        if is_of_library(kind):
             return self._describe_of_library(value, way, inside)
         return self._describe_instance(value, kind, way, inside)
 
@@ -390,7 +392,7 @@ class _SettingsReader:
         try:
             return exact_key(value), ()
         except (TypeError, ValueError):  # ValueError: a view of memory that may be written
-            if _package_of(kind) in _BY_IDENTITY:
+            if package_of(kind) in _BY_IDENTITY:
                 return identity_of(value), ()
         if _has_attributes(kind) and _native_base(kind) in (object, types.SimpleNamespace):
             return self._with_attributes((kind,), value)
@@ -418,7 +420,7 @@ class _SettingsReader:
             raise _incomparable(way, value)
         # What is written in C and is not of Python itself may compare itself to something else than
         # a boolean, as tensors do.
-        is_pythons = native is object or _package_of(native) == "builtins" or not inside
+        is_pythons = native is object or package_of(native) == "builtins" or not inside
         label = exact_key(value) if is_pythons else identity_of(value)
         return self._with_attributes(label, value)
 

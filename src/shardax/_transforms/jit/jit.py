@@ -88,8 +88,8 @@ class BoundJit(Wrapper):
     def _wrapping(self):
         return self.__func__
 
-    def _wrap(self, wrapped: Any) -> Any:
-        return BoundJit(wrapped.__func__, wrapped.__self__)
+    def _maker(self) -> Callable[[Any], Any]:
+        return _bound
 
     def __reduce__(self) -> Any:
         return BoundJit, (self.__func__, self.__self__)
@@ -749,14 +749,30 @@ class Jit(PickledByName, Wrapper):
     def _wrapping(self):
         return self._wrapping_key
 
-    def _wrap(self, wrapped: Any) -> Any:
-        return Jit(wrapped, self.options, self._wrapping_key)
+    def _maker(self) -> Callable[[Any], Any]:
+        return functools.partial(_compiled, self.options, self._wrapping_key)
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else BoundJit(self, instance)
 
     def __repr__(self) -> str:
         return f"<sx.jit of {getattr(self.function, '__qualname__', self.function)!s}>"
+
+
+def _bound(method: types.MethodType) -> BoundJit:
+    """Returns the compiled form of a method."""
+    return BoundJit(method.__func__, method.__self__)
+
+
+def _compiled(options: special.JitOptions, wrapping: Any, function: Any) -> Jit:
+    """Returns the compiled form of a callable, or of a hole."""
+    if callable(function):
+        return Jit(function, options, wrapping)
+    # It has no arguments by which options could be checked.
+    emptied = Jit(_bound, special.JitOptions(), wrapping)
+    emptied.options = options
+    emptied.function = emptied.__wrapped__ = function
+    return emptied
 
 
 @engine.takes_options

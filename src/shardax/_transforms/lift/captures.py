@@ -382,7 +382,7 @@ class StandIns:
         if issubclass(kind, Wrapper):
             inner = function.function
             copy = self.function(inner)
-            return function if copy is inner else function._wrap(copy)
+            return function if copy is inner else function._maker()(copy)
         if issubclass(kind, Object):
             return self.value(function)
         return function

@@ -61,6 +61,7 @@ from shardax._transforms.lift.binding import (
 )
 from shardax._transforms.lift.captures import objects_in, places_of
 from shardax._transforms.lift.tracer_errors import TRACER_ERRORS, InputForm, add_advice, name_inputs
+from shardax._transforms.lift.transformed import Transformed
 
 
 class RetraceRequest(Exception):
@@ -182,20 +183,19 @@ def takes_options(transform: NamedFunction[P, R]) -> Callable[P, R]:
 
 def decorator(transform: NamedFunction[P, PyTree]) -> Callable[P, Any]:
     """Lets a transform that is given no function return a decorator."""
-    return functools.wraps(transform)(_with_options(transform))
-
-
-def _with_options(transform: NamedFunction[..., PyTree]) -> Callable[..., Any]:
     accepted = _accepted_options(transform)
 
-    def with_options(function=None, *args, **options):
+    def with_options(function: Any = None, *args, **options):
         accepted.check(args, options)
         if function is None and not args:
             return functools.partial(with_options, **options)
-        inputs.check_callable(function, transform.__name__)
-        return transform(function, *args, **options)
 
-    return with_options
+        inputs.check_callable(function, transform.__name__)
+        made = transform(function, *args, **options)
+        return Transformed.of(made, transformed, function, args, options)
+
+    transformed = functools.wraps(transform)(with_options)
+    return transformed
 
 
 def wraps(function: Callable[..., PyTree]) -> Callable[[Any], Any]:
