@@ -416,9 +416,16 @@ class RowBatches:
         runs = np.split(rows, np.flatnonzero(np.diff(rows) != 1) + 1)
         while True:
             first = self.step * self.batch_size
-            parts = [self._read(first + int(run[0]), first + int(run[-1]) + 1) for run in runs]
+            bounds = [(first + int(run[0]), first + int(run[-1]) + 1) for run in runs]
+            batch = self._read(*bounds[0]) if len(runs) == 1 else self._read_runs(bounds)
             self.step += 1
-            yield parts[0] if len(parts) == 1 else jax.tree.map(_joined, *parts)
+            yield batch
+
+    def _read_runs(self, bounds: Iterable[tuple[int, int]]) -> Any:
+        """Reads several runs of rows as one."""
+        # Each is copied before the next is read: ``read`` may fill the same arrays again.
+        parts = [jax.tree.map(np.array, self._read(start, stop)) for start, stop in bounds]
+        return jax.tree.map(_joined, *parts)
 
     def _read(self, start: int, stop: int) -> Any:
         rows = self.read(start, stop)
