@@ -412,8 +412,9 @@ class Trainer:
             start = self._find_start(fallback=fallback, override=override, sizes_only=True)
             if start.description is not None:
                 saved = start.description["extra"]["data"]
-                with sources.peeking(self.batches):
-                    sources.go_to(self.batches, saved, resumable=self.resumable)
+                position = sources.position_of(self.batches)
+                sources.go_to(self.batches, saved, resumable=self.resumable)
+                sources.go_back(self.batches, position)
         elif steps or records:
             reached = f", saved at step {steps[-1]}" if steps else ""
             raise TrainError(
