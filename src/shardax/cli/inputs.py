@@ -63,6 +63,7 @@ _RANGES: dict[str, tuple[float, float, str]] = {
     "process": (0, 4095, "a number from 0 to 4,095"),
     "restarts": _SOME,
     "start_timeout": (sys.float_info.min, 10**6, "a number of seconds above 0, such as 60"),
+    "stop_within": (0, 10**6, "a number of seconds of at least 0"),
     "learning_rate": (sys.float_info.min, sys.float_info.max, "a finite number above 0"),
     "temperature": (0, sys.float_info.max, "a finite number of at least 0"),
     "large": (0, 2**40, "a finite number of at least 0"),

@@ -28,6 +28,7 @@ from shardax.models.generation import max_positions_of
 from shardax.models.weights import TOKENIZER_FILES, find_directory
 from shardax.nn.errors import LayerConfigError, LayerInputError
 from shardax.partition.mesh import mesh_text
+from shardax.train.data.text import hash64, permute
 from shardax.train.errors import DataError
 from shardax.train.progress import TrainingProgress
 
@@ -38,7 +39,7 @@ _SIZES = ("batch_size", "seq_len", "steps", "learning_rate")  # of a preset, or 
 # Of one process.
 PLACES = ("coordinator", "processes", "process", "start_timeout", "verbose_processes")
 _MAY_DIFFER = ("out", "resume", "fallback", "override", "mesh", "rules", "devices", "zero")
-_MAY_DIFFER += ("timings", *PLACES)
+_MAY_DIFFER += ("timings", "stop_within", *PLACES)
 _DECIDES = {"preset": ("model", "eval_batches")}  # the settings that an option alone decides
 
 
@@ -85,6 +86,9 @@ class Train:
     learning_rate: float | None = None
     # Steps between checkpoints.
     checkpoint_every: int = 50
+    # Seconds that a display or data may still take after SIGINT or SIGTERM, before the steps done
+    # are saved without waiting for them.
+    stop_within: float = 10.0
     # The kernel of attention: auto, xla, cudnn, splash or tokamax; by default XLA's.
     attention: str | None = None
     # The kernels of experts' products: auto, xla or tokamax; by default XLA's.
@@ -138,7 +142,7 @@ class Train:
         settings.check()
         inputs.use_devices(settings.devices)
         distributed.agree("run.json", settings)
-        run = _TrainingRun(settings, self.out)
+        run = _TrainingRun(settings, self.out, self.stop_within)
         how: dict[str, Any] = {
             name: getattr(self, name) for name in ("resume", "fallback", "override")
         }
@@ -245,7 +249,7 @@ def _training_loss(balance: float, in_blocks: bool, model: Any, batch: Any) -> j
 class _TrainingRun:
     """One run of the training command."""
 
-    def __init__(self, settings: RunSettings, out: Path) -> None:
+    def __init__(self, settings: RunSettings, out: Path, stop_within: float = 10.0) -> None:
         self.settings = settings
         self.out = out
         self.mesh = inputs.parse_mesh(settings.mesh, settings.mesh_axes)
@@ -279,6 +283,7 @@ class _TrainingRun:
                 steps=settings.steps,
                 eval_every=max(1, settings.steps // 2),
                 checkpoint_every=settings.checkpoint_every,
+                stop_within=stop_within,
             ),
             held_out=self.held_out,
             mesh=self.mesh,
@@ -498,14 +503,13 @@ class _Tokens:
         name = f"{part.fingerprint} {self.settings.seq_len} {seed} {rows.shape}"
 
         def read(start: int, stop: int) -> dict[str, np.ndarray]:
-            numbers = np.arange(start, stop)
-            places = [
-                np.random.default_rng((seed, number // len(rows))).permutation(len(rows))[
-                    number % len(rows)
-                ]
-                for number in numbers.tolist()
-            ]
-            return {"inputs": rows[places, :-1], "targets": rows[places, 1:]}
+            epochs, places = np.divmod(np.arange(start, stop), len(rows))
+            chosen = np.empty_like(places)
+            for epoch in np.unique(epochs):
+                in_epoch = epochs == epoch
+                order_key = int(hash64(seed, epoch)[0])
+                chosen[in_epoch] = permute(places[in_epoch], len(rows), order_key)
+            return {"inputs": rows[chosen, :-1], "targets": rows[chosen, 1:]}
 
         return train.RowBatches(read, batch_size=size, name=name)
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Function calls as bytes, and tables of functions by digest.
 
-Objects are pickled, by cloudpickle where that is installed, with arrays out of band. NumPy's are
-copied first, because the caller may write into them while they are being sent.
+Objects are pickled, by cloudpickle where that is installed, with arrays out of band. What the
+caller may write into while it is being sent, such as arrays of NumPy, is copied first.
 
 A function's *key* is a digest of what travels, closures and defaults included, and of the source
 files of the modules it refers to. Equal keys mean equal functions. The reverse does not hold, which
@@ -72,7 +72,14 @@ def encode(value: Any, refer: Reference | None = None, watch: Reference | None =
         ) from error
     # Bytes and arrays, not memoryviews: before Python 3.12.5 the garbage collector crashes on a
     # reference cycle with one of those, as exceptions and their tracebacks make.
-    return [file.getvalue(), *(np.frombuffer(buffer.raw(), np.uint8) for buffer in buffers)]
+    return [file.getvalue(), *map(_octets, buffers)]
+
+
+def _octets(buffer: pickle.PickleBuffer) -> np.ndarray:
+    """Returns the bytes of a buffer that nobody writes into any more."""
+    raw = buffer.raw()
+    octets = np.frombuffer(raw, np.uint8)
+    return octets if raw.readonly else octets.copy()
 
 
 def encode_arguments(
@@ -157,8 +164,9 @@ def _pickler_class():
 
 def _raw(array: np.ndarray) -> tuple[Any, ...]:
     # Not every dtype has a buffer, but bytes do.
-    flat = np.ascontiguousarray(array).reshape(-1)
-    return pickle.PickleBuffer(flat.view(np.uint8).data), array.dtype, array.shape
+    octets = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    octets.flags.writeable = False  # nobody else has the array
+    return pickle.PickleBuffer(octets.data), array.dtype, array.shape
 
 
 def _to_numpy(buffer, dtype: jax.typing.DTypeLike, shape: tuple[int, ...]) -> np.ndarray:

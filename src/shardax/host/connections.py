@@ -54,6 +54,9 @@ def _event_loop() -> asyncio.AbstractEventLoop:
     return loop
 
 
+os.register_at_fork(after_in_child=_event_loop.cache_clear)  # its thread does not come along
+
+
 # --- calls ---
 
 
@@ -87,6 +90,21 @@ class WorkerFuture(concurrent.futures.Future[Any]):
         self._is_idempotent = retries > 0
         self._interrupter: Callable[[], None] | None = None  # of the connection that has the call
         self._interrupted = False
+        self._process_id = os.getpid()
+
+    def result(self, timeout: float | None = None) -> Any:
+        """Returns the result of the call, or raises its exception."""
+        self._require_process()
+        return super().result(timeout)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Returns the exception of the call, or None."""
+        self._require_process()
+        return super().exception(timeout)
+
+    def _require_process(self) -> None:
+        if not self.done():
+            errors.require_process(self._process_id)
 
     def interrupt(self) -> None:
         """Cancels the call, also if it runs.

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import os
 
 from shardax._core.errors import ShardaxError
 
@@ -34,3 +35,14 @@ class CallCancelledError(ShardaxError, concurrent.futures.CancelledError):
 
 class WorkerCrashedError(ShardaxError, concurrent.futures.BrokenExecutor):
     """A worker ended, or stopped answering, before a call was done."""
+
+
+def require_process(process_id: int) -> None:
+    """Raises WorkerError in the fork of a process, where its connections have no threads."""
+    if os.getpid() != process_id:
+        raise WorkerError(
+            f"This worker belongs to process {process_id}, of which this one, {os.getpid()}, is a "
+            "fork: the threads of its connection did not come along, so no answer would arrive. "
+            "Connect from here: `other = sx.host.Worker.connect(worker.address, worker.authkey)`, "
+            'or start processes by multiprocessing.get_context("spawn").'
+        )

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import copy
 import functools
 import importlib.util
 import os
@@ -106,7 +107,7 @@ class Worker(concurrent.futures.Executor):
             idle_timeout = 3600.0
         options = {
             "functions": functions, "max_message": max_message, "kill_after": kill_after,
-            "idle_timeout": idle_timeout, "configure": dict(configure or {}),
+            "idle_timeout": idle_timeout, "configure": copy.deepcopy(dict(configure or {})),
             "env": dict(env or {}), "start_timeout": start_timeout,
             "log": None if log is None else os.fspath(log),
         }  # fmt: skip
@@ -157,6 +158,7 @@ class Worker(concurrent.futures.Executor):
                 f"A worker needs {' and '.join(missing)}: pip install 'shardax[worker]'."
             )
         self._origin = origin
+        self._process_id = os.getpid()
         self._heartbeat = heartbeat
         self._restarts = self._restarts_left = restarts
         self._timeout = timeout
@@ -164,7 +166,7 @@ class Worker(concurrent.futures.Executor):
         self._closing = False
         self._broken: Exception | None = None
         self._expected: connections.Connection | None = None  # whose loss was asked for
-        self._finalizer = weakref.finalize(self, origin.close)
+        self._finalizer = weakref.finalize(self, _close, origin, self._process_id)
         with self._changed:
             try:
                 self._connection = self._connect()
@@ -234,6 +236,7 @@ class Worker(concurrent.futures.Executor):
         """
         from distributed.protocol.serialize import to_serialize
 
+        errors.require_process(self._process_id)
         _OPTIONS.positive(timeout=timeout)
         head, parts = pack(function, args, kwargs or {}, self._refer)
         check_size(parts, self._connection.max_message)
@@ -298,13 +301,15 @@ class Worker(concurrent.futures.Executor):
         Raises:
             WorkerCrashedError: If it does not answer.
         """
+        errors.require_process(self._process_id)
         info = self._connection.ask("info", INFO_SECONDS)
         return {**info, "functions": list(info["functions"]), "values": list(info["values"])}
 
     @property
     def is_running(self) -> bool:
         """Whether calls can be made."""
-        return not self._closing and self._broken is None
+        is_own = os.getpid() == self._process_id
+        return is_own and not self._closing and self._broken is None
 
     # --- life cycle ---
 
@@ -356,6 +361,7 @@ class Worker(concurrent.futures.Executor):
             WorkerCrashedError: If it does not start again.
             RuntimeError: If it was shut down.
         """
+        errors.require_process(self._process_id)
         with self._changed:
             self._check_is_running()
             connection = self._expected = self._connection
@@ -386,6 +392,8 @@ class Worker(concurrent.futures.Executor):
             wait: Whether to return only when all calls have a result and the process has ended.
             cancel_futures: Whether to cancel the calls that have not begun.
         """
+        if os.getpid() != self._process_id:
+            return  # such as where a fork leaves the ``with`` block of its parent
         with self._changed:
             self._closing = True
             calls = self._connection.pending()
@@ -404,6 +412,7 @@ class Worker(concurrent.futures.Executor):
 
     def stop(self) -> None:
         """Ends the process at once, also one with a name."""
+        errors.require_process(self._process_id)
         with self._changed:
             self._closing = True
         self._end_process(self._connection)
@@ -411,7 +420,15 @@ class Worker(concurrent.futures.Executor):
 
     def __repr__(self) -> str:
         state = "running" if self.is_running else "shut down" if self._closing else "lost"
+        if os.getpid() != self._process_id:
+            state = f"of process {self._process_id}"
         return f"Worker({self.address!r}, {state})"
+
+
+def _close(origin: connections.GivenAddress, process_id: int) -> None:
+    """Ends the process of a worker, but not from a fork of its owner."""
+    if os.getpid() == process_id:
+        origin.close()
 
 
 class Remote:
@@ -451,10 +468,12 @@ class Remote:
 
     def delete(self) -> None:
         """Frees the value in the worker."""
+        errors.require_process(self.worker._process_id)
         self.worker._connection.drop(self.key)
 
     def __del__(self) -> None:
-        if isinstance(getattr(self, "key", None), int):
+        is_unnamed = isinstance(getattr(self, "key", None), int)
+        if is_unnamed and os.getpid() == self.worker._process_id:
             self.delete()
 
     def __reduce__(self) -> Any:
@@ -472,6 +491,16 @@ class Remote:
 
 _lock = threading.Lock()
 _default: list[Worker] = []
+
+
+def _forget_default() -> None:
+    """Lets a fork start a worker of its own."""
+    global _lock
+    _lock = threading.Lock()  # which another thread may have held
+    _default.clear()
+
+
+os.register_at_fork(after_in_child=_forget_default)
 
 
 def default_worker() -> Worker:

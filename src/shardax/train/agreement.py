@@ -8,6 +8,7 @@ array is placed, for placing takes all processes; that of the program and of the
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -27,7 +28,7 @@ from shardax._core.init.lazy import LazyValue, Recipe
 from shardax.distributed import processes
 from shardax.partition.specs import abstract
 from shardax.train.checkpoint_format import contents_of
-from shardax.train.data import prefetch
+from shardax.train.data import prefetch, sources
 from shardax.train.data.batches import WholeBatches
 from shardax.train.errors import TrainError
 
@@ -134,28 +135,28 @@ def _initial_values(tree: object) -> dict[str, str]:
 def _batch_text(source) -> str:
     """Returns shapes, dtypes and digests of a batch."""
     prefetch.require_rows(source)
-    restore = getattr(source, "restore", None)
-    position = None if restore is None else source.state()
-    text = str(jax.tree.map(str, prefetch.first_batch(source)))
-    if restore is not None:
-        restore(position)
-    # One row, which each process can read; of whole batches all, for each process reads all.
+
+    def peeking():
+        is_positioned = isinstance(source, sources.Positioned)
+        return sources.peeking(source) if is_positioned else contextlib.nullcontext()
+
+    with peeking():
+        text = str(jax.tree.map(str, prefetch.first_batch(source)))
     if hasattr(source, "local_rows"):
         return text
-    first = iter(source) if isinstance(source, WholeBatches) else source.by_rows(np.arange(1))
-    batch = next(iter(first), None)
-    text += str(jax.tree.map(lambda leaf: processes.array_text(np.asarray(leaf)), batch))
-    if restore is not None:
-        restore(position)
-    return text
+
+    # One row, which each process can read; of whole batches all, for each process reads all.
+    with peeking():
+        first = iter(source) if isinstance(source, WholeBatches) else source.by_rows(np.arange(1))
+        batch = next(iter(first), None)
+        return text + str(jax.tree.map(lambda leaf: processes.array_text(np.asarray(leaf)), batch))
 
 
 def compare_programs(trainer: Any, sharding: Any) -> None:
     """Raises DistributedError if the processes would run different steps."""
     source = trainer.batches
-    position = source.state()
-    batch = prefetch.first_batch(source)
-    source.restore(position)
+    with sources.peeking(source):
+        batch = prefetch.first_batch(source)
     shapes = jax.tree.map(
         lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
         batch,

@@ -43,6 +43,7 @@ from shardax.train.checkpoint_format import (
     positions_in_modules,
     stored_arrays,
 )
+from shardax.train.optimizer_state import StateValue
 
 
 def save(tree: object, path: object, *, extra: object = None) -> None:
@@ -103,8 +104,9 @@ def restore(
         tree: What was saved, or a tree of the same form: lazy, abstract or with values.
         path: The checkpoint's directory.
         mesh: Mesh to lay the arrays out on, by their axes and ``rules``. None: arrays that the tree
-            already has keep their sharding, others follow the mesh in scope; without one they go to
-            the default device.
+            already has keep their sharding, an optimizer's state that was not read yet goes where
+            its parameters are, others follow the mesh in scope; without one they go to the default
+            device.
         rules: Rules from axis names to mesh axes; None for those in scope.
         overrides: As for ``shardax.shard``; over the mesh given or in scope.
         memory_kind: As for ``shardax.shard``; over the mesh given or in scope.
@@ -231,13 +233,19 @@ def _to_store(
 
 def _present_layout(contents: Contents) -> list[Any] | None:
     """Returns the shardings of arrays, or None to follow the rules."""
-    present = [named_sharding(array.value) for array in contents.arrays]
+    present = [_present_sharding(array.value) for array in contents.arrays]
     first = next((sharding for sharding in present if sharding is not None), None)
     if first is None:
         return present if resolve_mesh() is None else None
     # One tree is on one mesh: what has no place yet goes where the rest is.
     replicated = NamedSharding(first.mesh, PartitionSpec())
     return [replicated if sharding is None else sharding for sharding in present]
+
+
+def _present_sharding(value: Leaf) -> NamedSharding | None:
+    """Returns the sharding of an array, or of an optimizer's lazy state."""
+    # Which goes where its parameters are, restored or not.
+    return value.own_sharding() if isinstance(value, StateValue) else named_sharding(value)
 
 
 def _in_order_of(tree, copy):

@@ -29,6 +29,7 @@ from shardax._core.state.filters import Not
 from shardax._core.state.split_merge import iter_modules, iter_variables
 from shardax._core.variable import Intermediate, Variable
 from shardax.train import errors
+from shardax.train.data.sources import cut_integers
 
 FORMAT_VERSION = 2  # of the description; version 1 had no checksums
 
@@ -170,6 +171,12 @@ class _Walk:
                 "the values of Variables. Of the arrays of other trees made of Modules, Variables "
                 f"or arrays, {remedy}."
             )
+        problem = "" if self.restoring else cut_integers(array)
+        if problem:
+            raise errors.CheckpointError(
+                f"{format_path(path)} holds {problem} Save them as a list, which is kept as it is: "
+                'put `{"ids": ids.tolist()}` into the tree, or into extra=.'
+            )
         variable: Variable = Variable(array)
         slot.variables.append(variable)
         return variable
@@ -204,13 +211,12 @@ def describe(
     arrays: Sequence[ModelArray], positions: Mapping[str, Any], extra: Any, step: int | None
 ) -> dict[str, Any]:
     """Makes the description of arrays with values, of JSON values only."""
-    saved = {
-        path: position.state() if _is_stateful(position) else position
-        for path, position in positions.items()
-    }
-    for path, position in saved.items():
-        _check_json(position, f"The position at {path}")
-    _check_json(extra, "extra")
+    # Of copies, as it is written later, while positions and extra change.
+    saved = {}
+    for path, position in positions.items():
+        state = position.state() if _is_stateful(position) else position
+        saved[path] = _json_copy(state, f"The position at {path}")
+
     entries = []
     for array in arrays:
         entry = {"path": array.path, "shape": list(array.shape), "dtype": array.dtype}
@@ -226,24 +232,22 @@ def describe(
         "step": step,
         "arrays": entries,
         "positions": saved,
-        "extra": extra,
+        "extra": _json_copy(extra, "extra"),
     }
 
 
-def _check_json(value: object, name: str) -> None:
+def _json_copy(value: object, name: str) -> Any:
+    """Returns a copy of a JSON value, or raises CheckpointError."""
     if type(value) in (bool, int, float, str, type(None)):
-        return
+        return value
     if type(value) is list:
-        for position, element in enumerate(value):
-            _check_json(element, f"{name}[{position}]")
-    elif type(value) is dict and all(type(key) is str for key in value):
-        for key, element in value.items():
-            _check_json(element, f"{name}[{key!r}]")
-    else:
-        raise errors.CheckpointError(
-            f"{name} is {value!r} of type {type(value).__name__}, not a value of JSON: None, bool, "
-            "int, float, str, lists, dicts with str keys. Use int(x), list(x) or the like."
-        )
+        return [_json_copy(child, f"{name}[{index}]") for index, child in enumerate(value)]
+    if type(value) is dict and all(type(key) is str for key in value):
+        return {key: _json_copy(child, f"{name}[{key!r}]") for key, child in value.items()}
+    raise errors.CheckpointError(
+        f"{name} is {value!r} of type {type(value).__name__}, not a value of JSON: None, bool, "
+        "int, float, str, lists, dicts with str keys. Use int(x), list(x) or the like."
+    )
 
 
 def stored_arrays(description: Mapping[str, Any]) -> dict[str, StoredArray]:

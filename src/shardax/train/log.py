@@ -26,6 +26,7 @@ import numpy as np
 
 from shardax._core.errors import naming_package
 from shardax.train.errors import TrainError
+from shardax.train.progress import OverdueError, StopRequest
 
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
@@ -285,19 +286,29 @@ class TensorBoardLog:
 class Trackers(contextlib.ExitStack):
     """The log of a run and its other trackers, while it runs."""
 
-    def __init__(self, path: Path, trackers: Sequence[Tracker], step: int) -> None:
+    def __init__(
+        self, path: Path, trackers: Sequence[Tracker], step: int, stop: StopRequest
+    ) -> None:
         super().__init__()
-        self.all: list[Any] = [JsonlLog(path, resume_step=step)]
-        self.callback(self.all[0].close)
+        self._log = self.enter_context(JsonlLog(path, resume_step=step))
+        self._stop = stop
+        self._trackers: list[Tracker] = []
         for tracker in trackers:
             getattr(tracker, "resume", lambda step: None)(step)
-            self.callback(tracker.close)
-            self.all.append(tracker)
+            self.callback(self._close, tracker)
+            self._trackers.append(tracker)
 
     def write(self, /, **record: object) -> None:
-        """Gives a record to each."""
-        for tracker in self.all:
-            tracker.write(**record)
+        """Gives a record to each, to the log first."""
+        self._log.write(**record)
+        for tracker in self._trackers:
+            with self._stop.bounded(type(tracker).__name__):
+                tracker.write(**record)
+
+    def _close(self, tracker: Tracker) -> None:
+        # The run has ended by now, whether or not a tracker lets itself be closed.
+        with contextlib.suppress(OverdueError), self._stop.bounded(type(tracker).__name__):
+            tracker.close()
 
 
 def as_trackers(sinks: object) -> tuple[Tracker, ...]:

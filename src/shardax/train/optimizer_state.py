@@ -263,11 +263,15 @@ class StateValue(LazyValue):
         self.shape = leaf.shape
         self.dtype = leaf.dtype
 
+    def own_sharding(self) -> NamedSharding | None:
+        """Returns the sharding that follows from that of its parameter."""
+        return self.parameters.sharding_for(self.leaf)
+
     def compute(self, sharding: Any = None) -> jax.Array:
         """Computes the leaf; without a sharding, at its parameter's place."""
         leaf, parameters, initial = self.leaf, self.parameters, self.leaf.initial
         if sharding is None:
-            sharding = parameters.sharding_for(leaf)
+            sharding = self.own_sharding()
         if initial.number is not None:
             if _is_small(leaf) and _is_reached(sharding):  # sooner than a program for the shape
                 return on_device(np.full(leaf.shape, initial.number, leaf.dtype), sharding)

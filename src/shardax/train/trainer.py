@@ -52,7 +52,13 @@ from shardax.train.gradients.data_parallel import data_parallel_value_and_grad
 from shardax.train.gradients.finite import FiniteCheck, current_values, step_flags
 from shardax.train.log import Trackers, as_trackers, read_jsonl
 from shardax.train.optimizer import Optimizer, gradient_layout
-from shardax.train.progress import SilentProgress, StopRequest, TrainingProgress
+from shardax.train.progress import (
+    BoundedDisplay,
+    OverdueError,
+    SilentProgress,
+    StopRequest,
+    TrainingProgress,
+)
 from shardax.train.run_folder import RunFolder, differences, settings_of
 from shardax.train.speed import Profile, Throughput, throughput_text, utilization_of
 
@@ -90,9 +96,11 @@ class TrainerSettings:
             several processes hold; 0: only before the first step.
         peak_flops: Operations per second of a device at its peak, for ``mfu`` in the log; by
             default those of known TPUs and GPUs, for the dtypes of the products.
+        stop_within: Seconds that code of others (callbacks, trackers, the display, batches) may
+            take after SIGINT or SIGTERM, before the run saves its steps and ends without it.
 
     Raises:
-        TrainError: If one is not an integer, or is too small.
+        TrainError: If one is not a number of its type, or is too small.
 
     Example:
         >>> TrainerSettings(steps=100, checkpoint_every=25).log_every
@@ -111,6 +119,7 @@ class TrainerSettings:
     max_skipped_steps: int = 0
     check_replicas_every: int = 0
     peak_flops: float | None = None
+    stop_within: float = 10.0
 
     def __post_init__(self) -> None:
         at_zero = {
@@ -131,7 +140,9 @@ class TrainerSettings:
         options.check("reduce_over", over, not isinstance(over, str), expected, remedy)
         expected = 'None without axes along which gradients are summed: reduce_over=("data",)'
         options.check("reduce_dtype", dtype, dtype is None or bool(over), expected)
-        other_types = ("count", "peak_flops", "reduce_over", "reduce_dtype")
+        is_time = isinstance(self.stop_within, int | float) and self.stop_within >= 0
+        options.check("stop_within", self.stop_within, is_time, "a number of seconds, 0 or more")
+        other_types = ("count", "peak_flops", "reduce_over", "reduce_dtype", "stop_within")
         for name, value in vars(self).items():
             if name not in other_types:
                 least = 0 if name in at_zero else 1
@@ -384,6 +395,10 @@ class Trainer:
             PartitionCheckError: If model and optimizer cannot be laid out over the mesh.
             ModuleNotFoundError: If orbax-checkpoint is missing.
         """
+        self._check(resume=resume, fallback=fallback, override=override)
+
+    def _check(self, *, resume: bool, fallback: bool, override: bool) -> PyTree:
+        """Returns the shardings of training batches, or raises."""
         # Without it the first checkpoint would fail, after many steps. It is imported then: that
         # takes as long as the first step.
         if importlib.util.find_spec("orbax.checkpoint") is None:
@@ -396,10 +411,10 @@ class Trainer:
         if resume:
             start = self._find_start(fallback=fallback, override=override, sizes_only=True)
             if start.description is not None:
-                position = self.batches.state()
                 saved = start.description["extra"]["data"]
+                position = sources.position_of(self.batches)
                 sources.go_to(self.batches, saved, resumable=self.resumable)
-                self.batches.restore(position)
+                sources.go_back(self.batches, position)
         elif steps or records:
             reached = f", saved at step {steps[-1]}" if steps else ""
             raise TrainError(
@@ -409,14 +424,14 @@ class Trainer:
         with self._scope():
             if self.mesh is not None:
                 shardings(self.trained, self.mesh, self.rules, **self.where)
-            self._train_shardings()
+            places = self._train_shardings()
             self._held_out_shardings()
+        return places
 
     def _train_shardings(self):
-        source = self.batches
-        position = source.state()
-        first = prefetch.first_batch(source)
-        source.restore(position)
+        sources.require_savable(self.batches)
+        with sources.peeking(self.batches):
+            first = prefetch.first_batch(self.batches)
         if first is None:
             raise TrainError("The training batches are empty; give an endless iterator.")
         parts = self.settings.grad_accumulation
@@ -462,7 +477,9 @@ class Trainer:
 
         Returns:
             How it ended. After a request to stop, the state is saved and ``stopped`` tells the
-            signal. A request to one of several processes stops all at one step.
+            signal: at once while it waits for a batch, and ``settings.stop_within`` seconds after
+            the request also where a callback, a tracker, the display or held-out data has not
+            returned. A request to one of several processes stops all at one step.
 
         Raises:
             TrainError: What ``check`` refuses; if another process trains in the directory, or the
@@ -476,57 +493,109 @@ class Trainer:
             DistributedError: In every process, if they differ in packages, settings, seeds,
                 shardings, data, checkpoint or program, or if copies of an array differ.
         """
-        self.check(resume=resume, fallback=fallback, override=override)
+        places = self._check(resume=resume, fallback=fallback, override=override)
         with self.folder.held(), explain_ended_process():
             shows = distributed.is_main() or verbose_processes
             try:
                 return self._run(
-                    fallback, override, display if shows else lambda *_: SilentProgress()
+                    places, fallback, override, display if shows else lambda *_: SilentProgress()
                 )
             except OSError:
                 self.folder.check()
                 raise
 
-    def _run(self, fallback: bool, override: bool, display: Callable[[int, int], Any]) -> RunResult:
+    def _run(
+        self, places: PyTree, fallback: bool, override: bool, display: Callable[[int, int], Any]
+    ) -> RunResult:
         start = self._find_start(fallback=fallback, override=override)
-        several = jax.process_count() > 1
         with self._scope(), self._open_checkpoints() as checkpoints:
-            if several:
+            if jax.process_count() > 1:
                 agreement.agree_to_start(self, start)
             checkpoints.remove_leftovers()
-            with display(max(start.step, 0), self.settings.steps) as screen, StopRequest() as stop:
-                for note in start.take(checkpoints):
-                    screen.note(note)
-                if start.description is None and self.log_path.exists():
-                    screen.note("There is no checkpoint to go on from: starting again at step 0.")
-                if not self._place(start):
-                    screen.note("The batches have no position to go on from: they start anew.")
-                places = self._train_shardings()
-                if several:
-                    agreement.compare_programs(self, places)
-                    agreement.compare_copies(self, "after placing, before the first step")
-                main = distributed.is_main()
-                with (
-                    Trackers(self.log_path, self.trackers, start.step)
-                    if main
-                    else SilentProgress() as log,
-                    prefetch.Prefetch(self.batches, places) as source,
-                    self.profile or contextlib.nullcontext(),
-                    explain_retraces(file=False) as retraces,
-                ):
-                    first = max(start.step, 0)
-                    extra = {} if start.description is None else start.description["extra"]
-                    limit = self.settings.max_skipped_steps
-                    finite = FiniteCheck(self.trained, limit, extra.get("skipped_steps"))
-                    run = _Run(
-                        checkpoints, log, source, screen, stop, retraces, finite, first, start.step
-                    )
-                    if extra.get("evaluated"):
-                        run.evaluated = run.step
-                    elif extra.get("evaluated") is False and first < self.settings.steps:
-                        self._evaluate_what_is_due(run)
-                    self._loop(run)
-                    return self._finish(run)
+            first = max(start.step, 0)
+            with (
+                display(first, self.settings.steps) as shown,
+                StopRequest(self.settings.stop_within) as stop,
+            ):
+                screen = BoundedDisplay(shown, stop)
+                try:
+                    return self._run_from(start, places, checkpoints, screen, stop)
+                except OverdueError:  # before the first step: later ones end in ``_leave``
+                    path = checkpoints.path(first)
+                    return RunResult(first, math.nan, None, stop.signal, path, self.log_path)
+
+    def _run_from(
+        self,
+        start: _Start,
+        places: PyTree,
+        checkpoints: Checkpoints,
+        screen: BoundedDisplay,
+        stop: StopRequest,
+    ) -> RunResult:
+        """Runs from the checkpoint that was chosen, or from the beginning."""
+        for note in start.take(checkpoints):
+            screen.note(note)
+        if start.description is None and self.log_path.exists():
+            screen.note("There is no checkpoint to go on from: starting again at step 0.")
+        if not self._place(start, stop):
+            screen.note("The batches have no position to go on from: they start anew.")
+        if jax.process_count() > 1:
+            agreement.compare_programs(self, places)
+            agreement.compare_copies(self, "after placing, before the first step")
+
+        first = max(start.step, 0)
+        with (
+            self._prefetched(places, self.settings.steps - first, screen, stop) as source,
+            Trackers(self.log_path, self.trackers, start.step, stop)
+            if distributed.is_main()
+            else SilentProgress() as log,
+            self.profile or contextlib.nullcontext(),
+            explain_retraces(file=False) as retraces,
+        ):
+            extra = {} if start.description is None else start.description["extra"]
+            limit = self.settings.max_skipped_steps
+            finite = FiniteCheck(self.trained, limit, extra.get("skipped_steps"))
+            run = _Run(checkpoints, log, source, screen, stop, retraces, finite, first, start.step)
+            try:
+                if extra.get("evaluated"):
+                    run.evaluated = run.step
+                elif extra.get("evaluated") is False and first < self.settings.steps:
+                    self._evaluate_what_is_due(run)
+                self._loop(run)
+                return self._finish(run)
+            except OverdueError as overdue:
+                return self._leave(run, overdue)
+
+    @contextlib.contextmanager
+    def _prefetched(
+        self, places: PyTree, steps: int, screen: BoundedDisplay, stop: StopRequest
+    ) -> Generator[prefetch.Prefetch]:
+        """Reads the batches ahead; a request to stop ends the wait for one."""
+        source = prefetch.Prefetch(self.batches, places, limit=max(0, steps))
+        stop.wake = source.interrupt
+        try:
+            yield source
+        except KeyboardInterrupt:  # by a second SIGINT
+            source.close(0.0)
+            raise
+        except BaseException:
+            self._close(source, screen, stop)
+            raise
+        self._close(source, screen, stop)
+
+    def _close(self, source: prefetch.Prefetch, screen: BoundedDisplay, stop: StopRequest) -> None:
+        """Waits for a batch that is being read, or leaves the source."""
+        try:
+            with stop.bounded("the batches"):
+                # A signal ends the first wait, and the time that is left the second.
+                _ = source.close() or source.close()
+        except OverdueError:
+            stop.grant()
+            with contextlib.suppress(OverdueError):
+                screen.note(
+                    "The batches still wait for data. They are left where they are; the checkpoint "
+                    "has the position to go on from."
+                )
 
     def _find_start(self, *, fallback: bool, override: bool, sizes_only: bool = False) -> _Start:
         """Finds the newest good checkpoint."""
@@ -566,12 +635,15 @@ class Trainer:
         settings = self.settings
         callbacks = self.callbacks
         while run.step < settings.steps and not (callbacks.stopping or run.stop.reached()):
-            batch = next(run.source, None)
-            if batch is None:
+            try:
+                batch = next(run.source)
+            except prefetch.Interrupted:  # as a signal came while there was no batch
+                break
+            except StopIteration:
                 raise TrainError(
                     f"The training batches ended after step {run.step} of {settings.steps}; give "
                     f"an endless iterator, or fewer steps. {_last_saved(run)}"
-                )
+                ) from None
             self._step(run, batch)
             run.record = {"loss": run.pending, **run.numbers}
             _require_finite(run, behind=1)
@@ -594,7 +666,7 @@ class Trainer:
             else:
                 run.screen.step(run.step, None, None)
             with run.throughput.paused():
-                callbacks.fire("step", run.step, run.record, recorded)
+                self._fire(run, "step", run.record, recorded)
                 if _due(run.step, settings.check_replicas_every) and jax.process_count() > 1:
                     agreement.compare_copies(self, f"after step {run.step}")
                 if _due(run.step, settings.eval_every):
@@ -663,13 +735,41 @@ class Trainer:
                 eval_loss = self._evaluate_and_record(run)
             elif run.evaluated != run.step:  # logged past the checkpoint
                 numbers = {k: v for k, v in logged.items() if k.startswith("eval_")}
-                self.callbacks.fire("eval", run.step, numbers)
+                self._fire(run, "eval", numbers)
         run.checkpoints.pinned = self.callbacks.pinned(ended=True)
         run.checkpoints.wait()
-        self.callbacks.fire("end", run.step, {"loss": loss, **run.record})
+        self._fire(run, "end", {"loss": loss, **run.record})
         self.folder.check()
         path = run.checkpoints.path(run.step)
         return RunResult(run.step, loss, eval_loss, stop.signal, path, self.log_path)
+
+    def _leave(self, run: _Run, overdue: OverdueError) -> RunResult:
+        """Saves the steps that are done, and calls no code of others any more."""
+        stop, screen = run.stop, run.screen
+        assert stop.signal is not None
+        run.screen = SilentProgress()
+        if run.saved != run.step:
+            self._write_checkpoint(run)
+        run.checkpoints.pinned = self.callbacks.pinned(ended=True)
+        run.checkpoints.wait()
+        self.folder.check()
+
+        stop.grant()
+        with contextlib.suppress(OverdueError):
+            screen.note(
+                f"stopped by {stop.signal.name}; saved at step {run.step}, without waiting any "
+                f"longer for {overdue.what}"
+            )
+        loss = math.nan if run.pending is None else float(run.pending)
+        path = run.checkpoints.path(run.step)
+        return RunResult(run.step, loss, None, stop.signal, path, self.log_path)
+
+    def _fire(self, run: _Run, kind: str, numbers: Mapping[str, Any], agreed: bool = True) -> None:
+        """Calls the callbacks."""
+        if not self.callbacks.functions:
+            return
+        with run.stop.bounded("a callback"):
+            self.callbacks.fire(kind, run.step, numbers, agreed)
 
     def _logged(self, run: _Run) -> dict[str, Any]:
         """Returns the log's numbers of the run's step."""
@@ -690,7 +790,7 @@ class Trainer:
             self._evaluate_and_record(run)
         else:
             run.evaluated = run.step
-            self.callbacks.fire("eval", run.step, numbers)
+            self._fire(run, "eval", numbers)
         run.checkpoints.pinned = self.callbacks.pinned()
 
     def evaluate(self) -> float:
@@ -708,19 +808,17 @@ class Trainer:
                 # In a tuple, so that overrides find it at the path that it has in training.
                 placed = (self.model,) if self.ema is None else self.trained
                 shard(placed, self.mesh, self.rules, **self.where)
-            numbers = self._evaluate(lambda: False)
+            numbers = self._evaluate(None)
         assert numbers is not None  # nothing stopped it
         return numbers["eval_loss"]
 
-    def _evaluate(self, should_stop: Callable[[], bool]) -> dict[str, float] | None:
+    def _evaluate(self, stop: StopRequest | None) -> dict[str, float] | None:
         """Returns held-out numbers by name; None if it was stopped."""
-        assert self.held_out is not None
-        places = self._held_out_shardings()
         totals, count = dict[str, float](), 0.0
         metrics = self.eval_numbers.reset()
         with _evaluation_mode(self.evaluated):
-            for batch in prefetch.placed_batches(self.held_out, places):
-                if should_stop():
+            for batch in self._held_out_batches(stop):
+                if stop is not None and stop.reached():
                     return None
                 mean, targets, means = jax.device_get(
                     self.eval_step(self.evaluated, metrics, batch)
@@ -738,17 +836,33 @@ class Trainer:
         numbers |= self.eval_numbers.computed()
         return {f"eval_{name}": number for name, number in numbers.items()}
 
+    def _held_out_batches(self, stop: StopRequest | None) -> Iterator[PyTree]:
+        """Yields the held-out batches, on the devices."""
+
+        def bounded() -> contextlib.AbstractContextManager[None]:
+            is_asked = stop is not None
+            return stop.bounded("the held-out data") if is_asked else contextlib.nullcontext()
+
+        with bounded():
+            batches = prefetch.placed_batches(self.held_out, self._held_out_shardings())
+        while True:
+            with bounded():
+                batch = next(batches, None)
+            if batch is None:
+                return
+            yield batch
+
     def _evaluate_and_record(self, run: _Run) -> float | None:
         if self.held_out is None:
             return None
-        numbers = self._evaluate(run.stop.reached)
+        numbers = self._evaluate(run.stop)
         if numbers is None:
             return None
         run.log.write(step=run.step, **numbers)
         run.record = {**run.record, **numbers}
         run.evaluated = run.step
         self._tell_retraces(run)
-        self.callbacks.fire("eval", run.step, numbers)
+        self._fire(run, "eval", numbers)
         metrics = [f"  {name[5:]} {number:.4f}" for name, number in numbers.items()][1:]
         run.screen.note(
             f"step {run.step}: held-out loss {numbers['eval_loss']:.4f}{''.join(metrics)}"
@@ -767,20 +881,26 @@ class Trainer:
     def _open_checkpoints(self) -> Checkpoints:
         return Checkpoints(self.checkpoint_directory, keep=self.settings.keep_checkpoints)
 
-    def _place(self, start: _Start) -> bool:
+    def _place(self, start: _Start, stop: StopRequest) -> bool:
         """Places model and optimizer; returns False if only the data starts anew."""
         if start.description is not None:
             extra = restore_verified(
                 self.trained, start.path, start.description, self.mesh, self.rules, self.where
             )
-            self.callbacks.begin(extra.get("callbacks"))
-            return sources.go_to(self.batches, extra["data"], resumable=self.resumable)
+            with stop.bounded("a callback"):
+                self.callbacks.begin(extra.get("callbacks"))
+            with stop.bounded("the batches"):
+                return sources.go_to(self.batches, extra["data"], resumable=self.resumable)
         self.callbacks.begin(None)
         if self.mesh is not None:
             shard(self.trained, self.mesh, self.rules, **self.where)
         return True
 
     def _save(self, run: _Run) -> None:
+        self._write_checkpoint(run)
+        self._fire(run, "checkpoint", run.record)
+
+    def _write_checkpoint(self, run: _Run) -> None:
         _require_finite(run)
         self.folder.check()
         position = sources.saved_position(self.batches, run.source.state())
@@ -796,7 +916,6 @@ class Trainer:
         run.checkpoints.save(run.step, self.trained, extra=extra)
         run.saving += time.perf_counter() - begin
         run.saved = run.step
-        self.callbacks.fire("checkpoint", run.step, run.record)
 
 
 class _Start(NamedTuple):

@@ -198,7 +198,7 @@ class TrainBatches:
         for epoch in np.unique(epochs):
             in_epoch = epochs == epoch
             starts[in_epoch] = self._window_starts(int(epoch), places[in_epoch])
-        return _batch(self.part, starts[:, None] + np.arange(self.seq_len + 1))
+        return _batch(self.part, starts, self.seq_len)
 
     def _window_starts(self, epoch: int, places: _Int64Array) -> _Int64Array:
         order_key = int(hash64(self.seed, epoch)[0])
@@ -322,7 +322,6 @@ class EvalBatches:
         Raises:
             DataError: A row is not one of the batch.
         """
-        data = self.part.text.data
         rows = row_numbers(rows, self.batch_size)
         for first in range(0, len(self) * self.batch_size, self.batch_size):
             windows = first + rows
@@ -330,8 +329,7 @@ class EvalBatches:
             windows = np.where(exists, windows, 0)
             lengths = np.where(exists, self._lengths[windows], 0)
             mask = np.arange(self.seq_len) < lengths[:, None]
-            places = self._starts[windows][:, None] + np.arange(self.seq_len + 1)
-            batch = _batch(self.part, np.minimum(places, data.size - 1))
+            batch = _batch(self.part, self._starts[windows], self.seq_len)
             yield {**{name: array * mask for name, array in batch.items()}, "mask": mask}
 
     def __repr__(self) -> str:
@@ -416,9 +414,16 @@ class RowBatches:
         runs = np.split(rows, np.flatnonzero(np.diff(rows) != 1) + 1)
         while True:
             first = self.step * self.batch_size
-            parts = [self._read(first + int(run[0]), first + int(run[-1]) + 1) for run in runs]
+            bounds = [(first + int(run[0]), first + int(run[-1]) + 1) for run in runs]
+            batch = self._read(*bounds[0]) if len(runs) == 1 else self._read_runs(bounds)
             self.step += 1
-            yield parts[0] if len(parts) == 1 else jax.tree.map(_joined, *parts)
+            yield batch
+
+    def _read_runs(self, bounds: Iterable[tuple[int, int]]) -> Any:
+        """Reads several runs of rows as one."""
+        # Each is copied before the next is read: ``read`` may fill the same arrays again.
+        parts = [jax.tree.map(np.array, self._read(start, stop)) for start, stop in bounds]
+        return jax.tree.map(_joined, *parts)
 
     def _read(self, start: int, stop: int) -> Any:
         rows = self.read(start, stop)
@@ -619,16 +624,16 @@ def row_numbers(rows: object, batch_size: int) -> Rows:
     return numbers.astype(np.int64)
 
 
-def _batch(part: TextPart, places: _Int64Array) -> Arrays:
+def _batch(part: TextPart, starts: _Int64Array, seq_len: int) -> Arrays:
     """Returns the windows at some places as inputs and targets."""
     text = part.text
-    windows = text.data[places]
+    windows = text.windows(starts, seq_len + 1)
     limit = min(getattr(text, "vocab_size", None) or 1 << 31, 1 << 31)
     if limit <= np.iinfo(windows.dtype).max and windows.size and int(windows.max()) >= limit:
-        place = int(places.ravel()[windows.argmax()])
+        row, column = np.unravel_index(windows.argmax(), windows.shape)
         raise DataError(
-            f"Token {place} of {text.name} has the id {int(windows.max())}, but ids are from 0 to "
-            f"{limit - 1}. The file is of another vocabulary or dtype, or is damaged."
+            f"Token {starts[row] + column} of {text.name} has the id {int(windows.max())}, but ids "
+            f"are from 0 to {limit - 1}. The file is of another vocabulary or dtype, or is damaged."
         )
     tokens = windows.astype(np.int32)
     return {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}

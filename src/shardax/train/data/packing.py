@@ -11,6 +11,7 @@ much of it is used.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -29,12 +30,20 @@ from shardax.train.data.batches import (
     require_same_data,
     row_numbers,
 )
-from shardax.train.data.sources import Positioned, go_on_without_end, host_batch, with_position
+from shardax.train.data.sources import (
+    Positioned,
+    go_back,
+    go_on_without_end,
+    host_batch,
+    position_of,
+    with_position,
+)
 from shardax.train.data.text import hash64, permute
 from shardax.train.data.tokens import token_ids
 from shardax.train.errors import DataError
 
 _Tokens = npt.NDArray[np.int64]
+_END = object()
 _SAMPLES = 64  # documents that the fingerprint of a sequence reads
 
 
@@ -118,7 +127,7 @@ class PackedBatches:
         self._before = self._position()  # of the document that is next
 
     def _position(self):
-        return cast(Positioned, self._order).state()
+        return position_of(cast(Positioned, self._order))
 
     def state(self) -> dict[str, Any]:
         """Returns the position, for a checkpoint.
@@ -126,7 +135,8 @@ class PackedBatches:
         Returns:
             Batches taken, the position of the next document, and how much of it is used.
         """
-        position = {"step": self.step, "used": self._used, "documents_at": self._before}
+        documents_at = copy.deepcopy(self._before)
+        position = {"step": self.step, "used": self._used, "documents_at": documents_at}
         return {**position, **self._identity}
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -146,8 +156,8 @@ class PackedBatches:
         differing = [name for name in self._identity if state[name] != self._identity[name]]
         remedy = "Pack the same documents with the saved arguments."
         require_same_data(differing, state, position, remedy)
-        self._order.restore(state["documents_at"])
-        self._before, self._next = state["documents_at"], None
+        go_back(self._order, state["documents_at"])
+        self._before, self._next = copy.deepcopy(state["documents_at"]), None
         self.step, self._used = int(state["step"]), int(state["used"])
 
     def _piece(self) -> _Tokens | None:
@@ -156,8 +166,8 @@ class PackedBatches:
             if self._next is not None:
                 self._next, self._used = None, 0
                 self._before = self._position()
-            document = next(self._order, None)
-            if document is None:
+            document = next(self._order, _END)
+            if document is _END:
                 return None
             self._next = self._tokens(document)
         return self._next[self._used : self._used + self.seq_len + 1]

@@ -1,10 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Placement of batches and of values in host memory, and prefetching.
 
-While a step runs, one worker thread reads the next host batch and starts its transfer, so the
-devices do not wait for the disk. The source therefore stands ahead of what the loop has taken;
+While a step runs, one thread reads the next host batch and starts its transfer, so the devices do
+not wait for the disk. The source therefore stands ahead of what the loop has taken;
 ``Prefetch.state()`` is the position of what was taken, which is the one that belongs in a
 checkpoint.
+
+A source may fill one buffer anew for each batch. So batches are copied on the host before they are
+transferred: devices read NumPy arrays later than ``device_put`` returns, and CPUs compute in them.
+
+The thread is a daemon, because a source may wait for ever, and neither a request to stop nor the
+end of the interpreter is to wait with it.
 
 ``shard(..., memory_kind={sx.OptState: "pinned_host"})`` keeps an optimizer's state out of the
 devices' own memory. JAX computes with values of one memory only, so a program brings such values to
@@ -14,13 +20,17 @@ needed.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import copy
 import functools
 import math
-from collections import deque
-from collections.abc import Generator, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Self
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Callable, Generator, Iterable, Iterator
+from typing import Any, NamedTuple, Self
 
 import jax
 import numpy as np
@@ -33,12 +43,23 @@ from shardax.partition.checker import spec_for
 from shardax.partition.context import rules_over
 from shardax.partition.rules import RulesLike, mesh_axes_of
 from shardax.train.data.batches import Rows, Rowwise
-from shardax.train.data.sources import Positioned, with_position, without_tensors
+from shardax.train.data.sources import (
+    Positioned,
+    copied,
+    go_back,
+    position_of,
+    require_batch,
+    require_narrow,
+    with_position,
+    without_tensors,
+)
 from shardax.train.errors import DataError, TrainError
 
 BATCH_AXES = ("batch", "seq")
 
 _END = object()
+_INTERRUPTED = object()
+_EXIT_SECONDS = 10.0  # in which fetches have to end when the interpreter does
 
 
 def put_batch(batch: PyTree, sharding: Any) -> PyTree:
@@ -46,12 +67,16 @@ def put_batch(batch: PyTree, sharding: Any) -> PyTree:
 
     Args:
         batch: A pytree of host arrays, the global batch: over several processes the same in each,
-            of which every process places what its devices hold.
+            of which every process places what its devices hold. NumPy arrays are copied, and may
+            be written into afterwards.
         sharding: A ``jax.sharding.Sharding`` for all arrays, or a tree prefix of them; None puts
             the arrays whole on the default device.
 
     Returns:
         The same tree of ``jax.Array``.
+
+    Raises:
+        DataError: Integers of 64 bits do not fit the 32 bits that JAX makes of them.
 
     Example:
         >>> import numpy as np
@@ -60,17 +85,19 @@ def put_batch(batch: PyTree, sharding: Any) -> PyTree:
         >>> put_batch({"inputs": np.zeros((4, 8), np.int32)}, rows)["inputs"].shape
         (4, 8)
     """
+    batch = copied(batch)
     if sharding is None:
         return jax.device_put(batch)
     return _put_rows(batch, sharding, None, 0)
 
 
-def _put_host(sharding, batch):
+def _put_host(source, sharding, batch):
+    require_batch(batch, source)
     return put_batch(without_tensors(batch), sharding)
 
 
 def _put_rows(batch, sharding, rows: Rows | None, batch_size: int):
-    """Places a batch with only some of its rows."""
+    """Places a copied batch with only some of its rows."""
 
     def put(sharding, leaf):
         array = leaf if hasattr(leaf, "dtype") else np.asarray(leaf)
@@ -111,14 +138,17 @@ def placed_batches(source: Any, sharding: Any) -> Iterator[PyTree]:
     """Iterates over device batches; each process builds its own rows only."""
     if jax.process_count() == 1:
         # Not a generator, which would stay at its end when the source is sent back.
-        return map(functools.partial(_put_host, sharding), source)
+        return map(functools.partial(_put_host, source, sharding), source)
     require_rows(source)
     if sharding is None:
         _require_own_rows(source, None)
-        return (put_batch(batch, None) for batch in source.by_rows(np.arange(source.batch_size)))
+        batches = source.by_rows(np.arange(source.batch_size))
+        return (put_batch(require_batch(batch, source), None) for batch in batches)
+
     _require_own_rows(source, sharding)
-    rows = _rows_held(sharding, source.batch_size)
-    return (_put_rows(batch, sharding, rows, source.batch_size) for batch in source.by_rows(rows))
+    rows, size = _rows_held(sharding, source.batch_size), source.batch_size
+    batches = (require_batch(batch, source) for batch in source.by_rows(rows))
+    return (_put_rows(copied(batch), sharding, rows, size) for batch in batches)
 
 
 def _rows_of_processes(sharding: object, batch_size: int) -> dict[int, set[int]]:
@@ -169,14 +199,19 @@ def require_rows(source: object) -> None:
 
 
 def first_batch(source: Any) -> PyTree:
-    """Returns shapes and dtypes of the next global batch, or None."""
+    """Returns shapes and dtypes of the next global batch, or None at the end."""
     rows = None
     if hasattr(source, "local_rows"):  # of as many rows as there are: the processes compare them
-        batch = next(iter(source.batches), None)
+        batch = next(iter(source.batches), _END)
     elif isinstance(source, Rowwise):
-        batch, rows = next(iter(source.by_rows(np.arange(1))), None), source.batch_size
+        batch, rows = next(iter(source.by_rows(np.arange(1))), _END), source.batch_size
     else:
-        batch = next(iter(source), None)
+        batch = next(iter(source), _END)
+
+    if batch is _END:
+        return None
+    batch = without_tensors(require_batch(batch, source))
+    require_narrow(batch)
 
     def struct(leaf: object):
         aval = jax.typeof(leaf)
@@ -187,7 +222,7 @@ def first_batch(source: Any) -> PyTree:
             shape = (rows, *shape[1:])
         return jax.ShapeDtypeStruct(shape, aval.dtype)
 
-    return None if batch is None else jax.tree.map(struct, without_tensors(batch))
+    return jax.tree.map(struct, batch)
 
 
 def batch_shardings(
@@ -241,12 +276,83 @@ def batch_shardings(
     return None if mesh is None else treedef.unflatten(shardings)
 
 
+class Interrupted(Exception):
+    """The wait for a batch was ended by ``Prefetch.interrupt``."""
+
+
+class _Fetched(NamedTuple):
+    """What came of reading a batch."""
+
+    batch: PyTree  # on the devices, or ``_END``
+    state: PyTree = None  # position of the source after it
+    error: BaseException | None = None
+
+
+class _Reader:
+    """A daemon thread that does what it is told, in order."""
+
+    def __init__(self) -> None:
+        self._orders: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        # Without a reference to this object: who drops it ends the thread.
+        self.thread = threading.Thread(
+            target=_obey, args=[self._orders], name="shardax-prefetch", daemon=True
+        )
+        self.thread.start()
+        _readers.add(self)
+
+    def order(self, action: Callable[[], None]) -> None:
+        """Has the thread do something."""
+        self._orders.put(action)
+
+    def cancel(self) -> int:
+        """Takes back the orders that have not begun; returns how many."""
+        count = 0
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._orders.get_nowait()
+                count += 1
+        return count
+
+    def end(self) -> None:
+        """Has the thread end after what it is at."""
+        self._orders.put(None)
+
+    def abandon(self) -> None:
+        """Leaves the thread at what it is at, also at the end of the interpreter."""
+        _readers.discard(self)
+
+
+_readers: weakref.WeakSet[_Reader] = weakref.WeakSet()
+
+
+def _obey(orders: queue.SimpleQueue[Callable[[], None] | None]) -> None:
+    while (action := orders.get()) is not None:
+        action()
+        del action  # it refers to its Prefetch, which may be dropped while this thread waits
+
+
+@atexit.register
+def _end_readers() -> None:
+    """Lets fetches end before the interpreter does."""
+    # Python stops daemon threads wherever they are. Within JAX that would abort the process.
+    limit = time.monotonic() + _EXIT_SECONDS
+    readers = list(_readers)
+    for reader in readers:
+        reader.cancel()
+        reader.end()
+    for reader in readers:
+        reader.thread.join(max(0.0, limit - time.monotonic()))
+
+
 class Prefetch:
     """Iterator over device batches, prefetched in one thread.
 
     An exception in the source is raised where its batch would have been taken, and ends the
     iteration. Close it when done, or use it in a ``with`` statement; after closing it gives no more
     batches. Nothing else may take from the source meanwhile.
+
+    Batch and position are copied before the next batch is asked for: the source may fill the same
+    arrays again, and its ``state()`` may return what it goes on changing.
 
     Args:
         batches: Host batches (pytrees of arrays). If it has ``state()`` and ``restore()``, as
@@ -255,10 +361,11 @@ class Prefetch:
             each holds: ``TrainBatches``, ``RowBatches``, ``WholeBatches`` or ``LocalBatches``.
         sharding: As for ``put_batch``.
         depth: How many batches to keep ready, 1 or more.
+        limit: How many batches to give; no more are read. None: all.
 
     Raises:
-        DataError: ``depth`` is less than 1, or over several processes it is not known which rows
-            ``batches`` gives.
+        DataError: ``depth`` is less than 1, ``limit`` is negative, the position cannot be copied,
+            or over several processes it is not known which rows ``batches`` gives.
 
     Example:
         >>> import numpy as np
@@ -267,30 +374,45 @@ class Prefetch:
         [[0, 1], [0, 1, 2]]
     """
 
-    def __init__(self, batches: Iterable[PyTree], sharding: Any = None, *, depth: int = 1) -> None:
-        Options(DataError).integers(depth=depth)
+    def __init__(
+        self,
+        batches: Iterable[PyTree],
+        sharding: Any = None,
+        *,
+        depth: int = 1,
+        limit: int | None = None,
+    ) -> None:
+        options = Options(DataError)
+        options.integers(depth=depth)
+        if limit is not None:
+            options.integers(0, limit=limit)
         self._source = with_position(batches)
+        self._is_positioned = isinstance(self._source, Positioned)
         self._sharding = sharding
         self._iterator = placed_batches(self._source, sharding)
         self._depth = depth
+        self._left = math.inf if limit is None else limit  # batches still to give
         self._state = self._source_state()
-        # Dropped, or at interpreter exit, the executor ends its thread after the current fetch.
-        self._worker: ThreadPoolExecutor | None = ThreadPoolExecutor(1, "shardax-prefetch")
-        self._ready: deque[Future[tuple[Any, Any]]] = deque()
+        self._closed = self._rewound = False
+        # A signal handler may put into a queue of this kind: see ``interrupt``.
+        self._fetched: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._asked = 0  # fetches that were ordered and not taken
+        self._reader = _Reader()
+        weakref.finalize(self, self._reader.end).atexit = False  # ``_end_readers`` sees to that
         self._work_ahead()
 
     def state(self) -> PyTree:
         """Returns the position after the last batch taken, for a checkpoint.
 
         Returns:
-            What the source's ``state()`` gave at that point.
+            A copy of what the source's ``state()`` gave at that point.
 
         Raises:
             DataError: The source has no ``state()``.
         """
-        if not isinstance(self._source, Positioned):
+        if not self._is_positioned:
             raise _no_position("state", self._source)
-        return self._state
+        return copy.deepcopy(self._state)
 
     def restore(self, state: object) -> None:
         """Sends the source to a saved position and works ahead from there.
@@ -302,68 +424,110 @@ class Prefetch:
             DataError: The source has no ``restore()``, or the prefetch is closed, or the position
                 does not fit the source, which then goes on from where it was.
         """
-        if not isinstance(self._source, Positioned):
+        if not self._is_positioned:
             raise _no_position("restore", self._source)
-        if self._worker is None:
+        if self._closed:
             raise DataError("This Prefetch is closed. Make a new one: Prefetch(batches, ...).")
-        self._drop_ready()
+        self._asked -= self._reader.cancel()
+        if not self._drop_ahead(None):
+            raise Interrupted
         try:
-            self._source.restore(state)
+            go_back(self._source, state)
             if isinstance(self._source, Rowwise):  # what has ended goes on from there
                 self._iterator = placed_batches(self._source, self._sharding)
         except BaseException:
-            self._source.restore(self._state)
+            go_back(self._source, self._state)
             raise
         finally:
             self._state = self._source_state()
             self._work_ahead()
 
-    def close(self) -> None:
+    def close(self, timeout: float | None = None) -> bool:
         """Stops prefetching and rewinds the source to after the last batch taken.
 
         May be called again.
+
+        Args:
+            timeout: Seconds to wait for a batch that is being read; None: as long as it takes.
+
+        Returns:
+            False if the source still reads. Then it is not rewound, and must not be used.
         """
-        worker, self._worker = self._worker, None
-        if worker is None:
-            return
-        self._drop_ready()
-        worker.shutdown(wait=True)
-        if isinstance(self._source, Positioned):
-            self._source.restore(self._state)
+        if self._rewound:
+            return True
+        if not self._closed:
+            self._closed = True
+            self._asked -= self._reader.cancel()
+            self._reader.end()
+
+        is_left = True  # also by an exception, such as KeyboardInterrupt
+        try:
+            is_left = not self._drop_ahead(timeout)
+        finally:
+            if is_left:
+                self._reader.abandon()
+        if is_left:
+            return False
+        self._reader.thread.join()
+        if self._is_positioned:
+            go_back(self._source, self._state)
+        self._rewound = True
+        return True
+
+    def interrupt(self) -> None:
+        """Ends a wait of ``next`` or ``close``; a signal handler may call it."""
+        self._fetched.put(_INTERRUPTED)
 
     def _work_ahead(self) -> None:
-        while self._worker is not None and len(self._ready) < self._depth:
-            self._ready.append(self._worker.submit(self._fetch))
+        while not self._closed and self._asked < min(self._depth, self._left):
+            self._asked += 1
+            self._reader.order(self._fetch)
 
-    def _fetch(self) -> tuple[Any, Any]:
-        return next(self._iterator, _END), self._source_state()
+    def _fetch(self) -> None:
+        """Reads a batch, in the thread of the reader."""
+        try:
+            fetched = _Fetched(next(self._iterator, _END), self._source_state())
+        except BaseException as error:  # noqa: BLE001 (raised where the batch is taken)
+            fetched = _Fetched(_END, error=error)
+        self._fetched.put(fetched)
 
-    def _drop_ready(self) -> None:
-        while self._ready:
-            future = self._ready.pop()
-            if not future.cancel():
-                future.exception()
+    def _drop_ahead(self, timeout: float | None) -> bool:
+        """Drops what was read ahead; returns False if that could not be waited for."""
+        limit = None if timeout is None else time.monotonic() + timeout
+        while self._asked:
+            left = None if limit is None else max(0.0, limit - time.monotonic())
+            try:
+                fetched = self._fetched.get(timeout=left)
+            except queue.Empty:
+                return False
+            if fetched is _INTERRUPTED:
+                return False
+            self._asked -= 1
+        return True
 
     def _source_state(self):
-        return self._source.state() if isinstance(self._source, Positioned) else None
+        return position_of(self._source) if self._is_positioned else None
 
     def __iter__(self) -> Iterator[Any]:
         return self
 
     def __next__(self) -> Any:
-        if self._worker is None:
-            raise StopIteration
-        try:
-            batch, state = self._ready.popleft().result()
-        except BaseException:
+        if not self._closed and self._left == 0:
             self.close()
-            raise
-        if batch is _END:
-            self.close()
+        if self._closed:
             raise StopIteration
-        self._state = state
+        fetched = self._fetched.get()
+        if fetched is _INTERRUPTED:
+            raise Interrupted
+        self._asked -= 1
+        if fetched.batch is _END:
+            self.close()
+            raise StopIteration if fetched.error is None else fetched.error
+
+        self._state = fetched.state
+        self._left -= 1
         self._work_ahead()
-        return batch
+        return fetched.batch
 
     def __enter__(self) -> Self:
         return self

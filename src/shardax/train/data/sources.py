@@ -5,6 +5,9 @@
 other names is adapted to it. A position goes into the JSON of a checkpoint, so what JSON does not
 have (bytes, arrays, tuples) is written as text and comes back as what it was.
 
+A position is copied when it is taken and when it is given back: many sources return the dict that
+they go on counting in, and keep the one that they are given.
+
 Over several processes most positions are the same in each. Those of ``LocalBatches`` are not: the
 checkpoint then has one for each process.
 """
@@ -13,10 +16,12 @@ from __future__ import annotations
 
 import base64
 import collections
+import contextlib
 import copy
+import functools
 import importlib
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from typing import Any, Protocol, cast, runtime_checkable
 
 import jax
@@ -30,6 +35,7 @@ from shardax.train.errors import DataError, TrainError
 
 _KIND = "__kind__"
 _KEPT = 4  # batches of a source without position: more than a prefetch of the trainer is ahead
+_ALIGNMENT = 64  # bytes
 _END = object()
 _WAYS = (
     "state() and restore() (TrainBatches, RowBatches), get_state() and set_state() (iterators of "
@@ -72,6 +78,34 @@ def with_position(source: object) -> Any:
     return source
 
 
+def position_of(source: Positioned) -> PyTree:
+    """Returns a copy of a source's position, or raises DataError."""
+    state = source.state()
+    try:
+        return copy.deepcopy(state)
+    except Exception as error:
+        raise DataError(
+            f"The position of {type(source).__name__} cannot be copied ({type(error).__name__}: "
+            f"{error}), so it would change while batches are read ahead. Let state() return "
+            "numbers, texts, bytes, arrays, and lists and dicts of these."
+        ) from error
+
+
+def go_back(source: Positioned, position: PyTree) -> None:
+    """Sends a source to a position, of which it gets a copy."""
+    source.restore(copy.deepcopy(position))
+
+
+@contextlib.contextmanager
+def peeking(source: Positioned) -> Generator[None]:
+    """Puts a source back to where it was after a block."""
+    position = position_of(source)
+    try:
+        yield
+    finally:
+        go_back(source, position)
+
+
 class Held:
     """Base of wrappers of a source, with its position."""
 
@@ -84,9 +118,9 @@ class Held:
         self.batches = batches = with_position(batches)
         # From Python 3.12 isinstance looks for attributes that are there, not for those that
         # ``__getattr__`` would give.
-        for name in ("state", "restore"):
-            if hasattr(batches, name):
-                setattr(self, name, getattr(batches, name))
+        if isinstance(batches, Positioned):
+            self.state = functools.partial(position_of, batches)
+            self.restore = functools.partial(go_back, batches)
 
 
 def adapted(source: object, resumable: bool) -> Any:
@@ -151,6 +185,12 @@ def saved_position(source: object, state: object) -> PyTree:
     return {_KIND: "processes", "states": [json.loads(text) for text in texts]}
 
 
+def require_savable(source: Any) -> None:
+    """Raises TrainError unless the position can be written as JSON."""
+    if is_resumable(source):
+        _as_json(position_of(source), type(source).__name__)
+
+
 def go_to(source: Any, saved: Any, *, resumable: bool = True) -> bool:
     """Restores a saved position; returns False if the data starts anew."""
     # After a run without a position, other batches start anew only if that is asked for.
@@ -185,7 +225,7 @@ def go_to(source: Any, saved: Any, *, resumable: bool = True) -> bool:
         )
     state = decoded(saved["state"]) if kind == "encoded" else saved
     try:
-        source.restore(state)
+        go_back(source, state)
     except _REFUSALS as error:
         if isinstance(error, ShardaxError):
             raise
@@ -411,13 +451,80 @@ class _Unpositioned:
 
     def __next__(self) -> Any:
         if self._step == self._read:
-            self._kept.append(host_batch(next(self._iterator)))
+            batch = host_batch(next(self._iterator))
+            self._kept.append(jax.tree.map(_copy_of, batch))
             self._read += 1
         self._step += 1
         return self._kept[self._step - self._read - 1]
 
 
 # --- values ---------------------------------------------------------------------------------------
+
+
+def require_batch(batch: PyTree, source: object) -> PyTree:
+    """Returns a batch of a source, or raises DataError for None."""
+    if batch is not None:
+        return batch
+    while isinstance(source, Held | _Adapted | _Unpositioned):
+        source = source.batches if isinstance(source, Held) else source.source
+    raise DataError(
+        f"The batches ({type(source).__name__}) gave None. A batch is a tree of arrays, such as "
+        "{'inputs': array, 'targets': array}; what has no more batches raises StopIteration, and a "
+        "generator returns."
+    )
+
+
+def require_narrow(batch: PyTree) -> None:
+    """Raises DataError for integers that JAX would cut to 32 bits."""
+    for path, leaf in jax.tree_util.tree_flatten_with_path(batch)[0]:
+        problem = cut_integers(leaf)
+        if problem:
+            name = jax.tree_util.keystr(path) or "A batch"
+            raise DataError(
+                f"{name} holds {problem} Keep them below 2**31, as `ids % 2**31` does with hashes, "
+                "or give JAX 64 bits where the program begins: sx.configure(x64=True)."
+            )
+
+
+def cut_integers(value: object) -> str:
+    """Says which integers of a host value JAX would cut, or nothing."""
+    if not isinstance(value, np.ndarray | np.integer | int):
+        return ""
+    numbers = np.asarray(value)
+    if numbers.dtype.kind not in "iu" or not numbers.size:
+        return ""
+    kind = jax.dtypes.canonicalize_dtype(numbers.dtype)
+    if kind == numbers.dtype:
+        return ""
+    bounds, least, most = np.iinfo(kind), int(numbers.min()), int(numbers.max())
+    if bounds.min <= least and most <= bounds.max:
+        return ""
+    return (
+        f"integers from {least} to {most}, of {numbers.dtype}, of which JAX would make others: "
+        f"those of {kind} end at {bounds.max}."
+    )
+
+
+def copied(batch: PyTree) -> PyTree:
+    """Returns a batch with NumPy arrays of its own, or raises DataError for wide integers."""
+    require_narrow(batch)
+    return jax.tree.map(_copy_of, batch)
+
+
+def _copy_of(leaf: PyTree) -> PyTree:
+    """Returns a NumPy array's copy in aligned memory, and everything else as it is."""
+    # JAX refuses masked arrays and objects by name.
+    is_plain = isinstance(leaf, np.ndarray) and not isinstance(leaf, np.ma.MaskedArray)
+    if not is_plain or leaf.dtype.hasobject or not leaf.nbytes:
+        return leaf
+
+    # CPU devices compute in aligned memory, and copy what lies elsewhere, as arrays of NumPy mostly
+    # do: a copy that is aligned takes the place of theirs.
+    memory = np.empty(leaf.nbytes + _ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % _ALIGNMENT
+    array = memory[start : start + leaf.nbytes].view(leaf.dtype).reshape(leaf.shape)
+    array[...] = leaf
+    return array
 
 
 def host_batch(batch: object) -> Any:

@@ -22,6 +22,7 @@ import hashlib
 import os
 import sysconfig
 import tempfile
+import weakref
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -43,9 +44,72 @@ _LARGEST_BLOCK = 1 << 16
 _FULLY_HASHED = 1 << 28
 _SAMPLE_BYTES = 1 << 16
 _SAMPLES = 1 << 10
+_READ_BYTES = 1 << 22
 # Left out of the standard library: installed packages, test suites, files of one build.
 _NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test"})
 _BUILD_SPECIFIC = ("config-", "_sysconfigdata", "sitecustomize", "usercustomize")
+
+
+class MappedFile:
+    """A file of numbers: mapped as one array, and read in windows.
+
+    Whoever touches a map beyond the end of its file is ended by SIGBUS, as where the file was cut
+    since. So windows are read from the file itself, which costs as much, and says what is missing.
+    """
+
+    def __init__(self, path: Path, dtype: npt.DTypeLike, offset: int = 0) -> None:
+        self.path = path
+        self.offset = offset  # bytes before the numbers
+        with open(path, "rb") as file:
+            mapped = np.memmap(file, dtype, "r", offset)
+            self._descriptor = os.dup(file.fileno())
+        weakref.finalize(self, os.close, self._descriptor)
+        # A plain array over the map: slices of np.memmap carry a slow subclass along.
+        self.data: npt.NDArray[Any] = np.asarray(mapped)
+
+    def windows(self, starts: npt.NDArray[np.int64], length: int) -> npt.NDArray[Any]:
+        """Returns the numbers from some places on, with zeros past the end."""
+        windows = np.zeros((starts.size, length), self.data.dtype)
+        for window, start in zip(windows, starts.tolist(), strict=True):
+            self._fill(window[: self.data.size - start], start)
+        return windows
+
+    def blocks(self, length: int) -> Iterator[npt.NDArray[Any]]:
+        """Yields all numbers, some at a time."""
+        for start in range(0, self.data.size, length):
+            block = np.empty(min(length, self.data.size - start), self.data.dtype)
+            self._fill(block, start)
+            yield block
+
+    def require_whole(self) -> None:
+        """Raises DataError if the file is shorter than its map."""
+        size = os.fstat(self._descriptor).st_size
+        if size < self.offset + self.data.nbytes:
+            raise self._cut(size)
+
+    def _fill(self, numbers: npt.NDArray[Any], start: int) -> None:
+        """Reads the numbers from a place on."""
+        missing = numbers.view(np.uint8).data
+        position = self.offset + start * numbers.itemsize
+        try:
+            while missing:
+                count = os.preadv(self._descriptor, [missing], position)
+                if not count:
+                    raise self._cut(os.fstat(self._descriptor).st_size)
+                missing, position = missing[count:], position + count
+        except OSError as error:  # such as a file system that is gone
+            raise DataError(f"Cannot read {str(self.path)!r}: {error}.") from error
+
+    def _cut(self, size: int) -> DataError:
+        return DataError(
+            f"The file {str(self.path)!r} was cut while it is read: it has {size:,} bytes, of "
+            f"{self.offset + self.data.nbytes:,} when it was opened. Put the whole file back, and "
+            "go on from the last checkpoint. Who writes a file anew that is read should write "
+            "another one and rename it, as TokenFile.write does."
+        )
+
+    def __reduce__(self) -> Any:
+        return type(None), ()  # the numbers travel without their file
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -54,6 +118,7 @@ class TokenData:
 
     data: npt.NDArray[Any]
     name: str
+    _file: MappedFile | None  # from which the data is, if it is from one
     unit: ClassVar[str]  # what a token is called, for people
 
     @cached_property
@@ -94,6 +159,18 @@ class TokenData:
         starts, ends = edges[0::2] * block, edges[1::2] * block
         return TextPart(self, starts, np.minimum(ends, len(self)))
 
+    def windows(self, starts: npt.NDArray[np.int64], length: int) -> npt.NDArray[Any]:
+        """Returns the tokens from some places on, with anything past the end."""
+        if self._file is not None:
+            return self._file.windows(starts, length)
+        places = starts[:, None] + np.arange(length)
+        return self.data[np.minimum(places, self.data.size - 1)]
+
+    def require_whole(self) -> None:
+        """Raises DataError if the file of the tokens was cut."""
+        if self._file is not None:
+            self._file.require_whole()
+
     def __len__(self) -> int:
         return self.data.size
 
@@ -120,6 +197,7 @@ class ByteText(TokenData):
 
     data: ByteArray
     name: str
+    _file: MappedFile | None = None
 
     @classmethod
     def from_bytes(cls, data: bytes | ByteArray, name: str = "bytes in memory") -> ByteText:
@@ -174,8 +252,8 @@ class ByteText(TokenData):
         require_file(path, "text")
         if path.stat().st_size == 0:
             raise DataError(f"The text file {str(path)!r} is empty. Pass a file that holds text.")
-        # A plain array over the map: slices of np.memmap carry a slow subclass along.
-        return cls(np.asarray(np.memmap(path, dtype=np.uint8, mode="r")), str(path))
+        file = MappedFile(path, np.uint8)
+        return cls(file.data, str(path), file)
 
     @classmethod
     def from_folder(
@@ -231,13 +309,16 @@ class ByteText(TokenData):
         included), so that opening a large text stays fast.
         """
         digest = hashlib.sha256(b"%d\x00" % len(self))
-        if len(self) <= _FULLY_HASHED:
-            digest.update(self.data.data)
-        else:
+        if len(self) > _FULLY_HASHED:
             last_start = len(self) - _SAMPLE_BYTES
             for sample in range(_SAMPLES):
-                start = sample * last_start // (_SAMPLES - 1)
-                digest.update(self.data[start : start + _SAMPLE_BYTES].data)
+                start = np.array([sample * last_start // (_SAMPLES - 1)])
+                digest.update(self.windows(start, _SAMPLE_BYTES).data)
+        elif self._file is None:
+            digest.update(self.data.data)
+        else:
+            for block in self._file.blocks(_READ_BYTES):
+                digest.update(block.data)
         return digest.hexdigest()[:32]
 
     def split(
@@ -309,8 +390,12 @@ class TextPart:
 
         Yields:
             Array (length,) per segment, uint8 of bytes: a view, nothing is copied.
+
+        Raises:
+            DataError: The file of the text was cut since it was opened.
         """
         for start, end in zip(self.starts.tolist(), self.ends.tolist(), strict=True):
+            self.text.require_whole()
             yield self.text.data[start:end]
 
     @cached_property

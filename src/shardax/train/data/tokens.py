@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Files of token ids, memory-mapped.
 
+Batches are read from the file itself, not from the map: who cuts the file gets an error, and
+not SIGBUS.
+
 A ``.bin`` file has the ids and nothing else, as uint16 or uint32 in little-endian order, so it does
 not say of which dtype it is. ``TokenFile.write`` puts a description beside it, ``NAME.bin.json``:
 dtype, number of tokens, and fingerprint. A ``.npy`` file says the first two itself. No file is read
@@ -23,7 +26,7 @@ import numpy.typing as npt
 
 from shardax._core.checks import Options
 from shardax._files import require_file
-from shardax.train.data.text import TextPart, TokenData
+from shardax.train.data.text import MappedFile, TextPart, TokenData
 from shardax.train.errors import DataError
 
 _DTYPES = ("uint8", "uint16", "uint32", "int32")
@@ -51,7 +54,8 @@ class TokenFile(TokenData):
         vocab_size: How many entries the vocabulary has; None: not known.
 
     Attributes:
-        data: Array (length,), read-only; pages are read from disk when touched.
+        data: Array (length,), read-only; pages are read from disk when touched. Batches are read
+            without it, so that they notice when the file was cut.
         name: The path.
         vocab_size: As given.
 
@@ -73,6 +77,7 @@ class TokenFile(TokenData):
     data: npt.NDArray[Any]
     name: str
     vocab_size: int | None
+    _file: MappedFile | None
 
     unit = "tokens"
 
@@ -87,20 +92,20 @@ class TokenFile(TokenData):
         require_file(path, "tokens", ", or write one: TokenFile.write(path, tokens)")
         expected = None if dtype is None else _dtype(dtype, path)
         if path.suffix == ".npy":
-            data, header = _open_npy(path), None
+            file, header = _open_npy(path), None
         else:
             header = _description(path)
-            data = _open_raw(path, header, expected)
+            file = _open_raw(path, header, expected)
+        data = file.data
         if expected is not None and data.dtype != expected:
             raise DataError(
                 f"The file {str(path)!r} has tokens of {data.dtype}, but dtype={expected.name!r} "
                 "was asked for. Leave dtype out."
             )
-        if data.size == 0:
-            raise DataError(f"The token file {str(path)!r} is empty.")
         if vocab_size is not None:
             Options(DataError).integers(vocab_size=vocab_size)
-        for name, value in (("data", data), ("name", str(path)), ("vocab_size", vocab_size)):
+        fields = {"data": data, "name": str(path), "vocab_size": vocab_size, "_file": file}
+        for name, value in fields.items():
             object.__setattr__(self, name, value)
         if header is not None and self.fingerprint != header["fingerprint"]:
             raise DataError(
@@ -165,8 +170,8 @@ class TokenFile(TokenData):
                 _as_npy(unfinished, kind, count)
                 os.replace(unfinished, path)
             else:
-                raw = np.asarray(np.memmap(unfinished, kind, "r"))
-                described = {"dtype": kind.name, "tokens": count, "fingerprint": _fingerprint(raw)}
+                fingerprint = _fingerprint(MappedFile(unfinished, kind))
+                described = {"dtype": kind.name, "tokens": count, "fingerprint": fingerprint}
                 description.write_text(json.dumps(described))  # all is written, then all is moved
                 _beside(path).unlink(missing_ok=True)
                 os.replace(unfinished, path)
@@ -179,7 +184,7 @@ class TokenFile(TokenData):
     @cached_property
     def fingerprint(self) -> str:
         """Hash of dtype, length and samples, as 32 hex digits."""
-        return _fingerprint(self.data)
+        return _fingerprint(self)
 
     def split(
         self, held_out: float = 0.05, *, block: int | None = None
@@ -244,7 +249,7 @@ def _description(path: Path) -> dict[str, Any] | None:
     return header
 
 
-def _open_raw(path: Path, header, expected) -> npt.NDArray[Any]:
+def _open_raw(path: Path, header, expected) -> MappedFile:
     size = path.stat().st_size
     if header is None and expected is None:
         raise DataError(
@@ -264,11 +269,15 @@ def _open_raw(path: Path, header, expected) -> npt.NDArray[Any]:
             f"{kind.name}: it was cut, or has another dtype."
         )
     if not size:
-        return np.empty(0, kind)
-    return np.asarray(np.memmap(path, kind, "r"))
+        raise _empty(path)
+    return MappedFile(path, kind)
 
 
-def _open_npy(path: Path) -> npt.NDArray[Any]:
+def _empty(path: Path) -> DataError:
+    return DataError(f"The token file {str(path)!r} is empty.")
+
+
+def _open_npy(path: Path) -> MappedFile:
     try:
         tokens = np.load(path, mmap_mode="r", allow_pickle=False)
     except (ValueError, OSError, EOFError) as error:
@@ -280,7 +289,9 @@ def _open_npy(path: Path) -> npt.NDArray[Any]:
             f"The file {str(path)!r} has an array of {tokens.dtype} and shape {tokens.shape}, but "
             f"tokens are of one dimension, and of {', '.join(_DTYPES)}."
         )
-    return np.asarray(tokens)
+    if not tokens.size:
+        raise _empty(path)
+    return MappedFile(path, tokens.dtype, tokens.offset)
 
 
 def token_ids(document: object) -> npt.NDArray[Any]:
@@ -324,10 +335,11 @@ def _as_npy(path: Path, kind: np.dtype[Any], count: int) -> None:
         copy.unlink(missing_ok=True)
 
 
-def _fingerprint(data: npt.NDArray[Any]) -> str:
+def _fingerprint(tokens: MappedFile | TokenFile) -> str:
+    data = tokens.data
     digest = hashlib.sha256(f"{data.dtype.name} {data.size}".encode())
-    per = _SAMPLE_BYTES // data.dtype.itemsize
-    last_start = max(data.size - per, 0)
-    for start in sorted({sample * last_start // (_SAMPLES - 1) for sample in range(_SAMPLES)}):
-        digest.update(np.ascontiguousarray(data[start : start + per]).tobytes())
+    per = min(_SAMPLE_BYTES // data.dtype.itemsize, data.size)
+    last_start = data.size - per
+    starts = sorted({sample * last_start // (_SAMPLES - 1) for sample in range(_SAMPLES)})
+    digest.update(tokens.windows(np.array(starts), per).tobytes())
     return digest.hexdigest()[:32]
