@@ -45,6 +45,7 @@ class TensorFiles(contextlib.ExitStack):
         by_name = _file_names(folder, content.get("architectures"))
         opened: dict[str, Any] = {}
         for title in sorted({*by_name.values()}):
+            check_no_pointer(folder / title)
             try:
                 opened[title] = self.enter_context(safe_open(folder / title, framework="np"))
             except (SafetensorError, OSError) as error:
@@ -276,10 +277,27 @@ def _check_inside(folder: Path, title: str) -> None:
         )
 
 
+def check_no_pointer(path: Path) -> None:
+    """Raises if a file holds what Git LFS left in the place of the real one."""
+    with open(path, "rb") as file:
+        is_pointer = file.read(len(_POINTER)) == _POINTER
+    if is_pointer:
+        raise PretrainedError(
+            f"{path} is a pointer of Git LFS, {path.stat().st_size} bytes that stand for the "
+            f"file: it was cloned without it. Fetch it, in {path.parent}: git lfs install; git "
+            f"lfs pull."
+        )
+
+
+# How each pointer begins, by the specification of Git LFS.
+_POINTER = b"version https://git-lfs.github.com/spec/"
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """Returns the table of a JSON file, or raises."""
     if not path.is_file():
         raise PretrainedError(f"{path} is not there, so {path.parent} holds no published model.")
+    check_no_pointer(path)
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:

@@ -264,40 +264,6 @@ def save_pretrained(
         ) from error
 
 
-def load_tokenizer(directory: str | Path) -> Any:
-    """Loads the tokenizer of a published model.
-
-    Args:
-        directory: As for ``from_pretrained``.
-
-    Returns:
-        A ``tokenizers.Tokenizer``: ``encode(text).ids``, ``decode(ids)``.
-
-    Raises:
-        PretrainedError: If there is no ``tokenizer.json``, or it is damaged.
-        ImportError: If ``tokenizers`` is missing.
-
-    Example:
-        >>> import json, pathlib, tempfile, shardax as sx
-        >>> folder = pathlib.Path(tempfile.mkdtemp())
-        >>> model = {"type": "WordLevel", "vocab": {"hi": 0, "[UNK]": 1}, "unk_token": "[UNK]"}
-        >>> _ = (folder / "tokenizer.json").write_text(json.dumps({"model": model}))
-        >>> sx.models.load_tokenizer(folder).encode("hi").ids
-        [0]
-    """
-    with naming_package("A tokenizer", "shardax[hub]"):
-        from tokenizers import Tokenizer
-    file = find_directory(directory, TOKENIZER_FILES) / "tokenizer.json"
-    if not file.is_file():
-        raise PretrainedError(f"{file} is not there; the model has no tokenizer of that kind.")
-    try:
-        return Tokenizer.from_file(str(file))
-    except Exception as error:  # tokenizers raises no narrower class
-        raise PretrainedError(
-            f"{file} is damaged: {brief(str(error))}. Download or save it again."
-        ) from error
-
-
 def find_directory(directory: str | Path, wanted: Sequence[str] = MODEL_FILES) -> Path:
     """Returns the folder of a model; one of the hub is downloaded."""
     folder = Path(directory).expanduser()
