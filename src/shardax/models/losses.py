@@ -29,6 +29,7 @@ from shardax._core._jax import INLINE, varying_axes
 from shardax._parallel.kernels import ArraySplit, against_loss, is_choosing, loss_sum
 from shardax.nn.arithmetic import as_array, uses_tokamax
 from shardax.nn.errors import LayerInputError
+from shardax.nn.masks import as_weights
 from shardax.nn.parameters import IGNORE_INDEX, as_size
 from shardax.partition.context import current_rules
 from shardax.partition.explicit import align, explicit_entries, with_layout
@@ -47,15 +48,16 @@ def cross_entropy(
         logits: Shape (..., vocab), floating.
         targets: Integers of shape (...), from 0. One that is no entry of the vocabulary, also a
             negative one, makes the loss NaN, unless it is masked or ignored.
-        mask: Booleans or weights of shape (...): the mean is over the targets where it is not
-            zero, weighted by it. None: over all.
+        mask: Booleans or weights of shape (...), which are not negative: the mean is over the
+            targets where it is not zero, weighted by it. None: over all.
         ignore_index: The target that is left out as if it were masked; None for none.
 
     Returns:
         A float32 scalar; 0 if everything is masked or ignored.
 
     Raises:
-        LayerInputError: If the shapes do not fit.
+        LayerInputError: If the shapes do not fit, or a weight is negative; in a compiled program
+            the loss is NaN then.
 
     Example:
         >>> logits = jnp.log(jnp.array([[0.5, 0.5], [0.25, 0.75]]))
@@ -176,7 +178,7 @@ def _targets_of_tokens(
         raise LayerInputError(f"{name} takes targets that are integers, not {targets.dtype}.")
     if targets.dtype.itemsize < 4:
         targets = targets.astype(jnp.int32)
-    weights = None if mask is None else as_array(mask).astype(jnp.float32)
+    weights = None if mask is None else as_weights(name, mask)
     if explicit_entries(array) is not None:
         leading = range(array.ndim - 1)
         targets = align(targets, array, leading)

@@ -50,7 +50,7 @@ from shardax.models.entries import (
 from shardax.models.families.registry import family_of
 from shardax.models.family import Family
 from shardax.models.files import DTYPES, INDEX, READ_DTYPES, SINGLE, TensorFiles, read_json
-from shardax.models.kinds import PretrainedError, brief
+from shardax.models.kinds import PretrainedError
 from shardax.models.quantized.mxfp4 import PACKING, is_packed
 from shardax.models.tensors import Tensor
 from shardax.nn.attention.dot_product import AttentionKernel

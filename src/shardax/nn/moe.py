@@ -27,9 +27,10 @@ from shardax._core.state.split_merge import iter_modules
 from shardax._core.variable import Intermediate
 from shardax._parallel.experts import Split, by_expert, find_places, find_split
 from shardax._parallel.kernels import against_experts, ragged_product
-from shardax.nn.arithmetic import as_array, cast_all, take_features, uses_tokamax
+from shardax.nn.arithmetic import cast_all, take_features, uses_tokamax
 from shardax.nn.errors import LayerConfigError, LayerInputError
 from shardax.nn.linear import Linear
+from shardax.nn.masks import as_mask
 from shardax.nn.mlp import Activation, find_activation
 from shardax.nn.parameters import (
     as_axes,
@@ -203,7 +204,7 @@ class MoE(Module):
 
         Raises:
             LayerInputError: If the last dimension is not ``features``, or the mask has another
-                shape.
+                shape, or numbers.
         """
         return self._routed(x, mask, out_sharding, {})
 
@@ -218,9 +219,12 @@ class MoE(Module):
         """Does the work of a call, with scaled low-rank terms by kernel."""
         kernels = [self._kernel(name, adapters) for name in ("gate", "up", "down")]
         x = take_features("MoE", x, (kernels[0].whole.shape[1],))
-        counted = jnp.ones((), bool) if mask is None else as_array(mask)
-        if mask is not None and counted.shape != x.shape[:-1]:
-            refuse_input("MoE", f"a mask of shape {x.shape[:-1]}", counted, "One per token.")
+        counted = jnp.ones((), bool)
+        if mask is not None:
+            shape = f"of shape {x.shape[:-1]}"
+            counted = as_mask("MoE", mask, shape, "One per token.")
+            if counted.shape != x.shape[:-1]:
+                refuse_input("MoE", f"a mask of booleans {shape}", counted, "One per token.")
         out_layout = out_sharding or explicit_sharding(x)
         split = None
         if self.dispatch != "dense":

@@ -283,7 +283,7 @@ class MultiHeadAttention(Module):
             context = as_array(context)
             self._check(context, "context", x.ndim)
         if mask is not None:
-            mask = check_mask("MultiHeadAttention", as_array(mask), x.ndim)
+            mask = check_mask("MultiHeadAttention", mask, x.ndim)
         if isinstance(cache, ContextCache):
             unsupported = {"segment ids": segment_ids, "a bias": bias, "positions": positions}
             read = self._read_context_cache(x, context, unsupported, mask, cache)
