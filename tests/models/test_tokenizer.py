@@ -111,7 +111,7 @@ def test_load_tokenizer_reads_whole_texts_without_padding(case: str, tmp_path: P
     expected = saved(tmp_path, case)
     tokenizer = sx.models.load_tokenizer(tmp_path)
     assert tokenizer.encode(TEXT).ids == expected
-    assert [row.ids for row in tokenizer.encode_batch([TEXT, "one"])][0] == expected
+    assert next(row.ids for row in tokenizer.encode_batch([TEXT, "one"])) == expected
     assert (tokenizer.truncation, tokenizer.padding) == (None, None)
 
 

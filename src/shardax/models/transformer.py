@@ -299,10 +299,10 @@ class Transformer(Module):
         if self.embed is None:
             has_frames = self._parts.features is not None
             embed = self._embed_frames if has_frames else self._embed_images
-            if mask is not None and has_frames:
-                refuse_input(
-                    type(self).__name__, "features without a mask", tokens, "Leave it out."
-                )
+            if mask is not None:  # which nothing would read
+                read = "features" if has_frames else "images"
+                where = type(self).__name__
+                refuse_input(where, f"{read} without a mask", tokens, "Leave it out.")
             return self._run(embed(tokens), {}, cache)
         if token_types is not None and not self._parts.embedding.token_types:
             raise LayerInputError(

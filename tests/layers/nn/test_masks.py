@@ -303,6 +303,7 @@ def layers_with_masks() -> dict[str, Any]:
     norm = sx.named.LayerNorm({"embed": 8})
     attention = sx.named.Attention({"embed": 8}, {"heads": 2}, {"head": 4}, **options)
     cache = nn.AttentionCache(BATCH, TIME, 2, 4)
+    attention_layer, qkv = nn.MultiHeadAttention(8, 2, **options), nn.QueryKeyValue(*[heads] * 3)
     both = nn.Bidirectional(cell, sx.clone(cell))
 
     def readable(mask: Any) -> Any:
@@ -319,6 +320,8 @@ def layers_with_masks() -> dict[str, Any]:
     takers: dict[str, Any] = {
         "attention": lambda mask: ATTEND(mask=readable(mask)),
         "latent attention": lambda mask: latent(x, mask=readable(mask)),
+        "the method attend": lambda mask: attention_layer.attend(qkv, readable(mask)),
+        "latent attend": lambda mask: latent.attend(latent.project(x), readable(mask)),
         "attend": lambda mask: nn.dot_product_attention(heads, heads, heads, mask=readable(mask)),
         "combine_masks": lambda mask: nn.combine_masks(mask, mask),
         "layer norm": lambda mask: nn.LayerNorm(8)(x, mask=mask[..., None]),
@@ -360,7 +363,7 @@ def test_masks_are_of_booleans_or_of_the_integers_0_and_1() -> None:
             sx.jit(take)(additive)
 
         # Nor are other integers where they are known.
-        with pytest.raises(LayerInputError, match="of the integers 0 and 1, .* number 7") as caught:
+        with pytest.raises(LayerInputError, match=r"integers 0 and 1, .* number 7") as caught:
             take(segments)
         taken = take(run_advice(caught.value, "mask > 0", {"mask": segments}))
         np.testing.assert_array_equal(taken, expected, err_msg=name)
