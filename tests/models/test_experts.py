@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -109,6 +110,45 @@ def assert_balanced(model: Any, losses: list[float], **layout: Any) -> None:
     without, _ = train(plain)
     assert losses[0] - without[0] == pytest.approx(0.1 * 2, rel=0.1)  # top_k if balanced
     assert not np.array_equal(router_of(model), router_of(plain))
+
+
+@pytest.mark.parametrize("scanned", [False, True])
+def test_load_balance_loss_counts_real_tokens_alone(scanned: bool):
+    model = make(scan_layers=scanned)
+    tokens = np.random.default_rng(0).integers(0, 32, (2, 8))
+    padded, real = np.pad(tokens, ((0, 0), (0, 8)), constant_values=3), np.arange(16) < 8
+    real = np.broadcast_to(real, padded.shape)
+
+    @sx.jit
+    def balance(model: Any, batch: Any) -> Any:
+        sx.models.next_token_loss(model, batch)
+        return sx.nn.load_balance_loss(model)
+
+    expected = balance(model, {"inputs": tokens, "targets": tokens})
+    batch = {"inputs": padded, "targets": padded}
+    segments = real.astype(np.int32)
+    for known in (
+        {"input_mask": real},
+        {"input_mask": segments},
+        {"segment_ids": segments},
+        {"segment_ids": segments, "input_mask": np.ones_like(real)},
+        {"segment_ids": np.ones_like(segments), "input_mask": real},
+    ):
+        np.testing.assert_allclose(balance(model, batch | known), expected, rtol=1e-5)
+
+    # Which targets count says nothing of the inputs: those of a prompt are read and routed.
+    of_all = balance(model, batch)
+    assert abs(of_all - expected) > 1e-3
+    np.testing.assert_allclose(balance(model, batch | {"mask": real}), of_all, rtol=1e-6)
+
+
+def test_experts_config_normalises_several_experts_a_token():
+    chosen = {top_k: ExpertsConfig(4, 8, top_k=top_k).normalise for top_k in (1, 2)}
+    assert chosen == {1: False, 2: True}
+    model = make(top_k=1)
+    assert model.layers[0].mlp.normalise is False
+    gradient = sx.grad(lambda model: (model(np.arange(6)[None]) ** 2).sum())(model)
+    assert jnp.abs(gradient["layers"][0]["mlp"]["router"]["kernel"]).max() > 0
 
 
 def test_load_balance_loss_trains_the_router():

@@ -18,6 +18,7 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from shardax._core.checks import Options
+from shardax._core.errors import warn
 from shardax._core.frames import is_eager
 from shardax._core.graph.static import Static
 from shardax._core.init.lazy import Init, Initializer
@@ -86,7 +87,8 @@ class MoE(Module):
         capacity_factor: Places of an expert over its even share.
         normalise: Whether the weights of a token add up to 1, which is a softmax over the chosen
             experts (Mixtral; Qwen3-MoE with ``norm_topk_prob``); else they are those of a softmax
-            over all experts.
+            over all experts. None: with several experts a token. The weight of one expert alone
+            would be 1 whatever the router says, so that no gradient of the results reaches it.
         activation: Name of a function of ``jax.nn``, or a function.
         use_bias: Whether the router and the three maps of an expert have biases.
         deterministic: Whether no loss is recorded; ``model.eval()`` sets it.
@@ -129,6 +131,7 @@ class MoE(Module):
     up_bias: Any = None
     down_bias: Any = None
     _scales_inputs = False  # whether weights multiply what experts read, not what they return
+    _may_normalise = True  # whether the class follows ``normalise``
 
     def __init__(
         self,
@@ -139,7 +142,7 @@ class MoE(Module):
         top_k: int = 2,
         dispatch: Dispatch = "dropless",
         capacity_factor: float = 1.25,
-        normalise: bool = True,
+        normalise: bool | None = None,
         activation: Activation = "silu",
         use_bias: bool = False,
         deterministic: bool = False,
@@ -183,7 +186,15 @@ class MoE(Module):
         self.top_k = top_k
         self.dispatch = dispatch
         self.capacity_factor = float(capacity_factor)
-        self.normalise = normalise
+        self.normalise = top_k > 1 if normalise is None else normalise
+        is_untrained = bool(normalise) and top_k == 1 and count > 1
+        if is_untrained and self._may_normalise:
+            warn(
+                "MoE(top_k=1, normalise=True) gives each token's expert the weight 1, whatever the "
+                "router says: of a loss of the results no gradient reaches the router, which "
+                "load_balance_loss alone trains. With normalise=False, the default of top_k=1, the "
+                "weight is the expert's probability."
+            )
         self.activation = activation
         self.deterministic = deterministic
         self.dtype = canonical_dtype(dtype)
@@ -195,8 +206,8 @@ class MoE(Module):
 
         Args:
             x: Shape (..., features); tokens are all dimensions but the last.
-            mask: Shape (...), False for tokens that the loss leaves out, such as padding; their
-                results are computed all the same. None: all count.
+            mask: Booleans of shape (...), False for tokens that the loss leaves out, such as
+                padding; their results are computed all the same. None: all count.
             out_sharding: Sharding of the result over Explicit mesh axes; by default the input's.
 
         Returns:

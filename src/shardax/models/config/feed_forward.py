@@ -62,7 +62,8 @@ class ExpertsConfig(ConfigPart):
         num_experts: Number of experts of a layer.
         dim: Size of an expert's hidden layer.
         top_k: How many of them a token goes to.
-        normalise: Whether the weights of a token's experts add up to 1.
+        normalise: Whether the weights of a token's experts add up to 1. None, which becomes true
+            or false: with several experts a token, as for ``nn.MoE``.
         scores: ``"softmax"``, ``"sigmoid"`` with a bias of the choice, ``"grouped_softmax"``, or
             ``"input_sigmoid"``, which multiplies what experts read.
         num_groups: But of a plain softmax: number of groups of experts.
@@ -93,7 +94,7 @@ class ExpertsConfig(ConfigPart):
     num_experts: int
     dim: int
     top_k: int = 2
-    normalise: bool = True
+    normalise: bool | None = None
     scores: str = "softmax"
     num_groups: int = 1
     top_groups: int = 1
@@ -110,6 +111,8 @@ class ExpertsConfig(ConfigPart):
     def __post_init__(self) -> None:
         where = type(self).__name__
         as_size(where, "num_experts", self.num_experts)
+        if self.normalise is None:
+            object.__setattr__(self, "normalise", self.top_k > 1)
         options = Options(LayerConfigError, where)
         options.choice("scores", self.scores, SCORES)
         if self.scores != "softmax":

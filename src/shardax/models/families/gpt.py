@@ -298,7 +298,12 @@ GPT_OSS = Family(
         "rms_norm_eps": Field("norms.epsilon", default=1e-5),
         "router_aux_loss_coef": Field("experts.load_balance_weight", default=0.001),
     },
-    fixed={"activation": "quick_gelu", "attention.sinks": True, "experts.bias": True},
+    fixed={
+        "activation": "quick_gelu",
+        "attention.sinks": True,
+        "experts.bias": True,
+        "experts.normalise": True,
+    },
     groups=[
         YarnRotary(150_000.0, max_positions=131_072),
         shared.WindowsByLayer(128, lambda layer: layer % 2 == 0, needs_size=True),

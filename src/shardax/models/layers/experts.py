@@ -119,6 +119,7 @@ class InputScaledMoE(MoE):
     """Experts with the largest scores, whose sigmoids multiply their inputs."""
 
     _scales_inputs = True
+    _may_normalise = False
 
     def _choose(self, logits: jax.Array, count: int) -> tuple[jax.Array, jax.Array, jax.Array]:
         logits = logits.reshape(-1, count)
