@@ -54,11 +54,16 @@ class TensorFiles(contextlib.ExitStack):
                 ) from error
         self.names: dict[str, Any] = {}
         self._stored_names: dict[str, str] = {}
+        # Tensors that safetensors.torch.save_model left out, by the names of those it kept.
+        self.kept_as: dict[str, str] = {}
         for title, file in opened.items():
+            for name, kept in (file.metadata() or {}).items():
+                self.kept_as[_today(name)] = _today(kept)
             for stored in sorted(file.keys()):
                 name = _today(stored)
                 if name not in self.names or by_name.get(stored) == title:
                     self.names[name], self._stored_names[name] = file, stored
+        self.kept_as = {name: kept for name, kept in self.kept_as.items() if kept in self.names}
         self._paths = {id(file): folder / title for title, file in opened.items()}
         self._places: dict[Path, dict[str, int]] = {}
         self.packed: dict[str, PackedSlice | NumbersSlice] = {}
@@ -112,6 +117,12 @@ class TensorFiles(contextlib.ExitStack):
         self.packed[name] = ValuesSlice(self.quantized[name])
         self.packed[f"{name}_scale"] = ScaleSlice(self.quantized[name], block)
         self.names[f"{name}_scale"] = None
+
+    def repeat(self, name: str, other: str) -> None:
+        """Lets a tensor be read by another name too."""
+        for by_name in (self.names, self._stored_names, self.packed, self.quantized):
+            if name in by_name:
+                by_name[other] = by_name[name]
 
     def set_dtype(self, dtype: Any) -> None:
         """Sets the dtype for numbers of quantized weights."""
