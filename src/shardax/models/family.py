@@ -189,6 +189,12 @@ class Family:
         # The number of tensors in the files bounds layers and experts.
         return _Reading(self, content, where, tensor_count).config
 
+    @property
+    def embeddings(self) -> set[str]:
+        """The names of its tensors that are embeddings, also without the prefix."""
+        names = {tensor.name for tensor in self.tensors if tensor.to.endswith(".embedding")}
+        return names | {name.removeprefix(self.prefix) for name in names}
+
     def has_pooler(self, names: Iterable[str]) -> bool:
         """Whether files have the pooler of the architecture without a head."""
         tensors = [t for t in self.head_tensors.get(None, self.tensors) if "pooler." in t.to]

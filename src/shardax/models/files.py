@@ -7,7 +7,7 @@ import contextlib
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,9 @@ READ_DTYPES = DTYPES | STORED_DTYPES
 class TensorFiles(contextlib.ExitStack):
     """The tensors of a folder, by name."""
 
-    def __init__(self, folder: Path, content: Mapping[str, Any]) -> None:
+    def __init__(
+        self, folder: Path, content: Mapping[str, Any], embeddings: Set[str] = frozenset()
+    ) -> None:
         super().__init__()
         with naming_package("Reading weights", "shardax[hub]"):
             from safetensors import SafetensorError, safe_open
@@ -72,7 +74,7 @@ class TensorFiles(contextlib.ExitStack):
             self._find_packed()
         layout = read_layout(content, str(folder / "config.json"))
         if layout is not None:
-            self._find_quantized(layout)
+            self._find_quantized(layout, embeddings)
 
     def _find_packed(self) -> None:
         """Puts tensors in MXFP4 in the place of their two parts."""
@@ -84,7 +86,7 @@ class TensorFiles(contextlib.ExitStack):
                 del self.names[name + end]
             self.names[name] = None
 
-    def _find_quantized(self, layout: StoredLayout) -> None:
+    def _find_quantized(self, layout: StoredLayout, embeddings: Set[str]) -> None:
         """Puts the numbers of quantized weights in the place of their parts."""
         for name in [*self.names]:
             weight = name.removesuffix("_packed")
@@ -105,7 +107,7 @@ class TensorFiles(contextlib.ExitStack):
                 parts |= {"zero": f"{weight}_zero_point", "shape": f"{weight}_shape"}
             parts = {part: text for part, text in parts.items() if text in self.names}
             slices = {part: self.slice(text) for part, text in parts.items()}
-            scheme = layout.scheme_of(weight)
+            scheme = layout.scheme_of(weight, weight in embeddings)
             self.quantized[weight] = StoredKernel(weight, scheme, slices)
             for text in parts.values():
                 del self.names[text]

@@ -143,8 +143,8 @@ def from_pretrained(
     """
     folder = find_directory(directory)
     content = read_json(folder / CONFIG)
-    with TensorFiles(folder, content) as files:
-        family = family_of(content, str(folder / CONFIG))
+    family = family_of(content, str(folder / CONFIG))
+    with TensorFiles(folder, content, family.embeddings) as files:
         content = family.as_stored(content, files)
         tied_head = has_tied_head(family, content, str(folder / CONFIG), len(files.names))
         if not head:
