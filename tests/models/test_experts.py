@@ -335,5 +335,32 @@ def test_adapters_of_clipped_experts_are_merged(scanned: bool, tmp_path: Path):
     np.testing.assert_array_equal(run(again), run(merged))
 
 
+@pytest.mark.parametrize("alpha", [1.702, 0.5, -1, 0])
+def test_factor_of_clipped_experts_is_a_number_like_any_other(alpha: float, tmp_path: Path):
+    content = {"model_type": "gpt_oss", "head_dim": 8, "num_key_value_heads": 2}
+    content |= {**peers.SIZES, "num_local_experts": 2, "num_experts_per_tok": 2}
+    content |= {"num_hidden_layers": 1, "swiglu_alpha": alpha, "swiglu_limit": 0.5}
+    save_pretrained(initialised(tmp_path, content), tmp_path / "model")
+    model = sx.models.from_pretrained(tmp_path / "model")
+    layer = model.layers[0].mlp
+    found = layer(x := np.random.default_rng(0).normal(size=(3, 32)).astype(np.float32))
+
+    def of_all(name: str, x: Any) -> np.ndarray:
+        bias = np.asarray(getattr(layer, f"{name}_bias").value)
+        return x @ np.asarray(getattr(layer, name).value) + bias[:, None]
+
+    gate, up = np.minimum(of_all("gate", x), 0.5), np.clip(of_all("up", x), -0.5, 0.5)
+    results = of_all("down", gate / (1 + np.exp(-alpha * gate)) * (up + 1))
+    weights = np.exp(np.asarray(layer.router(x)))
+    weights /= weights.sum(-1, keepdims=True)
+    np.testing.assert_allclose(found, np.einsum("te,etd->td", weights, results), atol=2e-6)
+
+    # An edited model is written with its factor, and read with it.
+    model.layers[0].mlp.gate_factor = 3.0
+    save_pretrained(model, tmp_path / "edited")
+    again = sx.models.from_pretrained(tmp_path / "edited")
+    assert again.config.experts.gate_factor == 3.0
+
+
 def is_moe(module: Any) -> bool:
     return isinstance(module, sx.nn.MoE)

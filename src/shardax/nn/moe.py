@@ -187,14 +187,6 @@ class MoE(Module):
         self.dispatch = dispatch
         self.capacity_factor = float(capacity_factor)
         self.normalise = top_k > 1 if normalise is None else normalise
-        is_untrained = bool(normalise) and top_k == 1 and count > 1
-        if is_untrained and self._may_normalise:
-            warn(
-                "MoE(top_k=1, normalise=True) gives each token's expert the weight 1, whatever the "
-                "router says: of a loss of the results no gradient reaches the router, which "
-                "load_balance_loss alone trains. With normalise=False, the default of top_k=1, the "
-                "weight is the expert's probability."
-            )
         self.activation = activation
         self.deterministic = deterministic
         self.dtype = canonical_dtype(dtype)
@@ -272,12 +264,23 @@ class MoE(Module):
         scaled = [k if k.b is None else k._replace(b=scale * k.b) for k in kernels]
         y, loss = compute(*leading, *scaled)
         if not self.deterministic:
+            self._check_router(len(kernels[0].whole))
             record = self.__dict__.get("load_balance_loss")
             if isinstance(record, Intermediate):
                 record.value = loss
             else:  # ``sx.pop`` took it away, or the model is frozen
                 self.load_balance_loss = Intermediate(loss)
         return y
+
+    def _check_router(self, count: int) -> None:
+        """Warns in training of a router that no loss of the results trains."""
+        if self.normalise and self.top_k == 1 and count > 1 and self._may_normalise:
+            warn(
+                "MoE(top_k=1, normalise=True) gives each token's expert the weight 1, whatever the "
+                "router says: of a loss of the results no gradient reaches the router, which "
+                "load_balance_loss alone trains. With normalise=False, the default of top_k=1, the "
+                "weight is the expert's probability."
+            )
 
     def _kernel(self, name: str, adapters: dict[str, tuple[object, object]]) -> Kernel:
         bias = getattr(self, f"{name}_bias")

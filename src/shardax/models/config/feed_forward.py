@@ -72,6 +72,8 @@ class ExpertsConfig(ConfigPart):
         bias: Whether the router and the experts have biases.
         limit: Bound of an expert's gate, and on both sides of what it multiplies, to which 1 is
             added then; None for plain gated units.
+        gate_factor: Beside a limit: units have ``gate * sigmoid(gate_factor * gate)`` in place of
+            the activation of the gate; None for the activation.
         shared_dim: Size of the hidden layer of an expert for all tokens; 0 for none.
         shared_gate: Whether what it adds is multiplied by the sigmoid of a linear map.
         dispatch: How tokens get to them, as for ``nn.MoE``.
@@ -79,8 +81,8 @@ class ExpertsConfig(ConfigPart):
         dense_layers: The layers that have an MLP nevertheless.
 
     Raises:
-        LayerConfigError: If the number is not positive, groups do not divide it, or a limit stands
-            beside other scores than a softmax.
+        LayerConfigError: If the number is not positive, groups do not divide it, a limit stands
+            beside other scores than a softmax, or a factor of gates stands without a limit.
 
     Example:
         >>> import shardax as sx
@@ -101,6 +103,7 @@ class ExpertsConfig(ConfigPart):
     scale: float = 1.0
     bias: bool = False
     limit: float | None = None
+    gate_factor: float | None = None
     shared_dim: int = 0
     shared_gate: bool = False
     dispatch: Dispatch = "dense"
@@ -122,6 +125,8 @@ class ExpertsConfig(ConfigPart):
             if self.scores != "softmax":
                 fits, need = False, f"None with scores={self.scores!r}"
             options.check("limit", self.limit, fits, need)
+        fits = self.gate_factor is None or self.limit is not None
+        options.check("gate_factor", self.gate_factor, fits, "None without a limit")
 
     def _check_groups(self, options: Options) -> None:
         """Raises for groups of unequal or too few experts."""

@@ -260,16 +260,27 @@ class YarnRotary(Rotary):
         return super().read(take_table)
 
 
+# The factor in the sigmoid of ``quick_gelu``.
+_QUICK = 1.702
+
+
 class ClippedExperts(FieldGroup):
-    """The bound of the experts' units, and how their kernels are packed."""
+    """The bound and the factor of the experts' units, and how their kernels are packed."""
 
     def read(self, take: Taker) -> Mapping[str, Any]:
         mxfp4.check_packing(take(mxfp4.PACKING, None, kind=kinds.TABLE.or_null))
-        return {"experts.limit": take("swiglu_limit", 7.0, kind=kinds.NUMBER.positive)}
+        factor = take("swiglu_alpha", _QUICK, kind=kinds.NUMBER)
+        return {
+            "experts.limit": take("swiglu_limit", 7.0, kind=kinds.NUMBER.positive),
+            "experts.gate_factor": None if factor == _QUICK else float(factor),
+        }
 
     def write(self, edit: ConfigEdit) -> None:
         if edit.changes("experts.limit") and edit.value("experts.limit") is not None:
             edit.content["swiglu_limit"] = edit.value("experts.limit")
+        if edit.changes("experts.gate_factor"):
+            factor = edit.value("experts.gate_factor")
+            edit.content["swiglu_alpha"] = _QUICK if factor is None else factor
 
 
 def _stacked_experts(name: str, *, turns: int = 1) -> tuple[Tensor, ...]:
@@ -285,7 +296,7 @@ def _stacked_experts(name: str, *, turns: int = 1) -> tuple[Tensor, ...]:
     return tuple(tensors)
 
 
-# Half of the layers have a window. The gate's factor of 1.702 is that of ``quick_gelu``.
+# Half of the layers have a window.
 GPT_OSS = Family(
     fields={
         **{name: f for name, f in shared.GATED_DECODER.items() if name != "hidden_act"},
@@ -310,7 +321,7 @@ GPT_OSS = Family(
         ClippedExperts(),
     ],
     architectures=shared.causal_lm("GptOss"),
-    neutral={"hidden_act": ("silu",), "swiglu_alpha": (1.702,)},
+    neutral={"hidden_act": ("silu",)},
     # Older names, which transformers does not read.
     harmless=("experts_per_token", "initial_context_length"),
     tensors=(

@@ -428,7 +428,7 @@ def _experts(
             scale=config.scale,
         )
     elif config.limit is not None:
-        make = partial(ClippedMoE, limit=config.limit)
+        make = partial(ClippedMoE, limit=config.limit, gate_factor=config.gate_factor)
     return make(
         features,
         config.dim,
