@@ -45,6 +45,12 @@ def add_tokenizer(folder: Path) -> None:
         "model": {"type": "WordLevel", "unk_token": "[UNK]"}
         | {"vocab": {word: number for number, word in enumerate(words)}},
         "pre_tokenizer": {"type": "Whitespace"},
+        # What a call before it was saved left, which is nothing of the text: three tokens at most,
+        # and 32 of them by padding.
+        "truncation": {"max_length": 3, "stride": 0, "strategy": "LongestFirst"}
+        | {"direction": "Right"},
+        "padding": {"strategy": {"Fixed": 32}, "direction": "Right", "pad_to_multiple_of": None}
+        | {"pad_id": 3, "pad_type_id": 0, "pad_token": "four"},
     }
     (folder / "tokenizer.json").write_text(json.dumps(content))
 

@@ -186,7 +186,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "GptOssConfig",
         "GptOssForCausalLM",
         {**GROUPED, **CLIPPED, "attention_bias": False, "tie_word_embeddings": True}
-        | {"layer_types": ["full_attention"] * 3, "num_experts_per_tok": 1},
+        | {"layer_types": ["full_attention"] * 3, "num_experts_per_tok": 1, "swiglu_alpha": 0.5},
     ),
     "llama4_text": (
         "Llama4TextConfig",

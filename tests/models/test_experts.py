@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -110,6 +111,45 @@ def assert_balanced(model: Any, losses: list[float], **layout: Any) -> None:
     without, _ = train(plain)
     assert losses[0] - without[0] == pytest.approx(0.1 * 2, rel=0.1)  # top_k if balanced
     assert not np.array_equal(router_of(model), router_of(plain))
+
+
+@pytest.mark.parametrize("scanned", [False, True])
+def test_load_balance_loss_counts_real_tokens_alone(scanned: bool):
+    model = make(scan_layers=scanned)
+    tokens = np.random.default_rng(0).integers(0, 32, (2, 8))
+    padded, real = np.pad(tokens, ((0, 0), (0, 8)), constant_values=3), np.arange(16) < 8
+    real = np.broadcast_to(real, padded.shape)
+
+    @sx.jit
+    def balance(model: Any, batch: Any) -> Any:
+        sx.models.next_token_loss(model, batch)
+        return sx.nn.load_balance_loss(model)
+
+    expected = balance(model, {"inputs": tokens, "targets": tokens})
+    batch = {"inputs": padded, "targets": padded}
+    segments = real.astype(np.int32)
+    for known in (
+        {"input_mask": real},
+        {"input_mask": segments},
+        {"segment_ids": segments},
+        {"segment_ids": segments, "input_mask": np.ones_like(real)},
+        {"segment_ids": np.ones_like(segments), "input_mask": real},
+    ):
+        np.testing.assert_allclose(balance(model, batch | known), expected, rtol=1e-5)
+
+    # Which targets count says nothing of the inputs: those of a prompt are read and routed.
+    of_all = balance(model, batch)
+    assert abs(of_all - expected) > 1e-3
+    np.testing.assert_allclose(balance(model, batch | {"mask": real}), of_all, rtol=1e-6)
+
+
+def test_experts_config_normalises_several_experts_a_token():
+    chosen = {top_k: ExpertsConfig(4, 8, top_k=top_k).normalise for top_k in (1, 2)}
+    assert chosen == {1: False, 2: True}
+    model = make(top_k=1)
+    assert model.layers[0].mlp.normalise is False
+    gradient = sx.grad(lambda model: (model(np.arange(6)[None]) ** 2).sum())(model)
+    assert jnp.abs(gradient["layers"][0]["mlp"]["router"]["kernel"]).max() > 0
 
 
 def test_load_balance_loss_trains_the_router():
@@ -295,6 +335,33 @@ def test_adapters_of_clipped_experts_are_merged(scanned: bool, tmp_path: Path):
     save_pretrained(merged, tmp_path / "merged")
     again = sx.models.from_pretrained(tmp_path / "merged", scan_layers=scanned)
     np.testing.assert_array_equal(run(again), run(merged))
+
+
+@pytest.mark.parametrize("alpha", [1.702, 0.5, -1, 0])
+def test_factor_of_clipped_experts_is_a_number_like_any_other(alpha: float, tmp_path: Path):
+    content = {"model_type": "gpt_oss", "head_dim": 8, "num_key_value_heads": 2}
+    content |= {**peers.SIZES, "num_local_experts": 2, "num_experts_per_tok": 2}
+    content |= {"num_hidden_layers": 1, "swiglu_alpha": alpha, "swiglu_limit": 0.5}
+    save_pretrained(initialised(tmp_path, content), tmp_path / "model")
+    model = sx.models.from_pretrained(tmp_path / "model")
+    layer = model.layers[0].mlp
+    found = layer(x := np.random.default_rng(0).normal(size=(3, 32)).astype(np.float32))
+
+    def of_all(name: str, x: Any) -> np.ndarray:
+        bias = np.asarray(getattr(layer, f"{name}_bias").value)
+        return x @ np.asarray(getattr(layer, name).value) + bias[:, None]
+
+    gate, up = np.minimum(of_all("gate", x), 0.5), np.clip(of_all("up", x), -0.5, 0.5)
+    results = of_all("down", gate / (1 + np.exp(-alpha * gate)) * (up + 1))
+    weights = np.exp(np.asarray(layer.router(x)))
+    weights /= weights.sum(-1, keepdims=True)
+    np.testing.assert_allclose(found, np.einsum("te,etd->td", weights, results), atol=2e-6)
+
+    # An edited model is written with its factor, and read with it.
+    model.layers[0].mlp.gate_factor = 3.0
+    save_pretrained(model, tmp_path / "edited")
+    again = sx.models.from_pretrained(tmp_path / "edited")
+    assert again.config.experts.gate_factor == 3.0
 
 
 def is_moe(module: Any) -> bool:

@@ -12,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import shardax as sx
 from shardax.errors import LayerInputError
 from shardax.models import blockwise_cross_entropy, cross_entropy, next_token_loss
+from tests.advice import run_advice
 from tests.values import with_values
 
 LOGITS = np.random.default_rng(0).normal(size=(4, 6, 8)).astype(np.float32) * 3
@@ -71,6 +72,47 @@ def test_next_token_loss_calls_model_on_inputs():
     (found, of_mask), (expected, expected_of_mask) = run(model)
     assert (found, of_mask) == (expected, expected_of_mask)
     assert of_mask != found
+
+
+def test_next_token_loss_names_what_a_batch_lacks():
+    model = with_values(sx.nn.Sequential(sx.nn.Embed(8, 8, rngs=sx.Rngs(0))))
+    expected = next_token_loss(model, {"inputs": TARGETS[:, :-1], "targets": TARGETS[:, 1:]})
+    batches = {
+        "tokens": {"tokens": TARGETS},
+        "of transformers": {"input_ids": TARGETS},
+        "with labels": {"input_ids": TARGETS, "labels": TARGETS},
+    }
+    for batch in batches.values():
+        with pytest.raises(LayerInputError, match="reads inputs and targets of a batch") as caught:
+            next_token_loss(model, batch)
+        names = {"batch": batch, "tokens": TARGETS}
+        run_advice(caught.value, str(caught.value).partition("one position on: ")[2], names)
+        assert next_token_loss(model, names["batch"]) == expected
+    with pytest.raises(LayerInputError, match=r"takes a mapping.*was given a ndarray") as caught:
+        next_token_loss(model, TARGETS)
+    code = 'next_token_loss(model, {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]})'
+    names = {"next_token_loss": next_token_loss, "model": model, "tokens": TARGETS}
+    assert run_advice(caught.value, code, names) == expected
+
+
+def test_next_token_loss_gives_the_model_the_mask_of_inputs():
+    decoder = sx.models.Decoder(
+        sx.models.DecoderConfig(vocab_size=8, num_layers=1, num_kv_heads=4), rngs=sx.Rngs(0)
+    )
+    padded = np.pad(TARGETS, ((0, 0), (3, 0)))
+    real = np.pad(np.ones_like(TARGETS), ((0, 0), (3, 0)))
+    alone = {"inputs": TARGETS[:, :-1], "targets": TARGETS[:, 1:]}
+    of_transformers = {"input_ids": padded, "attention_mask": real}
+    with pytest.raises(LayerInputError, match="has 'input_ids', 'attention_mask'") as caught:
+        next_token_loss(decoder, of_transformers)
+    names = {"batch": of_transformers}
+    run_advice(caught.value, str(caught.value).partition("one position on: ")[2], names)
+    batch = names["batch"]
+    batch["mask"] = batch["mask"] & (np.arange(8) > 2)  # the first token follows padding
+    found, expected = (next_token_loss(decoder, part) for part in (batch, alone))
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+    with pytest.raises(LayerInputError, match="has input_mask, but calling a function"):
+        next_token_loss(lambda tokens: decoder(tokens), batch)
 
 
 def test_shapes_that_do_not_fit_are_refused():

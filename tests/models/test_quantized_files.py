@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -200,6 +201,9 @@ def grouped(**weights: Any) -> dict[str, Any]:
         (grouped(strategy="group", group_size=0), "strategy='group' with group_size=0"),
         (grouped(strategy="group", group_size=4, actorder="group"), "actorder='group' is not"),
         (files.compressed("pack-quantized", 3, group_size=-1), "num_bits=3 is not supported"),
+        (files.compressed("pack-quantized", 8.0, group_size=-1), "num_bits=8.0 is not supported"),
+        (grouped(strategy="group", group_size=4.0), "strategy='group' with group_size=4.0"),
+        ({**files.ROWS, "ignore": ["Linear"]}, "_proj.weight is quantized .* in ignore"),
         (files.compressed("pack-quantized", 8, "float", group_size=-1), "type='float' is not"),
         ({**files.BLOCKS, "weight_block_size": [8]}, r"weight_block_size=\[8\] is not two sizes"),
         ({**files.BLOCKS, "expert_dtype": "fp4"}, "expert_dtype='fp4' is not supported, only"),
@@ -215,6 +219,82 @@ def test_unknown_layouts_are_refused(packing: dict[str, Any], message: str, rows
         code = "sx.quantize(sx.models.from_pretrained(ORIGINAL), formats)"
         names = {"sx": sx, "ORIGINAL": rows.parent / "plain", "formats": "int4"}
         assert quantized_kernels(run_advice(caught.value, code, names)) > 7
+
+
+# --- groups ---
+
+# The targets of two groups, of 8 and of 4 bits, by which queries alone have 4 bits.
+PROJECTIONS = ("q", "k", "v", "o")
+QUERIES = [f"model.layers.{layer}.self_attn.q_proj" for layer in range(2)]
+MIXED: dict[str, tuple[list[str], list[str]]] = {
+    "a pattern before a class": (["Linear"], ["re:.*q_proj"]),
+    "a name before a class": (["Linear"], QUERIES),
+    "a name before a pattern": (["re:.*"], QUERIES),
+    "the first of patterns by the alphabet": (["re:.*proj|lm_head"], ["re:.*[q]_proj"]),
+    "a pattern before the base of a class": (["Module"], ["re:.*q_proj"]),
+    "a name before a pattern and a class": (["Linear", "re:.*self_attn.*"], QUERIES),
+}
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with queries in int4 beside int8."""
+    folder = tmp_path_factory.mktemp("mixed")
+    (folder / "plain").mkdir()
+    model = initialised(folder / "plain", LLAMA)
+    formats = {sx.PathContains("embed"): None, sx.PathContains("q"): "int4", ...: "int8"}
+    save_pretrained(sx.quantize(model, formats), folder / "saved")
+    return folder / "saved"
+
+
+def regroup(folder: Path, wide: list[str], narrow: list[str], order: int = 1) -> None:
+    """Gives the groups of 8 and of 4 bits other targets, in one order or the other."""
+    content = json.loads((folder / "config.json").read_text())
+    groups = content["quantization_config"]["config_groups"].values()
+    by_bits = {group["weights"]["num_bits"]: group for group in groups}
+    pairs = [(8, wide), (4, narrow)][::order]
+    content["quantization_config"]["config_groups"] = {
+        f"group_{place}": {**by_bits[bits], "targets": targets}
+        for place, (bits, targets) in enumerate(pairs)
+    }
+    (folder / "config.json").write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_groups_count_by_kind_of_target_and_not_in_order(
+    name: str, mixed: Path, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(mixed, tmp_path / "mixed")
+    expected = from_pretrained(mixed)
+    for order in (1, -1):
+        regroup(folder, *MIXED[name], order)
+        check_same(from_pretrained(folder), expected)
+
+    # As compressed-tensors finds them.
+    matching = pytest.importorskip(
+        "compressed_tensors.utils.match", reason="compressed-tensors is not installed"
+    )
+    import torch
+
+    wide, narrow = MIXED[name]
+    for projection in PROJECTIONS:
+        module = f"model.layers.0.self_attn.{projection}_proj"
+        first, *_ = matching.match_targets(module, torch.nn.Linear(1, 1), [*wide, *narrow])
+        assert (first in narrow) == (projection == "q")
+
+
+def test_last_group_with_a_target_counts(mixed: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(mixed, tmp_path / "mixed")
+    regroup(folder, ["Linear", *QUERIES], QUERIES)
+    check_same(from_pretrained(folder), from_pretrained(mixed))
+    for wide, narrow, message in (
+        ([*QUERIES, "Linear"], ["lm_head"], "quantization_config says"),
+        (["Linear"], [], "quantization_config says"),
+        (["re:.*mlp.*"], ["Embedding"], "no group of quantization_config has it as a target"),
+    ):
+        regroup(folder, wide, narrow)
+        with pytest.raises(PretrainedError, match=message):
+            from_pretrained(folder)
 
 
 # --- models that are written ---

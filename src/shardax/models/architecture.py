@@ -513,6 +513,7 @@ _MIXED: dict[str, Callable[[Any], Any]] = {
     "experts.scale": lambda place: place.module.mlp.scale,
     "experts.bias": lambda place: place.module.mlp.router.bias is not None,
     "experts.limit": lambda place: getattr(place.module.mlp, "limit", None),
+    "experts.gate_factor": lambda place: getattr(place.module.mlp, "gate_factor", None),
     "experts.normalise": lambda place: place.module.mlp.normalise,
     "activation": _activation,
 }
@@ -647,7 +648,7 @@ def _unread(
         "attention.key_bias": not config.attention.qkv_bias,
         "attention.query_growth": only_rotated,
         "experts.num_experts experts.dim experts.top_k experts.normalise experts.shared_dim "
-        "experts.scores experts.bias experts.limit": not has_experts,
+        "experts.scores experts.bias experts.limit experts.gate_factor": not has_experts,
         "experts.num_groups experts.top_groups experts.scale": (
             not has_experts or experts is None or experts.scores == "softmax"
         ),

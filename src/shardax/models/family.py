@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol
 
 from shardax.models import kinds
+from shardax.models.config import common_fields
 from shardax.models.config.paths import is_unsaid, make_config, part_class, paths_of, read_field
 from shardax.models.config.transformer import TransformerConfig
 from shardax.models.dual_encoder import DualEncoderConfig
@@ -24,44 +25,28 @@ from shardax.nn.errors import LayerConfigError
 
 # --- fields of any config.json ---
 
-# Fields that change nothing in what a model computes.
+# Fields that change nothing in what a model computes, beside those of all configs.
 _HARMLESS = """
-_attn_implementation _attn_implementation_autoset _commit_hash _flash_attn_2_enabled _name_or_path
-_num_labels architectures attn_implementation auto_map bad_words_ids begin_suppress_tokens
-bos_token_id classifier_dropout cross_attention_hidden_size decoder_start_token_id
-diversity_penalty do_sample dtype early_stopping eos_token_id exponential_decay_length_penalty
-finetuning_task forced_bos_token_id forced_eos_token_id gradient_checkpointing id2label
-initializer_range is_llama_config keys_to_ignore_at_inference label2id length_penalty mask_token_id
-max_length max_position_embeddings max_sequence_length max_window_layers min_length
-model_max_length model_type no_repeat_ngram_size num_beams num_labels num_return_sequences
-output_attentions output_hidden_states output_past output_router_logits output_scores pad_token
-pad_token_id prefix problem_type remove_invalid_values repetition_penalty return_dict
-return_dict_in_generate sentence_transformers sep_token_id suppress_tokens task_specific_params
-temperature tokenizer_class tokenizer_model_max_length tokenizer_padding_side top_k top_p
-torch_dtype torchscript transformers.js_config transformers_version typical_p unk_token_id
-unsloth_fixed unsloth_version use_cache
-encoder_no_repeat_ngram_size num_beam_groups
+_attn_implementation_autoset _flash_attn_2_enabled _num_labels auto_map classifier_dropout
+gradient_checkpointing initializer_range is_llama_config keys_to_ignore_at_inference mask_token_id
+max_position_embeddings max_sequence_length max_window_layers model_max_length model_type
+output_past output_router_logits pad_token sentence_transformers tokenizer_model_max_length
+tokenizer_padding_side transformers.js_config unk_token_id unsloth_fixed unsloth_version
 """
-HARMLESS = frozenset(_HARMLESS.split())
+HARMLESS = common_fields.HARMLESS | {*_HARMLESS.split()}
 # Fields that change nothing at these values, where a family does not read them itself.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "add_cross_attention": (False,),
+    **common_fields.NEUTRAL,
     "attention_bias": (False, None),
     "attn_logit_softcapping": (None,),
-    "chunk_size_feed_forward": (0,),
     "final_logit_softcapping": (None,),
-    "is_decoder": (False,),
-    "is_encoder_decoder": (False,),
     "mlp_bias": (False, None),
     "pretraining_tp": (1, None),
-    "pruned_heads": ({}, None),
     "qk_layernorm": (False, None),
     "quantization_config": (None,),
     "rope_interleaved": (False, None),
     "rope_scaling": (None,),
     "sliding_window": (None,),
-    "tie_encoder_decoder": (False,),
-    "use_bfloat16": (False,),
     "use_bidirectional_attention": (None, False),
     "use_mrope": (False, None),
     "use_qk_norm": (False, None),
@@ -203,6 +188,12 @@ class Family:
         """Reads a ``config.json``, or raises with all problems of it."""
         # The number of tensors in the files bounds layers and experts.
         return _Reading(self, content, where, tensor_count).config
+
+    @property
+    def embeddings(self) -> set[str]:
+        """The names of its tensors that are embeddings, also without the prefix."""
+        names = {tensor.name for tensor in self.tensors if tensor.to.endswith(".embedding")}
+        return names | {name.removeprefix(self.prefix) for name in names}
 
     def has_pooler(self, names: Iterable[str]) -> bool:
         """Whether files have the pooler of the architecture without a head."""

@@ -7,7 +7,7 @@ import contextlib
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,9 @@ _Index = Sequence[slice]
 class TensorFiles(contextlib.ExitStack):
     """The tensors of a folder, by name."""
 
-    def __init__(self, folder: Path, content: Mapping[str, Any]) -> None:
+    def __init__(
+        self, folder: Path, content: Mapping[str, Any], embeddings: Set[str] = frozenset()
+    ) -> None:
         super().__init__()
         with naming_package("Reading weights", "shardax[hub]"):
             from safetensors import SafetensorError, safe_open
@@ -48,6 +50,7 @@ class TensorFiles(contextlib.ExitStack):
         by_name = _file_names(folder, content.get("architectures"))
         opened: dict[str, Any] = {}
         for title in sorted({*by_name.values()}):
+            check_no_pointer(folder / title)
             try:
                 opened[title] = self.enter_context(safe_open(folder / title, framework="np"))
             except (SafetensorError, OSError) as error:
@@ -56,11 +59,16 @@ class TensorFiles(contextlib.ExitStack):
                 ) from error
         self.names: dict[str, Any] = {}
         self._stored_names: dict[str, str] = {}
+        # Tensors that safetensors.torch.save_model left out, by the names of those it kept.
+        self.kept_as: dict[str, str] = {}
         for title, file in opened.items():
+            for name, kept in (file.metadata() or {}).items():
+                self.kept_as[_today(name)] = _today(kept)
             for stored in sorted(file.keys()):
                 name = _today(stored)
                 if name not in self.names or by_name.get(stored) == title:
                     self.names[name], self._stored_names[name] = file, stored
+        self.kept_as = {name: kept for name, kept in self.kept_as.items() if kept in self.names}
         self._paths = {id(file): folder / title for title, file in opened.items()}
         self._places: dict[Path, dict[str, int]] = {}
         self.packed: dict[str, PackedSlice | NumbersSlice] = {}
@@ -69,7 +77,7 @@ class TensorFiles(contextlib.ExitStack):
             self._find_packed()
         layout = read_layout(content, str(folder / "config.json"))
         if layout is not None:
-            self._find_quantized(layout)
+            self._find_quantized(layout, embeddings)
 
     def _find_packed(self) -> None:
         """Puts tensors in MXFP4 in the place of their two parts."""
@@ -81,7 +89,7 @@ class TensorFiles(contextlib.ExitStack):
                 del self.names[name + end]
             self.names[name] = None
 
-    def _find_quantized(self, layout: StoredLayout) -> None:
+    def _find_quantized(self, layout: StoredLayout, embeddings: Set[str]) -> None:
         """Puts the numbers of quantized weights in the place of their parts."""
         for name in [*self.names]:
             weight = name.removesuffix("_packed")
@@ -102,7 +110,7 @@ class TensorFiles(contextlib.ExitStack):
                 parts |= {"zero": f"{weight}_zero_point", "shape": f"{weight}_shape"}
             parts = {part: text for part, text in parts.items() if text in self.names}
             slices = {part: self.slice(text) for part, text in parts.items()}
-            scheme = layout.scheme_of(weight)
+            scheme = layout.scheme_of(weight, weight in embeddings)
             self.quantized[weight] = StoredKernel(weight, scheme, slices)
             for text in parts.values():
                 del self.names[text]
@@ -114,6 +122,12 @@ class TensorFiles(contextlib.ExitStack):
         self.packed[name] = ValuesSlice(self.quantized[name])
         self.packed[f"{name}_scale"] = ScaleSlice(self.quantized[name], block)
         self.names[f"{name}_scale"] = None
+
+    def repeat(self, name: str, other: str) -> None:
+        """Lets a tensor be read by another name too."""
+        for by_name in (self.names, self._stored_names, self.packed, self.quantized):
+            if name in by_name:
+                by_name[other] = by_name[name]
 
     def set_dtype(self, dtype: Any) -> None:
         """Sets the dtype for numbers of quantized weights."""
@@ -279,10 +293,27 @@ def _check_inside(folder: Path, title: str) -> None:
         )
 
 
+def check_no_pointer(path: Path) -> None:
+    """Raises if a file holds what Git LFS left in the place of the real one."""
+    with open(path, "rb") as file:
+        is_pointer = file.read(len(_POINTER)) == _POINTER
+    if is_pointer:
+        raise PretrainedError(
+            f"{path} is a pointer of Git LFS, {path.stat().st_size} bytes that stand for the "
+            f"file: it was cloned without it. Fetch it, in {path.parent}: git lfs install; git "
+            f"lfs pull."
+        )
+
+
+# How each pointer begins, by the specification of Git LFS.
+_POINTER = b"version https://git-lfs.github.com/spec/"
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """Returns the table of a JSON file, or raises."""
     if not path.is_file():
         raise PretrainedError(f"{path} is not there, so {path.parent} holds no published model.")
+    check_no_pointer(path)
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:

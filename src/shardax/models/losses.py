@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -29,6 +29,7 @@ from shardax._core._jax import INLINE, varying_axes
 from shardax._parallel.kernels import ArraySplit, against_loss, is_choosing, loss_sum
 from shardax.nn.arithmetic import as_array, uses_tokamax
 from shardax.nn.errors import LayerInputError
+from shardax.nn.masks import as_weights
 from shardax.nn.parameters import IGNORE_INDEX, as_size
 from shardax.partition.context import current_rules
 from shardax.partition.explicit import align, explicit_entries, with_layout
@@ -47,15 +48,16 @@ def cross_entropy(
         logits: Shape (..., vocab), floating.
         targets: Integers of shape (...), from 0. One that is no entry of the vocabulary, also a
             negative one, makes the loss NaN, unless it is masked or ignored.
-        mask: Booleans or weights of shape (...): the mean is over the targets where it is not
-            zero, weighted by it. None: over all.
+        mask: Booleans or weights of shape (...), which are not negative: the mean is over the
+            targets where it is not zero, weighted by it. None: over all.
         ignore_index: The target that is left out as if it were masked; None for none.
 
     Returns:
         A float32 scalar; 0 if everything is masked or ignored.
 
     Raises:
-        LayerInputError: If the shapes do not fit.
+        LayerInputError: If the shapes do not fit, or a weight is negative; in a compiled program
+            the loss is NaN then.
 
     Example:
         >>> logits = jnp.log(jnp.array([[0.5, 0.5], [0.25, 0.75]]))
@@ -176,7 +178,7 @@ def _targets_of_tokens(
         raise LayerInputError(f"{name} takes targets that are integers, not {targets.dtype}.")
     if targets.dtype.itemsize < 4:
         targets = targets.astype(jnp.int32)
-    weights = None if mask is None else as_array(mask).astype(jnp.float32)
+    weights = None if mask is None else as_weights(name, mask)
     if explicit_entries(array) is not None:
         leading = range(array.ndim - 1)
         targets = align(targets, array, leading)
@@ -492,15 +494,18 @@ def next_token_loss(model: Any, batch: Any, ignore_index: int | None = IGNORE_IN
         model: Called on the inputs; returns logits of shape (batch, time, vocab).
         batch: A mapping with ``inputs`` and ``targets``, integers of shape (batch, time), the
             targets being the inputs one position on; and optionally ``mask`` of that shape, as for
-            ``cross_entropy``. ``segment_ids`` and ``positions``, which packed rows have, are given
-            to the model by these names.
+            ``cross_entropy``: which targets count, of which the model is told nothing.
+            ``input_mask``, booleans of that shape, is the mask of the model: which inputs are
+            real. ``segment_ids`` and ``positions``, which packed rows have, are given to it by
+            these names.
         ignore_index: As for ``cross_entropy``.
 
     Returns:
         The mean loss in nats per token, a float32 scalar.
 
     Raises:
-        LayerInputError: If the batch has ``segment_ids``, but the model takes none.
+        LayerInputError: If the batch has no ``inputs`` or ``targets``; or it has ``input_mask``,
+            ``segment_ids`` or ``positions``, but the model takes none.
 
     Example:
         >>> import shardax as sx
@@ -511,15 +516,46 @@ def next_token_loss(model: Any, batch: Any, ignore_index: int | None = IGNORE_IN
         >>> bool(next_token_loss(model, batch) > 0)
         True
     """
-    packed = {name: batch[name] for name in ("segment_ids", "positions") if name in batch}
-    if packed and not _takes(model, packed):
-        name = type(model).__name__
+    _check_names(batch)
+    options = {_OPTIONS[name]: batch[name] for name in _OPTIONS if name in batch}
+    if options and not _takes(model, options):
+        names = [name for name in _OPTIONS if name in batch]
         raise LayerInputError(
-            f"The batch has {' and '.join(packed)}, but calling a {name} takes none, so it would "
-            "read across documents. Give its __call__ these keyword arguments, or write a loss."
+            f"The batch has {' and '.join(names)}, but calling a {type(model).__name__} takes no "
+            f"{' and '.join(options)}, so it would read across documents or padding. Give its "
+            f"__call__ these keyword arguments, or write a loss."
         )
-    logits = model(batch["inputs"], **packed)
+    logits = model(batch["inputs"], **options)
     return cross_entropy(logits, batch["targets"], batch.get("mask"), ignore_index)
+
+
+# What of a batch is given to the model, by the name of its argument.
+_OPTIONS = {"input_mask": "mask", "segment_ids": "segment_ids", "positions": "positions"}
+
+
+def _check_names(batch: object) -> None:
+    """Raises for a batch without inputs or targets."""
+    if not isinstance(batch, Mapping):
+        raise LayerInputError(
+            f"next_token_loss takes a mapping with inputs and targets, but was given a "
+            f"{type(batch).__name__}. Of tokens: "
+            f'next_token_loss(model, {{"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}}).'
+        )
+    if "inputs" in batch and "targets" in batch:
+        return
+    # Labels of transformers are the tokens themselves, -100 where none counts: its models shift.
+    tokens = 'batch["input_ids"]' if "input_ids" in batch else "tokens"
+    labels = 'batch["labels"]' if "labels" in batch else tokens
+    entries = [f'"inputs": {tokens}[:, :-1]', f'"targets": {labels}[:, 1:]']
+    if "attention_mask" in batch:
+        entries.append('"input_mask": batch["attention_mask"][:, :-1]')
+        if "labels" not in batch:
+            entries.append('"mask": batch["attention_mask"][:, 1:]')
+    names = ", ".join(map(repr, batch)) or "nothing"
+    raise LayerInputError(
+        f"next_token_loss reads inputs and targets of a batch, but this one has {names}. Targets "
+        f"are the inputs one position on: batch = {{{', '.join(entries)}}}"
+    )
 
 
 def _takes(model, names) -> bool:

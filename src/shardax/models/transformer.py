@@ -43,6 +43,7 @@ from shardax.nn.dropout import Dropout
 from shardax.nn.embedding import Embed, sinusoidal
 from shardax.nn.errors import LayerConfigError, LayerInputError
 from shardax.nn.linear import Linear
+from shardax.nn.masks import as_mask
 from shardax.nn.parameters import make_parameter, refuse_input, zeros
 from shardax.nn.rope import PlacedRotation
 from shardax.nn.stack import Stack, rematerialised
@@ -305,10 +306,10 @@ class Transformer(Module):
         if self.embed is None:
             has_frames = self._parts.features is not None
             embed = self._embed_frames if has_frames else self._embed_images
-            if mask is not None and has_frames:
-                refuse_input(
-                    type(self).__name__, "features without a mask", tokens, "Leave it out."
-                )
+            if mask is not None:  # which nothing would read
+                read = "features" if has_frames else "images"
+                where = type(self).__name__
+                refuse_input(where, f"{read} without a mask", tokens, "Leave it out.")
             return self._run(embed(tokens), {}, cache)
         if token_types is not None and not self._parts.embedding.token_types:
             raise LayerInputError(
@@ -324,7 +325,8 @@ class Transformer(Module):
         options |= {} if segment_ids is None else {"segment_ids": segment_ids}
         options |= {} if context is None else {"context": as_array(context)}
         if context_mask is not None:
-            options["context_mask"] = as_array(context_mask).astype(bool)[..., None, None, :]
+            real = self._mask_of(context_mask, as_array(context).shape[:-1])
+            options["context_mask"] = real[..., None, None, :]
         x = self._embed_tokens(tokens, positions, token_types)
         return self._run(x, options, cache)
 
@@ -384,10 +386,7 @@ class Transformer(Module):
         """Returns the arguments of every layer, and the positions."""
         attention, learned = self._parts.attention, self._parts.positions
         if mask is not None:
-            mask = as_array(mask).astype(bool)
-            if mask.shape != tokens.shape:
-                hint = "True is for real tokens, False for padding."
-                refuse_input(type(self).__name__, f"a mask of shape {tokens.shape}", mask, hint)
+            mask = self._mask_of(mask, tokens.shape)
         has_padding = learned.max_positions > 0 and learned.pad_token >= 0
         if positions is None and (mask is not None or cache is not None or has_padding):
             real = jnp.ones_like(tokens) if mask is None else mask
@@ -414,6 +413,14 @@ class Transformer(Module):
                 rotation = rope.rotation(positions, size if latent is None else latent.rope_dim)
                 options[name] = PlacedRotation(*rotation, positions) if is_placed else rotation
         return options, positions
+
+    def _mask_of(self, mask: object, shape: tuple[int, ...]) -> jax.Array:
+        """Returns a mask of tokens as booleans, or raises."""
+        name, meaning = type(self).__name__, "True is for real tokens, False for padding."
+        real = as_mask(name, mask, f"of shape {shape}", meaning)
+        if real.shape != shape:
+            refuse_input(name, f"a mask of booleans of shape {shape}", real, meaning)
+        return real
 
     def _distance_bias(self, tokens: jax.Array, cache: object) -> Any:
         """Returns biases by distance, with a cache a function of positions."""

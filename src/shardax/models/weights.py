@@ -50,9 +50,10 @@ from shardax.models.entries import (
 from shardax.models.families.registry import family_of
 from shardax.models.family import Family
 from shardax.models.files import DTYPES, INDEX, READ_DTYPES, SINGLE, TensorFiles, read_json
-from shardax.models.kinds import PretrainedError, brief
+from shardax.models.kinds import PretrainedError
 from shardax.models.quantized.mxfp4 import PACKING, is_packed
 from shardax.models.tensors import Tensor
+from shardax.models.tied import TiedNames, has_tied_head
 from shardax.nn.attention.dot_product import AttentionKernel
 from shardax.nn.attention.multi_head import MultiHeadAttention
 from shardax.nn.stack import Stack
@@ -142,11 +143,12 @@ def from_pretrained(
     """
     folder = find_directory(directory)
     content = read_json(folder / CONFIG)
-    with TensorFiles(folder, content) as files:
-        family = family_of(content, str(folder / CONFIG))
+    family = family_of(content, str(folder / CONFIG))
+    with TensorFiles(folder, content, family.embeddings) as files:
+        content = family.as_stored(content, files)
+        tied_head = has_tied_head(family, content, str(folder / CONFIG), len(files.names))
         if not head:
             content = {**content, "architectures": [family.bare]}
-        content = family.as_stored(content, files)
         config = family.config(content, str(folder / CONFIG), len(files.names))
         if not head and isinstance(config, TransformerConfig) and config.pool.dense:
             pool = replace(config.pool, dense=family.has_pooler(files.names))
@@ -163,12 +165,15 @@ def from_pretrained(
             _set_attention(model, attention)
         files.set_dtype(jnp.dtype(stored))
         table = _Table.of_built(model, family, files.names)
+        tied = TiedNames(
+            family, config, files, own=table.by_name, prefix=table.prefix, tied_head=tied_head
+        )
         if files.quantized and not dequantize:
             quantize_as_stored(table.entries, files, dict(iter_modules(model)))
             table = _Table.of_built(model, family, files.names)
         if not head:
             table.pass_over_heads(family)
-        unread = table.match(files, str(folder), strict)
+        unread = table.match(files, str(folder), strict, tied)
         where = resolve_mesh(mesh)
         if rules is None and not current_rules().names:
             rules = DECODER_RULES if where is None else _dividing_rules(model, where)
@@ -268,40 +273,6 @@ def save_pretrained(
         ) from error
 
 
-def load_tokenizer(directory: str | Path) -> Any:
-    """Loads the tokenizer of a published model.
-
-    Args:
-        directory: As for ``from_pretrained``.
-
-    Returns:
-        A ``tokenizers.Tokenizer``: ``encode(text).ids``, ``decode(ids)``.
-
-    Raises:
-        PretrainedError: If there is no ``tokenizer.json``, or it is damaged.
-        ImportError: If ``tokenizers`` is missing.
-
-    Example:
-        >>> import json, pathlib, tempfile, shardax as sx
-        >>> folder = pathlib.Path(tempfile.mkdtemp())
-        >>> model = {"type": "WordLevel", "vocab": {"hi": 0, "[UNK]": 1}, "unk_token": "[UNK]"}
-        >>> _ = (folder / "tokenizer.json").write_text(json.dumps({"model": model}))
-        >>> sx.models.load_tokenizer(folder).encode("hi").ids
-        [0]
-    """
-    with naming_package("A tokenizer", "shardax[hub]"):
-        from tokenizers import Tokenizer
-    file = find_directory(directory, TOKENIZER_FILES) / "tokenizer.json"
-    if not file.is_file():
-        raise PretrainedError(f"{file} is not there; the model has no tokenizer of that kind.")
-    try:
-        return Tokenizer.from_file(str(file))
-    except Exception as error:  # tokenizers raises no narrower class
-        raise PretrainedError(
-            f"{file} is damaged: {brief(str(error))}. Download or save it again."
-        ) from error
-
-
 def find_directory(directory: str | Path, wanted: Sequence[str] = MODEL_FILES) -> Path:
     """Returns the folder of a model; one of the hub is downloaded."""
     folder = Path(directory).expanduser()
@@ -374,7 +345,8 @@ class _Table:
         head_tensors = family.head_tensors.get(config.head, ())
         tensors = (*family.tensors_for(config), *head_tensors)
         self.tensors = {tensor.to: tensor for tensor in tensors}
-        self.copies = family.copies
+        ties = (name for name, field in family.fields.items() if "output.tied" in field.targets)
+        self.tie_field = next(ties, None)
         self.tied = config.head == "tokens" and _is_tied(config)
         self.buffers = tuple(family.buffers)
         # Models without a head, and some old files, do without the prefix.
@@ -486,11 +458,11 @@ class _Table:
         ]
         return sum(sizes[: entries.index(entry)]), sum(sizes)
 
-    def match(self, files: TensorFiles, where: str, strict: bool) -> str | None:
+    def match(self, files: TensorFiles, where: str, strict: bool, tied: TiedNames) -> str | None:
         """Matches parameters with tensors, and returns a warning of those left out."""
         self.check_complete()
         missing = [name for name in self.by_name if name not in files.names]
-        used = {*self.by_name, *self._duplicates(files), *self.passed_over}
+        used = {*self.by_name, *tied.used, *self.passed_over}
         unused = [
             name
             for name in files.names
@@ -499,6 +471,10 @@ class _Table:
         wrong = []
         if strict and missing:
             wrong.append(f"missing are {first_of(missing, most=12)}")
+        if strict:
+            apart = [names for names in tied.differing if not self.passed_over & {*names}]
+            wrong += [self._difference(*names) for names in apart]
+            unused = [name for name in unused if not any(name in names for names in apart)]
         if strict and unused:
             wrong.append(f"the model has no place for {first_of(unused, most=12)}")
         remedy = self._remedy(missing) if wrong else ""
@@ -558,19 +534,12 @@ class _Table:
         for entry, _, _ in self.by_name[name]:
             yield from entry.names()
 
-    def _duplicates(self, files: TensorFiles) -> Iterator[str]:
-        """Yields redundant tensors of a tied head."""
-        for places in (("head.kernel", "embed.embedding"), ("head.bias", "head_bias")):
-            tensors = [self.tensors[place] for place in places if place in self.tensors]
-            names = [tensor.name.removeprefix(self.prefix) for tensor in tensors]
-            if not self.tied or len(names) < 2 or any(name not in files.names for name in names):
-                continue
-            if files.equal(*names):
-                yield names[0]
-        for copy, name in self.copies.items():
-            names = [copy.removeprefix(self.prefix), name.removeprefix(self.prefix)]
-            if all(name in files.names for name in names) and files.equal(*names):
-                yield names[0]
+    def _difference(self, name: str, *others: str) -> str:
+        """Describes names of one tensor under which there are different numbers."""
+        more = ""
+        if self.tie_field is not None:
+            more = f' (with "{self.tie_field}": false in config.json they are two)'
+        return f"{' and '.join((name, *others))} are one tensor, but differ{more}"
 
     def layout(self, packing: Mapping[str, Any] | None) -> WrittenLayout:
         """Returns the layout of quantized kernels, or raises by path."""

@@ -31,6 +31,7 @@ from shardax.named.make import arange, where
 from shardax.nn import arithmetic, parameters
 from shardax.nn.embedding import look_up
 from shardax.nn.errors import LayerConfigError, LayerInputError
+from shardax.nn.masks import as_mask
 from shardax.partition.errors import PartitionError
 from shardax.partition.explicit import align, joined_sharding
 
@@ -344,11 +345,9 @@ class _Normalization(Module):
         names = list(self.axes.names)
         if mask is not None:
             mask = as_named(mask, f"The mask of {layer}")
-            if jnp.issubdtype(mask.dtype, np.inexact):
-                hint = "Of weights: mask > 0."
-                parameters.refuse_input(layer, "a mask of booleans", mask, hint)
+            data, dims = mask._parts()
+            where = NamedArray._make(as_mask(layer, data), dims)
             within = [name for name in names if name in mask.axes]
-            where = mask.astype(bool)
             # Where none counts all do; a mask without these axes says no more than that.
             where = where | ~where.any(within) if within else where | ~where
         wide = x.astype(arithmetic.at_least_float32(x.dtype))
@@ -613,7 +612,10 @@ class Attention(Module):
         """Returns a mask of readable positions, or None for all."""
         if mask is not None:
             is_fitting = isinstance(mask, NamedArray) and set(mask.dims) <= set(logits.dims)
-            if not is_fitting or mask.dtype != jnp.bool_:
+            if is_fitting:
+                data, dims = mask._parts()
+                mask = NamedArray._make(as_mask(self._shown(), data), dims)
+            else:
                 mask_text = (
                     f"{mask.dtype}{shown(mask.dims, mask.shape)}"
                     if isinstance(mask, NamedArray)

@@ -18,6 +18,7 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from shardax._core.checks import Options
+from shardax._core.errors import warn
 from shardax._core.frames import is_eager
 from shardax._core.graph.static import Static
 from shardax._core.init.lazy import Init, Initializer
@@ -27,9 +28,10 @@ from shardax._core.state.split_merge import iter_modules
 from shardax._core.variable import Intermediate
 from shardax._parallel.experts import Split, by_expert, find_places, find_split
 from shardax._parallel.kernels import against_experts, ragged_product
-from shardax.nn.arithmetic import as_array, cast_all, take_features, uses_tokamax
+from shardax.nn.arithmetic import cast_all, take_features, uses_tokamax
 from shardax.nn.errors import LayerConfigError, LayerInputError
 from shardax.nn.linear import Linear
+from shardax.nn.masks import as_mask
 from shardax.nn.mlp import Activation, find_activation
 from shardax.nn.parameters import (
     as_axes,
@@ -85,7 +87,8 @@ class MoE(Module):
         capacity_factor: Places of an expert over its even share.
         normalise: Whether the weights of a token add up to 1, which is a softmax over the chosen
             experts (Mixtral; Qwen3-MoE with ``norm_topk_prob``); else they are those of a softmax
-            over all experts.
+            over all experts. None: with several experts a token. The weight of one expert alone
+            would be 1 whatever the router says, so that no gradient of the results reaches it.
         activation: Name of a function of ``jax.nn``, or a function.
         use_bias: Whether the router and the three maps of an expert have biases.
         deterministic: Whether no loss is recorded; ``model.eval()`` sets it.
@@ -128,6 +131,7 @@ class MoE(Module):
     up_bias: Any = None
     down_bias: Any = None
     _scales_inputs = False  # whether weights multiply what experts read, not what they return
+    _may_normalise = True  # whether the class follows ``normalise``
 
     def __init__(
         self,
@@ -138,7 +142,7 @@ class MoE(Module):
         top_k: int = 2,
         dispatch: Dispatch = "dropless",
         capacity_factor: float = 1.25,
-        normalise: bool = True,
+        normalise: bool | None = None,
         activation: Activation = "silu",
         use_bias: bool = False,
         deterministic: bool = False,
@@ -182,7 +186,7 @@ class MoE(Module):
         self.top_k = top_k
         self.dispatch = dispatch
         self.capacity_factor = float(capacity_factor)
-        self.normalise = normalise
+        self.normalise = top_k > 1 if normalise is None else normalise
         self.activation = activation
         self.deterministic = deterministic
         self.dtype = canonical_dtype(dtype)
@@ -194,8 +198,8 @@ class MoE(Module):
 
         Args:
             x: Shape (..., features); tokens are all dimensions but the last.
-            mask: Shape (...), False for tokens that the loss leaves out, such as padding; their
-                results are computed all the same. None: all count.
+            mask: Booleans of shape (...), False for tokens that the loss leaves out, such as
+                padding; their results are computed all the same. None: all count.
             out_sharding: Sharding of the result over Explicit mesh axes; by default the input's.
 
         Returns:
@@ -203,7 +207,7 @@ class MoE(Module):
 
         Raises:
             LayerInputError: If the last dimension is not ``features``, or the mask has another
-                shape.
+                shape, or numbers.
         """
         return self._routed(x, mask, out_sharding, {})
 
@@ -218,9 +222,12 @@ class MoE(Module):
         """Does the work of a call, with scaled low-rank terms by kernel."""
         kernels = [self._kernel(name, adapters) for name in ("gate", "up", "down")]
         x = take_features("MoE", x, (kernels[0].whole.shape[1],))
-        counted = jnp.ones((), bool) if mask is None else as_array(mask)
-        if mask is not None and counted.shape != x.shape[:-1]:
-            refuse_input("MoE", f"a mask of shape {x.shape[:-1]}", counted, "One per token.")
+        counted = jnp.ones((), bool)
+        if mask is not None:
+            shape = f"of shape {x.shape[:-1]}"
+            counted = as_mask("MoE", mask, shape, "One per token.")
+            if counted.shape != x.shape[:-1]:
+                refuse_input("MoE", f"a mask of booleans {shape}", counted, "One per token.")
         out_layout = out_sharding or explicit_sharding(x)
         split = None
         if self.dispatch != "dense":
@@ -257,12 +264,23 @@ class MoE(Module):
         scaled = [k if k.b is None else k._replace(b=scale * k.b) for k in kernels]
         y, loss = compute(*leading, *scaled)
         if not self.deterministic:
+            self._check_router(len(kernels[0].whole))
             record = self.__dict__.get("load_balance_loss")
             if isinstance(record, Intermediate):
                 record.value = loss
             else:  # ``sx.pop`` took it away, or the model is frozen
                 self.load_balance_loss = Intermediate(loss)
         return y
+
+    def _check_router(self, count: int) -> None:
+        """Warns in training of a router that no loss of the results trains."""
+        if self.normalise and self.top_k == 1 and count > 1 and self._may_normalise:
+            warn(
+                "MoE(top_k=1, normalise=True) gives each token's expert the weight 1, whatever the "
+                "router says: of a loss of the results no gradient reaches the router, which "
+                "load_balance_loss alone trains. With normalise=False, the default of top_k=1, the "
+                "weight is the expert's probability."
+            )
 
     def _kernel(self, name: str, adapters: dict[str, tuple[object, object]]) -> Kernel:
         bias = getattr(self, f"{name}_bias")

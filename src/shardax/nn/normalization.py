@@ -39,6 +39,7 @@ from shardax.nn.arithmetic import (
     uses_tokamax,
 )
 from shardax.nn.errors import LayerConfigError, LayerInputError
+from shardax.nn.masks import as_mask
 from shardax.partition.explicit import align, explicit_sharding, with_layout
 
 
@@ -108,7 +109,7 @@ class _Norm(Module):
         """Runs a function of an input and a mask, or None."""
         if mask is None:
             return function(wide, None)
-        mask = _check_mask(f"{type(self).__name__}({self.features})", as_array(mask), wide)
+        mask = _check_mask(f"{type(self).__name__}({self.features})", mask, wide)
         # Over Explicit axes JAX does not choose between arrays that are laid out differently.
         return with_layout(function, explicit_sharding(wide), wide, mask)
 
@@ -521,7 +522,7 @@ class BatchNorm(_Norm):
     ) -> tuple[jax.Array, jax.Array]:
         """Returns mean and variance of features, and updates the running ones."""
         reduced = tuple(axis for axis in range(x.ndim) if axis != dimension)
-        where = None if mask is None else _check_mask("BatchNorm", as_array(mask), x)
+        where = None if mask is None else _check_mask("BatchNorm", mask, x)
         count = None if where is None else self._over_axis(jax.lax.psum, where.sum(reduced))
 
         def average(values: jax.Array) -> jax.Array:
@@ -574,14 +575,11 @@ def _broadcasts(shape: tuple[int, ...], whole: tuple[int, ...]) -> bool:
     )
 
 
-def _check_mask(layer: str, mask: jax.Array, x: jax.Array) -> jax.Array:
+def _check_mask(layer: str, mask: object, x: jax.Array) -> jax.Array:
     """Returns a mask in the shape of an input, or raises."""
-    # A weight between 0 and 1 would count whole.
-    if jnp.issubdtype(mask.dtype, jnp.inexact) or not _broadcasts(mask.shape, x.shape):
-        parameters.refuse_input(
-            layer,
-            f"a mask of booleans that broadcasts to {x.shape}",
-            mask,
-            "Without the dimension of the features: mask[..., None]. Of weights: mask > 0.",
-        )
-    return jnp.broadcast_to(mask.astype(bool), x.shape)
+    shape = f"that broadcasts to {x.shape}"
+    booleans = as_mask(layer, mask, shape)
+    if not _broadcasts(booleans.shape, x.shape):
+        hint = "Without the dimension of the features: mask[..., None]."
+        parameters.refuse_input(layer, f"a mask of booleans {shape}", booleans, hint)
+    return jnp.broadcast_to(booleans, x.shape)

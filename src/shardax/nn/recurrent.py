@@ -26,6 +26,7 @@ from shardax.nn import parameters
 from shardax.nn.arithmetic import as_array, at_least_float32, take_features
 from shardax.nn.errors import LayerConfigError, LayerInputError
 from shardax.nn.linear import Linear
+from shardax.nn.masks import as_mask
 from shardax.nn.mlp import Activation, find_activation
 from shardax.partition.explicit import explicit_entries
 
@@ -336,14 +337,10 @@ class RNN(Module):
             )
         axis, x = x.ndim - 2, _whole(x, x.ndim - 2)
         if mask is not None:
-            mask = as_array(mask)
-            if mask.shape != x.shape[:-1] or mask.dtype != bool:
-                parameters.refuse_input(
-                    "RNN",
-                    f"a mask of booleans of shape {x.shape[:-1]}",
-                    mask,
-                    "True is a real step.",
-                )
+            shape, meaning = f"of shape {x.shape[:-1]}", "True is a real step."
+            mask = as_mask("RNN", mask, shape, meaning)
+            if mask.shape != x.shape[:-1]:
+                parameters.refuse_input("RNN", f"a mask of booleans {shape}", mask, meaning)
             mask = _whole(mask, axis)
         cell: Any = self.cell
         step = cell

@@ -13,6 +13,7 @@ import pytest
 import shardax as sx
 from shardax import nn
 from shardax.errors import LayerConfigError, LayerInputError
+from tests.advice import run_advice
 from tests.values import with_values
 
 BATCH, TIME, FEATURES, HEADS = 2, 4, 8, 4
@@ -255,7 +256,11 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
     ),
     "rnn, shape": (lambda: RECUR(X, mask=np.ones(4, bool)), LayerInputError, "mask of booleans"),
     "rnn, numbers": (lambda: RECUR(X, mask=np.ones((2, 4))), LayerInputError, "mask of booleans"),
-    "moe, shape": (lambda: EXPERTS(X, mask=np.ones(4)), LayerInputError, "a mask of shape"),
+    "moe, shape": (
+        lambda: EXPERTS(X, mask=np.ones(4, bool)),
+        LayerInputError,
+        r"a mask of booleans of shape \(2, 4\)",
+    ),
     "embed, floats": (
         lambda: nn.Embed(6, 8, rngs=sx.Rngs(0))(X),
         LayerInputError,
@@ -281,9 +286,87 @@ def test_masks_that_cannot_be_are_refused(case: str) -> None:
         call()
 
 
-def test_masks_of_refusals_are_taken() -> None:  # as the errors of BatchNorm and the pools say
-    assert nn.BatchNorm(8)(X, mask=np.full((2, 4), 0.5)[..., None] > 0).shape == X.shape
+def test_masks_of_refusals_are_taken() -> None:  # as the errors of the pools say
     assert nn.max_pool(X, 2, padding="SAME").shape == (2, 2, 8)
+
+
+def layers_with_masks() -> dict[str, Any]:
+    """Returns functions of a mask of tokens, each of which has one for its argument."""
+    options: dict[str, Any] = {"rngs": sx.Rngs(0)}
+    cell, conv = nn.SimpleCell(8, 8, **options), nn.ShortConvolution(8, **options)
+    latent = nn.MultiHeadLatentAttention(
+        8, 2, latent_dim=8, head_dim=6, rope_dim=2, value_dim=4, **options
+    )
+    x, heads = X.astype(np.float32), X.reshape(BATCH, TIME, 2, 4)
+    dims = ("batch", "time", "embed")
+    named = sx.named.NamedArray(x, dims)
+    norm = sx.named.LayerNorm({"embed": 8})
+    attention = sx.named.Attention({"embed": 8}, {"heads": 2}, {"head": 4}, **options)
+    cache = nn.AttentionCache(BATCH, TIME, 2, 4)
+    attention_layer, qkv = nn.MultiHeadAttention(8, 2, **options), nn.QueryKeyValue(*[heads] * 3)
+    both = nn.Bidirectional(cell, sx.clone(cell))
+
+    def readable(mask: Any) -> Any:
+        return mask[:, None, None, :]
+
+    def of_names(mask: Any, time: str = "time") -> Any:
+        return sx.named.NamedArray(mask, ("batch", time))
+
+    def written(mask: Any) -> Any:
+        context = nn.ContextCache(BATCH, TIME, 2, 4)
+        context.write(heads, heads, mask)
+        return context.position.value
+
+    takers: dict[str, Any] = {
+        "attention": lambda mask: ATTEND(mask=readable(mask)),
+        "latent attention": lambda mask: latent(x, mask=readable(mask)),
+        "the method attend": lambda mask: attention_layer.attend(qkv, readable(mask)),
+        "latent attend": lambda mask: latent.attend(latent.project(x), readable(mask)),
+        "attend": lambda mask: nn.dot_product_attention(heads, heads, heads, mask=readable(mask)),
+        "combine_masks": lambda mask: nn.combine_masks(mask, mask),
+        "layer norm": lambda mask: nn.LayerNorm(8)(x, mask=mask[..., None]),
+        "rms norm": lambda mask: nn.RMSNorm(8)(x, mask=mask[..., None]),
+        "group norm": lambda mask: nn.GroupNorm(8, 2)(x, mask=mask[..., None]),
+        "batch norm": lambda mask: nn.BatchNorm(8)(x, mask=mask[..., None]),
+        "rnn": lambda mask: RECUR(x, mask=mask),
+        "bidirectional": lambda mask: both(x, mask=mask),
+        "mixer": lambda mask: conv(x, mask=mask),
+        "moe": lambda mask: (EXPERTS(x, mask=mask), EXPERTS.load_balance_loss.value)[1],
+        "cache": lambda mask: cache.places(TIME, mask=mask),
+        "context cache": written,
+        "named norm": lambda mask: norm(named, mask=of_names(mask)).unwrap(*dims),
+        "named attention": lambda mask: attention(named, mask=of_names(mask, "time_read")).unwrap(
+            *dims
+        ),
+    }
+    return takers
+
+
+def test_masks_are_of_booleans_or_of_the_integers_0_and_1() -> None:
+    real = REAL["part"]
+    additive = np.where(real, 0, -1e9).astype(np.float32)
+    segments = np.where(real, 7, 0)
+    for name, take in layers_with_masks().items():
+        expected = take(real)
+        for dtype in (np.int32, np.uint8, jnp.int4):
+            np.testing.assert_array_equal(take(real.astype(dtype)), expected, err_msg=name)
+        compiled = sx.jit(take)(real.astype(np.int32))
+        np.testing.assert_allclose(compiled, expected, atol=1e-6, err_msg=name)
+
+        # Of floating numbers none is a mask: those of PyTorch say the opposite of ones and zeros.
+        for numbers, code in ((real.astype(np.float32), "mask > 0"), (additive, "mask == 0")):
+            with pytest.raises(LayerInputError, match="takes a mask of booleans") as caught:
+                take(numbers)
+            taken = take(run_advice(caught.value, code, {"mask": numbers}))
+            np.testing.assert_array_equal(taken, expected, err_msg=name)
+        with pytest.raises(LayerInputError, match="takes a mask of booleans"):
+            sx.jit(take)(additive)
+
+        # Nor are other integers where they are known.
+        with pytest.raises(LayerInputError, match=r"integers 0 and 1, .* number 7") as caught:
+            take(segments)
+        taken = take(run_advice(caught.value, "mask > 0", {"mask": segments}))
+        np.testing.assert_array_equal(taken, expected, err_msg=name)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16, jnp.int32, bool])

@@ -70,6 +70,7 @@ def assert_close(found: Any, expected: Any, rtol: float = 1e-4, atol: float = 1e
 
 
 # Each pair of a dispatch, a number of experts, and normalised weights or not.
+@pytest.mark.filterwarnings("ignore:MoE.top_k=1, normalise=True")
 @pytest.mark.parametrize(
     ("dispatch", "top_k", "normalise"),
     [
@@ -177,8 +178,26 @@ def test_loss_leaves_padding_out():
     np.testing.assert_allclose(found, sx.nn.load_balance_loss(moe), rtol=1e-6)
     call(moe, X, np.zeros((4, 6), bool))
     assert float(sx.nn.load_balance_loss(moe)) == 0
-    with pytest.raises(LayerInputError, match=r"mask of shape \(4, 6\)"):
+    with pytest.raises(LayerInputError, match=r"mask of booleans of shape \(4, 6\)"):
         moe(X, mask=mask[0])
+
+
+def test_router_of_one_expert_a_token_is_trained_by_default():
+    options: dict[str, Any] = {"num_experts": 4, "top_k": 1}
+    results_alone = sx.grad(lambda moe: (moe(X) ** 2).sum())
+    for dispatch in DISPATCHES:
+        moe = make(**options, dispatch=dispatch)
+        assert moe.normalise is False
+        assert jnp.abs(results_alone(moe)["router"]["kernel"]).max() > 1e-3
+    assert make(num_experts=4, top_k=2).normalise is True
+
+    # Where the one weight is to be 1, the layer says what that means for the router.
+    moe = make(**options, normalise=True)
+    with pytest.warns(UserWarning, match=r"no gradient reaches the router.*normalise=False"):
+        gradients = results_alone(moe)
+    assert jnp.abs(gradients["router"]["kernel"]).max() < 1e-5
+    moe.eval()
+    moe(X)  # says nothing
 
 
 def test_loss_is_recorded_by_the_latest_training_call():

@@ -62,7 +62,8 @@ class ExpertsConfig(ConfigPart):
         num_experts: Number of experts of a layer.
         dim: Size of an expert's hidden layer.
         top_k: How many of them a token goes to.
-        normalise: Whether the weights of a token's experts add up to 1.
+        normalise: Whether the weights of a token's experts add up to 1. None, which becomes true
+            or false: with several experts a token, as for ``nn.MoE``.
         scores: ``"softmax"``, ``"sigmoid"`` with a bias of the choice, ``"grouped_softmax"``, or
             ``"input_sigmoid"``, which multiplies what experts read.
         num_groups: But of a plain softmax: number of groups of experts.
@@ -71,6 +72,8 @@ class ExpertsConfig(ConfigPart):
         bias: Whether the router and the experts have biases.
         limit: Bound of an expert's gate, and on both sides of what it multiplies, to which 1 is
             added then; None for plain gated units.
+        gate_factor: Beside a limit: units have ``gate * sigmoid(gate_factor * gate)`` in place of
+            the activation of the gate; None for the activation.
         shared_dim: Size of the hidden layer of an expert for all tokens; 0 for none.
         shared_gate: Whether what it adds is multiplied by the sigmoid of a linear map.
         dispatch: How tokens get to them, as for ``nn.MoE``.
@@ -78,8 +81,8 @@ class ExpertsConfig(ConfigPart):
         dense_layers: The layers that have an MLP nevertheless.
 
     Raises:
-        LayerConfigError: If the number is not positive, groups do not divide it, or a limit stands
-            beside other scores than a softmax.
+        LayerConfigError: If the number is not positive, groups do not divide it, a limit stands
+            beside other scores than a softmax, or a factor of gates stands without a limit.
 
     Example:
         >>> import shardax as sx
@@ -93,13 +96,14 @@ class ExpertsConfig(ConfigPart):
     num_experts: int
     dim: int
     top_k: int = 2
-    normalise: bool = True
+    normalise: bool | None = None
     scores: str = "softmax"
     num_groups: int = 1
     top_groups: int = 1
     scale: float = 1.0
     bias: bool = False
     limit: float | None = None
+    gate_factor: float | None = None
     shared_dim: int = 0
     shared_gate: bool = False
     dispatch: Dispatch = "dense"
@@ -110,6 +114,8 @@ class ExpertsConfig(ConfigPart):
     def __post_init__(self) -> None:
         where = type(self).__name__
         as_size(where, "num_experts", self.num_experts)
+        if self.normalise is None:
+            object.__setattr__(self, "normalise", self.top_k > 1)
         options = Options(LayerConfigError, where)
         options.choice("scores", self.scores, SCORES)
         if self.scores != "softmax":
@@ -119,6 +125,8 @@ class ExpertsConfig(ConfigPart):
             if self.scores != "softmax":
                 fits, need = False, f"None with scores={self.scores!r}"
             options.check("limit", self.limit, fits, need)
+        fits = self.gate_factor is None or self.limit is not None
+        options.check("gate_factor", self.gate_factor, fits, "None without a limit")
 
     def _check_groups(self, options: Options) -> None:
         """Raises for groups of unequal or too few experts."""

@@ -282,7 +282,7 @@ _CLIP_PAIR = _pair("clip_text_model", CLIP_TEXT, "clip_vision_model", CLIP_VISIO
 CLIP = DualFamily(
     fields={"projection_dim": Field("projection_dim", default=512)},
     architectures={"CLIPModel": {}},
-    harmless=("initializer_factor", "logit_scale_init_value"),
+    harmless=("initializer_factor", "logit_scale_init_value", "tie_word_embeddings"),
     prefix="",
     buffers=("embeddings.position_ids",),
     towers=_CLIP_PAIR["towers"],
@@ -298,7 +298,7 @@ SIGLIP = DualFamily(
     fields={},
     fixed={"logit_bias": True},
     architectures={"SiglipModel": {}},
-    harmless=("initializer_factor",),
+    harmless=("initializer_factor", "tie_word_embeddings"),
     prefix="",
     buffers=("embeddings.position_ids",),
     towers=_SIGLIP_PAIR["towers"],

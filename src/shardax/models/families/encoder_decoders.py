@@ -112,10 +112,13 @@ class T5Family(EncoderDecoderFamily):
 
     def as_stored(self, content: dict[str, Any], files: Any) -> dict[str, Any]:
         """Unties a head with a tensor of its own."""
-        names = ("lm_head.weight", "shared.weight")
-        if content.get("tie_word_embeddings") is False or any(n not in files.names for n in names):
+        head = "lm_head.weight"
+        embeddings = ("shared.weight", *(name for name in self.copies if name != head))
+        embedding = next((name for name in embeddings if name in files.names), None)
+        is_untied = content.get("tie_word_embeddings") is False
+        if is_untied or embedding is None or head not in files.names:
             return content
-        if files.equal(*names):
+        if files.equal(head, embedding):
             return content
         scaled = content.get("scale_decoder_outputs", True)
         return {**content, "tie_word_embeddings": False, "scale_decoder_outputs": scaled}

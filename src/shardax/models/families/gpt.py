@@ -260,16 +260,27 @@ class YarnRotary(Rotary):
         return super().read(take_table)
 
 
+# The factor in the sigmoid of ``quick_gelu``.
+_QUICK = 1.702
+
+
 class ClippedExperts(FieldGroup):
-    """The bound of the experts' units, and how their kernels are packed."""
+    """The bound and the factor of the experts' units, and how their kernels are packed."""
 
     def read(self, take: Taker) -> Mapping[str, Any]:
         mxfp4.check_packing(take(mxfp4.PACKING, None, kind=kinds.TABLE.or_null))
-        return {"experts.limit": take("swiglu_limit", 7.0, kind=kinds.NUMBER.positive)}
+        factor = take("swiglu_alpha", _QUICK, kind=kinds.NUMBER)
+        return {
+            "experts.limit": take("swiglu_limit", 7.0, kind=kinds.NUMBER.positive),
+            "experts.gate_factor": None if factor == _QUICK else float(factor),
+        }
 
     def write(self, edit: ConfigEdit) -> None:
         if edit.changes("experts.limit") and edit.value("experts.limit") is not None:
             edit.content["swiglu_limit"] = edit.value("experts.limit")
+        if edit.changes("experts.gate_factor"):
+            factor = edit.value("experts.gate_factor")
+            edit.content["swiglu_alpha"] = _QUICK if factor is None else factor
 
 
 def _stacked_experts(name: str, *, turns: int = 1) -> tuple[Tensor, ...]:
@@ -285,7 +296,7 @@ def _stacked_experts(name: str, *, turns: int = 1) -> tuple[Tensor, ...]:
     return tuple(tensors)
 
 
-# Half of the layers have a window. The gate's factor of 1.702 is that of ``quick_gelu``.
+# Half of the layers have a window.
 GPT_OSS = Family(
     fields={
         **{name: f for name, f in shared.GATED_DECODER.items() if name != "hidden_act"},
@@ -298,14 +309,19 @@ GPT_OSS = Family(
         "rms_norm_eps": Field("norms.epsilon", default=1e-5),
         "router_aux_loss_coef": Field("experts.load_balance_weight", default=0.001),
     },
-    fixed={"activation": "quick_gelu", "attention.sinks": True, "experts.bias": True},
+    fixed={
+        "activation": "quick_gelu",
+        "attention.sinks": True,
+        "experts.bias": True,
+        "experts.normalise": True,
+    },
     groups=[
         YarnRotary(150_000.0, max_positions=131_072),
         shared.WindowsByLayer(128, lambda layer: layer % 2 == 0, needs_size=True),
         ClippedExperts(),
     ],
     architectures=shared.causal_lm("GptOss"),
-    neutral={"hidden_act": ("silu",), "swiglu_alpha": (1.702,)},
+    neutral={"hidden_act": ("silu",)},
     # Older names, which transformers does not read.
     harmless=("experts_per_token", "initial_context_length"),
     tensors=(

@@ -61,6 +61,7 @@ MIXTRAL = Family(
         "rms_norm_eps": Field("norms.epsilon", default=1e-5),
         "router_aux_loss_coef": Field("experts.load_balance_weight", default=0.001),
     },
+    fixed={"experts.normalise": True},
     groups=[Rotary(1e6, max_positions=131_072), shared.Window()],
     architectures=shared.causal_lm("Mixtral"),
     neutral={"router_jitter_noise": (0.0,)},

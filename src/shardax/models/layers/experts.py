@@ -98,27 +98,41 @@ class GroupedSoftmaxMoE(ChoiceOfGroups):
 
 
 class ClippedMoE(MoE):
-    """Experts of clipped gated units: ``activation(gate) * (up + 1)``."""
+    """Experts of clipped gated units: ``activation(gate) * (up + 1)``.
+
+    With a ``gate_factor`` the activation is ``gate * sigmoid(gate_factor * gate)``.
+    """
 
     def __init__(
-        self, features: int, hidden: int, *, limit: float, rngs: Rngs | None, **options: Any
+        self,
+        features: int,
+        hidden: int,
+        *,
+        limit: float,
+        gate_factor: float | None = None,
+        rngs: Rngs | None,
+        **options: Any,
     ) -> None:
         super().__init__(features, hidden, rngs=rngs, **options)
-        self.limit = float(limit)
+        self.limit, self.gate_factor = float(limit), gate_factor
 
     def _gated(self, gate: jax.Array, up: jax.Array) -> jax.Array:
-        up = jnp.clip(up, -self.limit, self.limit)
-        return super()._gated(jnp.minimum(gate, self.limit), up + 1)
+        gate = jnp.minimum(gate, self.limit)
+        up = jnp.clip(up, -self.limit, self.limit) + 1
+        if self.gate_factor is None:
+            return super()._gated(gate, up)
+        return gate * jax.nn.sigmoid(self.gate_factor * gate) * up
 
     @property
     def _routing(self) -> tuple[Any, ...]:
-        return (self.limit,)
+        return (self.limit, self.gate_factor)
 
 
 class InputScaledMoE(MoE):
     """Experts with the largest scores, whose sigmoids multiply their inputs."""
 
     _scales_inputs = True
+    _may_normalise = False
 
     def _choose(self, logits: jax.Array, count: int) -> tuple[jax.Array, jax.Array, jax.Array]:
         logits = logits.reshape(-1, count)

@@ -18,6 +18,7 @@ from shardax.models.layers.norms import make_norm
 from shardax.nn.arithmetic import add_bias, as_array, at_least_float32
 from shardax.nn.attention.multi_head import MultiHeadAttention
 from shardax.nn.errors import LayerInputError
+from shardax.nn.masks import as_mask
 from shardax.nn.mlp import MLP
 from shardax.nn.parameters import make_parameter
 
@@ -34,7 +35,7 @@ def pool_tokens(hidden: object, mask: object = None, how: str = "mean") -> jax.A
         Shape (batch, embed); of a row without real tokens, zeros for the mean.
 
     Raises:
-        LayerInputError: If ``how`` is another, or the mask has another shape.
+        LayerInputError: If ``how`` is another, or the mask has another shape, or numbers.
 
     Example:
         >>> import jax.numpy as jnp, shardax as sx
@@ -43,7 +44,9 @@ def pool_tokens(hidden: object, mask: object = None, how: str = "mean") -> jax.A
         [[1.0, 2.0]]
     """
     hidden = as_array(hidden)
-    real = jnp.ones(hidden.shape[:-1], bool) if mask is None else as_array(mask).astype(bool)
+    real = jnp.ones(hidden.shape[:-1], bool)
+    if mask is not None:
+        real = as_mask("pool_tokens", mask, f"of shape {hidden.shape[:-1]}")
     if how not in ("mean", "first", "last") or real.shape != hidden.shape[:-1]:
         raise LayerInputError(
             f"pool_tokens takes how='mean', 'first' or 'last' and a mask of shape "

@@ -38,6 +38,7 @@ from shardax.nn.attention.multi_head import MultiHeadAttention
 from shardax.nn.conv import Conv
 from shardax.nn.dropout import Dropout
 from shardax.nn.linear import Linear
+from shardax.nn.masks import as_mask
 from shardax.nn.mlp import MLP, find_activation
 from shardax.nn.moe import MoE
 from shardax.nn.normalization import RMSNorm
@@ -179,7 +180,9 @@ class TransformerLayer(Module):
             attention_options["bias"] = bias
         if segment_ids is not None:
             attention_options["segment_ids"] = segment_ids
-            mask = (segment_ids != 0)[..., None, None, :]  # which tokens count for experts
+            in_segments = (segment_ids != 0)[..., None, None, :]  # which count for experts
+            is_of_tokens = mask is not None and mask.shape[-3:] == in_segments.shape[-3:]
+            mask = as_mask(type(self).__name__, mask) & in_segments if is_of_tokens else in_segments
         x = checkpoint_name(x, "layer_input")
         normed = x if self.attn_norm is None else self.attn_norm(x)
         read = self._read(normed, attention_options, cache)
@@ -426,7 +429,7 @@ def _experts(
             scale=config.scale,
         )
     elif config.limit is not None:
-        make = partial(ClippedMoE, limit=config.limit)
+        make = partial(ClippedMoE, limit=config.limit, gate_factor=config.gate_factor)
     return make(
         features,
         config.dim,

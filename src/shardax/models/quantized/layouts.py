@@ -37,7 +37,8 @@ class Scheme(NamedTuple):
 
     def block(self, shape: Sequence[int]) -> tuple[int, int]:
         """The rows and columns of a scale, by a weight's shape."""
-        return self.rows or shape[0], self.columns or shape[1]
+        # A block that is larger than the weight is all of it.
+        return min(self.rows or shape[0], shape[0]), min(self.columns or shape[1], shape[1])
 
     @property
     def bits(self) -> int:
@@ -49,29 +50,45 @@ class StoredLayout(NamedTuple):
     """A ``quantization_config``, read."""
 
     method: str
-    groups: Sequence[tuple[Sequence[str], Scheme]]  # of modules' names, or of a class
+    by_target: Mapping[str, Scheme]  # of names of modules, patterns and classes
     ignored: Sequence[str] = ()
 
-    def scheme_of(self, name: str) -> Scheme:
-        """Returns the scheme of a tensor, or raises if there is none."""
+    def scheme_of(self, name: str, is_embedding: bool) -> Scheme:
+        """Returns the scheme of a tensor, or raises if there is none.
+
+        As in compressed-tensors a name comes before a pattern and that before a class, whatever
+        their order in the file; of several patterns the first by the alphabet counts.
+        """
         module = name.removesuffix(".weight")
-        if self.method == COMPRESSED and any(_matches(module, text) for text in self.ignored):
+        if self.method != COMPRESSED:
+            (scheme,) = self.by_target.values()
+            return scheme
+        classes = ("Embedding" if is_embedding else "Linear", "Module")
+        if any(_matches(module, text) or text in classes for text in self.ignored):
             raise PretrainedError(
                 f"{name} is quantized in the files, but {PACKING} names it in ignore. Download or "
                 f"save the model again."
             )
-        for targets, scheme in self.groups:
-            if any(text == "Linear" or _matches(module, text) for text in targets):
-                return scheme
+        targets = sorted(self.by_target, key=lambda text: (text.startswith(_PATTERN), text))
+        for text in targets:
+            if _matches(module, text):
+                return self.by_target[text]
+        for text in targets:
+            if text in classes:
+                return self.by_target[text]
         raise PretrainedError(
             f"{name} is quantized in the files, but no group of {PACKING} has it as a target. "
             f"Download or save the model again."
         )
 
 
+_PATTERN = "re:"
+
+
 def _matches(module: str, text: str) -> bool:
-    is_pattern = text.startswith("re:")
-    return re.match(text[3:], module) is not None if is_pattern else module == text
+    if text.startswith(_PATTERN):
+        return re.match(text.removeprefix(_PATTERN), module) is not None
+    return module == text
 
 
 # --- quantization_config --------------------------------------------------------------------------
@@ -131,7 +148,8 @@ class _Fields:
 
     def one_of(self, name: str, supported: Sequence[Any], default: Any = None) -> Any:
         value = self.unread.pop(name, default)
-        if value not in supported:
+        # By types too, as 8.0 equals 8, and 1 true.
+        if not any(type(value) is type(one) and value == one for one in supported):
             listed = " or ".join(map(repr, supported))
             raise _unsupported(f"{self.where}.{name}={brief(value)}", listed)
         return value
@@ -165,7 +183,7 @@ def _fp8(fields: _Fields) -> StoredLayout:
     rows, columns = fields.take("weight_block_size", _SIZES, default) or (None, None)
     fields.finish(("dequantize", "modules_to_convert", "activation_scale_ub"))
     scheme = Scheme("fp8", 1 if method == FBGEMM else rows, columns)
-    return StoredLayout(method, [(["Linear"], scheme)], ignored)
+    return StoredLayout(method, {"Linear": scheme}, ignored)
 
 
 _FORMATS = ("int-quantized", "naive-quantized", "float-quantized", "pack-quantized")
@@ -182,7 +200,7 @@ def _compressed(fields: _Fields) -> StoredLayout:
         raise _unsupported(f"{PACKING}.sparsity_config={brief(sparsity)}", "'dense'")
     ignored = _patterns(fields.take("ignore", TEXTS, []))
     tables = fields.take("config_groups", TABLE, {})
-    groups = []
+    by_target: dict[str, Scheme] = {}
     for name, table in tables.items():
         where = f"{PACKING}.config_groups.{name}"
         if not isinstance(table, dict):
@@ -196,10 +214,10 @@ def _compressed(fields: _Fields) -> StoredLayout:
         # Those of activations are rounded in each call.
         group.finish(("input_activations", "output_activations"))
         scheme = _weights(_Fields(weights, f"{where}.weights"), own == "pack-quantized")
-        groups.append((targets, scheme))
+        by_target |= dict.fromkeys(targets, scheme)  # of the last group with a target
     harmless = ("kv_cache_scheme", "global_compression_ratio", "moe_sparsity_config", "version")
     fields.finish((*harmless, "dequantize", "run_compressed", "use_optimized_inference"))
-    return StoredLayout(COMPRESSED, groups, ignored)
+    return StoredLayout(COMPRESSED, by_target, ignored)
 
 
 def _patterns(texts: Sequence[str]) -> Sequence[str]:

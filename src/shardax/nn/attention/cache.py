@@ -22,6 +22,7 @@ from shardax._core.module import Module
 from shardax._core.variable import Cache
 from shardax.nn.arithmetic import as_array
 from shardax.nn.errors import LayerConfigError, LayerInputError
+from shardax.nn.masks import as_mask
 from shardax.nn.parameters import as_size, refuse_input
 from shardax.nn.quantization import RANGES, dequantized, round_to_format
 from shardax.partition.explicit import explicit_entries
@@ -144,6 +145,9 @@ class AttentionCache(Module):
         Returns:
             Integers of shape (batch, time).
         """
+        if mask is not None:
+            shape = f"of shape {(self.position.shape[0], time)}"
+            mask = as_mask(type(self).__name__, mask, shape, "True is for real tokens.")
         return _next_positions(self.position.value, time, positions, mask)
 
     def update(

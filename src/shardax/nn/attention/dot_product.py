@@ -32,6 +32,7 @@ from shardax._parallel.kernels import platform_in_scope
 from shardax.nn.arithmetic import as_array, at_least_float32, cast_all
 from shardax.nn.embedding import look_up
 from shardax.nn.errors import LayerInputError
+from shardax.nn.masks import as_mask
 from shardax.nn.parameters import refuse_input
 from shardax.partition.context import current_kernel, is_interpreting_kernels
 from shardax.partition.explicit import align, explicit_entries
@@ -118,7 +119,7 @@ def dot_product_attention(
             f"dimension of heads before the last: jnp.swapaxes(query, -2, -3)."
         )
     if mask is not None:
-        mask = check_mask(name, as_array(mask), query.ndim - 1)
+        mask = check_mask(name, mask, query.ndim - 1)
     if bias is not None:
         bias = jnp.expand_dims(bias, tuple(range(query.ndim - np.ndim(bias))))
     if sinks is not None:
@@ -258,14 +259,14 @@ def combine_masks(*masks: Any) -> jax.Array | None:
     """Returns where all masks allow reading.
 
     Args:
-        *masks: Booleans, or integers that are true where not 0, of as many dimensions, which
-            broadcast; None for no mask.
+        *masks: Booleans, or integers of 0 and 1, of as many dimensions, which broadcast; None for
+            no mask.
 
     Returns:
         Booleans, or None if there is no mask.
 
     Raises:
-        LayerInputError: If a mask has floating numbers, or shapes do not broadcast.
+        LayerInputError: If a mask has other numbers, or shapes do not broadcast.
 
     Example:
         >>> import jax.numpy as jnp, shardax as sx
@@ -275,7 +276,7 @@ def combine_masks(*masks: Any) -> jax.Array | None:
         >>> mask[0, 0].astype(int).tolist()
         [[1, 0, 0], [1, 1, 0], [0, 0, 0]]
     """
-    arrays = [_as_booleans("combine_masks", mask) for mask in masks if mask is not None]
+    arrays = [as_mask("combine_masks", mask) for mask in masks if mask is not None]
     shapes = [array.shape for array in arrays]
     sizes = [{size for size in dims if size != 1} for dims in zip(*shapes, strict=False)]
     if len(set(map(len, shapes))) > 1 or any(len(dim_sizes) > 1 for dim_sizes in sizes):
@@ -530,26 +531,16 @@ def _mask_scores(scores: jax.Array, mask: jax.Array) -> jax.Array:
     return jnp.where(mask, scores, -0.7 * jnp.finfo(scores.dtype).max)
 
 
-def check_mask(layer: str, mask: jax.Array, ndim: int) -> jax.Array:
-    """Returns a mask, or raises if it has another rank or dtype."""
-    if mask.dtype != jnp.bool_ or mask.ndim != ndim + 1:
-        batch = "batch, " if ndim == 3 else ""
-        refuse_input(
-            layer,
-            f"a mask of booleans that broadcasts to ({batch}heads, time, other time)",
-            mask,
-            "True is where a position may read. Give dimensions to broadcast the size 1: "
-            "mask[None, None].",
-        )
-    return mask
-
-
-def _as_booleans(function: str, mask: object) -> jax.Array:
-    mask = as_array(mask)
-    if jnp.issubdtype(mask.dtype, jnp.inexact):
-        hint = "Of weights: mask > 0. What is added to scores is a bias."
-        refuse_input(function, "masks of booleans or integers", mask, hint)
-    return mask.astype(bool)
+def check_mask(layer: str, mask: object, ndim: int) -> jax.Array:
+    """Returns a mask as booleans, or raises if it has another rank or dtype."""
+    batch = "batch, " if ndim == 3 else ""
+    shape = f"that broadcasts to ({batch}heads, time, other time)"
+    meaning = "True is where a position may read."
+    booleans = as_mask(layer, mask, shape, meaning)
+    if booleans.ndim != ndim + 1:
+        hint = f"{meaning} Give dimensions to broadcast the size 1: mask[None, None]."
+        refuse_input(layer, f"a mask of booleans {shape}", booleans, hint)
+    return booleans
 
 
 def repeat_heads(query: jax.Array, key: jax.Array) -> jax.Array:

@@ -32,6 +32,7 @@ from shardax.nn.attention.dot_product import repeat_heads
 from shardax.nn.attention.multi_head import MultiHeadAttention, QueryKeyValue
 from shardax.nn.errors import LayerConfigError
 from shardax.nn.linear import Linear
+from shardax.nn.masks import as_mask
 from shardax.nn.normalization import RMSNorm
 from shardax.nn.parameters import as_axes, as_size, refuse_input
 from shardax.nn.rope import Rope, Rotation, rotate
@@ -212,6 +213,7 @@ class MultiHeadLatentAttention(MultiHeadAttention):
             Shape (..., time, num_heads, value_dim).
         """
         query, rotated, latent = qkv
+        mask = None if mask is None else as_mask("MultiHeadLatentAttention", mask)
         is_masked = mask is not None and segment_ids is None and bias is None and not ordered
         is_plain = is_masked and query.ndim == 4 and self._is_plain()
         if is_plain and self._reads_latents(query.shape[-3], latent.shape[-3]):

@@ -39,6 +39,7 @@ from shardax.nn.attention.dot_product import (
 from shardax.nn.dropout import Dropout
 from shardax.nn.errors import LayerConfigError, LayerInputError
 from shardax.nn.linear import Linear
+from shardax.nn.masks import as_mask
 from shardax.nn.parameters import as_axes, as_size, make_parameter, refuse_input, zeros
 from shardax.nn.rope import PlacedRotation, Rope, Rotation, check_head_dim, rotate
 from shardax.partition.context import ATTENTION_KERNELS, current_context, current_kernel
@@ -283,7 +284,7 @@ class MultiHeadAttention(Module):
             context = as_array(context)
             self._check(context, "context", x.ndim)
         if mask is not None:
-            mask = check_mask("MultiHeadAttention", as_array(mask), x.ndim)
+            mask = check_mask("MultiHeadAttention", mask, x.ndim)
         if isinstance(cache, ContextCache):
             unsupported = {"segment ids": segment_ids, "a bias": bias, "positions": positions}
             read = self._read_context_cache(x, context, unsupported, mask, cache)
@@ -354,6 +355,7 @@ class MultiHeadAttention(Module):
             The shape of the queries.
         """
         query, key, value = qkv
+        mask = None if mask is None else as_mask("MultiHeadAttention", mask)
         if self.sinks is not None and not (self.softmax is softmax and self.attention_fn is None):
             raise LayerInputError(
                 "MultiHeadAttention with sinks has a softmax of its own, but was given another "

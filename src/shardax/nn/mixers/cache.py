@@ -23,6 +23,7 @@ from shardax.nn.attention.cache import laid_out
 from shardax.nn.attention.dot_product import gathered
 from shardax.nn.attention.multi_head import positions_within
 from shardax.nn.errors import LayerConfigError, LayerInputError
+from shardax.nn.masks import as_mask
 from shardax.nn.parameters import as_size, refuse_input
 from shardax.partition.explicit import explicit_entries, with_layout
 
@@ -181,11 +182,12 @@ class MixerInput(NamedTuple):
         x = gathered(x if x.ndim == 3 else x[None], -2)
         batch, time = x.shape[:2]
         if mask is not None:
-            mask = jnp.asarray(mask)
             shapes = ((batch, time), (batch, 1, 1, time), (1, 1, time))
-            if mask.dtype != bool or mask.shape not in shapes:
-                hint = "A recurrent mixer reads all earlier tokens; the mask says which are real."
-                refuse_input(name, f"a mask of booleans of shape {shapes[0]}", mask, hint)
+            shape = f"of shape {shapes[0]}"
+            hint = "A recurrent mixer reads all earlier tokens; the mask says which are real."
+            mask = as_mask(name, mask, shape, hint)
+            if mask.shape not in shapes:
+                refuse_input(name, f"a mask of booleans {shape}", mask, hint)
             mask = mask.reshape(batch, time)
         if segment_ids is not None:
             segment_ids = jnp.asarray(segment_ids)
