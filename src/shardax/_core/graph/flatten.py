@@ -37,7 +37,7 @@ from shardax._core._jax import Tracer, rebuilds_arguments
 from shardax._core.errors import ModuleError, StaticAttributeError
 from shardax._core.frames import READ_ONLY, PlainTrace, local, owner_here, resolve
 from shardax._core.graph.handlers import LEAF, PLACEHOLDER, Handler, NodeType, handler_of, has_parts
-from shardax._core.graph.key_levels import Branch, KeyLevel
+from shardax._core.graph.key_levels import Child, KeyLevel
 from shardax._core.graph.paths import Leaf, Path, PyTree, attribute_key, format_path, item_key
 from shardax._core.graph.settings import (
     IncomparableError,
@@ -606,7 +606,7 @@ class ModelForm:
         return f"{self.graphdef!r} of {keys}"
 
 
-def _flatten_graph(root) -> tuple[Sequence[Leaf | Branch], ModelForm]:
+def _flatten_graph(root) -> tuple[Sequence[Child], ModelForm]:
     if local.probing:
         local.found = True
         return [], _PROBED
@@ -615,12 +615,12 @@ def _flatten_graph(root) -> tuple[Sequence[Leaf | Branch], ModelForm]:
     return graphdef.key_level.children(values_of(flat.leaves)), ModelForm(graphdef)
 
 
-def _flatten_graph_with_keys(root) -> tuple[list[tuple[KeyEntry, Leaf | Branch]], ModelForm]:
+def _flatten_graph_with_keys(root) -> tuple[list[tuple[KeyEntry, Child]], ModelForm]:
     children, form = _flatten_graph(root)
     return list(zip(form.graphdef.key_level.keys, children, strict=True)), form
 
 
-def _unflatten_graph(form: ModelForm, children: Iterable[Leaf | Branch]):
+def _unflatten_graph(form: ModelForm, children: Iterable[Child]):
     values = form.graphdef.key_level.leaves(tuple(children))
     return build(form.graphdef, values, *_rebuilt_here(values))[0][0]
 

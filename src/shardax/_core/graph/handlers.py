@@ -33,14 +33,7 @@ import jax
 from jax.tree_util import DictKey, KeyEntry
 
 from shardax._core.errors import ModuleError
-from shardax._core.graph.paths import (
-    PyTree,
-    attribute_key,
-    format_path,
-    item_key,
-    plain_path,
-    with_key,
-)
+from shardax._core.graph.paths import PyTree, format_path, item_key, plain_path, with_key
 from shardax._core.graph.settings import settings_static
 from shardax._core.graph.static import Metadata, Static
 from shardax._core.object import Object, Placeholder, Wrapper
@@ -152,21 +145,12 @@ def _partial_text(value: object, key: object) -> tuple[str, str]:
 
 
 def _partial_keys(config: object, steps: Sequence[Any]) -> Sequence[KeyEntry | None]:
-    return [_partial_key(step) for step in steps]
-
-
-def _partial_key(step: int | str | None) -> KeyEntry | None:
-    if step is None:
-        return None
-    return item_key(step) if isinstance(step, int) else DictKey(step)
+    # By position or name, among what the function has by attribute.
+    return [None if step is None else DictKey(step) for step in steps]
 
 
 def _field_text(value, key) -> tuple[str, str]:
     return _attribute_text(value, value._fields[key])
-
-
-def _field_keys(kind: Any, steps: Sequence[Any]) -> Sequence[KeyEntry | None]:
-    return [attribute_key(kind._fields[step]) for step in steps]
 
 
 class Pattern:
@@ -300,7 +284,7 @@ NAMED_TUPLE = Handler(
     in_models=True,
     stores_items=True,
     text=_field_text,
-    key_entries=_field_keys,
+    key_entries=_item_keys,  # and no fields: as in paths, and in a State
 )
 DICT = Handler(
     "dict",

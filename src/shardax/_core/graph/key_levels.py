@@ -7,19 +7,24 @@ nodes again: a ``Branch`` for each step that is not the last. Which entry a step
 container that it leads into: ``GetAttrKey`` for an attribute, ``SequenceKey`` for an item of a list
 or tuple, ``DictKey`` for an entry of a dict, and what JAX itself has for another pytree node.
 
-The leaves keep their order, and steps without leaves below them have no node.
+The leaves keep their order, and what has no leaves below it has no node. So a list may lack items,
+such as activations between layers; then each of its items is a ``DictKey``, as orbax takes
+positions for those of a whole list.
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from typing import Any, TypeAlias
 
 import jax
-from jax.tree_util import KeyEntry, KeyPath
+from jax.tree_util import FlattenedIndexKey, KeyEntry, KeyPath, SequenceKey
 
 from shardax._core import errors
-from shardax._core.graph.paths import Leaf, format_path, plain_path
+from shardax._core.graph.paths import EntryKey, Leaf, format_path, plain_path, plain_step
+
+Child: TypeAlias = Any  # of a node: a leaf or a Branch
 
 
 class Branch:
@@ -27,7 +32,7 @@ class Branch:
 
     __slots__ = ("children", "keys")
 
-    def __init__(self, keys: tuple[KeyEntry, ...], children: Sequence[Leaf | Branch]) -> None:
+    def __init__(self, keys: tuple[KeyEntry, ...], children: Sequence[Child]) -> None:
         self.keys = keys
         self.children = children
 
@@ -45,6 +50,17 @@ jax.tree_util.register_pytree_with_keys(
 )
 
 
+def _whole_lists_only(keys: Sequence[KeyEntry]) -> tuple[KeyEntry, ...]:
+    """Returns the keys of a node, without positions where some are missing."""
+    positions = [plain_step(key) for key in keys if isinstance(key, _POSITIONS)]
+    if positions == list(range(len(positions))):
+        return tuple(keys)
+    return tuple(EntryKey(plain_step(key)) if isinstance(key, _POSITIONS) else key for key in keys)
+
+
+_POSITIONS = (SequenceKey, FlattenedIndexKey)
+
+
 class KeyLevel:
     """The keys of one node of a model, and what each leads to."""
 
@@ -53,23 +69,23 @@ class KeyLevel:
     def __init__(
         self, keys: Sequence[KeyEntry], below: Sequence[KeyLevel | None], start: int, stop: int
     ) -> None:
-        self.keys = tuple(keys)
+        self.keys = _whole_lists_only(keys)
         self.below = tuple(below)  # for each key its level, None for a leaf
         self.start = start  # position of the first leaf
         self.stop = stop  # of the last, plus one
-        self.is_last = stop - start == len(keys) and not any(below)
+        self.is_last = all(level is None for level in below)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, KeyLevel) and self.keys == other.keys and self.below == other.below
 
     __hash__ = None
 
-    def children(self, leaves: Sequence[Leaf]) -> Sequence[Leaf | Branch]:
+    def children(self, leaves: Sequence[Leaf]) -> Sequence[Child]:
         """Returns the children of this level's node: leaves, and a Branch for each level below."""
         if self.is_last:
             return leaves[self.start : self.stop]
 
-        children: list[Leaf | Branch] = []
+        children: list[Child] = []
         position = self.start
         for level in self.below:
             if level is None:
@@ -80,7 +96,7 @@ class KeyLevel:
                 position = level.stop
         return children
 
-    def leaves(self, children: Sequence[Leaf | Branch]) -> list[Leaf]:
+    def leaves(self, children: Sequence[Child]) -> list[Leaf]:
         """Returns the leaves of this level's node: the inverse of ``children``.
 
         Raises:
@@ -90,9 +106,7 @@ class KeyLevel:
         self._collect(children, (), leaves)
         return leaves
 
-    def _collect(
-        self, children: Sequence[Leaf | Branch], key_path: KeyPath, leaves: list[Leaf]
-    ) -> None:
+    def _collect(self, children: Sequence[Child], key_path: KeyPath, leaves: list[Leaf]) -> None:
         if self.is_last:
             leaves.extend(children)
             return

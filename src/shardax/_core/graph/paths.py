@@ -16,7 +16,7 @@ import re
 from collections.abc import Hashable
 from typing import Any, TypeAlias
 
-from jax.tree_util import GetAttrKey, KeyEntry, KeyPath, SequenceKey
+from jax.tree_util import DictKey, GetAttrKey, KeyEntry, KeyPath, SequenceKey
 
 Path = tuple[Hashable, ...]
 # What JAX flattens: containers, Modules and other registered types, and leaves. Any object is one.
@@ -40,10 +40,11 @@ def _format_key(key: Hashable) -> str:
 
 def plain_path(key_path: KeyPath) -> Path:
     """Returns the path that a JAX key path stands for."""
-    return tuple(_step(key) for key in key_path)
+    return tuple(plain_step(key) for key in key_path)
 
 
-def _step(key: KeyEntry) -> Hashable:
+def plain_step(key: KeyEntry) -> Hashable:
+    """Returns the step of a path that a key entry stands for."""
     # The classes of JAX, and those of users with one of their attributes.
     for name in ("key", "idx", "name"):
         if hasattr(key, name):
@@ -69,6 +70,15 @@ class ItemKey(SequenceKey):
     def key(self) -> int:
         """The position."""
         return self.idx
+
+
+class EntryKey(DictKey):
+    """JAX's key of an entry by its position, with ``idx`` as ``SequenceKey`` has it."""
+
+    @property
+    def idx(self) -> int:
+        """The position."""
+        return self.key
 
 
 attribute_key = functools.lru_cache(maxsize=4096)(AttributeKey)

@@ -169,8 +169,10 @@ class State(Shown, Mapping[Any, Any]):
             path = start if step is _NO_STEP else (*start, step)
             if origin is None and isinstance(child, State):
                 child._add_values(path, values)
-            else:
-                values[path] = child
+                continue
+            if origin is None and path in values:
+                raise _replaced_twice(path)
+            values[path] = child
 
     def _add_origins(self, start: Path, known: dict[Path, Origin]) -> None:
         """Adds origins by path, below a start."""
@@ -330,6 +332,14 @@ def _state_of(node: Node) -> State:
     state._origins_by_path = None
     state._node = node
     return state
+
+
+def _replaced_twice(path: Path) -> StateMismatchError:
+    return StateMismatchError(
+        f"Entries below {format_path(path)} stand at several positions of this State, as after "
+        f"merge, so it has several parts there, and a function of JAX with is_leaf= put a value in "
+        f"the place of each. Bring them together first: state = sx.State(state.to_pure_dict())."
+    )
 
 
 _ABSENT = object()
