@@ -131,6 +131,16 @@ class DonationError(ShardaxError, ValueError):
     """A donated buffer cannot be donated (used twice, or already deleted)."""
 
 
+def replaced_branch(where: str, kind: str) -> ModuleError:
+    """Returns the error about a model rebuilt without the Variables below a place."""
+    return ModuleError(
+        f"JAX was to rebuild a model with an object of type {kind} in the place of all Variables "
+        f"below {where}. A function of JAX with is_leaf= stopped above them, and what it returned "
+        f"is no model. The State of a model may hold anything there: "
+        f"jax.tree.map(function, sx.state(model), is_leaf=is_leaf)."
+    )
+
+
 _PACKAGE = str(Path(__file__).parents[1])
 
 

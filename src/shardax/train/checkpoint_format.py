@@ -27,6 +27,7 @@ from shardax._core.graph.paths import Path, PyTree, format_path
 from shardax._core.object import Object
 from shardax._core.state.filters import Not
 from shardax._core.state.split_merge import iter_modules, iter_variables
+from shardax._core.state.state import State
 from shardax._core.variable import Intermediate, Variable
 from shardax.train import errors
 from shardax.train.data.sources import cut_integers
@@ -143,6 +144,10 @@ class _Walk:
                 if has_slots and child_slot is not None and child_slot.variables:
                     self.slots.append(child_slot)
             return tuple(child for _, child in pairs) if handler in PLAIN[:-1] else dict(pairs)
+        if isinstance(tree, State):  # entries that belong together may stand apart
+            items = tree.flat().items()
+            entries = {p: self.without_positions(v, (*path, *p), slot) for p, v in items}
+            return State.from_flat(entries).to_pure_dict()
         if next(_parts(tree), None) is not None:  # a node of JAX
             items = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: x is not tree)[0]
             return {

@@ -199,8 +199,9 @@ class Optimizer(Module):
         step = _step_of(self._transformation.value, update)
         new_params, new_state = step(aligned, state, params, **extra)
         new_leaves = _new_arrays(new_state, layout)
+        new_values = new_params.flat()
         for path, variable in chosen:
-            variable.value = new_params.flat()[path]
+            variable.value = new_values[path]
         for variable, leaf, value in zip(variables, layout.leaves, new_leaves, strict=True):
             variable.value = laid_out_as(variable.value, jnp.asarray(value, leaf.dtype))
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -22,10 +22,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from shardax._core._jax import Literal
 from shardax._core.array_ops import wider_dtype
-from shardax._core.graph.paths import Leaf, Path, PathKey, PyTree, plain_path
+from shardax._core.graph.paths import Leaf, Path, PyTree, plain_path
 from shardax._core.graph.static import Static
 from shardax._core.graph.views import named_sharding
 from shardax._core.init.lazy import SMALL, LazyValue, on_device
+from shardax._core.state.state import State
 from shardax._core.variable import Variable
 from shardax.partition.inventory import dimensions_of_state
 
@@ -86,10 +87,22 @@ class StateLayout(NamedTuple):
         return self.treedef.unflatten(leaves)
 
 
-class SeparatedState(NamedTuple):
-    """Arrays of a state with key paths, and everything else."""
+class StatePath(NamedTuple):
+    """Path of one leaf of a state."""
 
-    keys: list[Any]
+    outside: Path  # in what the transformation makes
+    inside: Path | None  # from there in a State arranged like the parameters, if it is in one
+
+    @property
+    def whole(self) -> Path:
+        """The path in the state."""
+        return (*self.outside, *(self.inside or ()))
+
+
+class SeparatedState(NamedTuple):
+    """Arrays of a state with paths, and everything else."""
+
+    paths: list[StatePath]
     arrays: list[Leaf]
     treedef: Any
     static: dict[int, Any]
@@ -98,11 +111,24 @@ class SeparatedState(NamedTuple):
 def separate_arrays(state: object) -> SeparatedState:
     """Takes a transformation's state apart into arrays and everything else."""
     kinds = (jax.Array, np.ndarray, np.generic, bool, int, float, complex)
-    keyed, treedef = jax.tree_util.tree_flatten_with_path(state)
-    keys = [key for key, leaf in keyed if isinstance(leaf, kinds)]
-    arrays = [leaf for _, leaf in keyed if isinstance(leaf, kinds)]
-    static = {i: leaf for i, (_, leaf) in enumerate(keyed) if not isinstance(leaf, kinds)}
-    return SeparatedState(keys, arrays, treedef, static)
+    leaves = list(_leaves_with_path(state))
+    paths = [path for path, leaf in leaves if isinstance(leaf, kinds)]
+    arrays = [leaf for _, leaf in leaves if isinstance(leaf, kinds)]
+    static = {i: leaf for i, (_, leaf) in enumerate(leaves) if not isinstance(leaf, kinds)}
+    return SeparatedState(paths, arrays, jax.tree.structure(state), static)
+
+
+def _leaves_with_path(tree: object) -> Iterator[tuple[StatePath, Leaf]]:
+    """Yields the leaves of a transformation's state, or of parameters, in JAX's order."""
+    parts = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda part: isinstance(part, State))
+    for keys, part in parts:
+        outside = plain_path(keys)
+        if not isinstance(part, State):
+            yield StatePath(outside, None), part
+            continue
+        for path, value in part.flat().items():
+            for keys_below, leaf in jax.tree_util.tree_leaves_with_path(value):
+                yield StatePath(outside, (*path, *plain_path(keys_below))), leaf
 
 
 def layout_of(transformation: Transformation, params: object) -> StateLayout:
@@ -126,17 +152,17 @@ def _layout_of(transformation: Transformation, treedef, shapes: tuple[Any, ...])
     closed = jax.make_jaxpr(init)(structs)
     inputs = [InitialValue((position,), is_copy=True) for position in range(len(structs))]
     initials = _initial_values(closed.jaxpr, closed.consts, inputs)
-    keyed = jax.tree_util.tree_flatten_with_path(treedef.unflatten(structs))[0]
-    parameters = {plain_path(key): position for position, (key, _) in enumerate(keyed)}
+    paths_of_params = _leaves_with_path(treedef.unflatten(structs))
+    parameters = {path.inside: position for position, (path, _) in enumerate(paths_of_params)}
     leaves = []
-    for path, key, aval, initial in zip(
-        _unique([plain_path(key) for key in separated.keys]),
-        separated.keys,
+    for path, state_path, aval, initial in zip(
+        _unique([path.whole for path in separated.paths]),
+        separated.paths,
         closed.out_avals,
         initials,
         strict=True,
     ):
-        follows = _followed(key, parameters)
+        follows = _followed(state_path.inside, parameters)
         dims = None if follows is None else dimensions_of_state(aval.shape, shapes[follows][0])
         if dims is None:
             follows, dims = None, (None,) * len(aval.shape)
@@ -159,16 +185,13 @@ def _unique(paths: list[Path]) -> list[Path]:
     return unique
 
 
-def _followed(key_path: Sequence[object], parameters: dict[Path, int]) -> int | None:
-    """Finds the parameter with its path at a key path's end."""
-    # The key path may go on below the parameter.
-    for start, key in enumerate(key_path):
-        if isinstance(key, PathKey):
-            steps = plain_path(key_path[start:])
-            for end in range(len(steps), -1, -1):
-                if steps[:end] in parameters:
-                    return parameters[steps[:end]]
-    return None
+def _followed(path: Path | None, parameters: dict[Path | None, int]) -> int | None:
+    """Finds the parameter that a path in a State of the transformation leads to."""
+    # The path may go on below the parameter.
+    if path is None:
+        return None
+    ends = range(len(path), -1, -1)
+    return next((parameters[path[:end]] for end in ends if path[:end] in parameters), None)
 
 
 def _initial_values(

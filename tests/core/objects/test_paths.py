@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from shardax._core.graph.paths import PathKey, format_path
+from shardax._core.graph.paths import format_path
 
 
 @pytest.mark.parametrize(
@@ -23,4 +23,3 @@ from shardax._core.graph.paths import PathKey, format_path
 )
 def test_path_prints_as_code(path: tuple[Any, ...], text: str) -> None:
     assert format_path(path) == text
-    assert str(PathKey(path)) == repr(PathKey(path)) == text

@@ -153,22 +153,6 @@ def test_state_is_pytree_of_its_values_leaves(model: Any) -> None:
         assert_equal_values(copied, state)
 
 
-def test_key_paths_print_as_those_of_the_model() -> None:
-    model = _model()
-    named = jax.tree_util.tree_leaves_with_path(sx.state(model))
-    assert [jax.tree_util.keystr(path) for path, _ in named] == [
-        ".layers[0].kernel",
-        ".layers[0].mean",
-        ".layers[1].kernel",
-        ".layers[1].mean",
-        ".scale",
-    ]
-    of_model = jax.tree_util.tree_leaves_with_path(model)
-    assert [jax.tree_util.keystr(path) for path, _ in of_model] == [
-        jax.tree_util.keystr(path) for path, _ in named
-    ]
-
-
 def test_states_of_different_variable_types_differ_in_structure() -> None:
     one, other = sx.state([sx.Param(1.0)]), sx.state([sx.BatchStat(1.0)])
     with pytest.raises(ValueError, match="State"):
@@ -251,12 +235,3 @@ def test_equality_covers_path_origin_and_values(auto_mesh: Any) -> None:
     assert sx.partition_specs(model) == sx.partition_specs(model)
     assert jax.eval_shape(lambda s: s, state) == jax.eval_shape(lambda s: s, state) != state
     assert (state == state.to_pure_dict()) is False
-
-
-def test_messages_of_jax_name_paths() -> None:
-    model, state = _states()
-    for tree in (model, state):
-        keys = [keys[0].key for keys, _ in jax.tree_util.tree_leaves_with_path(tree)]
-        assert keys == [("gate", "kernel"), ("up", "kernel"), ("down", "kernel"), "mean"]
-    with pytest.raises(ValueError, match=r"child keys\n.*\bup\b\W+kernel\b(?s:.*)mean"):
-        jax.tree.map(lambda a, b: a, state, state.filter(sx.Param))

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from jax.sharding import PartitionSpec as P
+from jax.tree_util import DictKey
 
-from shardax._core.graph.paths import PathKey
 from shardax.errors import PartitionCheckError, ShardaxError
 from shardax.partition import Diagnostic, LogicallyPartitioned, Rules
 from shardax.partition.checker import spec_for
@@ -42,19 +42,23 @@ def record(axes: Any, shape: tuple[int, ...], *path: Any) -> ArrayRecord:
 
 
 class Boxes:
-    """A tree of boxes of float32 shapes, in order, at any paths."""
+    """A tree of boxes of float32 shapes, in order, at any paths, which may be the same."""
 
     def __init__(self, records: list[ArrayRecord]) -> None:
-        self.boxes = [
-            (
-                PathKey(r.path),
-                LogicallyPartitioned(jax.ShapeDtypeStruct(r.shape, "float32"), r.axes),
-            )
-            for r in records
-        ]
+        self.children = [(DictKey(r.path[0]), _nested(r.path[1:], _box(r))) for r in records]
 
 
-jax.tree_util.register_pytree_with_keys(Boxes, lambda t: (t.boxes, None), lambda _, each: Boxes([]))
+def _box(record: ArrayRecord) -> LogicallyPartitioned:
+    return LogicallyPartitioned(jax.ShapeDtypeStruct(record.shape, "float32"), record.axes)
+
+
+def _nested(path: tuple[Any, ...], leaf: Any) -> Any:
+    return {path[0]: _nested(path[1:], leaf)} if path else leaf
+
+
+jax.tree_util.register_pytree_with_keys(
+    Boxes, lambda tree: (tree.children, None), lambda _, each: Boxes([])
+)
 
 
 def specs_for(

@@ -450,6 +450,9 @@ class TestErrors:
             TransformError, match=r"at \.c a dict with keys 'b' came back as a dict with keys 'a'"
         ):
             sx.scan(lambda c, x: ({"a": 1}, x))({"b": 1.0}, jnp.ones(2))
+        state = sx.State({"layers": {0: {"b": 1.0}}})
+        with pytest.raises(TransformError, match=r"at \.c\.layers\[0\] a State with keys 'b' came"):
+            sx.scan(lambda c, x: (sx.State({"layers": {0: {"a": 1.0}}}), x))(state, jnp.ones(2))
 
     def test_changed_form_of_variable_raises_with_path(self) -> None:
         layer = Layer(sx.Rngs(0))

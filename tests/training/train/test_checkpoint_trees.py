@@ -48,6 +48,11 @@ def trees(value: float) -> dict[str, Any]:
         "optax": {"opt": optax.adam(0.1).init({"w": array}), "params": {"w": array}},
         "named tuple": {"pair": Pair((array, None), Net(value)), "deep": [Pair(array, [array])]},
         "state": {"state": sx.state(Net(value)), "none": None},
+        "state of states": {
+            "state": sx.State.from_flat(
+                {("a", 0): array, ("b",): array + 1, ("a", "x", "w"): array + 2}
+            )
+        },
         "keys": {"key": jax.random.key(int(value))},
         "half": {"a": array.astype(jnp.bfloat16)},
     }

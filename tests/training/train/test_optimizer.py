@@ -172,6 +172,44 @@ def test_clone_trains_its_own_model() -> None:
     assert all((params_of(copy.model)[path] != before[path]).any() for path in PATHS)
 
 
+def _last_key(path: Any) -> str:
+    return path[-1].key
+
+
+def _no_bias(tree: Any) -> Any:
+    return jax.tree_util.tree_map_with_path(lambda path, _: _last_key(path) != "bias", tree)
+
+
+def _labels(tree: Any) -> Any:
+    return jax.tree_util.tree_map_with_path(lambda path, _: _last_key(path), tree)
+
+
+BY_KEY_PATH = {
+    "decay mask": lambda: optax.adamw(1e-2, weight_decay=0.5, mask=_no_bias),
+    # The labels have the names of parameters, which no state of another label may be taken for.
+    "labels": lambda: optax.multi_transform(
+        {"kernel": optax.adam(1e-2), "bias": optax.sgd(1.0), "head": optax.set_to_zero()}, _labels
+    ),
+}
+
+
+@pytest.mark.parametrize("make", BY_KEY_PATH.values(), ids=BY_KEY_PATH.keys())
+def test_masks_and_labels_by_key_path_choose_as_in_nested_dicts(make: Callable[[], Any]) -> None:
+    model, tx = tower(), make()
+    plain = sx.state(model, sx.Param).to_pure_dict()
+    gradients = gradient(model, X)
+    updates, _ = tx.update(gradients.to_pure_dict(), tx.init(plain), plain)
+    expected = sx.State(optax.apply_updates(plain, updates)).flat()
+
+    optimizer = Optimizer(model, tx)
+    optimizer.update(gradients)
+    for path, value in params_of(model).items():
+        np.testing.assert_allclose(value, expected[path], rtol=1e-6)
+    axes_by_name = {"kernel": ("embed", "mlp"), "bias": ("mlp",), "head": ("mlp", "embed")}
+    for path, variable in sx.iter_variables(optimizer.opt_state):
+        assert variable.axes == axes_by_name.get(path[-1]), path
+
+
 # --- what is trained ------------------------------------------------------------------------------
 
 

@@ -13,13 +13,13 @@ Flattening a single Module or container is remembered, on the object itself, unt
 epoch advances (``_core.object``), or until a settings object in it (``_core.graph.settings``) holds
 something else: these are listed, as nothing tells when they change.
 
-To JAX a Module (or tracked container) is one pytree node: its children are the values of its
-Variables, each shared Variable once, and its structure is static. So ``jax.jit``, ``jax.grad``,
-``jax.tree.map`` and the rest work on models as they are, and tied weights get their one summed
-gradient. A Variable on its own is a node with its value as the child. What JAX rebuilds inside a
-plain transform is a *read-only copy*, whatever it holds: a write would be lost when the function
-returns, so it is refused (``_core.frames.READ_ONLY``). What JAX rebuilds outside, from concrete
-arrays, is an ordinary model.
+To JAX a Module (or tracked container) is one pytree: its leaves are the values of its Variables,
+each shared Variable once, in nodes for the steps of their paths (``_core.graph.key_levels``), and
+its structure is static. So ``jax.jit``, ``jax.grad``, ``jax.tree.map`` and the rest work on models
+as they are, and tied weights get their one summed gradient. A Variable on its own is a node with
+its value as the child. What JAX rebuilds inside a plain transform is a *read-only copy*, whatever
+it holds: a write would be lost when the function returns, so it is refused
+(``_core.frames.READ_ONLY``). What JAX rebuilds outside, from concrete arrays, is an ordinary model.
 """
 
 from __future__ import annotations
@@ -31,13 +31,15 @@ from typing import Any, NamedTuple, TypeVar
 
 import jax
 import numpy as np
+from jax.tree_util import DictKey, KeyEntry
 
 from shardax._core._jax import Tracer, rebuilds_arguments
 from shardax._core.errors import ModuleError, StaticAttributeError
 from shardax._core.frames import READ_ONLY, PlainTrace, local, owner_here, resolve
 from shardax._core.graph.handlers import LEAF, PLACEHOLDER, Handler, NodeType, handler_of, has_parts
 from shardax._core.graph.held import ObjectSearch, set_aside
-from shardax._core.graph.paths import Leaf, Path, PathKey, PyTree, format_path
+from shardax._core.graph.key_levels import Child, KeyLevel
+from shardax._core.graph.paths import Leaf, Path, PyTree, attribute_key, format_path, item_key
 from shardax._core.graph.settings import (
     IncomparableError,
     Setting,
@@ -114,7 +116,7 @@ class GraphDef(Shown):
         True
     """
 
-    __slots__ = ("__weakref__", "_hash", "_paths", "leaves", "objects", "roots")
+    __slots__ = ("__weakref__", "_hash", "_key_level", "_paths", "leaves", "objects", "roots")
 
     def __init__(self, objects: tuple[Any, ...], roots: tuple[PyTree, ...]) -> None:
         self.objects = objects
@@ -122,6 +124,7 @@ class GraphDef(Shown):
         self.leaves = tuple(i for i, item in enumerate(objects) if type(item) is VariableDef)
         self._hash = hash((objects, roots))
         self._paths: list[Path] | None = None
+        self._key_level: KeyLevel | None = None
 
     @property
     def leaf_paths(self) -> list[Path]:
@@ -130,6 +133,13 @@ class GraphDef(Shown):
             found = definition_paths(self)
             self._paths = [found[index] for index in self.leaves]
         return self._paths
+
+    @property
+    def key_level(self) -> KeyLevel:
+        """Keys of the nodes that JAX sees in a model of one root."""
+        if self._key_level is None:
+            self._key_level = _KeyLevels(self).root()
+        return self._key_level
 
     def __hash__(self) -> int:
         return self._hash
@@ -178,6 +188,72 @@ def definition_paths(graphdef: GraphDef, names: Sequence[Path] = ()) -> dict[int
     for position, root in enumerate(graphdef.roots):
         visit(root, names[position] if names else ())
     return found
+
+
+class _KeyLevels:
+    """Finds the key levels of a structure of one root; a Variable is at its first occurrence."""
+
+    def __init__(self, graphdef: GraphDef) -> None:
+        self.graphdef = graphdef
+        self.seen: set[int] = set()  # positions of objects
+        self.count = 0  # of Variables
+
+    def root(self) -> KeyLevel:
+        """Returns the level of the root's node."""
+        (root,) = self.graphdef.roots
+        self.seen.add(root.position)
+        return self._level(self.graphdef.objects[root.position])
+
+    def _level(self, definition: object) -> KeyLevel:
+        start = self.count
+        keys: list[KeyEntry] = []
+        below: list[KeyLevel | None] = []
+        self._add_children(definition, keys, below)
+        return KeyLevel(keys, below, start, self.count)
+
+    def _add_children(
+        self, definition: object, keys: list[KeyEntry], below: list[KeyLevel | None]
+    ) -> None:
+        for key, child in _keyed_children(definition):
+            if type(child) is Ref:
+                if child.position in self.seen:
+                    continue
+                self.seen.add(child.position)
+                child = self.graphdef.objects[child.position]
+
+            if type(child) is VariableDef:
+                keys.append(key)
+                below.append(None)
+                self.count += 1
+            elif key is None:  # no step, as from a partial to its function
+                self._add_children(child, keys, below)
+            else:
+                level = self._level(child)
+                if level.keys:
+                    keys.append(key)
+                    below.append(level)
+
+
+def _keyed_children(definition: object) -> Iterator[tuple[KeyEntry | None, Any]]:
+    """Yields JAX's key and the definition of each child that is not static; None is no step."""
+    match definition:
+        case ModuleDef():
+            for name, child in definition_children(definition):
+                if type(child) is not Static:
+                    yield attribute_key(name), child
+        case ListDef():
+            for position, child in enumerate(definition.items):
+                if type(child) is not Static:
+                    yield item_key(position), child
+        case DictDef():
+            for key, child in definition.items:
+                if type(child) is not Static:
+                    yield DictKey(key.value), child
+        case NodeDef():
+            entries = definition.handler.key_entries(definition.config, definition.keys)
+            for entry, child in zip(entries, definition.items, strict=True):
+                if type(child) is not Static:
+                    yield entry, child
 
 
 def definition_children(definition: object) -> Iterable[tuple[Any, Any]]:
@@ -519,25 +595,51 @@ def _rebuilt_here(children: Sequence[object]) -> tuple[Any, str | None]:
     return owner, READ_ONLY if is_lost else None
 
 
-_PROBED = GraphDef((), ())  # result of flattening while a pytree is only being searched
+_PROBED: Any = None  # result of flattening while a pytree is only being searched
 
 
-def _flatten_graph(root) -> tuple[list[Leaf], GraphDef]:
+class ModelForm:
+    """What JAX knows of a model besides its Branches and values."""
+
+    __slots__ = ("graphdef",)
+
+    def __init__(self, graphdef: GraphDef) -> None:
+        self.graphdef = graphdef
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, ModelForm):
+            return NotImplemented
+        if self.graphdef == other.graphdef:
+            return True
+        # Where Branches differ, the models do. JAX shall find it there, and name the place.
+        level, other_level = self.graphdef.key_level, other.graphdef.key_level
+        return level.keys == other_level.keys and level != other_level
+
+    def __hash__(self) -> int:
+        return hash(self.graphdef.key_level.keys)
+
+    def __repr__(self) -> str:
+        keys = "".join(map(str, self.graphdef.key_level.keys))
+        return f"{self.graphdef!r} of {keys}"
+
+
+def _flatten_graph(root) -> tuple[Sequence[Child], ModelForm]:
     if local.probing:
         local.found = True
         return [], _PROBED
     flat = flatten(root)
-    return values_of(flat.leaves), flat.graphdef
+    graphdef = flat.graphdef
+    return graphdef.key_level.children(values_of(flat.leaves)), ModelForm(graphdef)
 
 
-def _flatten_graph_with_keys(root) -> tuple[list[tuple[PathKey, Any]], GraphDef]:
-    values, graphdef = _flatten_graph(root)
-    return list(zip(map(PathKey, flatten(root).leaf_paths), values, strict=True)), graphdef
+def _flatten_graph_with_keys(root) -> tuple[list[tuple[KeyEntry, Child]], ModelForm]:
+    children, form = _flatten_graph(root)
+    return list(zip(form.graphdef.key_level.keys, children, strict=True)), form
 
 
-def _unflatten_graph(graphdef: GraphDef, children: Iterable[object]):
-    values = list(children)
-    return build(graphdef, values, *_rebuilt_here(values))[0][0]
+def _unflatten_graph(form: ModelForm, children: Iterable[Child]):
+    values = form.graphdef.key_level.leaves(tuple(children))
+    return build(form.graphdef, values, *_rebuilt_here(values))[0][0]
 
 
 def register_graph(cls: type) -> None:
@@ -556,9 +658,9 @@ def register_variable(cls: Any) -> None:
             return [], EMPTY
         return values_of((variable,)), resolve(variable, local.frame)._metadata
 
-    def flatten_with_keys(variable) -> tuple[list[tuple[PathKey, Any]], Metadata]:
+    def flatten_with_keys(variable) -> tuple[list[tuple[KeyEntry, Any]], Metadata]:
         values, metadata = flatten_variable(variable)
-        return [(PathKey(("value",)), values[0])], metadata
+        return [(attribute_key("value"), values[0])], metadata
 
     def unflatten_variable(metadata: Metadata, children: Iterable[Any]):
         values = list(children)

@@ -30,9 +30,10 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import jax
+from jax.tree_util import DictKey, KeyEntry
 
 from shardax._core.errors import ModuleError
-from shardax._core.graph.paths import PyTree, format_path, plain_path
+from shardax._core.graph.paths import PyTree, format_path, item_key, plain_path, with_key
 from shardax._core.graph.settings import settings_static
 from shardax._core.graph.static import Metadata, Static
 from shardax._core.object import Object, Placeholder, Wrapper
@@ -55,6 +56,18 @@ def _entry_text(value: object, key: object) -> tuple[str, str]:
 
 def _node_text(value: object, key: object) -> tuple[str, str]:
     return _item_text(value, key) if isinstance(key, int) else _attribute_text(value, key)
+
+
+def _item_keys(config: object, steps: Sequence[Any]) -> Sequence[KeyEntry | None]:
+    return [item_key(step) for step in steps]
+
+
+def _entry_keys(config: object, steps: Sequence[Any]) -> Sequence[KeyEntry | None]:
+    return [DictKey(step) for step in steps]
+
+
+def _no_keys(config: object, steps: Sequence[Any]) -> Sequence[KeyEntry | None]:
+    return [None] * len(steps)
 
 
 def _refuse(*args: object):
@@ -81,6 +94,8 @@ class Handler:
     contents: Callable[[Any], tuple[Any, Metadata]] | None = None  # of a box, for a Variable
     size: Literal["fixed", "shrinks", "any"] = "fixed"  # how many children an edit may leave
     text: Callable[[Any, Any], tuple[str, str]] = _node_text  # a child's label, the code to it
+    # JAX's keys of the children, of config and the keys here.
+    key_entries: Callable[[Any, Sequence[Any]], Sequence[KeyEntry | None]] = _entry_keys
 
     @property
     def has_identity(self) -> bool:
@@ -127,6 +142,11 @@ def _partial_text(value: object, key: object) -> tuple[str, str]:
     if key is None:
         return "", ".func"
     return ("", f".args[{key}]") if isinstance(key, int) else (f"{key}=", f".keywords[{key!r}]")
+
+
+def _partial_keys(config: object, steps: Sequence[Any]) -> Sequence[KeyEntry | None]:
+    # By position or name, among what the function has by attribute.
+    return [None if step is None else DictKey(step) for step in steps]
 
 
 def _field_text(value, key) -> tuple[str, str]:
@@ -177,18 +197,25 @@ def _check_stable(value: object, pairs: Pairs) -> None:
 
 
 class NodeType(Static):
-    """Type and static part of a pytree node."""
+    """Type and static part of a pytree node, and JAX's keys of its children."""
 
-    __slots__ = ("static",)
+    __slots__ = ("key_entries", "static")
 
-    def __init__(self, treedef: Any) -> None:
+    def __init__(self, treedef: Any, key_entries: tuple[KeyEntry, ...]) -> None:
         _, static = treedef.node_data()
         self.static = settings_static(static)
+        self.key_entries = key_entries
         super().__init__(treedef, (treedef, self.static))
+
+    def __reduce__(self) -> Any:
+        return NodeType, (self.value, self.key_entries)
 
 
 def _node_type(value: object) -> NodeType:
-    return NodeType(jax.tree.structure(value, is_leaf=lambda item: item is not value))
+    below, treedef = jax.tree_util.tree_flatten_with_path(
+        value, is_leaf=lambda item: item is not value
+    )
+    return NodeType(treedef, tuple(with_key(keys[0]) for keys, _ in below if keys))
 
 
 def is_node(value: object) -> bool:
@@ -238,6 +265,7 @@ LIST = Handler(
     in_models=True,
     size="any",
     text=_item_text,
+    key_entries=_item_keys,
 )
 TUPLE = Handler(
     "tuple",
@@ -247,6 +275,7 @@ TUPLE = Handler(
     stores_items=True,
     size="any",
     text=_item_text,
+    key_entries=_item_keys,
 )
 NAMED_TUPLE = Handler(
     "named tuple",
@@ -255,6 +284,7 @@ NAMED_TUPLE = Handler(
     in_models=True,
     stores_items=True,
     text=_field_text,
+    key_entries=_item_keys,  # and no fields: as in paths, and in a State
 )
 DICT = Handler(
     "dict",
@@ -267,6 +297,7 @@ DICT = Handler(
     in_models=True,
     size="shrinks",
     text=_entry_text,
+    key_entries=_entry_keys,
 )
 PARTIAL = Handler(
     "partial",
@@ -275,6 +306,7 @@ PARTIAL = Handler(
     rebuild=_rebuild_partial,
     in_models=True,
     text=_partial_text,
+    key_entries=_partial_keys,
 )
 METHOD = Handler(
     "method",
@@ -283,6 +315,7 @@ METHOD = Handler(
     rebuild=lambda function, pairs: types.MethodType(function.value, *(item for _, item in pairs)),
     in_models=True,
     text=lambda value, key: ("", ".__self__"),
+    key_entries=_no_keys,
 )
 WRAPPER = Handler(
     "wrapper",
@@ -291,6 +324,7 @@ WRAPPER = Handler(
     rebuild=lambda pattern, pairs: pattern.make(*(item for _, item in pairs)),
     in_models=True,
     text=lambda value, key: ("", ".__wrapped__"),
+    key_entries=_no_keys,
 )
 PLAIN = (LIST, TUPLE, NAMED_TUPLE, DICT)  # containers of Python's own
 NODE = Handler(
@@ -300,6 +334,7 @@ NODE = Handler(
     rebuild=lambda kind, pairs: kind.value.unflatten(item for _, item in pairs),
     in_models=True,
     stores_items=True,
+    key_entries=lambda kind, steps: kind.key_entries,
 )
 
 

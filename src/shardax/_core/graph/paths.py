@@ -4,13 +4,19 @@
 A *path* is a tuple of attribute names (``str``), list positions (``int``) and dict keys (any
 hashable). Its text form is what a user would type after the model: ``("layers", 0, "kernel")`` is
 ``.layers[0].kernel``.
+
+JAX has *key paths* instead: one entry a step, of a class that says how the step is taken
+(``GetAttrKey``, ``SequenceKey``, ``DictKey``).
 """
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Hashable, Iterable
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Hashable
+from typing import Any, TypeAlias
+
+from jax.tree_util import DictKey, GetAttrKey, KeyEntry, KeyPath, SequenceKey
 
 Path = tuple[Hashable, ...]
 # What JAX flattens: containers, Modules and other registered types, and leaves. Any object is one.
@@ -32,32 +38,61 @@ def _format_key(key: Hashable) -> str:
     return f"[{key!r}]"
 
 
-def plain_path(key_path: Iterable[Any]) -> Path:
+def plain_path(key_path: KeyPath) -> Path:
     """Returns the path that a JAX key path stands for."""
-    steps: list[Hashable] = []
-    for key in key_path:
-        if type(key) is PathKey:
-            steps += key.path
-        else:
-            found = (getattr(key, name) for name in ("key", "idx", "name") if hasattr(key, name))
-            steps.append(next(found, str(key)))
-    return tuple(steps)
+    return tuple(plain_step(key) for key in key_path)
 
 
-class PathKey(NamedTuple):
-    """JAX key path entry for a whole path below one node."""
+def plain_step(key: KeyEntry) -> Hashable:
+    """Returns the step of a path that a key entry stands for."""
+    # The classes of JAX, and those of users with one of their attributes.
+    for name in ("key", "idx", "name"):
+        if hasattr(key, name):
+            return getattr(key, name)
+    return str(key)
 
-    path: Path
+
+class AttributeKey(GetAttrKey):
+    """JAX's key of an attribute, with ``key`` as ``DictKey`` has it."""
+
+    # JAX's errors about trees that differ read it (0.10.2), and so do masks written for dicts.
 
     @property
-    def key(self) -> Any:
-        """The step, or the path of several steps."""
-        return self.path[0] if len(self.path) == 1 else self.path
+    def key(self) -> str:
+        """The name."""
+        return self.name
 
-    def __str__(self) -> str:
-        return format_path(self.path)
 
-    __repr__ = __str__
+class ItemKey(SequenceKey):
+    """JAX's key of an item, with ``key`` as ``DictKey`` has it."""
+
+    @property
+    def key(self) -> int:
+        """The position."""
+        return self.idx
+
+
+class EntryKey(DictKey):
+    """JAX's key of an entry by its position, with ``idx`` as ``SequenceKey`` has it."""
+
+    @property
+    def idx(self) -> int:
+        """The position."""
+        return self.key
+
+
+attribute_key = functools.lru_cache(maxsize=4096)(AttributeKey)
+item_key = functools.lru_cache(maxsize=4096)(ItemKey)
+
+
+def with_key(entry: KeyEntry) -> KeyEntry:
+    """Returns a key entry of JAX that has ``key``."""
+    match entry:
+        case GetAttrKey(name=name):
+            return attribute_key(name)
+        case SequenceKey(idx=position):
+            return item_key(position)
+    return entry
 
 
 def line_of(value: object) -> str:

@@ -5,22 +5,29 @@ A ``State`` maps paths to values. It looks like a nested mapping (``state["layer
 ``state.layers[0].kernel``) and is stored flat. It is immutable, and a pytree whose leaves are the
 values, so optimizers and ``jax.tree.map`` work on it. For each path it keeps the *origin* of the
 value, the type and metadata of its Variable, so that it can be filtered like a model.
+
+To JAX a State is a node for each step of its paths, as nested dicts are: its children are values
+and, below a step that is not the last of a path, States. Key paths have one ``DictKey`` a step,
+like those of ``state.to_pure_dict()``, but the values keep their order. What JAX rebuilds holds
+such nodes until it is asked for values by path.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+import enum
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import numpy as np
+from jax.tree_util import DictKey, KeyEntry
 
 from shardax._core.cross_process import packed
 from shardax._core.errors import ModuleError, StateMismatchError
 from shardax._core.frozen import FrozenVariable, same_value
 from shardax._core.graph.handlers import PLAIN, Handler, handler_of, register
-from shardax._core.graph.paths import Leaf, Path, PathKey, format_path
+from shardax._core.graph.paths import Leaf, Path, attribute_key, format_path
 from shardax._core.graph.static import EMPTY
 from shardax._core.object import Object, Shown
 from shardax._core.state.filters import Filter, group_by_filter
@@ -28,6 +35,59 @@ from shardax._core.text import layout_text
 from shardax._core.variable import Origin, Variable
 
 _UNKNOWN = Origin(Variable, EMPTY)
+
+
+class _Step(enum.Enum):
+    """The step to the value of a bare Variable, whose path has none."""
+
+    NONE = "()"
+
+    def __repr__(self) -> str:
+        return self.value
+
+
+_NO_STEP = _Step.NONE
+
+# What one node is besides its children: the step to each, and its origin, None for a State below.
+NodeForm: TypeAlias = tuple[tuple[Hashable, ...], tuple[Origin | None, ...]]
+Node: TypeAlias = "tuple[Sequence[Leaf | State], NodeForm]"
+
+
+class _Entries(NamedTuple):
+    """Entries of a State, to be put into nodes by their paths."""
+
+    paths: Sequence[Path]  # of at least one step
+    values: Sequence[Leaf]
+    origins: Sequence[Origin]
+
+    def node(self, start: int, stop: int, depth: int) -> Node:
+        """Returns the node of some neighbours that share so many steps."""
+        paths = self.paths
+        steps: list[Hashable] = []
+        children: list[Leaf | State] = []
+        kinds: list[Origin | None] = []
+        below = depth + 1
+
+        while start < stop:
+            path = paths[start]
+            step = path[depth]
+            steps.append(step)
+
+            if len(path) == below:
+                children.append(self.values[start])
+                kinds.append(self.origins[start])
+                start += 1
+                continue
+
+            # A State for all that goes on with the same step.
+            end = start + 1
+            while end < stop and len(paths[end]) > below and paths[end][depth] == step:
+                end += 1
+            children.append(_state_of(self.node(start, end, below)))
+            kinds.append(None)
+            start = end
+
+        return children, (tuple(steps), tuple(kinds))
 
 
 class State(Shown, Mapping[Any, Any]):
@@ -48,7 +108,11 @@ class State(Shown, Mapping[Any, Any]):
         [('layers', 0, 'kernel')]
     """
 
-    __slots__ = ("_origins", "_values")
+    # By path, and as JAX's node: one of both is always there, the other once it was asked for.
+    __slots__ = ("_node", "_origins_by_path", "_values_by_path")
+    _values_by_path: dict[Path, Leaf] | None
+    _origins_by_path: dict[Path, Origin] | None
+    _node: Node | None
 
     def __init__(self, entries: Mapping[Any, Any] = {}) -> None:
         if isinstance(entries, State):
@@ -61,8 +125,9 @@ class State(Shown, Mapping[Any, Any]):
                 )
             values = flatten_mapping(entries)
             origins = dict.fromkeys(values, _UNKNOWN)
-        self._values: dict[Path, Leaf] = dict(values)
-        self._origins: dict[Path, Origin] = dict(origins)
+        self._values_by_path = dict(values)
+        self._origins_by_path = dict(origins)
+        self._node = None
 
     @classmethod
     def from_flat(
@@ -75,9 +140,58 @@ class State(Shown, Mapping[Any, Any]):
             origins: What each came from; by default unknown.
         """
         state = object.__new__(cls)
-        state._values = dict(values)
-        state._origins = {path: (origins or {}).get(path, _UNKNOWN) for path in state._values}
+        known = origins or {}
+        state._values_by_path = dict(values)
+        state._origins_by_path = {path: known.get(path, _UNKNOWN) for path in values}
+        state._node = None
         return state
+
+    @property
+    def _values(self) -> dict[Path, Leaf]:
+        if self._values_by_path is None:
+            values: dict[Path, Leaf] = {}
+            self._add_values((), values)
+            self._values_by_path = values
+        return self._values_by_path
+
+    @property
+    def _origins(self) -> dict[Path, Origin]:
+        if self._origins_by_path is None:
+            known: dict[Path, Origin] = {}
+            self._add_origins((), known)
+            self._origins_by_path = known
+        return self._origins_by_path
+
+    def _add_values(self, start: Path, values: dict[Path, Leaf]) -> None:
+        """Adds values by path, below a start."""
+        children, (steps, origins) = self._node or self._as_node()
+        for step, origin, child in zip(steps, origins, children, strict=True):
+            path = start if step is _NO_STEP else (*start, step)
+            if origin is None and isinstance(child, State):
+                child._add_values(path, values)
+                continue
+            if origin is None and path in values:
+                raise _replaced_twice(path)
+            values[path] = child
+
+    def _add_origins(self, start: Path, known: dict[Path, Origin]) -> None:
+        """Adds origins by path, below a start."""
+        children, (steps, origins) = self._node or self._as_node()
+        for step, origin, child in zip(steps, origins, children, strict=True):
+            path = start if step is _NO_STEP else (*start, step)
+            if origin is None and isinstance(child, State):
+                child._add_origins(path, known)
+            else:  # without an origin, a function of JAX has put a value in a State's place
+                known[path] = origin or _UNKNOWN
+
+    def _as_node(self) -> Node:
+        """Returns JAX's node: children and form."""
+        if self._node is None:
+            values, origins = self._values, self._origins
+            paths = [path or (_NO_STEP,) for path in values]
+            entries = _Entries(paths, list(values.values()), list(origins.values()))
+            self._node = entries.node(0, len(paths), 0)
+        return self._node
 
     def flat(self) -> dict[Path, Leaf]:
         """Returns a dict from full path to value, in order."""
@@ -124,7 +238,8 @@ class State(Shown, Mapping[Any, Any]):
         return values, self._origins
 
     def __setstate__(self, state: Any) -> None:
-        self._values, self._origins = state
+        self._values_by_path, self._origins_by_path = state
+        self._node = None
 
     def __eq__(self, other: object) -> bool:
         """Whether paths, origins and every value are the same."""
@@ -210,6 +325,23 @@ class State(Shown, Mapping[Any, Any]):
         return "State(\n" + "\n".join(rows) + "\n)" if rows else "State()"
 
 
+def _state_of(node: Node) -> State:
+    """Returns the State that JAX sees as a node."""
+    state = object.__new__(State)
+    state._values_by_path = None
+    state._origins_by_path = None
+    state._node = node
+    return state
+
+
+def _replaced_twice(path: Path) -> StateMismatchError:
+    return StateMismatchError(
+        f"Entries below {format_path(path)} stand at several positions of this State, as after "
+        f"merge, so it has several parts there, and a function of JAX with is_leaf= put a value in "
+        f"the place of each. Bring them together first: state = sx.State(state.to_pure_dict())."
+    )
+
+
 _ABSENT = object()
 
 
@@ -291,19 +423,22 @@ def _refuse_second(first: object, second: object, label: Path) -> None:
         )
 
 
-Origins = tuple[tuple[Path, Origin], ...]
+def _flatten(state: State) -> Node:
+    return state._node or state._as_node()
 
 
-def _flatten(state: State) -> tuple[list[Any], Origins]:
-    return list(state._values.values()), tuple(state._origins.items())
+def _flatten_with_keys(state: State) -> tuple[list[tuple[KeyEntry, Leaf | State]], NodeForm]:
+    children, form = _flatten(state)
+    return list(zip(map(_key_of, form[0]), children, strict=True)), form
 
 
-def _flatten_with_keys(state: State) -> tuple[list[tuple[PathKey, Any]], Origins]:
-    return [(PathKey(path), child) for path, child in state._values.items()], _flatten(state)[1]
+def _key_of(step: Hashable) -> KeyEntry:
+    # The value of a bare Variable has the key that it has in the Variable.
+    return attribute_key("value") if step is _NO_STEP else DictKey(step)
 
 
-def _unflatten(aux: Origins, children: Iterable[Any]) -> State:
-    return State.from_flat(dict(zip((path for path, _ in aux), children, strict=True)), dict(aux))
+def _unflatten(form: NodeForm, children: Iterable[Leaf | State]) -> State:
+    return _state_of((tuple(children), form))
 
 
 def _rebuild(origins: Mapping[Path, Origin], pairs: Iterable[tuple[object, object]]) -> State:

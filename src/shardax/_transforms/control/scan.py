@@ -35,6 +35,7 @@ from shardax._core.frames import kind_of
 from shardax._core.graph.flatten import GraphDef, ModuleDef, VariableDef, is_object
 from shardax._core.graph.paths import Leaf, Path, PyTree, format_path, plain_path
 from shardax._core.object import Object
+from shardax._core.state.state import State
 from shardax._core.variable import Variable
 from shardax._transforms.errors import PrefixError, TransformError
 from shardax._transforms.jit import eager
@@ -273,15 +274,14 @@ def structure_difference(first: object, second: object, path: Path) -> tuple[Pat
     if jax.tree.structure(first) == jax.tree.structure(second):
         return None
     both = (first, second)
-    children = [dict(prefix.one_level(item)) for item in both]
-    if type(first) is type(second) and list(children[0]) == list(children[1]):
-        for key, child in children[0].items():
-            difference = structure_difference(child, children[1][key], (*path, *key))
+    children = [prefix.one_level(item) for item in both]
+    keys = [[key for key, _ in below] for below in children]
+    if type(first) is type(second) and keys[0] == keys[1]:
+        for (key, child), (_, other) in zip(*children, strict=True):
+            difference = structure_difference(child, other, (*path, *key))
             if difference is not None:
                 return difference
-    first_text, second_text = (
-        _container(item, below) for item, below in zip(both, children, strict=True)
-    )
+    first_text, second_text = map(_container, both, keys)
     return (
         path,
         first_text,
@@ -289,12 +289,12 @@ def structure_difference(first: object, second: object, path: Path) -> tuple[Pat
     )
 
 
-def _container(item: object, children: dict[Any, object]) -> str:
+def _container(item: object, children: Sequence[Path]) -> str:
     if isinstance(item, int):
         return "an array" if item == ARRAY else "an object"
     if item is None:
         return "None"
-    if isinstance(item, dict):
+    if isinstance(item, (dict, State)):
         keys = ", ".join(repr(key) for (key,) in children)
         return f"a {type(item).__name__} with keys {keys or '(none)'}"
     return f"a {type(item).__name__} of {len(children)}"

@@ -493,16 +493,16 @@ def expand(
                 yield below, leaf, prefix
         return
     children = one_level(tree)
-    parts = dict(one_level(prefix))
-    if type(prefix) is not type(tree) or [key for key, _ in children] != list(parts):
+    parts = one_level(prefix)
+    if type(prefix) is not type(tree) or [key for key, _ in children] != [key for key, _ in parts]:
         kind, at = _place(name, where)
         raise PrefixError(
             f"{name} does not fit the {kind}{at}: it has {_shape(prefix)} where the {kind} has "
             f"{_shape(tree)}. Give one entry for all of it, or the same containers with one entry "
             "each."
         )
-    for key, child in children:
-        yield from expand(parts[key], child, name, (*where, *key), known, lenient)
+    for (key, child), (_, part) in zip(children, parts, strict=True):
+        yield from expand(part, child, name, (*where, *key), known, lenient)
 
 
 def _place(name: str, where: Path) -> tuple[str, str]:
@@ -527,7 +527,7 @@ def refuse_filters(prefix: object, name: str, where: Path) -> None:
 
 
 def one_level(tree: PyTree) -> list[tuple[Path, PyTree]]:
-    """Returns (path, child) of each child of a pytree node."""
+    """Returns (path, child) of each child of a pytree node; of a State, a path may come again."""
     if type(tree) in (tuple, list):
         return [((position,), child) for position, child in enumerate(tree)]
     pairs = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: x is not tree)
