@@ -114,9 +114,12 @@ def _without_other_names(kind: type, metadata: Mapping[str, object]) -> dict[str
 def _with_box(kind: type, axes: object, entries: dict[str, object], init: Init) -> tuple[Any, Any]:
     """Axes and entries with those of the box around an initializer's value."""
     assert init.metadata is not None
-    names = tuple(init.metadata.axes or ())
-    names += (None,) * (len(init.shape) - len(names))
-    _check_names_of_box(kind, axes, names, "an initializer")
+    if init.metadata.axes is None and axes is not None:
+        return axes, entries  # the box knows no names, and so no rules for these
+    names = init.metadata.axes
+    if names is not None:
+        names += (None,) * (len(init.shape) - len(names))
+        _check_names_of_box(kind, axes, names, "an initializer")
     return names, {**init.metadata.entries, **entries}
 
 
@@ -124,7 +127,7 @@ def _check_names_of_box(kind: type, axes, names: tuple[Any, ...] | None, source:
     if axes is not None and names is not None and tuple(axes) != names:
         raise MetadataError(
             f"A {kind.__name__} with axes={axes!r} was given {source} with the names "
-            f"{names}, by with_partitioning: give the names once, to a new {kind.__name__}."
+            f"{names} of a box: give the names once, to a new {kind.__name__}."
         )
 
 

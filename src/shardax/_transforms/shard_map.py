@@ -123,21 +123,35 @@ def assign(
     if not isinstance(specs, (tuple, list)):
         named = dict.fromkeys(kwargs, specs)
         return prefixes.AssignedPrefixes(args, kwargs, [specs] * len(args), named)
-    if not len(args) <= len(specs) <= max(len(positional), len(args)):
-        listed = f" ({', '.join(positional)})" if positional else ""
-        raise errors.PrefixError(
-            f"in_specs has {len(specs)} entries, but the function was given {len(args)} positional "
-            f"arguments{listed}. Give one entry per parameter, or one for everything."
-        )
-    by_name = dict(zip(positional, specs, strict=False))
-    for keyword in kwargs:
-        if keyword not in by_name:
-            raise errors.PrefixError(
-                f"in_specs has {len(specs)} entries, one per positional parameter, so none for "
-                f"{keyword!r}. Add one, make it positional, or give one entry for everything."
-            )
-    named = {keyword: by_name[keyword] for keyword in kwargs}
+    by_position = dict(zip(positional, specs, strict=False))
+    without_entry = [name for name in kwargs if name in positional and name not in by_position]
+    too_many = len(specs) > max(len(positional), len(args))
+    if len(args) > len(specs) or too_many or without_entry:
+        labels = [inputs.parameter_name(function, position) for position in range(len(args))]
+        raise misfit(len(specs), [*labels, *kwargs], positional)
+
+    # What can be given by name alone has no place in the entries: it is whole, as in Flax NNX.
+    named = {name: by_position.get(name, WHOLE) for name in kwargs}
     return prefixes.AssignedPrefixes(args, kwargs, list(specs[: len(args)]), named)
+
+
+def misfit(count: int, given: Sequence[str], positional: Sequence[str]) -> errors.PrefixError:
+    """Returns the error of entries that are not one per positional parameter.
+
+    Args:
+        count: The number of entries.
+        given: The arguments of the call, by parameter.
+        positional: The parameters that may be given by position.
+    """
+    entries = "1 entry" if count == 1 else f"{count} entries"
+    takes = ", ".join(positional) or "no parameter by position"
+    example = ", ".join(f"{name!r}: jax.P()" for name in given)
+    return errors.PrefixError(
+        f"in_specs has {entries}, but the function takes {takes}, and the call gives "
+        f"{', '.join(given) or 'nothing'}. Give one entry for everything, or one per parameter "
+        f"that may be given by position; what can be given by name alone is then whole in every "
+        f"shard. Or name them all: in_specs={{{example}}}."
+    )
 
 
 class ManualRegion(NamedTuple):
@@ -320,8 +334,9 @@ def shard_map(
         function: A function, method or callable Module. Left out: returns a decorator.
         mesh: The mesh, its axes Auto or Explicit; None for the one in scope (``jax.set_mesh``).
         in_specs: One entry for all arguments, a tuple of one per positional parameter, or a dict
-            with one for each argument by its parameter's name, also of those by name alone; in a
-            tuple, an argument given by name has the entry of its position. An entry is a
+            with one for each argument by its parameter's name. In a tuple, an argument given by
+            name has the entry of its position; one that can be given by name alone has none, and is
+            whole in every shard. An entry is a
             ``PartitionSpec`` (None is ``P()``), for a Module also a State of specs, such as
             ``sx.partition_specs(model)``, or a ``StateSharding``; for a container the same
             container with entries. Variables in the arguments move to their shards and stay there.

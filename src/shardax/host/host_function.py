@@ -194,7 +194,7 @@ class HostFunction(PickledByName):
         self._ruled: CustomVjp | None = None
         if derivative.vjp is not None:
             positions = tuple(key for key in static if isinstance(key, int))
-            self._ruled = CustomVjp(self._call, positions, ...)
+            self._ruled = _HostVjp(self._call, positions, ...)
             self._ruled.defvjp(self._forward, functools.partial(self._backward, len(positions)))
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
@@ -290,6 +290,15 @@ class HostFunction(PickledByName):
             f"vjp of the host function {self.name} must return a tuple with one gradient for each "
             f"argument (None: zero), but it returned a {type(gradients).__name__}."
         )
+
+
+class _HostVjp(CustomVjp):
+    """The derivative backward of a host function, which messages call by that function."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return repr(self.function.__self__)  # of the method that runs it
 
 
 def _rule(rule: object, out: Callable[..., object]) -> Any:

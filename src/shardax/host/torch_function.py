@@ -45,7 +45,8 @@ def from_torch(
         vmap: As for ``host_function``.
 
     Returns:
-        A function of JAX arrays, with derivatives of every order in reverse mode.
+        A function of JAX arrays, with derivatives of every order in reverse mode: second ones by
+        ``sx.jacrev(sx.jacrev(f))``, since ``sx.hessian`` goes forward over reverse.
 
     Example:
         >>> import jax, jax.numpy as jnp, shardax as sx

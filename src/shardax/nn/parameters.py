@@ -47,11 +47,12 @@ def make_parameter(
     """Makes a lazy parameter with one axis name per dimension."""
     # Constants draw nothing, so adding a bias or a norm to a model leaves its other parameters as
     # they were.
-    plain, box = announced(initializer)
+    plain, _ = announced(initializer)
     source = None if plain in (ones, zeros) else rngs
     check_rngs(rngs)
-    names = tuple(axes) if box is None else None  # the names of its box come before the layer's
-    return Param(Init(initializer, shape, dtype, rngs=source), axes=names)
+    init = Init(initializer, shape, dtype, rngs=source)
+    names = None if init.has_names else tuple(axes)  # those of its box come before the layer's
+    return Param(init, axes=names)
 
 
 @functools.lru_cache(maxsize=256)

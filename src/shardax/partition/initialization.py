@@ -12,6 +12,7 @@ close over whole models. Static arguments that cannot be hashed make a program f
 
 from __future__ import annotations
 
+import atexit
 import inspect
 import threading
 import types
@@ -214,6 +215,10 @@ class CurrentCall(Functions):
 
 
 _programs: dict[Hashable, tuple[CurrentCall, Callable[[Any], Any], list[Any]]] = {}
+
+# With the programs go the callbacks of their weak references, which would compare keys while the
+# interpreter takes the modules apart.
+atexit.register(_programs.clear)
 
 
 def _weakly(function: object) -> Callable[[], Any]:

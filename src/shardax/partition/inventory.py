@@ -34,18 +34,19 @@ from shardax._core.frames import local, resolve
 from shardax._core.graph.flatten import flatten
 from shardax._core.graph.handlers import axes_of, is_box, is_whole
 from shardax._core.graph.paths import Leaf, Path, PyTree, format_path, plain_path
-from shardax._core.graph.static import EMPTY, MAPPED_AXES, Metadata
+from shardax._core.graph.static import BOX_ENTRY, EMPTY, MAPPED_AXES, Metadata
 from shardax._core.init.lazy import LazyValue
 from shardax._core.object import Object
 from shardax._core.state.state import Origin, State
 from shardax._core.variable import Variable
 from shardax._transforms.lift.prefix import alias_paths
 from shardax.partition.boxes.boxes import (
-    BOX_ENTRY,
     AxisMetadata,
     layout_of_variable,
+    sharding_of_own,
     standard_box,
-    value_in,
+    stored_in,
+    with_stored,
 )
 from shardax.partition.errors import Diagnostic
 from shardax.partition.mesh import AnyMesh
@@ -97,6 +98,7 @@ class LeafInfo(NamedTuple):
     added: frozenset[str] = frozenset()  # names that its own rules do not know, as of a stack
     axes_per_array: bool = False  # whether the axes are those of each of several arrays
     is_number: bool = False  # a box of a Python number, which has no dimensions
+    kept: AxisMetadata[Any] | None = None  # the empty box that a Variable was made of
 
     @property
     def value(self) -> Leaf:
@@ -126,7 +128,7 @@ class LeafInfo(NamedTuple):
     def arrays_in(self, value: Any) -> list[Any]:
         """The arrays of a value like this leaf's."""
         if self.box is not None:
-            return [leaf for leaf in jax.tree.leaves(value_in(value)) if is_array(leaf)]
+            return [leaf for leaf in jax.tree.leaves(stored_in(value)) if is_array(leaf)]
         return [value] if self.treedef is None else self.treedef.flatten_up_to(value)
 
     def with_arrays(self, value: Any, arrays: Sequence[Leaf]) -> PyTree:
@@ -134,9 +136,23 @@ class LeafInfo(NamedTuple):
         if self.box is None:
             return arrays[0] if self.treedef is None else self.treedef.unflatten(arrays)
         remaining = iter(arrays)
-        return value.replace_boxed(
-            jax.tree.map(lambda leaf: next(remaining) if is_array(leaf) else leaf, value_in(value))
+        stored = jax.tree.map(
+            lambda leaf: next(remaining) if is_array(leaf) else leaf, stored_in(value)
         )
+        return with_stored(value, stored)
+
+    def sharding_of_box(self, mesh: AnyMesh) -> NamedSharding | None:
+        """What a box with a ``get_sharding`` of its own says of the leaf; None of others."""
+        box = self.kept if self.box is None else self.box
+        if box is None:
+            return None
+        value = self.value
+        stored = stored_in(value) if is_box(value) else value
+        abstract = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if is_array(leaf) else leaf,
+            stored,
+        )
+        return sharding_of_own(with_stored(box, abstract), mesh)
 
     def entry(self, arrays: Sequence[Leaf]) -> Any:
         """The leaf's entry, given those of its arrays."""
@@ -215,7 +231,7 @@ class TreeInventory:
     ) -> int:
         plain_value = value if variable is None else None
         if is_box(value):
-            leaf = _box_leaf(path, standard_box(value), variable, plain_value)
+            leaf = _box_leaf(path, value, variable, plain_value)
         else:
             axes = metadata.axes
             usual = isinstance(value, (jax.Array, LazyValue))
@@ -237,8 +253,10 @@ class TreeInventory:
                 axes = arrays[0].axes if len(arrays) == 1 else axes
             leaf = LeafInfo(path, axes, arrays, treedef, variable, plain_value)
             if BOX_ENTRY in metadata.entries:
-                mesh, rules, added = layout_of_variable(axes, metadata.entries)
-                leaf = leaf._replace(rules=rules, mesh=mesh, added=added, axes_per_array=True)
+                kept = layout_of_variable(axes, metadata.entries, value)
+                leaf = leaf._replace(
+                    axes_per_array=True, **({} if kept is None else kept._asdict())
+                )
         self.leaves.append(leaf)
         return len(self.leaves) - 1
 
@@ -276,25 +294,27 @@ class TreeInventory:
 
 
 def _box_leaf(
-    path: Path, box: AxisMetadata[Any], variable: Variable | None, plain_value: object
+    path: Path, value: object, variable: Variable | None, plain_value: object
 ) -> LeafInfo:
+    stored = stored_in(value)
+    box = standard_box(value, stored)
     names, rules = box.layout()
     return LeafInfo(
         path,
         names,
         tuple(
             _array_info((*path, *plain_path(key_path)), leaf)
-            for key_path, leaf in jax.tree.leaves_with_path(box.value)
+            for key_path, leaf in jax.tree.leaves_with_path(stored)
             if is_array(leaf)
         ),
         None,
         variable,
         plain_value,
-        box.replace_boxed(None),
+        with_stored(box, None),
         rules,
         getattr(box, "mesh", None),
         axes_per_array=True,
-        is_number=isinstance(box.value, (bool, int, float, complex)),
+        is_number=isinstance(stored, (bool, int, float, complex)),
     )
 
 

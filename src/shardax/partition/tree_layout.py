@@ -249,6 +249,11 @@ class TreeLayout:
             self._overrides, of_overrides = overrides_of(
                 inventory, self.mesh, overrides, memory_kind
             )
+        self._overrides = [
+            self._by_box(leaf, leaf_mesh, override)
+            for leaf, leaf_mesh, override in zip(leaves, self.meshes, self._overrides, strict=True)
+        ]
+
         # For each leaf a spec of each of its arrays; of a box without any, one.
         self.specs, diagnostics = self._lay_out(leaves)
         reduced, of_states = reduced_states(leaves, diagnostics)
@@ -260,6 +265,16 @@ class TreeLayout:
         said = {diagnostic.path for diagnostic in no_rules}
         diagnostics = [d for d in diagnostics if d.code != "unmapped-name" or d.path not in said]
         self.diagnostics: list[Diagnostic] = [*diagnostics, *of_states, *no_rules, *of_overrides]
+
+    def _by_box(self, leaf: LeafInfo, mesh: AnyMesh | None, override: Override) -> Override:
+        """The override of a leaf, or the sharding that its own box makes for a mesh."""
+        if mesh is None or override.spec is not None or override.rules is not None:
+            return override
+        sharding = leaf.sharding_of_box(mesh)
+        if sharding is None:
+            return override
+        source = f"{type(leaf.box or leaf.kept).__name__}.get_sharding"
+        return Override(None, sharding, override.memory_kind, source)
 
     def _lay_out(
         self, leaves: Sequence[LeafInfo]
@@ -275,7 +290,7 @@ class TreeLayout:
             if self._names_alone and leaf.axes is not None:
                 own_rules = logical.identity_rules(tuple(leaf.axes))
             rules = self._rules_over(mesh) if own_rules is None else own_rules
-            if own_rules is not None and leaf.added:
+            if own_rules is not None and leaf.added and not self._names_alone:
                 rules = self._with_added(own_rules, leaf.added, mesh)
             if override.rules is not None:
                 rules = rules.override(override.rules)

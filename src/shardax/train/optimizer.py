@@ -29,13 +29,13 @@ from shardax._core.checks import Options, raise_if_any
 from shardax._core.frames import local, resolve
 from shardax._core.graph.handlers import knows_names
 from shardax._core.graph.paths import Leaf, Path, PyTree, format_path
+from shardax._core.graph.static import BOX_ENTRY
 from shardax._core.module import Module
 from shardax._core.state.split_merge import describe_plain_arrays, iter_variables
 from shardax._core.state.state import Origin, State, by_paths_of
 from shardax._core.variable import OptState, Param, Variable
 from shardax._transforms.errors import TransformError
 from shardax._transforms.grad.grad import tangents_in
-from shardax.partition.boxes.boxes import BOX_ENTRY
 from shardax.partition.inventory import TreeInventory
 from shardax.train import optimizer_state
 from shardax.train.data.prefetch import in_device_memory

@@ -19,18 +19,20 @@ from shardax.view.parameter_table import ParameterTable
 from shardax.view.shardings import ShardingView, sharding_text
 
 
-def show(value: Any) -> None:
-    """Shows anything, as a foldable drawing or as text.
+def show(*values: Any) -> None:
+    """Shows anything, as foldable drawings or as text.
 
-    In a notebook it is the drawing, elsewhere the text.
+    In a notebook these are drawings, elsewhere texts. Several things are shown one below the other,
+    and a string stands as it is between them.
 
     Args:
-        value: A Module, Variable, State, ``GraphDef``, selection, named array, mesh, sharding, a
-            table or a view of this package, or a pytree of such.
+        *values: Each a Module, Variable, State, ``GraphDef``, selection, named array, mesh,
+            sharding, a table or a view of this package, or a pytree of such; or a string.
 
     Example:
         >>> import shardax as sx
-        >>> sx.view.show(sx.nn.Linear(2, 3, use_bias=False, rngs=sx.Rngs(0)))
+        >>> sx.view.show("A layer:", sx.nn.Linear(2, 3, use_bias=False, rngs=sx.Rngs(0)))
+        A layer:
         Linear(  # 6 parameters
           kernel=Param(float32[2, 3], lazy, axes=('in', 'out')),
           bias=None,
@@ -39,12 +41,19 @@ def show(value: Any) -> None:
           dtype=None,
         )
     """
-    if in_notebook():
-        # It is running, and no requirement of this package.
-        display = importlib.import_module("IPython.display").display
-        display({"text/html": html_fragment(value), "text/plain": repr(value)}, raw=True)
-    else:
-        print(to_text(value))  # noqa: T201 (printing is the purpose)
+    if not in_notebook():
+        for value in values:
+            print(value if isinstance(value, str) else to_text(value))  # noqa: T201 (the purpose)
+        return
+
+    # It is running, and no requirement of this package.
+    display = importlib.import_module("IPython.display").display
+    for value in values:
+        if isinstance(value, str):
+            bundle = {"text/html": fragment(f"<pre>{escape(value)}</pre>"), "text/plain": value}
+        else:
+            bundle = {"text/html": html_fragment(value), "text/plain": repr(value)}
+        display(bundle, raw=True)
 
 
 def to_text(value: object) -> str:

@@ -283,7 +283,7 @@ def test_names_of_an_initializer_belong_to_new_params() -> None:
     with pytest.raises(MetadataError) as caught:
         param[...] = sx.Init(ones, (2,))
     assert str(caught.value) == (
-        "A Param with axes=('embed',) was given an initializer with the names ('mlp',), by "
-        "with_partitioning: give the names once, to a new Param."
+        "A Param with axes=('embed',) was given an initializer with the names ('mlp',) of a box: "
+        "give the names once, to a new Param."
     )
     assert (param.tolist(), param.axes) == ([0.0, 0.0], ("embed",))

@@ -17,8 +17,8 @@ from jax.sharding import PartitionSpec as P
 
 import shardax as sx
 from shardax import named, nn
-from shardax.errors import MetadataError, VariableValueError
-from shardax.partition import to_boxes, with_logical_partitioning, with_partitioning
+from shardax.errors import MetadataError, PartitionError, VariableValueError
+from shardax.partition import AxisMetadata, to_boxes, with_logical_partitioning, with_partitioning
 from tests.advice import run_advice
 
 NORMAL = jax.nn.initializers.lecun_normal()
@@ -123,16 +123,75 @@ def test_stack_adds_its_own_mappable_axis_name(auto_mesh: Mesh) -> None:
     assert sx.shard(stack, auto_mesh, RULES)(jnp.ones((2, 16))).shape == (2, 16)
 
 
-def test_initializer_around_a_boxed_one_is_refused() -> None:
-    boxed = with_partitioning(NORMAL, ("data", None))
-    with pytest.raises(VariableValueError, match="and not an array") as caught:
-        sx.Param(sx.Init(lambda *args: boxed(*args), (8, 16), rngs=sx.Rngs(0))).value  # noqa: B018
+class Noted(AxisMetadata[Any]):
+    """A box of a user's own, which computes its value."""
 
-    def unboxed(*args: Any) -> Any:
-        return run_advice(caught.value, "sx.unbox(box)", {"sx": sx, "box": boxed(*args)})
+    def __init__(self, value: Any, note: str) -> None:
+        self.value, self.note = value, note
 
-    weight = sx.Param(sx.Init(unboxed, (8, 16), rngs=sx.Rngs(0)), axes=("data", None))
-    assert weight.value.shape == (8, 16)
+    def unbox(self, apply_constraint: bool = True) -> Any:
+        return 2 * self.value
+
+    def add_axis(self, index: int, params: Any) -> Noted:
+        return self
+
+    remove_axis = add_axis
+
+    def get_partition_spec(self) -> P:
+        return P(None, "model")
+
+
+BOXED = with_partitioning(NORMAL, (None, "model"))
+OF_MODEL = sx.Partitioned(None, (None, "model"))
+AROUND: dict[str, tuple[Any, Any]] = {
+    "lambda": (lambda *args: BOXED(*args), OF_MODEL),
+    "wraps": (functools.wraps(BOXED)(lambda *args: BOXED(*args)), OF_MODEL),
+    "partial": (functools.partial(lambda *args: BOXED(*args)), OF_MODEL),
+    "jax.jit": (jax.jit(BOXED, static_argnums=(1, 2)), OF_MODEL),
+    "jax.checkpoint": (jax.checkpoint(BOXED, static_argnums=(1, 2)), OF_MODEL),
+    "sx.jit": (sx.jit(BOXED, static_argnums=(1, 2)), OF_MODEL),
+    "box": (lambda *args: sx.Partitioned(NORMAL(*args), (None, "model")), OF_MODEL),
+    "logical": (
+        lambda *args: LOGICAL(NORMAL)(*args),
+        sx.LogicallyPartitioned(None, ("embed", "mlp")),
+    ),
+    "own": (lambda *args: Noted(NORMAL(*args) / 2, "n"), Noted(None, "n")),
+}
+
+
+@pytest.mark.parametrize(("init", "box"), AROUND.values(), ids=list(AROUND))
+def test_init_takes_names_of_a_box_by_another_function(init: Any, box: Any, mesh: Mesh) -> None:
+    layer, plain = linear(lambda _: init), linear()
+    names, _ = box.layout()
+    assert layer.kernel.is_lazy and layer.kernel.axes == tuple(names)
+    assert dict(layer.kernel.metadata) == {"box": box}
+    sx.shard(layer, mesh, RULES)
+    assert layer.kernel.sharding == NamedSharding(mesh, P(None, "model"))
+    np.testing.assert_allclose(layer.kernel.value, plain.kernel.value, rtol=1e-5)
+
+
+def test_init_of_a_boxed_function_is_boxed_by_the_outer_names() -> None:
+    twice = with_partitioning(lambda *args: BOXED(*args), ("data", None))
+    assert sx.Param(sx.Init(twice, (8, 16), rngs=sx.Rngs(0))).axes == ("data", None)
+    with pytest.raises(PartitionError, match="holds another box") as caught:
+        sx.Init(lambda *args: sx.Partitioned(BOXED(*args), (None, None)), (8, 16), rngs=sx.Rngs(0))
+    names = {"sx": sx, "box": BOXED(jax.random.key(0), (8, 16)), "rest": ("embed", "mlp")}
+    assert run_advice(caught.value, "sx.Param(sx.unbox(box), axes=...)", names).shape == (8, 16)
+
+
+def test_init_without_an_array_is_refused() -> None:
+    with pytest.raises(VariableValueError, match="returned dict and not an array"):
+        sx.Param(sx.Init(lambda *args: {"w": NORMAL(*args)}, (8, 16), rngs=sx.Rngs(0))).value  # noqa: B018
+
+
+def test_init_that_does_not_trace_fails_when_it_is_read() -> None:
+    def untraceable(key: Any, *args: Any) -> Any:
+        return sx.Partitioned(np.asarray(jax.random.key_data(key)) * 1.0, (None,))
+
+    weight = sx.Param(sx.Init(untraceable, (2,), rngs=sx.Rngs(0)))
+    assert weight.is_lazy
+    with pytest.raises(jax.errors.TracerArrayConversionError):
+        weight.value  # noqa: B018
 
 
 def test_names_shorter_than_shape_leave_dimensions_whole(mesh: Mesh) -> None:
@@ -151,7 +210,8 @@ def test_partial_keeps_names_and_box_mesh_and_rules(auto_mesh: Mesh) -> None:
     twice = with_partitioning(with_partitioning(NORMAL, ("data", None)), (None, "model"))
     assert sx.Param(sx.Init(twice, (8, 16))).axes == (None, "model")
     unknown = with_partitioning(NORMAL, None)
-    assert nn.Linear(4, 4, kernel_init=unknown, rngs=sx.Rngs(0)).kernel.axes == ("in", "out")
+    layer = nn.Linear(4, 4, kernel_init=unknown, rngs=sx.Rngs(0))
+    assert layer.kernel.axes == ("in", "out") and layer.kernel.value.shape == (4, 4)
 
 
 def test_variable_of_boxed_initializer_converts_back_to_box() -> None:
@@ -172,22 +232,27 @@ def test_constants_still_draw_nothing() -> None:
     assert all(np.array_equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-def test_two_names_and_unannounced_boxes_are_refused() -> None:
+def test_names_of_an_initializer_are_given_once() -> None:
     init = with_partitioning(NORMAL, ("data", None))
-    with pytest.raises(MetadataError, match="give the names once"):
-        sx.Param(sx.Init(init, (8, 16)), axes=("a", "b"))
+    for boxed in (init, lambda *args: init(*args)):
+        with pytest.raises(MetadataError, match="give the names once"):
+            sx.Param(sx.Init(boxed, (8, 16)), axes=("a", "b"))
+        weight = sx.Param(jnp.ones((8, 16)))
+        with pytest.raises(MetadataError, match="give the names once, to a new Param"):
+            weight.value = sx.Init(boxed, (8, 16))
+        with pytest.raises(MetadataError, match="give the names once"):
+            weight.replace(sx.Init(boxed, (8, 16)))
 
-    weight = sx.Param(jnp.ones((8, 16)))
-    with pytest.raises(MetadataError, match="give the names once, to a new Param"):
-        weight.value = sx.Init(init, (8, 16))
-    with pytest.raises(MetadataError, match="give the names once"):
-        weight.replace(sx.Init(init, (8, 16)))
+
+def test_initializer_around_a_boxed_one_computes_its_own_value() -> None:
+    init = with_partitioning(NORMAL, ("data", None))
 
     @functools.wraps(init)
     def doubled(*args: Any) -> Any:
         return jax.tree.map(lambda x: 2 * x, init(*args))
 
-    for rngs, hidden in ((sx.Rngs(0), doubled), (sx.Rngs(0), lambda *args: init(*args))):
-        layer = nn.Linear(8, 16, kernel_init=hidden, rngs=rngs)
-        with pytest.raises(VariableValueError, match=r"returned Partitioned.*kernel_axes="):
-            layer(jnp.ones((2, 8)))
+    layer, plain = (
+        nn.Linear(8, 16, kernel_init=each, rngs=sx.Rngs(0)) for each in (doubled, NORMAL)
+    )
+    assert layer.kernel.axes == ("data", None)
+    np.testing.assert_allclose(layer.kernel.value, 2 * plain.kernel.value, rtol=1e-6)

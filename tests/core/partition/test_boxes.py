@@ -8,6 +8,7 @@ import dataclasses
 import pickle
 from typing import Any
 
+import flax.core.meta as flax_meta
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,13 +20,20 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardax as sx
-from shardax.errors import MetadataError, PartitionError, ShardaxError, TransformError
+from shardax.errors import (
+    MetadataError,
+    PartitionCheckError,
+    PartitionError,
+    ShardaxError,
+    TransformError,
+)
 from shardax.partition import (
     PARTITION_NAME,
     AxisMetadata,
     LogicallyPartitioned,
     Partitioned,
     add_axis,
+    get_partition_spec,
     remove_axis,
     replace_boxed,
     unbox,
@@ -358,8 +366,7 @@ def test_add_axis_adds_no_name_where_there_are_none() -> None:
 BAD_CHANGES: dict[str, tuple[Any, type[ShardaxError], list[str]]] = {
     "no name": (lambda t: add_axis(t, 0, {}), PartitionError, ["PARTITION_NAME"]),
     "no name to remove": (lambda t: remove_axis(t, 0, {"other": 1}), PartitionError, ["other"]),
-    "add too far": (lambda t: add_axis(t, 5, LAYERS), PartitionError, ["5", "-3 to 2"]),
-    "add too far back": (lambda t: add_axis(t, -4, LAYERS), PartitionError, ["-4", "-3 to 2"]),
+    "add too far back": (lambda t: add_axis(t, -4, LAYERS), PartitionError, ["-4", "from -3 on"]),
     "remove too far": (lambda t: remove_axis(t, 2, LAYERS), PartitionError, ["2", "there are 2"]),
     "remove too far back": (lambda t: remove_axis(t, -3, LAYERS), PartitionError, ["-3"]),
     "remove another": (
@@ -378,7 +385,7 @@ BAD_CHANGES: dict[str, tuple[Any, type[ShardaxError], list[str]]] = {
 @pytest.mark.parametrize("case", BAD_CHANGES)
 @pytest.mark.parametrize("make", [Partitioned, LogicallyPartitioned])
 def test_errors_name_parameter_box_index_and_names(make: Any, case: str) -> None:
-    """Case 15 of the notes on Flax: there, an empty assertion, or names that are padded."""
+    """Where Flax has an empty assertion, or puts the name in front."""
     change, error, words = BAD_CHANGES[case]
     tree = {"block": [{"kernel": make(jnp.ones((2, 3)), ("in", "out"))}]}
     with pytest.raises(error) as caught:
@@ -387,6 +394,16 @@ def test_errors_name_parameter_box_index_and_names(make: Any, case: str) -> None
     assert text.startswith(".block[0].kernel: ")
     assert f"{make.__name__}(float32[2, 3], names=('in', 'out'))" in text
     assert [word for word in words if word not in text] == []
+
+
+@pytest.mark.parametrize("index", [0, 1, 2, 3, 5])
+def test_add_axis_beyond_the_names_pads_as_in_flax(index: int) -> None:
+    theirs = flax_meta.Partitioned(1.0, ("in", "out")).add_axis(index, LAYERS).names
+    for box in (Partitioned(1.0, ("in", "out")), LogicallyPartitioned(jnp.ones(2), ("in", "out"))):
+        assert box.add_axis(index, LAYERS).names == theirs
+        assert box.add_axis(index, LAYERS).remove_axis(index, LAYERS).names[:2] == ("in", "out")
+    with pytest.raises(PartitionCheckError, match=r"\.w: 6 axis names"):
+        get_partition_spec(add_axis({"w": Partitioned(jnp.ones((2, 3)), ("in", "out"))}, 5, LAYERS))
 
 
 def test_errors_name_variables_and_modules_by_their_paths() -> None:

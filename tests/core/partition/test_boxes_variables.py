@@ -132,8 +132,8 @@ def test_to_variables_refuses_what_cannot_become_a_variable() -> None:
     nested = Partitioned(LogicallyPartitioned(1.0, ()), ())
     with pytest.raises(PartitionError, match="holds another") as caught:
         to_variables(nested)
-    names = {"sx": sx, "unbox": unbox, "box": nested, "rest": ()}
-    assert float(run_advice(caught.value, "sx.Param(unbox(box), axes=...)", names)) == 1.0
+    names = {"sx": sx, "box": nested, "rest": ()}
+    assert float(run_advice(caught.value, "sx.Param(sx.unbox(box), axes=...)", names)) == 1.0
     with pytest.raises(VariableValueError, match="text"):
         to_variables(Partitioned("text", ()))
     model = sx.nn.Linear(2, 3, rngs=sx.Rngs(0))

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import itertools
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -33,6 +35,7 @@ from shardax.partition import (
     with_logical_partitioning,
     with_partitioning,
 )
+from tests.child_processes import environment
 
 RULES = sx.Rules({"batch": "data", "mlp": "model", "embed": None, "layers": None})
 DEPTH, EMBED, MLP, BATCH = 3, 8, 16, 4
@@ -380,3 +383,25 @@ def test_law_initial_values_are_mesh_independent(layout: Any) -> None:
     box = sx.initialise(init, jax.random.key(3), mesh=mesh, rules=rules)
     assert box == init(jax.random.key(3))
     assert box.value.sharding == NamedSharding(mesh, rules.spec(names))
+
+
+def test_a_process_that_initialised_ends_without_a_word() -> None:
+    """Programs are kept by weak references, of which none may act while the modules go."""
+    program = """
+import jax
+import shardax as sx
+
+mesh = jax.make_mesh((1,), ("model",))
+
+def make(key):
+    normal = jax.nn.initializers.normal()
+    return sx.partition.with_partitioning(normal, (None, "model"))(key, (2, 3))
+
+for _ in range(2):
+    sx.initialise(make, jax.random.key(0), mesh=mesh)
+    sx.initialise(lambda key, made: made(key), jax.random.key(0), make, mesh=mesh)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, env=environment()
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

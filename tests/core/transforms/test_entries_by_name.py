@@ -13,6 +13,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 import shardax as sx
 from shardax.errors import PrefixError, TransformError
+from tests.advice import run_advice
 from tests.strategies import Node
 
 
@@ -61,6 +62,47 @@ def test_shard_map_takes_specs_by_name(auto_mesh: Mesh) -> None:
         out_specs=split,
     )
     assert run(XS, scale=jnp.float32(2)).tolist() == [0.0, 2.0, 4.0, 6.0]
+
+
+def test_shard_map_shows_arguments_by_name_alone_whole_to_every_shard(auto_mesh: Mesh) -> None:
+    split, whole = PartitionSpec("model"), PartitionSpec()
+    shapes: list[Any] = []
+
+    def scaled(x: Any, shift: Any = 0.0, mask: Any = 1.0, *, scale: Any, **others: Any) -> Any:
+        shapes.append([jnp.shape(item) for item in (x, shift, mask, scale, *others.values())])
+        return x * jnp.sum(scale) * mask + shift
+
+    for specs in ((split, whole, split), (split, whole), (split,)):
+        run = sx.shard_map(scaled, mesh=auto_mesh, in_specs=specs, out_specs=split)
+        assert run(XS, scale=2.0).tolist() == [0.0, 2.0, 4.0, 6.0]
+        assert run(x=XS, scale=jnp.ones(4), more=XS).tolist() == [0.0, 4.0, 8.0, 12.0]
+        assert shapes[-1] == [(1,), (), (), (4,), (4,)]
+    run = sx.shard_map(scaled, mesh=auto_mesh, in_specs=(split, whole, split), out_specs=split)
+    assert run(XS, mask=XS, scale=1.0).tolist() == [0.0, 1.0, 4.0, 9.0]
+    assert shapes[-1] == [(1,), (), (1,), ()]
+
+    model = sx.Param(jnp.full(4, 3.0))
+    run = sx.shard_map(
+        lambda x, *, model: x * model[:1], mesh=auto_mesh, in_specs=(split,), out_specs=split
+    )
+    assert run(XS, model=model).tolist() == [0.0, 3.0, 6.0, 9.0]
+
+
+@pytest.mark.parametrize("count", [0, 1, 3, 4])
+def test_shard_map_entries_that_do_not_fit_name_those_that_do(count: int, auto_mesh: Mesh) -> None:
+    def scaled(x: Any, shift: Any, *, scale: Any) -> Any:
+        return x * scale + shift
+
+    split = PartitionSpec("model")
+    options: dict[str, Any] = {"mesh": auto_mesh, "out_specs": split}
+    run = sx.shard_map(scaled, in_specs=(PartitionSpec(),) * count, **options)
+    with pytest.raises(PrefixError, match=r"the function takes x, shift, and the call") as caught:
+        run(XS, XS, scale=2.0)
+    names: dict[str, Any] = {"jax": jax}
+    run_advice(caught.value, "in_specs={'x': jax.P(), 'shift': jax.P(), 'scale': jax.P()}", names)
+    specs = {**names["in_specs"], "x": split, "shift": split}
+    again = sx.shard_map(scaled, in_specs=specs, **options)(XS, XS, scale=2.0)
+    assert again.tolist() == [0.0, 3.0, 6.0, 9.0]
 
 
 def test_argument_without_an_entry_is_refused() -> None:

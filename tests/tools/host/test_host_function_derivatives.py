@@ -13,6 +13,7 @@ from jax.test_util import check_grads
 
 import shardax as sx
 from shardax.errors import TransformError
+from tests.advice import run_advice
 from tests.tools.host.ways import doubling, same
 from tests.tools.host.ways import way as way
 
@@ -200,9 +201,38 @@ def test_gradient_that_fits_nothing_is_an_error() -> None:
             jax.grad(lambda x, function=function: function(x).sum())(X)
 
 
-def test_forward_mode_of_vjp_rule_is_refused() -> None:
-    with pytest.raises(TypeError, match="custom_vjp"):
-        jax.jvp(cubed("vjp"), (X,), (X,))
+FORWARD = {
+    "jax.jvp": lambda f: jax.jvp(f, (X,), (X,)),
+    "jax.hessian": lambda f: jax.hessian(f)(X),
+    "sx.jvp": lambda f: sx.jvp(f, (X,), (X,)),
+    "sx.jacfwd": lambda f: sx.jacfwd(f)(X),
+    "sx.hessian": lambda f: sx.hessian(f)(X),
+    "sx.jit": lambda f: sx.jit(sx.hessian(f))(X),
+}
+
+
+@pytest.mark.parametrize("forward", FORWARD.values(), ids=list(FORWARD))
+def test_forward_mode_of_a_vjp_rule_names_the_modes_that_work(forward: Any) -> None:
+    inner = host_function(lambda x: 3 * x**2, out=same, vjp=lambda a, r, ct: (6 * a[0] * ct,))
+    backward = host_function(cube, out=same, vjp=lambda a, r, ct: (inner(a[0]) * ct,))
+    with pytest.raises(TransformError, match=r"<host function (cube|<lambda>)> cannot") as caught:
+        forward(lambda x: backward(x).sum())
+    names = {"sx": sx, "f": lambda x: backward(x).sum()}
+    first = run_advice(caught.value, "sx.jacrev(f)", names)(X)
+    np.testing.assert_allclose(first, 3 * X**2, rtol=1e-6)
+    second = run_advice(caught.value, "sx.jacrev(sx.jacrev(f))", names)(X)
+    np.testing.assert_allclose(second, np.diag(6 * X), rtol=1e-6)
+    forward(lambda x: host_function(cube, out=same, jvp=cube_jvp)(x).sum())
+
+
+@pytest.mark.parametrize("staged", [sx.jit, sx.remat], ids=["jit", "remat"])
+@pytest.mark.parametrize("name", ["jvp", "jacfwd", "hessian"])
+def test_forward_mode_of_a_staged_vjp_rule_is_explained(name: str, staged: Any) -> None:
+    backward = host_function(cube, out=same, vjp=host_function(cube_vjp))
+    with pytest.raises(TypeError) as caught:
+        FORWARD[f"sx.{name}"](staged(lambda x: backward(x).sum()))
+    notes = "".join(getattr(caught.value, "__notes__", []))
+    assert "sx.jacrev(sx.jacrev(f))" in f"{caught.value}{notes}"
 
 
 def test_rules_get_what_was_passed_by_name() -> None:

@@ -12,7 +12,8 @@ import pytest
 from jax.test_util import check_grads
 
 import shardax as sx
-from shardax.errors import HostFunctionError
+from shardax.errors import HostFunctionError, TransformError
+from tests.advice import run_advice
 from tests.needs import needs
 
 pytestmark = needs("torch")
@@ -147,6 +148,15 @@ def test_unused_torch_input_has_zero_gradient() -> None:
     assert [g.tolist() for g in jax.grad(function, argnums=(0, 1))(2.0, 3.0)] == [4.0, 0.0]
     constant = from_torch(lambda x: torch.ones(()))
     assert float(jax.grad(constant)(2.0)) == 0.0
+
+
+@pytest.mark.parametrize("hessian", [sx.hessian, jax.hessian], ids=["sx", "jax"])
+def test_hessian_names_the_way_backward_twice(hessian: Any) -> None:
+    function = from_torch(lambda x: (x**3).sum())
+    with pytest.raises(TransformError, match="host function .* cannot be") as caught:
+        hessian(function)(LOGITS[0])
+    second = run_advice(caught.value, "sx.jacrev(sx.jacrev(f))", {"sx": sx, "f": function})
+    np.testing.assert_allclose(second(LOGITS[0]), np.diag(6 * LOGITS[0]), rtol=1e-5)
 
 
 def test_errors_of_pytorch_come_as_they_are() -> None:

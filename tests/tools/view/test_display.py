@@ -153,7 +153,14 @@ def test_sharding_page_has_an_interactive_picture(auto_mesh: Mesh) -> None:
 
 def test_showing_outside_of_a_notebook_prints_the_text(capsys: pytest.CaptureFixture[str]) -> None:
     sx.view.show(Tied())
-    assert capsys.readouterr().out == sx.view.to_text(Tied()) + "\n"
+    drawn = sx.view.to_text(Tied()) + "\n"
+    assert capsys.readouterr().out == drawn
+    sx.view.show("A model:", Tied(), "and <its>\nstate", sx.State({"a": 1}), 3)
+    others = [sx.view.to_text(sx.State({"a": 1})), "3\n"]
+    expected = "\n".join(["and <its>\nstate", *others])
+    assert capsys.readouterr().out == f"A model:\n{drawn}{expected}"
+    sx.view.show()
+    assert capsys.readouterr().out == ""
 
 
 @given(model=models())
@@ -265,7 +272,7 @@ def test_notebook_gets_html_and_terminal_repr(monkeypatch: pytest.MonkeyPatch) -
     assert bundle["text/plain"] == repr(model)
     assert "treescope-container" in bundle["text/html"]
 
-    def run_under(kinds: list[str]) -> list[Any]:
+    def run_under(kinds: list[str], *values: Any) -> list[Any]:
         shown: list[Any] = []
         formatter = types.SimpleNamespace(active_types=kinds)
         shell = types.SimpleNamespace(display_formatter=formatter)
@@ -275,7 +282,7 @@ def test_notebook_gets_html_and_terminal_repr(monkeypatch: pytest.MonkeyPatch) -
         display.display = lambda data, raw: shown.append(data)  # pyright: ignore[reportAttributeAccessIssue]
         monkeypatch.setitem(sys.modules, "IPython", ipython)
         monkeypatch.setitem(sys.modules, "IPython.display", display)
-        sx.view.show(model)
+        sx.view.show(*values or (model,))
         return shown
 
     bundle = sx.select(model).at_instances_of(sx.Param)._repr_mimebundle_()
@@ -284,6 +291,9 @@ def test_notebook_gets_html_and_terminal_repr(monkeypatch: pytest.MonkeyPatch) -
 
     (shown,) = run_under(["text/plain", "text/html"])
     assert shown.keys() == {"text/html", "text/plain"}
+    text, drawing = run_under(["text/plain", "text/html"], "a < b", model)
+    assert text["text/plain"] == "a < b" and "<pre>a &lt; b</pre>" in text["text/html"]
+    assert drawing["text/plain"] == repr(model) and "treescope-container" in drawing["text/html"]
     assert run_under(["text/plain"]) == []
     assert model._repr_mimebundle_() is None
 

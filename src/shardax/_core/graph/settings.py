@@ -23,6 +23,7 @@ something else is written there. But an object that compares itself by value is 
 
 from __future__ import annotations
 
+import atexit
 import collections
 import dataclasses
 import enum
@@ -477,6 +478,7 @@ class _LeftIn(NamedTuple):
 
 _NOTHING_LEFT: dict[str, _LeftByTrace] = {}
 _left: dict[int, _LeftIn] = {}  # by ``id`` of the object
+atexit.register(_left.clear)  # and the callbacks of weak references in it, which use this module
 _versions = itertools.count()
 
 

@@ -307,13 +307,25 @@ class Metadata:
         axes = check_axes(changes.pop("axes")) if "axes" in changes else self.axes
         return self._with(axes, {**self.entries, **changes})
 
-    def without_axis(self, position: int, expected: AxisName = None) -> Metadata:
-        """Returns the metadata without the name of one dimension."""
+    def without_axis(
+        self,
+        position: int,
+        expected: AxisName = None,
+        params: Mapping[str, Any] = MappingProxyType({}),
+    ) -> Metadata:
+        """Returns the metadata without the name of one dimension.
+
+        Args:
+            position: Which dimension goes.
+            expected: Its name by the transform; None for any.
+            params: Further properties of the dimension, for a box of the user's.
+        """
         names = self.mapped_names
         if not -len(names) <= position < len(names):
             if self.axes is None:
-                return self
+                return self.box_without_axis(position, expected, params)
             raise MetadataError(f"axes {names} have no dimension {position} to remove.")
+
         place = position % len(names)
         if expected is not None and names[place] not in (None, expected):
             raise MetadataError(
@@ -322,22 +334,60 @@ class Metadata:
                 f"transform the Variable's own name: "
                 f"metadata={{sx.partition.PARTITION_NAME: {names[place]!r}}}."
             )
-        return self._with_names((*names[:place], *names[place + 1 :]))
+        name = expected if names[place] is None else names[place]
+        renamed = self._with_names((*names[:place], *names[place + 1 :]))
+        return renamed.box_without_axis(place, name, params)
 
     def with_axis(
-        self, position: int, name: AxisName = None, *, knows_names: bool = False
+        self,
+        position: int,
+        name: AxisName = None,
+        params: Mapping[str, Any] = MappingProxyType({}),
+        *,
+        knows_names: bool = False,
     ) -> Metadata:
-        """Returns the metadata with the name of a new dimension."""
+        """Returns the metadata with the name of a new dimension.
+
+        Args:
+            position: Where the dimension is.
+            name: Its name, or None.
+            params: Further properties of the dimension, for a box of the user's.
+            knows_names: Whether the value knows the names of its own dimensions.
+        """
         names = self.mapped_names
         if self.axes is None:
             if position < 0 or not (knows_names or names):
-                return self
+                return self.box_with_axis(position, name, params)
             names = (*names, *(None,) * (position - len(names)))
+
         rank = len(names) + 1
         if not -rank <= position < rank:
             raise MetadataError(f"axes {names} have no place {position} for another dimension.")
         place = position % rank
-        return self._with_names((*names[:place], name, *names[place:]))
+        renamed = self._with_names((*names[:place], name, *names[place:]))
+        return renamed.box_with_axis(place, name, params)
+
+    def box_with_axis(self, position: int, name: AxisName, params: Mapping[str, Any]) -> Metadata:
+        """Returns the metadata in which the box of the Variable knows of a new dimension."""
+        return self._with_box("_kept_with_axis", position, name, params)
+
+    def box_without_axis(
+        self, position: int, name: AxisName, params: Mapping[str, Any]
+    ) -> Metadata:
+        """Returns the metadata in which the box of the Variable lost a dimension."""
+        return self._with_box("_kept_without_axis", position, name, params)
+
+    def _with_box(
+        self, method: str, position: int, name: AxisName, params: Mapping[str, Any]
+    ) -> Metadata:
+        box = self.entries.get(BOX_ENTRY)
+        change = getattr(box, method, None)
+        if change is None:
+            return self
+        changed = change(position, {**params, PARTITION_NAME: name})
+        if changed is box:
+            return self
+        return self._with(self.axes, {**self.entries, BOX_ENTRY: changed})
 
     @property
     def mapped_names(self) -> Axes:
@@ -402,3 +452,5 @@ EMPTY = Metadata(None, {})
 PARTITION_NAME = "partition_name"
 # Entry of a Variable that holds arrays which know their names: those of their mapped dimensions.
 MAPPED_AXES = "mapped_axes"
+# Entry of a Variable that was made of a box: the box, empty.
+BOX_ENTRY = "box"

@@ -25,6 +25,7 @@ whole by every device, of which each then keeps its part.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import math
 import os
@@ -39,8 +40,9 @@ import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from shardax._core._jax import Tracer
-from shardax._core.errors import ModuleError, VariableValueError
+from shardax._core.errors import ModuleError, ShardaxError, VariableValueError
 from shardax._core.frames import is_eager, realising
+from shardax._core.graph.handlers import handler_of
 from shardax._core.graph.static import Metadata, Static
 
 # --- key sources ----------------------------------------------------------------------------------
@@ -446,15 +448,78 @@ def announced(initializer: Initializer) -> tuple[Initializer, Metadata | None]:
     return announced(announcement[1])[0], announcement[2]
 
 
+@dataclasses.dataclass(frozen=True)
+class UnboxedInitializer:
+    """The initializer of what another one puts into a box."""
+
+    boxed: Initializer
+
+    def __call__(self, key: Any, shape: tuple[int, ...], dtype: Any) -> Any:
+        """Returns what the box unboxes."""
+        value = self.boxed(key, shape, dtype)
+        contents = handler_of(value).contents
+        return value if contents is None else contents(value)[0]
+
+
+def unboxed(
+    initializer: Initializer, shape: tuple[int, ...], dtype: Any, impl: object
+) -> tuple[Initializer, Metadata | None]:
+    """The initializer of the bare value, and the metadata of the box that it comes in, if any.
+
+    What ``with_partitioning`` returns tells its names; any other function is traced for them.
+
+    Raises:
+        ShardaxError: If the box holds another one.
+    """
+    plain, metadata = announced(initializer)
+    function = plain.func if isinstance(plain, functools.partial) else plain
+    if getattr(function, "__globals__", None) is _OF_JAX:
+        return plain, metadata
+    try:
+        # Without a key to come, for the names alone.
+        box_contents = _contents_of_box(Static(plain), shape, dtype, impl or prng_name())
+    except Exception:  # noqa: BLE001 - what does not trace fails where its value is asked for
+        return plain, metadata
+    if box_contents is None:
+        return plain, metadata
+    if isinstance(box_contents, ShardaxError):
+        raise box_contents
+    return UnboxedInitializer(plain), metadata or box_contents
+
+
+# The functions of this module return arrays, so they need not be traced.
+_OF_JAX = jax.nn.initializers.normal.__globals__
+
+
+@functools.lru_cache(maxsize=4096)
+def _contents_of_box(
+    initializer: Static, shape: tuple[int, ...], dtype: Any, impl: Any
+) -> Metadata | ShardaxError | None:
+    """Metadata of the box that an initializer returns, or what is wrong with the box."""
+    outcome: list[Metadata | ShardaxError] = []
+
+    def trace(words: Any) -> None:
+        key = jax.random.wrap_key_data(words, impl=impl)
+        value = initializer.value(key, shape, dtype)
+        contents = handler_of(value).contents
+        if contents is None:
+            return
+        try:
+            outcome.append(contents(value)[1])
+        except ShardaxError as error:
+            outcome.append(error)
+
+    jax.eval_shape(trace, _words_of(impl))
+    return outcome[0] if outcome else None
+
+
 def _array_of(value: object, initializer: Initializer) -> Any:
     """What an initializer returned, or raises if it is no array."""
     if hasattr(value, "shape") or isinstance(value, (bool, int, float, complex)):
         return value
     raise VariableValueError(
-        f"The initializer {initializer!r} returned {type(value).__name__} and not an array. The "
-        "names of a box become axes if Init or a layer is given the function that "
-        "with_partitioning(init, names) returned, not another around it. Or return the array, "
-        "sx.unbox(box), and give the names: axes=, or kernel_axes= of a layer."
+        f"The initializer {initializer!r} returned {type(value).__name__} and not an array. "
+        "Return the array, and give names of dimensions by axes=, or kernel_axes= of a layer."
     )
 
 
@@ -533,8 +598,9 @@ class Init(Recipe):
     """A lazy value made by an initializer such as those of ``jax.nn.initializers``.
 
     Args:
-        initializer: Called as ``initializer(key, shape, dtype)``. The names that
-            ``partition.with_partitioning`` gave it become the axes of the Variable.
+        initializer: Called as ``initializer(key, shape, dtype)``. If it returns a box, such as one
+            of ``partition.with_partitioning``, the names of the box become the axes of the
+            Variable; for that a function that is not of ``jax.nn.initializers`` is traced here.
         shape: Shape of the array.
         dtype: Its dtype; made canonical (float64 becomes float32 unless x64 is enabled).
         stream: Name of the random stream to draw the key from, or a stream itself
@@ -565,13 +631,18 @@ class Init(Recipe):
         *,
         rngs: Any = None,
     ) -> None:
-        self.initializer, self.metadata = announced(initializer)
         self.shape = tuple(int(size) for size in shape)
         self.dtype = jax.dtypes.canonicalize_dtype(dtype)
         if not isinstance(stream, str):
             self.source = stream.draw_source()
         else:
             self.source = None if rngs is None else check_rngs(rngs)[stream].draw_source()
+        self.initializer, self.metadata = unboxed(initializer, self.shape, self.dtype, self._impl)
+
+    @property
+    def has_names(self) -> bool:
+        """Whether the initializer's box has names of dimensions."""
+        return self.metadata is not None and self.metadata.axes is not None
 
     @property
     def is_traced(self) -> bool:
@@ -584,14 +655,16 @@ class Init(Recipe):
 
     @property
     def likeness(self) -> Hashable:
-        impl = None if self.source is None else self.source.impl
-        return Static(self.initializer), self.shape, self.dtype, impl
+        return Static(self.initializer), self.shape, self.dtype, self._impl
+
+    @property
+    def _impl(self) -> Any:
+        return None if self.source is None else self.source.impl
 
     def program(self, sharding: object = None, lead: tuple[int, ...] = ()) -> InitializerProgram:
-        impl = None if self.source is None else self.source.impl
         try:
             return initializer_program(
-                Static(self.initializer), self.shape, self.dtype, impl, sharding, lead
+                Static(self.initializer), self.shape, self.dtype, self._impl, sharding, lead
             )
         except TypeError as error:
             self._explain(error)

@@ -442,7 +442,7 @@ def scan(
         raise TransformError(f"reverse of sx.scan is {reverse!r}; give True or False.")
     has_carry = _check_axes(prefix.entries_by_name(function, in_axes), out_axes)
     length = mapped.as_count(length, "length")
-    mapped.mapped_name(metadata, "scan")
+    mapped.mapped_params(metadata, "scan")
 
     options = (in_axes, out_axes, has_carry, length, reverse, unroll, metadata)
 
@@ -569,9 +569,9 @@ class _Scan(LoopBody):
         }
         self.sliced_plain = {i: axis for i, axis in enumerate(plain) if prefix.is_axis(axis)}
         self.arrays = mapped.entering_arrays(assignment, self.streams, self.values, self.plain)
-        self.partition_name = mapped.mapped_name(metadata, "scan")
-        self.graphdef = mapped.element_graphdef(assignment, self.streams, self.partition_name)
-        self.mapped.boxes = mapped.MappedBoxes(assignment, metadata)
+        self.params = mapped.mapped_params(metadata, "scan")
+        self.graphdef = mapped.element_graphdef(assignment, self.streams, self.params)
+        self.mapped.boxes = mapped.MappedBoxes(assignment, self.params)
         call.enter = self.mapped.boxes.enter
         self.result_axes: list[Any] = []
         self.axes_of_new: list[int] = []
@@ -606,7 +606,7 @@ class _Scan(LoopBody):
             mapped.check_new_axis(item.value, item.entry, item.path, "scan")
         self.axes_of_new = [axis if prefix.is_axis(axis) else 0 for axis in new]
         mapped.name_new_dimensions(
-            self.mapped.assignment, self.streams, outputs, self.axes_of_new, self.partition_name
+            self.mapped.assignment, self.streams, outputs, self.axes_of_new, self.params
         )
         results = [item for item in leaving if item.kind == "result" and not item.new]
         self.result_axes = [item.entry for item in results]

@@ -36,7 +36,7 @@ from shardax._core.graph.paths import Leaf, Path, PyTree, format_path
 from shardax._core.object import Object
 from shardax._core.state.state import State
 from shardax._core.variable import Param, Variable
-from shardax._transforms.errors import ClosureError, TransformError
+from shardax._transforms.errors import ClosureError, TransformError, forward_mode
 from shardax._transforms.grad import grad as diff
 from shardax._transforms.grad.custom_jvp import check_same_effects, nondiff_position, record_arrays
 from shardax._transforms.jit import eager
@@ -178,6 +178,7 @@ class CustomVjpCall:
         self.fresh_paths: list[Path] = []
         self.like: PyTree = None
         self.varying: Any = None
+        self.fwd_ran = False  # to its end, as it does where the call is differentiated
 
     def run(self) -> PyTree:
         values, arguments = self.call.graph.values(), self.call.arguments
@@ -194,7 +195,13 @@ class CustomVjpCall:
         differentiable = (self._guarded_twice(differentiable[0]), differentiable[1])
         transformed = jax.custom_vjp(functools.partial(self._run, 0, self._leave))
         transformed.defvjp(functools.partial(self._run, 1, self._leave_forward), self._backward)
-        result, written, fresh = transformed(differentiable, self._guarded(nondifferentiable, used))
+        inputs = (differentiable, self._guarded(nondifferentiable, used))
+        try:
+            result, written, fresh = transformed(*inputs)
+        except TypeError as error:
+            if not self.fwd_ran or not _has_reverse_mode(transformed, inputs):
+                raise
+            raise forward_mode(self.rule) from error
         if not self.rule.state_cotangents:
             written, fresh = jax.lax.stop_gradient((written, fresh))
         assert self.effects is not None
@@ -303,6 +310,8 @@ class CustomVjpCall:
     def _leave_forward(self, context: engine.RunContext):
         outputs, packed = self._forward(context)
         self._check_same_effects(context, outputs.effects)
+        self.fwd_ran = True
+        diff.note_vjp(self.rule)
         return (outputs.result, outputs.written, outputs.fresh), packed
 
     def _forward(self, context: engine.RunContext) -> tuple[binding.LiftedOutputs, PackedResiduals]:
@@ -370,6 +379,15 @@ class CustomVjpCall:
         return jax.tree.map(
             _with_varying, self.varying, (of_values, of_plain), is_leaf=lambda item: item is None
         )
+
+
+def _has_reverse_mode(function: Callable[..., object], inputs: tuple[object, ...]) -> bool:
+    """Whether a function that JAX refused to differentiate has a derivative backward."""
+    try:
+        jax.make_jaxpr(lambda *values: jax.vjp(function, *values)[0])(*inputs)
+    except Exception:  # noqa: BLE001 (then it is not the mode that JAX refuses)
+        return False
+    return True
 
 
 def _arguments(rule: CustomVjp, count: int) -> tuple[list[int], list[diff.DiffState]]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
+import threading
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -24,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from shardax._core.array_ops import wider_dtype
-from shardax._core.errors import StateMismatchError
+from shardax._core.errors import ShardaxError, StateMismatchError
 from shardax._core.frames import owner_here
 from shardax._core.graph.flatten import GraphDef, build, flatten
 from shardax._core.graph.handlers import axes_of
@@ -36,6 +37,7 @@ from shardax._core.state.filters import to_predicate
 from shardax._core.state.split_merge import describe_plain_arrays, state
 from shardax._core.state.state import Origin, State, flatten_mapping, merged_values
 from shardax._core.variable import Param, Variable
+from shardax._transforms import errors
 from shardax._transforms.errors import TransformError
 from shardax._transforms.lift import arguments as inputs
 from shardax._transforms.lift import binding
@@ -57,6 +59,38 @@ def explained_reverse_mode() -> Generator[None]:
             "if the number of steps is known, use sx.fori_loop with Python integers, or sx.scan; "
             "if the gradient shall not go through it, jax.lax.stop_gradient."
         ) from error
+
+
+class _MetRules(threading.local):
+    """Rules that a transform forward met in this thread."""
+
+    rules: list[object] | None = None
+
+
+_met = _MetRules()
+
+
+def note_vjp(rule: object) -> None:
+    """Notes that a function with a derivative backward alone is differentiated."""
+    if _met.rules is not None:
+        _met.rules.append(rule)
+
+
+@contextlib.contextmanager
+def explained_forward_mode(name: str) -> Iterator[None]:
+    """Adds to an error of JAX which functions have a derivative backward alone."""
+    # Inside of a compiled function, a loop or ``remat`` the rule runs when the call of the function
+    # is over, so it cannot be known there that JAX refused the mode.
+    outer, _met.rules = _met.rules, []
+    try:
+        yield
+    except TypeError as error:
+        if not isinstance(error, ShardaxError):
+            for text in dict.fromkeys(map(repr, _met.rules)):
+                error.add_note(f"sx.{name} goes through {text}. {errors.FORWARD_MODE}")
+        raise
+    finally:
+        _met.rules = outer
 
 
 class Tangents:

@@ -8,6 +8,7 @@ number of the gradient.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -63,7 +64,9 @@ def _jacobian(
             all_plain = diff.replaced(plain, positions, some_plain)
             return once.run_once(all_values, all_plain, once.arguments.plain_named, split)
 
-        with diff.explained_reverse_mode():
+        is_forward = transform is not jax.jacrev
+        explained = diff.explained_forward_mode(name) if is_forward else contextlib.nullcontext()
+        with diff.explained_reverse_mode(), explained:
             derivatives, leaving = transform(pure, argnums=(0, 1), has_aux=True, **options)(*points)
         aux = once.finish(leaving)
 

@@ -226,7 +226,8 @@ def _jvp(
         return once.run_once(all_values, all_plain, named, lambda r: _split(r, has_aux, "jvp"))
 
     points, directions = [leaves[i] for i in moving], [moves[i] for i in moving]
-    out, tangent, leaving = jax.jvp(pure, (points,), (directions,), has_aux=True)
+    with diff.explained_forward_mode("jvp"):
+        out, tangent, leaving = jax.jvp(pure, (points,), (directions,), has_aux=True)
     aux = once.finish(leaving)
     return (out, tangent, aux) if has_aux else (out, tangent)
 

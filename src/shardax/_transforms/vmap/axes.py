@@ -10,7 +10,8 @@ name is the one that the Variable came with, or, for a new Variable, that of the
 A *box* is a pytree node that describes the dimensions of what is in it, known by its methods and
 not by its class: ``add_axis(index, params)`` and ``remove_axis(index, params)``, where ``params``
 is ``{PARTITION_NAME: name}``. The function sees boxes without the mapped dimension, and boxes in
-its result have it again.
+its result have it again. So it is with the names that a ``State`` keeps of its Variables, and with
+the box that a Variable was made of.
 
 A random stream with one key, under an entry that maps it, is *split*: one draw is taken from it,
 and every batch element gets a stream whose key is made of that draw and its number. So elements
@@ -23,9 +24,10 @@ given one stays the caller's.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import operator
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -45,10 +47,12 @@ from shardax._core.graph.flatten import (
 )
 from shardax._core.graph.handlers import knows_names
 from shardax._core.graph.paths import Leaf, Path, PyTree, format_path, plain_path
-from shardax._core.graph.static import PARTITION_NAME
+from shardax._core.graph.static import PARTITION_NAME, Metadata
 from shardax._core.init.rng import Rngs, RngStream
 from shardax._core.object import Object
 from shardax._core.state.split_merge import clone_sharing
+from shardax._core.state.state import State
+from shardax._core.variable import Origin
 from shardax._transforms import errors
 from shardax._transforms.lift import prefix
 from shardax._transforms.lift.binding import (
@@ -408,10 +412,10 @@ def _specs(leaf: object) -> Sequence[Any]:
     return tuple(jax.typeof(leaf).sharding.spec)
 
 
-def mapped_name(metadata: Mapping[str, object] | None, name: str) -> Hashable:
-    """Returns the name that ``metadata`` gives the mapped dimension."""
+def mapped_params(metadata: Mapping[str, Any] | None, name: str) -> Mapping[str, Any]:
+    """Returns the properties of the mapped dimension, which boxes are given, or raises."""
     if metadata is None:
-        return None
+        return {}
     if not isinstance(metadata, Mapping) or (
         PARTITION_NAME not in metadata
         and difflib.get_close_matches(PARTITION_NAME, map(str, metadata))
@@ -421,28 +425,36 @@ def mapped_name(metadata: Mapping[str, object] | None, name: str) -> Hashable:
             f"mapped dimension, metadata={{sx.partition.PARTITION_NAME: 'layers'}}, and may have "
             f"further entries, which add_axis and remove_axis of boxes are given."
         )
-    return metadata.get(PARTITION_NAME)
+    return metadata
 
 
 def element_graphdef(
-    assignment: prefix.EntryAssignment, streams: SplitStreams, partition_name: object
+    assignment: prefix.EntryAssignment, streams: SplitStreams, params: Mapping[str, Any]
 ) -> GraphDef:
     """Returns the structure of one batch element: mapped axes have no name."""
+    partition_name = params.get(PARTITION_NAME)
     graphdef = assignment.call.graph.flat.graphdef
     objects = list(graphdef.objects)
     for position, index in enumerate(graphdef.leaves):
         axis, definition = assignment.leaves[position], objects[index]
         if not prefix.is_axis(axis) or position in streams:
             continue
-        try:
-            metadata = definition.metadata.without_axis(axis, partition_name)
-        except MetadataError as error:
-            path = format_path(assignment.leaf_paths[position])
-            raise MetadataError(
-                f"The {definition.type.__name__} at {path} cannot be mapped: {error}"
-            ) from error
+        path = assignment.leaf_paths[position]
+        with _naming(definition.type, path):
+            metadata = definition.metadata.without_axis(axis, partition_name, params)
         objects[index] = definition._replace(metadata=metadata)
     return GraphDef(tuple(objects), graphdef.roots)
+
+
+@contextlib.contextmanager
+def _naming(kind: type, path: Path) -> Iterator[None]:
+    """Says of which Variable names do not fit the mapped dimension."""
+    try:
+        yield
+    except MetadataError as error:
+        raise MetadataError(
+            f"The {kind.__name__} at {format_path(path)} cannot be mapped: {error}"
+        ) from error
 
 
 def name_new_dimensions(
@@ -450,9 +462,10 @@ def name_new_dimensions(
     streams: SplitStreams,
     outputs: LiftedOutputs,
     axes_of_new: Iterable[Any],
-    partition_name: Any,
+    params: Mapping[str, Any],
 ) -> None:
     """Adds the mapped dimension's name to the metadata of everything that leaves."""
+    partition_name = params.get(PARTITION_NAME)
     remaining = zip(axes_of_new, outputs.fresh, strict=True)
     fresh, effects = [], outputs.effects
     for definition in effects.fresh:
@@ -460,7 +473,7 @@ def name_new_dimensions(
             axis, value = next(remaining)
             if prefix.is_axis(axis):
                 metadata = definition.metadata.with_axis(
-                    axis, partition_name, knows_names=knows_names(value)
+                    axis, partition_name, params, knows_names=knows_names(value)
                 )
                 definition = definition._replace(metadata=metadata)
         fresh.append(definition)
@@ -474,20 +487,18 @@ def name_new_dimensions(
         if prefix.is_axis(axis):
             names = outer.mapped_names
             name = names[axis] if axis < len(names) else partition_name
-            metadata = definition.metadata.with_axis(axis, name, knows_names=bool(names))
+            metadata = definition.metadata.with_axis(axis, name, params, knows_names=bool(names))
             effects.updates[index] = definition._replace(metadata=metadata)
 
 
 class MappedBoxes:
-    """The boxes of one mapped call."""
+    """The boxes and States of one mapped call."""
 
-    def __init__(
-        self, assignment: prefix.EntryAssignment, metadata: Mapping[str, Any] | None
-    ) -> None:
+    def __init__(self, assignment: prefix.EntryAssignment, params: Mapping[str, Any]) -> None:
         self.assignment = assignment
-        self.params = metadata or {}
-        self.partition_name = self.params.get(PARTITION_NAME)
-        self._names: dict[type, Any] = {}
+        self.params = params
+        self.partition_name = params.get(PARTITION_NAME)
+        self._names: dict[type, Any] = {}  # of the mapped dimension, as boxes of a type had it
 
     def enter(
         self, args: Sequence[object], kwargs: Mapping[str, object]
@@ -495,15 +506,17 @@ class MappedBoxes:
         """Returns the arguments with boxes without the mapped dimension."""
         assignment = self.assignment
         axes = dict(zip(assignment.plain_paths, assignment.plain, strict=True))
+        change = _Change(axes, self._without, self._without_name)
         labelled = zip(assignment.call.labels, args, strict=True)
         return (
-            [self._map(arg, (label,), axes, self._without) for label, arg in labelled],
-            {name: self._map(arg, (name,), axes, self._without) for name, arg in kwargs.items()},
+            [self._map(arg, (label,), change) for label, arg in labelled],
+            {name: self._map(arg, (name,), change) for name, arg in kwargs.items()},
         )
 
     def leave(self, result: object, output_entries: prefix.OutputEntries) -> PyTree:
         """Returns the result with the mapped dimension in its boxes."""
-        return self._map(result, ("result",), dict(output_entries.labels), self._with)
+        axes = dict(output_entries.labels)
+        return self._map(result, ("result",), _Change(axes, self._with, self._with_name))
 
     def _without(self, box, axis: int):
         name = self.partition_name
@@ -528,35 +541,71 @@ class MappedBoxes:
             axis %= rank + 1  # boxes of Flax count negative positions in another way
         return box.add_axis(axis, {**self.params, PARTITION_NAME: name})
 
-    def _map(
-        self,
-        tree: object,
-        where: Path,
-        axes: Mapping[Path, object],
-        change: Callable[[PyTree, int], object],
-    ) -> PyTree:
+    def _without_name(self, metadata: Metadata, axis: int) -> Metadata:
+        names = metadata.mapped_names
+        if -len(names) <= axis < len(names):
+            self._names.setdefault(State, names[axis])
+        return metadata.without_axis(axis, self.partition_name, self.params)
+
+    def _with_name(self, metadata: Metadata, axis: int) -> Metadata:
+        name = self.partition_name
+        if name is None:
+            name = self._names.get(State)
+        return metadata.with_axis(axis, name, self.params)
+
+    def _map(self, tree: object, where: Path, change: _Change) -> PyTree:
         def visit(key_path, leaf: object):
+            path = (*where, *plain_path(key_path))
+            if isinstance(leaf, State):
+                return self._map_state(leaf, path, change)
             if not is_box(leaf):
                 return leaf
-            path = (*where, *plain_path(key_path))
-            below = [plain_path(keys) for keys, _ in jax.tree_util.tree_leaves_with_path(leaf)]
-            box_axes = {axes.get((*path, *steps)) for steps in below}
-            if len(box_axes) > 1:
-                raise errors.PrefixError(
-                    f"The arrays in the box at {format_path(path)} have the axes {box_axes} in "
-                    f"sx.{self.assignment.call.name}, but its names hold for all of them. Give the "
-                    f"box one axis."
-                )
-            axis: Any = next(iter(box_axes), None)
-            return (
-                _changed(path, leaf, lambda box: change(box, axis))
-                if prefix.is_axis(axis)
-                else leaf
-            )
+            axis = self._axis_of(leaf, path, change)
+            if not prefix.is_axis(axis):
+                return leaf
+            return _changed(path, leaf, lambda box: change.box(box, axis))
 
-        return jax.tree_util.tree_map_with_path(
-            visit, tree, is_leaf=lambda item: is_box(item) or isinstance(item, Object)
-        )
+        return jax.tree_util.tree_map_with_path(visit, tree, is_leaf=_has_names)
+
+    def _map_state(self, state: State, where: Path, change: _Change) -> State:
+        """Returns a State whose entries have the names of the changed dimensions."""
+        below, _ = jax.tree_util.tree_flatten_with_path(state, is_leaf=lambda x: x is not state)
+        values: dict[Path, Leaf] = {}
+        origins: dict[Path, Origin] = {}
+        for (keys, value), (path, origin) in zip(below, state.origins().items(), strict=True):
+            place = (*where, *plain_path(keys))
+            values[path] = self._map(value, place, change)
+            origins[path] = origin
+            axis = self._axis_of(value, place, change)
+            if prefix.is_axis(axis):
+                with _naming(origin.variable_type, place):
+                    metadata = change.names(origin.all_metadata, axis)
+                origins[path] = Origin(origin.variable_type, metadata)
+        return State.from_flat(values, origins)
+
+    def _axis_of(self, value: object, path: Path, change: _Change) -> Any:
+        """Returns the entry of all arrays of a box, or of a value of a State."""
+        below = [plain_path(keys) for keys, _ in jax.tree_util.tree_leaves_with_path(value)]
+        entries = {change.axes.get((*path, *steps)) for steps in below}
+        if len(entries) > 1:
+            raise errors.PrefixError(
+                f"The arrays in the box at {format_path(path)} have the axes {entries} in "
+                f"sx.{self.assignment.call.name}, but its names hold for all of them. Give the "
+                f"box one axis."
+            )
+        return next(iter(entries), None)
+
+
+class _Change(NamedTuple):
+    """What happens to the names of a mapped dimension at one end of a call."""
+
+    axes: Mapping[Path, Any]  # the entry of each array, by path
+    box: Callable[[PyTree, int], object]  # a box with or without the dimension at an axis
+    names: Callable[[Metadata, int], Metadata]  # the same for what a State knows of a Variable
+
+
+def _has_names(value: object) -> bool:
+    return is_box(value) or isinstance(value, (Object, State))
 
 
 def is_box(value: object) -> bool:

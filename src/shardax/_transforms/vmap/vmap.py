@@ -103,7 +103,7 @@ def vmap(
                 "of the two: in_axes='auto' with batch=."
             )
     prefix.check_axes_only(out_axes, "out_axes")
-    mapped.mapped_name(metadata, "vmap")
+    mapped.mapped_params(metadata, "vmap")
 
     @wraps(function)
     def vmapped(*args, **kwargs):
@@ -141,12 +141,12 @@ class _VmapCall(mapped.MappedCall):
         super().__init__(
             assignment, (out_axes, "out_axes", None), entries, lambda p: axes[p] is not None
         )
-        self.partition_name = mapped.mapped_name(metadata, "vmap")
+        self.params = mapped.mapped_params(metadata, "vmap")
         self.plain, self.plain_tree = call.arguments.plain_leaves()
         self.rows = mapped.entering_arrays(assignment, self.streams, self.values, self.plain)
         self.size = mapped.common_size(self.rows, axis_size, "vmap")
-        self.graphdef = mapped.element_graphdef(assignment, self.streams, self.partition_name)
-        self.boxes = mapped.MappedBoxes(assignment, metadata)
+        self.graphdef = mapped.element_graphdef(assignment, self.streams, self.params)
+        self.boxes = mapped.MappedBoxes(assignment, self.params)
         call.enter = self.boxes.enter
 
     def run(self, options: dict[str, Any]) -> PyTree:
@@ -191,7 +191,7 @@ class _VmapCall(mapped.MappedCall):
         for leaf in leaving:
             mapped.check_new_axis(leaf.value, leaf.entry, leaf.path, "vmap")
         new = [leaf.entry for leaf in leaving if leaf.new]
-        mapped.name_new_dimensions(self.assignment, self.streams, outputs, new, self.partition_name)
+        mapped.name_new_dimensions(self.assignment, self.streams, outputs, new, self.params)
         entries = [leaf.entry for leaf in leaving for _ in jax.tree.leaves(leaf.value)]
         return self.group(outputs, sown, entries)
 

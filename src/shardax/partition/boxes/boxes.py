@@ -22,9 +22,10 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+import operator
 import weakref
-from collections.abc import Callable, Mapping
-from typing import Any, Generic, ParamSpec, Self, TypeVar, cast
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Generic, NamedTuple, ParamSpec, Self, TypeVar, cast
 
 import jax
 import numpy as np
@@ -35,7 +36,7 @@ from shardax._core.cross_process import packed
 from shardax._core.graph import handlers
 from shardax._core.graph.handlers import is_box as is_box
 from shardax._core.graph.paths import PyTree
-from shardax._core.graph.static import PARTITION_NAME, Metadata, Static, check_axes
+from shardax._core.graph.static import BOX_ENTRY, PARTITION_NAME, Metadata, Static, check_axes
 from shardax._core.init.lazy import announce
 from shardax._transforms.lift.engine import wraps
 from shardax.partition.checker import spec_for
@@ -150,7 +151,19 @@ class AxisMetadata(abc.ABC, Generic[T]):
             value that is not split; and the rules, None for those of the call.
         """
         spec = self.get_partition_spec()
-        return spec, identity_rules(tuple(spec))
+        return spec, self._rules_of(tuple(spec))
+
+    def _rules_of(self, names: Names | None) -> Rules | None:
+        """Rules for names of this box where no class of the user's says other ones."""
+        return identity_rules(names or ())
+
+    def _kept_with_axis(self, index: int, params: Mapping[str, object]) -> Self:
+        """Returns what a Variable made of this box keeps of it, for values that were stacked."""
+        return self.add_axis(index, params)
+
+    def _kept_without_axis(self, index: int, params: Mapping[str, object]) -> Self:
+        """Returns what a Variable made of this box keeps of it, for a slice of its values."""
+        return self.remove_axis(index, params)
 
     def get_sharding(self, mesh: AnyMesh) -> NamedSharding:
         """Returns the ``NamedSharding`` of the value over a mesh.
@@ -259,8 +272,8 @@ def _register(cls: type[Any]) -> None:
     _registered.add(cls)
 
 
-def standard_box(box: Any) -> AxisMetadata[Any]:
-    """The box itself, or the standard one of a foreign box's names."""
+def standard_box(box: Any, value: object) -> AxisMetadata[Any]:
+    """The box itself, or the standard one of a foreign box's names around a value."""
     if isinstance(box, AxisMetadata):
         return box
     names = getattr(box, "names", None)
@@ -270,39 +283,71 @@ def standard_box(box: Any) -> AxisMetadata[Any]:
         names = tuple(box.get_partition_spec())
     mesh = getattr(box, "mesh", None)
     if hasattr(box, "rules"):
-        return LogicallyPartitioned(value_in(box), names, mesh, box.rules)
-    return Partitioned(value_in(box), names, mesh)
+        return LogicallyPartitioned(value, names, mesh, box.rules)
+    return Partitioned(value, names, mesh)
 
 
-def value_in(box: Any) -> Any:
-    """The value of a box as it is."""
-    return box.value if isinstance(box, AxisMetadata) else unboxed(box, False)
+def stored_in(box: Any) -> Any:
+    """What a box holds, of which its ``unbox`` may compute another value."""
+    if isinstance(box, AxisMetadata):
+        return box.value
+    if not handlers.is_node(box):
+        return unboxed(box, False)
+    children, _ = _children_of(box)
+    position = _value_position(box, children)
+    return children if position is None else children[position]
 
 
-def _contents(box: object) -> tuple[Any, Metadata]:
+def with_stored(box: Any, stored: Any) -> Any:
+    """The box around something else in place of ``stored_in``, with the same attributes."""
+    # Not by ``replace_boxed``, which is about what ``unbox`` returns, and may convert it.
+    if isinstance(box, AxisMetadata):
+        return _rebuilt(type(box), _attributes_of(box), stored)
+    if not handlers.is_node(box):
+        return box.replace_boxed(stored)
+    children, treedef = _children_of(box)
+    position = _value_position(box, children)
+    if position is None:
+        return treedef.unflatten(stored)
+    return treedef.unflatten([*children[:position], stored, *children[position + 1 :]])
+
+
+def _children_of(box: object) -> tuple[list[Any], Any]:
+    return jax.tree.flatten(box, is_leaf=lambda item: item is not box)
+
+
+def _value_position(box: object, children: Sequence[object]) -> int | None:
+    """Which child of a foreign box its names are about; None for all of several."""
+    if len(children) == 1:
+        return 0
+    try:
+        value = unboxed(box, False)
+    except Exception:  # noqa: BLE001 - a value that is computed, here of what has no numbers
+        return None
+    return next((i for i, child in enumerate(children) if child is value), None)
+
+
+def contents(box: object) -> tuple[Any, Metadata]:
     """The value of a box, and a Variable's metadata from it."""
-    standard = standard_box(box)
-    value = value_in(standard)
+    value = unboxed(box, False)
     if any(map(is_box, jax.tree.leaves(value, is_leaf=is_box))):
         raise PartitionError(
             f"{box!r}: holds another box, so it is no Variable. Make one of its value: "
             "sx.Param(sx.unbox(box), axes=...)."
         )
-    if not isinstance(standard, Partitioned):  # a user's own: it decides for itself
-        names, rules = standard.layout()
-        names = None if names is None else tuple(names)
-        standard = LogicallyPartitioned(value, names, getattr(standard, "mesh", None), rules)
-    names = standard.names
+    standard = standard_box(box, value)
+    names, _ = standard.layout()
+    names = None if names is None else tuple(names)
     if names is not None and hasattr(value, "ndim"):
         names = fitted(names, value.ndim)
-    return value, Metadata(names, {BOX_ENTRY: standard.replace_boxed(None)})
+    return value, Metadata(names, {BOX_ENTRY: with_stored(standard, None)})
 
 
 # Children and structure are JAX's: a class may be registered with it in a way of its own.
-_BOX = dataclasses.replace(handlers.NODE, name="box", whole=True, contents=_contents)
+_BOX = dataclasses.replace(handlers.NODE, name="box", whole=True, contents=contents)
 handlers.register(
     object,
-    dataclasses.replace(handlers.LEAF, name="unregistered box", whole=True, contents=_contents),
+    dataclasses.replace(handlers.LEAF, name="unregistered box", whole=True, contents=contents),
     where=handlers.has_box_methods,
 )
 handlers.register(
@@ -367,28 +412,26 @@ def fitted(names: Names, rank: int) -> Names:
     return (*names, *(None,) * (rank - len(names)))
 
 
-def _reaching(box, names: Names, count: int) -> Names:
-    """Names padded to a count, of a box with fewer than dimensions."""
-    rank = getattr(box.value, "ndim", 0)
-    return fitted(names, count) if len(names) < count <= rank else names
-
-
 def inserted(box: object, names: tuple[object, ...], index: int, name: object) -> tuple[Any, ...]:
-    """The names with one inserted; negative positions count from the new end."""
-    names = _reaching(box, names, index)
+    """The names with one inserted; negative positions count from the new end.
+
+    A place after the last name is reached by None for the dimensions before it.
+    """
+    names = (*names, *(None,) * (index - len(names)))
     rank = len(names) + 1
-    if not -rank <= index < rank:
+    if index < -rank:
         raise PartitionError(
             f"{box!r}: cannot add an axis {name!r} at {index} to the names {names}: give a place "
-            f"from {-rank} to {rank - 1}. A box has one name per dimension, None for one without."
+            f"from {-rank} on. A box has one name per dimension, None for one without."
         )
     place = index % rank
     return (*names[:place], name, *names[place:])
 
 
-def without(box: object, names: tuple[object, ...], index: int, name: object) -> tuple[Any, ...]:
+def without(box: Any, names: tuple[object, ...], index: int, name: object) -> tuple[Any, ...]:
     """The names with one removed: the inverse of ``inserted``."""
-    names = _reaching(box, names, index + 1)
+    if len(names) <= index < getattr(box.value, "ndim", 0):  # the last dimensions have no names
+        names = fitted(names, index + 1)
     rank = len(names)
     if not -rank <= index < rank:
         raise PartitionError(
@@ -452,12 +495,14 @@ class Partitioned(AxisMetadata[T]):
             PartitionError: If names are logical, a mesh is known, and there are no rules, or if the
                 value cannot be laid out so, or if the names are malformed.
         """
-        mesh = resolve_mesh(self.mesh) if apply_constraint and self.names is not None else None
+        mesh = resolve_mesh(self.mesh) if apply_constraint else None
         if mesh is None:
             return self.value
         names, rules = self._names_and_rules(
             mesh, "unbox", ", or call unbox(apply_constraint=False)"
         )
+        if names is None:
+            return self.value
 
         def laid_out(leaf):
             if not hasattr(leaf, "shape"):
@@ -470,8 +515,27 @@ class Partitioned(AxisMetadata[T]):
         return jax.tree.map(laid_out, self.value)
 
     def layout(self) -> tuple[Any, Rules | None]:
-        """Returns the names, with rules from each mesh axis to itself."""
-        return self.names, identity_rules(self.names or ())
+        """Returns the names, with rules from each mesh axis to itself.
+
+        Those of a subclass with a ``get_partition_spec`` of its own are what that returns.
+        """
+        if _is_inherited(self, "get_partition_spec"):
+            names = self.names
+        else:
+            names = tuple(self.get_partition_spec())
+        return names, self._rules_of(names)
+
+    def _kept_with_axis(self, index: int, params: Mapping[str, object]) -> Self:
+        # The axes of the Variable have the new name. The names of the box stay as they were given,
+        # which tells the names that were added since.
+        if _is_inherited(self, "add_axis"):
+            return self
+        return self.add_axis(index, params).replace(names=self.names)
+
+    def _kept_without_axis(self, index: int, params: Mapping[str, object]) -> Self:
+        if _is_inherited(self, "remove_axis"):
+            return self
+        return self.remove_axis(index, params).replace(names=self.names)
 
     def add_axis(self, index: int, params: Mapping[Any, PyTree]) -> Self:
         """Returns the box with the name of a new dimension inserted.
@@ -529,9 +593,9 @@ class Partitioned(AxisMetadata[T]):
         where = resolve_mesh(mesh if mesh is not None else self.mesh)
         if where is None:
             raise PartitionError(f"{self!r}: there is no mesh. Write box.get_sharding(mesh).")
-        if self.names is None:
-            return NamedSharding(where, PartitionSpec())
         names, rules = self._names_and_rules(where, "make a sharding of", "")
+        if names is None:
+            return NamedSharding(where, PartitionSpec())
         shape = getattr(self.value, "shape", (0,) * len(names))
         spec = _sharding(fitted(names, len(shape)), shape, where, rules).spec
         return NamedSharding(where, PartitionSpec(*spec[: len(names)]))
@@ -581,10 +645,12 @@ class Partitioned(AxisMetadata[T]):
         more = {name: item for name, item in layout_options.items() if name in fields}
         return cls(cast("Any", metadata.get("value")), names, **more)
 
-    def _names_and_rules(self, mesh: AnyMesh, action: str, way_out: str) -> tuple[Names, Rules]:
+    def _names_and_rules(
+        self, mesh: AnyMesh, action: str, way_out: str
+    ) -> tuple[Names | None, Rules]:
         names, own_rules = self.layout()
         rules = rules_over(mesh) if own_rules is None else own_rules
-        if own_rules or not names_without_rules(names, mesh):
+        if names is None or own_rules or not names_without_rules(names, mesh):
             return names, rules
         raise PartitionError(
             f"Cannot {action} {self!r} over a mesh: its names are logical, and it has no rules, "
@@ -639,8 +705,11 @@ class LogicallyPartitioned(Partitioned[T]):
         self.__post_init__()
 
     def layout(self) -> tuple[Any, Rules | None]:
-        """Returns the names and the baked rules."""
-        return self.names, self.rules
+        """Returns the names, as a ``Partitioned`` does, and the baked rules."""
+        return super().layout()
+
+    def _rules_of(self, names: Names | None) -> Rules | None:
+        return self.rules
 
     def to_nnx_metadata(self) -> dict[str, Any]:
         """Returns the metadata of a Flax NNX Variable, with rules."""
@@ -654,25 +723,105 @@ def _sharding(names: Names, shape: tuple[int, ...], mesh: AnyMesh, rules: Rules)
     return NamedSharding(mesh, spec)
 
 
-BOX_ENTRY = "box"
-"""Metadata entry of a Variable made of a box: the box, empty."""
+def _is_inherited(box: Partitioned[Any], name: str) -> bool:
+    """Whether a method of a box is the one of ``Partitioned``."""
+    return getattr(type(box), name) is getattr(Partitioned, name)
+
+
+class KeptLayout(NamedTuple):
+    """How a Variable made of a box is laid out, besides its axes."""
+
+    kept: AxisMetadata[Any] | None  # the box, empty, if the Variable has its names
+    mesh: AnyMesh | None
+    rules: Rules | None
+    added: frozenset[str]  # names of the Variable that its box does not have
 
 
 def layout_of_variable(
-    axes: tuple[object, ...] | None, entries: Mapping[str, object]
-) -> tuple[AnyMesh | None, Rules | None, frozenset[str]]:
-    """Mesh, rules and added names of a Variable made of a box."""
+    axes: tuple[object, ...] | None, entries: Mapping[str, object], value: object
+) -> KeptLayout | None:
+    """Mesh, rules and added names of a Variable made of a box; None of others."""
     box = entries.get(BOX_ENTRY)
-    if axes is None or not isinstance(box, Partitioned):
-        return None, None, frozenset()
-    own_names = box.names or ()
-    added = (
-        frozenset(strings(axes)).difference(strings(own_names))
-        if len(axes) > len(own_names)
-        else set()
-    )
-    box = dataclasses.replace(box, names=axes)
-    return box.mesh, box.layout()[1], frozenset(added)
+    if axes is None or not isinstance(box, AxisMetadata):
+        return None
+    names, rules = with_stored(box, value).layout()
+    own_names = tuple(names or ())
+
+    # The axes may have been set since, to others of the mesh. Rules of a class of the user's are
+    # for what it says itself.
+    if type(box).layout in (AxisMetadata.layout, Partitioned.layout, LogicallyPartitioned.layout):
+        rules = box._rules_of(axes)
+    added: set[str] = set()
+    if len(axes) > len(own_names) or not isinstance(box, Partitioned):
+        added = set(strings(axes)).difference(strings(own_names))
+    kept = box if fitted(own_names, len(axes)) == axes else None
+    return KeptLayout(kept, getattr(box, "mesh", None), rules, frozenset(added))
+
+
+def box_around(box: object, names: Names | None, value: object) -> AxisMetadata[Any] | None:
+    """The box of a Variable again, or None where it would say other names or another value.
+
+    Args:
+        box: What the Variable keeps of its box.
+        names: The axes of the Variable.
+        value: Its value.
+    """
+    if not isinstance(box, AxisMetadata):
+        return None
+    made = box
+    if isinstance(box, Partitioned):
+        own_names, _ = with_stored(box, value).layout()
+        is_same = names is not None and names == fitted(tuple(own_names or ()), len(names))
+        made = box if is_same else box.replace(names=names)
+    if not _gives_back(made, value):
+        return None
+    made = made.replace_boxed(value)
+    own_names, _ = made.layout()
+    if names is None or own_names is None:
+        return made if names is own_names else None
+    return made if names == fitted(tuple(own_names), len(names)) else None
+
+
+def _gives_back(box: AxisMetadata[Any], value: object) -> bool:
+    """Whether a box unboxes what was put into it, and nothing computed of that."""
+    kind = type(box)
+    if (
+        kind.unbox in (AxisMetadata.unbox, Partitioned.unbox)
+        and kind.replace_boxed is AxisMetadata.replace_boxed
+    ):
+        return True
+
+    answers: list[bool] = []
+
+    def compare(put: object) -> None:
+        taken = unboxed(box.replace_boxed(put), False)
+        leaves, treedef = jax.tree.flatten(put)
+        taken_leaves, taken_treedef = jax.tree.flatten(taken)
+        is_same = treedef == taken_treedef and all(map(operator.is_, leaves, taken_leaves))
+        answers.append(is_same)
+
+    # Without numbers, so that nothing is computed and lazy values stay lazy.
+    try:
+        jax.eval_shape(compare, jax.tree.map(_struct, value))
+    except Exception:  # noqa: BLE001 - a method of the user's that does more than to hold a value
+        return False
+    return answers == [True]
+
+
+def _struct(array: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(array.shape, array.dtype)
+
+
+def sharding_of_own(box: AxisMetadata[Any], mesh: AnyMesh) -> NamedSharding | None:
+    """What a class with a ``get_sharding`` of its own makes; None of other classes.
+
+    Args:
+        box: A box around arrays, real or abstract.
+        mesh: The mesh.
+    """
+    if type(box).get_sharding in (AxisMetadata.get_sharding, Partitioned.get_sharding):
+        return None
+    return box.get_sharding(mesh)
 
 
 def with_partitioning(

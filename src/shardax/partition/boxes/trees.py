@@ -20,7 +20,7 @@ import jax
 from shardax._core.array_ops import as_value
 from shardax._core.frames import local, owner_here, resolve
 from shardax._core.graph.paths import Leaf, Path, PyTree, format_path
-from shardax._core.graph.static import EMPTY, Metadata
+from shardax._core.graph.static import BOX_ENTRY, EMPTY, PARTITION_NAME, Metadata
 from shardax._core.object import Object
 from shardax._core.state.state import Origin, State
 from shardax._core.variable import Param, Variable
@@ -60,7 +60,9 @@ class VariableBox(boxes.LogicallyPartitioned[T]):
     ) -> None:
         object.__setattr__(self, "variable_type", variable_type)
         object.__setattr__(self, "entries", entries)
-        super().__init__(value, names, *boxes.layout_of_variable(names, entries.entries)[:2])
+        kept = boxes.layout_of_variable(names, entries.entries, value)
+        mesh, rules = (None, None) if kept is None else (kept.mesh, kept.rules)
+        super().__init__(value, names, mesh, rules)
 
     def replace(self, **changes: object) -> Self:
         """Returns a copy with value, names, type or entries changed."""
@@ -70,13 +72,39 @@ class VariableBox(boxes.LogicallyPartitioned[T]):
         fields.update(changes)
         return type(self)(**fields)
 
+    def add_axis(self, index: int, params: Mapping[Any, PyTree]) -> Self:
+        """Returns the box with a new dimension's name; a box that is kept is told of it, too."""
+        renamed = super().add_axis(index, params)
+        kept = self.entries.box_with_axis(index, params[PARTITION_NAME], params)
+        return renamed.replace(entries=kept)
+
+    def remove_axis(self, index: int, params: Mapping[Any, PyTree]) -> Self:
+        """Returns the box without a dimension's name; the inverse."""
+        renamed = super().remove_axis(index, params)
+        kept = self.entries.box_without_axis(index, params[PARTITION_NAME], params)
+        return renamed.replace(entries=kept)
+
 
 def _box_of(variable: Variable) -> VariableBox[Any]:
     """A Variable as a box; lazy values stay lazy."""
     target = resolve(variable, local.frame)
-    metadata = target._metadata
+    return _variable_box(target._value, type(variable), target._metadata)
+
+
+def _variable_box(
+    value: Leaf, variable_type: type[Variable], metadata: Metadata
+) -> VariableBox[Any]:
     entries = Metadata(None, metadata.entries) if metadata.entries else EMPTY
-    return VariableBox(target._value, metadata.axes, type(variable), entries)
+    return VariableBox(value, metadata.axes, variable_type, entries)
+
+
+def _original_or_same(box: VariableBox[Any]) -> boxes.AxisMetadata[Any]:
+    """The box that a Param was made of, if that tells all of it."""
+    entries = box.entries.entries
+    if box.variable_type is not Param or entries.keys() != {BOX_ENTRY}:
+        return box
+    original = boxes.box_around(entries[BOX_ENTRY], box.names, box.value)
+    return box if original is None else original
 
 
 def _variable_of(box: VariableBox[Any]) -> Variable:
@@ -87,11 +115,12 @@ def to_boxes(tree: object) -> PyTree:
     """Replaces the Variables of a pytree by boxes; the inverse of ``to_variables``.
 
     Args:
-        tree: A Variable, or a pytree of Variables, arrays and whatever else.
+        tree: A Variable, a State, or a pytree of such, arrays and whatever else.
 
     Returns:
-        The pytree with a ``VariableBox`` for each Variable. A ``Param`` that ``to_variables`` made
-        of a box becomes that box again, with the value and axes that it has now.
+        The pytree with a ``VariableBox`` for each Variable, and in a State for each entry. A
+        ``Param`` that was made of a box becomes that box again, with the value and axes that it has
+        now, if the box would unbox this value and has these names.
 
     Raises:
         PartitionError: If there is a Module or tracked container in the tree.
@@ -104,16 +133,10 @@ def to_boxes(tree: object) -> PyTree:
 
     def to_box(leaf: object):
         if isinstance(leaf, Variable):
-            box = _box_of(leaf)
-            original = leaf.metadata.get(boxes.BOX_ENTRY)
-            alone = box.variable_type is Param and len(leaf.metadata) == 1
-            if alone and isinstance(original, boxes.Partitioned):
-                own_names = original.names or ()
-                same = box.names == boxes.fitted(own_names, len(box.names or ()))
-                return original.replace(
-                    value=box.value, names=original.names if same else box.names
-                )
-            return box
+            return _original_or_same(_box_of(leaf))
+        if isinstance(leaf, State):
+            origins = leaf.origins()
+            return _map_entries(lambda path, value: _boxed_entry(value, origins[path]), leaf)
         if isinstance(leaf, Object):
             raise PartitionError(
                 f"A {type(leaf).__name__} has Variables, and its boxes would be lost in it: take "
@@ -121,7 +144,13 @@ def to_boxes(tree: object) -> PyTree:
             )
         return leaf
 
-    return jax.tree.map(to_box, tree, is_leaf=_is_node)
+    return jax.tree.map(to_box, tree, is_leaf=_is_subtree)
+
+
+def _boxed_entry(value: Leaf, origin: Origin) -> PyTree:
+    if boxes.is_box(value):  # as in the state of an optimizer
+        return value
+    return _original_or_same(_variable_box(value, origin.variable_type, origin.all_metadata))
 
 
 def to_variables(tree: object, variable_type: type[Variable] = Param) -> PyTree:
@@ -132,12 +161,13 @@ def to_variables(tree: object, variable_type: type[Variable] = Param) -> PyTree:
         variable_type: The class of the Variables made of boxes that were none before.
 
     Returns:
-        The pytree with a new Variable for each box. Its axes are the names of the box, and it is
-        laid out as the box is, by ``shard`` and all others.
+        The pytree with a new Variable for each box. Its value is what the box unboxes, its axes are
+        the names of the box, and it is laid out as the box is, by ``shard`` and all others. A State
+        of boxes becomes a State of their values, which keeps types and names.
 
     Raises:
         VariableValueError: If a box holds something that is no array.
-        PartitionError: If the box is of a kind without names, or holds another box.
+        PartitionError: If a box holds another box.
 
     Example:
         >>> import jax.numpy as jnp, shardax as sx
@@ -148,24 +178,36 @@ def to_variables(tree: object, variable_type: type[Variable] = Param) -> PyTree:
     """
 
     def to_variable(leaf: object):
+        if isinstance(leaf, State):
+            return _unboxed_state(leaf, variable_type)
         if not boxes.is_box(leaf):
             return leaf
-        leaf = boxes.standard_box(leaf)
-        inner = jax.tree.leaves(leaf.value, is_leaf=is_axis_metadata)
-        if not isinstance(leaf, boxes.Partitioned) or any(map(is_axis_metadata, inner)):
-            raise PartitionError(
-                f"{leaf!r}: has no names, or holds another box, so it is no Variable. Make one of "
-                "its value: sx.Param(unbox(box), axes=...)."
-            )
-        if isinstance(leaf, VariableBox):
-            return _variable_of(leaf)
-        names = leaf.names
-        if names is not None and hasattr(leaf.value, "ndim"):
-            names = boxes.fitted(names, leaf.value.ndim)
-        metadata = Metadata(names, {boxes.BOX_ENTRY: leaf.replace_boxed(None)})
-        return _new_variable(variable_type, leaf.value, metadata)
+        return _new_variable(*_parts_of(leaf, variable_type))
 
-    return jax.tree.map(to_variable, tree, is_leaf=_is_node)
+    return jax.tree.map(to_variable, tree, is_leaf=_is_subtree)
+
+
+def _unboxed_state(state: State, variable_type: type[Variable]) -> State:
+    values: dict[Path, Leaf] = {}
+    origins = state.origins()
+    for path, value in state.flat().items():
+        values[path] = value
+        if boxes.is_box(value):
+            kind, values[path], metadata = _parts_of(value, variable_type)
+            origins[path] = Origin(kind, metadata)
+    return State.from_flat(values, origins)
+
+
+def _parts_of(box: Any, variable_type: type[Variable]) -> tuple[type[Variable], PyTree, Metadata]:
+    """Type, value and metadata of the Variable of a box."""
+    value, metadata = boxes.contents(box)
+    if isinstance(box, VariableBox):
+        return box.variable_type, value, Metadata(box.names, box.entries.entries)
+    return variable_type, value, metadata
+
+
+def _is_subtree(value: object) -> bool:
+    return boxes.is_box(value) or isinstance(value, (Object, State))
 
 
 def _is_node(value: object) -> bool:
@@ -227,12 +269,13 @@ def map_axis_meta(function: Callable[[PyTree], object], tree: object) -> PyTree:
     """Calls a function on every box of a tree.
 
     Args:
-        function: Takes a box; a Variable is given as a ``VariableBox``. Of boxes in a box it gets
-            the outermost.
-        tree: A boxed tree. Modules and States stay as they are.
+        function: Takes a box; a Variable, and an entry of a State, is given as a ``VariableBox``.
+            Of boxes in a box it gets the outermost.
+        tree: A boxed tree. Modules stay as they are.
 
     Returns:
-        The tree with the results in place of the boxes; a ``VariableBox`` becomes a new Variable.
+        The tree with the results in place of the boxes; a ``VariableBox`` becomes a new Variable,
+        or an entry of the State again.
 
     Example:
         >>> import jax.numpy as jnp, shardax as sx
@@ -242,6 +285,11 @@ def map_axis_meta(function: Callable[[PyTree], object], tree: object) -> PyTree:
     """
 
     def mapped(path: Path, leaf):
+        if isinstance(leaf, State):
+            boxed = to_boxes(leaf)
+            return to_variables(
+                _map_entries(lambda below, value: mapped((*path, *below), value), boxed)
+            )
         if not is_box(leaf):
             return leaf
         box = _box_of(leaf) if isinstance(leaf, Variable) else leaf
@@ -262,7 +310,8 @@ def unbox(tree: PyTree, apply_constraint: bool = True) -> PyTree:
         apply_constraint: False to take the values as they are.
 
     Returns:
-        The tree with values in place of boxes. Modules and States stay as they are.
+        The tree with values in place of boxes, also of those in a State. Modules and arrays of
+        States stay as they are.
 
     Raises:
         PartitionError: If a box has logical names, a mesh is known, and there are no rules, or if a
@@ -279,9 +328,11 @@ def unbox(tree: PyTree, apply_constraint: bool = True) -> PyTree:
     def unboxed(path: Path, leaf: object):
         if isinstance(leaf, Variable):
             leaf = _box_of(leaf).replace_boxed(leaf.value)
+        if isinstance(leaf, State):
+            return _map_entries(lambda below, value: _map(unboxed, value, (*path, *below)), leaf)
         if not boxes.is_box(leaf):
             return leaf
-        leaf = _located(path, lambda: boxes.standard_box(leaf))
+        leaf = _located(path, lambda: boxes.standard_box(leaf, boxes.unboxed(leaf, False)))
         has_mesh = in_scope or getattr(leaf, "mesh", None) is not None
         value = _located(path, lambda: boxes.unboxed(leaf, apply_constraint and has_mesh))
         return _map(unboxed, value, path)
@@ -309,27 +360,35 @@ def replace_boxed(tree: PyTree, values: Leaf) -> Any:
         {'step': 4, 'w': Partitioned(float32[3], names=('model',))}
     """
     # Arrays with names of their own are nodes here, so that values have to have the same names.
-    leaves, treedef = jax.tree.flatten(
-        tree, is_leaf=lambda leaf: _is_node(leaf) or isinstance(leaf, State)
-    )
+    leaves, treedef = jax.tree.flatten(tree, is_leaf=_is_subtree)
     try:
         new_values = treedef.flatten_up_to(values)
     except ValueError as error:
-        raise PartitionError(
-            f"The values do not fit the boxed tree: {error}. Give them in the form that "
-            "unbox(tree) has."
-        ) from error
+        raise _misfit(error) from error
 
     def replaced(leaf: Leaf, value: Any):
+        if isinstance(leaf, State):
+            if not any(map(is_box, leaf.flat().values())):
+                return value
+            if not isinstance(value, State) or value.flat().keys() != leaf.flat().keys():
+                raise _misfit(f"{value!r} is no State of the same paths")
+            return _map_entries(lambda path, box: replace_boxed(box, value.flat()[path]), leaf)
         if isinstance(leaf, Variable):
             return _variable_of(replaced(_box_of(leaf), value))
         if not boxes.is_box(leaf):
             return value
         return leaf.replace_boxed(
-            replace_boxed(boxes.value_in(leaf), value) if _has_boxes(leaf) else value
+            replace_boxed(boxes.unboxed(leaf, False), value) if _has_boxes(leaf) else value
         )
 
     return treedef.unflatten(map(replaced, leaves, new_values))
+
+
+def _misfit(reason: object) -> PartitionError:
+    return PartitionError(
+        f"The values do not fit the boxed tree: {reason}. Give them in the form that unbox(tree) "
+        "has."
+    )
 
 
 def add_axis(tree: object, index: int, params: Mapping[Any, object]) -> Any:
@@ -391,9 +450,15 @@ def _map(function: Callable[[Path, PyTree], object], tree: object, path: Path = 
     return treedef.unflatten([function((*path, *below), leaf) for below, leaf in subtrees])
 
 
+def _map_entries(function: Callable[[Path, Any], Leaf], state: State) -> State:
+    """Returns a State of other values, of the same origins."""
+    values = {path: function(path, value) for path, value in state.flat().items()}
+    return State.from_flat(values, state.origins())
+
+
 def _has_boxes(box: object) -> bool:
     """Whether there are boxes in a box."""
-    return any(is_box(leaf) for _, leaf in walk(boxes.value_in(box))[0])
+    return any(is_box(leaf) for _, leaf in walk(boxes.stored_in(box))[0])
 
 
 def _located(path: Path, function: Callable[[], object]) -> PyTree:
@@ -415,13 +480,17 @@ def _renamed(tree: object, rename: Callable[[Any], object]):
 
     def renamed(path: Path, leaf: object) -> PyTree:
         if isinstance(leaf, State):
+            values: dict[Path, Leaf] = {}
             origins: dict[Path, Origin] = {}
-            for below, origin in leaf.origins().items():
-                kind, metadata = origin.variable_type, origin.all_metadata
-                box = VariableBox(None, origin.axes, kind, metadata)
-                names = _located((*path, *below), lambda box=box: rename(box)).names
-                origins[below] = Origin(kind, metadata.replace(axes=names))
-            return State.from_flat(leaf.flat(), origins)
+            for below, value in leaf.flat().items():
+                place = (*path, *below)
+                values[below] = _map(renamed, value, place)
+                origin = leaf.origins()[below]
+                box = _variable_box(None, origin.variable_type, origin.all_metadata)
+                box = _located(place, lambda box=box: rename(box))
+                metadata = Metadata(box.names, box.entries.entries)
+                origins[below] = Origin(origin.variable_type, metadata)
+            return State.from_flat(values, origins)
         if isinstance(leaf, Variable):
             return _variable_of(_located(path, lambda: rename(_box_of(leaf))))
         if isinstance(leaf, Object):
@@ -435,7 +504,7 @@ def _renamed(tree: object, rename: Callable[[Any], object]):
         box = _located(path, lambda: _renamed_box(leaf, rename))
         if not _has_boxes(box):
             return box
-        return box.replace_boxed(_map(renamed, boxes.value_in(box), path))
+        return boxes.with_stored(box, _map(renamed, boxes.stored_in(box), path))
 
     return _map(renamed, tree)
 
@@ -445,4 +514,4 @@ def _renamed_box(box, rename: Callable[[Any], Any]) -> Any:
     if isinstance(box, boxes.AxisMetadata) or not hasattr(box, "names"):
         return rename(box)
     # Flax counts negative positions from the end of the names without the new one.
-    return box.replace(names=rename(boxes.standard_box(box)).names)
+    return box.replace(names=rename(boxes.standard_box(box, boxes.stored_in(box))).names)
