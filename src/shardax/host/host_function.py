@@ -298,7 +298,8 @@ class _HostVjp(CustomVjp):
     __slots__ = ()
 
     def __repr__(self) -> str:
-        return repr(self.function.__self__)  # of the method that runs it
+        # Of the method that runs it.
+        return repr(getattr(self.function, "__self__", self.function))
 
 
 def _rule(rule: object, out: Callable[..., object]) -> Any:

@@ -9,7 +9,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence, Set
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax.numpy as jnp
 import numpy as np
@@ -29,12 +29,20 @@ from shardax.models.quantized.layouts import (
 )
 from shardax.models.quantized.mxfp4 import BLOCKS, SCALES, PackedSlice, is_packed, packed_names
 
+T = TypeVar("T")
+
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 DTYPES = {"F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64"}
 READ_DTYPES = DTYPES | STORED_DTYPES
 
 # By a name of its own, as ``slice`` is a method below.
 _Index = Sequence[slice]
+
+
+def _repeat(entries: dict[str, T], name: str, other: str) -> None:
+    """Gives an entry another name too."""
+    if name in entries:
+        entries[other] = entries[name]
 
 
 class TensorFiles(contextlib.ExitStack):
@@ -125,9 +133,10 @@ class TensorFiles(contextlib.ExitStack):
 
     def repeat(self, name: str, other: str) -> None:
         """Lets a tensor be read by another name too."""
-        for by_name in (self.names, self._stored_names, self.packed, self.quantized):
-            if name in by_name:
-                by_name[other] = by_name[name]
+        _repeat(self.names, name, other)
+        _repeat(self._stored_names, name, other)
+        _repeat(self.packed, name, other)
+        _repeat(self.quantized, name, other)
 
     def set_dtype(self, dtype: Any) -> None:
         """Sets the dtype for numbers of quantized weights."""

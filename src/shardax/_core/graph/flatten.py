@@ -31,7 +31,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import jax
 import numpy as np
-from jax.tree_util import DictKey, KeyEntry
+from jax.tree_util import DictKey
 
 from shardax._core._jax import Tracer, rebuilds_arguments
 from shardax._core.errors import ModuleError, StaticAttributeError
@@ -39,7 +39,15 @@ from shardax._core.frames import READ_ONLY, PlainTrace, local, owner_here, resol
 from shardax._core.graph.handlers import LEAF, PLACEHOLDER, Handler, NodeType, handler_of, has_parts
 from shardax._core.graph.held import ObjectSearch, set_aside
 from shardax._core.graph.key_levels import Child, KeyLevel
-from shardax._core.graph.paths import Leaf, Path, PyTree, attribute_key, format_path, item_key
+from shardax._core.graph.paths import (
+    KeyEntry,
+    Leaf,
+    Path,
+    PyTree,
+    attribute_key,
+    format_path,
+    item_key,
+)
 from shardax._core.graph.settings import (
     IncomparableError,
     Setting,

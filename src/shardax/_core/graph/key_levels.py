@@ -19,10 +19,10 @@ from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import jax
-from jax.tree_util import FlattenedIndexKey, KeyEntry, KeyPath, SequenceKey
+from jax.tree_util import FlattenedIndexKey, KeyPath, SequenceKey
 
 from shardax._core import errors
-from shardax._core.graph.paths import EntryKey, Leaf, format_path, plain_path, plain_step
+from shardax._core.graph.paths import EntryKey, KeyEntry, Leaf, format_path, plain_path, plain_step
 
 Child: TypeAlias = Any  # of a node: a leaf or a Branch
 
@@ -45,7 +45,7 @@ class Branch:
 jax.tree_util.register_pytree_with_keys(
     Branch,
     lambda branch: (tuple(zip(branch.keys, branch.children, strict=True)), branch.keys),
-    Branch,
+    Branch,  # ty: ignore[invalid-argument-type] (a class is the function that makes it)
     operator.attrgetter("children", "keys"),
 )
 

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import jax
+from jax.tree_util import KeyPath
 
 from shardax._core.errors import ModuleError
 from shardax._core.frames import owner_here
@@ -54,7 +55,7 @@ class FlatTree:
             i for i, definition in definitions if type(definition) is flatten.VariableDef
         ]
 
-    def _encoded(self, keys: Sequence[object], leaf: object) -> _Encoded:
+    def _encoded(self, keys: KeyPath, leaf: object) -> _Encoded:
         return _Encoded(self.walk.encode(leaf, plain_path(keys)))
 
     def matching(self, filters: Sequence[Filter]) -> list[tuple[int, Path, Any]]:

@@ -21,13 +21,13 @@ from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import numpy as np
-from jax.tree_util import DictKey, KeyEntry
+from jax.tree_util import DictKey
 
 from shardax._core.cross_process import packed
 from shardax._core.errors import ModuleError, StateMismatchError
 from shardax._core.frozen import FrozenVariable, same_value
 from shardax._core.graph.handlers import PLAIN, Handler, handler_of, register
-from shardax._core.graph.paths import Leaf, Path, attribute_key, format_path
+from shardax._core.graph.paths import KeyEntry, Leaf, Path, attribute_key, format_path
 from shardax._core.graph.static import EMPTY
 from shardax._core.object import Object, Shown
 from shardax._core.state.filters import Filter, group_by_filter

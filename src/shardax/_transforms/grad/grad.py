@@ -77,7 +77,7 @@ def note_vjp(rule: object) -> None:
 
 
 @contextlib.contextmanager
-def explained_forward_mode(name: str) -> Iterator[None]:
+def explained_forward_mode(name: str) -> Generator[None]:
     """Adds to an error of JAX which functions have a derivative backward alone."""
     # Inside of a compiled function, a loop or ``remat`` the rule runs when the call of the function
     # is over, so it cannot be known there that JAX refused the mode.
