@@ -840,8 +840,9 @@ class Trainer:
         """Yields the held-out batches, on the devices."""
 
         def bounded() -> contextlib.AbstractContextManager[None]:
-            is_asked = stop is not None
-            return stop.bounded("the held-out data") if is_asked else contextlib.nullcontext()
+            if stop is None:
+                return contextlib.nullcontext()
+            return stop.bounded("the held-out data")
 
         with bounded():
             batches = prefetch.placed_batches(self.held_out, self._held_out_shardings())

@@ -306,7 +306,7 @@ def _parts_of_call(call: Any) -> Iterator[_Part]:
 
 def _parts_of_dict(value: Any) -> Iterator[_Part]:
     # By the native class: methods of a class of the user may make what they return.
-    native = dict if isinstance(value, dict) else types.MappingProxyType
+    native: Any = dict if isinstance(value, dict) else types.MappingProxyType
     for key, item in list(native.items(value)):
         yield "a key", key
         yield f"the entry {key!r}" if type(key) in _ATOMS else "an entry", item
@@ -316,14 +316,14 @@ def _parts_of_dict(value: Any) -> Iterator[_Part]:
 
 
 def _parts_of_sequence(value: Any) -> Iterator[_Part]:
-    native = next(kind for kind in _SEQUENCES if isinstance(value, kind))
+    native: Any = next(kind for kind in _SEQUENCES if isinstance(value, kind))
     for index, item in enumerate(list(native.__iter__(value))):
         yield f"the item {index}", item
     yield from _parts_of_instance(value)
 
 
 def _parts_of_set(value: Any) -> Iterator[_Part]:
-    native = set if isinstance(value, set) else frozenset
+    native: Any = set if isinstance(value, set) else frozenset
     for item in list(native.__iter__(value)):
         yield "an item", item
     yield from _parts_of_instance(value)

@@ -45,7 +45,7 @@ class Branch:
 jax.tree_util.register_pytree_with_keys(
     Branch,
     lambda branch: (tuple(zip(branch.keys, branch.children, strict=True)), branch.keys),
-    Branch,  # ty: ignore[invalid-argument-type] (a class is the function that makes it)
+    Branch,  # pyright: ignore[reportArgumentType]  # ty: ignore[invalid-argument-type] (a class makes it)
     operator.attrgetter("children", "keys"),
 )
 
@@ -78,7 +78,7 @@ class KeyLevel:
     def __eq__(self, other: object) -> bool:
         return isinstance(other, KeyLevel) and self.keys == other.keys and self.below == other.below
 
-    __hash__ = None
+    __hash__ = None  # pyright: ignore[reportAssignmentType] (as Python does for a mutable class)
 
     def children(self, leaves: Sequence[Leaf]) -> Sequence[Child]:
         """Returns the children of this level's node: leaves, and a Branch for each level below."""

@@ -183,6 +183,10 @@ def takes_options(transform: NamedFunction[P, R]) -> Callable[P, R]:
 
 def decorator(transform: NamedFunction[P, PyTree]) -> Callable[P, Any]:
     """Lets a transform that is given no function return a decorator."""
+    return _with_options(transform)
+
+
+def _with_options(transform: NamedFunction[..., PyTree]) -> Callable[..., Any]:
     accepted = _accepted_options(transform)
 
     def with_options(function: Any = None, *args, **options):
@@ -192,10 +196,11 @@ def decorator(transform: NamedFunction[P, PyTree]) -> Callable[P, Any]:
 
         inputs.check_callable(function, transform.__name__)
         made = transform(function, *args, **options)
-        return Transformed.of(made, transformed, function, args, options)
+        return Transformed.of(made, public, function, args, options)
 
-    transformed = functools.wraps(transform)(with_options)
-    return transformed
+    # What users call, by whose name a layer is shown and pickled.
+    public = functools.wraps(transform)(with_options)
+    return public
 
 
 def wraps(function: Callable[..., PyTree]) -> Callable[[Any], Any]:

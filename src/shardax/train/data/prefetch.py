@@ -431,12 +431,13 @@ class Prefetch:
         self._asked -= self._reader.cancel()
         if not self._drop_ahead(None):
             raise Interrupted
+        source: Positioned = self._source
         try:
-            go_back(self._source, state)
+            go_back(source, state)
             if isinstance(self._source, Rowwise):  # what has ended goes on from there
                 self._iterator = placed_batches(self._source, self._sharding)
         except BaseException:
-            go_back(self._source, self._state)
+            go_back(source, self._state)
             raise
         finally:
             self._state = self._source_state()
