@@ -770,7 +770,8 @@ def _compiled(options: special.JitOptions, wrapping: Any, function: Any) -> Jit:
     # It has no arguments by which options could be checked.
     emptied = Jit(_bound, special.JitOptions(), wrapping)
     emptied.options = options
-    emptied.function = emptied.__wrapped__ = function
+    emptied.function = function
+    emptied.__dict__["__wrapped__"] = function
     return emptied
 
 
