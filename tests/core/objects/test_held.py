@@ -476,6 +476,24 @@ def test_transforms_of_functions_are_functions() -> None:
     assert float(made(2.0)) == 6.0  # what ``wraps`` writes is only shown
 
 
+def test_transform_of_layer_is_traced_once() -> None:
+    traced = []
+
+    class Counted(Scale):
+        def __call__(self, x: Any) -> Any:
+            traced.append(x)
+            return super().__call__(x)
+
+    mapped = sx.vmap(Counted())
+    rematerialised = sx.remat(mapped)
+    for _ in range(3):
+        assert float(rematerialised(jnp.ones(1))[0]) == 3.0
+    assert len(traced) == 1
+    for _ in range(3):
+        assert float(sx.jit(mapped)(jnp.ones(1))[0]) == 3.0
+    assert len(traced) == 2
+
+
 # --- attributes of classes ------------------------------------------------------------------------
 
 

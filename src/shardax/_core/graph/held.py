@@ -25,7 +25,7 @@ import logging
 import operator
 import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -57,23 +57,25 @@ class Held(NamedTuple):
 # How many steps an error shows.
 _MOST_SHOWN = 6
 
-# A part of a value, and how it is reached from there.
-_Part = tuple[str, Any]
+# How a part is reached from a value: what it is there, and its name or place. None: it is no step.
+_Step = tuple[str, Any] | None
+_Part = tuple[_Step, Any]
+_Parts = Callable[[Any], Iterable[_Part]]
 
 # How a value was reached: the way to what holds it, and the last step; None at first.
-_Way = tuple[Any, str] | None
+_Way = tuple[Any, _Step] | None
 
 # Types of values that hold nothing, or what belongs to the program.
 _ATOMS = frozenset(
     {
         *(bool, int, float, complex, str, bytes, bytearray, range, slice),
         *(type(None), type(Ellipsis), type(NotImplemented), np.dtype, np.ufunc),
+        *(type(np.dtype(code)) for code in np.typecodes["All"]),
         *(types.ModuleType, types.CodeType, logging.Logger),
+        *(types.GetSetDescriptorType, types.MemberDescriptorType, types.WrapperDescriptorType),
+        *(types.MethodDescriptorType, types.ClassMethodDescriptorType),
     }
 )
-
-# Attributes of functions in which shardax keeps programs, which hold no object of the user's.
-_KEPT_PROGRAMS = frozenset({PROGRAMS_ATTRIBUTE})
 
 
 class ObjectSearch:
@@ -83,16 +85,19 @@ class ObjectSearch:
         # What was looked at, by ``id``.
         self._met: dict[int, Any] = {}
 
-    def held_by(self, value: object) -> Held | None:
+    def held_by(self, value: Any) -> Held | None:
         """Returns the first object inside of a static value, or None."""
-        if type(value) in _ATOMS or _is_bare(value):
+        kind = type(value)
+        if kind in _ATOMS or _is_bare(value):
+            return None
+        if kind is tuple and all(type(item) in _ATOMS for item in value):
             return None
         # An activation of JAX stands in many layers, and never changes if it is JAX's all through.
         is_of_jax = callable(value) and _is_of_jax(value)
         if is_of_jax and _is_known_empty(value):
             return None
         is_first = not self._met
-        found = self._search([("", value)])
+        found = self._search([(None, value)])
         if found is None and is_of_jax and is_first and all(map(_is_of_jax, self._met.values())):
             _note_empty(value)
         return found
@@ -118,19 +123,23 @@ class ObjectSearch:
             found = found or self.hidden_in(child)
         return found
 
-    def _search(self, starts: Sequence[_Part]) -> Held | None:
+    def _search(self, starts: Iterable[_Part]) -> Held | None:
         """Returns the object that is nearest to the starts, or None."""
-        waiting = collections.deque[tuple[Any, _Way]]()
-        waiting.extend((value, (None, step) if step else None) for step, value in starts)
+        waiting = collections.deque[tuple[Any, _Way]](
+            (value, (None, step)) for step, value in starts
+        )
+        met = self._met
         while waiting:
             value, way = waiting.popleft()
             kind = type(value)
             if issubclass(kind, (Object, Placeholder)):
-                return Held(value, _steps_of(way))
-            if kind in _ATOMS or id(value) in self._met or _is_bare(value):
+                return Held(value, _texts_of(way))
+            if id(value) in met:
                 continue
-            self._met[id(value)] = value
-            waiting.extend((part, (way, step)) for step, part in _parts_of(value))
+            met[id(value)] = value
+            for step, part in _parts_of(value):
+                if type(part) not in _ATOMS:
+                    waiting.append((part, (way, step)))
         return None
 
 
@@ -159,28 +168,32 @@ def _is_of_jax(value: Any) -> bool:
     return kind in _ATOMS or kind is types.CellType or package_of(kind) in ("jax", "jaxlib")
 
 
-def _steps_of(way: _Way) -> tuple[str, ...]:
-    steps: list[str] = []
+def _texts_of(way: _Way) -> tuple[str, ...]:
+    texts: list[str] = []
     while way is not None:
         way, step = way
-        if step:
-            steps.append(step)
-    return tuple(reversed(steps))
+        if step is not None:
+            what, name = step
+            texts.append(what if name is None else f"{what} {name!r}")
+    return tuple(reversed(texts))
 
 
-def _parts_beside_children(value: Any, config: object) -> list[_Part]:
+def _parts_beside_children(value: Any, config: object) -> Iterable[_Part]:
     """Returns what a container, of which a walk finds the children, is besides them."""
     if isinstance(config, handlers.NodeType):
-        return [("its static part", config.static.value)]
+        return [(("its static part", None), config.static.value)]
     if isinstance(config, Static):  # the function of a method
-        return [("the attribute '__func__'", config.value)]
+        return [(("the attribute", "__func__"), config.value)]
     if isinstance(value, Wrapper):
-        return list(_parts_beside_function(value))
+        return _parts_beside_function(value)
+    if type(value) in _PLAIN_CONTAINERS:
+        keys = value if type(value) is dict else ()
+        return [(("a key", None), key) for key in keys]
     if not isinstance(value, (tuple, list, dict, functools.partial)):
         return []  # what its handler lists is all that the value is
-    parts = list(_named("attribute", attributes_of(value)))
+    parts = _named("the attribute", attributes_of(value))
     if isinstance(value, dict):
-        parts.extend(("a key", key) for key in list(dict.keys(value)))
+        parts.extend((("a key", None), key) for key in list(dict.keys(value)))
     return parts
 
 
@@ -197,8 +210,6 @@ def _is_bare(value: Any) -> bool:
 
 # --- parts ----------------------------------------------------------------------------------------
 
-
-_Parts = Callable[[Any], Iterable[_Part]]
 
 _parts_by_type: weakref.WeakKeyDictionary[type, _Parts] = weakref.WeakKeyDictionary()
 
@@ -217,8 +228,6 @@ def _find_parts(kind: type) -> _Parts:
     for known, parts in _PARTS_OF_KNOWN:
         if issubclass(kind, known):
             return parts
-    if issubclass(kind, type):
-        return _parts_of_class
     if issubclass(kind, Iterator) and package_of(kind) in _WITH_ITERATORS:
         return _parts_of_iterator
     if package_of(kind) in ("jax", "jaxlib"):
@@ -231,163 +240,185 @@ def set_aside(kind: type) -> None:
     _parts_by_type[kind] = _parts_of_nothing
 
 
-def _parts_of_function(function: types.FunctionType) -> Iterator[_Part]:
+def _parts_of_nothing(value: object) -> Iterable[_Part]:
+    return ()
+
+
+def _named(what: str, parts: Mapping[str, Any]) -> list[_Part]:
+    return [((what, name), part) for name, part in list(parts.items())]
+
+
+def _parts_of_function(function: types.FunctionType) -> Iterable[_Part]:
+    if _is_bare(function):
+        return ()
     code = function.__code__
+    parts: list[_Part] = []
     for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
-        for _, content in _parts_of_cell(cell):
-            yield f"the closed-over name {name!r}", content
+        parts.extend((("the closed-over name", name), part) for _, part in _parts_of_cell(cell))
 
     defaults = function.__defaults__ or ()
     first = code.co_argcount - len(defaults)
     for name, default in zip(code.co_varnames[first:], defaults, strict=False):
-        yield f"the default of {name!r}", default
-    for name, default in (function.__kwdefaults__ or {}).items():
-        yield f"the default of {name!r}", default
+        parts.append((("the default of", name), default))
+    parts.extend(_named("the default of", function.__kwdefaults__ or {}))
 
-    yield from _named("attribute", function.__dict__)
+    for name, part in list(function.__dict__.items()):
+        if name != PROGRAMS_ATTRIBUTE:  # programs hold no object of the user's
+            parts.append((("the attribute", name), part))
+    return parts
 
 
-def _parts_of_cell(cell: types.CellType) -> Iterator[_Part]:
+def _parts_of_cell(cell: types.CellType) -> Iterable[_Part]:
     try:
-        yield "", cell.cell_contents
+        return [(None, cell.cell_contents)]
     except ValueError:  # a name that is not bound yet: a later walk looks again
-        return
+        return ()
 
 
-def _parts_of_method(method: types.MethodType) -> Iterator[_Part]:
-    yield "the attribute '__self__'", method.__self__
-    yield "the attribute '__func__'", method.__func__
+def _parts_of_method(method: types.MethodType) -> Iterable[_Part]:
+    return [
+        (("the attribute", "__self__"), method.__self__),
+        (("the attribute", "__func__"), method.__func__),
+    ]
 
 
-def _parts_of_builtin(method: Any) -> Iterator[_Part]:
-    yield "the attribute '__self__'", method.__self__
+def _parts_of_builtin(method: Any) -> Iterable[_Part]:
+    return [(("the attribute", "__self__"), method.__self__)]
 
 
-def _parts_of_partial(partial: functools.partial[Any]) -> Iterator[_Part]:
-    yield "the attribute 'func'", partial.func
-    for index, argument in enumerate(partial.args):
-        yield f"the argument {index}", argument
-    yield from _named("argument", partial.keywords)
-    yield from _parts_of_instance(partial)
+def _parts_of_partial(partial: functools.partial[Any]) -> Iterable[_Part]:
+    return [
+        (("the attribute", "func"), partial.func),
+        *((("the argument", index), argument) for index, argument in enumerate(partial.args)),
+        *_named("the argument", partial.keywords),
+        *_parts_of_instance(partial),
+    ]
 
 
-def _parts_of_wrapper(wrapper: Wrapper) -> Iterator[_Part]:
-    yield "the function that it runs", wrapper.function
-    yield from _parts_beside_function(wrapper)
+def _parts_of_wrapper(wrapper: Wrapper) -> Iterable[_Part]:
+    return [
+        (("the function that it runs", None), wrapper.function),
+        *_parts_beside_function(wrapper),
+    ]
 
 
-def _parts_beside_function(wrapper: Wrapper) -> Iterator[_Part]:
-    yield from _named("option", wrapper._options_held())
+def _parts_beside_function(wrapper: Wrapper) -> Iterable[_Part]:
     # ``functools.wraps`` writes ``__wrapped__``, which is only shown.
-    attributes: dict[str, Any] = getattr(wrapper, "__dict__", {})
-    yield from _named(
-        "attribute", {name: item for name, item in attributes.items() if name != "__wrapped__"}
-    )
+    attributes = dict(getattr(wrapper, "__dict__", {}))
+    for shown in ("__wrapped__", PROGRAMS_ATTRIBUTE):
+        attributes.pop(shown, None)
+    return [*_named("the option", wrapper._options_held()), *_named("the attribute", attributes)]
 
 
-def _parts_of_generator(generator: Any) -> Iterator[_Part]:
-    for name in ("gi_frame", "cr_frame", "ag_frame"):
-        frame = getattr(generator, name, None)
-        if frame is not None:
-            yield from _named("local name", frame.f_locals)
+def _parts_of_static(static: Static) -> Iterable[_Part]:
+    return [(None, static.value)]
 
 
-def _parts_of_iterator(iterator: object) -> Iterator[_Part]:
+def _parts_of_generator(generator: Any) -> Iterable[_Part]:
+    frames = [getattr(generator, name, None) for name in ("gi_frame", "cr_frame", "ag_frame")]
+    return [
+        part
+        for frame in frames
+        if frame is not None
+        for part in _named("the local name", frame.f_locals)
+    ]
+
+
+def _parts_of_iterator(iterator: object) -> Iterable[_Part]:
     # Iterators of Python itself show what they iterate over to the garbage collector alone.
-    for part in gc.get_referents(iterator):
-        yield "what it iterates over", part
+    return [(("what it iterates over", None), part) for part in gc.get_referents(iterator)]
 
 
-def _parts_of_call(call: Any) -> Iterator[_Part]:
+def _parts_of_call(call: Any) -> Iterable[_Part]:
     # An ``operator.methodcaller`` shows its arguments to ``pickle`` alone.
-    for part in call.__reduce__()[1:]:
-        yield "an argument", part
+    return [(("the arguments", None), part) for part in call.__reduce__()[1:]]
 
 
-def _parts_of_dict(value: Any) -> Iterator[_Part]:
+def _parts_of_dict(value: Any) -> Iterable[_Part]:
     # By the native class: methods of a class of the user may make what they return.
     native: Any = dict if isinstance(value, dict) else types.MappingProxyType
+    parts: list[_Part] = []
     for key, item in list(native.items(value)):
-        yield "a key", key
-        yield f"the entry {key!r}" if type(key) in _ATOMS else "an entry", item
+        parts.append((("a key", None), key))
+        shown = ("the entry", key) if type(key) in _ATOMS else ("an entry", None)
+        parts.append((shown, item))
     if isinstance(value, collections.defaultdict):
-        yield "the attribute 'default_factory'", value.default_factory
-    yield from _parts_of_instance(value)
+        parts.append((("the attribute", "default_factory"), value.default_factory))
+    parts.extend(_parts_of_instance(value))
+    return parts
 
 
-def _parts_of_sequence(value: Any) -> Iterator[_Part]:
+def _parts_of_sequence(value: Any) -> Iterable[_Part]:
     native: Any = next(kind for kind in _SEQUENCES if isinstance(value, kind))
-    for index, item in enumerate(list(native.__iter__(value))):
-        yield f"the item {index}", item
-    yield from _parts_of_instance(value)
+    items = list(native.__iter__(value))
+    parts = [(("the item", index), item) for index, item in enumerate(items)]
+    return [*parts, *_parts_of_instance(value)]
 
 
-def _parts_of_set(value: Any) -> Iterator[_Part]:
+def _parts_of_set(value: Any) -> Iterable[_Part]:
     native: Any = set if isinstance(value, set) else frozenset
-    for item in list(native.__iter__(value)):
-        yield "an item", item
-    yield from _parts_of_instance(value)
+    parts = [(("an item", None), item) for item in list(native.__iter__(value))]
+    return [*parts, *_parts_of_instance(value)]
 
 
-def _parts_of_view(view: Iterable[object]) -> Iterator[_Part]:
-    for item in list(view):
-        yield "an item", item
+def _parts_of_view(view: Iterable[object]) -> Iterable[_Part]:
+    return [(("an item", None), item) for item in list(view)]
 
 
-def _parts_of_array(array: np.ndarray[Any, Any]) -> Iterator[_Part]:
-    if array.dtype.hasobject:
-        for item in np.ndarray.ravel(array).tolist():
-            yield "an item", item
-    yield from _parts_of_instance(array)
+def _parts_of_array(array: np.ndarray[Any, Any]) -> Iterable[_Part]:
+    items = np.ndarray.ravel(array).tolist() if array.dtype.hasobject else []
+    return [*((("an item", None), item) for item in items), *_parts_of_instance(array)]
 
 
-def _parts_of_descriptor(descriptor: Any) -> Iterator[_Part]:
-    for name in ("__func__", "fget", "fset", "fdel"):
-        yield f"the attribute {name!r}", getattr(descriptor, name, None)
-    yield from _parts_of_instance(descriptor)
+def _parts_of_descriptor(descriptor: Any) -> Iterable[_Part]:
+    names = ("__func__", "fget", "fset", "fdel")
+    functions = {name: getattr(descriptor, name, None) for name in names}
+    return [*_named("the attribute", functions), *_parts_of_instance(descriptor)]
 
 
-def _parts_of_class(kind: type) -> Iterator[_Part]:
-    """Yields what a class of the user's own has; it may derive from others."""
-    if issubclass(kind, Object) or is_of_library(kind):
-        return
-    yield from _named("class attribute", vars(kind))
-    for base in kind.__bases__:
-        yield "", base
+def _parts_of_class(kind: type) -> Iterable[_Part]:
+    """Returns what a class of the user's own has; it may derive from others."""
+    if not _is_searched(kind):
+        return ()
+    return [*_named("the class attribute", vars(kind)), *((None, base) for base in kind.__bases__)]
 
 
-def _parts_of_instance(value: object) -> Iterator[_Part]:
-    yield from _named("attribute", attributes_of(value))
-    if not is_of_library(type(value)):
-        yield "", type(value)
+def _parts_of_instance(value: object) -> Iterable[_Part]:
+    kind = type(value)
+    if kind in _PLAIN_CONTAINERS:
+        return ()
+    parts = _named("the attribute", attributes_of(value))
+    if _is_searched(kind):
+        parts.append((None, kind))
+    return parts
 
 
-def _parts_of_jax(value: Any) -> Iterator[_Part]:
-    """Yields the function that JAX made a callable of, and its rules."""
+def _parts_of_jax(value: Any) -> Iterable[_Part]:
+    """Returns the function that JAX made a callable of, and its rules."""
     # Its other instances are large (programs, meshes) and hold nothing of the user's.
     wrapped = getattr(value, "__wrapped__", None)
-    if wrapped is not None and callable(value):
-        yield "the attribute '__wrapped__'", wrapped
-        public = {
-            name: part for name, part in attributes_of(value).items() if not name.startswith("_")
-        }
-        yield from _named("attribute", public)
+    if wrapped is None or not callable(value):
+        return ()
+    attributes = attributes_of(value)
+    public = {name: part for name, part in attributes.items() if not name.startswith("_")}
+    return [(("the attribute", "__wrapped__"), wrapped), *_named("the attribute", public)]
 
 
-def _named(what: str, parts: Any) -> Iterator[_Part]:
-    for name, part in list(parts.items()):
-        if name not in _KEPT_PROGRAMS:
-            yield f"the {what} {name!r}", part
+_searched: weakref.WeakKeyDictionary[type, bool] = weakref.WeakKeyDictionary()
 
 
-def _parts_of_nothing(value: object) -> tuple[_Part, ...]:
-    return ()
+def _is_searched(kind: type) -> bool:
+    """Whether a class is one of the user's own, and no class of Modules."""
+    found = _searched.get(kind)
+    if found is None:
+        found = _searched[kind] = not (issubclass(kind, Object) or is_of_library(kind))
+    return found
 
 
+_PLAIN_CONTAINERS = frozenset({list, tuple, dict, set, frozenset})
 _SEQUENCES = (list, tuple, collections.deque)
 # Packages of Python's own iterators.
 _WITH_ITERATORS = frozenset({"builtins", "itertools", "collections", "_collections"})
-
 
 # Parts of instances of known classes; the first that fits decides.
 _PARTS_OF_KNOWN: tuple[tuple[Any, _Parts], ...] = (
@@ -397,6 +428,7 @@ _PARTS_OF_KNOWN: tuple[tuple[Any, _Parts], ...] = (
     ((types.BuiltinFunctionType, types.MethodWrapperType), _parts_of_builtin),
     (functools.partial, _parts_of_partial),
     (Wrapper, _parts_of_wrapper),
+    (Static, _parts_of_static),
     ((staticmethod, classmethod, property), _parts_of_descriptor),
     ((types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType), _parts_of_generator),
     ((operator.attrgetter, operator.itemgetter, operator.methodcaller), _parts_of_call),
@@ -405,5 +437,7 @@ _PARTS_OF_KNOWN: tuple[tuple[Any, _Parts], ...] = (
     ((set, frozenset), _parts_of_set),
     ((type({}.keys()), type({}.values()), type({}.items())), _parts_of_view),
     (np.ndarray, _parts_of_array),
+    (np.dtype, _parts_of_nothing),
     (jax.Array, _parts_of_nothing),
+    (type, _parts_of_class),
 )

@@ -24,6 +24,7 @@ from shardax._core.object import Object
 from shardax._transforms.jit import specialization as special
 from shardax._transforms.lift import binding
 from shardax._transforms.lift.captures import CapturePlace, places_of, signature_of
+from shardax._transforms.lift.transformed import Transformed
 
 if TYPE_CHECKING:
     from shardax._transforms.jit.jit import CachedCall
@@ -162,6 +163,6 @@ def kept_by(function: Callable[..., Any], key: Hashable, make: Callable[[], T]) 
 def cache_of(function: object, options: special.JitOptions) -> CompilationCache:
     """Returns the cache of a function for equal options."""
     key = options.key()
-    if type(function) is not types.FunctionType or type(key) is object:
+    if not isinstance(function, (types.FunctionType, Transformed)) or type(key) is object:
         return CompilationCache()
     return kept_by(function, ("jit", key), CompilationCache)

@@ -40,6 +40,7 @@ from shardax._transforms.jit.cache import kept_by
 from shardax._transforms.jit.jit import Jit
 from shardax._transforms.jit.specialization import JitOptions
 from shardax._transforms.lift.captures import Functions
+from shardax._transforms.lift.transformed import Transformed
 
 # A transform that takes its arguments apart: functions, options, positional and named arguments.
 Lifted = NamedFunction[[Sequence[Any], Any, Sequence[Any], Mapping[str, Any]], Any]
@@ -167,7 +168,7 @@ def _keeper(functions: tuple[Any, ...]) -> Any:
     if len(holding) > 1 or not functions:
         return None
     keeper = next(iter(holding or (f for f in functions if not isinstance(f, Object))), None)
-    can_keep = type(keeper) is types.FunctionType or isinstance(keeper, PickledByName)
+    can_keep = isinstance(keeper, (types.FunctionType, PickledByName, Transformed))
     return keeper if can_keep else None
 
 

@@ -196,7 +196,8 @@ def _with_options(transform: NamedFunction[..., PyTree]) -> Callable[..., Any]:
 
         inputs.check_callable(function, transform.__name__)
         made = transform(function, *args, **options)
-        return Transformed.of(made, public, function, args, options)
+        wrapped: Callable[..., PyTree] = function
+        return Transformed.of(made, public, wrapped, args, options)
 
     # What users call, by whose name a layer is shown and pickled.
     public = functools.wraps(transform)(with_options)
