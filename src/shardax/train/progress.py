@@ -10,7 +10,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from types import FrameType
 from typing import Any, Self, TextIO
 
@@ -86,7 +86,7 @@ class StopRequest:
         self._left = _LOOK_SECONDS
 
     @contextlib.contextmanager
-    def bounded(self, what: str) -> Iterator[None]:
+    def bounded(self, what: str) -> Generator[None]:
         """Runs code of others, which is interrupted when no time is left.
 
         Args:

@@ -17,7 +17,7 @@ import functools
 import importlib.util
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from signal import Signals
@@ -569,7 +569,7 @@ class Trainer:
     @contextlib.contextmanager
     def _prefetched(
         self, places: PyTree, steps: int, screen: BoundedDisplay, stop: StopRequest
-    ) -> Iterator[prefetch.Prefetch]:
+    ) -> Generator[prefetch.Prefetch]:
         """Reads the batches ahead; a request to stop ends the wait for one."""
         source = prefetch.Prefetch(self.batches, places, limit=max(0, steps))
         stop.wake = source.interrupt

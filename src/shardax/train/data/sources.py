@@ -21,7 +21,7 @@ import copy
 import functools
 import importlib
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from typing import Any, Protocol, cast, runtime_checkable
 
 import jax
@@ -97,7 +97,7 @@ def go_back(source: Positioned, position: PyTree) -> None:
 
 
 @contextlib.contextmanager
-def peeking(source: Positioned) -> Iterator[None]:
+def peeking(source: Positioned) -> Generator[None]:
     """Puts a source back to where it was after a block."""
     position = position_of(source)
     try:
