@@ -86,8 +86,8 @@ class Train:
     learning_rate: float | None = None
     # Steps between checkpoints.
     checkpoint_every: int = 50
-    # Seconds that a display or data may still take after SIGINT or SIGTERM, before the steps done
-    # are saved without waiting for them.
+    # Seconds that data and the display may still take after SIGINT or SIGTERM, before the run saves
+    # its steps and ends without them.
     stop_within: float = 10.0
     # The kernel of attention: auto, xla, cudnn, splash or tokamax; by default XLA's.
     attention: str | None = None

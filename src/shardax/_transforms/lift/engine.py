@@ -195,9 +195,9 @@ def _with_options(transform: NamedFunction[..., PyTree]) -> Callable[..., Any]:
             return functools.partial(with_options, **options)
 
         inputs.check_callable(function, transform.__name__)
+        assert function is not None  # which is not callable
         made = transform(function, *args, **options)
-        wrapped: Callable[..., PyTree] = function
-        return Transformed.of(made, public, wrapped, args, options)
+        return Transformed.of(made, public, function, args, options)
 
     # What users call, by whose name a layer is shown and pickled.
     public = functools.wraps(transform)(with_options)

@@ -118,7 +118,7 @@ class TokenData:
 
     data: npt.NDArray[Any]
     name: str
-    _file: MappedFile | None  # from which the data is, if it is from one
+    _file: MappedFile | None = None  # from which the data is, if it is from one
     unit: ClassVar[str]  # what a token is called, for people
 
     @cached_property
@@ -197,7 +197,6 @@ class ByteText(TokenData):
 
     data: ByteArray
     name: str
-    _file: MappedFile | None = None
 
     @classmethod
     def from_bytes(cls, data: bytes | ByteArray, name: str = "bytes in memory") -> ByteText:
@@ -253,7 +252,9 @@ class ByteText(TokenData):
         if path.stat().st_size == 0:
             raise DataError(f"The text file {str(path)!r} is empty. Pass a file that holds text.")
         file = MappedFile(path, np.uint8)
-        return cls(file.data, str(path), file)
+        text = cls(file.data, str(path))
+        object.__setattr__(text, "_file", file)
+        return text
 
     @classmethod
     def from_folder(

@@ -77,7 +77,6 @@ class TokenFile(TokenData):
     data: npt.NDArray[Any]
     name: str
     vocab_size: int | None
-    _file: MappedFile | None
 
     unit = "tokens"
 
