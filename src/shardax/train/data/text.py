@@ -24,7 +24,7 @@ import sysconfig
 import tempfile
 import weakref
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
@@ -118,7 +118,8 @@ class TokenData:
 
     data: npt.NDArray[Any]
     name: str
-    _file: MappedFile | None = None  # from which the data is, if it is from one
+    # From which the data is, if it is from one.
+    _file: MappedFile | None = field(default=None, kw_only=True)
     unit: ClassVar[str]  # what a token is called, for people
 
     @cached_property
