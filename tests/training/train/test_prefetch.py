@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prefetching changes when batches are made, never which, and its position is what was taken."""
 
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -14,7 +16,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from shardax.errors import DataError
 from shardax.train import ByteText, Prefetch, TrainBatches, put_batch
+from shardax.train.data.prefetch import Interrupted
 
+PATIENCE = 120.0  # seconds until a test gives up on a process
 PART = ByteText.from_bytes(np.random.default_rng(0).integers(0, 256, 2000, np.uint8)).whole
 
 
@@ -176,3 +180,64 @@ def test_prefetch_refuses_clearly_what_cannot_be_done():
     closed.close()
     with pytest.raises(DataError, match="closed"):
         closed.restore(source().state())
+
+
+def test_limit_reads_no_batch_that_is_not_needed():
+    waiting = threading.Event()  # never set: who asks for a fourth batch waits for ever
+
+    def numbers() -> Iterator[np.ndarray]:
+        yield from map(np.array, range(3))
+        waiting.wait()
+
+    with Prefetch(numbers(), depth=2, limit=3) as batches:
+        assert [int(batch) for batch in batches] == [0, 1, 2]
+    assert list(Prefetch(numbers(), limit=0)) == []
+    with pytest.raises(DataError, match="limit=-1 must be an integer of at least 0"):
+        Prefetch(numbers(), limit=-1)
+
+
+class Stalling(TrainBatches):
+    """Gives three batches, and the next one when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__(PART, batch_size=8, seq_len=8)
+        self.waits, self.going_on = threading.Event(), threading.Event()
+
+    def __next__(self):
+        if self.step == 3:
+            self.waits.set()
+            self.going_on.wait()
+        return super().__next__()
+
+
+def test_a_source_that_waits_is_left_and_rewound_when_it_goes_on():
+    waiting, plain = Stalling(), source()
+    batches = Prefetch(waiting)
+    for _ in range(3):
+        assert (np.asarray(next(batches)["inputs"]) == next(plain)["inputs"]).all()
+    waiting.waits.wait()
+    batches.interrupt()
+    with pytest.raises(Interrupted):
+        next(batches)
+    assert batches.state()["step"] == 3
+    assert batches.close(timeout=0.0) is False
+    assert list(batches) == []
+    waiting.going_on.set()
+    assert batches.close() is True
+    assert waiting.step == 3
+    assert (next(waiting)["inputs"] == next(plain)["inputs"]).all()
+
+
+def test_the_end_of_a_process_does_not_wait_for_a_source_that_was_left():
+    program = (
+        "import threading\n"
+        "from shardax.train import Prefetch\n"
+        "def batches():\n"
+        "    threading.Event().wait()\n"
+        "    yield\n"
+        "print(Prefetch(batches()).close(timeout=0.0), flush=True)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=PATIENCE
+    )
+    assert (done.stdout, done.stderr, done.returncode) == ("False\n", "", 0)

@@ -8,9 +8,11 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 
+from shardax.train.progress import OverdueError
 from shardax.train.trainer import StopRequest
 
 pytestmark = pytest.mark.usefixtures("interrupts")
@@ -123,3 +125,68 @@ def test_second_interrupt_says_how_to_resume() -> None:
     with pytest.raises(KeyboardInterrupt) as caught, StopRequest():
         raise KeyboardInterrupt  # of somebody else
     assert not caught.value.args
+
+
+# --- code of others -------------------------------------------------------------------------------
+
+
+def ask(number: signal.Signals = signal.SIGTERM) -> None:
+    os.kill(os.getpid(), number)
+
+
+@pytest.mark.parametrize("number", BOTH)
+def test_code_of_others_is_interrupted_when_no_time_is_left(number: signal.Signals) -> None:
+    with StopRequest(within=0.05) as stop:
+        with pytest.raises(OverdueError, match="a callback"), stop.bounded("a callback"):
+            ask(number)
+            threading.Event().wait()
+        with pytest.raises(OverdueError, match="the display"), stop.bounded("the display"):
+            raise AssertionError("it is not called any more")
+        stop.grant()
+        with stop.bounded("the display"):
+            pass
+    assert stop.signal is number
+
+
+def test_handlers_of_exceptions_do_not_keep_code_of_others_running() -> None:
+    waits: list[str] = []
+
+    def wait_again_and_again() -> None:
+        while True:
+            try:
+                threading.Event().wait()
+            except Exception as error:  # noqa: BLE001
+                waits.append(repr(error))
+
+    with StopRequest(within=0.05) as stop:
+        with pytest.raises(OverdueError), stop.bounded("a callback"):
+            ask()
+            wait_again_and_again()
+    assert waits == []
+
+
+def test_own_code_is_neither_interrupted_nor_counted() -> None:
+    with StopRequest(within=0.2) as stop:
+        ask()
+        time.sleep(0.3)  # such as saving a model
+        with stop.bounded("a callback"), stop.bounded("of a callback"):
+            pass
+    assert stop
+
+
+def test_without_a_signal_code_of_others_takes_its_time() -> None:
+    with StopRequest(within=0.0) as stop, stop.bounded("a callback"):
+        time.sleep(0.01)
+    before = signal.getsignal(signal.SIGURG)
+    with StopRequest(within=0.0):
+        assert signal.getsignal(signal.SIGURG) != before
+    assert signal.getsignal(signal.SIGURG) == before
+
+
+def test_the_first_signal_wakes_a_wait() -> None:
+    woken: list[signal.Signals | None] = []
+    with StopRequest() as stop:
+        stop.wake = lambda: woken.append(stop.signal)
+        ask()
+        ask()
+    assert woken == [signal.SIGTERM]

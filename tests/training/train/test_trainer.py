@@ -7,6 +7,7 @@ import math
 import os
 import shutil
 import signal
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -245,6 +246,104 @@ def test_signal_ends_the_run_after_the_step_saved(tmp_path: Path, number: signal
     assert sx.train.Checkpoints(tmp_path / "checkpoints").latest() == 2
     assert display.notes == [f"stopped by {number.name}; saved at step 2"]
     assert signal.getsignal(number) is before
+
+
+class Stalling(sx.train.TrainBatches):
+    """Asks the process to stop when its fourth batch is read, and waits for ever."""
+
+    def __init__(self, number: signal.Signals) -> None:
+        super().__init__(TRAIN, batch_size=BATCH, seq_len=SEQ)
+        self.number = number
+
+    def __next__(self) -> Any:
+        return ask_and_wait(self.number) if self.step == 3 else super().__next__()
+
+
+def ask_and_wait(number: signal.Signals = signal.SIGTERM) -> Any:
+    os.kill(os.getpid(), number)
+    threading.Event().wait()
+
+
+@pytest.mark.usefixtures("interrupts")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signal_ends_a_run_whose_source_waits(tmp_path: Path, number: signal.Signals) -> None:
+    display = Quiet()
+    trainer = make_trainer(tmp_path, 6, batches=Stalling(number), stop_within=0.05)
+    result = trainer.run(display=display)
+    assert (result.step, result.stopped) == (3, number)
+    assert sx.train.Checkpoints(tmp_path / "checkpoints").latest() == 3
+    assert display.notes == [
+        f"stopped by {number.name}; saved at step 3",
+        "The batches still wait for data. They are left where they are; the checkpoint has the "
+        "position to go on from.",
+    ]
+    resumed, whole = make_trainer(tmp_path, 6), make_trainer(tmp_path / "whole", 6)
+    resumed.run(resume=True, display=Quiet())
+    whole.run(display=Quiet())
+    assert state_of(resumed) == state_of(whole)
+
+
+class HeldOut:
+    """Held-out data that asks the process to stop at its second pass, and waits for ever."""
+
+    def __init__(self) -> None:
+        self.passes = 0
+
+    def __iter__(self) -> Any:
+        self.passes += 1
+        return iter(eval_batches()) if self.passes < 3 else iter(ask_and_wait, None)
+
+
+class Tracker:
+    """Waits for ever at the record of step 2."""
+
+    closed = False
+
+    def write(self, **record: Any) -> None:
+        if record["step"] == 2:
+            ask_and_wait()
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def wait_at_step_2(event: sx.train.Event) -> None:
+    if (event.kind, event.step) == ("step", 2):
+        ask_and_wait()
+
+
+def display_that_waits(step: int) -> None:
+    if step == 2:
+        ask_and_wait()
+
+
+@pytest.mark.parametrize(
+    ("what", "options"),
+    [
+        ("a callback", lambda: {"callbacks": (wait_at_step_2,)}),
+        ("Tracker", lambda: {"layout": {"trackers": (Tracker(),)}}),
+        ("the held-out data", lambda: {"held_out": HeldOut(), "eval_every": 2}),
+        ("the display", lambda: {}),
+    ],
+)
+def test_signal_ends_a_run_that_waits_for_code_of_others(
+    what: str, options: Any, tmp_path: Path
+) -> None:
+    display = Quiet(display_that_waits if what == "the display" else None)
+    given = {"log_every": 1, "stop_within": 0.05, **options()}
+    result = make_trainer(tmp_path, 6, **given).run(display=display)
+    assert (result.step, result.stopped) == (2, signal.SIGTERM)
+    assert sx.train.Checkpoints(tmp_path / "checkpoints").latest() == 2
+    assert display.notes == [
+        f"stopped by SIGTERM; saved at step 2, without waiting any longer for {what}"
+    ]
+    logged = [record["step"] for record in sx.train.read_jsonl(tmp_path / "log.jsonl")]
+    assert logged == [1, 2]
+
+
+def test_source_that_waits_after_the_last_batch_holds_up_no_run(tmp_path: Path) -> None:
+    result = make_trainer(tmp_path, 3, batches=Stalling(signal.SIGTERM)).run(display=Quiet())
+    assert (result.step, result.stopped) == (3, None)
 
 
 def test_run_resumes_bit_for_bit_after_a_signal(whole: Run, tmp_path: Path) -> None:
