@@ -19,7 +19,7 @@ import pytest
 from safetensors.numpy import save_file
 
 import shardax as sx
-from shardax import nn
+from shardax import models, nn
 from shardax.errors import PretrainedError
 from shardax.models import (
     AttentionConfig,
@@ -325,6 +325,53 @@ def test_new_models_are_written_as_a_fitting_family(changes: Any, kind: str, tmp
     assert_equal(again, model)
     paths = ("attention", "norms", "activation", "embedding", "experts")
     assert [getattr(again.config, f) for f in paths] == [getattr(model.config, f) for f in paths]
+
+
+ALONE: dict[str, dict[str, Any]] = {
+    "granite": {"residual_scale": 0.5},
+    "smollm3": {"attention.rope_layers": (True, False)},
+    "lfm2": {
+        "attention.qk_norm": "head",
+        "recurrence": models.RecurrenceConfig(
+            mixer=models.ShortConvolutionConfig(size=2), layers=(True, False)
+        ),
+    },
+    "mamba2": {
+        "mlp": None,
+        "attention.rope": None,
+        "recurrence": models.RecurrenceConfig(
+            mixer=models.StateSpaceConfig(4, 4, num_groups=2, state_dim=4, chunk=8)
+        ),
+    },
+}
+
+
+@pytest.mark.parametrize("kind", ALONE)
+def test_new_model_is_written_as_the_family_that_alone_has_its_parts(kind: str, tmp_path: Path):
+    model = with_values(Transformer(with_fields(SMALL, ALONE[kind]), rngs=sx.Rngs(0)))
+    save_pretrained(model, tmp_path / "saved")
+    assert config_of(tmp_path / "saved")["model_type"] == kind
+    again = from_pretrained(tmp_path / "saved")
+    assert_equal(again, model)
+    np.testing.assert_array_equal(again(TOKENS), model(TOKENS))
+
+
+def test_refusal_of_a_new_model_names_the_nearest_family(tmp_path: Path):
+    config = with_fields(SMALL, {"residual_scale": 0.5, "attention.qk_norm": "head"})
+    model = Transformer(config, rngs=sx.Rngs(0))
+    with pytest.raises(PretrainedError) as caught:
+        save_pretrained(model, tmp_path / "saved")
+    assert "has residual_scale=0.5 (but None), where a qwen3 is the nearest" in str(caught.value)
+
+    # Of parts that one family has, what that family lacks.
+    mixer = models.StateSpaceConfig(3, 5, num_groups=3, state_dim=4)
+    config = with_fields(SMALL, {**ALONE["mamba2"], "recurrence": models.RecurrenceConfig(mixer)})
+    says = (
+        r"nothing was written: a mamba2's config\.json .*num_heads=3 of head_dim=5 are not expand"
+    )
+    with pytest.raises(PretrainedError, match=says):
+        save_pretrained(Transformer(config, rngs=sx.Rngs(0)), tmp_path / "saved")
+    assert not (tmp_path / "saved").exists()
 
 
 # --- what is refused ------------------------------------------------------------------------------

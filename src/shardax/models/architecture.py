@@ -221,7 +221,7 @@ def _describe_new_parts(
 ) -> tuple[dict[str, Any], Family, Any]:
     """Finds the family of a model of two parts without a file."""
     contents = (
-        (family, partial(make_content, kind, family, config))
+        (kind, family, partial(make_content, kind, family, config))
         for kind, family in registry.FAMILIES.items()
         if isinstance(family, kind_of_family)
     )
@@ -289,7 +289,7 @@ def _describe_stages(
     if config.source is None:
         new = _config_with(config, facts)
         contents = (
-            (family, partial(_new_content, kind, family, new))
+            (kind, family, partial(_new_content, kind, family, new))
             for kind, family in registry.FAMILIES.items()
             if family.config_class is ConvNeXtConfig
         )
@@ -746,28 +746,39 @@ def _describe_new(config: TransformerConfig) -> tuple[dict[str, Any], Family, Tr
     """Finds the family of a config without a file."""
     families = {kind: registry.FAMILIES[kind] for kind in registry.NEW_MODEL_TYPES}
     contents = (
-        (family, partial(_new_content, kind, family, config)) for kind, family in families.items()
+        (kind, family, partial(_new_content, kind, family, config))
+        for kind, family in families.items()
+        if not isinstance(family, (DualFamily, EncoderDecoderFamily))
+        and family.config_class is TransformerConfig
     )
     return _fitting(contents, config)
 
 
 def _fitting(
-    contents: Iterable[tuple[Family, Callable[[], dict[str, Any]]]], config: Any
+    contents: Iterable[tuple[str, Family, Callable[[], dict[str, Any]]]], config: Any
 ) -> tuple[dict[str, Any], Family, Any]:
     """Returns the first content that reads back without differences, or raises."""
     closest: dict[str, Any] | None = None
-    for family, make_content in contents:
+    nearest, reasons = "", list[str]()
+    for kind, family, make_content in contents:
         try:
             content = make_content()
             read = family.config(content, "config.json")
-        except PretrainedError:
+        except PretrainedError as error:
+            if any(group.begin(config) for group in family.groups):  # of its own parts
+                reasons.append(f"a {kind}'s {error}")
             continue
         differing = _differences(config, read)
         if not differing:
             return content, family, read
         if closest is None or len(differing) < len(closest):
-            closest = differing
-    raise refusal([f"no family of config.json has {_said(closest or {})}"])
+            closest, nearest = differing, kind
+    if reasons:
+        raise refusal([reason.removesuffix(".") for reason in reasons])
+    if closest is None:
+        raise refusal(["no family of config.json has such parts"])
+    problem = f"no family of config.json has {_said(closest)}"
+    raise refusal([f"{problem}, where a {nearest} is the nearest, with the values in parentheses"])
 
 
 def _other_family(config: TransformerConfig) -> str | None:
@@ -791,6 +802,8 @@ def _new_content(kind: str, family: Family, config: TransformerConfig) -> dict[s
         kind_of_value = kind_of_target(type(config), field.targets[0])
         is_unused = kind_of_value.problem(name, value) is not None
         content[name] = field.default_or_none() if value is None or is_unused else value
+    for group in family.groups:
+        content |= group.begin(config)
     content = _written(family, content, config)
     edit = ConfigEdit(family, content, config, config)
     for group in family.groups:

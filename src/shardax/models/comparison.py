@@ -26,6 +26,7 @@ from shardax.models.layers.experts import (
 )
 from shardax.models.layers.norms import OffsetLayerNorm, OffsetRMSNorm
 from shardax.models.layers.transformer_layer import ScaledGateMLP, TransformerBlock
+from shardax.nn.attention.multi_head import MultiHeadAttention
 from shardax.nn.dropout import Dropout
 from shardax.nn.quantization import QuantizedKernel
 from shardax.nn.stack import Stack
@@ -143,7 +144,7 @@ class ArchitectureCheck:
                 self.compare(value, expected, place, (), at, below)
             elif isinstance(expected, Variable):
                 self._take(value, expected, place, at, below)
-            elif not _is_same(name, value, expected):
+            elif not _is_same_in(module, name, value, expected):
                 text = f"is {text_of(value)}, but {text_of(expected)} in its config.json"
                 self.wrong[*place.path, *below] = text
         for name in vars(module).keys() - vars(built).keys():
@@ -215,6 +216,15 @@ __annotations_cache__ __static_attributes__ __firstlineno__ __dict__ __weakref__
 __parameters__ __orig_bases__ __repr__ _make_layer
 """
 _CLASS_NAMES = frozenset(_CLASS_NAMES_TEXT.split())
+
+
+def _is_same_in(module: Module, name: str, value: object, expected: object) -> bool:
+    if name == "scale" and isinstance(module, MultiHeadAttention):
+        # None is the root of the size, which some families write as a number.
+        plain = module.head_dim**-0.5
+        value = plain if value is None else value
+        expected = plain if expected is None else expected
+    return _is_same(name, value, expected)
 
 
 def _is_same(name: str, value: object, expected: object) -> bool:

@@ -128,6 +128,10 @@ class FieldGroup:
     def write(self, edit: ConfigEdit) -> None:
         """Changes them to what an edited config says."""
 
+    def begin(self, config: Any) -> Mapping[str, Any]:
+        """Returns those of parts that few families have, of a config that has these parts."""
+        return {}
+
     def complete(self, edit: ConfigEdit) -> None:
         """Adds those that a new ``config.json`` has even at their defaults."""
 
@@ -375,12 +379,15 @@ class _Reading:
         for name, field in family.fields.items():
             values.update(self._of_field(name, field))
         self._check_counts(values)
+        is_all_read = True
         for group in family.groups:
             try:
                 values.update(group.read(self.take))
             except PretrainedError as error:
                 self._note(str(error))
-        self._note_unread()
+                is_all_read = False
+        if is_all_read:  # else fields of a group that failed would be called unknown
+            self._note_unread()
         if self.problems:
             raise self.error()
         self._check_counts(values)

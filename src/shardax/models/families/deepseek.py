@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from shardax.models import kinds
+from shardax.models.config.transformer import TransformerConfig
 from shardax.models.families import shared
 from shardax.models.families.rope import Rotary
 from shardax.models.family import ConfigEdit, Family, Field, FieldGroup, Taker
@@ -53,6 +54,13 @@ class LatentHeads(Rotary):
         fields["attention.latent.rope_dim"] = rotated
         scales = tables[0] if tables else {}  # rope_scaling goes before rope_parameters
         return fields | _scaled(replace(rope, interleaved=interleaved), plain + rotated, scales)
+
+    def begin(self, config: TransformerConfig) -> Mapping[str, Any]:
+        attention, latent = config.attention, config.attention.latent
+        if latent is None:
+            return {}
+        plain = attention.head_dim - latent.rope_dim
+        return {"qk_nope_head_dim": plain, "qk_rope_head_dim": latent.rope_dim}
 
     def write(self, edit: ConfigEdit) -> None:
         super().write(edit)

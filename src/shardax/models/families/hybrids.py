@@ -17,6 +17,7 @@ from shardax.models.config.recurrent import (
     ShortConvolutionConfig,
     StateSpaceConfig,
 )
+from shardax.models.config.transformer import TransformerConfig
 from shardax.models.families import shared
 from shardax.models.families.qwen import SparseLayers
 from shardax.models.families.rope import Rotary
@@ -89,6 +90,12 @@ class AdjustedMLP(FieldGroup):
             if factor is not None:
                 size = -(-int(factor * size) // multiple) * multiple
         return {"mlp.dim": size}
+
+    def begin(self, config: TransformerConfig) -> Mapping[str, Any]:
+        mixer = None if config.recurrence is None else config.recurrence.mixer
+        if config.mlp is None or not isinstance(mixer, ShortConvolutionConfig):
+            return {}
+        return {"intermediate_size": config.mlp.dim, "block_auto_adjust_ff_dim": False}
 
     def write(self, edit: ConfigEdit) -> None:
         if edit.changes("mlp.dim"):
@@ -167,6 +174,7 @@ LFM2 = Family(
 class StateSpace(FieldGroup):
     """The mixer of all layers."""
 
+    is_beside: ClassVar[bool] = False  # attention
     # Of fields of ``StateSpaceConfig``, but for the heads.
     names: ClassVar[dict[str, str]] = {
         "num_groups": "n_groups",
@@ -207,6 +215,14 @@ class StateSpace(FieldGroup):
     def read_more(self, take: Taker) -> Mapping[str, Any]:
         """Reads further fields of ``StateSpaceConfig``."""
         return {}
+
+    def begin(self, config: TransformerConfig) -> Mapping[str, Any]:
+        recurrence = config.recurrence
+        if recurrence is None or recurrence.beside != self.is_beside:
+            return {}
+        mixer = recurrence.mixer
+        is_own = isinstance(mixer, StateSpaceConfig)
+        return self.written(mixer, config.embed_dim) if is_own else {}
 
     def write(self, edit: ConfigEdit) -> None:
         mixer, before = edit.value("recurrence.mixer"), edit.before("recurrence.mixer")
@@ -332,6 +348,7 @@ MAMBA2 = Family(
 class ScaledStateSpace(StateSpace):
     """The mixer beside attention, with factors of its projections."""
 
+    is_beside: ClassVar[bool] = True
     names: ClassVar[dict[str, str]] = {
         "num_groups": "mamba_n_groups",
         "state_dim": "mamba_d_state",

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from shardax.models import kinds
+from shardax.models.config.transformer import TransformerConfig
 from shardax.models.families import shared
 from shardax.models.families.rope import Rotary, RotaryByLayerType
 from shardax.models.family import ConfigEdit, Family, Field, FieldGroup, Taker
@@ -228,6 +229,11 @@ class InterleavedExperts(FieldGroup):
         size = take("intermediate_size", kind=kinds.SIZE)
         dense = tuple(index for index in range(count) if index not in layers)
         return {"experts.dense_layers": dense, "experts.dim": size, "experts.shared_dim": size}
+
+    def begin(self, config: TransformerConfig) -> Mapping[str, Any]:
+        experts = config.experts
+        is_own = experts is not None and experts.scores == "input_sigmoid"
+        return {"intermediate_size": experts.dim} if is_own else {}
 
     def write(self, edit: ConfigEdit) -> None:
         config, content = edit.config, edit.content

@@ -84,13 +84,14 @@ FAMILIES: dict[str, Family] = {
     "whisper": encoder_decoders.WHISPER,
     "xlm-roberta": encoders.XLM_ROBERTA,
 }
-# In this order for a model without a file: the plain and widely served ones first.
-_NEW_MODELS_TEXT = """
+# In this order for a model without a file: the plain and widely served ones first, which most
+# programs know it by, and then those that alone have some of its parts.
+_PLAIN_MODELS_TEXT = """
 llama mistral qwen2 qwen3 mixtral qwen3_moe olmo2 gemma gemma2 gemma3_text phi gpt2 gpt_neox
 starcoder2 bert vit roberta xlm-roberta distilbert electra mpnet modernbert
 dinov2
 """
-NEW_MODEL_TYPES = tuple(_NEW_MODELS_TEXT.split())
+NEW_MODEL_TYPES = tuple(dict.fromkeys([*_PLAIN_MODELS_TEXT.split(), *FAMILIES]))
 
 
 def register(model_type: str, *, like: str | None = None, **parts: Any) -> None:
