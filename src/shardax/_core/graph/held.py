@@ -39,7 +39,7 @@ from shardax._core.graph.static import PROGRAMS_ATTRIBUTE, Static
 from shardax._core.object import Object, Placeholder, Wrapper
 
 
-class Held(NamedTuple):
+class HiddenObject(NamedTuple):
     """An object that a value holds."""
 
     item: Object | Placeholder
@@ -85,7 +85,7 @@ class ObjectSearch:
         # What was looked at, by ``id``.
         self._met: dict[int, Any] = {}
 
-    def held_by(self, value: Any) -> Held | None:
+    def held_by(self, value: Any) -> HiddenObject | None:
         """Returns the first object inside of a static value, or None."""
         kind = type(value)
         if kind in _ATOMS or _is_bare(value):
@@ -102,7 +102,7 @@ class ObjectSearch:
             _note_empty(value)
         return found
 
-    def beside_children(self, value: object, config: object) -> Held | None:
+    def beside_children(self, value: object, config: object) -> HiddenObject | None:
         """Returns the first object in a container that is none of its children, or None.
 
         Args:
@@ -111,7 +111,7 @@ class ObjectSearch:
         """
         return self._search(_parts_beside_children(value, config))
 
-    def hidden_in(self, value: object) -> Held | None:
+    def hidden_in(self, value: object) -> HiddenObject | None:
         """Returns the first object in an attribute's value that a walk does not find, or None."""
         handler = handlers.handler_of(value)
         if handler.is_object or handler is handlers.PLACEHOLDER:
@@ -123,7 +123,7 @@ class ObjectSearch:
             found = found or self.hidden_in(child)
         return found
 
-    def _search(self, starts: Iterable[_Part]) -> Held | None:
+    def _search(self, starts: Iterable[_Part]) -> HiddenObject | None:
         """Returns the object that is nearest to the starts, or None."""
         waiting = collections.deque[tuple[Any, _Way]](
             (value, (None, step)) for step, value in starts
@@ -133,7 +133,7 @@ class ObjectSearch:
             value, way = waiting.popleft()
             kind = type(value)
             if issubclass(kind, (Object, Placeholder)):
-                return Held(value, _texts_of(way))
+                return HiddenObject(value, _texts_of(way))
             if id(value) in met:
                 continue
             met[id(value)] = value

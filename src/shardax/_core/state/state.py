@@ -37,7 +37,7 @@ from shardax._core.variable import Origin, Variable
 _UNKNOWN = Origin(Variable, EMPTY)
 
 
-class _Step(enum.Enum):
+class _NoStep(enum.Enum):
     """The step to the value of a bare Variable, whose path has none."""
 
     NONE = "()"
@@ -46,7 +46,7 @@ class _Step(enum.Enum):
         return self.value
 
 
-_NO_STEP = _Step.NONE
+_NO_STEP = _NoStep.NONE
 
 # What one node is besides its children: the step to each, and its origin, None for a State below.
 NodeForm: TypeAlias = tuple[tuple[Hashable, ...], tuple[Origin | None, ...]]

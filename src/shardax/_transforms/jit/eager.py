@@ -46,7 +46,7 @@ from shardax._transforms.lift.transformed import Transformed
 Lifted = NamedFunction[[Sequence[Any], Any, Sequence[Any], Mapping[str, Any]], Any]
 
 
-class _Transformed(Functions):
+class _EagerTransform(Functions):
     """A transform with its functions and options, as a function of the arguments."""
 
     __slots__ = ("__weakref__", "_functions", "lifted", "options")
@@ -68,9 +68,9 @@ class _Transformed(Functions):
         """See ``Functions.functions``."""
         return tuple(function() for function in self._functions)
 
-    def with_functions(self, functions: tuple[Callable[..., PyTree], ...]) -> _Transformed:
+    def with_functions(self, functions: tuple[Callable[..., PyTree], ...]) -> _EagerTransform:
         """See ``Functions.with_functions``."""
-        return _Transformed(self.lifted, functions, self.options)
+        return _EagerTransform(self.lifted, functions, self.options)
 
     def __call__(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
         _running.stages.append("begun")
@@ -88,7 +88,7 @@ class _EagerProgram:
 
     __slots__ = ("can_be_traced", "jit")
 
-    def __init__(self, transformed: _Transformed) -> None:
+    def __init__(self, transformed: _EagerTransform) -> None:
         self.jit = Jit(transformed, _NO_OPTIONS)
         self.can_be_traced = True
 
@@ -118,7 +118,7 @@ def run(
     config: Any = jax.config
     if frames.local.frame is not None or not frames.is_eager() or config.jax_disable_jit:
         return lifted(functions, options, args, kwargs)
-    program = _program_of(_Transformed(lifted, tuple(functions), options))
+    program = _program_of(_EagerTransform(lifted, tuple(functions), options))
     if not program.can_be_traced:
         return lifted(functions, options, args, kwargs)
 
@@ -145,7 +145,7 @@ def run(
     return lifted(functions, options, args, kwargs)
 
 
-def _program_of(transformed: _Transformed) -> _EagerProgram:
+def _program_of(transformed: _EagerTransform) -> _EagerProgram:
     """Returns the program of a transform, the one of an earlier call for the same functions."""
     kept_with = _keeper(transformed.functions)
     with contextlib.suppress(TypeError):  # options that cannot be compared

@@ -288,7 +288,7 @@ class _Fetched(NamedTuple):
     error: BaseException | None = None
 
 
-class _Reader:
+class _BackgroundReader:
     """A daemon thread that does what it is told, in order."""
 
     def __init__(self) -> None:
@@ -322,7 +322,7 @@ class _Reader:
         _readers.discard(self)
 
 
-_readers: weakref.WeakSet[_Reader] = weakref.WeakSet()
+_readers: weakref.WeakSet[_BackgroundReader] = weakref.WeakSet()
 
 
 def _obey(orders: queue.SimpleQueue[Callable[[], None] | None]) -> None:
@@ -397,7 +397,7 @@ class Prefetch:
         # A signal handler may put into a queue of this kind: see ``interrupt``.
         self._fetched: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._asked = 0  # fetches that were ordered and not taken
-        self._reader = _Reader()
+        self._reader = _BackgroundReader()
         weakref.finalize(self, self._reader.end).atexit = False  # ``_end_readers`` sees to that
         self._work_ahead()
 
