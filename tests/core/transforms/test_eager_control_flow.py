@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import threading
 import weakref
@@ -367,16 +368,16 @@ def test_nothing_of_a_closure_is_kept_alive() -> None:
 
 
 @pytest.mark.usefixtures("collecting_only_what_is_new")
-def test_model_with_a_closure_over_itself_dies() -> None:
+def test_model_with_a_function_of_itself_dies() -> None:
     references = []
     for _ in range(4):
         layer = Layer()
-        layer.act = lambda x, layer=layer: layer.scale * x
+        layer.act = functools.partial(lambda layer, x: layer.scale * x, layer)
         sx.cond(TRUE, lambda layer, x: x, lambda layer, x: x + 1, layer, jnp.ones(4))
         sx.jit(lambda layer: jnp.ones(()))(layer)
         references.append(weakref.ref(layer))
         layer = Layer()
-        layer.act = (lambda held: lambda x: held.scale * x)(layer)
+        layer.act = layer.__call__
         sx.cond(TRUE, lambda layer, x: x, lambda layer, x: x + 1, layer, jnp.ones(4))
         references.append(weakref.ref(layer))
     del layer

@@ -274,8 +274,10 @@ def test_signal_ends_a_run_whose_source_waits(tmp_path: Path, number: signal.Sig
     assert sx.train.Checkpoints(tmp_path / "checkpoints").latest() == 3
     assert display.notes == [
         f"stopped by {number.name}; saved at step 3",
-        "The batches still wait for data. They are left where they are; the checkpoint has the "
-        "position to go on from.",
+        (
+            "The batches still wait for data. They are left where they are; the checkpoint has the "
+            "position to go on from."
+        ),
     ]
     resumed, whole = make_trainer(tmp_path, 6), make_trainer(tmp_path / "whole", 6)
     resumed.run(resume=True, display=Quiet())
@@ -323,7 +325,7 @@ def display_that_waits(step: int) -> None:
         ("a callback", lambda: {"callbacks": (wait_at_step_2,)}),
         ("Tracker", lambda: {"layout": {"trackers": (Tracker(),)}}),
         ("the held-out data", lambda: {"held_out": HeldOut(), "eval_every": 2}),
-        ("the display", lambda: {}),
+        ("the display", dict),
     ],
 )
 def test_signal_ends_a_run_that_waits_for_code_of_others(
