@@ -121,19 +121,26 @@ class Traced:
 
     def __init__(self, way: str, model: Model) -> None:
         self.model = model
-        self.traces = 0
+        # Beside the model, which may hold a function that counts and none that reaches the model.
+        self._counts = {"traces": 0}
         self._call = getattr(self, f"_{way}")()
 
     def __call__(self, x: float = 1.0) -> float:
         return float(self._call(x))
 
+    @property
+    def traces(self) -> int:
+        return self._counts["traces"]
+
     def _forward(self, model: Model, x: Any) -> Any:
-        self.traces += 1
+        self._counts["traces"] += 1
         return model(x)
 
     def _noted(self, read: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+        counts = self._counts
+
         def noted(held: Any, x: Any) -> Any:
-            self.traces += 1
+            counts["traces"] += 1
             return read(held, x)
 
         return noted
@@ -164,7 +171,7 @@ class Traced:
 
     def _argument(self) -> Callable[[float], Any]:
         def call(held: Any, x: Any) -> Any:
-            self.traces += 1
+            self._counts["traces"] += 1
             return self.model.read(held, x * 2)
 
         compiled = sx.jit(call, static="auto")
@@ -172,7 +179,7 @@ class Traced:
 
     def _static(self) -> Callable[[float], Any]:
         def call(held: Any, x: Any) -> Any:
-            self.traces += 1
+            self._counts["traces"] += 1
             return self.model.read(held, x * 2)
 
         compiled = sx.jit(call, static_argnums=0)

@@ -130,8 +130,12 @@ def test_second_interrupt_says_how_to_resume() -> None:
 # --- code of others -------------------------------------------------------------------------------
 
 
-def ask_and_wait(number: signal.Signals = signal.SIGTERM) -> None:
+def ask(number: signal.Signals = signal.SIGTERM) -> None:
     os.kill(os.getpid(), number)
+
+
+def ask_and_wait(number: signal.Signals = signal.SIGTERM) -> None:
+    ask(number)
     threading.Event().wait()
 
 
