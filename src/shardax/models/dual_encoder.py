@@ -25,10 +25,10 @@ from shardax.models.config.checks import dtypes
 from shardax.models.config.transformer import TransformerConfig
 from shardax.models.transformer import Transformer
 from shardax.nn.arithmetic import at_least_float32
-from shardax.nn.attention.dot_product import gathered
 from shardax.nn.errors import LayerConfigError
 from shardax.nn.linear import Linear
 from shardax.nn.parameters import make_parameter
+from shardax.partition.explicit import gathered
 
 # The encoders, by their names in a model and in its config.
 TOWERS = ("text", "image")

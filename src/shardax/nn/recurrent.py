@@ -28,7 +28,7 @@ from shardax.nn.errors import LayerConfigError, LayerInputError
 from shardax.nn.linear import Linear
 from shardax.nn.masks import as_mask
 from shardax.nn.mlp import Activation, find_activation
-from shardax.partition.explicit import explicit_entries
+from shardax.partition.explicit import explicit_entries, explicit_sharding, gathered, with_layout
 
 
 def _orthogonal_gates(
@@ -96,13 +96,19 @@ class _Cell(Module):
 
     def _project(self, x: object) -> jax.Array:
         name = f"{type(self).__name__}(in_features={self.in_features})"
-        return self.input(take_features(name, x, (self.in_features,), "in_features"))
+        return _gates_of(self.input, take_features(name, x, (self.in_features,), "in_features"))
 
     def _zeros(self, projected: jax.Array) -> Any:
         return jnp.zeros_like(projected[..., 0, :])
 
     def _step(self, carry: object, projected: jax.Array) -> tuple[Any, jax.Array]:
         raise NotImplementedError
+
+
+def _gates_of(linear: Linear, x: Any) -> jax.Array:
+    """Returns the gates of a product, all of them on each device."""
+    # They are read one by one: over Explicit mesh axes that split them they are gathered.
+    return gathered(linear(x), -2)
 
 
 class SimpleCell(_Cell):
@@ -158,7 +164,7 @@ class SimpleCell(_Cell):
 
     def _step(self, carry: object, projected: jax.Array) -> tuple[Any, jax.Array]:
         activate = find_activation(self.activation, "SimpleCell")
-        hidden = activate((projected + self.recurrent(carry))[..., 0, :])
+        hidden = activate((projected + _gates_of(self.recurrent, carry))[..., 0, :])
         return hidden, hidden
 
 
@@ -208,7 +214,7 @@ class LSTMCell(_Cell):
 
     def _step(self, carry: Any, projected: jax.Array) -> tuple[Any, jax.Array]:
         hidden, cell = carry
-        gates = projected + self.recurrent(hidden)
+        gates = projected + _gates_of(self.recurrent, hidden)
         write, keep, new, read = (gates[..., index, :] for index in range(4))
         cell = jax.nn.sigmoid(keep) * cell + jax.nn.sigmoid(write) * jnp.tanh(new)
         hidden = jax.nn.sigmoid(read) * jnp.tanh(cell)
@@ -257,7 +263,7 @@ class GRUCell(_Cell):
     _recurrent_bias = True
 
     def _step(self, carry: Any, projected: jax.Array) -> tuple[Any, jax.Array]:
-        recurrent = self.recurrent(carry)
+        recurrent = _gates_of(self.recurrent, carry)
         from_input, from_state = (
             [gates[..., index, :] for index in range(3)] for gates in (projected, recurrent)
         )
@@ -335,13 +341,13 @@ class RNN(Module):
             parameters.refuse_input(
                 "RNN", "an input of shape (..., time, features)", x, "It needs at least one step."
             )
-        axis, x = x.ndim - 2, _whole(x, x.ndim - 2)
+        axis, x = x.ndim - 2, gathered(x, x.ndim - 2)
         if mask is not None:
             shape, meaning = f"of shape {x.shape[:-1]}", "True is a real step."
             mask = as_mask("RNN", mask, shape, meaning)
             if mask.shape != x.shape[:-1]:
                 parameters.refuse_input("RNN", f"a mask of booleans {shape}", mask, meaning)
-            mask = _whole(mask, axis)
+            mask = gathered(mask, axis)
         cell: Any = self.cell
         step = cell
         if isinstance(cell, _Cell) and type(cell).__call__ is _Cell.__call__:
@@ -427,17 +433,14 @@ class Bidirectional(Module):
             for rnn, start in zip((self.forward, self.backward), carry, strict=True)
         ]
         carries, outputs = zip(*results, strict=True)
-        y = jnp.concatenate(outputs, axis=-1) if self.merge is None else self.merge(*outputs)
+        y = _side_by_side(*outputs) if self.merge is None else self.merge(*outputs)
         return (carries, y) if return_carry else y
 
 
-def _whole(array: jax.Array, axis: int) -> jax.Array:
-    """Makes a dimension whole over Explicit mesh axes."""
-    entries = explicit_entries(array)
-    if entries is None or entries[axis] is None:
-        return array
-    spec = PartitionSpec(*entries[:axis], None, *entries[axis + 1 :])
-    return jax.sharding.reshard(array, NamedSharding(jax.typeof(array).sharding.mesh, spec))
+def _side_by_side(one: jax.Array, other: jax.Array) -> jax.Array:
+    """Joins features, laid out as the first over Explicit mesh axes."""
+    layout = explicit_sharding(one) or explicit_sharding(other)
+    return with_layout(lambda *arrays: jnp.concatenate(arrays, axis=-1), layout, one, other)
 
 
 def _take_carry(carry: object, start: object):

@@ -21,6 +21,7 @@ import numpy as np
 from shardax.nn.arithmetic import as_array
 from shardax.nn.errors import LayerConfigError, LayerInputError
 from shardax.nn.parameters import refuse_input
+from shardax.partition.explicit import explicit_entries, explicit_sharding, with_layout
 
 
 class Rotation(NamedTuple):
@@ -118,8 +119,17 @@ def rotate(x: jax.Array, by: Rotation, *, interleaved: bool = False) -> jax.Arra
     half = cosine.shape[-1]
     if 2 * half > x.shape[-1]:
         refuse_input("rotate", f"heads of at least {2 * half}, for {half} angles", x, "")
-    if interleaved:
-        return _rotate_pairs(x, cosine, sine)
+    turn = _rotate_pairs if interleaved else _rotate_halves
+    entries = explicit_entries(x)
+    if entries is None or entries[-1] is None:
+        return turn(x, cosine, sine)
+    # What is turned together may be on two devices.
+    return with_layout(turn, explicit_sharding(x), x, cosine, sine)
+
+
+def _rotate_halves(x: jax.Array, cosine: jax.Array, sine: jax.Array) -> jax.Array:
+    """Turns halves as real and imaginary parts."""
+    half = cosine.shape[-1]
     # No part without elements, as its gradient would be a part of the program.
     cuts = [end for end in (half, 2 * half) if end < x.shape[-1]]
     real, imaginary, *remaining = jnp.split(x, cuts, axis=-1)

@@ -10,6 +10,8 @@ operands alone, so that a model needs no rules in scope and no shardings by hand
   split contracted dimension is left to the compiler, as over Auto axes.
 - A lookup has the layout of the indices, then that of the row.
 - A parameter that is combined elementwise takes the layout of the dimensions it meets.
+- Where a split dimension is cut into unlike parts, it is gathered first, or the computation is left
+  to the compiler and only its result laid out.
 
 Over Auto axes, on one device and for Manual axes (inside ``shard_map``) types have no sharding, and
 nothing is done.
@@ -77,6 +79,17 @@ def align(parameter: jax.Array, x: jax.Array, dimensions: Sequence[int] | None =
         return parameter
     mesh = jax.typeof(parameter).sharding.mesh
     return jax.sharding.reshard(parameter, NamedSharding(mesh, PartitionSpec(*aligned)))
+
+
+def gathered(x: jax.Array, axis: int) -> jax.Array:
+    """Returns an array whole along one dimension, over Explicit mesh axes."""
+    entries = explicit_entries(x)
+    if entries is None or entries[axis] is None:
+        return x
+    whole = list(entries)
+    whole[axis] = None
+    mesh = jax.typeof(x).sharding.mesh
+    return jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec(*whole)))
 
 
 def with_layout(

@@ -35,7 +35,13 @@ from shardax.nn.errors import LayerInputError
 from shardax.nn.masks import as_mask
 from shardax.nn.parameters import refuse_input
 from shardax.partition.context import current_kernel, is_interpreting_kernels
-from shardax.partition.explicit import align, explicit_entries
+from shardax.partition.explicit import (
+    align,
+    explicit_entries,
+    gathered,
+    joined_sharding,
+    with_layout,
+)
 
 AttentionKernel = Literal["auto", "xla", "cudnn", "splash", "tokamax"]
 """The implementations of attention."""
@@ -244,17 +250,6 @@ def within_segments(query_ids: jax.Array, key_ids: jax.Array, mask: Any) -> jax.
     return same if mask is None else mask & same
 
 
-def gathered(x: jax.Array, axis: int) -> jax.Array:
-    """Returns an array whole along one dimension, over Explicit mesh axes."""
-    # Where rules split the sequence every device reads all keys; over Auto axes XLA gathers them.
-    entries = explicit_entries(x)
-    if entries is None or entries[axis] is None:
-        return x
-    gathered_entries = list(entries)
-    gathered_entries[axis] = None
-    return jax.sharding.reshard(x, PartitionSpec(*gathered_entries))
-
-
 def combine_masks(*masks: Any) -> jax.Array | None:
     """Returns where all masks allow reading.
 
@@ -365,7 +360,8 @@ def weighted_values(
 ) -> jax.Array:
     """Weighs values, by the kernel of the layer or the scope."""
     if (implementation or current_kernel("attention")) not in (None, "xla"):
-        arrays = Operands(query, key, value, bias, mask, segments)
+        whole = (gathered(array, -1) for array in (query, key, value))
+        arrays = Operands(*whole, bias, mask, segments)
         unusual = _options_of(
             other_softmax=to_weights is not softmax,
             sinks=sinks is not None,
@@ -378,6 +374,24 @@ def weighted_values(
         )
         if result is not None:
             return result
+    if any(_splits_last(array) for array in (query, key, value)):
+        # Scores are then sums over devices, which the compiler plans as over Auto axes. A function
+        # that is called there could not read arrays of its own, nor write a state: it gets heads
+        # that are whole.
+        if to_weights is softmax and dropout is None:
+            options = {"causal": causal, "window": window, "scale": scale, "softcap": softcap}
+            options |= {"implementation": implementation, "precision": precision}
+
+            def weigh(
+                query: jax.Array, key: jax.Array, value: jax.Array, bias, mask, sinks, segments
+            ) -> jax.Array:
+                arrays = {"bias": bias, "mask": mask, "sinks": sinks, "segments": segments}
+                return weighted_values(layer, query, key, value, names=names, **arrays, **options)
+
+            last = query.ndim - 1
+            layout = joined_sharding(((query, range(last)), (value, (last,))))
+            return with_layout(weigh, layout, query, key, value, bias, mask, sinks, segments)
+        query, key, value = (gathered(array, -1) for array in (query, key, value))
     if segments is not None:
         mask = within_segments(*segments, mask)
     # Compiled for CPU or TPU, that of JAX has no float16; gradients of its bfloat16 cannot be
@@ -420,6 +434,12 @@ def weighted_values(
     weights = weights if dropout is None else dropout(weights)
     weights = weights.astype(value.dtype)
     return jnp.einsum("...nts,...snh->...tnh", weights, value, precision=precision)
+
+
+def _splits_last(array: jax.Array) -> bool:
+    """Whether Explicit mesh axes split the last dimension."""
+    entries = explicit_entries(array)
+    return entries is not None and entries[-1] is not None
 
 
 def _softmax_beside(scores: jax.Array, sinks: jax.Array) -> jax.Array:

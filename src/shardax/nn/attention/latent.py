@@ -37,6 +37,7 @@ from shardax.nn.normalization import RMSNorm
 from shardax.nn.parameters import as_axes, as_size, refuse_input
 from shardax.nn.rope import Rope, Rotation, rotate
 from shardax.partition.context import current_kernel
+from shardax.partition.explicit import gathered
 
 
 class MultiHeadLatentAttention(MultiHeadAttention):
@@ -180,9 +181,9 @@ class MultiHeadLatentAttention(MultiHeadAttention):
         source = x if context is None else context
         has_latent = hasattr(self, "q_down")
         query = self.q_up(self.q_latent_norm(self.q_down(x))) if has_latent else self.q(x)
-        latent, rotated = jnp.split(self.kv_down(source), [self.latent_dim], axis=-1)
+        latent, rotated = _parts(self.kv_down(source), self.latent_dim)
         latent = self.latent_norm(latent).astype(query.dtype)
-        plain, turned = jnp.split(query, [self._plain_dim], axis=-1)
+        plain, turned = _parts(query, self._plain_dim)
         rotation = self._rotation(x, positions)
         interleaved = self._rope().interleaved
         turned = rotate(turned, rotation, interleaved=interleaved)
@@ -219,7 +220,7 @@ class MultiHeadLatentAttention(MultiHeadAttention):
         if is_plain and self._reads_latents(query.shape[-3], latent.shape[-3]):
             return self._attend_latents(query, rotated, latent[..., 0, :], mask)
         made = self.kv_up(latent[..., 0, :])
-        plain, value = jnp.split(made, [self._plain_dim], axis=-1)
+        plain, value = _parts(made, self._plain_dim)
         key = jnp.concatenate([plain, repeat_heads(plain, rotated)], axis=-1)
         qkv = QueryKeyValue(query, key, value)
         if ordered and ring_axes(query):  # a ring sends keys and values of one size
@@ -258,10 +259,9 @@ class MultiHeadLatentAttention(MultiHeadAttention):
 
     def _attend_latents(self, query, rotated, latent, mask) -> jax.Array:
         """Reads the latents themselves."""
-        to_key, to_value = jnp.split(
-            self.kv_up.kernel.value.astype(query.dtype), [self._plain_dim], axis=-1
-        )
-        plain, turned = jnp.split(query, [self._plain_dim], axis=-1)
+        kernel = self.kv_up.kernel.value.astype(query.dtype)
+        to_key, to_value = _parts(kernel, self._plain_dim)
+        plain, turned = _parts(query, self._plain_dim)
         plain = einsum("bthd,rhd->bthr", plain, to_key)
         wide = {"preferred_element_type": at_least_float32(query.dtype)}
         scores = einsum("bthr,bsr->bhts", plain, latent, **wide)
@@ -351,6 +351,13 @@ class LatentCache(AttentionCache):
                 self.value,
                 f"Make it with nn.LatentCache{sizes}, one for each layer.",
             )
+
+
+def _parts(x: jax.Array, size: int) -> list[jax.Array]:
+    """Cuts the last dimension in two behind a size."""
+    # Over Explicit mesh axes it is gathered: where devices hold equal parts of the whole, they do
+    # not of its parts.
+    return jnp.split(gathered(x, -1), [size], axis=-1)
 
 
 def _widened(heads: jax.Array, size: int) -> jax.Array:

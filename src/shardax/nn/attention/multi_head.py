@@ -28,7 +28,6 @@ from shardax.nn.attention.dot_product import (
     AttentionKernel,
     check_mask,
     combine_masks,
-    gathered,
     reading_order,
     repeat_heads,
     segment_pair,
@@ -43,7 +42,7 @@ from shardax.nn.masks import as_mask
 from shardax.nn.parameters import as_axes, as_size, make_parameter, refuse_input, zeros
 from shardax.nn.rope import PlacedRotation, Rope, Rotation, check_head_dim, rotate
 from shardax.partition.context import ATTENTION_KERNELS, current_context, current_kernel
-from shardax.partition.explicit import explicit_entries
+from shardax.partition.explicit import explicit_entries, gathered
 
 
 class QueryKeyValue(NamedTuple):
@@ -442,6 +441,8 @@ class MultiHeadAttention(Module):
         function: Any = self.attention_fn
         if key.shape[-2] < query.shape[-2]:
             key, value = repeat_heads(query, key), repeat_heads(query, value)
+        # What the function does with a head is not known.
+        query, key, value = (gathered(heads, -1) for heads in (query, key, value))
         read = as_array(function(query, key, value, mask=mask))
         if read.shape != query.shape:
             refuse_input(
@@ -501,6 +502,7 @@ class MultiHeadAttention(Module):
                     array,
                     "Pad them, and mask the padding.",
                 )
+        query, key, value = (gathered(heads, -1) for heads in (query, key, value))
         key, value = _meet_heads(query, key), _meet_heads(query, value)
         return ring_attention(ring, query, key, value, mask, segments)
 
