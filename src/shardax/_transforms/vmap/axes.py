@@ -569,11 +569,13 @@ class MappedBoxes:
 
     def _map_state(self, state: State, where: Path, change: _Change) -> State:
         """Returns a State whose entries have the names of the changed dimensions."""
-        below, _ = jax.tree_util.tree_flatten_with_path(state, is_leaf=lambda x: x is not state)
         values: dict[Path, Leaf] = {}
         origins: dict[Path, Origin] = {}
-        for (keys, value), (path, origin) in zip(below, state.origins().items(), strict=True):
-            place = (*where, *plain_path(keys))
+        all_origins = state.origins()
+        for path, value in state.flat().items():
+            origin = all_origins[path]
+            # The value of a bare Variable has the step that it has in the Variable.
+            place = (*where, *(path or ("value",)))
             values[path] = self._map(value, place, change)
             origins[path] = origin
             axis = self._axis_of(value, place, change)
