@@ -134,12 +134,16 @@ def ask(number: signal.Signals = signal.SIGTERM) -> None:
     os.kill(os.getpid(), number)
 
 
+def ask_and_wait(number: signal.Signals) -> None:
+    ask(number)
+    threading.Event().wait()
+
+
 @pytest.mark.parametrize("number", BOTH)
 def test_code_of_others_is_interrupted_when_no_time_is_left(number: signal.Signals) -> None:
     with StopRequest(within=0.05) as stop:
         with pytest.raises(OverdueError, match="a callback"), stop.bounded("a callback"):
-            ask(number)
-            threading.Event().wait()
+            ask_and_wait(number)
         with pytest.raises(OverdueError, match="the display"), stop.bounded("the display"):
             raise AssertionError("it is not called any more")
         stop.grant()
@@ -152,16 +156,15 @@ def test_handlers_of_exceptions_do_not_keep_code_of_others_running() -> None:
     waits: list[str] = []
 
     def wait_again_and_again() -> None:
+        ask()
         while True:
             try:
                 threading.Event().wait()
             except Exception as error:  # noqa: BLE001
                 waits.append(repr(error))
 
-    with StopRequest(within=0.05) as stop:
-        with pytest.raises(OverdueError), stop.bounded("a callback"):
-            ask()
-            wait_again_and_again()
+    with StopRequest(within=0.05) as stop, pytest.raises(OverdueError), stop.bounded("a callback"):
+        wait_again_and_again()
     assert waits == []
 
 
