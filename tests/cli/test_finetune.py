@@ -7,6 +7,7 @@ import contextlib
 import io
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,6 +16,7 @@ import pytest
 
 import shardax as sx
 from shardax.cli import main
+from shardax.cli.train import Train, _TrainingRun
 from shardax.models import Decoder, DecoderConfig, from_pretrained, save_pretrained
 
 SIZES = ["--preset", "tiny", "--batch-size", "4", "--seq-len", "8", "--checkpoint-every", "0"]
@@ -39,8 +41,8 @@ def arrays(folder: Path) -> dict[str, np.ndarray]:
     return load_file(folder / "model.safetensors")
 
 
-def add_tokenizer(folder: Path) -> None:
-    words = ["one", "two", "three", "four", "[UNK]"]
+def add_tokenizer(folder: Path, words: Sequence[str] = ("one", "two", "three", "four")) -> None:
+    words = [*words, "[UNK]"]
     content = {
         "model": {"type": "WordLevel", "unk_token": "[UNK]"}
         | {"vocab": {word: number for number, word in enumerate(words)}},
@@ -133,6 +135,41 @@ def test_full_training_on_bytes_is_resumed(tmp_path: Path, text: Path):
     assert main(["train", *given, "--steps", "3", "--resume", "--override"]) == 0
     after = arrays(run / "model-00000003")
     assert all(not np.array_equal(before[name], after[name]) for name in before)
+
+
+def test_rows_of_tokens_are_shuffled_in_each_epoch_and_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    publish(tmp_path / "model", vocab_size=64)
+    add_tokenizer(tmp_path / "model", words=[f"w{number}" for number in range(63)])
+    text = tmp_path / "numbered.txt"
+    text.write_text(" ".join(f"w{number % 63}" for number in range(4000)))
+    monkeypatch.setattr(np.random, "default_rng", None)  # who shuffles a list would draw from it
+
+    def batches(seed: int) -> sx.train.RowBatches:
+        source = str(tmp_path / "model")
+        options = {"preset": "tiny", "batch_size": 4, "seq_len": 8, "text": text, "seed": seed}
+        settings = Train(source=source, **options)._fresh()
+        return _TrainingRun(settings, tmp_path / "run").trainer.batches
+
+    first, other = batches(0), batches(1)
+    count = int(first.name.rpartition("(")[2].partition(",")[0])
+    assert count > 400
+    rows = first.read(0, 3 * count)["inputs"]
+    epochs = [
+        [tuple(row) for row in rows[at : at + count].tolist()] for at in range(0, 3 * count, count)
+    ]
+    assert sorted(epochs[0]) == sorted(epochs[1]) == sorted(epochs[2])
+    others = [tuple(row) for row in other.read(0, count)["inputs"].tolist()]
+    orders = {tuple(order) for order in (*epochs, others, sorted(epochs[0]))}
+    assert len(orders) == 5, "another order in each epoch, and of each seed"
+
+    taken = [next(first)["inputs"].tolist() for _ in range(3)]
+    saved = first.state()
+    again = batches(0)
+    again.restore(saved)
+    assert next(again)["inputs"].tolist() == next(first)["inputs"].tolist() == rows[12:16].tolist()
+    assert [row for batch in taken for row in batch] == rows[:12].tolist()
 
 
 def sample(capsys: pytest.CaptureFixture[str], *words: str) -> str:

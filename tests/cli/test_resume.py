@@ -13,6 +13,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -217,3 +218,23 @@ def test_sigterm_saves_says_so_and_exits_with_143(runs: Runs) -> None:
     runs.finish(stopped)
     assert raw_arrays(stopped) == raw_arrays(whole)
     assert losses_of(stopped) == losses_of(whole)
+
+
+def test_sigterm_saves_though_the_text_hangs(
+    runs: Runs, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hung = runs.folder / "hung"
+    read = sx.train.TrainBatches.batch_at
+
+    def read_until_it_hangs(self: sx.train.TrainBatches, step: int, rows: object = None) -> object:
+        if step == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+            threading.Event().wait()
+        return read(self, step, rows)  # type: ignore[arg-type]
+
+    with monkeypatch.context() as patched:
+        patched.setattr(sx.train.TrainBatches, "batch_at", read_until_it_hangs)
+        words = ["train", *runs.options, "--out", str(hung), "--stop-within", "0.05"]
+        assert main(words) == 128 + signal.SIGTERM == 143
+    assert f"Go on with: shardax train --resume --out {hung}" in capsys.readouterr().out
+    assert sx.train.Checkpoints(hung / "checkpoints").steps() == [3]

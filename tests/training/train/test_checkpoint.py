@@ -272,6 +272,38 @@ def test_restore_without_mesh_follows_the_shardings_in_place(tmp_path: Path) -> 
     assert_same(planned, saved)
 
 
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize(
+    "tx", [optax.adam(1e-2), optax.adafactor(1e-2, min_dim_size_to_factor=4)], ids=["adam", "rows"]
+)
+def test_optimizer_state_follows_its_parameters_read_or_not(
+    tx: Any, kind: AxisType, tmp_path: Path
+) -> None:
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(kind,))
+
+    def placed() -> tuple[Any, ...]:
+        model = sx.shard(sx.nn.MLP(16, 32, rngs=sx.Rngs(0)), mesh, {"embed": "data"})
+        return model, Optimizer(model, tx, master_dtype="float32"), sx.train.EMA(model, 0.9)
+
+    def layout(tree: Any) -> list[Any]:
+        leaves = jax.tree.leaves(sx.state(tree))
+        return [(leaf.shape, leaf.sharding.devices_indices_map(leaf.shape)) for leaf in leaves]
+
+    saved = placed()
+    expected = layout(saved)
+    save(saved, tmp_path / "checkpoint")
+    again = placed()
+    assert all(value.is_lazy for _, value in sx.iter_variables(again[1].opt_state))
+    restore(again, tmp_path / "checkpoint")
+    assert layout(again) == expected
+
+    (tmp_path / "alone").mkdir()
+    save({"state": saved[1].opt_state}, tmp_path / "alone" / "checkpoint")
+    alone = placed()[1].opt_state
+    restore({"state": alone}, tmp_path / "alone" / "checkpoint")
+    assert layout(alone) == layout(saved[1].opt_state)
+
+
 def test_mesh_and_rules_in_scope_count(tmp_path: Path) -> None:
     save(Net(), tmp_path / "checkpoint")
     mesh, model = make_mesh(2, 4), Net()

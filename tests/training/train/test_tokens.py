@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import json
+import os
+import pickle
 import resource
 from collections.abc import Callable
 from pathlib import Path
@@ -161,6 +163,46 @@ def test_batch_with_ids_beyond_the_vocabulary_is_refused(
     batches = EvalBatches(TokenFile(path, vocab_size=vocab_size).whole, batch_size=2, seq_len=8)
     with pytest.raises(DataError, match=rf"Token 7 of .*ids\.bin has .* from 0 to {limit}\."):
         next(iter(batches))
+
+
+@pytest.mark.parametrize("name", ["ids.bin", "ids.npy", "ids.txt"])
+def test_file_that_is_cut_while_it_is_read_is_an_error(name: str, tmp_path: Path):
+    path = tmp_path / name
+    if name == "ids.txt":
+        path.write_bytes(IDS.astype(np.uint8).tobytes())
+        text: Any = ByteText.from_file(path)
+    else:
+        text = TokenFile.write(path, IDS)
+    batches = TrainBatches(text.whole, batch_size=64, seq_len=16)
+    held_out = EvalBatches(text.whole, batch_size=4, seq_len=16)
+    next(batches)
+    with path.open("ab") as file:
+        file.write(b"more")  # which changes nothing
+    expected = content(held_out, 99)
+    whole, size = path.read_bytes(), text.data.nbytes
+
+    os.truncate(path, len(whole) - size // 2)
+    message = rf"{name}' was cut while it is read: it has [\d,]+ bytes, of [\d,]+ when"
+    for read in (
+        lambda: next(batches),
+        lambda: list(held_out),
+        lambda: list(text.whole.segments()),
+    ):
+        with pytest.raises(DataError, match=message):
+            read()
+    assert batches.step == 1
+    path.write_bytes(whole)
+    assert content(held_out, 99) == expected
+
+
+def test_opened_tokens_travel_without_their_file(tmp_path: Path):
+    tokens = TokenFile.write(tmp_path / "ids.bin", IDS)
+    sizes: dict[str, Any] = {"batch_size": 3, "seq_len": 16}
+    expected = content(EvalBatches(tokens.whole, **sizes), 99)
+    sent = pickle.dumps(tokens)
+    (tmp_path / "ids.bin").unlink()
+    assert content(EvalBatches(pickle.loads(sent).whole, **sizes), 99) == expected
+    assert content(EvalBatches(tokens.whole, **sizes), 99) == expected, "it is still open here"
 
 
 def test_position_belongs_to_the_tokens(tmp_path: Path):
