@@ -575,14 +575,12 @@ def _check_logits(model: object, logits: object, shape: tuple[int, ...]) -> None
         if is_floating and logits.ndim == 3 and logits.shape[: len(shape)] == shape:
             return
         returned = f"{logits.dtype}{list(logits.shape)}"
-        hint = (
-            "A model of features needs a head; one that chooses tokens itself is called in a loop"
-        )
+        hint = "A model of features needs a head of tokens"
     else:
         returned = f"a {type(logits).__name__}"
         hint = (
-            "Of a tuple with the logits in front, such as sx.surgery.record returns, give a "
-            "function of these alone: lambda tokens: model(tokens)[0]"
+            "Of what sx.surgery.record made, give the model that it was made of; of a model with "
+            "further results, a Module whose call returns the logits alone"
         )
     known = ", ".join(map(str, shape)) if len(shape) == 2 else f"{shape[0]}, time"
     raise GenerationError(
