@@ -301,6 +301,52 @@ def test_models_without_a_head_of_tokens_are_refused() -> None:
         generate(model, [[1]], max_new_tokens=1)
 
 
+class Returning(sx.Module):
+    """A model of tokens with another result than logits."""
+
+    def __init__(self, model: Any, change: Any) -> None:
+        self.model, self.change = model, change
+
+    def __call__(self, tokens: Any) -> Any:
+        return self.change(self.model(tokens))
+
+
+class ReturningWithCache(Returning):
+    def make_cache(self, *sizes: Any, **options: Any) -> Any:
+        return self.model.make_cache(*sizes, **options)
+
+    def __call__(self, tokens: Any, **options: Any) -> Any:
+        return self.change(self.model(tokens, **options))
+
+
+@pytest.mark.parametrize("kind", [Returning, ReturningWithCache])
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda logits: logits[:, -1], r"returned float32\[1, 256\]"),  # features of a sequence
+        (lambda logits: logits.argmax(-1), r"returned int32\[1, \d+\]"),
+        (lambda logits: jnp.round(logits).astype(int), r"returned int32\[1, \d+, 256\]"),
+        (lambda logits: logits[0], r"returned float32\[\d+, 256\]"),
+        (lambda logits: jnp.concatenate([logits] * 2), r"returned float32\[2, \d+, 256\]"),
+        (lambda logits: {"logits": logits}, "returned a dict"),
+    ],
+)
+def test_models_that_return_no_logits_are_refused(
+    kind: Any, change: Any, says: str, model: Decoder
+) -> None:
+    other = kind(model, change)
+    with pytest.raises(GenerationError, match=r"by logits, floats of shape .*, vocab\), but"):
+        generate(other, [[1, 2]], max_new_tokens=2)
+    with pytest.raises(GenerationError, match=says):
+        next(generate(other, [[1, 2]], max_new_tokens=2, stream=True))
+
+
+def test_recorded_model_is_refused_by_name(model: Decoder) -> None:
+    recorded = sx.surgery.record(model, lambda model: model.at_instances_of(sx.nn.MLP))
+    with pytest.raises(GenerationError, match=r"returned a tuple\. Of what sx\.surgery\.record"):
+        generate(recorded, [[1, 2]], max_new_tokens=2)
+
+
 def test_nothing_to_add_gives_the_prompts_back(model: Decoder) -> None:
     prompts = [np.array([1, 2], np.int64), [3]]
     assert lists(generate(model, prompts, max_new_tokens=0)) == [[1, 2], [3]]

@@ -133,7 +133,7 @@ def generate(
     Raises:
         GenerationError: If a prompt is empty or holds other than integers of the vocabulary, an
             option is out of range, the model has no head of tokens or no cache to have a dtype, or
-            it returns NaN.
+            it returns NaN, or no logits.
 
     Example:
         >>> import jax, shardax as sx
@@ -302,6 +302,7 @@ def _first(model, cache, tokens, mask, numbers, inputs, *, room: int, filters) -
         values, real = (None if part is None else _by_rows(part) for part in inputs)
         states = model.encode(values, mask=real)
         logits = model.decode(tokens, states, context_mask=real, mask=mask, cache=cache)
+    _check_logits(model, logits, tokens.shape[:1])
     logits = _by_rows(logits[:, -1])
     seen = None
     if filters.penalty:
@@ -421,7 +422,9 @@ class _Uncached(Module):
         cache.tokens.value = jnp.where(hits.any(-1), written, cache.tokens.value)
         count = count + jnp.sum(mask, 1, keepdims=True, dtype=np.int32)
         cache.count.value = count[:, 0]
-        logits = _by_rows(self.model(cache.tokens.value))
+        logits = self.model(cache.tokens.value)
+        _check_logits(self.model, logits, cache.tokens.shape)
+        logits = _by_rows(logits)
         at = jax.lax.broadcasted_iota(np.int32, (1, length), 1) == count - 1
         return jnp.sum(jnp.where(at[..., None], logits, 0), axis=1, keepdims=True)
 
@@ -563,6 +566,32 @@ def _check_head(model: object) -> None:
             f"A {type(model).__name__} with head={head!r} returns no logits of tokens, so it "
             f"cannot continue prompts; generate needs a model with head='tokens'."
         )
+
+
+def _check_logits(model: object, logits: object, shape: tuple[int, ...]) -> None:
+    """Raises for a result that is no logits of tokens of a shape, as far as that is known."""
+    if isinstance(logits, jax.Array):
+        is_floating = jnp.issubdtype(logits.dtype, np.floating)
+        if is_floating and logits.ndim == 3 and logits.shape[: len(shape)] == shape:
+            return
+        returned = f"{logits.dtype}{list(logits.shape)}"
+        hint = "A model of features needs a head of tokens"
+    else:
+        returned = f"a {type(logits).__name__}"
+        hint = (
+            "Of what sx.surgery.record made, give the model that it was made of; of a model with "
+            "further results, a Module whose call returns the logits alone"
+        )
+    known = ", ".join(map(str, shape)) if len(shape) == 2 else f"{shape[0]}, time"
+    raise GenerationError(
+        f"generate continues prompts by logits, floats of shape ({known}, vocab), but "
+        f"{_name_of(model)} returned {returned}. {hint}."
+    )
+
+
+def _name_of(model: object) -> str:
+    kind = type(model)
+    return getattr(model, "__name__", kind.__name__) if callable(model) else kind.__name__
 
 
 def _check_vocabulary(model: object, rows: list[np.ndarray], name: str = "prompt") -> None:

@@ -74,6 +74,7 @@ def record(model: PyTree, *selections: Selection | Callable[[Selection], Selecti
     """
     paths: dict[Path, None] = {}
     for item in selections:
+        _check_selection(model, item)
         selection = item
         if callable(selection) and not isinstance(selection, Selection):
             selection = selection(select(model))
@@ -104,6 +105,23 @@ def record(model: PyTree, *selections: Selection | Callable[[Selection], Selecti
         return result, _activations(recording)
 
     return run
+
+
+def _check_selection(model: object, item: object) -> None:
+    """Raises for what is to be selected by, and is no selection."""
+    if isinstance(item, type):
+        code = f"sx.select(model).at_instances_of({item.__name__})"
+        raise SelectionError(
+            f"record takes selections of layers, and not the class {item.__name__}. Select its "
+            f"instances: `sx.surgery.record(model, {code})`."
+        )
+    if isinstance(item, Module):
+        paths = [path for path, module in iter_modules(model) if module is item and path]
+        path = paths[0] if paths else "..."
+        raise SelectionError(
+            f"record takes selections of layers, and not a {type(item).__name__} itself. Select "
+            f"it by its path: `sx.surgery.record(model, sx.select(model).at_keypaths({path}))`."
+        )
 
 
 def _recording(model: object, paths: Iterable[Path]) -> Any:

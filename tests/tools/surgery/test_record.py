@@ -245,6 +245,19 @@ def test_wrong_selection_is_refused_with_advice() -> None:
         code = "sx.surgery.record(model, sx.select(model).at_instances_of(sx.nn.Linear))"
         run = run_advice(refused.value, code, {"sx": sx, "model": model})
         assert list(run(np.ones((1, 2), np.float32))[1]) == [("gate",), ("up",), ("down",)]
+
+    # A class or a layer is what a selection is made of.
+    with pytest.raises(SelectionError, match=r"not the class MLP\. Select its") as refused:
+        record(model, sx.nn.MLP)
+    code = "sx.surgery.record(model, sx.select(model).at_instances_of(MLP))"
+    run = run_advice(refused.value, code, {"sx": sx, "model": model, "MLP": sx.nn.MLP})
+    assert list(run(np.ones((1, 2), np.float32))[1]) == [()]
+    with pytest.raises(SelectionError, match=r"not a Linear itself\. Select it") as refused:
+        record(model, model.up)
+    code = "sx.surgery.record(model, sx.select(model).at_keypaths(('up',)))"
+    run = run_advice(refused.value, code, {"sx": sx, "model": model})
+    assert list(run(np.ones((1, 2), np.float32))[1]) == [("up",)]
+
     with pytest.raises(SelectionError, match=r"\.up\.kernel is Param"):
         record(model, sx.select(model).at_keypaths(".up.kernel"))
     run = record(model, sx.select(model).at_keypaths(".gate"))
