@@ -52,6 +52,12 @@ def attention(**options: Any) -> Any:
     return sx.nn.MultiHeadAttention(8, 4, rngs=sx.Rngs(params=0, dropout=1), **options)
 
 
+def with_softmax(function: Callable[[jax.Array], jax.Array]) -> Any:
+    layer = attention()
+    layer.softmax = function
+    return layer
+
+
 def latent_attention() -> Any:
     sizes = {"head_dim": 8, "rope_dim": 4, "value_dim": 4, "latent_dim": 8, "query_latent_dim": 8}
     return sx.nn.MultiHeadLatentAttention(8, 4, causal=True, rngs=sx.Rngs(0), **sizes)
@@ -98,86 +104,95 @@ REFUSED: dict[str, dict[str, type[Exception]]] = {
 }
 
 # Over Auto axes the matrix has a test of its own.
-CASES = {
-    name: Case(
-        functools.partial(matrix.make, case),
-        case.x,
-        case.call,
-        kinds=(EXPLICIT,),
-        refused=REFUSED.get(name, {}),
-    )
-    for name, case in matrix.DESCRIPTORS.items()
-} | {
-    "attention, rotary": Case(
-        lambda: attention(causal=True, rope_base=100.0), differentiated=True
-    ),
-    "attention, all options": Case(
-        lambda: attention(
-            rope=sx.nn.Rope(fraction=0.5, interleaved=True),
-            softcap=3.0,
-            sinks=True,
-            gated=True,
-            use_bias=True,
-            query_norm=lambda: sx.nn.RMSNorm(4, axes=("head_dim",)),
+CASES = (
+    {
+        name: Case(
+            functools.partial(matrix.make, case),
+            case.x,
+            case.call,
+            kinds=(EXPLICIT,),
+            refused=REFUSED.get(name, {}),
         )
-    ),
-    "attention, dropout": Case(lambda: attention(dropout=0.5), kinds=(EXPLICIT,)),
-    "attention, other softmax": Case(
-        lambda: sx.select(attention())
-        .at(lambda layer: layer.softmax)
-        .set(lambda scores: jax.nn.softmax(2 * scores)),
-        kinds=(EXPLICIT,),
-    ),
-    "attention, cache": Case(
-        lambda: (attention(causal=True, rope_base=100.0), sx.nn.AttentionCache(4, 4, 2, 4)),
-        call=decode,
-    ),
-    "attention, cache in int8": Case(
-        lambda: (attention(causal=True), sx.nn.AttentionCache(4, 4, 2, 4, dtype=jnp.int8)),
-        call=decode,
-        kinds=(EXPLICIT,),
-    ),
-    "attention, cache of a context": Case(
-        lambda: (attention(), sx.nn.ContextCache(4, 4, 2, 4)), call=read_context, kinds=(EXPLICIT,)
-    ),
-    "latent attention": Case(latent_attention, differentiated=True),
-    "latent attention, cache": Case(
-        lambda: (latent_attention(), sx.nn.LatentCache(4, 4, latent_dim=8, rope_dim=4)),
-        call=decode,
-    ),
-    "LSTM": Case(
-        lambda: sx.nn.RNN(sx.nn.LSTMCell(8, 8, rngs=sx.Rngs(0))), differentiated=True
-    ),
-    "GRU, both ways": Case(
-        lambda: sx.nn.Bidirectional(*cells(sx.nn.GRUCell)), refused={"gates": UNEVEN}
-    ),
-    "LSTM, both ways": Case(
-        lambda: sx.nn.Bidirectional(*cells(sx.nn.LSTMCell)), kinds=(EXPLICIT,)
-    ),
-    "simple cell": Case(
-        lambda: sx.nn.RNN(sx.nn.SimpleCell(8, 8, rngs=sx.Rngs(0))), refused={"gates": UNEVEN}
-    ),
-    "short convolution": Case(
-        lambda: with_own_cache(sx.nn.ShortConvolution(8, rngs=sx.Rngs(0))),
-        call=decode,
-        kinds=(EXPLICIT,),
-    ),
-    "delta rule": Case(lambda: with_own_cache(delta()), call=decode),
-    "state space": Case(lambda: with_own_cache(state_space()), call=decode),
-    "instance norm": Case(lambda: sx.nn.InstanceNorm(8), kinds=(EXPLICIT,)),
-    "batch norm": Case(lambda: sx.nn.BatchNorm(8), kinds=(EXPLICIT,)),
-    "quantized": Case(
-        lambda: sx.quantize(sx.nn.Linear(8, 8, rngs=sx.Rngs(0)), "int8"), kinds=(EXPLICIT,)
-    ),
-} | {
-    f"experts, {dispatch}": Case(
-        lambda dispatch=dispatch: sx.nn.MoE(
-            8, 8, num_experts=4, top_k=2, dispatch=dispatch, use_bias=True, rngs=sx.Rngs(0)
+        for name, case in matrix.DESCRIPTORS.items()
+    }
+    | {
+        "attention, rotary": Case(
+            lambda: attention(causal=True, rope_base=100.0), differentiated=True
         ),
-        kinds=(EXPLICIT,),
-    )
-    for dispatch in ("dense", "dropless", "capacity")
-}
+        "attention, all options": Case(
+            lambda: attention(
+                rope=sx.nn.Rope(fraction=0.5, interleaved=True),
+                softcap=3.0,
+                sinks=True,
+                gated=True,
+                use_bias=True,
+                query_norm=lambda: sx.nn.RMSNorm(4, axes=("head_dim",)),
+            )
+        ),
+        "attention, dropout": Case(lambda: attention(dropout=0.5), kinds=(EXPLICIT,)),
+        "attention, other softmax": Case(
+            lambda: with_softmax(lambda scores: jax.nn.softmax(2 * scores)), kinds=(EXPLICIT,)
+        ),
+        "attention, cache": Case(
+            lambda: (attention(causal=True, rope_base=100.0), sx.nn.AttentionCache(4, 4, 2, 4)),
+            call=decode,
+        ),
+        "attention, cache in int8": Case(
+            lambda: (attention(causal=True), sx.nn.AttentionCache(4, 4, 2, 4, dtype=jnp.int8)),
+            call=decode,
+            kinds=(EXPLICIT,),
+        ),
+        "attention, ring of slots": Case(
+            lambda: (attention(causal=True, window=2), sx.nn.AttentionCache(4, 2, 2, 4, ring=True)),
+            call=decode,
+            kinds=(EXPLICIT,),
+        ),
+        "attention, cache of a context": Case(
+            lambda: (attention(), sx.nn.ContextCache(4, 4, 2, 4)),
+            call=read_context,
+            kinds=(EXPLICIT,),
+        ),
+        "latent attention": Case(latent_attention, differentiated=True),
+        "latent attention, cache": Case(
+            lambda: (latent_attention(), sx.nn.LatentCache(4, 4, latent_dim=8, rope_dim=4)),
+            call=decode,
+        ),
+        "LSTM": Case(lambda: sx.nn.RNN(sx.nn.LSTMCell(8, 8, rngs=sx.Rngs(0))), differentiated=True),
+        "GRU, both ways": Case(
+            lambda: sx.nn.Bidirectional(*cells(sx.nn.GRUCell)), refused={"gates": UNEVEN}
+        ),
+        "LSTM, both ways": Case(
+            lambda: sx.nn.Bidirectional(*cells(sx.nn.LSTMCell)), kinds=(EXPLICIT,)
+        ),
+        "simple cell": Case(
+            lambda: sx.nn.RNN(sx.nn.SimpleCell(8, 8, rngs=sx.Rngs(0))), refused={"gates": UNEVEN}
+        ),
+        "short convolution": Case(
+            lambda: with_own_cache(sx.nn.ShortConvolution(8, rngs=sx.Rngs(0))),
+            call=decode,
+            kinds=(EXPLICIT,),
+            refused={"cache": UNEVEN},
+        ),
+        "delta rule": Case(lambda: with_own_cache(delta()), call=decode, refused={"cache": UNEVEN}),
+        "state space": Case(
+            lambda: with_own_cache(state_space()), call=decode, refused={"cache": UNEVEN}
+        ),
+        "instance norm": Case(lambda: sx.nn.InstanceNorm(8), kinds=(EXPLICIT,)),
+        "batch norm": Case(lambda: sx.nn.BatchNorm(8), kinds=(EXPLICIT,)),
+        "quantized": Case(
+            lambda: sx.quantize(sx.nn.Linear(8, 8, rngs=sx.Rngs(0)), "int8"), kinds=(EXPLICIT,)
+        ),
+    }
+    | {
+        f"experts, {dispatch}": Case(
+            lambda dispatch=dispatch: sx.nn.MoE(
+                8, 8, num_experts=4, top_k=2, dispatch=dispatch, use_bias=True, rngs=sx.Rngs(0)
+            ),
+            kinds=(EXPLICIT,),
+        )
+        for dispatch in ("dense", "dropless", "capacity")
+    }
+)
 
 
 def names_of(model: Any) -> list[str]:
@@ -247,9 +262,5 @@ def test_every_layer_is_among_the_cases():
     }
     models = [case.make() for case in CASES.values()]
     found = {type(module) for model in models for _, module in sx.iter_modules(model)}
-    without_parameters = {
-        sx.nn.AdaptiveAvgPool,
-        sx.nn.AdaptiveMaxPool,
-        sx.nn.RecurrentMixer,
-    }
+    without_parameters = {sx.nn.AdaptiveAvgPool, sx.nn.AdaptiveMaxPool, sx.nn.RecurrentMixer}
     assert layers - found == without_parameters
