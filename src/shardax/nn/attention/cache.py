@@ -8,12 +8,13 @@ so padding, and a ring whose slots are used again, need no rule of their own.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from shardax._core._jax import INLINE
 from shardax._core.frames import is_eager
@@ -25,7 +26,7 @@ from shardax.nn.errors import LayerConfigError, LayerInputError
 from shardax.nn.masks import as_mask
 from shardax.nn.parameters import as_size, refuse_input
 from shardax.nn.quantization import RANGES, dequantized, round_to_format
-from shardax.partition.explicit import explicit_entries
+from shardax.partition.explicit import explicit_entries, explicit_sharding, gathered, with_layout
 
 
 class AttentionCache(Module):
@@ -187,7 +188,7 @@ class AttentionCache(Module):
                 f"{jax.typeof(key)} over Explicit mesh axes. Lay it out as the model: "
                 f"sx.shard(cache, mesh, rules)."
             )
-        new = [laid_out(array.astype(v.dtype), v.value) for v, array in pairs]
+        new = [_laid_out_rows(array.astype(v.dtype), v.value) for v, array in pairs]
         is_full = None
         if not self.ring:
             is_full = count + time > self.length
@@ -197,19 +198,22 @@ class AttentionCache(Module):
                     f"positions. Make a longer one, or one with ring=True for attention with a "
                     f"window."
                 )
-            written = [_write(*pair, count) for pair in zip(old, new, strict=True)]
+            written = [_written(_write, *pair, count) for pair in zip(old, new, strict=True)]
             read = written
         else:
             kept_count = min(time, self.length)
             start = count + (time - kept_count)
             last = [array[:, time - kept_count :] for array in new]
-            written = [_write_ring(*pair, start) for pair in zip(old, last, strict=True)]
+            written = [_written(_write_ring, *pair, start) for pair in zip(old, last, strict=True)]
             # What is overwritten may still be read by the first of many new positions.
             fits = time == 1 or time + (window or 0) <= self.length + 1
             read = (
                 written
                 if fits
-                else [jnp.concatenate(pair, axis=1) for pair in zip(old, new, strict=True)]
+                else [
+                    jnp.concatenate([gathered(before, 1), after], axis=1)
+                    for before, after in zip(old, new, strict=True)
+                ]
             )
         for (variable, _), array in zip(pairs, written, strict=True):
             variable.value = array
@@ -331,12 +335,11 @@ def _next_positions(positions_held: jax.Array, time: int, positions: Any, mask: 
     shape = (positions_held.shape[0], time)
     if positions is None:
         real = jnp.ones(shape, np.int32) if mask is None else mask.astype(np.int32)
-        positions = laid_out(jnp.cumsum(real, 1), positions_held) + jnp.max(
-            positions_held, 1, keepdims=True
-        )
+        last = jnp.max(positions_held, 1, keepdims=True)
+        positions = _laid_out_rows(jnp.cumsum(real, 1), positions_held) + last
     positions = jnp.broadcast_to(as_array(positions), shape).astype(np.int32)
     positions = positions if mask is None else jnp.where(mask, positions, -1)
-    return laid_out(positions, positions_held)
+    return _laid_out_rows(positions, positions_held)
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3), inline=INLINE)
@@ -349,6 +352,15 @@ def readable(
     if causal:
         allowed &= seen <= own_position
     return allowed if window is None else allowed & (seen > own_position - window)
+
+
+def _written(
+    write: Callable[..., jax.Array], old: jax.Array, new: jax.Array, start: Any
+) -> jax.Array:
+    """Writes new slots; where slots are split, the compiler finds the devices."""
+    entries = explicit_entries(old)
+    is_split = entries is not None and entries[1] is not None
+    return with_layout(write, explicit_sharding(old) if is_split else None, old, new, start)
 
 
 def _write(old: jax.Array, new: jax.Array, start: Any) -> jax.Array:
@@ -365,6 +377,16 @@ def _write_ring(old: jax.Array, new: jax.Array, start: Any) -> jax.Array:
     trailing = (1,) * (old.ndim - 2)
     source_rows = jnp.take(new, jnp.minimum(source, time - 1), axis=1)
     return jnp.where((source < time).reshape(1, length, *trailing), source_rows, old)
+
+
+def _laid_out_rows(new: jax.Array, old: jax.Array) -> jax.Array:
+    """Lays new slots out as those of a cache, but whole along the slots."""
+    # There are fewer of them, mostly one.
+    entries = explicit_entries(old)
+    if entries is None or entries[1] is None:
+        return laid_out(new, old)
+    spec = PartitionSpec(entries[0], None, *entries[2:])
+    return jax.sharding.reshard(new, NamedSharding(jax.typeof(old).sharding.mesh, spec))
 
 
 def laid_out(new: jax.Array, old: jax.Array) -> jax.Array:
