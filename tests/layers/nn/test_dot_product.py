@@ -127,7 +127,7 @@ def test_masks_are_those_of_flax() -> None:
 @pytest.mark.parametrize(
     ("refused", "message"),
     [
-        (lambda: sx.nn.combine_masks(np.ones((2, 2))), "booleans or integers.*mask > 0"),
+        (lambda: sx.nn.combine_masks(np.ones((2, 2))), "mask of booleans.*mask > 0"),
         (lambda: sx.nn.combine_masks(np.ones((2, 2), bool), np.ones((3, 3), bool)), "broadcast"),
         (lambda: sx.nn.dot_product_attention(QUERY, KEY[..., :3, :4], VALUE), "kv heads"),
         (lambda: sx.nn.dot_product_attention(QUERY, KEY, VALUE, mask=MASK[0]), "mask of booleans"),
