@@ -120,19 +120,27 @@ class Traced:
 
     def __init__(self, way: str, model: Model) -> None:
         self.model = model
-        self.traces = 0
+        # The input of each trace. A list apart: the model may hold what notes it, but not itself.
+        self._noted_values: list[Any] = []
         self._call = getattr(self, f"_{way}")()
+
+    @property
+    def traces(self) -> int:
+        """How often the function was traced."""
+        return len(self._noted_values)
 
     def __call__(self, x: float = 1.0) -> float:
         return float(self._call(x))
 
     def _forward(self, model: Model, x: Any) -> Any:
-        self.traces += 1
+        self._noted_values.append(x)
         return model(x)
 
     def _noted(self, read: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+        values = self._noted_values
+
         def noted(held: Any, x: Any) -> Any:
-            self.traces += 1
+            values.append(x)
             return read(held, x)
 
         return noted
@@ -163,7 +171,7 @@ class Traced:
 
     def _argument(self) -> Callable[[float], Any]:
         def call(held: Any, x: Any) -> Any:
-            self.traces += 1
+            self._noted_values.append(x)
             return self.model.read(held, x * 2)
 
         compiled = sx.jit(call, static="auto")
@@ -171,7 +179,7 @@ class Traced:
 
     def _static(self) -> Callable[[float], Any]:
         def call(held: Any, x: Any) -> Any:
-            self.traces += 1
+            self._noted_values.append(x)
             return self.model.read(held, x * 2)
 
         compiled = sx.jit(call, static_argnums=0)
