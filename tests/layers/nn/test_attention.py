@@ -465,9 +465,18 @@ def test_ring_with_sinks_is_refused():
 def test_cudnn_off_gpu_is_refused():
     if jax.default_backend() == "gpu":
         pytest.skip("here it may run")
-    layer = attention(implementation="cudnn")
-    with pytest.raises(LayerInputError, match=r'"cudnn"\) does not run .* use implementation=None'):
-        layer(floats(2, TIME, FEATURES))
+    x = floats(2, TIME, FEATURES)
+    for layer, scope in (
+        (attention(implementation="cudnn"), contextlib.nullcontext()),
+        (attention(), sx.kernels(attention="cudnn")),
+    ):
+        says = r'"cudnn"\) does not run for queries float32.*: .*[^.]\. cuDNN takes float16'
+        with scope, pytest.raises(LayerInputError, match=says) as refusal:
+            layer(x)
+        layer.implementation = None
+        with run_advice(refusal.value, 'sx.kernels(attention="auto")', {"sx": sx}):
+            assert layer(x).shape == x.shape
+        assert 'or implementation="auto" on the layer.' in str(refusal.value)
 
 
 def test_context_has_segments_of_its_own():

@@ -43,6 +43,12 @@ from shardax.partition.explicit import (
     with_layout,
 )
 
+# What errors say where the kernel that was asked for cannot run.
+OTHER_KERNEL = (
+    'For the best kernel that each layer can run: sx.kernels(attention="auto"), or '
+    'implementation="auto" on the layer.'
+)
+
 AttentionKernel = Literal["auto", "xla", "cudnn", "splash", "tokamax"]
 """The implementations of attention."""
 
@@ -420,9 +426,9 @@ def weighted_values(
     if implementation == "cudnn":
         refuse_input(
             f'{layer}(implementation="cudnn")',
-            "the default softmax, without sinks and dropout of weights",
+            "the default softmax, without sinks, softcap and dropout of weights",
             query,
-            "cuDNN keeps its weights to itself: use implementation=None here.",
+            f"cuDNN keeps its weights to itself. {OTHER_KERNEL}",
         )
     if key.shape[-2] < query.shape[-2]:
         key, value = repeat_heads(query, key), repeat_heads(query, value)
@@ -499,9 +505,8 @@ def _chosen(layer: str, implementation: str | None, call: AttentionCall) -> Atte
     if name in choice.reasons and name != "cudnn":  # JAX says what cuDNN lacks, and knows it best
         raise LayerInputError(
             f'{layer}(implementation="{name}") does not run for queries '
-            f"{call.dtype}{list(call.query)} on {call.platform}: {choice.reasons[name]}. For the "
-            'best kernel that each layer can run: sx.kernels(attention="auto"), or '
-            'implementation="auto" on the layer.'
+            f"{call.dtype}{list(call.query)} on {call.platform}: {choice.reasons[name]}. "
+            f"{OTHER_KERNEL}"
         )
     return choice
 
@@ -534,8 +539,8 @@ def _fused(
         description = f"{query.dtype}{list(query.shape)} on {platform_in_scope()}"
         raise LayerInputError(
             f'{layer}(implementation="cudnn") does not run for queries '
-            f"{description} ({error}). cuDNN takes float16 and bfloat16 on NVIDIA GPUs; "
-            "elsewhere use implementation=None."
+            f"{description}: {str(error).rstrip('.')}. cuDNN takes float16 and bfloat16 on NVIDIA "
+            f"GPUs. {OTHER_KERNEL}"
         ) from error
 
 

@@ -25,6 +25,7 @@ from shardax._parallel.ring_attention import make_ring, ring_attention, ring_axe
 from shardax.nn.arithmetic import as_array, at_least_float32, cast_all
 from shardax.nn.attention.cache import AttentionCache, ContextCache, readable
 from shardax.nn.attention.dot_product import (
+    OTHER_KERNEL,
     AttentionKernel,
     check_mask,
     combine_masks,
@@ -582,7 +583,7 @@ class MultiHeadAttention(Module):
         if self.implementation == "cudnn" and self.softcap is not None:
             raise LayerConfigError(
                 f'{name}(softcap={self.softcap}) does not run with implementation="cudnn", which '
-                f"has no soft cap. Use implementation=None."
+                f"has no soft cap. {OTHER_KERNEL}"
             )
 
     def _take_rope(self, rope_base: float | None, rope: Rope | None) -> None:
