@@ -93,7 +93,7 @@ def gathered(x: jax.Array, axis: int) -> jax.Array:
 
 
 def with_layout(
-    function: Callable[..., jax.Array], out_sharding: Any, *arrays: jax.Array
+    function: Callable[..., jax.Array], out_sharding: Any, *arrays: PyTree
 ) -> jax.Array:
     """Runs a function with Explicit mesh axes as Auto."""
     if out_sharding is None:

@@ -378,14 +378,25 @@ def weighted_values(
         # that is called there could not read arrays of its own, nor write a state: it gets heads
         # that are whole.
         if to_weights is softmax and dropout is None:
-            options = {"causal": causal, "window": window, "scale": scale, "softcap": softcap}
-            options |= {"implementation": implementation, "precision": precision}
+            options: dict[str, Any] = {"causal": causal, "window": window, "scale": scale}
+            options |= {"softcap": softcap, "implementation": implementation}
 
             def weigh(
                 query: jax.Array, key: jax.Array, value: jax.Array, bias, mask, sinks, segments
             ) -> jax.Array:
-                arrays = {"bias": bias, "mask": mask, "sinks": sinks, "segments": segments}
-                return weighted_values(layer, query, key, value, names=names, **arrays, **options)
+                return weighted_values(
+                    layer,
+                    query,
+                    key,
+                    value,
+                    bias=bias,
+                    mask=mask,
+                    sinks=sinks,
+                    segments=segments,
+                    names=names,
+                    precision=precision,
+                    **options,
+                )
 
             last = query.ndim - 1
             layout = joined_sharding(((query, range(last)), (value, (last,))))
