@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -43,7 +43,7 @@ class Case:
     x: np.ndarray = X
     call: Callable[[Any, Any], Any] = lambda layer, x: layer(x)
     kinds: tuple[AxisType, ...] = (AUTO, EXPLICIT)
-    refused: Mapping[str, type[Exception]] = {}
+    refused: Mapping[str, type[Exception]] = field(default_factory=dict)
     differentiated: bool = False
 
 

@@ -254,7 +254,7 @@ def test_calls_that_do_not_fit_are_refused(kind: str):
     for options, text in (
         ({"segment_ids": SEGMENTS, "cache": cache}, "no call with segment ids"),
         ({"mask": MASK[:, None, :, None]}, "a mask of booleans of shape"),
-        ({"mask": MASK.astype(int)}, "a mask of booleans of shape"),
+        ({"mask": MASK.astype(np.float32)}, "a mask of booleans"),
         ({"segment_ids": SEGMENTS[:1]}, "segment_ids, integers of shape"),
         ({"cache": make(kind).make_cache(3)}, "a cache with states of the shapes"),
     ):

@@ -320,7 +320,7 @@ def test_unsuitable_cells_and_inputs_are_refused() -> None:
         with pytest.raises(LayerInputError, match=r"RNN|GRUCell\(in_features=3\)"):
             rnn(wrong)
     x = floats(BATCH, TIME, INPUTS)
-    for mask in (MASK[:2], MASK.astype(np.int32), MASK[0]):
+    for mask in (MASK[:2], MASK.astype(np.float32), MASK[0]):
         with pytest.raises(LayerInputError, match="mask of booleans"):
             rnn(x, mask=mask)
     with pytest.raises(LayerInputError, match="a carry of"):
