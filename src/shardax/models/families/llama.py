@@ -232,8 +232,9 @@ class InterleavedExperts(FieldGroup):
 
     def begin(self, config: TransformerConfig) -> Mapping[str, Any]:
         experts = config.experts
-        is_own = experts is not None and experts.scores == "input_sigmoid"
-        return {"intermediate_size": experts.dim} if is_own else {}
+        if experts is None or experts.scores != "input_sigmoid":
+            return {}
+        return {"intermediate_size": experts.dim}
 
     def write(self, edit: ConfigEdit) -> None:
         config, content = edit.config, edit.content

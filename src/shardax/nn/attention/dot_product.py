@@ -366,8 +366,9 @@ def weighted_values(
 ) -> jax.Array:
     """Weighs values, by the kernel of the layer or the scope."""
     if (implementation or current_kernel("attention")) not in (None, "xla"):
-        whole = (gathered(array, -1) for array in (query, key, value))
-        arrays = Operands(*whole, bias, mask, segments)
+        arrays = Operands(
+            gathered(query, -1), gathered(key, -1), gathered(value, -1), bias, mask, segments
+        )
         unusual = _options_of(
             other_softmax=to_weights is not softmax,
             sinks=sinks is not None,
