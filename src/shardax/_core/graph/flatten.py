@@ -31,14 +31,22 @@ from typing import Any, NamedTuple, TypeVar
 
 import jax
 import numpy as np
-from jax.tree_util import DictKey, KeyEntry
+from jax.tree_util import DictKey
 
 from shardax._core._jax import Tracer, rebuilds_arguments
 from shardax._core.errors import ModuleError, StaticAttributeError
 from shardax._core.frames import READ_ONLY, PlainTrace, local, owner_here, resolve
 from shardax._core.graph.handlers import LEAF, PLACEHOLDER, Handler, NodeType, handler_of, has_parts
 from shardax._core.graph.key_levels import Child, KeyLevel
-from shardax._core.graph.paths import Leaf, Path, PyTree, attribute_key, format_path, item_key
+from shardax._core.graph.paths import (
+    KeyEntry,
+    Leaf,
+    Path,
+    PyTree,
+    attribute_key,
+    format_path,
+    item_key,
+)
 from shardax._core.graph.settings import (
     IncomparableError,
     Setting,
@@ -621,7 +629,7 @@ def _flatten_graph_with_keys(root) -> tuple[list[tuple[KeyEntry, Child]], ModelF
 
 
 def _unflatten_graph(form: ModelForm, children: Iterable[Child]):
-    values = form.graphdef.key_level.leaves(tuple(children))
+    values = form.graphdef.key_level.leaves(children)
     return build(form.graphdef, values, *_rebuilt_here(values))[0][0]
 
 

@@ -30,10 +30,10 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import jax
-from jax.tree_util import DictKey, KeyEntry
+from jax.tree_util import DictKey
 
 from shardax._core.errors import ModuleError
-from shardax._core.graph.paths import PyTree, format_path, item_key, plain_path, with_key
+from shardax._core.graph.paths import KeyEntry, PyTree, format_path, item_key, plain_path, with_key
 from shardax._core.graph.settings import settings_static
 from shardax._core.graph.static import Metadata, Static
 from shardax._core.object import Object, Placeholder, Wrapper

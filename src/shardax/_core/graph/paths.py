@@ -16,9 +16,11 @@ import re
 from collections.abc import Hashable
 from typing import Any, TypeAlias
 
-from jax.tree_util import DictKey, GetAttrKey, KeyEntry, KeyPath, SequenceKey
+from jax.tree_util import DictKey, GetAttrKey, SequenceKey
 
 Path = tuple[Hashable, ...]
+KeyEntry: TypeAlias = Hashable  # of JAX's key paths
+KeyPath = tuple[KeyEntry, ...]
 # What JAX flattens: containers, Modules and other registered types, and leaves. Any object is one.
 PyTree: TypeAlias = Any
 # What a tree has no more parts of: an array, a tracer, a number, a key, or a static value.
