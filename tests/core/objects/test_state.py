@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 from hypothesis import given, settings
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import shardax as sx
 from shardax.errors import FilterError
@@ -235,3 +237,49 @@ def test_equality_covers_path_origin_and_values(auto_mesh: Any) -> None:
     assert sx.partition_specs(model) == sx.partition_specs(model)
     assert jax.eval_shape(lambda s: s, state) == jax.eval_shape(lambda s: s, state) != state
     assert (state == state.to_pure_dict()) is False
+
+
+def _layouts(mesh: Any, axes: Any, rules: Any = None, kind: Any = sx.Param) -> list[sx.State]:
+    model = Node()
+    model.layers = [Node()]
+    model.layers[0].kernel = kind(jnp.ones((8, 8)), axes=axes)
+    return [sx.shardings(model, mesh, rules), sx.partition_specs(model, rules)]
+
+
+def test_layouts_are_equal_whatever_names_they_came_from(auto_mesh: Any) -> None:
+    by_rules = _layouts(auto_mesh, ("embed", "mlp"), [("embed", None), ("mlp", "model")])
+    assert by_rules == _layouts(auto_mesh, (None, "model"))
+    assert by_rules == _layouts(auto_mesh, ("free", "heads"), [("free", None), ("heads", "model")])
+    assert by_rules != _layouts(auto_mesh, ("model", None))
+    assert by_rules != _layouts(auto_mesh, (None, "model"), kind=sx.BatchStat)
+    for layouts, others in zip(by_rules, _layouts(auto_mesh, ("model", None)), strict=True):
+        assert layouts != others
+
+
+def test_shardings_are_equal_where_devices_hold_the_same(auto_mesh: Any) -> None:
+    types = (AxisType.Auto,) * 2
+    renamed = Mesh(auto_mesh.devices, ("x", "y"), axis_types=types)
+    wide = Mesh(auto_mesh.devices.reshape(1, -1), ("one", "all"), axis_types=types)
+    first, second = auto_mesh.axis_names
+    abstract = auto_mesh.abstract_mesh
+    free = P.UNCONSTRAINED
+    alike = [
+        (NamedSharding(auto_mesh, P(first)), NamedSharding(auto_mesh, P((first,), None))),
+        (NamedSharding(auto_mesh, P(first)), NamedSharding(renamed, P("x"))),
+        (NamedSharding(auto_mesh, P(None, (first, second))), NamedSharding(wide, P("one", "all"))),
+        (NamedSharding(abstract, P(first)), NamedSharding(abstract, P(first, None))),
+        (NamedSharding(auto_mesh, P(free)), NamedSharding(auto_mesh, P(free, None))),
+        (P(first, None), P((first,))),
+    ]
+    different = [
+        (NamedSharding(auto_mesh, P(first)), NamedSharding(auto_mesh, P(second))),
+        (NamedSharding(auto_mesh, P(first)), NamedSharding(renamed, P("y"))),
+        (NamedSharding(auto_mesh, P(first)), NamedSharding(abstract, P(first))),
+        (NamedSharding(auto_mesh, P(first, free)), NamedSharding(auto_mesh, P(first))),
+        (NamedSharding(auto_mesh, P((first, second))), NamedSharding(auto_mesh, P(first, second))),
+        (P(first), P(None, first)),
+        (P(), NamedSharding(auto_mesh, P())),
+    ]
+    for pairs, expected in ((alike, True), (different, False)):
+        found = [sx.State({"w": one}) == sx.State({"w": other}) for one, other in pairs]
+        assert found == [expected] * len(pairs)

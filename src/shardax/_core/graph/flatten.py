@@ -646,7 +646,7 @@ def _flatten_graph_with_keys(root) -> tuple[list[tuple[KeyEntry, Child]], ModelF
 
 
 def _unflatten_graph(form: ModelForm, children: Iterable[Child]):
-    values = form.graphdef.key_level.leaves(tuple(children))
+    values = form.graphdef.key_level.leaves(children)
     return build(form.graphdef, values, *_rebuilt_here(values))[0][0]
 
 

@@ -15,14 +15,22 @@ positions for those of a whole list.
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeAlias
 
 import jax
-from jax.tree_util import FlattenedIndexKey, KeyPath, SequenceKey
+from jax.tree_util import FlattenedIndexKey, SequenceKey
 
 from shardax._core import errors
-from shardax._core.graph.paths import EntryKey, KeyEntry, Leaf, format_path, plain_path, plain_step
+from shardax._core.graph.paths import (
+    EntryKey,
+    KeyEntry,
+    KeyPath,
+    Leaf,
+    format_path,
+    plain_path,
+    plain_step,
+)
 
 Child: TypeAlias = Any  # of a node: a leaf or a Branch
 
@@ -32,7 +40,7 @@ class Branch:
 
     __slots__ = ("children", "keys")
 
-    def __init__(self, keys: tuple[KeyEntry, ...], children: Sequence[Child]) -> None:
+    def __init__(self, keys: tuple[KeyEntry, ...], children: Iterable[Child]) -> None:
         self.keys = keys
         self.children = children
 
@@ -96,7 +104,7 @@ class KeyLevel:
                 position = level.stop
         return children
 
-    def leaves(self, children: Sequence[Child]) -> list[Leaf]:
+    def leaves(self, children: Iterable[Child]) -> list[Leaf]:
         """Returns the leaves of this level's node: the inverse of ``children``.
 
         Raises:
@@ -106,7 +114,7 @@ class KeyLevel:
         self._collect(children, (), leaves)
         return leaves
 
-    def _collect(self, children: Sequence[Child], key_path: KeyPath, leaves: list[Leaf]) -> None:
+    def _collect(self, children: Iterable[Child], key_path: KeyPath, leaves: list[Leaf]) -> None:
         if self.is_last:
             leaves.extend(children)
             return

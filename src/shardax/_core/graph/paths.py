@@ -16,16 +16,17 @@ import re
 from collections.abc import Hashable
 from typing import Any, TypeAlias
 
-from jax.tree_util import DictKey, GetAttrKey, KeyPath, SequenceKey
+from jax.tree_util import DictKey, GetAttrKey, SequenceKey
 
 Path = tuple[Hashable, ...]
+# An entry of a key path: one of JAX's key classes, or what a user's node gives. The name in
+# ``jax.tree_util`` is a type variable.
+KeyEntry: TypeAlias = Hashable
+KeyPath = tuple[KeyEntry, ...]
 # What JAX flattens: containers, Modules and other registered types, and leaves. Any object is one.
 PyTree: TypeAlias = Any
 # What a tree has no more parts of: an array, a tracer, a number, a key, or a static value.
 Leaf: TypeAlias = Any
-# An entry of a key path: one of JAX's key classes, or what a user's node gives. The name in
-# ``jax.tree_util`` is a type variable.
-KeyEntry: TypeAlias = Hashable
 
 
 def format_path(path: Path) -> str:

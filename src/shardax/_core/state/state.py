@@ -31,6 +31,7 @@ from shardax._core.graph.paths import KeyEntry, Leaf, Path, attribute_key, forma
 from shardax._core.graph.static import EMPTY
 from shardax._core.object import Object, Shown
 from shardax._core.state.filters import Filter, group_by_filter
+from shardax._core.state.layouts import is_layout, lay_out_alike
 from shardax._core.text import layout_text
 from shardax._core.variable import Origin, Variable
 
@@ -94,7 +95,8 @@ class State(Shown, Mapping[Any, Any]):
     """Values by path; see the module's text.
 
     Two are equal if paths, origins (types of Variables and their metadata, such as names of axes)
-    and every number, shape or sharding are. ``state.flat()`` compares the values alone.
+    and every number or shape are. ``state.flat()`` compares the values alone. Shardings and specs
+    are equal where they lay out arrays in the same way, whatever names they came from.
 
     Args:
         entries: A nested mapping (or another State) of values.
@@ -247,9 +249,20 @@ class State(Shown, Mapping[Any, Any]):
             return True
         if not isinstance(other, State):
             return NotImplemented
-        return self._origins == other._origins and all(
-            same_value(value, other._values[path]) for path, value in self._values.items()
-        )
+        if self._values.keys() != other._values.keys():
+            return False
+        return all(self._has_same_entry(other, path) for path in self._values)
+
+    def _has_same_entry(self, other: State, path: Path) -> bool:
+        first, second = self._values[path], other._values[path]
+        origins = self._origins[path], other._origins[path]
+
+        # Where a layout came from says nothing more about it: other names, by other rules, may have
+        # led to the same one.
+        if is_layout(first) and is_layout(second):
+            same_type = origins[0].variable_type is origins[1].variable_type
+            return same_type and lay_out_alike(first, second)
+        return origins[0] == origins[1] and same_value(first, second)
 
     def __hash__(self) -> int:
         return hash(frozenset(self._values))
