@@ -40,7 +40,7 @@ class Case:
     """
 
     make: Callable[[], Any]
-    x: np.ndarray = X
+    x: np.ndarray = field(default_factory=lambda: X)
     call: Callable[[Any, Any], Any] = lambda layer, x: layer(x)
     kinds: tuple[AxisType, ...] = (AUTO, EXPLICIT)
     refused: Mapping[str, type[Exception]] = field(default_factory=dict)
