@@ -378,8 +378,8 @@ def weighted_values(
         # that is called there could not read arrays of its own, nor write a state: it gets heads
         # that are whole.
         if to_weights is softmax and dropout is None:
-            options: dict[str, Any] = {"causal": causal, "window": window, "scale": scale}
-            options |= {"softcap": softcap, "implementation": implementation}
+            numbers: dict[str, Any] = {"causal": causal, "window": window, "scale": scale}
+            numbers |= {"softcap": softcap, "implementation": implementation}
 
             def weigh(
                 query: jax.Array, key: jax.Array, value: jax.Array, bias, mask, sinks, segments
@@ -395,7 +395,7 @@ def weighted_values(
                     segments=segments,
                     names=names,
                     precision=precision,
-                    **options,
+                    **numbers,
                 )
 
             last = query.ndim - 1
