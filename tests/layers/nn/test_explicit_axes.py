@@ -40,7 +40,7 @@ class Case:
     """
 
     make: Callable[[], Any]
-    x: np.ndarray = X
+    x: np.ndarray = field(default_factory=lambda: X)
     call: Callable[[Any, Any], Any] = lambda layer, x: layer(x)
     kinds: tuple[AxisType, ...] = (AUTO, EXPLICIT)
     refused: Mapping[str, type[Exception]] = field(default_factory=dict)
@@ -214,10 +214,12 @@ def alone(case: Case) -> Any:
     return sx.jit(run(case))(case.make(), case.x)
 
 
-def outcome(case: Case, kind: AxisType, rules: dict[str, Any]) -> Any:
+def outcome(
+    case: Case, kind: AxisType, rules: dict[str, Any], shape: tuple[int, int] = (2, 2)
+) -> Any:
     """Returns whether all numbers are those of one device, or the type of our error."""
     devices = jax.devices()[:4]
-    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(kind,) * 2, devices=devices)
+    mesh = jax.make_mesh(shape, ("data", "model"), axis_types=(kind,) * 2, devices=devices)
     expected = alone(case)
     try:
         layer = sx.shard(case.make(), mesh, rules)
@@ -252,6 +254,11 @@ def test_rule_for_any_name_gives_the_numbers_of_one_device(title: str, kind: Axi
 )
 def test_rules_for_head_dim_go_with_others(rules: dict[str, Any]):
     assert outcome(CASES["attention, rotary"], EXPLICIT, rules) is True
+
+
+def test_axis_of_one_device_splits_nothing():
+    rules = {"batch": "data", "head_dim": "model"}
+    assert outcome(CASES["attention, rotary"], EXPLICIT, rules, (4, 1)) is True
 
 
 def test_every_layer_is_among_the_cases():

@@ -53,7 +53,7 @@ class Branch:
 jax.tree_util.register_pytree_with_keys(
     Branch,
     lambda branch: (tuple(zip(branch.keys, branch.children, strict=True)), branch.keys),
-    Branch,  # pyright: ignore[reportArgumentType]  # ty: ignore[invalid-argument-type] (a class makes it)
+    Branch,
     operator.attrgetter("children", "keys"),
 )
 
