@@ -144,7 +144,7 @@ def test_unused_torch_input_has_zero_gradient() -> None:
 @pytest.mark.parametrize("hessian", [sx.hessian, jax.hessian], ids=["sx", "jax"])
 def test_hessian_names_the_way_backward_twice(hessian: Any) -> None:
     function = from_torch(lambda x: (x**3).sum())
-    with pytest.raises(TransformError, match="host function .* cannot be") as caught:
+    with pytest.raises(TransformError, match=r"host function .* cannot be") as caught:
         hessian(function)(LOGITS[0])
     second = run_advice(caught.value, "sx.jacrev(sx.jacrev(f))", {"sx": sx, "f": function})
     np.testing.assert_allclose(second(LOGITS[0]), np.diag(6 * LOGITS[0]), rtol=1e-5)
