@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -28,6 +30,16 @@ FLOATS: dict[str, Callable[..., jax.Array]] = {
     "array": lambda **more: sx.numpy.array([[1.0, 2], [3, 4]], **more),
     "asarray": lambda **more: sx.numpy.asarray(0.5, **more),
     "nothing": lambda **more: sx.numpy.array([], **more),
+    "zeros_like": lambda **more: sx.numpy.zeros_like(0.5, **more),
+    "ones_like": lambda **more: sx.numpy.ones_like(0.5, shape=(2,), **more),
+    "empty_like": lambda **more: sx.numpy.empty_like(0.5, **more),
+    "full_like": lambda **more: sx.numpy.full_like(0.5, 2, **more),
+    "logspace": lambda **more: sx.numpy.logspace(0, 3, 4, base=2, **more),
+    "geomspace": lambda **more: sx.numpy.geomspace(1, 1, 4, **more),
+    "tri": lambda **more: sx.numpy.tri(2, 3, 1, **more),
+    "fromfunction": lambda **more: sx.numpy.fromfunction(lambda i, j: i + j, (2, 3), **more),
+    "astype": lambda dtype=None, **more: sx.numpy.astype(np.arange(3), dtype, **more),
+    "fromstring": lambda **more: sx.numpy.fromstring("1 2.5", sep=" ", **more),
 }
 EXPECTED = {
     "zeros": np.zeros((2, 3)),
@@ -41,6 +53,24 @@ EXPECTED = {
     "array": np.array([[1.0, 2], [3, 4]]),
     "asarray": np.array(0.5),
     "nothing": np.array([]),
+    "zeros_like": np.zeros(()),
+    "ones_like": np.ones(2),
+    "empty_like": np.zeros(()),
+    "full_like": np.full((), 2.0),
+    "logspace": np.logspace(0, 3, 4, base=2),
+    "geomspace": np.ones(4),
+    "tri": np.tri(2, 3, 1),
+    "fromfunction": np.fromfunction(lambda i, j: i + j, (2, 3)),
+    "astype": np.arange(3.0),
+    "fromstring": np.array([1.0, 2.5]),
+}
+
+# Functions of ``jax.numpy`` with a dtype that compute from arrays, where these are.
+COMPUTING = {
+    *("argsort", "concatenate", "corrcoef", "cov", "dstack", "hstack", "isdtype", "mean", "prod"),
+    *("cumprod", "cumsum", "cumulative_prod", "cumulative_sum", "nancumprod", "nancumsum"),
+    *("nanmean", "nanprod", "nanstd", "nansum", "nanvar", "ravel_multi_index", "stack", "std"),
+    *("sum", "trace", "var", "vstack"),
 }
 each_of_floats = pytest.mark.parametrize("name", list(FLOATS))
 
@@ -50,6 +80,22 @@ def process_defaults() -> Iterator[None]:
     sx.configure(dtype="float16", create_on="cpu:7")
     yield
     sx.configure(dtype="default", create_on="default")
+
+
+def test_every_creation_function_of_jax_is_there() -> None:
+    found: dict[str, list[str]] = {}
+    for name, function in vars(jnp).items():
+        if name[0] == "_" or not callable(function) or isinstance(function, type):
+            continue
+        with contextlib.suppress(TypeError, ValueError):  # ufuncs have no signature
+            found[name] = list(inspect.signature(function).parameters)
+    creating = {name for name, params in found.items() if {"dtype", "device"} & {*params}}
+    assert {name for name in creating if not hasattr(sx.numpy, name)} == COMPUTING
+    assert {name for name in COMPUTING if "device" in found[name]} == set()
+    for name in creating - COMPUTING:
+        mine = inspect.signature(getattr(sx.numpy, name)).parameters
+        assert {"device", "sharding"} <= {*mine}, name
+        assert ("dtype" in found[name]) <= ("dtype" in mine), name
 
 
 @each_of_floats
@@ -85,11 +131,35 @@ def test_arguments_override_blocks_and_blocks_the_process(name: str) -> None:
         (lambda: sx.numpy.array(np.ones(2, np.float32)), "float32"),
         (lambda: sx.numpy.asarray(jnp.ones(2, "float16")), "float16"),
         (lambda: sx.numpy.linspace(jnp.zeros(2, "float16"), 1, 3), "float16"),
+        (lambda: sx.numpy.zeros_like(jnp.ones(2, "float16")), "float16"),
+        (lambda: sx.numpy.full_like(jax.ShapeDtypeStruct((2,), "int8"), 3), "int8"),
+        (lambda: sx.numpy.ones_like(np.ones(2, bool)), "bool"),
+        (lambda: sx.numpy.indices((2, 3)), "int32"),
+        (lambda: sx.numpy.indices((2, 3), sparse=True)[1], "int32"),
+        (lambda: sx.numpy.from_dlpack(np.ones(2, np.float16)), "float16"),
+        (lambda: sx.numpy.frombuffer(b"abcd", "float16"), "float16"),
+        (lambda: sx.numpy.frombuffer(np.ones(2).tobytes()), "float32"),
+        (lambda: sx.numpy.astype(jnp.ones(2), "int8"), "int8"),
+        (lambda: sx.numpy.fromstring("1,2", "int16", sep=","), "int16"),
     ],
 )
 def test_default_dtype_leaves_other_values_as_they_are(make: Any, dtype: str) -> None:
     with sx.default_dtype("bfloat16"):
         assert make().dtype.name == dtype
+
+
+def test_arrays_like_others_stay_with_them(mesh: Mesh) -> None:
+    place = NamedSharding(mesh, P("model"))
+    kept = jax.device_put(jnp.ones(8), place)
+    assert sx.numpy.frombuffer(np.arange(3.0).tobytes()).tolist() == [0.0, 1.0, 2.0]
+    with sx.default_device("cpu:3"):
+        for made in (sx.numpy.zeros_like(kept), sx.numpy.astype(kept, "int32")):
+            assert made.sharding.is_equivalent_to(place, 1)
+        assert sx.numpy.from_dlpack(np.ones(2)).devices() == {jax.devices()[0]}
+    assert sx.numpy.full_like(1.0, 2, shape=8, sharding=place).sharding == place
+    assert sx.numpy.tri(8, sharding=NamedSharding(mesh, P("data"))).sharding.spec == P("data")
+    assert sx.numpy.indices((8, 2), device="cpu:2").devices() == {jax.devices()[2]}
+    assert jax.jit(lambda x: sx.numpy.zeros_like(x))(jnp.ones(8)).tolist() == [0.0] * 8
 
 
 def test_arrays_are_created_in_their_shards(mesh: Mesh) -> None:

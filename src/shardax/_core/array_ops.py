@@ -135,6 +135,38 @@ def cast_part(old: jax.Array, new: object, owner: str) -> Any:
     return array.astype(old.dtype)
 
 
+def part_misfit(old: Any, index: object, new: Any) -> str | None:
+    """Describes a value that does not fit into a part of an array; None for other misfits."""
+    try:
+        part = jax.eval_shape(lambda array: array[index], old)
+    except Exception:  # noqa: BLE001 (then it is the index that JAX refuses)
+        return None
+    shape = np.shape(new)
+    sizes = zip(reversed(shape), reversed(part.shape), strict=False)
+    if len(shape) <= len(part.shape) and all(size in (1, wide) for size, wide in sizes):
+        return None
+    dtype = getattr(new, "dtype", None)
+    given = f"the shape {list(shape)}" if dtype is None else f"{dtype}{list(shape)}"
+    return (
+        f"v[{index_text(index)}] = x writes {part.dtype}{list(part.shape)}, but x has {given}, "
+        "which does not broadcast to it; nothing was written. To replace the whole value write "
+        "v.value = x."
+    )
+
+
+def index_text(index: object) -> str:
+    """Returns an index as it is written, shortened."""
+    if isinstance(index, tuple):
+        return ", ".join(map(index_text, index))
+    if isinstance(index, slice):
+        ends = [index.start, index.stop, *([] if index.step is None else [index.step])]
+        return ":".join("" if end is None else str(end) for end in ends)
+    if index is Ellipsis:
+        return "..."
+    shape = getattr(index, "shape", ())
+    return f"<{type(index).__name__}{list(shape)}>" if shape else repr(index)[:40]
+
+
 def _refuse_assignment(old, owner: str, problem: str) -> NoReturn:
     raise VariableValueError(
         f"v[...] = x keeps shape and dtype, but a {owner} of {old.dtype}{list(old.shape)} was "
@@ -329,10 +361,14 @@ class ArrayLike:
             fetchable(operand, name)
         try:
             return getattr(operand, name)
-        except AttributeError:
+        except AttributeError as error:
             if hasattr(jax.Array, name):
                 leaf_of(operand, type(self).__name__)  # says why there is no such thing
-            raise
+            raise AttributeError(self._without_attribute(name), name=name, obj=self) from error
+
+    def _without_attribute(self, name: str) -> str:
+        """Returns the text of an attribute that neither this nor its value has."""
+        return f"{self!r} has no attribute {name!r}, nor has its value."
 
     def __bool__(self) -> bool:
         return bool(self._operand())

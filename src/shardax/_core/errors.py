@@ -153,9 +153,10 @@ def user_frame() -> types.FrameType:
 
 
 def _is_inside(frame: types.FrameType) -> bool:
-    # dataclasses.replace and copy.replace make a config of the package in the user's place.
+    # dataclasses.replace and copy.replace make a config of the package in the user's place, and
+    # functools.cached_property computes an attribute that the user reads.
     is_own = frame.f_code.co_filename.startswith(_PACKAGE)
-    return is_own or frame.f_globals.get("__name__") in ("copy", "dataclasses")
+    return is_own or frame.f_globals.get("__name__") in ("copy", "dataclasses", "functools")
 
 
 def warn(text: str, category: type[Warning] = UserWarning) -> None:

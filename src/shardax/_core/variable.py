@@ -22,7 +22,7 @@ import contextlib
 import copy as _copy
 import sys
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, NoReturn, Self, TypeVar
 
 import jax
@@ -38,6 +38,7 @@ from shardax._core.array_ops import (
     cast_part,
     copied,
     leaf_of,
+    part_misfit,
     realise,
     snapshot,
 )
@@ -48,6 +49,7 @@ from shardax._core.errors import (
     StateMismatchError,
     VariableValueError,
     first_of,
+    user_frame,
 )
 from shardax._core.frames import (
     READ_ONLY,
@@ -304,14 +306,17 @@ class Variable(ArrayLike, Object, Generic[T], metaclass=_VariableType):
                 new, _ = _out_of_box(type(self), self.axes or (), new)
             old = self._here()._value
             old = old[...] if is_ref(old) else old
-            self._write(assigned(old, new, kind_of(self)), check=True)
+            with _naming_place(self):
+                new = assigned(old, new, kind_of(self))
+            self._write(new, check=True)
             return
         with in_one_step():
             value = self._here()._real()  # not as a read, so that v[i] += 1 is checked as a whole
             if isinstance(value, jax.Array):
-                new = cast_part(value, new, kind_of(self))
+                with _naming_place(self):
+                    new = cast_part(value, new, kind_of(self))
             if hasattr(value, "at"):
-                self._write(value.at[index].set(new), check=True)
+                self._write(_with_part(self, value, index, new), check=True)
             elif isinstance(value, (dict, list)):
                 value = _copy.copy(value)
                 value[index] = new
@@ -321,6 +326,14 @@ class Variable(ArrayLike, Object, Generic[T], metaclass=_VariableType):
                     f"Cannot write at index {index!r} of a value of type {type(value).__name__}; "
                     f"replace it: v.value = new."
                 )
+
+    def _without_attribute(self, name: str) -> str:
+        if name not in self.metadata:
+            return super()._without_attribute(name)
+        return (
+            f"{self!r} has no attribute {name!r}: it is an entry of its metadata, "
+            f"v.metadata[{name!r}]."
+        )
 
     # --- metadata --------------------------------------------------------------------------------
 
@@ -570,6 +583,38 @@ def refuse_read(variable: object) -> NoReturn:
     places = list(_places_of(variable, sys._getframe(1)))
     described = ", ".join([*places[-1:], a_kind_of(variable)])
     raise DonationError(f"Cannot read {described}: its array was donated or deleted. {_OF_DELETED}")
+
+
+@contextlib.contextmanager
+def _naming_place(variable: Variable) -> Generator[None]:
+    """Adds the place of a Variable to errors about its value."""
+    try:
+        yield
+    except VariableValueError as error:
+        place = _place_of(variable)
+        if not place:
+            raise
+        raise VariableValueError(f"{place}: {error}") from error.__cause__
+
+
+def _with_part(variable: Variable, value, index: object, new: object):
+    """Returns an array with a part replaced, or raises with the place of its Variable."""
+    try:
+        return value.at[index].set(new)
+    except (TypeError, ValueError, IndexError) as error:
+        problem = part_misfit(value, index, new) if isinstance(value, jax.Array) else None
+        place = _place_of(variable)
+        if problem is not None:
+            raise VariableValueError(f"{place}: {problem}" if place else problem) from error
+        where = f"{place}, " if place else ""
+        error.add_note(f"In a write into {where}{a_kind_of(variable)} of shape {value.shape}.")
+        raise
+
+
+def _place_of(variable: Variable) -> str:
+    """Returns where what the user's callers hold leads to a Variable, or an empty text."""
+    places = list(_places_of(variable, user_frame()))
+    return places[-1] if places else ""
 
 
 def _places_of(variable: object, frame: types.FrameType | None) -> Iterator[str]:

@@ -17,8 +17,9 @@ from typing import Any
 
 import jax
 
-from shardax._core.errors import StateMismatchError
+from shardax._core.errors import ForeignMutationError, StateMismatchError
 from shardax._core.exclusive import OneThread
+from shardax._core.frames import local
 from shardax._core.graph.paths import Leaf, Path, PyTree, format_path
 from shardax._core.init.rng import Rngs, RngStream
 from shardax._core.module import Module
@@ -196,9 +197,24 @@ def _set_initial(model: object, init: State, before: dict[int, Any]) -> set[int]
             continue
         kind = init.origins()[path].variable_type
         variable = (Perturbation if kind is Variable else kind)(value)
-        setattr(holder, name, variable)
+        try:
+            setattr(holder, name, variable)
+        except ForeignMutationError as error:
+            raise ForeignMutationError(_attached_in_closure(model, path)) from error
         created.add(id(variable))
     return created
+
+
+def _attached_in_closure(model: object, path: Path) -> str:
+    kind, frame = type(model).__name__, local.frame
+    assert frame is not None  # else nothing would be refused
+    return (
+        f"sx.capture makes a Variable at {format_path(path)}, as init says, but inside sx."
+        f"{frame.name} this {kind} was reached through a closure or global, and its structure "
+        f"cannot change there. Give the function the model as an argument: def loss(init, model, "
+        f"x): return sx.capture(model, init=init)(x); or make the Variable before, by a call of "
+        f"the model."
+    )
 
 
 # --- outputs of methods -----------------------------------------------------------------------

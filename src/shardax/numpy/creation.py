@@ -52,7 +52,7 @@ def zeros(
         ...     sx.numpy.zeros((2, 3)).dtype.name, sx.numpy.arange(3).dtype.name
         ('bfloat16', 'int32')
     """
-    return _create("zeros", (shape,), dtype, device, sharding)
+    return create("zeros", (shape,), dtype, device, sharding)
 
 
 def ones(
@@ -75,7 +75,7 @@ def ones(
         >>> sx.numpy.ones(2).tolist()
         [1.0, 1.0]
     """
-    return _create("ones", (shape,), dtype, device, sharding)
+    return create("ones", (shape,), dtype, device, sharding)
 
 
 def empty(
@@ -98,7 +98,7 @@ def empty(
         >>> sx.numpy.empty((2, 3)).shape
         (2, 3)
     """
-    return _create("empty", (shape,), dtype, device, sharding)
+    return create("empty", (shape,), dtype, device, sharding)
 
 
 def full(
@@ -123,7 +123,7 @@ def full(
         >>> sx.numpy.full(2, 7).dtype.name, sx.numpy.full(2, 0.5).dtype.name
         ('int32', 'float32')
     """
-    return _create("full", (shape, fill_value), dtype, device, sharding, _has_floats(fill_value))
+    return create("full", (shape, fill_value), dtype, device, sharding, has_floats(fill_value))
 
 
 def eye(
@@ -150,7 +150,7 @@ def eye(
         >>> sx.numpy.eye(2).tolist()
         [[1.0, 0.0], [0.0, 1.0]]
     """
-    return _create("eye", (rows, columns, k), dtype, device, sharding)
+    return create("eye", (rows, columns, k), dtype, device, sharding)
 
 
 def identity(
@@ -173,7 +173,7 @@ def identity(
         >>> float(sx.numpy.identity(3).sum())
         3.0
     """
-    return _create("eye", (n,), dtype, device, sharding)
+    return create("eye", (n,), dtype, device, sharding)
 
 
 def arange(
@@ -201,7 +201,7 @@ def arange(
         [1.0, 1.5]
     """
     numbers = (start, stop, step)
-    return _create("arange", numbers, dtype, device, sharding, _has_floats(numbers))
+    return create("arange", numbers, dtype, device, sharding, has_floats(numbers))
 
 
 def linspace(
@@ -232,8 +232,8 @@ def linspace(
         >>> sx.numpy.linspace(0, 1, 3).tolist()
         [0.0, 0.5, 1.0]
     """
-    arguments, floats = (start, stop, num, endpoint), _has_floats((start, stop, 1.0))
-    return _create("linspace", arguments, dtype, device, sharding, floats, axis=axis)
+    arguments, floats = (start, stop, num, endpoint), has_floats((start, stop, 1.0))
+    return create("linspace", arguments, dtype, device, sharding, floats, axis=axis)
 
 
 def array(
@@ -262,7 +262,7 @@ def array(
         ('float16', 'int32')
     """
     options = {"copy": copy, "ndmin": ndmin}
-    return _create("array", (value,), dtype, device, sharding, _has_floats(value), **options)
+    return create("array", (value,), dtype, device, sharding, has_floats(value), **options)
 
 
 def asarray(
@@ -285,20 +285,44 @@ def asarray(
         >>> sx.numpy.asarray(0.5).dtype.name
         'float32'
     """
-    return _create("asarray", (value,), dtype, device, sharding, _has_floats(value))
+    return create("asarray", (value,), dtype, device, sharding, has_floats(value))
 
 
-_INTO_SHARDS = ("zeros", "ones", "empty", "full")  # the others JAX makes whole first
+# The others JAX makes whole first.
+_INTO_SHARDS = (
+    "zeros",
+    "ones",
+    "empty",
+    "full",
+    "zeros_like",
+    "ones_like",
+    "empty_like",
+    "full_like",
+)
 
 
-def _has_floats(value: object) -> bool:
+def has_floats(value: object) -> bool:
     """Whether a value of Python numbers makes an array of floats."""
     leaves = jax.tree.leaves(value)
     numbers = all(type(leaf) in (bool, int, float) for leaf in leaves)
     return numbers and (not leaves or float in map(type, leaves))
 
 
-def _create(
+def resolved_dtype(name: str, dtype: jax.typing.DTypeLike | None, floats: bool = True) -> Any:
+    """Returns a dtype that was given, or the default of floats; None to leave it to JAX."""
+    if dtype is not None:
+        return exact_dtype(dtype)
+    if not floats:
+        return None
+    if not is_eager():
+        raise ModuleError(
+            f"shardax.numpy.{name} was called inside a program, which would keep the default dtype "
+            f"of its trace. Give it: {name}(..., dtype=...); or use jax.numpy.{name}."
+        )
+    return float_dtype()
+
+
+def create(
     name: str,
     arguments: tuple[object, ...],
     dtype: jax.typing.DTypeLike | None,
@@ -309,19 +333,11 @@ def _create(
 ) -> jax.Array:
     """Calls a function of ``jax.numpy`` with the defaults."""
     place = placement(f"shardax.numpy.{name}", device, sharding, ModuleError)
-    if dtype is not None:
-        dtype = exact_dtype(dtype)
-    elif floats:
-        if not is_eager():
-            raise ModuleError(
-                f"shardax.numpy.{name} was called inside a program, which would keep the default "
-                f"dtype of its trace. Give it: {name}(..., dtype=...); or use jax.numpy.{name}."
-            )
-        dtype = float_dtype()
+    dtype = resolved_dtype(name, dtype, floats)
     function = getattr(jnp, name)
     if place is None:
         with creation_device() if is_eager() else contextlib.nullcontext():
             return function(*arguments, dtype=dtype, **options)
     if name in _INTO_SHARDS:
-        return function(*arguments, dtype=dtype, device=place)
+        return function(*arguments, dtype=dtype, device=place, **options)
     return jax.device_put(function(*arguments, dtype=dtype, **options), place)

@@ -224,7 +224,7 @@ def _not_gatherable(inventory: TreeInventory) -> Iterator[Diagnostic]:
 def _place(inventory: TreeInventory, model: T, destinations: Sequence[Destinations]) -> T:
     """Places arrays: Variables in place, the rest in a new tree."""
     leaves = inventory.leaves
-    copies = _Copies(leaves, sum(any(to is not None for to in row) for row in destinations))
+    copies = _Copies(leaves, destinations)
     recipes = [
         i
         for i, (leaf, to) in enumerate(zip(leaves, destinations, strict=True))
@@ -265,11 +265,10 @@ def _place(inventory: TreeInventory, model: T, destinations: Sequence[Destinatio
 class _Copies:
     """Copies under way, in batches."""
 
-    def __init__(self, leaves: Sequence[LeafInfo], total: int) -> None:
+    def __init__(self, leaves: Sequence[LeafInfo], destinations: Sequence[Destinations]) -> None:
         self.leaves = leaves
+        self.destinations = destinations
         self.values = [leaf.held for leaf in leaves]  # of what is no Variable
-        self.total = total  # for messages
-        self.done = 0
         self._batch: list[tuple[int, list[Any]]] = []
         self._bytes = 0
 
@@ -297,17 +296,30 @@ class _Copies:
                 self.values[position] = leaf.with_arrays(leaf.held, arrays)
             else:
                 leaf.variable._value = leaf.with_arrays(leaf.value, arrays)
-        self.done += len(batch)
 
     def _refused(self, positions: list[int], error: Exception) -> PartitionError:
         paths = [self.leaves[position].path for position in positions]
         listed = ", ".join(map(format_path, paths[:8])) + (" ..." if len(paths) > 8 else "")
+        done, total = self._count()
         return PartitionError(
-            f"{listed}: a device refused: {error}\n{self.done} of {self.total} values are at their "
+            f"{listed}: a device refused: {error}\n{done} of {total} values are at their "
             "new place and the others where they were; all are valid. Make room (a State or "
             "another model may hold the old arrays), split by more mesh axes, or use another "
             "memory_kind, and call again: what is in place is not moved a second time."
         )
+
+    def _count(self) -> tuple[int, int]:
+        """How many values are at their new place now, and how many have one."""
+        # Looked up, not counted: some were there before, and what is no Variable is returned or
+        # not at all.
+        done = total = 0
+        for leaf, row in zip(self.leaves, self.destinations, strict=True):
+            pairs = zip(leaf.arrays_in(leaf.value), row, strict=False)
+            moves = [(array, to) for array, to in pairs if to is not None]
+            if moves:
+                total += 1
+                done += all(_is_at(array, to) for array, to in moves)
+        return done, total
 
 
 def _on_devices(arrays: Sequence[object]) -> list[Any]:

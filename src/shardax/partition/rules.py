@@ -286,7 +286,7 @@ class Rules:
             info unused-mesh-axis
         """
         where = None if mesh is None else resolve_mesh(mesh)
-        shadowed = _shadowed(self.pairs, self.on_conflict)
+        shadowed = shadowed_rules(self).values()
         if where is None:
             return list(shadowed)
         unknown = [d for rule in self.pairs for d in unknown_mesh_axes(rule, where)]
@@ -490,16 +490,19 @@ def unknown_mesh_axes(rule: Rule, mesh: AnyMesh) -> Iterator[errors.Diagnostic]:
             yield errors.Diagnostic("error", (), "unknown-mesh-axis", text)
 
 
-def _shadowed(pairs: Sequence[Rule], on_conflict: str) -> Iterator[errors.Diagnostic]:
-    """Yields a warning for each rule made useless by an earlier one."""
+def shadowed_rules(rules: Rules) -> dict[int, errors.Diagnostic]:
+    """Warnings about rules that an earlier one makes useless for any array, by position."""
+    pairs = rules.pairs
+    warnings: dict[int, errors.Diagnostic] = {}
     for position, rule in enumerate(pairs):
         for earlier, first in enumerate(pairs[:position]):
-            why = _why_shadowed(pairs, earlier, position, on_conflict)
+            why = _why_shadowed(pairs, earlier, position, rules.on_conflict)
             if why is not None:
                 way = "" if first == rule else f", or move it above {format_rule(first)}"
                 text = f"The rule {format_rule(rule)} is never used: {why}. Remove it{way}."
-                yield errors.Diagnostic("warning", (), "shadowed-rule", text)
+                warnings[position] = errors.Diagnostic("warning", (), "shadowed-rule", text)
                 break
+    return warnings
 
 
 def _why_shadowed(pairs: Sequence[Rule], earlier: int, later: int, on_conflict: str) -> str | None:

@@ -22,10 +22,12 @@ some or none.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from typing import Any, Literal, NamedTuple
 
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
@@ -206,6 +208,20 @@ def _checked_kind(value: object, text: str, mesh: AnyMesh | None) -> str | None:
     return value
 
 
+# The warnings of names that a block has given; None where each call gives its own.
+_told: ContextVar[set[Hashable] | None] = ContextVar("shardax_told_names", default=None)
+
+
+@contextlib.contextmanager
+def telling_once(told: set[Hashable]) -> Generator[None]:
+    """Leaves warnings of misspelt names out that stand in a set, and adds the others to it."""
+    token = _told.set(told)
+    try:
+        yield
+    finally:
+        _told.reset(token)
+
+
 class TreeLayout:
     """Specs of a tree's leaves, and their diagnostics."""
 
@@ -242,6 +258,7 @@ class TreeLayout:
         self._given_rules = rules
         self._placed = placed
         self._names_alone = names_alone
+        self._unused: dict[str, logical.Rule] = {}  # rules by the message that they are unused
         self._large_bytes, self._large_fraction = large_bytes, large_fraction
         self._overrides: Sequence[Override] = [Override()] * len(leaves)
         of_overrides: list[Diagnostic] = []
@@ -381,11 +398,19 @@ class TreeLayout:
             lost.update(loss.rule for loss in assignment.passed_over)
             for name in logical.strings(names):
                 present.setdefault(name, []).append(path)
+        shadowed = logical.shadowed_rules(self.rules)
         for position, rule in enumerate(self.rules.pairs):
             if position in chosen or rule in elsewhere:
                 continue
             unknown = [] if self.mesh is None else list(logical.unknown_mesh_axes(rule, self.mesh))
-            yield from unknown or [_unused_rule(rule, self.rules, present, rule in lost)]
+            yield from unknown
+            if position in shadowed:
+                yield shadowed[position]
+            if unknown or position in shadowed:
+                continue
+            unused = _unused_rule(rule, self.rules, present, rule in lost)
+            self._unused[unused.message] = rule
+            yield unused
 
     def _without_rules(self, rules_for: Literal["boxes", "all"]) -> Iterator[Diagnostic]:
         if self.rules or self._names_alone:
@@ -427,6 +452,13 @@ class TreeLayout:
             if is_of_names and diagnostic.severity == "warning":
                 text = diagnostic.message.removeprefix(f"{format_path(diagnostic.path)}: ")
                 paths.setdefault(text, []).append(diagnostic.path)
+
+        told = _told.get()
+        if told is not None:
+            # The text about a rule lists paths of the tree, which may be another tree's tomorrow.
+            subjects = {text: self._unused.get(text, text) for text in paths}
+            paths = {text: paths[text] for text, subject in subjects.items() if subject not in told}
+            told.update(subjects.values())
         lines = [
             text if places == [()] else f"{paths_text(places)}: {text}"
             for text, places in paths.items()

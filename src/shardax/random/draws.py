@@ -39,7 +39,7 @@ def key() -> jax.Array:
         >>> sx.random.seed(0)
         >>> bool(sx.random.key() == sx.Rngs(0)())
         True
-        >>> jax.random.gumbel(sx.random.key(), (3,)).shape
+        >>> jax.random.split(sx.random.key(), 3).shape
         (3,)
     """
     return draw("key")
@@ -109,7 +109,7 @@ def uniform(
         True
     """
     dtype = float_dtype(dtype)
-    bounds = {"minval": _operand(minval, dtype), "maxval": _operand(maxval, dtype)}
+    bounds = {"minval": as_operand(minval, dtype), "maxval": as_operand(maxval, dtype)}
     _check_order("uniform", bounds, _is_finite_interval)
     return draw("uniform", bounds, device=device, sharding=sharding, shape=shape, dtype=dtype)
 
@@ -178,7 +178,7 @@ def truncated_normal(
         True
     """
     dtype = float_dtype(dtype)
-    bounds = {"lower": _operand(lower, dtype), "upper": _operand(upper, dtype)}
+    bounds = {"lower": as_operand(lower, dtype), "upper": as_operand(upper, dtype)}
     _check_order("truncated_normal", bounds, np.less)
     return draw(
         "truncated_normal", bounds, device=device, sharding=sharding, shape=shape, dtype=dtype
@@ -244,7 +244,7 @@ def bernoulli(
         >>> int(sx.random.bernoulli(1.0, 5).sum())
         5
     """
-    operands = {"p": _probabilities("bernoulli", p)}
+    operands = {"p": as_probabilities("bernoulli", p)}
     return draw("bernoulli", operands, device=device, sharding=sharding, shape=shape)
 
 
@@ -277,7 +277,7 @@ def categorical(
         >>> sx.random.categorical(np.log([[1, 1e-9], [1e-9, 1]])).tolist()
         [0, 1]
     """
-    operands = {"logits": _operand(logits)}
+    operands = {"logits": as_operand(logits)}
     return draw("categorical", operands, device=device, sharding=sharding, axis=axis, shape=shape)
 
 
@@ -316,7 +316,7 @@ def choice(
     """
     operands, options = _entries("a", a)
     if p is not None:
-        operands["p"] = _probabilities("choice", p, total=True)
+        operands["p"] = as_probabilities("choice", p, total=True)
     options.update(shape=shape, replace=bool(replace), axis=axis)
     return draw("choice", operands, device=device, sharding=sharding, **options)
 
@@ -356,13 +356,13 @@ def permutation(
 
 def _entries(name: str, array) -> tuple[dict[str, Any], dict[str, Any]]:
     """Operands and options of an array or a number of entries."""
-    return ({}, {name: int(array)}) if is_integer(array) else ({name: _operand(array)}, {})
+    return ({}, {name: int(array)}) if is_integer(array) else ({name: as_operand(array)}, {})
 
 
 # --- Arguments ---
 
 
-def _operand(value, dtype: jax.typing.DTypeLike | None = None):
+def as_operand(value: Any, dtype: jax.typing.DTypeLike | None = None) -> np.ndarray | jax.Array:
     """An operand as an array, a NumPy one on the host."""
     if isinstance(value, (bool, int, float, complex, list, tuple, np.ndarray, np.generic)):
         array = np.asarray(value)
@@ -414,11 +414,11 @@ def _integer_bounds(name: str, bounds: Mapping[str, Any], dtype: np.dtype) -> di
     return given
 
 
-def _probabilities(name: str, p: object, total: bool = False):
+def as_probabilities(name: str, p: object, total: bool = False) -> np.ndarray | jax.Array:
     """Probabilities as an operand; under ``total`` they must add up to 1."""
-    operand = _operand(p)
+    operand = as_operand(p)
     if not jnp.issubdtype(operand.dtype, jnp.floating):
-        operand = _operand(p, jnp.float32)
+        operand = as_operand(p, jnp.float32)
     if not _is_jax(operand):
         if not np.all((operand >= 0) & (operand <= 1)):
             raise DrawError(

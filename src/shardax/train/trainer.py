@@ -17,7 +17,7 @@ import functools
 import importlib.util
 import math
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from signal import Signals
@@ -38,7 +38,7 @@ from shardax.partition.context import axis_rules
 from shardax.partition.mesh import resolve_mesh
 from shardax.partition.placement import shard
 from shardax.partition.specs import shardings
-from shardax.partition.tree_layout import MemoryKinds, OverridesLike
+from shardax.partition.tree_layout import MemoryKinds, OverridesLike, telling_once
 from shardax.train import agreement, step_numbers
 from shardax.train.accumulation import accumulated_value_and_grad
 from shardax.train.callbacks import Callbacks, Event
@@ -290,6 +290,8 @@ class Trainer:
             )
         self.mesh = mesh
         self.rules = rules
+        # A run lays the same objects out several times, and says once which names look misspelt.
+        self._told_names: set[Hashable] = set()
 
         self.callbacks = Callbacks(callbacks)
         self.trackers = as_trackers(trackers)
@@ -326,7 +328,7 @@ class Trainer:
         options: dict[str, Any] = {"has_aux": True, "wrt": self.optimizer.wrt, "count": count}
         gradient = accumulated_value_and_grad(loss, parts, **options)
         if self.settings.reduce_over:
-            places = shardings(self.trained, self.mesh, self.rules, **self.where)[1]
+            places = self._layout()[1]
             gradient = data_parallel_value_and_grad(
                 loss,
                 self.settings.reduce_over,
@@ -362,8 +364,11 @@ class Trainer:
             return jit(train_step, donate_argnums=donated)
         # Over Auto axes the compiler would otherwise choose a layout where that of the optimizer's
         # state is another than the parameters'.
-        layout = shardings(self.trained, self.mesh, self.rules, **self.where)
-        return jit(train_step, donate_argnums=donated, in_shardings=(*layout, None))
+        return jit(train_step, donate_argnums=donated, in_shardings=(*self._layout(), None))
+
+    def _layout(self) -> tuple[PyTree, ...]:
+        with telling_once(self._told_names):
+            return shardings(self.trained, self.mesh, self.rules, **self.where)
 
     @property
     def trained(self) -> tuple[Any, ...]:
@@ -423,7 +428,7 @@ class Trainer:
             )
         with self._scope():
             if self.mesh is not None:
-                shardings(self.trained, self.mesh, self.rules, **self.where)
+                self._layout()
             places = self._train_shardings()
             self._held_out_shardings()
         return places
@@ -873,6 +878,7 @@ class Trainer:
     @contextlib.contextmanager
     def _scope(self) -> Generator[None]:
         with contextlib.ExitStack() as stack:
+            stack.enter_context(telling_once(self._told_names))
             if self.rules is not None:
                 stack.enter_context(axis_rules(self.rules))
             if self.mesh is not None:

@@ -182,6 +182,58 @@ def test_part_of_a_variable_refuses_another_kind() -> None:
     assert weight.tolist() == [[1.0] * 3] * 2
 
 
+@pytest.mark.parametrize(
+    ("index", "text", "part"),
+    [
+        (slice(None), ":", "[2, 3]"),
+        (0, "0", "[3]"),
+        ((slice(0, 1), -1), "0:1, -1", "[1]"),
+        ((..., slice(None, None, 2)), "..., ::2", "[2, 2]"),
+        (np.array([True, False]), "<ndarray[2]>", "[1, 3]"),
+    ],
+)
+@pytest.mark.parametrize("around", [lambda f: f, sx.jit], ids=["eager", "jit"])
+def test_part_that_does_not_fit_names_path_and_shapes(
+    index: Any, text: str, part: str, around: Any
+) -> None:
+    class Model(sx.Module):
+        def __init__(self) -> None:
+            self.layer = {"w": sx.Param(jnp.ones((2, 3)))}
+
+    model = Model()
+
+    def write(model: Model) -> None:
+        model.layer["w"][index] = jnp.ones(5)
+
+    with pytest.raises(VariableValueError) as caught:
+        around(write)(model)
+    assert str(caught.value).startswith(
+        f"model.layer.w: v[{text}] = x writes float32{part}, but x has float32[5], which does not "
+        "broadcast to it; nothing was written."
+    )
+    run_advice(caught.value, "v.value = x", {"v": model.layer["w"], "x": jnp.ones(5)})
+    assert model.layer["w"].shape == (5,)
+
+
+def test_whole_write_that_does_not_fit_names_the_path() -> None:
+    model = {"layer": sx.nn.Linear(2, 3, rngs=sx.Rngs(0))}
+    layer = model["layer"]
+    with pytest.raises(VariableValueError, match=r"^layer\.bias: v\[\.\.\.\] = x keeps shape"):
+        layer.bias[...] = jnp.ones(4)
+    with pytest.raises(VariableValueError, match=r"^layer\.bias: v\[\.\.\.\] = x .* complex64"):
+        layer.bias[0] = jnp.ones((), jnp.complex64)
+
+
+def test_index_that_does_not_fit_is_an_error_of_jax_with_a_note() -> None:
+    layer = sx.nn.Linear(2, 3, rngs=sx.Rngs(0))
+    for index, error in ((("a"), TypeError), ((0, 0, 0), IndexError), (1.5, TypeError)):
+        with pytest.raises(error) as caught:
+            layer.kernel[index] = 1.0
+        assert caught.value.__notes__[-1] == (
+            "In a write into layer.kernel, a Param of shape (2, 3)."
+        )
+
+
 def test_shape_assigned_to_an_abstract_variable_keeps_form() -> None:
     weight = sx.abstract(sx.Param(jnp.ones((2, 3))))
     weight[...] = jax.ShapeDtypeStruct((3,), jnp.bfloat16)

@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardax as sx
 from shardax.errors import FilterError
+from tests.advice import run_advice
 from tests.strategies import Node, assert_equal_values, models
 
 
@@ -54,6 +55,19 @@ def test_missing_entry_error_lists_existing_ones() -> None:
     with pytest.raises(AttributeError, match=r"no entry 'bias' \(present: 'kernel', 'mean'\)"):
         _ = state.layers[0].bias
     assert state.get("heads") is None and not hasattr(state, "heads")
+
+
+def test_attribute_of_a_variable_says_that_entries_are_values() -> None:
+    state = sx.state(sx.nn.MLP(2, 3, rngs=sx.Rngs(0)))
+    for name in ("value", "axes", "set_metadata"):
+        with pytest.raises(AttributeError, match="no entry") as caught:
+            getattr(state.up, name)
+        names = {"state": state, "path": ("up", "kernel")}
+        origin = run_advice(caught.value, "state.origins()[path]", names)
+        assert origin.axes == ("embed", "mlp") and origin.variable_type is sx.Param
+    with pytest.raises(AttributeError) as caught:
+        state.up.kernle  # noqa: B018
+    assert str(caught.value) == "State has no entry 'kernle' (present: 'kernel')."
 
 
 def test_flat_gives_full_paths_in_the_models_order() -> None:

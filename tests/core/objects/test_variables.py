@@ -14,6 +14,7 @@ import pytest
 
 import shardax as sx
 from shardax.errors import MetadataError, VariableValueError
+from tests.advice import run_advice
 from tests.strategies import Custom, assert_equal_values
 from tests.structure import structure_epoch
 
@@ -52,6 +53,22 @@ def test_untracked_attributes_are_refused() -> None:
 
 
 # --- reading and writing ---
+
+
+def test_missing_attribute_names_the_variable_and_its_metadata() -> None:
+    v = sx.Param(jnp.ones(3), note="slow", axes=("embed",))
+    with pytest.raises(AttributeError) as caught:
+        v.note  # noqa: B018
+    described = "Param(float32[3], axes=('embed',), note='slow')"
+    assert str(caught.value) == (
+        f"{described} has no attribute 'note': it is an entry of its metadata, v.metadata['note']."
+    )
+    assert run_advice(caught.value, "v.metadata['note']", {"v": v}) == "slow"
+    assert (caught.value.name, caught.value.obj) == ("note", v)
+    with pytest.raises(AttributeError) as caught:
+        v.vale  # noqa: B018
+    assert str(caught.value) == f"{described} has no attribute 'vale', nor has its value."
+    assert v.mean() == 1 and not hasattr(v, "axis")
 
 
 def test_reads_whole_or_at_an_index() -> None:

@@ -276,9 +276,13 @@ def test_rule_that_looks_misspelt_is_a_warning() -> None:
     assert "Did you mean 'embed', which has no rule?" in message
 
 
-def test_rule_shadowed_by_equal_name_is_reported() -> None:
-    rules = Rules([("mlp", "model"), ("mlp", "data")])
-    _, message = only_pair(unused([record(("mlp",), (8,))], rules))
+def test_rule_that_an_earlier_one_may_always_serve_is_reported() -> None:
+    shadowed = Rules([("mlp", "model"), ("mlp", "data")])
+    _, findings = specs_for([record(("mlp",), (8,))], MESH, shadowed)
+    assert findings == [f for f in shadowed.check(MESH) if f.code == "shadowed-rule"]
+    rules = Rules([("heads", "model"), ("mlp", "model"), ("mlp", "data")])
+    records = [record(("mlp",), (8,)), record(("heads",), (8,))]
+    _, message = only_pair(unused(records, rules))
     assert "('mlp', 'data') was used for no array: an earlier rule always served 'mlp'" in message
 
 

@@ -222,6 +222,33 @@ def test_out_of_memory_leaves_parameters_valid_and_retryable(
     assert [float(v.value[-1, -1]) for v in model] == [0, 1, 2, 3, 4, 5]
 
 
+def test_out_of_memory_counts_what_was_in_place_before(
+    monkeypatch: pytest.MonkeyPatch, auto_mesh: Mesh
+) -> None:
+    model = weights(5)
+    sx.shard(model[:2], auto_mesh, RULES)
+    with monkeypatch.context() as patch:
+        refuse_from(patch, 0)
+        with pytest.raises(PartitionError, match=r"\[2\]: (.|\n)*2 of 5 values"):
+            sx.shard(model, auto_mesh, RULES)
+
+
+def test_out_of_memory_of_a_state_counts_what_the_caller_has(
+    monkeypatch: pytest.MonkeyPatch, auto_mesh: Mesh
+) -> None:
+    placed = sx.shard(weights(1), auto_mesh, RULES)[0].value
+    state = sx.state(
+        [sx.Param(x, axes=("embed", "mlp")) for x in (placed, *map(_value, weights(2)))]
+    )
+    refuse_from(monkeypatch, 1)
+    with pytest.raises(PartitionError, match=r"\[2\]: (.|\n)*1 of 3 values"):
+        sx.shard(state, auto_mesh, RULES)
+
+
+def _value(variable: sx.Param) -> jax.Array:
+    return variable.value
+
+
 def test_late_out_of_memory_keeps_the_old_arrays(
     monkeypatch: pytest.MonkeyPatch, auto_mesh: Mesh
 ) -> None:

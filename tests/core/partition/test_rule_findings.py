@@ -7,6 +7,7 @@ import itertools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -76,6 +77,19 @@ def test_unusable_rule_is_a_warning(case: str) -> None:
     assert (finding.severity, finding.code) == ("warning", "shadowed-rule")
     assert str(sx.Rules(pairs[-1:]))[7:-2] in str(finding)
     assert why in str(finding)
+
+
+@pytest.mark.parametrize("case", SHADOWED)
+def test_check_of_a_tree_says_the_same_of_an_unusable_rule(case: str) -> None:
+    pairs, on_conflict, _ = SHADOWED[case]
+    rules = sx.Rules(pairs, on_conflict=on_conflict)  # pyright: ignore[reportArgumentType] (a str)
+    tree = {name: sx.Param(jnp.ones(8), axes=(name,)) for name, _ in rules}
+    in_tree = [f for f in sx.check(tree, MESH, rules) if f.code == "shadowed-rule"]
+    assert in_tree == [f for f in rules.check(MESH) if f.code == "shadowed-rule"] != []
+    position = str(sx.Rules(pairs[-1:]))[7:-2]
+    assert not any(
+        f.code == "unused-rule" and position in str(f) for f in sx.check(tree, MESH, rules)
+    )
 
 
 def test_second_choice_for_a_name_is_fine() -> None:

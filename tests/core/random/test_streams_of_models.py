@@ -73,6 +73,19 @@ def test_sizes_are_numbers_of_keys(size: Any) -> None:
         sx.with_rngs(sx.Rngs(dropout=1), split=size)
 
 
+def test_none_leaves_streams_to_the_other_options() -> None:
+    rngs = sx.Rngs(params=0, dropout=1, noise=2)
+    new = sx.with_rngs(rngs, split={"dropout": None, "params": 5, ...: 3}, broadcast=None)
+    assert [stream.key.shape for _, stream in new.streams()] == [(5,), (), (3,)]
+    assert new.dropout.key is rngs.dropout.key
+    both = sx.with_rngs(rngs, split={"dropout": None, ...: 3}, fork="dropout")
+    assert both.dropout.key is not rngs.dropout.key and both.dropout.key.shape == ()
+    wide = sx.with_rngs(rngs, broadcast={"params": 2, "dropout": None})
+    assert [stream.key.shape for _, stream in wide.streams()] == [(2,), (), ()]
+    with sx.fork_rngs(rngs, split={"params": 4, "dropout": None}):
+        assert (rngs.params.key.shape, rngs.dropout.key.shape) == ((4,), ())
+
+
 def test_decorated_function_runs_with_split_streams() -> None:
     rngs, xs = sx.Rngs(0, dropout=1), jnp.ones(3)
 

@@ -12,7 +12,12 @@ import pytest
 
 import shardax as sx
 from shardax import nn
-from shardax.errors import ConcurrentWriteError, StateMismatchError, TransformError
+from shardax.errors import (
+    ConcurrentWriteError,
+    ForeignMutationError,
+    StateMismatchError,
+    TransformError,
+)
 from tests.advice import run_advice
 
 
@@ -110,6 +115,23 @@ def test_init_gives_gradients_of_perturbations() -> None:
         sx.capture(model, init={"other": {"change": X}})(X)
     run = run_advice(caught.value, "sx.capture(model, sx.Perturbation)", {"sx": sx, "model": model})
     assert float(run(X)[0]) == 13.0
+
+
+def test_init_of_a_model_in_a_closure_names_the_way() -> None:
+    model, changes = Outer(), {"inner": {"change": jnp.zeros(1)}}
+
+    def closed(changes: Any) -> Any:
+        return sx.capture(lambda m: m(X).sum(), init=changes)(model)
+
+    with pytest.raises(ForeignMutationError, match=r"at \.inner\.change.* sx\.grad") as caught:
+        sx.grad(closed)(changes)
+    code = "def loss(init, model, x): return sx.capture(model, init=init)(x)"
+    names: dict[str, Any] = {"sx": sx}
+    run_advice(caught.value, code, names)
+    of_changes = sx.grad(lambda *args: names["loss"](*args).sum())(changes, model, X)
+    assert of_changes["inner"]["change"].tolist() == [3.0]
+    model(X)  # makes the Variable
+    assert sx.grad(closed)(changes)["inner"]["change"].tolist() == [3.0]
 
 
 def test_method_outputs_are_captured_by_name() -> None:

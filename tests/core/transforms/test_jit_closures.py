@@ -289,6 +289,27 @@ def test_leaked_variable_raises_with_its_origin() -> None:
         _ = leaked[0].value
 
 
+@pytest.mark.parametrize(
+    "name", ["grad", "value_and_grad", "jacrev", "jacfwd", "hessian", "vmap", "scan", "remat"]
+)
+def test_leaked_variable_is_told_of_the_transform_that_was_called(name: str) -> None:
+    leaked: list[Any] = []
+
+    def leak(x: Any) -> Any:
+        leaked.append(sx.Variable(x))
+        return x
+
+    def leak_row(carry: Any, x: Any) -> Any:
+        return leak(carry), x
+
+    point = jnp.ones(2) if name == "vmap" else jnp.ones(())
+    arguments = (point, jnp.ones(2)) if name == "scan" else (point,)
+    leaking = sx.scan(leak_row) if name == "scan" else getattr(sx, name)(leak)
+    leaking(*arguments)
+    with pytest.raises(TraceLeakError, match=rf"made inside sx\.{name} was used after"):
+        _ = leaked[-1].value
+
+
 # --- closed-over Python numbers: read when traced, as by ``jax.jit`` ---
 
 

@@ -44,6 +44,32 @@ def test_prefix_of_container_keeps_its_form() -> None:
     assert (axes[0].flat()[("w",)], axes[1:]) == (0, (0, None))
 
 
+def test_prefix_as_module_is_one_for_jax() -> None:
+    def scaled(tree: Any) -> Any:
+        return tree["model"].w.value * tree["model"].stat.value * tree["x"]
+
+    tree = {"model": _model(), "x": jnp.ones(4)}
+    tree["model"].tied = tree["model"].w
+    axes = sx.prefix(tree, {sx.BatchStat: None, ...: 0}, as_module=True)
+    assert type(axes["model"]) is Node and axes["model"].tied is axes["model"].w
+    assert jax.vmap(scaled, in_axes=(axes,))(tree).tolist() == [0.0, 2.0, 4.0, 6.0]
+    others = sx.prefix(tree, {sx.BatchStat: None, ...: 0})
+    assert sx.vmap(scaled, in_axes=(others,))(tree).tolist() == [0.0, 2.0, 4.0, 6.0]
+    with pytest.raises(PrefixError, match=r"is a Node\. Give one entry, a State of entries"):
+        sx.vmap(scaled, in_axes=(axes,))(tree)
+
+
+def test_prefix_of_a_state_goes_by_what_its_values_were() -> None:
+    state = sx.state(_model())
+    by_filter = sx.prefix([state], {sx.BatchStat: None, ...: 0})
+    by_path = sx.prefix([state], lambda path, part: None if path == (0, "stat") else 0)
+    assert by_filter[0].flat() == {("w",): 0, ("stat",): None, ("inner", "scale"): 0}
+    assert by_filter == by_path
+    for vmap in (jax.vmap, sx.vmap):
+        run = vmap(lambda states: states[0].w * states[0].stat, in_axes=(by_filter,))
+        assert run([state]).tolist() == [0.0, 2.0, 4.0, 6.0]
+
+
 def test_prefix_of_shardings_lays_out(auto_mesh: Mesh) -> None:
     over = NamedSharding(auto_mesh, PartitionSpec("model"))
     model = _model()

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -217,6 +218,61 @@ def test_methods_lower_bound_or_through_class() -> None:
     assert model.run.trace(2.0).out_info.shape == (2,)
     assert model.run.eval_shape(2.0).shape == (2,)
     assert (int(model.calls), int(other.calls)) == (1, 2)
+
+
+def test_compiled_of_a_bound_method_is_bound() -> None:
+    class Model(Scale):
+        @sx.jit
+        def run(self, x: Any, y: Any = 0.0) -> Any:
+            self.calls += 1
+            return self.factor * x + y
+
+        @functools.partial(sx.jit, static_argnames="mode")
+        def moded(self, x: Any, mode: str) -> Any:
+            return self.factor * x
+
+    model, other = Model(), Model()
+    other.factor[...] = other.factor * 3
+    compiled = model.run.lower(2.0, y=1.0).compile()
+    ran = [compiled(2.0, y=1.0), compiled(other, 2.0, y=1.0), compiled.call(2.0, y=0.0)]
+    expected = [model.factor * 2 + 1, other.factor * 2 + 1, model.factor * 2]
+    assert [y.tolist() for y in ran] == [y.tolist() for y in expected]
+    assert (int(model.calls), int(other.calls)) == (2, 1)
+    static = model.moded.lower(2.0, mode="a").compile()
+    assert static(3.0).tolist() == (model.factor * 3).tolist()
+    with pytest.raises(TransformError, match=r"1 positional arguments given, compiled for 2"):
+        compiled()
+    with pytest.raises(TransformError, match="positional arguments given"):
+        Model.run.lower(model, 2.0).compile()(2.0)
+    assert model.run.trace(2.0).lower().compile()(2.0).tolist() == (model.factor * 2).tolist()
+
+
+def test_names_of_nnx_are_read_only_properties() -> None:
+    model = Scale(8)
+    jitted = sx.jit(_forward)
+    compiled = jitted.lower(model, 2.0).compile()
+    assert jitted.inner is _forward and compiled.input_layouts == compiled.input_formats
+    assert sx.StateSharding({sx.Param: 1, ...: None}).filters == (sx.Param, ...)
+    assert sx.StateSharding({sx.Param: 1, ...: None}).shardings == (1, None)
+    assert sx.StateAxes([(sx.Param, 0)]).filters == (sx.Param,)
+    assert sx.StateAxes([(sx.Param, 0)]).axes == (0,)
+
+    class Model(Scale):
+        @sx.jit
+        def run(self, x: Any) -> Any:
+            return self.factor * x
+
+    bound = Model(8)
+    assert bound.run.inner(2.0).tolist() == bound.run(2.0).tolist()
+    for item, name in (
+        (jitted, "inner"),
+        (compiled, "input_layouts"),
+        (sx.StateSharding({...: None}), "filters"),
+        (sx.StateSharding({...: None}), "shardings"),
+        (sx.StateAxes({...: None}), "axes"),
+    ):
+        with pytest.raises(AttributeError):
+            setattr(item, name, None)
 
 
 # --- lowering allocates nothing ---

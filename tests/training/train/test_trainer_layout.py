@@ -3,20 +3,26 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardax as sx
 from shardax.errors import NoMeshError, PartitionCheckError, PartitionError, TrainError
+from shardax.models import next_token_loss
 from tests.training.train.small_runs import (
+    BATCH,
     RULES,
+    SEQ,
+    TRAIN,
     Bigram,
     Quiet,
     eval_batches,
@@ -38,6 +44,27 @@ MOMENTS = {
     ("head", "kernel"): P("data", "model"),
     ("head", "bias"): P("model"),
 }
+
+
+def test_run_warns_once_of_misspelt_names(tmp_path: Path, auto_mesh: Mesh) -> None:
+    model = Bigram()
+    trainer = sx.train.Trainer(
+        model,
+        sx.train.Optimizer(model, optax.adam(1e-2)),
+        next_token_loss,
+        sx.train.TrainBatches(TRAIN, batch_size=BATCH, seq_len=SEQ),
+        directory=tmp_path,
+        settings=sx.train.TrainerSettings(steps=2),
+        held_out=eval_batches(),
+        mesh=auto_mesh,
+        rules={"batch": "data", "vocb": "model"},
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.run()
+        trainer.evaluate()
+    (text,) = [str(w.message) for w in caught if "misspelt" in str(w.message)]
+    assert "'vocb'" in text
 
 
 class Layouts(Quiet):

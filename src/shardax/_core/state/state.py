@@ -221,7 +221,13 @@ class State(Shown, Mapping[Any, Any]):
         try:
             return self[name]
         except KeyError as error:
-            raise AttributeError(f"State has no entry {error.args[0]}") from None
+            text = f"State has no entry {error.args[0]}"
+            if hasattr(Variable, name):
+                text += (
+                    ". Its entries are the values themselves, not Variables: what a Variable was "
+                    "is in state.origins()[path]"
+                )
+            raise AttributeError(f"{text}.", name=name, obj=self) from None
 
     def __iter__(self) -> Iterator[Any]:
         return iter(dict.fromkeys(path[0] for path in self._values if path))

@@ -30,7 +30,7 @@ from shardax._core.state.walk import recursive_map
 
 _options = Options(ModuleError)
 _replacing = OneThread("forks or splits the random stream", "and would put its old keys back")
-Sizes = int | tuple[int, ...] | Mapping[Filter, int | tuple[int, ...]] | None
+Sizes = int | tuple[int, ...] | Mapping[Filter, int | tuple[int, ...] | None] | None
 
 
 class _Rule(NamedTuple):
@@ -38,12 +38,14 @@ class _Rule(NamedTuple):
 
     name: str
     predicates: list[Any]
-    shapes: list[Any]
+    shapes: list[tuple[int, ...] | None]  # None for streams that are not chosen
 
     def match(self, path: Path, stream: RngStream) -> tuple[Any, Any] | None:
         """Returns (predicate, shape) for a stream, or None."""
         position = first_match(self.predicates, path, stream.key)
-        return None if position is None else (self.predicates[position], self.shapes[position])
+        if position is None or self.shapes[position] is None:
+            return None
+        return self.predicates[position], self.shapes[position]
 
 
 class _StreamRules:
@@ -52,7 +54,7 @@ class _StreamRules:
     def __init__(self, split: Sizes, fork: Filter, broadcast: Sizes, only: Filter) -> None:
         self.only = to_predicate(only)
         self.rules = [_sizes("split", split), _sizes("broadcast", broadcast)]
-        self.rules.append(_Rule("fork", [to_predicate(fork)], [None]))
+        self.rules.append(_Rule("fork", [to_predicate(fork)], [()]))
 
     def choose(self, path: Path, stream: RngStream) -> bool:
         """Whether a rule matches a stream."""
@@ -81,8 +83,11 @@ class _StreamRules:
 
 def _sizes(name: str, sizes: Sizes) -> _Rule:
     entries = {} if sizes is None else dict(sizes) if isinstance(sizes, Mapping) else {...: sizes}
-    shapes = []
+    shapes: list[tuple[int, ...] | None] = []
     for size in entries.values():
+        if size is None:
+            shapes.append(None)
+            continue
         shape = size if isinstance(size, tuple) else (size,)
         fits = bool(shape) and all(is_integer(number) and number > 0 for number in shape)
         _options.check(
@@ -110,7 +115,7 @@ def with_rngs(
         tree: A Module, ``Rngs`` or pytree of them. Left out: returns a decorator of functions,
             whose arguments have the new streams during the call, in place.
         split: How many keys streams get, on leading axes: a number or a shape for all, or a mapping
-            from filters of streams to these.
+            from filters of streams to these. The first that matches decides; None does not split.
         fork: Filter of the streams that are forked. A stream's name is a filter.
         broadcast: How often streams get one key, as for ``split``.
         only: Filter of the streams that are looked at.

@@ -555,16 +555,29 @@ def value_and_grad(
         (3.0, [1.0, 2.0])
     """
     options: dict[str, Any] = {"holomorphic": holomorphic, "allow_int": allow_int}
+    return _value_and_grad("value_and_grad", function, argnums, has_aux, wrt, as_module, options)
+
+
+def _value_and_grad(
+    name: str,
+    function: Callable[..., PyTree],
+    argnums: object,
+    has_aux: bool,
+    wrt: object,
+    as_module: bool,
+    options: dict[str, Any],
+) -> Callable[..., tuple[PyTree, PyTree]]:
+    """Lifts the transform that messages call ``name``."""
     chosen, many = diff_states(argnums, wrt)
 
     def split(result) -> tuple[PyTree, PyTree]:
-        value, aux = separate_aux(result, has_aux, "grad")
-        return _scalar(value, holomorphic), aux
+        value, aux = separate_aux(result, has_aux, name)
+        return _scalar(value, options["holomorphic"]), aux
 
     @wraps(function)
     def value_and_grad_function(*args, **kwargs):
         args, kwargs = inputs.by_position(function, args, kwargs, fill="gaps")
-        once = SingleRunCall("grad", function, args, kwargs)
+        once = SingleRunCall(name, function, args, kwargs)
         targets = diff_arguments(once, chosen, as_module)
         for target in targets:
             check_differentiable(once, target, **options)
@@ -628,15 +641,8 @@ def grad(
         >>> type(grads).__name__, grads.bias.value.tolist()
         ('Linear', [1.0, 1.0, 1.0])
     """
-    run = value_and_grad(
-        function,
-        argnums=argnums,
-        has_aux=has_aux,
-        wrt=wrt,
-        holomorphic=holomorphic,
-        allow_int=allow_int,
-        as_module=as_module,
-    )
+    options: dict[str, Any] = {"holomorphic": holomorphic, "allow_int": allow_int}
+    run = _value_and_grad("grad", function, argnums, has_aux, wrt, as_module, options)
 
     @wraps(function)
     def grad_function(*args: object, **kwargs: object):

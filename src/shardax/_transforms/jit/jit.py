@@ -78,6 +78,11 @@ class BoundJit(Wrapper):
         return types.MethodType(self.__func__, self.__self__)
 
     @property
+    def inner(self) -> Any:
+        """The method that it runs, under the name that Flax NNX has for it."""
+        return self.function
+
+    @property
     def __wrapped__(self) -> Any:
         return self.__dict__.get("__wrapped__", self.function)
 
@@ -97,10 +102,20 @@ class BoundJit(Wrapper):
     def __call__(self, /, *args: PyTree, **kwargs: PyTree) -> PyTree:
         return self.__func__(self.__self__, *args, **kwargs)
 
+    def trace(self, /, *args: PyTree, **kwargs: PyTree) -> Any:
+        """Traces the method; what is compiled of it is called without the object."""
+        return self.__func__.trace(self.__self__, *args, **kwargs).bound_to(self.__self__)
+
+    def lower(self, /, *args: PyTree, **kwargs: PyTree) -> Any:
+        """Lowers the method, lazy Modules as they are."""
+        return self.trace(*args, **kwargs).lower()
+
+    def eval_shape(self, /, *args: PyTree, **kwargs: PyTree) -> PyTree:
+        """Returns the shapes and dtypes of the result."""
+        return self.__func__.eval_shape(self.__self__, *args, **kwargs)
+
     def __getattr__(self, name: str) -> Any:
-        attribute = getattr(self.__func__, name)
-        takes_arguments = name in ("trace", "lower", "eval_shape")
-        return functools.partial(attribute, self.__self__) if takes_arguments else attribute
+        return getattr(self.__func__, name)
 
     def __repr__(self) -> str:
         return f"<bound {self.__func__!r}>"
@@ -717,6 +732,11 @@ class Jit(PickledByName, Wrapper):
             args = [arg for i, arg in enumerate(args) if i not in static]
             kwargs = {name: arg for name, arg in kwargs.items() if name not in static}
         return self.options.split_arguments(args, kwargs, self.path_of), tuple(static_arguments)
+
+    @property
+    def inner(self) -> Callable[..., PyTree]:
+        """The original function, under the name that Flax NNX has for it."""
+        return self.function
 
     def trace(self, /, *args: PyTree, **kwargs: PyTree) -> Any:
         """Traces the function for these arguments without compiling; returns a ``Traced``."""

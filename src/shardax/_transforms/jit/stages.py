@@ -10,7 +10,7 @@ that it was compiled for, and writes state back.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import jax
 from jax.sharding import Mesh
@@ -69,6 +69,7 @@ class _StageSource(NamedTuple):
     states: list[tuple[dict[Path, int], dict[Path, Origin]]]
     effects: binding.Effects
     mesh: Mesh | None  # in scope when it was traced, which declared specs mean
+    owner: Any = None  # of a bound method, the object that a call need not be given
 
 
 def _states(
@@ -133,6 +134,10 @@ class _Stage:
     def __init__(self, origin: _StageSource, stage) -> None:
         self._source = origin
         self._stage = stage
+
+    def bound_to(self, owner: object) -> Self:
+        """Returns the stage of a method that is bound to an object."""
+        return type(self)(self._source._replace(owner=owner), self._stage)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -257,6 +262,7 @@ class Compiled(_Stage):
     input_shardings = _of_arguments("input_shardings", "(args, kwargs) with a sharding each.")
     output_shardings = _of_result("output_shardings", "The result with a sharding for each array.")
     input_formats = _of_arguments("input_formats", "(args, kwargs) with layout and sharding each.")
+    input_layouts = _of_arguments("input_formats", "``input_formats`` under the name of Flax NNX.")
     output_formats = _of_result("output_formats", "The result with a format for each array.")
 
     def call(self, /, *args: object, **kwargs: object) -> PyTree:
@@ -268,7 +274,8 @@ class Compiled(_Stage):
 
         Args:
             *args: As for the function, without static arguments; objects may be others than those
-                that it was compiled for.
+                that it was compiled for. What was compiled of a bound method runs for its object,
+                unless it is given another one first.
             **kwargs: Likewise.
 
         Raises:
@@ -276,7 +283,7 @@ class Compiled(_Stage):
                 compiled; the message says where.
         """
         jit, program = self._source.jit, self._source.program
-        positional, by_name = jit.resolve(args, kwargs)
+        positional, by_name = self._with_owner(args, kwargs)
         arguments = program.options.split_arguments(positional, by_name, jit.path_of)
         labels = [label for _, label in jit.positional(len(positional))]
         graph, names = jit.input_graph(arguments, labels)
@@ -292,6 +299,16 @@ class Compiled(_Stage):
             raise TransformError(in_user_terms(str(error), program)) from error
         binding.check_no_leak(graph, outputs)
         return binding.apply_effects(graph, outputs)
+
+    def _with_owner(
+        self, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]
+    ) -> tuple[Sequence[PyTree], Mapping[str, PyTree]]:
+        """Returns the arguments of the function, the object of a bound method among them."""
+        jit, owner = self._source.jit, self._source.owner
+        given = jit.resolve(args, kwargs)
+        if owner is None or len(given[0]) == len(self._source.program.templates):
+            return given
+        return jit.resolve((owner, *args), kwargs)
 
     def _check(
         self,

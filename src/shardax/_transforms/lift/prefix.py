@@ -29,7 +29,7 @@ import jax
 import numpy as np
 
 from shardax._core.errors import FilterError
-from shardax._core.frames import exclusive, is_eager, is_ref, kind_of
+from shardax._core.frames import exclusive, is_eager, is_ref, kind_of, owner_here
 from shardax._core.graph import flatten as graphs
 from shardax._core.graph.paths import Leaf, Path, PyTree, format_path, plain_path
 from shardax._core.init.lazy import LazyValue, compute_all
@@ -124,6 +124,11 @@ class FilterMapping(Mapping[Any, Any]):
         self._values = tuple(value for _, value in pairs)
         self._predicates = to_predicates(self._filters)
 
+    @property
+    def filters(self) -> tuple[Any, ...]:
+        """The filters, in order."""
+        return self._filters
+
     def lookup(self, path: Path, variable: object) -> PyTree:
         """Returns the value for a Variable."""
         position = first_match(self._predicates, path, variable)
@@ -179,6 +184,13 @@ class StateSharding(FilterMapping):
         StateSharding({Param: 'some sharding', ...: None})
     """
 
+    __slots__ = ()
+
+    @property
+    def shardings(self) -> tuple[Any, ...]:
+        """The shardings, in the order of ``filters``."""
+        return self._values
+
 
 class _CarryType:
     """The type of ``Carry``, an entry of its own kind."""
@@ -214,6 +226,11 @@ class StateAxes(FilterMapping):
 
     __slots__ = ()
 
+    @property
+    def axes(self) -> tuple[Any, ...]:
+        """The axes, in the order of ``filters``."""
+        return self._values
+
     def __init__(self, entries: Mapping[Any, Any] | Iterable[tuple[Any, Any]] | State) -> None:
         super().__init__(entries)
         for item, value in zip(self._filters, self._values, strict=True):
@@ -224,14 +241,21 @@ class StateAxes(FilterMapping):
                 )
 
 
-def prefix(tree: PyTree, entries: Mapping[Any, Any] | Callable[[Path, Any], Any]) -> Any:
+def prefix(
+    tree: PyTree,
+    entries: Mapping[Any, Any] | Callable[[Path, Any], Any],
+    *,
+    as_module: bool = False,
+) -> Any:
     """Makes a prefix of axes or shardings by path.
 
     Args:
-        tree: A Module, Variable, or pytree of these and arrays: one argument of the function that
-            is transformed.
+        tree: A Module, Variable, State, or pytree of these and arrays: one argument of the function
+            that is transformed.
         entries: A mapping from filters to entries, of which the first that matches decides; or a
             function of path and Variable (or array), which returns the entry.
+        as_module: Whether the prefix of a Module is a Module of the same structure, whose Variables
+            hold entries: for transforms of JAX itself, such as ``jax.vmap``, which take no other.
 
     Returns:
         What ``in_axes``, ``in_shardings`` and the like take for the argument: of a Module a
@@ -243,13 +267,16 @@ def prefix(tree: PyTree, entries: Mapping[Any, Any] | Callable[[Path, Any], Any]
         TransformError: If a Variable has different entries by two paths.
 
     Example:
-        >>> import jax.numpy as jnp, shardax as sx
+        >>> import jax, jax.numpy as jnp, shardax as sx
         >>> layer = sx.nn.Linear(2, 3, rngs=sx.Rngs(0))
         >>> layer.bias.value = jnp.zeros((4, 3))
         >>> axes = sx.prefix(layer, lambda path, variable: 0 if "bias" in path else None)
         >>> axes.flat()
         {('kernel',): None, ('bias',): 0}
         >>> sx.vmap(lambda m, x: m(x), in_axes=(axes, 0))(layer, jnp.ones((4, 2))).shape
+        (4, 3)
+        >>> axes = sx.prefix(layer, {sx.PathContains("bias"): 0, ...: None}, as_module=True)
+        >>> jax.vmap(lambda m, x: m(x), in_axes=(axes, 0))(layer, jnp.ones((4, 2))).shape
         (4, 3)
     """
     graphs.check_tree(tree, "prefix")
@@ -273,8 +300,16 @@ def prefix(tree: PyTree, entries: Mapping[Any, Any] | Callable[[Path, Any], Any]
         seen.append((path, leaf, entry))
         return entry
 
+    def of_state(where: Path, state: State) -> State:
+        # A filter asks what the values came from.
+        subjects = state.flat() if callable(entries) else state.origins()
+        by_path = {path: entry_at((*where, *path), item) for path, item in subjects.items()}
+        return State.from_flat(by_path, state.origins())
+
     def of_part(keys, part: object):
         where = plain_path(keys)
+        if isinstance(part, State):
+            return of_state(where, part)
         if not isinstance(part, Object) or isinstance(part, Variable):
             return entry_at(where, part)
         flat = graphs.flatten(part)
@@ -282,10 +317,13 @@ def prefix(tree: PyTree, entries: Mapping[Any, Any] | Callable[[Path, Any], Any]
         by_path = {path: entry_at((*where, *path), leaf) for path, leaf in pairs}
         for position, path in alias_paths(flat.graphdef):
             entry_at((*where, *path), flat.leaves[position])
+        if as_module:
+            (module,), _ = graphs.build(flat.graphdef, list(by_path.values()), owner_here())
+            return module
         return State.from_flat(by_path)
 
     result = jax.tree_util.tree_map_with_path(
-        of_part, tree, is_leaf=lambda item: isinstance(item, Object)
+        of_part, tree, is_leaf=lambda item: isinstance(item, (Object, State))
     )
     consistent(seen, "entries of sx.prefix")
     return result

@@ -39,6 +39,7 @@ from shardax.partition.errors import PartitionError
 from shardax.partition.placement import shard
 from shardax.partition.rules import Rules, RulesLike, mesh_axes_of
 from shardax.partition.specs import shardings
+from shardax.partition.tree_layout import telling_once
 from shardax.train.metrics import relative_weights, target_weights
 from shardax.train.optimizer import Optimizer
 from shardax.train.pipeline.chunks import Chunk, ChunkPrograms, Values, apart, joined
@@ -130,10 +131,11 @@ class PipelineStep:
             for stage, stage_mesh in zip(self.stages, self.meshes, strict=True)
             if isinstance(stage, Module)
         ]
-        for stage, stage_mesh in placed:
-            shardings(stage, stage_mesh, self.rules)  # raises before any is moved
-        for stage, stage_mesh in placed:
-            shard(stage, stage_mesh, self.rules)
+        with telling_once(set()):
+            for stage, stage_mesh in placed:
+                shardings(stage, stage_mesh, self.rules)  # raises before any is moved
+            for stage, stage_mesh in placed:
+                shard(stage, stage_mesh, self.rules)
         last_number = len(self.stages) - 1
         self._chunks = [
             Chunk(
