@@ -615,5 +615,6 @@ def bias_behind(by_bucket: jax.Array, farthest: int) -> Callable[..., jax.Array]
 def _bias_between(by_bucket: jax.Array, starts: jax.Array, places: Any, others: Any) -> jax.Array:
     """Returns biases of shape (batch, heads, time, slots)."""
     distance = places[:, :, None] - others[:, None, :]
+    starts = starts.reshape((1,) * distance.ndim + (-1,))
     buckets = jnp.sum(distance[..., None] >= starts, -1, dtype=jnp.int32)
     return jnp.moveaxis(look_up(by_bucket, buckets), -1, 1)
