@@ -247,6 +247,17 @@ def test_invalid_sampling_gives_one_line(
     assert message in said and said.count("\n") == 1
 
 
+def test_damaged_settings_of_generation_give_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    publish(tmp_path / "model", vocab_size=5)
+    add_tokenizer(tmp_path / "model")
+    (tmp_path / "model" / "generation_config.json").write_text("[" * 10**5)
+    assert main(["sample", "--from", str(tmp_path / "model"), "--prompt", "one"]) > 0
+    said = capsys.readouterr().err
+    assert "generation_config.json is no JSON" in said and said.count("\n") == 1
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -658,6 +658,18 @@ def test_hostile_config_is_refused_by_field(kind: str, changes: Any, says: str, 
     assert str(caught.value).count("describes a model") == 1
 
 
+def test_farthest_distance_may_be_any_number(tmp_path: Path):
+    folder = tmp_path / "model"
+    shutil.copytree(folder_of("t5"), folder)
+    content = content_of(folder)
+    content["relative_attention_max_distance"] = 10**12
+    (folder / "config.json").write_text(json.dumps(content))
+    model = from_pretrained(folder, dtype=jnp.float32)
+    tokens = generate(model, inputs=SMALL_INPUTS, max_new_tokens=6, temperature=0)[0]
+    logits = model(SMALL_INPUTS, tokens[None, :-1])
+    np.testing.assert_array_equal(tokens[1:], logits[0].argmax(-1))
+
+
 def test_unfit_tensors_are_named(tmp_path: Path):
     folder = tmp_path / "model"
     shutil.copytree(folder_of("t5"), folder)

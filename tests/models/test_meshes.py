@@ -16,6 +16,7 @@ import functools
 import math
 import re
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -24,6 +25,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import shardax as sx
+from shardax.errors import TransformError
 from shardax.models import DECODER_RULES, Decoder, next_token_loss
 from tests.models import small
 from tests.models.small import BATCH, with_equal_values
@@ -46,6 +48,21 @@ def step(model: Decoder, batch: Any) -> jax.Array:
     loss, gradients = sx.value_and_grad(next_token_loss)(model, batch)
     sx.update(model, jax.tree.map(lambda p, g: p - g, sx.state(model, sx.Param), gradients))
     return loss
+
+
+def test_from_pretrained_refuses_meshes_without_places(tmp_path: Path) -> None:
+    sx.models.save_pretrained(Decoder(SMALL, rngs=sx.Rngs(0)), tmp_path / "model")
+    load = functools.partial(sx.models.from_pretrained, tmp_path / "model")
+    abstract = jax.sharding.AbstractMesh((2,), ("data",))
+    manual = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Manual,))
+    for mesh, says in ((abstract, "which has no devices"), (manual, "axes of type Manual")):
+        with pytest.raises(TransformError, match=f"from_pretrained cannot place arrays.*{says}"):
+            load(mesh=mesh)
+    with (
+        jax.sharding.use_abstract_mesh(abstract),
+        pytest.raises(TransformError, match="no devices"),
+    ):
+        load()
 
 
 def wire_bytes(program: str) -> Counter[str]:

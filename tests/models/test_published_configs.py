@@ -645,6 +645,18 @@ def test_first_bert_names_of_norms_are_read(tmp_path: Path):
         ({"model_type": "gpt_neox", "rope_theta": 5e5}, "takes no notice"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not supported for this"),
         ({"model_type": "lfm2", "layer_types": ["mamba"] * 2}, "only 'conv' or 'full_attention'"),
+        (
+            {"model_type": "lfm2", "block_ffn_dim_multiplier": 1e308},
+            "block_ffn_dim_multiplier=1e+308 makes a size of inf, which is too large",
+        ),
+        (
+            {
+                "model_type": "lfm2",
+                "block_multiple_of": 2**61,
+                "block_ffn_dim_multiplier": 2**58 + 1,
+            },
+            "mlp.dim is 4611686018427387904, which is too large",
+        ),
         ({"model_type": "mamba2"}, "num_heads=128 of head_dim=64 are not expand=2 times"),
         ({**MAMBA2, "n_groups": 3}, "n_groups=3 does not divide num_heads=4"),
         ({**MAMBA2, "time_step_limit": [1, 0]}, "only two numbers from 0 up"),
@@ -707,6 +719,7 @@ def test_first_bert_names_of_norms_are_read(tmp_path: Path):
         ({"model_type": "roberta", "position_embedding_type": "relative_key"}, "only 'absolute'"),
         ({"model_type": "mpnet", "relative_attention_num_buckets": 16}, "buckets=16 is not"),
         ({"model_type": "dinov2", "use_swiglu_ffn": True}, "use_swiglu_ffn=True is not supported"),
+        ({"model_type": "dinov2", "mlp_ratio": 1e300}, "mlp_ratio=1e+300 makes a size of 8e+300"),
         (
             {"model_type": "clip_text_model", "eos_token_id": None},
             "eos_token_id=None is not an int",
@@ -732,6 +745,17 @@ def test_hostile_config_is_refused_by_field(changes: Any, says: str, tmp_path: P
 def test_damaged_json_is_refused_by_name(text: str, tmp_path: Path):
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(PretrainedError, match=r"config\.json (is no JSON|holds no table)"):
+        from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "name", ["config.json", "model.safetensors", "model.safetensors.index.json"]
+)
+def test_a_pointer_of_git_lfs_is_refused_by_name(name: str, tmp_path: Path):
+    saved(tmp_path)
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 548105171\n"
+    (tmp_path / name).write_text(pointer)
+    with pytest.raises(PretrainedError, match=f"{name} is a pointer of Git LFS.*git lfs pull"):
         from_pretrained(tmp_path)
 
 

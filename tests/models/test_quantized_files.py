@@ -221,6 +221,15 @@ def test_unknown_layouts_are_refused(packing: dict[str, Any], message: str, rows
         assert quantized_kernels(run_advice(caught.value, code, names)) > 7
 
 
+def test_group_larger_than_a_weight_is_all_of_it(tmp_path: Path) -> None:
+    quantized, _ = files.make_folders(tmp_path, LLAMA, files.CHANNELS)
+    expected = from_pretrained(quantized)
+    content = json.loads((quantized / "config.json").read_text())
+    packing = files.compressed("int-quantized", 8, strategy="group", group_size=10**30)
+    (quantized / "config.json").write_text(json.dumps({**content, "quantization_config": packing}))
+    check_same(from_pretrained(quantized), expected)
+
+
 # --- groups ---
 
 # The targets of two groups, of 8 and of 4 bits, by which queries alone have 4 bits.

@@ -472,6 +472,18 @@ def test_save_pretrained_refuses_what_would_be_lost(name: str, loaded: Any, tmp_
         assert "sx.train.checkpoint.save(model, folder)" in str(caught.value)
 
 
+@pytest.mark.parametrize("source", ["no json", "[1]", "", "[" * 10**5, 7])
+def test_source_that_is_no_config_json_is_refused(source: Any, loaded: Any, tmp_path: Path):
+    model = loaded()
+    model.config = dataclasses.replace(model.config, source=source)
+    with pytest.raises(PretrainedError, match=r"model\.config\.source is .*, and not the text of"):
+        save_pretrained(model, tmp_path / "saved")
+    assert not (tmp_path / "saved").exists()
+    model.config = dataclasses.replace(model.config, source=None)  # as the error says
+    save_pretrained(model, tmp_path / "saved")
+    assert_equal(from_pretrained(tmp_path / "saved"), model)
+
+
 @pytest.mark.parametrize(
     ("kind", "name", "value", "says"),
     [

@@ -150,6 +150,16 @@ def test_load_tokenizer_refuses_tokens_out_of_place(
         sx.models.load_tokenizer(tmp_path)
 
 
+@pytest.mark.parametrize("text", ["[" * 10**5, "{", "[]"])
+def test_load_tokenizer_names_damaged_settings(text: str, tmp_path: Path) -> None:
+    saved(tmp_path, "plain")
+    (tmp_path / "tokenizer_config.json").write_text(text)
+    with pytest.raises(
+        PretrainedError, match=r"tokenizer_config\.json (is no JSON|holds no table)"
+    ):
+        sx.models.load_tokenizer(tmp_path)
+
+
 def test_load_tokenizer_names_a_pointer_of_git_lfs(tmp_path: Path) -> None:
     pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n"
     (tmp_path / "tokenizer.json").write_text(pointer)

@@ -30,6 +30,7 @@ from shardax._select.places import SelectionError
 from shardax._select.selection import select
 from shardax.cli import inputs
 from shardax.models import DECODER_RULES, Decoder, DecoderConfig
+from shardax.models.files import read_json
 from shardax.models.weights import TOKENIZER_FILES, find_directory
 from shardax.partition.context import ATTENTION_KERNELS, LAYER_KERNELS
 from shardax.partition.rules import Rules
@@ -304,7 +305,7 @@ def _stop_tokens(source: str | None) -> Sequence[int]:
     folder = find_directory(source, TOKENIZER_FILES)
     for name in ("generation_config.json", "config.json"):
         file = folder / name
-        settings = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        settings = read_json(file) if file.is_file() else {}
         if (ends := settings.get("eos_token_id")) is not None:
             return ends if isinstance(ends, list) else [ends]
     return ()

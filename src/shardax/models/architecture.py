@@ -55,6 +55,7 @@ from shardax.models.kinds import (
     ACTIVATION_FIELDS,
     PretrainedError,
     activation_name,
+    brief,
     published_activation,
 )
 from shardax.models.layers.experts import GroupedMoE, GroupedSoftmaxMoE, InputScaledMoE
@@ -92,6 +93,21 @@ def config_of(model: object) -> Any:
     return parts
 
 
+def _content_of(config: Any) -> dict[str, Any]:
+    """Returns the ``config.json`` that a model was read with, or raises."""
+    try:
+        content = json.loads(config.source)
+    except (TypeError, ValueError, RecursionError):
+        content = None
+    if isinstance(content, dict):
+        return content
+    raise refusal(
+        [f"model.config.source is {brief(config.source)}, and not the text of a config.json"],
+        " It is what from_pretrained read; without it the model is written as a new one: "
+        "model.config = dataclasses.replace(model.config, source=None).",
+    )
+
+
 def describe(model: object) -> tuple[dict[str, Any], Family, Any]:
     """Returns a model's ``config.json``, its family, and its config read back."""
     config = config_of(model)
@@ -104,7 +120,7 @@ def describe(model: object) -> tuple[dict[str, Any], Family, Any]:
     facts = _facts(model, config)
     if config.source is None:
         return _describe_new(_config_with(config, facts))
-    content = json.loads(config.source)
+    content = _content_of(config)
     family = registry.family_of(content, "config.json")
     content, config = _edited(family, content, config, facts)
     return content, family, _read_back(family, content, config)
@@ -188,7 +204,7 @@ def _describe_pair(
         towers = {name: _config_with(getattr(config, name), facts[name]) for name in TOWERS}
         new = replace(config, **towers, projection_dim=size)
         return _describe_new_parts(new, DualFamily, _new_pair_content)
-    content = json.loads(config.source)
+    content = _content_of(config)
     family = registry.family_of(content, "config.json")
     assert isinstance(family, DualFamily)
     source, towers = family.config(content, "config.json"), dict[str, Any]()
@@ -254,11 +270,11 @@ def _describe_halves(
         halves = {name: _config_with(getattr(config, name), facts[name]) for name in HALVES}
         new = replace(config, **halves)
         return _describe_new_parts(new, EncoderDecoderFamily, _new_halves)
-    content, halves = json.loads(config.source), dict[str, Any]()
+    content, halves = _content_of(config), dict[str, Any]()
     family = registry.family_of(content, "config.json")
     assert isinstance(family, EncoderDecoderFamily)
     for name, half in family.halves.items():
-        parts = (getattr(config, name), facts[name], json.loads(config.source))
+        parts = (getattr(config, name), facts[name], _content_of(config))
         content, halves[name] = _edited(half, content, *parts)
     if config.start_token != content.get("decoder_start_token_id"):
         content["decoder_start_token_id"] = config.start_token
@@ -294,7 +310,7 @@ def _describe_stages(
             if family.config_class is ConvNeXtConfig
         )
         return _fitting(contents, new)
-    content = json.loads(config.source)
+    content = _content_of(config)
     family = registry.family_of(content, "config.json")
     source = family.config(content, "config.json")
     _check_applied(config, facts, source)

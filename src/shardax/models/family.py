@@ -391,6 +391,10 @@ class _Reading:
         if self.problems:
             raise self.error()
         self._check_counts(values)
+        large = [f"{path} is {x}" for path, x in values.items() if kinds.is_too_large(x)]
+        if large:  # of what several fields make together
+            self.problems += [f"{text}, which is too large" for text in large]
+            raise self.error()
         if heads := values.get("attention.num_heads"):
             by_heads = zip(_BY_HEADS, (heads, values["embed_dim"] // heads), strict=True)
             values |= {path: size for path, size in by_heads if values.get(path) is None}

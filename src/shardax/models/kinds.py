@@ -24,6 +24,11 @@ def _is_integer(value: object) -> bool:
     return type(value) is int and abs(value) < 2**62
 
 
+def is_too_large(value: object) -> bool:
+    """Whether a value is an integer beyond all sizes and counts."""
+    return type(value) is int and not _is_integer(value)
+
+
 def _is_number(value: object) -> bool:
     return _is_integer(value) or (type(value) is float and math.isfinite(value))
 
@@ -75,6 +80,13 @@ SIZE = INTEGER.positive
 TABLE = Kind("a table of fields", lambda value: isinstance(value, dict))
 TEXT = Kind("a text", _is_text)
 TEXTS = Kind("a list of texts", _list_of(_is_text))
+
+
+def whole(name: str, number: float) -> int:
+    """Returns the integer part of a size that follows from fields, or refuses it."""
+    if not math.isfinite(number) or not _is_integer(int(number)):
+        raise PretrainedError(f"{name} makes a size of {number:g}, which is too large")
+    return int(number)
 
 
 UNNOTICED = ", as transformers takes no notice of it"

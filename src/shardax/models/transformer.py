@@ -36,7 +36,7 @@ from shardax.models.layers.transformer_layer import (
 )
 from shardax.nn.arithmetic import add_bias, as_array
 from shardax.nn.attention.cache import AttentionCache, ContextCache
-from shardax.nn.attention.dot_product import bias_behind, buckets_behind, distance_buckets
+from shardax.nn.attention.dot_product import bias_behind, distance_buckets
 from shardax.nn.attention.latent import LatentCache
 from shardax.nn.attention.multi_head import positions_within
 from shardax.nn.dropout import Dropout
@@ -427,7 +427,8 @@ class Transformer(Module):
         learned = self._parts.positions
         sizes = (learned.relative_buckets, learned.farthest_distance)
         if cache is not None:
-            return bias_behind(self.distances(buckets_behind(*sizes)))
+            by_bucket = self.distances(np.arange(learned.relative_buckets, dtype=np.int32))
+            return bias_behind(by_bucket, learned.farthest_distance)
         buckets = distance_buckets(tokens.shape[-1], *sizes, self._parts.causal)
         bias = jnp.moveaxis(self.distances(buckets), -1, 0)
         # Of a batch the first dimension is that of rows, which microbatches would cut.

@@ -61,10 +61,11 @@ from shardax.partition.context import ATTENTION_KERNELS, current_rules
 from shardax.partition.errors import raise_on_errors
 from shardax.partition.inventory import byte_count
 from shardax.partition.mesh import AnyMesh, resolve_mesh
-from shardax.partition.placement import shard
+from shardax.partition.placement import ABSTRACT, shard
 from shardax.partition.rules import Rules, RulesLike, mesh_axes_of
 from shardax.partition.specs import shardings
 from shardax.partition.tree_check import check
+from shardax.partition.tree_layout import check_devices
 
 CONFIG = "config.json"
 LARGEST_FILE = 5 * 2**30
@@ -130,6 +131,7 @@ def from_pretrained(
             is unknown or unsupported, or tensors are missing, left over or of another shape; names
             them all.
         PartitionCheckError: If the rules do not fit the mesh.
+        TransformError: If the mesh has no devices, or axes of type Manual.
         ImportError: If ``safetensors`` is missing, or ``huggingface_hub`` for a name.
 
     Example:
@@ -141,6 +143,9 @@ def from_pretrained(
         >>> loaded.layers.stacked.mlp.up.kernel.shape
         (1, 64, 192)
     """
+    where = resolve_mesh(mesh)
+    if where is not None:
+        check_devices(where, "from_pretrained", ABSTRACT)
     folder = find_directory(directory)
     content = read_json(folder / CONFIG)
     family = family_of(content, str(folder / CONFIG))
@@ -174,7 +179,6 @@ def from_pretrained(
         if not head:
             table.pass_over_heads(family)
         unread = table.match(files, str(folder), strict, tied)
-        where = resolve_mesh(mesh)
         if rules is None and not current_rules().names:
             rules = DECODER_RULES if where is None else _dividing_rules(model, where)
         places: Mapping[Any, Any] = {}

@@ -32,7 +32,7 @@ from shardax.partition.rules import RulesLike
 from shardax.partition.tree_layout import MemoryKinds, OverridesLike, TreeLayout, check_devices
 
 T = TypeVar("T")
-_ABSTRACT = "partition_specs, shardings, abstract and check"  # which need no devices
+ABSTRACT = "partition_specs, shardings, abstract and check"  # which need no devices
 
 Destinations = Sequence[Any]
 """For each array of a leaf a sharding, or None for one that stays."""
@@ -92,12 +92,12 @@ def shard(
     """
     where = resolve_mesh(mesh)
     if where is not None:
-        check_devices(where, "shard", _ABSTRACT)
+        check_devices(where, "shard", ABSTRACT)
     inventory = TreeInventory(model)
     layout = TreeLayout(inventory, mesh, rules, overrides, memory_kind, function="shard")
     shardings = layout.shardings()
     for used_mesh in {sharding.mesh for row in shardings for sharding in row}:
-        check_devices(used_mesh, "shard", _ABSTRACT)
+        check_devices(used_mesh, "shard", ABSTRACT)
     layout.checked(list(_not_placeable(inventory)))
     _check_writable(inventory)
     layout.warn_of_names()

@@ -477,7 +477,7 @@ class Plan:
             data = json.loads(Path(path).read_text(encoding="utf-8"))
         except FileNotFoundError as error:
             raise PlanFileError(f"{path}: there is no such file.") from error
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise PlanFileError(f"{path}: cannot be read as JSON: {error}.") from error
         written = data.get("shardax plan") if isinstance(data, dict) else None
         if written != _FORMAT:

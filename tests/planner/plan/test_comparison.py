@@ -170,6 +170,7 @@ def test_plan_json_includes_total_wire_bytes(tmp_path: Any) -> None:
     ("text", "message"),
     [
         ("{", "cannot be read as JSON"),
+        ("[" * 10**5, "cannot be read as JSON"),
         ("[]", "holds no plan of shardax"),
         (json.dumps({"shardax plan": 99}), "a plan of format 99"),
         (json.dumps({"shardax plan": 1, "target": "cpu:8"}), "damaged"),

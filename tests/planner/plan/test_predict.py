@@ -436,6 +436,7 @@ def test_calibration_by_a_run_moves_its_prediction(tmp_path: Path) -> None:
         ('{"tokens_per_second": true}', {}, "no tokens_per_second yet"),
         (LOG, {"model": None}, "trains a published model"),
         ("{", {}, "the run cannot be read"),
+        ("[" * 10**5, {}, "the run cannot be read"),
     ],
 )
 def test_runs_without_a_measurement_are_refused(

@@ -152,7 +152,7 @@ def test_changed_signature_is_noticed(path: pathlib.Path) -> None:
         sx.host.load(path)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"format": 1}', "\x00"])
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"format": 1}', "\x00", "[" * 10**5])
 def test_signature_that_is_none_is_noticed(path: pathlib.Path, text: str) -> None:
     (path / "signature.json").write_text(text)
     with pytest.raises(ExportError, match=r"signature\.json"):

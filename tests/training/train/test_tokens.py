@@ -107,6 +107,10 @@ def cut(path: Path) -> None:
             r"t\.bin\.json' of a token file cannot be read",
         ),
         (
+            damaged(lambda path: path.with_name("t.bin.json").write_text("[" * 10**5)),
+            r"t\.bin\.json' of a token file cannot be read",
+        ),
+        (
             damaged(lambda path: path.with_name("t.bin.json").write_text("{}")),
             r"t\.bin\.json' is no description",
         ),

@@ -200,7 +200,7 @@ def read_signature(path: Any, verify: bool) -> tuple[pathlib.Path, dict[str, Any
     try:
         entries = json.loads(file.read_text(encoding="utf-8"))
         version = entries["format"], entries["version"]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise _damaged(file, f"cannot be read ({error!r})") from error
     if version != (signatures.FORMAT, signatures.VERSION):
         raise errors.ExportError(

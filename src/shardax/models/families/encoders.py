@@ -517,7 +517,8 @@ class MlpRatio(FieldGroup):
 
     def read(self, take: Taker) -> Mapping[str, Any]:
         ratio = take("mlp_ratio", 4, kind=kinds.NUMBER.positive)
-        return {"mlp.dim": int(take("hidden_size", kind=kinds.SIZE) * ratio)}
+        size = take("hidden_size", kind=kinds.SIZE) * ratio
+        return {"mlp.dim": kinds.whole(f"mlp_ratio={ratio!r}", size)}
 
     def write(self, edit: ConfigEdit) -> None:
         if edit.changes("mlp.dim", "embed_dim"):

@@ -88,7 +88,8 @@ class AdjustedMLP(FieldGroup):
         if is_adjusted:
             size = int(2 * size / 3)
             if factor is not None:
-                size = -(-int(factor * size) // multiple) * multiple
+                name = f"block_ffn_dim_multiplier={factor!r}"
+                size = -(-kinds.whole(name, factor * size) // multiple) * multiple
         return {"mlp.dim": size}
 
     def begin(self, config: TransformerConfig) -> Mapping[str, Any]:

@@ -610,30 +610,45 @@ def distance_buckets(
     place = np.arange(length)
     distance = place[None, :] - place[:, None]
     if causal:
-        return jnp.asarray(buckets_behind(count, farthest)[np.clip(-distance, 0, farthest)])
+        return jnp.asarray(_bucket_behind(np.maximum(-distance, 0), count, farthest), jnp.int32)
     # Half of the buckets are for positions behind.
     half = count // 2
-    bucket = buckets_behind(half, farthest)[np.minimum(np.abs(distance), farthest)]
+    bucket = _bucket_behind(np.abs(distance), half, farthest)
     return jnp.asarray(bucket + half * (distance > 0), jnp.int32)
 
 
-def buckets_behind(count: int, farthest: int) -> np.ndarray:
+def _bucket_behind(distance: np.ndarray, count: int, farthest: int) -> np.ndarray:
     """Returns the buckets of distances to one side."""
-    size, exact = np.arange(farthest + 1, dtype=np.float32), count // 2
-    growth = np.log(np.maximum(size, 1) / np.float32(exact)) / np.float32(
+    exact = count // 2
+    growth = np.log(np.maximum(distance, 1).astype(np.float32) / np.float32(exact)) / np.float32(
         math.log(farthest / exact)
     )
     far = np.minimum(exact + (growth * (count - exact)).astype(np.int32), count - 1)
-    return np.where(size < exact, size, far).astype(np.int32)
+    return np.where(distance < exact, distance, far).astype(np.int32)
 
 
-def bias_behind(by_distance: jax.Array) -> Callable[..., jax.Array]:
-    """Returns a bias for a cache, by biases of shape (distances, heads)."""
-    return Partial(_bias_between, by_distance)
+@functools.lru_cache(maxsize=64)
+def _bucket_starts(count: int, farthest: int) -> np.ndarray:
+    """Returns the first distance of each bucket but that of the distance 0."""
+    # By halving, as the farthest distance of a config.json may be any number.
+    bucket = np.arange(1, count)
+    first, last = np.zeros(count - 1, np.int64), np.full(count - 1, farthest, np.int64)
+    while (first < last).any():
+        middle = (first + last) // 2
+        is_reached = _bucket_behind(middle, count, farthest) >= bucket
+        first, last = np.where(is_reached, first, middle + 1), np.where(is_reached, middle, last)
+    return np.minimum(first, np.iinfo(np.int32).max).astype(np.int32)
 
 
-def _bias_between(by_distance: jax.Array, places: Any, others: Any) -> jax.Array:
+def bias_behind(by_bucket: jax.Array, farthest: int) -> Callable[..., jax.Array]:
+    """Returns a bias for a cache, by biases of shape (buckets, heads)."""
+    starts = jnp.asarray(_bucket_starts(by_bucket.shape[0], farthest))
+    return Partial(_bias_between, by_bucket, starts)
+
+
+def _bias_between(by_bucket: jax.Array, starts: jax.Array, places: Any, others: Any) -> jax.Array:
     """Returns biases of shape (batch, heads, time, slots)."""
     distance = places[:, :, None] - others[:, None, :]
-    rows = jnp.clip(distance, 0, by_distance.shape[0] - 1)
-    return jnp.moveaxis(look_up(by_distance, rows), -1, 1)
+    starts = starts.reshape((1,) * distance.ndim + (-1,))
+    buckets = jnp.sum(distance[..., None] >= starts, -1, dtype=jnp.int32)
+    return jnp.moveaxis(look_up(by_bucket, buckets), -1, 1)

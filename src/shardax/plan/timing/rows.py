@@ -182,7 +182,7 @@ def read_run(folder: str | os.PathLike[str], hardware: str | Hardware) -> Row:
         raise PlanFileError(
             f"{path} is no run of shardax train: there is no {error.filename}."
         ) from None
-    except (OSError, ValueError, AttributeError) as error:
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
         raise PlanFileError(f"{path}: the run cannot be read: {error}.") from None
     sizes = run.get("model") if isinstance(run, dict) else None
     if not isinstance(sizes, dict) or run.get("source"):

@@ -236,7 +236,7 @@ def _description(path: Path) -> dict[str, Any] | None:
         header = json.loads(_beside(path).read_text())
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise DataError(
             f"The description {str(_beside(path))!r} of a token file cannot be read: {error}. "
             "Delete it, and give dtype=."
