@@ -221,6 +221,7 @@ class MultiHeadLatentAttention(MultiHeadAttention):
             return self._attend_latents(query, rotated, latent[..., 0, :], mask)
         made = self.kv_up(latent[..., 0, :])
         plain, value = _parts(made, self._plain_dim)
+        rotated = gathered(rotated, -1)  # that of a cache may be split
         key = jnp.concatenate([plain, repeat_heads(plain, rotated)], axis=-1)
         qkv = QueryKeyValue(query, key, value)
         if ordered and ring_axes(query):  # a ring sends keys and values of one size
