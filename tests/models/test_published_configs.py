@@ -751,7 +751,7 @@ def test_damaged_json_is_refused_by_name(text: str, tmp_path: Path):
 @pytest.mark.parametrize(
     "name", ["config.json", "model.safetensors", "model.safetensors.index.json"]
 )
-def test_a_pointer_of_git_lfs_is_refused_by_name(name: str, tmp_path: Path):
+def test_pointer_of_git_lfs_is_refused_by_name(name: str, tmp_path: Path):
     saved(tmp_path)
     pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 548105171\n"
     (tmp_path / name).write_text(pointer)

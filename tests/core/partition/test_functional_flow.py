@@ -385,7 +385,7 @@ def test_law_initial_values_are_mesh_independent(layout: Any) -> None:
     assert box.value.sharding == NamedSharding(mesh, rules.spec(names))
 
 
-def test_a_process_that_initialised_ends_without_a_word() -> None:
+def test_process_that_initialised_ends_without_a_word() -> None:
     """Programs are kept by weak references, of which none may act while the modules go."""
     program = """
 import jax

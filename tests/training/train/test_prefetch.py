@@ -210,7 +210,7 @@ class Stalling(TrainBatches):
         return super().__next__()
 
 
-def test_a_source_that_waits_is_left_and_rewound_when_it_goes_on():
+def test_source_that_waits_is_left_and_rewound_when_it_goes_on():
     waiting, plain = Stalling(), source()
     batches = Prefetch(waiting)
     for _ in range(3):
@@ -228,7 +228,7 @@ def test_a_source_that_waits_is_left_and_rewound_when_it_goes_on():
     assert (next(waiting)["inputs"] == next(plain)["inputs"]).all()
 
 
-def test_the_end_of_a_process_does_not_wait_for_a_source_that_was_left():
+def test_end_of_a_process_does_not_wait_for_a_source_that_was_left():
     program = (
         "import threading\n"
         "from shardax.train import Prefetch\n"
