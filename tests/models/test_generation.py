@@ -343,7 +343,7 @@ def test_models_that_return_no_logits_are_refused(
 
 def test_recorded_model_is_refused_by_name(model: Decoder) -> None:
     recorded = sx.surgery.record(model, lambda model: model.at_instances_of(sx.nn.MLP))
-    with pytest.raises(GenerationError, match=r"returned a tuple\. Of what sx\.surgery\.record"):
+    with pytest.raises(GenerationError, match=r"Of what sx\.surgery\.record made"):
         generate(recorded, [[1, 2]], max_new_tokens=2)
 
 

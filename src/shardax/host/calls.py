@@ -147,7 +147,8 @@ def _pickler_class():
             if type(obj) is PickledArray:
                 return _reduce_jax(obj.array)
             if type(obj) is np.ndarray and not obj.dtype.hasobject:
-                return _to_numpy, _raw(np.array(obj))
+                # ``_octets`` copies what can be written. What this array only reads others may write.
+                return _to_numpy, _raw(obj if obj.flags.writeable else np.array(obj))
             if self.watch is not None:
                 self.watch(obj)
             if callable(obj) and not isinstance(obj, (type, types.FunctionType)):
@@ -165,7 +166,6 @@ def _pickler_class():
 def _raw(array: np.ndarray) -> tuple[Any, ...]:
     # Not every dtype has a buffer, but bytes do.
     octets = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-    octets.flags.writeable = False  # nobody else has the array
     return pickle.PickleBuffer(octets.data), array.dtype, array.shape
 
 

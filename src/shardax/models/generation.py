@@ -25,7 +25,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from shardax._core.checks import Options
-from shardax._core.errors import ShardaxError
+from shardax._core.errors import ShardaxError, StaticAttributeError
 from shardax._core.module import Module
 from shardax._core.state.split_merge import iter_variables
 from shardax._core.variable import Cache, Quantized
@@ -190,7 +190,7 @@ class _Steps:
         kernel_scope: SettingsScope,
     ) -> None:
         self.kernel_scope = kernel_scope
-        self.model = model if hasattr(model, "make_cache") else _Uncached(model)
+        self.model = model if hasattr(model, "make_cache") else _uncached(model)
         self.rows, self.limit, self.filters, self.numbers = rows, limit, filters, numbers
         self.cache_options: dict[str, Any] = {}
         self.inputs: _Inputs | None = None
@@ -400,6 +400,18 @@ class _ReadTokens(Module):
     def __init__(self, batch: int, length: int) -> None:
         self.tokens = Cache(jnp.zeros((batch, length), np.int32), axes=("batch", "cache"))
         self.count = Cache(jnp.zeros(batch, np.int32), axes=("batch",))
+
+
+def _uncached(model: Any) -> _Uncached:
+    """Returns a model with the calls of one that has a cache, or raises for a function of one."""
+    try:
+        return _Uncached(model)
+    except StaticAttributeError as error:
+        raise GenerationError(
+            f"generate takes a model, but {_name_of(model)} is a function that holds one. Of what "
+            "sx.surgery.record made, give the model that it was made of. Else make the function "
+            "the call of a Module with the model as an attribute."
+        ) from error
 
 
 class _Uncached(Module):
