@@ -147,7 +147,7 @@ def _pickler_class():
             if type(obj) is PickledArray:
                 return _reduce_jax(obj.array)
             if type(obj) is np.ndarray and not obj.dtype.hasobject:
-                # ``_octets`` copies what can be written. What this array only reads others may write.
+                # ``_octets`` copies what can be written. Others may write what this array reads.
                 return _to_numpy, _raw(obj if obj.flags.writeable else np.array(obj))
             if self.watch is not None:
                 self.watch(obj)
