@@ -26,6 +26,10 @@ STORED_DTYPES = {"I8": "int8", "I4": "int4", "F8_E4M3": "float8_e4m3fn"}
 NAME_OF_FORMAT = {"int8": "I8", "int4": "I4", "fp8": "F8_E4M3"}
 
 
+# Above every dimension of a weight, and within int32.
+_LARGEST_BLOCK = 2**30
+
+
 class Scheme(NamedTuple):
     """The stored form of a module's weight, of shape (outputs, inputs)."""
 
@@ -37,8 +41,10 @@ class Scheme(NamedTuple):
 
     def block(self, shape: Sequence[int]) -> tuple[int, int]:
         """The rows and columns of a scale, by a weight's shape."""
-        # A block that is larger than the weight is all of it.
-        return min(self.rows or shape[0], shape[0]), min(self.columns or shape[1], shape[1])
+        # A block that is larger than a weight is all of it, also of a part of the weight.
+        rows = shape[0] if self.rows is None else min(self.rows, _LARGEST_BLOCK)
+        columns = shape[1] if self.columns is None else min(self.columns, _LARGEST_BLOCK)
+        return rows, columns
 
     @property
     def bits(self) -> int:
