@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors import numpy as numpy_files
 
 import shardax as sx
 from shardax import models
 from shardax.errors import PretrainedError
 from shardax.models import from_pretrained, save_pretrained
-
-safetensors = pytest.importorskip("safetensors.numpy", reason="pip install 'shardax[hub]'")
+from tests.needs import needs
 
 # Defaults in transformers, from version 2 to 5, of what it has written into files of any type.
 WRITTEN: dict[str, Any] = {
@@ -165,8 +165,10 @@ def test_fields_of_another_model_are_refused_by_name(name: str, value: Any, tmp_
         from_pretrained(tmp_path / "model")
 
 
+@needs("transformers")
 def test_configs_of_transformers_are_read_whole(tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers", reason="pip install transformers")
+    import transformers
+
     write_whole = transformers.PretrainedConfig().to_dict()
     expected, content = decoder(tmp_path / "model")
     write(tmp_path / "model", {**write_whole, **content})
@@ -174,7 +176,7 @@ def test_configs_of_transformers_are_read_whole(tmp_path: Path) -> None:
         np.testing.assert_array_equal(one, other)
 
     # Of each type all fields, of which files have those that are not defaults.
-    safetensors.save_file({}, tmp_path / "model" / "model.safetensors")
+    numpy_files.save_file({}, tmp_path / "model" / "model.safetensors")
     for kind in ("bert", "bart", "clip", "gemma3_text", "gpt_oss", "siglip", "t5", "whisper"):
         config = transformers.AutoConfig.for_model(kind)
         config.to_json_file(tmp_path / "model" / "config.json", use_diff=False)

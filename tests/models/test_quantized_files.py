@@ -279,11 +279,12 @@ def test_groups_count_by_kind_of_target_and_not_in_order(
         regroup(folder, *MIXED[name], order)
         check_same(from_pretrained(folder), expected)
 
-    # As compressed-tensors finds them.
-    matching = pytest.importorskip(
-        "compressed_tensors.utils.match", reason="compressed-tensors is not installed"
-    )
+
+@needs("compressed_tensors", "torch", "transformers")
+@pytest.mark.parametrize("name", MIXED)
+def test_groups_are_those_that_compressed_tensors_finds(name: str) -> None:
     import torch
+    from compressed_tensors.utils import match as matching
 
     wide, narrow = MIXED[name]
     for projection in PROJECTIONS:

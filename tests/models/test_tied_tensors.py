@@ -11,13 +11,13 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from safetensors import numpy as numpy_files
 
 import shardax as sx
 from shardax.errors import PretrainedError
 from shardax.models import from_pretrained, save_pretrained
+from tests.needs import needs
 from tests.values import with_values
-
-safetensors = pytest.importorskip("safetensors.numpy", reason="pip install 'shardax[hub]'")
 
 SIZES: dict[str, Any] = {"vocab_size": 16, "hidden_size": 8, "intermediate_size": 12}
 SIZES |= {"num_hidden_layers": 1, "num_attention_heads": 2}
@@ -114,13 +114,13 @@ def written(folder: Path, family: str, **fields: Any) -> tuple[dict[str, Any], d
     content = {"model_type": family, "architectures": [name], **sizes, **fields}
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(content))
-    safetensors.save_file({}, folder / "model.safetensors")
+    numpy_files.save_file({}, folder / "model.safetensors")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that all is initialised
         model = with_values(from_pretrained(folder, strict=False))
     (folder / "model.safetensors").unlink()
     save_pretrained(model, folder)
-    return parameters(model), safetensors.load_file(folder / "model.safetensors")
+    return parameters(model), numpy_files.load_file(folder / "model.safetensors")
 
 
 def parameters(model: Any) -> dict[str, Any]:
@@ -146,13 +146,13 @@ def test_tied_tensor_is_read_under_each_of_its_names(family: str, tmp_path: Path
 
         # Alone under any name, and under all of them.
         for present in (*((name,) for name in names), names):
-            safetensors.save_file({**others, **dict.fromkeys(present, held)}, file)
+            numpy_files.save_file({**others, **dict.fromkeys(present, held)}, file)
             assert_reads(tmp_path / "model", expected)
 
         # Two that differ cannot both be it. A head of T5 that differs is its own, as it has been
         # for transformers, so there it is the embeddings that differ.
         pair = (names[0], names[-1])
-        safetensors.save_file({**others, pair[0]: held, pair[1]: held + 1}, file)
+        numpy_files.save_file({**others, pair[0]: held, pair[1]: held + 1}, file)
         with pytest.raises(PretrainedError, match=r"are one tensor.*but differ") as caught:
             from_pretrained(tmp_path / "model")
         assert " and ".join(pair) in str(caught.value)
@@ -168,13 +168,13 @@ def test_tied_tensor_is_read_as_safetensors_says_it_was_kept(tmp_path: Path) -> 
     expected["head.kernel"] = tensors["model.embed_tokens.weight"].T
     expected["final_norm.scale"] = tensors[norms[1]]
     kept = {norms[0]: norms[1], "lm_head.weight": "model.embed_tokens.weight", "format": "pt"}
-    safetensors.save_file(tensors, folder / "model.safetensors", metadata=kept)
+    numpy_files.save_file(tensors, folder / "model.safetensors", metadata=kept)
     assert_reads(folder, expected)
     assert head.shape == (16, 8)
 
     # What is there counts before what the metadata says.
     tensors["lm_head.weight"] = head
-    safetensors.save_file(tensors, folder / "model.safetensors", metadata=kept)
+    numpy_files.save_file(tensors, folder / "model.safetensors", metadata=kept)
     assert_reads(folder, {**expected, "head.kernel": head.T})
 
 
@@ -182,7 +182,7 @@ def test_head_of_its_own_is_no_copy(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     _, tensors = written(folder, "llama", tie_word_embeddings=False)
     del tensors["model.embed_tokens.weight"]
-    safetensors.save_file(tensors, folder / "model.safetensors")
+    numpy_files.save_file(tensors, folder / "model.safetensors")
     for head in (True, False):
         with pytest.raises(PretrainedError, match=r"missing are model\.embed_tokens\.weight"):
             from_pretrained(folder, head=head)
@@ -192,7 +192,7 @@ def test_layers_alone_read_the_embedding_under_the_name_of_the_head(tmp_path: Pa
     folder = tmp_path / "model"
     expected, tensors = written(folder, "llama")
     tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
-    safetensors.save_file(tensors, folder / "model.safetensors")
+    numpy_files.save_file(tensors, folder / "model.safetensors")
     assert_reads(folder, expected, head=False)
 
 
@@ -200,7 +200,7 @@ def test_difference_of_tied_tensors_says_how_to_untie_them(tmp_path: Path) -> No
     folder = tmp_path / "model"
     expected, tensors = written(folder, "llama")
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + 1
-    safetensors.save_file(tensors, folder / "model.safetensors")
+    numpy_files.save_file(tensors, folder / "model.safetensors")
     with pytest.raises(PretrainedError, match=r'with "tie_word_embeddings": false in config\.json'):
         from_pretrained(folder)
     with pytest.warns(UserWarning, match=r"the model has no place: lm_head\.weight"):
@@ -210,8 +210,10 @@ def test_difference_of_tied_tensors_says_how_to_untie_them(tmp_path: Path) -> No
     assert_reads(folder, {**expected, "head.kernel": tensors["lm_head.weight"].T})
 
 
+@needs("transformers")
 def test_file_of_save_model_is_read_as_transformers_reads_it(tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers", reason="pip install transformers")
+    import transformers
+
     torch = pytest.importorskip("torch", reason="pip install torch")
     from safetensors.torch import save_model
 
