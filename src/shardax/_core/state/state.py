@@ -38,16 +38,16 @@ from shardax._core.variable import Origin, Variable
 _UNKNOWN = Origin(Variable, EMPTY)
 
 
-class _NoStep(enum.Enum):
+class _BareStep(enum.Enum):
     """The step to the value of a bare Variable, whose path has none."""
 
-    NONE = "()"
+    VALUE = "()"
 
     def __repr__(self) -> str:
         return self.value
 
 
-_NO_STEP = _NoStep.NONE
+_NO_STEP = _BareStep.VALUE
 
 # What one node is besides its children: the step to each, and its origin, None for a State below.
 NodeForm: TypeAlias = tuple[tuple[Hashable, ...], tuple[Origin | None, ...]]
