@@ -135,7 +135,7 @@ def cast_part(old: jax.Array, new: object, owner: str) -> Any:
     return array.astype(old.dtype)
 
 
-def part_misfit(old: Any, index: object, new: object) -> str | None:
+def part_misfit(old: Any, index: object, new: Any) -> str | None:
     """Describes a value that does not fit into a part of an array; None for other misfits."""
     try:
         part = jax.eval_shape(lambda array: array[index], old)
@@ -360,7 +360,10 @@ class ArrayLike:
         except AttributeError as error:
             if hasattr(jax.Array, name):
                 leaf_of(operand, type(self).__name__)  # says why there is no such thing
-            raise AttributeError(self._without_attribute(name), name=name, obj=self) from error
+            text = self._without_attribute(name)
+            if not isinstance(operand, jax.Array):
+                text += f" ({error})"
+            raise AttributeError(text, name=name, obj=self) from error
 
     def _without_attribute(self, name: str) -> str:
         """Returns the text of an attribute that neither this nor its value has."""

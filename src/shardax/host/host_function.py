@@ -298,7 +298,8 @@ class _HostVjp(CustomVjp):
     __slots__ = ()
 
     def __repr__(self) -> str:
-        return repr(self.function.__self__)  # of the method that runs it
+        assert isinstance(self.function, types.MethodType)  # of the host function
+        return repr(self.function.__self__)
 
 
 def _rule(rule: object, out: Callable[..., object]) -> Any:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import operator
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -77,7 +77,7 @@ def note_vjp(rule: object) -> None:
 
 
 @contextlib.contextmanager
-def explained_forward_mode(name: str) -> Iterator[None]:
+def explained_forward_mode(name: str) -> Generator[None]:
     """Adds to an error of JAX which functions have a derivative backward alone."""
     # Inside of a compiled function, a loop or ``remat`` the rule runs when the call of the function
     # is over, so it cannot be known there that JAX refused the mode.

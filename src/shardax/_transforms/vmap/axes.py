@@ -27,7 +27,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import operator
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -447,7 +447,7 @@ def element_graphdef(
 
 
 @contextlib.contextmanager
-def _naming(kind: type, path: Path) -> Iterator[None]:
+def _naming(kind: type, path: Path) -> Generator[None]:
     """Says of which Variable names do not fit the mapped dimension."""
     try:
         yield
