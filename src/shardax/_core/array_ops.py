@@ -364,7 +364,10 @@ class ArrayLike:
         except AttributeError as error:
             if hasattr(jax.Array, name):
                 leaf_of(operand, type(self).__name__)  # says why there is no such thing
-            raise AttributeError(self._without_attribute(name), name=name, obj=self) from error
+            text = self._without_attribute(name)
+            if not isinstance(operand, jax.Array):
+                text += f" ({error})"
+            raise AttributeError(text, name=name, obj=self) from error
 
     def _without_attribute(self, name: str) -> str:
         """Returns the text of an attribute that neither this nor its value has."""

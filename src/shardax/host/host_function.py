@@ -298,8 +298,8 @@ class _HostVjp(CustomVjp):
     __slots__ = ()
 
     def __repr__(self) -> str:
-        # Of the method that runs it.
-        return repr(getattr(self.function, "__self__", self.function))
+        assert isinstance(self.function, types.MethodType)  # of the host function
+        return repr(self.function.__self__)
 
 
 def _rule(rule: object, out: Callable[..., object]) -> Any:

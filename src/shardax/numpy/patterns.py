@@ -148,7 +148,7 @@ def fromfunction(
     *,
     device: object = None,
     sharding: object = None,
-    **kwargs: object,
+    **kwargs: Any,
 ) -> Any:
     """Returns what a function makes of the positions in an array.
 
