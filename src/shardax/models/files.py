@@ -122,7 +122,8 @@ class TensorFiles(contextlib.ExitStack):
 
     def repeat(self, name: str, other: str) -> None:
         """Lets a tensor be read by another name too."""
-        for by_name in (self.names, self._stored_names, self.packed, self.quantized):
+        tables: list[Any] = [self.names, self._stored_names, self.packed, self.quantized]
+        for by_name in tables:
             if name in by_name:
                 by_name[other] = by_name[name]
 
