@@ -110,6 +110,11 @@ def test_map_axis_meta_sees_the_entries_of_a_state() -> None:
         ("mean",): ("embed",),
         ("plain",): None,
     }
+    kinds = map_axis_meta(type, {"s": state})["s"]
+    assert set(kinds.flat().values()) == {VariableBox}
+    boxes = to_boxes(state)
+    assert map_axis_meta(lambda box: box, boxes) != boxes  # boxes of Variables become entries
+    assert to_boxes(map_axis_meta(lambda box: box, boxes)) == boxes
     renamed = map_axis_meta(lambda box: box.replace(value=2 * box.value), state)
     assert renamed.origins() == state.origins() and renamed["mean"].tolist() == [0, 0, 0]
     assert renamed["boxed"]["kernel"].tolist() == (2 * state["boxed"]["kernel"]).tolist()

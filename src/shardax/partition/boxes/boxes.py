@@ -530,12 +530,12 @@ class Partitioned(AxisMetadata[T]):
         # which tells the names that were added since.
         if _is_inherited(self, "add_axis"):
             return self
-        return self.add_axis(index, params).replace(names=self.names)
+        return _with_names(self.add_axis(index, params), self.names)
 
     def _kept_without_axis(self, index: int, params: Mapping[str, object]) -> Self:
         if _is_inherited(self, "remove_axis"):
             return self
-        return self.remove_axis(index, params).replace(names=self.names)
+        return _with_names(self.remove_axis(index, params), self.names)
 
     def add_axis(self, index: int, params: Mapping[Any, PyTree]) -> Self:
         """Returns the box with the name of a new dimension inserted.
@@ -723,6 +723,13 @@ def _sharding(names: Names, shape: tuple[int, ...], mesh: AnyMesh, rules: Rules)
     return NamedSharding(mesh, spec)
 
 
+def _with_names(box: B, names: Names | None) -> B:
+    """A box with other names, made without its constructor, which may take others."""
+    changed = with_stored(box, box.value)
+    object.__setattr__(changed, "names", names)
+    return changed
+
+
 def _is_inherited(box: Partitioned[Any], name: str) -> bool:
     """Whether a method of a box is the one of ``Partitioned``."""
     return getattr(type(box), name) is getattr(Partitioned, name)
@@ -772,7 +779,7 @@ def box_around(box: object, names: Names | None, value: object) -> AxisMetadata[
     if isinstance(box, Partitioned):
         own_names, _ = with_stored(box, value).layout()
         is_same = names is not None and names == fitted(tuple(own_names or ()), len(names))
-        made = box if is_same else box.replace(names=names)
+        made = box if is_same else _with_names(box, names)
     if not _gives_back(made, value):
         return None
     made = made.replace_boxed(value)

@@ -286,15 +286,14 @@ def map_axis_meta(function: Callable[[PyTree], object], tree: object) -> PyTree:
 
     def mapped(path: Path, leaf):
         if isinstance(leaf, State):
-            boxed = to_boxes(leaf)
-            return to_variables(
-                _map_entries(lambda below, value: mapped((*path, *below), value), boxed)
-            )
+            return _map_boxed_entries(lambda below, box: called((*path, *below), box), leaf)
         if not is_box(leaf):
             return leaf
-        box = _box_of(leaf) if isinstance(leaf, Variable) else leaf
-        result = _located(path, lambda: function(box))
+        result = called(path, _box_of(leaf) if isinstance(leaf, Variable) else leaf)
         return _variable_of(result) if isinstance(result, VariableBox) else result
+
+    def called(path: Path, box: Any) -> PyTree:
+        return _located(path, lambda: function(box))
 
     return _map(mapped, tree)
 
@@ -456,6 +455,21 @@ def _map_entries(function: Callable[[Path, Any], Leaf], state: State) -> State:
     return State.from_flat(values, state.origins())
 
 
+def _map_boxed_entries(function: Callable[[Path, Any], PyTree], state: State) -> State:
+    """Returns a State of what a function makes of its entries as boxes."""
+    values: dict[Path, Leaf] = {}
+    origins = state.origins()
+    for path, value in state.flat().items():
+        box = value
+        if not boxes.is_box(value):
+            box = _variable_box(value, origins[path].variable_type, origins[path].all_metadata)
+        made = values[path] = function(path, box)
+        if isinstance(made, VariableBox):
+            metadata = Metadata(made.names, made.entries.entries)
+            values[path], origins[path] = made.value, Origin(made.variable_type, metadata)
+    return State.from_flat(values, origins)
+
+
 def _has_boxes(box: object) -> bool:
     """Whether there are boxes in a box."""
     return any(is_box(leaf) for _, leaf in walk(boxes.stored_in(box))[0])
@@ -480,17 +494,7 @@ def _renamed(tree: object, rename: Callable[[Any], object]):
 
     def renamed(path: Path, leaf: object) -> PyTree:
         if isinstance(leaf, State):
-            values: dict[Path, Leaf] = {}
-            origins: dict[Path, Origin] = {}
-            for below, value in leaf.flat().items():
-                place = (*path, *below)
-                values[below] = _map(renamed, value, place)
-                origin = leaf.origins()[below]
-                box = _variable_box(None, origin.variable_type, origin.all_metadata)
-                box = _located(place, lambda box=box: rename(box))
-                metadata = Metadata(box.names, box.entries.entries)
-                origins[below] = Origin(origin.variable_type, metadata)
-            return State.from_flat(values, origins)
+            return renamed_state(path, leaf)
         if isinstance(leaf, Variable):
             return _variable_of(_located(path, lambda: rename(_box_of(leaf))))
         if isinstance(leaf, Object):
@@ -505,6 +509,18 @@ def _renamed(tree: object, rename: Callable[[Any], object]):
         if not _has_boxes(box):
             return box
         return boxes.with_stored(box, _map(renamed, boxes.stored_in(box), path))
+
+    def renamed_state(path: Path, state: State) -> State:
+        values: dict[Path, Leaf] = {}
+        origins: dict[Path, Origin] = {}
+        for below, origin in state.origins().items():
+            place = (*path, *below)
+            values[below] = _map(renamed, state.flat()[below], place)
+            empty = _variable_box(None, origin.variable_type, origin.all_metadata)
+            box = _located(place, lambda empty=empty: rename(empty))
+            metadata = Metadata(box.names, box.entries.entries)
+            origins[below] = Origin(origin.variable_type, metadata)
+        return State.from_flat(values, origins)
 
     return _map(renamed, tree)
 
