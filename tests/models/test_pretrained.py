@@ -261,6 +261,9 @@ def test_from_pretrained_reads_only_its_slices_on_each_device(
         def keys(self) -> Any:
             return self.file.keys()
 
+        def metadata(self) -> Any:
+            return self.file.metadata()
+
         def get_slice(self, name: str) -> Any:
             return Counted(self.file.get_slice(name))
 
