@@ -44,6 +44,7 @@ PYTHON_STAMP := $(STAMPS)-python
 RUN := $(STAMPS)-plan
 TEST := $(STAMPS)-test
 BENCH := $(STAMPS)-bench
+MUTANTS := $(STAMPS)-mutants
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -130,7 +131,7 @@ coverage: $(TEST)
 		--cov=src/shardax --cov-branch --cov-context=test --cov-report= $(LIBRARY) $(PROGRAMS)
 	$(BIN)/python -m tests.suite.coverage
 
-mutants: $(TEST)
+mutants: $(MUTANTS)
 	$(BIN)/python -m tests.suite.mutants
 
 notebooks: $(TEST)
@@ -176,7 +177,7 @@ $(PYTHON_STAMP):
 	@touch $@
 
 # Installed in place: what is edited in src/ is what runs.
-$(RUN) $(TEST) $(BENCH): $(STAMPS)-%: $(PYTHON_STAMP) pyproject.toml
+$(RUN) $(TEST) $(BENCH) $(MUTANTS): $(STAMPS)-%: $(PYTHON_STAMP) pyproject.toml
 	@echo "installing shardax[$*] into $(VENV)"
 	@$(BIN)/python .ci/install.py -e '.[$*]'
 	@touch $@

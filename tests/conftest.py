@@ -11,6 +11,9 @@ import jax
 import pytest
 from jax.sharding import AxisType, Mesh
 
+# It needs the extra `mutants`, and its docstrings have no examples.
+collect_ignore = ["suite/mutants.py"]
+
 MESH_SHAPE = (2, 4)
 MESH_AXES = ("data", "model")
 
