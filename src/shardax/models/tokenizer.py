@@ -86,7 +86,8 @@ def load_tokenizer(directory: str | Path) -> Any:
     if _NUMBERED not in settings and (folder / OLDER_SETTINGS).is_file():
         settings |= read_json(folder / OLDER_SETTINGS)
     _add_tokens(tokenizer, settings, folder)
-    tokenizer.encode_special_tokens = settings.get("split_special_tokens") is True
+    if settings.get("split_special_tokens") is True:
+        tokenizer.encode_special_tokens = True
     return tokenizer
 
 
