@@ -12,6 +12,7 @@ import pytest
 
 import shardax as sx
 from shardax.errors import PretrainedError
+from tests.needs import needs
 
 pytest.importorskip("tokenizers", reason="pip install 'shardax[hub]'")
 
@@ -115,10 +116,12 @@ def test_load_tokenizer_reads_whole_texts_without_padding(case: str, tmp_path: P
     assert (tokenizer.truncation, tokenizer.padding) == (None, None)
 
 
+@needs("transformers")
 def test_load_tokenizer_reads_what_transformers_reads(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
-    transformers = pytest.importorskip("transformers", reason="pip install transformers")
+    import transformers
+
     for case in CASES:
         folder = tmp_path_factory.mktemp("tokenizer")
         expected = saved(folder, case)
