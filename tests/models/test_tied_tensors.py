@@ -210,11 +210,10 @@ def test_difference_of_tied_tensors_says_how_to_untie_them(tmp_path: Path) -> No
     assert_reads(folder, {**expected, "head.kernel": tensors["lm_head.weight"].T})
 
 
-@needs("transformers")
+@needs("torch", "transformers")
 def test_file_of_save_model_is_read_as_transformers_reads_it(tmp_path: Path) -> None:
+    import torch
     import transformers
-
-    torch = pytest.importorskip("torch", reason="pip install torch")
     from safetensors.torch import save_model
 
     for family in ("llama", "gpt2", "roberta", "modernbert", "t5", "bart"):

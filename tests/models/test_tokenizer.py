@@ -9,14 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 import shardax as sx
 from shardax.errors import PretrainedError
 from tests.needs import needs
-
-pytest.importorskip("tokenizers", reason="pip install 'shardax[hub]'")
-
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 WORDS = ["one", "two", "three", "four", "[UNK]", "[PAD]", "<s>", "</s>"]
 TEXT = "one <s> two three [PAD] four <tool>two one"
