@@ -232,10 +232,14 @@ def test_the_end_of_a_process_does_not_wait_for_a_source_that_was_left():
     program = (
         "import threading\n"
         "from shardax.train import Prefetch\n"
+        "waits = threading.Event()\n"
         "def batches():\n"
+        "    waits.set()\n"
         "    threading.Event().wait()\n"
         "    yield\n"
-        "print(Prefetch(batches()).close(timeout=0.0), flush=True)\n"
+        "batches = Prefetch(batches())\n"
+        "waits.wait()\n"
+        "print(batches.close(timeout=0.0), flush=True)\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=PATIENCE
