@@ -293,10 +293,15 @@ class Trackers(contextlib.ExitStack):
         self._log = self.enter_context(JsonlLog(path, resume_step=step))
         self._stop = stop
         self._trackers: list[Tracker] = []
-        for tracker in trackers:
-            getattr(tracker, "resume", lambda step: None)(step)
-            self.callback(self._close, tracker)
-            self._trackers.append(tracker)
+        try:
+            for tracker in trackers:
+                with stop.bounded(type(tracker).__name__):
+                    getattr(tracker, "resume", lambda step: None)(step)
+                self.callback(self._close, tracker)
+                self._trackers.append(tracker)
+        except BaseException:
+            self.close()
+            raise
 
     def write(self, /, **record: object) -> None:
         """Gives a record to each, to the log first."""

@@ -109,7 +109,8 @@ class StopRequest:
             self._bounded = ""
 
     def _is_time_left(self) -> bool:
-        if self.signal is None:
+        # Of several processes none may leave out what the others do.
+        if self.signal is None or self._several:
             return True
         running = time.monotonic() - self._begun if self._bounded else 0.0
         return running < self._left

@@ -595,6 +595,8 @@ class Trainer:
                 # A signal ends the first wait, and the time that is left the second.
                 _ = source.close() or source.close()
         except OverdueError:
+            if source.close(0.0):
+                return
             stop.grant()
             with contextlib.suppress(OverdueError):
                 screen.note(

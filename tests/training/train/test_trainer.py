@@ -339,6 +339,35 @@ def test_signal_ends_a_run_that_waits_for_code_of_others(
     assert logged == [1, 2]
 
 
+class StartingTracker(Tracker):
+    """Waits for ever before its first record."""
+
+    def resume(self, step: int) -> None:
+        ask_and_wait()
+
+
+def test_signal_ends_a_run_that_waits_before_its_first_step(tmp_path: Path) -> None:
+    layout = {"trackers": (StartingTracker(),)}
+    result = make_trainer(tmp_path, 6, layout=layout, stop_within=0.05).run(display=Quiet())
+    assert (result.step, result.stopped, math.isnan(result.loss)) == (0, signal.SIGTERM, True)
+    assert sx.train.Checkpoints(tmp_path / "checkpoints").steps() == []
+    assert make_trainer(tmp_path, 1).run(resume=True, display=Quiet()).step == 1
+
+
+def test_run_without_time_for_others_saves_and_rewinds(tmp_path: Path) -> None:
+    source = sx.train.TrainBatches(TRAIN, batch_size=BATCH, seq_len=SEQ)
+    display = kill_at(2, signal.SIGTERM)
+    result = make_trainer(tmp_path, 6, batches=source, stop_within=0).run(display=display)
+    assert (result.step, result.stopped) == (2, signal.SIGTERM)
+    assert sx.train.Checkpoints(tmp_path / "checkpoints").latest() == 2
+    resumed, whole = make_trainer(tmp_path, 4), make_trainer(tmp_path / "whole", 4)
+    resumed.run(resume=True, display=Quiet())
+    whole.run(display=Quiet())
+    assert state_of(resumed) == state_of(whole)
+    with pytest.raises(TrainError, match="needs stop_within to be a number of seconds, 0 or more"):
+        sx.train.TrainerSettings(steps=1, stop_within=-1.0)
+
+
 def test_source_that_waits_after_the_last_batch_holds_up_no_run(tmp_path: Path) -> None:
     result = make_trainer(tmp_path, 3, batches=Stalling(signal.SIGTERM)).run(display=Quiet())
     assert (result.step, result.stopped) == (3, None)

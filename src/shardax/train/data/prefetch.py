@@ -288,7 +288,7 @@ class _Fetched(NamedTuple):
     error: BaseException | None = None
 
 
-class _BackgroundReader:
+class _FetchThread:
     """A daemon thread that does what it is told, in order."""
 
     def __init__(self) -> None:
@@ -298,7 +298,7 @@ class _BackgroundReader:
             target=_obey, args=[self._orders], name="shardax-prefetch", daemon=True
         )
         self.thread.start()
-        _readers.add(self)
+        _fetch_threads.add(self)
 
     def order(self, action: Callable[[], None]) -> None:
         """Has the thread do something."""
@@ -319,10 +319,10 @@ class _BackgroundReader:
 
     def abandon(self) -> None:
         """Leaves the thread at what it is at, also at the end of the interpreter."""
-        _readers.discard(self)
+        _fetch_threads.discard(self)
 
 
-_readers: weakref.WeakSet[_BackgroundReader] = weakref.WeakSet()
+_fetch_threads: weakref.WeakSet[_FetchThread] = weakref.WeakSet()
 
 
 def _obey(orders: queue.SimpleQueue[Callable[[], None] | None]) -> None:
@@ -332,16 +332,16 @@ def _obey(orders: queue.SimpleQueue[Callable[[], None] | None]) -> None:
 
 
 @atexit.register
-def _end_readers() -> None:
+def _end_fetch_threads() -> None:
     """Lets fetches end before the interpreter does."""
     # Python stops daemon threads wherever they are. Within JAX that would abort the process.
     limit = time.monotonic() + _EXIT_SECONDS
-    readers = list(_readers)
-    for reader in readers:
-        reader.cancel()
-        reader.end()
-    for reader in readers:
-        reader.thread.join(max(0.0, limit - time.monotonic()))
+    threads = list(_fetch_threads)
+    for fetch_thread in threads:
+        fetch_thread.cancel()
+        fetch_thread.end()
+    for fetch_thread in threads:
+        fetch_thread.thread.join(max(0.0, limit - time.monotonic()))
 
 
 class Prefetch:
@@ -397,8 +397,10 @@ class Prefetch:
         # A signal handler may put into a queue of this kind: see ``interrupt``.
         self._fetched: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._asked = 0  # fetches that were ordered and not taken
-        self._reader = _BackgroundReader()
-        weakref.finalize(self, self._reader.end).atexit = False  # ``_end_readers`` sees to that
+        self._thread = _FetchThread()
+        weakref.finalize(
+            self, self._thread.end
+        ).atexit = False  # ``_end_fetch_threads`` sees to that
         self._work_ahead()
 
     def state(self) -> PyTree:
@@ -428,7 +430,7 @@ class Prefetch:
             raise _no_position("restore", self._source)
         if self._closed:
             raise DataError("This Prefetch is closed. Make a new one: Prefetch(batches, ...).")
-        self._asked -= self._reader.cancel()
+        self._asked -= self._thread.cancel()
         if not self._drop_ahead(None):
             raise Interrupted
         source: Positioned = self._source
@@ -458,18 +460,18 @@ class Prefetch:
             return True
         if not self._closed:
             self._closed = True
-            self._asked -= self._reader.cancel()
-            self._reader.end()
+            self._asked -= self._thread.cancel()
+            self._thread.end()
 
         is_left = True  # also by an exception, such as KeyboardInterrupt
         try:
             is_left = not self._drop_ahead(timeout)
         finally:
             if is_left:
-                self._reader.abandon()
+                self._thread.abandon()
         if is_left:
             return False
-        self._reader.thread.join()
+        self._thread.thread.join()
         if self._is_positioned:
             go_back(self._source, self._state)
         self._rewound = True
@@ -482,10 +484,10 @@ class Prefetch:
     def _work_ahead(self) -> None:
         while not self._closed and self._asked < min(self._depth, self._left):
             self._asked += 1
-            self._reader.order(self._fetch)
+            self._thread.order(self._fetch)
 
     def _fetch(self) -> None:
-        """Reads a batch, in the thread of the reader."""
+        """Reads a batch, in the thread."""
         try:
             fetched = _Fetched(next(self._iterator, _END), self._source_state())
         except BaseException as error:  # noqa: BLE001 (raised where the batch is taken)
