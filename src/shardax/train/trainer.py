@@ -410,6 +410,7 @@ class Trainer:
             raise ModuleNotFoundError("No module named 'orbax.checkpoint'", name="orbax.checkpoint")
 
         agreement.check_mesh(self.mesh)
+        prefetch.require_unread(self.batches)
         sources.require_position(self.batches)
         steps = self._open_checkpoints().all_steps()
         records = read_jsonl(self.log_path) if self.log_path.exists() else []
@@ -590,19 +591,19 @@ class Trainer:
 
     def _close(self, source: prefetch.Prefetch, screen: BoundedDisplay, stop: StopRequest) -> None:
         """Waits for a batch that is being read, or leaves the source."""
-        try:
-            with stop.bounded("the batches"):
-                # A signal ends the first wait, and the time that is left the second.
-                _ = source.close() or source.close()
-        except OverdueError:
-            if source.close(0.0):
-                return
-            stop.grant()
-            with contextlib.suppress(OverdueError):
-                screen.note(
-                    "The batches still wait for data. They are left where they are; the checkpoint "
-                    "has the position to go on from."
-                )
+        # A signal ends the first wait, the end of the time the second. Where it ended the wait of
+        # the loop there is no other.
+        is_closed = False
+        with contextlib.suppress(OverdueError), stop.bounded("the batches"):
+            is_closed = source.close() or source.close()
+        if is_closed or source.close(0.0):
+            return
+        stop.grant()
+        with contextlib.suppress(OverdueError):
+            screen.note(
+                "The batches still wait for data. They are left where they are; the checkpoint has "
+                "the position to go on from."
+            )
 
     def _find_start(self, *, fallback: bool, override: bool, sizes_only: bool = False) -> _Start:
         """Finds the newest good checkpoint."""

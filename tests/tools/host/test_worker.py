@@ -10,6 +10,7 @@ import gc
 import os
 import socket
 import threading
+import warnings
 from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -455,3 +456,61 @@ def test_worker_output_goes_to_its_readable_log(worker, worker_log, capfd):
 def test_named_worker_refuses_a_log_argument(tmp_path):
     with pytest.raises(errors.WorkerError, match=r"omit log=\."):
         Worker(name="shardax-test-log", log=tmp_path / "worker.log")
+
+
+# --- forks ----------------------------------------------------------------------------------------
+
+
+def in_fork(action):
+    """Calls a function in a fork of this process; returns the text of its result or error."""
+    reading, writing = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of JAX: the fork uses nothing of it
+        child = os.fork()
+    if child == 0:
+        try:
+            text = repr(action())
+        except BaseException as error:  # noqa: BLE001 (told to the parent)
+            text = f"{type(error).__name__}: {error}"
+        os.write(writing, text.encode())
+        os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading) as answer:
+        text = answer.read()
+    os.waitpid(child, 0)
+    return text
+
+
+def test_fork_of_its_owner_gets_an_error_at_once(worker, running):
+    kept, (future, _), process = worker.value("kept"), running, worker.info()["pid"]
+    for use in (
+        lambda: worker.submit(abs, -1),
+        lambda: list(worker.map(abs, [-1])),
+        lambda: worker.put(1),
+        worker.info,
+        worker.restart,
+        worker.stop,
+        kept.get,
+        kept.delete,
+        future.result,
+        future.exception,
+    ):
+        told = in_fork(use)
+        assert told.startswith(f"WorkerError: This worker belongs to process {os.getpid()}, of")
+    assert in_fork(lambda: worker.is_running) == "False"
+    assert f"of process {os.getpid()})" in in_fork(worker.__repr__)
+    assert in_fork(worker.shutdown) == "None", "of a block that the fork leaves"
+    assert (worker.info()["pid"], future.running()) == (process, True), "it is as it was"
+
+
+def test_fork_connects_as_advised(worker):
+    def connect():
+        try:
+            worker.submit(abs, -1)
+        except errors.WorkerError as error:
+            names = {"sx": sx, "worker": worker}
+            code = "other = sx.host.Worker.connect(worker.address, worker.authkey)"
+            run_advice(error, code, names)
+            return names["other"].submit(abs, -2).result()
+
+    assert in_fork(connect) == "2"

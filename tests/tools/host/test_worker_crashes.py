@@ -8,14 +8,11 @@ import os
 import signal
 import subprocess
 import sys
-import warnings
 
 import pytest
 
-import shardax as sx
 from shardax import errors
 from shardax.host import Worker
-from tests.advice import run_advice
 from tests.tools.host import worker_functions as there
 from tests.tools.host.waiting import has_ended, wait_for
 
@@ -114,62 +111,3 @@ def test_process_ends_with_the_parent_program(how):
     )
     assert done.returncode == (-signal.SIGKILL if how == "is killed" else 0)
     wait_for(lambda: has_ended(int(done.stdout)))
-
-
-# --- forks ----------------------------------------------------------------------------------------
-
-
-def in_fork(action):
-    """Calls a function in a fork of this process; returns the text of its result or error."""
-    reading, writing = os.pipe()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of JAX: the fork uses nothing of it
-        child = os.fork()
-    if child == 0:
-        try:
-            text = repr(action())
-        except BaseException as error:  # noqa: BLE001 (told to the parent)
-            text = f"{type(error).__name__}: {error}"
-        os.write(writing, text.encode())
-        os._exit(0)
-    os.close(writing)
-    with os.fdopen(reading) as answer:
-        text = answer.read()
-    os.waitpid(child, 0)
-    return text
-
-
-def test_fork_of_its_owner_gets_an_error_at_once(worker, tmp_path):
-    kept, future = worker.put(3), worker.submit(there.hold, tmp_path / "ended")
-    for use in (
-        lambda: worker.submit(abs, -1),
-        lambda: list(worker.map(abs, [-1])),
-        lambda: worker.put(1),
-        worker.info,
-        worker.restart,
-        worker.stop,
-        kept.get,
-        kept.delete,
-        future.result,
-        future.exception,
-    ):
-        told = in_fork(use)
-        assert told.startswith(f"WorkerError: This worker belongs to process {os.getpid()}, of")
-    assert in_fork(lambda: worker.is_running) == "False"
-    assert f"of process {os.getpid()})" in in_fork(worker.__repr__)
-    assert in_fork(worker.shutdown) == "None", "of a block that the fork leaves"
-    (tmp_path / "ended").touch()
-    assert (future.result(), kept.get()) == ("released", 3), "it is as it was"
-
-
-def test_fork_connects_as_advised(worker):
-    def connect():
-        try:
-            worker.submit(abs, -1)
-        except errors.WorkerError as error:
-            names = {"sx": sx, "worker": worker}
-            code = "other = sx.host.Worker.connect(worker.address, worker.authkey)"
-            run_advice(error, code, names)
-            return names["other"].submit(abs, -2).result()
-
-    assert in_fork(connect) == "2"

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardax.errors import DataError
-from shardax.train import ByteText, Prefetch, TrainBatches, put_batch
+from shardax.train import ByteText, Prefetch, TrainBatches, WholeBatches, put_batch
 from shardax.train.data.prefetch import Interrupted
 
 PATIENCE = 120.0  # seconds until a test gives up on a process
@@ -211,7 +211,7 @@ class Stalling(TrainBatches):
 
 
 def test_source_that_waits_is_left_and_rewound_when_it_goes_on():
-    waiting, plain = Stalling(), source()
+    waiting, plain, others = Stalling(), source(), workers()
     batches = Prefetch(waiting)
     for _ in range(3):
         assert (np.asarray(next(batches)["inputs"]) == next(plain)["inputs"]).all()
@@ -220,11 +220,17 @@ def test_source_that_waits_is_left_and_rewound_when_it_goes_on():
     with pytest.raises(Interrupted):
         next(batches)
     assert batches.state()["step"] == 3
-    assert batches.close(timeout=0.0) is False
+    assert batches.close() is False, "it does not wait again"
     assert list(batches) == []
+    with pytest.raises(DataError, match=r"The batches \(Stalling\) are still being read"):
+        Prefetch(WholeBatches(waiting, batch_size=8))
     waiting.going_on.set()
+    for thread in workers() - others:
+        thread.join()
+    assert waiting.step == 3, "the thread has put it back"
+    with Prefetch(waiting) as again:
+        assert again.state()["step"] == 3
     assert batches.close() is True
-    assert waiting.step == 3
     assert (next(waiting)["inputs"] == next(plain)["inputs"]).all()
 
 

@@ -19,7 +19,7 @@ import pytest
 from jax.sharding import AxisType, Mesh
 
 import shardax as sx
-from shardax.errors import PartitionCheckError, TrainError
+from shardax.errors import DataError, PartitionCheckError, TrainError
 from shardax.models import next_token_loss
 from tests.training.train.small_runs import (
     BATCH,
@@ -268,13 +268,15 @@ def ask_and_wait(number: signal.Signals = signal.SIGTERM) -> Any:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_signal_ends_a_run_whose_source_waits(tmp_path: Path, number: signal.Signals) -> None:
     display = Quiet()
-    trainer = make_trainer(tmp_path, 6, batches=Stalling(number), stop_within=0.05)
+    trainer = make_trainer(tmp_path, 6, batches=Stalling(number))
     result = trainer.run(display=display)
     assert (result.step, result.stopped) == (3, number)
     assert sx.train.Checkpoints(tmp_path / "checkpoints").latest() == 3
     stopped, left = display.notes
     assert stopped == f"stopped by {number.name}; saved at step 3"
     assert left.startswith("The batches still wait for data. They are left where they are;")
+    with pytest.raises(DataError, match=r"The batches \(Stalling\) are still being read"):
+        trainer.run(resume=True)
     resumed, whole = make_trainer(tmp_path, 6), make_trainer(tmp_path / "whole", 6)
     resumed.run(resume=True, display=Quiet())
     whole.run(display=Quiet())

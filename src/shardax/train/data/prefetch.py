@@ -10,7 +10,8 @@ A source may fill one buffer anew for each batch. So batches are copied on the h
 transferred: devices read NumPy arrays later than ``device_put`` returns, and CPUs compute in them.
 
 The thread is a daemon, because a source may wait for ever, and neither a request to stop nor the
-end of the interpreter is to wait with it.
+end of the interpreter is to wait with it. The thread also rewinds the source, as its last act: so
+does one that was left waiting, should its wait end. Until then nobody else may read the source.
 
 ``shard(..., memory_kind={sx.OptState: "pinned_host"})`` keeps an optimizer's state out of the
 devices' own memory. JAX computes with values of one memory only, so a program brings such values to
@@ -47,6 +48,7 @@ from shardax.train.data.sources import (
     Positioned,
     copied,
     go_back,
+    innermost,
     position_of,
     require_batch,
     require_narrow,
@@ -289,9 +291,10 @@ class _Fetched(NamedTuple):
 
 
 class _FetchThread:
-    """A daemon thread that does what it is told, in order."""
+    """A daemon thread that reads a source, as it is told."""
 
-    def __init__(self) -> None:
+    def __init__(self, source: object) -> None:
+        self._source = source
         self._orders: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         # Without a reference to this object: who drops it ends the thread.
         self.thread = threading.Thread(
@@ -320,9 +323,30 @@ class _FetchThread:
     def abandon(self) -> None:
         """Leaves the thread at what it is at, also at the end of the interpreter."""
         _fetch_threads.discard(self)
+        _left_waiting[id(self._source)] = self
+
+    def join(self) -> None:
+        """Waits until the thread has ended."""
+        self.thread.join()
+        _left_waiting.pop(id(self._source), None)
 
 
 _fetch_threads: weakref.WeakSet[_FetchThread] = weakref.WeakSet()
+_left_waiting: dict[int, _FetchThread] = {}  # by the identity of their sources, which they hold
+
+
+def require_unread(source: object) -> None:
+    """Raises DataError if a thread that was left waiting still reads a source."""
+    source = innermost(source)
+    left = _left_waiting.get(id(source))
+    if left is None:
+        return
+    if left.thread.is_alive():
+        raise DataError(
+            f"The batches ({type(source).__name__}) are still being read: they wait for data since "
+            "a run or a Prefetch was asked to stop. Make them anew; a checkpoint has the position."
+        )
+    left.join()
 
 
 def _obey(orders: queue.SimpleQueue[Callable[[], None] | None]) -> None:
@@ -387,20 +411,20 @@ class Prefetch:
         if limit is not None:
             options.integers(0, limit=limit)
         self._source = with_position(batches)
+        require_unread(self._source)
         self._is_positioned = isinstance(self._source, Positioned)
         self._sharding = sharding
         self._iterator = placed_batches(self._source, sharding)
         self._depth = depth
         self._left = math.inf if limit is None else limit  # batches still to give
         self._state = self._source_state()
-        self._closed = self._rewound = False
+        self._closed = self._interrupted = False
         # A signal handler may put into a queue of this kind: see ``interrupt``.
         self._fetched: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._asked = 0  # fetches that were ordered and not taken
-        self._thread = _FetchThread()
-        weakref.finalize(
-            self, self._thread.end
-        ).atexit = False  # ``_end_fetch_threads`` sees to that
+        self._asked = 0  # fetches, and the rewinding, that were ordered and not taken
+        self._thread = _FetchThread(innermost(self._source))
+        ending = weakref.finalize(self, self._thread.end)
+        ending.atexit = False  # ``_end_fetch_threads`` sees to that
         self._work_ahead()
 
     def state(self) -> PyTree:
@@ -431,7 +455,7 @@ class Prefetch:
         if self._closed:
             raise DataError("This Prefetch is closed. Make a new one: Prefetch(batches, ...).")
         self._asked -= self._thread.cancel()
-        if not self._drop_ahead(None):
+        if self._drop_ahead(None) is None:
             raise Interrupted
         source: Positioned = self._source
         try:
@@ -454,31 +478,35 @@ class Prefetch:
             timeout: Seconds to wait for a batch that is being read; None: as long as it takes.
 
         Returns:
-            False if the source still reads. Then it is not rewound, and must not be used.
+            False if the source still reads. It is rewound when it has done so, and not to be used
+            before.
         """
-        if self._rewound:
-            return True
         if not self._closed:
             self._closed = True
-            self._asked -= self._thread.cancel()
+            self._asked += 1 - self._thread.cancel()
+            self._thread.order(self._rewind)
             self._thread.end()
+        if timeout is None and self._interrupted:
+            timeout = 0.0
 
-        is_left = True  # also by an exception, such as KeyboardInterrupt
+        dropped: list[_Fetched] | None = None  # nor after an exception, such as KeyboardInterrupt
         try:
-            is_left = not self._drop_ahead(timeout)
+            dropped = self._drop_ahead(timeout)
         finally:
-            if is_left:
+            if dropped is None:
                 self._thread.abandon()
-        if is_left:
+        if dropped is None:
             return False
-        self._thread.thread.join()
-        if self._is_positioned:
-            go_back(self._source, self._state)
-        self._rewound = True
+        self._thread.join()
+        if dropped and dropped[-1].error is not None:  # of the rewinding
+            raise dropped[-1].error
         return True
 
     def interrupt(self) -> None:
-        """Ends a wait of ``next`` or ``close``; a signal handler may call it."""
+        """Ends a wait of ``next`` or ``close``; a signal handler may call it.
+
+        After that of ``next``, ``close`` without a timeout does not wait again.
+        """
         self._fetched.put(_INTERRUPTED)
 
     def _work_ahead(self) -> None:
@@ -494,19 +522,31 @@ class Prefetch:
             fetched = _Fetched(_END, error=error)
         self._fetched.put(fetched)
 
-    def _drop_ahead(self, timeout: float | None) -> bool:
-        """Drops what was read ahead; returns False if that could not be waited for."""
+    def _rewind(self) -> None:
+        """Puts the source back to after the last batch taken, in the thread."""
+        error: BaseException | None = None
+        try:
+            if self._is_positioned:
+                go_back(self._source, self._state)
+        except BaseException as raised:  # noqa: BLE001 (raised by ``close``)
+            error = raised
+        self._fetched.put(_Fetched(_END, error=error))
+
+    def _drop_ahead(self, timeout: float | None) -> list[_Fetched] | None:
+        """Takes all that was ordered; returns None if that could not be waited for."""
+        dropped: list[_Fetched] = []
         limit = None if timeout is None else time.monotonic() + timeout
         while self._asked:
             left = None if limit is None else max(0.0, limit - time.monotonic())
             try:
                 fetched = self._fetched.get(timeout=left)
             except queue.Empty:
-                return False
+                return None
             if fetched is _INTERRUPTED:
-                return False
+                return None
             self._asked -= 1
-        return True
+            dropped.append(fetched)
+        return dropped
 
     def _source_state(self):
         return position_of(self._source) if self._is_positioned else None
@@ -521,6 +561,7 @@ class Prefetch:
             raise StopIteration
         fetched = self._fetched.get()
         if fetched is _INTERRUPTED:
+            self._interrupted = True
             raise Interrupted
         self._asked -= 1
         if fetched.batch is _END:

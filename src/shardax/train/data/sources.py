@@ -171,6 +171,13 @@ def _has(source: object, *names: str) -> bool:
     return all(callable(getattr(source, name, None)) for name in names)
 
 
+def innermost(source: object) -> object:
+    """Returns the user's own source, of which others are wrappers."""
+    while isinstance(source, Held | _Adapted | _Unpositioned):
+        source = source.batches if isinstance(source, Held) else source.source
+    return source
+
+
 # --- positions in checkpoints ---------------------------------------------------------------------
 
 
@@ -465,12 +472,10 @@ def require_batch(batch: PyTree, source: object) -> PyTree:
     """Returns a batch of a source, or raises DataError for None."""
     if batch is not None:
         return batch
-    while isinstance(source, Held | _Adapted | _Unpositioned):
-        source = source.batches if isinstance(source, Held) else source.source
+    kind = type(innermost(source)).__name__
     raise DataError(
-        f"The batches ({type(source).__name__}) gave None. A batch is a tree of arrays, such as "
-        "{'inputs': array, 'targets': array}; what has no more batches raises StopIteration, and a "
-        "generator returns."
+        f"The batches ({kind}) gave None. A batch is a tree of arrays, such as {{'inputs': array, "
+        "'targets': array}; what has no more batches raises StopIteration, and a generator returns."
     )
 
 
