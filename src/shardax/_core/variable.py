@@ -73,6 +73,7 @@ from shardax._core.frames import (
 )
 from shardax._core.graph.flatten import VariableDef, flatten, register_variable
 from shardax._core.graph.handlers import axes_of, handler_of
+from shardax._core.graph.held import ObjectSearch
 from shardax._core.graph.paths import Leaf, Path, PyTree, format_path
 from shardax._core.graph.static import EMPTY, Metadata, check_axes
 from shardax._core.init.lazy import Init, LazyValue
@@ -111,6 +112,14 @@ def _without_other_names(kind: type, metadata: Mapping[str, object]) -> dict[str
             f"mesh or names that rules map to them: {kind.__name__}(value, axes={example})."
         )
     return {key: entry for key, entry in metadata.items() if key not in _OTHER_NAMES}
+
+
+def _check_entries(kind: type, entries: Mapping[str, Any]) -> None:
+    """Raises if metadata holds Variables or Modules, of which a model would know nothing."""
+    for name, entry in entries.items():
+        held = None if isinstance(entry, Object) else ObjectSearch().held_by(entry)
+        if held is not None:
+            raise held.error(entry, f"the metadata entry {name!r} of a {kind.__name__}")
 
 
 def _with_box(kind: type, axes: object, entries: dict[str, object], init: Init) -> tuple[Any, Any]:
@@ -157,6 +166,8 @@ class Variable(ArrayLike, Object, Generic[T], metaclass=_VariableType):
     Raises:
         VariableValueError: If the value is not made of arrays.
         MetadataError: If ``axes`` does not fit the array's rank or metadata is not hashable.
+        StaticAttributeError: If metadata has a function, or another value, with Variables or
+            Modules inside.
 
     Example:
         >>> import jax.numpy as jnp, shardax as sx
@@ -202,6 +213,8 @@ class Variable(ArrayLike, Object, Generic[T], metaclass=_VariableType):
             axes, metadata = _with_box(type(self), axes, metadata, value)
         if not _OTHER_NAMES.isdisjoint(metadata):
             metadata = _without_other_names(type(self), metadata)
+        if metadata:
+            _check_entries(type(self), metadata)
         names = check_axes(axes)
         self._metadata = EMPTY if names is None and not metadata else Metadata(names, metadata)
         _check_rank(self, names)
@@ -355,6 +368,8 @@ class Variable(ArrayLike, Object, Generic[T], metaclass=_VariableType):
 
         Raises:
             MetadataError: If an entry is not hashable or ``axes`` does not fit the rank.
+            StaticAttributeError: If an entry is a function, or another value, with Variables or
+                Modules inside.
 
         Example:
             >>> import jax.numpy as jnp, shardax as sx
@@ -364,6 +379,7 @@ class Variable(ArrayLike, Object, Generic[T], metaclass=_VariableType):
             (('embed', 'mlp'), {'frozen': True})
         """
         changes = _without_other_names(type(self), changes)
+        _check_entries(type(self), changes)
         target = self._here()
         target._check_metadata_write(f"metadata of {a_kind_of(self)}")
         check_trace(target, f"metadata of {a_kind_of(self)}")

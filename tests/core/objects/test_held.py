@@ -405,6 +405,19 @@ def test_layers_of_nn_refuse_functions_with_layers() -> None:
     assert float(model(1.0)) == 4.0 and list(sx.state(model).flat()) == [("layers", 0, 0, "weight")]
 
 
+def test_metadata_of_variables_holds_no_layer() -> None:
+    layer, variable = Scale(), sx.Param(1.0)
+    with pytest.raises(
+        StaticAttributeError, match="the metadata entry 'hook' of a Param: the Scale"
+    ):
+        sx.Param(1.0, hook=closure(layer))
+    with pytest.raises(
+        StaticAttributeError, match="the metadata entry 'hook' of a Param: the Scale"
+    ):
+        variable.set_metadata(hook=jax.jit(layer))
+    assert dict(variable.metadata) == {}
+
+
 # --- what is bound later --------------------------------------------------------------------------
 
 

@@ -129,7 +129,8 @@ CASES = (
                 gated=True,
                 use_bias=True,
                 query_norm=lambda: sx.nn.RMSNorm(4, axes=("head_dim",)),
-            )
+            ),
+            kinds=(EXPLICIT,),
         ),
         "attention, dropout": Case(lambda: attention(dropout=0.5), kinds=(EXPLICIT,)),
         "attention, other softmax": Case(
@@ -160,7 +161,11 @@ CASES = (
             lambda: (latent_attention(), sx.nn.LatentCache(4, 4, latent_dim=8, rope_dim=4)),
             call=decode,
         ),
-        "LSTM": Case(lambda: sx.nn.RNN(sx.nn.LSTMCell(8, 8, rngs=sx.Rngs(0))), differentiated=True),
+        "LSTM": Case(
+            lambda: sx.nn.RNN(sx.nn.LSTMCell(8, 8, rngs=sx.Rngs(0))),
+            kinds=(EXPLICIT,),
+            differentiated=True,
+        ),
         "GRU, both ways": Case(
             lambda: sx.nn.Bidirectional(*cells(sx.nn.GRUCell)), refused={"gates": UNEVEN}
         ),
@@ -176,9 +181,17 @@ CASES = (
             kinds=(EXPLICIT,),
             refused={"cache": UNEVEN},
         ),
-        "delta rule": Case(lambda: with_own_cache(delta()), call=decode, refused={"cache": UNEVEN}),
+        "delta rule": Case(
+            lambda: with_own_cache(delta()),
+            call=decode,
+            kinds=(EXPLICIT,),
+            refused={"cache": UNEVEN},
+        ),
         "state space": Case(
-            lambda: with_own_cache(state_space()), call=decode, refused={"cache": UNEVEN}
+            lambda: with_own_cache(state_space()),
+            call=decode,
+            kinds=(EXPLICIT,),
+            refused={"cache": UNEVEN},
         ),
         "instance norm": Case(lambda: sx.nn.InstanceNorm(8), kinds=(EXPLICIT,)),
         "batch norm": Case(lambda: sx.nn.BatchNorm(8), kinds=(EXPLICIT,)),
