@@ -28,7 +28,7 @@ from shardax._core import _jax
 from shardax._core.graph.paths import PyTree
 
 if TYPE_CHECKING:
-    from shardax._core._jax import ClosedJaxpr, Jaxpr
+    from shardax._core._jax import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 
 # How many programs are kept; the least recently used one is dropped.
 MAX_PROGRAMS = 256
@@ -123,6 +123,8 @@ def shared_program(
     Returns:
         The program; None where no other trace could ever have an equal one.
     """
+    if _reads_constants_elsewhere(_jax.open_jaxpr(jaxpr)):
+        return None
     opened = without_rules(_jax.with_constants_as_inputs(jaxpr))
     context = current_context()
     # Cheap to compute, so that a function that is compiled once pays for no comparison.
@@ -315,6 +317,25 @@ def _same_constants(first: Any, second: Any) -> bool:
 
 
 # --- what makes a jaxpr one trace's own -----------------------------------------------------------
+
+
+def _reads_constants_elsewhere(jaxpr: Jaxpr) -> bool:
+    """Returns whether an equation reads a constant under another mesh than the one in scope.
+
+    ``jax.sharding.auto_axes`` makes such equations. A constant has no mesh in its type, but as an
+    input it would have the mesh in scope, which these equations refuse.
+    """
+    constants = {*jaxpr.constvars}
+    mesh = jax.sharding.get_abstract_mesh()
+    return any(
+        equation.ctx.cur_abstract_mesh != mesh and not constants.isdisjoint(_variables(equation))
+        for equation in (jaxpr.eqns if constants else ())
+    )
+
+
+def _variables(equation: JaxprEqn) -> list[Var]:
+    """Returns the variables that an equation reads."""
+    return [atom for atom in equation.invars if not isinstance(atom, _jax.Literal)]
 
 
 def _can_be_shared(jaxpr: Jaxpr) -> bool:
