@@ -4,13 +4,15 @@
 from __future__ import annotations
 
 import contextlib
+import pathlib
 import pickle
 import sys
 import types
 import warnings
 from collections.abc import Generator, Sequence
-from pathlib import Path
 from typing import Any
+
+from shardax._core.graph.paths import Path, format_path
 
 _FACE = "shardax.errors"
 
@@ -73,6 +75,86 @@ def hidden_object(value: Any, where: str, item: object, way: str) -> StaticAttri
 
 
 _WITH_NAMES = (types.FunctionType, type)
+
+
+def unassigned_value(kind: type, path: Path, reason: TypeError) -> StaticAttributeError:
+    """Returns the error of a value that came into a model without being assigned.
+
+    Args:
+        kind: Its type.
+        path: Where it stands.
+        reason: Why it has no key.
+    """
+    return StaticAttributeError(
+        f"The {kind.__name__} at {format_path(path)} is neither data nor hashable "
+        f"configuration ({reason}), and came there without being assigned as an attribute "
+        f"(through vars(), functools.cached_property, or by changing after it was "
+        f"assigned). Assign it: model.name = value."
+    )
+
+
+def no_model(tree: object, caller: str) -> ModuleError:
+    """Returns the error of a public function that was given something which holds no model."""
+    fix = f"{tree.__name__}(...)" if isinstance(tree, type) else "model"
+    return ModuleError(
+        f"sx.{caller} takes a model as its first argument, a Module, Variable, or tuple, list "
+        f"or dict of these, but was given {str(tree)[:80]!r} of type {type(tree).__name__}. "
+        f"Give it the object: sx.{caller}({fix}, ...)."
+    )
+
+
+def stack_beside_view(kind: str, stack: Path, view: Path) -> ModuleError:
+    """Returns the error of a stacked Variable and a view of it in one tree."""
+    return ModuleError(
+        f"The stacked {kind} at {format_path(stack)} stands beside a view of one of its layers, "
+        f"at {format_path(view)}: they would be two Variables for one value. Pass the stack and "
+        f"take the layer inside, layer = stack[i]; or pass a copy of the layer, "
+        f"sx.clone(stack[i])."
+    )
+
+
+def stack_of_passed_view(kind: str) -> ModuleError:
+    """Returns the error of a stacked Variable that is used where a view of it was passed."""
+    return ModuleError(
+        f"A stacked {kind} was used inside a transform that was given a view of one of its "
+        f"layers: they would be two Variables for one value. Pass the stack and take the layer "
+        f"inside: layer = stack[i]."
+    )
+
+
+def unlike_part(kind: str, part: str, given: str) -> ModuleError:
+    """Returns the error of a value that has another form than the part which it replaces."""
+    return ModuleError(
+        f"Cannot write {given} to a view of one layer of a stacked {kind}, whose part is {part}: "
+        f"the layers of a stack are one array. Convert the value, or write the stacked Variable "
+        f"whole."
+    )
+
+
+def shared_by_some_layers(kind: str, where: str, layers: Sequence[int]) -> ModuleError:
+    """Returns the error of an object that some layers of a stack share, and others do not."""
+    return ModuleError(
+        f"The layers of a stack must be alike, but the {kind} at {where} is one object in the "
+        f"layers {list(layers[:4])} and another in the rest. Share it between all layers, or "
+        f"between none."
+    )
+
+
+def unlike_layers(number: int, where: str, difference: str) -> ModuleError:
+    """Returns the error of a layer that differs from the first of a stack in structure."""
+    return ModuleError(
+        f"The layers of a stack must be alike, but layers 0 and {number} differ at {where}: "
+        f"{difference}. Build every layer in the same way, with what differs in a Variable; or "
+        f"keep the layers in a list."
+    )
+
+
+def unlike_layer_values(kind: str, where: str, first: str, number: int, other: str) -> ModuleError:
+    """Returns the error of a layer whose value has another form than that of the first."""
+    return ModuleError(
+        f"The layers of a stack must be alike, but the {kind} at {where} is {first} in layer 0 "
+        f"and {other} in layer {number}."
+    )
 
 
 class TraceLeakError(ShardaxError, RuntimeError):
@@ -141,7 +223,7 @@ def replaced_branch(where: str, kind: str) -> ModuleError:
     )
 
 
-_PACKAGE = str(Path(__file__).parents[1])
+_PACKAGE = str(pathlib.Path(__file__).parents[1])
 
 
 def user_frame() -> types.FrameType:

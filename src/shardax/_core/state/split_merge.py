@@ -21,6 +21,7 @@ from shardax._core.frames import check_structural_write, is_ref, local, owner_he
 from shardax._core.frozen import FrozenVariable
 from shardax._core.graph import flatten, handlers
 from shardax._core.graph.paths import Path, PyTree, format_path
+from shardax._core.graph.pytrees import values_of
 from shardax._core.module import Module, modules_in
 from shardax._core.object import Object
 from shardax._core.state.filters import Filter, group_by_filter, matching
@@ -78,7 +79,7 @@ def _read(flat: flatten.Flat, positions: Iterable[int] | None = None) -> State:
     """Reads the values of the Variables at some positions (None: all)."""
     chosen = range(len(flat.leaves)) if positions is None else list(positions)
     paths = [flat.leaf_paths[i] for i in chosen]
-    values = flatten.values_of(flat.leaves[i] for i in chosen)
+    values = values_of(flat.leaves[i] for i in chosen)
     values = [value[...] if is_ref(value) else value for value in values]
     definitions = [flat.graphdef.objects[flat.graphdef.leaves[i]] for i in chosen]
     origins = [Origin(each.type, each.metadata) for each in definitions]
