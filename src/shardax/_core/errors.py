@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import pathlib
 import pickle
 import sys
 import types
 import warnings
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from typing import Any
 
 from shardax._core.graph.paths import Path, format_path
@@ -183,6 +184,89 @@ class FilterError(ShardaxError, ValueError):
 
 class StateMismatchError(ShardaxError, ValueError):
     """A State does not fit a structure: missing, unexpected, or wrong entries."""
+
+
+def no_mapping(entries: object) -> StateMismatchError:
+    """Returns the error of a State that is made of something else than a mapping."""
+    return StateMismatchError(
+        f"A State is made of a nested mapping, sx.State({{'kernel': array}}), not of a "
+        f"{type(entries).__name__}. Of a model take sx.state(model)."
+    )
+
+
+def no_values_by_path(entries: object) -> StateMismatchError:
+    """Returns the error of something that says of no value to which path it belongs."""
+    return StateMismatchError(
+        f"Values are given as a State, a mapping by path (nested, or state.flat()), or a tuple of "
+        f"frozen values, but one is {str(entries)[:80]!r} of type {type(entries).__name__}. Of a "
+        f"model take sx.state(model); nothing was changed."
+    )
+
+
+def two_frozen_values(label: Path) -> ModuleError:
+    """Returns the error of two frozen values for one label."""
+    return ModuleError(
+        f"Two frozen values have the label {format_path(label)}; nothing was changed. A label "
+        f"says which Variable a value belongs to, so there is one for each. Take one of them "
+        f"out, or call update twice."
+    )
+
+
+def replaced_twice(path: Path) -> StateMismatchError:
+    """Returns the error of a State with two values in the place of one that it had below a path."""
+    return StateMismatchError(
+        f"Entries below {format_path(path)} stand at several positions of this State, as after "
+        f"merge, so it has several parts there, and a function of JAX with is_leaf= put a value in "
+        f"the place of each. Bring them together first: state = sx.State(state.to_pure_dict())."
+    )
+
+
+def state_mismatch(
+    unexpected: Sequence[Path],
+    missing: Sequence[Path],
+    misfits: Sequence[tuple[Path, str]],
+    count: int,
+    known: Sequence[Path],
+) -> StateMismatchError:
+    """Returns the error of values that do not fit a model.
+
+    Args:
+        unexpected: Paths of values that belong to no Variable.
+        missing: Paths of Variables without a value.
+        misfits: Path of each value that does not fit, and what is wrong with it.
+        count: How many values have a path of the model.
+        known: All paths of the model.
+    """
+    parts: list[str] = []
+    if unexpected or missing:
+        parts.append("The State does not fit the model; nothing was changed.")
+
+    if unexpected:
+        entries = "1 entry does" if len(unexpected) == 1 else f"{len(unexpected)} entries do"
+        parts.append(f"{entries} not belong to any Variable of the model:")
+        parts += [
+            f"  {format_path(path)}{did_you_mean(path, missing or known)}" for path in unexpected
+        ]
+
+    if missing:
+        values = "1 value is" if len(missing) == 1 else f"{len(missing)} values are"
+        parts.append(f"{values} missing (pass every State that split returned):")
+        parts += [f"  {format_path(path)}" for path in missing]
+
+    if misfits:
+        parts.append(f"{len(misfits)} of {count} values do not fit; nothing was changed:")
+        parts += [f"  {format_path(path)}: {problem}" for path, problem in misfits]
+        parts.append(
+            "To change a shape on purpose, assign to the Variable: model.path.value = array. For "
+            "dtypes, cast='param' converts to the Variable's and cast='keep' takes the value's."
+        )
+    return StateMismatchError("\n".join(parts).replace("changed.\n", "changed. ", 1))
+
+
+def did_you_mean(path: Path, known: Iterable[Path]) -> str:
+    """Returns a hint at the nearest of some paths, "" if none is near."""
+    near = difflib.get_close_matches(format_path(path), map(format_path, known), n=1)
+    return f" (did you mean {near[0]}?)" if near else ""
 
 
 class MetadataError(ShardaxError, ValueError):
