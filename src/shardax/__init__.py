@@ -15,8 +15,8 @@ from shardax._core.containers import Dict as Dict
 from shardax._core.containers import List as List
 from shardax._core.frozen import FrozenVariable as FrozenVariable
 from shardax._core.frozen import Slot as Slot
-from shardax._core.graph.flatten import GraphDef as GraphDef
-from shardax._core.graph.flatten import mutable as mutable
+from shardax._core.graph.definitions import GraphDef as GraphDef
+from shardax._core.graph.pytrees import mutable as mutable
 from shardax._core.init.defaults import default_device as default_device
 from shardax._core.init.defaults import default_dtype as default_dtype
 from shardax._core.init.lazy import Init as Init

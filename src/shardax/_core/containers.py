@@ -39,9 +39,10 @@ from shardax._core.errors import StaticAttributeError, VariableValueError
 from shardax._core.frames import Frame, check_structural_write, local, owner_here, resolve
 from shardax._core.frozen import FrozenArray, FrozenVariable, Slot
 from shardax._core.graph import handlers
-from shardax._core.graph.flatten import DictDef, ListDef, register_graph
+from shardax._core.graph.definitions import DictDef, ListDef
 from shardax._core.graph.held import ObjectSearch
 from shardax._core.graph.paths import Leaf, PyTree
+from shardax._core.graph.pytrees import register_graph
 from shardax._core.graph.settings import (
     IncomparableError,
     SettingsKey,

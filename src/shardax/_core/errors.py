@@ -4,13 +4,16 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
+import pathlib
 import pickle
 import sys
 import types
 import warnings
-from collections.abc import Generator, Sequence
-from pathlib import Path
+from collections.abc import Generator, Iterable, Sequence
 from typing import Any
+
+from shardax._core.graph.paths import Path, format_path
 
 _FACE = "shardax.errors"
 
@@ -75,6 +78,86 @@ def hidden_object(value: Any, where: str, item: object, way: str) -> StaticAttri
 _WITH_NAMES = (types.FunctionType, type)
 
 
+def unassigned_value(kind: type, path: Path, reason: TypeError) -> StaticAttributeError:
+    """Returns the error of a value that came into a model without being assigned.
+
+    Args:
+        kind: Its type.
+        path: Where it stands.
+        reason: Why it has no key.
+    """
+    return StaticAttributeError(
+        f"The {kind.__name__} at {format_path(path)} is neither data nor hashable "
+        f"configuration ({reason}), and came there without being assigned as an attribute "
+        f"(through vars(), functools.cached_property, or by changing after it was "
+        f"assigned). Assign it: model.name = value."
+    )
+
+
+def no_model(tree: object, caller: str) -> ModuleError:
+    """Returns the error of a public function that was given something which holds no model."""
+    fix = f"{tree.__name__}(...)" if isinstance(tree, type) else "model"
+    return ModuleError(
+        f"sx.{caller} takes a model as its first argument, a Module, Variable, or tuple, list "
+        f"or dict of these, but was given {str(tree)[:80]!r} of type {type(tree).__name__}. "
+        f"Give it the object: sx.{caller}({fix}, ...)."
+    )
+
+
+def stack_beside_view(kind: str, stack: Path, view: Path) -> ModuleError:
+    """Returns the error of a stacked Variable and a view of it in one tree."""
+    return ModuleError(
+        f"The stacked {kind} at {format_path(stack)} stands beside a view of one of its layers, "
+        f"at {format_path(view)}: they would be two Variables for one value. Pass the stack and "
+        f"take the layer inside, layer = stack[i]; or pass a copy of the layer, "
+        f"sx.clone(stack[i])."
+    )
+
+
+def stack_of_passed_view(kind: str) -> ModuleError:
+    """Returns the error of a stacked Variable that is used where a view of it was passed."""
+    return ModuleError(
+        f"A stacked {kind} was used inside a transform that was given a view of one of its "
+        f"layers: they would be two Variables for one value. Pass the stack and take the layer "
+        f"inside: layer = stack[i]."
+    )
+
+
+def unlike_part(kind: str, part: str, given: str) -> ModuleError:
+    """Returns the error of a value that has another form than the part which it replaces."""
+    return ModuleError(
+        f"Cannot write {given} to a view of one layer of a stacked {kind}, whose part is {part}: "
+        f"the layers of a stack are one array. Convert the value, or write the stacked Variable "
+        f"whole."
+    )
+
+
+def shared_by_some_layers(kind: str, where: str, layers: Sequence[int]) -> ModuleError:
+    """Returns the error of an object that some layers of a stack share, and others do not."""
+    return ModuleError(
+        f"The layers of a stack must be alike, but the {kind} at {where} is one object in the "
+        f"layers {list(layers[:4])} and another in the rest. Share it between all layers, or "
+        f"between none."
+    )
+
+
+def unlike_layers(number: int, where: str, difference: str) -> ModuleError:
+    """Returns the error of a layer that differs from the first of a stack in structure."""
+    return ModuleError(
+        f"The layers of a stack must be alike, but layers 0 and {number} differ at {where}: "
+        f"{difference}. Build every layer in the same way, with what differs in a Variable; or "
+        f"keep the layers in a list."
+    )
+
+
+def unlike_layer_values(kind: str, where: str, first: str, number: int, other: str) -> ModuleError:
+    """Returns the error of a layer whose value has another form than that of the first."""
+    return ModuleError(
+        f"The layers of a stack must be alike, but the {kind} at {where} is {first} in layer 0 "
+        f"and {other} in layer {number}."
+    )
+
+
 class TraceLeakError(ShardaxError, RuntimeError):
     """A traced value would escape into a Variable that outlives the trace."""
 
@@ -101,6 +184,89 @@ class FilterError(ShardaxError, ValueError):
 
 class StateMismatchError(ShardaxError, ValueError):
     """A State does not fit a structure: missing, unexpected, or wrong entries."""
+
+
+def no_mapping(entries: object) -> StateMismatchError:
+    """Returns the error of a State that is made of something else than a mapping."""
+    return StateMismatchError(
+        f"A State is made of a nested mapping, sx.State({{'kernel': array}}), not of a "
+        f"{type(entries).__name__}. Of a model take sx.state(model)."
+    )
+
+
+def no_values_by_path(entries: object) -> StateMismatchError:
+    """Returns the error of something that says of no value to which path it belongs."""
+    return StateMismatchError(
+        f"Values are given as a State, a mapping by path (nested, or state.flat()), or a tuple of "
+        f"frozen values, but one is {str(entries)[:80]!r} of type {type(entries).__name__}. Of a "
+        f"model take sx.state(model); nothing was changed."
+    )
+
+
+def two_frozen_values(label: Path) -> ModuleError:
+    """Returns the error of two frozen values for one label."""
+    return ModuleError(
+        f"Two frozen values have the label {format_path(label)}; nothing was changed. A label "
+        f"says which Variable a value belongs to, so there is one for each. Take one of them "
+        f"out, or call update twice."
+    )
+
+
+def replaced_twice(path: Path) -> StateMismatchError:
+    """Returns the error of a State with two values in the place of one that it had below a path."""
+    return StateMismatchError(
+        f"Entries below {format_path(path)} stand at several positions of this State, as after "
+        f"merge, so it has several parts there, and a function of JAX with is_leaf= put a value in "
+        f"the place of each. Bring them together first: state = sx.State(state.to_pure_dict())."
+    )
+
+
+def state_mismatch(
+    unexpected: Sequence[Path],
+    missing: Sequence[Path],
+    misfits: Sequence[tuple[Path, str]],
+    count: int,
+    known: Sequence[Path],
+) -> StateMismatchError:
+    """Returns the error of values that do not fit a model.
+
+    Args:
+        unexpected: Paths of values that belong to no Variable.
+        missing: Paths of Variables without a value.
+        misfits: Path of each value that does not fit, and what is wrong with it.
+        count: How many values have a path of the model.
+        known: All paths of the model.
+    """
+    parts: list[str] = []
+    if unexpected or missing:
+        parts.append("The State does not fit the model; nothing was changed.")
+
+    if unexpected:
+        entries = "1 entry does" if len(unexpected) == 1 else f"{len(unexpected)} entries do"
+        parts.append(f"{entries} not belong to any Variable of the model:")
+        parts += [
+            f"  {format_path(path)}{did_you_mean(path, missing or known)}" for path in unexpected
+        ]
+
+    if missing:
+        values = "1 value is" if len(missing) == 1 else f"{len(missing)} values are"
+        parts.append(f"{values} missing (pass every State that split returned):")
+        parts += [f"  {format_path(path)}" for path in missing]
+
+    if misfits:
+        parts.append(f"{len(misfits)} of {count} values do not fit; nothing was changed:")
+        parts += [f"  {format_path(path)}: {problem}" for path, problem in misfits]
+        parts.append(
+            "To change a shape on purpose, assign to the Variable: model.path.value = array. For "
+            "dtypes, cast='param' converts to the Variable's and cast='keep' takes the value's."
+        )
+    return StateMismatchError("\n".join(parts).replace("changed.\n", "changed. ", 1))
+
+
+def did_you_mean(path: Path, known: Iterable[Path]) -> str:
+    """Returns a hint at the nearest of some paths, "" if none is near."""
+    near = difflib.get_close_matches(format_path(path), map(format_path, known), n=1)
+    return f" (did you mean {near[0]}?)" if near else ""
 
 
 class MetadataError(ShardaxError, ValueError):
@@ -141,7 +307,7 @@ def replaced_branch(where: str, kind: str) -> ModuleError:
     )
 
 
-_PACKAGE = str(Path(__file__).parents[1])
+_PACKAGE = str(pathlib.Path(__file__).parents[1])
 
 
 def user_frame() -> types.FrameType:

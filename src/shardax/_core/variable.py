@@ -71,10 +71,12 @@ from shardax._core.frames import (
     resolve,
     several,
 )
-from shardax._core.graph.flatten import VariableDef, flatten, register_variable
+from shardax._core.graph.definitions import VariableDef
+from shardax._core.graph.flatten import flatten
 from shardax._core.graph.handlers import axes_of, handler_of
 from shardax._core.graph.held import ObjectSearch
 from shardax._core.graph.paths import Leaf, Path, PyTree, format_path
+from shardax._core.graph.pytrees import register_variable
 from shardax._core.graph.static import EMPTY, Metadata, check_axes
 from shardax._core.init.lazy import Init, LazyValue
 from shardax._core.object import Object, epoch

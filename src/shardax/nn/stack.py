@@ -38,8 +38,10 @@ from shardax._core.errors import ModuleError, StateMismatchError
 from shardax._core.frames import is_eager, owner_here
 from shardax._core.graph.flatten import GraphWalk, is_object
 from shardax._core.graph.paths import Path, format_path
+from shardax._core.graph.stacked_values import part_of, stack_values
+from shardax._core.graph.stacking import stack_objects, unstack_objects
 from shardax._core.graph.static import PARTITION_NAME, Static
-from shardax._core.graph.views import part_of, stack_objects, stack_values, unstack_objects, view
+from shardax._core.graph.views import view
 from shardax._core.module import Module
 from shardax._core.object import Object, epoch
 from shardax._core.state.split_merge import find_duplicates, iter_modules, iter_variables

@@ -25,7 +25,7 @@ from shardax._core._jax import Tracer
 from shardax._core.checks import raise_if_any
 from shardax._core.errors import ModuleError, ShardaxError, warn
 from shardax._core.graph.paths import Leaf, PyTree
-from shardax._core.graph.views import named_sharding
+from shardax._core.graph.stacked_values import named_sharding
 from shardax._core.variable import refuse_deleted
 from shardax._files import PathExistsError, PathNotFoundError
 from shardax.partition.mesh import resolve_mesh

@@ -32,7 +32,8 @@ from shardax._core.graph.paths import Leaf, Path, PyTree, format_path
 from shardax._core.graph.static import BOX_ENTRY
 from shardax._core.module import Module
 from shardax._core.state.split_merge import describe_plain_arrays, iter_variables
-from shardax._core.state.state import Origin, State, by_paths_of
+from shardax._core.state.state import Origin, State
+from shardax._core.state.values_by_path import by_paths_of
 from shardax._core.variable import OptState, Param, Variable
 from shardax._transforms.errors import TransformError
 from shardax._transforms.grad.grad import tangents_in

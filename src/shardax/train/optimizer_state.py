@@ -23,8 +23,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from shardax._core._jax import Literal
 from shardax._core.array_ops import wider_dtype
 from shardax._core.graph.paths import Leaf, Path, PyTree, plain_path
+from shardax._core.graph.stacked_values import named_sharding
 from shardax._core.graph.static import Static
-from shardax._core.graph.views import named_sharding
 from shardax._core.init.lazy import SMALL, LazyValue, on_device
 from shardax._core.state.state import State
 from shardax._core.variable import Variable

@@ -26,6 +26,7 @@ from shardax._core.errors import ModuleError
 from shardax._core.frames import owner_here
 from shardax._core.frozen import FrozenVariable, Slot, frozen
 from shardax._core.graph import flatten
+from shardax._core.graph.definitions import Child
 from shardax._core.graph.handlers import has_parts
 from shardax._core.graph.paths import Leaf, Path, PyTree, format_path, plain_path
 from shardax._core.object import Object
@@ -96,7 +97,7 @@ class FlatTree:
 class _Encoded(NamedTuple):
     """A leaf that holds objects or slots, as a child."""
 
-    child: object
+    child: Child
 
 
 def _is_part(value: object) -> bool:
@@ -231,7 +232,7 @@ class _SlotDecoder(flatten.ChildDecoder):
         super().__init__(objects)
         self.by_label = by_label
 
-    def __call__(self, child: object) -> PyTree:
+    def __call__(self, child: Child) -> PyTree:
         value = super().__call__(child)
         return self.by_label.get(value.label, value) if type(value) is Slot else value
 

@@ -8,7 +8,8 @@ Variable, a tracked container, or a pytree (tuple, list, dict) of these.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
 import jax
@@ -20,11 +21,15 @@ from shardax._core.errors import FilterError, ModuleError, StateMismatchError
 from shardax._core.frames import check_structural_write, is_ref, local, owner_here, resolve
 from shardax._core.frozen import FrozenVariable
 from shardax._core.graph import flatten, handlers
+from shardax._core.graph.definitions import GraphDef
 from shardax._core.graph.paths import Path, PyTree, format_path
+from shardax._core.graph.pytrees import values_of
 from shardax._core.module import Module, modules_in
 from shardax._core.object import Object
 from shardax._core.state.filters import Filter, group_by_filter, matching
-from shardax._core.state.state import Origin, State, merged_values
+from shardax._core.state.forms import StateForm
+from shardax._core.state.state import Origin, State, state_of
+from shardax._core.state.values_by_path import merged_values
 from shardax._core.variable import ArrayAttribute, Variable, copied_leaf, fitted, refuse_deleted
 
 T = TypeVar("T")
@@ -74,17 +79,34 @@ def unbox_tree(tree: object) -> PyTree:
     return handler.rebuild(list if handler is handlers.LIST else handler.config(tree), pairs)
 
 
-def _read(flat: flatten.Flat, positions: Iterable[int] | None = None) -> State:
-    """Reads the values of the Variables at some positions (None: all)."""
-    chosen = range(len(flat.leaves)) if positions is None else list(positions)
-    paths = [flat.leaf_paths[i] for i in chosen]
-    values = flatten.values_of(flat.leaves[i] for i in chosen)
-    values = [value[...] if is_ref(value) else value for value in values]
-    definitions = [flat.graphdef.objects[flat.graphdef.leaves[i]] for i in chosen]
-    origins = [Origin(each.type, each.metadata) for each in definitions]
-    return State.from_flat(
-        dict(zip(paths, values, strict=True)), dict(zip(paths, origins, strict=True))
-    )
+def _read(flat: flatten.Flat, positions: Sequence[int] | None = None) -> State:
+    """Returns the values of the Variables at some positions in ``flat.leaves``; None: of all."""
+    leaves = flat.leaves if positions is None else [flat.leaves[i] for i in positions]
+    values = [value[...] if is_ref(value) else value for value in values_of(leaves)]
+    key = None if positions is None else tuple(positions)
+    return state_of(_form_of(flat.graphdef, key), values)
+
+
+# The forms of the States of a structure, by the positions of the Variables in it. A State that is
+# read again, as at every step of training, shares the nodes that JAX sees in it.
+_forms: weakref.WeakKeyDictionary[GraphDef, dict[tuple[int, ...] | None, StateForm]]
+_forms = weakref.WeakKeyDictionary()
+_MOST_FORMS = 64  # of one structure
+
+
+def _form_of(graphdef: GraphDef, positions: tuple[int, ...] | None) -> StateForm:
+    """Returns the form of the State of some Variables of a structure, or of all."""
+    forms = _forms.setdefault(graphdef, {})
+    form = forms.get(positions)
+    if form is None:
+        chosen = range(len(graphdef.leaves)) if positions is None else positions
+        paths = [graphdef.leaf_paths[i] for i in chosen]
+        definitions = [graphdef.objects[graphdef.leaves[i]] for i in chosen]
+        origins = [Origin(definition.type, definition.metadata) for definition in definitions]
+        if len(forms) >= _MOST_FORMS:
+            forms.clear()
+        form = forms[positions] = StateForm(paths, origins)
+    return form
 
 
 def _named(flat: flatten.Flat) -> Iterator[tuple[Path, Any]]:
@@ -120,7 +142,7 @@ def split(tree: PyTree, *filters: Filter) -> tuple[PyTree, ...]:
     return (flat.graphdef, *(_read(flat, group) for group in groups))
 
 
-def merge(graphdef: flatten.GraphDef, *states: object) -> PyTree:
+def merge(graphdef: GraphDef, *states: object) -> PyTree:
     """Makes a new model from a structure and values.
 
     It is the inverse of ``split``.
@@ -141,7 +163,7 @@ def merge(graphdef: flatten.GraphDef, *states: object) -> PyTree:
         >>> sx.merge(graphdef, params, rest).kernel.shape
         (2, 3)
     """
-    if not isinstance(graphdef, flatten.GraphDef):
+    if not isinstance(graphdef, GraphDef):
         raise ModuleError(
             f"sx.merge takes a GraphDef as its first argument, but was given a "
             f"{type(graphdef).__name__}. Give what sx.split returned, in its order: "
@@ -185,7 +207,7 @@ def state(tree: PyTree, *filters: Filter) -> PyTree:
     return states[0] if len(states) == 1 else states
 
 
-def graphdef(tree: PyTree) -> flatten.GraphDef:
+def graphdef(tree: PyTree) -> GraphDef:
     """Returns the structure of a model.
 
     It is hashable, and equal for models that differ only in values.

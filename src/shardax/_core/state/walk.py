@@ -19,6 +19,7 @@ from shardax._core.errors import ModuleError, VariableValueError
 from shardax._core.frames import owner_here
 from shardax._core.frozen import FrozenVariable
 from shardax._core.graph import flatten
+from shardax._core.graph.definitions import Child
 from shardax._core.graph.handlers import handler_of
 from shardax._core.graph.paths import Path, PyTree, format_path
 from shardax._core.module import Module
@@ -205,8 +206,8 @@ class _Rebuilding(flatten.ChildDecoder):
         self.inside: set[int] = set()  # positions of the objects that are being rebuilt
         self.objects: Any = {}  # what was made, by position
 
-    def __call__(self, child: object) -> PyTree:
-        if type(child) is not flatten.Ref:
+    def __call__(self, child: Child) -> PyTree:
+        if not isinstance(child, flatten.Ref):
             return super().__call__(child)
         position = child.position
         if position not in self.objects:

@@ -35,7 +35,8 @@ from shardax._core.module import Module
 from shardax._core.object import Object
 from shardax._core.state.filters import to_predicate
 from shardax._core.state.split_merge import describe_plain_arrays, state
-from shardax._core.state.state import Origin, State, flatten_mapping, merged_values
+from shardax._core.state.state import Origin, State
+from shardax._core.state.values_by_path import arranged_by_path, merged_values
 from shardax._core.variable import Param, Variable
 from shardax._transforms import errors
 from shardax._transforms.errors import TransformError
@@ -347,7 +348,7 @@ class DiffArgument:
                 f"as sx.grad returns, a Module of the same structure, or None."
             )
         leaf_of = {path: leaf for path, leaf, _ in item.entries}
-        for path in flatten_mapping(tangent, leaf_of):
+        for path in arranged_by_path(tangent, leaf_of):
             if path in item.others:
                 raise TransformError(
                     f"There is a {tangents.noun} for {where}{format_path(path)}, which the "

@@ -263,9 +263,7 @@ def _by_path(graphdef: flatten.GraphDef, names: Sequence[Path]) -> dict[Any, Lea
     return parts
 
 
-def _add_children(
-    child: object, path: Path, paths: dict[int, Path], parts: dict[Any, object]
-) -> None:
+def _add_children(child: Any, path: Path, paths: dict[int, Path], parts: dict[Any, object]) -> None:
     """Adds the static values and further names of objects below a child."""
     if hasattr(child, "value"):
         parts[path] = child

@@ -93,7 +93,7 @@ def _find_alias_paths(graphdef: graphs.GraphDef) -> tuple[tuple[int, Path], ...]
     return tuple(alias_leaves)
 
 
-def objects_in(definition: object, path: Path) -> Iterator[tuple[int, Path]]:
+def objects_in(definition: Any, path: Path) -> Iterator[tuple[int, Path]]:
     """Yields the objects that a definition holds, and their paths."""
     for key, child in graphs.definition_children(definition):
         yield from _objects(child, path if key is None else (*path, key))
