@@ -26,7 +26,6 @@ from typing import Any, Final
 
 import jax
 
-from shardax._core.array_ops import as_value
 from shardax._core.containers import ARRAY_TYPES, BOXES, box, class_of, is_boxed
 from shardax._core.frames import check_structural_write, local, owner_here, resolve
 from shardax._core.frozen import Slot
@@ -34,6 +33,7 @@ from shardax._core.graph.handlers import Pairs, handler_of
 from shardax._core.graph.paths import Leaf, Path, PyTree, format_path
 from shardax._core.graph.static import EMPTY, exact_key
 from shardax._core.object import Object, epoch
+from shardax._core.values import as_value
 from shardax._core.variable import ArrayAttribute, Variable
 from shardax._select import places
 

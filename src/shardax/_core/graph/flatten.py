@@ -57,7 +57,7 @@ from shardax._core.graph.settings import (
     settings_key,
 )
 from shardax._core.graph.static import EMPTY, Metadata, Static
-from shardax._core.init.lazy import LazyValue, realise_all
+from shardax._core.init.lazy import LazyValue, materialize_all
 from shardax._core.object import Object, Shown, epoch
 
 
@@ -587,8 +587,8 @@ def values_of(leaves: Iterable[Leaf]) -> list[Leaf]:
     targets = [v if frame is None else resolve(v, frame) for v in leaves]
     values = [target._value for target in targets]
     if any(isinstance(value, (LazyValue, np.ndarray)) for value in values):
-        realise_all(targets)
-        values = [target._real() for target in targets]
+        materialize_all(targets)
+        values = [target._read() for target in targets]
     return values
 
 

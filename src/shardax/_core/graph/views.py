@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from shardax._core._jax import Tracer
 from shardax._core.errors import ModuleError
@@ -39,9 +39,13 @@ from shardax._core.graph import flatten
 from shardax._core.graph.handlers import knows_names
 from shardax._core.graph.paths import Leaf, Path, PyTree, format_path
 from shardax._core.graph.static import Metadata, Static
-from shardax._core.init.lazy import InitializerProgram, KeySource, LazyValue, Recipe
+from shardax._core.init.keys import KeySource
+from shardax._core.init.lazy import LazyValue, Recipe
+from shardax._core.init.programs import InitializerProgram
 from shardax._core.object import Object, epoch
-from shardax._core.variable import Variable, is_deleted, refuse_read
+from shardax._core.values import is_deleted
+from shardax._core.variable import Variable
+from shardax._core.variable_errors import deleted_read
 
 
 class LazyStack(Recipe):
@@ -73,7 +77,9 @@ class LazyStack(Recipe):
                 return self
         return len(self.parts), type(first), first.likeness
 
-    def program(self, sharding: object = None, lead: tuple[int, ...] = ()) -> InitializerProgram:
+    def program(
+        self, sharding: Sharding | None = None, lead: tuple[int, ...] = ()
+    ) -> InitializerProgram:
         first = self.parts[0]
         assert isinstance(first, Recipe)
         return first.program(sharding, (*lead, len(self.parts)))
@@ -89,7 +95,7 @@ class LazyStack(Recipe):
         first = self.parts[0]
         return (len(self.parts), *(first._lead() if isinstance(first, LazyStack) else ()))
 
-    def compute(self, sharding: object = None) -> jax.Array:
+    def compute(self, sharding: Sharding | None = None) -> jax.Array:
         if self.likeness is not self:
             return super().compute(sharding)
         if isinstance(sharding, NamedSharding):
@@ -110,7 +116,7 @@ class LazyPart(LazyValue):
         self.shape = whole.shape[1:]
         self.dtype = whole.dtype
 
-    def compute(self, sharding: object = None) -> jax.Array:
+    def compute(self, sharding: Sharding | None = None) -> jax.Array:
         part = self.read()[self.index]
         return part if sharding is None else jax.device_put(part, sharding)
 
@@ -280,13 +286,13 @@ class _ViewOfVariable:
             return target.value
         if several and local.frame is None:
             note_read(target)
-        whole = target._parent._here()._real()
+        whole = target._parent._here()._read()
         if local.frame is None and is_deleted(whole):
-            refuse_read(target)
+            raise deleted_read(target)
         return part_of(whole, target._index)
 
-    def _real(self):
-        return part_of(self._parent._real(), self._index)
+    def _read(self):
+        return part_of(self._parent._read(), self._index)
 
     @value.setter
     def value(self, value) -> None:

@@ -33,7 +33,8 @@ from shardax._core._jax import Tracer, is_prng_key
 from shardax._core.errors import ModuleAttributeError, ModuleError, RepeatedKeyError, user_frame
 from shardax._core.frames import in_one_step, is_eager, local, owner_here, resolve
 from shardax._core.graph.static import Metadata
-from shardax._core.init.lazy import KeySource, LazyKey, all_key_words
+from shardax._core.init.keys import KeySource, known_key_words
+from shardax._core.init.lazy import LazyKey
 from shardax._core.module import Module
 from shardax._core.variable import RngState, Variable
 
@@ -94,7 +95,7 @@ def note_draw(stream: str, source: KeySource | None, count: Any) -> None:
         return
     if not is_eager():
         return
-    drawn = (source.impl, all_key_words([source])[0].tobytes(), int(count))
+    drawn = (source.impl, known_key_words([source])[0].tobytes(), int(count))
     frame = user_frame()
     here = f"{frame.f_code.co_filename}:{frame.f_lineno}"
     before = notes.setdefault(drawn, here)

@@ -11,10 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal, TypeVar
 
-import jax
 import jax.numpy as jnp
 
-from shardax._core.array_ops import snapshot
 from shardax._core.containers import Dict, box, unbox_attribute
 from shardax._core.errors import FilterError, ModuleError, StateMismatchError
 from shardax._core.frames import check_structural_write, is_ref, local, owner_here, resolve
@@ -25,7 +23,8 @@ from shardax._core.module import Module, modules_in
 from shardax._core.object import Object
 from shardax._core.state.filters import Filter, group_by_filter, matching
 from shardax._core.state.state import Origin, State, merged_values
-from shardax._core.variable import ArrayAttribute, Variable, copied_leaf, fitted, refuse_deleted
+from shardax._core.values import copy_value, refuse_deleted, snapshot
+from shardax._core.variable import ArrayAttribute, Variable
 
 T = TypeVar("T")
 
@@ -252,7 +251,7 @@ def update(
             )
         if isinstance(value, FrozenVariable) and value.label not in ((), path):
             return None, f"is given the frozen value of {format_path(value.label)}"
-        return fitted(variable, value, cast)
+        return variable._fitted(value, cast)
 
     values = merged_values(states, flat.leaf_paths, complete=strict, fit=fit)
     for path, value in values.items():
@@ -289,9 +288,7 @@ def clone(tree: T) -> T:
         >>> copy.kernel is layer.kernel, bool((copy.kernel == layer.kernel).all())
         (False, True)
     """
-    return _cloned(
-        tree, lambda value: jax.tree.map(copied_leaf, value if is_ref(value) else snapshot(value))
-    )
+    return _cloned(tree, copy_value)
 
 
 def clone_sharing(tree: T) -> T:
