@@ -13,7 +13,8 @@ array in the place of the lazy value. The rules, in the order of this file:
 2. **Computing** is done by one compiled program per distinct (initializer, shape, dtype, sharding),
    from the words of the key (``init.programs``, ``init.keys``). Without a sharding the array is
    where JAX puts a new array: on the default device, or over the mesh in scope. Given a sharding,
-   the program writes into the shards, and the numbers are the same to the last bit.
+   the program writes into the shards, and the numbers are the same to the last bit. (A small array
+   of one number, such as zeros, is filled by NumPy and needs no program.)
 
 3. **Who materializes, and when.** Whoever is first in need of the numbers: a read (``v.value`` and
    every operator), without a sharding; a transform that is given the Variable or reaches it through
@@ -28,7 +29,8 @@ array in the place of the lazy value. The rules, in the order of this file:
 5. **Threads.** One lock, ``materializing``, is held while a Variable is materialized. So of two
    threads that read one lazy Variable, the first computes, and the second waits and gets the same
    array. A write to a lazy Variable waits for the lock too, so that the array is never stored over
-   what was written. Variables that hold an array take no lock when they are read.
+   what was written. A Variable that holds an
+   array does not take this lock.
 
 6. **Many at once.** What a transform is given is materialized together (``materialize_all``): keys
    are folded together, programs compiled in parallel.

@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeVar
 
 import jax.numpy as jnp
 
-from shardax._core.containers import Dict, box, unbox_attribute
+from shardax._core.containers import Dict
 from shardax._core.errors import FilterError, ModuleError, StateMismatchError
 from shardax._core.frames import check_structural_write, is_ref, local, owner_here, resolve
 from shardax._core.frozen import FrozenVariable
@@ -23,6 +23,7 @@ from shardax._core.module import Module, modules_in
 from shardax._core.object import Object
 from shardax._core.state.filters import Filter, group_by_filter, matching
 from shardax._core.state.state import Origin, State, merged_values
+from shardax._core.stored import array_of_attribute, to_stored
 from shardax._core.values import copy_value, refuse_deleted, snapshot
 from shardax._core.variable import ArrayAttribute, Variable
 
@@ -47,7 +48,11 @@ def box_tree(tree: object) -> PyTree:
     if _is_container(tree, handler):
         pairs = [(key, box_tree(child)) for key, child in handler.children(tree)]
         return handler.rebuild(handler.config(tree), pairs)
-    return tree if handler.is_object or isinstance(tree, str) else box(tree, "an entry of the tree")
+    return (
+        tree
+        if handler.is_object or isinstance(tree, str)
+        else to_stored(tree, "an entry of the tree")
+    )
 
 
 def _thawed(value: object, origin: Origin):
@@ -68,7 +73,7 @@ def unbox_tree(tree: object) -> PyTree:
         values = {path: variable._value for path, variable in tree.flat().items()}
         return State.from_flat(values, tree.origins())
     if not _is_container(tree, handler):
-        return unbox_attribute(tree)
+        return array_of_attribute(tree)
     pairs = [(key, unbox_tree(child)) for key, child in handler.children(tree)]
     return handler.rebuild(list if handler is handlers.LIST else handler.config(tree), pairs)
 
