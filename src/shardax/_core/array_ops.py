@@ -8,6 +8,7 @@ array by ``__jax_array__``, wherever it takes one.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Sharding
 
 from shardax._core import _jax
 from shardax._core._jax import Tracer
@@ -26,19 +28,6 @@ def wider_dtype(first: Any, second: Any) -> Any:
     """Returns what two dtypes promote to, also where a user forbids promotion."""
     with jax.numpy_dtype_promotion("standard"):
         return jnp.promote_types(first, second)
-
-
-def leaf_of(value: object, owner: str) -> Any:
-    """Returns the one array of a value, for ``.shape`` and the like."""
-    if hasattr(value, "shape"):
-        return value
-    leaves = jax.tree.leaves(value)
-    if len(leaves) == 1:
-        return leaves[0]
-    raise AttributeError(
-        f"This {owner} holds a pytree of {len(leaves)} arrays, which has no single shape or dtype; "
-        f"look at jax.tree.leaves(v.value)."
-    )
 
 
 def _binary(function: Callable[[Any, Any], object]) -> Callable[[Any, Any], Any]:
@@ -94,7 +83,37 @@ class ArrayLike:
         """The array."""
         raise NotImplementedError
 
-    def _operand(self):
+    def _shaped(self) -> Any:
+        """Returns what has the shape and dtype of the value; the array need not be there yet."""
+        raise NotImplementedError
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the array, without materialising it."""
+        return tuple(np.shape(self._shaped()))
+
+    @property
+    def dtype(self) -> Any:
+        """Dtype of the array, without materialising it."""
+        return self._shaped().dtype
+
+    @property
+    def ndim(self) -> int:
+        """Number of dimensions, without materialising."""
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        """Number of elements, without materialising."""
+        return math.prod(self.shape)
+
+    @property
+    def sharding(self) -> Sharding | None:
+        """Sharding of the array, or None if there is none yet."""
+        return getattr(self._shaped(), "sharding", None)
+
+    def _operand(self) -> Any:
+        """Returns the value as an operator takes it."""
         value = self.value
         if isinstance(value, jax.ShapeDtypeStruct):
             raise ModuleError(
@@ -133,7 +152,7 @@ class ArrayLike:
             return getattr(operand, name)
         except AttributeError as error:
             if hasattr(jax.Array, name):
-                leaf_of(operand, type(self).__name__)  # says why there is no such thing
+                self._shaped()  # raises if there are several arrays, and says so
             text = self._without_attribute(name)
             if not isinstance(operand, jax.Array):
                 text += f" ({error})"

@@ -18,7 +18,7 @@ hashable structure and nothing else.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NoReturn, Self, TypeVar
+from typing import Any, NamedTuple, NoReturn, Self, TypeVar
 
 import jax
 import numpy as np
@@ -32,9 +32,26 @@ from shardax._core.graph.static import Axes, Metadata, exact_key
 from shardax._core.init.lazy import LazyValue
 from shardax._core.object import Placeholder, Shown
 from shardax._core.values import snapshot
-from shardax._core.variable import ArrayAttribute, Origin, Variable
+from shardax._core.variable import ArrayAttribute, Variable
 
 T = TypeVar("T")
+
+
+class Origin(NamedTuple):
+    """What a value came from: Variable type and metadata."""
+
+    variable_type: type[Variable]
+    all_metadata: Metadata
+
+    @property
+    def axes(self) -> tuple[Any, ...] | None:
+        """Logical axis names, or None."""
+        return self.all_metadata.axes
+
+    @property
+    def metadata(self) -> Mapping[str, Any]:
+        """Metadata entries other than the axes."""
+        return self.all_metadata.entries
 
 
 class FrozenMetadata(Metadata):
@@ -296,6 +313,9 @@ class Slot(ArrayLike, Placeholder, Shown):
         self._refuse()
 
     def _operand(self) -> NoReturn:
+        self._refuse()
+
+    def _shaped(self) -> NoReturn:
         self._refuse()
 
     def _refuse(self) -> NoReturn:

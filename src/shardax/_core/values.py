@@ -20,13 +20,14 @@ Variable must not run a JAX operation. Each other function here is one operation
 kinds apart for it. The kind is not stored beside the value, because a compiled call stores arrays
 straight into the slots of hundreds of Variables, and a second slot would double that.
 
-Three ways to write differ in what they keep: ``v.value = x`` replaces the value; ``v[...] = x``
-keeps shape and dtype, and broadcasts and casts (``assigned``); ``v.update(x)`` keeps both and casts
-numbers alone (``fitted``).
+Four ways to write differ in what they keep: ``v.value = x`` replaces the value; ``v[...] = x``
+keeps shape and dtype, and broadcasts and casts (``assigned``); ``v[i] = x`` does so for a part
+(``with_item``); ``v.update(x)`` keeps both and casts numbers alone (``fitted``).
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 
 import jax
@@ -91,6 +92,16 @@ def _canonical(value: np.ndarray | Number, kind_name: str) -> np.ndarray:
 
 
 # --- what is known without reading ----------------------------------------------------------------
+
+
+def only_array(value: PyTree, kind_name: str) -> PyTree:
+    """Returns the one array of a value, which has a shape and dtype; raises if it has several."""
+    if hasattr(value, "shape"):
+        return value
+    leaves = jax.tree.leaves(value)
+    if len(leaves) != 1:
+        raise errors.no_single_array(len(leaves), kind_name)
+    return leaves[0]
 
 
 def is_abstract(value: PyTree) -> bool:
@@ -216,19 +227,6 @@ def _assigned_tree(old: PyTree, new: PyTree, kind_name: str) -> PyTree:
     raise errors.other_structure(old, value, kind_name)
 
 
-def cast_item(old: jax.Array, new: PyTree, kind_name: str) -> PyTree:
-    """Returns what ``v[i] = new`` writes into the array ``old``, in its dtype."""
-    value = as_value(new, kind_name)
-    if not isinstance(value, _ARRAY_VALUES) or value.dtype == old.dtype:
-        return new
-
-    problem = _misfit_of_dtype(old, new, value)
-    if problem:
-        raise errors.assignment_misfit(old, kind_name, problem)
-    array = value.compute() if isinstance(value, LazyValue) else value
-    return array.astype(old.dtype)
-
-
 def _laid_out_as(old: ArrayValue, array: jax.Array) -> jax.Array:
     """Returns an array that was broadcast, in the layout of the one that it replaces."""
     if isinstance(old, Tracer):
@@ -288,7 +286,47 @@ def _rank_of(dtype: DType) -> int:
     return next(rank for rank, kind in enumerate(ranks) if jnp.issubdtype(dtype, kind))
 
 
-def item_misfit(old: jax.Array, index: object, new: PyTree) -> str | None:
+# --- v[i] = x: a part is written ------------------------------------------------------------------
+
+
+def with_item(array: PyTree, index: PyTree, new: PyTree, kind_name: str) -> PyTree:
+    """Returns an array with the item at an index replaced, in its dtype."""
+    if not isinstance(array, jax.Array):  # a named array aligns by names
+        return array.at[index].set(new)
+
+    new = _cast_item(array, new, kind_name)
+    try:
+        return array.at[index].set(new)
+    except (TypeError, ValueError, IndexError) as error:
+        problem = _item_misfit(array, index, new)
+        if problem is None:
+            raise
+        raise VariableValueError(problem) from error
+
+
+def with_entry(container: PyTree, key: PyTree, new: PyTree, kind_name: str) -> PyTree:
+    """Returns a copy of a dict or list with one entry replaced."""
+    if not isinstance(container, (dict, list)):
+        raise errors.no_index(container, key)
+    changed = copy.copy(container)
+    changed[key] = new
+    return as_value(changed, kind_name)
+
+
+def _cast_item(old: jax.Array, new: PyTree, kind_name: str) -> PyTree:
+    """Returns a value in the dtype of an array; raises for numbers that this cannot hold."""
+    value = as_value(new, kind_name)
+    if not isinstance(value, _ARRAY_VALUES) or value.dtype == old.dtype:
+        return new
+
+    problem = _misfit_of_dtype(old, new, value)
+    if problem:
+        raise errors.assignment_misfit(old, kind_name, problem)
+    array = value.compute() if isinstance(value, LazyValue) else value
+    return array.astype(old.dtype)
+
+
+def _item_misfit(old: jax.Array, index: object, new: PyTree) -> str | None:
     """Describes a value that does not fit into an item of an array; None for other misfits."""
     try:
         item = jax.eval_shape(lambda array: array[index], old)

@@ -21,19 +21,13 @@ computes it, when and where, and what threads do then, is in ``_core.init.lazy``
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Self, TypeVar
-
-import jax
-import numpy as np
-from jax.sharding import Sharding
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
 from shardax._core import values
 from shardax._core import variable_errors as errors
-from shardax._core.array_ops import ArrayLike, leaf_of
+from shardax._core.array_ops import ArrayLike
 from shardax._core.cross_process import packed
-from shardax._core.errors import VariableValueError
 from shardax._core.frames import (
     READ_ONLY,
     Frame,
@@ -67,13 +61,15 @@ T = TypeVar("T")
 
 
 class _VariableType(type):
-    """Gives subclasses empty slots, so that a stray attribute is an error."""
+    """Registers classes with JAX; gives them empty slots, so a stray attribute is an error."""
 
     def __new__(
         mcs, name: str, bases: tuple[type, ...], namespace: dict[str, Any], **kwargs: Any
     ) -> _VariableType:
         namespace.setdefault("__slots__", ())
-        return super().__new__(mcs, name, bases, namespace, **kwargs)
+        variable_type = super().__new__(mcs, name, bases, namespace, **kwargs)
+        register_variable(variable_type)
+        return variable_type
 
 
 class Variable(ArrayLike, Object, Generic[T], metaclass=_VariableType):
@@ -113,8 +109,6 @@ class Variable(ArrayLike, Object, Generic[T], metaclass=_VariableType):
     )
     _value: PyTree
     _metadata: Metadata
-    # The last write of a thread (``_core.frames``).
-    _stamp: Stamp | None
     # The labels under which ``_core.state.bind`` took the Variable out of trees; usually unset.
     _labels: tuple[Path, ...]
     # The stacked Variable that this one is a view of (``_core.graph.views``), or None.
@@ -126,7 +120,7 @@ class Variable(ArrayLike, Object, Generic[T], metaclass=_VariableType):
         self._owner = owner_here()
         self._lock = None
         self._marked = False
-        self._stamp = None
+        self._stamp: Stamp | None = None  # of the last write of a thread
 
         if isinstance(value, Variable):
             value = value.value
@@ -142,10 +136,6 @@ class Variable(ArrayLike, Object, Generic[T], metaclass=_VariableType):
 
         self._value = values.as_value(value, kind_of(self))
         self._metadata = new_metadata(self, axes, metadata)
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        register_variable(cls)
 
     def _here(self) -> Self:
         """Returns the Variable that stands for this one in the current frame."""
@@ -200,13 +190,11 @@ class Variable(ArrayLike, Object, Generic[T], metaclass=_VariableType):
             # Not read as ``value``: so ``v[i] += 1`` is checked as one read and write.
             value = self._here()._read()
             if hasattr(value, "at"):
-                self._write(self._with_item(value, index, new), check=True)
-            elif isinstance(value, (dict, list)):
-                value = copy.copy(value)
-                value[index] = new
-                self.value = value
+                with errors.naming_item_write(self, value.shape):
+                    changed = values.with_item(value, index, new, kind_of(self))
             else:
-                raise errors.no_index(value, index)
+                changed = values.with_entry(value, index, new, kind_of(self))
+            self._write(changed, check=True)
 
     def _assign(self, new: Any) -> None:
         """Writes ``v[...] = new``, which keeps shape and dtype."""
@@ -227,24 +215,6 @@ class Variable(ArrayLike, Object, Generic[T], metaclass=_VariableType):
             return new.value
         bare_value, _ = out_of_box(type(self), self.axes or (), new)
         return bare_value
-
-    def _with_item(self, array: Any, index: Any, new: Any) -> Any:
-        """Returns an array with the item at an index replaced."""
-        if isinstance(array, jax.Array):
-            with errors.naming_place(self):
-                new = values.cast_item(array, new, kind_of(self))
-        try:
-            return array.at[index].set(new)
-        except (TypeError, ValueError, IndexError) as error:
-            problem = None
-            if isinstance(array, jax.Array):
-                problem = values.item_misfit(array, index, new)
-            if problem is not None:
-                with errors.naming_place(self):
-                    raise VariableValueError(problem) from error
-
-            error.add_note(errors.note_of_item_write(self, array))
-            raise
 
     def _write(self, value: Any, check: bool = False) -> None:
         """Stores a value in the stand-in of this Variable.
@@ -392,31 +362,6 @@ class Variable(ArrayLike, Object, Generic[T], metaclass=_VariableType):
     # --- what is known without reading ------------------------------------------------------------
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the array, without materialising it."""
-        return tuple(np.shape(self._leaf()))
-
-    @property
-    def dtype(self) -> Any:
-        """Dtype of the array, without materialising it."""
-        return self._leaf().dtype
-
-    @property
-    def ndim(self) -> int:
-        """Number of dimensions, without materialising."""
-        return len(self.shape)
-
-    @property
-    def size(self) -> int:
-        """Number of elements, without materialising."""
-        return int(np.prod(self.shape, dtype=np.int64))
-
-    @property
-    def sharding(self) -> Sharding | None:
-        """Sharding of the array, or None if there is none yet."""
-        return getattr(self._leaf(), "sharding", None)
-
-    @property
     def is_lazy(self) -> bool:
         """Whether the value is still a recipe."""
         return isinstance(self._here()._value, LazyValue)
@@ -426,9 +371,8 @@ class Variable(ArrayLike, Object, Generic[T], metaclass=_VariableType):
         """Whether the value is only shapes and dtypes (``jax.ShapeDtypeStruct``)."""
         return values.is_abstract(self._here()._value)
 
-    def _leaf(self) -> Any:
-        """Returns the one array of the value; raises if there are several."""
-        return leaf_of(self._here()._value, type(self).__name__)
+    def _shaped(self) -> Any:
+        return values.only_array(self._here()._value, type(self).__name__)
 
     def __repr__(self) -> str:
         value = values.describe(self._here()._value)
@@ -523,26 +467,6 @@ class Variable(ArrayLike, Object, Generic[T], metaclass=_VariableType):
         if labels is not None:
             self._labels = labels
         self._owner, self._lock, self._marked, self._stamp = owner_here(), None, False, None
-
-
-register_variable(Variable)
-
-
-class Origin(NamedTuple):
-    """What a value came from: Variable type and metadata."""
-
-    variable_type: type[Variable]
-    all_metadata: Metadata
-
-    @property
-    def axes(self) -> tuple[Any, ...] | None:
-        """Logical axis names, or None."""
-        return self.all_metadata.axes
-
-    @property
-    def metadata(self) -> Mapping[str, Any]:
-        """Metadata entries other than the axes."""
-        return self.all_metadata.entries
 
 
 class Param(Variable[T]):

@@ -108,6 +108,14 @@ def ref_misfit(kind_name: str, ref: jax.Ref, new: PyTree) -> VariableValueError:
     )
 
 
+def no_single_array(count: int, kind_name: str) -> AttributeError:
+    """Returns the error of ``v.shape`` and the like where the value has several arrays."""
+    return AttributeError(
+        f"This {kind_name} holds a pytree of {count} arrays, which has no single shape or dtype; "
+        f"look at jax.tree.leaves(v.value)."
+    )
+
+
 def update_misfit(kind_name: str, problem: str) -> StateMismatchError:
     """Returns the error of ``v.update(x)`` where ``x`` does not fit."""
     return StateMismatchError(
@@ -122,13 +130,6 @@ def other_frozen_value(kind_name: str, problem: str) -> StateMismatchError:
         f"The {kind_name} {problem}; nothing was changed. To take the array all the "
         f"same: v.value = frozen.value."
     )
-
-
-def note_of_item_write(variable: Variable, array: jax.Array) -> str:
-    """Returns the note for an error that JAX raises at ``v[i] = x``."""
-    place = place_of(variable)
-    subject = f"{place}, {a_kind_of(variable)}" if place else a_kind_of(variable)
-    return f"In a write into {subject} of shape {array.shape}."
 
 
 # --- axes and metadata ----------------------------------------------------------------------------
@@ -239,3 +240,18 @@ def naming_place(variable: Variable) -> Generator[None]:
         if not place:
             raise
         raise VariableValueError(f"{place}: {error}") from error.__cause__
+
+
+@contextlib.contextmanager
+def naming_item_write(variable: Variable, shape: tuple[int, ...]) -> Generator[None]:
+    """Adds the Variable, its place and shape to the errors of JAX at ``v[i] = x``."""
+    try:
+        with naming_place(variable):
+            yield
+    except VariableValueError:
+        raise
+    except (TypeError, ValueError, IndexError) as error:
+        place = place_of(variable)
+        subject = f"{place}, {a_kind_of(variable)}" if place else a_kind_of(variable)
+        error.add_note(f"In a write into {subject} of shape {shape}.")
+        raise

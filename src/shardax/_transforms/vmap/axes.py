@@ -37,6 +37,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from shardax._core._jax import Tracer
 from shardax._core.errors import MetadataError, ShardaxError
 from shardax._core.frames import owner_here
+from shardax._core.frozen import Origin
 from shardax._core.graph.flatten import (
     ChildDecoder,
     GraphDef,
@@ -52,7 +53,6 @@ from shardax._core.init.rng import Rngs, RngStream
 from shardax._core.object import Object
 from shardax._core.state.split_merge import clone_sharing
 from shardax._core.state.state import State
-from shardax._core.variable import Origin
 from shardax._transforms import errors
 from shardax._transforms.lift import prefix
 from shardax._transforms.lift.binding import (
