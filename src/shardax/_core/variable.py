@@ -24,6 +24,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
+import jax
+
 from shardax._core import values
 from shardax._core import variable_errors as errors
 from shardax._core.array_ops import ArrayLike
@@ -208,6 +210,8 @@ class Variable(ArrayLike, Object, Generic[T], metaclass=_VariableType):
 
     def _acceptable(self, new: Any) -> Any:
         """Returns a new value without its box; raises if it belongs to another Variable."""
+        if isinstance(new, jax.Array):
+            return new
         if isinstance(new, Variable):
             problem = new._mismatch_with(self)
             if problem:
@@ -217,12 +221,7 @@ class Variable(ArrayLike, Object, Generic[T], metaclass=_VariableType):
         return bare_value
 
     def _write(self, value: Any, check: bool = False) -> None:
-        """Stores a value in the stand-in of this Variable.
-
-        Args:
-            value: Of one of the kinds of ``_core.values``.
-            check: Whether another thread's write that this thread has not read is an error.
-        """
+        """Stores a value; with ``check`` not over what another thread wrote, unread by this one."""
         frame = local.frame
         target = self if self._owner is frame else resolve(self, frame)
 
