@@ -19,10 +19,10 @@ from shardax._core.graph.definitions import GraphDef as GraphDef
 from shardax._core.graph.pytrees import mutable as mutable
 from shardax._core.init.defaults import default_device as default_device
 from shardax._core.init.defaults import default_dtype as default_dtype
+from shardax._core.init.key_reuse import debug_key_reuse as debug_key_reuse
 from shardax._core.init.lazy import Init as Init
 from shardax._core.init.rng import Rngs as Rngs
 from shardax._core.init.rng import RngStream as RngStream
-from shardax._core.init.rng import debug_key_reuse as debug_key_reuse
 from shardax._core.module import Module as Module
 from shardax._core.state.bind import bind as bind
 from shardax._core.state.bind import freeze as freeze

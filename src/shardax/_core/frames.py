@@ -149,10 +149,9 @@ local = _ThreadState()
 # Held where a value is read and written in one step, also by a compiled call, which may wait for
 # JAX to trace. So nothing that runs while a transform traces may wait for it (``in_one_step``).
 exclusive = threading.RLock()
-# Held while lazy values become real; its holder waits for initializers alone. After ``exclusive``.
-realising = threading.RLock()
 # Held while a Variable gets a stamp; its holder waits for nothing, so a read never waits for the
-# initializer of another Variable. After the other two.
+# initializer of another Variable. After ``exclusive`` and the lock of lazy values
+# (``init.lazy.materializing``).
 _stamping = threading.Lock()
 _no_lock = contextlib.nullcontext()
 

@@ -18,22 +18,40 @@ hashable structure and nothing else.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NoReturn, Self, TypeVar
+from typing import Any, NamedTuple, NoReturn, Self, TypeVar
 
 import jax
 import numpy as np
 
 from shardax._core._jax import Tracer, is_prng_key
-from shardax._core.array_ops import ArrayLike, snapshot
+from shardax._core.array_ops import ArrayLike
 from shardax._core.errors import ModuleAttributeError
 from shardax._core.frames import is_eager, owner_here
 from shardax._core.graph.paths import Path, format_path
 from shardax._core.graph.static import Axes, Metadata, exact_key
 from shardax._core.init.lazy import LazyValue
 from shardax._core.object import Placeholder, Shown
-from shardax._core.variable import ArrayAttribute, Origin, Variable
+from shardax._core.values import snapshot
+from shardax._core.variable import ArrayAttribute, Variable
 
 T = TypeVar("T")
+
+
+class Origin(NamedTuple):
+    """What a value came from: Variable type and metadata."""
+
+    variable_type: type[Variable]
+    all_metadata: Metadata
+
+    @property
+    def axes(self) -> tuple[Any, ...] | None:
+        """Logical axis names, or None."""
+        return self.all_metadata.axes
+
+    @property
+    def metadata(self) -> Mapping[str, Any]:
+        """Metadata entries other than the axes."""
+        return self.all_metadata.entries
 
 
 class FrozenMetadata(Metadata):
@@ -149,6 +167,20 @@ class FrozenVariable(Variable[T]):
         )
         variable._labels = (metadata.label,)
         return variable
+
+    def _mismatch_with(self, target: Variable) -> str | None:
+        metadata = self._frozen_metadata()
+        target_type = target._flatten(None).type
+        expected = target.variable_type if isinstance(target, FrozenVariable) else target_type
+        if not issubclass(metadata.variable_type, expected):
+            frozen_name = metadata.variable_type.__name__
+            return f"is a {target_type.__name__}, and given the frozen value of a {frozen_name}"
+
+        labels = target._all_labels
+        if metadata.label and labels and metadata.label not in labels:
+            own_label, given_label = format_path(labels[-1]), format_path(metadata.label)
+            return f"has the label {own_label}, given the frozen value of {given_label}"
+        return None
 
     def _write(self, value: object, check: bool = False) -> NoReturn:
         self._refuse("the value")
@@ -281,6 +313,9 @@ class Slot(ArrayLike, Placeholder, Shown):
         self._refuse()
 
     def _operand(self) -> NoReturn:
+        self._refuse()
+
+    def _shaped(self) -> NoReturn:
         self._refuse()
 
     def _refuse(self) -> NoReturn:

@@ -26,14 +26,14 @@ from typing import Any, Final
 
 import jax
 
-from shardax._core.array_ops import as_value
-from shardax._core.containers import ARRAY_TYPES, BOXES, box, class_of, is_boxed
 from shardax._core.frames import check_structural_write, local, owner_here, resolve
 from shardax._core.frozen import Slot
 from shardax._core.graph.handlers import Pairs, handler_of
 from shardax._core.graph.paths import Leaf, Path, PyTree, format_path
 from shardax._core.graph.static import EMPTY, exact_key
 from shardax._core.object import Object, epoch
+from shardax._core.stored import ARRAY_HOLDERS, ARRAY_TYPES, class_of, holds_arrays, to_stored
+from shardax._core.values import as_value
 from shardax._core.variable import ArrayAttribute, Variable
 from shardax._select import places
 
@@ -124,7 +124,7 @@ def is_hole(stored: object) -> bool:
 
 def hole_for(stored: object) -> Any:
     """Returns the hole for a stored value."""
-    return ArrayAttribute._make(HOLE, EMPTY, owner_here()) if is_boxed(stored) else HOLE
+    return ArrayAttribute._make(HOLE, EMPTY, owner_here()) if holds_arrays(stored) else HOLE
 
 
 def combine(*parts: object) -> PyTree:
@@ -338,7 +338,7 @@ class _Edit:
 
     def value(self, node: places.Holder) -> Leaf:
         """Returns the value of a Variable after the edit."""
-        if isinstance(node.place.stored, BOXES):
+        if isinstance(node.place.stored, ARRAY_HOLDERS):
             return self.content(node, node.place)
         ((_, value),) = arranged(node.place, self.parts(node, node.place))
         return value
@@ -387,7 +387,7 @@ def _check_no_loss(child: places.Place, item: object) -> None:
     if (
         isinstance(item, ARRAY_TYPES)
         and isinstance(stored, (Variable, Slot))
-        and not is_boxed(stored)
+        and not holds_arrays(stored)
     ):
         kind = getattr(stored, "variable_type", type(stored)).__name__
         form = f"slot of a {kind}" if isinstance(stored, Slot) else kind
@@ -408,7 +408,7 @@ def _stored(child: places.Place, item: object):
     """Returns an item as the model stores it."""
     if item is child.stored or item is HOLE or isinstance(item, Object):
         return item
-    return box(item, f"what stands at {format_path(child.path)}")
+    return to_stored(item, f"what stands at {format_path(child.path)}")
 
 
 def _like(variable: Variable, value: object) -> Variable:

@@ -23,12 +23,12 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from shardax._core.containers import ARRAY_TYPES, BOXES, ChangeableNode, title_of, unbox
 from shardax._core.errors import ShardaxError
 from shardax._core.graph.handlers import Pairs, handler_of, has_parts, map_children
 from shardax._core.graph.paths import Leaf, Path, format_path, line_of
 from shardax._core.init.lazy import LazyValue
 from shardax._core.object import Object
+from shardax._core.stored import ARRAY_HOLDERS, ARRAY_TYPES, ChangeableNode, from_stored, title_of
 from shardax._core.variable import Variable
 
 
@@ -65,7 +65,7 @@ class Place(NamedTuple):
     @property
     def content(self) -> Leaf:
         """The content, not materialised: the array of an array attribute."""
-        return content_of(self.stored) if isinstance(self.stored, BOXES) else self.stored
+        return content_of(self.stored) if isinstance(self.stored, ARRAY_HOLDERS) else self.stored
 
     def key(self, every_path: bool) -> Hashable:
         """The key of a place, equal for equal places."""
@@ -94,7 +94,7 @@ def children(place: Place, into_values: bool = True) -> list[Place]:
     above = (*place.above, id(place.holder)) if place.is_holder else place.above
     places: list[Place] = []
     for key, child in parts(place.content):
-        if not into_values and isinstance(child, BOXES):
+        if not into_values and isinstance(child, ARRAY_HOLDERS):
             continue
         steps = () if key is None else (key,)
         path = (*place.path, *steps)
@@ -127,7 +127,7 @@ def parts(value: Any) -> Pairs:
 
 def shown(value: Any) -> Any:
     """Returns a stored value in the user's form, nothing materialised."""
-    if isinstance(value, BOXES):
+    if isinstance(value, ARRAY_HOLDERS):
         return content_of(value)
     if handler_of(value).stores_items and has_parts(value):
         tree = map_children(shown, value)
@@ -138,12 +138,12 @@ def shown(value: Any) -> Any:
 def read(place: Place) -> Leaf:
     """Returns the value at a place, or ``ABSENT``."""
     if isinstance(place.holder, Variable):
-        is_hidden = isinstance(place.holder, BOXES)
+        is_hidden = isinstance(place.holder, ARRAY_HOLDERS)
         if is_hidden or place.local:
             _ = place.holder.value  # what is lazy becomes real
         if is_hidden:
             return descend(place.holder.value, place.local)
-    return unbox(descend(place.holder, place.local))
+    return from_stored(descend(place.holder, place.local))
 
 
 def descend(value: object, path: Path | str) -> Any:

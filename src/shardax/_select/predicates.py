@@ -32,13 +32,14 @@ from typing import Any
 import jax
 import numpy as np
 
-from shardax._core.containers import Dict, List, class_of
+from shardax._core.containers import Dict, List
 from shardax._core.graph.paths import Path, PyTree, format_path
 from shardax._core.graph.static import exact_key
 from shardax._core.graph.views import VIEW_LOCK
 from shardax._core.init.lazy import LazyValue
 from shardax._core.object import Object
 from shardax._core.state.filters import to_predicate
+from shardax._core.stored import class_of
 from shardax._select.places import Place, SelectionError, children, read, search, shown
 
 Test = Callable[[Place], bool]

@@ -21,9 +21,9 @@ import re
 from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Mapping
 from typing import Any
 
-from shardax._core.containers import BOXES, class_of
 from shardax._core.graph.paths import Leaf, Path, PyTree, format_path
 from shardax._core.object import Shown
+from shardax._core.stored import ARRAY_HOLDERS, class_of
 from shardax._select import predicates
 from shardax._select.edit import HOLE, OLD, Items, Journal, edit_tree, undo
 from shardax._select.places import (
@@ -788,7 +788,7 @@ def _as_given(path: Path | str) -> Path | str:
 def _within(place: Place, below: Place, value: object) -> Place:
     """Returns a selected part's place as one of the whole tree."""
     path, above = (*place.path, *below.path), (*place.above, id(place.holder), *below.above)
-    in_value = place.inside or isinstance(place.stored, BOXES)
+    in_value = place.inside or isinstance(place.stored, ARRAY_HOLDERS)
     if in_value or (below.holder is value and not place.is_holder):
         local = (*place.local, *below.path)
         return below._replace(path=path, holder=place.holder, local=local, inside=in_value)

@@ -36,6 +36,7 @@ import numpy as np
 from shardax._core.checks import Options
 from shardax._core.errors import ModuleError, StateMismatchError
 from shardax._core.frames import is_eager, owner_here
+from shardax._core.frozen import Origin
 from shardax._core.graph.flatten import GraphWalk, is_object
 from shardax._core.graph.paths import Path, format_path
 from shardax._core.graph.stacked_values import part_of, stack_values
@@ -45,7 +46,7 @@ from shardax._core.graph.views import view
 from shardax._core.module import Module
 from shardax._core.object import Object, epoch
 from shardax._core.state.split_merge import find_duplicates, iter_modules, iter_variables
-from shardax._core.state.state import Origin, State
+from shardax._core.state.state import State
 from shardax._parallel.pipeline import run_pipeline
 from shardax._transforms.control.scan import scan
 from shardax._transforms.jit.jit import jit

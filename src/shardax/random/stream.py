@@ -38,7 +38,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSha
 from shardax._core.errors import ModuleError, ShardaxError
 from shardax._core.frames import is_eager
 from shardax._core.graph.paths import PyTree
-from shardax._core.init import lazy
+from shardax._core.init import keys, lazy, programs
 from shardax._core.init.defaults import as_device, creation_device
 from shardax._core.init.rng import key_value, seed_source
 from shardax.partition.mesh import resolve_mesh
@@ -102,11 +102,11 @@ def key_size(impl: object) -> int:
 class KeyStream:
     """A stream, thread-safe; without a source seeded at the first draw."""
 
-    def __init__(self, source: lazy.KeySource | StreamState | None) -> None:
+    def __init__(self, source: keys.KeySource | StreamState | None) -> None:
         self._lock = threading.Lock()
         self.restart(source)
 
-    def restart(self, source: lazy.KeySource | StreamState | None) -> None:
+    def restart(self, source: keys.KeySource | StreamState | None) -> None:
         with self._lock:
             self._source = source
             self._key: tuple[str, np.ndarray] | None = None
@@ -141,7 +141,7 @@ class KeyStream:
                         f"one array. Give all the same seed first: shardax.random.seed(0)."
                     )
                 source = source or seed_source(secrets.randbits(128))
-                self._key = (str(source.impl), lazy.all_key_words([source])[0])
+                self._key = (str(source.impl), keys.known_key_words([source])[0])
         return self._key
 
 
@@ -162,7 +162,7 @@ def current(caller: str) -> KeyStream:
     return _isolated.get() or _of_all_threads
 
 
-def as_source(seed: object) -> lazy.KeySource | StreamState:
+def as_source(seed: object) -> keys.KeySource | StreamState:
     """The start of a stream from a seed, key or state."""
     if isinstance(seed, StreamState):
         return seed
@@ -173,7 +173,7 @@ def as_source(seed: object) -> lazy.KeySource | StreamState:
         raise ModuleError(
             f"A stream starts from one key, not {key.size} of shape {key.shape}: give key[0]."
         )
-    return lazy.KeySource(key)
+    return keys.KeySource(key)
 
 
 def seed(seed: object) -> None:
@@ -332,7 +332,7 @@ def _program(
     operands: tuple[tuple[str, tuple[int, ...], PyTree], ...],
     options: tuple[tuple[str, Hashable], ...],
     place: Sharding | None,
-) -> lazy.InitializerProgram:
+) -> programs.InitializerProgram:
     sampler = jax.random.clone if name == "key" else getattr(jax.random, name)
 
     def sample(given: tuple[Any, ...]) -> jax.Array:
@@ -347,10 +347,10 @@ def _program(
         (jax.ShapeDtypeStruct((), np.uint32),) * folds,
         {operand: jax.ShapeDtypeStruct(shape, dtype) for operand, shape, dtype in operands},
     )
-    with jax.sharding.use_abstract_mesh(lazy.NO_MESH):
+    with jax.sharding.use_abstract_mesh(keys.NO_MESH):
         made = jax.eval_shape(sample, given)  # raises for wrong arguments
     if not isinstance(place, NamedSharding):
-        return lazy.InitializerProgram(sample, given, place)
+        return programs.InitializerProgram(sample, given, place)
     try:
         place.shard_shape(made.shape)
     except ValueError as error:
@@ -358,7 +358,7 @@ def _program(
             f"shardax.random.{name} cannot lay out {made.dtype}{list(made.shape)} by {place}: "
             f"{error} Choose a shape that the mesh divides, or another sharding."
         ) from error
-    return lazy.program_into(place, sample, given, lazy.cuts_freely(sample, given, impl))
+    return programs.program_into(place, sample, given, programs.cuts_freely(sample, given, impl))
 
 
 def placement(

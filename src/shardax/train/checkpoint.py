@@ -26,7 +26,7 @@ from shardax._core.checks import raise_if_any
 from shardax._core.errors import ModuleError, ShardaxError, warn
 from shardax._core.graph.paths import Leaf, PyTree
 from shardax._core.graph.stacked_values import named_sharding
-from shardax._core.variable import refuse_deleted
+from shardax._core.values import refuse_deleted
 from shardax._files import PathExistsError, PathNotFoundError
 from shardax.partition.mesh import resolve_mesh
 from shardax.partition.specs import abstract
@@ -213,7 +213,7 @@ def _to_store(
     arrays: list[ModelArray] = []
     for array in contents.arrays:
         if id(array.variable) not in leaves:
-            leaves[id(array.variable)] = jax.tree.leaves(array.variable._here()._real())
+            leaves[id(array.variable)] = jax.tree.leaves(array.variable._here()._read())
         arrays.append(array._replace(value=leaves[id(array.variable)].pop(0)))
     traced = [array.path for array in arrays if isinstance(array.value, Tracer)]
     raise_if_any(

@@ -27,12 +27,13 @@ from shardax._core._jax import Tracer
 from shardax._core.array_ops import wider_dtype
 from shardax._core.checks import Options, raise_if_any
 from shardax._core.frames import local, resolve
+from shardax._core.frozen import Origin
 from shardax._core.graph.handlers import knows_names
 from shardax._core.graph.paths import Leaf, Path, PyTree, format_path
 from shardax._core.graph.static import BOX_ENTRY
 from shardax._core.module import Module
 from shardax._core.state.split_merge import describe_plain_arrays, iter_variables
-from shardax._core.state.state import Origin, State
+from shardax._core.state.state import State
 from shardax._core.state.values_by_path import by_paths_of
 from shardax._core.variable import OptState, Param, Variable
 from shardax._transforms.errors import TransformError

@@ -25,7 +25,8 @@ from shardax._core.array_ops import wider_dtype
 from shardax._core.graph.paths import Leaf, Path, PyTree, plain_path
 from shardax._core.graph.stacked_values import named_sharding
 from shardax._core.graph.static import Static
-from shardax._core.init.lazy import SMALL, LazyValue, on_device
+from shardax._core.init.lazy import LazyValue
+from shardax._core.init.programs import SMALL, on_device
 from shardax._core.state.state import State
 from shardax._core.variable import Variable
 from shardax.partition.inventory import dimensions_of_state
@@ -257,7 +258,7 @@ class TrainedParameters:
     def array(self, position: int) -> Any:
         """Returns a parameter's array, materialising it if it is lazy."""
         variable, inner = self.places[position]
-        return jax.tree.leaves(variable._real())[inner]
+        return jax.tree.leaves(variable._read())[inner]
 
     def sharding_for(self, leaf: StateLeaf) -> NamedSharding | None:
         """Returns the sharding of a state leaf, from the parameters' places."""

@@ -17,7 +17,8 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import shardax as sx
-from shardax._core.init.lazy import Init, KeySource, LazyKey
+from shardax._core.init.keys import KeySource
+from shardax._core.init.lazy import Init, LazyKey
 from shardax.errors import MetadataError, ModuleError, ShardaxError
 from tests.strategies import assert_equal_values
 

@@ -30,7 +30,7 @@ from shardax._core.graph.flatten import build, flatten, is_object, walk_objects
 from shardax._core.graph.key_levels import Child
 from shardax._core.graph.paths import KeyEntry, Leaf, attribute_key
 from shardax._core.graph.static import EMPTY, Metadata
-from shardax._core.init.lazy import LazyValue, realise_all
+from shardax._core.init.lazy import LazyValue, materialize_all
 from shardax._core.object import Object
 
 Tree = TypeVar("Tree")
@@ -101,8 +101,8 @@ def values_of(leaves: Iterable[Leaf]) -> list[Leaf]:
     values = [target._value for target in targets]
 
     if any(isinstance(value, (LazyValue, np.ndarray)) for value in values):
-        realise_all(targets)
-        values = [target._real() for target in targets]
+        materialize_all(targets)
+        values = [target._read() for target in targets]
     return values
 
 

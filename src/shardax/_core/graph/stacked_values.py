@@ -21,7 +21,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from shardax._core._jax import Tracer
 from shardax._core.graph.paths import Leaf, PyTree
-from shardax._core.init.lazy import InitializerProgram, KeySource, LazyValue, Recipe
+from shardax._core.init.keys import KeySource
+from shardax._core.init.lazy import LazyValue, Recipe
+from shardax._core.init.programs import InitializerProgram
 
 # --- lazy values ----------------------------------------------------------------------------------
 
@@ -60,7 +62,9 @@ class LazyStack(Recipe):
         """Whether one program makes all parts."""
         return self.likeness is not self
 
-    def program(self, sharding: object = None, lead: tuple[int, ...] = ()) -> InitializerProgram:
+    def program(
+        self, sharding: Sharding | None = None, lead: tuple[int, ...] = ()
+    ) -> InitializerProgram:
         first = self.parts[0]
         assert isinstance(first, Recipe)
         return first.program(sharding, (*lead, len(self.parts)))
@@ -79,7 +83,7 @@ class LazyStack(Recipe):
             return (len(self.parts), *first._stacked_sizes())
         return (len(self.parts),)
 
-    def compute(self, sharding: object = None) -> jax.Array:
+    def compute(self, sharding: Sharding | None = None) -> jax.Array:
         if self._parts_are_alike():
             return super().compute(sharding)
 
@@ -102,7 +106,7 @@ class LazyPart(LazyValue):
         self.shape = stacked.shape[1:]
         self.dtype = stacked.dtype
 
-    def compute(self, sharding: object = None) -> jax.Array:
+    def compute(self, sharding: Sharding | None = None) -> jax.Array:
         part = self.read()[self.index]
         return part if sharding is None else jax.device_put(part, sharding)
 

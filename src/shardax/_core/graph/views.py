@@ -31,7 +31,9 @@ from shardax._core.graph.stacked_values import form_of, form_text, is_abstract, 
 from shardax._core.graph.static import Metadata
 from shardax._core.init.lazy import LazyValue
 from shardax._core.object import Object, epoch
-from shardax._core.variable import Variable, is_deleted, refuse_read
+from shardax._core.values import is_deleted
+from shardax._core.variable import Variable
+from shardax._core.variable_errors import deleted_read
 
 VIEW_LOCK = (
     "Cannot change {what}: it is a view of one layer of a stack, and all its layers have one "
@@ -145,17 +147,17 @@ class _ViewOfVariable:
 
         if several and local.frame is None:
             note_read(target)
-        stacked = target._parent._here()._real()
+        stacked = target._parent._here()._read()
         if local.frame is None and is_deleted(stacked):
-            refuse_read(target)
+            raise deleted_read(target)
         return part_of(stacked, target._index)
 
     @value.setter
     def value(self, value: PyTree) -> None:
         type(self)._plain.value.fset(self, value)
 
-    def _real(self) -> PyTree:
-        return part_of(self._parent._real(), self._index)
+    def _read(self) -> PyTree:
+        return part_of(self._parent._read(), self._index)
 
     @classmethod
     def _make(cls, *contents: Any) -> Any:

@@ -12,14 +12,12 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
-import jax
 import jax.numpy as jnp
 
-from shardax._core.array_ops import snapshot
-from shardax._core.containers import Dict, box, unbox_attribute
+from shardax._core.containers import Dict
 from shardax._core.errors import FilterError, ModuleError, StateMismatchError
 from shardax._core.frames import check_structural_write, is_ref, local, owner_here, resolve
-from shardax._core.frozen import FrozenVariable
+from shardax._core.frozen import FrozenVariable, Origin
 from shardax._core.graph import flatten, handlers
 from shardax._core.graph.definitions import GraphDef
 from shardax._core.graph.paths import Path, PyTree, format_path
@@ -28,9 +26,11 @@ from shardax._core.module import Module, modules_in
 from shardax._core.object import Object
 from shardax._core.state.filters import Filter, group_by_filter, matching
 from shardax._core.state.forms import StateForm
-from shardax._core.state.state import Origin, State, state_of
+from shardax._core.state.state import State, state_of
 from shardax._core.state.values_by_path import merged_values
-from shardax._core.variable import ArrayAttribute, Variable, copied_leaf, fitted, refuse_deleted
+from shardax._core.stored import array_of_attribute, to_stored
+from shardax._core.values import copy_value, refuse_deleted, snapshot
+from shardax._core.variable import ArrayAttribute, Variable
 
 T = TypeVar("T")
 
@@ -53,7 +53,11 @@ def box_tree(tree: object) -> PyTree:
     if _is_container(tree, handler):
         pairs = [(key, box_tree(child)) for key, child in handler.children(tree)]
         return handler.rebuild(handler.config(tree), pairs)
-    return tree if handler.is_object or isinstance(tree, str) else box(tree, "an entry of the tree")
+    return (
+        tree
+        if handler.is_object or isinstance(tree, str)
+        else to_stored(tree, "an entry of the tree")
+    )
 
 
 def _thawed(value: object, origin: Origin):
@@ -74,7 +78,7 @@ def unbox_tree(tree: object) -> PyTree:
         values = {path: variable._value for path, variable in tree.flat().items()}
         return State.from_flat(values, tree.origins())
     if not _is_container(tree, handler):
-        return unbox_attribute(tree)
+        return array_of_attribute(tree)
     pairs = [(key, unbox_tree(child)) for key, child in handler.children(tree)]
     return handler.rebuild(list if handler is handlers.LIST else handler.config(tree), pairs)
 
@@ -274,7 +278,7 @@ def update(
             )
         if isinstance(value, FrozenVariable) and value.label not in ((), path):
             return None, f"is given the frozen value of {format_path(value.label)}"
-        return fitted(variable, value, cast)
+        return variable._fitted(value, cast)
 
     values = merged_values(states, flat.leaf_paths, complete=strict, fit=fit)
     for path, value in values.items():
@@ -311,9 +315,7 @@ def clone(tree: T) -> T:
         >>> copy.kernel is layer.kernel, bool((copy.kernel == layer.kernel).all())
         (False, True)
     """
-    return _cloned(
-        tree, lambda value: jax.tree.map(copied_leaf, value if is_ref(value) else snapshot(value))
-    )
+    return _cloned(tree, copy_value)
 
 
 def clone_sharing(tree: T) -> T:

@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 
 from shardax._core.checks import Options
-from shardax._core.containers import box
 from shardax._core.errors import ModuleError, VariableValueError
 from shardax._core.frames import owner_here
 from shardax._core.frozen import FrozenVariable
@@ -26,6 +25,7 @@ from shardax._core.module import Module
 from shardax._core.state.bind import freeze, thaw
 from shardax._core.state.filters import Filter, to_predicate
 from shardax._core.state.split_merge import box_tree, clone, flat_tree, unbox_tree
+from shardax._core.stored import to_stored
 from shardax._core.variable import ArrayAttribute, Variable
 
 T = TypeVar("T")
@@ -233,6 +233,6 @@ class _Rebuilding(flatten.ChildDecoder):
             handler = handler_of(part)
             handler.fill(part, handler.children(part))
         if isinstance(item, (Module, Variable)):
-            part = box(self.fn(path, part), f"what replaces {format_path(path)}")
+            part = to_stored(self.fn(path, part), f"what replaces {format_path(path)}")
         self.inside.discard(position)
         self.objects[position] = part

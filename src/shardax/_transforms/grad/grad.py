@@ -27,7 +27,9 @@ import numpy as np
 from shardax._core.array_ops import wider_dtype
 from shardax._core.errors import ShardaxError, StateMismatchError
 from shardax._core.frames import owner_here
-from shardax._core.graph.flatten import GraphDef, build, flatten
+from shardax._core.frozen import Origin
+from shardax._core.graph.definitions import GraphDef
+from shardax._core.graph.flatten import build, flatten
 from shardax._core.graph.handlers import axes_of
 from shardax._core.graph.paths import Leaf, Path, PyTree, format_path
 from shardax._core.init.lazy import LazyValue
@@ -35,7 +37,7 @@ from shardax._core.module import Module
 from shardax._core.object import Object
 from shardax._core.state.filters import to_predicate
 from shardax._core.state.split_merge import describe_plain_arrays, state
-from shardax._core.state.state import Origin, State
+from shardax._core.state.state import State
 from shardax._core.state.values_by_path import arranged_by_path, merged_values
 from shardax._core.variable import Param, Variable
 from shardax._transforms import errors

@@ -17,7 +17,8 @@ from jax.sharding import AxisType, NamedSharding
 
 from shardax._core.errors import DonationError, first_of
 from shardax._core.graph.paths import Path, format_path
-from shardax._core.variable import Param, refuse_deleted
+from shardax._core.values import refuse_deleted
+from shardax._core.variable import Param
 from shardax._transforms.errors import PrefixError, TransformError
 from shardax._transforms.lift.arguments import TreeTemplate, plain_paths
 from shardax._transforms.lift.binding import absent_error

@@ -25,9 +25,10 @@ from shardax._core.graph.paths import Leaf, Path, PyTree, format_path
 from shardax._core.graph.settings import SettingsKey
 from shardax._core.graph.static import Static
 from shardax._core.graph.views import block_parents
-from shardax._core.init.lazy import LazyValue, realise_all
+from shardax._core.init.lazy import LazyValue, materialize_all
 from shardax._core.object import Object, epoch
-from shardax._core.variable import ArrayAttribute, Variable, has_deleted, is_deleted, refuse_deleted
+from shardax._core.values import has_deleted, is_deleted, refuse_deleted
+from shardax._core.variable import ArrayAttribute, Variable
 from shardax._transforms.errors import TransformError
 from shardax._transforms.lift import arguments as inputs
 
@@ -105,7 +106,7 @@ def absent_error(paths: Sequence[Path]) -> ModuleError:
 
 def read(leaves: Sequence[Leaf]) -> list[Leaf]:
     """Reads the values of resolved Variables, materialising lazy and NumPy ones."""
-    realise_all(leaves)
+    materialize_all(leaves)
     return [v.value if isinstance(v._value, (LazyValue, np.ndarray)) else v._value for v in leaves]
 
 

@@ -37,14 +37,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from shardax._core._jax import Tracer
 from shardax._core.errors import MetadataError, ShardaxError
 from shardax._core.frames import owner_here
-from shardax._core.graph.flatten import (
-    ChildDecoder,
-    GraphDef,
-    ModuleDef,
-    Ref,
-    VariableDef,
-    is_object,
-)
+from shardax._core.frozen import Origin
+from shardax._core.graph.definitions import GraphDef, ModuleDef, Ref, VariableDef
+from shardax._core.graph.flatten import ChildDecoder, is_object
 from shardax._core.graph.handlers import knows_names
 from shardax._core.graph.paths import Leaf, Path, PyTree, format_path, plain_path
 from shardax._core.graph.static import PARTITION_NAME, Metadata
@@ -52,7 +47,6 @@ from shardax._core.init.rng import Rngs, RngStream
 from shardax._core.object import Object
 from shardax._core.state.split_merge import clone_sharing
 from shardax._core.state.state import State
-from shardax._core.variable import Origin
 from shardax._transforms import errors
 from shardax._transforms.lift import prefix
 from shardax._transforms.lift.binding import (

@@ -37,7 +37,7 @@ from shardax._core.graph import handlers
 from shardax._core.graph.handlers import is_box as is_box
 from shardax._core.graph.paths import PyTree
 from shardax._core.graph.static import BOX_ENTRY, PARTITION_NAME, Metadata, Static, check_axes
-from shardax._core.init.lazy import announce
+from shardax._core.init.boxed import announce
 from shardax._transforms.lift.engine import wraps
 from shardax.partition.checker import spec_for
 from shardax.partition.constraints import constrain

@@ -17,12 +17,13 @@ from typing import Any, Self, TypeVar
 
 import jax
 
-from shardax._core.array_ops import as_value
 from shardax._core.frames import local, owner_here, resolve
+from shardax._core.frozen import Origin
 from shardax._core.graph.paths import Leaf, Path, PyTree, format_path
 from shardax._core.graph.static import BOX_ENTRY, EMPTY, PARTITION_NAME, Metadata
 from shardax._core.object import Object
-from shardax._core.state.state import Origin, State
+from shardax._core.state.state import State
+from shardax._core.values import as_value
 from shardax._core.variable import Param, Variable
 from shardax.partition import errors
 from shardax.partition.boxes import boxes
