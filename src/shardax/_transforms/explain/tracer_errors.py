@@ -2,15 +2,14 @@
 """JAX's errors about values that are unknown while tracing.
 
 They keep their type, for ``except``. Their text names the user's function, its arguments and
-Variables instead of the flat lists that JAX was given (``explained_inputs``), and says what to
-write (``explained_tracers``). The engine of the lift knows this file by these two alone.
+Variables instead of the flat lists that JAX was given (``name_inputs``), and says what to write
+(``add_advice``). The engine of the lift knows this file by these two functions alone.
 """
 
 from __future__ import annotations
 
-import contextlib
 import re
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal
 
 import jax
@@ -59,26 +58,6 @@ InputForm = Literal["arguments", "leaves", "pair"]
 """How a program takes plain arguments: positional and named, one list of leaves, or one tuple."""
 
 
-@contextlib.contextmanager
-def explained_tracers() -> Generator[None]:
-    """Says in errors about a traced value what to write instead."""
-    try:
-        yield
-    except TRACER_ERRORS as error:
-        add_advice(error)
-        raise
-
-
-@contextlib.contextmanager
-def explained_inputs(call: LiftedCall, form: InputForm, level: int) -> Generator[None]:
-    """Names arguments and Variables in errors about a traced input; see ``LiftedCall.program``."""
-    try:
-        yield
-    except TRACER_ERRORS as error:
-        _name_inputs(error, call, form, level)
-        raise
-
-
 def rewrite(error: Exception, change: Callable[[str], str]) -> None:
     """Changes the text of an error that has nothing but a text."""
     if len(error.args) == 1 and isinstance(error.args[0], str):
@@ -95,8 +74,15 @@ def add_advice(error: Exception) -> None:
     rewrite(error, add)
 
 
-def _name_inputs(error: Exception, call: LiftedCall, form: InputForm, level: int) -> None:
-    """Replaces JAX's names of the inputs of a program in the text of an error."""
+def name_inputs(error: Exception, call: LiftedCall, form: InputForm, level: int) -> None:
+    """Replaces JAX's names of a program's inputs in the text of an error.
+
+    Args:
+        error: The error.
+        call: The call of the program.
+        form: How the program takes plain arguments.
+        level: What JAX's names of its inputs end with; see ``LiftedCall.program``.
+    """
     if f"_{level}[" not in str(error):
         return
 

@@ -27,7 +27,7 @@ def alias_paths(graphdef: GraphDef) -> AliasPaths:
     """Returns (position among the Variables, path) of each further path of a Variable."""
     paths = _alias_paths.get(graphdef)
     if paths is None:
-        paths = _alias_paths[graphdef] = _Search(graphdef).run()
+        paths = _alias_paths[graphdef] = _AliasSearch(graphdef).run()
     return paths
 
 
@@ -53,7 +53,7 @@ class _SharedPlace(NamedTuple):
     """Positions of the objects on the path."""
 
 
-class _Search:
+class _AliasSearch:
     """The search for the further paths of one structure."""
 
     def __init__(self, graphdef: GraphDef) -> None:

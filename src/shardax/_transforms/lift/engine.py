@@ -53,7 +53,12 @@ from shardax._core.graph.paths import Leaf, Path, PyTree
 from shardax._core.object import Object
 from shardax._core.variable import Variable
 from shardax._transforms import errors
-from shardax._transforms.explain.tracer_errors import InputForm, explained_inputs, explained_tracers
+from shardax._transforms.explain.tracer_errors import (
+    TRACER_ERRORS,
+    InputForm,
+    add_advice,
+    name_inputs,
+)
 from shardax._transforms.lift import arguments as inputs
 from shardax._transforms.lift.effects import (
     Effects,
@@ -174,18 +179,32 @@ class LiftedCall:
                 lambda leaf: leaf, (list(plain), dict(plain_named))
             )
 
-            # Run.
+            # Run. An exception ends the call here: nothing is recorded, so nothing is applied, and
+            # what the function wrote is in the copy alone.
             args, kwargs = self.arguments.restore(plain, plain_named, argument_roots)
             args, kwargs = self.enter(args, kwargs)
-            with explained_tracers():
+            try:
                 result = roots[which](*args, **kwargs)
+            except TRACER_ERRORS as error:
+                add_advice(error)
+                raise
             frame.take_in()
             if isinstance(frame, SealedFrame):
                 frame.check_unwritten()
 
             # Record.
             args, kwargs = self.arguments.restore(plain_copy, plain_named_copy, argument_roots)
-            return leave(RunContext(self, frame, graphdef, copies, values, args, kwargs, result))
+            context = RunContext(
+                call=self,
+                frame=frame,
+                graphdef=graphdef,
+                copies=copies,
+                bound=values,
+                args=args,
+                kwargs=kwargs,
+                result=result,
+            )
+            return leave(context)
 
     def _bind(
         self, frame: frames.Frame, graphdef: graphs.GraphDef, values: Sequence[Leaf]
@@ -239,8 +258,11 @@ class LiftedCall:
             level, frame = level + 1, frame.parent
 
         def named(*inputs) -> Any:
-            with explained_inputs(self, form, level):
+            try:
                 return pure(*inputs)
+            except TRACER_ERRORS as error:
+                name_inputs(error, self, form, level)
+                raise
 
         # JAX reads the function's name and line from ``__wrapped__``, the names of inputs from the
         # signature.

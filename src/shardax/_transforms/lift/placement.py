@@ -64,7 +64,7 @@ def require_mesh_in_scope(specs: Sequence[DeclaredSpec]) -> Mesh | None:
     return None
 
 
-class _Move(NamedTuple):
+class _VariableMove(NamedTuple):
     """A Variable that is to be moved."""
 
     variable: Variable[Any]
@@ -82,7 +82,7 @@ def place_variables(
     if not is_eager():
         return
 
-    moves: list[_Move] = []
+    moves: list[_VariableMove] = []
     for variable, entry in zip(variables, entries, strict=True):
         if entry is not None and variable._parent is None and not variable.is_abstract:
             moves += _moves_of(variable, entry, mesh)
@@ -98,7 +98,7 @@ def place_variables(
                 move.variable._value = value
 
 
-def _moves_of(variable: Variable[Any], entry: PyTree, mesh: Mesh | None) -> list[_Move]:
+def _moves_of(variable: Variable[Any], entry: PyTree, mesh: Mesh | None) -> list[_VariableMove]:
     """Returns the move of a Variable that is not where its entry says; none if it is."""
     # One sharding, or a tree of them of the form of the value.
     value = variable._value
@@ -117,7 +117,7 @@ def _moves_of(variable: Variable[Any], entry: PyTree, mesh: Mesh | None) -> list
         raise errors.ref_elsewhere(
             kind_of(variable), f"{variable.dtype}{list(variable.shape)}", entry
         )
-    return [_Move(variable, value, sharding)] if is_moved else []
+    return [_VariableMove(variable, value, sharding)] if is_moved else []
 
 
 def _is_none(entry: object) -> bool:
