@@ -75,6 +75,7 @@ from shardax._transforms.lift.frames import LateFrame, SealedFrame, path_of
 from shardax._transforms.lift.frames import request_placement as request_placement
 from shardax._transforms.lift.frames import stands_for as stands_for
 from shardax._transforms.lift.input_graph import InputGraph, bind
+from shardax._transforms.lift.signatures import argument_path, parameter_name
 from shardax._transforms.lift.transformed import decorator as decorator
 from shardax._transforms.lift.transformed import takes_options as takes_options
 from shardax._transforms.lift.transformed import wraps as wraps
@@ -119,7 +120,7 @@ class LiftedCall:
         self.new_captures: list[Variable] = []
 
         # Split.
-        label = functools.partial(inputs.argument_path, functions[0])
+        label = functools.partial(argument_path, functions[0])
         self.arguments = inputs.SplitArguments(
             args, kwargs, auto_static, static, static_numbers, label
         )
@@ -127,7 +128,7 @@ class LiftedCall:
 
         # Flatten.
         positions = range(len(self.arguments.templates))
-        self.labels = [inputs.parameter_name(functions[0], position) for position in positions]
+        self.labels = [parameter_name(functions[0], position) for position in positions]
         self.names: list[Path] = [
             *([()] * len(functions)),
             *inputs.root_names(self.labels, self.arguments),
