@@ -112,26 +112,19 @@ def _names_of_inputs(call: LiftedCall, form: InputForm, level: int) -> dict[str,
         for position, path in enumerate(call.graph.flat.leaf_paths)
     }
 
-    positional = [
-        (f"[{position}]", label, plain)
-        for position, (label, plain) in enumerate(
-            zip(call.labels, call.arguments.plain, strict=True)
-        )
-    ]
-    named = [(f"[{label!r}]", label, plain) for label, plain in call.arguments.plain_named.items()]
-    if form == "pair":
-        holders = (f"plain_{level}[0]", f"plain_{level}[1]")
-    else:
-        holders = (f"plain_{level}", f"named_{level}")
+    call_arguments = call.arguments
+    holders = {"arguments": ("plain_{}", "named_{}"), "pair": ("plain_{}[0]", "plain_{}[1]")}
+    steps: list[str] = []
+    if form != "leaves":
+        positional, named = (holder.format(level) for holder in holders[form])
+        steps += [f"{positional}[{position}]" for position in range(len(call_arguments.plain))]
+        steps += [f"{named}[{name!r}]" for name in call_arguments.plain_named]
 
     leaf_count = 0
-    for holder, arguments in zip(holders, (positional, named), strict=True):
-        for step, label, plain in arguments:
-            for keys, _ in jax.tree_util.tree_leaves_with_path(plain):
-                below = jax.tree_util.keystr(keys)
-                key = f"{holder}{step}{below}"
-                if form == "leaves":
-                    key = f"plain_{level}[{leaf_count}]"
-                names[key] = f"{label}{below}"
-                leaf_count += 1
+    for index, (label, _, plain) in enumerate(call_arguments.parts(call.labels)):
+        for keys, _ in jax.tree_util.tree_leaves_with_path(plain):
+            below = jax.tree_util.keystr(keys)
+            jax_name = f"{steps[index]}{below}" if steps else f"plain_{level}[{leaf_count}]"
+            names[jax_name] = f"{label}{below}"
+            leaf_count += 1
     return names

@@ -317,7 +317,7 @@ def root_places(label: str, template: Template) -> list[tuple[int, Path]]:
 def root_names(labels: Iterable[str], arguments: SplitArguments) -> list[Path]:
     """Returns the path of each root of the arguments."""
     names: list[Path] = [()] * len(arguments.roots)
-    for label, template in [*zip(labels, arguments.templates, strict=True), *arguments.named]:
+    for label, template, _ in arguments.parts(labels):
         for root, path in root_places(label, template):
             names[root] = path
     return names
@@ -381,6 +381,20 @@ class SplitArguments:
         self.named = tuple((name, template) for name, (template, _) in named.items())
         self.plain_named = {name: plain for name, (_, plain) in named.items()}
 
+    def parts(self, labels: Iterable[str]) -> Iterator[tuple[str, Template, PyTree]]:
+        """Yields (name, template, plain part) of each argument.
+
+        Args:
+            labels: The parameter name of each positional argument.
+        """
+        names = (*labels, *self.plain_named)
+        plain = (*self.plain, *self.plain_named.values())
+        yield from zip(names, self._all_templates, plain, strict=True)
+
+    @property
+    def _all_templates(self) -> tuple[Template, ...]:
+        return (*self.templates, *(template for _, template in self.named))
+
     def restore(
         self, plain: Sequence[PyTree], plain_named: Mapping[str, PyTree], roots: Sequence[PyTree]
     ) -> tuple[list[PyTree], dict[str, PyTree]]:
@@ -393,7 +407,7 @@ class SplitArguments:
 
     def static_values(self) -> Iterator[Any]:
         """Yields every static leaf inside of the arguments."""
-        for template in (*self.templates, *(template for _, template in self.named)):
+        for template in self._all_templates:
             if isinstance(template, TreeTemplate):
                 for _, static in template.static:
                     yield static.value
@@ -404,9 +418,8 @@ class SplitArguments:
 
     def refuse_copies(self) -> None:
         """Raises ModuleError if flattening a container makes objects anew each time."""
-        positional = zip(self.templates, self.plain, strict=True)
-        named = ((template, self.plain_named[name]) for name, template in self.named)
-        for template, plain in (*positional, *named):
+        parts = (*self.plain, *self.plain_named.values())
+        for template, plain in zip(self._all_templates, parts, strict=True):
             if not isinstance(template, TreeTemplate) or not template.roots:
                 continue
             value = join_argument(template, plain, self.roots)

@@ -510,10 +510,7 @@ def check_operands(
 
 def _plain_leaves(call: LiftedCall) -> Iterator[tuple[Path, Leaf]]:
     """Yields the leaves of arguments besides objects, with paths."""
-    arguments = call.arguments
-    positional = zip(call.labels, arguments.templates, arguments.plain, strict=True)
-    named = ((name, template, arguments.plain_named[name]) for name, template in arguments.named)
-    for label, template, plain in (*positional, *named):
+    for label, template, plain in call.arguments.parts(call.labels):
         paths = inputs.plain_paths(template, plain)
         for path, leaf in zip(paths, jax.tree.leaves(plain), strict=True):
             yield (label, *path), leaf
