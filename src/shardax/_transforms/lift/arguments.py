@@ -219,6 +219,11 @@ def split_argument(
         static_numbers: Whether Python's numbers are static, too.
         label: Returns the argument's path, for errors.
     """
+    if isinstance(value, Object):
+        roots.append(value)
+        return RootTemplate(len(roots) - 1), None
+    if not auto_static and not has_objects(value):
+        return PLAIN_TEMPLATE, value
 
     def add_root(item: Object) -> int:
         roots.append(item)
@@ -228,11 +233,6 @@ def split_argument(
         if not auto_static or is_dynamic(leaf, static_numbers):
             return None
         return static_leaf(leaf, lambda: (*label(), *leaf_paths(treedef)[position]))
-
-    if isinstance(value, Object):
-        return RootTemplate(add_root(value)), None
-    if not auto_static and not has_objects(value):
-        return PLAIN_TEMPLATE, value
 
     template, plain = split_tree(value, add_root, static_of)
     if not template.roots and not template.static:

@@ -13,10 +13,11 @@ name or the default holds (``CapturePlace.read``). If that is another object tha
 one is read and written; it is traced for only if its structure is another one.
 
 Any other way is not certain: an attribute of an imported module (``settings.model``), an item of a
-list, a helper function, an attribute of an ordinary object. Nothing says whether it leads to the
-same object at the next call. So when a trace has met an object in such a way, the function is
-traced once more with the object as an input, and nothing is remembered: the next call traces again,
-and meets what is there then. There is one warning (``errors.uncertain_capture``).
+list, an attribute of an ordinary object, a helper function (whose cells and globals are not looked
+at). Nothing says whether it leads to the same object at the next call. So when a trace has met an
+object in such a way, the function is traced once more with the object as an input, and the program
+is not kept: every later call traces again, and meets what is there then. There is one warning
+(``errors.uncertain_capture``).
 
 A name bound by ``from settings import model`` is a global of the function's own module: a certain
 way. As in plain Python, binding ``settings.model`` anew does not change it.
