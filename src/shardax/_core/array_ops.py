@@ -21,9 +21,10 @@ from jax.sharding import NamedSharding
 from shardax._core import _jax
 from shardax._core._jax import Tracer
 from shardax._core.errors import ModuleError, VariableValueError
-from shardax._core.frames import in_one_step, is_eager, is_ref
+from shardax._core.frames import is_eager, is_ref
 from shardax._core.init.lazy import LazyValue, on_device
 from shardax._core.object import Object
+from shardax._core.threads import in_one_step
 
 _NUMBERS = (bool, int, float, complex, np.generic)
 

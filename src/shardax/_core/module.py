@@ -25,13 +25,14 @@ import jax.numpy as jnp
 
 from shardax._core import containers
 from shardax._core.errors import ModuleAttributeError, StateMismatchError
-from shardax._core.frames import Frame, check_structural_write, in_one_step, owner_here
+from shardax._core.frames import Frame, check_structural_write, owner_here
 from shardax._core.frozen import FrozenVariable
 from shardax._core.graph.flatten import GraphWalk, ModuleDef, register_graph
 from shardax._core.graph.handlers import Handler, Pairs, handler_of, has_parts, register
 from shardax._core.graph.paths import Path, PyTree, format_path, line_of
 from shardax._core.object import Object, epoch
 from shardax._core.state import bind
+from shardax._core.threads import in_one_step
 from shardax._core.variable import ArrayAttribute, Intermediate, Param, Perturbation, Variable
 
 _ABSENT = object()

@@ -30,7 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from shardax._core import _jax
+from shardax._core import _jax, threads
 from shardax._core.array_ops import (
     ArrayLike,
     as_value,
@@ -54,22 +54,14 @@ from shardax._core.errors import (
 from shardax._core.frames import (
     READ_ONLY,
     Frame,
-    Stamp,
     a_kind_of,
     check_trace,
     check_unlocked,
-    check_unwritten,
-    exclusive,
-    in_one_step,
     is_ref,
     kind_of,
     local,
-    note_read,
-    note_write,
     owner_here,
-    realising,
     resolve,
-    several,
 )
 from shardax._core.graph.flatten import VariableDef, flatten, register_variable
 from shardax._core.graph.handlers import axes_of, handler_of
@@ -78,6 +70,7 @@ from shardax._core.graph.paths import Leaf, Path, PyTree, format_path
 from shardax._core.graph.static import EMPTY, Metadata, check_axes
 from shardax._core.init.lazy import Init, LazyValue
 from shardax._core.object import Object, epoch
+from shardax._core.threads import Stamp, check_unwritten, in_one_step, note_read, note_write
 
 if TYPE_CHECKING:
     from shardax._core.frozen import FrozenVariable
@@ -233,7 +226,7 @@ class Variable(ArrayLike, Object, Generic[T], metaclass=_VariableType):
         """
         frame = local.frame
         target = self if self._owner is frame else resolve(self, frame)
-        if several and frame is None:
+        if threads.several and frame is None:
             note_read(target)
         value = target._real()
         if frame is None and is_deleted(value):
@@ -254,7 +247,7 @@ class Variable(ArrayLike, Object, Generic[T], metaclass=_VariableType):
         """Returns the value, materialised once for all threads."""
         value = self._value
         if isinstance(value, (np.ndarray, LazyValue)):
-            with realising:
+            with threads.lazy_lock:
                 value = self._value
                 if isinstance(value, (np.ndarray, LazyValue)):
                     value = self._value = realise(value, self._owner)
@@ -269,17 +262,17 @@ class Variable(ArrayLike, Object, Generic[T], metaclass=_VariableType):
         if target._lock is not None:
             check_unlocked(target)
         check_trace(target)
-        if frame is not None or not several:
+        if frame is not None or not threads.several:
             target._value = value
             return
-        with exclusive:
+        with threads.write_lock:
             if check:
-                check_unwritten(target)
+                check_unwritten(target, kind_of(target))
 
             # Only a thread that makes this value real could store another one over the new one;
             # the initializer of another Variable may run for long, and is not waited for.
             if isinstance(target._value, (np.ndarray, LazyValue)):
-                with realising:
+                with threads.lazy_lock:
                     target._value = value
             else:
                 target._value = value

@@ -18,7 +18,6 @@ from typing import Any
 import jax
 
 from shardax._core.errors import ForeignMutationError, StateMismatchError
-from shardax._core.exclusive import OneThread
 from shardax._core.frames import local
 from shardax._core.graph.paths import Leaf, Path, PyTree, format_path
 from shardax._core.init.rng import Rngs, RngStream
@@ -26,6 +25,7 @@ from shardax._core.module import Module
 from shardax._core.object import Object, epoch
 from shardax._core.state.split_merge import iter_modules, iter_variables
 from shardax._core.state.state import State
+from shardax._core.threads import OneThread
 from shardax._core.variable import Origin, Perturbation, Variable
 from shardax._transforms.errors import TransformError
 from shardax._transforms.lift.engine import takes_options, wraps

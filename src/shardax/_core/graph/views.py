@@ -32,9 +32,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from shardax._core import threads
 from shardax._core._jax import Tracer
 from shardax._core.errors import ModuleError
-from shardax._core.frames import Blocked, Frame, local, note_read, owner_here, resolve, several
+from shardax._core.frames import Blocked, Frame, local, owner_here, resolve
 from shardax._core.graph import flatten
 from shardax._core.graph.handlers import knows_names
 from shardax._core.graph.paths import Leaf, Path, PyTree, format_path
@@ -278,8 +279,8 @@ class _ViewOfVariable:
         target = resolve(self, local.frame)
         if type(target) is not type(self):  # passed in, so it stands for itself here
             return target.value
-        if several and local.frame is None:
-            note_read(target)
+        if threads.several and local.frame is None:
+            threads.note_read(target)
         whole = target._parent._here()._real()
         if local.frame is None and is_deleted(whole):
             refuse_read(target)

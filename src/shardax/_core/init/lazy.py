@@ -41,9 +41,10 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from shardax._core._jax import Tracer
 from shardax._core.errors import ModuleError, ShardaxError, VariableValueError
-from shardax._core.frames import is_eager, realising
+from shardax._core.frames import is_eager
 from shardax._core.graph.handlers import handler_of
 from shardax._core.graph.static import Metadata, Static
+from shardax._core.threads import lazy_lock
 
 # --- key sources ----------------------------------------------------------------------------------
 
@@ -745,7 +746,7 @@ def compute_all(values: Sequence[LazyValue], shardings: Sequence[Any]) -> Iterat
 
 def realise_all(variables: Sequence[Any]) -> None:
     """Materialises the lazy values of several Variables in one go."""
-    with realising:
+    with lazy_lock:
         lazy = [v for v in variables if isinstance(v._value, Recipe) and v._owner is None]
         if len(lazy) > 1 and is_eager():  # in a trace they materialise one by one
             arrays = compute_all([v._value for v in lazy], [None] * len(lazy))

@@ -31,10 +31,11 @@ import numpy as np
 
 from shardax._core._jax import Tracer, is_prng_key
 from shardax._core.errors import ModuleAttributeError, ModuleError, RepeatedKeyError, user_frame
-from shardax._core.frames import in_one_step, is_eager, local, owner_here, resolve
+from shardax._core.frames import is_eager, local, owner_here, resolve
 from shardax._core.graph.static import Metadata
 from shardax._core.init.lazy import KeySource, LazyKey, all_key_words
 from shardax._core.module import Module
+from shardax._core.threads import in_one_step
 from shardax._core.variable import RngState, Variable
 
 # --- key reuse ------------------------------------------------------------------------------------

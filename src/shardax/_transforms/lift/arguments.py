@@ -290,7 +290,7 @@ class RootTemplate(NamedTuple):
 class TreeTemplate(NamedTuple):
     """Template of a pytree argument with objects or static values inside."""
 
-    treedef: object  # its structure, with objects as leaves
+    treedef: Any  # its structure, with objects as leaves
     # (position among the leaves, position among the roots) of each object.
     roots: tuple[tuple[int, int], ...]
     # (position among the leaves, value) of each static leaf.

@@ -10,16 +10,17 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import weakref
 from collections.abc import Collection, Container, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from shardax._core import _jax, frames
+from shardax._core import _jax, frames, threads
 from shardax._core._jax import Tracer
 from shardax._core.errors import ConcurrentWriteError, DonationError, ModuleError, TraceLeakError
-from shardax._core.frames import a_kind_of, is_ref, kind_of, several
+from shardax._core.frames import a_kind_of, is_ref, kind_of
 from shardax._core.graph import flatten as graphs
 from shardax._core.graph.paths import Leaf, Path, PyTree, format_path
 from shardax._core.graph.settings import SettingsKey
@@ -137,6 +138,13 @@ def bind(
     return roots, copies
 
 
+class MissingInputs(NamedTuple):
+    """Objects that a trace used and was not given, weakly: JAX keeps what a trace returned."""
+
+    objects: list[weakref.ref[Object]]
+    read: list[weakref.ref[Object]]  # those of them whose values were read or written
+
+
 @dataclasses.dataclass(eq=False, slots=True)
 class Effects:
     """What a function did besides returning arrays; a pytree without leaves."""
@@ -148,7 +156,9 @@ class Effects:
     foreign: dict[int, Any]  # outside objects put into the result or an argument, by position
     fresh_ids: tuple[int, ...]  # ``id`` of each new Variable inside, while the trace lasts
     # Declared shardings of (result, written, fresh), set by ``jit``.
-    shardings: object = (None, None, None)
+    shardings: tuple[PyTree, ...] = (None, None, None)
+    # What the trace used and was not given; set by ``jit``.
+    missing: MissingInputs | None = None
 
     # By value where that says all, as JAX keeps the trees of traces that are gone.
 
@@ -168,6 +178,8 @@ class Effects:
     def _compared(self) -> Any:
         """The value, None if the effects are those of one trace alone."""
         if self.updates or self.fresh or self.foreign or self.shardings != (None, None, None):
+            return None
+        if self.missing is not None:
             return None
         return self.written, self.result
 
@@ -324,14 +336,14 @@ def same_value(bound: object, current: object) -> bool:
 
 def apply_effects(graph: InputGraph, outputs: LiftedOutputs) -> PyTree:
     """Applies, outside the transform, what the function did; returns its result."""
-    if not several:
+    if not threads.several:
         return _apply(graph, outputs)
-    with frames.in_one_step():
+    with threads.in_one_step():
         check_unchanged(graph, outputs.effects)
         result = _apply(graph, outputs)
         if graph.read is not None and frames.local.frame is None:
             for position in outputs.effects.written:
-                frames.note_write(graph.leaves[position])
+                threads.note_write(graph.leaves[position])
         return result
 
 
@@ -368,7 +380,7 @@ def _changed_elsewhere(graph: InputGraph, effects: Effects, read: Sequence[Any])
 def check_unchanged(graph: InputGraph, effects: Effects) -> None:
     """Raises if another thread has written or changed what would be overwritten."""
     read = graph.read
-    if read is None or not several or frames.local.frame is not None:
+    if read is None or not threads.several or frames.local.frame is not None:
         return
     where = _changed_elsewhere(graph, effects, read)
     if where:

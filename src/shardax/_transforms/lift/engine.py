@@ -36,7 +36,7 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 import jax
 import numpy as np
 
-from shardax._core import _jax, frames
+from shardax._core import _jax, frames, threads
 from shardax._core.errors import ConcurrentWriteError
 from shardax._core.frames import a_kind_of, kind_of
 from shardax._core.functions import NamedFunction
@@ -546,7 +546,7 @@ class SingleRunCall(LiftedCall):
         """Stores what was written and returns the result, with objects in place."""
         outputs = self._outputs(leaving)
         check_no_leak(self.graph, outputs)
-        with frames.in_one_step():
+        with threads.in_one_step():
             check_unchanged(self.graph, outputs.effects)
             self._write_captured(leaving[3])
             return apply_effects(self.graph, outputs)

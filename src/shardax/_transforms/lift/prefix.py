@@ -29,13 +29,14 @@ import jax
 import numpy as np
 
 from shardax._core.errors import FilterError
-from shardax._core.frames import exclusive, is_eager, is_ref, kind_of, owner_here
+from shardax._core.frames import is_eager, is_ref, kind_of, owner_here
 from shardax._core.graph import flatten as graphs
 from shardax._core.graph.paths import Leaf, Path, PyTree, format_path, plain_path
 from shardax._core.init.lazy import LazyValue, compute_all
 from shardax._core.object import Object
 from shardax._core.state.filters import PathContains, first_match, no_match_error, to_predicates
 from shardax._core.state.state import State, flatten_mapping
+from shardax._core.threads import write_lock
 from shardax._core.variable import Variable
 from shardax._transforms import errors
 from shardax._transforms.errors import PrefixError, TransformError
@@ -707,7 +708,7 @@ def place_variables(
         *zip(lazy, computed, strict=True),
         *zip(live, put, strict=True),
     ):
-        with exclusive:
+        with write_lock:
             if variable._value is value:  # else another thread has written it
                 variable._value = new
 
