@@ -1,26 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
 """Threads that share a model: what each has for itself, and which waits for which.
 
-There is one lock for values, ``write_lock``. It is held by
+Two locks keep values from being lost.
 
-1. a call of a compiled function that writes Variables, or donates their arrays: from reading the
-   values to storing the new ones (``_transforms.jit.jit``);
-2. an eager step that reads and writes, such as ``v += 1``, ``v[i] = x`` or a draw of a random key
-   (``in_one_step``);
-3. an eager write of a value, ``v.value = x``.
+``call_lock`` is held by a call of a compiled function that writes Variables or donates their
+arrays, from reading the values to storing the new ones (``_transforms.jit.jit``). So such calls
+wait for each other.
 
-So these wait for each other, and no update is lost. Nobody else waits: not an eager read, not a
-compiled call that only reads, and nothing while it is traced. (JAX lets a call wait for another
-thread's trace of the same program. So what is traced must not wait for the lock: inside of a
-transform, copies belong to one thread, and need none.)
+``write_lock`` is held by an eager step that reads and writes (``v += 1``, ``v[i] = x``, a draw of a
+random key: ``in_one_step``), by an eager write (``v.value = x``), and by a compiled call while it
+stores. So these wait for each other as well, but not for a compiled call that is running: a host
+callback of its program may be such a step, in a thread of XLA that the call waits for. A compiled
+call that finds at its end that a value was written eagerly since it read it stores nothing, and is
+made again. One that donates could not be, so it holds both locks.
+
+Nobody else waits: not an eager read, not a compiled call that only reads, and nothing while it is
+traced or compiled. (JAX lets a call wait for another thread's trace of the same program, so what is
+traced must wait for no lock. Inside of a transform, copies belong to one thread.)
 
 Where a thread itself reads first and writes later, ``v[...] = v + 1``, only the user could hold a
 lock around both. So such a write is *checked*: every write leaves a ``Stamp`` on the Variable, a
-thread remembers the stamps of the Variables that it read last, and it is refused if another thread
-has written since. A process with one thread makes no stamps.
+thread remembers the stamps of the Variables that it read last, and the write is refused if another
+thread has written since. A process with one thread makes no stamps.
 
-``lazy_lock`` is held while a lazy value becomes real, which may take long. A thread that holds both
-took ``write_lock`` first.
+``lazy_lock`` is held while a lazy value becomes real, which may take long. A thread that needs
+several takes ``call_lock``, ``write_lock`` and ``lazy_lock`` in this order.
 """
 
 from __future__ import annotations
@@ -38,9 +42,25 @@ if TYPE_CHECKING:
     from shardax._core.frames import Frame
     from shardax._core.variable import Variable
 
+call_lock = threading.RLock()
 write_lock = threading.RLock()
 lazy_lock = threading.RLock()
 no_lock = contextlib.nullcontext()
+
+
+class _BothLocks:
+    """``call_lock`` and ``write_lock``, as one lock."""
+
+    def __enter__(self) -> None:
+        call_lock.acquire()
+        write_lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        write_lock.release()
+        call_lock.release()
+
+
+both_locks = _BothLocks()
 
 several = False
 """Whether a second thread has used shardax. Read it as ``threads.several``: it changes."""
@@ -90,15 +110,23 @@ def in_one_step() -> contextlib.AbstractContextManager[Any]:
 # --- values that compiled calls write -------------------------------------------------------------
 
 
-def store(variables: Sequence[Variable], values: Sequence[Any]) -> None:
-    """Stores the values that a compiled call wrote; under ``write_lock``."""
-    for variable, value in zip(variables, values):  # noqa: B905 (equal lengths; hot path)
-        variable._value = value
+def store(variables: Sequence[Variable], read: Sequence[Any], values: Sequence[Any]) -> bool:
+    """Stores the values that a compiled call wrote, and returns whether it has.
 
-    if several:
+    Args:
+        variables: The Variables.
+        read: What the call read of them. If one holds another value now, nothing is stored.
+        values: What they shall hold.
+    """
+    with write_lock:
+        if any(variable._value is not value for variable, value in zip(variables, read)):  # noqa: B905
+            return False
+
         stamp = Stamp()
-        for variable in variables:
+        for variable, value in zip(variables, values):  # noqa: B905 (equal lengths; hot path)
+            variable._value = value
             variable._stamp = stamp
+    return True
 
 
 # --- eager reads and writes -----------------------------------------------------------------------

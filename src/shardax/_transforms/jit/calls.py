@@ -157,6 +157,7 @@ class CachedCall:
         "_placement",
         "_positional_slices",
         "_roots",
+        "_written_positions",
         "donated",
         "effects",
         "kept",
@@ -179,6 +180,7 @@ class CachedCall:
         self._leaves: list[Variable] = graph.leaves
         # Called, each returns a root.
         self._roots: list[Callable[[], Any]] = [lambda root=root: root for root in graph.roots]
+        self._written_positions: Sequence[int] = ()
         self._placement: Placement | None = None
         # Positions of the arguments that are objects.
         self._object_positions: list[int] = []
@@ -223,6 +225,26 @@ class CachedCall:
             explain(error, self)
             raise
 
+    def store(self, kept: list[Leaf], donated: list[Leaf], values: Sequence[Leaf]) -> None:
+        """Stores what a run wrote into ``written``.
+
+        Args:
+            kept: The values that the run was given.
+            donated: Those that it was given to donate.
+            values: What it wrote.
+
+        Raises:
+            NeedsTrace: If a value was written by another thread since it was read.
+        """
+        if not threads.several:
+            for variable, value in zip(self.written, values):  # noqa: B905 (hot path)
+                variable._value = value
+            return
+
+        read = self.specialization.join(kept, donated)
+        if not threads.store(self.written, [read[i] for i in self._written_positions], values):
+            raise NeedsTrace
+
     def did_as_before(self, effects: binding.Effects, written: Sequence[Leaf]) -> bool:
         """Whether a run wrote arrays into the same Variables as the last one, and that is all."""
         # Inside of a plain JAX transform the outputs are tracers.
@@ -233,6 +255,7 @@ class CachedCall:
     def learn(self, effects: binding.Effects) -> None:
         """Notes what a run did, as what the next one will do."""
         self.effects = effects if effects.simple else None
+        self._written_positions = effects.written
         self.written = [self._leaves[position] for position in effects.written]
 
         layouts = self.specialization.layouts

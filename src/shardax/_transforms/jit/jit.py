@@ -17,9 +17,8 @@ A function may use objects that it is not given. Those that it finds in a certai
 meets another one, the object becomes an input of a second trace, and the call is not remembered:
 the next one is traced anew, after one warning.
 
-A call that writes Variables or donates their arrays holds ``write_lock`` from reading to storing; a
-call that only reads holds no lock, and nothing is traced or compiled under one
-(``_core.threads``).
+Calls that write wait for each other, from reading the values to storing the new ones; a call that
+only reads holds no lock, and nothing is traced under one (``_core.threads``).
 """
 
 from __future__ import annotations
@@ -30,6 +29,7 @@ import itertools
 import types
 import warnings
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import jax
@@ -37,14 +37,14 @@ import jax
 from shardax._core import threads
 from shardax._core._jax import Tracer
 from shardax._core.cross_process import PickledByName
-from shardax._core.errors import ModuleError
+from shardax._core.errors import ConcurrentWriteError, ModuleError
 from shardax._core.frames import is_eager
 from shardax._core.graph.paths import Leaf, Path, PyTree
 from shardax._core.graph.settings import Setting, note_trace, settings_among
 from shardax._core.graph.static import Static, function_identities
 from shardax._core.init.lazy import realise_all
 from shardax._core.object import Object, Wrapper
-from shardax._core.threads import local, store
+from shardax._core.threads import local
 from shardax._transforms import errors
 from shardax._transforms.errors import StaticArgumentError
 from shardax._transforms.explain import retraces
@@ -151,7 +151,7 @@ class Jit(PickledByName, Wrapper):
                 donated = [variable._value for variable in call.donated]
                 result, written, fresh, effects = call.run(kept, donated, flat)
                 if call.did_as_before(effects, written):
-                    store(call.written, written)
+                    call.store(kept, donated, written)
                     return result
                 outputs = binding.LiftedOutputs(result, written, fresh, effects)
                 return self._apply(call, kept, donated, outputs)
@@ -195,14 +195,19 @@ class Jit(PickledByName, Wrapper):
 
         has_tracers = _have_tracers(outputs.written)
         if effects.simple and not has_tracers:
-            store(call.written, outputs.written)
+            call.store(kept, donated, outputs.written)
             return outputs.result
 
         graph = call.graph()
         graph.read = call.specialization.join(kept, donated)
         if has_tracers:
             binding.check_no_leak(graph, outputs)
-        return binding.apply_effects(graph, outputs)
+        try:
+            return binding.apply_effects(graph, outputs)
+        except ConcurrentWriteError:
+            if call.specialization.donates:
+                raise
+            raise NeedsTrace from None
 
     def _call_slowly(
         self, args: Sequence[PyTree], kwargs: Mapping[str, PyTree], flat: FlatCall
@@ -211,15 +216,15 @@ class Jit(PickledByName, Wrapper):
         if comparing and local.frame is None:
             self._compare(args, kwargs)
 
-        # Inside of a transform nothing waits for other threads, and copies belong to one.
         is_inside = local.frame is not None or not is_eager()
-        lock = threads.no_lock if is_inside else threads.write_lock
         read_before: list[Object] = []
+        lost_runs = 0
         while True:
             # Flatten the objects; find the specialization for them, or make it.
             specialization, graph, arguments = self.prepare(args, kwargs)
             call = CachedCall(specialization, graph)
             tracing = Tracing(specialization, graph, read_before, is_inside)
+            lock = _lock_for(specialization, is_inside)
 
             try:
                 # Find the program; trace and compile it if there is none. No thread waits for this.
@@ -246,7 +251,13 @@ class Jit(PickledByName, Wrapper):
                         outputs = specialization.run_program(program, flat_inputs)
                     binding.check_no_leak(graph, outputs)
                     self._remember(call, graph, outputs.effects, flat, args, kwargs)
-                    return binding.apply_effects(graph, outputs)
+                    try:
+                        return binding.apply_effects(graph, outputs)
+                    except ConcurrentWriteError:
+                        # Another thread, or a callback, wrote meanwhile what the function writes.
+                        lost_runs += 1
+                        if specialization.donates or lost_runs == _MOST_LOST_RUNS:
+                            raise
 
             except engine.RetraceRequest as request:
                 # The trace used what is no input yet. What it met is an input of the next one.
@@ -528,6 +539,18 @@ class Jit(PickledByName, Wrapper):
 
     def _maker(self) -> Callable[[Any], Jit]:
         return functools.partial(_compiled, self.options, self._wrapping_key)
+
+
+# Against threads that write all the time without waiting, or a callback that writes at every run.
+_MOST_LOST_RUNS = 100
+
+
+def _lock_for(specialization: Specialization, is_inside: bool) -> AbstractContextManager[Any]:
+    """Returns the lock of a slow call, for reading values and from there to storing new ones."""
+    # Inside of a transform copies belong to one thread.
+    if is_inside:
+        return threads.no_lock
+    return threads.both_locks if specialization.donates else threads.call_lock
 
 
 def _have_tracers(values: Sequence[Leaf]) -> bool:

@@ -249,7 +249,9 @@ class Specialization:
     @property
     def lock(self) -> contextlib.AbstractContextManager[Any]:
         """The lock that a steady call holds from reading values to storing the new ones."""
-        return threads.write_lock if self.writes or self.donates else threads.no_lock
+        if self.donates:
+            return threads.both_locks
+        return threads.call_lock if self.writes else threads.no_lock
 
     # --- inputs -----------------------------------------------------------------------------------
 
