@@ -69,6 +69,7 @@ from shardax._transforms.control.cond import switch as switch
 from shardax._transforms.control.loops import fori_loop as fori_loop
 from shardax._transforms.control.loops import while_loop as while_loop
 from shardax._transforms.control.scan import scan as scan
+from shardax._transforms.explain.retraces import explain_retraces as explain_retraces
 from shardax._transforms.grad.custom_jvp import CustomJvp as CustomJvp
 from shardax._transforms.grad.custom_jvp import custom_jvp as custom_jvp
 from shardax._transforms.grad.custom_vjp import CustomVjp as CustomVjp
@@ -86,7 +87,6 @@ from shardax._transforms.jit.abstract_eval import eval_shape as eval_shape
 from shardax._transforms.jit.abstract_eval import make_jaxpr as make_jaxpr
 from shardax._transforms.jit.jit import Jit as Jit
 from shardax._transforms.jit.jit import jit as jit
-from shardax._transforms.jit.retraces import explain_retraces as explain_retraces
 from shardax._transforms.jit.stages import Compiled as Compiled
 from shardax._transforms.jit.stages import Lowered as Lowered
 from shardax._transforms.jit.stages import Traced as Traced

@@ -21,7 +21,7 @@ from jax.sharding import Sharding
 from shardax._core import _jax
 from shardax._core._jax import Tracer
 from shardax._core.errors import ModuleError
-from shardax._core.frames import in_one_step
+from shardax._core.threads import in_one_step
 
 
 def wider_dtype(first: Any, second: Any) -> Any:

@@ -166,6 +166,23 @@ class ConcurrentWriteError(ShardaxError, RuntimeError):
     """A write would lose what another thread wrote in the meantime."""
 
 
+def written_since_read(kind: str) -> ConcurrentWriteError:
+    """Returns the error of a write that would replace what another thread wrote."""
+    return ConcurrentWriteError(
+        f"This {kind} was written by another thread after this one read it, "
+        f"and that would be lost; nothing was written. Hold one lock around reading and "
+        f"writing, with lock: v[...] = v + 1; or update it in one step, v += 1."
+    )
+
+
+def held_by_other_thread(doing: str, where: str, consequence: str) -> ConcurrentWriteError:
+    """Returns the error of an object that one thread at a time may use."""
+    return ConcurrentWriteError(
+        f"Another thread {doing} at {where} now, {consequence}. Let threads take turns by a lock, "
+        f"or give each a model of its own, `sx.clone(model)`."
+    )
+
+
 class ForeignMutationError(ShardaxError, RuntimeError):
     """A Module from outside a transform was structurally changed inside it."""
 

@@ -10,31 +10,19 @@ User code may also touch an original inside a frame, through a closure or a glob
 finds the object that stands for it here: the object itself if this frame owns it, its copy if it
 was passed in, or else what the parent resolves it to, *captured* by this frame. How a Variable is
 captured is each transform's own rule (``Frame.capture``).
-
-Threads may share a model. What reads and writes a value in one step (a draw, ``v += 1``, the first
-use of a lazy value) holds the lock ``exclusive``. What a thread reads and then writes itself,
-``v[...] = v + 1``, is checked: every write outside of transforms leaves a *stamp* on the Variable,
-a thread remembers the stamps of its latest reads, and a write over another thread's stamp that it
-has not read is refused.
 """
 
 from __future__ import annotations
 
-import contextlib
-import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple, Self
 
 import jax
 
 from shardax._core import _jax
-from shardax._core.errors import (
-    ConcurrentWriteError,
-    ForeignMutationError,
-    ModuleError,
-    TraceLeakError,
-)
-from shardax._core.graph.paths import Leaf, PyTree
+from shardax._core.errors import ForeignMutationError, ModuleError, TraceLeakError
+from shardax._core.graph.paths import PyTree
+from shardax._core.threads import local
 
 
 def is_eager() -> bool:
@@ -125,119 +113,6 @@ def owner_here() -> Frame | None:
     if _jax.trace_state() == home:
         return frame
     return PlainTrace("plain JAX transform")
-
-
-_threads: list[int] = []  # two at most
-several: list[bool] = []  # not empty once two threads have used shardax; one needs no stamps
-
-
-class _ThreadState(threading.local):
-    frame: Frame | None = None  # the innermost
-    probing: bool = False  # a pytree is only being searched for objects (flatten.has_objects)
-    found: bool = False  # that search has met one
-    call: Any = None  # the call that a transform is serving, for the trace that it may start
-
-    def __init__(self) -> None:
-        self.reads: dict[int, Stamp] = {}  # of the Variables read last, by ``id``
-        if not several:
-            _threads.append(threading.get_ident())
-            several.extend([True] * (len(_threads) > 1))
-
-
-local = _ThreadState()
-
-# Held where a value is read and written in one step, also by a compiled call, which may wait for
-# JAX to trace. So nothing that runs while a transform traces may wait for it (``in_one_step``).
-exclusive = threading.RLock()
-# Held while a Variable gets a stamp; its holder waits for nothing, so a read never waits for the
-# initializer of another Variable. After ``exclusive`` and the lock of lazy values
-# (``init.lazy.materializing``).
-_stamping = threading.Lock()
-_no_lock = contextlib.nullcontext()
-
-
-def in_one_step() -> contextlib.AbstractContextManager[Any]:
-    """Returns the lock of reading and writing; inside transforms copies are private."""
-    return exclusive if local.frame is None else _no_lock
-
-
-class Stamp(NamedTuple):
-    """Mark of the last write outside of transforms."""
-
-    variable: object  # stands for the Variable, whose ``id`` another one may get later
-    thread: int
-
-
-_MOST_READS = 8  # those of one expression, so that a value looked at long ago does not count
-
-
-def note_read(target: Any) -> None:
-    """Remembers that this thread has read a Variable."""
-    stamp = target._stamp
-
-    # Two threads that read it for the first time must remember the same stamp.
-    if stamp is None:
-        with _stamping:
-            stamp = target._stamp = target._stamp or Stamp(object(), 0)
-
-    _remember(target, stamp)
-
-
-def _remember(target, stamp: Stamp) -> None:
-    reads, key = local.reads, id(target)
-    reads.pop(key, None)
-    reads[key] = stamp
-    if len(reads) > _MOST_READS:
-        del reads[next(iter(reads))]
-
-
-def note_writes(targets: Iterable[PyTree]) -> None:
-    """Stamps Variables that a compiled function wrote; under the lock ``exclusive``."""
-    thread, make = threading.get_ident(), tuple.__new__
-    for target in targets:
-        stamp = target._stamp
-        if stamp is not None:  # otherwise nobody has read it
-            target._stamp = make(Stamp, (stamp.variable, thread))
-
-
-def commit(targets: Sequence[PyTree], read: Sequence[Any], written: Sequence[Leaf]) -> bool:
-    """Writes values, unless another thread wrote after they were read."""
-    with exclusive:
-        pairs = zip(targets, read, strict=True)
-        if several and any(target._value is not value for target, value in pairs):
-            return False
-        for target, value in zip(targets, written, strict=True):
-            target._value = value
-        note_writes(targets)
-    return True
-
-
-def check_unwritten(target: Any) -> None:
-    """Raises if another thread has written since this one read; under ``exclusive``."""
-    stamp, thread = target._stamp, threading.get_ident()
-    read = local.reads.get(id(target))
-    if (
-        not (read is None or stamp is None or stamp is read or stamp.thread == thread)
-        and stamp.variable is read.variable
-    ):
-        raise ConcurrentWriteError(
-            f"This {kind_of(target)} was written by another thread after this one read it, "
-            f"and that would be lost; nothing was written. Hold one lock around reading and "
-            f"writing, with lock: v[...] = v + 1; or update it in one step, v += 1."
-        )
-
-
-def note_write(target: Any) -> None:
-    """Stamps a Variable after it was written; under the lock ``exclusive``."""
-    thread = threading.get_ident()
-
-    # A reader takes the stamp before the value: with the new stamp it has the new value.
-    with _stamping:
-        stamp = target._stamp
-        variable = object() if stamp is None else stamp.variable
-        new_stamp = target._stamp = Stamp(variable, thread)
-
-    _remember(target, new_stamp)
 
 
 def resolve(variable: Any, frame: Frame | None) -> PyTree:

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 
 from shardax._core import attribute_errors as errors
 from shardax._core.containers import empty_like
-from shardax._core.frames import Frame, check_structural_write, in_one_step, owner_here
+from shardax._core.frames import Frame, check_structural_write, owner_here
 from shardax._core.graph.definitions import ModuleDef
 from shardax._core.graph.flatten import GraphWalk
 from shardax._core.graph.handlers import Handler, Pairs, has_parts, register
@@ -37,6 +37,7 @@ from shardax._core.stored import (
     to_stored,
     write_through,
 )
+from shardax._core.threads import in_one_step
 from shardax._core.variable import Intermediate, Perturbation, Variable
 
 _ABSENT = object()

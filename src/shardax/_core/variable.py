@@ -26,35 +26,29 @@ from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
 import jax
 
-from shardax._core import values
+from shardax._core import threads, values
 from shardax._core import variable_errors as errors
 from shardax._core.array_ops import ArrayLike
 from shardax._core.cross_process import packed
 from shardax._core.frames import (
     READ_ONLY,
     Frame,
-    Stamp,
     a_kind_of,
     check_trace,
     check_unlocked,
-    check_unwritten,
-    exclusive,
-    in_one_step,
     is_ref,
     kind_of,
     local,
-    note_read,
-    note_write,
     owner_here,
     resolve,
-    several,
 )
 from shardax._core.graph.definitions import VariableDef
 from shardax._core.graph.paths import Path, PyTree
 from shardax._core.graph.pytrees import register_variable
 from shardax._core.graph.static import Metadata
-from shardax._core.init.lazy import Init, LazyValue, is_pending, materialize, materializing
+from shardax._core.init.lazy import Init, LazyValue, is_pending, materialize
 from shardax._core.object import Object, epoch
+from shardax._core.threads import Stamp, check_unwritten, in_one_step, note_read, note_write
 from shardax._core.variable_metadata import check_rank, checked_entries, new_metadata, out_of_box
 
 if TYPE_CHECKING:
@@ -156,7 +150,7 @@ class Variable(ArrayLike, Object, Generic[T], metaclass=_VariableType):
         target = self if self._owner is frame else resolve(self, frame)
 
         # Before the value is read, so a write of another thread after that is noticed.
-        if several and frame is None:
+        if threads.several and frame is None:
             note_read(target)
 
         value = target._read()
@@ -236,18 +230,18 @@ class Variable(ArrayLike, Object, Generic[T], metaclass=_VariableType):
         check_trace(target)
 
         # Inside of a transform the stand-in is this thread's own.
-        if frame is not None or not several:
+        if frame is not None or not threads.several:
             target._value = value
             return
 
-        with exclusive:
+        with threads.write_lock:
             if check:
-                check_unwritten(target)
+                check_unwritten(target, kind_of(target))
 
             # A thread that computes the lazy value must not store it over the new one. Otherwise
             # the lock is left alone: the initializer of another Variable may run for long.
             if is_pending(target._value):
-                with materializing:
+                with threads.lazy_lock:
                     target._value = value
             else:
                 target._value = value

@@ -24,7 +24,6 @@ from typing import Any, NamedTuple
 import jax
 
 from shardax._core.errors import ForeignMutationError, StateMismatchError
-from shardax._core.exclusive import OneThread
 from shardax._core.frames import local
 from shardax._core.frozen import Origin
 from shardax._core.graph.paths import Leaf, Path, PyTree, format_path
@@ -33,6 +32,7 @@ from shardax._core.module import Module
 from shardax._core.object import Object, epoch
 from shardax._core.state.split_merge import iter_modules, iter_variables
 from shardax._core.state.state import State
+from shardax._core.threads import OneThread
 from shardax._core.variable import Perturbation, Variable
 from shardax._transforms.errors import TransformError
 from shardax._transforms.lift.transformed import takes_options, wraps

@@ -15,6 +15,7 @@ from shardax._core.errors import (
     ModuleError,
     ShardaxError,
     TraceLeakError,
+    first_of,
 )
 from shardax._core.frames import a_kind_of
 from shardax._core.graph.paths import Path, format_path
@@ -156,6 +157,31 @@ def unknown_options(
     remedies = [elsewhere[option] for option in unknown if option in elsewhere]
     text = f"sx.{name} was given {what} that it does not take. {usage}"
     return TransformError(" ".join([text, *dict.fromkeys(remedies)]))
+
+
+def compiler_options_not_named(options: object) -> TransformError:
+    """Returns the error of compiler options that are no mapping."""
+    return TransformError(
+        f"compiler_options={options!r} is of type {type(options).__name__}, but options of XLA "
+        "are given by name: compiler_options={'xla_embed_ir_in_executable': True}."
+    )
+
+
+def static_and_donated(arguments: Sequence[int] | Sequence[str]) -> DonationError:
+    """Returns the error of arguments that two options of ``jit`` claim."""
+    return DonationError(
+        f"The arguments {arguments} are both static and donated, but a static argument has no "
+        "memory to donate. Take them out of one of the two."
+    )
+
+
+def donated_twice(groups: Sequence[Sequence[Path]]) -> DonationError:
+    """Returns the error of Variables that share an array, which is donated."""
+    listed = "; ".join(first_of([format_path(path) for path in paths]) for paths in groups)
+    return DonationError(
+        "Two Variables hold one and the same array, which cannot be donated twice: "
+        f"{listed}. Copy one of them: v[...] = jnp.copy(v)."
+    )
 
 
 def not_callable(name: str, function: object) -> TransformError:

@@ -27,7 +27,7 @@ from shardax._core.module import Module
 from shardax._transforms.errors import StaticArgumentError, TransformError, unknown_options
 from shardax._transforms.jit import eager
 from shardax._transforms.jit.jit import Jit, jit
-from shardax._transforms.jit.specialization import JitOptions, with_resolved_donation
+from shardax._transforms.jit.options import JitOptions, with_resolved_donation
 from shardax._transforms.lift import arguments
 from shardax._transforms.lift.engine import (
     SingleRunCall,

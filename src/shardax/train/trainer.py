@@ -30,8 +30,8 @@ from shardax import distributed
 from shardax._core.checks import Options
 from shardax._core.graph.paths import PyTree
 from shardax._core.state.split_merge import iter_modules
+from shardax._transforms.explain.retraces import Retrace, explain_retraces
 from shardax._transforms.jit.jit import jit
-from shardax._transforms.jit.retraces import Retrace, explain_retraces
 from shardax._transforms.module_scopes import module_scopes
 from shardax.distributed.processes import explain_ended_process, from_main
 from shardax.partition.context import axis_rules

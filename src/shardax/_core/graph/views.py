@@ -21,9 +21,9 @@ from typing import Any
 
 import numpy as np
 
-from shardax._core import errors
+from shardax._core import errors, threads
 from shardax._core.errors import ModuleError
-from shardax._core.frames import Blocked, Frame, local, note_read, resolve, several
+from shardax._core.frames import Blocked, Frame, local, resolve
 from shardax._core.graph.definitions import VariableDef
 from shardax._core.graph.flatten import ChildDecoder, GraphWalk
 from shardax._core.graph.paths import PyTree
@@ -145,8 +145,8 @@ class _ViewOfVariable:
         if type(target) is not type(self):  # passed in, so it stands for itself here
             return target.value
 
-        if several and local.frame is None:
-            note_read(target)
+        if threads.several and local.frame is None:
+            threads.note_read(target)
         stacked = target._parent._here()._read()
         if local.frame is None and is_deleted(stacked):
             raise deleted_read(target)

@@ -26,7 +26,7 @@ array in the place of the lazy value. The rules, in the order of this file:
    it outlives the trace, so its array must not be a tracer. One that a transform made is
    materialized inside of it.
 
-5. **Threads.** One lock, ``materializing``, is held while a Variable is materialized. So of two
+5. **Threads.** One lock, ``threads.lazy_lock``, is held while a Variable is materialized. So of two
    threads that read one lazy Variable, the first computes, and the second waits and gets the same
    array. A write to a lazy Variable waits for the lock too, so that the array is never stored over
    what was written. A Variable that holds an
@@ -42,7 +42,6 @@ device.
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Hashable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 
@@ -73,6 +72,7 @@ from shardax._core.init.programs import (
     key_program,
     on_device,
 )
+from shardax._core.threads import lazy_lock
 
 R = TypeVar("R")
 
@@ -288,10 +288,6 @@ class LazyKey(Recipe):
 
 # --- 3., 4. and 5. one Variable -------------------------------------------------------------------
 
-# Held while lazy values become arrays. Its holder waits for initializers alone. A thread that also
-# takes ``frames.exclusive`` takes that one first.
-materializing = threading.RLock()
-
 
 def is_pending(value: object) -> TypeGuard[LazyValue | np.ndarray]:
     """Whether a Variable puts an array in the place of its value when it is read."""
@@ -300,7 +296,7 @@ def is_pending(value: object) -> TypeGuard[LazyValue | np.ndarray]:
 
 def materialize(variable: Variable) -> Any:
     """Puts the array in the place of a pending value; returns what the Variable then holds."""
-    with materializing:
+    with lazy_lock:
         value = variable._value
         if is_pending(value):  # else another thread was first
             value = variable._value = _array_for(variable._owner, value)
@@ -331,7 +327,7 @@ def _array_for(owner: Frame | None, value: LazyValue | np.ndarray) -> jax.Array:
 
 def materialize_all(variables: Sequence[Variable]) -> None:
     """Materializes the recipes of several Variables together, outside of traces."""
-    with materializing:
+    with lazy_lock:
         lazy = [
             variable
             for variable in variables

@@ -26,12 +26,13 @@ import numpy as np
 
 from shardax._core._jax import Tracer, is_prng_key
 from shardax._core.errors import ModuleAttributeError, ModuleError
-from shardax._core.frames import in_one_step, owner_here
+from shardax._core.frames import owner_here
 from shardax._core.graph.static import Metadata
 from shardax._core.init.key_reuse import note_draw
 from shardax._core.init.keys import KeySource
 from shardax._core.init.lazy import LazyKey
 from shardax._core.module import Module
+from shardax._core.threads import in_one_step
 from shardax._core.variable import RngState, Variable
 
 

@@ -20,13 +20,13 @@ import numpy as np
 
 from shardax._core.checks import Options, is_integer
 from shardax._core.errors import FilterError, ModuleError
-from shardax._core.exclusive import OneThread
 from shardax._core.graph import flatten
 from shardax._core.graph.paths import Path, PyTree, format_path, plain_path
 from shardax._core.init.rng import RngStream
 from shardax._core.state.filters import Everything, Filter, first_match, to_predicate, to_predicates
 from shardax._core.state.split_merge import iter_modules
 from shardax._core.state.walk import recursive_map
+from shardax._core.threads import OneThread
 
 _options = Options(ModuleError)
 _replacing = OneThread("forks or splits the random stream", "and would put its old keys back")

@@ -38,7 +38,7 @@ from shardax._core.object import Object
 from shardax._transforms.errors import ClosureError
 from shardax._transforms.jit.cache import kept_by
 from shardax._transforms.jit.jit import Jit
-from shardax._transforms.jit.specialization import JitOptions
+from shardax._transforms.jit.options import JitOptions
 from shardax._transforms.lift.captures import Functions
 from shardax._transforms.lift.transformed import Transformed
 

@@ -15,6 +15,7 @@ import weakref
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from shardax._core.graph.definitions import Child, Definition
 from shardax._core.graph.flatten import GraphDef, NodeDef, Ref, definition_children
 from shardax._core.graph.paths import Path
 
@@ -31,13 +32,13 @@ def alias_paths(graphdef: GraphDef) -> AliasPaths:
     return paths
 
 
-def objects_in(definition: object, path: Path) -> Iterator[tuple[int, Path]]:
+def objects_in(definition: Definition | Child, path: Path) -> Iterator[tuple[int, Path]]:
     """Yields (position, path) of each object that a definition holds."""
     for key, child in definition_children(definition):
         yield from _objects_of_child(child, path if key is None else (*path, key))
 
 
-def _objects_of_child(child: object, path: Path) -> Iterator[tuple[int, Path]]:
+def _objects_of_child(child: Child, path: Path) -> Iterator[tuple[int, Path]]:
     if type(child) is Ref:
         yield child.position, path
     elif type(child) is NodeDef:

@@ -7,6 +7,7 @@ from shardax._transforms.errors import absent_error as absent_error
 from shardax._transforms.lift.effects import TEXTS as TEXTS
 from shardax._transforms.lift.effects import Effects as Effects
 from shardax._transforms.lift.effects import LiftedOutputs as LiftedOutputs
+from shardax._transforms.lift.effects import MissingInputs as MissingInputs
 from shardax._transforms.lift.effects import apply_effects as apply_effects
 from shardax._transforms.lift.effects import check_no_leak as check_no_leak
 from shardax._transforms.lift.effects import check_result as check_result

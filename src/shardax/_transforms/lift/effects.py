@@ -17,15 +17,16 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import weakref
 from collections.abc import Collection, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from shardax._core import _jax, frames
+from shardax._core import _jax, frames, threads
 from shardax._core._jax import Tracer
-from shardax._core.frames import CapturedVariable, a_kind_of, is_ref, kind_of, several
+from shardax._core.frames import CapturedVariable, a_kind_of, is_ref, kind_of
 from shardax._core.graph import flatten as graphs
 from shardax._core.graph.paths import Leaf, PyTree, format_path
 from shardax._core.graph.settings import SettingsKey
@@ -39,6 +40,15 @@ from shardax._transforms.lift.input_graph import InputGraph
 
 TEXTS = (str, bytes, enum.Enum)
 """What a compiled function may return besides arrays and objects, as it was when traced."""
+
+
+class MissingInputs(NamedTuple):
+    """Objects that a trace used and was not given, held weakly: JAX keeps what a trace returned."""
+
+    objects: list[weakref.ref[Object]]
+
+    read: list[weakref.ref[Object]]
+    """Those of them whose values were read or written."""
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -70,6 +80,9 @@ class Effects:
     shardings: tuple[Any, Any, Any] = (None, None, None)
     """Declared shardings of (result, written, fresh), set by ``jit``."""
 
+    missing: MissingInputs | None = None
+    """What the trace used and was not given, set by ``jit``."""
+
     # JAX keeps the trees of traces that are gone, with these effects in them. So that such a tree
     # is found again, effects are equal by value, if they are more than those of one trace.
 
@@ -87,6 +100,8 @@ class Effects:
     def _value(self) -> Hashable:
         """What effects are compared by; None if they belong to one trace alone."""
         if self.updates or self.fresh or self.foreign or self.shardings != (None, None, None):
+            return None
+        if self.missing is not None:
             return None
         return self.written, self.result
 
@@ -300,7 +315,7 @@ def apply_effects(
         ForeignMutationError: If the structure of an object must not change here.
     """
     effects = outputs.effects
-    with frames.in_one_step():
+    with threads.in_one_step():
         # Everything that is refused is refused before the first write.
         objects = [] if effects.simple else graph.objects()
         check_unchanged(graph, effects)
@@ -311,7 +326,7 @@ def apply_effects(
         _append_new_objects(objects, effects, outputs.fresh)
 
         # Values.
-        notes_writes = several and graph.read is not None and frames.local.frame is None
+        notes_writes = threads.several and graph.read is not None and frames.local.frame is None
         for position, value in zip(effects.written, outputs.written, strict=True):
             variable = graph.leaves[position]
             if is_ref(variable._value):
@@ -319,7 +334,7 @@ def apply_effects(
             else:
                 variable._value = value
             if notes_writes:
-                frames.note_write(variable)
+                threads.note_write(variable)
         for item, value in captured:
             _write_captured(item, value)
 
@@ -363,7 +378,7 @@ def check_no_leak(graph: InputGraph, outputs: LiftedOutputs) -> None:
 
 def check_unchanged(graph: InputGraph, effects: Effects) -> None:
     """Raises ConcurrentWriteError if another thread changed what would be overwritten."""
-    if graph.read is None or not several or frames.local.frame is not None:
+    if graph.read is None or not threads.several or frames.local.frame is not None:
         return
 
     paths = [

@@ -14,9 +14,10 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
-from shardax._core.frames import exclusive, is_eager, is_ref, kind_of
+from shardax._core.frames import is_eager, is_ref, kind_of
 from shardax._core.graph.paths import Leaf, Path, PyTree, plain_path
 from shardax._core.init.lazy import LazyValue, compute_all
+from shardax._core.threads import write_lock
 from shardax._core.variable import Variable
 from shardax._transforms import errors
 from shardax._transforms.errors import DeclaredSpec
@@ -93,7 +94,7 @@ def place_variables(
     moved = jax.device_put([move.value for move in real], [move.sharding for move in real])
 
     for move, value in zip([*lazy, *real], [*computed, *moved], strict=True):
-        with exclusive:
+        with write_lock:
             if move.variable._value is move.value:  # else another thread has written it
                 move.variable._value = value
 
