@@ -12,7 +12,7 @@ The *body* is the user's function. It runs once per *iteration*. A value that it
 Which Variables the body writes is found by tracing it for its shapes (``find_carry``). The body is
 one ``jax.jit``, so JAX keeps that trace and the loop does not run the user's code again. What the
 body captures and writes becomes an input, and the call starts again (``engine.retry_captured``).
-The carry keeps its form (``forms``).
+The carry keeps its form (``forms``). Only ``Loop.apply`` writes to the caller's objects.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ from shardax._transforms.jit import eager
 from shardax._transforms.lift import binding, engine, prefix
 from shardax._transforms.mapped import dimension
 from shardax._transforms.mapped.call import AxisMappedCall, RunEffects
-from shardax._transforms.mapped.names import mapped_params
+from shardax._transforms.mapped.names import Params, check_metadata
 
 
 @engine.decorator
@@ -110,8 +110,7 @@ def scan(
         raise TransformError(f"reverse of sx.scan is {reverse!r}; give True or False.")
     has_carry = _check_axes(prefix.entries_by_name(function, in_axes), out_axes)
     length = dimension.as_count(length, "length")
-    mapped_params(metadata, "scan")
-
+    check_metadata(metadata, "scan")
     options = (in_axes, out_axes, has_carry, length, reverse, unroll, metadata)
 
     @engine.wraps(function)
@@ -175,8 +174,8 @@ def _scan(
         assignment = prefix.EntryAssignment(call, *assigned, None, "in_axes")
         _check_carried_are_arrays(assignment)
 
-        mapped = _ScanSlices(assignment, out_axes, metadata, length)
-        return _ScanLoop(mapped, carried_argument).run(reverse, unroll)
+        scan_call = _ScanCall(assignment, out_axes, metadata, length)
+        return _ScanLoop(scan_call, carried_argument).run(reverse, unroll)
 
     return engine.retry_captured(attempt)
 
@@ -193,14 +192,14 @@ def _is_array(leaf: object) -> bool:
     return isinstance(leaf, engine.ARRAY_OR_NUMBER) or hasattr(leaf, "dtype")
 
 
-class _ScanSlices(AxisMappedCall):
-    """The slices that enter the iterations of one scan, and the rows that leave them."""
+class _ScanCall(AxisMappedCall):
+    """One call of ``scan``: the slices that enter iterations, and the rows that leave them."""
 
     def __init__(
         self,
         assignment: prefix.EntryAssignment,
         out_axes: PyTree,
-        metadata: Mapping[str, Any] | None,
+        metadata: Params | None,
         length: int | None,
     ) -> None:
         given = prefix.entries_in((assignment.prefixes, assignment.named, out_axes))
@@ -282,13 +281,13 @@ def _only_adds(old: object, new: object, stackable: set[int]) -> bool:
 class _ScanLoop(Loop):
     """The loop of one scan."""
 
-    def __init__(self, mapped: _ScanSlices, carried_argument: int | None) -> None:
-        super().__init__(mapped.call, carried_argument, mapped.values)
-        self.mapped = mapped
-        self.graphdef = mapped.slice_graphdef
+    def __init__(self, scan_call: _ScanCall, carried_argument: int | None) -> None:
+        super().__init__(scan_call.call, carried_argument, scan_call.values)
+        self.scan_call = scan_call
+        self.graphdef = scan_call.slice_graphdef
 
         # Texts, functions and the like under None do not enter the program.
-        for index, entry in enumerate(mapped.assignment.plain):
+        for index, entry in enumerate(scan_call.assignment.plain):
             leaf = self.plain[index]
             if entry is None and not _is_array(leaf):
                 self.static_plain[index] = leaf
@@ -296,8 +295,8 @@ class _ScanLoop(Loop):
 
     def run(self, reverse: bool, unroll: int | bool) -> PyTree:
         """Runs the loop; stores what it wrote, and returns the result of the call."""
-        size = self.mapped.size
-        slices = self.mapped.slices()
+        size = self.scan_call.size
+        slices = self.scan_call.slices()
         self.slices = jax.tree.map(_type_of_first, slices)
         self.find_carry()
 
@@ -312,7 +311,7 @@ class _ScanLoop(Loop):
 
     def returned_carry(self, result: PyTree) -> PyTree:
         """See ``Loop.returned_carry``: the part of the result where ``out_axes`` has ``Carry``."""
-        out_axes = self.mapped.out_prefix
+        out_axes = self.scan_call.out_prefix
         if out_axes is prefix.Carry:
             return result
         position = [entry is prefix.Carry for entry in out_axes].index(True)
@@ -322,17 +321,17 @@ class _ScanLoop(Loop):
 
     def record(self, context: engine.RunContext) -> tuple[binding.LiftedOutputs, PyTree]:
         """See ``Loop.record``: what the iteration did, and the row that leaves it."""
-        return self.mapped.leave(context)
+        return self.scan_call.leave(context)
 
     def _apply_rows(self, carry: LoopCarry, rows: Sequence[Sequence[Leaf]]) -> PyTree:
         """Stores what went around and what was stacked; returns the result of the call."""
         lists = [
             [_axis_from_front(leaf, axis) for leaf in leaves]
-            for axis, leaves in zip(self.mapped.axes, rows, strict=True)
+            for axis, leaves in zip(self.scan_call.axes, rows, strict=True)
         ]
         # In the order in which they left the body: the result comes before what was written.
         lists.append([*carry.plain, *jax.tree.leaves(carry.variables)])
-        return self.mapped.apply(lists)
+        return self.scan_call.apply(lists)
 
 
 def _type_of_first(leaf: jax.Array) -> jax.ShapeDtypeStruct:

@@ -17,7 +17,7 @@ A call has three steps.
 2. *Run*: the function runs on a slice (``LiftedCall.run``). ``MappedCall.record`` says what leaves
    the run, each value with an entry. The transform accepts or refuses it by a rule of its own.
 3. *Leave*: ``MappedCall.group`` puts the values into one list per entry. JAX stacks each list, and
-   ``MappedCall.apply`` stores what was written.
+   ``MappedCall.apply`` stores what was written. Nothing else writes to the caller's objects.
 
 What a write to a Variable does:
 
@@ -34,16 +34,17 @@ was not        ``ForeignMutationError``.     As if it were shared.      ``Foreig
 passed in
 =============  ============================  =========================  ============================
 
-What is appended to the tuple of a shared Variable (``Module.sow``) leaves stacked along axis 0 in
-``vmap`` and ``scan``. A new Variable leaves by the entry of its place in the result, or of the
-argument that it was attached to.
+A new Variable leaves by the entry of its place in the result, or of the argument that it was
+attached to. What is attached to a shared Module, or appended to the tuple of a shared Variable
+(``Module.sow``), is stacked along axis 0: in ``scan`` always, in ``vmap`` if it differs between
+batch elements.
 """
 
 from __future__ import annotations
 
 import abc
-from collections.abc import Hashable, Iterable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Literal, NamedTuple
 
 import jax
 
@@ -189,17 +190,16 @@ class AxisMappedCall(MappedCall):
         assignment: prefix.EntryAssignment,
         out_axes: PyTree,
         entries: Iterable[Hashable],
-        metadata: Mapping[str, Any] | None,
+        metadata: names.Params | None,
         declared_size: int | None,
     ) -> None:
         super().__init__(assignment, out_axes, entries)
-        name = self.call.name
         self.plain, self.plain_tree = self.call.arguments.plain_leaves()
         self.entering = dimension.entering_arrays(assignment, self.streams, self.values, self.plain)
-        self.size = dimension.common_size(self.entering, declared_size, name)
+        self.size = dimension.common_size(self.entering, declared_size, self.call.name)
 
         # In a run, metadata and boxes do not have the name of the mapped dimension.
-        self.params = names.mapped_params(metadata, name)
+        self.params = metadata or {}
         self.slice_graphdef = names.slice_graphdef(assignment, self.streams, self.params)
         self.boxes = names.MappedBoxes(assignment, self.params)
         self.call.enter = self.boxes.enter

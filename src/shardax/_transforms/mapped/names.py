@@ -39,16 +39,15 @@ from shardax._transforms.mapped.streams import SplitStreams
 Params = Mapping[str, Any]
 
 
-def mapped_params(metadata: Params | None, name: str) -> Params:
-    """Returns the properties of the mapped dimension; raises if ``metadata`` is of another kind."""
+def check_metadata(metadata: Params | None, name: str) -> None:
+    """Raises if ``metadata`` does not describe the mapped dimension."""
     if metadata is None:
-        return {}
+        return
     if not isinstance(metadata, Mapping):
         raise errors.not_params(metadata, name)
     has_typo = difflib.get_close_matches(PARTITION_NAME, map(str, metadata))
     if PARTITION_NAME not in metadata and has_typo:
         raise errors.not_params(metadata, name)
-    return metadata
 
 
 def slice_graphdef(

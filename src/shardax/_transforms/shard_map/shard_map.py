@@ -28,7 +28,7 @@ from shardax._core._jax import varying_axes
 from shardax._core.frames import is_eager, resolve
 from shardax._core.graph.flatten import flatten
 from shardax._core.graph.paths import Leaf, Path, PyTree
-from shardax._core.init.lazy import Init, compute_all
+from shardax._core.init.lazy import Init
 from shardax._core.variable import Variable
 from shardax._transforms.jit import eager
 from shardax._transforms.lift import engine, prefix
@@ -184,9 +184,7 @@ def _materialize_in_shards(region: ManualRegion, assignment: prefix.EntryAssignm
             variables.append(variable)
             shardings.append(NamedSharding(region.mesh, spec))
 
-    arrays = compute_all([variable._value for variable in variables], shardings)
-    for variable, array in zip(variables, arrays, strict=True):
-        variable._value = array
+    prefix.place_variables(variables, shardings)
 
 
 class _EnteringArray(NamedTuple):

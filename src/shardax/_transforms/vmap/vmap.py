@@ -30,7 +30,7 @@ from shardax._transforms.lift import prefix
 from shardax._transforms.lift.engine import LiftedCall, RunContext, SealedFrame, decorator, wraps
 from shardax._transforms.mapped import dimension, errors
 from shardax._transforms.mapped.call import AxisMappedCall, LeavingValue
-from shardax._transforms.mapped.names import mapped_params
+from shardax._transforms.mapped.names import Params, check_metadata
 from shardax._transforms.vmap.batch_axes import Batch, automatic_batch
 
 _CAPTURED_WRITE = (
@@ -112,7 +112,7 @@ def vmap(
                 "of the two: in_axes='auto' with batch=."
             )
     prefix.check_axes_only(out_axes, "out_axes")
-    mapped_params(metadata, "vmap")
+    check_metadata(metadata, "vmap")
 
     @wraps(function)
     def vmapped(*args: PyTree, **kwargs: PyTree) -> PyTree:
@@ -148,7 +148,7 @@ class _VmapCall(AxisMappedCall):
         self,
         assignment: prefix.EntryAssignment,
         out_axes: PyTree,
-        metadata: Mapping[str, Any] | None,
+        metadata: Params | None,
         axis_size: int | None,
     ) -> None:
         given = prefix.entries_in((assignment.prefixes, assignment.named, out_axes))
