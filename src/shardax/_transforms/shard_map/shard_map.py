@@ -187,7 +187,7 @@ def _materialize_in_shards(region: ManualRegion, assignment: prefix.EntryAssignm
     prefix.place_variables(variables, shardings)
 
 
-class _EnteringArray(NamedTuple):
+class _ArrayWithSpec(NamedTuple):
     """An array that enters a call, with its spec."""
 
     path: Path
@@ -270,10 +270,10 @@ class _ShardMapCall(MappedCall):
 
     def _entering(
         self, drawn_keys: Mapping[int, Leaf]
-    ) -> tuple[list[_EnteringArray], jax.tree_util.PyTreeDef]:
+    ) -> tuple[list[_ArrayWithSpec], jax.tree_util.PyTreeDef]:
         """Returns the arrays that enter, and the tree of values and plain arguments they make."""
         assignment = self.assignment
-        entering: list[_EnteringArray] = []
+        entering: list[_ArrayWithSpec] = []
         values = list(self.values)
         for position, path in enumerate(assignment.leaf_paths):
             entry = assignment.leaves[position]
@@ -283,11 +283,11 @@ class _ShardMapCall(MappedCall):
             value = values[position]
             specs = spec_per_array(entry, value, path, "in_specs")
             for array, spec in zip(jax.tree.leaves(value), specs, strict=True):
-                entering.append(_EnteringArray(path, array, spec))
+                entering.append(_ArrayWithSpec(path, array, spec))
 
         plain = (list(self.call.arguments.plain), self.call.arguments.plain_named)
         entering += map(
-            _EnteringArray, assignment.plain_paths, jax.tree.leaves(plain), assignment.plain
+            _ArrayWithSpec, assignment.plain_paths, jax.tree.leaves(plain), assignment.plain
         )
         return entering, jax.tree.structure((values, plain))
 

@@ -78,7 +78,7 @@ class BatchPart(NamedTuple):
         return sorted(axes)
 
 
-class _StateLeaf(NamedTuple):
+class _StateParts(NamedTuple):
     """A State in a problem."""
 
     state: State
@@ -86,7 +86,7 @@ class _StateLeaf(NamedTuple):
 
 
 # The indices of the parts of a leaf: its own; for an object those of its Variables by path.
-PartIndices = int | dict[Path, int] | _StateLeaf
+PartIndices = int | dict[Path, int] | _StateParts
 
 
 class BatchProblem:
@@ -159,7 +159,7 @@ class BatchProblem:
             indices[flat.leaf_paths[position]] = index
         return indices
 
-    def _add_state(self, state: State, state_path: Path) -> _StateLeaf:
+    def _add_state(self, state: State, state_path: Path) -> _StateParts:
         first = len(self.parts)
         origins = state.origins()
         for path, value in state.flat().items():
@@ -173,14 +173,14 @@ class BatchProblem:
                 is_state=True,
             )
             self.parts.append(part)
-        return _StateLeaf(state, range(first, len(self.parts)))
+        return _StateParts(state, range(first, len(self.parts)))
 
 
 def _entry(indices: PartIndices, axes: Sequence[int | None]) -> PyTree:
     """Returns the entry of a leaf, given the axis of each part."""
     if isinstance(indices, int):
         return axes[indices]
-    if isinstance(indices, _StateLeaf):
+    if isinstance(indices, _StateParts):
         state, parts = indices
         axis_at = {path: axes[index] for path, index in zip(state.flat(), parts, strict=True)}
         return State.from_flat(axis_at, state.origins())

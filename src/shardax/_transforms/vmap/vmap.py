@@ -4,10 +4,11 @@
 A run is one *batch element*. What a write to a Variable does depends on its entry in ``in_axes``:
 
 - An axis: each batch element has its own slice. The written slices are stacked along the axis.
-- None (shared): all batch elements see the same value, and the Variable stays one. A written value
-  that is equal in all batch elements is stored once. One that differs raises ``TransformError``.
-  ``_VmapCall._settle_shared`` decides it, when the function has run; JAX's batching says which
-  values differ (``differs_by_element``).
+- None (shared), also for the Module whose method the function is: all batch elements see the same
+  value, and the Variable stays one. A written value that is equal in all batch elements is stored
+  once. One that differs raises ``TransformError``. ``_VmapCall._settle_shared`` decides it, when
+  the function has run. A value differs if JAX has batched it, that is, if it was computed from
+  mapped values, whatever the numbers are; a reduction by ``axis_name`` is not batched.
 - No entry, because it was reached through a closure or a global: it can be read. A write raises
   ``ForeignMutationError`` where it is written (``SealedFrame``).
 
