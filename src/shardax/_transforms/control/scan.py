@@ -1,28 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """``scan``: a function over Modules, run once per slice.
 
-A run is one *iteration*. ``scan`` is a loop (``loop_body``) whose slices and results are mapped
-(``mapped.call``). Each argument has an *entry* in ``in_axes``. It decides what an iteration sees of
-the argument, and what a write to a Variable of it does:
+A run is one *iteration*. ``scan`` is a loop (``loop_body``) whose slices and rows are those of a
+mapped call (``mapped.call``). What an iteration sees of a Variable, and what a write to it does,
+depends on its entry in ``in_axes``:
 
-==========  =================================  =====================================================
-Entry       An iteration sees                  A written Variable
-==========  =================================  =====================================================
-an axis     its own slice.                     No other iteration sees the written slice. All of
-                                               them leave stacked along the axis, so a slice may
-                                               change its shape and dtype.
-``Carry``   what the iteration before it left  The next iteration reads what was written, so shape
-            (the first one: the argument).     and dtype must stay. The argument must come back in
-                                               the result, where ``out_axes`` has ``Carry``: arrays
-                                               in the same containers, a Module as the object that
-                                               it is.
-None        the same array in every            As for ``Carry``: the next iteration reads what was
-            iteration; of a Module the         written. A Variable is one object in all iterations.
-            Variables as they are.             The argument need not come back.
-==========  =================================  =====================================================
+- An axis (mapped): an iteration sees its own slice, and no other iteration sees what it writes. The
+  written slices leave stacked along the axis. They may have another shape and dtype.
+- ``Carry``: an iteration sees what the one before it wrote, and the last value is stored. Shape and
+  dtype must stay. The carried argument must come back in the result, where ``out_axes`` has
+  ``Carry``: arrays in the same containers, a Module as the object that it is.
+- None, or no entry, because the body reached the Variable through a closure: as for ``Carry``, but
+  nothing must come back in the result. A written Variable of a closure becomes an input, and the
+  body is traced once more.
 
-A Variable that the body reaches through a closure is treated as one under None. A Variable that is
-neither sliced nor written is a constant of the loop.
+A Variable that is not mapped and that the body only reads is a constant of the loop. A plain array
+has one entry, too: it is sliced, or goes through the result of every iteration (``Carry``), or is
+the same in all iterations (None).
 """
 
 from __future__ import annotations
@@ -38,8 +32,7 @@ from shardax._core.graph.flatten import ModuleDef, VariableDef
 from shardax._core.graph.paths import Leaf, PyTree
 from shardax._core.variable import Variable
 from shardax._transforms.control import errors
-from shardax._transforms.control.forms import abstract_eval as abstract_eval
-from shardax._transforms.control.forms import vary_alike as vary_alike
+from shardax._transforms.control.forms import abstract_eval
 from shardax._transforms.control.loop_body import Loop, LoopCarry, LoopSlices
 from shardax._transforms.control.loops import check_unroll
 from shardax._transforms.errors import TransformError
