@@ -43,7 +43,7 @@ from shardax._core.state.split_merge import iter_modules, iter_variables, merge,
 from shardax._core.state.state import Origin, State
 from shardax._core.variable import Intermediate, RngState
 from shardax._parallel.microbatches import cut, joined
-from shardax._transforms.control.forms import abstract_eval
+from shardax._transforms.control.scan import abstract_eval
 from shardax.partition.context import current_rules
 from shardax.partition.mesh import AnyMesh, resolve_mesh
 from shardax.partition.rules import mesh_axes_of

@@ -41,7 +41,7 @@ from shardax._core.graph.flatten import GraphDef, VariableDef, build
 from shardax._core.graph.paths import Leaf, Path, PyTree, format_path, plain_path
 from shardax._core.graph.static import Static
 from shardax._core.variable import ArrayAttribute, Variable
-from shardax._transforms.control.forms import vary_alike
+from shardax._transforms.control.scan import vary_alike
 from shardax._transforms.errors import ClosureError, TransformError
 from shardax._transforms.grad.grad import dtype_of
 from shardax._transforms.lift.arguments import join_argument, leaf_paths

@@ -27,7 +27,7 @@ from shardax._core.graph.flatten import flatten, is_object
 from shardax._core.graph.paths import Leaf, Path, PyTree, format_path
 from shardax._core.state.state import State
 from shardax._core.variable import Variable
-from shardax._transforms.control.forms import vary_alike
+from shardax._transforms.control.scan import vary_alike
 from shardax._transforms.errors import StaticArgumentError, TransformError
 from shardax._transforms.grad.custom_vjp import CustomVjp
 from shardax._transforms.grad.grad import DiffArgument, DiffState, Tangents, is_differentiable
