@@ -196,8 +196,8 @@ class _ScanCall(AxisMappedCall):
         metadata: Params | None,
         length: int | None,
     ) -> None:
-        given = prefix.entries_in((assignment.prefixes, assignment.named, out_axes))
-        self.axes = list(dict.fromkeys([*filter(prefix.is_axis, given), 0]))
+        declared = prefix.entries_in((assignment.prefixes, assignment.named, out_axes))
+        self.axes = list(dict.fromkeys([*filter(prefix.is_axis, declared), 0]))
         super().__init__(assignment, out_axes, [*self.axes, prefix.Carry], metadata, length)
         dimension.refuse_split(self.entering)
 

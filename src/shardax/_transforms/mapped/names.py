@@ -25,7 +25,7 @@ from shardax._core.errors import MetadataError, ShardaxError
 from shardax._core.graph.flatten import GraphDef, VariableDef
 from shardax._core.graph.handlers import knows_names
 from shardax._core.graph.paths import Leaf, Path, PyTree, format_path, plain_path
-from shardax._core.graph.static import PARTITION_NAME, Metadata
+from shardax._core.graph.static import PARTITION_NAME, AxisName, Metadata
 from shardax._core.object import Object
 from shardax._core.state.state import State
 from shardax._core.variable import Origin
@@ -129,7 +129,7 @@ class MappedBoxes:
         self.params = params
         self.partition_name = params.get(PARTITION_NAME)
         # The name of the mapped dimension that the first box of a type, or State, had.
-        self._name_in: dict[type, Any] = {}
+        self._name_in: dict[type, AxisName] = {}
 
     def enter(
         self, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]
@@ -183,7 +183,7 @@ class MappedBoxes:
     def _metadata_with(self, metadata: Metadata, axis: int) -> Metadata:
         return metadata.with_axis(axis, self._outer_name(State), self.params)
 
-    def _outer_name(self, kind: type) -> Any:
+    def _outer_name(self, kind: type) -> AxisName:
         """Returns the name of the mapped dimension outside, for a type of box or a State."""
         return self._name_in.get(kind) if self.partition_name is None else self.partition_name
 

@@ -152,8 +152,8 @@ class _VmapCall(AxisMappedCall):
         metadata: Params | None,
         axis_size: int | None,
     ) -> None:
-        given = prefix.entries_in((assignment.prefixes, assignment.named, out_axes))
-        super().__init__(assignment, out_axes, [*given, 0, None], metadata, axis_size)
+        declared = prefix.entries_in((assignment.prefixes, assignment.named, out_axes))
+        super().__init__(assignment, out_axes, [*declared, 0, None], metadata, axis_size)
 
     def run(self, **options: Any) -> PyTree:
         """Runs all batch elements; stores what they wrote, and returns the result of the call."""
