@@ -53,7 +53,8 @@ from shardax._core.graph.paths import Leaf, Path, PyTree
 from shardax._transforms.lift import prefix
 from shardax._transforms.lift.binding import LiftedOutputs, check_result
 from shardax._transforms.lift.engine import RunContext
-from shardax._transforms.mapped import dimension, names
+from shardax._transforms.mapped import dimension
+from shardax._transforms.mapped.names import DimensionNames, Params
 from shardax._transforms.mapped.streams import SplitStreams
 
 
@@ -190,7 +191,7 @@ class AxisMappedCall(MappedCall):
         assignment: prefix.EntryAssignment,
         out_axes: PyTree,
         entries: Iterable[Hashable],
-        metadata: names.Params | None,
+        metadata: Params | None,
         declared_size: int | None,
     ) -> None:
         super().__init__(assignment, out_axes, entries)
@@ -199,10 +200,9 @@ class AxisMappedCall(MappedCall):
         self.size = dimension.common_size(self.entering, declared_size, self.call.name)
 
         # In a run, metadata and boxes do not have the name of the mapped dimension.
-        self.params = metadata or {}
-        self.slice_graphdef = names.slice_graphdef(assignment, self.streams, self.params)
-        self.boxes = names.MappedBoxes(assignment, self.params)
-        self.call.enter = self.boxes.enter
+        self.names = DimensionNames(assignment, self.streams, metadata or {})
+        self.slice_graphdef = self.names.slice_graphdef()
+        self.call.enter = self.names.enter
 
     def is_mapped(self, entry: PyTree) -> bool:
         """See ``MappedCall.is_mapped``."""
@@ -214,7 +214,7 @@ class AxisMappedCall(MappedCall):
 
     def result_outside(self, result: PyTree, entries: prefix.OutputEntries) -> PyTree:
         """See ``MappedCall.result_outside``: boxes have the mapped dimension again."""
-        return self.boxes.leave(result, entries)
+        return self.names.leave(result, entries)
 
     def stack(self, effects: RunEffects, leaving: Sequence[LeavingValue]) -> tuple[list[Leaf], ...]:
         """Returns, inside a run, the arrays that leave it, each in the list of its axis.
@@ -227,8 +227,7 @@ class AxisMappedCall(MappedCall):
             dimension.check_new_axis(item.value, item.entry, item.path, self.call.name)
 
         axes_of_new = [item.entry for item in leaving if item.new_type]
-        names.name_new_dimensions(
-            self.assignment, self.streams, effects.outputs, axes_of_new, self.params
-        )
+        self.names.name_new_variables(effects.outputs, axes_of_new)
+        self.names.name_changed_variables(effects.outputs)
         entries = [item.entry for item in leaving for _ in jax.tree.leaves(item.value)]
         return self.group(effects, entries)

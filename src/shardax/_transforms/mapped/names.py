@@ -50,69 +50,6 @@ def check_metadata(metadata: Params | None, name: str) -> None:
         raise errors.not_params(metadata, name)
 
 
-def slice_graphdef(
-    assignment: prefix.EntryAssignment, streams: SplitStreams, params: Params
-) -> GraphDef:
-    """Returns the structure that one run sees: without the name of the mapped dimension."""
-    graphdef = assignment.call.graph.flat.graphdef
-    objects = list(graphdef.objects)
-    for position, index in enumerate(graphdef.leaves):
-        axis, definition = assignment.leaves[position], objects[index]
-        if not prefix.is_axis(axis) or position in streams:
-            continue
-        with _says_which_variable(definition.type, assignment.leaf_paths[position]):
-            metadata = definition.metadata.without_axis(axis, params.get(PARTITION_NAME), params)
-        objects[index] = definition._replace(metadata=metadata)
-    return GraphDef(tuple(objects), graphdef.roots)
-
-
-@contextlib.contextmanager
-def _says_which_variable(kind: type, path: Path) -> Generator[None]:
-    """Adds the Variable to an error of names that do not fit the mapped dimension."""
-    try:
-        yield
-    except MetadataError as error:
-        raise MetadataError(
-            f"The {kind.__name__} at {format_path(path)} cannot be mapped: {error}"
-        ) from error
-
-
-def name_new_dimensions(
-    assignment: prefix.EntryAssignment,
-    streams: SplitStreams,
-    outputs: LiftedOutputs,
-    axes_of_new: Iterable[PyTree],
-    params: Params,
-) -> None:
-    """Adds the mapped dimension to the metadata of all that leaves, in ``outputs.effects``."""
-    effects = outputs.effects
-    new_variables = zip(axes_of_new, outputs.fresh, strict=True)
-    fresh = []
-    for definition in effects.fresh:
-        if type(definition) is VariableDef:
-            axis, value = next(new_variables)
-            if prefix.is_axis(axis):
-                metadata = definition.metadata.with_axis(
-                    axis, params.get(PARTITION_NAME), params, knows_names=knows_names(value)
-                )
-                definition = definition._replace(metadata=metadata)
-        fresh.append(definition)
-    effects.fresh = tuple(fresh)
-
-    # Metadata that the function changed: the dimension has the name that it had before.
-    graphdef = assignment.call.graph.flat.graphdef
-    position_of = {index: position for position, index in enumerate(graphdef.leaves)}
-    for index, definition in effects.updates.items():
-        if type(definition) is not VariableDef or position_of[index] in streams:
-            continue
-        axis = assignment.leaves[position_of[index]]
-        if prefix.is_axis(axis):
-            names = graphdef.objects[index].metadata.mapped_names
-            name = names[axis] if axis < len(names) else params.get(PARTITION_NAME)
-            metadata = definition.metadata.with_axis(axis, name, params, knows_names=bool(names))
-            effects.updates[index] = definition._replace(metadata=metadata)
-
-
 class _NameChange(NamedTuple):
     """What happens to the names of the mapped dimension at one end of a call."""
 
@@ -121,15 +58,73 @@ class _NameChange(NamedTuple):
     change_metadata: Callable[[Metadata, int], Metadata]  # the same for a Variable of a State
 
 
-class MappedBoxes:
-    """The boxes and States in the arguments and the result of one call."""
+class DimensionNames:
+    """The names of the mapped dimension in one call."""
 
-    def __init__(self, assignment: prefix.EntryAssignment, params: Params) -> None:
+    def __init__(
+        self, assignment: prefix.EntryAssignment, streams: SplitStreams, params: Params
+    ) -> None:
         self.assignment = assignment
+        self.graphdef = assignment.call.graph.flat.graphdef
+        self.streams = streams
         self.params = params
-        self.partition_name = params.get(PARTITION_NAME)
+        self.partition_name: AxisName = params.get(PARTITION_NAME)  # None: that of each Variable
         # The name of the mapped dimension that the first box of a type, or State, had.
         self._name_in: dict[type, AxisName] = {}
+
+    # --- Variables --------------------------------------------------------------------------------
+
+    def slice_graphdef(self) -> GraphDef:
+        """Returns the structure that one run sees: without the name of the mapped dimension."""
+        objects = list(self.graphdef.objects)
+        for position, index in enumerate(self.graphdef.leaves):
+            axis = self._axis_of(position)
+            if axis is None:
+                continue
+            definition = objects[index]
+            with _says_which_variable(definition.type, self.assignment.leaf_paths[position]):
+                metadata = definition.metadata.without_axis(axis, self.partition_name, self.params)
+            objects[index] = definition._replace(metadata=metadata)
+        return GraphDef(tuple(objects), self.graphdef.roots)
+
+    def name_new_variables(self, outputs: LiftedOutputs, axes_of_new: Iterable[PyTree]) -> None:
+        """Adds the mapped dimension to the metadata of new Variables, in ``outputs.effects``."""
+        new_variables = zip(axes_of_new, outputs.fresh, strict=True)
+        fresh = []
+        for definition in outputs.effects.fresh:
+            if type(definition) is VariableDef:
+                axis, value = next(new_variables)
+                if prefix.is_axis(axis):
+                    metadata = definition.metadata.with_axis(
+                        axis, self.partition_name, self.params, knows_names=knows_names(value)
+                    )
+                    definition = definition._replace(metadata=metadata)
+            fresh.append(definition)
+        outputs.effects.fresh = tuple(fresh)
+
+    def name_changed_variables(self, outputs: LiftedOutputs) -> None:
+        """Adds the mapped dimension to metadata that the function changed: by its old name."""
+        position_of = {index: position for position, index in enumerate(self.graphdef.leaves)}
+        updates = outputs.effects.updates
+        for index, definition in updates.items():
+            if type(definition) is not VariableDef:
+                continue
+            axis = self._axis_of(position_of[index])
+            if axis is None:
+                continue
+            names = self.graphdef.objects[index].metadata.mapped_names
+            name = names[axis] if axis < len(names) else self.partition_name
+            metadata = definition.metadata.with_axis(
+                axis, name, self.params, knows_names=bool(names)
+            )
+            updates[index] = definition._replace(metadata=metadata)
+
+    def _axis_of(self, position: int) -> int | None:
+        """Returns the axis of a given Variable whose metadata change, or None."""
+        axis = self.assignment.leaves[position]
+        return axis if prefix.is_axis(axis) and position not in self.streams else None
+
+    # --- boxes and States -------------------------------------------------------------------------
 
     def enter(
         self, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]
@@ -196,7 +191,7 @@ class MappedBoxes:
                 return self._convert_state(leaf, leaf_path, change)
             if not has_axis_methods(leaf):
                 return leaf
-            axis = self._entry_of(leaf, leaf_path, change)
+            axis = self._entry_of_box(leaf, leaf_path, change)
             if not prefix.is_axis(axis):
                 return leaf
             return _convert_box(leaf_path, leaf, lambda box: change.change_box(box, axis))
@@ -216,7 +211,7 @@ class MappedBoxes:
             values[path] = self._convert(value, value_path, change)
 
             origin = origin_of[path]
-            axis = self._entry_of(value, value_path, change)
+            axis = self._entry_of_box(value, value_path, change)
             if prefix.is_axis(axis):
                 with _says_which_variable(origin.variable_type, value_path):
                     metadata = change.change_metadata(origin.all_metadata, axis)
@@ -224,13 +219,24 @@ class MappedBoxes:
             origins[path] = origin
         return State.from_flat(values, origins)
 
-    def _entry_of(self, value: PyTree, path: Path, change: _NameChange) -> PyTree:
+    def _entry_of_box(self, value: PyTree, path: Path, change: _NameChange) -> PyTree:
         """Returns the entry of all arrays of a box, or of a value of a State."""
         below = [plain_path(keys) for keys, _ in jax.tree_util.tree_leaves_with_path(value)]
         entries = {change.entry_of.get((*path, *steps)) for steps in below}
         if len(entries) > 1:
             raise errors.several_axes_in_a_box(path, entries, self.assignment.call.name)
         return next(iter(entries), None)
+
+
+@contextlib.contextmanager
+def _says_which_variable(kind: type, path: Path) -> Generator[None]:
+    """Adds the Variable to an error of names that do not fit the mapped dimension."""
+    try:
+        yield
+    except MetadataError as error:
+        raise MetadataError(
+            f"The {kind.__name__} at {format_path(path)} cannot be mapped: {error}"
+        ) from error
 
 
 def has_axis_methods(value: object) -> bool:
