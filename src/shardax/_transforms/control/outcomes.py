@@ -85,6 +85,7 @@ class OutcomeComparison:
             if first_text == second_text:
                 first_text = self._attributes_text(self.first, first, second)
                 second_text = self._attributes_text(self.second, second, first)
+
             path = format_path(self.paths[position])
             self._refuse(
                 f"change the {old.type.__name__} at {path} differently",
@@ -111,6 +112,7 @@ class OutcomeComparison:
             else:
                 description = "another container"
             changes.append(f".{name} is {description}")
+
         if changes:
             return ", ".join(changes)
         return f"the order is {', '.join(attributes)}" if attributes else "it is another"

@@ -167,6 +167,7 @@ class Batch:
         named = [((name,), arg) for name, arg in kwargs.items()]
         problem = BatchProblem([*positional, *named])
         choices = self._choose(problem)
+
         prefixes = problem.prefixes([choice.axis for choice in choices])
         count = len(positional)
         axes = (prefixes[:count], dict(zip(kwargs, prefixes[count:], strict=True)))
@@ -192,8 +193,9 @@ class Batch:
         """
         if self.where is None:
             return []
-        if not isinstance(self.where, Mapping):
+        if not isinstance(self.where, Mapping):  # one filter: what it matches is batched
             return [(self.where, ...), (..., None)]
+
         for item, entry in self.where.items():
             if entry is None or entry is ... or isinstance(entry, str) or is_axis(entry):
                 continue
@@ -411,6 +413,7 @@ def automatic_batch(in_axes: str, batch: PyTree, axis_size: int | None) -> Batch
             f"in_axes gives {in_axes!r}; an entry is an axis (an int) or None, or all of in_axes "
             f"is 'auto', with batch= the size of the batch."
         )
+
     if batch is None:
         batch = axis_size
     if batch is None:
@@ -418,6 +421,7 @@ def automatic_batch(in_axes: str, batch: PyTree, axis_size: int | None) -> Batch
             "in_axes='auto' finds arrays by the size of the batch: sx.vmap(f, in_axes='auto', "
             "batch=8), or batch=sx.Batch(8, where={filter: 0}) with declarations."
         )
+
     batch = batch if isinstance(batch, Batch) else Batch(batch)
     if axis_size not in (None, batch.size):
         raise PrefixError(f"axis_size={axis_size}, but batch has the size {batch.size}; give one.")

@@ -198,6 +198,7 @@ class _VmapCall(AxisMappedCall):
         """Returns what leaves; refuses shared values that differ between batch elements."""
         shared_values = [item.value for item in leaving if item.entry is None]
         differs = iter(differs_by_element(marker, shared_values))
+
         settled = []
         for item in leaving:
             if item.entry is None and next(differs):
