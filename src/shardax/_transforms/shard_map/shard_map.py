@@ -8,7 +8,8 @@ Variable does depends on its spec in ``in_specs``:
 
 - A spec that names mesh axes: the written shards are put together by the spec.
 - ``P()``, or a mesh axis that the spec does not name: all shards along it have one value, so a
-  written value that varies over it raises ``TransformError`` (``_ShardMapCall._leave``).
+  written value that varies over it raises ``TransformError`` (``_ShardMapCall._leave``). With
+  ``check_vma=False`` JAX keeps no track, and nobody checks.
 - No spec, because it was reached through a closure or a global: it becomes a hidden input that all
   shards see whole (``jax.shard_map`` cannot take all arrays through a closure), and a write raises
   ``ForeignMutationError`` (``SealedFrame``).
