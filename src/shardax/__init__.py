@@ -136,7 +136,7 @@ if _typing.TYPE_CHECKING:
     from shardax._select.selection import select as select
     from shardax._transforms.control.bounded import WhileResult as WhileResult
     from shardax._transforms.control.bounded import bounded_while_loop as bounded_while_loop
-    from shardax._transforms.shard_map import shard_map as shard_map
+    from shardax._transforms.shard_map.shard_map import shard_map as shard_map
     from shardax.config.configure import Configuration as Configuration
     from shardax.config.configure import configure as configure
     from shardax.surgery.quantizing import dequantize as dequantize
@@ -161,7 +161,7 @@ _MODULE_OF = {
     "dequantize": "shardax.surgery.quantizing",
     "quantize": "shardax.surgery.quantizing",
     "select": "shardax._select.selection",
-    "shard_map": "shardax._transforms.shard_map",
+    "shard_map": "shardax._transforms.shard_map.shard_map",
     "tabulate": "shardax.view.tabulation",
 }
 """Names whose module is imported when they are first used, likewise."""
