@@ -73,14 +73,14 @@ from shardax._transforms.grad.custom_jvp import CustomJvp as CustomJvp
 from shardax._transforms.grad.custom_jvp import custom_jvp as custom_jvp
 from shardax._transforms.grad.custom_vjp import CustomVjp as CustomVjp
 from shardax._transforms.grad.custom_vjp import custom_vjp as custom_vjp
-from shardax._transforms.grad.grad import DiffState as DiffState
+from shardax._transforms.grad.differentiated import DiffState as DiffState
 from shardax._transforms.grad.grad import grad as grad
 from shardax._transforms.grad.grad import value_and_grad as value_and_grad
 from shardax._transforms.grad.jacobian import hessian as hessian
 from shardax._transforms.grad.jacobian import jacfwd as jacfwd
 from shardax._transforms.grad.jacobian import jacrev as jacrev
+from shardax._transforms.grad.safe_where import safe_where as safe_where
 from shardax._transforms.grad.vjp import jvp as jvp
-from shardax._transforms.grad.vjp import safe_where as safe_where
 from shardax._transforms.grad.vjp import vjp as vjp
 from shardax._transforms.jit.abstract_eval import eval_shape as eval_shape
 from shardax._transforms.jit.abstract_eval import make_jaxpr as make_jaxpr

@@ -33,6 +33,7 @@ from shardax._core.graph.paths import PyTree
 if TYPE_CHECKING:
     from jax.extend.core import ClosedJaxpr as ClosedJaxpr
     from jax.extend.core import Jaxpr as Jaxpr
+    from jax.extend.core import JaxprEqn as JaxprEqn
     from jax.extend.core import Literal as Literal
     from jax.extend.core import jaxpr_as_fun as jaxpr_as_fun
 

@@ -43,7 +43,7 @@ from shardax._core.graph.static import Static
 from shardax._core.variable import ArrayAttribute, Variable
 from shardax._transforms.control.scan import vary_alike
 from shardax._transforms.errors import ClosureError, TransformError
-from shardax._transforms.grad.grad import dtype_of
+from shardax._transforms.grad.tangents import dtype_of
 from shardax._transforms.lift.arguments import join_argument, leaf_paths
 from shardax._transforms.lift.engine import LiftedCall
 from shardax.host.errors import HostFunctionError

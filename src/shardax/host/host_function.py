@@ -30,7 +30,8 @@ from shardax._core.variable import Variable
 from shardax._transforms.control.scan import vary_alike
 from shardax._transforms.errors import StaticArgumentError, TransformError
 from shardax._transforms.grad.custom_vjp import CustomVjp
-from shardax._transforms.grad.grad import DiffArgument, DiffState, Tangents, is_differentiable
+from shardax._transforms.grad.differentiated import DiffArgument, DiffState
+from shardax._transforms.grad.tangents import Tangents, is_differentiable
 from shardax._transforms.lift.arguments import leaf_paths, resolve_arguments, static_argument
 from shardax._transforms.lift.engine import LateFrame, LiftedCall, takes_options, wraps
 from shardax.host import callback

@@ -25,7 +25,7 @@ from shardax._core.state.split_merge import clone_sharing
 from shardax._core.variable import Param, Variable
 from shardax._select.places import SelectionError
 from shardax._select.selection import Selection, select
-from shardax._transforms.grad.grad import is_differentiable
+from shardax._transforms.grad.tangents import is_differentiable
 from shardax._transforms.grad.vjp import jvp
 from shardax._transforms.wrappers import ModuleWrapper
 from shardax.named.array import NamedArray
