@@ -27,7 +27,7 @@ if _typing.TYPE_CHECKING:
     from shardax.nn.errors import *  # noqa: F403
     from shardax.partition.errors import *  # noqa: F403
     from shardax.plan.errors import *  # noqa: F403
-    from shardax.random.stream import *  # noqa: F403
+    from shardax.random.errors import *  # noqa: F403
     from shardax.train.errors import *  # noqa: F403
     from shardax.view.parameter_table import *  # noqa: F403
 
@@ -62,7 +62,7 @@ _NAMES = {
         "CompilerMissingError HardwareError LayoutAssertionError PlanError PlanFileError "
         "PlanInputError PlanInterrupted TargetError"
     ),
-    "shardax.random.stream": "DrawError",
+    "shardax.random.errors": "DrawError",
     "shardax.train.errors": (
         "CheckpointDamagedError CheckpointError CheckpointWriteError DataError TrainError"
     ),
