@@ -18,12 +18,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from shardax._core.array_ops import dtype_of, is_differentiable
 from shardax._core.graph.paths import Leaf, PyTree
 from shardax._core.state.filters import Filter
 from shardax._core.variable import Param, Variable
 from shardax._transforms.grad import errors
-from shardax._transforms.grad.differentiated import Argnums, DiffPair
-from shardax._transforms.grad.pure_function import refuse_objects
+from shardax._transforms.grad.differentiated import Argnums, DiffPair, refuse_objects
 from shardax._transforms.grad.ruled_call import (
     Others,
     Outputs,
@@ -31,7 +31,6 @@ from shardax._transforms.grad.ruled_call import (
     RuledFunction,
     split_argnums,
 )
-from shardax._transforms.grad.tangents import dtype_of, is_differentiable
 from shardax._transforms.lift.arguments import by_position
 from shardax._transforms.lift.binding import returned_pair
 from shardax._transforms.lift.engine import RunContext, decorator, retry_captured

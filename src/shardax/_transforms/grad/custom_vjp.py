@@ -28,6 +28,7 @@ import jax
 import jax.numpy as jnp
 
 from shardax._core import _jax
+from shardax._core.array_ops import dtype_of, is_differentiable
 from shardax._core.frames import Frame, kind_of, local
 from shardax._core.graph.flatten import GraphDef, build, flatten
 from shardax._core.graph.paths import Leaf, Path, PyTree, format_path
@@ -46,7 +47,6 @@ from shardax._transforms.grad.ruled_call import (
     RuledFunction,
     refuse_derivative,
 )
-from shardax._transforms.grad.tangents import dtype_of, is_differentiable
 from shardax._transforms.jit import eager
 from shardax._transforms.lift.arguments import (
     by_position,

@@ -20,7 +20,7 @@ tangent, and no cotangent arrives at it.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -28,10 +28,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from shardax._core.array_ops import dtype_of, is_differentiable
 from shardax._core.errors import StateMismatchError
 from shardax._core.frames import owner_here
-from shardax._core.graph.flatten import GraphDef, build, flatten
-from shardax._core.graph.paths import Leaf, Path, PyTree, format_path
+from shardax._core.graph.flatten import GraphDef, build, flatten, is_object
+from shardax._core.graph.paths import Leaf, Path, PyTree, format_path, plain_path
 from shardax._core.init.lazy import LazyValue
 from shardax._core.module import Module
 from shardax._core.object import Object
@@ -40,7 +41,7 @@ from shardax._core.state.split_merge import describe_plain_arrays
 from shardax._core.state.state import Origin, State, flatten_mapping, merged_values
 from shardax._core.variable import Param, Variable
 from shardax._transforms.grad import errors
-from shardax._transforms.grad.tangents import Tangents, dtype_of, is_differentiable, tangents_in
+from shardax._transforms.grad.tangents import Tangents, tangents_in
 from shardax._transforms.lift.arguments import (
     RootTemplate,
     StaticTemplate,
@@ -49,7 +50,8 @@ from shardax._transforms.lift.arguments import (
     plain_paths,
     root_places,
 )
-from shardax._transforms.lift.engine import LiftedCall
+from shardax._transforms.lift.binding import returned_pair
+from shardax._transforms.lift.engine import LiftedCall, SingleRunCall
 
 # The differentiated inputs: values of Variables, and plain parts of arguments.
 DiffPair = tuple[Sequence[PyTree], Sequence[PyTree]]
@@ -449,3 +451,54 @@ def diff_inputs(
     for each in arguments:
         each.check_chosen()
     return DiffInputs(arguments)
+
+
+# --- the pure function ----------------------------------------------------------------------------
+
+# Splits the result of the user's function into (what is differentiated, auxiliary result).
+Split = Callable[[PyTree], tuple[PyTree, PyTree]]
+
+
+def pure_function(
+    call: SingleRunCall, inputs: DiffInputs, values: Sequence[PyTree], split: Split
+) -> Callable[..., tuple[PyTree, PyTree]]:
+    """Returns a pure function of the differentiated inputs of a call.
+
+    Args:
+        call: The call; everything else is constant.
+        inputs: Its differentiated inputs.
+        values: The present values of all its Variables.
+        split: Splits the result of the user's function.
+    """
+    arguments = call.arguments
+
+    def pure(
+        of_variables: Sequence[PyTree], of_arguments: Sequence[PyTree]
+    ) -> tuple[PyTree, PyTree]:
+        pair = of_variables, of_arguments
+        all_values, all_plain = inputs.insert(pair, values, arguments.plain)
+        return call.run_once(all_values, all_plain, arguments.plain_named, split)
+
+    return pure
+
+
+def separate_aux(result: PyTree, has_aux: bool, name: str) -> tuple[PyTree, PyTree]:
+    """Returns (what is differentiated, auxiliary result) of what a function returned."""
+    if not has_aux:
+        return result, None
+    source = f"With has_aux=True the function given to sx.{name}"
+    return returned_pair(result, source, "(result, aux)")
+
+
+def separate_arrays(result: PyTree, has_aux: bool, name: str) -> tuple[PyTree, PyTree]:
+    """Returns (arrays, auxiliary result); raises if an object is among the arrays."""
+    arrays, aux = separate_aux(result, has_aux, name)
+    refuse_objects(arrays, name)
+    return arrays, aux
+
+
+def refuse_objects(result: PyTree, name: str) -> None:
+    """Raises if a result that is differentiated holds objects."""
+    for keys, leaf in jax.tree_util.tree_leaves_with_path(result, is_leaf=is_object):
+        if isinstance(leaf, Object):
+            raise errors.object_in_result(name, leaf, plain_path(keys))

@@ -8,8 +8,7 @@ differentiated, tangents, results, ``jvp``, ``safe_where``, and the rules of ``c
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 
 import jax.numpy as jnp
 import numpy as np
@@ -177,23 +176,15 @@ def object_in_result(name: str, item: object, path: Path) -> TransformError:
     )
 
 
-@contextlib.contextmanager
-def explained_reverse_mode() -> Generator[None]:
-    """Explains JAX's error of a while loop that has no reverse-mode derivative."""
-    try:
-        yield
-    except ValueError as error:
-        # JAX has no class and no other sign of this error (0.10.2).
-        if "Reverse-mode differentiation does not work for lax.while_loop" not in str(error):
-            raise
-
-        raise TransformError(
-            "What is differentiated goes through a while loop, which has no reverse-mode "
-            "derivative: nobody knows how many steps it would have to remember. Give it a limit, "
-            "sx.bounded_while_loop(condition, body, x, max_steps=100, differentiable='recompute'); "
-            "if the number of steps is known, use sx.fori_loop with Python integers, or sx.scan; "
-            "if the gradient shall not go through it, jax.lax.stop_gradient."
-        ) from error
+def while_loop_without_reverse_mode() -> TransformError:
+    """Returns the error of a while loop on the way of a derivative in reverse mode."""
+    return TransformError(
+        "What is differentiated goes through a while loop, which has no reverse-mode derivative: "
+        "nobody knows how many steps it would have to remember. Give it a limit, "
+        "sx.bounded_while_loop(condition, body, x, max_steps=100, differentiable='recompute'); if "
+        "the number of steps is known, use sx.fori_loop with Python integers, or sx.scan; if the "
+        "gradient shall not go through it, jax.lax.stop_gradient."
+    )
 
 
 # --- jvp ---

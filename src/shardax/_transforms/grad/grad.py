@@ -8,7 +8,8 @@ wrote, and arrange the gradients like the arguments.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Generator
 
 import jax
 import jax.numpy as jnp
@@ -19,8 +20,13 @@ from shardax._core.graph.paths import PyTree
 from shardax._core.state.filters import Filter
 from shardax._core.variable import Param, Variable
 from shardax._transforms.grad import errors
-from shardax._transforms.grad.differentiated import Argnums, diff_inputs, diff_states
-from shardax._transforms.grad.pure_function import pure_function, separate_aux
+from shardax._transforms.grad.differentiated import (
+    Argnums,
+    diff_inputs,
+    diff_states,
+    pure_function,
+    separate_aux,
+)
 from shardax._transforms.lift.arguments import by_position
 from shardax._transforms.lift.engine import SingleRunCall, decorator, wraps
 
@@ -166,7 +172,7 @@ def _value_and_grad(
             holomorphic=holomorphic,
             allow_int=allow_int,
         )
-        with errors.explained_reverse_mode():
+        with explained_reverse_mode():
             (value, leaving), gradients = transformed(*inputs.take(values, call.arguments.plain))
 
         aux = call.finish(leaving)
@@ -189,3 +195,15 @@ def _scalar(value: PyTree, holomorphic: bool) -> jax.Array | float | complex:
 
     kind = "complex" if holomorphic else "real"
     raise errors.not_a_scalar(value, number, is_array, kind)
+
+
+@contextlib.contextmanager
+def explained_reverse_mode() -> Generator[None]:
+    """Explains JAX's error of a while loop that has no derivative in reverse mode."""
+    try:
+        yield
+    except ValueError as error:
+        # JAX has no class and no other sign of this error (0.10.2).
+        if "Reverse-mode differentiation does not work for lax.while_loop" not in str(error):
+            raise
+        raise errors.while_loop_without_reverse_mode() from error

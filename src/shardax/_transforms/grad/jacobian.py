@@ -24,10 +24,11 @@ from shardax._transforms.grad.differentiated import (
     DiffPair,
     diff_inputs,
     diff_states,
+    pure_function,
+    separate_arrays,
 )
-from shardax._transforms.grad.errors import explained_reverse_mode
 from shardax._transforms.grad.forward_mode import explained_forward_mode
-from shardax._transforms.grad.pure_function import pure_function, separate_arrays
+from shardax._transforms.grad.grad import explained_reverse_mode
 from shardax._transforms.lift.arguments import by_position
 from shardax._transforms.lift.binding import check_result
 from shardax._transforms.lift.engine import SingleRunCall, decorator, wraps

@@ -27,6 +27,7 @@ from typing import NoReturn
 import jax
 
 from shardax._core._jax import Tracer
+from shardax._core.array_ops import is_differentiable
 from shardax._core.cross_process import PickledByName
 from shardax._core.frames import Frame, kind_of
 from shardax._core.graph.flatten import is_object
@@ -42,9 +43,8 @@ from shardax._transforms.grad.differentiated import (
     DiffInputs,
     DiffPair,
     DiffState,
+    refuse_objects,
 )
-from shardax._transforms.grad.pure_function import refuse_objects
-from shardax._transforms.grad.tangents import is_differentiable
 from shardax._transforms.lift import engine
 from shardax._transforms.lift.binding import Effects, LiftedOutputs, check_result
 

@@ -12,29 +12,14 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.typing import ArrayLike
 
-from shardax._core.array_ops import wider_dtype
+from shardax._core.array_ops import AnyArray, dtype_of, is_differentiable, wider_dtype
 from shardax._core.graph.paths import Path, PyTree
 from shardax._core.object import Object
 from shardax._core.state.split_merge import state
 from shardax._core.state.state import State
 from shardax._transforms.grad import errors
-
-# An array, a tracer or a number, or the shape of one.
-AnyArray = ArrayLike | jax.ShapeDtypeStruct
-
-
-def dtype_of(array: AnyArray) -> np.dtype:
-    """Returns the dtype of an array, of its shape, or of a Python number."""
-    dtype = getattr(array, "dtype", None)
-    return jnp.result_type(array) if dtype is None else dtype
-
-
-def is_differentiable(array: AnyArray) -> bool:
-    """Whether the dtype of an array has derivatives."""
-    return jnp.issubdtype(dtype_of(array), jnp.inexact)
 
 
 def tangents_in(module: Object) -> State:

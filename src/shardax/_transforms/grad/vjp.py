@@ -16,9 +16,16 @@ from shardax._core.graph.paths import PyTree
 from shardax._core.state.filters import Filter
 from shardax._core.variable import Param
 from shardax._transforms.grad import errors
-from shardax._transforms.grad.differentiated import DiffArgument, DiffInputs, DiffPair, DiffState
+from shardax._transforms.grad.differentiated import (
+    DiffArgument,
+    DiffInputs,
+    DiffPair,
+    DiffState,
+    pure_function,
+    separate_arrays,
+)
 from shardax._transforms.grad.forward_mode import explained_forward_mode
-from shardax._transforms.grad.pure_function import pure_function, separate_arrays
+from shardax._transforms.grad.grad import explained_reverse_mode
 from shardax._transforms.lift.engine import SingleRunCall, check_operands, decorator, wraps
 
 
@@ -134,7 +141,7 @@ class _Gradients:
     def __call__(
         self, pullback: Callable[[PyTree], DiffPair], cotangent: PyTree
     ) -> tuple[PyTree, ...]:
-        with errors.explained_reverse_mode():
+        with explained_reverse_mode():
             gradients = pullback(cotangent)
         return self.inputs.arrange(gradients)
 
