@@ -130,8 +130,8 @@ if _typing.TYPE_CHECKING:
     from shardax import surgery as surgery
     from shardax import train as train
     from shardax import view as view
-    from shardax._select.edit import Hole as Hole
-    from shardax._select.edit import combine as combine
+    from shardax._select.combine import Hole as Hole
+    from shardax._select.combine import combine as combine
     from shardax._select.selection import Selection as Selection
     from shardax._select.selection import select as select
     from shardax._transforms.control.bounded import WhileResult as WhileResult
@@ -152,11 +152,11 @@ _ON_FIRST_USE = frozenset(
 
 _MODULE_OF = {
     "Configuration": "shardax.config.configure",
-    "Hole": "shardax._select.edit",
+    "Hole": "shardax._select.combine",
     "Selection": "shardax._select.selection",
     "WhileResult": "shardax._transforms.control.bounded",
     "bounded_while_loop": "shardax._transforms.control.bounded",
-    "combine": "shardax._select.edit",
+    "combine": "shardax._select.combine",
     "configure": "shardax.config.configure",
     "dequantize": "shardax.surgery.quantizing",
     "quantize": "shardax.surgery.quantizing",

@@ -14,7 +14,7 @@ import warnings as _warnings
 if _typing.TYPE_CHECKING:
     from shardax._core.errors import *  # noqa: F403
     from shardax._files import *  # noqa: F403
-    from shardax._select.places import *  # noqa: F403
+    from shardax._select.errors import *  # noqa: F403
     from shardax._transforms.errors import *  # noqa: F403
     from shardax.cli.inputs import *  # noqa: F403
     from shardax.config.configure import *  # noqa: F403
@@ -39,7 +39,7 @@ _NAMES = {
         "StaticAttributeError TraceLeakError VariableValueError"
     ),
     "shardax._files": "PathExistsError PathNotFoundError",
-    "shardax._select.places": "SelectionError",
+    "shardax._select.errors": "SelectionError",
     "shardax._transforms.errors": (
         "ClosureError NoMeshError PrefixError StaticArgumentError TransformError "
         "UncertainCaptureWarning"

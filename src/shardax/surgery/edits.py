@@ -24,7 +24,7 @@ from shardax._core.init.rng import Rngs
 from shardax._core.module import Module
 from shardax._core.state.split_merge import clone_sharing
 from shardax._core.variable import Param, Variable
-from shardax._select.places import SelectionError
+from shardax._select.errors import SelectionError
 from shardax._select.selection import Selection, select
 from shardax._transforms.grad.vjp import jvp
 from shardax._transforms.wrappers import ModuleWrapper
