@@ -18,7 +18,7 @@ if _typing.TYPE_CHECKING:
     from shardax._transforms.errors import *  # noqa: F403
     from shardax.cli.inputs import *  # noqa: F403
     from shardax.config.configure import *  # noqa: F403
-    from shardax.distributed.processes import *  # noqa: F403
+    from shardax.distributed.errors import *  # noqa: F403
     from shardax.hlo.program import *  # noqa: F403
     from shardax.host.errors import *  # noqa: F403
     from shardax.models.generation import *  # noqa: F403
@@ -47,7 +47,7 @@ _NAMES = {
     "shardax.bridge.base": "BridgeError",
     "shardax.cli.inputs": "CommandError",
     "shardax.config.configure": "ConfigureError",
-    "shardax.distributed.processes": "DistributedError",
+    "shardax.distributed.errors": "DistributedError",
     "shardax.hlo.program": "CompilerFailedError HloReadError",
     "shardax.host.errors": (
         "CallCancelledError ExportError HostFunctionError WorkerAuthenticationError "
