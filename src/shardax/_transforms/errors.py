@@ -138,6 +138,19 @@ def unknown_options(
     return TransformError(" ".join([text, *dict.fromkeys(remedies)]))
 
 
+FORWARD_MODE = (
+    "It was given a derivative backward alone, a vjp, and sx.jvp, sx.jacfwd and sx.hessian "
+    "differentiate forward (sx.hessian forward over reverse). Differentiate backward throughout: "
+    "sx.jacrev(f), and sx.jacrev(sx.jacrev(f)) for second derivatives. Or give it a jvp, which "
+    "serves both modes if it is written in JAX."
+)
+
+
+def forward_mode(rule: object) -> TransformError:
+    """Returns the error of a derivative backward alone, where one forward is taken."""
+    return TransformError(f"{rule!r} cannot be differentiated forward. {FORWARD_MODE}")
+
+
 class DeclaredSpec(NamedTuple):
     """A ``PartitionSpec`` that an option declares for one place."""
 

@@ -35,7 +35,7 @@ from shardax._core.graph.paths import Leaf, Path, PyTree, format_path
 from shardax._core.state.filters import Filter
 from shardax._core.state.state import State
 from shardax._core.variable import Param, Variable
-from shardax._transforms.errors import ClosureError
+from shardax._transforms.errors import ClosureError, forward_mode
 from shardax._transforms.grad import errors
 from shardax._transforms.grad.differentiated import Argnums, DiffPair
 from shardax._transforms.grad.forward_mode import note_vjp_rule
@@ -344,7 +344,7 @@ class _VjpCall(RuledCall):
         except TypeError as error:
             # JAX refuses forward mode, after ``fwd`` has run. Its error has no class of its own.
             if self.fwd_finished and _has_reverse_mode(transformed, differentiated, others):
-                raise errors.reverse_mode_alone(self.custom) from error
+                raise forward_mode(self.custom) from error
             raise
 
         if not self.custom.state_cotangents:

@@ -319,16 +319,3 @@ def tangent_unlike_result(error: Exception) -> TransformError:
         f"The tangent that the rule of sx.custom_jvp returned is not arranged like its result: "
         f"{error}"
     )
-
-
-REVERSE_MODE_ALONE = (
-    "It was given a derivative backward alone, a vjp, and sx.jvp, sx.jacfwd and sx.hessian "
-    "differentiate forward (sx.hessian forward over reverse). Differentiate backward throughout: "
-    "sx.jacrev(f), and sx.jacrev(sx.jacrev(f)) for second derivatives. Or give it a jvp, which "
-    "serves both modes if it is written in JAX."
-)
-
-
-def reverse_mode_alone(function: object) -> TransformError:
-    """Returns the error of a function with a vjp that is differentiated forward."""
-    return TransformError(f"{function!r} cannot be differentiated forward. {REVERSE_MODE_ALONE}")

@@ -16,7 +16,7 @@ from collections.abc import Callable, Generator
 
 from shardax._core.errors import ShardaxError
 from shardax._core.graph.paths import PyTree
-from shardax._transforms.grad.errors import REVERSE_MODE_ALONE
+from shardax._transforms.errors import FORWARD_MODE
 
 
 class _RulesThatRan(threading.local):
@@ -44,7 +44,7 @@ def explained_forward_mode(name: str) -> Generator[None]:
     except TypeError as error:
         if not isinstance(error, ShardaxError):
             for text in dict.fromkeys(map(repr, rules)):
-                error.add_note(f"sx.{name} goes through {text}. {REVERSE_MODE_ALONE}")
+                error.add_note(f"sx.{name} goes through {text}. {FORWARD_MODE}")
         raise
     finally:
         _ran.rules = outer
