@@ -35,7 +35,7 @@ from shardax._core.graph.paths import Leaf, Path, PyTree, format_path
 from shardax._core.state.filters import Filter
 from shardax._core.state.state import State
 from shardax._core.variable import Param, Variable
-from shardax._transforms.errors import ClosureError, forward_mode
+from shardax._transforms.errors import ClosureError, TransformError, forward_mode
 from shardax._transforms.grad import errors
 from shardax._transforms.grad.differentiated import Argnums, DiffPair
 from shardax._transforms.grad.forward_mode import note_vjp_rule
@@ -477,14 +477,19 @@ class _VjpCall(RuledCall):
 
     def _guard_second_ways(self, differentiated: DiffPair) -> DiffPair:
         """Returns the differentiated inputs, without a derivative for those that arrive twice."""
-        values = list(differentiated[0])
-        for position, index in enumerate(self.inputs.indices):
+
+        def guarded(index: int, value: PyTree) -> PyTree:
             way = self.ways_without_gradient.get(index)
-            if way is not None:
-                make_error = functools.partial(errors.partly_lost_gradient, self.names[index], way)
-                refuse = functools.partial(refuse_derivative, make_error=make_error)
-                values[position] = jax.tree.map(refuse, values[position])
-        return values, differentiated[1]
+            if way is None:
+                return value
+
+            def make_error() -> TransformError:
+                return errors.partly_lost_gradient(self.name_of(index), way)
+
+            return jax.tree.map(lambda leaf: refuse_derivative(leaf, make_error), value)
+
+        values, plain = differentiated
+        return list(map(guarded, self.inputs.indices, values)), plain
 
 
 def _has_reverse_mode(

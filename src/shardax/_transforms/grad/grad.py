@@ -175,9 +175,14 @@ def _value_and_grad(
         with explained_reverse_mode():
             (value, leaving), gradients = transformed(*inputs.take(values, call.arguments.plain))
 
+        # Only this writes into the caller's objects: an earlier exception leaves them unchanged.
         aux = call.finish(leaving)
+
         arranged = inputs.arrange(gradients)
-        return (value, aux) if has_aux else value, arranged if many else arranged[0]
+        gradient = arranged if many else arranged[0]
+        if has_aux:
+            return (value, aux), gradient
+        return value, gradient
 
     return value_and_grad_function
 

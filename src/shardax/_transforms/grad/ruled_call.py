@@ -19,7 +19,6 @@ differentiated. One call goes through these steps:
 
 from __future__ import annotations
 
-import functools
 import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn
@@ -150,12 +149,9 @@ class RuledCall:
         self.inputs = DiffInputs([DiffArgument(self.call, item) for item in chosen])
 
         self.effects: Effects | None = None
-        # The paths and names of Variables, which messages need when the graph was let go of.
+        # Paths and kinds of Variables, which messages need when the graph was let go of.
         self.paths = list(self.call.graph.flat.leaf_paths)
-        self.names = [
-            f"the {kind_of(leaf)} at {format_path(path)}"
-            for leaf, path in zip(self.call.graph.leaves, self.paths, strict=True)
-        ]
+        self.kinds = [kind_of(leaf) for leaf in self.call.graph.leaves]
         # Variables that are outputs of every run, also of one that does not write them.
         self.always_written: frozenset[int] = frozenset()
         # Every original with a copy, for runs when the call is over (``LiftedCall.release``).
@@ -242,18 +238,27 @@ class RuledCall:
             used: For each of their arrays whether the function uses it; None if all count.
         """
         values, plain, named = others
-        names: list[str] = []
-        for name, value in zip(self.names, values, strict=True):
-            names += [name] * len(jax.tree.leaves(value))
+        sources: list[int | str] = []  # of each array: the index of its Variable, or a label
+        for index, value in enumerate(values):
+            sources += [index] * len(jax.tree.leaves(value))
         for label, part in (*zip(self.call.labels, plain, strict=True), *sorted(named.items())):
-            names += [f"the argument {label!r}"] * len(jax.tree.leaves(part))
+            sources += [label] * len(jax.tree.leaves(part))
+
+        def guarded(leaf: Leaf, source: int | str, is_used: bool) -> Leaf:
+            if not is_used:
+                return leaf
+            return refuse_derivative(leaf, lambda: lost(self.name_of(source)))
 
         leaves, treedef = jax.tree.flatten(others)
-        guarded = [
-            refuse_derivative(leaf, functools.partial(lost, name)) if is_used else leaf
-            for leaf, name, is_used in zip(leaves, names, used or [True] * len(leaves), strict=True)
-        ]
-        return treedef.unflatten(guarded)
+        if used is None:
+            used = [True] * len(leaves)
+        return treedef.unflatten(map(guarded, leaves, sources, used))
+
+    def name_of(self, source: int | str) -> str:
+        """Returns the name of an input in messages: a Variable by index, an argument by label."""
+        if isinstance(source, str):
+            return f"the argument {source!r}"
+        return f"the {self.kinds[source]} at {format_path(self.paths[source])}"
 
 
 def refuse_derivative(value: Leaf, make_error: Callable[[], TransformError]) -> Leaf:
