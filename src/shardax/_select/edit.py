@@ -74,7 +74,7 @@ def undo(journal: Journal) -> None:
 # --- what stands where afterwards -----------------------------------------------------------------
 
 
-class _Edit:
+class _TreeEdit:
     """The edits of one tree, and what stands where after them; base of both ways."""
 
     def __init__(self, tree: PyTree, edits: Sequence[Edit], every_path: bool) -> None:
@@ -96,32 +96,32 @@ class _Edit:
         """Returns the holder after the edit."""
         raise NotImplementedError
 
-    def value(self, node: Holder) -> PyTree:
+    def value_after(self, node: Holder) -> PyTree:
         """Returns the value of a Variable after the edit."""
         if isinstance(node.place.stored, BOXES):
-            return self.content(node, node.place)
-        ((_, value),) = _arranged(node.place, self.parts(node, node.place))
+            return self.content_after(node, node.place)
+        ((_, value),) = _arranged(node.place, self.items_by_child(node, node.place))
         return value
 
-    def contents(self, node: Holder) -> Pairs:
+    def contents_after(self, node: Holder) -> Pairs:
         """Returns the contents of a mutable holder after the edit, as it stores them."""
-        new = self.parts(node, node.place)
+        new = self.items_by_child(node, node.place)
         if isinstance(node.place.stored, Object):
             new = [(child, [_as_stored(child, item) for item in items]) for child, items in new]
         return _arranged(node.place, new)
 
-    def content(self, node: Holder, place: Place) -> Leaf:
+    def content_after(self, node: Holder, place: Place) -> Leaf:
         """Returns the content of an immutable place, with its parts edited."""
-        new = self.parts(node, place)
+        new = self.items_by_child(node, place)
         if all(len(items) == 1 and items[0] is child.stored for child, items in new):
             return place.content
         return handler_of(place.content).remake(place.content, _arranged(place, new))
 
-    def parts(self, node: Holder, place: Place) -> list[tuple[Place, list[PyTree]]]:
+    def items_by_child(self, node: Holder, place: Place) -> list[tuple[Place, list[PyTree]]]:
         """Returns every place directly below one, with the items there after the edit."""
-        return [(child, self.items_at(node, child)) for child in children(place)]
+        return [(child, self.items_after(node, child)) for child in children(place)]
 
-    def items_at(self, node: Holder, child: Place) -> list[PyTree]:
+    def items_after(self, node: Holder, child: Place) -> list[PyTree]:
         """Returns the items at a place below a holder after the edit."""
         items = self.items.get(child.key(self.every_path), (OLD,))
         if isinstance(node.place.stored, Object):
@@ -142,7 +142,7 @@ class _Edit:
         """Returns what stands at a place, with the edits below it."""
         if child.is_holder:
             return self.result(node.below[child.path])
-        return self.content(node, child)
+        return self.content_after(node, child)
 
 
 def _arranged(place: Place, new: Sequence[tuple[Place, Sequence[PyTree]]]) -> Pairs:
@@ -199,7 +199,7 @@ def _unreachable(tree: PyTree, place: Place, every_path: bool) -> errors.Selecti
 # --- into a new tree ------------------------------------------------------------------------------
 
 
-class _Copying(_Edit):
+class _Copying(_TreeEdit):
     """Edits into a new tree."""
 
     def __init__(self, tree: PyTree, edits: Sequence[Edit], every_path: bool) -> None:
@@ -219,12 +219,12 @@ class _Copying(_Edit):
             stored = node.place.stored
             self._made[id(node)] = handler_of(stored).empty(stored)
         for node in leading:
-            handler_of(node.place.stored).fill(self._made[id(node)], self.contents(node))
+            handler_of(node.place.stored).fill(self._made[id(node)], self.contents_after(node))
 
         root = self.graph.root
         if isinstance(self.tree, (Object, list, dict)):
             return self.result(root)
-        return self.content(root, root.place)
+        return self.content_after(root, root.place)
 
     def _check(self) -> None:
         """Raises the first error of the edit, by computing everything but for copies."""
@@ -232,9 +232,9 @@ class _Copying(_Edit):
         for node in self.graph.nodes:
             stored = node.place.stored
             if node.chosen and isinstance(stored, Variable):
-                like(stored, self.value(node))
+                like(stored, self.value_after(node))
             elif node.chosen and _is_mutable(stored):
-                self.contents(node)
+                self.contents_after(node)
         self._only_checks = False
 
     def result(self, node: Holder) -> PyTree:
@@ -249,7 +249,7 @@ class _Copying(_Edit):
         """Returns a Variable's copy; anything else, which leads nowhere, itself."""
         stored = node.place.stored
         if isinstance(stored, Variable) and node.leads:
-            return like(stored, self.value(node))
+            return like(stored, self.value_after(node))
         if isinstance(stored, ArrayAttribute):  # asked for by a copy of what holds it
             return like(stored, stored_value(stored))
         return stored
@@ -262,7 +262,7 @@ def _is_mutable(holder: PyTree) -> bool:
 # --- in place -------------------------------------------------------------------------------------
 
 
-class _Changing(_Edit):
+class _Changing(_TreeEdit):
     """Edits of the tree in place."""
 
     def __init__(self, tree: PyTree, edits: Sequence[Edit], every_path: bool) -> None:
@@ -300,10 +300,10 @@ class _Changing(_Edit):
                 continue
             stored = node.place.stored
             if isinstance(stored, Variable):
-                accepted = like(stored, self.value(node))
+                accepted = like(stored, self.value_after(node))
                 self._writes.append((stored, stored_value(accepted)))
             elif _is_mutable(stored):
-                changes.append((node.place, self.contents(node)))
+                changes.append((node.place, self.contents_after(node)))
             else:
                 raise errors.root_in_place(self.tree)
         return changes
@@ -312,9 +312,9 @@ class _Changing(_Edit):
         """Returns the holder itself."""
         return node.place.stored
 
-    def items_at(self, node: Holder, child: Place) -> list[PyTree]:
-        """See ``_Edit.items_at``; an array put over an array attribute is written into it."""
-        items = super().items_at(node, child)
+    def items_after(self, node: Holder, child: Place) -> list[PyTree]:
+        """See ``_TreeEdit.items_after``; an array over an array attribute is written into it."""
+        items = super().items_after(node, child)
         if len(items) != 1 or not isinstance(child.stored, ArrayAttribute):
             return items
         (item,) = items

@@ -25,6 +25,8 @@ from shardax._core.variable import Param, Variable
 from shardax._transforms.grad import errors
 from shardax._transforms.grad.differentiated import Argnums, DiffPair, refuse_objects
 from shardax._transforms.grad.ruled_call import (
+    FUNCTION,
+    RULE,
     Others,
     Outputs,
     RuledCall,
@@ -181,7 +183,7 @@ class _JvpCall(RuledCall):
         others = self.guard(others, errors.lost_tangent)
 
         def function(differentiated: DiffPair, others: Others) -> Outputs:
-            return self.run(0, differentiated, others, self.leave_function)
+            return self.run(FUNCTION, differentiated, others, self.leave_function)
 
         def rule(
             primals: tuple[DiffPair, Others], tangents: tuple[DiffPair, Others]
@@ -207,7 +209,7 @@ class _JvpCall(RuledCall):
 
         self.rule.tangents = self.inputs.arrange(tangents)
         try:
-            outputs, tangent = self.run(1, differentiated, others, leave)
+            outputs, tangent = self.run(RULE, differentiated, others, leave)
         finally:
             self.rule.tangents = ()  # tracers, which are not to outlive the trace
 

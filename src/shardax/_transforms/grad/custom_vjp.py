@@ -41,6 +41,8 @@ from shardax._transforms.grad.differentiated import Argnums, DiffPair
 from shardax._transforms.grad.forward_mode import note_vjp_rule
 from shardax._transforms.grad.liveness import used_inputs
 from shardax._transforms.grad.ruled_call import (
+    FUNCTION,
+    RULE,
     Others,
     Outputs,
     RuledCall,
@@ -332,10 +334,10 @@ class _VjpCall(RuledCall):
         differentiated = self._guard_second_ways(differentiated)
 
         def function(differentiated: DiffPair, others: Others) -> Outputs:
-            return self.run(0, differentiated, others, self.leave_function)
+            return self.run(FUNCTION, differentiated, others, self.leave_function)
 
         def fwd(differentiated: DiffPair, others: Others) -> tuple[Outputs, PackedResiduals]:
-            return self.run(1, differentiated, others, self._leave_fwd)
+            return self.run(RULE, differentiated, others, self._leave_fwd)
 
         transformed = jax.custom_vjp(function)
         transformed.defvjp(fwd, self._run_bwd)
@@ -371,7 +373,7 @@ class _VjpCall(RuledCall):
             return outputs, packed
 
         def fwd(differentiated: DiffPair, others: Others) -> PyTree:
-            return self.run(1, differentiated, others, leave)
+            return self.run(RULE, differentiated, others, leave)
 
         try:
             program = jax.make_jaxpr(fwd)(differentiated, others)

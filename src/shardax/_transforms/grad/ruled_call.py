@@ -47,6 +47,9 @@ from shardax._transforms.grad.differentiated import (
 from shardax._transforms.lift import engine
 from shardax._transforms.lift.binding import Effects, LiftedOutputs, check_result
 
+# Which of the two functions of a ``RuledCall`` runs.
+FUNCTION, RULE = 0, 1
+
 # All values with None for differentiated ones, all plain parts likewise, and those by name.
 Others = tuple[Sequence[PyTree], Sequence[PyTree], Mapping[str, PyTree]]
 # What leaves a run: the result, the values that were written, those of new Variables.
@@ -171,7 +174,7 @@ class RuledCall:
         others: Others,
         leave: Callable[[engine.RunContext], PyTree],
     ) -> PyTree:
-        """Runs the function (0) or its rule (1); returns what ``leave`` makes of the run."""
+        """Runs ``FUNCTION`` or ``RULE``; returns what ``leave`` makes of the run."""
         values_of_others, plain_of_others, named = others
         values, plain = self.inputs.insert(differentiated, values_of_others, plain_of_others)
         return self.call.run(values, plain, named, leave, which)
