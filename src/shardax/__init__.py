@@ -74,14 +74,14 @@ from shardax._transforms.grad.custom_jvp import CustomJvp as CustomJvp
 from shardax._transforms.grad.custom_jvp import custom_jvp as custom_jvp
 from shardax._transforms.grad.custom_vjp import CustomVjp as CustomVjp
 from shardax._transforms.grad.custom_vjp import custom_vjp as custom_vjp
-from shardax._transforms.grad.grad import DiffState as DiffState
+from shardax._transforms.grad.differentiated import DiffState as DiffState
 from shardax._transforms.grad.grad import grad as grad
 from shardax._transforms.grad.grad import value_and_grad as value_and_grad
 from shardax._transforms.grad.jacobian import hessian as hessian
 from shardax._transforms.grad.jacobian import jacfwd as jacfwd
 from shardax._transforms.grad.jacobian import jacrev as jacrev
+from shardax._transforms.grad.safe_where import safe_where as safe_where
 from shardax._transforms.grad.vjp import jvp as jvp
-from shardax._transforms.grad.vjp import safe_where as safe_where
 from shardax._transforms.grad.vjp import vjp as vjp
 from shardax._transforms.jit.abstract_eval import eval_shape as eval_shape
 from shardax._transforms.jit.abstract_eval import make_jaxpr as make_jaxpr
@@ -130,8 +130,8 @@ if _typing.TYPE_CHECKING:
     from shardax import surgery as surgery
     from shardax import train as train
     from shardax import view as view
-    from shardax._select.edit import Hole as Hole
-    from shardax._select.edit import combine as combine
+    from shardax._select.combine import Hole as Hole
+    from shardax._select.combine import combine as combine
     from shardax._select.selection import Selection as Selection
     from shardax._select.selection import select as select
     from shardax._transforms.control.bounded import WhileResult as WhileResult
@@ -152,11 +152,11 @@ _ON_FIRST_USE = frozenset(
 
 _MODULE_OF = {
     "Configuration": "shardax.config.configure",
-    "Hole": "shardax._select.edit",
+    "Hole": "shardax._select.combine",
     "Selection": "shardax._select.selection",
     "WhileResult": "shardax._transforms.control.bounded",
     "bounded_while_loop": "shardax._transforms.control.bounded",
-    "combine": "shardax._select.edit",
+    "combine": "shardax._select.combine",
     "configure": "shardax.config.configure",
     "dequantize": "shardax.surgery.quantizing",
     "quantize": "shardax.surgery.quantizing",

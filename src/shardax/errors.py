@@ -14,11 +14,11 @@ import warnings as _warnings
 if _typing.TYPE_CHECKING:
     from shardax._core.errors import *  # noqa: F403
     from shardax._files import *  # noqa: F403
-    from shardax._select.places import *  # noqa: F403
+    from shardax._select.errors import *  # noqa: F403
     from shardax._transforms.errors import *  # noqa: F403
     from shardax.cli.inputs import *  # noqa: F403
     from shardax.config.configure import *  # noqa: F403
-    from shardax.distributed.processes import *  # noqa: F403
+    from shardax.distributed.errors import *  # noqa: F403
     from shardax.hlo.program import *  # noqa: F403
     from shardax.host.errors import *  # noqa: F403
     from shardax.models.generation import *  # noqa: F403
@@ -27,7 +27,7 @@ if _typing.TYPE_CHECKING:
     from shardax.nn.errors import *  # noqa: F403
     from shardax.partition.errors import *  # noqa: F403
     from shardax.plan.errors import *  # noqa: F403
-    from shardax.random.stream import *  # noqa: F403
+    from shardax.random.errors import *  # noqa: F403
     from shardax.train.errors import *  # noqa: F403
     from shardax.view.parameter_table import *  # noqa: F403
 
@@ -39,7 +39,7 @@ _NAMES = {
         "StaticAttributeError TraceLeakError VariableValueError"
     ),
     "shardax._files": "PathExistsError PathNotFoundError",
-    "shardax._select.places": "SelectionError",
+    "shardax._select.errors": "SelectionError",
     "shardax._transforms.errors": (
         "ClosureError NoMeshError PrefixError StaticArgumentError TransformError "
         "UncertainCaptureWarning"
@@ -47,7 +47,7 @@ _NAMES = {
     "shardax.bridge.base": "BridgeError",
     "shardax.cli.inputs": "CommandError",
     "shardax.config.configure": "ConfigureError",
-    "shardax.distributed.processes": "DistributedError",
+    "shardax.distributed.errors": "DistributedError",
     "shardax.hlo.program": "CompilerFailedError HloReadError",
     "shardax.host.errors": (
         "CallCancelledError ExportError HostFunctionError WorkerAuthenticationError "
@@ -62,7 +62,7 @@ _NAMES = {
         "CompilerMissingError HardwareError LayoutAssertionError PlanError PlanFileError "
         "PlanInputError PlanInterrupted TargetError"
     ),
-    "shardax.random.stream": "DrawError",
+    "shardax.random.errors": "DrawError",
     "shardax.train.errors": (
         "CheckpointDamagedError CheckpointError CheckpointWriteError DataError TrainError"
     ),

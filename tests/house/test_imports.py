@@ -71,6 +71,7 @@ BEYOND_PUBLIC_JAX: dict[str, set[str]] = {
     "src/shardax/_core/_jax.py": {
         "jax.extend.core.ClosedJaxpr",
         "jax.extend.core.Jaxpr",
+        "jax.extend.core.JaxprEqn",
         "jax.extend.core.Literal",
         "jax.extend.core.get_opaque_trace_state",
         "jax.extend.core.jaxpr_as_fun",

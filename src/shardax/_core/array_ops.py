@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -219,3 +219,20 @@ class ArrayLike:
     __xor__, __rxor__, __ixor__ = _three_ways(operator.xor)
     __lshift__, __rlshift__, __ilshift__ = _three_ways(operator.lshift)
     __rshift__, __rrshift__, __irshift__ = _three_ways(operator.rshift)
+
+
+# --- dtypes of any arrays ---
+
+# An array, a tracer or a number, or the shape of one.
+AnyArray: TypeAlias = "jax.typing.ArrayLike | jax.ShapeDtypeStruct"
+
+
+def dtype_of(array: AnyArray) -> np.dtype:
+    """Returns the dtype of an array, of its shape, or of a Python number."""
+    dtype = getattr(array, "dtype", None)
+    return jnp.result_type(array) if dtype is None else dtype
+
+
+def is_differentiable(array: AnyArray) -> bool:
+    """Whether the dtype of an array has derivatives."""
+    return jnp.issubdtype(dtype_of(array), jnp.inexact)

@@ -26,7 +26,7 @@ from shardax._core.init.rng import Rngs
 from shardax._core.state.filters import PathContains
 from shardax._core.variable import OptState
 from shardax._files import write_whole
-from shardax._select.places import SelectionError
+from shardax._select.errors import SelectionError
 from shardax._select.selection import select
 from shardax.cli import inputs
 from shardax.models import DECODER_RULES, Decoder, DecoderConfig

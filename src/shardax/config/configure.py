@@ -382,7 +382,8 @@ def _cache(settings: Mapping[str, Any], runs: bool, changes: Changes) -> Problem
 
 
 def _seed(settings: Mapping[str, object], runs: bool, changes: Changes) -> Problems:
-    if (seed := settings.get("seed")) is None:
+    seed: Any = settings.get("seed")
+    if seed is None:
         return
     from shardax.random import stream  # here, so that `import shardax` stays quick
 

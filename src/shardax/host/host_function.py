@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from shardax._core._jax import Tracer
+from shardax._core.array_ops import is_differentiable
 from shardax._core.checks import Options
 from shardax._core.cross_process import PickledByName
 from shardax._core.frames import Frame, is_eager, local
@@ -30,7 +31,8 @@ from shardax._core.variable import Variable
 from shardax._transforms.control.scan import vary_alike
 from shardax._transforms.errors import StaticArgumentError, TransformError
 from shardax._transforms.grad.custom_vjp import CustomVjp
-from shardax._transforms.grad.grad import DiffArgument, DiffState, Tangents, is_differentiable
+from shardax._transforms.grad.differentiated import DiffArgument, DiffState
+from shardax._transforms.grad.tangents import Tangents
 from shardax._transforms.lift.arguments import leaf_paths, resolve_arguments, static_argument
 from shardax._transforms.lift.engine import LateFrame, LiftedCall, takes_options, wraps
 from shardax.host import callback

@@ -18,9 +18,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from shardax._core.array_ops import is_differentiable
 from shardax._core.errors import naming_package
 from shardax._core.graph.paths import Leaf, PyTree
-from shardax._transforms.grad.grad import is_differentiable
 from shardax._transforms.lift.engine import wraps
 from shardax.host.calls import name_of
 from shardax.host.host_function import HostFunction, host_function, if_differentiable
@@ -76,7 +76,7 @@ def _loss_form(*args: object, **kwargs: object) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((), jnp.result_type(*dtypes) if dtypes else jnp.result_type(float))
 
 
-def _is_moving(leaf: object) -> bool:
+def _is_moving(leaf: Leaf) -> bool:
     return hasattr(leaf, "dtype") and is_differentiable(leaf)
 
 

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from shardax._core.array_ops import is_differentiable
 from shardax._core.checks import raise_if_any
 from shardax._core.containers import Dict
 from shardax._core.graph.paths import Path, PyTree, format_path
@@ -23,9 +24,8 @@ from shardax._core.init.rng import Rngs
 from shardax._core.module import Module
 from shardax._core.state.split_merge import clone_sharing
 from shardax._core.variable import Param, Variable
-from shardax._select.places import SelectionError
+from shardax._select.errors import SelectionError
 from shardax._select.selection import Selection, select
-from shardax._transforms.grad.grad import is_differentiable
 from shardax._transforms.grad.vjp import jvp
 from shardax._transforms.wrappers import ModuleWrapper
 from shardax.named.array import NamedArray

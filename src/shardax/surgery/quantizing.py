@@ -14,7 +14,7 @@ from shardax._core.graph.paths import Path, PyTree, format_path
 from shardax._core.module import modules_in
 from shardax._core.state.filters import Filter, Predicate, to_predicate
 from shardax._core.variable import Param, Variable
-from shardax._select.places import SelectionError
+from shardax._select.errors import SelectionError
 from shardax._select.selection import select
 from shardax.nn.arithmetic import DelayedScaling, take_precision
 from shardax.nn.einsum import Einsum

@@ -17,7 +17,7 @@ import jax
 from shardax._core.graph.paths import Path, PyTree
 from shardax._core.module import Module
 from shardax._core.state.split_merge import iter_modules
-from shardax._select.places import SelectionError
+from shardax._select.errors import SelectionError
 from shardax._select.selection import Selection, select
 from shardax._transforms.lift.engine import wraps
 from shardax.models.layers.transformer_layer import TransformerBlock

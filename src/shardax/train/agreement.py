@@ -25,7 +25,7 @@ import numpy as np
 
 from shardax import distributed
 from shardax._core.init.lazy import LazyValue, Recipe
-from shardax.distributed import processes
+from shardax.distributed import arrays, processes
 from shardax.partition.specs import abstract
 from shardax.train.checkpoint_format import contents_of
 from shardax.train.data import prefetch, sources
@@ -169,7 +169,7 @@ def compare_programs(trainer: Any, sharding: Any) -> None:
 def compare_copies(trainer: Any, when: str) -> None:
     """Raises DistributedError if copies of trained arrays differ."""
     names = ("model", "optimizer", "ema")
-    processes.compare_replicas(dict(zip(names, trainer.trained, strict=False)), when)
+    arrays.compare_replicas(dict(zip(names, trainer.trained, strict=False)), when)
 
 
 def _digest(value) -> str:

@@ -37,7 +37,7 @@ from shardax._core.state.state import State
 from shardax._core.state.values_by_path import by_paths_of
 from shardax._core.variable import OptState, Param, Variable
 from shardax._transforms.errors import TransformError
-from shardax._transforms.grad.grad import tangents_in
+from shardax._transforms.grad.tangents import tangents_in
 from shardax.partition.inventory import TreeInventory
 from shardax.train import optimizer_state
 from shardax.train.data.prefetch import in_device_memory

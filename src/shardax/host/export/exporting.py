@@ -43,7 +43,7 @@ from shardax._files import (
     require_free,
     write_tensors,
 )
-from shardax._transforms.grad.custom_vjp import used_inputs
+from shardax._transforms.grad.liveness import used_inputs
 from shardax._transforms.jit.jit import BoundJit, Jit, jit
 from shardax._transforms.jit.specialization import Specialization
 from shardax._transforms.lift import arguments as lift
