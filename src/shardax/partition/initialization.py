@@ -33,12 +33,12 @@ from shardax._transforms.errors import TransformError
 from shardax._transforms.jit.abstract_eval import eval_shape
 from shardax._transforms.jit.jit import jit
 from shardax._transforms.lift.captures import Functions
-from shardax.partition.context import axis_rules, resolve_rules, rules_over
-from shardax.partition.mesh import AnyMesh
+from shardax.partition.context import axis_rules, resolve_rules
+from shardax.partition.mesh import AnyMesh, check_devices, require_mesh
 from shardax.partition.placement import shard
+from shardax.partition.resolved import ResolvedRules
 from shardax.partition.rules import RulesLike
 from shardax.partition.specs import get_sharding
-from shardax.partition.tree_layout import check_devices, require_mesh
 
 MOST = 64
 """The number of remembered programs; the least recently used is forgotten first."""
@@ -102,7 +102,7 @@ def initialise(
     inputs = [_over_automatic(array) for array in call.inputs]
     with jax.set_mesh(automatic), axis_rules(resolve_rules(rules)):
         functions: list[Any] = []
-        key = call.key(functions, automatic, rules_over(automatic, rules))
+        key = call.key(functions, automatic, ResolvedRules(automatic, rules).rules)
         program = None if key is None else _programs.pop(key, None)
         if program is None:
             shardings = get_sharding(eval_shape(call.run, inputs), automatic, rules)

@@ -232,9 +232,7 @@ class Inputs:
             "overrides": self._for_optimizer(layout.optimizer_rules),
             "memory_kind": self._for_optimizer(layout.optimizer_memory),
         }
-        tree_layout = TreeLayout(
-            self._inventory, where, rules, **options, function="plan", rules_for="boxes"
-        )
+        tree_layout = TreeLayout(self._inventory, where, rules, **options, function="plan")
         errors = tuple(
             str(diagnostic)
             for diagnostic in tree_layout.diagnostics

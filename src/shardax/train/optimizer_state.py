@@ -28,7 +28,7 @@ from shardax._core.graph.views import named_sharding
 from shardax._core.init.lazy import SMALL, LazyValue, on_device
 from shardax._core.state.state import State
 from shardax._core.variable import Variable
-from shardax.partition.inventory import dimensions_of_state
+from shardax.partition.reduced_states import dimensions_of_state
 
 
 class Transformation:

@@ -39,11 +39,11 @@ from shardax._core.graph.paths import PyTree
 from shardax._core.graph.static import BOX_ENTRY, PARTITION_NAME, Metadata, Static, check_axes
 from shardax._core.init.lazy import announce
 from shardax._transforms.lift.engine import wraps
-from shardax.partition.checker import spec_for
 from shardax.partition.constraints import constrain
-from shardax.partition.context import OnNoMesh, axis_rules, names_without_rules, rules_over
+from shardax.partition.context import OnNoMesh, axis_rules
 from shardax.partition.errors import PartitionError, raise_on_errors
 from shardax.partition.mesh import AnyMesh, resolve_mesh
+from shardax.partition.resolved import ResolvedRules
 from shardax.partition.rules import Names, Rules, RulesLike, check_names, identity_rules, strings
 
 T = TypeVar("T")
@@ -648,9 +648,11 @@ class Partitioned(AxisMetadata[T]):
     def _names_and_rules(
         self, mesh: AnyMesh, action: str, way_out: str
     ) -> tuple[Names | None, Rules]:
+        """Returns the names and the rules for them over a mesh."""
         names, own_rules = self.layout()
-        rules = rules_over(mesh) if own_rules is None else own_rules
-        if names is None or own_rules or not names_without_rules(names, mesh):
+        scope_rules = ResolvedRules(mesh)
+        rules = scope_rules.rules if own_rules is None else own_rules
+        if names is None or own_rules or not scope_rules.names_without_rules(names):
             return names, rules
         raise PartitionError(
             f"Cannot {action} {self!r} over a mesh: its names are logical, and it has no rules, "
@@ -718,7 +720,7 @@ class LogicallyPartitioned(Partitioned[T]):
 
 
 def _sharding(names: Names, shape: tuple[int, ...], mesh: AnyMesh, rules: Rules) -> NamedSharding:
-    spec, diagnostics = spec_for(names, shape, mesh, rules)
+    spec, diagnostics = ResolvedRules(mesh, rules).spec(names, shape)
     raise_on_errors(diagnostics)
     return NamedSharding(mesh, spec)
 
@@ -735,18 +737,18 @@ def _is_inherited(box: Partitioned[Any], name: str) -> bool:
     return getattr(type(box), name) is getattr(Partitioned, name)
 
 
-class KeptLayout(NamedTuple):
+class VariableLayout(NamedTuple):
     """How a Variable made of a box is laid out, besides its axes."""
 
-    kept: AxisMetadata[Any] | None  # the box, empty, if the Variable has its names
+    box: AxisMetadata[Any] | None  # the box, empty, if the Variable has its names
     mesh: AnyMesh | None
     rules: Rules | None
-    added: frozenset[str]  # names of the Variable that its box does not have
+    added_names: frozenset[str]  # names of the Variable that its box does not have
 
 
 def layout_of_variable(
     axes: tuple[object, ...] | None, entries: Mapping[str, object], value: object
-) -> KeptLayout | None:
+) -> VariableLayout | None:
     """Mesh, rules and added names of a Variable made of a box; None of others."""
     box = entries.get(BOX_ENTRY)
     if axes is None or not isinstance(box, AxisMetadata):
@@ -762,7 +764,7 @@ def layout_of_variable(
     if len(axes) > len(own_names) or not isinstance(box, Partitioned):
         added = set(strings(axes)).difference(strings(own_names))
     kept = box if fitted(own_names, len(axes)) == axes else None
-    return KeptLayout(kept, getattr(box, "mesh", None), rules, frozenset(added))
+    return VariableLayout(kept, getattr(box, "mesh", None), rules, frozenset(added))
 
 
 def box_around(box: object, names: Names | None, value: object) -> AxisMetadata[Any] | None:
