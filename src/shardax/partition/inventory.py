@@ -34,14 +34,9 @@ from shardax._core.object import Object
 from shardax._core.state.state import Origin, State
 from shardax._core.variable import Variable
 from shardax._transforms.lift.prefix import alias_paths
-from shardax.partition.boxes.boxes import (
-    AxisMetadata,
-    layout_of_variable,
-    sharding_of_own,
-    standard_box,
-    stored_in,
-    with_stored,
-)
+from shardax.partition.boxes.axis_metadata import AxisMetadata
+from shardax.partition.boxes.box_of_variable import layout_of_variable, sharding_of_own
+from shardax.partition.boxes.protocol import standard_box, stored_in, with_stored
 from shardax.partition.mesh import AnyMesh
 from shardax.partition.rules import Rules
 
