@@ -77,9 +77,10 @@ def assign(names: Names, rules: tuple[Rule, ...]) -> AxisAssignment:
             continue
 
         mesh_axes = mesh_axes_of(target)
-        taken = [axis for axis in mesh_axes if axis in holders]
-        if taken:
-            passed_over.append(PassedOver(rule, taken[0], holders[taken[0]]))
+        held_axes = [axis for axis in mesh_axes if axis in holders]
+        if held_axes:
+            axis = held_axes[0]
+            passed_over.append(PassedOver(rule, axis, holders[axis]))
             continue
 
         waiting.remove(name)

@@ -56,7 +56,8 @@ class ResolvedRules:
     Attributes:
         mesh: The mesh.
         rules: The chosen ``Rules``.
-        are_missing: Whether no rules were given and none are in scope.
+        rules_are_missing: Whether no rules were given and none are in scope, so that ``rules`` are
+            those of the mesh's own axes.
 
     Example:
         >>> from jax.sharding import AbstractMesh
@@ -69,14 +70,14 @@ class ResolvedRules:
         (P('model', 'data'), ['indivisible'])
     """
 
-    __slots__ = ("are_missing", "mesh", "rules")
+    __slots__ = ("mesh", "rules", "rules_are_missing")
 
     def __init__(self, mesh: AnyMesh | None, rules: RulesLike | None = None) -> None:
         self.mesh = mesh
-        self.are_missing = rules is None and not current_rules()
+        self.rules_are_missing = rules is None and not current_rules()
         if rules is not None:
             self.rules = rules if isinstance(rules, Rules) else Rules(rules)
-        elif self.are_missing and mesh is not None:
+        elif self.rules_are_missing and mesh is not None:
             self.rules = identity_rules(tuple(mesh.axis_names))
         else:
             self.rules = current_rules()
@@ -87,7 +88,7 @@ class ResolvedRules:
 
     def names_without_rules(self, names: Iterable[Any]) -> tuple[str, ...]:
         """Returns the names that are no axes of the mesh, where rules are missing."""
-        if not self.are_missing:
+        if not self.rules_are_missing:
             return ()
         return self.rules.assign(names).unmapped
 

@@ -116,10 +116,9 @@ def _states_larger_than_parameters(layout: TreeLayout) -> Iterator[Diagnostic]:
     is_state = OfType(OptState)
     states: list[tuple[tuple[Path, ...], ArrayInfo, int]] = []
     parameters: list[tuple[tuple[Path, ...], tuple[ArrayInfo, int]]] = []
-    rows = zip(
-        layout.inventory.filter_subjects(), layout.inventory.leaves, layout.shardings(), strict=True
-    )
-    for subject, leaf, shardings in rows:
+    subjects = layout.inventory.filter_subjects()
+    leaves = layout.inventory.leaves
+    for subject, leaf, shardings in zip(subjects, leaves, layout.shardings(), strict=True):
         if leaf.treedef is not None or not leaf.arrays or not leaf.arrays[0].shape:
             continue
         info = leaf.arrays[0]
@@ -166,8 +165,8 @@ def _misplaced_arrays(layout: TreeLayout, mesh: AnyMesh) -> Iterator[Diagnostic]
     wrong_paths = {each.path for each in layout.diagnostics if each.severity == "error"}
     live: list[tuple[ArrayInfo, jax.Array, NamedSharding]] = []
     for leaf, shardings in zip(layout.inventory.leaves, layout.shardings(), strict=True):
-        rows = zip(leaf.arrays, leaf.arrays_in(leaf.value), shardings, strict=False)
-        for info, array, sharding in rows:
+        arrays = leaf.arrays_in(leaf.value)
+        for info, array, sharding in zip(leaf.arrays, arrays, shardings, strict=False):
             is_live = isinstance(array, jax.Array) and not isinstance(array, Tracer)
             if is_live and info.path not in wrong_paths:
                 live.append((info, array, sharding))

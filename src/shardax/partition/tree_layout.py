@@ -4,8 +4,9 @@
 1. ``overrides_of`` (``shardax.partition.overrides``) matches what the caller said of some leaves.
 2. ``specs_of`` makes the specs of every leaf, with the diagnostics of each array: from the override
    or the sharding of the leaf's own box if there is one, else from rules, by ``ResolvedRules``.
-3. ``diagnostics_of`` adds what shows only in the whole: large arrays that every device holds, names
-   without rules, rules that no array chose.
+3. ``diagnostics_of`` collects the diagnostics of all leaves, and adds what shows only in the whole:
+   large arrays that every device holds, names without rules. ``unused_rules_of`` adds the rules
+   that no array chose.
 
 ``TreeLayout`` runs them over an inventory and holds the result.
 
@@ -87,6 +88,8 @@ class LeafSpecs(NamedTuple):
 class LeafRules:
     """The choice of rules for each leaf.
 
+    A leaf has its own rules, or else those of the layout; rules of an override come before both.
+
     Args:
         rules: Rules, pairs or a mapping; None for the current rules.
         names_alone: Whether every name stands for itself, whatever the rules.
@@ -94,8 +97,8 @@ class LeafRules:
     """
 
     def __init__(self, rules: RulesLike | None, *, names_alone: bool, in_program: bool) -> None:
-        self.given_rules = None if rules is None else resolve_rules(rules)
         self.rules = resolve_rules(rules)
+        self._given_rules = None if rules is None else self.rules
         self.names_alone = names_alone
         self.in_program = in_program
 
@@ -106,7 +109,7 @@ class LeafRules:
         elif leaf.rules is None:
             # Specs by rules alone, without a mesh, know the axes of the mesh in scope.
             mesh_of_names = self._mesh_in_scope if mesh is None else mesh
-            rules = ResolvedRules(mesh_of_names, self.given_rules).rules
+            rules = ResolvedRules(mesh_of_names, self._given_rules).rules
         else:
             rules = self._with_added_names(leaf.rules, leaf.added_names, mesh)
 
