@@ -116,7 +116,7 @@ def initialise(
     return jax.tree.map(over_given_axes, result, is_leaf=is_object)
 
 
-class InitializerProgram(NamedTuple):
+class RememberedProgram(NamedTuple):
     """The compiled program of an initializer."""
 
     function: CurrentCall
@@ -124,7 +124,7 @@ class InitializerProgram(NamedTuple):
     references: list[weakref.ref[Any]]  # to the functions with any of which it is forgotten
 
 
-_programs: dict[Hashable, InitializerProgram] = {}
+_programs: dict[Hashable, RememberedProgram] = {}
 
 # With the programs go the callbacks of their weak references, which would compare keys while the
 # interpreter takes the modules apart.
@@ -133,7 +133,7 @@ atexit.register(_programs.clear)
 
 def _program_of(
     call: InitializerCall, inputs: Sequence[PyTree], mesh: Mesh, rules: RulesLike | None
-) -> InitializerProgram:
+) -> RememberedProgram:
     """Returns the program of a call, remembered or new."""
     functions: list[Any] = []
     key = call.key(functions, mesh, ResolvedRules(mesh, rules).rules)
@@ -144,7 +144,7 @@ def _program_of(
         references = [
             weakref.ref(function, lambda _: _programs.pop(key, None)) for function in functions
         ]
-        program = InitializerProgram(function, jit(function, out_shardings=shardings), references)
+        program = RememberedProgram(function, jit(function, out_shardings=shardings), references)
 
     if key is not None:
         _programs[key] = program  # as the last one used

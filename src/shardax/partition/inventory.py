@@ -35,8 +35,8 @@ from shardax._core.state.state import Origin, State
 from shardax._core.variable import Variable
 from shardax._transforms.lift.prefix import alias_paths
 from shardax.partition.boxes.axis_metadata import AxisMetadata
-from shardax.partition.boxes.box_of_variable import layout_of_variable, sharding_of_own
-from shardax.partition.boxes.protocol import standard_box, stored_in, with_stored
+from shardax.partition.boxes.box_of_variable import layout_of_variable
+from shardax.partition.boxes.protocol import has_own_sharding, standard_box, stored_in, with_stored
 from shardax.partition.mesh import AnyMesh
 from shardax.partition.rules import Rules
 
@@ -132,16 +132,17 @@ class LeafInfo(NamedTuple):
     def sharding_of_box(self, mesh: AnyMesh) -> NamedSharding | None:
         """Returns what a box with a ``get_sharding`` of its own says of the leaf, or None."""
         box = self.variable_box if self.box is None else self.box
-        if box is None:
+        if box is None or not has_own_sharding(box):
             return None
 
+        # It is asked about abstract arrays, so that lazy values stay lazy.
         value = self.value
         stored = stored_in(value) if is_box(value) else value
         abstract = jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if is_array(leaf) else leaf,
             stored,
         )
-        return sharding_of_own(with_stored(box, abstract), mesh)
+        return with_stored(box, abstract).get_sharding(mesh)
 
     def entry(self, entries_of_arrays: Sequence[Leaf]) -> PyTree:
         """Returns the leaf's entry, given those of its arrays."""

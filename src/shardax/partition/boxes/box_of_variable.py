@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
-from jax.sharding import NamedSharding
 
 from shardax._core.graph.paths import PyTree
 from shardax._core.graph.static import BOX_ENTRY
@@ -62,18 +61,6 @@ def layout_of_variable(
     return VariableLayout(
         box if has_same_names else None, getattr(box, "mesh", None), rules, frozenset(added_names)
     )
-
-
-def sharding_of_own(box: AxisMetadata[Any], mesh: AnyMesh) -> NamedSharding | None:
-    """Returns the sharding of a class with a ``get_sharding`` of its own; None of other classes.
-
-    Args:
-        box: A box around arrays, real or abstract.
-        mesh: The mesh.
-    """
-    if type(box).get_sharding in (AxisMetadata.get_sharding, Partitioned.get_sharding):
-        return None
-    return box.get_sharding(mesh)
 
 
 def box_around(box: object, names: Names | None, value: object) -> AxisMetadata[Any] | None:

@@ -46,6 +46,12 @@ def standard_box(box: Any, value: object) -> AxisMetadata[Any]:
     return Partitioned(value, names, mesh)
 
 
+def has_own_sharding(box: AxisMetadata[Any]) -> bool:
+    """Whether the class of a box has a ``get_sharding`` of its own."""
+    standard = (AxisMetadata.get_sharding, Partitioned.get_sharding)
+    return type(box).get_sharding not in standard
+
+
 def stored_in(box: Any) -> Any:
     """Returns what a box holds, of which its ``unbox`` may compute another value."""
     if isinstance(box, AxisMetadata):
