@@ -15,7 +15,6 @@ from typing import Any
 import jax
 
 from shardax._core.graph.paths import Leaf, Path, PyTree, format_path
-from shardax._core.graph.static import Metadata
 from shardax._core.object import Object
 from shardax._core.state.state import Origin, State
 from shardax._core.variable import Variable
@@ -23,10 +22,11 @@ from shardax.partition.boxes import protocol
 from shardax.partition.boxes.axis_metadata import AxisMetadata
 from shardax.partition.boxes.variable_box import (
     VariableBox,
-    box_of_parts,
+    box_of_entry,
     box_of_variable,
     is_subtree,
     map_entries,
+    origin_of_box,
     variable_of_box,
 )
 from shardax.partition.errors import PartitionCheckError, PartitionError
@@ -104,16 +104,14 @@ def map_axis_meta(function: Callable[[PyTree], object], tree: object) -> PyTree:
         for path_below, value in state.flat().items():
             box = value
             if not protocol.is_box(value):
-                origin = origins[path_below]
-                box = box_of_parts(value, origin.variable_type, origin.all_metadata)
+                box = box_of_entry(value, origins[path_below])
 
             with _naming_path((*path, *path_below)):
                 result = function(box)
             values[path_below] = result
             if isinstance(result, VariableBox):
-                metadata = Metadata(result.names, result.entries.entries)
                 values[path_below] = result.value
-                origins[path_below] = Origin(result.variable_type, metadata)
+                origins[path_below] = origin_of_box(result)
         return State.from_flat(values, origins)
 
     return _map(map_leaf, tree)
@@ -307,11 +305,9 @@ def _renamed(tree: PyTree, rename: Callable[[Any], Any]) -> PyTree:
             path_of_entry = (*path, *path_below)
             values[path_below] = _map(rename_leaf, state.flat()[path_below], path_of_entry)
 
-            empty = box_of_parts(None, origin.variable_type, origin.all_metadata)
+            empty_box = box_of_entry(None, origin)
             with _naming_path(path_of_entry):
-                box = rename(empty)
-            metadata = Metadata(box.names, box.entries.entries)
-            origins[path_below] = Origin(origin.variable_type, metadata)
+                origins[path_below] = origin_of_box(rename(empty_box))
         return State.from_flat(values, origins)
 
     return _map(rename_leaf, tree)

@@ -86,20 +86,24 @@ class VariableBox(LogicallyPartitioned[T]):
 def box_of_variable(variable: Variable) -> VariableBox[Any]:
     """Returns a Variable as a box; lazy values stay lazy."""
     target = resolve(variable, local.frame)
-    return box_of_parts(target._value, type(variable), target._metadata)
+    return box_of_entry(target._value, Origin(type(variable), target._metadata))
 
 
-def box_of_parts(
-    value: Leaf, variable_type: type[Variable], metadata: Metadata
-) -> VariableBox[Any]:
-    """Returns the box of a Variable's value, type and metadata."""
+def box_of_entry(value: Leaf, origin: Origin) -> VariableBox[Any]:
+    """Returns an entry of a State, a Variable's value with its type and metadata, as a box."""
+    metadata = origin.all_metadata
     entries = Metadata(None, metadata.entries) if metadata.entries else EMPTY
-    return VariableBox(value, metadata.axes, variable_type, entries)
+    return VariableBox(value, metadata.axes, origin.variable_type, entries)
 
 
 def variable_of_box(box: VariableBox[Any]) -> Variable:
     """Returns a new Variable of the value, type and metadata in a box."""
-    return _new_variable(box.variable_type, box.value, Metadata(box.names, box.entries.entries))
+    return _new_variable(box.value, origin_of_box(box))
+
+
+def origin_of_box(box: VariableBox[Any]) -> Origin:
+    """Returns the type and metadata of the Variable of a box."""
+    return Origin(box.variable_type, Metadata(box.names, box.entries.entries))
 
 
 def to_boxes(tree: object) -> PyTree:
@@ -142,7 +146,7 @@ def _boxed_entry(value: Leaf, origin: Origin) -> PyTree:
     """Returns an entry of a State as a box."""
     if protocol.is_box(value):  # as in the state of an optimizer
         return value
-    return _original_or_same(box_of_parts(value, origin.variable_type, origin.all_metadata))
+    return _original_or_same(box_of_entry(value, origin))
 
 
 def _original_or_same(box: VariableBox[Any]) -> AxisMetadata[Any]:
@@ -183,7 +187,7 @@ def to_variables(tree: object, variable_type: type[Variable] = Param) -> PyTree:
             return _unboxed_state(leaf, variable_type)
         if not protocol.is_box(leaf):
             return leaf
-        return _new_variable(*_parts_of(leaf, variable_type))
+        return _new_variable(*_unboxed_entry(leaf, variable_type))
 
     return jax.tree.map(to_variable, tree, is_leaf=is_subtree)
 
@@ -195,23 +199,23 @@ def _unboxed_state(state: State, variable_type: type[Variable]) -> State:
     for path, value in state.flat().items():
         values[path] = value
         if protocol.is_box(value):
-            its_type, values[path], metadata = _parts_of(value, variable_type)
-            origins[path] = Origin(its_type, metadata)
+            values[path], origins[path] = _unboxed_entry(value, variable_type)
     return State.from_flat(values, origins)
 
 
-def _parts_of(box: Any, variable_type: type[Variable]) -> tuple[type[Variable], PyTree, Metadata]:
-    """Returns type, value and metadata of the Variable of a box."""
+def _unboxed_entry(box: Any, variable_type: type[Variable]) -> tuple[PyTree, Origin]:
+    """Returns the value of a box, and the type and metadata of its Variable."""
     value, metadata = protocol.contents(box)
     if isinstance(box, VariableBox):
-        return box.variable_type, value, Metadata(box.names, box.entries.entries)
-    return variable_type, value, metadata
+        return value, origin_of_box(box)
+    return value, Origin(variable_type, metadata)
 
 
-def _new_variable(variable_type: type[Variable], value: PyTree, metadata: Metadata) -> Variable:
+def _new_variable(value: PyTree, origin: Origin) -> Variable:
     """Returns a new Variable, whose axes may not fit the value."""
+    variable_type = origin.variable_type
     checked_value = as_value(value, variable_type.__name__)
-    return variable_type._make(checked_value, metadata, owner_here())
+    return variable_type._make(checked_value, origin.all_metadata, owner_here())
 
 
 def is_subtree(value: object) -> bool:
