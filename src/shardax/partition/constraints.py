@@ -26,12 +26,10 @@ from shardax._core._jax import Tracer
 from shardax._core.array_ops import ArrayLike
 from shardax._core.errors import ShardaxError
 from shardax._core.frames import is_eager
-from shardax._core.graph.paths import format_path
-from shardax._transforms.errors import NoMeshError, TransformError
-from shardax.partition import context
-from shardax.partition.errors import PartitionError
+from shardax._transforms.errors import TransformError
+from shardax.partition import context, errors
 from shardax.partition.explicit import explicit_entries
-from shardax.partition.mesh import AnyMesh, mesh_text, resolve_mesh, scope_has_devices
+from shardax.partition.mesh import AnyMesh, resolve_mesh, scope_has_devices
 from shardax.partition.resolved import ResolvedRules
 from shardax.partition.rules import (
     UNCONSTRAINED,
@@ -42,8 +40,6 @@ from shardax.partition.rules import (
     mesh_axes_of,
     strings,
 )
-
-_TO_IGNORE = "To run without a mesh or rules too, say constrain(..., on_no_mesh='ignore')."
 
 
 def constrain(
@@ -97,10 +93,7 @@ def constrain(
     names = check_names(axes)
     array = _as_array(x, names)
     if len(names) != array.ndim:
-        raise PartitionError(
-            f"{_intro(array, names)} there are {len(names)} axis names for {array.ndim} "
-            "dimensions. Give one entry per dimension, None for a dimension without a name."
-        )
+        raise errors.constraint_of_other_rank(array, names)
     if context.is_marking():
         return context.mark_names(array, names)
 
@@ -109,32 +102,18 @@ def constrain(
     if used_mesh is None:
         if policy == "ignore":
             return array
-        raise NoMeshError(
-            f"{_intro(array, names)} no mesh was given, none is in scope, and the array is not "
-            "laid out over one. Put one in scope, with jax.set_mesh(mesh): ..., or pass mesh=mesh. "
-            f"{_TO_IGNORE}"
-        )
+        raise errors.constraint_without_mesh(array, names)
     if not _has_devices(used_mesh, array):
         if policy == "ignore":
             return array
-        raise TransformError(
-            f"{_intro(array, names)} {used_mesh} has no devices, and nothing says which the "
-            "program is for, so JAX would drop the constraint. Call the compiled function under "
-            "jax.set_mesh(mesh), not use_abstract_mesh; or pass mesh=mesh; or give it arrays that "
-            f"are laid out over one, or jax.ShapeDtypeStruct(..., sharding=...). {_TO_IGNORE}"
-        )
+        raise errors.constraint_without_devices(array, names, used_mesh)
 
     # The rules, or names that are axes of the mesh.
     resolved = ResolvedRules(used_mesh, rules)
     unmapped = resolved.names_without_rules(names)
     if unmapped:
         if policy != "ignore":
-            raise PartitionError(
-                f"{_intro(array, names)} no rules were given, none are in scope, and "
-                f"{unmapped[0]!r} is no axis of the mesh ({mesh_text(used_mesh.shape)}). "
-                "Put rules in scope, with sx.axis_rules(rules): ..., or pass rules=rules. "
-                f"{_TO_IGNORE}"
-            )
+            raise errors.constraint_without_rules(array, names, unmapped[0], used_mesh)
         is_unmapped = set(unmapped) == set(strings(names))
         if mesh is None or (is_unmapped and not _is_elsewhere(array, used_mesh)):
             return array
@@ -149,11 +128,8 @@ def constrain(
     entries = tuple(_without(entry, manual_axes) for entry in assignment.entries)
 
     diagnostics = resolved.diagnostics(names, array.shape, entries)
-    # A message begins with the path of its array, and this one has none.
-    root = format_path(()) + ": "
-    errors = [str(each).removeprefix(root) for each in diagnostics if each.severity == "error"]
-    if errors:
-        raise PartitionError("\n  ".join([_intro(array, names), *errors]))
+    if any(each.severity == "error" for each in diagnostics):
+        raise errors.impossible_constraint(array, names, diagnostics)
 
     if manual_axes and len(manual_axes) == len(used_mesh.axis_names):
         return array
@@ -162,30 +138,19 @@ def constrain(
     except ShardaxError:
         raise
     except Exception as error:  # of classes that JAX keeps to itself
-        raise PartitionError(
-            f"{_intro(array, names)} JAX refuses {PartitionSpec(*entries)} over {used_mesh} here: "
-            f"{error}\nUnder vmap, a mesh axis that splits the mapped dimension (by an Explicit "
-            "type or spmd_axis_name) is taken: give the names inside the mapped function other "
-            "mesh axes, or None, by rules of their own."
-        ) from error
+        spec = PartitionSpec(*entries)
+        raise errors.refused_constraint(array, names, spec, used_mesh, error) from error
 
 
 def _as_array(x: object, names: Names) -> jax.Array:
+    """Returns an array, or the value of a Variable."""
     value = x.value if isinstance(x, ArrayLike) else x
     if isinstance(value, jax.Array):
         return value
     try:
         return jnp.asarray(value)
     except (TypeError, ValueError) as error:
-        raise PartitionError(
-            f"Cannot constrain a value of type {type(value).__name__} by {names}: it is no array. "
-            "The arrays of a tree are constrained one by one, each by names of its own; shapes "
-            "without numbers get their shardings from sx.abstract(tree, mesh, rules)."
-        ) from error
-
-
-def _intro(array, names: Names) -> str:
-    return f"Cannot constrain an array {array.dtype}{list(array.shape)} by {names}:"
+        raise errors.constraint_of_no_array(value, names) from error
 
 
 def _mesh_for(array: jax.Array, given_mesh: AnyMesh | None) -> AnyMesh | None:

@@ -6,8 +6,9 @@ a ``"warning"`` (possible, but hardly as meant) or ``"info"``. Its ``code`` name
 ``shardax.partition.findings`` has one function for each code. ``raise_on_errors`` makes one
 ``PartitionCheckError`` of all diagnostics that are errors.
 
-A ``PartitionError`` says that rules or names are malformed, before any layout. The functions at the
-end make those of ``shardax.partition.rules``.
+A ``PartitionError`` says that rules or names are malformed, before any layout, or that an array
+cannot be constrained. The functions at the end make those of ``shardax.partition.rules`` and
+``shardax.partition.constraints``.
 """
 
 from __future__ import annotations
@@ -17,9 +18,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import jax
+from jax.sharding import PartitionSpec
+
 from shardax._core.errors import ShardaxError
-from shardax._core.graph.paths import Path
+from shardax._core.graph.paths import Path, format_path
+from shardax._transforms.errors import NoMeshError, TransformError
 from shardax.partition.assignment import AxisAssignment, Names, format_rule
+from shardax.partition.mesh import AnyMesh, mesh_text
 
 Severity = Literal["error", "warning", "info"]
 
@@ -97,6 +103,8 @@ def raise_on_errors(diagnostics: Iterable[Diagnostic]) -> None:
     if errors:
         raise PartitionCheckError(errors)
 
+
+# --- names and rules ------------------------------------------------------------------------------
 
 _RULES_EXAMPLE = "Rules([('embed', None), ('mlp', 'model')])"
 
@@ -236,4 +244,83 @@ def unmapped_text(unmapped: Sequence[str], names_with_rules: Sequence[str]) -> s
     return (
         f"no rule mentions {', '.join(map(repr, unmapped))} ({context}).{hint} Add the rule "
         f"({unmapped[0]!r}, None) to replicate on purpose, or use on_unmapped='replicate'."
+    )
+
+
+# --- constraints ----------------------------------------------------------------------------------
+
+_TO_IGNORE = "To run without a mesh or rules too, say constrain(..., on_no_mesh='ignore')."
+
+
+def _constraint_text(array: jax.Array, names: Names) -> str:
+    """Returns the beginning of the text about a constraint."""
+    return f"Cannot constrain an array {array.dtype}{list(array.shape)} by {names}:"
+
+
+def constraint_of_no_array(value: object, names: Names) -> PartitionError:
+    """Returns the error of a constraint of something that is no array."""
+    return PartitionError(
+        f"Cannot constrain a value of type {type(value).__name__} by {names}: it is no array. "
+        "The arrays of a tree are constrained one by one, each by names of its own; shapes "
+        "without numbers get their shardings from sx.abstract(tree, mesh, rules)."
+    )
+
+
+def constraint_of_other_rank(array: jax.Array, names: Names) -> PartitionError:
+    """Returns the error of a constraint by more or fewer names than dimensions."""
+    return PartitionError(
+        f"{_constraint_text(array, names)} there are {len(names)} axis names for {array.ndim} "
+        "dimensions. Give one entry per dimension, None for a dimension without a name."
+    )
+
+
+def constraint_without_mesh(array: jax.Array, names: Names) -> NoMeshError:
+    """Returns the error of a constraint where no mesh is known."""
+    return NoMeshError(
+        f"{_constraint_text(array, names)} no mesh was given, none is in scope, and the array is "
+        "not laid out over one. Put one in scope, with jax.set_mesh(mesh): ..., or pass mesh=mesh. "
+        f"{_TO_IGNORE}"
+    )
+
+
+def constraint_without_devices(array: jax.Array, names: Names, mesh: AnyMesh) -> TransformError:
+    """Returns the error of a constraint over a mesh that JAX would not follow."""
+    return TransformError(
+        f"{_constraint_text(array, names)} {mesh} has no devices, and nothing says which the "
+        "program is for, so JAX would drop the constraint. Call the compiled function under "
+        "jax.set_mesh(mesh), not use_abstract_mesh; or pass mesh=mesh; or give it arrays that "
+        f"are laid out over one, or jax.ShapeDtypeStruct(..., sharding=...). {_TO_IGNORE}"
+    )
+
+
+def constraint_without_rules(
+    array: jax.Array, names: Names, name: str, mesh: AnyMesh
+) -> PartitionError:
+    """Returns the error of a constraint with a name that is no mesh axis, without rules."""
+    return PartitionError(
+        f"{_constraint_text(array, names)} no rules were given, none are in scope, and {name!r} is "
+        f"no axis of the mesh ({mesh_text(mesh.shape)}). Put rules in scope, with "
+        f"sx.axis_rules(rules): ..., or pass rules=rules. {_TO_IGNORE}"
+    )
+
+
+def impossible_constraint(
+    array: jax.Array, names: Names, diagnostics: Iterable[Diagnostic]
+) -> PartitionError:
+    """Returns the error of a constraint that the array cannot have."""
+    # A message begins with the path of its array, and this one has none.
+    root = format_path(()) + ": "
+    texts = [str(each).removeprefix(root) for each in diagnostics if each.severity == "error"]
+    return PartitionError("\n  ".join([_constraint_text(array, names), *texts]))
+
+
+def refused_constraint(
+    array: jax.Array, names: Names, spec: PartitionSpec, mesh: AnyMesh, error: Exception
+) -> PartitionError:
+    """Returns the error of a constraint that JAX refuses."""
+    return PartitionError(
+        f"{_constraint_text(array, names)} JAX refuses {spec} over {mesh} here: "
+        f"{error}\nUnder vmap, a mesh axis that splits the mapped dimension (by an Explicit "
+        "type or spmd_axis_name) is taken: give the names inside the mapped function other "
+        "mesh axes, or None, by rules of their own."
     )
