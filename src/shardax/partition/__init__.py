@@ -1,5 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Partitioning of arrays over a device mesh by axis names."""
+"""Partitioning of arrays over a device mesh by axis names.
+
+- One array: ``assignment`` (which rule each name gets), ``rules``, ``resolved`` (its spec and
+  diagnostics).
+- A tree: ``inventory`` (its leaves), ``overrides``, ``reduced_states``, ``tree_layout``.
+- What uses the layout of a tree: ``specs``, ``placement``, ``initialization``, ``tree_check``.
+- Inside of programs: ``constraints``, ``explicit``. What is in scope: ``mesh``, ``context``.
+- Parameters that carry their names themselves: ``boxes``.
+- Texts: ``findings``, ``errors``.
+"""
 
 from shardax._core.graph.static import PARTITION_NAME as PARTITION_NAME
 from shardax.partition.boxes.axis_metadata import AxisMetadata as AxisMetadata

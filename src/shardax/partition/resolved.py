@@ -172,6 +172,7 @@ class ResolvedRules:
             yield findings.unmapped_names_error(path, assignment, self.rules.names)
             return
 
+        # Rules from each axis of the mesh to itself stand for no rules at all.
         mesh_axes = () if self.mesh is None else tuple(self.mesh.axis_names)
         if self.mesh is not None and self.rules == identity_rules(mesh_axes):
             yield findings.names_without_any_rules(path, assignment.unmapped, self.mesh)
