@@ -60,12 +60,11 @@ from shardax.nn.stack import Stack
 from shardax.partition.context import ATTENTION_KERNELS, current_rules
 from shardax.partition.errors import raise_on_errors
 from shardax.partition.inventory import byte_count
-from shardax.partition.mesh import AnyMesh, resolve_mesh
+from shardax.partition.mesh import AnyMesh, check_devices, resolve_mesh
 from shardax.partition.placement import ABSTRACT, shard
 from shardax.partition.rules import Rules, RulesLike, mesh_axes_of
 from shardax.partition.specs import shardings
 from shardax.partition.tree_check import check
-from shardax.partition.tree_layout import check_devices
 
 CONFIG = "config.json"
 LARGEST_FILE = 5 * 2**30

@@ -31,7 +31,9 @@ from shardax._core.object import Object
 from shardax._core.state.state import Origin
 from shardax._core.variable import OptState, Param, Quantized, Variable
 from shardax._transforms.jit.jit import BoundJit
-from shardax.partition.boxes.boxes import AxisMetadata, LogicallyPartitioned, is_box
+from shardax.partition.boxes.axis_metadata import AxisMetadata
+from shardax.partition.boxes.partitioned import LogicallyPartitioned
+from shardax.partition.boxes.protocol import is_box
 from shardax.partition.inventory import ArrayInfo, LeafInfo, TreeInventory, byte_count
 from shardax.partition.mesh import AnyMesh
 from shardax.partition.rules import Rules, mesh_axes_of
@@ -232,9 +234,7 @@ class Inputs:
             "overrides": self._for_optimizer(layout.optimizer_rules),
             "memory_kind": self._for_optimizer(layout.optimizer_memory),
         }
-        tree_layout = TreeLayout(
-            self._inventory, where, rules, **options, function="plan", rules_for="boxes"
-        )
+        tree_layout = TreeLayout(self._inventory, where, rules, **options, function="plan")
         errors = tuple(
             str(diagnostic)
             for diagnostic in tree_layout.diagnostics

@@ -29,7 +29,7 @@ from shardax._core.init.lazy import LazyValue
 from shardax._core.init.programs import SMALL, on_device
 from shardax._core.state.state import State
 from shardax._core.variable import Variable
-from shardax.partition.inventory import dimensions_of_state
+from shardax.partition.reduced_states import dimensions_of_state
 
 
 class Transformation:

@@ -24,10 +24,9 @@ from shardax._core.graph.paths import Path, format_path
 from shardax._core.state.split_merge import iter_modules, iter_variables
 from shardax._core.text import columns, format_axes
 from shardax._core.variable import Variable
-from shardax.partition.checker import spec_for
-from shardax.partition.context import rules_over
 from shardax.partition.inventory import byte_count
 from shardax.partition.mesh import resolve_mesh
+from shardax.partition.resolved import ResolvedRules
 from shardax.partition.rules import Rules
 from shardax.partition.specs import abstract
 
@@ -240,7 +239,7 @@ def table(
         .down   Linear         0           0 B           128   22.2%
     """
     mesh = resolve_mesh(mesh)
-    known_rules = rules_over(mesh, rules)
+    known_rules = ResolvedRules(mesh, rules).rules
     laid_out = abstract(tree, mesh, known_rules)
     rows: list[tuple[Path, ParameterRow]] = []
     meshes = [] if mesh is None else [mesh]
@@ -278,7 +277,7 @@ def _row(
         spec = sharding.spec
     else:
         spec_names = names if own_names is not None or not inside else None
-        spec, _ = spec_for(spec_names, shape, None, rules)
+        spec, _ = ResolvedRules(None, rules).spec(spec_names, shape)
     entries = [
         "-" if entry is None else "+".join(entry) if isinstance(entry, tuple) else str(entry)
         for entry in spec or ()
