@@ -34,7 +34,7 @@ from shardax._core.state.split_merge import iter_modules, iter_variables
 from shardax._core.state.state import State
 from shardax._core.variable import Origin, Perturbation, Variable
 from shardax._transforms.errors import TransformError
-from shardax._transforms.lift.transformed import takes_options, wraps
+from shardax._transforms.lift.engine import takes_options, wraps
 from shardax._transforms.module_scopes import subclass
 
 VariableType = type[Variable[Any]]

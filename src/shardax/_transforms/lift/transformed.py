@@ -104,9 +104,18 @@ def _accepted_options(transform: NamedFunction[..., object]) -> _AcceptedOptions
 
 
 def _public_name(module: str, name: str) -> str:
-    """Returns the name behind ``sx.``: those of private packages are names of ``sx`` itself."""
-    package = module.split(".")[1]
-    return name if package.startswith("_") else f"{package}.{name}"
+    """Returns the name of a transform of shardax behind ``sx.``; of another one, its name."""
+    library, _, path = module.partition(".")
+    package = path.partition(".")[0]
+    # What is in a private package is a name of ``sx`` itself.
+    if library != "shardax" or package in ("", "extend") or package.startswith("_"):
+        return name
+    return f"{package}.{name}"
+
+
+def _is_of_user(module: str) -> bool:
+    """Returns whether a transform is not one of shardax, but made by ``shardax.extend``."""
+    return module.partition(".")[0] != "shardax"
 
 
 # --- layers -----------------------------------------------------------------------------------
