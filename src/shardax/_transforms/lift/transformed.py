@@ -104,18 +104,9 @@ def _accepted_options(transform: NamedFunction[..., object]) -> _AcceptedOptions
 
 
 def _public_name(module: str, name: str) -> str:
-    """Returns the name of a transform of shardax behind ``sx.``; of another one, its name."""
-    library, _, path = module.partition(".")
-    package = path.partition(".")[0]
-    # What is in a private package is a name of ``sx`` itself.
-    if library != "shardax" or package in ("", "extend") or package.startswith("_"):
-        return name
-    return f"{package}.{name}"
-
-
-def _is_of_user(module: str) -> bool:
-    """Returns whether a transform is not one of shardax, but made by ``shardax.extend``."""
-    return module.partition(".")[0] != "shardax"
+    """Returns the name behind ``sx.``: those of private packages are names of ``sx`` itself."""
+    package = module.split(".")[1]
+    return name if package.startswith("_") else f"{package}.{name}"
 
 
 # --- layers -----------------------------------------------------------------------------------
@@ -182,7 +173,10 @@ class Transformed(Wrapper):
 
     @property
     def _title(self) -> str:
-        return f"sx.{_public_name(self._transform.__module__, self._transform.__name__)}"
+        module, name = self._transform.__module__, self._transform.__name__
+        if module.partition(".")[0] != "shardax" or module.startswith("shardax.extend"):
+            return name  # a transform of the user's
+        return f"sx.{_public_name(module, name)}"
 
     def __reduce__(self) -> Any:
         return self._maker(), (self.function,)
