@@ -35,7 +35,7 @@ from shardax._core.state.state import State
 from shardax._core.threads import OneThread
 from shardax._core.variable import Perturbation, Variable
 from shardax._transforms.errors import TransformError
-from shardax._transforms.lift.transformed import takes_options, wraps
+from shardax._transforms.lift.engine import takes_options, wraps
 from shardax._transforms.module_scopes import subclass
 
 VariableType = type[Variable[Any]]

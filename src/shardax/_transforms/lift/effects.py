@@ -7,7 +7,7 @@ Variables that were written, of new Variables. The ``Effects`` beside them say w
 
 Outside, when the transform has returned, ``apply_effects`` does the same to the caller's objects.
 No other function of the lifted transforms writes to them, with one exception for speed: a steady
-call of ``jit`` stores the values that are its only effect by itself (``Jit._repeat``).
+call of ``jit`` stores the values that are its only effect by itself, when its program has returned.
 
 ``apply_effects`` raises before it writes, or not at all. So after an exception, of the user's
 function, of JAX or of a check here, the caller's objects hold what they held before the call.

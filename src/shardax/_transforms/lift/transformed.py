@@ -173,7 +173,10 @@ class Transformed(Wrapper):
 
     @property
     def _title(self) -> str:
-        return f"sx.{_public_name(self._transform.__module__, self._transform.__name__)}"
+        module, name = self._transform.__module__, self._transform.__name__
+        if module.partition(".")[0] != "shardax" or module.startswith("shardax.extend"):
+            return name  # a transform of the user's
+        return f"sx.{_public_name(module, name)}"
 
     def __reduce__(self) -> Any:
         return self._maker(), (self.function,)
