@@ -61,14 +61,14 @@ class Loop:
         self,
         call: engine.LiftedCall,
         carried_argument: int | None,
-        values: list[PyTree] | None = None,
+        values: Sequence[PyTree] | None = None,
     ) -> None:
         self.call = call
         self.carried_argument = carried_argument  # its position
         self.label = "" if carried_argument is None else call.labels[carried_argument]
 
         # What goes into the first iteration.
-        self.values = call.graph.values() if values is None else values
+        self.values = call.graph.values() if values is None else list(values)
         self.plain, self.plain_tree = call.arguments.plain_leaves()
         self.slices = NO_SLICES  # of the first iteration, or their types
         self.static_plain: dict[int, object] = {}  # no arrays: they do not enter the program
