@@ -325,10 +325,13 @@ class _VjpCall(RuledCall):
     def run_transformed(self) -> PyTree:
         """Runs the call as a function that JAX differentiates by the rule."""
         differentiated, others = self.split_inputs()
+
+        # For ``bwd``, which may run when these values are gone.
         all_values, all_plain = self.inputs.insert(differentiated, others[0], others[1])
         self.shapes = jax.tree.map(_shape_of, (all_values, all_plain))
         self.varying_axes = jax.tree.map(_jax.varying_axes, differentiated)
 
+        # From here on a derivative that the rule does not give is an error.
         used = self._explore(differentiated, others)
         others = self.guard(others, errors.lost_gradient, used)
         differentiated = self._guard_second_ways(differentiated)
@@ -356,7 +359,11 @@ class _VjpCall(RuledCall):
     # --- fwd ---
 
     def _explore(self, differentiated: DiffPair, others: Others) -> list[bool]:
-        """Explores ``fwd``; returns for each array of the others whether it uses it."""
+        """Traces ``fwd`` to know what it captures, writes and reaches by a closure.
+
+        Returns for each array of the others whether ``fwd`` uses it. A Variable that ``fwd``
+        captures ends the call by ``RetraceRequest``; it is made again with that input.
+        """
         count = len(jax.tree.leaves(others))
         if _is_called_by_its_rule(self.custom):
             return [True] * count
