@@ -25,7 +25,7 @@ from shardax._core.frames import Frame, check_structural_write, in_one_step, own
 from shardax._core.graph.flatten import GraphWalk, ModuleDef, register_graph
 from shardax._core.graph.handlers import Handler, Pairs, has_parts, register
 from shardax._core.graph.paths import Path, PyTree
-from shardax._core.object import Object, epoch
+from shardax._core.object import Decode, Encode, Object, epoch
 from shardax._core.state import bind
 from shardax._core.stored import (
     copy_array_attributes,
@@ -179,7 +179,7 @@ class Module(Object):
 
     # --- walking and copying ---------------------------------------------------------------------
 
-    def _flatten(self, encode: Any) -> ModuleDef:
+    def _flatten(self, encode: Encode) -> ModuleDef:
         if self._objects_of_class:
             self._check_objects_of_class()
         attributes = tuple((name, encode(value, name)) for name, value in self.__dict__.items())
@@ -197,7 +197,7 @@ class Module(Object):
             if not is_own and has_parts(value):
                 raise errors.object_of_class(type(self), name, value)
 
-    def _unflatten(self, definition: ModuleDef, decode) -> None:
+    def _unflatten(self, definition: ModuleDef, decode: Decode) -> None:
         attributes = self.__dict__
         attributes.clear()
         for name, child in definition.attributes:

@@ -25,7 +25,7 @@ from jax.tree_util import DictKey
 
 from shardax._core.cross_process import packed
 from shardax._core.errors import ModuleError, StateMismatchError
-from shardax._core.frozen import FrozenVariable, Origin, same_value
+from shardax._core.frozen import FrozenVariable, Origin
 from shardax._core.graph.handlers import PLAIN, Handler, handler_of, register
 from shardax._core.graph.paths import KeyEntry, Leaf, Path, attribute_key, format_path
 from shardax._core.graph.static import EMPTY
@@ -33,6 +33,7 @@ from shardax._core.object import Object, Shown
 from shardax._core.state.filters import Filter, group_by_filter
 from shardax._core.state.layouts import is_layout, lay_out_alike
 from shardax._core.text import layout_text
+from shardax._core.values import same_value
 from shardax._core.variable import Variable
 
 _UNKNOWN = Origin(Variable, EMPTY)
