@@ -19,8 +19,8 @@ from typing import Any, ClassVar, Self
 
 import jax.numpy as jnp
 
-from shardax._core import attribute_errors as errors
 from shardax._core.containers import empty_like
+from shardax._core.explain import attribute_errors as errors
 from shardax._core.frames import Frame, check_structural_write, in_one_step, owner_here
 from shardax._core.graph.flatten import GraphWalk, ModuleDef, register_graph
 from shardax._core.graph.handlers import Handler, Pairs, has_parts, register
@@ -226,7 +226,9 @@ class Module(Object):
         object.__setattr__(self, "_array_attributes", array_attributes)
 
     def __repr__(self) -> str:
-        from shardax._core.drawing import module_repr  # a drawing is of Modules: it stands above
+        from shardax._core.explain.drawing import (
+            module_repr,  # a drawing is of Modules: it stands above
+        )
 
         return module_repr(self)
 

@@ -35,10 +35,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from shardax._core import variable_errors as errors
 from shardax._core._jax import Tracer, is_prng_key
 from shardax._core.array_ops import ArrayLike
 from shardax._core.errors import VariableValueError
+from shardax._core.explain import variable_errors as errors
 from shardax._core.frames import is_eager, is_ref
 from shardax._core.graph.paths import Path, PyTree
 from shardax._core.init.lazy import LazyValue

@@ -27,9 +27,9 @@ from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 import jax
 
 from shardax._core import values
-from shardax._core import variable_errors as errors
 from shardax._core.array_ops import ArrayLike
 from shardax._core.cross_process import packed
+from shardax._core.explain import variable_errors as errors
 from shardax._core.frames import (
     READ_ONLY,
     Frame,

@@ -34,6 +34,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from shardax._core._jax import Tracer
 from shardax._core.errors import ModuleError
+from shardax._core.explain.variable_errors import deleted_read
 from shardax._core.frames import Blocked, Frame, local, note_read, owner_here, resolve, several
 from shardax._core.graph import flatten
 from shardax._core.graph.handlers import knows_names
@@ -45,7 +46,6 @@ from shardax._core.init.programs import InitializerProgram
 from shardax._core.object import Object, epoch
 from shardax._core.values import is_deleted
 from shardax._core.variable import Variable
-from shardax._core.variable_errors import deleted_read
 
 
 class LazyStack(Recipe):
