@@ -31,7 +31,7 @@ from shardax._core.graph import handlers
 from shardax._core.graph.definitions import DictDef, ListDef
 from shardax._core.graph.pytrees import register_graph
 from shardax._core.graph.static import Static
-from shardax._core.object import Object, epoch
+from shardax._core.object import Decode, Encode, Object, epoch
 from shardax._core.stored import (
     check_static,
     from_stored,
@@ -58,7 +58,7 @@ class _Container(Object):
         register_graph(cls)
 
     @classmethod
-    def _allocate(cls, owner: Frame | None, lock: str | None) -> Any:
+    def _allocate(cls, owner: Frame | None, lock: str | None) -> Self:
         container = object.__new__(cls)
         container._set_up(owner, lock)
         return container
@@ -222,10 +222,11 @@ class List(_Container, MutableSequence[T], Generic[T]):
     def __repr__(self) -> str:
         return f"List({list(self)!r})"
 
-    def _flatten(self, encode: Any) -> ListDef:
-        return ListDef(type(self), tuple(encode(item, i) for i, item in enumerate(self._items)))
+    def _flatten(self, encode: Encode) -> ListDef:
+        items = tuple(encode(item, index) for index, item in enumerate(self._items))
+        return ListDef(type(self), items)
 
-    def _unflatten(self, definition: ListDef, decode) -> None:
+    def _unflatten(self, definition: ListDef, decode: Decode) -> None:
         self._items = [decode(item) for item in definition.items]
 
 
@@ -341,12 +342,11 @@ class Dict(_Container, MutableMapping[K, T], Generic[K, T]):
     def __repr__(self) -> str:
         return f"Dict({self.copy()!r})"
 
-    def _flatten(self, encode: Any) -> DictDef:
-        return DictDef(
-            type(self), tuple((Static(key), encode(item, key)) for key, item in self._items.items())
-        )
+    def _flatten(self, encode: Encode) -> DictDef:
+        items = tuple((Static(key), encode(item, key)) for key, item in self._items.items())
+        return DictDef(type(self), items)
 
-    def _unflatten(self, definition: DictDef, decode) -> None:
+    def _unflatten(self, definition: DictDef, decode: Decode) -> None:
         self._items = {key.value: decode(item) for key, item in definition.items}
 
 

@@ -57,21 +57,27 @@ def hidden_object(value: Any, where: str, item: object, way: str) -> StaticAttri
         item: The object inside.
         way: How that is reached from the value, in words.
     """
-    kind, found = type(value).__name__, type(item).__name__
-    subject = f"the {kind} {value.__qualname__}" if isinstance(value, _WITH_NAMES) else f"a {kind}"
-    ways = (
-        f"make a function a method, and a class of your own a sx.Module, with the {found} as an "
-        f"attribute; or write `functools.partial(function, layer)`, whose arguments are tracked. "
-        f"Of transforms take those of shardax: `sx.jit(layer)`, `sx.vmap(layer)`, "
-        f"`sx.remat(layer)`"
-        if callable(value)
-        else "use a list, dict or tuple, such as list(value); make a class of your own a "
-        "sx.Module, or register it with JAX (jax.tree_util.register_dataclass)"
-    )
+    kind, item_kind = type(value).__name__, type(item).__name__
+    subject = f"a {kind}"
+    if isinstance(value, _WITH_NAMES):
+        subject = f"the {kind} {value.__qualname__}"
+
+    if callable(value):
+        ways = (
+            f"make a function a method, and a class of your own a sx.Module, with the {item_kind} "
+            f"as an attribute; or write `functools.partial(function, layer)`, whose arguments are "
+            f"tracked. Of transforms take those of shardax: `sx.jit(layer)`, `sx.vmap(layer)`, "
+            f"`sx.remat(layer)`"
+        )
+    else:
+        ways = (
+            "use a list, dict or tuple, such as list(value); make a class of your own a "
+            "sx.Module, or register it with JAX (jax.tree_util.register_dataclass)"
+        )
     return StaticAttributeError(
-        f"Cannot use {subject} as {where}: the {found} that it reaches by {way} cannot be tracked "
-        f"there. It would be part of no state, gradient, optimizer or checkpoint, and a copy of "
-        f"the model would go on using this very {found}. Ways out: {ways}."
+        f"Cannot use {subject} as {where}: the {item_kind} that it reaches by {way} cannot be "
+        f"tracked there. It would be part of no state, gradient, optimizer or checkpoint, and a "
+        f"copy of the model would go on using this very {item_kind}. Ways out: {ways}."
     )
 
 

@@ -19,15 +19,15 @@ from typing import Any, ClassVar, Self
 
 import jax.numpy as jnp
 
-from shardax._core import attribute_errors as errors
 from shardax._core.containers import empty_like
+from shardax._core.explain import attribute_errors as errors
 from shardax._core.frames import Frame, check_structural_write, owner_here
 from shardax._core.graph.definitions import ModuleDef
 from shardax._core.graph.flatten import GraphWalk
 from shardax._core.graph.handlers import Handler, Pairs, has_parts, register
 from shardax._core.graph.paths import Path, PyTree
 from shardax._core.graph.pytrees import register_graph
-from shardax._core.object import Object, epoch
+from shardax._core.object import Decode, Encode, Object, epoch
 from shardax._core.state import bind
 from shardax._core.stored import (
     copy_array_attributes,
@@ -182,7 +182,7 @@ class Module(Object):
 
     # --- walking and copying ---------------------------------------------------------------------
 
-    def _flatten(self, encode: Any) -> ModuleDef:
+    def _flatten(self, encode: Encode) -> ModuleDef:
         if self._objects_of_class:
             self._check_objects_of_class()
         attributes = tuple((name, encode(value, name)) for name, value in self.__dict__.items())
@@ -200,7 +200,7 @@ class Module(Object):
             if not is_own and has_parts(value):
                 raise errors.object_of_class(type(self), name, value)
 
-    def _unflatten(self, definition: ModuleDef, decode) -> None:
+    def _unflatten(self, definition: ModuleDef, decode: Decode) -> None:
         attributes = self.__dict__
         attributes.clear()
         for name, child in definition.attributes:
@@ -229,7 +229,9 @@ class Module(Object):
         object.__setattr__(self, "_array_attributes", array_attributes)
 
     def __repr__(self) -> str:
-        from shardax._core.drawing import module_repr  # a drawing is of Modules: it stands above
+        from shardax._core.explain.drawing import (
+            module_repr,  # a drawing is of Modules: it stands above
+        )
 
         return module_repr(self)
 

@@ -26,8 +26,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from shardax._core import attribute_errors as errors
 from shardax._core.errors import StaticAttributeError, VariableValueError
+from shardax._core.explain import attribute_errors as errors
 from shardax._core.frames import local, resolve
 from shardax._core.frozen import FrozenArray, FrozenVariable, Slot
 from shardax._core.graph import handlers

@@ -35,10 +35,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from shardax._core import variable_errors as errors
-from shardax._core._jax import Tracer
+from shardax._core._jax import Tracer, is_prng_key
 from shardax._core.array_ops import ArrayLike
 from shardax._core.errors import VariableValueError
+from shardax._core.explain import variable_errors as errors
 from shardax._core.frames import is_eager, is_ref
 from shardax._core.graph.paths import Path, PyTree
 from shardax._core.init.lazy import LazyValue
@@ -145,6 +145,43 @@ def describe(value: PyTree) -> str:
 def _dtype_and_shape(leaf: PyTree) -> PyTree:
     """Returns a text for an array; anything else as it is."""
     return f"{leaf.dtype}{list(leaf.shape)}" if hasattr(leaf, "dtype") else leaf
+
+
+# --- equality -------------------------------------------------------------------------------------
+
+
+def same_value(first: PyTree, second: PyTree) -> bool:
+    """Whether two values are known to be the same, to the last bit; never raises."""
+    leaves, treedef = jax.tree.flatten(first)
+    other_leaves, other_treedef = jax.tree.flatten(second)
+    return treedef == other_treedef and all(map(_same_leaf, leaves, other_leaves))
+
+
+def _same_leaf(first: PyTree, second: PyTree) -> bool:
+    if first is second:
+        return True
+
+    with_numbers = (jax.Array, np.ndarray, np.generic, LazyValue)
+    if not (isinstance(first, with_numbers) and isinstance(second, with_numbers)):
+        return type(first) is type(second) and first == second  # shapes, shardings, numbers
+    if first.shape != second.shape or first.dtype != second.dtype:
+        return False
+    first_bytes = _bytes_of(first)
+    return first_bytes is not None and first_bytes == _bytes_of(second)
+
+
+def _bytes_of(leaf: ArrayValue) -> bytes | None:
+    """Returns the bytes of an array; None if they are not here."""
+    if isinstance(leaf, LazyValue):
+        if not is_eager():
+            return None
+        leaf = leaf.compute()
+    if isinstance(leaf, jax.Array):
+        if isinstance(leaf, Tracer) or leaf.is_deleted() or not leaf.is_fully_addressable:
+            return None
+        if is_prng_key(leaf):
+            leaf = jax.random.key_data(leaf)
+    return np.asarray(leaf).tobytes()
 
 
 # --- copies ---------------------------------------------------------------------------------------

@@ -27,9 +27,9 @@ from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 import jax
 
 from shardax._core import threads, values
-from shardax._core import variable_errors as errors
 from shardax._core.array_ops import ArrayLike
 from shardax._core.cross_process import packed
+from shardax._core.explain import variable_errors as errors
 from shardax._core.frames import (
     READ_ONLY,
     Frame,
@@ -38,7 +38,6 @@ from shardax._core.frames import (
     check_unlocked,
     is_ref,
     kind_of,
-    local,
     owner_here,
     resolve,
 )
@@ -48,7 +47,7 @@ from shardax._core.graph.pytrees import register_variable
 from shardax._core.graph.static import Metadata
 from shardax._core.init.lazy import Init, LazyValue, is_pending, materialize
 from shardax._core.object import Object, epoch
-from shardax._core.threads import Stamp, check_unwritten, in_one_step, note_read, note_write
+from shardax._core.threads import Stamp, check_unwritten, in_one_step, local, note_read, note_write
 from shardax._core.variable_metadata import check_rank, checked_entries, new_metadata, out_of_box
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from shardax._core import variable_errors as errors
+from shardax._core.explain import variable_errors as errors
 from shardax._core.graph.handlers import axes_of, handler_of
 from shardax._core.graph.held import ObjectSearch
 from shardax._core.graph.paths import PyTree

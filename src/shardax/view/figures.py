@@ -22,7 +22,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Shard
 
 from shardax._core._jax import Tracer
 from shardax._core.cross_process import format_mesh
-from shardax._core.drawing import Drawing, draw, leaf_text, parameter_count
+from shardax._core.explain.drawing import Drawing, draw, leaf_text, parameter_count
 from shardax._core.frames import owner_here
 from shardax._core.graph.definitions import GraphDef
 from shardax._core.graph.flatten import build

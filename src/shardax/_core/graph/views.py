@@ -23,7 +23,8 @@ import numpy as np
 
 from shardax._core import errors, threads
 from shardax._core.errors import ModuleError
-from shardax._core.frames import Blocked, Frame, local, resolve
+from shardax._core.explain.variable_errors import deleted_read
+from shardax._core.frames import Blocked, Frame, resolve
 from shardax._core.graph.definitions import VariableDef
 from shardax._core.graph.flatten import ChildDecoder, GraphWalk
 from shardax._core.graph.paths import PyTree
@@ -31,9 +32,9 @@ from shardax._core.graph.stacked_values import form_of, form_text, is_abstract, 
 from shardax._core.graph.static import Metadata
 from shardax._core.init.lazy import LazyValue
 from shardax._core.object import Object, epoch
+from shardax._core.threads import local
 from shardax._core.values import is_deleted
 from shardax._core.variable import Variable
-from shardax._core.variable_errors import deleted_read
 
 VIEW_LOCK = (
     "Cannot change {what}: it is a view of one layer of a stack, and all its layers have one "

@@ -29,8 +29,7 @@ array in the place of the lazy value. The rules, in the order of this file:
 5. **Threads.** One lock, ``threads.lazy_lock``, is held while a Variable is materialized. So of two
    threads that read one lazy Variable, the first computes, and the second waits and gets the same
    array. A write to a lazy Variable waits for the lock too, so that the array is never stored over
-   what was written. A Variable that holds an
-   array does not take this lock.
+   what was written. A Variable that holds an array does not take this lock.
 
 6. **Many at once.** What a transform is given is materialized together (``materialize_all``): keys
    are folded together, programs compiled in parallel.
