@@ -40,6 +40,56 @@ class ModuleError(ShardaxError, ValueError, TypeError, RuntimeError):
     """A Module, a Variable or random keys cannot be used so."""
 
 
+def two_with_label(label: Path, first: str, second: str) -> ModuleError:
+    """Returns the error of two things, in words, with one label."""
+    return ModuleError(
+        f"Two have the label {format_path(label)}: {first}, and {second}. A label says which "
+        "slot a Variable belongs to, so there must be one for each. Labels are paths: take the "
+        "Variables out of the whole tree at once, sx.unbind(tree), rather than out of parts of it "
+        "before these are put together."
+    )
+
+
+def unbindable(problems: Sequence[str], count: int) -> ModuleError:
+    """Returns the error of some of so many Variables that cannot be put into slots."""
+    return ModuleError(
+        f"{len(problems)} of {count} Variables cannot be put into the tree; nothing was changed:\n"
+        + "\n".join(problems)
+        + "\nGive what sx.unbind(tree) returned, or frozen values with those labels; "
+        "allow_unused=True leaves out what has no slot."
+    )
+
+
+def no_stateless_callable(kind: type) -> ModuleError:
+    """Returns the error of ``stateless_call`` of what cannot be called."""
+    return ModuleError(
+        f"sx.stateless_call takes a callable Module, or a method of one, as its first argument, "
+        f"but was given a {kind.__name__}. Give it slots and values: "
+        f"sx.stateless_call(*sx.unbind(model, freeze=True), x)."
+    )
+
+
+def mutable_in_stateless_call(kinds: Sequence[str]) -> ModuleError:
+    """Returns the error of ``stateless_call`` with Variables in the place of frozen values."""
+    return ModuleError(
+        f"stateless_call takes frozen values, but was given {', '.join(kinds)}. Freeze them, "
+        f"sx.freeze(variables); or call the model with its Variables in place, "
+        f"sx.bind(model, variables)(...)."
+    )
+
+
+def changed_by_stateless_call(paths: Sequence[Path], *, added: bool) -> ModuleError:
+    """Returns the error of ``stateless_call`` of what adds Variables or changes structure."""
+    change = "added the Variables" if added else "changed the structure of"
+    shown = ", ".join(format_path(path) for path in paths[:4])
+    return ModuleError(
+        f"The functional call {change} {shown}. It returns new values for the slots that were "
+        f"filled, and nothing else, so this would be lost. Make such Variables before they are "
+        f"taken out (a first call of the model does, where layers sow or cache); or use sx.jit, "
+        f"which carries changes of structure back."
+    )
+
+
 class ModuleAttributeError(ShardaxError, AttributeError):
     """An attribute is missing, reserved, frozen or not bound."""
 
