@@ -90,6 +90,15 @@ def changed_by_stateless_call(paths: Sequence[Path], *, added: bool) -> ModuleEr
     )
 
 
+def holds_itself(kind: type, path: Path) -> ModuleError:
+    """Returns the error of an object that cannot be replaced from the inside out."""
+    return ModuleError(
+        f"sx.recursive_map cannot replace the {kind.__name__} at {format_path(path)} from the "
+        f"inside out, because it holds itself. Replace its Variables by sx.map(fn, model), or edit "
+        f"in place: sx.select(model)."
+    )
+
+
 class ModuleAttributeError(ShardaxError, AttributeError):
     """An attribute is missing, reserved, frozen or not bound."""
 
@@ -151,6 +160,14 @@ def no_model(tree: object, caller: str) -> ModuleError:
         f"sx.{caller} takes a model as its first argument, a Module, Variable, or tuple, list "
         f"or dict of these, but was given {str(tree)[:80]!r} of type {type(tree).__name__}. "
         f"Give it the object: sx.{caller}({fix}, ...)."
+    )
+
+
+def no_graphdef(kind: type) -> ModuleError:
+    """Returns the error of ``merge`` with something else in the place of the structure."""
+    return ModuleError(
+        f"sx.merge takes a GraphDef as its first argument, but was given a {kind.__name__}. Give "
+        f"what sx.split returned, in its order: sx.merge(graphdef, state)."
     )
 
 
@@ -224,12 +241,37 @@ class VariableValueError(ShardaxError, TypeError):
     """A Variable was given something other than arrays."""
 
 
+def ref_of_frozen(path: Path) -> VariableValueError:
+    """Returns the error of a frozen value that was to hold a ``jax.Ref``."""
+    return VariableValueError(
+        f"The value at {format_path(path)} is frozen, and a jax.Ref is there to be written. Make "
+        f"it mutable as well: sx.with_vars(model, mutable=True, ref=True)."
+    )
+
+
+def ref_of_tree(kind: type, path: Path, value: object) -> VariableValueError:
+    """Returns the error of a Variable that was to hold a ``jax.Ref`` and holds no array."""
+    return VariableValueError(
+        f"A jax.Ref holds one array, and the {kind.__name__} at {format_path(path)} holds "
+        f"{value!r}. Leave it out: only=filter."
+    )
+
+
 class RepeatedKeyError(ShardaxError, RuntimeError):
     """A random key was drawn a second time."""
 
 
 class FilterError(ShardaxError, ValueError):
     """Filters are invalid, out of order, or miss a Variable."""
+
+
+def stream_chosen_twice(path: Path, options: Sequence[str]) -> FilterError:
+    """Returns the error of a random stream that several options choose."""
+    both = " and ".join(f"{option}=" for option in options)
+    return FilterError(
+        f"The random stream at {format_path(path)} is chosen by {both}. Choose it once, such as "
+        f"split={{'dropout': 4}}, fork=sx.Not('dropout')."
+    )
 
 
 class StateMismatchError(ShardaxError, ValueError):
@@ -259,6 +301,15 @@ def two_frozen_values(label: Path) -> ModuleError:
         f"Two frozen values have the label {format_path(label)}; nothing was changed. A label "
         f"says which Variable a value belongs to, so there is one for each. Take one of them "
         f"out, or call update twice."
+    )
+
+
+def unremovable(path: Path, holder: str) -> StateMismatchError:
+    """Returns the error of a Variable at a path that cannot be removed from its holder."""
+    return StateMismatchError(
+        f"Cannot pop {format_path(path)}: it is part of {holder}, and removing it there would "
+        f"shift or break what is around it. Nothing was removed. Remove it yourself, or narrow the "
+        f"filter."
     )
 
 
