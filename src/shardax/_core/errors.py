@@ -90,6 +90,16 @@ def changed_by_stateless_call(paths: Sequence[Path], *, added: bool) -> ModuleEr
     )
 
 
+def node_of_new_objects(node: type, kind: type, path: Path) -> ModuleError:
+    """Returns the error of a pytree node that makes objects anew each time it is flattened."""
+    return ModuleError(
+        f"Flattening a {node.__name__}, a class registered with JAX as a pytree node, makes a new "
+        f"{kind.__name__} at {format_path(path)} each time, so what is written into it would be "
+        f"lost. Register a function that returns the Variables which the {node.__name__} holds: "
+        f"lambda node: ((node.variable,), None)."
+    )
+
+
 def holds_itself(kind: type, path: Path) -> ModuleError:
     """Returns the error of an object that cannot be replaced from the inside out."""
     return ModuleError(
