@@ -304,15 +304,15 @@ def _parts_of_cell(cell: types.CellType) -> Iterable[Part]:
         return ()
 
 
-def _parts_of_method(method: types.MethodType) -> Iterable[Part]:
-    return [
-        (("the attribute", "__self__"), method.__self__),
-        (("the attribute", "__func__"), method.__func__),
+def _parts_in_attributes(*names: str) -> PartsFunction:
+    """Returns the function that lists those of some attributes which a value has."""
+    return lambda value: [
+        (("the attribute", name), getattr(value, name)) for name in names if hasattr(value, name)
     ]
 
 
-def _parts_of_builtin(method: types.BuiltinMethodType) -> Iterable[Part]:
-    return [(("the attribute", "__self__"), method.__self__)]
+_parts_of_method = _parts_in_attributes("__self__", "__func__")
+_accessors_of = _parts_in_attributes("__func__", "fget", "fset", "fdel")
 
 
 def _parts_of_partial(partial: functools.partial[Any]) -> Iterable[Part]:
@@ -345,9 +345,7 @@ def _parts_of_call(call: Any) -> Iterable[Part]:
 
 
 def _parts_of_descriptor(descriptor: Any) -> Iterable[Part]:
-    names = ("__func__", "fget", "fset", "fdel")
-    functions = {name: getattr(descriptor, name, None) for name in names}
-    return [*_named("the attribute", functions), *_parts_of_instance(descriptor)]
+    return [*_accessors_of(descriptor), *_parts_of_instance(descriptor)]
 
 
 def _parts_of_generator(generator: Any) -> Iterable[Part]:
@@ -464,7 +462,7 @@ _PARTS_OF_NATIVE: dict[type, PartsFunction] = {
 # Of instances of known classes; the first that fits decides.
 _PARTS_OF_KNOWN: tuple[tuple[Any, PartsFunction], ...] = (
     (types.CellType, _parts_of_cell),
-    ((types.BuiltinFunctionType, types.MethodWrapperType), _parts_of_builtin),
+    ((types.BuiltinFunctionType, types.MethodWrapperType), _parts_of_method),
     (functools.partial, _parts_of_partial),
     (Wrapper, _parts_of_wrapper),
     (Static, _parts_of_static),
