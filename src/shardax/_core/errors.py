@@ -40,6 +40,75 @@ class ModuleError(ShardaxError, ValueError, TypeError, RuntimeError):
     """A Module, a Variable or random keys cannot be used so."""
 
 
+def two_with_label(label: Path, first: str, second: str) -> ModuleError:
+    """Returns the error of two things, in words, with one label."""
+    return ModuleError(
+        f"Two have the label {format_path(label)}: {first}, and {second}. A label says which "
+        "slot a Variable belongs to, so there must be one for each. Labels are paths: take the "
+        "Variables out of the whole tree at once, sx.unbind(tree), rather than out of parts of it "
+        "before these are put together."
+    )
+
+
+def unbindable(problems: Sequence[str], count: int) -> ModuleError:
+    """Returns the error of some of so many Variables that cannot be put into slots."""
+    return ModuleError(
+        f"{len(problems)} of {count} Variables cannot be put into the tree; nothing was changed:\n"
+        + "\n".join(problems)
+        + "\nGive what sx.unbind(tree) returned, or frozen values with those labels; "
+        "allow_unused=True leaves out what has no slot."
+    )
+
+
+def no_stateless_callable(kind: type) -> ModuleError:
+    """Returns the error of ``stateless_call`` of what cannot be called."""
+    return ModuleError(
+        f"sx.stateless_call takes a callable Module, or a method of one, as its first argument, "
+        f"but was given a {kind.__name__}. Give it slots and values: "
+        f"sx.stateless_call(*sx.unbind(model, freeze=True), x)."
+    )
+
+
+def mutable_in_stateless_call(kinds: Sequence[str]) -> ModuleError:
+    """Returns the error of ``stateless_call`` with Variables in the place of frozen values."""
+    return ModuleError(
+        f"stateless_call takes frozen values, but was given {', '.join(kinds)}. Freeze them, "
+        f"sx.freeze(variables); or call the model with its Variables in place, "
+        f"sx.bind(model, variables)(...)."
+    )
+
+
+def changed_by_stateless_call(paths: Sequence[Path], *, added: bool) -> ModuleError:
+    """Returns the error of ``stateless_call`` of what adds Variables or changes structure."""
+    change = "added the Variables" if added else "changed the structure of"
+    shown = ", ".join(format_path(path) for path in paths[:4])
+    return ModuleError(
+        f"The functional call {change} {shown}. It returns new values for the slots that were "
+        f"filled, and nothing else, so this would be lost. Make such Variables before they are "
+        f"taken out (a first call of the model does, where layers sow or cache); or use sx.jit, "
+        f"which carries changes of structure back."
+    )
+
+
+def node_of_new_objects(node: type, kind: type, path: Path) -> ModuleError:
+    """Returns the error of a pytree node that makes objects anew each time it is flattened."""
+    return ModuleError(
+        f"Flattening a {node.__name__}, a class registered with JAX as a pytree node, makes a new "
+        f"{kind.__name__} at {format_path(path)} each time, so what is written into it would be "
+        f"lost. Register a function that returns the Variables which the {node.__name__} holds: "
+        f"lambda node: ((node.variable,), None)."
+    )
+
+
+def holds_itself(kind: type, path: Path) -> ModuleError:
+    """Returns the error of an object that cannot be replaced from the inside out."""
+    return ModuleError(
+        f"sx.recursive_map cannot replace the {kind.__name__} at {format_path(path)} from the "
+        f"inside out, because it holds itself. Replace its Variables by sx.map(fn, model), or edit "
+        f"in place: sx.select(model)."
+    )
+
+
 class ModuleAttributeError(ShardaxError, AttributeError):
     """An attribute is missing, reserved, frozen or not bound."""
 
@@ -107,6 +176,14 @@ def no_model(tree: object, caller: str) -> ModuleError:
         f"sx.{caller} takes a model as its first argument, a Module, Variable, or tuple, list "
         f"or dict of these, but was given {str(tree)[:80]!r} of type {type(tree).__name__}. "
         f"Give it the object: sx.{caller}({fix}, ...)."
+    )
+
+
+def no_graphdef(kind: type) -> ModuleError:
+    """Returns the error of ``merge`` with something else in the place of the structure."""
+    return ModuleError(
+        f"sx.merge takes a GraphDef as its first argument, but was given a {kind.__name__}. Give "
+        f"what sx.split returned, in its order: sx.merge(graphdef, state)."
     )
 
 
@@ -197,12 +274,37 @@ class VariableValueError(ShardaxError, TypeError):
     """A Variable was given something other than arrays."""
 
 
+def ref_of_frozen(path: Path) -> VariableValueError:
+    """Returns the error of a frozen value that was to hold a ``jax.Ref``."""
+    return VariableValueError(
+        f"The value at {format_path(path)} is frozen, and a jax.Ref is there to be written. Make "
+        f"it mutable as well: sx.with_vars(model, mutable=True, ref=True)."
+    )
+
+
+def ref_of_tree(kind: type, path: Path, value: object) -> VariableValueError:
+    """Returns the error of a Variable that was to hold a ``jax.Ref`` and holds no array."""
+    return VariableValueError(
+        f"A jax.Ref holds one array, and the {kind.__name__} at {format_path(path)} holds "
+        f"{value!r}. Leave it out: only=filter."
+    )
+
+
 class RepeatedKeyError(ShardaxError, RuntimeError):
     """A random key was drawn a second time."""
 
 
 class FilterError(ShardaxError, ValueError):
     """Filters are invalid, out of order, or miss a Variable."""
+
+
+def stream_chosen_twice(path: Path, options: Sequence[str]) -> FilterError:
+    """Returns the error of a random stream that several options choose."""
+    both = " and ".join(f"{option}=" for option in options)
+    return FilterError(
+        f"The random stream at {format_path(path)} is chosen by {both}. Choose it once, such as "
+        f"split={{'dropout': 4}}, fork=sx.Not('dropout')."
+    )
 
 
 class StateMismatchError(ShardaxError, ValueError):
@@ -232,6 +334,15 @@ def two_frozen_values(label: Path) -> ModuleError:
         f"Two frozen values have the label {format_path(label)}; nothing was changed. A label "
         f"says which Variable a value belongs to, so there is one for each. Take one of them "
         f"out, or call update twice."
+    )
+
+
+def unremovable(path: Path, holder: str) -> StateMismatchError:
+    """Returns the error of a Variable at a path that cannot be removed from its holder."""
+    return StateMismatchError(
+        f"Cannot pop {format_path(path)}: it is part of {holder}, and removing it there would "
+        f"shift or break what is around it. Nothing was removed. Remove it yourself, or narrow the "
+        f"filter."
     )
 
 

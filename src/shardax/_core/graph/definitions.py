@@ -38,7 +38,6 @@ class Ref(NamedTuple):
     """A child that is an object: its position in the graph's ``objects``."""
 
     position: int
-    kind: str = "ref"
 
 
 class NodeDef(NamedTuple):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where two trees differ, and how, in words for errors.
 
-A ``Difference`` is one place and what each of two trees has there. ``structure_differences`` finds
-those of two models, by their definitions.
+A ``Difference`` is one place and what each of two trees has there. ``object_differences`` finds
+those of two models, by the definitions of their objects.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Difference(NamedTuple):
         return f"{self.first} against {self.second}"
 
 
-def structure_differences(first: GraphWalk, second: GraphWalk) -> Iterator[Difference]:
+def object_differences(first: GraphWalk, second: GraphWalk) -> Iterator[Difference]:
     """Yields the differences in structure of two walks, object by object, in walking order.
 
     Only the first is certain: what follows an object that one of them lacks is compared with its

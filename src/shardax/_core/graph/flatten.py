@@ -118,7 +118,9 @@ class GraphWalk:
         if handler is not PLACEHOLDER:
             if has_parts(value):
                 return self._encode_container(handler, value, path)
-            self._refuse_hidden(self._search_static(value), value, path)
+            hidden = self._search_static(value)
+            if hidden is not None:
+                raise hidden.error(value, f"what stands at {format_path(path)}")
 
         try:
             # What a function reads from where it was made is what it was when it was traced.
@@ -137,8 +139,9 @@ class GraphWalk:
         items = [self.encode(item, path if key is None else (*path, key)) for key, item in pairs]
 
         config = handler.config(value)
-        if self._depth:
-            self._refuse_hidden(self._search.beside_children(value, config), value, path)
+        hidden = self._search.beside_children(value, config) if self._depth else None
+        if hidden is not None:
+            raise hidden.error(value, f"what stands at {format_path(path)}")
         if type(config) is NodeType and type(config.static.key) is SettingsKey:
             self.settings.append(Setting(path, config.static.value, config.static.key))
 
@@ -159,11 +162,6 @@ class GraphWalk:
         if not self._depth or id(value) in self.unchanged:
             return None
         return self._search.held_by(value)
-
-    def _refuse_hidden(self, hidden: HiddenObject | None, value: object, path: Path) -> None:
-        """Raises if a value holds an object that no walk finds."""
-        if hidden is not None:
-            raise hidden.error(value, f"what stands at {format_path(path)}")
 
 
 def walk_objects(roots: Sequence[object]) -> list[Any]:

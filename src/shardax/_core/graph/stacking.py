@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from shardax._core import errors
 from shardax._core.frames import local, owner_here, resolve
 from shardax._core.graph.definitions import VariableDef
-from shardax._core.graph.differences import structure_differences, where
+from shardax._core.graph.differences import object_differences, where
 from shardax._core.graph.flatten import GraphWalk, assemble
 from shardax._core.graph.handlers import knows_names
 from shardax._core.graph.paths import Path, PyTree
@@ -133,7 +133,7 @@ def _check_alike(first: GraphWalk, other: GraphWalk, number: int) -> None:
     if first.definitions == other.definitions:
         return
 
-    difference = next(structure_differences(first, other), None)
+    difference = next(object_differences(first, other), None)
     if difference is None:
         raise errors.unlike_layers(number, where(()), "the structure")
     raise errors.unlike_layers(number, where(difference.path), str(difference))
