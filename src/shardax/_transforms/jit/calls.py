@@ -6,8 +6,9 @@ look at the type of each leaf. The result is a ``FlatCall``. Its *key* says whic
 is for, and which leaves are static.
 
 A ``CachedCall`` is remembered by that key: the flat list of the Variables of its objects, and the
-specialization that was found for it. It is current while the structure epoch stays. Whatever costs
-something for each Variable is done when it is made, and not when it is made again.
+specialization that was found for it. It is current while the structure epoch stays. A steady call
+does three things for each Variable: ``read`` takes its array, JAX is given it, and ``store`` puts
+the new array there if the program wrote one. Nothing else depends on the size of a model.
 """
 
 from __future__ import annotations

@@ -13,9 +13,11 @@ finds the ``Specialization`` of their structure, traces where that has no progra
 and remembers the call.
 
 A function may use objects that it is not given. Those that it finds in a certain way
-(``lift.captures``) are inputs like its arguments, and are looked up anew at every call. If a trace
-meets another one, the object becomes an input of a second trace, and the call is not remembered:
-the next one is traced anew, after one warning.
+(``lift.captures``), such as a closure cell or a global that its own code names, are inputs like its
+arguments, and are looked up anew at every call. So if the name means another model now, that one is
+read and written, and nothing is traced if it has the same structure. If a trace meets an object in
+another way, such as an attribute of an imported module, the object becomes an input of a second
+trace, and the call is not remembered: the next one is traced anew, after one warning.
 
 Calls that write wait for each other, from reading the values to storing the new ones; a call that
 only reads holds no lock, and nothing is traced under one (``_core.threads``).
@@ -52,6 +54,7 @@ from shardax._transforms.jit.calls import (
     flatten_call,
     have_tracers,
 )
+from shardax._transforms.jit.debugging import compare_over_processes, comparing
 from shardax._transforms.jit.options import JitOptions, with_resolved_donation
 from shardax._transforms.jit.programs import NeedsTrace
 from shardax._transforms.jit.settings import note_settings
@@ -61,10 +64,6 @@ from shardax._transforms.lift import arguments as inputs
 from shardax._transforms.lift import binding, engine
 from shardax._transforms.lift import prefix as prefixes
 from shardax._transforms.lift.captures import Functions, objects_in
-
-# Not empty while calls compare their arguments over processes, for debugging
-# (``sx.configure(debug_processes=True)``).
-comparing: list[bool] = []
 
 
 class CallDescription(NamedTuple):
@@ -161,7 +160,7 @@ class Jit(PickledByName, Wrapper):
         key: list[Hashable] = []
         if not self._has_plain_signature:
             args, kwargs, static = self._without_static(args, kwargs)
-            key.extend(static)
+            key.append(static)
 
         # Objects that the function finds without being given them are looked up at every call.
         places = self.memory.places
@@ -208,7 +207,7 @@ class Jit(PickledByName, Wrapper):
     ) -> PyTree:
         """Calls the function: the slow way, which traces where no program is known."""
         if comparing and local.frame is None:
-            self._compare(args, kwargs)
+            compare_over_processes(self, args, kwargs)
 
         is_inside = local.frame is not None or not is_eager()
         read_before: list[Object] = []
@@ -256,14 +255,6 @@ class Jit(PickledByName, Wrapper):
                 # The trace used what is no input yet. What it met is an input of the next one.
                 self.provide(request, specialization)
                 read_before = [*read_before, *request.read]
-
-    def _compare(self, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]) -> None:
-        """Raises DistributedError if numbers given to this call differ over processes."""
-        from shardax.distributed.processes import compare_arguments
-
-        labels = [inputs.parameter_name(self.function, i) for i in range(len(args))]
-        arguments_by_name = dict(zip(labels, args, strict=True)) | dict(kwargs)
-        compare_arguments(arguments_by_name, f"a call of {self!r}")
 
     def _remember(
         self,

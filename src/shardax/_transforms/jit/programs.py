@@ -2,10 +2,11 @@
 """Compiled programs, shared by their jaxpr.
 
 A function that is made anew is traced anew. Its program is then looked up among those that were
-compiled before: two jaxprs that differ in nothing but the names of their variables are one program.
-The constants of a jaxpr (arrays that the function closed over) are inputs of its program, so they
-are no part of the comparison. Nothing of Python's code is compared, so what a function read from
-plain Python is as old as its trace, and never older.
+compiled before, for a function of the same name and with the same options. Two jaxprs that differ
+in nothing but the names of their variables are one program. The constants of a jaxpr (arrays that
+the function closed over) are inputs of its program, so they are no part of the comparison. Nothing
+of Python's code is compared, so what a function read from plain Python is as old as its trace, and
+never older.
 
 A ``SharedProgram`` serves one jaxpr in one *context* (settings of JAX, the mesh in scope), and
 refuses every other signature by ``NeedsTrace``. It holds no function of the user's. Programs
