@@ -33,7 +33,9 @@ from shardax._core.graph.paths import PyTree
 if TYPE_CHECKING:
     from jax.extend.core import ClosedJaxpr as ClosedJaxpr
     from jax.extend.core import Jaxpr as Jaxpr
+    from jax.extend.core import JaxprEqn as JaxprEqn
     from jax.extend.core import Literal as Literal
+    from jax.extend.core import Var as Var
     from jax.extend.core import jaxpr_as_fun as jaxpr_as_fun
 
 # The versions of JAX that the tests run on; docs/install.md says when.

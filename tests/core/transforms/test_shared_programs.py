@@ -255,6 +255,22 @@ def test_constants_of_any_kind_are_inputs(make: Any, compilations: Callable[[], 
     np.testing.assert_array_equal(np.asarray(results, np.float32), np.asarray(expected, np.float32))
 
 
+@pytest.mark.parametrize("name", ["jit", "fori_loop", "cond", "scan", "remat"])
+@pytest.mark.parametrize("constant", [np.tri(4, dtype=bool), jnp.tri(4, dtype=bool)])
+def test_constants_may_be_read_within_auto_axes(name: str, constant: Any, explicit_mesh: Mesh):
+    layout = NamedSharding(explicit_mesh, PartitionSpec())
+
+    def lower_triangle(x: Any) -> Any:
+        masked = jax.sharding.auto_axes(
+            lambda x: jnp.where((x > 0) & constant, x, 0.0), out_sharding=layout
+        )
+        return masked(jnp.outer(x, x))[3]
+
+    expected = lower_triangle(X)
+    with jax.set_mesh(explicit_mesh):
+        assert TRANSFORMS[name](lambda x: lower_triangle(x)).tolist() == expected.tolist()
+
+
 # --- what belongs to one function -----------------------------------------------------------------
 
 

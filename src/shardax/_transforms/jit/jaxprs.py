@@ -19,7 +19,7 @@ import numpy as np
 from shardax._core import _jax
 
 if TYPE_CHECKING:
-    from shardax._core._jax import Jaxpr
+    from shardax._core._jax import Jaxpr, JaxprEqn, Var
 
 # --- comparing jaxprs -----------------------------------------------------------------------------
 
@@ -120,6 +120,28 @@ def _same_constants(first: Any, second: Any) -> bool:
 
 
 # --- what makes a jaxpr one trace's own -----------------------------------------------------------
+
+
+def reads_constants_elsewhere(jaxpr: Jaxpr) -> bool:
+    """Returns whether an equation reads a constant under another mesh than the one in scope.
+
+    ``jax.sharding.auto_axes`` makes such equations. A constant has no mesh in its type, but as an
+    input it would have the mesh in scope, which these equations refuse.
+    """
+    constants = {*jaxpr.constvars}
+    mesh = jax.sharding.get_abstract_mesh()
+    if not constants:
+        return False
+
+    return any(
+        equation.ctx.cur_abstract_mesh != mesh and not constants.isdisjoint(_variables(equation))
+        for equation in jaxpr.eqns
+    )
+
+
+def _variables(equation: JaxprEqn) -> list[Var]:
+    """Returns the variables that an equation reads."""
+    return [atom for atom in equation.invars if not isinstance(atom, _jax.Literal)]
 
 
 def can_be_shared(jaxpr: Jaxpr) -> bool:

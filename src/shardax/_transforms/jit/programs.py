@@ -26,7 +26,12 @@ import numpy as np
 
 from shardax._core import _jax
 from shardax._core.graph.paths import PyTree
-from shardax._transforms.jit.jaxprs import can_be_shared, same_jaxpr, without_rules
+from shardax._transforms.jit.jaxprs import (
+    can_be_shared,
+    reads_constants_elsewhere,
+    same_jaxpr,
+    without_rules,
+)
 from shardax._transforms.lift import binding
 
 if TYPE_CHECKING:
@@ -190,6 +195,9 @@ def shared_program(
     Returns:
         The program; None where no other trace could ever have an equal one.
     """
+    if reads_constants_elsewhere(_jax.open_jaxpr(jaxpr)):
+        return None
+
     opened = without_rules(_jax.with_constants_as_inputs(jaxpr))
     context = current_context()
     # Cheap to compute, so that a function that is compiled once pays for no comparison.
