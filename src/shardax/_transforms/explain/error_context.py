@@ -35,7 +35,7 @@ _PLACE = re.compile(r"flat\[(\d)\](?:\[(?:(\d+)|'(\w+)')\](?:\[(\d+)\])?)")
 _TYPE = re.compile(r"problematic value is of type <class '([^']*)'>")
 
 
-class Call(Protocol):
+class ExplainedCall(Protocol):
     """What an explanation has to know of a call: a ``CachedCall``."""
 
     specialization: Any
@@ -46,7 +46,7 @@ class Call(Protocol):
 
 
 @contextlib.contextmanager
-def explaining(call: Call) -> Generator[None]:
+def explaining(call: ExplainedCall) -> Generator[None]:
     """Explains the errors of a block; requests for another trace are none."""
     try:
         yield
@@ -57,7 +57,7 @@ def explaining(call: Call) -> Generator[None]:
         raise
 
 
-def explain(error: Exception, call: Call) -> None:
+def explain(error: Exception, call: ExplainedCall) -> None:
     """Raises a clearer error than JAX, or adds a note; returns where there is nothing to say."""
     explain_values(error, call)
     if isinstance(error, (ValueError, IndexError)):
@@ -167,7 +167,7 @@ def _shown(function) -> str:
     return getattr(function, "__qualname__", None) or type(function).__name__
 
 
-def explain_values(error: Exception, call: Call) -> None:
+def explain_values(error: Exception, call: ExplainedCall) -> None:
     """Raises the error of Variables without arrays, or with arrays that are donated twice."""
     graph, donated = call.graph(), call.specialization.donated_leaves
 
@@ -201,7 +201,7 @@ def _shared_with_donated(graph: InputGraph, donated: frozenset[int]) -> list[lis
     ]
 
 
-def _explain_shardings(error: Exception, call: Call) -> None:
+def _explain_shardings(error: Exception, call: ExplainedCall) -> None:
     """Raises if declared shardings do not fit, listing all Variables."""
     misfits = list(_sharding_misfits(call))
     if misfits:
@@ -212,7 +212,7 @@ def _explain_shardings(error: Exception, call: Call) -> None:
         ) from error
 
 
-def _sharding_misfits(call: Call) -> Iterator[str]:
+def _sharding_misfits(call: ExplainedCall) -> Iterator[str]:
     """Yields Variables with unfitting declared shardings, as lines of a message."""
     graph = call.graph()
     shardings = call.specialization.layouts.of_variables

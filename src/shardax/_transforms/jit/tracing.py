@@ -40,12 +40,12 @@ class Tracing(NamedTuple):
     """Whether a trace that lacks an input ends all the same; its ``Effects.missing`` says so."""
 
 
-class _ThreadState(threading.local):
+class _CurrentTracing(threading.local):
     tracing: Tracing | None = None
 
 
 # What this thread traces. JAX calls the pure function, so it cannot be an argument.
-_current = _ThreadState()
+_current = _CurrentTracing()
 
 
 @contextlib.contextmanager
