@@ -143,21 +143,19 @@ def place_name(place: re.Match[str], specialization: Any) -> str:
     """Returns the user's name of a flat argument, like ``model.kernel``."""
     group, index, name, leaf = place.groups()
     below = "" if leaf is None else f"[{leaf}]"
+
+    # The first two inputs are the values of Variables, kept and donated.
     if group in "01":
-        donated = [
-            i in specialization.donated_leaves for i in range(len(specialization.leaf_paths))
-        ]
-        positions = [i for i, flag in enumerate(donated) if flag == (group == "1")]
-        return (
-            format_path(specialization.leaf_paths[positions[int(index)]]).removeprefix(".") + below
-        )
-    if name is not None:
-        template = dict(specialization.named)[name]
+        kept, donated = specialization.partition(specialization.leaf_paths)
+        paths = kept if group == "0" else donated
+        return format_path(paths[int(index)]).removeprefix(".") + below
+
+    # The others are plain arguments, by position or by name.
+    if name is None:
+        template = specialization.templates[int(index)]
+        name = specialization.positions.labels[int(index)]
     else:
-        template, name = (
-            specialization.templates[int(index)],
-            specialization.positions.labels[int(index)],
-        )
+        template = dict(specialization.named)[name]
     if leaf is None or not isinstance(template, TreeTemplate):
         return name + below
     return name + format_path(plain_paths(template)[int(leaf)])
@@ -178,13 +176,10 @@ def explain_values(error: Exception, call: ExplainedCall) -> None:
             raise absent_error(absent) from error
 
     # XLA refuses an array that is given twice if it is donated once.
-    if donated and isinstance(error, _RUNTIME_ERRORS):
+    if donated and isinstance(error, jax.errors.JaxRuntimeError):
         groups = _shared_with_donated(graph, donated)
         if groups:
             raise errors.donated_twice(groups) from error
-
-
-_RUNTIME_ERRORS = (jax.errors.JaxRuntimeError, ValueError)
 
 
 def _shared_with_donated(graph: InputGraph, donated: frozenset[int]) -> list[list[Path]]:
