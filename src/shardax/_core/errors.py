@@ -245,6 +245,41 @@ class TraceLeakError(ShardaxError, RuntimeError):
     """A traced value would escape into a Variable that outlives the trace."""
 
 
+def used_after_trace(kind: str, transform: str) -> TraceLeakError:
+    """Returns the error of a Variable that was made in a run that is over.
+
+    Args:
+        kind: What it is, with its article.
+        transform: The name of the transform.
+    """
+    return TraceLeakError(
+        f"A{kind[1:]} made inside sx.{transform} was used after that call ended. Its value exists "
+        f"only during the trace. Return it from the function (or assign it to an attribute of a "
+        f"Module that is an argument); then the caller gets it with a real array."
+    )
+
+
+def write_from_plain_transform(what: str) -> TraceLeakError:
+    """Returns the error of a write inside of a plain JAX transform."""
+    return TraceLeakError(
+        f"Cannot write {what} from inside a plain JAX transform that did not receive it: the write "
+        f"would happen once, while tracing, and a traced value would outlive its trace. Use the "
+        f"shardax transform of the same name (sx.jit, sx.grad, ...) and pass the Module as an "
+        f"argument; or return the new value and write it outside."
+    )
+
+
+def write_to_rebuilt_copy(what: str, kind: str) -> ModuleError:
+    """Returns the error of a write to an object that JAX rebuilt inside of a plain transform."""
+    return ModuleError(
+        f"Cannot write {what}: this {kind} is a copy that JAX rebuilt inside "
+        f"a plain transform (jax.jit, jax.grad, jax.vmap, ...), so the write would be lost "
+        f"when the function returns. Use the shardax transform of the same name (sx.jit, "
+        f"sx.grad, ...), which carries writes back; or, if you return the copy, make it "
+        f"writable first:\n\n    model = sx.mutable(model)\n    ...\n    return model"
+    )
+
+
 class ConcurrentWriteError(ShardaxError, RuntimeError):
     """A write would lose what another thread wrote in the meantime."""
 
@@ -268,6 +303,26 @@ def held_by_other_thread(doing: str, where: str, consequence: str) -> Concurrent
 
 class ForeignMutationError(ShardaxError, RuntimeError):
     """A Module from outside a transform was structurally changed inside it."""
+
+
+def change_of_captured(
+    what: str, transform: str, kind: str, carries_values: bool
+) -> ForeignMutationError:
+    """Returns the error of a structural change of an object that a function was not given.
+
+    Args:
+        what: What was to be changed.
+        transform: The name of the transform.
+        kind: What messages call the object.
+        carries_values: Whether the transform hands back values of captured Variables.
+    """
+    hint = " (Writing values of its Variables works either way.)" if carries_values else ""
+    return ForeignMutationError(
+        f"Cannot change the structure of {what} inside sx.{transform}: the {kind} was reached "
+        f"through a closure or global, so the change would happen once, while tracing, and not "
+        f"when the compiled function runs. Pass the Module as an argument of the function; then "
+        f"its structural changes are carried back.{hint}"
+    )
 
 
 class VariableValueError(ShardaxError, TypeError):

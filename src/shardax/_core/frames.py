@@ -19,8 +19,8 @@ from typing import Any, NamedTuple, Self
 
 import jax
 
-from shardax._core import _jax
-from shardax._core.errors import ForeignMutationError, ModuleError, TraceLeakError
+from shardax._core import _jax, errors
+from shardax._core.errors import ForeignMutationError, ModuleError
 from shardax._core.graph.paths import PyTree
 from shardax._core.threads import local
 
@@ -33,27 +33,38 @@ def is_eager() -> bool:
 class CapturedVariable(NamedTuple):
     """A Variable that a frame uses without having been passed it."""
 
-    outer: Any  # the parent's Variable
-    stand_in: PyTree  # the frame's own
-    value: Any  # what the stand-in was given
+    outer: Any
+    """The Variable of the parent."""
+
+    stand_in: Any
+    """The Variable of the frame."""
+
+    value: Any
+    """What the stand-in was given."""
 
 
 class Frame:
     """One run of a user's function inside a lifted transform."""
 
     __slots__ = ("captured", "closed", "copies", "name", "nodes", "parent", "trace")
-    carries_captured = True  # whether values written to captured Variables are handed back
+    # Whether values written to captured Variables are handed back.
+    carries_captured = True
 
     def __init__(self, name: str) -> None:
-        self.name = name  # of the transform, for messages: "jit"
+        # The name of the transform, for messages: "jit".
+        self.name = name
         self.parent = local.frame
         self.trace = _jax.trace_state()
-        # id(original) to (original, copy); holding the original keeps its id from being reused.
+
+        # (original, copy) by ``id`` of the original, which is held so that its id is not reused.
         self.copies: dict[int, tuple[Any, Any]] = {}
-        self.captured: list[CapturedVariable] = []
         # Likewise for pytree nodes that can be changed in place (_core.containers).
         self.nodes: dict[int, tuple[Any, Any]] = {}
-        self.closed = False  # the run is over; a Variable owned by a closed frame has leaked
+        # Variables that were used without being passed in.
+        self.captured: list[CapturedVariable] = []
+
+        # Whether the run is over. A Variable that a closed frame owns has leaked.
+        self.closed = False
 
     def __enter__(self) -> Self:
         local.frame = self
@@ -62,8 +73,11 @@ class Frame:
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         local.frame = self.parent
         self.closed = True
+
         # A Variable that leaked from the trace must not keep the caller's model alive.
         self.copies, self.nodes = {}, {}
+
+        # JAX 0.10 to 0.12 refuses an object with a text of its own.
         reason = str(getattr(error, "__cause__", None))
         if _jax.ARRAYS_ONLY in reason:  # what ``refused_argument`` put below JAX's own error
             text = reason.removeprefix("Argument '").partition("' of type")[0]
@@ -123,21 +137,24 @@ def resolve(variable: Any, frame: Frame | None) -> PyTree:
     if frame is None:
         if owner is None or not owner.closed:
             return variable
-        raise TraceLeakError(
-            f"A{a_kind_of(variable)[1:]} made inside sx.{owner.name} was used after that call "
-            f"ended. Its value exists only during the trace. Return it from the function (or "
-            f"assign it to an attribute of a Module that is an argument); then the caller gets it "
-            f"with a real array."
-        )
+        raise errors.used_after_trace(a_kind_of(variable), owner.name)
+
+    # Passed in, or met before.
     pair = frame.copies.get(id(variable))
     if pair is not None:
         return frame.reached(_usable(pair))
+
+    # Passed in as what stands for it in the parent.
     outer = resolve(variable, frame.parent)
-    pair = frame.copies.get(id(outer))  # passed in by the parent under the name it has there
+    pair = frame.copies.get(id(outer))
     if pair is not None:
         stand_in = frame.reached(_usable(pair))
+    elif outer._parent is not None:
+        # A view of one layer: its stack is captured.
+        stand_in = outer._stand_in(frame)
     else:
-        stand_in = frame.capture(outer) if outer._parent is None else outer._stand_in(frame)
+        stand_in = frame.capture(outer)
+
     frame.copies[id(variable)] = (variable, stand_in)
     frame.copies[id(outer)] = (outer, stand_in)
     return stand_in
@@ -183,13 +200,7 @@ def check_unlocked(target: Any, what: str | None = None) -> None:
     """Raises if an object is locked."""
     what = what or f"to {a_kind_of(target)}"
     if target._lock is READ_ONLY:
-        raise ModuleError(
-            f"Cannot write {what}: this {kind_of(target)} is a copy that JAX rebuilt inside "
-            f"a plain transform (jax.jit, jax.grad, jax.vmap, ...), so the write would be lost "
-            f"when the function returns. Use the shardax transform of the same name (sx.jit, "
-            f"sx.grad, ...), which carries writes back; or, if you return the copy, make it "
-            f"writable first:\n\n    model = sx.mutable(model)\n    ...\n    return model"
-        )
+        raise errors.write_to_rebuilt_copy(what, kind_of(target))
     if target._lock is not None:  # a transform that carries no writes made it; says why
         raise ForeignMutationError(target._lock.format(what=what))
 
@@ -206,13 +217,7 @@ def check_structural_write(target: Any, what: str) -> None:
         if not is_eager():
             check_trace(target, f"the structure of {what}")
         return
-    hint = " (Writing values of its Variables works either way.)" if frame.carries_captured else ""
-    raise ForeignMutationError(
-        f"Cannot change the structure of {what} inside sx.{frame.name}: the "
-        f"{kind_of(target)} was reached through a closure or global, so the change would "
-        f"happen once, while tracing, and not when the compiled function runs. Pass the Module as "
-        f"an argument of the function; then its structural changes are carried back.{hint}"
-    )
+    raise errors.change_of_captured(what, frame.name, kind_of(target), frame.carries_captured)
 
 
 def check_trace(target: Any, what: str | None = None) -> None:
@@ -222,9 +227,4 @@ def check_trace(target: Any, what: str | None = None) -> None:
     if _jax.trace_state() == home:
         return
     what = what or f"to {a_kind_of(target)}"
-    raise TraceLeakError(
-        f"Cannot write {what} from inside a plain JAX transform that did not receive it: the write "
-        f"would happen once, while tracing, and a traced value would outlive its trace. Use the "
-        f"shardax transform of the same name (sx.jit, sx.grad, ...) and pass the Module as an "
-        f"argument; or return the new value and write it outside."
-    )
+    raise errors.write_from_plain_transform(what)

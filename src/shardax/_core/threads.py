@@ -14,9 +14,11 @@ callback of its program may be such a step, in a thread of XLA that the call wai
 call that finds at its end that a value was written eagerly since it read it stores nothing, and is
 made again. One that donates could not be, so it holds both locks.
 
-Nobody else waits: not an eager read, not a compiled call that only reads, and nothing while it is
-traced or compiled. (JAX lets a call wait for another thread's trace of the same program, so what is
-traced must wait for no lock. Inside of a transform, copies belong to one thread.)
+Nobody else waits: not a compiled call that only reads (if its arrays were donated before it ran, it
+is made again, holding ``call_lock``), not an eager read (which may then find an array deleted, and
+raises ``DonationError``), and nothing while it is traced or compiled. (JAX lets a call wait for
+another thread's trace of the same program, so what is traced must wait for no lock. Inside of a
+transform, copies belong to one thread.)
 
 Where a thread itself reads first and writes later, ``v[...] = v + 1``, only the user could hold a
 lock around both. So such a write is *checked*: every write leaves a ``Stamp`` on the Variable, a

@@ -35,7 +35,7 @@ _PLACE = re.compile(r"flat\[(\d)\](?:\[(?:(\d+)|'(\w+)')\](?:\[(\d+)\])?)")
 _TYPE = re.compile(r"problematic value is of type <class '([^']*)'>")
 
 
-class Call(Protocol):
+class ExplainedCall(Protocol):
     """What an explanation has to know of a call: a ``CachedCall``."""
 
     specialization: Any
@@ -46,7 +46,7 @@ class Call(Protocol):
 
 
 @contextlib.contextmanager
-def explaining(call: Call) -> Generator[None]:
+def explaining(call: ExplainedCall) -> Generator[None]:
     """Explains the errors of a block; requests for another trace are none."""
     try:
         yield
@@ -57,7 +57,7 @@ def explaining(call: Call) -> Generator[None]:
         raise
 
 
-def explain(error: Exception, call: Call) -> None:
+def explain(error: Exception, call: ExplainedCall) -> None:
     """Raises a clearer error than JAX, or adds a note; returns where there is nothing to say."""
     explain_values(error, call)
     if isinstance(error, (ValueError, IndexError)):
@@ -143,21 +143,19 @@ def place_name(place: re.Match[str], specialization: Any) -> str:
     """Returns the user's name of a flat argument, like ``model.kernel``."""
     group, index, name, leaf = place.groups()
     below = "" if leaf is None else f"[{leaf}]"
+
+    # The first two inputs are the values of Variables, kept and donated.
     if group in "01":
-        donated = [
-            i in specialization.donated_leaves for i in range(len(specialization.leaf_paths))
-        ]
-        positions = [i for i, flag in enumerate(donated) if flag == (group == "1")]
-        return (
-            format_path(specialization.leaf_paths[positions[int(index)]]).removeprefix(".") + below
-        )
-    if name is not None:
-        template = dict(specialization.named)[name]
+        kept, donated = specialization.partition(specialization.leaf_paths)
+        paths = kept if group == "0" else donated
+        return format_path(paths[int(index)]).removeprefix(".") + below
+
+    # The others are plain arguments, by position or by name.
+    if name is None:
+        template = specialization.templates[int(index)]
+        name = specialization.positions.labels[int(index)]
     else:
-        template, name = (
-            specialization.templates[int(index)],
-            specialization.positions.labels[int(index)],
-        )
+        template = dict(specialization.named)[name]
     if leaf is None or not isinstance(template, TreeTemplate):
         return name + below
     return name + format_path(plain_paths(template)[int(leaf)])
@@ -167,7 +165,7 @@ def _shown(function) -> str:
     return getattr(function, "__qualname__", None) or type(function).__name__
 
 
-def explain_values(error: Exception, call: Call) -> None:
+def explain_values(error: Exception, call: ExplainedCall) -> None:
     """Raises the error of Variables without arrays, or with arrays that are donated twice."""
     graph, donated = call.graph(), call.specialization.donated_leaves
 
@@ -178,13 +176,10 @@ def explain_values(error: Exception, call: Call) -> None:
             raise absent_error(absent) from error
 
     # XLA refuses an array that is given twice if it is donated once.
-    if donated and isinstance(error, _RUNTIME_ERRORS):
+    if donated and isinstance(error, jax.errors.JaxRuntimeError):
         groups = _shared_with_donated(graph, donated)
         if groups:
             raise errors.donated_twice(groups) from error
-
-
-_RUNTIME_ERRORS = (jax.errors.JaxRuntimeError, ValueError)
 
 
 def _shared_with_donated(graph: InputGraph, donated: frozenset[int]) -> list[list[Path]]:
@@ -201,7 +196,7 @@ def _shared_with_donated(graph: InputGraph, donated: frozenset[int]) -> list[lis
     ]
 
 
-def _explain_shardings(error: Exception, call: Call) -> None:
+def _explain_shardings(error: Exception, call: ExplainedCall) -> None:
     """Raises if declared shardings do not fit, listing all Variables."""
     misfits = list(_sharding_misfits(call))
     if misfits:
@@ -212,7 +207,7 @@ def _explain_shardings(error: Exception, call: Call) -> None:
         ) from error
 
 
-def _sharding_misfits(call: Call) -> Iterator[str]:
+def _sharding_misfits(call: ExplainedCall) -> Iterator[str]:
     """Yields Variables with unfitting declared shardings, as lines of a message."""
     graph = call.graph()
     shardings = call.specialization.layouts.of_variables

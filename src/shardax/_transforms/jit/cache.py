@@ -8,7 +8,8 @@ least recently used one is dropped; a cached call costs a flattening, so all are
 A function object has one cache for equal options (``kept_by``), so ``sx.jit(f)`` written twice
 traces ``f`` once, as under ``jax.jit``. A function that is made anew is another object, with a
 cache of its own, whatever its code is: it is traced. What it compiles is then looked up by its
-jaxpr (``jit.programs``), so two functions with equal source are traced twice and compiled once.
+jaxpr (``jit.programs``). So two functions with equal source are both traced, and the second is
+compiled where its jaxpr differs, or is one that cannot be shared.
 """
 
 from __future__ import annotations

@@ -6,8 +6,9 @@ look at the type of each leaf. The result is a ``FlatCall``. Its *key* says whic
 is for, and which leaves are static.
 
 A ``CachedCall`` is remembered by that key: the flat list of the Variables of its objects, and the
-specialization that was found for it. It is current while the structure epoch stays. Whatever costs
-something for each Variable is done when it is made, and not when it is made again.
+specialization that was found for it. It is current while the structure epoch stays. A steady call
+does three things for each Variable: ``read`` takes its array, JAX is given it, and ``store`` puts
+the new array there if the program wrote one. Nothing else depends on the size of a model.
 """
 
 from __future__ import annotations
@@ -137,6 +138,15 @@ def note_array_type(leaf: Leaf) -> None:
         ARRAY_TYPES.add(type(leaf))
 
 
+def have_tracers(values: Sequence[Leaf]) -> bool:
+    """Whether there are tracers among values that a program wrote; learns types of arrays."""
+    for leaf in jax.tree.leaves(values):
+        if isinstance(leaf, Tracer):
+            return True
+        note_array_type(leaf)
+    return False
+
+
 class CachedCall:
     """What is remembered of a call for particular objects.
 
@@ -191,12 +201,22 @@ class CachedCall:
 
     # --- a steady call ----------------------------------------------------------------------------
 
-    def check(self) -> None:
-        """Raises ``NeedsTrace`` if the call is out of date; moves Variables where they belong."""
+    def read(self) -> tuple[list[Leaf], list[Leaf]]:
+        """Returns the values of the Variables: those that are kept, and those that are donated.
+
+        Variables with a declared sharding are moved there first.
+
+        Raises:
+            NeedsTrace: If an object was changed in structure since the call was remembered.
+        """
         if self._epoch != epoch.current or (self.settings and have_changed(self.settings)):
             raise NeedsTrace
         if self._placement is not None:
             self._placement.restore()
+
+        kept = [variable._value for variable in self.kept]
+        donated = [variable._value for variable in self.donated]
+        return kept, donated
 
     def run(self, kept: list[Leaf], donated: list[Leaf], flat: FlatCall) -> tuple[Any, ...]:
         """Returns what the program returns for values: result, written, fresh and effects.
@@ -242,6 +262,8 @@ class CachedCall:
                 variable._value = value
             return
 
+        if not self.written:
+            return
         read = self.specialization.join(kept, donated)
         if not threads.store(self.written, [read[i] for i in self._written_positions], values):
             raise NeedsTrace
@@ -296,6 +318,10 @@ class CachedCall:
         """Returns the objects of the call, flattened anew, as an ``InputGraph``."""
         return binding.InputGraph([root() for root in self._roots], self.specialization.names)
 
+    def has_changed(self, graph: binding.InputGraph) -> bool:
+        """Whether the objects have another structure than when they were flattened."""
+        return self.graph().flat.graphdef != graph.flat.graphdef
+
     def hold_weakly(self, graph: binding.InputGraph, forget: Callable[[Any], None]) -> None:
         """Lets go of the objects of the caller; ``forget`` is called when one of them is gone."""
         self._roots = [
@@ -322,7 +348,8 @@ class _NeverMade(CachedCall):
     def __init__(self) -> None:
         self.lock = threads.no_lock
 
-    def check(self) -> None:
+    def read(self) -> tuple[list[Leaf], list[Leaf]]:
+        """Raises ``NeedsTrace``."""
         raise NeedsTrace
 
 

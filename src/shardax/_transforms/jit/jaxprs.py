@@ -130,9 +130,12 @@ def reads_constants_elsewhere(jaxpr: Jaxpr) -> bool:
     """
     constants = {*jaxpr.constvars}
     mesh = jax.sharding.get_abstract_mesh()
+    if not constants:
+        return False
+
     return any(
         equation.ctx.cur_abstract_mesh != mesh and not constants.isdisjoint(_variables(equation))
-        for equation in (jaxpr.eqns if constants else ())
+        for equation in jaxpr.eqns
     )
 
 

@@ -13,9 +13,11 @@ finds the ``Specialization`` of their structure, traces where that has no progra
 and remembers the call.
 
 A function may use objects that it is not given. Those that it finds in a certain way
-(``lift.captures``) are inputs like its arguments, and are looked up anew at every call. If a trace
-meets another one, the object becomes an input of a second trace, and the call is not remembered:
-the next one is traced anew, after one warning.
+(``lift.captures``), such as a closure cell or a global that its own code names, are inputs like its
+arguments, and are looked up anew at every call. So if the name means another model now, that one is
+read and written, and nothing is traced if it has the same structure. If a trace meets an object in
+another way, such as an attribute of an imported module, the object becomes an input of a second
+trace, and the call is not remembered: the next one is traced anew, after one warning.
 
 Calls that write wait for each other, from reading the values to storing the new ones; a call that
 only reads holds no lock, and nothing is traced under one (``_core.threads``).
@@ -23,24 +25,17 @@ only reads holds no lock, and nothing is traced under one (``_core.threads``).
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
-import types
 import warnings
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
-import jax
-
 from shardax._core import threads
-from shardax._core._jax import Tracer
 from shardax._core.cross_process import PickledByName
-from shardax._core.errors import ConcurrentWriteError, ModuleError
+from shardax._core.errors import ConcurrentWriteError
 from shardax._core.frames import is_eager
 from shardax._core.graph.paths import Leaf, Path, PyTree
-from shardax._core.graph.settings import Setting, note_trace, settings_among
 from shardax._core.graph.static import Static, function_identities
 from shardax._core.init.lazy import materialize_all
 from shardax._core.object import Object, Wrapper
@@ -50,28 +45,28 @@ from shardax._transforms.errors import StaticArgumentError
 from shardax._transforms.explain import retraces
 from shardax._transforms.explain.error_context import explaining
 from shardax._transforms.jit.abstract_eval import eval_shape
+from shardax._transforms.jit.bound import BoundJit, bound_jit
 from shardax._transforms.jit.cache import CompilationCache, cache_of
 from shardax._transforms.jit.calls import (
     NEVER_MADE,
     CachedCall,
     FlatCall,
     flatten_call,
-    note_array_type,
+    have_tracers,
 )
+from shardax._transforms.jit.debugging import compare_over_processes, comparing
 from shardax._transforms.jit.options import JitOptions, with_resolved_donation
 from shardax._transforms.jit.programs import NeedsTrace
-from shardax._transforms.jit.specialization import Specialization, Tracing, tracing_for
+from shardax._transforms.jit.settings import note_settings
+from shardax._transforms.jit.specialization import Specialization
+from shardax._transforms.jit.tracing import Tracing, tracing_for
 from shardax._transforms.lift import arguments as inputs
 from shardax._transforms.lift import binding, engine
 from shardax._transforms.lift import prefix as prefixes
 from shardax._transforms.lift.captures import Functions, objects_in
 
-# Not empty while calls compare their arguments over processes, for debugging
-# (``sx.configure(debug_processes=True)``).
-comparing: list[bool] = []
 
-
-class _Description(NamedTuple):
+class CallDescription(NamedTuple):
     """A call as its specialization is found by it."""
 
     key: tuple[Hashable, ...]
@@ -146,9 +141,7 @@ class Jit(PickledByName, Wrapper):
         call = self.calls.get(flat.key, NEVER_MADE)
         try:
             with call.lock:
-                call.check()
-                kept = [variable._value for variable in call.kept]
-                donated = [variable._value for variable in call.donated]
+                kept, donated = call.read()
                 result, written, fresh, effects = call.run(kept, donated, flat)
                 if call.did_as_before(effects, written):
                     call.store(kept, donated, written)
@@ -167,7 +160,7 @@ class Jit(PickledByName, Wrapper):
         key: list[Hashable] = []
         if not self._has_plain_signature:
             args, kwargs, static = self._without_static(args, kwargs)
-            key.extend(static)
+            key.append(static)
 
         # Objects that the function finds without being given them are looked up at every call.
         places = self.memory.places
@@ -193,14 +186,14 @@ class Jit(PickledByName, Wrapper):
             raise NeedsTrace
         call.learn(effects)
 
-        has_tracers = _have_tracers(outputs.written)
-        if effects.simple and not has_tracers:
+        are_traced = have_tracers(outputs.written)
+        if effects.simple and not are_traced:
             call.store(kept, donated, outputs.written)
             return outputs.result
 
         graph = call.graph()
         graph.read = call.specialization.join(kept, donated)
-        if has_tracers:
+        if are_traced:
             binding.check_no_leak(graph, outputs)
         try:
             return binding.apply_effects(graph, outputs)
@@ -214,7 +207,7 @@ class Jit(PickledByName, Wrapper):
     ) -> PyTree:
         """Calls the function: the slow way, which traces where no program is known."""
         if comparing and local.frame is None:
-            self._compare(args, kwargs)
+            compare_over_processes(self, args, kwargs)
 
         is_inside = local.frame is not None or not is_eager()
         read_before: list[Object] = []
@@ -224,7 +217,7 @@ class Jit(PickledByName, Wrapper):
             specialization, graph, arguments = self.prepare(args, kwargs)
             call = CachedCall(specialization, graph)
             tracing = Tracing(specialization, graph, read_before, is_inside)
-            lock = _lock_for(specialization, is_inside)
+            lock = specialization.lock_of_slow_call(is_inside)
 
             try:
                 # Find the program; trace and compile it if there is none. No thread waits for this.
@@ -240,8 +233,7 @@ class Jit(PickledByName, Wrapper):
                 with lock:
                     # Other threads may have changed objects or values since they were read.
                     if threads.several and not is_inside:
-                        is_other = call.graph().flat.graphdef != graph.flat.graphdef
-                        if specialization.changes_structure and is_other:
+                        if specialization.changes_structure and call.has_changed(graph):
                             continue
                         with explaining(call):
                             flat_inputs = specialization.read_inputs(graph, arguments)
@@ -264,14 +256,6 @@ class Jit(PickledByName, Wrapper):
                 self.provide(request, specialization)
                 read_before = [*read_before, *request.read]
 
-    def _compare(self, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]) -> None:
-        """Raises DistributedError if numbers given to this call differ over processes."""
-        from shardax.distributed.processes import compare_arguments
-
-        labels = [inputs.parameter_name(self.function, i) for i in range(len(args))]
-        arguments_by_name = dict(zip(labels, args, strict=True)) | dict(kwargs)
-        compare_arguments(arguments_by_name, f"a call of {self!r}")
-
     def _remember(
         self,
         call: CachedCall,
@@ -282,7 +266,7 @@ class Jit(PickledByName, Wrapper):
         kwargs: Mapping[str, PyTree],
     ) -> None:
         """Remembers a call for the fast way, unless it has to be traced at every call."""
-        self.note_settings(call, graph, args, kwargs)
+        note_settings(self, call, graph, args, kwargs)
 
         specialization = call.specialization
         if specialization.met or specialization.met_objects:
@@ -334,7 +318,7 @@ class Jit(PickledByName, Wrapper):
         self, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]
     ) -> tuple[Specialization, binding.InputGraph, inputs.SplitArguments]:
         """Returns the specialization for a call, made now or before, and the call taken apart."""
-        key, graph, arguments, positions, names = self._describe(args, kwargs)
+        key, graph, arguments, positions, names = self.describe(args, kwargs)
         met = self.memory.objects_met(key)
         if met:
             graph, names = self.input_graph(arguments, positions.labels, met)
@@ -364,7 +348,7 @@ class Jit(PickledByName, Wrapper):
         specialization.layouts.mesh_of_specs()
         return specialization, graph, arguments
 
-    def _describe(self, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]) -> _Description:
+    def describe(self, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]) -> CallDescription:
         """Returns a call as its specialization is found by it."""
         args, kwargs, static = self._without_static(args, kwargs)
         arguments = self.options.split_arguments(args, kwargs, self.path_of)
@@ -385,7 +369,7 @@ class Jit(PickledByName, Wrapper):
             static,
             function_identities(static_values),
         )
-        return _Description(key, graph, arguments, positions, names)
+        return CallDescription(key, graph, arguments, positions, names)
 
     def _without_static(
         self, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]
@@ -456,36 +440,6 @@ class Jit(PickledByName, Wrapper):
         """Returns an argument's path by name or position among dynamic ones."""
         return (self.positional(key + 1)[-1][1] if isinstance(key, int) else key,)
 
-    # --- settings objects -------------------------------------------------------------------------
-
-    def note_settings(
-        self,
-        call: CachedCall,
-        graph: binding.InputGraph,
-        args: Sequence[PyTree],
-        kwargs: Mapping[str, PyTree],
-    ) -> None:
-        """Finds the specialization, from now on, by what its trace wrote into settings objects."""
-        specialization = call.specialization
-        before = _settings_read(graph, specialization.key)
-        if not before:
-            return
-
-        with contextlib.suppress(ModuleError, TypeError):  # the next call says what is wrong
-            described = self._describe(args, kwargs)
-            after = _settings_read(described.graph, described.key)
-            for old, new in zip(before, after, strict=False):
-                if old.key.content != new.key.content:
-                    return  # another value, for which the next call traces
-                note_trace(old.key, new.key)
-
-            # Once more, with the notes.
-            described = self._describe(args, kwargs)
-            known = self.specializations.setdefault(described.key, specialization)
-            if known is specialization:
-                specialization.graphdef_after = described.graph.flat.graphdef
-                call.settings = described.graph.flat.settings
-
     # --- what users call --------------------------------------------------------------------------
 
     @property
@@ -545,108 +499,17 @@ class Jit(PickledByName, Wrapper):
 _MOST_LOST_RUNS = 100
 
 
-def _lock_for(specialization: Specialization, is_inside: bool) -> AbstractContextManager[Any]:
-    """Returns the lock of a slow call, for reading values and from there to storing new ones."""
-    # Inside of a transform copies belong to one thread.
-    if is_inside:
-        return threads.no_lock
-    return threads.both_locks if specialization.donates else threads.call_lock
-
-
-def _have_tracers(values: Sequence[Leaf]) -> bool:
-    """Whether there are tracers among values that a program wrote; learns types of arrays."""
-    for leaf in jax.tree.leaves(values):
-        if isinstance(leaf, Tracer):
-            return True
-        note_array_type(leaf)
-    return False
-
-
-def _settings_read(graph: binding.InputGraph, key: tuple[Any, ...]) -> list[Setting]:
-    """Returns the settings objects that a call was given, by the key of its specialization."""
-    _, _, templates, named, static, _ = key[:6]
-    statics = [item for _, item in static]
-    for template in (*templates, *(template for _, template in named)):
-        if isinstance(template, inputs.TreeTemplate):
-            statics += [leaf for _, leaf in template.static]
-    return [*graph.flat.settings, *settings_among(statics)]
-
-
-def _bound(method: types.MethodType) -> BoundJit:
-    """Returns the compiled form of a method."""
-    return BoundJit(method.__func__, method.__self__)
-
-
 def _compiled(options: JitOptions, wrapping: Hashable, function: Any) -> Jit:
     """Returns the compiled form of a callable, or of a hole."""
     if callable(function):
         return Jit(function, options, wrapping)
 
     # It has no arguments by which options could be checked.
-    emptied = Jit(_bound, JitOptions(), wrapping)
+    emptied = Jit(bound_jit, JitOptions(), wrapping)
     emptied.options = options
     emptied.function = function
     emptied.__dict__["__wrapped__"] = function
     return emptied
-
-
-class BoundJit(Wrapper):
-    """A jitted method bound to its object."""
-
-    __slots__ = ("__dict__", "__func__", "__self__")
-
-    def __init__(self, function: Any, instance: Any) -> None:
-        self.__func__ = function
-        self.__self__ = instance
-
-    # Wrappers are not given another function: ``Jit`` keeps its own in a slot, this one makes it.
-    @property
-    def function(self) -> Any:  # ty: ignore[incompatible-property-override]
-        """Returns the method that it runs."""
-        return types.MethodType(self.__func__, self.__self__)
-
-    @property
-    def inner(self) -> Any:
-        """The method that it runs, under the name that Flax NNX has for it."""
-        return self.function
-
-    @property
-    def __wrapped__(self) -> Any:
-        return self.__dict__.get("__wrapped__", self.function)
-
-    @__wrapped__.setter
-    def __wrapped__(self, shown: Any) -> None:  # as ``functools.wraps`` does
-        self.__dict__["__wrapped__"] = shown
-
-    def _wrapping(self):
-        return self.__func__
-
-    def _maker(self) -> Callable[[Any], Any]:
-        return _bound
-
-    def __reduce__(self) -> Any:
-        return BoundJit, (self.__func__, self.__self__)
-
-    def __call__(self, /, *args: PyTree, **kwargs: PyTree) -> PyTree:
-        return self.__func__(self.__self__, *args, **kwargs)
-
-    def trace(self, /, *args: PyTree, **kwargs: PyTree) -> Any:
-        """Traces the method; what is compiled of it is called without the object."""
-        return self.__func__.trace(self.__self__, *args, **kwargs).bound_to(self.__self__)
-
-    def lower(self, /, *args: PyTree, **kwargs: PyTree) -> Any:
-        """Lowers the method, lazy Modules as they are."""
-        return self.trace(*args, **kwargs).lower()
-
-    def eval_shape(self, /, *args: PyTree, **kwargs: PyTree) -> PyTree:
-        """Returns the shapes and dtypes of the result."""
-        return self.__func__.eval_shape(self.__self__, *args, **kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__func__, name)
-
-    def __repr__(self) -> str:
-        return f"<bound {self.__func__!r}>"
 
 
 @engine.takes_options

@@ -2,10 +2,11 @@
 """Compiled programs, shared by their jaxpr.
 
 A function that is made anew is traced anew. Its program is then looked up among those that were
-compiled before: two jaxprs that differ in nothing but the names of their variables are one program.
-The constants of a jaxpr (arrays that the function closed over) are inputs of its program, so they
-are no part of the comparison. Nothing of Python's code is compared, so what a function read from
-plain Python is as old as its trace, and never older.
+compiled before, for a function of the same name and with the same options. Two jaxprs that differ
+in nothing but the names of their variables are one program. The constants of a jaxpr (arrays that
+the function closed over) are inputs of its program, so they are no part of the comparison. Nothing
+of Python's code is compared, so what a function read from plain Python is as old as its trace, and
+never older.
 
 A ``SharedProgram`` serves one jaxpr in one *context* (settings of JAX, the mesh in scope), and
 refuses every other signature by ``NeedsTrace``. It holds no function of the user's. Programs
@@ -31,6 +32,7 @@ from shardax._transforms.jit.jaxprs import (
     same_jaxpr,
     without_rules,
 )
+from shardax._transforms.lift import binding
 
 if TYPE_CHECKING:
     from shardax._core._jax import ClosedJaxpr, Jaxpr
@@ -105,6 +107,68 @@ class SharedProgram:
         return self.out_tree.unflatten(_jax.evaluate(self.jaxpr, [*constants, *leaves]))
 
 
+# What the pure function takes: values that are kept, values that are donated, plain arguments, and
+# perhaps donated plain arguments, arguments by name, and donated ones by name.
+FlatInputs = tuple[PyTree, ...]
+
+
+class SharedCall:
+    """A shared program with what one trace adds to it: constants and effects."""
+
+    __slots__ = ("_constants", "_types", "call", "program")
+
+    def __init__(
+        self,
+        program: SharedProgram,
+        constants: list[jax.Array],
+        effects: binding.Effects,
+        flat_inputs: FlatInputs,
+    ) -> None:
+        self.program = program
+        self._constants = constants
+        self._types = _types_of(flat_inputs)
+        run = program.call
+
+        # A function, since calling an instance takes longer.
+        def call(*flat_inputs: PyTree) -> tuple[Any, ...]:
+            result, written, fresh = run(*flat_inputs, constants)
+            return result, written, fresh, effects
+
+        self.call = call
+
+    def accepts(self, flat_inputs: FlatInputs) -> bool:
+        """Whether the program was traced for such inputs, under the settings of now."""
+        try:
+            types = _types_of(flat_inputs)
+        except TypeError:
+            # Of no type that JAX knows: the trace says which argument that is.
+            return False
+        return self._types == types and self.program.context is current_context()
+
+    def compile(self, flat_inputs: FlatInputs) -> None:
+        """Compiles for inputs without running."""
+        self.program.call.lower(*flat_inputs, self._constants).compile()
+
+
+class OwnCall:
+    """The ``jax.jit`` of a specialization's own pure function."""
+
+    __slots__ = ("call",)
+
+    def __init__(self, call: Any) -> None:
+        self.call = call
+
+    def compile(self, flat_inputs: FlatInputs) -> None:
+        """Compiles for inputs without running."""
+        self.call.lower(*flat_inputs).compile()
+
+
+def _types_of(tree: PyTree) -> Hashable:
+    """Returns the structure of a tree and the JAX type of each leaf."""
+    leaves, treedef = jax.tree.flatten(tree)
+    return treedef, tuple(map(jax.typeof, leaves))
+
+
 # Programs with one fingerprint, the least recently used fingerprint first.
 _programs: OrderedDict[Hashable, list[SharedProgram]] = OrderedDict()
 _lock = threading.Lock()
@@ -133,6 +197,7 @@ def shared_program(
     """
     if reads_constants_elsewhere(_jax.open_jaxpr(jaxpr)):
         return None
+
     opened = without_rules(_jax.with_constants_as_inputs(jaxpr))
     context = current_context()
     # Cheap to compute, so that a function that is compiled once pays for no comparison.

@@ -20,11 +20,10 @@ import contextlib
 import functools
 import inspect
 import itertools
-import threading
 import weakref
-from collections.abc import Callable, Container, Generator, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
@@ -40,122 +39,26 @@ from shardax._transforms.explain import retraces
 from shardax._transforms.jit.layouts import Layouts, spread_prefix
 from shardax._transforms.jit.options import JitOptions
 from shardax._transforms.jit.programs import (
+    FlatInputs,
     NeedsTrace,
-    SharedProgram,
+    OwnCall,
+    SharedCall,
     constants_of,
     current_context,
     forget_program,
     shared_program,
 )
+from shardax._transforms.jit.tracing import Tracing, current_tracing, tracing_for
 from shardax._transforms.lift import arguments as inputs
 from shardax._transforms.lift import binding, engine
 from shardax._transforms.lift.captures import Functions, StandIns
 from shardax._transforms.lift.tracer_errors import TRACER_ERRORS, add_advice
-
-# What the pure function takes: values that are kept, values that are donated, plain arguments, and
-# perhaps donated plain arguments, arguments by name, and donated ones by name.
-FlatInputs = tuple[PyTree, ...]
-
-
-class _SharedCall:
-    """A shared program with what one trace adds to it: constants and effects."""
-
-    __slots__ = ("_constants", "_types", "call", "program")
-
-    def __init__(
-        self,
-        program: SharedProgram,
-        constants: list[jax.Array],
-        effects: binding.Effects,
-        flat_inputs: FlatInputs,
-    ) -> None:
-        self.program = program
-        self._constants = constants
-        self._types = _types_of(flat_inputs)
-        run = program.call
-
-        # A function, since calling an instance takes longer.
-        def call(*flat_inputs: PyTree) -> tuple[Any, ...]:
-            result, written, fresh = run(*flat_inputs, constants)
-            return result, written, fresh, effects
-
-        self.call = call
-
-    def accepts(self, flat_inputs: FlatInputs) -> bool:
-        """Whether the program was traced for such inputs, under the settings of now."""
-        try:
-            types = _types_of(flat_inputs)
-        except TypeError:
-            # Of no type that JAX knows: the trace says which argument that is.
-            return False
-        return self._types == types and self.program.context is current_context()
-
-    def compile(self, flat_inputs: FlatInputs) -> None:
-        """Compiles for inputs without running."""
-        self.program.call.lower(*flat_inputs, self._constants).compile()
-
-
-class _OwnCall:
-    """The ``jax.jit`` of a specialization's own pure function."""
-
-    __slots__ = ("call",)
-
-    def __init__(self, call: Any) -> None:
-        self.call = call
-
-    def compile(self, flat_inputs: FlatInputs) -> None:
-        """Compiles for inputs without running."""
-        self.call.lower(*flat_inputs).compile()
-
-
-def _types_of(tree: PyTree) -> Hashable:
-    """Returns the structure of a tree and the JAX type of each leaf."""
-    leaves, treedef = jax.tree.flatten(tree)
-    return treedef, tuple(map(jax.typeof, leaves))
 
 
 def _shapes_of(tree: PyTree) -> Hashable:
     """Returns the structure of a tree and the shapes of its arrays."""
     arrays, treedef = jax.tree.flatten(tree)
     return treedef, tuple([getattr(array, "shape", ()) for array in arrays])
-
-
-class Tracing(NamedTuple):
-    """What a trace has to know of the call that it is for."""
-
-    specialization: Specialization
-    graph: binding.InputGraph
-
-    read_before: Sequence[Object] = ()
-    """Objects in no certain way (``lift.captures``) that an earlier trace for this call used."""
-
-    is_inside: bool = False
-    """Whether the call is made inside of another trace."""
-
-    moves_variables: bool = True
-    """Whether Variables may be moved for the trace, and it made once more."""
-
-    ends_well: bool = False
-    """Whether a trace that lacks an input ends all the same; its ``Effects.missing`` says so."""
-
-
-class _ThreadState(threading.local):
-    tracing: Tracing | None = None
-
-
-# What this thread traces. JAX calls the pure function, so it cannot be an argument.
-_current = _ThreadState()
-
-
-@contextlib.contextmanager
-def tracing_for(tracing: Tracing) -> Generator[None]:
-    """Lets JAX trace the pure function of a specialization within a block."""
-    outer = _current.tracing
-    _current.tracing = tracing
-    try:
-        yield
-    finally:
-        _current.tracing = outer
 
 
 # Counts uses of all specializations.
@@ -237,7 +140,7 @@ class Specialization:
         # Whether a trace has looked where a ``shard_map`` wants Variables.
         self._knows_shard_map = False
         # What runs, by the shapes of the plain arguments.
-        self._programs: dict[Hashable, _SharedCall | _OwnCall] = {}
+        self._programs: dict[Hashable, SharedCall | OwnCall] = {}
         # The ``call`` of the only one of these, so that most steady calls look for no shapes.
         self._only_call: Callable[..., tuple[Any, ...]] | None = None
 
@@ -252,6 +155,13 @@ class Specialization:
         if self.donates:
             return threads.both_locks
         return threads.call_lock if self.writes else threads.no_lock
+
+    def lock_of_slow_call(self, is_inside: bool) -> contextlib.AbstractContextManager[Any]:
+        """Returns the lock that a slow call holds, to read values and from there to storing."""
+        # Inside of a transform copies belong to one thread.
+        if is_inside:
+            return threads.no_lock
+        return threads.both_locks if self.donates else threads.call_lock
 
     # --- inputs -----------------------------------------------------------------------------------
 
@@ -344,7 +254,7 @@ class Specialization:
         return call(kept, donated, *groups)
 
     def run_program(
-        self, program: _SharedCall | _OwnCall, flat_inputs: FlatInputs
+        self, program: SharedCall | OwnCall, flat_inputs: FlatInputs
     ) -> binding.LiftedOutputs:
         """Returns what a program returns for inputs that it was found for."""
         try:
@@ -355,7 +265,7 @@ class Specialization:
 
     # --- finding the program ----------------------------------------------------------------------
 
-    def find_program(self, flat_inputs: FlatInputs, tracing: Tracing) -> _SharedCall | _OwnCall:
+    def find_program(self, flat_inputs: FlatInputs, tracing: Tracing) -> SharedCall | OwnCall:
         """Returns the program for inputs, tracing where none is known.
 
         Raises:
@@ -366,23 +276,23 @@ class Specialization:
         # Within other traces a program is part of theirs, and may be differentiated. The trace of
         # the pure function is made by the call.
         if tracing.is_inside:
-            return _OwnCall(self.own(flat_inputs))
+            return OwnCall(self.own(flat_inputs))
 
         shapes = _shapes_of(flat_inputs[2:])
         known = self._programs.get(shapes)
-        if isinstance(known, _SharedCall) and known.accepts(flat_inputs):
+        if isinstance(known, SharedCall) and known.accepts(flat_inputs):
             return known
 
         program = self._trace_and_share(flat_inputs, tracing)
-        if isinstance(known, _OwnCall) or (
-            isinstance(known, _SharedCall)
-            and isinstance(program, _SharedCall)
+        if isinstance(known, OwnCall) or (
+            isinstance(known, SharedCall)
+            and isinstance(program, SharedCall)
             and known.program is not program.program
         ):
             # The shapes do not tell dtypes, Variables of other types and settings of JAX apart. The
             # function's own ``jax.jit`` does, from now on.
-            program = _OwnCall(self.own(flat_inputs))
-        elif isinstance(program, _SharedCall) and isinstance(self.function, Functions):
+            program = OwnCall(self.own(flat_inputs))
+        elif isinstance(program, SharedCall) and isinstance(self.function, Functions):
             # JAX keeps a trace as long as the function that was traced. The jaxpr of a transform
             # may refer to what keeps its program (a ``custom_vjp``): neither would be freed.
             self._jit_for_traces().clear_cache()
@@ -391,7 +301,7 @@ class Specialization:
         self._only_call = program.call if len(self._programs) == 1 else None
         return program
 
-    def _trace_and_share(self, flat_inputs: FlatInputs, tracing: Tracing) -> _SharedCall | _OwnCall:
+    def _trace_and_share(self, flat_inputs: FlatInputs, tracing: Tracing) -> SharedCall | OwnCall:
         """Returns the program of a new trace: one that is shared, or else the function's own."""
         traced = self.trace(self._jit_for_traces(), flat_inputs, tracing)
         outputs = traced.out_info
@@ -399,7 +309,7 @@ class Specialization:
 
         # The effects of a ``jax.Ref`` belong to one trace.
         if any(map(is_ref, (*jax.tree.leaves(flat_inputs), *traced.jaxpr.consts))):
-            return _OwnCall(self.own(flat_inputs))
+            return OwnCall(self.own(flat_inputs))
 
         options = self._options_of_shared(effects, outputs)
         program = shared_program(
@@ -412,11 +322,11 @@ class Specialization:
         )
         constants = constants_of(traced.jaxpr, flat_inputs)
         if program is None or constants is None:
-            return _OwnCall(self.own(flat_inputs))
+            return OwnCall(self.own(flat_inputs))
         # Settings of JAX may be such that it keeps no trace (``jax_check_tracer_leaks``).
         if program.context is not current_context():
-            return _OwnCall(self.own(flat_inputs))
-        return _SharedCall(program, constants, effects, flat_inputs)
+            return OwnCall(self.own(flat_inputs))
+        return SharedCall(program, constants, effects, flat_inputs)
 
     def _options_of_shared(
         self, effects: binding.Effects, outputs: tuple[PyTree, ...]
@@ -468,7 +378,7 @@ class Specialization:
     def clear_cache(self) -> None:
         """Forgets what was compiled."""
         for program in self._programs.values():
-            if isinstance(program, _SharedCall):
+            if isinstance(program, SharedCall):
                 forget_program(program.program)
         self._programs, self._only_call = {}, None
 
@@ -525,7 +435,7 @@ class Specialization:
         donated_named: Mapping[str, PyTree] = MappingProxyType({}),
     ) -> tuple[Any, ...]:
         """Returns ``LiftedOutputs`` of the user's function, on private copies of the objects."""
-        tracing = _current.tracing
+        tracing = current_tracing()
         if tracing is None or tracing.specialization is not self:
             # JAX does not know the signature, and the fast way does not trace.
             raise NeedsTrace

@@ -24,7 +24,9 @@ from shardax._transforms.explain.retraces import static_leaf_differences, struct
 from shardax._transforms.jit.calls import CachedCall
 from shardax._transforms.jit.jit import Jit
 from shardax._transforms.jit.options import check_compiler_options
-from shardax._transforms.jit.specialization import Specialization, Tracing, tracing_for
+from shardax._transforms.jit.settings import note_settings
+from shardax._transforms.jit.specialization import Specialization
+from shardax._transforms.jit.tracing import Tracing, tracing_for
 from shardax._transforms.lift import arguments as inputs
 from shardax._transforms.lift import binding, engine
 from shardax._transforms.lift import prefix as prefixes
@@ -51,7 +53,7 @@ def trace_jit(jit: Jit, args: Sequence[object], kwargs: Mapping[str, object]) ->
             explain_places(error, specialization)
             raise
 
-        jit.note_settings(CachedCall(specialization, graph), graph, args, kwargs)
+        note_settings(jit, CachedCall(specialization, graph), graph, args, kwargs)
         source = _StageSource(
             jit,
             specialization,
