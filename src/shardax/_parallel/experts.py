@@ -29,9 +29,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from shardax._core._jax import sum_over, varying, varying_axes
 from shardax._core.graph.paths import PyTree
-from shardax.partition.context import current_rules
+from shardax.partition import current_rules, resolve_mesh
 from shardax.partition.explicit import explicit_entries
-from shardax.partition.mesh import AnyMesh, resolve_mesh
+from shardax.partition.mesh import AnyMesh
 from shardax.partition.rules import mesh_axes_of
 
 Axes = tuple[str, ...]

@@ -23,15 +23,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, PartitionSpec
 
+from shardax import State, Variable
 from shardax._core._jax import varying_axes
 from shardax._core.checks import raise_if_any
 from shardax._core.graph.paths import Path, format_path
-from shardax._core.state.state import State
-from shardax._core.variable import Variable
+from shardax.errors import PartitionError
+from shardax.partition import resolve_mesh
 from shardax.partition.checker import explicit_spec, spec_for
 from shardax.partition.context import resolve_rules, rules_over
-from shardax.partition.errors import PartitionError
-from shardax.partition.mesh import AnyMesh, mesh_text, resolve_mesh
+from shardax.partition.mesh import AnyMesh, mesh_text
 from shardax.partition.rules import mesh_axes_of
 
 

@@ -28,9 +28,9 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from shardax._core.graph.paths import PyTree
-from shardax.partition.context import current_kernel, is_tracing_reference, logical_to_mesh_axes
+from shardax.partition import logical_to_mesh_axes, resolve_mesh
+from shardax.partition.context import current_kernel, is_tracing_reference
 from shardax.partition.explicit import explicit_entries
-from shardax.partition.mesh import resolve_mesh
 from shardax.partition.rules import mesh_axes_of
 
 LOG = logging.getLogger("shardax.kernels")

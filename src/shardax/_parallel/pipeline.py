@@ -36,16 +36,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, PartitionSpec
 
+from shardax import Intermediate, RngState, State, iter_modules, iter_variables, merge, split
 from shardax._core._jax import is_prng_key, outside_inner_regions, sum_over, varying, varying_axes
-from shardax._core.errors import ModuleError
 from shardax._core.graph.paths import Leaf, Path, PyTree, format_path
-from shardax._core.state.split_merge import iter_modules, iter_variables, merge, split
-from shardax._core.state.state import Origin, State
-from shardax._core.variable import Intermediate, RngState
+from shardax._core.state.state import Origin
 from shardax._parallel.microbatches import cut, joined
 from shardax._transforms.control.scan import abstract_eval
-from shardax.partition.context import current_rules
-from shardax.partition.mesh import AnyMesh, resolve_mesh
+from shardax.errors import ModuleError
+from shardax.partition import current_rules, resolve_mesh
+from shardax.partition.mesh import AnyMesh
 from shardax.partition.rules import mesh_axes_of
 
 Run = Callable[[Any, Any, list[Any], int], Any]

@@ -27,9 +27,9 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType, PartitionSpec
 
-from shardax.partition.context import current_context, logical_to_mesh_axes
+from shardax.partition import logical_to_mesh_axes, resolve_mesh
+from shardax.partition.context import current_context
 from shardax.partition.explicit import explicit_entries
-from shardax.partition.mesh import resolve_mesh
 from shardax.partition.rules import mesh_axes_of
 
 _NEVER = -0.7 * float(np.finfo(np.float32).max)  # the score of what may not be read

@@ -15,7 +15,7 @@ from html import escape
 from typing import NamedTuple
 
 from shardax._core.checks import Options
-from shardax.partition.errors import PartitionError
+from shardax.errors import PartitionError
 
 KINDS = ("forward", "backward", "input", "weight")
 _OPTIONS = Options(PartitionError)

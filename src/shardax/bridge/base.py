@@ -19,13 +19,11 @@ from typing import Any
 
 import jax
 
-from shardax._core.containers import Dict
-from shardax._core.errors import ShardaxError, naming_package
+from shardax import Dict, Module, RngStream, Variable
+from shardax._core.errors import naming_package
 from shardax._core.graph.paths import Path
 from shardax._core.graph.static import exact_key
-from shardax._core.init.rng import RngStream
-from shardax._core.module import Module
-from shardax._core.variable import Variable
+from shardax.errors import ShardaxError
 
 _MODES = frozenset({"deterministic", "use_running_average"})
 _INSTALL = {"flax": "flax>=0.12.8", "equinox": "equinox>=0.13.8"}

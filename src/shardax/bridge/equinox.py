@@ -10,11 +10,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from shardax._core.containers import Dict
+from shardax import BatchStat, Dict, Module, Param, Variable
 from shardax._core.graph.paths import Leaf, Path, plain_path
 from shardax._core.init.lazy import check_rngs
-from shardax._core.module import Module
-from shardax._core.variable import BatchStat, Param, Variable
 from shardax.bridge.base import (
     Bridged,
     BridgeError,

@@ -9,10 +9,9 @@ from typing import Any
 
 import jax
 
+from shardax import BatchStat, Cache, Intermediate, Param, Perturbation, Rngs, Variable
 from shardax._core.graph.paths import Path, PyTree
 from shardax._core.init.lazy import check_rngs
-from shardax._core.init.rng import Rngs
-from shardax._core.variable import BatchStat, Cache, Intermediate, Param, Perturbation, Variable
 from shardax.bridge.base import (
     Bridged,
     BridgeError,

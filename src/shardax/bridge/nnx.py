@@ -7,21 +7,21 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
-from shardax._core.graph.paths import Leaf, Path, PyTree, format_path
-from shardax._core.init.rng import RngStream
-from shardax._core.module import Module
-from shardax._core.state import split_merge
-from shardax._core.variable import (
+from shardax import (
     BatchStat,
     Cache,
     Intermediate,
     MetricState,
+    Module,
     OptState,
     Param,
     Perturbation,
     RngState,
+    RngStream,
     Variable,
 )
+from shardax._core.graph.paths import Leaf, Path, PyTree, format_path
+from shardax._core.state import split_merge
 from shardax.bridge.base import (
     Bridged,
     BridgeError,

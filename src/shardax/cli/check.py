@@ -15,17 +15,14 @@ from typing import Annotated, Any, ClassVar
 
 import tyro
 
-from shardax import partition, train
+from shardax import Module, Param, Rngs, iter_variables, partition, train
 from shardax._core._jax import auto_mesh
 from shardax._core.graph.paths import format_path
-from shardax._core.init.rng import Rngs
-from shardax._core.module import Module
-from shardax._core.state.split_merge import iter_variables
-from shardax._core.variable import Param
 from shardax.cli import inputs
 from shardax.cli.runs import RUN_FILE, ZERO, RunSettings, find_run, read_settings
 from shardax.models import DECODER_RULES, Decoder
-from shardax.partition.errors import Diagnostic, Severity, did_you_mean
+from shardax.partition import Diagnostic
+from shardax.partition.errors import Severity, did_you_mean
 from shardax.partition.mesh import mesh_text
 
 _MIB = 2**20

@@ -20,11 +20,8 @@ from typing import Annotated, Any, ClassVar, Literal
 import jax
 import tyro
 
-from shardax import plan
+from shardax import Rngs, jit, plan, value_and_grad
 from shardax._core.graph.paths import PyTree
-from shardax._core.init.rng import Rngs
-from shardax._transforms.grad.grad import value_and_grad
-from shardax._transforms.jit.jit import jit
 from shardax.cli import inputs
 from shardax.models import Decoder, next_token_loss
 from shardax.partition.errors import did_you_mean

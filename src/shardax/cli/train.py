@@ -16,12 +16,20 @@ import jax
 import numpy as np
 import tyro
 
-from shardax import distributed, models, nn, partition, surgery, train, view
+from shardax import (
+    distributed,
+    eval_shape,
+    iter_variables,
+    models,
+    nn,
+    partition,
+    select,
+    surgery,
+    train,
+    view,
+)
 from shardax._core.graph.paths import format_path
-from shardax._core.state.split_merge import iter_variables
 from shardax._files import PathNotFoundError
-from shardax._select.selection import select
-from shardax._transforms.jit.abstract_eval import eval_shape
 from shardax.cli import inputs
 from shardax.cli.runs import KERNEL_KINDS, RunSettings, TextCodec, read_settings, write_settings
 from shardax.models.generation import max_positions_of

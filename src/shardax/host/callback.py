@@ -33,19 +33,20 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.buffer_callback import buffer_callback
 
+from shardax import GraphDef, Variable
 from shardax._core import _jax
 from shardax._core._jax import Tracer
 from shardax._core.array_ops import fetchable
 from shardax._core.frames import Frame, is_eager
-from shardax._core.graph.flatten import GraphDef, VariableDef, build
+from shardax._core.graph.flatten import VariableDef, build
 from shardax._core.graph.paths import Leaf, Path, PyTree, format_path, plain_path
 from shardax._core.graph.static import Static
-from shardax._core.variable import ArrayAttribute, Variable
+from shardax._core.variable import ArrayAttribute
 from shardax._transforms.control.scan import vary_alike
-from shardax._transforms.errors import ClosureError, TransformError
 from shardax._transforms.grad.grad import dtype_of
 from shardax._transforms.lift.arguments import join_argument, leaf_paths
 from shardax._transforms.lift.engine import LiftedCall
+from shardax.errors import ClosureError, TransformError
 from shardax.host.errors import HostFunctionError
 
 # --- promised results ---

@@ -33,10 +33,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
+from shardax import Jit
 from shardax._core._jax import Tracer, is_prng_key
 from shardax._core.cross_process import PickledArray, reduced
 from shardax._core.cross_process import name_of as import_name
-from shardax._transforms.jit.jit import Jit
 from shardax.host.errors import WorkerError
 from shardax.host.pickling import Sources, digest_of_file, own_sources
 

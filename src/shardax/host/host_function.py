@@ -19,20 +19,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from shardax import CustomVjp, DiffState, State, Variable
 from shardax._core._jax import Tracer
 from shardax._core.checks import Options
 from shardax._core.cross_process import PickledByName
 from shardax._core.frames import Frame, is_eager, local
 from shardax._core.graph.flatten import flatten, is_object
 from shardax._core.graph.paths import Leaf, Path, PyTree, format_path
-from shardax._core.state.state import State
-from shardax._core.variable import Variable
 from shardax._transforms.control.scan import vary_alike
-from shardax._transforms.errors import StaticArgumentError, TransformError
-from shardax._transforms.grad.custom_vjp import CustomVjp
-from shardax._transforms.grad.grad import DiffArgument, DiffState, Tangents, is_differentiable
+from shardax._transforms.grad.grad import DiffArgument, Tangents, is_differentiable
 from shardax._transforms.lift.arguments import leaf_paths, resolve_arguments, static_argument
 from shardax._transforms.lift.engine import LateFrame, LiftedCall, takes_options, wraps
+from shardax.errors import StaticArgumentError, TransformError
 from shardax.host import callback
 from shardax.host.calls import name_of
 from shardax.host.errors import HostFunctionError

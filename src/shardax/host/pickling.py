@@ -28,10 +28,10 @@ import jax
 from jax.sharding import Mesh
 
 from shardax._core.cross_process import landing_on, reduced
-from shardax._core.errors import PickleReadError, PickleWriteError
 from shardax._core.graph.flatten import VariableDef, definition_paths, flatten, static_values
 from shardax._core.graph.paths import Path, PyTree, format_path, plain_path
 from shardax._core.object import Object
+from shardax.errors import PickleReadError, PickleWriteError
 
 _MARK = b"shardax pickle 1"
 _TAIL = struct.Struct(f"<QI{len(_MARK)}s")  # length and checksum of the trailer's JSON

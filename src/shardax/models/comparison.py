@@ -11,9 +11,8 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
+from shardax import Module, Variable
 from shardax._core.graph.paths import Path
-from shardax._core.module import Module
-from shardax._core.variable import Variable
 from shardax.models.encoder_decoder import EncoderDecoder
 from shardax.models.kinds import PretrainedError
 from shardax.models.layers.activations import find_activation

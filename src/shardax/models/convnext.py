@@ -16,10 +16,8 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
+from shardax import List, Module, Rngs
 from shardax._core.checks import Options
-from shardax._core.containers import List
-from shardax._core.init.rng import Rngs
-from shardax._core.module import Module
 from shardax.models.config.checks import dtype_name, dtypes
 from shardax.models.layers.activations import ACTIVATIONS, find_activation
 from shardax.nn.arithmetic import add_bias, as_array, at_least_float32

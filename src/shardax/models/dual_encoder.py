@@ -19,8 +19,7 @@ from typing import Any, ClassVar, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from shardax._core.init.rng import Rngs
-from shardax._core.module import Module
+from shardax import Module, Rngs
 from shardax.models.config.checks import dtypes
 from shardax.models.config.transformer import TransformerConfig
 from shardax.models.transformer import Transformer

@@ -24,23 +24,28 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
+from shardax import (
+    Cache,
+    Module,
+    Quantized,
+    axis_rules,
+    constrain,
+    iter_variables,
+    jit,
+    kernels,
+    select,
+    shard,
+    while_loop,
+)
 from shardax._core.checks import Options
-from shardax._core.errors import ShardaxError, StaticAttributeError
-from shardax._core.module import Module
-from shardax._core.state.split_merge import iter_variables
-from shardax._core.variable import Cache, Quantized
-from shardax._select.selection import select
-from shardax._transforms.control.loops import while_loop
-from shardax._transforms.jit.jit import jit
+from shardax.errors import ShardaxError, StaticAttributeError
 from shardax.models.config.transformer import TransformerConfig
 from shardax.models.convnext import ConvNeXtConfig
 from shardax.models.dual_encoder import DualEncoderConfig
 from shardax.models.encoder_decoder import EncoderDecoder, EncoderDecoderConfig
 from shardax.nn.attention.dot_product import AttentionKernel
-from shardax.partition.constraints import constrain
-from shardax.partition.context import SettingsScope, axis_rules, current_rules, kernels
-from shardax.partition.mesh import resolve_mesh
-from shardax.partition.placement import shard
+from shardax.partition import current_rules, resolve_mesh
+from shardax.partition.context import SettingsScope
 from shardax.partition.rules import mesh_axes_of
 
 

@@ -31,9 +31,9 @@ from shardax.nn.arithmetic import as_array, uses_tokamax
 from shardax.nn.errors import LayerInputError
 from shardax.nn.masks import as_weights
 from shardax.nn.parameters import IGNORE_INDEX, as_size
-from shardax.partition.context import current_rules
+from shardax.partition import current_rules, resolve_mesh
 from shardax.partition.explicit import align, explicit_entries, with_layout
-from shardax.partition.mesh import AnyMesh, resolve_mesh
+from shardax.partition.mesh import AnyMesh
 from shardax.partition.rules import SpecEntry, mesh_axes_of
 
 

@@ -14,12 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from shardax import Cache, List, Module, Rngs, iter_variables
 from shardax._core._jax import Tracer
-from shardax._core.containers import List
-from shardax._core.init.rng import Rngs
-from shardax._core.module import Module
-from shardax._core.state.split_merge import iter_variables
-from shardax._core.variable import Cache
 from shardax.models.config.checks import Dtypes, dtypes
 from shardax.models.config.inputs import ImageConfig
 from shardax.models.config.transformer import TransformerConfig

@@ -24,14 +24,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shardax import distributed
+from shardax import (
+    Param,
+    Quantized,
+    Rngs,
+    Rules,
+    check,
+    distributed,
+    iter_modules,
+    iter_variables,
+    shard,
+    shardings,
+)
 from shardax._core.checks import Options, raise_if_any
 from shardax._core.errors import first_of, naming_package, warn
 from shardax._core.graph.paths import Path as VariablePath
 from shardax._core.graph.paths import format_path
-from shardax._core.init.rng import Rngs
-from shardax._core.state.split_merge import iter_modules, iter_variables
-from shardax._core.variable import Param, Quantized
 from shardax._files import draft_folder, move_files, write_tensors
 from shardax.models.architecture import describe, parameter_places
 from shardax.models.comparison import refusal
@@ -57,14 +65,13 @@ from shardax.models.tied import TiedNames, has_tied_head
 from shardax.nn.attention.dot_product import AttentionKernel
 from shardax.nn.attention.multi_head import MultiHeadAttention
 from shardax.nn.stack import Stack
-from shardax.partition.context import ATTENTION_KERNELS, current_rules
+from shardax.partition import current_rules, resolve_mesh
+from shardax.partition.context import ATTENTION_KERNELS
 from shardax.partition.errors import raise_on_errors
 from shardax.partition.inventory import byte_count
-from shardax.partition.mesh import AnyMesh, resolve_mesh
-from shardax.partition.placement import ABSTRACT, shard
-from shardax.partition.rules import Rules, RulesLike, mesh_axes_of
-from shardax.partition.specs import shardings
-from shardax.partition.tree_check import check
+from shardax.partition.mesh import AnyMesh
+from shardax.partition.placement import ABSTRACT
+from shardax.partition.rules import RulesLike, mesh_axes_of
 from shardax.partition.tree_layout import check_devices
 
 CONFIG = "config.json"

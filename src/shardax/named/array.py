@@ -15,9 +15,9 @@ from typing import Any, Self
 import jax
 import numpy as np
 
+from shardax import Variable
 from shardax._core.array_ops import fetchable
 from shardax._core.object import ShownArray
-from shardax._core.variable import Variable
 from shardax.named import base
 from shardax.named.base import NamedAxesError, positional_places, shown
 from shardax.named.elementwise import Operators, Reductions, unary

@@ -37,10 +37,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from shardax._core.array_ops import ArrayLike
 from shardax._core.checks import is_integer
 from shardax._core.cross_process import packed
-from shardax._core.errors import ShardaxError
 from shardax._core.graph import handlers
-from shardax._transforms.errors import ClosureError
-from shardax.partition.errors import PartitionError
+from shardax.errors import ClosureError, PartitionError, ShardaxError
 
 
 class NamedAxesError(ShardaxError, ValueError, TypeError):

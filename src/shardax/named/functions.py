@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from shardax import Variable
 from shardax._core.object import Object
-from shardax._core.variable import Variable
 from shardax._transforms.control import scan as scans
-from shardax._transforms.errors import TransformError
 from shardax._transforms.lift.engine import wraps
 from shardax._transforms.lift.transformed import Transformed
+from shardax.errors import TransformError
 from shardax.named import elementwise
 from shardax.named.array import NamedArray, as_named
 from shardax.named.base import Dims, Name, NamedAxesError, check_dims, positional_places, shown

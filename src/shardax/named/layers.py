@@ -20,10 +20,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from shardax import Module, Param, Rngs
 from shardax._core.init.lazy import Initializer
-from shardax._core.init.rng import Rngs
-from shardax._core.module import Module
-from shardax._core.variable import Param
+from shardax.errors import PartitionError
 from shardax.named.array import NamedArray, as_named
 from shardax.named.base import Axes, NamedAxesError, check_sizes_by_name, shown
 from shardax.named.functions import dot, softmax
@@ -32,7 +31,6 @@ from shardax.nn import arithmetic, parameters
 from shardax.nn.embedding import look_up
 from shardax.nn.errors import LayerConfigError, LayerInputError
 from shardax.nn.masks import as_mask
-from shardax.partition.errors import PartitionError
 from shardax.partition.explicit import align, joined_sharding
 
 

@@ -14,18 +14,17 @@ from typing import Any, TypeVar
 
 import jax
 
+from shardax import Module, Rules, iter_variables
+from shardax import constrain as constrain_array
+from shardax import shard as shard_by_rules
 from shardax._core.graph.static import MAPPED_AXES
-from shardax._core.module import Module
 from shardax._core.object import Object
-from shardax._core.state.split_merge import iter_variables
 from shardax.named.array import NamedArray
 from shardax.named.base import NamedAxesError, label
 from shardax.named.lift import is_whole
-from shardax.partition.constraints import constrain as constrain_array
 from shardax.partition.inventory import TreeInventory, with_mapped_axes
 from shardax.partition.mesh import AnyMesh
-from shardax.partition.placement import shard as shard_by_rules
-from shardax.partition.rules import Rules, strings
+from shardax.partition.rules import strings
 
 T = TypeVar("T")
 

@@ -18,10 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from shardax import Variable, vmap
 from shardax._core.object import Object
-from shardax._core.variable import Variable
-from shardax._transforms.errors import ClosureError, TransformError
-from shardax._transforms.vmap.vmap import vmap
+from shardax.errors import ClosureError, TransformError
 from shardax.named.base import Dims, Name, NamedAxesError, NamedStorage, mapping, sorted_names
 from shardax.named.elementwise import Operand, listing, named_sizes
 from shardax.partition.explicit import explicit_entries

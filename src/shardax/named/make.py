@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shardax._core.variable import Variable
+from shardax import Variable
 from shardax.named import base
 from shardax.named.array import NamedArray, as_named, refuse_positional
 from shardax.named.elementwise import Operand, align, check_sizes, expand, joined, operand_of

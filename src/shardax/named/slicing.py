@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from shardax import Variable
 from shardax._core.checks import is_integer
-from shardax._core.variable import Variable
 from shardax.named import base
 from shardax.named.array import NamedArray, as_named
 from shardax.named.elementwise import Operand, expand, place_of

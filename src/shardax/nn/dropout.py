@@ -13,11 +13,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from shardax import Module, Rngs
 from shardax._core.checks import Options
-from shardax._core.errors import ModuleError
 from shardax._core.init.lazy import check_rngs
-from shardax._core.init.rng import Rngs
-from shardax._core.module import Module
+from shardax.errors import ModuleError
 from shardax.nn.arithmetic import as_array
 from shardax.nn.errors import LayerConfigError, LayerInputError
 from shardax.partition.explicit import explicit_sharding

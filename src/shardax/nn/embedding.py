@@ -11,11 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from shardax import Module, Rngs
 from shardax._core._jax import INLINE
 from shardax._core.checks import Options
 from shardax._core.init.lazy import Initializer
-from shardax._core.init.rng import Rngs
-from shardax._core.module import Module
 from shardax.nn import parameters
 from shardax.nn.arithmetic import as_array, cast_all, contract, take_features, take_precision
 from shardax.nn.errors import LayerConfigError

@@ -16,10 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shardax._core.init.lazy import Init, Initializer
-from shardax._core.init.rng import Rngs
-from shardax._core.module import Module
-from shardax._core.variable import Param
+from shardax import Init, Module, Param, Rngs
+from shardax._core.init.lazy import Initializer
 from shardax._parallel.kernels import against_gated_unit, gated_unit, is_choosing, rows_split
 from shardax._transforms.lift.arguments import parameters_of
 from shardax._transforms.wrappers import ModuleWrapper

@@ -17,15 +17,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from shardax import Init, Intermediate, Module, Rngs, iter_modules
 from shardax._core.checks import Options
 from shardax._core.errors import warn
 from shardax._core.frames import is_eager
 from shardax._core.graph.static import Static
-from shardax._core.init.lazy import Init, Initializer
-from shardax._core.init.rng import Rngs
-from shardax._core.module import Module
-from shardax._core.state.split_merge import iter_modules
-from shardax._core.variable import Intermediate
+from shardax._core.init.lazy import Initializer
 from shardax._parallel.experts import Split, by_expert, find_places, find_split
 from shardax._parallel.kernels import against_experts, ragged_product
 from shardax.nn.arithmetic import cast_all, take_features, uses_tokamax
@@ -42,8 +39,8 @@ from shardax.nn.parameters import (
     refuse_input,
     zeros,
 )
+from shardax.partition import resolve_mesh
 from shardax.partition.explicit import explicit_sharding
-from shardax.partition.mesh import resolve_mesh
 
 Dispatch = Literal["dense", "dropless", "capacity"]
 

@@ -24,11 +24,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from shardax import BatchStat, Init, Module, Param, Rngs
 from shardax._core.checks import Options
-from shardax._core.init.lazy import Init, Initializer
-from shardax._core.init.rng import Rngs
-from shardax._core.module import Module
-from shardax._core.variable import BatchStat, Param
+from shardax._core.init.lazy import Initializer
 from shardax._parallel.kernels import against_arrays, is_choosing, normalized, rows_split
 from shardax.nn import parameters
 from shardax.nn.arithmetic import (

@@ -17,9 +17,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
+from shardax import Module, Param, Quantized
 from shardax._core._jax import INLINE, Tracer
-from shardax._core.module import Module
-from shardax._core.variable import Param, Quantized
 from shardax.nn.arithmetic import at_least_float32
 from shardax.partition.explicit import explicit_entries, explicit_sharding, with_layout
 

@@ -17,11 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from shardax import Carry, Module, Rngs, scan
 from shardax._core.init.lazy import Initializer
-from shardax._core.init.rng import Rngs
-from shardax._core.module import Module
-from shardax._transforms.control.scan import scan
-from shardax._transforms.lift.prefix import Carry
 from shardax.nn import parameters
 from shardax.nn.arithmetic import as_array, at_least_float32, take_features
 from shardax.nn.errors import LayerConfigError, LayerInputError

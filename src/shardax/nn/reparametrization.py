@@ -16,15 +16,23 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from shardax._core.containers import Dict
+from shardax import (
+    BatchStat,
+    Dict,
+    Init,
+    Module,
+    Param,
+    PathContains,
+    Quantized,
+    Rngs,
+    Variable,
+    iter_variables,
+    select,
+)
 from shardax._core.graph.paths import Path
-from shardax._core.init.lazy import Init, Initializer
-from shardax._core.init.rng import Rngs
-from shardax._core.module import Module, modules_in
-from shardax._core.state.filters import Filter, PathContains
-from shardax._core.state.split_merge import iter_variables
-from shardax._core.variable import BatchStat, Param, Quantized, Variable
-from shardax._select.selection import select
+from shardax._core.init.lazy import Initializer
+from shardax._core.module import modules_in
+from shardax._core.state.filters import Filter
 from shardax._transforms.wrappers import ModuleWrapper
 from shardax.nn import parameters
 from shardax.nn.arithmetic import at_least_float32

@@ -33,25 +33,33 @@ from typing import Any, NamedTuple, overload
 import jax
 import numpy as np
 
+from shardax import (
+    Carry,
+    Module,
+    Rules,
+    State,
+    StateAxes,
+    find_duplicates,
+    iter_modules,
+    iter_variables,
+    jit,
+    remat,
+    scan,
+)
 from shardax._core.checks import Options
-from shardax._core.errors import ModuleError, StateMismatchError
 from shardax._core.frames import is_eager, owner_here
 from shardax._core.graph.flatten import GraphWalk, is_object
 from shardax._core.graph.paths import Path, format_path
-from shardax._core.graph.static import PARTITION_NAME, Static
+from shardax._core.graph.static import Static
 from shardax._core.graph.views import part_of, stack_objects, stack_values, unstack_objects, view
-from shardax._core.module import Module
 from shardax._core.object import Object, epoch
-from shardax._core.state.split_merge import find_duplicates, iter_modules, iter_variables
-from shardax._core.state.state import Origin, State
+from shardax._core.state.state import Origin
 from shardax._parallel.pipeline import run_pipeline
-from shardax._transforms.control.scan import scan
-from shardax._transforms.jit.jit import jit
 from shardax._transforms.lift.captures import objects_in, places_of
-from shardax._transforms.lift.prefix import Carry, StateAxes
-from shardax._transforms.wrappers import remat
+from shardax.errors import ModuleError, StateMismatchError
 from shardax.nn.errors import LayerConfigError
 from shardax.nn.parameters import as_size
+from shardax.partition import PARTITION_NAME
 from shardax.partition.context import (
     SCHEDULES,
     SettingsScope,
@@ -59,7 +67,7 @@ from shardax.partition.context import (
     current_schedule,
 )
 from shardax.partition.mesh import AnyMesh
-from shardax.partition.rules import Rules, mesh_axes_of
+from shardax.partition.rules import mesh_axes_of
 
 POLICY_NAMES = (
     "dots_saveable",

@@ -25,17 +25,17 @@ from typing import Any
 import jax
 import numpy as np
 
+from shardax import LogicallyPartitioned, OptState, Param, Quantized, Rules, Variable, abstract
 from shardax._core._jax import auto_mesh
 from shardax._core.graph.paths import Path, PyTree, format_path, plain_path
 from shardax._core.object import Object
 from shardax._core.state.state import Origin
-from shardax._core.variable import OptState, Param, Quantized, Variable
 from shardax._transforms.jit.jit import BoundJit
-from shardax.partition.boxes.boxes import AxisMetadata, LogicallyPartitioned, is_box
+from shardax.partition import AxisMetadata
+from shardax.partition.boxes.boxes import is_box
 from shardax.partition.inventory import ArrayInfo, LeafInfo, TreeInventory, byte_count
 from shardax.partition.mesh import AnyMesh
-from shardax.partition.rules import Rules, mesh_axes_of
-from shardax.partition.specs import abstract
+from shardax.partition.rules import mesh_axes_of
 from shardax.partition.tree_layout import TreeLayout
 from shardax.plan.errors import PlanInputError
 from shardax.plan.records import ArrayLayout, Layout

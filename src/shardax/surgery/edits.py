@@ -15,19 +15,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from shardax import Dict, Init, Module, Param, Rngs, Selection, Variable, jvp, select
 from shardax._core.checks import raise_if_any
-from shardax._core.containers import Dict
 from shardax._core.graph.paths import Path, PyTree, format_path
-from shardax._core.init.lazy import Init, Initializer
-from shardax._core.init.rng import Rngs
-from shardax._core.module import Module
+from shardax._core.init.lazy import Initializer
 from shardax._core.state.split_merge import clone_sharing
-from shardax._core.variable import Param, Variable
-from shardax._select.places import SelectionError
-from shardax._select.selection import Selection, select
 from shardax._transforms.grad.grad import is_differentiable
-from shardax._transforms.grad.vjp import jvp
 from shardax._transforms.wrappers import ModuleWrapper
+from shardax.errors import SelectionError
 from shardax.named.array import NamedArray
 from shardax.named.functions import dot
 from shardax.named.layers import Linear as NamedLinear

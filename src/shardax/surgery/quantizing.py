@@ -9,13 +9,12 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
+from shardax import Param, Variable, select
 from shardax._core.checks import Options, raise_if_any
 from shardax._core.graph.paths import Path, PyTree, format_path
 from shardax._core.module import modules_in
 from shardax._core.state.filters import Filter, Predicate, to_predicate
-from shardax._core.variable import Param, Variable
-from shardax._select.places import SelectionError
-from shardax._select.selection import select
+from shardax.errors import SelectionError
 from shardax.nn.arithmetic import DelayedScaling, take_precision
 from shardax.nn.einsum import Einsum
 from shardax.nn.embedding import Embed

@@ -14,12 +14,10 @@ from typing import Any, NamedTuple
 
 import jax
 
+from shardax import Module, Selection, iter_modules, select
 from shardax._core.graph.paths import Path, PyTree
-from shardax._core.module import Module
-from shardax._core.state.split_merge import iter_modules
-from shardax._select.places import SelectionError
-from shardax._select.selection import Selection, select
 from shardax._transforms.lift.engine import wraps
+from shardax.errors import SelectionError
 from shardax.models.layers.transformer_layer import TransformerBlock
 from shardax.models.transformer import Transformer
 from shardax.nn.stack import Stack

@@ -23,10 +23,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from shardax import distributed
+from shardax import abstract, distributed
 from shardax._core.init.lazy import LazyValue, Recipe
 from shardax.distributed import processes
-from shardax.partition.specs import abstract
 from shardax.train.checkpoint_format import contents_of
 from shardax.train.data import prefetch, sources
 from shardax.train.data.batches import WholeBatches

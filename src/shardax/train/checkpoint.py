@@ -21,15 +21,16 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
+from shardax import abstract
 from shardax._core._jax import Tracer
 from shardax._core.checks import raise_if_any
-from shardax._core.errors import ModuleError, ShardaxError, warn
+from shardax._core.errors import warn
 from shardax._core.graph.paths import Leaf, PyTree
 from shardax._core.graph.views import named_sharding
 from shardax._core.variable import refuse_deleted
 from shardax._files import PathExistsError, PathNotFoundError
-from shardax.partition.mesh import resolve_mesh
-from shardax.partition.specs import abstract
+from shardax.errors import ModuleError, ShardaxError
+from shardax.partition import resolve_mesh
 from shardax.partition.tree_layout import MemoryKinds, OverridesLike
 from shardax.train import checkpoint_files as storage
 from shardax.train import errors

@@ -18,17 +18,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from shardax import (
+    FrozenVariable,
+    Intermediate,
+    List,
+    Not,
+    State,
+    Variable,
+    iter_modules,
+    iter_variables,
+)
 from shardax._core._jax import is_prng_key
-from shardax._core.containers import List
 from shardax._core.frames import local, resolve
-from shardax._core.frozen import FrozenVariable
 from shardax._core.graph.handlers import DICT, LIST, PLAIN, handler_of, has_parts
 from shardax._core.graph.paths import Path, PyTree, format_path
 from shardax._core.object import Object
-from shardax._core.state.filters import Not
-from shardax._core.state.split_merge import iter_modules, iter_variables
-from shardax._core.state.state import State
-from shardax._core.variable import Intermediate, Variable
 from shardax.train import errors
 from shardax.train.data.sources import cut_integers
 

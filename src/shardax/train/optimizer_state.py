@@ -20,14 +20,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from shardax import State, Variable
 from shardax._core._jax import Literal
 from shardax._core.array_ops import wider_dtype
 from shardax._core.graph.paths import Leaf, Path, PyTree, plain_path
 from shardax._core.graph.static import Static
 from shardax._core.graph.views import named_sharding
 from shardax._core.init.lazy import SMALL, LazyValue, on_device
-from shardax._core.state.state import State
-from shardax._core.variable import Variable
 from shardax.partition.inventory import dimensions_of_state
 
 

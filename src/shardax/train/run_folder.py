@@ -27,12 +27,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from shardax._core.containers import Dict, List
+from shardax import Dict, List, iter_modules
 from shardax._core.cross_process import PickledByName
 from shardax._core.graph.flatten import has_objects
 from shardax._core.graph.paths import format_path
 from shardax._core.object import Object, Wrapper
-from shardax._core.state.split_merge import iter_modules
 from shardax.train.errors import TrainError
 from shardax.train.optimizer_state import Transformation
 

@@ -26,18 +26,13 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import Mesh
 
-from shardax import distributed
+from shardax import axis_rules, distributed, explain_retraces, iter_modules, jit, shard, shardings
 from shardax._core.checks import Options
 from shardax._core.graph.paths import PyTree
-from shardax._core.state.split_merge import iter_modules
-from shardax._transforms.jit.jit import jit
-from shardax._transforms.jit.retraces import Retrace, explain_retraces
+from shardax._transforms.jit.retraces import Retrace
 from shardax._transforms.module_scopes import module_scopes
 from shardax.distributed.processes import explain_ended_process, from_main
-from shardax.partition.context import axis_rules
-from shardax.partition.mesh import resolve_mesh
-from shardax.partition.placement import shard
-from shardax.partition.specs import shardings
+from shardax.partition import resolve_mesh
 from shardax.partition.tree_layout import MemoryKinds, OverridesLike, telling_once
 from shardax.train import agreement, step_numbers
 from shardax.train.accumulation import accumulated_value_and_grad

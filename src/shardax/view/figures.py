@@ -20,17 +20,16 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
 
+from shardax import GraphDef, Selection, State, Variable
 from shardax._core._jax import Tracer
 from shardax._core.cross_process import format_mesh
 from shardax._core.frames import owner_here
-from shardax._core.graph.flatten import GraphDef, build
+from shardax._core.graph.flatten import build
 from shardax._core.graph.paths import Path, format_path, plain_path
 from shardax._core.init.lazy import LazyValue
 from shardax._core.module import Drawing, draw, leaf_text, parameter_count
 from shardax._core.object import Shown
-from shardax._core.state.state import State
-from shardax._core.variable import ArrayAttribute, Variable
-from shardax._select.selection import Selection
+from shardax._core.variable import ArrayAttribute
 from shardax.named import NamedArray
 from shardax.partition.rules import mesh_axes_of
 from shardax.view.shardings import platform_of, spans_by_device

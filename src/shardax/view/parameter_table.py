@@ -18,18 +18,15 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
-from shardax._core.errors import ShardaxError
+from shardax import Rules, Variable, abstract, iter_modules, iter_variables
 from shardax._core.graph.handlers import axes_of
 from shardax._core.graph.paths import Path, format_path
-from shardax._core.state.split_merge import iter_modules, iter_variables
 from shardax._core.text import columns, format_axes
-from shardax._core.variable import Variable
+from shardax.errors import ShardaxError
+from shardax.partition import resolve_mesh
 from shardax.partition.checker import spec_for
 from shardax.partition.context import rules_over
 from shardax.partition.inventory import byte_count
-from shardax.partition.mesh import resolve_mesh
-from shardax.partition.rules import Rules
-from shardax.partition.specs import abstract
 
 
 class ViewError(ShardaxError, ValueError):

@@ -19,15 +19,15 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding, Sharding
 
+from shardax import Variable, abstract
 from shardax._core.cross_process import format_mesh
 from shardax._core.graph.paths import Path, format_path
 from shardax._core.object import Object
 from shardax._core.text import columns
-from shardax._core.variable import Variable
+from shardax.partition import resolve_mesh
 from shardax.partition.inventory import ArrayInfo, TreeInventory, is_array
-from shardax.partition.mesh import AnyMesh, resolve_mesh
+from shardax.partition.mesh import AnyMesh
 from shardax.partition.rules import RulesLike, mesh_axes_of
-from shardax.partition.specs import abstract
 from shardax.view.parameter_table import ViewError, format_bytes, format_shape, html_table
 
 _COLORS = ("#4e79a7", "#f28e2b", "#59a14f", "#e15759", "#76b7b2", "#edc948", "#b07aa1", "#9c755f")

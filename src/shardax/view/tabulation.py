@@ -17,22 +17,18 @@ from typing import Any, NamedTuple
 
 import jax
 
+from shardax import Module, Rngs, RngStream, abstract, eval_shape, iter_modules, iter_variables
 from shardax._core.checks import Options
 from shardax._core.graph.flatten import is_object
 from shardax._core.graph.paths import Path, format_path
-from shardax._core.init.rng import Rngs, RngStream
-from shardax._core.module import Module
 from shardax._core.object import Object
 from shardax._core.state.filters import Filter
-from shardax._core.state.split_merge import iter_modules, iter_variables
 from shardax._core.text import columns
 from shardax._files import write_whole
 from shardax._parallel.kernels import recorded_choices
-from shardax._transforms.jit.abstract_eval import eval_shape
 from shardax._transforms.lift.engine import wraps
 from shardax._transforms.module_scopes import subclass
 from shardax.partition.inventory import byte_count
-from shardax.partition.specs import abstract
 from shardax.view.page import html_page
 from shardax.view.parameter_table import ViewError, format_bytes, format_count, html_table
 

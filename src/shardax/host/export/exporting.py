@@ -27,14 +27,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
+from shardax import GraphDef, Jit, RngState, jit
 from shardax._core._jax import inner_jaxprs, jaxpr_as_fun, user_line
 from shardax._core.checks import raise_if_any
-from shardax._core.errors import ShardaxError
 from shardax._core.frames import is_eager
-from shardax._core.graph.flatten import GraphDef, VariableDef, definition_paths, is_object
+from shardax._core.graph.flatten import VariableDef, definition_paths, is_object
 from shardax._core.graph.paths import Path, PyTree, format_path, plain_path
 from shardax._core.object import Object
-from shardax._core.variable import RngState
 from shardax._files import (
     PathExistsError,
     draft_folder,
@@ -44,15 +43,16 @@ from shardax._files import (
     write_tensors,
 )
 from shardax._transforms.grad.custom_vjp import used_inputs
-from shardax._transforms.jit.jit import BoundJit, Jit, jit
+from shardax._transforms.jit.jit import BoundJit
 from shardax._transforms.jit.specialization import Specialization
 from shardax._transforms.lift import arguments as lift
 from shardax._transforms.lift.binding import Effects, InputGraph
+from shardax.errors import ShardaxError
 from shardax.host.errors import ExportError
 from shardax.host.export import signature
 from shardax.host.export.signature import ArrayForm, StateEntry
+from shardax.partition import resolve_mesh
 from shardax.partition.errors import did_you_mean
-from shardax.partition.mesh import resolve_mesh
 
 CONSTANT = "Constant"
 """What a signature calls the type of an array that is not a Variable's."""

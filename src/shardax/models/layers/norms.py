@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from shardax._core.module import Module
+from shardax import Module
 from shardax.models.config.checks import Dtypes
 from shardax.models.config.norms import NormConfig
 from shardax.nn.arithmetic import at_least_float32, result_dtype, uses_tokamax

@@ -8,9 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from shardax import Module, Rngs
 from shardax._core._jax import Tracer
-from shardax._core.init.rng import Rngs
-from shardax._core.module import Module
 from shardax.models.config.checks import Dtypes
 from shardax.models.config.norms import NormConfig
 from shardax.models.config.outputs import PoolConfig

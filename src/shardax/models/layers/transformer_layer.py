@@ -22,8 +22,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from shardax._core.init.rng import Rngs
-from shardax._core.module import Module
+from shardax import Module, Rngs
 from shardax.models.config.attention import AttentionConfig
 from shardax.models.config.checks import Dtypes, dtypes
 from shardax.models.config.feed_forward import ExpertsConfig, MLPConfig

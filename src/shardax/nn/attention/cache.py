@@ -16,11 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from shardax import Cache, Init, Module
 from shardax._core._jax import INLINE
 from shardax._core.frames import is_eager
-from shardax._core.init.lazy import Init
-from shardax._core.module import Module
-from shardax._core.variable import Cache
 from shardax.nn.arithmetic import as_array
 from shardax.nn.errors import LayerConfigError, LayerInputError
 from shardax.nn.masks import as_mask

@@ -22,9 +22,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shardax._core.init.lazy import Init, Initializer
-from shardax._core.init.rng import Rngs
-from shardax._core.variable import Cache
+from shardax import Cache, Init, Rngs
+from shardax._core.init.lazy import Initializer
 from shardax._parallel.ring_attention import ring_axes
 from shardax.nn.arithmetic import as_array, at_least_float32, einsum
 from shardax.nn.attention.cache import AttentionCache

@@ -16,11 +16,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from shardax import Module, Rngs, iter_variables
 from shardax._core.checks import Options
 from shardax._core.init.lazy import Initializer
-from shardax._core.init.rng import Rngs
-from shardax._core.module import Module
-from shardax._core.state.split_merge import iter_variables
 from shardax._parallel.ring_attention import make_ring, ring_attention, ring_axes
 from shardax.nn.arithmetic import as_array, at_least_float32, cast_all
 from shardax.nn.attention.cache import AttentionCache, ContextCache, readable

@@ -15,9 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shardax._core.init.lazy import Init
-from shardax._core.module import Module
-from shardax._core.variable import Cache
+from shardax import Cache, Init, Module
 from shardax.nn.arithmetic import as_array
 from shardax.nn.attention.cache import laid_out
 from shardax.nn.attention.multi_head import positions_within

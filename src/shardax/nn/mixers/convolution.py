@@ -19,9 +19,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from shardax import Module, Rngs
 from shardax._core.init.lazy import Initializer
-from shardax._core.init.rng import Rngs
-from shardax._core.module import Module
 from shardax.nn.arithmetic import add_bias
 from shardax.nn.attention.cache import laid_out
 from shardax.nn.linear import Linear

@@ -26,15 +26,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from shardax._core.errors import ShardaxError
+from shardax import Jit, Rules, axis_rules, jit, parallel
 from shardax._core.object import Object
 from shardax._parallel.pipeline import bubble_share
-from shardax._transforms.jit.jit import Jit, jit
+from shardax.errors import ShardaxError
 from shardax.hlo import Program, ProgramFacts, model_flops, parse, read_program
 from shardax.hlo.analyze import partitioned_text
 from shardax.hlo.program import CompilerFailedError
-from shardax.partition.context import axis_rules, parallel, tracing_reference
-from shardax.partition.rules import Rules, assign, mesh_axes_of
+from shardax.partition.context import tracing_reference
+from shardax.partition.rules import assign, mesh_axes_of
 from shardax.plan.compile.cache import ProgramCache
 from shardax.plan.compile.compilers import compiler_for, rematerialization_warnings
 from shardax.plan.errors import PlanInputError

@@ -38,9 +38,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from shardax import Rules
 from shardax.partition.errors import did_you_mean
 from shardax.partition.inventory import TreeInventory
-from shardax.partition.rules import Names, Rules, SpecEntry, assign, mesh_axes_of, strings
+from shardax.partition.rules import Names, SpecEntry, assign, mesh_axes_of, strings
 from shardax.plan.errors import PlanInputError
 from shardax.plan.inputs import Inputs
 from shardax.plan.records import Layout, LayoutReport

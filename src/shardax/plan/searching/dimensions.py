@@ -28,14 +28,13 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import PartitionSpec
 
+from shardax import Jit, Rules, make_jaxpr
 from shardax._core._jax import auto_mesh, open_jaxpr
 from shardax._core.graph.paths import Leaf, PyTree
 from shardax._core.object import Object
-from shardax._transforms.jit.abstract_eval import make_jaxpr
-from shardax._transforms.jit.jit import Jit
 from shardax.partition.context import mark_names, marking_names, names_marked, tracing_reference
 from shardax.partition.inventory import LeafInfo, TreeInventory
-from shardax.partition.rules import Names, Rules, RulesLike, check_names, mesh_axes_of, strings
+from shardax.partition.rules import Names, RulesLike, check_names, mesh_axes_of, strings
 from shardax.plan.inputs import Inputs, needs_no_values, unbound
 
 

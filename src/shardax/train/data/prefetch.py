@@ -37,9 +37,9 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from shardax import iter_variables
 from shardax._core.checks import Options
 from shardax._core.graph.paths import Leaf, PyTree
-from shardax._core.state.split_merge import iter_variables
 from shardax.partition.checker import spec_for
 from shardax.partition.context import rules_over
 from shardax.partition.rules import RulesLike, mesh_axes_of

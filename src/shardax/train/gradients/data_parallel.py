@@ -17,18 +17,25 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from shardax import (
+    Intermediate,
+    Param,
+    RngState,
+    State,
+    Variable,
+    iter_variables,
+    merge,
+    split,
+    value_and_grad,
+)
 from shardax._core._jax import is_prng_key, varying_axes
 from shardax._core.checks import Options, raise_if_any
 from shardax._core.graph.flatten import has_objects
 from shardax._core.graph.paths import Leaf, Path, PyTree, format_path
-from shardax._core.state.split_merge import iter_variables, merge, split
-from shardax._core.state.state import State
-from shardax._core.variable import Intermediate, Param, RngState, Variable
 from shardax._parallel.gradient_sums import GradientPlan, Region, plan_of, sum_over
 from shardax._parallel.microbatches import indivisible
-from shardax._transforms.grad.grad import value_and_grad
+from shardax.errors import PartitionError
 from shardax.nn.arithmetic import at_least_float32
-from shardax.partition.errors import PartitionError
 from shardax.partition.mesh import mesh_text
 from shardax.partition.rules import RulesLike
 from shardax.train.accumulation import accumulate, split_batch

@@ -24,10 +24,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from shardax import Variable, iter_variables
 from shardax._core.graph.paths import Leaf, Path, format_path
-from shardax._core.state.split_merge import iter_variables
 from shardax._core.state.state import by_paths_of
-from shardax._core.variable import Variable
 from shardax.train.optimizer import Optimizer, laid_out_as, trained_variables
 from shardax.train.step_numbers import gradient_norm
 

@@ -17,26 +17,29 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from shardax._core._jax import is_prng_key
-from shardax._core.checks import raise_if_any
-from shardax._core.graph.paths import Leaf, Path, PyTree, format_path
-from shardax._core.module import Module
-from shardax._core.object import epoch
-from shardax._core.state.split_merge import (
-    clone_sharing,
+from shardax import (
+    Intermediate,
+    Module,
+    RngState,
+    Rules,
+    State,
+    Variable,
+    axis_rules,
     iter_modules,
     iter_variables,
+    jit,
     merge,
     pop,
     split,
 )
-from shardax._core.state.state import Origin, State
-from shardax._core.variable import Intermediate, RngState, Variable
-from shardax._transforms.jit.jit import jit
+from shardax._core._jax import is_prng_key
+from shardax._core.checks import raise_if_any
+from shardax._core.graph.paths import Leaf, Path, PyTree, format_path
+from shardax._core.object import epoch
+from shardax._core.state.split_merge import clone_sharing
+from shardax._core.state.state import Origin
+from shardax.errors import PartitionError
 from shardax.nn.arithmetic import at_least_float32
-from shardax.partition.context import axis_rules
-from shardax.partition.errors import PartitionError
-from shardax.partition.rules import Rules
 from shardax.train.metrics import weighted
 from shardax.train.pipeline.programs import Cut, cut
 

@@ -23,22 +23,27 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from shardax import (
+    Module,
+    Param,
+    RngState,
+    Rules,
+    State,
+    Variable,
+    iter_variables,
+    jit,
+    shard,
+    shardings,
+)
 from shardax._core._jax import Tracer
 from shardax._core.checks import raise_if_any
 from shardax._core.graph.paths import Leaf, Path, PyTree, format_path
-from shardax._core.module import Module
-from shardax._core.state.split_merge import iter_variables
-from shardax._core.state.state import State
-from shardax._core.variable import Param, RngState, Variable
 from shardax._parallel.microbatches import indivisible
 from shardax._parallel.schedules import Operation, Schedule
-from shardax._transforms.jit.jit import jit
+from shardax.errors import PartitionError
 from shardax.nn.mlp import Sequential
 from shardax.partition.context import resolve_rules
-from shardax.partition.errors import PartitionError
-from shardax.partition.placement import shard
-from shardax.partition.rules import Rules, RulesLike, mesh_axes_of
-from shardax.partition.specs import shardings
+from shardax.partition.rules import RulesLike, mesh_axes_of
 from shardax.partition.tree_layout import telling_once
 from shardax.train.metrics import relative_weights, target_weights
 from shardax.train.optimizer import Optimizer
