@@ -24,15 +24,20 @@ import numpy as np
 from jax.sharding import AxisType, PartitionSpec
 
 from shardax import State, Variable
-from shardax._core._jax import varying_axes
-from shardax._core.checks import raise_if_any
-from shardax._core.graph.paths import Path, format_path
 from shardax.errors import PartitionError
+from shardax.extend import (
+    AnyMesh,
+    Path,
+    format_path,
+    mesh_axes_of,
+    mesh_text,
+    raise_if_any,
+    rules_over,
+    spec_for,
+    varying_axes,
+)
 from shardax.partition import resolve_mesh
-from shardax.partition.checker import explicit_spec, spec_for
-from shardax.partition.context import resolve_rules, rules_over
-from shardax.partition.mesh import AnyMesh, mesh_text
-from shardax.partition.rules import mesh_axes_of
+from shardax.partition.checker import explicit_spec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,7 +144,7 @@ def plan_of(path: Path, variable: Variable, region: Region, layout: Any) -> Grad
     elif isinstance(layout, State):
         final, problems = explicit_spec(target, shape, region.mesh, f"layout at {where}", path)
     else:
-        chosen = rules.override(resolve_rules(target))
+        chosen = rules.override(rules_over(None, target))
         final, problems = spec_for(axes, shape, region.mesh, chosen, path)
     errors = [str(problem) for problem in problems if problem.severity == "error"]
     head = "Gradients cannot be laid out so:\n  "

@@ -26,11 +26,9 @@ import jax
 from jax.sharding import AxisType, Mesh
 
 from shardax import Rules
-from shardax._core.object import Object
 from shardax.errors import PartitionError, ShardaxError
+from shardax.extend import Object, TreeInventory, did_you_mean
 from shardax.models import DecoderConfig
-from shardax.partition.errors import did_you_mean
-from shardax.partition.inventory import TreeInventory
 
 if TYPE_CHECKING:
     from shardax.plan.rules_file import NamedRules

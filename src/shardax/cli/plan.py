@@ -21,10 +21,9 @@ import jax
 import tyro
 
 from shardax import Rngs, jit, plan, value_and_grad
-from shardax._core.graph.paths import PyTree
 from shardax.cli import inputs
+from shardax.extend import PyTree, did_you_mean
 from shardax.models import Decoder, next_token_loss
-from shardax.partition.errors import did_you_mean
 from shardax.plan.comparison import layouts_over, reports_of
 from shardax.plan.errors import PlanFileError, PlanInterrupted, TargetError
 from shardax.plan.inputs import Inputs

@@ -32,15 +32,13 @@ from shardax import (
     train,
     view,
 )
-from shardax._core.checks import Options
-from shardax._core.graph.paths import PyTree
 from shardax._files import write_whole
 from shardax.cli import inputs
 from shardax.errors import SelectionError
+from shardax.extend import Options, PyTree, ScopeSettings
 from shardax.models import DECODER_RULES, Decoder, DecoderConfig
 from shardax.models.files import read_json
 from shardax.models.weights import TOKENIZER_FILES, find_directory
-from shardax.partition.context import ATTENTION_KERNELS, LAYER_KERNELS
 from shardax.train.checkpoint_files import read_description, verify
 from shardax.train.errors import CheckpointDamagedError, TrainError
 from shardax.train.run_folder import differences, settings_of
@@ -122,7 +120,7 @@ class RunSettings:
         _check_settings(type(self), vars(self), of)
         _check_settings(type(self.model), vars(self.model), of)
         for kind, name in self.kernels.items():
-            names = ATTENTION_KERNELS if kind == "attention" else LAYER_KERNELS
+            names = ScopeSettings.choices(kind)
             Options(inputs.CommandError, of).choice(kind, name, (None, *names))
         if self.precision is not None:
             _precisions(self.precision, of)

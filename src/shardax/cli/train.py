@@ -28,14 +28,13 @@ from shardax import (
     train,
     view,
 )
-from shardax._core.graph.paths import format_path
 from shardax._files import PathNotFoundError
 from shardax.cli import inputs
 from shardax.cli.runs import KERNEL_KINDS, RunSettings, TextCodec, read_settings, write_settings
+from shardax.extend import format_path, mesh_text
 from shardax.models.generation import max_positions_of
 from shardax.models.weights import TOKENIZER_FILES, find_directory
 from shardax.nn.errors import LayerConfigError, LayerInputError
-from shardax.partition.mesh import mesh_text
 from shardax.train.data.text import hash64, permute
 from shardax.train.errors import DataError
 from shardax.train.progress import TrainingProgress

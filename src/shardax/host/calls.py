@@ -31,12 +31,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import NamedSharding
 
 from shardax import Jit
-from shardax._core._jax import Tracer, is_prng_key
 from shardax._core.cross_process import PickledArray, reduced
 from shardax._core.cross_process import name_of as import_name
+from shardax.extend import is_prng_key
 from shardax.host.errors import WorkerError
 from shardax.host.pickling import Sources, digest_of_file, own_sources
 

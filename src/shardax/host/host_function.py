@@ -18,19 +18,18 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from shardax import CustomVjp, DiffState, State, Variable
-from shardax._core._jax import Tracer
-from shardax._core.checks import Options
 from shardax._core.cross_process import PickledByName
-from shardax._core.frames import Frame, is_eager, local
+from shardax._core.frames import local
 from shardax._core.graph.flatten import flatten, is_object
-from shardax._core.graph.paths import Leaf, Path, PyTree, format_path
 from shardax._transforms.control.scan import vary_alike
 from shardax._transforms.grad.grad import DiffArgument, Tangents, is_differentiable
 from shardax._transforms.lift.arguments import leaf_paths, resolve_arguments, static_argument
-from shardax._transforms.lift.engine import LateFrame, LiftedCall, takes_options, wraps
+from shardax._transforms.lift.engine import LateFrame, LiftedCall, takes_options
 from shardax.errors import StaticArgumentError, TransformError
+from shardax.extend import Frame, Options, Path, PyTree, format_path, is_eager
 from shardax.host import callback
 from shardax.host.calls import name_of
 from shardax.host.errors import HostFunctionError
@@ -181,7 +180,7 @@ class HostFunction(PickledByName):
         static: frozenset[int | str] = frozenset(),
         fills: bool = False,
     ) -> None:
-        wraps(function)(self)
+        functools.wraps(function, updated=())(self)
         self.function = function
         self.out = out
         self.vmap = vmap
@@ -263,7 +262,7 @@ class HostFunction(PickledByName):
         leaves,
         paths,
         run: Callable[..., PyTree],
-    ) -> list[Leaf]:
+    ) -> list[Any]:
         derivative = self.derivative
         has_derivative = any(map(is_differentiable, program.out_forms))
         if derivative.nondiff or not has_derivative:
@@ -325,7 +324,7 @@ def stopped(leaf: object) -> Any:
     return jax.lax.stop_gradient(leaf) if isinstance(leaf, Tracer) else leaf
 
 
-def undifferentiable(name: str, leaves: Sequence[Leaf], paths: Sequence[Path]) -> list[Leaf]:
+def undifferentiable(name: str, leaves: Sequence[Any], paths: Sequence[Path]) -> list[Any]:
     """Return leaves with an error on differentiation."""
 
     @jax.custom_jvp
@@ -357,7 +356,7 @@ def forward(
     call: LiftedCall,
     program: callback.HostProgram,
     run: Callable[[Sequence[PyTree]], list[PyTree]],
-    leaves: Sequence[Leaf],
+    leaves: Sequence[Any],
 ) -> list[PyTree]:
     """Run a function with a jvp rule as its derivative."""
     targets = [DiffArgument(call, DiffState(i, ...)) for i in range(len(program.templates))]
@@ -384,7 +383,7 @@ def _some(tangent):
     return None if getattr(tangent, "dtype", None) == _FLOAT0 else tangent
 
 
-def _fitted(program: callback.HostProgram, returned, results: Sequence[PyTree]) -> list[Leaf]:
+def _fitted(program: callback.HostProgram, returned, results: Sequence[PyTree]) -> list[Any]:
     """Flatten the tangents of a jvp rule like the result."""
     try:
         parts = program.out_tree.flatten_up_to(returned)

@@ -25,7 +25,7 @@ from shardax import (
     RngState,
     iter_variables,
 )
-from shardax._core.graph.paths import Path, format_path
+from shardax.extend import Path, format_path
 from shardax.models.comparison import (
     MISSING,
     SAVE_ANY,

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from shardax import Module, Variable
-from shardax._core.graph.paths import Path
+from shardax.extend import Path
 from shardax.models.encoder_decoder import EncoderDecoder
 from shardax.models.kinds import PretrainedError
 from shardax.models.layers.activations import find_activation

@@ -20,7 +20,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from shardax import Rngs, Rules
-from shardax._core.checks import Options
+from shardax.extend import Options
 from shardax.models.config.attention import AttentionConfig
 from shardax.models.config.checks import check_rate, use_names
 from shardax.models.config.feed_forward import MLPConfig

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 import jax
 
 from shardax import Module, Rngs
-from shardax._core.checks import Options
+from shardax.extend import Options
 from shardax.models.config.transformer import TransformerConfig
 from shardax.models.convnext import ConvNeXt, ConvNeXtConfig
 from shardax.models.dual_encoder import TOWERS, DualEncoder, DualEncoderConfig

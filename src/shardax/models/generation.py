@@ -17,6 +17,7 @@ import contextlib
 import functools
 import math
 from collections.abc import Generator, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import jax
@@ -37,16 +38,14 @@ from shardax import (
     shard,
     while_loop,
 )
-from shardax._core.checks import Options
 from shardax.errors import ShardaxError, StaticAttributeError
+from shardax.extend import Options, mesh_axes_of
 from shardax.models.config.transformer import TransformerConfig
 from shardax.models.convnext import ConvNeXtConfig
 from shardax.models.dual_encoder import DualEncoderConfig
 from shardax.models.encoder_decoder import EncoderDecoder, EncoderDecoderConfig
 from shardax.nn.attention.dot_product import AttentionKernel
 from shardax.partition import current_rules, resolve_mesh
-from shardax.partition.context import SettingsScope
-from shardax.partition.rules import mesh_axes_of
 
 
 class GenerationError(ShardaxError, ValueError):
@@ -192,7 +191,7 @@ class _Steps:
         limit: int,
         filters: _Filters,
         numbers: Any,
-        kernel_scope: SettingsScope,
+        kernel_scope: AbstractContextManager[object],
     ) -> None:
         self.kernel_scope = kernel_scope
         self.model = model if hasattr(model, "make_cache") else _uncached(model)

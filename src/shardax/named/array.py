@@ -16,8 +16,8 @@ import jax
 import numpy as np
 
 from shardax import Variable
-from shardax._core.array_ops import fetchable
 from shardax._core.object import ShownArray
+from shardax.extend import require_addressable
 from shardax.named import base
 from shardax.named.base import NamedAxesError, positional_places, shown
 from shardax.named.elementwise import Operators, Reductions, unary
@@ -288,13 +288,13 @@ class NamedArray(Operators, Reductions, Indexing, ShownArray):
         Raises:
             NamedAxesError: If there are names.
         """
-        return fetchable(self._nameless("become nested lists"), "tolist").tolist()
+        return require_addressable(self._nameless("become nested lists"), "tolist").tolist()
 
     def __array__(
         self, dtype: jax.typing.DTypeLike | None = None, copy: bool | None = None
     ) -> np.ndarray:
         nameless = self._nameless("become a NumPy array")
-        array = np.asarray(fetchable(nameless, "np.asarray"), dtype)
+        array = np.asarray(require_addressable(nameless, "np.asarray"), dtype)
         return array.copy() if copy else array
 
     def __bool__(self) -> bool:

@@ -34,11 +34,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from shardax._core.array_ops import ArrayLike
-from shardax._core.checks import is_integer
+from shardax import Slot, Variable
 from shardax._core.cross_process import packed
 from shardax._core.graph import handlers
 from shardax.errors import ClosureError, PartitionError, ShardaxError
+from shardax.extend import is_integer
 
 
 class NamedAxesError(ShardaxError, ValueError, TypeError):
@@ -327,7 +327,7 @@ class NamedStorage:
 
 def as_leaf(data: object) -> Any:
     """Returns a caller's value as the content of a named array."""
-    if isinstance(data, ArrayLike):
+    if isinstance(data, (Slot, Variable)):
         data = data.value
     if isinstance(data, (jax.Array, jax.ShapeDtypeStruct)):
         return data

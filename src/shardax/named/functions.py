@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -10,17 +11,14 @@ import jax
 import jax.numpy as jnp
 
 from shardax import Variable
-from shardax._core.object import Object
-from shardax._transforms.control import scan as scans
-from shardax._transforms.lift.engine import wraps
-from shardax._transforms.lift.transformed import Transformed
+from shardax import scan as scan_objects
 from shardax.errors import TransformError
+from shardax.extend import Object, joined_sharding, transformed
 from shardax.named import elementwise
 from shardax.named.array import NamedArray, as_named
 from shardax.named.base import Dims, Name, NamedAxesError, check_dims, positional_places, shown
 from shardax.named.lift import is_named, is_whole, run_lifted
 from shardax.nn.arithmetic import cast_all
-from shardax.partition.explicit import joined_sharding
 
 
 def dot(
@@ -283,11 +281,11 @@ def nmap(function: Callable[..., object]) -> Callable[..., Any]:
         ('batch',)
     """
 
-    @wraps(function)
+    @functools.wraps(function, updated=())
     def mapped(*args, **kwargs):
         return run_lifted(NamedArray._make, function, args, kwargs)
 
-    return Transformed.of(mapped, nmap, function)
+    return transformed(mapped, nmap, function)
 
 
 def scan(
@@ -349,7 +347,7 @@ def scan(
         results[:] = [treedef, *(check_dims((axis, *dims)) for _, dims in operands)]
         return carry.taken_from(result[0]), [data for data, _ in operands]
 
-    run = scans.scan(body, length=length, reverse=reverse, unroll=unroll)
+    run = scan_objects(body, length=length, reverse=reverse, unroll=unroll)
     last, stacked = run(carry.values, [data for data, _ in slices])
     treedef, *dims = results
     arrays = [

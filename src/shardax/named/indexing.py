@@ -27,13 +27,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
-from shardax._core._jax import Tracer
-from shardax._core.array_ops import ArrayLike
-from shardax._core.checks import is_integer
+from shardax import Slot, Variable
+from shardax.extend import explicit_sharding, is_integer
 from shardax.named import base, elementwise
 from shardax.named.lift import run_lifted
-from shardax.partition.explicit import explicit_sharding
 
 Change = Callable[[Any, Any, Any], Any]
 
@@ -147,7 +146,7 @@ def _by_place(array: elementwise.Operand, index: object) -> dict[int, Any]:
 def _resolve(array: elementwise.Operand, place: int, entry: object):
     """Returns an integer, a slice, or an ``Operand`` of positions."""
     name, size = array.dims[place], int(array.data.shape[place])
-    if isinstance(entry, ArrayLike):
+    if isinstance(entry, (Slot, Variable)):
         entry = entry.value
     if isinstance(entry, slice):
         return _check_slice(name, entry)
@@ -247,7 +246,7 @@ def _take_apart(array: elementwise.Operand, index: object) -> _Index:
     simple = (slice, int, np.integer, type(None), type(Ellipsis))
     if all(isinstance(entry, simple) for entry in entries):
         return _Index(index)
-    values = (entry.value if isinstance(entry, ArrayLike) else entry for entry in entries)
+    values = (entry.value if isinstance(entry, (Slot, Variable)) else entry for entry in entries)
     return _Index(tuple(np.asarray(e) if isinstance(e, list) else e for e in values), (), True)
 
 

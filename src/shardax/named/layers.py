@@ -21,8 +21,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from shardax import Module, Param, Rngs
-from shardax._core.init.lazy import Initializer
 from shardax.errors import PartitionError
+from shardax.extend import Initializer, align, joined_sharding
 from shardax.named.array import NamedArray, as_named
 from shardax.named.base import Axes, NamedAxesError, check_sizes_by_name, shown
 from shardax.named.functions import dot, softmax
@@ -31,7 +31,6 @@ from shardax.nn import arithmetic, parameters
 from shardax.nn.embedding import look_up
 from shardax.nn.errors import LayerConfigError, LayerInputError
 from shardax.nn.masks import as_mask
-from shardax.partition.explicit import align, joined_sharding
 
 
 @dataclasses.dataclass(frozen=True)

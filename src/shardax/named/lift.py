@@ -19,11 +19,10 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardax import Variable, vmap
-from shardax._core.object import Object
 from shardax.errors import ClosureError, TransformError
+from shardax.extend import Object, explicit_entries
 from shardax.named.base import Dims, Name, NamedAxesError, NamedStorage, mapping, sorted_names
 from shardax.named.elementwise import Operand, listing, named_sizes
-from shardax.partition.explicit import explicit_entries
 
 Make = Callable[[Any, Dims], Any]
 

@@ -17,11 +17,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from shardax import Variable
+from shardax.extend import explicit_sharding, with_layout
 from shardax.named import base
 from shardax.named.array import NamedArray, as_named, refuse_positional
 from shardax.named.elementwise import Operand, align, check_sizes, expand, joined, operand_of
 from shardax.named.lift import run_lifted
-from shardax.partition.explicit import explicit_sharding, with_layout
 
 
 def wrap(array: Any, *names: Any) -> NamedArray:

@@ -13,15 +13,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
-from shardax._core._jax import Tracer
+from shardax.extend import explicit_sharding, joined_sharding, with_layout
 from shardax.named import base
 from shardax.named.array import NamedArray, as_named, refuse_positional
 from shardax.named.elementwise import Operand, align
 from shardax.named.lift import run_lifted
 from shardax.nn.parameters import canonical_dtype
-from shardax.partition.explicit import explicit_sharding, joined_sharding, with_layout
 
 _EXAMPLE = "Give a name and a size: {'vocab': 5}."
 

@@ -12,12 +12,11 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardax import Variable
-from shardax._core.checks import is_integer
+from shardax.extend import explicit_sharding, is_integer, with_layout
 from shardax.named import base
 from shardax.named.array import NamedArray, as_named
 from shardax.named.elementwise import Operand, expand, place_of
 from shardax.named.lift import run_lifted
-from shardax.partition.explicit import explicit_sharding, with_layout
 
 
 def dynamic_slice(array: Any, starts: Mapping[Any, Any], sizes: base.Axes) -> NamedArray:

@@ -12,11 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from shardax import AmaxHistory, Init, Module
-from shardax._core._jax import INLINE
 from shardax._parallel.kernels import is_choosing, platform_in_scope, takes_tokamax
+from shardax.extend import INLINE, align, joined_sharding
 from shardax.nn import parameters
 from shardax.nn.errors import LayerConfigError, LayerInputError
-from shardax.partition.explicit import align, joined_sharding
 
 
 def as_array(value: object) -> jax.Array:

@@ -19,13 +19,12 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardax import Module, Rngs, Variable
-from shardax._core.init.lazy import Initializer
+from shardax.extend import Initializer, align, explicit_sharding, joined_sharding, with_layout
 from shardax.nn import parameters
 from shardax.nn.arithmetic import add_bias, as_array, at_least_float32, cast_all, take_precision
 from shardax.nn.errors import LayerConfigError
 from shardax.nn.linear import numbered
 from shardax.partition import resolve_mesh
-from shardax.partition.explicit import align, explicit_sharding, joined_sharding, with_layout
 
 Padding = str | int | Sequence[int | tuple[int, int]]
 Window = int | Sequence[int]

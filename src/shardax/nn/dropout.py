@@ -14,12 +14,10 @@ import jax
 import jax.numpy as jnp
 
 from shardax import Module, Rngs
-from shardax._core.checks import Options
-from shardax._core.init.lazy import check_rngs
 from shardax.errors import ModuleError
+from shardax.extend import Options, check_rngs, explicit_sharding
 from shardax.nn.arithmetic import as_array
 from shardax.nn.errors import LayerConfigError, LayerInputError
-from shardax.partition.explicit import explicit_sharding
 
 
 class Dropout(Module):

@@ -20,7 +20,7 @@ import jax
 import numpy as np
 
 from shardax import Module, Rngs
-from shardax._core.init.lazy import Initializer
+from shardax.extend import Initializer
 from shardax.nn import parameters
 from shardax.nn.arithmetic import add_bias, as_array, cast_all, einsum, take_precision
 from shardax.nn.errors import LayerConfigError

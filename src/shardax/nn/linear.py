@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from shardax import Module, Rngs
-from shardax._core.init.lazy import Initializer
+from shardax.extend import Initializer
 from shardax.nn import parameters
 from shardax.nn.arithmetic import add_bias, cast_all, contract, take_features, take_precision
 

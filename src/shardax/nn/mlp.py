@@ -17,16 +17,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from shardax import Init, Module, Param, Rngs
-from shardax._core.init.lazy import Initializer
 from shardax._parallel.kernels import against_gated_unit, gated_unit, is_choosing, rows_split
 from shardax._transforms.lift.arguments import parameters_of
-from shardax._transforms.wrappers import ModuleWrapper
+from shardax.extend import Initializer, ModuleWrapper, align
 from shardax.nn.arithmetic import as_array, cast_all, result_dtype, take_features, uses_tokamax
 from shardax.nn.errors import LayerConfigError, LayerInputError
 from shardax.nn.linear import Linear
 from shardax.nn.parameters import as_axes, as_size, canonical_dtype, zeros
 from shardax.nn.stack import Stack
-from shardax.partition.explicit import align
 
 Activation = str | Callable[[Any], Any]
 

@@ -22,8 +22,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from shardax import Init, Param, Rngs
-from shardax._core.checks import Options, is_integer
-from shardax._core.init.lazy import Initializer, announced, check_rngs
+from shardax._core.init.lazy import announced
+from shardax.extend import Initializer, Options, check_rngs, is_integer
 from shardax.nn.errors import LayerConfigError, LayerInputError
 
 ones = jax.nn.initializers.ones

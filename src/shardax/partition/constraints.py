@@ -14,7 +14,6 @@ it. (JAX keeps one trace for a mesh with devices and without.)
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -31,7 +30,6 @@ from shardax._transforms.errors import NoMeshError, TransformError
 from shardax.partition import context
 from shardax.partition.checker import diagnose
 from shardax.partition.errors import PartitionError
-from shardax.partition.explicit import explicit_entries
 from shardax.partition.mesh import AnyMesh, mesh_text, resolve_mesh, scope_has_devices
 from shardax.partition.rules import (
     UNCONSTRAINED,
@@ -316,30 +314,3 @@ def _fill_unconstrained(
         _without(now, used_axes) if entry is PartitionSpec.UNCONSTRAINED else entry
         for entry, now in zip(entries, present, strict=True)
     )
-
-
-def constrain_activations(x: jax.Array) -> jax.Array:
-    """Lays activations out by the scope's rules for batch and sequence."""
-    # Rules about parameters alone leave activations to the compiler. So does a dimension that the
-    # mesh does not divide, such as the batch of one while sampling.
-    rules = context.current_rules()
-    splits_seq = "seq" in rules.names and mesh_axes_of(rules.spec(("seq",))[0])
-    mesh = resolve_mesh() if "batch" in rules.names or splits_seq else None
-    if mesh is None:
-        return x
-    names: tuple[Any, ...] = ("batch", "seq", "embed")[-x.ndim :]
-    if names[0] == "batch" and "batch" not in rules.names:  # it stays where it was placed
-        typed = explicit_entries(x)
-        if typed is None:
-            names = (UNCONSTRAINED, *names[1:])
-        else:
-            rules = rules.override({"batch": typed[0]})
-    parts = [
-        math.prod(mesh.shape.get(axis, 1) for axis in mesh_axes_of(entry))
-        for entry in rules.spec(names)
-    ]
-    entries = [
-        name if size % count == 0 else UNCONSTRAINED
-        for name, size, count in zip(names, x.shape, parts, strict=True)
-    ]
-    return constrain(x, entries, mesh, rules)

@@ -12,11 +12,9 @@ from typing import Any
 
 from shardax import Rules
 from shardax import parallel as parallel_scope
-from shardax._core.graph.paths import PyTree
 from shardax.errors import PartitionError
+from shardax.extend import PyTree, RulesLike, mesh_text
 from shardax.partition import UNCONSTRAINED
-from shardax.partition.mesh import mesh_text
-from shardax.partition.rules import RulesLike
 from shardax.plan.compile.pool import make_evaluator
 from shardax.plan.errors import LayoutAssertionError, PlanInputError
 from shardax.plan.hardware.targets import Target

@@ -35,8 +35,8 @@ from typing import Any
 from shardax import OptState, Rules, parallel
 from shardax._files import write_whole
 from shardax.errors import PartitionError
+from shardax.extend import did_you_mean
 from shardax.partition import UNCONSTRAINED
-from shardax.partition.errors import did_you_mean
 from shardax.plan.records import Layout
 
 _OPTIMIZER = ("optimizer_rules", "optimizer_memory")

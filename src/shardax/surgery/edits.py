@@ -16,13 +16,20 @@ import jax.numpy as jnp
 import numpy as np
 
 from shardax import Dict, Init, Module, Param, Rngs, Selection, Variable, jvp, select
-from shardax._core.checks import raise_if_any
-from shardax._core.graph.paths import Path, PyTree, format_path
-from shardax._core.init.lazy import Initializer
-from shardax._core.state.split_merge import clone_sharing
 from shardax._transforms.grad.grad import is_differentiable
-from shardax._transforms.wrappers import ModuleWrapper
 from shardax.errors import SelectionError
+from shardax.extend import (
+    Initializer,
+    ModuleWrapper,
+    Path,
+    PyTree,
+    align,
+    clone_sharing_arrays,
+    explicit_sharding,
+    format_path,
+    raise_if_any,
+    with_layout,
+)
 from shardax.named.array import NamedArray
 from shardax.named.functions import dot
 from shardax.named.layers import Linear as NamedLinear
@@ -41,7 +48,6 @@ from shardax.nn.linear import Linear
 from shardax.nn.moe import MoE
 from shardax.nn.parameters import as_size, lecun_normal, zeros
 from shardax.nn.quantization import QuantizedKernel
-from shardax.partition.explicit import align, explicit_sharding, with_layout
 
 Adaptable = Linear | Einsum | ConvBase | MoE | Embed | NamedLinear
 
@@ -619,7 +625,7 @@ def linearise(selection: Selection, *args: PyTree, **kwargs: PyTree) -> Any:
         >>> linear.layers[0](jnp.array([3.0, 2.0])).tolist()  # 2 * 3 - 1, 4 * 2 - 4
         [5.0, 4.0]
     """
-    recording = clone_sharing(
+    recording = clone_sharing_arrays(
         wrap_selected("linearise", selection, lambda _, layer: _Recorder(layer))
     )
     recording(*args, **kwargs)

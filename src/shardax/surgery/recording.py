@@ -8,6 +8,7 @@ layer, so that paths and values do not depend on how a model runs its layers.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -15,9 +16,8 @@ from typing import Any, NamedTuple
 import jax
 
 from shardax import Module, Selection, iter_modules, select
-from shardax._core.graph.paths import Path, PyTree
-from shardax._transforms.lift.engine import wraps
 from shardax.errors import SelectionError
+from shardax.extend import Path, PyTree
 from shardax.models.layers.transformer_layer import TransformerBlock
 from shardax.models.transformer import Transformer
 from shardax.nn.stack import Stack
@@ -91,7 +91,7 @@ def record(model: PyTree, *selections: Selection | Callable[[Selection], Selecti
         )
     _recording(model, paths)  # refuses what is not called
 
-    @wraps(model)
+    @functools.wraps(model, updated=())
     def run(*args: PyTree, **kwargs: PyTree) -> PyTree:
         recording = _recording(model, paths)
         copies = [

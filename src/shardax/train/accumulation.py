@@ -17,11 +17,8 @@ import jax
 import jax.numpy as jnp
 
 from shardax import Carry, Param, eval_shape, jit, scan, value_and_grad
-from shardax._core._jax import INLINE
-from shardax._core.checks import Options, raise_if_any
-from shardax._core.graph.flatten import has_objects
-from shardax._core.graph.paths import PyTree
 from shardax._parallel.microbatches import cut, indivisible
+from shardax.extend import INLINE, Options, PyTree, has_objects, raise_if_any
 from shardax.nn.arithmetic import at_least_float32
 from shardax.train.errors import TrainError
 from shardax.train.metrics import counted_by, relative_weights, target_weights, weighted

@@ -29,9 +29,8 @@ import numpy as np
 
 from shardax import Dict, List, iter_modules
 from shardax._core.cross_process import PickledByName
-from shardax._core.graph.flatten import has_objects
-from shardax._core.graph.paths import format_path
-from shardax._core.object import Object, Wrapper
+from shardax._core.object import Wrapper
+from shardax.extend import Object, format_path, has_objects
 from shardax.train.errors import TrainError
 from shardax.train.optimizer_state import Transformation
 

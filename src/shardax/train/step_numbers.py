@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from shardax import iter_variables
-from shardax._core.graph.paths import PyTree
+from shardax.extend import PyTree
 from shardax.train.errors import TrainError
 from shardax.train.metrics import (
     Metric,

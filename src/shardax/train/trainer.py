@@ -27,11 +27,10 @@ import jax
 from jax.sharding import Mesh
 
 from shardax import axis_rules, distributed, explain_retraces, iter_modules, jit, shard, shardings
-from shardax._core.checks import Options
-from shardax._core.graph.paths import PyTree
 from shardax._transforms.jit.retraces import Retrace
-from shardax._transforms.module_scopes import module_scopes
 from shardax.distributed.processes import explain_ended_process, from_main
+from shardax.extend import Options, PyTree
+from shardax.hlo.module_scopes import module_scopes
 from shardax.partition import resolve_mesh
 from shardax.partition.tree_layout import MemoryKinds, OverridesLike, telling_once
 from shardax.train import agreement, step_numbers

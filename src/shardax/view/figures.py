@@ -18,20 +18,18 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from shardax import GraphDef, Selection, State, Variable
-from shardax._core._jax import Tracer
 from shardax._core.cross_process import format_mesh
 from shardax._core.frames import owner_here
 from shardax._core.graph.flatten import build
-from shardax._core.graph.paths import Path, format_path, plain_path
-from shardax._core.init.lazy import LazyValue
 from shardax._core.module import Drawing, draw, leaf_text, parameter_count
 from shardax._core.object import Shown
 from shardax._core.variable import ArrayAttribute
+from shardax.extend import LazyValue, Path, format_path, mesh_axes_of, path_of_keys
 from shardax.named import NamedArray
-from shardax.partition.rules import mesh_axes_of
 from shardax.view.shardings import platform_of, spans_by_device
 
 MOST_PICTURES = 100  # arrays of one drawing that are shown with their values
@@ -108,7 +106,7 @@ def _draw_selection(selection: Selection) -> Drawing:
     drawing = draw(tree)
     if drawing.parts is None and not isinstance(tree, Variable):  # a tree without objects
         leaves = jax.tree_util.tree_leaves_with_path(tree)
-        drawing = _nested(tree, {plain_path(keys): leaf for keys, leaf in leaves})
+        drawing = _nested(tree, {path_of_keys(keys): leaf for keys, leaf in leaves})
     objects = {id(place.holder) for place in selection._places if place.is_holder}
     for place in drawing.places():
         inside = place.parts is None and place.path in leading

@@ -22,13 +22,11 @@ import jax
 from jax.sharding import AbstractMesh
 
 from shardax import abstract, iter_modules, iter_variables, jit
-from shardax._core.graph.paths import Path, format_path
-from shardax._transforms.module_scopes import compiled_with_names, set_scope
+from shardax.extend import AnyMesh, Path, RulesLike, format_path
 from shardax.hlo.analyze import own_flops
 from shardax.hlo.execution_counts import called, count_executions
+from shardax.hlo.module_scopes import compiled_with_names, set_scope
 from shardax.hlo.program import Computation, Instruction, Program, parse
-from shardax.partition.mesh import AnyMesh
-from shardax.partition.rules import RulesLike
 from shardax.view.parameter_table import ViewError
 
 _FLOATING = re.compile(r"(?:f|bf|c)\d")

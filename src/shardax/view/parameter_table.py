@@ -19,14 +19,17 @@ import jax
 from jax.sharding import NamedSharding
 
 from shardax import Rules, Variable, abstract, iter_modules, iter_variables
-from shardax._core.graph.handlers import axes_of
-from shardax._core.graph.paths import Path, format_path
-from shardax._core.text import columns, format_axes
 from shardax.errors import ShardaxError
+from shardax.extend import (
+    Path,
+    align_columns,
+    array_axes,
+    byte_count,
+    format_path,
+    rules_over,
+    spec_for,
+)
 from shardax.partition import resolve_mesh
-from shardax.partition.checker import spec_for
-from shardax.partition.context import rules_over
-from shardax.partition.inventory import byte_count
 
 
 class ViewError(ShardaxError, ValueError):
@@ -171,9 +174,9 @@ class ParameterTable:
         printer.text(str(self))
 
     def __str__(self) -> str:
-        lines = [*columns(self.cells(), right=[6, 7]), self.totals()]
+        lines = [*align_columns(self.cells(), right=[6, 7]), self.totals()]
         if self.modules:
-            lines += ["", *columns(self.module_cells(), right=[2, 3, 4, 5])]
+            lines += ["", *align_columns(self.module_cells(), right=[2, 3, 4, 5])]
         return "\n".join(lines)
 
 
@@ -269,7 +272,7 @@ def _row(
     path: Path, inside: str, variable: Variable, struct: jax.ShapeDtypeStruct, rules: Rules
 ) -> ParameterRow:
     value, shape, sharding = variable.value, struct.shape, struct.sharding
-    own_names = axes_of(value)
+    own_names = array_axes(value)
     names = variable.axes if own_names is None else own_names
     if isinstance(sharding, NamedSharding):
         spec = sharding.spec
@@ -285,7 +288,7 @@ def _row(
         type=type(variable).__name__,
         shape=shape,
         dtype=str(struct.dtype),
-        axes=format_axes(names),
+        axes=", ".join("-" if name is None else str(name) for name in names or ()),
         spec="" if set(entries) <= {"-"} else ", ".join(entries),
         size=math.prod(shape),
         nbytes=byte_count(shape, struct.dtype),

@@ -21,13 +21,18 @@ from jax.sharding import AbstractMesh, NamedSharding, Sharding
 
 from shardax import Variable, abstract
 from shardax._core.cross_process import format_mesh
-from shardax._core.graph.paths import Path, format_path
-from shardax._core.object import Object
-from shardax._core.text import columns
+from shardax.extend import (
+    AnyMesh,
+    Object,
+    Path,
+    RulesLike,
+    TreeInventory,
+    align_columns,
+    format_path,
+    mesh_axes_of,
+)
 from shardax.partition import resolve_mesh
-from shardax.partition.inventory import ArrayInfo, TreeInventory, is_array
-from shardax.partition.mesh import AnyMesh
-from shardax.partition.rules import RulesLike, mesh_axes_of
+from shardax.partition.inventory import ArrayInfo, is_array
 from shardax.view.parameter_table import ViewError, format_bytes, format_shape, html_table
 
 _COLORS = ("#4e79a7", "#f28e2b", "#59a14f", "#e15759", "#76b7b2", "#edc948", "#b07aa1", "#9c755f")
@@ -349,7 +354,7 @@ class ShardingView:
         if self.single:
             return f"{self.caption()}\n{sharding_text(self.rows[0].array)}"
         cells = [_HEADER, *(cells for cells, _ in _joined(self.rows))]
-        return "\n".join([*columns(cells, right=[5, 6]), self.summary()])
+        return "\n".join([*align_columns(cells, right=[5, 6]), self.summary()])
 
 
 def sharding(

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any, TypeVar
 
-from shardax._core.errors import warn
+from shardax.extend import warn_user
 from shardax.models.config.paths import (
     absent_value,
     changed_part,
@@ -98,7 +98,7 @@ def with_flat_names(kind: type[_Config]) -> type[_Config]:
     def read_flat_name(self: Any, name: str) -> Any:
         if path := PATHS.get(name) or _METHODS.get(name):
             text = f"config.{name} is deprecated: read config.{path}. The flat name goes"
-            warn(f"{text} with the next version.", DeprecationWarning)
+            warn_user(f"{text} with the next version.", DeprecationWarning)
             return read_field(self, path)
         text = f"{kind.__name__} has no {name}."
         raise AttributeError(text if name[:1] == "_" else f"{text} {_listed(kind)}")
@@ -120,7 +120,9 @@ def as_paths(values: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Returns values by path, with a warning where names are flat."""
     if flat := [name for name in values if name in PATHS]:
         listed = ", ".join(f"{PATHS[name]!r} for {name!r}" for name in flat)
-        warn(f"{where} has flat names, which are deprecated: give {listed}.", DeprecationWarning)
+        warn_user(
+            f"{where} has flat names, which are deprecated: give {listed}.", DeprecationWarning
+        )
     return {PATHS.get(name, name): value for name, value in values.items()}
 
 
@@ -134,7 +136,7 @@ def _translated(kind: Any, options: Mapping[str, Any], flat: Mapping[str, Any]) 
         parts[name] = changed_part(nested[name], part, values)
         texts.append(f"{name}={_call(nested[name], values)}")
         changes.append(texts[-1] if part is None else f"{name}={_replace(name, part, values)}")
-    warn(
+    warn_user(
         f"{', '.join(flat)} of {kind.__name__} is deprecated: give {kind.__name__}"
         f"({', '.join(texts)}), and of a config dataclasses.replace(config, {', '.join(changes)}). "
         f"The flat names go with the next version.",

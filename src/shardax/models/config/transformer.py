@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass, field
 
-from shardax._core.checks import Options
+from shardax.extend import Options
 from shardax.models.config.attention import AttentionConfig
 from shardax.models.config.checks import check_parts, check_rate, require_values, use_names
 from shardax.models.config.feed_forward import ExpertsConfig, MLPConfig

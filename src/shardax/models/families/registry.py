@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from types import NoneType
 from typing import Any
 
-from shardax._core.errors import warn
+from shardax.extend import warn_user
 from shardax.models.config.flat import as_paths
 from shardax.models.families import (
     clip,
@@ -151,7 +151,7 @@ def _as_today(parts: Mapping[str, Any], has_paths: bool) -> dict[str, Any]:
     """Returns the parts of a family, translated from version 0.1."""
     today = dict(parts)
     if isinstance(today.get("tensors"), str):
-        warn(
+        warn_user(
             "register(tensors=) as a text is deprecated: give a sequence of "
             "sx.models.tensors.Tensor, which sx.models.tensors.parse_table(text) makes of it.",
             DeprecationWarning,

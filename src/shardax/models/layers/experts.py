@@ -17,9 +17,9 @@ import jax
 import jax.numpy as jnp
 
 from shardax import Rngs
+from shardax.extend import align
 from shardax.nn.moe import MoE
 from shardax.nn.parameters import make_parameter, zeros
-from shardax.partition.explicit import align
 
 
 class ChoiceOfGroups(MoE):

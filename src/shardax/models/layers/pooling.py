@@ -7,9 +7,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 
 from shardax import Module, Rngs
-from shardax._core._jax import Tracer
 from shardax.models.config.checks import Dtypes
 from shardax.models.config.norms import NormConfig
 from shardax.models.config.outputs import PoolConfig

@@ -19,10 +19,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardax import parallel as parallel_scope
-from shardax._core.checks import Options
-from shardax._core.graph.paths import PyTree
 from shardax.errors import PartitionError
-from shardax.partition.errors import did_you_mean
+from shardax.extend import Options, PyTree, did_you_mean
 from shardax.plan.compile.cache import cache_folder
 from shardax.plan.compile.pool import LocalEvaluator, PoolEvaluator, make_evaluator
 from shardax.plan.errors import PlanInputError, PlanInterrupted, TargetError

@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from shardax import Rules
-from shardax._core.checks import Options
-from shardax.partition.rules import mesh_axes_of
+from shardax.extend import Options, mesh_axes_of
 from shardax.plan.errors import PlanFileError, PlanInputError
 from shardax.plan.hardware.hardware import Hardware
 from shardax.plan.timing.figures import find_chip

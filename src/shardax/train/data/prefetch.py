@@ -38,11 +38,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardax import iter_variables
-from shardax._core.checks import Options
-from shardax._core.graph.paths import Leaf, PyTree
-from shardax.partition.checker import spec_for
-from shardax.partition.context import rules_over
-from shardax.partition.rules import RulesLike, mesh_axes_of
+from shardax.extend import Options, PyTree, RulesLike, mesh_axes_of, rules_over, spec_for
 from shardax.train.data.batches import Rows, Rowwise
 from shardax.train.data.sources import (
     Positioned,
@@ -109,7 +105,7 @@ def _put_rows(batch, sharding, rows: Rows | None, batch_size: int):
                 f"by_rows was asked for {ids.size} rows, but gave an array of shape {array.shape}."
             )
 
-        def read(index) -> Leaf:
+        def read(index) -> Any:
             if ids is None:
                 return array[index]
             start, stop, _ = index[0].indices(batch_size)

@@ -21,6 +21,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardax import (
@@ -35,15 +36,19 @@ from shardax import (
     shard,
     shardings,
 )
-from shardax._core._jax import Tracer
-from shardax._core.checks import raise_if_any
-from shardax._core.graph.paths import Leaf, Path, PyTree, format_path
 from shardax._parallel.microbatches import indivisible
 from shardax._parallel.schedules import Operation, Schedule
 from shardax.errors import PartitionError
+from shardax.extend import (
+    Path,
+    PyTree,
+    RulesLike,
+    format_path,
+    mesh_axes_of,
+    raise_if_any,
+    rules_over,
+)
 from shardax.nn.mlp import Sequential
-from shardax.partition.context import resolve_rules
-from shardax.partition.rules import RulesLike, mesh_axes_of
 from shardax.partition.tree_layout import telling_once
 from shardax.train.metrics import relative_weights, target_weights
 from shardax.train.optimizer import Optimizer
@@ -129,7 +134,7 @@ class PipelineStep:
             raise PartitionError(f"The schedule {schedule.name!r} is for {table}, not for {model}.")
         self.schedule = schedule
         self.meshes = tuple(parts[number % len(parts)] for number in range(len(self.stages)))
-        self.rules = resolve_rules(rules)
+        self.rules = rules_over(None, rules)
         self.sent_bytes: int | None = None
         placed = [
             (stage, stage_mesh)
@@ -414,7 +419,7 @@ class _ChunkStep:
         chunk.check_places({**self.trained, **self.state})
         self.carried: Values = {}
         self.written: Values = {}  # counts of streams, of the last microbatch
-        self.sown: dict[Path, Leaf] = {}
+        self.sown: dict[Path, Any] = {}
         self.objectives: list[PyTree] = []
         self.held: dict[int, dict[Any, Any]] = {}
         self.compiled: ChunkPrograms | None = None
@@ -545,7 +550,7 @@ class _PipelineRun:
 
 
 @jax.jit
-def _sum(values: list[Leaf]):
+def _sum(values: list[Any]):
     return sum(values[1:], values[0])
 
 
