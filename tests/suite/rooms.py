@@ -25,6 +25,7 @@ ROOMS = {
         "partition": "tests/core/partition",
         "random": "tests/core/random",
         "config": "tests/core/config",
+        "extend": "tests/core/test_extend.py",
         "numpy": "tests/core/test_numpy.py",
         "errors.py": "tests/house",
         "__init__.py": "tests/house",

@@ -30,7 +30,7 @@ from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import Any
 
-from shardax.config.configure import configure
+from shardax import configure
 from shardax.extend import Options
 from shardax.host import errors
 from shardax.host.calls import decode

@@ -23,13 +23,13 @@ from jax.core import Tracer
 from shardax import CustomVjp, DiffState, State, Variable
 from shardax._core.cross_process import PickledByName
 from shardax._core.frames import local
-from shardax._core.graph.flatten import flatten, is_object
+from shardax._core.graph.flatten import flatten
 from shardax._transforms.control.scan import vary_alike
 from shardax._transforms.grad.grad import DiffArgument, Tangents, is_differentiable
 from shardax._transforms.lift.arguments import leaf_paths, resolve_arguments, static_argument
 from shardax._transforms.lift.engine import LateFrame, LiftedCall, takes_options
 from shardax.errors import StaticArgumentError, TransformError
-from shardax.extend import Frame, Options, Path, PyTree, format_path, is_eager
+from shardax.extend import Frame, Object, Options, Path, PyTree, format_path, is_eager
 from shardax.host import callback
 from shardax.host.calls import name_of
 from shardax.host.errors import HostFunctionError
@@ -313,7 +313,7 @@ def _with_arrays(args: object):
         dtype = getattr(leaf, "dtype", None) if isinstance(leaf, (int, float, complex)) else None
         return leaf if dtype is None else np.asarray(leaf, dtype)
 
-    return jax.tree.map(array, args, is_leaf=is_object)
+    return jax.tree.map(array, args, is_leaf=lambda leaf: isinstance(leaf, Object))
 
 
 # --- derivatives ---
@@ -423,11 +423,13 @@ def gradients_like(
 ) -> Any:
     """Shape rule of vjp rules: gradients are like arguments, dicts for Modules."""
     moving = tuple(arg for position, arg in enumerate(args) if position not in static)
-    return if_differentiable(jax.tree.map(_by_path, moving, is_leaf=is_object))
+    return if_differentiable(
+        jax.tree.map(_by_path, moving, is_leaf=lambda leaf: isinstance(leaf, Object))
+    )
 
 
 def _by_path(leaf):
-    if not is_object(leaf):
+    if not isinstance(leaf, Object):
         return leaf
     flat = flatten(leaf)
     values = {p: v._value for p, v in zip(flat.leaf_paths, flat.leaves, strict=True)}

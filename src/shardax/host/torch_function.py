@@ -18,7 +18,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shardax._transforms.grad.grad import is_differentiable
 from shardax.extend import PyTree, needs_package
 from shardax.host.calls import name_of
 from shardax.host.host_function import HostFunction, host_function, if_differentiable
@@ -75,7 +74,8 @@ def _loss_form(*args: object, **kwargs: object) -> jax.ShapeDtypeStruct:
 
 
 def _is_moving(leaf: object) -> bool:
-    return hasattr(leaf, "dtype") and is_differentiable(leaf)
+    dtype = getattr(leaf, "dtype", None)
+    return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
 
 
 def _hosted(function: Callable[..., object], out: object, vmap: str) -> HostFunction:

@@ -37,6 +37,7 @@ from shardax import (
     shardings,
 )
 from shardax._files import draft_folder, move_files, write_tensors
+from shardax.errors import PartitionCheckError
 from shardax.extend import (
     AnyMesh,
     Options,
@@ -76,7 +77,6 @@ from shardax.nn.attention.dot_product import AttentionKernel
 from shardax.nn.attention.multi_head import MultiHeadAttention
 from shardax.nn.stack import Stack
 from shardax.partition import current_rules, resolve_mesh
-from shardax.partition.errors import raise_on_errors
 from shardax.partition.placement import ABSTRACT
 from shardax.partition.tree_layout import check_devices
 
@@ -196,7 +196,10 @@ def from_pretrained(
             rules = DECODER_RULES if where is None else _dividing_rules(model, where)
         places: Mapping[Any, Any] = {}
         if where is not None:
-            raise_on_errors(check(model, where, rules))
+            diagnostics = check(model, where, rules)
+            errors = [diagnostic for diagnostic in diagnostics if diagnostic.severity == "error"]
+            if errors:
+                raise PartitionCheckError(errors)
             places = shardings(model, where, rules).flat()
         cast = None if param_dtype is None else jnp.dtype(param_dtype)
         for entry in table.entries:

@@ -99,7 +99,7 @@ class NamedArray(Operators, Reductions, Indexing, ShownArray):
             ((None, 'b', None), (4, 3, 2))
         """
         data, dims = self._parts()
-        tagged = (*positional_places(dims), *(self._place(name) for name in names))
+        tagged = (*positional_places(dims), *(dimension_of(self, name) for name in names))
         if len(set(tagged)) < len(tagged):
             raise NamedAxesError(f"untag was given a name twice: {names}.")
         # The dimensions concerned trade places, so that they stand in the order asked for.
@@ -133,7 +133,7 @@ class NamedArray(Operators, Reductions, Indexing, ShownArray):
                 f"{shown(dims, self.shape)}. Give every name, in the order of the dimensions to "
                 f"be: x.unwrap({', '.join(map(repr, (*names, *missing)))})."
             )
-        order = (*positional_places(dims), *(self._place(name) for name in names))
+        order = (*positional_places(dims), *(dimension_of(self, name) for name in names))
         if len(set(order)) < len(order):
             raise NamedAxesError(f"unwrap was given a name twice: {names}.")
         return base.transposed(self._data, order)
@@ -198,7 +198,7 @@ class NamedArray(Operators, Reductions, Indexing, ShownArray):
         """
         data, dims = self._parts()
         for name in names:
-            self._place(name)
+            dimension_of(self, name)
         renamed = (name if name is None else names.get(name, name) for name in dims)
         return self._make(data, base.check_dims(renamed))
 
@@ -231,11 +231,6 @@ class NamedArray(Operators, Reductions, Indexing, ShownArray):
         return self._make(
             jax.lax.broadcast_in_dim(data, shape, places), base.check_dims((*new, *dims))
         )
-
-    def _place(self, name: object) -> int:
-        if name is not None and name in self.dims:
-            return self.dims.index(name)
-        raise NamedAxesError(f"There is no axis {name!r}: the axes are {self._shown()}.")
 
     def _shown(self) -> str:
         return shown(self.dims, self.shape)
@@ -370,3 +365,11 @@ def as_named(value: Any, function: str) -> NamedArray:
         f"{function} takes named arrays, but was given {type(value).__name__}{shape}. Name the "
         f"dimensions: named.wrap(array, ...)."
     )
+
+
+def dimension_of(array: NamedArray, name: object) -> int:
+    """Returns the dimension of a name, or raises."""
+    if name is not None and name in array.dims:
+        return array.dims.index(name)
+    axes = shown(array.dims, array.shape)
+    raise NamedAxesError(f"There is no axis {name!r}: the axes are {axes}.")

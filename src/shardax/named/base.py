@@ -27,7 +27,7 @@ import functools
 import itertools
 import threading
 from collections.abc import Generator, Hashable, Iterable, Mapping
-from typing import Any, Self, cast
+from typing import Any, Self, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -323,6 +323,19 @@ class NamedStorage:
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         data, _ = self._parts()
         return self._make(jnp.copy(data) if isinstance(data, jax.Array) else data, self.dims)
+
+
+T = TypeVar("T", bound=NamedStorage)
+
+
+def from_parts(kind: type[T], data: Any, dims: Dims) -> T:
+    """Returns a named array of data and dims that are known to fit."""
+    return kind._make(data, dims)
+
+
+def parts_of(array: NamedStorage) -> tuple[Any, Dims]:
+    """Returns the data and the dims of an array, for an operation by name."""
+    return array._parts()
 
 
 def as_leaf(data: object) -> Any:

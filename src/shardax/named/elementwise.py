@@ -24,7 +24,14 @@ import numpy as np
 from shardax import Slot, Variable
 from shardax.extend import is_integer
 from shardax.named import base
-from shardax.named.base import Dims, NamedAxesError, NamedStorage, positional_places, shown
+from shardax.named.base import (
+    Dims,
+    NamedAxesError,
+    NamedStorage,
+    parts_of,
+    positional_places,
+    shown,
+)
 
 _NUMBERS = (bool, int, float, complex, np.generic)
 
@@ -119,7 +126,7 @@ def listing(operands: Sequence[Operand]) -> str:
 def operand_of(value: object, mate: Operand) -> Any:
     """Returns an operand, a number, or NotImplemented for the other side."""
     if isinstance(value, NamedStorage):
-        return Operand(*value._parts())
+        return Operand(*parts_of(value))
     if isinstance(value, _NUMBERS):
         return value
     if isinstance(value, (Slot, Variable)):

@@ -17,7 +17,6 @@ import contextlib
 import functools
 import inspect
 import math
-import types
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,7 +26,6 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType
 
 from shardax import LogicallyPartitioned, OptState, Param, Quantized, Rules, Variable, abstract
-from shardax._transforms.jit.jit import BoundJit
 from shardax.extend import (
     AnyMesh,
     Object,
@@ -40,8 +38,7 @@ from shardax.extend import (
     mesh_axes_of,
     path_of_keys,
 )
-from shardax.partition import AxisMetadata
-from shardax.partition.boxes.boxes import is_box
+from shardax.partition import AxisMetadata, is_box
 from shardax.partition.inventory import ArrayInfo, LeafInfo
 from shardax.partition.tree_layout import TreeLayout
 from shardax.plan.errors import PlanInputError
@@ -110,7 +107,7 @@ def unbound(step: object) -> tuple[PyTree, tuple[PyTree, ...], dict[str, PyTree]
     if isinstance(step, functools.partial):
         function, args, keywords = unbound(step.func)
         return function, (*args, *step.args), {**keywords, **step.keywords}
-    if isinstance(step, (types.MethodType, BoundJit)):
+    if hasattr(step, "__func__") and hasattr(step, "__self__"):  # a method, compiled or not
         function, args, keywords = unbound(step.__func__)
         return function, (*args, step.__self__), keywords
     called = type(step).__call__

@@ -16,7 +16,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from shardax import Dict, Init, Module, Param, Rngs, Selection, Variable, jvp, select
-from shardax._transforms.grad.grad import is_differentiable
 from shardax.errors import SelectionError
 from shardax.extend import (
     Initializer,
@@ -31,6 +30,7 @@ from shardax.extend import (
     with_layout,
 )
 from shardax.named.array import NamedArray
+from shardax.named.base import from_parts
 from shardax.named.functions import dot
 from shardax.named.layers import Linear as NamedLinear
 from shardax.nn.arithmetic import (
@@ -295,9 +295,9 @@ class LoRA(LayerWrapper):
         layer, rank = self.body, ("lora", "rank")
         batch, inputs, made = layer.batch_axes.names, layer.input_axes.names, layer._out_names()
         data, a, b = cast_all(layer.dtype, x.data, self.a.value, self.b.value)
-        a = NamedArray._make(a, (*batch, *inputs, rank))
-        b = NamedArray._make(b, (*batch, rank, *made.values()))
-        term = dot(dot(NamedArray._make(data, x.dims), a, inputs), b, (rank,))
+        a = from_parts(NamedArray, a, (*batch, *inputs, rank))
+        b = from_parts(NamedArray, b, (*batch, rank, *made.values()))
+        term = dot(dot(from_parts(NamedArray, data, x.dims), a, inputs), b, (rank,))
         return term.rename({new: name for name, new in made.items() if new != name})
 
     def _convolved(self, x: jax.Array, y: jax.Array) -> jax.Array:
@@ -634,7 +634,8 @@ def linearise(selection: Selection, *args: PyTree, **kwargs: PyTree) -> Any:
     def replace(path: Path, layer) -> Linearised:
         seen = recorders[path].__dict__.get("inputs")
         inputs = () if seen is None else seen.value
-        if len(inputs) != 1 or not all(map(is_differentiable, jax.tree.leaves(inputs))):
+        dtypes = [jnp.result_type(leaf) for leaf in jax.tree.leaves(inputs)]
+        if len(inputs) != 1 or not all(jnp.issubdtype(dtype, jnp.inexact) for dtype in dtypes):
             found = f"was called {len(inputs)} times" if len(inputs) != 1 else "takes integers"
             raise SelectionError(
                 f"{format_path(path)} cannot be linearised: it {found}, and there is one "

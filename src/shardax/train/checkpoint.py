@@ -13,7 +13,7 @@ and knows the latest that is complete.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
 from typing import Any, Self
 
@@ -28,7 +28,6 @@ from shardax._files import PathExistsError, PathNotFoundError
 from shardax.errors import ModuleError, ShardaxError
 from shardax.extend import PyTree, raise_if_any, stored_value, warn_user
 from shardax.partition import resolve_mesh
-from shardax.partition.tree_layout import MemoryKinds, OverridesLike
 from shardax.train import checkpoint_files as storage
 from shardax.train import errors
 from shardax.train.checkpoint_format import (
@@ -42,6 +41,10 @@ from shardax.train.checkpoint_format import (
     stored_arrays,
 )
 from shardax.train.optimizer_state import StateValue, named_sharding
+
+# A placement by filter, and a kind of memory for all or by filter, as ``sx.shardings`` takes them.
+OverridesLike = Mapping[Any, Any] | Iterable[tuple[Any, Any]]
+MemoryKinds = str | Mapping[Any, Any] | Iterable[tuple[Any, Any]]
 
 
 def save(tree: object, path: object, *, extra: object = None) -> None:

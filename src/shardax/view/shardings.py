@@ -28,11 +28,11 @@ from shardax.extend import (
     RulesLike,
     TreeInventory,
     align_columns,
+    byte_count,
     format_path,
     mesh_axes_of,
 )
 from shardax.partition import resolve_mesh
-from shardax.partition.inventory import ArrayInfo, is_array
 from shardax.view.parameter_table import ViewError, format_bytes, format_shape, html_table
 
 _COLORS = ("#4e79a7", "#f28e2b", "#59a14f", "#e15759", "#76b7b2", "#edc948", "#b07aa1", "#9c755f")
@@ -268,7 +268,7 @@ class ShardingRow:
         return self._bytes(self.shard_shape)
 
     def _bytes(self, shape: tuple[int, ...]) -> int:
-        return ArrayInfo((), shape, self.array.dtype, False, None).nbytes
+        return byte_count(shape, self.array.dtype)
 
     @property
     def split(self) -> str:
@@ -357,6 +357,13 @@ class ShardingView:
         return "\n".join([*align_columns(cells, right=[5, 6]), self.summary()])
 
 
+def _is_array(value: object) -> bool:
+    """Returns whether a value is an array, or stands for one by shape and dtype."""
+    is_class = isinstance(value, type)  # such as jnp.float32
+    is_array = hasattr(value, "shape") and hasattr(value, "dtype")
+    return is_array and not is_class and not isinstance(value, Object)
+
+
 def sharding(
     tree: Any, mesh: AnyMesh | None = None, rules: RulesLike | None = None
 ) -> ShardingView:
@@ -395,7 +402,7 @@ def sharding(
         │                  │                  │
         └──────────────────┴──────────────────┘
     """
-    if isinstance(tree, Variable) or (not isinstance(tree, Object) and is_array(tree)):
+    if isinstance(tree, Variable) or _is_array(tree):
         leaf = TreeInventory(tree).leaves[0]
         if leaf.treedef is None and leaf.box is None:
             return _single(tree, mesh, rules)

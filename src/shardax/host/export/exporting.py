@@ -28,7 +28,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from shardax import GraphDef, Jit, RngState, jit
-from shardax._core.graph.flatten import VariableDef, definition_paths, is_object
+from shardax._core.graph.flatten import VariableDef, definition_paths
 from shardax._files import (
     PathExistsError,
     draft_folder,
@@ -222,7 +222,7 @@ def abstract_arguments(
         by_key[key] = jax.tree_util.tree_map_with_path(
             lambda path, leaf, label=label: dimensions.abstract(label, path, leaf),
             by_key[key],
-            is_leaf=is_object,
+            is_leaf=lambda leaf: isinstance(leaf, Object),
         )
     dimensions.check_used()
     return tuple(by_key[i] for i in range(len(args))), {name: by_key[name] for name in kwargs}
