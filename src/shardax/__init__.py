@@ -121,6 +121,7 @@ from shardax.partition import unshard as unshard
 if _typing.TYPE_CHECKING:
     from shardax import bridge as bridge
     from shardax import distributed as distributed
+    from shardax import extend as extend
     from shardax import host as host
     from shardax import models as models
     from shardax import named as named
@@ -145,7 +146,19 @@ if _typing.TYPE_CHECKING:
 
 
 _ON_FIRST_USE = frozenset(
-    {"distributed", "host", "models", "named", "nn", "numpy", "plan", "random", "surgery", "train"}
+    {
+        "distributed",
+        "extend",
+        "host",
+        "models",
+        "named",
+        "nn",
+        "numpy",
+        "plan",
+        "random",
+        "surgery",
+        "train",
+    }
     | {"bridge", "view"}
 )
 """Subpackages imported when first named, so that ``import shardax`` is quick."""

@@ -16,7 +16,7 @@ import pytest
 
 from tests.house import public_api, sources
 from tests.house.sources import Source, package_files
-from tests.house.test_imports import home
+from tests.house.test_imports import defining_modules, home
 from tests.suite.rooms import ROOMS
 
 MOST_NAMES = 60
@@ -151,22 +151,18 @@ PRIVATE_ATTRIBUTES: dict[str, set[str]] = {
     "shardax.host.host_function": {"_value"},
     "shardax.host.worker": {"_fail", "_lose", "_retries"},
     "shardax.models.comparison": {"_array_attributes"},
-    "shardax.named.elementwise": {"_parts"},
-    "shardax.named.functions": {"_make", "_parts"},
-    "shardax.named.indexing": {"_make", "_parts"},
-    "shardax.named.layers": {"_make", "_parts"},
-    "shardax.named.lift": {"_parts"},
-    "shardax.named.make": {"_make", "_parts", "_place"},
-    "shardax.named.search": {"_make", "_parts", "_place"},
-    "shardax.named.slicing": {"_make", "_parts", "_place"},
     "shardax.nn.stack": {"_allocate"},
-    "shardax.surgery.edits": {"_convolve", "_make", "_out_names", "_routed"},
+    "shardax.surgery.edits": {"_convolve", "_out_names", "_routed"},
     "shardax.surgery.recording": {"_array_attributes"},
     "shardax.train.optimizer_state": {"_real", "_value"},
-    "shardax.view.figures": {"_here", "_make", "_metadata", "_places", "_repr_html_", "_value"},
+    "shardax.view.figures": {"_here", "_make", "_metadata", "_places", "_value"},
 }
 
-PUBLIC_UNDERSCORES = {"_asdict", "_exit", "_field_defaults", "_fields", "_replace"}
+PUBLIC_UNDERSCORES = {
+    *("_asdict", "_field_defaults", "_fields", "_replace"),  # of named tuples
+    "_exit",  # of os
+    "_repr_html_",  # of notebooks
+}
 
 
 def room_files() -> list[Source]:
@@ -264,6 +260,7 @@ def has_example(name: str) -> bool:
 
 @pytest.fixture
 def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Source:
+    defining_modules()  # of the package itself, which is found by the names below
     monkeypatch.setattr(sources, "PACKAGE", tmp_path / "shardax")
     monkeypatch.setattr(sources, "ROOT", tmp_path)
     path = tmp_path / "shardax" / "nn" / "layer.py"

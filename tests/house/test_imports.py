@@ -183,6 +183,7 @@ def test_jax_is_used_by_public_names_except_where_listed() -> None:
 @pytest.fixture
 def write_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Returns a function that puts one file into a package of its own."""
+    defining_modules()  # of the package itself, which is found by the names below
     monkeypatch.setattr(sources, "PACKAGE", tmp_path / "shardax")
     monkeypatch.setattr(sources, "ROOT", tmp_path)
 

@@ -126,7 +126,27 @@ def _remat(
 
 
 class ModuleWrapper(Module):
-    """Base of Modules around another one."""
+    """Base of Modules around another one, whose attributes are also those of the wrapper.
+
+    Args:
+        module: The body, a Module that can be called.
+
+    Attributes:
+        body: It itself, not a copy.
+
+    Raises:
+        TransformError: If it is no Module, or cannot be called.
+
+    Example:
+        >>> import jax.numpy as jnp, shardax as sx
+        >>> from shardax import extend
+        >>> class Residual(extend.ModuleWrapper):
+        ...     def __call__(self, x):
+        ...         return x + self.body(x)
+        >>> layer = Residual(sx.nn.Linear(2, 2, rngs=sx.Rngs(0)))
+        >>> layer.in_features, layer(jnp.ones((1, 2))).shape
+        (2, (1, 2))
+    """
 
     body: Any  # it itself, not a copy
     # Names of the wrapper's own attributes.

@@ -188,8 +188,6 @@ def _parts(value) -> tuple[str | None, Iterable[tuple[str, Any]]]:
     if isinstance(value, (set, frozenset)):
         return f"{type(value).__name__} of {sorted(map(repr, value))}", ()
     if dataclasses.is_dataclass(value):
-        if recorded := getattr(type(value), "recorded_fields", None):  # as older runs have them
-            return type(value).__name__, [(f".{name}", part) for name, part in recorded(value)]
         fields = dataclasses.fields(value)
         return type(value).__name__, [(f".{f.name}", getattr(value, f.name)) for f in fields]
     is_own = isinstance(value, (Wrapper, PickledByName))
