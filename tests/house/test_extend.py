@@ -8,6 +8,7 @@ those that it defines itself; what ``namedtuple`` and ``os`` call so is public.
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import textwrap
 from pathlib import Path
@@ -174,8 +175,13 @@ def room_files() -> list[Source]:
 
 def is_public_name(name: str) -> bool:
     """Whether a name of the core is one that users and rooms may import."""
-    faces = {face.module for face in public_api.faces()}
-    return name in faces or name in public_api.remembered_names() or is_error(name)
+    return name in face_modules() or name in public_api.remembered_names() or is_error(name)
+
+
+@functools.cache
+def face_modules() -> set[str]:
+    """The packages that list public names."""
+    return {face.module for face in public_api.faces()}
 
 
 def is_error(name: str) -> bool:
@@ -260,7 +266,9 @@ def has_example(name: str) -> bool:
 
 @pytest.fixture
 def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Source:
-    defining_modules()  # of the package itself, which is found by the names below
+    # Of the package itself, which is found by the names below.
+    defining_modules()
+    face_modules()
     monkeypatch.setattr(sources, "PACKAGE", tmp_path / "shardax")
     monkeypatch.setattr(sources, "ROOT", tmp_path)
     path = tmp_path / "shardax" / "nn" / "layer.py"

@@ -262,11 +262,11 @@ class _Steps:
         mesh = resolve_mesh()
         cache = cache if mesh is None else shard(cache, mesh, current_rules())
         arguments = (tokens, mask, self.numbers, self.inputs)
-        return cache, _first(self.model, cache, *arguments, room=room, filters=self.filters)
+        return cache, prefill(self.model, cache, *arguments, room=room, filters=self.filters)
 
     def _advance(self, cache: object, progress: _Progress, limit: int) -> _Progress:
         arguments = (progress, np.int32(limit), self.numbers)
-        return _others(self.model, cache, *arguments, filters=self.filters)
+        return decode_loop(self.model, cache, *arguments, filters=self.filters)
 
     @contextlib.contextmanager
     def _scope(self) -> Generator[None]:
@@ -297,7 +297,7 @@ class _Steps:
 
 
 @functools.partial(jit, static_argnames=("room", "filters"), donate_argnames=("cache",))
-def _first(model, cache, tokens, mask, numbers, inputs, *, room: int, filters) -> _Progress:
+def prefill(model, cache, tokens, mask, numbers, inputs, *, room: int, filters) -> _Progress:
     """Reads the prompts into the cache and samples the first token."""
     tokens, mask = _by_rows(tokens), _by_rows(mask)
     if inputs is None:
@@ -326,7 +326,7 @@ def _first(model, cache, tokens, mask, numbers, inputs, *, room: int, filters) -
 
 
 @functools.partial(jit, static_argnames=("filters",), donate_argnames=("cache", "progress"))
-def _others(model, cache, progress, limit, numbers, *, filters) -> _Progress:
+def decode_loop(model, cache, progress, limit, numbers, *, filters) -> _Progress:
     """Adds tokens until there are ``limit`` or all rows have stopped."""
 
     def goes_on(progress: _Progress) -> jax.Array:
