@@ -88,14 +88,13 @@ PRIVATE_IMPORTS: dict[str, set[str]] = {
         "shardax.partition.tree_layout.check_devices",
     },
     "shardax.named.array": {"shardax._core.object.ShownArray"},
-    "shardax.named.base": {"shardax._core.cross_process.packed", "shardax._core.graph.handlers"},
+    "shardax.named.base": {"shardax._core.cross_process.packed"},
     "shardax.named.layout": {
         "shardax._core.graph.static.MAPPED_AXES",
         "shardax.partition.inventory.with_mapped_axes",
     },
     "shardax.nn.parameters": {"shardax._core.init.lazy.announced"},
     "shardax.nn.stack": {
-        "shardax._core.frames.owner_here",
         "shardax._core.graph.flatten.GraphWalk",
         "shardax._core.graph.views.part_of",
         "shardax._core.graph.views.stack_objects",
@@ -105,7 +104,6 @@ PRIVATE_IMPORTS: dict[str, set[str]] = {
         "shardax._transforms.lift.captures.objects_in",
         "shardax._transforms.lift.captures.places_of",
     },
-    "shardax.plan.compile.pool": {"shardax.config.configure.configure"},
     "shardax.plan.inputs": {
         "shardax.partition.inventory.ArrayInfo",
         "shardax.partition.inventory.LeafInfo",
@@ -132,7 +130,6 @@ PRIVATE_IMPORTS: dict[str, set[str]] = {
     },
     "shardax.train.trainer": {"shardax.partition.tree_layout.telling_once"},
     "shardax.view.figures": {
-        "shardax._core.cross_process.format_mesh",
         "shardax._core.frames.owner_here",
         "shardax._core.graph.flatten.build",
         "shardax._core.module.Drawing",
@@ -142,21 +139,16 @@ PRIVATE_IMPORTS: dict[str, set[str]] = {
         "shardax._core.object.Shown",
         "shardax._core.variable.ArrayAttribute",
     },
-    "shardax.view.shardings": {"shardax._core.cross_process.format_mesh"},
 }
 
 # Private attributes of other files' classes that rooms still read. Nothing is added.
 PRIVATE_ATTRIBUTES: dict[str, set[str]] = {
-    "shardax.host.calls": {"_make"},
     "shardax.host.export.exporting": {"_source", "_stage"},
     "shardax.host.host_function": {"_value"},
     "shardax.host.worker": {"_fail", "_lose", "_retries"},
-    "shardax.models.comparison": {"_array_attributes"},
-    "shardax.nn.stack": {"_allocate"},
     "shardax.surgery.edits": {"_convolve", "_out_names", "_routed"},
-    "shardax.surgery.recording": {"_array_attributes"},
     "shardax.train.optimizer_state": {"_real", "_value"},
-    "shardax.view.figures": {"_here", "_make", "_metadata", "_places", "_value"},
+    "shardax.view.figures": {"_make", "_places"},
 }
 
 PUBLIC_UNDERSCORES = {

@@ -37,7 +37,6 @@ from shardax.extend.options import warn_user as warn_user
 from shardax.extend.programs import INLINE as INLINE
 from shardax.extend.programs import function_of_jaxpr as function_of_jaxpr
 from shardax.extend.programs import is_eager as is_eager
-from shardax.extend.programs import is_literal as is_literal
 from shardax.extend.programs import is_prng_key as is_prng_key
 from shardax.extend.programs import open_jaxpr as open_jaxpr
 from shardax.extend.programs import varying_axes as varying_axes
@@ -61,6 +60,7 @@ from shardax.extend.trees import register_container as register_container
 from shardax.extend.trees import register_named_node as register_named_node
 from shardax.extend.trees import structure_epoch as structure_epoch
 from shardax.extend.trees import values_by_path as values_by_path
+from shardax.extend.variables import attributes_of as attributes_of
 from shardax.extend.variables import check_rngs as check_rngs
 from shardax.extend.variables import origin_of as origin_of
 from shardax.extend.variables import stored_value as stored_value

@@ -21,9 +21,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from shardax._core import array_ops
+from shardax._core.cross_process import format_mesh
 from shardax._core.graph.paths import Path, PyTree
 from shardax.partition import checker, context, explicit, inventory
 from shardax.partition import mesh as meshes
@@ -257,21 +258,29 @@ def spec_for(
     return checker.spec_for(axes, shape, mesh, rules, path)
 
 
-def mesh_text(sizes: Mapping[str, int] | Iterable[tuple[str, int]], separator: str = ", ") -> str:
+def mesh_text(
+    sizes: AnyMesh | Mapping[str, int] | Iterable[tuple[str, int]], separator: str = ", "
+) -> str:
     """Returns the sizes of mesh axes as text.
 
     Args:
-        sizes: The size of each axis, such as ``mesh.shape``.
+        sizes: The size of each axis, such as ``mesh.shape``; or a mesh, whose text also has the
+            types of axes other than Auto.
         separator: The text between two axes.
 
     Returns:
         The text, such as ``"data=2, model=4"``.
 
     Example:
+        >>> import jax
         >>> from shardax import extend
         >>> extend.mesh_text({"data": 2, "model": 4})
         'data=2, model=4'
+        >>> extend.mesh_text(jax.make_mesh((2,), ("data",), (jax.sharding.AxisType.Explicit,)))
+        'data=2 (Explicit)'
     """
+    if isinstance(sizes, (Mesh, AbstractMesh)):
+        return format_mesh(sizes)
     return meshes.mesh_text(sizes, separator)
 
 

@@ -119,22 +119,3 @@ def function_of_jaxpr(program: Any) -> Callable[..., list[Any]]:
         [3.0]
     """
     return _jax.jaxpr_as_fun(program)
-
-
-def is_literal(operand: object) -> bool:
-    """Returns whether an operand of an equation is a literal, which has its value in ``val``.
-
-    Args:
-        operand: One of ``invars`` of an equation, or of ``outvars`` of a program.
-
-    Returns:
-        False for a variable of the program.
-
-    Example:
-        >>> import jax
-        >>> from shardax import extend
-        >>> [equation] = jax.make_jaxpr(lambda x: x + 1.0)(1.0).eqns
-        >>> [extend.is_literal(operand) for operand in equation.invars]
-        [False, True]
-    """
-    return isinstance(operand, _jax.Literal)

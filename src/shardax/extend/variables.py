@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from shardax._core.init import lazy
+from shardax._core.module import Module
 from shardax._core.variable import Origin, Variable
 
 
@@ -34,6 +35,32 @@ def stored_value(variable: Variable[Any]) -> Any:
         False
     """
     return variable._here()._value
+
+
+def attributes_of(module: Module) -> dict[str, Any]:
+    """Returns the attributes of a Module by name, those that are arrays as Variables.
+
+    A Module keeps an array that is assigned to it in a Variable of its own, which ``vars`` does not
+    show: ``module.name`` is the array.
+
+    Args:
+        module: The Module.
+
+    Returns:
+        The attributes, those that are arrays last.
+
+    Example:
+        >>> import jax.numpy as jnp, shardax as sx
+        >>> from shardax import extend
+        >>> class Scale(sx.Module):
+        ...     def __init__(self):
+        ...         self.factor = jnp.ones(2)
+        ...         self.name = "scale"
+        >>> attributes = extend.attributes_of(Scale())
+        >>> list(attributes), attributes["factor"].value.tolist()
+        (['name', 'factor'], [1.0, 1.0])
+    """
+    return {**vars(module), **module._array_attributes}
 
 
 def origin_of(variable: Variable[Any]) -> Origin:

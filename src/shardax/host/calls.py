@@ -291,7 +291,7 @@ class FunctionTable:
     def run(self, head: bytes, parts: Sequence[object], resolve: Reference | None = None) -> Any:
         """Run a packed call."""
         *facts, count = pickle.loads(head)
-        function = self.find(FunctionForm._make([*facts, list(parts[:count])])).call
+        function = self.find(FunctionForm(*facts, list(parts[:count]))).call
         try:
             args, kwargs = decode(parts[count:], resolve)  # which may import modules, too
             return function(*args, **kwargs)

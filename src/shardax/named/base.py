@@ -22,7 +22,6 @@ closure it is still whole, and would give every slice all of it.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import itertools
 import threading
@@ -36,9 +35,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from shardax import Slot, Variable
 from shardax._core.cross_process import packed
-from shardax._core.graph import handlers
 from shardax.errors import ClosureError, PartitionError, ShardaxError
-from shardax.extend import is_integer
+from shardax.extend import is_integer, register_named_node
 
 
 class NamedAxesError(ShardaxError, ValueError, TypeError):
@@ -389,10 +387,7 @@ def _rebuilt(cls: type[NamedStorage], form: Form, leaf: object):
     return array
 
 
-handlers.register(
-    NamedStorage,
-    dataclasses.replace(handlers.NODE, name="named array", axes=lambda array: array.partition_axes),
-)
+register_named_node(NamedStorage, name="named array", axes=lambda array: array.partition_axes)
 
 
 def register(cls: type[NamedStorage]) -> None:

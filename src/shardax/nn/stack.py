@@ -46,7 +46,6 @@ from shardax import (
     remat,
     scan,
 )
-from shardax._core.frames import owner_here
 from shardax._core.graph.flatten import GraphWalk
 from shardax._core.graph.views import part_of, stack_objects, stack_values, unstack_objects, view
 from shardax._parallel.pipeline import run_pipeline
@@ -494,7 +493,7 @@ def stack_layers(
     """
     if not layers:
         raise LayerConfigError("stack_layers needs at least one layer, but was given none.")
-    stack = Stack._allocate(owner_here(), None)
+    stack = Stack.__new__(Stack)
     stack._start(list(layers), axis_name, remat, unroll, frozenset())
     return stack
 

@@ -17,7 +17,7 @@ import jax
 
 from shardax import Module, Selection, iter_modules, select
 from shardax.errors import SelectionError
-from shardax.extend import Path, PyTree
+from shardax.extend import Path, PyTree, attributes_of
 from shardax.models.layers.transformer_layer import TransformerBlock
 from shardax.models.transformer import Transformer
 from shardax.nn.stack import Stack
@@ -152,8 +152,10 @@ def _path_in_model(place: Path, modules: Mapping[Path, Module]) -> Path:
 
 def _attributes(module: Module) -> dict[str, object]:
     """Returns the attributes of a Module, those of arrays by value."""
-    arrays = module._array_attributes.items()
-    return {**vars(module), **{name: variable.value for name, variable in arrays}}
+    own = vars(module)
+    return {
+        name: value if name in own else value.value for name, value in attributes_of(module).items()
+    }
 
 
 def _take_over(copy: Module, original: Module, before: Mapping[str, object]) -> None:

@@ -22,7 +22,7 @@ from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardax import State, Variable
-from shardax.extend import LazyValue, Path, PyTree, Static, is_literal, path_of_keys
+from shardax.extend import LazyValue, Path, PyTree, Static, path_of_keys
 from shardax.partition.inventory import dimensions_of_state
 
 
@@ -197,7 +197,8 @@ def _initial_values(
     values.update(zip(jaxpr.constvars, map(_constant, consts), strict=True))
 
     def read(atom) -> InitialValue:
-        return _constant(atom.val) if is_literal(atom) else values[atom]
+        # A literal has its value; a variable of the program has none.
+        return _constant(atom.val) if hasattr(atom, "val") else values[atom]
 
     for equation in jaxpr.eqns:
         outputs = _outputs(equation, [read(atom) for atom in equation.invars])

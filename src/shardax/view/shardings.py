@@ -20,7 +20,6 @@ import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding, Sharding
 
 from shardax import Variable, abstract
-from shardax._core.cross_process import format_mesh
 from shardax.extend import (
     AnyMesh,
     Object,
@@ -31,6 +30,7 @@ from shardax.extend import (
     byte_count,
     format_path,
     mesh_axes_of,
+    mesh_text,
 )
 from shardax.partition import resolve_mesh
 from shardax.view.parameter_table import ViewError, format_bytes, format_shape, html_table
@@ -317,7 +317,7 @@ class ShardingView:
     def summary(self) -> str:
         """Returns the last line: the meshes and the bytes."""
         places = [row.array.sharding for row in self.rows]
-        meshes = dict.fromkeys(format_mesh(p.mesh) for p in places if isinstance(p, NamedSharding))
+        meshes = dict.fromkeys(mesh_text(p.mesh) for p in places if isinstance(p, NamedSharding))
         over = f"mesh {' and mesh '.join(meshes)}" if meshes else "no mesh"
         total = sum(row._bytes(tuple(row.array.shape)) for row in self.rows)
         per_device = format_bytes(self.bytes_per_device)
@@ -331,7 +331,7 @@ class ShardingView:
         text = f"{text}, {copies}"
         place = row.array.sharding
         named = isinstance(place, NamedSharding)
-        return f"{text}; {place.spec} over {format_mesh(place.mesh)}" if named else text
+        return f"{text}; {place.spec} over {mesh_text(place.mesh)}" if named else text
 
     def html(self) -> str:
         """Returns a figure of one array, or a table, as HTML."""

@@ -34,7 +34,7 @@ from typing import Any, NamedTuple, Self
 
 import jax
 
-from shardax.config.configure import configure
+from shardax import configure
 from shardax.errors import PickleReadError, PickleWriteError
 from shardax.extend import is_integer
 from shardax.host.pickling import Sources, dumps, loads, own_sources
