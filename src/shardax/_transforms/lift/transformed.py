@@ -79,8 +79,12 @@ class Transformed(Wrapper):
 
     @property
     def _title(self) -> str:
-        package = self._transform.__module__.split(".")[1]
+        library, _, path = self._transform.__module__.partition(".")
         name = self._transform.__name__
+        if library != "shardax" or path.startswith("extend"):  # a transform of the user's
+            return name
+
+        package = path.partition(".")[0]
         return f"sx.{name}" if package.startswith("_") else f"sx.{package}.{name}"
 
     def __reduce__(self) -> Any:
