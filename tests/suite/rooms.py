@@ -44,6 +44,7 @@ ROOMS = {
         "surgery": "tests/tools/surgery",
         "view": "tests/tools/view",
         "_files.py": "tests/tools/host",
+        "_module_scopes.py": "tests/tools/view",
         "_terminal.py": "tests/tools/test_terminal.py",
     },
     "cli": {"cli": "tests/cli", "__main__.py": "tests/cli"},

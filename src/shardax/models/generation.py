@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -297,7 +297,17 @@ class _Steps:
 
 
 @functools.partial(jit, static_argnames=("room", "filters"), donate_argnames=("cache",))
-def prefill(model, cache, tokens, mask, numbers, inputs, *, room: int, filters) -> _Progress:
+def prefill(
+    model: Any,
+    cache: Any,
+    tokens: jax.Array,
+    mask: jax.Array,
+    numbers: Mapping[str, jax.Array],
+    inputs: tuple[jax.Array, jax.Array | None] | None,
+    *,
+    room: int,
+    filters: _Filters,
+) -> _Progress:
     """Reads the prompts into the cache and samples the first token."""
     tokens, mask = _by_rows(tokens), _by_rows(mask)
     if inputs is None:
@@ -326,7 +336,15 @@ def prefill(model, cache, tokens, mask, numbers, inputs, *, room: int, filters) 
 
 
 @functools.partial(jit, static_argnames=("filters",), donate_argnames=("cache", "progress"))
-def decode_loop(model, cache, progress, limit, numbers, *, filters) -> _Progress:
+def decode_loop(
+    model: Any,
+    cache: Any,
+    progress: _Progress,
+    limit: jax.Array | np.int32,
+    numbers: Mapping[str, jax.Array],
+    *,
+    filters: _Filters,
+) -> _Progress:
     """Adds tokens until there are ``limit`` or all rows have stopped."""
 
     def goes_on(progress: _Progress) -> jax.Array:

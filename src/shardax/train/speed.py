@@ -19,8 +19,8 @@ from typing import Any, Self
 import jax
 import numpy as np
 
+from shardax._module_scopes import compiled_with_names
 from shardax.extend import Options, PyTree
-from shardax.hlo.module_scopes import compiled_with_names
 from shardax.train.errors import TrainError
 
 THROUGHPUTS = ("tokens_per_second", "images_per_second", "rows_per_second")

@@ -27,9 +27,9 @@ import jax
 from jax.sharding import Mesh
 
 from shardax import axis_rules, distributed, explain_retraces, iter_modules, jit, shard, shardings
+from shardax._module_scopes import module_scopes
 from shardax.distributed.processes import explain_ended_process, from_main
 from shardax.extend import Options, PyTree
-from shardax.hlo.module_scopes import module_scopes
 from shardax.partition import resolve_mesh
 from shardax.partition.tree_layout import telling_once
 from shardax.train import agreement, step_numbers

@@ -22,10 +22,10 @@ import jax
 from jax.sharding import AbstractMesh
 
 from shardax import abstract, iter_modules, iter_variables, jit
+from shardax._module_scopes import compiled_with_names, set_scope
 from shardax.extend import AnyMesh, Path, RulesLike, format_path
 from shardax.hlo.analyze import own_flops
 from shardax.hlo.execution_counts import called, count_executions
-from shardax.hlo.module_scopes import compiled_with_names, set_scope
 from shardax.hlo.program import Computation, Instruction, Program, parse
 from shardax.view.parameter_table import ViewError
 
