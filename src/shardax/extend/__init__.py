@@ -2,7 +2,8 @@
 """For those who write layers, transforms, containers, boxes and tools outside of the core.
 
 The layers, models and tools of the library are written with these names and with the public ones.
-Users of models need none of them. {doc}`Extending </extend>` has worked examples.
+Users of models need none of them. ``docs/extend.md`` has five examples: a layer, a transform, a
+container, a box and a capture of one's own.
 """
 
 from shardax._core.checks import Options as Options

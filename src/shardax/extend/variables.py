@@ -11,7 +11,8 @@ from typing import Any
 
 from shardax._core.init import lazy
 from shardax._core.module import Module
-from shardax._core.variable import Origin, Variable
+from shardax._core.state.state import Origin
+from shardax._core.variable import Variable
 
 
 def stored_value(variable: Variable[Any]) -> Any:
