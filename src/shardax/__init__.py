@@ -90,10 +90,10 @@ from shardax._transforms.jit.jit import jit as jit
 from shardax._transforms.jit.stages import Compiled as Compiled
 from shardax._transforms.jit.stages import Lowered as Lowered
 from shardax._transforms.jit.stages import Traced as Traced
-from shardax._transforms.lift.prefix import Carry as Carry
-from shardax._transforms.lift.prefix import StateAxes as StateAxes
-from shardax._transforms.lift.prefix import StateSharding as StateSharding
-from shardax._transforms.lift.prefix import prefix as prefix
+from shardax._transforms.lift.filter_mappings import Carry as Carry
+from shardax._transforms.lift.filter_mappings import StateAxes as StateAxes
+from shardax._transforms.lift.filter_mappings import StateSharding as StateSharding
+from shardax._transforms.lift.prefixes import prefix as prefix
 from shardax._transforms.vmap.batch_axes import Batch as Batch
 from shardax._transforms.vmap.batch_axes import BatchAxes as BatchAxes
 from shardax._transforms.vmap.batch_axes import BatchRow as BatchRow
@@ -121,6 +121,7 @@ from shardax.partition import unshard as unshard
 if _typing.TYPE_CHECKING:
     from shardax import bridge as bridge
     from shardax import distributed as distributed
+    from shardax import extend as extend
     from shardax import host as host
     from shardax import models as models
     from shardax import named as named
@@ -145,7 +146,19 @@ if _typing.TYPE_CHECKING:
 
 
 _ON_FIRST_USE = frozenset(
-    {"distributed", "host", "models", "named", "nn", "numpy", "plan", "random", "surgery", "train"}
+    {
+        "distributed",
+        "extend",
+        "host",
+        "models",
+        "named",
+        "nn",
+        "numpy",
+        "plan",
+        "random",
+        "surgery",
+        "train",
+    }
     | {"bridge", "view"}
 )
 """Subpackages imported when first named, so that ``import shardax`` is quick."""

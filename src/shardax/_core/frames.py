@@ -44,7 +44,23 @@ class CapturedVariable(NamedTuple):
 
 
 class Frame:
-    """One run of a user's function inside a lifted transform."""
+    """One run of a user's function inside a lifted transform.
+
+    Args:
+        name: The name of the transform, for messages.
+
+    Example:
+        >>> import jax.numpy as jnp, shardax as sx
+        >>> from shardax import extend
+        >>> class ClosedFrame(extend.Frame):
+        ...     def capture(self, outer):
+        ...         raise sx.errors.ClosureError(f"{self.name} takes Variables as arguments.")
+        >>> pure = extend.lift(lambda function: function, "pure", make_frame=ClosedFrame)
+        >>> scale = sx.Variable(jnp.ones(()))
+        >>> pure(lambda x: x * scale)(2.0)
+        Traceback (most recent call last):
+        shardax.errors.ClosureError: pure takes Variables as arguments.
+    """
 
     __slots__ = ("captured", "closed", "copies", "name", "nodes", "parent", "trace")
     # Whether values written to captured Variables are handed back.

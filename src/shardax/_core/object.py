@@ -59,7 +59,18 @@ class ShownArray(Shown):
 
 
 class Object(Shown):
-    """Base of everything with identity."""
+    """Base of everything with identity: Variables, Modules and tracked containers.
+
+    Functions of JAX that stop above objects are given ``is_leaf=lambda leaf: isinstance(leaf,
+    extend.Object)``.
+
+    Example:
+        >>> import jax.numpy as jnp, shardax as sx
+        >>> from shardax import extend
+        >>> values = [sx.Param(jnp.ones(2)), sx.List([]), jnp.ones(2)]
+        >>> [isinstance(value, extend.Object) for value in values]
+        [True, True, False]
+    """
 
     __slots__ = ()
     _owner: Frame | None  # the frame that made the object (_core.frames)

@@ -23,15 +23,20 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, PartitionSpec
 
-from shardax._core._jax import varying_axes
-from shardax._core.checks import raise_if_any
-from shardax._core.graph.paths import Path, format_path
-from shardax._core.state.state import State
-from shardax._core.variable import Variable
-from shardax.partition.errors import PartitionError
-from shardax.partition.mesh import AnyMesh, mesh_text, resolve_mesh
-from shardax.partition.resolved import ResolvedRules, explicit_spec
-from shardax.partition.rules import mesh_axes_of
+from shardax import State, Variable
+from shardax.errors import PartitionError
+from shardax.extend import (
+    AnyMesh,
+    Path,
+    ResolvedRules,
+    format_path,
+    mesh_axes_of,
+    mesh_text,
+    raise_if_any,
+    varying_axes,
+)
+from shardax.partition import resolve_mesh
+from shardax.partition.resolved import explicit_spec
 
 
 @dataclasses.dataclass(frozen=True)

@@ -35,8 +35,8 @@ from shardax._core.state.state import State
 from shardax._core.threads import OneThread
 from shardax._core.variable import Perturbation, Variable
 from shardax._transforms.errors import TransformError
-from shardax._transforms.lift.engine import takes_options, wraps
-from shardax._transforms.module_scopes import subclass
+from shardax._transforms.lift.transformed import takes_options, wraps
+from shardax._transforms.method_wrapping import subclass
 
 VariableType = type[Variable[Any]]
 

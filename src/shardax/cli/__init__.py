@@ -27,7 +27,7 @@ import warnings
 from collections.abc import Sequence
 from typing import Annotated, Any, Union
 
-from shardax._core.errors import ShardaxError
+from shardax.errors import ShardaxError
 
 _COMMANDS = {
     "train": "Train a byte-level decoder on text.",

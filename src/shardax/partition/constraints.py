@@ -14,7 +14,6 @@ it. (JAX keeps one trace for a mesh with devices and without.)
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -28,7 +27,6 @@ from shardax._core.errors import ShardaxError
 from shardax._core.frames import is_eager
 from shardax._transforms.errors import TransformError
 from shardax.partition import context, errors
-from shardax.partition.explicit import explicit_entries
 from shardax.partition.mesh import AnyMesh, resolve_mesh, scope_has_devices
 from shardax.partition.resolved import ResolvedRules
 from shardax.partition.rules import (
@@ -316,35 +314,3 @@ def _fill_unconstrained(
         _without(present_entry, used_axes) if entry is UNCONSTRAINED else entry
         for entry, present_entry in zip(entries, present, strict=True)
     )
-
-
-def constrain_activations(x: jax.Array) -> jax.Array:
-    """Lays activations out by the scope's rules for batch and sequence."""
-    # Rules about parameters alone leave activations to the compiler.
-    rules = context.current_rules()
-    splits_seq = "seq" in rules.names and mesh_axes_of(rules.spec(("seq",))[0])
-    if "batch" not in rules.names and not splits_seq:
-        return x
-    mesh = resolve_mesh()
-    if mesh is None:
-        return x
-
-    names: tuple[Any, ...] = ("batch", "seq", "embed")[-x.ndim :]
-    if names[0] == "batch" and "batch" not in rules.names:
-        # The batch stays where it was placed.
-        entries_of_type = explicit_entries(x)
-        if entries_of_type is None:
-            names = (UNCONSTRAINED, *names[1:])
-        else:
-            rules = rules.override({"batch": entries_of_type[0]})
-
-    # So does a dimension that the mesh does not divide, such as the batch of one while sampling.
-    parts = [
-        math.prod(mesh.shape.get(axis, 1) for axis in mesh_axes_of(entry))
-        for entry in rules.spec(names)
-    ]
-    divisible_names = [
-        name if size % count == 0 else UNCONSTRAINED
-        for name, size, count in zip(names, x.shape, parts, strict=True)
-    ]
-    return constrain(x, divisible_names, mesh, rules)

@@ -33,7 +33,7 @@ from shardax._core.init.lazy import LazyValue
 from shardax._core.object import Object
 from shardax._core.state.state import Origin, State
 from shardax._core.variable import Variable
-from shardax._transforms.lift.prefix import alias_paths
+from shardax._transforms.lift.alias_paths import alias_paths
 from shardax.partition.boxes.axis_metadata import AxisMetadata
 from shardax.partition.boxes.box_of_variable import layout_of_variable
 from shardax.partition.boxes.protocol import has_own_sharding, standard_box, stored_in, with_stored
@@ -175,7 +175,22 @@ class FilterSubject(NamedTuple):
 
 
 class TreeInventory:
-    """The subtrees and leaves of a tree."""
+    """The leaves of a tree of Modules, States, boxes and arrays, as layouts see them.
+
+    Args:
+        tree: The tree. It is walked once; no value is computed.
+
+    Attributes:
+        leaves: One entry for each value: its ``path``, ``variable``, and ``arrays`` with shapes,
+            dtypes and names.
+
+    Example:
+        >>> import shardax as sx
+        >>> from shardax import extend
+        >>> inventory = extend.TreeInventory(sx.nn.Linear(2, 3, rngs=sx.Rngs(0)))
+        >>> [(leaf.path, leaf.axes, leaf.arrays[0].nbytes) for leaf in inventory.leaves]
+        [(('kernel',), ('in', 'out'), 24), (('bias',), ('out',), 12)]
+    """
 
     def __init__(self, tree: PyTree) -> None:
         subtrees, self.treedef = walk(tree)

@@ -25,7 +25,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from shardax._core.graph.paths import Path, format_path
 from shardax._core.state.filters import first_match, to_predicates
 from shardax._core.state.state import State
-from shardax._transforms.lift.prefix import FilterMapping, StateSharding
+from shardax._transforms.lift.filter_mappings import FilterMapping, StateSharding
 from shardax.partition import findings
 from shardax.partition.errors import Diagnostic, PartitionError
 from shardax.partition.inventory import FilterSubject, TreeInventory

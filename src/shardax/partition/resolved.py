@@ -61,8 +61,9 @@ class ResolvedRules:
 
     Example:
         >>> from jax.sharding import AbstractMesh
+        >>> from shardax import extend
         >>> mesh = AbstractMesh((2, 4), ("data", "model"))
-        >>> resolved = ResolvedRules(mesh, [("embed", "data"), ("mlp", "model")])
+        >>> resolved = extend.ResolvedRules(mesh, [("embed", "data"), ("mlp", "model")])
         >>> resolved.spec(("mlp", "embed"), (8, 6))
         (P('model', 'data'), [])
         >>> spec, diagnostics = resolved.spec(("mlp", "embed"), (8, 7))

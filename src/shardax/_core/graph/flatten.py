@@ -27,15 +27,6 @@ import jax
 from shardax._core import errors
 from shardax._core.frames import Frame, local
 from shardax._core.graph.definitions import Child, Definition, GraphDef, NodeDef, Ref, VariableDef
-
-# Under their old address, for modules above that are rewritten at the same time.
-from shardax._core.graph.definitions import DictDef as DictDef
-from shardax._core.graph.definitions import ListDef as ListDef
-from shardax._core.graph.definitions import ModuleDef as ModuleDef
-from shardax._core.graph.definitions import definition_children as definition_children
-from shardax._core.graph.definitions import definition_paths as definition_paths
-from shardax._core.graph.definitions import settings_in as settings_in
-from shardax._core.graph.definitions import static_values as static_values
 from shardax._core.graph.handlers import PLACEHOLDER, Handler, NodeType, handler_of, has_parts
 from shardax._core.graph.held import HiddenObject, ObjectSearch
 from shardax._core.graph.paths import Leaf, Path, PyTree, format_path

@@ -260,7 +260,27 @@ def _cell_key(cell: types.CellType, function: types.FunctionType, depth: int) ->
 
 
 class Static:
-    """A static value that compares by its exact key."""
+    """A static value that compares by its exact key, as compiled programs compare configuration.
+
+    Python's ``1 == True == 1.0`` are three values here, at every depth.
+
+    Args:
+        value: A hashable value.
+        key: Its key, where that is known.
+
+    Attributes:
+        value: The value.
+
+    Raises:
+        TypeError: If the value is not hashable.
+
+    Example:
+        >>> from shardax import extend
+        >>> extend.Static((1, "a")) == extend.Static((1, "a"))
+        True
+        >>> extend.Static((1, "a")) == extend.Static((True, "a"))
+        False
+    """
 
     __slots__ = ("_hash", "key", "value")
 

@@ -83,7 +83,29 @@ if TYPE_CHECKING:
 
 
 class LazyValue:
-    """Base of lazy values."""
+    """Base of lazy values: a subclass has ``compute``, and sets ``shape`` and ``dtype``.
+
+    A Variable that holds one computes it when it is first read, and ``sx.shard`` where its shards
+    are to be.
+
+    Attributes:
+        shape: The shape of the array.
+        dtype: Its dtype.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, shardax as sx
+        >>> from shardax import extend
+        >>> class Count(extend.LazyValue):
+        ...     def __init__(self, size):
+        ...         self.shape, self.dtype = (size,), jnp.dtype("int32")
+        ...     def compute(self, sharding=None):
+        ...         return jax.device_put(jnp.arange(self.shape[0]), sharding)
+        >>> positions = sx.Variable(Count(3))
+        >>> positions
+        Variable(int32[3], lazy)
+        >>> positions.value.tolist()
+        [0, 1, 2]
+    """
 
     __slots__ = ("dtype", "shape")
     shape: tuple[int, ...]

@@ -19,7 +19,7 @@ from shardax._core.errors import VariableValueError
 from shardax._core.frames import owner_here
 from shardax._core.frozen import FrozenVariable
 from shardax._core.graph import flatten
-from shardax._core.graph.definitions import Child
+from shardax._core.graph.definitions import Child, Ref
 from shardax._core.graph.handlers import handler_of
 from shardax._core.graph.paths import Path, PyTree, format_path
 from shardax._core.module import Module
@@ -212,7 +212,7 @@ class _Rebuilding(flatten.ChildDecoder):
         self.objects: Any = {}  # what was made, by position
 
     def __call__(self, child: Child) -> PyTree:
-        if not isinstance(child, flatten.Ref):
+        if not isinstance(child, Ref):
             return super().__call__(child)
         position = child.position
         if position not in self.objects:

@@ -10,7 +10,7 @@ import numpy as np
 
 from shardax._core._jax import Tracer
 from shardax._core.frames import kind_of
-from shardax._core.graph.flatten import ModuleDef
+from shardax._core.graph.definitions import ModuleDef
 from shardax._core.graph.paths import Leaf, Path, PyTree, format_path
 from shardax._core.object import Object
 from shardax._transforms.control.forms import explicit_spec, form_text

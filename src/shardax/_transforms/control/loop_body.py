@@ -23,7 +23,8 @@ from typing import NamedTuple
 import jax
 
 from shardax._core._jax import INLINE
-from shardax._core.graph.flatten import GraphDef, is_object
+from shardax._core.graph.definitions import GraphDef
+from shardax._core.graph.flatten import is_object
 from shardax._core.graph.paths import Leaf, Path, PyTree, plain_path
 from shardax._core.object import Object
 from shardax._transforms.control import errors

@@ -14,6 +14,16 @@ import jax
 
 from shardax._core.frames import kind_of
 from shardax._core.graph import flatten
+from shardax._core.graph.definitions import (
+    DictDef,
+    GraphDef,
+    ListDef,
+    ModuleDef,
+    Ref,
+    VariableDef,
+    definition_children,
+    definition_paths,
+)
 from shardax._core.graph.paths import Leaf, Path, PyTree, format_path, plain_path
 from shardax._core.graph.static import Static
 from shardax._transforms.control import errors
@@ -97,7 +107,7 @@ class OutcomeComparison:
             )
 
     def _attributes_text(
-        self, outcome: BranchOutcome, definition: flatten.ModuleDef, other: flatten.ModuleDef
+        self, outcome: BranchOutcome, definition: ModuleDef, other: ModuleDef
     ) -> str:
         """Returns the attributes in which the definition of a Module differs from another."""
         attributes, other_attributes = _attributes(definition), _attributes(other)
@@ -105,7 +115,7 @@ class OutcomeComparison:
         for name, child in attributes.items():
             if child == other_attributes.get(name):
                 continue
-            if isinstance(child, flatten.Ref):
+            if isinstance(child, Ref):
                 description = self._object_text(outcome, child.position)
             elif isinstance(child, Static):
                 description = repr(child.value)[:40]
@@ -204,7 +214,7 @@ class OutcomeComparison:
             description = f"a {definition.type.__name__}"
             if outside is not None:
                 description += " from outside"
-            elif type(definition) is flatten.VariableDef:
+            elif type(definition) is VariableDef:
                 description += f" {form_text(next(value_types))}"
             new_objects.append(_NewObject(definition, id(outside), description))
         return new_objects
@@ -214,14 +224,14 @@ class OutcomeComparison:
         updates = outcome.effects.updates
         objects = [updates.get(position, old) for position, old in enumerate(self.graphdef.objects)]
         returned = [
-            (path, flatten.Ref(position))
+            (path, Ref(position))
             for path, position in _outline_leaves(outcome.outline)
             if position != ARRAY
         ]
         roots = (*self.graphdef.roots, *(reference for _, reference in returned))
         names = [*self.call.names, *(("result", *path) for path, _ in returned)]
-        graphdef = flatten.GraphDef((*objects, *outcome.effects.fresh), roots)
-        return flatten.definition_paths(graphdef, names)
+        graphdef = GraphDef((*objects, *outcome.effects.fresh), roots)
+        return definition_paths(graphdef, names)
 
     # --- written Variables ------------------------------------------------------------------------
 
@@ -245,20 +255,20 @@ class OutcomeComparison:
 class _NewObject(NamedTuple):
     """An object that a branch made, or put in from outside."""
 
-    definition: flatten.ModuleDef | flatten.VariableDef | flatten.ListDef | flatten.DictDef | None
+    definition: ModuleDef | VariableDef | ListDef | DictDef | None
     outside_id: int | None  # ``id`` of the object from outside, or of None
     description: str
 
 
-def _change_text(old: flatten.ModuleDef, new: flatten.ModuleDef) -> str:
+def _change_text(old: ModuleDef, new: ModuleDef) -> str:
     return errors.describe_change(old, new) if new != old else "nothing changes"
 
 
 def _attributes(definition: object) -> dict[str, object]:
     """Returns the children of a Module by the names of its attributes."""
-    if not isinstance(definition, flatten.ModuleDef):
+    if not isinstance(definition, ModuleDef):
         return {}
-    children = flatten.definition_children(definition)
+    children = definition_children(definition)
     return {key: child for key, child in children if isinstance(key, str)}
 
 

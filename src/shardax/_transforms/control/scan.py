@@ -28,7 +28,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shardax._core.graph.flatten import ModuleDef, VariableDef
+from shardax._core.graph.definitions import ModuleDef, VariableDef
 from shardax._core.graph.paths import Leaf, PyTree
 from shardax._core.variable import Variable
 from shardax._transforms.control import errors

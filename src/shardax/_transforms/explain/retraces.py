@@ -19,7 +19,14 @@ from typing import Any
 
 import jax
 
-from shardax._core.graph import flatten
+from shardax._core.graph.definitions import (
+    GraphDef,
+    ModuleDef,
+    Ref,
+    VariableDef,
+    definition_children,
+    definition_paths,
+)
 from shardax._core.graph.paths import Leaf, Path, format_path
 from shardax._core.graph.settings import SettingsKey
 from shardax._core.graph.static import Static, functions_in
@@ -178,10 +185,7 @@ def _exact(value: object) -> str:
 
 
 def structure_differences(
-    old: flatten.GraphDef,
-    new: flatten.GraphDef,
-    old_names: Sequence[Path] = (),
-    new_names: Sequence[Path] = (),
+    old: GraphDef, new: GraphDef, old_names: Sequence[Path] = (), new_names: Sequence[Path] = ()
 ) -> list[str]:
     """Describes how two structures differ, a line per place, by path."""
     if old == new:
@@ -243,20 +247,20 @@ def _entry(value: object) -> str:
     return _exact(value)
 
 
-def _by_path(graphdef: flatten.GraphDef, names: Sequence[Path]) -> dict[Any, Leaf]:
+def _by_path(graphdef: GraphDef, names: Sequence[Path]) -> dict[Any, Leaf]:
     """Returns types and metadata of objects, and static values, by path."""
-    paths = flatten.definition_paths(graphdef, names)
+    paths = definition_paths(graphdef, names)
     parts: dict[Any, Any] = {}
     for index, path in paths.items():
         definition = graphdef.objects[index]
-        if type(definition) is flatten.VariableDef:
+        if type(definition) is VariableDef:
             parts[path] = (definition.type, definition.metadata)
             continue
         parts[path] = (
             definition.type,
-            None if type(definition) is flatten.ModuleDef else len(definition.items),
+            None if type(definition) is ModuleDef else len(definition.items),
         )
-        for key, child in flatten.definition_children(definition):
+        for key, child in definition_children(definition):
             _add_children(child, (*path, key), paths, parts)
     for position, root in enumerate(graphdef.roots):
         _add_children(root, names[position] if names else (), paths, parts)
@@ -267,9 +271,9 @@ def _add_children(child: Any, path: Path, paths: dict[int, Path], parts: dict[An
     """Adds the static values and further names of objects below a child."""
     if hasattr(child, "value"):
         parts[path] = child
-    elif type(child) is flatten.Ref:
+    elif type(child) is Ref:
         if paths[child.position] != path:
             parts[path] = f"same as {format_path(paths[child.position])}"
     else:
-        for key, below in flatten.definition_children(child):
+        for key, below in definition_children(child):
             _add_children(below, path if key is None else (*path, key), paths, parts)

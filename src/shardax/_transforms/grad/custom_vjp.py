@@ -30,7 +30,8 @@ import jax.numpy as jnp
 from shardax._core import _jax
 from shardax._core.array_ops import dtype_of, is_differentiable
 from shardax._core.frames import Frame, kind_of, local
-from shardax._core.graph.flatten import GraphDef, build, flatten
+from shardax._core.graph.definitions import GraphDef
+from shardax._core.graph.flatten import build, flatten
 from shardax._core.graph.paths import Leaf, Path, PyTree, format_path
 from shardax._core.state.filters import Filter
 from shardax._core.state.state import State

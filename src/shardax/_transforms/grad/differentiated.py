@@ -31,7 +31,8 @@ import numpy as np
 from shardax._core.array_ops import dtype_of, is_differentiable
 from shardax._core.errors import StateMismatchError
 from shardax._core.frames import owner_here
-from shardax._core.graph.flatten import GraphDef, build, flatten, is_object
+from shardax._core.graph.definitions import GraphDef
+from shardax._core.graph.flatten import build, flatten, is_object
 from shardax._core.graph.paths import Leaf, Path, PyTree, format_path, plain_path
 from shardax._core.init.lazy import LazyValue
 from shardax._core.module import Module

@@ -28,7 +28,7 @@ from shardax._transforms.lift import binding
 from shardax._transforms.lift import prefix as prefixes
 
 if TYPE_CHECKING:
-    from shardax._core.graph.flatten import GraphDef
+    from shardax._core.graph.definitions import GraphDef
 
 
 class _DeclaredArgument(NamedTuple):

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple, Self
 import jax
 from jax.sharding import Mesh
 
-from shardax._core.graph.flatten import GraphDef, Ref, VariableDef, definition_paths, flatten
+from shardax._core.graph.definitions import GraphDef, Ref, VariableDef, definition_paths
+from shardax._core.graph.flatten import flatten
 from shardax._core.graph.paths import Path, PyTree, plain_path
 from shardax._core.state.state import Origin, State
 from shardax._transforms.errors import TransformError

@@ -15,8 +15,14 @@ import weakref
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from shardax._core.graph.definitions import Child, Definition
-from shardax._core.graph.flatten import GraphDef, NodeDef, Ref, definition_children
+from shardax._core.graph.definitions import (
+    Child,
+    Definition,
+    GraphDef,
+    NodeDef,
+    Ref,
+    definition_children,
+)
 from shardax._core.graph.paths import Path
 
 AliasPaths = tuple[tuple[int, Path], ...]

@@ -28,6 +28,15 @@ from shardax._core import _jax, frames, threads
 from shardax._core._jax import Tracer
 from shardax._core.frames import CapturedVariable, a_kind_of, is_ref, kind_of
 from shardax._core.graph import flatten as graphs
+from shardax._core.graph.definitions import (
+    DictDef,
+    GraphDef,
+    ListDef,
+    ModuleDef,
+    Ref,
+    VariableDef,
+    settings_in,
+)
 from shardax._core.graph.paths import Leaf, PyTree, format_path
 from shardax._core.graph.settings import SettingsKey
 from shardax._core.graph.static import Static
@@ -141,7 +150,7 @@ class LiftedOutputs(NamedTuple):
 
 def record_effects(
     frame: frames.Frame,
-    graphdef: graphs.GraphDef,
+    graphdef: GraphDef,
     copies: Sequence[Any],
     bound: Sequence[Leaf],
     result: PyTree,
@@ -160,7 +169,7 @@ def record_effects(
     # The structure of the given objects. The caller has the very same settings objects, so what the
     # function changed in them is done.
     walk = continue_walk(frame, copies)
-    walk.unchanged = graphs.settings_in(graphdef)
+    walk.unchanged = settings_in(graphdef)
     updates = {}
     for position, (copy, definition) in enumerate(zip(copies, graphdef.objects, strict=True)):
         walk.definitions[position] = definition
@@ -230,17 +239,17 @@ def holds_as_built(item: Any, definition: Any, objects: Sequence[Any]) -> bool:
     """Returns whether an object holds the very children that it was built with."""
     # Compared by identity, which is quick, so that only what changed is described anew.
     kind = type(definition)
-    if kind is graphs.VariableDef:
+    if kind is VariableDef:
         return item._metadata is definition.metadata
-    if kind is graphs.ModuleDef:
+    if kind is ModuleDef:
         arrays = item._array_attributes.items()
         return _holds_children(
             item.__dict__.items(), definition.attributes, objects
         ) and _holds_children(arrays, definition.array_attributes, objects)
-    if kind is graphs.ListDef:
+    if kind is ListDef:
         children = list(enumerate(definition.items))
         return _holds_children(list(enumerate(item._items)), children, objects)
-    if kind is graphs.DictDef:
+    if kind is DictDef:
         children = [(key.value, child) for key, child in definition.items]
         return _holds_children(item._items.items(), children, objects)
     return False
@@ -263,7 +272,7 @@ def _holds_children(
             return False
 
         kind = type(child)
-        if kind is graphs.Ref:
+        if kind is Ref:
             if value is not objects[child.position]:
                 return False
         elif kind is Static:
@@ -341,7 +350,7 @@ def apply_effects(
         # Structure.
         decode = graphs.ChildDecoder(objects)
         for position, definition in effects.updates.items():
-            if type(definition) is graphs.VariableDef:
+            if type(definition) is VariableDef:
                 variable = frames.resolve(objects[position], frames.local.frame)
                 variable._metadata = definition.metadata
             else:
@@ -452,7 +461,7 @@ def _append_new_objects(objects: list[Any], effects: Effects, values: Sequence[L
     for position, definition in new_objects:
         if position in effects.foreign:
             objects.append(effects.foreign[position])
-        elif type(definition) is graphs.VariableDef:
+        elif type(definition) is VariableDef:
             value = next(remaining_values)
             objects.append(definition.type._make(value, definition.metadata, owner))
         else:
@@ -460,7 +469,7 @@ def _append_new_objects(objects: list[Any], effects: Effects, values: Sequence[L
 
     decode = graphs.ChildDecoder(objects)
     for position, definition in new_objects:
-        if position not in effects.foreign and type(definition) is not graphs.VariableDef:
+        if position not in effects.foreign and type(definition) is not VariableDef:
             objects[position]._unflatten(definition, decode)
 
 

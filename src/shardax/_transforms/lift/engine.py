@@ -50,6 +50,7 @@ import numpy as np
 from shardax._core import frames
 from shardax._core.frames import CapturedVariable
 from shardax._core.graph import flatten as graphs
+from shardax._core.graph.definitions import GraphDef
 from shardax._core.graph.paths import Leaf, Path, PyTree
 from shardax._core.object import Object
 from shardax._core.variable import Variable
@@ -148,7 +149,7 @@ class LiftedCall:
         plain_named: Mapping[str, Leaf],
         leave: Callable[[RunContext], PyTree],
         which: int = 0,
-        graphdef: graphs.GraphDef | None = None,
+        graphdef: GraphDef | None = None,
     ) -> PyTree:
         """Runs a function on a copy of the objects, inside the transform.
 
@@ -209,7 +210,7 @@ class LiftedCall:
             return leave(context)
 
     def _bind(
-        self, frame: frames.Frame, graphdef: graphs.GraphDef, values: Sequence[Leaf]
+        self, frame: frames.Frame, graphdef: GraphDef, values: Sequence[Leaf]
     ) -> tuple[list[PyTree], list[Object]]:
         """Returns (roots, objects) of the copy."""
         if self._released is None:
@@ -289,7 +290,7 @@ class RunContext(NamedTuple):
 
     call: LiftedCall
     frame: frames.Frame
-    graphdef: graphs.GraphDef
+    graphdef: GraphDef
 
     copies: Sequence[Any]
     """The private copy, in the order of ``graphdef.objects``."""

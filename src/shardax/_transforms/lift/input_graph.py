@@ -17,6 +17,7 @@ import numpy as np
 from shardax._core import frames
 from shardax._core.frames import is_ref, kind_of
 from shardax._core.graph import flatten as graphs
+from shardax._core.graph.definitions import GraphDef
 from shardax._core.graph.paths import Leaf, Path, PyTree
 from shardax._core.graph.views import block_parents
 from shardax._core.init.lazy import LazyValue, materialize_all
@@ -114,7 +115,7 @@ def abstract(variables: Sequence[Variable]) -> list[Leaf]:
 
 def bind(
     frame: frames.Frame,
-    graphdef: graphs.GraphDef,
+    graphdef: GraphDef,
     values: Sequence[Leaf],
     originals: Sequence[Object],
     leaves: Sequence[Variable],

@@ -48,7 +48,7 @@ from typing import Literal, NamedTuple
 
 import jax
 
-from shardax._core.graph.flatten import VariableDef
+from shardax._core.graph.definitions import VariableDef
 from shardax._core.graph.paths import Leaf, Path, PyTree
 from shardax._transforms.lift import prefix
 from shardax._transforms.lift.binding import LiftedOutputs, check_result

@@ -23,7 +23,7 @@ import jax
 
 from shardax._core.errors import MetadataError, ShardaxError
 from shardax._core.frozen import Origin
-from shardax._core.graph.flatten import GraphDef, VariableDef
+from shardax._core.graph.definitions import GraphDef, VariableDef
 from shardax._core.graph.handlers import knows_names
 from shardax._core.graph.paths import Leaf, Path, PyTree, format_path, plain_path
 from shardax._core.graph.static import PARTITION_NAME, AxisName, Metadata

@@ -24,8 +24,8 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from shardax._core.frames import owner_here
-from shardax._core.graph.definitions import Definition
-from shardax._core.graph.flatten import ChildDecoder, GraphDef, GraphWalk, ModuleDef, Ref, is_object
+from shardax._core.graph.definitions import Definition, GraphDef, ModuleDef, Ref
+from shardax._core.graph.flatten import ChildDecoder, GraphWalk, is_object
 from shardax._core.graph.paths import Leaf
 from shardax._core.init.rng import Rngs, RngStream
 from shardax._core.object import Object

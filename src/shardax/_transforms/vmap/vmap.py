@@ -27,8 +27,11 @@ import numpy as np
 
 from shardax._core.graph.paths import Leaf, PyTree
 from shardax._transforms.errors import PrefixError
-from shardax._transforms.lift import prefix
-from shardax._transforms.lift.engine import LiftedCall, RunContext, SealedFrame, decorator, wraps
+from shardax._transforms.lift.engine import LiftedCall, RunContext
+from shardax._transforms.lift.entries import EntryAssignment, assign
+from shardax._transforms.lift.filter_mappings import check_axes_only, entries_in
+from shardax._transforms.lift.frames import SealedFrame
+from shardax._transforms.lift.transformed import decorator, wraps
 from shardax._transforms.mapped import dimension, errors
 from shardax._transforms.mapped.call import AxisMappedCall, LeavingValue
 from shardax._transforms.mapped.names import Params, check_metadata
@@ -106,13 +109,13 @@ def vmap(
         in_axes = automatic_batch(in_axes, batch, axis_size)
         axis_size = in_axes.size
     else:
-        prefix.check_axes_only(in_axes, "in_axes")
+        check_axes_only(in_axes, "in_axes")
         if batch is not None:
             raise PrefixError(
                 "batch= says how to find the axes of arguments, but in_axes gives them. Give one "
                 "of the two: in_axes='auto' with batch=."
             )
-    prefix.check_axes_only(out_axes, "out_axes")
+    check_axes_only(out_axes, "out_axes")
     check_metadata(metadata, "vmap")
 
     @wraps(function)
@@ -129,17 +132,17 @@ def _assign_axes(
     in_axes: PyTree | Batch,
     args: Sequence[PyTree],
     kwargs: Mapping[str, PyTree],
-) -> prefix.EntryAssignment:
+) -> EntryAssignment:
     """Returns the call of a function, with the axis of each Variable and array."""
     make_frame = functools.partial(SealedFrame, functions=[function], reason=_CAPTURED_WRITE)
     if isinstance(in_axes, Batch):
         call = LiftedCall("vmap", [function], args, kwargs, make_frame)
         prefixes, named = in_axes.find_call(call.labels, args, kwargs).axes
     else:
-        assigned = prefix.assign(function, in_axes, args, kwargs, "in_axes", 0)
+        assigned = assign(function, in_axes, args, kwargs, "in_axes", 0)
         args, kwargs, prefixes, named = assigned
         call = LiftedCall("vmap", [function], args, kwargs, make_frame)
-    return prefix.EntryAssignment(call, args, kwargs, prefixes, named, None, "in_axes")
+    return EntryAssignment(call, args, kwargs, prefixes, named, None, "in_axes")
 
 
 class _VmapCall(AxisMappedCall):
@@ -147,12 +150,12 @@ class _VmapCall(AxisMappedCall):
 
     def __init__(
         self,
-        assignment: prefix.EntryAssignment,
+        assignment: EntryAssignment,
         out_axes: PyTree,
         metadata: Params | None,
         axis_size: int | None,
     ) -> None:
-        declared = prefix.entries_in((assignment.prefixes, assignment.named, out_axes))
+        declared = entries_in((assignment.prefixes, assignment.named, out_axes))
         super().__init__(assignment, out_axes, [*declared, 0, None], metadata, axis_size)
 
     def run(self, **options: Any) -> PyTree:

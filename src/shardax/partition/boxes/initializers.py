@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 from shardax._core.graph.paths import PyTree
 from shardax._core.graph.static import BOX_ENTRY, Metadata
 from shardax._core.init.boxed import announce
-from shardax._transforms.lift.engine import wraps
+from shardax._transforms.lift.transformed import wraps
 from shardax.partition.boxes.partitioned import LogicallyPartitioned, Partitioned
 from shardax.partition.constraints import constrain
 from shardax.partition.context import OnNoMesh, axis_rules

@@ -10,16 +10,13 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
-import types
 from collections.abc import Callable, Generator
 from typing import Any
 
 import jax
 
-from shardax._core.graph.paths import Path, PyTree, format_path
-from shardax._core.module import Module
-from shardax._core.state.split_merge import iter_modules
-from shardax._transforms.lift.engine import wraps
+from shardax import Module, iter_modules
+from shardax.extend import Path, format_path, wrap_methods
 
 _PLACE = "shardax_scope"
 _within: contextvars.ContextVar[Path] = contextvars.ContextVar("shardax_scope_within", default=())
@@ -52,22 +49,7 @@ def set_scope(module: Module, name: str) -> None:
 @functools.cache  # one for each class, for good: JAX keeps the classes of its pytrees
 def scoped(kind: type[Module]) -> type[Module]:
     """A subclass whose methods open a scope, for instances to change to."""
-    return subclass(kind, lambda name, method: _in_scope(method))
-
-
-def subclass(kind: type[Module], around: Callable[[str, PyTree], object]) -> type[Module]:
-    """A subclass of the same name with wrapped public methods."""
-    methods = {
-        name: around(name, method)
-        for base in reversed(kind.__mro__)
-        if issubclass(base, Module) and base is not Module
-        for name, method in vars(base).items()
-        if isinstance(method, types.FunctionType) and (name == "__call__" or name[0] != "_")
-    }
-    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
-    made = type(kind)(kind.__name__, (kind,), methods | names)
-    assert issubclass(made, kind)
-    return made
+    return wrap_methods(kind, lambda name, method: _in_scope(method))
 
 
 _KEY_HAS_NAMES = "jax_compilation_cache_include_metadata_in_key"
@@ -85,7 +67,7 @@ def compiled_with_names() -> Generator[None]:
 
 
 def _in_scope(method: Callable[..., object]) -> Callable[..., Any]:
-    @wraps(method)
+    @functools.wraps(method)
     def call(self, *args, **kwargs):
         place = vars(self).get(_PLACE)
         if not isinstance(place, tuple):  # a fixed name, or a Module made in the block
