@@ -78,6 +78,7 @@ BEYOND_PUBLIC_JAX: dict[str, set[str]] = {
         "jax.extend.core.Jaxpr",
         "jax.extend.core.JaxprEqn",
         "jax.extend.core.Literal",
+        "jax.extend.core.Var",
         "jax.extend.core.get_opaque_trace_state",
         "jax.extend.core.jaxpr_as_fun",
     }

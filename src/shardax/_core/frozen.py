@@ -35,7 +35,19 @@ T = TypeVar("T")
 
 
 class Origin(NamedTuple):
-    """What a value came from: Variable type and metadata."""
+    """What a value of a State came from.
+
+    Attributes:
+        variable_type: The type of its Variable.
+        all_metadata: The metadata of its Variable; ``axes`` and ``metadata`` are its two parts.
+
+    Example:
+        >>> import jax.numpy as jnp, shardax as sx
+        >>> kernel = sx.Param(jnp.ones((2, 3)), axes=("in", "out"), tag="frozen")
+        >>> origin = sx.state(sx.List([kernel])).origins()[(0,)]
+        >>> origin.variable_type.__name__, origin.axes, dict(origin.metadata)
+        ('Param', ('in', 'out'), {'tag': 'frozen'})
+    """
 
     variable_type: type[Variable]
     all_metadata: Metadata
