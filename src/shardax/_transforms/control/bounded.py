@@ -41,12 +41,8 @@ from shardax._transforms.control.loop_body import ReadOnlyFunction
 from shardax._transforms.control.loops import loop_with_condition
 from shardax._transforms.errors import TransformError
 from shardax._transforms.jit import eager
-from shardax._transforms.lift.engine import (
-    ARRAY_OR_NUMBER,
-    LiftedCall,
-    retry_captured,
-    takes_options,
-)
+from shardax._transforms.lift.engine import ARRAY_OR_NUMBER, LiftedCall, retry_captured
+from shardax._transforms.lift.transformed import takes_options
 
 Differentiable = Literal["no", "store", "recompute"]
 

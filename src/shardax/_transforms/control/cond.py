@@ -31,7 +31,8 @@ from shardax._transforms.control.outcomes import (
     result_outline,
 )
 from shardax._transforms.jit import eager
-from shardax._transforms.lift import binding, engine
+from shardax._transforms.lift import engine
+from shardax._transforms.lift.effects import Effects, LiftedOutputs, check_result
 
 # Runs one of several functions without arguments; returns its result.
 Choose = Callable[[Sequence[Callable[[], list[Leaf]]]], list[Leaf]]
@@ -176,7 +177,7 @@ _PlainOperands = tuple[Sequence[PyTree], Mapping[str, PyTree]]
 class _BranchRecord(NamedTuple):
     """What the trace of a branch showed, besides arrays."""
 
-    effects: binding.Effects
+    effects: Effects
     outline: PyTree  # of the result
     treedef: jax.tree_util.PyTreeDef  # of the arrays of the result
 
@@ -228,7 +229,7 @@ class _BranchingCall:
         record = self._records[0]
         record.effects.written = tuple(positions)
         result = record.treedef.unflatten(result)
-        return self.call.apply(binding.LiftedOutputs(result, written, fresh, record.effects))
+        return self.call.apply(LiftedOutputs(result, written, fresh, record.effects))
 
     def _compile(self, which: int) -> Callable[..., BranchOutputs]:
         """Returns a branch as one ``jax.jit``, which JAX traces once: for its shapes and to run."""
@@ -248,7 +249,7 @@ class _BranchingCall:
 
         def leave(context: engine.RunContext) -> BranchOutputs:
             context.require_inputs()
-            binding.check_result(context.result, self.call.name)
+            check_result(context.result, self.call.name)
             outputs = context.record_effects(context.result)
             effects = outputs.effects
             arrays, treedef = jax.tree.flatten(outputs.result)

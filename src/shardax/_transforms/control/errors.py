@@ -15,7 +15,7 @@ from shardax._core.graph.paths import Leaf, Path, PyTree, format_path
 from shardax._core.object import Object
 from shardax._transforms.control.forms import explicit_spec, form_text
 from shardax._transforms.errors import PrefixError, TransformError
-from shardax._transforms.lift.binding import Effects
+from shardax._transforms.lift.effects import Effects
 from shardax._transforms.lift.engine import LiftedCall
 
 # --- loops ----------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from jax.sharding import AxisType
 from shardax._core._jax import varying_axes
 from shardax._core.graph.paths import Leaf, Path, PyTree
 from shardax._core.state.state import State
-from shardax._transforms.lift.prefix import one_level
+from shardax._transforms.lift.prefixes import one_level
 
 
 def abstract_eval(function: Callable[..., PyTree], *args: PyTree) -> PyTree:

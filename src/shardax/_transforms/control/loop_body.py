@@ -35,7 +35,9 @@ from shardax._transforms.control.forms import (
     structure_difference,
     vary_alike,
 )
-from shardax._transforms.lift import binding, engine
+from shardax._transforms.lift import engine
+from shardax._transforms.lift.effects import Effects, LiftedOutputs, check_result, holds_same_arrays
+from shardax._transforms.lift.frames import path_of
 
 
 class LoopCarry(NamedTuple):
@@ -81,7 +83,7 @@ class Loop:
 
         # Known when the body was traced: what it did, and the path of each carried array. The
         # arrays of a trace do not outlive it.
-        self._effects: binding.Effects | None = None
+        self._effects: Effects | None = None
         self._result_tree: jax.tree_util.PyTreeDef | None = None
         self._carry_paths: list[Path] = []
 
@@ -117,7 +119,7 @@ class Loop:
 
     def _leave(self, context: engine.RunContext) -> tuple[list[Leaf], dict[int, PyTree], PyTree]:
         context.require_inputs()
-        binding.check_result(context.result, self.call.name)
+        check_result(context.result, self.call.name)
 
         carried, returned = None, None
         if self.carried_argument is not None:
@@ -139,7 +141,7 @@ class Loop:
         """Returns the carry in the result of the body: all of it."""
         return result
 
-    def record(self, context: engine.RunContext) -> tuple[binding.LiftedOutputs, PyTree]:
+    def record(self, context: engine.RunContext) -> tuple[LiftedOutputs, PyTree]:
         """Records what the body did; returns it, and a row of results: here, none."""
         outputs = context.record_effects(context.result)
         for index in outputs.effects.updates:
@@ -220,7 +222,7 @@ class Loop:
             self.values[position] = value
         for index, leaf in zip(self.carried_plain, after.plain, strict=True):
             self.plain[index] = leaf
-        return not binding.same_value(before, after)
+        return not holds_same_arrays(before, after)
 
     # --- in the loop, and after it ----------------------------------------------------------------
 
@@ -259,7 +261,7 @@ class Loop:
         value_of = dict(zip(self.carried_variables, carry.variables, strict=True))
         written = [value_of[position] for position in self._effects.written]
         result = self._result_tree.unflatten(carry.plain)
-        return self.call.apply(binding.LiftedOutputs(result, written, [], self._effects))
+        return self.call.apply(LiftedOutputs(result, written, [], self._effects))
 
 
 class ReadOnlyFunction:
@@ -287,7 +289,7 @@ class ReadOnlyFunction:
     def _leave(self, context: engine.RunContext) -> PyTree:
         call = self.loop.call
         for captured in context.captured():
-            path = engine.path_of(call.functions, captured.outer)
+            path = path_of(call.functions, captured.outer)
             raise errors.writes_but_only_reads(self.role, captured.outer, path, call.name)
 
         effects = context.record_effects(None).effects

@@ -21,9 +21,10 @@ from shardax._transforms.control.loop_body import Loop, LoopCarry, LoopSlices, R
 from shardax._transforms.control.numbers import Number, as_integer, as_predicate
 from shardax._transforms.jit import eager
 from shardax._transforms.lift import engine
+from shardax._transforms.lift.transformed import takes_options
 
 
-@engine.takes_options
+@takes_options
 def while_loop(
     cond_fun: Callable[[PyTree], object], body_fun: Callable[[PyTree], object], init_val: object
 ) -> PyTree:
@@ -88,7 +89,7 @@ def loop_with_condition(call: engine.LiftedCall) -> tuple[Loop, ReadOnlyFunction
     return loop, condition
 
 
-@engine.takes_options
+@takes_options
 def fori_loop(
     lower: Any,
     upper: Any,

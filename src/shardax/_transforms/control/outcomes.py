@@ -28,7 +28,8 @@ from shardax._core.graph.paths import Leaf, Path, PyTree, format_path, plain_pat
 from shardax._core.graph.static import Static
 from shardax._transforms.control import errors
 from shardax._transforms.control.forms import ARRAY, form_text, structure_difference
-from shardax._transforms.lift import binding, engine
+from shardax._transforms.lift import engine
+from shardax._transforms.lift.effects import Effects
 
 
 class BranchOutputs(NamedTuple):
@@ -43,12 +44,12 @@ class BranchOutcome(NamedTuple):
     """What one branch leaves."""
 
     label: str  # how the caller knows the branch
-    effects: binding.Effects
+    effects: Effects
     outline: PyTree  # its result, with an integer for every leaf (``forms.ARRAY``)
     types: BranchOutputs
 
 
-def result_outline(result: PyTree, effects: binding.Effects) -> PyTree:
+def result_outline(result: PyTree, effects: Effects) -> PyTree:
     """Returns the outline of a result: the position of each object, and ``ARRAY`` for the rest."""
     leaves, treedef = jax.tree.flatten(result, is_leaf=flatten.is_object)
     position_of = {} if effects.result is None else dict(effects.result.roots)

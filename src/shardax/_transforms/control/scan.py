@@ -38,18 +38,22 @@ from shardax._transforms.control.loop_body import Loop, LoopCarry, LoopSlices
 from shardax._transforms.control.loops import check_unroll
 from shardax._transforms.errors import TransformError
 from shardax._transforms.jit import eager
-from shardax._transforms.lift import binding, engine, prefix
+from shardax._transforms.lift import engine
+from shardax._transforms.lift.effects import LiftedOutputs
+from shardax._transforms.lift.entries import EntryAssignment, assign, entries_by_name
+from shardax._transforms.lift.filter_mappings import Carry, check_axes_only, entries_in, is_axis
+from shardax._transforms.lift.transformed import decorator, wraps
 from shardax._transforms.mapped import dimension
 from shardax._transforms.mapped.call import AxisMappedCall, RunEffects
 from shardax._transforms.mapped.names import Params, check_metadata
 
 
-@engine.decorator
+@decorator
 def scan(
     function: Any = None,
     *,
-    in_axes: PyTree = (prefix.Carry, 0),
-    out_axes: PyTree = (prefix.Carry, 0),
+    in_axes: PyTree = (Carry, 0),
+    out_axes: PyTree = (Carry, 0),
     length: int | None = None,
     reverse: bool = False,
     unroll: int | bool = 1,
@@ -102,12 +106,12 @@ def scan(
     check_unroll(unroll, "scan")
     if not isinstance(reverse, (bool, np.bool_)):
         raise TransformError(f"reverse of sx.scan is {reverse!r}; give True or False.")
-    has_carry = _check_axes(prefix.entries_by_name(function, in_axes), out_axes)
+    has_carry = _check_axes(entries_by_name(function, in_axes), out_axes)
     length = dimension.as_count(length, "length")
     check_metadata(metadata, "scan")
     options = (in_axes, out_axes, has_carry, length, reverse, unroll, metadata)
 
-    @engine.wraps(function)
+    @wraps(function)
     def scanned(*args: PyTree, **kwargs: PyTree) -> PyTree:
         return eager.run(_scan, (function,), options, args, kwargs)
 
@@ -123,9 +127,9 @@ def _check_axes(in_axes: PyTree, out_axes: PyTree) -> bool:
     if is_carried_out and not is_carried_in:
         raise errors.carry_on_one_side("out_axes", "in_axes")
 
-    stacked = [entry for entry in _top_level(out_axes) if entry is not prefix.Carry]
-    entries = prefix.entries_in(stacked)
-    if prefix.Carry in entries:
+    stacked = [entry for entry in _top_level(out_axes) if entry is not Carry]
+    entries = entries_in(stacked)
+    if Carry in entries:
         raise errors.carry_in_a_filter_mapping()
     if None in entries:
         raise errors.result_without_axis(out_axes)
@@ -134,13 +138,13 @@ def _check_axes(in_axes: PyTree, out_axes: PyTree) -> bool:
 
 def _check_carry(axes: PyTree, option: str) -> bool:
     """Returns whether a prefix has ``Carry``; raises unless it has it once, at the top level."""
-    prefix.check_axes_only(axes, option, carry=True)
+    check_axes_only(axes, option, carry=True)
     entries = _top_level(axes)
-    count = sum(entry is prefix.Carry for entry in entries)
+    count = sum(entry is Carry for entry in entries)
     if count > 1:
         raise errors.carried_twice(option, count)
     for entry in entries:
-        if entry is not prefix.Carry and prefix.Carry in jax.tree.leaves(entry):
+        if entry is not Carry and Carry in jax.tree.leaves(entry):
             raise errors.carry_is_nested(option, entry)
     return count == 1
 
@@ -156,16 +160,16 @@ def _scan(
     kwargs: Mapping[str, PyTree],
 ) -> PyTree:
     in_axes, out_axes, has_carry, length, reverse, unroll, metadata = options
-    assigned = prefix.assign(functions[0], in_axes, args, kwargs, "in_axes", 0)
+    assigned = assign(functions[0], in_axes, args, kwargs, "in_axes", 0)
 
     def attempt(captured: list[Variable]) -> PyTree:
         call = engine.LiftedCall(
             "scan", functions, assigned.args, assigned.kwargs, captured=captured
         )
-        if assigned.prefixes.count(prefix.Carry) > 1:
+        if assigned.prefixes.count(Carry) > 1:
             raise errors.one_carry_for_several_arguments(call.labels, len(assigned.prefixes))
-        carried_argument = assigned.prefixes.index(prefix.Carry) if has_carry else None
-        assignment = prefix.EntryAssignment(call, *assigned, None, "in_axes")
+        carried_argument = assigned.prefixes.index(Carry) if has_carry else None
+        assignment = EntryAssignment(call, *assigned, None, "in_axes")
         _check_carried_are_arrays(assignment)
 
         scan_call = _ScanCall(assignment, out_axes, metadata, length)
@@ -174,11 +178,11 @@ def _scan(
     return engine.retry_captured(attempt)
 
 
-def _check_carried_are_arrays(assignment: prefix.EntryAssignment) -> None:
+def _check_carried_are_arrays(assignment: EntryAssignment) -> None:
     """Raises if the carried argument holds something else than arrays and objects."""
     plain, _ = assignment.call.arguments.plain_leaves()
     for path, leaf, entry in zip(assignment.plain_paths, plain, assignment.plain, strict=True):
-        if entry is prefix.Carry and not _is_array(leaf):
+        if entry is Carry and not _is_array(leaf):
             raise errors.carried_value_is_no_array(path, leaf)
 
 
@@ -191,24 +195,24 @@ class _ScanCall(AxisMappedCall):
 
     def __init__(
         self,
-        assignment: prefix.EntryAssignment,
+        assignment: EntryAssignment,
         out_axes: PyTree,
         metadata: Params | None,
         length: int | None,
     ) -> None:
-        declared = prefix.entries_in((assignment.prefixes, assignment.named, out_axes))
-        self.axes = list(dict.fromkeys([*filter(prefix.is_axis, declared), 0]))
-        super().__init__(assignment, out_axes, [*self.axes, prefix.Carry], metadata, length)
+        declared = entries_in((assignment.prefixes, assignment.named, out_axes))
+        self.axes = list(dict.fromkeys([*filter(is_axis, declared), 0]))
+        super().__init__(assignment, out_axes, [*self.axes, Carry], metadata, length)
         dimension.refuse_split(self.entering)
 
         # The axis of each mapped Variable and array, by position. Split streams have axis 0.
         self.variable_axes = {
             position: 0 if position in self.streams else entry
             for position, entry in enumerate(assignment.leaves)
-            if prefix.is_axis(entry)
+            if is_axis(entry)
         }
         self.plain_axes = {
-            index: entry for index, entry in enumerate(assignment.plain) if prefix.is_axis(entry)
+            index: entry for index, entry in enumerate(assignment.plain) if is_axis(entry)
         }
 
     def slices(self) -> LoopSlices:
@@ -219,18 +223,18 @@ class _ScanCall(AxisMappedCall):
             {i: _axis_to_front(self.plain[i], axis) for i, axis in self.plain_axes.items()},
         )
 
-    def leave(self, context: engine.RunContext) -> tuple[binding.LiftedOutputs, list[list[Leaf]]]:
+    def leave(self, context: engine.RunContext) -> tuple[LiftedOutputs, list[list[Leaf]]]:
         """Returns what an iteration did, and its row: for each axis the arrays to be stacked."""
         effects = self.record(context)
         self._check_changes(effects)
 
         leaving = []
         for item in effects.leaving:
-            if not prefix.is_axis(item.entry):
+            if not is_axis(item.entry):
                 # A written Variable and the carried result go to the next iteration. What is new,
                 # or was appended to a shared tuple, has one value per iteration.
                 is_new = item.new_type or item.source == "attached"
-                item = item._replace(entry=0 if is_new else prefix.Carry)
+                item = item._replace(entry=0 if is_new else Carry)
             leaving.append(item)
 
         *row, _ = self.stack(effects, leaving)  # the last list is carried
@@ -246,7 +250,7 @@ class _ScanCall(AxisMappedCall):
             if type(definition) is VariableDef:
                 # Sown values are tuples; they are stacked whatever the entry of their Module.
                 item = next(new_variables)
-                if not prefix.is_axis(item.entry) and not isinstance(item.value, tuple):
+                if not is_axis(item.entry) and not isinstance(item.value, tuple):
                     continue
             stackable.add(position)
 
@@ -306,14 +310,14 @@ class _ScanLoop(Loop):
     def returned_carry(self, result: PyTree) -> PyTree:
         """See ``Loop.returned_carry``: the part of the result where ``out_axes`` has ``Carry``."""
         out_axes = self.scan_call.out_prefix
-        if out_axes is prefix.Carry:
+        if out_axes is Carry:
             return result
-        position = [entry is prefix.Carry for entry in out_axes].index(True)
+        position = [entry is Carry for entry in out_axes].index(True)
         if not isinstance(result, (tuple, list)) or len(result) != len(out_axes):
             raise errors.result_has_no_carry(out_axes, position, result)
         return result[position]
 
-    def record(self, context: engine.RunContext) -> tuple[binding.LiftedOutputs, PyTree]:
+    def record(self, context: engine.RunContext) -> tuple[LiftedOutputs, PyTree]:
         """See ``Loop.record``: what the iteration did, and the row that leaves it."""
         return self.scan_call.leave(context)
 

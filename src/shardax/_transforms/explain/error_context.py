@@ -23,12 +23,12 @@ from shardax._core.errors import first_of
 from shardax._core.graph.paths import Path, format_path
 from shardax._core.variable import Param
 from shardax._transforms import errors
-from shardax._transforms.errors import PrefixError, TransformError
+from shardax._transforms.errors import PrefixError, TransformError, absent_error
+from shardax._transforms.explain.tracer_errors import TRACER_ERRORS, rewrite
 from shardax._transforms.jit.programs import NeedsTrace
 from shardax._transforms.lift.arguments import TreeTemplate, plain_paths
-from shardax._transforms.lift.binding import InputGraph, absent_error
 from shardax._transforms.lift.engine import RetraceRequest
-from shardax._transforms.lift.tracer_errors import TRACER_ERRORS, rewrite
+from shardax._transforms.lift.input_graph import InputGraph
 
 _PLACE = re.compile(r"flat\[(\d)\](?:\[(?:(\d+)|'(\w+)')\](?:\[(\d+)\])?)")
 

@@ -30,8 +30,9 @@ from shardax._core.graph.definitions import (
 from shardax._core.graph.paths import Leaf, Path, format_path
 from shardax._core.graph.settings import SettingsKey
 from shardax._core.graph.static import Static, functions_in
-from shardax._transforms.lift.arguments import TreeTemplate, leaf_paths, parameter_name
+from shardax._transforms.lift.arguments import TreeTemplate, leaf_paths
 from shardax._transforms.lift.captures import closed_over
+from shardax._transforms.lift.signatures import parameter_name
 
 
 @dataclass(frozen=True)

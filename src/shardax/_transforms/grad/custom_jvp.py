@@ -33,9 +33,10 @@ from shardax._transforms.grad.ruled_call import (
     RuledFunction,
     split_argnums,
 )
-from shardax._transforms.lift.arguments import by_position
-from shardax._transforms.lift.binding import returned_pair
-from shardax._transforms.lift.engine import RunContext, decorator, retry_captured
+from shardax._transforms.lift.effects import returned_pair
+from shardax._transforms.lift.engine import RunContext, retry_captured
+from shardax._transforms.lift.signatures import by_position
+from shardax._transforms.lift.transformed import decorator
 
 
 @decorator

@@ -51,21 +51,14 @@ from shardax._transforms.grad.ruled_call import (
     refuse_derivative,
 )
 from shardax._transforms.jit import eager
-from shardax._transforms.lift.arguments import (
-    by_position,
-    join_argument,
-    root_places,
-    split_argument,
-)
-from shardax._transforms.lift.binding import InputGraph, LiftedOutputs, returned_pair
-from shardax._transforms.lift.engine import (
-    RetraceRequest,
-    RunContext,
-    decorator,
-    path_of,
-    retry_captured,
-)
-from shardax._transforms.lift.prefix import expand
+from shardax._transforms.lift.arguments import join_argument, root_places, split_argument
+from shardax._transforms.lift.effects import LiftedOutputs, returned_pair
+from shardax._transforms.lift.engine import RetraceRequest, RunContext, retry_captured
+from shardax._transforms.lift.frames import path_of
+from shardax._transforms.lift.input_graph import InputGraph
+from shardax._transforms.lift.prefixes import expand
+from shardax._transforms.lift.signatures import by_position
+from shardax._transforms.lift.transformed import decorator
 
 
 @decorator

@@ -52,7 +52,7 @@ from shardax._transforms.lift.arguments import (
     plain_paths,
     root_places,
 )
-from shardax._transforms.lift.binding import returned_pair
+from shardax._transforms.lift.effects import returned_pair
 from shardax._transforms.lift.engine import LiftedCall, SingleRunCall
 
 # The differentiated inputs: values of Variables, and plain parts of arguments.

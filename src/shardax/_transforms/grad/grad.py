@@ -27,8 +27,9 @@ from shardax._transforms.grad.differentiated import (
     pure_function,
     separate_aux,
 )
-from shardax._transforms.lift.arguments import by_position
-from shardax._transforms.lift.engine import SingleRunCall, decorator, wraps
+from shardax._transforms.lift.engine import SingleRunCall
+from shardax._transforms.lift.signatures import by_position
+from shardax._transforms.lift.transformed import decorator, wraps
 
 
 @decorator

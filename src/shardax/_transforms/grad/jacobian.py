@@ -29,9 +29,10 @@ from shardax._transforms.grad.differentiated import (
 )
 from shardax._transforms.grad.forward_mode import explained_forward_mode
 from shardax._transforms.grad.grad import explained_reverse_mode
-from shardax._transforms.lift.arguments import by_position
-from shardax._transforms.lift.binding import check_result
-from shardax._transforms.lift.engine import SingleRunCall, decorator, wraps
+from shardax._transforms.lift.effects import check_result
+from shardax._transforms.lift.engine import SingleRunCall
+from shardax._transforms.lift.signatures import by_position
+from shardax._transforms.lift.transformed import decorator, wraps
 
 
 @decorator

@@ -45,7 +45,8 @@ from shardax._transforms.grad.differentiated import (
     refuse_objects,
 )
 from shardax._transforms.lift import engine
-from shardax._transforms.lift.binding import Effects, LiftedOutputs, check_result
+from shardax._transforms.lift.effects import Effects, LiftedOutputs, check_result
+from shardax._transforms.lift.transformed import wraps
 
 # Which of the two functions of a ``RuledCall`` runs.
 FUNCTION, RULE = 0, 1
@@ -66,7 +67,7 @@ class RuledFunction(PickledByName):
     def __init__(
         self, function: Callable[..., PyTree], nondiff_argnums: Argnums, wrt: Filter
     ) -> None:
-        engine.wraps(function)(self)
+        wraps(function)(self)
         self.function = function
         self.nondiff_argnums = nondiff_argnums
         self.wrt = wrt

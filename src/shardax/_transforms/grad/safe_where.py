@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from shardax._transforms.grad import errors
-from shardax._transforms.lift.engine import takes_options
+from shardax._transforms.lift.transformed import takes_options
 
 
 @takes_options

@@ -26,7 +26,8 @@ from shardax._transforms.grad.differentiated import (
 )
 from shardax._transforms.grad.forward_mode import explained_forward_mode
 from shardax._transforms.grad.grad import explained_reverse_mode
-from shardax._transforms.lift.engine import SingleRunCall, check_operands, decorator, wraps
+from shardax._transforms.lift.engine import SingleRunCall, check_operands
+from shardax._transforms.lift.transformed import decorator, wraps
 
 
 @decorator

@@ -26,8 +26,8 @@ from shardax._core.graph.static import PROGRAMS_ATTRIBUTE
 from shardax._core.object import Object
 from shardax._transforms.jit.calls import CachedCall
 from shardax._transforms.jit.options import JitOptions
-from shardax._transforms.lift import binding
 from shardax._transforms.lift.captures import CapturePlace, places_of, signature_of
+from shardax._transforms.lift.input_graph import InputGraph
 from shardax._transforms.lift.transformed import Transformed
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ class CompilationCache:
             if call.specialization is specialization:
                 self.calls.pop(key, None)
 
-    def remember(self, key: Hashable, call: CachedCall, graph: binding.InputGraph) -> None:
+    def remember(self, key: Hashable, call: CachedCall, graph: InputGraph) -> None:
         """Remembers a call until one of its objects is gone."""
         most = _MAX_CALLS_WITH_PLACES if self.places else _MAX_CALLS
         if len(self.calls) >= most:

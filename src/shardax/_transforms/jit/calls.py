@@ -33,7 +33,8 @@ from shardax._transforms.explain.error_context import explain
 from shardax._transforms.jit.options import JitOptions
 from shardax._transforms.jit.programs import NeedsTrace
 from shardax._transforms.lift import arguments as inputs
-from shardax._transforms.lift import binding
+from shardax._transforms.lift.effects import Effects
+from shardax._transforms.lift.input_graph import InputGraph
 
 if TYPE_CHECKING:
     from shardax._transforms.jit.specialization import Specialization
@@ -178,11 +179,11 @@ class CachedCall:
         "written",
     )
 
-    def __init__(self, specialization: Specialization, graph: binding.InputGraph) -> None:
+    def __init__(self, specialization: Specialization, graph: InputGraph) -> None:
         self.specialization = specialization
         self.lock: AbstractContextManager[Any] = specialization.lock
         self.kept, self.donated = specialization.partition(graph.leaves)
-        self.effects: binding.Effects | None = None
+        self.effects: Effects | None = None
         self.written: list[Variable] = []
         self.settings: list[Setting] = graph.flat.settings
 
@@ -268,14 +269,14 @@ class CachedCall:
         if not threads.store(self.written, [read[i] for i in self._written_positions], values):
             raise NeedsTrace
 
-    def did_as_before(self, effects: binding.Effects, written: Sequence[Leaf]) -> bool:
+    def did_as_before(self, effects: Effects, written: Sequence[Leaf]) -> bool:
         """Whether a run wrote arrays into the same Variables as the last one, and that is all."""
         # Inside of a plain JAX transform the outputs are tracers.
         return effects is self.effects and (not written or type(written[0]) in ARRAY_TYPES)
 
     # --- what the slow way prepares ---------------------------------------------------------------
 
-    def learn(self, effects: binding.Effects) -> None:
+    def learn(self, effects: Effects) -> None:
         """Notes what a run did, as what the next one will do."""
         self.effects = effects if effects.simple else None
         self._written_positions = effects.written
@@ -314,15 +315,15 @@ class CachedCall:
                 self._named_slices.append((name, slice(start, stop)))
             start = stop
 
-    def graph(self) -> binding.InputGraph:
+    def graph(self) -> InputGraph:
         """Returns the objects of the call, flattened anew, as an ``InputGraph``."""
-        return binding.InputGraph([root() for root in self._roots], self.specialization.names)
+        return InputGraph([root() for root in self._roots], self.specialization.names)
 
-    def has_changed(self, graph: binding.InputGraph) -> bool:
+    def has_changed(self, graph: InputGraph) -> bool:
         """Whether the objects have another structure than when they were flattened."""
         return self.graph().flat.graphdef != graph.flat.graphdef
 
-    def hold_weakly(self, graph: binding.InputGraph, forget: Callable[[Any], None]) -> None:
+    def hold_weakly(self, graph: InputGraph, forget: Callable[[Any], None]) -> None:
         """Lets go of the objects of the caller; ``forget`` is called when one of them is gone."""
         self._roots = [
             weakref.ref(root, forget) if isinstance(root, Object) else lambda root=root: root

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from shardax._core.graph.paths import PyTree
-from shardax._transforms.lift import arguments as inputs
+from shardax._transforms.lift.signatures import parameter_name
 
 if TYPE_CHECKING:
     from shardax._transforms.jit.jit import Jit
@@ -20,6 +20,6 @@ def compare_over_processes(jit: Jit, args: Sequence[PyTree], kwargs: Mapping[str
     """Raises DistributedError if numbers given to a call differ over processes."""
     from shardax.distributed.processes import compare_arguments
 
-    labels = [inputs.parameter_name(jit.function, i) for i in range(len(args))]
+    labels = [parameter_name(jit.function, i) for i in range(len(args))]
     arguments_by_name = dict(zip(labels, args, strict=True)) | dict(kwargs)
     compare_arguments(arguments_by_name, f"a call of {jit!r}")

@@ -61,16 +61,26 @@ from shardax._transforms.jit.settings import note_settings
 from shardax._transforms.jit.specialization import Specialization
 from shardax._transforms.jit.tracing import Tracing, tracing_for
 from shardax._transforms.lift import arguments as inputs
-from shardax._transforms.lift import binding, engine
-from shardax._transforms.lift import prefix as prefixes
+from shardax._transforms.lift import engine
 from shardax._transforms.lift.captures import Functions, objects_in
+from shardax._transforms.lift.effects import Effects, LiftedOutputs, apply_effects, check_no_leak
+from shardax._transforms.lift.entries import is_one_entry
+from shardax._transforms.lift.frames import UNNAMED
+from shardax._transforms.lift.input_graph import InputGraph
+from shardax._transforms.lift.signatures import (
+    by_position,
+    check_callable,
+    parameter_name,
+    resolve_arguments,
+)
+from shardax._transforms.lift.transformed import takes_options
 
 
 class CallDescription(NamedTuple):
     """A call as its specialization is found by it."""
 
     key: tuple[Hashable, ...]
-    graph: binding.InputGraph
+    graph: InputGraph
     arguments: inputs.SplitArguments
     positions: inputs.ArgumentPositions
     names: list[Path]
@@ -113,11 +123,11 @@ class Jit(PickledByName, Wrapper):
         wrapping: Hashable = None,
         memory: CompilationCache | None = None,
     ) -> None:
-        inputs.check_callable(function, "jit")
+        check_callable(function, "jit")
         functools.update_wrapper(self, function, updated=())
         self.function = function
         self.options = with_resolved_donation(options, function)
-        self.static_positions, self.static_names = inputs.resolve_arguments(
+        self.static_positions, self.static_names = resolve_arguments(
             function, options.static_argnums, options.static_argnames, "static", StaticArgumentError
         )
         self.memory = CompilationCache() if memory is None else memory
@@ -146,7 +156,7 @@ class Jit(PickledByName, Wrapper):
                 if call.did_as_before(effects, written):
                     call.store(kept, donated, written)
                     return result
-                outputs = binding.LiftedOutputs(result, written, fresh, effects)
+                outputs = LiftedOutputs(result, written, fresh, effects)
                 return self._apply(call, kept, donated, outputs)
         except NeedsTrace:
             pass
@@ -173,11 +183,7 @@ class Jit(PickledByName, Wrapper):
         return flatten_call(args, kwargs, self.options, self._static_types, key)
 
     def _apply(
-        self,
-        call: CachedCall,
-        kept: list[Leaf],
-        donated: list[Leaf],
-        outputs: binding.LiftedOutputs,
+        self, call: CachedCall, kept: list[Leaf], donated: list[Leaf], outputs: LiftedOutputs
     ) -> PyTree:
         """Applies what a run did, where that is not what the last one did; returns the result."""
         effects = outputs.effects
@@ -194,9 +200,9 @@ class Jit(PickledByName, Wrapper):
         graph = call.graph()
         graph.read = call.specialization.join(kept, donated)
         if are_traced:
-            binding.check_no_leak(graph, outputs)
+            check_no_leak(graph, outputs)
         try:
-            return binding.apply_effects(graph, outputs)
+            return apply_effects(graph, outputs)
         except ConcurrentWriteError:
             if call.specialization.donates:
                 raise
@@ -241,10 +247,10 @@ class Jit(PickledByName, Wrapper):
                     # Run, and apply what the function did.
                     with explaining(call), tracing_for(tracing):
                         outputs = specialization.run_program(program, flat_inputs)
-                    binding.check_no_leak(graph, outputs)
+                    check_no_leak(graph, outputs)
                     self._remember(call, graph, outputs.effects, flat, args, kwargs)
                     try:
-                        return binding.apply_effects(graph, outputs)
+                        return apply_effects(graph, outputs)
                     except ConcurrentWriteError:
                         # Another thread, or a callback, wrote meanwhile what the function writes.
                         lost_runs += 1
@@ -259,8 +265,8 @@ class Jit(PickledByName, Wrapper):
     def _remember(
         self,
         call: CachedCall,
-        graph: binding.InputGraph,
-        effects: binding.Effects,
+        graph: InputGraph,
+        effects: Effects,
         flat: FlatCall,
         args: Sequence[PyTree],
         kwargs: Mapping[str, PyTree],
@@ -316,7 +322,7 @@ class Jit(PickledByName, Wrapper):
 
     def prepare(
         self, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]
-    ) -> tuple[Specialization, binding.InputGraph, inputs.SplitArguments]:
+    ) -> tuple[Specialization, InputGraph, inputs.SplitArguments]:
         """Returns the specialization for a call, made now or before, and the call taken apart."""
         key, graph, arguments, positions, names = self.describe(args, kwargs)
         met = self.memory.objects_met(key)
@@ -398,13 +404,13 @@ class Jit(PickledByName, Wrapper):
             return args, kwargs
 
         most = None
-        if not prefixes.is_one_entry(declared):
+        if not is_one_entry(declared):
             most = len(declared) + len(self.static_positions)
-        return inputs.by_position(self.function, args, kwargs, most)
+        return by_position(self.function, args, kwargs, most)
 
     def input_graph(
         self, arguments: inputs.SplitArguments, labels: Sequence[str], met: Sequence[Object] = ()
-    ) -> tuple[binding.InputGraph, list[Path]]:
+    ) -> tuple[InputGraph, list[Path]]:
         """Returns the ``InputGraph`` of all objects that a call uses, and the path of each root.
 
         Args:
@@ -413,10 +419,10 @@ class Jit(PickledByName, Wrapper):
             met: What an earlier trace met in no certain way.
         """
         captured = self.captured_objects()
-        captured += [((engine.UNNAMED, i), item) for i, item in enumerate(met)]
+        captured += [((UNNAMED, i), item) for i, item in enumerate(met)]
         names = [*inputs.root_names(labels, arguments), *(name for name, _ in captured)]
         roots = [*arguments.roots, *(item for _, item in captured)]
-        return binding.InputGraph(roots, names), names
+        return InputGraph(roots, names), names
 
     def captured_objects(self) -> list[tuple[Path, Object]]:
         """Returns (path, object) of what the function finds, in certain ways, without arguments."""
@@ -434,7 +440,7 @@ class Jit(PickledByName, Wrapper):
         """Returns (position, parameter name) of the first dynamic arguments."""
         dynamic = (i for i in itertools.count() if i not in self.static_positions)
         positions = itertools.islice(dynamic, count)
-        return [(i, inputs.parameter_name(self.function, i)) for i in positions]
+        return [(i, parameter_name(self.function, i)) for i in positions]
 
     def path_of(self, key: int | str) -> Path:
         """Returns an argument's path by name or position among dynamic ones."""
@@ -512,7 +518,7 @@ def _compiled(options: JitOptions, wrapping: Hashable, function: Any) -> Jit:
     return emptied
 
 
-@engine.takes_options
+@takes_options
 def jit(
     function: Callable[..., PyTree] | None = None,
     *,
@@ -594,5 +600,5 @@ def jit(
 
 
 def _jit(function: Callable[..., object], options: JitOptions) -> Jit:
-    inputs.check_callable(function, "jit")
+    check_callable(function, "jit")
     return Jit(function, options, memory=cache_of(function, options))

@@ -24,8 +24,13 @@ from shardax._core.variable import Variable
 from shardax._transforms.errors import DeclaredSpec
 from shardax._transforms.jit.options import JitOptions
 from shardax._transforms.lift import arguments as inputs
-from shardax._transforms.lift import binding
-from shardax._transforms.lift import prefix as prefixes
+from shardax._transforms.lift.effects import LiftedOutputs
+from shardax._transforms.lift.entries import is_one_entry, per_argument
+from shardax._transforms.lift.input_graph import InputGraph
+from shardax._transforms.lift.placement import place_variables as placement_place_variables
+from shardax._transforms.lift.placement import require_mesh_in_scope, specs_in
+from shardax._transforms.lift.prefixes import check_plain, expand
+from shardax._transforms.lift.prefixes import consistent as prefixes_consistent
 
 if TYPE_CHECKING:
     from shardax._core.graph.definitions import GraphDef
@@ -52,7 +57,7 @@ class Layouts:
     def __init__(
         self,
         options: JitOptions,
-        graph: binding.InputGraph,
+        graph: InputGraph,
         arguments: inputs.SplitArguments,
         positions: inputs.ArgumentPositions,
     ) -> None:
@@ -82,7 +87,7 @@ class Layouts:
 
     def mesh_of_specs(self) -> Mesh | None:
         """Returns the mesh in scope that declared specs mean; None without specs."""
-        return prefixes.require_mesh_in_scope(self.specs) if self.specs else None
+        return require_mesh_in_scope(self.specs) if self.specs else None
 
     def place(self, variables: Mapping[int, Variable], mesh: Mesh | None = None) -> None:
         """Moves Variables, by position, to where they belong; they stay there.
@@ -100,7 +105,7 @@ class Layouts:
             if entry is None and self.is_off(position, variable):
                 entry = self.of_shard_map.get(position)
             entries.append(entry)
-        prefixes.place_variables([*variables.values()], entries, mesh)
+        placement_place_variables([*variables.values()], entries, mesh)
 
     def is_off(self, position: int, variable: Variable) -> bool:
         """Whether a Variable is not on the mesh whose ``shard_map`` splits it."""
@@ -114,7 +119,7 @@ class Layouts:
 
     def _spread(
         self,
-        graph: binding.InputGraph,
+        graph: InputGraph,
         arguments: inputs.SplitArguments,
         positions: inputs.ArgumentPositions,
     ) -> None:
@@ -123,9 +128,9 @@ class Layouts:
 
         # Entries for static arguments may be among them.
         static = [place for place, _ in positions.static if isinstance(place, int)]
-        if not prefixes.is_one_entry(declared) and len(declared) == len(labels) + len(static):
+        if not is_one_entry(declared) and len(declared) == len(labels) + len(static):
             declared = [entry for place, entry in enumerate(declared) if place not in static]
-        argument_prefixes = prefixes.per_argument(declared, labels, "in_shardings")
+        argument_prefixes = per_argument(declared, labels, "in_shardings")
 
         entries: list[Any] = []
         for label, prefix, template, plain in zip(
@@ -135,11 +140,11 @@ class Layouts:
             argument = inputs.join_argument(template, plain, arguments.roots, with_static=False)
 
             if isinstance(template, inputs.PlainTemplate):
-                prefixes.check_plain(prefix, argument, "in_shardings", (label,))
+                check_plain(prefix, argument, "in_shardings", (label,))
                 self.of_plain.append(prefix)
                 continue
 
-            argument_entries = list(prefixes.expand(prefix, argument, "in_shardings", (label,)))
+            argument_entries = list(expand(prefix, argument, "in_shardings", (label,)))
             entries.extend(argument_entries)
             of_arrays = [
                 entry for _, leaf, entry in argument_entries if not isinstance(leaf, Variable)
@@ -147,7 +152,7 @@ class Layouts:
             is_tree = isinstance(template, inputs.TreeTemplate)
             self.of_plain.append(of_arrays if is_tree else None)
 
-        by_id = prefixes.consistent(entries, "in_shardings")
+        by_id = prefixes_consistent(entries, "in_shardings")
         for position, leaf in enumerate(graph.flat.leaves):
             if id(leaf) in by_id:
                 _, self.of_variables[position] = by_id[id(leaf)]
@@ -159,15 +164,15 @@ class Layouts:
 
         specs: list[DeclaredSpec] = []
         for argument in self._declared:
-            specs += prefixes.specs_in(argument.prefix, "in_shardings", (argument.label,))
-        specs += prefixes.specs_in(self.options.out_shardings, "out_shardings")
+            specs += specs_in(argument.prefix, "in_shardings", (argument.label,))
+        specs += specs_in(self.options.out_shardings, "out_shardings")
         return specs
 
     # --- after a trace ----------------------------------------------------------------------------
 
     def of_outputs(
         self,
-        outputs: binding.LiftedOutputs,
+        outputs: LiftedOutputs,
         graphdef: GraphDef,
         copies: Sequence[Object],
         result: PyTree,
@@ -189,11 +194,11 @@ class Layouts:
 
         of_result: PyTree = declared
         if effects.result is None:
-            prefixes.check_plain(declared, result, "out_shardings")
+            check_plain(declared, result, "out_shardings")
         else:
-            entries = list(prefixes.expand(declared, result, "out_shardings"))
+            entries = list(expand(declared, result, "out_shardings"))
             of_result = [entry for _, leaf, entry in entries if not isinstance(leaf, Variable)]
-            consistent = prefixes.consistent(entries, "out_shardings")
+            consistent = prefixes_consistent(entries, "out_shardings")
             by_id |= {key: entry for key, (_, entry) in consistent.items() if entry is not None}
 
         of_written = []
@@ -219,7 +224,7 @@ class Layouts:
             if isinstance(declared.template, inputs.PlainTemplate):
                 continue
             argument = inputs.join_argument(declared.template, part, roots, with_static=False)
-            entries = prefixes.expand(
+            entries = expand(
                 declared.prefix, argument, "in_shardings", (declared.label,), known, lenient=True
             )
             for _, leaf, entry in entries:

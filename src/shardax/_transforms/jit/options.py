@@ -13,7 +13,8 @@ from shardax._core.graph.static import exact_key
 from shardax._transforms import errors
 from shardax._transforms.errors import StaticArgumentError
 from shardax._transforms.lift import arguments as inputs
-from shardax._transforms.lift import prefix as prefixes
+from shardax._transforms.lift.filter_mappings import check_shardings_only
+from shardax._transforms.lift.signatures import as_tuple, resolve_arguments
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,9 +37,9 @@ class JitOptions:
         check_compiler_options(self.compiler_options)
 
         if self.in_shardings is not None:
-            prefixes.check_shardings_only(self.in_shardings, "in_shardings")
+            check_shardings_only(self.in_shardings, "in_shardings")
         if self.out_shardings is not None:
-            prefixes.check_shardings_only(self.out_shardings, "out_shardings")
+            check_shardings_only(self.out_shardings, "out_shardings")
 
     @property
     def auto_static(self) -> bool:
@@ -82,11 +83,11 @@ class JitOptions:
 
     def donates(self, position: int, name: str) -> bool:
         """Whether the positional argument (by position or parameter name) is donated."""
-        return position in inputs.as_tuple(self.donate_argnums) or self.donates_name(name)
+        return position in as_tuple(self.donate_argnums) or self.donates_name(name)
 
     def donates_name(self, name: str) -> bool:
         """Whether the keyword argument is donated."""
-        return name in inputs.as_tuple(self.donate_argnames)
+        return name in as_tuple(self.donate_argnames)
 
 
 def check_compiler_options(options: object) -> None:
@@ -97,10 +98,10 @@ def check_compiler_options(options: object) -> None:
 
 def with_resolved_donation(options: JitOptions, function: Callable[..., PyTree]) -> JitOptions:
     """Returns the options with donated arguments both by position and by name."""
-    donated, donated_names = inputs.resolve_arguments(
+    donated, donated_names = resolve_arguments(
         function, options.donate_argnums, options.donate_argnames, "donate", DonationError
     )
-    static, static_names = inputs.resolve_arguments(
+    static, static_names = resolve_arguments(
         function, options.static_argnums, options.static_argnames, "static", StaticArgumentError
     )
 

@@ -32,7 +32,7 @@ from shardax._transforms.jit.jaxprs import (
     same_jaxpr,
     without_rules,
 )
-from shardax._transforms.lift import binding
+from shardax._transforms.lift.effects import Effects
 
 if TYPE_CHECKING:
     from shardax._core._jax import ClosedJaxpr, Jaxpr
@@ -121,7 +121,7 @@ class SharedCall:
         self,
         program: SharedProgram,
         constants: list[jax.Array],
-        effects: binding.Effects,
+        effects: Effects,
         flat_inputs: FlatInputs,
     ) -> None:
         self.program = program

@@ -18,7 +18,7 @@ from shardax._core.graph.paths import PyTree
 from shardax._core.graph.settings import Setting, note_trace, settings_among
 from shardax._transforms.jit.calls import CachedCall
 from shardax._transforms.lift import arguments as inputs
-from shardax._transforms.lift import binding
+from shardax._transforms.lift.input_graph import InputGraph
 
 if TYPE_CHECKING:
     from shardax._transforms.jit.jit import Jit
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 def note_settings(
     jit: Jit,
     call: CachedCall,
-    graph: binding.InputGraph,
+    graph: InputGraph,
     args: Sequence[PyTree],
     kwargs: Mapping[str, PyTree],
 ) -> None:
@@ -61,7 +61,7 @@ def note_settings(
             call.settings = described.graph.flat.settings
 
 
-def _settings_read(graph: binding.InputGraph, key: tuple[Any, ...]) -> list[Setting]:
+def _settings_read(graph: InputGraph, key: tuple[Any, ...]) -> list[Setting]:
     """Returns the settings objects that a call was given, by the key of its specialization."""
     _, _, templates, named, static, _ = key[:6]
     statics = [item for _, item in static]

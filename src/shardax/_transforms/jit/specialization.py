@@ -36,6 +36,7 @@ from shardax._core.object import Object
 from shardax._core.variable import Variable
 from shardax._transforms.errors import changed_capture, describe_variable
 from shardax._transforms.explain import retraces
+from shardax._transforms.explain.tracer_errors import TRACER_ERRORS, add_advice
 from shardax._transforms.jit.layouts import Layouts, spread_prefix
 from shardax._transforms.jit.options import JitOptions
 from shardax._transforms.jit.programs import (
@@ -50,9 +51,18 @@ from shardax._transforms.jit.programs import (
 )
 from shardax._transforms.jit.tracing import Tracing, current_tracing, tracing_for
 from shardax._transforms.lift import arguments as inputs
-from shardax._transforms.lift import binding, engine
+from shardax._transforms.lift import engine
 from shardax._transforms.lift.captures import Functions, StandIns
-from shardax._transforms.lift.tracer_errors import TRACER_ERRORS, add_advice
+from shardax._transforms.lift.effects import (
+    TEXTS,
+    Effects,
+    LiftedOutputs,
+    MissingInputs,
+    check_result,
+    record_effects,
+)
+from shardax._transforms.lift.frames import UNNAMED, CompiledFrame
+from shardax._transforms.lift.input_graph import InputGraph, bind
 
 
 def _shapes_of(tree: PyTree) -> Hashable:
@@ -92,7 +102,7 @@ class Specialization:
         function: Callable[..., PyTree],
         options: JitOptions,
         key: tuple[Hashable, ...],
-        graph: binding.InputGraph,
+        graph: InputGraph,
         arguments: inputs.SplitArguments,
         positions: inputs.ArgumentPositions,
         names: Sequence[Path],
@@ -181,9 +191,7 @@ class Specialization:
             for i in range(len(self.graphdef.leaves))
         ]
 
-    def read_inputs(
-        self, graph: binding.InputGraph, arguments: inputs.SplitArguments
-    ) -> FlatInputs:
+    def read_inputs(self, graph: InputGraph, arguments: inputs.SplitArguments) -> FlatInputs:
         """Returns the inputs of the pure function, with the values that Variables have now."""
         values = graph.values(refs=True, donated=self.donated_leaves)
         return self.pack(values, arguments)
@@ -209,9 +217,7 @@ class Specialization:
         donated = [item if i in self.donated_plain else None for i, item in enumerate(plain)]
         return kept, donated
 
-    def _find_donated(
-        self, graph: binding.InputGraph, arguments: inputs.SplitArguments
-    ) -> frozenset[int]:
+    def _find_donated(self, graph: InputGraph, arguments: inputs.SplitArguments) -> frozenset[int]:
         """Returns the positions of the Variables in donated arguments."""
         positional = zip(self.positions.positional, self.templates, strict=True)
         donated = [
@@ -224,7 +230,7 @@ class Specialization:
         donated_ids: set[int] = set()
         for template in donated:
             for root, _ in inputs.root_places("", template):
-                flat = binding.InputGraph([arguments.roots[root]]).flat
+                flat = InputGraph([arguments.roots[root]]).flat
                 donated_ids.update(map(id, flat.leaves))
 
         return frozenset(i for i, leaf in enumerate(graph.flat.leaves) if id(leaf) in donated_ids)
@@ -253,15 +259,13 @@ class Specialization:
             call = program.call
         return call(kept, donated, *groups)
 
-    def run_program(
-        self, program: SharedCall | OwnCall, flat_inputs: FlatInputs
-    ) -> binding.LiftedOutputs:
+    def run_program(self, program: SharedCall | OwnCall, flat_inputs: FlatInputs) -> LiftedOutputs:
         """Returns what a program returns for inputs that it was found for."""
         try:
-            return binding.LiftedOutputs(*program.call(*flat_inputs))
+            return LiftedOutputs(*program.call(*flat_inputs))
         except NeedsTrace:
             # Another thread has stored values of other types since.
-            return binding.LiftedOutputs(*self.own(flat_inputs)(*flat_inputs))
+            return LiftedOutputs(*self.own(flat_inputs)(*flat_inputs))
 
     # --- finding the program ----------------------------------------------------------------------
 
@@ -328,9 +332,7 @@ class Specialization:
             return OwnCall(self.own(flat_inputs))
         return SharedCall(program, constants, effects, flat_inputs)
 
-    def _options_of_shared(
-        self, effects: binding.Effects, outputs: tuple[PyTree, ...]
-    ) -> dict[str, Any]:
+    def _options_of_shared(self, effects: Effects, outputs: tuple[PyTree, ...]) -> dict[str, Any]:
         """Returns the options of a shared program, whose last input are the constants."""
         options = self._options()
         if "in_shardings" in options:
@@ -400,7 +402,7 @@ class Specialization:
         with tracing_for(tracing._replace(ends_well=True)):
             traced = jitted.trace(*flat_inputs)
 
-        effects: binding.Effects = traced.out_info[3]
+        effects: Effects = traced.out_info[3]
         if effects.missing is not None:
             objects = [reference() for reference in effects.missing.objects]
             read = [reference() for reference in effects.missing.read]
@@ -447,26 +449,26 @@ class Specialization:
         all_named = {**named, **donated_named}
         self._note_signature(values, plain, all_named)
 
-        with engine.CompiledFrame("jit") as frame:
+        with CompiledFrame("jit") as frame:
             # Run the user's function on the copies.
             originals = graph.objects()
-            roots, copies = binding.bind(frame, self.graphdef, values, originals, graph.leaves)
+            roots, copies = bind(frame, self.graphdef, values, originals, graph.leaves)
             result = self._call_user(originals, copies, roots, plain, all_named)
             frame.take_in()
             self.met = [self._describe_met(variable, copies) for variable in frame.met]
             self._check_met_again(tracing, frame, originals, copies)
 
             # Say what it did.
-            binding.check_result(result, "jit", binding.TEXTS)
+            check_result(result, "jit", TEXTS)
             emitted = self._find_emitted(result, copies)
-            outputs = binding.record_effects(frame, self.graphdef, copies, values, result, emitted)
+            outputs = record_effects(frame, self.graphdef, copies, values, result, emitted)
             effects = outputs.effects
 
             # Say what it lacks: what it used and was not given.
             captured = [item.outer for item in frame.captured]
             if captured or effects.foreign:
                 used = [*captured, *effects.foreign.values()]
-                effects.missing = binding.MissingInputs(
+                effects.missing = MissingInputs(
                     objects=list(map(weakref.ref, used)), read=list(map(weakref.ref, captured))
                 )
                 if not tracing.ends_well:
@@ -532,7 +534,7 @@ class Specialization:
     def _check_met_again(
         self,
         tracing: Tracing,
-        frame: engine.CompiledFrame,
+        frame: CompiledFrame,
         originals: Sequence[Object],
         copies: Sequence[Object],
     ) -> None:
@@ -546,13 +548,13 @@ class Specialization:
     def _describe_met(self, variable: Variable, copies: Sequence[Object]) -> str:
         """Returns what a message calls a Variable that was met in no certain way."""
         for path, index in zip(self.leaf_paths, self.graphdef.leaves, strict=True):
-            if copies[index] is variable and path and path[0] != engine.UNNAMED:
+            if copies[index] is variable and path and path[0] != UNNAMED:
                 return f"{a_kind_of(variable)} at {format_path(path)}"
         return describe_variable(variable)
 
     def _note_shard_map(
         self,
-        frame: engine.CompiledFrame,
+        frame: CompiledFrame,
         copies: Sequence[Object],
         leaves: Sequence[Variable],
         written: Sequence[int],
@@ -582,7 +584,7 @@ class Specialization:
         returned_ids: set[int] = set()
         for leaf in jax.tree.leaves(result, is_leaf=is_object):
             if isinstance(leaf, Object):
-                returned_ids.update(map(id, binding.InputGraph([leaf]).flat.leaves))
+                returned_ids.update(map(id, InputGraph([leaf]).flat.leaves))
 
         returned = (
             position

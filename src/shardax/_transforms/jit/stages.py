@@ -29,8 +29,10 @@ from shardax._transforms.jit.settings import note_settings
 from shardax._transforms.jit.specialization import Specialization
 from shardax._transforms.jit.tracing import Tracing, tracing_for
 from shardax._transforms.lift import arguments as inputs
-from shardax._transforms.lift import binding, engine
-from shardax._transforms.lift import prefix as prefixes
+from shardax._transforms.lift import engine
+from shardax._transforms.lift.effects import Effects, LiftedOutputs, apply_effects, check_no_leak
+from shardax._transforms.lift.input_graph import InputGraph, abstract
+from shardax._transforms.lift.placement import mesh_in_scope
 
 # What the function that JAX compiles (see ``Specialization``) calls its inputs.
 _INPUTS = "flat"
@@ -40,7 +42,7 @@ def trace_jit(jit: Jit, args: Sequence[object], kwargs: Mapping[str, object]) ->
     """Traces a ``Jit`` for some arguments; lazy values stay lazy."""
     while True:
         specialization, graph, arguments = jit.prepare(args, kwargs)
-        flat_inputs = specialization.pack(binding.abstract(graph.leaves), arguments)
+        flat_inputs = specialization.pack(abstract(graph.leaves), arguments)
         tracing = Tracing(specialization, graph, moves_variables=False)
 
         try:
@@ -56,11 +58,7 @@ def trace_jit(jit: Jit, args: Sequence[object], kwargs: Mapping[str, object]) ->
 
         note_settings(jit, CachedCall(specialization, graph), graph, args, kwargs)
         source = _StageSource(
-            jit,
-            specialization,
-            _states(graph, arguments),
-            traced.out_info[3],
-            prefixes.mesh_in_scope(),
+            jit, specialization, _states(graph, arguments), traced.out_info[3], mesh_in_scope()
         )
         return Traced(source, traced)
 
@@ -72,13 +70,13 @@ class _StageSource(NamedTuple):
     specialization: Specialization
     # Of each object in the arguments: positions of its Variables, and what they are, by path.
     states: list[tuple[dict[Path, int], dict[Path, Origin]]]
-    effects: binding.Effects
+    effects: Effects
     mesh: Mesh | None  # in scope when it was traced, which declared specs mean
     owner: Any = None  # of a bound method, the object that a call need not be given
 
 
 def _states(
-    graph: binding.InputGraph, arguments: inputs.SplitArguments
+    graph: InputGraph, arguments: inputs.SplitArguments
 ) -> list[tuple[dict[Path, int], dict[Path, Origin]]]:
     index = {id(leaf): i for i, leaf in enumerate(graph.flat.leaves)}
     states = []
@@ -301,14 +299,14 @@ class Compiled(_Stage):
         try:
             specialization.layouts.place(dict(enumerate(graph.leaves)), self._source.mesh)
             full = specialization.pack(graph.values(refs=True), arguments)
-            outputs = binding.LiftedOutputs(*self._stage(*full))
+            outputs = LiftedOutputs(*self._stage(*full))
         except Exception as error:
             explain_values(error, CachedCall(specialization, graph))
             if "flat[" not in str(error):
                 raise
             raise TransformError(in_user_terms(str(error), specialization)) from error
-        binding.check_no_leak(graph, outputs)
-        return binding.apply_effects(graph, outputs)
+        check_no_leak(graph, outputs)
+        return apply_effects(graph, outputs)
 
     def _with_owner(
         self, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]
@@ -323,7 +321,7 @@ class Compiled(_Stage):
     def _check(
         self,
         arguments: inputs.SplitArguments,
-        graph: binding.InputGraph,
+        graph: InputGraph,
         names: Sequence[Path],
         labels: Sequence[str],
     ) -> None:
@@ -341,7 +339,7 @@ class Compiled(_Stage):
     def _differences(
         self,
         arguments: inputs.SplitArguments,
-        graph: binding.InputGraph,
+        graph: InputGraph,
         names: Sequence[Path],
         labels: Sequence[str],
     ) -> list[str]:

@@ -15,7 +15,7 @@ from collections.abc import Generator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardax._core.object import Object
-from shardax._transforms.lift import binding
+from shardax._transforms.lift.input_graph import InputGraph
 
 if TYPE_CHECKING:
     from shardax._transforms.jit.specialization import Specialization
@@ -25,7 +25,7 @@ class Tracing(NamedTuple):
     """What a trace has to know of the call that it is for."""
 
     specialization: Specialization
-    graph: binding.InputGraph
+    graph: InputGraph
 
     read_before: Sequence[Object] = ()
     """Objects in no certain way (``lift.captures``) that an earlier trace for this call used."""

@@ -38,14 +38,7 @@ from shardax._core.graph.settings import IncomparableError, settings_static
 from shardax._core.graph.static import Static
 from shardax._core.object import Object, Wrapper
 from shardax._transforms import errors
-from shardax._transforms.lift.signatures import argument_path as argument_path
-from shardax._transforms.lift.signatures import as_tuple as as_tuple
-from shardax._transforms.lift.signatures import by_position as by_position
-from shardax._transforms.lift.signatures import check_callable as check_callable
 from shardax._transforms.lift.signatures import parameter_name
-from shardax._transforms.lift.signatures import parameters_of as parameters_of
-from shardax._transforms.lift.signatures import positional_names as positional_names
-from shardax._transforms.lift.signatures import resolve_arguments as resolve_arguments
 
 # --- plain or static --------------------------------------------------------------------------
 

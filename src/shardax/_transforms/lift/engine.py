@@ -71,16 +71,9 @@ from shardax._transforms.lift.effects import (
     holds_same_arrays,
     record_effects,
 )
-from shardax._transforms.lift.frames import UNNAMED as UNNAMED
-from shardax._transforms.lift.frames import CompiledFrame as CompiledFrame
 from shardax._transforms.lift.frames import LateFrame, SealedFrame, path_of
-from shardax._transforms.lift.frames import request_placement as request_placement
-from shardax._transforms.lift.frames import stands_for as stands_for
 from shardax._transforms.lift.input_graph import InputGraph, bind
 from shardax._transforms.lift.signatures import argument_path, parameter_name
-from shardax._transforms.lift.transformed import decorator as decorator
-from shardax._transforms.lift.transformed import takes_options as takes_options
-from shardax._transforms.lift.transformed import wraps as wraps
 
 
 class LiftedCall:

@@ -50,9 +50,17 @@ import jax
 
 from shardax._core.graph.definitions import VariableDef
 from shardax._core.graph.paths import Leaf, Path, PyTree
-from shardax._transforms.lift import prefix
-from shardax._transforms.lift.binding import LiftedOutputs, check_result
+from shardax._transforms.lift.effects import LiftedOutputs, check_result
 from shardax._transforms.lift.engine import RunContext
+from shardax._transforms.lift.entries import (
+    EntryAssignment,
+    OutputEntries,
+    add_written,
+    drop_written,
+    refuse_foreign,
+)
+from shardax._transforms.lift.entries import appended as entries_appended
+from shardax._transforms.lift.filter_mappings import is_axis
 from shardax._transforms.mapped import dimension
 from shardax._transforms.mapped.names import DimensionNames, Params
 from shardax._transforms.mapped.streams import SplitStreams
@@ -86,7 +94,7 @@ class MappedCall(abc.ABC):
     shared_entry: Hashable  # the entry of what has no place in the arguments or the result
 
     def __init__(
-        self, assignment: prefix.EntryAssignment, out_prefix: PyTree, entries: Iterable[Hashable]
+        self, assignment: EntryAssignment, out_prefix: PyTree, entries: Iterable[Hashable]
     ) -> None:
         self.assignment = assignment
         self.call = assignment.call
@@ -110,7 +118,7 @@ class MappedCall(abc.ABC):
         """Whether what is appended to the tuple of a Variable has a slice per run."""
         return False
 
-    def result_outside(self, result: PyTree, entries: prefix.OutputEntries) -> PyTree:
+    def result_outside(self, result: PyTree, entries: OutputEntries) -> PyTree:
         """Returns the result of a run as it is described outside."""
         return result
 
@@ -121,12 +129,12 @@ class MappedCall(abc.ABC):
         entries = self.assignment.output_entries(context, self.out_prefix, self.out_name)
         outputs = context.record_effects(self.result_outside(context.result, entries))
         effects = outputs.effects
-        prefix.refuse_foreign(effects, self.call.name)
+        refuse_foreign(effects, self.call.name)
 
         # The caller's streams move on by one draw, whatever the runs drew.
         outputs = self.streams.drop_written(outputs)
-        appended = prefix.appended(context, effects, self.stacks_appended)
-        outputs = prefix.drop_written(outputs, appended)
+        appended = entries_appended(context, effects, self.stacks_appended)
+        outputs = drop_written(outputs, appended)
 
         results = zip(entries.labels, jax.tree.leaves(outputs.result), strict=True)
         leaving = [LeavingValue("result", path, entry, value) for (path, entry), value in results]
@@ -172,7 +180,7 @@ class MappedCall(abc.ABC):
         extended = {
             position: (*self.values[position], *items) for position, items in appended.items()
         }
-        outputs = prefix.add_written(outputs, extended)
+        outputs = add_written(outputs, extended)
         return self.call.apply(self.streams.advance(outputs))
 
     def _label(self, position: int) -> tuple[Path, PyTree]:
@@ -188,7 +196,7 @@ class AxisMappedCall(MappedCall):
 
     def __init__(
         self,
-        assignment: prefix.EntryAssignment,
+        assignment: EntryAssignment,
         out_axes: PyTree,
         entries: Iterable[Hashable],
         metadata: Params | None,
@@ -206,13 +214,13 @@ class AxisMappedCall(MappedCall):
 
     def is_mapped(self, entry: PyTree) -> bool:
         """See ``MappedCall.is_mapped``."""
-        return prefix.is_axis(entry)
+        return is_axis(entry)
 
     def stacks_appended(self, position: int) -> bool:
         """See ``MappedCall.stacks_appended``."""
-        return not prefix.is_axis(self.assignment.leaves[position])
+        return not is_axis(self.assignment.leaves[position])
 
-    def result_outside(self, result: PyTree, entries: prefix.OutputEntries) -> PyTree:
+    def result_outside(self, result: PyTree, entries: OutputEntries) -> PyTree:
         """See ``MappedCall.result_outside``: boxes have the mapped dimension again."""
         return self.names.leave(result, entries)
 

@@ -17,7 +17,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from shardax._core._jax import Tracer
 from shardax._core.graph.paths import Leaf, Path, PyTree
-from shardax._transforms.lift import prefix
+from shardax._transforms.lift.entries import EntryAssignment
+from shardax._transforms.lift.filter_mappings import is_axis
 from shardax._transforms.mapped import errors
 from shardax._transforms.mapped.streams import SplitStreams
 
@@ -31,7 +32,7 @@ class EnteringArray(NamedTuple):
 
 
 def entering_arrays(
-    assignment: prefix.EntryAssignment,
+    assignment: EntryAssignment,
     streams: SplitStreams,
     values: Sequence[PyTree],
     plain: Sequence[Leaf],
@@ -39,7 +40,7 @@ def entering_arrays(
     """Returns the arrays that enter, except those of split streams."""
 
     def entering(path: Path, array: Leaf, entry: PyTree) -> EnteringArray:
-        return EnteringArray(path, array, entry if prefix.is_axis(entry) else None)
+        return EnteringArray(path, array, entry if is_axis(entry) else None)
 
     arrays = []
     variables = zip(assignment.leaf_paths, values, assignment.leaves, strict=True)
@@ -86,7 +87,7 @@ def as_count(value: Any, option: str) -> int | None:
 
 def check_new_axis(value: PyTree, axis: PyTree, path: Path, name: str) -> None:
     """Raises if the slices of a value cannot be stacked along an axis."""
-    if not prefix.is_axis(axis):
+    if not is_axis(axis):
         return
     for leaf in jax.tree.leaves(value):
         rank = jnp.ndim(leaf) + 1

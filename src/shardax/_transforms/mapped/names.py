@@ -29,8 +29,9 @@ from shardax._core.graph.paths import Leaf, Path, PyTree, format_path, plain_pat
 from shardax._core.graph.static import PARTITION_NAME, AxisName, Metadata
 from shardax._core.object import Object
 from shardax._core.state.state import State
-from shardax._transforms.lift import prefix
-from shardax._transforms.lift.binding import LiftedOutputs
+from shardax._transforms.lift.effects import LiftedOutputs
+from shardax._transforms.lift.entries import EntryAssignment, OutputEntries
+from shardax._transforms.lift.filter_mappings import is_axis
 from shardax._transforms.mapped import errors
 from shardax._transforms.mapped.streams import SplitStreams
 
@@ -61,9 +62,7 @@ class _NameChange(NamedTuple):
 class DimensionNames:
     """The names of the mapped dimension in one call."""
 
-    def __init__(
-        self, assignment: prefix.EntryAssignment, streams: SplitStreams, params: Params
-    ) -> None:
+    def __init__(self, assignment: EntryAssignment, streams: SplitStreams, params: Params) -> None:
         self.assignment = assignment
         self.graphdef = assignment.call.graph.flat.graphdef
         self.streams = streams
@@ -94,7 +93,7 @@ class DimensionNames:
         for definition in outputs.effects.fresh:
             if type(definition) is VariableDef:
                 axis, value = next(new_variables)
-                if prefix.is_axis(axis):
+                if is_axis(axis):
                     metadata = definition.metadata.with_axis(
                         axis, self.partition_name, self.params, knows_names=knows_names(value)
                     )
@@ -122,7 +121,7 @@ class DimensionNames:
     def _axis_of(self, position: int) -> int | None:
         """Returns the axis of a given Variable whose metadata change, or None."""
         axis = self.assignment.leaves[position]
-        return axis if prefix.is_axis(axis) and position not in self.streams else None
+        return axis if is_axis(axis) and position not in self.streams else None
 
     # --- boxes and States -------------------------------------------------------------------------
 
@@ -140,7 +139,7 @@ class DimensionNames:
             name: self._convert(arg, (name,), change) for name, arg in kwargs.items()
         }
 
-    def leave(self, result: PyTree, output_entries: prefix.OutputEntries) -> PyTree:
+    def leave(self, result: PyTree, output_entries: OutputEntries) -> PyTree:
         """Returns the result; its boxes have the mapped dimension again."""
         entry_of = dict(output_entries.labels)
         change = _NameChange(entry_of, self._box_with, self._metadata_with)
@@ -192,7 +191,7 @@ class DimensionNames:
             if not has_axis_methods(leaf):
                 return leaf
             axis = self._entry_of_box(leaf, leaf_path, change)
-            if not prefix.is_axis(axis):
+            if not is_axis(axis):
                 return leaf
             return _convert_box(leaf_path, leaf, lambda box: change.change_box(box, axis))
 
@@ -212,7 +211,7 @@ class DimensionNames:
 
             origin = origin_of[path]
             axis = self._entry_of_box(value, value_path, change)
-            if prefix.is_axis(axis):
+            if is_axis(axis):
                 with _says_which_variable(origin.variable_type, value_path):
                     metadata = change.change_metadata(origin.all_metadata, axis)
                 origin = Origin(origin.variable_type, metadata)

@@ -30,9 +30,11 @@ from shardax._core.graph.paths import Leaf
 from shardax._core.init.rng import Rngs, RngStream
 from shardax._core.object import Object
 from shardax._core.state.split_merge import clone_sharing
-from shardax._transforms.lift import prefix
-from shardax._transforms.lift.binding import LiftedOutputs, continue_walk, holds_as_built
+from shardax._transforms.lift.alias_paths import objects_in
+from shardax._transforms.lift.effects import LiftedOutputs, continue_walk, holds_as_built
 from shardax._transforms.lift.engine import LiftedCall, RunContext
+from shardax._transforms.lift.entries import add_written
+from shardax._transforms.lift.entries import drop_written as entries_drop_written
 from shardax._transforms.mapped import errors
 
 
@@ -115,7 +117,7 @@ class SplitStreams:
 
         used = self.counts_before.keys() & {*written, *self._counters_held}
         self._counters_used = used
-        return prefix.drop_written(outputs, used)
+        return entries_drop_written(outputs, used)
 
     def advance(self, outputs: LiftedOutputs) -> LiftedOutputs:
         """Returns, outside, what left, with the caller's used streams moved on by one draw."""
@@ -124,7 +126,7 @@ class SplitStreams:
             for position, count in self.counts_before.items()
             if position in self._counters_used
         }
-        return prefix.add_written(outputs, counts)
+        return add_written(outputs, counts)
 
     def separate_held_by_new_objects(self, context: RunContext) -> None:
         """Gives each new holder of a split stream a copy of it, inside a run."""
@@ -200,4 +202,4 @@ def _walk_what_changed(context: RunContext, given_streams: set[int]) -> GraphWal
 
 def _positions_in(definition: Definition) -> set[int]:
     """Returns the positions of the objects that a definition holds."""
-    return {position for position, _ in prefix.objects_in(definition, ())}
+    return {position for position, _ in objects_in(definition, ())}

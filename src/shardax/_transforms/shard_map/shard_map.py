@@ -32,8 +32,12 @@ from shardax._core.graph.paths import Leaf, Path, PyTree
 from shardax._core.init.lazy import Init
 from shardax._core.variable import Variable
 from shardax._transforms.jit import eager
-from shardax._transforms.lift import engine, prefix
+from shardax._transforms.lift import engine
 from shardax._transforms.lift.captures import objects_in, places_of
+from shardax._transforms.lift.entries import EntryAssignment
+from shardax._transforms.lift.frames import SealedFrame, request_placement, stands_for
+from shardax._transforms.lift.placement import place_variables
+from shardax._transforms.lift.transformed import decorator, wraps
 from shardax._transforms.mapped.call import LeavingValue, MappedCall
 from shardax._transforms.shard_map import errors
 from shardax._transforms.shard_map.region import AnyMesh, ManualRegion, find_region
@@ -52,7 +56,7 @@ _CAPTURED_WRITE = (
 )
 
 
-@engine.decorator
+@decorator
 def shard_map(
     function: Any = None,
     *,
@@ -116,7 +120,7 @@ def shard_map(
     in_specs, out_specs = canonical(in_specs, "in_specs"), canonical(out_specs, "out_specs")
     options = (mesh, in_specs, out_specs, frozenset(axis_names), check_vma)
 
-    @engine.wraps(function)
+    @wraps(function)
     def sharded(*args: PyTree, **kwargs: PyTree) -> PyTree:
         return eager.run(_shard_map, (function,), options, args, kwargs)
 
@@ -140,7 +144,7 @@ def _shard_map(
         call = engine.LiftedCall(
             "shard_map", functions, assigned.args, assigned.kwargs, make_frame, captured
         )
-        assignment = prefix.EntryAssignment(call, *assigned, WHOLE, "in_specs")
+        assignment = EntryAssignment(call, *assigned, WHOLE, "in_specs")
         _materialize_in_shards(region, assignment)
         entries = [*specs_in((in_specs, out_specs)), WHOLE]
         sharded_call = _ShardMapCall(region, assignment, out_specs, entries)
@@ -149,7 +153,7 @@ def _shard_map(
     return engine.retry_captured(attempt)
 
 
-class _ShardFrame(engine.SealedFrame):
+class _ShardFrame(SealedFrame):
     """A frame in which captured Variables must be inputs."""
 
     __slots__ = ()
@@ -162,14 +166,14 @@ class _ShardFrame(engine.SealedFrame):
         for place in places:
             for item in objects_in(place.read()):
                 variables = flatten(item).leaves
-                if not any(v is outer or engine.stands_for(outer, v) for v in variables):
+                if not any(v is outer or stands_for(outer, v) for v in variables):
                     continue
                 alike = [resolve(v, self.parent) for v in variables if type(v) is type(outer)]
                 by_id.update((id(variable), variable) for variable in alike)
         raise engine.RetraceRequest(list(by_id.values()))
 
 
-def _materialize_in_shards(region: ManualRegion, assignment: prefix.EntryAssignment) -> None:
+def _materialize_in_shards(region: ManualRegion, assignment: EntryAssignment) -> None:
     """Computes lazy values in the arguments straight into their shards."""
     if not isinstance(region.mesh, Mesh) or not is_eager():
         return
@@ -185,7 +189,7 @@ def _materialize_in_shards(region: ManualRegion, assignment: prefix.EntryAssignm
             variables.append(variable)
             shardings.append(NamedSharding(region.mesh, spec))
 
-    prefix.place_variables(variables, shardings)
+    place_variables(variables, shardings)
 
 
 class _ArrayWithSpec(NamedTuple):
@@ -205,7 +209,7 @@ class _ShardMapCall(MappedCall):
     def __init__(
         self,
         region: ManualRegion,
-        assignment: prefix.EntryAssignment,
+        assignment: EntryAssignment,
         out_specs: PyTree,
         entries: Iterable[PartitionSpec],
     ) -> None:
@@ -254,9 +258,9 @@ class _ShardMapCall(MappedCall):
         variables = [self.call.graph.leaves[position] for position in sharding_of]
         shardings = list(sharding_of.values())
         if not is_eager():  # the compiled function around this call has them moved
-            engine.request_placement(variables, shardings)
+            request_placement(variables, shardings)
             return
-        prefix.place_variables(variables, shardings)
+        place_variables(variables, shardings)
         for position, variable in zip(sharding_of, variables, strict=True):
             self.values[position] = variable._value
         self.call.graph.read = list(self.values)

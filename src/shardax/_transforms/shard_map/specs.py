@@ -13,7 +13,9 @@ import jax
 from jax.sharding import PartitionSpec
 
 from shardax._core.graph.paths import Path, PyTree
-from shardax._transforms.lift import arguments, prefix
+from shardax._transforms.lift.entries import AssignedPrefixes, assign_by_name
+from shardax._transforms.lift.filter_mappings import FilterMapping, StateAxes, entries_in
+from shardax._transforms.lift.signatures import by_position, parameter_name, positional_names
 from shardax._transforms.shard_map import errors
 
 # The spec of an array that every shard sees whole.
@@ -26,7 +28,7 @@ def canonical(specs: PyTree, option: str) -> PyTree:
     def convert(entry: PyTree) -> PyTree:
         if entry is None:
             return WHOLE
-        if isinstance(entry, prefix.FilterMapping) and not isinstance(entry, prefix.StateAxes):
+        if isinstance(entry, FilterMapping) and not isinstance(entry, StateAxes):
             pairs = [(item, canonical(value, option)) for item, value in entry.items()]
             return type(entry)(pairs)
         if not isinstance(entry, PartitionSpec):
@@ -50,7 +52,7 @@ def without_end(spec: PartitionSpec) -> PartitionSpec:
 
 def specs_in(specs: PyTree) -> list[PartitionSpec]:
     """Returns the specs that a canonical prefix can give."""
-    return jax.tree.leaves(prefix.entries_in(specs))
+    return jax.tree.leaves(entries_in(specs))
 
 
 def dimension_axes(spec: PartitionSpec) -> list[tuple[str, ...]]:
@@ -84,25 +86,25 @@ def assign(
     specs: PyTree,
     args: Sequence[PyTree],
     kwargs: Mapping[str, PyTree],
-) -> prefix.AssignedPrefixes:
+) -> AssignedPrefixes:
     """Returns the arguments of a call, each with its entry of ``in_specs``."""
-    by_name = prefix.assign_by_name(function, specs, args, kwargs, "in_specs")
+    by_name = assign_by_name(function, specs, args, kwargs, "in_specs")
     if by_name is not None:
         return by_name
 
-    parameters = arguments.positional_names(function)
-    args, kwargs = arguments.by_position(function, args, kwargs)
+    parameters = positional_names(function)
+    args, kwargs = by_position(function, args, kwargs)
     if not isinstance(specs, (tuple, list)):
         named = dict.fromkeys(kwargs, specs)
-        return prefix.AssignedPrefixes(args, kwargs, [specs] * len(args), named)
+        return AssignedPrefixes(args, kwargs, [specs] * len(args), named)
 
     spec_of = dict(zip(parameters, specs, strict=False))
     is_missing = any(name in parameters and name not in spec_of for name in kwargs)
     is_too_long = len(specs) > max(len(parameters), len(args))
     if len(args) > len(specs) or is_too_long or is_missing:
-        labels = [arguments.parameter_name(function, position) for position in range(len(args))]
+        labels = [parameter_name(function, position) for position in range(len(args))]
         raise errors.not_one_spec_per_parameter(len(specs), [*labels, *kwargs], parameters)
 
     # What can be given by name alone has no place in the entries: it is whole, as in Flax NNX.
     named = {name: spec_of.get(name, WHOLE) for name in kwargs}
-    return prefix.AssignedPrefixes(args, kwargs, list(specs[: len(args)]), named)
+    return AssignedPrefixes(args, kwargs, list(specs[: len(args)]), named)

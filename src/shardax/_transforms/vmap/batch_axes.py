@@ -28,7 +28,8 @@ from shardax._core.graph.paths import PyTree, format_path
 from shardax._core.state.filters import PathContains, first_match, to_predicates
 from shardax._core.text import columns
 from shardax._transforms.errors import PrefixError, TransformError
-from shardax._transforms.lift.prefix import consistent, is_axis
+from shardax._transforms.lift.filter_mappings import is_axis
+from shardax._transforms.lift.prefixes import consistent
 from shardax._transforms.mapped.errors import filter_text
 from shardax._transforms.vmap.batch_problem import BatchPart, BatchProblem
 
