@@ -14,9 +14,10 @@ callback of its program may be such a step, in a thread of XLA that the call wai
 call that finds at its end that a value was written eagerly since it read it stores nothing, and is
 made again. One that donates could not be, so it holds both locks.
 
-Nobody else waits: not a compiled call that only reads (if its arrays were donated before it ran, it
-is made again, holding ``call_lock``), not an eager read (which may then find an array deleted, and
-raises ``DonationError``), and nothing while it is traced or compiled. (JAX lets a call wait for
+Nobody else waits: not a steady call that only reads (if its arrays were donated before it ran, it
+is made again, holding ``call_lock``, as is the first call of any function, of which nothing says
+yet whether it writes), not an eager read of an array (which may then find it deleted, and raises
+``DonationError``), and nothing while it is traced or compiled. (JAX lets a call wait for
 another thread's trace of the same program, so what is traced must wait for no lock. Inside of a
 transform, copies belong to one thread.)
 
@@ -25,7 +26,8 @@ lock around both. So such a write is *checked*: every write leaves a ``Stamp`` o
 thread remembers the stamps of the Variables that it read last, and the write is refused if another
 thread has written since. A process with one thread makes no stamps.
 
-``lazy_lock`` is held while a lazy value becomes real, which may take long. A thread that needs
+``lazy_lock`` is held while a lazy value becomes real, which may take long. Whoever reads a lazy
+value waits for it, an eager read as well. A thread that needs
 several takes ``call_lock``, ``write_lock`` and ``lazy_lock`` in this order.
 """
 

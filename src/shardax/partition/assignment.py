@@ -8,7 +8,7 @@ tuple of mesh axes (the first varying slowest), None (replicate, on purpose), or
 ``assign`` walks the rules once, in order of priority:
 
 1. A rule whose name does not occur in the array is skipped. So is a rule whose name already has a
-   chosen rule.
+   chosen rule: it takes no mesh axis, and nothing is reported of this array.
 2. If any mesh axis of its target belongs to an earlier chosen rule, the rule is *passed over*. Its
    name waits for a later rule.
 3. Otherwise the rule is *chosen*: its name gets the target, and nobody else its mesh axes.

@@ -16,8 +16,10 @@ steps:
 ``explicit_spec`` does the same for a spec or sharding that was given outright, in place of rules,
 with the same codes. Nothing here touches devices, models or values.
 
-Rules that no array of a tree chooses are not a matter of one array: see ``Rules.check`` and
-``shardax.partition.tree_layout``.
+Rules that no array of a tree chooses are not a matter of one array. ``shardax.check`` adds one
+diagnostic for each, from ``unused_rules_of`` in ``shardax.partition.tree_layout``: the warning
+``shadowed-rule`` if an earlier rule makes it useless for any array, else the information
+``unused-rule``.
 """
 
 from __future__ import annotations

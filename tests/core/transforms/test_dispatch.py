@@ -20,6 +20,7 @@ import pytest
 import shardax as sx
 from shardax._core import threads
 from shardax._core.graph.flatten import has_objects
+from shardax._transforms.jit import calls
 from tests.core.transforms.examples import Box, Many, Scale, step
 
 JAX = os.path.dirname(jax.__file__)
@@ -127,6 +128,16 @@ def test_equal_model_is_steady_from_second_call() -> None:
     fresh = Many(4)
     function(fresh)
     assert [call for call in python_calls(function, fresh) if call.startswith(JAX)] == []
+
+
+def test_first_array_of_a_process_is_steady_from_second_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(calls, "ARRAY_TYPES", {float})
+    function, model = sx.jit(_forward), Many(2)
+    for _ in range(2):
+        function(model, jnp.ones(()))
+    assert len(function.calls) == 1
 
 
 def test_two_models_called_in_turn_are_both_steady() -> None:

@@ -18,18 +18,21 @@ array in the place of the lazy value. The rules, in the order of this file:
 
 3. **Who materializes, and when.** Whoever is first in need of the numbers: a read (``v.value`` and
    every operator), without a sharding; a transform that is given the Variable or reaches it through
-   a closure, before it copies it, likewise; ``shardax.shard``, by the sharding of its rules. Shape,
-   dtype, ``repr``, structure, ``freeze`` and copies do not need them: a copy holds the same lazy
-   value, and computes the same numbers again. If an initializer raises, the Variable stays lazy.
+   a closure, before it copies it, likewise; ``shardax.shard``, and transforms with declared
+   shardings (``in_shardings``, ``shard_map``), by these. Shape, dtype, ``repr``, structure,
+   ``freeze`` and copies do not need them: a copy holds the same lazy value, and computes the same
+   numbers again; pickling does. If an initializer raises, the Variable stays lazy.
 
 4. **While JAX is tracing**, a Variable that no transform made is materialized outside of the trace:
    it outlives the trace, so its array must not be a tracer. One that a transform made is
    materialized inside of it.
 
-5. **Threads.** One lock, ``threads.lazy_lock``, is held while a Variable is materialized. So of two
-   threads that read one lazy Variable, the first computes, and the second waits and gets the same
-   array. A write to a lazy Variable waits for the lock too, so that the array is never stored over
-   what was written. A Variable that holds an array does not take this lock.
+5. **Threads.** One lock of the process, ``threads.lazy_lock``, is held while a Variable is
+   materialized without a sharding. So of two threads that read one lazy Variable, the first
+   computes, and the second waits and gets the same array; so does one that reads another lazy
+   Variable. (``shard`` and declared shardings take no lock: a read meanwhile may compute too.) A
+   write to a lazy Variable waits for the lock, so that the array is never stored over what was
+   written. A Variable that holds an array does not take this lock.
 
 6. **Many at once.** What a transform is given is materialized together (``materialize_all``): keys
    are folded together, programs compiled in parallel.

@@ -25,7 +25,7 @@ from shardax._core.variable import Param
 from shardax._transforms import errors
 from shardax._transforms.errors import PrefixError, TransformError, absent_error
 from shardax._transforms.explain.tracer_errors import TRACER_ERRORS, rewrite
-from shardax._transforms.jit.programs import NeedsTrace
+from shardax._transforms.jit.programs import NeedsSlowCall
 from shardax._transforms.lift.arguments import TreeTemplate, plain_paths
 from shardax._transforms.lift.engine import RetraceRequest
 from shardax._transforms.lift.input_graph import InputGraph
@@ -50,7 +50,7 @@ def explaining(call: ExplainedCall) -> Generator[None]:
     """Explains the errors of a block; requests for another trace are none."""
     try:
         yield
-    except (RetraceRequest, NeedsTrace):
+    except (RetraceRequest, NeedsSlowCall):
         raise
     except Exception as error:
         explain(error, call)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """One call of a compiled function: what it is found by, and what is remembered of it.
 
-``flatten_call`` takes the arguments apart, objects being leaves: one flattening by JAX, and one
-look at the type of each leaf. The result is a ``FlatCall``. Its *key* says which objects the call
-is for, and which leaves are static.
+``flatten_call`` takes the arguments apart, objects being leaves: one look at the type of each leaf,
+after a flattening by JAX where an argument is no leaf itself. The result is a ``FlatCall``. Its
+*key* says which objects the call is for, and which leaves are static.
 
 A ``CachedCall`` is remembered by that key: the flat list of the Variables of its objects, and the
 specialization that was found for it. It is current while the structure epoch stays. A steady call
@@ -31,7 +31,7 @@ from shardax._core.values import has_deleted
 from shardax._core.variable import Variable
 from shardax._transforms.explain.error_context import explain
 from shardax._transforms.jit.options import JitOptions
-from shardax._transforms.jit.programs import NeedsTrace
+from shardax._transforms.jit.programs import NeedsSlowCall
 from shardax._transforms.lift import arguments as inputs
 from shardax._transforms.lift.effects import Effects
 from shardax._transforms.lift.input_graph import InputGraph
@@ -122,9 +122,12 @@ def flatten_call(
 
 def _are_leaves(args: Sequence[PyTree]) -> bool:
     """Whether arguments are certainly leaves."""
-    for arg in args:  # noqa: SIM110 (a generator takes as long as a short call)
+    for arg in args:
         if type(arg) not in ARRAY_TYPES and not isinstance(arg, Object):
-            return False
+            # The first array of a process. Otherwise the next call would have another key.
+            note_array_type(arg)
+            if type(arg) not in ARRAY_TYPES:
+                return False
     return True
 
 
@@ -208,10 +211,10 @@ class CachedCall:
         Variables with a declared sharding are moved there first.
 
         Raises:
-            NeedsTrace: If an object was changed in structure since the call was remembered.
+            NeedsSlowCall: If an object was changed in structure since the call was remembered.
         """
         if self._epoch != epoch.current or (self.settings and have_changed(self.settings)):
-            raise NeedsTrace
+            raise NeedsSlowCall
         if self._placement is not None:
             self._placement.restore()
 
@@ -223,8 +226,8 @@ class CachedCall:
         """Returns what the program returns for values: result, written, fresh and effects.
 
         Raises:
-            NeedsTrace: If no program is known for such arguments, or a Variable holds what cannot
-                be an input: a lazy value, or an array that was deleted.
+            NeedsSlowCall: If no program is known for such arguments, or a Variable holds what
+                cannot be an input: a lazy value, or an array that was deleted.
         """
         plain = list(flat.args)
         for index in self._object_positions:
@@ -239,11 +242,11 @@ class CachedCall:
 
         try:
             return self.specialization.run(kept, donated, plain, named)
-        except NeedsTrace:
+        except NeedsSlowCall:
             raise
         except Exception as error:
             if _are_unusable(kept, donated, error):
-                raise NeedsTrace from None
+                raise NeedsSlowCall from None
             explain(error, self)
             raise
 
@@ -256,7 +259,7 @@ class CachedCall:
             values: What it wrote.
 
         Raises:
-            NeedsTrace: If a value was written by another thread since it was read.
+            NeedsSlowCall: If a value was written by another thread since it was read.
         """
         if not threads.several:
             for variable, value in zip(self.written, values):  # noqa: B905 (hot path)
@@ -267,7 +270,7 @@ class CachedCall:
             return
         read = self.specialization.join(kept, donated)
         if not threads.store(self.written, [read[i] for i in self._written_positions], values):
-            raise NeedsTrace
+            raise NeedsSlowCall
 
     def did_as_before(self, effects: Effects, written: Sequence[Leaf]) -> bool:
         """Whether a run wrote arrays into the same Variables as the last one, and that is all."""
@@ -350,8 +353,8 @@ class _NeverMade(CachedCall):
         self.lock = threads.no_lock
 
     def read(self) -> tuple[list[Leaf], list[Leaf]]:
-        """Raises ``NeedsTrace``."""
-        raise NeedsTrace
+        """Raises ``NeedsSlowCall``."""
+        raise NeedsSlowCall
 
 
 NEVER_MADE: CachedCall = _NeverMade()

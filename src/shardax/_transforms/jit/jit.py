@@ -19,8 +19,9 @@ read and written, and nothing is traced if it has the same structure. If a trace
 another way, such as an attribute of an imported module, the object becomes an input of a second
 trace, and the call is not remembered: the next one is traced anew, after one warning.
 
-Calls that write wait for each other, from reading the values to storing the new ones; a call that
-only reads holds no lock, and nothing is traced under one (``_core.threads``).
+Calls that write wait for each other, from reading the values to storing the new ones; a fast call
+that only reads holds no lock, and nothing is traced under one (``_core.threads``). Which lock a
+call holds is decided by its specialization, from what its traces wrote (``Specialization.lock``).
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ from shardax._transforms.jit.calls import (
 )
 from shardax._transforms.jit.debugging import compare_over_processes, comparing
 from shardax._transforms.jit.options import JitOptions, with_resolved_donation
-from shardax._transforms.jit.programs import NeedsTrace
+from shardax._transforms.jit.programs import NeedsSlowCall
 from shardax._transforms.jit.settings import note_settings
 from shardax._transforms.jit.specialization import Specialization
 from shardax._transforms.jit.tracing import Tracing, tracing_for
@@ -158,7 +159,7 @@ class Jit(PickledByName, Wrapper):
                     return result
                 outputs = LiftedOutputs(result, written, fresh, effects)
                 return self._apply(call, kept, donated, outputs)
-        except NeedsTrace:
+        except NeedsSlowCall:
             pass
         return self._call_slowly(args, kwargs, flat)
 
@@ -189,7 +190,7 @@ class Jit(PickledByName, Wrapper):
         effects = outputs.effects
         if call.lock is not call.specialization.lock:
             # Another thread has traced meanwhile that such calls write.
-            raise NeedsTrace
+            raise NeedsSlowCall
         call.learn(effects)
 
         are_traced = have_tracers(outputs.written)
@@ -206,7 +207,7 @@ class Jit(PickledByName, Wrapper):
         except ConcurrentWriteError:
             if call.specialization.donates:
                 raise
-            raise NeedsTrace from None
+            raise NeedsSlowCall from None
 
     def _call_slowly(
         self, args: Sequence[PyTree], kwargs: Mapping[str, PyTree], flat: FlatCall

@@ -5,11 +5,12 @@ A function that is made anew is traced anew. Its program is then looked up among
 compiled before, for a function of the same name and with the same options. Two jaxprs that differ
 in nothing but the names of their variables are one program. The constants of a jaxpr (arrays that
 the function closed over) are inputs of its program, so they are no part of the comparison. Nothing
-of Python's code is compared, so what a function read from plain Python is as old as its trace, and
-never older.
+of Python's code is compared. A Python number that the function read stands in its jaxpr as a
+literal, so each number is a program of its own, and what a function read from plain Python is as
+old as its trace.
 
 A ``SharedProgram`` serves one jaxpr in one *context* (settings of JAX, the mesh in scope), and
-refuses every other signature by ``NeedsTrace``. It holds no function of the user's. Programs
+refuses every other signature by ``NeedsSlowCall``. It holds no function of the user's. Programs
 that call one (``jax.pure_callback``) are never equal to those of another trace, and are not shared.
 """
 
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
 MAX_PROGRAMS = 256
 
 
-class NeedsTrace(Exception):
+class NeedsSlowCall(Exception):
     """Nothing is known that would serve a call: the slow way has to make it.
 
     A shared program raises it for other types, or another context, than it is for.
@@ -102,7 +103,7 @@ class SharedProgram:
             and current_context() is self.context
         )
         if not is_mine:
-            raise NeedsTrace
+            raise NeedsSlowCall
 
         return self.out_tree.unflatten(_jax.evaluate(self.jaxpr, [*constants, *leaves]))
 

@@ -11,7 +11,7 @@ There are three steps, and only the slow way of a call takes the first two.
 2. *Find the program* (``find_program``): one that other functions with an equal jaxpr share
    (``jit.programs``), or, where that cannot be, the ``jax.jit`` of the pure function itself.
 3. *Run* (``run``): calls the program that is known for plain arguments of these shapes. It never
-   traces: for another signature it raises ``NeedsTrace``.
+   traces: for another signature it raises ``NeedsSlowCall``.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from shardax._transforms.jit.layouts import Layouts, spread_prefix
 from shardax._transforms.jit.options import JitOptions
 from shardax._transforms.jit.programs import (
     FlatInputs,
-    NeedsTrace,
+    NeedsSlowCall,
     OwnCall,
     SharedCall,
     constants_of,
@@ -247,7 +247,7 @@ class Specialization:
         """Returns what the program returns: the result, written and new values, and effects.
 
         Raises:
-            NeedsTrace: If no program is known for arguments of these shapes or types.
+            NeedsSlowCall: If no program is known for arguments of these shapes or types.
         """
         self.used = next(_uses)
         groups = self._group_plain(plain, named) if self._is_grouped else (plain,)
@@ -255,7 +255,7 @@ class Specialization:
         if call is None:
             program = self._programs.get(_shapes_of(groups))
             if program is None:
-                raise NeedsTrace
+                raise NeedsSlowCall
             call = program.call
         return call(kept, donated, *groups)
 
@@ -263,7 +263,7 @@ class Specialization:
         """Returns what a program returns for inputs that it was found for."""
         try:
             return LiftedOutputs(*program.call(*flat_inputs))
-        except NeedsTrace:
+        except NeedsSlowCall:
             # Another thread has stored values of other types since.
             return LiftedOutputs(*self.own(flat_inputs)(*flat_inputs))
 
@@ -440,7 +440,7 @@ class Specialization:
         tracing = current_tracing()
         if tracing is None or tracing.specialization is not self:
             # JAX does not know the signature, and the fast way does not trace.
-            raise NeedsTrace
+            raise NeedsSlowCall
 
         graph = tracing.graph
         values = self.join(kept, donated)

@@ -10,13 +10,15 @@ that is made sure depends on the way in which the function reaches it. Three way
 
 Such an object is an input of the program, like an argument. Every call looks at what the cell, the
 name or the default holds (``CapturePlace.read``). If that is another object than before, the other
-one is read and written; it is traced for only if its structure is another one.
+one is read and written. The function is traced for it only if its structure, or the shape or dtype
+of a value, is another one.
 
 Any other way is not certain: an attribute of an imported module (``settings.model``), an item of a
 list, an attribute of an ordinary object, a helper function (whose cells and globals are not looked
 at). Nothing says whether it leads to the same object at the next call. So when a trace has met an
 object in such a way, the function is traced once more with the object as an input, and the program
-is not kept: every later call traces again, and meets what is there then. There is one warning
+is not kept: every later call traces again, and meets what is there then. It traces once where it
+meets the objects of the trace before, and twice where it meets another one. There is one warning
 (``errors.uncertain_capture``).
 
 A name bound by ``from settings import model`` is a global of the function's own module: a certain

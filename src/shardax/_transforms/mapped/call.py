@@ -19,6 +19,9 @@ A call has three steps.
 3. *Leave*: ``MappedCall.group`` puts the values into one list per entry. JAX stacks each list, and
    ``MappedCall.apply`` stores what was written. Nothing else writes to the caller's objects.
 
+A value *differs* between runs if JAX computes one for each run, whatever the numbers are: it
+depends on something that is mapped, and no collective such as ``jax.lax.pmean`` made it one again.
+
 What a write to a Variable does:
 
 =============  ============================  =========================  ============================

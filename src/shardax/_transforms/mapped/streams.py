@@ -8,7 +8,8 @@ A stream has a key and a counter of its draws. What a run sees of it:
   whatever else is mapped. After the call the caller's stream has moved on by one draw, if any run
   drew from it.
 - A mapped stream with one key per run already is sliced as any array.
-- A shared stream is the same in all runs, so they draw the same numbers.
+- A shared stream is the same in all runs of ``vmap`` and ``shard_map``, so they draw the same
+  numbers. In ``scan`` its counter is carried, so each iteration goes on where the last one ended.
 
 A new object that keeps a split stream gets a copy of it, with a key per run. The given stream stays
 the caller's.
