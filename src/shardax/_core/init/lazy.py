@@ -272,7 +272,7 @@ def check_rngs(rngs: R) -> R:
         return rngs
 
     description, seed = repr(rngs), "0"
-    if isinstance(rngs, (jax.Array, np.ndarray)):
+    if isinstance(rngs, (jax.Array, np.ndarray, np.generic)):
         description, seed = f"an array {rngs.dtype}{list(rngs.shape)}", "key"
     elif type(rngs) is int:
         seed = str(rngs)
