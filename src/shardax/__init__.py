@@ -15,14 +15,14 @@ from shardax._core.containers import Dict as Dict
 from shardax._core.containers import List as List
 from shardax._core.frozen import FrozenVariable as FrozenVariable
 from shardax._core.frozen import Slot as Slot
-from shardax._core.graph.flatten import GraphDef as GraphDef
-from shardax._core.graph.flatten import mutable as mutable
+from shardax._core.graph.definitions import GraphDef as GraphDef
+from shardax._core.graph.pytrees import mutable as mutable
 from shardax._core.init.defaults import default_device as default_device
 from shardax._core.init.defaults import default_dtype as default_dtype
+from shardax._core.init.key_reuse import debug_key_reuse as debug_key_reuse
 from shardax._core.init.lazy import Init as Init
 from shardax._core.init.rng import Rngs as Rngs
 from shardax._core.init.rng import RngStream as RngStream
-from shardax._core.init.rng import debug_key_reuse as debug_key_reuse
 from shardax._core.module import Module as Module
 from shardax._core.state.bind import bind as bind
 from shardax._core.state.bind import freeze as freeze
@@ -69,31 +69,31 @@ from shardax._transforms.control.cond import switch as switch
 from shardax._transforms.control.loops import fori_loop as fori_loop
 from shardax._transforms.control.loops import while_loop as while_loop
 from shardax._transforms.control.scan import scan as scan
+from shardax._transforms.explain.retraces import explain_retraces as explain_retraces
 from shardax._transforms.grad.custom_jvp import CustomJvp as CustomJvp
 from shardax._transforms.grad.custom_jvp import custom_jvp as custom_jvp
 from shardax._transforms.grad.custom_vjp import CustomVjp as CustomVjp
 from shardax._transforms.grad.custom_vjp import custom_vjp as custom_vjp
-from shardax._transforms.grad.grad import DiffState as DiffState
+from shardax._transforms.grad.differentiated import DiffState as DiffState
 from shardax._transforms.grad.grad import grad as grad
 from shardax._transforms.grad.grad import value_and_grad as value_and_grad
 from shardax._transforms.grad.jacobian import hessian as hessian
 from shardax._transforms.grad.jacobian import jacfwd as jacfwd
 from shardax._transforms.grad.jacobian import jacrev as jacrev
+from shardax._transforms.grad.safe_where import safe_where as safe_where
 from shardax._transforms.grad.vjp import jvp as jvp
-from shardax._transforms.grad.vjp import safe_where as safe_where
 from shardax._transforms.grad.vjp import vjp as vjp
 from shardax._transforms.jit.abstract_eval import eval_shape as eval_shape
 from shardax._transforms.jit.abstract_eval import make_jaxpr as make_jaxpr
 from shardax._transforms.jit.jit import Jit as Jit
 from shardax._transforms.jit.jit import jit as jit
-from shardax._transforms.jit.retraces import explain_retraces as explain_retraces
 from shardax._transforms.jit.stages import Compiled as Compiled
 from shardax._transforms.jit.stages import Lowered as Lowered
 from shardax._transforms.jit.stages import Traced as Traced
-from shardax._transforms.lift.prefix import Carry as Carry
-from shardax._transforms.lift.prefix import StateAxes as StateAxes
-from shardax._transforms.lift.prefix import StateSharding as StateSharding
-from shardax._transforms.lift.prefix import prefix as prefix
+from shardax._transforms.lift.filter_mappings import Carry as Carry
+from shardax._transforms.lift.filter_mappings import StateAxes as StateAxes
+from shardax._transforms.lift.filter_mappings import StateSharding as StateSharding
+from shardax._transforms.lift.prefixes import prefix as prefix
 from shardax._transforms.vmap.batch_axes import Batch as Batch
 from shardax._transforms.vmap.batch_axes import BatchAxes as BatchAxes
 from shardax._transforms.vmap.batch_axes import BatchRow as BatchRow
@@ -121,6 +121,7 @@ from shardax.partition import unshard as unshard
 if _typing.TYPE_CHECKING:
     from shardax import bridge as bridge
     from shardax import distributed as distributed
+    from shardax import extend as extend
     from shardax import host as host
     from shardax import models as models
     from shardax import named as named
@@ -130,13 +131,13 @@ if _typing.TYPE_CHECKING:
     from shardax import surgery as surgery
     from shardax import train as train
     from shardax import view as view
-    from shardax._select.edit import Hole as Hole
-    from shardax._select.edit import combine as combine
+    from shardax._select.combine import Hole as Hole
+    from shardax._select.combine import combine as combine
     from shardax._select.selection import Selection as Selection
     from shardax._select.selection import select as select
     from shardax._transforms.control.bounded import WhileResult as WhileResult
     from shardax._transforms.control.bounded import bounded_while_loop as bounded_while_loop
-    from shardax._transforms.shard_map import shard_map as shard_map
+    from shardax._transforms.shard_map.shard_map import shard_map as shard_map
     from shardax.config.configure import Configuration as Configuration
     from shardax.config.configure import configure as configure
     from shardax.surgery.quantizing import dequantize as dequantize
@@ -145,23 +146,35 @@ if _typing.TYPE_CHECKING:
 
 
 _ON_FIRST_USE = frozenset(
-    {"distributed", "host", "models", "named", "nn", "numpy", "plan", "random", "surgery", "train"}
+    {
+        "distributed",
+        "extend",
+        "host",
+        "models",
+        "named",
+        "nn",
+        "numpy",
+        "plan",
+        "random",
+        "surgery",
+        "train",
+    }
     | {"bridge", "view"}
 )
 """Subpackages imported when first named, so that ``import shardax`` is quick."""
 
 _MODULE_OF = {
     "Configuration": "shardax.config.configure",
-    "Hole": "shardax._select.edit",
+    "Hole": "shardax._select.combine",
     "Selection": "shardax._select.selection",
     "WhileResult": "shardax._transforms.control.bounded",
     "bounded_while_loop": "shardax._transforms.control.bounded",
-    "combine": "shardax._select.edit",
+    "combine": "shardax._select.combine",
     "configure": "shardax.config.configure",
     "dequantize": "shardax.surgery.quantizing",
     "quantize": "shardax.surgery.quantizing",
     "select": "shardax._select.selection",
-    "shard_map": "shardax._transforms.shard_map",
+    "shard_map": "shardax._transforms.shard_map.shard_map",
     "tabulate": "shardax.view.tabulation",
 }
 """Names whose module is imported when they are first used, likewise."""

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from shardax._core.errors import ShardaxError
+from shardax.errors import ShardaxError
 
 
 class PathExistsError(ShardaxError, FileExistsError):

@@ -9,16 +9,15 @@ several kinds of mistakes derives from the builtin of each.
 
 import importlib as _importlib
 import typing as _typing
-import warnings as _warnings
 
 if _typing.TYPE_CHECKING:
     from shardax._core.errors import *  # noqa: F403
     from shardax._files import *  # noqa: F403
-    from shardax._select.places import *  # noqa: F403
+    from shardax._select.errors import *  # noqa: F403
     from shardax._transforms.errors import *  # noqa: F403
     from shardax.cli.inputs import *  # noqa: F403
     from shardax.config.configure import *  # noqa: F403
-    from shardax.distributed.processes import *  # noqa: F403
+    from shardax.distributed.errors import *  # noqa: F403
     from shardax.hlo.program import *  # noqa: F403
     from shardax.host.errors import *  # noqa: F403
     from shardax.models.generation import *  # noqa: F403
@@ -27,7 +26,7 @@ if _typing.TYPE_CHECKING:
     from shardax.nn.errors import *  # noqa: F403
     from shardax.partition.errors import *  # noqa: F403
     from shardax.plan.errors import *  # noqa: F403
-    from shardax.random.stream import *  # noqa: F403
+    from shardax.random.errors import *  # noqa: F403
     from shardax.train.errors import *  # noqa: F403
     from shardax.view.parameter_table import *  # noqa: F403
 
@@ -39,7 +38,7 @@ _NAMES = {
         "StaticAttributeError TraceLeakError VariableValueError"
     ),
     "shardax._files": "PathExistsError PathNotFoundError",
-    "shardax._select.places": "SelectionError",
+    "shardax._select.errors": "SelectionError",
     "shardax._transforms.errors": (
         "ClosureError NoMeshError PrefixError StaticArgumentError TransformError "
         "UncertainCaptureWarning"
@@ -47,7 +46,7 @@ _NAMES = {
     "shardax.bridge.base": "BridgeError",
     "shardax.cli.inputs": "CommandError",
     "shardax.config.configure": "ConfigureError",
-    "shardax.distributed.processes": "DistributedError",
+    "shardax.distributed.errors": "DistributedError",
     "shardax.hlo.program": "CompilerFailedError HloReadError",
     "shardax.host.errors": (
         "CallCancelledError ExportError HostFunctionError WorkerAuthenticationError "
@@ -62,7 +61,7 @@ _NAMES = {
         "CompilerMissingError HardwareError LayoutAssertionError PlanError PlanFileError "
         "PlanInputError PlanInterrupted TargetError"
     ),
-    "shardax.random.stream": "DrawError",
+    "shardax.random.errors": "DrawError",
     "shardax.train.errors": (
         "CheckpointDamagedError CheckpointError CheckpointWriteError DataError TrainError"
     ),
@@ -70,61 +69,8 @@ _NAMES = {
 }
 _MODULE_OF = {name: module for module, names in _NAMES.items() for name in names.split()}
 
-# Old names of one version ago, by the class that is raised instead.
-_OLD_NAMES = {
-    "CheckpointError": "CheckpointMismatchError CheckpointValueError",
-    "ConfigureError": "ConfiguredTooLateError",
-    "DataError": "DataPositionError PrefetchError TextSourceError WindowError",
-    "DistributedError": "DisagreementError",
-    "DrawError": "TracedDrawError",
-    "ExportError": (
-        "ArtifactCallError ArtifactDamagedError ArtifactEnvironmentError ArtifactVersionError"
-    ),
-    "HostFunctionError": "HostResultError HostSpecError",
-    "ModuleAttributeError": (
-        "FrozenVariableError MissingAttributeError ReservedNameError UnboundVariableError "
-        "UnknownStreamError"
-    ),
-    "ModuleError": (
-        "AbstractValueError ArrayExpectedError BindError DeviceError DtypeError "
-        "LabelConflictError LayerViewError MissingRngsError NotAddressableError ReadOnlyCopyError "
-        "SeedError StackError StatelessCallError TreeError"
-    ),
-    "NamedAxesError": "NamesRemainError",
-    "PartitionError": (
-        "AxisConflictError AxisNamesError BoxError ConstraintError DataParallelError NoRulesError "
-        "OverrideError ParallelError PartitioningUnspecifiedError PipelineError PlacementError "
-        "RulesError UnmappedAxisError"
-    ),
-    "PathExistsError": "ArtifactExistsError CheckpointExistsError",
-    "PathNotFoundError": "ArtifactNotFoundError CheckpointNotFoundError TextNotFoundError",
-    "SelectionError": (
-        "CombineError EmptySelectionError SelectionCountError SelectionIndexError "
-        "SelectionPathError StaleSelectionError"
-    ),
-    "TrainError": (
-        "AccumulationError GradientMismatchError LogError MetricError OptimizerStateError "
-        "TrainerError"
-    ),
-    "TransformError": (
-        "AmbiguousBatchError ArgumentError AxisSizeError BoundedLoopError BranchError CarryError "
-        "DecisionError DifferentiationError InconsistentAliasingError MappedShardingError "
-        "MeshError OutputError SharedWriteError StructureMismatchError TangentError"
-    ),
-    "ViewError": "OperationsError ShardingViewError",
-    "WorkerError": (
-        "RemoteValueError StaleModuleError WorkerCallError WorkerConfigError WorkerMessageError "
-        "WorkerPickleError WorkerStartError"
-    ),
-}
-_NEW_NAME = {old: name for name, olds in _OLD_NAMES.items() for old in olds.split()}
-
 
 def __getattr__(name: str) -> _typing.Any:
-    if new := _NEW_NAME.get(name):
-        text = f"shardax.errors.{name} is shardax.errors.{new} now; the old name goes with the next"
-        _warnings.warn(f"{text} version.", DeprecationWarning, stacklevel=2)
-        return globals().get(new) or __getattr__(new)
     if name not in _MODULE_OF:
         raise AttributeError(f"module 'shardax.errors' has no attribute {name!r}")
     error = globals()[name] = getattr(_importlib.import_module(_MODULE_OF[name]), name)

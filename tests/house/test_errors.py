@@ -10,8 +10,6 @@ import inspect
 import pickle
 import re
 
-import pytest
-
 from shardax import errors
 from tests.house.sources import package_files
 
@@ -50,12 +48,6 @@ def test_errors_are_known_by_the_face() -> None:
         error = getattr(errors, name)
         assert error.__module__ == "shardax.errors"
         assert pickle.loads(pickle.dumps(error)) is error
-
-
-def test_old_error_names_warn_and_still_catch() -> None:
-    for old, new in errors._NEW_NAME.items():
-        with pytest.warns(DeprecationWarning, match=f"errors.{old} is shardax.errors.{new} now"):
-            assert getattr(errors, old) is getattr(errors, new)
 
 
 def test_package_owns_its_errors() -> None:

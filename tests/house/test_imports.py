@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import ast
+import functools
 import sys
 import textwrap
 from pathlib import Path
@@ -14,7 +16,8 @@ from tests.house.sources import Import, Source, package_files
 
 # From the ground up. A floor may import the ones before it, and itself; packages that share a floor
 # may not import one another. The face (`shardax/__init__.py`) re-exports from all but the command;
-# `shardax/errors.py` collects the errors of all packages, the command's too.
+# `shardax/errors.py` collects the errors of all packages, the command's too. A name that is
+# imported from one of these two belongs to the package that defines it.
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("_core",),
     ("distributed",),
@@ -23,7 +26,9 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("partition",),
     ("random",),
     ("numpy",),
-    ("config", "_terminal", "_files"),
+    ("config",),
+    ("extend",),
+    ("_terminal", "_files", "_module_scopes"),
     ("_parallel",),
     ("nn",),
     ("bridge",),
@@ -81,9 +86,28 @@ BEYOND_PUBLIC_JAX: dict[str, set[str]] = {
 NOT_PUBLIC = ("jax.extend", "jax.interpreters", "jax.lib", "jaxlib")
 
 
-def home(module: str) -> str:
+@functools.cache
+def defining_modules() -> dict[str, str]:
+    """Maps names of the face and of ``shardax.errors`` to the modules that define them."""
+    files = package_files()
+    face = next(source for source in files if source.module == "shardax")
+    modules = {
+        f"shardax.{alias.asname}": f"{statement.module}.{alias.name}"
+        for statement, _ in face.outline.statements
+        if isinstance(statement, ast.ImportFrom)
+        for alias in statement.names
+        if alias.asname == alias.name
+    }
+    for source in files:
+        for name, _ in source.outline.classes:
+            if name.endswith(("Error", "Warning", "Interrupted")):
+                modules[f"shardax.errors.{name}"] = f"{source.module}.{name}"
+    return modules
+
+
+def home(name: str) -> str:
     """The package on a floor that a dotted name under ``shardax`` belongs to."""
-    below = module.split(".")[1:2]
+    below = defining_modules().get(name, name).split(".")[1:2]
     return below[0] if below and below[0] in FLOOR_OF else "face"
 
 
@@ -161,6 +185,7 @@ def test_jax_is_used_by_public_names_except_where_listed() -> None:
 @pytest.fixture
 def write_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Returns a function that puts one file into a package of its own."""
+    defining_modules()  # of the package itself, which is found by the names below
     monkeypatch.setattr(sources, "PACKAGE", tmp_path / "shardax")
     monkeypatch.setattr(sources, "ROOT", tmp_path)
 

@@ -18,7 +18,6 @@ import pytest
 import shardax as sx
 from shardax.errors import PretrainedError
 from shardax.models import Decoder, DecoderConfig, from_pretrained, save_pretrained
-from tests.advice import run_advice
 from tests.models import peers
 from tests.needs import needs
 from tests.values import with_values
@@ -430,22 +429,6 @@ def test_registered_type_is_read_by_its_tables(tmp_path: Path, monkeypatch: pyte
     sx.models.register("capped", like="llama", fields={"cap": "output.softcap"}, harmless=["note"])
     found = run(from_pretrained(tmp_path), TOKENS, MASK)
     np.testing.assert_allclose(found, 1.5 * np.tanh(expected / 1.5), rtol=0, atol=1e-6)
-
-
-def test_table_of_tensors_as_text_warns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    from shardax.models.families import registry
-
-    monkeypatch.setattr(registry, "FAMILIES", dict(registry.FAMILIES))
-    row = "layers.attn.q.kernel | model.layers.#.x.weight | (h 1/3 d) +e -> e h d"
-    with pytest.warns(DeprecationWarning, match="parse_table") as warned:
-        sx.models.register("older", like="llama", tensors=row)
-    text = str(warned[0].message)
-    run_advice(text, "sx.models.tensors.parse_table(text)", {"sx": sx, "text": row})
-    (tensor,) = registry.FAMILIES["older"].tensors
-    interleaved = ("h", sx.models.tensors.part(1, of=3), "d")
-    axes = (interleaved, sx.models.tensors.concatenated("e"))
-    name = "model.layers.{layer}.x.weight"
-    assert tensor == sx.models.tensors.Tensor(name, "layers.attn.q.kernel", axes, ("e", "h", "d"))
 
 
 def test_decoder_is_written_as_llama_for_transformers(tmp_path: Path):

@@ -514,31 +514,6 @@ def test_from_pretrained_names_other_tensors_than_the_head(tmp_path: Path):
         from_pretrained(tmp_path / "model")
 
 
-@pytest.mark.usefixtures("own_families")
-def test_types_of_users_may_have_flat_names(tmp_path: Path):
-    with pytest.warns(DeprecationWarning, match="deprecated") as warned:
-        sx.models.register(
-            "older",
-            like="llama",
-            fields={"cap": "final_softcap"},
-            fixed={"norm": "layer_unbiased"},
-            architectures={"OlderModel": {"head": None, "logit_scale": 0.5}},
-            derive=lambda take: {"window": take("span", 3)},
-        )
-    listed = " ".join(str(warning.message) for warning in warned)
-    for path, name in (
-        ("output.softcap", "final_softcap"),
-        ("norms.kind", "norm"),
-        ("output.scale", "logit_scale"),
-    ):
-        assert f"give {path!r} for {name!r}" in listed
-    content = {**SIZES, "model_type": "older", "architectures": ["OlderModel"], "cap": 2.0}
-    with pytest.warns(DeprecationWarning, match=r"'attention\.window' for 'window'"):
-        config = read(tmp_path, content)
-    assert (config.head, config.output.scale, config.output.softcap) == (None, 0.5, 2.0)
-    assert (config.norms.kind, config.attention.window) == ("layer_unbiased", 3)
-
-
 # --- parameters that no tensor is for -------------------------------------------------------------
 
 

@@ -16,12 +16,11 @@ from __future__ import annotations
 
 import functools
 import importlib
-import pathlib
 import sys
 import threading
 import types
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -202,25 +201,6 @@ def never_changes_closures(function: types.FunctionType) -> bool:
     return package.split(".")[0] == "jax"
 
 
-def auto_mesh(sizes: Mapping[str, int]) -> jax.sharding.AbstractMesh:
-    """Returns a mesh without devices whose axes are Auto."""
-    # Which they are by default to JAX 0.11; from 0.12 they are Explicit.
-    kinds = (jax.sharding.AxisType.Auto,) * len(sizes)
-    return jax.sharding.AbstractMesh(tuple(sizes.values()), tuple(sizes), kinds)
-
-
-def user_line(equation: object) -> str:
-    """Returns the user's file and line behind an equation, or ""."""
-    # 0.10 to 0.12.
-    traceback = getattr(getattr(equation, "source_info", None), "traceback", None)
-    package = pathlib.Path(__file__).parents[1]
-    inside = (str(pathlib.Path(jax.__file__).parent), str(package))
-    for frame in getattr(traceback, "frames", ()):
-        if not frame.file_name.startswith(inside):
-            return f"{frame.file_name}:{frame.line_num}"
-    return ""
-
-
 def jit_options(function: object) -> dict[str, Any]:
     """Returns the options of a function that ``jax.jit`` made, for another."""
     # There is no public way to them; this is for JAX 0.10 to 0.12.
@@ -248,17 +228,6 @@ def varying_axes(array: Any) -> frozenset[str]:
     return frozenset() if manual_type is None else manual_type.varying
 
 
-def sum_over(x: jax.Array, axes: object) -> jax.Array:
-    """Returns the sum over manual mesh axes (``shard_map``)."""
-    return _wide_on_cpu(lambda x: jax.lax.psum(x, axes), x)
-
-
-def varying(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """Marks a value as one that may differ along manual axes."""
-    # Its gradient is summed over them.
-    return _wide_on_cpu(lambda x: jax.lax.pcast(x, axes, to="varying"), x) if axes else x
-
-
 def outside_inner_regions(policy: Callable[..., bool] | None) -> Callable[..., bool] | None:
     """Returns a remat policy without values of regions within this one."""
     # JAX cannot hand on what the forward pass of a ``shard_map`` within another one keeps: the
@@ -275,14 +244,3 @@ def _outside_regions_within(policy: Callable[..., bool], here: tuple[str, ...]):
         return set(axes) <= set(here) and policy(primitive, *arrays, **options)
 
     return keeps
-
-
-def _wide_on_cpu(function, x: jax.Array) -> jax.Array:
-    """Runs a function, and its transpose, in float32 on CPUs."""
-    # XLA for CPU ends the process where narrow floats are summed over some of a mesh's axes while
-    # it lays out the others ("Invalid binary instruction opcode copy"; 0.10 to 0.12).
-    if not (jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4):
-        return function(x)
-    return jax.lax.platform_dependent(
-        x, cpu=lambda x: function(x.astype(jnp.float32)).astype(x.dtype), default=function
-    )

@@ -13,7 +13,7 @@ from typing import Any, TypeGuard
 
 import numpy as np
 
-from shardax._core.errors import ShardaxError, first_of
+from shardax._core.errors import first_of
 
 
 def is_integer(value: object) -> TypeGuard[int]:
@@ -23,9 +23,25 @@ def is_integer(value: object) -> TypeGuard[int]:
 
 @dataclass(frozen=True)
 class Options:
-    """Checks of the options of one function, class or package."""
+    """Checks of the options of one function, class or package.
 
-    error: type[ShardaxError]
+    Each method returns nothing, or raises ``error``, whose text has the option, its value, and what
+    it must be.
+
+    Args:
+        error: The error that a wrong option raises.
+        owner: Whose options these are, named in texts where options of several meet.
+
+    Example:
+        >>> from shardax import extend
+        >>> options = extend.Options(ValueError)
+        >>> options.integers(heads=4)
+        >>> options.choice("mode", "fast", ("exact", "approximate"))
+        Traceback (most recent call last):
+        ValueError: mode='fast' must be 'exact' or 'approximate'.
+    """
+
+    error: type[Exception]
     owner: str = ""  # named in texts where options of several meet, as "TrainerSettings"
 
     def check(self, name: str, value: object, fits: bool, expected: str, remedy: str = "") -> None:

@@ -38,7 +38,8 @@ from shardax._core.errors import warn
 from shardax._core.graph.paths import PyTree
 
 _landing: ContextVar[Mesh | None] = ContextVar("landing", default=None)
-_known: WeakValueDictionary[int, PickledArray] = WeakValueDictionary()
+# The stand-in of each array that is pickled now, by ``id`` of the array.
+_stand_ins: WeakValueDictionary[int, PickledArray] = WeakValueDictionary()
 
 
 # --- arrays ---------------------------------------------------------------------------------------
@@ -56,7 +57,7 @@ class PickledArray:
     def of(cls, array: jax.Array) -> PickledArray:
         """Returns the one stand-in of an array, so pickles share it."""
         # The stand-in keeps the array alive, so no other array has its id.
-        return _known.setdefault(id(array), cls(array))
+        return _stand_ins.setdefault(id(array), cls(array))
 
     def __reduce__(self) -> Any:
         return reduced(self.array)
@@ -65,14 +66,16 @@ class PickledArray:
         return jnp.copy(self.array)
 
 
-def packed(value: Any) -> Any:
-    """Returns a value to be pickled in place of another."""
-    return jax.tree.map(
-        lambda leaf: PickledArray.of(leaf) if isinstance(leaf, jax.Array) else leaf, value
-    )
+def packed(value: PyTree) -> PyTree:
+    """Returns a tree to be pickled, with stand-ins for its arrays."""
+
+    def pack(leaf: object) -> object:
+        return PickledArray.of(leaf) if isinstance(leaf, jax.Array) else leaf
+
+    return jax.tree.map(pack, value)
 
 
-def reduced(array: jax.Array) -> PyTree:
+def reduced(array: jax.Array) -> tuple[Any, ...]:
     """Returns how to make an array again, for ``__reduce__``."""
     if isinstance(array, Tracer):
         raise errors.PickleWriteError(
@@ -90,27 +93,35 @@ def reduced(array: jax.Array) -> PyTree:
             f"processes. Write a checkpoint from all of them, sx.train.checkpoint.save; or "
             f"gather it first, sx.distributed.gather(array)."
         )
+
     sharding = array.sharding if isinstance(array.sharding, NamedSharding) else None
-    implementation, dtype = None, str(array.dtype)
+    dtype = str(array.dtype)
+    impl = None
     if is_prng_key(array):
-        implementation = str(jax.random.key_impl(array))
+        impl = str(jax.random.key_impl(array))
         array = jax.random.key_data(array)
-    if sharding is None or array.weak_type:  # which JAX keeps, and NumPy does not know
+
+    # JAX's own way keeps a weak type, which NumPy does not know, and no sharding.
+    make, arguments = np.asarray, (np.asarray(array),)
+    if sharding is None or array.weak_type:
         make, arguments = array.__reduce__()
-    else:
-        make, arguments = np.asarray, (np.asarray(array),)
-    return _landed, (make, arguments, sharding, implementation, dtype)
+    return _restored_array, (make, arguments, sharding, impl, dtype)
 
 
-def _landed(
-    make: Callable[..., PyTree], arguments, sharding: object, implementation: str | None, dtype: str
+def _restored_array(
+    make: Callable[..., jax.Array | np.ndarray],
+    arguments: tuple[Any, ...],
+    sharding: NamedSharding | None,
+    impl: str | None,
+    dtype: str,
 ) -> jax.Array:
     """Restores an array, with its layout if the mesh exists here."""
     with jax.ensure_compile_time_eval():  # also where something is being traced
         array = make(*arguments)
-        if implementation is not None:
-            array = jax.random.wrap_key_data(jnp.asarray(array), impl=implementation)
+        if impl is not None:
+            array = jax.random.wrap_key_data(jnp.asarray(array), impl=impl)
         array = _laid_out(array, sharding)
+
     if str(array.dtype) != dtype:
         warn(
             f"An array {dtype}{list(array.shape)} was read as {array.dtype}: this process has no "
@@ -120,9 +131,11 @@ def _landed(
     return array
 
 
-def _laid_out(array, sharding) -> jax.Array:
+def _laid_out(array: jax.Array | np.ndarray, sharding: NamedSharding | None) -> jax.Array:
+    """Returns an array over the devices of a sharding, if there are such devices."""
     if sharding is None or not isinstance(sharding.mesh, Mesh):
         return jnp.asarray(array)  # the warning came with the mesh
+
     try:
         sharding.shard_shape(array.shape)
     except ValueError:
@@ -134,10 +147,10 @@ def _laid_out(array, sharding) -> jax.Array:
     return jax.device_put(array, sharding)
 
 
-def _warn(found: str) -> None:
+def _warn(problem: str) -> None:
     warn(
-        f"{found} It is whole, on the default device. Lay the model out over a mesh that is here: "
-        f"sx.shard(model, mesh, rules).",
+        f"{problem} It is whole, on the default device. Lay the model out over a mesh that is "
+        f"here: sx.shard(model, mesh, rules).",
         errors.LayoutLostWarning,
     )
 
@@ -177,24 +190,33 @@ def restored_mesh(
     devices: tuple[tuple[str, int], ...],
 ) -> Mesh | AbstractMesh:
     """Returns the mesh that stands here for one that was pickled."""
-    types = tuple(AxisType[kind] for kind in kinds)
-    given = _landing.get()
-    if given is not None:
-        return _with_axes(given, names)
-    scope = jax.sharding.get_abstract_mesh()
-    if not scope.empty and (scope.axis_names, scope.axis_sizes) == (names, sizes):
-        with contextlib.suppress(ValueError):  # while it traces, JAX does not name the devices
+    # 1. The mesh of the reader.
+    reader_mesh = _landing.get()
+    if reader_mesh is not None:
+        return _with_axes(reader_mesh, names)
+
+    # 2. One in scope with the same axes. While it traces, JAX does not name its devices.
+    mesh_in_scope = jax.sharding.get_abstract_mesh()
+    axes_in_scope = mesh_in_scope.axis_names, mesh_in_scope.axis_sizes
+    if not mesh_in_scope.empty and axes_in_scope == (names, sizes):
+        with contextlib.suppress(ValueError):
             return jax.sharding.get_mesh()
-    known = {(device.platform, device.id): device for device in jax.devices()}
-    if all(device in known for device in devices):
-        grid = np.array([known[device] for device in devices]).reshape(sizes)
-        return Mesh(grid, names, axis_types=types)
-    if math.prod(sizes) <= len(known):
-        return jax.make_mesh(sizes, names, axis_types=types)
-    mesh = AbstractMesh(sizes, names, axis_types=types)
+
+    # 3. One of the same devices.
+    axis_types = tuple(AxisType[kind] for kind in kinds)
+    devices_here = {(device.platform, device.id): device for device in jax.devices()}
+    if all(device in devices_here for device in devices):
+        grid = np.array([devices_here[device] for device in devices]).reshape(sizes)
+        return Mesh(grid, names, axis_types=axis_types)
+
+    # 4. One of as many devices.
+    if math.prod(sizes) <= len(devices_here):
+        return jax.make_mesh(sizes, names, axis_types=axis_types)
+
+    mesh = AbstractMesh(sizes, names, axis_types=axis_types)
     _warn(
         f"What was pickled was laid out over the mesh {format_mesh(mesh)} of {math.prod(sizes)} "
-        f"devices; here there are {len(known)}."
+        f"devices; here there are {len(devices_here)}."
     )
     return mesh
 
@@ -230,35 +252,43 @@ def name_of(item: object) -> str | None:
     """Returns the name of something in its module, or None."""
     # A script (__main__) is no such module: another process has another one.
     name, module = getattr(item, "__qualname__", None), getattr(item, "__module__", None)
-    found = None if module == "__main__" else sys.modules.get(module or "")
-    for part in name.split(".") if isinstance(name, str) else ():
-        found = getattr(found, part, None)
-    return name if found is item else None
+    if not isinstance(name, str) or not isinstance(module, str) or module == "__main__":
+        return None
+
+    named_object = sys.modules.get(module)
+    for attribute in name.split("."):
+        named_object = getattr(named_object, attribute, None)
+    return name if named_object is item else None
 
 
-def _reduce_rule(function: object):
+def _reduce_rule(function: jax.custom_jvp[Any] | jax.custom_vjp[Any]) -> Any:
+    name = name_of(function)
+    if name is not None:
+        return name
     state = dict(vars(function))
-    again = _rule, (type(function), state.pop("fun"), state.pop("nondiff_argnums")), state
-    return name_of(function) or again
+    arguments = (type(function), state.pop("fun"), state.pop("nondiff_argnums"))
+    return _restored_rule, arguments, state
 
 
-def _rule(kind: Callable[..., object], function: Callable[..., object], argnums: object) -> PyTree:
-    return kind(function, argnums)
+def _restored_rule(
+    rule_type: Callable[..., Any], function: Callable[..., Any], nondiff_argnums: Sequence[int]
+) -> Any:
+    return rule_type(function, nondiff_argnums)
 
 
-def _reduce_jitted(function):
+def _reduce_jitted(function: Any) -> Any:
     # JAX's own state of one leaves out what it traces with.
     name = name_of(function)
-    return name or (_jitted, (function.__wrapped__, jit_options(function)))
+    return name or (_restored_jitted, (function.__wrapped__, jit_options(function)))
 
 
-def _jitted(function, options: dict[str, Any]):
+def _restored_jitted(function: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
     return jax.jit(function, **options)
 
 
 # Pickle asks this table before the class, for these types and no others. They are types that it
 # fails on; how JAX's arrays are pickled outside of shardax's own classes stays as it is.
 copyreg.pickle(Mesh, _reduce_mesh)
-copyreg.pickle(type(jax.jit(_rule)), _reduce_jitted)
-for _kind in (jax.custom_jvp, jax.custom_vjp):
-    copyreg.pickle(_kind, _reduce_rule)
+copyreg.pickle(type(jax.jit(_restored_rule)), _reduce_jitted)
+copyreg.pickle(jax.custom_jvp, _reduce_rule)
+copyreg.pickle(jax.custom_vjp, _reduce_rule)

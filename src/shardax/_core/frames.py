@@ -10,31 +10,19 @@ User code may also touch an original inside a frame, through a closure or a glob
 finds the object that stands for it here: the object itself if this frame owns it, its copy if it
 was passed in, or else what the parent resolves it to, *captured* by this frame. How a Variable is
 captured is each transform's own rule (``Frame.capture``).
-
-Threads may share a model. What reads and writes a value in one step (a draw, ``v += 1``, the first
-use of a lazy value) holds the lock ``exclusive``. What a thread reads and then writes itself,
-``v[...] = v + 1``, is checked: every write outside of transforms leaves a *stamp* on the Variable,
-a thread remembers the stamps of its latest reads, and a write over another thread's stamp that it
-has not read is refused.
 """
 
 from __future__ import annotations
 
-import contextlib
-import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple, Self
 
 import jax
 
-from shardax._core import _jax
-from shardax._core.errors import (
-    ConcurrentWriteError,
-    ForeignMutationError,
-    ModuleError,
-    TraceLeakError,
-)
-from shardax._core.graph.paths import Leaf, PyTree
+from shardax._core import _jax, errors
+from shardax._core.errors import ForeignMutationError, ModuleError
+from shardax._core.graph.paths import PyTree
+from shardax._core.threads import local
 
 
 def is_eager() -> bool:
@@ -45,27 +33,54 @@ def is_eager() -> bool:
 class CapturedVariable(NamedTuple):
     """A Variable that a frame uses without having been passed it."""
 
-    outer: Any  # the parent's Variable
-    stand_in: PyTree  # the frame's own
-    value: Any  # what the stand-in was given
+    outer: Any
+    """The Variable of the parent."""
+
+    stand_in: Any
+    """The Variable of the frame."""
+
+    value: Any
+    """What the stand-in was given."""
 
 
 class Frame:
-    """One run of a user's function inside a lifted transform."""
+    """One run of a user's function inside a lifted transform.
+
+    Args:
+        name: The name of the transform, for messages.
+
+    Example:
+        >>> import jax.numpy as jnp, shardax as sx
+        >>> from shardax import extend
+        >>> class ClosedFrame(extend.Frame):
+        ...     def capture(self, outer):
+        ...         raise sx.errors.ClosureError(f"{self.name} takes Variables as arguments.")
+        >>> pure = extend.lift(lambda function: function, "pure", make_frame=ClosedFrame)
+        >>> scale = sx.Variable(jnp.ones(()))
+        >>> pure(lambda x: x * scale)(2.0)
+        Traceback (most recent call last):
+        shardax.errors.ClosureError: pure takes Variables as arguments.
+    """
 
     __slots__ = ("captured", "closed", "copies", "name", "nodes", "parent", "trace")
-    carries_captured = True  # whether values written to captured Variables are handed back
+    # Whether values written to captured Variables are handed back.
+    carries_captured = True
 
     def __init__(self, name: str) -> None:
-        self.name = name  # of the transform, for messages: "jit"
+        # The name of the transform, for messages: "jit".
+        self.name = name
         self.parent = local.frame
         self.trace = _jax.trace_state()
-        # id(original) to (original, copy); holding the original keeps its id from being reused.
+
+        # (original, copy) by ``id`` of the original, which is held so that its id is not reused.
         self.copies: dict[int, tuple[Any, Any]] = {}
-        self.captured: list[CapturedVariable] = []
         # Likewise for pytree nodes that can be changed in place (_core.containers).
         self.nodes: dict[int, tuple[Any, Any]] = {}
-        self.closed = False  # the run is over; a Variable owned by a closed frame has leaked
+        # Variables that were used without being passed in.
+        self.captured: list[CapturedVariable] = []
+
+        # Whether the run is over. A Variable that a closed frame owns has leaked.
+        self.closed = False
 
     def __enter__(self) -> Self:
         local.frame = self
@@ -74,8 +89,11 @@ class Frame:
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         local.frame = self.parent
         self.closed = True
+
         # A Variable that leaked from the trace must not keep the caller's model alive.
         self.copies, self.nodes = {}, {}
+
+        # JAX 0.10 to 0.12 refuses an object with a text of its own.
         reason = str(getattr(error, "__cause__", None))
         if _jax.ARRAYS_ONLY in reason:  # what ``refused_argument`` put below JAX's own error
             text = reason.removeprefix("Argument '").partition("' of type")[0]
@@ -127,120 +145,6 @@ def owner_here() -> Frame | None:
     return PlainTrace("plain JAX transform")
 
 
-_threads: list[int] = []  # two at most
-several: list[bool] = []  # not empty once two threads have used shardax; one needs no stamps
-
-
-class _ThreadState(threading.local):
-    frame: Frame | None = None  # the innermost
-    probing: bool = False  # a pytree is only being searched for objects (flatten.has_objects)
-    found: bool = False  # that search has met one
-    call: Any = None  # the call that a transform is serving, for the trace that it may start
-
-    def __init__(self) -> None:
-        self.reads: dict[int, Stamp] = {}  # of the Variables read last, by ``id``
-        if not several:
-            _threads.append(threading.get_ident())
-            several.extend([True] * (len(_threads) > 1))
-
-
-local = _ThreadState()
-
-# Held where a value is read and written in one step, also by a compiled call, which may wait for
-# JAX to trace. So nothing that runs while a transform traces may wait for it (``in_one_step``).
-exclusive = threading.RLock()
-# Held while lazy values become real; its holder waits for initializers alone. After ``exclusive``.
-realising = threading.RLock()
-# Held while a Variable gets a stamp; its holder waits for nothing, so a read never waits for the
-# initializer of another Variable. After the other two.
-_stamping = threading.Lock()
-_no_lock = contextlib.nullcontext()
-
-
-def in_one_step() -> contextlib.AbstractContextManager[Any]:
-    """Returns the lock of reading and writing; inside transforms copies are private."""
-    return exclusive if local.frame is None else _no_lock
-
-
-class Stamp(NamedTuple):
-    """Mark of the last write outside of transforms."""
-
-    variable: object  # stands for the Variable, whose ``id`` another one may get later
-    thread: int
-
-
-_MOST_READS = 8  # those of one expression, so that a value looked at long ago does not count
-
-
-def note_read(target: Any) -> None:
-    """Remembers that this thread has read a Variable."""
-    stamp = target._stamp
-
-    # Two threads that read it for the first time must remember the same stamp.
-    if stamp is None:
-        with _stamping:
-            stamp = target._stamp = target._stamp or Stamp(object(), 0)
-
-    _remember(target, stamp)
-
-
-def _remember(target, stamp: Stamp) -> None:
-    reads, key = local.reads, id(target)
-    reads.pop(key, None)
-    reads[key] = stamp
-    if len(reads) > _MOST_READS:
-        del reads[next(iter(reads))]
-
-
-def note_writes(targets: Iterable[PyTree]) -> None:
-    """Stamps Variables that a compiled function wrote; under the lock ``exclusive``."""
-    thread, make = threading.get_ident(), tuple.__new__
-    for target in targets:
-        stamp = target._stamp
-        if stamp is not None:  # otherwise nobody has read it
-            target._stamp = make(Stamp, (stamp.variable, thread))
-
-
-def commit(targets: Sequence[PyTree], read: Sequence[Any], written: Sequence[Leaf]) -> bool:
-    """Writes values, unless another thread wrote after they were read."""
-    with exclusive:
-        pairs = zip(targets, read, strict=True)
-        if several and any(target._value is not value for target, value in pairs):
-            return False
-        for target, value in zip(targets, written, strict=True):
-            target._value = value
-        note_writes(targets)
-    return True
-
-
-def check_unwritten(target: Any) -> None:
-    """Raises if another thread has written since this one read; under ``exclusive``."""
-    stamp, thread = target._stamp, threading.get_ident()
-    read = local.reads.get(id(target))
-    if (
-        not (read is None or stamp is None or stamp is read or stamp.thread == thread)
-        and stamp.variable is read.variable
-    ):
-        raise ConcurrentWriteError(
-            f"This {kind_of(target)} was written by another thread after this one read it, "
-            f"and that would be lost; nothing was written. Hold one lock around reading and "
-            f"writing, with lock: v[...] = v + 1; or update it in one step, v += 1."
-        )
-
-
-def note_write(target: Any) -> None:
-    """Stamps a Variable after it was written; under the lock ``exclusive``."""
-    thread = threading.get_ident()
-
-    # A reader takes the stamp before the value: with the new stamp it has the new value.
-    with _stamping:
-        stamp = target._stamp
-        variable = object() if stamp is None else stamp.variable
-        new_stamp = target._stamp = Stamp(variable, thread)
-
-    _remember(target, new_stamp)
-
-
 def resolve(variable: Any, frame: Frame | None) -> PyTree:
     """Returns the Variable that stands for another one in a frame."""
     owner = variable._owner
@@ -249,21 +153,24 @@ def resolve(variable: Any, frame: Frame | None) -> PyTree:
     if frame is None:
         if owner is None or not owner.closed:
             return variable
-        raise TraceLeakError(
-            f"A{a_kind_of(variable)[1:]} made inside sx.{owner.name} was used after that call "
-            f"ended. Its value exists only during the trace. Return it from the function (or "
-            f"assign it to an attribute of a Module that is an argument); then the caller gets it "
-            f"with a real array."
-        )
+        raise errors.used_after_trace(a_kind_of(variable), owner.name)
+
+    # Passed in, or met before.
     pair = frame.copies.get(id(variable))
     if pair is not None:
         return frame.reached(_usable(pair))
+
+    # Passed in as what stands for it in the parent.
     outer = resolve(variable, frame.parent)
-    pair = frame.copies.get(id(outer))  # passed in by the parent under the name it has there
+    pair = frame.copies.get(id(outer))
     if pair is not None:
         stand_in = frame.reached(_usable(pair))
+    elif outer._parent is not None:
+        # A view of one layer: its stack is captured.
+        stand_in = outer._stand_in(frame)
     else:
-        stand_in = frame.capture(outer) if outer._parent is None else outer._stand_in(frame)
+        stand_in = frame.capture(outer)
+
     frame.copies[id(variable)] = (variable, stand_in)
     frame.copies[id(outer)] = (outer, stand_in)
     return stand_in
@@ -309,13 +216,7 @@ def check_unlocked(target: Any, what: str | None = None) -> None:
     """Raises if an object is locked."""
     what = what or f"to {a_kind_of(target)}"
     if target._lock is READ_ONLY:
-        raise ModuleError(
-            f"Cannot write {what}: this {kind_of(target)} is a copy that JAX rebuilt inside "
-            f"a plain transform (jax.jit, jax.grad, jax.vmap, ...), so the write would be lost "
-            f"when the function returns. Use the shardax transform of the same name (sx.jit, "
-            f"sx.grad, ...), which carries writes back; or, if you return the copy, make it "
-            f"writable first:\n\n    model = sx.mutable(model)\n    ...\n    return model"
-        )
+        raise errors.write_to_rebuilt_copy(what, kind_of(target))
     if target._lock is not None:  # a transform that carries no writes made it; says why
         raise ForeignMutationError(target._lock.format(what=what))
 
@@ -332,13 +233,7 @@ def check_structural_write(target: Any, what: str) -> None:
         if not is_eager():
             check_trace(target, f"the structure of {what}")
         return
-    hint = " (Writing values of its Variables works either way.)" if frame.carries_captured else ""
-    raise ForeignMutationError(
-        f"Cannot change the structure of {what} inside sx.{frame.name}: the "
-        f"{kind_of(target)} was reached through a closure or global, so the change would "
-        f"happen once, while tracing, and not when the compiled function runs. Pass the Module as "
-        f"an argument of the function; then its structural changes are carried back.{hint}"
-    )
+    raise errors.change_of_captured(what, frame.name, kind_of(target), frame.carries_captured)
 
 
 def check_trace(target: Any, what: str | None = None) -> None:
@@ -348,9 +243,4 @@ def check_trace(target: Any, what: str | None = None) -> None:
     if _jax.trace_state() == home:
         return
     what = what or f"to {a_kind_of(target)}"
-    raise TraceLeakError(
-        f"Cannot write {what} from inside a plain JAX transform that did not receive it: the write "
-        f"would happen once, while tracing, and a traced value would outlive its trace. Use the "
-        f"shardax transform of the same name (sx.jit, sx.grad, ...) and pass the Module as an "
-        f"argument; or return the new value and write it outside."
-    )
+    raise errors.write_from_plain_transform(what)

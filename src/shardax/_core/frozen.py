@@ -17,23 +17,50 @@ hashable structure and nothing else.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, NoReturn, Self, TypeVar
+from collections.abc import Hashable, Mapping
+from typing import Any, NamedTuple, NoReturn, Self, TypeVar, cast
 
 import jax
-import numpy as np
 
-from shardax._core._jax import Tracer, is_prng_key
-from shardax._core.array_ops import ArrayLike, snapshot
+from shardax._core.array_ops import ArrayLike
 from shardax._core.errors import ModuleAttributeError
-from shardax._core.frames import is_eager, owner_here
+from shardax._core.frames import owner_here
 from shardax._core.graph.paths import Path, format_path
 from shardax._core.graph.static import Axes, Metadata, exact_key
-from shardax._core.init.lazy import LazyValue
 from shardax._core.object import Placeholder, Shown
-from shardax._core.variable import ArrayAttribute, Origin, Variable
+from shardax._core.values import same_value, snapshot
+from shardax._core.variable import ArrayAttribute, Variable
 
 T = TypeVar("T")
+
+
+class Origin(NamedTuple):
+    """What a value of a State came from.
+
+    Attributes:
+        variable_type: The type of its Variable.
+        all_metadata: The metadata of its Variable; ``axes`` and ``metadata`` are its two parts.
+
+    Example:
+        >>> import jax.numpy as jnp, shardax as sx
+        >>> kernel = sx.Param(jnp.ones((2, 3)), axes=("in", "out"), tag="frozen")
+        >>> origin = sx.state(sx.List([kernel])).origins()[(0,)]
+        >>> origin.variable_type.__name__, origin.axes, dict(origin.metadata)
+        ('Param', ('in', 'out'), {'tag': 'frozen'})
+    """
+
+    variable_type: type[Variable]
+    all_metadata: Metadata
+
+    @property
+    def axes(self) -> tuple[Any, ...] | None:
+        """Logical axis names, or None."""
+        return self.all_metadata.axes
+
+    @property
+    def metadata(self) -> Mapping[str, Any]:
+        """Metadata entries other than the axes."""
+        return self.all_metadata.entries
 
 
 class FrozenMetadata(Metadata):
@@ -66,9 +93,13 @@ class FrozenMetadata(Metadata):
         return Origin(self.variable_type, self.thawed())
 
     def __repr__(self) -> str:
-        kind = [] if self.variable_type is ArrayAttribute else [self.variable_type.__name__]
-        parts = [" ".join(kind + [format_path(self.label)] * bool(self.label)), super().__repr__()]
-        return ", ".join(filter(None, parts))
+        words = []
+        if self.variable_type is not ArrayAttribute:  # hidden: users see the array
+            words.append(self.variable_type.__name__)
+        if self.label:
+            words.append(format_path(self.label))
+        parts = [" ".join(words), super().__repr__()]
+        return ", ".join(part for part in parts if part)
 
     def __reduce__(self) -> Any:
         return (FrozenMetadata, (self.axes, dict(self.entries), self.variable_type, self.label))
@@ -144,11 +175,24 @@ class FrozenVariable(Variable[T]):
             ([0.0, 0.0], [1.0, 1.0])
         """
         metadata = self._frozen_metadata()
-        variable = metadata.variable_type._make(
-            snapshot(self._here()._value), metadata.thawed(), owner_here()
-        )
+        value = snapshot(self._here()._value)
+        variable = metadata.variable_type._make(value, metadata.thawed(), owner_here())
         variable._labels = (metadata.label,)
         return variable
+
+    def _mismatch_with(self, target: Variable) -> str | None:
+        metadata = self._frozen_metadata()
+        target_type = target._flatten(None).type
+        expected = target.variable_type if isinstance(target, FrozenVariable) else target_type
+        if not issubclass(metadata.variable_type, expected):
+            frozen_name = metadata.variable_type.__name__
+            return f"is a {target_type.__name__}, and given the frozen value of a {frozen_name}"
+
+        labels = target._all_labels
+        if metadata.label and labels and metadata.label not in labels:
+            own_label, given_label = format_path(labels[-1]), format_path(metadata.label)
+            return f"has the label {own_label}, given the frozen value of {given_label}"
+        return None
 
     def _write(self, value: object, check: bool = False) -> NoReturn:
         self._refuse("the value")
@@ -173,8 +217,10 @@ class FrozenVariable(Variable[T]):
             return True
         if not isinstance(other, FrozenVariable):
             return super().__eq__(other)
-        mine, theirs = self._here(), other._here()
-        return bool(mine._metadata == theirs._metadata and same_value(mine._value, theirs._value))
+        first, second = self._here(), other._here()
+        if first._metadata != second._metadata:
+            return False
+        return same_value(first._value, second._value)
 
     def __ne__(self, other: object) -> Any:
         if not isinstance(other, FrozenVariable):
@@ -189,49 +235,18 @@ class FrozenArray(FrozenVariable[T]):
     """Frozen value of an array attribute; users see the array."""
 
 
-def frozen(variable: Any, label: Path) -> FrozenVariable[Any]:
+def frozen(variable: Variable, label: Path) -> FrozenVariable[Any]:
     """Returns the value of a Variable, frozen, under a label."""
-    resolved = variable._here()
-    definition = resolved._flatten(None)
-    metadata, kind = definition.metadata, definition.type
+    target = variable._here()
+    definition = target._flatten(None)
+    metadata = definition.metadata
+    variable_type = cast("type[Variable]", definition.type)
     if isinstance(metadata, FrozenMetadata):
-        kind = metadata.variable_type
-    form = FrozenArray if kind is ArrayAttribute else FrozenVariable
-    frozen_metadata = FrozenMetadata(metadata.axes, metadata.entries, kind, label)
-    return form._make(snapshot(resolved._value), frozen_metadata, owner_here())
+        variable_type = metadata.variable_type
 
-
-def same_value(first: object, second: object) -> bool:
-    """Whether two values are known to be the same; never raises."""
-    ours, treedef = jax.tree.flatten(first)
-    theirs, other_treedef = jax.tree.flatten(second)
-    return treedef == other_treedef and all(map(_same_leaf, ours, theirs))
-
-
-def _same_leaf(first: object, second: object) -> bool:
-    if first is second:
-        return True
-    kinds = (jax.Array, np.ndarray, np.generic, LazyValue)
-    if not (isinstance(first, kinds) and isinstance(second, kinds)):  # shapes, shardings, numbers
-        return type(first) is type(second) and first == second
-    if first.shape != second.shape or first.dtype != second.dtype:
-        return False
-    arrays = [_numbers(leaf) for leaf in (first, second)]
-    return all(array is not None for array in arrays) and arrays[0] == arrays[1]
-
-
-def _numbers(leaf: object) -> bytes | None:
-    """Returns the bytes of an array, or None if not available."""
-    if isinstance(leaf, LazyValue):
-        if not is_eager():
-            return None
-        leaf = leaf.compute()
-    if isinstance(leaf, jax.Array):
-        if isinstance(leaf, Tracer) or leaf.is_deleted() or not leaf.is_fully_addressable:
-            return None
-        if is_prng_key(leaf):
-            leaf = jax.random.key_data(leaf)
-    return np.asarray(leaf).tobytes()
+    frozen_type = FrozenArray if variable_type is ArrayAttribute else FrozenVariable
+    frozen_metadata = FrozenMetadata(metadata.axes, metadata.entries, variable_type, label)
+    return frozen_type._make(snapshot(target._value), frozen_metadata, owner_here())
 
 
 # --- slots ----------------------------------------------------------------------------------------
@@ -255,9 +270,9 @@ class Slot(ArrayLike, Placeholder, Shown):
 
     __slots__ = ("label", "variable_type")
     label: Path
-    variable_type: Any
+    variable_type: type[Variable]
 
-    def __init__(self, label: Path, variable_type: Any) -> None:
+    def __init__(self, label: Path, variable_type: type[Variable]) -> None:
         object.__setattr__(self, "label", label)
         object.__setattr__(self, "variable_type", variable_type)
 
@@ -283,6 +298,9 @@ class Slot(ArrayLike, Placeholder, Shown):
     def _operand(self) -> NoReturn:
         self._refuse()
 
+    def _shaped(self) -> NoReturn:
+        self._refuse()
+
     def _refuse(self) -> NoReturn:
         raise ModuleAttributeError(
             f"The {self.variable_type.__name__} with the label {format_path(self.label)} was taken "
@@ -300,7 +318,7 @@ class Slot(ArrayLike, Placeholder, Shown):
     def __hash__(self) -> int:
         return hash(self._key())
 
-    def _key(self):
+    def _key(self) -> tuple[Hashable, ...]:
         return (self.variable_type, tuple((type(step), step) for step in self.label))
 
     def __copy__(self) -> Slot:

@@ -1,52 +1,64 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Modules, and the drawings behind their ``repr``.
+"""Modules: Python objects with Variables in their attributes.
 
 A Module is an ordinary object: attributes are set in ``__init__`` or anywhere else. Assignment
 sorts values: Variables, Modules and arrays are *data*; lists and dicts become tracked containers;
 tuples stay tuples, and so do classes registered with JAX that hold data; everything else is *static
 configuration* and must be hashable, which is checked on assignment, where the mistake is made,
-rather than at the first compiled call. Arrays are kept in hidden Variables
-(``_core.containers``); attribute access returns the array.
+rather than at the first compiled call (``_core.stored``).
 
-A *drawing* is a tree that mirrors a value: Modules, containers and what leads to objects have
-parts; everything else is a *leaf*. An object met again is a leaf that refers to the first
-occurrence. ``repr`` has a line for each leaf; ``shardax.view`` draws the same tree in other ways.
+Arrays are kept in hidden Variables, in ``_array_attributes`` and not in ``__dict__``; attribute
+access returns the array.
 """
 
 from __future__ import annotations
 
 import inspect
-import math
-import types
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, Self
 
 import jax.numpy as jnp
 
-from shardax._core import containers
-from shardax._core.errors import ModuleAttributeError, StateMismatchError
-from shardax._core.frames import Frame, check_structural_write, in_one_step, owner_here
-from shardax._core.frozen import FrozenVariable
-from shardax._core.graph.flatten import GraphWalk, ModuleDef, register_graph
-from shardax._core.graph.handlers import Handler, Pairs, handler_of, has_parts, register
-from shardax._core.graph.paths import Path, PyTree, format_path, line_of
-from shardax._core.object import Object, epoch
+from shardax._core.containers import empty_like
+from shardax._core.explain import attribute_errors as errors
+from shardax._core.frames import Frame, check_structural_write, owner_here
+from shardax._core.graph.definitions import ModuleDef
+from shardax._core.graph.flatten import GraphWalk
+from shardax._core.graph.handlers import Handler, Pairs, has_parts, register
+from shardax._core.graph.paths import Path, PyTree
+from shardax._core.graph.pytrees import register_graph
+from shardax._core.object import Decode, Encode, Object, epoch
 from shardax._core.state import bind
-from shardax._core.variable import ArrayAttribute, Intermediate, Param, Perturbation, Variable
+from shardax._core.stored import (
+    copy_array_attributes,
+    from_stored,
+    holds_arrays,
+    same_structure,
+    to_stored,
+    write_through,
+)
+from shardax._core.threads import in_one_step
+from shardax._core.variable import Intermediate, Perturbation, Variable
 
 _ABSENT = object()
 
 
-def _append(seen: tuple[object, ...], value: object) -> tuple[Any, ...]:
-    return (*seen, value)
+def _append(sown: tuple[Any, ...], value: object) -> tuple[Any, ...]:
+    return (*sown, value)
 
 
 # By these names shardax walks and copies Modules; with a user's own it would silently go wrong.
-_RESERVED = {"_allocate", "_flatten", "_unflatten", "_array_attributes"} | {
+_RESERVED = {
+    "_allocate",
+    "_array_attributes",
     "_check_objects_of_class",
-    *("_flat", "_lock", "_marked", "_owner"),
+    "_flat",
+    "_flatten",
+    "_lock",
+    "_marked",
+    "_owner",
+    "_unflatten",
 }
-
 
 _OBJECTS_OF_CLASS = "_objects_of_class"
 
@@ -89,26 +101,19 @@ class Module(Object):
 
     def __init_subclass__(cls, **kwargs: object) -> None:
         if "__slots__" in vars(cls):
-            raise ModuleAttributeError(
-                f"{cls.__name__} defines __slots__, but shardax finds a Module's data in its "
-                f"attributes. Remove __slots__."
-            )
+            raise errors.module_with_slots(cls)
         for name in sorted(_RESERVED):
             owner = next(each for each in cls.__mro__ if name in vars(each))
             if owner is not Module:
-                of = "" if owner is cls else f" of {owner.__name__}"
-                raise ModuleAttributeError(
-                    f"{cls.__name__} has the attribute {name}{of}, by which shardax itself walks "
-                    f"and copies Modules. Give it another name, such as {name.lstrip('_')}."
-                )
+                raise errors.reserved_in_class(cls, name, owner)
         super().__init_subclass__(**kwargs)
         register_graph(cls)
-        own = [name for name, value in vars(cls).items() if has_parts(value)]
-        inherited = [
-            name for base in cls.__bases__ for name in getattr(base, _OBJECTS_OF_CLASS, ())
-        ]
-        if own or inherited:
-            setattr(cls, _OBJECTS_OF_CLASS, tuple(dict.fromkeys((*own, *inherited))))
+
+        names = [name for name, value in vars(cls).items() if has_parts(value)]
+        for base in cls.__bases__:
+            names.extend(getattr(base, _OBJECTS_OF_CLASS, ()))
+        if names:
+            setattr(cls, _OBJECTS_OF_CLASS, tuple(dict.fromkeys(names)))
 
     @classmethod
     def _allocate(cls, owner: Frame | None, lock: str | None) -> Self:
@@ -125,34 +130,40 @@ class Module(Object):
 
     def __setattr__(self, name: str, value: object) -> None:
         if name in _RESERVED:
-            raise ModuleAttributeError(
-                f"The attribute name {name!r} is reserved by shardax; choose another."
-            )
+            raise errors.reserved_name(name)
+
+        # Properties and other descriptors of the class come first, as for any object.
         descriptor = getattr(type(self), name, None)
         if descriptor is not None and hasattr(type(descriptor), "__set__"):
             object.__setattr__(self, name, value)
             return
+
+        # An array over an array is a write of a value: the structure stays.
         where = f"attribute {name!r} of {type(self).__name__}"
-        attributes, boxed = self.__dict__, self._array_attributes
-        old = boxed[name] if name in boxed else attributes.get(name, _ABSENT)
-        if old is not _ABSENT and (value is old or containers.write_through(old, value, where)):
+        attributes, array_attributes = self.__dict__, self._array_attributes
+        old = attributes.get(name, _ABSENT)
+        if name in array_attributes:
+            old = array_attributes[name]
+        if old is not _ABSENT and (value is old or write_through(old, value, where)):
             return
+
         check_structural_write(self, where)
-        new = containers.box(value, where)
-        if containers.is_boxed(new):
+        new = to_stored(value, where)
+        if holds_arrays(new):
             attributes.pop(name, None)
-            boxed[name] = new
+            array_attributes[name] = new
         else:
-            boxed.pop(name, None)
+            array_attributes.pop(name, None)
             attributes[name] = new
-        if self._marked and (old is _ABSENT or not containers.same_structure(old, new)):
+
+        if self._marked and (old is _ABSENT or not same_structure(old, new)):
             epoch.advance(self)
 
     def __getattr__(self, name: str) -> Any:
         if not name.startswith("__"):
-            boxed = object.__getattribute__(self, "_array_attributes")
-            if name in boxed:
-                return containers.unbox(boxed[name])
+            array_attributes = object.__getattribute__(self, "_array_attributes")
+            if name in array_attributes:
+                return from_stored(array_attributes[name])
             if hasattr(type(self), name):  # a property that raised AttributeError: says its text
                 return object.__getattribute__(self, name)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
@@ -171,12 +182,14 @@ class Module(Object):
 
     # --- walking and copying ---------------------------------------------------------------------
 
-    def _flatten(self, encode: Any) -> ModuleDef:
+    def _flatten(self, encode: Encode) -> ModuleDef:
         if self._objects_of_class:
             self._check_objects_of_class()
         attributes = tuple((name, encode(value, name)) for name, value in self.__dict__.items())
-        boxed = tuple((name, encode(value, name)) for name, value in self._array_attributes.items())
-        return ModuleDef(type(self), attributes, boxed)
+        array_attributes = tuple(
+            (name, encode(value, name)) for name, value in self._array_attributes.items()
+        )
+        return ModuleDef(type(self), attributes, array_attributes)
 
     def _check_objects_of_class(self) -> None:
         """Raises if an attribute that only the class has holds Variables or Modules."""
@@ -185,14 +198,9 @@ class Module(Object):
             value = inspect.getattr_static(self, name)
             is_own = name in self.__dict__ or name in self._array_attributes
             if not is_own and has_parts(value):
-                raise ModuleAttributeError(
-                    f"The {type(value).__name__} {name!r} is an attribute of the class "
-                    f"{type(self).__name__}, which belongs to no Module: it would be part of no "
-                    f"state, gradient, optimizer or checkpoint. Set it in __init__: "
-                    f"self.{name} = ...; a copy for each, sx.clone({type(self).__name__}.{name})."
-                )
+                raise errors.object_of_class(type(self), name, value)
 
-    def _unflatten(self, definition: ModuleDef, decode) -> None:
+    def _unflatten(self, definition: ModuleDef, decode: Decode) -> None:
         attributes = self.__dict__
         attributes.clear()
         for name, child in definition.attributes:
@@ -208,21 +216,22 @@ class Module(Object):
         copied = self._allocate(owner_here(), None)
         copied.__dict__.update(self.__dict__)
         where = f"a copy of {type(self).__name__}"
-        copied._array_attributes.update(
-            (name, containers.copy_boxes(value, where))
-            for name, value in self._array_attributes.items()
-        )
+        for name, value in self._array_attributes.items():
+            copied._array_attributes[name] = copy_array_attributes(value, where)
         return copied
 
     def __getstate__(self) -> Any:
         return (dict(self.__dict__), self._array_attributes)
 
     def __setstate__(self, state: Any) -> None:
-        attributes, boxed = state
+        attributes, array_attributes = state
         self.__dict__.update(attributes)
-        object.__setattr__(self, "_array_attributes", boxed)
+        object.__setattr__(self, "_array_attributes", array_attributes)
 
     def __repr__(self) -> str:
+        from shardax._core.explain.drawing import (
+            module_repr,  # a drawing is of Modules: it stands above
+        )
 
         return module_repr(self)
 
@@ -275,11 +284,7 @@ class Module(Object):
             ):
                 present.value = reduce_fn(present.value, value)
             else:
-                raise StateMismatchError(
-                    f"sow({name!r}) on {self.__class__.__name__} needs a {type.__name__} holding "
-                    f"a tuple, but .{name} is {present!r}. Sow under another name, or remove the "
-                    f"attribute first."
-                )
+                raise errors.sown_over(self.__class__, name, type, present)
 
     def perturb(self, name: str, value: Any, type: type[Variable] = Perturbation) -> Any:
         """Adds a Variable of zeros, whose gradient is that of ``value``.
@@ -352,23 +357,17 @@ class Module(Object):
             >>> model.layers[0].rate
             0.1
         """
-        chosen = [
-            m
-            for path, m in modules_in(self)
-            if not filters or any(_matches(f, path, m) for f in filters)
-        ]
-        targets = [
-            (m, name)
-            for m in chosen
-            for name in attributes
-            if name in m.__dict__ or name in m._array_attributes
-        ]
+        targets: list[tuple[Module, str]] = []
+        for path, module in modules_in(self):
+            if filters and not any(_matches(each, path, module) for each in filters):
+                continue
+            for name in attributes:
+                if name in module.__dict__ or name in module._array_attributes:
+                    targets.append((module, name))
+
         missing = attributes.keys() - {name for _, name in targets}
         if missing and raise_if_not_found:
-            raise ModuleAttributeError(
-                f"No Module in this {type(self).__name__} has the attribute(s) {sorted(missing)}; "
-                f"nothing was changed. Check the spelling, or pass raise_if_not_found=False."
-            )
+            raise errors.attributes_nowhere(type(self), sorted(missing))
         for module, name in targets:
             setattr(module, name, attributes[name])
 
@@ -408,19 +407,20 @@ def modules_in(root: object) -> Iterator[tuple[Path, Module]]:
             yield path, item
 
 
-def _matches(chosen, path: object, module: Module) -> bool:
-    if isinstance(chosen, type):
-        return isinstance(module, chosen)
-    predicate: Callable[[Any, Module], Any] = chosen
-    return bool(predicate(path, module))
+def _matches(module_filter: Any, path: Path, module: Module) -> bool:
+    """Whether a Module class, or a predicate of path and Module, matches."""
+    if isinstance(module_filter, type):
+        return isinstance(module, module_filter)
+    return bool(module_filter(path, module))
 
 
 def _fill(module: Module, pairs: Pairs) -> None:
-    attributes, boxed = vars(module), module._array_attributes
-    attributes.clear()
-    boxed.clear()
-    for name, item in pairs:
-        (boxed if containers.is_boxed(item) else attributes)[name] = item
+    """Gives a Module other attributes, in stored form."""
+    vars(module).clear()
+    module._array_attributes.clear()
+    for name, stored in pairs:
+        attributes = module._array_attributes if holds_arrays(stored) else vars(module)
+        attributes[name] = stored
 
 
 register_graph(Module)
@@ -429,7 +429,7 @@ register(
     Handler(
         "Module",
         children=lambda module: [*vars(module).items(), *module._array_attributes.items()],
-        empty=containers.empty_like,
+        empty=empty_like,
         fill=_fill,
         mutable=True,
         is_object=True,
@@ -437,119 +437,3 @@ register(
         size="shrinks",
     ),
 )
-
-
-# --- drawings -------------------------------------------------------------------------------------
-
-_INDENT = "  "
-_MAX_LINES = 200
-
-
-class Drawing:
-    """One place of a drawing."""
-
-    __slots__ = ("again", "code", "first", "label", "marked", "name", "parts", "path", "value")
-
-    def __init__(self, label: str, code: str, path: Path, value: Any) -> None:
-        self.label = label  # what is written before it: "kernel="
-        self.code = code  # what leads here from the place above: ".kernel", "[0]"
-        self.path = path
-        self.value = value
-        self.name = containers.title_of(value)
-        self.parts: list[Drawing] | None = None  # None for a leaf
-        self.first: Drawing | None = None  # of an object met again, where it was met first
-        self.again: list[Path] = []  # of an object met first, where it was met again
-        self.marked = False  # whether to point it out
-
-    def places(self) -> Iterator[Drawing]:
-        """Yields this place and every one below, in order."""
-        yield self
-        for part in self.parts or ():
-            yield from part.places()
-
-    def leaves(self) -> Iterator[Drawing]:
-        """Yields every leaf, in order."""
-        return (place for place in self.places() if place.parts is None)
-
-    def lines(
-        self,
-        describe: Callable[[Drawing], str],
-        note: Callable[[Drawing], str] = lambda drawing: "",
-        depth: int = 0,
-    ) -> Iterator[str]:
-        """Yields the lines of the text."""
-        start, end = f"{_INDENT * depth}{self.label}", "," if depth else ""
-        if self.first is not None:
-            yield f"{start}<same {self.name} as {format_path(self.first.path)}>{end}"
-        elif self.parts is None:
-            yield f"{start}{describe(self)}{end}{note(self)}"
-        elif not self.parts:
-            yield f"{start}{self.name}(){end}{note(self)}"
-        else:
-            yield f"{start}{self.name}({note(self)}"
-            for part in self.parts:
-                yield from part.lines(describe, note, depth + 1)
-            yield f"{_INDENT * depth}){end}"
-
-
-def draw(value: object) -> Drawing:
-    """Draws a value and everything below it."""
-    return _draw(Drawing("", "", (), value), {})
-
-
-def _draw(drawing: Drawing, seen: dict[int, Drawing]) -> Drawing:
-    value = drawing.value
-    if isinstance(value, Object):
-        first = drawing.first = seen.get(id(value))
-        if first is not None:
-            first.again.append(drawing.path)
-            return drawing
-        seen[id(value)] = drawing
-    handler = handler_of(value)
-    children = handler.children(value) if handler.in_models else ()
-    if not isinstance(value, Module) and not any(has_parts(child) for _, child in children):
-        return drawing
-    if isinstance(value, types.MethodType):
-        drawing.name = f"method {value.__name__}"
-    drawing.parts = []
-    for key, child in children:
-        path = drawing.path if key is None else (*drawing.path, key)
-        part = Drawing(*handler.text(value, key), path, child)
-        drawing.parts.append(_draw(part, seen))
-    return drawing
-
-
-def module_repr(module: Module) -> str:
-    """Returns the text of ``repr(module)``."""
-    drawing = draw(module)
-    first, *others = drawing.lines(leaf_text)
-    lines = [first + parameter_count(drawing), *others]
-    if len(lines) > _MAX_LINES:
-        lines = [
-            *lines[:_MAX_LINES],
-            f"... {len(lines) - _MAX_LINES} more lines (sx.view.to_text shows all)",
-        ]
-    return "\n".join(lines)
-
-
-def leaf_text(leaf: Drawing) -> str:
-    """Returns the text of a leaf."""
-    shown = line_of(leaf.value)
-    if isinstance(leaf.value, ArrayAttribute):  # hidden: users see the array
-        shown = shown.removeprefix(f"{leaf.name}(").removesuffix(")")
-    return shown
-
-
-def parameter_count(drawing: Drawing) -> str:
-    """Returns a comment with the number of parameters."""
-    count = sum(
-        math.prod(leaf.value._value.shape)
-        for leaf in drawing.leaves()
-        if leaf.first is None and _is_parameter(leaf.value) and hasattr(leaf.value._value, "shape")
-    )
-    return f"  # {count:,} parameters" if count else ""
-
-
-def _is_parameter(value: object) -> bool:
-    kind = value.variable_type if isinstance(value, FrozenVariable) else type(value)
-    return issubclass(kind, Param)

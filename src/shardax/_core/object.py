@@ -15,11 +15,19 @@ are not marked yet. The result of a walk is valid exactly while the epoch is the
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Hashable, Mapping
+from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeAlias
+
+if TYPE_CHECKING:
+    from shardax._core.frames import Frame
+
+# What a walk does with a child, given its key in the object; returns what stands for the child.
+Encode: TypeAlias = Callable[[Any, Hashable], Any]
+# The inverse: returns the child.
+Decode: TypeAlias = Callable[[Any], Any]
 
 
-def _no_renderer():
+def _no_renderer() -> NoReturn:
     raise LookupError("Nothing draws objects: shardax/__init__.py has not been run.")
 
 
@@ -34,7 +42,7 @@ class Shown:
     __slots__ = ()
 
     # This protocol and not _repr_html_, which treescope looks for on everything inside a drawing.
-    def _repr_mimebundle_(self, include: object = None, exclude: object = None):
+    def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> Any:
         return renderer().mimebundle(self)
 
     def __treescope_repr__(self, path: str | None, subtree_renderer: Any) -> Any:
@@ -51,24 +59,35 @@ class ShownArray(Shown):
 
 
 class Object(Shown):
-    """Base of everything with identity."""
+    """Base of everything with identity: Variables, Modules and tracked containers.
+
+    Functions of JAX that stop above objects are given ``is_leaf=lambda leaf: isinstance(leaf,
+    extend.Object)``.
+
+    Example:
+        >>> import jax.numpy as jnp, shardax as sx
+        >>> from shardax import extend
+        >>> values = [sx.Param(jnp.ones(2)), sx.List([]), jnp.ones(2)]
+        >>> [isinstance(value, extend.Object) for value in values]
+        [True, True, False]
+    """
 
     __slots__ = ()
-    _owner: Any  # the frame that made the object (_core.frames), or None
+    _owner: Frame | None  # the frame that made the object (_core.frames)
     _lock: str | None  # why the object must not be written, or None
     _marked: bool  # whether the result of a walk that met the object is kept
     # Modules and containers also have _flat: how they were last flattened, or None.
 
-    def _flatten(self, encode: object) -> Any:
+    def _flatten(self, encode: Encode) -> Any:
         """Returns the object's definition, calling ``encode(child, key)`` for each child."""
         raise NotImplementedError
 
     @classmethod
-    def _allocate(cls, owner, lock: str | None) -> Any:
+    def _allocate(cls, owner: Frame | None, lock: str | None) -> Self:
         """Makes an empty object, to be filled by ``_unflatten``."""
         raise NotImplementedError
 
-    def _unflatten(self, definition, decode) -> None:
+    def _unflatten(self, definition: Any, decode: Decode) -> None:
         """Fills an object from its definition, calling ``decode(child)`` for each child."""
         raise NotImplementedError
 
@@ -90,7 +109,7 @@ class Wrapper:
     __slots__ = ()
     function: Any  # the callable that it runs
 
-    def _wrapping(self):
+    def _wrapping(self) -> Hashable:
         """Returns what the wrapper adds, as hashable configuration."""
         raise NotImplementedError
 

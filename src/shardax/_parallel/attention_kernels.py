@@ -30,7 +30,7 @@ from shardax._parallel.kernels import (
     split_of,
     tokamax_scope,
 )
-from shardax.partition.context import ATTENTION_KERNELS, current_kernel, is_tracing_reference
+from shardax.extend import ScopeSettings
 
 _LANES = 128  # a splash block's least size, of queries and of keys
 _BLOCKS = (512, 256, _LANES)
@@ -80,8 +80,9 @@ class AttentionCall(NamedTuple):
 
 def choose(layer: str, implementation: str | None, call: AttentionCall) -> AttentionChoice:
     """Chooses a kernel; reasons may be against the one asked for."""
-    asked = implementation or current_kernel("attention")
-    if is_tracing_reference() or asked in (None, "xla"):
+    settings = ScopeSettings.current()
+    asked = implementation or settings.attention
+    if settings.reference or asked in (None, "xla"):
         return AttentionChoice("xla", {})
     where = f"{layer} of {call.dtype}{list(call.query)}"
     reasons = {kernel: reason(call) for kernel, reason in _REASONS.items()}
@@ -161,7 +162,7 @@ _REASONS: dict[str, Callable[[AttentionCall], str]] = {
     "cudnn": _against_cudnn,
     "tokamax": _against_tokamax,
 }
-assert {*_REASONS, "auto", "xla"} == set(ATTENTION_KERNELS)
+assert {*_REASONS, "auto", "xla"} == set(ScopeSettings.choices("attention"))
 
 
 def region_of(query: jax.Array, names: tuple[str | None, str | None]) -> KernelMesh:

@@ -27,12 +27,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from shardax._core._jax import sum_over, varying, varying_axes
-from shardax._core.graph.paths import PyTree
-from shardax.partition.context import current_rules
-from shardax.partition.explicit import explicit_entries
-from shardax.partition.mesh import AnyMesh, resolve_mesh
-from shardax.partition.rules import mesh_axes_of
+from shardax._parallel.manual_axes import mark_varying, sum_over
+from shardax.extend import AnyMesh, PyTree, explicit_entries, mesh_axes_of, varying_axes
+from shardax.partition import current_rules, resolve_mesh
 
 Axes = tuple[str, ...]
 
@@ -96,7 +93,7 @@ class Split(NamedTuple):
         make: Any = jax.shard_map if is_typed else _nested
 
         def entered(x: object, logits: object, counted: object, *kernels: object):
-            # Their gradients are summed over the tokens of all devices, as ``varying`` says.
+            # Their gradients are summed over the tokens of all devices, as ``mark_varying`` says.
             return compute(x, logits, counted, *_varying(kernels, frozenset(self.axes)))
 
         region: Any = make(
@@ -359,7 +356,7 @@ def _varying(tree: object, axes: frozenset[str]):
 
     def marked(x: jax.Array) -> jax.Array:
         missing = tuple(sorted(axes - varying_axes(x)))
-        return varying(x, missing)
+        return mark_varying(x, missing)
 
     return jax.tree.map(marked, tree)
 

@@ -23,16 +23,20 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, PartitionSpec
 
-from shardax._core._jax import varying_axes
-from shardax._core.checks import raise_if_any
-from shardax._core.graph.paths import Path, format_path
-from shardax._core.state.state import State
-from shardax._core.variable import Variable
-from shardax.partition.checker import explicit_spec, spec_for
-from shardax.partition.context import resolve_rules, rules_over
-from shardax.partition.errors import PartitionError
-from shardax.partition.mesh import AnyMesh, mesh_text, resolve_mesh
-from shardax.partition.rules import mesh_axes_of
+from shardax import State, Variable
+from shardax.errors import PartitionError
+from shardax.extend import (
+    AnyMesh,
+    Path,
+    ResolvedRules,
+    format_path,
+    mesh_axes_of,
+    mesh_text,
+    raise_if_any,
+    varying_axes,
+)
+from shardax.partition import resolve_mesh
+from shardax.partition.resolved import explicit_spec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,8 +123,8 @@ def plan_of(path: Path, variable: Variable, region: Region, layout: Any) -> Grad
             "out by wrt=, or use sx.value_and_grad."
         )
     shape, axes = value.shape, variable.axes
-    rules = rules_over(region.mesh)
-    spec, _ = spec_for(axes, shape, region.mesh, rules, path)
+    rules = ResolvedRules(region.mesh)
+    spec, _ = rules.spec(axes, shape, path)
     typed = jax.typeof(value).sharding.spec
     entering = _by_dimension(typed if any(typed) else spec, len(shape))
     split_here = [a for axes in entering for a in axes if a in region.over]
@@ -139,8 +143,7 @@ def plan_of(path: Path, variable: Variable, region: Region, layout: Any) -> Grad
     elif isinstance(layout, State):
         final, problems = explicit_spec(target, shape, region.mesh, f"layout at {where}", path)
     else:
-        chosen = rules.override(resolve_rules(target))
-        final, problems = spec_for(axes, shape, region.mesh, chosen, path)
+        final, problems = rules.override(target).spec(axes, shape, path)
     errors = [str(problem) for problem in problems if problem.severity == "error"]
     head = "Gradients cannot be laid out so:\n  "
     raise_if_any(PartitionError, errors, head, separator="\n  ")

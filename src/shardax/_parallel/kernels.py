@@ -27,11 +27,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from shardax._core.graph.paths import PyTree
-from shardax.partition.context import current_kernel, is_tracing_reference, logical_to_mesh_axes
-from shardax.partition.explicit import explicit_entries
-from shardax.partition.mesh import resolve_mesh
-from shardax.partition.rules import mesh_axes_of
+from shardax.extend import PyTree, ScopeSettings, explicit_entries, mesh_axes_of
+from shardax.partition import logical_to_mesh_axes, resolve_mesh
 
 LOG = logging.getLogger("shardax.kernels")
 INSTALL_TOKAMAX = "pip install 'shardax[kernels]'"
@@ -100,12 +97,13 @@ def record_choice(call: str, kernel: str, reasons: str = "", *, log: bool = True
 
 def is_choosing(kind: str) -> bool:
     """Whether the scope asks for another kernel than XLA's."""
-    return current_kernel(kind) not in (None, "xla") and not is_tracing_reference()
+    settings = ScopeSettings.current()
+    return settings.kernel(kind) not in (None, "xla") and not settings.reference
 
 
 def takes_tokamax(kind: str, layer: str, x: Any, reason: str) -> tuple[bool, str]:
     """Whether tokamax runs a call; why not, if asked for."""
-    asked, platform = current_kernel(kind), platform_in_scope()
+    asked, platform = ScopeSettings.current().kernel(kind), platform_in_scope()
     reason = reason or against_tokamax(platform, _compiles(kind))
     call = f"{layer} of {x.dtype}{list(x.shape)}, {kind}"
     if asked == "tokamax":

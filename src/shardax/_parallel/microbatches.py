@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shardax._core.graph.paths import PyTree
+from shardax.extend import PyTree
 
 
 def cut(batch: PyTree, count: int) -> PyTree:

@@ -36,17 +36,23 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, PartitionSpec
 
-from shardax._core._jax import is_prng_key, outside_inner_regions, sum_over, varying, varying_axes
-from shardax._core.errors import ModuleError
-from shardax._core.graph.paths import Leaf, Path, PyTree, format_path
-from shardax._core.state.split_merge import iter_modules, iter_variables, merge, split
-from shardax._core.state.state import Origin, State
-from shardax._core.variable import Intermediate, RngState
+from shardax import Intermediate, RngState, State, iter_modules, iter_variables, merge, split
+from shardax._core._jax import outside_inner_regions
+from shardax._parallel.manual_axes import mark_varying, sum_over
 from shardax._parallel.microbatches import cut, joined
 from shardax._transforms.control.scan import abstract_eval
-from shardax.partition.context import current_rules
-from shardax.partition.mesh import AnyMesh, resolve_mesh
-from shardax.partition.rules import mesh_axes_of
+from shardax.errors import ModuleError
+from shardax.extend import (
+    AnyMesh,
+    Path,
+    PyTree,
+    format_path,
+    is_prng_key,
+    mesh_axes_of,
+    origin_of,
+    varying_axes,
+)
+from shardax.partition import current_rules, resolve_mesh
 
 Run = Callable[[Any, Any, list[Any], int], Any]
 """Runs layers: ``run(stacked, x, given, length)``."""
@@ -77,11 +83,11 @@ class Stages:
         axis = self.axis
 
         def marked(x):
-            return x if axis in varying_axes(x) else varying(jnp.asarray(x), (axis,))
+            return x if axis in varying_axes(x) else mark_varying(jnp.asarray(x), (axis,))
 
         return jax.tree.map(marked, tree)
 
-    def gathered(self, values: Mapping[Path, object]) -> dict[Path, Leaf]:
+    def gathered(self, values: Mapping[Path, object]) -> dict[Path, Any]:
         """Returns values whole along the axis, if their type has it."""
 
         def whole(x) -> PyTree:
@@ -334,7 +340,7 @@ class Step:
         self.written: set[Path] = set()  # of the layers' own, found by tracing
 
     def __call__(
-        self, values: Mapping[Path, Leaf], x: Any, arguments: list[PyTree], length: int, number: Any
+        self, values: Mapping[Path, Any], x: Any, arguments: list[PyTree], length: int, number: Any
     ) -> tuple[PyTree, dict[Path, PyTree], dict[Path, PyTree]]:
         """Returns the result, the written state, and the sown values."""
         entering = dict(values)
@@ -348,11 +354,11 @@ class Step:
         model = merge(self.graphdef, State.from_flat(entering, self.origins))
         y = self.run(model, x, arguments, length)
         values_after = {path: (v, v.value) for path, v in iter_variables(model)}
-        written: dict[Path, Leaf] = {}
-        sown: dict[Path, Leaf] = {}
+        written: dict[Path, Any] = {}
+        sown: dict[Path, Any] = {}
         for path, (variable, value) in values_after.items():
             if path not in values:
-                self.origins[path] = Origin(type(variable), variable._here()._metadata)
+                self.origins[path] = origin_of(variable)
             if path not in values or path in self.sown:
                 sown[path] = _added(values.get(path), value)
             elif path not in self.keys and not _same(entering[path], value):
@@ -422,7 +428,7 @@ def run_pipeline(
     shapes = abstract_eval(whole, x, arguments)
     step.written, step.counts = set(shapes[1]) - step.shared, set(shapes[1]) & step.counts
 
-    def compute(values: dict[Path, Leaf], x, arguments: list[PyTree]):
+    def compute(values: dict[Path, Any], x, arguments: list[PyTree]):
         call = _Pipeline(step, stages, length, microbatches, schedule, policy)
         pairs = list(zip(arguments, rowwise, strict=True))
         parts = [cut(g, microbatches) if of_row else None for g, of_row in pairs]
@@ -499,7 +505,7 @@ class _Pipeline:
     def _region(self, own_values, shared, x, parts: list[Any], same: list[PyTree]):
         stages, step = self.stages, self.step
         stage, rounds = stages.index(), self.rounds
-        # Marked here, so that their gradients are summed as ``varying`` says.
+        # Marked here, so that their gradients are summed as ``mark_varying`` says.
         shared, x, parts, same = stages.varying((shared, x, parts, same))
         counts = {path: jnp.asarray(shared[path]) for path in step.counts}
         # A stream advances as in one call.
@@ -566,13 +572,13 @@ class _Pipeline:
         oldest = _part(waiting, place)
         return _choose(stage == 0, oldest, arriving), _with_part(waiting, place, arriving)
 
-    def _of_round(self, values: dict[Path, Leaf], turn) -> dict[Path, Leaf]:
+    def _of_round(self, values: dict[Path, Any], turn) -> dict[Path, Any]:
         """The layers of a round, of those of a stage."""
         if self.rounds == 1:
             return values
         return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, turn, self.length, 0), values)
 
-    def _with_round(self, values: dict[Path, Leaf], turn, new_values: dict[Path, Leaf]):
+    def _with_round(self, values: dict[Path, Any], turn, new_values: dict[Path, Any]):
         if self.rounds == 1:
             return new_values
         return jax.tree.map(
@@ -655,7 +661,7 @@ def _combined(path: Path, rows: int, parts: jax.Array, whole: jax.ShapeDtypeStru
     )
 
 
-def _write(stacked, state: Mapping[Path, Any], sown: Mapping[Path, Leaf], step: Step) -> None:
+def _write(stacked, state: Mapping[Path, Any], sown: Mapping[Path, Any], step: Step) -> None:
     variables = dict(iter_variables(stacked))
     owners = dict(iter_modules(stacked))
     for path, value in state.items():

@@ -27,10 +27,8 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType, PartitionSpec
 
-from shardax.partition.context import current_context, logical_to_mesh_axes
-from shardax.partition.explicit import explicit_entries
-from shardax.partition.mesh import resolve_mesh
-from shardax.partition.rules import mesh_axes_of
+from shardax.extend import ScopeSettings, explicit_entries, mesh_axes_of
+from shardax.partition import logical_to_mesh_axes, resolve_mesh
 
 _NEVER = -0.7 * float(np.finfo(np.float32).max)  # the score of what may not be read
 
@@ -63,7 +61,7 @@ class Part(NamedTuple):
 def ring_axes(query: jax.Array) -> tuple[str, ...]:
     """Mesh axes of a split sequence; none where keys are gathered."""
     mesh = resolve_mesh()
-    if current_context() == "all-gather" or mesh is None:
+    if ScopeSettings.current().context == "all-gather" or mesh is None:
         return ()
     entries = explicit_entries(query)
     axes = () if entries is None else mesh_axes_of(entries[-3])
@@ -91,7 +89,12 @@ def make_ring(
     assert mesh is not None
     # Without an order every device reads all, and in a window each reads as much: balanced as is.
     same_length = query.shape[-3] == key.shape[-3]
-    zigzag = current_context() == "ring-zigzag" and causal and window is None and same_length
+    zigzag = (
+        ScopeSettings.current().context == "ring-zigzag"
+        and causal
+        and window is None
+        and same_length
+    )
     return Ring(axis, mesh.shape[axis], causal, window, scale, softcap, zigzag)
 
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from html import escape
 from typing import NamedTuple
 
-from shardax._core.checks import Options
-from shardax.partition.errors import PartitionError
+from shardax.errors import PartitionError
+from shardax.extend import Options
 
 KINDS = ("forward", "backward", "input", "weight")
 _OPTIONS = Options(PartitionError)

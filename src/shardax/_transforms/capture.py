@@ -1,9 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Capture: what a model sows and perturbs during one call, as States.
 
-Variables of the captured types that a call attaches to Modules are taken off again, and those that
-were there before get their old values back. So the model is the same after the call as before,
-except for its other effects.
+In a call, in this order:
+
+1. Variables with initial values are set, or made where there are none (``init``).
+2. The methods of Modules get another class, so that they sow their results (``method_outputs``).
+3. The function runs. What it sows stands on the Modules of the model itself.
+4. The values of the captured types are collected into States.
+5. Variables of these types that are new are taken off again, and those that were there before get
+   their old values back, also after an exception. So the model is the same after the call as
+   before, except for its other effects.
 """
 
 from __future__ import annotations
@@ -13,23 +19,24 @@ import contextvars
 import functools
 import types
 from collections.abc import Callable, Generator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
 from shardax._core.errors import ForeignMutationError, StateMismatchError
-from shardax._core.exclusive import OneThread
 from shardax._core.frames import local
+from shardax._core.frozen import Origin
 from shardax._core.graph.paths import Leaf, Path, PyTree, format_path
 from shardax._core.init.rng import Rngs, RngStream
 from shardax._core.module import Module
 from shardax._core.object import Object, epoch
 from shardax._core.state.split_merge import iter_modules, iter_variables
 from shardax._core.state.state import State
-from shardax._core.variable import Origin, Perturbation, Variable
+from shardax._core.threads import OneThread
+from shardax._core.variable import Perturbation, Variable
 from shardax._transforms.errors import TransformError
-from shardax._transforms.lift.engine import takes_options, wraps
-from shardax._transforms.module_scopes import subclass
+from shardax._transforms.lift.transformed import takes_options, wraps
+from shardax._transforms.method_wrapping import subclass
 
 VariableType = type[Variable[Any]]
 
@@ -83,6 +90,7 @@ def capture(
         return functools.partial(
             _capture_decorated, (function, *captured), init=init, method_outputs=method_outputs
         )
+
     if method_outputs is not None and method_outputs not in captured:
         captured = (*captured, method_outputs)
     for kind in captured:
@@ -91,34 +99,38 @@ def capture(
                 f"sx.capture takes types of Variables after the function, such as "
                 f"sx.Intermediate, not {kind!r}."
             )
-    bound = function.__self__ if isinstance(function, types.MethodType) else function
-    owner = bound if isinstance(bound, Module) else None
     if not callable(function):
         raise TransformError(
             f"sx.capture takes a function, a method or a callable Module, not a "
             f"{type(function).__name__}."
         )
+    owner = function.__self__ if isinstance(function, types.MethodType) else function
 
     @wraps(function)
     def run(*args, **kwargs) -> PyTree:
-        model = owner if owner is not None else args[0] if args else None
+        model = args[0] if args else None
+        if isinstance(owner, Module):
+            model = owner
         if not isinstance(model, Object):
             raise TransformError(
                 f"The function given to sx.capture has a model as its first argument, but was "
                 f"called with a {type(model).__name__} there. Give sx.capture the Module or a "
                 f"method of it, or pass the model first."
             )
+
         paths = {id(module): path for path, module in iter_modules(model)}
-        with _capturing.hold(paths), _only_during(model, captured, init or {}) as take:
+        with _capturing.hold(paths), _only_during(model, captured, init or {}) as collect:
             with _methods_sow(model, method_outputs):
                 result = function(*args, **kwargs)
-            states = take()
+            states = collect()
         return (result, *states) if captured else result
 
     return run
 
 
-def _capture_decorated(kinds, function, **options):
+def _capture_decorated(
+    kinds: tuple[VariableType, ...], function: Callable[..., PyTree], **options: Any
+) -> Callable[..., PyTree]:
     return capture(function, *kinds, **options)
 
 
@@ -126,42 +138,62 @@ def _capture_decorated(kinds, function, **options):
 _capturing = OneThread("captures from the Module", "and would get what this one sows")
 
 
+# --- Variables during the call ----------------------------------------------------------------
+
+
+class _Before(NamedTuple):
+    """A Variable that was there before the call."""
+
+    variable: Variable[Any]
+    value: Any
+
+
 @contextlib.contextmanager
 def _only_during(
-    model: object, captured: tuple[VariableType, ...], init: Mapping[Any, object]
+    model: Object, captured: tuple[VariableType, ...], init: State | Mapping[Any, PyTree]
 ) -> Generator[Callable[[], list[State]]]:
-    """Sets initial values, and afterwards takes off what is new."""
-    before = {id(v): (v, v.value) for _, v in iter_variables(model) if isinstance(v, captured)}
+    """Sets initial values, and afterwards undoes what the call did to captured Variables.
+
+    Yields a function that returns, at the end of the call, a State for each captured type.
+    """
+    before = {
+        id(variable): _Before(variable, variable.value)
+        for _, variable in iter_variables(model)
+        if isinstance(variable, captured)
+    }
     created = _set_initial(model, State(init), before)
 
-    def take() -> list[State]:
+    def attached() -> dict[int, tuple[Module, str]]:
+        """Returns (Module, attribute) of each captured Variable that is new, by ``id``."""
+        places: dict[int, tuple[Module, str]] = {}
+        for _, module in iter_modules(model):
+            for name, item in vars(module).items():
+                is_captured = isinstance(item, captured) or id(item) in created
+                if is_captured and id(item) not in before:
+                    places[id(item)] = (module, name)
+        return places
+
+    def collect() -> list[State]:
         values: list[dict[Path, Leaf]] = [{} for _ in captured]
         origins: list[dict[Path, Origin]] = [{} for _ in captured]
         new = attached()
         for path, variable in iter_variables(model, *captured) if captured else ():
-            known = before.get(id(variable))
             value = variable.value
+            known = before.get(id(variable))
+            if known is None and id(variable) not in new:
+                continue  # in no attribute of a Module
             if known is not None:
-                if value is known[1]:
+                if value is known.value:
                     continue
-                value = _new_part(known[1], value)
-            elif id(variable) not in new:
-                continue
-            place = next(i for i, kind in enumerate(captured) if isinstance(variable, kind))
-            values[place][path] = value
-            origins[place][path] = Origin(type(variable), variable._metadata)
+                value = _new_part(known.value, value)
+
+            kinds = [index for index, kind in enumerate(captured) if isinstance(variable, kind)]
+            values[kinds[0]][path] = value
+            origins[kinds[0]][path] = Origin(type(variable), variable._metadata)
         return [State.from_flat(*pair) for pair in zip(values, origins, strict=True)]
 
-    def attached() -> dict[int, tuple[Module, str]]:
-        return {
-            id(item): (module, name)
-            for _, module in iter_modules(model)
-            for name, item in vars(module).items()
-            if id(item) not in before and (isinstance(item, captured) or id(item) in created)
-        }
-
     try:
-        yield take
+        yield collect
     finally:
         for module, name in attached().values():
             delattr(module, name)
@@ -170,17 +202,18 @@ def _only_during(
                 variable.value = value
 
 
-def _new_part(old, new):
+def _new_part(old: Any, new: Any) -> Any:
     """Returns what was appended to a tuple, or the new value."""
-    is_longer = isinstance(old, tuple) and isinstance(new, tuple) and len(new) > len(old)
-    if is_longer and all(a is b for a, b in zip(old, new, strict=False)):
-        return new[len(old) :]
-    return new
+    if not isinstance(old, tuple) or not isinstance(new, tuple) or len(new) <= len(old):
+        return new
+    is_appended = all(a is b for a, b in zip(old, new, strict=False))
+    return new[len(old) :] if is_appended else new
 
 
-def _set_initial(model: object, init: State, before: dict[int, Any]) -> set[int]:
-    """Sets values by path; returns the ``id`` of new Variables."""
-    modules, created = dict(iter_modules(model)), set[int]()
+def _set_initial(model: Object, init: State, before: dict[int, _Before]) -> set[int]:
+    """Sets values by path, noting those before; returns the ``id`` of each new Variable."""
+    modules = dict(iter_modules(model))
+    created: set[int] = set()
     for path, value in init.flat().items():
         holder = modules.get(path[:-1])
         if holder is None or not path:
@@ -189,12 +222,14 @@ def _set_initial(model: object, init: State, before: dict[int, Any]) -> set[int]
                 f"at {format_path(path[:-1])}. Take it from an earlier call: y, init = "
                 f"sx.capture(model, sx.Perturbation)(x)."
             )
+
         name = str(path[-1])
         present = vars(holder).get(name)
         if isinstance(present, Variable):
-            before.setdefault(id(present), (present, present.value))
+            before.setdefault(id(present), _Before(present, present.value))
             present.value = value
             continue
+
         kind = init.origins()[path].variable_type
         variable = (Perturbation if kind is Variable else kind)(value)
         try:
@@ -217,22 +252,26 @@ def _attached_in_closure(model: object, path: Path) -> str:
     )
 
 
-# --- outputs of methods -----------------------------------------------------------------------
+# --- outputs of methods during the call -------------------------------------------------------
 
 _sowing: contextvars.ContextVar[bool] = contextvars.ContextVar("shardax_sowing", default=False)
 
 
 @contextlib.contextmanager
 def _methods_sow(model: object, kind: VariableType | None) -> Generator[None]:
-    """Makes the methods of Modules sow their results."""
+    """Makes the methods of Modules sow their results, by giving each Module another class."""
     if kind is None:
         yield
         return
+
     modules = [module for _, module in iter_modules(model)]
-    changed = [(m, type(m)) for m in modules if not isinstance(m, (Rngs, RngStream))]
+    changed = [
+        (module, type(module)) for module in modules if not isinstance(module, (Rngs, RngStream))
+    ]
     for module, plain in changed:
         object.__setattr__(module, "__class__", _sowing_class(plain, kind))
     epoch.advance(*modules)  # structures that are remembered have the plain classes
+
     token = _sowing.set(True)
     try:
         yield
@@ -245,6 +284,8 @@ def _methods_sow(model: object, kind: VariableType | None) -> Generator[None]:
 
 @functools.cache  # one for each class and type, since compiled programs depend on both
 def _sowing_class(plain: type[Module], kind: VariableType) -> type[Module]:
+    """Returns a subclass whose public methods sow what they return as Variables of a type."""
+
     def around(name: str, method: Callable[..., object]) -> Callable[..., Any]:
         attribute = "output" if name == "__call__" else f"{name}_output"
 

@@ -8,7 +8,8 @@ from typing import Any
 from jax.experimental import checkify as jax_checkify
 
 from shardax._core.graph.paths import PyTree
-from shardax._transforms.lift.engine import SingleRunCall, check_operands, decorator, wraps
+from shardax._transforms.lift.engine import SingleRunCall, check_operands
+from shardax._transforms.lift.transformed import decorator, wraps
 
 
 @decorator
@@ -43,12 +44,12 @@ def checkify(function: Any = None, *, errors: Any = jax_checkify.user_checks) ->
 
     @wraps(function)
     def checked(*args, **kwargs) -> PyTree:
-        once = SingleRunCall("checkify", function, args, kwargs)
-        check_operands(once)
-        arguments = once.arguments
-        error, leaving = jax_checkify.checkify(once.run_whole, errors)(
-            once.graph.values(), list(arguments.plain), arguments.plain_named
-        )
-        return error, once.finish(leaving)
+        call = SingleRunCall("checkify", function, args, kwargs)
+        check_operands(call)
+        values, plain = call.graph.values(), list(call.arguments.plain)
+
+        transformed = jax_checkify.checkify(call.run_whole, errors)
+        error, leaving = transformed(values, plain, call.arguments.plain_named)
+        return error, call.finish(leaving)
 
     return checked

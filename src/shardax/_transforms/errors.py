@@ -3,15 +3,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import PartitionSpec
 
-from shardax._core.errors import ShardaxError
+from shardax._core.errors import (
+    ConcurrentWriteError,
+    DonationError,
+    ModuleError,
+    ShardaxError,
+    TraceLeakError,
+    first_of,
+)
 from shardax._core.frames import a_kind_of
 from shardax._core.graph.paths import Path, format_path
+from shardax._core.graph.settings import IncomparableError, incomparable_attribute
 
 
 class TransformError(ShardaxError, ValueError, TypeError):
@@ -41,6 +49,9 @@ class UncertainCaptureWarning(UserWarning):
     """A compiled function is traced at every call, for what it reaches without being given it."""
 
     __module__ = "shardax.errors"
+
+
+# --- captured Variables -----------------------------------------------------------------------
 
 
 def uncertain_capture(compiled: object, met: Sequence[str]) -> UncertainCaptureWarning:
@@ -88,6 +99,14 @@ def uncertain_inside_of_jax(variable: Any) -> ClosureError:
     )
 
 
+def late_capture(name: str, variable: Any) -> ClosureError:
+    """Returns the error of a derivative rule that uses a Variable which the call did not use."""
+    return ClosureError(
+        f"A function given to sx.{name} uses, when differentiated, a {type(variable).__name__} "
+        f"that it did not use when called. Pass it as an argument."
+    )
+
+
 def unusable_captures(compiled: object, objects: Sequence[object]) -> TransformError:
     """Returns the error of objects that a trace used and that could not become its inputs."""
     kinds = ", ".join(sorted({type(item).__name__ for item in objects}))
@@ -96,6 +115,8 @@ def unusable_captures(compiled: object, objects: Sequence[object]) -> TransformE
         f"them inputs ({kinds}). Pass them as arguments."
     )
 
+
+# --- options and arguments --------------------------------------------------------------------
 
 # What does the work of options that other libraries, or older versions of JAX, have.
 _OPTIONS_ELSEWHERE = {
@@ -138,6 +159,205 @@ def unknown_options(
     return TransformError(" ".join([text, *dict.fromkeys(remedies)]))
 
 
+def compiler_options_not_named(options: object) -> TransformError:
+    """Returns the error of compiler options that are no mapping."""
+    return TransformError(
+        f"compiler_options={options!r} is of type {type(options).__name__}, but options of XLA "
+        "are given by name: compiler_options={'xla_embed_ir_in_executable': True}."
+    )
+
+
+def static_and_donated(arguments: Sequence[int] | Sequence[str]) -> DonationError:
+    """Returns the error of arguments that two options of ``jit`` claim."""
+    return DonationError(
+        f"The arguments {arguments} are both static and donated, but a static argument has no "
+        "memory to donate. Take them out of one of the two."
+    )
+
+
+def donated_twice(groups: Sequence[Sequence[Path]]) -> DonationError:
+    """Returns the error of Variables that share an array, which is donated."""
+    listed = "; ".join(first_of([format_path(path) for path in paths]) for paths in groups)
+    return DonationError(
+        "Two Variables hold one and the same array, which cannot be donated twice: "
+        f"{listed}. Copy one of them: v[...] = jnp.copy(v)."
+    )
+
+
+def not_callable(name: str, function: object) -> TransformError:
+    """Returns the error of a transform that was given what cannot be called."""
+    return TransformError(
+        f"sx.{name} was given {_shortened(function)} of type {type(function).__name__}, which "
+        f"cannot be called. Give it a function first: sx.{name}(function, ...)."
+    )
+
+
+def unusable_operand(name: str, path: Path, leaf: object, advice: str) -> TransformError:
+    """Returns the error of an argument that is neither arrays nor objects."""
+    return TransformError(
+        f"{format_path(path)} of sx.{name} is a {type(leaf).__name__}, which is neither an array "
+        f"or number nor a Module, Variable or pytree of these. If it is configuration, {advice}."
+    )
+
+
+def rebuilding_node(kinds: Sequence[str]) -> ModuleError:
+    """Returns the error of a pytree class that makes new Variables when it is put together."""
+    return ModuleError(
+        f"{', '.join(kinds)}: a class registered with JAX as a pytree node makes new Variables "
+        "when JAX puts it together, so what a function writes into them would be lost. Let "
+        "unflatten keep the children that it is given: lambda _, children: Node(*children)."
+    )
+
+
+def absent_error(paths: Sequence[Path]) -> ModuleError:
+    """Returns the error of Variables without values."""
+    listed = ", ".join(map(format_path, paths[:8])) + (", ..." if len(paths) > 8 else "")
+    return ModuleError(
+        f"{len(paths)} Variables hold only shapes, not arrays: {listed}. Give them numbers "
+        f"first, sx.update(model, state), or restore a checkpoint into the model; or look at "
+        f"shapes only with sx.eval_shape."
+    )
+
+
+def donated_ref(kind: str, path: Path) -> DonationError:
+    """Returns the error of a Variable that is donated and holds a ``jax.Ref``."""
+    return DonationError(
+        f"The {kind} at {format_path(path)} holds a jax.Ref, which is written in place and cannot "
+        f"be donated. Leave the argument out of donate_argnums; or hold arrays: "
+        f"sx.with_vars(model, ref=False)."
+    )
+
+
+def shared_ref(first: Path, second: Path) -> TransformError:
+    """Returns the error of two Variables with one ``jax.Ref``."""
+    return TransformError(
+        f"The Variables at {format_path(first)} and {format_path(second)} hold one jax.Ref, and "
+        f"JAX takes a Ref once. Let them be one Variable (model.b = model.a), or give each its "
+        f"own: model.b.value = jax.new_ref(model.a.value)."
+    )
+
+
+def _shortened(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+# --- static arguments -------------------------------------------------------------------------
+
+
+def unknown_static_option(static: object) -> StaticArgumentError:
+    """Returns the error of an unknown value of the option ``static``."""
+    return StaticArgumentError(
+        f"static={static!r}: the option takes 'auto' (all but arrays, numbers and Modules is "
+        "static), 'numbers' (Python's numbers, too) or None. To choose arguments, use "
+        "static_argnums or static_argnames."
+    )
+
+
+def incomparable_leaf(leaf: object, path: Path, error: IncomparableError) -> StaticArgumentError:
+    """Returns the error of a static leaf with an attribute that cannot be compared."""
+    place = f"at {format_path(path)}"
+    return StaticArgumentError(incomparable_attribute(type(leaf), place, error))
+
+
+def unhashable_leaf(leaf: object, path: Path, error: TypeError) -> StaticArgumentError:
+    """Returns the error of a leaf that ``static="auto"`` makes static and that has no hash."""
+    return StaticArgumentError(
+        f"What is no array, number or Module is static here (static='auto'), but the "
+        f"{type(leaf).__name__}{_at(path)} cannot be: {_shortened(leaf)} is not hashable "
+        f"({error}). Use tuples or frozensets, a frozen dataclass for configuration, an "
+        f"sx.Module for what holds arrays or changes."
+    )
+
+
+def static_object(label: str, value: object) -> StaticArgumentError:
+    """Returns the error of an object that is given as a static argument."""
+    return StaticArgumentError(
+        f"The argument {label!r} is static, but a {type(value).__name__} was passed: its "
+        "values would be frozen into the program. Pass it as an ordinary argument: a Module's "
+        "configuration is static by itself."
+    )
+
+
+def incomparable_argument(
+    label: str, value: object, error: IncomparableError
+) -> StaticArgumentError:
+    """Returns the error of a static argument with an attribute that cannot be compared."""
+    place = f"given as the static argument {label!r}"
+    return StaticArgumentError(incomparable_attribute(type(value), place, error))
+
+
+def unhashable_argument(
+    label: str, function: object, value: object, error: TypeError
+) -> StaticArgumentError:
+    """Returns the error of a static argument without a hash."""
+    return StaticArgumentError(
+        f"The static argument {label!r} of {getattr(function, '__name__', function)} is "
+        f"{value!r} of type {type(value).__name__}, which is not hashable ({error}). Pass "
+        "arrays as ordinary arguments; use tuples, frozen dataclasses, and an sx.Module for "
+        "what holds arrays or changes."
+    )
+
+
+# --- effects and results ----------------------------------------------------------------------
+
+
+def changed_by_thread(paths: Sequence[Path]) -> ConcurrentWriteError:
+    """Returns the error of effects that would overwrite what another thread wrote."""
+    return ConcurrentWriteError(
+        f"Another thread changed {', '.join(map(format_path, paths[:8]))} while this call ran, "
+        "which would be lost; nothing was written. Call it in a function made by sx.jit, of "
+        "which calls wait for each other; hold one threading.Lock around calls; or give each "
+        "thread its own model (sx.clone)."
+    )
+
+
+def captured_changed_by_thread(name: str, variable: object) -> ConcurrentWriteError:
+    """Returns the error of a captured Variable that another thread wrote."""
+    return ConcurrentWriteError(
+        f"Another thread wrote the {type(variable).__name__} that sx.{name} used through a closure "
+        "while it ran; nothing was written. Pass it as an argument of a function made by sx.jit, "
+        "or hold a threading.Lock around calls."
+    )
+
+
+def leaking_write(kind: str, path: str) -> TraceLeakError:
+    """Returns the error of a write that plain JAX around would not carry."""
+    return TraceLeakError(
+        f"The {kind} at {path} would be written with a traced value, inside a plain JAX transform "
+        "(jax.vmap, jax.grad, jax.jit, ...) that does not carry Variables. Nothing was written. "
+        "Use the shardax transform of the same name, with the Module as its argument."
+    )
+
+
+def view_leaves(name: str, view: Any) -> TransformError:
+    """Returns the error of a view of a stack that would be returned or attached."""
+    return TransformError(
+        f"sx.{name} would return or attach a view of one layer of a stacked "
+        f"{type(view._parent).__name__}, which outside would no longer be the stack's. "
+        "Return sx.clone(stack[i]), or take the layer outside."
+    )
+
+
+def not_a_pair(result: object, source: str, form: str) -> TransformError:
+    """Returns the error of a function that did not return a pair."""
+    return TransformError(
+        f"{source} must return {form}, but it returned a {type(result).__name__}."
+    )
+
+
+def unreturnable(name: str, leaf: object, keys: str) -> TransformError:
+    """Returns the error of a result that holds what is neither an array nor an object."""
+    return TransformError(
+        f"The function given to sx.{name} returned {leaf!r} of type {type(leaf).__name__} at "
+        f"{keys or 'the result itself'}. A result holds arrays, numbers, Modules and Variables. "
+        "Return such a value from outside the transform, or keep it as static configuration of a "
+        "Module."
+    )
+
+
+# --- derivatives ------------------------------------------------------------------------------
+
 FORWARD_MODE = (
     "It was given a derivative backward alone, a vjp, and sx.jvp, sx.jacfwd and sx.hessian "
     "differentiate forward (sx.hessian forward over reverse). Differentiate backward throughout: "
@@ -149,6 +369,9 @@ FORWARD_MODE = (
 def forward_mode(rule: object) -> TransformError:
     """Returns the error of a derivative backward alone, where one forward is taken."""
     return TransformError(f"{rule!r} cannot be differentiated forward. {FORWARD_MODE}")
+
+
+# --- prefixes ---------------------------------------------------------------------------------
 
 
 class DeclaredSpec(NamedTuple):
@@ -176,3 +399,125 @@ def specs_without_mesh(specs: Sequence[DeclaredSpec]) -> NoMeshError:
         "with jax.set_mesh(mesh): ... (to enter the mesh itself is not enough). Or declare "
         f"shardings in place of specs: jax.NamedSharding(mesh, jax.{spec!r})."
     )
+
+
+def filter_name(filter_: object) -> str:
+    """Returns what messages call a filter."""
+    if isinstance(filter_, type):
+        return filter_.__name__
+    return "..." if filter_ is ... else repr(filter_)
+
+
+def wrong_entries(entries: object) -> PrefixError:
+    """Returns the error of entries that ``sx.prefix`` does not take."""
+    return PrefixError(
+        f"sx.prefix takes a mapping from filters to entries, sx.prefix(model, "
+        f"{{sx.Param: 0, ...: None}}), or a function of path and Variable, but was given "
+        f"{entries!r}."
+    )
+
+
+def unfitting_prefix(option: str, path: Path, prefix: object, tree: object) -> PrefixError:
+    """Returns the error of a prefix with other containers than what it describes."""
+    kind = _described_kind(option)
+    return PrefixError(
+        f"{option} does not fit the {kind}{_at(path)}: it has {_shape(prefix)} where the {kind} "
+        f"has {_shape(tree)}. Give one entry for all of it, or the same containers with one entry "
+        "each."
+    )
+
+
+def filters_for_arrays(option: str, path: Path, mapping: str) -> PrefixError:
+    """Returns the error of a filter mapping for what holds no objects."""
+    return PrefixError(
+        f"{option} gives a {mapping} for the {_described_kind(option)}{_at(path)}, which holds no "
+        "Variables to choose among. Only Modules take one; give plain arrays one entry."
+    )
+
+
+def no_filter_matches(option: str, path: Path, error: Exception) -> PrefixError:
+    """Returns the error of a Variable that no filter of a mapping matches."""
+    return PrefixError(f"{option} for the {_described_kind(option)}{_at(path)}: {error}")
+
+
+def no_entry_at(option: str, path: Path, variable: object) -> PrefixError:
+    """Returns the error of a Variable whose path is not in a mapping by path."""
+    return PrefixError(
+        f"{option} has no entry for the {type(variable).__name__} at {format_path(path)}."
+    )
+
+
+def wrong_prefix_of_object(
+    option: str, path: Path, prefix: object, described: object
+) -> PrefixError:
+    """Returns the error of an object whose prefix is of another kind than those it can have."""
+    return PrefixError(
+        f"{option} for the {_described_kind(option)}{_at(path)}, a {type(described).__name__}, is "
+        f"a {type(prefix).__name__}. Give one entry, a State of entries, or a filter mapping."
+    )
+
+
+def two_entries(
+    option: str, kind: str, first: tuple[Path, object], second: tuple[Path, object]
+) -> TransformError:
+    """Returns the error of a Variable with two entries, each given as (path, entry)."""
+    return TransformError(
+        f"One {kind} is reached by two paths with different {option}:\n  "
+        f"{format_path(first[0])}: {first[1]}\n  {format_path(second[0])}: {second[1]}\n"
+        f"A shared Variable is one Variable and needs one entry. Give both paths the same, "
+        f"or untie them with sx.clone."
+    )
+
+
+def wrong_entry_count(option: str, count: int, labels: Sequence[str]) -> PrefixError:
+    """Returns the error of a prefix with more or fewer entries than a call has arguments."""
+    entries = f"{count} {'entry' if count == 1 else 'entries'}"
+    arguments = f"{len(labels)} positional argument{'' if len(labels) == 1 else 's'}"
+    return PrefixError(
+        f"{option} has {entries}, but the call has {arguments} ({', '.join(labels)}). "
+        f"Give one entry per argument, or one for all."
+    )
+
+
+def arguments_without_entry(
+    option: str, names: Sequence[str], missing: Sequence[str]
+) -> PrefixError:
+    """Returns the error of entries by name of argument that leave some out."""
+    return PrefixError(
+        f"{option} has entries by name of argument, {', '.join(names)}, and none for "
+        f"{', '.join(missing)}. Give one for each argument of the call."
+    )
+
+
+def foreign_object(name: str, kind: str) -> TransformError:
+    """Returns the error of an object that a mapped function returns or attaches from outside."""
+    return TransformError(
+        f"The function given to sx.{name} returned (or attached to an argument) a {kind} that was "
+        "not passed in: one object, with no part of its own in each run. Pass it as an argument, "
+        "or return sx.clone of it."
+    )
+
+
+def ref_elsewhere(kind: str, form: str, entry: object) -> PrefixError:
+    """Returns the error of a Variable with a ``jax.Ref`` that is not where its entry says."""
+    return PrefixError(
+        f"A {kind} of {form} holds a jax.Ref, which stays where it is, and its entry is {entry!r}. "
+        f"Make the Ref there: jax.new_ref(jax.device_put(x, sharding))."
+    )
+
+
+def _described_kind(option: str) -> str:
+    return "result" if option.startswith("out_") else "argument"
+
+
+def _at(path: Path) -> str:
+    return f" at {format_path(path)}" if path else ""
+
+
+def _shape(tree: Any) -> str:
+    kind = type(tree).__name__
+    if isinstance(tree, Mapping):
+        return f"a {kind} of {', '.join(map(repr, tree)) or 'nothing'}"
+    if isinstance(tree, (tuple, list)):
+        return f"a {kind} of {len(tree)}"
+    return f"an array {tree.dtype}{list(tree.shape)}" if hasattr(tree, "dtype") else f"a {kind}"

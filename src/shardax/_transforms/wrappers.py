@@ -27,15 +27,11 @@ from shardax._core.module import Module
 from shardax._transforms.errors import StaticArgumentError, TransformError, unknown_options
 from shardax._transforms.jit import eager
 from shardax._transforms.jit.jit import Jit, jit
-from shardax._transforms.jit.specialization import JitOptions, with_resolved_donation
+from shardax._transforms.jit.options import JitOptions, with_resolved_donation
 from shardax._transforms.lift import arguments
-from shardax._transforms.lift.engine import (
-    SingleRunCall,
-    check_operands,
-    decorator,
-    takes_options,
-    wraps,
-)
+from shardax._transforms.lift.engine import SingleRunCall, check_operands
+from shardax._transforms.lift.signatures import as_tuple, resolve_arguments
+from shardax._transforms.lift.transformed import decorator, takes_options, wraps
 
 
 @decorator
@@ -84,7 +80,7 @@ def remat(
         True
     """
     arguments.check_static_option(static)
-    positions, names = arguments.resolve_arguments(
+    positions, names = resolve_arguments(
         function, static_argnums, static_argnames, "static", StaticArgumentError
     )
     fixed = frozenset({*positions, *names})
@@ -126,7 +122,27 @@ def _remat(
 
 
 class ModuleWrapper(Module):
-    """Base of Modules around another one."""
+    """Base of Modules around another one, whose attributes are also those of the wrapper.
+
+    Args:
+        module: The body, a Module that can be called.
+
+    Attributes:
+        body: It itself, not a copy.
+
+    Raises:
+        TransformError: If it is no Module, or cannot be called.
+
+    Example:
+        >>> import jax.numpy as jnp, shardax as sx
+        >>> from shardax import extend
+        >>> class Residual(extend.ModuleWrapper):
+        ...     def __call__(self, x):
+        ...         return x + self.body(x)
+        >>> layer = Residual(sx.nn.Linear(2, 2, rngs=sx.Rngs(0)))
+        >>> layer.in_features, layer(jnp.ones((1, 2))).shape
+        (2, (1, 2))
+    """
 
     body: Any  # it itself, not a copy
     # Names of the wrapper's own attributes.
@@ -241,7 +257,7 @@ class CallCompiler:
         """Returns the options of a function whose first argument is the body."""
         shifted = dict(self.options)
         for name in ("static_argnums", "donate_argnums"):
-            places = arguments.as_tuple(shifted.get(name))
+            places = as_tuple(shifted.get(name))
             shifted[name] = tuple(place + 1 if place >= 0 else place for place in places)
         declared = shifted.get("in_shardings")
         if declared is not None:

@@ -19,13 +19,9 @@ from typing import Any
 
 import jax
 
-from shardax._core.containers import Dict
-from shardax._core.errors import ShardaxError, naming_package
-from shardax._core.graph.paths import Path
-from shardax._core.graph.static import exact_key
-from shardax._core.init.rng import RngStream
-from shardax._core.module import Module
-from shardax._core.variable import Variable
+from shardax import Dict, Module, RngStream, Variable
+from shardax.errors import ShardaxError
+from shardax.extend import Path, Static, needs_package
 
 _MODES = frozenset({"deterministic", "use_running_average"})
 _INSTALL = {"flax": "flax>=0.12.8", "equinox": "equinox>=0.13.8"}
@@ -46,7 +42,7 @@ class BridgeError(ShardaxError, ValueError):
 
 def library(name: str, caller: str) -> Any:
     """Imports a peer, or raises with the command to install it."""
-    with naming_package(f"sx.bridge.{caller}", _INSTALL[name.split(".")[0]]):
+    with needs_package(f"sx.bridge.{caller}", _INSTALL[name.split(".")[0]]):
         return importlib.import_module(name)
 
 
@@ -77,7 +73,7 @@ def _content_key(value: object) -> Hashable:
         hash(value)
         return value
 
-    for key in (exact_key, by_hash):
+    for key in (Static, by_hash):
         try:
             content = key(value)
             hash(content)

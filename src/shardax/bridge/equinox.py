@@ -10,11 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from shardax._core.containers import Dict
-from shardax._core.graph.paths import Leaf, Path, plain_path
-from shardax._core.init.lazy import check_rngs
-from shardax._core.module import Module
-from shardax._core.variable import BatchStat, Param, Variable
+from shardax import BatchStat, Dict, Module, Param, Variable
 from shardax.bridge.base import (
     Bridged,
     BridgeError,
@@ -25,6 +21,7 @@ from shardax.bridge.base import (
     put,
     write_back,
 )
+from shardax.extend import Path, check_rngs, path_of_keys
 
 
 class _Structure(PeerStructure):
@@ -103,10 +100,10 @@ def _taken_apart(module: object) -> tuple[tuple[Any, ...], dict[Path, Any]]:
     """Returns a tree's structure, and its arrays by path."""
     leaves, treedef = jax.tree_util.tree_flatten_with_path(module)
     paths: list[Path | None] = []
-    static_leaves: list[Leaf] = []
-    arrays: dict[Path, Leaf] = {}
+    static_leaves: list[Any] = []
+    arrays: dict[Path, Any] = {}
     for key_path, leaf in leaves:
-        path = plain_path(key_path)
+        path = path_of_keys(key_path)
         is_array = isinstance(leaf, (jax.Array, np.ndarray, jax.ShapeDtypeStruct))
         if is_array:
             arrays[path] = leaf
@@ -164,7 +161,7 @@ def from_equinox(module: object, state: Any = None, *, rngs: object = None) -> B
     }
     values, names = state.tree_flatten()
     stats: dict[Path, Variable] = {
-        (name, *plain_path(key_path)): BatchStat(leaf)
+        (name, *path_of_keys(key_path)): BatchStat(leaf)
         for name, value in zip(names, values, strict=True)
         for key_path, leaf in jax.tree_util.tree_flatten_with_path(value)[0]
     }

@@ -9,10 +9,7 @@ from typing import Any
 
 import jax
 
-from shardax._core.graph.paths import Path, PyTree
-from shardax._core.init.lazy import check_rngs
-from shardax._core.init.rng import Rngs
-from shardax._core.variable import BatchStat, Cache, Intermediate, Param, Perturbation, Variable
+from shardax import BatchStat, Cache, Intermediate, Param, Perturbation, Rngs, Variable
 from shardax.bridge.base import (
     Bridged,
     BridgeError,
@@ -23,6 +20,7 @@ from shardax.bridge.base import (
     nested,
     write_back,
 )
+from shardax.extend import Path, PyTree, check_rngs
 
 _COLLECTIONS: dict[str, type[Variable]] = {
     "params": Param,

@@ -7,21 +7,25 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
-from shardax._core.graph.paths import Leaf, Path, PyTree, format_path
-from shardax._core.init.rng import RngStream
-from shardax._core.module import Module
-from shardax._core.state import split_merge
-from shardax._core.variable import (
+from shardax import (
     BatchStat,
     Cache,
     Intermediate,
     MetricState,
+    Module,
     OptState,
     Param,
     Perturbation,
     RngState,
+    RngStream,
+    State,
     Variable,
+    clone,
+    iter_variables,
+    merge,
+    pop,
 )
+from shardax import graphdef as graphdef_of
 from shardax.bridge.base import (
     Bridged,
     BridgeError,
@@ -36,6 +40,7 @@ from shardax.bridge.base import (
     sown_on,
     write_back,
 )
+from shardax.extend import Path, PyTree, format_path
 
 _KINDS = (Param, BatchStat, Cache, Intermediate, Perturbation, RngState, OptState, MetricState)
 """Variable types that NNX has too, under the same names."""
@@ -139,7 +144,7 @@ def from_nnx(module: object) -> Bridged:
     if not isinstance(module, nnx.Module):
         raise BridgeError(f"from_nnx takes an nnx.Module, but was given {described(module)}.")
     peer, state = nnx.split(module)
-    leaves: dict[Path, Leaf] = {path: _of_nnx(leaf) for path, leaf in nnx.to_flat_state(state)}
+    leaves: dict[Path, Any] = {path: _of_nnx(leaf) for path, leaf in nnx.to_flat_state(state)}
     bridged = _FromNNX(peer, leaves)
     for path, leaf in leaves.items():
         key = leaves.get((*path[:-1], "key"))
@@ -170,14 +175,14 @@ def _nnx_class():
     class FromShardax(nnx.Module):
         def __init__(self, model) -> None:
             self.variables = _part_class()()
-            self._take(split_merge.clone(model), {})
+            self._take(clone(model), {})
 
         def _take(self, model: object, old: Mapping[Path, object]) -> None:
-            sown = split_merge.pop(model, Intermediate)
-            structure = PeerStructure(split_merge.graphdef(model))
+            sown = pop(model, Intermediate)
+            structure = PeerStructure(graphdef_of(model))
             if getattr(self, "structure", None) != structure:
                 self.structure = structure
-            for path, variable in split_merge.iter_variables(model):
+            for path, variable in iter_variables(model):
                 if path not in old:
                     _nest(self.variables, path, _to_nnx(nnx, variable))
                 elif not same(old[path], variable.value):
@@ -191,7 +196,7 @@ def _nnx_class():
         def __call__(self, *args: object, **kwargs: object) -> PyTree:
             graphdef = self.structure.value
             old = {path: _at(self.variables, path).get_value() for path in graphdef.leaf_paths}
-            model = split_merge.merge(graphdef, split_merge.State.from_flat(old))
+            model = merge(graphdef, State.from_flat(old))
             result = model(*args, **kwargs)
             self._take(model, old)
             return result
@@ -230,7 +235,7 @@ def _at(holder, path: Path) -> Any:
 def _check_names(model: Module) -> None:
     """Raises if two Variables would have one name in NNX."""
     names: dict[tuple[str, ...], Path] = {}
-    for path, _ in split_merge.iter_variables(model):
+    for path, _ in iter_variables(model):
         first_path = names.setdefault(tuple(map(str, path)), path)
         if first_path != path or [*map(type, first_path)] != [*map(type, path)]:
             raise BridgeError(

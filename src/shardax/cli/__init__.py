@@ -27,7 +27,7 @@ import warnings
 from collections.abc import Sequence
 from typing import Annotated, Any, Union
 
-from shardax._core.errors import ShardaxError
+from shardax.errors import ShardaxError
 
 _COMMANDS = {
     "train": "Train a byte-level decoder on text.",
@@ -81,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         problem = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:400]}"
     print(f"shardax: {problem}", file=sys.stderr)
     if _is_one_of_several():
-        from shardax.distributed.processes import end_now
+        from shardax.distributed.startup import end_now
 
         end_now(status)
     return status

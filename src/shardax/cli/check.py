@@ -11,26 +11,25 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 import tyro
 
-from shardax import partition, train
-from shardax._core._jax import auto_mesh
-from shardax._core.graph.paths import format_path
-from shardax._core.init.rng import Rngs
-from shardax._core.module import Module
-from shardax._core.state.split_merge import iter_variables
-from shardax._core.variable import Param
+from shardax import Module, Param, Rngs, iter_variables, partition, train
 from shardax.cli import inputs
 from shardax.cli.runs import RUN_FILE, ZERO, RunSettings, find_run, read_settings
+from shardax.extend import did_you_mean, format_path, mesh_text
 from shardax.models import DECODER_RULES, Decoder
-from shardax.partition.errors import Diagnostic, Severity, did_you_mean
-from shardax.partition.mesh import mesh_text
+from shardax.partition import Diagnostic
+from shardax.plan.inputs import auto_mesh
 
 _MIB = 2**20
 _LISTED = 4
-_SHOWN: dict[Severity, str] = {"error": "error", "warning": "warning", "info": "note"}
+_SHOWN: dict[Literal["error", "warning", "info"], str] = {
+    "error": "error",
+    "warning": "warning",
+    "info": "note",
+}
 
 
 @dataclass(frozen=True)

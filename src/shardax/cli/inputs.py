@@ -25,12 +25,10 @@ from typing import TYPE_CHECKING, Any
 import jax
 from jax.sharding import AxisType, Mesh
 
-from shardax._core.errors import ShardaxError
-from shardax._core.object import Object
+from shardax import Rules
+from shardax.errors import PartitionError, ShardaxError
+from shardax.extend import Object, TreeInventory, did_you_mean
 from shardax.models import DecoderConfig
-from shardax.partition.errors import PartitionError, did_you_mean
-from shardax.partition.inventory import TreeInventory
-from shardax.partition.rules import Rules
 
 if TYPE_CHECKING:
     from shardax.plan.rules_file import NamedRules

@@ -20,14 +20,10 @@ from typing import Annotated, Any, ClassVar, Literal
 import jax
 import tyro
 
-from shardax import plan
-from shardax._core.graph.paths import PyTree
-from shardax._core.init.rng import Rngs
-from shardax._transforms.grad.grad import value_and_grad
-from shardax._transforms.jit.jit import jit
+from shardax import Rngs, jit, plan, value_and_grad
 from shardax.cli import inputs
+from shardax.extend import PyTree, did_you_mean
 from shardax.models import Decoder, next_token_loss
-from shardax.partition.errors import did_you_mean
 from shardax.plan.comparison import layouts_over, reports_of
 from shardax.plan.errors import PlanFileError, PlanInterrupted, TargetError
 from shardax.plan.inputs import Inputs

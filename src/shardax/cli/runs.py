@@ -19,21 +19,26 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, get_args, get_origin
 import jax
 import tyro
 
-from shardax import models, nn, partition, surgery, train, view
-from shardax._core.checks import Options
-from shardax._core.graph.paths import PyTree
-from shardax._core.init.rng import Rngs
-from shardax._core.state.filters import PathContains
-from shardax._core.variable import OptState
+from shardax import (
+    OptState,
+    PathContains,
+    Rngs,
+    Rules,
+    models,
+    nn,
+    partition,
+    select,
+    surgery,
+    train,
+    view,
+)
 from shardax._files import write_whole
-from shardax._select.places import SelectionError
-from shardax._select.selection import select
 from shardax.cli import inputs
+from shardax.errors import SelectionError
+from shardax.extend import Options, PyTree, ScopeSettings
 from shardax.models import DECODER_RULES, Decoder, DecoderConfig
 from shardax.models.files import read_json
 from shardax.models.weights import TOKENIZER_FILES, find_directory
-from shardax.partition.context import ATTENTION_KERNELS, LAYER_KERNELS
-from shardax.partition.rules import Rules
 from shardax.train.checkpoint_files import read_description, verify
 from shardax.train.errors import CheckpointDamagedError, TrainError
 from shardax.train.run_folder import differences, settings_of
@@ -115,7 +120,7 @@ class RunSettings:
         _check_settings(type(self), vars(self), of)
         _check_settings(type(self.model), vars(self.model), of)
         for kind, name in self.kernels.items():
-            names = ATTENTION_KERNELS if kind == "attention" else LAYER_KERNELS
+            names = ScopeSettings.choices(kind)
             Options(inputs.CommandError, of).choice(kind, name, (None, *names))
         if self.precision is not None:
             _precisions(self.precision, of)

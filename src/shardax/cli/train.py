@@ -16,18 +16,25 @@ import jax
 import numpy as np
 import tyro
 
-from shardax import distributed, models, nn, partition, surgery, train, view
-from shardax._core.graph.paths import format_path
-from shardax._core.state.split_merge import iter_variables
+from shardax import (
+    distributed,
+    eval_shape,
+    iter_variables,
+    models,
+    nn,
+    partition,
+    select,
+    surgery,
+    train,
+    view,
+)
 from shardax._files import PathNotFoundError
-from shardax._select.selection import select
-from shardax._transforms.jit.abstract_eval import eval_shape
 from shardax.cli import inputs
 from shardax.cli.runs import KERNEL_KINDS, RunSettings, TextCodec, read_settings, write_settings
+from shardax.extend import format_path, mesh_text
 from shardax.models.generation import max_positions_of
 from shardax.models.weights import TOKENIZER_FILES, find_directory
 from shardax.nn.errors import LayerConfigError, LayerInputError
-from shardax.partition.mesh import mesh_text
 from shardax.train.data.text import hash64, permute
 from shardax.train.errors import DataError
 from shardax.train.progress import TrainingProgress

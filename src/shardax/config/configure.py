@@ -30,8 +30,8 @@ import jax
 from shardax._core.errors import ShardaxError
 from shardax._core.frames import is_eager
 from shardax._core.init import defaults
-from shardax._core.init.rng import check_whole_process
-from shardax._transforms.jit.jit import comparing
+from shardax._core.init.key_reuse import check_whole_process
+from shardax._transforms.jit.debugging import comparing
 from shardax.partition.errors import did_you_mean
 
 GPUS = ("cuda", "rocm")
@@ -382,7 +382,8 @@ def _cache(settings: Mapping[str, Any], runs: bool, changes: Changes) -> Problem
 
 
 def _seed(settings: Mapping[str, object], runs: bool, changes: Changes) -> Problems:
-    if (seed := settings.get("seed")) is None:
+    seed: Any = settings.get("seed")
+    if seed is None:
         return
     from shardax.random import stream  # here, so that `import shardax` stays quick
 

@@ -33,6 +33,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from shardax.extend import mesh_text
 from shardax.hlo import program as hlo
 from shardax.hlo.attribution import attribute
 from shardax.hlo.collectives import KINDS, Collective, find_collectives, groups_of, wire_bytes
@@ -40,7 +41,6 @@ from shardax.hlo.estimate import rewritten
 from shardax.hlo.execution_counts import ExecutionCounts, called, count_executions
 from shardax.hlo.live_memory import UPDATES, VIEWS, BufferTable
 from shardax.hlo.program import ArrayShape, Computation, HloReadError, Instruction, Program
-from shardax.partition.mesh import mesh_text
 
 _FREE = frozenset(
     {

@@ -26,7 +26,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from shardax._core.errors import ShardaxError
+from shardax.errors import ShardaxError
 
 
 class CompilerFailedError(ShardaxError, RuntimeError):

@@ -31,21 +31,29 @@ from typing import Any, NoReturn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.experimental.buffer_callback import buffer_callback
 
+from shardax import GraphDef, Variable
 from shardax._core import _jax
-from shardax._core._jax import Tracer
-from shardax._core.array_ops import fetchable
-from shardax._core.frames import Frame, is_eager
-from shardax._core.graph.flatten import GraphDef, VariableDef, build
-from shardax._core.graph.paths import Leaf, Path, PyTree, format_path, plain_path
-from shardax._core.graph.static import Static
-from shardax._core.variable import ArrayAttribute, Variable
+from shardax._core.array_ops import dtype_of
+from shardax._core.graph.definitions import VariableDef
+from shardax._core.graph.flatten import build
+from shardax._core.variable import ArrayAttribute
 from shardax._transforms.control.scan import vary_alike
-from shardax._transforms.errors import ClosureError, TransformError
-from shardax._transforms.grad.grad import dtype_of
 from shardax._transforms.lift.arguments import join_argument, leaf_paths
 from shardax._transforms.lift.engine import LiftedCall
+from shardax.errors import ClosureError, TransformError
+from shardax.extend import (
+    Frame,
+    Path,
+    PyTree,
+    Static,
+    format_path,
+    is_eager,
+    path_of_keys,
+    require_addressable,
+)
 from shardax.host.errors import HostFunctionError
 
 # --- promised results ---
@@ -60,7 +68,7 @@ def promise(
     """Leaves and structure of a host function's promise."""
     forms = out(*args, **kwargs) if is_rule(out) else out
     pairs, treedef = jax.tree_util.tree_flatten_with_path(forms, is_leaf=_has_form)
-    return tuple(_form(name, plain_path(keys), leaf) for keys, leaf in pairs), treedef
+    return tuple(_form(name, path_of_keys(keys), leaf) for keys, leaf in pairs), treedef
 
 
 def is_rule(out: object) -> bool:
@@ -179,7 +187,7 @@ class Promised:
 def _children(node: object) -> list[tuple[Path, Any]]:
     """Return (path, child) of each child of one container."""
     pairs = jax.tree_util.tree_leaves_with_path(node, is_leaf=lambda leaf: leaf is not node)
-    return [(plain_path(keys), child) for keys, child in pairs]
+    return [(path_of_keys(keys), child) for keys, child in pairs]
 
 
 def _shown(promised) -> str:
@@ -280,7 +288,7 @@ class HostVariable(Variable[Any]):
     """A Variable of a host copy, read as NumPy arrays."""
 
     @property
-    def value(self) -> Leaf:
+    def value(self) -> Any:
         return self._value
 
     @value.setter
@@ -340,7 +348,7 @@ class HostProgram:
     out_tree: Any = None
 
     def restore(
-        self, leaves: Sequence[Leaf], frame: Frame | None, host: bool = False
+        self, leaves: Sequence[Any], frame: Frame | None, host: bool = False
     ) -> tuple[Callable[..., PyTree], list[PyTree], dict[str, PyTree]]:
         """Rebuild the function and its arguments."""
         values, plain, plain_named = self.treedef.unflatten(list(leaves))
@@ -373,7 +381,7 @@ class HostProgram:
         """Add the call to the program under trace."""
         return jax.lax.platform_dependent(*leaves, cpu=self._by_buffers, default=self._by_callback)
 
-    def _by_buffers(self, *leaves: object) -> list[Leaf]:
+    def _by_buffers(self, *leaves: object) -> list[Any]:
         def callback(context, outs: Sequence[PyTree], *buffers) -> None:
             results = self.run_in_program([np.asarray(buffer).copy() for buffer in buffers])
             for out, result in zip(outs, results, strict=True):
@@ -383,7 +391,7 @@ class HostProgram:
         method = VMAP_METHODS[self.vmap]
         return buffer_callback(callback, list(self.out_forms), vmap_method=method)(*leaves)
 
-    def _by_callback(self, *leaves: object) -> list[Leaf]:
+    def _by_callback(self, *leaves: object) -> list[Any]:
         def callback(*arrays) -> list[np.ndarray]:
             return self.run_in_program([np.array(array) for array in arrays])
 
@@ -394,7 +402,7 @@ class HostProgram:
 
 def take(
     name: str, call: LiftedCall, static: Sequence[tuple[Any, Static]], vmap: str, fills: bool
-) -> tuple[HostProgram, list[Leaf], list[Path]]:
+) -> tuple[HostProgram, list[Any], list[Path]]:
     """Split a call into a program without results, leaves and their paths."""
     arguments, flat = call.arguments, call.graph.flat
     parts = (call.graph.values(), list(arguments.plain), arguments.plain_named)
@@ -434,7 +442,7 @@ def staged(program: HostProgram) -> Callable[..., list[Any]]:
 
 def call_on_host(
     program: HostProgram, in_program: Callable[..., list[Any]], leaves: Sequence[object]
-) -> list[Leaf]:
+) -> list[Any]:
     """Run a function at once, or in the traced program."""
     if not program.out_forms:
         return []
@@ -451,7 +459,7 @@ def call_on_host(
 def _run_now(program: HostProgram, leaves: Sequence[object]) -> list[np.ndarray]:
     arrays = [
         np.array(
-            fetchable(leaf, f"the host function {program.name}"),
+            require_addressable(leaf, f"the host function {program.name}"),
             None if form.dtype == jax.dtypes.float0 else form.dtype,
         )
         for leaf, form in zip(leaves, program.forms, strict=True)

@@ -31,12 +31,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import NamedSharding
 
-from shardax._core._jax import Tracer, is_prng_key
+from shardax import Jit
 from shardax._core.cross_process import PickledArray, reduced
 from shardax._core.cross_process import name_of as import_name
-from shardax._transforms.jit.jit import Jit
+from shardax.extend import is_prng_key
 from shardax.host.errors import WorkerError
 from shardax.host.pickling import Sources, digest_of_file, own_sources
 
@@ -290,7 +291,7 @@ class FunctionTable:
     def run(self, head: bytes, parts: Sequence[object], resolve: Reference | None = None) -> Any:
         """Run a packed call."""
         *facts, count = pickle.loads(head)
-        function = self.find(FunctionForm._make([*facts, list(parts[:count])])).call
+        function = self.find(FunctionForm(*facts, list(parts[:count]))).call
         try:
             args, kwargs = decode(parts[count:], resolve)  # which may import modules, too
             return function(*args, **kwargs)

@@ -30,8 +30,8 @@ from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import Any
 
-from shardax._core.checks import Options
-from shardax.config.configure import configure
+from shardax import configure
+from shardax.extend import Options
 from shardax.host import errors
 from shardax.host.calls import decode
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import concurrent.futures
 import os
 
-from shardax._core.errors import ShardaxError
+from shardax.errors import ShardaxError
 
 
 class HostFunctionError(ShardaxError, RuntimeError, ValueError):

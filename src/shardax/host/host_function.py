@@ -18,21 +18,23 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
-from shardax._core._jax import Tracer
-from shardax._core.checks import Options
+from shardax import CustomVjp, DiffState, State, Variable
+from shardax._core.array_ops import is_differentiable
 from shardax._core.cross_process import PickledByName
-from shardax._core.frames import Frame, is_eager, local
-from shardax._core.graph.flatten import flatten, is_object
-from shardax._core.graph.paths import Leaf, Path, PyTree, format_path
-from shardax._core.state.state import State
-from shardax._core.variable import Variable
+from shardax._core.frames import local
+from shardax._core.graph.flatten import flatten
 from shardax._transforms.control.scan import vary_alike
-from shardax._transforms.errors import StaticArgumentError, TransformError
-from shardax._transforms.grad.custom_vjp import CustomVjp
-from shardax._transforms.grad.grad import DiffArgument, DiffState, Tangents, is_differentiable
-from shardax._transforms.lift.arguments import leaf_paths, resolve_arguments, static_argument
-from shardax._transforms.lift.engine import LateFrame, LiftedCall, takes_options, wraps
+from shardax._transforms.grad.differentiated import DiffArgument
+from shardax._transforms.grad.tangents import Tangents
+from shardax._transforms.lift.arguments import leaf_paths, static_argument
+from shardax._transforms.lift.engine import LiftedCall
+from shardax._transforms.lift.frames import LateFrame
+from shardax._transforms.lift.signatures import resolve_arguments
+from shardax._transforms.lift.transformed import takes_options
+from shardax.errors import StaticArgumentError, TransformError
+from shardax.extend import Frame, Object, Options, Path, PyTree, format_path, is_eager
 from shardax.host import callback
 from shardax.host.calls import name_of
 from shardax.host.errors import HostFunctionError
@@ -183,7 +185,7 @@ class HostFunction(PickledByName):
         static: frozenset[int | str] = frozenset(),
         fills: bool = False,
     ) -> None:
-        wraps(function)(self)
+        functools.wraps(function, updated=())(self)
         self.function = function
         self.out = out
         self.vmap = vmap
@@ -265,7 +267,7 @@ class HostFunction(PickledByName):
         leaves,
         paths,
         run: Callable[..., PyTree],
-    ) -> list[Leaf]:
+    ) -> list[Any]:
         derivative = self.derivative
         has_derivative = any(map(is_differentiable, program.out_forms))
         if derivative.nondiff or not has_derivative:
@@ -316,7 +318,7 @@ def _with_arrays(args: object):
         dtype = getattr(leaf, "dtype", None) if isinstance(leaf, (int, float, complex)) else None
         return leaf if dtype is None else np.asarray(leaf, dtype)
 
-    return jax.tree.map(array, args, is_leaf=is_object)
+    return jax.tree.map(array, args, is_leaf=lambda leaf: isinstance(leaf, Object))
 
 
 # --- derivatives ---
@@ -327,7 +329,7 @@ def stopped(leaf: object) -> Any:
     return jax.lax.stop_gradient(leaf) if isinstance(leaf, Tracer) else leaf
 
 
-def undifferentiable(name: str, leaves: Sequence[Leaf], paths: Sequence[Path]) -> list[Leaf]:
+def undifferentiable(name: str, leaves: Sequence[Any], paths: Sequence[Path]) -> list[Any]:
     """Return leaves with an error on differentiation."""
 
     @jax.custom_jvp
@@ -359,7 +361,7 @@ def forward(
     call: LiftedCall,
     program: callback.HostProgram,
     run: Callable[[Sequence[PyTree]], list[PyTree]],
-    leaves: Sequence[Leaf],
+    leaves: Sequence[Any],
 ) -> list[PyTree]:
     """Run a function with a jvp rule as its derivative."""
     targets = [DiffArgument(call, DiffState(i, ...)) for i in range(len(program.templates))]
@@ -386,7 +388,7 @@ def _some(tangent):
     return None if getattr(tangent, "dtype", None) == _FLOAT0 else tangent
 
 
-def _fitted(program: callback.HostProgram, returned, results: Sequence[PyTree]) -> list[Leaf]:
+def _fitted(program: callback.HostProgram, returned, results: Sequence[PyTree]) -> list[Any]:
     """Flatten the tangents of a jvp rule like the result."""
     try:
         parts = program.out_tree.flatten_up_to(returned)
@@ -426,11 +428,13 @@ def gradients_like(
 ) -> Any:
     """Shape rule of vjp rules: gradients are like arguments, dicts for Modules."""
     moving = tuple(arg for position, arg in enumerate(args) if position not in static)
-    return if_differentiable(jax.tree.map(_by_path, moving, is_leaf=is_object))
+    return if_differentiable(
+        jax.tree.map(_by_path, moving, is_leaf=lambda leaf: isinstance(leaf, Object))
+    )
 
 
 def _by_path(leaf):
-    if not is_object(leaf):
+    if not isinstance(leaf, Object):
         return leaf
     flat = flatten(leaf)
     values = {p: v._value for p, v in zip(flat.leaf_paths, flat.leaves, strict=True)}

@@ -28,10 +28,10 @@ import jax
 from jax.sharding import Mesh
 
 from shardax._core.cross_process import landing_on, reduced
-from shardax._core.errors import PickleReadError, PickleWriteError
-from shardax._core.graph.flatten import VariableDef, definition_paths, flatten, static_values
-from shardax._core.graph.paths import Path, PyTree, format_path, plain_path
-from shardax._core.object import Object
+from shardax._core.graph.definitions import VariableDef, definition_paths, static_values
+from shardax._core.graph.flatten import flatten
+from shardax.errors import PickleReadError, PickleWriteError
+from shardax.extend import Object, Path, PyTree, format_path, path_of_keys
 
 _MARK = b"shardax pickle 1"
 _TAIL = struct.Struct(f"<QI{len(_MARK)}s")  # length and checksum of the trailer's JSON
@@ -240,7 +240,7 @@ def _places(tree: object) -> Iterator[tuple[Path, Any]]:
     """Yield the separately pickled parts of a tree, with paths."""
     pairs = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: isinstance(x, Object))
     for key_path, leaf in pairs:
-        place = plain_path(key_path)
+        place = path_of_keys(key_path)
         if isinstance(leaf, Object):
             yield from (((*place, *path), value) for path, value in _places_below(leaf))
         else:

@@ -18,10 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shardax._core.errors import naming_package
-from shardax._core.graph.paths import Leaf, PyTree
-from shardax._transforms.grad.grad import is_differentiable
-from shardax._transforms.lift.engine import wraps
+from shardax.extend import PyTree, needs_package
 from shardax.host.calls import name_of
 from shardax.host.host_function import HostFunction, host_function, if_differentiable
 
@@ -67,7 +64,7 @@ def from_torch(
 
 def _torch():
     # No extra of this package brings it, so type checkers miss it.
-    with naming_package("from_torch", "torch"):
+    with needs_package("from_torch", "torch"):
         return importlib.import_module("torch")
 
 
@@ -77,13 +74,14 @@ def _loss_form(*args: object, **kwargs: object) -> jax.ShapeDtypeStruct:
 
 
 def _is_moving(leaf: object) -> bool:
-    return hasattr(leaf, "dtype") and is_differentiable(leaf)
+    dtype = getattr(leaf, "dtype", None)
+    return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
 
 
 def _hosted(function: Callable[..., object], out: object, vmap: str) -> HostFunction:
     """Make a host function of a torch function, with its gradient."""
 
-    @wraps(function)
+    @functools.wraps(function, updated=())
     def on_arrays(*args: object, **kwargs: object):
         torch = _torch()
         with torch.no_grad():
@@ -159,7 +157,7 @@ def to_tensor(leaf: object) -> Any:
     return torch.from_numpy(leaf.astype(np.int64) if leaf.dtype.kind in "iu" else leaf)
 
 
-def to_numpy(leaf: Leaf) -> Any:
+def to_numpy(leaf: Any) -> Any:
     """Return a tensor as a NumPy array; anything else as it is."""
     torch = _torch()
     if not isinstance(leaf, torch.Tensor):

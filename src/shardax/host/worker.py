@@ -14,8 +14,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from shardax._core.checks import Options
-from shardax._core.graph.paths import PyTree
+from shardax.extend import Options, PyTree
 from shardax.host import connections, errors
 from shardax.host.calls import check_size, decode, name_of, pack, run_packed
 

@@ -34,8 +34,8 @@ from distributed.comm.core import Comm
 from distributed.core import Server, Status
 from distributed.protocol.serialize import to_serialize
 
-from shardax._core.graph.paths import PyTree
-from shardax.config.configure import configure
+from shardax import configure
+from shardax.extend import PyTree
 from shardax.host.calls import FunctionTable, check_size, encode
 from shardax.host.errors import WorkerError
 

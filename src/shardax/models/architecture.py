@@ -15,17 +15,17 @@ from dataclasses import fields, replace
 from functools import partial
 from typing import Any
 
-from shardax._core.graph.paths import Path, format_path
-from shardax._core.init.rng import Rngs
-from shardax._core.state.split_merge import iter_variables
-from shardax._core.variable import (
+from shardax import (
     Cache,
     Intermediate,
     MetricState,
     OptState,
     Perturbation,
+    Rngs,
     RngState,
+    iter_variables,
 )
+from shardax.extend import Path, format_path
 from shardax.models.comparison import (
     MISSING,
     SAVE_ANY,

@@ -11,9 +11,8 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from shardax._core.graph.paths import Path
-from shardax._core.module import Module
-from shardax._core.variable import Variable
+from shardax import Module, Variable
+from shardax.extend import Path, attributes_of
 from shardax.models.encoder_decoder import EncoderDecoder
 from shardax.models.kinds import PretrainedError
 from shardax.models.layers.activations import find_activation
@@ -131,8 +130,8 @@ class ArchitectureCheck:
         where = (*place.path, *within)
         if self._is_another_class(module, type(built), where):
             return
-        attributes = {**vars(module), **module._array_attributes}
-        for name, expected in {**vars(built), **built._array_attributes}.items():
+        attributes = attributes_of(module)
+        for name, expected in attributes_of(built).items():
             if name in self.free or name in passed_over:
                 continue
             at, below = (*path, name), (*within, name)

@@ -16,10 +16,8 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from shardax._core.checks import Options
-from shardax._core.containers import List
-from shardax._core.init.rng import Rngs
-from shardax._core.module import Module
+from shardax import List, Module, Rngs
+from shardax.extend import Options, align
 from shardax.models.config.checks import dtype_name, dtypes
 from shardax.models.layers.activations import ACTIVATIONS, find_activation
 from shardax.nn.arithmetic import add_bias, as_array, at_least_float32
@@ -28,7 +26,6 @@ from shardax.nn.errors import LayerConfigError
 from shardax.nn.linear import Linear
 from shardax.nn.normalization import LayerNorm
 from shardax.nn.parameters import as_size, check_epsilon, make_parameter, ones, refuse_input, zeros
-from shardax.partition.explicit import align
 
 # Of all norms but the last one.
 _EPSILON = 1e-6

@@ -19,8 +19,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shardax._core.checks import Options
-from shardax._core.init.rng import Rngs
+from shardax import Rngs, Rules
+from shardax.extend import Options
 from shardax.models.config.attention import AttentionConfig
 from shardax.models.config.checks import check_rate, use_names
 from shardax.models.config.feed_forward import MLPConfig
@@ -34,7 +34,6 @@ from shardax.nn.errors import LayerConfigError
 from shardax.nn.parameters import as_size, check_epsilon
 from shardax.nn.rope import Rope
 from shardax.nn.stack import Policy
-from shardax.partition.rules import Rules
 
 DECODER_RULES = Rules(
     [

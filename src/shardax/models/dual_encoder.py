@@ -19,8 +19,8 @@ from typing import Any, ClassVar, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from shardax._core.init.rng import Rngs
-from shardax._core.module import Module
+from shardax import Module, Rngs
+from shardax.extend import gathered
 from shardax.models.config.checks import dtypes
 from shardax.models.config.transformer import TransformerConfig
 from shardax.models.transformer import Transformer
@@ -28,7 +28,6 @@ from shardax.nn.arithmetic import at_least_float32
 from shardax.nn.errors import LayerConfigError
 from shardax.nn.linear import Linear
 from shardax.nn.parameters import make_parameter
-from shardax.partition.explicit import gathered
 
 # The encoders, by their names in a model and in its config.
 TOWERS = ("text", "image")

@@ -16,9 +16,8 @@ from typing import Any, ClassVar
 
 import jax
 
-from shardax._core.checks import Options
-from shardax._core.init.rng import Rngs
-from shardax._core.module import Module
+from shardax import Module, Rngs
+from shardax.extend import Options
 from shardax.models.config.transformer import TransformerConfig
 from shardax.models.convnext import ConvNeXt, ConvNeXtConfig
 from shardax.models.dual_encoder import TOWERS, DualEncoder, DualEncoderConfig

@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shardax._core.graph.paths import Path, format_path
-from shardax._core.variable import Param, Quantized
+from shardax import Param, Quantized
+from shardax.extend import Path, format_path
 from shardax.models.comparison import refusal
 from shardax.models.files import READ_DTYPES, TensorFiles
 from shardax.models.kinds import PretrainedError

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import jax.numpy as jnp
 import numpy as np
 
-from shardax._core.errors import first_of, naming_package
+from shardax.extend import join_first, needs_package
 from shardax.models.kinds import PretrainedError, brief
 from shardax.models.quantized.layouts import (
     COMPRESSED,
@@ -52,7 +52,7 @@ class TensorFiles(contextlib.ExitStack):
         self, folder: Path, content: Mapping[str, Any], embeddings: Set[str] = frozenset()
     ) -> None:
         super().__init__()
-        with naming_package("Reading weights", "shardax[hub]"):
+        with needs_package("Reading weights", "shardax[hub]"):
             from safetensors import SafetensorError, safe_open
         self.offsets: dict[Any, tuple[int, int]] = {}
         by_name = _file_names(folder, content.get("architectures"))
@@ -275,7 +275,7 @@ def _file_names(folder: Path, architectures: object) -> dict[str, str]:
         _check_inside(folder, title)
     absent = [title for title in titles if not (folder / title).is_file()]
     if absent:
-        raise PretrainedError(f"{folder} lacks {first_of(absent, most=12)}, which {INDEX} names.")
+        raise PretrainedError(f"{folder} lacks {join_first(absent, most=12)}, which {INDEX} names.")
     return by_name
 
 

@@ -16,7 +16,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import jax
@@ -24,24 +25,27 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from shardax._core.checks import Options
-from shardax._core.errors import ShardaxError, StaticAttributeError
-from shardax._core.module import Module
-from shardax._core.state.split_merge import iter_variables
-from shardax._core.variable import Cache, Quantized
-from shardax._select.selection import select
-from shardax._transforms.control.loops import while_loop
-from shardax._transforms.jit.jit import jit
+from shardax import (
+    Cache,
+    Module,
+    Quantized,
+    axis_rules,
+    constrain,
+    iter_variables,
+    jit,
+    kernels,
+    select,
+    shard,
+    while_loop,
+)
+from shardax.errors import ShardaxError, StaticAttributeError
+from shardax.extend import Options, mesh_axes_of
 from shardax.models.config.transformer import TransformerConfig
 from shardax.models.convnext import ConvNeXtConfig
 from shardax.models.dual_encoder import DualEncoderConfig
 from shardax.models.encoder_decoder import EncoderDecoder, EncoderDecoderConfig
 from shardax.nn.attention.dot_product import AttentionKernel
-from shardax.partition.constraints import constrain
-from shardax.partition.context import SettingsScope, axis_rules, current_rules, kernels
-from shardax.partition.mesh import resolve_mesh
-from shardax.partition.placement import shard
-from shardax.partition.rules import mesh_axes_of
+from shardax.partition import current_rules, resolve_mesh
 
 
 class GenerationError(ShardaxError, ValueError):
@@ -187,7 +191,7 @@ class _Steps:
         limit: int,
         filters: _Filters,
         numbers: Any,
-        kernel_scope: SettingsScope,
+        kernel_scope: AbstractContextManager[object],
     ) -> None:
         self.kernel_scope = kernel_scope
         self.model = model if hasattr(model, "make_cache") else _uncached(model)
@@ -258,11 +262,11 @@ class _Steps:
         mesh = resolve_mesh()
         cache = cache if mesh is None else shard(cache, mesh, current_rules())
         arguments = (tokens, mask, self.numbers, self.inputs)
-        return cache, _first(self.model, cache, *arguments, room=room, filters=self.filters)
+        return cache, prefill(self.model, cache, *arguments, room=room, filters=self.filters)
 
     def _advance(self, cache: object, progress: _Progress, limit: int) -> _Progress:
         arguments = (progress, np.int32(limit), self.numbers)
-        return _others(self.model, cache, *arguments, filters=self.filters)
+        return decode_loop(self.model, cache, *arguments, filters=self.filters)
 
     @contextlib.contextmanager
     def _scope(self) -> Generator[None]:
@@ -293,7 +297,17 @@ class _Steps:
 
 
 @functools.partial(jit, static_argnames=("room", "filters"), donate_argnames=("cache",))
-def _first(model, cache, tokens, mask, numbers, inputs, *, room: int, filters) -> _Progress:
+def prefill(
+    model: Any,
+    cache: Any,
+    tokens: jax.Array,
+    mask: jax.Array,
+    numbers: Mapping[str, jax.Array],
+    inputs: tuple[jax.Array, jax.Array | None] | None,
+    *,
+    room: int,
+    filters: _Filters,
+) -> _Progress:
     """Reads the prompts into the cache and samples the first token."""
     tokens, mask = _by_rows(tokens), _by_rows(mask)
     if inputs is None:
@@ -322,7 +336,15 @@ def _first(model, cache, tokens, mask, numbers, inputs, *, room: int, filters) -
 
 
 @functools.partial(jit, static_argnames=("filters",), donate_argnames=("cache", "progress"))
-def _others(model, cache, progress, limit, numbers, *, filters) -> _Progress:
+def decode_loop(
+    model: Any,
+    cache: Any,
+    progress: _Progress,
+    limit: jax.Array | np.int32,
+    numbers: Mapping[str, jax.Array],
+    *,
+    filters: _Filters,
+) -> _Progress:
     """Adds tokens until there are ``limit`` or all rows have stopped."""
 
     def goes_on(progress: _Progress) -> jax.Array:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from shardax._core.errors import ShardaxError
+from shardax.errors import ShardaxError
 from shardax.models.layers.activations import find_activation
 
 

@@ -25,16 +25,21 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from shardax._core._jax import INLINE, varying_axes
 from shardax._parallel.kernels import ArraySplit, against_loss, is_choosing, loss_sum
+from shardax.extend import (
+    INLINE,
+    AnyMesh,
+    align,
+    explicit_entries,
+    mesh_axes_of,
+    varying_axes,
+    with_layout,
+)
 from shardax.nn.arithmetic import as_array, uses_tokamax
 from shardax.nn.errors import LayerInputError
 from shardax.nn.masks import as_weights
 from shardax.nn.parameters import IGNORE_INDEX, as_size
-from shardax.partition.context import current_rules
-from shardax.partition.explicit import align, explicit_entries, with_layout
-from shardax.partition.mesh import AnyMesh, resolve_mesh
-from shardax.partition.rules import SpecEntry, mesh_axes_of
+from shardax.partition import current_rules, resolve_mesh
 
 
 def cross_entropy(
@@ -236,8 +241,8 @@ class _Blocks(NamedTuple):
     cuts: tuple[int, ...]  # how many entries of a part are in a block
     counts: tuple[int, ...]  # blocks along it
     mesh: Any = None  # None if nothing says how arrays are split
-    entries: tuple[SpecEntry, ...] = ()  # mesh axes of the groups
-    vocab: SpecEntry = None
+    entries: tuple[Any, ...] = ()  # mesh axes of the groups
+    vocab: Any = None
 
     def view(self, array: jax.Array) -> jax.Array:
         """Splits each dimension of tokens into groups and their parts."""
@@ -248,10 +253,10 @@ class _Blocks(NamedTuple):
         )
 
     @property
-    def token_entries(self) -> tuple[SpecEntry, ...]:
+    def token_entries(self) -> tuple[Any, ...]:
         return tuple(axis_entry for entry in self.entries for axis_entry in (entry, None))
 
-    def lay_out(self, array: jax.Array, *entries: SpecEntry) -> jax.Array:
+    def lay_out(self, array: jax.Array, *entries: Any) -> jax.Array:
         """Constrains an array, if the layout is known."""
         if self.mesh is None:
             return array
@@ -332,7 +337,7 @@ def _blocks_of(hidden: jax.Array, kernel: jax.Array, block_size: int) -> _Blocks
     )
 
 
-def _layout_of(hidden: jax.Array, kernel: jax.Array) -> tuple[Any, list[SpecEntry], SpecEntry]:
+def _layout_of(hidden: jax.Array, kernel: jax.Array) -> tuple[Any, list[Any], Any]:
     """Returns mesh, mesh axes of each dimension of tokens, and of vocab."""
     typed = [explicit_entries(array) for array in (hidden, kernel)]
     rules, names = current_rules(), ("batch", "seq")
@@ -347,7 +352,7 @@ def _layout_of(hidden: jax.Array, kernel: jax.Array) -> tuple[Any, list[SpecEntr
     rule_entries += [None] * (hidden.ndim - len(rule_entries))
     kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     used_axes: set[str] = set()
-    layout: list[SpecEntry] = []
+    layout: list[Any] = []
     present = (*(typed[0] or (None,) * hidden.ndim)[:-1], (typed[1] or (None, None))[1])
     for entry, rule, size in zip(
         present, rule_entries, (*hidden.shape[:-1], kernel.shape[1]), strict=True
@@ -360,7 +365,7 @@ def _layout_of(hidden: jax.Array, kernel: jax.Array) -> tuple[Any, list[SpecEntr
     return mesh, layout[:-1], layout[-1]
 
 
-def _parts(entry: SpecEntry, mesh: AnyMesh) -> int:
+def _parts(entry: Any, mesh: AnyMesh) -> int:
     return math.prod(mesh.shape[axis] for axis in mesh_axes_of(entry))
 
 

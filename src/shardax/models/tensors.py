@@ -13,7 +13,6 @@ Axis of a tensor:
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -265,34 +264,3 @@ def in_layers(prefix: str, *groups: Tensors) -> Tensors:
         for group in groups
         for tensor in group
     )
-
-
-def parse_table(table: str) -> Tensors:
-    """Reads a table of tensors as version 0.1 wrote it.
-
-    Args:
-        table: Rows ``path | name | axes -> axes``.
-
-    Returns:
-        The tensors.
-
-    Example:
-        >>> parse_table("layers.mlp.up.kernel | h.#.up | m e -> e m")[0].name
-        'h.{layer}.up'
-    """
-    tensors = []
-    for line in filter(str.strip, table.splitlines()):
-        path, name, axes = (cell.strip() for cell in line.split("|"))
-        stored, _, order = axes.partition("->")
-        tensor_axes = []
-        for plus, group, single in re.findall(r"(\+?)(?:\(([^)]*)\)|(\S+))", stored):
-            parts = tuple(map(_parse_part, (group or single).split()))
-            tensor_axes.append(Axis(parts, is_concatenated=plus == "+"))
-        name = name.replace("#", "{layer}").replace("@", "{expert}")
-        tensors.append(Tensor(name, path, tensor_axes, order.split()))
-    return tuple(tensors)
-
-
-def _parse_part(text: str) -> str | EqualPart:
-    index, slash, count = text.partition("/")
-    return EqualPart(int(index), int(count)) if slash else text

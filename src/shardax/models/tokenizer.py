@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardax._core.errors import naming_package
+from shardax.extend import needs_package
 from shardax.models.files import check_no_pointer, read_json
 from shardax.models.kinds import PretrainedError, brief
 from shardax.models.weights import TOKENIZER_FILES, find_directory
@@ -64,7 +64,7 @@ def load_tokenizer(directory: str | Path) -> Any:
         >>> sx.models.load_tokenizer(folder).encode("hi").ids
         [0]
     """
-    with naming_package("A tokenizer", "shardax[hub]"):
+    with needs_package("A tokenizer", "shardax[hub]"):
         from tokenizers import Tokenizer
     folder = find_directory(directory, TOKENIZER_FILES)
     file = folder / "tokenizer.json"

@@ -13,16 +13,13 @@ from typing import Any, Unpack, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
-from shardax._core._jax import Tracer
-from shardax._core.containers import List
-from shardax._core.init.rng import Rngs
-from shardax._core.module import Module
-from shardax._core.state.split_merge import iter_variables
-from shardax._core.variable import Cache
+from shardax import Cache, List, Module, Rngs, iter_variables
 from shardax.models.config.checks import Dtypes, dtypes
 from shardax.models.config.inputs import ImageConfig
 from shardax.models.config.transformer import TransformerConfig
+from shardax.models.layers.activation_layout import lay_out_activations
 from shardax.models.layers.activations import find_activation
 from shardax.models.layers.norms import make_norm
 from shardax.models.layers.pooling import AttentionPooling, pool_states
@@ -47,7 +44,6 @@ from shardax.nn.masks import as_mask
 from shardax.nn.parameters import make_parameter, refuse_input, zeros
 from shardax.nn.rope import PlacedRotation
 from shardax.nn.stack import Stack, rematerialised
-from shardax.partition.constraints import constrain_activations as _constrain
 
 
 class Transformer(Module):
@@ -472,7 +468,7 @@ class Transformer(Module):
             x = x + self.types(jnp.zeros_like(tokens) if token_types is None else token_types)
         x = x if self.embed_norm is None else self.embed_norm(x)
         x = x if self.embed_dropout is None else self.embed_dropout(x)
-        return _constrain(self.embed_projection(x) if embedding.dim else x)
+        return lay_out_activations(self.embed_projection(x) if embedding.dim else x)
 
     def _embed_images(self, images: jax.Array) -> jax.Array:
         config: Any = self._parts.image
@@ -496,7 +492,7 @@ class Transformer(Module):
             x = jnp.concatenate([first, x], axis=1)
         x = add_bias(x, self.positions(jnp.arange(x.shape[1])))
         x = x if self.embed_norm is None else self.embed_norm(x)
-        return _constrain(x if self.embed_dropout is None else self.embed_dropout(x))
+        return lay_out_activations(x if self.embed_dropout is None else self.embed_dropout(x))
 
     def _embed_frames(self, features: jax.Array) -> jax.Array:
         count, config = self._parts.positions.max_positions, self._parts.features
@@ -511,7 +507,7 @@ class Transformer(Module):
         # Positions are sines, and not trained.
         positions = jax.lax.stop_gradient(self.positions(jnp.arange(count)))
         x = add_bias(self.frames(features), positions)
-        return _constrain(x if self.embed_dropout is None else self.embed_dropout(x))
+        return lay_out_activations(x if self.embed_dropout is None else self.embed_dropout(x))
 
     def make_cache(
         self,

@@ -24,15 +24,34 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shardax import distributed
-from shardax._core.checks import Options, raise_if_any
-from shardax._core.errors import first_of, naming_package, warn
-from shardax._core.graph.paths import Path as VariablePath
-from shardax._core.graph.paths import format_path
-from shardax._core.init.rng import Rngs
-from shardax._core.state.split_merge import iter_modules, iter_variables
-from shardax._core.variable import Param, Quantized
+from shardax import (
+    Param,
+    Quantized,
+    Rngs,
+    Rules,
+    check,
+    distributed,
+    iter_modules,
+    iter_variables,
+    shard,
+    shardings,
+)
 from shardax._files import draft_folder, move_files, write_tensors
+from shardax.errors import PartitionCheckError
+from shardax.extend import (
+    AnyMesh,
+    Options,
+    RulesLike,
+    ScopeSettings,
+    byte_count,
+    format_path,
+    join_first,
+    mesh_axes_of,
+    needs_package,
+    raise_if_any,
+    warn_user,
+)
+from shardax.extend import Path as VariablePath
 from shardax.models.architecture import describe, parameter_places
 from shardax.models.comparison import refusal
 from shardax.models.config.transformer import TransformerConfig
@@ -57,15 +76,9 @@ from shardax.models.tied import TiedNames, has_tied_head
 from shardax.nn.attention.dot_product import AttentionKernel
 from shardax.nn.attention.multi_head import MultiHeadAttention
 from shardax.nn.stack import Stack
-from shardax.partition.context import ATTENTION_KERNELS, current_rules
-from shardax.partition.errors import raise_on_errors
-from shardax.partition.inventory import byte_count
-from shardax.partition.mesh import AnyMesh, resolve_mesh
-from shardax.partition.placement import ABSTRACT, shard
-from shardax.partition.rules import Rules, RulesLike, mesh_axes_of
-from shardax.partition.specs import shardings
-from shardax.partition.tree_check import check
-from shardax.partition.tree_layout import check_devices
+from shardax.partition import current_rules, resolve_mesh
+from shardax.partition.mesh import check_devices
+from shardax.partition.placement import ABSTRACT
 
 CONFIG = "config.json"
 LARGEST_FILE = 5 * 2**30
@@ -183,7 +196,10 @@ def from_pretrained(
             rules = DECODER_RULES if where is None else _dividing_rules(model, where)
         places: Mapping[Any, Any] = {}
         if where is not None:
-            raise_on_errors(check(model, where, rules))
+            diagnostics = check(model, where, rules)
+            errors = [diagnostic for diagnostic in diagnostics if diagnostic.severity == "error"]
+            if errors:
+                raise PartitionCheckError(errors)
             places = shardings(model, where, rules).flat()
         cast = None if param_dtype is None else jnp.dtype(param_dtype)
         for entry in table.entries:
@@ -194,13 +210,13 @@ def from_pretrained(
     if where is not None:
         shard(model, where, rules)
     if unread:
-        warn(unread)
+        warn_user(unread)
     model.eval()
     return model
 
 
 def _set_attention(model: Any, kernel: AttentionKernel) -> None:
-    Options(PretrainedError).choice("attention", kernel, ATTENTION_KERNELS)
+    Options(PretrainedError).choice("attention", kernel, ScopeSettings.choices("attention"))
     for _, module in iter_modules(model):
         if isinstance(module, MultiHeadAttention):
             module.implementation = kernel
@@ -250,7 +266,7 @@ def save_pretrained(
     content, family, config = describe(model)
     if is_packed(content):
         content = {name: value for name, value in content.items() if name != PACKING}
-        warn(
+        warn_user(
             "The model was read from MXFP4, which is not written: its experts are written as they "
             f"are, several times as large, and config.json has no {PACKING}."
         )
@@ -287,7 +303,7 @@ def find_directory(directory: str | Path, wanted: Sequence[str] = MODEL_FILES) -
         raise PretrainedError(
             f"{directory} is neither a folder nor a name of the hub, org/name or org/name@revision."
         )
-    with naming_package(f"{directory} is no folder here, and the hub", "shardax[hub]"):
+    with needs_package(f"{directory} is no folder here, and the hub", "shardax[hub]"):
         from huggingface_hub import errors, snapshot_download
     try:
         return Path(snapshot_download(name[1], revision=name[2], allow_patterns=list(wanted)))
@@ -326,7 +342,7 @@ def _dividing_rules(model: object, mesh: AnyMesh) -> Rules:
         f"{name} of size {size} over the {count} devices of {axes!r}"
         for name, (size, count, axes) in whole.items()
     )
-    warn(
+    warn_user(
         f"The mesh does not divide sizes that the default rules split: {listed}. Each device holds "
         f"them whole. To say so without this warning, give the rules: "
         f"rules=sx.models.DECODER_RULES.override({dict.fromkeys(whole)!r})."
@@ -440,7 +456,7 @@ class _Table:
         if self.unknown:
             raise PretrainedError(
                 f"The model has parameters that its family has no tensors for: "
-                f"{first_of(self.unknown, most=12)}."
+                f"{join_first(self.unknown, most=12)}."
             )
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -474,13 +490,13 @@ class _Table:
         ]
         wrong = []
         if strict and missing:
-            wrong.append(f"missing are {first_of(missing, most=12)}")
+            wrong.append(f"missing are {join_first(missing, most=12)}")
         if strict:
             apart = [names for names in tied.differing if not self.passed_over & {*names}]
             wrong += [self._difference(*names) for names in apart]
             unused = [name for name in unused if not any(name in names for names in apart)]
         if strict and unused:
-            wrong.append(f"the model has no place for {first_of(unused, most=12)}")
+            wrong.append(f"the model has no place for {join_first(unused, most=12)}")
         remedy = self._remedy(missing) if wrong else ""
         wrong += self._misfits(files)
         head = f"The tensors in {where} do not fit: "
@@ -498,7 +514,9 @@ class _Table:
             ],
             "not read, as the model has no place": unused,
         }
-        parts = [f"{title}: {first_of(names, most=12)}" for title, names in passed.items() if names]
+        parts = [
+            f"{title}: {join_first(names, most=12)}" for title, names in passed.items() if names
+        ]
         return f"The model is not all of {where}: {'; '.join(parts)}." if parts else None
 
     def _dtypes(self, name: str) -> Mapping[str, str]:

@@ -15,9 +15,9 @@ from typing import Any, Self
 import jax
 import numpy as np
 
-from shardax._core.array_ops import fetchable
+from shardax import Variable
 from shardax._core.object import ShownArray
-from shardax._core.variable import Variable
+from shardax.extend import require_addressable
 from shardax.named import base
 from shardax.named.base import NamedAxesError, positional_places, shown
 from shardax.named.elementwise import Operators, Reductions, unary
@@ -99,7 +99,7 @@ class NamedArray(Operators, Reductions, Indexing, ShownArray):
             ((None, 'b', None), (4, 3, 2))
         """
         data, dims = self._parts()
-        tagged = (*positional_places(dims), *(self._place(name) for name in names))
+        tagged = (*positional_places(dims), *(dimension_of(self, name) for name in names))
         if len(set(tagged)) < len(tagged):
             raise NamedAxesError(f"untag was given a name twice: {names}.")
         # The dimensions concerned trade places, so that they stand in the order asked for.
@@ -133,7 +133,7 @@ class NamedArray(Operators, Reductions, Indexing, ShownArray):
                 f"{shown(dims, self.shape)}. Give every name, in the order of the dimensions to "
                 f"be: x.unwrap({', '.join(map(repr, (*names, *missing)))})."
             )
-        order = (*positional_places(dims), *(self._place(name) for name in names))
+        order = (*positional_places(dims), *(dimension_of(self, name) for name in names))
         if len(set(order)) < len(order):
             raise NamedAxesError(f"unwrap was given a name twice: {names}.")
         return base.transposed(self._data, order)
@@ -198,7 +198,7 @@ class NamedArray(Operators, Reductions, Indexing, ShownArray):
         """
         data, dims = self._parts()
         for name in names:
-            self._place(name)
+            dimension_of(self, name)
         renamed = (name if name is None else names.get(name, name) for name in dims)
         return self._make(data, base.check_dims(renamed))
 
@@ -231,11 +231,6 @@ class NamedArray(Operators, Reductions, Indexing, ShownArray):
         return self._make(
             jax.lax.broadcast_in_dim(data, shape, places), base.check_dims((*new, *dims))
         )
-
-    def _place(self, name: object) -> int:
-        if name is not None and name in self.dims:
-            return self.dims.index(name)
-        raise NamedAxesError(f"There is no axis {name!r}: the axes are {self._shown()}.")
 
     def _shown(self) -> str:
         return shown(self.dims, self.shape)
@@ -288,13 +283,13 @@ class NamedArray(Operators, Reductions, Indexing, ShownArray):
         Raises:
             NamedAxesError: If there are names.
         """
-        return fetchable(self._nameless("become nested lists"), "tolist").tolist()
+        return require_addressable(self._nameless("become nested lists"), "tolist").tolist()
 
     def __array__(
         self, dtype: jax.typing.DTypeLike | None = None, copy: bool | None = None
     ) -> np.ndarray:
         nameless = self._nameless("become a NumPy array")
-        array = np.asarray(fetchable(nameless, "np.asarray"), dtype)
+        array = np.asarray(require_addressable(nameless, "np.asarray"), dtype)
         return array.copy() if copy else array
 
     def __bool__(self) -> bool:
@@ -370,3 +365,11 @@ def as_named(value: Any, function: str) -> NamedArray:
         f"{function} takes named arrays, but was given {type(value).__name__}{shape}. Name the "
         f"dimensions: named.wrap(array, ...)."
     )
+
+
+def dimension_of(array: NamedArray, name: object) -> int:
+    """Returns the dimension of a name, or raises."""
+    if name is not None and name in array.dims:
+        return array.dims.index(name)
+    axes = shown(array.dims, array.shape)
+    raise NamedAxesError(f"There is no axis {name!r}: the axes are {axes}.")

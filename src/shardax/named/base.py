@@ -22,25 +22,21 @@ closure it is still whole, and would give every slice all of it.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import itertools
 import threading
 from collections.abc import Generator, Hashable, Iterable, Mapping
-from typing import Any, Self, cast
+from typing import Any, Self, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from shardax._core.array_ops import ArrayLike
-from shardax._core.checks import is_integer
+from shardax import Slot, Variable
 from shardax._core.cross_process import packed
-from shardax._core.errors import ShardaxError
-from shardax._core.graph import handlers
-from shardax._transforms.errors import ClosureError
-from shardax.partition.errors import PartitionError
+from shardax.errors import ClosureError, PartitionError, ShardaxError
+from shardax.extend import is_integer, register_named_node
 
 
 class NamedAxesError(ShardaxError, ValueError, TypeError):
@@ -327,9 +323,22 @@ class NamedStorage:
         return self._make(jnp.copy(data) if isinstance(data, jax.Array) else data, self.dims)
 
 
+T = TypeVar("T", bound=NamedStorage)
+
+
+def from_parts(kind: type[T], data: Any, dims: Dims) -> T:
+    """Returns a named array of data and dims that are known to fit."""
+    return kind._make(data, dims)
+
+
+def parts_of(array: NamedStorage) -> tuple[Any, Dims]:
+    """Returns the data and the dims of an array, for an operation by name."""
+    return array._parts()
+
+
 def as_leaf(data: object) -> Any:
     """Returns a caller's value as the content of a named array."""
-    if isinstance(data, ArrayLike):
+    if isinstance(data, (Slot, Variable)):
         data = data.value
     if isinstance(data, (jax.Array, jax.ShapeDtypeStruct)):
         return data
@@ -378,10 +387,7 @@ def _rebuilt(cls: type[NamedStorage], form: Form, leaf: object):
     return array
 
 
-handlers.register(
-    NamedStorage,
-    dataclasses.replace(handlers.NODE, name="named array", axes=lambda array: array.partition_axes),
-)
+register_named_node(NamedStorage, name="named array", axes=lambda array: array.partition_axes)
 
 
 def register(cls: type[NamedStorage]) -> None:

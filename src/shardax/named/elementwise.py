@@ -21,11 +21,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shardax._core.array_ops import ArrayLike
-from shardax._core.checks import is_integer
-from shardax._core.functions import NamedFunction
+from shardax import Slot, Variable
+from shardax.extend import is_integer
 from shardax.named import base
-from shardax.named.base import Dims, NamedAxesError, NamedStorage, positional_places, shown
+from shardax.named.base import (
+    Dims,
+    NamedAxesError,
+    NamedStorage,
+    parts_of,
+    positional_places,
+    shown,
+)
 
 _NUMBERS = (bool, int, float, complex, np.generic)
 
@@ -120,10 +126,10 @@ def listing(operands: Sequence[Operand]) -> str:
 def operand_of(value: object, mate: Operand) -> Any:
     """Returns an operand, a number, or NotImplemented for the other side."""
     if isinstance(value, NamedStorage):
-        return Operand(*value._parts())
+        return Operand(*parts_of(value))
     if isinstance(value, _NUMBERS):
         return value
-    if isinstance(value, ArrayLike):
+    if isinstance(value, (Slot, Variable)):
         return operand_of(value.value, mate)
     if not isinstance(value, (jax.Array, np.ndarray)):
         return NotImplemented
@@ -279,7 +285,7 @@ def _mask(where: object, reduced: Operand):
     return expand(mask, reduced.dims)
 
 
-def _along(function: NamedFunction[..., object], removes: bool = False) -> Callable[..., Any]:
+def _along(function: Any, removes: bool = False) -> Callable[..., Any]:
     """Returns a method along one axis."""
 
     def method(self: NamedStorage, axis=None, **options) -> Any:

@@ -3,24 +3,31 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from shardax._core.object import Object
-from shardax._core.variable import Variable
-from shardax._transforms.control import scan as scans
-from shardax._transforms.errors import TransformError
-from shardax._transforms.lift.engine import wraps
-from shardax._transforms.lift.transformed import Transformed
+from shardax import Variable
+from shardax import scan as scan_objects
+from shardax.errors import TransformError
+from shardax.extend import Object, joined_sharding, transformed
 from shardax.named import elementwise
 from shardax.named.array import NamedArray, as_named
-from shardax.named.base import Dims, Name, NamedAxesError, check_dims, positional_places, shown
+from shardax.named.base import (
+    Dims,
+    Name,
+    NamedAxesError,
+    check_dims,
+    from_parts,
+    parts_of,
+    positional_places,
+    shown,
+)
 from shardax.named.lift import is_named, is_whole, run_lifted
 from shardax.nn.arithmetic import cast_all
-from shardax.partition.explicit import joined_sharding
 
 
 def dot(
@@ -51,7 +58,7 @@ def dot(
         >>> sx.named.dot(x, w, "embed").axes
         {'batch': 2, 'time': 3, 'mlp': 5}
     """
-    first, second = (elementwise.Operand(*as_named(array, "dot")._parts()) for array in (x, y))
+    first, second = (elementwise.Operand(*parts_of(as_named(array, "dot"))) for array in (x, y))
     names = _names(axes, first.dims, second.dims)
     elementwise.check_sizes((first, second))
     if positional_places(first.dims) and positional_places(second.dims):
@@ -78,7 +85,7 @@ def dot(
         out_sharding=joined_sharding(((left, (*batch[0], *free[0])), (right, free[1]))),
     )
     free_names = (first.dims[place] for place in free[0]), (second.dims[place] for place in free[1])
-    return NamedArray._make(data, (*joint, *free_names[0], *free_names[1]))
+    return from_parts(NamedArray, data, (*joint, *free_names[0], *free_names[1]))
 
 
 _DOTS = "..."
@@ -124,7 +131,7 @@ def einsum(subscripts: str, *arrays: Any, dtype: jax.typing.DTypeLike | None = N
             array = array.value
         operand = elementwise.Operand(array, tuple(term))
         if isinstance(array, NamedArray):
-            operand = elementwise.Operand(*array._parts())
+            operand = elementwise.Operand(*parts_of(array))
             term = [name for name in term if name != _DOTS]
         elif not hasattr(array, "shape") or len(array.shape) != len(term) or _DOTS in term:
             operand = None
@@ -152,7 +159,7 @@ def einsum(subscripts: str, *arrays: Any, dtype: jax.typing.DTypeLike | None = N
     for data, own_dims in operands:
         interleaved += [data, [places[name] for name in own_dims]]
     out = [places[name] for name in dims]
-    return NamedArray._make(jnp.einsum(*interleaved, out, preferred_element_type=dtype), dims)
+    return from_parts(NamedArray, jnp.einsum(*interleaved, out, preferred_element_type=dtype), dims)
 
 
 def _names(axes, *dims: Dims) -> tuple[Any, ...]:
@@ -190,8 +197,8 @@ def softmax(x: NamedArray, axis: object) -> NamedArray:
         >>> sx.named.softmax(sx.named.zeros({"a": 4, "b": 2}), ("a", "b")).max().item()
         0.125
     """
-    data, dims = as_named(x, "softmax")._parts()
-    return NamedArray._make(jax.nn.softmax(data, axis=_places(dims, axis)), dims)
+    data, dims = parts_of(as_named(x, "softmax"))
+    return from_parts(NamedArray, jax.nn.softmax(data, axis=_places(dims, axis)), dims)
 
 
 def log_softmax(x: NamedArray, axis: object) -> NamedArray:
@@ -212,8 +219,8 @@ def log_softmax(x: NamedArray, axis: object) -> NamedArray:
         >>> sx.named.log_softmax(sx.named.zeros({"a": 1}), "a").unwrap("a").tolist()
         [0.0]
     """
-    data, dims = as_named(x, "log_softmax")._parts()
-    return NamedArray._make(jax.nn.log_softmax(data, axis=_places(dims, axis)), dims)
+    data, dims = parts_of(as_named(x, "log_softmax"))
+    return from_parts(NamedArray, jax.nn.log_softmax(data, axis=_places(dims, axis)), dims)
 
 
 def logsumexp(x: NamedArray, axis: object) -> NamedArray:
@@ -235,10 +242,10 @@ def logsumexp(x: NamedArray, axis: object) -> NamedArray:
         >>> sx.named.logsumexp(x, ("a", "b")).unwrap("batch").tolist()
         [0.0, 0.0]
     """
-    data, dims = as_named(x, "logsumexp")._parts()
+    data, dims = parts_of(as_named(x, "logsumexp"))
     places = _places(dims, axis)
     remaining = tuple(name for place, name in enumerate(dims) if place not in places)
-    return NamedArray._make(jax.nn.logsumexp(data, axis=places), remaining)
+    return from_parts(NamedArray, jax.nn.logsumexp(data, axis=places), remaining)
 
 
 def _places(dims: Dims, axis: object) -> tuple[int, ...]:
@@ -283,11 +290,11 @@ def nmap(function: Callable[..., object]) -> Callable[..., Any]:
         ('batch',)
     """
 
-    @wraps(function)
+    @functools.wraps(function, updated=())
     def mapped(*args, **kwargs):
-        return run_lifted(NamedArray._make, function, args, kwargs)
+        return run_lifted(functools.partial(from_parts, NamedArray), function, args, kwargs)
 
-    return Transformed.of(mapped, nmap, function)
+    return transformed(mapped, nmap, function)
 
 
 def scan(
@@ -336,7 +343,8 @@ def scan(
 
     def body(values: Sequence[Any], now: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         step_slices = [
-            NamedArray._make(data, operand.dims) for data, operand in zip(now, slices, strict=True)
+            from_parts(NamedArray, data, operand.dims)
+            for data, operand in zip(now, slices, strict=True)
         ]
         result = function(carry.filled(values), slices_tree.unflatten(step_slices))
         if not isinstance(result, tuple) or len(result) != 2:
@@ -349,11 +357,12 @@ def scan(
         results[:] = [treedef, *(check_dims((axis, *dims)) for _, dims in operands)]
         return carry.taken_from(result[0]), [data for data, _ in operands]
 
-    run = scans.scan(body, length=length, reverse=reverse, unroll=unroll)
+    run = scan_objects(body, length=length, reverse=reverse, unroll=unroll)
     last, stacked = run(carry.values, [data for data, _ in slices])
     treedef, *dims = results
     arrays = [
-        NamedArray._make(data, array_dims) for data, array_dims in zip(stacked, dims, strict=True)
+        from_parts(NamedArray, data, array_dims)
+        for data, array_dims in zip(stacked, dims, strict=True)
     ]
     return carry.filled(last), treedef.unflatten(arrays)
 
@@ -370,7 +379,7 @@ def _slices(xs: object, axis: Name) -> tuple[list[elementwise.Operand], Any]:
                 f"{where} of named.scan is of type {type(leaf).__name__}, without names to slice "
                 f"by. Wrap it, named.wrap(array, {axis!r}, ...), or let the function close over it."
             )
-        data, dims = leaf._parts()
+        data, dims = parts_of(leaf)
         if axis is None or axis not in dims:
             raise NamedAxesError(
                 f"{where} of named.scan has the axes {shown(dims, data.shape)}, without {axis!r}."
@@ -399,7 +408,7 @@ class _ScanCarry(NamedTuple):
         values: list[Any] = []
         dims: list[Dims | None] = []
         for _, leaf in leaves:
-            data, own_dims = leaf._parts() if isinstance(leaf, NamedArray) else (leaf, None)
+            data, own_dims = parts_of(leaf) if isinstance(leaf, NamedArray) else (leaf, None)
             values.append(data if isinstance(data, Object) else jnp.asarray(data))
             dims.append(own_dims)
         paths = [f"carry{jax.tree_util.keystr(path)}" for path, _ in leaves]
@@ -408,7 +417,7 @@ class _ScanCarry(NamedTuple):
     def filled(self, values: Sequence[object]):
         """Returns the carry as the function knows it."""
         return self.treedef.unflatten(
-            value if dims is None else NamedArray._make(value, dims)
+            value if dims is None else from_parts(NamedArray, value, dims)
             for value, dims in zip(values, self.dims, strict=True)
         )
 
@@ -432,7 +441,7 @@ class _ScanCarry(NamedTuple):
             raise self._changed(place, leaf)
         if dims is None:
             return leaf
-        was = NamedArray._make(start, dims)
+        was = from_parts(NamedArray, start, dims)
         for trait in ("axes", "positional_shape", "dtype"):  # but storage order may change
             if getattr(was, trait) != getattr(leaf, trait):
                 raise self._changed(place, leaf)
@@ -466,6 +475,6 @@ def _kind(value) -> str:
 
 def _operand(leaf) -> elementwise.Operand:
     if isinstance(leaf, NamedArray):
-        return elementwise.Operand(*leaf._parts())
+        return elementwise.Operand(*parts_of(leaf))
     array = jnp.asarray(leaf)
     return elementwise.Operand(array, (None,) * array.ndim)

@@ -21,19 +21,20 @@ or a NumPy array) and is out of range is an error; of others, JAX's own rule hol
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
-from shardax._core._jax import Tracer
-from shardax._core.array_ops import ArrayLike
-from shardax._core.checks import is_integer
+from shardax import Slot, Variable
+from shardax.extend import explicit_sharding, is_integer
 from shardax.named import base, elementwise
+from shardax.named.base import from_parts, parts_of
 from shardax.named.lift import run_lifted
-from shardax.partition.explicit import explicit_sharding
 
 Change = Callable[[Any, Any, Any], Any]
 
@@ -147,14 +148,14 @@ def _by_place(array: elementwise.Operand, index: object) -> dict[int, Any]:
 def _resolve(array: elementwise.Operand, place: int, entry: object):
     """Returns an integer, a slice, or an ``Operand`` of positions."""
     name, size = array.dims[place], int(array.data.shape[place])
-    if isinstance(entry, ArrayLike):
+    if isinstance(entry, (Slot, Variable)):
         entry = entry.value
     if isinstance(entry, slice):
         return _check_slice(name, entry)
     if is_integer(entry):
         return _in_range(name, int(entry), size)
     if isinstance(entry, base.NamedStorage):
-        operand = elementwise.Operand(*entry._parts())
+        operand = elementwise.Operand(*parts_of(entry))
         if operand.data.dtype == jnp.bool_:
             return _masked(name, operand.data, operand.dims, size)
     elif isinstance(entry, (list, np.ndarray, jax.Array)):
@@ -247,7 +248,7 @@ def _take_apart(array: elementwise.Operand, index: object) -> _Index:
     simple = (slice, int, np.integer, type(None), type(Ellipsis))
     if all(isinstance(entry, simple) for entry in entries):
         return _Index(index)
-    values = (entry.value if isinstance(entry, ArrayLike) else entry for entry in entries)
+    values = (entry.value if isinstance(entry, (Slot, Variable)) else entry for entry in entries)
     return _Index(tuple(np.asarray(e) if isinstance(e, list) else e for e in values), (), True)
 
 
@@ -315,18 +316,23 @@ class Update:
         return self._part(lambda array, at: array.at[at].get(**options))
 
     def _part(self, get: Callable[[Any, Any], Any]):
-        array = elementwise.Operand(*self.array._parts())
+        array = elementwise.Operand(*parts_of(self.array))
         index = _take_apart(array, self.index)
         if index.is_lifted:
-            return run_lifted(self.array._make, get, (self.array, index.entries), {})
+            return run_lifted(
+                functools.partial(from_parts, type(self.array)),
+                get,
+                (self.array, index.entries),
+                {},
+            )
         resolved = resolve_index(array, index.entries)
         data = get(base.transposed(array.data, resolved.permutation), resolved.entries)
         if index.added:
             data = jax.lax.expand_dims(data, range(len(index.added)))
-        return self.array._make(data, (*index.added, *resolved.dims))
+        return from_parts(type(self.array), data, (*index.added, *resolved.dims))
 
     def _run(self, change: Change, value: object, mode: object = None):
-        array = elementwise.Operand(*self.array._parts())
+        array = elementwise.Operand(*parts_of(self.array))
         index = _take_apart(array, self.index)
         if index.is_lifted:
             return self._run_lifted(array, index.entries, change, value, mode)
@@ -341,7 +347,7 @@ class Update:
         )
         if resolved.permutation is not None:
             data = base.transposed(data, tuple(map(resolved.permutation.index, range(data.ndim))))
-        return self.array._make(data, array.dims)
+        return from_parts(type(self.array), data, array.dims)
 
     def _run_lifted(
         self, array: elementwise.Operand, index: object, change: Change, value: object, mode
@@ -354,16 +360,16 @@ class Update:
         updated = array
         for place, size in enumerate(shape):
             options = {"mode": "fill", "fill_value": size} if fills else {"mode": mode}
-            positions_array = self.array._make(
-                jax.lax.broadcasted_iota(np.int32, shape, place), array.dims
+            positions_array = from_parts(
+                type(self.array), jax.lax.broadcasted_iota(np.int32, shape, place), array.dims
             )
             part = Update(positions_array, index)._part(
                 lambda indexed, at, o=options: indexed.at[at].get(**o)
             )
-            updated = elementwise.Operand(*part._parts())
+            updated = elementwise.Operand(*parts_of(part))
             places.append(updated.data)
         data = change(array.data, tuple(places), _fitting(value, updated))
-        return self.array._make(data, array.dims)
+        return from_parts(type(self.array), data, array.dims)
 
 
 def _fitting(value: object, part: elementwise.Operand):

@@ -20,20 +20,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shardax._core.init.lazy import Initializer
-from shardax._core.init.rng import Rngs
-from shardax._core.module import Module
-from shardax._core.variable import Param
+from shardax import Module, Param, Rngs
+from shardax.errors import PartitionError
+from shardax.extend import Initializer, align, joined_sharding
 from shardax.named.array import NamedArray, as_named
-from shardax.named.base import Axes, NamedAxesError, check_sizes_by_name, shown
+from shardax.named.base import (
+    Axes,
+    NamedAxesError,
+    check_sizes_by_name,
+    from_parts,
+    parts_of,
+    shown,
+)
 from shardax.named.functions import dot, softmax
 from shardax.named.make import arange, where
 from shardax.nn import arithmetic, parameters
 from shardax.nn.embedding import look_up
 from shardax.nn.errors import LayerConfigError, LayerInputError
 from shardax.nn.masks import as_mask
-from shardax.partition.errors import PartitionError
-from shardax.partition.explicit import align, joined_sharding
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,7 +114,7 @@ def check_input(
 def beside(variable: Param, axes: AxisSizes, x: NamedArray) -> NamedArray:
     """Returns a parameter, laid out and cast for elementwise use."""
     places = [x.dims.index(name) for name in axes.names]
-    return NamedArray._make(align(variable.value.astype(x.dtype), x.data, places), axes.names)
+    return from_parts(NamedArray, align(variable.value.astype(x.dtype), x.data, places), axes.names)
 
 
 class Linear(Module):
@@ -198,7 +202,9 @@ class Linear(Module):
         x = check_input(self._shown(), x, inputs + batch, made_names)
         data, kernel = arithmetic.cast_all(self.dtype, x.data, self.kernel.value)
         dims = (*batch.names, *inputs.names, *names.values())
-        y = dot(NamedArray._make(data, x.dims), NamedArray._make(kernel, dims), inputs.names)
+        y = dot(
+            from_parts(NamedArray, data, x.dims), from_parts(NamedArray, kernel, dims), inputs.names
+        )
         y = y.rename({new: name for name, new in names.items() if new != name})
         return y if self.bias is None else y + beside(self.bias, batch + self.output_axes, y)
 
@@ -289,7 +295,7 @@ class Embed(Module):
         data, remaining = indices.data, range(1, table.ndim)
         out_sharding = joined_sharding(((data, range(data.ndim)), (table, remaining)))
         rows = look_up(table, data, out_sharding)
-        return NamedArray._make(rows, (*indices.dims, *self.output_axes.names))
+        return from_parts(NamedArray, rows, (*indices.dims, *self.output_axes.names))
 
     def attend(self, x: NamedArray) -> NamedArray:
         """Multiplies by the table: logits of a model with a tied head.
@@ -306,8 +312,8 @@ class Embed(Module):
         layer = f"{self._shown()}.attend"
         x = check_input(layer, x, self.output_axes, self.vocab_axis.names)
         data, table = arithmetic.cast_all(self.dtype, x.data, self.embedding.value)
-        kernel = NamedArray._make(table, self.vocab_axis.names + self.output_axes.names)
-        return dot(NamedArray._make(data, x.dims), kernel, self.output_axes.names)
+        kernel = from_parts(NamedArray, table, self.vocab_axis.names + self.output_axes.names)
+        return dot(from_parts(NamedArray, data, x.dims), kernel, self.output_axes.names)
 
     def _shown(self) -> str:
         return f"Embed(vocab_axis={self.vocab_axis}, output_axes={self.output_axes})"
@@ -345,16 +351,16 @@ class _Normalization(Module):
         names = list(self.axes.names)
         if mask is not None:
             mask = as_named(mask, f"The mask of {layer}")
-            data, dims = mask._parts()
-            where = NamedArray._make(as_mask(layer, data), dims)
+            data, dims = parts_of(mask)
+            where = from_parts(NamedArray, as_mask(layer, data), dims)
             within = [name for name in names if name in mask.axes]
             # Where none counts all do; a mask without these axes says no more than that.
             where = where | ~where.any(within) if within else where | ~where
         wide = x.astype(arithmetic.at_least_float32(x.dtype))
         if self._centred:  # the variance is that of centred values: an offset costs no precision
             wide = wide - wide.mean(names, where=where)
-        data, dims = ((wide * wide).mean(names, where=where) + self.epsilon)._parts()
-        y = wide * NamedArray._make(jax.lax.rsqrt(data), dims)
+        data, dims = parts_of((wide * wide).mean(names, where=where) + self.epsilon)
+        y = wide * from_parts(NamedArray, jax.lax.rsqrt(data), dims)
         if self.scale is not None:
             y = y * beside(self.scale, self.axes, y)
         if self.bias is not None:
@@ -613,8 +619,8 @@ class Attention(Module):
         if mask is not None:
             is_fitting = isinstance(mask, NamedArray) and set(mask.dims) <= set(logits.dims)
             if is_fitting:
-                data, dims = mask._parts()
-                mask = NamedArray._make(as_mask(self._shown(), data), dims)
+                data, dims = parts_of(mask)
+                mask = from_parts(NamedArray, as_mask(self._shown(), data), dims)
             else:
                 mask_text = (
                     f"{mask.dtype}{shown(mask.dims, mask.shape)}"

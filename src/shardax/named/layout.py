@@ -14,18 +14,15 @@ from typing import Any, TypeVar
 
 import jax
 
+from shardax import Module, Rules, iter_variables
+from shardax import constrain as constrain_array
+from shardax import shard as shard_by_rules
 from shardax._core.graph.static import MAPPED_AXES
-from shardax._core.module import Module
-from shardax._core.object import Object
-from shardax._core.state.split_merge import iter_variables
+from shardax.extend import AnyMesh, Object, TreeInventory, axis_names_in
 from shardax.named.array import NamedArray
 from shardax.named.base import NamedAxesError, label
 from shardax.named.lift import is_whole
-from shardax.partition.constraints import constrain as constrain_array
-from shardax.partition.inventory import TreeInventory, with_mapped_axes
-from shardax.partition.mesh import AnyMesh
-from shardax.partition.placement import shard as shard_by_rules
-from shardax.partition.rules import Rules, strings
+from shardax.partition.inventory import with_mapped_axes
 
 T = TypeVar("T")
 
@@ -153,7 +150,7 @@ def _rules(mapping: Mapping[Any, object]) -> Rules:
 def _names_in(tree: object) -> set[str]:
     """Returns the names of the axes of a tree's arrays."""
     axes = [leaf.names_of(info) or () for leaf, info, _ in TreeInventory(tree).arrays()]
-    return {name for names in axes for name in strings(names)}
+    return {name for names in axes for name in axis_names_in(names)}
 
 
 def _suggestion(unknown: Iterable[Any], names_known: Set[str]) -> str:

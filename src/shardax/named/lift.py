@@ -18,13 +18,19 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from shardax._core.object import Object
-from shardax._core.variable import Variable
-from shardax._transforms.errors import ClosureError, TransformError
-from shardax._transforms.vmap.vmap import vmap
-from shardax.named.base import Dims, Name, NamedAxesError, NamedStorage, mapping, sorted_names
+from shardax import Variable, vmap
+from shardax.errors import ClosureError, TransformError
+from shardax.extend import Object, explicit_entries
+from shardax.named.base import (
+    Dims,
+    Name,
+    NamedAxesError,
+    NamedStorage,
+    mapping,
+    parts_of,
+    sorted_names,
+)
 from shardax.named.elementwise import Operand, listing, named_sizes
-from shardax.partition.explicit import explicit_entries
 
 Make = Callable[[Any, Dims], Any]
 
@@ -79,7 +85,7 @@ def _take_apart(
         called, positional, keywords = treedef.unflatten(filled)
         return called(*positional, **keywords)
 
-    operands = _laid_out_alike([Operand(*leaves[place]._parts()) for place in named])
+    operands = _laid_out_alike([Operand(*parts_of(leaves[place])) for place in named])
     return operands, [leaves[place] for place in whole], rebuild
 
 

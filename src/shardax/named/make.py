@@ -16,12 +16,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shardax._core.variable import Variable
+from shardax import Variable
+from shardax.extend import explicit_sharding, with_layout
 from shardax.named import base
-from shardax.named.array import NamedArray, as_named, refuse_positional
+from shardax.named.array import NamedArray, as_named, dimension_of, refuse_positional
+from shardax.named.base import from_parts, parts_of
 from shardax.named.elementwise import Operand, align, check_sizes, expand, joined, operand_of
 from shardax.named.lift import run_lifted
-from shardax.partition.explicit import explicit_sharding, with_layout
 
 
 def wrap(array: Any, *names: Any) -> NamedArray:
@@ -182,7 +183,11 @@ def random(sampler: Callable[..., Any], key: Any, axes: base.Axes, **options: An
             "along other axes only, as each key draws for itself; or take one key of them."
         )
     draw = functools.partial(sampler, shape=shape)
-    return run_lifted(NamedArray._make, draw, (key,), options).tag(*names).canonical()
+    return (
+        run_lifted(functools.partial(from_parts, NamedArray), draw, (key,), options)
+        .tag(*names)
+        .canonical()
+    )
 
 
 def _beside(
@@ -198,7 +203,7 @@ def _beside(
             "{old: new})."
         )
     of_keys = tuple(name for name in value.dims if name not in names)
-    data = expand(Operand(*value._parts()), (*of_keys, *names))
+    data = expand(Operand(*parts_of(value)), (*of_keys, *names))
     return NamedArray(data, (*of_keys, *(None,) * len(names)))
 
 
@@ -325,7 +330,7 @@ def categorical(
         [[0, 0], [1, 1]]
     """
     array = as_named(logits, "categorical")
-    array._place(axis)
+    dimension_of(array, axis)
     refuse_positional(array, f"categorical draws along all names but {axis!r}")
     further, _ = base.check_sizes_by_name(axes or {})
     of_keys = key.axes if isinstance(key, NamedArray) else {}
@@ -339,14 +344,18 @@ def categorical(
     sizes = {name: size for name, size in array.axes.items() if name != axis} | dict(axes or {})
     names = tuple(name for name in base.sorted_names(sizes) if name not in of_keys)
     shared = tuple(name for name in array.axes if name in of_keys and name != axis)
-    data = expand(Operand(*array._parts()), (*shared, *names, axis))
+    data = expand(Operand(*parts_of(array)), (*shared, *names, axis))
     draw = functools.partial(
         jax.random.categorical, axis=-1, shape=tuple(sizes[name] for name in names)
     )
     if not isinstance(key, NamedArray):
         return NamedArray(draw(key, data), names)
     lifted = NamedArray(data, (*shared, *(None,) * (len(names) + 1)))
-    return run_lifted(NamedArray._make, draw, (key, lifted), {}).tag(*names).canonical()
+    return (
+        run_lifted(functools.partial(from_parts, NamedArray), draw, (key, lifted), {})
+        .tag(*names)
+        .canonical()
+    )
 
 
 def choice(
@@ -377,7 +386,7 @@ def choice(
         [20, 20]
     """
     array = as_named(array, "choice")
-    size = array.data.shape[array._place(axis)]
+    size = array.data.shape[dimension_of(array, axis)]
     weights = p
     if p is not None:
         weights = p if isinstance(p, NamedArray) else wrap(jnp.asarray(p), axis)
@@ -416,7 +425,7 @@ def permutation(key: Any, array: object, axis: object, *, independent: bool = Fa
         [0, 1, 2, 3]
     """
     array = as_named(array, "permutation")
-    size = array.data.shape[array._place(axis)]
+    size = array.data.shape[dimension_of(array, axis)]
     if not independent:
         order = random(lambda key, shape: jax.random.permutation(key, size), key, {axis: size})
         return array[{axis: order}]
@@ -425,7 +434,7 @@ def permutation(key: Any, array: object, axis: object, *, independent: bool = Fa
             "permutation(independent=True) takes one key, but was given named ones, each of which "
             "orders its own positions: leave independent out."
         )
-    data, dims = array.canonical()._parts()
+    data, dims = parts_of(array.canonical())
     place = dims.index(axis)
     shuffle = functools.partial(jax.random.permutation, axis=place, independent=True)
     return NamedArray(with_layout(shuffle, explicit_sharding(data), key, data), dims)
@@ -476,7 +485,7 @@ def concatenate(arrays: Sequence[Any], axis: Any) -> NamedArray:
         jnp.broadcast_to(data, (*common[:place], data.shape[place], *common[place + 1 :]))
         for data in datas
     ]
-    return NamedArray._make(jnp.concatenate(full, axis=place), dims)
+    return from_parts(NamedArray, jnp.concatenate(full, axis=place), dims)
 
 
 def stack(arrays: Sequence[Any], axis: Any) -> NamedArray:
@@ -500,7 +509,7 @@ def stack(arrays: Sequence[Any], axis: Any) -> NamedArray:
     """
     datas, dims = align(_operands(arrays, "stack"))
     full = jnp.broadcast_arrays(*datas)
-    return NamedArray._make(jnp.stack(full), base.check_dims((axis, *dims)))
+    return from_parts(NamedArray, jnp.stack(full), base.check_dims((axis, *dims)))
 
 
 def unstack(array: NamedArray, axis: object) -> tuple[NamedArray, ...]:
@@ -519,10 +528,10 @@ def unstack(array: NamedArray, axis: object) -> tuple[NamedArray, ...]:
         [0, 1, 2]
     """
     array = as_named(array, "unstack")
-    data, dims = array._parts()
-    place = array._place(axis)
+    data, dims = parts_of(array)
+    place = dimension_of(array, axis)
     remaining = (*dims[:place], *dims[place + 1 :])
-    return tuple(NamedArray._make(part, remaining) for part in jnp.unstack(data, axis=place))
+    return tuple(from_parts(NamedArray, part, remaining) for part in jnp.unstack(data, axis=place))
 
 
 def split(array: NamedArray, axis: Any, sizes: int | Sequence[int]) -> tuple[NamedArray, ...]:
@@ -547,8 +556,8 @@ def split(array: NamedArray, axis: Any, sizes: int | Sequence[int]) -> tuple[Nam
         ({'a': 2}, [2, 3, 4])
     """
     array = as_named(array, "split")
-    data, dims = array._parts()
-    place = array._place(axis)
+    data, dims = parts_of(array)
+    place = dimension_of(array, axis)
     whole = data.shape[place]
     if isinstance(sizes, int):
         parts = sizes
@@ -559,7 +568,7 @@ def split(array: NamedArray, axis: Any, sizes: int | Sequence[int]) -> tuple[Nam
             f"sizes that add up, or a number of parts that divides it."
         )
     return tuple(
-        NamedArray._make(part, dims) for part in jax.lax.split(data, tuple(sizes), axis=place)
+        from_parts(NamedArray, part, dims) for part in jax.lax.split(data, tuple(sizes), axis=place)
     )
 
 
@@ -591,7 +600,7 @@ def where(condition: Any, x: Any, y: Any) -> NamedArray:
             "named.where chooses between named arrays, but none was given; for plain ones there "
             "is jnp.where."
         )
-    mate = Operand(*first._parts())
+    mate = Operand(*parts_of(first))
     operands = [operand_of(argument, mate) for argument in (x, y, condition)]
     for operand, argument in zip(operands, (x, y, condition), strict=True):
         if operand is NotImplemented:
@@ -601,14 +610,14 @@ def where(condition: Any, x: Any, y: Any) -> NamedArray:
     datas, dims = align([operand for operand in operands if isinstance(operand, Operand)])
     expanded = iter(datas)
     chosen, alternative, mask = (next(expanded) if isinstance(e, Operand) else e for e in operands)
-    return NamedArray._make(jnp.where(mask, chosen, alternative), dims)
+    return from_parts(NamedArray, jnp.where(mask, chosen, alternative), dims)
 
 
 def _operands(arrays: Sequence[object], function: str) -> list[Operand]:
     operands = [
         Operand(jnp.asarray(array), ())
         if isinstance(array, (bool, int, float, complex))
-        else Operand(*as_named(array, function)._parts())
+        else Operand(*parts_of(as_named(array, function)))
         for array in arrays
     ]
     if not operands:

@@ -13,15 +13,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
-from shardax._core._jax import Tracer
+from shardax.extend import explicit_sharding, joined_sharding, with_layout
 from shardax.named import base
-from shardax.named.array import NamedArray, as_named, refuse_positional
+from shardax.named.array import NamedArray, as_named, dimension_of, refuse_positional
+from shardax.named.base import from_parts, parts_of
 from shardax.named.elementwise import Operand, align
 from shardax.named.lift import run_lifted
 from shardax.nn.parameters import canonical_dtype
-from shardax.partition.explicit import explicit_sharding, joined_sharding, with_layout
 
 _EXAMPLE = "Give a name and a size: {'vocab': 5}."
 
@@ -47,10 +48,10 @@ def one_hot(x: object, axes: base.Axes, dtype: jax.typing.DTypeLike = float) -> 
         >>> vectors.unwrap("time", "vocab").tolist()
         [[0.0, 0.0, 1.0], [1.0, 0.0, 0.0]]
     """
-    data, dims = _integers("one_hot", x)._parts()
+    data, dims = parts_of(_integers("one_hot", x))
     name, size = base.one_axis("one_hot", axes, _EXAMPLE)
     dims = base.check_dims((*dims, name))
-    return NamedArray._make(jax.nn.one_hot(data, size, dtype=canonical_dtype(dtype)), dims)
+    return from_parts(NamedArray, jax.nn.one_hot(data, size, dtype=canonical_dtype(dtype)), dims)
 
 
 def nonzero(
@@ -130,13 +131,13 @@ def unique(
     """
     array = as_named(x, "unique")
     _check_size("unique", array, size)
-    data, dims = array._parts()
+    data, dims = parts_of(array)
     values, inverse, counts = jnp.unique(
         _gathered(data), return_inverse=True, return_counts=True, size=size, fill_value=fill_value
     )
     results = [NamedArray(values, (axis,))]
     if return_inverse:
-        results.append(NamedArray._make(inverse.reshape(data.shape), dims))
+        results.append(from_parts(NamedArray, inverse.reshape(data.shape), dims))
     if return_counts:
         results.append(NamedArray(counts, (axis,)))
     return results[0] if len(results) == 1 else tuple(results)
@@ -168,7 +169,7 @@ def bincount(x: object, axes: base.Axes, *, weights: object = None) -> NamedArra
     name, size = base.one_axis("bincount", axes, _EXAMPLE)
     weights = np.int32(1) if weights is None else weights
     weights = weights if isinstance(weights, NamedArray) else NamedArray(weights, ())
-    (values, amounts), _ = align([Operand(*array._parts()), Operand(*weights._parts())])
+    (values, amounts), _ = align([Operand(*parts_of(array)), Operand(*parts_of(weights))])
 
     def count(values: jax.Array, amounts: jax.Array) -> jax.Array:
         values, amounts = jnp.broadcast_arrays(values, amounts)
@@ -205,7 +206,7 @@ def searchsorted(array: object, values: object, axis: object, side: str = "left"
         [1, 2]
     """
     sorted_array = as_named(array, "searchsorted")
-    sorted_array._place(axis)
+    dimension_of(sorted_array, axis)
     refuse_positional(sorted_array, f"searchsorted searches along {axis!r} at every other name")
     if isinstance(values, NamedArray) and axis in values.axes:
         raise base.NamedAxesError(
@@ -214,16 +215,16 @@ def searchsorted(array: object, values: object, axis: object, side: str = "left"
         )
     find = functools.partial(jnp.searchsorted, side=side)
     values = values if isinstance(values, NamedArray) else NamedArray(values, ())
-    edges, searched = Operand(*sorted_array._parts()), Operand(*values._parts())
+    edges, searched = Operand(*parts_of(sorted_array)), Operand(*parts_of(values))
     names = base.sorted_names({*sorted_array.axes, *values.axes} - {axis})
     positional = base.positional_places(searched.dims)
 
     def run(edge_data: jax.Array, data: jax.Array) -> jax.Array:
         pair = (
-            NamedArray._make(edge_data, edges.dims).untag(axis),
-            NamedArray._make(data, searched.dims),
+            from_parts(NamedArray, edge_data, edges.dims).untag(axis),
+            from_parts(NamedArray, data, searched.dims),
         )
-        return run_lifted(NamedArray._make, find, pair, {}).data
+        return run_lifted(functools.partial(from_parts, NamedArray), find, pair, {}).data
 
     owners = [searched if name in searched.dims else edges for name in names]
     parts = [
@@ -231,7 +232,7 @@ def searchsorted(array: object, values: object, axis: object, side: str = "left"
     ]
     layout = joined_sharding([(searched.data, positional), *parts])
     data = with_layout(run, layout, edges.data, searched.data)
-    return NamedArray._make(data, (*(None for _ in positional), *names))
+    return from_parts(NamedArray, data, (*(None for _ in positional), *names))
 
 
 def _gathered(data: jax.Array) -> jax.Array:

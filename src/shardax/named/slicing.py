@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,13 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from shardax._core.checks import is_integer
-from shardax._core.variable import Variable
+from shardax import Variable
+from shardax.extend import explicit_sharding, is_integer, with_layout
 from shardax.named import base
-from shardax.named.array import NamedArray, as_named
+from shardax.named.array import NamedArray, as_named, dimension_of
+from shardax.named.base import from_parts, parts_of
 from shardax.named.elementwise import Operand, expand, place_of
 from shardax.named.lift import run_lifted
-from shardax.partition.explicit import explicit_sharding, with_layout
 
 
 def dynamic_slice(array: Any, starts: Mapping[Any, Any], sizes: base.Axes) -> NamedArray:
@@ -109,9 +110,9 @@ def dynamic_update_slice(array: Any, update: Any, starts: Mapping[Any, Any]) -> 
         )
     sizes = {name: update.axes[name] for name in starts}
     values = _as_starts("dynamic_update_slice", array, starts, sizes)
-    data, dims = array._parts()
+    data, dims = parts_of(array)
     shape = [sizes.get(name, size) for name, size in zip(dims, data.shape, strict=True)]
-    part = jnp.broadcast_to(expand(Operand(*update._parts()), dims), shape).astype(data.dtype)
+    part = jnp.broadcast_to(expand(Operand(*parts_of(update)), dims), shape).astype(data.dtype)
 
     def put(
         data: jax.Array, part: jax.Array, places: tuple[int, ...], firsts: list[Any]
@@ -121,7 +122,7 @@ def dynamic_update_slice(array: Any, update: Any, starts: Mapping[Any, Any]) -> 
             begin[place] = first
         return jax.lax.dynamic_update_slice(data, part, begin)
 
-    return _along_starts(put, (array, NamedArray._make(part, dims)), values)
+    return _along_starts(put, (array, from_parts(NamedArray, part, dims)), values)
 
 
 def _as_starts(
@@ -130,7 +131,7 @@ def _as_starts(
     """Returns starts as integers and arrays, or raises."""
     values: dict[Any, Any] = {}
     for name, start in starts.items():
-        length, size = array.data.shape[array._place(name)], sizes[name]
+        length, size = array.data.shape[dimension_of(array, name)], sizes[name]
         if size > length:
             raise base.NamedAxesError(
                 f"{function} has {size} positions along {name!r}, of which the array has {length}."
@@ -166,7 +167,7 @@ def _along_starts(function, arrays: tuple[NamedArray, ...], values: Mapping[Any,
     array, names, starts = arrays[0], list(values), list(values.values())
     if not any(isinstance(start, NamedArray) and start.axes for start in starts):
         firsts = [start.data if isinstance(start, NamedArray) else start for start in starts]
-        places = tuple(map(array._place, names))
+        places = tuple(dimension_of(array, name) for name in names)
 
         def run_whole(*datas: jax.Array) -> jax.Array:
             return function(*datas[: len(arrays)], places, list(datas[len(arrays) :]))
@@ -177,7 +178,7 @@ def _along_starts(function, arrays: tuple[NamedArray, ...], values: Mapping[Any,
             layout = NamedSharding(layout.mesh, PartitionSpec(*entries))
         firsts = map(jnp.asarray, firsts)
         data = with_layout(run_whole, layout, *(x.data for x in arrays), *firsts)
-        return NamedArray._make(data, array.dims)
+        return from_parts(NamedArray, data, array.dims)
     count = len(array.positional_shape)
     places = tuple(range(count, count + len(names)))
 
@@ -185,7 +186,7 @@ def _along_starts(function, arrays: tuple[NamedArray, ...], values: Mapping[Any,
         return function(*datas, places, firsts)
 
     untagged = tuple(x.untag(*names) for x in arrays)
-    result = run_lifted(NamedArray._make, run, (untagged, starts), {})
+    result = run_lifted(functools.partial(from_parts, NamedArray), run, (untagged, starts), {})
     return result.tag(*(None,) * count, *names)
 
 
@@ -213,7 +214,7 @@ def pad(
         >>> sx.named.pad(sx.named.ones({"a": 2}), {"a": (1, 2)}).unwrap("a").tolist()
         [0.0, 1.0, 1.0, 0.0, 0.0]
     """
-    data, dims = as_named(array, "pad")._parts()
+    data, dims = parts_of(as_named(array, "pad"))
     pairs = [(0, 0)] * len(dims)
     for axis, width in widths.items():
         pair = (width, width) if is_integer(width) else width
@@ -223,7 +224,7 @@ def pad(
                 f"but was given {width!r} for {axis!r}."
             )
         pairs[place_of(dims, axis)] = (int(pair[0]), int(pair[1]))
-    return NamedArray._make(jnp.pad(data, pairs, mode, **options), dims)
+    return from_parts(NamedArray, jnp.pad(data, pairs, mode, **options), dims)
 
 
 def tile(array: object, counts: Mapping[Any, int]) -> NamedArray:
@@ -244,7 +245,7 @@ def tile(array: object, counts: Mapping[Any, int]) -> NamedArray:
         >>> sx.named.tile(sx.named.arange({"a": 2}), {"a": 2}).unwrap("a").tolist()
         [0, 1, 0, 1]
     """
-    data, dims = as_named(array, "tile")._parts()
+    data, dims = parts_of(as_named(array, "tile"))
     repeats = [1] * len(dims)
     for axis, count in counts.items():
         if axis not in dims and not is_integer(axis):
@@ -256,7 +257,7 @@ def tile(array: object, counts: Mapping[Any, int]) -> NamedArray:
         if not _is_count(count):
             raise base.NamedAxesError(f"tile repeats a number of times, but not {count!r}.")
         repeats[place_of(dims, axis)] = int(count)
-    return NamedArray._make(jnp.tile(data, repeats), dims)
+    return from_parts(NamedArray, jnp.tile(data, repeats), dims)
 
 
 def _is_count(value: object) -> bool:

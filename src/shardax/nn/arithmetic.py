@@ -11,14 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shardax._core._jax import INLINE
-from shardax._core.init.lazy import Init
-from shardax._core.module import Module
-from shardax._core.variable import AmaxHistory
+from shardax import AmaxHistory, Init, Module
 from shardax._parallel.kernels import is_choosing, platform_in_scope, takes_tokamax
+from shardax.extend import INLINE, align, joined_sharding
 from shardax.nn import parameters
 from shardax.nn.errors import LayerConfigError, LayerInputError
-from shardax.partition.explicit import align, joined_sharding
 
 
 def as_array(value: object) -> jax.Array:

@@ -18,16 +18,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from shardax._core.init.lazy import Initializer
-from shardax._core.init.rng import Rngs
-from shardax._core.module import Module
-from shardax._core.variable import Variable
+from shardax import Module, Rngs, Variable
+from shardax.extend import Initializer, align, explicit_sharding, joined_sharding, with_layout
 from shardax.nn import parameters
 from shardax.nn.arithmetic import add_bias, as_array, at_least_float32, cast_all, take_precision
 from shardax.nn.errors import LayerConfigError
 from shardax.nn.linear import numbered
-from shardax.partition.explicit import align, explicit_sharding, joined_sharding, with_layout
-from shardax.partition.mesh import resolve_mesh
+from shardax.partition import resolve_mesh
 
 Padding = str | int | Sequence[int | tuple[int, int]]
 Window = int | Sequence[int]

@@ -13,14 +13,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from shardax._core.checks import Options
-from shardax._core.errors import ModuleError
-from shardax._core.init.lazy import check_rngs
-from shardax._core.init.rng import Rngs
-from shardax._core.module import Module
+from shardax import Module, Rngs
+from shardax.errors import ModuleError
+from shardax.extend import Options, check_rngs, explicit_sharding
 from shardax.nn.arithmetic import as_array
 from shardax.nn.errors import LayerConfigError, LayerInputError
-from shardax.partition.explicit import explicit_sharding
 
 
 class Dropout(Module):

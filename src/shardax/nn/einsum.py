@@ -19,9 +19,8 @@ from typing import Any, Self
 import jax
 import numpy as np
 
-from shardax._core.init.lazy import Initializer
-from shardax._core.init.rng import Rngs
-from shardax._core.module import Module
+from shardax import Module, Rngs
+from shardax.extend import Initializer
 from shardax.nn import parameters
 from shardax.nn.arithmetic import add_bias, as_array, cast_all, einsum, take_precision
 from shardax.nn.errors import LayerConfigError

@@ -11,16 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shardax._core._jax import INLINE
-from shardax._core.checks import Options
-from shardax._core.init.lazy import Initializer
-from shardax._core.init.rng import Rngs
-from shardax._core.module import Module
+from shardax import Module, Rngs
+from shardax.extend import INLINE, Initializer, Options, joined_sharding
 from shardax.nn import parameters
 from shardax.nn.arithmetic import as_array, cast_all, contract, take_features, take_precision
 from shardax.nn.errors import LayerConfigError
 from shardax.nn.quantization import QuantizedKernel, quantized_rows
-from shardax.partition.explicit import joined_sharding
 
 default_embedding_init: Initializer = jax.nn.initializers.variance_scaling(
     1.0, "fan_in", "normal", out_axis=0

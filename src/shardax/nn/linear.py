@@ -9,9 +9,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from shardax._core.init.lazy import Initializer
-from shardax._core.init.rng import Rngs
-from shardax._core.module import Module
+from shardax import Module, Rngs
+from shardax.extend import Initializer
 from shardax.nn import parameters
 from shardax.nn.arithmetic import add_bias, cast_all, contract, take_features, take_precision
 

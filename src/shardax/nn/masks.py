@@ -16,8 +16,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
-from shardax._core._jax import Tracer
 from shardax.nn.arithmetic import as_array
 from shardax.nn.errors import LayerInputError
 from shardax.nn.parameters import refuse_input

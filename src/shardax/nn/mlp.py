@@ -16,19 +16,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shardax._core.init.lazy import Init, Initializer
-from shardax._core.init.rng import Rngs
-from shardax._core.module import Module
-from shardax._core.variable import Param
+from shardax import Init, Module, Param, Rngs
 from shardax._parallel.kernels import against_gated_unit, gated_unit, is_choosing, rows_split
-from shardax._transforms.lift.arguments import parameters_of
-from shardax._transforms.wrappers import ModuleWrapper
+from shardax.extend import Initializer, ModuleWrapper, align
 from shardax.nn.arithmetic import as_array, cast_all, result_dtype, take_features, uses_tokamax
 from shardax.nn.errors import LayerConfigError, LayerInputError
 from shardax.nn.linear import Linear
 from shardax.nn.parameters import as_axes, as_size, canonical_dtype, zeros
 from shardax.nn.stack import Stack
-from shardax.partition.explicit import align
 
 Activation = str | Callable[[Any], Any]
 
@@ -296,7 +291,15 @@ class Sequential(Module):
         return x
 
 
-def _side_inputs(layer: object, names: Collection[str]) -> set[str]:
+def _parameters(layer: Callable[..., object]) -> list[inspect.Parameter]:
+    """Returns the parameters of a layer's call; of one without a signature, none."""
+    try:
+        return list(inspect.signature(layer).parameters.values())
+    except (TypeError, ValueError):  # as of some functions written in C
+        return []
+
+
+def _side_inputs(layer: Callable[..., object], names: Collection[str]) -> set[str]:
     """Returns the names taken by a layer besides its input."""
     if isinstance(layer, Sequential):
         return {name for inner in layer.layers for name in _side_inputs(inner, names)}
@@ -304,7 +307,7 @@ def _side_inputs(layer: object, names: Collection[str]) -> set[str]:
         body = layer.stacked if isinstance(layer, Stack) else layer.body
         return set() if body is None else _side_inputs(body, names)
     names = set(names).difference(getattr(type(layer), "_direct_inputs", ()))
-    parameters = (parameters_of(layer) or ())[1:]
+    parameters = _parameters(layer)[1:]
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return set(names)
     unnamed = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_POSITIONAL)

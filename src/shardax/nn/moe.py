@@ -17,17 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from shardax._core.checks import Options
-from shardax._core.errors import warn
-from shardax._core.frames import is_eager
-from shardax._core.graph.static import Static
-from shardax._core.init.lazy import Init, Initializer
-from shardax._core.init.rng import Rngs
-from shardax._core.module import Module
-from shardax._core.state.split_merge import iter_modules
-from shardax._core.variable import Intermediate
+from shardax import Init, Intermediate, Module, Rngs, iter_modules
 from shardax._parallel.experts import Split, by_expert, find_places, find_split
 from shardax._parallel.kernels import against_experts, ragged_product
+from shardax.extend import Initializer, Options, Static, explicit_sharding, is_eager, warn_user
 from shardax.nn.arithmetic import cast_all, take_features, uses_tokamax
 from shardax.nn.errors import LayerConfigError, LayerInputError
 from shardax.nn.linear import Linear
@@ -42,8 +35,7 @@ from shardax.nn.parameters import (
     refuse_input,
     zeros,
 )
-from shardax.partition.explicit import explicit_sharding
-from shardax.partition.mesh import resolve_mesh
+from shardax.partition import resolve_mesh
 
 Dispatch = Literal["dense", "dropless", "capacity"]
 
@@ -275,7 +267,7 @@ class MoE(Module):
     def _check_router(self, count: int) -> None:
         """Warns in training of a router that no loss of the results trains."""
         if self.normalise and self.top_k == 1 and count > 1 and self._may_normalise:
-            warn(
+            warn_user(
                 "MoE(top_k=1, normalise=True) gives each token's expert the weight 1, whatever the "
                 "router says: of a loss of the results no gradient reaches the router, which "
                 "load_balance_loss alone trains. With normalise=False, the default of top_k=1, the "

@@ -24,12 +24,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shardax._core.checks import Options
-from shardax._core.init.lazy import Init, Initializer
-from shardax._core.init.rng import Rngs
-from shardax._core.module import Module
-from shardax._core.variable import BatchStat, Param
+from shardax import BatchStat, Init, Module, Param, Rngs
 from shardax._parallel.kernels import against_arrays, is_choosing, normalized, rows_split
+from shardax.extend import Initializer, Options, align, explicit_sharding, with_layout
 from shardax.nn import parameters
 from shardax.nn.arithmetic import (
     as_array,
@@ -40,7 +37,6 @@ from shardax.nn.arithmetic import (
 )
 from shardax.nn.errors import LayerConfigError, LayerInputError
 from shardax.nn.masks import as_mask
-from shardax.partition.explicit import align, explicit_sharding, with_layout
 
 
 class _Norm(Module):

@@ -21,10 +21,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shardax._core.checks import Options, is_integer
-from shardax._core.init.lazy import Init, Initializer, announced, check_rngs
-from shardax._core.init.rng import Rngs
-from shardax._core.variable import Param
+from shardax import Init, Param, Rngs
+from shardax._core.init.boxed import announced
+from shardax.extend import Initializer, Options, check_rngs, is_integer
 from shardax.nn.errors import LayerConfigError, LayerInputError
 
 ones = jax.nn.initializers.ones

@@ -15,13 +15,12 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
-from shardax._core._jax import INLINE, Tracer
-from shardax._core.module import Module
-from shardax._core.variable import Param, Quantized
+from shardax import Module, Param, Quantized
+from shardax.extend import INLINE, explicit_entries, explicit_sharding, with_layout
 from shardax.nn.arithmetic import at_least_float32
-from shardax.partition.explicit import explicit_entries, explicit_sharding, with_layout
 
 Format = Literal["int8", "int4", "fp8"]
 """The formats of quantized kernels."""

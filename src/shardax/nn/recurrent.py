@@ -17,18 +17,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from shardax._core.init.lazy import Initializer
-from shardax._core.init.rng import Rngs
-from shardax._core.module import Module
-from shardax._transforms.control.scan import scan
-from shardax._transforms.lift.prefix import Carry
+from shardax import Carry, Module, Rngs, scan
+from shardax.extend import Initializer, explicit_entries, explicit_sharding, gathered, with_layout
 from shardax.nn import parameters
 from shardax.nn.arithmetic import as_array, at_least_float32, take_features
 from shardax.nn.errors import LayerConfigError, LayerInputError
 from shardax.nn.linear import Linear
 from shardax.nn.masks import as_mask
 from shardax.nn.mlp import Activation, find_activation
-from shardax.partition.explicit import explicit_entries, explicit_sharding, gathered, with_layout
 
 
 def _orthogonal_gates(

@@ -16,20 +16,24 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from shardax._core.containers import Dict
-from shardax._core.graph.paths import Path
-from shardax._core.init.lazy import Init, Initializer
-from shardax._core.init.rng import Rngs
-from shardax._core.module import Module, modules_in
-from shardax._core.state.filters import Filter, PathContains
-from shardax._core.state.split_merge import iter_variables
-from shardax._core.variable import BatchStat, Param, Quantized, Variable
-from shardax._select.selection import select
-from shardax._transforms.wrappers import ModuleWrapper
+from shardax import (
+    BatchStat,
+    Dict,
+    Init,
+    Module,
+    Param,
+    PathContains,
+    Quantized,
+    Rngs,
+    Variable,
+    iter_modules,
+    iter_variables,
+    select,
+)
+from shardax.extend import Initializer, ModuleWrapper, Path, align, explicit_sharding, with_layout
 from shardax.nn import parameters
 from shardax.nn.arithmetic import at_least_float32
 from shardax.nn.errors import LayerConfigError
-from shardax.partition.explicit import align, explicit_sharding, with_layout
 
 _KERNELS = PathContains("kernel")
 
@@ -37,7 +41,7 @@ _KERNELS = PathContains("kernel")
 class _NormalizedWeights(ModuleWrapper):
     """Base of wrappers around a layer with normalized kernels."""
 
-    def __init__(self, layer, wrt: Filter, epsilon: float) -> None:
+    def __init__(self, layer, wrt: Any, epsilon: float) -> None:
         Module.__init__(self)
         name = type(self).__name__
         if not isinstance(layer, Module) or not callable(layer):
@@ -83,8 +87,8 @@ class _NormalizedWeights(ModuleWrapper):
 def _hand_back(layer: object, body: object, new: Mapping[int, Variable]) -> None:
     """Sets new attributes, such as sown values, on the layer itself."""
     # Variables are shared, so that writes to them need nothing; attributes are those of copies.
-    replaced, originals = {id(variable) for variable in new.values()}, dict(modules_in(body))
-    for path, module in modules_in(layer):
+    replaced, originals = {id(variable) for variable in new.values()}, dict(iter_modules(body))
+    for path, module in iter_modules(layer):
         before = vars(originals.get(path, module))
         for name, value in vars(module).items():
             is_kept = isinstance(value, (Variable, bool, int, float, str))
@@ -134,7 +138,7 @@ class WeightNorm(_NormalizedWeights):
         use_scale: bool = True,
         scale_init: Initializer = parameters.ones,
         epsilon: float = 1e-12,
-        wrt: Filter = _KERNELS,
+        wrt: Any = _KERNELS,
         param_dtype: jax.typing.DTypeLike = np.float32,
         rngs: Rngs | None = None,
     ) -> None:
@@ -224,7 +228,7 @@ class SpectralNorm(_NormalizedWeights):
         *,
         n_steps: int = 1,
         epsilon: float = 1e-12,
-        wrt: Filter = Param,
+        wrt: Any = Param,
         use_running_average: bool = False,
         param_dtype: jax.typing.DTypeLike = np.float32,
         rngs: Rngs,

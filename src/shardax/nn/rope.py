@@ -18,10 +18,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from shardax.extend import explicit_entries, explicit_sharding, with_layout
 from shardax.nn.arithmetic import as_array
 from shardax.nn.errors import LayerConfigError, LayerInputError
 from shardax.nn.parameters import refuse_input
-from shardax.partition.explicit import explicit_entries, explicit_sharding, with_layout
 
 
 class Rotation(NamedTuple):

@@ -33,33 +33,44 @@ from typing import Any, NamedTuple, overload
 import jax
 import numpy as np
 
-from shardax._core.checks import Options
-from shardax._core.errors import ModuleError, StateMismatchError
-from shardax._core.frames import is_eager, owner_here
-from shardax._core.graph.flatten import GraphWalk, is_object
-from shardax._core.graph.paths import Path, format_path
-from shardax._core.graph.static import PARTITION_NAME, Static
-from shardax._core.graph.views import part_of, stack_objects, stack_values, unstack_objects, view
-from shardax._core.module import Module
-from shardax._core.object import Object, epoch
-from shardax._core.state.split_merge import find_duplicates, iter_modules, iter_variables
-from shardax._core.state.state import Origin, State
+from shardax import (
+    Carry,
+    Module,
+    Rules,
+    State,
+    StateAxes,
+    find_duplicates,
+    iter_modules,
+    iter_variables,
+    jit,
+    remat,
+    scan,
+)
+from shardax._core.graph.flatten import GraphWalk
+from shardax._core.graph.stacked_values import stack_values
+from shardax._core.graph.stacking import stack_objects, unstack_objects
+from shardax._core.graph.views import part_of, view
 from shardax._parallel.pipeline import run_pipeline
-from shardax._transforms.control.scan import scan
-from shardax._transforms.jit.jit import jit
 from shardax._transforms.lift.captures import objects_in, places_of
-from shardax._transforms.lift.prefix import Carry, StateAxes
-from shardax._transforms.wrappers import remat
+from shardax.errors import ModuleError, StateMismatchError
+from shardax.extend import (
+    AnyMesh,
+    Object,
+    Options,
+    Origin,
+    Path,
+    ScopeSettings,
+    Static,
+    format_path,
+    is_eager,
+    mesh_axes_of,
+    origin_of,
+    settings_scope,
+    structure_epoch,
+)
 from shardax.nn.errors import LayerConfigError
 from shardax.nn.parameters import as_size
-from shardax.partition.context import (
-    SCHEDULES,
-    SettingsScope,
-    current_microbatches,
-    current_schedule,
-)
-from shardax.partition.mesh import AnyMesh
-from shardax.partition.rules import Rules, mesh_axes_of
+from shardax.partition import PARTITION_NAME
 
 POLICY_NAMES = (
     "dots_saveable",
@@ -206,7 +217,10 @@ class Stack(Module):
         microbatches: int | None = None,
         schedule: str | None = None,
     ) -> None:
-        options, fits = Options(LayerConfigError, "Stack"), schedule in (None, *SCHEDULES)
+        options, fits = (
+            Options(LayerConfigError, "Stack"),
+            schedule in (None, *ScopeSettings.choices("schedule")),
+        )
         options.check("schedule", schedule, fits, 'known (use "gpipe" or "circular")')
         count = as_size("Stack", "length", length)
         older = frozenset(_objects_around(make)) if count == 1 else frozenset[int]()
@@ -233,7 +247,11 @@ class Stack(Module):
 
     def _layout_warnings(self, mesh: AnyMesh, rules: Rules) -> Iterator[tuple[str, str]]:
         """Codes and texts of ``sx.check`` about this stack."""
-        if self.microbatches or current_microbatches() or self.axis_name not in rules.names:
+        if (
+            self.microbatches
+            or ScopeSettings.current().microbatches
+            or self.axis_name not in rules.names
+        ):
             return
         for axis in mesh_axes_of(rules.spec((self.axis_name,))[0]):
             if mesh.shape.get(axis, 1) > 1:
@@ -264,7 +282,9 @@ class Stack(Module):
             ModuleError: With microbatches, if rows or layers cannot be divided, or layers
                 write what they share.
         """
-        leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=is_object)
+        leaves, treedef = jax.tree.flatten(
+            (args, kwargs), is_leaf=lambda leaf: isinstance(leaf, Object)
+        )
         dynamic: list[Any] = []
         static: list[Any] = []
         for leaf in leaves:
@@ -349,11 +369,11 @@ def _run(stack: Stack, x: jax.Array, arguments: list[object], structure):
         return loop(x, stacked, arguments)
 
     # A cache is written for the whole batch, token by token.
-    microbatches = stack.microbatches or current_microbatches()
+    microbatches = stack.microbatches or ScopeSettings.current().microbatches
     if microbatches is None or any(isinstance(argument, Object) for argument in arguments):
         return run(stack.stacked, x, arguments, stack.length)
     # What a layer is given is one microbatch: the scope does not cut it again in stacks inside.
-    with SettingsScope("microbatches", microbatches=None):
+    with settings_scope(microbatches=None):
         return run_pipeline(
             stack.stacked,
             is_shared,
@@ -367,7 +387,7 @@ def _run(stack: Stack, x: jax.Array, arguments: list[object], structure):
             axis_name=stack.axis_name,
             length=stack.length,
             microbatches=microbatches,
-            schedule=stack.schedule or current_schedule(),
+            schedule=stack.schedule or ScopeSettings.current().schedule,
         )
 
 
@@ -411,8 +431,9 @@ class _SharedObjects:
     def __contains__(self, item: object) -> bool:
         if not self.paths:
             return False
-        if self.epoch != epoch.current:
-            self.epoch = epoch.current
+        epoch = structure_epoch()
+        if self.epoch != epoch:
+            self.epoch = epoch
             walk = GraphWalk(marking=True)
             walk.visit(self.root, ())
             pairs = zip(walk.paths, walk.objects, strict=True)
@@ -474,7 +495,7 @@ def stack_layers(
     """
     if not layers:
         raise LayerConfigError("stack_layers needs at least one layer, but was given none.")
-    stack = Stack._allocate(owner_here(), None)
+    stack = Stack.__new__(Stack)
     stack._start(list(layers), axis_name, remat, unroll, frozenset())
     return stack
 
@@ -551,7 +572,7 @@ def stack_state(state: State | Mapping[Any, object], model: object) -> State:
                     f"{format_path(part)}."
                 )
         gathered[path] = _gathered(lambda i, parts=parts: values.pop(parts[i]), levels)
-        kinds[path] = Origin(type(variable), variable._here()._metadata)
+        kinds[path] = origin_of(variable)
     return State.from_flat({**values, **gathered}, {**origins, **kinds})
 
 

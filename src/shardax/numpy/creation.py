@@ -17,19 +17,21 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Sharding
 
 from shardax._core.errors import ModuleError
 from shardax._core.frames import is_eager
 from shardax._core.init.defaults import creation_device, exact_dtype, float_dtype
-from shardax.random.stream import placement
+from shardax.random.arguments import Device, Placement
+from shardax.random.programs import placement
 
 
 def zeros(
     shape: Any,
     dtype: jax.typing.DTypeLike | None = None,
     *,
-    device: Any = None,
-    sharding: Any = None,
+    device: Device | Sharding = None,
+    sharding: Placement = None,
 ) -> jax.Array:
     """Returns an array of zeros.
 
@@ -59,8 +61,8 @@ def ones(
     shape: Any,
     dtype: jax.typing.DTypeLike | None = None,
     *,
-    device: Any = None,
-    sharding: Any = None,
+    device: Device | Sharding = None,
+    sharding: Placement = None,
 ) -> jax.Array:
     """Returns an array of ones.
 
@@ -82,8 +84,8 @@ def empty(
     shape: Any,
     dtype: jax.typing.DTypeLike | None = None,
     *,
-    device: Any = None,
-    sharding: Any = None,
+    device: Device | Sharding = None,
+    sharding: Placement = None,
 ) -> jax.Array:
     """Returns an array of any content.
 
@@ -106,8 +108,8 @@ def full(
     fill_value: Any,
     dtype: jax.typing.DTypeLike | None = None,
     *,
-    device: Any = None,
-    sharding: Any = None,
+    device: Device | Sharding = None,
+    sharding: Placement = None,
 ) -> jax.Array:
     """Returns an array of one value.
 
@@ -132,8 +134,8 @@ def eye(
     k: int = 0,
     dtype: jax.typing.DTypeLike | None = None,
     *,
-    device: object = None,
-    sharding: object = None,
+    device: Device | Sharding = None,
+    sharding: Placement = None,
 ) -> jax.Array:
     """Returns a matrix with ones on a diagonal.
 
@@ -157,8 +159,8 @@ def identity(
     n: int,
     dtype: jax.typing.DTypeLike | None = None,
     *,
-    device: object = None,
-    sharding: object = None,
+    device: Device | Sharding = None,
+    sharding: Placement = None,
 ) -> jax.Array:
     """Returns an identity matrix.
 
@@ -182,8 +184,8 @@ def arange(
     step: Any = None,
     dtype: jax.typing.DTypeLike | None = None,
     *,
-    device: Any = None,
-    sharding: Any = None,
+    device: Device | Sharding = None,
+    sharding: Placement = None,
 ) -> jax.Array:
     """Returns numbers in equal steps.
 
@@ -212,8 +214,8 @@ def linspace(
     dtype: jax.typing.DTypeLike | None = None,
     *,
     axis: int = 0,
-    device: object = None,
-    sharding: object = None,
+    device: Device | Sharding = None,
+    sharding: Placement = None,
 ) -> jax.Array:
     """Returns evenly spaced numbers.
 
@@ -242,8 +244,8 @@ def array(
     *,
     copy: bool = True,
     ndmin: int = 0,
-    device: Any = None,
-    sharding: Any = None,
+    device: Device | Sharding = None,
+    sharding: Placement = None,
 ) -> jax.Array:
     """Returns an array of numbers, lists or arrays.
 
@@ -269,8 +271,8 @@ def asarray(
     value: Any,
     dtype: jax.typing.DTypeLike | None = None,
     *,
-    device: Any = None,
-    sharding: Any = None,
+    device: Device | Sharding = None,
+    sharding: Placement = None,
 ) -> jax.Array:
     """Returns a value as an array, not copied if it is one.
 
@@ -326,8 +328,8 @@ def create(
     name: str,
     arguments: tuple[object, ...],
     dtype: jax.typing.DTypeLike | None,
-    device: object,
-    sharding: object,
+    device: Device | Sharding,
+    sharding: Placement,
     floats: bool = True,
     **options: object,
 ) -> jax.Array:

@@ -7,8 +7,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+from jax.sharding import Sharding
 
 from shardax.numpy.creation import create, has_floats
+from shardax.random.arguments import Device, Placement
 
 
 def logspace(
@@ -20,8 +22,8 @@ def logspace(
     dtype: jax.typing.DTypeLike | None = None,
     *,
     axis: int = 0,
-    device: object = None,
-    sharding: object = None,
+    device: Device | Sharding = None,
+    sharding: Placement = None,
 ) -> jax.Array:
     """Returns numbers evenly spaced on a logarithmic scale.
 
@@ -56,8 +58,8 @@ def geomspace(
     dtype: jax.typing.DTypeLike | None = None,
     *,
     axis: int = 0,
-    device: object = None,
-    sharding: object = None,
+    device: Device | Sharding = None,
+    sharding: Placement = None,
 ) -> jax.Array:
     """Returns numbers, each the same multiple of the one before.
 
@@ -89,8 +91,8 @@ def tri(
     k: int = 0,
     dtype: jax.typing.DTypeLike | None = None,
     *,
-    device: object = None,
-    sharding: object = None,
+    device: Device | Sharding = None,
+    sharding: Placement = None,
 ) -> jax.Array:
     """Returns a matrix with ones on a diagonal and below it.
 
@@ -118,8 +120,8 @@ def indices(
     dtype: jax.typing.DTypeLike | None = None,
     sparse: bool = False,
     *,
-    device: object = None,
-    sharding: object = None,
+    device: Device | Sharding = None,
+    sharding: Placement = None,
 ) -> Any:
     """Returns the positions in an array along each dimension.
 
@@ -146,8 +148,8 @@ def fromfunction(
     shape: Sequence[int],
     dtype: jax.typing.DTypeLike | None = None,
     *,
-    device: object = None,
-    sharding: object = None,
+    device: Device | Sharding = None,
+    sharding: Placement = None,
     **kwargs: Any,
 ) -> Any:
     """Returns what a function makes of the positions in an array.

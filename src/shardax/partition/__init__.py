@@ -1,24 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Partitioning of arrays over a device mesh by axis names."""
+"""Partitioning of arrays over a device mesh by axis names.
+
+- One array: ``assignment`` (which rule each name gets), ``rules``, ``resolved`` (its spec and
+  diagnostics).
+- A tree: ``inventory`` (its leaves), ``overrides``, ``reduced_states``, ``tree_layout``.
+- What uses the layout of a tree: ``specs``, ``placement``, ``initialization``, ``tree_check``.
+- Inside of programs: ``constraints``, ``explicit``. What is in scope: ``mesh``, ``context``.
+- Parameters that carry their names themselves: ``boxes``.
+- Texts: ``findings``, ``errors``.
+"""
 
 from shardax._core.graph.static import PARTITION_NAME as PARTITION_NAME
-from shardax.partition.boxes.boxes import AxisMetadata as AxisMetadata
-from shardax.partition.boxes.boxes import LogicallyPartitioned as LogicallyPartitioned
-from shardax.partition.boxes.boxes import Partitioned as Partitioned
-from shardax.partition.boxes.boxes import logical_axis_rules as logical_axis_rules
-from shardax.partition.boxes.boxes import with_logical_constraint as with_logical_constraint
-from shardax.partition.boxes.boxes import with_logical_partitioning as with_logical_partitioning
-from shardax.partition.boxes.boxes import with_partitioning as with_partitioning
-from shardax.partition.boxes.trees import VariableBox as VariableBox
+from shardax.partition.boxes.axis_metadata import AxisMetadata as AxisMetadata
+from shardax.partition.boxes.initializers import logical_axis_rules as logical_axis_rules
+from shardax.partition.boxes.initializers import with_logical_constraint as with_logical_constraint
+from shardax.partition.boxes.initializers import (
+    with_logical_partitioning as with_logical_partitioning,
+)
+from shardax.partition.boxes.initializers import with_partitioning as with_partitioning
+from shardax.partition.boxes.partitioned import LogicallyPartitioned as LogicallyPartitioned
+from shardax.partition.boxes.partitioned import Partitioned as Partitioned
 from shardax.partition.boxes.trees import add_axis as add_axis
 from shardax.partition.boxes.trees import is_axis_metadata as is_axis_metadata
 from shardax.partition.boxes.trees import is_box as is_box
 from shardax.partition.boxes.trees import map_axis_meta as map_axis_meta
 from shardax.partition.boxes.trees import remove_axis as remove_axis
 from shardax.partition.boxes.trees import replace_boxed as replace_boxed
-from shardax.partition.boxes.trees import to_boxes as to_boxes
-from shardax.partition.boxes.trees import to_variables as to_variables
 from shardax.partition.boxes.trees import unbox as unbox
+from shardax.partition.boxes.variable_box import VariableBox as VariableBox
+from shardax.partition.boxes.variable_box import to_boxes as to_boxes
+from shardax.partition.boxes.variable_box import to_variables as to_variables
 from shardax.partition.constraints import constrain as constrain
 from shardax.partition.context import axis_rules as axis_rules
 from shardax.partition.context import current_rules as current_rules

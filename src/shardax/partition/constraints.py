@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Constraints: layouts of arrays inside programs, by axis names.
+"""``constrain``: the layout of an array inside a program, by axis names.
 
 The effect depends on the *axis types* of the mesh, as seen where the program is traced. Over an
 Auto axis the compiler is told (``jax.lax.with_sharding_constraint``); over an Explicit axis the
@@ -14,8 +14,7 @@ it. (JAX keeps one trace for a mesh with devices and without.)
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -26,13 +25,10 @@ from shardax._core._jax import Tracer
 from shardax._core.array_ops import ArrayLike
 from shardax._core.errors import ShardaxError
 from shardax._core.frames import is_eager
-from shardax._core.graph.paths import format_path
-from shardax._transforms.errors import NoMeshError, TransformError
-from shardax.partition import context
-from shardax.partition.checker import diagnose
-from shardax.partition.errors import PartitionError
-from shardax.partition.explicit import explicit_entries
-from shardax.partition.mesh import AnyMesh, mesh_text, resolve_mesh, scope_has_devices
+from shardax._transforms.errors import TransformError
+from shardax.partition import context, errors
+from shardax.partition.mesh import AnyMesh, resolve_mesh, scope_has_devices
+from shardax.partition.resolved import ResolvedRules
 from shardax.partition.rules import (
     UNCONSTRAINED,
     Names,
@@ -42,8 +38,6 @@ from shardax.partition.rules import (
     mesh_axes_of,
     strings,
 )
-
-_TO_IGNORE = "To run without a mesh or rules too, say constrain(..., on_no_mesh='ignore')."
 
 
 def constrain(
@@ -97,122 +91,109 @@ def constrain(
     names = check_names(axes)
     array = _as_array(x, names)
     if len(names) != array.ndim:
-        raise PartitionError(
-            f"{_intro(array, names)} there are {len(names)} axis names for {array.ndim} "
-            "dimensions. Give one entry per dimension, None for a dimension without a name."
-        )
+        raise errors.constraint_of_other_rank(array, names)
     if context.is_marking():
         return context.mark_names(array, names)
-    where = _mesh_for(array, mesh)
-    if not _has_devices(where, array):
+
+    # The mesh, and whether JAX would follow a constraint over it.
+    used_mesh = _mesh_for(array, mesh)
+    if used_mesh is None:
         if policy == "ignore":
             return array
-        raise TransformError(
-            f"{_intro(array, names)} {where} has no devices, and nothing says which the program is "
-            "for, so JAX would drop the constraint. Call the compiled function under "
-            "jax.set_mesh(mesh), not use_abstract_mesh; or pass mesh=mesh; or give it arrays that "
-            f"are laid out over one, or jax.ShapeDtypeStruct(..., sharding=...). {_TO_IGNORE}"
-        )
-    chosen = context.rules_over(where, rules)
-    if where is None:
+        raise errors.constraint_without_mesh(array, names)
+    if not _has_devices(used_mesh, array):
         if policy == "ignore":
             return array
-        raise NoMeshError(
-            f"{_intro(array, names)} no mesh was given, none is in scope, and the array is not "
-            "laid out over one. Put one in scope, with jax.set_mesh(mesh): ..., or pass mesh=mesh. "
-            f"{_TO_IGNORE}"
-        )
-    unmapped = context.names_without_rules(names, where, rules)
+        raise errors.constraint_without_devices(array, names, used_mesh)
+
+    # The rules, or names that are axes of the mesh.
+    resolved = ResolvedRules(used_mesh, rules)
+    unmapped = resolved.names_without_rules(names)
     if unmapped:
-        mapped = len(unmapped) < len(list(strings(names)))
-        if policy == "ignore" and (mesh is None or not (mapped or _is_elsewhere(array, where))):
-            return array
         if policy != "ignore":
-            raise PartitionError(
-                f"{_intro(array, names)} no rules were given, none are in scope, and "
-                f"{unmapped[0]!r} is no axis of the mesh ({mesh_text(where.shape)}). Put rules in "
-                f"scope, with sx.axis_rules(rules): ..., or pass rules=rules. {_TO_IGNORE}"
-            )
-        # Over the mesh that was given, but in these dimensions as it is.
-        free = [
-            isinstance(n, (str, tuple)) and any(p in unmapped for p in strings((n,))) for n in names
-        ]
-        names = tuple(UNCONSTRAINED if f else n for f, n in zip(free, names, strict=True))
-    manual = frozenset(_axes_of_type(where, AxisType.Manual))
-    entries = tuple(_without(target, manual) for target in chosen.assign(names).entries)
-    diagnostics = diagnose(tuple(array.shape), names, entries, where, rules=chosen)
-    # A message begins with the path of its array, and this one has none.
-    root = format_path(()) + ": "
-    errors = [str(d).removeprefix(root) for d in diagnostics if d.severity == "error"]
-    if errors:
-        raise PartitionError("\n  ".join([_intro(array, names), *errors]))
-    if manual and len(manual) == len(where.axis_names):
+            raise errors.constraint_without_rules(array, names, unmapped[0], used_mesh)
+        is_unmapped = set(unmapped) == set(strings(names))
+        if mesh is None or (is_unmapped and not _is_elsewhere(array, used_mesh)):
+            return array
+        # Over the mesh that was given, but in the unmapped dimensions as it is.
+        names = tuple(
+            name if set(unmapped).isdisjoint(strings((name,))) else UNCONSTRAINED for name in names
+        )
+
+    # The mesh axes of each dimension. Manual ones are left out: the array is a part along them.
+    manual_axes = frozenset(_axes_of_type(used_mesh, AxisType.Manual))
+    assignment = resolved.rules.assign(names)
+    entries = tuple(_without(entry, manual_axes) for entry in assignment.entries)
+
+    diagnostics = resolved.diagnostics(names, array.shape, entries)
+    if any(each.severity == "error" for each in diagnostics):
+        raise errors.impossible_constraint(array, names, diagnostics)
+
+    if manual_axes and len(manual_axes) == len(used_mesh.axis_names):
         return array
     try:
-        return _apply(array, entries, where)
+        return _lay_out(array, entries, used_mesh)
     except ShardaxError:
         raise
     except Exception as error:  # of classes that JAX keeps to itself
-        raise PartitionError(
-            f"{_intro(array, names)} JAX refuses {PartitionSpec(*entries)} over {where} here: "
-            f"{error}\nUnder vmap, a mesh axis that splits the mapped dimension (by an Explicit "
-            "type or spmd_axis_name) is taken: give the names inside the mapped function other "
-            "mesh axes, or None, by rules of their own."
-        ) from error
+        spec = PartitionSpec(*entries)
+        raise errors.refused_constraint(array, names, spec, used_mesh, error) from error
 
 
 def _as_array(x: object, names: Names) -> jax.Array:
+    """Returns an array, or the value of a Variable."""
     value = x.value if isinstance(x, ArrayLike) else x
     if isinstance(value, jax.Array):
         return value
     try:
         return jnp.asarray(value)
     except (TypeError, ValueError) as error:
-        raise PartitionError(
-            f"Cannot constrain a value of type {type(value).__name__} by {names}: it is no array. "
-            "The arrays of a tree are constrained one by one, each by names of its own; shapes "
-            "without numbers get their shardings from sx.abstract(tree, mesh, rules)."
-        ) from error
+        raise errors.constraint_of_no_array(value, names) from error
 
 
-def _intro(array, names: Names) -> str:
-    return f"Cannot constrain an array {array.dtype}{list(array.shape)} by {names}:"
-
-
-def _mesh_for(array: jax.Array, named_mesh: AnyMesh | None) -> AnyMesh | None:
-    """The mesh given, in scope, or of the array, as seen here."""
-    inside = jax.sharding.get_abstract_mesh()
-    array_mesh = _own_mesh(array)
-    if named_mesh is None:
+def _mesh_for(array: jax.Array, given_mesh: AnyMesh | None) -> AnyMesh | None:
+    """Returns the mesh given, in scope, or of the array, as seen here; or None."""
+    scope_mesh = jax.sharding.get_abstract_mesh()
+    array_mesh = _mesh_of_array(array)
+    if given_mesh is None:
         return resolve_mesh() or array_mesh
-    mesh = resolve_mesh(named_mesh)
+
+    mesh = resolve_mesh(given_mesh)
     assert mesh is not None  # it was given
-    if not inside.empty and _axes_of_type(inside, AxisType.Manual):
-        if dict(mesh.shape) != dict(inside.shape):
+
+    # Inside of shard_map only its own mesh says which axes are Manual.
+    if not scope_mesh.empty and _axes_of_type(scope_mesh, AxisType.Manual):
+        if dict(mesh.shape) != dict(scope_mesh.shape):
             raise TransformError(
-                f"mesh={mesh} differs from {inside}, the mesh of the shard_map around this code. "
-                "Pass the same mesh, or none to take the one in scope."
+                f"mesh={mesh} differs from {scope_mesh}, the mesh of the shard_map around this "
+                "code. Pass the same mesh, or none to take the one in scope."
             )
-        return inside
+        return scope_mesh
     if _axes_of_type(mesh, AxisType.Manual):
         raise TransformError(
             f"{mesh} has axes of type Manual, which are for the inside of jax.shard_map, and this "
             "code is not inside. Make the mesh with axes of type Auto or Explicit."
         )
-    seen = inside if not inside.empty else array_mesh
-    return _as_seen(mesh, seen) if isinstance(array, Tracer) else mesh
+
+    if not isinstance(array, Tracer):
+        return mesh
+    return _with_types_of(mesh, array_mesh if scope_mesh.empty else scope_mesh)
 
 
-def _has_devices(mesh: AnyMesh | None, array: jax.Array) -> bool:
+def _has_devices(mesh: AnyMesh, array: jax.Array) -> bool:
     """Whether the devices of a program are known; else JAX drops constraints."""
-    # Over axes that are not Auto, JAX says so itself, and outside of programs ``_move`` does.
+    # Outside of programs ``_move`` says so.
     if not isinstance(mesh, AbstractMesh) or not isinstance(array, Tracer):
         return True
-    inside, array_mesh = jax.sharding.get_abstract_mesh(), _own_mesh(array)
-    if inside.empty:
+
+    scope_mesh = jax.sharding.get_abstract_mesh()
+    if scope_mesh.empty:
+        array_mesh = _mesh_of_array(array)
         return array_mesh is not None and array_mesh.size == mesh.size
-    typed = set(mesh.axis_types) != {AxisType.Auto}
-    return inside.size == mesh.size and (typed or scope_has_devices())
+
+    # Over axes that are not Auto, JAX itself refuses a mesh without devices.
+    is_automatic = set(mesh.axis_types) == {AxisType.Auto}
+    return scope_mesh.size == mesh.size and (not is_automatic or scope_has_devices())
 
 
 def _is_elsewhere(array: jax.Array, mesh: AnyMesh) -> bool:
@@ -222,87 +203,103 @@ def _is_elsewhere(array: jax.Array, mesh: AnyMesh) -> bool:
     return array.sharding.device_set != set(mesh.devices.flat)
 
 
-def _own_mesh(array: jax.Array) -> AnyMesh | None:
-    """The known mesh of an array."""
-    if not isinstance(array, Tracer):
-        return array.sharding.mesh if isinstance(array.sharding, NamedSharding) else None
-    mesh = jax.typeof(array).sharding.mesh
-    return None if mesh.empty else mesh
+def _mesh_of_array(array: jax.Array) -> AnyMesh | None:
+    """Returns the mesh that an array is laid out over, as far as its type says."""
+    if isinstance(array, Tracer):
+        mesh = jax.typeof(array).sharding.mesh
+        return None if mesh.empty else mesh
+    return array.sharding.mesh if isinstance(array.sharding, NamedSharding) else None
 
 
-def _as_seen(mesh: AnyMesh, seen: AnyMesh | None) -> AnyMesh:
-    """The mesh with the axis types of ``seen``, if otherwise equal."""
-    if seen is None or tuple(seen.shape.items()) != tuple(mesh.shape.items()):
+def _with_types_of(mesh: AnyMesh, other: AnyMesh | None) -> AnyMesh:
+    """Returns the mesh with the axis types of the other one, if they are otherwise equal."""
+    if other is None or tuple(other.shape.items()) != tuple(mesh.shape.items()):
         return mesh
-    if seen.axis_types == mesh.axis_types:
+    if other.axis_types == mesh.axis_types:
         return mesh
     if isinstance(mesh, Mesh):  # its devices may be in another order
-        return Mesh(mesh.devices, mesh.axis_names, axis_types=seen.axis_types)
-    return seen
+        return Mesh(mesh.devices, mesh.axis_names, axis_types=other.axis_types)
+    return other
 
 
-def _axes_of_type(mesh: AnyMesh, kind: AxisType) -> tuple[str, ...]:
-    return tuple(a for a, t in zip(mesh.axis_names, mesh.axis_types, strict=True) if t is kind)
+def _axes_of_type(mesh: AnyMesh, axis_type: AxisType) -> tuple[str, ...]:
+    """Returns the axes of a mesh that are Auto, Explicit or Manual."""
+    pairs = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return tuple(axis for axis, its_type in pairs if its_type is axis_type)
 
 
-def _without(target: SpecEntry, axes: frozenset[str]) -> SpecEntry:
-    """The target without some mesh axes."""
-    remaining = tuple(axis for axis in mesh_axes_of(target) if axis not in axes)
-    if len(remaining) == len(mesh_axes_of(target)):
-        return target
-    return remaining[0] if len(remaining) == 1 else remaining or None
+def _without(entry: SpecEntry, mesh_axes: frozenset[str]) -> SpecEntry:
+    """Returns the entry of a spec without some mesh axes."""
+    remaining = tuple(axis for axis in mesh_axes_of(entry) if axis not in mesh_axes)
+    if len(remaining) == len(mesh_axes_of(entry)):
+        return entry
+    if len(remaining) == 1:
+        return remaining[0]
+    return remaining or None
 
 
-def _apply(array: jax.Array, entries: tuple[SpecEntry, ...], mesh: AnyMesh) -> jax.Array:
+def _lay_out(array: jax.Array, entries: tuple[SpecEntry, ...], mesh: AnyMesh) -> jax.Array:
+    """Lays out a tracer or a concrete array, inside a program or outside."""
     if isinstance(array, Tracer):
         return lay_out_traced(array, entries, mesh)
     if is_eager() or not isinstance(jnp.zeros(()), Tracer):
         return _move(array, entries, mesh)
+
     # An array from outside of the function that is being compiled: moving it says which devices
     # are meant, but over Auto axes it is a wish that the compiler may ignore.
     moved = array if isinstance(mesh, AbstractMesh) else _move(array, entries, mesh)
     return lay_out_traced(moved, entries, mesh)
 
 
-def lay_out_traced(array: jax.Array, entries: Sequence[SpecEntry], mesh: AnyMesh) -> jax.Array:
+def lay_out_traced(array: jax.Array, entries: Iterable[SpecEntry], mesh: AnyMesh) -> jax.Array:
     """Lays out a tracer over all mesh axes but Manual ones."""
-    entries = _full(entries, array.ndim)
-    explicit = frozenset(_axes_of_type(mesh, AxisType.Explicit))
-    automatic = frozenset(_axes_of_type(mesh, AxisType.Auto))
-    if explicit:
-        present = tuple(
-            tuple(axis for axis in mesh_axes_of(entry) if axis in explicit) or None
-            for entry in _full(jax.typeof(array).sharding.spec, array.ndim)
-        )
-        typed = tuple(_without(entry, automatic) for entry in entries)
-        spec = PartitionSpec(*_fill_unconstrained(typed, present))
+    entries = _one_per_dimension(entries, array.ndim)
+    explicit_axes = frozenset(_axes_of_type(mesh, AxisType.Explicit))
+    auto_axes = frozenset(_axes_of_type(mesh, AxisType.Auto))
+
+    if explicit_axes:
+        type_entries = _one_per_dimension(jax.typeof(array).sharding.spec, array.ndim)
+        present = tuple(_only(entry, explicit_axes) for entry in type_entries)
+        wanted = tuple(_without(entry, auto_axes) for entry in entries)
+        spec = PartitionSpec(*_fill_unconstrained(wanted, present))
         array = jax.sharding.reshard(array, NamedSharding(mesh, spec))
-    if automatic:
-        spec = PartitionSpec(*(_without(entry, explicit) for entry in entries))
+
+    if auto_axes:
+        spec = PartitionSpec(*(_without(entry, explicit_axes) for entry in entries))
         array = jax.lax.with_sharding_constraint(array, NamedSharding(mesh, spec))
     return array
 
 
+def _only(entry: SpecEntry, mesh_axes: frozenset[str]) -> tuple[str, ...] | None:
+    """Returns those mesh axes of an entry that are among some."""
+    return tuple(axis for axis in mesh_axes_of(entry) if axis in mesh_axes) or None
+
+
 def _move(array: jax.Array, entries: tuple[SpecEntry, ...], mesh: AnyMesh) -> jax.Array:
-    """Moves an array outside of a program, whatever the axis types."""
-    abstract = mesh.abstract_mesh if isinstance(mesh, Mesh) else mesh
-    now = array.sharding
-    sharding = (
-        now if isinstance(now, NamedSharding) and now.mesh.abstract_mesh == abstract else None
+    """Moves a concrete array, whatever the axis types."""
+    abstract_mesh = mesh.abstract_mesh if isinstance(mesh, Mesh) else mesh
+    present = (None,) * array.ndim
+    is_over_mesh = (
+        isinstance(array.sharding, NamedSharding)
+        and array.sharding.mesh.abstract_mesh == abstract_mesh
     )
-    if isinstance(mesh, AbstractMesh) and sharding is None:
-        raise TransformError(
-            f"Outside of a compiled function an array cannot be laid out over {mesh}, which has no "
-            "devices. Pass the mesh itself, or call constrain inside a jitted function."
-        )
-    present = (None,) * array.ndim if sharding is None else _full(sharding.spec, array.ndim)
+    if is_over_mesh:
+        present = _one_per_dimension(array.sharding.spec, array.ndim)
+
+    if isinstance(mesh, AbstractMesh):
+        if not is_over_mesh:
+            raise TransformError(
+                f"Outside of a compiled function an array cannot be laid out over {mesh}, which "
+                "has no devices. Pass the mesh itself, or call constrain inside a jitted function."
+            )
+        mesh = array.sharding.mesh
+
     spec = PartitionSpec(*_fill_unconstrained(entries, present))
-    devices = sharding.mesh if isinstance(mesh, AbstractMesh) and sharding is not None else mesh
-    return jax.device_put(array, NamedSharding(devices, spec))
+    return jax.device_put(array, NamedSharding(mesh, spec))
 
 
-def _full(spec: Iterable[SpecEntry], ndim: int) -> tuple[SpecEntry, ...]:
-    """A spec with one entry per dimension."""
+def _one_per_dimension(spec: Iterable[SpecEntry], ndim: int) -> tuple[SpecEntry, ...]:
+    """Returns the entries of a spec, with None for the dimensions that it leaves out."""
     entries = tuple(spec)
     return entries + (None,) * (ndim - len(entries))
 
@@ -310,36 +307,10 @@ def _full(spec: Iterable[SpecEntry], ndim: int) -> tuple[SpecEntry, ...]:
 def _fill_unconstrained(
     entries: tuple[SpecEntry, ...], present: tuple[SpecEntry, ...]
 ) -> tuple[SpecEntry, ...]:
-    """Keeps entries of unconstrained dimensions, but for mesh axes now taken."""
+    """Returns entries with the present one of each unconstrained dimension."""
+    # Mesh axes that the other dimensions take now are not kept.
     used_axes = frozenset(axis for entry in entries for axis in mesh_axes_of(entry))
     return tuple(
-        _without(now, used_axes) if entry is PartitionSpec.UNCONSTRAINED else entry
-        for entry, now in zip(entries, present, strict=True)
+        _without(present_entry, used_axes) if entry is UNCONSTRAINED else entry
+        for entry, present_entry in zip(entries, present, strict=True)
     )
-
-
-def constrain_activations(x: jax.Array) -> jax.Array:
-    """Lays activations out by the scope's rules for batch and sequence."""
-    # Rules about parameters alone leave activations to the compiler. So does a dimension that the
-    # mesh does not divide, such as the batch of one while sampling.
-    rules = context.current_rules()
-    splits_seq = "seq" in rules.names and mesh_axes_of(rules.spec(("seq",))[0])
-    mesh = resolve_mesh() if "batch" in rules.names or splits_seq else None
-    if mesh is None:
-        return x
-    names: tuple[Any, ...] = ("batch", "seq", "embed")[-x.ndim :]
-    if names[0] == "batch" and "batch" not in rules.names:  # it stays where it was placed
-        typed = explicit_entries(x)
-        if typed is None:
-            names = (UNCONSTRAINED, *names[1:])
-        else:
-            rules = rules.override({"batch": typed[0]})
-    parts = [
-        math.prod(mesh.shape.get(axis, 1) for axis in mesh_axes_of(entry))
-        for entry in rules.spec(names)
-    ]
-    entries = [
-        name if size % count == 0 else UNCONSTRAINED
-        for name, size, count in zip(names, x.shape, parts, strict=True)
-    ]
-    return constrain(x, entries, mesh, rules)

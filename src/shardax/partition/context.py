@@ -1,15 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rules in scope.
+"""The settings in scope: rules, and how layers run.
 
 The *current rules* are those of the innermost ``with axis_rules(...)`` around the running code, in
-this thread; without one they are empty. They are part of the key by which ``jax.jit`` finds
-compiled programs, so a function traced under some rules is traced anew under others.
+this thread; without one they are empty. All settings are part of the key by which ``jax.jit`` finds
+compiled programs, so a function traced under some settings is traced anew under others.
 
-A scope can also set what a constraint without a mesh does, for all the code inside; in how many
-microbatches stacks run (``parallel``); which kernels layers run (``kernels``); and that constraints
-only *mark* arrays: an array stays as it is, and the traced program holds the names that it was to
-be laid out by (``marking_names``). A planner learns the names of dimensions inside of a program
-that way.
+Besides rules, a scope can set
+
+* what a constraint does without a mesh (``axis_rules(..., on_no_mesh=...)``),
+* in how many microbatches stacks run, and how attention reads a split sequence (``parallel``),
+* which kernels layers run (``kernels``, and ``tracing_reference`` for none but XLA's),
+* that constraints only *mark* arrays (``marking_names``): an array stays as it is, and the traced
+  program holds the names that it was to be laid out by. A planner reads the names of dimensions
+  inside of a program that way.
+
+What an inner scope does not set is as in the scope around it.
 """
 
 from __future__ import annotations
@@ -27,15 +32,13 @@ from jax.sharding import PartitionSpec
 
 from shardax._core.checks import Options
 from shardax.partition.errors import PartitionError
-from shardax.partition.mesh import AnyMesh
-from shardax.partition.rules import Rules, RulesLike, identity_rules
+from shardax.partition.rules import Rules, RulesLike
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 OnNoMesh = Literal["error", "ignore"]
 """The effect of a constraint without a mesh or rules: raise, or leave the array as it is."""
-
 
 SCHEDULES = ("gpipe", "circular")
 """The orders in which stages of a pipeline have layers."""
@@ -47,6 +50,8 @@ _OPTIONS = Options(PartitionError)
 
 
 class _Settings(NamedTuple):
+    """All settings of a scope."""
+
     rules: Rules = Rules()
     on_no_mesh: OnNoMesh = "error"
     marking: bool = False
@@ -65,9 +70,13 @@ class _Settings(NamedTuple):
 # The context is part of the key of JAX's own caches, so rules that change retrace, also in plain
 # jax.jit. It is hashed and compared on every call of a compiled function, therefore it holds text,
 # for which Python is not entered; equal settings have equal text.
-_DEFAULT = repr(_Settings())
-_current = jax.make_user_context(default_value=_DEFAULT)
-_settings_by_text: dict[str, _Settings] = {_DEFAULT: _Settings()}
+_DEFAULT_TEXT = repr(_Settings())
+_current_text = jax.make_user_context(default_value=_DEFAULT_TEXT)
+_settings_by_text: dict[str, _Settings] = {_DEFAULT_TEXT: _Settings()}
+
+
+def _current_settings() -> _Settings:
+    return _settings_by_text[_current_text.value]
 
 
 def current_rules() -> Rules:
@@ -77,44 +86,27 @@ def current_rules() -> Rules:
         >>> len(current_rules())
         0
     """
-    return _settings_by_text[_current.value].rules
+    return _current_settings().rules
 
 
 def resolve_rules(rules: RulesLike | None = None) -> Rules:
-    """``rules`` as Rules, or the current rules for None."""
+    """Returns ``rules`` as ``Rules``, or the current rules for None."""
     if rules is None:
         return current_rules()
     return rules if isinstance(rules, Rules) else Rules(rules)
 
 
-def rules_over(mesh: AnyMesh | None, rules: RulesLike | None = None) -> Rules:
-    """``rules``, else the current rules, else the mesh axes' own names."""
-    chosen = resolve_rules(rules)
-    if rules is not None or chosen or mesh is None:
-        return chosen
-    return identity_rules(tuple(mesh.axis_names))
-
-
-def names_without_rules(
-    names: Iterable[object], mesh: AnyMesh | None, rules: RulesLike | None = None
-) -> tuple[str, ...]:
-    """Unmapped names without rules, given or in scope."""
-    if rules is not None or current_rules():
-        return ()
-    return rules_over(mesh).assign(names).unmapped
-
-
 def resolve_on_no_mesh(on_no_mesh: OnNoMesh | None = None) -> OnNoMesh:
-    """The policy given, else the one in scope, else ``"error"``."""
+    """Returns the policy given, else the one in scope, else ``"error"``."""
     if on_no_mesh is None:
-        return _settings_by_text[_current.value].on_no_mesh
+        return _current_settings().on_no_mesh
     _OPTIONS.choice("on_no_mesh", on_no_mesh, ("error", "ignore"))
     return on_no_mesh
 
 
 def is_marking() -> bool:
     """Whether constraints only mark arrays by their names."""
-    return _settings_by_text[_current.value].marking
+    return _current_settings().marking
 
 
 class SettingsScope:
@@ -125,17 +117,18 @@ class SettingsScope:
         self._changes = changes
         self._local = threading.local()  # one scope object may be entered by many threads at once
 
-    def __reduce__(self) -> Any:
-        return _scope_of, (self._name, self._changes)
+    def __reduce__(self) -> tuple[Callable[..., SettingsScope], tuple[str, dict[str, Any]]]:
+        return _unpickled_scope, (self._name, self._changes)
 
     def __enter__(self) -> Rules:
-        if not hasattr(self._local, "entered"):
-            self._local.entered = []
-        settings = _settings_by_text[_current.value]._replace(**self._changes)
+        settings = _current_settings()._replace(**self._changes)
         text = repr(settings)
         _settings_by_text.setdefault(text, settings)
-        scope = _current(text)
+        scope = _current_text(text)
         scope.__enter__()
+
+        if not hasattr(self._local, "entered"):
+            self._local.entered = []
         self._local.entered.append(scope)
         return settings.rules
 
@@ -162,8 +155,8 @@ class SettingsScope:
         return scoped
 
 
-def _scope_of(name: str, changes: dict[str, Any]) -> SettingsScope:
-    """Makes a scope again, where it was pickled."""
+def _unpickled_scope(name: str, changes: dict[str, Any]) -> SettingsScope:
+    """Returns the ``SettingsScope`` that was pickled."""
     return SettingsScope(name, **changes)
 
 
@@ -237,15 +230,16 @@ def parallel(
         True
     """
     changes: dict[str, Any] = {}
-    options = Options(PartitionError)
     if microbatches is not None:
-        options.integers(microbatches=microbatches)
+        _OPTIONS.integers(microbatches=microbatches)
         changes["microbatches"] = int(microbatches)  # as text it is part of JAX's key
+
     if schedule is not None:
-        options.choice("schedule", schedule, SCHEDULES)
+        _OPTIONS.choice("schedule", schedule, SCHEDULES)
         changes["schedule"] = schedule
+
     if context is not None:
-        options.choice("context", context, ("all-gather", "ring", "ring-zigzag"))
+        _OPTIONS.choice("context", context, ("all-gather", "ring", "ring-zigzag"))
         changes["context"] = context
     return SettingsScope("parallel", **changes)
 
@@ -295,71 +289,76 @@ def kernels(
         True
     """
     changes: dict[str, Any] = {}
-    options = Options(PartitionError)
+    if attention is not None:
+        _OPTIONS.choice("attention", attention, ATTENTION_KERNELS)
+        changes["attention"] = str(attention)
+
     names = {"experts": experts, "loss": loss, "gated": gated, "norms": norms}
-    for kind, name in {"attention": attention, **names}.items():
+    for layer, name in names.items():
         if name is not None:
-            options.choice(kind, name, ATTENTION_KERNELS if kind == "attention" else LAYER_KERNELS)
-            changes[kind] = str(name)
+            _OPTIONS.choice(layer, name, LAYER_KERNELS)
+            changes[layer] = str(name)
+
     if interpret is not None:
-        options.choice("interpret", interpret, (True, False))
+        _OPTIONS.choice("interpret", interpret, (True, False))
         changes["interpret"] = interpret
     return SettingsScope("kernels", **changes)
 
 
 def current_kernel(kind: str) -> str | None:
     """Returns the scope's kernel of a kind, such as attention, or None."""
-    return getattr(_settings_by_text[_current.value], kind)
+    return getattr(_current_settings(), kind)
 
 
 def is_interpreting_kernels() -> bool:
     """Whether Pallas's kernels are interpreted."""
-    return _settings_by_text[_current.value].interpret
+    return _current_settings().interpret
 
 
 def tracing_reference() -> SettingsScope:
-    """A scope in which every layer computes by XLA's operations."""
-    # Of a step for other hardware, its operations and dimensions are read from this.
+    """Returns a scope in which every layer computes by XLA's operations."""
+    # A planner reads the operations and dimensions of a step for other hardware from this.
     return SettingsScope("tracing_reference", reference=True)
 
 
 def is_tracing_reference() -> bool:
     """Whether layers compute by XLA's operations, whatever was asked for."""
-    return _settings_by_text[_current.value].reference
+    return _current_settings().reference
 
 
 def current_schedule() -> str:
     """Returns the schedule of pipelines of the scope."""
-    return _settings_by_text[_current.value].schedule
+    return _current_settings().schedule
 
 
 def current_microbatches() -> int | None:
     """Returns the microbatches of the scope, or None."""
-    return _settings_by_text[_current.value].microbatches
+    return _current_settings().microbatches
 
 
 def current_context() -> str:
     """Returns the scope's way of attention over a split sequence."""
-    return _settings_by_text[_current.value].context
+    return _current_settings().context
 
 
 _MARK = "shardax-names:"
 
 
 def marking_names(rules: RulesLike) -> SettingsScope:
-    """A scope of constraints for marking alone."""
+    """Returns a scope in which constraints only mark arrays by their names."""
     # Programs traced in it are not used outside of it, nor the other way round.
     return SettingsScope("marking_names", rules=resolve_rules(rules), marking=True)
 
 
 def mark_names(array: jax.Array, names: Iterable[object]) -> jax.Array:
-    """The array, marked by an equation of the primitive ``name``."""
-    plain = [list(n) if isinstance(n, tuple) else n if isinstance(n, str) else None for n in names]
-    return checkpoint_name(array, _MARK + json.dumps(plain))
+    """Returns the array, marked by an equation of the primitive ``name``."""
+    # JSON writes a tuple of names as a list. What is no name, such as UNCONSTRAINED, says nothing.
+    entries = [name if isinstance(name, (str, tuple)) else None for name in names]
+    return checkpoint_name(array, _MARK + json.dumps(entries))
 
 
 def names_marked(text: str) -> tuple[Any, ...] | None:
-    """Names from ``mark_names`` in a parameter ``name``, or None for another name."""
+    """Returns the names in the parameter ``name`` of a mark, or None for another name."""
     if not text.startswith(_MARK):
         return None
     entries = json.loads(text.removeprefix(_MARK))
@@ -392,4 +391,6 @@ def logical_to_mesh_axes(
         >>> logical_to_mesh_axes(("batch", "length", "heads", "features"), rules)
         P('x', None, 'y', None)
     """
-    return None if names is None else resolve_rules(rules).spec(names)
+    if names is None:
+        return None
+    return resolve_rules(rules).spec(names)

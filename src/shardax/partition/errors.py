@@ -1,25 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Diagnostics of layouts, and the errors of ``shardax.partition``.
+"""The errors of ``shardax.partition``, and ``Diagnostic``.
 
 A *diagnostic* is one thing worth knowing about a layout: an ``"error"`` (the layout is impossible),
-a ``"warning"`` (possible, but hardly as meant) or ``"info"``. Its ``code`` names the kind:
+a ``"warning"`` (possible, but hardly as meant) or ``"info"``. Its ``code`` names the kind;
+``shardax.partition.findings`` has one function for each code. ``raise_on_errors`` makes one
+``PartitionCheckError`` of all diagnostics that are errors.
 
-* ``axis-names``: error; names malformed, or a name twice in one array.
-* ``rank-mismatch``: error; not one name per dimension.
-* ``unknown-mesh-axis``: error; the mesh has no such axis.
-* ``indivisible``: error; a dimension cannot be cut into equal parts.
-* ``mesh-axis-conflict``: two dimensions of one array want one mesh axis. Of rules: error under
-  ``on_conflict="error"``, else warning if a name goes without, info if a later rule serves it.
-* ``unmapped-name``: no rule mentions a name. Error under ``on_unmapped="error"``; else a warning,
-  and only for a name that looks like one that has a rule.
-* ``axis-type-order``: warning; a dimension is split over an Auto mesh axis before an Explicit one.
-* ``unconstrained``: ``UNCONSTRAINED`` where an array is placed.
-* ``unused-rule``: info; no array chose a rule. Warning if its name looks misspelt.
-* ``large-replicated``: warning; every device holds a large array whole.
-* ``shadowed-rule``: warning; an earlier rule for the same name leaves a rule nothing to do.
-* ``unused-mesh-axis``: info; no rule names a mesh axis.
-
-``shardax.partition.tree_check`` lists those of whole trees.
+A ``PartitionError`` says that rules or names are malformed, before any layout, or that an array
+cannot be constrained. The functions at the end make those of ``shardax.partition.rules`` and
+``shardax.partition.constraints``.
 """
 
 from __future__ import annotations
@@ -29,8 +18,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import jax
+from jax.sharding import PartitionSpec
+
 from shardax._core.errors import ShardaxError
-from shardax._core.graph.paths import Path
+from shardax._core.graph.paths import Path, format_path
+from shardax._transforms.errors import NoMeshError, TransformError
+from shardax.partition.assignment import AxisAssignment, Names, format_rule
+from shardax.partition.mesh import AnyMesh, mesh_text
 
 Severity = Literal["error", "warning", "info"]
 
@@ -62,17 +57,22 @@ class Diagnostic:
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:
-    """A sentence with the most similar of the known names, or nothing."""
+    """Returns a sentence with the most similar of the known names, or an empty text."""
     matches = difflib.get_close_matches(name, list(names), n=1)
     return f" Did you mean {matches[0]!r}?" if matches else ""
 
 
 def nearest_name(name: str, names: Sequence[str]) -> str | None:
-    """The likely spelling of a misspelt name, or None."""
-    near = difflib.get_close_matches(name, names, 1, NEAR)
+    """Returns the likely spelling of a misspelt name, or None."""
+    similar = difflib.get_close_matches(name, names, 1, NEAR)
+    if similar:
+        return similar[0]
+
     # In a short name one exchange of letters is a large part of it: "mpl" for "mlp".
-    exchanged = [item for item in names if item != name and sorted(item) == sorted(name)]
-    return next(iter((*near, *exchanged)), None)
+    for other in names:
+        if other != name and sorted(other) == sorted(name):
+            return other
+    return None
 
 
 class PartitionError(ShardaxError, ValueError, RuntimeError):
@@ -102,3 +102,225 @@ def raise_on_errors(diagnostics: Iterable[Diagnostic]) -> None:
     errors = [diagnostic for diagnostic in diagnostics if diagnostic.severity == "error"]
     if errors:
         raise PartitionCheckError(errors)
+
+
+# --- names and rules ------------------------------------------------------------------------------
+
+_RULES_EXAMPLE = "Rules([('embed', None), ('mlp', 'model')])"
+
+
+def names_in_one_string(names: str) -> PartitionError:
+    """Returns the error of one string in place of a tuple of names."""
+    return PartitionError(
+        f"Axis names {names!r} are one string; give one name per dimension: ({names!r},)."
+    )
+
+
+def names_not_iterable(names: object) -> PartitionError:
+    """Returns the error of something that is no sequence of names."""
+    return PartitionError(
+        f"Axis names are {names!r} of type {type(names).__name__}; give one entry per dimension, "
+        "for instance ('embed', 'mlp')."
+    )
+
+
+def malformed_name(names: Names, position: int) -> PartitionError:
+    """Returns the error of an entry that names no dimension."""
+    entry = names[position]
+    return PartitionError(
+        f"Axis names {names}: entry {position} is {entry!r} of type {type(entry).__name__}. An "
+        "entry is a string, None (unnamed), PartitionSpec.UNCONSTRAINED, or a tuple of strings for "
+        "a merged dimension."
+    )
+
+
+def repeated_names(names: Names, repeated: Sequence[str]) -> PartitionError:
+    """Returns the error of names that stand for several dimensions of one array."""
+    listed = ", ".join(map(repr, repeated))
+    return PartitionError(
+        f"Axis names {names} hold {listed} more than once, but one array can use a mesh axis only "
+        f"once. Name the dimensions apart, for instance {repeated[0] + '_in'!r} and "
+        f"{repeated[0] + '_out'!r}, or None for one to replicate."
+    )
+
+
+def unmapped_names(
+    names: Names, assignment: AxisAssignment, names_with_rules: Sequence[str]
+) -> PartitionError:
+    """Returns the error of names without a rule, under ``on_unmapped="error"``."""
+    text = unmapped_text(assignment.unmapped, names_with_rules)
+    return PartitionError(f"Axis names {names}: {text}")
+
+
+def mesh_axis_conflict(names: Names, assignment: AxisAssignment) -> PartitionError:
+    """Returns the error of names that want one mesh axis, under ``on_conflict="error"``."""
+    return PartitionError(f"Axis names {names}: {conflict_text(assignment)}")
+
+
+def unknown_policy(option: str, value: object, policies: Sequence[str]) -> PartitionError:
+    """Returns the error of a policy of rules that does not exist."""
+    expected = " or ".join(map(repr, policies))
+    return PartitionError(f"{option}={value!r} must be {expected}.")
+
+
+def no_pairs(pairs: object) -> PartitionError:
+    """Returns the error of something that rules cannot be made of."""
+    return PartitionError(
+        f"Rules are made of pairs or a mapping, not of {pairs!r} ({type(pairs).__name__}). Write "
+        f"for instance {_RULES_EXAMPLE}; Rules([]) has no rules."
+    )
+
+
+def no_pair(position: int, pair: object) -> PartitionError:
+    """Returns the error of a rule that is no pair."""
+    return PartitionError(
+        f"Rule {position} is {pair!r}, not a pair of a logical name and a target. Write for "
+        f"instance {_RULES_EXAMPLE}."
+    )
+
+
+def malformed_rule_name(position: int, pair: Sequence[object]) -> PartitionError:
+    """Returns the error of a rule whose name is no string."""
+    name = pair[0]
+    return PartitionError(
+        f"Rule {position} is {tuple(pair)!r}: the logical name {name!r} is of type "
+        f"{type(name).__name__}; names are strings."
+    )
+
+
+def malformed_target(position: int, name: str, target: object) -> PartitionError:
+    """Returns the error of a target that is no target."""
+    return PartitionError(
+        f"Rule {position} for {name!r} has the target {target!r} of type {type(target).__name__}. "
+        "A target is a mesh axis, a tuple of mesh axes, None (replicate) or "
+        "PartitionSpec.UNCONSTRAINED."
+    )
+
+
+def malformed_target_axis(position: int, name: str, mesh_axes: Sequence[object]) -> PartitionError:
+    """Returns the error of a target of several mesh axes, one of which is no string."""
+    return PartitionError(
+        f"Rule {position} for {name!r} has the target {mesh_axes!r}: a tuple holds names of mesh "
+        f"axes only. To offer a second choice, write a second rule for {name!r} after this one."
+    )
+
+
+def repeated_target_axis(position: int, name: str, mesh_axes: Sequence[str]) -> PartitionError:
+    """Returns the error of a target that has a mesh axis twice."""
+    return PartitionError(
+        f"Rule {position} for {name!r} has the target {mesh_axes!r}, which holds a mesh axis "
+        "twice; one array can use a mesh axis only once. Write "
+        f"{tuple(dict.fromkeys(mesh_axes))!r}."
+    )
+
+
+def conflict_text(assignment: AxisAssignment) -> str:
+    """Returns the text about every rule passed over, under ``on_conflict="error"``."""
+    conflicts = [
+        f"mesh axis {loss.mesh_axis!r} is wanted by {loss.rule[0]!r} through the rule "
+        f"{format_rule(loss.rule)}, but {loss.winner[0]!r} already has it through "
+        f"{format_rule(loss.winner)}"
+        for loss in assignment.passed_over
+    ]
+    return (
+        f"{'; '.join(conflicts)}. One array can use a mesh axis only once. Give one of the names "
+        "another mesh axis or None, or let the earlier rule win with on_conflict='first'."
+    )
+
+
+def unmapped_text(unmapped: Sequence[str], names_with_rules: Sequence[str]) -> str:
+    """Returns the text about names without a rule, under ``on_unmapped="error"``."""
+    suggestions = [
+        f"{similar!r} for {name!r}"
+        for name in unmapped
+        for similar in difflib.get_close_matches(name, names_with_rules, n=1)
+    ]
+    hint = f" Did you mean {' and '.join(suggestions)}?" if suggestions else ""
+
+    context = "there are no rules"
+    if names_with_rules:
+        context = f"names with rules: {', '.join(map(repr, names_with_rules))}"
+
+    return (
+        f"no rule mentions {', '.join(map(repr, unmapped))} ({context}).{hint} Add the rule "
+        f"({unmapped[0]!r}, None) to replicate on purpose, or use on_unmapped='replicate'."
+    )
+
+
+# --- constraints ----------------------------------------------------------------------------------
+
+_TO_IGNORE = "To run without a mesh or rules too, say constrain(..., on_no_mesh='ignore')."
+
+
+def _constraint_text(array: jax.Array, names: Names) -> str:
+    """Returns the beginning of the text about a constraint."""
+    return f"Cannot constrain an array {array.dtype}{list(array.shape)} by {names}:"
+
+
+def constraint_of_no_array(value: object, names: Names) -> PartitionError:
+    """Returns the error of a constraint of something that is no array."""
+    return PartitionError(
+        f"Cannot constrain a value of type {type(value).__name__} by {names}: it is no array. "
+        "The arrays of a tree are constrained one by one, each by names of its own; shapes "
+        "without numbers get their shardings from sx.abstract(tree, mesh, rules)."
+    )
+
+
+def constraint_of_other_rank(array: jax.Array, names: Names) -> PartitionError:
+    """Returns the error of a constraint by more or fewer names than dimensions."""
+    return PartitionError(
+        f"{_constraint_text(array, names)} there are {len(names)} axis names for {array.ndim} "
+        "dimensions. Give one entry per dimension, None for a dimension without a name."
+    )
+
+
+def constraint_without_mesh(array: jax.Array, names: Names) -> NoMeshError:
+    """Returns the error of a constraint where no mesh is known."""
+    return NoMeshError(
+        f"{_constraint_text(array, names)} no mesh was given, none is in scope, and the array is "
+        "not laid out over one. Put one in scope, with jax.set_mesh(mesh): ..., or pass mesh=mesh. "
+        f"{_TO_IGNORE}"
+    )
+
+
+def constraint_without_devices(array: jax.Array, names: Names, mesh: AnyMesh) -> TransformError:
+    """Returns the error of a constraint over a mesh that JAX would not follow."""
+    return TransformError(
+        f"{_constraint_text(array, names)} {mesh} has no devices, and nothing says which the "
+        "program is for, so JAX would drop the constraint. Call the compiled function under "
+        "jax.set_mesh(mesh), not use_abstract_mesh; or pass mesh=mesh; or give it arrays that "
+        f"are laid out over one, or jax.ShapeDtypeStruct(..., sharding=...). {_TO_IGNORE}"
+    )
+
+
+def constraint_without_rules(
+    array: jax.Array, names: Names, name: str, mesh: AnyMesh
+) -> PartitionError:
+    """Returns the error of a constraint with a name that is no mesh axis, without rules."""
+    return PartitionError(
+        f"{_constraint_text(array, names)} no rules were given, none are in scope, and {name!r} is "
+        f"no axis of the mesh ({mesh_text(mesh.shape)}). Put rules in scope, with "
+        f"sx.axis_rules(rules): ..., or pass rules=rules. {_TO_IGNORE}"
+    )
+
+
+def impossible_constraint(
+    array: jax.Array, names: Names, diagnostics: Iterable[Diagnostic]
+) -> PartitionError:
+    """Returns the error of a constraint that the array cannot have."""
+    # A message begins with the path of its array, and this one has none.
+    root = format_path(()) + ": "
+    texts = [str(each).removeprefix(root) for each in diagnostics if each.severity == "error"]
+    return PartitionError("\n  ".join([_constraint_text(array, names), *texts]))
+
+
+def refused_constraint(
+    array: jax.Array, names: Names, spec: PartitionSpec, mesh: AnyMesh, error: Exception
+) -> PartitionError:
+    """Returns the error of a constraint that JAX refuses."""
+    return PartitionError(
+        f"{_constraint_text(array, names)} JAX refuses {spec} over {mesh} here: "
+        f"{error}\nUnder vmap, a mesh axis that splits the mapped dimension (by an Explicit "
+        "type or spmd_axis_name) is taken: give the names inside the mapped function other "
+        "mesh axes, or None, by rules of their own."
+    )

@@ -30,51 +30,66 @@ from shardax.partition.rules import SpecEntry, mesh_axes_of
 
 
 def explicit_entries(array: jax.Array) -> tuple[SpecEntry, ...] | None:
-    """Mesh axes of each dimension in the array's type, or None."""
+    """Returns the mesh axes of each dimension in the array's type, or None if there are none."""
     entries = tuple(jax.typeof(array).sharding.spec)
     return entries if any(entry is not None for entry in entries) else None
 
 
 def explicit_sharding(array: jax.Array) -> NamedSharding | None:
-    """Sharding of an array's type over Explicit axes, or None."""
+    """Returns the sharding in an array's type, or None if no dimension is split over it."""
     return None if explicit_entries(array) is None else jax.typeof(array).sharding
 
 
-def joined_sharding(parts: Iterable[tuple[jax.Array, Sequence[int]]]) -> NamedSharding | None:
-    """Sharding of a result with several operands' dimensions, for ``out_sharding=``."""
-    # ``parts`` are pairs of an operand and those of its dimensions that the result has, in the
-    # result's order. Where two want one mesh axis, the earlier has it. None if no operand is split.
-    array_entries = [(array, explicit_entries(array), dimensions) for array, dimensions in parts]
-    mesh = next(
-        (
-            jax.typeof(array).sharding.mesh
-            for array, entries, _ in array_entries
-            if entries is not None
-        ),
-        None,
-    )
-    if mesh is None:
-        return None
+def joined_sharding(operands: Iterable[tuple[jax.Array, Sequence[int]]]) -> NamedSharding | None:
+    """Returns the sharding of a result with dimensions of several operands, for ``out_sharding=``.
+
+    Args:
+        operands: Pairs of an operand and those of its dimensions that the result has, in the
+            result's order. Where two want one mesh axis, the earlier has it.
+
+    Returns:
+        The sharding, or None if no operand is split.
+    """
+    mesh = None
     used_axes: set[str] = set()
     spec: list[SpecEntry] = []
-    for _, entries, dimensions in array_entries:
+    for array, dimensions in operands:
+        entries = explicit_entries(array)
+        if entries is None:
+            spec += [None] * len(dimensions)
+            continue
+
+        if mesh is None:
+            mesh = jax.typeof(array).sharding.mesh
         for dimension in dimensions:
-            entry = None if entries is None else entries[dimension]
-            spec.append(None if used_axes.intersection(mesh_axes_of(entry)) else entry)
-            used_axes.update(mesh_axes_of(spec[-1]))
-    return NamedSharding(mesh, PartitionSpec(*spec))
+            mesh_axes = mesh_axes_of(entries[dimension])
+            if used_axes.isdisjoint(mesh_axes):
+                spec.append(entries[dimension])
+                used_axes.update(mesh_axes)
+            else:
+                spec.append(None)
+    return None if mesh is None else NamedSharding(mesh, PartitionSpec(*spec))
 
 
 def align(parameter: jax.Array, x: jax.Array, dimensions: Sequence[int] | None = None) -> jax.Array:
-    """Lays a parameter out like the dimensions it meets elementwise."""
-    # ``dimensions`` are those of ``x``, the last ones by default.
+    """Lays a parameter out like the dimensions it meets elementwise.
+
+    Args:
+        parameter: The parameter.
+        x: The array that it is combined with.
+        dimensions: The dimensions of ``x`` that it meets; by default the last ones.
+    """
     entries = explicit_entries(parameter)
     if entries is None:
         return parameter
-    every = tuple(jax.typeof(x).sharding.spec)
-    places = range(x.ndim - parameter.ndim, x.ndim) if dimensions is None else dimensions
-    pairs = zip(places, parameter.shape, strict=True)
-    aligned = tuple(every[i] if x.shape[i] == size else None for i, size in pairs)
+
+    if dimensions is None:
+        dimensions = range(x.ndim - parameter.ndim, x.ndim)
+    entries_of_x = tuple(jax.typeof(x).sharding.spec)
+    aligned = tuple(
+        entries_of_x[dimension] if x.shape[dimension] == size else None  # else it is broadcast
+        for dimension, size in zip(dimensions, parameter.shape, strict=True)
+    )
     if aligned == entries:
         return parameter
     mesh = jax.typeof(parameter).sharding.mesh
@@ -86,16 +101,16 @@ def gathered(x: jax.Array, axis: int) -> jax.Array:
     entries = explicit_entries(x)
     if entries is None or entries[axis] is None:
         return x
-    whole = list(entries)
-    whole[axis] = None
+    gathered_entries = list(entries)
+    gathered_entries[axis] = None
     mesh = jax.typeof(x).sharding.mesh
-    return jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec(*whole)))
+    return jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec(*gathered_entries)))
 
 
 def with_layout(
     function: Callable[..., jax.Array], out_sharding: Any, *arrays: PyTree
 ) -> jax.Array:
-    """Runs a function with Explicit mesh axes as Auto."""
+    """Returns the result of a function for which Explicit mesh axes are Auto."""
     if out_sharding is None:
         return function(*arrays)
     result: PyTree = jax.sharding.auto_axes(function, out_sharding=out_sharding)

@@ -18,7 +18,7 @@ import threading
 import types
 import weakref
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -33,14 +33,14 @@ from shardax._transforms.errors import TransformError
 from shardax._transforms.jit.abstract_eval import eval_shape
 from shardax._transforms.jit.jit import jit
 from shardax._transforms.lift.captures import Functions
-from shardax.partition.context import axis_rules, resolve_rules, rules_over
-from shardax.partition.mesh import AnyMesh
+from shardax.partition.context import axis_rules, resolve_rules
+from shardax.partition.mesh import AnyMesh, check_devices, require_mesh
 from shardax.partition.placement import shard
-from shardax.partition.rules import RulesLike
+from shardax.partition.resolved import ResolvedRules
+from shardax.partition.rules import Rules, RulesLike
 from shardax.partition.specs import get_sharding
-from shardax.partition.tree_layout import check_devices, require_mesh
 
-MOST = 64
+MAX_PROGRAMS = 64
 """The number of remembered programs; the least recently used is forgotten first."""
 
 
@@ -90,46 +90,71 @@ def initialise(
         >>> layers[0].value.sharding.spec, layers[0].names
         (P(None, 'model'), (None, 'model'))
     """
-    where = require_mesh(mesh, "initialise")
+    mesh = require_mesh(mesh, "initialise")
     if not is_eager():
         raise TransformError(
             "initialise places arrays and cannot be called inside a program. Call it outside; or, "
             "inside, call the initializer itself and unbox(result), which constrains the values."
         )
-    where = check_devices(where, "initialise", "get_sharding(jax.eval_shape(fn, ...), mesh)")
-    automatic = _automatic(where)
+    mesh = check_devices(mesh, "initialise", "get_sharding(jax.eval_shape(fn, ...), mesh)")
+    auto_mesh = _with_auto_axes(mesh)
     call = InitializerCall(fn, args, kwargs)
-    inputs = [_over_automatic(array) for array in call.inputs]
-    with jax.set_mesh(automatic), axis_rules(resolve_rules(rules)):
-        functions: list[Any] = []
-        key = call.key(functions, automatic, rules_over(automatic, rules))
-        program = None if key is None else _programs.pop(key, None)
-        if program is None:
-            shardings = get_sharding(eval_shape(call.run, inputs), automatic, rules)
-            runner = CurrentCall(call)
-            ends = [
-                weakref.ref(function, lambda _: _programs.pop(key, None)) for function in functions
-            ]
-            program = runner, jit(runner, out_shardings=shardings), ends
-        if key is not None:
-            _programs[key] = program  # as the last one used
-            while len(_programs) > MOST:
-                _programs.pop(next(iter(_programs)), None)
-        runner, compiled, _ = program
-        result = runner.run(call, compiled, inputs)
-    if automatic == where:
+    inputs = [_over_auto_axes(array) for array in call.inputs]
+
+    with jax.set_mesh(auto_mesh), axis_rules(resolve_rules(rules)):
+        program = _program_of(call, inputs, auto_mesh, rules)
+        result = program.function.run(call, program.compiled, inputs)
+    if auto_mesh == mesh:
         return result
 
-    def over_given(leaf):  # of the same devices: nothing is moved
+    # Over the axes that were given, of the same devices: nothing is moved.
+    def over_given_axes(leaf: PyTree) -> PyTree:
         if is_object(leaf):
-            return shard(leaf, where, rules)
-        return jax.device_put(leaf, NamedSharding(where, leaf.sharding.spec))
+            return shard(leaf, mesh, rules)
+        return jax.device_put(leaf, NamedSharding(mesh, leaf.sharding.spec))
 
-    return jax.tree.map(over_given, result, is_leaf=is_object)
+    return jax.tree.map(over_given_axes, result, is_leaf=is_object)
+
+
+class RememberedProgram(NamedTuple):
+    """The compiled program of an initializer."""
+
+    function: CurrentCall
+    compiled: Callable[[Any], Any]
+    references: list[weakref.ref[Any]]  # to the functions with any of which it is forgotten
+
+
+_programs: dict[Hashable, RememberedProgram] = {}
+
+# With the programs go the callbacks of their weak references, which would compare keys while the
+# interpreter takes the modules apart.
+atexit.register(_programs.clear)
+
+
+def _program_of(
+    call: InitializerCall, inputs: Sequence[PyTree], mesh: Mesh, rules: RulesLike | None
+) -> RememberedProgram:
+    """Returns the program of a call, remembered or new."""
+    functions: list[Any] = []
+    key = call.key(functions, mesh, ResolvedRules(mesh, rules).rules)
+    program = None if key is None else _programs.pop(key, None)
+    if program is None:
+        shardings = get_sharding(eval_shape(call.run, inputs), mesh, rules)
+        function = CurrentCall(call)
+        references = [
+            weakref.ref(function, lambda _: _programs.pop(key, None)) for function in functions
+        ]
+        program = RememberedProgram(function, jit(function, out_shardings=shardings), references)
+
+    if key is not None:
+        _programs[key] = program  # as the last one used
+        while len(_programs) > MAX_PROGRAMS:
+            _programs.pop(next(iter(_programs)), None)
+    return program
 
 
 class InitializerCall:
-    """A call of an initializer, with its inputs apart."""
+    """A call of an initializer: its function, its inputs, and its static arguments."""
 
     def __init__(
         self, function: Callable[..., PyTree], args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
@@ -141,22 +166,28 @@ class InitializerCall:
     def run(
         self, arguments: Sequence[object], function: Callable[..., PyTree] | None = None
     ) -> PyTree:
-        """Calls the function, or another one in its place, with other inputs."""
+        """Returns the result of the function, or another one in its place, for other inputs."""
         remaining = iter(arguments)
-        filled = [next(remaining) if _is_input(leaf) else leaf for leaf in self._leaves]
-        args, kwargs = self._treedef.unflatten(filled)
+        leaves = [next(remaining) if _is_input(leaf) else leaf for leaf in self._leaves]
+        args, kwargs = self._treedef.unflatten(leaves)
         return (function or self.function)(*args, **kwargs)
 
-    def key(self, functions: list[Any], *more: Hashable) -> Hashable | None:
-        """The key of the program, or None for this call alone."""
-        # Functions are in it by identity; they are added to the list, and must outlive the program.
+    def key(self, functions: list[Any], mesh: Mesh, rules: Rules) -> Hashable | None:
+        """Returns the key of the program, or None if the program is for this call alone.
+
+        Args:
+            functions: Gets the functions that are in the key by identity, and must outlive the
+                program.
+            mesh: The mesh of the program.
+            rules: The rules over it.
+        """
         owner = getattr(self.function, "__self__", None)
         if isinstance(self.function, Object) or isinstance(owner, Object):
             return None
         static = [self.function, *(leaf for leaf in self._leaves if not _is_input(leaf))]
         try:
-            parts = tuple(_key_of(item, functions) for item in static)
-            key = (self._treedef, parts, _types_of(self.inputs), more)
+            static_key = tuple(_key_of(item, functions) for item in static)
+            key = (self._treedef, static_key, _types_of(self.inputs), mesh, rules)
             hash(key)
         except TypeError:  # something has no hash, or no weak references
             return None
@@ -164,7 +195,7 @@ class InitializerCall:
 
 
 def _key_of(item: object, functions: list[object]) -> Hashable:
-    """A static value as part of a key."""
+    """Returns a static value as part of a key."""
     if isinstance(item, types.MethodType):
         return _key_of(item.__func__, functions), _identity(item.__self__, functions)
     if callable(item) and type(item).__hash__ is object.__hash__:
@@ -173,9 +204,10 @@ def _key_of(item: object, functions: list[object]) -> Hashable:
 
 
 def _identity(item: object, functions: list[object]) -> Hashable:
+    """Returns what is equal for no other object, while this one is alive."""
     weakref.ref(item)  # raises if there are none
     functions.append(item)
-    return id, id(item)  # no other object has it while this one is alive
+    return id, id(item)
 
 
 class CurrentCall(Functions):
@@ -214,14 +246,8 @@ class CurrentCall(Functions):
             self._local.call = None
 
 
-_programs: dict[Hashable, tuple[CurrentCall, Callable[[Any], Any], list[Any]]] = {}
-
-# With the programs go the callbacks of their weak references, which would compare keys while the
-# interpreter takes the modules apart.
-atexit.register(_programs.clear)
-
-
 def _weakly(function: object) -> Callable[[], Any]:
+    """Returns a weak reference to a function or method."""
     if isinstance(function, types.MethodType):
         return weakref.WeakMethod(function)
     try:
@@ -231,11 +257,12 @@ def _weakly(function: object) -> Callable[[], Any]:
 
 
 def _is_input(leaf: object) -> bool:
+    """Whether an argument is an input of the program, and not part of it."""
     return isinstance(leaf, (jax.Array, np.ndarray)) or is_object(leaf)
 
 
 def _types_of(inputs: Sequence[object]) -> Hashable:
-    """Structures of objects, and shapes and dtypes of all arrays."""
+    """Returns the structures of objects, and shapes and dtypes of all arrays."""
     flat = flatten_roots([item for item in inputs if isinstance(item, Object)])
     values = [variable._value for variable in flat.leaves]
     arrays = [item for item in inputs if not isinstance(item, Object)]
@@ -243,19 +270,19 @@ def _types_of(inputs: Sequence[object]) -> Hashable:
     return flat.graphdef, treedef, tuple((tuple(leaf.shape), leaf.dtype) for leaf in leaves)
 
 
-def _automatic(mesh: Mesh) -> Mesh:
-    """The mesh with Auto axes throughout."""
-    if all(kind is AxisType.Auto for kind in mesh.axis_types):
+def _with_auto_axes(mesh: Mesh) -> Mesh:
+    """Returns the mesh with Auto axes throughout."""
+    if all(axis_type is AxisType.Auto for axis_type in mesh.axis_types):
         return mesh
     return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * mesh.devices.ndim)
 
 
-def _over_automatic(array: object):
-    """Declares an input over Auto axes, as in the program; moves nothing."""
-    now = array.sharding if isinstance(array, jax.Array) else None
-    if not isinstance(now, NamedSharding) or not isinstance(now.mesh, Mesh):
+def _over_auto_axes(array: PyTree) -> PyTree:
+    """Returns an input over Auto axes, as in the program; moves nothing."""
+    sharding = array.sharding if isinstance(array, jax.Array) else None
+    if not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, Mesh):
         return array
-    automatic = _automatic(now.mesh)
-    if automatic == now.mesh:
+    auto_mesh = _with_auto_axes(sharding.mesh)
+    if auto_mesh == sharding.mesh:
         return array
-    return jax.device_put(array, NamedSharding(automatic, now.spec))
+    return jax.device_put(array, NamedSharding(auto_mesh, sharding.spec))

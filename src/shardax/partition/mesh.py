@@ -12,9 +12,9 @@ from collections.abc import Iterable, Mapping
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from shardax._transforms.errors import TransformError
+from shardax._transforms.errors import NoMeshError, TransformError
 
 AnyMesh = Mesh | AbstractMesh
 
@@ -53,6 +53,7 @@ def resolve_mesh(mesh: AnyMesh | None = None) -> AnyMesh | None:
     abstract = jax.sharding.get_abstract_mesh()
     if abstract.empty:
         return _mesh_of_with_statement()
+
     try:
         concrete = jax.sharding.get_mesh()
     except ValueError:  # JAX refuses to name devices during tracing
@@ -63,6 +64,7 @@ def resolve_mesh(mesh: AnyMesh | None = None) -> AnyMesh | None:
 
 
 def _mesh_of_with_statement() -> Mesh | None:
+    """Returns the mesh entered by ``with mesh:``, or None."""
     with jax.ensure_compile_time_eval():
         try:
             probe = jax.lax.with_sharding_constraint(np.zeros((), np.float32), PartitionSpec())
@@ -70,6 +72,40 @@ def _mesh_of_with_statement() -> Mesh | None:
             return None
     mesh = probe.sharding.mesh if isinstance(probe.sharding, NamedSharding) else None
     return mesh if isinstance(mesh, Mesh) else None
+
+
+def require_mesh(mesh: AnyMesh | None, function: str) -> AnyMesh:
+    """Returns the mesh given, else the one in scope, which ``function`` needs."""
+    scope_mesh = resolve_mesh(mesh)
+    if scope_mesh is None:
+        raise NoMeshError(
+            f"{function} needs a mesh: none was given and none is in scope. Pass one, "
+            f"{function}(..., mesh=jax.make_mesh((2, 4), ('data', 'model'))), or put one in scope: "
+            "with jax.set_mesh(mesh): ..."
+        )
+    return scope_mesh
+
+
+def check_devices(mesh: AnyMesh, function: str, abstract: str) -> Mesh:
+    """Returns the mesh if arrays can be placed over it.
+
+    Args:
+        mesh: The mesh.
+        function: The function that places them.
+        abstract: The functions that need no devices, for the message.
+    """
+    if not isinstance(mesh, Mesh):
+        raise TransformError(
+            f"{function} cannot place arrays over {mesh}, which has no devices. Pass the mesh "
+            f"itself, such as jax.make_mesh((2, 4), ('data', 'model')). An AbstractMesh serves "
+            f"{abstract} only."
+        )
+    if AxisType.Manual in mesh.axis_types:
+        raise TransformError(
+            f"{function} cannot place arrays over {mesh}: axes of type Manual are for the inside "
+            "of jax.shard_map. Make the mesh with axes of type Auto or Explicit."
+        )
+    return mesh
 
 
 def scope_has_devices() -> bool:
@@ -83,5 +119,5 @@ def scope_has_devices() -> bool:
 
 
 def mesh_text(sizes: Mapping[str, int] | Iterable[tuple[str, int]], separator: str = ", ") -> str:
-    """Sizes of mesh axes as text, ``data=2, model=4``."""
+    """Returns the sizes of mesh axes as text, ``data=2, model=4``."""
     return separator.join(f"{axis}={size}" for axis, size in dict(sizes).items())

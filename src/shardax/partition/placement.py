@@ -16,26 +16,28 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import jax
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
 
 from shardax._core._jax import Tracer
 from shardax._core.frames import check_trace, check_unlocked, is_eager, is_ref, is_writable
-from shardax._core.graph.paths import PyTree, format_path
+from shardax._core.graph.paths import Leaf, PyTree, format_path
 from shardax._core.init.lazy import LazyValue, Recipe, compute_all
 from shardax._core.object import Object
 from shardax._transforms.errors import TransformError
+from shardax.partition import findings
 from shardax.partition.constraints import lay_out_traced
 from shardax.partition.errors import Diagnostic, PartitionError, raise_on_errors
 from shardax.partition.inventory import LeafInfo, Subtree, TreeInventory
-from shardax.partition.mesh import AnyMesh, resolve_mesh
+from shardax.partition.mesh import AnyMesh, check_devices, resolve_mesh
+from shardax.partition.overrides import MemoryKinds, OverridesLike
 from shardax.partition.rules import RulesLike
-from shardax.partition.tree_layout import MemoryKinds, OverridesLike, TreeLayout, check_devices
+from shardax.partition.tree_layout import TreeLayout
 
 T = TypeVar("T")
 ABSTRACT = "partition_specs, shardings, abstract and check"  # which need no devices
 
-Destinations = Sequence[Any]
-"""For each array of a leaf a sharding, or None for one that stays."""
+Destinations = Sequence[Sharding | None]
+"""For each array of a leaf its new sharding, or None for one that stays."""
 
 BATCH_BYTES = 2**18
 """A batch of copies is waited for when it holds this many bytes."""
@@ -64,7 +66,7 @@ def shard(
         mesh: The mesh, its axes Auto or Explicit; None for the one in scope, or of a box its own.
         rules: Rules, pairs or a mapping; None for the current rules.
         overrides: Filter to spec or rules, for the Variables that match it, before the rules (see
-            ``shardax.partition.tree_layout``). ``{sx.OptState: {"embed": "data"}}`` splits an
+            ``shardax.partition.overrides``). ``{sx.OptState: {"embed": "data"}}`` splits an
             optimizer's state further than its parameters.
         memory_kind: Memory of the devices for all arrays, such as ``"pinned_host"``, or a mapping
             from filters to such; None for the default.
@@ -90,18 +92,20 @@ def shard(
         >>> shard(weight, mesh, {"mlp": "model"}) is weight, weight.sharding.spec
         (True, P(None, 'model'))
     """
-    where = resolve_mesh(mesh)
-    if where is not None:
-        check_devices(where, "shard", ABSTRACT)
+    known_mesh = resolve_mesh(mesh)
+    if known_mesh is not None:
+        check_devices(known_mesh, "shard", ABSTRACT)
+
     inventory = TreeInventory(model)
     layout = TreeLayout(inventory, mesh, rules, overrides, memory_kind, function="shard")
     shardings = layout.shardings()
-    for used_mesh in {sharding.mesh for row in shardings for sharding in row}:
+    for used_mesh in {sharding.mesh for of_leaf in shardings for sharding in of_leaf}:
         check_devices(used_mesh, "shard", ABSTRACT)
+
     layout.checked(list(_not_placeable(inventory)))
     _check_writable(inventory)
     layout.warn_of_names()
-    return _place(inventory, model, shardings)
+    return _move_leaves(inventory, model, shardings)
 
 
 def unshard(model: T, device: object = None) -> T:
@@ -132,25 +136,27 @@ def unshard(model: T, device: object = None) -> T:
         >>> unshard(weight) is weight, weight.sharding == SingleDeviceSharding(jax.devices()[0])
         (True, True)
     """
-    to = SingleDeviceSharding(_one_device(device))
+    sharding = SingleDeviceSharding(_one_device(device))
     inventory = TreeInventory(model)
     raise_on_errors([*_not_placeable(inventory), *_not_gatherable(inventory)])
     _check_writable(inventory)
-    destinations = [
-        [None if isinstance(array, LazyValue) else to for array in leaf.arrays_in(leaf.value)]
-        for leaf in inventory.leaves
-    ]
-    return _place(inventory, model, destinations)
+
+    destinations: list[Destinations] = []
+    for leaf in inventory.leaves:
+        arrays = leaf.arrays_in(leaf.value)
+        destinations.append([None if isinstance(x, LazyValue) else sharding for x in arrays])
+    return _move_leaves(inventory, model, destinations)
 
 
-def _one_device(device: object):
+def _one_device(device: object) -> jax.Device:
+    """Returns the device given, or JAX's default one for None."""
+    if isinstance(device, jax.Device):
+        return device
     if device is None:
         default = getattr(jax.config, "jax_default_device", None)  # a device or a platform's name
         if isinstance(default, jax.Device):
             return default
         return jax.local_devices(backend=default)[0]
-    if isinstance(device, jax.Device):
-        return device
     raise TransformError(
         f"unshard gathers on one device, but device={device!r} is of type {type(device).__name__}. "
         "Give a device, such as jax.devices()[0], or None for the default one. To lay the model "
@@ -159,107 +165,94 @@ def _one_device(device: object):
 
 
 def _check_writable(inventory: TreeInventory) -> None:
+    """Raises if a Variable cannot be written here."""
     for leaf in inventory.leaves:
         if leaf.variable is not None and not is_writable(leaf.variable):
-            target = f"to the {type(leaf.variable).__name__} at {format_path(leaf.path)}"
-            check_unlocked(leaf.variable, target)
-            check_trace(leaf.variable, target)
+            description = f"to the {type(leaf.variable).__name__} at {format_path(leaf.path)}"
+            check_unlocked(leaf.variable, description)
+            check_trace(leaf.variable, description)
 
 
 def _not_placeable(inventory: TreeInventory) -> Iterator[Diagnostic]:
     """Yields errors about layers of a stack, and abstract or donated values."""
     for leaf in inventory.leaves:
-        parent = None if leaf.variable is None else leaf.variable._parent
-        if parent is not None:
-            text = (
-                f"{format_path(leaf.path)}: is a view of one layer of a stacked "
-                f"{type(parent).__name__}, and all layers are one array. Give the stack itself, "
-                "shard(stack, mesh, rules), or a copy of the layer, sx.clone(stack[i])."
-            )
-            yield Diagnostic("error", leaf.path, "layer-view", text)
+        stack = None if leaf.variable is None else leaf.variable._parent
+        if stack is not None:
+            yield findings.layer_view(leaf.path, type(stack).__name__)
+
     for _, info, array in inventory.arrays():
         if isinstance(array, jax.ShapeDtypeStruct):
-            text = (
-                f"{format_path(info.path)}: is abstract, {array.dtype}{list(array.shape)}, without "
-                "numbers. Shard the model that this one was made from, or restore a checkpoint "
-                "into it."
-            )
-            yield Diagnostic("error", info.path, "abstract", text)
+            yield findings.abstract_array(info.path, array)
         elif is_ref(array):
-            text = (
-                f"{format_path(info.path)}: holds a jax.Ref, which stays where it is. Lay the "
-                "model out first: sx.with_vars(sx.shard(model, mesh), ref=True)."
-            )
-            yield Diagnostic("error", info.path, "ref", text)
+            yield findings.array_in_ref(info.path)
         elif isinstance(array, jax.Array) and not isinstance(array, Tracer) and array.is_deleted():
-            text = (
-                f"{format_path(info.path)}: its array was deleted, usually by donation through "
-                "another Variable. Copy before sharing: "
-                "sx.update(copy, jax.tree.map(jnp.copy, sx.state(copy)))."
-            )
-            yield Diagnostic("error", info.path, "deleted", text)
+            yield findings.deleted_array(info.path)
 
 
 def _not_gatherable(inventory: TreeInventory) -> Iterator[Diagnostic]:
     """Yields errors about arrays in programs and other processes."""
     for _, info, array in inventory.arrays():
-        where = format_path(info.path)
         if isinstance(array, Tracer):
-            text = (
-                f"{where}: is being traced, and inside a program the compiler places arrays. Call "
-                "unshard outside, or constrain the array: sx.constrain(x, (None,) * x.ndim)."
-            )
-            yield Diagnostic("error", info.path, "traced", text)
+            yield findings.traced_array(info.path)
         elif isinstance(array, jax.Array) and not (
             array.is_fully_addressable or array.is_fully_replicated
         ):
-            text = (
-                f"{where}: parts of it are on devices of other processes. Replicate it on "
-                "every device first, shard(model, mesh, {}), in all processes; or take NumPy "
-                "arrays of it, sx.distributed.gather(model)."
-            )
-            yield Diagnostic("error", info.path, "not-addressable", text)
+            yield findings.not_addressable(info.path)
 
 
-def _place(inventory: TreeInventory, model: T, destinations: Sequence[Destinations]) -> T:
-    """Places arrays: Variables in place, the rest in a new tree."""
+def _move_leaves(inventory: TreeInventory, model: T, destinations: Sequence[Destinations]) -> T:
+    """Moves the arrays of all leaves: of Variables in place, of others into a new tree.
+
+    Args:
+        inventory: The inventory of ``model``.
+        model: The tree.
+        destinations: The new shardings of each leaf.
+    """
     leaves = inventory.leaves
     copies = _Copies(leaves, destinations)
+
+    # Initializers of Variables, several in one program.
     recipes = [
-        i
-        for i, (leaf, to) in enumerate(zip(leaves, destinations, strict=True))
-        if leaf.variable is not None and isinstance(leaf.value, Recipe) and to[0] is not None
+        index
+        for index, (leaf, shardings) in enumerate(zip(leaves, destinations, strict=True))
+        if leaf.variable is not None and isinstance(leaf.value, Recipe) and shardings[0] is not None
     ]
     if recipes and is_eager():
-        to = [destinations[i][0] for i in recipes]
-        arrays = compute_all([leaves[i].value for i in recipes], to)
-        for i in recipes:
-            copies.start(i, lambda: [next(arrays)])
+        values = [leaves[index].value for index in recipes]
+        arrays = compute_all(values, [destinations[index][0] for index in recipes])
+        for index in recipes:
+            copies.start(index, lambda: [next(arrays)])
         copies.finish()
+
+    # Lazy values that are computed from other Variables come after these, and last what is no
+    # Variable.
     present: list[int] = []
-    dependent: list[int] = []  # lazy values that are computed from other Variables
-    plain_values: list[int] = []
-    for i, leaf in enumerate(leaves):
-        lazy = isinstance(leaf.value, LazyValue)
-        (plain_values if leaf.variable is None else dependent if lazy else present).append(i)
-    for positions in (present, dependent, plain_values):
-        for i in positions:
-            # A box without arrays has a destination nevertheless.
-            pairs = zip(leaves[i].arrays_in(leaves[i].value), destinations[i], strict=False)
-            moves = list(pairs)
-            if any(to is not None and not _is_at(array, to) for array, to in moves):
-                copies.start(i, lambda moves=moves: [_moved(*move) for move in moves])
-            del pairs, moves  # the next copy begins when the old arrays are released
+    lazy: list[int] = []
+    plain: list[int] = []
+    for index, leaf in enumerate(leaves):
+        if leaf.variable is None:
+            plain.append(index)
+        elif isinstance(leaf.value, LazyValue):
+            lazy.append(index)
+        else:
+            present.append(index)
+    for indices in (present, lazy, plain):
+        for index in indices:
+            copies.start_if_needed(index)
         copies.finish()
 
-    def is_kept(subtree: Subtree) -> bool:
-        return isinstance(subtree.value, Object) or not subtree.leaves
-
-    if all(map(is_kept, inventory.subtrees)):
+    # Objects hold their new values; anything else is in a new tree, if there is any.
+    if all(_stays_in_tree(subtree) for subtree in inventory.subtrees):
         return model
     return inventory.unflatten(
-        lambda subtree: subtree.value if is_kept(subtree) else subtree.filled(copies.values)
+        lambda subtree: (
+            subtree.value if _stays_in_tree(subtree) else subtree.filled(copies.plain_values)
+        )
     )
+
+
+def _stays_in_tree(subtree: Subtree) -> bool:
+    return isinstance(subtree.value, Object) or not subtree.leaves
 
 
 class _Copies:
@@ -268,39 +261,64 @@ class _Copies:
     def __init__(self, leaves: Sequence[LeafInfo], destinations: Sequence[Destinations]) -> None:
         self.leaves = leaves
         self.destinations = destinations
-        self.values = [leaf.held for leaf in leaves]  # of what is no Variable
-        self._batch: list[tuple[int, list[Any]]] = []
-        self._bytes = 0
+        self.plain_values = [leaf.plain_value for leaf in leaves]
+        self._batch: list[tuple[int, list[jax.Array]]] = []
+        self._batch_bytes = 0
 
-    def start(self, position: int, make: Callable[[], list[PyTree]]) -> None:
+    def start_if_needed(self, index: int) -> None:
+        """Starts to copy the arrays of a leaf that are not where they should be."""
+        moves = self._moves(index)
+        if any(not _is_at(array, sharding) for array, sharding in moves if sharding is not None):
+            self.start(index, lambda: [_moved(array, sharding) for array, sharding in moves])
+
+    def start(self, index: int, make_arrays: Callable[[], list[Any]]) -> None:
         """Makes the arrays of a leaf at their new place."""
         try:
-            arrays = make()
+            arrays = make_arrays()
         except jax.errors.JaxRuntimeError as error:
-            raise self._refused([position], error) from error
-        self._batch.append((position, arrays))
-        self._bytes += sum(array.nbytes for array in _on_devices(arrays))
-        if self._bytes >= BATCH_BYTES:
+            raise self._refused([index], error) from error
+
+        self._batch.append((index, arrays))
+        self._batch_bytes += sum(array.nbytes for array in _concrete_arrays(arrays))
+        if self._batch_bytes >= BATCH_BYTES:
             self.finish()
 
     def finish(self) -> None:
         """Waits for the batch and stores it, unless a device refuses."""
-        batch, self._batch, self._bytes = self._batch, [], 0
+        batch = self._batch
+        self._batch, self._batch_bytes = [], 0
         try:
-            jax.block_until_ready([_on_devices(arrays) for _, arrays in batch])
+            jax.block_until_ready([_concrete_arrays(arrays) for _, arrays in batch])
         except jax.errors.JaxRuntimeError as error:
-            raise self._refused([position for position, _ in batch], error) from error
-        for position, arrays in batch:
-            leaf = self.leaves[position]
+            raise self._refused([index for index, _ in batch], error) from error
+
+        for index, arrays in batch:
+            leaf = self.leaves[index]
             if leaf.variable is None:
-                self.values[position] = leaf.with_arrays(leaf.held, arrays)
+                self.plain_values[index] = leaf.with_arrays(leaf.plain_value, arrays)
             else:
                 leaf.variable._value = leaf.with_arrays(leaf.value, arrays)
 
-    def _refused(self, positions: list[int], error: Exception) -> PartitionError:
-        paths = [self.leaves[position].path for position in positions]
-        listed = ", ".join(map(format_path, paths[:8])) + (" ..." if len(paths) > 8 else "")
-        done, total = self._count()
+    def _moves(self, index: int) -> list[tuple[Any, Sharding | None]]:
+        """Returns the present arrays of a leaf, each with its new sharding."""
+        leaf = self.leaves[index]
+        # A box without arrays has a destination nevertheless.
+        return list(zip(leaf.arrays_in(leaf.value), self.destinations[index], strict=False))
+
+    def _refused(self, indices: Sequence[int], error: Exception) -> PartitionError:
+        """Returns the error of a device without room."""
+        paths = [format_path(self.leaves[index].path) for index in indices]
+        listed = ", ".join(paths[:8]) + (" ..." if len(paths) > 8 else "")
+
+        # Looked up, not counted: some were there before, and what is no Variable is returned or
+        # not at all.
+        done = total = 0
+        for index in range(len(self.leaves)):
+            moves = [move for move in self._moves(index) if move[1] is not None]
+            if moves:
+                total += 1
+                done += all(_is_at(array, sharding) for array, sharding in moves)
+
         return PartitionError(
             f"{listed}: a device refused: {error}\n{done} of {total} values are at their "
             "new place and the others where they were; all are valid. Make room (a State or "
@@ -308,39 +326,32 @@ class _Copies:
             "memory_kind, and call again: what is in place is not moved a second time."
         )
 
-    def _count(self) -> tuple[int, int]:
-        """How many values are at their new place now, and how many have one."""
-        # Looked up, not counted: some were there before, and what is no Variable is returned or
-        # not at all.
-        done = total = 0
-        for leaf, row in zip(self.leaves, self.destinations, strict=True):
-            pairs = zip(leaf.arrays_in(leaf.value), row, strict=False)
-            moves = [(array, to) for array, to in pairs if to is not None]
-            if moves:
-                total += 1
-                done += all(_is_at(array, to) for array, to in moves)
-        return done, total
 
-
-def _on_devices(arrays: Sequence[object]) -> list[Any]:
+def _concrete_arrays(arrays: Sequence[PyTree]) -> list[jax.Array]:
     return [leaf for leaf in jax.tree.leaves(arrays) if not isinstance(leaf, Tracer)]
 
 
-def _is_at(array: object, to: object) -> bool:
-    return isinstance(array, jax.Array) and not isinstance(array, Tracer) and array.sharding == to
+def _is_at(array: Leaf, sharding: Sharding | None) -> bool:
+    if not isinstance(array, jax.Array) or isinstance(array, Tracer):
+        return False
+    return array.sharding == sharding
 
 
-def _moved(array, to):
-    if to is None or _is_at(array, to):
+def _moved(array: Leaf, sharding: Sharding | None) -> Leaf:
+    """Returns an array, or a lazy value's, at its new place."""
+    if sharding is None or _is_at(array, sharding):
         return array
+
     if isinstance(array, LazyValue):
-        array = array.compute(to)
+        array = array.compute(sharding)
     if isinstance(array, Tracer):  # device_put would be a wish that the compiler may ignore
-        return lay_out_traced(array, to.spec, to.mesh)
-    if _is_at(array, to):
+        assert isinstance(sharding, NamedSharding)
+        return lay_out_traced(array, sharding.spec, sharding.mesh)
+    if _is_at(array, sharding):
         return array
-    if isinstance(array, jax.Array) and array.sharding.memory_kind != to.memory_kind:
+
+    if isinstance(array, jax.Array) and array.sharding.memory_kind != sharding.memory_kind:
         # To another memory first, and then to other devices: JAX fails at both in one step
         # where a device keeps its part ("Memory kind mismatch with buffers").
-        array = jax.device_put(array, array.sharding.with_memory_kind(to.memory_kind))
-    return jax.device_put(array, to)
+        array = jax.device_put(array, array.sharding.with_memory_kind(sharding.memory_kind))
+    return jax.device_put(array, sharding)

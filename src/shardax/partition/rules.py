@@ -1,158 +1,42 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules: the mapping of logical axis names to mesh axes.
+"""Rules: ordered pairs of the logical name of a dimension and mesh axes.
 
-A *rule* is a pair of the logical name of a dimension (``"embed"``) and a *target*: a mesh axis, a
-tuple of mesh axes (the first varying slowest), None (replicate, on purpose), or
-``PartitionSpec.UNCONSTRAINED`` (leave it to the compiler). One array uses a mesh axis only once.
+``shardax.partition.assignment`` says what rules do to the names of one array. ``ResolvedRules`` in
+``shardax.partition.resolved`` makes the spec of an array with a shape, over a mesh, and its
+diagnostics. This file has the class ``Rules``, what makes a pair or a tuple of names well-formed,
+and what can be said of rules before there is any array (``Rules.check``):
 
-*Assignment* walks the rules once, in order of priority. A rule is *chosen* if its name occurs in
-the array, that name has no chosen rule yet, and every mesh axis of its target is free. A rule whose
-name is waiting but whose target is (even partly) taken is *passed over*; a later rule for the same
-name may then be chosen. These are the semantics of Flax linen's logical axes. Beyond linen, a
-dimension may carry a tuple of names, ``(("batch", "length"), "embed")``: it was made by merging
-named dimensions, and is laid out over the mesh axes of all of them, in that order.
+* A rule may name an axis that the mesh does not have. This is an error.
+* A rule may be *shadowed*: an earlier rule for the same name makes it useless for any array. This
+  is a warning.
+* A mesh axis may be named by no rule. This is information.
 
-A *conflict* is a name that lost a mesh axis to another, an *unmapped* name one without a rule.
-Malformed rules are refused at construction; ``Rules.check`` diagnoses well-formed ones.
+``shardax.check`` says the first two as well, by the same functions, of rules that no array of its
+tree has chosen.
+
+Malformed rules are refused when they are made. Two *policies* decide about arrays. ``on_conflict``
+is for a rule passed over in favour of an earlier one, ``on_unmapped`` for a name without a rule.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, NoReturn, cast
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Literal, NoReturn, cast
 
 from jax.sharding import AxisType, PartitionSpec
 
 from shardax._transforms.errors import NoMeshError
-from shardax.partition import errors
-from shardax.partition.mesh import AnyMesh, mesh_text, resolve_mesh
-
-UNCONSTRAINED: Any = PartitionSpec.UNCONSTRAINED
-
-SpecEntry = Any
-"""``str``, ``tuple[str, ...]``, None or ``UNCONSTRAINED`` (whose type JAX does not publish)."""
-
-Rule = tuple[str, SpecEntry]
-Names = tuple[Any, ...]
-"""One entry per dimension: a name, None, ``UNCONSTRAINED``, or a tuple of names."""
-
-
-class PassedOver(NamedTuple):
-    """A rule passed over for want of a mesh axis."""
-
-    rule: Rule  # ``rule[0]`` is the name that went without
-    mesh_axis: str  # the first of its mesh axes that was taken
-    winner: Rule  # the chosen rule that holds that mesh axis
-
-
-class AxisAssignment(NamedTuple):
-    """The mesh axes of one array's names, by rules."""
-
-    entries: tuple[SpecEntry, ...]  # one per dimension
-    chosen: dict[str, int]  # for each name that got a rule, the rule's position
-    passed_over: tuple[PassedOver, ...]
-    unmapped: tuple[str, ...]  # names without a rule, in order of dimensions
-
-
-def mesh_axes_of(entry: SpecEntry) -> tuple[str, ...]:
-    """Mesh axes of a rule's target or ``PartitionSpec`` entry, major to minor."""
-    if isinstance(entry, str):
-        return (entry,)
-    return entry if isinstance(entry, tuple) else ()
-
-
-def format_target(target: SpecEntry) -> str:
-    """Text of a target, as in source code."""
-    return "PartitionSpec.UNCONSTRAINED" if target is UNCONSTRAINED else repr(target)
-
-
-def format_rule(rule: Rule) -> str:
-    """Text of a rule, as in source code."""
-    return f"({rule[0]!r}, {format_target(rule[1])})"
-
-
-def strings(names: Names) -> Iterator[str]:
-    """Logical names, those of merged dimensions one by one."""
-    for entry in names:
-        if isinstance(entry, str):
-            yield entry
-        elif isinstance(entry, tuple):
-            yield from entry
-
-
-def check_names(names: Iterable[object]) -> Names:
-    """Names of one array as a checked tuple; lists inside become tuples."""
-    if isinstance(names, str):
-        raise errors.PartitionError(
-            f"Axis names {names!r} are one string; give one name per dimension: ({names!r},)."
-        )
-    if not isinstance(names, Iterable):
-        raise errors.PartitionError(
-            f"Axis names are {names!r} of type {type(names).__name__}; give one entry per "
-            "dimension, for instance ('embed', 'mlp')."
-        )
-    entries = tuple(tuple(name) if isinstance(name, list) else name for name in names)
-    for position, entry in enumerate(entries):
-        if isinstance(entry, tuple):
-            valid = all(isinstance(part, str) for part in entry)
-        else:
-            valid = isinstance(entry, str) or entry is None or entry is UNCONSTRAINED
-        if not valid:
-            raise errors.PartitionError(
-                f"Axis names {entries}: entry {position} is {entry!r} of type "
-                f"{type(entry).__name__}. An entry is a string, None (unnamed), "
-                "PartitionSpec.UNCONSTRAINED, or a tuple of strings for a merged dimension."
-            )
-    flat = list(strings(entries))
-    repeated = sorted({name for name in flat if flat.count(name) > 1})
-    if repeated:
-        raise errors.PartitionError(
-            f"Axis names {entries} hold {', '.join(map(repr, repeated))} more than once, but one "
-            "array can use a mesh axis only once. Name the dimensions apart, for instance "
-            f"{repeated[0] + '_in'!r} and {repeated[0] + '_out'!r}, or None for one to replicate."
-        )
-    return entries
-
-
-@functools.lru_cache(maxsize=4096)
-def assign(names: Names, rules: tuple[Rule, ...]) -> AxisAssignment:
-    """Mesh axes of checked names by rules, highest priority first."""
-    waiting = dict.fromkeys(strings(names))
-    unmapped = tuple(name for name in waiting if all(rule[0] != name for rule in rules))
-    chosen: dict[str, int] = {}
-    holder: dict[str, Rule] = {}  # the rule that has a mesh axis
-    passed_over: list[PassedOver] = []
-    for position, rule in enumerate(rules):
-        name, target = rule
-        if name not in waiting:
-            continue
-        axes = mesh_axes_of(target)
-        used_axis = next((axis for axis in axes if axis in holder), None)
-        if used_axis is not None:
-            passed_over.append(PassedOver(rule, used_axis, holder[used_axis]))
-            continue
-        del waiting[name]
-        chosen[name] = position
-        holder.update(dict.fromkeys(axes, rule))
-    targets = {name: rules[position][1] for name, position in chosen.items()}
-    entries = tuple(_entry(name, targets) for name in names)
-    return AxisAssignment(entries, chosen, tuple(passed_over), unmapped)
-
-
-def _entry(name: object, targets: dict[str, SpecEntry]) -> SpecEntry:
-    """Entry of one dimension, given targets by name."""
-    if isinstance(name, str):
-        return targets.get(name)
-    if not isinstance(name, tuple):
-        return name
-    parts = [targets.get(part) for part in name]
-    if any(part is UNCONSTRAINED for part in parts):
-        return UNCONSTRAINED
-    return tuple(axis for part in parts for axis in mesh_axes_of(part)) or None
-
+from shardax.partition import errors, findings
+from shardax.partition.assignment import UNCONSTRAINED as UNCONSTRAINED
+from shardax.partition.assignment import AxisAssignment, Rule, format_rule, format_target
+from shardax.partition.assignment import Names as Names
+from shardax.partition.assignment import SpecEntry as SpecEntry
+from shardax.partition.assignment import assign as assign
+from shardax.partition.assignment import mesh_axes_of as mesh_axes_of
+from shardax.partition.assignment import strings as strings
+from shardax.partition.mesh import AnyMesh, resolve_mesh
 
 OnConflict = Literal["first", "error"]
 OnUnmapped = Literal["replicate", "error"]
@@ -194,18 +78,18 @@ class Rules:
         on_unmapped: OnUnmapped | None = None,
     ) -> None:
         base = pairs if isinstance(pairs, Rules) else None
-        checked = _as_pairs(pairs) if base is None else base.pairs
-        for name, value, policies in (
-            ("on_conflict", on_conflict, ("first", "error")),
-            ("on_unmapped", on_unmapped, ("replicate", "error")),
-        ):
-            if value is None:
-                value = policies[0] if base is None else getattr(base, name)
-            if value not in policies:  # by itself, as rules are made on the way of every layout
-                expected = " or ".join(map(repr, policies))
-                raise errors.PartitionError(f"{name}={value!r} must be {expected}.")
-            object.__setattr__(self, name, value)
-        object.__setattr__(self, "pairs", checked)
+        checked_pairs = _checked_pairs(pairs) if base is None else base.pairs
+
+        if on_conflict is None:
+            on_conflict = "first" if base is None else base.on_conflict
+        if on_unmapped is None:
+            on_unmapped = "replicate" if base is None else base.on_unmapped
+        _check_policy("on_conflict", on_conflict, ("first", "error"))
+        _check_policy("on_unmapped", on_unmapped, ("replicate", "error"))
+
+        object.__setattr__(self, "pairs", checked_pairs)
+        object.__setattr__(self, "on_conflict", on_conflict)
+        object.__setattr__(self, "on_unmapped", on_unmapped)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -249,20 +133,19 @@ class Rules:
             >>> Rules([("embed", "x"), ("mlp", "x"), ("mlp", "y")]).spec(("mlp", "embed"))
             P('y', 'x')
         """
-        entries = check_names(names)
-        assignment = assign(entries, self.pairs)
+        checked_names = check_names(names)
+        assignment = assign(checked_names, self.pairs)
         if self.on_unmapped == "error" and assignment.unmapped:
-            raise errors.PartitionError(
-                f"Axis names {entries}: {explain_unmapped(assignment, self)}"
-            )
+            raise errors.unmapped_names(checked_names, assignment, self.names)
         if self.on_conflict == "error" and assignment.passed_over:
-            raise errors.PartitionError(f"Axis names {entries}: {explain_conflicts(assignment)}")
+            raise errors.mesh_axis_conflict(checked_names, assignment)
         return PartitionSpec(*assignment.entries)
 
     def check(self, mesh: AnyMesh | None = None) -> list[errors.Diagnostic]:
         """Returns diagnostics of the rules by themselves, without any array.
 
-        ``shardax.check(model, mesh, rules)`` has more, because it knows the arrays.
+        ``shardax.check(model, mesh, rules)`` is about the arrays of a model. Of the rules it says
+        the errors and warnings of those that no array has chosen.
 
         Args:
             mesh: The mesh, also an ``AbstractMesh``; None to check the rules alone.
@@ -285,12 +168,16 @@ class Rules:
             warning shadowed-rule
             info unused-mesh-axis
         """
-        where = None if mesh is None else resolve_mesh(mesh)
-        shadowed = shadowed_rules(self).values()
-        if where is None:
-            return list(shadowed)
-        unknown = [d for rule in self.pairs for d in unknown_mesh_axes(rule, where)]
-        return [*unknown, *shadowed, *_unused_mesh_axes(self, where)]
+        shadowed = list(shadowed_rules(self).values())
+        if mesh is None:
+            return shadowed
+
+        mesh = resolve_mesh(mesh)
+        assert mesh is not None
+        unknown = [
+            diagnostic for rule in self.pairs for diagnostic in unknown_mesh_axes(rule, mesh)
+        ]
+        return [*unknown, *shadowed, *_unused_mesh_axes(self, mesh)]
 
     def validate(self, mesh: AnyMesh | None = None) -> Rules:
         """Returns these rules if a mesh has all their axes, else raises.
@@ -312,13 +199,13 @@ class Rules:
             >>> rules.validate(jax.sharding.AbstractMesh((2, 4), ("data", "model"))) is rules
             True
         """
-        where = resolve_mesh(mesh)
-        if where is None:
+        mesh = resolve_mesh(mesh)
+        if mesh is None:
             raise NoMeshError(
                 "Rules are validated against a mesh: none was given and none is in scope. Pass "
                 "one, rules.validate(mesh); rules.check() checks rules alone."
             )
-        errors.raise_on_errors(self.check(where))
+        errors.raise_on_errors(self.check(mesh))
         return self
 
     def extend(self, more: RulesLike) -> Rules:
@@ -383,151 +270,142 @@ RulesLike = Rules | Mapping[str, SpecEntry] | Iterable[Any]
 """Rules, a mapping of name to target, or pairs."""
 
 
-def _as_pairs(pairs: object) -> tuple[Rule, ...]:
-    example = "Rules([('embed', None), ('mlp', 'model')])"
+def _check_policy(option: str, value: str, policies: tuple[str, str]) -> None:
+    # Not by ``Options`` of ``_core.checks``: rules are made on the way of every layout.
+    if value not in policies:
+        raise errors.unknown_policy(option, value, policies)
+
+
+def _checked_pairs(pairs: RulesLike) -> tuple[Rule, ...]:
+    """Returns the pairs, each a string and a target."""
     if isinstance(pairs, Mapping):
-        pairs = cast("Mapping[Any, Any]", pairs).items()
+        pairs = cast("Mapping[str, SpecEntry]", pairs).items()
     if isinstance(pairs, str) or not isinstance(pairs, Iterable):
-        raise errors.PartitionError(
-            f"Rules are made of pairs or a mapping, not of {pairs!r} ({type(pairs).__name__}). "
-            f"Write for instance {example}; Rules([]) has no rules."
-        )
+        raise errors.no_pairs(pairs)
+
     checked: list[Rule] = []
     for position, pair in enumerate(pairs):
         if not isinstance(pair, (tuple, list)) or len(pair) != 2:
-            raise errors.PartitionError(
-                f"Rule {position} is {pair!r}, not a pair of a logical name and a target. "
-                f"Write for instance {example}."
-            )
+            raise errors.no_pair(position, pair)
         name, target = pair
         if not isinstance(name, str):
-            raise errors.PartitionError(
-                f"Rule {position} is {tuple(pair)!r}: the logical name {name!r} is of type "
-                f"{type(name).__name__}; names are strings."
-            )
-        checked.append((_plain(name), _as_target(position, name, target)))
+            raise errors.malformed_rule_name(position, pair)
+        checked.append((_as_plain_string(name), _checked_target(position, name, target)))
     return tuple(checked)
 
 
-def _as_target(position: int, name: str, target: object) -> SpecEntry:
+def _checked_target(position: int, name: str, target: SpecEntry) -> SpecEntry:
+    """Returns the target of a rule; a list of mesh axes becomes a tuple, an empty one None."""
     if target is None or target is UNCONSTRAINED:
         return target
     if isinstance(target, str):
-        return _plain(target)
-    where = f"Rule {position} for {name!r}"
+        return _as_plain_string(target)
     if not isinstance(target, (tuple, list)):
-        raise errors.PartitionError(
-            f"{where} has the target {target!r} of type {type(target).__name__}. A target is a "
-            "mesh axis, a tuple of mesh axes, None (replicate) or PartitionSpec.UNCONSTRAINED."
-        )
-    axes = tuple(target)
-    if not all(isinstance(axis, str) for axis in axes):
-        raise errors.PartitionError(
-            f"{where} has the target {axes!r}: a tuple holds names of mesh axes only. "
-            f"To offer a second choice, write a second rule for {name!r} after this one."
-        )
-    if len(set(axes)) < len(axes):
-        raise errors.PartitionError(
-            f"{where} has the target {axes!r}, which holds a mesh axis twice; one array "
-            f"can use a mesh axis only once. Write {tuple(dict.fromkeys(axes))!r}."
-        )
-    return tuple(map(_plain, axes)) or None
+        raise errors.malformed_target(position, name, target)
+
+    mesh_axes = tuple(target)
+    if not all(isinstance(axis, str) for axis in mesh_axes):
+        raise errors.malformed_target_axis(position, name, mesh_axes)
+    if len(set(mesh_axes)) < len(mesh_axes):
+        raise errors.repeated_target_axis(position, name, mesh_axes)
+    return tuple(_as_plain_string(axis) for axis in mesh_axes) or None
 
 
-def _plain(name: str) -> str:
-    """The name as a ``str`` proper, also of a string enumeration."""
+def _as_plain_string(name: str) -> str:
+    """Returns the name as a ``str`` proper, also of a string enumeration."""
     return str.__str__(name)
 
 
-def explain_conflicts(assignment: AxisAssignment) -> str:
-    """Text of every rule passed over and its winner."""
-    parts = [
-        f"mesh axis {loss.mesh_axis!r} is wanted by {loss.rule[0]!r} through the rule "
-        f"{format_rule(loss.rule)}, but {loss.winner[0]!r} already has it through "
-        f"{format_rule(loss.winner)}"
-        for loss in assignment.passed_over
-    ]
-    return (
-        f"{'; '.join(parts)}. One array can use a mesh axis only once. Give one of the names "
-        "another mesh axis or None, or let the earlier rule win with on_conflict='first'."
-    )
+def check_names(names: Iterable[Any]) -> Names:
+    """Returns the names of one array as a checked tuple; lists inside become tuples."""
+    if isinstance(names, str):
+        raise errors.names_in_one_string(names)
+    if not isinstance(names, Iterable):
+        raise errors.names_not_iterable(names)
+
+    checked = tuple(tuple(entry) if isinstance(entry, list) else entry for entry in names)
+    for position, entry in enumerate(checked):
+        if not _is_name_of_dimension(entry):
+            raise errors.malformed_name(checked, position)
+
+    every_name = list(strings(checked))
+    if len(set(every_name)) < len(every_name):
+        repeated = sorted({name for name in every_name if every_name.count(name) > 1})
+        raise errors.repeated_names(checked, repeated)
+    return checked
 
 
-def explain_unmapped(assignment: AxisAssignment, rules: Rules) -> str:
-    """Text of the names without a rule, and similar names."""
-    names = ", ".join(map(repr, assignment.unmapped))
-    near = [
-        f"{match!r} for {name!r}"
-        for name in assignment.unmapped
-        for match in difflib.get_close_matches(name, rules.names, n=1)
-    ]
-    hint = f" Did you mean {' and '.join(near)}?" if near else ""
-    listed = ", ".join(map(repr, rules.names))
-    context = f"names with rules: {listed}" if rules else "there are no rules"
-    return (
-        f"no rule mentions {names} ({context}).{hint} Add the rule ({assignment.unmapped[0]!r}, "
-        "None) to replicate on purpose, or use on_unmapped='replicate'."
-    )
+def _is_name_of_dimension(entry: object) -> bool:
+    if isinstance(entry, tuple):
+        return all(isinstance(name, str) for name in entry)
+    return isinstance(entry, str) or entry is None or entry is UNCONSTRAINED
 
 
 @functools.lru_cache(maxsize=1024)
 def identity_rules(names: Names) -> Rules:
-    """Rules from each mesh axis to itself."""
-    axes = (axis for name in names for axis in mesh_axes_of(name))
-    return Rules([(axis, axis) for axis in axes if isinstance(axis, str)])
+    """Returns rules from each mesh axis to itself."""
+    mesh_axes = [axis for name in names for axis in mesh_axes_of(name)]
+    return Rules([(axis, axis) for axis in mesh_axes if isinstance(axis, str)])
 
 
 def unknown_mesh_axes(rule: Rule, mesh: AnyMesh) -> Iterator[errors.Diagnostic]:
-    """Yields an error for each mesh axis unknown to the mesh."""
+    """Yields an error for each mesh axis of a rule that the mesh does not have."""
     for axis in mesh_axes_of(rule[1]):
         if axis not in mesh.shape:
-            text = (
-                f"The rule {format_rule(rule)} names the mesh axis {axis!r}, but the mesh has the "
-                f"axes ({mesh_text(mesh.shape)}).{errors.did_you_mean(axis, mesh.shape)} Correct "
-                f"or remove it, or make the mesh with an axis {axis!r} (of size 1 to switch it "
-                "off)."
-            )
-            yield errors.Diagnostic("error", (), "unknown-mesh-axis", text)
+            yield findings.rule_of_unknown_mesh_axis(rule, axis, mesh)
 
 
 def shadowed_rules(rules: Rules) -> dict[int, errors.Diagnostic]:
-    """Warnings about rules that an earlier one makes useless for any array, by position."""
-    pairs = rules.pairs
+    """Returns a warning for each rule that no array can choose, by the position of the rule."""
     warnings: dict[int, errors.Diagnostic] = {}
-    for position, rule in enumerate(pairs):
-        for earlier, first in enumerate(pairs[:position]):
-            why = _why_shadowed(pairs, earlier, position, rules.on_conflict)
+    for position, rule in enumerate(rules.pairs):
+        for earlier_position, earlier_rule in enumerate(rules.pairs[:position]):
+            why = _why_shadowed(rules, earlier_position, position)
             if why is not None:
-                way = "" if first == rule else f", or move it above {format_rule(first)}"
-                text = f"The rule {format_rule(rule)} is never used: {why}. Remove it{way}."
-                warnings[position] = errors.Diagnostic("warning", (), "shadowed-rule", text)
+                warnings[position] = findings.shadowed_rule(rule, earlier_rule, why)
                 break
     return warnings
 
 
-def _why_shadowed(pairs: Sequence[Rule], earlier: int, later: int, on_conflict: str) -> str | None:
-    """Why one rule makes another useless for any array, or None."""
-    name, target = pairs[earlier]
-    if name != pairs[later][0]:
+def _why_shadowed(rules: Rules, earlier_position: int, position: int) -> str | None:
+    """Returns why an earlier rule makes a rule useless for any array, or None if it does not."""
+    earlier_rule, rule = rules.pairs[earlier_position], rules.pairs[position]
+    name, earlier_target = earlier_rule
+    if rule[0] != name:
         return None
-    first = format_rule(pairs[earlier])
-    axes = set(mesh_axes_of(target))
-    rivals = [rule for rule in pairs[:earlier] if rule[0] != name]
-    if not any(axes.intersection(mesh_axes_of(rule[1])) for rule in rivals):
-        return f"the earlier rule {first} always serves {name!r}"
-    # Whatever takes an axis from the earlier rule takes it from the later one as well.
-    if axes.issubset(mesh_axes_of(pairs[later][1])):
-        return f"where the earlier rule {first} loses its mesh axis, this one does too"
-    if on_conflict == "error":
-        return f"under on_conflict='error' it is an error where the earlier rule {first} loses"
+
+    # The earlier rule is chosen for every array with this name, unless a rule before it for
+    # another name can take one of its mesh axes.
+    earlier_axes = set(mesh_axes_of(earlier_target))
+    rival_axes = {
+        axis
+        for rival_name, rival_target in rules.pairs[:earlier_position]
+        for axis in mesh_axes_of(rival_target)
+        if rival_name != name
+    }
+    if earlier_axes.isdisjoint(rival_axes):
+        return f"the earlier rule {format_rule(earlier_rule)} always serves {name!r}"
+
+    # Whatever takes an axis from the earlier rule takes it from this one as well.
+    if earlier_axes.issubset(mesh_axes_of(rule[1])):
+        return (
+            f"where the earlier rule {format_rule(earlier_rule)} loses its mesh axis, this one "
+            "does too"
+        )
+
+    if rules.on_conflict == "error":
+        return (
+            "under on_conflict='error' it is an error where the earlier rule "
+            f"{format_rule(earlier_rule)} loses"
+        )
     return None
 
 
 def _unused_mesh_axes(rules: Rules, mesh: AnyMesh) -> Iterator[errors.Diagnostic]:
-    for axis, kind in zip(mesh.axis_names, mesh.axis_types, strict=True):
-        if axis not in rules.mesh_axes and mesh.shape[axis] > 1 and kind is not AxisType.Manual:
-            text = (
-                f"No rule names the mesh axis {axis!r} of size {mesh.shape[axis]}: every array is "
-                "held whole along it."
-            )
-            yield errors.Diagnostic("info", (), "unused-mesh-axis", text)
+    """Yields information on each mesh axis that no rule names."""
+    for axis, axis_type in zip(mesh.axis_names, mesh.axis_types, strict=True):
+        size = mesh.shape[axis]
+        # An axis of size 1 splits nothing. Inside of shard_map no rule can name a Manual axis.
+        is_usable = size > 1 and axis_type is not AxisType.Manual
+        if is_usable and axis not in rules.mesh_axes:
+            yield findings.unused_mesh_axis(axis, size)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Specs, shardings and abstract copies of trees.
 
-One entry per leaf (``shardax.partition.inventory``); a Module becomes a ``State``, which can stand
-wherever JAX or shardax take one entry per array. Nothing is computed; lazy values stay lazy.
+All of them are entries of a ``TreeLayout`` (``shardax.partition.tree_layout``). There is one entry
+per leaf (``shardax.partition.inventory``); a Module becomes a ``State``, which can stand wherever
+JAX or shardax take one entry per array. Nothing is computed; lazy values stay lazy.
 
 ``get_partition_spec``, ``logical_to_mesh`` and so on are ``partition_specs`` and ``shardings``
 under Flax's names, with two differences: the specs are also for constraints inside programs, so
@@ -22,20 +23,16 @@ from shardax._core.frames import owner_here
 from shardax._core.graph.flatten import build, flatten_roots
 from shardax._core.graph.paths import Leaf, PyTree
 from shardax._core.object import Object
-from shardax.partition.boxes.boxes import LogicallyPartitioned, is_box
-from shardax.partition.checker import spec_for
-from shardax.partition.context import current_rules, names_without_rules, rules_over
+from shardax.partition.boxes.partitioned import LogicallyPartitioned
+from shardax.partition.boxes.protocol import is_box
+from shardax.partition.context import current_rules
 from shardax.partition.errors import PartitionError, raise_on_errors
 from shardax.partition.inventory import Subtree, TreeInventory
-from shardax.partition.mesh import AnyMesh, mesh_text, resolve_mesh
+from shardax.partition.mesh import AnyMesh, mesh_text, require_mesh, resolve_mesh
+from shardax.partition.overrides import MemoryKinds, OverridesLike
+from shardax.partition.resolved import ResolvedRules
 from shardax.partition.rules import RulesLike
-from shardax.partition.tree_layout import (
-    MemoryKinds,
-    OverridesLike,
-    TreeLayout,
-    named_sharding,
-    require_mesh,
-)
+from shardax.partition.tree_layout import TreeLayout, named_sharding
 
 
 def partition_specs(
@@ -47,7 +44,7 @@ def partition_specs(
         tree: A Module, a Variable, a State, a box, or a pytree that holds such and arrays.
         rules: Rules, pairs or a mapping; None for the current rules. Without any, the names are
             those of mesh axes.
-        overrides: Filter to spec or rules, before the rules (``shardax.partition.tree_layout``).
+        overrides: Filter to spec or rules, before the rules (``shardax.partition.overrides``).
 
     Returns:
         A State of specs for a Module; a pytree like ``tree`` otherwise, with one spec for a box.
@@ -69,19 +66,19 @@ def partition_specs(
     """
     # Without rules a name is that of a mesh axis, which only a mesh can deny: it is kept, so that a
     # mesh that has no such axis is an error where the spec is used.
-    alone = rules is None and not current_rules() and resolve_mesh(None) is None
+    names_alone = rules is None and not current_rules() and resolve_mesh() is None
     layout = TreeLayout(
-        TreeInventory(tree), None, rules, overrides, over_mesh=False, names_alone=alone
+        TreeInventory(tree), None, rules, overrides, over_mesh=False, names_alone=names_alone
     )
-    return layout.entries(_checked(layout, rules).specs)
+    _check(layout, rules)
+    return layout.entries(layout.specs)
 
 
-def _checked(layout: TreeLayout, rules: RulesLike | None) -> TreeLayout:
-    """Checks a layout, and the names in rules of its own."""
+def _check(layout: TreeLayout, rules: RulesLike | None) -> None:
+    """Raises on errors of a layout, and warns of misspelt names if rules were given to the call."""
     layout.checked()
     if rules is not None:
         layout.warn_of_names()
-    return layout
 
 
 def shardings(
@@ -98,7 +95,7 @@ def shardings(
         tree: A Module, a Variable, a State, a box, or a pytree that holds such and arrays.
         mesh: The mesh, also an ``AbstractMesh``; None for the one in scope.
         rules: Rules, pairs or a mapping; None for the current rules.
-        overrides: Filter to spec or rules, before the rules (``shardax.partition.tree_layout``).
+        overrides: Filter to spec or rules, before the rules (``shardax.partition.overrides``).
         memory_kind: Memory of the devices, or a mapping from filters to such; None for the default.
 
     Returns:
@@ -119,7 +116,8 @@ def shardings(
     layout = TreeLayout(
         TreeInventory(tree), mesh, rules, overrides, memory_kind, function="shardings"
     )
-    return layout.entries(_checked(layout, rules).shardings())
+    _check(layout, rules)
+    return layout.entries(layout.shardings())
 
 
 def abstract(
@@ -139,7 +137,7 @@ def abstract(
         mesh: The mesh, also an ``AbstractMesh``; None for the one in scope. Without any, arrays
             that already have a ``NamedSharding`` keep it and the others have none.
         rules: Rules, pairs or a mapping; None for the current rules.
-        overrides: Filter to spec or rules, before the rules (``shardax.partition.tree_layout``).
+        overrides: Filter to spec or rules, before the rules (``shardax.partition.overrides``).
         memory_kind: Memory of the devices, or a mapping from filters to such; None for the default.
 
     Returns:
@@ -160,28 +158,39 @@ def abstract(
     """
     inventory = TreeInventory(tree)
     leaves = inventory.leaves
-    is_asked = overrides is not None or memory_kind is not None
-    if is_asked or resolve_mesh(mesh) is not None or any(leaf.mesh for leaf in leaves):
-        function = "abstract" if is_asked else None
+    needs_mesh = overrides is not None or memory_kind is not None
+    has_mesh = resolve_mesh(mesh) is not None or any(leaf.mesh for leaf in leaves)
+
+    shardings: list[list[NamedSharding | None]]
+    if needs_mesh or has_mesh:
+        function = "abstract" if needs_mesh else None
         layout = TreeLayout(inventory, mesh, rules, overrides, memory_kind, function=function)
-        shardings: list[Any] = list(_checked(layout, rules).shardings())
+        _check(layout, rules)
+        shardings = [list(of_leaf) for of_leaf in layout.shardings()]
     else:
         shardings = [[info.sharding for info in leaf.arrays] for leaf in leaves]
-    values: list[Leaf] = []
-    for leaf, of_arrays in zip(leaves, shardings, strict=True):
-        structs = [
-            jax.ShapeDtypeStruct(info.shape, info.dtype, sharding=to, weak_type=info.weak_type)
-            # A box without arrays has a sharding nevertheless.
-            for info, to in zip(leaf.arrays, of_arrays, strict=False)
-        ]
-        values.append(leaf.with_arrays(leaf.value, structs))
-    # All objects at once, so that what several subtrees share stays shared.
-    flat = flatten_roots([s.value for s in inventory.subtrees if isinstance(s.value, Object)])
-    leaf_values = [values[inventory.position(variable)] for variable in flat.leaves]
-    copies = iter(build(flat.graphdef, leaf_values, owner_here())[0])
 
-    def fill(subtree: Subtree):
-        return next(copies) if isinstance(subtree.value, Object) else subtree.filled(values)
+    abstract_values: list[Leaf] = []
+    for leaf, shardings_of_leaf in zip(leaves, shardings, strict=True):
+        # A box without arrays has a sharding nevertheless.
+        structs = [
+            jax.ShapeDtypeStruct(
+                info.shape, info.dtype, sharding=sharding, weak_type=info.weak_type
+            )
+            for info, sharding in zip(leaf.arrays, shardings_of_leaf, strict=False)
+        ]
+        abstract_values.append(leaf.with_arrays(leaf.value, structs))
+
+    # All objects are copied at once, so that what several subtrees share stays shared.
+    objects = [subtree.value for subtree in inventory.subtrees if isinstance(subtree.value, Object)]
+    flat = flatten_roots(objects)
+    values_of_objects = [abstract_values[inventory.position(each)] for each in flat.leaves]
+    copies = iter(build(flat.graphdef, values_of_objects, owner_here())[0])
+
+    def fill(subtree: Subtree) -> PyTree:
+        if isinstance(subtree.value, Object):
+            return next(copies)
+        return subtree.filled(abstract_values)
 
     return inventory.unflatten(fill)
 
@@ -210,18 +219,21 @@ def batch_sharding(
         >>> batch_sharding(("batch", "seq"), mesh, {"batch": "data"}).spec
         P('data', None)
     """
-    where, names = require_mesh(mesh, "batch_sharding"), tuple(axes)
-    unmapped = names_without_rules(names, where, rules)
+    mesh = require_mesh(mesh, "batch_sharding")
+    resolved = ResolvedRules(mesh, rules)
+    names = tuple(axes)
+    unmapped = resolved.names_without_rules(names)
     if unmapped:
         raise PartitionError(
             f"batch_sharding({names}): no rules were given, none are in scope, and {unmapped[0]!r} "
-            f"is no axis of the mesh ({mesh_text(where.shape)}). Pass rules=rules, or give None in "
-            "the place of a name."
+            f"is no axis of the mesh ({mesh_text(mesh.shape)}). Pass rules=rules, or give "
+            "None in the place of a name."
         )
+
     # The size is not known yet, and 0 is divisible by everything: only the names are checked.
-    spec, findings = spec_for(names, (0,) * len(names), where, rules_over(where, rules))
-    raise_on_errors(findings)
-    return named_sharding(where, spec)
+    spec, diagnostics = resolved.spec(names, (0,) * len(names))
+    raise_on_errors(diagnostics)
+    return named_sharding(mesh, spec)
 
 
 def get_partition_spec(tree: object) -> Any:
@@ -246,8 +258,8 @@ def get_partition_spec(tree: object) -> Any:
         >>> get_partition_spec(tree)
         {'n': P(), 's': None, 'w': P(None, 'model')}
     """
-    inventory = TreeInventory(_boxed(tree))
-    layout = TreeLayout(inventory, None, None, placed=False, names_alone=True, over_mesh=False)
+    inventory = TreeInventory(_with_boxes_for_specs(tree))
+    layout = TreeLayout(inventory, None, None, over_mesh=False, in_program=True, names_alone=True)
     return layout.entries(layout.checked().specs)
 
 
@@ -270,8 +282,8 @@ def logical_to_mesh(tree: object, rules: RulesLike | None = None) -> Any:
         >>> logical_to_mesh({"w": P("embed", "mlp"), "step": None}, {"mlp": "model"})
         {'step': None, 'w': P(None, 'model')}
     """
-    inventory = TreeInventory(_boxed(tree))
-    layout = TreeLayout(inventory, None, rules, placed=False, over_mesh=False)
+    inventory = TreeInventory(_with_boxes_for_specs(tree))
+    layout = TreeLayout(inventory, None, rules, over_mesh=False, in_program=True)
     return layout.entries(layout.checked().specs)
 
 
@@ -299,11 +311,15 @@ def logical_to_mesh_sharding(
         >>> logical_to_mesh_sharding(P("embed", "mlp"), mesh, {"mlp": "model"}).spec
         P(None, 'model')
     """
-    inventory, function = TreeInventory(_boxed(tree)), "logical_to_mesh_sharding"
     layout = TreeLayout(
-        inventory, mesh, rules, function=function, placed=False, rules_for="all"
-    ).checked()
-    return layout.entries(layout.shardings())
+        TreeInventory(_with_boxes_for_specs(tree)),
+        mesh,
+        rules,
+        function="logical_to_mesh_sharding",
+        in_program=True,
+        rules_required=True,
+    )
+    return layout.entries(layout.checked().shardings())
 
 
 def get_sharding(tree: object, mesh: AnyMesh | None = None, rules: RulesLike | None = None) -> Any:
@@ -330,15 +346,20 @@ def get_sharding(tree: object, mesh: AnyMesh | None = None, rules: RulesLike | N
         >>> [sharding.spec for sharding in get_sharding(tree, mesh).values()]
         [P(), P(None, 'model')]
     """
-    inventory = TreeInventory(tree)
-    layout = TreeLayout(inventory, mesh, rules, function="get_sharding", rules_for="all").checked()
-    return layout.entries(layout.shardings())
+    layout = TreeLayout(
+        TreeInventory(tree), mesh, rules, function="get_sharding", rules_required=True
+    )
+    return layout.entries(layout.checked().shardings())
 
 
-def _boxed(tree: object):
-    """The tree with empty boxes of the same names for specs."""
+def _with_boxes_for_specs(tree: PyTree) -> PyTree:
+    """Returns the tree with an empty box of the same names in place of each logical spec."""
+
+    def as_box(leaf: PyTree) -> PyTree:
+        if isinstance(leaf, PartitionSpec):
+            return LogicallyPartitioned(None, tuple(leaf))
+        return leaf
+
     return jax.tree.map(
-        lambda x: LogicallyPartitioned(None, tuple(x)) if isinstance(x, PartitionSpec) else x,
-        tree,
-        is_leaf=lambda value: is_box(value) or isinstance(value, Object),
+        as_box, tree, is_leaf=lambda value: is_box(value) or isinstance(value, Object)
     )

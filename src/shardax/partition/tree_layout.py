@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layouts of whole trees.
+"""Layouts of whole trees, in three steps.
 
-A layout takes three steps: the inventory lists the leaves; overrides and memory kinds are matched;
-names become specs, with diagnostics of all leaves at once and of the rules as a whole.
+1. ``overrides_of`` (``shardax.partition.overrides``) matches what the caller said of some leaves.
+2. ``specs_of`` makes the specs of every leaf, with the diagnostics of each array: from the override
+   or the sharding of the leaf's own box if there is one, else from rules, by ``ResolvedRules``.
+3. ``diagnostics_of`` collects the diagnostics of all leaves, and adds what shows only in the whole:
+   large arrays that every device holds, names without rules. ``unused_rules_of`` adds the rules
+   that no array chose.
 
-An *override* is a pair of a filter and a value for the Variables that match it: *more rules*, which
-come before the layout's own (so that moments of an optimizer are split over a mesh axis that their
-parameters are not), or an *explicit spec*, a ``PartitionSpec`` over the layout's mesh or a
-``NamedSharding``. The first filter that matches decides; None, or no match, leaves a Variable to
-the rules. A *memory kind*, such as ``"pinned_host"``, is given for all arrays or by filter. A
-Variable reached by several paths is matched by each of them; two that disagree are an error.
+``TreeLayout`` runs them over an inventory and holds the result.
 
-Boxes, and Variables made of boxes, may have rules and a mesh *of their own*. Their own rules hold
-instead of those of the call, which are about other names. Their own mesh holds instead of the one
-in scope, but not instead of one given to the call, whose caller wants the tree there.
+Which rules and which mesh a leaf has: boxes, and Variables made of boxes, may have such *of their
+own*. Their own rules hold instead of those of the call, which are about other names. Their own mesh
+holds instead of the one in scope, but not instead of one given to the call, whose caller wants the
+tree there.
 
 Without rules, given or in scope, names that are axes of the mesh stand for themselves. Any other
 name is an error of a box, and a warning of a Variable, which is replicated: many programs lay out
@@ -26,568 +26,536 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Hashable, Mapping, Sequence
 from contextvars import ContextVar
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
-from shardax._core.errors import first_of, warn
-from shardax._core.graph.paths import Leaf, Path, format_path
-from shardax._core.state.filters import first_match, to_predicates
-from shardax._core.state.state import State
-from shardax._transforms.errors import NoMeshError, TransformError
-from shardax._transforms.lift.prefix import FilterMapping, StateSharding
-from shardax.partition import rules as logical
-from shardax.partition.checker import explicit_spec, spec_for
-from shardax.partition.context import resolve_rules, rules_over
+from shardax._core.errors import warn
+from shardax._core.graph.paths import Path, PyTree, format_path
+from shardax.partition import findings
+from shardax.partition.assignment import Names, Rule, mesh_axes_of, strings
+from shardax.partition.context import resolve_rules
 from shardax.partition.errors import Diagnostic, PartitionError, nearest_name, raise_on_errors
-from shardax.partition.inventory import (
-    ArrayInfo,
-    FilterSubject,
-    LeafInfo,
-    TreeInventory,
-    reduced_states,
+from shardax.partition.inventory import ArrayInfo, LeafInfo, TreeInventory
+from shardax.partition.mesh import AnyMesh, require_mesh, resolve_mesh
+from shardax.partition.overrides import MemoryKinds as MemoryKinds
+from shardax.partition.overrides import Override, overrides_of
+from shardax.partition.overrides import OverridesLike as OverridesLike
+from shardax.partition.reduced_states import reduced_states
+from shardax.partition.resolved import ResolvedRules, explicit_spec
+from shardax.partition.rules import (
+    Rules,
+    RulesLike,
+    check_names,
+    identity_rules,
+    shadowed_rules,
+    unknown_mesh_axes,
 )
-from shardax.partition.mesh import AnyMesh, mesh_text, resolve_mesh
-
-OverridesLike = Mapping[Any, Any] | Iterable[tuple[Any, Any]]
-"""A mapping or pairs of filter and spec or rules; a ``StateSharding``; a ``State`` of specs."""
-
-MemoryKinds = str | Mapping[Any, Any] | Iterable[tuple[Any, Any]]
-"""A memory kind, or a mapping or pairs of filter and memory kind."""
 
 LARGE_BYTES = 2**20
 """An array is large above this many bytes ..."""
 LARGE_FRACTION = 0.01
 """... if it also is more than this fraction of all arrays together."""
+
 _STATE_HINT = (
     " If this is a state of an optimizer, give the parameters in the same tree, such as "
     "(params, state): they tell which dimensions it has."
 )
 
 
-class Override(NamedTuple):
-    """Rules, spec and memory of one leaf, before the layout's rules."""
+class ArraySpec(NamedTuple):
+    """The spec of one array."""
 
-    rules: logical.Rules | None = None  # before the layout's
-    spec: PartitionSpec | NamedSharding | None = None
-    memory_kind: str | None = None
-    source: str = ""  # the override as text
-
-
-def overrides_of(
-    inventory: TreeInventory,
-    mesh: AnyMesh | None,
-    overrides: OverridesLike | None,
-    memory_kind: MemoryKinds | None,
-) -> tuple[Sequence[Override], list[Diagnostic]]:
-    """The override of every leaf, and diagnostics of overrides."""
-    values = _FilterTable("overrides", () if overrides is None else overrides, _checked_value)
-    kinds = _FilterTable(
-        "memory_kind",
-        {...: memory_kind} if isinstance(memory_kind, str) or memory_kind is None else memory_kind,
-        lambda kind, text: _checked_kind(kind, text, mesh),
-    )
-    by_leaf: list[Override] = []
-    diagnostics: list[Diagnostic] = []
-    for subject in inventory.filter_subjects():
-        at = values.first(subject, diagnostics)
-        kind_at = kinds.first(subject, diagnostics)
-        kind = None if kind_at is None else kinds.values[kind_at]
-        value = None if at is None else values.values[at]
-        source = "" if at is None else f"the override {value!r} for {values.filters[at]}"
-        rules, spec = (value, None) if isinstance(value, logical.Rules) else (None, value)
-        by_leaf.append(Override(rules, spec, kind, source))
-    return by_leaf, [*diagnostics, *values.unused(), *kinds.unused()]
+    info: ArrayInfo
+    spec: PartitionSpec
+    diagnostics: list[Diagnostic]
+    names: Names | None  # well-formed names that rules were applied to, if any
 
 
-class _FilterTable:
-    """Pairs of filter and value; ``convert`` checks one value of ``option``."""
+class LeafSpecs(NamedTuple):
+    """The specs of one leaf."""
 
-    def __init__(self, option: str, option_value, convert: Callable[[Any, str], Any]) -> None:
-        self.option = option
-        pairs = _pairs(option, option_value)
-        self.predicates = to_predicates([item for item, _ in pairs])
-        self.filters = [_filter_text(item) for item, _ in pairs]
-        self.values = [
-            convert(value, f"{option}={{{text}: {value!r}}}")
-            for (_, value), text in zip(pairs, self.filters, strict=True)
-        ]
-        self.used: set[int] = set()
-
-    def first(self, subject: FilterSubject, diagnostics: list[Diagnostic]) -> int | None:
-        """The position of the deciding filter; disagreements add a diagnostic."""
-        decided: dict[int, Leaf] = {}
-        for path in subject.paths:
-            position = first_match(self.predicates, path, subject.like)
-            if position is not None:
-                self.used.add(position)
-                decided.setdefault(position, path)
-        decided = {i: path for i, path in decided.items() if self.values[i] is not None}
-        first = next(iter(decided), None)
-        if first is None or all(self.values[i] == self.values[first] for i in decided):
-            return first
-        parts = [
-            f"{format_path(path)} has {self.values[i]!r} (by {self.filters[i]})"
-            for i, path in decided.items()
-        ]
-        text = (
-            f"{format_path(decided[first])}: one Variable, reached by several paths, has more than "
-            f"one place by {self.option}: {'; '.join(parts)}. Give it one, by a filter that "
-            "matches all of its paths and stands first."
-        )
-        diagnostics.append(Diagnostic("error", decided[first], "override-conflict", text))
-        return None
-
-    def unused(self) -> Iterator[Diagnostic]:
-        """Warnings about filters without effect."""
-        for position, (text, value) in enumerate(zip(self.filters, self.values, strict=True)):
-            if position not in self.used and value is not None:
-                message = (
-                    f"{self.option} for {text} was used for no Variable: none matches, or "
-                    "an earlier filter takes all that do."
-                )
-                yield Diagnostic("warning", (), "unused-override", message)
+    leaf: LeafInfo  # with the names that it was laid out by
+    mesh: AnyMesh | None
+    override: Override
+    rules: Rules | None  # None for a leaf with an explicit spec
+    arrays: list[ArraySpec]  # of a box without arrays, one
+    diagnostics: list[Diagnostic]  # of the leaf as a whole
 
 
-_EXAMPLE = "overrides={sx.OptState: {'embed': 'data'}, sx.PathContains('bias'): PartitionSpec()}"
+class LeafRules:
+    """The choice of rules for each leaf.
+
+    A leaf has its own rules, or else those of the layout; rules of an override come before both.
+
+    Args:
+        rules: Rules, pairs or a mapping; None for the current rules.
+        names_alone: Whether every name stands for itself, whatever the rules.
+        in_program: As for ``ResolvedRules.spec``.
+    """
+
+    def __init__(self, rules: RulesLike | None, *, names_alone: bool, in_program: bool) -> None:
+        self.rules = resolve_rules(rules)
+        self._given_rules = None if rules is None else self.rules
+        self.names_alone = names_alone
+        self.in_program = in_program
+
+    def of(self, leaf: LeafInfo, mesh: AnyMesh | None, override: Override) -> ResolvedRules:
+        """Returns the rules of a leaf over its mesh."""
+        if self.names_alone and leaf.axes is not None:
+            rules = identity_rules(tuple(leaf.axes))
+        elif leaf.rules is None:
+            # Specs by rules alone, without a mesh, know the axes of the mesh in scope.
+            mesh_of_names = self._mesh_in_scope if mesh is None else mesh
+            rules = ResolvedRules(mesh_of_names, self._given_rules).rules
+        else:
+            rules = self._with_added_names(leaf.rules, leaf.added_names, mesh)
+
+        if override.rules is not None:
+            rules = rules.override(override.rules)
+        return ResolvedRules(mesh, rules)
+
+    @functools.cached_property
+    def _mesh_in_scope(self) -> AnyMesh | None:
+        return resolve_mesh()
+
+    def _with_added_names(
+        self, own_rules: Rules, added_names: frozenset[str], mesh: AnyMesh | None
+    ) -> Rules:
+        """Returns a leaf's own rules, and the layout's for names that were added since."""
+        if not added_names:
+            return own_rules
+        own_pairs = [rule for rule in own_rules.pairs if rule[0] not in added_names]
+        layout_pairs = [rule for rule in self.rules.pairs if rule[0] in added_names]
+        if mesh is not None:
+            layout_pairs += [(name, name) for name in added_names if name in mesh.shape]
+        return own_rules.replace(pairs=[*own_pairs, *layout_pairs])
 
 
-def _pairs(option: str, option_value) -> list[tuple[Any, Any]]:
-    if isinstance(option_value, State):
-        option_value = StateSharding(option_value)
-    if isinstance(option_value, FilterMapping):
-        return list(zip(option_value, option_value.values(), strict=True))
-    if isinstance(option_value, Mapping):
-        return list(option_value.items())
-    iterable = isinstance(option_value, Iterable) and not isinstance(option_value, str)
-    pairs: list[Any] = list(option_value) if iterable else [None]
-    if not all(isinstance(pair, (tuple, list)) and len(pair) == 2 for pair in pairs):
-        raise PartitionError(
-            f"{option}={option_value!r} of type {type(option_value).__name__} is no mapping from "
-            f"filters and no list of pairs. Write for instance {_EXAMPLE}."
-        )
-    return [(item, value) for item, value in pairs]
+def specs_of(
+    leaves: Sequence[LeafInfo],
+    meshes: Sequence[AnyMesh | None],
+    overrides: Sequence[Override],
+    leaf_rules: LeafRules,
+) -> list[LeafSpecs]:
+    """Returns the ``LeafSpecs`` of every leaf.
+
+    Args:
+        leaves: The leaves of a tree.
+        meshes: The mesh of each leaf.
+        overrides: The override of each leaf.
+        leaf_rules: The choice of rules.
+    """
+    specs = [
+        _specs_of_leaf(leaf, mesh, override, leaf_rules)
+        for leaf, mesh, override in zip(leaves, meshes, overrides, strict=True)
+    ]
+
+    # Boxes that their names do not fit are laid out once more, by names that fit. Whether one is
+    # the state of an optimizer shows in the diagnostics of all.
+    renamed = _boxes_of_other_rank(leaves, leaf_rules.names_alone)
+    diagnostics = [each for leaf_specs in specs for each in _diagnostics_of_arrays(leaf_specs)]
+    reduced = reduced_states(leaves, diagnostics)
+    renamed.update({index: leaf for index, (leaf, _) in reduced.items()})
+    for index, leaf in renamed.items():
+        specs[index] = _specs_of_leaf(leaf, meshes[index], overrides[index], leaf_rules)
+    for index, (_, diagnostic) in reduced.items():
+        specs[index].diagnostics.append(diagnostic)
+    return specs
 
 
-def _filter_text(item: object) -> str:
-    if item is ...:
-        return "..."
-    return item.__name__ if isinstance(item, type) else repr(item)
+def _specs_of_leaf(
+    leaf: LeafInfo, mesh: AnyMesh | None, override: Override, leaf_rules: LeafRules
+) -> LeafSpecs:
+    # A box with a ``get_sharding`` of its own says where it is, unless the caller does.
+    if mesh is not None and override.spec is None and override.rules is None:
+        sharding = leaf.sharding_of_box(mesh)
+        if sharding is not None:
+            source = f"{type(leaf.box or leaf.variable_box).__name__}.get_sharding"
+            override = override._replace(spec=sharding, source=source)
 
-
-def _checked_value(value: object, text: str):
-    if value is None or isinstance(value, (PartitionSpec, NamedSharding, logical.Rules)):
-        return value
-    if isinstance(value, (Mapping, list)):
-        try:
-            return logical.Rules(value)
-        except PartitionError as error:
-            raise PartitionError(f"{text} has no rules in it: {error}") from error
-    raise PartitionError(
-        f"{text}: {value!r} of type {type(value).__name__} is no place. Give a PartitionSpec over "
-        "the mesh, a NamedSharding, rules (a mapping, a list of pairs, or Rules) that come before "
-        f"the layout's own, or None. For instance {_EXAMPLE}."
-    )
-
-
-def _checked_kind(value: object, text: str, mesh: AnyMesh | None) -> str | None:
-    if value is not None and not isinstance(value, str):
-        raise PartitionError(
-            f"{text}: {value!r} of type {type(value).__name__} is no memory kind; give a string "
-            "such as 'pinned_host' or 'device'."
-        )
-    if value is not None and mesh is not None:
-        try:
-            NamedSharding(mesh, PartitionSpec(), memory_kind=value)
-        except ValueError as error:
-            raise PartitionError(f"{text}: the mesh's devices have no such memory. {error}") from (
-                error
+    infos = leaf.arrays_or_empty_array(mesh is not None)
+    if override.spec is not None:
+        arrays: list[ArraySpec] = []
+        for info in infos:
+            spec, diagnostics = explicit_spec(
+                override.spec, info.shape, mesh, override.source, info.path
             )
-    return value
+            arrays.append(ArraySpec(info, spec, _with_hint(leaf, diagnostics), None))
+        return LeafSpecs(leaf, mesh, override, None, arrays, [])
+
+    rules = leaf_rules.of(leaf, mesh, override)
+    arrays = [_spec_by_rules(leaf, info, rules, leaf_rules.in_program) for info in infos]
+    diagnostics = []
+    if leaf.axes is not None and len(leaf.arrays) > 1 and not leaf.axes_per_array:
+        diagnostics.append(findings.axes_of_many(leaf.path, leaf.axes, len(leaf.arrays)))
+    return LeafSpecs(leaf, mesh, override, rules.rules, arrays, diagnostics)
+
+
+def _spec_by_rules(
+    leaf: LeafInfo, info: ArrayInfo, rules: ResolvedRules, in_program: bool
+) -> ArraySpec:
+    axes = leaf.names_of(info)
+    spec, diagnostics = rules.spec(axes, info.shape, info.path, in_program=in_program)
+    if isinstance(leaf.axes, PartitionSpec):
+        # The specs of a box are one: they differ at most in trailing Nones.
+        spec = PartitionSpec(*tuple(spec)[: len(leaf.axes)])
+
+    codes = {each.code for each in diagnostics}
+    is_named = axes is not None and codes.isdisjoint(("axis-names", "rank-mismatch"))
+    names = check_names(axes) if is_named else None
+    return ArraySpec(info, spec, _with_hint(leaf, diagnostics), names)
+
+
+def _with_hint(leaf: LeafInfo, diagnostics: Sequence[Diagnostic]) -> list[Diagnostic]:
+    """Returns the diagnostics of a box, with a hint where it may be an optimizer's state."""
+    if leaf.box is None or not leaf.arrays:
+        return list(diagnostics)
+    return [
+        dataclasses.replace(each, message=each.message + _STATE_HINT)
+        if each.code == "rank-mismatch"
+        else each
+        for each in diagnostics
+    ]
+
+
+def _boxes_of_other_rank(leaves: Sequence[LeafInfo], names_alone: bool) -> dict[int, LeafInfo]:
+    """Returns boxes with more array dimensions than names, by index, with names that fit."""
+    # Dimensions after the last name are not split, as in a PartitionSpec. The one spec of a box
+    # around several arrays has the rank of the least, and alone may be of any.
+    renamed: dict[int, LeafInfo] = {}
+    for index, leaf in enumerate(leaves):
+        ranks = {len(info.shape) for info in leaf.arrays}
+        if leaf.box is None or leaf.axes is None or ranks <= {len(leaf.axes)}:
+            continue
+
+        has_several = len(leaf.arrays) > 1
+        if has_several and names_alone:
+            renamed[index] = leaf._replace(arrays=())
+            continue
+
+        try:
+            names = check_names(leaf.axes)
+        except PartitionError:
+            continue
+        while has_several and len(names) > min(ranks) and names[-1] is None:
+            names = names[:-1]
+        if len(names) <= min(ranks):
+            renamed[index] = leaf._replace(axes=PartitionSpec(*names))
+    return renamed
+
+
+def diagnostics_of(
+    specs: Sequence[LeafSpecs],
+    rules: Rules,
+    *,
+    rules_required: bool = False,
+    large_bytes: int = LARGE_BYTES,
+    large_fraction: float = LARGE_FRACTION,
+) -> list[Diagnostic]:
+    """Returns the diagnostics of all leaves, in their order.
+
+    Args:
+        specs: The specs of every leaf.
+        rules: The rules of the layout; those of a leaf may be others.
+        rules_required: Whether logical names without rules are an error of all leaves, and not of
+            boxes alone.
+        large_bytes: An array that every device holds whole is reported above this many bytes ...
+        large_fraction: ... if it also is more than this fraction of all arrays together.
+    """
+    total = sum(info.nbytes for leaf_specs in specs for info in leaf_specs.leaf.arrays)
+    least_bytes = max(large_bytes, large_fraction * total)
+
+    diagnostics: list[Diagnostic] = []
+    for leaf_specs in specs:
+        leaf, mesh = leaf_specs.leaf, leaf_specs.mesh
+        of_arrays = _diagnostics_of_arrays(leaf_specs)
+        if mesh is not None and not rules and _lacks_rules(leaf_specs, rules_required):
+            # This error stands for the warnings about single names.
+            is_said = ("unmapped-name", leaf.path)
+            of_arrays = [each for each in of_arrays if (each.code, each.path) != is_said]
+            of_arrays.append(findings.no_rules(leaf.path, leaf.axes, mesh))
+        diagnostics += of_arrays
+
+        for array in leaf_specs.arrays:
+            if array.info.nbytes > least_bytes and _is_replicated_by_rules(leaf_specs, array):
+                assert mesh is not None
+                info = array.info
+                diagnostics.append(
+                    findings.large_replicated(
+                        info.path, array.names or (), info.shape, info.nbytes, total, mesh.size
+                    )
+                )
+    return diagnostics
+
+
+def _diagnostics_of_arrays(leaf_specs: LeafSpecs) -> list[Diagnostic]:
+    """Returns the diagnostics of a leaf and its arrays, each by itself."""
+    of_arrays = [each for array in leaf_specs.arrays for each in array.diagnostics]
+    return [*leaf_specs.diagnostics, *of_arrays]
+
+
+def _lacks_rules(leaf_specs: LeafSpecs, rules_required: bool) -> bool:
+    """Whether a leaf has logical names, and nothing says what they are."""
+    leaf = leaf_specs.leaf
+    is_concerned = rules_required or leaf.box is not None
+    if not is_concerned or leaf.rules is not None or leaf_specs.override.rules is not None:
+        return False
+    if leaf_specs.rules is None:
+        return False
+    names = {name for name in strings(tuple(leaf.axes or ())) if isinstance(name, str)}
+    return not names.issubset(leaf_specs.rules.names)
+
+
+def _is_replicated_by_rules(leaf_specs: LeafSpecs, array: ArraySpec) -> bool:
+    """Whether rules leave an array whole on several devices, and do not say that it is meant."""
+    mesh, rules = leaf_specs.mesh, leaf_specs.rules
+    if mesh is None or mesh.size == 1 or rules is None:
+        return False
+    if any(each.severity == "error" for each in array.diagnostics):
+        return False
+    if parts_of(array.spec, mesh) > 1:
+        return False
+
+    # Rules to None for all of its names say that it is meant.
+    chosen = rules.assign(array.names or ()).chosen
+    is_meant = bool(array.names) and all(
+        isinstance(name, str) and name in chosen and rules.pairs[chosen[name]][1] is None
+        for name in array.names
+    )
+    return not is_meant
+
+
+def unused_rules_of(
+    specs: Sequence[LeafSpecs], rules: Rules, mesh: AnyMesh | None
+) -> list[tuple[Rule, Diagnostic]]:
+    """Returns the rules that no array chose, each with a diagnostic.
+
+    Of such a rule ``Rules.check`` may have an error or warning, which is returned as it is. Else it
+    is an ``unused-rule``.
+    """
+    # What the arrays chose that are laid out by the rules of the layout, and by those together with
+    # an override's.
+    chosen_positions: set[int] = set()
+    chosen_with_override: set[Rule] = set()
+    passed_over: set[Rule] = set()
+    paths_by_name: dict[str, list[Path]] = {}
+    for leaf_specs in specs:
+        leaf_rules = leaf_specs.rules
+        if leaf_rules is None or leaf_specs.leaf.rules not in (None, rules):
+            continue
+        for array in leaf_specs.arrays:
+            if array.names is None:
+                continue
+            assignment = leaf_rules.assign(array.names)
+            if leaf_rules == rules:
+                chosen_positions.update(assignment.chosen.values())
+            else:
+                chosen = [leaf_rules.pairs[index] for index in assignment.chosen.values()]
+                chosen_with_override.update(chosen)
+            passed_over.update(loss.rule for loss in assignment.passed_over)
+            for name in strings(array.names):
+                paths_by_name.setdefault(name, []).append(array.info.path)
+
+    unused: list[tuple[Rule, Diagnostic]] = []
+    shadowed = shadowed_rules(rules)
+    for position, rule in enumerate(rules.pairs):
+        if position in chosen_positions or rule in chosen_with_override:
+            continue
+        of_rule = [] if mesh is None else list(unknown_mesh_axes(rule, mesh))
+        if position in shadowed:
+            of_rule.append(shadowed[position])
+        if not of_rule:
+            of_rule.append(_unused_rule(rule, rules, paths_by_name, rule in passed_over))
+        unused += [(rule, diagnostic) for diagnostic in of_rule]
+    return unused
+
+
+def _unused_rule(
+    rule: Rule, rules: Rules, paths_by_name: Mapping[str, list[Path]], is_passed_over: bool
+) -> Diagnostic:
+    name = rule[0]
+    if name in paths_by_name:
+        why = f"an earlier rule always served {name!r}"
+        if is_passed_over:
+            why = "its mesh axes were always taken"
+        return findings.unused_rule(rule, why)
+
+    unmapped = sorted(set(paths_by_name).difference(rules.names))
+    similar = nearest_name(name, unmapped)
+    if similar is not None:
+        return findings.misspelt_rule(rule, similar, paths_by_name[similar])
+    why = f"none has an axis {name!r}. It still serves constraints inside programs"
+    return findings.unused_rule(rule, why)
 
 
 # The warnings of names that a block has given; None where each call gives its own.
-_told: ContextVar[set[Hashable] | None] = ContextVar("shardax_told_names", default=None)
+_given_warnings: ContextVar[set[Hashable] | None] = ContextVar("given_warnings", default=None)
 
 
 @contextlib.contextmanager
 def telling_once(told: set[Hashable]) -> Generator[None]:
     """Leaves warnings of misspelt names out that stand in a set, and adds the others to it."""
-    token = _told.set(told)
+    token = _given_warnings.set(told)
     try:
         yield
     finally:
-        _told.reset(token)
+        _given_warnings.reset(token)
 
 
 class TreeLayout:
-    """Specs of a tree's leaves, and their diagnostics."""
+    """The specs of a tree, and its diagnostics.
 
-    # ``mesh`` and ``rules`` None stand for those in scope, or a leaf's own. ``function`` is who
-    # needs a mesh, for the message, or None if rules alone will do. ``over_mesh=False`` applies the
-    # rules alone, whatever mesh is in scope. ``placed`` is as for ``spec_for``. ``names_alone``
-    # lets every name stand for itself. Logical names without rules, over a mesh, are an error of
-    # boxes, or of everything under ``rules_for="all"``.
+    Args:
+        inventory: The inventory of the tree.
+        mesh: The mesh; None for the one in scope, or a leaf's own.
+        rules: Rules, pairs or a mapping; None for the current rules, or a leaf's own.
+        overrides: Filter to spec or rules, before the rules.
+        memory_kind: Memory of the devices, or a mapping from filters to such.
+        function: Who needs a mesh, for the message; None if rules alone will do.
+        over_mesh: False to apply the rules alone, whatever mesh is in scope.
+        in_program: As for ``ResolvedRules.spec``.
+        names_alone: Whether every name stands for itself, whatever the rules.
+        rules_required: As for ``diagnostics_of``.
+        large_bytes: As for ``diagnostics_of``.
+        large_fraction: As for ``diagnostics_of``.
+
+    Attributes:
+        inventory: The inventory.
+        mesh: The mesh of leaves without their own, or None.
+        rules: The ``Rules`` of leaves without their own.
+        leaves: The ``LeafSpecs`` of every leaf.
+        diagnostics: Those of arrays, then of rules, then of overrides.
+    """
 
     def __init__(
         self,
         inventory: TreeInventory,
         mesh: AnyMesh | None,
-        rules: logical.RulesLike | None,
+        rules: RulesLike | None,
         overrides: OverridesLike | None = None,
         memory_kind: MemoryKinds | None = None,
         *,
         function: str | None = None,
         over_mesh: bool = True,
-        placed: bool = True,
+        in_program: bool = False,
         names_alone: bool = False,
-        rules_for: Literal["boxes", "all"] = "boxes",
+        rules_required: bool = False,
         large_bytes: int = LARGE_BYTES,
         large_fraction: float = LARGE_FRACTION,
     ) -> None:
         self.inventory = inventory
-        self.mesh = resolve_mesh(mesh) if over_mesh else None  # of leaves without their own
+        self.mesh = resolve_mesh(mesh) if over_mesh else None
         uses_own_meshes = over_mesh and mesh is None
-        leaves = inventory.leaves
-        self.meshes = [(leaf.mesh if uses_own_meshes else None) or self.mesh for leaf in leaves]
-        if function is not None and (not leaves or None in self.meshes):
-            self.mesh = require_mesh(mesh, function)
-        self.rules = resolve_rules(rules)
-        self._given_rules = rules
-        self._placed = placed
-        self._names_alone = names_alone
-        self._unused: dict[str, logical.Rule] = {}  # rules by the message that they are unused
-        self._large_bytes, self._large_fraction = large_bytes, large_fraction
-        self._overrides: Sequence[Override] = [Override()] * len(leaves)
-        of_overrides: list[Diagnostic] = []
+        meshes = [
+            leaf.mesh if uses_own_meshes and leaf.mesh is not None else self.mesh
+            for leaf in inventory.leaves
+        ]
+        if function is not None and (not meshes or None in meshes):
+            require_mesh(mesh, function)
+
+        leaf_overrides, of_overrides = [Override()] * len(meshes), []
         if overrides is not None or memory_kind is not None:
-            self._overrides, of_overrides = overrides_of(
+            leaf_overrides, of_overrides = overrides_of(
                 inventory, self.mesh, overrides, memory_kind
             )
-        self._overrides = [
-            self._by_box(leaf, leaf_mesh, override)
-            for leaf, leaf_mesh, override in zip(leaves, self.meshes, self._overrides, strict=True)
-        ]
 
-        # For each leaf a spec of each of its arrays; of a box without any, one.
-        self.specs, diagnostics = self._lay_out(leaves)
-        reduced, of_states = reduced_states(leaves, diagnostics)
-        changed = {**self._of_other_ranks(leaves), **reduced}
-        if changed:
-            laid_out = [changed.get(i, leaf) for i, leaf in enumerate(leaves)]
-            self.specs, diagnostics = self._lay_out(laid_out)
-        no_rules = list(self._without_rules(rules_for))
-        said = {diagnostic.path for diagnostic in no_rules}
-        diagnostics = [d for d in diagnostics if d.code != "unmapped-name" or d.path not in said]
-        self.diagnostics: list[Diagnostic] = [*diagnostics, *of_states, *no_rules, *of_overrides]
+        leaf_rules = LeafRules(rules, names_alone=names_alone, in_program=in_program)
+        self.rules = leaf_rules.rules
+        self.leaves = specs_of(inventory.leaves, meshes, leaf_overrides, leaf_rules)
 
-    def _by_box(self, leaf: LeafInfo, mesh: AnyMesh | None, override: Override) -> Override:
-        """The override of a leaf, or the sharding that its own box makes for a mesh."""
-        if mesh is None or override.spec is not None or override.rules is not None:
-            return override
-        sharding = leaf.sharding_of_box(mesh)
-        if sharding is None:
-            return override
-        source = f"{type(leaf.box or leaf.kept).__name__}.get_sharding"
-        return Override(None, sharding, override.memory_kind, source)
-
-    def _lay_out(
-        self, leaves: Sequence[LeafInfo]
-    ) -> tuple[list[list[PartitionSpec]], list[Diagnostic]]:
-        total = sum(info.nbytes for leaf in leaves for info in leaf.arrays)
-        large = max(self._large_bytes, self._large_fraction * total)
-        specs: list[list[PartitionSpec]] = []
-        diagnostics: list[Diagnostic] = []
-        # Of the layout, with those of overrides.
-        by_rules: list[tuple[logical.Rules, logical.Names, Path]] = []
-        for leaf, mesh, override in zip(leaves, self.meshes, self._overrides, strict=True):
-            own_rules = leaf.rules
-            if self._names_alone and leaf.axes is not None:
-                own_rules = logical.identity_rules(tuple(leaf.axes))
-            rules = self._rules_over(mesh) if own_rules is None else own_rules
-            if own_rules is not None and leaf.added and not self._names_alone:
-                rules = self._with_added(own_rules, leaf.added, mesh)
-            if override.rules is not None:
-                rules = rules.override(override.rules)
-            if override.spec is None:
-                diagnostics += _axes_of_many(leaf)
-            specs.append([])
-            for info in leaf.arrays or leaf.names_as_array(mesh is not None):
-                path, names, shape = info.path, leaf.names_of(info), info.shape
-                if override.spec is not None:
-                    spec, findings = explicit_spec(
-                        override.spec, shape, mesh, override.source, path
-                    )
-                else:
-                    spec, findings = spec_for(names, shape, mesh, rules, path, placed=self._placed)
-                    errors = {
-                        diagnostic.code for diagnostic in findings if diagnostic.severity == "error"
-                    }
-                    if names is not None and errors.isdisjoint(("axis-names", "rank-mismatch")):
-                        names = logical.check_names(names)
-                        if own_rules is None or own_rules == self.rules:
-                            by_rules.append((rules, names, path))
-                    if mesh is not None and not errors and info.nbytes > large:
-                        findings += _large_replicated(info, names or (), spec, mesh, rules, total)
-                    if isinstance(leaf.axes, PartitionSpec):
-                        # The specs of a box are one: they differ at most in trailing Nones.
-                        spec = PartitionSpec(*tuple(spec)[: len(leaf.axes)])
-                specs[-1].append(spec)
-                hint = _STATE_HINT if leaf.box is not None and leaf.arrays else ""
-                diagnostics += (
-                    dataclasses.replace(d, message=d.message + hint)
-                    if d.code == "rank-mismatch"
-                    else d
-                    for d in findings
-                )
-        diagnostics += self._unused_rules(by_rules)
-        return specs, diagnostics
-
-    def _of_other_ranks(self, leaves: Sequence[LeafInfo]) -> dict[int, LeafInfo]:
-        """Boxes with more array dimensions than names, by position."""
-        # Dimensions after the last name are not split, as in a PartitionSpec. The one spec of a box
-        # around several arrays has the rank of the least, and alone may be of any.
-        changed: dict[int, LeafInfo] = {}
-        for i, leaf in enumerate(leaves):
-            ranks = {len(info.shape) for info in leaf.arrays}
-            if leaf.box is None or leaf.axes is None or ranks <= {len(leaf.axes)}:
-                continue
-            several = len(leaf.arrays) > 1
-            if several and self._names_alone:
-                changed[i] = leaf._replace(arrays=())
-                continue
-            try:
-                names = logical.check_names(leaf.axes)
-            except PartitionError:
-                continue
-            while several and len(names) > min(ranks) and names[-1] is None:
-                names = names[:-1]
-            if len(names) <= min(ranks):
-                changed[i] = leaf._replace(axes=PartitionSpec(*names))
-        return changed
-
-    def _rules_over(self, mesh: AnyMesh | None) -> logical.Rules:
-        """The rules of leaves without their own."""
-        # Specs by rules alone (``over_mesh=False``) know the axes of the mesh in scope.
-        return rules_over(resolve_mesh() if mesh is None else mesh, self._given_rules)
-
-    def _with_added(
-        self, own_rules: logical.Rules, added: frozenset[str], mesh: AnyMesh | None
-    ) -> logical.Rules:
-        """A leaf's own rules, and others for names added since."""
-        added_rules = [rule for rule in self.rules.pairs if rule[0] in added]
-        added_rules += [(name, name) for name in added if mesh is not None and name in mesh.shape]
-        own_pairs = [rule for rule in own_rules.pairs if rule[0] not in added]
-        return own_rules.replace(pairs=[*own_pairs, *added_rules])
-
-    def _unused_rules(
-        self, by_rules: Sequence[tuple[logical.Rules, logical.Names, Path]]
-    ) -> Iterator[Diagnostic]:
-        chosen: set[int] = set()
-        elsewhere: set[Any] = set()  # rules chosen together with an override's
-        lost: set[Any] = set()
-        present: dict[str, list[Path]] = {}
-        for rules, names, path in by_rules:
-            assignment = rules.assign(names)
-            if rules == self.rules:
-                chosen.update(assignment.chosen.values())
-            else:
-                elsewhere.update(rules.pairs[i] for i in assignment.chosen.values())
-            lost.update(loss.rule for loss in assignment.passed_over)
-            for name in logical.strings(names):
-                present.setdefault(name, []).append(path)
-        shadowed = logical.shadowed_rules(self.rules)
-        for position, rule in enumerate(self.rules.pairs):
-            if position in chosen or rule in elsewhere:
-                continue
-            unknown = [] if self.mesh is None else list(logical.unknown_mesh_axes(rule, self.mesh))
-            yield from unknown
-            if position in shadowed:
-                yield shadowed[position]
-            if unknown or position in shadowed:
-                continue
-            unused = _unused_rule(rule, self.rules, present, rule in lost)
-            self._unused[unused.message] = rule
-            yield unused
-
-    def _without_rules(self, rules_for: Literal["boxes", "all"]) -> Iterator[Diagnostic]:
-        if self.rules or self._names_alone:
-            return
-        rows = zip(self.inventory.leaves, self.meshes, self._overrides, strict=True)
-        for leaf, mesh, override in rows:
-            if (
-                mesh is not None
-                and (leaf.box is not None or rules_for == "all")
-                and leaf.rules is None
-                and override.spec is None
-                and override.rules is None
-                and not _names_in(leaf.axes).issubset(self._rules_over(mesh).names)
-            ):
-                text = (
-                    f"{format_path(leaf.path)}: has the logical names {leaf.axes}, and there are "
-                    f"no rules to map them to mesh axes ({mesh_text(mesh.shape)}). Pass them, "
-                    "rules=rules, or put them in scope: with sx.axis_rules(rules): ..."
-                )
-                yield Diagnostic("error", leaf.path, "no-rules", text)
+        of_leaves = diagnostics_of(
+            self.leaves,
+            self.rules,
+            rules_required=rules_required,
+            large_bytes=large_bytes,
+            large_fraction=large_fraction,
+        )
+        self._unused_rules = unused_rules_of(self.leaves, self.rules, self.mesh)
+        of_rules = [diagnostic for _, diagnostic in self._unused_rules]
+        self.diagnostics: list[Diagnostic] = [*of_leaves, *of_rules, *of_overrides]
 
     def checked(self, more: Sequence[Diagnostic] = ()) -> TreeLayout:
-        """This layout if there is no error in it or in ``more``."""
-        # Raises PartitionError for logical names without rules, else PartitionCheckError with all.
+        """Returns this layout if there is no error in it or in ``more``.
+
+        Raises:
+            PartitionError: If there are logical names without rules; names the first.
+            PartitionCheckError: If there are other errors; has all of them.
+        """
         for diagnostic in self.diagnostics:
             if diagnostic.code == "no-rules":
                 raise PartitionError(str(diagnostic))
-        if diagnostics := [*self.diagnostics, *more]:
-            raise_on_errors(diagnostics)
+        raise_on_errors([*self.diagnostics, *more])
         return self
 
     def warn_of_names(self) -> None:
         """Warns of misspelt names in rules and arrays."""
         if all(name == target for name, target in self.rules.pairs):
             return  # replicated on purpose, or by names of mesh axes alone
-        paths: dict[str, list[Path]] = {}
-        for diagnostic in self.diagnostics:
-            is_of_names = diagnostic.code in ("unused-rule", "unmapped-name")
-            if is_of_names and diagnostic.severity == "warning":
-                text = diagnostic.message.removeprefix(f"{format_path(diagnostic.path)}: ")
-                paths.setdefault(text, []).append(diagnostic.path)
 
-        told = _told.get()
-        if told is not None:
-            # The text about a rule lists paths of the tree, which may be another tree's tomorrow.
-            subjects = {text: self._unused.get(text, text) for text in paths}
-            paths = {text: paths[text] for text, subject in subjects.items() if subject not in told}
-            told.update(subjects.values())
-        lines = [
-            text if places == [()] else f"{paths_text(places)}: {text}"
-            for text, places in paths.items()
-        ]
+        # The text about a name of arrays is one for all of them. The text about a rule lists paths
+        # of the tree, which may be another tree's the next time, so the rule is its key.
+        texts: dict[Hashable, str] = {}
+        paths: dict[Hashable, list[Path]] = {}
+        for diagnostic in self.diagnostics:
+            if diagnostic.code == "unmapped-name" and diagnostic.severity == "warning":
+                text = diagnostic.message.removeprefix(f"{format_path(diagnostic.path)}: ")
+                texts[text] = text
+                paths.setdefault(text, []).append(diagnostic.path)
+        for rule, diagnostic in self._unused_rules:
+            if diagnostic.code == "unused-rule" and diagnostic.severity == "warning":
+                texts[rule] = diagnostic.message
+
+        given_warnings = _given_warnings.get()
+        if given_warnings is not None:
+            texts = {key: text for key, text in texts.items() if key not in given_warnings}
+            given_warnings.update(texts)
+
+        lines: list[str] = []
+        for key, text in texts.items():
+            paths_of_text = paths.get(key, [()])
+            is_of_root = paths_of_text == [()]  # a rule, or the only array
+            lines.append(text if is_of_root else f"{findings.paths_text(paths_of_text)}: {text}")
         if lines:
             warn("Names of axes look misspelt. " + "\n  ".join(lines))
 
+    @property
+    def specs(self) -> list[list[PartitionSpec]]:
+        """For each leaf, the specs of its arrays; of a box without any, one."""
+        return [[array.spec for array in leaf_specs.arrays] for leaf_specs in self.leaves]
+
     def shardings(self) -> list[list[NamedSharding]]:
-        """For each leaf, its arrays' shardings; all must have a mesh."""
-        by_leaf: list[list[NamedSharding]] = []
-        for specs, mesh, override in zip(self.specs, self.meshes, self._overrides, strict=True):
-            kind = override.memory_kind
+        """Returns for each leaf the shardings of its arrays; all must have a mesh."""
+        shardings: list[list[NamedSharding]] = []
+        for leaf_specs in self.leaves:
+            mesh, override = leaf_specs.mesh, leaf_specs.override
+            memory_kind = override.memory_kind
             if isinstance(override.spec, NamedSharding):
                 mesh = override.spec.mesh
-                kind = override.spec.memory_kind if kind is None else kind
-            by_leaf.append([named_sharding(mesh, spec, kind) for spec in specs])
-        return by_leaf
+                memory_kind = memory_kind or override.spec.memory_kind
+            shardings.append(
+                [named_sharding(mesh, array.spec, memory_kind) for array in leaf_specs.arrays]
+            )
+        return shardings
 
-    def entries(self, by_leaf: Sequence[Sequence[Any]]) -> Any:
-        """The tree with entries, such as specs, in place of leaves."""
-        pairs = zip(self.inventory.leaves, by_leaf, strict=True)
-        return self.inventory.filled([leaf.entry(of_arrays) for leaf, of_arrays in pairs])
+    def entries(self, entries_of_arrays: Sequence[Sequence[PyTree]]) -> PyTree:
+        """Returns the tree with entries, such as specs, in place of leaves.
 
-
-def _names_in(axes) -> set[str]:
-    """Names among possibly malformed entries."""
-    parts = (part for name in axes or () for part in (name if isinstance(name, tuple) else (name,)))
-    return {part for part in parts if isinstance(part, str)}
-
-
-def check_devices(mesh: AnyMesh, function: str, abstract: str) -> Mesh:
-    """Refuses a mesh without places for arrays; ``abstract`` needs none."""
-    if not isinstance(mesh, Mesh):
-        raise TransformError(
-            f"{function} cannot place arrays over {mesh}, which has no devices. Pass the mesh "
-            f"itself, such as jax.make_mesh((2, 4), ('data', 'model')). An AbstractMesh serves "
-            f"{abstract} only."
-        )
-    if AxisType.Manual in mesh.axis_types:
-        raise TransformError(
-            f"{function} cannot place arrays over {mesh}: axes of type Manual are for the inside "
-            "of jax.shard_map. Make the mesh with axes of type Auto or Explicit."
-        )
-    return mesh
-
-
-def require_mesh(mesh: AnyMesh | None, function: str) -> AnyMesh:
-    """The mesh given, else the one in scope; ``function`` needs it."""
-    scope_mesh = resolve_mesh(mesh)
-    if scope_mesh is None:
-        raise NoMeshError(
-            f"{function} needs a mesh: none was given and none is in scope. Pass one, "
-            f"{function}(..., mesh=jax.make_mesh((2, 4), ('data', 'model'))), or put one in scope: "
-            "with jax.set_mesh(mesh): ..."
-        )
-    return scope_mesh
+        Args:
+            entries_of_arrays: For each leaf those of its arrays.
+        """
+        pairs = zip(self.inventory.leaves, entries_of_arrays, strict=True)
+        return self.inventory.filled([leaf.entry(entries) for leaf, entries in pairs])
 
 
 @functools.lru_cache(maxsize=4096)
 def named_sharding(mesh: Any, spec: PartitionSpec, memory_kind: str | None = None) -> NamedSharding:
-    """The one sharding of a mesh and a spec."""
+    """Returns the one ``NamedSharding`` of a mesh and a spec."""
     return NamedSharding(mesh, spec, memory_kind=memory_kind)
 
 
 def parts_of(spec: PartitionSpec, mesh: AnyMesh) -> int:
-    """The number of different parts of an array."""
-    return math.prod(mesh.shape[axis] for entry in spec for axis in logical.mesh_axes_of(entry))
-
-
-def _axes_of_many(leaf: LeafInfo) -> Iterator[Diagnostic]:
-    if leaf.axes is not None and len(leaf.arrays) > 1 and not leaf.axes_per_array:
-        text = (
-            f"{format_path(leaf.path)}: axis names {leaf.axes} for a value of {len(leaf.arrays)} "
-            "arrays. Axis names say what the dimensions of one array are: give each array a "
-            "Variable of its own, or give no axes, and the arrays are replicated."
-        )
-        yield Diagnostic("error", leaf.path, "axes-of-many", text)
-
-
-def _large_replicated(
-    info: ArrayInfo,
-    names: logical.Names,
-    spec: PartitionSpec,
-    mesh: AnyMesh,
-    rules: logical.Rules,
-    total: int,
-) -> Iterator[Diagnostic]:
-    chosen = rules.assign(names).chosen
-    on_purpose = bool(names) and all(
-        isinstance(name, str) and name in chosen and rules.pairs[chosen[name]][1] is None
-        for name in names
-    )
-    if mesh.size == 1 or parts_of(spec, mesh) > 1 or on_purpose:
-        return
-    listed = ", ".join(map(repr, logical.strings(names)))
-    fix = (
-        f"Map one of its axes ({listed}) to a mesh axis, or say that it is meant: rules to None"
-        if listed
-        else "Give its dimensions names, axes=(...), and one of them a rule"
-    )
-    text = (
-        f"{format_path(info.path)}: {info.nbytes / 2**20:.1f} MiB "
-        f"({100 * info.nbytes / total:.0f} % of all arrays), shape {info.shape}, are held whole by "
-        f"each of {mesh.size} devices. {fix}."
-    )
-    yield Diagnostic("warning", info.path, "large-replicated", text)
-
-
-def paths_text(paths: Sequence[Path]) -> str:
-    """The first of some paths, and the number of others."""
-    return first_of([format_path(path) for path in paths], most=4)
-
-
-def _unused_rule(
-    rule: tuple[str, object], rules: logical.Rules, present: Mapping[str, list[Path]], lost: bool
-) -> Diagnostic:
-    name = rule[0]
-    start = f"The rule {logical.format_rule(rule)} was used for no array: "
-    if name in present:
-        why = (
-            "its mesh axes were always taken" if lost else f"an earlier rule always served {name!r}"
-        )
-        return Diagnostic("info", (), "unused-rule", f"{start}{why}.")
-    near = nearest_name(name, sorted(set(present).difference(rules.names)))
-    if near is not None:
-        text = (
-            f"{start}none has an axis {name!r}. Did you mean {near!r}, which has no rule? It is an "
-            f"axis of {paths_text(present[near])}."
-        )
-        return Diagnostic("warning", (), "unused-rule", text)
-    text = f"{start}none has an axis {name!r}. It still serves constraints inside programs."
-    return Diagnostic("info", (), "unused-rule", text)
+    """Returns the number of different parts of an array."""
+    return math.prod(mesh.shape[axis] for entry in spec for axis in mesh_axes_of(entry))

@@ -10,11 +10,11 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from shardax._core.graph.paths import PyTree
-from shardax.partition.context import parallel as parallel_scope
-from shardax.partition.errors import PartitionError
-from shardax.partition.mesh import mesh_text
-from shardax.partition.rules import UNCONSTRAINED, Rules, RulesLike
+from shardax import Rules
+from shardax import parallel as parallel_scope
+from shardax.errors import PartitionError
+from shardax.extend import PyTree, RulesLike, mesh_text
+from shardax.partition import UNCONSTRAINED
 from shardax.plan.compile.pool import make_evaluator
 from shardax.plan.errors import LayoutAssertionError, PlanInputError
 from shardax.plan.hardware.targets import Target

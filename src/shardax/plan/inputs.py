@@ -17,25 +17,29 @@ import contextlib
 import functools
 import inspect
 import math
-import types
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import AbstractMesh, AxisType
 
-from shardax._core._jax import auto_mesh
-from shardax._core.graph.paths import Path, PyTree, format_path, plain_path
-from shardax._core.object import Object
-from shardax._core.state.state import Origin
-from shardax._core.variable import OptState, Param, Quantized, Variable
-from shardax._transforms.jit.jit import BoundJit
-from shardax.partition.boxes.boxes import AxisMetadata, LogicallyPartitioned, is_box
-from shardax.partition.inventory import ArrayInfo, LeafInfo, TreeInventory, byte_count
-from shardax.partition.mesh import AnyMesh
-from shardax.partition.rules import Rules, mesh_axes_of
-from shardax.partition.specs import abstract
+from shardax import LogicallyPartitioned, OptState, Param, Quantized, Rules, Variable, abstract
+from shardax.extend import (
+    AnyMesh,
+    Object,
+    Origin,
+    Path,
+    PyTree,
+    TreeInventory,
+    byte_count,
+    format_path,
+    mesh_axes_of,
+    path_of_keys,
+)
+from shardax.partition import AxisMetadata, is_box
+from shardax.partition.inventory import ArrayInfo, LeafInfo
 from shardax.partition.tree_layout import TreeLayout
 from shardax.plan.errors import PlanInputError
 from shardax.plan.records import ArrayLayout, Layout
@@ -103,7 +107,7 @@ def unbound(step: object) -> tuple[PyTree, tuple[PyTree, ...], dict[str, PyTree]
     if isinstance(step, functools.partial):
         function, args, keywords = unbound(step.func)
         return function, (*args, *step.args), {**keywords, **step.keywords}
-    if isinstance(step, (types.MethodType, BoundJit)):
+    if hasattr(step, "__func__") and hasattr(step, "__self__"):  # a method, compiled or not
         function, args, keywords = unbound(step.__func__)
         return function, (*args, step.__self__), keywords
     called = type(step).__call__
@@ -232,9 +236,7 @@ class Inputs:
             "overrides": self._for_optimizer(layout.optimizer_rules),
             "memory_kind": self._for_optimizer(layout.optimizer_memory),
         }
-        tree_layout = TreeLayout(
-            self._inventory, where, rules, **options, function="plan", rules_for="boxes"
-        )
+        tree_layout = TreeLayout(self._inventory, where, rules, **options, function="plan")
         errors = tuple(
             str(diagnostic)
             for diagnostic in tree_layout.diagnostics
@@ -295,6 +297,13 @@ def label(path: Path) -> str:
     return f"{first}{format_path(tuple(inner)) if inner else ''}"
 
 
+def auto_mesh(sizes: Mapping[str, int]) -> AbstractMesh:
+    """Returns a mesh without devices whose axes are Auto."""
+    # Which they are by default to JAX 0.11; from 0.12 they are Explicit.
+    kinds = (AxisType.Auto,) * len(sizes)
+    return AbstractMesh(tuple(sizes.values()), tuple(sizes), kinds)
+
+
 def _argument_names(step: Callable[..., object], args: Sequence[object]) -> tuple[str, ...]:
     """The names of the arguments in the step's signature."""
     try:
@@ -327,7 +336,7 @@ def _optax_states(tree: object) -> list[Path]:
         return hasattr(type(value), "_fields") and module.partition(".")[0] == "optax"
 
     leaves = jax.tree.leaves_with_path(tree, is_leaf=lambda v: is_state(v) or _is_part(v))
-    return [plain_path(path) for path, leaf in leaves if is_state(leaf)]
+    return [path_of_keys(path) for path, leaf in leaves if is_state(leaf)]
 
 
 def _kind(leaf: LeafInfo, like, states: Sequence[Path]) -> str:

@@ -25,11 +25,10 @@ from typing import Any
 
 import numpy as np
 
+from shardax import Rules
 from shardax._files import write_whole
+from shardax.extend import did_you_mean, mesh_axes_of, mesh_text
 from shardax.hlo.collectives import Collective
-from shardax.partition.errors import did_you_mean
-from shardax.partition.mesh import mesh_text
-from shardax.partition.rules import Rules, mesh_axes_of
 from shardax.plan.errors import PlanFileError, PlanInputError
 from shardax.plan.timing.step import StepParts
 from shardax.plan.timing.workload import ExpectedTime

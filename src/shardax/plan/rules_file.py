@@ -32,11 +32,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from shardax._core.variable import OptState
+from shardax import OptState, Rules, parallel
 from shardax._files import write_whole
-from shardax.partition.context import parallel
-from shardax.partition.errors import PartitionError, did_you_mean
-from shardax.partition.rules import UNCONSTRAINED, Rules
+from shardax.errors import PartitionError
+from shardax.extend import did_you_mean
+from shardax.partition import UNCONSTRAINED
 from shardax.plan.records import Layout
 
 _OPTIMIZER = ("optimizer_rules", "optimizer_memory")

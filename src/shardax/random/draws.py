@@ -13,16 +13,24 @@ on them. Without either the array is on the default device and may be used toget
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
-
 import jax
 import jax.numpy as jnp
-import numpy as np
+from jax.typing import DTypeLike
+from numpy.typing import ArrayLike
 
 from shardax._core.init.defaults import exact_dtype, float_dtype
-from shardax._core.init.rng import is_integer
-from shardax.random.stream import DrawError, draw
+from shardax.random.arguments import (
+    Device,
+    Placement,
+    Shape,
+    as_operand,
+    entries,
+    finite_interval,
+    integer_range,
+    open_interval,
+    probabilities,
+)
+from shardax.random.programs import draw
 
 
 def key() -> jax.Array:
@@ -46,11 +54,11 @@ def key() -> jax.Array:
 
 
 def bits(
-    shape: object = (),
-    dtype: jax.typing.DTypeLike = jnp.uint32,
+    shape: Shape = (),
+    dtype: DTypeLike = jnp.uint32,
     *,
-    device: object = None,
-    sharding: object = None,
+    device: Device = None,
+    sharding: Placement = None,
 ) -> jax.Array:
     """Draws random bits.
 
@@ -72,17 +80,17 @@ def bits(
         'uint8'
     """
     dtype = exact_dtype(dtype)
-    return draw("bits", device=device, sharding=sharding, shape=shape, dtype=dtype)
+    return draw("bits", shape=shape, dtype=dtype, device=device, sharding=sharding)
 
 
 def uniform(
-    shape: object = (),
-    dtype: jax.typing.DTypeLike | None = None,
-    minval: object = 0.0,
-    maxval: object = 1.0,
+    shape: Shape = (),
+    dtype: DTypeLike | None = None,
+    minval: ArrayLike = 0.0,
+    maxval: ArrayLike = 1.0,
     *,
-    device: object = None,
-    sharding: object = None,
+    device: Device = None,
+    sharding: Placement = None,
 ) -> jax.Array:
     """Draws numbers uniformly from ``[minval, maxval)``.
 
@@ -109,17 +117,16 @@ def uniform(
         True
     """
     dtype = float_dtype(dtype)
-    bounds = {"minval": as_operand(minval, dtype), "maxval": as_operand(maxval, dtype)}
-    _check_order("uniform", bounds, _is_finite_interval)
-    return draw("uniform", bounds, device=device, sharding=sharding, shape=shape, dtype=dtype)
+    bounds = finite_interval(minval, maxval, dtype)
+    return draw("uniform", bounds, shape=shape, dtype=dtype, device=device, sharding=sharding)
 
 
 def normal(
-    shape: object = (),
-    dtype: jax.typing.DTypeLike | None = None,
+    shape: Shape = (),
+    dtype: DTypeLike | None = None,
     *,
-    device: object = None,
-    sharding: object = None,
+    device: Device = None,
+    sharding: Placement = None,
 ) -> jax.Array:
     """Draws numbers from the normal distribution of mean 0 and variance 1.
 
@@ -143,17 +150,17 @@ def normal(
         ((4, 8), 'bfloat16')
     """
     dtype = float_dtype(dtype)
-    return draw("normal", device=device, sharding=sharding, shape=shape, dtype=dtype)
+    return draw("normal", shape=shape, dtype=dtype, device=device, sharding=sharding)
 
 
 def truncated_normal(
-    lower: object,
-    upper: object,
-    shape: object = None,
-    dtype: jax.typing.DTypeLike | None = None,
+    lower: ArrayLike,
+    upper: ArrayLike,
+    shape: Shape | None = None,
+    dtype: DTypeLike | None = None,
     *,
-    device: object = None,
-    sharding: object = None,
+    device: Device = None,
+    sharding: Placement = None,
 ) -> jax.Array:
     """Draws numbers from the normal distribution truncated to an interval.
 
@@ -178,21 +185,20 @@ def truncated_normal(
         True
     """
     dtype = float_dtype(dtype)
-    bounds = {"lower": as_operand(lower, dtype), "upper": as_operand(upper, dtype)}
-    _check_order("truncated_normal", bounds, np.less)
+    bounds = open_interval(lower, upper, dtype)
     return draw(
-        "truncated_normal", bounds, device=device, sharding=sharding, shape=shape, dtype=dtype
+        "truncated_normal", bounds, shape=shape, dtype=dtype, device=device, sharding=sharding
     )
 
 
 def randint(
-    shape: object,
-    minval: object,
-    maxval: object,
-    dtype: jax.typing.DTypeLike = int,
+    shape: Shape,
+    minval: ArrayLike,
+    maxval: ArrayLike,
+    dtype: DTypeLike = int,
     *,
-    device: object = None,
-    sharding: object = None,
+    device: Device = None,
+    sharding: Placement = None,
 ) -> jax.Array:
     """Draws integers from ``minval`` to ``maxval - 1``.
 
@@ -218,12 +224,16 @@ def randint(
         [1, 2, 3, 4, 5, 6]
     """
     dtype = exact_dtype(dtype)
-    bounds = _integer_bounds("randint", {"minval": minval, "maxval": maxval}, dtype)
-    return draw("randint", bounds, device=device, sharding=sharding, shape=shape, dtype=dtype)
+    bounds = integer_range(minval, maxval, dtype)
+    return draw("randint", bounds, shape=shape, dtype=dtype, device=device, sharding=sharding)
 
 
 def bernoulli(
-    p: object = 0.5, shape: object = None, *, device: object = None, sharding: object = None
+    p: ArrayLike = 0.5,
+    shape: Shape | None = None,
+    *,
+    device: Device = None,
+    sharding: Placement = None,
 ) -> jax.Array:
     """Draws True with probability ``p``, else False.
 
@@ -244,17 +254,17 @@ def bernoulli(
         >>> int(sx.random.bernoulli(1.0, 5).sum())
         5
     """
-    operands = {"p": as_probabilities("bernoulli", p)}
-    return draw("bernoulli", operands, device=device, sharding=sharding, shape=shape)
+    operands = {"p": probabilities("bernoulli", p)}
+    return draw("bernoulli", operands, shape=shape, device=device, sharding=sharding)
 
 
 def categorical(
-    logits: object,
+    logits: ArrayLike,
     axis: int = -1,
-    shape: object = None,
+    shape: Shape | None = None,
     *,
-    device: object = None,
-    sharding: object = None,
+    device: Device = None,
+    sharding: Placement = None,
 ) -> jax.Array:
     """Draws positions along an axis, with the probabilities of logits.
 
@@ -278,18 +288,18 @@ def categorical(
         [0, 1]
     """
     operands = {"logits": as_operand(logits)}
-    return draw("categorical", operands, device=device, sharding=sharding, axis=axis, shape=shape)
+    return draw("categorical", operands, axis=axis, shape=shape, device=device, sharding=sharding)
 
 
 def choice(
-    a: object,
-    shape: object = (),
+    a: ArrayLike,
+    shape: Shape = (),
     replace: bool = True,
-    p: object = None,
+    p: ArrayLike | None = None,
     axis: int = 0,
     *,
-    device: object = None,
-    sharding: object = None,
+    device: Device = None,
+    sharding: Placement = None,
 ) -> jax.Array:
     """Draws from the entries of an array.
 
@@ -314,20 +324,28 @@ def choice(
         >>> sorted(sx.random.choice(5, 5, replace=False).tolist())
         [0, 1, 2, 3, 4]
     """
-    operands, options = _entries("a", a)
+    operands, options = entries("a", a)
     if p is not None:
-        operands["p"] = as_probabilities("choice", p, total=True)
-    options.update(shape=shape, replace=bool(replace), axis=axis)
-    return draw("choice", operands, device=device, sharding=sharding, **options)
+        operands["p"] = probabilities("choice", p, add_up_to_one=True)
+    return draw(
+        "choice",
+        operands,
+        shape=shape,
+        replace=bool(replace),
+        axis=axis,
+        device=device,
+        sharding=sharding,
+        **options,
+    )
 
 
 def permutation(
-    x: object,
+    x: ArrayLike,
     axis: int = 0,
     independent: bool = False,
     *,
-    device: object = None,
-    sharding: object = None,
+    device: Device = None,
+    sharding: Placement = None,
 ) -> jax.Array:
     """Shuffles an array along an axis.
 
@@ -349,89 +367,13 @@ def permutation(
         >>> sorted(sx.random.permutation(4).tolist())
         [0, 1, 2, 3]
     """
-    operands, options = _entries("x", x)
-    options.update(axis=axis, independent=bool(independent))
-    return draw("permutation", operands, device=device, sharding=sharding, **options)
-
-
-def _entries(name: str, array) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Operands and options of an array or a number of entries."""
-    return ({}, {name: int(array)}) if is_integer(array) else ({name: as_operand(array)}, {})
-
-
-# --- Arguments ---
-
-
-def as_operand(value: Any, dtype: jax.typing.DTypeLike | None = None) -> np.ndarray | jax.Array:
-    """An operand as an array, a NumPy one on the host."""
-    if isinstance(value, (bool, int, float, complex, list, tuple, np.ndarray, np.generic)):
-        array = np.asarray(value)
-        return array.astype(dtype or jax.dtypes.canonicalize_dtype(array.dtype))
-    return jnp.asarray(value, dtype)
-
-
-def _check_order(name: str, bounds: Mapping[str, Any], in_order: Callable[[Any, Any], Any]) -> None:
-    """Raises unless bounds on the host are in order."""
-    (low_name, low), (high_name, high) = bounds.items()
-    if not _is_jax(low) and not _is_jax(high) and not np.all(in_order(low, high)):
-        raise DrawError(
-            f"shardax.random.{name} was given {low_name}={low} and {high_name}={high}, which is no "
-            f"interval to draw from. Give a {low_name} below {high_name}, both finite."
-        )
-
-
-def _is_finite_interval(low, high):
-    """Whether numbers can be spread evenly from one to the other."""
-    with np.errstate(over="ignore", invalid="ignore"):
-        return (low <= high) & np.isfinite(high - low)
-
-
-def _integer_bounds(name: str, bounds: Mapping[str, Any], dtype: np.dtype) -> dict[str, Any]:
-    """The lowest integer and one above the highest, by name, as operands."""
-    given = {text: bound if _is_jax(bound) else np.asarray(bound) for text, bound in bounds.items()}
-    for text, bound in given.items():
-        if not jnp.issubdtype(bound.dtype, jnp.integer):
-            raise DrawError(
-                f"shardax.random.{name} was given {text}={bound} of dtype {bound.dtype}; the "
-                f"bounds of integers are integers."
-            )
-    _check_order(name, given, np.less)
-    if not jnp.issubdtype(dtype, jnp.integer):
-        return given  # JAX says what is wrong
-    limits = jnp.iinfo(dtype)
-    default = jax.dtypes.canonicalize_dtype(int)
-    # One above the highest is no number of the dtype itself, and so needs a wider one.
-    above = limits.max + (limits.max < jnp.iinfo(default).max)
-    for (text, bound), highest in zip(list(given.items()), (limits.max, above), strict=True):
-        if _is_jax(bound):
-            continue
-        if not np.all((limits.min <= bound) & (bound <= highest)):
-            raise DrawError(
-                f"shardax.random.{name} was given {text}={bound}, but {dtype.name} allows "
-                f"{limits.min} to {highest} there. Give a wider dtype."
-            )
-        given[text] = bound.astype(dtype if np.all(bound <= limits.max) else default)
-    return given
-
-
-def as_probabilities(name: str, p: object, total: bool = False) -> np.ndarray | jax.Array:
-    """Probabilities as an operand; under ``total`` they must add up to 1."""
-    operand = as_operand(p)
-    if not jnp.issubdtype(operand.dtype, jnp.floating):
-        operand = as_operand(p, jnp.float32)
-    if not _is_jax(operand):
-        if not np.all((operand >= 0) & (operand <= 1)):
-            raise DrawError(
-                f"shardax.random.{name} was given p={operand}; a probability is a number from 0 to "
-                f"1. To draw in proportion to weights, divide them by their sum."
-            )
-        if total and abs(float(np.sum(operand, dtype=np.float64)) - 1) > 1e-3:  # for rounded ones
-            raise DrawError(
-                f"shardax.random.{name} was given p={operand}, which adds up to {operand.sum()}. "
-                f"Probabilities add up to 1: p / p.sum()."
-            )
-    return operand
-
-
-def _is_jax(value: object) -> bool:
-    return isinstance(value, jax.Array)
+    operands, options = entries("x", x)
+    return draw(
+        "permutation",
+        operands,
+        axis=axis,
+        independent=bool(independent),
+        device=device,
+        sharding=sharding,
+        **options,
+    )

@@ -15,20 +15,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shardax._core.checks import raise_if_any
-from shardax._core.containers import Dict
-from shardax._core.graph.paths import Path, PyTree, format_path
-from shardax._core.init.lazy import Init, Initializer
-from shardax._core.init.rng import Rngs
-from shardax._core.module import Module
-from shardax._core.state.split_merge import clone_sharing
-from shardax._core.variable import Param, Variable
-from shardax._select.places import SelectionError
-from shardax._select.selection import Selection, select
-from shardax._transforms.grad.grad import is_differentiable
-from shardax._transforms.grad.vjp import jvp
-from shardax._transforms.wrappers import ModuleWrapper
+from shardax import Dict, Init, Module, Param, Rngs, Selection, Variable, jvp, select
+from shardax.errors import SelectionError
+from shardax.extend import (
+    Initializer,
+    ModuleWrapper,
+    Path,
+    PyTree,
+    align,
+    clone_sharing_arrays,
+    explicit_sharding,
+    format_path,
+    raise_if_any,
+    with_layout,
+)
 from shardax.named.array import NamedArray
+from shardax.named.base import from_parts
 from shardax.named.functions import dot
 from shardax.named.layers import Linear as NamedLinear
 from shardax.nn.arithmetic import (
@@ -46,7 +48,6 @@ from shardax.nn.linear import Linear
 from shardax.nn.moe import MoE
 from shardax.nn.parameters import as_size, lecun_normal, zeros
 from shardax.nn.quantization import QuantizedKernel
-from shardax.partition.explicit import align, explicit_sharding, with_layout
 
 Adaptable = Linear | Einsum | ConvBase | MoE | Embed | NamedLinear
 
@@ -294,9 +295,9 @@ class LoRA(LayerWrapper):
         layer, rank = self.body, ("lora", "rank")
         batch, inputs, made = layer.batch_axes.names, layer.input_axes.names, layer._out_names()
         data, a, b = cast_all(layer.dtype, x.data, self.a.value, self.b.value)
-        a = NamedArray._make(a, (*batch, *inputs, rank))
-        b = NamedArray._make(b, (*batch, rank, *made.values()))
-        term = dot(dot(NamedArray._make(data, x.dims), a, inputs), b, (rank,))
+        a = from_parts(NamedArray, a, (*batch, *inputs, rank))
+        b = from_parts(NamedArray, b, (*batch, rank, *made.values()))
+        term = dot(dot(from_parts(NamedArray, data, x.dims), a, inputs), b, (rank,))
         return term.rename({new: name for name, new in made.items() if new != name})
 
     def _convolved(self, x: jax.Array, y: jax.Array) -> jax.Array:
@@ -624,7 +625,7 @@ def linearise(selection: Selection, *args: PyTree, **kwargs: PyTree) -> Any:
         >>> linear.layers[0](jnp.array([3.0, 2.0])).tolist()  # 2 * 3 - 1, 4 * 2 - 4
         [5.0, 4.0]
     """
-    recording = clone_sharing(
+    recording = clone_sharing_arrays(
         wrap_selected("linearise", selection, lambda _, layer: _Recorder(layer))
     )
     recording(*args, **kwargs)
@@ -633,7 +634,8 @@ def linearise(selection: Selection, *args: PyTree, **kwargs: PyTree) -> Any:
     def replace(path: Path, layer) -> Linearised:
         seen = recorders[path].__dict__.get("inputs")
         inputs = () if seen is None else seen.value
-        if len(inputs) != 1 or not all(map(is_differentiable, jax.tree.leaves(inputs))):
+        dtypes = [jnp.result_type(leaf) for leaf in jax.tree.leaves(inputs)]
+        if len(inputs) != 1 or not all(jnp.issubdtype(dtype, jnp.inexact) for dtype in dtypes):
             found = f"was called {len(inputs)} times" if len(inputs) != 1 else "takes integers"
             raise SelectionError(
                 f"{format_path(path)} cannot be linearised: it {found}, and there is one "

@@ -9,13 +9,9 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from shardax._core.checks import Options, raise_if_any
-from shardax._core.graph.paths import Path, PyTree, format_path
-from shardax._core.module import modules_in
-from shardax._core.state.filters import Filter, Predicate, to_predicate
-from shardax._core.variable import Param, Variable
-from shardax._select.places import SelectionError
-from shardax._select.selection import select
+from shardax import All, Param, Variable, iter_modules, select
+from shardax.errors import SelectionError
+from shardax.extend import Options, Path, PyTree, format_path, raise_if_any
 from shardax.nn.arithmetic import DelayedScaling, take_precision
 from shardax.nn.einsum import Einsum
 from shardax.nn.embedding import Embed
@@ -33,7 +29,7 @@ class _FormatRule(NamedTuple):
     """A filter of kernels and their format."""
 
     key: Any
-    predicate: Predicate
+    predicate: All
     format: Any
 
 
@@ -47,7 +43,7 @@ class _KernelPlace(NamedTuple):
 
 
 def quantize(
-    model: PyTree, formats: Format | Mapping[Filter, Format | None], *, tile_size: int | None = None
+    model: PyTree, formats: Format | Mapping[Any, Format | None], *, tile_size: int | None = None
 ) -> PyTree:
     """Stores kernels in 8 or 4 bits, with scales.
 
@@ -147,9 +143,9 @@ def with_precision(model: PyTree, precisions: Any) -> PyTree:
         ('fp8', None, True)
     """
     entries = precisions if isinstance(precisions, Mapping) else {...: precisions}
-    rules = [_FormatRule(key, to_predicate(key), value) for key, value in entries.items()]
+    rules = [_FormatRule(key, All(key), value) for key, value in entries.items()]
     layers, used = dict[Path, Any](), set[int]()
-    by_path = dict(modules_in(model))
+    by_path = dict(iter_modules(model))
     places = [p for p in _kernel_places(model) if isinstance(by_path[p.path[:-1]], _WITH_PRECISION)]
     for place in places:
         number = _matching(place, rules)
@@ -185,7 +181,7 @@ def _rules_of(formats: object) -> list[_FormatRule]:
     options = Options(SelectionError)
     if isinstance(formats, str):
         options.choice("formats", formats, tuple(RANGES))
-        return [_FormatRule(..., to_predicate(...), formats)]
+        return [_FormatRule(..., All(...), formats)]
     if not isinstance(formats, Mapping) or not formats:
         raise SelectionError(
             f"quantize takes a format, or formats by filters, and not {formats!r}: "
@@ -193,12 +189,12 @@ def _rules_of(formats: object) -> list[_FormatRule]:
         )
     for key, value in formats.items():
         options.choice(f"formats[{key!r}]", value, _FORMATS)
-    return [_FormatRule(key, to_predicate(key), value) for key, value in formats.items()]
+    return [_FormatRule(key, All(key), value) for key, value in formats.items()]
 
 
 def _kernel_places(model: object) -> Iterator[_KernelPlace]:
     """Lists the kernels of known layers."""
-    for path, layer in modules_in(model):
+    for path, layer in iter_modules(model):
         if not isinstance(layer, Adaptable):
             continue
         terms = LinearTerms.of(layer)
@@ -217,7 +213,7 @@ def _chosen(
 ) -> list[tuple[_KernelPlace, Format]]:
     """Returns kernels with their formats, or raises by path."""
     chosen, problems, used = list[tuple[_KernelPlace, Format]](), list[str](), set[int]()
-    normalized = [p for p, m in modules_in(model) if isinstance(m, (WeightNorm, SpectralNorm))]
+    normalized = [p for p, m in iter_modules(model) if isinstance(m, (WeightNorm, SpectralNorm))]
     first: dict[int, tuple[_KernelPlace, Any]] = {}
     for place in places:
         number = _matching(place, rules)

@@ -8,18 +8,16 @@ layer, so that paths and values do not depend on how a model runs its layers.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
 
-from shardax._core.graph.paths import Path, PyTree
-from shardax._core.module import Module
-from shardax._core.state.split_merge import iter_modules
-from shardax._select.places import SelectionError
-from shardax._select.selection import Selection, select
-from shardax._transforms.lift.engine import wraps
+from shardax import Module, Selection, iter_modules, select
+from shardax.errors import SelectionError
+from shardax.extend import Path, PyTree, attributes_of
 from shardax.models.layers.transformer_layer import TransformerBlock
 from shardax.models.transformer import Transformer
 from shardax.nn.stack import Stack
@@ -93,7 +91,7 @@ def record(model: PyTree, *selections: Selection | Callable[[Selection], Selecti
         )
     _recording(model, paths)  # refuses what is not called
 
-    @wraps(model)
+    @functools.wraps(model, updated=())
     def run(*args: PyTree, **kwargs: PyTree) -> PyTree:
         recording = _recording(model, paths)
         copies = [
@@ -154,8 +152,10 @@ def _path_in_model(place: Path, modules: Mapping[Path, Module]) -> Path:
 
 def _attributes(module: Module) -> dict[str, object]:
     """Returns the attributes of a Module, those of arrays by value."""
-    arrays = module._array_attributes.items()
-    return {**vars(module), **{name: variable.value for name, variable in arrays}}
+    own = vars(module)
+    return {
+        name: value if name in own else value.value for name, value in attributes_of(module).items()
+    }
 
 
 def _take_over(copy: Module, original: Module, before: Mapping[str, object]) -> None:

@@ -16,17 +16,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from shardax._core._jax import INLINE
-from shardax._core.checks import Options, raise_if_any
-from shardax._core.graph.flatten import has_objects
-from shardax._core.graph.paths import PyTree
-from shardax._core.variable import Param
+from shardax import Carry, Param, eval_shape, jit, scan, value_and_grad
 from shardax._parallel.microbatches import cut, indivisible
-from shardax._transforms.control.scan import scan
-from shardax._transforms.grad.grad import value_and_grad
-from shardax._transforms.jit.abstract_eval import eval_shape
-from shardax._transforms.jit.jit import jit
-from shardax._transforms.lift.prefix import Carry
+from shardax.extend import INLINE, Options, PyTree, has_objects, raise_if_any
 from shardax.nn.arithmetic import at_least_float32
 from shardax.train.errors import TrainError
 from shardax.train.metrics import counted_by, relative_weights, target_weights, weighted

@@ -23,10 +23,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from shardax import distributed
-from shardax._core.init.lazy import LazyValue, Recipe
-from shardax.distributed import processes
-from shardax.partition.specs import abstract
+from shardax import abstract, distributed
+from shardax.distributed import arrays, processes
+from shardax.extend import LazyValue, stored_value
 from shardax.train.checkpoint_format import contents_of
 from shardax.train.data import prefetch, sources
 from shardax.train.data.batches import WholeBatches
@@ -117,8 +116,9 @@ def _initial_values(tree: object) -> dict[str, str]:
     """Returns random seeds of lazy values, and digests of the others."""
     facts: dict[str, str] = {}
     for array in contents_of(tree).arrays:
-        value = array.variable._here()._value
-        if isinstance(value, Recipe) and value.is_known:
+        value = stored_value(array.variable)
+        # Of a lazy value that is made of random keys, these are the keys.
+        if isinstance(value, LazyValue) and getattr(value, "is_known", False):
             roots = [
                 (source.root if isinstance(source.root, int) else processes.array_text(source.root))
                 for source in value.sources
@@ -169,7 +169,7 @@ def compare_programs(trainer: Any, sharding: Any) -> None:
 def compare_copies(trainer: Any, when: str) -> None:
     """Raises DistributedError if copies of trained arrays differ."""
     names = ("model", "optimizer", "ema")
-    processes.compare_replicas(dict(zip(names, trainer.trained, strict=False)), when)
+    arrays.compare_replicas(dict(zip(names, trainer.trained, strict=False)), when)
 
 
 def _digest(value) -> str:

@@ -15,8 +15,8 @@ from typing import Any, Literal
 
 import jax
 
-from shardax._core.checks import Options
 from shardax.distributed import processes
+from shardax.extend import Options
 from shardax.train.errors import TrainError
 
 

@@ -13,24 +13,21 @@ and knows the latest that is complete.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
 from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
-from shardax._core._jax import Tracer
-from shardax._core.checks import raise_if_any
-from shardax._core.errors import ModuleError, ShardaxError, warn
-from shardax._core.graph.paths import Leaf, PyTree
-from shardax._core.graph.views import named_sharding
-from shardax._core.variable import refuse_deleted
+from shardax import abstract
+from shardax._core.values import refuse_deleted
 from shardax._files import PathExistsError, PathNotFoundError
-from shardax.partition.mesh import resolve_mesh
-from shardax.partition.specs import abstract
-from shardax.partition.tree_layout import MemoryKinds, OverridesLike
+from shardax.errors import ModuleError, ShardaxError
+from shardax.extend import PyTree, raise_if_any, stored_value, warn_user
+from shardax.partition import resolve_mesh
 from shardax.train import checkpoint_files as storage
 from shardax.train import errors
 from shardax.train.checkpoint_format import (
@@ -43,7 +40,11 @@ from shardax.train.checkpoint_format import (
     positions_in_modules,
     stored_arrays,
 )
-from shardax.train.optimizer_state import StateValue
+from shardax.train.optimizer_state import StateValue, named_sharding
+
+# A placement by filter, and a kind of memory for all or by filter, as ``sx.shardings`` takes them.
+OverridesLike = Mapping[Any, Any] | Iterable[tuple[Any, Any]]
+MemoryKinds = str | Mapping[Any, Any] | Iterable[tuple[Any, Any]]
 
 
 def save(tree: object, path: object, *, extra: object = None) -> None:
@@ -129,7 +130,7 @@ def restore(
     place = storage.as_path(path)
     description = storage.verify(place)
     if "files" not in description:
-        warn(f"{unchecked(place)} It was read unchecked.")
+        warn_user(f"{unchecked(place)} It was read unchecked.")
     where = {"overrides": overrides, "memory_kind": memory_kind}
     return restore_verified(tree, place, description, mesh, rules, where, partial, cast)
 
@@ -162,11 +163,11 @@ def restore_verified(
         shardings,
     )
     _restore_positions(contents, positions)
-    leaves: dict[int, list[Leaf]] = {}
+    leaves: dict[int, list[Any]] = {}
     for target, array in zip(contents.arrays, arrays, strict=True):
         leaves.setdefault(id(target.variable), []).append(array)
     for variable in {id(target.variable): target.variable for target in contents.arrays}.values():
-        treedef = jax.tree.structure(variable._here()._value)
+        treedef = jax.tree.structure(stored_value(variable))
         variable.value = treedef.unflatten(leaves[id(variable)])
     for slot in contents.slots:
         slot.write()
@@ -190,7 +191,7 @@ def _write_error(action: str, error: Exception) -> Exception:
 def _warn_of_positions(contents: Contents) -> None:
     """Warns of positions in Modules, once for each line of code."""
     if paths := positions_in_modules(contents.objects):
-        warn(
+        warn_user(
             f"Not saved, as a Module holds what has a state() and a restore(): {', '.join(paths)}. "
             f"Positions are saved beside a model: save((model, batches), path), and restored from "
             f"there: restore((model, batches), path)."
@@ -209,11 +210,11 @@ def _to_store(
         ". Give them numbers first, sx.update(model, state), or restore a checkpoint into it.",
     )
     refuse_deleted([array.path for array in contents.arrays], [a.value for a in contents.arrays])
-    leaves: dict[int, list[Leaf]] = {}
+    leaves: dict[int, list[Any]] = {}
     arrays: list[ModelArray] = []
     for array in contents.arrays:
         if id(array.variable) not in leaves:
-            leaves[id(array.variable)] = jax.tree.leaves(array.variable._here()._real())
+            leaves[id(array.variable)] = jax.tree.leaves(array.variable.value)
         arrays.append(array._replace(value=leaves[id(array.variable)].pop(0)))
     traced = [array.path for array in arrays if isinstance(array.value, Tracer)]
     raise_if_any(
@@ -242,7 +243,7 @@ def _present_layout(contents: Contents) -> list[Any] | None:
     return [replicated if sharding is None else sharding for sharding in present]
 
 
-def _present_sharding(value: Leaf) -> NamedSharding | None:
+def _present_sharding(value: Any) -> NamedSharding | None:
     """Returns the sharding of an array, or of an optimizer's lazy state."""
     # Which goes where its parameters are, restored or not.
     return value.own_sharding() if isinstance(value, StateValue) else named_sharding(value)
@@ -261,7 +262,7 @@ def _in_order_of(tree, copy):
 def _restore_positions(contents: Contents, saved) -> None:
     """Restores all positions, or none."""
     holders = [(holder, saved[path]) for path, holder in contents.positions.items()]
-    moved: list[tuple[Leaf, Leaf]] = []
+    moved: list[tuple[Any, Any]] = []
     try:
         for holder, state in holders:
             if not isinstance(holder, dict):

@@ -34,9 +34,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from shardax._core.checks import Options
-from shardax._core.graph.paths import Leaf, PyTree
 from shardax._files import PathNotFoundError, require_free
+from shardax.extend import Options, PyTree
 from shardax.train import errors
 from shardax.train.checkpoint_format import FORMAT_VERSION, StoredArray
 
@@ -83,7 +82,7 @@ class Writer:
         self._pending: Future[None] | None = None
         _silence_orbax()
 
-    def start(self, path: Any, arrays: Mapping[str, Leaf], description: Mapping[str, Any]) -> None:
+    def start(self, path: Any, arrays: Mapping[str, Any], description: Mapping[str, Any]) -> None:
         """Starts writing a checkpoint; returns when its arrays are copied."""
         import orbax.checkpoint as ocp
 

@@ -18,17 +18,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shardax._core._jax import is_prng_key
-from shardax._core.containers import List
-from shardax._core.frames import local, resolve
-from shardax._core.frozen import FrozenVariable
+from shardax import (
+    FrozenVariable,
+    Intermediate,
+    List,
+    Not,
+    State,
+    Variable,
+    iter_modules,
+    iter_variables,
+)
 from shardax._core.graph.handlers import DICT, LIST, PLAIN, handler_of, has_parts
-from shardax._core.graph.paths import Path, PyTree, format_path
-from shardax._core.object import Object
-from shardax._core.state.filters import Not
-from shardax._core.state.split_merge import iter_modules, iter_variables
-from shardax._core.state.state import State
-from shardax._core.variable import Intermediate, Variable
+from shardax.extend import Object, Path, PyTree, format_path, is_prng_key, stored_value
 from shardax.train import errors
 from shardax.train.data.sources import cut_integers
 
@@ -109,7 +110,7 @@ def arrays_of(objects: object) -> list[ModelArray]:
     """Returns the arrays of a tree without positions, in order."""
     arrays = []
     for path, variable in iter_variables(objects, Not(Intermediate)):  # those are of one call
-        value = resolve(variable, local.frame)._value
+        value = stored_value(variable)
         for keys, leaf in jax.tree_util.tree_flatten_with_path(value)[0]:
             text = format_path(path) + jax.tree_util.keystr(keys)
             arrays.append(ModelArray(text, variable, leaf))

@@ -15,13 +15,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from shardax._core.checks import Options, raise_if_any
-from shardax._core.graph.paths import PyTree, format_path
-from shardax._core.module import Module
-from shardax._core.state.split_merge import describe_plain_arrays, iter_variables
-from shardax._core.state.state import State
-from shardax._core.variable import Param
-from shardax._transforms.errors import TransformError
+from shardax import Module, Param, State, iter_variables
+from shardax.errors import TransformError
+from shardax.extend import Options, PyTree, describe_plain_arrays, format_path, raise_if_any
 from shardax.train.errors import TrainError
 from shardax.train.optimizer import Optimizer, laid_out_as
 

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from shardax._core.errors import ShardaxError
+from shardax.errors import ShardaxError
 
 
 class DataError(ShardaxError, ValueError, RuntimeError):

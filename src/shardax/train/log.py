@@ -24,7 +24,7 @@ from typing import Any, Protocol, Self, runtime_checkable
 import jax
 import numpy as np
 
-from shardax._core.errors import naming_package
+from shardax.extend import needs_package
 from shardax.train.errors import TrainError
 from shardax.train.progress import OverdueError, StopRequest
 
@@ -278,7 +278,7 @@ class TensorBoardLog:
         return self._packages()[0].Event(wall_time=time.time(), **fields)
 
     def _packages(self) -> tuple[Any, Any]:
-        with naming_package("TensorBoardLog", "shardax[tensorboard]"):
+        with needs_package("TensorBoardLog", "shardax[tensorboard]"):
             from tensorboard.compat.proto import event_pb2, summary_pb2
         return event_pb2, summary_pb2
 

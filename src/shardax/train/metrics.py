@@ -19,14 +19,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shardax._core.checks import Options
-from shardax._core.graph.paths import PyTree
-from shardax._core.module import Module
-from shardax._core.state.split_merge import iter_variables
-from shardax._core.variable import MetricState
+from shardax import MetricState, Module, iter_variables
+from shardax.extend import Options, PyTree, did_you_mean
 from shardax.nn.arithmetic import at_least_float32
 from shardax.nn.parameters import IGNORE_INDEX
-from shardax.partition.errors import did_you_mean
 from shardax.train.errors import TrainError
 
 

@@ -21,22 +21,26 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import AxisType
 
-from shardax._core._jax import Tracer
-from shardax._core.array_ops import wider_dtype
-from shardax._core.checks import Options, raise_if_any
-from shardax._core.frames import local, resolve
-from shardax._core.graph.handlers import knows_names
-from shardax._core.graph.paths import Leaf, Path, PyTree, format_path
+from shardax import Module, OptState, Param, State, Variable, iter_variables
+from shardax import state as module_state
 from shardax._core.graph.static import BOX_ENTRY
-from shardax._core.module import Module
-from shardax._core.state.split_merge import describe_plain_arrays, iter_variables
-from shardax._core.state.state import Origin, State, by_paths_of
-from shardax._core.variable import OptState, Param, Variable
-from shardax._transforms.errors import TransformError
-from shardax._transforms.grad.grad import tangents_in
-from shardax.partition.inventory import TreeInventory
+from shardax.errors import TransformError
+from shardax.extend import (
+    Options,
+    Path,
+    PyTree,
+    TreeInventory,
+    array_axes,
+    describe_plain_arrays,
+    format_path,
+    origin_of,
+    raise_if_any,
+    stored_value,
+    values_by_path,
+)
 from shardax.train import optimizer_state
 from shardax.train.data.prefetch import in_device_memory
 from shardax.train.errors import TrainError
@@ -101,7 +105,7 @@ class Optimizer(Module):
         (22.5, 3.0, 20)
     """
 
-    masters: Leaf = None
+    masters: Any = None
     master_dtype: Any = None
 
     def __init__(
@@ -128,7 +132,9 @@ class Optimizer(Module):
                 f"nothing to train.{describe_plain_arrays(model)} Choose others: "
                 f"`Optimizer(model, tx, wrt=filter)`."
             )
-        shapes = jax.tree.map(_shape_of, self._state_of([v._value for v in variables]))
+        shapes = jax.tree.map(
+            _shape_of, self._state_of([stored_value(variable) for variable in variables])
+        )
         layout = optimizer_state.layout_of(self._transformation, shapes)
         parameters = optimizer_state.TrainedParameters(
             self._transformation, variables, jax.tree.structure(shapes)
@@ -170,7 +176,7 @@ class Optimizer(Module):
                 f"Optimizer.update takes the gradients alone, but was given {kinds}. The optimizer "
                 "has its model: optimizer.update(grads), after Optimizer(model, tx)."
             )
-        grads = tangents_in(grads) if isinstance(grads, Module) else grads
+        grads = _tangents_in(grads) if isinstance(grads, Module) else grads
         chosen = self._chosen()
         params = self._state_of([variable.value for _, variable in chosen])
         layout = optimizer_state.layout_of(self._transformation, jax.tree.map(_shape_of, params))
@@ -215,7 +221,7 @@ class Optimizer(Module):
     def _state_of(self, values: Sequence[object]) -> State:
         chosen = self._chosen()
         paths = [path for path, _ in chosen]
-        origins = {path: Origin(type(v), resolve(v, local.frame)._metadata) for path, v in chosen}
+        origins = {path: origin_of(variable) for path, variable in chosen}
         return State.from_flat(dict(zip(paths, values, strict=True)), origins)
 
     def _make_state(
@@ -305,6 +311,13 @@ class _Masters(NamedTuple):
         return param.astype(self.dtype) if is_narrow else None
 
 
+def _tangents_in(module: Module) -> State:
+    """Returns the gradients in a Module; None stands for none."""
+    present = module_state(module)
+    values = {path: value for path, value in present.flat().items() if jax.tree.leaves(value)}
+    return State.from_flat(values, present.origins())
+
+
 def _updated(update, *args, **extra):
     """Runs a transformation of optax, with promotion of counts to floats."""
     # Also where a user forbids promotion in the own code.
@@ -333,11 +346,13 @@ def trained_variables(optimizer: Optimizer) -> list[tuple[Path, Variable]]:
 def gradient_layout(optimizer: Optimizer, places: State) -> State:
     """Returns shardings for gradients, as of the state following each parameter."""
     chosen = optimizer._chosen()
-    shapes = jax.tree.map(_shape_of, optimizer._state_of([v._value for _, v in chosen]))
+    shapes = jax.tree.map(
+        _shape_of, optimizer._state_of([stored_value(variable) for _, variable in chosen])
+    )
     layout = optimizer_state.layout_of(optimizer._transformation, shapes)
-    owners = [path for path, variable in chosen for _ in jax.tree.leaves(variable._value)]
+    owners = [path for path, variable in chosen for _ in jax.tree.leaves(stored_value(variable))]
     parts = {"inner": ("opt_state",), "masters": ("masters",)}
-    of_gradients: dict[Path, Leaf] = {}
+    of_gradients: dict[Path, Any] = {}
     for leaf in layout.leaves:
         if leaf.follows is not None and leaf.dims == tuple(range(len(leaf.shape))):
             path = ("opt_state", *leaf.path)
@@ -368,7 +383,7 @@ def _current(param, master):
 def _as_wide(wide, grad):
     """Returns a gradient as wide as the master, laid out alike."""
     grad = jnp.asarray(grad)
-    return laid_out_as(wide, grad.astype(wider_dtype(grad.dtype, wide.dtype)))
+    return laid_out_as(wide, grad.astype(optimizer_state.wider_dtype(grad.dtype, wide.dtype)))
 
 
 def _floating(dtype: jax.typing.DTypeLike) -> np.dtype:
@@ -390,8 +405,10 @@ def _floating(dtype: jax.typing.DTypeLike) -> np.dtype:
 
 def _axes_of_leaves(variable: Variable) -> Sequence[Any]:
     """Returns the names of the dimensions of each array of a parameter."""
-    if variable.axes is not None or not knows_names(variable._value):
-        return [variable.axes] * len(jax.tree.leaves(variable._value))
+    value = stored_value(variable)
+    leaves = jax.tree.leaves(value, is_leaf=lambda part: array_axes(part) is not None)
+    if variable.axes is not None or all(array_axes(leaf) is None for leaf in leaves):
+        return [variable.axes] * len(jax.tree.leaves(value))
     return [array.axes for leaf in TreeInventory(variable).leaves for array in leaf.arrays]
 
 
@@ -434,7 +451,7 @@ def laid_out_as(old: Any, new: Any) -> Any:
 def _align(grads: object, params: State) -> State:
     """Returns gradients in the order of the parameters, or raises TrainError."""
     expected = params.flat()
-    gradients = by_paths_of(grads, expected)
+    gradients = values_by_path(grads, expected)
     names = [format_path(path) for path in expected]
     lines = []
     for path in gradients.keys() - expected.keys():

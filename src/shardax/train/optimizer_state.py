@@ -18,17 +18,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.core import Tracer
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from shardax._core._jax import Literal
-from shardax._core.array_ops import wider_dtype
-from shardax._core.graph.paths import Leaf, Path, PyTree, plain_path
-from shardax._core.graph.static import Static
-from shardax._core.graph.views import named_sharding
-from shardax._core.init.lazy import SMALL, LazyValue, on_device
-from shardax._core.state.state import State
-from shardax._core.variable import Variable
-from shardax.partition.inventory import dimensions_of_state
+from shardax import State, Variable
+from shardax.extend import LazyValue, Path, PyTree, Static, path_of_keys
+from shardax.partition.reduced_states import dimensions_of_state
 
 
 class Transformation:
@@ -103,7 +98,7 @@ class SeparatedState(NamedTuple):
     """Arrays of a state with paths, and everything else."""
 
     paths: list[StatePath]
-    arrays: list[Leaf]
+    arrays: list[Any]
     treedef: Any
     static: dict[int, Any]
 
@@ -118,17 +113,17 @@ def separate_arrays(state: object) -> SeparatedState:
     return SeparatedState(paths, arrays, jax.tree.structure(state), static)
 
 
-def _leaves_with_path(tree: object) -> Iterator[tuple[StatePath, Leaf]]:
+def _leaves_with_path(tree: object) -> Iterator[tuple[StatePath, Any]]:
     """Yields the leaves of a transformation's state, or of parameters, in JAX's order."""
     parts = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda part: isinstance(part, State))
     for keys, part in parts:
-        outside = plain_path(keys)
+        outside = path_of_keys(keys)
         if not isinstance(part, State):
             yield StatePath(outside, None), part
             continue
         for path, value in part.flat().items():
             for keys_below, leaf in jax.tree_util.tree_leaves_with_path(value):
-                yield StatePath(outside, (*path, *plain_path(keys_below))), leaf
+                yield StatePath(outside, (*path, *path_of_keys(keys_below))), leaf
 
 
 def layout_of(transformation: Transformation, params: object) -> StateLayout:
@@ -142,7 +137,7 @@ def layout_of(transformation: Transformation, params: object) -> StateLayout:
 def _layout_of(transformation: Transformation, treedef, shapes: tuple[Any, ...]) -> StateLayout:
     separated = SeparatedState([], [], None, {})
 
-    def init(leaves: list[Leaf]) -> list[Leaf]:
+    def init(leaves: list[Any]) -> list[Any]:
         nonlocal separated
         state = separate_arrays(transformation.value.init(treedef.unflatten(leaves)))
         separated = state._replace(arrays=[])  # those of a trace do not outlive it
@@ -195,14 +190,15 @@ def _followed(path: Path | None, parameters: dict[Path | None, int]) -> int | No
 
 
 def _initial_values(
-    jaxpr, consts: Sequence[Leaf], inputs: Sequence[InitialValue]
+    jaxpr, consts: Sequence[Any], inputs: Sequence[InitialValue]
 ) -> list[InitialValue]:
     """Finds the inputs needed by each output of a jaxpr."""
     values: dict[Any, InitialValue] = dict(zip(jaxpr.invars, inputs, strict=True))
     values.update(zip(jaxpr.constvars, map(_constant, consts), strict=True))
 
     def read(atom) -> InitialValue:
-        return _constant(atom.val) if isinstance(atom, Literal) else values[atom]
+        # A literal has its value; a variable of the program has none.
+        return _constant(atom.val) if hasattr(atom, "val") else values[atom]
 
     for equation in jaxpr.eqns:
         outputs = _outputs(equation, [read(atom) for atom in equation.invars])
@@ -235,6 +231,21 @@ def _outputs(equation, inputs: Sequence[InitialValue]) -> list[InitialValue]:
     return [InitialValue(needs)] * len(equation.outvars)
 
 
+def wider_dtype(first: jax.typing.DTypeLike, second: jax.typing.DTypeLike) -> np.dtype:
+    """Returns what two dtypes promote to, also where a user forbids promotion."""
+    with jax.numpy_dtype_promotion("standard"):
+        return jnp.promote_types(first, second)
+
+
+def named_sharding(value: object) -> NamedSharding | None:
+    """Returns an array's sharding over a mesh of devices, or None."""
+    if isinstance(value, (LazyValue, Tracer)):
+        return None
+    sharding = getattr(value, "sharding", None)
+    is_named = isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh)
+    return sharding if is_named else None
+
+
 class TrainedParameters:
     """Parameters of an optimizer, for the lazy values of its state."""
 
@@ -257,7 +268,7 @@ class TrainedParameters:
     def array(self, position: int) -> Any:
         """Returns a parameter's array, materialising it if it is lazy."""
         variable, inner = self.places[position]
-        return jax.tree.leaves(variable._real())[inner]
+        return jax.tree.leaves(variable._read())[inner]
 
     def sharding_for(self, leaf: StateLeaf) -> NamedSharding | None:
         """Returns the sharding of a state leaf, from the parameters' places."""
@@ -297,7 +308,7 @@ class StateValue(LazyValue):
             sharding = self.own_sharding()
         if initial.number is not None:
             if _is_small(leaf) and _is_reached(sharding):  # sooner than a program for the shape
-                return on_device(np.full(leaf.shape, initial.number, leaf.dtype), sharding)
+                return _on_device(np.full(leaf.shape, initial.number, leaf.dtype), sharding)
             return _fill_program(leaf.shape, leaf.dtype, sharding)(initial.number)
         arrays = [parameters.array(position) for position in initial.needs]
         if initial.is_copy:
@@ -308,8 +319,19 @@ class StateValue(LazyValue):
         return _leaf_program(*key, sharding)(*arrays)
 
 
+def _on_device(array: np.ndarray, sharding: NamedSharding | None) -> jax.Array:
+    """Returns an array of NumPy in device memory of its own."""
+    # On CPUs what is placed may still be NumPy's memory, also with may_alias=False, which a step
+    # that donates it could not reuse. The copy is awaited, as that memory may change.
+    placed = jax.device_put(array, sharding)
+    return jax.block_until_ready(jax.device_put(placed, may_alias=False))
+
+
+_SMALL = 2**20  # bytes of an array of one number that needs no program
+
+
 def _is_small(leaf: StateLeaf) -> bool:
-    return math.prod(leaf.shape) * leaf.dtype.itemsize <= SMALL
+    return math.prod(leaf.shape) * leaf.dtype.itemsize <= _SMALL
 
 
 def _is_reached(sharding: NamedSharding | None) -> bool:

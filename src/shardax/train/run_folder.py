@@ -27,12 +27,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from shardax._core.containers import Dict, List
+from shardax import Dict, List, iter_modules
 from shardax._core.cross_process import PickledByName
-from shardax._core.graph.flatten import has_objects
-from shardax._core.graph.paths import format_path
-from shardax._core.object import Object, Wrapper
-from shardax._core.state.split_merge import iter_modules
+from shardax._core.object import Wrapper
+from shardax.extend import Object, format_path, has_objects
 from shardax.train.errors import TrainError
 from shardax.train.optimizer_state import Transformation
 
@@ -190,8 +188,6 @@ def _parts(value) -> tuple[str | None, Iterable[tuple[str, Any]]]:
     if isinstance(value, (set, frozenset)):
         return f"{type(value).__name__} of {sorted(map(repr, value))}", ()
     if dataclasses.is_dataclass(value):
-        if recorded := getattr(type(value), "recorded_fields", None):  # as older runs have them
-            return type(value).__name__, [(f".{name}", part) for name, part in recorded(value)]
         fields = dataclasses.fields(value)
         return type(value).__name__, [(f".{f.name}", getattr(value, f.name)) for f in fields]
     is_own = isinstance(value, (Wrapper, PickledByName))

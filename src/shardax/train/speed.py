@@ -19,9 +19,8 @@ from typing import Any, Self
 import jax
 import numpy as np
 
-from shardax._core.checks import Options
-from shardax._core.graph.paths import PyTree
-from shardax._transforms.module_scopes import compiled_with_names
+from shardax._module_scopes import compiled_with_names
+from shardax.extend import Options, PyTree
 from shardax.train.errors import TrainError
 
 THROUGHPUTS = ("tokens_per_second", "images_per_second", "rows_per_second")

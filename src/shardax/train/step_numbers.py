@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shardax._core.graph.paths import PyTree
-from shardax._core.state.split_merge import iter_variables
+from shardax import iter_variables
+from shardax.extend import PyTree
 from shardax.train.errors import TrainError
 from shardax.train.metrics import (
     Metric,

@@ -26,23 +26,22 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import Mesh
 
-from shardax import distributed
-from shardax._core.checks import Options
-from shardax._core.graph.paths import PyTree
-from shardax._core.state.split_merge import iter_modules
-from shardax._transforms.jit.jit import jit
-from shardax._transforms.jit.retraces import Retrace, explain_retraces
-from shardax._transforms.module_scopes import module_scopes
+from shardax import axis_rules, distributed, explain_retraces, iter_modules, jit, shard, shardings
+from shardax._module_scopes import module_scopes
 from shardax.distributed.processes import explain_ended_process, from_main
-from shardax.partition.context import axis_rules
-from shardax.partition.mesh import resolve_mesh
-from shardax.partition.placement import shard
-from shardax.partition.specs import shardings
-from shardax.partition.tree_layout import MemoryKinds, OverridesLike, telling_once
+from shardax.extend import Options, PyTree
+from shardax.partition import resolve_mesh
+from shardax.partition.tree_layout import telling_once
 from shardax.train import agreement, step_numbers
 from shardax.train.accumulation import accumulated_value_and_grad
 from shardax.train.callbacks import Callbacks, Event
-from shardax.train.checkpoint import Checkpoints, restore_verified, unchecked
+from shardax.train.checkpoint import (
+    Checkpoints,
+    MemoryKinds,
+    OverridesLike,
+    restore_verified,
+    unchecked,
+)
 from shardax.train.checkpoint_files import set_aside, verify
 from shardax.train.checkpoint_format import check_fit, contents_of, stored_arrays
 from shardax.train.data import prefetch, sources
@@ -957,7 +956,7 @@ class _Run:
     source: prefetch.Prefetch
     screen: Any
     stop: StopRequest
-    retraces: list[Retrace]  # that were not looked at yet
+    retraces: list[Any]  # that were not looked at yet
     finite: FiniteCheck
     step: int
     saved: int  # the last step of which there is a checkpoint, or -1

@@ -12,7 +12,7 @@ import sys
 from html import escape
 from typing import Any
 
-from shardax._select.selection import Selection
+from shardax import Selection
 from shardax.view import figures
 from shardax.view.page import fragment, html_page, inserted_at_once
 from shardax.view.parameter_table import ParameterTable

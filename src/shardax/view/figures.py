@@ -18,21 +18,26 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
 
-from shardax._core._jax import Tracer
-from shardax._core.cross_process import format_mesh
+from shardax import GraphDef, Selection, State, Variable
+from shardax._core.explain.drawing import Drawing, draw, leaf_text, parameter_count
 from shardax._core.frames import owner_here
-from shardax._core.graph.flatten import GraphDef, build
-from shardax._core.graph.paths import Path, format_path, plain_path
-from shardax._core.init.lazy import LazyValue
-from shardax._core.module import Drawing, draw, leaf_text, parameter_count
+from shardax._core.graph.flatten import build
 from shardax._core.object import Shown
-from shardax._core.state.state import State
-from shardax._core.variable import ArrayAttribute, Variable
-from shardax._select.selection import Selection
+from shardax._core.variable import ArrayAttribute
+from shardax.extend import (
+    LazyValue,
+    Path,
+    format_path,
+    mesh_axes_of,
+    mesh_text,
+    origin_of,
+    path_of_keys,
+    stored_value,
+)
 from shardax.named import NamedArray
-from shardax.partition.rules import mesh_axes_of
 from shardax.view.shardings import platform_of, spans_by_device
 
 MOST_PICTURES = 100  # arrays of one drawing that are shown with their values
@@ -109,7 +114,7 @@ def _draw_selection(selection: Selection) -> Drawing:
     drawing = draw(tree)
     if drawing.parts is None and not isinstance(tree, Variable):  # a tree without objects
         leaves = jax.tree_util.tree_leaves_with_path(tree)
-        drawing = _nested(tree, {plain_path(keys): leaf for keys, leaf in leaves})
+        drawing = _nested(tree, {path_of_keys(keys): leaf for keys, leaf in leaves})
     objects = {id(place.holder) for place in selection._places if place.is_holder}
     for place in drawing.places():
         inside = place.parts is None and place.path in leading
@@ -128,9 +133,9 @@ def describe(leaf: Drawing) -> str:
         return place_title(value)
     if not isinstance(value, Variable):
         return leaf_text(leaf)
-    if isinstance(value._value, NoValue):
+    if isinstance(stored_value(value), NoValue):
         is_array = isinstance(value, ArrayAttribute)
-        return "array" if is_array else f"{leaf.name}({value._metadata!r})"
+        return "array" if is_array else f"{leaf.name}({origin_of(value).all_metadata!r})"
     place, text = known_sharding(value), leaf_text(leaf)
     if not isinstance(place, NamedSharding):
         return text
@@ -149,7 +154,7 @@ def array_text(array: Any) -> str:
 
 def known_sharding(variable: Variable) -> Any:
     """Returns the sharding of a Variable's array, or None."""
-    value = variable._here()._value
+    value = stored_value(variable)
     return None if isinstance(value, Tracer) else getattr(value, "sharding", None)
 
 
@@ -172,8 +177,8 @@ def example_array(place: Mesh | AbstractMesh | NamedSharding) -> jax.ShapeDtypeS
 def place_title(place: Mesh | AbstractMesh | NamedSharding) -> str:
     """Returns a mesh or a sharding in a line."""
     if isinstance(place, NamedSharding):
-        return f"{place.spec} over {format_mesh(place.mesh)}"
-    return f"mesh {format_mesh(place)}"
+        return f"{place.spec} over {mesh_text(place.mesh)}"
+    return f"mesh {mesh_text(place)}"
 
 
 # --- arrays as figures of treescope ---
@@ -445,7 +450,7 @@ class FoldableTree:
 
     def _picture(self, variable: Variable, path: str | None):
         """The numbers of a Variable, or its sharding, or None."""
-        value, names = variable._here()._value, variable.axes
+        value, names = stored_value(variable), variable.axes
         if isinstance(value, (LazyValue, NoValue)):
             return None
         self.pictures_left -= 1

@@ -21,16 +21,12 @@ from collections.abc import Callable, Sequence
 import jax
 from jax.sharding import AbstractMesh
 
-from shardax._core.graph.paths import Path, format_path
-from shardax._core.state.split_merge import iter_modules, iter_variables
-from shardax._transforms.jit.jit import jit
-from shardax._transforms.module_scopes import compiled_with_names, set_scope
+from shardax import abstract, iter_modules, iter_variables, jit
+from shardax._module_scopes import compiled_with_names, set_scope
+from shardax.extend import AnyMesh, Path, RulesLike, format_path
 from shardax.hlo.analyze import own_flops
 from shardax.hlo.execution_counts import called, count_executions
 from shardax.hlo.program import Computation, Instruction, Program, parse
-from shardax.partition.mesh import AnyMesh
-from shardax.partition.rules import RulesLike
-from shardax.partition.specs import abstract
 from shardax.view.parameter_table import ViewError
 
 _FLOATING = re.compile(r"(?:f|bf|c)\d")

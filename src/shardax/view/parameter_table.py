@@ -18,18 +18,10 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
-from shardax._core.errors import ShardaxError
-from shardax._core.graph.handlers import axes_of
-from shardax._core.graph.paths import Path, format_path
-from shardax._core.state.split_merge import iter_modules, iter_variables
-from shardax._core.text import columns, format_axes
-from shardax._core.variable import Variable
-from shardax.partition.checker import spec_for
-from shardax.partition.context import rules_over
-from shardax.partition.inventory import byte_count
-from shardax.partition.mesh import resolve_mesh
-from shardax.partition.rules import Rules
-from shardax.partition.specs import abstract
+from shardax import Rules, Variable, abstract, iter_modules, iter_variables
+from shardax.errors import ShardaxError
+from shardax.extend import Path, ResolvedRules, align_columns, array_axes, byte_count, format_path
+from shardax.partition import resolve_mesh
 
 
 class ViewError(ShardaxError, ValueError):
@@ -174,9 +166,9 @@ class ParameterTable:
         printer.text(str(self))
 
     def __str__(self) -> str:
-        lines = [*columns(self.cells(), right=[6, 7]), self.totals()]
+        lines = [*align_columns(self.cells(), right=[6, 7]), self.totals()]
         if self.modules:
-            lines += ["", *columns(self.module_cells(), right=[2, 3, 4, 5])]
+            lines += ["", *align_columns(self.module_cells(), right=[2, 3, 4, 5])]
         return "\n".join(lines)
 
 
@@ -240,7 +232,7 @@ def table(
         .down   Linear         0           0 B           128   22.2%
     """
     mesh = resolve_mesh(mesh)
-    known_rules = rules_over(mesh, rules)
+    known_rules = ResolvedRules(mesh, rules).rules
     laid_out = abstract(tree, mesh, known_rules)
     rows: list[tuple[Path, ParameterRow]] = []
     meshes = [] if mesh is None else [mesh]
@@ -272,13 +264,13 @@ def _row(
     path: Path, inside: str, variable: Variable, struct: jax.ShapeDtypeStruct, rules: Rules
 ) -> ParameterRow:
     value, shape, sharding = variable.value, struct.shape, struct.sharding
-    own_names = axes_of(value)
+    own_names = array_axes(value)
     names = variable.axes if own_names is None else own_names
     if isinstance(sharding, NamedSharding):
         spec = sharding.spec
     else:
         spec_names = names if own_names is not None or not inside else None
-        spec, _ = spec_for(spec_names, shape, None, rules)
+        spec, _ = ResolvedRules(None, rules).spec(spec_names, shape)
     entries = [
         "-" if entry is None else "+".join(entry) if isinstance(entry, tuple) else str(entry)
         for entry in spec or ()
@@ -288,7 +280,7 @@ def _row(
         type=type(variable).__name__,
         shape=shape,
         dtype=str(struct.dtype),
-        axes=format_axes(names),
+        axes=", ".join("-" if name is None else str(name) for name in names or ()),
         spec="" if set(entries) <= {"-"} else ", ".join(entries),
         size=math.prod(shape),
         nbytes=byte_count(shape, struct.dtype),

@@ -19,15 +19,20 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding, Sharding
 
-from shardax._core.cross_process import format_mesh
-from shardax._core.graph.paths import Path, format_path
-from shardax._core.object import Object
-from shardax._core.text import columns
-from shardax._core.variable import Variable
-from shardax.partition.inventory import ArrayInfo, TreeInventory, is_array
-from shardax.partition.mesh import AnyMesh, resolve_mesh
-from shardax.partition.rules import RulesLike, mesh_axes_of
-from shardax.partition.specs import abstract
+from shardax import Variable, abstract
+from shardax.extend import (
+    AnyMesh,
+    Object,
+    Path,
+    RulesLike,
+    TreeInventory,
+    align_columns,
+    byte_count,
+    format_path,
+    mesh_axes_of,
+    mesh_text,
+)
+from shardax.partition import resolve_mesh
 from shardax.view.parameter_table import ViewError, format_bytes, format_shape, html_table
 
 _COLORS = ("#4e79a7", "#f28e2b", "#59a14f", "#e15759", "#76b7b2", "#edc948", "#b07aa1", "#9c755f")
@@ -263,7 +268,7 @@ class ShardingRow:
         return self._bytes(self.shard_shape)
 
     def _bytes(self, shape: tuple[int, ...]) -> int:
-        return ArrayInfo((), shape, self.array.dtype, False, None).nbytes
+        return byte_count(shape, self.array.dtype)
 
     @property
     def split(self) -> str:
@@ -312,7 +317,7 @@ class ShardingView:
     def summary(self) -> str:
         """Returns the last line: the meshes and the bytes."""
         places = [row.array.sharding for row in self.rows]
-        meshes = dict.fromkeys(format_mesh(p.mesh) for p in places if isinstance(p, NamedSharding))
+        meshes = dict.fromkeys(mesh_text(p.mesh) for p in places if isinstance(p, NamedSharding))
         over = f"mesh {' and mesh '.join(meshes)}" if meshes else "no mesh"
         total = sum(row._bytes(tuple(row.array.shape)) for row in self.rows)
         per_device = format_bytes(self.bytes_per_device)
@@ -326,7 +331,7 @@ class ShardingView:
         text = f"{text}, {copies}"
         place = row.array.sharding
         named = isinstance(place, NamedSharding)
-        return f"{text}; {place.spec} over {format_mesh(place.mesh)}" if named else text
+        return f"{text}; {place.spec} over {mesh_text(place.mesh)}" if named else text
 
     def html(self) -> str:
         """Returns a figure of one array, or a table, as HTML."""
@@ -349,7 +354,14 @@ class ShardingView:
         if self.single:
             return f"{self.caption()}\n{sharding_text(self.rows[0].array)}"
         cells = [_HEADER, *(cells for cells, _ in _joined(self.rows))]
-        return "\n".join([*columns(cells, right=[5, 6]), self.summary()])
+        return "\n".join([*align_columns(cells, right=[5, 6]), self.summary()])
+
+
+def _is_array(value: object) -> bool:
+    """Returns whether a value is an array, or stands for one by shape and dtype."""
+    is_class = isinstance(value, type)  # such as jnp.float32
+    is_array = hasattr(value, "shape") and hasattr(value, "dtype")
+    return is_array and not is_class and not isinstance(value, Object)
 
 
 def sharding(
@@ -390,7 +402,7 @@ def sharding(
         │                  │                  │
         └──────────────────┴──────────────────┘
     """
-    if isinstance(tree, Variable) or (not isinstance(tree, Object) and is_array(tree)):
+    if isinstance(tree, Variable) or _is_array(tree):
         leaf = TreeInventory(tree).leaves[0]
         if leaf.treedef is None and leaf.box is None:
             return _single(tree, mesh, rules)

@@ -17,22 +17,18 @@ from typing import Any, NamedTuple
 
 import jax
 
-from shardax._core.checks import Options
-from shardax._core.graph.flatten import is_object
-from shardax._core.graph.paths import Path, format_path
-from shardax._core.init.rng import Rngs, RngStream
-from shardax._core.module import Module
-from shardax._core.object import Object
-from shardax._core.state.filters import Filter
-from shardax._core.state.split_merge import iter_modules, iter_variables
-from shardax._core.text import columns
+from shardax import Module, Rngs, RngStream, abstract, eval_shape, iter_modules, iter_variables
 from shardax._files import write_whole
 from shardax._parallel.kernels import recorded_choices
-from shardax._transforms.jit.abstract_eval import eval_shape
-from shardax._transforms.lift.engine import wraps
-from shardax._transforms.module_scopes import subclass
-from shardax.partition.inventory import byte_count
-from shardax.partition.specs import abstract
+from shardax.extend import (
+    Object,
+    Options,
+    Path,
+    align_columns,
+    byte_count,
+    format_path,
+    wrap_methods,
+)
 from shardax.view.page import html_page
 from shardax.view.parameter_table import ViewError, format_bytes, format_count, html_table
 
@@ -115,7 +111,9 @@ class Tabulation:
 
     def __str__(self) -> str:
         cells = self.cells()
-        return "\n".join([*columns(cells, right=range(4, len(cells[0]))), *self._kernel_lines()])
+        return "\n".join(
+            [*align_columns(cells, right=range(4, len(cells[0]))), *self._kernel_lines()]
+        )
 
     def _kernel_lines(self) -> list[str]:
         """Texts of the kernels that layers run by."""
@@ -127,7 +125,7 @@ def tabulate(
     *args: object,
     method: str = "__call__",
     depth: int | None = None,
-    filter: Filter = ...,
+    filter: Any = ...,
     flops: bool = True,
     **kwargs: object,
 ) -> Tabulation:
@@ -240,7 +238,7 @@ def _observed_calls(model: Module, method: str, args, kwargs) -> _Calls:
 @functools.cache  # one for each class, for good: JAX keeps the classes of its pytrees
 def _observed(kind: type[Module]) -> type[Module]:
     def around(name: str, method: Callable[..., object]) -> Callable[..., Any]:
-        @wraps(method)
+        @functools.wraps(method, updated=())
         def call(self, *args, **kwargs):
             calls, path = _calls.get(), vars(self).get(_PLACE)
             if calls is None or path is None:
@@ -263,7 +261,7 @@ def _observed(kind: type[Module]) -> type[Module]:
 
         return call
 
-    return subclass(kind, around)
+    return wrap_methods(kind, around)
 
 
 def _inputs_text(args: Sequence[object], kwargs: Mapping[str, object]) -> str:
@@ -275,7 +273,7 @@ def _inputs_text(args: Sequence[object], kwargs: Mapping[str, object]) -> str:
 
 def _shapes(tree: object) -> str:
     """Formats the arrays of an argument or result."""
-    leaves = jax.tree.leaves(tree, is_leaf=is_object)
+    leaves = jax.tree.leaves(tree, is_leaf=lambda leaf: isinstance(leaf, Object))
     texts = [
         type(leaf).__name__
         if isinstance(leaf, Object)

@@ -20,9 +20,8 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 import shardax as sx
-from shardax._core.init import defaults
-from shardax._core.init import rng as key_reuse
-from shardax._transforms.jit.jit import comparing
+from shardax._core.init import defaults, key_reuse
+from shardax._transforms.jit.debugging import comparing
 from shardax.config import configure as configure_module
 from shardax.config.configure import backend_runs, check_settings, usable_platform
 from shardax.errors import ConfigureError

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import pytest
 
 import shardax as sx
-from shardax._core._jax import auto_mesh
 from shardax._core.cross_process import (
     PickledByName,
     format_mesh,
@@ -52,7 +51,9 @@ def test_importable_functions_are_referred_to_by_name() -> None:
 
 
 def test_meshes_and_axes_as_text() -> None:
-    assert format_mesh(auto_mesh({"data": 2, "model": 4})) == "data=2, model=4"
+    auto = (jax.sharding.AxisType.Auto,) * 2
+    mesh = jax.sharding.AbstractMesh((2, 4), ("data", "model"), auto)
+    assert format_mesh(mesh) == "data=2, model=4"
     explicit = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
     assert format_mesh(explicit) == "data=1 (Explicit)"
     assert format_axes(("embed", None)) == "embed, -" and format_axes(None) == ""

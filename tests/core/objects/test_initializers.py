@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardax as sx
 from shardax._core.graph.static import Static
-from shardax._core.init.lazy import compile_together, initializer_program
+from shardax._core.init.programs import compile_together, initializer_program
 
 SHAPE = (256, 256)
 INIT = jax.nn.initializers

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import pytest
 
 import shardax as sx
-from shardax._core.init.rng import check_whole_process
+from shardax._core.init.key_reuse import check_whole_process
 from shardax.errors import RepeatedKeyError
 
 X = jnp.ones(3)

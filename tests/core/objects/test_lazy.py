@@ -17,7 +17,8 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import shardax as sx
-from shardax._core.init.lazy import Init, KeySource, LazyKey
+from shardax._core.init.keys import KeySource
+from shardax._core.init.lazy import Init, LazyKey
 from shardax.errors import MetadataError, ModuleError, ShardaxError
 from tests.strategies import assert_equal_values
 
@@ -208,6 +209,31 @@ def test_stream_may_be_named_or_given() -> None:
     assert_equal_values(draw(rngs=rngs[0]), draw(stream=rngs[1].params))
     assert_equal_values(draw(stream="noise", rngs=rngs[2]), draw(stream=rngs[3].noise))
     assert float(draw(rngs=sx.Rngs(params=0))[0]) != float(draw(rngs=sx.Rngs(params=1))[0])
+
+
+def test_variable_stays_lazy_when_initializer_raises() -> None:
+    fails = True
+
+    def initializer(key: Any, shape: Any, dtype: Any) -> Any:
+        if fails:
+            raise ValueError("not yet")
+        return jnp.ones(shape, dtype)
+
+    param = sx.Param(sx.Init(initializer, (2,)))
+    with pytest.raises(ValueError, match="not yet"):
+        _ = param.value
+    assert param.is_lazy
+    fails = False
+    assert param.value.tolist() == [1.0, 1.0] and not param.is_lazy
+
+
+@pytest.mark.parametrize("copied", [sx.clone, lambda p: p.freeze()], ids=["clone", "freeze"])
+def test_copy_of_lazy_variable_is_lazy_and_computes_equal_numbers(copied: Any) -> None:
+    param = sx.Param(Init(INITIALIZERS["normal"], (3,), rngs=sx.Rngs(0)))
+    copy = copied(param)
+    assert param.is_lazy and copy.is_lazy
+    assert_equal_values(copy.value, param.value)
+    assert copy.value is not param.value
 
 
 # --- key sources ---

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import shardax as sx
-from shardax._core.init.lazy import KeySource
+from shardax._core.init.keys import KeySource
 from shardax._core.init.rng import seed_source
 from shardax.errors import ModuleAttributeError, ModuleError
 from tests.core.objects.elsewhere import in_another_process

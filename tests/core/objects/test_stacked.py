@@ -14,14 +14,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardax as sx
-from shardax._core.graph.views import (
-    LazyStack,
-    part_of,
-    stack_objects,
-    stack_values,
-    unstack_objects,
-    with_part,
-)
+from shardax._core.graph.stacked_values import LazyStack, part_of, stack_values, with_part
+from shardax._core.graph.stacking import stack_objects, unstack_objects
 from shardax._core.init.lazy import Init, LazyKey
 from shardax.errors import ModuleError
 from tests.strategies import Pair, assert_equal_values, assert_same_model, models

@@ -63,6 +63,13 @@ def test_lazy_model_may_be_first_used_by_threads(compiled: bool) -> None:
             np.testing.assert_allclose(result, expected, rtol=1e-6)
 
 
+def test_threads_that_read_one_lazy_variable_get_one_array() -> None:
+    for seed in range(10):
+        w = sx.Param(sx.Init(jax.nn.initializers.normal(), (2,), rngs=sx.Rngs(seed)))
+        arrays = _in_threads(lambda _, w=w: w.value)
+        assert all(array is arrays[0] for array in arrays)
+
+
 def test_first_use_does_not_overwrite_a_write() -> None:
     for _ in range(20):
         w = sx.Param(sx.Init(jax.nn.initializers.ones, (2,)))

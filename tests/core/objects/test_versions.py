@@ -205,19 +205,6 @@ def never_changes_closures() -> None:
     assert not _jax.never_changes_closures(never_changes_closures)
 
 
-def auto_mesh() -> None:
-    mesh = _jax.auto_mesh({"data": 2, "model": 4})
-    assert dict(mesh.shape) == {"data": 2, "model": 4}
-    assert mesh.axis_types == (AxisType.Auto, AxisType.Auto)
-
-
-def user_line() -> None:
-    (equation,) = jax.make_jaxpr(lambda x: jnp.sin(x))(1.0).eqns
-    line = user_line.__code__.co_firstlineno + 1
-    assert _jax.user_line(equation) == f"{__file__}:{line}"
-    assert _jax.user_line(None) == ""
-
-
 def jit_options() -> None:
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     place = jax.NamedSharding(mesh, P("data"))
@@ -248,25 +235,6 @@ def varying_axes() -> None:
     specs = {"in_specs": (P("data"), P(None, "model")), "out_specs": P("data")}
     jax.eval_shape(jax.shard_map(look, mesh=mesh, **specs), *[jnp.ones((8, 8))] * 2)
     assert seen == [{"data"}, {"model"}, {"data", "model"}, frozenset(), frozenset()]
-
-
-def sums_of_narrow_floats() -> None:
-    # Beside an axis of the compiler, also where the gradient of a value is summed.
-    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
-
-    def region(x: Any, w: Any) -> Any:
-        return _jax.sum_over(x @ _jax.varying(w, ("data",)), ("data",))
-
-    summed = jax.shard_map(
-        region, mesh=mesh, in_specs=(P("data"), P()), out_specs=P(), axis_names={"data"}
-    )
-    for dtype in ("bfloat16", "float32"):
-        x, w = jnp.arange(8.0, dtype=dtype).reshape(2, 4), jnp.ones((4, 4), dtype)
-        found, back = jax.vjp(lambda w, x=x: jax.jit(summed)(x, w), w)
-        (gradient,) = back(jnp.ones_like(found))
-        assert (found.dtype, gradient.dtype) == (dtype, dtype)
-        assert found.tolist() == [[28.0] * 4]
-        assert gradient.tolist() == [[4.0] * 4, [6.0] * 4, [8.0] * 4, [10.0] * 4]
 
 
 def policies_within_regions() -> None:
@@ -327,13 +295,8 @@ PROMISES: dict[str, Callable[[], None]] = {
     "with_inner": jaxprs,
     "evaluate": jaxprs,
     "never_changes_closures": never_changes_closures,
-    "auto_mesh": auto_mesh,
-    "user_line": user_line,
     "jit_options": jit_options,
     "varying_axes": varying_axes,
-    "sum_over": sums_of_narrow_floats,
-    "varying": sums_of_narrow_floats,
-    "_wide_on_cpu": sums_of_narrow_floats,
     "outside_inner_regions": policies_within_regions,
     "_outside_regions_within": policies_within_regions,
 }

@@ -16,7 +16,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardax as sx
-from shardax._core.graph.views import _known, stack_objects, view
+from shardax._core.graph.stacking import stack_objects
+from shardax._core.graph.views import _views, view
 from shardax.errors import ForeignMutationError, ModuleError, TransformError
 from tests.advice import run_advice
 
@@ -75,14 +76,14 @@ def test_view_has_types_and_structure_of_layer() -> None:
 
 def test_view_of_each_part_is_one_object_held_weakly() -> None:
     gc.collect()
-    before = len(_known)
+    before = len(_views)
     root = stacked()
     assert view(root, 1) is view(root, 1)
     held = view(root, 1).kernel
     assert view(root, 1).kernel is held
     del root, held
     gc.collect()
-    assert len(_known) == before
+    assert len(_views) == before
 
 
 def test_view_reads_and_writes_its_part() -> None:
@@ -330,6 +331,7 @@ def test_edits_leave_views_of_others_alone() -> None:
         sx.graphdef(other)  # remembered, so that an edit must tell
         other.rate += 1.0
 
+    edit()
     before = calls_of(edit)
     roots = [stacked() for _ in range(3)]
     held = [view(root, index) for root in roots for index in range(3)]

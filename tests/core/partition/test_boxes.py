@@ -38,7 +38,7 @@ from shardax.partition import (
     replace_boxed,
     unbox,
 )
-from shardax.partition.boxes.boxes import inserted, without
+from shardax.partition.boxes.axis_metadata import inserted, without
 from tests.advice import run_advice
 
 LAYERS = {PARTITION_NAME: "layers"}

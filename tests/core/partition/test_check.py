@@ -17,9 +17,9 @@ from jax.tree_util import DictKey
 
 from shardax.errors import PartitionCheckError, ShardaxError
 from shardax.partition import Diagnostic, LogicallyPartitioned, Rules
-from shardax.partition.checker import spec_for
 from shardax.partition.errors import raise_on_errors
 from shardax.partition.inventory import TreeInventory
+from shardax.partition.resolved import ResolvedRules
 from shardax.partition.rules import mesh_axes_of
 from shardax.partition.tree_layout import TreeLayout
 
@@ -86,19 +86,19 @@ def check_facts(finding: Diagnostic, severity: str, code: str, *facts: str) -> N
 
 
 def test_sound_array_has_its_spec_and_no_findings() -> None:
-    assert spec_for(("embed", "mlp"), (6, 8), MESH, RULES, PATH) == (P(None, "model"), [])
+    assert ResolvedRules(MESH, RULES).spec(("embed", "mlp"), (6, 8), PATH) == (P(None, "model"), [])
 
 
 def test_array_without_names_is_replicated() -> None:
-    assert spec_for(None, (6, 8), MESH, RULES, PATH) == (P(), [])
+    assert ResolvedRules(MESH, RULES).spec(None, (6, 8), PATH) == (P(), [])
 
 
 def test_scalar_has_an_empty_spec() -> None:
-    assert spec_for((), (), MESH, RULES, PATH) == (P(), [])
+    assert ResolvedRules(MESH, RULES).spec((), (), PATH) == (P(), [])
 
 
 def test_indivisible_dimension_error_suggests_dividing_sizes() -> None:
-    spec, findings = spec_for(("embed", "wide"), (6, 30), MESH, RULES, PATH)
+    spec, findings = ResolvedRules(MESH, RULES).spec(("embed", "wide"), (6, 30), PATH)
     assert spec == P(None, ("data", "model"))
     facts = (
         "dimension 1 ('wide') has size 30, which is not divisible by 8",
@@ -109,17 +109,17 @@ def test_indivisible_dimension_error_suggests_dividing_sizes() -> None:
 
 
 def test_dimension_smaller_than_parts_suggests_only_larger_size() -> None:
-    _, findings = spec_for(("mlp",), (3,), MESH, RULES, PATH)
+    _, findings = ResolvedRules(MESH, RULES).spec(("mlp",), (3,), PATH)
     check_facts(only(findings), "error", "indivisible", "has size 3,", "Make the size 4,")
 
 
 def test_dimension_of_size_zero_divides() -> None:
-    assert spec_for(("mlp",), (0,), MESH, RULES, PATH) == (P("model"), [])
+    assert ResolvedRules(MESH, RULES).spec(("mlp",), (0,), PATH) == (P("model"), [])
 
 
 def test_unknown_mesh_axis_error_omits_it_from_spec() -> None:
     rules = Rules({"mlp": ("data", "modle")})
-    spec, findings = spec_for(("embed", "mlp"), (6, 8), MESH, rules, PATH)
+    spec, findings = ResolvedRules(MESH, rules).spec(("embed", "mlp"), (6, 8), PATH)
     assert spec == P(None, ("data",))
     facts = (
         "dimension 1 ('mlp')",
@@ -129,13 +129,13 @@ def test_unknown_mesh_axis_error_omits_it_from_spec() -> None:
     check_facts(only(findings), "error", "unknown-mesh-axis", *facts)
 
 
-def test_spec_for_without_mesh_follows_the_rules_alone() -> None:
+def test_resolved_rules_without_mesh_follow_the_rules_alone() -> None:
     rules = Rules({"mlp": "anything"})
-    assert spec_for(("mlp",), (7,), None, rules, PATH) == (P("anything"), [])
+    assert ResolvedRules(None, rules).spec(("mlp",), (7,), PATH) == (P("anything"), [])
 
 
 def test_number_of_names_must_be_the_rank() -> None:
-    spec, findings = spec_for(("embed",), (6, 8), MESH, RULES, PATH)
+    spec, findings = ResolvedRules(MESH, RULES).spec(("embed",), (6, 8), PATH)
     assert spec == P()
     facts = ("1 axis names ('embed',)", "2 dimensions, shape (6, 8)")
     check_facts(only(findings), "error", "rank-mismatch", *facts)
@@ -143,14 +143,14 @@ def test_number_of_names_must_be_the_rank() -> None:
 
 @pytest.mark.parametrize("axes", [("mlp", "mlp"), ("mlp", 3), "mlp"])
 def test_malformed_names_are_an_error(axes: Any) -> None:
-    spec, findings = spec_for(axes, (8, 8), MESH, RULES, PATH)
+    spec, findings = ResolvedRules(MESH, RULES).spec(axes, (8, 8), PATH)
     assert spec == P()
     check_facts(only(findings), "error", "axis-names", "'mlp'")
 
 
 def test_name_left_without_mesh_axes_is_a_warning() -> None:
     rules = Rules([("mlp", "model"), ("embed", "model")])
-    spec, findings = spec_for(("embed", "mlp"), (8, 8), MESH, rules, PATH)
+    spec, findings = ResolvedRules(MESH, rules).spec(("embed", "mlp"), (8, 8), PATH)
     assert spec == P(None, "model")
     facts = (
         "the rule ('embed', 'model') was passed over",
@@ -162,7 +162,7 @@ def test_name_left_without_mesh_axes_is_a_warning() -> None:
 
 def test_name_served_by_a_later_rule_is_information() -> None:
     rules = Rules([("mlp", "model"), ("embed", "model"), ("embed", "data")])
-    spec, findings = spec_for(("embed", "mlp"), (8, 8), MESH, rules, PATH)
+    spec, findings = ResolvedRules(MESH, rules).spec(("embed", "mlp"), (8, 8), PATH)
     assert spec == P("data", "model")
     fact = "the later rule ('embed', 'data') was used for 'embed'"
     check_facts(only(findings), "info", "mesh-axis-conflict", fact)
@@ -170,35 +170,38 @@ def test_name_served_by_a_later_rule_is_information() -> None:
 
 def test_conflict_is_an_error_under_that_policy() -> None:
     rules = Rules([("mlp", "model"), ("embed", "model")], on_conflict="error")
-    _, findings = spec_for(("embed", "mlp"), (8, 8), MESH, rules, PATH)
+    _, findings = ResolvedRules(MESH, rules).spec(("embed", "mlp"), (8, 8), PATH)
     facts = ("mesh axis 'model' is wanted by 'embed'", "'mlp' already has it", "('mlp', 'model')")
     check_facts(only(findings), "error", "mesh-axis-conflict", *facts)
 
 
 def test_unmapped_name_is_an_error_under_that_policy() -> None:
     rules = RULES.replace(on_unmapped="error")
-    spec, findings = spec_for(("mlp", "embdd"), (8, 8), MESH, rules, PATH)
+    spec, findings = ResolvedRules(MESH, rules).spec(("mlp", "embdd"), (8, 8), PATH)
     assert spec == P("model", None)
     facts = ("no rule mentions 'embdd'", "Did you mean 'embed'")
     check_facts(only(findings), "error", "unmapped-name", *facts)
 
 
 def test_unmapped_name_warns_only_when_likely_misspelled() -> None:
-    assert spec_for(("mlp", "head_dim"), (8, 8), MESH, RULES, PATH) == (P("model", None), [])
-    _, findings = spec_for(("mlp", "embd"), (8, 8), MESH, RULES, PATH)
+    assert ResolvedRules(MESH, RULES).spec(("mlp", "head_dim"), (8, 8), PATH) == (
+        P("model", None),
+        [],
+    )
+    _, findings = ResolvedRules(MESH, RULES).spec(("mlp", "embd"), (8, 8), PATH)
     check_facts(only(findings), "warning", "unmapped-name", "'embd'", "rules for 'embed'")
 
 
 def test_unconstrained_means_nothing_where_an_array_is_placed() -> None:
-    spec, findings = spec_for(("free", ANY), (8, 8), MESH, Rules({"free": ANY}), PATH)
+    spec, findings = ResolvedRules(MESH, Rules({"free": ANY})).spec(("free", ANY), (8, 8), PATH)
     assert spec == P(None, None)
     for finding, dimension in zip(findings, (0, 1), strict=True):
         check_facts(finding, "warning", "unconstrained", f"dimension {dimension} is UNCONSTRAINED")
 
 
-def test_spec_for_reports_all_findings_of_an_array() -> None:
+def test_resolved_rules_report_all_findings_of_an_array() -> None:
     rules = Rules([("a", "model"), ("b", "model"), ("c", "pipe"), ("d", "data")], "error", "error")
-    _, findings = spec_for(("a", "b", "c", "d", "e"), (5, 8, 8, 3, 8), MESH, rules, PATH)
+    _, findings = ResolvedRules(MESH, rules).spec(("a", "b", "c", "d", "e"), (5, 8, 8, 3, 8), PATH)
     assert [finding.code for finding in findings] == [
         "unmapped-name",
         "mesh-axis-conflict",
@@ -211,8 +214,8 @@ def test_spec_for_reports_all_findings_of_an_array() -> None:
 def test_concrete_and_abstract_meshes_give_the_same() -> None:
     mesh = jax.make_mesh((2, 4), ("data", "model"))
     for shape in ((6, 8), (6, 30)):
-        expected = spec_for(("embed", "mlp"), shape, MESH, RULES, PATH)
-        assert spec_for(("embed", "mlp"), shape, mesh, RULES, PATH) == expected
+        expected = ResolvedRules(MESH, RULES).spec(("embed", "mlp"), shape, PATH)
+        assert ResolvedRules(mesh, RULES).spec(("embed", "mlp"), shape, PATH) == expected
 
 
 targets = st.sampled_from([None, ANY, "data", "model", "pipe", ("data", "model"), ("pipe", "data")])
@@ -225,7 +228,7 @@ arrays = st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 16)), unique_
 @given(arrays, rules_of_all_kinds)
 def test_law_without_errors_sharding_exists_and_divides_evenly(dims: Any, rules: Any) -> None:
     names, shape = tuple(name for name, _ in dims), tuple(size for _, size in dims)
-    spec, findings = spec_for(names, shape, MESH, rules, PATH)
+    spec, findings = ResolvedRules(MESH, rules).spec(names, shape, PATH)
     sharding = NamedSharding(MESH, spec)  # never raises: unknown mesh axes are left out
     parts = [math.prod(MESH.shape[axis] for axis in mesh_axes_of(entry)) for entry in spec]
     uneven = [size % count != 0 for size, count in zip(shape, parts, strict=True)]

@@ -215,7 +215,7 @@ def test_program_ends_with_any_of_its_functions(auto_mesh: Mesh) -> None:
 def test_initialise_remembers_a_limited_number_of_programs(
     auto_mesh: Mesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(init_programs, "MOST", 2)
+    monkeypatch.setattr(init_programs, "MAX_PROGRAMS", 2)
     counted = Counted()
     init = plain(counted)
     for width in (8, 12, 16, 12):

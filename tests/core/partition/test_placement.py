@@ -21,7 +21,8 @@ from jax.sharding import PartitionSpec as P
 
 import shardax as sx
 from shardax._core.graph.static import Static
-from shardax._core.init.lazy import InitializerProgram, LazyValue, initializer_program
+from shardax._core.init.lazy import LazyValue
+from shardax._core.init.programs import InitializerProgram, initializer_program
 from shardax.errors import (
     ModuleError,
     NoMeshError,

@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 
 import shardax as sx
 from shardax.errors import DrawError, ModuleError, ShardaxError
-from shardax.random.stream import _program
+from shardax.random.programs import _program
 
 SHAPE = (8, 16)
 LOGITS = np.linspace(-3, 3, 8 * 16 * 3, dtype=np.float32).reshape(8, 16, 3)

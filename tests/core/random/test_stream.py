@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import shardax as sx
-from shardax._core.init.lazy import _seed_words
+from shardax._core.init.keys import seed_words
 from shardax._core.init.rng import seed_source
 from shardax.errors import ModuleError
 from shardax.random import StreamState
@@ -76,7 +76,7 @@ def test_sources_of_different_seeds_differ(one: int, other: int) -> None:
 def test_seeds_give_equal_keys_with_64_bits(seed: int) -> None:
     sx.random.seed(seed)
     narrow = next_words()
-    _seed_words.cache_clear()
+    seed_words.cache_clear()
     with jax.enable_x64(True):
         sx.random.seed(seed)
         assert next_words() == narrow

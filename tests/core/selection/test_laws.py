@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 import shardax as sx
 from shardax._core.object import epoch
 from shardax._core.variable import ArrayAttribute
-from shardax._select.places import HolderGraph, children
+from shardax._select.holders import HolderGraph
+from shardax._select.places import children
 from shardax.errors import ShardaxError
 from tests.strategies import Node, OtherNode, Pair, assert_same_model, models, objects_of
 

@@ -339,7 +339,7 @@ def test_vmap_errors_begin_with_the_argument_name() -> None:
         f(jnp.ones((4, 2)), jnp.eye(4))
 
 
-def test_vmap_options_give_one_lane_count() -> None:
+def test_vmap_options_give_one_batch_size() -> None:
     f = sx.vmap(lambda x: x + 1, in_axes="auto", axis_size=3)
     assert f(jnp.zeros(3)).tolist() == [1, 1, 1]
     wrong: list[dict[str, Any]] = [
@@ -425,7 +425,7 @@ def total(tree: Any, xp: Any = jnp) -> Any:
 
 @settings(max_examples=40, deadline=None)
 @given(problems())
-def test_law_vmap_equals_stacked_loop_over_lanes(drawn: Any) -> None:
+def test_law_vmap_equals_stacked_loop_over_batch_elements(drawn: Any) -> None:
     size, marked, _ = drawn
 
     def taken(i: int) -> Any:

@@ -263,7 +263,7 @@ def test_exception_leaves_everything_as_it_was(mode: Any) -> None:
 
 
 @every_mode
-def test_under_vmap_each_lane_has_its_own_length(mode: Any) -> None:
+def test_under_vmap_each_batch_element_has_its_own_length(mode: Any) -> None:
     def run(limit: Any) -> Any:
         return sx.bounded_while_loop(
             _below(limit),
@@ -303,7 +303,7 @@ def test_shared_and_mapped_limits_agree_under_vmap(mode: Any) -> None:
 
 
 @every_mode
-def test_module_state_of_each_lane_stops_with_it(mode: Any) -> None:
+def test_module_state_of_each_batch_element_stops_with_it(mode: Any) -> None:
     lanes = sx.vmap(lambda rate: Scale(1, rate=1.0), axis_size=3)(jnp.zeros(3))
 
     def body(model: Scale) -> Scale:
@@ -322,7 +322,7 @@ def test_module_state_of_each_lane_stops_with_it(mode: Any) -> None:
 
 
 @every_mode
-def test_finished_lanes_produce_no_nonfinite_values(mode: Any) -> None:
+def test_finished_batch_elements_produce_no_nonfinite_values(mode: Any) -> None:
     weight = jnp.float32(1)
 
     def run(weight: Any, x: Any) -> Any:
@@ -349,7 +349,7 @@ def test_finished_lanes_produce_no_nonfinite_values(mode: Any) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_steps_that_no_lane_takes_are_not_run(mode: Any) -> None:
+def test_steps_that_no_batch_element_takes_are_not_run(mode: Any) -> None:
     ran = []
 
     def body(x: Any) -> Any:

@@ -58,6 +58,19 @@ def test_rule_gives_tangents_gradients_and_effects(around: Any) -> None:
     assert (moved.tolist(), float(model.count)) == ([30.0, 50.0], 3.0)
 
 
+def test_diff_state_chooses_the_variables_with_a_tangent() -> None:
+    model = _model()
+    model.mean = sx.BatchStat(jnp.array([3.0, 5.0]))
+    scaled = sx.custom_jvp(
+        lambda model: model.w * model.mean, nondiff_argnums=sx.DiffState(0, sx.BatchStat)
+    )
+    scaled.defjvp(lambda primals, tangents: (scaled(*primals), 10 * tangents[0]["mean"]))
+    grads = sx.grad(lambda model: scaled(model).sum(), wrt=sx.BatchStat)(model)
+    assert grads["mean"].tolist() == [10.0, 10.0]
+    with pytest.raises(TransformError, match=r"arrives at the Param at \.model\.w, for which"):
+        sx.grad(lambda model: scaled(model).sum())(model)
+
+
 def test_rule_holds_inside_other_transforms() -> None:
     model, made = _model(), _made()
 
@@ -119,6 +132,8 @@ def test_custom_jvp_refuses_what_a_rule_loses_by_path() -> None:
         sx.custom_jvp(_function)(model, X)
     with pytest.raises(TransformError, match=r"nondiff_argnums names the argument 5"):
         _made(nondiff_argnums=5)(model, X)
+    with pytest.raises(TransformError, match=r"nondiff_argnums names the argument -1 twice"):
+        _made(nondiff_argnums=(1, -1))(model, X)
 
 
 def test_rule_with_other_effects_is_refused() -> None:

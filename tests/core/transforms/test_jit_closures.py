@@ -251,6 +251,39 @@ def test_inner_function_sees_the_traced_model() -> None:
     assert values(model) == {("factor",): [2.0, 2.0], ("calls",): 2}
 
 
+def test_one_of_two_names_of_a_compiled_function_is_bound_anew() -> None:
+    first, second = _model(1.0), _model(10.0)
+    inner = other = sx.jit(lambda x: first.factor.sum() * x)
+
+    @sx.jit
+    def outer(x: Any) -> Any:
+        return inner(x) + other(x)
+
+    assert float(outer(1.0)) == 4.0
+    other = sx.jit(lambda x: second.factor.sum() * x)
+    assert float(outer(1.0)) == 22.0
+
+
+def test_global_bound_to_another_model_of_its_structure_is_traced_for_once() -> None:
+    global current
+    traces: list[None] = []
+
+    @sx.jit
+    def count(x: Any) -> Any:
+        traces.append(None)
+        current.factor.value = current.factor + x
+        return current.factor.sum()
+
+    first, second = _model(1.0), _model(10.0)
+    results = []
+    for model in (first, second, first):
+        current = model
+        results.append(float(count(1.0)))
+    assert results == [4.0, 22.0, 6.0]
+    assert (values(first), values(second)) == (values(_model(3.0)), values(_model(11.0)))
+    assert len(traces) == 1
+
+
 def test_closed_over_random_stream_advances() -> None:
     rngs, same = sx.Rngs(0), sx.Rngs(0)
     draw = sx.jit(lambda: rngs.noise())

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from shardax._transforms.grad.custom_vjp import used_inputs
+from shardax._transforms.grad.liveness import used_inputs
 
 
 def _first(x: Any, y: Any) -> Any:

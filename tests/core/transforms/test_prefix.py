@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 import shardax as sx
 from shardax._core.graph.flatten import flatten
-from shardax._transforms.lift.prefix import alias_paths, consistent, expand
+from shardax._transforms.lift.alias_paths import alias_paths
+from shardax._transforms.lift.prefixes import consistent, expand
 from shardax.errors import FilterError, PrefixError, TransformError
 from tests.core.transforms.examples import Box, Scale, Tied
 from tests.strategies import models

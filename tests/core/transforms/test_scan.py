@@ -119,6 +119,16 @@ class TestEntries:
         sx.scan(lambda m, x: m(x), in_axes=(axes, Carry), out_axes=Carry)(layers, jnp.ones(3))
         assert layers.calls.value.tolist() == [1, 1, 1, 1]
 
+    def test_mapped_variable_may_be_written_in_another_form(self) -> None:
+        variable = sx.Variable(jnp.arange(3.0))
+
+        def body(variable: Any) -> Any:
+            variable.value = jnp.stack([variable.value] * 2).astype(jnp.int32)
+            return variable.value.sum()
+
+        assert sx.scan(body, in_axes=0, out_axes=0)(variable).tolist() == [0, 2, 4]
+        assert (variable.dtype, variable.value.tolist()) == (jnp.int32, [[0, 0], [1, 1], [2, 2]])
+
     def test_shared_variable_passes_writes_to_next_iteration(self) -> None:
         count = sx.Variable(jnp.zeros((), jnp.int32))
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import shardax as sx
@@ -120,3 +121,24 @@ def test_eager_transform_losing_an_update_raises(call: Callable[[Any], Any]) -> 
     raised = _in_threads(lambda i: step(v) if i % 2 else call(v), 6)
     assert {type(error) for error in raised} <= {sx.errors.ConcurrentWriteError}
     assert float(v) == 6 * THREADS - len(raised)
+
+
+def test_callback_that_writes_does_not_wait_for_the_call_that_runs_it() -> None:
+    """Over several devices, a call may wait for its callback, which is in a thread of XLA."""
+    total, count = sx.Variable(jnp.zeros(8)), sx.Variable(jnp.zeros(()))
+    mesh = jax.make_mesh((8,), ("data",))
+    total.value = jax.device_put(total.value, jax.NamedSharding(mesh, jax.P("data")))
+
+    def add_one(x: Any) -> Any:
+        count.__iadd__(1.0)
+        return np.ones_like(x)
+
+    @sx.jit
+    def step(total: Any) -> None:
+        shape = jax.ShapeDtypeStruct((8,), jnp.float32)
+        total[...] = total + jax.pure_callback(add_one, shape, total.value)
+
+    results, errors = in_threads(lambda _: step(total), 2, times=5)
+    assert (results, errors) == ([None, None], [])
+    assert total.value.tolist() == [10.0] * 8
+    assert float(count) >= 10

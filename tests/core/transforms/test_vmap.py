@@ -21,14 +21,14 @@ from tests.strategies import assert_equal_values
 # --- what is mapped ---
 
 
-def test_lanes_see_slices_and_writes_are_stacked() -> None:
+def test_batch_elements_see_slices_and_writes_are_stacked() -> None:
     model = lanes()
     y = sx.vmap(lambda m, x: m(x))(model, XS)
     assert y.tolist() == [[0.0, 0.5], [2.0, 3.0], [6.0, 7.5]]
     assert values(model) == {("factor",): [[1, 1], [2, 2], [3, 3]], ("calls",): [1, 1, 1]}
 
 
-def test_shared_model_is_written_where_lanes_agree() -> None:
+def test_shared_model_is_written_where_batch_elements_agree() -> None:
     model = Scale()
     assert sx.vmap(lambda m, x: m(x), in_axes=(None, 0))(model, XS).tolist() == (XS / 2).tolist()
     assert values(model) == {("factor",): [1.0, 1.0], ("calls",): 1}
@@ -282,7 +282,7 @@ def test_attached_values_that_differ_are_stacked() -> None:
 
 
 @pytest.mark.parametrize("calls", [1, 3])
-def test_sown_values_are_stacked_however_often_lanes_sow(calls: int) -> None:
+def test_sown_values_are_stacked_however_often_batch_elements_sow(calls: int) -> None:
     bound, passed, mapped = (Sower(jnp.float32(2)) for _ in range(3))
     mapped.weight.value = jnp.full(3, 2.0)
     for _ in range(calls):
@@ -296,7 +296,7 @@ def test_sown_values_are_stacked_however_often_lanes_sow(calls: int) -> None:
 # --- inside and around other transforms ---
 
 
-def test_lanes_may_have_lanes() -> None:
+def test_vmap_inside_vmap() -> None:
     model = Box()
     model.w = sx.Param(jnp.arange(6.0).reshape(3, 2))
     model.n = sx.Variable(jnp.zeros(3))
@@ -338,7 +338,7 @@ def test_gradients_pass_through_from_outside() -> None:
     assert model.calls.tolist() == [1, 1, 1]
 
 
-def test_gradients_may_be_taken_in_each_lane() -> None:
+def test_gradients_may_be_taken_in_each_batch_element() -> None:
     model = lanes()
 
     def lane(m: Scale, x: Any) -> Any:
@@ -354,14 +354,14 @@ def test_gradients_may_be_taken_in_each_lane() -> None:
     assert model.calls.tolist() == [1, 1, 1]
 
 
-def test_gradient_of_shared_model_sums_over_lanes() -> None:
+def test_gradient_of_shared_model_sums_over_batch_elements() -> None:
     def loss(m: Scale) -> Any:
         return sx.vmap(lambda x: (m.factor * x).sum())(XS).sum()
 
     assert sx.grad(loss)(Scale())["factor"].tolist() == XS.sum(0).tolist()
 
 
-def test_tuple_that_all_lanes_replace_alike_is_shared() -> None:
+def test_tuple_that_all_batch_elements_replace_alike_is_shared() -> None:
     log = sx.Intermediate((jnp.float32(1),))
 
     def replace(log: Any, x: Any) -> Any:

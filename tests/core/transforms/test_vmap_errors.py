@@ -146,11 +146,21 @@ def _write_factor(m: Scale, x: Any) -> Any:
 
 
 @pytest.mark.parametrize("axes", [None, SHARED, sx.StateAxes({sx.Param: None, ...: None})])
-def test_lanes_cannot_write_differing_values_to_variable(axes: Any) -> None:
+def test_batch_elements_cannot_write_differing_values_to_variable(axes: Any) -> None:
     model = Scale()
     with pytest.raises(TransformError, match=r"Param at \.m\.factor .*StateAxes\(\{sx\.Param: 0"):
         sx.vmap(_write_factor, in_axes=(axes, 0))(model, XS)
     assert values(model) == {("factor",): [1.0, 1.0], ("calls",): 0}
+
+
+def test_value_computed_from_mapped_ones_counts_as_differing() -> None:
+    variable = sx.Variable(jnp.float32(0))
+
+    def write(variable: sx.Variable[Any], x: Any) -> None:
+        variable.value = 0 * x
+
+    with pytest.raises(TransformError, match=r"at \.variable is shared .* differs"):
+        sx.vmap(write, in_axes=(None, 0))(variable, jnp.arange(3.0))
 
 
 def _replace_factor_by_a_number(m: Scale) -> None:
@@ -178,7 +188,7 @@ def test_error_suggests_state_axes(value: Any, message: str) -> None:
         write(model, XS)
 
 
-def test_lanes_cannot_write_differing_values_to_self() -> None:
+def test_batch_elements_cannot_write_differing_values_to_self() -> None:
     model = Scale()
     with pytest.raises(TransformError, match=r"at \.factor of what sx\.vmap was bo") as caught:
         sx.vmap(model.grow)(XS)
@@ -196,7 +206,7 @@ def test_lanes_cannot_write_differing_values_to_self() -> None:
     assert names["module"].total.value.tolist() == jnp.sum(XS, 1).tolist()
 
 
-def test_unmapped_result_cannot_differ_between_lanes() -> None:
+def test_unmapped_result_cannot_differ_between_batch_elements() -> None:
     with pytest.raises(TransformError, match=r"None for \.result\.new, .* differs"):
         sx.vmap(lambda x: {"new": sx.Param(x)}, out_axes=None)(XS)
     with pytest.raises(TransformError, match=r"None for \.result\[1\], .* differs"):

@@ -97,7 +97,7 @@ def test_vmap_is_a_stack_of_calls(model: Any, count: int) -> None:
 
 @given(models(), edits(), COUNTS)
 @settings(max_examples=25)
-def test_edits_in_lanes_are_edits_of_every_lane(
+def test_edits_in_batch_elements_are_edits_of_every_batch_element(
     model: Any, changes: list[Edit], count: int
 ) -> None:
     lanes = _lane_models(_unnamed(model), count)

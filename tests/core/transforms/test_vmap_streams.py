@@ -52,7 +52,7 @@ def _lane_of(array: Any, lane: int, axis: int) -> Any:
 # --- split ---
 
 
-def test_lanes_draw_different_numbers() -> None:
+def test_batch_elements_draw_different_numbers() -> None:
     rngs = sx.Rngs(0)
     first = sx.vmap(lambda r: jax.random.normal(r.noise()), axis_size=3)(rngs)
     second = sx.vmap(lambda r: jax.random.normal(r.noise()), axis_size=3)(rngs)
@@ -62,7 +62,9 @@ def test_lanes_draw_different_numbers() -> None:
 
 @given(st.sampled_from([1, 3]), st.integers(0, 3), st.lists(st.sampled_from("ab"), max_size=4))
 @settings(max_examples=20)
-def test_lanes_are_a_loop_over_a_split_fork(count: int, before: int, draws: list[str]) -> None:
+def test_batch_elements_are_a_loop_over_a_split_fork(
+    count: int, before: int, draws: list[str]
+) -> None:
     rngs, other = sx.Rngs(a=0, b=1), sx.Rngs(a=0, b=1)
     for _ in range(before):
         rngs.a()
@@ -78,13 +80,13 @@ def test_lanes_are_a_loop_over_a_split_fork(count: int, before: int, draws: list
     assert int(rngs.b.count) == ("b" in draws)
 
 
-def test_stream_that_no_lane_drew_from_stays() -> None:
+def test_stream_that_no_batch_element_drew_from_stays() -> None:
     rngs = sx.Rngs(params=0, dropout=1)
     sx.vmap(lambda r, x: x + jax.random.normal(r.dropout()), in_axes=(0, 0))(rngs, ONES[:, 0])
     assert (int(rngs.params.count), int(rngs.dropout.count)) == (0, 1)
 
 
-def test_ensemble_has_different_parameters_per_lane() -> None:
+def test_ensemble_has_different_parameters_per_batch_element() -> None:
     rngs = sx.Rngs(0)
     made = sx.vmap(lambda r: sx.nn.Linear(2, 3, rngs=r), axis_size=4)(rngs)
     lanes = [sx.nn.Linear(2, 3, rngs=lane) for lane in _lane_streams(sx.Rngs(0), 4)]
@@ -92,7 +94,7 @@ def test_ensemble_has_different_parameters_per_lane() -> None:
     assert len(np.unique(made.kernel.value[:, 0, 0])) == 4
 
 
-def test_dropout_drops_other_elements_in_every_lane() -> None:
+def test_dropout_drops_other_elements_in_every_batch_element() -> None:
     layer = sx.nn.Dropout(0.5, rngs=sx.Rngs(0))
     y = sx.vmap(_drop)(layer, ONES)
     assert len({tuple(row) for row in y.tolist()}) == 3
@@ -118,7 +120,7 @@ def test_stream_shared_by_arguments_is_split_once() -> None:
     assert len({tuple(row) for part in y for row in part.tolist()}) == 6
 
 
-def test_lanes_of_lanes_draw_different_numbers() -> None:
+def test_batch_elements_of_batch_elements_draw_different_numbers() -> None:
     def outer(r: sx.Rngs) -> Any:
         return sx.vmap(lambda r: jax.random.normal(r.noise()), axis_size=3)(r)
 
@@ -141,7 +143,7 @@ def test_vmap_draws_the_same_compiled() -> None:
 # --- shared ---
 
 
-def test_unmapped_stream_draws_the_same_per_lane() -> None:
+def test_unmapped_stream_draws_the_same_per_batch_element() -> None:
     rngs, eager = sx.Rngs(0), sx.Rngs(0)
     drawn = sx.vmap(
         lambda r, x: (jax.random.normal(r.noise()), jax.random.normal(r.noise())), in_axes=(None, 0)
@@ -220,7 +222,7 @@ def _drawn_by_each_lane() -> Any:
 
 @pytest.mark.parametrize("form", ["typed", "raw", "default", "mixed"])
 @pytest.mark.parametrize("over", OVER)
-def test_rngs_of_key_array_give_one_per_lane(form: str, over: str) -> None:
+def test_rngs_of_key_array_give_one_per_batch_element(form: str, over: str) -> None:
     rngs = {
         "typed": lambda: sx.Rngs(params=_keys()),
         "raw": lambda: sx.Rngs(params=jax.random.key_data(_keys())),
@@ -252,14 +254,14 @@ def test_rngs_of_key_table_map_along_axes() -> None:
     np.testing.assert_allclose(np.transpose(columns), rows, rtol=1e-6)
 
 
-def test_new_streams_have_a_key_per_lane() -> None:
+def test_new_streams_have_a_key_per_batch_element() -> None:
     forks = sx.vmap(lambda r: r.fork(), axis_size=3)(sx.Rngs(0))
     assert forks.default.key.shape == forks.default.count.shape == (3,)
     assert len(set(sx.vmap(lambda r: jax.random.normal(r.noise()))(forks).tolist())) == 3
 
 
 @pytest.mark.parametrize("out_axes", [0, -1])
-def test_new_layers_keep_a_key_per_lane(out_axes: int) -> None:
+def test_new_layers_keep_a_key_per_batch_element(out_axes: int) -> None:
     """The trap: with the caller's one stream the members are no slices of the ensemble."""
 
     class Block(sx.Module):
@@ -287,7 +289,7 @@ def test_ensembles_of_one_stream_drop_different_elements() -> None:
     assert len(set(map(tuple, y))) == 6 and int(rngs.default.count) == 2
 
 
-def test_attached_layer_has_a_key_per_lane() -> None:
+def test_attached_layer_has_a_key_per_batch_element() -> None:
     def attach(model: sx.Module, rngs: sx.Rngs) -> Any:
         model.drop = sx.nn.Dropout(0.5, rngs=rngs)
         model.rngs = rngs
@@ -308,7 +310,7 @@ def test_layers_made_in_scan_have_own_keys() -> None:
     assert len({tuple(row) for row in sx.vmap(_drop)(layer, ONES).tolist()}) == 3
 
 
-def test_key_per_lane_needs_an_axis() -> None:
+def test_key_per_batch_element_needs_an_axis() -> None:
     rngs = sx.Rngs(0).fork(split=3)
     with pytest.raises(
         TransformError, match=r"default\.key: 3\n  axis_size|axis_size: 2\n  .*key: 3"

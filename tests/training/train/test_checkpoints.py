@@ -22,6 +22,7 @@ import shardax as sx
 from shardax.errors import CheckpointError, CheckpointWriteError, DonationError, PathExistsError
 from shardax.train import Checkpoints
 from shardax.train.checkpoint import save
+from shardax.train.checkpoint_format import describe
 from tests.advice import run_advice
 from tests.values import with_values
 
@@ -238,15 +239,20 @@ def test_shared_array_is_copied_as_advised(tmp_path: Path) -> None:
 def test_refused_writes_leave_nothing_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    checkpoints, numbers = Checkpoints(tmp_path), jnp.ones(4)
-    with monkeypatch.context() as patched:
+    checkpoints = Checkpoints(tmp_path)
+    for step in (1, 2, 3):
+        weight = sx.Param(jnp.ones(4))
+
         # A buffer that goes while it is copied: orbax is making directories by then.
-        patched.setattr("shardax.train.checkpoint.refuse_deleted", lambda paths, values: None)
-        numbers.delete()
-        for step in (1, 2, 3):
+        def describe_and_delete(*contents: Any, weight: sx.Param = weight) -> dict[str, Any]:
+            weight.value.delete()
+            return describe(*contents)
+
+        with monkeypatch.context() as patched:
+            patched.setattr("shardax.train.checkpoint.describe", describe_and_delete)
             with pytest.raises(CheckpointWriteError, match="Array has been deleted"):
-                checkpoints.save(step, sx.Param(numbers))
-            assert list(tmp_path.iterdir()) == []
+                checkpoints.save(step, weight)
+        assert list(tmp_path.iterdir()) == []
     checkpoints.save(1, make_weight())
     checkpoints.close()
     assert [path.name for path in tmp_path.iterdir()] == ["00000001"]

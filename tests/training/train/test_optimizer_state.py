@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import shardax as sx
-from shardax.partition.checker import spec_for
+from shardax.partition.resolved import ResolvedRules
 from shardax.train import Optimizer
 from tests.training.train.towers import (
     RULES,
@@ -117,7 +117,7 @@ def test_state_goes_straight_into_shards_beside_its_parameters(name: str, mesh: 
         sx.iter_variables(unsharded, sx.OptState),
         strict=True,
     ):
-        spec, findings = spec_for(a.axes, a.shape, mesh, RULES, path)
+        spec, findings = ResolvedRules(mesh, RULES).spec(a.axes, a.shape, path)
         assert findings == [] and a.sharding.is_equivalent_to(NamedSharding(mesh, spec), a.ndim)
         np.testing.assert_array_equal(a.value, b.value)
 
@@ -133,7 +133,7 @@ def test_state_follows_the_shardings_of_the_parameters(name: str, order: str, me
         optimizer = Optimizer(model, TRANSFORMATIONS[name]())
         sx.shard(model, mesh, RULES)
     for path, variable in sx.iter_variables(optimizer, sx.OptState):
-        spec, _ = spec_for(variable.axes, variable.shape, mesh, RULES, path)
+        spec, _ = ResolvedRules(mesh, RULES).spec(variable.axes, variable.shape, path)
         sharding = variable.value.sharding
         assert sharding.is_equivalent_to(NamedSharding(mesh, spec), variable.ndim), path
 

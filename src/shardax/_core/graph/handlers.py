@@ -32,8 +32,8 @@ from typing import Any, Literal
 import jax
 from jax.tree_util import DictKey
 
-from shardax._core.errors import ModuleError
-from shardax._core.graph.paths import KeyEntry, PyTree, format_path, item_key, plain_path, with_key
+from shardax._core import errors
+from shardax._core.graph.paths import KeyEntry, KeyPath, PyTree, item_key, plain_path, with_key
 from shardax._core.graph.settings import settings_static
 from shardax._core.graph.static import Metadata, Static
 from shardax._core.object import Object, Placeholder, Wrapper
@@ -133,15 +133,16 @@ def _partial_children(value) -> Pairs:
 def _rebuild_partial(config, pairs: Iterable[tuple[Any, Any]]):
     (_, function), *others = pairs
     args = [item for key, item in others if isinstance(key, int)]
-    return functools.partial(
-        function, *args, **{key: item for key, item in others if isinstance(key, str)}
-    )
+    keywords = {key: item for key, item in others if isinstance(key, str)}
+    return functools.partial(function, *args, **keywords)
 
 
 def _partial_text(value: object, key: object) -> tuple[str, str]:
     if key is None:
         return "", ".func"
-    return ("", f".args[{key}]") if isinstance(key, int) else (f"{key}=", f".keywords[{key!r}]")
+    if isinstance(key, int):
+        return "", f".args[{key}]"
+    return f"{key}=", f".keywords[{key!r}]"
 
 
 def _partial_keys(config: object, steps: Sequence[Any]) -> Sequence[KeyEntry | None]:
@@ -153,8 +154,8 @@ def _field_text(value, key) -> tuple[str, str]:
     return _attribute_text(value, value._fields[key])
 
 
-class Pattern:
-    """A wrapper as configuration, compared by what it adds."""
+class WrapperType:
+    """All that a wrapper is besides its function, compared by what it adds."""
 
     __slots__ = ("key", "make")
 
@@ -166,12 +167,20 @@ class Pattern:
         return hash(self.key)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Pattern) and self.key == other.key
+        return isinstance(other, WrapperType) and self.key == other.key
+
+
+def _one_level(value: object) -> tuple[list[tuple[KeyPath, Any]], jax.tree_util.PyTreeDef]:
+    """Returns (key path, child) of each child of a pytree node, and the treedef of one level."""
+    below, treedef = jax.tree_util.tree_flatten_with_path(
+        value, is_leaf=lambda item: item is not value
+    )
+    return [(keys, child) for keys, child in below if keys], treedef
 
 
 def _node_children(value: object) -> Pairs:
-    below, _ = jax.tree_util.tree_flatten_with_path(value, is_leaf=lambda item: item is not value)
-    pairs = [(plain_path(keys)[0], child) for keys, child in below if keys]
+    below, _ = _one_level(value)
+    pairs = [(plain_path(keys)[0], child) for keys, child in below]
     if type(value) not in _stable and any(isinstance(child, Object) for _, child in pairs):
         _check_stable(value, pairs)
     return pairs
@@ -183,16 +192,10 @@ _stable: weakref.WeakSet[type] = weakref.WeakSet()
 
 def _check_stable(value: object, pairs: Pairs) -> None:
     """Raises if a node makes objects anew each time it is flattened."""
-    again, _ = jax.tree_util.tree_flatten_with_path(value, is_leaf=lambda item: item is not value)
-    for (name, child), (_, second) in zip(pairs, [item for item in again if item[0]], strict=True):
+    below, _ = _one_level(value)
+    for (name, child), (_, second) in zip(pairs, below, strict=True):
         if isinstance(child, Object) and child is not second:
-            kind = type(value).__name__
-            raise ModuleError(
-                f"Flattening a {kind}, a class registered with JAX as a pytree node, makes a new "
-                f"{type(child).__name__} at {format_path((name,))} each time, so what is written "
-                f"into it would be lost. Register a function that returns the Variables which the "
-                f"{kind} holds: lambda node: ((node.variable,), None)."
-            )
+            raise errors.node_of_new_objects(type(value), type(child), (name,))
     _stable.add(type(value))
 
 
@@ -212,10 +215,8 @@ class NodeType(Static):
 
 
 def _node_type(value: object) -> NodeType:
-    below, treedef = jax.tree_util.tree_flatten_with_path(
-        value, is_leaf=lambda item: item is not value
-    )
-    return NodeType(treedef, tuple(with_key(keys[0]) for keys, _ in below if keys))
+    below, treedef = _one_level(value)
+    return NodeType(treedef, tuple(with_key(keys[0]) for keys, _ in below))
 
 
 def is_node(value: object) -> bool:
@@ -320,8 +321,8 @@ METHOD = Handler(
 WRAPPER = Handler(
     "wrapper",
     children=lambda value: [(None, value.function)],
-    config=Pattern,
-    rebuild=lambda pattern, pairs: pattern.make(*(item for _, item in pairs)),
+    config=WrapperType,
+    rebuild=lambda kind, pairs: kind.make(*(item for _, item in pairs)),
     in_models=True,
     text=lambda value, key: ("", ".__wrapped__"),
     key_entries=_no_keys,
@@ -365,6 +366,7 @@ def handler_of(value: object) -> Handler:
 
 
 def _look_up(value: object) -> Handler:
+    """Returns the handler of a value by the rows, and remembers it for its type."""
     kind = type(value)
     matching = (
         handler

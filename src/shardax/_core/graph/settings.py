@@ -16,9 +16,10 @@ that cannot be read (a view of memory, a container written in C) has no key.
 A user's object is asked for nothing: attributes are read by the descriptors of its class, and
 decisions are made by its type. So hooks such as ``__getattr__`` never run.
 
-A trace may itself write into a settings object: a counter of traces, a cached property. What it
-left there is no reason to trace again. It is in keys as *left by a trace*, whatever it is, until
-something else is written there. But an object that compares itself by value is another value then.
+A trace may itself write into a settings object: a counter of traces, a cached property. What the
+trace wrote is no reason to trace again. So an attribute that holds just that is in keys by the
+number of the *trace's write*, whatever it holds, until something else is written there. But an
+object that compares itself by value is another value then.
 """
 
 from __future__ import annotations
@@ -30,7 +31,6 @@ import enum
 import functools
 import hashlib
 import itertools
-import sys
 import types
 import weakref
 from collections.abc import Hashable, Iterable, Iterator, Sequence
@@ -39,6 +39,19 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from shardax._core.graph.paths import Path, format_path
+from shardax._core.graph.python_values import (
+    Way,
+    attributes_of,
+    has_attributes,
+    is_of_library,
+    items_of_array,
+    items_of_mapping,
+    items_of_sequence,
+    items_of_set,
+    native_base,
+    package_of,
+    steps_of,
+)
 from shardax._core.graph.static import (
     Identity,
     Static,
@@ -48,13 +61,7 @@ from shardax._core.graph.static import (
 )
 from shardax._core.object import Object
 
-# Packages whose instances (meshes, policies, loggers) are compared by identity or as they compare
-# themselves. A class that was made by ``exec`` without a module name says that it is of
-# ``builtins``.
-LIBRARIES = frozenset(
-    {"jax", "jaxlib", "numpy", "shardax", *sys.stdlib_module_names} - {"builtins"}
-)
-# Those of them whose instances without a hash are compared by identity.
+# Libraries whose instances without a hash are compared by identity.
 _BY_IDENTITY = frozenset({"jax", "jaxlib", "shardax"})
 
 # Types of values that never hold a settings object; of functions the exact key decides.
@@ -73,18 +80,16 @@ _CONTENT_TYPES = (
 # A NumPy array with more bytes is in a key by a digest.
 _MOST_BYTES = 4096
 
-# Flags of a class: made at run time, and without a constructor.
-_HEAP_TYPE, _NO_CONSTRUCTOR = 1 << 9, 1 << 7
-
 
 class IncomparableError(TypeError):
     """A settings object holds what cannot be compared at the next call."""
 
 
-def _incomparable(way: _Way, value: object) -> IncomparableError:
+def _incomparable(way: Way, value: object) -> IncomparableError:
+    path = format_path(tuple(steps_of(way)))
     return IncomparableError(
         f"it counts by the values of its attributes, but a change of the {type(value).__name__} at "
-        f"its {format_path(_path_of(way))} could not be noticed: such a value cannot be compared "
+        f"its {path} could not be noticed: such a value cannot be compared "
         f"with what it was. Keep numbers, strings, tuples, lists, dicts or NumPy arrays there"
     )
 
@@ -97,86 +102,6 @@ def incomparable_attribute(kind: type, where: str, error: IncomparableError) -> 
     )
 
 
-# How a part is reached from the value: the way to what holds it, and the last step; None at first.
-_Way = tuple[Any, Any] | None
-
-
-def _path_of(way: _Way) -> Path:
-    steps: list[Any] = []
-    while way is not None:
-        way, step = way
-        steps.append(step)
-    return tuple(reversed(steps))
-
-
-_NATIVE_DESCRIPTORS = (types.GetSetDescriptorType, types.MemberDescriptorType)
-
-
-class _Storage(NamedTuple):
-    """Where instances of a class have their attributes."""
-
-    dictionary: Any  # the descriptor of ``__dict__``, None without one
-    slots: tuple[tuple[str, Any], ...]  # (name, descriptor)
-
-
-_storages: weakref.WeakKeyDictionary[type, _Storage] = weakref.WeakKeyDictionary()
-
-
-def _storage_of(kind: type) -> _Storage:
-    known = _storages.get(kind)
-    if known is not None:
-        return known
-    dictionary, slots = None, dict[str, Any]()
-    for base in kind.__mro__:
-        members = vars(base)
-        found = members.get("__dict__")
-        # Not a property of the user's, which might have that name.
-        if dictionary is None and isinstance(found, _NATIVE_DESCRIPTORS):
-            dictionary = found
-        if "__slots__" in members:
-            for name, member in members.items():
-                if type(member) is types.MemberDescriptorType:
-                    slots.setdefault(name, member)
-    _storages[kind] = storage = _Storage(dictionary, tuple(slots.items()))
-    return storage
-
-
-def attributes_of(value: object) -> dict[str, Any]:
-    """Returns the attributes of an instance, also those in ``__slots__``."""
-    storage = _storage_of(type(value))
-    attributes: dict[str, Any] = {}
-    if storage.dictionary is not None:
-        attributes.update(storage.dictionary.__get__(value))
-    for name, member in storage.slots:
-        try:
-            attributes[name] = member.__get__(value)
-        except AttributeError:  # it was never set
-            continue
-    return attributes
-
-
-def _native_base(kind: type) -> type:
-    """Returns the first base class that is written in C."""
-    for base in kind.__mro__:
-        if not base.__flags__ & _HEAP_TYPE or base.__flags__ & _NO_CONSTRUCTOR:
-            return base
-        if isinstance(vars(base).get("__new__"), types.BuiltinFunctionType):
-            return base
-    return object
-
-
-def package_of(kind: type) -> str:
-    """Returns the name of the package that a class is of, "" if it does not say."""
-    module = kind.__module__
-    return module.partition(".")[0] if type(module) is str else ""
-
-
-def is_of_library(kind: type) -> bool:
-    """Whether a class is one of Python's own, or of ``LIBRARIES``."""
-    package = package_of(kind)
-    return package in LIBRARIES or (package == "builtins" and not kind.__flags__ & _HEAP_TYPE)
-
-
 # What a value or attribute holds: a flat sequence, each container before its parts, so that no
 # depth is too deep for Python. Other settings objects are in it by their identity.
 _Content = tuple[Hashable, ...]
@@ -186,7 +111,8 @@ class _SettingsEntry(NamedTuple):
     """A settings object and what its attributes hold."""
 
     identity: Identity
-    attributes: tuple[tuple[str, Hashable], ...]  # the content of each, or how a trace left it
+    # The content of each by its name, or the number of a trace's write.
+    attributes: tuple[tuple[str, Hashable], ...]
 
 
 class SettingsKey:
@@ -195,7 +121,7 @@ class SettingsKey:
     __slots__ = ("_compared", "_hash", "content", "entries", "ways")
 
     def __init__(
-        self, content: _Content, entries: Sequence[_SettingsEntry], ways: Sequence[_Way] = ()
+        self, content: _Content, entries: Sequence[_SettingsEntry], ways: Sequence[Way] = ()
     ) -> None:
         self.content = content  # of the value itself
         self.entries = tuple(entries)
@@ -223,19 +149,24 @@ class SettingsKey:
             new = dict(entry.attributes)
             for name in dict.fromkeys([*old, *new]):
                 if old.get(name) != new.get(name):
-                    yield (*_path_of(way), name)
+                    yield (*steps_of(way), name)
 
 
 def settings_key(value: object) -> Hashable:
-    """Returns the exact key of a static value, settings objects expanded."""
-    # TypeError for what is not hashable; IncomparableError where a settings object holds what
-    # cannot be compared.
+    """Returns the exact key of a static value, settings objects expanded.
+
+    Raises:
+        IncomparableError: If a settings object holds what cannot be compared.
+        TypeError: If the value is not hashable.
+    """
     if type(value) in _LEAF_TYPES:
         return exact_key(value)
+
     reader = _SettingsReader()
     content = reader.read(value, None, inside=False)
     if not reader.changeable:
         return exact_key(value)
+
     reader.read_waiting()
     return SettingsKey(content, reader.entries, reader.ways)
 
@@ -255,7 +186,11 @@ class Setting(NamedTuple):
 
 def settings_among(statics: Iterable[Static]) -> list[Setting]:
     """Returns those static values that are, or hold, settings objects."""
-    return [Setting((), v.value, v.key) for v in statics if isinstance(v.key, SettingsKey)]
+    return [
+        Setting((), static.value, static.key)
+        for static in statics
+        if isinstance(static.key, SettingsKey)
+    ]
 
 
 def have_changed(settings: Iterable[Setting]) -> bool:
@@ -272,45 +207,48 @@ class _SettingsReader:
     def __init__(self) -> None:
         self.changeable = False  # whether something was met that is changed in place
         self.entries: list[_SettingsEntry] = []
-        self.ways: list[_Way] = []
-        self._waiting: list[tuple[Any, Identity, _Way]] = []
+        self.ways: list[Way] = []
+        self._waiting: list[tuple[Any, Identity, Way]] = []
         self._met: set[int] = set()  # by ``id``, settings objects that have an entry, or will
 
     def read_waiting(self) -> None:
         """Makes the entries of settings objects that were met."""
         for value, identity, way in self._waiting:  # grows while it is read
-            left = _left_in(value)
+            writes = _writes_into(value)
             attributes: list[tuple[str, Hashable]] = []
             for name, item in attributes_of(value).items():
                 content: Hashable = self.read(item, (way, name), inside=True)
-                by_trace = left.get(name)
-                if by_trace is not None and by_trace.content == content:
-                    content = by_trace.version
+                write = writes.get(name)
+                if write is not None and write.content == content:
+                    content = write.number
                 attributes.append((name, content))
             self.entries.append(_SettingsEntry(identity, tuple(attributes)))
             self.ways.append(way)
 
-    def read(self, value: object, way: _Way, *, inside: bool) -> _Content:
+    def read(self, value: object, way: Way, *, inside: bool) -> _Content:
         """Returns the content of a value."""
         content: list[Hashable] = []
-        places: dict[int, int] = {}  # of what was met in this content, by ``id``
-        stack: list[tuple[Any, _Way]] = [(value, way)]
+        index_by_id: dict[int, int] = {}  # where in this content something was met
+        stack: list[tuple[Any, Way]] = [(value, way)]
         while stack:
             item, item_way = stack.pop()
-            if id(item) in places:
-                content.append(_Again(places[id(item)]))
+            if id(item) in index_by_id:
+                content.append(_Again(index_by_id[id(item)]))
                 continue
+
             label, parts = self._describe(item, item_way, inside)
             # A tuple made anew equals the one before, whether or not its parts are one object.
             if parts and not issubclass(type(item), (tuple, frozenset)):
-                places[id(item)] = len(content)
+                index_by_id[id(item)] = len(content)
             content.append(label)
             stack.extend((part, (item_way, step)) for step, part in reversed(parts))
         return tuple(content)
 
-    def _describe(self, value, way: _Way, inside: bool) -> _Description:
+    def _describe(self, value: Any, way: Way, inside: bool) -> _Description:
         """Returns what a value is besides its parts, and its parts."""
         kind = type(value)
+
+        # What never changes, or counts by identity.
         if kind is types.FunctionType and inside:
             # One that was made anew from the same code may read other settings.
             return identity_of(value), ()
@@ -318,6 +256,8 @@ class _SettingsReader:
             return exact_key(value), ()
         if issubclass(kind, Object):  # used without being passed, it is an input of the program
             return (identity_of(value) if inside else exact_key(value)), ()
+
+        # What counts by its parts, and does not change itself.
         if kind is types.MethodType:
             return self._describe_method(value, inside)
         if issubclass(kind, tuple):
@@ -333,11 +273,14 @@ class _SettingsReader:
         if is_plain_frozen_dataclass(value):
             names = [field.name for field in dataclasses.fields(value)]
             return (kind,), [(name, object.__getattribute__(value, name)) for name in names]
+
+        # What is changed in place.
         if issubclass(kind, _CONTENT_TYPES):
             if not inside:
                 hash(value)  # raises TypeError, but for a subclass with a hash
                 self.changeable = True
             return self._describe_content(value, kind)
+
         if is_of_library(kind):
             return self._describe_of_library(value, way, inside)
         return self._describe_instance(value, kind, way, inside)
@@ -351,7 +294,7 @@ class _SettingsReader:
         return (types.MethodType, identity_of(holder)), parts
 
     def _describe_set(self, value: Any) -> _Description:
-        items = list(value)
+        items = items_of_set(value)
         if all(type(item) in _LEAF_TYPES for item in items):
             return (type(value), frozenset(map(exact_key, items))), ()
         return (type(value), len(items)), list(enumerate(items))
@@ -365,26 +308,22 @@ class _SettingsReader:
             label, parts = self._describe_set(value)
             return self._with_attributes(label, value, parts)
         if issubclass(kind, (dict, types.MappingProxyType)):
-            # By the native class: methods of a class of the user may make what they return.
-            native = dict if issubclass(kind, dict) else types.MappingProxyType
-            pairs = list(native.items(value))
+            pairs = items_of_mapping(value)
             keys = [(position, key) for position, (key, _) in enumerate(pairs)]
             return self._with_attributes((kind, len(pairs)), value, [*keys, *pairs])
-        native = list if issubclass(kind, list) else collections.deque
-        return self._with_attributes(
-            (kind, native.__len__(value)), value, enumerate(list(native.__iter__(value)))
-        )
+        items = items_of_sequence(value)
+        return self._with_attributes((kind, len(items)), value, enumerate(items))
 
     def _describe_array(self, value: np.ndarray[Any, Any], kind: type) -> _Description:
         label = (kind, value.dtype, value.shape)
         if value.dtype.hasobject:
-            return self._with_attributes(label, value, enumerate(np.ndarray.ravel(value).tolist()))
+            return self._with_attributes(label, value, enumerate(items_of_array(value)))
         content = np.ndarray.tobytes(value)
         if len(content) > _MOST_BYTES:
             content = hashlib.blake2b(content).digest()
         return self._with_attributes((*label, content), value)
 
-    def _describe_of_library(self, value: object, way: _Way, inside: bool) -> _Description:
+    def _describe_of_library(self, value: object, way: Way, inside: bool) -> _Description:
         kind = type(value)
         if not inside:
             return exact_key(value), ()
@@ -395,30 +334,32 @@ class _SettingsReader:
         except (TypeError, ValueError):  # ValueError: a view of memory that may be written
             if package_of(kind) in _BY_IDENTITY:
                 return identity_of(value), ()
-        if _has_attributes(kind) and _native_base(kind) in (object, types.SimpleNamespace):
+        if has_attributes(kind) and native_base(kind) in (object, types.SimpleNamespace):
             return self._with_attributes((kind,), value)
         raise _incomparable(way, value)
 
-    def _describe_instance(
-        self, value: object, kind: type, way: _Way, inside: bool
-    ) -> _Description:
+    def _describe_instance(self, value: object, kind: type, way: Way, inside: bool) -> _Description:
         """Describes an instance of a class of the user's own."""
+        # A settings object: it is in the content by identity, and has an entry for its attributes.
         if kind.__eq__ is object.__eq__ and kind.__hash__ is object.__hash__:
             identity = identity_of(value)
-            self.changeable |= _has_attributes(kind)
+            self.changeable |= has_attributes(kind)
             if id(value) not in self._met:
                 self._met.add(id(value))
                 self._waiting.append((value, identity, way))
             return identity, ()
+
+        # An instance that compares itself by a method of its class.
         if not inside:
             hash(value)  # raises TypeError for what cannot be a static value
-        native = _native_base(kind)
-        if native is object and _has_attributes(kind):
+        native = native_base(kind)
+        if native is object and has_attributes(kind):
             # Its own comparison would find the remembered object equal to itself.
             self.changeable = True
             return self._with_attributes((kind,), value)
         if kind.__hash__ is None:
             raise _incomparable(way, value)
+
         # What is written in C and is not of Python itself may compare itself to something else than
         # a boolean, as tensors do.
         is_pythons = native is object or package_of(native) == "builtins" or not inside
@@ -443,69 +384,69 @@ _Description = tuple[Hashable, Sequence[tuple[Any, Any]]]
 class _Again(NamedTuple):
     """A part of a content that was met before."""
 
-    place: int  # in the content
-
-
-def _has_attributes(kind: type) -> bool:
-    storage = _storage_of(kind)
-    return storage.dictionary is not None or bool(storage.slots)
+    index: int  # in the content
 
 
 # --- what traces write ----------------------------------------------------------------------------
 
 
-class _Version(NamedTuple):
-    """What a trace left, in place of the content."""
+class _WriteNumber(NamedTuple):
+    """Stands in a key for what a trace wrote."""
 
     number: int
 
 
-class _LeftByTrace(NamedTuple):
-    """What the last trace that wrote an attribute left there."""
+class _TraceWrite(NamedTuple):
+    """What the last trace that wrote an attribute wrote there."""
 
     content: Hashable
     # Stays from trace to trace, so that programs of one object do not call for each other's traces;
     # another one where something else was written before the trace.
-    version: _Version
+    number: _WriteNumber
 
 
-class _LeftIn(NamedTuple):
-    """What traces left in the attributes of an object."""
+class _TraceWrites(NamedTuple):
+    """What traces wrote into an object."""
 
     holder: weakref.ref[Any]
-    attributes: dict[str, _LeftByTrace]
+    by_attribute: dict[str, _TraceWrite]
 
 
-_NOTHING_LEFT: dict[str, _LeftByTrace] = {}
-_left: dict[int, _LeftIn] = {}  # by ``id`` of the object
-atexit.register(_left.clear)  # and the callbacks of weak references in it, which use this module
-_versions = itertools.count()
+_NO_WRITES: dict[str, _TraceWrite] = {}
+_trace_writes: dict[int, _TraceWrites] = {}  # by ``id`` of the object
+# With the callbacks of weak references in it, which use this module.
+atexit.register(_trace_writes.clear)
+_write_numbers = itertools.count()
 
 
-def _left_in(value: object) -> dict[str, _LeftByTrace]:
-    found = _left.get(id(value))
-    return _NOTHING_LEFT if found is None or found.holder() is not value else found.attributes
+def _writes_into(value: object) -> dict[str, _TraceWrite]:
+    """Returns what traces wrote into an object, by attribute."""
+    writes = _trace_writes.get(id(value))
+    if writes is None or writes.holder() is not value:
+        return _NO_WRITES
+    return writes.by_attribute
 
 
 def note_trace(before: SettingsKey, after: SettingsKey) -> None:
     """Notes what a trace wrote, by keys before and after it."""
-    earlier = {entry.identity: dict(entry.attributes) for entry in before.entries}
+    attributes_before = {entry.identity: dict(entry.attributes) for entry in before.entries}
     for entry in after.entries:
-        old = earlier.get(entry.identity, {})
+        old_attributes = attributes_before.get(entry.identity, {})
         for name, content in entry.attributes:
-            was = old.get(name)
-            if was != content and not isinstance(content, _Version):
-                version = was if isinstance(was, _Version) else _Version(next(_versions))
-                _note_left(entry.identity.held(), name, _LeftByTrace(content, version))
+            old = old_attributes.get(name)
+            if old == content or isinstance(content, _WriteNumber):
+                continue
+            number = old if isinstance(old, _WriteNumber) else _WriteNumber(next(_write_numbers))
+            _note_write(entry.identity.held(), name, _TraceWrite(content, number))
 
 
-def _note_left(holder: object, name: str, left: _LeftByTrace) -> None:
-    found = _left.get(id(holder))
-    if found is None or found.holder() is not holder:
+def _note_write(holder: object, name: str, write: _TraceWrite) -> None:
+    writes = _trace_writes.get(id(holder))
+    if writes is None or writes.holder() is not holder:
         key = id(holder)
         try:
-            reference = weakref.ref(holder, lambda _: _left.pop(key, None))
+            reference = weakref.ref(holder, lambda _: _trace_writes.pop(key, None))
         except TypeError:  # it cannot be known when it is gone
             return
-        found = _left[key] = _LeftIn(reference, {})
-    found.attributes[name] = left
+        writes = _trace_writes[key] = _TraceWrites(reference, {})
+    writes.by_attribute[name] = write

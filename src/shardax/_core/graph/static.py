@@ -51,16 +51,23 @@ def exact_key(value: object) -> Hashable:
     return _key(value, 0)
 
 
-def _key(value, depth: int) -> Hashable:
+def _key(value: Any, depth: int) -> Hashable:
+    """Returns the exact key of a value inside of so many functions."""
     kind = type(value)
+
+    # Numbers by their digits, since 0.0 == -0.0 and nan != nan.
     if kind in _PLAIN_TYPES:
         return (kind, value)
     if kind is float:
         return (kind, value.hex())
     if kind is complex:
         return (kind, value.real.hex(), value.imag.hex())
+    if isinstance(value, np.generic):
+        return (kind, value.tobytes())
     if isinstance(value, Object):
         raise TypeError(f"a {kind.__name__} is not a static value")
+
+    # Containers by what they hold.
     if isinstance(value, tuple):
         return (kind, tuple(_key(item, depth) for item in value))
     if isinstance(value, frozenset):
@@ -71,8 +78,11 @@ def _key(value, depth: int) -> Hashable:
         return (kind, value.value)
     if isinstance(value, enum.Enum):
         return (kind, value.name)
-    if isinstance(value, np.generic):
-        return (kind, value.tobytes())
+    if is_plain_frozen_dataclass(value):
+        fields = dataclasses.fields(value)
+        return (kind, tuple(_key(getattr(value, field.name), depth) for field in fields))
+
+    # Functions by what they do.
     if isinstance(value, types.FunctionType):
         return _function_key(value, depth)
     if isinstance(value, functools.partial):
@@ -82,9 +92,8 @@ def _key(value, depth: int) -> Hashable:
             _key(value.args, depth),
             tuple((name, _key(item, depth)) for name, item in value.keywords.items()),
         )
-    if is_plain_frozen_dataclass(value):
-        fields = dataclasses.fields(value)
-        return (kind, tuple(_key(getattr(value, field.name), depth) for field in fields))
+
+    # All others as they compare themselves; inside of functions, also by identity.
     hash(value)  # raises TypeError for what cannot be a static value
     if depth and isinstance(value, types.MethodType):
         return (kind, identity_of(value.__self__), _key(value.__func__, depth))
@@ -116,11 +125,12 @@ def _function_key(function: types.FunctionType, depth: int) -> Hashable:
     """Returns a function's key, which stays when a closed-over name is rebound."""
     # As in ``jax.jit``, a name is read when a program is traced. Where that changed what one
     # function does, no other one shares its programs any more.
-    found = _closure_key(function, depth)
+    key = _closure_key(function, depth)
     if depth:
-        return found
-    first = _first_keys.setdefault(function, found)
-    if first not in _rebound and _same_numbers(first, found):
+        return key
+
+    first = _first_keys.setdefault(function, key)
+    if first not in _rebound and _same_numbers(first, key):
         return first
     if _rebound.setdefault(first, weakref.ref(function))() is not function:
         first = _first_keys[function] = identity_of(function)
@@ -165,7 +175,9 @@ def _same_numbers(first: object, second: object) -> bool:
     if not (isinstance(first, tuple) and isinstance(second, tuple) and len(first) == len(second)):
         return False
     if first[0] in (int, float) and second[0] in (int, float):
-        numbers = [float.fromhex(n) if kind is float else n for kind, n in (first, second)]
+        numbers = [
+            float.fromhex(number) if kind is float else number for kind, number in (first, second)
+        ]
         return numbers[0] == numbers[1]
     return all(map(_same_numbers, first, second))
 
@@ -215,9 +227,13 @@ def _closure_key(function: types.FunctionType, depth: int) -> Hashable:
     try:
         cells = tuple(_cell_key(cell, function, depth) for cell in function.__closure__ or ())
         defaults = _key(function.__defaults__, depth + 1)
-        named = tuple((k, _key(v, depth + 1)) for k, v in (function.__kwdefaults__ or {}).items())
+        named = tuple(
+            (name, _key(value, depth + 1))
+            for name, value in (function.__kwdefaults__ or {}).items()
+        )
     except TypeError:  # something closed over is not hashable: the function is only equal to itself
         return identity_of(function)
+
     return (
         types.FunctionType,
         function.__code__,
@@ -244,7 +260,27 @@ def _cell_key(cell: types.CellType, function: types.FunctionType, depth: int) ->
 
 
 class Static:
-    """A static value that compares by its exact key."""
+    """A static value that compares by its exact key, as compiled programs compare configuration.
+
+    Python's ``1 == True == 1.0`` are three values here, at every depth.
+
+    Args:
+        value: A hashable value.
+        key: Its key, where that is known.
+
+    Attributes:
+        value: The value.
+
+    Raises:
+        TypeError: If the value is not hashable.
+
+    Example:
+        >>> from shardax import extend
+        >>> extend.Static((1, "a")) == extend.Static((1, "a"))
+        True
+        >>> extend.Static((1, "a")) == extend.Static((True, "a"))
+        False
+    """
 
     __slots__ = ("_hash", "key", "value")
 
@@ -326,17 +362,17 @@ class Metadata:
                 return self.box_without_axis(position, expected, params)
             raise MetadataError(f"axes {names} have no dimension {position} to remove.")
 
-        place = position % len(names)
-        if expected is not None and names[place] not in (None, expected):
+        dimension = position % len(names)
+        name = names[dimension]
+        if expected is not None and name not in (None, expected):
             raise MetadataError(
-                f"the dimension {place} of axes {names} is named {names[place]!r}, but the "
+                f"the dimension {dimension} of axes {names} is named {name!r}, but the "
                 f"transform maps it as {expected!r}. Map the dimension of that name, or give the "
                 f"transform the Variable's own name: "
-                f"metadata={{sx.partition.PARTITION_NAME: {names[place]!r}}}."
+                f"metadata={{sx.partition.PARTITION_NAME: {name!r}}}."
             )
-        name = expected if names[place] is None else names[place]
-        renamed = self._with_names((*names[:place], *names[place + 1 :]))
-        return renamed.box_without_axis(place, name, params)
+        renamed = self._with_names((*names[:dimension], *names[dimension + 1 :]))
+        return renamed.box_without_axis(dimension, expected if name is None else name, params)
 
     def with_axis(
         self,
@@ -363,9 +399,9 @@ class Metadata:
         rank = len(names) + 1
         if not -rank <= position < rank:
             raise MetadataError(f"axes {names} have no place {position} for another dimension.")
-        place = position % rank
-        renamed = self._with_names((*names[:place], name, *names[place:]))
-        return renamed.box_with_axis(place, name, params)
+        dimension = position % rank
+        renamed = self._with_names((*names[:dimension], name, *names[dimension:]))
+        return renamed.box_with_axis(dimension, name, params)
 
     def box_with_axis(self, position: int, name: AxisName, params: Mapping[str, Any]) -> Metadata:
         """Returns the metadata in which the box of the Variable knows of a new dimension."""

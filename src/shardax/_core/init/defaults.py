@@ -29,10 +29,8 @@ from shardax._core.errors import ModuleError
 class _Process:
     """Defaults of the process."""
 
-    # A device by name, for no backend may run yet.
-
     dtype: np.dtype | None = None
-    device: str | None = None
+    device: str | None = None  # by name, for no backend may run yet
 
 
 _block_dtype: ContextVar[np.dtype | None] = ContextVar("shardax_default_dtype", default=None)
@@ -41,20 +39,23 @@ _block_dtype: ContextVar[np.dtype | None] = ContextVar("shardax_default_dtype", 
 def exact_dtype(dtype: Any) -> np.dtype:
     """Returns a dtype that JAX would not narrow."""
     try:
-        wanted = jnp.dtype(dtype)
+        exact = jnp.dtype(dtype)
     except TypeError as error:
         raise ModuleError(
             f"{dtype!r} is not a dtype. Give one such as jnp.float32, or its name."
         ) from error
-    usable = jax.dtypes.canonicalize_dtype(wanted)
-    # By identity, for NumPy's float64 calls itself equal to float.
-    if usable != wanted and not any(dtype is kind for kind in (float, int, complex)):
+
+    # Python's own types mean JAX's default. By identity, for NumPy's float64 calls itself equal to
+    # float.
+    canonical = jax.dtypes.canonicalize_dtype(exact)
+    if canonical != exact and not any(dtype is each for each in (float, int, complex)):
         raise ModuleError(
-            f"The dtype {wanted.name} needs 64 bits, which JAX has switched off; it would become "
-            f"{usable.name}. Switch them on at the top of the script, shardax.configure(x64=True), "
+            f"The dtype {exact.name} needs 64 bits, which JAX has switched off; it would become "
+            f"{canonical.name}. Switch them on at the top of the script, "
+            f"shardax.configure(x64=True), "
             f"or for a block of code, with jax.enable_x64(True)."
         )
-    return usable
+    return canonical
 
 
 def float_dtype(dtype: jax.typing.DTypeLike | None = None) -> np.dtype:
@@ -97,7 +98,8 @@ def default_dtype(dtype: jax.typing.DTypeLike) -> Generator[np.dtype]:
         ...     sx.random.normal(3).dtype.name
         'bfloat16'
     """
-    token = _block_dtype.set(exact := default_float(dtype))
+    exact = default_float(dtype)
+    token = _block_dtype.set(exact)
     try:
         yield exact
     finally:
@@ -105,7 +107,7 @@ def default_dtype(dtype: jax.typing.DTypeLike) -> Generator[np.dtype]:
 
 
 @contextlib.contextmanager
-def default_device(device: object) -> Generator[Any]:
+def default_device(device: str | jax.Device) -> Generator[jax.Device]:
     """Sets the device of new arrays and computations in a block.
 
     It is ``jax.default_device`` with devices by name, and belongs to the thread that enters the
@@ -127,14 +129,16 @@ def default_device(device: object) -> Generator[Any]:
         ...     sx.random.normal(3).devices() == jnp.zeros(3).devices() == {device}
         True
     """
-    with jax.default_device(chosen := as_device(device)):
-        yield chosen
+    jax_device = as_device(device)
+    with jax.default_device(jax_device):
+        yield jax_device
 
 
-def as_device(device: object) -> Any:
+def as_device(device: object) -> jax.Device:
     """Returns a device by name; starts JAX's backend."""
     if isinstance(device, jax.Device):
         return device
+
     platform, number = parse_device(device)
     try:
         devices = jax.local_devices(backend=platform)
@@ -154,7 +158,8 @@ def as_device(device: object) -> Any:
 
 def parse_device(name: object) -> tuple[str, int]:
     """Reads the name of a device, without starting JAX's backend."""
-    platform, colon, number = name.partition(":") if isinstance(name, str) else ("", "", "")
+    text = name if isinstance(name, str) else ""
+    platform, colon, number = text.partition(":")
     if not platform.isidentifier() or (colon and not number.isdecimal()):
         raise ModuleError(
             f"{name!r} does not name a device. Give a jax.Device, or a platform with or without a "

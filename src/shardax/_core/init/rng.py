@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random streams, and a check of key reuse.
+"""Random streams.
 
 A *stream* hands out keys: its n-th key is its base key with n folded in. Base key and counter are
 Variables (``RngState``), so a stream advances through ``jit``, splits under ``vmap`` and replays
@@ -9,20 +9,15 @@ a child whose keys depend on its name and not on how many keys were drawn before
 a layer does not reshuffle the others. Names enter keys through a stable hash, so the same program
 draws the same numbers in every process.
 
-*Reuse* of a key: two draws from one key, which are equal or related while they should be
-independent. JAX's own mode, ``jax.debug_key_reuse``, finds a key that is used twice, in programs
-too. It cannot see that two keys are equal which were made apart, as streams make theirs: two
-``Rngs`` of one seed, a model and its clone, a restored state. So here every draw that a stream
-takes outside of programs is recorded, by base key and count, with the line that took it. A second
-draw of the same pair is an error that names both lines.
+Outside of programs a stream computes no key: it keeps the *source* of its base key, and a draw for
+a lazy value is that source with the count folded in (``init.keys``).
 """
 
 from __future__ import annotations
 
 import contextlib
 import zlib
-from collections.abc import Callable, Generator, Iterator
-from contextvars import ContextVar
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -30,84 +25,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from shardax._core._jax import Tracer, is_prng_key
-from shardax._core.errors import ModuleAttributeError, ModuleError, RepeatedKeyError, user_frame
-from shardax._core.frames import in_one_step, is_eager, local, owner_here, resolve
+from shardax._core.errors import ModuleAttributeError, ModuleError
+from shardax._core.frames import owner_here
 from shardax._core.graph.static import Metadata
-from shardax._core.init.lazy import KeySource, LazyKey, all_key_words
+from shardax._core.init.key_reuse import note_draw
+from shardax._core.init.keys import KeySource
+from shardax._core.init.lazy import LazyKey
 from shardax._core.module import Module
+from shardax._core.threads import in_one_step
 from shardax._core.variable import RngState, Variable
-
-# --- key reuse ------------------------------------------------------------------------------------
-
-Notes = dict[tuple[Any, bytes, int], str]  # where each (generator, base key, count) was drawn
-
-_block: ContextVar[Notes | None] = ContextVar("shardax_drawn_keys", default=None)
-_process: list[Notes] = []
-
-
-@contextlib.contextmanager
-def debug_key_reuse() -> Generator[None]:
-    """Makes the reuse of a random key an error in a block.
-
-    It switches ``jax.debug_key_reuse`` on, and checks the draws of ``Rngs`` outside of programs.
-    Inside of a program JAX checks keys, not how often a stream stood at the same count. Draws that
-    are repeated on purpose, such as those of a restored model, belong outside of the block. It
-    belongs to the thread that enters the block.
-
-    Yields:
-        None.
-
-    Raises:
-        RepeatedKeyError: Inside of the block: if a stream draws a key that was drawn in it before.
-        jax.errors.KeyReuseError: Inside of the block: if a key is used twice.
-
-    Example:
-        >>> import shardax as sx
-        >>> with sx.debug_key_reuse():
-        ...     first = sx.nn.Linear(2, 3, rngs=sx.Rngs(0))
-        ...     second = sx.nn.Linear(2, 3, rngs=sx.Rngs(0))
-        Traceback (most recent call last):
-            ...
-        shardax.errors.RepeatedKeyError: The stream 'default' drew key number 0 again...
-    """
-    token = _block.set({})
-    try:
-        with jax.debug_key_reuse(True):
-            yield
-    finally:
-        _block.reset(token)
-
-
-def check_whole_process(check: bool) -> None:
-    """Switches the check of streams for all threads."""
-    _process[:] = [{}] if check else []
-
-
-def note_draw(stream: str, source: KeySource | None, count: Any) -> None:
-    """Records a draw while key reuse is checked."""
-    notes = _block.get()
-    if notes is None:
-        if not _process:
-            return
-        notes = _process[0]
-    if source is None or isinstance(source.root, Tracer) or isinstance(count, Tracer):
-        return
-    if not is_eager():
-        return
-    drawn = (source.impl, all_key_words([source])[0].tobytes(), int(count))
-    frame = user_frame()
-    here = f"{frame.f_code.co_filename}:{frame.f_lineno}"
-    before = notes.setdefault(drawn, here)
-    if before is not here:
-        raise RepeatedKeyError(
-            f"The stream {stream!r} drew key number {drawn[2]} again, at {here}; the same key was "
-            f"drawn at {before}. Streams hand out the same keys when they are made of equal seeds, "
-            f"copied, or restored, so what is drawn there is equal. Pass one Rngs on to both "
-            f"places, or give each its own: rngs.fork(), rngs.scope('name'), or another seed."
-        )
-
-
-# --- streams --------------------------------------------------------------------------------------
 
 
 def _name_hash(name: str) -> int:
@@ -147,55 +73,57 @@ class RngStream(Module):
         (2, 3)
     """
 
-    def __getattr__(self, name: str) -> Any:
-        if name not in DRAWS:
-            return super().__getattr__(name)
-        return lambda *args, **kwargs: getattr(jax.random, name)(self(), *args, **kwargs)
-
     def __init__(self, source: Any, name: str) -> None:
         tag = Metadata(None, {"tag": name})
         self.name = name
         key = key_value(source)
         self.key = RngState._make(key, tag, owner_here())
-        counts = np.zeros(getattr(key, "shape", ()), np.uint32)  # one for each key
+        counts = np.zeros(key.shape, np.uint32)  # one for each key
         self.count = RngState._make(counts, tag, owner_here())
 
+    def __getattr__(self, name: str) -> Any:
+        if name not in DRAWS:
+            return super().__getattr__(name)
+        return lambda *args, **kwargs: getattr(jax.random, name)(self(), *args, **kwargs)
+
     def __call__(self) -> jax.Array:
-        count = self._take()
+        count = self._advance()
         return jax.random.fold_in(self.key.value, count)
 
-    def _take(self) -> Any:
+    def _advance(self) -> np.ndarray | jax.Array:
         """Returns the count and advances it, in one step for all threads."""
         with in_one_step():
-            count = resolve(self.count, local.frame)._value
-            note_draw(self.name, self._base(), count)
-            # NumPy stays NumPy, so that building a model runs no JAX operation
-            is_numpy = isinstance(count, np.ndarray)
-            self.count._write(
-                np.asarray(count + np.uint32(1)) if is_numpy else count + jnp.uint32(1)
-            )
+            count = self.count._here()._value
+            note_draw(self.name, self._base_source(), count)
+
+            # NumPy stays NumPy, so that building a model runs no JAX operation.
+            if isinstance(count, np.ndarray):
+                self.count._write(np.asarray(count + np.uint32(1)))
+            else:
+                self.count._write(count + jnp.uint32(1))
         return count
 
     def draw_source(self) -> KeySource:
         """Takes one draw and returns the source of its key."""
-        base = self._base()
-        if base is None or isinstance(base.root, Tracer):
+        base = self._base_source()
+        if base is None or base.is_traced:
             return KeySource(self())
-        count = self._take()
+
+        count = self._advance()
         if isinstance(count, Tracer):
             return KeySource(jax.random.fold_in(self.key.value, count))
         return base.fold(int(count))
 
-    def _base(self) -> KeySource | None:
-        """Returns the source of a single base key, else None."""
-        key = resolve(self.key, local.frame)._value
+    def _base_source(self) -> KeySource | None:
+        """Returns the source of the base key; None if there are several base keys."""
+        key = self.key._here()._value
         if isinstance(key, LazyKey):
             return key.source
         return None if key.ndim else KeySource(key)
 
-    def derive(self, *data: int) -> Any:
-        """Returns the base key with ``data`` folded in, without a draw."""
-        key = resolve(self.key, local.frame)._value
+    def derive(self, *data: int) -> KeySource | jax.Array:
+        """Returns the base key with ``data`` folded in, or its source, without a draw."""
+        key = self.key._here()._value
         if isinstance(key, LazyKey):
             return key.source.fold(*data)
         for item in data:
@@ -215,18 +143,24 @@ def seed_source(seed: int) -> KeySource:
     # jax.random.key keeps the lowest 32 bits alone unless 64 bits are enabled, so that seeds such
     # as 2**32 and 0 give one key. Here every seed gives a key of its own, the same with 64 bits and
     # without; from 0 to 2**32 - 1 it is that of jax.random.key.
-    if 0 <= seed <= _WORD:
+    if 0 <= seed <= _LOWEST_32_BITS:
         return KeySource(seed)
-    words = [seed & _WORD]
-    while (seed := seed >> 32) not in (0, -1):
-        words.append(seed & _WORD)
-    return KeySource(words[0], (*words[1:], seed & _WORD))  # the last one is the sign
+
+    # The lowest 32 bits are the root; the others, and the sign at last, are folded in.
+    root = seed & _LOWEST_32_BITS
+    folds = []
+    seed >>= 32
+    while seed not in (0, -1):
+        folds.append(seed & _LOWEST_32_BITS)
+        seed >>= 32
+    sign = seed & _LOWEST_32_BITS
+    return KeySource(root, (*folds, sign))
 
 
-_WORD = 2**32 - 1
+_LOWEST_32_BITS = 2**32 - 1
 
 
-def key_value(source: Any) -> Any:
+def key_value(source: Any) -> LazyKey | jax.Array:
     """Returns a typed key, or a ``LazyKey`` for an integer."""
     if isinstance(source, Variable):
         source = source.value
@@ -301,17 +235,13 @@ class Rngs(Module):
         default = self.__dict__.get("default")
         if default is not None:
             return getattr(default, name) if name in DRAWS else default
-        present = ", ".join(self.__dict__) or "none"
-        raise ModuleAttributeError(
-            f"Rngs has no stream {name!r} and no default; it has: {present}. Make it with "
-            f"Rngs({'=..., '.join(self.__dict__)}{'=..., ' if self.__dict__ else ''}{name}=0), or "
-            f"give a default: Rngs(0{''.join(f', {known}=...' for known in self.__dict__)})."
-        )
+        raise _no_stream(name, list(self.__dict__))
 
     def __getitem__(self, name: str) -> RngStream:
-        return (
-            self.__dict__["default"] if name in DRAWS - set(self.__dict__) else getattr(self, name)
-        )
+        # As an attribute, the name of a function of jax.random would be that function.
+        if name in DRAWS and name not in self.__dict__:
+            return self.__dict__["default"]
+        return getattr(self, name)
 
     def __call__(self) -> jax.Array:
         """Returns the next key of the default stream."""
@@ -319,9 +249,9 @@ class Rngs(Module):
 
     def streams(self) -> Iterator[tuple[str, RngStream]]:
         """Yields (name, stream) pairs."""
-        yield from (
-            (name, item) for name, item in self.__dict__.items() if isinstance(item, RngStream)
-        )
+        for name, attribute in self.__dict__.items():
+            if isinstance(attribute, RngStream):
+                yield name, attribute
 
     def scope(self, name: str) -> Rngs:
         """Returns a child whose keys depend on ``name`` alone.
@@ -340,12 +270,7 @@ class Rngs(Module):
         """
         if not isinstance(name, str):
             raise ModuleError(f"A scope has a name, rngs.scope('block'), not {name!r}.")
-        child = Rngs()
-        for stream_name, stream in self.streams():
-            setattr(
-                child, stream_name, RngStream(stream.derive(_SCOPE, _name_hash(name)), stream_name)
-            )
-        return child
+        return self._child(lambda stream: stream.derive(_SCOPE, _name_hash(name)))
 
     def fork(self, split: int | None = None) -> Rngs:
         """Returns a child with streams forked from these.
@@ -404,18 +329,20 @@ class Rngs(Module):
             >>> bool(rngs.dropout() == sx.Rngs(dropout=2).dropout())
             True
         """
-        given = streams if default is None else {"default": default, **streams}
-        made = {}
-        for name, source in given.items():
+        sources = streams if default is None else {"default": default, **streams}
+        new_keys: dict[str, LazyKey | jax.Array] = {}
+        for name, source in sources.items():
             if name not in self.__dict__:
                 raise ModuleAttributeError(
                     f"Rngs has no stream {name!r} to reseed; it has: {', '.join(self.__dict__)}."
                 )
-            made[name] = key_value(source if name == "default" else _named(source, name))
-        for name, key in made.items():
+            new_keys[name] = key_value(source if name == "default" else _named(source, name))
+
+        # All are right, so now all are changed.
+        for name, key in new_keys.items():
             stream = self.__dict__[name]
-            shape = getattr(key, "shape", ())
-            stream.key.value, stream.count.value = key, np.zeros(shape, np.uint32)
+            stream.key.value = key
+            stream.count.value = np.zeros(key.shape, np.uint32)
 
     def _child(self, keys: Callable[[RngStream], object]) -> Rngs:
         """Returns Rngs of the same names with streams of other keys."""
@@ -423,6 +350,18 @@ class Rngs(Module):
         for name, stream in self.streams():
             setattr(child, name, RngStream(keys(stream), name))
         return child
+
+
+def _no_stream(name: str, present: list[str]) -> ModuleAttributeError:
+    """Returns the error of a stream that is not there, without a default."""
+    listed = ", ".join(present) or "none"
+    others = "".join(f"{other}=..., " for other in present)
+    with_default = "".join(f", {other}=..." for other in present)
+    return ModuleAttributeError(
+        f"Rngs has no stream {name!r} and no default; it has: {listed}. Make it with "
+        f"Rngs({others}{name}=0), or "
+        f"give a default: Rngs(0{with_default})."
+    )
 
 
 def _count(number: object) -> int:
@@ -434,10 +373,14 @@ def _count(number: object) -> int:
 _SCOPE = 0x5C09E  # separates the keys of scopes from the keys that a stream hands out
 
 
-def _named(source, name: str):
-    """Folds a stream's name into a seed."""
+def _named(source: Any, name: str) -> KeySource | LazyKey | jax.Array:
+    """Returns a seed with the name of a stream folded in; a key as it is."""
     if is_integer(source):
         return seed_source(int(source)).fold(_name_hash(name))
     key = key_value(source)
+
+    # An integer in a JAX array, of which ``key_value`` made a key.
     is_seed = key is not source and getattr(source, "ndim", None) == 0
-    return jax.random.fold_in(key, _name_hash(name)) if is_seed else key
+    if is_seed and isinstance(key, jax.Array):
+        return jax.random.fold_in(key, _name_hash(name))
+    return key

@@ -15,17 +15,16 @@ labels under which it was taken out.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import jax
-from jax.tree_util import KeyPath
 
-from shardax._core.errors import ModuleError
+from shardax._core import errors
 from shardax._core.frames import owner_here
 from shardax._core.frozen import FrozenVariable, Slot, frozen
-from shardax._core.graph import flatten
+from shardax._core.graph.definitions import Child, Definition, Ref, VariableDef, static_values
+from shardax._core.graph.flatten import ChildDecoder, GraphWalk, assemble, check_tree
 from shardax._core.graph.handlers import has_parts
 from shardax._core.graph.paths import Leaf, Path, PyTree, format_path, plain_path
 from shardax._core.object import Object
@@ -39,24 +38,41 @@ class OpenSlot(NamedTuple):
     path: Path
     slot: Slot
 
+    def __str__(self) -> str:
+        return f"{self.slot!r} at {format_path(self.path)}"
+
+
+class _Encoded(NamedTuple):
+    """A leaf that holds objects or slots, as a child."""
+
+    child: Child
+
 
 class FlatTree:
-    """A tree taken apart into objects and slots."""
+    """A tree taken apart: the walk over its objects, and its leaves.
+
+    Attributes:
+        walk: The walk.
+        variables: Positions of the Variables among the objects of the walk.
+    """
 
     def __init__(self, tree: PyTree) -> None:
-        leaves, self._treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_part)
-        self.walk = flatten.GraphWalk()
-        self._leaves = [
-            (self._encoded(keys, leaf) if has_parts(leaf) else leaf) for keys, leaf in leaves
-        ]
+        leaves, self._treedef = jax.tree_util.tree_flatten_with_path(
+            tree, is_leaf=lambda value: isinstance(value, (Object, Slot))
+        )
+        self.walk = GraphWalk()
         self._paths = [plain_path(keys) for keys, _ in leaves]
-        definitions = enumerate(self.walk.definitions)
+        self._leaves = [
+            self._encoded(leaf, path) for (_, leaf), path in zip(leaves, self._paths, strict=True)
+        ]
         self.variables = [
-            i for i, definition in definitions if type(definition) is flatten.VariableDef
+            position
+            for position, definition in enumerate(self.walk.definitions)
+            if isinstance(definition, VariableDef)
         ]
 
-    def _encoded(self, keys: KeyPath, leaf: object) -> _Encoded:
-        return _Encoded(self.walk.encode(leaf, plain_path(keys)))
+    def _encoded(self, leaf: Leaf, path: Path) -> _Encoded | Leaf:
+        return _Encoded(self.walk.encode(leaf, path)) if has_parts(leaf) else leaf
 
     def matching(self, filters: Sequence[Filter]) -> list[tuple[int, Path, Any]]:
         """Returns (position, path, Variable) of what any filter matches."""
@@ -66,41 +82,39 @@ class FlatTree:
 
     def bare(self) -> set[int]:
         """Returns the positions of Variables outside of all Modules."""
-        children = (leaf.child for leaf in self._leaves if type(leaf) is _Encoded)
-        return {child.position for child in children if type(child) is flatten.Ref}
+        children = (leaf.child for leaf in self._leaves if isinstance(leaf, _Encoded))
+        return {child.position for child in children if isinstance(child, Ref)}
 
     def open_slots(self) -> Iterator[OpenSlot]:
         """Yields every slot, in order."""
-        leaves = zip(self._paths, self._leaves, strict=True)
-        below = [(path, leaf.child) for path, leaf in leaves if type(leaf) is _Encoded]
-        for path, child in (*below, *zip(self.walk.paths, self.walk.definitions, strict=True)):
-            for where, value in flatten.static_values(child, path):
+        parts: list[tuple[Path, Child | Definition]] = [
+            (path, leaf.child)
+            for path, leaf in zip(self._paths, self._leaves, strict=True)
+            if isinstance(leaf, _Encoded)
+        ]
+        parts.extend(zip(self.walk.paths, self.walk.definitions, strict=True))
+        for path, part in parts:
+            for slot_path, value in static_values(part, path):
                 if isinstance(value, Slot):
-                    yield OpenSlot(where, value)
+                    yield OpenSlot(slot_path, value)
 
     def rebuilt(
         self,
-        variables: Mapping[int, object],
-        decoder: Callable[[list[Any]], flatten.ChildDecoder] = flatten.ChildDecoder,
+        replaced: Mapping[int, Variable | Slot],
+        decoder: Callable[[list[Any]], ChildDecoder] = ChildDecoder,
     ) -> PyTree:
-        """Returns the tree with new Modules and containers."""
-        objects_by_position = {i: variables.get(i, self.walk.objects[i]) for i in self.variables}
-        decode = flatten.assemble(
-            self.walk.definitions, objects_by_position, owner_here(), decoder=decoder
-        )
-        return self._treedef.unflatten(
-            [decode(leaf.child) if type(leaf) is _Encoded else leaf for leaf in self._leaves]
-        )
+        """Returns the tree with new Modules and containers around its Variables.
 
-
-class _Encoded(NamedTuple):
-    """A leaf that holds objects or slots, as a child."""
-
-    child: object
-
-
-def _is_part(value: object) -> bool:
-    return isinstance(value, (Object, Slot))
+        Args:
+            replaced: By position, what stands in the place of a Variable.
+            decoder: Makes the decoder of the objects.
+        """
+        variables = {i: replaced.get(i, self.walk.objects[i]) for i in self.variables}
+        decode = assemble(self.walk.definitions, variables, owner_here(), decoder=decoder)
+        leaves = [
+            decode(leaf.child) if isinstance(leaf, _Encoded) else leaf for leaf in self._leaves
+        ]
+        return self._treedef.unflatten(leaves)
 
 
 # --- taking out -----------------------------------------------------------------------------------
@@ -134,30 +148,30 @@ def unbind(
         >>> [gradient.shape for gradient in jax.grad(loss)(params)]
         [(2, 3), (3,)]
     """
-    flatten.check_tree(tree, "unbind")
+    check_tree(tree, "unbind")
     flat = FlatTree(tree)
     chosen = flat.matching(filters)
-    owners = {
-        open_slot.slot.label: open_slot.path for open_slot in reversed(list(flat.open_slots()))
-    }
+
+    # The label of each is its path, which no slot may have already.
+    slot_path_by_label: dict[Path, Path] = {}
+    for slot in flat.open_slots():
+        slot_path_by_label.setdefault(slot.slot.label, slot.path)
     for _, path, _ in chosen:
-        if path in owners:
-            _refuse_label(path, f"a slot at {format_path(owners[path])}", format_path(path))
-        owners[path] = path
-    slots, variables = {}, []
-    for i, path, variable in chosen:
-        if freeze or isinstance(variable, FrozenVariable):
-            stored = frozen(variable, path)
+        if path in slot_path_by_label:
+            slot_text = f"a slot at {format_path(slot_path_by_label[path])}"
+            raise errors.two_with_label(path, slot_text, format_path(path))
+
+    slots: dict[int, Slot] = {}
+    taken: list[Variable] = []
+    for position, path, variable in chosen:
+        if isinstance(variable, FrozenVariable):
+            taken.append(frozen(variable, path))
         else:
-            stored = variable
-        if not isinstance(variable, FrozenVariable):
-            other_labels = [label for label in getattr(variable, "_labels", ()) if label != path]
+            other_labels = [label for label in _labels_of(variable) if label != path]
             variable._labels = (*other_labels, path)
-        slots[i] = Slot(
-            path, flat.walk.definitions[i].type if stored is variable else stored.variable_type
-        )
-        variables.append(stored)
-    return flat.rebuilt(slots), tuple(variables)
+            taken.append(frozen(variable, path) if freeze else variable)
+        slots[position] = Slot(path, _type_of(taken[-1]))
+    return flat.rebuilt(slots), tuple(taken)
 
 
 def freeze(tree: object, *filters: Filter) -> PyTree:
@@ -181,14 +195,16 @@ def freeze(tree: object, *filters: Filter) -> PyTree:
         >>> sorted(path[0] for path, _ in sx.iter_variables(mlp, sx.Param))
         ['down', 'gate']
     """
-    flatten.check_tree(tree, "freeze")
+    check_tree(tree, "freeze")
     flat = FlatTree(tree)
     bare = flat.bare()
-    frozen_by_position: dict[int, Any] = {}
-    for i, path, variable in flat.matching(filters):
-        if not isinstance(variable, FrozenVariable):
-            labels = getattr(variable, "_labels", ()) if i in bare else ()
-            frozen_by_position[i] = frozen(variable, labels[-1] if labels else path)
+    frozen_by_position: dict[int, FrozenVariable[Any]] = {}
+    for position, path, variable in flat.matching(filters):
+        if isinstance(variable, FrozenVariable):
+            continue
+        labels = _labels_of(variable) if position in bare else ()
+        label = labels[-1] if labels else path
+        frozen_by_position[position] = frozen(variable, label)
     return flat.rebuilt(frozen_by_position)
 
 
@@ -211,29 +227,33 @@ def thaw(tree: object, *filters: Filter) -> PyTree:
         >>> layer.bias.value.tolist()
         [1.0, 1.0, 1.0]
     """
-    flatten.check_tree(tree, "thaw")
+    check_tree(tree, "thaw")
     flat = FlatTree(tree)
     frozen_items = [item for item in flat.matching(()) if isinstance(item[2], FrozenVariable)]
-    origins = [(path, variable._here()._metadata.origin()) for _, path, variable in frozen_items]
+
+    # A filter is asked about what a frozen value becomes.
+    origins = [(path, variable._frozen_metadata().origin()) for _, path, variable in frozen_items]
     chosen = [frozen_items[i] for i in matching(filters or (...,), origins)]
-    return flat.rebuilt({i: variable.thaw() for i, _, variable in chosen})
+    return flat.rebuilt({position: variable.thaw() for position, _, variable in chosen})
 
 
 # --- putting in -----------------------------------------------------------------------------------
 
 
-class _SlotDecoder(flatten.ChildDecoder):
+class _SlotDecoder(ChildDecoder):
     """Turns children into values, with Variables for slots."""
 
-    __slots__ = ("by_label",)
+    __slots__ = ("variable_by_label",)
 
-    def __init__(self, objects: list[Any], by_label: Mapping[Path, Leaf]) -> None:
+    def __init__(self, objects: list[Any], variable_by_label: Mapping[Path, Variable]) -> None:
         super().__init__(objects)
-        self.by_label = by_label
+        self.variable_by_label = variable_by_label
 
-    def __call__(self, child: object) -> PyTree:
+    def __call__(self, child: Child) -> PyTree:
         value = super().__call__(child)
-        return self.by_label.get(value.label, value) if type(value) is Slot else value
+        if isinstance(value, Slot):
+            return self.variable_by_label.get(value.label, value)
+        return value
 
 
 def bind(tree: object, variables: object, allow_unused: bool = False) -> PyTree:
@@ -263,116 +283,131 @@ def bind(tree: object, variables: object, allow_unused: bool = False) -> PyTree:
         >>> layer.kernel.shape
         (2, 3)
     """
-    flatten.check_tree(tree, "bind")
+    check_tree(tree, "bind")
     return bound(tree, variables, lambda variable: variable, allow_unused)[0]
 
 
 def bound(
-    tree: PyTree, variables: Any, change: Callable[[PyTree], PyTree], allow_unused: bool = False
-) -> tuple[PyTree, dict[Path, PyTree]]:
-    """Returns the bound tree and what was put in, by label."""
+    tree: PyTree, variables: PyTree, change: Callable[[Any], Variable], allow_unused: bool = False
+) -> tuple[PyTree, dict[Path, Variable]]:
+    """Returns the bound tree and what was put in, by label.
+
+    Args:
+        tree: A tree with slots.
+        variables: A pytree of Variables and frozen values.
+        change: Returns what is put in for each of them.
+        allow_unused: Whether some may be left over.
+    """
     flat = FlatTree(tree)
-    variable_by_label = _matched(_first_open(flat), variables, allow_unused)
-    by_label = {label: change(variable) for label, variable in variable_by_label.items()}
+    given = _variable_by_label(_slot_by_label(flat), variables, allow_unused)
+    by_label = {label: change(variable) for label, variable in given.items()}
     return flat.rebuilt({}, lambda objects: _SlotDecoder(objects, by_label)), by_label
 
 
-def _first_open(flat: FlatTree) -> dict[Path, OpenSlot]:
-    """Returns the first slot of every label."""
-    slot_by_label: dict[Path, OpenSlot] = {}
-    for open_slot in flat.open_slots():
-        first = slot_by_label.setdefault(open_slot.slot.label, open_slot)
-        if first.slot != open_slot.slot:
-            first_text, second_text = (
-                f"{s.slot!r} at {format_path(s.path)}" for s in (first, open_slot)
-            )
-            _refuse_label(open_slot.slot.label, first_text, second_text)
-    return slot_by_label
+def _slot_by_label(flat: FlatTree) -> dict[Path, OpenSlot]:
+    """Returns the first slot of every label, or raises if slots of one label differ."""
+    slots: dict[Path, OpenSlot] = {}
+    for slot in flat.open_slots():
+        first = slots.setdefault(slot.slot.label, slot)
+        if first.slot != slot.slot:
+            raise errors.two_with_label(slot.slot.label, str(first), str(slot))
+    return slots
 
 
-def _matched(
-    slots: Mapping[Path, OpenSlot], variables: object, allow_unused: bool
-) -> dict[Path, Any]:
-    """Returns the Variable for every label that gets one."""
-    pairs, _ = jax.tree_util.tree_flatten_with_path(
+def _variable_by_label(
+    slots: Mapping[Path, OpenSlot], variables: PyTree, allow_unused: bool
+) -> dict[Path, Variable]:
+    """Returns what was given for every label; raises one error for all that cannot be put in."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(
         variables, is_leaf=lambda item: isinstance(item, Object)
     )
-    matched: dict[Path, tuple[str, Any]] = {}
-    wrong = []
-    for keys, variable in pairs:
-        where = f"variables{format_path(plain_path(keys)) if keys else ''}"
-        label = _label_for(variable, slots)
-        problem = None if isinstance(label, tuple) else label
-        if isinstance(label, tuple):
-            earlier = matched.setdefault(label, (where, variable))
-            if earlier[1] is not variable and not _equal(earlier[1], variable):
-                _refuse_label(label, earlier[0], where)
-            if label in slots:
-                problem = _misfit(variable, slots[label].slot)
-            elif not allow_unused:
-                problem = f"has the label {format_path(label)}, for which there is no slot"
-                problem += _near(label, slots)
-        if problem:
-            wrong.append(f"  {where}: {_shown(variable)} {problem}")
-    if wrong:
-        raise ModuleError(
-            f"{len(wrong)} of {len(pairs)} Variables cannot be put into the tree; nothing was "
-            f"changed:\n" + "\n".join(wrong) + "\nGive what sx.unbind(tree) returned, or frozen "
-            "values with those labels; allow_unused=True leaves out what has no slot."
-        )
-    return {label: variable for label, (_, variable) in matched.items()}
+    given: dict[Path, tuple[str, Variable]] = {}
+    problems: list[str] = []
+    for keys, variable in leaves:
+        name = f"variables{format_path(plain_path(keys)) if keys else ''}"
+        problem = _why_without_label(variable, slots)
+        if problem is None:
+            label = _label_among(variable, slots)
+            first_name, first = given.setdefault(label, (name, variable))
+            if not _are_equal(first, variable):
+                raise errors.two_with_label(label, first_name, name)
+            problem = _misfit(variable, label, slots, allow_unused)
+        if problem is not None:
+            problems.append(f"  {name}: {_kind_text(variable)} {problem}")
+
+    if problems:
+        raise errors.unbindable(problems, len(leaves))
+    return {label: variable for label, (_, variable) in given.items()}
 
 
-def _label_for(variable: object, slots: Mapping[Path, OpenSlot]) -> Path | str:
-    """Returns a Variable's label, or why there is none."""
+def _why_without_label(variable: object, slots: Mapping[Path, OpenSlot]) -> str | None:
+    """Returns why something that was given has no label, or None if it has one."""
     if isinstance(variable, FrozenVariable):
-        return variable.label
+        return None
     if not isinstance(variable, Variable):
         return "is neither a Variable nor a frozen value"
-    labels: tuple[Path, ...] = getattr(variable, "_labels", ())
+
+    labels = _labels_of(variable)
     if not labels:
         return (
             "has no label: it was not taken out by sx.unbind, or not in this transform. Give "
             "transforms frozen values, sx.unbind(tree, freeze=True)"
         )
-    fitting = [label for label in labels if label in slots]
-    if len(fitting) > 1:
-        places = " and ".join(map(format_path, fitting))
-        return f"was taken out as {places}, and there are slots for both: assign it yourself"
-    return fitting[0] if fitting else labels[-1]
+    with_slot = [label for label in labels if label in slots]
+    if len(with_slot) > 1:
+        texts = " and ".join(map(format_path, with_slot))
+        return f"was taken out as {texts}, and there are slots for both: assign it yourself"
+    return None
 
 
-def _equal(first: object, second: object) -> bool:
-    frozen_both = isinstance(first, FrozenVariable) and isinstance(second, FrozenVariable)
-    return frozen_both and bool(first == second)
+def _label_among(variable: Variable, slots: Mapping[Path, OpenSlot]) -> Path:
+    """Returns the label of a Variable that has one: that of a slot, or the last."""
+    if isinstance(variable, FrozenVariable):
+        return variable.label
+    labels = _labels_of(variable)
+    return next((label for label in labels if label in slots), labels[-1])
 
 
-def _misfit(variable: Variable, slot: Slot) -> str | None:
-    is_frozen = isinstance(variable, FrozenVariable)
-    kind = variable.variable_type if is_frozen else variable._flatten(None).type
-    if issubclass(kind, slot.variable_type):
+def _misfit(
+    variable: Variable, label: Path, slots: Mapping[Path, OpenSlot], allow_unused: bool
+) -> str | None:
+    """Returns why a Variable does not fit the slot of its label, or None."""
+    if label in slots:
+        slot_type = slots[label].slot.variable_type
+        if issubclass(_type_of(variable), slot_type):
+            return None
+        return f"does not belong into the slot of a {slot_type.__name__}"
+
+    if allow_unused:
         return None
-    return f"does not belong into the slot of a {slot.variable_type.__name__}"
+    hint = errors.did_you_mean(label, slots)
+    return f"has the label {format_path(label)}, for which there is no slot{hint}"
 
 
-def _shown(variable: Variable) -> str:
+def _labels_of(variable: Variable) -> tuple[Path, ...]:
+    """Returns the labels under which a mutable Variable was taken out."""
+    return getattr(variable, "_labels", ())
+
+
+def _type_of(variable: Any) -> type[Variable]:
+    """Returns the type of a Variable, or of the one that it is the frozen value of."""
+    if isinstance(variable, FrozenVariable):
+        return variable.variable_type
+    return variable._flatten(None).type  # of a view, that of the Variable it stands for
+
+
+def _kind_text(variable: object) -> str:
     if isinstance(variable, FrozenVariable):
         return f"the frozen {variable.variable_type.__name__}"
     return f"the {type(variable).__name__}"
 
 
-def _near(label: Path, slots: Mapping[Path, OpenSlot]) -> str:
-    near = difflib.get_close_matches(format_path(label), map(format_path, slots), n=1)
-    return f" (did you mean {near[0]}?)" if near else ""
-
-
-def _refuse_label(label: Path, first: str, second: str) -> NoReturn:
-    raise ModuleError(
-        f"Two have the label {format_path(label)}: {first}, and {second}. A label says which "
-        "slot a Variable belongs to, so there must be one for each. Labels are paths: take the "
-        "Variables out of the whole tree at once, sx.unbind(tree), rather than out of parts of it "
-        "before these are put together."
-    )
+def _are_equal(first: object, second: object) -> bool:
+    """Whether two things given for one label are one Variable, or equal frozen values."""
+    if first is second:
+        return True
+    both_frozen = isinstance(first, FrozenVariable) and isinstance(second, FrozenVariable)
+    return both_frozen and bool(first == second)
 
 
 # --- functional calls -----------------------------------------------------------------------------
@@ -415,69 +450,48 @@ def stateless_call(
         (50, 5)
     """
     if not callable(tree):
-        raise ModuleError(
-            f"sx.stateless_call takes a callable Module, or a method of one, as its first "
-            f"argument, but was given a {type(tree).__name__}. Give it slots and values: "
-            f"sx.stateless_call(*sx.unbind(model, freeze=True), x)."
-        )
+        raise errors.no_stateless_callable(type(tree))
     leaves, treedef = jax.tree.flatten(variables, is_leaf=lambda x: isinstance(x, Variable))
-    mutable = [type(leaf).__name__ for leaf in leaves if not isinstance(leaf, FrozenVariable)]
+    mutable = {type(leaf).__name__ for leaf in leaves if not isinstance(leaf, FrozenVariable)}
     if mutable:
-        raise ModuleError(
-            f"stateless_call takes frozen values, but was given {', '.join(sorted(set(mutable)))}. "
-            f"Freeze them, sx.freeze(variables); or call the model with its Variables in place, "
-            f"sx.bind(model, variables)(...)."
-        )
+        raise errors.mutable_in_stateless_call(sorted(mutable))
+
+    # What the slots get is thawed, so that the call may write it; all other Variables are frozen.
     arguments = (args, kwargs)
     has_slots = any(True for _ in FlatTree(arguments).open_slots())
     call = (_with_frozen_rest(tree, arguments), arguments if has_slots else None)
     filled, thawed = bound(call, leaves, lambda leaf: leaf.thaw())
     args, kwargs = filled[1] if has_slots else arguments
-    structure_before = _structure(filled)
+
+    before = FlatTree(filled).walk
     result = filled[0](*args, **kwargs)
-    _check_unchanged(structure_before, _structure(filled))
-    return result, treedef.unflatten([frozen(thawed[leaf.label], leaf.label) for leaf in leaves])
+    _check_unchanged(before, FlatTree(filled).walk)
+
+    values = [frozen(thawed[leaf.label], leaf.label) for leaf in leaves]
+    return result, treedef.unflatten(values)
 
 
-def _with_frozen_rest(tree: object, arguments: object):
-    """Freezes the Variables that are not arguments too."""
+def _with_frozen_rest(tree: PyTree, arguments: PyTree) -> PyTree:
+    """Returns the tree with frozen values in place of the Variables that are no arguments."""
     argument_ids = set(map(id, FlatTree(arguments).walk.objects))
     flat = FlatTree(tree)
-    items = [(i, flat.walk.objects[i], flat.walk.paths[i]) for i in flat.variables]
-    return flat.rebuilt({i: frozen(v, path) for i, v, path in items if id(v) not in argument_ids})
+    frozen_by_position: dict[int, FrozenVariable[Any]] = {}
+    for position in flat.variables:
+        variable = flat.walk.objects[position]
+        if id(variable) not in argument_ids:
+            frozen_by_position[position] = frozen(variable, flat.walk.paths[position])
+    return flat.rebuilt(frozen_by_position)
 
 
-def _structure(tree: object) -> tuple[flatten.GraphDef, list[Path]]:
-    walk = FlatTree(tree).walk
-    return flatten.GraphDef(tuple(walk.definitions), ()), walk.paths
-
-
-def _change_text(
-    old_structure: tuple[flatten.GraphDef, list[Path]],
-    new_structure: tuple[flatten.GraphDef, list[Path]],
-) -> str:
-    """Describes Variables added, or structure changed, by a call."""
-    old, new = (
-        dict(zip(paths, graphdef.objects, strict=True))
-        for graphdef, paths in (old_structure, new_structure)
-    )
-    changed = [p for p in {**old, **new} if old.get(p) != new.get(p)]
-    new_variables = [p for p in changed if p not in old and type(new[p]) is flatten.VariableDef]
-    paths_text = ", ".join(format_path(path[1:]) for path in (new_variables or changed)[:4])
-    kind = "added the Variables" if new_variables else "changed the structure of"
-    return f"{kind} {paths_text}"
-
-
-def _check_unchanged(
-    old_structure: tuple[flatten.GraphDef, list[Path]],
-    new_structure: tuple[flatten.GraphDef, list[Path]],
-) -> None:
-    if old_structure[0] == new_structure[0]:
+def _check_unchanged(before: GraphWalk, after: GraphWalk) -> None:
+    """Raises if a call changed the structure of the tree that it was given."""
+    if before.definitions == after.definitions:
         return
-    change = _change_text(old_structure, new_structure)
-    raise ModuleError(
-        f"The functional call {change}. It returns new values for the slots that were filled, and "
-        f"nothing else, so this would be lost. Make such Variables before they are taken out "
-        f"(a first call of the model does, where layers sow or cache); or use sx.jit, which "
-        f"carries changes of structure back."
-    )
+
+    old = dict(zip(before.paths, before.definitions, strict=True))
+    new = dict(zip(after.paths, after.definitions, strict=True))
+    changed = [path for path in {**old, **new} if old.get(path) != new.get(path)]
+    added = [path for path in changed if path not in old and isinstance(new[path], VariableDef)]
+    # The first step leads to the tree, among what was called.
+    paths = [path[1:] for path in (added or changed)]
+    raise errors.changed_by_stateless_call(paths, added=bool(added))

@@ -17,10 +17,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from shardax._core.errors import FilterError
-from shardax._core.frozen import FrozenMetadata
+from shardax._core.frozen import FrozenMetadata, Origin
 from shardax._core.graph.paths import Path, format_path
 from shardax._core.object import Placeholder
-from shardax._core.variable import Origin, Variable
+from shardax._core.variable import Variable
 
 Predicate = Callable[[Path, typing.Any], bool]
 Filter = typing.Any
@@ -33,14 +33,13 @@ class OfType:
     type: builtins.type
 
     def __call__(self, path: Path, variable: typing.Any) -> bool:
-        return (
-            issubclass(variable.variable_type, self.type)
-            if _is_info(variable)
-            else isinstance(variable, self.type)
-        )
+        if _is_origin(variable):
+            return issubclass(variable.variable_type, self.type)
+        return isinstance(variable, self.type)
 
 
-def _is_info(variable: typing.Any) -> bool:
+def _is_origin(variable: typing.Any) -> bool:
+    """Whether a filter is asked about what stands for a Variable: an Origin, or a slot."""
     return not isinstance(variable, Variable) and hasattr(variable, "variable_type")
 
 
@@ -51,14 +50,16 @@ class WithTag:
     tag: str
 
     def __call__(self, path: Path, variable: typing.Any) -> bool:
-        is_slot = isinstance(variable, Placeholder)
-        metadata = None if is_slot else getattr(variable, "metadata", None)
+        if isinstance(variable, Placeholder):  # it has no metadata, and says so by an error
+            return False
+        metadata = getattr(variable, "metadata", None)
         if not isinstance(metadata, Mapping):  # a Module, say: selections ask about everything
             return False
+
         tags = metadata.get("tags", ())
-        return self.tag == metadata.get("tag") or self.tag in (
-            (tags,) if isinstance(tags, str) else tags
-        )
+        if isinstance(tags, str):
+            tags = (tags,)
+        return self.tag == metadata.get("tag") or self.tag in tags
 
 
 @dataclass(frozen=True)
@@ -223,10 +224,11 @@ def to_predicate(item: Filter) -> Predicate:
 def to_predicates(filters: Sequence[Filter]) -> list[Predicate]:
     """Turns filters into predicates, checking that a filter for everything comes last."""
     predicates = [to_predicate(item) for item in filters]
-    for position, predicate in enumerate(predicates[:-1]):
-        if isinstance(predicate, Everything) and not all(
-            isinstance(p, (Everything, Nothing)) for p in predicates[position + 1 :]
-        ):
+    for position, predicate in enumerate(predicates):
+        if not isinstance(predicate, Everything):
+            continue
+        later = predicates[position + 1 :]
+        if not all(isinstance(other, (Everything, Nothing)) for other in later):
             raise FilterError(
                 f"Filter {position + 1} of {len(filters)} is `...`, which matches everything, so "
                 f"{filters[position + 1]!r} after it could never match. Put `...` last."
@@ -245,15 +247,24 @@ def first_match(predicates: Sequence[Predicate], path: Path, variable: typing.An
 def group_by_filter(
     filters: Sequence[Filter], pairs: Iterable[tuple[Path, typing.Any]], complete: bool = False
 ) -> list[list[int]]:
-    """Returns for each filter the positions of what it matches first."""
-    # Every split of a model or a State into groups is this one. A complete one refuses what no
-    # filter matches; otherwise that is left out.
+    """Returns for each filter the positions of what it matches first.
+
+    Every split of a model or a State into groups is this one.
+
+    Args:
+        filters: The filters.
+        pairs: (path, Variable) of each entry.
+        complete: Whether what no filter matches is refused; otherwise it is left out.
+
+    Raises:
+        FilterError: If a filter could never match, or if an entry matches none.
+    """
     predicates = to_predicates(filters)
     groups: list[list[int]] = [[] for _ in predicates]
-    for i, (path, variable) in enumerate(pairs):
-        position = first_match(predicates, path, variable)
-        if position is not None:
-            groups[position].append(i)
+    for position, (path, variable) in enumerate(pairs):
+        group = first_match(predicates, path, variable)
+        if group is not None:
+            groups[group].append(position)
         elif complete:
             raise no_match_error(path, variable, filters)
     return groups
@@ -266,9 +277,9 @@ def matching(filters: Sequence[Filter], pairs: Iterable[tuple[Path, typing.Any]]
 
 def no_match_error(path: Path, variable: typing.Any, filters: Sequence[Filter]) -> FilterError:
     """Makes the error for a Variable that no filter matches."""
-    kind = variable.variable_type.__name__ if _is_info(variable) else type(variable).__name__
+    kind = variable.variable_type if _is_origin(variable) else type(variable)
     shown = ", ".join(item.__name__ if isinstance(item, type) else repr(item) for item in filters)
     return FilterError(
-        f"No filter matches the {kind} at {format_path(path)}; the filters are ({shown}). Add "
-        f"`...` as the last filter to take what remains."
+        f"No filter matches the {kind.__name__} at {format_path(path)}; the filters are ({shown}). "
+        f"Add `...` as the last filter to take what remains."
     )

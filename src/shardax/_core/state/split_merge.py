@@ -8,24 +8,31 @@ Variable, a tracked container, or a pytree (tuple, list, dict) of these.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
-import jax
 import jax.numpy as jnp
 
-from shardax._core.array_ops import snapshot
-from shardax._core.containers import Dict, box, unbox_attribute
-from shardax._core.errors import FilterError, ModuleError, StateMismatchError
-from shardax._core.frames import check_structural_write, is_ref, local, owner_here, resolve
-from shardax._core.frozen import FrozenVariable
+from shardax._core import errors
+from shardax._core.containers import Dict
+from shardax._core.errors import StateMismatchError
+from shardax._core.frames import check_structural_write, is_ref, owner_here, resolve
+from shardax._core.frozen import FrozenVariable, Origin
 from shardax._core.graph import flatten, handlers
+from shardax._core.graph.definitions import GraphDef
 from shardax._core.graph.paths import Path, PyTree, format_path
+from shardax._core.graph.pytrees import values_of
 from shardax._core.module import Module, modules_in
 from shardax._core.object import Object
 from shardax._core.state.filters import Filter, group_by_filter, matching
-from shardax._core.state.state import Origin, State, merged_values
-from shardax._core.variable import ArrayAttribute, Variable, copied_leaf, fitted, refuse_deleted
+from shardax._core.state.forms import StateForm
+from shardax._core.state.state import State, state_of
+from shardax._core.state.values_by_path import merged_values
+from shardax._core.stored import array_of_attribute, to_stored
+from shardax._core.threads import local
+from shardax._core.values import copy_value, refuse_deleted, snapshot
+from shardax._core.variable import ArrayAttribute, Variable
 
 T = TypeVar("T")
 
@@ -41,18 +48,24 @@ def flat_tree(tree: object, caller: str) -> flatten.Flat:
 def box_tree(tree: object) -> PyTree:
     """Returns the tree with arrays boxed and plain containers kept plain."""
     handler = handlers.handler_of(tree)
-    if isinstance(tree, State):  # its values as Variables of the types that they came from
+    if isinstance(tree, State):
         origins = tree.origins()
-        variables = {path: _thawed(v, origins[path]) for path, v in tree.flat().items()}
+        variables = {
+            path: _as_variable(value, origins[path]) for path, value in tree.flat().items()
+        }
         return State.from_flat(variables, origins)
+
     if _is_container(tree, handler):
         pairs = [(key, box_tree(child)) for key, child in handler.children(tree)]
         return handler.rebuild(handler.config(tree), pairs)
-    return tree if handler.is_object or isinstance(tree, str) else box(tree, "an entry of the tree")
+
+    if handler.is_object or isinstance(tree, str):
+        return tree
+    return to_stored(tree, "an entry of the tree")
 
 
-def _thawed(value: object, origin: Origin):
-    """Returns a value of a State as a Variable."""
+def _as_variable(value: object, origin: Origin) -> Variable:
+    """Returns a value of a State as a Variable of the type that it came from."""
     if isinstance(value, Variable):
         return value
     return origin.variable_type._make(value, origin.all_metadata, owner_here())
@@ -69,22 +82,41 @@ def unbox_tree(tree: object) -> PyTree:
         values = {path: variable._value for path, variable in tree.flat().items()}
         return State.from_flat(values, tree.origins())
     if not _is_container(tree, handler):
-        return unbox_attribute(tree)
+        return array_of_attribute(tree)
+
     pairs = [(key, unbox_tree(child)) for key, child in handler.children(tree)]
-    return handler.rebuild(list if handler is handlers.LIST else handler.config(tree), pairs)
+    config = list if handler is handlers.LIST else handler.config(tree)
+    return handler.rebuild(config, pairs)
 
 
-def _read(flat: flatten.Flat, positions: Iterable[int] | None = None) -> State:
-    """Reads the values of the Variables at some positions (None: all)."""
-    chosen = range(len(flat.leaves)) if positions is None else list(positions)
-    paths = [flat.leaf_paths[i] for i in chosen]
-    values = flatten.values_of(flat.leaves[i] for i in chosen)
-    values = [value[...] if is_ref(value) else value for value in values]
-    definitions = [flat.graphdef.objects[flat.graphdef.leaves[i]] for i in chosen]
-    origins = [Origin(each.type, each.metadata) for each in definitions]
-    return State.from_flat(
-        dict(zip(paths, values, strict=True)), dict(zip(paths, origins, strict=True))
-    )
+def _read(flat: flatten.Flat, positions: Sequence[int] | None = None) -> State:
+    """Returns the values of the Variables at some positions in ``flat.leaves``; None: of all."""
+    leaves = flat.leaves if positions is None else [flat.leaves[i] for i in positions]
+    values = [value[...] if is_ref(value) else value for value in values_of(leaves)]
+    key = None if positions is None else tuple(positions)
+    return state_of(_form_of(flat.graphdef, key), values)
+
+
+# The forms of the States of a structure, by the positions of the Variables in it. A State that is
+# read again, as at every step of training, shares the nodes that JAX sees in it.
+_forms: weakref.WeakKeyDictionary[GraphDef, dict[tuple[int, ...] | None, StateForm]]
+_forms = weakref.WeakKeyDictionary()
+_MOST_FORMS = 64  # of one structure
+
+
+def _form_of(graphdef: GraphDef, positions: tuple[int, ...] | None) -> StateForm:
+    """Returns the form of the State of some Variables of a structure, or of all."""
+    forms = _forms.setdefault(graphdef, {})
+    form = forms.get(positions)
+    if form is None:
+        chosen = range(len(graphdef.leaves)) if positions is None else positions
+        paths = [graphdef.leaf_paths[i] for i in chosen]
+        definitions = [graphdef.objects[graphdef.leaves[i]] for i in chosen]
+        origins = [Origin(definition.type, definition.metadata) for definition in definitions]
+        if len(forms) >= _MOST_FORMS:
+            forms.clear()
+        form = forms[positions] = StateForm(paths, origins)
+    return form
 
 
 def _named(flat: flatten.Flat) -> Iterator[tuple[Path, Any]]:
@@ -120,7 +152,7 @@ def split(tree: PyTree, *filters: Filter) -> tuple[PyTree, ...]:
     return (flat.graphdef, *(_read(flat, group) for group in groups))
 
 
-def merge(graphdef: flatten.GraphDef, *states: object) -> PyTree:
+def merge(graphdef: GraphDef, *states: object) -> PyTree:
     """Makes a new model from a structure and values.
 
     It is the inverse of ``split``.
@@ -141,21 +173,18 @@ def merge(graphdef: flatten.GraphDef, *states: object) -> PyTree:
         >>> sx.merge(graphdef, params, rest).kernel.shape
         (2, 3)
     """
-    if not isinstance(graphdef, flatten.GraphDef):
-        raise ModuleError(
-            f"sx.merge takes a GraphDef as its first argument, but was given a "
-            f"{type(graphdef).__name__}. Give what sx.split returned, in its order: "
-            f"sx.merge(graphdef, state)."
-        )
+    if not isinstance(graphdef, GraphDef):
+        raise errors.no_graphdef(type(graphdef))
     paths = graphdef.leaf_paths
-    values = merged_values(states, paths, complete=True, fit=_text_refused)
+    values = merged_values(states, paths, complete=True, fit=_refuse_text)
     roots, _ = flatten.build(graphdef, [values[path] for path in paths], owner_here())
     return unbox_tree(roots[0])
 
 
-def _text_refused(path: Path, value: object) -> tuple[Any, str | None]:
-    is_text = isinstance(value, (str, bytes))
-    return value, f"holds arrays, given {value!r}" if is_text else None
+def _refuse_text(path: Path, value: PyTree) -> tuple[PyTree, str | None]:
+    if isinstance(value, (str, bytes)):
+        return value, f"holds arrays, given {value!r}"
+    return value, None
 
 
 def state(tree: PyTree, *filters: Filter) -> PyTree:
@@ -185,7 +214,7 @@ def state(tree: PyTree, *filters: Filter) -> PyTree:
     return states[0] if len(states) == 1 else states
 
 
-def graphdef(tree: PyTree) -> flatten.GraphDef:
+def graphdef(tree: PyTree) -> GraphDef:
     """Returns the structure of a model.
 
     It is hashable, and equal for models that differ only in values.
@@ -239,27 +268,25 @@ def update(
     boxed = box_tree(tree)
     flat = flat_tree(boxed, "update")
     variables = dict(_named(flat))
-    loose = set(map(id, _directly_in(boxed))) - set(map(id, _directly_in(tree)))
+    # Variables that were made just now for the plain arrays of the tree: nobody would see a write.
+    temporary = set(map(id, _directly_in(boxed))) - set(map(id, _directly_in(tree)))
 
     def fit(path: Path, value: object) -> tuple[PyTree, str | None]:
         variable = variables[path]
         if isinstance(variable, FrozenVariable):
             return None, "is frozen; write into sx.thaw(model)"
-        if id(variable) in loose:
-            return (
-                None,
-                "is a plain array outside any Module; it cannot be written, only replaced",
-            )
+        if id(variable) in temporary:
+            return None, "is a plain array outside any Module; it cannot be written, only replaced"
         if isinstance(value, FrozenVariable) and value.label not in ((), path):
             return None, f"is given the frozen value of {format_path(value.label)}"
-        return fitted(variable, value, cast)
+        return variable._fitted(value, cast)
 
     values = merged_values(states, flat.leaf_paths, complete=strict, fit=fit)
     for path, value in values.items():
         variables[path].value = value
 
 
-def _directly_in(value) -> Iterator[Object]:
+def _directly_in(value: PyTree) -> Iterator[Object]:
     """Yields the objects in a value without looking into them."""
     handler = handlers.handler_of(value)
     if handler.is_object:
@@ -289,9 +316,7 @@ def clone(tree: T) -> T:
         >>> copy.kernel is layer.kernel, bool((copy.kernel == layer.kernel).all())
         (False, True)
     """
-    return _cloned(
-        tree, lambda value: jax.tree.map(copied_leaf, value if is_ref(value) else snapshot(value))
-    )
+    return _cloned(tree, copy_value)
 
 
 def clone_sharing(tree: T) -> T:
@@ -299,7 +324,7 @@ def clone_sharing(tree: T) -> T:
     return _cloned(tree, snapshot)
 
 
-def _cloned(tree: T, copied: Callable[[Any], object]) -> T:
+def _cloned(tree: T, copied: Callable[[PyTree], PyTree]) -> T:
     flat = flat_tree(tree, "clone")
     values = [resolve(leaf, local.frame)._value for leaf in flat.leaves]
     refuse_deleted(flat.leaf_paths, values)
@@ -337,7 +362,7 @@ def pop(tree: object, *filters: Filter) -> PyTree:
         ), False)
     """
     if not filters:
-        raise FilterError(
+        raise errors.FilterError(
             "pop needs at least one filter, to say which Variables to remove: sx.pop(model, "
             "sx.Intermediate)."
         )
@@ -345,8 +370,10 @@ def pop(tree: object, *filters: Filter) -> PyTree:
     root = box_tree(tree)
     flat = flat_tree(root, "pop")
     groups = group_by_filter(filters, _named(flat))
-    chosen = {id(flat.leaves[i]): flat.leaf_paths[i] for group in groups for i in group}
-    removals = list(_removals(root, chosen))
+    path_by_id = {id(flat.leaves[i]): flat.leaf_paths[i] for group in groups for i in group}
+
+    # All places are found, and refused, before the first is removed.
+    removals = list(_removals(root, path_by_id))
     popped = tuple(_read(flat, group) for group in groups)
     for holder, key in removals:
         if isinstance(holder, Module):
@@ -356,35 +383,32 @@ def pop(tree: object, *filters: Filter) -> PyTree:
     return popped if len(popped) != 1 else popped[0]
 
 
-def _removals(root: object, chosen: Mapping[int, Path]) -> Iterator[tuple[Any, Any]]:
-    """Yields (holder, key) of every place of a chosen Variable."""
+def _removals(root: PyTree, path_by_id: Mapping[int, Path]) -> Iterator[tuple[Any, Any]]:
+    """Yields (holder, key) of every place of the Variables to remove, or raises."""
     walk = flatten.GraphWalk()
     walk.encode(root, ())
-    places = [
-        (None, None, root),
-        *(
-            (item, key, child)
-            for item in walk.objects
-            for key, child in handlers.children_in_model(item)
-        ),
-    ]
-    for holder, key, child in places:
-        found = [item for item in _directly_in(child) if id(item) in chosen]
-        if not found:
-            continue
-        if child is not found[0] or not isinstance(holder, (Module, Dict)):
-            where = (
-                "what was given"
-                if holder is None
-                else f"a {type(child if isinstance(holder, (Module, Dict)) else holder).__name__}"
-            )
-            raise StateMismatchError(
-                f"Cannot pop {format_path(chosen[id(found[0])])}: it is part of {where}, and "
-                f"removing it there would shift or break "
-                f"what is around it. Nothing was removed. Remove it yourself, or narrow the filter."
-            )
-        check_structural_write(holder, f"{key!r} of a {type(holder).__name__}")
-        yield holder, key
+    _check_removal(None, root, path_by_id)
+    for holder in walk.objects:
+        for key, child in handlers.children_in_model(holder):
+            if _check_removal(holder, child, path_by_id):
+                check_structural_write(holder, f"{key!r} of a {type(holder).__name__}")
+                yield holder, key
+
+
+def _check_removal(holder: object, child: PyTree, path_by_id: Mapping[int, Path]) -> bool:
+    """Returns whether a child of a holder is to be removed; raises if only a part of it is."""
+    variables = [item for item in _directly_in(child) if id(item) in path_by_id]
+    if not variables:
+        return False
+    has_names = isinstance(holder, (Module, Dict))
+    if child is variables[0] and has_names:
+        return True
+
+    if holder is None:
+        holder_text = "what was given"
+    else:
+        holder_text = f"a {type(child if has_names else holder).__name__}"
+    raise errors.unremovable(path_by_id[id(variables[0])], holder_text)
 
 
 def iter_variables(tree: object, *filters: Filter) -> Iterator[tuple[Path, Variable]]:
@@ -412,12 +436,15 @@ def describe_plain_arrays(tree: object, where: Path = ()) -> str:
     flat = flat_tree(tree, "iter_variables")
     paths = [
         path
-        for path, leaf in zip(flat.leaf_paths, flat.leaves, strict=True)
+        for path, leaf in _named(flat)
         if type(leaf) is ArrayAttribute and jnp.issubdtype(leaf.dtype, jnp.inexact)
     ]
     if not paths:
         return ""
-    names = [format_path((*where, *path)) for path in paths[:8]] + ["..."] * (len(paths) > 8)
+
+    names = [format_path((*where, *path)) for path in paths[:8]]
+    if len(paths) > len(names):
+        names.append("...")
     return (
         f" Plain arrays ({', '.join(names)}) are no parameters; wrap those that are to be learned "
         f"where they are made: `sx.Param(array)`."
@@ -461,12 +488,11 @@ def find_duplicates(tree: object) -> list[list[Path]]:
         >>> sx.find_duplicates(Tied())
         [[('embed',), ('head',)]]
     """
-    found: dict[int, list[Path]] = {}
     flatten.check_tree(tree, "find_duplicates")
-    root = box_tree(tree)
-    for path, variable in _occurrences(root, (), ()):
-        found.setdefault(id(variable), []).append(path)
-    return [paths for paths in found.values() if len(paths) > 1]
+    paths_by_id: dict[int, list[Path]] = {}
+    for path, variable in _occurrences(box_tree(tree), (), ()):
+        paths_by_id.setdefault(id(variable), []).append(path)
+    return [paths for paths in paths_by_id.values() if len(paths) > 1]
 
 
 def _occurrences(

@@ -2,93 +2,37 @@
 """States: values of a model by path.
 
 A ``State`` maps paths to values. It looks like a nested mapping (``state["layers"][0]["kernel"]``,
-``state.layers[0].kernel``) and is stored flat. It is immutable, and a pytree whose leaves are the
-values, so optimizers and ``jax.tree.map`` work on it. For each path it keeps the *origin* of the
-value, the type and metadata of its Variable, so that it can be filtered like a model.
+``state.layers[0].kernel``) and is stored flat: the values in order, and its *form*
+(``_core.state.forms``), which has the path of each and its *origin*, the type and metadata of the
+Variable that it came from. So a State can be filtered like a model. It is immutable, and a pytree
+whose leaves are the values, so optimizers and ``jax.tree.map`` work on it.
 
 To JAX a State is a node for each step of its paths, as nested dicts are: its children are values
 and, below a step that is not the last of a path, States. Key paths have one ``DictKey`` a step,
 like those of ``state.to_pure_dict()``, but the values keep their order. What JAX rebuilds holds
-such nodes until it is asked for values by path.
+such children until it is asked for values by path.
 """
 
 from __future__ import annotations
 
-import difflib
-import enum
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
-from jax.tree_util import DictKey
 
+from shardax._core import errors
 from shardax._core.cross_process import packed
-from shardax._core.errors import ModuleError, StateMismatchError
-from shardax._core.frozen import FrozenVariable, same_value
-from shardax._core.graph.handlers import PLAIN, Handler, handler_of, register
-from shardax._core.graph.paths import KeyEntry, Leaf, Path, attribute_key, format_path
-from shardax._core.graph.static import EMPTY
+from shardax._core.frozen import Origin
+from shardax._core.graph.handlers import Handler, register
+from shardax._core.graph.paths import KeyEntry, Leaf, Path, format_path
 from shardax._core.object import Object, Shown
 from shardax._core.state.filters import Filter, group_by_filter
+from shardax._core.state.forms import UNKNOWN_ORIGIN, StateForm, StateNode, path_below
 from shardax._core.state.layouts import is_layout, lay_out_alike
 from shardax._core.text import layout_text
-from shardax._core.variable import Origin, Variable
-
-_UNKNOWN = Origin(Variable, EMPTY)
-
-
-class _BareStep(enum.Enum):
-    """The step to the value of a bare Variable, whose path has none."""
-
-    VALUE = "()"
-
-    def __repr__(self) -> str:
-        return self.value
-
-
-_NO_STEP = _BareStep.VALUE
-
-# What one node is besides its children: the step to each, and its origin, None for a State below.
-NodeForm: TypeAlias = tuple[tuple[Hashable, ...], tuple[Origin | None, ...]]
-Node: TypeAlias = "tuple[Sequence[Leaf | State], NodeForm]"
-
-
-class _Entries(NamedTuple):
-    """Entries of a State, to be put into nodes by their paths."""
-
-    paths: Sequence[Path]  # of at least one step
-    values: Sequence[Leaf]
-    origins: Sequence[Origin]
-
-    def node(self, start: int, stop: int, depth: int) -> Node:
-        """Returns the node of some neighbours that share so many steps."""
-        paths = self.paths
-        steps: list[Hashable] = []
-        children: list[Leaf | State] = []
-        kinds: list[Origin | None] = []
-        below = depth + 1
-
-        while start < stop:
-            path = paths[start]
-            step = path[depth]
-            steps.append(step)
-
-            if len(path) == below:
-                children.append(self.values[start])
-                kinds.append(self.origins[start])
-                start += 1
-                continue
-
-            # A State for all that goes on with the same step.
-            end = start + 1
-            while end < stop and len(paths[end]) > below and paths[end][depth] == step:
-                end += 1
-            children.append(_state_of(self.node(start, end, below)))
-            kinds.append(None)
-            start = end
-
-        return children, (tuple(steps), tuple(kinds))
+from shardax._core.values import same_value
+from shardax._core.variable import Variable
 
 
 class State(Shown, Mapping[Any, Any]):
@@ -110,26 +54,25 @@ class State(Shown, Mapping[Any, Any]):
         [('layers', 0, 'kernel')]
     """
 
-    # By path, and as JAX's node: one of both is always there, the other once it was asked for.
-    __slots__ = ("_node", "_origins_by_path", "_values_by_path")
-    _values_by_path: dict[Path, Leaf] | None
-    _origins_by_path: dict[Path, Origin] | None
-    _node: Node | None
+    # The form or the outermost node, and the values in order or the children that JAX gave: one of
+    # each is there from the beginning, the other once it was asked for. So is the dict by path.
+    __slots__ = ("_children", "_form", "_leaves", "_node", "_value_by_path")
+    _form: StateForm | None
+    _leaves: Sequence[Leaf] | None
+    _node: StateNode | None
+    _children: Sequence[Leaf | State] | None
+    _value_by_path: dict[Path, Leaf] | None
 
     def __init__(self, entries: Mapping[Any, Any] = {}) -> None:
         if isinstance(entries, State):
-            values, origins = entries._values, entries._origins
-        else:
-            if not isinstance(entries, Mapping):
-                raise StateMismatchError(
-                    f"A State is made of a nested mapping, sx.State({{'kernel': array}}), not of a "
-                    f"{type(entries).__name__}. Of a model take sx.state(model)."
-                )
-            values = flatten_mapping(entries)
-            origins = dict.fromkeys(values, _UNKNOWN)
-        self._values_by_path = dict(values)
-        self._origins_by_path = dict(origins)
-        self._node = None
+            self._set(*entries._flat_parts())
+            return
+
+        if not isinstance(entries, Mapping):
+            raise errors.no_mapping(entries)
+        values = flatten_mapping(entries)
+        form = StateForm(list(values), [UNKNOWN_ORIGIN] * len(values))
+        self._set(form, list(values.values()))
 
     @classmethod
     def from_flat(
@@ -141,59 +84,86 @@ class State(Shown, Mapping[Any, Any]):
             values: Path tuple to value, in order.
             origins: What each came from; by default unknown.
         """
-        state = object.__new__(cls)
         known = origins or {}
-        state._values_by_path = dict(values)
-        state._origins_by_path = {path: known.get(path, _UNKNOWN) for path in values}
-        state._node = None
-        return state
+        form = StateForm(list(values), [known.get(path, UNKNOWN_ORIGIN) for path in values])
+        return state_of(form, list(values.values()))
+
+    def _set(self, form: StateForm, leaves: Sequence[Leaf]) -> None:
+        self._form = form
+        self._leaves = leaves
+        self._node = self._children = self._value_by_path = None
+
+    # --- form and values, node and children ------------------------------------------------------
+
+    def _flat_parts(self) -> tuple[StateForm, Sequence[Leaf]]:
+        """Returns the form, and the values in its order."""
+        if self._form is not None and self._leaves is not None:
+            return self._form, self._leaves
+
+        leaves: list[Leaf] = []
+        if self._collect(leaves):
+            node, _ = self._jax_parts()
+            self._form, self._leaves = node.form, leaves
+        else:
+            # A function of JAX with is_leaf= has put something else in the place of a State.
+            values: dict[Path, Leaf] = {}
+            origins: dict[Path, Origin] = {}
+            self._add_entries((), values, origins)
+            self._form = StateForm(list(values), list(origins.values()))
+            self._leaves = list(values.values())
+        return self._form, self._leaves
+
+    def _collect(self, leaves: list[Leaf]) -> bool:
+        """Adds the values in order; returns whether a State stands at each node below."""
+        node, children = self._jax_parts()
+        if node.below is None:
+            leaves.extend(children)
+            return True
+
+        for child, below in zip(children, node.below, strict=True):
+            if below is None:
+                leaves.append(child)
+            elif not (isinstance(child, State) and child._node is below and child._collect(leaves)):
+                return False
+        return True
+
+    def _add_entries(
+        self, start: Path, values: dict[Path, Leaf], origins: dict[Path, Origin]
+    ) -> None:
+        """Adds values and origins by path, below a start, whatever stands in places of States."""
+        node, children = self._jax_parts()
+        for step, origin, child in zip(node.steps, node.origins, children, strict=True):
+            path = path_below(start, step)
+            if origin is None and isinstance(child, State):
+                child._add_entries(path, values, origins)
+                continue
+            if origin is None and path in values:
+                raise errors.replaced_twice(path)
+            values[path] = child
+            origins[path] = origin or UNKNOWN_ORIGIN
+
+    def _jax_parts(self) -> tuple[StateNode, Sequence[Leaf | State]]:
+        """Returns the node that JAX sees, and its children."""
+        if self._node is None:
+            assert self._form is not None  # one of both is always there
+            self._node = self._form.node
+        if self._children is None:
+            assert self._leaves is not None  # likewise
+            self._children = _children_of(self._node, self._leaves)
+        return self._node, self._children
+
+    # --- by path ---------------------------------------------------------------------------------
 
     @property
     def _values(self) -> dict[Path, Leaf]:
-        if self._values_by_path is None:
-            values: dict[Path, Leaf] = {}
-            self._add_values((), values)
-            self._values_by_path = values
-        return self._values_by_path
+        if self._value_by_path is None:
+            form, leaves = self._flat_parts()
+            self._value_by_path = dict(zip(form.paths, leaves, strict=True))
+        return self._value_by_path
 
     @property
-    def _origins(self) -> dict[Path, Origin]:
-        if self._origins_by_path is None:
-            known: dict[Path, Origin] = {}
-            self._add_origins((), known)
-            self._origins_by_path = known
-        return self._origins_by_path
-
-    def _add_values(self, start: Path, values: dict[Path, Leaf]) -> None:
-        """Adds values by path, below a start."""
-        children, (steps, origins) = self._node or self._as_node()
-        for step, origin, child in zip(steps, origins, children, strict=True):
-            path = start if step is _NO_STEP else (*start, step)
-            if origin is None and isinstance(child, State):
-                child._add_values(path, values)
-                continue
-            if origin is None and path in values:
-                raise _replaced_twice(path)
-            values[path] = child
-
-    def _add_origins(self, start: Path, known: dict[Path, Origin]) -> None:
-        """Adds origins by path, below a start."""
-        children, (steps, origins) = self._node or self._as_node()
-        for step, origin, child in zip(steps, origins, children, strict=True):
-            path = start if step is _NO_STEP else (*start, step)
-            if origin is None and isinstance(child, State):
-                child._add_origins(path, known)
-            else:  # without an origin, a function of JAX has put a value in a State's place
-                known[path] = origin or _UNKNOWN
-
-    def _as_node(self) -> Node:
-        """Returns JAX's node: children and form."""
-        if self._node is None:
-            values, origins = self._values, self._origins
-            paths = [path or (_NO_STEP,) for path in values]
-            entries = _Entries(paths, list(values.values()), list(origins.values()))
-            self._node = entries.node(0, len(paths), 0)
-        return self._node
+    def _origins(self) -> Mapping[Path, Origin]:
+        return self._flat_parts()[0].origin_by_path
 
     def flat(self) -> dict[Path, Leaf]:
         """Returns a dict from full path to value, in order."""
@@ -207,13 +177,13 @@ class State(Shown, Mapping[Any, Any]):
         leaf = self._values.get((key,), _ABSENT)
         if leaf is not _ABSENT:
             return leaf
+
+        origins = self._origins
         below = [path for path in self._values if len(path) > 1 and path[0] == key]
         if not below:
             raise KeyError(f"{key!r} (present: {', '.join(map(repr, self))})")
-        return State.from_flat(
-            {path[1:]: self._values[path] for path in below},
-            {path[1:]: self._origins[path] for path in below},
-        )
+        form = StateForm([path[1:] for path in below], [origins[path] for path in below])
+        return state_of(form, [self._values[path] for path in below])
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -238,16 +208,18 @@ class State(Shown, Mapping[Any, Any]):
     def __contains__(self, key: object) -> bool:
         return any(path[:1] == (key,) for path in self._values)
 
+    # --- copies and comparison -------------------------------------------------------------------
+
     def __copy__(self) -> State:
         return State(self)
 
     def __getstate__(self) -> Any:
         values = {path: packed(value) for path, value in self._values.items()}
-        return values, self._origins
+        return values, dict(self._origins)
 
     def __setstate__(self, state: Any) -> None:
-        self._values_by_path, self._origins_by_path = state
-        self._node = None
+        values, origins = state
+        self._set(StateForm(list(values), list(origins.values())), list(values.values()))
 
     def __eq__(self, other: object) -> bool:
         """Whether paths, origins and every value are the same."""
@@ -273,6 +245,8 @@ class State(Shown, Mapping[Any, Any]):
     def __hash__(self) -> int:
         return hash(frozenset(self._values))
 
+    # --- parts -----------------------------------------------------------------------------------
+
     def filter(self, *filters: Filter) -> Any:
         """Returns the entries that a filter matches.
 
@@ -292,10 +266,11 @@ class State(Shown, Mapping[Any, Any]):
             >>> list(others)
             ['kernel']
         """
-        paths = list(self._values)
         groups = group_by_filter(filters, self._origins.items())
-        states = tuple(self._take(paths[i] for i in group) for group in groups)
-        return states if len(states) > 1 else states[0] if states else self._take(())
+        states = tuple(self._take(positions) for positions in groups)
+        if not states:
+            return self._take(())
+        return states if len(states) > 1 else states[0]
 
     def split(self, *filters: Filter) -> tuple[State, ...]:
         """Returns one State per filter; the first matching filter takes an entry.
@@ -303,9 +278,15 @@ class State(Shown, Mapping[Any, Any]):
         Raises:
             FilterError: If an entry matches none.
         """
-        paths = list(self._values)
         groups = group_by_filter(filters, self._origins.items(), complete=True)
-        return tuple(self._take(paths[i] for i in group) for group in groups)
+        return tuple(self._take(positions) for positions in groups)
+
+    def _take(self, positions: Sequence[int]) -> State:
+        """Returns the State of the entries at some positions."""
+        form, leaves = self._flat_parts()
+        paths = [form.paths[i] for i in positions]
+        origins = [form.origins[i] for i in positions]
+        return state_of(StateForm(paths, origins), [leaves[i] for i in positions])
 
     def merge(self, *others: State) -> State:
         """Returns a State with the entries of all; later ones win."""
@@ -322,21 +303,19 @@ class State(Shown, Mapping[Any, Any]):
         """
         if () in self._values:
             return dict(self._values)
+
         nested: dict[Any, Any] = {}
         for path, value in self._values.items():
-            place = nested
+            holder = nested
             for step in path[:-1]:
-                place = place.setdefault(step, {})
-            place[path[-1]] = value
+                holder = holder.setdefault(step, {})
+            holder[path[-1]] = value
         return nested
 
-    def _take(self, paths: Iterable[Path]) -> State:
-        chosen = list(paths)
-        return State.from_flat({p: self._values[p] for p in chosen}, self._origins)
-
     def __repr__(self) -> str:
+        origins = self._origins
         layout = layout_text(
-            (path, self._origins[path].axes, value) for path, value in self._values.items()
+            (path, origins[path].axes, value) for path, value in self._values.items()
         )
         if layout is not None:
             return layout
@@ -344,21 +323,11 @@ class State(Shown, Mapping[Any, Any]):
         return "State(\n" + "\n".join(rows) + "\n)" if rows else "State()"
 
 
-def _state_of(node: Node) -> State:
-    """Returns the State that JAX sees as a node."""
+def state_of(form: StateForm, values: Sequence[Leaf]) -> State:
+    """Returns the State of a form and of values in its order."""
     state = object.__new__(State)
-    state._values_by_path = None
-    state._origins_by_path = None
-    state._node = node
+    state._set(form, values)
     return state
-
-
-def _replaced_twice(path: Path) -> StateMismatchError:
-    return StateMismatchError(
-        f"Entries below {format_path(path)} stand at several positions of this State, as after "
-        f"merge, so it has several parts there, and a function of JAX with is_leaf= put a value in "
-        f"the place of each. Bring them together first: state = sx.State(state.to_pure_dict())."
-    )
 
 
 _ABSENT = object()
@@ -369,104 +338,83 @@ def _shown(value: Any) -> str:
         return repr(value)
     if isinstance(value, (jax.Array, np.ndarray, jax.ShapeDtypeStruct)):
         return f"{value.dtype}{list(value.shape)}"
-    return (
-        repr(jax.tree.map(_shown, value)) if not jax.tree_util.all_leaves((value,)) else repr(value)
-    )
+    if jax.tree_util.all_leaves((value,)):
+        return repr(value)
+    return repr(jax.tree.map(_shown, value))
 
 
-def flatten_mapping(
-    entries: object, known: Any = None, path: Path = (), raw: bool = False
-) -> dict[Path, Leaf]:
-    """Flattens a nested mapping to values, or raw Variables, by path."""
-    # Where paths are known, lists, tuples, dataclasses and nodes nest as mappings do.
+def flatten_mapping(entries: Mapping[Any, Any], path: Path = ()) -> dict[Path, Leaf]:
+    """Returns the values of nested mappings by path; in place of a Variable its value."""
     if isinstance(entries, State):
         return {(*path, *below): value for below, value in entries.flat().items()}
-    is_mapping = isinstance(entries, Mapping)
-    flat: dict[Path, Leaf] = {}
-    for key, value in entries.items() if is_mapping else handler_of(entries).children(entries):
+
+    values: dict[Path, Leaf] = {}
+    for key, value in entries.items():
         here = (*path, key)
-        nests = _nests(value) if known is not None else isinstance(value, Mapping)
-        if nests and not (known is not None and here in known):
-            flat.update(flatten_mapping(value, known, here, raw))
+        if isinstance(value, Mapping):
+            values.update(flatten_mapping(value, here))
         else:
-            flat[here] = value.value if isinstance(value, Variable) and not raw else value
-    return flat
+            values[here] = value.value if isinstance(value, Variable) else value
+    return values
 
 
-def _nests(value: object) -> bool:
-    """Whether a value holds others, as containers and mappings do."""
-    handler = handler_of(value)
-    is_container = handler in PLAIN or (handler.stores_items and not handler.whole)
-    return is_container or isinstance(value, Mapping)
+# --- for JAX and walks ----------------------------------------------------------------------------
 
 
-def by_paths_of(entries: object, known: Collection[Path]) -> dict[Path, Leaf]:
-    """Returns values arranged like a model by its paths, without Nones."""
-    if not isinstance(entries, State) and (() in known or not _nests(entries)):
-        return {(): entries}
-    by_path = flatten_mapping(entries, known)
-    return {path: value for path, value in by_path.items() if value is not None}
+def _children_of(node: StateNode, leaves: Sequence[Leaf]) -> Sequence[Leaf | State]:
+    """Returns the children of a node: values, and a State for each node below."""
+    if node.below is None:
+        return leaves
+
+    children: list[Leaf | State] = []
+    position = 0
+    for below in node.below:
+        if below is None:
+            children.append(leaves[position])
+            position += 1
+            continue
+
+        end = position + below.size
+        state = object.__new__(State)
+        state._form, state._leaves = None, leaves[position:end]
+        state._node, state._children = below, None
+        state._value_by_path = None
+        children.append(state)
+        position = end
+    return children
 
 
-def _by_path(entries: object, known: Collection[Path]) -> dict[Path, Leaf]:
-    """Returns what was given, by path or label."""
-    if isinstance(entries, State):
-        return entries.flat()
-    if isinstance(entries, Mapping):
-        heads = {path[:1] for path in known}
-        is_flat = all(isinstance(key, tuple) and (key,) not in heads for key in entries)
-        return dict(entries) if is_flat else flatten_mapping(entries, known, raw=True)
-    leaves = jax.tree.leaves(entries, is_leaf=lambda leaf: isinstance(leaf, Object))
-    if isinstance(entries, (FrozenVariable, tuple, list)) and all(
-        isinstance(leaf, FrozenVariable) for leaf in leaves
-    ):
-        by_label: dict[Path, Leaf] = {}
-        for leaf in leaves:
-            _refuse_second(by_label.setdefault(leaf.label, leaf), leaf, leaf.label)
-        return by_label
-    raise StateMismatchError(
-        f"Values are given as a State, a mapping by path (nested, or state.flat()), or a tuple of "
-        f"frozen values, but one is {str(entries)[:80]!r} of type {type(entries).__name__}. Of a "
-        f"model take sx.state(model); nothing was changed."
-    )
+def _flatten(state: State) -> tuple[Sequence[Leaf | State], StateNode]:
+    node, children = state._node, state._children
+    if node is None or children is None:
+        node, children = state._jax_parts()
+    return children, node
 
 
-def _refuse_second(first: object, second: object, label: Path) -> None:
-    """Raises if two frozen values are given for one label."""
-    both_frozen = isinstance(first, FrozenVariable) and isinstance(second, FrozenVariable)
-    if both_frozen and first is not second:
-        raise ModuleError(
-            f"Two frozen values have the label {format_path(label)}; nothing was changed. A label "
-            f"says which Variable a value belongs to, so there is one for each. Take one of them "
-            f"out, or call update twice."
-        )
+def _flatten_with_keys(state: State) -> tuple[list[tuple[KeyEntry, Leaf | State]], StateNode]:
+    children, node = _flatten(state)
+    return list(zip(node.key_entries(), children, strict=True)), node
 
 
-def _flatten(state: State) -> Node:
-    return state._node or state._as_node()
+def _unflatten(node: StateNode, children: Iterable[Leaf | State]) -> State:
+    state = object.__new__(State)
+    state._form, state._leaves = None, None
+    state._node, state._children = node, tuple(children)
+    state._value_by_path = None
+    return state
 
 
-def _flatten_with_keys(state: State) -> tuple[list[tuple[KeyEntry, Leaf | State]], NodeForm]:
-    children, form = _flatten(state)
-    return list(zip(map(_key_of, form[0]), children, strict=True)), form
-
-
-def _key_of(step: Hashable) -> KeyEntry:
-    # The value of a bare Variable has the key that it has in the Variable.
-    return attribute_key("value") if step is _NO_STEP else DictKey(step)
-
-
-def _unflatten(form: NodeForm, children: Iterable[Leaf | State]) -> State:
-    return _state_of((tuple(children), form))
+jax.tree_util.register_pytree_with_keys(State, _flatten_with_keys, _unflatten, _flatten)
 
 
 def _rebuild(origins: Mapping[Path, Origin], pairs: Iterable[tuple[object, object]]) -> State:
+    """Returns a State of other entries at its first steps."""
     values: dict[Path, Leaf] = {}
     known = {**origins}
     for key, item in pairs:
         if isinstance(item, State):
-            values.update(((key, *path), value) for path, value in item._values.items())
-            known.update(((key, *path), origin) for path, origin in item._origins.items())
+            values.update(((key, *path), value) for path, value in item.flat().items())
+            known.update(((key, *path), origin) for path, origin in item.origins().items())
         else:
             values[(key,)] = item
     return State.from_flat(values, known)
@@ -477,79 +425,10 @@ register(
     Handler(
         "State",
         children=lambda state: [(key, state[key]) for key in state],
-        config=lambda state: tuple(state._origins.items()),
+        config=lambda state: tuple(state.origins().items()),
         rebuild=lambda origins, pairs: _rebuild(dict(origins), pairs),
         in_models=True,
         whole=True,
         size="shrinks",
     ),
 )
-jax.tree_util.register_pytree_with_keys(State, _flatten_with_keys, _unflatten, _flatten)
-
-
-def merged_values(
-    states: Sequence[object],
-    known: Sequence[Path],
-    complete: bool = False,
-    fit: Callable[[Path, Any], tuple[object, str | None]] = lambda path, value: (value, None),
-) -> dict[Path, Leaf]:
-    """Joins States, mappings and frozen values into values by known paths."""
-    # Formats that only have string keys turn 0 into "0"; such a step is understood where the model
-    # has no other reading. Later mappings win. All mismatches are listed in one error.
-    spelled = {tuple(map(str, path)): path for path in known}
-    known_set = set(known)
-    values: dict[Path, Leaf] = {}
-    unexpected: list[Path] = []
-    for entries in states:
-        for path, value in _by_path(entries, known_set).items():
-            place = path if path in known_set else spelled.get(tuple(map(str, path)))
-            if place is None:
-                unexpected.append(path)
-            else:
-                _refuse_second(values.get(place), value, place)
-                values[place] = value
-    missing = [path for path in known if path not in values] if complete else []
-    wrong = []
-    for path, value in values.items():
-        values[path], problem = fit(path, value)
-        if problem:
-            wrong.append(f"  {format_path(path)}: {problem}")
-    if unexpected or missing or wrong:
-        candidates = missing or known
-        raise StateMismatchError(_mismatch(unexpected, missing, wrong, len(values), candidates))
-    return {p: v.value if isinstance(v, Variable) else v for p, v in values.items()}
-
-
-def _mismatch(
-    unexpected: Sequence[Path],
-    missing: Sequence[Path],
-    wrong: Sequence[str],
-    count: int,
-    candidates: Sequence[Path],
-) -> str:
-
-    names = [format_path(path) for path in candidates]
-    parts = []
-    if unexpected:
-        lines = []
-        for path in map(format_path, unexpected):
-            near = difflib.get_close_matches(path, names, n=1)
-            lines.append(f"  {path}" + (f" (did you mean {near[0]}?)" if near else ""))
-        counted = "1 entry does" if len(unexpected) == 1 else f"{len(unexpected)} entries do"
-        parts.append(f"{counted} not belong to any Variable of the model:\n" + "\n".join(lines))
-    if missing:
-        lines = [f"  {format_path(path)}" for path in missing]
-        counted = "1 value is" if len(missing) == 1 else f"{len(missing)} values are"
-        parts.append(
-            f"{counted} missing (pass every State that split returned):\n" + "\n".join(lines)
-        )
-    if unexpected or missing:
-        parts.insert(0, "The State does not fit the model; nothing was changed.")
-    if wrong:
-        parts.append(f"{len(wrong)} of {count} values do not fit; nothing was changed:")
-        parts += wrong
-        parts.append(
-            "To change a shape on purpose, assign to the Variable: model.path.value = array. For "
-            "dtypes, cast='param' converts to the Variable's and cast='keep' takes the value's."
-        )
-    return "\n".join(parts).replace("changed.\n", "changed. ", 1)

@@ -18,15 +18,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from shardax._core import errors
 from shardax._core.checks import Options, is_integer
-from shardax._core.errors import FilterError, ModuleError
-from shardax._core.exclusive import OneThread
+from shardax._core.errors import ModuleError
 from shardax._core.graph import flatten
-from shardax._core.graph.paths import Path, PyTree, format_path, plain_path
+from shardax._core.graph.paths import Path, PyTree, plain_path
 from shardax._core.init.rng import RngStream
-from shardax._core.state.filters import Everything, Filter, first_match, to_predicate, to_predicates
+from shardax._core.state.filters import (
+    Everything,
+    Filter,
+    Predicate,
+    first_match,
+    to_predicate,
+    to_predicates,
+)
 from shardax._core.state.split_merge import iter_modules
 from shardax._core.state.walk import recursive_map
+from shardax._core.threads import OneThread
 
 _options = Options(ModuleError)
 _replacing = OneThread("forks or splits the random stream", "and would put its old keys back")
@@ -37,15 +45,16 @@ class _Rule(NamedTuple):
     """What happens to the streams that one option chooses."""
 
     name: str
-    predicates: list[Any]
+    predicates: list[Predicate]
     shapes: list[tuple[int, ...] | None]  # None for streams that are not chosen
 
-    def match(self, path: Path, stream: RngStream) -> tuple[Any, Any] | None:
+    def match(self, path: Path, stream: RngStream) -> tuple[Predicate, tuple[int, ...]] | None:
         """Returns (predicate, shape) for a stream, or None."""
         position = first_match(self.predicates, path, stream.key)
-        if position is None or self.shapes[position] is None:
+        if position is None:
             return None
-        return self.predicates[position], self.shapes[position]
+        shape = self.shapes[position]
+        return None if shape is None else (self.predicates[position], shape)
 
 
 class _StreamRules:
@@ -60,29 +69,50 @@ class _StreamRules:
         """Whether a rule matches a stream."""
         return self.only(path, stream.key) and any(rule.match(path, stream) for rule in self.rules)
 
-    def key_for(self, path: Path, stream: RngStream) -> Any:
+    def key_for(self, path: Path, stream: RngStream) -> jax.Array | None:
         """Returns the new key of a stream, or None for no rule."""
         if not self.only(path, stream.key):
             return None
-        matches = [(rule, match) for rule in self.rules if (match := rule.match(path, stream))]
-        named = [pair for pair in matches if not isinstance(pair[1][0], Everything)]
-        if len(named) > 1 or (matches and not named and len(matches) > 1):
-            both = " and ".join(f"{rule.name}=" for rule, _ in matches)
-            raise FilterError(
-                f"The random stream at {format_path(path)} is chosen by {both}. Choose it once, "
-                f"such as split={{'dropout': 4}}, fork=sx.Not('dropout')."
-            )
-        if not matches:
+
+        # What chooses the stream by name has precedence over what chooses all.
+        by_name: list[tuple[_Rule, tuple[int, ...]]] = []
+        for_all: list[tuple[_Rule, tuple[int, ...]]] = []
+        for rule in self.rules:
+            match = rule.match(path, stream)
+            if match is not None:
+                predicate, shape = match
+                chosen = for_all if isinstance(predicate, Everything) else by_name
+                chosen.append((rule, shape))
+
+        candidates = by_name or for_all
+        if not candidates:
             return None
-        rule, (_, shape) = (named or matches)[0]
+        if len(candidates) > 1:
+            matching = {rule.name for rule, _ in (*by_name, *for_all)}
+            raise errors.stream_chosen_twice(
+                path, [rule.name for rule in self.rules if rule.name in matching]
+            )
+
+        ((rule, shape),) = candidates
         key = stream()
-        if rule.name == "split":
-            return jax.random.split(key, shape)
-        return jnp.broadcast_to(key, shape) if rule.name == "broadcast" else key
+        match rule.name:
+            case "split":
+                return jax.random.split(key, shape)
+            case "broadcast":
+                return jnp.broadcast_to(key, shape)
+            case _:
+                return key
 
 
 def _sizes(name: str, sizes: Sizes) -> _Rule:
-    entries = {} if sizes is None else dict(sizes) if isinstance(sizes, Mapping) else {...: sizes}
+    """Returns the rule of an option that has sizes, by filter or for all streams."""
+    if sizes is None:
+        entries = {}
+    elif isinstance(sizes, Mapping):
+        entries = dict(sizes)
+    else:
+        entries = {...: sizes}
+
     shapes: list[tuple[int, ...] | None] = []
     for size in entries.values():
         if size is None:
@@ -204,18 +234,20 @@ def fork_rngs(
 @contextlib.contextmanager
 def _replaced(tree: object, rules: _StreamRules) -> Generator[None]:
     """Gives streams other keys in place, and the old ones back."""
-    streams: dict[int, tuple[Path, RngStream]] = {}
-    for keys, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=flatten.is_object):
-        for path, item in iter_modules(leaf) if flatten.is_object(leaf) else ():
-            if isinstance(item, RngStream):
-                streams.setdefault(id(item.key), ((*plain_path(keys), *path), item))
+    streams = _streams_in(tree)
+
     # Another thread would put back what this one replaced.
     chosen_paths = {key: path for key, (path, item) in streams.items() if rules.choose(path, item)}
     with _replacing.hold(chosen_paths):
-        pairs = [(stream, rules.key_for(path, stream)) for path, stream in streams.values()]
-        chosen = [(stream, key) for stream, key in pairs if key is not None]
-        before = [(v, v.value) for stream, _ in chosen for v in (stream.key, stream.count)]
-        for stream, key in chosen:
+        new_keys: list[tuple[RngStream, jax.Array]] = []
+        for path, stream in streams.values():
+            key = rules.key_for(path, stream)
+            if key is not None:
+                new_keys.append((stream, key))
+
+        # After the draws, so that the streams go on one draw further.
+        before = [(v, v.value) for stream, _ in new_keys for v in (stream.key, stream.count)]
+        for stream, key in new_keys:
             stream.key.value = key
             stream.count.value = np.zeros(key.shape, np.uint32)
         try:
@@ -223,3 +255,15 @@ def _replaced(tree: object, rules: _StreamRules) -> Generator[None]:
         finally:
             for variable, value in before:
                 variable.value = value
+
+
+def _streams_in(tree: object) -> dict[int, tuple[Path, RngStream]]:
+    """Returns path and stream of each random stream, by ``id`` of its key's Variable."""
+    streams: dict[int, tuple[Path, RngStream]] = {}
+    for keys, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=flatten.is_object):
+        if not flatten.is_object(leaf):
+            continue
+        for path, item in iter_modules(leaf):
+            if isinstance(item, RngStream):
+                streams.setdefault(id(item.key), ((*plain_path(keys), *path), item))
+    return streams

@@ -13,18 +13,20 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
+from shardax._core import errors
 from shardax._core.checks import Options
-from shardax._core.containers import box
-from shardax._core.errors import ModuleError, VariableValueError
+from shardax._core.errors import VariableValueError
 from shardax._core.frames import owner_here
 from shardax._core.frozen import FrozenVariable
 from shardax._core.graph import flatten
+from shardax._core.graph.definitions import Child, Ref
 from shardax._core.graph.handlers import handler_of
 from shardax._core.graph.paths import Path, PyTree, format_path
 from shardax._core.module import Module
 from shardax._core.state.bind import freeze, thaw
 from shardax._core.state.filters import Filter, to_predicate
 from shardax._core.state.split_merge import box_tree, clone, flat_tree, unbox_tree
+from shardax._core.stored import to_stored
 from shardax._core.variable import ArrayAttribute, Variable
 
 T = TypeVar("T")
@@ -52,7 +54,12 @@ def iter_graph(tree: object) -> Iterator[tuple[Path, Any]]:
     walk.encode(box_tree(tree), ())
     for path, item in zip(walk.paths, walk.objects, strict=True):
         if isinstance(item, (Module, Variable)):
-            yield path, item.value if isinstance(item, ArrayAttribute) else item
+            yield path, _as_seen(item)
+
+
+def _as_seen(item: Any) -> Any:
+    """Returns a part as the user sees it: of an array attribute, the array."""
+    return item.value if isinstance(item, ArrayAttribute) else item
 
 
 def map(fn: PartFunction, tree: T) -> T:  # noqa: A001 (its name in Flax)
@@ -78,17 +85,19 @@ def map(fn: PartFunction, tree: T) -> T:  # noqa: A001 (its name in Flax)
         ('bfloat16', 'float32', 'Param')
     """
     flat = flat_tree(tree, "map")
-    new: dict[int, Any] = {}
-    present = {id(leaf) for leaf in flat.leaves}
+    old_ids = {id(leaf) for leaf in flat.leaves}
+    new_variables: dict[int, Variable] = {}
     for position, path, leaf in zip(
         flat.graphdef.leaves, flat.leaf_paths, flat.leaves, strict=True
     ):
-        seen = leaf.value if isinstance(leaf, ArrayAttribute) else leaf
-        result = fn(path, seen)
+        result = fn(path, _as_seen(leaf))
         if not isinstance(result, Variable):
             result = leaf.replace(result)
-        new[position] = clone(result) if id(result) in present else result
-    decode = flatten.assemble(flat.graphdef.objects, new, owner_here())
+        if id(result) in old_ids:  # the new model shares none with the given one
+            result = clone(result)
+        new_variables[position] = result
+
+    decode = flatten.assemble(flat.graphdef.objects, new_variables, owner_here())
     return unbox_tree(decode(flat.graphdef.roots[0]))
 
 
@@ -157,36 +166,33 @@ def with_vars(
         'FrozenVariable'
     """
     for name, value in (("ref", ref), ("mutable", mutable)):
-        fits = value is None or isinstance(value, bool)
-        _options.check(name, value, fits, "True, False or None")
-    fits = (ref, mutable) != (None, None)
-    _options.check("ref", ref, fits, "given, or mutable=", "Write ref=True, or mutable=False.")
-    fits = not (ref and mutable is False)
-    _options.check("ref", ref, fits, "None with mutable=False", "A Ref is there to be written.")
+        is_flag = value is None or isinstance(value, bool)
+        _options.check(name, value, is_flag, "True, False or None")
+    is_given = (ref, mutable) != (None, None)
+    _options.check("ref", ref, is_given, "given, or mutable=", "Write ref=True, or mutable=False.")
+    is_possible = not (ref and mutable is False)
+    remedy = "A Ref is there to be written."
+    _options.check("ref", ref, is_possible, "None with mutable=False", remedy)
+
     if mutable is False:
         return freeze(tree, only)
     if mutable:
         tree = thaw(tree, only)
     if ref is None:
         return tree
+
     predicate = to_predicate(only)
 
-    def changed(path: Path, part: object):
+    def changed(path: Path, part: object) -> PyTree:
         if not isinstance(part, Variable) or not predicate(path, part):
             return part
         value = part.value
         if not ref:
             return part.replace(value)
         if isinstance(part, FrozenVariable):
-            raise VariableValueError(
-                f"The value at {format_path(path)} is frozen, and a jax.Ref is there to be "
-                f"written. Make it mutable as well: sx.with_vars(model, mutable=True, ref=True)."
-            )
+            raise errors.ref_of_frozen(path)
         if not isinstance(value, jax.Array):
-            raise VariableValueError(
-                f"A jax.Ref holds one array, and the {type(part).__name__} at "
-                f"{format_path(path)} holds {value!r}. Leave it out: only=filter."
-            )
+            raise errors.ref_of_tree(type(part), path, value)
         return part.replace(jax.new_ref(jnp.copy(value)))
 
     return recursive_map(changed, tree)
@@ -205,8 +211,8 @@ class _Rebuilding(flatten.ChildDecoder):
         self.inside: set[int] = set()  # positions of the objects that are being rebuilt
         self.objects: Any = {}  # what was made, by position
 
-    def __call__(self, child: object) -> PyTree:
-        if type(child) is not flatten.Ref:
+    def __call__(self, child: Child) -> PyTree:
+        if not isinstance(child, Ref):
             return super().__call__(child)
         position = child.position
         if position not in self.objects:
@@ -216,22 +222,21 @@ class _Rebuilding(flatten.ChildDecoder):
     def _rebuild(self, position: int) -> None:
         path, item = self.walk.paths[position], self.walk.objects[position]
         if position in self.inside:
-            raise ModuleError(
-                f"sx.recursive_map cannot replace the {type(item).__name__} at "
-                f"{format_path(path)} from the inside out, because it holds itself. Replace its "
-                f"Variables by sx.map(fn, model), or edit in place: sx.select(model)."
-            )
+            raise errors.holds_itself(type(item), path)
         self.inside.add(position)
         if isinstance(item, Variable):
-            part = item.value if isinstance(item, ArrayAttribute) else item
+            part = _as_seen(item)
         else:
             definition = self.walk.definitions[position]
             part = definition.type._allocate(self.owner, None)
             part._unflatten(definition, self)
-        if isinstance(item, Module):  # array attributes stand apart from others
+
+        if isinstance(item, Module):
+            # What replaces an array may be none, and the other way round: each attribute is stored
+            # again, where its kind belongs.
             handler = handler_of(part)
             handler.fill(part, handler.children(part))
         if isinstance(item, (Module, Variable)):
-            part = box(self.fn(path, part), f"what replaces {format_path(path)}")
+            part = to_stored(self.fn(path, part), f"what replaces {format_path(path)}")
         self.inside.discard(position)
         self.objects[position] = part

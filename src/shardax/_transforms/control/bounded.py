@@ -33,17 +33,16 @@ from jax.ad_checkpoint import checkpoint_name
 from shardax._core._jax import Tracer
 from shardax._core.checks import Options, is_integer
 from shardax._core.graph.flatten import is_object
-from shardax._core.graph.paths import Leaf, PyTree, format_path, plain_path
+from shardax._core.graph.paths import Leaf, PyTree, plain_path
 from shardax._core.variable import Variable
-from shardax._transforms.control import loops, scan
+from shardax._transforms.control import errors
+from shardax._transforms.control.forms import abstract_eval, vary_alike
+from shardax._transforms.control.loop_body import ReadOnlyFunction
+from shardax._transforms.control.loops import loop_with_condition
 from shardax._transforms.errors import TransformError
 from shardax._transforms.jit import eager
-from shardax._transforms.lift.engine import (
-    ARRAY_OR_NUMBER,
-    LiftedCall,
-    retry_captured,
-    takes_options,
-)
+from shardax._transforms.lift.engine import ARRAY_OR_NUMBER, LiftedCall, retry_captured
+from shardax._transforms.lift.transformed import takes_options
 
 Differentiable = Literal["no", "store", "recompute"]
 
@@ -68,176 +67,8 @@ class WhileResult(NamedTuple):
 
     final: PyTree
     history: PyTree
-    length: Any
-    converged: object
-
-
-class BoundedLoop(NamedTuple):
-    """What a bounded loop runs."""
-
-    condition: Callable[[Any], Any]  # returns, for a carry, whether to go on: a boolean of shape ()
-    body: Callable[[PyTree], PyTree]  # returns the next carry
-    row: Callable[[Any], Any]  # returns a carry's row of the history: a pytree of arrays
-    max_steps: int  # the most steps to take
-    padding: object  # A row of padding
-
-
-class _LoopState(NamedTuple):
-    """Whether to go on, how many steps were taken, the carry."""
-
-    active: Any
-    length: Any
-    carry: PyTree
-
-
-def run_bounded(loop: BoundedLoop, init: object, differentiable: Differentiable) -> WhileResult:
-    """Runs a bounded loop."""
-    active = loop.condition(init)
-    start = _LoopState(active, scan.vary_alike(jnp.zeros((), jnp.int32), active), init)
-    if loop.max_steps == 0:
-        last, history = start, _repeated(loop.padding, 0)
-    elif differentiable == "no":
-        last, history = _run_buffered(loop, start)
-    else:
-        last, history = _run_blocks(loop, start, differentiable == "store")
-    return WhileResult(last.carry, history, last.length, jnp.logical_not(last.active))
-
-
-def settled(body: Callable[[PyTree], object], init: object) -> PyTree:
-    """Returns the first carry as arrays of the body's dtypes."""
-    arrays = jax.tree.map(jnp.asarray, init)
-    for _ in range(len(jax.tree.leaves(arrays)) + 1):  # one number may change what another becomes
-        kinds = jax.eval_shape(body, arrays)
-        old_arrays, arrays = arrays, jax.tree.map(_with_dtype, arrays, kinds)
-        if all(map(operator.is_, jax.tree.leaves(old_arrays), jax.tree.leaves(arrays))):
-            break
-    return arrays
-
-
-def _with_dtype(leaf, kind):
-    weakness = [getattr(jax.typeof(item), "weak_type", False) for item in (leaf, kind)]
-    if leaf.dtype == kind.dtype and weakness[0] == weakness[1]:
-        return leaf
-    return jax.lax.convert_element_type(leaf, kind.dtype)
-
-
-def _run_buffered(loop: BoundedLoop, start: _LoopState) -> tuple[_LoopState, PyTree]:
-    def proceed(state):
-        step, progress, _ = state
-        return any_active(progress.active) & (step < loop.max_steps)
-
-    def advance(state):
-        step, (active, length, carry), buffers = state
-        mine = element_active(active)
-        new = loop.body(carry)
-        rows = _select(mine, loop.row(new), loop.padding)
-        buffers = jax.tree.map(
-            lambda buffer, row: jax.lax.dynamic_update_index_in_dim(buffer, row, step, 0),
-            buffers,
-            rows,
-        )
-        progress = _LoopState(
-            active & loop.condition(new),
-            jnp.where(mine, step + 1, length),  # without a batch the counter itself
-            _select(mine, new, carry),
-        )
-        return step + 1, progress, buffers
-
-    buffers = _repeated(loop.padding, loop.max_steps)
-    _, last, history = jax.lax.while_loop(
-        proceed, advance, (jnp.zeros((), jnp.int32), start, buffers)
-    )
-    return last, history
-
-
-def _select(mine, new, old):
-    return jax.tree.map(lambda a, b: jnp.where(mine, a, b), new, old)
-
-
-def _repeated(rows: object, count: int):
-    return jax.tree.map(lambda row: jax.lax.broadcast(row, (count,)), rows)
-
-
-@jax.custom_batching.custom_vmap
-def any_active(active: object) -> PyTree:
-    """Whether any batch element is active: one answer for all."""
-    return active
-
-
-@any_active.def_vmap
-def _any_active_rule(axis_size: int, batched: object, active) -> tuple[Any, bool]:
-    return any_active(active.any(axis=0)), False
-
-
-@jax.custom_batching.custom_vmap
-def element_active(active: object) -> PyTree:
-    """Whether this batch element is active, given that any is."""
-    # Without ``vmap`` there is one batch element, so the answer is a constant, and the compiler
-    # drops what is selected by it.
-    return jnp.ones((), jnp.bool_)
-
-
-@element_active.def_vmap
-def _element_active_rule(axis_size: int, batched: object, active: object) -> tuple[Any, bool]:
-    return active, True
-
-
-_GOES_IN = "shardax: what goes into a step of a bounded loop"
-
-
-def _run_blocks(loop: BoundedLoop, start: _LoopState, store: bool) -> tuple[_LoopState, PyTree]:
-    size = math.isqrt(loop.max_steps - 1) + 1
-    count = -(-loop.max_steps // size)
-    one_step = _step_of(loop, exact=count * size == loop.max_steps)
-
-    def take_block(progress: _LoopState, first) -> tuple[_LoopState, PyTree]:
-        return jax.lax.scan(one_step, progress, first + jnp.arange(size, dtype=jnp.int32))
-
-    def skip_block(progress: _LoopState, first: object) -> tuple[_LoopState, PyTree]:
-        return progress, _repeated(loop.padding, size)
-
-    def one_block(progress: _LoopState, first: object) -> tuple[_LoopState, PyTree]:
-        return jax.lax.cond(any_active(progress.active), take_block, skip_block, progress, first)
-
-    policy = jax.checkpoint_policies.save_only_these_names(_GOES_IN) if store else None
-    checkpointed = jax.checkpoint(one_block, prevent_cse=False, policy=policy)
-    firsts = jnp.arange(count, dtype=jnp.int32) * size
-    last, rows = jax.lax.scan(checkpointed, start, firsts)
-    return last, jax.tree.map(
-        lambda row: row.reshape(count * size, *row.shape[2:])[: loop.max_steps], rows
-    )
-
-
-def _step_of(loop: BoundedLoop, exact: bool) -> Callable[[_LoopState, Any], tuple[_LoopState, Any]]:
-    """Returns one step of a scan."""
-
-    def take(progress: _LoopState) -> tuple[_LoopState, Leaf]:
-        new = loop.body(progress.carry)
-        return _LoopState(loop.condition(new), progress.length + 1, new), loop.row(new)
-
-    def skip(progress: _LoopState) -> tuple[_LoopState, PyTree]:
-        return progress, loop.padding
-
-    def one_step(progress: _LoopState, step) -> tuple[_LoopState, PyTree]:
-        goes_on = progress.active if exact else progress.active & (step < loop.max_steps)
-
-        def take_own(progress: _LoopState) -> tuple[_LoopState, PyTree]:
-            return jax.lax.cond(element_active(goes_on), take, skip, progress)
-
-        return jax.lax.cond(any_active(goes_on), take_own, skip, progress)
-
-    # What a checkpointed function keeps is what goes into it; around the choice, not inside, since
-    # what is kept inside a branch is kept by every turn of the scan.
-    checkpointed = jax.checkpoint(one_step, prevent_cse=False)
-
-    def named_step(progress: _LoopState, step: object) -> tuple[_LoopState, PyTree]:
-        return checkpointed(checkpoint_name(progress, _GOES_IN), step)
-
-    return named_step
-
-
-# Position of the history function among the functions of a call.
-_HISTORY = 2
+    length: jax.Array
+    converged: jax.Array
 
 
 @takes_options
@@ -289,126 +120,309 @@ def bounded_while_loop(
         >>> round(float(result.final), 4), bool(result.converged)
         (1.4142, True)
     """
-    checks, modes = Options(TransformError), get_args(Differentiable)
-    expected = f"one of {', '.join(map(repr, modes))}"
-    checks.check("differentiable", differentiable, differentiable in modes, expected)
-    expected = "a function of the carry that returns arrays, or None"
-    kinds = (Callable, type(None))
-    checks.instance("history of sx.bounded_while_loop", history, kinds, expected)
-    steps = _size_of_history(max_steps)
+    modes = get_args(Differentiable)
+    checks = Options(TransformError)
+    checks.check(
+        "differentiable",
+        differentiable,
+        differentiable in modes,
+        f"one of {', '.join(map(repr, modes))}",
+    )
+    checks.instance(
+        "history of sx.bounded_while_loop",
+        history,
+        (Callable, type(None)),
+        "a function of the carry that returns arrays, or None",
+    )
+    _check_max_steps(max_steps)
+
     functions = (body_fun, cond_fun) if history is None else (body_fun, cond_fun, history)
-    options = (steps, differentiable, padding)
+    options = (operator.index(max_steps), differentiable, padding)
     return eager.run(_bounded_while_loop, functions, options, (init,), {})
 
 
+def _check_max_steps(max_steps: Any) -> None:
+    """Raises unless the size of the history is known before the loop runs."""
+    if isinstance(max_steps, (Tracer, jax.Array)):
+        raise errors.max_steps_is_an_array()
+    if not is_integer(max_steps) or max_steps < 0:
+        raise errors.not_max_steps(max_steps)
+
+
+# Position of the history function among the functions of a call.
+_HISTORY = 2
+
+
 def _bounded_while_loop(
-    functions: Sequence[Any],
-    options: tuple[int, Differentiable, object],
+    functions: Sequence[Callable[..., PyTree]],
+    options: tuple[int, Differentiable, PyTree],
     args: Sequence[PyTree],
     kwargs: Mapping[str, PyTree],
 ) -> WhileResult:
-    steps, differentiable, padding = options
+    max_steps, differentiable, padding = options
 
     def attempt(captured: list[Variable]) -> WhileResult:
         call = LiftedCall("bounded_while_loop", functions, args, kwargs, captured=captured)
-        body, condition = loops.body_and_condition(call)
+        loop, condition = loop_with_condition(call)
+        init = settle_dtypes(loop.next_carry, loop.first_carry())
 
-        def advance(carry):
-            return body.step(carry)[0]
+        def no_row(carry: PyTree) -> None:
+            return None
 
-        start = settled(advance, body.start())
-        row = (
-            (lambda carry: None)
-            if len(functions) == _HISTORY
-            else loops.ReadOnlyFunction(body, _HISTORY, "history", _row_of)
+        row = no_row
+        if len(functions) > _HISTORY:
+            row = ReadOnlyFunction(loop, _HISTORY, "history", _as_row)
+        bounded = BoundedLoop(
+            condition,
+            loop.next_carry,
+            row,
+            max_steps,
+            padding_row(padding, abstract_eval(row, init)),
         )
-        rows = padding_row(padding, scan.abstract_eval(row, start))
-        loop = BoundedLoop(condition, advance, row, steps, rows)
-        result = run_bounded(loop, start, differentiable)
-        return result._replace(final=call.apply(body.finish(result.final)))
+        result = run_bounded(bounded, init, differentiable)
+        return result._replace(final=loop.apply(result.final))
 
     return retry_captured(attempt)
 
 
-def _size_of_history(max_steps: Any) -> int:
-    """Returns the size of the history, known before the loop runs."""
-    if isinstance(max_steps, (Tracer, jax.Array)):
-        raise TransformError(
-            "max_steps of sx.bounded_while_loop is an array, but it is the size of the history and "
-            "must be known before the program runs. Give a Python integer; inside sx.jit, make it "
-            "a static argument."
-        )
-    if not is_integer(max_steps) or max_steps < 0:
-        raise TransformError(
-            f"max_steps of sx.bounded_while_loop is {max_steps!r}; give an integer of at least 0."
-        )
-    return operator.index(max_steps)
+# --- running --------------------------------------------------------------------------------------
 
 
-def _row_of(result: object):
+class BoundedLoop(NamedTuple):
+    """What a bounded loop runs."""
+
+    condition: Callable[[PyTree], jax.Array]  # of a carry: whether to go on, a boolean of shape ()
+    body: Callable[[PyTree], PyTree]  # returns the next carry
+    row: Callable[[PyTree], PyTree]  # returns a carry's row of the history, arrays
+    max_steps: int  # the most steps to take
+    padding: PyTree  # a row of padding
+
+
+class _LoopState(NamedTuple):
+    """Where a loop is."""
+
+    active: jax.Array  # whether to go on
+    length: jax.Array  # how many steps were taken
+    carry: PyTree
+
+
+def run_bounded(loop: BoundedLoop, init: PyTree, differentiable: Differentiable) -> WhileResult:
+    """Returns the result of a loop, given its first carry."""
+    active = loop.condition(init)
+    start = _LoopState(active, vary_alike(jnp.zeros((), jnp.int32), active), init)
+    if loop.max_steps == 0:
+        last, history = start, _repeat(loop.padding, 0)
+    elif differentiable == "no":
+        last, history = _run_buffered(loop, start)
+    else:
+        last, history = _run_blocks(loop, start, differentiable)
+    return WhileResult(last.carry, history, last.length, jnp.logical_not(last.active))
+
+
+def settle_dtypes(body: Callable[[PyTree], PyTree], init: PyTree) -> PyTree:
+    """Returns the first carry as arrays of the dtypes that the body makes of them."""
+    arrays = jax.tree.map(jnp.asarray, init)
+    # One number may change what another becomes, so there is a round for each.
+    for _ in range(len(jax.tree.leaves(arrays)) + 1):
+        types = jax.eval_shape(body, arrays)
+        before, arrays = arrays, jax.tree.map(_with_dtype, arrays, types)
+        if all(map(operator.is_, jax.tree.leaves(before), jax.tree.leaves(arrays))):
+            break
+    return arrays
+
+
+def _with_dtype(array: jax.Array, like: jax.ShapeDtypeStruct) -> jax.Array:
+    is_weak, becomes_weak = (
+        getattr(jax.typeof(item), "weak_type", False) for item in (array, like)
+    )
+    if array.dtype == like.dtype and is_weak == becomes_weak:
+        return array
+    return jax.lax.convert_element_type(array, like.dtype)
+
+
+def _run_buffered(loop: BoundedLoop, start: _LoopState) -> tuple[_LoopState, PyTree]:
+    """Runs a loop as one ``while`` that writes into a buffer; returns (last state, history)."""
+
+    def goes_on(state: tuple[jax.Array, _LoopState, PyTree]) -> jax.Array:
+        step, progress, _ = state
+        return any_active(progress.active) & (step < loop.max_steps)
+
+    def advance(
+        state: tuple[jax.Array, _LoopState, PyTree],
+    ) -> tuple[jax.Array, _LoopState, PyTree]:
+        step, (active, length, carry), buffers = state
+        is_own_step = element_active(active)
+        new_carry = loop.body(carry)
+
+        row = _select(is_own_step, loop.row(new_carry), loop.padding)
+        buffers = jax.tree.map(
+            lambda buffer, array: jax.lax.dynamic_update_index_in_dim(buffer, array, step, 0),
+            buffers,
+            row,
+        )
+        progress = _LoopState(
+            active & loop.condition(new_carry),
+            jnp.where(is_own_step, step + 1, length),  # without a batch the counter itself
+            _select(is_own_step, new_carry, carry),
+        )
+        return step + 1, progress, buffers
+
+    buffers = _repeat(loop.padding, loop.max_steps)
+    first = (jnp.zeros((), jnp.int32), start, buffers)
+    _, last, history = jax.lax.while_loop(goes_on, advance, first)
+    return last, history
+
+
+def _select(condition: jax.Array, if_true: PyTree, if_false: PyTree) -> PyTree:
+    return jax.tree.map(lambda a, b: jnp.where(condition, a, b), if_true, if_false)
+
+
+def _repeat(row: PyTree, count: int) -> PyTree:
+    return jax.tree.map(lambda array: jax.lax.broadcast(array, (count,)), row)
+
+
+@jax.custom_batching.custom_vmap
+def any_active(active: jax.Array) -> jax.Array:
+    """Whether any batch element is active: one answer for all."""
+    return active
+
+
+@any_active.def_vmap
+def _any_active_rule(
+    axis_size: int, batched: Sequence[bool], active: jax.Array
+) -> tuple[jax.Array, bool]:
+    return any_active(active.any(axis=0)), False
+
+
+@jax.custom_batching.custom_vmap
+def element_active(active: jax.Array) -> jax.Array:
+    """Whether this batch element is active, given that any is."""
+    # Without ``vmap`` there is one batch element, so the answer is a constant, and the compiler
+    # drops what is selected by it.
+    return jnp.ones((), jnp.bool_)
+
+
+@element_active.def_vmap
+def _element_active_rule(
+    axis_size: int, batched: Sequence[bool], active: jax.Array
+) -> tuple[jax.Array, bool]:
+    return active, True
+
+
+_STEP_INPUT = "shardax: what goes into a step of a bounded loop"
+
+
+def _run_blocks(
+    loop: BoundedLoop, start: _LoopState, differentiable: Differentiable
+) -> tuple[_LoopState, PyTree]:
+    """Runs a loop as a scan over blocks of steps; returns (last state, history)."""
+    size = math.isqrt(loop.max_steps - 1) + 1
+    count = -(-loop.max_steps // size)
+    one_step = _scan_step(loop, may_exceed=count * size > loop.max_steps)
+
+    def take_block(progress: _LoopState, first: jax.Array) -> tuple[_LoopState, PyTree]:
+        return jax.lax.scan(one_step, progress, first + jnp.arange(size, dtype=jnp.int32))
+
+    def skip_block(progress: _LoopState, first: jax.Array) -> tuple[_LoopState, PyTree]:
+        return progress, _repeat(loop.padding, size)
+
+    def one_block(progress: _LoopState, first: jax.Array) -> tuple[_LoopState, PyTree]:
+        return jax.lax.cond(any_active(progress.active), take_block, skip_block, progress, first)
+
+    policy = None  # nothing of a block is kept but its input
+    if differentiable == "store":
+        policy = jax.checkpoint_policies.save_only_these_names(_STEP_INPUT)
+    checkpointed = jax.checkpoint(one_block, prevent_cse=False, policy=policy)
+
+    firsts = jnp.arange(count, dtype=jnp.int32) * size
+    last, blocks = jax.lax.scan(checkpointed, start, firsts)
+    history = jax.tree.map(
+        lambda rows: rows.reshape(count * size, *rows.shape[2:])[: loop.max_steps], blocks
+    )
+    return last, history
+
+
+def _scan_step(
+    loop: BoundedLoop, may_exceed: bool
+) -> Callable[[_LoopState, jax.Array], tuple[_LoopState, PyTree]]:
+    """Returns one step of a scan; ``may_exceed`` if the scan has more steps than the limit."""
+
+    def take(progress: _LoopState) -> tuple[_LoopState, PyTree]:
+        new_carry = loop.body(progress.carry)
+        active = loop.condition(new_carry)
+        return _LoopState(active, progress.length + 1, new_carry), loop.row(new_carry)
+
+    def skip(progress: _LoopState) -> tuple[_LoopState, PyTree]:
+        return progress, loop.padding
+
+    def one_step(progress: _LoopState, step: jax.Array) -> tuple[_LoopState, PyTree]:
+        active = progress.active
+        if may_exceed:
+            active = active & (step < loop.max_steps)
+
+        def take_own(progress: _LoopState) -> tuple[_LoopState, PyTree]:
+            return jax.lax.cond(element_active(active), take, skip, progress)
+
+        return jax.lax.cond(any_active(active), take_own, skip, progress)
+
+    # What a checkpointed function keeps is what goes into it; around the choice, not inside, since
+    # what is kept inside a branch is kept by every turn of the scan.
+    checkpointed = jax.checkpoint(one_step, prevent_cse=False)
+
+    def named_step(progress: _LoopState, step: jax.Array) -> tuple[_LoopState, PyTree]:
+        return checkpointed(checkpoint_name(progress, _STEP_INPUT), step)
+
+    return named_step
+
+
+# --- rows of the history --------------------------------------------------------------------------
+
+
+def _as_row(result: PyTree) -> PyTree:
     """Returns what a history function returned as arrays."""
 
-    def as_array(path, leaf: object):
+    def as_array(keys: tuple[Any, ...], leaf: Any) -> jax.Array:
         value = leaf.value if isinstance(leaf, Variable) else leaf
-        if isinstance(value, ARRAY_OR_NUMBER):
-            return jnp.asarray(value)
-        where = format_path(plain_path(path)) if path else "itself"
-        raise TransformError(
-            f"The history function of sx.bounded_while_loop returned a {type(leaf).__name__} at "
-            f"{where}. A row of the history holds arrays: return the values to keep, "
-            f"lambda model: model.kernel.value."
-        )
+        if not isinstance(value, ARRAY_OR_NUMBER):
+            raise errors.history_is_no_array(plain_path(keys), leaf)
+        return jnp.asarray(value)
 
     return jax.tree_util.tree_map_with_path(as_array, result, is_leaf=is_object)
 
 
-def padding_row(padding: object, kinds: object) -> PyTree:
-    """Returns a row of padding."""
-    rows = jax.tree.map(
-        lambda leaf: leaf.value if isinstance(leaf, Variable) else leaf, padding, is_leaf=is_object
-    )
+def padding_row(padding: PyTree, types: PyTree) -> PyTree:
+    """Returns a row of padding, given the types of a row."""
+
+    def value_of(leaf: Any) -> Leaf:
+        return leaf.value if isinstance(leaf, Variable) else leaf
+
+    values = jax.tree.map(value_of, padding, is_leaf=is_object)
     try:
-        spread = jax.tree.broadcast(rows, kinds)
+        values = jax.tree.broadcast(values, types)
     except ValueError as error:
-        raise TransformError(
-            f"padding={padding!r} of sx.bounded_while_loop is not a prefix of a row of the "
-            f"history, which is {scan.form(kinds)}. Give one number, or one each in its containers."
-        ) from error
-
-    return jax.tree_util.tree_map_with_path(_filled, spread, kinds)
+        raise errors.padding_is_no_prefix(padding, types) from error
+    return jax.tree_util.tree_map_with_path(_padding_array, values, types)
 
 
-def _filled(key_path, value, kind):
-    where = f" at {format_path(plain_path(key_path))}" if key_path else ""
+def _padding_array(keys: tuple[Any, ...], value: Leaf, like: jax.ShapeDtypeStruct) -> jax.Array:
+    """Returns the padding of one array of a row."""
+    path = plain_path(keys)
     array = value if isinstance(value, (jax.Array, np.ndarray)) else np.asarray(value)
-    if not _holds(array, kind.dtype):
-        description = (
-            f"{value!r}" if array.ndim == 0 and not isinstance(value, Tracer) else array.dtype
-        )
-        raise TransformError(
-            f"padding={description} cannot stand in the history{where}, which has dtype "
-            f"{kind.dtype}. Give a padding of that dtype, or convert what the history function "
-            "returns."
-        )
+    if not _can_hold(like.dtype, array):
+        raise errors.padding_has_another_dtype(path, value, array, like.dtype)
     try:
-        row = jnp.broadcast_to(jnp.asarray(array, kind.dtype), kind.shape)
+        array = jnp.broadcast_to(jnp.asarray(array, like.dtype), like.shape)
     except ValueError as error:
-        raise TransformError(
-            f"padding of shape {array.shape} does not fit a row of the history{where}, which has "
-            f"shape {kind.shape}."
-        ) from error
-    return scan.vary_alike(_laid_out_alike(row, kind), kind)
+        raise errors.padding_has_another_shape(path, array.shape, like.shape) from error
+
+    # In the layout of the row over Explicit axes.
+    sharding = jax.typeof(like).sharding
+    if any(mesh_axes is not None for mesh_axes in sharding.spec):
+        array = jax.sharding.reshard(array, sharding)
+    return vary_alike(array, like)
 
 
-def _laid_out_alike(row: object, kind: object):
-    """Returns an array in another's layout over Explicit axes."""
-    sharding = jax.typeof(kind).sharding
-    if all(entry is None for entry in sharding.spec):
-        return row
-    return jax.sharding.reshard(row, sharding)
-
-
-def _holds(array, dtype: jax.typing.DTypeLike) -> bool:
+def _can_hold(dtype: jax.typing.DTypeLike, array: jax.Array | np.ndarray) -> bool:
     """Whether a dtype can hold the padding; floats may round."""
     is_key = jnp.issubdtype(dtype, jax.dtypes.prng_key)
     if is_key or jnp.issubdtype(array.dtype, jax.dtypes.prng_key):

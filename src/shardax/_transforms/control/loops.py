@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """While loops and counted loops over Modules.
 
-A predicate, an index or a bound is one number: a Python number, an array of shape (), or a Variable
-that holds one.
+Both run a ``Loop`` (``loop_body``): ``while_loop`` with a condition, ``fori_loop`` with an index as
+the slice of each iteration. Outside of a compiled function they run as one (``eager.run``).
 """
 
 from __future__ import annotations
@@ -12,50 +12,19 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from shardax._core._jax import INLINE
-from shardax._core.frames import kind_of
-from shardax._core.graph.paths import Path, PyTree, format_path
+from shardax._core.graph.paths import PyTree
 from shardax._core.variable import Variable
-from shardax._transforms.control.scan import LoopBody, check_unroll
-from shardax._transforms.errors import TransformError
+from shardax._transforms.control import errors
+from shardax._transforms.control.loop_body import Loop, LoopCarry, LoopSlices, ReadOnlyFunction
+from shardax._transforms.control.numbers import Number, as_integer, as_predicate
 from shardax._transforms.jit import eager
 from shardax._transforms.lift import engine
+from shardax._transforms.lift.transformed import takes_options
 
 
-def as_predicate(value: object, name: str) -> Any:
-    """Returns a predicate as a boolean of shape ()."""
-    number = _one_number(value, name, "one boolean", "Reduce it: x.all(), x.any(), x[0] > 0.")
-    kind = jnp.result_type(number)
-    if kind == jnp.bool_:
-        return number
-    if jnp.issubdtype(kind, jnp.integer) or jnp.issubdtype(kind, jnp.floating):
-        return number != 0
-    raise TransformError(f"{name} must be one boolean, but has dtype {kind}. Compare it: x != y.")
-
-
-def as_integer(value: object, name: str) -> Any:
-    """Returns an index or bound, an integer of shape ()."""
-    number = _one_number(value, name, "one integer", "Take one of them: x[0].")
-    kind = jnp.result_type(number)
-    if jnp.issubdtype(kind, jnp.integer):
-        return number
-    hint = "jnp.int32(x)" if kind == jnp.bool_ else "x.astype(int)"
-    raise TransformError(f"{name} must be one integer, but has dtype {kind}. Convert it: {hint}.")
-
-
-def _one_number(value: object, name: str, expected: str, hint: str):
-    number = value.value if isinstance(value, Variable) else value
-    if not isinstance(number, engine.ARRAY_OR_NUMBER):
-        raise TransformError(f"{name} must be {expected}, but is a {type(value).__name__}.")
-    if jnp.shape(number) != ():
-        raise TransformError(
-            f"{name} must be {expected}, but has shape {jnp.shape(number)}. {hint}"
-        )
-    return number
-
-
-@engine.takes_options
+@takes_options
 def while_loop(
     cond_fun: Callable[[PyTree], object], body_fun: Callable[[PyTree], object], init_val: object
 ) -> PyTree:
@@ -91,18 +60,36 @@ def while_loop(
 
 
 def _while_loop(
-    functions: Sequence[Any], _: None, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]
-):
-    def attempt(captured: list[Variable]):
+    functions: Sequence[Callable[..., PyTree]],
+    _: None,
+    args: Sequence[PyTree],
+    kwargs: Mapping[str, PyTree],
+) -> PyTree:
+    def attempt(captured: list[Variable]) -> PyTree:
         call = engine.LiftedCall("while_loop", functions, args, kwargs, captured=captured)
-        body, condition = body_and_condition(call)
-        carry = jax.lax.while_loop(condition, lambda carry: body.step(carry)[0], body.start())
-        return call.apply(body.finish(carry))
+        loop, condition = loop_with_condition(call)
+        last_carry = jax.lax.while_loop(condition, loop.next_carry, loop.first_carry())
+        return loop.apply(last_carry)
 
     return engine.retry_captured(attempt)
 
 
-@engine.takes_options
+def loop_with_condition(call: engine.LiftedCall) -> tuple[Loop, ReadOnlyFunction]:
+    """Returns the loop of a call whose functions are body and condition, and the condition."""
+    engine.check_operands(call)
+    loop = Loop(call, carried_argument=0)
+    loop.find_carry()
+
+    name = f"What the condition of sx.{call.name} returns"
+    condition = ReadOnlyFunction(loop, 1, "condition", lambda result: as_predicate(result, name))
+
+    # A carry that differs between shards may make the condition differ over more mesh axes.
+    while loop.differ_like(jax.eval_shape(condition, loop.first_carry())):
+        pass
+    return loop, condition
+
+
+@takes_options
 def fori_loop(
     lower: Any,
     upper: Any,
@@ -140,94 +127,48 @@ def fori_loop(
         (True, 10)
     """
     if unroll is not None:
-        check_unroll("fori_loop", unroll)
+        check_unroll(unroll, "fori_loop")
     if type(lower) is int and type(upper) is int:  # part of the program, as in JAX
         return eager.run(_fori_loop, (body_fun,), (unroll, lower, upper), (init_val,), {})
     return eager.run(_fori_loop, (body_fun,), (unroll,), (init_val, lower, upper), {})
 
 
 def _fori_loop(
-    functions: Sequence[Any],
-    options: tuple[Any, ...],
+    functions: Sequence[Callable[..., PyTree]],
+    options: Sequence[Any],
     args: Sequence[PyTree],
     kwargs: Mapping[str, PyTree],
-):
-    unroll, *counts = options
-    init_val, *bounds = args
-    lower, upper = counts or bounds
+) -> PyTree:
+    unroll, *static_bounds = options
+    init_val, *traced_bounds = args
+    lower, upper = static_bounds or traced_bounds
     first = as_integer(lower, "lower of sx.fori_loop")
     stop = as_integer(upper, "upper of sx.fori_loop")
     index = jnp.zeros((), jnp.result_type(first, stop))
 
-    def attempt(captured: list[Variable]):
+    def attempt(captured: list[Variable]) -> PyTree:
         call = engine.LiftedCall(
             "fori_loop", functions, [index, init_val], kwargs, captured=captured
         )
         engine.check_operands(call)
-        count = len(jax.tree.leaves(list(call.arguments.plain)))
-        body = LoopBody(
-            call, lambda context: (context.args[1], context.result), call.labels[1], range(1, count)
-        )
-        body.discover(body.values, body.plain)
-        body.differ_like(first)
-        body.differ_like(stop)
+        loop = Loop(call, carried_argument=1)
+        loop.slices = LoopSlices({}, {0: index})
+        loop.find_carry()
+        loop.differ_like(first)
+        loop.differ_like(stop)
 
-        def step(i, carry) -> PyTree:
-            return body.step(carry, plain={0: jax.lax.convert_element_type(i, index.dtype)})[0]
+        def next_carry(i: Number, carry: LoopCarry) -> LoopCarry:
+            slices = LoopSlices({}, {0: jax.lax.convert_element_type(i, index.dtype)})
+            return loop.step(carry, slices)[0]
 
-        carry = jax.lax.fori_loop(first, stop, step, body.start(), unroll=unroll)
-        return call.apply(body.finish(carry))
+        last_carry = jax.lax.fori_loop(first, stop, next_carry, loop.first_carry(), unroll=unroll)
+        return loop.apply(last_carry)
 
     return engine.retry_captured(attempt)
 
 
-class ReadOnlyFunction:
-    """A function of the carry that only reads, such as a condition."""
-
-    def __init__(
-        self, body: LoopBody, which: int, role: str, finish: Callable[[PyTree], PyTree]
-    ) -> None:
-        self.body = body
-        self.which = which
-        self.role = role
-        self.finish = finish
-        # Compiled as a unit so that JAX traces it once.
-        self.one = jax.jit(body.call.program(self._one, "leaves", which), inline=INLINE)
-
-    def __call__(self, carry: tuple[Sequence[PyTree], Sequence[PyTree]]) -> PyTree:
-        return self.one(*self.body.inputs(carry))
-
-    def _one(self, values: list[object], plain: list[object]):
-        positional, named = self.body.plain_tree.unflatten(plain)
-        return self.body.call.run(values, positional, named, self._leave, which=self.which)
-
-    def _leave(self, context: engine.RunContext):
-        call = self.body.call
-        for item in context.captured():
-            self._refuse(item.outer, engine.path_of(call.functions, item.outer))
-        effects = context.record_effects(None).effects
-        for position in effects.written:
-            self._refuse(call.graph.leaves[position], call.graph.flat.leaf_paths[position])
-        for index in effects.updates:
-            self._refuse(call.graph.objects()[index], call.graph.flat.paths[index])
-        return self.finish(context.result)
-
-    def _refuse(self, item: object, path: Path) -> None:
-        raise TransformError(
-            f"The {self.role} of sx.{self.body.call.name} changes the {kind_of(item)} at "
-            f"{format_path(path)}, but it only reads: it may be asked at other times than the body "
-            f"runs. Write in the body (draw random numbers there, too), and keep what it needs in "
-            f"the carry."
-        )
-
-
-def body_and_condition(call: engine.LiftedCall) -> tuple[LoopBody, ReadOnlyFunction]:
-    """Returns body and condition of a call, the carry settled."""
-    engine.check_operands(call)
-    body = LoopBody(call, lambda context: (context.args[0], context.result), call.labels[0])
-    body.discover(body.values, body.plain)
-    name = f"What the condition of sx.{call.name} returns"
-    condition = ReadOnlyFunction(body, 1, "condition", lambda result: as_predicate(result, name))
-    while body.differ_like(jax.eval_shape(condition, body.start())):
-        pass
-    return body, condition
+def check_unroll(unroll: object, name: str) -> None:
+    """Raises unless an option says how many iterations one turn of the loop runs."""
+    is_count = isinstance(unroll, (int, np.integer)) and unroll >= 1
+    if not is_count and not isinstance(unroll, (bool, np.bool_)):
+        raise errors.not_an_unroll(unroll, name)

@@ -1,2 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Derivatives: ``grad``, ``vjp``, ``jvp``, ``custom_vjp``, ``remat``."""
+"""Derivatives of functions over Modules.
+
+To be read in this order: ``differentiated`` (what is differentiated, and how gradients are arranged
+like it), ``grad``, ``vjp`` and ``jacobian``; then ``ruled_call``, ``custom_vjp`` and ``custom_jvp``
+for derivatives that users give.
+"""

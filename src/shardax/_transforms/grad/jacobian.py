@@ -1,115 +1,51 @@
 # SPDX-License-Identifier: Apache-2.0
 """Jacobians and Hessians of functions over Modules.
 
-What a function writes into Variables is carried back once, and is not differentiated. A Jacobian is
-arranged like the result, with a gradient for each of its arrays; a Hessian has a gradient for each
-number of the gradient.
+A Jacobian is arranged like the result, with a gradient for each of its arrays. A Hessian is
+arranged so twice: each array of a gradient is replaced by the gradient of itself. What a function
+writes into Variables is carried back once, and is not differentiated.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable
-from typing import Any
 
 import jax
 
 from shardax._core.graph.paths import PyTree
+from shardax._core.state.filters import Filter
 from shardax._core.state.split_merge import iter_variables
 from shardax._core.variable import Param
-from shardax._transforms.grad import grad as diff
-from shardax._transforms.grad.vjp import refuse_objects
-from shardax._transforms.lift import arguments as inputs
-from shardax._transforms.lift.binding import check_result
-from shardax._transforms.lift.engine import SingleRunCall, decorator, wraps
-
-
-def _jacobian(
-    name: str,
-    transform: Callable[..., PyTree],
-    function: Callable[..., PyTree],
-    argnums,
-    has_aux: bool,
-    wrt: Any,
-    as_module: bool,
-    options: dict[str, Any],
-):
-    """Lifts one of JAX's transforms from a function to its derivatives."""
-    chosen, many = diff.diff_states(argnums, wrt)
-
-    @wraps(function)
-    def derivative(*args, **kwargs) -> PyTree:
-        args, kwargs = inputs.by_position(function, args, kwargs, fill="gaps")
-        once = SingleRunCall(name, function, args, kwargs)
-        targets = diff.diff_arguments(once, chosen, as_module)
-        is_hessian = transform is _hessian
-        outer_targets = diff.diff_arguments(once, chosen) if is_hessian else targets
-        for target in targets:
-            diff.check_differentiable(once, target, **options)
-        values, plain = once.graph.values(), list(once.arguments.plain)
-        indices = sorted({entry.leaf for target in targets for entry in target.entries})
-        positions = [target.position for target in targets if target.has_plain]
-        points = ([values[i] for i in indices], [plain[p] for p in positions])
-        of_result: list[Any] = []  # the structure of what is differentiated
-
-        def split(result) -> tuple[PyTree, PyTree]:
-            result, aux = diff.separate_aux(result, has_aux, name)
-            refuse_objects(result, name)
-            check_result(aux, name)
-            of_result[:] = [jax.tree.structure(result)]
-            return result, aux
-
-        def pure(some_values: list[object], some_plain: list[object]) -> tuple[PyTree, PyTree]:
-            all_values = diff.replaced(values, indices, some_values)
-            all_plain = diff.replaced(plain, positions, some_plain)
-            return once.run_once(all_values, all_plain, once.arguments.plain_named, split)
-
-        is_forward = transform is not jax.jacrev
-        explained = diff.explained_forward_mode(name) if is_forward else contextlib.nullcontext()
-        with diff.explained_reverse_mode(), explained:
-            derivatives, leaving = transform(pure, argnums=(0, 1), has_aux=True, **options)(*points)
-        aux = once.finish(leaving)
-
-        def arranged(part: PyTree, targets: PyTree = targets) -> PyTree:
-            of_values, of_plain = part
-            by_position = dict(zip(positions, of_plain, strict=True))
-            gradients = diff.arrange_gradients(targets, indices, of_values, by_position)
-            if as_module and not (is_hessian and targets is outer_targets):
-                _name_leading_dimensions(gradients)
-            return gradients if many else gradients[0]
-
-        (treedef,) = of_result
-        parts = treedef.flatten_up_to(derivatives)
-        if is_hessian:  # each array of the gradient is differentiated again
-            structure = jax.tree.structure(points)
-            parts = [
-                structure.unflatten(map(arranged, structure.flatten_up_to(part))) for part in parts
-            ]
-        arrays = treedef.unflatten([arranged(part, outer_targets) for part in parts])
-        return (arrays, aux) if has_aux else arrays
-
-    return derivative
-
-
-def _name_leading_dimensions(gradients: PyTree) -> None:
-    """Puts None into the axes of Variables for dimensions of the result."""
-    for _, variable in iter_variables(gradients):
-        axes, value = variable.axes, variable.value
-        if axes is not None and isinstance(value, jax.Array):
-            variable.set_metadata(axes=(None,) * (value.ndim - len(axes)) + tuple(axes))
+from shardax._transforms.grad.differentiated import (
+    Argnums,
+    DiffInputs,
+    DiffPair,
+    diff_inputs,
+    diff_states,
+    pure_function,
+    separate_arrays,
+)
+from shardax._transforms.grad.forward_mode import explained_forward_mode
+from shardax._transforms.grad.grad import explained_reverse_mode
+from shardax._transforms.lift.effects import check_result
+from shardax._transforms.lift.engine import SingleRunCall
+from shardax._transforms.lift.signatures import by_position
+from shardax._transforms.lift.transformed import decorator, wraps
 
 
 @decorator
 def jacrev(
-    function: Any = None,
+    function: Callable[..., PyTree] | None = None,
     *,
-    argnums: Any = 0,
+    argnums: Argnums = 0,
     has_aux: bool = False,
-    wrt: Any = Param,
+    wrt: Filter = Param,
     holomorphic: bool = False,
     allow_int: bool = False,
     as_module: bool = False,
-) -> Any:
+) -> Callable[..., PyTree]:
     """Makes a function that returns the Jacobian, in reverse mode.
 
     Values that the function writes into Variables are carried back, and are not differentiated.
@@ -140,20 +76,23 @@ def jacrev(
         >>> type(modules).__name__, modules.bias.shape
         ('Linear', (3, 3))
     """
-    options = {"holomorphic": holomorphic, "allow_int": allow_int}
-    return _jacobian("jacrev", jax.jacrev, function, argnums, has_aux, wrt, as_module, options)
+    assert function is not None  # ``decorator`` makes a decorator without it
+    transform = functools.partial(jax.jacrev, allow_int=allow_int)
+    return _lift(
+        "jacrev", transform, function, argnums, has_aux, wrt, as_module, holomorphic, allow_int
+    )
 
 
 @decorator
 def jacfwd(
-    function: Any = None,
+    function: Callable[..., PyTree] | None = None,
     *,
-    argnums: Any = 0,
+    argnums: Argnums = 0,
     has_aux: bool = False,
-    wrt: Any = Param,
+    wrt: Filter = Param,
     holomorphic: bool = False,
     as_module: bool = False,
-) -> Any:
+) -> Callable[..., PyTree]:
     """Makes a function that returns the Jacobian, in forward mode.
 
     Args:
@@ -176,24 +115,20 @@ def jacfwd(
         >>> sx.jacfwd(lambda layer, x: layer(x), argnums=1)(layer, jnp.ones(2)).shape
         (3, 2)
     """
-    check = {"holomorphic": holomorphic, "allow_int": False}
-    return _jacobian("jacfwd", _jacfwd, function, argnums, has_aux, wrt, as_module, check)
-
-
-def _jacfwd(function, *, allow_int: bool, **options):
-    return jax.jacfwd(function, **options)
+    assert function is not None  # ``decorator`` makes a decorator without it
+    return _lift("jacfwd", jax.jacfwd, function, argnums, has_aux, wrt, as_module, holomorphic)
 
 
 @decorator
 def hessian(
-    function: Any = None,
+    function: Callable[..., PyTree] | None = None,
     *,
-    argnums: Any = 0,
+    argnums: Argnums = 0,
     has_aux: bool = False,
-    wrt: Any = Param,
+    wrt: Filter = Param,
     holomorphic: bool = False,
     as_module: bool = False,
-) -> Any:
+) -> Callable[..., PyTree]:
     """Makes a function that returns the matrix of second derivatives.
 
     Args:
@@ -221,9 +156,87 @@ def hessian(
         >>> second["kernel"]["bias"].ravel().tolist(), float(second["bias"]["bias"][0, 0])
         ([2.0, 6.0], 2.0)
     """
-    check = {"holomorphic": holomorphic, "allow_int": False}
-    return _jacobian("hessian", _hessian, function, argnums, has_aux, wrt, as_module, check)
+    assert function is not None  # ``decorator`` makes a decorator without it
+    return _lift("hessian", jax.hessian, function, argnums, has_aux, wrt, as_module, holomorphic)
 
 
-def _hessian(function, *, allow_int: bool, **options):
-    return jax.hessian(function, **options)
+def _lift(
+    name: str,
+    transform: Callable[..., Callable[..., PyTree]],
+    function: Callable[..., PyTree],
+    argnums: Argnums,
+    has_aux: bool,
+    wrt: Filter,
+    as_module: bool,
+    holomorphic: bool,
+    allow_int: bool = False,
+) -> Callable[..., PyTree]:
+    """Lifts one of JAX's transforms from a function to its derivatives."""
+    chosen, many = diff_states(argnums, wrt)
+    is_hessian = name == "hessian"
+
+    @wraps(function)
+    def derivative(*args: PyTree, **kwargs: PyTree) -> PyTree:
+        args, kwargs = by_position(function, args, kwargs, fill="gaps")
+        call = SingleRunCall(name, function, args, kwargs)
+
+        inputs = diff_inputs(call, chosen, as_module)
+        outer_inputs = diff_inputs(call, chosen) if is_hessian else inputs
+        for argument in inputs.arguments:
+            argument.check_differentiable(call, allow_int, holomorphic)
+
+        result_treedef = jax.tree.structure(None)
+
+        def split(result: PyTree) -> tuple[PyTree, PyTree]:
+            nonlocal result_treedef
+            arrays, aux = separate_arrays(result, has_aux, name)
+            check_result(aux, name)
+            result_treedef = jax.tree.structure(arrays)
+            return arrays, aux
+
+        values = call.graph.values()
+        transformed = transform(
+            pure_function(call, inputs, values, split),
+            argnums=(0, 1),
+            has_aux=True,
+            holomorphic=holomorphic,
+        )
+        pair = inputs.take(values, call.arguments.plain)
+        is_forward = name != "jacrev"
+        explained = explained_forward_mode(name) if is_forward else contextlib.nullcontext()
+        with explained_reverse_mode(), explained:
+            derivatives, leaving = transformed(*pair)
+        aux = call.finish(leaving)
+
+        def arrange(gradients: DiffPair) -> PyTree:
+            arranged = _arrange(inputs, gradients, as_module)
+            return arranged if many else arranged[0]
+
+        def arrange_twice(second_derivatives: PyTree) -> PyTree:
+            # For each array of the pair: the pair of its derivatives.
+            treedef = jax.tree.structure(pair)
+            of_arrays = map(arrange, treedef.flatten_up_to(second_derivatives))
+            arranged = outer_inputs.arrange(treedef.unflatten(of_arrays))
+            return arranged if many else arranged[0]
+
+        # For each array of the result: its derivatives by the pair.
+        of_results = result_treedef.flatten_up_to(derivatives)
+        arranged = map(arrange_twice if is_hessian else arrange, of_results)
+        tree = result_treedef.unflatten(arranged)
+        return (tree, aux) if has_aux else tree
+
+    return derivative
+
+
+def _arrange(inputs: DiffInputs, gradients: DiffPair, as_module: bool) -> tuple[PyTree, ...]:
+    """Returns gradients by argument; in Modules the dimensions of the result have no name."""
+    arranged = inputs.arrange(gradients)
+    if not as_module:
+        return arranged
+
+    for _, variable in iter_variables(arranged):
+        axes, value = variable.axes, variable.value
+        if axes is not None and isinstance(value, jax.Array):
+            of_result = (None,) * (value.ndim - len(axes))
+            variable.set_metadata(axes=(*of_result, *axes))
+    return arranged

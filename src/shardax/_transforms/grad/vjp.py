@@ -1,40 +1,41 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pullbacks and directional derivatives of functions over Modules.
+"""``vjp`` and ``jvp``: pullbacks and directional derivatives of functions over Modules.
 
-``safe_where`` differentiates a choice per element. ``jnp.where(x > 0, jnp.log(x), 0.0)`` computes
-the logarithm of every element, and zero times its infinite derivative at zero is NaN. The cure is
-to choose before the function as well as after it, by a *stand-in* at which it is harmless.
+Both differentiate every argument. ``vjp`` arranges gradients like the arguments
+(``DiffInputs.arrange``); ``jvp`` takes directions that are arranged so (its inverse,
+``DiffInputs.split_tangents``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import jax
-import jax.numpy as jnp
 
-from shardax._core.graph.flatten import is_object
-from shardax._core.graph.paths import Leaf, PyTree, plain_path
-from shardax._core.object import Object
+from shardax._core.graph.paths import PyTree
+from shardax._core.state.filters import Filter
 from shardax._core.variable import Param
-from shardax._transforms import errors
-from shardax._transforms.grad import grad as diff
-from shardax._transforms.lift.engine import (
-    SingleRunCall,
-    check_operands,
-    decorator,
-    takes_options,
-    wraps,
+from shardax._transforms.grad import errors
+from shardax._transforms.grad.differentiated import (
+    DiffArgument,
+    DiffInputs,
+    DiffPair,
+    DiffState,
+    pure_function,
+    separate_arrays,
 )
+from shardax._transforms.grad.forward_mode import explained_forward_mode
+from shardax._transforms.grad.grad import explained_reverse_mode
+from shardax._transforms.lift.engine import SingleRunCall, check_operands
+from shardax._transforms.lift.transformed import decorator, wraps
 
 
 @decorator
 def vjp(
-    function: Any = None,
+    function: Callable[..., PyTree] | None = None,
     *primals: PyTree,
     has_aux: bool = False,
-    wrt: Any = Param,
+    wrt: Filter | DiffState | Sequence[DiffState] = Param,
     as_module: bool = False,
 ) -> PyTree:
     """Runs a function over Modules and returns its pullback.
@@ -69,11 +70,12 @@ def vjp(
         >>> of_layer["kernel"].tolist(), of_x.shape
         ([[1.0, 1.0, 1.0], [1.0, 1.0, 1.0]], (2,))
     """
+    assert function is not None  # ``decorator`` makes a decorator without it
     if primals:
         return _vjp(function, primals, {}, has_aux, wrt, as_module)
 
     @wraps(function)
-    def vjp_function(*primals, **kwargs):
+    def vjp_function(*primals: PyTree, **kwargs: PyTree) -> PyTree:
         return _vjp(function, primals, kwargs, has_aux, wrt, as_module)
 
     return vjp_function
@@ -81,86 +83,73 @@ def vjp(
 
 def _vjp(
     function: Callable[..., PyTree],
-    primals: Sequence[object],
-    kwargs: Mapping[str, object],
+    primals: Sequence[PyTree],
+    kwargs: Mapping[str, PyTree],
     has_aux: bool,
-    wrt: object,
+    wrt: Filter | DiffState | Sequence[DiffState],
     as_module: bool,
-):
-    once = SingleRunCall("vjp", function, primals, kwargs)
-    check_operands(once)
-    targets = _targets(once, wrt, len(primals), as_module)
-    values, plain = once.graph.values(), list(once.arguments.plain)
-    indices = sorted({entry.leaf for target in targets for entry in target.entries})
+) -> tuple[PyTree, ...]:
+    call = SingleRunCall("vjp", function, primals, kwargs)
+    check_operands(call)
+    inputs = _inputs_of_all(call, wrt, len(primals), as_module)
 
-    def pure(some_values: list[object], all_plain: list[object]) -> tuple[PyTree, PyTree]:
-        all_values = diff.replaced(values, indices, some_values)
-        named = once.arguments.plain_named
-        return once.run_once(all_values, all_plain, named, lambda r: _split(r, has_aux, "vjp"))
+    def split(result: PyTree) -> tuple[PyTree, PyTree]:
+        return separate_arrays(result, has_aux, "vjp")
 
-    out, pullback, leaving = jax.vjp(pure, [values[i] for i in indices], plain, has_aux=True)
-    aux = once.finish(leaving)
-    gradients = jax.tree_util.Partial(_Arrange(targets, indices), pullback)
-    return (out, gradients, aux) if has_aux else (out, gradients)
+    values = call.graph.values()
+    pure = pure_function(call, inputs, values, split)
+    pair = inputs.take(values, call.arguments.plain)
+    result, pullback, leaving = jax.vjp(pure, *pair, has_aux=True)
+    aux = call.finish(leaving)
+
+    gradients = jax.tree_util.Partial(_Gradients(inputs), pullback)
+    return (result, gradients, aux) if has_aux else (result, gradients)
 
 
-def _targets(once: SingleRunCall, wrt, count: int, as_module: bool) -> list[diff.DiffArgument]:
-    """Returns one target per argument."""
-    chosen = {i: diff.DiffState(i, wrt) for i in range(count)}
+def _inputs_of_all(
+    call: SingleRunCall, wrt: Filter | DiffState | Sequence[DiffState], count: int, as_module: bool
+) -> DiffInputs:
+    """Returns the differentiated inputs of a call of which every argument is differentiated."""
+    chosen = {position: DiffState(position, wrt) for position in range(count)}
+
+    # DiffStates are filters of single arguments, which must match something there.
     items = wrt if isinstance(wrt, (tuple, list)) else (wrt,)
-    if any(isinstance(item, diff.DiffState) for item in items):
-        if not all(isinstance(item, diff.DiffState) for item in items):
-            raise errors.TransformError(
-                f"wrt={wrt!r} mixes filters and DiffStates. Give one filter for all arguments, or "
-                f"only DiffStates."
-            )
-        chosen = {i: diff.DiffState(i) for i in range(count)}
-        for target in [diff.DiffArgument(once, item) for item in items]:
-            target.check_chosen()
-            chosen[target.position] = diff.DiffState(target.argnum, target.filter)
-    targets = [diff.DiffArgument(once, item, as_module) for item in chosen.values()]
-    holding = [target for target in targets if target.objects]
-    if holding and not any(target.entries or target.holds_plain for target in targets):
-        holding[0].check_chosen()
-    return targets
+    states = [item for item in items if isinstance(item, DiffState)]
+    if states:
+        if len(states) != len(items):
+            raise errors.filters_and_diff_states(wrt)
+
+        chosen = {position: DiffState(position) for position in range(count)}
+        for item in states:
+            argument = DiffArgument(call, item)
+            argument.check_chosen()
+            chosen[argument.position] = item
+
+    # A filter of all arguments must match something in one of them.
+    arguments = [DiffArgument(call, item, as_module) for item in chosen.values()]
+    with_objects = [argument for argument in arguments if argument.objects]
+    if with_objects and not any(argument.holds_anything for argument in arguments):
+        with_objects[0].check_chosen()
+    return DiffInputs(arguments)
 
 
-class _Arrange:
-    """Arranges the gradients that a pullback gives like the arguments."""
+class _Gradients:
+    """Calls a pullback, and arranges what it returns like the arguments."""
 
-    def __init__(self, targets: Sequence[diff.DiffArgument], indices: Sequence[int]) -> None:
-        self.targets = targets
-        self.indices = indices
+    def __init__(self, inputs: DiffInputs) -> None:
+        self.inputs = inputs
 
-    def __call__(self, pullback: Callable[[PyTree], PyTree], cotangent) -> tuple[PyTree, ...]:
-        with diff.explained_reverse_mode():
-            values, plain = pullback(cotangent)
-        of_plain = dict(enumerate(plain))
-        return diff.arrange_gradients(self.targets, self.indices, values, of_plain)
-
-
-def _split(result: object, has_aux: bool, name: str) -> tuple[PyTree, PyTree]:
-    result, aux = diff.separate_aux(result, has_aux, name)
-    refuse_objects(result, name)
-    return result, aux
-
-
-def refuse_objects(result: object, name: str) -> None:
-    """Raises if a result that is differentiated holds objects."""
-    for keys, leaf in jax.tree_util.tree_leaves_with_path(result, is_leaf=is_object):
-        if isinstance(leaf, Object):
-            place = ".".join(map(str, plain_path(keys))) or "the result itself"
-            raise errors.TransformError(
-                f"The function given to sx.{name} returned a {type(leaf).__name__} at {place}, but "
-                f"only arrays are differentiated. Return its values (variable.value), or return "
-                f"(arrays, objects) with has_aux=True; what is written into arguments is carried "
-                f"back without being returned."
-            )
+    def __call__(
+        self, pullback: Callable[[PyTree], DiffPair], cotangent: PyTree
+    ) -> tuple[PyTree, ...]:
+        with explained_reverse_mode():
+            gradients = pullback(cotangent)
+        return self.inputs.arrange(gradients)
 
 
 @decorator
 def jvp(
-    function: Any = None,
+    function: Callable[..., PyTree] | None = None,
     primals: Sequence[PyTree] | None = None,
     tangents: Sequence[PyTree] | None = None,
     has_aux: bool = False,
@@ -195,11 +184,14 @@ def jvp(
         >>> moved.tolist()
         [1.0, 2.0, 3.0]
     """
+    assert function is not None  # ``decorator`` makes a decorator without it
     if primals is not None:
         return _jvp(function, primals, tangents, has_aux, {})
 
     @wraps(function)
-    def jvp_function(primals: Sequence[PyTree], tangents: Sequence[PyTree], **kwargs):
+    def jvp_function(
+        primals: Sequence[PyTree], tangents: Sequence[PyTree], **kwargs: PyTree
+    ) -> tuple[PyTree, ...]:
         return _jvp(function, primals, tangents, has_aux, kwargs)
 
     return jvp_function
@@ -207,121 +199,51 @@ def jvp(
 
 def _jvp(
     function: Callable[..., PyTree],
-    primals: Sequence[object],
-    tangents: Sequence[object] | None,
+    primals: Sequence[PyTree],
+    tangents: Sequence[PyTree] | None,
     has_aux: bool,
-    kwargs: Mapping[str, object],
-):
-    _check_pairs(primals, tangents)
-    once = SingleRunCall("jvp", function, primals, kwargs)
-    check_operands(once)
-    values, plain = once.graph.values(), list(once.arguments.plain)
-    leaves, treedef = jax.tree.flatten((values, plain))
-    moves = _moves(once, values, tangents or ())
-    moving = [place for place, tangent in enumerate(moves) if tangent is not None]
+    kwargs: Mapping[str, PyTree],
+) -> tuple[PyTree, ...]:
+    tangents = _checked_tangents(primals, tangents)
+    call = SingleRunCall("jvp", function, primals, kwargs)
+    check_operands(call)
+    inputs = DiffInputs([DiffArgument(call, DiffState(i, ...)) for i in range(len(primals))])
 
-    def pure(moved: list[object]) -> tuple[PyTree, PyTree]:
-        all_values, all_plain = treedef.unflatten(diff.replaced(leaves, moving, moved))
-        named = once.arguments.plain_named
-        return once.run_once(all_values, all_plain, named, lambda r: _split(r, has_aux, "jvp"))
+    def split(result: PyTree) -> tuple[PyTree, PyTree]:
+        return separate_arrays(result, has_aux, "jvp")
 
-    points, directions = [leaves[i] for i in moving], [moves[i] for i in moving]
-    with diff.explained_forward_mode("jvp"):
-        out, tangent, leaving = jax.jvp(pure, (points,), (directions,), has_aux=True)
-    aux = once.finish(leaving)
-    return (out, tangent, aux) if has_aux else (out, tangent)
+    values, plain = call.graph.values(), call.arguments.plain
+    pure = pure_function(call, inputs, values, split)
+    leaves, treedef = jax.tree.flatten(inputs.take(values, plain))
+    of_inputs = inputs.split_tangents("tangent", tangents, values, plain, strict=True)
+    directions = treedef.flatten_up_to(of_inputs)
+
+    # What has no direction does not move: it is constant in what JAX differentiates.
+    moving = [index for index, direction in enumerate(directions) if direction is not None]
+
+    def pure_of_moving(points: Sequence[jax.Array]) -> tuple[PyTree, PyTree]:
+        every = list(leaves)
+        for index, point in zip(moving, points, strict=True):
+            every[index] = point
+        return pure(*treedef.unflatten(every))
+
+    points = [leaves[index] for index in moving]
+    moves = [directions[index] for index in moving]
+    with explained_forward_mode("jvp"):
+        result, tangent, leaving = jax.jvp(pure_of_moving, (points,), (moves,), has_aux=True)
+    aux = call.finish(leaving)
+    return (result, tangent, aux) if has_aux else (result, tangent)
 
 
-def _check_pairs(primals, tangents) -> None:
+def _checked_tangents(
+    primals: Sequence[PyTree], tangents: Sequence[PyTree] | None
+) -> Sequence[PyTree]:
+    """Returns the tangents; raises unless there is one for each primal."""
     for name, values in (("primals", primals), ("tangents", tangents)):
         if not isinstance(values, (tuple, list)):
-            raise errors.TransformError(
-                f"The {name} of sx.jvp are a tuple with one entry per argument, but were given as "
-                f"{type(values).__name__}. Write sx.jvp(f, (x,), (direction,))."
-            )
+            raise errors.not_a_tuple_of_arguments(name, values)
+
+    assert tangents is not None
     if len(primals) != len(tangents):
-        raise errors.TransformError(
-            f"sx.jvp was given {len(primals)} primals and {len(tangents)} tangents. Give one "
-            f"tangent per argument, None for one that does not move."
-        )
-
-
-def _moves(once: SingleRunCall, values: Sequence[object], tangents: Sequence[object]) -> list[Any]:
-    """Returns the tangent of every array, or None."""
-    all_tangents = diff.Tangents("tangent", values, strict=True)
-    of_plain: list[Leaf] = []
-    for position, tangent in enumerate(tangents):
-        target = diff.DiffArgument(once, diff.DiffState(position, ...))
-        of_plain += target.place(tangent, once.arguments.plain[position], all_tangents)
-    moves: list[Any] = []
-    for index, value in enumerate(values):
-        treedef = jax.tree.structure(value)
-        moves_of_value = all_tangents.by_index.get(index)
-        moves += (
-            [None] * treedef.num_leaves
-            if moves_of_value is None
-            else treedef.flatten_up_to(moves_of_value)
-        )
-    return moves + of_plain
-
-
-@takes_options
-def safe_where(
-    condition: Any,
-    function: Callable[..., PyTree],
-    *operands: PyTree,
-    otherwise: Any,
-    stand_in: complex,
-) -> jax.Array:
-    """Applies a function per element where a condition holds.
-
-    The function is computed for all elements, as by ``jnp.where``, but on the stand-in where the
-    condition does not hold. To leave the computation out, use ``cond``.
-
-    Args:
-        condition: Booleans of shape (...), as ``jnp.where`` takes them.
-        function: Takes the operands, gives an array; element for element, or along dimensions in
-            which the condition has size 1.
-        *operands: Arrays or Variables of shape (...), each broadcast with the condition.
-        otherwise: What stands where the condition does not hold: a number, an array, or a function
-            of the operands, which in turn sees the stand-in where the condition holds.
-        stand_in: A number at which the function (and ``otherwise``, if that is one) and its
-            derivatives are finite; 1 for a logarithm, a root or a division.
-
-    Returns:
-        The array of chosen values; dtype as of ``jnp.where``.
-
-    Raises:
-        TransformError: If the condition is not boolean; if there are no operands, or one cannot
-            hold the stand-in without changing its dtype.
-
-    Example:
-        >>> import jax, jax.numpy as jnp, shardax as sx
-        >>> x = jnp.array([0.0, 2.0])
-        >>> wrong = lambda x: jnp.where(x > 0, jnp.log(x), 0.0).sum()
-        >>> right = lambda x: sx.safe_where(x > 0, jnp.log, x, otherwise=0.0, stand_in=1.0).sum()
-        >>> jax.grad(wrong)(x).tolist(), jax.grad(right)(x).tolist()
-        ([nan, 0.5], [0.0, 0.5])
-    """
-    chosen = jnp.asarray(condition)
-    if chosen.dtype != jnp.bool_:
-        raise errors.TransformError(
-            f"The condition of sx.safe_where must be boolean, but has dtype {chosen.dtype}. "
-            f"Compare it: x != 0."
-        )
-    if not operands:
-        raise errors.TransformError(
-            "sx.safe_where was given no operands. What the function finds in a closure cannot be "
-            "kept from it; pass it: sx.safe_where(x > 0, jnp.log, x, otherwise=0, stand_in=1)."
-        )
-    arrays = [jnp.asarray(operand) for operand in operands]
-    for position, array in enumerate(arrays):
-        if jnp.result_type(array, stand_in) != array.dtype:
-            raise errors.TransformError(
-                f"Operand {position} of sx.safe_where has dtype {array.dtype} and cannot hold the "
-                f"stand-in {stand_in!r}. Give another stand-in, or convert the operand."
-            )
-    value = function(*(jnp.where(chosen, array, stand_in) for array in arrays))
-    if callable(otherwise):
-        otherwise = otherwise(*(jnp.where(chosen, stand_in, array) for array in arrays))
-    return jnp.where(chosen, value, otherwise)
+        raise errors.unequal_counts(primals, tangents)
+    return tangents

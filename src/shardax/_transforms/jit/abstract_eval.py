@@ -17,8 +17,11 @@ from shardax._core.graph.flatten import build
 from shardax._core.graph.paths import PyTree
 from shardax._core.init.lazy import LazyValue
 from shardax._transforms.errors import StaticArgumentError
-from shardax._transforms.lift import binding, engine
-from shardax._transforms.lift.arguments import check_static, resolve_arguments
+from shardax._transforms.lift import engine
+from shardax._transforms.lift.arguments import check_static
+from shardax._transforms.lift.input_graph import InputGraph, abstract
+from shardax._transforms.lift.signatures import resolve_arguments
+from shardax._transforms.lift.transformed import decorator, wraps
 
 
 class AbstractFrame(Frame):
@@ -80,16 +83,16 @@ def eval_shape(function: Callable[..., PyTree], *args: PyTree, **kwargs: PyTree)
 def abstract_inputs(once: engine.SingleRunCall) -> tuple[PyTree, ...]:
     """Returns what a call's pure function takes, lazy values as ``jax.ShapeDtypeStruct``."""
     plain, named = list(once.arguments.plain), once.arguments.plain_named
-    return binding.abstract(once.graph.leaves), plain, named
+    return abstract(once.graph.leaves), plain, named
 
 
-def abstract_copy(once: engine.SingleRunCall) -> binding.InputGraph:
+def abstract_copy(once: engine.SingleRunCall) -> InputGraph:
     """Returns a copy of a call's objects without arrays."""
-    shapes = jax.eval_shape(lambda values: values, binding.abstract(once.graph.leaves))
-    return binding.InputGraph(build(once.graphdef, shapes, owner_here())[0])
+    shapes = jax.eval_shape(lambda values: values, abstract(once.graph.leaves))
+    return InputGraph(build(once.graphdef, shapes, owner_here())[0])
 
 
-@engine.decorator
+@decorator
 def make_jaxpr(
     function: Any = None, *, static_argnums: int | Sequence[int] = (), return_shape: bool = False
 ) -> Any:
@@ -129,7 +132,7 @@ def make_jaxpr(
     )
     static = {*positions, *names}
 
-    @engine.wraps(function)
+    @wraps(function)
     def jaxpr_of(*args, **kwargs):
         check_static(function, static, args, kwargs)
         once = engine.SingleRunCall(

@@ -1,33 +1,39 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the compiled form of one function remembers.
+"""What the compiled form of one function remembers, and where that is kept.
 
-Both memories of a ``CompilationCache`` are bounded. A specialization costs a trace, so the least
-recently used one is dropped; a cached call costs a flattening, so all are dropped together.
+A ``CompilationCache`` remembers specializations, by the structure of their arguments, and cached
+calls, by the identities of their objects. Both are bounded. A specialization costs a trace, so the
+least recently used one is dropped; a cached call costs a flattening, so all are dropped together.
 
-A function has one cache for equal options, so ``sx.jit(f)`` written twice traces ``f`` once, as
-under ``jax.jit``. A function that is made anew has a cache of its own, whatever its code is; what
-it compiles is shared by the jaxpr (``jit.programs``).
+A function object has one cache for equal options (``kept_by``), so ``sx.jit(f)`` written twice
+traces ``f`` once, as under ``jax.jit``. A function that is made anew is another object, with a
+cache of its own, whatever its code is: it is traced. What it compiles is then looked up by its
+jaxpr (``jit.programs``). So two functions with equal source are both traced, and the second is
+compiled where its jaxpr differs, or is one that cannot be shared: with a ``jax.Ref``, a Python
+function or an array inside (``jaxprs.can_be_shared``), or with a constant that is committed to
+other devices than its inputs, or read under another mesh (``programs``).
 """
 
 from __future__ import annotations
 
-import itertools
 import operator
+import threading
 import types
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from shardax._core.frames import exclusive, has_leaked
+from shardax._core.frames import has_leaked
 from shardax._core.graph.static import PROGRAMS_ATTRIBUTE
 from shardax._core.object import Object
-from shardax._transforms.jit import specialization as special
-from shardax._transforms.lift import binding
+from shardax._transforms.jit.calls import CachedCall
+from shardax._transforms.jit.options import JitOptions
 from shardax._transforms.lift.captures import CapturePlace, places_of, signature_of
+from shardax._transforms.lift.input_graph import InputGraph
 from shardax._transforms.lift.transformed import Transformed
 
 if TYPE_CHECKING:
-    from shardax._transforms.jit.jit import CachedCall
+    from shardax._transforms.jit.specialization import Specialization
 
 # How many specializations one compiled function remembers.
 MAX_SPECIALIZATIONS = 512
@@ -39,24 +45,31 @@ _MAX_CALLS_WITH_PLACES = 64
 
 
 class CompilationCache:
-    """The specializations and cached calls of one compiled function."""
+    """The specializations and cached calls of one compiled function.
+
+    Attributes:
+        specializations: By the key of the structure of a call.
+        calls: By the key of a ``FlatCall``.
+        places: Where the function finds objects that it is not given (``lift.captures``); None
+            before the first call. They are looked for anew whenever the slow way is taken.
+        met: What a trace met in no certain way, by the key of the structure. The next trace of such
+            a call begins with these objects as inputs, so that it need not begin again.
+        uncertain: Keys of places that a trace bound anew, which are no certain ones.
+        has_warned: Whether the user was told of objects that were met so.
+    """
 
     def __init__(self) -> None:
-        # Where the function finds objects that it is not given; looked for whenever it is traced.
+        self.specializations: dict[Hashable, Specialization] = {}
+        self.calls: dict[Hashable, CachedCall] = {}
         self.places: list[CapturePlace] | None = None
-        self.specializations: dict[Hashable, special.Specialization] = {}
-        self.calls: dict[Hashable, CachedCall] = {}  # by what identifies a call
-        # What a trace met in no certain way, by the key of the call. The next trace of such a call
-        # begins with these objects as inputs, so that it need not begin again.
-        self.met: dict[Hashable, list[weakref.ref[Any]]] = {}
-        # Keys of places that a trace bound anew, which are no certain ones.
+        self.met: dict[Hashable, list[weakref.ref[Object]]] = {}
         self.uncertain: set[Hashable] = set()
         self.has_warned = False
-        # Counts calls; ``Specialization.used`` is the count at the last use.
-        self.ticks = itertools.count(1)
+
+    # --- objects that the function is not given ---------------------------------------------------
 
     def find_places(self, function: Callable[..., Any]) -> list[CapturePlace]:
-        """Returns the places of the function that hold objects now."""
+        """Returns the places where a function holds objects now, looked for anew."""
         places = [place for place in places_of(function) if place.key not in self.uncertain]
         keys = [place.key for place in places]
         if self.places is None or keys != [place.key for place in self.places]:
@@ -65,12 +78,8 @@ class CompilationCache:
             self.places = places
         return self.places
 
-    def signature(self) -> tuple[Hashable, ...]:
-        """Returns what the places hold now, as part of what a call is found by."""
-        return tuple([place.signature() for place in self.places or () if not place.is_fixed])
-
     def structure(self) -> tuple[Hashable, ...]:
-        """Returns the same without the identities of objects."""
+        """Returns what the places hold now, without the identities of objects."""
         return tuple([signature_of(place.read(), type) for place in self.places or ()])
 
     def objects_met(self, key: Hashable) -> list[Object]:
@@ -80,28 +89,31 @@ class CompilationCache:
         # An object of a surrounding trace that has ended is of no use.
         return [item for item in alive if item is not None and not has_leaked(item)]
 
-    def note_met(self, key: Hashable, objects: list[Any]) -> None:
+    def note_met(self, key: Hashable, objects: Sequence[Object]) -> None:
         """Notes the objects that a trace for a call met in no certain way."""
         if len(self.met) >= MAX_SPECIALIZATIONS:
             self.met.clear()
         self.met[key] = [weakref.ref(item) for item in objects]
 
-    def add(self, program: special.Specialization) -> None:
+    # --- specializations and calls ----------------------------------------------------------------
+
+    def add(self, specialization: Specialization) -> None:
         """Adds a specialization; a full cache drops the least recently used."""
         while len(self.specializations) >= MAX_SPECIALIZATIONS:
-            self.drop(min([*self.specializations.values()], key=operator.attrgetter("used")))
-        self.specializations[program.key] = program
+            known = [*self.specializations.values()]
+            self.drop(min(known, key=operator.attrgetter("used")))
+        self.specializations[specialization.key] = specialization
 
-    def drop(self, program: special.Specialization) -> None:
+    def drop(self, specialization: Specialization) -> None:
         """Forgets a specialization, under every key by which it is found, and its calls."""
         for key, known in [*self.specializations.items()]:
-            if known is program:
+            if known is specialization:
                 self.specializations.pop(key, None)
-        for key, entry in [*self.calls.items()]:
-            if entry.specialization is program:
+        for key, call in [*self.calls.items()]:
+            if call.specialization is specialization:
                 self.calls.pop(key, None)
 
-    def remember(self, key: Hashable, entry: CachedCall, graph: binding.InputGraph) -> None:
+    def remember(self, key: Hashable, call: CachedCall, graph: InputGraph) -> None:
         """Remembers a call until one of its objects is gone."""
         most = _MAX_CALLS_WITH_PLACES if self.places else _MAX_CALLS
         if len(self.calls) >= most:
@@ -112,25 +124,30 @@ class CompilationCache:
         def forget(_: object) -> None:
             calls.pop(key, None)
 
-        entry.keep_weakly(graph, forget)
-        self.calls[key] = entry
+        call.hold_weakly(graph, forget)
+        self.calls[key] = call
 
     def clear(self) -> None:
         """Forgets everything."""
-        for program in self.specializations.values():
-            program.clear_cache()
+        for specialization in self.specializations.values():
+            specialization.clear_cache()
         self.specializations.clear()
         self.calls.clear()
         self.met.clear()
 
+
+# --- what a function keeps ------------------------------------------------------------------------
 
 # How many caches, for different options or transforms, one function keeps.
 _MAX_CACHES = 128
 
 T = TypeVar("T")
 
+# Held while something is made that a function keeps, which is not traced.
+_keeping = threading.RLock()
 
-class _CachesOf:
+
+class _KeptByFunction:
     """What is kept for one function, compared by identity: a copied attribute must be hashable."""
 
     __slots__ = ("by_key", "function")
@@ -145,24 +162,28 @@ class _CachesOf:
 
 
 def kept_by(function: Callable[..., Any], key: Hashable, make: Callable[[], T]) -> T:
-    """Returns what is kept for a function under a key, making it the first time."""
-    with exclusive:
+    """Returns what is kept for a function under a key, made by ``make`` the first time."""
+    with _keeping:
         # An attribute of the function, so that both go together.
-        caches = function.__dict__.get(PROGRAMS_ATTRIBUTE)
-        if type(caches) is not _CachesOf or caches.function() is not function:
-            caches = _CachesOf(function)
-            function.__dict__[PROGRAMS_ATTRIBUTE] = caches
-        kept = caches.by_key.get(key)
-        if kept is None:
-            while len(caches.by_key) >= _MAX_CACHES:
-                del caches.by_key[next(iter(caches.by_key))]
-            kept = caches.by_key[key] = make()
-        return kept
+        kept = function.__dict__.get(PROGRAMS_ATTRIBUTE)
+        if type(kept) is not _KeptByFunction or kept.function() is not function:
+            kept = _KeptByFunction(function)
+            function.__dict__[PROGRAMS_ATTRIBUTE] = kept
+
+        made = kept.by_key.get(key)
+        if made is None:
+            while len(kept.by_key) >= _MAX_CACHES:
+                oldest = next(iter(kept.by_key))
+                del kept.by_key[oldest]
+            made = kept.by_key[key] = make()
+        return made
 
 
-def cache_of(function: object, options: special.JitOptions) -> CompilationCache:
-    """Returns the cache of a function for equal options."""
+def cache_of(function: object, options: JitOptions) -> CompilationCache:
+    """Returns the cache of a function for equal options; a new one where it cannot keep one."""
     key = options.key()
-    if not isinstance(function, (types.FunctionType, Transformed)) or type(key) is object:
+    can_keep = isinstance(function, (types.FunctionType, Transformed))
+    is_comparable = type(key) is not object
+    if not (can_keep and is_comparable):
         return CompilationCache()
     return kept_by(function, ("jit", key), CompilationCache)

@@ -38,7 +38,7 @@ from shardax._core.object import Object
 from shardax._transforms.errors import ClosureError
 from shardax._transforms.jit.cache import kept_by
 from shardax._transforms.jit.jit import Jit
-from shardax._transforms.jit.specialization import JitOptions
+from shardax._transforms.jit.options import JitOptions
 from shardax._transforms.lift.captures import Functions
 from shardax._transforms.lift.transformed import Transformed
 
@@ -135,14 +135,26 @@ def run(
         # says in its own words what is wrong. What fails later fails there, too.
         refused = isinstance(error, ShardaxError) and not isinstance(error, ConcurrentWriteError)
         failed = stages[-1] == "begun" if stages else refused
-        # JAX has no type for it. As it is, a transform moves arrays to its own mesh.
-        failed = failed or "incompatible devices" in str(error)
+        # As it is, a transform moves arrays to its own mesh.
+        if isinstance(error, ValueError) and _are_on_other_devices(program.jit, args, kwargs):
+            failed = True
         if not failed:
             raise
         program.can_be_traced = False
     finally:
         _running.stages = outer
     return lifted(functions, options, args, kwargs)
+
+
+def _are_on_other_devices(jit: Jit, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]) -> bool:
+    """Whether arrays that a call uses are committed to different devices, which JAX refuses."""
+    captured = [item for _, item in jit.captured_objects()]
+    arrays = [
+        leaf
+        for leaf in jax.tree.leaves((args, kwargs, captured))
+        if isinstance(leaf, jax.Array) and leaf.committed
+    ]
+    return len({frozenset(array.sharding.device_set) for array in arrays}) > 1
 
 
 def _program_of(transformed: _EagerTransform) -> _EagerProgram:

@@ -15,18 +15,24 @@ from typing import Any, NamedTuple, Self
 import jax
 from jax.sharding import Mesh
 
-from shardax._core.frames import local
-from shardax._core.graph.flatten import GraphDef, Ref, VariableDef, definition_paths, flatten
+from shardax._core.graph.definitions import GraphDef, Ref, VariableDef, definition_paths
+from shardax._core.graph.flatten import flatten
 from shardax._core.graph.paths import Path, PyTree, plain_path
 from shardax._core.state.state import Origin, State
 from shardax._transforms.errors import TransformError
-from shardax._transforms.jit.error_context import explain_places, explain_values, in_user_terms
-from shardax._transforms.jit.jit import CachedCall, Jit
-from shardax._transforms.jit.retraces import static_leaf_differences, structure_differences
-from shardax._transforms.jit.specialization import Specialization, check_compiler_options
+from shardax._transforms.explain.error_context import explain_places, explain_values, in_user_terms
+from shardax._transforms.explain.retraces import static_leaf_differences, structure_differences
+from shardax._transforms.jit.calls import CachedCall
+from shardax._transforms.jit.jit import Jit
+from shardax._transforms.jit.options import check_compiler_options
+from shardax._transforms.jit.settings import note_settings
+from shardax._transforms.jit.specialization import Specialization
+from shardax._transforms.jit.tracing import Tracing, tracing_for
 from shardax._transforms.lift import arguments as inputs
-from shardax._transforms.lift import binding, engine
-from shardax._transforms.lift import prefix as prefixes
+from shardax._transforms.lift import engine
+from shardax._transforms.lift.effects import Effects, LiftedOutputs, apply_effects, check_no_leak
+from shardax._transforms.lift.input_graph import InputGraph, abstract
+from shardax._transforms.lift.placement import mesh_in_scope
 
 # What the function that JAX compiles (see ``Specialization``) calls its inputs.
 _INPUTS = "flat"
@@ -35,45 +41,42 @@ _INPUTS = "flat"
 def trace_jit(jit: Jit, args: Sequence[object], kwargs: Mapping[str, object]) -> Traced:
     """Traces a ``Jit`` for some arguments; lazy values stay lazy."""
     while True:
-        program, graph, arguments = jit.prepare(args, kwargs)
-        outer_call, entry = local.call, CachedCall(program, graph)
-        local.call = entry
-        entry.settles = False
+        specialization, graph, arguments = jit.prepare(args, kwargs)
+        flat_inputs = specialization.pack(abstract(graph.leaves), arguments)
+        tracing = Tracing(specialization, graph, moves_variables=False)
+
         try:
-            full = program.pack(binding.abstract(graph.leaves), arguments)
-            traced = program.own(full).trace(*full)
-            jit.after_trace(entry, graph, args, kwargs)
-            source = _StageSource(
-                jit,
-                program,
-                _states(graph, arguments),
-                traced.out_info[3],
-                prefixes.mesh_in_scope(),
-            )
-            return Traced(source, traced)
-        except engine.RetraceRequest as need:
-            jit.provide(need, program)
+            with tracing_for(tracing):
+                jitted = specialization.own(flat_inputs)
+            traced = specialization.trace(jitted, flat_inputs, tracing)
+        except engine.RetraceRequest as request:
+            jit.provide(request, specialization)
+            continue
         except Exception as error:
-            explain_places(error, program)
+            explain_places(error, specialization)
             raise
-        finally:
-            local.call = outer_call
+
+        note_settings(jit, CachedCall(specialization, graph), graph, args, kwargs)
+        source = _StageSource(
+            jit, specialization, _states(graph, arguments), traced.out_info[3], mesh_in_scope()
+        )
+        return Traced(source, traced)
 
 
 class _StageSource(NamedTuple):
     """What a stage was made from."""
 
     jit: Jit
-    program: Specialization
+    specialization: Specialization
     # Of each object in the arguments: positions of its Variables, and what they are, by path.
     states: list[tuple[dict[Path, int], dict[Path, Origin]]]
-    effects: binding.Effects
+    effects: Effects
     mesh: Mesh | None  # in scope when it was traced, which declared specs mean
     owner: Any = None  # of a bound method, the object that a call need not be given
 
 
 def _states(
-    graph: binding.InputGraph, arguments: inputs.SplitArguments
+    graph: InputGraph, arguments: inputs.SplitArguments
 ) -> list[tuple[dict[Path, int], dict[Path, Origin]]]:
     index = {id(leaf): i for i, leaf in enumerate(graph.flat.leaves)}
     states = []
@@ -85,20 +88,21 @@ def _states(
     return states
 
 
-def _result_view(program: Specialization, tree):
+def _result_view(specialization: Specialization, tree):
     """Returns the user's result from a tree shaped like a ``LiftedOutputs``."""
     # A Module appears as the State of what the function returns of it.
     result, written, fresh, effects = tree
     if effects.result is None:
         return result
-    objects = [*program.graphdef.objects, *effects.fresh]
+    objects = [*specialization.graphdef.objects, *effects.fresh]
     for position, definition in effects.updates.items():
         objects[position] = definition
     values = {
-        program.graphdef.leaves[p]: value for p, value in zip(effects.written, written, strict=True)
+        specialization.graphdef.leaves[p]: value
+        for p, value in zip(effects.written, written, strict=True)
     }
     new = [
-        len(program.graphdef.objects) + i
+        len(specialization.graphdef.objects) + i
         for i, item in enumerate(effects.fresh)
         if type(item) is VariableDef
     ]
@@ -123,7 +127,9 @@ def _of_result(name: str, doc: str):
 
     def view(stage: _Stage):
         source = stage._source
-        return _result_view(source.program, (*getattr(stage._stage, name)[:3], source.effects))
+        return _result_view(
+            source.specialization, (*getattr(stage._stage, name)[:3], source.effects)
+        )
 
     return property(view, doc=doc)
 
@@ -186,21 +192,23 @@ class _Stage:
 
     def _view(self, tree) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Returns (args, kwargs) from a tree shaped like the pure function's arguments."""
-        program = self._source.program
+        specialization = self._source.specialization
         if len(tree) == 2 and isinstance(tree[1], dict):
             tree = tree[0]
         undonated, donated, plain = iter(tree[0]), iter(tree[1]), list(tree[2])
         named: dict[str, PyTree] = {}
         if len(tree) > 3:
-            for position in program.donated:
+            for position in specialization.donated_plain:
                 plain[position] = tree[3][position]
             named = {**tree[4], **tree[5]}
-        values = program.join(undonated, donated)
+        values = specialization.join(undonated, donated)
         states = [
             State.from_flat({path: values[i] for path, i in indices.items()}, origins)
             for indices, origins in self._source.states
         ]
-        args, kwargs = inputs.join_arguments(program, plain, named, states, with_static=False)
+        args, kwargs = inputs.join_arguments(
+            specialization, plain, named, states, with_static=False
+        )
         return tuple(args), kwargs
 
     def __repr__(self) -> str:
@@ -270,7 +278,7 @@ class Compiled(_Stage):
         return self(*args, **kwargs)
 
     def __call__(self, /, *args: object, **kwargs: object) -> PyTree:
-        """Runs the program.
+        """Runs the specialization.
 
         Args:
             *args: As for the function, without static arguments; objects may be others than those
@@ -282,23 +290,23 @@ class Compiled(_Stage):
             TransformError: If the structure of the arguments differs from what was
                 compiled; the message says where.
         """
-        jit, program = self._source.jit, self._source.program
+        jit, specialization = self._source.jit, self._source.specialization
         positional, by_name = self._with_owner(args, kwargs)
-        arguments = program.options.split_arguments(positional, by_name, jit.path_of)
+        arguments = specialization.options.split_arguments(positional, by_name, jit.path_of)
         labels = [label for _, label in jit.positional(len(positional))]
         graph, names = jit.input_graph(arguments, labels)
-        self._check(arguments, graph, names, program.positions.labels)
+        self._check(arguments, graph, names, specialization.positions.labels)
         try:
-            program.place(dict(enumerate(graph.leaves)), self._source.mesh)
-            full = program.pack(graph.values(refs=True), arguments)
-            outputs = binding.LiftedOutputs(*self._stage(*full))
+            specialization.layouts.place(dict(enumerate(graph.leaves)), self._source.mesh)
+            full = specialization.pack(graph.values(refs=True), arguments)
+            outputs = LiftedOutputs(*self._stage(*full))
         except Exception as error:
-            explain_values(error, program, graph)
+            explain_values(error, CachedCall(specialization, graph))
             if "flat[" not in str(error):
                 raise
-            raise TransformError(in_user_terms(str(error), program)) from error
-        binding.check_no_leak(graph, outputs)
-        return binding.apply_effects(graph, outputs)
+            raise TransformError(in_user_terms(str(error), specialization)) from error
+        check_no_leak(graph, outputs)
+        return apply_effects(graph, outputs)
 
     def _with_owner(
         self, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]
@@ -306,14 +314,14 @@ class Compiled(_Stage):
         """Returns the arguments of the function, the object of a bound method among them."""
         jit, owner = self._source.jit, self._source.owner
         given = jit.resolve(args, kwargs)
-        if owner is None or len(given[0]) == len(self._source.program.templates):
+        if owner is None or len(given[0]) == len(self._source.specialization.templates):
             return given
         return jit.resolve((owner, *args), kwargs)
 
     def _check(
         self,
         arguments: inputs.SplitArguments,
-        graph: binding.InputGraph,
+        graph: InputGraph,
         names: Sequence[Path],
         labels: Sequence[str],
     ) -> None:
@@ -331,19 +339,19 @@ class Compiled(_Stage):
     def _differences(
         self,
         arguments: inputs.SplitArguments,
-        graph: binding.InputGraph,
+        graph: InputGraph,
         names: Sequence[Path],
         labels: Sequence[str],
     ) -> list[str]:
         """Returns differences in structure from the compiled arguments."""
-        program, graphdef = self._source.program, graph.flat.graphdef
-        expected = program.graphdef_after
-        differences = structure_differences(expected, graphdef, program.names, names)
+        specialization, graphdef = self._source.specialization, graph.flat.graphdef
+        expected = specialization.graphdef_after
+        differences = structure_differences(expected, graphdef, specialization.names, names)
         templates = (arguments.templates, arguments.named)
-        if not differences and templates == (program.templates, program.named):
+        if not differences and templates == (specialization.templates, specialization.named):
             return []
-        differences += static_leaf_differences(program, arguments, labels)
-        counts = [(len(item.templates), len(item.named)) for item in (arguments, program)]
+        differences += static_leaf_differences(specialization, arguments, labels)
+        counts = [(len(item.templates), len(item.named)) for item in (arguments, specialization)]
         if counts[0] != counts[1]:
             expected = ", ".join(labels) or "no positional arguments"
             differences.insert(

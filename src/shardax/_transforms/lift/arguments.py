@@ -1,133 +1,64 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Inputs of lifted calls: arguments, static values, objects in closures.
+"""Arguments of lifted calls, split into objects, plain values and static values.
 
-An argument is split into *roots* (the objects in it) and a *plain* part, a pytree without objects
-that JAX can take. Its *template* says how to join it again with other roots: the copies that a
-transform made. The path of a root begins with the name of its parameter, so that two models in one
-call have different paths.
+``SplitArguments`` splits the arguments of one call. Of each argument there is
 
-Arrays are dynamic, and Python's numbers unless asked otherwise. Everything else is static, and
-compared by its *settings key* (``_core.graph.settings``): the exact key, and of instances of the
-user's own classes the attributes as well, because a program that was compiled for the old ones
-would answer for the new.
+- its *roots*: the objects in it, in a list with those of the other arguments;
+- a *plain* part: a pytree of what is left, which JAX can take;
+- a *template*, hashable, which says how to join the two again, usually with other roots: the copies
+  that a transform made.
+
+Arrays are plain, and so are Python's numbers unless asked otherwise. Under ``static="auto"``
+everything else is *static* and stands in the template. It is compared by its *settings key*
+(``_core.graph.settings``): by type and value, and, for instances of the user's own classes, by
+their attributes as well, since a program that was compiled for the old ones would answer for the
+new.
 
 The function of a call is a root, too: a Module, a method of one, or a ``functools.partial`` with
-Modules among its arguments. A callable without a hash is compared by identity.
-
-What a function takes from outside without being given it is found in ``lift.captures``.
+Modules among its arguments (``as_root``). What a function takes from outside without being given it
+is found in ``lift.captures``.
 """
 
 from __future__ import annotations
 
 import enum
 import functools
-import inspect
 import operator
-import weakref
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.tree_util import PyTreeDef
 
-from shardax._core.errors import ModuleError, ShardaxError
 from shardax._core.graph.flatten import flatten, has_objects, is_object
 from shardax._core.graph.handlers import PLAIN, handler_of, has_parts
-from shardax._core.graph.paths import Leaf, Path, PyTree, format_path, plain_path
-from shardax._core.graph.settings import IncomparableError, incomparable_attribute, settings_static
+from shardax._core.graph.paths import Leaf, Path, PyTree, plain_path
+from shardax._core.graph.settings import IncomparableError, settings_static
 from shardax._core.graph.static import Static
 from shardax._core.object import Object, Wrapper
-from shardax._transforms.errors import StaticArgumentError, TransformError
+from shardax._transforms import errors
+from shardax._transforms.lift.signatures import parameter_name
 
-
-def parameters_of(function: object) -> tuple[inspect.Parameter, ...] | None:
-    """Returns a function's parameters, or None if it has no signature."""
-    # A comparison of the user's own is not run, and could find those of another callable.
-    if type(function).__eq__ is not object.__eq__:
-        return _find_parameters(function)
-
-    try:
-        parameters = _PARAMETERS.get(function, _UNKNOWN)
-    except TypeError:  # without a hash, or without weak references
-        return _find_parameters(function)
-    if parameters is _UNKNOWN:
-        parameters = _PARAMETERS[function] = _find_parameters(function)
-    return parameters
-
-
-_UNKNOWN: Any = object()
-
-# Parameters by function, which may close over a model: remembering them keeps nothing alive.
-_PARAMETERS: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
-
-
-def _find_parameters(function) -> tuple[inspect.Parameter, ...] | None:
-    try:
-        return tuple(inspect.signature(function).parameters.values())
-    except (TypeError, ValueError):
-        return None
-
-
-def argument_path(function: object, key: int | str) -> tuple[str, ...]:
-    """Returns the path of an argument: its parameter's name."""
-    return (parameter_name(function, key) if isinstance(key, int) else key,)
-
-
-def parameter_name(function: Any, position: int) -> str:
-    """Returns the name of a function's positional parameter, for messages."""
-    names = positional_names(function)
-    return names[position] if position < len(names) else f"args[{position}]"
-
-
-def by_position(
-    function: object,
-    args: Sequence[object],
-    kwargs: Mapping[str, object],
-    most: int | None = None,
-    fill: str | None = None,
-) -> tuple[tuple[PyTree, ...], dict[str, PyTree]]:
-    """Moves keyword arguments to their positions in the signature."""
-    # Defaults fill the ``"gaps"`` before the last keyword, ``"all"`` that is missing, or nothing:
-    # as an argument of its own, a default would be traced.
-    positional, keyword = list(args), dict(kwargs)
-    missing = list((parameters_of(function) or ())[len(positional) : most])
-    while missing and fill == "gaps" and missing[-1].name not in keyword:
-        missing.pop()
-    for parameter in missing:
-        if parameter.kind is parameter.POSITIONAL_OR_KEYWORD and parameter.name in keyword:
-            positional.append(keyword.pop(parameter.name))
-        elif (
-            fill is not None
-            and parameter.default is not parameter.empty
-            and (parameter.kind is not parameter.KEYWORD_ONLY)
-        ):
-            positional.append(parameter.default)
-        else:
-            break
-    if fill == "all":
-        named = [p for p in parameters_of(function) or () if p.kind is p.KEYWORD_ONLY]
-        keyword = {p.name: p.default for p in named if p.default is not p.empty} | keyword
-    return tuple(positional), keyword
-
-
-def positional_names(function: object) -> list[str]:
-    """Returns the names of a function's positional parameters."""
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return [p.name for p in parameters_of(function) or () if p.kind in kinds]
-
-
-AUTO = "auto"
+# --- plain or static --------------------------------------------------------------------------
 
 # The values of the option ``static``; under the second Python's numbers are static, too.
+AUTO = "auto"
 NUMBERS = "numbers"
-
-_ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct, jax.Ref)
 
 NUMBER_TYPES = frozenset({int, float, complex})
 
+_ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct, jax.Ref)
+
+
+def check_static_option(static: str | None) -> None:
+    """Raises StaticArgumentError if the option ``static`` has an unknown value."""
+    if static not in (None, AUTO, NUMBERS):
+        raise errors.unknown_static_option(static)
+
 
 def is_dynamic(leaf: object, static_numbers: bool = False) -> bool:
-    """Whether a leaf is an input of the program."""
+    """Returns whether a leaf is an input of the program under ``static="auto"``."""
     if type(leaf) in NUMBER_TYPES:
         return not static_numbers
     if isinstance(leaf, enum.Enum):
@@ -135,145 +66,36 @@ def is_dynamic(leaf: object, static_numbers: bool = False) -> bool:
     return isinstance(leaf, _ARRAYS) or hasattr(type(leaf), "__jax_array__")
 
 
-def static_leaf(leaf: object, where: Callable[[], Path] = tuple) -> Static:
-    """Returns a static leaf with its settings key."""
+def static_leaf(leaf: object, path: Callable[[], Path] = tuple) -> Static:
+    """Returns a leaf that is static by ``static="auto"``, with its settings key."""
     try:
         return settings_static(leaf)
     except IncomparableError as error:
-        place = f"at {format_path(where())}"
-        raise StaticArgumentError(incomparable_attribute(type(leaf), place, error)) from error
+        raise errors.incomparable_leaf(leaf, path(), error) from error
     except TypeError as error:
-        path = where()
-        place = f" at {format_path(path)}" if path else ""
-        raise StaticArgumentError(
-            f"What is no array, number or Module is static here (static='auto'), but the "
-            f"{type(leaf).__name__}{place} cannot be: {_shortened(leaf)} is not hashable "
-            f"({error}). Use tuples or frozensets, a frozen dataclass for configuration, an "
-            f"sx.Module for what holds arrays or changes."
-        ) from error
-
-
-def _shortened(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
-
-
-def check_callable(function: object, name: str) -> None:
-    """Raises unless what a transform is given can be called."""
-    if not callable(function):
-        raise TransformError(
-            f"sx.{name} was given {_shortened(function)} of type {type(function).__name__}, which "
-            f"cannot be called. Give it a function first: sx.{name}(function, ...)."
-        )
-
-
-def resolve_arguments(
-    function: object, argnums: object, argnames: object, kind: str, error: type[ShardaxError]
-) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Resolves positions and names of arguments from each other, as ``jax.jit`` does."""
-    positions, names = as_tuple(argnums), as_tuple(argnames)
-    wrong = [i for i in positions if isinstance(i, bool) or not hasattr(i, "__index__")]
-    for item in (*wrong, *(name for name in names if not isinstance(name, str))):
-        raise error(
-            f"{kind}_arg{'nums' if item in wrong else 'names'}={item!r} is of type "
-            f"{type(item).__name__}; positions are integers, {kind}_argnums=0, and names are "
-            f"strings, {kind}_argnames='x'."
-        )
-    parameters = parameters_of(function)
-    if parameters is None or not (positions or names):
-        return positions, names
-    positional = positional_names(function)
-    count = len(positional)
-    function_name = getattr(function, "__name__", function)
-    variadic = any(p.kind is p.VAR_POSITIONAL for p in parameters)
-    for position in positions:
-        if not variadic and not -count <= position < count:
-            raise error(
-                f"{kind}_argnums={position} is out of range: {function_name} has {count} "
-                f"positional parameters ({', '.join(positional)})."
-            )
-    parameter_names = [p.name for p in parameters]
-    if not any(p.kind is p.VAR_KEYWORD for p in parameters):
-        for name in names:
-            if name not in parameter_names:
-                raise error(
-                    f"{kind}_argnames has {name!r}, but {function_name} has only "
-                    f"({', '.join(parameter_names)})."
-                )
-    positions = tuple(p % count if p < 0 else p for p in positions)
-    all_positions = {*positions, *(positional.index(n) for n in names if n in positional)}
-    all_names = {*names, *(positional[p] for p in positions if p < count)}
-    return tuple(sorted(all_positions)), tuple(sorted(all_names))
-
-
-def check_static_option(static: str | None) -> None:
-    """Raises if the option ``static`` has an unknown value."""
-    if static not in (None, AUTO, NUMBERS):
-        raise StaticArgumentError(
-            f"static={static!r}: the option takes 'auto' (all but arrays, numbers and Modules is "
-            "static), 'numbers' (Python's numbers, too) or None. To choose arguments, use "
-            "static_argnums or static_argnames."
-        )
-
-
-def as_tuple(value: object) -> tuple[PyTree, ...]:
-    """Returns None, one entry or several as a tuple."""
-    if value is None:
-        return ()
-    return tuple(value) if isinstance(value, Iterable) and not isinstance(value, str) else (value,)
+        raise errors.unhashable_leaf(leaf, path(), error) from error
 
 
 def static_argument(value: object, function: object, place: int | str) -> Static:
-    """Returns a static argument by its exact key."""
+    """Returns an argument that an option makes static, by position or name, with its key."""
     label = parameter_name(function, place) if isinstance(place, int) else place
     if isinstance(value, Object):
-        raise StaticArgumentError(
-            f"The argument {label!r} is static, but a {type(value).__name__} was passed: its "
-            "values would be frozen into the program. Pass it as an ordinary argument: a Module's "
-            "configuration is static by itself."
-        )
+        raise errors.static_object(label, value)
     try:
         return settings_static(value)
     except IncomparableError as error:
-        place = f"given as the static argument {label!r}"
-        raise StaticArgumentError(incomparable_attribute(type(value), place, error)) from error
+        raise errors.incomparable_argument(label, value, error) from error
     except TypeError as error:
-        raise StaticArgumentError(
-            f"The static argument {label!r} of {getattr(function, '__name__', function)} is "
-            f"{value!r} of type {type(value).__name__}, which is not hashable ({error}). Pass "
-            "arrays as ordinary arguments; use tuples, frozen dataclasses, and an sx.Module for "
-            "what holds arrays or changes."
-        ) from error
-
-
-class ArgumentPositions(NamedTuple):
-    """Where the arguments of a call stand in the signature."""
-
-    # (position, parameter name) of each dynamic positional argument.
-    positional: list[tuple[int, str]]
-    static: tuple[tuple[Any, Static], ...]  # (position or name, value) of each static one
-
-    @property
-    def labels(self) -> list[str]:
-        """Parameter names of the dynamic positional arguments."""
-        return [label for _, label in self.positional]
-
-    def insert_static(
-        self, args: list[PyTree], kwargs: dict[str, PyTree]
-    ) -> tuple[list[PyTree], dict[str, PyTree]]:
-        """Returns the user's arguments, static ones included."""
-        for place, item in self.static:
-            if isinstance(place, int):
-                args.insert(place, item.value)
-            else:
-                kwargs[place] = item.value
-        return args, kwargs
+        raise errors.unhashable_argument(label, function, value, error) from error
 
 
 def check_static(
-    function: object, static: set[int | str], args: Sequence[object], kwargs: Mapping[str, object]
+    function: object,
+    static: Iterable[int | str],
+    args: Sequence[object],
+    kwargs: Mapping[str, object],
 ) -> None:
-    """Raises if a static argument is a Module or not hashable."""
+    """Raises StaticArgumentError if a static argument is a Module or not hashable."""
     for key in static:
         if isinstance(key, int) and -len(args) <= key < len(args):
             static_argument(args[key], function, key)
@@ -281,90 +103,163 @@ def check_static(
             static_argument(kwargs[key], function, key)
 
 
+class ArgumentPositions(NamedTuple):
+    """Where the arguments of a compiled call stand in the signature."""
+
+    positional: list[tuple[int, str]]
+    """(position, parameter name) of each dynamic positional argument."""
+
+    static: tuple[tuple[int | str, Static], ...]
+    """(position or name, value) of each static argument."""
+
+    @property
+    def labels(self) -> list[str]:
+        """The parameter names of the dynamic positional arguments."""
+        return [label for _, label in self.positional]
+
+    def insert_static(
+        self, args: list[PyTree], kwargs: dict[str, PyTree]
+    ) -> tuple[list[PyTree], dict[str, PyTree]]:
+        """Returns the user's arguments, static ones included."""
+        for place, static in self.static:
+            if isinstance(place, int):
+                args.insert(place, static.value)
+            else:
+                kwargs[place] = static.value
+        return args, kwargs
+
+
+# --- templates --------------------------------------------------------------------------------
+
+
 class RootTemplate(NamedTuple):
-    """Template of an object: its position among the roots."""
+    """Template of an argument that is an object."""
 
     position: int
-
-
-class TreeTemplate(NamedTuple):
-    """Template of a pytree argument with objects or static values inside."""
-
-    treedef: object  # its structure, with objects as leaves
-    # (position among the leaves, position among the roots) of each object.
-    roots: tuple[tuple[int, int], ...]
-    # (position among the leaves, value) of each static leaf.
-    static: tuple[tuple[int, Static], ...] = ()
+    """The object's position among the roots."""
 
 
 class PlainTemplate(NamedTuple):
-    """Template of an argument without objects; JAX flattens it."""
+    """Template of an argument without objects and static leaves; JAX flattens it."""
 
+
+class StaticTemplate(NamedTuple):
+    """Template of an argument that an option makes static."""
+
+    value: Any
+
+
+class TreeTemplate(NamedTuple):
+    """Template of a pytree with objects or static leaves inside."""
+
+    treedef: PyTreeDef
+    """Its structure, with objects as leaves."""
+
+    roots: tuple[tuple[int, int], ...]
+    """(position among the leaves, position among the roots) of each object."""
+
+    static: tuple[tuple[int, Static], ...] = ()
+    """(position among the leaves, value) of each static leaf."""
+
+
+Template = RootTemplate | PlainTemplate | StaticTemplate | TreeTemplate
 
 PLAIN_TEMPLATE = PlainTemplate()
 
 
-class StaticTemplate(NamedTuple):
-    """Template of an argument that is static: its value."""
+def split_tree(
+    tree: PyTree,
+    position_of: Callable[[Object], int],
+    static_of: Callable[[Leaf, int, PyTreeDef], Static | None],
+) -> tuple[TreeTemplate, list[Leaf]]:
+    """Splits a pytree into its template and its plain leaves.
 
-    value: object
+    Args:
+        tree: The pytree.
+        position_of: Returns the position among the roots of an object.
+        static_of: Called with a leaf, its position and the structure of the tree; returns the leaf
+            if it is static, else None.
+    """
+    leaves, treedef = jax.tree.flatten(tree, is_leaf=is_object)
+    roots: list[tuple[int, int]] = []
+    static: list[tuple[int, Static]] = []
+    plain: list[Leaf] = []
+    for position, leaf in enumerate(leaves):
+        if isinstance(leaf, Object):
+            roots.append((position, position_of(leaf)))
+            continue
+        static_value = static_of(leaf, position, treedef)
+        if static_value is None:
+            plain.append(leaf)
+        else:
+            static.append((position, static_value))
+    return TreeTemplate(treedef, tuple(roots), tuple(static)), plain
 
 
 def split_argument(
-    value: object,
-    roots: list[PyTree],
+    value: PyTree,
+    roots: list[Object],
     auto_static: bool = False,
     static_numbers: bool = False,
     label: Callable[[], Path] = tuple,
-) -> tuple[PyTree, PyTree]:
-    """Splits one argument."""
+) -> tuple[Template, PyTree]:
+    """Returns the template of an argument and its plain part; appends its objects to ``roots``.
+
+    Args:
+        value: The argument.
+        roots: The objects of the arguments before.
+        auto_static: Whether leaves other than arrays and numbers are static.
+        static_numbers: Whether Python's numbers are static, too.
+        label: Returns the argument's path, for errors.
+    """
     if isinstance(value, Object):
         roots.append(value)
         return RootTemplate(len(roots) - 1), None
     if not auto_static and not has_objects(value):
         return PLAIN_TEMPLATE, value
-    leaves, treedef = jax.tree.flatten(value, is_leaf=is_object)
 
-    def path_of(position: int) -> Path:
-        return (*label(), *leaf_paths(treedef)[position])
+    def add_root(item: Object) -> int:
+        roots.append(item)
+        return len(roots) - 1
 
-    places, static, plain = [], [], []
-    for position, leaf in enumerate(leaves):
-        if isinstance(leaf, Object):
-            places.append((position, len(roots)))
-            roots.append(leaf)
-        elif auto_static and not is_dynamic(leaf, static_numbers):
-            static.append((position, static_leaf(leaf, functools.partial(path_of, position))))
-        else:
-            plain.append(leaf)
-    if not places and not static:
+    def static_of(leaf: Leaf, position: int, treedef: PyTreeDef) -> Static | None:
+        if not auto_static or is_dynamic(leaf, static_numbers):
+            return None
+        return static_leaf(leaf, lambda: (*label(), *leaf_paths(treedef)[position]))
+
+    template, plain = split_tree(value, add_root, static_of)
+    if not template.roots and not template.static:
         return PLAIN_TEMPLATE, value
-    return TreeTemplate(treedef, tuple(places), tuple(static)), plain
+    return template, plain
 
 
-@functools.lru_cache(maxsize=512)
-def leaf_paths(treedef: Any) -> Sequence[Path]:
-    """Returns the path of each leaf of a pytree structure."""
-    try:
-        marked = treedef.unflatten(range(treedef.num_leaves))
-        pairs = jax.tree_util.tree_leaves_with_path(marked)
-    except Exception:  # noqa: BLE001 - a class of the user that takes no marks
-        return [(position,) for position in range(treedef.num_leaves)]
-    return [plain_path(keys) for keys, _ in pairs]
+def join_argument(
+    template: Template,
+    plain: PyTree,
+    roots: Sequence[PyTree] | Mapping[int, PyTree],
+    with_static: bool = True,
+) -> PyTree:
+    """Returns an argument of its plain part and roots; the inverse of ``split_argument``.
 
-
-def join_argument(template: PyTree, plain: Leaf, roots: PyTree, with_static: bool = True) -> PyTree:
-    """The inverse of ``split_argument``, with other roots."""
-    if type(template) is PlainTemplate:
+    Args:
+        template: The argument's template.
+        plain: Its plain part.
+        roots: What stands for each object, by position among the roots.
+        with_static: Whether static leaves are those of the template; else None stands for them.
+    """
+    if isinstance(template, PlainTemplate):
         return plain
-    if type(template) is RootTemplate:
+    if isinstance(template, RootTemplate):
         return roots[template.position]
-    if type(template) is StaticTemplate:
+    if isinstance(template, StaticTemplate):
         return template.value
-    places = [(position, roots[root]) for position, root in template.roots]
-    places += [(place, item.value if with_static else None) for place, item in template.static]
+
+    others = [(position, roots[root]) for position, root in template.roots]
+    for position, static in template.static:
+        others.append((position, static.value if with_static else None))
+
     leaves = list(plain)
-    for position, item in sorted(places, key=operator.itemgetter(0)):
+    for position, item in sorted(others, key=operator.itemgetter(0)):
         leaves.insert(position, item)
     return template.treedef.unflatten(leaves)
 
@@ -376,24 +271,81 @@ def join_arguments(
     roots: Sequence[PyTree],
     with_static: bool = True,
 ) -> tuple[list[PyTree], dict[str, PyTree]]:
-    """Joins arguments by the ``templates`` and ``named`` of a split call."""
+    """Returns (args, kwargs) by the ``templates`` and ``named`` of a split call."""
     args = [
         join_argument(template, part, roots, with_static)
         for template, part in zip(split.templates, plain, strict=True)
     ]
-    named = {n: join_argument(t, plain_named[n], roots, with_static) for n, t in split.named}
-    return args, named
+    kwargs = {
+        name: join_argument(template, plain_named[name], roots, with_static)
+        for name, template in split.named
+    }
+    return args, kwargs
 
 
-def _registered_types(treedef: Any) -> set[str]:
-    """Returns the names of classes, other than Python's containers, in a structure."""
-    node = treedef.node_data()
-    names = {node[0].__name__} if node and node[0] not in (dict, list, tuple) else set()
-    return names.union(*map(_registered_types, treedef.children()))
+# --- paths ------------------------------------------------------------------------------------
+
+
+@functools.lru_cache(maxsize=512)
+def leaf_paths(treedef: PyTreeDef) -> Sequence[Path]:
+    """Returns the path of each leaf of a pytree structure."""
+    try:
+        marked = treedef.unflatten(range(treedef.num_leaves))
+        pairs = jax.tree_util.tree_leaves_with_path(marked)
+    except Exception:  # noqa: BLE001 - a class of the user that takes no marks
+        return [(position,) for position in range(treedef.num_leaves)]
+    return [plain_path(keys) for keys, _ in pairs]
+
+
+def root_places(label: str, template: Template) -> list[tuple[int, Path]]:
+    """Returns (position among the roots, path) of each object of an argument."""
+    if isinstance(template, RootTemplate):
+        return [(template.position, (label,))]
+    if not isinstance(template, TreeTemplate):
+        return []
+    paths = leaf_paths(template.treedef)
+    return [(root, (label, *paths[leaf])) for leaf, root in template.roots]
+
+
+def root_names(labels: Iterable[str], arguments: SplitArguments) -> list[Path]:
+    """Returns the path of each root of the arguments."""
+    names: list[Path] = [()] * len(arguments.roots)
+    for label, template, _ in arguments.parts(labels):
+        for root, path in root_places(label, template):
+            names[root] = path
+    return names
+
+
+def plain_paths(template: Template, plain: PyTree = None) -> Sequence[Path]:
+    """Returns the path of each leaf of an argument's plain part, from the argument on."""
+    if not isinstance(template, TreeTemplate):
+        return leaf_paths(jax.tree.structure(plain))
+    other_leaves = {leaf for leaf, _ in (*template.roots, *template.static)}
+    paths = leaf_paths(template.treedef)
+    return [path for leaf, path in enumerate(paths) if leaf not in other_leaves]
+
+
+# --- a call -----------------------------------------------------------------------------------
 
 
 class SplitArguments:
-    """The arguments of one lifted call, taken apart."""
+    """The arguments of one lifted call, split.
+
+    Args:
+        args: The positional arguments.
+        kwargs: The arguments by name.
+        auto_static: Whether leaves other than arrays and numbers are static.
+        static: Positions and names of arguments that are static as a whole.
+        static_numbers: Whether Python's numbers are static, too.
+        label: Returns the path of an argument by its position or name, for errors.
+
+    Attributes:
+        roots: The objects in the arguments, in order.
+        templates: The template of each positional argument.
+        plain: Their plain parts.
+        named: (name, template) of each argument by name, sorted.
+        plain_named: Their plain parts, by name.
+    """
 
     __slots__ = ("named", "plain", "plain_named", "roots", "templates")
 
@@ -406,90 +358,111 @@ class SplitArguments:
         static_numbers: bool = False,
         label: Callable[[int | str], Path] = lambda _: (),
     ) -> None:
-        self.roots: list[Any] = []  # the objects found, in order
+        self.roots: list[Any] = []
 
-        def apart(key: int | str, value: object) -> tuple[PyTree, PyTree]:
+        def split(key: int | str, value: PyTree) -> tuple[Template, PyTree]:
             if key in static:
                 return StaticTemplate(value), None
-            where = functools.partial(label, key)
-            return split_argument(value, self.roots, auto_static, static_numbers, where)
+            path = functools.partial(label, key)
+            return split_argument(value, self.roots, auto_static, static_numbers, path)
 
-        pairs = [apart(position, arg) for position, arg in enumerate(args)]
-        self.templates = tuple(template for template, _ in pairs)  # one per positional argument
-        # The plain parts of the positional arguments.
-        self.plain = tuple(plain for _, plain in pairs)
-        named = [(name, *apart(name, kwargs[name])) for name in sorted(kwargs)]
-        # (name, template) pairs, sorted by name.
-        self.named = tuple((name, template) for name, template, _ in named)
-        # The plain parts of the keyword arguments.
-        self.plain_named = {name: plain for name, _, plain in named}
+        positional = [split(position, value) for position, value in enumerate(args)]
+        self.templates = tuple(template for template, _ in positional)
+        self.plain = tuple(plain for _, plain in positional)
 
-    def plain_leaves(self) -> tuple[list[Leaf], Leaf]:
-        """Returns the plain leaves, and their treedef."""
+        named = {name: split(name, kwargs[name]) for name in sorted(kwargs)}
+        self.named = tuple((name, template) for name, (template, _) in named.items())
+        self.plain_named = {name: plain for name, (_, plain) in named.items()}
+
+    def parts(self, labels: Iterable[str]) -> Iterator[tuple[str, Template, PyTree]]:
+        """Yields (name, template, plain part) of each argument.
+
+        Args:
+            labels: The parameter name of each positional argument.
+        """
+        names = (*labels, *self.plain_named)
+        plain = (*self.plain, *self.plain_named.values())
+        yield from zip(names, self._all_templates, plain, strict=True)
+
+    @property
+    def _all_templates(self) -> tuple[Template, ...]:
+        return (*self.templates, *(template for _, template in self.named))
+
+    def restore(
+        self, plain: Sequence[PyTree], plain_named: Mapping[str, PyTree], roots: Sequence[PyTree]
+    ) -> tuple[list[PyTree], dict[str, PyTree]]:
+        """Returns (args, kwargs) of plain parts and roots, usually a transform's copies."""
+        return join_arguments(self, plain, plain_named, roots)
+
+    def plain_leaves(self) -> tuple[list[Leaf], PyTreeDef]:
+        """Returns the leaves of all plain parts, and their structure."""
         return jax.tree.flatten((list(self.plain), self.plain_named))
 
-    def refuse_copies(self) -> None:
-        """Raises if flattening a container makes objects anew each time."""
-        for template, plain in (
-            *zip(self.templates, self.plain, strict=True),
-            *((template, self.plain_named[name]) for name, template in self.named),
-        ):
-            if isinstance(template, TreeTemplate) and template.roots:
-                value = join_argument(template, plain, self.roots)
-                leaves = jax.tree.leaves(value, is_leaf=is_object)
-                if any(leaves[leaf] is not self.roots[root] for leaf, root in template.roots):
-                    flatten(value)  # raises with the class whose flattening makes copies
-                    kinds = ", ".join(sorted(_registered_types(template.treedef)))
-                    raise ModuleError(
-                        f"{kinds}: a class registered with JAX as a pytree node makes new "
-                        "Variables when JAX puts it together, so what a function writes into them "
-                        "would be lost. Let unflatten keep the children that it is given: "
-                        "lambda _, children: Node(*children)."
-                    )
-
     def static_values(self) -> Iterator[Any]:
-        """Yields every static value inside of the arguments."""
-        for template in (*self.templates, *(template for _, template in self.named)):
+        """Yields every static leaf inside of the arguments."""
+        for template in self._all_templates:
             if isinstance(template, TreeTemplate):
-                for _, item in template.static:
-                    yield item.value
+                for _, static in template.static:
+                    yield static.value
 
     def release(self) -> None:
         """Lets go of objects and plain values; templates remain."""
         self.roots, self.plain, self.plain_named = [], (), {}
 
-    def restore(
-        self, plain: Sequence[object], plain_named: Mapping[str, object], roots: Sequence[object]
-    ) -> tuple[list[PyTree], dict[str, PyTree]]:
-        """Puts arguments together from plain parts and roots (a transform's copies, usually)."""
-        return join_arguments(self, plain, plain_named, roots)
+    def refuse_copies(self) -> None:
+        """Raises ModuleError if flattening a container makes objects anew each time."""
+        parts = (*self.plain, *self.plain_named.values())
+        for template, plain in zip(self._all_templates, parts, strict=True):
+            if not isinstance(template, TreeTemplate) or not template.roots:
+                continue
+            value = join_argument(template, plain, self.roots)
+            leaves = jax.tree.leaves(value, is_leaf=is_object)
+            if any(leaves[leaf] is not self.roots[root] for leaf, root in template.roots):
+                flatten(value)  # raises with the class whose flattening makes copies
+                raise errors.rebuilding_node(sorted(_registered_types(template.treedef)))
 
 
-def as_root(root: object) -> PyTree:
-    """Returns a root that can be compared."""
+def _registered_types(treedef: PyTreeDef) -> set[str]:
+    """Returns the names of classes, other than Python's containers, in a structure."""
+    names: set[str] = set()
+    node = treedef.node_data()
+    if node and node[0] not in (dict, list, tuple):
+        names.add(node[0].__name__)
+    return names.union(*map(_registered_types, treedef.children()))
+
+
+# --- the function -----------------------------------------------------------------------------
+
+
+def as_root(root: Any) -> Any:
+    """Returns a root that can be compared: a callable without a hash compares by identity."""
     if isinstance(root, (Object, Wrapper)) or not callable(root):
         return root
     if not isinstance(root, functools.partial):
         return root if _is_hashable(root) else _ByIdentity(root)
+
     function = as_root(root.func)
-    parts = (*root.args, *root.keywords.values())
-    if function is root.func and all(_is_comparable(part) for part in parts):
+    arguments = (*root.args, *root.keywords.values())
+    if function is root.func and all(_is_comparable(argument) for argument in arguments):
         return root
+
+    # A partial with objects, and with arguments that cannot be compared: the objects are apart.
     leaves, treedef = jax.tree.flatten((root.args, root.keywords), is_leaf=is_object)
-    objects = [leaf for leaf in leaves if is_object(leaf)]
-    other_leaves = [None if is_object(leaf) else leaf for leaf in leaves]
-    places = [place for place, leaf in enumerate(leaves) if is_object(leaf)]
-    return functools.partial(
-        _PartialByIdentity(root, treedef, other_leaves, places), function, tuple(objects)
-    )
+    positions = [position for position, leaf in enumerate(leaves) if is_object(leaf)]
+    objects = [leaves[position] for position in positions]
+    others = [None if is_object(leaf) else leaf for leaf in leaves]
+    identity = _PartialByIdentity(root, treedef, others, positions)
+    return functools.partial(identity, function, tuple(objects))
 
 
-def _is_comparable(part: object) -> bool:
-    """Whether part of a partial is an object or hashable."""
-    if not has_parts(part):
-        return _is_hashable(part)
-    handler = handler_of(part)
-    return handler not in PLAIN or all(_is_comparable(item) for _, item in handler.children(part))
+def _is_comparable(argument: object) -> bool:
+    """Returns whether an argument of a partial is an object, or hashable, or made of such."""
+    if not has_parts(argument):
+        return _is_hashable(argument)
+    handler = handler_of(argument)
+    if handler not in PLAIN:
+        return True
+    return all(_is_comparable(child) for _, child in handler.children(argument))
 
 
 def _is_hashable(value: object) -> bool:
@@ -503,7 +476,7 @@ def _is_hashable(value: object) -> bool:
 class _ByIdentity:
     """A callable that is compared by identity."""
 
-    def __init__(self, held) -> None:
+    def __init__(self, held: Callable[..., Any]) -> None:
         self.held = held
 
     def __hash__(self) -> int:
@@ -512,51 +485,29 @@ class _ByIdentity:
     def __eq__(self, other: object) -> bool:
         return type(other) is type(self) and other.held is self.held
 
-    def __call__(self, /, *args: object, **kwargs: object) -> PyTree:
+    def __call__(self, /, *args: PyTree, **kwargs: PyTree) -> PyTree:
         return self.held(*args, **kwargs)
 
 
 class _PartialByIdentity(_ByIdentity):
-    """A partial without its function and its objects."""
+    """A partial without its function and its objects, which it is called with."""
 
-    def __init__(self, held, treedef, others: Sequence[Any], places: Sequence[int]) -> None:
+    def __init__(
+        self,
+        held: functools.partial[Any],
+        treedef: PyTreeDef,
+        others: Sequence[Leaf],
+        positions: Sequence[int],
+    ) -> None:
         super().__init__(held)
         self.treedef = treedef
         self.others = others
-        self.places = places
+        self.positions = positions
 
     def __call__(self, /, *args: PyTree, **kwargs: PyTree) -> PyTree:
-        function, objects, *behind = args
+        function, objects, *call_args = args
         leaves = list(self.others)
-        for place, item in zip(self.places, objects, strict=True):
-            leaves[place] = item
-        positional, named = self.treedef.unflatten(leaves)
-        return function(*positional, *behind, **{**named, **kwargs})
-
-
-def root_places(label: str, template: object) -> list[tuple[int, Path]]:
-    """Returns (position among the roots, path) of each object of an argument."""
-    if isinstance(template, RootTemplate):
-        return [(template.position, (label,))]
-    if not isinstance(template, TreeTemplate):
-        return []
-    paths = leaf_paths(template.treedef)
-    return [(root, (label, *paths[leaf])) for leaf, root in template.roots]
-
-
-def root_names(labels: Iterable[str], arguments: SplitArguments) -> list[Path]:
-    """Returns the path of each root."""
-    names: list[Path] = [()] * len(arguments.roots)
-    for label, template in [*zip(labels, arguments.templates, strict=True), *arguments.named]:
-        for root, path in root_places(label, template):
-            names[root] = path
-    return names
-
-
-def plain_paths(template: object, plain: object = None) -> Sequence[Path]:
-    """Returns the paths of an argument's arrays, beside objects and static values."""
-    if not isinstance(template, TreeTemplate):
-        return leaf_paths(jax.tree.structure(plain))
-    object_leaves = {leaf for leaf, _ in (*template.roots, *template.static)}
-    paths = leaf_paths(template.treedef)
-    return [path for leaf, path in enumerate(paths) if leaf not in object_leaves]
+        for position, item in zip(self.positions, objects, strict=True):
+            leaves[position] = item
+        bound_args, bound_kwargs = self.treedef.unflatten(leaves)
+        return function(*bound_args, *call_args, **{**bound_kwargs, **kwargs})

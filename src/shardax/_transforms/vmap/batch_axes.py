@@ -3,194 +3,38 @@
 
 A *problem* is a tree of arrays, Modules and configuration, in which some arrays hold one part per
 batch element, and others are shared. Given the size of the batch, ``batch_axes`` finds the axis of
-each array, and says why. A *declaration* (``where``) comes first: a filter and an axis, ``None``
-for what is shared, the logical name of the batched dimension, or ``...`` for an axis to be found.
-Anything else is *guessed*: an array whose leading dimension, and no other, has that size is batched
-along it. A size is weak evidence, so a guess is refused where it may well be wrong: another
-dimension of that size; a batch of one; the state of a model (Variables, boxes, a State), whose
-sizes match by chance.
+each array, and says why.
 
-A *part* is a Variable (once, with all paths that reach it), an entry of a State, a box or a named
-array with what is in it, or any other leaf. It knows shapes and names but no values, so lazy
-Variables stay lazy, and ``jax.ShapeDtypeStruct`` does as well as an array.
+1. A *declaration* (``where``) comes first: a filter and an axis, ``None`` for what is shared, the
+   logical name of the batched dimension, or ``...`` for an axis to be found.
+2. Anything else is *guessed*: an array is batched along its leading dimension, if this one has the
+   size of the batch.
+3. A size is weak evidence, so a guess that may well be wrong is refused: if another dimension has
+   that size, too; for a batch of one; for the state of a model (Variables, boxes, a State), whose
+   sizes match by chance.
+
+The problem is split into parts (``batch_problem``); each gets one axis.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import types
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import jax
-import jax.numpy as jnp
-
 from shardax._core.errors import FilterError
-from shardax._core.frames import local, resolve
-from shardax._core.graph.flatten import flatten
-from shardax._core.graph.handlers import axes_of, is_whole
-from shardax._core.graph.paths import Path, PyTree, format_path, plain_path
-from shardax._core.init.lazy import LazyValue
-from shardax._core.object import Object
+from shardax._core.graph.paths import PyTree, format_path
 from shardax._core.state.filters import PathContains, first_match, to_predicates
-from shardax._core.state.state import State
 from shardax._core.text import columns
-from shardax._core.variable import ArrayAttribute, Variable
 from shardax._transforms.errors import PrefixError, TransformError
-from shardax._transforms.lift.prefix import ExactPath, StateAxes, alias_paths, consistent, is_axis
-from shardax._transforms.vmap.axes import is_box, streams_of
-
-# Where the parts of a leaf are: its position; for an object those of its Variables by path; for a
-# State those of its entries.
-PartPosition = int | dict[Path, int] | tuple[State, range]
-
-
-class BatchPart(NamedTuple):
-    """One part of a problem."""
-
-    paths: tuple[Path, ...]  # all paths that reach it, the first one first
-    item: object  # the Variable, box, named array or leaf; of a State, what the entry came from
-    kind: type  # its type, or that of the Variable it came from
-    # Its arrays, as shapes and dtypes; none if it is no array.
-    arrays: tuple[jax.ShapeDtypeStruct, ...]
-    names: tuple[Any, ...] | None  # logical names of its dimensions, or None
-    is_state: bool  # whether it belongs to a model, and is not an array of data
-    is_stream: bool = False  # whether it is the key or the counter of a random stream
-
-    @property
-    def what(self) -> str:
-        """Type, dtype and shape, for people."""
-        listed = ", ".join(f"{array.dtype}{list(array.shape)}" for array in self.arrays)
-        if not self.arrays:
-            return self.kind.__name__
-        plain = not (self.is_state or self.is_named) or self.kind is ArrayAttribute
-        return listed if plain else f"{self.kind.__name__} {listed}"
-
-    @property
-    def is_named(self) -> bool:
-        """Whether it is an array with named dimensions."""
-        return axes_of(self.item) is not None
-
-    def candidates(self, size: int) -> list[int]:
-        """Returns the mappable axes on which every array has a size."""
-        axes_by_array = [
-            {axis for axis, axis_size in enumerate(array.shape) if axis_size == size}
-            for array in self.arrays
-        ]
-        axes = set[int].intersection(*axes_by_array) if axes_by_array else set[int]()
-        return sorted(axes - set(self.named_dimensions))
-
-    @property
-    def named_dimensions(self) -> list[int]:
-        """The dimensions of a named array that ``vmap`` cannot map."""
-        names = (self.names or ()) if self.is_named else ()
-        return [axis for axis, name in enumerate(names) if name is not None]
-
-    @property
-    def leading(self) -> int:
-        """The first mappable axis."""
-        return next(axis for axis in itertools.count() if axis not in self.named_dimensions)
-
-
-class BatchProblem:
-    """Trees split together, so that a shared Variable is one part."""
-
-    def __init__(self, trees: Iterable[tuple[Path, PyTree]]) -> None:
-        self.parts: list[BatchPart] = []  # their parts, in order
-        self._known: dict[int, int] = {}
-        self._trees = [self._take_apart(where, tree) for where, tree in trees]
-
-    def _take_apart(self, where: Path, tree: object) -> tuple[Any, list[PartPosition]]:
-        pairs, treedef = jax.tree_util.tree_flatten_with_path(
-            tree, is_leaf=lambda item: is_whole(item) or is_box(item)
-        )
-        places: list[PartPosition] = []
-        for key_path, leaf in pairs:
-            path = (*where, *plain_path(key_path))
-            if isinstance(leaf, Object):
-                places.append(self._add_object(leaf, path))
-            elif isinstance(leaf, State):
-                places.append((leaf, self._add_state(leaf, path)))
-            else:
-                places.append(len(self.parts))
-                box = is_box(leaf)
-                names = getattr(leaf, "names", None) if box else axes_of(leaf)
-                arrays = _arrays_in(leaf)
-                self.parts.append(BatchPart((path,), leaf, type(leaf), arrays, names, box))
-        return treedef, places
-
-    def _add_object(self, root: Object, where: Path) -> dict[Path, int]:
-        """Adds the Variables of an object; returns positions by path."""
-        flat = flatten(root)
-        streams = {at for s in streams_of(flat.graphdef) for at in s}
-        further: dict[int, list[Path]] = {}
-        for position, path in alias_paths(flat.graphdef):
-            further.setdefault(position, []).append(path)
-        places: dict[Path, int] = {}
-        for position, (path, leaf) in enumerate(zip(flat.leaf_paths, flat.leaves, strict=True)):
-            paths = tuple(
-                (*where, *path_of_part) for path_of_part in (path, *further.get(position, ()))
-            )
-            index = self._known.setdefault(id(leaf), len(self.parts))
-            if index == len(self.parts):
-                stand_in, is_stream = resolve(leaf, local.frame), position in streams
-                form = (type(leaf), _arrays_in(stand_in._value), stand_in.axes)
-                self.parts.append(BatchPart(paths, leaf, *form, True, is_stream))
-            else:
-                part = self.parts[index]
-                self.parts[index] = part._replace(paths=(*part.paths, *paths))
-            places[path] = index
-        return places
-
-    def _add_state(self, state: State, where: Path) -> range:
-        """Adds the entries of a State; returns the positions of their parts."""
-        first, origins = len(self.parts), state.origins()
-        for path, value in state.flat().items():
-            origin, paths = origins[path], ((*where, *path),)
-            form = (origin.variable_type, _arrays_in(value), origin.axes)
-            self.parts.append(BatchPart(paths, origin, *form, True))
-        return range(first, len(self.parts))
-
-    def prefixes(self, axes: Sequence[int | None]) -> list[PyTree]:
-        """Returns a prefix of each tree with the axes of its parts."""
-        return [
-            treedef.unflatten(_entry(place, axes) for place in places)
-            for treedef, places in self._trees
-        ]
-
-
-def _entry(place: PartPosition, axes: Sequence[int | None]):
-    if isinstance(place, int):
-        return axes[place]
-    if isinstance(place, tuple):
-        state, positions = place
-        entries = zip(state.flat(), (axes[position] for position in positions), strict=True)
-        return State.from_flat(dict(entries), state.origins())
-    entries = {path: axes[position] for path, position in place.items()}
-    if len(set(entries.values())) <= 1:
-        return next(iter(entries.values()), None)
-    return StateAxes([(ExactPath(path), axis) for path, axis in entries.items()])
-
-
-def _arrays_in(value: object) -> tuple[jax.ShapeDtypeStruct, ...]:
-    leaves = [value] if isinstance(value, LazyValue) else jax.tree.leaves(value)
-    shaped = [leaf for leaf in leaves if hasattr(leaf, "dtype") and hasattr(leaf, "shape")]
-    numbers = [leaf for leaf in leaves if isinstance(leaf, (bool, int, float, complex))]
-    return (
-        *(jax.ShapeDtypeStruct(tuple(leaf.shape), leaf.dtype) for leaf in shaped),
-        *(jax.ShapeDtypeStruct((), jnp.result_type(leaf)) for leaf in numbers),
-    )
-
-
-def filter_text(kind: type, path: Path) -> str:
-    """Returns a filter for a type at a path, as source text."""
-    if issubclass(kind, Variable) and kind is not ArrayAttribute:
-        return f"sx.{kind.__name__}" if kind.__module__.startswith("shardax.") else kind.__name__
-    return f"sx.PathContains({path[-1]!r})" if path else "..."
-
+from shardax._transforms.lift.filter_mappings import is_axis
+from shardax._transforms.lift.prefixes import consistent
+from shardax._transforms.mapped.errors import filter_text
+from shardax._transforms.vmap.batch_problem import BatchPart, BatchProblem
 
 # An axis, None, a dimension's logical name, or ``...`` for one to be found.
-AxisDeclaration = Any
+AxisDeclaration = int | None | str | types.EllipsisType
 
 
 class AxisChoice(NamedTuple):
@@ -301,7 +145,10 @@ class Batch:
         Returns:
             The axes and the reasons.
         """
-        return self._found_in(BatchProblem([((), tree)]), lambda prefixes: prefixes[0])
+        problem = BatchProblem([((), tree)])
+        choices = self._choose(problem)
+        (axes,) = problem.prefixes([choice.axis for choice in choices])
+        return self._with_reasons(axes, problem, choices)
 
     def find_call(
         self, labels: Sequence[str], args: Sequence[object], kwargs: Mapping[str, object]
@@ -318,20 +165,25 @@ class Batch:
             and the reasons.
         """
         positional = [((label,), arg) for label, arg in zip(labels, args, strict=True)]
-        problem = BatchProblem([*positional, *(((name,), kwargs[name]) for name in kwargs)])
-        count = len(positional)
-        return self._found_in(
-            problem,
-            lambda choices: (choices[:count], dict(zip(kwargs, choices[count:], strict=True))),
-        )
+        named = [((name,), arg) for name, arg in kwargs.items()]
+        problem = BatchProblem([*positional, *named])
+        choices = self._choose(problem)
 
-    def _found_in(self, problem: BatchProblem, arrange: Callable[[list[Any]], object]) -> BatchAxes:
-        chosen = _AxisFinder(self).decide(problem.parts)
+        prefixes = problem.prefixes([choice.axis for choice in choices])
+        count = len(positional)
+        axes = (prefixes[:count], dict(zip(kwargs, prefixes[count:], strict=True)))
+        return self._with_reasons(axes, problem, choices)
+
+    def _choose(self, problem: BatchProblem) -> list[AxisChoice]:
+        return _AxisFinder(self).choose(problem.parts)
+
+    def _with_reasons(
+        self, axes: PyTree, problem: BatchProblem, choices: Sequence[AxisChoice]
+    ) -> BatchAxes:
         rows = [
-            BatchRow(part.paths[0], part.what, *choice)
-            for part, choice in zip(problem.parts, chosen, strict=True)
+            BatchRow(part.paths[0], part.what, choice.axis, choice.reason)
+            for part, choice in zip(problem.parts, choices, strict=True)
         ]
-        axes = arrange(problem.prefixes([choice.axis for choice in chosen]))
         return BatchAxes(self.size, axes, rows)
 
     def declarations(self) -> list[tuple[Any, AxisDeclaration]]:
@@ -340,19 +192,20 @@ class Batch:
         Raises:
             PrefixError: If an entry is of another kind.
         """
-        where = self.where
-        if where is None:
+        if self.where is None:
             return []
-        if not isinstance(where, Mapping):
-            return [(where, ...), (..., None)]
-        for item, entry in where.items():
-            if not (entry is None or entry is ... or isinstance(entry, str) or is_axis(entry)):
-                raise PrefixError(
-                    f"where gives {entry!r} for {_shown(item)}; an entry is an axis (an int), None "
-                    f"for what is shared, the logical name of a dimension, or ... for an axis to "
-                    f"be found."
-                )
-        return list(where.items())
+        if not isinstance(self.where, Mapping):  # one filter: what it matches is batched
+            return [(self.where, ...), (..., None)]
+
+        for item, entry in self.where.items():
+            if entry is None or entry is ... or isinstance(entry, str) or is_axis(entry):
+                continue
+            raise PrefixError(
+                f"where gives {entry!r} for {_filter_repr(item)}; an entry is an axis (an int), "
+                f"None for what is shared, the logical name of a dimension, or ... for an axis to "
+                f"be found."
+            )
+        return list(self.where.items())
 
 
 def batch_axes(tree: object, size: int, where: object = None, strict: bool = True) -> BatchAxes:
@@ -404,72 +257,94 @@ class _AxisFinder:
     def __init__(self, batch: Batch) -> None:
         self.size = batch.size
         self.strict = batch.strict
-        declared = batch.declarations()
-        self.filters = [item for item, _ in declared]
+        declarations = batch.declarations()
+        self.filters = [item for item, _ in declarations]
         self.predicates = to_predicates(self.filters)
-        self.entries = [entry for _, entry in declared]
+        self.entries = [entry for _, entry in declarations]
 
-    def decide(self, parts: Sequence[BatchPart]) -> list[AxisChoice]:
-        """Returns the axis of each part."""
+    def choose(self, parts: Sequence[BatchPart]) -> list[AxisChoice]:
+        """Returns the axis of each part; raises for those about which nothing decides."""
         self._check_paths(parts)
-        chosen: list[AxisChoice] = []
-        doubts: list[tuple[BatchPart, str]] = []
+        choices: list[AxisChoice] = []
+        ambiguous: list[tuple[BatchPart, str]] = []
         for part in parts:
             try:
-                chosen.append(self._one(part))
-            except _Ambiguity as doubt:
-                doubts.append((part, str(doubt)))
-        if doubts:
-            raise TransformError(self._explain(doubts))
+                choices.append(self._choose_one(part))
+            except _Ambiguity as ambiguity:
+                ambiguous.append((part, str(ambiguity)))
+        if ambiguous:
+            raise self._ambiguous_parts(ambiguous)
+
         arrays = [part for part in parts if part.arrays and not part.is_stream]
-        if self.strict and arrays and all(choice.axis is None for choice in chosen):
-            listed = ", ".join(f"{format_path(p.paths[0])} {p.what}" for p in arrays[:6])
+        is_nothing_batched = all(choice.axis is None for choice in choices)
+        if self.strict and arrays and is_nothing_batched:
+            listed = ", ".join(f"{format_path(part.paths[0])} {part.what}" for part in arrays[:6])
+            listed += ", ..." if len(arrays) > 6 else ""
             raise TransformError(
                 f"Nothing is batched: no array that may be has a dimension of size {self.size} "
-                f"({listed}{', ...' if len(arrays) > 6 else ''}). Check the size; if all batch "
-                f"elements really share everything, say strict=False."
+                f"({listed}). Check the size; if all batch elements really share everything, say "
+                f"strict=False."
             )
-        return chosen
+        return choices
 
     def _check_paths(self, parts: Sequence[BatchPart]) -> None:
+        """Raises if a declared path is not in the problem."""
         for item in self.filters:
-            if isinstance(item, PathContains) and not any(
-                item(path, part.item) for part in parts for path in part.paths
-            ):
-                listed = ", ".join(format_path(part.paths[0]) for part in parts[:8])
-                raise FilterError(
-                    f"where has {_shown(item)}, but no path of the problem matches it: {listed}"
-                    f"{', ...' if len(parts) > 8 else ''}. What it was meant for would be guessed."
-                )
+            if not isinstance(item, PathContains):
+                continue
+            if any(item(path, part.item) for part in parts for path in part.paths):
+                continue
+            listed = ", ".join(format_path(part.paths[0]) for part in parts[:8])
+            listed += ", ..." if len(parts) > 8 else ""
+            raise FilterError(
+                f"where has {_filter_repr(item)}, but no path of the problem matches it: {listed}. "
+                f"What it was meant for would be guessed."
+            )
 
-    def _declaration(self, part: BatchPart) -> int | None:
-        """Returns the position of the declaration for a part."""
-        positions = {path: first_match(self.predicates, path, part.item) for path in part.paths}
-        declared = {path: position for path, position in positions.items() if position is not None}
-        entries = [(path, part.item, self.entries[position]) for path, position in declared.items()]
+    def _declaration_of(self, part: BatchPart) -> int | None:
+        """Returns the index of the declaration of a part, or None."""
+        matches = [(path, first_match(self.predicates, path, part.item)) for path in part.paths]
+        declared = [(path, index) for path, index in matches if index is not None]
+        entries = [(path, part.item, self.entries[index]) for path, index in declared]
         consistent(entries, "entries in where")
-        return next(iter(declared.values()), None)
+        return declared[0][1] if declared else None
 
-    def _one(self, part: BatchPart) -> AxisChoice:
-        position = self._declaration(part)
-        if position is None:
+    def _choose_one(self, part: BatchPart) -> AxisChoice:
+        index = self._declaration_of(part)
+        if index is None:
             if part.is_stream:
                 reason = "a random stream: every batch element draws its own numbers"
-                return self._choice_along(part, 0, reason)
-            return self._found(part, declared=False)
-        entry, name = self.entries[position], _shown(self.filters[position])
-        if entry is None:
-            return AxisChoice(None, f"declared by {name}")
-        if entry is ...:
-            return self._found(part, declared=True)
-        if isinstance(entry, str):
-            return self._named(part, entry)
-        return self._choice_along(part, entry, f"declared by {name}")
+                return self._choose_axis(part, 0, reason)
+            return self._choose_by_size(part, is_declared=False)
 
-    def _named(self, part: BatchPart, name: str) -> AxisChoice:
-        """Chooses the dimension that has a logical name."""
+        entry, reason = self.entries[index], f"declared by {_filter_repr(self.filters[index])}"
+        if entry is None:
+            return AxisChoice(None, reason)
+        if isinstance(entry, str):
+            return self._choose_by_name(part, entry)
+        if isinstance(entry, int):
+            return self._choose_axis(part, entry, reason)
+        return self._choose_by_size(part, is_declared=True)
+
+    def _choose_axis(self, part: BatchPart, axis: int, reason: str) -> AxisChoice:
+        """Returns the choice of an axis; raises unless every array of the part has it."""
+        shapes = [tuple(array.shape) for array in part.arrays]
+        if part.is_stream and shapes == [()]:  # vmap makes one key for each batch element
+            return AxisChoice(axis, reason)
+        has_axis = [
+            -len(shape) <= axis < len(shape) and shape[axis] == self.size for shape in shapes
+        ]
+        if shapes and all(has_axis):
+            return AxisChoice(axis, reason)
+        raise TransformError(
+            f"The {part.what} at {format_path(part.paths[0])} is to be batched along axis {axis} "
+            f"({reason}), but has no size {self.size} there."
+        )
+
+    def _choose_by_name(self, part: BatchPart, name: str) -> AxisChoice:
+        """Returns the choice of the dimension that has a logical name."""
         if part.names is None:
-            if part.candidates(self.size):
+            if part.axes_of_size(self.size):
                 raise _Ambiguity(f"has no axis names among which {name!r} could be")
             return AxisChoice(None, f"no axis names, no dimension of size {self.size}")
         if name not in part.names:
@@ -479,30 +354,19 @@ class _AxisFinder:
                 f"is a NamedArray, and vmap maps its positional dimensions alone: "
                 f"x.untag({name!r}) makes {name!r} one; sx.named.nmap maps names"
             )
-        return self._choice_along(part, part.names.index(name), f"its dimension {name!r}")
+        return self._choose_axis(part, part.names.index(name), f"its dimension {name!r}")
 
-    def _choice_along(self, part: BatchPart, axis: int, reason: str) -> AxisChoice:
-        """Chooses an axis that every array of the part has."""
-        shapes = [tuple(array.shape) for array in part.arrays]
-        splits = part.is_stream and shapes == [()]  # vmap makes one key for each batch element
-        fits = all(-len(s) <= axis < len(s) and s[axis] == self.size for s in shapes)
-        if splits or (shapes and fits):
-            return AxisChoice(axis, reason)
-        raise TransformError(
-            f"The {part.what} at {format_path(part.paths[0])} is to be batched along axis {axis} "
-            f"({reason}), but has no size {self.size} there."
-        )
-
-    def _found(self, part: BatchPart, declared: bool) -> AxisChoice:
-        """Chooses an axis by size."""
+    def _choose_by_size(self, part: BatchPart, is_declared: bool) -> AxisChoice:
+        """Returns the choice of an axis of the size of the batch."""
         if not part.arrays:
             return AxisChoice(None, "not an array")
-        axes = part.candidates(self.size)
+        axes = part.axes_of_size(self.size)
         if not axes:
             return AxisChoice(None, f"no dimension of size {self.size}")
+
         if self.size == 1:
             raise _Ambiguity("has a dimension of size 1, as many arrays do that are no batch")
-        if part.is_state and not declared:
+        if part.is_state and not is_declared:
             if not self.strict:
                 return AxisChoice(None, "state of a model, shared unless declared")
             raise _Ambiguity(
@@ -510,28 +374,31 @@ class _AxisFinder:
             )
         if len(axes) > 1 and self.strict:
             raise _Ambiguity(f"has {len(axes)} dimensions of this size, axes {axes}")
-        if axes[0] != part.leading and not declared:
+        if axes[0] != part.leading and not is_declared:
             raise _Ambiguity(f"has this size along axis {axes[0]}, which is not its leading one")
-        kind = "one" if declared else "leading"
-        several = f"the first of its {len(axes)} dimensions of size {self.size}"
-        return AxisChoice(
-            axes[0], several if axes[1:] else f"its {kind} dimension of size {self.size}"
-        )
 
-    def _explain(self, doubts: Sequence[tuple[BatchPart, str]]) -> str:
-        lines = [f"  {format_path(p.paths[0])}: {p.what} {text}" for p, text in doubts[:12]]
-        if len(doubts) > 12:
-            lines.append(f"  and {len(doubts) - 12} more")
-        keys = dict.fromkeys(filter_text(part.kind, part.paths[0]) for part, _ in doubts[:12])
+        reason = f"its leading dimension of size {self.size}"
+        if len(axes) > 1:
+            reason = f"the first of its {len(axes)} dimensions of size {self.size}"
+        elif is_declared:
+            reason = f"its one dimension of size {self.size}"
+        return AxisChoice(axes[0], reason)
+
+    def _ambiguous_parts(self, ambiguous: Sequence[tuple[BatchPart, str]]) -> TransformError:
+        shown = ambiguous[:12]
+        lines = [f"  {format_path(part.paths[0])}: {part.what} {why}" for part, why in shown]
+        if len(ambiguous) > len(shown):
+            lines.append(f"  and {len(ambiguous) - len(shown)} more")
+        keys = dict.fromkeys(filter_text(part.kind, part.paths[0]) for part, _ in shown)
         where = f"where={{{', '.join(f'{key}: None' for key in keys)}}}"
-        return (
+        return TransformError(
             f"A batch of {self.size} cannot be found by sizes alone:\n" + "\n".join(lines) + "\n"
             f"Declare them, each with its axis, or None for what is shared: "
             f"batch=sx.Batch({self.size}, {where}) for sx.vmap, {where} for sx.batch_axes."
         )
 
 
-def _shown(item) -> str:
+def _filter_repr(item: object) -> str:
     """Returns a filter as the user would write it."""
     if item is ...:
         return "..."
@@ -547,6 +414,7 @@ def automatic_batch(in_axes: str, batch: PyTree, axis_size: int | None) -> Batch
             f"in_axes gives {in_axes!r}; an entry is an axis (an int) or None, or all of in_axes "
             f"is 'auto', with batch= the size of the batch."
         )
+
     if batch is None:
         batch = axis_size
     if batch is None:
@@ -554,6 +422,7 @@ def automatic_batch(in_axes: str, batch: PyTree, axis_size: int | None) -> Batch
             "in_axes='auto' finds arrays by the size of the batch: sx.vmap(f, in_axes='auto', "
             "batch=8), or batch=sx.Batch(8, where={filter: 0}) with declarations."
         )
+
     batch = batch if isinstance(batch, Batch) else Batch(batch)
     if axis_size not in (None, batch.size):
         raise PrefixError(f"axis_size={axis_size}, but batch has the size {batch.size}; give one.")

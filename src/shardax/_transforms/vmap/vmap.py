@@ -1,10 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """``vmap``: a function over Modules, run on a batch of inputs.
 
-An array with an axis as its entry has one part per *batch element*; an array with ``None`` is
-*shared*: all elements see it whole. A shared Variable stays one, so it may be written only with a
-value that is equal in all elements. What is attached to a shared Module, or sown into it, has one
-part per element (axis 0) if it differs between them.
+A run is one *batch element*. What a write to a Variable does depends on its entry in ``in_axes``:
+
+- An axis: each batch element has its own slice. The written slices are stacked along the axis.
+- None (shared), also for the Module whose method the function is: all batch elements see the same
+  value, and the Variable stays one. A written value that is equal in all batch elements is stored
+  once. One that differs raises ``TransformError``. ``_VmapCall._settle_shared`` decides it, when
+  the function has run. A value differs if JAX has batched it, that is, if it was computed from
+  mapped values, whatever the numbers are; a reduction by ``axis_name`` is not batched.
+- No entry, because it was reached through a closure or a global: it can be read. A write raises
+  ``ForeignMutationError`` where it is written (``SealedFrame``).
+
+What is attached to a shared Module, or appended to a tuple of it (``Module.sow``), is stacked along
+axis 0 if it differs between batch elements.
 """
 
 from __future__ import annotations
@@ -16,15 +25,19 @@ from typing import Any
 import jax
 import numpy as np
 
-from shardax._core.frames import kind_of
-from shardax._core.graph.paths import Leaf, PyTree, format_path
-from shardax._transforms.errors import PrefixError, TransformError
-from shardax._transforms.lift import prefix
-from shardax._transforms.lift.engine import LiftedCall, RunContext, SealedFrame, decorator, wraps
-from shardax._transforms.vmap import axes as mapped
-from shardax._transforms.vmap.batch_axes import Batch, automatic_batch, filter_text
+from shardax._core.graph.paths import Leaf, PyTree
+from shardax._transforms.errors import PrefixError
+from shardax._transforms.lift.engine import LiftedCall, RunContext
+from shardax._transforms.lift.entries import EntryAssignment, assign
+from shardax._transforms.lift.filter_mappings import check_axes_only, entries_in
+from shardax._transforms.lift.frames import SealedFrame
+from shardax._transforms.lift.transformed import decorator, wraps
+from shardax._transforms.mapped import dimension, errors
+from shardax._transforms.mapped.call import AxisMappedCall, LeavingValue
+from shardax._transforms.mapped.names import Params, check_metadata
+from shardax._transforms.vmap.batch_axes import Batch, automatic_batch
 
-_REASON = (
+_CAPTURED_WRITE = (
     "so all batch elements would write the one Variable. Pass the Module that holds it as an "
     "argument, with an axis in in_axes for one value per batch element, or None if all batch "
     "elements write the same."
@@ -91,150 +104,141 @@ def vmap(
         >>> sx.vmap(lambda layer, x: layer(x), in_axes=(0, None))(five, jnp.ones(2)).shape
         (5, 3)
     """
-    axis_size = mapped.as_count(axis_size, "axis_size")
+    axis_size = dimension.as_count(axis_size, "axis_size")
     if isinstance(in_axes, str):
         in_axes = automatic_batch(in_axes, batch, axis_size)
         axis_size = in_axes.size
     else:
-        prefix.check_axes_only(in_axes, "in_axes")
+        check_axes_only(in_axes, "in_axes")
         if batch is not None:
             raise PrefixError(
                 "batch= says how to find the axes of arguments, but in_axes gives them. Give one "
                 "of the two: in_axes='auto' with batch=."
             )
-    prefix.check_axes_only(out_axes, "out_axes")
-    mapped.mapped_params(metadata, "vmap")
+    check_axes_only(out_axes, "out_axes")
+    check_metadata(metadata, "vmap")
 
     @wraps(function)
-    def vmapped(*args, **kwargs):
-        call = _VmapCall(function, in_axes, out_axes, axis_size, metadata, args, kwargs)
-        return call.run({"axis_name": axis_name, "spmd_axis_name": spmd_axis_name})
+    def vmapped(*args: PyTree, **kwargs: PyTree) -> PyTree:
+        assignment = _assign_axes(function, in_axes, args, kwargs)
+        call = _VmapCall(assignment, out_axes, metadata, axis_size)
+        return call.run(axis_name=axis_name, spmd_axis_name=spmd_axis_name)
 
     return vmapped
 
 
-class _VmapCall(mapped.MappedCall):
+def _assign_axes(
+    function: Callable[..., PyTree],
+    in_axes: PyTree | Batch,
+    args: Sequence[PyTree],
+    kwargs: Mapping[str, PyTree],
+) -> EntryAssignment:
+    """Returns the call of a function, with the axis of each Variable and array."""
+    make_frame = functools.partial(SealedFrame, functions=[function], reason=_CAPTURED_WRITE)
+    if isinstance(in_axes, Batch):
+        call = LiftedCall("vmap", [function], args, kwargs, make_frame)
+        prefixes, named = in_axes.find_call(call.labels, args, kwargs).axes
+    else:
+        assigned = assign(function, in_axes, args, kwargs, "in_axes", 0)
+        args, kwargs, prefixes, named = assigned
+        call = LiftedCall("vmap", [function], args, kwargs, make_frame)
+    return EntryAssignment(call, args, kwargs, prefixes, named, None, "in_axes")
+
+
+class _VmapCall(AxisMappedCall):
     """One call of a function made by ``vmap``."""
 
     def __init__(
         self,
-        function: Callable[..., PyTree],
-        in_axes,
-        out_axes,
+        assignment: EntryAssignment,
+        out_axes: PyTree,
+        metadata: Params | None,
         axis_size: int | None,
-        metadata: Mapping[str, Any] | None,
-        args: Sequence[PyTree],
-        kwargs: Mapping[str, PyTree],
     ) -> None:
-        make_frame = functools.partial(SealedFrame, functions=[function], reason=_REASON)
-        prefixes: PyTree = None
-        named: PyTree = None
-        if not isinstance(in_axes, Batch):
-            assigned = prefix.assign(function, in_axes, args, kwargs, "in_axes", 0)
-            args, kwargs, prefixes, named = assigned
-        call = LiftedCall("vmap", [function], args, kwargs, make_frame)
-        if isinstance(in_axes, Batch):
-            prefixes, named = in_axes.find_call(call.labels, args, kwargs).axes
-        assignment = prefix.EntryAssignment(call, args, kwargs, prefixes, named, None, "in_axes")
-        entries = [*prefix.entries_in((prefixes, named, out_axes)), 0, None]
-        axes = assignment.leaves
-        super().__init__(
-            assignment, (out_axes, "out_axes", None), entries, lambda p: axes[p] is not None
-        )
-        self.params = mapped.mapped_params(metadata, "vmap")
-        self.plain, self.plain_tree = call.arguments.plain_leaves()
-        self.rows = mapped.entering_arrays(assignment, self.streams, self.values, self.plain)
-        self.size = mapped.common_size(self.rows, axis_size, "vmap")
-        self.graphdef = mapped.element_graphdef(assignment, self.streams, self.params)
-        self.boxes = mapped.MappedBoxes(assignment, self.params)
-        call.enter = self.boxes.enter
+        declared = entries_in((assignment.prefixes, assignment.named, out_axes))
+        super().__init__(assignment, out_axes, [*declared, 0, None], metadata, axis_size)
 
-    def run(self, options: dict[str, Any]) -> PyTree:
-        """Runs all batch elements and carries back what they did."""
-        axes = [0 if p in self.streams else axis for p, axis in enumerate(self.assignment.leaves)]
-        values = self.streams.split_keys(
-            self.values, self.size, mapped.mapped_sharding(self.rows, "vmap")
-        )
-        mark, mark_axis = self._mark()
-        transformed = jax.vmap(
-            self._pure,
-            in_axes=(axes, self.assignment.plain, mark_axis),
+    def run(self, **options: Any) -> PyTree:
+        """Runs all batch elements; stores what they wrote, and returns the result of the call."""
+        sharding = dimension.mapped_sharding(self.entering, "vmap")
+        values = self.streams.split_keys(self.values, self.size, sharding)
+        axes = [
+            0 if position in self.streams else axis
+            for position, axis in enumerate(self.assignment.leaves)
+        ]
+        marker, marker_axis = self._entering_marker()
+
+        vectorized = jax.vmap(
+            self._run_element,
+            in_axes=(axes, self.assignment.plain, marker_axis),
             out_axes=tuple(self.entries),
             axis_size=self.size,
             **options,
         )
-        return self.apply(transformed(values, self.plain, mark))
+        return self.apply(vectorized(values, self.plain, marker))
 
-    def _mark(self) -> tuple[Any, Any]:
+    def _entering_marker(self) -> tuple[jax.Array | np.ndarray, int]:
         """Returns an array that differs between batch elements, and its axis."""
-        for _, leaf, axis in self.rows:
-            if axis is not None and isinstance(leaf, (jax.Array, np.ndarray)):
-                return leaf, axis  # not an array of our own: it is split over the mesh as it must
+        # One that enters, if there is any: it is split over the mesh as the mapped dimension is.
+        for _, array, axis in self.entering:
+            if axis is not None and isinstance(array, (jax.Array, np.ndarray)):
+                return array, axis
         return np.arange(self.size), 0
 
-    def _pure(self, values: list[Leaf], plain: list[Leaf], mark) -> tuple[list[PyTree], ...]:
+    def _run_element(
+        self, values: list[Leaf], plain: list[Leaf], marker: Leaf
+    ) -> tuple[list[Leaf], ...]:
+        """Runs the function on one batch element; returns what leaves, by axis."""
+
+        def leave(context: RunContext) -> tuple[list[Leaf], ...]:
+            effects = self.record(context)
+            return self.stack(effects, self._settle_shared(effects.leaving, marker))
+
         positional, named = self.plain_tree.unflatten(plain)
-        leave = functools.partial(self._leave, mark=mark)
-        return self.call.run(values, positional, named, leave, graphdef=self.graphdef)
+        return self.call.run(values, positional, named, leave, graphdef=self.slice_graphdef)
 
-    def _leave(self, context: RunContext, mark: object) -> tuple[list[PyTree], ...]:
-        """Groups what leaves a batch element by axis."""
-        axes = self.assignment.leaves
-        outputs, leaving, sown = self.record(context, lambda position: axes[position] is None)
-        shared = [i for i, leaf in enumerate(leaving) if leaf.entry is None]
-        values = [leaving[i].value for i in shared]
-        for i, differs in zip(shared, varies(mark, values), strict=True):
-            if differs and leaving[i].kind == "attached":  # to what is shared: one part per element
-                leaving[i] = leaving[i]._replace(entry=0)
-            elif differs:
-                raise TransformError(self._explain(leaving[i]))
-        for leaf in leaving:
-            mapped.check_new_axis(leaf.value, leaf.entry, leaf.path, "vmap")
-        new = [leaf.entry for leaf in leaving if leaf.new]
-        mapped.name_new_dimensions(self.assignment, self.streams, outputs, new, self.params)
-        entries = [leaf.entry for leaf in leaving for _ in jax.tree.leaves(leaf.value)]
-        return self.group(outputs, sown, entries)
+    def _settle_shared(self, leaving: Sequence[LeavingValue], marker: Leaf) -> list[LeavingValue]:
+        """Returns what leaves; refuses shared values that differ between batch elements."""
+        shared_values = [item.value for item in leaving if item.entry is None]
+        differs = iter(differs_by_element(marker, shared_values))
 
-    def _explain(self, leaf: mapped.LeavingValue) -> str:
-        where = format_path(leaf.path)
-        if leaf.kind == "result":
-            return (
-                f"out_axes of sx.vmap gives None for {where}, but its value differs between batch "
-                f"elements. Give it an axis in out_axes, or reduce it over the batch: "
-                f"jax.lax.pmean(x, axis_name)."
-            )
-        position = self.assignment.leaf_paths.index(leaf.path)
+        settled = []
+        for item in leaving:
+            if item.entry is None and next(differs):
+                if item.source == "result":
+                    raise errors.shared_result_differs(item.path)
+                if item.source == "written":
+                    raise self._shared_variable_differs(item)
+                item = item._replace(entry=0)  # attached: one value per batch element
+            settled.append(item)
+        return settled
+
+    def _shared_variable_differs(self, item: LeavingValue) -> Exception:
+        position = self.assignment.leaf_paths.index(item.path)
         variable = self.call.graph.flat.leaves[position]
-        kind = kind_of(variable)
-        if id(variable) in self.assignment.by_id:
-            reason = "is shared by all batch elements of sx.vmap (its entry in in_axes is None)"
-            axes = f"{{{filter_text(type(variable), leaf.path)}: 0, ...: None}}"
-            fix = f"Give it an axis, sx.StateAxes({axes})"
-        else:
-            reason = "of what sx.vmap was bound to is shared by all batch elements"
-            call = "sx.vmap(lambda module, x: module(x))(module, x)"
-            fix = f"Pass the Module as an argument with an axis, {call}"
-        return (
-            f"The {kind} at {where} {reason}, but was written with a value that differs between "
-            f"them. {fix}, or write a value that is equal in all batch elements: "
-            f"jax.lax.pmean(x, axis_name)."
-        )
+        is_in_arguments = id(variable) in self.assignment.by_id
+        return errors.shared_variable_differs(item.path, variable, is_in_arguments)
 
 
-def varies(mark: object, values: Sequence[object]) -> list[bool]:
+def differs_by_element(marker: Leaf, values: Sequence[PyTree]) -> list[bool]:
     """Returns, inside ``vmap``, whether each value differs between batch elements."""
-    # JAX tells a rule for batching which of its operands are batched; this one only listens.
-    flags = [False] * len(values)
+    # JAX tells the batching rule of a function which operands are batched. This function returns
+    # the marker, which is batched, so that JAX asks the rule.
+    if not values:
+        return []
+    differs = [False] * len(values)
 
     @jax.custom_batching.custom_vmap
-    def look(mark: object, values: list[object]):
-        return mark
+    def observe(marker: jax.Array, values: list[PyTree]) -> jax.Array:
+        return marker
 
-    @look.def_vmap
-    def rule(axis_size: int, batched, mark: object, values: list[object]) -> tuple[PyTree, bool]:
-        flags[:] = [any(jax.tree.leaves(item)) for item in batched[1]]
-        return mark, True
+    @observe.def_vmap
+    def rule(
+        axis_size: int, batched: PyTree, marker: jax.Array, values: list[PyTree]
+    ) -> tuple[jax.Array, bool]:
+        _, batched_values = batched
+        differs[:] = [any(jax.tree.leaves(value)) for value in batched_values]
+        return marker, True
 
-    if values:
-        look(mark, list(values))
-    return flags
+    observe(marker, list(values))
+    return differs

@@ -27,14 +27,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from shardax._core._jax import inner_jaxprs, jaxpr_as_fun, user_line
-from shardax._core.checks import raise_if_any
-from shardax._core.errors import ShardaxError
-from shardax._core.frames import is_eager
-from shardax._core.graph.flatten import GraphDef, VariableDef, definition_paths, is_object
-from shardax._core.graph.paths import Path, PyTree, format_path, plain_path
-from shardax._core.object import Object
-from shardax._core.variable import RngState
+from shardax import GraphDef, Jit, RngState, jit
+from shardax._core.graph.definitions import VariableDef, definition_paths
 from shardax._files import (
     PathExistsError,
     draft_folder,
@@ -44,15 +38,29 @@ from shardax._files import (
     write_tensors,
 )
 from shardax._transforms.grad.custom_vjp import used_inputs
-from shardax._transforms.jit.jit import BoundJit, Jit, jit
+from shardax._transforms.jit.jit import BoundJit
 from shardax._transforms.jit.specialization import Specialization
 from shardax._transforms.lift import arguments as lift
-from shardax._transforms.lift.binding import Effects, InputGraph
+from shardax._transforms.lift.effects import Effects
+from shardax._transforms.lift.input_graph import InputGraph
+from shardax._transforms.lift.signatures import parameter_name
+from shardax.errors import ShardaxError
+from shardax.extend import (
+    Object,
+    Path,
+    PyTree,
+    did_you_mean,
+    format_path,
+    function_of_jaxpr,
+    is_eager,
+    open_jaxpr,
+    path_of_keys,
+    raise_if_any,
+)
 from shardax.host.errors import ExportError
 from shardax.host.export import signature
 from shardax.host.export.signature import ArrayForm, StateEntry
-from shardax.partition.errors import did_you_mean
-from shardax.partition.mesh import resolve_mesh
+from shardax.partition import resolve_mesh
 
 CONSTANT = "Constant"
 """What a signature calls the type of an array that is not a Variable's."""
@@ -205,7 +213,7 @@ def abstract_arguments(
 ) -> tuple[tuple[PyTree, ...], dict[str, PyTree]]:
     """Return the arguments with shapes for arrays, dynamic dimensions among them."""
     labelled: dict[Any, str] = {
-        i: lift.parameter_name(jit.function, i)
+        i: parameter_name(jit.function, i)
         for i in range(len(args))
         if i not in jit.static_positions
     }
@@ -216,7 +224,7 @@ def abstract_arguments(
         by_key[key] = jax.tree_util.tree_map_with_path(
             lambda path, leaf, label=label: dimensions.abstract(label, path, leaf),
             by_key[key],
-            is_leaf=is_object,
+            is_leaf=lambda leaf: isinstance(leaf, Object),
         )
     dimensions.check_used()
     return tuple(by_key[i] for i in range(len(args))), {name: by_key[name] for name in kwargs}
@@ -256,7 +264,7 @@ class _DynamicSizes:
         """Replace an array of an argument by its shape and dtype."""
         if isinstance(leaf, Object) or not hasattr(leaf, "dtype"):
             return leaf
-        where = format_path((label, *plain_path(path)))
+        where = format_path((label, *path_of_keys(path)))
         shape = list(leaf.shape)
         for name, symbol in self.symbols.items():
             for axis in self._axes(name, label):
@@ -440,7 +448,7 @@ class FlatProgram:
             consts[i] = constant
         operands = [*arrays[:count], *signature.all_from_words(inputs, forms)]
         flat = [operands[i] for i in self._operands]
-        run = jaxpr_as_fun(self._jaxpr.replace(consts=consts))
+        run = function_of_jaxpr(self._jaxpr.replace(consts=consts))
         words = list(map(signature.to_words, run(*flat)))
         return words[: len(self.output_forms)], words[len(self.output_forms) :]
 
@@ -609,10 +617,10 @@ def _callbacks(jaxpr, outer_line: str = "") -> Iterator[str]:
     # `outer_line` is the source line of the call that the program is in.
     for equation in jaxpr.eqns:
         name = equation.primitive.name
-        line = user_line(equation) or outer_line
+        line = _user_line(equation) or outer_line
         if "callback" in name or name == "debug_print":
             yield _described(equation, name) + (f" at {line}" if line else "")
-        for inner in inner_jaxprs(equation):
+        for inner in _inner_programs(equation):
             yield from _callbacks(inner, line)
 
 
@@ -623,3 +631,23 @@ def _described(equation, name: str) -> str:
     names = re.findall(r"<(?:bound method|function) ([^ ]+)", str(equation.params.get("callback")))
     named = [function for function in names if "<locals>" not in function]
     return name + (f" of {named[0]}" if named else "")
+
+
+def _user_line(equation: object) -> str:
+    """Returns the user's file and line behind an equation, or ""."""
+    # 0.10 to 0.12.
+    traceback = getattr(getattr(equation, "source_info", None), "traceback", None)
+    package = pathlib.Path(__file__).parents[2]
+    inside = (str(pathlib.Path(jax.__file__).parent), str(package))
+    for frame in getattr(traceback, "frames", ()):
+        if not frame.file_name.startswith(inside):
+            return f"{frame.file_name}:{frame.line_num}"
+    return ""
+
+
+def _inner_programs(equation: Any) -> Iterator[Any]:
+    """Yields the programs inside an equation."""
+    for value in jax.tree.leaves(list(equation.params.values())):
+        inner = open_jaxpr(value)
+        if hasattr(inner, "eqns"):
+            yield inner

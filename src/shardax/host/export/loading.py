@@ -16,15 +16,11 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 
+from shardax import Module, Variable, jit
 from shardax._core import variable as variable_types
-from shardax._core.errors import PickleWriteError
-from shardax._core.frames import is_eager
-from shardax._core.graph.paths import PyTree
-from shardax._core.module import Module
-from shardax._core.variable import Variable
 from shardax._files import PathNotFoundError
-from shardax._transforms.errors import TransformError
-from shardax._transforms.jit.jit import jit
+from shardax.errors import PickleWriteError, TransformError
+from shardax.extend import PyTree, is_eager
 from shardax.host import errors
 from shardax.host.export import signature as signatures
 from shardax.host.export.signature import ArrayForm, Signature

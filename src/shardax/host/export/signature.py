@@ -28,10 +28,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from shardax._core._jax import is_prng_key
-from shardax._core.errors import naming_package
-from shardax._core.graph.paths import Path, format_path
 from shardax._transforms.lift.arguments import leaf_paths
+from shardax.extend import Path, format_path, is_prng_key, needs_package
 from shardax.host.errors import ExportError
 
 FORMAT = "shardax artifact"
@@ -45,7 +43,7 @@ WEIGHTS = "weights.safetensors"
 
 def require_extras() -> None:
     """Raise if a library for artifacts is missing."""
-    with naming_package("An artifact", "shardax[export]"):
+    with needs_package("An artifact", "shardax[export]"):
         import flatbuffers  # noqa: F401 (jax.export serializes with it)
         import safetensors  # noqa: F401
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from shardax._core.checks import Options
+from shardax.extend import Options
 from shardax.models.config.checks import check_parts, check_rate, require_values
 from shardax.models.config.paths import ConfigPart
 from shardax.nn.attention.multi_head import attention_sizes

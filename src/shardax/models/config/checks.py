@@ -8,7 +8,7 @@ from typing import Any, TypedDict
 
 import jax.numpy as jnp
 
-from shardax._core.checks import Options
+from shardax.extend import Options
 from shardax.models.config.paths import parts_of, read_field
 from shardax.nn.errors import LayerConfigError
 from shardax.nn.stack import check_policy

@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-from shardax._core.checks import Options
+from shardax.extend import Options
 from shardax.models.config.paths import ConfigPart
 from shardax.nn.errors import LayerConfigError
 from shardax.nn.moe import Dispatch

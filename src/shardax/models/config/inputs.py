@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from shardax._core.checks import Options
+from shardax.extend import Options
 from shardax.models.config.checks import check_rate
 from shardax.models.config.paths import ConfigPart
 from shardax.nn.errors import LayerConfigError

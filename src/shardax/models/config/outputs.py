@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shardax._core.checks import Options
+from shardax.extend import Options
 from shardax.models.config.paths import ConfigPart
 from shardax.nn.errors import LayerConfigError
 

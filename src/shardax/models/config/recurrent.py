@@ -7,8 +7,8 @@ import math
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
-from shardax._core.checks import Options
-from shardax._core.init.rng import Rngs
+from shardax import Rngs
+from shardax.extend import Options
 from shardax.models.config.checks import dtypes
 from shardax.models.config.paths import ConfigPart
 from shardax.models.layers.activations import ACTIVATIONS, find_activation

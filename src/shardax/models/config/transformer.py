@@ -5,11 +5,10 @@ from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass, field
 
-from shardax._core.checks import Options
+from shardax.extend import Options
 from shardax.models.config.attention import AttentionConfig
 from shardax.models.config.checks import check_parts, check_rate, require_values, use_names
 from shardax.models.config.feed_forward import ExpertsConfig, MLPConfig
-from shardax.models.config.flat import with_flat_names
 from shardax.models.config.inputs import (
     EmbeddingConfig,
     FeaturesConfig,
@@ -20,6 +19,7 @@ from shardax.models.config.norms import NormConfig
 from shardax.models.config.outputs import OutputConfig, PoolConfig
 from shardax.models.config.paths import read_field
 from shardax.models.config.recurrent import RecurrenceConfig
+from shardax.models.config.unknown_fields import lists_fields
 from shardax.nn.errors import LayerConfigError
 from shardax.nn.parameters import as_size
 from shardax.nn.stack import Policy
@@ -27,13 +27,10 @@ from shardax.nn.stack import Policy
 HEADS = (None, "tokens", "first", "each", "span", "binary", "embedding")
 
 
-@with_flat_names
+@lists_fields
 @dataclass(frozen=True)
 class TransformerConfig:
     """Size, parts and dtypes of a transformer.
-
-    Fields of the parts by their names of version 0.1, such as ``num_heads``, are accepted with a
-    ``DeprecationWarning``.
 
     Attributes:
         vocab_size: Number of tokens; 0 for a model of images or features.

@@ -6,11 +6,8 @@ from __future__ import annotations
 import dataclasses
 import difflib
 from collections.abc import Mapping
-from types import NoneType
 from typing import Any
 
-from shardax._core.errors import warn
-from shardax.models.config.flat import as_paths
 from shardax.models.families import (
     clip,
     convnext,
@@ -27,7 +24,6 @@ from shardax.models.families import (
 )
 from shardax.models.family import DerivedFields, DualFamily, Family, Field
 from shardax.models.kinds import PretrainedError, brief
-from shardax.models.tensors import parse_table
 
 FAMILIES: dict[str, Family] = {
     "bart": encoder_decoders.BART,
@@ -128,8 +124,11 @@ def register(model_type: str, *, like: str | None = None, **parts: Any) -> None:
             f"lacks {', '.join(missing) or 'nothing'}. The parts of a family are "
             f"{', '.join(parts_of_family)}, derive; with like='llama' those left out are llama's."
         )
-    has_paths = type(base) in (NoneType, Family)  # a config of several parts has none
-    parts = _as_today(parts, has_paths)
+    if "fields" in parts:
+        parts["fields"] = {
+            name: Field(*targets.split()) if isinstance(targets, str) else targets
+            for name, targets in parts["fields"].items()
+        }
     derive = parts.pop("derive", None)
     if derive is not None:  # in the place of what the type that it is like reads together
         parts["groups"] = [*parts.get("groups", ()), DerivedFields(derive)]
@@ -145,46 +144,6 @@ def register(model_type: str, *, like: str | None = None, **parts: Any) -> None:
     for name, pair in FAMILIES.items():
         if isinstance(pair, DualFamily):
             FAMILIES[name] = pair.with_tower(model_type, family)
-
-
-def _as_today(parts: Mapping[str, Any], has_paths: bool) -> dict[str, Any]:
-    """Returns the parts of a family, translated from version 0.1."""
-    today = dict(parts)
-    if isinstance(today.get("tensors"), str):
-        warn(
-            "register(tensors=) as a text is deprecated: give a sequence of "
-            "sx.models.tensors.Tensor, which sx.models.tensors.parse_table(text) makes of it.",
-            DeprecationWarning,
-        )
-        today["tensors"] = parse_table(today["tensors"])
-    if "fields" in today:
-        today["fields"] = {
-            name: Field(*targets.split()) if isinstance(targets, str) else targets
-            for name, targets in today["fields"].items()
-        }
-    return _by_path(today) if has_paths else today
-
-
-def _by_path(parts: dict[str, Any]) -> dict[str, Any]:
-    """Returns the parts of a family with paths for flat names."""
-    if "fields" in parts:
-        parts["fields"] = {
-            name: Field(
-                *as_paths(dict.fromkeys(field.targets), f"Field of {name}"), default=field.default
-            )
-            for name, field in parts["fields"].items()
-        }
-    if "fixed" in parts:
-        parts["fixed"] = as_paths(parts["fixed"], "register(fixed=)")
-    if "architectures" in parts:
-        parts["architectures"] = {
-            name: as_paths(fields, "register(architectures=)")
-            for name, fields in parts["architectures"].items()
-        }
-    if "derive" in parts:
-        derive = parts["derive"]
-        parts["derive"] = lambda take: as_paths(derive(take), "what derive returns")
-    return parts
 
 
 def find_family(model_type: Any, where: str) -> Family:

@@ -16,10 +16,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from shardax._core.init.rng import Rngs
+from shardax import Rngs
+from shardax.extend import align
 from shardax.nn.moe import MoE
 from shardax.nn.parameters import make_parameter, zeros
-from shardax.partition.explicit import align
 
 
 class ChoiceOfGroups(MoE):

@@ -10,13 +10,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from shardax._core.module import Module
+from shardax import Module
+from shardax.extend import align
 from shardax.models.config.checks import Dtypes
 from shardax.models.config.norms import NormConfig
 from shardax.nn.arithmetic import at_least_float32, result_dtype, uses_tokamax
 from shardax.nn.normalization import LayerNorm, RMSNorm
 from shardax.nn.parameters import make_parameter, ones, zeros
-from shardax.partition.explicit import align
 
 
 class OffsetRMSNorm(RMSNorm):

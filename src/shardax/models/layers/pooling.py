@@ -7,10 +7,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 
-from shardax._core._jax import Tracer
-from shardax._core.init.rng import Rngs
-from shardax._core.module import Module
+from shardax import Module, Rngs
 from shardax.models.config.checks import Dtypes
 from shardax.models.config.norms import NormConfig
 from shardax.models.config.outputs import PoolConfig

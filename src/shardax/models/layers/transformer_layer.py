@@ -22,14 +22,15 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from shardax._core.init.rng import Rngs
-from shardax._core.module import Module
+from shardax import Module, Rngs
+from shardax.extend import align
 from shardax.models.config.attention import AttentionConfig
 from shardax.models.config.checks import Dtypes, dtypes
 from shardax.models.config.feed_forward import ExpertsConfig, MLPConfig
 from shardax.models.config.norms import NormConfig
 from shardax.models.config.paths import read_field
 from shardax.models.config.transformer import TransformerConfig
+from shardax.models.layers.activation_layout import lay_out_activations
 from shardax.models.layers.activations import ACTIVATIONS, exact_gelu
 from shardax.models.layers.experts import ClippedMoE, GroupedMoE, GroupedSoftmaxMoE, InputScaledMoE
 from shardax.models.layers.norms import HeadsRMSNorm, make_norm
@@ -43,8 +44,6 @@ from shardax.nn.mlp import MLP, find_activation
 from shardax.nn.moe import MoE
 from shardax.nn.normalization import RMSNorm
 from shardax.nn.parameters import make_parameter, ones
-from shardax.partition.constraints import constrain_activations as _constrain
-from shardax.partition.explicit import align
 
 # Factors of what the parts of a layer read and return, with their paths in a config.
 SCALES = {
@@ -191,16 +190,16 @@ class TransformerLayer(Module):
             normed = normed if self.mlp_norm is None else self.mlp_norm(x)
             result = self._mlp(normed, mask)
             more = self._added(result, "mlp", self.mlp_post_norm, self.mlp_scale)
-            return _constrain(x + added + more)
+            return lay_out_activations(x + added + more)
         x = self._joined(x, added, self.attn_post_norm)
         if self.cross_attn is not None:
             x = self._with_context(x, context, context_mask, cache)
         if self.mlp is None:
-            return _constrain(x)
+            return lay_out_activations(x)
         normed = x if self.mlp_norm is None else self.mlp_norm(x)
         result = self._mlp(normed, mask)
         added = self._added(result, "mlp", self.mlp_post_norm, self.mlp_scale)
-        return _constrain(self._joined(x, added, self.mlp_post_norm))
+        return lay_out_activations(self._joined(x, added, self.mlp_post_norm))
 
     def _read(self, x: jax.Array, options: dict[str, Any], cache: Any) -> jax.Array:
         """Calls attention and the mixer, and adds their results."""

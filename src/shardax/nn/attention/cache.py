@@ -16,17 +16,20 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from shardax._core._jax import INLINE
-from shardax._core.frames import is_eager
-from shardax._core.init.lazy import Init
-from shardax._core.module import Module
-from shardax._core.variable import Cache
+from shardax import Cache, Init, Module
+from shardax.extend import (
+    INLINE,
+    explicit_entries,
+    explicit_sharding,
+    gathered,
+    is_eager,
+    with_layout,
+)
 from shardax.nn.arithmetic import as_array
 from shardax.nn.errors import LayerConfigError, LayerInputError
 from shardax.nn.masks import as_mask
 from shardax.nn.parameters import as_size, refuse_input
 from shardax.nn.quantization import RANGES, dequantized, round_to_format
-from shardax.partition.explicit import explicit_entries, explicit_sharding, gathered, with_layout
 
 
 class AttentionCache(Module):

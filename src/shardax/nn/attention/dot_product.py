@@ -19,7 +19,6 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.tree_util import Partial
 
-from shardax._core._jax import INLINE
 from shardax._parallel.attention_kernels import (
     AttentionCall,
     AttentionChoice,
@@ -29,19 +28,20 @@ from shardax._parallel.attention_kernels import (
     run_kernel,
 )
 from shardax._parallel.kernels import platform_in_scope
-from shardax.nn.arithmetic import as_array, at_least_float32, cast_all
-from shardax.nn.embedding import look_up
-from shardax.nn.errors import LayerInputError
-from shardax.nn.masks import as_mask
-from shardax.nn.parameters import refuse_input
-from shardax.partition.context import current_kernel, is_interpreting_kernels
-from shardax.partition.explicit import (
+from shardax.extend import (
+    INLINE,
+    ScopeSettings,
     align,
     explicit_entries,
     gathered,
     joined_sharding,
     with_layout,
 )
+from shardax.nn.arithmetic import as_array, at_least_float32, cast_all
+from shardax.nn.embedding import look_up
+from shardax.nn.errors import LayerInputError
+from shardax.nn.masks import as_mask
+from shardax.nn.parameters import refuse_input
 
 # What errors say where the kernel that was asked for cannot run.
 OTHER_KERNEL = (
@@ -236,7 +236,7 @@ def _call_of(
         value.shape,
         query.dtype,
         region=region_of(query, names),
-        interpret=is_interpreting_kernels(),
+        interpret=ScopeSettings.current().interpret,
         **facts,
     )
 
@@ -365,7 +365,7 @@ def weighted_values(
     precision: Any = None,
 ) -> jax.Array:
     """Weighs values, by the kernel of the layer or the scope."""
-    if (implementation or current_kernel("attention")) not in (None, "xla"):
+    if (implementation or ScopeSettings.current().attention) not in (None, "xla"):
         arrays = Operands(
             gathered(query, -1), gathered(key, -1), gathered(value, -1), bias, mask, segments
         )

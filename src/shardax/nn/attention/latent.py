@@ -22,10 +22,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shardax._core.init.lazy import Init, Initializer
-from shardax._core.init.rng import Rngs
-from shardax._core.variable import Cache
+from shardax import Cache, Init, Rngs
 from shardax._parallel.ring_attention import ring_axes
+from shardax.extend import Initializer, ScopeSettings, gathered
 from shardax.nn.arithmetic import as_array, at_least_float32, einsum
 from shardax.nn.attention.cache import AttentionCache
 from shardax.nn.attention.dot_product import repeat_heads
@@ -36,8 +35,6 @@ from shardax.nn.masks import as_mask
 from shardax.nn.normalization import RMSNorm
 from shardax.nn.parameters import as_axes, as_size, refuse_input
 from shardax.nn.rope import Rope, Rotation, rotate
-from shardax.partition.context import current_kernel
-from shardax.partition.explicit import gathered
 
 
 class MultiHeadLatentAttention(MultiHeadAttention):
@@ -248,7 +245,7 @@ class MultiHeadLatentAttention(MultiHeadAttention):
         is_linear = type(self.kv_up) is Linear and self.kv_up.bias is None
         options = (self.attention_fn, self.softcap, self.sinks)
         options += (self.precision, self.kv_up.precision)
-        kernel = self.implementation or current_kernel("attention")
+        kernel = self.implementation or ScopeSettings.current().attention
         return is_linear and options == (None,) * 5 and kernel in (None, "auto", "xla")
 
     def _reads_latents(self, time: int, length: int) -> bool:

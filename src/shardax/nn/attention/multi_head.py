@@ -16,12 +16,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shardax._core.checks import Options
-from shardax._core.init.lazy import Initializer
-from shardax._core.init.rng import Rngs
-from shardax._core.module import Module
-from shardax._core.state.split_merge import iter_variables
+from shardax import Module, Rngs, iter_variables
 from shardax._parallel.ring_attention import make_ring, ring_attention, ring_axes
+from shardax.extend import Initializer, Options, ScopeSettings, explicit_entries, gathered
 from shardax.nn.arithmetic import as_array, at_least_float32, cast_all
 from shardax.nn.attention.cache import AttentionCache, ContextCache, readable
 from shardax.nn.attention.dot_product import (
@@ -42,8 +39,6 @@ from shardax.nn.linear import Linear
 from shardax.nn.masks import as_mask
 from shardax.nn.parameters import as_axes, as_size, make_parameter, refuse_input, zeros
 from shardax.nn.rope import PlacedRotation, Rope, Rotation, check_head_dim, rotate
-from shardax.partition.context import ATTENTION_KERNELS, current_context, current_kernel
-from shardax.partition.explicit import explicit_entries, gathered
 
 
 class QueryKeyValue(NamedTuple):
@@ -365,7 +360,7 @@ class MultiHeadAttention(Module):
         axes = ring_axes(query) if ordered else ()
         if axes and (bias is not None or (self.window is not None and not self.causal)):
             refuse_input(
-                f'MultiHeadAttention with context="{current_context()}"',
+                f'MultiHeadAttention with context="{ScopeSettings.current().context}"',
                 "no bias of the scores, and no window to both sides",
                 query,
                 'Gather keys and values: sx.parallel(context="all-gather").',
@@ -458,8 +453,9 @@ class MultiHeadAttention(Module):
         self, query: Any, key: Any, value: Any, mask: Any, segments: Any, axes: tuple[str, ...]
     ) -> jax.Array:
         """Reads keys and values sent round a mesh axis."""
-        context = current_context()
-        kernel = self.implementation or current_kernel("attention")
+        settings = ScopeSettings.current()
+        context = settings.context
+        kernel = self.implementation or settings.attention
         if kernel not in (None, "auto", "xla"):
             refuse_input(
                 f'MultiHeadAttention(implementation="{kernel}") with context="{context}"',
@@ -565,7 +561,9 @@ class MultiHeadAttention(Module):
         options = Options(LayerConfigError, name)
         fits = self.softcap is None or self.softcap > 0
         options.check("softcap", self.softcap, fits, "positive")
-        options.choice("implementation", self.implementation, (None, *ATTENTION_KERNELS))
+        options.choice(
+            "implementation", self.implementation, (None, *ScopeSettings.choices("attention"))
+        )
         weighing = {
             "scale": self.scale,
             "softcap": self.softcap,

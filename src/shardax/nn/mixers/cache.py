@@ -15,16 +15,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shardax._core.init.lazy import Init
-from shardax._core.module import Module
-from shardax._core.variable import Cache
+from shardax import Cache, Init, Module
+from shardax.extend import explicit_entries, gathered, with_layout
 from shardax.nn.arithmetic import as_array
 from shardax.nn.attention.cache import laid_out
 from shardax.nn.attention.multi_head import positions_within
 from shardax.nn.errors import LayerConfigError, LayerInputError
 from shardax.nn.masks import as_mask
 from shardax.nn.parameters import as_size, refuse_input
-from shardax.partition.explicit import explicit_entries, gathered, with_layout
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shardax._core.module import Module
+from shardax import Module
+from shardax.extend import align, explicit_entries, with_layout
 from shardax.nn.arithmetic import uses_tokamax
 from shardax.nn.parameters import make_parameter, ones
-from shardax.partition.explicit import align, explicit_entries, with_layout
 
 
 def scan_chunks(

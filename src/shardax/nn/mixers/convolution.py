@@ -19,15 +19,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shardax._core.init.lazy import Initializer
-from shardax._core.init.rng import Rngs
-from shardax._core.module import Module
+from shardax import Module, Rngs
+from shardax.extend import Initializer, align
 from shardax.nn.arithmetic import add_bias
 from shardax.nn.attention.cache import laid_out
 from shardax.nn.linear import Linear
 from shardax.nn.mixers.cache import MixerInput, MixerState, RecurrentCache, RecurrentMixer
 from shardax.nn.parameters import as_axes, as_size, lecun_normal, make_parameter, zeros
-from shardax.partition.explicit import align
 
 
 class ShortConvolution(RecurrentMixer):

@@ -21,9 +21,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shardax._core.checks import Options
-from shardax._core.init.lazy import Initializer
-from shardax._core.init.rng import Rngs
+from shardax import Rngs
+from shardax.extend import Initializer, Options
 from shardax.nn.arithmetic import at_least_float32
 from shardax.nn.errors import LayerConfigError
 from shardax.nn.linear import Linear

@@ -27,8 +27,8 @@ from typing import Any
 
 import jax
 
-from shardax._core.errors import warn
 from shardax._files import write_whole
+from shardax.extend import warn_user
 from shardax.plan.compile.compilers import CompileResult, TargetCompiler
 from shardax.plan.errors import PlanInputError
 
@@ -133,7 +133,7 @@ class ProgramCache:
         except FileNotFoundError:
             pass
         except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
-            warn(
+            warn_user(
                 f"The kept program {path} cannot be read ({error!r}) and is made anew.",
                 RuntimeWarning,
             )
@@ -150,7 +150,9 @@ class ProgramCache:
             write_whole(path, gzip.compress(json.dumps(data).encode(), 4, mtime=0))
             self._trim()
         except OSError as error:
-            warn(f"The program was not kept: {path} cannot be written ({error}).", RuntimeWarning)
+            warn_user(
+                f"The program was not kept: {path} cannot be written ({error}).", RuntimeWarning
+            )
 
     def _trim(self) -> None:
         """Deletes the least recently used programs, once."""

@@ -26,15 +26,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from shardax._core.errors import ShardaxError
-from shardax._core.object import Object
+from shardax import Jit, Rules, axis_rules, jit, parallel
 from shardax._parallel.pipeline import bubble_share
-from shardax._transforms.jit.jit import Jit, jit
+from shardax.errors import ShardaxError
+from shardax.extend import Object, mesh_axes_of, settings_scope
 from shardax.hlo import Program, ProgramFacts, model_flops, parse, read_program
 from shardax.hlo.analyze import partitioned_text
 from shardax.hlo.program import CompilerFailedError
-from shardax.partition.context import axis_rules, parallel, tracing_reference
-from shardax.partition.rules import Rules, assign, mesh_axes_of
 from shardax.plan.compile.cache import ProgramCache
 from shardax.plan.compile.compilers import compiler_for, rematerialization_warnings
 from shardax.plan.errors import PlanInputError
@@ -243,7 +241,7 @@ def _lost_batches(inputs: Inputs, layout: Layout) -> list[str]:
     rules, warnings = layout.as_rules, []
     dimensions = _dimensions(inputs, tuple(layout.sizes))
     for shape, names in (*dimensions.constraints, *dimensions.arguments):
-        assignment = assign(names, rules.pairs)
+        assignment = rules.assign(names)
         for lost in assignment.passed_over:
             name, winner = lost.rule[0], lost.winner[0]
             split = name in assignment.chosen and rules.pairs[assignment.chosen[name]][1]
@@ -293,7 +291,9 @@ def lower_alone(inputs: Inputs, mesh_axes: Sequence[str] = ()) -> LoweredStep:
             scope.enter_context(jax.set_mesh(Mesh(devices, tuple(mesh_axes))))
             scope.enter_context(axis_rules(rules))
         scope.enter_context(needs_no_values())
-        scope.enter_context(tracing_reference())  # kernels of the target do not run on a CPU
+        scope.enter_context(
+            settings_scope(reference=True)
+        )  # kernels of the target do not run on a CPU
         traced = _traceable(inputs, None).trace(*inputs.shapes())
         return traced.lower(), _paths(traced, inputs)
 

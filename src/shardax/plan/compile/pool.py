@@ -34,9 +34,9 @@ from typing import Any, NamedTuple, Self
 
 import jax
 
-from shardax._core.checks import is_integer
-from shardax._core.errors import PickleReadError, PickleWriteError
-from shardax.config.configure import configure
+from shardax import configure
+from shardax.errors import PickleReadError, PickleWriteError
+from shardax.extend import is_integer
 from shardax.host.pickling import Sources, dumps, loads, own_sources
 from shardax.plan.compile.cache import ProgramCache, cache_folder
 from shardax.plan.compile.compilers import compiler_for, temporary_environment

@@ -23,7 +23,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from shardax._core.checks import Options
+from shardax.extend import Options
 from shardax.hlo import Collective, ProgramFacts
 from shardax.plan.errors import PlanInputError
 from shardax.plan.hardware.targets import Route, Target

@@ -31,7 +31,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from shardax.partition.errors import did_you_mean
+from shardax.extend import did_you_mean
 from shardax.plan.errors import HardwareError, PlanFileError
 
 KINDS = ("tpu", "gpu", "cpu")  # each has its compiler

@@ -32,8 +32,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from shardax.partition.errors import did_you_mean
-from shardax.partition.mesh import mesh_text
+from shardax.extend import did_you_mean, mesh_text
 from shardax.plan.errors import TargetError
 from shardax.plan.hardware.hardware import HARDWARE, KINDS, Hardware, find_hardware, load_hardware
 

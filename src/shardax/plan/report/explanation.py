@@ -13,9 +13,8 @@ import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from shardax._core.text import columns
+from shardax.extend import align_columns, did_you_mean
 from shardax.hlo.collectives import Collective
-from shardax.partition.errors import did_you_mean
 from shardax.plan.errors import PlanInputError
 from shardax.plan.records import ArrayLayout, LayoutReport
 from shardax.plan.report.table import (
@@ -304,7 +303,7 @@ def diff(a: LayoutReport, b: LayoutReport) -> str:
         (("Wire bytes", "a", "b", "b - a"), _wire(a, b)),
         (("Arrays", "a", "b"), _arrays(a, b)),
     ]
-    sections = ["\n".join(columns([heads, *rows])) for heads, rows in tables if rows]
+    sections = ["\n".join(align_columns([heads, *rows])) for heads, rows in tables if rows]
     head = f"a: {headline(a)}\nb: {headline(b)}"
     return "\n\n".join([head, *(sections or ["There is no difference."])])
 

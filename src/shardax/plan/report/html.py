@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from shardax._core._jax import auto_mesh
+from shardax.plan.inputs import auto_mesh
 from shardax.plan.records import ArrayLayout, LayoutReport
 from shardax.plan.report import table
 from shardax.plan.report.explanation import UNKNOWN, CollectiveGroup, descriptions, groups, headline

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from shardax._core.text import columns as aligned
+from shardax.extend import align_columns as aligned
 from shardax.plan.errors import HardwareError, PlanFileError, TargetError
 from shardax.plan.hardware.cost import ties
 from shardax.plan.records import LayoutReport, TimeBand

@@ -38,9 +38,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from shardax.partition.errors import did_you_mean
-from shardax.partition.inventory import TreeInventory
-from shardax.partition.rules import Names, Rules, SpecEntry, assign, mesh_axes_of, strings
+from shardax import Rules
+from shardax.extend import TreeInventory, axis_names_in, did_you_mean, mesh_axes_of
 from shardax.plan.errors import PlanInputError
 from shardax.plan.inputs import Inputs
 from shardax.plan.records import Layout, LayoutReport
@@ -85,7 +84,7 @@ def search_space(
     forms = _names_of_forms(dimensions, meshes)
     fixed = {name: axis for axis, names in forms.items() for name in names} | fixed
     tied = [name for group in ties for name in group]
-    on_constraints = (name for _, names in dimensions.constraints for name in strings(names))
+    on_constraints = (name for _, names in dimensions.constraints for name in axis_names_in(names))
     named = list(dict.fromkeys((*activations, *on_constraints)))
     for name, why in _kept_whole(dimensions, named):
         if name not in fixed and name not in tied:
@@ -112,7 +111,7 @@ def search_space(
 def _names_of_forms(dimensions: DimensionModel, meshes: Meshes) -> dict[str, list[str]]:
     """Returns the names split by the mesh axis of each form."""
     names_by_axis: dict[str, list[str]] = {}
-    stored = {name for _, names in dimensions.arguments for name in strings(names)}
+    stored = {name for _, names in dimensions.arguments for name in axis_names_in(names)}
     for axis in dict.fromkeys(axis for mesh in meshes for axis, _ in mesh):
         if axis not in FORMS:
             continue
@@ -182,7 +181,7 @@ def _kept_whole(
             continue
         if name in activations:
             continue
-        arrays = [(shape, set(strings(n))) for shape, n in dimensions.arguments]
+        arrays = [(shape, set(axis_names_in(n))) for shape, n in dimensions.arguments]
         having = [(shape, names) for shape, names in arrays if name in names]
         batch_axes = batch_names.get(name, frozenset())
         if having and batch_axes and all(names & batch_axes for _, names in having):
@@ -208,7 +207,7 @@ def _batch_beside(dimensions: DimensionModel) -> dict[str, frozenset[str]]:
 
 def _tied(dimensions: DimensionModel, names: Sequence[str]) -> list[tuple[str, ...]]:
     """Ties names never together on one argument."""
-    arrays = [set(strings(names)) for _, names in dimensions.arguments]
+    arrays = [set(axis_names_in(names)) for _, names in dimensions.arguments]
     groups: list[list[str]] = []
     for name in names:
         for group in groups:
@@ -247,7 +246,7 @@ class LayoutCandidate(NamedTuple):
     """A layout, with the mesh axes of all arrays."""
 
     layout: Layout
-    entries: tuple[tuple[SpecEntry, ...], ...]
+    entries: tuple[tuple[Any, ...], ...]
     # Of equals the least is kept: with fewer axes, used in the order of priority of names.
     order: tuple[int, ...]
 
@@ -299,7 +298,7 @@ def _free_names(dimensions: DimensionModel, inputs: Inputs) -> frozenset[str]:
 
 def _storage_key(
     candidate: LayoutCandidate,
-    arrays: Sequence[tuple[tuple[int, ...], Names]],
+    arrays: Sequence[tuple[tuple[int, ...], tuple[Any, ...]]],
     large: Sequence[bool],
     free: frozenset[str],
 ):
@@ -326,7 +325,7 @@ def _names_of(inputs: Inputs, *kinds: str) -> Iterable[str]:
     for leaf, kind in zip(TreeInventory(inputs.tree).leaves, inputs.kinds, strict=True):
         if kind in kinds:
             for info in leaf.arrays:
-                yield from strings(leaf.names_of(info) or ())
+                yield from axis_names_in(leaf.names_of(info) or ())
 
 
 @dataclass(frozen=True)
@@ -394,7 +393,7 @@ def find_candidates(
 def _enumerate(
     dimensions: DimensionModel,
     space: SearchSpace,
-    arrays: Sequence[tuple[tuple[int, ...], Names]],
+    arrays: Sequence[tuple[tuple[int, ...], tuple[Any, ...]]],
     free: frozenset[str],
 ) -> Iterator[LayoutCandidate | None]:
     """Yields every assignment, or None for an impossible one."""
@@ -427,7 +426,7 @@ def _enumerate(
                 for name in free:
                     rules[name] = _with_axis(rules[name], "expert", sizes, sizes_of[name])
             pairs = tuple((name, rules[name]) for name in names)
-            entries = tuple(assign(dims, pairs).entries for _, dims in arrays)
+            entries = tuple(Rules(pairs).assign(dims).entries for _, dims in arrays)
             if whole or not all(
                 size % math.prod(sizes.get(axis, 1) for axis in mesh_axes_of(target)) == 0
                 for (shape, _), spec in zip(arrays, entries, strict=True)
@@ -443,7 +442,7 @@ def _enumerate(
             yield LayoutCandidate(Layout(name, pairs, mesh), entries, order)
 
 
-def _targets(mesh: tuple[tuple[str, int], ...], inner_only: bool) -> list[SpecEntry]:
+def _targets(mesh: tuple[tuple[str, int], ...], inner_only: bool) -> list[Any]:
     """None, each mesh axis, and all combinations in order."""
     axes = [
         axis
@@ -455,9 +454,7 @@ def _targets(mesh: tuple[tuple[str, int], ...], inner_only: bool) -> list[SpecEn
     return [None, *axes, *several]
 
 
-def _with_axis(
-    target: SpecEntry, axis: str, sizes: Mapping[str, int], lengths: Sequence[int]
-) -> SpecEntry:
+def _with_axis(target: Any, axis: str, sizes: Mapping[str, int], lengths: Sequence[int]) -> Any:
     """The mesh axes of a name with one more, or None."""
     axes = (*mesh_axes_of(target), axis)
     ways = math.prod(sizes[axis] for axis in axes)
@@ -468,7 +465,7 @@ def _with_axis(
 
 def _outside(dimensions: DimensionModel, space: SearchSpace) -> list[str]:
     """Names of parameters outside of stages, such as the vocabulary."""
-    arrays = [set(strings(names)) for _, names in dimensions.arguments]
+    arrays = [set(axis_names_in(names)) for _, names in dimensions.arguments]
     staged = [names for names in arrays if names & set(space.staged)]
     inside = {name for names in staged for name in names}
     searched = {name for group in space.groups for name in group}

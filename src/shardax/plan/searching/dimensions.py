@@ -28,15 +28,22 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import PartitionSpec
 
-from shardax._core._jax import auto_mesh, open_jaxpr
-from shardax._core.graph.paths import Leaf, PyTree
-from shardax._core.object import Object
-from shardax._transforms.jit.abstract_eval import make_jaxpr
-from shardax._transforms.jit.jit import Jit
-from shardax.partition.context import mark_names, marking_names, names_marked, tracing_reference
-from shardax.partition.inventory import LeafInfo, TreeInventory
-from shardax.partition.rules import Names, Rules, RulesLike, check_names, mesh_axes_of, strings
-from shardax.plan.inputs import Inputs, needs_no_values, unbound
+from shardax import Jit, Rules, make_jaxpr
+from shardax.extend import (
+    Object,
+    PyTree,
+    RulesLike,
+    TreeInventory,
+    axis_names_in,
+    axis_names_of_mark,
+    mark_axis_names,
+    mesh_axes_of,
+    open_jaxpr,
+    settings_scope,
+)
+from shardax.partition.inventory import LeafInfo
+from shardax.partition.rules import check_names
+from shardax.plan.inputs import Inputs, auto_mesh, needs_no_values, unbound
 
 
 class DimensionClasses:
@@ -412,11 +419,11 @@ class JaxprWalk:
             case name if name not in _RULES:
                 return self._call(eqn, operands, needed_results, runs)
             case "name":
-                dims, names = operands[0].dims, names_marked(eqn.params["name"])
+                dims, names = operands[0].dims, axis_names_of_mark(eqn.params["name"])
                 if names is not None:
                     self.constraints[tuple(map(self.classes.size, dims)), names] = None
                     for dim, entry in zip(dims, names, strict=False):
-                        for name_text in strings((entry,)):  # a merged dimension has several
+                        for name_text in axis_names_in((entry,)):  # a merged dimension has several
                             self.classes.name(dim, name_text)
         out_dims = _RULES[name](self.classes, eqn, [value.dims for value in operands])
         is_argument = name in _KEEPS_ARGUMENT and operands[0].given
@@ -756,13 +763,13 @@ class DimensionModel:
     def names(self) -> tuple[str, ...]:
         """All names, those of constraints first."""
         arrays = (*self.constraints, *self.arguments)
-        return tuple(dict.fromkeys(name for _, names in arrays for name in strings(names)))
+        return tuple(dict.fromkeys(name for _, names in arrays for name in axis_names_in(names)))
 
     def sizes_of(self, name: str) -> tuple[int, ...]:
         """Returns the sizes of dimensions with a name, in ascending order."""
         arrays = (*self.constraints, *self.arguments)
         pairs = (pair for shape, names in arrays for pair in zip(shape, names, strict=True))
-        return tuple(sorted({size for size, entry in pairs if name in strings((entry,))}))
+        return tuple(sorted({size for size, entry in pairs if name in axis_names_in((entry,))}))
 
     def replicated_compute(self, rules: RulesLike, mesh_sizes: Mapping[str, int]) -> float:
         """Returns a lower bound of the copies of each operation."""
@@ -793,7 +800,8 @@ def trace_dimensions(
     values = enumerate(inputs.tree.values())
     static = tuple(position for position, value in values if not TreeInventory(value).leaves)
     mesh_scope = jax.sharding.use_abstract_mesh(mesh)
-    with marking_names(rules), mesh_scope, needs_no_values(), tracing_reference():
+    marking = settings_scope(rules=rules, marking=True, reference=True)
+    with marking, mesh_scope, needs_no_values():
         traced = make_jaxpr(_marked(inputs), static_argnums=static)(*inputs.shapes())
     jaxpr = traced.jaxpr
     walk = JaxprWalk()
@@ -846,9 +854,9 @@ def _merged_products(walk: JaxprWalk, reached: Mapping[int, frozenset[str]]) -> 
     return tuple(sorted(merged, key=lambda product: -product.flops))
 
 
-def _names_of_leaves(inputs: Inputs) -> list[tuple[LeafInfo, list[Names | None]]]:
+def _names_of_leaves(inputs: Inputs) -> list[tuple[LeafInfo, list[tuple[Any, ...] | None]]]:
     """The logical names of the arrays of each leaf."""
-    names_of_leaves: list[tuple[LeafInfo, list[Names | None]]] = []
+    names_of_leaves: list[tuple[LeafInfo, list[tuple[Any, ...] | None]]] = []
     for leaf in TreeInventory(inputs.tree).leaves:
         logical = not isinstance(leaf.axes, PartitionSpec)  # else the names are those of mesh axes
         names = [leaf.names_of(info) if logical else None for info in leaf.arrays]
@@ -866,12 +874,12 @@ def _marked(inputs: Inputs) -> Callable[..., Any]:
 
     def run(*args) -> PyTree:
         inventory = TreeInventory(dict(zip(inputs.names, args, strict=True)))
-        values: list[Leaf] = []
+        values: list[Any] = []
         for leaf in inventory.leaves:
             names = named.get(leaf.path) or [None] * len(leaf.arrays)  # numbers are traced too
             arrays = zip(leaf.arrays_in(leaf.value), names, strict=True)
             marks = [
-                array if axis_names is None else mark_names(array, axis_names)
+                array if axis_names is None else mark_axis_names(array, axis_names)
                 for array, axis_names in arrays
             ]
             marked = leaf.with_arrays(leaf.value, marks)

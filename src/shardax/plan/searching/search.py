@@ -18,10 +18,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from shardax._core.checks import Options
-from shardax._core.graph.paths import PyTree
-from shardax.partition.context import parallel as parallel_scope
-from shardax.partition.errors import PartitionError, did_you_mean
+from shardax import parallel as parallel_scope
+from shardax.errors import PartitionError
+from shardax.extend import Options, PyTree, did_you_mean
 from shardax.plan.compile.cache import cache_folder
 from shardax.plan.compile.pool import LocalEvaluator, PoolEvaluator, make_evaluator
 from shardax.plan.errors import PlanInputError, PlanInterrupted, TargetError

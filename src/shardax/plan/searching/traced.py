@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardax._parallel.pipeline import bubble_share
+from shardax.extend import axis_names_in, mesh_axes_of
 from shardax.hlo import MatrixProduct
-from shardax.partition.rules import mesh_axes_of, strings
 from shardax.plan.hardware.targets import Target
 from shardax.plan.records import Layout
 from shardax.plan.searching.dimensions import DimensionModel, Product, ProductDimension
@@ -295,7 +295,7 @@ def _of_layers(
     dimensions: DimensionModel, names: frozenset[str] | set[str]
 ) -> list[tuple[tuple[int, ...], list[str]]]:
     """Returns shapes and names of staged arguments."""
-    pairs = [(shape, list(strings(entries))) for shape, entries in dimensions.arguments]
+    pairs = [(shape, list(axis_names_in(entries))) for shape, entries in dimensions.arguments]
     return [(shape, dim_names) for shape, dim_names in pairs if names & set(dim_names)]
 
 
@@ -321,9 +321,9 @@ def _stage_transfers(
         moved = sum(2 * elements(shape, names) for shape, names in of_layers)
         yield send(width * moved * (1 - 1 / pipeline.stages), 1)
     activations = [
-        elements(shape, list(strings(names)))
+        elements(shape, list(axis_names_in(names)))
         for shape, names in dimensions.constraints
-        if not pipeline.names & set(strings(names))
+        if not pipeline.names & set(axis_names_in(names))
     ]
     # Of the residual stream, which is the narrowest of what layers name; both ways.
     if activations:

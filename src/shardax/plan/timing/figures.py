@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardax._core.checks import Options
+from shardax.extend import Options
 from shardax.plan.errors import HardwareError, PlanInputError
 from shardax.plan.hardware.hardware import Hardware, find_hardware
 

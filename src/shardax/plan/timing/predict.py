@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from shardax._core.checks import Options
+from shardax.extend import Options
 from shardax.plan.errors import PlanInputError
 from shardax.plan.hardware.hardware import Hardware
 from shardax.plan.timing.figures import figures_of, find_chip

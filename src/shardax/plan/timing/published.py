@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardax._core.checks import Options
+from shardax.extend import Options
 from shardax.plan.errors import PlanInputError
 from shardax.plan.timing.figures import find_chip, generation
 

@@ -17,8 +17,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from shardax._core.checks import Options
-from shardax.partition.rules import Rules, mesh_axes_of
+from shardax import Rules
+from shardax.extend import Options, mesh_axes_of
 from shardax.plan.errors import PlanFileError, PlanInputError
 from shardax.plan.hardware.hardware import Hardware
 from shardax.plan.timing.figures import find_chip

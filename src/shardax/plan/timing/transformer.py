@@ -12,7 +12,7 @@ import dataclasses
 import math
 from dataclasses import dataclass
 
-from shardax._core.checks import Options, is_integer
+from shardax.extend import Options, is_integer
 from shardax.plan.errors import PlanInputError
 
 PRECISIONS = ("f32", "bf16", "fp16", "fp8", "fp8-row", "mxfp8", "nvfp4", "int8")

@@ -25,8 +25,7 @@ import jax
 import numpy as np
 import numpy.typing as npt
 
-from shardax._core.checks import Options, is_integer, raise_if_any
-from shardax._core.graph.paths import PyTree
+from shardax.extend import Options, PyTree, is_integer, raise_if_any
 from shardax.train.data.sources import Held
 from shardax.train.data.text import TextPart, hash64, permute
 from shardax.train.errors import DataError

@@ -37,12 +37,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from shardax._core.checks import Options
-from shardax._core.graph.paths import Leaf, PyTree
-from shardax._core.state.split_merge import iter_variables
-from shardax.partition.checker import spec_for
-from shardax.partition.context import rules_over
-from shardax.partition.rules import RulesLike, mesh_axes_of
+from shardax import iter_variables
+from shardax.extend import Options, PyTree, ResolvedRules, RulesLike, mesh_axes_of
 from shardax.train.data.batches import Rows, Rowwise
 from shardax.train.data.sources import (
     Positioned,
@@ -109,7 +105,7 @@ def _put_rows(batch, sharding, rows: Rows | None, batch_size: int):
                 f"by_rows was asked for {ids.size} rows, but gave an array of shape {array.shape}."
             )
 
-        def read(index) -> Leaf:
+        def read(index) -> Any:
             if ids is None:
                 return array[index]
             start, stop, _ = index[0].indices(batch_size)
@@ -238,7 +234,7 @@ def batch_shardings(
         assert mesh is not None
         names = BATCH_AXES[: len(shape)]
         # Dimensions left to the compiler are not split: these arrays come from the host.
-        return spec_for(names, shape[: len(names)], mesh, rules_over(mesh, rules))[0]
+        return ResolvedRules(mesh, rules).spec(names, shape[: len(names)])[0]
 
     problems: list[str] = []
     shardings = []

@@ -28,9 +28,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shardax._core.errors import ShardaxError
-from shardax._core.graph.paths import PyTree
 from shardax.distributed import processes
+from shardax.errors import ShardaxError
+from shardax.extend import PyTree
 from shardax.train.errors import DataError, TrainError
 
 _KIND = "__kind__"

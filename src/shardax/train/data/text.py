@@ -32,8 +32,8 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from shardax._core.checks import Options
 from shardax._files import PathNotFoundError, require_file
+from shardax.extend import Options
 from shardax.train.errors import DataError
 
 ByteArray = npt.NDArray[np.uint8]

@@ -24,8 +24,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from shardax._core.checks import Options
 from shardax._files import require_file
+from shardax.extend import Options
 from shardax.train.data.text import MappedFile, TextPart, TokenData
 from shardax.train.errors import DataError
 

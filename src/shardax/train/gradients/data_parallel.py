@@ -17,20 +17,33 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from shardax._core._jax import is_prng_key, varying_axes
-from shardax._core.checks import Options, raise_if_any
-from shardax._core.graph.flatten import has_objects
-from shardax._core.graph.paths import Leaf, Path, PyTree, format_path
-from shardax._core.state.split_merge import iter_variables, merge, split
-from shardax._core.state.state import State
-from shardax._core.variable import Intermediate, Param, RngState, Variable
+from shardax import (
+    Intermediate,
+    Param,
+    RngState,
+    State,
+    Variable,
+    iter_variables,
+    merge,
+    split,
+    value_and_grad,
+)
 from shardax._parallel.gradient_sums import GradientPlan, Region, plan_of, sum_over
 from shardax._parallel.microbatches import indivisible
-from shardax._transforms.grad.grad import value_and_grad
+from shardax.errors import PartitionError
+from shardax.extend import (
+    Options,
+    Path,
+    PyTree,
+    RulesLike,
+    format_path,
+    has_objects,
+    is_prng_key,
+    mesh_text,
+    raise_if_any,
+    varying_axes,
+)
 from shardax.nn.arithmetic import at_least_float32
-from shardax.partition.errors import PartitionError
-from shardax.partition.mesh import mesh_text
-from shardax.partition.rules import RulesLike
 from shardax.train.accumulation import accumulate, split_batch
 from shardax.train.metrics import target_weights, weighted
 from shardax.train.optimizer import laid_out_as
@@ -184,7 +197,7 @@ class _DeviceCall:
         }
         self.static = {i: leaf for i, leaf in enumerate(leaves) if i not in self.arrays}
         self.graphdef, state = split(self.objects)
-        self.values: dict[Path, Leaf] = state.flat()
+        self.values: dict[Path, Any] = state.flat()
         self.origins = state.origins()
         self.variables: dict[Path, Variable] = dict(iter_variables(self.objects))
         self.random = {p for p, v in self.variables.items() if isinstance(v, RngState)}
@@ -235,7 +248,7 @@ class _DeviceCall:
         )
         return value, aux, add(gradients, count), written
 
-    def _local(self, values: dict[Path, Leaf], batch, arrays):
+    def _local(self, values: dict[Path, Any], batch, arrays):
         """Sums of one device, and the values written."""
         region = self.region
         entering = dict(values)
@@ -279,7 +292,7 @@ class _DeviceCall:
         value = jax.lax.psum(region.varying(value), region.over) / total.astype(value.dtype)
         return value, region.varying(aux), self._by_path(gradients), total, written
 
-    def _by_path(self, gradients: object) -> dict[Path, Leaf]:
+    def _by_path(self, gradients: object) -> dict[Path, Any]:
         """Gradients by path, of the device as the first of its row."""
         pairs = gradients.flat() if isinstance(gradients, State) else {(): gradients}
         leaves, treedef = jax.tree.flatten(gradients)
@@ -287,7 +300,7 @@ class _DeviceCall:
         self.structure = treedef, paths
         return {path: leaf[None] for path, leaf in zip(paths, leaves, strict=True)}
 
-    def _written(self, entering: Mapping[Path, object], objects: object) -> dict[Path, Leaf]:
+    def _written(self, entering: Mapping[Path, object], objects: object) -> dict[Path, Any]:
         """Values written by the function, the same on all devices, or raises."""
         leaving = {path: variable.value for path, variable in iter_variables(objects)}
         problems = [
@@ -331,7 +344,7 @@ class _DeviceCall:
         """Leaves a microbatch's gradient split along the last data axis."""
         region, last_axis = self.region, self.region.over[-1]
         pairs = gradients.flat() if isinstance(gradients, State) else {(): gradients}
-        by_path: dict[Path, Leaf] = {}
+        by_path: dict[Path, Any] = {}
         for path, gradient in pairs.items():
             plan = self.plans[path]
             wire = self.wire or gradient.dtype

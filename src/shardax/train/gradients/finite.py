@@ -24,10 +24,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from shardax._core.graph.paths import Leaf, Path, format_path
-from shardax._core.state.split_merge import iter_variables
-from shardax._core.state.state import by_paths_of
-from shardax._core.variable import Variable
+from shardax import Variable, iter_variables
+from shardax.extend import Path, format_path, stored_value, values_by_path
 from shardax.train.optimizer import Optimizer, laid_out_as, trained_variables
 from shardax.train.step_numbers import gradient_norm
 
@@ -38,9 +36,9 @@ _FIRST = 2  # flags that are not of a Variable: loss, skipped
 # --- In the compiled step ---
 
 
-def current_values(trained: object) -> list[tuple[Path, Variable, Leaf]]:
+def current_values(trained: object) -> list[tuple[Path, Variable, Any]]:
     """Returns path, Variable and value of everything a step may change."""
-    return [(path, variable, variable._here()._value) for path, variable in iter_variables(trained)]
+    return [(path, variable, stored_value(variable)) for path, variable in iter_variables(trained)]
 
 
 def step_flags(
@@ -61,7 +59,7 @@ def step_flags(
     if skip:
         _undo(old, skipped)
     spoiled = [
-        _spoils(value, variable._here()._value) for _, variable, value in old if _is_inexact(value)
+        _spoils(value, stored_value(variable)) for _, variable, value in old if _is_inexact(value)
     ]
     flags = jnp.stack([bad_loss, skipped, *bad_gradients, *spoiled])
     if mesh is not None and set(mesh.axis_types) == {AxisType.Auto}:  # every process reads it
@@ -69,10 +67,10 @@ def step_flags(
     return flags
 
 
-def _by_path(optimizer: Optimizer, gradients: object) -> list[Leaf]:
+def _by_path(optimizer: Optimizer, gradients: object) -> list[Any]:
     """Returns gradients in the order of the optimizer's Variables."""
     paths = [path for path, _ in trained_variables(optimizer)]
-    by_path = by_paths_of(gradients, paths)
+    by_path = values_by_path(gradients, paths)
     return [by_path[path] for path in paths]
 
 
@@ -80,7 +78,7 @@ def _undo(old: Sequence[tuple[Path, Variable, object]], skipped: jax.Array) -> N
     """Puts values back if a step is skipped."""
     # Random streams and integer counts of the model go on: a step is not to repeat what spoiled it.
     for path, variable, value in old:
-        new = variable._here()._value
+        new = stored_value(variable)
         if new is not value and (path[0] != 0 or _is_inexact(value)):
             variable.value = jax.tree.map(
                 lambda old_leaf, new_leaf: jax.lax.select(
@@ -127,7 +125,7 @@ class FiniteCheck:
         self._values = [
             f"{parts[path[0]]}{format_path(path[1:])}"
             for path, variable in iter_variables(tuple(trained))
-            if _is_inexact(variable._here()._value)
+            if _is_inexact(stored_value(variable))
         ]
         self._is_guarded = _leaves_out_steps(trained[1])
         self._limit = limit

@@ -17,26 +17,33 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from shardax._core._jax import is_prng_key
-from shardax._core.checks import raise_if_any
-from shardax._core.graph.paths import Leaf, Path, PyTree, format_path
-from shardax._core.module import Module
-from shardax._core.object import epoch
-from shardax._core.state.split_merge import (
-    clone_sharing,
+from shardax import (
+    Intermediate,
+    Module,
+    RngState,
+    Rules,
+    State,
+    Variable,
+    axis_rules,
     iter_modules,
     iter_variables,
+    jit,
     merge,
     pop,
     split,
 )
-from shardax._core.state.state import Origin, State
-from shardax._core.variable import Intermediate, RngState, Variable
-from shardax._transforms.jit.jit import jit
+from shardax.errors import PartitionError
+from shardax.extend import (
+    Origin,
+    Path,
+    PyTree,
+    clone_sharing_arrays,
+    format_path,
+    is_prng_key,
+    raise_if_any,
+    structure_epoch,
+)
 from shardax.nn.arithmetic import at_least_float32
-from shardax.partition.context import axis_rules
-from shardax.partition.errors import PartitionError
-from shardax.partition.rules import Rules
 from shardax.train.metrics import weighted
 from shardax.train.pipeline.programs import Cut, cut
 
@@ -124,13 +131,13 @@ class Chunk:
 
     def now(self) -> _TakenStage:
         """Takes the stage apart, anew if its structure changed."""
-        if self._taken is not None and self._at == epoch.current:
+        if self._taken is not None and self._at == structure_epoch():
             return self._taken
-        self._at = epoch.current
+        self._at = structure_epoch()
         if not isinstance(self.stage, Module):
             self._taken = _TakenStage(None, {}, {}, {})
             return self._taken
-        copy = clone_sharing(self.stage)
+        copy = clone_sharing_arrays(self.stage)
         pop(copy, Intermediate)
         graphdef, state = split(copy)
         variables = dict(iter_variables(self.stage))
@@ -189,7 +196,7 @@ class Chunk:
         self.y_tree = jax.tree.structure(y)
         return (floating, objective / self.microbatches), (nonfloating, written, sown)
 
-    def _written(self, model: object, entering: Values) -> tuple[Values, dict[Path, Leaf]]:
+    def _written(self, model: object, entering: Values) -> tuple[Values, dict[Path, Any]]:
         stage_parts, written, sown = self.now(), Values(), dict[Path, Any]()
         final = {path: (variable, variable.value) for path, variable in iter_variables(model)}
         problems = [f"{self.shown(path)} was taken away" for path in entering.keys() - final.keys()]
@@ -245,12 +252,12 @@ class ChunkPrograms:
             fixed: Values,
             carried: Values,
             number,
-            floating: list[Leaf],
-            nonfloating: list[Leaf],
+            floating: list[Any],
+            nonfloating: list[Any],
             targets,
             dy: list[PyTree],
         ) -> PyTree:
-            def of(trained: Values, floating: list[Leaf]) -> Any:
+            def of(trained: Values, floating: list[Any]) -> Any:
                 x = joined(x_tree, floating, nonfloating)
                 return chunk.run(trained, {**fixed, **carried}, number, x, targets)
 
@@ -330,7 +337,7 @@ def apart(tree: object) -> tuple[list[PyTree], list[PyTree]]:
     )
 
 
-def joined(treedef: object, floating: list[Leaf], nonfloating: list[Leaf]) -> PyTree:
+def joined(treedef: object, floating: list[Any], nonfloating: list[Any]) -> PyTree:
     """The inverse of ``apart``, given the tree's structure."""
     leaves = [b if a is None else a for a, b in zip(floating, nonfloating, strict=True)]
     return jax.tree.unflatten(treedef, leaves)

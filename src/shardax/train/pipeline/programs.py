@@ -18,8 +18,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from shardax._core._jax import jaxpr_as_fun, open_jaxpr
-from shardax._core.graph.paths import PyTree
+from shardax.extend import PyTree, function_of_jaxpr, open_jaxpr
 
 Value = Any  # a variable of a jaxpr, or a literal
 
@@ -39,7 +38,7 @@ class ProgramPart:
         parts = {"invars": [*self._known, *takes], "outvars": gives, "constvars": []}
         body = jaxpr.replace(eqns=[jaxpr.eqns[n] for n in part], **parts)
         # Before JAX 0.11 a program is in an object with its constants.
-        self._call = jaxpr_as_fun(
+        self._call = function_of_jaxpr(
             body if closed is jaxpr else closed.replace(jaxpr=body, consts=[])
         )
 

@@ -21,24 +21,34 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from shardax._core._jax import Tracer
-from shardax._core.checks import raise_if_any
-from shardax._core.graph.paths import Leaf, Path, PyTree, format_path
-from shardax._core.module import Module
-from shardax._core.state.split_merge import iter_variables
-from shardax._core.state.state import State
-from shardax._core.variable import Param, RngState, Variable
+from shardax import (
+    Module,
+    Param,
+    RngState,
+    Rules,
+    State,
+    Variable,
+    iter_variables,
+    jit,
+    shard,
+    shardings,
+)
 from shardax._parallel.microbatches import indivisible
 from shardax._parallel.schedules import Operation, Schedule
-from shardax._transforms.jit.jit import jit
+from shardax.errors import PartitionError
+from shardax.extend import (
+    Path,
+    PyTree,
+    ResolvedRules,
+    RulesLike,
+    format_path,
+    mesh_axes_of,
+    raise_if_any,
+)
 from shardax.nn.mlp import Sequential
-from shardax.partition.context import resolve_rules
-from shardax.partition.errors import PartitionError
-from shardax.partition.placement import shard
-from shardax.partition.rules import Rules, RulesLike, mesh_axes_of
-from shardax.partition.specs import shardings
 from shardax.partition.tree_layout import telling_once
 from shardax.train.metrics import relative_weights, target_weights
 from shardax.train.optimizer import Optimizer
@@ -124,7 +134,7 @@ class PipelineStep:
             raise PartitionError(f"The schedule {schedule.name!r} is for {table}, not for {model}.")
         self.schedule = schedule
         self.meshes = tuple(parts[number % len(parts)] for number in range(len(self.stages)))
-        self.rules = resolve_rules(rules)
+        self.rules = ResolvedRules(None, rules).rules
         self.sent_bytes: int | None = None
         placed = [
             (stage, stage_mesh)
@@ -409,7 +419,7 @@ class _ChunkStep:
         chunk.check_places({**self.trained, **self.state})
         self.carried: Values = {}
         self.written: Values = {}  # counts of streams, of the last microbatch
-        self.sown: dict[Path, Leaf] = {}
+        self.sown: dict[Path, Any] = {}
         self.objectives: list[PyTree] = []
         self.held: dict[int, dict[Any, Any]] = {}
         self.compiled: ChunkPrograms | None = None
@@ -540,7 +550,7 @@ class _PipelineRun:
 
 
 @jax.jit
-def _sum(values: list[Leaf]):
+def _sum(values: list[Any]):
     return sum(values[1:], values[0])
 
 

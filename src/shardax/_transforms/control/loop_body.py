@@ -1,0 +1,302 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``Loop``: the body that ``while_loop``, ``fori_loop``, ``bounded_while_loop`` and ``scan`` run.
+
+The *body* is the user's function. It runs once per *iteration*. A value that it uses is one of:
+
+- the *carry*, which one iteration hands to the next: the plain arrays of the carried argument, and
+  every Variable that the body writes, wherever the body got it from;
+- a *slice*, which one iteration sees alone: the index of ``fori_loop``, and what ``scan`` maps;
+- a *constant*, which all iterations see: all else, also Variables that are only read. Constants
+  cost no memory per iteration when the loop is differentiated.
+
+Which Variables the body writes is found by tracing it for its shapes (``find_carry``). The body is
+one ``jax.jit``, so JAX keeps that trace and the loop does not run the user's code again. What the
+body captures and writes becomes an input, and the call starts again (``engine.retry_captured``).
+The carry keeps its form (``forms``). Only ``Loop.apply`` writes to the caller's objects.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import jax
+
+from shardax._core._jax import INLINE
+from shardax._core.graph.definitions import GraphDef
+from shardax._core.graph.flatten import is_object
+from shardax._core.graph.paths import Leaf, Path, PyTree, plain_path
+from shardax._core.object import Object
+from shardax._transforms.control import errors
+from shardax._transforms.control.forms import (
+    ARRAY,
+    abstract_eval,
+    keeps_form,
+    structure_difference,
+    vary_alike,
+)
+from shardax._transforms.lift import engine
+from shardax._transforms.lift.effects import Effects, LiftedOutputs, check_result, holds_same_arrays
+from shardax._transforms.lift.frames import path_of
+
+
+class LoopCarry(NamedTuple):
+    """What one iteration hands to the next."""
+
+    variables: Sequence[PyTree]  # values of the written Variables, in the order of the graph
+    plain: Sequence[Leaf]  # arrays of the carried argument
+
+
+class LoopSlices(NamedTuple):
+    """What one iteration sees alone."""
+
+    variables: dict[int, PyTree]  # values by position of the Variable
+    plain: dict[int, Leaf]  # by position among the plain leaves of the arguments
+
+
+NO_SLICES = LoopSlices({}, {})
+
+
+class Loop:
+    """One loop: its body, and what goes into each iteration."""
+
+    def __init__(
+        self,
+        call: engine.LiftedCall,
+        carried_argument: int | None,
+        values: Sequence[PyTree] | None = None,
+    ) -> None:
+        self.call = call
+        self.carried_argument = carried_argument  # its position
+        self.label = "" if carried_argument is None else call.labels[carried_argument]
+
+        # What goes into the first iteration.
+        self.values = call.graph.values() if values is None else list(values)
+        self.plain, self.plain_tree = call.arguments.plain_leaves()
+        self.slices = NO_SLICES  # of the first iteration, or their types
+        self.static_plain: dict[int, object] = {}  # no arrays: they do not enter the program
+        self.graphdef: GraphDef | None = None  # that an iteration sees, if not that of the call
+
+        # The carry, by position.
+        self.carried_plain = self._plain_positions(carried_argument)
+        self.carried_variables: tuple[int, ...] = ()  # known when the body was traced
+
+        # Known when the body was traced: what it did, and the path of each carried array. The
+        # arrays of a trace do not outlive it.
+        self._effects: Effects | None = None
+        self._result_tree: jax.tree_util.PyTreeDef | None = None
+        self._carry_paths: list[Path] = []
+
+        # Inlined, because the program of the loop is then smaller and quicker to differentiate.
+        self._body = jax.jit(call.program(self._loop_body, "leaves"), inline=INLINE)
+
+    def _plain_positions(self, argument: int | None) -> range:
+        """Returns the positions of an argument's arrays among all plain leaves."""
+        if argument is None:
+            return range(0)
+        counts = [len(jax.tree.leaves(plain)) for plain in self.call.arguments.plain]
+        first = sum(counts[:argument])
+        return range(first, first + counts[argument])
+
+    # --- the body ---------------------------------------------------------------------------------
+
+    def _loop_body(
+        self, values: list[PyTree], plain: list[Leaf]
+    ) -> tuple[list[Leaf], dict[int, PyTree], PyTree]:
+        """Returns the carried arrays, the written carried Variables, and a row of the results."""
+        plain = [self.static_plain.get(index, leaf) for index, leaf in enumerate(plain)]
+        positional, named = self.plain_tree.unflatten(plain)
+        return engine.ending_well(
+            self.call.run,
+            self.call,
+            values,
+            positional,
+            named,
+            self._leave,
+            graphdef=self.graphdef,
+            otherwise=([], {}, None),
+        )
+
+    def _leave(self, context: engine.RunContext) -> tuple[list[Leaf], dict[int, PyTree], PyTree]:
+        context.require_inputs()
+        check_result(context.result, self.call.name)
+
+        carried, returned = None, None
+        if self.carried_argument is not None:
+            carried = context.args[self.carried_argument]
+            returned = jax.tree.map(
+                context.here, self.returned_carry(context.result), is_leaf=is_object
+            )
+        self._check_structure(carried, returned)
+        arrays = self._check_objects(carried, returned)
+
+        outputs, row = self.record(context)
+        written = zip(outputs.effects.written, outputs.written, strict=True)
+        carried_values = {
+            position: value for position, value in written if position not in self.slices.variables
+        }
+        return arrays, carried_values, row
+
+    def returned_carry(self, result: PyTree) -> PyTree:
+        """Returns the carry in the result of the body: all of it."""
+        return result
+
+    def record(self, context: engine.RunContext) -> tuple[LiftedOutputs, PyTree]:
+        """Records what the body did; returns it, and a row of results: here, none."""
+        outputs = context.record_effects(context.result)
+        for index in outputs.effects.updates:
+            raise errors.body_changes_structure(self.call, outputs.effects, index)
+        if outputs.effects.fresh:
+            raise errors.body_returns_new_object(self.call.name)
+        self._effects = outputs.effects
+        self._result_tree = jax.tree.structure(outputs.result)
+        return outputs, None
+
+    def _check_structure(self, carried: PyTree, returned: PyTree) -> None:
+        """Raises if the carry came back in other containers."""
+        outlines = [
+            jax.tree.map(lambda _: ARRAY, tree, is_leaf=is_object) for tree in (carried, returned)
+        ]
+        difference = structure_difference(*outlines, (self.label,))
+        if difference is not None:
+            raise errors.carry_structure_changed(*difference, self.call.name)
+
+    def _check_objects(self, carried: PyTree, returned: PyTree) -> list[Leaf]:
+        """Returns the returned arrays; raises if an object did not come back as itself."""
+        before = jax.tree_util.tree_leaves_with_path(carried, is_leaf=is_object)
+        after = jax.tree.leaves(returned, is_leaf=is_object)
+        arrays = []
+        self._carry_paths = []
+        for (keys, old), new in zip(before, after, strict=True):
+            path = (self.label, *plain_path(keys))
+            if old is not new and (isinstance(old, Object) or isinstance(new, Object)):
+                raise errors.carried_object_replaced(path, old, new, self.call.name)
+            if not isinstance(old, Object):
+                self._carry_paths.append(path)
+                arrays.append(new)
+        return arrays
+
+    # --- before the loop --------------------------------------------------------------------------
+
+    def find_carry(self) -> None:
+        """Traces the body: finds which Variables are carried, and checks that their form stays."""
+        arrays, written, _ = abstract_eval(self._body, *self.inputs(self.first_carry()))
+        engine.raise_new_captures(self.call)
+        self.carried_variables = tuple(sorted(written))
+
+        for position, new in sorted(written.items()):
+            if not keeps_form(self.values[position], new):
+                raise errors.variable_changes_form(self.call, position, self.values[position], new)
+        for path, index, new in zip(self._carry_paths, self.carried_plain, arrays, strict=True):
+            if not keeps_form(self.plain[index], new):
+                raise errors.array_changes_form(path, self.plain[index], new, self.call.name)
+
+        values = [written[position] for position in self.carried_variables]
+        if self._vary_like(LoopCarry(values, arrays)):
+            self.find_carry()
+
+    def first_carry(self) -> LoopCarry:
+        """Returns the carry that goes into the first iteration."""
+        return LoopCarry(
+            [self.values[position] for position in self.carried_variables],
+            [self.plain[index] for index in self.carried_plain],
+        )
+
+    def differ_like(self, decision: Leaf) -> bool:
+        """Makes the carry differ between shards as a number that ends the loop does.
+
+        Inside ``shard_map``, shards may then run for different numbers of iterations, which JAX
+        does not count to the types of what comes out. Returns whether the carry changed.
+        """
+        changed = self._vary_like(jax.tree.map(lambda _: decision, self.first_carry()))
+        if changed:
+            self.find_carry()
+        return changed
+
+    def _vary_like(self, like: LoopCarry) -> bool:
+        """Makes the first carry vary over mesh axes as another; returns whether it changed."""
+        # Inside ``shard_map``, JAX counts this to the type, which is the same in all iterations.
+        before = self.first_carry()
+        after = jax.tree.map(vary_alike, before, like)
+        for position, value in zip(self.carried_variables, after.variables, strict=True):
+            self.values[position] = value
+        for index, leaf in zip(self.carried_plain, after.plain, strict=True):
+            self.plain[index] = leaf
+        return not holds_same_arrays(before, after)
+
+    # --- in the loop, and after it ----------------------------------------------------------------
+
+    def inputs(
+        self, carry: LoopCarry, slices: LoopSlices | None = None
+    ) -> tuple[list[PyTree], list[Leaf]]:
+        """Returns all values of Variables, and all plain leaves, that an iteration sees."""
+        slices = self.slices if slices is None else slices
+        values, plain = list(self.values), list(self.plain)
+
+        for position, value in zip(self.carried_variables, carry.variables, strict=True):
+            values[position] = value
+        for position, value in slices.variables.items():
+            values[position] = value
+
+        for index, leaf in zip(self.carried_plain, carry.plain, strict=True):
+            plain[index] = leaf
+        for index, leaf in slices.plain.items():
+            plain[index] = leaf
+        return values, plain
+
+    def step(self, carry: LoopCarry, slices: LoopSlices | None = None) -> tuple[LoopCarry, PyTree]:
+        """Runs one iteration, inside the loop; returns the next carry and a row of results."""
+        arrays, written, row = self._body(*self.inputs(carry, slices))
+        new_carry = LoopCarry([written[position] for position in self.carried_variables], arrays)
+        return jax.tree.map(vary_alike, new_carry, carry), row
+
+    def next_carry(self, carry: LoopCarry) -> LoopCarry:
+        """Runs one iteration of a loop without slices."""
+        return self.step(carry)[0]
+
+    def apply(self, carry: LoopCarry) -> PyTree:
+        """Stores what the loop wrote; returns the result of the call."""
+        assert self._effects is not None  # the body was traced
+        assert self._result_tree is not None
+        value_of = dict(zip(self.carried_variables, carry.variables, strict=True))
+        written = [value_of[position] for position in self._effects.written]
+        result = self._result_tree.unflatten(carry.plain)
+        return self.call.apply(LiftedOutputs(result, written, [], self._effects))
+
+
+class ReadOnlyFunction:
+    """A function of the carry that must not write: a condition, or the history of a loop."""
+
+    def __init__(
+        self, loop: Loop, which: int, role: str, convert: Callable[[PyTree], PyTree]
+    ) -> None:
+        self.loop = loop
+        self.which = which  # its position among the functions of the call
+        self.role = role
+        self.convert = convert  # what it returned, to what the loop needs
+        # One ``jax.jit``, so that JAX traces it once.
+        self._compiled = jax.jit(
+            loop.call.program(self._read_carry, "leaves", which), inline=INLINE
+        )
+
+    def __call__(self, carry: LoopCarry) -> PyTree:
+        return self._compiled(*self.loop.inputs(carry))
+
+    def _read_carry(self, values: list[PyTree], plain: list[Leaf]) -> PyTree:
+        positional, named = self.loop.plain_tree.unflatten(plain)
+        return self.loop.call.run(values, positional, named, self._leave, which=self.which)
+
+    def _leave(self, context: engine.RunContext) -> PyTree:
+        call = self.loop.call
+        for captured in context.captured():
+            path = path_of(call.functions, captured.outer)
+            raise errors.writes_but_only_reads(self.role, captured.outer, path, call.name)
+
+        effects = context.record_effects(None).effects
+        for position in effects.written:
+            variable, path = call.graph.leaves[position], call.graph.flat.leaf_paths[position]
+            raise errors.writes_but_only_reads(self.role, variable, path, call.name)
+        for index in effects.updates:
+            item, path = call.graph.objects()[index], call.graph.flat.paths[index]
+            raise errors.writes_but_only_reads(self.role, item, path, call.name)
+        return self.convert(context.result)

@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Settings of the scope: the kernels and forms of parallelism that a layer looks up.
+
+``sx.kernels``, ``sx.parallel`` and ``sx.axis_rules`` set them. They are part of the key of JAX's
+own caches: a program that was traced under other settings is traced anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+import jax
+
+from shardax.partition import context
+
+
+class ScopeSettings(NamedTuple):
+    """The settings of a scope, besides its rules.
+
+    Attributes:
+        attention: The kernel of attention, or None.
+        experts: The kernel of the products with experts, or None.
+        loss: The kernel of losses, or None.
+        gated: The kernel of gated units, or None.
+        norms: The kernel of norms, or None.
+        interpret: Whether Pallas's kernels are interpreted.
+        microbatches: In how many parts stacks run a batch, or None.
+        schedule: The schedule of pipelines.
+        context: How attention reads a sequence that is split by position.
+        reference: Whether all layers compute by XLA's operations, whatever kernels are asked for.
+
+    Example:
+        >>> import shardax as sx
+        >>> from shardax import extend
+        >>> with sx.parallel(microbatches=4), sx.kernels(attention="auto"):
+        ...     settings = extend.ScopeSettings.current()
+        >>> settings.microbatches, settings.kernel("attention"), settings.kernel("norms")
+        (4, 'auto', None)
+        >>> extend.ScopeSettings.choices("norms"), extend.ScopeSettings.choices("schedule")
+        (('auto', 'xla', 'tokamax'), ('gpipe', 'circular'))
+    """
+
+    attention: str | None
+    experts: str | None
+    loss: str | None
+    gated: str | None
+    norms: str | None
+    interpret: bool
+    microbatches: int | None
+    schedule: str
+    context: str
+    reference: bool
+
+    @classmethod
+    def current(cls) -> ScopeSettings:
+        """Returns the settings of this thread's innermost scopes, or their defaults."""
+        kernels = {kind: context.current_kernel(kind) for kind in _KERNELS}
+        return cls(
+            **kernels,
+            interpret=context.is_interpreting_kernels(),
+            microbatches=context.current_microbatches(),
+            schedule=context.current_schedule(),
+            context=context.current_context(),
+            reference=context.is_tracing_reference(),
+        )
+
+    @staticmethod
+    def choices(name: str) -> tuple[str, ...]:
+        """Returns the values that a setting can have.
+
+        Args:
+            name: The name of a kernel (see ``sx.kernels``), or ``"schedule"``.
+
+        Raises:
+            KeyError: If there is no such setting.
+        """
+        choices: dict[str, tuple[str, ...]] = dict.fromkeys(_KERNELS, context.LAYER_KERNELS)
+        choices["attention"] = context.ATTENTION_KERNELS
+        choices["schedule"] = context.SCHEDULES
+        return choices[name]
+
+    def kernel(self, kind: str) -> str | None:
+        """Returns the kernel of a kind, such as ``"attention"``, or None.
+
+        Args:
+            kind: A name of ``sx.kernels``.
+        """
+        return getattr(self, kind)
+
+
+_KERNELS = ("attention", "experts", "loss", "gated", "norms")
+
+
+def settings_scope(**changes: Any) -> AbstractContextManager[object]:
+    """Returns a scope with other settings, in which nothing is checked.
+
+    ``sx.kernels`` and ``sx.parallel`` are for users: they check values. This one is for code that
+    hands settings on, or takes them away.
+
+    Args:
+        **changes: Fields of ``ScopeSettings``; and ``rules`` (``RulesLike``) with ``marking``,
+            whether constraints mark arrays by their names (``axis_names_of_mark``) instead of
+            laying them out.
+
+    Returns:
+        The context manager.
+
+    Example:
+        >>> import shardax as sx
+        >>> from shardax import extend
+        >>> with sx.parallel(microbatches=4), extend.settings_scope(microbatches=None):
+        ...     extend.ScopeSettings.current().microbatches is None
+        True
+    """
+    if "rules" in changes:
+        changes["rules"] = context.resolve_rules(changes["rules"])
+    return context.SettingsScope("settings_scope", **changes)
+
+
+def mark_axis_names(array: jax.Array, names: Iterable[object]) -> jax.Array:
+    """Returns an array that its program shows with the names of its dimensions.
+
+    Args:
+        array: The array.
+        names: One entry for each dimension.
+
+    Returns:
+        The array, after an equation of the primitive ``name``.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from shardax import extend
+        >>> mark = lambda x: extend.mark_axis_names(x, ("batch", None))
+        >>> [equation] = jax.make_jaxpr(mark)(jnp.ones((2, 3))).eqns
+        >>> extend.axis_names_of_mark(equation.params["name"])
+        ('batch', None)
+    """
+    return context.mark_names(array, names)
+
+
+def axis_names_of_mark(name: str) -> tuple[Any, ...] | None:
+    """Returns the names of dimensions in a mark, or None.
+
+    Args:
+        name: The parameter ``name`` of an equation of the primitive ``name``.
+
+    Returns:
+        The names that ``mark_axis_names`` was given; None for a name that is no such mark.
+
+    Example:
+        >>> from shardax import extend
+        >>> extend.axis_names_of_mark("attention") is None
+        True
+    """
+    return context.names_marked(name)
