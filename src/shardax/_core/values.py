@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -170,7 +171,7 @@ def _same_leaf(first: PyTree, second: PyTree) -> bool:
     return first_bytes is not None and first_bytes == _bytes_of(second)
 
 
-def _bytes_of(leaf: ArrayValue) -> bytes | None:
+def _bytes_of(leaf: ArrayValue | np.generic) -> bytes | None:
     """Returns the bytes of an array; None if they are not here."""
     if isinstance(leaf, LazyValue):
         if not is_eager():
@@ -310,7 +311,8 @@ def _is_castable(new: PyTree, dtype: DType, target: DType) -> bool:
     if isinstance(new, _NUMBERS) and jnp.issubdtype(target, jnp.integer):
         limits = jnp.iinfo(target)
         is_real = not isinstance(new, (complex, np.complexfloating))
-        return is_real and limits.min <= new <= limits.max and new == int(new)
+        number: Any = new
+        return is_real and limits.min <= number <= limits.max and number == int(number)
     if isinstance(new, _NUMBERS) and jnp.issubdtype(target, jnp.bool_):
         return new in (0, 1)
 
@@ -359,7 +361,7 @@ def _cast_item(old: jax.Array, new: PyTree, kind_name: str) -> PyTree:
     problem = _misfit_of_dtype(old, new, value)
     if problem:
         raise errors.assignment_misfit(old, kind_name, problem)
-    array = value.compute() if isinstance(value, LazyValue) else value
+    array: Any = value.compute() if isinstance(value, LazyValue) else value
     return array.astype(old.dtype)
 
 

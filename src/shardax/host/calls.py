@@ -290,8 +290,9 @@ class FunctionTable:
 
     def run(self, head: bytes, parts: Sequence[object], resolve: Reference | None = None) -> Any:
         """Run a packed call."""
-        *facts, count = pickle.loads(head)
-        function = self.find(FunctionForm(*facts, list(parts[:count]))).call
+        name, key, modules, sources, count = pickle.loads(head)
+        form = FunctionForm(name, key, modules, sources, list(parts[:count]))
+        function = self.find(form).call
         try:
             args, kwargs = decode(parts[count:], resolve)  # which may import modules, too
             return function(*args, **kwargs)

@@ -74,7 +74,9 @@ def _take_apart(
         args = (function.__self__, *args)
         function = function.__func__
     leaves, treedef = jax.tree.flatten((function, tuple(args), kwargs), is_leaf=is_whole)
-    leaves = [_named_value(leaf) if isinstance(leaf, Variable) else leaf for leaf in leaves]
+    leaves: list[Any] = [
+        _named_value(leaf) if isinstance(leaf, Variable) else leaf for leaf in leaves
+    ]
     named = [place for place, leaf in enumerate(leaves) if isinstance(leaf, NamedStorage)]
     whole = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Object)]
 

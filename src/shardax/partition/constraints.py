@@ -279,12 +279,12 @@ def _move(array: jax.Array, entries: tuple[SpecEntry, ...], mesh: AnyMesh) -> ja
     """Moves a concrete array, whatever the axis types."""
     abstract_mesh = mesh.abstract_mesh if isinstance(mesh, Mesh) else mesh
     present = (None,) * array.ndim
+    sharding: Any = array.sharding
     is_over_mesh = (
-        isinstance(array.sharding, NamedSharding)
-        and array.sharding.mesh.abstract_mesh == abstract_mesh
+        isinstance(sharding, NamedSharding) and sharding.mesh.abstract_mesh == abstract_mesh
     )
     if is_over_mesh:
-        present = _one_per_dimension(array.sharding.spec, array.ndim)
+        present = _one_per_dimension(sharding.spec, array.ndim)
 
     if isinstance(mesh, AbstractMesh):
         if not is_over_mesh:
@@ -292,7 +292,7 @@ def _move(array: jax.Array, entries: tuple[SpecEntry, ...], mesh: AnyMesh) -> ja
                 f"Outside of a compiled function an array cannot be laid out over {mesh}, which "
                 "has no devices. Pass the mesh itself, or call constrain inside a jitted function."
             )
-        mesh = array.sharding.mesh
+        mesh = sharding.mesh
 
     spec = PartitionSpec(*_fill_unconstrained(entries, present))
     return jax.device_put(array, NamedSharding(mesh, spec))

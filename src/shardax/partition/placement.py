@@ -353,5 +353,6 @@ def _moved(array: Leaf, sharding: Sharding | None) -> Leaf:
     if isinstance(array, jax.Array) and array.sharding.memory_kind != sharding.memory_kind:
         # To another memory first, and then to other devices: JAX fails at both in one step
         # where a device keeps its part ("Memory kind mismatch with buffers").
-        array = jax.device_put(array, array.sharding.with_memory_kind(sharding.memory_kind))
+        memory_kind: Any = sharding.memory_kind
+        array = jax.device_put(array, array.sharding.with_memory_kind(memory_kind))
     return jax.device_put(array, sharding)

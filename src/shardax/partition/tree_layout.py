@@ -204,8 +204,9 @@ def _spec_by_rules(
         spec = PartitionSpec(*tuple(spec)[: len(leaf.axes)])
 
     codes = {each.code for each in diagnostics}
-    is_named = axes is not None and codes.isdisjoint(("axis-names", "rank-mismatch"))
-    names = check_names(axes) if is_named else None
+    names = None
+    if axes is not None and codes.isdisjoint(("axis-names", "rank-mismatch")):
+        names = check_names(axes)
     return ArraySpec(info, spec, _with_hint(leaf, diagnostics), names)
 
 

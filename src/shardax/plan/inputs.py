@@ -108,8 +108,9 @@ def unbound(step: object) -> tuple[PyTree, tuple[PyTree, ...], dict[str, PyTree]
         function, args, keywords = unbound(step.func)
         return function, (*args, *step.args), {**keywords, **step.keywords}
     if hasattr(step, "__func__") and hasattr(step, "__self__"):  # a method, compiled or not
-        function, args, keywords = unbound(step.__func__)
-        return function, (*args, step.__self__), keywords
+        method: Any = step
+        function, args, keywords = unbound(method.__func__)
+        return function, (*args, method.__self__), keywords
     called = type(step).__call__
     if hasattr(called, "trace") and not hasattr(step, "trace"):  # an object whose calls are
         return called, (step,), {}

@@ -116,14 +116,15 @@ def _initial_values(tree: object) -> dict[str, str]:
     """Returns random seeds of lazy values, and digests of the others."""
     facts: dict[str, str] = {}
     for array in contents_of(tree).arrays:
-        value = stored_value(array.variable)
+        value: Any = stored_value(array.variable)
         # Of a lazy value that is made of random keys, these are the keys.
-        if isinstance(value, LazyValue) and getattr(value, "is_known", False):
+        recipe: Any = value
+        if isinstance(value, LazyValue) and getattr(recipe, "is_known", False):
             roots = [
                 (source.root if isinstance(source.root, int) else processes.array_text(source.root))
-                for source in value.sources
+                for source in recipe.sources
             ]
-            folds = [source.folds for source in value.sources]
+            folds = [source.folds for source in recipe.sources]
             facts[f"random key of {array.path}"] = f"seed {roots} {folds}"
         elif isinstance(value, LazyValue):
             continue  # made from other values, such as an optimizer's state from its parameters

@@ -77,8 +77,11 @@ def _differences_of_children(
         child, other = mine.get(step), theirs.get(step)
         below = path if step[1] is None else (*path, step[1])
 
-        are_containers = isinstance(child, NodeDef) and isinstance(other, NodeDef)
-        if are_containers and child.is_alike_outside(other):
+        if (
+            isinstance(child, NodeDef)
+            and isinstance(other, NodeDef)
+            and child.is_alike_outside(other)
+        ):
             yield from _differences(below, child, other, walks)
             continue
 

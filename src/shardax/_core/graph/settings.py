@@ -384,7 +384,8 @@ _Description = tuple[Hashable, Sequence[tuple[Any, Any]]]
 class _Again(NamedTuple):
     """A part of a content that was met before."""
 
-    index: int  # in the content
+    # A tuple's method of this name has no use here.
+    index: int  # in the content  # pyright: ignore[reportIncompatibleMethodOverride]
 
 
 # --- what traces write ----------------------------------------------------------------------------

@@ -207,8 +207,9 @@ def named_sharding(value: object) -> NamedSharding | None:
     if isinstance(value, (LazyValue, Tracer)):
         return None
     sharding: Sharding | None = getattr(value, "sharding", None)
-    is_named = isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh)
-    return sharding if is_named else None
+    if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
+        return sharding
+    return None
 
 
 def with_lead(sharding: NamedSharding) -> NamedSharding:

@@ -104,7 +104,8 @@ def _rebuilt(
     for position, definition in enumerate(walk.definitions):
         if isinstance(definition, VariableDef) and position not in shared:
             value, metadata = contents(position, definition)
-            variable = definition.type._make(value, metadata, owner)
+            variable_type: Any = definition.type
+            variable = variable_type._make(value, metadata, owner)
             objects_by_position[position] = variable
 
     return assemble(walk.definitions, objects_by_position, owner).objects[0]

@@ -147,10 +147,10 @@ class _ViewOfVariable:
             return target.value
 
         if threads.several and local.frame is None:
-            threads.note_read(target)
+            threads.note_read(target)  # pyright: ignore[reportArgumentType]
         stacked = target._parent._here()._read()
         if local.frame is None and is_deleted(stacked):
-            raise deleted_read(target)
+            raise deleted_read(target)  # pyright: ignore[reportArgumentType]
         return part_of(stacked, target._index)
 
     @value.setter

@@ -169,7 +169,7 @@ def key_value(source: Any) -> LazyKey | jax.Array:
     if is_integer(source):
         return LazyKey(seed_source(int(source)))
     if isinstance(source, (jax.Array, np.ndarray)):
-        if is_prng_key(source):
+        if isinstance(source, jax.Array) and is_prng_key(source):
             return source
         if source.ndim == 0 and jnp.issubdtype(source.dtype, np.integer):
             return jax.random.key(source)

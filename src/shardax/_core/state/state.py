@@ -270,7 +270,9 @@ class State(Shown, Mapping[Any, Any]):
         states = tuple(self._take(positions) for positions in groups)
         if not states:
             return self._take(())
-        return states if len(states) > 1 else states[0]
+        if len(states) > 1:
+            return states
+        return states[0]  # pyright: ignore[reportGeneralTypeIssues] (it is not empty here)
 
     def split(self, *filters: Filter) -> tuple[State, ...]:
         """Returns one State per filter; the first matching filter takes an entry.

@@ -87,7 +87,9 @@ def _cond(
     named_operands: Mapping[str, PyTree],
 ) -> PyTree:
     pred, *operands = args
-    branches = dict(zip(("true_fun", "false_fun"), functions, strict=True))
+    branches: dict[str, Callable[..., PyTree]] = dict(
+        zip(("true_fun", "false_fun"), functions, strict=True)
+    )
     _check_callable("cond", branches)
     decision = numbers.as_predicate(pred, "pred of sx.cond")
 

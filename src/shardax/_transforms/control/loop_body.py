@@ -154,12 +154,13 @@ class Loop:
 
     def _check_structure(self, carried: PyTree, returned: PyTree) -> None:
         """Raises if the carry came back in other containers."""
-        outlines = [
-            jax.tree.map(lambda _: ARRAY, tree, is_leaf=is_object) for tree in (carried, returned)
-        ]
-        difference = structure_difference(*outlines, (self.label,))
+        carried_outline = jax.tree.map(lambda _: ARRAY, carried, is_leaf=is_object)
+        returned_outline = jax.tree.map(lambda _: ARRAY, returned, is_leaf=is_object)
+
+        difference = structure_difference(carried_outline, returned_outline, (self.label,))
         if difference is not None:
-            raise errors.carry_structure_changed(*difference, self.call.name)
+            path, old, new = difference
+            raise errors.carry_structure_changed(path, old, new, self.call.name)
 
     def _check_objects(self, carried: PyTree, returned: PyTree) -> list[Leaf]:
         """Returns the returned arrays; raises if an object did not come back as itself."""

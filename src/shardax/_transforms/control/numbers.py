@@ -40,11 +40,12 @@ def as_integer(value: object, name: str) -> Number:
 
 
 def _one_number(value: Any, name: str, expected: str, hint: str) -> Number:
-    number = value.value if isinstance(value, Variable) else value
+    number: Any = value.value if isinstance(value, Variable) else value
     if not isinstance(number, ARRAY_OR_NUMBER):
         raise TransformError(f"{name} must be {expected}, but is a {type(value).__name__}.")
     if jnp.shape(number) != ():
         raise TransformError(
             f"{name} must be {expected}, but has shape {jnp.shape(number)}. {hint}"
         )
-    return number
+    result: Any = number
+    return result

@@ -114,7 +114,8 @@ class DiffVariable(NamedTuple):
     """A chosen Variable: path below its object, index in the graph of the call, origin."""
 
     path: Path
-    index: int
+    # A tuple's method of this name has no use here.
+    index: int  # pyright: ignore[reportIncompatibleMethodOverride]
     origin: Origin
 
 

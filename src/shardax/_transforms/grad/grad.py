@@ -188,7 +188,9 @@ def _value_and_grad(
     return value_and_grad_function
 
 
-def _scalar(value: PyTree, holomorphic: bool) -> jax.Array | float | complex:
+def _scalar(
+    value: PyTree, holomorphic: bool
+) -> jax.Array | np.ndarray | np.generic | float | complex:
     """Returns the number that is differentiated, of a result or of a Variable or named array."""
     number = value.value if isinstance(value, Variable) else value
     if axes_of(number) is not None:

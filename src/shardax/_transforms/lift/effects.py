@@ -463,7 +463,8 @@ def _append_new_objects(objects: list[Any], effects: Effects, values: Sequence[L
             objects.append(effects.foreign[position])
         elif type(definition) is VariableDef:
             value = next(remaining_values)
-            objects.append(definition.type._make(value, definition.metadata, owner))
+            variable_type: Any = definition.type
+            objects.append(variable_type._make(value, definition.metadata, owner))
         else:
             objects.append(definition.type._allocate(owner, None))
 

@@ -40,14 +40,15 @@ def decorator(transform: NamedFunction[P, PyTree]) -> Callable[P, Any]:
     untyped: NamedFunction[..., PyTree] = transform
 
     @functools.wraps(transform)
-    def public_transform(function: Any = None, *args, **options):
+    def public_transform(function: Any = None, *args: Any, **options: Any):
         accepted.check(args, options)
         if function is None and not args:
             return functools.partial(public_transform, **options)
 
         check_callable(function, transform.__name__)
         made = untyped(function, *args, **options)
-        return Transformed.of(made, public_transform, function, args, options)
+        transformed: Any = function
+        return Transformed.of(made, public_transform, transformed, args, options)
 
     return public_transform
 

@@ -304,12 +304,14 @@ def _traceable(inputs: Inputs, placed: Placed | None):
     shardings = None if placed is None else placed.shardings
     if isinstance(step, Jit):
         count = len(args)
+        # A tuple: ``Jit`` has resolved it.
+        donated: Any = step.options.donate_argnums
         options = dataclasses.replace(
             step.options,
             in_shardings=shardings,
             keep_unused=True,
             static_argnums=[n - count for n in step.static_positions if n >= count],
-            donate_argnums=[n - count for n in step.options.donate_argnums if n >= count],
+            donate_argnums=[n - count for n in donated if n >= count],
         )
         return Jit(functools.partial(step.function, *args, **keywords), options)
     if hasattr(step, "trace"):
