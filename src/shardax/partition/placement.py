@@ -20,11 +20,12 @@ from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
 
 from shardax._core._jax import Tracer
 from shardax._core.frames import check_trace, check_unlocked, is_eager, is_ref, is_writable
-from shardax._core.graph.paths import Leaf, PyTree, format_path
+from shardax._core.graph.paths import Leaf, Path, PyTree, format_path
 from shardax._core.init.lazy import LazyValue, Recipe, compute_all
 from shardax._core.object import Object
+from shardax._core.threads import Stamp, in_one_step
 from shardax._transforms.errors import TransformError
-from shardax.partition import findings
+from shardax.partition import errors, findings
 from shardax.partition.constraints import lay_out_traced
 from shardax.partition.errors import Diagnostic, PartitionError, raise_on_errors
 from shardax.partition.inventory import LeafInfo, Subtree, TreeInventory
@@ -84,6 +85,8 @@ def shard(
         PartitionCheckError: If an array cannot be placed so (an axis that the mesh does not have, a
             dimension that cannot be divided, a policy of the rules, an abstract or deleted array);
             lists all of them by path, and nothing was changed.
+        ConcurrentWriteError: If another thread wrote a Variable meanwhile, which keeps what was
+            written; the others are placed.
 
     Example:
         >>> import jax, shardax as sx
@@ -218,6 +221,8 @@ def _move_leaves(inventory: TreeInventory, model: T, destinations: Sequence[Dest
         if leaf.variable is not None and isinstance(leaf.value, Recipe) and shardings[0] is not None
     ]
     if recipes and is_eager():
+        for index in recipes:
+            copies.note_read(index)
         values = [leaves[index].value for index in recipes]
         arrays = compute_all(values, [destinations[index][0] for index in recipes])
         for index in recipes:
@@ -240,6 +245,8 @@ def _move_leaves(inventory: TreeInventory, model: T, destinations: Sequence[Dest
         for index in indices:
             copies.start_if_needed(index)
         copies.finish()
+    if copies.written_elsewhere:
+        raise errors.written_while_placed(copies.written_elsewhere)
 
     # Objects hold their new values; anything else is in a new tree, if there is any.
     if all(_stays_in_tree(subtree) for subtree in inventory.subtrees):
@@ -256,20 +263,36 @@ def _stays_in_tree(subtree: Subtree) -> bool:
 
 
 class _Copies:
-    """Copies under way, in batches."""
+    """Copies under way, in batches.
+
+    Attributes:
+        plain_values: The value of each leaf that is no Variable, at its new place.
+        written_elsewhere: Paths of Variables that another thread wrote after their value was read.
+            They keep what it wrote.
+    """
 
     def __init__(self, leaves: Sequence[LeafInfo], destinations: Sequence[Destinations]) -> None:
         self.leaves = leaves
         self.destinations = destinations
         self.plain_values = [leaf.plain_value for leaf in leaves]
+        self.written_elsewhere: list[Path] = []
+        # The last write of each Variable, when its value was read.
+        self._stamps: dict[int, Stamp | None] = {}
         self._batch: list[tuple[int, list[jax.Array]]] = []
         self._batch_bytes = 0
 
     def start_if_needed(self, index: int) -> None:
         """Starts to copy the arrays of a leaf that are not where they should be."""
+        self.note_read(index)
         moves = self._moves(index)
         if any(not _is_at(array, sharding) for array, sharding in moves if sharding is not None):
             self.start(index, lambda: [_moved(array, sharding) for array, sharding in moves])
+
+    def note_read(self, index: int) -> None:
+        """Notes that the value of a leaf is about to be read, so that a later write is noticed."""
+        variable = self.leaves[index].variable
+        if variable is not None:
+            self._stamps[index] = variable._stamp
 
     def start(self, index: int, make_arrays: Callable[[], list[Any]]) -> None:
         """Makes the arrays of a leaf at their new place."""
@@ -296,8 +319,13 @@ class _Copies:
             leaf = self.leaves[index]
             if leaf.variable is None:
                 self.plain_values[index] = leaf.with_arrays(leaf.plain_value, arrays)
-            else:
-                leaf.variable._value = leaf.with_arrays(leaf.value, arrays)
+                continue
+
+            with in_one_step():
+                if leaf.variable._stamp is self._stamps[index]:
+                    leaf.variable._value = leaf.with_arrays(leaf.value, arrays)
+                else:
+                    self.written_elsewhere.append(leaf.path)
 
     def _moves(self, index: int) -> list[tuple[Any, Sharding | None]]:
         """Returns the present arrays of a leaf, each with its new sharding."""

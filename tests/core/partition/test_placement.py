@@ -7,6 +7,7 @@ import math
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -24,6 +25,7 @@ from shardax._core.graph.static import Static
 from shardax._core.init.lazy import LazyValue
 from shardax._core.init.programs import InitializerProgram, initializer_program
 from shardax.errors import (
+    ConcurrentWriteError,
     ModuleError,
     NoMeshError,
     PartitionCheckError,
@@ -483,3 +485,33 @@ def test_captured_model_in_plain_transforms_is_refused(transform: Any, auto_mesh
 
     error = unchanged(model, lambda: transform(inside)(jnp.ones(2)), TraceLeakError)
     assert "Cannot write to the" in str(error) and ".embed" in str(error)
+
+
+class WritingWhileComputed(LazyValue):
+    """A lazy value while which is computed another thread writes its Variable."""
+
+    def __init__(self) -> None:
+        self.shape, self.dtype = (8,), jnp.dtype("float32")
+        self.variable: sx.Param | None = None
+
+    def compute(self, sharding: Any = None) -> jax.Array:
+        def write() -> None:
+            assert self.variable is not None
+            self.variable.value = jnp.full(8, 7.0)
+
+        thread = threading.Thread(target=write)
+        thread.start()
+        thread.join()
+        return jax.device_put(jnp.zeros(8), sharding)
+
+
+def test_shard_keeps_what_another_thread_wrote_meanwhile(auto_mesh: Mesh) -> None:
+    lazy = WritingWhileComputed()
+    written, other = sx.Param(lazy, axes=("embed",)), sx.Param(jnp.ones(8), axes=("embed",))
+    lazy.variable = written
+    with pytest.raises(ConcurrentWriteError, match=r"wrote \[0\] while the model was laid out"):
+        sx.shard([written, other], auto_mesh, {"embed": "data"})
+    assert written.value.tolist() == [7.0] * 8
+    assert other.sharding == NamedSharding(auto_mesh, P("data"))
+    sx.shard([written, other], auto_mesh, {"embed": "data"})
+    assert written.sharding == other.sharding and written.value.tolist() == [7.0] * 8

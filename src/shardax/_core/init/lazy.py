@@ -30,9 +30,9 @@ array in the place of the lazy value. The rules, in the order of this file:
 5. **Threads.** One lock of the process, ``threads.lazy_lock``, is held while a Variable is
    materialized without a sharding. So of two threads that read one lazy Variable, the first
    computes, and the second waits and gets the same array; so does one that reads another lazy
-   Variable. (``shard`` and declared shardings take no lock: a read meanwhile may compute too.) A
-   write to a lazy Variable waits for the lock, so that the array is never stored over what was
-   written. A Variable that holds an array does not take this lock.
+   Variable. (``shard`` and declared shardings take no lock: a read meanwhile may compute too, and
+   a write meanwhile is kept.) A write to a lazy Variable waits for the lock, so that the array is
+   never stored over what was written. A Variable that holds an array does not take this lock.
 
 6. **Many at once.** What a transform is given is materialized together (``materialize_all``): keys
    are folded together, programs compiled in parallel.
