@@ -6,7 +6,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Sequence
 
-from shardax._core.errors import ShardaxError
+from shardax._core.errors import ShardaxError, first_of
 from shardax._core.graph.paths import Path, PyTree, format_path
 from shardax._core.object import Object
 
@@ -265,10 +265,9 @@ def nothing_to_combine() -> SelectionError:
 
 def missing_from_all_parts(paths: Sequence[Path]) -> SelectionError:
     """Returns the error of places that are holes in every part."""
-    listed = ", ".join(map(format_path, paths[:5]))
-    more = f" and {len(paths) - 5} more" if len(paths) > 5 else ""
+    listed = first_of([format_path(path) for path in paths], most=5)
     return SelectionError(
-        f"No part has anything at {listed}{more}: every part has a hole there. Pass all parts that "
+        f"No part has anything at {listed}: every part has a hole there. Pass all parts that "
         f"partition returned."
     )
 

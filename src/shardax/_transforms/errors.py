@@ -211,7 +211,7 @@ def rebuilding_node(kinds: Sequence[str]) -> ModuleError:
 
 def absent_error(paths: Sequence[Path]) -> ModuleError:
     """Returns the error of Variables without values."""
-    listed = ", ".join(map(format_path, paths[:8])) + (", ..." if len(paths) > 8 else "")
+    listed = first_of([format_path(path) for path in paths])
     return ModuleError(
         f"{len(paths)} Variables hold only shapes, not arrays: {listed}. Give them numbers "
         f"first, sx.update(model, state), or restore a checkpoint into the model; or look at "
@@ -304,8 +304,9 @@ def unhashable_argument(
 
 def changed_by_thread(paths: Sequence[Path]) -> ConcurrentWriteError:
     """Returns the error of effects that would overwrite what another thread wrote."""
+    listed = first_of([format_path(path) for path in paths])
     return ConcurrentWriteError(
-        f"Another thread changed {', '.join(map(format_path, paths[:8]))} while this call ran, "
+        f"Another thread changed {listed} while this call ran, "
         "which would be lost; nothing was written. Call it in a function made by sx.jit, of "
         "which calls wait for each other; hold one threading.Lock around calls; or give each "
         "thread its own model (sx.clone)."

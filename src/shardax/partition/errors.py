@@ -21,7 +21,7 @@ from typing import Literal
 import jax
 from jax.sharding import PartitionSpec
 
-from shardax._core.errors import ConcurrentWriteError, ShardaxError
+from shardax._core.errors import ConcurrentWriteError, ShardaxError, first_of
 from shardax._core.graph.paths import Path, format_path
 from shardax._transforms.errors import NoMeshError, TransformError
 from shardax.partition.assignment import AxisAssignment, Names, format_rule
@@ -54,16 +54,6 @@ class Diagnostic:
 
     def __str__(self) -> str:
         return self.message
-
-
-def written_while_placed(paths: Sequence[Path]) -> ConcurrentWriteError:
-    """Returns the error of Variables that another thread wrote while they were moved."""
-    listed = ", ".join(map(format_path, paths[:8])) + (" ..." if len(paths) > 8 else "")
-    return ConcurrentWriteError(
-        f"Another thread wrote {listed} while the model was laid out. They hold what it wrote, "
-        "where it put it; all other Variables are at their new place. Let threads take turns by a "
-        "lock, and lay the model out again: sx.shard(model, mesh, rules)."
-    )
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:
@@ -117,6 +107,16 @@ def raise_on_errors(diagnostics: Iterable[Diagnostic]) -> None:
 # --- names and rules ------------------------------------------------------------------------------
 
 _RULES_EXAMPLE = "Rules([('embed', None), ('mlp', 'model')])"
+
+
+def written_while_placed(paths: Sequence[Path]) -> ConcurrentWriteError:
+    """Returns the error of Variables that another thread wrote while they were moved."""
+    listed = first_of([format_path(path) for path in paths])
+    return ConcurrentWriteError(
+        f"Another thread wrote {listed} while the model was laid out. They hold what it wrote, "
+        "where it put it; all other Variables are at their new place. Let threads take turns by a "
+        "lock, and lay the model out again: sx.shard(model, mesh, rules)."
+    )
 
 
 def names_in_one_string(names: str) -> PartitionError:

@@ -19,6 +19,7 @@ import jax
 from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
 
 from shardax._core._jax import Tracer
+from shardax._core.errors import first_of
 from shardax._core.frames import check_trace, check_unlocked, is_eager, is_ref, is_writable
 from shardax._core.graph.paths import Leaf, Path, PyTree, format_path
 from shardax._core.init.lazy import LazyValue, Recipe, compute_all
@@ -335,8 +336,7 @@ class _Copies:
 
     def _refused(self, indices: Sequence[int], error: Exception) -> PartitionError:
         """Returns the error of a device without room."""
-        paths = [format_path(self.leaves[index].path) for index in indices]
-        listed = ", ".join(paths[:8]) + (" ..." if len(paths) > 8 else "")
+        listed = first_of([format_path(self.leaves[index].path) for index in indices])
 
         # Looked up, not counted: some were there before, and what is no Variable is returned or
         # not at all.

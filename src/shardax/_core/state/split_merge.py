@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from shardax._core import errors
 from shardax._core.containers import Dict
-from shardax._core.errors import StateMismatchError
+from shardax._core.errors import StateMismatchError, first_of
 from shardax._core.frames import check_structural_write, is_ref, owner_here, resolve
 from shardax._core.frozen import FrozenVariable, Origin
 from shardax._core.graph import flatten, handlers
@@ -442,11 +442,9 @@ def describe_plain_arrays(tree: object, where: Path = ()) -> str:
     if not paths:
         return ""
 
-    names = [format_path((*where, *path)) for path in paths[:8]]
-    if len(paths) > len(names):
-        names.append("...")
+    listed = first_of([format_path((*where, *path)) for path in paths])
     return (
-        f" Plain arrays ({', '.join(names)}) are no parameters; wrap those that are to be learned "
+        f" Plain arrays ({listed}) are no parameters; wrap those that are to be learned "
         f"where they are made: `sx.Param(array)`."
     )
 

@@ -23,7 +23,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from shardax._core.errors import FilterError
+from shardax._core.errors import FilterError, first_of
 from shardax._core.graph.paths import PyTree, format_path
 from shardax._core.state.filters import PathContains, first_match, to_predicates
 from shardax._core.text import columns
@@ -294,8 +294,7 @@ class _AxisFinder:
                 continue
             if any(item(path, part.item) for part in parts for path in part.paths):
                 continue
-            listed = ", ".join(format_path(part.paths[0]) for part in parts[:8])
-            listed += ", ..." if len(parts) > 8 else ""
+            listed = first_of([format_path(part.paths[0]) for part in parts])
             raise FilterError(
                 f"where has {_filter_repr(item)}, but no path of the problem matches it: {listed}. "
                 f"What it was meant for would be guessed."
