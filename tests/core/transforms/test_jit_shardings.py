@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -519,3 +520,21 @@ def test_ambiguous_products_name_params_and_rules(form: str) -> None:
         np.testing.assert_array_equal(
             sx.jit(lambda model: model(x))(model), np.full((8, 16), 16.0 * 8)
         )
+
+
+def test_result_is_laid_out_as_declared_after_a_trace_that_failed(auto_mesh: Mesh) -> None:
+    failures = [ValueError("of the first trace")]
+    layout = NamedSharding(auto_mesh, P("model"))
+    variable = sx.Param(jnp.ones(8))
+
+    @functools.partial(sx.jit, out_shardings=layout)
+    def scaled(variable: sx.Param, x: Any) -> Any:
+        if failures:
+            raise failures.pop()
+        return variable.value * x
+
+    # Inside of a plain program, as part of which it is compiled.
+    program = jax.jit(lambda x: scaled(variable, x))
+    with pytest.raises(ValueError, match="of the first trace"):
+        program(2.0)
+    assert program(2.0).sharding == layout

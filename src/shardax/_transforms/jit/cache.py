@@ -52,9 +52,10 @@ class CompilationCache:
         calls: By the key of a ``FlatCall``.
         places: Where the function finds objects that it is not given (``lift.captures``); None
             before the first call. They are looked for anew whenever the slow way is taken.
-        met: What a trace met in no certain way, by the key of the structure. The next trace of such
-            a call begins with these objects as inputs, so that it need not begin again.
-        uncertain: Keys of places that a trace bound anew, which are no certain ones.
+        uncertain_inputs: The objects that a trace met in no certain way, by the key of the
+            structure. The next trace of such a call begins with them as inputs, so that it need not
+            begin again.
+        rebound_places: Keys of places that a trace bound anew, which are no certain ones.
         has_warned: Whether the user was told of objects that were met so.
     """
 
@@ -62,15 +63,15 @@ class CompilationCache:
         self.specializations: dict[Hashable, Specialization] = {}
         self.calls: dict[Hashable, CachedCall] = {}
         self.places: list[CapturePlace] | None = None
-        self.met: dict[Hashable, list[weakref.ref[Object]]] = {}
-        self.uncertain: set[Hashable] = set()
+        self.uncertain_inputs: dict[Hashable, list[weakref.ref[Object]]] = {}
+        self.rebound_places: set[Hashable] = set()
         self.has_warned = False
 
     # --- objects that the function is not given ---------------------------------------------------
 
     def find_places(self, function: Callable[..., Any]) -> list[CapturePlace]:
         """Returns the places where a function holds objects now, looked for anew."""
-        places = [place for place in places_of(function) if place.key not in self.uncertain]
+        places = [place for place in places_of(function) if place.key not in self.rebound_places]
         keys = [place.key for place in places]
         if self.places is None or keys != [place.key for place in self.places]:
             # Remembered calls are found by what the places held.
@@ -82,18 +83,18 @@ class CompilationCache:
         """Returns what the places hold now, without the identities of objects."""
         return tuple([signature_of(place.read(), type) for place in self.places or ()])
 
-    def objects_met(self, key: Hashable) -> list[Object]:
+    def uncertain_inputs_of(self, key: Hashable) -> list[Object]:
         """Returns the objects that the last trace for a call met in no certain way."""
-        references = self.met.get(key, ())
+        references = self.uncertain_inputs.get(key, ())
         alive = (reference() for reference in references)
         # An object of a surrounding trace that has ended is of no use.
         return [item for item in alive if item is not None and not has_leaked(item)]
 
-    def note_met(self, key: Hashable, objects: Sequence[Object]) -> None:
+    def note_uncertain_inputs(self, key: Hashable, objects: Sequence[Object]) -> None:
         """Notes the objects that a trace for a call met in no certain way."""
-        if len(self.met) >= MAX_SPECIALIZATIONS:
-            self.met.clear()
-        self.met[key] = [weakref.ref(item) for item in objects]
+        if len(self.uncertain_inputs) >= MAX_SPECIALIZATIONS:
+            self.uncertain_inputs.clear()
+        self.uncertain_inputs[key] = [weakref.ref(item) for item in objects]
 
     # --- specializations and calls ----------------------------------------------------------------
 
@@ -133,7 +134,7 @@ class CompilationCache:
             specialization.clear_cache()
         self.specializations.clear()
         self.calls.clear()
-        self.met.clear()
+        self.uncertain_inputs.clear()
 
 
 # --- what a function keeps ------------------------------------------------------------------------

@@ -217,17 +217,18 @@ class Jit(PickledByName, Wrapper):
             compare_over_processes(self, args, kwargs)
 
         is_inside = local.frame is not None or not is_eager()
-        read_before: list[Object] = []
+        used_by_earlier_traces: list[Object] = []
         lost_runs = 0
         while True:
             # Flatten the objects; find the specialization for them, or make it.
             specialization, graph, arguments = self.prepare(args, kwargs)
             call = CachedCall(specialization, graph)
-            tracing = Tracing(specialization, graph, read_before, is_inside)
+            tracing = Tracing(specialization, graph, used_by_earlier_traces, is_inside)
             lock = specialization.lock_of_slow_call(is_inside)
 
             try:
-                # Find the program; trace and compile it if there is none. No thread waits for this.
+                # Find the program, tracing where none is known, outside of the lock. If there are
+                # other threads it is compiled here too; else the run below compiles it.
                 with explaining(call), tracing_for(tracing):
                     specialization.layouts.place(dict(enumerate(graph.leaves)))
                     materialize_all(graph.leaves)
@@ -259,9 +260,10 @@ class Jit(PickledByName, Wrapper):
                             raise
 
             except engine.RetraceRequest as request:
-                # The trace used what is no input yet. What it met is an input of the next one.
+                # The trace is void: it lacked an input, a name was bound anew, or its program no
+                # longer fits. ``provide`` prepares for that, and the next one begins.
                 self.provide(request, specialization)
-                read_before = [*read_before, *request.read]
+                used_by_earlier_traces = [*used_by_earlier_traces, *request.read]
 
     def _remember(
         self,
@@ -276,7 +278,7 @@ class Jit(PickledByName, Wrapper):
         note_settings(self, call, graph, args, kwargs)
 
         specialization = call.specialization
-        if specialization.met or specialization.met_objects:
+        if specialization.uncertain_descriptions or specialization.uncertain_inputs:
             self._forget(specialization)
         elif flat.key is not None:
             call.lock = specialization.lock
@@ -295,29 +297,31 @@ class Jit(PickledByName, Wrapper):
         """
         if request.objects:
             # Not those that another thread noted meanwhile.
-            known = specialization.met_objects
+            known = specialization.uncertain_inputs
             known_ids = {id(item) for item in known}
             new = [item for item in request.objects if id(item) not in known_ids]
             if not new:
                 raise errors.unusable_captures(self, request.objects)
-            self.memory.note_met(specialization.base_key, [*known, *new])
+            self.memory.note_uncertain_inputs(specialization.base_key, [*known, *new])
 
-        self.memory.uncertain.update(request.uncertain)
-        if request.objects or request.uncertain or request.drops_program:
+        self.memory.rebound_places.update(request.rebound_places)
+        if request.objects or request.rebound_places or request.drops_program:
             self.memory.drop(specialization)
 
     def _forget(self, specialization: Specialization) -> None:
         """Has calls traced anew whose trace met objects in no certain way; warns once."""
         self.memory.drop(specialization)
-        if not specialization.met:
+        if not specialization.uncertain_descriptions:
             # What the last trace met is returned, or no longer used.
-            self.memory.met.pop(specialization.base_key, None)
+            self.memory.uncertain_inputs.pop(specialization.base_key, None)
             return
 
         # One of the library's own names a function of the user's as its reason.
         if local.frame is None and not self.memory.has_warned and self._is_of_user:
             self.memory.has_warned = True
-            warnings.warn(errors.uncertain_capture(self, specialization.met), stacklevel=5)
+            warnings.warn(
+                errors.uncertain_capture(self, specialization.uncertain_descriptions), stacklevel=5
+            )
 
     # --- finding the specialization ---------------------------------------------------------------
 
@@ -326,7 +330,7 @@ class Jit(PickledByName, Wrapper):
     ) -> tuple[Specialization, InputGraph, inputs.SplitArguments]:
         """Returns the specialization for a call, made now or before, and the call taken apart."""
         key, graph, arguments, positions, names = self.describe(args, kwargs)
-        met = self.memory.objects_met(key)
+        met = self.memory.uncertain_inputs_of(key)
         if met:
             graph, names = self.input_graph(arguments, positions.labels, met)
 
@@ -341,12 +345,12 @@ class Jit(PickledByName, Wrapper):
                 arguments,
                 positions,
                 names,
-                self.memory.uncertain,
+                self.memory.rebound_places,
             )
             if met:
                 # Not found by another call: the objects may be met in another way then.
                 specialization.key = (*key, object())
-                specialization.met_objects = met
+                specialization.uncertain_inputs = met
             elif self.specializations and retraces.listeners.get():
                 retraces.report_specialization(self, specialization)
             self.memory.add(specialization)

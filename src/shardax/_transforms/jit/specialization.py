@@ -89,8 +89,9 @@ class Specialization:
         donated_leaves: Positions of the Variables that are donated.
         donated_plain: Positions of the plain arguments that are donated.
         layouts: Where arrays belong, by declared shardings.
-        met: What the last trace met in no certain way (``lift.captures``), for a message.
-        met_objects: The objects that an earlier trace met so, which are among the inputs.
+        uncertain_descriptions: What the last trace met in no certain way (``lift.captures``), as
+            texts for a message.
+        uncertain_inputs: The objects that an earlier trace met so, which are among the inputs.
         signatures: The types of the inputs of every trace.
         writes: Whether some trace wrote Variables, or changed objects.
         changes_structure: Whether some trace changed objects.
@@ -106,7 +107,7 @@ class Specialization:
         arguments: inputs.SplitArguments,
         positions: inputs.ArgumentPositions,
         names: Sequence[Path],
-        uncertain_places: Container[Hashable] = (),
+        rebound_places: Container[Hashable] = (),
     ) -> None:
         self.function = function
         self.options = options
@@ -114,7 +115,7 @@ class Specialization:
         self.base_key = key
         self.names = names
         self.positions = positions
-        self.uncertain_places = uncertain_places
+        self.rebound_places = rebound_places
         self.templates = arguments.templates
         self.named = arguments.named
         self.root_count = len(arguments.roots)
@@ -131,8 +132,8 @@ class Specialization:
         )
         self.layouts = Layouts(options, graph, arguments, positions)
 
-        self.met: list[str] = []
-        self.met_objects: Sequence[Object] = ()
+        self.uncertain_descriptions: list[str] = []
+        self.uncertain_inputs: Sequence[Object] = ()
         self.signatures: list[PyTree] = []
         self.writes = False
         self.changes_structure = False
@@ -345,14 +346,16 @@ class Specialization:
     def own(self, flat_inputs: FlatInputs) -> Any:
         """Returns the ``jax.jit`` of the pure function that runs it."""
         if self._own is None:
-            self._own = self._jit_for_traces()
+            own = self._jit_for_traces()
 
-            # Shardings of outputs are known once it was traced.
+            # Shardings of outputs are known once it was traced. Nothing is kept of a trace that
+            # raises: its ``jax.jit`` does not have them.
             if self.options.declares_shardings:
-                effects = self._own.trace(*flat_inputs).out_info[3]
+                effects = own.trace(*flat_inputs).out_info[3]
                 self._own_tree = effects.tree_key
                 shardings = (*effects.shardings, None)
-                self._own = jax.jit(self._pure_function, out_shardings=shardings, **self._options())
+                own = jax.jit(self._pure_function, out_shardings=shardings, **self._options())
+            self._own = own
         return self._own
 
     def _jit_for_traces(self) -> Any:
@@ -439,7 +442,8 @@ class Specialization:
         """Returns ``LiftedOutputs`` of the user's function, on private copies of the objects."""
         tracing = current_tracing()
         if tracing is None or tracing.specialization is not self:
-            # JAX does not know the signature, and the fast way does not trace.
+            # JAX began a trace that no slow call of this specialization asked for: a fast call has
+            # inputs that JAX does not know. The slow way makes it.
             raise NeedsSlowCall
 
         graph = tracing.graph
@@ -455,7 +459,9 @@ class Specialization:
             roots, copies = bind(frame, self.graphdef, values, originals, graph.leaves)
             result = self._call_user(originals, copies, roots, plain, all_named)
             frame.take_in()
-            self.met = [self._describe_met(variable, copies) for variable in frame.met]
+            self.uncertain_descriptions = [
+                self._describe_met(variable, copies) for variable in frame.met
+            ]
             self._check_met_again(tracing, frame, originals, copies)
 
             # Say what it did.
@@ -468,6 +474,8 @@ class Specialization:
             captured = [item.outer for item in frame.captured]
             if captured or effects.foreign:
                 used = [*captured, *effects.foreign.values()]
+
+                # Only what is missing is returned; the requests below are raised through JAX.
                 effects.missing = MissingInputs(
                     objects=list(map(weakref.ref, used)), read=list(map(weakref.ref, captured))
                 )
@@ -508,7 +516,7 @@ class Specialization:
         """Returns the result of the user's function, which finds copies where it looks."""
         args, kwargs = inputs.join_arguments(self, plain, named, roots[: self.root_count])
         args, kwargs = self.positions.insert_static(args, kwargs)
-        stand_ins = StandIns(zip(originals, copies, strict=True), self.uncertain_places)
+        stand_ins = StandIns(zip(originals, copies, strict=True), self.rebound_places)
 
         try:
             result = stand_ins.function(self.function)(*args, **kwargs)
@@ -529,7 +537,7 @@ class Specialization:
         """Asks for another trace where the function bound the name of a place anew."""
         bound_anew = stand_ins.bound_anew()
         if bound_anew:
-            raise engine.RetraceRequest(uncertain=bound_anew)
+            raise engine.RetraceRequest(rebound_places=bound_anew)
 
     def _check_met_again(
         self,
@@ -541,7 +549,7 @@ class Specialization:
         """Raises unless a second trace for one call used what the first one did."""
         original_of = {id(copy): item for item, copy in zip(originals, copies, strict=True)}
         met = {id(original_of.get(id(item), item)) for item in frame.met}
-        for item in tracing.read_before:
+        for item in tracing.used_by_earlier_traces:
             if id(item) not in met:
                 raise changed_capture(self.function, item)
 

@@ -27,7 +27,7 @@ class Tracing(NamedTuple):
     specialization: Specialization
     graph: InputGraph
 
-    read_before: Sequence[Object] = ()
+    used_by_earlier_traces: Sequence[Object] = ()
     """Objects in no certain way (``lift.captures``) that an earlier trace for this call used."""
 
     is_inside: bool = False

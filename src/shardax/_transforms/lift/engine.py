@@ -425,7 +425,7 @@ class RetraceRequest(Exception):
     Args:
         objects: Objects that the function used and that are to be inputs.
         drops_program: Whether the program was made for other layouts of results (``jit``).
-        uncertain: Keys of places that the function bound anew (``jit``, ``lift.captures``).
+        rebound_places: Keys of places that the function bound anew (``jit``, ``lift.captures``).
         read: Those of ``objects`` whose values were read or written (``jit``).
     """
 
@@ -433,13 +433,13 @@ class RetraceRequest(Exception):
         self,
         objects: Sequence[Any] = (),
         drops_program: bool = False,
-        uncertain: Sequence[Hashable] = (),
+        rebound_places: Sequence[Hashable] = (),
         read: Sequence[Any] = (),
     ) -> None:
         super().__init__(objects)
         self.objects = list(objects)
         self.drops_program = drops_program
-        self.uncertain = list(uncertain)
+        self.rebound_places = list(rebound_places)
         self.read = list(read)
 
 
