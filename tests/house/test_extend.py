@@ -30,7 +30,7 @@ PRIVATE_IMPORTS: dict[str, set[str]] = {
     "shardax._parallel.gradient_sums": {"shardax.partition.resolved.explicit_spec"},
     "shardax._parallel.pipeline": {
         "shardax._core._jax.outside_inner_regions",
-        "shardax._transforms.control.scan.abstract_eval",
+        "shardax._transforms.control.forms.abstract_eval",
     },
     "shardax.host.callback": {
         "shardax._core._jax",
@@ -38,7 +38,7 @@ PRIVATE_IMPORTS: dict[str, set[str]] = {
         "shardax._core.graph.definitions.VariableDef",
         "shardax._core.graph.flatten.build",
         "shardax._core.variable.ArrayAttribute",
-        "shardax._transforms.control.scan.vary_alike",
+        "shardax._transforms.control.forms.vary_alike",
         "shardax._transforms.lift.arguments.join_argument",
         "shardax._transforms.lift.arguments.leaf_paths",
         "shardax._transforms.lift.engine.LiftedCall",
@@ -66,7 +66,7 @@ PRIVATE_IMPORTS: dict[str, set[str]] = {
         "shardax._core.cross_process.PickledByName",
         "shardax._core.frames.local",
         "shardax._core.graph.flatten.flatten",
-        "shardax._transforms.control.scan.vary_alike",
+        "shardax._transforms.control.forms.vary_alike",
         "shardax._transforms.grad.differentiated.DiffArgument",
         "shardax._transforms.grad.tangents.Tangents",
         "shardax._transforms.lift.arguments.leaf_paths",

@@ -40,7 +40,7 @@ from shardax import Intermediate, RngState, State, iter_modules, iter_variables,
 from shardax._core._jax import outside_inner_regions
 from shardax._parallel.manual_axes import mark_varying, sum_over
 from shardax._parallel.microbatches import cut, joined
-from shardax._transforms.control.scan import abstract_eval
+from shardax._transforms.control.forms import abstract_eval
 from shardax.errors import ModuleError
 from shardax.extend import (
     AnyMesh,

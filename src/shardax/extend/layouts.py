@@ -26,9 +26,8 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from shardax._core import array_ops
 from shardax._core.cross_process import format_mesh
 from shardax._core.graph.paths import PyTree
-from shardax.partition import explicit, inventory
+from shardax.partition import assignment, explicit, inventory
 from shardax.partition import mesh as meshes
-from shardax.partition import rules as logical
 from shardax.partition.mesh import AnyMesh as AnyMesh
 from shardax.partition.rules import RulesLike as RulesLike
 
@@ -183,7 +182,7 @@ def mesh_axes_of(entry: Any) -> tuple[str, ...]:
         >>> extend.mesh_axes_of(None)
         ()
     """
-    return logical.mesh_axes_of(entry)
+    return assignment.mesh_axes_of(entry)
 
 
 def axis_names_in(names: Iterable[Any]) -> Iterator[str]:
@@ -200,7 +199,7 @@ def axis_names_in(names: Iterable[Any]) -> Iterator[str]:
         >>> list(extend.axis_names_in(("batch", None, ("heads", "head_dim"))))
         ['batch', 'heads', 'head_dim']
     """
-    return logical.strings(tuple(names))
+    return assignment.strings(tuple(names))
 
 
 def mesh_text(

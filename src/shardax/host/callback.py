@@ -40,7 +40,7 @@ from shardax._core.array_ops import dtype_of
 from shardax._core.graph.definitions import VariableDef
 from shardax._core.graph.flatten import build
 from shardax._core.variable import ArrayAttribute
-from shardax._transforms.control.scan import vary_alike
+from shardax._transforms.control.forms import vary_alike
 from shardax._transforms.lift.arguments import join_argument, leaf_paths
 from shardax._transforms.lift.engine import LiftedCall
 from shardax.errors import ClosureError, TransformError

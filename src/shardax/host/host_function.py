@@ -25,7 +25,7 @@ from shardax._core.array_ops import is_differentiable
 from shardax._core.cross_process import PickledByName
 from shardax._core.frames import local
 from shardax._core.graph.flatten import flatten
-from shardax._transforms.control.scan import vary_alike
+from shardax._transforms.control.forms import vary_alike
 from shardax._transforms.grad.differentiated import DiffArgument
 from shardax._transforms.grad.tangents import Tangents
 from shardax._transforms.lift.arguments import leaf_paths, static_argument

@@ -11,6 +11,7 @@
 """
 
 from shardax._core.graph.static import PARTITION_NAME as PARTITION_NAME
+from shardax.partition.assignment import UNCONSTRAINED as UNCONSTRAINED
 from shardax.partition.boxes.axis_metadata import AxisMetadata as AxisMetadata
 from shardax.partition.boxes.initializers import logical_axis_rules as logical_axis_rules
 from shardax.partition.boxes.initializers import with_logical_constraint as with_logical_constraint
@@ -41,7 +42,6 @@ from shardax.partition.initialization import initialise as initialise
 from shardax.partition.mesh import resolve_mesh as resolve_mesh
 from shardax.partition.placement import shard as shard
 from shardax.partition.placement import unshard as unshard
-from shardax.partition.rules import UNCONSTRAINED as UNCONSTRAINED
 from shardax.partition.rules import Rules as Rules
 from shardax.partition.specs import abstract as abstract
 from shardax.partition.specs import batch_sharding as batch_sharding

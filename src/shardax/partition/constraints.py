@@ -27,17 +27,10 @@ from shardax._core.errors import ShardaxError
 from shardax._core.frames import is_eager
 from shardax._transforms.errors import TransformError
 from shardax.partition import context, errors
+from shardax.partition.assignment import UNCONSTRAINED, Names, SpecEntry, mesh_axes_of, strings
 from shardax.partition.mesh import AnyMesh, resolve_mesh, scope_has_devices
 from shardax.partition.resolved import ResolvedRules
-from shardax.partition.rules import (
-    UNCONSTRAINED,
-    Names,
-    RulesLike,
-    SpecEntry,
-    check_names,
-    mesh_axes_of,
-    strings,
-)
+from shardax.partition.rules import RulesLike, check_names
 
 
 def constrain(

@@ -26,7 +26,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardax._core.graph.paths import PyTree
-from shardax.partition.rules import SpecEntry, mesh_axes_of
+from shardax.partition.assignment import SpecEntry, mesh_axes_of
 
 
 def explicit_entries(array: jax.Array) -> tuple[SpecEntry, ...] | None:

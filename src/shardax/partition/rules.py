@@ -29,13 +29,18 @@ from jax.sharding import AxisType, PartitionSpec
 
 from shardax._transforms.errors import NoMeshError
 from shardax.partition import errors, findings
-from shardax.partition.assignment import UNCONSTRAINED as UNCONSTRAINED
-from shardax.partition.assignment import AxisAssignment, Rule, format_rule, format_target
-from shardax.partition.assignment import Names as Names
-from shardax.partition.assignment import SpecEntry as SpecEntry
-from shardax.partition.assignment import assign as assign
-from shardax.partition.assignment import mesh_axes_of as mesh_axes_of
-from shardax.partition.assignment import strings as strings
+from shardax.partition.assignment import (
+    UNCONSTRAINED,
+    AxisAssignment,
+    Names,
+    Rule,
+    SpecEntry,
+    assign,
+    format_rule,
+    format_target,
+    mesh_axes_of,
+    strings,
+)
 from shardax.partition.mesh import AnyMesh, resolve_mesh
 
 OnConflict = Literal["first", "error"]

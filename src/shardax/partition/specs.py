@@ -21,10 +21,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from shardax._core.frames import owner_here
 from shardax._core.graph.flatten import build, flatten_roots
+from shardax._core.graph.handlers import is_box
 from shardax._core.graph.paths import Leaf, PyTree
 from shardax._core.object import Object
 from shardax.partition.boxes.partitioned import LogicallyPartitioned
-from shardax.partition.boxes.protocol import is_box
 from shardax.partition.context import current_rules
 from shardax.partition.errors import PartitionError, raise_on_errors
 from shardax.partition.inventory import Subtree, TreeInventory

@@ -40,9 +40,7 @@ from shardax.partition.context import resolve_rules
 from shardax.partition.errors import Diagnostic, PartitionError, nearest_name, raise_on_errors
 from shardax.partition.inventory import ArrayInfo, LeafInfo, TreeInventory
 from shardax.partition.mesh import AnyMesh, require_mesh, resolve_mesh
-from shardax.partition.overrides import MemoryKinds as MemoryKinds
-from shardax.partition.overrides import Override, overrides_of
-from shardax.partition.overrides import OverridesLike as OverridesLike
+from shardax.partition.overrides import MemoryKinds, Override, OverridesLike, overrides_of
 from shardax.partition.reduced_states import reduced_states
 from shardax.partition.resolved import ResolvedRules, explicit_spec
 from shardax.partition.rules import (

@@ -17,10 +17,10 @@ from jax.tree_util import DictKey
 
 from shardax.errors import PartitionCheckError, ShardaxError
 from shardax.partition import Diagnostic, LogicallyPartitioned, Rules
+from shardax.partition.assignment import mesh_axes_of
 from shardax.partition.errors import raise_on_errors
 from shardax.partition.inventory import TreeInventory
 from shardax.partition.resolved import ResolvedRules
-from shardax.partition.rules import mesh_axes_of
 from shardax.partition.tree_layout import TreeLayout
 
 ANY = PartitionSpec.UNCONSTRAINED

@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 
 import shardax as sx
 from shardax.errors import NoMeshError, PartitionCheckError, TransformError
-from shardax.partition.rules import assign
+from shardax.partition.assignment import assign
 
 MESH = AbstractMesh((2, 4), ("data", "model"))
 

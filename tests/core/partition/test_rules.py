@@ -18,8 +18,9 @@ from jax.sharding import Mesh, PartitionSpec
 from jax.sharding import PartitionSpec as P
 
 from shardax.errors import PartitionError, ShardaxError
+from shardax.partition.assignment import mesh_axes_of
 from shardax.partition.context import logical_to_mesh_axes
-from shardax.partition.rules import Rules, mesh_axes_of
+from shardax.partition.rules import Rules
 
 ANY = PartitionSpec.UNCONSTRAINED
 GOLDEN = json.loads(pathlib.Path(__file__).with_name("golden_linen_rules.json").read_text())

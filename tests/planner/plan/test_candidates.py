@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import shardax as sx
-from shardax.partition.rules import mesh_axes_of
+from shardax.partition.assignment import mesh_axes_of
 from shardax.plan import Layout, NamedShape
 from shardax.plan.inputs import Inputs
 from shardax.plan.searching.candidates import (

@@ -337,13 +337,3 @@ def has_objects(tree: object) -> bool:
         return local.found
     finally:
         local.probing = False
-
-
-def flatten_plain(tree: object) -> tuple[list[Leaf], Any] | None:
-    """Returns leaves and treedef as ``jax.tree.flatten`` does; None if the tree holds objects."""
-    local.probing, local.found = True, False
-    try:
-        leaves_and_treedef = jax.tree.flatten(tree)
-        return None if local.found else leaves_and_treedef
-    finally:
-        local.probing = False

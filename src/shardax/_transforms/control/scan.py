@@ -32,8 +32,7 @@ from shardax._core.graph.definitions import ModuleDef, VariableDef
 from shardax._core.graph.paths import Leaf, PyTree
 from shardax._core.variable import Variable
 from shardax._transforms.control import errors
-from shardax._transforms.control.forms import abstract_eval as abstract_eval  # for _parallel
-from shardax._transforms.control.forms import vary_alike as vary_alike  # for host
+from shardax._transforms.control.forms import abstract_eval
 from shardax._transforms.control.loop_body import Loop, LoopCarry, LoopSlices
 from shardax._transforms.control.loops import check_unroll
 from shardax._transforms.errors import TransformError

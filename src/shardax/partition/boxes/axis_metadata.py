@@ -30,9 +30,10 @@ from shardax._core._jax import Tracer, is_prng_key
 from shardax._core.cross_process import packed
 from shardax._core.graph.paths import Leaf, PyTree
 from shardax._core.graph.static import Static
+from shardax.partition.assignment import Names
 from shardax.partition.errors import PartitionError
 from shardax.partition.mesh import AnyMesh
-from shardax.partition.rules import Names, Rules, identity_rules
+from shardax.partition.rules import Rules, identity_rules
 
 T = TypeVar("T")
 B = TypeVar("B", bound="AxisMetadata[Any]")

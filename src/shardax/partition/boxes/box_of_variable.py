@@ -15,11 +15,12 @@ import jax
 
 from shardax._core.graph.paths import PyTree
 from shardax._core.graph.static import BOX_ENTRY
+from shardax.partition.assignment import Names, strings
 from shardax.partition.boxes.axis_metadata import AxisMetadata, fitted, with_value
 from shardax.partition.boxes.partitioned import LogicallyPartitioned, Partitioned, with_names
 from shardax.partition.boxes.protocol import unboxed
 from shardax.partition.mesh import AnyMesh
-from shardax.partition.rules import Names, Rules, strings
+from shardax.partition.rules import Rules
 
 
 class VariableLayout(NamedTuple):

@@ -17,6 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from shardax._core.graph.paths import Leaf, PyTree
 from shardax._core.graph.static import PARTITION_NAME, check_axes
+from shardax.partition.assignment import Names
 from shardax.partition.boxes.axis_metadata import (
     AxisMetadata,
     fitted,
@@ -28,7 +29,7 @@ from shardax.partition.constraints import constrain
 from shardax.partition.errors import PartitionError, raise_on_errors
 from shardax.partition.mesh import AnyMesh, resolve_mesh
 from shardax.partition.resolved import ResolvedRules
-from shardax.partition.rules import Names, Rules, RulesLike, check_names
+from shardax.partition.rules import Rules, RulesLike, check_names
 
 T = TypeVar("T")
 B = TypeVar("B", bound="Partitioned[Any]")

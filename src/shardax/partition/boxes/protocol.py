@@ -21,7 +21,7 @@ from typing import Any
 import jax
 
 from shardax._core.graph import handlers
-from shardax._core.graph.handlers import is_box as is_box
+from shardax._core.graph.handlers import is_box
 from shardax._core.graph.paths import PyTree
 from shardax._core.graph.static import BOX_ENTRY, Metadata
 from shardax.partition.boxes.axis_metadata import AxisMetadata, fitted, with_value
