@@ -109,10 +109,10 @@ class ConvBase(Module):
         kernel = self.kernel.value
         if self.mask is not None:
             kernel = kernel * align(self.mask.value.astype(kernel.dtype), kernel)
-        y = self._convolve(x, kernel, out_sharding)
+        y = self.convolve(x, kernel, out_sharding)
         return y if self.bias is None else add_bias(y, self.bias.value)
 
-    def _convolve(self, x: object, kernel: jax.Array, out_sharding: object) -> jax.Array:
+    def convolve(self, x: object, kernel: jax.Array, out_sharding: object) -> jax.Array:
         """Convolves with a given kernel, without bias."""
         rank = len(self.kernel_size)
         x = _take_window(

@@ -201,9 +201,9 @@ class MoE(Module):
             LayerInputError: If the last dimension is not ``features``, or the mask has another
                 shape, or numbers.
         """
-        return self._routed(x, mask, out_sharding, {})
+        return self.call_adapted(x, mask, out_sharding, {})
 
-    def _routed(
+    def call_adapted(
         self,
         x: object,
         mask: object,

@@ -22,7 +22,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from shardax import Init, Param, Rngs
-from shardax._core.init.boxed import announced
 from shardax.extend import Initializer, Options, check_rngs, is_integer
 from shardax.nn.errors import LayerConfigError, LayerInputError
 
@@ -44,12 +43,14 @@ def make_parameter(
     rngs: Rngs | None,
 ) -> Param:
     """Makes a lazy parameter with one axis name per dimension."""
-    # Constants draw nothing, so adding a bias or a norm to a model leaves its other parameters as
-    # they were.
-    plain, _ = announced(initializer)
-    source = None if plain in (ones, zeros) else rngs
     check_rngs(rngs)
-    init = Init(initializer, shape, dtype, rngs=source)
+    init = Init(initializer, shape, dtype)
+
+    # Constants draw nothing, so adding a bias or a norm to a model leaves its other parameters as
+    # they were. ``init.initializer`` is that of the bare array, without a box around it.
+    if init.initializer not in (ones, zeros):
+        init = Init(initializer, shape, dtype, rngs=rngs)
+
     names = None if init.has_names else tuple(axes)  # those of its box come before the layer's
     return Param(init, axes=names)
 

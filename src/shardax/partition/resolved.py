@@ -136,6 +136,23 @@ class ResolvedRules:
             diagnostics.append(findings.unconstrained_over_explicit_axes(path, names))
         return _placed_spec(entries), diagnostics
 
+    def given_spec(
+        self,
+        placement: PartitionSpec | NamedSharding,
+        shape: Sequence[int],
+        source: str,
+        path: Path = (),
+    ) -> tuple[PartitionSpec, list[Diagnostic]]:
+        """Returns the usable ``PartitionSpec`` of a spec or sharding given outright.
+
+        Args:
+            placement: The spec, over the mesh of these rules; or a sharding, over its own mesh.
+            shape: The global shape of the array.
+            source: Who gave it, as text for the diagnostics.
+            path: Where the array is in its tree.
+        """
+        return explicit_spec(placement, shape, self.mesh, source, path)
+
     def diagnostics(
         self, names: Names, shape: Sequence[int], entries: Sequence[SpecEntry], path: Path = ()
     ) -> list[Diagnostic]:

@@ -273,7 +273,7 @@ class LoRA(LayerWrapper):
             return y + (self.scale * self._named_term(x)).astype(y.dtype)
         if isinstance(self.body, MoE):
             pairs = {name: (self.a[name].value, self.b[name].value) for name in self.a}
-            return self.body._routed(x, mask, out_sharding, pairs, self.scale)
+            return self.body.call_adapted(x, mask, out_sharding, pairs, self.scale)
         options = {} if mask is None else {"mask": mask}
         y, x = self.body(x, out_sharding=out_sharding, **options), as_array(x)
         if isinstance(self.body, Embed):
@@ -293,7 +293,7 @@ class LoRA(LayerWrapper):
     def _named_term(self, x: NamedArray) -> NamedArray:
         """Multiplies a named array by ``a`` and ``b``, by names."""
         layer, rank = self.body, ("lora", "rank")
-        batch, inputs, made = layer.batch_axes.names, layer.input_axes.names, layer._out_names()
+        batch, inputs, made = layer.batch_axes.names, layer.input_axes.names, layer.output_names()
         data, a, b = cast_all(layer.dtype, x.data, self.a.value, self.b.value)
         a = from_parts(NamedArray, a, (*batch, *inputs, rank))
         b = from_parts(NamedArray, b, (*batch, rank, *made.values()))
@@ -303,7 +303,7 @@ class LoRA(LayerWrapper):
     def _convolved(self, x: jax.Array, y: jax.Array) -> jax.Array:
         """Convolves with ``a``, in each group, and mixes the channels with ``b``."""
         groups = self.body.groups
-        middle = self.body._convolve(x, jnp.tile(self.a.value, groups), None)
+        middle = self.body.convolve(x, jnp.tile(self.a.value, groups), None)
 
         def mix(middle: jax.Array, b: jax.Array) -> jax.Array:
             parts = middle.reshape(*middle.shape[:-1], groups, -1)
