@@ -43,12 +43,12 @@ from shardax._parallel.microbatches import cut, joined
 from shardax.errors import ModuleError
 from shardax.extend import (
     AnyMesh,
+    Origin,
     Path,
     PyTree,
     format_path,
     is_prng_key,
     mesh_axes_of,
-    origin_of,
     varying_axes,
 )
 from shardax.partition import current_rules, resolve_mesh
@@ -357,7 +357,7 @@ class Step:
         sown: dict[Path, Any] = {}
         for path, (variable, value) in values_after.items():
             if path not in values:
-                self.origins[path] = origin_of(variable)
+                self.origins[path] = Origin.of(variable)
             if path not in values or path in self.sown:
                 sown[path] = _added(values.get(path), value)
             elif path not in self.keys and not _same(entering[path], value):

@@ -7,6 +7,7 @@ container, a box and a capture of one's own.
 """
 
 from shardax._core.checks import Options as Options
+from shardax._core.explain.drawing import Drawing as Drawing
 from shardax._core.frames import Frame as Frame
 from shardax._core.frozen import Origin as Origin
 from shardax._core.graph.static import Static as Static
@@ -61,7 +62,6 @@ from shardax.extend.trees import structure_epoch as structure_epoch
 from shardax.extend.trees import values_by_path as values_by_path
 from shardax.extend.variables import attributes_of as attributes_of
 from shardax.extend.variables import check_rngs as check_rngs
-from shardax.extend.variables import origin_of as origin_of
 from shardax.extend.variables import stored_value as stored_value
 from shardax.partition.inventory import TreeInventory as TreeInventory
 from shardax.partition.resolved import ResolvedRules as ResolvedRules

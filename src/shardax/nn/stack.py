@@ -64,7 +64,6 @@ from shardax.extend import (
     format_path,
     is_eager,
     mesh_axes_of,
-    origin_of,
     settings_scope,
     structure_epoch,
 )
@@ -572,7 +571,7 @@ def stack_state(state: State | Mapping[Any, object], model: object) -> State:
                     f"{format_path(part)}."
                 )
         gathered[path] = _gathered(lambda i, parts=parts: values.pop(parts[i]), levels)
-        kinds[path] = origin_of(variable)
+        kinds[path] = Origin.of(variable)
     return State.from_flat({**values, **gathered}, {**origins, **kinds})
 
 
