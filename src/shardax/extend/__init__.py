@@ -44,6 +44,7 @@ from shardax.extend.settings import ScopeSettings as ScopeSettings
 from shardax.extend.settings import axis_names_of_mark as axis_names_of_mark
 from shardax.extend.settings import mark_axis_names as mark_axis_names
 from shardax.extend.settings import settings_scope as settings_scope
+from shardax.extend.stacks import StackedObjects as StackedObjects
 from shardax.extend.transforms import lift as lift
 from shardax.extend.transforms import transformed as transformed
 from shardax.extend.transforms import wrap_methods as wrap_methods

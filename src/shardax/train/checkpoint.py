@@ -213,7 +213,8 @@ def _to_store(
         DonationError,
         deleted,
         f"{len(deleted)} Variables hold arrays that were donated or deleted: ",
-        ". Save what the step returned that they were donated to, or save before it.",
+        ". A donated array may be used only once; if two models share arrays, copy one of them "
+        "first: sx.clone(model).",
     )
     leaves: dict[int, list[Any]] = {}
     arrays: list[ModelArray] = []
