@@ -7,6 +7,7 @@ container, a box and a capture of one's own.
 """
 
 from shardax._core.checks import Options as Options
+from shardax._core.cross_process import PickledArray as PickledArray
 from shardax._core.explain.drawing import Drawing as Drawing
 from shardax._core.frames import Frame as Frame
 from shardax._core.frozen import Origin as Origin

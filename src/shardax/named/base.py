@@ -34,9 +34,8 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardax import Slot, Variable
-from shardax._core.cross_process import packed
 from shardax.errors import ClosureError, PartitionError, ShardaxError
-from shardax.extend import is_integer, register_named_node
+from shardax.extend import PickledArray, is_integer, register_named_node
 
 
 class NamedAxesError(ShardaxError, ValueError, TypeError):
@@ -312,8 +311,8 @@ class NamedStorage:
 
     def __reduce__(self) -> Any:
         if self._dims is None:
-            return _rebuilt, (type(self), self._form, packed(self._data))
-        return type(self), (packed(self._data), self._dims)
+            return _rebuilt, (type(self), self._form, PickledArray.in_tree(self._data))
+        return type(self), (PickledArray.in_tree(self._data), self._dims)
 
     def __copy__(self) -> Self:
         return self

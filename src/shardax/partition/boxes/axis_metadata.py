@@ -27,7 +27,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardax._core._jax import Tracer, is_prng_key
-from shardax._core.cross_process import packed
+from shardax._core.cross_process import PickledArray
 from shardax._core.graph.paths import Leaf, PyTree
 from shardax._core.graph.static import Static
 from shardax.partition.assignment import Names
@@ -165,7 +165,7 @@ class AxisMetadata(abc.ABC, Generic[T]):
         return self.replace_boxed(self.value)
 
     def __getstate__(self) -> Any:
-        return {**self.__dict__, _value_field(self): packed(self.value)}
+        return {**self.__dict__, _value_field(self): PickledArray.in_tree(self.value)}
 
     def __eq__(self, other: object) -> bool:
         if self is other:
