@@ -14,6 +14,7 @@ from shardax._core.frozen import Origin as Origin
 from shardax._core.graph.static import Static as Static
 from shardax._core.init.lazy import LazyValue as LazyValue
 from shardax._core.object import Object as Object
+from shardax._transforms.jit.array_program import ArrayProgram as ArrayProgram
 from shardax._transforms.wrappers import ModuleWrapper as ModuleWrapper
 from shardax.extend.layouts import AnyMesh as AnyMesh
 from shardax.extend.layouts import RulesLike as RulesLike
