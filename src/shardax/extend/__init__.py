@@ -8,12 +8,14 @@ container, a box and a capture of one's own.
 
 from shardax._core.checks import Options as Options
 from shardax._core.cross_process import PickledArray as PickledArray
+from shardax._core.cross_process import PickledByName as PickledByName
 from shardax._core.explain.drawing import Drawing as Drawing
 from shardax._core.frames import Frame as Frame
 from shardax._core.frozen import Origin as Origin
 from shardax._core.graph.static import Static as Static
 from shardax._core.init.lazy import LazyValue as LazyValue
 from shardax._core.object import Object as Object
+from shardax._transforms.flat_call import FlatCall as FlatCall
 from shardax._transforms.jit.array_program import ArrayProgram as ArrayProgram
 from shardax._transforms.wrappers import ModuleWrapper as ModuleWrapper
 from shardax.extend.layouts import AnyMesh as AnyMesh
