@@ -270,16 +270,18 @@ class PickledByName:
         function: The function inside.
 
     Example:
-        >>> import functools, pickle
+        >>> import functools, pickle, sys, types
         >>> from shardax import extend
         >>> class Logged(extend.PickledByName):
         ...     def __init__(self, function):
         ...         functools.update_wrapper(self, function)
         ...         self.function = function
-        >>> @Logged
-        ... def double(x):
+        >>> def double(x):
         ...     return 2 * x
-        >>> hasattr(double, "__reduce_ex__")
+        >>> double.__module__ = "functions"
+        >>> functions = sys.modules["functions"] = types.ModuleType("functions")
+        >>> functions.double = Logged(double)
+        >>> pickle.loads(pickle.dumps(functions.double)) is functions.double
         True
     """
 

@@ -7,13 +7,13 @@ own caches: a program that was traced under other settings is traced anew.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from contextlib import AbstractContextManager
+import contextlib
+from collections.abc import Generator, Hashable, Iterable
 from typing import Any, NamedTuple
 
 import jax
 
-from shardax.partition import context
+from shardax.partition import context, tree_layout
 
 
 class ScopeSettings(NamedTuple):
@@ -38,6 +38,9 @@ class ScopeSettings(NamedTuple):
         ...     settings = extend.ScopeSettings.current()
         >>> settings.microbatches, settings.kernel("attention"), settings.kernel("norms")
         (4, 'auto', None)
+        >>> with sx.parallel(microbatches=4), extend.ScopeSettings.scope(microbatches=None):
+        ...     extend.ScopeSettings.current().microbatches is None
+        True
         >>> extend.ScopeSettings.choices("norms"), extend.ScopeSettings.choices("schedule")
         (('auto', 'xla', 'tokamax'), ('gpipe', 'circular'))
     """
@@ -81,6 +84,30 @@ class ScopeSettings(NamedTuple):
         choices["schedule"] = context.SCHEDULES
         return choices[name]
 
+    @staticmethod
+    @contextlib.contextmanager
+    def scope(*, told_names: set[Hashable] | None = None, **changes: Any) -> Generator[None]:
+        """Returns a scope with other settings, in which nothing is checked.
+
+        ``sx.kernels`` and ``sx.parallel`` are for users: they check values. This one is for code
+        that hands settings on, or takes them away.
+
+        Args:
+            told_names: Where warnings of misspelt names are noted: each is given once for the set,
+                and not at every call in the scope. None: as around the scope.
+            **changes: Fields of ``ScopeSettings``; and ``rules`` (``RulesLike``) with ``marking``,
+                whether constraints mark arrays by their names (``AxisNameMarks``) instead of
+                laying them out.
+        """
+        if "rules" in changes:
+            changes["rules"] = context.resolve_rules(changes["rules"])
+        with contextlib.ExitStack() as stack:
+            if told_names is not None:
+                stack.enter_context(tree_layout.telling_once(told_names))
+            if changes:
+                stack.enter_context(context.SettingsScope("scope", **changes))
+            yield
+
     def kernel(self, kind: str) -> str | None:
         """Returns the kernel of a kind, such as ``"attention"``, or None.
 
@@ -93,65 +120,37 @@ class ScopeSettings(NamedTuple):
 _KERNELS = ("attention", "experts", "loss", "gated", "norms")
 
 
-def settings_scope(**changes: Any) -> AbstractContextManager[object]:
-    """Returns a scope with other settings, in which nothing is checked.
+class AxisNameMarks:
+    """Marks that show the names of an array's dimensions in its program.
 
-    ``sx.kernels`` and ``sx.parallel`` are for users: they check values. This one is for code that
-    hands settings on, or takes them away.
-
-    Args:
-        **changes: Fields of ``ScopeSettings``; and ``rules`` (``RulesLike``) with ``marking``,
-            whether constraints mark arrays by their names (``axis_names_of_mark``) instead of
-            laying them out.
-
-    Returns:
-        The context manager.
-
-    Example:
-        >>> import shardax as sx
-        >>> from shardax import extend
-        >>> with sx.parallel(microbatches=4), extend.settings_scope(microbatches=None):
-        ...     extend.ScopeSettings.current().microbatches is None
-        True
-    """
-    if "rules" in changes:
-        changes["rules"] = context.resolve_rules(changes["rules"])
-    return context.SettingsScope("settings_scope", **changes)
-
-
-def mark_axis_names(array: jax.Array, names: Iterable[object]) -> jax.Array:
-    """Returns an array that its program shows with the names of its dimensions.
-
-    Args:
-        array: The array.
-        names: One entry for each dimension.
-
-    Returns:
-        The array, after an equation of the primitive ``name``.
+    A mark is an equation of the primitive ``name``, which JAX drops when it compiles.
 
     Example:
         >>> import jax, jax.numpy as jnp
         >>> from shardax import extend
-        >>> mark = lambda x: extend.mark_axis_names(x, ("batch", None))
+        >>> mark = lambda x: extend.AxisNameMarks.put(x, ("batch", None))
         >>> [equation] = jax.make_jaxpr(mark)(jnp.ones((2, 3))).eqns
-        >>> extend.axis_names_of_mark(equation.params["name"])
+        >>> extend.AxisNameMarks.read(equation.params["name"])
         ('batch', None)
-    """
-    return context.mark_names(array, names)
-
-
-def axis_names_of_mark(name: str) -> tuple[Any, ...] | None:
-    """Returns the names of dimensions in a mark, or None.
-
-    Args:
-        name: The parameter ``name`` of an equation of the primitive ``name``.
-
-    Returns:
-        The names that ``mark_axis_names`` was given; None for a name that is no such mark.
-
-    Example:
-        >>> from shardax import extend
-        >>> extend.axis_names_of_mark("attention") is None
+        >>> extend.AxisNameMarks.read("attention") is None
         True
     """
-    return context.names_marked(name)
+
+    @staticmethod
+    def put(array: jax.Array, names: Iterable[object]) -> jax.Array:
+        """Returns an array with a mark.
+
+        Args:
+            array: The array.
+            names: One entry for each dimension.
+        """
+        return context.mark_names(array, names)
+
+    @staticmethod
+    def read(name: str) -> tuple[Any, ...] | None:
+        """Returns the names in a mark; None for another name.
+
+        Args:
+            name: The parameter ``name`` of an equation of the primitive ``name``.
+        """
+        return context.names_marked(name)

@@ -19,10 +19,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.nn.initializers import Initializer
 
 from shardax import Module, Param, Rngs
 from shardax.errors import PartitionError
-from shardax.extend import Initializer, align, joined_sharding
+from shardax.extend import align, joined_sharding
 from shardax.named.array import NamedArray, as_named
 from shardax.named.base import (
     Axes,

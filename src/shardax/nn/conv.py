@@ -16,10 +16,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.nn.initializers import Initializer
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardax import Module, Rngs, Variable
-from shardax.extend import Initializer, align, explicit_sharding, joined_sharding, with_layout
+from shardax.extend import align, explicit_sharding, joined_sharding, with_layout
 from shardax.nn import parameters
 from shardax.nn.arithmetic import add_bias, as_array, at_least_float32, cast_all, take_precision
 from shardax.nn.errors import LayerConfigError

@@ -20,9 +20,10 @@ from typing import Any, NoReturn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.nn.initializers import Initializer
 
 from shardax import Init, Param, Rngs
-from shardax.extend import Initializer, Options, check_rngs, is_integer
+from shardax.extend import Options, check_rngs
 from shardax.nn.errors import LayerConfigError, LayerInputError
 
 ones = jax.nn.initializers.ones
@@ -81,7 +82,7 @@ def as_size(layer: str, name: str, size: Any) -> int:
 
 
 def _is_positive_integer(size: object) -> bool:
-    return is_integer(size) and bool(size > 0)
+    return Options.is_integer(size) and bool(size > 0)
 
 
 def as_axes(layer: str, name: str, axes: Sequence[str | None], count: int) -> AxisNames:

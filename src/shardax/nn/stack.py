@@ -60,7 +60,6 @@ from shardax.extend import (
     format_path,
     is_eager,
     mesh_axes_of,
-    settings_scope,
 )
 from shardax.nn.errors import LayerConfigError
 from shardax.nn.parameters import as_size
@@ -365,7 +364,7 @@ def _run(stack: Stack, x: jax.Array, arguments: list[object], structure):
     if microbatches is None or any(isinstance(argument, Object) for argument in arguments):
         return run(stack.stacked, x, arguments, stack.length)
     # What a layer is given is one microbatch: the scope does not cut it again in stacks inside.
-    with settings_scope(microbatches=None):
+    with ScopeSettings.scope(microbatches=None):
         return run_pipeline(
             stack.stacked,
             is_shared,

@@ -14,16 +14,15 @@ from typing import Any, NamedTuple, Self
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.nn.initializers import Initializer
 
-from shardax import Dict, Init, Module, Param, Rngs, Selection, Variable, jvp, select
+from shardax import Dict, Init, Module, Param, Rngs, Selection, Variable, jvp, merge, select, split
 from shardax.errors import SelectionError
 from shardax.extend import (
-    Initializer,
     ModuleWrapper,
     Path,
     PyTree,
     align,
-    clone_sharing_arrays,
     explicit_sharding,
     format_path,
     raise_if_any,
@@ -625,9 +624,8 @@ def linearise(selection: Selection, *args: PyTree, **kwargs: PyTree) -> Any:
         >>> linear.layers[0](jnp.array([3.0, 2.0])).tolist()  # 2 * 3 - 1, 4 * 2 - 4
         [5.0, 4.0]
     """
-    recording = clone_sharing_arrays(
-        wrap_selected("linearise", selection, lambda _, layer: _Recorder(layer))
-    )
+    wrapped = wrap_selected("linearise", selection, lambda _, layer: _Recorder(layer))
+    recording = merge(*split(wrapped))  # of its own, with the same arrays
     recording(*args, **kwargs)
     recorders = select(recording).at_instances_of(_Recorder).get_by_path()
 

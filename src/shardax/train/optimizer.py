@@ -33,7 +33,6 @@ from shardax.extend import (
     Path,
     PyTree,
     TreeInventory,
-    array_axes,
     describe_plain_arrays,
     format_path,
     raise_if_any,
@@ -404,11 +403,10 @@ def _floating(dtype: jax.typing.DTypeLike) -> np.dtype:
 
 def _axes_of_leaves(variable: Variable) -> Sequence[Any]:
     """Returns the names of the dimensions of each array of a parameter."""
-    value = stored_value(variable)
-    leaves = jax.tree.leaves(value, is_leaf=lambda part: array_axes(part) is not None)
-    if variable.axes is not None or all(array_axes(leaf) is None for leaf in leaves):
-        return [variable.axes] * len(jax.tree.leaves(value))
-    return [array.axes for leaf in TreeInventory(variable).leaves for array in leaf.arrays]
+    if variable.axes is not None:
+        return [variable.axes] * len(jax.tree.leaves(stored_value(variable)))
+    (leaf,) = TreeInventory(variable).leaves
+    return [array.axes for array in leaf.arrays]
 
 
 def _metadata_of(

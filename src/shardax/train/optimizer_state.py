@@ -22,8 +22,15 @@ from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardax import State, Variable
-from shardax.extend import LazyValue, Path, PyTree, Static, path_of_keys, stored_value
-from shardax.partition.reduced_states import dimensions_of_state
+from shardax.extend import (
+    LazyValue,
+    Path,
+    PyTree,
+    Static,
+    dimensions_of_state,
+    path_of_keys,
+    stored_value,
+)
 
 
 class Transformation:

@@ -12,7 +12,7 @@ import dataclasses
 import math
 from dataclasses import dataclass
 
-from shardax.extend import Options, is_integer
+from shardax.extend import Options
 from shardax.plan.errors import PlanInputError
 
 PRECISIONS = ("f32", "bf16", "fp16", "fp8", "fp8-row", "mxfp8", "nvfp4", "int8")
@@ -87,7 +87,7 @@ class TransformerShape:
     def __post_init__(self) -> None:
         for name in ("layers", "embed", "mlp_hidden", "heads", "vocab"):
             _OPTIONS.integers(**{name: getattr(self, name)})
-        shares = is_integer(self.kv_heads) and self.kv_heads >= 0
+        shares = Options.is_integer(self.kv_heads) and self.kv_heads >= 0
         shares = shares and self.heads % self.key_heads == 0
         _OPTIONS.check("kv_heads", self.kv_heads, shares, f"a divisor of heads={self.heads}, or 0")
         fits = not self.experts or 0 < self.top_k <= self.experts
@@ -343,7 +343,7 @@ class TrainingStep:
     def __post_init__(self) -> None:
         for name in ("data", "tensor", "context", "pipeline", "virtual", "expert", "slices"):
             degree = getattr(self, name)
-            if not is_integer(degree) or degree < 1:
+            if not Options.is_integer(degree) or degree < 1:
                 raise PlanInputError(f"{name} is {degree!r}; a degree is an integer of at least 1.")
         _OPTIONS.check("global_batch", self.global_batch, self.global_batch > 0, "above 0")
         _OPTIONS.check("sequence", self.sequence, self.sequence >= 1, "at least 1")
