@@ -18,7 +18,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import weakref
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Collection, Container, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -143,6 +143,18 @@ class LiftedOutputs(NamedTuple):
     """The value of each new Variable."""
 
     effects: Effects
+
+    def without_written(self, positions: Container[int]) -> LiftedOutputs:
+        """Returns, inside the transform, what leaves without some of the written Variables."""
+        pairs = zip(self.effects.written, self.written, strict=True)
+        remaining = [(position, value) for position, value in pairs if position not in positions]
+        self.effects.written = tuple(position for position, _ in remaining)
+        return self._replace(written=[value for _, value in remaining])
+
+    def with_written(self, more: Mapping[int, Leaf]) -> LiftedOutputs:
+        """Returns, outside the transform, what left with more written Variables, by position."""
+        self.effects.written = (*self.effects.written, *more)
+        return self._replace(written=[*self.written, *more.values()])
 
 
 # --- inside the transform ---------------------------------------------------------------------
