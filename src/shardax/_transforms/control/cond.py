@@ -15,7 +15,6 @@ A call has these steps (``_BranchingCall.run``):
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
 
 import jax
 
@@ -32,7 +31,7 @@ from shardax._transforms.control.outcomes import (
 )
 from shardax._transforms.jit import eager
 from shardax._transforms.lift import engine
-from shardax._transforms.lift.effects import Effects, LiftedOutputs, check_result
+from shardax._transforms.lift.effects import LiftedOutputs, check_result
 
 # Runs one of several functions without arguments; returns its result.
 Choose = Callable[[Sequence[Callable[[], list[Leaf]]]], list[Leaf]]
@@ -176,14 +175,6 @@ def _run(
 _PlainOperands = tuple[Sequence[PyTree], Mapping[str, PyTree]]
 
 
-class _BranchRecord(NamedTuple):
-    """What the trace of a branch showed, besides arrays."""
-
-    effects: Effects
-    outline: PyTree  # of the result
-    treedef: jax.tree_util.PyTreeDef  # of the arrays of the result
-
-
 class _BranchingCall:
     """One call of ``cond`` or ``switch``."""
 
@@ -192,7 +183,7 @@ class _BranchingCall:
         self.call = call
         self.labels = labels  # how the caller knows the branches
         self.values = call.graph.values()
-        self._records: dict[int, _BranchRecord] = {}
+        self._outcomes: dict[int, BranchOutcome] = {}  # known when the branches were traced
         self._compiled = [self._compile(which) for which in range(len(labels))]
 
     def run(self, decision: numbers.Number, choose: Choose) -> PyTree:
@@ -202,14 +193,22 @@ class _BranchingCall:
         plain = (arguments.plain, arguments.plain_named)
         values, plain = jax.tree.map(lambda leaf: vary_alike(leaf, decision), (self.values, plain))
 
-        outcomes = [self._trace(which, values, plain) for which in range(len(self.labels))]
-        first, *others = outcomes
-        for other in others:
-            OutcomeComparison(self.call, first, other).check(self.values)
+        branches = range(len(self.labels))
+        outputs_of = [self._trace(which, values, plain) for which in branches]
+        first = self._outcomes[0]
+        for which in branches[1:]:
+            OutcomeComparison(
+                self.call,
+                self.values,
+                first,
+                outputs_of[0],
+                self._outcomes[which],
+                outputs_of[which],
+            ).check_alike()
 
         # What leaves every branch, and the types that each of its arrays has in the branches.
-        positions = sorted({position for outcome in outcomes for position in outcome.types.written})
-        leaving = [_leaving(outcome.types, positions, self.values) for outcome in outcomes]
+        positions = sorted({position for outputs in outputs_of for position in outputs.written})
+        leaving = [_leaving(outputs, positions, self.values) for outputs in outputs_of]
         types = list(zip(*map(jax.tree.leaves, leaving), strict=True))
 
         def branch(which: int) -> Callable[[], list[Leaf]]:
@@ -226,12 +225,11 @@ class _BranchingCall:
 
             return run_branch
 
-        arrays = choose([branch(which) for which in range(len(self.labels))])
+        arrays = choose([branch(which) for which in branches])
         result, written, fresh = jax.tree.unflatten(jax.tree.structure(leaving[0]), arrays)
-        record = self._records[0]
-        record.effects.written = tuple(positions)
-        result = record.treedef.unflatten(result)
-        return self.call.apply(LiftedOutputs(result, written, fresh, record.effects))
+        first.effects.written = tuple(positions)
+        result = first.treedef.unflatten(result)
+        return self.call.apply(LiftedOutputs(result, written, fresh, first.effects))
 
     def _compile(self, which: int) -> Callable[..., BranchOutputs]:
         """Returns a branch as one ``jax.jit``, which JAX traces once: for its shapes and to run."""
@@ -256,18 +254,17 @@ class _BranchingCall:
             effects = outputs.effects
             arrays, treedef = jax.tree.flatten(outputs.result)
             outline = result_outline(context.result, effects)
-            self._records[which] = _BranchRecord(effects, outline, treedef)
+            self._outcomes[which] = BranchOutcome(self.labels[which], effects, outline, treedef)
             written = dict(zip(effects.written, outputs.written, strict=True))
             return BranchOutputs(arrays, written, outputs.fresh)
 
         return jax.jit(self.call.program(branch, "pair", which), inline=INLINE)
 
-    def _trace(self, which: int, values: list[PyTree], plain: _PlainOperands) -> BranchOutcome:
-        """Traces a branch; returns what it leaves."""
+    def _trace(self, which: int, values: list[PyTree], plain: _PlainOperands) -> BranchOutputs:
+        """Traces a branch; returns the types of the arrays that leave it."""
         types = abstract_eval(self._compiled[which], values, plain)
         engine.raise_new_captures(self.call)
-        record = self._records[which]
-        return BranchOutcome(self.labels[which], record.effects, record.outline, types)
+        return types
 
 
 def _leaving(

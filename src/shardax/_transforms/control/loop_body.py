@@ -9,10 +9,15 @@ The *body* is the user's function. It runs once per *iteration*. A value that it
 - a *constant*, which all iterations see: all else, also Variables that are only read. Constants
   cost no memory per iteration when the loop is differentiated.
 
-Which Variables the body writes is found by tracing it for its shapes (``find_carry``). The body is
-one ``jax.jit``, so JAX keeps that trace and the loop does not run the user's code again. What the
-body captures and writes becomes an input, and the call starts again (``engine.retry_captured``).
-The carry keeps its form (``forms``). Only ``Loop.apply`` writes to the caller's objects.
+The steps of a loop:
+
+1. *Find the carry* (``Loop.find_carry``). Which Variables the body writes is known when it was
+   traced. It is one ``jax.jit``, so JAX keeps that trace and the loop does not run the user's code
+   again. What the body captures and writes becomes an input, and the call starts again
+   (``engine.retry_captured``). What is carried must keep its *form*: structure, shape and dtype
+   (``control.forms``); only what starts as a number of Python takes the dtype that it becomes.
+2. *Run*: JAX's own loop calls ``Loop.step``, with the first carry of ``Loop.first_carry``.
+3. *Store*: ``Loop.apply`` writes the last carry to the caller's objects. Nothing before it does.
 """
 
 from __future__ import annotations
@@ -23,6 +28,7 @@ from typing import NamedTuple
 import jax
 
 from shardax._core._jax import INLINE
+from shardax._core.frames import kind_of
 from shardax._core.graph.definitions import GraphDef
 from shardax._core.graph.flatten import is_object
 from shardax._core.graph.paths import Leaf, Path, PyTree, plain_path
@@ -31,8 +37,8 @@ from shardax._transforms.control import errors
 from shardax._transforms.control.forms import (
     ARRAY,
     abstract_eval,
-    keeps_form,
-    structure_difference,
+    form_difference,
+    outline_difference,
     vary_alike,
 )
 from shardax._transforms.lift import engine
@@ -157,10 +163,9 @@ class Loop:
         carried_outline = jax.tree.map(lambda _: ARRAY, carried, is_leaf=is_object)
         returned_outline = jax.tree.map(lambda _: ARRAY, returned, is_leaf=is_object)
 
-        difference = structure_difference(carried_outline, returned_outline, (self.label,))
+        difference = outline_difference(carried_outline, returned_outline, (self.label,))
         if difference is not None:
-            path, old, new = difference
-            raise errors.carry_structure_changed(path, old, new, self.call.name)
+            raise errors.carry_structure_changed(difference, self.call.name)
 
     def _check_objects(self, carried: PyTree, returned: PyTree) -> list[Leaf]:
         """Returns the returned arrays; raises if an object did not come back as itself."""
@@ -186,11 +191,15 @@ class Loop:
         self.carried_variables = tuple(sorted(written))
 
         for position, new in sorted(written.items()):
-            if not keeps_form(self.values[position], new):
-                raise errors.variable_changes_form(self.call, position, self.values[position], new)
+            path = self.call.graph.flat.leaf_paths[position]
+            difference = form_difference(self.values[position], new, path)
+            if difference is not None:
+                kind = kind_of(self.call.graph.leaves[position])
+                raise errors.carry_changes_form(kind, difference, self.call.name)
         for path, index, new in zip(self._carry_paths, self.carried_plain, arrays, strict=True):
-            if not keeps_form(self.plain[index], new):
-                raise errors.array_changes_form(path, self.plain[index], new, self.call.name)
+            difference = form_difference(self.plain[index], new, path)
+            if difference is not None:
+                raise errors.carry_changes_form("array", difference, self.call.name)
 
         values = [written[position] for position in self.carried_variables]
         if self._vary_like(LoopCarry(values, arrays)):

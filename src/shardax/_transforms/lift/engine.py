@@ -26,6 +26,11 @@ These rules hold:
   they held before.
 - Modules, containers of theirs and Variables are copied. Any other Python object in an attribute is
   the caller's own, so what a function writes into it is done at once, as in plain Python.
+- A Variable that is made in a run belongs to its frame. If it is in the result, or in a given
+  object, step 6 makes one of its value for the caller. Kept in any other way, it is refused when
+  the frame is closed (``frames.resolve``).
+- Calls nest. The caller's objects of an inner call are the copies of the frame around it, so
+  effects go outward one call at a time.
 
 A Variable that a function reaches through a closure or a global is *captured* (``lift.frames``).
 Reads see the value that it has in the calling frame. For writes a transform has one of three rules:

@@ -14,10 +14,10 @@ A call has three steps.
 
 1. *Enter*: values are cut into slices. A mapped random stream with one key is split (``streams``).
    Names of the mapped dimension are taken off (``names``).
-2. *Run*: the function runs on a slice (``LiftedCall.run`` in ``lift.engine``), a private copy of the
-   objects. ``MappedCall.record`` says what leaves the run, each value with an entry. The transform
-   accepts or refuses it: ``_VmapCall._settle_shared`` (``vmap.vmap``), ``_ScanCall.leave``
-   (``control.scan``), ``_ShardMapCall._leave`` (``shard_map.shard_map``).
+2. *Run*: the function runs on a slice (``LiftedCall.run`` in ``lift.engine``), a private copy of
+   the objects. ``MappedCall.record`` says what leaves the run, each value with an entry. The
+   transform accepts or refuses it: ``_VmapCall._settle_shared`` (``vmap.vmap``),
+   ``_ScanCall.leave`` (``control.scan``), ``_ShardMapCall._leave`` (``shard_map.shard_map``).
 3. *Leave*: ``MappedCall.group`` puts the values into one list per entry. JAX stacks each list, and
    ``MappedCall.apply`` stores what was written. Nothing before it writes to the caller's objects (a
    lazy value that is read becomes an array, and ``shard_map`` moves arrays to their shards). So
@@ -43,8 +43,8 @@ passed in
 
 A new Variable leaves by the entry of its place in the result, or of the argument that it was
 attached to. What is attached to a shared Module, or appended to the tuple of a shared Variable
-(``Module.sow``), is stacked along axis 0: in ``scan`` always, in ``vmap`` if it differs between
-batch elements.
+(``Module.sow``), is stacked along axis 0: in ``vmap`` if it differs between batch elements, in
+``scan`` always (but there only tuples may be attached to what is shared).
 """
 
 from __future__ import annotations
@@ -58,12 +58,7 @@ import jax
 from shardax._core.graph.definitions import VariableDef
 from shardax._core.graph.paths import Leaf, Path, PyTree
 from shardax._transforms.errors import foreign_object
-from shardax._transforms.lift.effects import (
-    Effects,
-    LiftedOutputs,
-    check_result,
-    holds_same_arrays,
-)
+from shardax._transforms.lift.effects import Effects, LiftedOutputs, check_result, holds_same_arrays
 from shardax._transforms.lift.engine import RunContext
 from shardax._transforms.lift.entries import EntryAssignment, OutputEntries
 from shardax._transforms.lift.filter_mappings import is_axis

@@ -10,8 +10,9 @@ Variable, and what a write to it does, depends on its entry in ``in_axes``:
   value, and the Variable stays one. When the function has run, ``_VmapCall._settle_shared`` looks
   at what was written. A value that is equal in all batch elements is stored once: ``v += 1`` adds
   one, whatever the size of the batch. One that differs raises ``TransformError``, and nothing is
-  stored. A value differs if JAX has batched it (``differs_by_element``), that is, if it was computed
-  from mapped values, whatever the numbers are; a reduction by ``axis_name`` is not batched.
+  stored. A value differs if JAX has batched it (``differs_by_element``), that is, if it was
+  computed from mapped values, whatever the numbers are; a reduction by ``axis_name`` is not
+  batched.
 - No entry, because it was reached through a closure or a global: it can be read. A write raises
   ``ForeignMutationError`` in the line that writes (``SealedFrame`` in ``lift.frames``).
 
