@@ -228,8 +228,8 @@ def unlike_layers(number: int, path: Path, difference: str) -> ModuleError:
     """Returns the error of a layer that differs from the first of a stack in structure."""
     return ModuleError(
         f"The layers of a stack must be alike, but layers 0 and {number} differ at "
-        f"{format_path(path)}: {difference}. Build every layer in the same way, with what differs in a Variable; or "
-        f"keep the layers in a list."
+        f"{format_path(path)}: {difference}. Build every layer in the same way, with what differs "
+        f"in a Variable; or keep the layers in a list."
     )
 
 
