@@ -292,13 +292,13 @@ class _ScanLoop(Loop):
     def __init__(self, scan_call: _ScanCall, carried_argument: int | None) -> None:
         super().__init__(scan_call.call, carried_argument, scan_call.values)
         self.scan_call = scan_call
-        self.graphdef = scan_call.slice_graphdef
+        self.body.graphdef = scan_call.slice_graphdef
 
         # Texts, functions and the like under None do not enter the program.
         for index, entry in enumerate(scan_call.assignment.plain):
             leaf = self.plain[index]
             if entry is None and not _is_array(leaf):
-                self.static_plain[index] = leaf
+                self.body.static[index] = leaf
                 self.plain[index] = None
 
     def run(self, reverse: bool, unroll: int | bool) -> PyTree:

@@ -96,8 +96,6 @@ class LiftedCall:
         graphdef: Their structure.
         enter: Called with the (args, kwargs) that hold the copies; returns those that the function
             shall see.
-        new_captures: Captured Variables that a run wrote whose trace had to end well
-            (``ending_well``).
     """
 
     def __init__(
@@ -118,7 +116,6 @@ class LiftedCall:
         self.captured_count = len(captured)
         self.enter: Callable[[Sequence[Any], Mapping[str, Any]], tuple[Any, Any]]
         self.enter = lambda args, kwargs: (args, kwargs)
-        self.new_captures: list[Variable] = []
 
         # Split.
         label = functools.partial(argument_path, functions[0])
@@ -336,10 +333,6 @@ class RunContext(NamedTuple):
             or item.outer._metadata != item.stand_in._metadata
         ]
 
-    def require_inputs(self) -> None:
-        """Raises ``RetraceRequest`` if captured Variables were written."""
-        retrace_with(self.captured())
-
 
 # --- captured Variables that are returned beside the result -----------------------------------
 
@@ -466,31 +459,6 @@ def retrace_with(captured: Sequence[CapturedVariable]) -> None:
     """Raises ``RetraceRequest`` for captured Variables, if there are any."""
     if captured:
         raise RetraceRequest([item.outer for item in captured])
-
-
-def ending_well(
-    run: Callable[..., PyTree],
-    call: LiftedCall,
-    *inputs: object,
-    otherwise: PyTree,
-    **options: object,
-) -> PyTree:
-    """Returns a traced run's result; ``otherwise`` if it wrote captured Variables.
-
-    An exception that passes through a trace of JAX 0.10 leaves the trace and its constants in
-    memory for good. So the trace ends, and ``raise_new_captures`` raises after it.
-    """
-    try:
-        return run(*inputs, **options)
-    except RetraceRequest as request:
-        call.new_captures = request.objects
-        return otherwise
-
-
-def raise_new_captures(call: LiftedCall) -> None:
-    """Raises ``RetraceRequest`` if a run that was traced wrote captured Variables."""
-    if call.new_captures:
-        raise RetraceRequest(call.new_captures)
 
 
 # --- operands ---------------------------------------------------------------------------------
