@@ -117,7 +117,7 @@ def parts_by_path(graphdef: GraphDef, names: Sequence[Path] = ()) -> dict[Path, 
     parts: dict[Path, Part] = {}
     visited: set[int] = set()
 
-    def add(part: Definition | Child, path: Path) -> None:
+    def add(part: Child, path: Path) -> None:
         if isinstance(part, Static):
             parts[path] = part
             return
@@ -127,8 +127,11 @@ def parts_by_path(graphdef: GraphDef, names: Sequence[Path] = ()) -> dict[Path, 
                 parts.setdefault(path, Text(f"same as {format_path(first_path)}"))
                 return
             visited.add(part.position)
-            part = graphdef.objects[part.position]
+            add_holder(graphdef.objects[part.position], path)
+            return
+        add_holder(part, path)
 
+    def add_holder(part: Definition | NodeDef, path: Path) -> None:
         children = list(definition_children(part))
         metadata = part.metadata if isinstance(part, VariableDef) else None
         steps = tuple(step for step, _ in children)

@@ -135,8 +135,10 @@ def _check_alike(first: GraphWalk, other: GraphWalk, number: int) -> None:
     if first.definitions == other.definitions:
         return
 
-    structures = [GraphDef(tuple(walk.definitions), (Ref(0),)) for walk in (first, other)]
-    difference = next(structure_differences(*structures), None)
+    structure, other_structure = (
+        GraphDef(tuple(walk.definitions), (Ref(0),)) for walk in (first, other)
+    )
+    difference = next(structure_differences(structure, other_structure), None)
     if difference is None:
         raise errors.unlike_layers(number, (), "objects are shared in another way")
     raise errors.unlike_layers(number, difference.path, " against ".join(difference.texts))

@@ -71,7 +71,7 @@ class Loop:
 
         # What goes into the first iteration.
         self.values = call.graph.values() if values is None else list(values)
-        self.plain, self.plain_tree = call.arguments.plain_leaves()
+        self.plain, _ = call.arguments.plain_leaves()
         self.slices = NO_SLICES  # of the first iteration, or their types
 
         # The carry, by position.
