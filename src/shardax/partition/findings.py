@@ -310,9 +310,21 @@ def unused_mesh_axis(axis: str, size: int) -> Diagnostic:
     return Diagnostic("info", (), "unused-mesh-axis", text)
 
 
-def unused_rule(rule: Rule, why: str) -> Diagnostic:
-    """Returns the ``unused-rule`` info."""
-    text = f"The rule {format_rule(rule)} was used for no array: {why}."
+def unused_rule(rule: Rule, paths: Sequence[Path]) -> Diagnostic:
+    """Returns the ``unused-rule`` info of a rule whose name is an axis of some arrays."""
+    text = (
+        f"The rule {format_rule(rule)} was used for no array: an earlier rule served {rule[0]!r}, "
+        f"or took its mesh axis, in each that has such an axis, {paths_text(paths)}."
+    )
+    return Diagnostic("info", (), "unused-rule", text)
+
+
+def unused_name(rule: Rule) -> Diagnostic:
+    """Returns the ``unused-rule`` info of a rule whose name is an axis of no array."""
+    text = (
+        f"The rule {format_rule(rule)} was used for no array: none has an axis {rule[0]!r}. It "
+        "still serves constraints inside programs."
+    )
     return Diagnostic("info", (), "unused-rule", text)
 
 

@@ -31,6 +31,7 @@ from shardax.partition.constraints import lay_out_traced
 from shardax.partition.errors import Diagnostic, PartitionError, raise_on_errors
 from shardax.partition.inventory import LeafInfo, Subtree, TreeInventory
 from shardax.partition.mesh import AnyMesh, check_devices, resolve_mesh
+from shardax.partition.misspelt_names import warn_of_names
 from shardax.partition.overrides import MemoryKinds, OverridesLike
 from shardax.partition.rules import RulesLike
 from shardax.partition.tree_layout import TreeLayout
@@ -108,7 +109,7 @@ def shard(
 
     layout.checked(list(_not_placeable(inventory)))
     _check_writable(inventory)
-    layout.warn_of_names()
+    warn_of_names(layout)
     return _move_leaves(inventory, model, shardings)
 
 

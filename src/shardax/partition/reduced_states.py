@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reduced states: boxes of an optimizer's state that do not fit the names in them.
+"""Boxes whose names do not fit their arrays, among them reduced states of optimizers.
 
-An optimizer maps over boxed parameters, so each array of its state is in a box with the parameter's
-names, which some do not fit: row and column statistics (Adafactor) lack a dimension, a history has
-one more, and where there is nothing to keep stands one number. Such a box is laid out by the
-dimensions of its *owner* that its sizes tell apart, or else replicated, with the diagnostic
-``reduced-state``. The owner is another box of the tree that is alike in everything but the value,
-with a shorter path that ends in the same steps (``params.layers.up`` and
+A *reduced state* comes about as an optimizer maps over boxed parameters: each array of its state is
+in a box with the parameter's names, which some do not fit: row and column statistics (Adafactor)
+lack a dimension, a history has one more, and where there is nothing to keep stands one number. Such
+a box is laid out by the dimensions of its *owner* that its sizes tell apart, or else replicated,
+with the diagnostic ``reduced-state``. The owner is another box of the tree that is alike in
+everything but the value, with a shorter path that ends in the same steps (``params.layers.up`` and
 ``opt[0].v_row.layers.up``; for a parameter at the top, all sizes must be among its own). Without an
 owner the names are an error.
 """
@@ -17,10 +17,13 @@ import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Generic, TypeVar
 
+from jax.sharding import PartitionSpec
+
 from shardax._core.graph.paths import Path
 from shardax.partition import findings
-from shardax.partition.errors import Diagnostic
+from shardax.partition.errors import Diagnostic, PartitionError
 from shardax.partition.inventory import LeafInfo
+from shardax.partition.rules import check_names
 
 T = TypeVar("T")
 
@@ -160,3 +163,29 @@ def _reduced_state(leaf: LeafInfo, owner: LeafInfo) -> tuple[LeafInfo, Diagnosti
         "info" if is_clear else "warning",
     )
     return leaf._replace(axes=names), diagnostic
+
+
+def boxes_of_other_rank(leaves: Sequence[LeafInfo], names_alone: bool) -> dict[int, LeafInfo]:
+    """Returns boxes with more array dimensions than names, by index, with names that fit."""
+    # Dimensions after the last name are not split, as in a PartitionSpec. The one spec of a box
+    # around several arrays has the rank of the least, and alone may be of any.
+    renamed: dict[int, LeafInfo] = {}
+    for index, leaf in enumerate(leaves):
+        ranks = {len(info.shape) for info in leaf.arrays}
+        if leaf.box is None or leaf.axes is None or ranks <= {len(leaf.axes)}:
+            continue
+
+        has_several = len(leaf.arrays) > 1
+        if has_several and names_alone:
+            renamed[index] = leaf._replace(arrays=())
+            continue
+
+        try:
+            names = check_names(leaf.axes)
+        except PartitionError:
+            continue
+        while has_several and len(names) > min(ranks) and names[-1] is None:
+            names = names[:-1]
+        if len(names) <= min(ranks):
+            renamed[index] = leaf._replace(axes=PartitionSpec(*names))
+    return renamed

@@ -29,6 +29,7 @@ from shardax.partition.context import current_rules
 from shardax.partition.errors import PartitionError, raise_on_errors
 from shardax.partition.inventory import Subtree, TreeInventory
 from shardax.partition.mesh import AnyMesh, mesh_text, require_mesh, resolve_mesh
+from shardax.partition.misspelt_names import warn_of_names
 from shardax.partition.overrides import MemoryKinds, OverridesLike
 from shardax.partition.resolved import ResolvedRules
 from shardax.partition.rules import RulesLike
@@ -78,7 +79,7 @@ def _check(layout: TreeLayout, rules: RulesLike | None) -> None:
     """Raises on errors of a layout, and warns of misspelt names if rules were given to the call."""
     layout.checked()
     if rules is not None:
-        layout.warn_of_names()
+        warn_of_names(layout)
 
 
 def shardings(

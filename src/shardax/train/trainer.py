@@ -31,7 +31,7 @@ from shardax._module_scopes import module_scopes
 from shardax.distributed.processes import explain_ended_process, from_main
 from shardax.extend import Options, PyTree
 from shardax.partition import resolve_mesh
-from shardax.partition.tree_layout import telling_once
+from shardax.partition.misspelt_names import telling_once
 from shardax.train import agreement, step_numbers
 from shardax.train.accumulation import accumulated_value_and_grad
 from shardax.train.callbacks import Callbacks, Event
