@@ -292,7 +292,10 @@ def test_rule_that_an_earlier_one_may_always_serve_is_reported() -> None:
 def test_rule_always_losing_its_mesh_axis_is_reported() -> None:
     rules = Rules([("mlp", "model"), ("heads", "model")])
     _, message = only_pair(unused([record(("mlp", "heads"), (8, 8))], rules))
-    assert "('heads', 'model') was used for no array: an earlier rule served 'heads', or took" in message
+    assert (
+        "('heads', 'model') was used for no array: an earlier rule served 'heads', or took"
+        in message
+    )
 
 
 def test_rule_used_by_any_array_counts_as_used() -> None:
