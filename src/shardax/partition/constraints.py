@@ -28,6 +28,7 @@ from shardax._core.frames import is_eager
 from shardax._transforms.errors import TransformError
 from shardax.partition import context, errors
 from shardax.partition.assignment import UNCONSTRAINED, Names, SpecEntry, mesh_axes_of, strings
+from shardax.partition.marks import mark_axis_names
 from shardax.partition.mesh import AnyMesh, resolve_mesh, scope_has_devices
 from shardax.partition.resolved import ResolvedRules
 from shardax.partition.rules import RulesLike, check_names
@@ -85,8 +86,8 @@ def constrain(
     array = _as_array(x, names)
     if len(names) != array.ndim:
         raise errors.constraint_of_other_rank(array, names)
-    if context.is_marking():
-        return context.mark_names(array, names)
+    if context.ScopeSettings.current().marking:
+        return mark_axis_names(array, names)
 
     # The mesh, and whether JAX would follow a constraint over it.
     used_mesh = _mesh_for(array, mesh)
