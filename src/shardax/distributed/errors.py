@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os.path
 from collections.abc import Mapping, Sequence
 
 from shardax._core.errors import ShardaxError
@@ -99,16 +100,20 @@ def no_answer(name: str, seconds: float) -> DistributedError:
     )
 
 
-def ended_at(name: str, error: Exception) -> DistributedError:
-    """Returns the error of an exchange during which another process ended."""
-    return DistributedError(f"At {name!r} another process ended: {first_line(error)}")
-
-
-def ended_in_step(error: Exception) -> DistributedError:
-    """Returns the error of a step during which another process ended."""
+def exchange_failed(name: str, error: Exception) -> DistributedError:
+    """Returns the error of an exchange that failed, such as where another process ended."""
     return DistributedError(
-        f"In a step another process ended: {first_line(error)}. Start all processes again; with "
-        f"resume=True a run goes on from its last checkpoint."
+        f"At {name!r} the exchange with the other processes failed: {first_line(error)}. If one of "
+        "them has ended, its own error says why."
+    )
+
+
+def note_on_other_processes(process: int) -> str:
+    """Returns the note on an error of JAX in a program of several processes."""
+    return (
+        f"This was process {process} of several. If another one ended in the middle of a step, it "
+        "shows here as a failed collective or a closed connection, and that one's own error says "
+        "why. Start all processes again; with resume=True a run goes on from its last checkpoint."
     )
 
 
@@ -130,7 +135,7 @@ def by_process(texts: Sequence[str]) -> str:
     # Long texts are shown from shortly before they differ.
     start = 0
     if max(map(len, processes)) > _SHOWN:
-        start = max(0, _common_length(list(processes)) - _SHOWN_BEFORE)
+        start = max(0, len(os.path.commonprefix(list(processes))) - _SHOWN_BEFORE)
 
     described: list[str] = []
     for text, indices in processes.items():
@@ -140,11 +145,3 @@ def by_process(texts: Sequence[str]) -> str:
         shown = f"{before}{text[start : start + _SHOWN]}{after}"
         described.append(f"{shown} in {noun} {', '.join(map(str, indices))}")
     return "; ".join(described)
-
-
-def _common_length(texts: Sequence[str]) -> int:
-    """Returns how many characters all texts begin with."""
-    for position, letters in enumerate(zip(*texts, strict=False)):
-        if len(set(letters)) > 1:
-            return position
-    return min(map(len, texts))
