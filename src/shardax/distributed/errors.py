@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import os.path
 from collections.abc import Mapping, Sequence
 
 from shardax._core.errors import ShardaxError
@@ -135,7 +134,7 @@ def by_process(texts: Sequence[str]) -> str:
     # Long texts are shown from shortly before they differ.
     start = 0
     if max(map(len, processes)) > _SHOWN:
-        start = max(0, len(os.path.commonprefix(list(processes))) - _SHOWN_BEFORE)
+        start = max(0, _common_length(list(processes)) - _SHOWN_BEFORE)
 
     described: list[str] = []
     for text, indices in processes.items():
@@ -145,3 +144,11 @@ def by_process(texts: Sequence[str]) -> str:
         shown = f"{before}{text[start : start + _SHOWN]}{after}"
         described.append(f"{shown} in {noun} {', '.join(map(str, indices))}")
     return "; ".join(described)
+
+
+def _common_length(texts: Sequence[str]) -> int:
+    """Returns how many characters all texts begin with."""
+    for position, letters in enumerate(zip(*texts, strict=False)):
+        if len(set(letters)) > 1:
+            return position
+    return min(map(len, texts))
