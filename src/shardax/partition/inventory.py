@@ -34,7 +34,7 @@ from shardax._core.object import Object
 from shardax._core.state.state import Origin, State
 from shardax._core.variable import Variable
 from shardax._transforms.lift.alias_paths import alias_paths
-from shardax.partition.boxes.axis_metadata import AxisMetadata
+from shardax.partition.boxes.axis_metadata import AxisMetadata, fitted
 from shardax.partition.boxes.box_of_variable import layout_of_variable
 from shardax.partition.boxes.protocol import has_own_sharding, standard_box, stored_in, with_stored
 from shardax.partition.mesh import AnyMesh
@@ -95,11 +95,23 @@ class LeafInfo(NamedTuple):
         """Returns one name per dimension of one of the arrays, or None."""
         if info.axes is not None:
             return info.axes
-        if len(self.arrays) > 1 and not self.axes_per_array:
+        has_several = len(self.arrays) > 1
+        if self.axes is None or (has_several and not self.axes_per_array):
             return None
-        if isinstance(self.axes, PartitionSpec):
-            return (*self.axes, *(None,) * (len(info.shape) - len(self.axes)))
-        return self.axes
+        if self.box is None or isinstance(self.axes, str):  # which is malformed
+            return self.axes
+
+        # In a box, dimensions after the last name are not split, as in a PartitionSpec. The names
+        # of several arrays may be more than the dimensions of some, if these have None.
+        rank = len(info.shape)
+        return fitted(tuple(self.axes), rank if has_several else max(rank, len(self.axes)))
+
+    def spec_of_box(self, spec: PartitionSpec) -> PartitionSpec:
+        """Returns the spec of one of the arrays without entries that not all of them have."""
+        if self.box is None or self.axes is None:
+            return spec
+        least_rank = min((len(info.shape) for info in self.arrays), default=len(self.axes))
+        return PartitionSpec(*spec[: min(len(self.axes), least_rank)])
 
     def arrays_or_empty_array(self, over_mesh: bool) -> tuple[ArrayInfo, ...]:
         """Returns the arrays; of a box without any, an empty one by which its names are checked."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Boxes whose names do not fit their arrays, among them reduced states of optimizers.
+"""Reduced states: boxes of an optimizer's state that do not fit the names in them.
 
 A *reduced state* comes about as an optimizer maps over boxed parameters: each array of its state is
 in a box with the parameter's names, which some do not fit: row and column statistics (Adafactor)
@@ -17,13 +17,10 @@ import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Generic, TypeVar
 
-from jax.sharding import PartitionSpec
-
 from shardax._core.graph.paths import Path
 from shardax.partition import findings
-from shardax.partition.errors import Diagnostic, PartitionError
+from shardax.partition.errors import Diagnostic
 from shardax.partition.inventory import LeafInfo
-from shardax.partition.rules import check_names
 
 T = TypeVar("T")
 
@@ -85,11 +82,16 @@ def reduced_states(
         leaves: All leaves of a tree.
         diagnostics: Those of their layout by the names in their boxes.
     """
-    unfit_paths = {d.path for d in diagnostics if d.code in ("rank-mismatch", "indivisible")}
+    # Names do not fit an array of another rank, nor one whose sizes cannot be divided.
+    unfit_paths = {each.path for each in diagnostics if each.code == "indivisible"}
+    for leaf in leaves:
+        if leaf.box is not None and leaf.axes is not None:
+            rank = len(leaf.axes)
+            unfit_paths.update(info.path for info in leaf.arrays if len(info.shape) != rank)
     if not unfit_paths:
         return {}
 
-    wrong_paths = {d.path for d in diagnostics if d.severity == "error"}
+    wrong_paths = {each.path for each in diagnostics if each.severity == "error"} | unfit_paths
     owners = PathEnds(
         ((leaf.path,), leaf)
         for leaf in leaves
@@ -163,29 +165,3 @@ def _reduced_state(leaf: LeafInfo, owner: LeafInfo) -> tuple[LeafInfo, Diagnosti
         "info" if is_clear else "warning",
     )
     return leaf._replace(axes=names), diagnostic
-
-
-def boxes_of_other_rank(leaves: Sequence[LeafInfo], names_alone: bool) -> dict[int, LeafInfo]:
-    """Returns boxes with more array dimensions than names, by index, with names that fit."""
-    # Dimensions after the last name are not split, as in a PartitionSpec. The one spec of a box
-    # around several arrays has the rank of the least, and alone may be of any.
-    renamed: dict[int, LeafInfo] = {}
-    for index, leaf in enumerate(leaves):
-        ranks = {len(info.shape) for info in leaf.arrays}
-        if leaf.box is None or leaf.axes is None or ranks <= {len(leaf.axes)}:
-            continue
-
-        has_several = len(leaf.arrays) > 1
-        if has_several and names_alone:
-            renamed[index] = leaf._replace(arrays=())
-            continue
-
-        try:
-            names = check_names(leaf.axes)
-        except PartitionError:
-            continue
-        while has_several and len(names) > min(ranks) and names[-1] is None:
-            names = names[:-1]
-        if len(names) <= min(ranks):
-            renamed[index] = leaf._replace(axes=PartitionSpec(*names))
-    return renamed

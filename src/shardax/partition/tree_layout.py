@@ -43,7 +43,7 @@ from shardax.partition.errors import Diagnostic, PartitionError, raise_on_errors
 from shardax.partition.inventory import ArrayInfo, LeafInfo, TreeInventory
 from shardax.partition.mesh import AnyMesh, require_mesh, resolve_mesh
 from shardax.partition.overrides import MemoryKinds, Override, OverridesLike, overrides_of
-from shardax.partition.reduced_states import boxes_of_other_rank, reduced_states
+from shardax.partition.reduced_states import reduced_states
 from shardax.partition.resolved import ResolvedRules
 from shardax.partition.rules import Rules, RulesLike, check_names, identity_rules
 from shardax.partition.tree_diagnostics import (
@@ -230,15 +230,11 @@ def specs_of(
         for leaf, mesh, override in zip(leaves, meshes, overrides, strict=True)
     ]
 
-    # Boxes that their names do not fit are laid out once more, by names that fit. Whether one is
-    # the state of an optimizer shows in the diagnostics of all.
-    renamed = boxes_of_other_rank(leaves, leaf_rules.names_alone)
+    # The state of an optimizer in the box of a parameter whose names do not fit it is laid out once
+    # more, by names that do. Whether one is such a state shows in the diagnostics of all.
     diagnostics = [each for leaf_specs in specs for each in leaf_specs.all_diagnostics()]
-    reduced = reduced_states(leaves, diagnostics)
-    renamed.update({index: leaf for index, (leaf, _) in reduced.items()})
-    for index, leaf in renamed.items():
+    for index, (leaf, diagnostic) in reduced_states(leaves, diagnostics).items():
         specs[index] = _specs_of_leaf(leaf, meshes[index], overrides[index], leaf_rules)
-    for index, (_, diagnostic) in reduced.items():
         specs[index].diagnostics.append(diagnostic)
     return specs
 
@@ -252,6 +248,10 @@ def _specs_of_leaf(
         if sharding is not None:
             source = f"{type(leaf.box or leaf.variable_box).__name__}.get_sharding"
             override = override._replace(spec=sharding, source=source)
+
+    # Of names alone the box has one spec, whatever the ranks of its arrays.
+    if leaf_rules.names_alone and leaf.box is not None and len(leaf.arrays) > 1:
+        leaf = leaf._replace(arrays=())
 
     infos = leaf.arrays_or_empty_array(mesh is not None)
     if override.spec is not None:
@@ -276,15 +276,11 @@ def _spec_by_rules(
 ) -> ArraySpec:
     axes = leaf.names_of(info)
     spec, diagnostics = rules.spec(axes, info.shape, info.path, in_program=in_program)
-    if isinstance(leaf.axes, PartitionSpec):
-        # The specs of a box are one: they differ at most in trailing Nones.
-        spec = PartitionSpec(*tuple(spec)[: len(leaf.axes)])
-
     codes = {each.code for each in diagnostics}
     names = None
     if axes is not None and codes.isdisjoint(("axis-names", "rank-mismatch")):
         names = check_names(axes)
-    return ArraySpec(info, spec, _with_hint(leaf, diagnostics), names)
+    return ArraySpec(info, leaf.spec_of_box(spec), _with_hint(leaf, diagnostics), names)
 
 
 def _with_hint(leaf: LeafInfo, diagnostics: Sequence[Diagnostic]) -> list[Diagnostic]:
