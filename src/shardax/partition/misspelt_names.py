@@ -10,6 +10,7 @@ from contextvars import ContextVar
 from shardax._core.errors import warn
 from shardax._core.graph.paths import Path, format_path
 from shardax.partition import findings
+from shardax.partition.rules import map_to_themselves
 from shardax.partition.tree_layout import TreeLayout
 
 # The warnings of names that a block has given; None where each call gives its own.
@@ -28,7 +29,7 @@ def telling_once(told: set[Hashable]) -> Generator[None]:
 
 def warn_of_names(layout: TreeLayout) -> None:
     """Warns of misspelt names in the rules and arrays of a layout."""
-    if all(name == target for name, target in layout.rules.pairs):
+    if map_to_themselves(layout.rules):
         return  # replicated on purpose, or by names of mesh axes alone
 
     # The text about a name of arrays is one for all of them. The text about a rule lists paths

@@ -157,7 +157,7 @@ def _reduced_state(leaf: LeafInfo, owner: LeafInfo) -> tuple[LeafInfo, Diagnosti
     is_clear = names is not None or math.prod(shape) == 1
     diagnostic = findings.reduced_state(
         leaf.path,
-        tuple(leaf.axes or ()),
+        leaf.axes or (),
         shape,
         names,
         owner.path,

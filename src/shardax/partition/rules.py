@@ -372,6 +372,11 @@ def identity_rules(names: Names) -> Rules:
     return Rules([(axis, axis) for axis in mesh_axes if isinstance(axis, str)])
 
 
+def map_to_themselves(rules: Rules) -> bool:
+    """Whether rules map each name to the mesh axis of that name; true of no rules."""
+    return all(name == target for name, target in rules.pairs)
+
+
 # --- rules by themselves --------------------------------------------------------------------------
 
 

@@ -315,7 +315,7 @@ class LeafRules:
     def of(self, leaf: LeafInfo, mesh: AnyMesh | None, override: Override) -> ResolvedRules:
         """Returns the rules of a leaf over its mesh."""
         if self.names_alone and leaf.axes is not None:
-            rules = identity_rules(tuple(leaf.axes))
+            rules = identity_rules(leaf.axes)
         elif leaf.rules is None:
             # Specs by rules alone, without a mesh, know the axes of the mesh in scope.
             mesh_of_names = self._mesh_in_scope if mesh is None else mesh

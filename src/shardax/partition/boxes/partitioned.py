@@ -101,9 +101,9 @@ class Partitioned(AxisMetadata[T]):
         return jax.tree.map(lay_out, self.value)
 
     def layout(self) -> tuple[Any, Rules | None]:
-        """Returns the names, with rules from each mesh axis to itself.
+        """Returns the names, with rules from each mesh axis to itself, or the baked rules.
 
-        Those of a subclass with a ``get_partition_spec`` of its own are what that returns.
+        The names of a subclass with a ``get_partition_spec`` of its own are what that returns.
         """
         if _is_inherited(self, "get_partition_spec"):
             names = self.names
@@ -298,10 +298,6 @@ class LogicallyPartitioned(Partitioned[T]):
         object.__setattr__(self, "mesh", mesh)
         object.__setattr__(self, "rules", rules)
         self.__post_init__()
-
-    def layout(self) -> tuple[Any, Rules | None]:
-        """Returns the names, as a ``Partitioned`` does, and the baked rules."""
-        return super().layout()
 
     def _rules_of(self, names: Names | None) -> Rules | None:
         return self.rules

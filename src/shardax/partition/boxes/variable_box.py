@@ -23,8 +23,8 @@ from shardax._core.values import as_value
 from shardax._core.variable import Param, Variable
 from shardax.partition.boxes import protocol
 from shardax.partition.boxes.axis_metadata import AxisMetadata
-from shardax.partition.boxes.box_of_variable import box_around, layout_of_variable
 from shardax.partition.boxes.partitioned import LogicallyPartitioned
+from shardax.partition.boxes.variable_layout import box_around, layout_of_variable
 from shardax.partition.errors import PartitionError
 
 T = TypeVar("T")
