@@ -22,6 +22,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from shardax._core.checks import Options
+from shardax.partition import errors
 from shardax.partition.errors import PartitionError
 from shardax.partition.rules import Rules, RulesLike
 
@@ -181,11 +182,7 @@ class SettingsScope:
             or inspect.isgeneratorfunction(function)
             or inspect.isasyncgenfunction(function)
         ):
-            raise PartitionError(
-                f"{self._name} cannot decorate {function!r}: a generator or coroutine runs after "
-                f"the call that made it. Write `with {self._name}(...)` inside, around code that "
-                "neither yields nor awaits."
-            )
+            raise errors.decorated_generator(self._name, function)
 
         @functools.wraps(function)
         def scoped(*args: P.args, **kwargs: P.kwargs) -> R:

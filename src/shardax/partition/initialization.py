@@ -22,10 +22,10 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from shardax._core.frames import is_eager
 from shardax._core.graph.flatten import is_object
 from shardax._core.graph.paths import PyTree
-from shardax._transforms.errors import TransformError
 from shardax._transforms.jit.abstract_eval import eval_shape
 from shardax._transforms.jit.jit import jit
 from shardax._transforms.lift.captures import Functions
+from shardax.partition import errors
 from shardax.partition.context import axis_rules, resolve_rules
 from shardax.partition.mesh import AnyMesh, check_devices, require_mesh
 from shardax.partition.placement import shard
@@ -81,10 +81,7 @@ def initialise(
     """
     mesh = require_mesh(mesh, "initialise")
     if not is_eager():
-        raise TransformError(
-            "initialise places arrays and cannot be called inside a program. Call it outside; or, "
-            "inside, call the initializer itself and unbox(result), which constrains the values."
-        )
+        raise errors.initialise_in_program()
     mesh = check_devices(mesh, "initialise", "get_sharding(jax.eval_shape(fn, ...), mesh)")
     auto_mesh = _with_auto_axes(mesh)
     call = _InitializerCall(fn, args, kwargs)

@@ -46,7 +46,6 @@ from typing import Any, Literal, NoReturn, cast
 
 from jax.sharding import AxisType, PartitionSpec
 
-from shardax._transforms.errors import NoMeshError
 from shardax.partition import errors, findings
 from shardax.partition.assignment import (
     UNCONSTRAINED,
@@ -225,10 +224,7 @@ class Rules:
         """
         mesh = resolve_mesh(mesh)
         if mesh is None:
-            raise NoMeshError(
-                "Rules are validated against a mesh: none was given and none is in scope. Pass "
-                "one, rules.validate(mesh); rules.check() checks rules alone."
-            )
+            raise errors.validation_without_mesh()
         errors.raise_on_errors(self.check(mesh))
         return self
 
@@ -282,10 +278,7 @@ class Rules:
         return f"Rules([{pairs}]{conflict}{unmapped})"
 
     def __setattr__(self, name: str, value: object = None) -> NoReturn:
-        raise AttributeError(
-            f"Rules are immutable: cannot change {name!r}. Make new ones with rules.replace(...), "
-            f"rules.extend(...) or rules.override(...)."
-        )
+        raise errors.immutable_rules(name)
 
     __delattr__ = __setattr__
 

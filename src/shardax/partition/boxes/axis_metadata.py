@@ -31,7 +31,7 @@ from shardax._core.cross_process import packed
 from shardax._core.graph.paths import Leaf, PyTree
 from shardax._core.graph.static import Static
 from shardax.partition.assignment import Names
-from shardax.partition.errors import PartitionError
+from shardax.partition.boxes import errors
 from shardax.partition.mesh import AnyMesh
 from shardax.partition.rules import Rules, identity_rules
 
@@ -234,11 +234,7 @@ def _attributes_of(box: AxisMetadata[Any]) -> BoxAttributes:
     try:
         attributes = BoxAttributes(items)
     except TypeError as error:
-        raise PartitionError(
-            f"{type(box).__name__}: a static attribute is not hashable ({error}): {dict(items)!r}. "
-            "Compiled programs are found by them. Use tuples instead of lists, frozen dataclasses "
-            "instead of dicts, and keep arrays in the box's value."
-        ) from error
+        raise errors.unhashable_attribute(type(box).__name__, dict(items), error) from error
     attributes.field = _value_field(box)
     return attributes
 
@@ -323,10 +319,7 @@ def inserted(box: object, names: tuple[object, ...], index: int, name: object) -
     names = (*names, *(None,) * (index - len(names)))
     rank = len(names) + 1
     if index < -rank:
-        raise PartitionError(
-            f"{box!r}: cannot add an axis {name!r} at {index} to the names {names}: give a place "
-            f"from {-rank} on. A box has one name per dimension, None for one without."
-        )
+        raise errors.no_place_for_axis(box, names, index, name)
     position = index % rank
     return (*names[:position], name, *names[position:])
 
@@ -337,16 +330,8 @@ def without(box: Any, names: tuple[object, ...], index: int, name: object) -> tu
         names = fitted(names, index + 1)
     rank = len(names)
     if not -rank <= index < rank:
-        raise PartitionError(
-            f"{box!r}: cannot remove an axis {name!r} at {index} from the names {names}: there are "
-            f"{rank}."
-        )
+        raise errors.no_axis_to_remove(box, names, index, name)
     position = index % rank
     if names[position] != name:
-        hint = f" The name {name!r} stands at {names.index(name)}." if name in names else ""
-        raise PartitionError(
-            f"{box!r}: cannot remove an axis {name!r} at {index} from the names {names}: "
-            f"{names[position]!r} stands there.{hint} remove_axis undoes add_axis, so it takes the "
-            "same index and name."
-        )
+        raise errors.other_axis_to_remove(box, names, index, name, names[position])
     return (*names[:position], *names[position + 1 :])
