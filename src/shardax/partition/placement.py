@@ -24,6 +24,7 @@ from shardax._core.graph.paths import Leaf, Path, PyTree, format_path
 from shardax._core.init.lazy import LazyValue, Recipe, compute_all
 from shardax._core.object import Object
 from shardax._core.threads import Stamp, in_one_step
+from shardax._core.values import is_deleted
 from shardax.partition import errors, findings
 from shardax.partition.constraints import lay_out_traced
 from shardax.partition.errors import Diagnostic, PartitionError, raise_on_errors
@@ -184,7 +185,7 @@ def _not_placeable(inventory: TreeInventory) -> Iterator[Diagnostic]:
             yield findings.abstract_array(info.path, array)
         elif is_ref(array):
             yield findings.array_in_ref(info.path)
-        elif isinstance(array, jax.Array) and not isinstance(array, Tracer) and array.is_deleted():
+        elif is_deleted(array):
             yield findings.deleted_array(info.path)
 
 

@@ -23,13 +23,12 @@ from collections.abc import Mapping
 from typing import Any, Generic, Self, TypeVar
 
 import jax
-import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from shardax._core._jax import Tracer, is_prng_key
 from shardax._core.cross_process import packed
-from shardax._core.graph.paths import Leaf, PyTree
+from shardax._core.graph.paths import PyTree
 from shardax._core.graph.static import Static
+from shardax._core.values import describe, same_value
 from shardax.partition.assignment import Names
 from shardax.partition.boxes import errors
 from shardax.partition.mesh import AnyMesh
@@ -173,11 +172,8 @@ class AxisMetadata(abc.ABC, Generic[T]):
         if not isinstance(other, AxisMetadata) or type(self) is not type(other):
             return NotImplemented
         try:
-            if _attributes_of(self) != _attributes_of(other):
-                return False
-            leaves, treedef = jax.tree.flatten(self.value)
-            other_leaves, other_treedef = jax.tree.flatten(other.value)
-            return treedef == other_treedef and all(map(_same_leaf, leaves, other_leaves))
+            has_same_attributes = _attributes_of(self) == _attributes_of(other)
+            return has_same_attributes and same_value(self.value, other.value)
         except (TypeError, ValueError):
             return False  # what cannot be compared is not known to be equal
 
@@ -192,7 +188,7 @@ class AxisMetadata(abc.ABC, Generic[T]):
             return hash(type(self))
 
     def __repr__(self) -> str:
-        texts = ["None" if self.value is None else repr(jax.tree.map(_ArrayText, self.value))]
+        texts = [describe(self.value)]
         for name, item in _attribute_items(self):
             if item != None:  # noqa: E711 - an item may say itself what it equals
                 texts.append(f"{name}={item!r}")
@@ -268,40 +264,6 @@ def _register(cls: type[Any]) -> None:
             lambda box: ((box.value,), _attributes_of(box)),
         )
     _registered.add(cls)
-
-
-def _same_leaf(first: Leaf, second: Leaf) -> bool:
-    """Whether two leaves of values are equal, bit for bit, as far as that can be known."""
-    if first is second:
-        return True
-    if not all(isinstance(leaf, (jax.Array, np.ndarray)) for leaf in (first, second)):
-        return type(first) is type(second) and bool(first == second)
-    if first.shape != second.shape or first.dtype != second.dtype:
-        return False
-    for array in (first, second):
-        if isinstance(array, Tracer):
-            return False
-        if isinstance(array, jax.Array) and (array.is_deleted() or not array.is_fully_addressable):
-            return False
-    return _bits(first) == _bits(second)
-
-
-def _bits(array: jax.Array | np.ndarray) -> bytes:
-    if is_prng_key(array):
-        array = jax.random.key_data(array)
-    return np.asarray(array).tobytes()
-
-
-class _ArrayText:
-    """An array in the text of a box."""
-
-    def __init__(self, leaf: Leaf) -> None:
-        self.leaf = leaf
-
-    def __repr__(self) -> str:
-        if hasattr(self.leaf, "shape") and hasattr(self.leaf, "dtype"):
-            return f"{self.leaf.dtype}[{', '.join(map(str, self.leaf.shape))}]"
-        return repr(self.leaf)
 
 
 def fitted(names: Names, rank: int) -> Names:
