@@ -266,8 +266,8 @@ def test_rule_whose_name_no_array_has_is_information() -> None:
         (
             "info",
             (
-                "The rule ('batch', 'data') was used for no array: none has an axis 'batch'. "
-                "It still serves constraints inside programs."
+                "The rule ('batch', 'data') was used for no array: none that rules lay out has an "
+                "axis 'batch'. It still serves constraints inside programs."
             ),
         )
     ]
