@@ -189,7 +189,6 @@ class Specialization:
 
         self.donated = self._find_donated(graph, arguments)
         self.donated_variables = frozenset(i for i in self.donated if i < self.variable_count)
-        self.donates_arrays = len(self.donated) > len(self.donated_variables)
         self.layouts = Layouts(options, graph, arguments, positions)
 
         self.uncertain_descriptions: list[str] = []
