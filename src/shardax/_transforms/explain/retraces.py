@@ -103,20 +103,15 @@ def report_trace(program: Any, earlier: Sequence[object], signature: object) -> 
     _report(program.function, min(differences, key=len))
 
 
-def _named_types(program, signature) -> dict[str, str]:
+def _named_types(program: Any, signature: Sequence[Any]) -> dict[str, str]:
     """Returns the type of every array by its path, for messages."""
-    values, plain, named = signature
-    entries = [
-        *zip(map(format_path, program.leaf_paths), values, strict=True),
-        *((f".{n}", item) for n, item in zip(program.positions.labels, plain, strict=True)),
-        *((f".{name}", item) for name, item in named.items()),
-    ]
-    return {
-        name + jax.tree_util.keystr(key): aval.str_short()
-        + (" (weakly typed)" if getattr(aval, "weak_type", False) else "")
-        for name, value in entries
-        for key, aval in jax.tree_util.tree_leaves_with_path(value)
-    }
+    types_by_name: dict[str, str] = {}
+    for name, value in zip(program.input_names, signature, strict=True):
+        for key, aval in jax.tree_util.tree_leaves_with_path(value):
+            is_weak = getattr(aval, "weak_type", False)
+            array_type = aval.str_short() + (" (weakly typed)" if is_weak else "")
+            types_by_name[f".{name}{jax.tree_util.keystr(key)}"] = array_type
+    return types_by_name
 
 
 def call_differences(old: Any, new: Any) -> list[str]:
@@ -124,18 +119,33 @@ def call_differences(old: Any, new: Any) -> list[str]:
     reasons = structure_changes(old.graphdef, new.graphdef, old.names, new.names)
     static = list(static_leaf_differences(old, new, new.positions.labels))
     reasons += static
-    if old.key[1:4] != new.key[1:4] and not static:
-        reasons.append("the arguments have other containers, or objects stand elsewhere in them")
-    old_static, new_static = dict(old.key[4]), dict(new.key[4])
+    if not static and _containers(old) != _containers(new):
+        reasons += _arrays_differences(old, new) or [
+            "the arguments have other containers, or objects stand elsewhere in them"
+        ]
+    old_static, new_static = dict(old.key.static), dict(new.key.static)
     for place in dict.fromkeys([*old_static, *new_static]):
         if old_static.get(place) != new_static.get(place):
             name = parameter_name(new.function, place) if isinstance(place, int) else place
             reasons += _changes(
                 f"static argument {name!r}", old_static.get(place), new_static.get(place)
             )
-    if not reasons and old.key[5] != new.key[5]:
+    if not reasons and old.key.functions != new.key.functions:
         reasons += _functions_made_anew(old, new)
     return reasons
+
+
+def _containers(program: Any) -> tuple[Any, ...]:
+    """Returns what says where objects and arrays stand in the arguments."""
+    key = program.key
+    return key.root_count, key.captured, key.templates, key.named, key.arrays
+
+
+def _arrays_differences(old: Any, new: Any) -> list[str]:
+    """Describes which arrays one of two calls has, and the other has not."""
+    before, after = old.input_names[old.variable_count :], new.input_names[new.variable_count :]
+    gone = [f".{name}: an array -> absent" for name in before if name not in after]
+    return gone + [f".{name}: absent -> an array" for name in after if name not in before]
 
 
 def _functions_made_anew(old: Any, new: Any) -> list[str]:
