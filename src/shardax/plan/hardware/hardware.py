@@ -65,7 +65,7 @@ def _all(kind: type, value: object) -> bool:
 
 
 _POSITIVE = ("memory_bandwidth", "link_bandwidth", "network_bandwidth")
-_COUNTS = ("torus_dimensions", "wraparound", "node_size", "devices_per_chip")
+_COUNTS = ("torus_dimensions", "wraparound", "node_size", "direct_peers", "devices_per_chip")
 
 
 def _is_figure(value) -> bool:
@@ -75,7 +75,6 @@ def _is_figure(value) -> bool:
 # What the value of an attribute is, in words, and whether one is; of the others a number.
 _EXPECTED: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "name": ("text", lambda value: isinstance(value, str)),
-    "has_direct_links": ("true or false", lambda value: isinstance(value, bool)),
     "kind": (f"one of {', '.join(map(repr, KINDS))}", lambda value: value in KINDS),
     "peak_flops": (
         "operations a second by dtype, such as {bf16 = 197e12}",
@@ -120,8 +119,8 @@ class Hardware:
         wraparound: A torus dimension of this size wraps round; in a torus of three dimensions a
             multiple of it does, if all dimensions are multiples.
         node_size: Devices behind one switch; 0 in a torus.
-        has_direct_links: Whether the devices of a node are joined in pairs, without a switch, so
-            that a pair has a part of a device's links only.
+        direct_peers: Devices of a node to which a device has links of their own, where there is no
+            switch: a pair has that part of its links only. 0 behind a switch.
         devices_per_chip: Devices that share the links of one chip.
         chip_bandwidth: Bytes a second between two devices of a chip, in one direction.
         link_latency: Seconds that a message takes over a link at the least.
@@ -162,7 +161,7 @@ class Hardware:
     torus_dimensions: int = 0
     wraparound: int = 0
     node_size: int = 0
-    has_direct_links: bool = False
+    direct_peers: int = 0
     devices_per_chip: int = 1
     chip_bandwidth: float = 0.0
     link_latency: float = 0.0

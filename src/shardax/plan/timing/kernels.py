@@ -234,9 +234,9 @@ class Links:
         """Bytes a second of a device's links, by group size."""
         if self.chip.kind != "tpu":
             share = self.figures["links.switch_share"]
-            if self.chip.has_direct_links:
+            if self.chip.direct_peers:
                 # Without a switch a pair has the links between the two, of all of a device's.
-                share *= min(1.0, (size - 1) / max(1, self.chip.node_size - 1))
+                share *= min(1.0, (size - 1) / self.chip.direct_peers)
             return self.chip.link_bandwidth * share
         chips = max(2, self.devices // self.slices)
         dimensions = self.chip.torus_dimensions
