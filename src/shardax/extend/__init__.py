@@ -44,8 +44,6 @@ from shardax.extend.programs import is_eager as is_eager
 from shardax.extend.programs import is_prng_key as is_prng_key
 from shardax.extend.programs import open_jaxpr as open_jaxpr
 from shardax.extend.programs import varying_axes as varying_axes
-from shardax.extend.settings import AxisNameMarks as AxisNameMarks
-from shardax.extend.settings import ScopeSettings as ScopeSettings
 from shardax.extend.stacks import StackedObjects as StackedObjects
 from shardax.extend.transforms import lift as lift
 from shardax.extend.transforms import transformed as transformed
@@ -62,7 +60,9 @@ from shardax.extend.trees import values_by_path as values_by_path
 from shardax.extend.variables import attributes_of as attributes_of
 from shardax.extend.variables import check_rngs as check_rngs
 from shardax.extend.variables import stored_value as stored_value
+from shardax.partition.context import ScopeSettings as ScopeSettings
 from shardax.partition.inventory import TreeInventory as TreeInventory
+from shardax.partition.marks import AxisNameMarks as AxisNameMarks
 from shardax.partition.reduced_states import dimensions_of_state as dimensions_of_state
 from shardax.partition.resolved import ResolvedRules as ResolvedRules
 from shardax.partition.tree_layout import TreeLayout as TreeLayout

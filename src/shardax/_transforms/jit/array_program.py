@@ -8,7 +8,6 @@ caller passes. An ``ArrayProgram`` says that, and runs the program on such lists
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -22,6 +21,7 @@ from shardax._core.variable import Variable
 from shardax._transforms.grad.liveness import used_inputs
 from shardax._transforms.jit.bound import BoundJit
 from shardax._transforms.jit.jit import Jit, jit
+from shardax._transforms.jit.slow_call import prepare
 from shardax._transforms.jit.specialization import Specialization
 from shardax._transforms.lift import arguments as inputs
 from shardax._transforms.lift.effects import Effects
@@ -117,7 +117,7 @@ class ArrayProgram:
 
         # Traced first, which finds what the function uses without being given it.
         traced = compiled.trace(*args, **kwargs)
-        specialization, graph, arguments = compiled.prepare(args, kwargs)
+        specialization, graph, arguments = prepare(compiled, args, kwargs)
         effects = traced._source.effects
         result, written, _, _ = traced._stage.out_info
 
@@ -149,7 +149,7 @@ class ArrayProgram:
             kwargs: As for the class.
         """
         compiled, args = _compiled_call(function, args)
-        _, graph, _ = compiled.prepare(args, kwargs)
+        _, graph, _ = prepare(compiled, args, kwargs)
         return list(zip(_paths(graph), graph.leaves, strict=True))
 
     def state(self) -> list[Any]:
@@ -211,11 +211,9 @@ def _operands(
     """Returns the number of each input of a program among the arrays of state and inputs."""
     leaves, treedef = jax.tree.flatten([variable._value for variable in graph.leaves])
     count = len(leaves)
-    numbered = copy.copy(arguments)
-    plain_leaves, plain_tree = arguments.plain_leaves()
-    plain, numbered.plain_named = plain_tree.unflatten(range(count, count + len(plain_leaves)))
-    numbered.plain = tuple(plain)
-    return jax.tree.leaves(specialization.pack(treedef.unflatten(range(count)), numbered))
+    passed = range(count, count + len(arguments.plain_leaves()[0]))
+    inputs_in_order = [*treedef.unflatten(range(count)), *passed]
+    return jax.tree.leaves(specialization.partition(inputs_in_order))
 
 
 def _inputs(

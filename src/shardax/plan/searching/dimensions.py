@@ -26,7 +26,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
-from jax.sharding import PartitionSpec
 
 from shardax import Jit, Rules, make_jaxpr
 from shardax.extend import (
@@ -864,9 +863,10 @@ def _named_arrays(inputs: Inputs) -> list[_NamedArrays]:
     """The shapes and logical names of the arrays of each leaf."""
     leaves: list[_NamedArrays] = []
     for leaf in TreeInventory(inputs.tree).leaves:
-        logical = not isinstance(leaf.axes, PartitionSpec)  # else the names are those of mesh axes
+        names: list[Any] = [None] * len(leaf.arrays)
+        if not leaf.has_names_of_mesh_axes:
+            names = [leaf.names_of(info) for info in leaf.arrays]
         shapes = [tuple(info.shape) for info in leaf.arrays]
-        names = [leaf.names_of(info) if logical else None for info in leaf.arrays]
         leaves.append(_NamedArrays(leaf.path, shapes, names))
     return leaves
 

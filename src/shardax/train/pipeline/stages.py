@@ -141,7 +141,7 @@ class PipelineStep:
             for stage, stage_mesh in zip(self.stages, self.meshes, strict=True)
             if isinstance(stage, Module)
         ]
-        with ScopeSettings.scope(told_names=set()):
+        with ScopeSettings.telling_once(set()):
             for stage, stage_mesh in placed:
                 shardings(stage, stage_mesh, self.rules)  # raises before any is moved
             for stage, stage_mesh in placed:
