@@ -1,17 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the compiled form of one function remembers, and where that is kept.
+"""When two functions share what was traced and compiled, and where that is kept.
 
-A ``CompilationCache`` remembers specializations, by the structure of their arguments, and cached
-calls, by the identities of their objects. Both are bounded. A specialization costs a trace, so the
-least recently used one is dropped; a cached call costs a flattening, so all are dropped together.
+What is *traced* belongs to one function object. A function keeps one ``CompilationCache`` for equal
+options (``kept_by``), so ``sx.jit(f)`` written twice traces ``f`` once, as under ``jax.jit``. A
+function that is made anew, by a ``def`` or ``lambda`` that runs again, is another object with a
+cache of its own, whatever its code is: its first call traces it.
 
-A function object has one cache for equal options (``kept_by``), so ``sx.jit(f)`` written twice
-traces ``f`` once, as under ``jax.jit``. A function that is made anew is another object, with a
-cache of its own, whatever its code is: it is traced. What it compiles is then looked up by its
-jaxpr (``jit.programs``). So two functions with equal source are both traced, and the second is
-compiled where its jaxpr differs, or is one that cannot be shared: with a ``jax.Ref``, a Python
-function or an array inside, or with a constant that is committed to
-other devices than its inputs, or read under another mesh (``programs``).
+What is *compiled* is looked up by the jaxpr of that trace, for a function of the same name and with
+equal options (``jit.programs``). So of two functions with equal source both are traced, and the
+second is compiled only if
+
+- its jaxpr differs: it read another Python number, say, which is a literal in it, or its arguments
+  have other shapes or dtypes (arrays that it closes over are inputs of the program: their values
+  do not count);
+- or its jaxpr cannot be shared: there is a ``jax.Ref``, a Python function (``jax.pure_callback``),
+  or an inner ``jax.jit`` that closes over an array, or an array that it closes over is committed to
+  other devices than its inputs.
+
+A ``CompilationCache`` has specializations, by the structure of their arguments, and cached calls,
+by the identities of their objects. Both are bounded. A specialization costs a trace, so the least
+recently used one is dropped; a cached call costs a flattening, so all are dropped together.
 """
 
 from __future__ import annotations

@@ -326,11 +326,14 @@ def note_settings(
 
 def _settings_read(graph: InputGraph, key: StructureKey) -> list[Setting]:
     """Returns the settings objects that a call was given, by the key of its specialization."""
+    settings = list(graph.flat.settings)
     statics = [item for _, item in key.static]
     for template in (*key.templates, *(template for _, template in key.named)):
         if isinstance(template, inputs.TreeTemplate):
             statics += [leaf for _, leaf in template.static]
-    return [*graph.flat.settings, *settings_among(statics)]
+    if statics:
+        settings += settings_among(statics)
+    return settings
 
 
 def _warn_of_uncertain(jit: Jit, specialization: Specialization) -> None:

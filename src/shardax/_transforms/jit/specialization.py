@@ -148,7 +148,6 @@ class Specialization:
         key: What it is found by.
         names: The path of each root of the graph.
         leaf_paths: The path of each Variable.
-        input_names: What messages call each input of the pure function.
         graphdef: The structure of the objects.
         donated: Positions of the inputs that are donated.
         layouts: Where arrays belong, by declared shardings.
@@ -182,10 +181,7 @@ class Specialization:
         self.graphdef = graph.flat.graphdef
         self.leaf_paths = graph.flat.leaf_paths
         self.variable_count = len(self.leaf_paths)
-        self.input_names = [
-            *(format_path(path).removeprefix(".") for path in self.leaf_paths),
-            *arguments.plain_names(positions.labels),
-        ]
+        self._array_names = arguments.plain_names(positions.labels)
 
         self.donated = self._find_donated(graph, arguments)
         self.donated_variables = frozenset(i for i in self.donated if i < self.variable_count)
@@ -209,6 +205,12 @@ class Specialization:
         self._programs: dict[Hashable, SharedCall | OwnCall] = {}
         # The ``call`` of the only one of these, so that most steady calls look for no shapes.
         self._only_call: Callable[..., tuple[Any, ...]] | None = None
+
+    @property
+    def input_names(self) -> list[str]:
+        """What messages call each input of the pure function."""
+        of_variables = [format_path(path).removeprefix(".") for path in self.leaf_paths]
+        return of_variables + self._array_names
 
     @property
     def base_key(self) -> StructureKey:
