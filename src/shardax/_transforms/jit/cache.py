@@ -13,9 +13,10 @@ second is compiled only if
 - its jaxpr differs: it read another Python number, say, which is a literal in it, or its arguments
   have other shapes or dtypes (arrays that it closes over are inputs of the program: their values
   do not count);
-- or its jaxpr cannot be shared: there is a ``jax.Ref``, a Python function (``jax.pure_callback``),
-  or an inner ``jax.jit`` that closes over an array, or an array that it closes over is committed to
-  other devices than its inputs.
+- or its jaxpr cannot be shared: in it is a ``jax.Ref``, a Python function (``jax.pure_callback``),
+  or an inner ``jax.jit`` that closes over an array; or an array that it closes over is committed to
+  other devices than its inputs, or read under another mesh;
+- or settings of JAX, or the mesh in scope, are others.
 
 A ``CompilationCache`` has specializations, by the structure of their arguments, and cached calls,
 by the identities of their objects. Both are bounded. A specialization costs a trace, so the least
