@@ -21,7 +21,7 @@ from shardax._core.graph.paths import Path, PyTree, plain_path
 from shardax._core.state.state import Origin, State
 from shardax._transforms.errors import TransformError
 from shardax._transforms.explain.error_context import explain_values, in_user_terms, name_inputs
-from shardax._transforms.explain.retraces import static_leaf_differences, structure_differences
+from shardax._transforms.explain.retraces import static_leaf_differences, structure_changes
 from shardax._transforms.jit.calls import CachedCall
 from shardax._transforms.jit.jit import Jit
 from shardax._transforms.jit.options import check_compiler_options
@@ -341,7 +341,7 @@ class Compiled(_Stage):
         """Returns differences in structure from the compiled arguments."""
         specialization, graphdef = self._source.specialization, graph.flat.graphdef
         expected = specialization.graphdef
-        differences = structure_differences(expected, graphdef, specialization.names, names)
+        differences = structure_changes(expected, graphdef, specialization.names, names)
         templates = (arguments.templates, arguments.named)
         if not differences and templates == (specialization.templates, specialization.named):
             return []
