@@ -30,13 +30,17 @@ import threading
 import types
 import weakref
 from collections.abc import Callable, Hashable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+import jax
 
 from shardax._core.frames import has_leaked
-from shardax._core.graph.static import PROGRAMS_ATTRIBUTE
+from shardax._core.graph.definitions import GraphDef
+from shardax._core.graph.static import PROGRAMS_ATTRIBUTE, Static
 from shardax._core.object import Object
 from shardax._transforms.jit.calls import CachedCall
 from shardax._transforms.jit.options import JitOptions
+from shardax._transforms.lift import arguments as inputs
 from shardax._transforms.lift.captures import CapturePlace, places_of, signature_of
 from shardax._transforms.lift.input_graph import InputGraph
 from shardax._transforms.lift.transformed import Transformed
@@ -51,6 +55,41 @@ _MAX_CALLS = 4096
 
 # How many calls; fewer where objects from closures, which may be many, are part of the key.
 _MAX_CALLS_WITH_PLACES = 64
+
+
+class StructureKey(NamedTuple):
+    """What a specialization is found by.
+
+    If one of these is new, a call is traced. It is traced as well if all are known and the shape or
+    dtype of an array is new (``Specialization.find_program``).
+    """
+
+    graphdef: GraphDef
+    """The structure of the objects: classes, static attributes, and what holds what."""
+
+    root_count: int
+    """How many of them stand in the arguments."""
+
+    captured: tuple[Hashable, ...]
+    """What the places hold at which the function finds objects (``lift.captures``)."""
+
+    templates: tuple[inputs.Template, ...]
+    """How each positional argument is put together."""
+
+    named: tuple[tuple[str, inputs.Template], ...]
+    """The same of each argument by name."""
+
+    arrays: jax.tree_util.PyTreeDef
+    """The tree of the arrays in the arguments."""
+
+    static: tuple[tuple[int | str, Static], ...]
+    """The static arguments, by position or name."""
+
+    functions: Hashable
+    """The identities of functions among static values, which their values do not tell apart."""
+
+    call: object = None
+    """What makes the key that of one call, whose trace met objects in no certain way."""
 
 
 class CompilationCache:
