@@ -79,7 +79,7 @@ def cond(
     """
     functions = (true_fun, false_fun)
     labels = ("true_fun", "false_fun")
-    return eager.run(_choose, functions, ("cond", labels), (pred, *operands), named_operands)
+    return eager.run(_cond, functions, labels, (pred, *operands), named_operands)
 
 
 def switch(
@@ -114,29 +114,55 @@ def switch(
     if not functions:
         raise errors.no_branches()
     labels = tuple(f"branches[{position}]" for position in range(len(functions)))
-    return eager.run(_choose, functions, ("switch", labels), (index, *operands), named_operands)
+    return eager.run(_switch, functions, labels, (index, *operands), named_operands)
 
 
-def _choose(
+# Called by ``eager.run``; the options are the labels of the branches. JAX shows the names of these
+# functions in profiles.
+
+
+def _cond(
     functions: Sequence[Callable[..., PyTree]],
-    options: tuple[str, Sequence[str]],
+    labels: Sequence[str],
     args: Sequence[PyTree],
     named_operands: Mapping[str, PyTree],
 ) -> PyTree:
-    """Runs one of the branches; in the form that ``eager.run`` takes."""
-    name, labels = options
+    pred, *operands = args
+    decision = numbers.as_predicate(pred, "pred of sx.cond")
+
+    def choose(branches: Sequence[Callable[[], list[Leaf]]]) -> list[Leaf]:
+        return jax.lax.cond(decision, *branches)
+
+    return _run("cond", functions, labels, operands, named_operands, decision, choose)
+
+
+def _switch(
+    functions: Sequence[Callable[..., PyTree]],
+    labels: Sequence[str],
+    args: Sequence[PyTree],
+    named_operands: Mapping[str, PyTree],
+) -> PyTree:
+    index, *operands = args
+    decision = numbers.as_integer(index, "index of sx.switch")
+
+    def choose(branches: Sequence[Callable[[], list[Leaf]]]) -> list[Leaf]:
+        return jax.lax.switch(decision, branches)
+
+    return _run("switch", functions, labels, operands, named_operands, decision, choose)
+
+
+def _run(
+    name: str,
+    functions: Sequence[Callable[..., PyTree]],
+    labels: Sequence[str],
+    operands: Sequence[PyTree],
+    named_operands: Mapping[str, PyTree],
+    decision: numbers.Number,
+    choose: Choose,
+) -> PyTree:
     for label, function in zip(labels, functions, strict=True):
         if not callable(function):
             raise errors.branch_is_not_callable(label, function, name)
-
-    # What is chosen by, and JAX's function that runs one of several functions without arguments.
-    selector, *operands = args
-    if name == "cond":
-        decision = numbers.as_predicate(selector, "pred of sx.cond")
-        choose: Choose = lambda branches: jax.lax.cond(decision, *branches)  # noqa: E731
-    else:
-        decision = numbers.as_integer(selector, "index of sx.switch")
-        choose = lambda branches: jax.lax.switch(decision, branches)  # noqa: E731
 
     def attempt(captured: list[Variable]) -> PyTree:
         call = engine.LiftedCall(name, functions, operands, named_operands, captured=captured)
