@@ -34,12 +34,12 @@ from shardax._core.object import Object
 from shardax._core.state.state import Origin, State
 from shardax._core.variable import Variable
 from shardax._transforms.lift.alias_paths import alias_paths
-from shardax.partition.assignment import Names
+from shardax.partition.assignment import Names, strings
 from shardax.partition.boxes.axis_metadata import AxisMetadata, fitted
 from shardax.partition.boxes.protocol import has_own_sharding, standard_box, stored_in, with_stored
 from shardax.partition.boxes.variable_layout import layout_of_variable
 from shardax.partition.mesh import AnyMesh
-from shardax.partition.rules import Rules, map_to_themselves
+from shardax.partition.rules import Rules, identity_rules, map_to_themselves
 
 
 def walk(tree: object) -> tuple[list[tuple[Path, Any]], Any]:
@@ -285,6 +285,14 @@ class TreeInventory:
         for leaf in self.leaves:
             for info, array in zip(leaf.arrays, leaf.arrays_in(leaf.value), strict=True):
                 yield leaf, info, array
+
+    def identity_rules(self) -> Rules:
+        """Returns rules from each name of a leaf or array to the mesh axis of that name."""
+        names: dict[str, None] = {}
+        for leaf in self.leaves:
+            for axes in (leaf.axes, *(info.axes for info in leaf.arrays)):
+                names.update(dict.fromkeys(strings(axes or ())))
+        return identity_rules(tuple(names))
 
     def unflatten(self, fill: Callable[[Subtree], PyTree]) -> PyTree:
         """Returns the tree with other values in place of its subtrees."""
