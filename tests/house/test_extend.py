@@ -53,6 +53,7 @@ PRIVATE_IMPORTS: dict[str, set[str]] = {
         "shardax._core.graph.definitions.definition_paths",
         "shardax._transforms.grad.custom_vjp.used_inputs",
         "shardax._transforms.jit.jit.BoundJit",
+        "shardax._transforms.jit.slow_call.prepare",
         "shardax._transforms.jit.specialization.Specialization",
         "shardax._transforms.lift.arguments",
         "shardax._transforms.lift.effects.Effects",
