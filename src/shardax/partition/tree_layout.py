@@ -130,11 +130,9 @@ class TreeLayout:
         self._in_program = in_program
 
         self.mesh = resolve_mesh(mesh) if over_mesh else None
-        uses_own_meshes = over_mesh and mesh is None
-        meshes = [
-            leaf.mesh if uses_own_meshes and leaf.mesh is not None else self.mesh
-            for leaf in inventory.leaves
-        ]
+        meshes = [self.mesh] * len(inventory.leaves)
+        if over_mesh and mesh is None:
+            meshes = [leaf.mesh or self.mesh for leaf in inventory.leaves]
         if function is not None and (not meshes or None in meshes):
             require_mesh(mesh, function)
 
