@@ -585,7 +585,9 @@ def _host(x: jax.Array) -> np.ndarray:
 
 
 def _bucket(size: int) -> int:
-    return max(16, 1 << (size - 1).bit_length())
+    """Returns the length that rows are padded to, so that few programs serve all lengths."""
+    # One token, such as the start of an EncoderDecoder's text, would be computed sixteen times.
+    return 1 if size == 1 else max(16, 1 << (size - 1).bit_length())
 
 
 def _as_inputs(model: Any, inputs: Any, mask: TokenMask) -> _Inputs | None:
