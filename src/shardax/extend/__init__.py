@@ -39,10 +39,6 @@ from shardax.extend.programs import is_eager as is_eager
 from shardax.extend.programs import is_prng_key as is_prng_key
 from shardax.extend.programs import open_jaxpr as open_jaxpr
 from shardax.extend.programs import varying_axes as varying_axes
-from shardax.extend.settings import ScopeSettings as ScopeSettings
-from shardax.extend.settings import axis_names_of_mark as axis_names_of_mark
-from shardax.extend.settings import mark_axis_names as mark_axis_names
-from shardax.extend.settings import settings_scope as settings_scope
 from shardax.extend.transforms import lift as lift
 from shardax.extend.transforms import transformed as transformed
 from shardax.extend.transforms import wrap_methods as wrap_methods
@@ -63,5 +59,9 @@ from shardax.extend.variables import attributes_of as attributes_of
 from shardax.extend.variables import check_rngs as check_rngs
 from shardax.extend.variables import origin_of as origin_of
 from shardax.extend.variables import stored_value as stored_value
+from shardax.partition.context import ScopeSettings as ScopeSettings
+from shardax.partition.context import settings_scope as settings_scope
 from shardax.partition.inventory import TreeInventory as TreeInventory
+from shardax.partition.marks import axis_names_of_mark as axis_names_of_mark
+from shardax.partition.marks import mark_axis_names as mark_axis_names
 from shardax.partition.resolved import ResolvedRules as ResolvedRules

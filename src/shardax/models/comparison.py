@@ -6,6 +6,7 @@ What differs is refused by path: a saved model is read back as what it is, or no
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -40,6 +41,8 @@ _FREE_ATTRIBUTES = frozenset(_FREE_ATTRIBUTES_TEXT.split())
 _DROPOUTS = ("dropout", "embed_dropout")
 SAVE_ANY = "sx.train.checkpoint.save(model, folder) saves any model as it is."
 MISSING = object()
+# Of two scales of scores that are one: a file may hold a rounded function of it.
+SCALE_TOLERANCE = 1e-14
 
 
 class LayerPlace(NamedTuple):
@@ -223,6 +226,8 @@ def _is_same_in(module: Module, name: str, value: object, expected: object) -> b
         plain = module.head_dim**-0.5
         value = plain if value is None else value
         expected = plain if expected is None else expected
+        if isinstance(value, float) and isinstance(expected, float):
+            return math.isclose(value, expected, rel_tol=SCALE_TOLERANCE)
     return _is_same(name, value, expected)
 
 

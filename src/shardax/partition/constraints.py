@@ -25,9 +25,9 @@ from shardax._core._jax import Tracer
 from shardax._core.array_ops import ArrayLike
 from shardax._core.errors import ShardaxError
 from shardax._core.frames import is_eager
-from shardax._transforms.errors import TransformError
 from shardax.partition import context, errors
 from shardax.partition.assignment import UNCONSTRAINED, Names, SpecEntry, mesh_axes_of, strings
+from shardax.partition.marks import mark_axis_names
 from shardax.partition.mesh import AnyMesh, resolve_mesh, scope_has_devices
 from shardax.partition.resolved import ResolvedRules
 from shardax.partition.rules import RulesLike, check_names
@@ -85,8 +85,8 @@ def constrain(
     array = _as_array(x, names)
     if len(names) != array.ndim:
         raise errors.constraint_of_other_rank(array, names)
-    if context.is_marking():
-        return context.mark_names(array, names)
+    if context.ScopeSettings.current().marking:
+        return mark_axis_names(array, names)
 
     # The mesh, and whether JAX would follow a constraint over it.
     used_mesh = _mesh_for(array, mesh)
@@ -157,16 +157,10 @@ def _mesh_for(array: jax.Array, given_mesh: AnyMesh | None) -> AnyMesh | None:
     # Inside of shard_map only its own mesh says which axes are Manual.
     if not scope_mesh.empty and _axes_of_type(scope_mesh, AxisType.Manual):
         if dict(mesh.shape) != dict(scope_mesh.shape):
-            raise TransformError(
-                f"mesh={mesh} differs from {scope_mesh}, the mesh of the shard_map around this "
-                "code. Pass the same mesh, or none to take the one in scope."
-            )
+            raise errors.constraint_of_other_mesh(mesh, scope_mesh)
         return scope_mesh
     if _axes_of_type(mesh, AxisType.Manual):
-        raise TransformError(
-            f"{mesh} has axes of type Manual, which are for the inside of jax.shard_map, and this "
-            "code is not inside. Make the mesh with axes of type Auto or Explicit."
-        )
+        raise errors.constraint_over_manual_axes(mesh)
 
     if not isinstance(array, Tracer):
         return mesh
@@ -281,10 +275,7 @@ def _move(array: jax.Array, entries: tuple[SpecEntry, ...], mesh: AnyMesh) -> ja
 
     if isinstance(mesh, AbstractMesh):
         if not is_over_mesh:
-            raise TransformError(
-                f"Outside of a compiled function an array cannot be laid out over {mesh}, which "
-                "has no devices. Pass the mesh itself, or call constrain inside a jitted function."
-            )
+            raise errors.constraint_outside_of_program(mesh)
         mesh = sharding.mesh
 
     spec = PartitionSpec(*_fill_unconstrained(entries, present))

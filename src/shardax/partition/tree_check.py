@@ -26,13 +26,15 @@ from shardax._core.state.split_merge import iter_modules
 from shardax._core.variable import OptState
 from shardax.partition import findings
 from shardax.partition.assignment import mesh_axes_of
+from shardax.partition.entries import parts_of
 from shardax.partition.errors import Diagnostic
 from shardax.partition.inventory import ArrayInfo, TreeInventory
 from shardax.partition.mesh import AnyMesh
 from shardax.partition.overrides import MemoryKinds, OverridesLike
 from shardax.partition.reduced_states import PathEnds
 from shardax.partition.rules import RulesLike
-from shardax.partition.tree_layout import LARGE_BYTES, LARGE_FRACTION, TreeLayout, parts_of
+from shardax.partition.tree_diagnostics import LARGE_BYTES, LARGE_FRACTION
+from shardax.partition.tree_layout import TreeLayout
 
 
 def check(

@@ -203,6 +203,21 @@ class Inputs:
                     return math.prod(info.shape)
         return 0
 
+    @property
+    def parameters(self) -> int:
+        """Numbers in all parameters."""
+        leaves = zip(self._inventory.leaves, self.kinds, strict=True)
+        arrays = [info for leaf, kind in leaves if kind == "parameters" for info in leaf.arrays]
+        return sum(math.prod(info.shape) for info in arrays)
+
+    @property
+    def whole_bytes(self) -> dict[str, int]:
+        """Bytes of the whole arguments by kind, as one device would hold them."""
+        totals = dict.fromkeys(KINDS, 0)
+        for leaf, kind in zip(self._inventory.leaves, self.kinds, strict=True):
+            totals[kind] += sum(byte_count(info.shape, info.dtype) for info in leaf.arrays)
+        return totals
+
     def shapes(self) -> tuple[Any, ...]:
         """Returns the arguments as shapes without a layout, for tracing."""
         return self._positional(self.abstract())

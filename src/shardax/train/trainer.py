@@ -28,10 +28,10 @@ from jax.sharding import Mesh
 
 from shardax import axis_rules, distributed, explain_retraces, iter_modules, jit, shard, shardings
 from shardax._module_scopes import module_scopes
-from shardax.distributed.processes import explain_ended_process, from_main
+from shardax.distributed.processes import from_main, noting_other_processes
 from shardax.extend import Options, PyTree
 from shardax.partition import resolve_mesh
-from shardax.partition.tree_layout import telling_once
+from shardax.partition.misspelt_names import telling_once
 from shardax.train import agreement, step_numbers
 from shardax.train.accumulation import accumulated_value_and_grad
 from shardax.train.callbacks import Callbacks, Event
@@ -499,7 +499,7 @@ class Trainer:
                 shardings, data, checkpoint or program, or if copies of an array differ.
         """
         places = self._check(resume=resume, fallback=fallback, override=override)
-        with self.folder.held(), explain_ended_process():
+        with self.folder.held(), noting_other_processes():
             shows = distributed.is_main() or verbose_processes
             try:
                 return self._run(

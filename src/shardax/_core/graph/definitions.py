@@ -56,10 +56,6 @@ class NodeDef(NamedTuple):
         """Returns JAX's key of each child; None is no step."""
         return self.handler.key_entries(self.config, self.keys)
 
-    def is_alike_outside(self, other: NodeDef) -> bool:
-        """Whether two containers differ in nothing but their items."""
-        return self.handler is other.handler and self.config == other.config
-
 
 Child: TypeAlias = Ref | NodeDef | Static
 

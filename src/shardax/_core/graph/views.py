@@ -28,12 +28,12 @@ from shardax._core.frames import Blocked, Frame, resolve
 from shardax._core.graph.definitions import VariableDef
 from shardax._core.graph.flatten import ChildDecoder, GraphWalk
 from shardax._core.graph.paths import PyTree
-from shardax._core.graph.stacked_values import form_of, form_text, is_abstract, part_of, with_part
+from shardax._core.graph.stacked_values import form_of, form_text, part_of, with_part
 from shardax._core.graph.static import Metadata
 from shardax._core.init.lazy import LazyValue
 from shardax._core.object import Object, epoch
 from shardax._core.threads import local
-from shardax._core.values import is_deleted
+from shardax._core.values import is_abstract, is_deleted
 from shardax._core.variable import Variable
 
 VIEW_LOCK = (
@@ -116,6 +116,11 @@ class _ViewOfVariable:
     @_lock.setter
     def _lock(self, lock: str | None) -> None:
         self._parent._lock = lock
+
+    @property
+    def variable_type(self) -> type[Variable]:
+        """The type that this is a view of."""
+        return self._plain
 
     @property
     def _metadata(self) -> Metadata:
@@ -226,9 +231,9 @@ def _fill(new_view: Any, source: Any, index: int, shared: Container[Any]) -> Non
 def _follow(changed: tuple[object, ...]) -> None:
     """Gives the views of changed Modules and containers what these hold now."""
     targets = {id(item) for item in changed}
-    for reference in list(_views_of_holders.values()):
+    for reference in list(_views.values()):
         source_id, index = reference.key
-        if source_id not in targets:
+        if source_id not in targets or isinstance(reference.source, Variable):
             continue
         outdated = reference()
         if outdated is not None:
@@ -251,9 +256,7 @@ class _ViewReference(weakref.ref[Any]):
     shared: Container[Any]
 
 
-# Every view, and those of Modules and containers, which have to follow their originals.
 _views: dict[tuple[int, int], _ViewReference] = {}
-_views_of_holders: dict[tuple[int, int], _ViewReference] = {}
 
 
 def _remember(new_view: object, source: Object, index: int, shared: Container[Any]) -> None:
@@ -261,20 +264,16 @@ def _remember(new_view: object, source: Object, index: int, shared: Container[An
     reference.key = (id(source), index)
     reference.source = source
     reference.shared = shared
-
     _views[reference.key] = reference
-    if not isinstance(source, Variable):
-        _views_of_holders[reference.key] = reference
 
 
 def _forget(
     reference: Any,
     # Bound here: globals are gone when the interpreter ends.
-    tables: tuple[dict[tuple[int, int], _ViewReference], ...] = (_views, _views_of_holders),
+    views: dict[tuple[int, int], _ViewReference] = _views,
 ) -> None:
-    for table in tables:
-        if table.get(reference.key) is reference:
-            del table[reference.key]
+    if views.get(reference.key) is reference:
+        del views[reference.key]
 
 
 # --- views in transforms --------------------------------------------------------------------------

@@ -82,7 +82,7 @@ if TYPE_CHECKING:
     from shardax._core.init.rng import Rngs, RngStream
     from shardax._core.variable import Variable
 
-# --- 1. lazy values -------------------------------------------------------------------------------
+# --- 1. and 2. lazy values ------------------------------------------------------------------------
 
 
 class LazyValue:

@@ -19,15 +19,9 @@ from typing import Any
 
 import jax
 
-from shardax._core.graph.definitions import (
-    GraphDef,
-    ModuleDef,
-    Ref,
-    VariableDef,
-    definition_children,
-    definition_paths,
-)
-from shardax._core.graph.paths import Leaf, Path, format_path
+from shardax._core.graph.definitions import GraphDef
+from shardax._core.graph.differences import part_text, parts_by_path, structure_differences
+from shardax._core.graph.paths import Path, format_path
 from shardax._core.graph.settings import SettingsKey
 from shardax._core.graph.static import Static, functions_in
 from shardax._transforms.lift.arguments import TreeTemplate, leaf_paths
@@ -109,46 +103,56 @@ def report_trace(program: Any, earlier: Sequence[object], signature: object) -> 
     _report(program.function, min(differences, key=len))
 
 
-def _named_types(program, signature) -> dict[str, str]:
+def _named_types(program: Any, signature: Sequence[Any]) -> dict[str, str]:
     """Returns the type of every array by its path, for messages."""
-    values, plain, named = signature
-    entries = [
-        *zip(map(format_path, program.leaf_paths), values, strict=True),
-        *((f".{n}", item) for n, item in zip(program.positions.labels, plain, strict=True)),
-        *((f".{name}", item) for name, item in named.items()),
-    ]
-    return {
-        name + jax.tree_util.keystr(key): aval.str_short()
-        + (" (weakly typed)" if getattr(aval, "weak_type", False) else "")
-        for name, value in entries
-        for key, aval in jax.tree_util.tree_leaves_with_path(value)
-    }
+    types_by_name: dict[str, str] = {}
+    for name, value in zip(program.input_names, signature, strict=True):
+        for key, aval in jax.tree_util.tree_leaves_with_path(value):
+            is_weak = getattr(aval, "weak_type", False)
+            array_type = aval.str_short() + (" (weakly typed)" if is_weak else "")
+            types_by_name[f".{name}{jax.tree_util.keystr(key)}"] = array_type
+    return types_by_name
 
 
 def call_differences(old: Any, new: Any) -> list[str]:
     """Describes how the calls that two specializations are for differ, by path."""
-    reasons = structure_differences(old.graphdef, new.graphdef, old.names, new.names)
+    reasons = structure_changes(old.graphdef, new.graphdef, old.names, new.names)
     static = list(static_leaf_differences(old, new, new.positions.labels))
     reasons += static
-    if old.key[1:4] != new.key[1:4] and not static:
-        reasons.append("the arguments have other containers, or objects stand elsewhere in them")
-    old_static, new_static = dict(old.key[4]), dict(new.key[4])
+    if not static and _containers(old) != _containers(new):
+        reasons += _arrays_differences(old, new) or [
+            "the arguments have other containers, or objects stand elsewhere in them"
+        ]
+    old_static, new_static = dict(old.key.static), dict(new.key.static)
     for place in dict.fromkeys([*old_static, *new_static]):
         if old_static.get(place) != new_static.get(place):
             name = parameter_name(new.function, place) if isinstance(place, int) else place
             reasons += _changes(
                 f"static argument {name!r}", old_static.get(place), new_static.get(place)
             )
-    if not reasons and old.key[5] != new.key[5]:
+    if not reasons and old.key.functions != new.key.functions:
         reasons += _functions_made_anew(old, new)
     return reasons
 
 
+def _containers(program: Any) -> tuple[Any, ...]:
+    """Returns what says where objects and arrays stand in the arguments."""
+    key = program.key
+    return key.root_count, key.captured, key.templates, key.named, key.arrays
+
+
+def _arrays_differences(old: Any, new: Any) -> list[str]:
+    """Describes which arrays one of two calls has, and the other has not."""
+    before, after = old.input_names[old.variable_count :], new.input_names[new.variable_count :]
+    gone = [f".{name}: an array -> absent" for name in before if name not in after]
+    return gone + [f".{name}: absent -> an array" for name in after if name not in before]
+
+
 def _functions_made_anew(old: Any, new: Any) -> list[str]:
     """Describes which functions, of the same code, are others than before."""
-    before = _by_path(old.graphdef, old.names)
+    before = parts_by_path(old.graphdef, old.names)
     reasons = []
-    for path, part in _by_path(new.graphdef, new.names).items():
+    for path, part in parts_by_path(new.graphdef, new.names).items():
         values = [item.value for item in (before.get(path), part) if isinstance(item, Static)]
         if len(values) < 2:
             continue
@@ -178,26 +182,16 @@ def static_leaf_differences(old: Any, new: Any, labels: Sequence[str]) -> Iterat
                 yield from _changes(where, earlier.get(leaf), value)
 
 
-def _exact(value: object) -> str:
-    if value is None:
-        return "absent"
-    inner = getattr(value, "value", value)
-    return f"{inner!r} ({type(inner).__name__})"
-
-
-def structure_differences(
+def structure_changes(
     old: GraphDef, new: GraphDef, old_names: Sequence[Path] = (), new_names: Sequence[Path] = ()
 ) -> list[str]:
     """Describes how two structures differ, a line per place, by path."""
     if old == new:
         return []
-    old_parts, new_parts = _by_path(old, old_names), _by_path(new, new_names)
-    reasons = []
-    for path in dict.fromkeys([*old_parts, *new_parts]):
-        was, now = old_parts.get(path), new_parts.get(path)
-        if was != now:
-            reasons += _changes(format_path(path), was, now)
-    return reasons or ["objects are shared, or stand in containers, in another way"]
+    lines: list[str] = []
+    for path, was, now in structure_differences(old, new, old_names, new_names):
+        lines += _changes(format_path(path), was, now)
+    return lines or ["objects are shared, or stand in containers, in another way"]
 
 
 def _changes(where: str, was: object, now: object) -> list[str]:
@@ -205,7 +199,7 @@ def _changes(where: str, was: object, now: object) -> list[str]:
     return (
         _settings_changes(where, was, now)
         or _closure_changes(where, was, now)
-        or [f"{where}: {_entry(was)} -> {_entry(now)}"]
+        or [f"{where}: {part_text(was)} -> {part_text(now)}"]
     )
 
 
@@ -229,52 +223,11 @@ def _closure_changes(where: str, was: object, now: object) -> list[str]:
         return []
     if first.__code__ is not second.__code__:
         return []
-    cells = [[_exact(content) for content in closed_over(function)] for function in (first, second)]
+    cells = [
+        [part_text(content) for content in closed_over(function)] for function in (first, second)
+    ]
     return [
         f"{where} closes over {name}: {old} -> {new}"
         for name, old, new in zip(first.__code__.co_freevars, *cells, strict=True)
         if old != new
     ]
-
-
-def _entry(value: object) -> str:
-    if value is None:
-        return "absent"
-    if isinstance(value, str):
-        return value
-    if isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], type):
-        size = "" if value[1] is None else repr(value[1])
-        return value[0].__name__ + (f"({size})" if size else "")
-    return _exact(value)
-
-
-def _by_path(graphdef: GraphDef, names: Sequence[Path]) -> dict[Any, Leaf]:
-    """Returns types and metadata of objects, and static values, by path."""
-    paths = definition_paths(graphdef, names)
-    parts: dict[Any, Any] = {}
-    for index, path in paths.items():
-        definition = graphdef.objects[index]
-        if type(definition) is VariableDef:
-            parts[path] = (definition.type, definition.metadata)
-            continue
-        parts[path] = (
-            definition.type,
-            None if type(definition) is ModuleDef else len(definition.items),
-        )
-        for key, child in definition_children(definition):
-            _add_children(child, (*path, key), paths, parts)
-    for position, root in enumerate(graphdef.roots):
-        _add_children(root, names[position] if names else (), paths, parts)
-    return parts
-
-
-def _add_children(child: Any, path: Path, paths: dict[int, Path], parts: dict[Any, object]) -> None:
-    """Adds the static values and further names of objects below a child."""
-    if hasattr(child, "value"):
-        parts[path] = child
-    elif type(child) is Ref:
-        if paths[child.position] != path:
-            parts[path] = f"same as {format_path(paths[child.position])}"
-    else:
-        for key, below in definition_children(child):
-            _add_children(below, path if key is None else (*path, key), paths, parts)

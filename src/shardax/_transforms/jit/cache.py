@@ -10,7 +10,7 @@ traces ``f`` once, as under ``jax.jit``. A function that is made anew is another
 cache of its own, whatever its code is: it is traced. What it compiles is then looked up by its
 jaxpr (``jit.programs``). So two functions with equal source are both traced, and the second is
 compiled where its jaxpr differs, or is one that cannot be shared: with a ``jax.Ref``, a Python
-function or an array inside (``jaxprs.can_be_shared``), or with a constant that is committed to
+function or an array inside, or with a constant that is committed to
 other devices than its inputs, or read under another mesh (``programs``).
 """
 

@@ -39,6 +39,7 @@ from shardax._transforms.errors import ClosureError
 from shardax._transforms.jit.cache import kept_by
 from shardax._transforms.jit.jit import Jit
 from shardax._transforms.jit.options import JitOptions
+from shardax._transforms.jit.slow_call import captured_objects
 from shardax._transforms.lift.captures import Functions
 from shardax._transforms.lift.transformed import Transformed
 
@@ -148,7 +149,7 @@ def run(
 
 def _are_on_other_devices(jit: Jit, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]) -> bool:
     """Whether arrays that a call uses are committed to different devices, which JAX refuses."""
-    captured = [item for _, item in jit.captured_objects()]
+    captured = [item for _, item in captured_objects(jit)]
     arrays = [
         leaf
         for leaf in jax.tree.leaves((args, kwargs, captured))

@@ -1,16 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """``vmap``: a function over Modules, run on a batch of inputs.
 
-A run is one *batch element*. What a write to a Variable does depends on its entry in ``in_axes``:
+``vmap`` is a mapped call (``mapped.call`` has its steps, and what ``scan`` and ``shard_map`` do
+instead). A run is one *batch element*; JAX traces it once for all. What a batch element sees of a
+Variable, and what a write to it does, depends on its entry in ``in_axes``:
 
 - An axis: each batch element has its own slice. The written slices are stacked along the axis.
 - None (shared), also for the Module whose method the function is: all batch elements see the same
-  value, and the Variable stays one. A written value that is equal in all batch elements is stored
-  once. One that differs raises ``TransformError``. ``_VmapCall._settle_shared`` decides it, when
-  the function has run. A value differs if JAX has batched it, that is, if it was computed from
-  mapped values, whatever the numbers are; a reduction by ``axis_name`` is not batched.
+  value, and the Variable stays one. When the function has run, ``_VmapCall._settle_shared`` looks
+  at what was written. A value that is equal in all batch elements is stored once: ``v += 1`` adds
+  one, whatever the size of the batch. One that differs raises ``TransformError``, and nothing is
+  stored. A value differs if JAX has batched it (``differs_by_element``), that is, if it was
+  computed from mapped values, whatever the numbers are; a reduction by ``axis_name`` is not
+  batched.
 - No entry, because it was reached through a closure or a global: it can be read. A write raises
-  ``ForeignMutationError`` where it is written (``SealedFrame``).
+  ``ForeignMutationError`` in the line that writes (``SealedFrame`` in ``lift.frames``).
 
 What is attached to a shared Module, or appended to a tuple of it (``Module.sow``), is stacked along
 axis 0 if it differs between batch elements.

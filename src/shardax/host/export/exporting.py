@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import copy
 import json
 import os
 import pathlib
@@ -39,6 +38,7 @@ from shardax._files import (
 )
 from shardax._transforms.grad.custom_vjp import used_inputs
 from shardax._transforms.jit.jit import BoundJit
+from shardax._transforms.jit.slow_call import prepare
 from shardax._transforms.jit.specialization import Specialization
 from shardax._transforms.lift import arguments as lift
 from shardax._transforms.lift.effects import Effects
@@ -399,9 +399,9 @@ class FlatProgram:
     """A function over objects, traced for some arguments."""
 
     def __init__(self, jit: Any, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]) -> None:
-        check_random_state(jit.prepare(args, kwargs)[1])
+        check_random_state(prepare(jit, args, kwargs)[1])
         traced = jit.trace(*args, **kwargs)
-        plan, graph, arguments = jit.prepare(args, kwargs)  # again: tracing finds hidden inputs
+        plan, graph, arguments = prepare(jit, args, kwargs)  # again: tracing finds hidden inputs
         effects = traced._source.effects
         check_effects(effects, plan.graphdef)
         self._jaxpr = check_program(traced.jaxpr)
@@ -463,11 +463,8 @@ def _operands(
     """The number of each operand of a program among values and inputs."""
     leaves, treedef = jax.tree.flatten(values)
     count = len(leaves)
-    numbered = copy.copy(arguments)
-    inputs, tree = arguments.plain_leaves()
-    plain, numbered.plain_named = tree.unflatten(range(count, count + len(inputs)))
-    numbered.plain = tuple(plain)
-    return jax.tree.leaves(plan.pack(treedef.unflatten(range(count)), numbered))
+    arrays = range(count, count + len(arguments.plain_leaves()[0]))
+    return jax.tree.leaves(plan.partition([*treedef.unflatten(range(count)), *arrays]))
 
 
 def _zeros(form: ArrayForm) -> Any:

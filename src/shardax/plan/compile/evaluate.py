@@ -80,6 +80,7 @@ def evaluate(
         argument_bytes=placed.argument_bytes,
         replicated=placed.replicated,
         arrays=placed.arrays,
+        parameters=inputs.parameters,
         limit_bytes=limit,
         provenance=Provenance(target.text, xla.label, effort, xla.tier, jax.__version__),
     )

@@ -26,7 +26,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
-from jax.sharding import PartitionSpec
 
 from shardax import Jit, Rules, make_jaxpr
 from shardax.extend import (
@@ -858,8 +857,9 @@ def _names_of_leaves(inputs: Inputs) -> list[tuple[LeafInfo, list[tuple[Any, ...
     """The logical names of the arrays of each leaf."""
     names_of_leaves: list[tuple[LeafInfo, list[tuple[Any, ...] | None]]] = []
     for leaf in TreeInventory(inputs.tree).leaves:
-        logical = not isinstance(leaf.axes, PartitionSpec)  # else the names are those of mesh axes
-        names = [leaf.names_of(info) if logical else None for info in leaf.arrays]
+        names: list[Any] = [None] * len(leaf.arrays)
+        if not leaf.has_names_of_mesh_axes:
+            names = [leaf.names_of(info) for info in leaf.arrays]
         names_of_leaves.append(
             (leaf, [None if spec is None else check_names(spec) for spec in names])
         )

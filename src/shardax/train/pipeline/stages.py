@@ -49,7 +49,7 @@ from shardax.extend import (
     raise_if_any,
 )
 from shardax.nn.mlp import Sequential
-from shardax.partition.tree_layout import telling_once
+from shardax.partition.misspelt_names import telling_once
 from shardax.train.metrics import relative_weights, target_weights
 from shardax.train.optimizer import Optimizer
 from shardax.train.pipeline.chunks import Chunk, ChunkPrograms, Values, apart, joined
