@@ -23,7 +23,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.nn.initializers import Initializer
 
 from shardax import BatchStat, Init, Module, Param, Rngs
 from shardax._parallel.kernels import against_arrays, is_choosing, normalized, rows_split
@@ -38,6 +37,7 @@ from shardax.nn.arithmetic import (
 )
 from shardax.nn.errors import LayerConfigError, LayerInputError
 from shardax.nn.masks import as_mask
+from shardax.nn.parameters import Initializer
 
 
 class _Norm(Module):
