@@ -326,7 +326,7 @@ class _Normalization(Module):
     scale: Param | None
     bias: Param | None = None
     _centred = False
-    _direct_inputs = frozenset({"mask"})  # as of nn's norms
+    direct_inputs = frozenset({"mask"})  # as of nn's norms
 
     def _declare(
         self,

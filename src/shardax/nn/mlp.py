@@ -306,7 +306,7 @@ def _side_inputs(layer: Callable[..., object], names: Collection[str]) -> set[st
     if isinstance(layer, (ModuleWrapper, Stack)):
         body = layer.stacked if isinstance(layer, Stack) else layer.body
         return set() if body is None else _side_inputs(body, names)
-    names = set(names).difference(getattr(type(layer), "_direct_inputs", ()))
+    names = set(names).difference(getattr(type(layer), "direct_inputs", ()))
     parameters = _parameters(layer)[1:]
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return set(names)

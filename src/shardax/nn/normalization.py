@@ -46,7 +46,7 @@ class _Norm(Module):
     scale: Param | None
     bias: Param | None = None
     # The mask of a ``Sequential`` is mostly one of attention, which says something else.
-    _direct_inputs = frozenset({"mask"})
+    direct_inputs = frozenset({"mask"})
     _scale_offset = 0.0  # added to the scale
 
     def _take_options(
@@ -438,7 +438,7 @@ class BatchNorm(_Norm):
         [0.0, 2.0]
     """
 
-    _direct_inputs = frozenset()
+    direct_inputs = frozenset()
 
     def __init__(
         self,
