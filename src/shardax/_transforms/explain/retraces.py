@@ -20,7 +20,7 @@ from typing import Any
 import jax
 
 from shardax._core.graph.differences import part_text, parts_by_path, structure_differences
-from shardax._core.graph.paths import format_path
+from shardax._core.graph.paths import PyTree, format_path
 from shardax._core.graph.settings import SettingsKey
 from shardax._core.graph.static import Static, functions_in
 from shardax._transforms.lift.arguments import TreeTemplate, leaf_paths
@@ -92,7 +92,9 @@ def report_specialization(jit: Any, new: Any) -> None:
     _report(jit.function, min(differences, key=len))
 
 
-def report_trace(program: Any, earlier: Sequence[object], signature: object) -> None:
+def report_trace(
+    program: Any, earlier: Sequence[Sequence[PyTree]], signature: Sequence[PyTree]
+) -> None:
     """Reports that a specialization is traced for other types than before."""
     new = _named_types(program, signature)
     differences = []
@@ -102,7 +104,7 @@ def report_trace(program: Any, earlier: Sequence[object], signature: object) -> 
     _report(program.function, min(differences, key=len))
 
 
-def _named_types(program: Any, signature: Sequence[Any]) -> dict[str, str]:
+def _named_types(program: Any, signature: Sequence[PyTree]) -> dict[str, str]:
     """Returns the type of every array by its path, for messages."""
     types_by_name: dict[str, str] = {}
     for name, value in zip(program.input_names, signature, strict=True):

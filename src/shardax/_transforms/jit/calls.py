@@ -208,7 +208,8 @@ class CachedCall:
         if len(donated) == len(self.specialization.donated):
             return kept + arrays, donated
 
-        kept_arrays, donated_arrays = self.specialization.partition_arrays(arrays)
+        first = self.specialization.variable_count
+        kept_arrays, donated_arrays = self.specialization.partition(arrays, first)
         return kept + kept_arrays, donated + donated_arrays
 
     def run(self, kept: list[Leaf], donated: list[Leaf]) -> tuple[Any, ...]:
