@@ -340,7 +340,6 @@ class Specialization:
             jax.tree.structure(flat_inputs),
             jax.tree.structure(outputs[:3]),
             options,
-            _key_of_options(options),
         )
         constants = constants_of(traced.jaxpr, flat_inputs)
         if program is None or constants is None:
@@ -492,7 +491,10 @@ class Specialization:
 
             # Find where arrays belong.
             if tracing.moves_variables and frame.parent is None and not self._knows_shard_map:
-                self._note_shard_map(frame, copies, graph.leaves, effects.written)
+                self._knows_shard_map = True
+                wanted = [frame.wanted.get(id(copies[index])) for index in self.graphdef.leaves]
+                if self.layouts.take_wanted(wanted, graph.leaves, effects.written):
+                    raise engine.RetraceRequest
             if self.options.declares_shardings:
                 if self._own_tree not in (None, effects.tree_key):
                     raise engine.RetraceRequest(drops_program=True)
@@ -566,29 +568,6 @@ class Specialization:
                 return f"{a_kind_of(variable)} at {format_path(path)}"
         return describe_variable(variable)
 
-    def _note_shard_map(
-        self,
-        frame: CompiledFrame,
-        copies: Sequence[Object],
-        leaves: Sequence[Variable],
-        written: Sequence[int],
-    ) -> None:
-        """Notes where a ``shard_map`` wants Variables; asks for another trace once they are there.
-
-        Only those that are read alone and have no declared sharding.
-        """
-        self.layouts.of_shard_map = {}
-        for position, index in enumerate(self.graphdef.leaves):
-            sharding = frame.wanted.get(id(copies[index]))
-            is_free = position not in written and self.layouts.of_variables[position] is None
-            if sharding is not None and is_free:
-                self.layouts.of_shard_map[position] = sharding
-
-        self._knows_shard_map = True
-        for position in self.layouts.of_shard_map:
-            if self.layouts.is_off(position, leaves[position]):
-                raise engine.RetraceRequest
-
     def _find_emitted(self, result: PyTree, copies: Sequence[Object]) -> frozenset[int]:
         """Returns the positions of Variables that are outputs even if they are unchanged."""
         # The donated ones, and those in the result when its shardings are declared.
@@ -606,9 +585,3 @@ class Specialization:
             if id(copies[index]) in returned_ids
         )
         return self.donated_variables.union(returned)
-
-
-def _key_of_options(options: Mapping[str, Any]) -> Hashable:
-    """Returns what options of ``jax.jit`` compare by."""
-    leaves, treedef = jax.tree.flatten(dict(options), is_leaf=lambda entry: entry is None)
-    return (treedef, *((type(leaf), leaf) for leaf in leaves))
