@@ -47,8 +47,9 @@ call is not remembered: every call is traced anew, and meets what is there then.
 
 **Locks**, of which there are two for the whole process (``_core.threads``): from 3 to 7, a call
 that writes Variables holds ``call_lock``, and one that donates holds ``write_lock`` as well. A call
-that only reads holds none, nor does an eager read of an array. Nothing is traced or compiled under
-a lock. Which lock a call holds say its options and what its traces did (``Specialization.lock``).
+that only reads holds none, nor does an eager read of an array. Nothing is traced under a lock, nor
+compiled, once there is a second thread. Which lock a call holds say its options and what its traces
+did (``Specialization.lock``).
 
 If a step of the function or of JAX raises, ``store`` is not reached: the Variables hold what they
 held before, except that the arrays of a call that donates may be gone.
