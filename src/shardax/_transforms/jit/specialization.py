@@ -298,9 +298,9 @@ class Specialization:
 
         shapes = self._shapes_of(flat_inputs)
         known = self._programs.get(shapes)
-        is_shared = isinstance(known, SharedCall) and not tracing.is_inside
-        if is_shared and known.accepts(flat_inputs):
-            return known
+        shared = None if tracing.is_inside else known
+        if isinstance(shared, SharedCall) and shared.accepts(flat_inputs):
+            return shared
 
         # Within other traces a program is part of theirs, and may be differentiated.
         if tracing.is_inside or isinstance(known, OwnCall):
