@@ -247,7 +247,7 @@ class _ScanCall(AxisMappedCall):
                 item = item._replace(entry=0 if is_new else Carry)
             leaving.append(item)
 
-        *row, _ = self.stack(effects, leaving)  # the last list is carried
+        *row, _ = self.group_by_axis(effects, leaving)  # the last list is carried
         return effects.outputs, row
 
     def _check_changes(self, effects: RunEffects) -> None:

@@ -222,13 +222,8 @@ class OutputEntries(NamedTuple):
     by_id: dict[int, tuple[Path, Any]]
     """(path, entry) of each Variable inside, by ``id``."""
 
-    labels: list[tuple[Path, Any]]
+    of_plain: list[tuple[Path, Any]]
     """(path, entry) of each plain leaf of the result; the path begins with "result"."""
 
     attached: frozenset[int]
     """``id`` of everything in the arguments."""
-
-    @property
-    def plain(self) -> list[Any]:
-        """The entry of each plain leaf of the result."""
-        return [entry for _, entry in self.labels]

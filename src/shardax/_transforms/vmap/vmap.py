@@ -196,7 +196,7 @@ class _VmapCall(AxisMappedCall):
 
         def leave(context: RunContext) -> tuple[list[Leaf], ...]:
             effects = self.record(context)
-            return self.stack(effects, self._settle_shared(effects.leaving, marker))
+            return self.group_by_axis(effects, self._settle_shared(effects.leaving, marker))
 
         positional, named = self.plain_tree.unflatten(plain)
         return self.call.run(values, positional, named, leave, graphdef=self.slice_graphdef)
