@@ -37,7 +37,7 @@ from shardax.plan.timing.predict import predict as predict
 from shardax.plan.timing.published import PublishedStep as PublishedStep
 from shardax.plan.timing.published import published_steps as published_steps
 from shardax.plan.timing.rows import read_row as read_row
-from shardax.plan.timing.rows import read_run as read_run
+from shardax.plan.timing.runs import read_run as read_run
 from shardax.plan.timing.step import StepParts as StepParts
 from shardax.plan.timing.transformer import TrainingStep as TrainingStep
 from shardax.plan.timing.transformer import TransformerShape as TransformerShape

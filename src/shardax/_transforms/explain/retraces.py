@@ -19,9 +19,8 @@ from typing import Any
 
 import jax
 
-from shardax._core.graph.definitions import GraphDef
 from shardax._core.graph.differences import part_text, parts_by_path, structure_differences
-from shardax._core.graph.paths import Path, format_path
+from shardax._core.graph.paths import format_path
 from shardax._core.graph.settings import SettingsKey
 from shardax._core.graph.static import Static, functions_in
 from shardax._transforms.lift.arguments import TreeTemplate, leaf_paths
@@ -103,39 +102,51 @@ def report_trace(program: Any, earlier: Sequence[object], signature: object) -> 
     _report(program.function, min(differences, key=len))
 
 
-def _named_types(program, signature) -> dict[str, str]:
+def _named_types(program: Any, signature: Sequence[Any]) -> dict[str, str]:
     """Returns the type of every array by its path, for messages."""
-    values, plain, named = signature
-    entries = [
-        *zip(map(format_path, program.leaf_paths), values, strict=True),
-        *((f".{n}", item) for n, item in zip(program.positions.labels, plain, strict=True)),
-        *((f".{name}", item) for name, item in named.items()),
-    ]
-    return {
-        name + jax.tree_util.keystr(key): aval.str_short()
-        + (" (weakly typed)" if getattr(aval, "weak_type", False) else "")
-        for name, value in entries
-        for key, aval in jax.tree_util.tree_leaves_with_path(value)
-    }
+    types_by_name: dict[str, str] = {}
+    for name, value in zip(program.input_names, signature, strict=True):
+        for key, aval in jax.tree_util.tree_leaves_with_path(value):
+            is_weak = getattr(aval, "weak_type", False)
+            array_type = aval.str_short() + (" (weakly typed)" if is_weak else "")
+            types_by_name[f".{name}{jax.tree_util.keystr(key)}"] = array_type
+    return types_by_name
 
 
 def call_differences(old: Any, new: Any) -> list[str]:
     """Describes how the calls that two specializations are for differ, by path."""
-    reasons = structure_changes(old.graphdef, new.graphdef, old.names, new.names)
-    static = list(static_leaf_differences(old, new, new.positions.labels))
-    reasons += static
-    if old.key[1:4] != new.key[1:4] and not static:
-        reasons.append("the arguments have other containers, or objects stand elsewhere in them")
-    old_static, new_static = dict(old.key[4]), dict(new.key[4])
+    reasons = _structure_changes(old, new)
+    in_arguments = list(_static_leaf_differences(old, new)) or _argument_differences(old, new)
+    reasons = in_arguments + reasons
+
+    old_static, new_static = dict(old.key.static), dict(new.key.static)
     for place in dict.fromkeys([*old_static, *new_static]):
         if old_static.get(place) != new_static.get(place):
             name = parameter_name(new.function, place) if isinstance(place, int) else place
             reasons += _changes(
                 f"static argument {name!r}", old_static.get(place), new_static.get(place)
             )
-    if not reasons and old.key[5] != new.key[5]:
+    if not reasons and old.key.functions != new.key.functions:
         reasons += _functions_made_anew(old, new)
     return reasons
+
+
+def _argument_differences(old: Any, new: Any) -> list[str]:
+    """Describes how objects and arrays stand elsewhere in the arguments."""
+    first, second = old.key, new.key
+    counts = [(len(key.templates), len(key.named)) for key in (first, second)]
+    if counts[0] != counts[1]:
+        expected = ", ".join(old.positions.labels) or "no positional arguments"
+        return [
+            f"{counts[1][0]} positional arguments given, compiled for {counts[0][0]} ({expected})"
+        ]
+    if first[1:6] == second[1:6]:
+        return []
+
+    before, after = old.array_names, new.array_names
+    lines = [f".{name}: an array -> absent" for name in before if name not in after]
+    lines += [f".{name}: absent -> an array" for name in after if name not in before]
+    return lines or ["the arguments have other containers, or objects stand elsewhere in them"]
 
 
 def _functions_made_anew(old: Any, new: Any) -> list[str]:
@@ -152,34 +163,32 @@ def _functions_made_anew(old: Any, new: Any) -> list[str]:
     return reasons or ["a function among the static arguments is another one (made anew)"]
 
 
-def static_leaf_differences(old: Any, new: Any, labels: Sequence[str]) -> Iterator[str]:
+def _static_leaf_differences(old: Any, new: Any) -> Iterator[str]:
     """Yields how the static leaves of two calls differ."""
-    if len(old.templates) != len(new.templates):
-        return
-    pairs = [*zip(labels, old.templates, new.templates, strict=True)]
-    old_named = dict(old.named)
-    pairs += [(name, old_named.get(name), template) for name, template in new.named]
-    for label, first, second in pairs:
-        if (
-            not (isinstance(first, TreeTemplate) and isinstance(second, TreeTemplate))
-            or first[:2] != second[:2]
-        ):
+    before = {**dict(enumerate(old.key.templates)), **dict(old.key.named)}
+    after = {**dict(enumerate(new.key.templates)), **dict(new.key.named)}
+    labels = dict(enumerate(new.positions.labels))
+
+    for place, template in after.items():
+        earlier = before.get(place)
+        if not (isinstance(earlier, TreeTemplate) and isinstance(template, TreeTemplate)):
             continue
-        paths, earlier = leaf_paths(second.treedef), dict(first.static)
-        for leaf, value in second.static:
-            if value != earlier.get(leaf):
-                where = format_path((label, *paths[leaf]))
-                yield from _changes(where, earlier.get(leaf), value)
+        if earlier[:2] != template[:2]:
+            continue
+
+        paths, earlier_values = leaf_paths(template.treedef), dict(earlier.static)
+        for leaf, value in template.static:
+            if value != earlier_values.get(leaf):
+                where = format_path((labels.get(place, place), *paths[leaf]))
+                yield from _changes(where, earlier_values.get(leaf), value)
 
 
-def structure_changes(
-    old: GraphDef, new: GraphDef, old_names: Sequence[Path] = (), new_names: Sequence[Path] = ()
-) -> list[str]:
+def _structure_changes(old: Any, new: Any) -> list[str]:
     """Describes how two structures differ, a line per place, by path."""
-    if old == new:
+    if old.graphdef == new.graphdef:
         return []
     lines: list[str] = []
-    for path, was, now in structure_differences(old, new, old_names, new_names):
+    for path, was, now in structure_differences(old.graphdef, new.graphdef, old.names, new.names):
         lines += _changes(format_path(path), was, now)
     return lines or ["objects are shared, or stand in containers, in another way"]
 

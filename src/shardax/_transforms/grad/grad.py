@@ -8,8 +8,7 @@ back what the user's function wrote (``finish``), and arrange the gradients like
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -166,8 +165,7 @@ def _value_and_grad(
         transformed = jax.value_and_grad(
             call.pure, argnums=(0, 1), has_aux=True, holomorphic=holomorphic, allow_int=allow_int
         )
-        with explained_reverse_mode():
-            (value, leaving), gradients = transformed(*call.take())
+        (value, leaving), gradients = transformed(*call.take())
 
         # Only this writes into the caller's objects: an earlier exception leaves them unchanged.
         aux = call.finish(leaving)
@@ -196,15 +194,3 @@ def _scalar(
 
     kind = "complex" if holomorphic else "real"
     raise errors.not_a_scalar(value, number, is_array, kind)
-
-
-@contextlib.contextmanager
-def explained_reverse_mode() -> Generator[None]:
-    """Explains JAX's error of a while loop that has no derivative in reverse mode."""
-    try:
-        yield
-    except ValueError as error:
-        # JAX has no class and no other sign of this error (0.10.2).
-        if "Reverse-mode differentiation does not work for lax.while_loop" not in str(error):
-            raise
-        raise errors.while_loop_without_reverse_mode() from error

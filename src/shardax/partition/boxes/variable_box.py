@@ -21,11 +21,10 @@ from shardax._core.object import Object
 from shardax._core.state.state import Origin, State
 from shardax._core.values import as_value
 from shardax._core.variable import Param, Variable
-from shardax.partition.boxes import protocol
+from shardax.partition.boxes import errors, protocol
 from shardax.partition.boxes.axis_metadata import AxisMetadata
-from shardax.partition.boxes.box_of_variable import box_around, layout_of_variable
 from shardax.partition.boxes.partitioned import LogicallyPartitioned
-from shardax.partition.errors import PartitionError
+from shardax.partition.boxes.variable_layout import box_around, layout_of_variable
 
 T = TypeVar("T")
 
@@ -133,10 +132,7 @@ def to_boxes(tree: object) -> PyTree:
             origins = leaf.origins()
             return map_entries(lambda path, value: _boxed_entry(value, origins[path]), leaf)
         if isinstance(leaf, Object):
-            raise PartitionError(
-                f"A {type(leaf).__name__} has Variables, and its boxes would be lost in it: take "
-                "them out first, to_boxes(dict(sx.iter_variables(model)))."
-            )
+            raise errors.variables_in_module(type(leaf).__name__)
         return leaf
 
     return jax.tree.map(to_box, tree, is_leaf=is_subtree)

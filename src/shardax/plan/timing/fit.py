@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shardax.plan.errors import HardwareError, PlanInputError
+from shardax.plan.errors import HardwareError, PlanInputError, RowError
 from shardax.plan.hardware.hardware import Hardware
 from shardax.plan.timing.figures import default_figures, figure_table, generation
 from shardax.plan.timing.rows import Row, read_row
@@ -64,6 +64,7 @@ def calibrate(
 
     Raises:
         PlanInputError: No row can be predicted.
+        RowError: A row has a name or a word that is not known.
 
     Example:
         >>> from shardax import plan
@@ -94,6 +95,8 @@ def read_measurements(rows: Iterable[Row]) -> list[Measurement]:
             continue
         try:
             measurements.append(Measurement(*read_row(row), seconds))
+        except RowError:
+            raise
         except (PlanInputError, HardwareError):
             continue
     return measurements
