@@ -360,8 +360,7 @@ def _is_name_of_dimension(entry: object) -> bool:
 @functools.lru_cache(maxsize=1024)
 def identity_rules(names: Names) -> Rules:
     """Returns rules from each mesh axis to itself."""
-    mesh_axes = [axis for name in names for axis in mesh_axes_of(name)]
-    return Rules([(axis, axis) for axis in mesh_axes if isinstance(axis, str)])
+    return Rules([(axis, axis) for axis in strings(names)])
 
 
 def map_to_themselves(rules: Rules) -> bool:

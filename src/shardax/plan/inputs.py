@@ -366,12 +366,13 @@ def _kind(leaf: LeafInfo, like, states: Sequence[Path]) -> str:
 
 def _array_layout(leaf: LeafInfo, info: ArrayInfo, kind: str, spec) -> ArrayLayout:
     missing = (None,) * (len(info.shape) - len(spec))
+    names: tuple[Any, ...] = leaf.names_of(info) or (None,) * len(info.shape)
     return ArrayLayout(
         label(info.path),
         kind,
         tuple(info.shape),
         info.dtype.name,
-        tuple(leaf.names_of(info) or (None,) * len(info.shape)),
+        names,
         tuple(mesh_axes_of(entry) for entry in (*spec, *missing)),
     )
 
