@@ -27,7 +27,7 @@ from shardax._core.errors import ShardaxError
 from shardax._core.frames import is_eager
 from shardax.partition import context, errors
 from shardax.partition.assignment import UNCONSTRAINED, Names, SpecEntry, mesh_axes_of, strings
-from shardax.partition.marks import mark_axis_names
+from shardax.partition.marks import AxisNameMarks
 from shardax.partition.mesh import AnyMesh, resolve_mesh, scope_has_devices
 from shardax.partition.resolved import ResolvedRules
 from shardax.partition.rules import RulesLike, check_names
@@ -86,7 +86,7 @@ def constrain(
     if len(names) != array.ndim:
         raise errors.constraint_of_other_rank(array, names)
     if context.ScopeSettings.current().marking:
-        return mark_axis_names(array, names)
+        return AxisNameMarks.put(array, names)
 
     # The mesh, and whether JAX would follow a constraint over it.
     used_mesh = _mesh_for(array, mesh)

@@ -56,6 +56,17 @@ def dimensions_of_state(
     None stands for a new dimension, and None in place of all if that is unclear. Three forms occur:
     the parameter's shape, leading dimensions before it (a history), and one dimension less (row and
     column statistics), where the missing one must be clear from the sizes.
+
+    Args:
+        shape: The shape of an array of the state.
+        parameter: The shape of the parameter.
+
+    Example:
+        >>> from shardax import extend
+        >>> extend.dimensions_of_state((8, 4), (8, 4)), extend.dimensions_of_state((4,), (8, 4))
+        ((0, 1), (1,))
+        >>> extend.dimensions_of_state((10, 8, 4), (8, 4)), extend.dimensions_of_state((3,), (8, 4))
+        ((None, 0, 1), None)
     """
     extra = len(shape) - len(parameter)
     if extra >= 0 and shape[extra:] == parameter:

@@ -107,6 +107,17 @@ class TreeLayout:
         leaves: The ``LeafSpecs`` of every leaf.
         unused_rules: The rules that no array chose, each with its diagnostic.
         diagnostics: Those of arrays, then of rules, then of overrides.
+
+    Example:
+        >>> import jax, shardax as sx
+        >>> from shardax import extend
+        >>> layer = sx.nn.Linear(4, 8, use_bias=False, rngs=sx.Rngs(0))
+        >>> mesh = jax.sharding.AbstractMesh((2,), ("model",))
+        >>> layout = extend.TreeLayout(extend.TreeInventory(layer), mesh, {"out": "model"})
+        >>> [[sharding.spec for sharding in of_leaf] for of_leaf in layout.shardings()]
+        [[P(None, 'model')]]
+        >>> [diagnostic.code for diagnostic in layout.diagnostics]
+        []
     """
 
     def __init__(
