@@ -392,11 +392,8 @@ def _origin_of(leaf: LeafInfo) -> Origin:
     if leaf.box is None:
         return Origin(Variable, EMPTY)
 
-    # Those of a ``VariableBox`` are of the Variable that it was made of.
-    variable_type: Any = getattr(leaf.box, "variable_type", type(leaf.box))
-    metadata = getattr(leaf.box, "entries", EMPTY)
-    entries = metadata.entries if isinstance(metadata, Metadata) else {}
-    return Origin(variable_type, Metadata(leaf.axes, entries))
+    kind, entries = leaf.box._filtered_as()
+    return Origin(cast("Any", kind), Metadata(leaf.axes, entries))
 
 
 def _array_info(path: Path, value: Any) -> ArrayInfo:

@@ -12,7 +12,7 @@ The spec of an array comes about in this order. Each step names the function to 
    taken is *passed over*. A rule whose name has its rule already is not looked at.
 3. ``ResolvedRules.spec`` (``resolved.py``) makes the spec of the chosen rules. A mesh axis that the
    mesh does not have is left out. Sizes change nothing: a dimension that cannot be cut into equal
-   parts is an error, and its entry stays.
+   parts is an error, and its entry stays. Nor do the types of mesh axes, Auto or Explicit.
 
 An override of one leaf comes before all of these (``overrides.py``): rules are put before the
 others in step 2, and a spec or sharding takes the place of all steps (``explicit_spec`` in

@@ -152,6 +152,10 @@ class AxisMetadata(abc.ABC, Generic[T]):
         """Returns what a Variable made of this box keeps of it, for a slice of its values."""
         return self.remove_axis(index, params)
 
+    def _filtered_as(self) -> tuple[type, Mapping[str, PyTree]]:
+        """Returns the type, and the metadata besides axes, by which filters know the box."""
+        return type(self), {}
+
     def get_sharding(self, mesh: AnyMesh) -> NamedSharding:
         """Returns the ``NamedSharding`` of the value over a mesh.
 
