@@ -22,7 +22,6 @@ import functools
 import math
 import secrets
 from collections.abc import Generator, Iterator, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import jax
@@ -58,7 +57,6 @@ from shardax.models.prompts import TokenMask, TokenRows, read_rows, warn_of_padd
 from shardax.models.words import refuses_other_words
 from shardax.nn.attention.dot_product import AttentionKernel
 from shardax.partition import current_rules, resolve_mesh
-
 
 _OPTIONS = Options(GenerationError)
 
@@ -230,7 +228,7 @@ def generate(
         forced_start=_forced_starts(texts, rows, context),
         forced_end=np.int32(-1 if texts.forced_end is None else texts.forced_end),
     )
-    steps = _Steps(model, rows, max_new_tokens, filters, settings, kernels(attention=attention))
+    steps = _Steps(model, rows, max_new_tokens, filters, settings, attention)
     steps.set_inputs(context)
     if cache_dtype is not None:
         steps.set_cache_dtype(cache_dtype)
@@ -254,9 +252,9 @@ class _Steps:
         limit: int,
         filters: _Filters,
         settings: _Settings,
-        kernel_scope: AbstractContextManager[object],
+        attention: AttentionKernel | None,
     ) -> None:
-        self.kernel_scope = kernel_scope
+        self.attention: AttentionKernel | None = attention
         self.model = model if hasattr(model, "make_cache") else _uncached(model)
         self.rows, self.limit, self.filters, self.settings = rows, limit, filters, settings
         self.cache_options: dict[str, Any] = {}
@@ -282,7 +280,7 @@ class _Steps:
         """Returns the added tokens, -1 after a row's end."""
         if self.limit == 0:
             return np.zeros((len(self.rows), 0), np.int32)
-        with self.kernel_scope, self._scope():
+        with kernels(attention=self.attention), self._scope():
             cache, progress = self._start()
             if self.limit > 1:
                 _, progress = self._advance(cache, progress, self.limit)
@@ -293,7 +291,7 @@ class _Steps:
         cache: Any = None
         progress: Any = None
         for step in range(self.limit):
-            with self.kernel_scope, self._scope():
+            with kernels(attention=self.attention), self._scope():
                 if step == 0:
                     cache, progress = self._start()
                 else:
@@ -324,20 +322,12 @@ class _Steps:
         options = tuple(self.cache_options.items())
         sizes = _CacheSizes(len(self.rows), length + room, room, options)
         return prefill(
-            self.model,
-            tokens,
-            mask,
-            self.settings,
-            self.inputs,
-            sizes=sizes,
-            filters=self.filters,
+            self.model, tokens, mask, self.settings, self.inputs, sizes=sizes, filters=self.filters
         )
 
     def _advance(self, cache: Any, progress: _Progress, limit: int) -> tuple[Any, _Progress]:
         until = np.int32(limit)
-        return decode_loop(
-            self.model, cache, progress, until, self.settings, filters=self.filters
-        )
+        return decode_loop(self.model, cache, progress, until, self.settings, filters=self.filters)
 
     @contextlib.contextmanager
     def _scope(self) -> Generator[None]:
@@ -488,9 +478,7 @@ def _sample(
         logits = jnp.where(seen, jnp.where(logits > 0, logits / penalty, logits * penalty), logits)
     if filters.greedy:
         return jnp.argmax(logits, axis=-1).astype(np.int32)
-    logits = filter_logits(
-        logits / settings.temperature, settings.top_p, settings.min_p, filters
-    )
+    logits = filter_logits(logits / settings.temperature, settings.top_p, settings.min_p, filters)
     key = settings.seed if is_prng_key(settings.seed) else jax.random.key(settings.seed)
     keys = jax.vmap(jax.random.fold_in, (None, 0))(key, np.arange(len(logits)))
     keys = jax.vmap(jax.random.fold_in, (0, None))(keys, step)
@@ -610,7 +598,9 @@ def _as_inputs(model: Any, inputs: Any, mask: TokenMask) -> _Inputs | None:
                 f"features), but one of shape {features.shape} was given."
             )
         if mask is not None:
-            raise GenerationError("input_mask= is of tokens; an encoder of features reads them all.")
+            raise GenerationError(
+                "input_mask= is of tokens; an encoder of features reads them all."
+            )
         return features, None
     rows = read_rows(inputs, mask, name="input")
     if mask is None:
@@ -628,9 +618,7 @@ def _as_inputs(model: Any, inputs: Any, mask: TokenMask) -> _Inputs | None:
     return tokens, np.arange(tokens.shape[1]) < lengths[:, None]
 
 
-def _beginnings(
-    model: Any, inputs: _Inputs | None, texts: GenerationConfig
-) -> list[list[int]]:
+def _beginnings(model: Any, inputs: _Inputs | None, texts: GenerationConfig) -> list[list[int]]:
     """Returns the start token for each input."""
     start = None if inputs is None else model.config.start_token
     start = texts.start if start is None else start

@@ -22,6 +22,7 @@ from __future__ import annotations
 import functools
 import inspect
 import json
+import sys
 import threading
 from collections.abc import Callable, Iterable
 from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar
@@ -31,7 +32,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from shardax._core.checks import Options
-from shardax.partition.errors import PartitionError
+from shardax._core.errors import warn
+from shardax.partition.errors import PartitionError, unused_scope
 from shardax.partition.rules import Rules, RulesLike
 
 P = ParamSpec("P")
@@ -116,11 +118,18 @@ class SettingsScope:
         self._name = name
         self._changes = changes
         self._local = threading.local()  # one scope object may be entered by many threads at once
+        self._is_used = False
+
+    def __del__(self) -> None:
+        # It was made, and is gone: a line of its own changes nothing.
+        if not getattr(self, "_is_used", True) and not sys.is_finalizing():
+            warn(unused_scope(self._name, self._changes))
 
     def __reduce__(self) -> tuple[Callable[..., SettingsScope], tuple[str, dict[str, Any]]]:
         return _unpickled_scope, (self._name, self._changes)
 
     def __enter__(self) -> Rules:
+        self._is_used = True
         settings = _current_settings()._replace(**self._changes)
         text = repr(settings)
         _settings_by_text.setdefault(text, settings)
@@ -136,6 +145,7 @@ class SettingsScope:
         self._local.entered.pop().__exit__(*exception)
 
     def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
+        self._is_used = True
         if (
             inspect.iscoroutinefunction(function)
             or inspect.isgeneratorfunction(function)
@@ -157,7 +167,9 @@ class SettingsScope:
 
 def _unpickled_scope(name: str, changes: dict[str, Any]) -> SettingsScope:
     """Returns the ``SettingsScope`` that was pickled."""
-    return SettingsScope(name, **changes)
+    scope = SettingsScope(name, **changes)
+    scope._is_used = True  # by the function that it decorates
+    return scope
 
 
 def axis_rules(rules: RulesLike, *, on_no_mesh: OnNoMesh | None = None) -> SettingsScope:

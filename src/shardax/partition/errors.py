@@ -334,3 +334,12 @@ def refused_constraint(
         "type or spmd_axis_name) is taken: give the names inside the mapped function other "
         "mesh axes, or None, by rules of their own."
     )
+
+
+def unused_scope(name: str, settings: Iterable[str]) -> str:
+    """Returns the warning of a scope that was neither entered nor used as a decorator."""
+    call = f"sx.{name}({', '.join(f'{setting}=...' for setting in settings)})"
+    return (
+        f"{call} changes nothing on a line of its own: its settings hold in a block. Write "
+        f"`with {call}:` around the calls, or decorate their function with it."
+    )

@@ -95,6 +95,16 @@ def reserved_name(name: str) -> ModuleAttributeError:
     )
 
 
+def call_of_instance(module_type: type) -> ModuleAttributeError:
+    """Returns the error of an assignment to ``__call__`` of one Module."""
+    name = module_type.__name__
+    return ModuleAttributeError(
+        f"Python looks __call__ up on the class: this {name} would be called as before. Wrap it "
+        f"in a Module that holds it and has another call; or choose the class of this one, "
+        f"`model.__class__ = Other`, of a `class Other({name})` with its own __call__."
+    )
+
+
 def object_of_class(module_type: type, name: str, value: object) -> ModuleAttributeError:
     """Returns the error of a Variable or Module that is an attribute of the class."""
     return ModuleAttributeError(
