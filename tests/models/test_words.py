@@ -40,6 +40,11 @@ def test_table_has_every_word_of_the_errors() -> None:
     assert {name for table in OTHER_WORDS.values() for name in table} - words == set()
 
 
+@cache
+def small() -> sx.models.Decoder:
+    return sx.models.Decoder(sx.models.DecoderConfig(num_layers=1), rngs=sx.Rngs(0))
+
+
 CALLS: dict[str, Any] = {
     "generate": lambda model, **word: sx.models.generate(model, [[1]], max_new_tokens=1, **word),
     "from_pretrained": lambda _, **word: sx.models.from_pretrained("nowhere", **word),
@@ -52,9 +57,8 @@ CALLS: dict[str, Any] = {
     ("function", "word"), [(name, word) for name, words in OTHER_WORDS.items() for word in words]
 )
 def test_function_says_what_a_word_is_here(function: str, word: str) -> None:
-    model = sx.models.Decoder(sx.models.DecoderConfig(num_layers=1), rngs=sx.Rngs(0))
     with pytest.raises(TypeError) as caught:
-        CALLS[function](model, **{word: None})
+        CALLS[function](small(), **{word: None})
     ours = OTHER_WORDS[function][word].partition("; ")[0].replace("no option", "no option here", 1)
     assert f"{word} is {ours}" in str(caught.value)
 
@@ -65,7 +69,7 @@ def test_misspelt_option_is_suggested() -> None:
 
 
 def test_loss_of_a_batch_of_transformers_says_how_to_cut_it() -> None:
-    model = sx.models.Decoder(sx.models.DecoderConfig(num_layers=1), rngs=sx.Rngs(0))
+    model = small()
     batch = {"input_ids": np.array([[1, 2, 3]]), "labels": np.array([[-100, 2, 3]])}
     with pytest.raises(sx.errors.LayerInputError) as caught:
         sx.models.next_token_loss(model, batch)
