@@ -134,10 +134,7 @@ WRONG: dict[str, tuple[Any, Any]] = {
         [[1], [1, 2]],
         [[1, 1], [1, 1]],
     ),
-    r"the dtype float64 and the value -1000000000\.0.* give mask == 0\.": (
-        [[1, 2]],
-        [[-1e9, 0.0]],
-    ),
+    r"the dtype float64 and the value -1000000000\.0.* give mask == 0\.": ([[1, 2]], [[-1e9, 0.0]]),
     r"the dtype int64 and the value 2\.": ([[1, 2]], [[1, 2]]),
 }
 
@@ -210,9 +207,7 @@ def test_stops_of_the_files_end_texts_and_are_kept(as_list: bool, tmp_path: Path
     save_pretrained(loaded, tmp_path / "two")
     again = json.loads((tmp_path / "two" / "generation_config.json").read_text())
     assert again == {"eos_token_id": stops, "pad_token_id": 0, "top_p": 0.5}
-    loaded.generation_config = GenerationConfig(
-        stop=(7,), source=loaded.generation_config.source
-    )
+    loaded.generation_config = GenerationConfig(stop=(7,), source=loaded.generation_config.source)
     save_pretrained(loaded, tmp_path / "three")
     again = json.loads((tmp_path / "three" / "generation_config.json").read_text())
     assert again == {"eos_token_id": 7, "pad_token_id": None, "top_p": 0.5}

@@ -314,7 +314,10 @@ class _Steps:
 
     def _start(self) -> tuple[Any, _Progress]:
         """Reads the prompts and samples the first token."""
-        length, room = _bucket(max(row.size for row in self.rows)), _bucket(self.limit)
+        longest, room = max(row.size for row in self.rows), _bucket(self.limit)
+        # A token alone, such as the start of an EncoderDecoder's text, is computed once and not
+        # sixteen times.
+        length = 1 if longest == 1 else _bucket(longest)
         tokens = np.zeros((len(self.rows), length), np.int32)
         mask = np.zeros(tokens.shape, bool)
         for place, row in enumerate(self.rows):
@@ -574,8 +577,7 @@ def _host(x: jax.Array) -> np.ndarray:
 
 def _bucket(size: int) -> int:
     """Returns the length that rows are padded to, so that few programs serve all lengths."""
-    # One token, such as the start of an EncoderDecoder's text, would be computed sixteen times.
-    return 1 if size == 1 else max(16, 1 << (size - 1).bit_length())
+    return max(16, 1 << (size - 1).bit_length())
 
 
 def _as_inputs(model: Any, inputs: Any, mask: TokenMask) -> _Inputs | None:

@@ -99,9 +99,9 @@ def call_of_instance(module_type: type) -> ModuleAttributeError:
     """Returns the error of an assignment to ``__call__`` of one Module."""
     name = module_type.__name__
     return ModuleAttributeError(
-        f"Python looks __call__ up on the class: this {name} would be called as before. Wrap it "
-        f"in a Module that holds it and has another call; or choose the class of this one, "
-        f"`model.__class__ = Other`, of a `class Other({name})` with its own __call__."
+        f"Python looks __call__ up on the class: this {name} would be called as before. Give the "
+        f"class another one, or wrap the Module: in a Module that holds it and has its own "
+        f"__call__; or, for a function of its result, in model = sx.nn.Sequential(model, function)."
     )
 
 
