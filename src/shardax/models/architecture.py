@@ -846,7 +846,11 @@ def _special_tokens(kind: str, family: Family, config: Any) -> dict[str, None]:
     # Left out they would be the defaults of the family in transformers, such as 128,004 for
     # padding: beyond a small vocabulary, where the model cannot be made. And a text of one's own
     # tokens would end at a 2 of llama's.
-    if isinstance(config, TransformerConfig) and config.causal and not config.attention.cross_attention:
+    if (
+        isinstance(config, TransformerConfig)
+        and config.causal
+        and not config.attention.cross_attention
+    ):
         names = {"bos_token_id", "eos_token_id", "pad_token_id"}
     else:
         names = {"pad_token_id"} if kind in _FAR_PADDING else set()
