@@ -24,135 +24,6 @@ MOST_NAMES = 60
 
 CORE = {package.removesuffix(".py") for package in ROOMS["core"]} | {"face"}
 
-# What rooms still import of the insides of the core, and from where, until there is a better way.
-# Nothing is added.
-PRIVATE_IMPORTS: dict[str, set[str]] = {
-    "shardax._parallel.gradient_sums": {"shardax.partition.entries.explicit_spec"},
-    "shardax._parallel.pipeline": {
-        "shardax._core._jax.outside_inner_regions",
-        "shardax._transforms.control.forms.abstract_eval",
-    },
-    "shardax.host.callback": {
-        "shardax._core._jax",
-        "shardax._core.array_ops.dtype_of",
-        "shardax._core.graph.definitions.VariableDef",
-        "shardax._core.graph.flatten.build",
-        "shardax._core.variable.ArrayAttribute",
-        "shardax._transforms.control.forms.vary_alike",
-        "shardax._transforms.lift.arguments.join_argument",
-        "shardax._transforms.lift.arguments.leaf_paths",
-        "shardax._transforms.lift.engine.LiftedCall",
-    },
-    "shardax.host.calls": {
-        "shardax._core.cross_process.PickledArray",
-        "shardax._core.cross_process.name_of",
-        "shardax._core.cross_process.reduced",
-    },
-    "shardax.host.export.exporting": {
-        "shardax._core.graph.definitions.VariableDef",
-        "shardax._core.graph.definitions.definition_paths",
-        "shardax._transforms.grad.custom_vjp.used_inputs",
-        "shardax._transforms.jit.jit.BoundJit",
-        "shardax._transforms.jit.slow_call.prepare",
-        "shardax._transforms.jit.specialization.Specialization",
-        "shardax._transforms.lift.arguments",
-        "shardax._transforms.lift.effects.Effects",
-        "shardax._transforms.lift.input_graph.InputGraph",
-        "shardax._transforms.lift.signatures.parameter_name",
-    },
-    "shardax.host.export.loading": {"shardax._core.variable"},
-    "shardax.host.export.signature": {"shardax._transforms.lift.arguments.leaf_paths"},
-    "shardax.host.host_function": {
-        "shardax._core.array_ops.is_differentiable",
-        "shardax._core.cross_process.PickledByName",
-        "shardax._core.frames.local",
-        "shardax._core.graph.flatten.flatten",
-        "shardax._transforms.control.forms.vary_alike",
-        "shardax._transforms.grad.differentiated.DiffArgument",
-        "shardax._transforms.grad.tangents.Tangents",
-        "shardax._transforms.lift.arguments.leaf_paths",
-        "shardax._transforms.lift.arguments.static_argument",
-        "shardax._transforms.lift.engine.LiftedCall",
-        "shardax._transforms.lift.frames.LateFrame",
-        "shardax._transforms.lift.signatures.resolve_arguments",
-        "shardax._transforms.lift.transformed.takes_options",
-    },
-    "shardax.host.pickling": {
-        "shardax._core.cross_process.landing_on",
-        "shardax._core.cross_process.reduced",
-        "shardax._core.graph.definitions.VariableDef",
-        "shardax._core.graph.definitions.definition_paths",
-        "shardax._core.graph.definitions.static_values",
-        "shardax._core.graph.flatten.flatten",
-    },
-    "shardax.models.weights": {
-        "shardax.partition.mesh.check_devices",
-        "shardax.partition.placement.ABSTRACT",
-    },
-    "shardax.named.array": {"shardax._core.object.ShownArray"},
-    "shardax.named.base": {"shardax._core.cross_process.packed"},
-    "shardax.named.layout": {
-        "shardax._core.graph.static.MAPPED_AXES",
-        "shardax.partition.inventory.with_mapped_axes",
-    },
-    "shardax.nn.parameters": {"shardax._core.init.boxed.announced"},
-    "shardax.nn.stack": {
-        "shardax._core.graph.flatten.GraphWalk",
-        "shardax._core.graph.stacked_values.stack_values",
-        "shardax._core.graph.stacking.stack_objects",
-        "shardax._core.graph.stacking.unstack_objects",
-        "shardax._core.graph.views.part_of",
-        "shardax._core.graph.views.view",
-        "shardax._transforms.lift.captures.objects_in",
-        "shardax._transforms.lift.captures.places_of",
-    },
-    "shardax.plan.inputs": {
-        "shardax.partition.inventory.ArrayInfo",
-        "shardax.partition.inventory.LeafInfo",
-        "shardax.partition.tree_layout.TreeLayout",
-    },
-    "shardax.plan.searching.dimensions": {
-        "shardax.partition.inventory.LeafInfo",
-        "shardax.partition.rules.check_names",
-    },
-    "shardax.train.checkpoint": {"shardax._core.values.refuse_deleted"},
-    "shardax.train.checkpoint_format": {
-        "shardax._core.graph.handlers.DICT",
-        "shardax._core.graph.handlers.LIST",
-        "shardax._core.graph.handlers.PLAIN",
-        "shardax._core.graph.handlers.handler_of",
-        "shardax._core.graph.handlers.has_parts",
-    },
-    "shardax.train.optimizer": {"shardax._core.graph.static.BOX_ENTRY"},
-    "shardax.train.optimizer_state": {"shardax.partition.reduced_states.dimensions_of_state"},
-    "shardax.train.pipeline.stages": {"shardax.partition.misspelt_names.telling_once"},
-    "shardax.train.run_folder": {
-        "shardax._core.cross_process.PickledByName",
-        "shardax._core.object.Wrapper",
-    },
-    "shardax.train.trainer": {"shardax.partition.misspelt_names.telling_once"},
-    "shardax.view.figures": {
-        "shardax._core.explain.drawing.Drawing",
-        "shardax._core.explain.drawing.draw",
-        "shardax._core.explain.drawing.leaf_text",
-        "shardax._core.explain.drawing.parameter_count",
-        "shardax._core.frames.owner_here",
-        "shardax._core.graph.flatten.build",
-        "shardax._core.object.Shown",
-        "shardax._core.variable.ArrayAttribute",
-    },
-}
-
-# Private attributes of other files' classes that rooms still read. Nothing is added.
-PRIVATE_ATTRIBUTES: dict[str, set[str]] = {
-    "shardax.host.export.exporting": {"_source", "_stage"},
-    "shardax.host.host_function": {"_value"},
-    "shardax.host.worker": {"_fail", "_lose", "_retries"},
-    "shardax.surgery.edits": {"_convolve", "_out_names", "_routed"},
-    "shardax.train.optimizer_state": {"_read", "_value"},
-    "shardax.view.figures": {"_make", "_places"},
-}
-
 PUBLIC_UNDERSCORES = {
     *("_asdict", "_field_defaults", "_fields", "_replace"),  # of named tuples
     "_exit",  # of os
@@ -227,12 +98,12 @@ def private_attributes(source: Source) -> set[str]:
 
 def test_rooms_import_public_names_and_those_of_extend() -> None:
     found = {source.module: private_imports(source) for source in room_files()}
-    assert {module: names for module, names in found.items() if names} == PRIVATE_IMPORTS
+    assert {module: names for module, names in found.items() if names} == {}
 
 
 def test_rooms_read_no_private_attributes_of_other_files() -> None:
     found = {source.module: private_attributes(source) for source in room_files()}
-    assert {module: names for module, names in found.items() if names} == PRIVATE_ATTRIBUTES
+    assert {module: names for module, names in found.items() if names} == {}
 
 
 def test_extend_has_at_most_60_names_each_with_an_example() -> None:

@@ -26,7 +26,7 @@ from shardax._core.array_ops import ArrayLike
 from shardax._core.errors import ModuleAttributeError
 from shardax._core.frames import kind_of, owner_here
 from shardax._core.graph.paths import Path, format_path
-from shardax._core.graph.static import Axes, Metadata, exact_key
+from shardax._core.graph.static import BOX_ENTRY, Axes, Metadata, exact_key
 from shardax._core.object import Placeholder, Shown
 from shardax._core.values import same_value, snapshot
 from shardax._core.variable import ArrayAttribute, Variable
@@ -47,10 +47,30 @@ class Origin(NamedTuple):
         >>> origin = sx.state(sx.List([kernel])).origins()[(0,)]
         >>> origin.variable_type.__name__, origin.axes, dict(origin.metadata)
         ('Param', ('in', 'out'), {'tag': 'frozen'})
+        >>> from shardax import extend
+        >>> extend.Origin.of(kernel) == origin
+        True
     """
 
     variable_type: type[Variable]
     all_metadata: Metadata
+
+    @classmethod
+    def of(cls, variable: Variable[Any]) -> Origin:
+        """Returns the type and the metadata of a Variable, of the transform around."""
+        return cls(type(variable), variable._here()._metadata)
+
+    def layout_metadata(self, axes: Axes) -> dict[str, Any]:
+        """Returns the metadata of another Variable that is laid out as this one is.
+
+        That is the names of its dimensions, and the box that this one was made of, if any, with its
+        rules and mesh.
+
+        Args:
+            axes: The names of the dimensions of the other Variable.
+        """
+        box = {BOX_ENTRY: self.metadata[BOX_ENTRY]} if BOX_ENTRY in self.metadata else {}
+        return {"axes": axes, **box}
 
     @property
     def axes(self) -> tuple[Any, ...] | None:

@@ -28,7 +28,7 @@ import jax
 
 from shardax._core import threads, values
 from shardax._core.array_ops import ArrayLike
-from shardax._core.cross_process import packed
+from shardax._core.cross_process import PickledArray
 from shardax._core.explain import variable_errors as errors
 from shardax._core.frames import (
     READ_ONLY,
@@ -458,7 +458,7 @@ class Variable(ArrayLike, Object, Generic[T], metaclass=_VariableType):
         return self.__deepcopy__({})
 
     def __getstate__(self) -> Any:
-        return (packed(self.value), self._metadata, self.labels or None)
+        return (PickledArray.in_tree(self.value), self._metadata, self.labels or None)
 
     def __setstate__(self, state: Any) -> None:
         self._value, self._metadata, labels = state

@@ -18,9 +18,9 @@ from typing import Any, Self
 
 import jax
 import numpy as np
+from jax.nn.initializers import Initializer
 
 from shardax import Module, Rngs
-from shardax.extend import Initializer
 from shardax.nn import parameters
 from shardax.nn.arithmetic import add_bias, as_array, cast_all, einsum, take_precision
 from shardax.nn.errors import LayerConfigError

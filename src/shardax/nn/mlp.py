@@ -15,10 +15,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.nn.initializers import Initializer
 
 from shardax import Init, Module, Param, Rngs
 from shardax._parallel.kernels import against_gated_unit, gated_unit, is_choosing, rows_split
-from shardax.extend import Initializer, ModuleWrapper, align
+from shardax.extend import ModuleWrapper, align
 from shardax.nn.arithmetic import as_array, cast_all, result_dtype, take_features, uses_tokamax
 from shardax.nn.errors import LayerConfigError, LayerInputError
 from shardax.nn.linear import Linear

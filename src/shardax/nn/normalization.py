@@ -23,10 +23,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.nn.initializers import Initializer
 
 from shardax import BatchStat, Init, Module, Param, Rngs
 from shardax._parallel.kernels import against_arrays, is_choosing, normalized, rows_split
-from shardax.extend import Initializer, Options, align, explicit_sharding, with_layout
+from shardax.extend import Options, align, explicit_sharding, with_layout
 from shardax.nn import parameters
 from shardax.nn.arithmetic import (
     as_array,

@@ -20,10 +20,10 @@ from typing import Any, NoReturn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.nn.initializers import Initializer
 
 from shardax import Init, Param, Rngs
-from shardax._core.init.boxed import announced
-from shardax.extend import Initializer, Options, check_rngs, is_integer
+from shardax.extend import Options, check_rngs
 from shardax.nn.errors import LayerConfigError, LayerInputError
 
 ones = jax.nn.initializers.ones
@@ -44,12 +44,14 @@ def make_parameter(
     rngs: Rngs | None,
 ) -> Param:
     """Makes a lazy parameter with one axis name per dimension."""
-    # Constants draw nothing, so adding a bias or a norm to a model leaves its other parameters as
-    # they were.
-    plain, _ = announced(initializer)
-    source = None if plain in (ones, zeros) else rngs
     check_rngs(rngs)
-    init = Init(initializer, shape, dtype, rngs=source)
+    init = Init(initializer, shape, dtype)
+
+    # Constants draw nothing, so adding a bias or a norm to a model leaves its other parameters as
+    # they were. ``init.initializer`` is that of the bare array, without a box around it.
+    if init.initializer not in (ones, zeros):
+        init = Init(initializer, shape, dtype, rngs=rngs)
+
     names = None if init.has_names else tuple(axes)  # those of its box come before the layer's
     return Param(init, axes=names)
 
@@ -80,7 +82,7 @@ def as_size(layer: str, name: str, size: Any) -> int:
 
 
 def _is_positive_integer(size: object) -> bool:
-    return is_integer(size) and bool(size > 0)
+    return Options.is_integer(size) and bool(size > 0)
 
 
 def as_axes(layer: str, name: str, axes: Sequence[str | None], count: int) -> AxisNames:

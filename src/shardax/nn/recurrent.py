@@ -15,10 +15,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.nn.initializers import Initializer
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardax import Carry, Module, Rngs, scan
-from shardax.extend import Initializer, explicit_entries, explicit_sharding, gathered, with_layout
+from shardax.extend import explicit_entries, explicit_sharding, gathered, with_layout
 from shardax.nn import parameters
 from shardax.nn.arithmetic import as_array, at_least_float32, take_features
 from shardax.nn.errors import LayerConfigError, LayerInputError

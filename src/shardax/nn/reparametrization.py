@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.nn.initializers import Initializer
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardax import (
@@ -30,7 +31,7 @@ from shardax import (
     iter_variables,
     select,
 )
-from shardax.extend import Initializer, ModuleWrapper, Path, align, explicit_sharding, with_layout
+from shardax.extend import ModuleWrapper, Path, align, explicit_sharding, with_layout
 from shardax.nn import parameters
 from shardax.nn.arithmetic import at_least_float32
 from shardax.nn.errors import LayerConfigError

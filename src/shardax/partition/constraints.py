@@ -27,7 +27,7 @@ from shardax._core.errors import ShardaxError
 from shardax._core.frames import is_eager
 from shardax.partition import context, errors
 from shardax.partition.assignment import UNCONSTRAINED, Names, SpecEntry, mesh_axes_of, strings
-from shardax.partition.marks import mark_axis_names
+from shardax.partition.marks import AxisNameMarks
 from shardax.partition.mesh import AnyMesh, resolve_mesh, scope_has_devices
 from shardax.partition.resolved import ResolvedRules
 from shardax.partition.rules import RulesLike, check_names
@@ -86,7 +86,7 @@ def constrain(
     if len(names) != array.ndim:
         raise errors.constraint_of_other_rank(array, names)
     if context.ScopeSettings.current().marking:
-        return mark_axis_names(array, names)
+        return AxisNameMarks.put(array, names)
 
     # The mesh, and whether JAX would follow a constraint over it.
     used_mesh = _mesh_for(array, mesh)
@@ -164,7 +164,8 @@ def _mesh_for(array: jax.Array, given_mesh: AnyMesh | None) -> AnyMesh | None:
 
     if not isinstance(array, Tracer):
         return mesh
-    return _with_types_of(mesh, array_mesh if scope_mesh.empty else scope_mesh)
+    mesh_of_types = array_mesh if scope_mesh.empty else scope_mesh
+    return _with_types_of(mesh, mesh_of_types)
 
 
 def _has_devices(mesh: AnyMesh, array: jax.Array) -> bool:
@@ -294,7 +295,11 @@ def _fill_unconstrained(
     """Returns entries with the present one of each unconstrained dimension."""
     # Mesh axes that the other dimensions take now are not kept.
     used_axes = frozenset(axis for entry in entries for axis in mesh_axes_of(entry))
-    return tuple(
-        _without(present_entry, used_axes) if entry is UNCONSTRAINED else entry
-        for entry, present_entry in zip(entries, present, strict=True)
-    )
+
+    filled: list[SpecEntry] = []
+    for entry, present_entry in zip(entries, present, strict=True):
+        if entry is UNCONSTRAINED:
+            filled.append(_without(present_entry, used_axes))
+        else:
+            filled.append(entry)
+    return tuple(filled)

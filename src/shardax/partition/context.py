@@ -2,9 +2,9 @@
 """The settings in scope: rules, and how layers run.
 
 ``axis_rules``, ``parallel`` and ``kernels`` open a scope for users, and check values;
-``settings_scope`` opens one for code that hands settings on. What an inner scope does not set is as
-in the scope around it. Scopes belong to a thread. The *current rules* are those of the innermost
-``axis_rules``, or none.
+``ScopeSettings.scope`` opens one for code that hands settings on. What an inner scope does not set
+is as in the scope around it. Scopes belong to a thread. The *current rules* are those of the
+innermost ``axis_rules``, or none.
 
 All settings are part of the key by which ``jax.jit`` finds compiled programs, so a function that
 was traced under some settings is traced anew under others.
@@ -12,10 +12,12 @@ was traced under some settings is traced anew under others.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator, Hashable, Iterable
+from contextvars import ContextVar
 from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar
 
 import jax
@@ -41,7 +43,7 @@ class ScopeSettings(NamedTuple):
     Attributes:
         rules: The rules.
         on_no_mesh: What a constraint does without a mesh or rules.
-        marking: Whether constraints only mark arrays by their names (``mark_axis_names``), so that
+        marking: Whether constraints only mark arrays by their names (``AxisNameMarks``), so that
             a planner can read the names of dimensions inside of a program.
         microbatches: In how many parts stacks run a batch, or None.
         schedule: The schedule of pipelines.
@@ -62,6 +64,9 @@ class ScopeSettings(NamedTuple):
         ...     settings = extend.ScopeSettings.current()
         >>> settings.microbatches, settings.kernel("attention"), settings.kernel("norms")
         (4, 'auto', None)
+        >>> with sx.parallel(microbatches=4), extend.ScopeSettings.scope(microbatches=None):
+        ...     extend.ScopeSettings.current().microbatches is None
+        True
         >>> extend.ScopeSettings.choices("norms"), extend.ScopeSettings.choices("schedule")
         (('auto', 'xla', 'tokamax'), ('gpipe', 'circular'))
     """
@@ -97,6 +102,34 @@ class ScopeSettings(NamedTuple):
         """
         return _CHOICES[name]
 
+    @staticmethod
+    def scope(**changes: Any) -> SettingsScope:
+        """Returns a scope with other settings, in which nothing is checked.
+
+        ``sx.kernels`` and ``sx.parallel`` are for users: they check values. This one is for code
+        that hands settings on, or takes them away.
+
+        Args:
+            **changes: Fields of ``ScopeSettings``; the rules may be any ``RulesLike``.
+        """
+        if "rules" in changes:
+            changes["rules"] = resolve_rules(changes["rules"])
+        return SettingsScope("ScopeSettings.scope", **changes)
+
+    @staticmethod
+    @contextlib.contextmanager
+    def telling_once(told: set[Hashable]) -> Generator[None]:
+        """Gives each warning of misspelt names once, and not at every call in the scope.
+
+        Args:
+            told: The warnings that were given, to which the scope adds its own.
+        """
+        token = _told_warnings.set(told)
+        try:
+            yield
+        finally:
+            _told_warnings.reset(token)
+
     def kernel(self, kind: str) -> str | None:
         """Returns the kernel of a kind, such as ``"attention"``, or None.
 
@@ -123,6 +156,15 @@ _CHOICES = {
 _DEFAULT_TEXT = repr(ScopeSettings())
 _current_text = jax.make_user_context(default_value=_DEFAULT_TEXT)
 _settings_by_text: dict[str, ScopeSettings] = {_DEFAULT_TEXT: ScopeSettings()}
+
+
+# The warnings of misspelt names that a scope has given; None where each call gives its own.
+_told_warnings: ContextVar[set[Hashable] | None] = ContextVar("told_warnings", default=None)
+
+
+def told_warnings() -> set[Hashable] | None:
+    """Returns the warnings of misspelt names that a scope has given; None outside of such."""
+    return _told_warnings.get()
 
 
 def current_rules() -> Rules:
@@ -332,30 +374,6 @@ def _chosen(**settings: str | None) -> dict[str, Any]:
             _OPTIONS.choice(name, value, ScopeSettings.choices(name))
             chosen[name] = str(value)
     return chosen
-
-
-def settings_scope(**changes: Any) -> SettingsScope:
-    """Returns a scope with other settings, in which nothing is checked.
-
-    ``sx.kernels`` and ``sx.parallel`` are for users: they check values. This one is for code that
-    hands settings on, or takes them away.
-
-    Args:
-        **changes: Fields of ``ScopeSettings``; the rules may be any ``RulesLike``.
-
-    Returns:
-        The context manager.
-
-    Example:
-        >>> import shardax as sx
-        >>> from shardax import extend
-        >>> with sx.parallel(microbatches=4), extend.settings_scope(microbatches=None):
-        ...     extend.ScopeSettings.current().microbatches is None
-        True
-    """
-    if "rules" in changes:
-        changes["rules"] = resolve_rules(changes["rules"])
-    return SettingsScope("settings_scope", **changes)
 
 
 def logical_to_mesh_axes(

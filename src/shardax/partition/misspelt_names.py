@@ -3,28 +3,14 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Generator, Hashable
-from contextvars import ContextVar
+from collections.abc import Hashable
 
 from shardax._core.errors import warn
 from shardax._core.graph.paths import Path, format_path
 from shardax.partition import findings
+from shardax.partition.context import told_warnings
 from shardax.partition.rules import map_to_themselves
 from shardax.partition.tree_layout import TreeLayout
-
-# The warnings of names that a block has given; None where each call gives its own.
-_given_warnings: ContextVar[set[Hashable] | None] = ContextVar("given_warnings", default=None)
-
-
-@contextlib.contextmanager
-def telling_once(told: set[Hashable]) -> Generator[None]:
-    """Leaves warnings of misspelt names out that stand in a set, and adds the others to it."""
-    token = _given_warnings.set(told)
-    try:
-        yield
-    finally:
-        _given_warnings.reset(token)
 
 
 def warn_of_names(layout: TreeLayout) -> None:
@@ -45,7 +31,7 @@ def warn_of_names(layout: TreeLayout) -> None:
         if diagnostic.code == "unused-rule" and diagnostic.severity == "warning":
             texts[rule] = diagnostic.message
 
-    given_warnings = _given_warnings.get()
+    given_warnings = told_warnings()
     if given_warnings is not None:
         texts = {key: text for key, text in texts.items() if key not in given_warnings}
         given_warnings.update(texts)
@@ -53,7 +39,8 @@ def warn_of_names(layout: TreeLayout) -> None:
     lines: list[str] = []
     for key, text in texts.items():
         paths_of_text = paths.get(key, [()])
-        is_of_root = paths_of_text == [()]  # a rule, or the only array
-        lines.append(text if is_of_root else f"{findings.paths_text(paths_of_text)}: {text}")
+        if paths_of_text != [()]:  # neither of a rule nor of the only array
+            text = f"{findings.paths_text(paths_of_text)}: {text}"
+        lines.append(text)
     if lines:
         warn("Names of axes look misspelt. " + "\n  ".join(lines))

@@ -29,14 +29,13 @@ from shardax.partition import errors, findings
 from shardax.partition.constraints import lay_out_traced
 from shardax.partition.errors import Diagnostic, PartitionError, raise_on_errors
 from shardax.partition.inventory import LeafInfo, Subtree, TreeInventory
-from shardax.partition.mesh import AnyMesh, check_devices, resolve_mesh
+from shardax.partition.mesh import ABSTRACT, AnyMesh, check_devices, resolve_mesh
 from shardax.partition.misspelt_names import warn_of_names
 from shardax.partition.overrides import MemoryKinds, OverridesLike
 from shardax.partition.rules import RulesLike
 from shardax.partition.tree_layout import TreeLayout
 
 T = TypeVar("T")
-ABSTRACT = "partition_specs, shardings, abstract and check"  # which need no devices
 
 Destinations = Sequence[Sharding | None]
 """For each array of a leaf its new sharding, or None for one that stays."""
@@ -96,9 +95,7 @@ def shard(
         >>> shard(weight, mesh, {"mlp": "model"}) is weight, weight.sharding.spec
         (True, P(None, 'model'))
     """
-    known_mesh = resolve_mesh(mesh)
-    if known_mesh is not None:
-        check_devices(known_mesh, "shard", ABSTRACT)
+    resolve_mesh(mesh, for_arrays_of="shard")
 
     inventory = TreeInventory(model)
     layout = TreeLayout(inventory, mesh, rules, overrides, memory_kind, function="shard")

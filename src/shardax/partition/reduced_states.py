@@ -56,6 +56,17 @@ def dimensions_of_state(
     None stands for a new dimension, and None in place of all if that is unclear. Three forms occur:
     the parameter's shape, leading dimensions before it (a history), and one dimension less (row and
     column statistics), where the missing one must be clear from the sizes.
+
+    Args:
+        shape: The shape of an array of the state.
+        parameter: The shape of the parameter.
+
+    Example:
+        >>> from shardax import extend
+        >>> extend.dimensions_of_state((8, 4), (8, 4)), extend.dimensions_of_state((4,), (8, 4))
+        ((0, 1), (1,))
+        >>> extend.dimensions_of_state((10, 8, 4), (8, 4)), extend.dimensions_of_state((3,), (8, 4))
+        ((None, 0, 1), None)
     """
     extra = len(shape) - len(parameter)
     if extra >= 0 and shape[extra:] == parameter:
@@ -155,13 +166,8 @@ def _reduced_state(leaf: LeafInfo, owner: LeafInfo) -> tuple[LeafInfo, Diagnosti
         names = tuple(None if index is None else owner_names[index] for index in dimensions)
 
     is_clear = names is not None or math.prod(shape) == 1
+    severity = "info" if is_clear else "warning"
     diagnostic = findings.reduced_state(
-        leaf.path,
-        leaf.axes or (),
-        shape,
-        names,
-        owner.path,
-        owner_shape,
-        "info" if is_clear else "warning",
+        leaf.path, leaf.axes or (), shape, names, owner.path, owner_shape, severity
     )
     return leaf._replace(axes=names), diagnostic

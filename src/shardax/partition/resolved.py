@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from shardax._core.graph.paths import Path
 from shardax.partition import findings
@@ -37,7 +37,12 @@ from shardax.partition.assignment import (
     format_rule,
 )
 from shardax.partition.context import current_rules
-from shardax.partition.entries import diagnostics_of_entries, placed_spec, usable_entries
+from shardax.partition.entries import (
+    diagnostics_of_entries,
+    explicit_spec,
+    placed_spec,
+    usable_entries,
+)
 from shardax.partition.errors import Diagnostic, PartitionError, nearest_name
 from shardax.partition.mesh import AnyMesh
 from shardax.partition.rules import Rules, RulesLike, check_names, identity_rules
@@ -138,6 +143,23 @@ class ResolvedRules:
                 if entry is UNCONSTRAINED
             ]
         return placed_spec(entries), diagnostics
+
+    def given_spec(
+        self,
+        placement: PartitionSpec | NamedSharding,
+        shape: Sequence[int],
+        source: str,
+        path: Path = (),
+    ) -> tuple[PartitionSpec, list[Diagnostic]]:
+        """Returns the usable ``PartitionSpec`` of a spec or sharding given outright.
+
+        Args:
+            placement: The spec, over the mesh of these rules; or a sharding, over its own mesh.
+            shape: The global shape of the array.
+            source: Who gave it, as text for the diagnostics.
+            path: Where the array is in its tree.
+        """
+        return explicit_spec(placement, shape, self.mesh, source, path)
 
     def diagnostics(
         self, names: Names, shape: Sequence[int], entries: Sequence[SpecEntry], path: Path = ()

@@ -259,11 +259,10 @@ class Rules:
             >>> Rules({"mlp": "model"}).replace(on_conflict="error")
             Rules([('mlp', 'model')], on_conflict='error')
         """
-        return Rules(
-            self.pairs if pairs is None else Rules(pairs).pairs,
-            self.on_conflict if on_conflict is None else on_conflict,
-            self.on_unmapped if on_unmapped is None else on_unmapped,
-        )
+        if pairs is None:
+            return Rules(self, on_conflict, on_unmapped)
+        new_pairs = Rules(pairs).pairs
+        return Rules(new_pairs, on_conflict or self.on_conflict, on_unmapped or self.on_unmapped)
 
     def __iter__(self) -> Iterator[Rule]:
         return iter(self.pairs)
@@ -404,12 +403,11 @@ def _why_shadowed(rules: Rules, earlier_position: int, position: int) -> str | N
     # Every array with this name chooses the earlier rule, unless a rule before that one, for
     # another name, can take one of its mesh axes.
     earlier_axes = set(mesh_axes_of(earlier_target))
-    rival_axes = {
-        axis
-        for rival_name, rival_target in rules.pairs[:earlier_position]
-        for axis in mesh_axes_of(rival_target)
-        if rival_name != name
-    }
+    rival_axes: set[str] = set()
+    for rival_name, rival_target in rules.pairs[:earlier_position]:
+        if rival_name != name:
+            rival_axes.update(mesh_axes_of(rival_target))
+
     if earlier_axes.isdisjoint(rival_axes):
         return f"the earlier rule {format_rule(earlier_rule)} always serves {name!r}"
 

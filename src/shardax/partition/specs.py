@@ -68,10 +68,12 @@ def partition_specs(
     """
     # Without rules a name is that of a mesh axis, which only a mesh can deny: it is kept, so that a
     # mesh that has no such axis is an error where the spec is used.
-    names_alone = rules is None and not current_rules() and resolve_mesh() is None
-    layout = TreeLayout(
-        TreeInventory(tree), None, rules, overrides, over_mesh=False, names_alone=names_alone
-    )
+    inventory = TreeInventory(tree)
+    used_rules = rules
+    if rules is None and not current_rules() and resolve_mesh() is None:
+        used_rules = inventory.identity_rules()
+
+    layout = TreeLayout(inventory, None, used_rules, overrides, over_mesh=False)
     _check(layout, rules)
     return layout.entries(layout.specs)
 
@@ -256,8 +258,15 @@ def get_partition_spec(tree: object) -> Any:
         >>> get_partition_spec(tree)
         {'n': P(), 's': None, 'w': P(None, 'model')}
     """
+    # Names alone, whatever rules a leaf has. A box around several arrays has one spec for them.
     inventory = TreeInventory(_with_boxes_for_specs(tree))
-    layout = TreeLayout(inventory, None, None, over_mesh=False, in_program=True, names_alone=True)
+    for index, leaf in enumerate(inventory.leaves):
+        has_one_spec = leaf.box is not None and len(leaf.arrays) > 1
+        arrays = () if has_one_spec else leaf.arrays
+        inventory.leaves[index] = leaf._replace(rules=None, arrays=arrays)
+
+    rules = inventory.identity_rules()
+    layout = TreeLayout(inventory, None, rules, over_mesh=False, in_program=True)
     return layout.entries(layout.checked().specs)
 
 

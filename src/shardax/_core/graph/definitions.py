@@ -205,6 +205,14 @@ class GraphDef(Shown):
             for _, value in static_values(part, ()):
                 yield value
 
+    def static_parts(self) -> Iterator[tuple[Path, Any]]:
+        """Yields the class of every Module and container, and every static value, by path."""
+        for position, path in definition_paths(self).items():
+            definition = self.objects[position]
+            if not isinstance(definition, VariableDef):
+                yield path, definition.type
+                yield from static_values(definition, path)
+
     def __repr__(self) -> str:
         return f"GraphDef({len(self.objects)} objects, {len(self.leaves)} variables)"
 

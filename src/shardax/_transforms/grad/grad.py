@@ -8,8 +8,7 @@ wrote, and arrange the gradients like the arguments.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -173,8 +172,7 @@ def _value_and_grad(
             holomorphic=holomorphic,
             allow_int=allow_int,
         )
-        with explained_reverse_mode():
-            (value, leaving), gradients = transformed(*inputs.take(values, call.arguments.plain))
+        (value, leaving), gradients = transformed(*inputs.take(values, call.arguments.plain))
 
         # Only this writes into the caller's objects: an earlier exception leaves them unchanged.
         aux = call.finish(leaving)
@@ -203,15 +201,3 @@ def _scalar(
 
     kind = "complex" if holomorphic else "real"
     raise errors.not_a_scalar(value, number, is_array, kind)
-
-
-@contextlib.contextmanager
-def explained_reverse_mode() -> Generator[None]:
-    """Explains JAX's error of a while loop that has no derivative in reverse mode."""
-    try:
-        yield
-    except ValueError as error:
-        # JAX has no class and no other sign of this error (0.10.2).
-        if "Reverse-mode differentiation does not work for lax.while_loop" not in str(error):
-            raise
-        raise errors.while_loop_without_reverse_mode() from error

@@ -28,7 +28,6 @@ from shardax._transforms.grad.differentiated import (
     separate_arrays,
 )
 from shardax._transforms.grad.forward_mode import explained_forward_mode
-from shardax._transforms.grad.grad import explained_reverse_mode
 from shardax._transforms.lift.effects import check_result
 from shardax._transforms.lift.engine import SingleRunCall
 from shardax._transforms.lift.signatures import by_position
@@ -204,7 +203,7 @@ def _lift(
         pair = inputs.take(values, call.arguments.plain)
         is_forward = name != "jacrev"
         explained = explained_forward_mode(name) if is_forward else contextlib.nullcontext()
-        with explained_reverse_mode(), explained:
+        with explained:
             derivatives, leaving = transformed(*pair)
         aux = call.finish(leaving)
 

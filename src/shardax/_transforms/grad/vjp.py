@@ -25,7 +25,6 @@ from shardax._transforms.grad.differentiated import (
     separate_arrays,
 )
 from shardax._transforms.grad.forward_mode import explained_forward_mode
-from shardax._transforms.grad.grad import explained_reverse_mode
 from shardax._transforms.lift.engine import SingleRunCall, check_operands
 from shardax._transforms.lift.transformed import decorator, wraps
 
@@ -142,9 +141,7 @@ class _Gradients:
     def __call__(
         self, pullback: Callable[[PyTree], DiffPair], cotangent: PyTree
     ) -> tuple[PyTree, ...]:
-        with explained_reverse_mode():
-            gradients = pullback(cotangent)
-        return self.inputs.arrange(gradients)
+        return self.inputs.arrange(pullback(cotangent))
 
 
 @decorator

@@ -31,7 +31,6 @@ import jax
 from shardax._core import threads
 from shardax._core.frames import a_kind_of, is_ref
 from shardax._core.functions import NamedFunction
-from shardax._core.graph.definitions import GraphDef
 from shardax._core.graph.flatten import is_object
 from shardax._core.graph.paths import Leaf, Path, PyTree, format_path
 from shardax._core.object import Object
@@ -40,6 +39,7 @@ from shardax._transforms.errors import changed_capture, describe_variable
 from shardax._transforms.explain import retraces
 from shardax._transforms.explain.error_context import explain_inputs
 from shardax._transforms.explain.tracer_errors import TRACER_ERRORS, add_advice
+from shardax._transforms.jit.cache import StructureKey
 from shardax._transforms.jit.options import JitOptions, Layouts, spread_prefix
 from shardax._transforms.jit.programs import (
     FlatInputs,
@@ -67,37 +67,6 @@ from shardax._transforms.lift.input_graph import InputGraph, bind
 
 # Counts uses of all specializations.
 _uses = itertools.count(1)
-
-
-class StructureKey(NamedTuple):
-    """What a specialization is found by."""
-
-    graphdef: GraphDef
-    """The structure of the objects."""
-
-    root_count: int
-    """How many of them stand in the arguments."""
-
-    captured: tuple[Hashable, ...]
-    """What the places hold at which the function finds objects (``lift.captures``)."""
-
-    templates: tuple[inputs.Template, ...]
-    """How each positional argument is put together."""
-
-    named: tuple[tuple[str, inputs.Template], ...]
-    """The same of each argument by name."""
-
-    arrays: jax.tree_util.PyTreeDef
-    """The tree of the arrays in the arguments."""
-
-    static: tuple[tuple[int | str, inputs.Static], ...]
-    """The static arguments, by position or name."""
-
-    functions: Hashable
-    """The identities of functions among static values, which their values do not tell apart."""
-
-    call: object = None
-    """What makes the key that of one call, whose trace met objects in no certain way."""
 
 
 class Tracing(NamedTuple):
@@ -148,7 +117,7 @@ class Specialization:
         key: What it is found by.
         names: The path of each root of the graph.
         leaf_paths: The path of each Variable.
-        input_names: What messages call each input of the pure function.
+        array_names: What messages call each array of the arguments.
         graphdef: The structure of the objects.
         donated: Positions of the inputs that are donated.
         layouts: Where arrays belong, by declared shardings.
@@ -182,10 +151,7 @@ class Specialization:
         self.graphdef = graph.flat.graphdef
         self.leaf_paths = graph.flat.leaf_paths
         self.variable_count = len(self.leaf_paths)
-        self.input_names = [
-            *(format_path(path).removeprefix(".") for path in self.leaf_paths),
-            *arguments.plain_names(positions.labels),
-        ]
+        self.array_names = arguments.plain_names(positions.labels)
 
         self.donated = self._find_donated(graph, arguments)
         self.donated_variables = frozenset(i for i in self.donated if i < self.variable_count)
@@ -211,6 +177,12 @@ class Specialization:
         self._only_call: Callable[..., tuple[Any, ...]] | None = None
 
     @property
+    def input_names(self) -> list[str]:
+        """What messages call each input of the pure function."""
+        of_variables = [format_path(path).removeprefix(".") for path in self.leaf_paths]
+        return of_variables + self.array_names
+
+    @property
     def base_key(self) -> StructureKey:
         """The same key for all calls of this structure, whatever their traces met."""
         return self.key._replace(call=None)
@@ -221,27 +193,15 @@ class Specialization:
         return bool(self.uncertain_descriptions or self.uncertain_inputs)
 
     @property
-    def templates(self) -> tuple[inputs.Template, ...]:
-        """How each positional argument is put together."""
-        return self.key.templates
-
-    @property
-    def named(self) -> tuple[tuple[str, inputs.Template], ...]:
-        """How each argument by name is put together."""
-        return self.key.named
-
-    @property
     def lock(self) -> contextlib.AbstractContextManager[Any]:
         """The lock that a steady call holds from reading values to storing the new ones."""
         if self.donated:
             return threads.both_locks
         return threads.call_lock if self.writes else threads.no_lock
 
-    def lock_of_slow_call(self, is_inside: bool) -> contextlib.AbstractContextManager[Any]:
-        """Returns the lock that a slow call holds, to read values and from there to storing."""
-        # Inside of a transform copies belong to one thread.
-        if is_inside:
-            return threads.no_lock
+    @property
+    def first_lock(self) -> contextlib.AbstractContextManager[Any]:
+        """The lock of a call that may be the first: nothing says yet whether it writes."""
         return threads.both_locks if self.donated else threads.call_lock
 
     def accept_settings(self, graph: InputGraph) -> None:

@@ -21,10 +21,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.nn.initializers import Initializer
 
 from shardax import Cache, Init, Rngs
 from shardax._parallel.ring_attention import ring_axes
-from shardax.extend import Initializer, ScopeSettings, gathered
+from shardax.extend import ScopeSettings, gathered
 from shardax.nn.arithmetic import as_array, at_least_float32, einsum
 from shardax.nn.attention.cache import AttentionCache
 from shardax.nn.attention.dot_product import repeat_heads

@@ -15,10 +15,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.nn.initializers import Initializer
 
 from shardax import Module, Rngs, iter_variables
 from shardax._parallel.ring_attention import make_ring, ring_attention, ring_axes
-from shardax.extend import Initializer, Options, ScopeSettings, explicit_entries, gathered
+from shardax.extend import Options, ScopeSettings, explicit_entries, gathered
 from shardax.nn.arithmetic import as_array, at_least_float32, cast_all
 from shardax.nn.attention.cache import AttentionCache, ContextCache, readable
 from shardax.nn.attention.dot_product import (

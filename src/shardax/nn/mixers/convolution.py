@@ -18,9 +18,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.nn.initializers import Initializer
 
 from shardax import Module, Rngs
-from shardax.extend import Initializer, align
+from shardax.extend import align
 from shardax.nn.arithmetic import add_bias
 from shardax.nn.attention.cache import laid_out
 from shardax.nn.linear import Linear

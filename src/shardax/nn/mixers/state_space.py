@@ -20,9 +20,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.nn.initializers import Initializer
 
 from shardax import Rngs
-from shardax.extend import Initializer, Options
+from shardax.extend import Options
 from shardax.nn.arithmetic import at_least_float32
 from shardax.nn.errors import LayerConfigError
 from shardax.nn.linear import Linear

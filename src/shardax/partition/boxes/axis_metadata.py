@@ -25,7 +25,7 @@ from typing import Any, Generic, Self, TypeVar
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from shardax._core.cross_process import packed
+from shardax._core.cross_process import PickledArray
 from shardax._core.graph.paths import PyTree
 from shardax._core.graph.static import Static
 from shardax._core.values import describe, same_value
@@ -164,7 +164,7 @@ class AxisMetadata(abc.ABC, Generic[T]):
         return self.replace_boxed(self.value)
 
     def __getstate__(self) -> Any:
-        return {**self.__dict__, _value_field(self): packed(self.value)}
+        return {**self.__dict__, _value_field(self): PickledArray.in_tree(self.value)}
 
     def __eq__(self, other: object) -> bool:
         if self is other:
