@@ -75,9 +75,8 @@ class Kinds:
         """Returns the kind of instances of a class, from an expression or annotation."""
         if isinstance(node, cst.Subscript):
             return self.of_class(node.value)
-        reference = self.program.by_node.get(node)
-        if reference is not None:
-            return _kind_of_flax(reference.name) if reference.library == NNX else None
+        if node in self.program.by_node:
+            return _kind_of_flax(self.program.certain(node))
         if isinstance(node, cst.SimpleString):
             return self._quoted(node)
         if not isinstance(node, cst.Name | cst.Attribute):
@@ -201,12 +200,11 @@ class Kinds:
     # --- calls and attributes ---------------------------------------------------------------------
 
     def _made_by(self, call: cst.Call) -> Kind | None:
-        reference = self.program.by_node.get(call.func)
-        if reference is not None and reference.library == NNX:
-            if reference.name == "clone" and call.args:
-                return self.of(call.args[0].value)
-            if reference.name in ("state", "variables") and len(call.args) < 3:
-                return Kind("state", "State")
+        name = self.program.certain(call.func)
+        if name == "clone" and call.args:
+            return self.of(call.args[0].value)
+        if name in ("state", "variables") and len(call.args) < 3:
+            return Kind("state", "State")
         kind = self.of_class(call.func)
         if kind is not None:
             return kind

@@ -82,7 +82,6 @@ class Plan:
         self.bare_classes: set[cst.CSTNode] = set()  # without pytree=
         self.handled: set[cst.CSTNode] = set()  # first names of what is translated
 
-        self._replaced = program.replaced()
         # Of an object that is not known, what a file without Flax does with it is only told.
         self._unseen: Literal["left", "check"] = "left" if NNX in self.libraries else "check"
         self._plan()
@@ -136,10 +135,7 @@ class Plan:
     def _plan_reference(self, reference: Reference) -> None:
         key, line = reference.name, reference.line
         label = f"{reference.library.rpartition('.')[2]}.{key}".rstrip(".")
-        doubt = reference.origin.doubt
-        if key in self._replaced:
-            doubt = f"{label} is set in this file"
-        if doubt:
+        if doubt := self.program.doubt(reference):
             self._left(line, label, doubt)
             return
 
@@ -417,7 +413,7 @@ class Plan:
         kinds = call.args[1].value
         elements = kinds.elements if isinstance(kinds, cst.Tuple) else ()
         for kind in [element.value for element in elements] or [kinds]:
-            if self._name(kind) in VARIABLES:
+            if self.program.certain(kind) in VARIABLES:
                 self._check(
                     self.program.line(call), "isinstance", _ISINSTANCE, "state.filter(sx.Param)"
                 )
@@ -443,12 +439,14 @@ class Plan:
         """Plans ``split_rngs(splits=n)`` over a ``vmap`` of everything."""
         for split, mapped in zip(function.decorators, function.decorators[1:], strict=False):
             call, vmap = split.decorator, mapped.decorator
-            if not isinstance(call, cst.Call) or self._name(call.func) != "split_rngs":
+            if not isinstance(call, cst.Call) or self.program.certain(call.func) != "split_rngs":
                 continue
             splits = {arg.keyword.value: arg.value for arg in call.args if arg.keyword}
             options = list(vmap.args) if isinstance(vmap, cst.Call) else []
             words = {arg.keyword.value: code_of(arg.value) for arg in options if arg.keyword}
-            is_vmap = self._name(vmap.func if isinstance(vmap, cst.Call) else vmap) == "vmap"
+            is_vmap = (
+                self.program.certain(vmap.func if isinstance(vmap, cst.Call) else vmap) == "vmap"
+            )
             takes_all = words.get("in_axes", "0") == "0" and len(words) == len(options)
             if not is_vmap or not takes_all or splits.keys() != {"splits"} or len(call.args) > 1:
                 continue
@@ -466,12 +464,6 @@ class Plan:
             else:
                 plan = CallPlan(added=added)
                 self.changes[vmap] = lambda node, plan=plan: cst.Call(node, plan.apply([]))
-
-    def _name(self, node: cst.CSTNode) -> str:
-        """Returns the name of Flax that an expression certainly is, else an empty text."""
-        reference = self.program.by_node.get(node)
-        is_certain = reference is not None and not reference.origin.doubt
-        return reference.name if is_certain and reference.library == NNX else ""
 
     # --- names of other files ---------------------------------------------------------------------
 

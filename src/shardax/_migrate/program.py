@@ -76,8 +76,10 @@ class Program:
     annotations: list[cst.SimpleString] = field(default_factory=list)  # those in quotes
     words: set[str] = field(default_factory=set)  # every name that stands in the file
     uses: list[cst.Name] = field(default_factory=list)  # names that are read, not bound
-    # Names that are bound in ways that scopes do not show, with how.
+    # Names that are bound in ways that scopes do not show, with how; and those that are set on the
+    # library itself, as in ``nnx.relu = f``.
     hidden: dict[str, str] = field(default_factory=dict)
+    replaced: set[str] = field(default_factory=set)
     references: list[Reference] = field(default_factory=list)
     by_node: dict[cst.CSTNode, Reference] = field(default_factory=dict)
     by_text: list[tuple[cst.CSTNode, str]] = field(default_factory=list)  # names in texts
@@ -142,15 +144,19 @@ class Program:
         node = getattr(binding, "node", None)
         return self.line(node) if node in self.positions else 0
 
-    def replaced(self) -> set[str]:
-        """Returns the names of the libraries that the file sets or deletes: ``nnx.relu = f``."""
-        return {
-            reference.name
-            for reference in self.references
-            if isinstance(reference.node, cst.Attribute)
-            and isinstance(reference.parent, cst.AssignTarget | cst.AugAssign | cst.Del)
-            and getattr(reference.parent, "target", None) is reference.node
-        }
+    def doubt(self, reference: Reference) -> str:
+        """Returns why a reference is not certain; empty where it is."""
+        root = cst.ensure_type(root_of(reference.node), cst.Name).value
+        if reference.name in self.replaced and isinstance(reference.node, cst.Attribute):
+            return f"{reference.name} is set in this file"
+        return reference.origin.doubt or self.hidden.get(root, "")
+
+    def certain(self, node: cst.CSTNode, library: str = NNX) -> str:
+        """Returns the name of a library that a node certainly is, else an empty text."""
+        reference = self.by_node.get(node)
+        if reference is None or reference.library != library or self.doubt(reference):
+            return ""
+        return reference.name
 
     def bound(self, name: str) -> Iterator[metadata.BaseAssignment]:
         """Yields every binding of a name, in all scopes."""
@@ -176,6 +182,7 @@ def parse(text: str) -> Program:
         positions = cast(Any, wrapper.resolve(metadata.PositionProvider))
         program = Program(wrapper.module, scopes, parents, positions)
         program.module.visit(_Reader(program))
+        program.replaced = _set_on_library(program)
     except SyntaxError as error:
         raise UnreadableError(error.lineno or 1, f"this is no Python: {error.msg}") from None
     except cst.ParserSyntaxError as error:
@@ -196,6 +203,16 @@ def _depth(tree: ast.AST) -> int:
         deepest = max(deepest, depth)
         stack.extend((child, depth + 1) for child in ast.iter_child_nodes(node))
     return deepest
+
+
+def _set_on_library(program: Program) -> set[str]:
+    return {
+        reference.name
+        for reference in program.references
+        if isinstance(reference.node, cst.Attribute)
+        and isinstance(reference.parent, cst.AssignTarget | cst.AugAssign | cst.Del)
+        and getattr(reference.parent, "target", None) is reference.node
+    }
 
 
 def dotted(node: cst.CSTNode) -> str:

@@ -200,6 +200,17 @@ def unusable_operand(name: str, path: Path, leaf: object, advice: str) -> Transf
     )
 
 
+def other_structure(jit: object, differences: Sequence[str]) -> TransformError:
+    """Returns the error of a ``Compiled`` that is called with arguments of another structure."""
+    listed = "\n".join(f"  {line}" for line in differences)
+    return TransformError(
+        f"This Compiled of {jit!r} was called with arguments of another structure than it was "
+        f"compiled for (compiled -> given):\n{listed}\nStatic arguments are not passed to a "
+        "Compiled. To accept any structure, call the jitted function instead; it compiles again "
+        "when needed."
+    )
+
+
 def no_input(name: str, value: object, function: object) -> TransformError:
     """Returns the error of an argument of a compiled function that JAX does not take."""
     shown = getattr(function, "__qualname__", None) or type(function).__name__

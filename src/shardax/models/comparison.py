@@ -33,8 +33,8 @@ from shardax.nn.stack import Stack
 
 # Attributes of layers that change no logits in evaluation, or follow from shapes.
 _FREE_ATTRIBUTES_TEXT = """
-capacity_factor config deterministic dtype implementation in_features load_balance_loss
-num_embeddings out_features precision preferred_element_type
+capacity_factor config deterministic dtype generation_config implementation in_features
+load_balance_loss num_embeddings out_features precision preferred_element_type
 """
 _FREE_ATTRIBUTES = frozenset(_FREE_ATTRIBUTES_TEXT.split())
 # Places of a Dropout, which may have any rate, or be None.

@@ -164,7 +164,8 @@ def _mesh_for(array: jax.Array, given_mesh: AnyMesh | None) -> AnyMesh | None:
 
     if not isinstance(array, Tracer):
         return mesh
-    return _with_types_of(mesh, array_mesh if scope_mesh.empty else scope_mesh)
+    mesh_of_types = array_mesh if scope_mesh.empty else scope_mesh
+    return _with_types_of(mesh, mesh_of_types)
 
 
 def _has_devices(mesh: AnyMesh, array: jax.Array) -> bool:
@@ -294,7 +295,11 @@ def _fill_unconstrained(
     """Returns entries with the present one of each unconstrained dimension."""
     # Mesh axes that the other dimensions take now are not kept.
     used_axes = frozenset(axis for entry in entries for axis in mesh_axes_of(entry))
-    return tuple(
-        _without(present_entry, used_axes) if entry is UNCONSTRAINED else entry
-        for entry, present_entry in zip(entries, present, strict=True)
-    )
+
+    filled: list[SpecEntry] = []
+    for entry, present_entry in zip(entries, present, strict=True):
+        if entry is UNCONSTRAINED:
+            filled.append(_without(present_entry, used_axes))
+        else:
+            filled.append(entry)
+    return tuple(filled)

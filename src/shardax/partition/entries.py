@@ -134,14 +134,20 @@ def usable_entries(entries: Sequence[SpecEntry], mesh: AnyMesh | None) -> tuple[
                 usable_axes.append(axis)
                 used_axes.add(axis)
 
-        is_unchanged = _is_well_formed(entry) and len(usable_axes) == len(mesh_axes)
-        usable.append(entry if is_unchanged else tuple(usable_axes) or None)
+        if _is_well_formed(entry) and len(usable_axes) == len(mesh_axes):
+            usable.append(entry)
+        else:
+            usable.append(tuple(usable_axes) or None)
     return tuple(usable)
 
 
 def placed_spec(entries: Sequence[SpecEntry]) -> PartitionSpec:
     """Returns the spec of an array that is placed, where no dimension is left to the compiler."""
-    return PartitionSpec(*(None if entry is UNCONSTRAINED else entry for entry in entries))
+    placed = list(entries)
+    for index, entry in enumerate(entries):
+        if entry is UNCONSTRAINED:
+            placed[index] = None
+    return PartitionSpec(*placed)
 
 
 def _mesh_axes_of_well_formed(entry: SpecEntry) -> tuple[str, ...]:

@@ -39,7 +39,8 @@ def warn_of_names(layout: TreeLayout) -> None:
     lines: list[str] = []
     for key, text in texts.items():
         paths_of_text = paths.get(key, [()])
-        is_of_root = paths_of_text == [()]  # a rule, or the only array
-        lines.append(text if is_of_root else f"{findings.paths_text(paths_of_text)}: {text}")
+        if paths_of_text != [()]:  # neither of a rule nor of the only array
+            text = f"{findings.paths_text(paths_of_text)}: {text}"
+        lines.append(text)
     if lines:
         warn("Names of axes look misspelt. " + "\n  ".join(lines))

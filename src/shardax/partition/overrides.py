@@ -57,7 +57,9 @@ def overrides_of(
     memory_kind: MemoryKinds | None,
 ) -> tuple[list[Override], list[Diagnostic]]:
     """Returns the ``Override`` of every leaf, and diagnostics of the filters."""
-    placements = _FilterTable("overrides", () if overrides is None else overrides, _checked_value)
+    if overrides is None:
+        overrides = ()
+    placements = _FilterTable("overrides", overrides, _checked_value)
 
     def checked_kind(value: object, text: str) -> str | None:
         return _checked_memory_kind(value, text, mesh)

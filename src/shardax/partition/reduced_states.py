@@ -166,13 +166,8 @@ def _reduced_state(leaf: LeafInfo, owner: LeafInfo) -> tuple[LeafInfo, Diagnosti
         names = tuple(None if index is None else owner_names[index] for index in dimensions)
 
     is_clear = names is not None or math.prod(shape) == 1
+    severity = "info" if is_clear else "warning"
     diagnostic = findings.reduced_state(
-        leaf.path,
-        leaf.axes or (),
-        shape,
-        names,
-        owner.path,
-        owner_shape,
-        "info" if is_clear else "warning",
+        leaf.path, leaf.axes or (), shape, names, owner.path, owner_shape, severity
     )
     return leaf._replace(axes=names), diagnostic

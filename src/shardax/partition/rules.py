@@ -12,7 +12,7 @@ The spec of an array comes about in this order. Each step names the function to 
    taken is *passed over*. A rule whose name has its rule already is not looked at.
 3. ``ResolvedRules.spec`` (``resolved.py``) makes the spec of the chosen rules. A mesh axis that the
    mesh does not have is left out. Sizes change nothing: a dimension that cannot be cut into equal
-   parts is an error, and its entry stays.
+   parts is an error, and its entry stays. Nor do the types of mesh axes, Auto or Explicit.
 
 An override of one leaf comes before all of these (``overrides.py``): rules are put before the
 others in step 2, and a spec or sharding takes the place of all steps (``explicit_spec`` in
@@ -259,11 +259,10 @@ class Rules:
             >>> Rules({"mlp": "model"}).replace(on_conflict="error")
             Rules([('mlp', 'model')], on_conflict='error')
         """
-        return Rules(
-            self.pairs if pairs is None else Rules(pairs).pairs,
-            self.on_conflict if on_conflict is None else on_conflict,
-            self.on_unmapped if on_unmapped is None else on_unmapped,
-        )
+        if pairs is None:
+            return Rules(self, on_conflict, on_unmapped)
+        new_pairs = Rules(pairs).pairs
+        return Rules(new_pairs, on_conflict or self.on_conflict, on_unmapped or self.on_unmapped)
 
     def __iter__(self) -> Iterator[Rule]:
         return iter(self.pairs)
@@ -361,8 +360,7 @@ def _is_name_of_dimension(entry: object) -> bool:
 @functools.lru_cache(maxsize=1024)
 def identity_rules(names: Names) -> Rules:
     """Returns rules from each mesh axis to itself."""
-    mesh_axes = [axis for name in names for axis in mesh_axes_of(name)]
-    return Rules([(axis, axis) for axis in mesh_axes if isinstance(axis, str)])
+    return Rules([(axis, axis) for axis in strings(names)])
 
 
 def map_to_themselves(rules: Rules) -> bool:
@@ -404,12 +402,11 @@ def _why_shadowed(rules: Rules, earlier_position: int, position: int) -> str | N
     # Every array with this name chooses the earlier rule, unless a rule before that one, for
     # another name, can take one of its mesh axes.
     earlier_axes = set(mesh_axes_of(earlier_target))
-    rival_axes = {
-        axis
-        for rival_name, rival_target in rules.pairs[:earlier_position]
-        for axis in mesh_axes_of(rival_target)
-        if rival_name != name
-    }
+    rival_axes: set[str] = set()
+    for rival_name, rival_target in rules.pairs[:earlier_position]:
+        if rival_name != name:
+            rival_axes.update(mesh_axes_of(rival_target))
+
     if earlier_axes.isdisjoint(rival_axes):
         return f"the earlier rule {format_rule(earlier_rule)} always serves {name!r}"
 

@@ -33,7 +33,7 @@ from shardax.partition.mesh import AnyMesh, require_mesh, resolve_mesh
 from shardax.partition.misspelt_names import warn_of_names
 from shardax.partition.overrides import MemoryKinds, OverridesLike
 from shardax.partition.resolved import ResolvedRules
-from shardax.partition.rules import RulesLike
+from shardax.partition.rules import RulesLike, check_names
 from shardax.partition.tree_layout import TreeLayout, named_sharding
 
 
@@ -68,10 +68,12 @@ def partition_specs(
     """
     # Without rules a name is that of a mesh axis, which only a mesh can deny: it is kept, so that a
     # mesh that has no such axis is an error where the spec is used.
-    names_alone = rules is None and not current_rules() and resolve_mesh() is None
-    layout = TreeLayout(
-        TreeInventory(tree), None, rules, overrides, over_mesh=False, names_alone=names_alone
-    )
+    inventory = TreeInventory(tree)
+    used_rules = rules
+    if rules is None and not current_rules() and resolve_mesh() is None:
+        used_rules = inventory.identity_rules()
+
+    layout = TreeLayout(inventory, None, used_rules, overrides, over_mesh=False)
     _check(layout, rules)
     return layout.entries(layout.specs)
 
@@ -223,7 +225,7 @@ def batch_sharding(
     """
     mesh = require_mesh(mesh, "batch_sharding")
     resolved = ResolvedRules(mesh, rules)
-    names = tuple(axes)
+    names = check_names(axes)
     unmapped = resolved.names_without_rules(names)
     if unmapped:
         raise errors.batch_without_rules(names, unmapped[0], mesh)
@@ -256,8 +258,15 @@ def get_partition_spec(tree: object) -> Any:
         >>> get_partition_spec(tree)
         {'n': P(), 's': None, 'w': P(None, 'model')}
     """
+    # Names alone, whatever rules a leaf has. A box around several arrays has one spec for them.
     inventory = TreeInventory(_with_boxes_for_specs(tree))
-    layout = TreeLayout(inventory, None, None, over_mesh=False, in_program=True, names_alone=True)
+    for index, leaf in enumerate(inventory.leaves):
+        has_one_spec = leaf.box is not None and len(leaf.arrays) > 1
+        arrays = () if has_one_spec else leaf.arrays
+        inventory.leaves[index] = leaf._replace(rules=None, arrays=arrays)
+
+    rules = inventory.identity_rules()
+    layout = TreeLayout(inventory, None, rules, over_mesh=False, in_program=True)
     return layout.entries(layout.checked().specs)
 
 

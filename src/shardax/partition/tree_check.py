@@ -87,6 +87,7 @@ def check(
     )
     if layout.mesh is None:
         return layout.diagnostics
+
     return [
         *layout.diagnostics,
         *_boxes_of_other_mesh(layout),
@@ -208,9 +209,11 @@ def _is_equivalent(actual: Sharding, expected: NamedSharding, ndim: int) -> bool
 
 def _splitting_axes(sharding: NamedSharding, ndim: int) -> list[tuple[str, ...]]:
     """Returns the mesh axes of each dimension, without those of size 1."""
-    entries = [*sharding.spec, *[None] * (ndim - len(sharding.spec))]
     sizes = sharding.mesh.shape
-    return [tuple(axis for axis in mesh_axes_of(entry) if sizes[axis] > 1) for entry in entries]
+    splitting: list[tuple[str, ...]] = [()] * ndim
+    for index, entry in enumerate(sharding.spec):
+        splitting[index] = tuple(axis for axis in mesh_axes_of(entry) if sizes[axis] > 1)
+    return splitting
 
 
 def _devices_text(array: jax.Array) -> str:

@@ -285,7 +285,7 @@ LEFT_CODE = [
     ("m.set_attributes(decode=True)", "nothing here reads it"),
     ("def f(v: nnx.Param): return v.get_metadata('note')", "not offered here"),
     ("c = nnx.Conv(1, 1, (3,), rngs=r)\nc.kernel_dilation = 2", "no such attribute here"),
-    ("nnx.relu = f\ny = nnx.relu(x)", "nnx.relu is set in this file"),
+    ("nnx.relu = f\ny = nnx.relu(x)", "relu is set in this file"),
     ("exec('y = nnx.relu(x)')", "names in texts are not seen"),
     ("importlib.import_module('flax.nnx')", "names in texts are not seen"),
     ("def f(x: 'nnx.Whatever'): ...", "in no table"),

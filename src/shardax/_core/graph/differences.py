@@ -25,8 +25,8 @@ from shardax._core.graph.paths import Path, format_path
 from shardax._core.graph.static import Metadata, Static
 
 
-class Holder(NamedTuple):
-    """A part that is an object or a container."""
+class Composite(NamedTuple):
+    """A part that has parts: an object or a container."""
 
     kind: str  # what messages call it
     metadata: Metadata | None  # of a Variable
@@ -43,7 +43,7 @@ class Text(str):
     __slots__ = ()
 
 
-Part: TypeAlias = Holder | Static | Text
+Part: TypeAlias = Composite | Static | Text
 
 
 class Difference(NamedTuple):
@@ -63,7 +63,7 @@ def part_text(part: object) -> str:
     """Returns a part, or a static value, in words."""
     if part is None:
         return "absent"
-    if isinstance(part, (Holder, Text)):
+    if isinstance(part, (Composite, Text)):
         return str(part)
     value = part.value if isinstance(part, Static) else part
     return f"{value!r} ({type(value).__name__})"
@@ -91,9 +91,9 @@ def structure_differences(
             continue
 
         # Where children are missing, they differ themselves.
-        holders = [part for part in difference[1:] if isinstance(part, Holder)]
-        if len(holders) == 2 and holders[0][:2] == holders[1][:2]:
-            steps, other_steps = holders[0].steps, holders[1].steps
+        composites = [part for part in difference[1:] if isinstance(part, Composite)]
+        if len(composites) == 2 and composites[0][:2] == composites[1][:2]:
+            steps, other_steps = composites[0].steps, composites[1].steps
             if set(steps) == set(other_steps):
                 yield Difference(path, _in_order(steps), _in_order(other_steps))
             continue
@@ -127,15 +127,15 @@ def parts_by_path(graphdef: GraphDef, names: Sequence[Path] = ()) -> dict[Path, 
                 parts.setdefault(path, Text(f"same as {format_path(first_path)}"))
                 return
             visited.add(part.position)
-            add_holder(graphdef.objects[part.position], path)
+            add_composite(graphdef.objects[part.position], path)
             return
-        add_holder(part, path)
+        add_composite(part, path)
 
-    def add_holder(part: Definition | NodeDef, path: Path) -> None:
+    def add_composite(part: Definition | NodeDef, path: Path) -> None:
         children = list(definition_children(part))
         metadata = part.metadata if isinstance(part, VariableDef) else None
         steps = tuple(step for step, _ in children)
-        parts.setdefault(path, Holder(_kind_of(part), metadata, steps))
+        parts.setdefault(path, Composite(_kind_of(part), metadata, steps))
         for step, child in children:
             add(child, path if step is None else (*path, step))
 

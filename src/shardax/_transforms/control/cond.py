@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import jax
 
+from shardax._core.array_ops import is_weakly_typed
 from shardax._core.graph.paths import Leaf, PyTree
 from shardax._core.variable import Variable
 from shardax._transforms.control import errors, numbers
@@ -77,26 +78,9 @@ def cond(
         >>> results, float(total)
         ([1.0, 2.0, 3.0], 4.0)
     """
-    return eager.run(_cond, (true_fun, false_fun), None, (pred, *operands), named_operands)
-
-
-def _cond(
-    functions: Sequence[Callable[..., PyTree]],
-    _: None,
-    args: Sequence[PyTree],
-    named_operands: Mapping[str, PyTree],
-) -> PyTree:
-    pred, *operands = args
-    branches: dict[str, Callable[..., PyTree]] = dict(
-        zip(("true_fun", "false_fun"), functions, strict=True)
-    )
-    _check_callable("cond", branches)
-    decision = numbers.as_predicate(pred, "pred of sx.cond")
-
-    def choose(branches: Sequence[Callable[[], list[Leaf]]]) -> list[Leaf]:
-        return jax.lax.cond(decision, *branches)
-
-    return _run("cond", branches, operands, named_operands, decision, choose)
+    functions = (true_fun, false_fun)
+    labels = ("true_fun", "false_fun")
+    return eager.run(_cond, functions, labels, (pred, *operands), named_operands)
 
 
 def switch(
@@ -127,47 +111,63 @@ def switch(
         >>> [float(sx.switch(i, apply, jnp.float32(2))) for i in (0, 1, 7)]
         [20.0, 40.0, 60.0]
     """
-    return eager.run(_switch, tuple(branches), None, (index, *operands), named_operands)
+    functions = tuple(branches)
+    if not functions:
+        raise errors.no_branches()
+    labels = tuple(f"branches[{position}]" for position in range(len(functions)))
+    return eager.run(_switch, functions, labels, (index, *operands), named_operands)
+
+
+# Called by ``eager.run``; the options are the labels of the branches. JAX shows the names of these
+# functions in profiles.
+
+
+def _cond(
+    functions: Sequence[Callable[..., PyTree]],
+    labels: Sequence[str],
+    args: Sequence[PyTree],
+    named_operands: Mapping[str, PyTree],
+) -> PyTree:
+    pred, *operands = args
+    decision = numbers.as_predicate(pred, "pred of sx.cond")
+
+    def choose(branches: Sequence[Callable[[], list[Leaf]]]) -> list[Leaf]:
+        return jax.lax.cond(decision, *branches)
+
+    return _run("cond", functions, labels, operands, named_operands, decision, choose)
 
 
 def _switch(
     functions: Sequence[Callable[..., PyTree]],
-    _: None,
+    labels: Sequence[str],
     args: Sequence[PyTree],
     named_operands: Mapping[str, PyTree],
 ) -> PyTree:
     index, *operands = args
-    if not functions:
-        raise errors.no_branches()
-    branches = {f"branches[{i}]": function for i, function in enumerate(functions)}
-    _check_callable("switch", branches)
     decision = numbers.as_integer(index, "index of sx.switch")
 
     def choose(branches: Sequence[Callable[[], list[Leaf]]]) -> list[Leaf]:
         return jax.lax.switch(decision, branches)
 
-    return _run("switch", branches, operands, named_operands, decision, choose)
-
-
-def _check_callable(name: str, branches: Mapping[str, object]) -> None:
-    for label, function in branches.items():
-        if not callable(function):
-            raise errors.branch_is_not_callable(label, function, name)
+    return _run("switch", functions, labels, operands, named_operands, decision, choose)
 
 
 def _run(
     name: str,
-    branches: Mapping[str, Callable[..., PyTree]],
+    functions: Sequence[Callable[..., PyTree]],
+    labels: Sequence[str],
     operands: Sequence[PyTree],
     named_operands: Mapping[str, PyTree],
     decision: numbers.Number,
     choose: Choose,
 ) -> PyTree:
+    for label, function in zip(labels, functions, strict=True):
+        if not callable(function):
+            raise errors.branch_is_not_callable(label, function, name)
+
     def attempt(captured: list[Variable]) -> PyTree:
-        call = engine.LiftedCall(
-            name, list(branches.values()), operands, named_operands, captured=captured
-        )
-        return _BranchingCall(call, list(branches)).run(decision, choose)
+        call = engine.LiftedCall(name, functions, operands, named_operands, captured=captured)
+        return _BranchingCall(call, labels).run(decision, choose)
 
     return engine.retry_captured(attempt)
 
@@ -250,13 +250,9 @@ def _to_common_type(array: Leaf, types: Sequence[Leaf], decision: numbers.Number
     """Returns an array in the type in which it leaves every branch, inside one."""
     # Shape and dtype agree. What may differ without meaning anything is whether JAX counts the
     # dtype as weak, and, in ``shard_map``, along which mesh axes the array is known to be the same.
-    is_weak_in_all = all(_is_weak(item) for item in types)
-    if _is_weak(array) and not is_weak_in_all:
+    is_weak_in_all = all(is_weakly_typed(item) for item in types)
+    if is_weakly_typed(array) and not is_weak_in_all:
         array = jax.lax.convert_element_type(array, jax.typeof(types[0]).dtype)
     for other in (*types, decision):
         array = vary_alike(array, other)
     return array
-
-
-def _is_weak(item: Leaf) -> bool:
-    return getattr(jax.typeof(item), "weak_type", False)

@@ -19,9 +19,8 @@ from typing import Any
 
 import jax
 
-from shardax._core.graph.definitions import GraphDef
 from shardax._core.graph.differences import part_text, parts_by_path, structure_differences
-from shardax._core.graph.paths import Path, format_path
+from shardax._core.graph.paths import PyTree, format_path
 from shardax._core.graph.settings import SettingsKey
 from shardax._core.graph.static import Static, functions_in
 from shardax._transforms.lift.arguments import TreeTemplate, leaf_paths
@@ -93,17 +92,21 @@ def report_specialization(jit: Any, new: Any) -> None:
     _report(jit.function, min(differences, key=len))
 
 
-def report_trace(program: Any, earlier: Sequence[object], signature: object) -> None:
+def report_trace(
+    program: Any, earlier: Sequence[Sequence[PyTree]], signature: Sequence[PyTree]
+) -> None:
     """Reports that a specialization is traced for other types than before."""
     new = _named_types(program, signature)
-    differences = []
-    for old in (_named_types(program, signature_before) for signature_before in earlier):
-        pairs = [(n, old.get(n, "absent"), new.get(n, "absent")) for n in dict.fromkeys(old | new)]
-        differences.append([f"{n}: {was} -> {now}" for n, was, now in pairs if was != now])
+    differences: list[list[str]] = []
+
+    for earlier_signature in earlier:
+        old = _named_types(program, earlier_signature)
+        changes = [f"{name}: {old[name]} -> {new[name]}" for name in new if old[name] != new[name]]
+        differences.append(changes)
     _report(program.function, min(differences, key=len))
 
 
-def _named_types(program: Any, signature: Sequence[Any]) -> dict[str, str]:
+def _named_types(program: Any, signature: Sequence[PyTree]) -> dict[str, str]:
     """Returns the type of every array by its path, for messages."""
     types_by_name: dict[str, str] = {}
     for name, value in zip(program.input_names, signature, strict=True):
@@ -116,13 +119,10 @@ def _named_types(program: Any, signature: Sequence[Any]) -> dict[str, str]:
 
 def call_differences(old: Any, new: Any) -> list[str]:
     """Describes how the calls that two specializations are for differ, by path."""
-    reasons = structure_changes(old.graphdef, new.graphdef, old.names, new.names)
-    static = list(static_leaf_differences(old, new, new.positions.labels))
-    reasons += static
-    if not static and _containers(old) != _containers(new):
-        reasons += _arrays_differences(old, new) or [
-            "the arguments have other containers, or objects stand elsewhere in them"
-        ]
+    reasons = _structure_changes(old, new)
+    in_arguments = list(_static_leaf_differences(old, new)) or _argument_differences(old, new)
+    reasons = in_arguments + reasons
+
     old_static, new_static = dict(old.key.static), dict(new.key.static)
     for place in dict.fromkeys([*old_static, *new_static]):
         if old_static.get(place) != new_static.get(place):
@@ -135,61 +135,66 @@ def call_differences(old: Any, new: Any) -> list[str]:
     return reasons
 
 
-def _containers(program: Any) -> tuple[Any, ...]:
-    """Returns what says where objects and arrays stand in the arguments."""
-    key = program.key
-    return key.root_count, key.captured, key.templates, key.named, key.arrays
+def _argument_differences(old: Any, new: Any) -> list[str]:
+    """Describes how objects and arrays stand elsewhere in the arguments."""
+    first, second = old.key, new.key
+    counts = [(len(key.templates), len(key.named)) for key in (first, second)]
+    if counts[0] != counts[1]:
+        expected = ", ".join(old.positions.labels) or "no positional arguments"
+        return [
+            f"{counts[1][0]} positional arguments given, compiled for {counts[0][0]} ({expected})"
+        ]
+    if first[1:6] == second[1:6]:
+        return []
 
-
-def _arrays_differences(old: Any, new: Any) -> list[str]:
-    """Describes which arrays one of two calls has, and the other has not."""
-    before, after = old.input_names[old.variable_count :], new.input_names[new.variable_count :]
-    gone = [f".{name}: an array -> absent" for name in before if name not in after]
-    return gone + [f".{name}: absent -> an array" for name in after if name not in before]
+    before, after = old.array_names, new.array_names
+    lines = [f".{name}: an array -> absent" for name in before if name not in after]
+    lines += [f".{name}: absent -> an array" for name in after if name not in before]
+    return lines or ["the arguments have other containers, or objects stand elsewhere in them"]
 
 
 def _functions_made_anew(old: Any, new: Any) -> list[str]:
     """Describes which functions, of the same code, are others than before."""
     before = parts_by_path(old.graphdef, old.names)
-    reasons = []
+    reasons: list[str] = []
+
     for path, part in parts_by_path(new.graphdef, new.names).items():
         values = [item.value for item in (before.get(path), part) if isinstance(item, Static)]
         if len(values) < 2:
             continue
+
         pairs = zip(*map(functions_in, values), strict=False)
         names = [now.__qualname__ for was, now in pairs if was is not now]
         reasons += [f"{format_path(path)}: the function {name} (made anew)" for name in names[:1]]
     return reasons or ["a function among the static arguments is another one (made anew)"]
 
 
-def static_leaf_differences(old: Any, new: Any, labels: Sequence[str]) -> Iterator[str]:
+def _static_leaf_differences(old: Any, new: Any) -> Iterator[str]:
     """Yields how the static leaves of two calls differ."""
-    if len(old.templates) != len(new.templates):
-        return
-    pairs = [*zip(labels, old.templates, new.templates, strict=True)]
-    old_named = dict(old.named)
-    pairs += [(name, old_named.get(name), template) for name, template in new.named]
-    for label, first, second in pairs:
-        if (
-            not (isinstance(first, TreeTemplate) and isinstance(second, TreeTemplate))
-            or first[:2] != second[:2]
-        ):
+    before = {**dict(enumerate(old.key.templates)), **dict(old.key.named)}
+    after = {**dict(enumerate(new.key.templates)), **dict(new.key.named)}
+    labels = dict(enumerate(new.positions.labels))
+
+    for place, template in after.items():
+        earlier = before.get(place)
+        if not (isinstance(earlier, TreeTemplate) and isinstance(template, TreeTemplate)):
             continue
-        paths, earlier = leaf_paths(second.treedef), dict(first.static)
-        for leaf, value in second.static:
-            if value != earlier.get(leaf):
-                where = format_path((label, *paths[leaf]))
-                yield from _changes(where, earlier.get(leaf), value)
+        if earlier[:2] != template[:2]:
+            continue
+
+        paths, earlier_values = leaf_paths(template.treedef), dict(earlier.static)
+        for leaf, value in template.static:
+            if value != earlier_values.get(leaf):
+                where = format_path((labels.get(place, place), *paths[leaf]))
+                yield from _changes(where, earlier_values.get(leaf), value)
 
 
-def structure_changes(
-    old: GraphDef, new: GraphDef, old_names: Sequence[Path] = (), new_names: Sequence[Path] = ()
-) -> list[str]:
+def _structure_changes(old: Any, new: Any) -> list[str]:
     """Describes how two structures differ, a line per place, by path."""
-    if old == new:
+    if old.graphdef == new.graphdef:
         return []
     lines: list[str] = []
-    for path, was, now in structure_differences(old, new, old_names, new_names):
+    for path, was, now in structure_differences(old.graphdef, new.graphdef, old.names, new.names):
         lines += _changes(format_path(path), was, now)
     return lines or ["objects are shared, or stand in containers, in another way"]
 
@@ -214,11 +219,15 @@ def _settings_changes(where: str, was: object, now: object) -> list[str]:
 def _closure_changes(where: str, was: object, now: object) -> list[str]:
     """Describes what two functions of one ``def`` close over differently."""
     first, second = (item.value if isinstance(item, Static) else item for item in (was, now))
+
+    # Functions inside of partials and tuples.
     if isinstance(first, functools.partial) and isinstance(second, functools.partial):
         return _closure_changes(where, first.func, second.func)
     if isinstance(first, tuple) and isinstance(second, tuple) and len(first) == len(second):
         pairs = enumerate(zip(first, second, strict=True))
         return [line for i, pair in pairs for line in _closure_changes(f"{where}[{i}]", *pair)]
+
+    # Two functions of one ``def``: what each of its cells holds.
     if not (isinstance(first, types.FunctionType) and isinstance(second, types.FunctionType)):
         return []
     if first.__code__ is not second.__code__:

@@ -170,12 +170,7 @@ _lock = threading.Lock()
 
 
 def shared_program(
-    jaxpr: ClosedJaxpr,
-    name: str,
-    in_tree: Hashable,
-    out_tree: Hashable,
-    options: Mapping[str, Any],
-    options_key: Hashable,
+    jaxpr: ClosedJaxpr, name: str, in_tree: Hashable, out_tree: Hashable, options: Mapping[str, Any]
 ) -> SharedProgram | None:
     """Returns the program of a jaxpr, made now or before.
 
@@ -185,7 +180,6 @@ def shared_program(
         in_tree: The structure of the other inputs.
         out_tree: The structure of the outputs: the result, written and new Variables.
         options: Options of ``jax.jit``.
-        options_key: What these compare by.
 
     Returns:
         The program; None where no other trace could ever have an equal one.
@@ -200,7 +194,7 @@ def shared_program(
         name,
         in_tree,
         out_tree,
-        options_key,
+        _key_of_options(options),
         context,
         tuple(str(variable.aval) for variable in opened.invars),
         len(opened.eqns),
@@ -229,6 +223,12 @@ def shared_program(
     return program
 
 
+def _key_of_options(options: Mapping[str, Any]) -> Hashable:
+    """Returns what options of ``jax.jit`` compare by."""
+    leaves, treedef = jax.tree.flatten(dict(options), is_leaf=lambda entry: entry is None)
+    return (treedef, *((type(leaf), leaf) for leaf in leaves))
+
+
 def forget_program(program: SharedProgram) -> None:
     """Drops a program, so that an equal jaxpr is compiled anew."""
     program.call.clear_cache()
@@ -254,36 +254,26 @@ def constants_of(jaxpr: ClosedJaxpr, inputs: PyTree) -> list[jax.Array] | None:
         The arrays; None where one is committed to other devices than the program would run on.
     """
     constants = [_copied(constant) for constant in jaxpr.consts]
-    arrays = [array for array in jax.tree.leaves(inputs) if _is_committed(array)]
-    committed = [array.sharding.device_set for array in arrays]
-    of_constants = [array.sharding.device_set for array in constants if _is_committed(array)]
+    of_constants = _committed_devices(constants)
+    of_inputs = _committed_devices(jax.tree.leaves(inputs))
 
-    # Without a committed array, the program runs on the device of arrays that are made here.
-    if not committed and any(len(devices) == 1 for devices in of_constants):
-        committed.append(jnp.array(0).sharding.device_set)
-    together = [*committed, *of_constants]
-    return constants if all(devices == together[0] for devices in together) else None
+    # Without a committed input, the program runs on the device of arrays that are made here.
+    if of_constants and not of_inputs:
+        of_inputs = {frozenset(jnp.array(0).sharding.device_set)}
+    return constants if of_constants <= of_inputs else None
 
 
-def _is_committed(value: object) -> bool:
-    return isinstance(value, jax.Array) and value.committed
+def _committed_devices(values: Sequence[Any]) -> set[frozenset[jax.Device]]:
+    """Returns the devices that arrays among values are committed to."""
+    arrays = [value for value in values if isinstance(value, jax.Array) and value.committed]
+    return {frozenset(array.sharding.device_set) for array in arrays}
 
 
 def _copied(constant: Any) -> jax.Array:
-    """Returns a copy of a constant, which is committed to no device where that is possible."""
-    if not isinstance(constant, jax.Array):
-        return jnp.array(constant)
-
-    # By the host: JAX says in no other way that an array may be on any device. There is none for
-    # weak types.
-    is_on_one = len(constant.sharding.device_set) == 1
-    if constant.committed and is_on_one:
-        if jnp.issubdtype(constant.dtype, jax.dtypes.prng_key):
-            data = jnp.array(np.asarray(jax.random.key_data(constant)))
-            return jax.random.wrap_key_data(data, impl=jax.random.key_impl(constant))
-        if not constant.weak_type:
-            return jnp.array(np.asarray(constant))
-    return jax.device_put(constant, may_alias=False)
+    """Returns a copy of a constant."""
+    if isinstance(constant, jax.Array):
+        return jax.device_put(constant, may_alias=False)
+    return jnp.array(constant)
 
 
 # --- comparing jaxprs -----------------------------------------------------------------------------

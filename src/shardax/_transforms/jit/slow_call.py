@@ -38,13 +38,9 @@ from shardax._core.threads import local
 from shardax._transforms import errors
 from shardax._transforms.explain import retraces
 from shardax._transforms.explain.error_context import explaining
+from shardax._transforms.jit.cache import StructureKey
 from shardax._transforms.jit.calls import CachedCall, CallKey
-from shardax._transforms.jit.specialization import (
-    Specialization,
-    StructureKey,
-    Tracing,
-    tracing_for,
-)
+from shardax._transforms.jit.specialization import Specialization, Tracing, tracing_for
 from shardax._transforms.lift import arguments as inputs
 from shardax._transforms.lift.captures import Functions, objects_in
 from shardax._transforms.lift.effects import Effects, apply_effects, check_no_leak
@@ -79,7 +75,8 @@ def call_slowly(
         specialization, graph, arguments = prepare(jit, args, kwargs)
         call = CachedCall(specialization, graph)
         tracing = Tracing(specialization, graph, used_by_earlier_traces, is_inside)
-        lock = specialization.lock_of_slow_call(is_inside)
+        # Inside of a transform copies belong to one thread.
+        lock = threads.no_lock if is_inside else specialization.first_lock
 
         try:
             # Find the program, tracing where none is known, outside of the lock. If there are
@@ -326,11 +323,14 @@ def note_settings(
 
 def _settings_read(graph: InputGraph, key: StructureKey) -> list[Setting]:
     """Returns the settings objects that a call was given, by the key of its specialization."""
+    settings = list(graph.flat.settings)
     statics = [item for _, item in key.static]
     for template in (*key.templates, *(template for _, template in key.named)):
         if isinstance(template, inputs.TreeTemplate):
             statics += [leaf for _, leaf in template.static]
-    return [*graph.flat.settings, *settings_among(statics)]
+    if statics:
+        settings += settings_among(statics)
+    return settings
 
 
 def _warn_of_uncertain(jit: Jit, specialization: Specialization) -> None:

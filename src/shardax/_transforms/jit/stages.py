@@ -10,7 +10,7 @@ that it was compiled for, and writes state back.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, cast
 
 import jax
 from jax.sharding import Mesh
@@ -19,12 +19,13 @@ from shardax._core.graph.definitions import GraphDef, Ref, VariableDef, definiti
 from shardax._core.graph.flatten import flatten
 from shardax._core.graph.paths import Path, PyTree, plain_path
 from shardax._core.state.state import Origin, State
+from shardax._transforms import errors
 from shardax._transforms.errors import TransformError
 from shardax._transforms.explain.error_context import explain_values, in_user_terms, name_inputs
-from shardax._transforms.explain.retraces import static_leaf_differences, structure_changes
+from shardax._transforms.explain.retraces import call_differences
 from shardax._transforms.jit.calls import CachedCall
 from shardax._transforms.jit.jit import Jit
-from shardax._transforms.jit.options import check_compiler_options
+from shardax._transforms.jit.options import JitOptions, check_compiler_options
 from shardax._transforms.jit.slow_call import input_graph, note_settings, prepare, provide
 from shardax._transforms.jit.specialization import Specialization, Tracing, tracing_for
 from shardax._transforms.lift import arguments as inputs
@@ -295,8 +296,9 @@ class Compiled(_Stage):
         positional, by_name = self._with_owner(args, kwargs)
         arguments = specialization.options.split_arguments(positional, by_name, jit.path_of)
         labels = [label for _, label in jit.positional(len(positional))]
-        graph, names = input_graph(jit, arguments, labels)
-        self._check(arguments, graph, names, specialization.positions.labels)
+        # To type checkers it may be bound, since a ``Jit`` is a descriptor.
+        graph, names = input_graph(cast("Jit", jit), arguments, labels)
+        self._check(arguments, graph, names)
         specialization.layouts.place(dict(enumerate(graph.leaves)), self._source.mesh)
         flat_inputs = specialization.read_inputs(graph, arguments)
         try:
@@ -314,49 +316,29 @@ class Compiled(_Stage):
         """Returns the arguments of the function, the object of a bound method among them."""
         jit, owner = self._source.jit, self._source.owner
         given = jit.resolve(args, kwargs)
-        if owner is None or len(given[0]) == len(self._source.specialization.templates):
+        if owner is None or len(given[0]) == len(self._source.specialization.key.templates):
             return given
         return jit.resolve((owner, *args), kwargs)
 
     def _check(
-        self,
-        arguments: inputs.SplitArguments,
-        graph: InputGraph,
-        names: Sequence[Path],
-        labels: Sequence[str],
+        self, arguments: inputs.SplitArguments, graph: InputGraph, names: Sequence[Path]
     ) -> None:
-        lines = self._differences(arguments, graph, names, labels)
-        if not lines:
-            return
-        raise TransformError(
-            f"This Compiled of {self._source.jit!r} was called with arguments of another structure "
-            f"than it was compiled for (compiled -> given):\n"
-            + "\n".join(f"  {line}" for line in lines)
-            + "\nStatic arguments are not passed to a Compiled. To accept any structure, call the "
-            "jitted function instead; it compiles again when needed."
+        """Raises TransformError if arguments are of another structure than what was compiled."""
+        jit, compiled = self._source.jit, self._source.specialization
+        # What is not passed to a ``Compiled`` counts as it was.
+        key = compiled.key._replace(
+            graphdef=graph.flat.graphdef,
+            root_count=len(arguments.roots),
+            templates=arguments.templates,
+            named=arguments.named,
+            arrays=arguments.plain_leaves()[1],
         )
+        if key == compiled.key._replace(graphdef=compiled.graphdef):
+            return
 
-    def _differences(
-        self,
-        arguments: inputs.SplitArguments,
-        graph: InputGraph,
-        names: Sequence[Path],
-        labels: Sequence[str],
-    ) -> list[str]:
-        """Returns differences in structure from the compiled arguments."""
-        specialization, graphdef = self._source.specialization, graph.flat.graphdef
-        expected = specialization.graphdef
-        differences = structure_changes(expected, graphdef, specialization.names, names)
-        templates = (arguments.templates, arguments.named)
-        if not differences and templates == (specialization.templates, specialization.named):
-            return []
-        differences += static_leaf_differences(specialization, arguments, labels)
-        counts = [(len(item.templates), len(item.named)) for item in (arguments, specialization)]
-        if counts[0] != counts[1]:
-            expected = ", ".join(labels) or "no positional arguments"
-            differences.insert(
-                0,
-                f"{counts[0][0]} positional arguments given, compiled for {counts[1][0]} "
-                f"({expected})",
-            )
-        return differences or ["the arguments have other containers"]
+        labels = jit.positional(len(arguments.templates))
+        positions = compiled.positions._replace(positional=labels)
+        given = Specialization(
+            jit.function, JitOptions(), key, graph, arguments, positions, names, (), ()
+        )
+        raise errors.other_structure(jit, call_differences(compiled, given))

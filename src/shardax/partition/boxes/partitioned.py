@@ -173,9 +173,12 @@ class Partitioned(AxisMetadata[T]):
             PartitionCheckError: If the value cannot be laid out so.
             PartitionError: If the names are logical and there are no rules; if there is no mesh.
         """
-        mesh = resolve_mesh(self.mesh if mesh is None else mesh)
+        if mesh is None:
+            mesh = self.mesh
+        mesh = resolve_mesh(mesh)
         if mesh is None:
             raise errors.no_mesh(self)
+
         names, rules = self._names_and_rules(mesh, "make a sharding of", "")
         if names is None:
             return NamedSharding(mesh, PartitionSpec())

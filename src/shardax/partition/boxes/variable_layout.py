@@ -33,7 +33,7 @@ class VariableLayout(NamedTuple):
 
 
 def layout_of_variable(
-    axes: tuple[object, ...] | None, entries: Mapping[str, object], value: object
+    axes: Names | None, entries: Mapping[str, object], value: object
 ) -> VariableLayout | None:
     """Returns the layout of a Variable made of a box; None of others.
 
@@ -59,9 +59,8 @@ def layout_of_variable(
         added_names = set(strings(axes)).difference(strings(own_names))
 
     has_same_names = fitted(own_names, len(axes)) == axes
-    return VariableLayout(
-        box if has_same_names else None, getattr(box, "mesh", None), rules, frozenset(added_names)
-    )
+    own_box = box if has_same_names else None
+    return VariableLayout(own_box, getattr(box, "mesh", None), rules, frozenset(added_names))
 
 
 def box_around(box: object, names: Names | None, value: object) -> AxisMetadata[Any] | None:
