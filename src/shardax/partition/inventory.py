@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import numpy as np
@@ -74,7 +74,7 @@ class LeafInfo(NamedTuple):
     """One value of a tree, as layouts see it."""
 
     path: Path
-    axes: Names | None  # one name per dimension; of a box there may be fewer or more
+    axes: Names | None  # one per dimension, unchecked; of a box there may be fewer or more
     arrays: tuple[ArrayInfo, ...]  # of its value, in the order of leaves
     treedef: Any  # of the value; None for the usual value of one array, and for a box
     variable: Variable | None  # as seen from the current frame
@@ -313,7 +313,7 @@ def _leaf_of(
         return _leaf_of_box(path, value, variable)
 
     arrays, treedef, own_axes = _arrays_of(path, value)
-    axes = metadata.axes if own_axes is None else own_axes
+    axes = cast("Names | None", metadata.axes if own_axes is None else own_axes)
 
     # Names of dimensions that transforms added, before those that an array knows itself.
     mapped_axes = metadata.entries.get(MAPPED_AXES)
@@ -374,7 +374,7 @@ def _leaf_of_box(path: Path, value: Any, variable: Variable | None) -> LeafInfo:
 
     return LeafInfo(
         path,
-        check_axes(names),
+        cast("Names | None", check_axes(names)),
         arrays,
         treedef=None,
         variable=variable,
@@ -392,11 +392,8 @@ def _origin_of(leaf: LeafInfo) -> Origin:
     if leaf.box is None:
         return Origin(Variable, EMPTY)
 
-    # Those of a ``VariableBox`` are of the Variable that it was made of.
-    variable_type: Any = getattr(leaf.box, "variable_type", type(leaf.box))
-    metadata = getattr(leaf.box, "entries", EMPTY)
-    entries = metadata.entries if isinstance(metadata, Metadata) else {}
-    return Origin(variable_type, Metadata(leaf.axes, entries))
+    kind, entries = leaf.box._filtered_as()
+    return Origin(cast("Any", kind), Metadata(leaf.axes, entries))
 
 
 def _array_info(path: Path, value: Any) -> ArrayInfo:
@@ -414,7 +411,7 @@ def _array_info(path: Path, value: Any) -> ArrayInfo:
     return ArrayInfo(path, tuple(value.shape), value.dtype, is_weak, sharding, axes)
 
 
-def with_mapped_axes(mapped: Sequence[Any], own_names: Sequence[Any]) -> tuple[Any, ...]:
+def with_mapped_axes(mapped: Sequence[Any], own_names: Names) -> Names:
     """Returns names with those of mapped dimensions in front."""
     names = list(own_names)
     for index, mapped_name in enumerate(mapped[: len(names)]):

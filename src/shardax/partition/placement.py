@@ -2,12 +2,14 @@
 """Placement of models over the devices of a mesh.
 
 Everything that can be wrong is found before anything is moved. A lazy value is computed straight
-into its shards. An array that exists is moved, and the old one freed, before the next is touched,
-so that no device holds two models. JAX copies in the background, so an array counts as moved when
-its copy is *ready*: then its holder gets the copy, the old array is released (not deleted, since a
-State or a clone may hold it too), and only then does the next copy begin. Small arrays go in
-batches, because waiting for each would take longer than copying it. A device without room leaves
-every holder with a valid array: earlier batches are at their new place, the others at their old.
+into its shards. An array that has its new sharding already is left as it is, so that a second
+``shard`` by the same rules moves nothing. Any other array is moved, and the old one freed, before
+the next is touched, so that no device holds two models. JAX copies in the background, so an array
+counts as moved when its copy is *ready*: then its holder gets the copy, the old array is released
+(not deleted, since a State or a clone may hold it too), and only then does the next copy begin.
+Small arrays go in batches, because waiting for each would take longer than copying it. A device
+without room leaves every holder with a valid array: earlier batches are at their new place, the
+others at their old.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ The spec of an array comes about in this order. Each step names the function to 
    taken is *passed over*. A rule whose name has its rule already is not looked at.
 3. ``ResolvedRules.spec`` (``resolved.py``) makes the spec of the chosen rules. A mesh axis that the
    mesh does not have is left out. Sizes change nothing: a dimension that cannot be cut into equal
-   parts is an error, and its entry stays.
+   parts is an error, and its entry stays. Nor do the types of mesh axes, Auto or Explicit.
 
 An override of one leaf comes before all of these (``overrides.py``): rules are put before the
 others in step 2, and a spec or sharding takes the place of all steps (``explicit_spec`` in
@@ -360,8 +360,7 @@ def _is_name_of_dimension(entry: object) -> bool:
 @functools.lru_cache(maxsize=1024)
 def identity_rules(names: Names) -> Rules:
     """Returns rules from each mesh axis to itself."""
-    mesh_axes = [axis for name in names for axis in mesh_axes_of(name)]
-    return Rules([(axis, axis) for axis in mesh_axes if isinstance(axis, str)])
+    return Rules([(axis, axis) for axis in strings(names)])
 
 
 def map_to_themselves(rules: Rules) -> bool:

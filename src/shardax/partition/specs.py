@@ -33,7 +33,7 @@ from shardax.partition.mesh import AnyMesh, require_mesh, resolve_mesh
 from shardax.partition.misspelt_names import warn_of_names
 from shardax.partition.overrides import MemoryKinds, OverridesLike
 from shardax.partition.resolved import ResolvedRules
-from shardax.partition.rules import RulesLike
+from shardax.partition.rules import RulesLike, check_names
 from shardax.partition.tree_layout import TreeLayout, named_sharding
 
 
@@ -225,7 +225,7 @@ def batch_sharding(
     """
     mesh = require_mesh(mesh, "batch_sharding")
     resolved = ResolvedRules(mesh, rules)
-    names = tuple(axes)
+    names = check_names(axes)
     unmapped = resolved.names_without_rules(names)
     if unmapped:
         raise errors.batch_without_rules(names, unmapped[0], mesh)

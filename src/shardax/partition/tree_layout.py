@@ -14,11 +14,15 @@
 5. ``unused_rules_of`` (``tree_diagnostics.py``) adds the rules that no array has chosen, and
    ``overrides_of`` has noted the filters that decided about no leaf.
 
-Leaves with rules or a mesh *of their own* are boxes, of this library or another one, and Variables
-made of boxes. Their own rules hold instead of those of the call, which are about other names. Their
-own mesh does not hold against one given to the call, whose caller wants the tree there. The names
-of stacked layers are the stack's name and then the layer's; an array that is stacked is one leaf,
-laid out like any other.
+Leaves with rules or a mesh *of their own* are boxes and Variables made of boxes. A box of another
+library is read as one of ours with the same names (``_leaf_of_box`` in ``inventory.py``). If it has
+an attribute ``rules``, it is a ``LogicallyPartitioned``: laid out by these, or if they are None by
+the layout's. Any other is a ``Partitioned``: its names are mesh axes, which stand for themselves.
+Own rules hold instead of those of the call, which are about other names. An own mesh does not hold
+against one given to the call, whose caller wants the tree there.
+
+Stacked layers are one array, laid out like any other: its names are the stack's and then the
+layer's.
 
 Without rules, given or in scope, names that are axes of the mesh stand for themselves. Any other
 name is an error of a box, and a warning of a Variable, which is replicated: many programs lay out
