@@ -30,12 +30,12 @@ from shardax._core.values import is_deleted
 from shardax.partition import errors, findings
 from shardax.partition.constraints import lay_out_traced
 from shardax.partition.errors import Diagnostic, PartitionError, raise_on_errors
-from shardax.partition.inventory import LeafInfo, Subtree, TreeInventory
 from shardax.partition.mesh import ABSTRACT, AnyMesh, check_devices, resolve_mesh
-from shardax.partition.misspelt_names import warn_of_names
-from shardax.partition.overrides import MemoryKinds, OverridesLike
 from shardax.partition.rules import RulesLike
-from shardax.partition.tree_layout import TreeLayout
+from shardax.partition.tree.inventory import LeafInfo, Subtree, TreeInventory
+from shardax.partition.tree.layout import TreeLayout
+from shardax.partition.tree.misspelt_names import warn_of_names
+from shardax.partition.tree.overrides import MemoryKinds, OverridesLike
 
 T = TypeVar("T")
 
@@ -69,7 +69,7 @@ def shard(
         mesh: The mesh, its axes Auto or Explicit; None for the one in scope, or of a box its own.
         rules: Rules, pairs or a mapping; None for the current rules.
         overrides: Filter to spec or rules, for the Variables that match it, before the rules (see
-            ``shardax.partition.overrides``). ``{sx.OptState: {"embed": "data"}}`` splits an
+            ``shardax.partition.tree.overrides``). ``{sx.OptState: {"embed": "data"}}`` splits an
             optimizer's state further than its parameters.
         memory_kind: Memory of the devices for all arrays, such as ``"pinned_host"``, or a mapping
             from filters to such; None for the default.

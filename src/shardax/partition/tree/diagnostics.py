@@ -30,7 +30,7 @@ from shardax.partition.mesh import AnyMesh
 from shardax.partition.rules import Rules, shadowed_rules, unknown_mesh_axes
 
 if TYPE_CHECKING:
-    from shardax.partition.tree_layout import ArraySpec, LeafSpecs
+    from shardax.partition.tree.layout import ArraySpec, LeafSpecs
 
 LARGE_BYTES = 2**20
 """An array is large above this many bytes ..."""
