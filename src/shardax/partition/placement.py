@@ -207,37 +207,26 @@ def _move_leaves(inventory: TreeInventory, model: T, destinations: Sequence[Dest
         model: The tree.
         destinations: The new shardings of each leaf.
     """
-    leaves = inventory.leaves
-    copies = _Copies(leaves, destinations)
-
-    # Initializers of Variables, several in one program.
-    recipes = [
-        index
-        for index, (leaf, shardings) in enumerate(zip(leaves, destinations, strict=True))
-        if leaf.variable is not None and isinstance(leaf.value, Recipe) and shardings[0] is not None
-    ]
-    if recipes and is_eager():
-        for index in recipes:
-            copies.note_read(index)
-        values = [leaves[index].value for index in recipes]
-        arrays = compute_all(values, [destinations[index][0] for index in recipes])
-        for index in recipes:
-            copies.start(index, lambda: [next(arrays)])
-        copies.finish()
-
-    # Lazy values that are computed from other Variables come after these, and last what is no
-    # Variable.
+    recipes: list[int] = []
     present: list[int] = []
     lazy: list[int] = []
     plain: list[int] = []
-    for index, leaf in enumerate(leaves):
+    for index, leaf in enumerate(inventory.leaves):
         if leaf.variable is None:
             plain.append(index)
+        elif isinstance(leaf.value, Recipe) and destinations[index][0] is not None:
+            recipes.append(index)
         elif isinstance(leaf.value, LazyValue):
             lazy.append(index)
         else:
             present.append(index)
-    for indices in (present, lazy, plain):
+
+    # Initializers, several in one program. Lazy values that are computed from other Variables come
+    # after these, and last what is no Variable.
+    copies = _Copies(inventory.leaves, destinations)
+    if is_eager():
+        copies.compute(recipes)
+    for indices in (present, recipes, lazy, plain):
         for index in indices:
             copies.start_if_needed(index)
         copies.finish()
@@ -247,11 +236,13 @@ def _move_leaves(inventory: TreeInventory, model: T, destinations: Sequence[Dest
     # Objects hold their new values; anything else is in a new tree, if there is any.
     if all(_stays_in_tree(subtree) for subtree in inventory.subtrees):
         return model
-    return inventory.unflatten(
-        lambda subtree: (
-            subtree.value if _stays_in_tree(subtree) else subtree.filled(copies.plain_values)
-        )
-    )
+
+    def with_moved_values(subtree: Subtree) -> PyTree:
+        if _stays_in_tree(subtree):
+            return subtree.value
+        return subtree.filled(copies.plain_values)
+
+    return inventory.unflatten(with_moved_values)
 
 
 def _stays_in_tree(subtree: Subtree) -> bool:
@@ -276,6 +267,16 @@ class _Copies:
         self._stamps: dict[int, Stamp | None] = {}
         self._batch: list[tuple[int, list[jax.Array]]] = []
         self._batch_bytes = 0
+
+    def compute(self, recipes: Sequence[int]) -> None:
+        """Computes the values of leaves with initializers at their new place."""
+        for index in recipes:
+            self.note_read(index)
+        values = [self.leaves[index].value for index in recipes]
+        arrays = compute_all(values, [self.destinations[index][0] for index in recipes])
+        for index in recipes:
+            self.start(index, lambda: [next(arrays)])
+        self.finish()
 
     def start_if_needed(self, index: int) -> None:
         """Starts to copy the arrays of a leaf that are not where they should be."""

@@ -90,7 +90,7 @@ def _lacks_rules(leaf_specs: LeafSpecs, rules_required: bool) -> bool:
         return False
     if leaf_specs.rules is None:
         return False
-    names = {name for name in strings(leaf.axes or ()) if isinstance(name, str)}
+    names = set(strings(leaf.axes or ()))
     return not names.issubset(leaf_specs.rules.names)
 
 
