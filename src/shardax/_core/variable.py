@@ -46,7 +46,7 @@ from shardax._core.graph.paths import Path, PyTree
 from shardax._core.graph.pytrees import register_variable
 from shardax._core.graph.static import Metadata
 from shardax._core.init.lazy import Init, LazyValue, is_pending, materialize
-from shardax._core.object import Object, epoch
+from shardax._core.object import Encode, Object, epoch
 from shardax._core.threads import Stamp, check_unwritten, in_one_step, local, note_read, note_write
 from shardax._core.variable_metadata import check_rank, checked_entries, new_metadata, out_of_box
 
@@ -442,7 +442,7 @@ class Variable(ArrayLike, Object, Generic[T], metaclass=_VariableType):
         """Returns a Variable of a frame with the present value of this one."""
         return self._make(self._read(), self._metadata, frame)
 
-    def _flatten(self, encode: object) -> VariableDef:
+    def _flatten(self, encode: Encode) -> VariableDef:
         return VariableDef(type(self), self._metadata)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:

@@ -14,7 +14,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.nn.initializers import Initializer
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardax import (
@@ -35,6 +34,7 @@ from shardax.extend import ModuleWrapper, Path, align, explicit_sharding, with_l
 from shardax.nn import parameters
 from shardax.nn.arithmetic import at_least_float32
 from shardax.nn.errors import LayerConfigError
+from shardax.nn.parameters import Initializer
 
 _KERNELS = PathContains("kernel")
 

@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import jax
 
+from shardax._core.array_ops import is_weakly_typed
 from shardax._core.graph.paths import Leaf, PyTree
 from shardax._core.variable import Variable
 from shardax._transforms.control import errors, numbers
@@ -249,13 +250,9 @@ def _to_common_type(array: Leaf, types: Sequence[Leaf], decision: numbers.Number
     """Returns an array in the type in which it leaves every branch, inside one."""
     # Shape and dtype agree. What may differ without meaning anything is whether JAX counts the
     # dtype as weak, and, in ``shard_map``, along which mesh axes the array is known to be the same.
-    is_weak_in_all = all(_is_weak(item) for item in types)
-    if _is_weak(array) and not is_weak_in_all:
+    is_weak_in_all = all(is_weakly_typed(item) for item in types)
+    if is_weakly_typed(array) and not is_weak_in_all:
         array = jax.lax.convert_element_type(array, jax.typeof(types[0]).dtype)
     for other in (*types, decision):
         array = vary_alike(array, other)
     return array
-
-
-def _is_weak(item: Leaf) -> bool:
-    return getattr(jax.typeof(item), "weak_type", False)

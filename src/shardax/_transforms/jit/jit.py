@@ -11,18 +11,21 @@
    Variables of these objects.
 3. The lock of the call is taken, if it has one (see below).
 4. ``CachedCall.read`` compares one integer, the structure epoch, which every change of structure of
-   any object advances, and compares settings objects, if the Modules hold any. Then it reads the
-   array of each Variable into a list. This takes longer with more Variables.
+   any object advances, and compares settings objects, if the Modules hold any. Variables with a
+   declared sharding are moved back to it, if they were given other values. Then it reads the array
+   of each Variable into a list. This takes longer with more Variables.
 5. ``CachedCall.run`` calls one function of ``jax.jit``, on that list and the arrays of the
-   arguments. JAX looks at each array, in C++. This takes longer with more Variables.
+   arguments; if the function was traced for several shapes of these, it is found by them. JAX looks
+   at each array, in C++. This takes longer with more Variables.
 6. The function returns its result, the new arrays of the Variables that it wrote, and its
    ``Effects``, which say which these are. If they are the very object that the last run returned,
    this call does the same as the last one.
 7. ``CachedCall.store`` puts each new array into its Variable. This takes longer with more
    Variables that are written.
 
-No Module is walked, and no Variable is touched in another step. A function that changes structure,
-or returns objects, is steady up to 6; then ``CachedCall.apply`` flattens the objects.
+No Module is walked, and no Variable is touched in another step. A function that returns objects is
+steady up to 6; then ``CachedCall.apply`` flattens the objects. One that changes structure advances
+the epoch, so its next call is a slow one.
 
 **A slow call** is everything else (``jit.slow_call``): a first call, other objects, a call after a
 change of structure anywhere (one walk, and the next one is steady again), arrays of other shapes, a
@@ -44,8 +47,9 @@ call is not remembered: every call is traced anew, and meets what is there then.
 
 **Locks**, of which there are two for the whole process (``_core.threads``): from 3 to 7, a call
 that writes Variables holds ``call_lock``, and one that donates holds ``write_lock`` as well. A call
-that only reads holds none, nor does an eager read of an array. Nothing is traced or compiled under
-a lock. Which lock a call holds is decided by what its traces did (``Specialization.lock``).
+that only reads holds none, nor does an eager read of an array. Nothing is traced under a lock, nor
+compiled, once there is a second thread. Which lock a call holds say its options and what its traces
+did (``Specialization.lock``).
 
 If a step of the function or of JAX raises, ``store`` is not reached: the Variables hold what they
 held before, except that the arrays of a call that donates may be gone.

@@ -264,6 +264,27 @@ class Layouts:
 
     # --- after a trace ----------------------------------------------------------------------------
 
+    def take_wanted(
+        self,
+        wanted: Sequence[jax.sharding.Sharding | None],
+        variables: Sequence[Variable],
+        written: Sequence[int],
+    ) -> bool:
+        """Takes where a ``shard_map`` wants Variables; returns whether one is somewhere else.
+
+        Only those count that are read alone and have no declared sharding.
+
+        Args:
+            wanted: Where each Variable is wanted, or None.
+            variables: The Variables.
+            written: Positions of those that are written.
+        """
+        for position, sharding in enumerate(wanted):
+            is_free = position not in written and self.of_variables[position] is None
+            if sharding is not None and is_free:
+                self.of_shard_map[position] = sharding
+        return any(self.is_off(position, variables[position]) for position in self.of_shard_map)
+
     def of_outputs(
         self,
         outputs: LiftedOutputs,
