@@ -204,11 +204,6 @@ def _plan_variable(call: _Call) -> None:
             call.plan.values[call.positions[argument]] = tuple_of
 
 
-def _plan_streams(call: _Call) -> None:
-    if "node" not in call.values:
-        raise UntranslatableError("as a decorator it is with_rngs here, with fork= and split=")
-
-
 def _plan_last_axes(call: _Call) -> None:
     """Refuses a LinearGeneral unless it is over the last dimensions."""
     axis, inputs = call.values.get("axis"), call.values.get("in_features")
@@ -271,7 +266,6 @@ def _plan_attention(call: _Call) -> None:
 
 
 _SPECIAL: dict[str, Callable[[_Call], None]] = {
-    "fork_rngs": _plan_streams,
     "LinearGeneral": _plan_last_axes,
     "Bidirectional": _plan_bidirectional,
     "max_pool": _plan_strides,

@@ -172,6 +172,10 @@ class Plan:
         node, parent = reference.node, reference.parent
         call, args, is_partial = self._call_of(reference)
         changed = ""
+        if reference.name == "fork_rngs" and not isinstance(
+            self.program.parents.get(call or node), cst.WithItem | cst.Decorator
+        ):
+            raise UntranslatableError("streams are forked for a block, or a call, here")
         if call is not None:
             plan = plan_call(reference.name, name, args, is_partial)
             self.calls[call] = plan.behind_first() if is_partial else plan

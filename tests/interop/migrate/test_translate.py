@@ -78,6 +78,7 @@ SAME = [
     ),
     ("@nnx.with_rngs(split=3)\ndef f(m): ...", "@sx.with_rngs(split=3)\ndef f(m): ..."),
     ("with nnx.fork_rngs(model): y = f(x)", "with sx.fork_rngs(model): y = f(x)"),
+    ("@nnx.fork_rngs(split=3)\ndef f(m): ...", "@sx.fork_rngs(split=3)\ndef f(m): ..."),
     ("@nnx.jit\ndef f(m): ...", "@sx.jit\ndef f(m): ..."),
     ("f = nnx.jit(g, donate_argnums=0, graph=True)", "f = sx.jit(g, donate_argnums=0)"),
     (
@@ -292,7 +293,7 @@ LEFT_CODE = [
     ("@nnx.split_rngs(splits=5)\n@nnx.vmap(in_axes=(0, None))\ndef f(m, x): ...", "in_axes"),
     ("a = nnx.MultiHeadAttention(2, 8, in_kv_features=4, rngs=r)", "differs from in_features="),
     ("b = nnx.Bidirectional(f, g, rngs=r)", "it has reverse=True here"),
-    ("@nnx.fork_rngs(split=3)\ndef f(m): ...", "as a decorator it is with_rngs"),
+    ("backups = nnx.fork_rngs(m)", "for a block, or a call"),
     ("w = nnx.WeightNorm(l, rngs=r)", "a call overwrites the kernel there"),
     ("v = nnx.with_vars(m, hijax=True)", "hijax=True has no counterpart"),
     ("y = nnx.dot_product_attention(q, k, v, dropout_rate=0.1)", "dropout_rate=0.1"),
