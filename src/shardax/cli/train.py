@@ -5,11 +5,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import os
 import shutil
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any, ClassVar
 
 import jax
@@ -17,6 +20,8 @@ import numpy as np
 import tyro
 
 from shardax import (
+    Param,
+    Variable,
     distributed,
     eval_shape,
     iter_variables,
@@ -39,6 +44,7 @@ from shardax.nn.errors import LayerConfigError, LayerInputError
 from shardax.train.data.text import hash64, permute
 from shardax.train.errors import DataError
 from shardax.train.progress import TrainingProgress
+from shardax.train.trainer import RunResult
 
 _PROMPT, _SAMPLE_LENGTH = "def ", 240
 _PROMPT_LENGTH = 16  # tokens of the held-out text, which a fine-tuned model continues
@@ -350,9 +356,9 @@ class _TrainingRun:
             )
             # Whoever asked one of several processes to stop did not ask the others.
             return 0 if jax.process_count() > 1 else 128 + result.stopped
-        if tuned:
-            return self._finish_tuning(result)
         seconds = time.monotonic() - started
+        if tuned:
+            return self._finish_tuning(result, table, seconds)
         pictures = self._show_shardings()
         print(f"\nheld-out loss     {result.eval_loss:.4f} nats per byte")
         for name in ("bigram", "unigram"):
@@ -363,30 +369,61 @@ class _TrainingRun:
         print(f"\nSample:\n{sample}\n")
         if not distributed.is_main():
             return 0
-        report = view.write_report(
-            self.out / "report.html",
-            title=f"shardax run {self.out.name}",
-            summary={
-                "text": settings.text or "Python's standard library",
-                "model": settings.model,
-                "mesh": settings.mesh or "one device",
-                "steps": f"{result.step} of {settings.batch_size} x {settings.seq_len} bytes",
-                "held-out loss": f"{result.eval_loss:.4f} nats per byte",
-                **{
-                    f"{name} entropy": f"{nats:.4f} nats per byte" for name, nats in entropy.items()
-                },
-                "seconds": f"{seconds:.0f}",
-            },
-            parameters=table,
-            pictures=pictures,
-            records=train.read_jsonl(result.log),
-            references=entropy,
-            sample=sample,
-        )
+        report = self._write_report(result, table, seconds, "byte", sample, entropy, pictures)
         print(f"checkpoint  {result.checkpoint}\nlog         {result.log}\nreport      {report}")
         return 0
 
-    def _finish_tuning(self, result) -> int:
+    def _write_report(
+        self,
+        result: RunResult,
+        table: view.ParameterTable,
+        seconds: float,
+        token: str,
+        sample: str,
+        entropy: Mapping[str, float] = MappingProxyType({}),
+        pictures: Mapping[str, str] = MappingProxyType({}),
+    ) -> Path:
+        """Writes the report of a run that is done; returns its path.
+
+        Args:
+            result: The result of the run.
+            table: The parameters.
+            seconds: How long the run took.
+            token: What the loss is measured for: "byte" or "token".
+            sample: Text that the model wrote.
+            entropy: Losses to compare by, by name.
+            pictures: SVG text by caption.
+        """
+        settings, unit = self.settings, f"nats per {token}"
+        records = train.read_jsonl(result.log)
+        speeds = [r["tokens_per_second"] for r in records if "tokens_per_second" in r]
+        run = {
+            "text": settings.text or "Python's standard library",
+            "mesh": settings.mesh or "one device",
+            "steps": f"{result.step:,} of {settings.batch_size} x {settings.seq_len} {token}s",
+            "held-out loss": f"{result.eval_loss:.4f} {unit}",
+            **{f"{name} entropy": f"{nats:.4f} {unit}" for name, nats in entropy.items()},
+            "time": f"{seconds:,.0f} seconds",
+            "speed": f"{np.median(speeds):,.0f} {token}s per second" if speeds else "not measured",
+            "seed": settings.seed,
+        }
+        return view.write_report(
+            self.out / "report.html",
+            title=f"shardax run {self.out.name}",
+            summary=run,
+            facts={
+                "Model": _model_facts(self.model, settings),
+                "Optimizer": inputs.optimizer_facts(settings.steps, settings.learning_rate),
+            },
+            parameters=table,
+            pictures=pictures,
+            records=records,
+            references=entropy,
+            sample=sample,
+            loss_unit=unit,
+        )
+
+    def _finish_tuning(self, result: RunResult, table: view.ParameterTable, seconds: float) -> int:
         """Writes a fine-tuned model as it was published; returns the exit status."""
         merged = self.model if self.settings.lora is None else surgery.merge_lora(self.model)
         if self.settings.precision is not None:
@@ -399,11 +436,16 @@ class _TrainingRun:
         print(f"\nheld-out loss     {result.eval_loss:.4f} nats per token")
         room = max_positions_of(merged) or _SAMPLE_LENGTH + _PROMPT_LENGTH
         length = min(_SAMPLE_LENGTH, room - len(self.prompt))
+        sample = ""
         if length > 0:
             options = {"temperature": 0.7, "seed": self.settings.seed}
             (sample,) = self.codec.sample(merged, [self.prompt], length, **options)
             print(f"\nSample:\n{sample}\n")
         print(f"checkpoint  {result.checkpoint}\nlog         {result.log}\nmodel       {folder}")
+
+        if distributed.is_main():
+            report = self._write_report(result, table, seconds, "token", sample)
+            print(f"report      {report}")
         return 0
 
     def _show_shardings(self) -> dict[str, str]:
@@ -416,6 +458,41 @@ class _TrainingRun:
             view.show_sharding(variable)
             pictures[f"{path} {variable.axes}"] = view.sharding_svg(variable)
         return pictures
+
+
+def _model_facts(model: Any, settings: RunSettings) -> dict[str, str]:
+    """Returns the figures of a model by which people know it, by name."""
+    config = model.config
+    is_decoder = isinstance(config, models.DecoderConfig)
+    heads = config if is_decoder else config.attention
+    mlp_dim = config.mlp_dim if is_decoder else getattr(config.mlp, "dim", None)
+    parameters = [variable for _, variable in iter_variables(model, Param)]
+    trained = parameters
+    if settings.lora is not None:
+        trained = [variable for _, variable in iter_variables(model, "lora")]
+
+    facts = {
+        "model": settings.source or type(model).__name__,
+        "parameters": _size_text(parameters),
+        "layers": f"{config.num_layers} of width {config.embed_dim}",
+        "vocabulary": f"{config.vocab_size:,}",
+        "dtype": f"{config.dtype}, parameters {config.param_dtype}",
+    }
+    if mlp_dim:
+        facts["MLP"] = f"of width {mlp_dim}"
+    if heads is not None:
+        of_queries = f"{heads.num_heads} of size {heads.head_dim}"
+        facts["heads"] = f"{of_queries}, {heads.num_kv_heads} of keys and values"
+    if settings.lora is not None:
+        facts["trained"] = f"{_size_text(trained)}, adapters of rank {settings.lora}"
+    if settings.precision is not None:
+        facts["precision"] = settings.precision
+    return facts
+
+
+def _size_text(variables: Sequence[Variable]) -> str:
+    """Formats the number of elements of parameters."""
+    return f"{sum(math.prod(variable.shape) for variable in variables):,}"
 
 
 class _Timings:

@@ -45,6 +45,16 @@ def not_hashable(value: object, where: str, error: TypeError) -> StaticAttribute
     )
 
 
+def of_flax(value: object, where: str) -> StaticAttributeError:
+    """Returns the error of a Module, Variable or other object of Flax NNX."""
+    return StaticAttributeError(
+        f"Cannot use a {type(value).__name__} of Flax as {where}: no transform, optimizer or "
+        f"checkpoint of shardax would see its arrays. Ways out: take a module of Flax as a part "
+        f"of the model, sx.bridge.from_nnx(module); take the value of a Variable, "
+        f"sx.Param(variable[...]); streams are sx.Rngs(0). `shardax migrate` translates programs."
+    )
+
+
 # --- arrays over Variables ------------------------------------------------------------------------
 
 
@@ -92,6 +102,16 @@ def reserved_name(name: str) -> ModuleAttributeError:
     """Returns the error of an assignment to a name of shardax's own."""
     return ModuleAttributeError(
         f"The attribute name {name!r} is reserved by shardax; choose another."
+    )
+
+
+def call_of_instance(module_type: type) -> ModuleAttributeError:
+    """Returns the error of an assignment to ``__call__`` of one Module."""
+    name = module_type.__name__
+    return ModuleAttributeError(
+        f"Python looks __call__ up on the class: this {name} would be called as before. Give the "
+        f"class another one, or wrap the Module: in a Module that holds it and has its own "
+        f"__call__; or, for a function of its result, in model = sx.nn.Sequential(model, function)."
     )
 
 

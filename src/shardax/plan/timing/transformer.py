@@ -13,7 +13,7 @@ import math
 import re
 from dataclasses import dataclass
 
-from shardax.extend import Options, is_integer
+from shardax.extend import Options
 from shardax.plan.errors import PlanInputError
 from shardax.plan.timing.words import ACTIVATIONS, ATTENTION_KERNELS, CONTEXT_KINDS
 
@@ -93,7 +93,7 @@ class TransformerShape:
         for name in ("layers", "embed", "mlp_hidden", "heads", "vocab"):
             _OPTIONS.integers(**{name: getattr(self, name)})
         _OPTIONS.integers(expert_every=self.expert_every)
-        shares = is_integer(self.kv_heads) and self.kv_heads >= 0
+        shares = Options.is_integer(self.kv_heads) and self.kv_heads >= 0
         shares = shares and self.heads % self.key_heads == 0
         _OPTIONS.check("kv_heads", self.kv_heads, shares, f"a divisor of heads={self.heads}, or 0")
         fits = not self.experts or 0 < self.top_k <= self.experts
@@ -408,7 +408,7 @@ class TrainingStep:
     def __post_init__(self) -> None:
         for name in ("data", "tensor", "context", "pipeline", "virtual", "expert", "slices"):
             degree = getattr(self, name)
-            if not is_integer(degree) or degree < 1:
+            if not Options.is_integer(degree) or degree < 1:
                 raise PlanInputError(f"{name} is {degree!r}; a degree is an integer of at least 1.")
         _OPTIONS.check("global_batch", self.global_batch, self.global_batch > 0, "above 0")
         _OPTIONS.check("sequence", self.sequence, self.sequence >= 1, "at least 1")
