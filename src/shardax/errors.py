@@ -59,7 +59,7 @@ _NAMES = {
     "shardax.partition.errors": "PartitionCheckError PartitionError",
     "shardax.plan.errors": (
         "CompilerMissingError HardwareError LayoutAssertionError PlanError PlanFileError "
-        "PlanInputError PlanInterrupted TargetError"
+        "PlanInputError PlanInterrupted RowError TargetError"
     ),
     "shardax.random.errors": "DrawError",
     "shardax.train.errors": (

@@ -11,7 +11,8 @@ form (``to_stored``), and the user reads it back (``from_stored``):
 - A tuple, or a node of a pytree class, is one of the same class with stored children. A node that
   can be changed in place, such as a dataclass that is not frozen, is stored as ``ChangeableNode``
   if there are arrays among its children.
-- A Variable, Module, wrapper or method is stored as it is.
+- A Variable, Module, wrapper or method is stored as it is. Those of Flax NNX are refused: nothing
+  here would see their arrays.
 - Everything else is configuration. It must be hashable and hold no objects, which is checked here,
   where the mistake is made, and not at the first compiled call.
 """
@@ -20,6 +21,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import sys
 from collections.abc import Callable, ItemsView, Iterator, KeysView, ValuesView
 from typing import Any
 
@@ -64,7 +66,7 @@ def to_stored(value: Any, where: str) -> Any:
         where: The place, for messages: ``"attribute 'kernel' of Linear"``.
 
     Raises:
-        StaticAttributeError: If it is neither data nor configuration.
+        StaticAttributeError: If it is neither data nor configuration, or an object of Flax NNX.
     """
     if type(value) in _SIMPLE_TYPES or isinstance(value, (Object, ChangeableNode)):
         return value
@@ -73,6 +75,8 @@ def to_stored(value: Any, where: str) -> Any:
     for plain_type, tracked_form in tracked_forms.items():
         if isinstance(value, plain_type):
             return tracked_form(value, where)
+    if _is_of_flax(value):
+        raise errors.of_flax(value, where)
 
     handler = handlers.handler_of(value)
     has_parts = handlers.has_parts(value)
@@ -90,6 +94,13 @@ def to_stored(value: Any, where: str) -> Any:
         return _array_attribute(value, where)
     check_static(value, where)
     return value
+
+
+def _is_of_flax(value: object) -> bool:
+    """Whether a value is a Module, Variable or other object of Flax NNX, which is not imported."""
+    nnx = sys.modules.get("flax.nnx")
+    kinds = (getattr(nnx, "Pytree", None), getattr(nnx, "Variable", None))
+    return nnx is not None and isinstance(value, tuple(filter(None, kinds)))
 
 
 def _stored_node(handler: handlers.Handler, value: Any, where: str) -> Any:

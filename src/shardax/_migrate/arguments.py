@@ -8,10 +8,18 @@ from dataclasses import dataclass, field
 
 import libcst as cst
 
-from shardax._migrate.table import ANY, AXES_NOTE, AXES_OF, INIT_NOTE, VARIABLES, Name
+from shardax._migrate.program import code_of
+from shardax._migrate.rules import ANY, AXES, AXES_NOTE, OPTIONS, VARIABLES, Name
 
+Change = Callable[[cst.BaseExpression], cst.BaseExpression]
 _TIGHT = cst.AssignEqual(cst.SimpleWhitespace(""), cst.SimpleWhitespace(""))
-_SHARDING = ('"sharding"', '"sharding_names"', '"out_sharding"')
+_COMMA = cst.Comma(whitespace_after=cst.SimpleWhitespace(" "))
+_SIMPLE = (cst.Name, cst.Attribute, cst.Integer, cst.Call, cst.Subscript)
+_SHARDING = ("sharding", "sharding_names", "out_sharding")
+
+
+class UntranslatableError(Exception):
+    """A call whose arguments have no counterpart, with the reason."""
 
 
 @dataclass
@@ -20,231 +28,235 @@ class CallPlan:
 
     keywords: dict[int, str] = field(default_factory=dict)
     dropped: set[int] = field(default_factory=set)
-    values: dict[int, Callable[[cst.BaseExpression], cst.BaseExpression]] = field(
-        default_factory=dict
-    )
+    values: dict[int, Change] = field(default_factory=dict)
     added: dict[str, str] = field(default_factory=dict)
     checks: list[str] = field(default_factory=list)
 
-    def apply(self, args: Sequence[cst.Arg]) -> list[cst.Arg]:
-        """Returns the new arguments; commas and comments between them stay."""
-        new = [self._changed(position, arg) for position, arg in enumerate(args)]
-        result = [arg for arg in new if arg is not None]
-        if result and new[-1] is None:  # the last one ends as the last one did
-            result[-1] = result[-1].with_changes(
-                comma=args[-1].comma, whitespace_after_arg=args[-1].whitespace_after_arg
-            )
-        for keyword, code in self.added.items():
-            result = _with_argument(result, keyword, code)
-        return result
+    def behind_first(self) -> CallPlan:
+        """Returns the plan for the arguments of a partial, behind the function."""
+        keywords = {position + 1: keyword for position, keyword in self.keywords.items()}
+        values = {position + 1: change for position, change in self.values.items()}
+        dropped = {position + 1 for position in self.dropped}
+        return CallPlan(keywords, dropped, values, self.added, self.checks)
 
-    def _changed(self, position: int, arg: cst.Arg) -> cst.Arg | None:
-        if position in self.dropped:
-            return None
+    def apply(self, args: Sequence[cst.Arg]) -> list[cst.Arg]:
+        """Returns the new arguments; commas and line breaks between them stay."""
+        kept = [position for position in range(len(args)) if position not in self.dropped]
+        new = [self._changed(position, args[position]) for position in kept]
+        for keyword, code in self.added.items():
+            arg = cst.Arg(cst.parse_expression(code), keyword=cst.Name(keyword), equal=_TIGHT)
+            # A keyword cannot follow **options in all places, so it goes before them.
+            is_behind = not new or new[-1].star != "**"
+            new.insert(len(new) - (not is_behind), arg)
+        return _separated(new, args)
+
+    def _changed(self, position: int, arg: cst.Arg) -> cst.Arg:
         if position in self.values:
             arg = arg.with_changes(value=self.values[position](arg.value))
         if position in self.keywords:
-            arg = arg.with_changes(
-                keyword=cst.Name(self.keywords[position]),
-                equal=arg.equal if arg.keyword is not None else _TIGHT,
-            )
+            equal = arg.equal if arg.keyword is not None else _TIGHT
+            arg = arg.with_changes(keyword=cst.Name(self.keywords[position]), equal=equal)
         return arg
 
 
-def _with_argument(args: list[cst.Arg], keyword: str, code: str) -> list[cst.Arg]:
-    new = cst.Arg(cst.parse_expression(code), keyword=cst.Name(keyword), equal=_TIGHT)
-    if not args:
-        return [new]
-    *front, last = args
-    if isinstance(last.comma, cst.Comma):  # a trailing comma, before a line's end
-        between = (
-            front[-1].comma if front else cst.Comma(whitespace_after=cst.SimpleWhitespace(" "))
-        )
-        new = new.with_changes(comma=last.comma, whitespace_after_arg=last.whitespace_after_arg)
-        return [*front, last.with_changes(comma=between), new]
-    comma = cst.Comma(whitespace_after=cst.SimpleWhitespace(" "))
-    between = front[-1].comma if front and isinstance(front[-1].comma, cst.Comma) else comma
-    new = new.with_changes(whitespace_after_arg=last.whitespace_after_arg)
-    bare = last.with_changes(comma=between, whitespace_after_arg=cst.SimpleWhitespace(""))
-    # A keyword cannot follow **options in all places, so it goes before them.
-    if last.star == "**":
-        return [
-            *front,
-            new.with_changes(comma=comma, whitespace_after_arg=bare.whitespace_after_arg),
-            last,
-        ]
-    return [*front, bare, new]
+def _separated(new: list[cst.Arg], old: Sequence[cst.Arg]) -> list[cst.Arg]:
+    """Returns arguments with commas like those of the old ones, and with the old end."""
+    if not new or not old:
+        return new
+    end = old[-1]
+    commas = [arg.comma for arg in old[:-1] if isinstance(arg.comma, cst.Comma)]
+    between = next((comma for comma in commas if "#" not in code_of(comma)), _COMMA)
+
+    for position, arg in enumerate(new[:-1]):
+        if not isinstance(arg.comma, cst.Comma) or arg.comma is end.comma:
+            space = cst.SimpleWhitespace("")
+            new[position] = arg.with_changes(comma=between, whitespace_after_arg=space)
+    new[-1] = new[-1].with_changes(comma=end.comma, whitespace_after_arg=end.whitespace_after_arg)
+    return new
 
 
-def code_of(node: cst.CSTNode) -> str:
-    """Returns the code of a node."""
-    return cst.Module([]).code_for_node(node).strip()
+@dataclass
+class _Call:
+    """A call of a name of another library, whose arguments are planned."""
 
+    key: str
+    name: Name
+    args: Sequence[cst.Arg]
+    values: dict[str, cst.BaseExpression] = field(default_factory=dict)
+    positions: dict[str, int] = field(default_factory=dict)
+    plan: CallPlan = field(default_factory=CallPlan)
 
-def plan_call(key: str, name: Name, args: Sequence[cst.Arg], partial: bool = False) -> CallPlan:
-    """Plans the arguments of a call, or raises ``NotImplementedError``."""
-    bound, positions = _bind(key, name, args)
-    plan = CallPlan()
-    if key in VARIABLES:
-        _plan_variable(plan, bound, args)
-    if key == "fork_rngs" and "node" not in bound:
-        raise NotImplementedError("as a decorator it is with_rngs here, with fork= and split=")
-    if key == "Bidirectional":
-        _plan_bidirectional(plan, bound, positions)
-    if key == "LinearGeneral":
-        _check_last_axes(bound)
-    if key == "MultiHeadAttention":
-        _plan_attention(plan, bound, positions)
-    if key in ("max_pool", "avg_pool"):
-        _plan_strides(plan, bound, positions)
-    if key in INIT_NOTE and "kernel_init" in bound:
-        plan.checks.append(INIT_NOTE[key])
-    for argument, value in bound.items():
-        position = positions[argument]
-        keeps_name = key in ("Bidirectional", "max_pool", "avg_pool")
-        if position in plan.dropped or (position in plan.values and not keeps_name):
-            continue
-        metadata, axes = AXES_OF.get(key, ("", ""))
-        if argument == metadata and (names := _axis_names(value)) is not None:
-            plan.keywords[position] = axes
-            plan.values[position] = names
+    def code(self, argument: str) -> str:
+        """Returns the code of an argument, empty where it is not given."""
+        return code_of(self.values[argument]) if argument in self.values else ""
+
+    def bind(self) -> None:
+        """Finds the arguments by their names there."""
+        order = self.name.arguments
+        for position, arg in enumerate(self.args):
+            if arg.star == "*":
+                if order is not None and (self.name.positional < 99 or self.name.written):
+                    raise UntranslatableError("it is called with *arguments")
+                continue
+            if arg.star == "**":
+                note = "options given as ** keep their names: compare them with those here"
+                self.plan.checks.append(note)
+                continue
+            if arg.keyword is not None:
+                argument = arg.keyword.value
+            elif order is None:
+                continue
+            elif position < len(order):
+                argument = order[position]
+            else:
+                raise UntranslatableError(f"{self.key} takes fewer arguments here")
+            self.values[argument], self.positions[argument] = arg.value, position
+
+    def plan_argument(self, argument: str, value: cst.BaseExpression) -> None:
+        """Plans an argument that nothing special is done with."""
+        name, plan, position = self.name, self.plan, self.positions[argument]
+        if note := OPTIONS.get(f"{self.key}.{argument}"):
+            plan.checks.append(note)
+
+        there, here = AXES.get(self.key, ("", ""))
+        if argument == there and (axes := _axis_names(value)) is not None:
+            plan.keywords[position] = here
+            plan.values[position] = axes
             plan.checks.append(AXES_NOTE)
-            continue
+            return
+
         if argument in name.dropped:
             allowed = name.dropped[argument]
             if ANY not in allowed and code_of(value) not in allowed:
-                raise NotImplementedError(f"{argument}={code_of(value)} has no counterpart")
+                raise UntranslatableError(f"{argument}={code_of(value)} has no counterpart")
             plan.dropped.add(position)
-            continue
+            return
+
         if name.arguments is not None and argument not in name.arguments:
-            raise NotImplementedError(f"{argument}= has no counterpart")
-        target = name.renamed.get(argument, argument)
-        if args[position].keyword is not None or position >= name.positional:
-            plan.keywords[position] = target
-    if any(arg.star == "**" for arg in args):
-        plan.checks.append("options given as ** keep their names: compare them with those here")
-    plan.added |= {
-        name.renamed.get(keyword, keyword): code
-        for keyword, code in name.written.items()
-        if keyword not in bound
-    }
+            raise UntranslatableError(f"{argument}= has no counterpart")
+        if self.args[position].keyword is not None or position >= name.positional:
+            plan.keywords[position] = name.renamed.get(argument, argument)
+
+
+def plan_call(key: str, name: Name, args: Sequence[cst.Arg], partial: bool = False) -> CallPlan:
+    """Plans the arguments of a call.
+
+    Raises:
+        UntranslatableError: If an argument has no counterpart.
+    """
+    call = _Call(key, name, args)
+    call.bind()
+    if key in VARIABLES:
+        _plan_variable(call)
+    elif key in _SPECIAL:
+        _SPECIAL[key](call)
+
+    for argument, value in call.values.items():
+        if call.positions[argument] not in call.plan.dropped:
+            call.plan_argument(argument, value)
+    for keyword, code in name.written.items():
+        if keyword not in call.values:
+            call.plan.added[name.renamed.get(keyword, keyword)] = code
     if partial and name.positional == 0 and any(arg.keyword is None for arg in args):
-        raise NotImplementedError("its arguments are in another order")
-    return plan
+        raise UntranslatableError("its arguments are in another order")
+    return call.plan
 
 
-def _bind(
-    key: str, name: Name, args: Sequence[cst.Arg]
-) -> tuple[dict[str, cst.BaseExpression], dict[str, int]]:
-    """Returns the values and positions of arguments by their names there."""
-    bound: dict[str, cst.BaseExpression] = {}
-    positions: dict[str, int] = {}
-    for position, arg in enumerate(args):
-        if arg.star == "**":
-            continue
-        if arg.star == "*":
-            if name.arguments is not None and (name.positional < 99 or name.written):
-                raise NotImplementedError("it is called with *arguments")
-            continue
-        if arg.keyword is not None:
-            argument = arg.keyword.value
-        elif name.arguments is None:
-            continue
-        elif position < len(name.arguments):
-            argument = name.arguments[position]
-        else:
-            raise NotImplementedError(f"{key} takes fewer arguments here")
-        bound[argument], positions[argument] = arg.value, position
-    return bound, positions
-
-
-def _plan_variable(
-    plan: CallPlan, bound: dict[str, cst.BaseExpression], args: Sequence[cst.Arg]
-) -> None:
-    hooks = [argument for argument in bound if argument.startswith("on_")]
-    if hooks:
-        raise NotImplementedError(f"{hooks[0]}= has no counterpart: a Variable has no hooks")
-    for position, arg in enumerate(args):
-        keyword = "" if arg.keyword is None else arg.keyword.value
-        if keyword in ("sharding", "sharding_names", "out_sharding"):
-            plan.keywords[position] = "axes"
-            is_call = isinstance(arg.value, cst.Call)  # such as PartitionSpec("data", None)
-            plan.values[position] = _in_tuple if is_call else lambda value: value
-            plan.checks.append(AXES_NOTE)
-
-
-def _in_tuple(value: cst.BaseExpression) -> cst.BaseExpression:
-    return cst.Call(cst.Name("tuple"), [cst.Arg(value)])
-
-
-def _axis_names(
-    value: cst.BaseExpression,
-) -> Callable[[cst.BaseExpression], cst.BaseExpression] | None:
+def _axis_names(value: cst.BaseExpression) -> Change | None:
     """Returns what takes the axis names of metadata, if these are all."""
     if not isinstance(value, cst.Dict) or len(value.elements) != 1:
         return None
     (element,) = value.elements
-    if not isinstance(element, cst.DictElement):
-        return None
-    if code_of(element.key).replace("'", '"') not in _SHARDING:
+    if not isinstance(element, cst.DictElement) or code_of(element.key)[1:-1] not in _SHARDING:
         return None
     return lambda changed: cst.ensure_type(changed, cst.Dict).elements[0].value
 
 
-def _check_last_axes(bound: dict[str, cst.BaseExpression]) -> None:
-    """Raises NotImplementedError unless a LinearGeneral is over the last dimensions."""
-    axis = bound.get("axis")
+# --- calls with rules of their own ----------------------------------------------------------------
+
+
+def _plan_variable(call: _Call) -> None:
+    hooks = [argument for argument in call.values if argument.startswith("on_")]
+    if hooks:
+        raise UntranslatableError(f"{hooks[0]}= has no counterpart: a Variable has no hooks")
+    for argument in call.values.keys() & set(_SHARDING):
+        call.plan.checks.append(AXES_NOTE)
+        if isinstance(call.values[argument], cst.Call):  # such as PartitionSpec("data", None)
+            tuple_of: Change = lambda value: cst.Call(cst.Name("tuple"), [cst.Arg(value)])  # noqa: E731
+            call.plan.values[call.positions[argument]] = tuple_of
+
+
+def _plan_streams(call: _Call) -> None:
+    if "node" not in call.values:
+        raise UntranslatableError("as a decorator it is with_rngs here, with fork= and split=")
+
+
+def _plan_last_axes(call: _Call) -> None:
+    """Refuses a LinearGeneral unless it is over the last dimensions."""
+    axis, inputs = call.values.get("axis"), call.values.get("in_features")
     if axis is None or code_of(axis) == "-1":
         return
-    inputs, count = bound.get("in_features"), 0
-    if isinstance(axis, cst.Tuple) and isinstance(inputs, cst.Tuple):
-        count = len(inputs.elements)
-    expected = [str(position) for position in range(-count, 0)]
-    numbers = [code_of(e.value) for e in axis.elements] if isinstance(axis, cst.Tuple) else None
-    if not count or numbers != expected:
-        raise NotImplementedError(f"axis={code_of(axis)} is not known to be the last dimensions")
+    count = len(inputs.elements) if isinstance(inputs, cst.Tuple) else 0
+    numbers = [code_of(e.value) for e in axis.elements] if isinstance(axis, cst.Tuple) else []
+    if not count or numbers != [str(position) for position in range(-count, 0)]:
+        raise UntranslatableError(f"axis={code_of(axis)} is not known to be the last dimensions")
 
 
-def _plan_bidirectional(
-    plan: CallPlan, bound: dict[str, cst.BaseExpression], positions: dict[str, int]
-) -> None:
-    backward = bound.get("backward_rnn")
+def _plan_bidirectional(call: _Call) -> None:
+    backward = call.values.get("backward_rnn")
     is_made_here = isinstance(backward, cst.Call) and code_of(backward.func).endswith("RNN")
-    if not is_made_here or backward is None or "reverse" in code_of(backward):
-        raise NotImplementedError("backward_rnn= is made elsewhere; it has reverse=True here")
-    plan.values[positions["backward_rnn"]] = lambda node: node.with_changes(
-        args=_with_argument(list(cst.ensure_type(node, cst.Call).args), "reverse", "True")
-    )
+    if not is_made_here or "reverse" in call.code("backward_rnn"):
+        raise UntranslatableError("backward_rnn= is made elsewhere; it has reverse=True here")
+    reverse = CallPlan(added={"reverse": "True"})
+
+    def change(node: cst.BaseExpression) -> cst.BaseExpression:
+        made = cst.ensure_type(node, cst.Call)
+        return made.with_changes(args=reverse.apply(made.args))
+
+    call.plan.values[call.positions["backward_rnn"]] = change
 
 
-def _plan_strides(
-    plan: CallPlan, bound: dict[str, cst.BaseExpression], positions: dict[str, int]
-) -> None:
-    """Plans the strides of a pooling, of which None differs."""
-    strides = bound.get("strides")
-    if strides is not None and code_of(strides) == "None":
-        plan.values[positions["strides"]] = lambda node: cst.Integer("1")
-    elif isinstance(strides, (cst.Name, cst.Attribute)):
-        plan.checks.append("strides=None means steps of one there, of a whole window here")
+def _plan_strides(call: _Call) -> None:
+    """Plans the strides of a pooling: those that are false mean steps of one there."""
+    strides = call.values.get("strides")
+    if strides is None or isinstance(strides, cst.Integer | cst.Tuple):
+        return
+
+    def change(node: cst.BaseExpression) -> cst.BaseExpression:
+        if code_of(node) == "None":
+            return cst.Integer("1")
+        if not isinstance(node, _SIMPLE):
+            node = node.with_changes(lpar=[cst.LeftParen()], rpar=[cst.RightParen()])
+        space = cst.SimpleWhitespace(" ")
+        return cst.BooleanOperation(node, cst.Or(space, space), cst.Integer("1"))
+
+    call.plan.values[call.positions["strides"]] = change
 
 
-def _plan_attention(
-    plan: CallPlan, bound: dict[str, cst.BaseExpression], positions: dict[str, int]
-) -> None:
-    features = code_of(bound["in_features"]) if "in_features" in bound else ""
+def _plan_attention(call: _Call) -> None:
+    features = call.code("in_features")
     for argument in ("qkv_features", "out_features", "in_kv_features"):
-        if argument not in bound or code_of(bound[argument]) == "None":
+        code = call.code(argument)
+        if code in ("", "None"):
             continue
-        if code_of(bound[argument]) == features:
-            plan.dropped.add(positions[argument])
-        elif argument == "out_features":
-            continue
-        elif argument == "qkv_features" and "num_heads" in bound:
-            heads = bound["num_heads"]
+        if code == features:
+            call.plan.dropped.add(call.positions[argument])
+        elif argument == "qkv_features" and "num_heads" in call.values:
             simple = (cst.Name, cst.Attribute, cst.Integer)
-            if not isinstance(heads, simple) or not isinstance(bound[argument], simple):
-                raise NotImplementedError("qkv_features= is an expression; write head_dim=")
-            plan.dropped.add(positions[argument])
-            plan.added["head_dim"] = f"{code_of(bound[argument])} // {code_of(heads)}"
-        else:
-            raise NotImplementedError(f"{argument}= differs from in_features=")
+            values = call.values[argument], call.values["num_heads"]
+            if not all(isinstance(value, simple) for value in values):
+                raise UntranslatableError("qkv_features= is an expression; write head_dim=")
+            call.plan.dropped.add(call.positions[argument])
+            call.plan.added["head_dim"] = f"{code} // {call.code('num_heads')}"
+        elif argument != "out_features":
+            raise UntranslatableError(f"{argument}= differs from in_features=")
+
+
+_SPECIAL: dict[str, Callable[[_Call], None]] = {
+    "fork_rngs": _plan_streams,
+    "LinearGeneral": _plan_last_axes,
+    "Bidirectional": _plan_bidirectional,
+    "max_pool": _plan_strides,
+    "avg_pool": _plan_strides,
+    "MultiHeadAttention": _plan_attention,
+}

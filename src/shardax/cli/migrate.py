@@ -7,18 +7,17 @@ import difflib
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, ClassVar
 
-import libcst as cst
 import tyro
 
-from shardax._files import write_whole
+from shardax._migrate.plan import Notice
+from shardax._migrate.program import UnreadableError
 from shardax._migrate.project import Project, survey
-from shardax._migrate.translate import Notice, Translation, translate
+from shardax._migrate.translate import Translation, translate
+from shardax.cli import program_files
 from shardax.cli.inputs import CommandError
-
-_STDIN = "-"
+from shardax.cli.program_files import STDIN, ProgramFile
 
 
 @dataclass(frozen=True)
@@ -26,10 +25,14 @@ class Migrate:
     """Translate Flax NNX programs."""
 
     details: ClassVar[str] = (
-        "Prints what would change, and changes nothing unless --write is given. What a person must "
-        "look at is told on standard error: left (not translated; the file then fails when it is "
-        "imported, until that is written), check (translated, but look), kept (stays Flax).\n\n"
-        "The exit status is 0; with --check 1 if a file would change or something is left."
+        "Prints what would change, and changes nothing unless --write is given. A report on "
+        "standard error tells, in the order of each file, what was done; check (translated, but "
+        "look); left (not translated: the file then ends at its first line, until that is "
+        "written); kept (stays Flax); unread (no Python, or nested too deeply).\n\n"
+        "Of folders, hidden ones, virtual environments, caches and outputs of builds are left "
+        "alone. A file that git does not have as it is gets a copy beside it, FILE.orig.\n\n"
+        "The exit status is 0, or 1 if a file could not be read; with --check 1 also if a file "
+        "would change or something is left."
     )
 
     # Files, folders of *.py files, or - for standard input.
@@ -47,68 +50,69 @@ class Migrate:
             raise CommandError("Name the files to translate: shardax migrate FILE...")
         if self.check and self.write:
             raise CommandError("--check changes nothing: give it without --write.")
+
         # All are read and translated before one is written.
-        inputs = list(_inputs(self.files))
-        project = survey(text for _, text in inputs)
-        results = [(label, text, _translated(label, text, project)) for label, text in inputs]
-        for label, text, result in results:
-            self._finish(label, text, result)
-        changed = sum(text != result.text for _, text, result in results)
-        left = sum(result.left for _, _, result in results)
+        labels = list(program_files.find(self.files))
+        files = [file for label in labels if (file := _read(label)) is not None]
+        project = survey((file.label, file.text) for file in files)
+        results = [(file, result) for file in files if (result := _translated(file, project))]
+        for file, result in results:
+            self._finish(file, result)
+
+        changed = sum(file.text != result.text for file, result in results)
+        left = sum(result.left for _, result in results)
+        unread = len(labels) - len(results)
         word = "changed" if self.write else "would change"
-        print(f"{changed} of {len(results)} files {word}, {left} places left", file=sys.stderr)
-        return 1 if self.check and (changed or left) else 0
+        summary = f"{changed} of {len(labels)} files {word}, {left} places left"
+        print(summary + (f", {unread} unread" if unread else ""), file=sys.stderr)
+        return 1 if unread or (self.check and (changed or left)) else 0
 
-    def _finish(self, label: str, text: str, result: Translation) -> None:
-        for note in result.notes:
-            print(_line(label, note), file=sys.stderr)
+    def _finish(self, file: ProgramFile, result: Translation) -> None:
+        """Reports on one file, and prints or writes what changes."""
+        for notice in sorted([*result.done, *result.notes], key=lambda notice: notice.line):
+            print(_line(file.label, notice), file=sys.stderr)
         if self.diff or not (self.write or self.check):
-            sys.stdout.writelines(_differences(label, text, result.text))
-        if self.write and label == _STDIN:
+            sys.stdout.writelines(_differences(file.label, file.text, result.text))
+        if self.write and file.label == STDIN:
             sys.stdout.write(result.text)
-        elif self.write and text != result.text:
-            path = Path(label).resolve()  # of a link, the file itself
-            mode = path.stat().st_mode
-            write_whole(path, result.text)
-            path.chmod(mode)
+        elif self.write and file.text != result.text:
+            file.write(result.text)
 
 
-def _inputs(names: tuple[str, ...]) -> Iterator[tuple[str, str]]:
-    """Yields labels and texts, each once."""
-    paths: dict[str, None] = {}
-    for name in names:
-        path = Path(name)
-        if name == _STDIN:
-            paths[name] = None
-        elif path.is_dir():
-            paths.update(dict.fromkeys(map(str, sorted(path.rglob("*.py")))))
-        elif path.is_file():
-            paths[str(path)] = None
-        else:
-            raise CommandError(f"There is no file {name!r} to translate.")
-    for label in paths:
-        data = sys.stdin.buffer.read() if label == _STDIN else Path(label).read_bytes()
-        try:
-            yield label, data.decode()
-        except UnicodeDecodeError:
-            raise CommandError(f"{_shown(label)} is not UTF-8, as Python files are.") from None
-
-
-def _translated(label: str, text: str, project: Project) -> Translation:
+def _read(label: str) -> ProgramFile | None:
+    """Returns a file, or None after the line that says why it could not be read."""
     try:
-        return translate(text, project)
-    except cst.ParserSyntaxError as error:
-        place = f"{_shown(label)}:{error.raw_line}"
-        raise CommandError(f"{place}: this is no Python: {error.message.splitlines()[0]}") from None
+        return program_files.read(label)
+    except UnicodeDecodeError as error:
+        _tell_unread(label, 1, f"this is no Python: it is not in the encoding {error.encoding}")
+    except SyntaxError as error:
+        _tell_unread(label, 1, f"this is no Python: {error.msg}")
+    except OSError as error:
+        _tell_unread(label, 1, error.strerror or str(error))
+    return None
+
+
+def _translated(file: ProgramFile, project: Project) -> Translation | None:
+    """Returns the translation of a file, or None after the line that says why there is none."""
+    try:
+        return translate(file.text, project, _shown(file.label))
+    except UnreadableError as error:
+        _tell_unread(file.label, error.line, str(error))
+        return None
+
+
+def _tell_unread(label: str, line: int, reason: str) -> None:
+    print(f"{_shown(label)}:{line}: unread: {reason}.", file=sys.stderr)
 
 
 def _shown(label: str) -> str:
-    return "<stdin>" if label == _STDIN else label
+    return "<stdin>" if label == STDIN else label
 
 
-def _line(label: str, note: Notice) -> str:
-    write = f" Write {note.write}." if note.write else ""
-    return f"{_shown(label)}:{note.line}: {note.kind}: {note.what}: {note.reason}.{write}"
+def _line(label: str, notice: Notice) -> str:
+    reason = f": {notice.reason}" if notice.reason else ""
+    write = f" Write {notice.write}." if notice.write else ""
+    return f"{_shown(label)}:{notice.line}: {notice.kind}: {notice.what}{reason}.{write}"
 
 
 def _differences(label: str, old: str, new: str) -> Iterator[str]:

@@ -526,9 +526,8 @@ def _uncached(model: Any) -> _Uncached:
         return _Uncached(model)
     except StaticAttributeError as error:
         raise GenerationError(
-            f"generate takes a model, but {_name_of(model)} is a function that holds one. Of what "
-            "sx.surgery.record made, give the model that it was made of. Else make the function "
-            "the call of a Module with the model as an attribute."
+            f"generate takes a model, but {_name_of(model)} is a function that holds one. Make the "
+            "function the call of a Module with the model as an attribute."
         ) from error
 
 
@@ -718,8 +717,8 @@ def _check_logits(model: object, logits: object, shape: tuple[int, ...]) -> None
     else:
         returned = f"a {type(logits).__name__}"
         hint = (
-            "Of what sx.surgery.record made, give the model that it was made of; of a model with "
-            "further results, a Module whose call returns the logits alone"
+            "Of what sx.surgery.record made, use its own method, recording.generate(prompts, ...); "
+            "of a model with further results, a Module whose call returns the logits alone"
         )
     known = ", ".join(map(str, shape)) if len(shape) == 2 else f"{shape[0]}, time"
     raise GenerationError(

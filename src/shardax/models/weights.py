@@ -86,8 +86,6 @@ from shardax.nn.attention.dot_product import AttentionKernel
 from shardax.nn.attention.multi_head import MultiHeadAttention
 from shardax.nn.stack import Stack
 from shardax.partition import current_rules, resolve_mesh
-from shardax.partition.mesh import check_devices
-from shardax.partition.placement import ABSTRACT
 
 CONFIG = "config.json"
 LARGEST_FILE = 5 * 2**30
@@ -168,9 +166,7 @@ def from_pretrained(
         >>> loaded.layers.stacked.mlp.up.kernel.shape
         (1, 64, 192)
     """
-    where = resolve_mesh(mesh)
-    if where is not None:
-        check_devices(where, "from_pretrained", ABSTRACT)
+    where = resolve_mesh(mesh, for_arrays_of="from_pretrained")
     folder = find_directory(directory)
     content = read_json(folder / CONFIG)
     family = family_of(content, str(folder / CONFIG))

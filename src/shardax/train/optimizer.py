@@ -27,17 +27,15 @@ from jax.sharding import AxisType
 
 from shardax import Module, OptState, Param, Quantized, State, Variable, iter_variables
 from shardax import state as module_state
-from shardax._core.graph.static import BOX_ENTRY
 from shardax.errors import TransformError
 from shardax.extend import (
     Options,
+    Origin,
     Path,
     PyTree,
     TreeInventory,
-    array_axes,
     describe_plain_arrays,
     format_path,
-    origin_of,
     raise_if_any,
     stored_value,
     values_by_path,
@@ -228,7 +226,7 @@ class Optimizer(Module):
     def _state_of(self, values: Sequence[object]) -> State:
         chosen = self._chosen()
         paths = [path for path, _ in chosen]
-        origins = {path: origin_of(variable) for path, variable in chosen}
+        origins = {path: Origin.of(variable) for path, variable in chosen}
         return State.from_flat(dict(zip(paths, values, strict=True)), origins)
 
     def _make_state(
@@ -430,11 +428,10 @@ def _floating(dtype: jax.typing.DTypeLike) -> np.dtype:
 
 def _axes_of_leaves(variable: Variable) -> Sequence[Any]:
     """Returns the names of the dimensions of each array of a parameter."""
-    value = stored_value(variable)
-    leaves = jax.tree.leaves(value, is_leaf=lambda part: array_axes(part) is not None)
-    if variable.axes is not None or all(array_axes(leaf) is None for leaf in leaves):
-        return [variable.axes] * len(jax.tree.leaves(value))
-    return [array.axes for leaf in TreeInventory(variable).leaves for array in leaf.arrays]
+    if variable.axes is not None:
+        return [variable.axes] * len(jax.tree.leaves(stored_value(variable)))
+    (leaf,) = TreeInventory(variable).leaves
+    return [array.axes for array in leaf.arrays]
 
 
 def _metadata_of(
@@ -446,8 +443,8 @@ def _metadata_of(
     owner, axes = owners[leaf.follows]
     if axes is None or any(d is not None and d >= len(axes) for d in leaf.dims):
         return {}
-    box = {BOX_ENTRY: owner.metadata[BOX_ENTRY]} if BOX_ENTRY in owner.metadata else {}
-    return {"axes": tuple(None if d is None else axes[d] for d in leaf.dims), **box}
+    names = tuple(None if dimension is None else axes[dimension] for dimension in leaf.dims)
+    return Origin.of(owner).layout_metadata(names)
 
 
 def _shape_of(value) -> jax.ShapeDtypeStruct:

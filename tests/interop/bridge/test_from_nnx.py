@@ -16,6 +16,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import shardax as sx
+from tests.advice import run_advice
 
 
 class Peer(nnx.Module):
@@ -242,3 +243,35 @@ def test_missing_flax_error_says_how_to_install(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setitem(__import__("sys").modules, "flax.nnx", None)
     with pytest.raises(ImportError, match=r"from_nnx needs flax: pip install 'flax>=0.12.8'"):
         sx.bridge.from_nnx(object())
+
+
+class Holder(sx.Module):
+    def __init__(self, part: Any) -> None:
+        self.part = part
+
+
+FOREIGN = {
+    "attribute 'part' of Holder": lambda: nnx.Linear(2, 3, rngs=nnx.Rngs(0)),
+    "item 1 of a list in attribute 'part' of Holder": lambda: [1, nnx.Param(jnp.ones(2))],
+    "entry 'a' of a dict in attribute 'part' of Holder": lambda: {"a": (nnx.BatchStat(1.0), 2)},
+}
+
+
+@pytest.mark.parametrize(("where", "make"), FOREIGN.items(), ids=FOREIGN)
+def test_module_refuses_parts_of_flax_by_place(where: str, make: Any) -> None:
+    with pytest.raises(sx.errors.StaticAttributeError, match=f"of Flax as {where}: no transform"):
+        Holder(make())
+
+
+def test_module_says_how_a_part_of_flax_is_taken() -> None:
+    module = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+    holder = Holder([])
+    with pytest.raises(sx.errors.StaticAttributeError) as caught:
+        holder.part.append(module.kernel)
+    names = {"sx": sx, "module": module, "variable": module.kernel}
+    layer = run_advice(caught.value, "sx.bridge.from_nnx(module)", names)
+    parameter = run_advice(caught.value, "sx.Param(variable[...])", names)
+    streams = run_advice(caught.value, "sx.Rngs(0)", names)
+    model = Holder([layer, parameter, streams])
+    assert [*sx.state(model, sx.Param).flat()][-1] == ("part", 1)
+    assert (model.part[0](jnp.ones((1, 2))) == module(jnp.ones((1, 2)))).all()

@@ -15,7 +15,7 @@ from flax import linen, nnx
 from flax.core import meta
 
 import shardax as sx
-from shardax._migrate.table import ANY, LEFT, LINEN, NAMES, Name
+from shardax._migrate.rules import ANY, LEFT, LIBRARIES, NAMES, Name
 
 CALLS = sorted(name for name, entry in NAMES.items() if entry.arguments is not None)
 
@@ -103,7 +103,7 @@ def _text(default: Any) -> str:
 
 
 def test_names_of_linen_are_in_both_libraries() -> None:
-    for name, entry in LINEN.items():
+    for name, entry in LIBRARIES["flax.linen"].items():
         assert hasattr(linen, name) or hasattr(meta, name), name
         assert target_of(entry) is not None
 

@@ -243,7 +243,7 @@ TRAINING = """
         optimizer.update(model, grads)
         return loss
 
-    def train(model, x):
+    def train(model: Net, x):
         optimizer = nnx.Optimizer(model, optax.sgd(0.1, 0.9), wrt=nnx.Param)
         metrics = nnx.MultiMetric(loss=nnx.metrics.Average("loss"), accuracy=nnx.metrics.Accuracy())
         model.train()
@@ -326,7 +326,7 @@ def test_states_split_and_copied_compute_the_same() -> None:
             params, others = nnx.split_state(state, nnx.Param, ...)
             copy = nnx.merge(graph, params, others, copy=True)
             copy(x)
-            return copy.layers[1].mean.get_value(), model.layers[1].mean.get_value()
+            return copy.layers[1].mean[...], model.layers[1].mean[...]
         """)
     theirs, ours = a["make"](nnx.Rngs(0)), b["make"](sx.Rngs(0))
     copy_parameters(theirs, ours)
