@@ -324,20 +324,12 @@ class _Steps:
         options = tuple(self.cache_options.items())
         sizes = _CacheSizes(len(self.rows), length + room, room, options)
         return prefill(
-            self.model,
-            tokens,
-            mask,
-            self.settings,
-            self.inputs,
-            sizes=sizes,
-            filters=self.filters,
+            self.model, tokens, mask, self.settings, self.inputs, sizes=sizes, filters=self.filters
         )
 
     def _advance(self, cache: Any, progress: _Progress, limit: int) -> tuple[Any, _Progress]:
         until = np.int32(limit)
-        return decode_loop(
-            self.model, cache, progress, until, self.settings, filters=self.filters
-        )
+        return decode_loop(self.model, cache, progress, until, self.settings, filters=self.filters)
 
     @contextlib.contextmanager
     def _scope(self) -> Generator[None]:
@@ -488,9 +480,7 @@ def _sample(
         logits = jnp.where(seen, jnp.where(logits > 0, logits / penalty, logits * penalty), logits)
     if filters.greedy:
         return jnp.argmax(logits, axis=-1).astype(np.int32)
-    logits = filter_logits(
-        logits / settings.temperature, settings.top_p, settings.min_p, filters
-    )
+    logits = filter_logits(logits / settings.temperature, settings.top_p, settings.min_p, filters)
     key = settings.seed if is_prng_key(settings.seed) else jax.random.key(settings.seed)
     keys = jax.vmap(jax.random.fold_in, (None, 0))(key, np.arange(len(logits)))
     keys = jax.vmap(jax.random.fold_in, (0, None))(keys, step)
@@ -609,7 +599,9 @@ def _as_inputs(model: Any, inputs: Any, mask: TokenMask) -> _Inputs | None:
                 f"features), but one of shape {features.shape} was given."
             )
         if mask is not None:
-            raise GenerationError("input_mask= is of tokens; an encoder of features reads them all.")
+            raise GenerationError(
+                "input_mask= is of tokens; an encoder of features reads them all."
+            )
         return features, None
     rows = read_rows(inputs, mask, name="input")
     if mask is None:
@@ -627,9 +619,7 @@ def _as_inputs(model: Any, inputs: Any, mask: TokenMask) -> _Inputs | None:
     return tokens, np.arange(tokens.shape[1]) < lengths[:, None]
 
 
-def _beginnings(
-    model: Any, inputs: _Inputs | None, texts: GenerationConfig
-) -> list[list[int]]:
+def _beginnings(model: Any, inputs: _Inputs | None, texts: GenerationConfig) -> list[list[int]]:
     """Returns the start token for each input."""
     start = None if inputs is None else model.config.start_token
     start = texts.start if start is None else start
