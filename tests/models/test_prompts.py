@@ -268,6 +268,9 @@ def test_forced_tokens_are_those_of_transformers(tmp_path: Path) -> None:
     )
     import torch
 
+    for name, token in forced.items():
+        setattr(peer.generation_config, name, token)
+    peer.save_pretrained(tmp_path)
     with torch.no_grad():
         expected = peer.generate(
             **encoder_decoders.peer_inputs(peer),
