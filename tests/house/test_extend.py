@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rooms above the core take public names and ``shardax.extend`` from it, and nothing private.
 
-A *private attribute* begins with one underscore. A file may read those of ``self`` and ``cls``, and
-those that it defines itself; what ``namedtuple`` and ``os`` call so is public.
+The core is reached in two ways. A name is imported, or is an attribute of an imported module
+(``partition.rules``), or a text says where it is (``import_module("shardax._core")``). A *private
+attribute* of an object begins with one underscore, and is read as such or by ``getattr`` and its
+like. A file may read those of ``self`` and ``cls``, and those that it defines itself; what
+others call so is not ours.
 """
 
 from __future__ import annotations
@@ -24,10 +27,12 @@ MOST_NAMES = 60
 
 CORE = {package.removesuffix(".py") for package in ROOMS["core"]} | {"face"}
 
-PUBLIC_UNDERSCORES = {
+# Of others: what they call so is public, or there is no public way, as of iterators over data.
+NOT_OURS = {
     *("_asdict", "_field_defaults", "_fields", "_replace"),  # of named tuples
     "_exit",  # of os
     "_repr_html_",  # of notebooks
+    *("_ex_iterable", "_starting_state_dict"),  # of datasets
 }
 
 
@@ -54,14 +59,53 @@ def is_error(name: str) -> bool:
     return module == "shardax.errors" and hasattr(importlib.import_module(module), attribute)
 
 
+def is_inside_of_core(name: str) -> bool:
+    """Whether a dotted name is of the core, and not public."""
+    return name.split(".")[0] == "shardax" and home(name) in CORE and not is_public_name(name)
+
+
 def private_imports(source: Source) -> set[str]:
-    """The names that a file imports from the insides of the core."""
+    """The names of the insides of the core that a file imports, or reaches in another way."""
+    tree = source.tree
+    names = {found.name for found in source.imports}
+    names |= attributes_of_modules(tree)
+    names |= names_in_calls(tree)
+    return {name for name in names if is_inside_of_core(name)}
+
+
+def attributes_of_modules(tree: ast.Module) -> set[str]:
+    """The dotted names of attributes of imported modules of the package."""
+    module_of: dict[str, str] = {}
+    for node in ast.walk(tree):
+        match node:
+            case ast.Import(names=aliases):
+                module_of |= {alias.asname or alias.name: alias.name for alias in aliases}
+            case ast.ImportFrom(module=str(module), names=aliases):
+                for alias in aliases:
+                    module_of[alias.asname or alias.name] = f"{module}.{alias.name}"
+
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        steps: list[str] = []
+        while isinstance(node, ast.Attribute):
+            steps.insert(0, node.attr)
+            node = node.value
+        name = module_of.get(node.id, "") if isinstance(node, ast.Name) and steps else ""
+        while steps and name in face_modules():
+            name = f"{name}.{steps.pop(0)}"
+        names.add(name)
+    return names - {""}
+
+
+def names_in_calls(tree: ast.Module) -> set[str]:
+    """The dotted names under ``shardax._`` that a file has in arguments of calls, as texts."""
     return {
-        found.name
-        for found in source.imports
-        if found.name.split(".")[0] == "shardax"
-        and home(found.name) in CORE
-        and not is_public_name(found.name)
+        argument.value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call)
+        for argument in node.args
+        if isinstance(argument, ast.Constant) and isinstance(argument.value, str)
+        if argument.value.startswith("shardax._") and argument.value.replace(".", "").isidentifier()
     }
 
 
@@ -82,10 +126,20 @@ def own_names(tree: ast.Module) -> set[str]:
     return names
 
 
+# Functions that are told the name of an attribute.
+TAKES_NAMES = {
+    *("getattr", "setattr", "hasattr", "delattr", "attrgetter", "methodcaller"),
+    *("__getattribute__", "__setattr__", "__delattr__"),
+}
+
+
 def private_attributes(source: Source) -> set[str]:
     """The private attributes that a file reads of other files' classes."""
     found: set[str] = set()
-    for node in ast.walk(source.tree):
+    tree = source.tree
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            found |= named_attributes(node)
         if not isinstance(node, ast.Attribute) or not node.attr.startswith("_"):
             continue
         is_own = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
@@ -93,7 +147,19 @@ def private_attributes(source: Source) -> set[str]:
         is_dunder = node.attr.startswith("__")
         if not (is_own or is_super or is_dunder):
             found.add(node.attr)
-    return found - own_names(source.tree) - PUBLIC_UNDERSCORES
+    return found - own_names(tree) - NOT_OURS
+
+
+def named_attributes(call: ast.Call) -> set[str]:
+    """The private attributes that a call names by a text: ``getattr(variable, "_value")``."""
+    if ast.unparse(call.func).rpartition(".")[2] not in TAKES_NAMES:
+        return set()
+    texts = [each.value for each in call.args if isinstance(each, ast.Constant)]
+    return {
+        text
+        for text in texts
+        if isinstance(text, str) and text.startswith("_") and not text.startswith("__")
+    }
 
 
 def test_rooms_import_public_names_and_those_of_extend() -> None:
@@ -141,7 +207,9 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Source:
     path.write_text(
         textwrap.dedent(
             """
-            from shardax import Module, partition
+            import importlib
+            import shardax as sx
+            from shardax import Module, extend, partition
             from shardax.errors import ModuleError
             from shardax.extend import Options
             from shardax.partition import Rules
@@ -154,6 +222,11 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Source:
                     self._own = local._frame
                 def __call__(self, other):
                     return other._own, other._value, self._value, other._replace(x=1)
+                def by_other_ways(self, other):
+                    importlib.import_module("shardax._core.variable")
+                    sx.partition.shard, sx.Param, sx.partition.specs, extend.layouts, extend.align
+                    partition.inventory.walk(other)
+                    return getattr(other, "_metadata", None), getattr(other, "__dict__")
             """
         )
     )
@@ -163,9 +236,13 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Source:
 def test_private_imports_are_found(source: Source) -> None:
     assert private_imports(source) == {
         "shardax._core.frames.local",
+        "shardax._core.variable",
+        "shardax.extend.layouts",
+        "shardax.partition.inventory",
+        "shardax.partition.specs",
         "shardax.partition.rules.assign",
     }
 
 
 def test_private_attributes_are_found(source: Source) -> None:
-    assert private_attributes(source) == {"_frame", "_value"}
+    assert private_attributes(source) == {"_frame", "_metadata", "_value"}

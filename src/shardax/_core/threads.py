@@ -15,9 +15,9 @@ holds which, and for how long:
 - An eager read of an array holds none. It finds the old array or the new one; one that was donated
   meanwhile is deleted, and raises ``DonationError``.
 - Who reads a lazy value holds ``lazy_lock`` until it is computed, which may take long.
-- Nothing is held while a function is traced or compiled. (JAX lets a call wait for another thread's
-  trace of the same program, so what is traced must wait for no lock. Inside of a transform, copies
-  belong to one thread.)
+- Nothing is held while a function is traced; nor while it is compiled, once there is a second
+  thread. (JAX lets a call wait for another thread's trace of the same program, so what is traced
+  must wait for no lock. Inside of a transform, copies belong to one thread.)
 
 So calls that write wait for each other, and so do eager steps. Neither waits for the other while a
 program runs: a host callback of the program may be such a step, in a thread of XLA that the call

@@ -15,8 +15,14 @@ first looks up its *stand-in*, the Variable that the transform made for it (``_h
 ``_core.frames``), so the same code works whether a Variable was passed in or is reached through a
 closure. Outside of transforms a Variable stands for itself.
 
-What a value may be is in ``_core.values``. One that is *lazy* is computed on its first read; who
-computes it, when and where, and what threads do then, is in ``_core.init.lazy``.
+A read (``value``) finds the stand-in, computes a value that is *lazy* (``_read``), and refuses an
+array that was donated. Who else computes a lazy value, when, on which devices, and what threads do
+then, is in ``_core.init.lazy``.
+
+A write (``_write``) finds the stand-in, and refuses what is locked, or would be lost in a trace
+(``_core.frames``). Once a second thread has used shardax, it is made under a lock, and refused if
+another thread has written since this one read (``_core.threads``). What a value may be, and what
+the ways to write keep of it, is in ``_core.values``.
 """
 
 from __future__ import annotations
@@ -46,7 +52,7 @@ from shardax._core.graph.paths import Path, PyTree
 from shardax._core.graph.pytrees import register_variable
 from shardax._core.graph.static import Metadata
 from shardax._core.init.lazy import Init, LazyValue, is_pending, materialize
-from shardax._core.object import Object, epoch
+from shardax._core.object import Encode, Object, epoch
 from shardax._core.threads import Stamp, check_unwritten, in_one_step, local, note_read, note_write
 from shardax._core.variable_metadata import check_rank, checked_entries, new_metadata, out_of_box
 
@@ -442,7 +448,7 @@ class Variable(ArrayLike, Object, Generic[T], metaclass=_VariableType):
         """Returns a Variable of a frame with the present value of this one."""
         return self._make(self._read(), self._metadata, frame)
 
-    def _flatten(self, encode: object) -> VariableDef:
+    def _flatten(self, encode: Encode) -> VariableDef:
         return VariableDef(type(self), self._metadata)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:

@@ -160,10 +160,12 @@ class FlatCall:
         )
 
         # Of a leaf in a container the path of its argument.
-        starts = (flat.leaf_paths, [(label,) for label in self._call.labels])
+        starts: list[Any] = [flat.leaf_paths, [(label,) for label in self._call.labels]]
+        starts.append({name: (name,) for name in arguments.plain_named})
         self.paths: list[Path] = []
-        for part, key, *_ in leaf_paths(treedef):
-            self.paths.append((key,) if part == 2 else starts[part][key])
+        for path in leaf_paths(treedef):
+            part: Any = path[0]
+            self.paths.append(starts[part][path[1]])
 
     @staticmethod
     def static_keys(

@@ -35,6 +35,7 @@ from shardax import (
 )
 from shardax._files import PathNotFoundError
 from shardax.cli import inputs
+from shardax.cli.planned import PlannedRun
 from shardax.cli.runs import KERNEL_KINDS, RunSettings, TextCodec, read_settings, write_settings
 from shardax.extend import format_path, mesh_text
 from shardax.models.generation import max_positions_of
@@ -52,7 +53,7 @@ _SIZES = ("batch_size", "seq_len", "steps", "learning_rate")  # of a preset, or 
 # Of one process.
 PLACES = ("coordinator", "processes", "process", "start_timeout", "verbose_processes")
 _MAY_DIFFER = ("out", "resume", "fallback", "override", "mesh", "rules", "devices", "zero")
-_MAY_DIFFER += ("timings", "stop_within", *PLACES)
+_MAY_DIFFER += ("timings", "stop_within", "plan", *PLACES)
 _DECIDES = {"preset": ("model", "eval_batches")}  # the settings that an option alone decides
 
 
@@ -70,6 +71,9 @@ class Train:
     # FILE.toml:NAME one of its layouts), whose mesh is used unless --mesh is given; a JSON file; or
     # module:name of rules.
     rules: str | None = None
+    # A plan, written by shardax plan --json: train in its best layout (with PLAN.json:NAME in that
+    # one), unless --rules or --mesh say another, and hold the run against it at the end.
+    plan: str | None = None
     # Split the optimizer's state over the mesh axis data too, so that each device holds and updates
     # its part of it.
     zero: bool = False
@@ -136,10 +140,14 @@ class Train:
         """Runs the command; returns the exit status."""
         inputs.check_values(vars(self))
         timings = _Timings() if self.timings else None
+        planned = None if self.plan is None else PlannedRun.read(self.plan)
         self._join()
         if self.out.exists() and not self.out.is_dir():
             raise inputs.CommandError(f"--out {self.out}: it is no folder.")
-        settings = self._resumed(read_settings(self.out)) if self.resume else self._fresh()
+        fresh = self._fresh(planned)
+        settings = self._resumed(read_settings(self.out), fresh) if self.resume else fresh
+        if planned is not None:
+            planned.check_sizes(settings)
         if settings.zero and not settings.mesh:
             raise inputs.CommandError(
                 "--zero splits the optimizer's state over the mesh axis data, but there is no "
@@ -173,7 +181,10 @@ class Train:
             if timings is not None:
                 timings.prepared()
                 how["display"] = timings.display
-            return run.run(**how, verbose_processes=self.verbose_processes)
+            status = run.run(**how, verbose_processes=self.verbose_processes)
+            if planned is not None and status == 0 and is_main:
+                planned.hold_against(self.out)
+            return status
 
     def _join(self) -> None:
         """Becomes one of several processes, if asked to."""
@@ -187,9 +198,11 @@ class Train:
                 self.coordinator, self.processes, self.process, timeout=self.start_timeout
             )
 
-    def _fresh(self) -> RunSettings:
+    def _fresh(self, planned: PlannedRun | None) -> RunSettings:
         preset = inputs.find_preset(self.preset)
         named_rules = None if self.rules is None else inputs.load_rules(self.rules)
+        if named_rules is None and planned is not None and not self.mesh:
+            named_rules = planned.named_rules
         own_mesh = "" if named_rules is None else mesh_text(named_rules.mesh or (), ",")
         sizes: dict[str, Any] = {
             name: getattr(preset if getattr(self, name) is None else self, name) for name in _SIZES
@@ -212,8 +225,8 @@ class Train:
             **sizes,
         )
 
-    def _resumed(self, saved: RunSettings) -> RunSettings:
-        fresh, default = self._fresh(), Train()
+    def _resumed(self, saved: RunSettings, fresh: RunSettings) -> RunSettings:
+        default = Train()
         differing = [
             (option.name, getattr(self, option.name))
             for option in fields(self)

@@ -22,7 +22,6 @@ import functools
 import math
 import secrets
 from collections.abc import Generator, Iterator, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import jax
@@ -58,7 +57,6 @@ from shardax.models.prompts import TokenMask, TokenRows, read_rows, warn_of_padd
 from shardax.models.words import refuses_other_words
 from shardax.nn.attention.dot_product import AttentionKernel
 from shardax.partition import current_rules, resolve_mesh
-
 
 _OPTIONS = Options(GenerationError)
 
@@ -230,7 +228,7 @@ def generate(
         forced_start=_forced_starts(texts, rows, context),
         forced_end=np.int32(-1 if texts.forced_end is None else texts.forced_end),
     )
-    steps = _Steps(model, rows, max_new_tokens, filters, settings, kernels(attention=attention))
+    steps = _Steps(model, rows, max_new_tokens, filters, settings, attention)
     steps.set_inputs(context)
     if cache_dtype is not None:
         steps.set_cache_dtype(cache_dtype)
@@ -254,9 +252,9 @@ class _Steps:
         limit: int,
         filters: _Filters,
         settings: _Settings,
-        kernel_scope: AbstractContextManager[object],
+        attention: AttentionKernel | None,
     ) -> None:
-        self.kernel_scope = kernel_scope
+        self.attention: AttentionKernel | None = attention
         self.model = model if hasattr(model, "make_cache") else _uncached(model)
         self.rows, self.limit, self.filters, self.settings = rows, limit, filters, settings
         self.cache_options: dict[str, Any] = {}
@@ -282,7 +280,7 @@ class _Steps:
         """Returns the added tokens, -1 after a row's end."""
         if self.limit == 0:
             return np.zeros((len(self.rows), 0), np.int32)
-        with self.kernel_scope, self._scope():
+        with kernels(attention=self.attention), self._scope():
             cache, progress = self._start()
             if self.limit > 1:
                 _, progress = self._advance(cache, progress, self.limit)
@@ -293,7 +291,7 @@ class _Steps:
         cache: Any = None
         progress: Any = None
         for step in range(self.limit):
-            with self.kernel_scope, self._scope():
+            with kernels(attention=self.attention), self._scope():
                 if step == 0:
                     cache, progress = self._start()
                 else:
@@ -316,7 +314,10 @@ class _Steps:
 
     def _start(self) -> tuple[Any, _Progress]:
         """Reads the prompts and samples the first token."""
-        length, room = _bucket(max(row.size for row in self.rows)), _bucket(self.limit)
+        longest, room = max(row.size for row in self.rows), _bucket(self.limit)
+        # A token alone, such as the start of an EncoderDecoder's text, is computed once and not
+        # sixteen times.
+        length = 1 if longest == 1 else _bucket(longest)
         tokens = np.zeros((len(self.rows), length), np.int32)
         mask = np.zeros(tokens.shape, bool)
         for place, row in enumerate(self.rows):
@@ -575,8 +576,7 @@ def _host(x: jax.Array) -> np.ndarray:
 
 def _bucket(size: int) -> int:
     """Returns the length that rows are padded to, so that few programs serve all lengths."""
-    # One token, such as the start of an EncoderDecoder's text, would be computed sixteen times.
-    return 1 if size == 1 else max(16, 1 << (size - 1).bit_length())
+    return max(16, 1 << (size - 1).bit_length())
 
 
 def _as_inputs(model: Any, inputs: Any, mask: TokenMask) -> _Inputs | None:

@@ -20,8 +20,8 @@ def inside_a_program() -> GenerationError:
     """Returns the error of a call that is traced."""
     return GenerationError(
         "generate was called while a function is traced, such as by sx.jit or jax.jit. It runs two "
-        "compiled programs and returns NumPy arrays of different lengths, so call it outside. For a "
-        "loop of one's own, within a program, there is model.make_cache."
+        "compiled programs and returns NumPy arrays of different lengths, so call it outside. For "
+        "a loop of one's own, within a program, there is model.make_cache."
     )
 
 
@@ -37,8 +37,8 @@ def table_of_a_tokenizer(names: Sequence[str]) -> GenerationError:
 def misfit_of_mask(name: str, mask: Sequence[int], tokens: Sequence[int]) -> GenerationError:
     """Returns the error of a mask that is not of the tokens' shape."""
     return GenerationError(
-        f"{name} has the shape {tuple(mask)}, but the tokens have the shape {tuple(tokens)}. A mask "
-        f"has one entry for each token: True, or 1, for the real ones."
+        f"{name} has the shape {tuple(mask)}, but the tokens have the shape {tuple(tokens)}. A "
+        f"mask has one entry for each token: True, or 1, for the real ones."
     )
 
 
@@ -53,8 +53,8 @@ def mask_of_ragged_rows(name: str) -> GenerationError:
 def no_boolean_mask(name: str, dtype: object, example: object) -> GenerationError:
     """Returns the error of a mask of other values than true and false."""
     return GenerationError(
-        f"{name} has the dtype {dtype} and the value {example!r}. It has True, or 1, for real tokens "
-        f"and False, or 0, for padding; of an additive mask give mask == 0."
+        f"{name} has the dtype {dtype} and the value {example!r}. It has True, or 1, for real "
+        f"tokens and False, or 0, for padding; of an additive mask give mask == 0."
     )
 
 

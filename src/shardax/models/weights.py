@@ -263,8 +263,8 @@ def save_pretrained(
     Kernels that were read from MXFP4 are written as the numbers that they are, with a warning.
 
     ``generation_config.json`` is written where ``model.generation_config`` says more than
-    ``config.json``. The compute dtype and dropout are no part of what is written. In a run of several processes all must call
-    it, and the first writes.
+    ``config.json``. The compute dtype and dropout are no part of what is written. In a run of
+    several processes all must call it, and the first writes.
 
     Args:
         model: A ``Transformer``, ``DualEncoder``, ``EncoderDecoder`` or ``ConvNeXt``, such as

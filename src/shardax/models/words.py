@@ -40,7 +40,7 @@ OTHER_WORDS: dict[str, dict[str, str]] = {
     },
     "from_pretrained": {
         "torch_dtype": "dtype; it is the compute dtype, and param_dtype that of the parameters",
-        "device_map": "mesh, with rules; without it all is on one device",
+        "device_map": "mesh; rules say how it is split, and without a mesh all is on one device",
         "attn_implementation": "attention",
         "quantization_config": "no option: sx.quantize(model, 'int8') behind it; quantized files "
         "are read as they are, or as numbers with dequantize=True",
@@ -110,7 +110,8 @@ def _told(name: str, names: Sequence[str], words: Mapping[str, str]) -> str:
     """Returns what is said of one option that a function has not."""
     word = words.get(name)
     if word is None:
-        return f"{name} is unknown.{did_you_mean(name, names)}".removesuffix(".")
+        hint = did_you_mean(name, names).strip()
+        return f"{name} is unknown" + (f" ({hint})" if hint else "")
     if word.startswith("no option"):
         return f"{name} is {word.replace('no option', 'no option here', 1)}"
     ours, _, note = word.partition("; ")

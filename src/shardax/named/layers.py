@@ -19,7 +19,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.nn.initializers import Initializer
 
 from shardax import Module, Param, Rngs
 from shardax.errors import PartitionError
@@ -39,6 +38,7 @@ from shardax.nn import arithmetic, parameters
 from shardax.nn.embedding import look_up
 from shardax.nn.errors import LayerConfigError, LayerInputError
 from shardax.nn.masks import as_mask
+from shardax.nn.parameters import Initializer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -326,7 +326,7 @@ class _Normalization(Module):
     scale: Param | None
     bias: Param | None = None
     _centred = False
-    _direct_inputs = frozenset({"mask"})  # as of nn's norms
+    direct_inputs = frozenset({"mask"})  # as of nn's norms
 
     def _declare(
         self,

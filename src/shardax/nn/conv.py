@@ -16,7 +16,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.nn.initializers import Initializer
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardax import Module, Rngs, Variable
@@ -25,6 +24,7 @@ from shardax.nn import parameters
 from shardax.nn.arithmetic import add_bias, as_array, at_least_float32, cast_all, take_precision
 from shardax.nn.errors import LayerConfigError
 from shardax.nn.linear import numbered
+from shardax.nn.parameters import Initializer
 from shardax.partition import resolve_mesh
 
 Padding = str | int | Sequence[int | tuple[int, int]]

@@ -18,12 +18,12 @@ from typing import Any, Self
 
 import jax
 import numpy as np
-from jax.nn.initializers import Initializer
 
 from shardax import Module, Rngs
 from shardax.nn import parameters
 from shardax.nn.arithmetic import add_bias, as_array, cast_all, einsum, take_precision
 from shardax.nn.errors import LayerConfigError
+from shardax.nn.parameters import Initializer
 
 _TERM = r"[A-Za-z]*(?:\.\.\.)?[A-Za-z]*"
 _FORM = re.compile(f"({_TERM}),({_TERM})->({_TERM})")

@@ -8,11 +8,11 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.nn.initializers import Initializer
 
 from shardax import Module, Rngs
 from shardax.nn import parameters
 from shardax.nn.arithmetic import as_array, contract, take_features, take_precision
+from shardax.nn.parameters import Initializer
 
 
 class Linear(Module):

@@ -15,7 +15,6 @@ from typing import Any, Literal, NamedTuple, get_args
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.nn.initializers import Initializer
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from shardax import Init, Intermediate, Module, Rngs, iter_modules
@@ -28,6 +27,7 @@ from shardax.nn.linear import Linear
 from shardax.nn.masks import as_mask
 from shardax.nn.mlp import Activation, find_activation
 from shardax.nn.parameters import (
+    Initializer,
     as_axes,
     as_size,
     canonical_dtype,

@@ -24,7 +24,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.nn.initializers import Initializer
 
 from shardax import BatchStat, Init, Module, Param, Rngs
 from shardax._parallel.kernels import against_arrays, is_choosing, normalized, rows_split
@@ -39,6 +38,7 @@ from shardax.nn.arithmetic import (
 )
 from shardax.nn.errors import LayerConfigError, LayerInputError
 from shardax.nn.masks import as_mask
+from shardax.nn.parameters import Initializer
 
 
 class _Norm(Module):
@@ -47,7 +47,7 @@ class _Norm(Module):
     scale: Param | None
     bias: Param | None = None
     # The mask of a ``Sequential`` is mostly one of attention, which says something else.
-    _direct_inputs = frozenset({"mask"})
+    direct_inputs = frozenset({"mask"})
     _scale_offset = 0.0  # added to the scale
 
     def _take_options(
@@ -462,7 +462,7 @@ class BatchNorm(_Norm):
         [0.0, 2.0]
     """
 
-    _direct_inputs = frozenset()
+    direct_inputs = frozenset()
 
     def __init__(
         self,

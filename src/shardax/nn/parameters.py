@@ -14,13 +14,12 @@ its input and its parameters, by JAX's own promotion.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.nn.initializers import Initializer
 
 from shardax import Init, Param, Rngs
 from shardax.extend import Options, check_rngs
@@ -33,6 +32,9 @@ IGNORE_INDEX = -100
 """The target that losses and metrics leave out, as in PyTorch and Hugging Face."""
 
 AxisNames = tuple[str | None, ...]
+Initializer = Callable[..., Any]
+"""A function of a key, a shape and a dtype that returns an array, or a box around one."""
+
 Sizes = int | tuple[int, ...]
 
 

@@ -15,7 +15,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.nn.initializers import Initializer
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardax import Carry, Module, Rngs, scan
@@ -26,6 +25,7 @@ from shardax.nn.errors import LayerConfigError, LayerInputError
 from shardax.nn.linear import Linear
 from shardax.nn.masks import as_mask
 from shardax.nn.mlp import Activation, find_activation
+from shardax.nn.parameters import Initializer
 
 
 def _orthogonal_gates(

@@ -31,6 +31,7 @@ from shardax.partition import findings
 from shardax.partition.assignment import (
     UNCONSTRAINED,
     AxisAssignment,
+    DimensionName,
     Names,
     SpecEntry,
     assign,
@@ -224,7 +225,7 @@ class ResolvedRules:
             yield findings.passed_over(path, loss, later_rule)
 
 
-def _rules_text(name: Any, assignment: AxisAssignment, rules: Rules) -> str:
+def _rules_text(name: DimensionName, assignment: AxisAssignment, rules: Rules) -> str:
     """Returns the chosen rules of one dimension as text."""
     names = name if isinstance(name, tuple) else (name,)
     chosen = [rules.pairs[assignment.chosen[each]] for each in names if each in assignment.chosen]

@@ -12,12 +12,12 @@ The spec of an array comes about in this order. Each step names the function to 
    taken is *passed over*. A rule whose name has its rule already is not looked at.
 3. ``ResolvedRules.spec`` (``resolved.py``) makes the spec of the chosen rules. A mesh axis that the
    mesh does not have is left out. Sizes change nothing: a dimension that cannot be cut into equal
-   parts is an error, and its entry stays.
+   parts is an error, and its entry stays. Nor do the types of mesh axes, Auto or Explicit.
 
-An override of one leaf comes before all of these (``overrides.py``): rules are put before the
+An override of one leaf comes before all of these (``tree/overrides.py``): rules are put before the
 others in step 2, and a spec or sharding takes the place of all steps (``explicit_spec`` in
 ``entries.py``). Which rules and mesh a leaf of a tree has, among them those of its own box, is said
-in ``tree_layout.py``.
+in ``tree/layout.py``.
 
 Who says what, each as a list of ``Diagnostic``:
 
@@ -30,7 +30,7 @@ Who says what, each as a list of ``Diagnostic``:
 * ``shardax.check``, of a tree: both of these, the second only of rules that no array of the tree
   has chosen and without the mesh axes that no rule names. A rule that is not chosen and neither
   shadowed nor wrong is an ``unused-rule`` (info, or warning if it looks misspelt). See
-  ``unused_rules_of`` in ``tree_diagnostics.py``.
+  ``unused_rules_of`` in ``tree/diagnostics.py``.
 
 ``findings.py`` lists every code and severity. Two *policies* of the rules change step 2:
 ``on_conflict="error"`` makes a rule that is passed over an error, ``on_unmapped="error"`` a name
@@ -360,8 +360,7 @@ def _is_name_of_dimension(entry: object) -> bool:
 @functools.lru_cache(maxsize=1024)
 def identity_rules(names: Names) -> Rules:
     """Returns rules from each mesh axis to itself."""
-    mesh_axes = [axis for name in names for axis in mesh_axes_of(name)]
-    return Rules([(axis, axis) for axis in mesh_axes if isinstance(axis, str)])
+    return Rules([(axis, axis) for axis in strings(names)])
 
 
 def map_to_themselves(rules: Rules) -> bool:

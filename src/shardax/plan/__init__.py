@@ -25,6 +25,8 @@ from shardax.plan.records import Provenance as Provenance
 from shardax.plan.records import TimeBand as TimeBand
 from shardax.plan.report.explanation import diff as diff
 from shardax.plan.report.explanation import explain as explain
+from shardax.plan.report.measured import RunCheck as RunCheck
+from shardax.plan.report.measured import check_run as check_run
 from shardax.plan.rules_file import NamedRules as NamedRules
 from shardax.plan.rules_file import named_rules as named_rules
 from shardax.plan.rules_file import read_rules as read_rules

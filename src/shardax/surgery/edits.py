@@ -14,7 +14,6 @@ from typing import Any, NamedTuple, Self
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.nn.initializers import Initializer
 
 from shardax import Dict, Init, Module, Param, Rngs, Selection, Variable, jvp, merge, select, split
 from shardax.errors import SelectionError
@@ -45,7 +44,7 @@ from shardax.nn.einsum import Einsum, Equation
 from shardax.nn.embedding import Embed, look_up
 from shardax.nn.linear import Linear
 from shardax.nn.moe import MoE
-from shardax.nn.parameters import as_size, lecun_normal, zeros
+from shardax.nn.parameters import Initializer, as_size, lecun_normal, zeros
 from shardax.nn.quantization import QuantizedKernel
 
 Adaptable = Linear | Einsum | ConvBase | MoE | Embed | NamedLinear

@@ -27,11 +27,11 @@ from shardax._core.explain.variable_errors import deleted_read
 from shardax._core.frames import Blocked, Frame, resolve
 from shardax._core.graph.definitions import VariableDef
 from shardax._core.graph.flatten import ChildDecoder, GraphWalk
-from shardax._core.graph.paths import PyTree
+from shardax._core.graph.paths import Path, PyTree
 from shardax._core.graph.stacked_values import form_of, form_text, part_of, with_part
 from shardax._core.graph.static import Metadata
 from shardax._core.init.lazy import LazyValue
-from shardax._core.object import Object, epoch
+from shardax._core.object import Encode, Object, epoch
 from shardax._core.threads import local
 from shardax._core.values import is_abstract, is_deleted
 from shardax._core.variable import Variable
@@ -43,7 +43,7 @@ VIEW_LOCK = (
 )
 
 
-def view(source: Any, index: int, shared: Container[Any] = ()) -> Any:
+def view(source: Object, index: int, shared: Container[Object] = ()) -> Any:
     """Returns the view of one part of a stacked object.
 
     Args:
@@ -73,7 +73,7 @@ def view(source: Any, index: int, shared: Container[Any] = ()) -> Any:
 # --- views of Variables ---------------------------------------------------------------------------
 
 
-def _view_of_variable(parent: Any, index: int) -> Any:
+def _view_of_variable(parent: Variable, index: int) -> Any:
     plain_type = type(parent) if parent._parent is None else parent._plain
     new_view = object.__new__(_view_type(plain_type))
     new_view._parent = parent
@@ -174,7 +174,7 @@ class _ViewOfVariable:
         plain: Any = self._plain
         return _copied_view, (plain, plain.__getstate__(self))
 
-    def _flatten(self, encode: object) -> VariableDef:
+    def _flatten(self, encode: Encode) -> VariableDef:
         return VariableDef(self._plain, self._metadata)
 
     def _stand_in(self, frame: Frame) -> Any:
@@ -209,7 +209,7 @@ def _part_metadata(metadata: Metadata) -> Metadata:
 class _OneLevel(GraphWalk):
     """A walk that does not look into what it meets."""
 
-    def visit(self, item: Object, path: object) -> int:
+    def visit(self, item: Object, path: Path) -> int:
         """Returns the object's position."""
         if id(item) not in self.index:
             self.index[id(item)] = len(self.objects)
@@ -217,7 +217,7 @@ class _OneLevel(GraphWalk):
         return self.index[id(item)]
 
 
-def _fill(new_view: Any, source: Any, index: int, shared: Container[Any]) -> None:
+def _fill(new_view: Object, source: Object, index: int, shared: Container[Object]) -> None:
     """Gives a view what its original holds now."""
     # Later changes of the original advance the epoch, and so bring it here again.
     object.__setattr__(source, "_marked", True)
@@ -259,7 +259,7 @@ class _ViewReference(weakref.ref[Any]):
 _views: dict[tuple[int, int], _ViewReference] = {}
 
 
-def _remember(new_view: object, source: Object, index: int, shared: Container[Any]) -> None:
+def _remember(new_view: Object, source: Object, index: int, shared: Container[Object]) -> None:
     reference = _ViewReference(new_view, _forget)
     reference.key = (id(source), index)
     reference.source = source
@@ -268,7 +268,7 @@ def _remember(new_view: object, source: Object, index: int, shared: Container[An
 
 
 def _forget(
-    reference: Any,
+    reference: _ViewReference,
     # Bound here: globals are gone when the interpreter ends.
     views: dict[tuple[int, int], _ViewReference] = _views,
 ) -> None:
@@ -279,7 +279,7 @@ def _forget(
 # --- views in transforms --------------------------------------------------------------------------
 
 
-def block_parents(frame: Frame, variable: Any) -> None:
+def block_parents(frame: Frame, variable: Variable) -> None:
     """Has a frame that was given a view refuse the view's parents."""
     parent = variable._parent
     while parent is not None:
@@ -287,5 +287,5 @@ def block_parents(frame: Frame, variable: Any) -> None:
         parent = parent._parent
 
 
-def _refuse_parent(parent: object) -> None:
+def _refuse_parent(parent: Variable) -> None:
     raise errors.stack_of_passed_view(type(parent).__name__)

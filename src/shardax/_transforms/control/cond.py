@@ -3,13 +3,14 @@
 
 A call has these steps (``_BranchingCall.run``):
 
-1. All branches are traced, once each.
+1. All branches are traced, once each (``TracedFunction``). What one captures and writes becomes an
+   input, and the call starts again (``retry_captured`` in ``lift.engine``).
 2. Their *outcomes* are compared (``outcomes``): one program comes out of all branches, so they must
    agree in everything but numbers.
 3. One branch is run. A Variable that any branch writes leaves all of them; a branch that does not
    write it returns the value that it had.
-4. What the branch did is stored. What a branch captures and writes becomes an input, and the call
-   starts again (``engine.retry_captured``).
+4. What the branch did is stored (``LiftedCall.apply``). Nothing before writes to the caller's
+   objects.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import jax
 
+from shardax._core.array_ops import is_weakly_typed
 from shardax._core.graph.paths import Leaf, PyTree
 from shardax._core.variable import Variable
 from shardax._transforms.control import errors, numbers
@@ -249,13 +251,9 @@ def _to_common_type(array: Leaf, types: Sequence[Leaf], decision: numbers.Number
     """Returns an array in the type in which it leaves every branch, inside one."""
     # Shape and dtype agree. What may differ without meaning anything is whether JAX counts the
     # dtype as weak, and, in ``shard_map``, along which mesh axes the array is known to be the same.
-    is_weak_in_all = all(_is_weak(item) for item in types)
-    if _is_weak(array) and not is_weak_in_all:
+    is_weak_in_all = all(is_weakly_typed(item) for item in types)
+    if is_weakly_typed(array) and not is_weak_in_all:
         array = jax.lax.convert_element_type(array, jax.typeof(types[0]).dtype)
     for other in (*types, decision):
         array = vary_alike(array, other)
     return array
-
-
-def _is_weak(item: Leaf) -> bool:
-    return getattr(jax.typeof(item), "weak_type", False)

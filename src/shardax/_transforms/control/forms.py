@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType
 
 from shardax._core._jax import varying_axes
+from shardax._core.array_ops import is_weakly_typed
 from shardax._core.graph.differences import Difference, Text
 from shardax._core.graph.paths import Leaf, Path, PyTree
 from shardax._core.state.state import State
@@ -66,8 +67,7 @@ def _keeps_type(old: Leaf, new: Leaf) -> bool:
     if old_dtype == new_dtype:
         return True
     # What starts as a Python number takes the dtype of what the body makes of it, as in JAX.
-    is_weak = isinstance(old, (bool, int, float, complex)) or getattr(old, "weak_type", False)
-    return is_weak and jnp.result_type(old, new) == new_dtype
+    return is_weakly_typed(old) and jnp.result_type(old, new) == new_dtype
 
 
 def form_text(value: PyTree) -> Text:

@@ -60,7 +60,7 @@ from shardax._transforms.mapped.names import Params, check_metadata
 
 @decorator
 def scan(
-    function: Any = None,
+    function: Callable[..., PyTree] | None = None,
     *,
     in_axes: PyTree = (Carry, 0),
     out_axes: PyTree = (Carry, 0),
@@ -113,6 +113,7 @@ def scan(
         >>> same is total, float(total), rows.tolist()
         (True, 6.0, [0.0, 10.0, 30.0, 60.0])
     """
+    assert function is not None  # ``decorator`` makes a decorator without it
     check_unroll(unroll, "scan")
     if not isinstance(reverse, (bool, np.bool_)):
         raise TransformError(f"reverse of sx.scan is {reverse!r}; give True or False.")
@@ -247,7 +248,7 @@ class _ScanCall(AxisMappedCall):
                 item = item._replace(entry=0 if is_new else Carry)
             leaving.append(item)
 
-        *row, _ = self.stack(effects, leaving)  # the last list is carried
+        *row, _ = self.group_by_axis(effects, leaving)  # the last list is carried
         return effects.outputs, row
 
     def _check_changes(self, effects: RunEffects) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 import jax
 
 from shardax._core.graph.differences import part_text, parts_by_path, structure_differences
-from shardax._core.graph.paths import format_path
+from shardax._core.graph.paths import PyTree, format_path
 from shardax._core.graph.settings import SettingsKey
 from shardax._core.graph.static import Static, functions_in
 from shardax._transforms.lift.arguments import TreeTemplate, leaf_paths
@@ -92,17 +92,21 @@ def report_specialization(jit: Any, new: Any) -> None:
     _report(jit.function, min(differences, key=len))
 
 
-def report_trace(program: Any, earlier: Sequence[object], signature: object) -> None:
+def report_trace(
+    program: Any, earlier: Sequence[Sequence[PyTree]], signature: Sequence[PyTree]
+) -> None:
     """Reports that a specialization is traced for other types than before."""
     new = _named_types(program, signature)
-    differences = []
-    for old in (_named_types(program, signature_before) for signature_before in earlier):
-        pairs = [(n, old.get(n, "absent"), new.get(n, "absent")) for n in dict.fromkeys(old | new)]
-        differences.append([f"{n}: {was} -> {now}" for n, was, now in pairs if was != now])
+    differences: list[list[str]] = []
+
+    for earlier_signature in earlier:
+        old = _named_types(program, earlier_signature)
+        changes = [f"{name}: {old[name]} -> {new[name]}" for name in new if old[name] != new[name]]
+        differences.append(changes)
     _report(program.function, min(differences, key=len))
 
 
-def _named_types(program: Any, signature: Sequence[Any]) -> dict[str, str]:
+def _named_types(program: Any, signature: Sequence[PyTree]) -> dict[str, str]:
     """Returns the type of every array by its path, for messages."""
     types_by_name: dict[str, str] = {}
     for name, value in zip(program.input_names, signature, strict=True):
@@ -152,11 +156,13 @@ def _argument_differences(old: Any, new: Any) -> list[str]:
 def _functions_made_anew(old: Any, new: Any) -> list[str]:
     """Describes which functions, of the same code, are others than before."""
     before = parts_by_path(old.graphdef, old.names)
-    reasons = []
+    reasons: list[str] = []
+
     for path, part in parts_by_path(new.graphdef, new.names).items():
         values = [item.value for item in (before.get(path), part) if isinstance(item, Static)]
         if len(values) < 2:
             continue
+
         pairs = zip(*map(functions_in, values), strict=False)
         names = [now.__qualname__ for was, now in pairs if was is not now]
         reasons += [f"{format_path(path)}: the function {name} (made anew)" for name in names[:1]]
@@ -213,11 +219,15 @@ def _settings_changes(where: str, was: object, now: object) -> list[str]:
 def _closure_changes(where: str, was: object, now: object) -> list[str]:
     """Describes what two functions of one ``def`` close over differently."""
     first, second = (item.value if isinstance(item, Static) else item for item in (was, now))
+
+    # Functions inside of partials and tuples.
     if isinstance(first, functools.partial) and isinstance(second, functools.partial):
         return _closure_changes(where, first.func, second.func)
     if isinstance(first, tuple) and isinstance(second, tuple) and len(first) == len(second):
         pairs = enumerate(zip(first, second, strict=True))
         return [line for i, pair in pairs for line in _closure_changes(f"{where}[{i}]", *pair)]
+
+    # Two functions of one ``def``: what each of its cells holds.
     if not (isinstance(first, types.FunctionType) and isinstance(second, types.FunctionType)):
         return []
     if first.__code__ is not second.__code__:

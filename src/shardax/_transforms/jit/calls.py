@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from shardax._core import threads
 from shardax._core._jax import Tracer
@@ -155,8 +156,9 @@ class CachedCall:
         "_epoch",
         "_kept",
         "_leaves",
-        "_placement",
+        "_placed",
         "_roots",
+        "_watched",
         "_written",
         "_written_positions",
         "effects",
@@ -180,7 +182,10 @@ class CachedCall:
         self._written_positions: Sequence[int] = ()
         # Called, each returns a root.
         self._roots: list[Callable[[], Any]] = [lambda root=root: root for root in graph.roots]
-        self._placement: Placement | None = None
+        # Variables that belong somewhere, by position; what they held when they were last there,
+        # and the mesh that specs meant.
+        self._watched: dict[int, Variable] = {}
+        self._placed: tuple[list[int], Mesh | None] | None = None
 
     # --- a steady call ----------------------------------------------------------------------------
 
@@ -197,8 +202,8 @@ class CachedCall:
         """
         if self._epoch != epoch.current or (self.settings and have_changed(self.settings)):
             raise NeedsSlowCall
-        if self._placement is not None:
-            self._placement.restore()
+        if self._placed is not None:
+            self._restore_places()
 
         kept = [variable._value for variable in self._kept]
         if not self.specialization.donated:
@@ -208,7 +213,8 @@ class CachedCall:
         if len(donated) == len(self.specialization.donated):
             return kept + arrays, donated
 
-        kept_arrays, donated_arrays = self.specialization.partition_arrays(arrays)
+        first = self.specialization.variable_count
+        kept_arrays, donated_arrays = self.specialization.partition(arrays, first)
         return kept + kept_arrays, donated + donated_arrays
 
     def run(self, kept: list[Leaf], donated: list[Leaf]) -> tuple[Any, ...]:
@@ -297,17 +303,27 @@ class CachedCall:
         layouts = self.specialization.layouts
         if layouts.place_variables:
             # The program returns what it writes where that belongs.
-            watched = {
+            self._watched = {
                 position: variable
                 for position, variable in enumerate(self._leaves)
                 if layouts.has_place(position) and position not in effects.written
             }
-            self._placement = Placement(self.specialization, watched)
+            self._placed = ([], None)
 
     def note_placed(self) -> None:
-        """Notes that the slow way has moved the Variables."""
-        if self._placement is not None:
-            self._placement.note_placed()
+        """Notes that the Variables are where they belong."""
+        if self._placed is None:
+            return
+        values = [id(variable._value) for variable in self._watched.values()]
+        self._placed = (values, self.specialization.layouts.mesh_of_specs())
+
+    def _restore_places(self) -> None:
+        """Moves Variables back, where they were given other values, or specs mean another mesh."""
+        placed = self._placed
+        self.note_placed()
+        if placed != self._placed:
+            self.specialization.layouts.place(self._watched)
+            self.note_placed()
 
     def graph(self) -> InputGraph:
         """Returns the objects of the call, flattened anew, as an ``InputGraph``."""
@@ -346,30 +362,3 @@ def _are_unusable(kept: Sequence[Leaf], donated: Sequence[Leaf], error: Exceptio
     deleted = [has_deleted(value) for value in donated]
     has_begun = all(deleted) and isinstance(error, jax.errors.JaxRuntimeError)
     return any(deleted) and not has_begun
-
-
-class Placement:
-    """Variables that belong somewhere, and what they held when they were last there."""
-
-    def __init__(self, specialization: Specialization, variables: Mapping[int, Variable]) -> None:
-        self._specialization = specialization
-        self._variables = variables
-        self._values: list[int] = []
-        self._mesh: jax.sharding.Mesh | None = None
-
-    def restore(self) -> None:
-        """Moves Variables back, where they were given other values, or specs mean another mesh."""
-        layouts = self._specialization.layouts
-        mesh = layouts.mesh_of_specs()
-
-        if self._values != self._identities() or mesh is not self._mesh:
-            layouts.place(self._variables)
-            self.note_placed()
-
-    def note_placed(self) -> None:
-        """Notes that the Variables are where they belong."""
-        self._values = self._identities()
-        self._mesh = self._specialization.layouts.mesh_of_specs()
-
-    def _identities(self) -> list[int]:
-        return [id(variable._value) for variable in self._variables.values()]

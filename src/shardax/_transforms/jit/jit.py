@@ -11,18 +11,21 @@
    Variables of these objects.
 3. The lock of the call is taken, if it has one (see below).
 4. ``CachedCall.read`` compares one integer, the structure epoch, which every change of structure of
-   any object advances, and compares settings objects, if the Modules hold any. Then it reads the
-   array of each Variable into a list. This takes longer with more Variables.
+   any object advances, and compares settings objects, if the Modules hold any. Variables with a
+   declared sharding are moved back to it, if they were given other values. Then it reads the array
+   of each Variable into a list. This takes longer with more Variables.
 5. ``CachedCall.run`` calls one function of ``jax.jit``, on that list and the arrays of the
-   arguments. JAX looks at each array, in C++. This takes longer with more Variables.
+   arguments; if the function was traced for several shapes of these, it is found by them. JAX looks
+   at each array, in C++. This takes longer with more Variables.
 6. The function returns its result, the new arrays of the Variables that it wrote, and its
    ``Effects``, which say which these are. If they are the very object that the last run returned,
    this call does the same as the last one.
 7. ``CachedCall.store`` puts each new array into its Variable. This takes longer with more
    Variables that are written.
 
-No Module is walked, and no Variable is touched in another step. A function that changes structure,
-or returns objects, is steady up to 6; then ``CachedCall.apply`` flattens the objects.
+No Module is walked, and no Variable is touched in another step. A function that returns objects is
+steady up to 6; then ``CachedCall.apply`` flattens the objects. One that changes structure advances
+the epoch, so its next call is a slow one.
 
 **A slow call** is everything else (``jit.slow_call``): a first call, other objects, a call after a
 change of structure anywhere (one walk, and the next one is steady again), arrays of other shapes, a
@@ -44,8 +47,9 @@ call is not remembered: every call is traced anew, and meets what is there then.
 
 **Locks**, of which there are two for the whole process (``_core.threads``): from 3 to 7, a call
 that writes Variables holds ``call_lock``, and one that donates holds ``write_lock`` as well. A call
-that only reads holds none, nor does an eager read of an array. Nothing is traced or compiled under
-a lock. Which lock a call holds is decided by what its traces did (``Specialization.lock``).
+that only reads holds none, nor does an eager read of an array. Nothing is traced under a lock, nor
+compiled, once there is a second thread. Which lock a call holds say its options and what its traces
+did (``Specialization.lock``).
 
 If a step of the function or of JAX raises, ``store`` is not reached: the Variables hold what they
 held before, except that the arrays of a call that donates may be gone.
@@ -63,22 +67,21 @@ from shardax._core.graph.paths import Leaf, Path, PyTree
 from shardax._core.graph.static import Static
 from shardax._core.object import Wrapper
 from shardax._core.threads import local
-from shardax._transforms.errors import StaticArgumentError
 from shardax._transforms.jit.abstract_eval import eval_shape
 from shardax._transforms.jit.bound import BoundJit, bound_jit
 from shardax._transforms.jit.cache import CompilationCache, cache_of
 from shardax._transforms.jit.calls import CallKey, flatten_call
-from shardax._transforms.jit.options import JitOptions, with_resolved_donation
+from shardax._transforms.jit.options import JitOptions, with_resolved_arguments
 from shardax._transforms.jit.programs import NeedsSlowCall
 from shardax._transforms.jit.slow_call import call_slowly, comparing
 from shardax._transforms.lift import arguments as inputs
 from shardax._transforms.lift.effects import LiftedOutputs
 from shardax._transforms.lift.entries import is_one_entry
 from shardax._transforms.lift.signatures import (
+    as_tuple,
     by_position,
     check_callable,
     parameter_name,
-    resolve_arguments,
 )
 from shardax._transforms.lift.transformed import takes_options
 
@@ -122,10 +125,9 @@ class Jit(PickledByName, Wrapper):
         check_callable(function, "jit")
         functools.update_wrapper(self, function, updated=())
         self.function = function
-        self.options = with_resolved_donation(options, function)
-        self.static_positions, self.static_names = resolve_arguments(
-            function, options.static_argnums, options.static_argnames, "static", StaticArgumentError
-        )
+        self.options = with_resolved_arguments(options, function)
+        self.static_positions = as_tuple(self.options.static_argnums)
+        self.static_names = as_tuple(self.options.static_argnames)
         self.memory = CompilationCache() if memory is None else memory
         self.specializations = self.memory.specializations
         self.calls = self.memory.calls

@@ -115,8 +115,8 @@ def check_compiler_options(options: object) -> None:
         raise errors.compiler_options_not_named(options)
 
 
-def with_resolved_donation(options: JitOptions, function: Callable[..., PyTree]) -> JitOptions:
-    """Returns the options with donated arguments both by position and by name."""
+def with_resolved_arguments(options: JitOptions, function: Callable[..., PyTree]) -> JitOptions:
+    """Returns the options with static and donated arguments both by position and by name."""
     donated, donated_names = resolve_arguments(
         function, options.donate_argnums, options.donate_argnames, "donate", DonationError
     )
@@ -129,7 +129,13 @@ def with_resolved_donation(options: JitOptions, function: Callable[..., PyTree])
     if both_names or both_positions:
         raise errors.static_and_donated(sorted(both_names) or sorted(both_positions))
 
-    return dataclasses.replace(options, donate_argnums=donated, donate_argnames=donated_names)
+    return dataclasses.replace(
+        options,
+        static_argnums=static,
+        static_argnames=static_names,
+        donate_argnums=donated,
+        donate_argnames=donated_names,
+    )
 
 
 # --- where arrays belong ----------------------------------------------------------------------
@@ -263,6 +269,27 @@ class Layouts:
         return specs
 
     # --- after a trace ----------------------------------------------------------------------------
+
+    def take_wanted(
+        self,
+        wanted: Sequence[jax.sharding.Sharding | None],
+        variables: Sequence[Variable],
+        written: Sequence[int],
+    ) -> bool:
+        """Takes where a ``shard_map`` wants Variables; returns whether one is somewhere else.
+
+        Only those count that are read alone and have no declared sharding.
+
+        Args:
+            wanted: Where each Variable is wanted, or None.
+            variables: The Variables.
+            written: Positions of those that are written.
+        """
+        for position, sharding in enumerate(wanted):
+            is_free = position not in written and self.of_variables[position] is None
+            if sharding is not None and is_free:
+                self.of_shard_map[position] = sharding
+        return any(self.is_off(position, variables[position]) for position in self.of_shard_map)
 
     def of_outputs(
         self,

@@ -170,12 +170,7 @@ _lock = threading.Lock()
 
 
 def shared_program(
-    jaxpr: ClosedJaxpr,
-    name: str,
-    in_tree: Hashable,
-    out_tree: Hashable,
-    options: Mapping[str, Any],
-    options_key: Hashable,
+    jaxpr: ClosedJaxpr, name: str, in_tree: Hashable, out_tree: Hashable, options: Mapping[str, Any]
 ) -> SharedProgram | None:
     """Returns the program of a jaxpr, made now or before.
 
@@ -185,7 +180,6 @@ def shared_program(
         in_tree: The structure of the other inputs.
         out_tree: The structure of the outputs: the result, written and new Variables.
         options: Options of ``jax.jit``.
-        options_key: What these compare by.
 
     Returns:
         The program; None where no other trace could ever have an equal one.
@@ -200,7 +194,7 @@ def shared_program(
         name,
         in_tree,
         out_tree,
-        options_key,
+        _key_of_options(options),
         context,
         tuple(str(variable.aval) for variable in opened.invars),
         len(opened.eqns),
@@ -227,6 +221,12 @@ def shared_program(
             if not programs:
                 del _programs[oldest]
     return program
+
+
+def _key_of_options(options: Mapping[str, Any]) -> Hashable:
+    """Returns what options of ``jax.jit`` compare by."""
+    leaves, treedef = jax.tree.flatten(dict(options), is_leaf=lambda entry: entry is None)
+    return (treedef, *((type(leaf), leaf) for leaf in leaves))
 
 
 def forget_program(program: SharedProgram) -> None:

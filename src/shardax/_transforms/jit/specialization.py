@@ -210,19 +210,12 @@ class Specialization:
 
     # --- inputs -----------------------------------------------------------------------------------
 
-    def partition(self, items: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """Returns (kept, donated) of items that stand for the inputs, or for Variables alone."""
+    def partition(self, items: Sequence[Any], first: int = 0) -> tuple[list[Any], list[Any]]:
+        """Returns (kept, donated) of items that stand for inputs, from a position on."""
         if not self.donated:
             return list(items), []
-        kept = [item for i, item in enumerate(items) if i not in self.donated]
-        donated = [item for i, item in enumerate(items) if i in self.donated]
-        return kept, donated
-
-    def partition_arrays(self, arrays: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """Returns (kept, donated) of the arrays in the arguments."""
-        first = self.variable_count
-        kept = [item for i, item in enumerate(arrays, first) if i not in self.donated]
-        donated = [item for i, item in enumerate(arrays, first) if i in self.donated]
+        kept = [item for i, item in enumerate(items, first) if i not in self.donated]
+        donated = [item for i, item in enumerate(items, first) if i in self.donated]
         return kept, donated
 
     def join(self, kept: Sequence[Any], donated: Sequence[Any]) -> list[Any]:
@@ -303,27 +296,25 @@ class Specialization:
         """
         self.used = next(_uses)
 
+        shapes = self._shapes_of(flat_inputs)
+        known = self._programs.get(shapes)
+        shared = None if tracing.is_inside else known
+        if isinstance(shared, SharedCall) and shared.accepts(flat_inputs):
+            return shared
+
         # Within other traces a program is part of theirs, and may be differentiated.
-        if tracing.is_inside:
+        if tracing.is_inside or isinstance(known, OwnCall):
             own = self.own(flat_inputs)
             self.trace(own, flat_inputs)
             return OwnCall(own)
 
-        shapes = self._shapes_of(flat_inputs)
-        known = self._programs.get(shapes)
-        if isinstance(known, SharedCall) and known.accepts(flat_inputs):
-            return known
-
         program = self._trace_and_share(flat_inputs)
-        if isinstance(known, OwnCall) or (
-            isinstance(known, SharedCall)
-            and isinstance(program, SharedCall)
-            and known.program is not program.program
-        ):
-            # The shapes do not tell dtypes, Variables of other types and settings of JAX apart. The
-            # function's own ``jax.jit`` does, from now on.
+        if program is None or (known is not None and known.program is not program.program):
+            # It cannot be shared. Or the shapes do not tell it apart from another one, since only
+            # dtypes, Variables of other types or settings of JAX differ: the function's own
+            # ``jax.jit`` does, from now on.
             program = OwnCall(self.own(flat_inputs))
-        elif isinstance(program, SharedCall) and isinstance(self.function, Functions):
+        elif isinstance(self.function, Functions):
             # JAX keeps a trace as long as the function that was traced. The jaxpr of a transform
             # may refer to what keeps its program (a ``custom_vjp``): neither would be freed.
             self._jit_for_traces().clear_cache()
@@ -332,15 +323,15 @@ class Specialization:
         self._only_call = program.call if len(self._programs) == 1 else None
         return program
 
-    def _trace_and_share(self, flat_inputs: FlatInputs) -> SharedCall | OwnCall:
-        """Returns the program of a new trace: one that is shared, or else the function's own."""
+    def _trace_and_share(self, flat_inputs: FlatInputs) -> SharedCall | None:
+        """Returns the shared program of a new trace; None if it cannot be shared."""
         traced = self.trace(self._jit_for_traces(), flat_inputs)
         outputs = traced.out_info
         effects = outputs[3]
 
         # The effects of a ``jax.Ref`` belong to one trace.
         if any(map(is_ref, (*jax.tree.leaves(flat_inputs), *traced.jaxpr.consts))):
-            return OwnCall(self.own(flat_inputs))
+            return None
 
         options = self._options_of_shared(effects, outputs)
         program = shared_program(
@@ -349,14 +340,13 @@ class Specialization:
             jax.tree.structure(flat_inputs),
             jax.tree.structure(outputs[:3]),
             options,
-            _key_of_options(options),
         )
         constants = constants_of(traced.jaxpr, flat_inputs)
         if program is None or constants is None:
-            return OwnCall(self.own(flat_inputs))
+            return None
         # Settings of JAX may be such that it keeps no trace (``jax_check_tracer_leaks``).
         if program.context is not current_context():
-            return OwnCall(self.own(flat_inputs))
+            return None
         return SharedCall(program, constants, effects, flat_inputs)
 
     def _options_of_shared(self, effects: Effects, outputs: tuple[PyTree, ...]) -> dict[str, Any]:
@@ -501,7 +491,10 @@ class Specialization:
 
             # Find where arrays belong.
             if tracing.moves_variables and frame.parent is None and not self._knows_shard_map:
-                self._note_shard_map(frame, copies, graph.leaves, effects.written)
+                self._knows_shard_map = True
+                wanted = [frame.wanted.get(id(copies[index])) for index in self.graphdef.leaves]
+                if self.layouts.take_wanted(wanted, graph.leaves, effects.written):
+                    raise engine.RetraceRequest
             if self.options.declares_shardings:
                 if self._own_tree not in (None, effects.tree_key):
                     raise engine.RetraceRequest(drops_program=True)
@@ -575,29 +568,6 @@ class Specialization:
                 return f"{a_kind_of(variable)} at {format_path(path)}"
         return describe_variable(variable)
 
-    def _note_shard_map(
-        self,
-        frame: CompiledFrame,
-        copies: Sequence[Object],
-        leaves: Sequence[Variable],
-        written: Sequence[int],
-    ) -> None:
-        """Notes where a ``shard_map`` wants Variables; asks for another trace once they are there.
-
-        Only those that are read alone and have no declared sharding.
-        """
-        self.layouts.of_shard_map = {}
-        for position, index in enumerate(self.graphdef.leaves):
-            sharding = frame.wanted.get(id(copies[index]))
-            is_free = position not in written and self.layouts.of_variables[position] is None
-            if sharding is not None and is_free:
-                self.layouts.of_shard_map[position] = sharding
-
-        self._knows_shard_map = True
-        for position in self.layouts.of_shard_map:
-            if self.layouts.is_off(position, leaves[position]):
-                raise engine.RetraceRequest
-
     def _find_emitted(self, result: PyTree, copies: Sequence[Object]) -> frozenset[int]:
         """Returns the positions of Variables that are outputs even if they are unchanged."""
         # The donated ones, and those in the result when its shardings are declared.
@@ -615,9 +585,3 @@ class Specialization:
             if id(copies[index]) in returned_ids
         )
         return self.donated_variables.union(returned)
-
-
-def _key_of_options(options: Mapping[str, Any]) -> Hashable:
-    """Returns what options of ``jax.jit`` compare by."""
-    leaves, treedef = jax.tree.flatten(dict(options), is_leaf=lambda entry: entry is None)
-    return (treedef, *((type(leaf), leaf) for leaf in leaves))

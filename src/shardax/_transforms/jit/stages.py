@@ -10,7 +10,7 @@ that it was compiled for, and writes state back.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, cast
 
 import jax
 from jax.sharding import Mesh
@@ -268,6 +268,11 @@ class Traced(_Stage):
 
     out_avals = _of_result("out_avals", "The result with an abstract value for each array.")
 
+    @property
+    def lifted_outputs(self) -> LiftedOutputs:
+        """The shapes of all that leaves the program, and its effects on objects."""
+        return LiftedOutputs(*self._stage.out_info[:3], self._source.effects)
+
     def lower(self, **options: object) -> Lowered:
         """Lowers to the compiler's input language; ``options`` as JAX's ``Traced.lower``."""
         return Lowered(self._source, self._stage.lower(**options))
@@ -335,7 +340,8 @@ class Compiled(_Stage):
         positional, by_name = self._with_owner(args, kwargs)
         arguments = specialization.options.split_arguments(positional, by_name, jit.path_of)
         labels = [label for _, label in jit.positional(len(positional))]
-        graph, names = input_graph(jit, arguments, labels)
+        # To type checkers it may be bound, since a ``Jit`` is a descriptor.
+        graph, names = input_graph(cast("Jit", jit), arguments, labels)
         self._check(arguments, graph, names)
         specialization.layouts.place(dict(enumerate(graph.leaves)), self._source.mesh)
         flat_inputs = specialization.read_inputs(graph, arguments)

@@ -13,7 +13,7 @@ two times:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jax.sharding import PartitionSpec
@@ -50,7 +50,7 @@ class AssignedPrefixes(NamedTuple):
 
 
 def assign(
-    function: Any,
+    function: Callable[..., PyTree],
     prefix: PyTree,
     args: Sequence[PyTree],
     kwargs: Mapping[str, PyTree],
@@ -90,7 +90,11 @@ def assign(
 
 
 def assign_by_name(
-    function: Any, prefix: PyTree, args: Sequence[PyTree], kwargs: Mapping[str, PyTree], option: str
+    function: Callable[..., PyTree],
+    prefix: PyTree,
+    args: Sequence[PyTree],
+    kwargs: Mapping[str, PyTree],
+    option: str,
 ) -> AssignedPrefixes | None:
     """Finds the prefix of every argument in a dict by parameter; None if it is no such dict."""
     if entries_by_name(function, prefix) is prefix:
@@ -105,7 +109,7 @@ def assign_by_name(
     return AssignedPrefixes(args, kwargs, prefixes, {name: prefix[name] for name in kwargs})
 
 
-def entries_by_name(function: object, prefix: PyTree) -> PyTree:
+def entries_by_name(function: Callable[..., PyTree], prefix: PyTree) -> PyTree:
     """Returns the entries of a dict by parameter as a list; any other prefix unchanged."""
     names = {parameter.name for parameter in parameters_of(function) or ()}
     is_by_name = type(prefix) is dict and prefix and names.issuperset(prefix)
@@ -222,13 +226,8 @@ class OutputEntries(NamedTuple):
     by_id: dict[int, tuple[Path, Any]]
     """(path, entry) of each Variable inside, by ``id``."""
 
-    labels: list[tuple[Path, Any]]
+    of_plain: list[tuple[Path, Any]]
     """(path, entry) of each plain leaf of the result; the path begins with "result"."""
 
     attached: frozenset[int]
     """``id`` of everything in the arguments."""
-
-    @property
-    def plain(self) -> list[Any]:
-        """The entry of each plain leaf of the result."""
-        return [entry for _, entry in self.labels]

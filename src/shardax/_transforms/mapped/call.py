@@ -139,12 +139,12 @@ class MappedCall(abc.ABC):
         outputs = outputs.without_written(appended)
 
         # The result.
-        results = zip(entries.labels, jax.tree.leaves(outputs.result), strict=True)
+        results = zip(entries.of_plain, jax.tree.leaves(outputs.result), strict=True)
         leaving = [LeavingValue("result", path, entry, value) for (path, entry), value in results]
 
         # Given Variables that were written, each with the entry that it came with.
         for position, value in zip(effects.written, outputs.written, strict=True):
-            path, entry = self._label(position)
+            path, entry = self._path_and_entry(position)
             leaving.append(LeavingValue("written", path, entry, value))
 
         # New Variables.
@@ -157,7 +157,7 @@ class MappedCall(abc.ABC):
 
         # What was appended to tuples of shared Variables.
         for position, items in appended.items():
-            path, entry = self._label(position)
+            path, entry = self._path_and_entry(position)
             leaving.append(LeavingValue("attached", path, entry, items))
         return RunEffects(context, outputs, appended, leaving)
 
@@ -176,7 +176,7 @@ class MappedCall(abc.ABC):
                 appended[position] = after[count:]
         return appended
 
-    def _label(self, position: int) -> tuple[Path, PyTree]:
+    def _path_and_entry(self, position: int) -> tuple[Path, PyTree]:
         """Returns the path and the entry of a given Variable."""
         return self.assignment.leaf_paths[position], self.assignment.leaves[position]
 
@@ -245,7 +245,9 @@ class AxisMappedCall(MappedCall):
         """See ``MappedCall.result_outside``: boxes have the mapped dimension again."""
         return self.names.leave(result, entries)
 
-    def stack(self, effects: RunEffects, leaving: Sequence[LeavingValue]) -> tuple[list[Leaf], ...]:
+    def group_by_axis(
+        self, effects: RunEffects, leaving: Sequence[LeavingValue]
+    ) -> tuple[list[Leaf], ...]:
         """Returns, inside a run, the arrays that leave it, each in the list of its axis.
 
         Args:

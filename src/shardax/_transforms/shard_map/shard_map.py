@@ -61,7 +61,7 @@ _CAPTURED_WRITE = (
 
 @decorator
 def shard_map(
-    function: Any = None,
+    function: Callable[..., PyTree] | None = None,
     *,
     mesh: AnyMesh | None = None,
     in_specs: PyTree,
@@ -118,6 +118,7 @@ def shard_map(
         >>> centred(seen, jnp.arange(4.0)).tolist(), float(seen)
         ([-1.5, -0.5, 0.5, 1.5], 1.5)
     """
+    assert function is not None  # ``decorator`` makes a decorator without it
     if isinstance(axis_names, str):
         raise errors.axis_names_is_text(axis_names)
     in_specs, out_specs = canonical(in_specs, "in_specs"), canonical(out_specs, "out_specs")

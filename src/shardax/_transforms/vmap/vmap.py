@@ -23,7 +23,7 @@ axis 0 if it differs between batch elements.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -50,13 +50,13 @@ _CAPTURED_WRITE = (
 
 @decorator
 def vmap(
-    function: Any = None,
+    function: Callable[..., PyTree] | None = None,
     *,
     in_axes: PyTree = 0,
     out_axes: PyTree = 0,
-    axis_name: Any = None,
+    axis_name: Hashable = None,
     axis_size: int | None = None,
-    spmd_axis_name: Any = None,
+    spmd_axis_name: Hashable = None,
     metadata: Mapping[str, Any] | None = None,
     batch: int | Batch | None = None,
 ) -> Any:
@@ -108,6 +108,7 @@ def vmap(
         >>> sx.vmap(lambda layer, x: layer(x), in_axes=(0, None))(five, jnp.ones(2)).shape
         (5, 3)
     """
+    assert function is not None  # ``decorator`` makes a decorator without it
     axis_size = dimension.as_count(axis_size, "axis_size")
     if isinstance(in_axes, str):
         in_axes = automatic_batch(in_axes, batch, axis_size)
@@ -196,7 +197,7 @@ class _VmapCall(AxisMappedCall):
 
         def leave(context: RunContext) -> tuple[list[Leaf], ...]:
             effects = self.record(context)
-            return self.stack(effects, self._settle_shared(effects.leaving, marker))
+            return self.group_by_axis(effects, self._settle_shared(effects.leaving, marker))
 
         positional, named = self.plain_tree.unflatten(plain)
         return self.call.run(values, positional, named, leave, graphdef=self.slice_graphdef)

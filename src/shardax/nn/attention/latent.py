@@ -21,7 +21,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.nn.initializers import Initializer
 
 from shardax import Cache, Init, Rngs
 from shardax._parallel.ring_attention import ring_axes
@@ -34,7 +33,7 @@ from shardax.nn.errors import LayerConfigError
 from shardax.nn.linear import Linear
 from shardax.nn.masks import as_mask
 from shardax.nn.normalization import RMSNorm
-from shardax.nn.parameters import as_axes, as_size, refuse_input
+from shardax.nn.parameters import Initializer, as_axes, as_size, refuse_input
 from shardax.nn.rope import Rope, Rotation, rotate
 
 

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.nn.initializers import Initializer
 
 from shardax import Module, Rngs, iter_variables
 from shardax._parallel.ring_attention import make_ring, ring_attention, ring_axes
@@ -38,7 +37,7 @@ from shardax.nn.dropout import Dropout
 from shardax.nn.errors import LayerConfigError, LayerInputError
 from shardax.nn.linear import Linear
 from shardax.nn.masks import as_mask
-from shardax.nn.parameters import as_axes, as_size, make_parameter, refuse_input, zeros
+from shardax.nn.parameters import Initializer, as_axes, as_size, make_parameter, refuse_input, zeros
 from shardax.nn.rope import PlacedRotation, Rope, Rotation, check_head_dim, rotate
 
 

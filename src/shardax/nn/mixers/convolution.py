@@ -18,7 +18,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.nn.initializers import Initializer
 
 from shardax import Module, Rngs
 from shardax.extend import align
@@ -26,7 +25,7 @@ from shardax.nn.arithmetic import add_bias
 from shardax.nn.attention.cache import laid_out
 from shardax.nn.linear import Linear
 from shardax.nn.mixers.cache import MixerInput, MixerState, RecurrentCache, RecurrentMixer
-from shardax.nn.parameters import as_axes, as_size, lecun_normal, make_parameter, zeros
+from shardax.nn.parameters import Initializer, as_axes, as_size, lecun_normal, make_parameter, zeros
 
 
 class ShortConvolution(RecurrentMixer):

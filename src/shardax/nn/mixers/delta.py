@@ -23,7 +23,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.nn.initializers import Initializer
 
 from shardax import Rngs
 from shardax.extend import Options
@@ -42,7 +41,7 @@ from shardax.nn.mixers.chunks import (
 )
 from shardax.nn.mixers.convolution import ChannelKernels
 from shardax.nn.mlp import Activation, find_activation
-from shardax.nn.parameters import as_axes, as_size, make_parameter
+from shardax.nn.parameters import Initializer, as_axes, as_size, make_parameter
 
 # What passes a short convolution before it is used.
 CONVOLVED = ("query", "key", "value")

@@ -29,7 +29,7 @@ from shardax._core.cross_process import PickledArray
 from shardax._core.graph.paths import PyTree
 from shardax._core.graph.static import Static
 from shardax._core.values import describe, same_value
-from shardax.partition.assignment import Names
+from shardax.partition.assignment import DimensionName, Names
 from shardax.partition.boxes import errors
 from shardax.partition.mesh import AnyMesh
 from shardax.partition.rules import Rules, identity_rules
@@ -152,6 +152,10 @@ class AxisMetadata(abc.ABC, Generic[T]):
         """Returns what a Variable made of this box keeps of it, for a slice of its values."""
         return self.remove_axis(index, params)
 
+    def _filtered_as(self) -> tuple[type, Mapping[str, PyTree]]:
+        """Returns the type, and the metadata besides axes, by which filters know the box."""
+        return type(self), {}
+
     def get_sharding(self, mesh: AnyMesh) -> NamedSharding:
         """Returns the ``NamedSharding`` of the value over a mesh.
 
@@ -273,7 +277,7 @@ def fitted(names: Names, rank: int) -> Names:
     return (*names, *(None,) * (rank - len(names)))
 
 
-def inserted(box: object, names: tuple[object, ...], index: int, name: object) -> tuple[Any, ...]:
+def inserted(box: AxisMetadata[Any], names: Names, index: int, name: DimensionName) -> Names:
     """Returns the names with one inserted; negative positions count from the new end.
 
     A place after the last name is reached by None for the dimensions before it.
@@ -286,7 +290,7 @@ def inserted(box: object, names: tuple[object, ...], index: int, name: object) -
     return (*names[:position], name, *names[position:])
 
 
-def without(box: Any, names: tuple[object, ...], index: int, name: object) -> tuple[Any, ...]:
+def without(box: AxisMetadata[Any], names: Names, index: int, name: DimensionName) -> Names:
     """Returns the names with one removed: the inverse of ``inserted``."""
     if len(names) <= index < getattr(box.value, "ndim", 0):  # the last dimensions have no names
         names = fitted(names, index + 1)

@@ -69,6 +69,10 @@ class VariableBox(LogicallyPartitioned[T]):
         fields.update(changes)
         return type(self)(**fields)
 
+    def _filtered_as(self) -> tuple[type, Mapping[str, PyTree]]:
+        """Returns the type and the metadata of the Variable that it was made of."""
+        return self.variable_type, self.entries.entries
+
     def add_axis(self, index: int, params: Mapping[Any, PyTree]) -> Self:
         """Returns the box with a new dimension's name, as has the box among its entries."""
         renamed = super().add_axis(index, params)

@@ -33,7 +33,7 @@ class VariableLayout(NamedTuple):
 
 
 def layout_of_variable(
-    axes: tuple[object, ...] | None, entries: Mapping[str, object], value: object
+    axes: Names | None, entries: Mapping[str, object], value: object
 ) -> VariableLayout | None:
     """Returns the layout of a Variable made of a box; None of others.
 

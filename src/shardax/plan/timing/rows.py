@@ -269,7 +269,7 @@ def _chip(row: Row) -> Hardware:
 _DEVELOPERS = (
     (("torchtitan",), "pytorch-compile"),
     (("mosaicml", "llm-foundry", "internlm", "nanotron"), "pytorch"),
-    (("ai-hypercomputer", "maxtext", "axlearn", "levanter", "easydel", "pytorch/xla"), "xla"),
+    (("ai-hypercomputer", "maxtext", "pytorch/xla"), "xla"),
     (("nvidia", "nemo", "megatron", "bigscience", "moe-modelzoo"), "megatron"),
     (("pytorch",), "pytorch"),
     (("jax",), "xla"),

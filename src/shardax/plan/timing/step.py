@@ -18,6 +18,7 @@ from shardax.plan.timing.kernels import Kernels, Links, both
 from shardax.plan.timing.transformer import Recompute, TrainingStep, TransformerShape
 
 _HIDDEN_TENSOR = 0.9  # of the collectives of a tensor axis that are split on purpose
+_COMPILED_FIGURES = ("passes", "layer_launch", "expert_launch")
 _MASTER_BYTES = 30  # of a parameter that Adam reads and writes, gradient and copy included
 
 
@@ -68,7 +69,11 @@ class LayerModel:
 
     def figure(self, name: str) -> float:
         """Returns a figure of the software."""
-        return self.figures[f"{self.software}.{name}"]
+        # A TPU runs compiled programs, whoever wrote them: no host launches their kernels.
+        software = self.software
+        if self.chip.kind == "tpu" and name in _COMPILED_FIGURES:
+            software = "xla"
+        return self.figures[f"{software}.{name}"]
 
     @property
     def hides_gradients(self) -> bool:

@@ -39,7 +39,7 @@ class ExpectedTime:
 
     Attributes:
         seconds: Of the step.
-        low: Lower end of the band that holds nine measured steps of ten.
+        low: Lower end of the band, whose width is that of errors on sources that were not fitted.
         high: Its upper end.
         parts: Seconds by what takes them.
 
@@ -62,17 +62,41 @@ class ExpectedTime:
 
 
 def band_of(
-    parts: StepParts, figures: Mapping[str, float], *, sparse: bool = False
+    parts: StepParts,
+    figures: Mapping[str, float],
+    *,
+    sparse: bool = False,
+    is_known: bool = True,
+    says_overlap: bool = False,
 ) -> ExpectedTime:
-    """Returns the sum of parts with its band."""
+    """Returns the sum of parts with its band.
+
+    Args:
+        parts: Seconds of the step by part.
+        figures: Figures of the time model.
+        sparse: Whether the model has experts.
+        is_known: Whether the software is known, which has measured steps.
+        says_overlap: Whether the step says of all its collectives what they run beside.
+
+    Returns:
+        The expected time.
+    """
     by_part = dataclasses.asdict(parts)
     seconds = sum(by_part.values())
-    shares = [by_part[name] / seconds if seconds else 0.0 for name in _UNSURE]
-    widths = [figures[f"band.{name}"] * share for name, share in zip(_UNSURE, shares, strict=True)]
-    if sparse:
-        widths.append(figures["band.sparse"])
-    width = math.exp(math.hypot(figures["band.base"], *widths))
-    return ExpectedTime(seconds, seconds / width, seconds * width, parts)
+    most = figures["band.unknown"]
+    if not is_known:
+        width = most
+    elif says_overlap:
+        width = figures["band.said"]
+    else:
+        shares = [by_part[name] / seconds if seconds else 0.0 for name in _UNSURE]
+        widths = [
+            figures[f"band.{name}"] * share for name, share in zip(_UNSURE, shares, strict=True)
+        ]
+        if sparse:
+            widths.append(figures["band.sparse"])
+        width = min(most, math.hypot(figures["band.known"], *widths))
+    return ExpectedTime(seconds, seconds / math.exp(width), seconds * math.exp(width), parts)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import numpy as np
@@ -74,7 +74,7 @@ class LeafInfo(NamedTuple):
     """One value of a tree, as layouts see it."""
 
     path: Path
-    axes: Names | None  # one name per dimension; of a box there may be fewer or more
+    axes: Names | None  # one per dimension, unchecked; of a box there may be fewer or more
     arrays: tuple[ArrayInfo, ...]  # of its value, in the order of leaves
     treedef: Any  # of the value; None for the usual value of one array, and for a box
     variable: Variable | None  # as seen from the current frame
@@ -218,6 +218,7 @@ class TreeInventory:
         self.subtrees = [self._add_subtree(path, value) for path, value in subtrees]
 
     def _add_subtree(self, path: Path, value: object) -> Subtree:
+        """Adds the leaves of a subtree, by the kind of value that it is."""
         if isinstance(value, Variable):
             return Subtree(value, path, (self._add_variable(path, value),), None)
 
@@ -266,10 +267,12 @@ class TreeInventory:
         origins: list[Origin | None] = [None for _ in self.leaves]
         for subtree in self.subtrees:
             origins_below = subtree.origins or {}
-            for path_below, index in zip(origins_below or ((),), subtree.leaves, strict=False):
+            paths_below = tuple(origins_below) or ((),)
+            for path_below, index in zip(paths_below, subtree.leaves, strict=False):
                 paths[index].append((*subtree.path, *path_below))
                 origins[index] = origins[index] or origins_below.get(path_below)
 
+            # A Variable of a Module that is reached by more paths than one.
             if isinstance(subtree.value, Object) and not isinstance(subtree.value, Variable):
                 for position, path_below in alias_paths(flatten(subtree.value).graphdef):
                     paths[subtree.leaves[position]].append((*subtree.path, *path_below))
@@ -313,17 +316,17 @@ def _leaf_of(
         return _leaf_of_box(path, value, variable)
 
     arrays, treedef, own_axes = _arrays_of(path, value)
-    axes = metadata.axes if own_axes is None else own_axes
+    axes = cast("Names | None", metadata.axes if own_axes is None else own_axes)
 
     # Names of dimensions that transforms added, before those that an array knows itself.
     mapped_axes = metadata.entries.get(MAPPED_AXES)
     if mapped_axes is not None:
-        arrays = tuple(
-            info._replace(
-                axes=with_mapped_axes(mapped_axes, info.axes or (None,) * len(info.shape))
-            )
-            for info in arrays
-        )
+        arrays_with_axes: list[ArrayInfo] = []
+        for info in arrays:
+            own_names = info.axes or (None,) * len(info.shape)
+            names = with_mapped_axes(mapped_axes, own_names)
+            arrays_with_axes.append(info._replace(axes=names))
+        arrays = tuple(arrays_with_axes)
         if len(arrays) == 1:
             axes = arrays[0].axes
 
@@ -374,7 +377,7 @@ def _leaf_of_box(path: Path, value: Any, variable: Variable | None) -> LeafInfo:
 
     return LeafInfo(
         path,
-        check_axes(names),
+        cast("Names | None", check_axes(names)),
         arrays,
         treedef=None,
         variable=variable,
@@ -392,14 +395,12 @@ def _origin_of(leaf: LeafInfo) -> Origin:
     if leaf.box is None:
         return Origin(Variable, EMPTY)
 
-    # Those of a ``VariableBox`` are of the Variable that it was made of.
-    variable_type: Any = getattr(leaf.box, "variable_type", type(leaf.box))
-    metadata = getattr(leaf.box, "entries", EMPTY)
-    entries = metadata.entries if isinstance(metadata, Metadata) else {}
-    return Origin(variable_type, Metadata(leaf.axes, entries))
+    kind, entries = leaf.box._filtered_as()
+    return Origin(cast("Any", kind), Metadata(leaf.axes, entries))
 
 
 def _array_info(path: Path, value: Any) -> ArrayInfo:
+    """Returns the type of an array, of one that knows its names, or of a lazy value."""
     axes = axes_of(value)
     if axes is not None:
         (value,) = jax.tree.leaves(value)
@@ -414,7 +415,7 @@ def _array_info(path: Path, value: Any) -> ArrayInfo:
     return ArrayInfo(path, tuple(value.shape), value.dtype, is_weak, sharding, axes)
 
 
-def with_mapped_axes(mapped: Sequence[Any], own_names: Sequence[Any]) -> tuple[Any, ...]:
+def with_mapped_axes(mapped: Sequence[Any], own_names: Names) -> Names:
     """Returns names with those of mapped dimensions in front."""
     names = list(own_names)
     for index, mapped_name in enumerate(mapped[: len(names)]):
