@@ -117,22 +117,35 @@ class Kinds:
         node = getattr(binding, "node", None)
         if node is None:
             return OTHER if isinstance(getattr(builtins, binding.name, None), type) else None
-        parent = self.program.parents[node]
         if binding.name in self.program.hidden:
             return None
         if isinstance(node, cst.Param):
             return self._parameter(node)
-        return self._assigned(parent) if isinstance(node, cst.Name) else None
+        return self._assigned(node) if isinstance(node, cst.Name) else None
 
-    def _assigned(self, parent: cst.CSTNode) -> Kind | None:
-        """Returns the kind of what a target gets."""
+    def _assigned(self, target: cst.CSTNode) -> Kind | None:
+        """Returns the kind of what a target gets, also one of several: ``a, b = x, y``."""
+        parent = self.program.parents[target]
         if isinstance(parent, cst.AnnAssign):
             return self.of_class(parent.annotation.annotation)
         if isinstance(parent, cst.NamedExpr):
             return self.of(parent.value)
         if isinstance(parent, cst.AssignTarget):
             return self.of(cst.ensure_type(self.program.parents[parent], cst.Assign).value)
-        return None
+
+        row = self.program.parents[parent]
+        place = self.program.parents.get(row)
+        if not isinstance(row, cst.Tuple) or not isinstance(place, cst.AssignTarget):
+            return None
+        value = cst.ensure_type(self.program.parents[place], cst.Assign).value
+        values = value.elements if isinstance(value, cst.Tuple) else ()
+        elements = [*row.elements, *values]
+        if len(elements) != 2 * len(values) or any(
+            isinstance(e, cst.StarredElement) for e in elements
+        ):
+            return None
+        position = next(i for i, element in enumerate(row.elements) if element is parent)
+        return self.of(values[position].value)
 
     def _parameter(self, node: cst.Param) -> Kind | None:
         if node.annotation is not None:
@@ -202,13 +215,17 @@ class Kinds:
         for statement in self.program.all(cst.AssignTarget, cst.AnnAssign, cst.AugAssign):
             function, around = self._around(statement)
             code = name if function is None else f"self.{name}"
-            if around is owner and dotted(statement.target) == code:
-                yield self._assigned(statement)
+            targets = statement.target
+            elements = targets.elements if isinstance(targets, cst.Tuple) else ()
+            for target in [element.value for element in elements] or [targets]:
+                if around is owner and dotted(target) == code:
+                    yield self._assigned(target)
 
     def _around(self, node: cst.CSTNode) -> tuple[cst.CSTNode | None, cst.CSTNode | None]:
         """Returns the function and the class in which a node stands."""
         function = None
-        while (node := self.program.parents.get(node)) is not None:
+        while node in self.program.parents:
+            node = self.program.parents[node]
             if isinstance(node, cst.ClassDef):
                 return function, node
             function = node if isinstance(node, cst.FunctionDef) else function

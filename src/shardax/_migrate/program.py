@@ -127,7 +127,7 @@ class Program:
 
     def _line_of_binding(self, binding: metadata.BaseAssignment) -> int:
         node = getattr(binding, "node", None)
-        return self.line(node) if node in self.positions else 0
+        return self.line(node) if node is not None else 0
 
     def origin_of(self, node: cst.CSTNode) -> Origin | None:
         """Returns what a name with dots refers to."""
@@ -143,8 +143,9 @@ class Program:
     def certain(self, node: cst.CSTNode) -> str:
         """Returns the name of NNX that a node certainly is, else an empty text."""
         reference = self.by_node.get(node)
-        is_certain = reference is not None and not self.doubt(reference)
-        return reference.name if is_certain and reference.library == NNX else ""
+        if reference is None or reference.library != NNX or self.doubt(reference):
+            return ""
+        return reference.name
 
     def bound(self, name: str) -> Iterator[metadata.BaseAssignment]:
         """Yields every binding of a name, in all scopes."""
