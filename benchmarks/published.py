@@ -64,6 +64,12 @@ def predict_row(row: Row, figures: Mapping[str, float] | None = None) -> Predict
     }
 
 
+def read_rows(paths: Sequence[Path]) -> list[Row]:
+    """Returns the rows of files with one JSON object a line."""
+    lines = [line for path in paths for line in path.read_text(encoding="utf-8").splitlines()]
+    return [json.loads(line) for line in lines if line.strip()]
+
+
 def error_of(row: Row, prediction: Prediction, name: str = "seconds") -> float:
     """Returns the relative error of a prediction."""
     return abs(prediction[name] / row["step_seconds"] - 1)
@@ -289,7 +295,9 @@ def draw(rows: Sequence[Row], predictions: Sequence[Prediction], path: Path) -> 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the program."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--rows", required=True, type=Path, help="published steps, one JSON a line")
+    parser.add_argument(
+        "--rows", required=True, type=Path, nargs="+", help="published steps, one JSON a line"
+    )
     parser.add_argument("--json", type=Path, help="where the predictions go")
     parser.add_argument("--halves", action="store_true", help="train and test error apart")
     parser.add_argument("--fit", type=Path, help="file of figures that gets the fitted values")
@@ -297,8 +305,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--table", type=Path, help="table of measured steps that is written")
     parser.add_argument("--all", action="store_true", help="also rows that are not complete")
     options = parser.parse_args(arguments)
-    lines = options.rows.read_text(encoding="utf-8").splitlines()
-    rows: list[Row] = [json.loads(line) for line in lines if line.strip()]
+    rows = read_rows(options.rows)
     if options.json:
         names = ("id", "seconds", "low", "high", "memory_bytes", "skipped")
         predictions = [predict_row(row) for row in rows]

@@ -121,7 +121,7 @@ def test_settings_are_those_of_the_innermost_scope_and_part_of_jax_keys() -> Non
 
     with sx.parallel(microbatches=2):
         look(1.0), look(1.0)
-        with extend.settings_scope(microbatches=None):
+        with extend.ScopeSettings.scope(microbatches=None):
             look(1.0)
     assert traced == [2, None]
 

@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rooms above the core take public names and ``shardax.extend`` from it, and nothing private.
 
-A *private attribute* begins with one underscore. A file may read those of ``self`` and ``cls``, and
-those that it defines itself; what ``namedtuple`` and ``os`` call so is public.
+The core is reached in two ways. A name is imported, or is an attribute of an imported module
+(``partition.rules``), or a text says where it is (``import_module("shardax._core")``). A *private
+attribute* of an object begins with one underscore, and is read as such or by ``getattr`` and its
+like. A file may read those of ``self`` and ``cls``, and those that it defines itself; what
+others call so is not ours.
 """
 
 from __future__ import annotations
@@ -24,138 +27,12 @@ MOST_NAMES = 60
 
 CORE = {package.removesuffix(".py") for package in ROOMS["core"]} | {"face"}
 
-# What rooms still import of the insides of the core, and from where, until there is a better way.
-# Nothing is added.
-PRIVATE_IMPORTS: dict[str, set[str]] = {
-    "shardax._parallel.gradient_sums": {"shardax.partition.resolved.explicit_spec"},
-    "shardax._parallel.pipeline": {
-        "shardax._core._jax.outside_inner_regions",
-        "shardax._transforms.control.forms.abstract_eval",
-    },
-    "shardax.host.callback": {
-        "shardax._core._jax",
-        "shardax._core.array_ops.dtype_of",
-        "shardax._core.graph.definitions.VariableDef",
-        "shardax._core.graph.flatten.build",
-        "shardax._core.variable.ArrayAttribute",
-        "shardax._transforms.control.forms.vary_alike",
-        "shardax._transforms.lift.arguments.join_argument",
-        "shardax._transforms.lift.arguments.leaf_paths",
-        "shardax._transforms.lift.engine.LiftedCall",
-    },
-    "shardax.host.calls": {
-        "shardax._core.cross_process.PickledArray",
-        "shardax._core.cross_process.name_of",
-        "shardax._core.cross_process.reduced",
-    },
-    "shardax.host.export.exporting": {
-        "shardax._core.graph.definitions.VariableDef",
-        "shardax._core.graph.definitions.definition_paths",
-        "shardax._transforms.grad.custom_vjp.used_inputs",
-        "shardax._transforms.jit.jit.BoundJit",
-        "shardax._transforms.jit.specialization.Specialization",
-        "shardax._transforms.lift.arguments",
-        "shardax._transforms.lift.effects.Effects",
-        "shardax._transforms.lift.input_graph.InputGraph",
-        "shardax._transforms.lift.signatures.parameter_name",
-    },
-    "shardax.host.export.loading": {"shardax._core.variable"},
-    "shardax.host.export.signature": {"shardax._transforms.lift.arguments.leaf_paths"},
-    "shardax.host.host_function": {
-        "shardax._core.array_ops.is_differentiable",
-        "shardax._core.cross_process.PickledByName",
-        "shardax._core.frames.local",
-        "shardax._core.graph.flatten.flatten",
-        "shardax._transforms.control.forms.vary_alike",
-        "shardax._transforms.grad.differentiated.DiffArgument",
-        "shardax._transforms.grad.tangents.Tangents",
-        "shardax._transforms.lift.arguments.leaf_paths",
-        "shardax._transforms.lift.arguments.static_argument",
-        "shardax._transforms.lift.engine.LiftedCall",
-        "shardax._transforms.lift.frames.LateFrame",
-        "shardax._transforms.lift.signatures.resolve_arguments",
-        "shardax._transforms.lift.transformed.takes_options",
-    },
-    "shardax.host.pickling": {
-        "shardax._core.cross_process.landing_on",
-        "shardax._core.cross_process.reduced",
-        "shardax._core.graph.definitions.VariableDef",
-        "shardax._core.graph.definitions.definition_paths",
-        "shardax._core.graph.definitions.static_values",
-        "shardax._core.graph.flatten.flatten",
-    },
-    "shardax.models.weights": {
-        "shardax.partition.mesh.check_devices",
-        "shardax.partition.placement.ABSTRACT",
-    },
-    "shardax.named.array": {"shardax._core.object.ShownArray"},
-    "shardax.named.base": {"shardax._core.cross_process.packed"},
-    "shardax.named.layout": {
-        "shardax._core.graph.static.MAPPED_AXES",
-        "shardax.partition.inventory.with_mapped_axes",
-    },
-    "shardax.nn.parameters": {"shardax._core.init.boxed.announced"},
-    "shardax.nn.stack": {
-        "shardax._core.graph.flatten.GraphWalk",
-        "shardax._core.graph.stacked_values.stack_values",
-        "shardax._core.graph.stacking.stack_objects",
-        "shardax._core.graph.stacking.unstack_objects",
-        "shardax._core.graph.views.part_of",
-        "shardax._core.graph.views.view",
-        "shardax._transforms.lift.captures.objects_in",
-        "shardax._transforms.lift.captures.places_of",
-    },
-    "shardax.plan.inputs": {
-        "shardax.partition.inventory.ArrayInfo",
-        "shardax.partition.inventory.LeafInfo",
-        "shardax.partition.tree_layout.TreeLayout",
-    },
-    "shardax.plan.searching.dimensions": {
-        "shardax.partition.inventory.LeafInfo",
-        "shardax.partition.rules.check_names",
-    },
-    "shardax.train.checkpoint": {"shardax._core.values.refuse_deleted"},
-    "shardax.train.checkpoint_format": {
-        "shardax._core.graph.handlers.DICT",
-        "shardax._core.graph.handlers.LIST",
-        "shardax._core.graph.handlers.PLAIN",
-        "shardax._core.graph.handlers.handler_of",
-        "shardax._core.graph.handlers.has_parts",
-    },
-    "shardax.train.optimizer": {"shardax._core.graph.static.BOX_ENTRY"},
-    "shardax.train.optimizer_state": {"shardax.partition.reduced_states.dimensions_of_state"},
-    "shardax.train.pipeline.stages": {"shardax.partition.tree_layout.telling_once"},
-    "shardax.train.run_folder": {
-        "shardax._core.cross_process.PickledByName",
-        "shardax._core.object.Wrapper",
-    },
-    "shardax.train.trainer": {"shardax.partition.tree_layout.telling_once"},
-    "shardax.view.figures": {
-        "shardax._core.explain.drawing.Drawing",
-        "shardax._core.explain.drawing.draw",
-        "shardax._core.explain.drawing.leaf_text",
-        "shardax._core.explain.drawing.parameter_count",
-        "shardax._core.frames.owner_here",
-        "shardax._core.graph.flatten.build",
-        "shardax._core.object.Shown",
-        "shardax._core.variable.ArrayAttribute",
-    },
-}
-
-# Private attributes of other files' classes that rooms still read. Nothing is added.
-PRIVATE_ATTRIBUTES: dict[str, set[str]] = {
-    "shardax.host.export.exporting": {"_source", "_stage"},
-    "shardax.host.host_function": {"_value"},
-    "shardax.host.worker": {"_fail", "_lose", "_retries"},
-    "shardax.surgery.edits": {"_convolve", "_out_names", "_routed"},
-    "shardax.train.optimizer_state": {"_read", "_value"},
-    "shardax.view.figures": {"_make", "_places"},
-}
-
-PUBLIC_UNDERSCORES = {
+# Of others: what they call so is public, or there is no public way, as of iterators over data.
+NOT_OURS = {
     *("_asdict", "_field_defaults", "_fields", "_replace"),  # of named tuples
     "_exit",  # of os
     "_repr_html_",  # of notebooks
+    *("_ex_iterable", "_starting_state_dict"),  # of datasets
 }
 
 
@@ -182,14 +59,53 @@ def is_error(name: str) -> bool:
     return module == "shardax.errors" and hasattr(importlib.import_module(module), attribute)
 
 
+def is_inside_of_core(name: str) -> bool:
+    """Whether a dotted name is of the core, and not public."""
+    return name.split(".")[0] == "shardax" and home(name) in CORE and not is_public_name(name)
+
+
 def private_imports(source: Source) -> set[str]:
-    """The names that a file imports from the insides of the core."""
+    """The names of the insides of the core that a file imports, or reaches in another way."""
+    tree = source.tree
+    names = {found.name for found in source.imports}
+    names |= attributes_of_modules(tree)
+    names |= names_in_calls(tree)
+    return {name for name in names if is_inside_of_core(name)}
+
+
+def attributes_of_modules(tree: ast.Module) -> set[str]:
+    """The dotted names of attributes of imported modules of the package."""
+    module_of: dict[str, str] = {}
+    for node in ast.walk(tree):
+        match node:
+            case ast.Import(names=aliases):
+                module_of |= {alias.asname or alias.name: alias.name for alias in aliases}
+            case ast.ImportFrom(module=str(module), names=aliases):
+                for alias in aliases:
+                    module_of[alias.asname or alias.name] = f"{module}.{alias.name}"
+
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        steps: list[str] = []
+        while isinstance(node, ast.Attribute):
+            steps.insert(0, node.attr)
+            node = node.value
+        name = module_of.get(node.id, "") if isinstance(node, ast.Name) and steps else ""
+        while steps and name in face_modules():
+            name = f"{name}.{steps.pop(0)}"
+        names.add(name)
+    return names - {""}
+
+
+def names_in_calls(tree: ast.Module) -> set[str]:
+    """The dotted names under ``shardax._`` that a file has in arguments of calls, as texts."""
     return {
-        found.name
-        for found in source.imports
-        if found.name.split(".")[0] == "shardax"
-        and home(found.name) in CORE
-        and not is_public_name(found.name)
+        argument.value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call)
+        for argument in node.args
+        if isinstance(argument, ast.Constant) and isinstance(argument.value, str)
+        if argument.value.startswith("shardax._") and argument.value.replace(".", "").isidentifier()
     }
 
 
@@ -210,10 +126,20 @@ def own_names(tree: ast.Module) -> set[str]:
     return names
 
 
+# Functions that are told the name of an attribute.
+TAKES_NAMES = {
+    *("getattr", "setattr", "hasattr", "delattr", "attrgetter", "methodcaller"),
+    *("__getattribute__", "__setattr__", "__delattr__"),
+}
+
+
 def private_attributes(source: Source) -> set[str]:
     """The private attributes that a file reads of other files' classes."""
     found: set[str] = set()
-    for node in ast.walk(source.tree):
+    tree = source.tree
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            found |= named_attributes(node)
         if not isinstance(node, ast.Attribute) or not node.attr.startswith("_"):
             continue
         is_own = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
@@ -221,17 +147,29 @@ def private_attributes(source: Source) -> set[str]:
         is_dunder = node.attr.startswith("__")
         if not (is_own or is_super or is_dunder):
             found.add(node.attr)
-    return found - own_names(source.tree) - PUBLIC_UNDERSCORES
+    return found - own_names(tree) - NOT_OURS
+
+
+def named_attributes(call: ast.Call) -> set[str]:
+    """The private attributes that a call names by a text: ``getattr(variable, "_value")``."""
+    if ast.unparse(call.func).rpartition(".")[2] not in TAKES_NAMES:
+        return set()
+    texts = [each.value for each in call.args if isinstance(each, ast.Constant)]
+    return {
+        text
+        for text in texts
+        if isinstance(text, str) and text.startswith("_") and not text.startswith("__")
+    }
 
 
 def test_rooms_import_public_names_and_those_of_extend() -> None:
     found = {source.module: private_imports(source) for source in room_files()}
-    assert {module: names for module, names in found.items() if names} == PRIVATE_IMPORTS
+    assert {module: names for module, names in found.items() if names} == {}
 
 
 def test_rooms_read_no_private_attributes_of_other_files() -> None:
     found = {source.module: private_attributes(source) for source in room_files()}
-    assert {module: names for module, names in found.items() if names} == PRIVATE_ATTRIBUTES
+    assert {module: names for module, names in found.items() if names} == {}
 
 
 def test_extend_has_at_most_60_names_each_with_an_example() -> None:
@@ -269,7 +207,9 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Source:
     path.write_text(
         textwrap.dedent(
             """
-            from shardax import Module, partition
+            import importlib
+            import shardax as sx
+            from shardax import Module, extend, partition
             from shardax.errors import ModuleError
             from shardax.extend import Options
             from shardax.partition import Rules
@@ -282,6 +222,11 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Source:
                     self._own = local._frame
                 def __call__(self, other):
                     return other._own, other._value, self._value, other._replace(x=1)
+                def by_other_ways(self, other):
+                    importlib.import_module("shardax._core.variable")
+                    sx.partition.shard, sx.Param, sx.partition.specs, extend.layouts, extend.align
+                    partition.inventory.walk(other)
+                    return getattr(other, "_metadata", None), getattr(other, "__dict__")
             """
         )
     )
@@ -291,9 +236,13 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Source:
 def test_private_imports_are_found(source: Source) -> None:
     assert private_imports(source) == {
         "shardax._core.frames.local",
+        "shardax._core.variable",
+        "shardax.extend.layouts",
+        "shardax.partition.inventory",
+        "shardax.partition.specs",
         "shardax.partition.rules.assign",
     }
 
 
 def test_private_attributes_are_found(source: Source) -> None:
-    assert private_attributes(source) == {"_frame", "_value"}
+    assert private_attributes(source) == {"_frame", "_metadata", "_value"}

@@ -296,6 +296,7 @@ def test_wrong_inputs_of_generation_are_refused():
             call()
         assert says in str(caught.value)
     model.config = dataclasses.replace(model.config, start_token=None)
+    model.generation_config = None
     with pytest.raises(GenerationError, match="to begin with"):
         generate(model, inputs=[[1]], **options)
 

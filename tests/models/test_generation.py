@@ -170,14 +170,15 @@ def test_filters_keep_the_tokens_of_transformers() -> None:
     for name, (value, warper) in cases.items():
         kept = set(torch.isfinite(warper(value)(None, scores))[0].nonzero()[:, 0].tolist())
         options = {"max_new_tokens": 50, "temperature": 0.8, name: value}
-        rows = generate(Weights(*probabilities), [[0]] * 40, **options)
+        rows = generate(Weights(*probabilities), [[0]] * 40, **options, seed=0)
         assert 1 < len(kept) < 30 and {int(t) for row in rows for t in row[1:]} == kept
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0])
 def test_token_frequencies_follow_the_tempered_probabilities(temperature: float) -> None:
     share = np.array([0.5, 0.3, 0.2])
-    rows = generate(Weights(*share), [[0]] * 40, max_new_tokens=50, temperature=temperature)
+    options: dict[str, Any] = {"max_new_tokens": 50, "temperature": temperature, "seed": 0}
+    rows = generate(Weights(*share), [[0]] * 40, **options)
     drawn = np.concatenate([row[1:] for row in rows])
     expected = share ** (1 / temperature)
     found = np.bincount(drawn, minlength=3) / drawn.size
@@ -256,6 +257,7 @@ def sampled(model: Any, counts: tuple[int, ...] = (4, 1)) -> list[list[list[int]
     """Samples for some counts of prompts."""
     options: dict[str, Any] = {
         "max_new_tokens": 6, "top_k": 50, "top_p": 0.95, "min_p": 0.01, "repetition_penalty": 1.1,
+        "seed": 0,
     }  # fmt: skip
     return [
         lists(generate(model, rows, **options))

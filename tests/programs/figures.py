@@ -143,7 +143,7 @@ def figures() -> list[Figure]:
         # One story a file, of at most 600 lines, makes more of them: definitions beside the walk,
         # kinds of values beside Variables, effects beside the engine.
         *(
-            Figure(f"files on the way of {way}", len(files), aim=14, most=33)
+            Figure(f"files on the way of {way}", len(files), aim=14, most=29)
             for way, files in ways.items()
         ),
         # A search asks the model of time before and after it compiles.

@@ -77,6 +77,12 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
+def is_sharding_type_error(error: Exception) -> bool:
+    """Whether JAX asks for the layout of a result over Explicit mesh axes."""
+    # 0.10 to 0.12 have no public name for the class of this error.
+    return type(error).__name__ == "ShardingTypeError"
+
+
 def trace_state() -> Any:
     """Returns the token of the current trace."""
     # 0.10 to 0.12. The convention is the one that tells every trace from the others.

@@ -233,6 +233,11 @@ def dtype_of(array: AnyArray) -> np.dtype:
     return jnp.result_type(array) if dtype is None else dtype
 
 
+def is_weakly_typed(value: object) -> bool:
+    """Whether a value takes the dtype of the array beside it, as Python's numbers do."""
+    return isinstance(value, (bool, int, float, complex)) or getattr(value, "weak_type", False)
+
+
 def is_differentiable(array: AnyArray) -> bool:
     """Whether the dtype of an array has derivatives."""
     return jnp.issubdtype(dtype_of(array), jnp.inexact)

@@ -39,10 +39,17 @@ class Options:
         >>> options.choice("mode", "fast", ("exact", "approximate"))
         Traceback (most recent call last):
         ValueError: mode='fast' must be 'exact' or 'approximate'.
+        >>> extend.Options.is_integer(3), extend.Options.is_integer(True)
+        (True, False)
     """
 
     error: type[Exception]
     owner: str = ""  # named in texts where options of several meet, as "TrainerSettings"
+
+    @staticmethod
+    def is_integer(value: object) -> TypeGuard[int]:
+        """Returns whether a value is an integer of Python or NumPy, and no boolean."""
+        return is_integer(value)
 
     def check(self, name: str, value: object, fits: bool, expected: str, remedy: str = "") -> None:
         """Refuses the value of an option that does not fit."""

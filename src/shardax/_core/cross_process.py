@@ -6,7 +6,7 @@ at all, since a device belongs to one machine. So an array is written as its num
 and its sharding, which is a mesh and a spec; and a mesh as the names, sizes and types of its axes,
 and the numbers of its devices. It is restored as the first of these meshes that exists:
 
-1. the one that the reader gave (``landing_on``);
+1. the one that the reader gave (``PickledArray.landing_on``);
 2. one in scope with the same axes, names and sizes;
 3. one of the same devices, which is the same mesh in the process that wrote it;
 4. one of as many of the devices that there are.
@@ -46,7 +46,27 @@ _stand_ins: WeakValueDictionary[int, PickledArray] = WeakValueDictionary()
 
 
 class PickledArray:
-    """Stand-in for an array in a pickle, read back as an array."""
+    """Stand-in for an array in a pickle, read back as the array with its layout.
+
+    A class that holds arrays has stand-ins for them in what its ``__reduce__`` or ``__getstate__``
+    returns.
+
+    Args:
+        array: The array.
+
+    Attributes:
+        array: The array.
+
+    Example:
+        >>> import pickle, jax, jax.numpy as jnp
+        >>> from jax.sharding import NamedSharding, PartitionSpec
+        >>> from shardax import extend
+        >>> mesh = jax.make_mesh((2,), ("data",))
+        >>> x = jax.device_put(jnp.arange(4.0), NamedSharding(mesh, PartitionSpec("data")))
+        >>> pickled = pickle.dumps(extend.PickledArray.in_tree({"x": x}))
+        >>> pickle.loads(pickled)["x"].sharding.spec
+        P('data',)
+    """
 
     __slots__ = ("__weakref__", "array")
 
@@ -59,20 +79,38 @@ class PickledArray:
         # The stand-in keeps the array alive, so no other array has its id.
         return _stand_ins.setdefault(id(array), cls(array))
 
+    @classmethod
+    def in_tree(cls, tree: PyTree) -> PyTree:
+        """Returns a tree with stand-ins for its arrays.
+
+        Args:
+            tree: What is to be pickled.
+        """
+
+        def stand_in(leaf: object) -> object:
+            return cls.of(leaf) if isinstance(leaf, jax.Array) else leaf
+
+        return jax.tree.map(stand_in, tree)
+
+    @staticmethod
+    @contextlib.contextmanager
+    def landing_on(mesh: Mesh | None) -> Generator[None]:
+        """Sets the mesh over which arrays are laid out that are read in the block.
+
+        Args:
+            mesh: The mesh; None to find the one that each array had.
+        """
+        token = _landing.set(mesh)
+        try:
+            yield
+        finally:
+            _landing.reset(token)
+
     def __reduce__(self) -> Any:
         return reduced(self.array)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> jax.Array:
         return jnp.copy(self.array)
-
-
-def packed(value: PyTree) -> PyTree:
-    """Returns a tree to be pickled, with stand-ins for its arrays."""
-
-    def pack(leaf: object) -> object:
-        return PickledArray.of(leaf) if isinstance(leaf, jax.Array) else leaf
-
-    return jax.tree.map(pack, value)
 
 
 def reduced(array: jax.Array) -> tuple[Any, ...]:
@@ -167,16 +205,6 @@ def format_mesh(mesh: Any) -> str:
     return ", ".join(texts)
 
 
-@contextlib.contextmanager
-def landing_on(mesh: Mesh | None) -> Generator[None]:
-    """Sets the mesh over which unpickled arrays are laid out."""
-    token = _landing.set(mesh)
-    try:
-        yield
-    finally:
-        _landing.reset(token)
-
-
 def _reduce_mesh(mesh: Mesh) -> Any:
     devices = tuple((device.platform, device.id) for device in mesh.devices.flat)
     kinds = tuple(kind.name for kind in mesh.axis_types)
@@ -236,7 +264,26 @@ def _with_axes(mesh: Mesh, names: Sequence[str]) -> Mesh:
 
 
 class PickledByName:
-    """Base of decorated functions that are pickled by their name."""
+    """Base of decorated functions that are pickled by their name, where they have one.
+
+    Attributes:
+        function: The function inside.
+
+    Example:
+        >>> import functools, pickle, sys, types
+        >>> from shardax import extend
+        >>> class Logged(extend.PickledByName):
+        ...     def __init__(self, function):
+        ...         functools.update_wrapper(self, function)
+        ...         self.function = function
+        >>> def double(x):
+        ...     return 2 * x
+        >>> double.__module__ = "functions"
+        >>> functions = sys.modules["functions"] = types.ModuleType("functions")
+        >>> functions.double = Logged(double)
+        >>> pickle.loads(pickle.dumps(functions.double)) is functions.double
+        True
+    """
 
     # The function inside has that name too, but is not what the name means. What they run by is in
     # slots: ``functools.wraps`` may write all attributes of the instance, which are only shown.

@@ -215,29 +215,29 @@ def unlike_part(kind: str, part: str, given: str) -> ModuleError:
     )
 
 
-def shared_by_some_layers(kind: str, where: str, layers: Sequence[int]) -> ModuleError:
+def shared_by_some_layers(kind: str, path: Path, layers: Sequence[int]) -> ModuleError:
     """Returns the error of an object that some layers of a stack share, and others do not."""
     return ModuleError(
-        f"The layers of a stack must be alike, but the {kind} at {where} is one object in the "
-        f"layers {list(layers[:4])} and another in the rest. Share it between all layers, or "
-        f"between none."
+        f"The layers of a stack must be alike, but the {kind} at {format_path(path)} is one object "
+        f"in the layers {list(layers[:4])} and another in the rest. Share it between all layers, "
+        f"or between none."
     )
 
 
-def unlike_layers(number: int, where: str, difference: str) -> ModuleError:
+def unlike_layers(number: int, path: Path, difference: str) -> ModuleError:
     """Returns the error of a layer that differs from the first of a stack in structure."""
     return ModuleError(
-        f"The layers of a stack must be alike, but layers 0 and {number} differ at {where}: "
-        f"{difference}. Build every layer in the same way, with what differs in a Variable; or "
-        f"keep the layers in a list."
+        f"The layers of a stack must be alike, but layers 0 and {number} differ at "
+        f"{format_path(path)}: {difference}. Build every layer in the same way, with what differs "
+        f"in a Variable; or keep the layers in a list."
     )
 
 
-def unlike_layer_values(kind: str, where: str, first: str, number: int, other: str) -> ModuleError:
+def unlike_layer_values(kind: str, path: Path, first: str, number: int, other: str) -> ModuleError:
     """Returns the error of a layer whose value has another form than that of the first."""
     return ModuleError(
-        f"The layers of a stack must be alike, but the {kind} at {where} is {first} in layer 0 "
-        f"and {other} in layer {number}."
+        f"The layers of a stack must be alike, but the {kind} at {format_path(path)} is {first} in "
+        f"layer 0 and {other} in layer {number}."
     )
 
 

@@ -14,7 +14,8 @@ captured is each transform's own rule (``Frame.capture``).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Generator
 from typing import Any, NamedTuple, Self
 
 import jax
@@ -128,6 +129,17 @@ def is_ref(value: Any) -> bool:
     """Whether a value is a ``jax.Ref``, also one that is traced."""
     # Arrays are the usual case, and asking JAX about them takes longer.
     return type(value) is jax.Ref or (isinstance(value, _jax.Tracer) and isinstance(value, jax.Ref))
+
+
+@contextlib.contextmanager
+def outside_of_frames() -> Generator[None]:
+    """Runs a block as the caller of the outermost transform would."""
+    frame = local.frame
+    local.frame = None
+    try:
+        yield
+    finally:
+        local.frame = frame
 
 
 class PlainTrace(Frame):

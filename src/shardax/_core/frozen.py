@@ -18,15 +18,15 @@ hashable structure and nothing else.
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
-from typing import Any, NamedTuple, NoReturn, Self, TypeVar, cast
+from typing import Any, NamedTuple, NoReturn, Self, TypeVar
 
 import jax
 
 from shardax._core.array_ops import ArrayLike
 from shardax._core.errors import ModuleAttributeError
-from shardax._core.frames import owner_here
+from shardax._core.frames import kind_of, owner_here
 from shardax._core.graph.paths import Path, format_path
-from shardax._core.graph.static import Axes, Metadata, exact_key
+from shardax._core.graph.static import BOX_ENTRY, Axes, Metadata, exact_key
 from shardax._core.object import Placeholder, Shown
 from shardax._core.values import same_value, snapshot
 from shardax._core.variable import ArrayAttribute, Variable
@@ -47,10 +47,30 @@ class Origin(NamedTuple):
         >>> origin = sx.state(sx.List([kernel])).origins()[(0,)]
         >>> origin.variable_type.__name__, origin.axes, dict(origin.metadata)
         ('Param', ('in', 'out'), {'tag': 'frozen'})
+        >>> from shardax import extend
+        >>> extend.Origin.of(kernel) == origin
+        True
     """
 
     variable_type: type[Variable]
     all_metadata: Metadata
+
+    @classmethod
+    def of(cls, variable: Variable[Any]) -> Origin:
+        """Returns the type and the metadata of a Variable, of the transform around."""
+        return cls(type(variable), variable._here()._metadata)
+
+    def layout_metadata(self, axes: Axes) -> dict[str, Any]:
+        """Returns the metadata of another Variable that is laid out as this one is.
+
+        That is the names of its dimensions, and the box that this one was made of, if any, with its
+        rules and mesh.
+
+        Args:
+            axes: The names of the dimensions of the other Variable.
+        """
+        box = {BOX_ENTRY: self.metadata[BOX_ENTRY]} if BOX_ENTRY in self.metadata else {}
+        return {"axes": axes, **box}
 
     @property
     def axes(self) -> tuple[Any, ...] | None:
@@ -156,6 +176,11 @@ class FrozenVariable(Variable[T]):
         """The path by which the Variable finds its slot."""
         return self._frozen_metadata().label
 
+    @property
+    def labels(self) -> tuple[Path, ...]:
+        """The one label."""
+        return (self.label,)
+
     def freeze(self) -> Self:
         """Returns the value itself."""
         return self
@@ -182,13 +207,11 @@ class FrozenVariable(Variable[T]):
 
     def _mismatch_with(self, target: Variable) -> str | None:
         metadata = self._frozen_metadata()
-        target_type = target._flatten(None).type
-        expected = target.variable_type if isinstance(target, FrozenVariable) else target_type
-        if not issubclass(metadata.variable_type, expected):
+        if not issubclass(metadata.variable_type, target.variable_type):
             frozen_name = metadata.variable_type.__name__
-            return f"is a {target_type.__name__}, and given the frozen value of a {frozen_name}"
+            return f"is a {kind_of(target)}, and given the frozen value of a {frozen_name}"
 
-        labels = target._all_labels
+        labels = target.labels
         if metadata.label and labels and metadata.label not in labels:
             own_label, given_label = format_path(labels[-1]), format_path(metadata.label)
             return f"has the label {own_label}, given the frozen value of {given_label}"
@@ -238,12 +261,7 @@ class FrozenArray(FrozenVariable[T]):
 def frozen(variable: Variable, label: Path) -> FrozenVariable[Any]:
     """Returns the value of a Variable, frozen, under a label."""
     target = variable._here()
-    definition = target._flatten(None)
-    metadata = definition.metadata
-    variable_type = cast("type[Variable]", definition.type)
-    if isinstance(metadata, FrozenMetadata):
-        variable_type = metadata.variable_type
-
+    metadata, variable_type = target._metadata, target.variable_type
     frozen_type = FrozenArray if variable_type is ArrayAttribute else FrozenVariable
     frozen_metadata = FrozenMetadata(metadata.axes, metadata.entries, variable_type, label)
     return frozen_type._make(snapshot(target._value), frozen_metadata, owner_here())

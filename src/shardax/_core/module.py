@@ -131,6 +131,8 @@ class Module(Object):
     def __setattr__(self, name: str, value: object) -> None:
         if name in _RESERVED:
             raise errors.reserved_name(name)
+        if name == "__call__":
+            raise errors.call_of_instance(type(self))
 
         # Properties and other descriptors of the class come first, as for any object.
         descriptor = getattr(type(self), name, None)

@@ -50,7 +50,16 @@ class Shown:
 
 
 class ShownArray(Shown):
-    """Base of arrays, of which treescope draws the numbers (``treescope.render_array``)."""
+    """Base of arrays of one's own, which notebooks show as this library shows arrays.
+
+    treescope draws their numbers (``treescope.render_array``) by ``dims`` and ``data``.
+
+    Example:
+        >>> import shardax as sx
+        >>> from shardax import extend
+        >>> isinstance(sx.named.ones({"batch": 2}), extend.ShownArray)
+        True
+    """
 
     __slots__ = ()
 

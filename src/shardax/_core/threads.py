@@ -1,34 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Threads that share a model: what each has for itself, and which waits for which.
+"""Threads that share a model: which waits for which.
 
-Two locks keep values from being lost.
+There are two locks for the whole process, so it does not matter which model a call is for. What
+holds which, and for how long:
 
-``call_lock`` is held by a call of a compiled function that writes Variables or donates their
-arrays, from reading the values to storing the new ones (``_transforms.jit.jit``). So such calls
-wait for each other.
+- A call of a compiled function that *writes* Variables holds ``call_lock``, from reading the values
+  to storing the new ones. It takes ``write_lock`` besides while it stores.
+- A call that *donates* arrays holds both, as long.
+- A call that *only reads* holds none. If its arrays were donated before it ran, it is made again,
+  holding ``call_lock``. So does the first call of any function, of which nothing says yet whether
+  it writes.
+- An eager step that reads and writes (``v += 1``, ``v[i] = x``, a draw of a random key:
+  ``in_one_step``), or writes (``v.value = x``), holds ``write_lock``.
+- An eager read of an array holds none. It finds the old array or the new one; one that was donated
+  meanwhile is deleted, and raises ``DonationError``.
+- Who reads a lazy value holds ``lazy_lock`` until it is computed, which may take long.
+- Nothing is held while a function is traced; nor while it is compiled, once there is a second
+  thread. (JAX lets a call wait for another thread's trace of the same program, so what is traced
+  must wait for no lock. Inside of a transform, copies belong to one thread.)
 
-``write_lock`` is held by an eager step that reads and writes (``v += 1``, ``v[i] = x``, a draw of a
-random key: ``in_one_step``), by an eager write (``v.value = x``), and by a compiled call while it
-stores. So these wait for each other as well, but not for a compiled call that is running: a host
-callback of its program may be such a step, in a thread of XLA that the call waits for. A compiled
-call that finds at its end that a value was written eagerly since it read it stores nothing, and is
-made again. One that donates could not be, so it holds both locks.
+So calls that write wait for each other, and so do eager steps. Neither waits for the other while a
+program runs: a host callback of the program may be such a step, in a thread of XLA that the call
+waits for. A compiled call that finds at its end that a value was written eagerly since it read it
+stores nothing, and is made again; one that donates could not be, so it holds both locks.
 
-Nobody else waits: not a steady call that only reads (if its arrays were donated before it ran, it
-is made again, holding ``call_lock``, as is the first call of any function, of which nothing says
-yet whether it writes), not an eager read of an array (which may then find it deleted, and raises
-``DonationError``), and nothing while it is traced or compiled. (JAX lets a call wait for
-another thread's trace of the same program, so what is traced must wait for no lock. Inside of a
-transform, copies belong to one thread.)
+A thread that needs several takes ``call_lock``, ``write_lock`` and ``lazy_lock`` in this order.
 
 Where a thread itself reads first and writes later, ``v[...] = v + 1``, only the user could hold a
 lock around both. So such a write is *checked*: every write leaves a ``Stamp`` on the Variable, a
 thread remembers the stamps of the Variables that it read last, and the write is refused if another
 thread has written since. A process with one thread makes no stamps.
-
-``lazy_lock`` is held while a lazy value becomes real, which may take long. Whoever reads a lazy
-value waits for it, an eager read as well. A thread that needs
-several takes ``call_lock``, ``write_lock`` and ``lazy_lock`` in this order.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from shardax._core._jax import Tracer, is_prng_key
-from shardax._core.array_ops import ArrayLike
+from shardax._core.array_ops import ArrayLike, is_weakly_typed
 from shardax._core.errors import VariableValueError
 from shardax._core.explain import variable_errors as errors
 from shardax._core.frames import is_eager, is_ref
@@ -427,17 +427,15 @@ def fitted(
     if old.dtype == value.dtype or cast == "keep":
         return value, None
 
-    is_key = any(jnp.issubdtype(each.dtype, jax.dtypes.extended) for each in (old, value))
-    if is_key or not (cast or _is_weakly_typed(new, value, old.dtype)):
-        return None, f"has dtype {old.dtype}, given {value.dtype}"
+    problem = f"has dtype {old.dtype}, given {value.dtype}"
+    if any(jnp.issubdtype(each.dtype, jax.dtypes.extended) for each in (old, value)):
+        return None, problem  # random keys
+    if not cast:
+        is_number = is_weakly_typed(new) or is_weakly_typed(value)
+        if not is_number or jnp.result_type(new, old.dtype) != old.dtype:
+            return None, problem
 
     if isinstance(value, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(value.shape, old.dtype, sharding=value.sharding), None
     array = value.compute() if isinstance(value, LazyValue) else value
     return array.astype(old.dtype), None
-
-
-def _is_weakly_typed(new: PyTree, value: ArrayValue, dtype: DType) -> bool:
-    """Whether numbers of Python take a dtype in JAX's arithmetic."""
-    is_weak = isinstance(new, (int, float, complex)) or getattr(value, "weak_type", False)
-    return is_weak and jnp.result_type(new, dtype) == dtype

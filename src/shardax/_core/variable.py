@@ -28,7 +28,7 @@ import jax
 
 from shardax._core import threads, values
 from shardax._core.array_ops import ArrayLike
-from shardax._core.cross_process import packed
+from shardax._core.cross_process import PickledArray
 from shardax._core.explain import variable_errors as errors
 from shardax._core.frames import (
     READ_ONLY,
@@ -46,7 +46,7 @@ from shardax._core.graph.paths import Path, PyTree
 from shardax._core.graph.pytrees import register_variable
 from shardax._core.graph.static import Metadata
 from shardax._core.init.lazy import Init, LazyValue, is_pending, materialize
-from shardax._core.object import Object, epoch
+from shardax._core.object import Encode, Object, epoch
 from shardax._core.threads import Stamp, check_unwritten, in_one_step, local, note_read, note_write
 from shardax._core.variable_metadata import check_rank, checked_entries, new_metadata, out_of_box
 
@@ -355,6 +355,16 @@ class Variable(ArrayLike, Object, Generic[T], metaclass=_VariableType):
     # --- what is known without reading ------------------------------------------------------------
 
     @property
+    def variable_type(self) -> type[Variable]:
+        """The type that filters and slots know the Variable by."""
+        return type(self)
+
+    @property
+    def labels(self) -> tuple[Path, ...]:
+        """The paths under which ``unbind`` took the Variable out of trees, the latest last."""
+        return getattr(self, "_labels", ())
+
+    @property
     def is_lazy(self) -> bool:
         """Whether the value is still a recipe."""
         return isinstance(self._here()._value, LazyValue)
@@ -412,12 +422,7 @@ class Variable(ArrayLike, Object, Generic[T], metaclass=_VariableType):
         """
         from shardax._core.frozen import frozen  # a frozen value is a Variable: it stands above
 
-        return frozen(self, self._all_labels[-1] if self._all_labels else ())
-
-    @property
-    def _all_labels(self) -> tuple[Path, ...]:
-        """The labels under which ``unbind`` took the Variable out of trees, the latest last."""
-        return getattr(self, "_labels", ())
+        return frozen(self, self.labels[-1] if self.labels else ())
 
     @classmethod
     def _make(
@@ -437,7 +442,7 @@ class Variable(ArrayLike, Object, Generic[T], metaclass=_VariableType):
         """Returns a Variable of a frame with the present value of this one."""
         return self._make(self._read(), self._metadata, frame)
 
-    def _flatten(self, encode: object) -> VariableDef:
+    def _flatten(self, encode: Encode) -> VariableDef:
         return VariableDef(type(self), self._metadata)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
@@ -445,15 +450,15 @@ class Variable(ArrayLike, Object, Generic[T], metaclass=_VariableType):
         if values.has_deleted(target._value):
             raise errors.deleted_read(target)
         copied = self._make(values.copy_value(target._value), target._metadata, owner_here())
-        if self._all_labels:
-            copied._labels = self._all_labels
+        if self.labels:
+            copied._labels = self.labels
         return copied
 
     def __copy__(self) -> Self:
         return self.__deepcopy__({})
 
     def __getstate__(self) -> Any:
-        return (packed(self.value), self._metadata, self._all_labels or None)
+        return (PickledArray.in_tree(self.value), self._metadata, self.labels or None)
 
     def __setstate__(self, state: Any) -> None:
         self._value, self._metadata, labels = state

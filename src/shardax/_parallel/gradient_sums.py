@@ -36,7 +36,6 @@ from shardax.extend import (
     varying_axes,
 )
 from shardax.partition import resolve_mesh
-from shardax.partition.resolved import explicit_spec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,7 +140,7 @@ def plan_of(path: Path, variable: Variable, region: Region, layout: Any) -> Grad
     if target is None:
         final, problems = PartitionSpec(*(axes or None for axes in unsummed_axes)), []
     elif isinstance(layout, State):
-        final, problems = explicit_spec(target, shape, region.mesh, f"layout at {where}", path)
+        final, problems = rules.given_spec(target, shape, f"layout at {where}", path)
     else:
         final, problems = rules.override(target).spec(axes, shape, path)
     errors = [str(problem) for problem in problems if problem.severity == "error"]

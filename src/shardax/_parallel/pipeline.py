@@ -28,6 +28,7 @@ import dataclasses
 import functools
 import itertools
 import math
+import operator
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -36,20 +37,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, PartitionSpec
 
-from shardax import Intermediate, RngState, State, iter_modules, iter_variables, merge, split
-from shardax._core._jax import outside_inner_regions
+from shardax import Intermediate, RngState, State, iter_modules, iter_variables, merge, remat, split
 from shardax._parallel.manual_axes import mark_varying, sum_over
 from shardax._parallel.microbatches import cut, joined
-from shardax._transforms.control.forms import abstract_eval
 from shardax.errors import ModuleError
 from shardax.extend import (
     AnyMesh,
+    Origin,
     Path,
     PyTree,
     format_path,
     is_prng_key,
     mesh_axes_of,
-    origin_of,
     varying_axes,
 )
 from shardax.partition import current_rules, resolve_mesh
@@ -358,7 +357,7 @@ class Step:
         sown: dict[Path, Any] = {}
         for path, (variable, value) in values_after.items():
             if path not in values:
-                self.origins[path] = origin_of(variable)
+                self.origins[path] = Origin.of(variable)
             if path not in values or path in self.sown:
                 sown[path] = _added(values.get(path), value)
             elif path not in self.keys and not _same(entering[path], value):
@@ -425,8 +424,8 @@ def run_pipeline(
     rowwise = find_rowwise(
         lambda x, arguments: whole(x, arguments)[0], x, arguments, rows, microbatches
     )
-    shapes = abstract_eval(whole, x, arguments)
-    step.written, step.counts = set(shapes[1]) - step.shared, set(shapes[1]) & step.counts
+    types = _result_types(whole, x, arguments)
+    step.written, step.counts = set(types[1]) - step.shared, set(types[1]) & step.counts
 
     def compute(values: dict[Path, Any], x, arguments: list[PyTree]):
         call = _Pipeline(step, stages, length, microbatches, schedule, policy)
@@ -436,27 +435,42 @@ def run_pipeline(
         y, state, sown = call(values, cut(x, microbatches), parts, same)
         size = rows // microbatches
         totals = {
-            path: jax.tree.map(functools.partial(_combined, path, size), value, shapes[2][path])
+            path: jax.tree.map(functools.partial(_combined, path, size), value, types[2][path])
             for path, value in sown.items()
         }
         return joined(y), state, totals
 
     state = tuple({p: step.values[p] for p in paths} for paths in (step.counts, step.written))
-    run_typed = _with_auto_axes(compute, (shapes[0], state, shapes[2]))
+    run_typed = _with_auto_axes(compute, (types[0], jax.tree.map(jax.typeof, state), types[2]))
     y, (counts, written), sown = run_typed(step.values, x, arguments)
     _write(stacked, {**counts, **written}, sown, step)
     return y
 
 
-def _with_auto_axes(function: Callable[..., object], like: object) -> Callable[..., Any]:
-    """Runs a function with Explicit axes as Auto, typed like a tree."""
+def _result_types(function: Callable[..., PyTree], *args: PyTree) -> PyTree:
+    """Returns what a function would return, as types of JAX."""
+    # ``jax.eval_shape`` leaves out the layouts over Explicit axes, which the types have.
+    types: PyTree = None
+
+    def note_types(*args: PyTree) -> PyTree:
+        nonlocal types
+        result = function(*args)
+        types = jax.tree.map(jax.typeof, result)
+        return result
+
+    jax.eval_shape(note_types, *args)
+    return types
+
+
+def _with_auto_axes(function: Callable[..., object], types: PyTree) -> Callable[..., Any]:
+    """Runs a function with Explicit axes as Auto, whose results have given types."""
     # JAX cannot differentiate a change of axis types inside of shard_map, as layers may have it.
     mesh = jax.sharding.get_abstract_mesh()
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
     explicit = tuple(axis for axis, kind in kinds if kind is AxisType.Explicit)
     if not explicit:
         return function
-    layouts = jax.tree.map(lambda x: jax.typeof(x).sharding, like)
+    layouts = jax.tree.map(operator.attrgetter("sharding"), types)
     return jax.sharding.auto_axes(function, axes=explicit, out_sharding=layouts)
 
 
@@ -523,7 +537,7 @@ class _Pipeline:
         if rounds > 1:
             # The layers of a round are taken out at each tick: kept for the gradient, there would
             # be a copy of them for each.
-            run = jax.checkpoint(work, policy=_keeping(self.policy), prevent_cse=False)
+            run = remat(work, policy=_keeping(self.policy), prevent_cse=False)
 
         def tick(carry, time: object):
             arriving, waiting, present, results = carry
@@ -599,12 +613,11 @@ _TAKEN = frozenset({"dynamic_slice", "squeeze", "reshape", "convert_element_type
 
 def _keeping(policy):
     """Returns a policy without saved layers of a round."""
-    outside = outside_inner_regions(policy)
-    if outside is None:
+    if policy is None:
         return None
 
     def keeps(primitive, *arrays, **options):
-        return primitive.name not in _TAKEN and outside(primitive, *arrays, **options)
+        return primitive.name not in _TAKEN and policy(primitive, *arrays, **options)
 
     return keeps
 

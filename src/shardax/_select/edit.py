@@ -85,7 +85,7 @@ class _TreeEdit:
         }
 
         # Where the old value stays, edits may also be below it.
-        with_old = {key for key, items in self.items.items() if any(item is OLD for item in items)}
+        with_old = {key for key, items in self.items.items() if _keeps_old(items)}
         places = [place for place, _ in edits]
         self.graph = HolderGraph(tree, places, every_path, with_old)
         for place in places:
@@ -107,7 +107,7 @@ class _TreeEdit:
         """Returns the contents of a mutable holder after the edit, as it stores them."""
         new = self.items_by_child(node, node.place)
         if isinstance(node.place.stored, Object):
-            new = [(child, [_as_stored(child, item) for item in items]) for child, items in new]
+            new = [(child, _as_stored(child, items)) for child, items in new]
         return _arranged(node.place, new)
 
     def content_after(self, node: Holder, place: Place) -> Leaf:
@@ -181,11 +181,20 @@ def _check_keeps_variable(place: Place, item: PyTree) -> None:
         raise errors.array_in_place_of_variable(place.path, kind)
 
 
-def _as_stored(place: Place, item: PyTree) -> PyTree:
-    """Returns an item as a Module stores it."""
-    if item is place.stored or item is HOLE or isinstance(item, Object):
-        return item
-    return to_stored(item, f"what stands at {format_path(place.path)}")
+def _keeps_old(items: Items) -> bool:
+    """Whether what stands at a place now stays there."""
+    return any(item is OLD for item in items)
+
+
+def _as_stored(place: Place, items: Items) -> list[PyTree]:
+    """Returns the items of a place as a Module stores them."""
+    stored: list[PyTree] = []
+    for item in items:
+        is_stored = item is place.stored or item is HOLE or isinstance(item, Object)
+        if not is_stored:
+            item = to_stored(item, f"what stands at {format_path(place.path)}")
+        stored.append(item)
+    return stored
 
 
 def _unreachable(tree: PyTree, place: Place, every_path: bool) -> errors.SelectionError:

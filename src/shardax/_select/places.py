@@ -149,7 +149,8 @@ def descend(value: PyTree, path: Path | str) -> PyTree:
         return value
 
     for key, child in parts(value):
-        remaining = rest_of(path, () if key is None else (key,))
+        steps = () if key is None else (key,)
+        remaining = rest_of(path, steps)
         if remaining is not None:
             value_below = descend(child, remaining)
             if value_below is not ABSENT:

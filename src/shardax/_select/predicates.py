@@ -21,6 +21,7 @@ from shardax._core.graph.static import exact_key
 from shardax._core.init.lazy import LazyValue
 from shardax._core.object import Object
 from shardax._core.state.filters import Filter, to_predicate
+from shardax._core.values import same_value
 from shardax._select import errors
 from shardax._select.places import Place, shown
 
@@ -123,11 +124,6 @@ def equals(target: PyTree) -> Test:
 
 
 def _is_same_array(value: PyTree, target: jax.Array | np.ndarray | np.generic) -> bool:
-    """Whether a value is an array of the same dtype, shape and numbers."""
-    if value is target:
-        return True
-    if not isinstance(value, _ARRAYS):
-        return False
-    if value.dtype != target.dtype or value.shape != target.shape:
-        return False
-    return bool((value == target).all())
+    """Whether a value is an array of the same dtype, shape and numbers, to the last bit."""
+    # Not of a lazy one, which would be computed.
+    return isinstance(value, _ARRAYS) and same_value(value, target)

@@ -200,6 +200,28 @@ def unusable_operand(name: str, path: Path, leaf: object, advice: str) -> Transf
     )
 
 
+def other_structure(jit: object, differences: Sequence[str]) -> TransformError:
+    """Returns the error of a ``Compiled`` that is called with arguments of another structure."""
+    listed = "\n".join(f"  {line}" for line in differences)
+    return TransformError(
+        f"This Compiled of {jit!r} was called with arguments of another structure than it was "
+        f"compiled for (compiled -> given):\n{listed}\nStatic arguments are not passed to a "
+        "Compiled. To accept any structure, call the jitted function instead; it compiles again "
+        "when needed."
+    )
+
+
+def no_input(name: str, value: object, function: object) -> TransformError:
+    """Returns the error of an argument of a compiled function that JAX does not take."""
+    shown = getattr(function, "__qualname__", None) or type(function).__name__
+    return TransformError(
+        f"{name} of {shown} is a {type(value).__name__}, which is neither an array or number nor a "
+        "Module, Variable or pytree of these. Make configuration static: "
+        "sx.jit(f, static_argnames=...). Register the class of what holds arrays or Modules as a "
+        "pytree (jax.tree_util.register_dataclass), or make it a sx.Module."
+    )
+
+
 def rebuilding_node(kinds: Sequence[str]) -> ModuleError:
     """Returns the error of a pytree class that makes new Variables when it is put together."""
     return ModuleError(
@@ -415,6 +437,34 @@ def wrong_entries(entries: object) -> PrefixError:
         f"sx.prefix takes a mapping from filters to entries, sx.prefix(model, "
         f"{{sx.Param: 0, ...: None}}), or a function of path and Variable, but was given "
         f"{entries!r}."
+    )
+
+
+def unfitting_shardings(misfits: Sequence[str]) -> PrefixError:
+    """Returns the error of declared shardings that do not fit shapes, a line for each."""
+    return PrefixError(
+        f"in_shardings does not fit {len(misfits)} Variables; nothing was changed:\n"
+        + "\n".join(misfits)
+        + "\nGive these a sharding of their own: sx.StateSharding({filter: ..., ...: ...})."
+    )
+
+
+def unfitting_argument_shardings(misfits: Sequence[str]) -> PrefixError:
+    """Returns the error of declared shardings that do not fit arrays, a line for each."""
+    listed = "\n".join(misfits)
+    return PrefixError(f"in_shardings does not fit {len(misfits)} arguments:\n{listed}")
+
+
+def about_explicit_axes(mesh: Any, lines: Sequence[str]) -> str:
+    """Returns what to do where JAX asks for a layout, with a line for each Variable."""
+    kinds = f"(jax.sharding.AxisType.Auto,) * {len(mesh.axis_names)}"
+    make = f"jax.make_mesh({mesh.axis_sizes}, {mesh.axis_names}, axis_types={kinds})"
+    layouts = first_of(lines, "\n")
+    return (
+        "\nOver Explicit mesh axes, an operation whose result has no evident layout has to be told "
+        f"it. Split over these axes are\n{layouts}\nLeave layouts to the compiler, over a mesh "
+        f"with Auto axes: `{make}`. Or say the layout of the product: "
+        "`jnp.dot(x, w, out_sharding=spec)` for `x @ w`; sx.nn.Linear does so by the rules."
     )
 
 

@@ -327,12 +327,38 @@ def find_preset(name: str) -> Preset:
     return PRESETS[name]
 
 
+_BETAS, _EPSILON, _WEIGHT_DECAY, _MOST_NORM = (0.9, 0.999), 1e-8, 0.01, 1.0
+
+
 def decoder_optimizer(steps: int, learning_rate: float) -> Any:
     """Returns the optax transformation of ``shardax train``."""
     import optax
 
-    warmup = max(1, steps // 15)
+    warmup = warmup_steps(steps)
     schedule = optax.warmup_cosine_decay_schedule(
         0.0, learning_rate, warmup, max(steps, warmup + 1), learning_rate / 20
     )
-    return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, weight_decay=0.01))
+    b1, b2 = _BETAS
+    return optax.chain(
+        optax.clip_by_global_norm(_MOST_NORM),
+        optax.adamw(schedule, b1, b2, _EPSILON, weight_decay=_WEIGHT_DECAY),
+    )
+
+
+def warmup_steps(steps: int) -> int:
+    """Returns over how many steps the learning rate of ``shardax train`` rises."""
+    return max(1, steps // 15)
+
+
+def optimizer_facts(steps: int, learning_rate: float) -> dict[str, str]:
+    """Returns the settings of ``decoder_optimizer``, by name, for people."""
+    return {
+        "optimizer": "AdamW",
+        "learning rate": f"{learning_rate:g} at most",
+        "schedule": f"from 0 over {warmup_steps(steps):,} steps, then by a cosine to "
+        f"{learning_rate / 20:g}",
+        "betas": ", ".join(f"{beta:g}" for beta in _BETAS),
+        "epsilon": f"{_EPSILON:g}",
+        "weight decay": f"{_WEIGHT_DECAY:g}",
+        "gradients": f"clipped to a norm of {_MOST_NORM:g}",
+    }

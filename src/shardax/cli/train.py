@@ -5,11 +5,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import os
 import shutil
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any, ClassVar
 
 import jax
@@ -17,6 +20,8 @@ import numpy as np
 import tyro
 
 from shardax import (
+    Param,
+    Variable,
     distributed,
     eval_shape,
     iter_variables,
@@ -30,6 +35,7 @@ from shardax import (
 )
 from shardax._files import PathNotFoundError
 from shardax.cli import inputs
+from shardax.cli.planned import PlannedRun
 from shardax.cli.runs import KERNEL_KINDS, RunSettings, TextCodec, read_settings, write_settings
 from shardax.extend import format_path, mesh_text
 from shardax.models.generation import max_positions_of
@@ -38,6 +44,7 @@ from shardax.nn.errors import LayerConfigError, LayerInputError
 from shardax.train.data.text import hash64, permute
 from shardax.train.errors import DataError
 from shardax.train.progress import TrainingProgress
+from shardax.train.trainer import RunResult
 
 _PROMPT, _SAMPLE_LENGTH = "def ", 240
 _PROMPT_LENGTH = 16  # tokens of the held-out text, which a fine-tuned model continues
@@ -46,7 +53,7 @@ _SIZES = ("batch_size", "seq_len", "steps", "learning_rate")  # of a preset, or 
 # Of one process.
 PLACES = ("coordinator", "processes", "process", "start_timeout", "verbose_processes")
 _MAY_DIFFER = ("out", "resume", "fallback", "override", "mesh", "rules", "devices", "zero")
-_MAY_DIFFER += ("timings", "stop_within", *PLACES)
+_MAY_DIFFER += ("timings", "stop_within", "plan", *PLACES)
 _DECIDES = {"preset": ("model", "eval_batches")}  # the settings that an option alone decides
 
 
@@ -64,6 +71,9 @@ class Train:
     # FILE.toml:NAME one of its layouts), whose mesh is used unless --mesh is given; a JSON file; or
     # module:name of rules.
     rules: str | None = None
+    # A plan, written by shardax plan --json: train in its best layout (with PLAN.json:NAME in that
+    # one), unless --rules or --mesh say another, and hold the run against it at the end.
+    plan: str | None = None
     # Split the optimizer's state over the mesh axis data too, so that each device holds and updates
     # its part of it.
     zero: bool = False
@@ -130,10 +140,14 @@ class Train:
         """Runs the command; returns the exit status."""
         inputs.check_values(vars(self))
         timings = _Timings() if self.timings else None
+        planned = None if self.plan is None else PlannedRun.read(self.plan)
         self._join()
         if self.out.exists() and not self.out.is_dir():
             raise inputs.CommandError(f"--out {self.out}: it is no folder.")
-        settings = self._resumed(read_settings(self.out)) if self.resume else self._fresh()
+        fresh = self._fresh(planned)
+        settings = self._resumed(read_settings(self.out), fresh) if self.resume else fresh
+        if planned is not None:
+            planned.check_sizes(settings)
         if settings.zero and not settings.mesh:
             raise inputs.CommandError(
                 "--zero splits the optimizer's state over the mesh axis data, but there is no "
@@ -167,7 +181,10 @@ class Train:
             if timings is not None:
                 timings.prepared()
                 how["display"] = timings.display
-            return run.run(**how, verbose_processes=self.verbose_processes)
+            status = run.run(**how, verbose_processes=self.verbose_processes)
+            if planned is not None and status == 0 and is_main:
+                planned.hold_against(self.out)
+            return status
 
     def _join(self) -> None:
         """Becomes one of several processes, if asked to."""
@@ -181,9 +198,11 @@ class Train:
                 self.coordinator, self.processes, self.process, timeout=self.start_timeout
             )
 
-    def _fresh(self) -> RunSettings:
+    def _fresh(self, planned: PlannedRun | None) -> RunSettings:
         preset = inputs.find_preset(self.preset)
         named_rules = None if self.rules is None else inputs.load_rules(self.rules)
+        if named_rules is None and planned is not None and not self.mesh:
+            named_rules = planned.named_rules
         own_mesh = "" if named_rules is None else mesh_text(named_rules.mesh or (), ",")
         sizes: dict[str, Any] = {
             name: getattr(preset if getattr(self, name) is None else self, name) for name in _SIZES
@@ -206,8 +225,8 @@ class Train:
             **sizes,
         )
 
-    def _resumed(self, saved: RunSettings) -> RunSettings:
-        fresh, default = self._fresh(), Train()
+    def _resumed(self, saved: RunSettings, fresh: RunSettings) -> RunSettings:
+        default = Train()
         differing = [
             (option.name, getattr(self, option.name))
             for option in fields(self)
@@ -337,9 +356,9 @@ class _TrainingRun:
             )
             # Whoever asked one of several processes to stop did not ask the others.
             return 0 if jax.process_count() > 1 else 128 + result.stopped
-        if tuned:
-            return self._finish_tuning(result)
         seconds = time.monotonic() - started
+        if tuned:
+            return self._finish_tuning(result, table, seconds)
         pictures = self._show_shardings()
         print(f"\nheld-out loss     {result.eval_loss:.4f} nats per byte")
         for name in ("bigram", "unigram"):
@@ -350,30 +369,61 @@ class _TrainingRun:
         print(f"\nSample:\n{sample}\n")
         if not distributed.is_main():
             return 0
-        report = view.write_report(
-            self.out / "report.html",
-            title=f"shardax run {self.out.name}",
-            summary={
-                "text": settings.text or "Python's standard library",
-                "model": settings.model,
-                "mesh": settings.mesh or "one device",
-                "steps": f"{result.step} of {settings.batch_size} x {settings.seq_len} bytes",
-                "held-out loss": f"{result.eval_loss:.4f} nats per byte",
-                **{
-                    f"{name} entropy": f"{nats:.4f} nats per byte" for name, nats in entropy.items()
-                },
-                "seconds": f"{seconds:.0f}",
-            },
-            parameters=table,
-            pictures=pictures,
-            records=train.read_jsonl(result.log),
-            references=entropy,
-            sample=sample,
-        )
+        report = self._write_report(result, table, seconds, "byte", sample, entropy, pictures)
         print(f"checkpoint  {result.checkpoint}\nlog         {result.log}\nreport      {report}")
         return 0
 
-    def _finish_tuning(self, result) -> int:
+    def _write_report(
+        self,
+        result: RunResult,
+        table: view.ParameterTable,
+        seconds: float,
+        token: str,
+        sample: str,
+        entropy: Mapping[str, float] = MappingProxyType({}),
+        pictures: Mapping[str, str] = MappingProxyType({}),
+    ) -> Path:
+        """Writes the report of a run that is done; returns its path.
+
+        Args:
+            result: The result of the run.
+            table: The parameters.
+            seconds: How long the run took.
+            token: What the loss is measured for: "byte" or "token".
+            sample: Text that the model wrote.
+            entropy: Losses to compare by, by name.
+            pictures: SVG text by caption.
+        """
+        settings, unit = self.settings, f"nats per {token}"
+        records = train.read_jsonl(result.log)
+        speeds = [r["tokens_per_second"] for r in records if "tokens_per_second" in r]
+        run = {
+            "text": settings.text or "Python's standard library",
+            "mesh": settings.mesh or "one device",
+            "steps": f"{result.step:,} of {settings.batch_size} x {settings.seq_len} {token}s",
+            "held-out loss": f"{result.eval_loss:.4f} {unit}",
+            **{f"{name} entropy": f"{nats:.4f} {unit}" for name, nats in entropy.items()},
+            "time": f"{seconds:,.0f} seconds",
+            "speed": f"{np.median(speeds):,.0f} {token}s per second" if speeds else "not measured",
+            "seed": settings.seed,
+        }
+        return view.write_report(
+            self.out / "report.html",
+            title=f"shardax run {self.out.name}",
+            summary=run,
+            facts={
+                "Model": _model_facts(self.model, settings),
+                "Optimizer": inputs.optimizer_facts(settings.steps, settings.learning_rate),
+            },
+            parameters=table,
+            pictures=pictures,
+            records=records,
+            references=entropy,
+            sample=sample,
+            loss_unit=unit,
+        )
+
+    def _finish_tuning(self, result: RunResult, table: view.ParameterTable, seconds: float) -> int:
         """Writes a fine-tuned model as it was published; returns the exit status."""
         merged = self.model if self.settings.lora is None else surgery.merge_lora(self.model)
         if self.settings.precision is not None:
@@ -386,11 +436,16 @@ class _TrainingRun:
         print(f"\nheld-out loss     {result.eval_loss:.4f} nats per token")
         room = max_positions_of(merged) or _SAMPLE_LENGTH + _PROMPT_LENGTH
         length = min(_SAMPLE_LENGTH, room - len(self.prompt))
+        sample = ""
         if length > 0:
             options = {"temperature": 0.7, "seed": self.settings.seed}
             (sample,) = self.codec.sample(merged, [self.prompt], length, **options)
             print(f"\nSample:\n{sample}\n")
         print(f"checkpoint  {result.checkpoint}\nlog         {result.log}\nmodel       {folder}")
+
+        if distributed.is_main():
+            report = self._write_report(result, table, seconds, "token", sample)
+            print(f"report      {report}")
         return 0
 
     def _show_shardings(self) -> dict[str, str]:
@@ -403,6 +458,41 @@ class _TrainingRun:
             view.show_sharding(variable)
             pictures[f"{path} {variable.axes}"] = view.sharding_svg(variable)
         return pictures
+
+
+def _model_facts(model: Any, settings: RunSettings) -> dict[str, str]:
+    """Returns the figures of a model by which people know it, by name."""
+    config = model.config
+    is_decoder = isinstance(config, models.DecoderConfig)
+    heads = config if is_decoder else config.attention
+    mlp_dim = config.mlp_dim if is_decoder else getattr(config.mlp, "dim", None)
+    parameters = [variable for _, variable in iter_variables(model, Param)]
+    trained = parameters
+    if settings.lora is not None:
+        trained = [variable for _, variable in iter_variables(model, "lora")]
+
+    facts = {
+        "model": settings.source or type(model).__name__,
+        "parameters": _size_text(parameters),
+        "layers": f"{config.num_layers} of width {config.embed_dim}",
+        "vocabulary": f"{config.vocab_size:,}",
+        "dtype": f"{config.dtype}, parameters {config.param_dtype}",
+    }
+    if mlp_dim:
+        facts["MLP"] = f"of width {mlp_dim}"
+    if heads is not None:
+        of_queries = f"{heads.num_heads} of size {heads.head_dim}"
+        facts["heads"] = f"{of_queries}, {heads.num_kv_heads} of keys and values"
+    if settings.lora is not None:
+        facts["trained"] = f"{_size_text(trained)}, adapters of rank {settings.lora}"
+    if settings.precision is not None:
+        facts["precision"] = settings.precision
+    return facts
+
+
+def _size_text(variables: Sequence[Variable]) -> str:
+    """Formats the number of elements of parameters."""
+    return f"{sum(math.prod(variable.shape) for variable in variables):,}"
 
 
 class _Timings:

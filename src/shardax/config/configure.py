@@ -31,7 +31,7 @@ from shardax._core.errors import ShardaxError
 from shardax._core.frames import is_eager
 from shardax._core.init import defaults
 from shardax._core.init.key_reuse import check_whole_process
-from shardax._transforms.jit.debugging import comparing
+from shardax._transforms.jit.slow_call import comparing
 from shardax.partition.errors import did_you_mean
 
 GPUS = ("cuda", "rocm")

@@ -122,4 +122,8 @@ def _digests_of_shared_shards(array: jax.Array) -> Iterator[tuple[str, bytes]]:
 
 
 def _key_of(index: tuple[slice, ...]) -> ShardKey:
-    return tuple((part.start or 0, part.stop if part.stop is not None else -1) for part in index)
+    key: list[tuple[int, int]] = []
+    for part in index:
+        stop = -1 if part.stop is None else part.stop
+        key.append((part.start or 0, stop))
+    return tuple(key)

@@ -99,16 +99,20 @@ def no_answer(name: str, seconds: float) -> DistributedError:
     )
 
 
-def ended_at(name: str, error: Exception) -> DistributedError:
-    """Returns the error of an exchange during which another process ended."""
-    return DistributedError(f"At {name!r} another process ended: {first_line(error)}")
-
-
-def ended_in_step(error: Exception) -> DistributedError:
-    """Returns the error of a step during which another process ended."""
+def exchange_failed(name: str, error: Exception) -> DistributedError:
+    """Returns the error of an exchange that failed, such as where another process ended."""
     return DistributedError(
-        f"In a step another process ended: {first_line(error)}. Start all processes again; with "
-        f"resume=True a run goes on from its last checkpoint."
+        f"At {name!r} the exchange with the other processes failed: {first_line(error)}. If one of "
+        "them has ended, its own error says why."
+    )
+
+
+def note_on_other_processes(process: int) -> str:
+    """Returns the note on an error of JAX in a program of several processes."""
+    return (
+        f"This was process {process} of several. If another one ended in the middle of a step, it "
+        "shows here as a failed collective or a closed connection, and that one's own error says "
+        "why. Start all processes again; with resume=True a run goes on from its last checkpoint."
     )
 
 

@@ -222,22 +222,20 @@ def rows_of_all(content: bytes, name: str) -> np.ndarray:
     thread.start()
     thread.join(ANSWER_SECONDS)
     if failures:
-        raise errors.ended_at(name, failures[0]) from failures[0]
+        raise errors.exchange_failed(name, failures[0]) from failures[0]
     if not rows:
         raise errors.no_answer(name, ANSWER_SECONDS)
     return rows[0]
 
 
-# In errors of JAX's collectives over processes, whose types are those of any error at run time.
-_OF_COLLECTIVES = ("Gloo", "NCCL", "Coordination", "coordination service", "Connection closed")
-
-
 @contextlib.contextmanager
-def explain_ended_process() -> Generator[None]:
-    """Explains errors of collectives after the end of another process."""
+def noting_other_processes() -> Generator[None]:
+    """Adds to errors of JAX at run time what another process may have to do with them."""
+    # JAX has one class for all of them, whether another process ended in the middle of a collective
+    # or a device is full. Only their English tells, so nothing is decided by it.
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
-        if jax.process_count() == 1 or not any(word in str(error) for word in _OF_COLLECTIVES):
-            raise
-        raise errors.ended_in_step(error) from error
+        if jax.process_count() > 1:
+            error.add_note(errors.note_on_other_processes(jax.process_index()))
+        raise

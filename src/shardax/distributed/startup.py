@@ -199,7 +199,8 @@ def _end_on_error(
     """Prints an exception that nobody caught, and ends this process of several."""
     old_hook(kind, error, trace)
     if jax.distributed.is_initialized():
-        end_now(130 if issubclass(kind, KeyboardInterrupt) else 1)
+        was_interrupted = issubclass(kind, KeyboardInterrupt)
+        end_now(130 if was_interrupted else 1)  # as a shell says of a program that was interrupted
 
 
 def end_now(status: int) -> None:

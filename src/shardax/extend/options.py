@@ -5,27 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from typing import TypeGuard
 
 from shardax._core import checks, errors, text
 from shardax.partition import errors as partition_errors
-
-
-def is_integer(value: object) -> TypeGuard[int]:
-    """Returns whether a value is an integer of Python or NumPy, and no boolean.
-
-    Args:
-        value: Any value.
-
-    Returns:
-        True for ``3`` and ``numpy.int32(3)``; False for ``True``, ``3.0`` and arrays.
-
-    Example:
-        >>> from shardax import extend
-        >>> extend.is_integer(3), extend.is_integer(True)
-        (True, False)
-    """
-    return checks.is_integer(value)
 
 
 def raise_if_any(

@@ -1,15 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trees: paths, objects with identity, and rows for types of one's own.
 
-Three type aliases name what functions of trees take. A ``PyTree`` is any tree of the user's: what
-JAX flattens, Modules and Variables, and any leaf. A ``Path`` is a tuple of attribute names, keys
-and positions. An ``Initializer`` is a function of a key, a shape and a dtype.
+Two type aliases name what functions of trees take. A ``PyTree`` is any tree of the user's: what JAX
+flattens, Modules and Variables, and any leaf. A ``Path`` is a tuple of attribute names, keys and
+positions.
 
 >>> from shardax import extend
 >>> path: extend.Path = ("layers", 0, "kernel")
 >>> tree: extend.PyTree = {"layers": [1.0, 2.0]}
->>> import jax
->>> initializer: extend.Initializer = jax.nn.initializers.zeros
 """
 
 from __future__ import annotations
@@ -21,7 +19,6 @@ from typing import Any, TypeVar
 from shardax._core.graph import flatten, handlers, paths
 from shardax._core.graph.paths import Path as Path
 from shardax._core.graph.paths import PyTree as PyTree
-from shardax._core.init.lazy import Initializer as Initializer
 from shardax._core.object import epoch
 from shardax._core.state import split_merge
 from shardax._core.state.values_by_path import by_paths_of
@@ -127,32 +124,6 @@ def values_by_path(entries: PyTree, paths: Collection[Path]) -> dict[Path, Any]:
     return by_paths_of(entries, paths)
 
 
-def clone_sharing_arrays(tree: T) -> T:
-    """Returns new objects that share the arrays of the given ones.
-
-    A value that is written into one of both is not seen by the other one. ``sx.clone`` copies the
-    arrays too.
-
-    Args:
-        tree: A Module, a container, a Variable, or a pytree of these.
-
-    Returns:
-        The same tree with new objects.
-
-    Example:
-        >>> import jax.numpy as jnp, shardax as sx
-        >>> from shardax import extend
-        >>> count = sx.Variable(jnp.zeros(()))
-        >>> copy = extend.clone_sharing_arrays(count)
-        >>> copy.value is count.value
-        True
-        >>> copy.value = copy + 1
-        >>> float(count), float(copy)
-        (0.0, 1.0)
-    """
-    return split_merge.clone_sharing(tree)
-
-
 def describe_plain_arrays(tree: PyTree) -> str:
     """Returns a sentence about the arrays of a tree that are no Variables.
 
@@ -182,23 +153,29 @@ def register_container(
     cls: type[T],
     *,
     name: str,
-    children: Callable[[T], Sequence[tuple[Any, Any]]],
-    rebuild: Callable[[type[T], Sequence[tuple[Any, Any]]], T],
+    children: Callable[[T], Sequence[tuple[Any, Any]]] | None = None,
+    rebuild: Callable[[type[T], Sequence[tuple[Any, Any]]], T] | None = None,
+    axes: Callable[[T], tuple[Any, ...] | None] | None = None,
 ) -> None:
     """Registers an immutable container whose parts are parts of the model that holds it.
 
     Modules, Variables and containers inside are found by every walk over a model. A class that JAX
-    knows as a pytree node needs no registration.
+    knows as a pytree node needs no registration, unless it knows the names of its array's
+    dimensions. Rules, checks and tables then read the names from the value itself, and a Variable
+    that holds it needs no ``axes``.
 
     Args:
         cls: The class; subclasses are such containers too.
         name: A name that no other kind of value has; pickles refer to it.
         children: Given a container, returns the key and the value of each part. A key is a step of
-            a path: an attribute name, a dict's key or a position.
-        rebuild: Given the class and other parts by the same keys, returns a new container.
+            a path: an attribute name, a dict's key or a position. None for a pytree node of JAX.
+        rebuild: Given the class and other parts by the same keys, returns a new container. None for
+            a pytree node of JAX.
+        axes: For a pytree node of JAX that has one array: given a node, returns one name for each
+            dimension (None: no name), or None if it holds no array.
 
     Example:
-        >>> import dataclasses, typing, shardax as sx
+        >>> import dataclasses, jax, jax.numpy as jnp, shardax as sx
         >>> from shardax import extend
         >>> class Branches:
         ...     def __init__(self, **layers):
@@ -214,7 +191,23 @@ def register_container(
         ...         self.branches = Branches(left=sx.nn.Linear(2, 2, use_bias=False, rngs=rngs))
         >>> list(sx.state(Model(sx.Rngs(0))).flat())
         [('branches', 'left', 'kernel')]
+
+        A node that knows names:
+
+        >>> @jax.tree_util.register_dataclass
+        ... @dataclasses.dataclass(frozen=True)
+        ... class Batch:
+        ...     rows: jax.Array
+        >>> extend.register_container(Batch, name="rows", axes=lambda batch: ("batch", None))
+        >>> batch = sx.Variable(Batch(jnp.ones((8, 3))))
+        >>> sx.partition_specs(batch, {"batch": "data"}).rows
+        P('data', None)
     """
+    if children is None or rebuild is None:
+        knows = handlers.NODE.axes if axes is None else axes
+        handlers.register(cls, dataclasses.replace(handlers.NODE, name=name, axes=knows))
+        return
+
     handler = handlers.Handler(
         name,
         children=children,
@@ -223,50 +216,3 @@ def register_container(
         stores_items=True,
     )
     handlers.register(cls, handler)
-
-
-def register_named_node(
-    cls: type[T], *, name: str, axes: Callable[[T], tuple[Any, ...] | None]
-) -> None:
-    """Registers a pytree node that knows the names of its array's dimensions.
-
-    Rules, checks and tables then read the names from the value itself, and a Variable that holds it
-    needs no ``axes``.
-
-    Args:
-        cls: A class that is registered with JAX as a pytree node and has one array.
-        name: A name that no other kind of value has; pickles refer to it.
-        axes: Given a node, returns one name for each dimension of its array (None: no name), or
-            None if the node holds no array.
-
-    Example:
-        >>> import dataclasses, jax, jax.numpy as jnp, shardax as sx
-        >>> from shardax import extend
-        >>> @jax.tree_util.register_dataclass
-        ... @dataclasses.dataclass(frozen=True)
-        ... class Batch:
-        ...     rows: jax.Array
-        >>> extend.register_named_node(Batch, name="rows", axes=lambda batch: ("batch", None))
-        >>> extend.array_axes(Batch(jnp.ones((2, 3))))
-        ('batch', None)
-    """
-    handlers.register(cls, dataclasses.replace(handlers.NODE, name=name, axes=axes))
-
-
-def array_axes(value: PyTree) -> tuple[Any, ...] | None:
-    """Returns the names of dimensions that a value itself knows, or None.
-
-    Args:
-        value: Any value.
-
-    Returns:
-        One name for each dimension of a ``sx.named`` array or of another node that was registered
-        by ``register_named_node``; None for any other value.
-
-    Example:
-        >>> import jax.numpy as jnp, shardax as sx
-        >>> from shardax import extend
-        >>> extend.array_axes(sx.named.zeros({"batch": 2})), extend.array_axes(jnp.ones(2))
-        (('batch',), None)
-    """
-    return handlers.axes_of(value)

@@ -11,7 +11,6 @@ from typing import Any
 
 from shardax._core.init import lazy
 from shardax._core.module import Module
-from shardax._core.state.state import Origin
 from shardax._core.variable import Variable
 
 
@@ -62,29 +61,6 @@ def attributes_of(module: Module) -> dict[str, Any]:
         (['name', 'factor'], [1.0, 1.0])
     """
     return {**vars(module), **module._array_attributes}
-
-
-def origin_of(variable: Variable[Any]) -> Origin:
-    """Returns the type and the metadata of a Variable, as a ``State`` keeps them.
-
-    Args:
-        variable: A Variable.
-
-    Returns:
-        The origin, of the Variable in the transform around.
-
-    Example:
-        >>> import jax.numpy as jnp, shardax as sx
-        >>> from shardax import extend
-        >>> kernel = sx.Param(jnp.ones((2, 3)), axes=("in", "out"))
-        >>> origin = extend.origin_of(kernel)
-        >>> origin.variable_type.__name__, origin.axes
-        ('Param', ('in', 'out'))
-        >>> state = sx.State.from_flat({("kernel",): jnp.zeros((2, 3))}, {("kernel",): origin})
-        >>> list(sx.state(state, sx.Param).flat())
-        [('kernel',)]
-    """
-    return Origin(type(variable), variable._here()._metadata)
 
 
 def check_rngs(rngs: Any) -> Any:

@@ -20,7 +20,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
-import functools
 import itertools
 import re
 import threading
@@ -34,25 +33,17 @@ import numpy as np
 from jax.core import Tracer
 from jax.experimental.buffer_callback import buffer_callback
 
-from shardax import GraphDef, Variable
-from shardax._core import _jax
-from shardax._core.array_ops import dtype_of
-from shardax._core.graph.definitions import VariableDef
-from shardax._core.graph.flatten import build
-from shardax._core.variable import ArrayAttribute
-from shardax._transforms.control.forms import vary_alike
-from shardax._transforms.lift.arguments import join_argument, leaf_paths
-from shardax._transforms.lift.engine import LiftedCall
 from shardax.errors import ClosureError, TransformError
 from shardax.extend import (
+    FlatCall,
     Frame,
     Path,
     PyTree,
-    Static,
     format_path,
     is_eager,
     path_of_keys,
     require_addressable,
+    varying_axes,
 )
 from shardax.host.errors import HostFunctionError
 
@@ -284,34 +275,6 @@ LOCK = (
 )
 
 
-class HostVariable(Variable[Any]):
-    """A Variable of a host copy, read as NumPy arrays."""
-
-    @property
-    def value(self) -> Any:
-        return self._value
-
-    @value.setter
-    def value(self, value: object) -> None:
-        self._write(value)
-
-
-class HostAttribute(HostVariable, ArrayAttribute[Any]):
-    """An array attribute of a host copy."""
-
-
-def on_host(graphdef: GraphDef) -> GraphDef:
-    """Return the structure of the host copies of some objects."""
-    return GraphDef(tuple(_definition(node) for node in graphdef.objects), graphdef.roots)
-
-
-def _definition(definition: object):
-    if type(definition) is not VariableDef:
-        return definition
-    kind = HostAttribute if issubclass(definition.type, ArrayAttribute) else HostVariable
-    return VariableDef(kind, definition.metadata)
-
-
 class HostFrame(Frame):
     """A frame on the host, without capture of Variables."""
 
@@ -326,6 +289,29 @@ class HostFrame(Frame):
         )
 
 
+class _Thread(threading.local):
+    is_on_host = False
+
+
+_thread = _Thread()
+
+
+@contextlib.contextmanager
+def _on_host() -> Generator[None]:
+    """Notes that a host function runs in this thread."""
+    before = _thread.is_on_host
+    _thread.is_on_host = True
+    try:
+        yield
+    finally:
+        _thread.is_on_host = before
+
+
+def is_on_host() -> bool:
+    """Whether a host function runs in this thread."""
+    return _thread.is_on_host
+
+
 # --- programs ---
 
 VMAP_METHODS = {"sequential": "sequential", "vectorized": "expand_dims"}  # JAX's names
@@ -336,35 +322,20 @@ class HostProgram:
     """A host function with the forms of its arguments and results."""
 
     name: str  # of the function, for messages
-    graphdef: GraphDef  # of the function and the objects in the arguments
-    templates: tuple[PyTree, ...]  # how each positional argument is put together
-    named: tuple[tuple[str, PyTree], ...]  # name and template of each keyword argument
-    static: tuple[tuple[Any, Static], ...]  # exact keys of static arguments
-    treedef: Any  # of the leaves: values of Variables, plain parts, those by name
+    call: FlatCall.Form
     forms: tuple[jax.ShapeDtypeStruct, ...]  # of the leaves, without a batch
     vmap: str
     fills: bool  # whether None in the result stands for zeros
     out_forms: tuple[jax.ShapeDtypeStruct, ...] = ()
     out_tree: Any = None
 
-    def restore(
-        self, leaves: Sequence[Any], frame: Frame | None, host: bool = False
-    ) -> tuple[Callable[..., PyTree], list[PyTree], dict[str, PyTree]]:
-        """Rebuild the function and its arguments."""
-        values, plain, plain_named = self.treedef.unflatten(list(leaves))
-        graphdef = on_host(self.graphdef) if host else self.graphdef
-        (function, *objects), _ = build(graphdef, values, frame, LOCK if host else None)
-        args = [join_argument(t, p, objects) for t, p in zip(self.templates, plain, strict=True)]
-        kwargs = {name: join_argument(t, plain_named[name], objects) for name, t in self.named}
-        return function, args, kwargs
-
     def run(self, leaves: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Run the function on the host."""
         pairs = list(zip(leaves, self.forms, strict=True))
         batch = np.broadcast_shapes(*(leaf.shape[: leaf.ndim - len(f.shape)] for leaf, f in pairs))
         arrays = [_arrived(leaf, (*batch, *form.shape), form.dtype) for leaf, form in pairs]
-        with HostFrame(self.name) as frame:
-            function, args, kwargs = self.restore(arrays, frame, host=True)
+        with HostFrame(self.name) as frame, _on_host():
+            function, args, kwargs = self.call.restore(arrays, frame, as_stored=LOCK)
             returned = function(*args, **kwargs)
         return Promised(self.name, self.out_forms, self.out_tree, self.fills).convert(
             returned, batch
@@ -400,26 +371,25 @@ class HostProgram:
         return jax.pure_callback(callback, list(self.out_forms), *leaves, vmap_method=method)
 
 
-def take(
-    name: str, call: LiftedCall, static: Sequence[tuple[Any, Static]], vmap: str, fills: bool
-) -> tuple[HostProgram, list[Any], list[Path]]:
-    """Split a call into a program without results, leaves and their paths."""
-    arguments, flat = call.arguments, call.graph.flat
-    parts = (call.graph.values(), list(arguments.plain), arguments.plain_named)
-    leaves, treedef = jax.tree.flatten(parts)
-    labels = (flat.leaf_paths, [(label,) for label in call.labels])
-    where: list[Any] = [(part, key) for part, key, *_ in leaf_paths(treedef)]
-    paths = [(key,) if part == 2 else labels[part][key] for part, key in where]
-    forms = tuple(_form_on_host(name, *pair) for pair in zip(leaves, paths, strict=True))
-    named, templates = arguments.named, arguments.templates
-    program = HostProgram(
-        name, flat.graphdef, templates, named, tuple(static), treedef, forms, vmap, fills
-    )
-    return program, leaves, paths
+def program_of(name: str, call: FlatCall, vmap: str, fills: bool) -> HostProgram:
+    """Make the program of a call, without a promise."""
+    pairs = zip(call.leaves, call.paths, strict=True)
+    forms = tuple(_form_on_host(name, leaf, path) for leaf, path in pairs)
+    return HostProgram(name, call.form, forms, vmap, fills)
+
+
+def _dtype_of(leaf: Any) -> Any:
+    """The dtype of an array or of a Python number."""
+    return jnp.result_type(leaf) if getattr(leaf, "dtype", None) is None else leaf.dtype
+
+
+def is_differentiable(leaf: Any) -> bool:
+    """Whether the dtype of an array, or of its shape, has derivatives."""
+    return jnp.issubdtype(_dtype_of(leaf), jnp.inexact)
 
 
 def _form_on_host(name: str, leaf, path: Path) -> jax.ShapeDtypeStruct:
-    dtype = dtype_of(leaf)
+    dtype = _dtype_of(leaf)
     if jnp.issubdtype(dtype, jax.dtypes.prng_key):
         words = jax.eval_shape(jax.random.key_data, leaf)
         return jax.ShapeDtypeStruct(words.shape, words.dtype)
@@ -450,10 +420,14 @@ def call_on_host(
     if is_eager() and not any(isinstance(leaf, Tracer) for leaf in leaves):
         return [jnp.array(result) for result in _run_now(program, shipped)]
     # The results differ over every mesh axis over which an argument does. JAX takes them for equal.
-    return [
-        functools.reduce(vary_alike, [leaf for leaf in shipped if _jax.varying_axes(leaf)], result)
-        for result in in_program(*shipped)
-    ]
+    axes = frozenset[str]().union(*map(varying_axes, shipped))
+    return [_varying_over(axes, result) for result in in_program(*shipped)]
+
+
+def _varying_over(axes: frozenset[str], array: Any) -> Any:
+    """Return an array that also varies over some manual mesh axes."""
+    missing = sorted(axes - varying_axes(array))
+    return jax.lax.pcast(array, tuple(missing), to="varying") if missing else array
 
 
 def _run_now(program: HostProgram, leaves: Sequence[object]) -> list[np.ndarray]:
@@ -476,7 +450,7 @@ def _shipped(leaf, form: jax.ShapeDtypeStruct):
     """Return a leaf in sendable form: random keys as their words."""
     if form.dtype == jax.dtypes.float0:
         return np.zeros(form.shape, bool)
-    if jnp.issubdtype(dtype_of(leaf), jax.dtypes.prng_key):
+    if jnp.issubdtype(_dtype_of(leaf), jax.dtypes.prng_key):
         return jax.random.key_data(leaf)
     return leaf
 

@@ -34,10 +34,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import NamedSharding
 
-from shardax import Jit
-from shardax._core.cross_process import PickledArray, reduced
-from shardax._core.cross_process import name_of as import_name
-from shardax.extend import is_prng_key
+from shardax.extend import PickledArray, is_prng_key
 from shardax.host.errors import WorkerError
 from shardax.host.pickling import Sources, digest_of_file, own_sources
 
@@ -152,12 +149,6 @@ def _pickler_class():
                 return _to_numpy, _raw(obj if obj.flags.writeable else np.array(obj))
             if self.watch is not None:
                 self.watch(obj)
-            if callable(obj) and not isinstance(obj, (type, types.FunctionType)):
-                name = import_name(obj)
-                if name is not None:
-                    return name
-            if isinstance(obj, Jit):  # without what it has compiled
-                return Jit, (obj.function, obj.options)
             inherited = getattr(super(), "reducer_override", None)
             return NotImplemented if inherited is None else inherited(obj)
 
@@ -177,9 +168,9 @@ def _to_numpy(buffer, dtype: jax.typing.DTypeLike, shape: tuple[int, ...]) -> np
 
 def _reduce_jax(array: jax.Array):
     if isinstance(array, Tracer) or array.is_deleted() or not array.is_fully_addressable:
-        return reduced(array)  # which raises
+        return PickledArray.of(array).__reduce__()  # which raises
     if is_prng_key(array) or array.weak_type or isinstance(array.sharding, NamedSharding):
-        return reduced(array)
+        return PickledArray.of(array).__reduce__()
     return _to_jax, _raw(np.asarray(array))
 
 

@@ -86,7 +86,7 @@ class WorkerFuture(concurrent.futures.Future[Any]):
         super().__init__()
         self._request = request  # arguments of the procedure that runs the call
         self._receive = receive  # makes the result of a reply
-        self._retries = retries  # how often it may still be run again if the worker is lost
+        self.retries_left = retries  # how often it may still be run again if the worker is lost
         self._is_idempotent = retries > 0
         self._interrupter: Callable[[], None] | None = None  # of the connection that has the call
         self._interrupted = False
@@ -121,12 +121,13 @@ class WorkerFuture(concurrent.futures.Future[Any]):
         """Mark the call as sent; False if it was cancelled before."""
         return self.running() or self.set_running_or_notify_cancel()
 
-    def _fail(self, error: BaseException) -> None:
+    def fail(self, error: BaseException) -> None:
+        """Ends the call with an exception, unless it was cancelled; for its worker."""
         if self._begin():
             self.set_exception(error)
 
-    def _lose(self, reason: str) -> None:
-        """End the call with the loss of its worker."""
+    def lose(self, reason: str) -> None:
+        """Ends the call with the loss of its worker; for that worker."""
         advice = (
             "It has been run again as often as it may."
             if self._is_idempotent
@@ -135,7 +136,7 @@ class WorkerFuture(concurrent.futures.Future[Any]):
         )
         when = "while it ran or waited there" if self.running() else "before it began"
         name = self._request["name"]
-        self._fail(
+        self.fail(
             errors.WorkerCrashedError(f"The worker of {name} was lost {when}: {reason}. {advice}")
         )
 
@@ -276,7 +277,7 @@ class Connection:
                 self._take(number)
             elif call._interrupted:  # between the loss of a worker and its being run again
                 text = f"{name} was interrupted; it was not rerun."
-                self._take(number)._fail(errors.CallCancelledError(text))
+                self._take(number).fail(errors.CallCancelledError(text))
             else:
                 try:
                     reply = await self._rpc.run(client=self._client, number=number, **call._request)

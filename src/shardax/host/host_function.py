@@ -16,26 +16,25 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any, Self
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from shardax import CustomVjp, DiffState, State, Variable
-from shardax._core.array_ops import is_differentiable
-from shardax._core.cross_process import PickledByName
-from shardax._core.frames import local
-from shardax._core.graph.flatten import flatten
-from shardax._transforms.control.forms import vary_alike
-from shardax._transforms.grad.differentiated import DiffArgument
-from shardax._transforms.grad.tangents import Tangents
-from shardax._transforms.lift.arguments import leaf_paths, static_argument
-from shardax._transforms.lift.engine import LiftedCall
-from shardax._transforms.lift.frames import LateFrame
-from shardax._transforms.lift.signatures import resolve_arguments
-from shardax._transforms.lift.transformed import takes_options
-from shardax.errors import StaticArgumentError, TransformError
-from shardax.extend import Frame, Object, Options, Path, PyTree, format_path, is_eager
+from shardax import CustomVjp, State, Variable, iter_variables
+from shardax.errors import TransformError
+from shardax.extend import (
+    FlatCall,
+    Frame,
+    Object,
+    Options,
+    Path,
+    PickledByName,
+    PyTree,
+    format_path,
+    is_eager,
+    stored_value,
+)
 from shardax.host import callback
+from shardax.host.callback import is_differentiable
 from shardax.host.calls import name_of
 from shardax.host.errors import HostFunctionError
 
@@ -43,7 +42,6 @@ _PROGRAMS = 64  # how many forms of its arguments a host function remembers
 _FLOAT0 = jax.dtypes.float0
 
 
-@takes_options
 def host_function(
     function: Callable[..., object] | None = None,
     *,
@@ -125,10 +123,7 @@ def host_function(
         )
     if function is None:
         return functools.partial(host_function, **options)
-    positions, names = resolve_arguments(
-        function, static_argnums, static_argnames, "static", StaticArgumentError
-    )
-    static = frozenset((*positions, *names))
+    static = FlatCall.static_keys(function, static_argnums, static_argnames)
     backward_out = functools.partial(gradients_like, static)
     derivative = Derivative(_rule(vjp, backward_out), _rule(jvp, tangent_like), nondiff)
     return HostFunction(function, out, vmap, derivative, static)
@@ -211,7 +206,7 @@ class HostFunction(PickledByName):
         return name_of(self.function)
 
     def __call__(self, /, *args: PyTree, **kwargs: PyTree) -> PyTree:
-        if isinstance(local.frame, callback.HostFrame):  # on the host already
+        if callback.is_on_host():  # already
             return self.function(*args, **kwargs)
         if self.out is None:
             raise HostFunctionError(
@@ -243,40 +238,31 @@ class HostFunction(PickledByName):
 
     def _call(self, /, *args: object, **kwargs: object):
         args, kwargs = _with_arrays((args, kwargs))
-        keys = [*((i, arg) for i, arg in enumerate(args)), *sorted(kwargs.items())]
-        static = [(k, static_argument(v, self.function, k)) for k, v in keys if k in self.static]
-        call = LiftedCall(
-            "host_function", [self.function], args, kwargs, static=self.static, auto_static=True
-        )
-        program, leaves, paths = callback.take(self.name, call, static, self.vmap, self.fills)
+        call = FlatCall("host_function", self.function, args, kwargs, static=self.static)
+        program = callback.program_of(self.name, call, self.vmap, self.fills)
         program = self._with_promise(program)
         run = functools.partial(callback.call_on_host, program, self._staged(program))
-        results = self._derived(call, program, leaves, paths, run)
+        results = self._derived(call, program, run)
         return program.out_tree.unflatten(results)
 
     def _with_promise(self, program: callback.HostProgram) -> callback.HostProgram:
         with Frame("host_function") as frame:
-            _, args, kwargs = program.restore(program.forms, frame)
+            _, args, kwargs = program.call.restore(program.forms, frame)
             forms, treedef = callback.promise(self.name, self.out, args, kwargs)
         return dataclasses.replace(program, out_forms=forms, out_tree=treedef)
 
     def _derived(
-        self,
-        call: LiftedCall,
-        program: callback.HostProgram,
-        leaves,
-        paths,
-        run: Callable[..., PyTree],
+        self, call: FlatCall, program: callback.HostProgram, run: Callable[..., PyTree]
     ) -> list[Any]:
-        derivative = self.derivative
+        derivative, leaves = self.derivative, call.leaves
         has_derivative = any(map(is_differentiable, program.out_forms))
         if derivative.nondiff or not has_derivative:
             return run([stopped(leaf) for leaf in leaves])
         if derivative.jvp is not None:
-            return forward(derivative.jvp, call, program, run, leaves)
+            return forward(derivative.jvp, call, program, run)
         if derivative.vjp is not None:
             return run(leaves)
-        return run(undifferentiable(self.name, leaves, paths))
+        return run(undifferentiable(self.name, leaves, call.paths))
 
     def _forward(self, /, *args: object, **kwargs: object):
         result = self(*args, **kwargs)
@@ -358,13 +344,12 @@ def undifferentiable(name: str, leaves: Sequence[Any], paths: Sequence[Path]) ->
 
 def forward(
     rule: Callable[..., PyTree],
-    call: LiftedCall,
+    call: FlatCall,
     program: callback.HostProgram,
     run: Callable[[Sequence[PyTree]], list[PyTree]],
-    leaves: Sequence[Any],
 ) -> list[PyTree]:
     """Run a function with a jvp rule as its derivative."""
-    targets = [DiffArgument(call, DiffState(i, ...)) for i in range(len(program.templates))]
+    derivative = call.derivative(rule)
 
     @jax.custom_jvp
     def apply(*leaves) -> list[PyTree]:
@@ -373,40 +358,14 @@ def forward(
     @apply.defjvp
     def moved(primals, tangents):
         results = apply(*primals)
-        with LateFrame("host_function") as frame:
-            _, args, kwargs = program.restore(primals, frame)
-            values, plain, _ = program.treedef.unflatten([_some(tangent) for tangent in tangents])
-            by_index = dict(enumerate(values))
-            directions = tuple(t.gradient(by_index, plain[t.position]) for t in targets)
-            returned = rule(tuple(args), program.out_tree.unflatten(results), directions, **kwargs)
-        return results, _fitted(program, returned, results)
+        result = program.out_tree.unflatten(results)
+        return results, derivative.tangents(primals, list(map(_some, tangents)), result)
 
-    return apply(*(leaf if is_differentiable(leaf) else stopped(leaf) for leaf in leaves))
+    return apply(*(leaf if is_differentiable(leaf) else stopped(leaf) for leaf in call.leaves))
 
 
 def _some(tangent):
     return None if getattr(tangent, "dtype", None) == _FLOAT0 else tangent
-
-
-def _fitted(program: callback.HostProgram, returned, results: Sequence[PyTree]) -> list[Any]:
-    """Flatten the tangents of a jvp rule like the result."""
-    try:
-        parts = program.out_tree.flatten_up_to(returned)
-    except (ValueError, TypeError) as error:
-        raise TransformError(
-            f"jvp of the host function {program.name} returned a tangent that is not arranged like "
-            f"the result: {error}"
-        ) from error
-    tangents = Tangents("tangent", [], strict=False)
-    fitted = []
-    for part, result, path in zip(parts, results, leaf_paths(program.out_tree), strict=True):
-        tangent = tangents.fit(part, result, ("result", *path))
-        if not is_differentiable(result):
-            fitted.append(np.zeros(result.shape, _FLOAT0))
-        else:
-            tangent = jnp.zeros(result.shape, result.dtype) if tangent is None else tangent
-            fitted.append(vary_alike(tangent, result))
-    return fitted
 
 
 # --- what rules that are host functions promise ---
@@ -436,8 +395,7 @@ def gradients_like(
 def _by_path(leaf):
     if not isinstance(leaf, Object):
         return leaf
-    flat = flatten(leaf)
-    values = {p: v._value for p, v in zip(flat.leaf_paths, flat.leaves, strict=True)}
+    values = {path: stored_value(variable) for path, variable in iter_variables(leaf)}
     return State.from_flat(values).to_pure_dict()
 
 

@@ -27,11 +27,9 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from shardax._core.cross_process import landing_on, reduced
-from shardax._core.graph.definitions import VariableDef, definition_paths, static_values
-from shardax._core.graph.flatten import flatten
+from shardax import graphdef, iter_variables
 from shardax.errors import PickleReadError, PickleWriteError
-from shardax.extend import Object, Path, PyTree, format_path, path_of_keys
+from shardax.extend import Object, Path, PickledArray, PyTree, format_path, path_of_keys
 
 _MARK = b"shardax pickle 1"
 _TAIL = struct.Struct(f"<QI{len(_MARK)}s")  # length and checksum of the trailer's JSON
@@ -124,7 +122,7 @@ def loads(data: bytes | bytearray | memoryview, mesh: Mesh | None = None) -> PyT
             f"it there; or write it with by_value=False, which tells what goes as code."
         )
     try:
-        with landing_on(mesh):
+        with PickledArray.landing_on(mesh):
             return pickle.loads(view[: written["bytes"]])
     except PickleReadError:
         raise
@@ -200,7 +198,7 @@ def _with_arrays(base: type[Any]) -> type[Any]:
 
         def reducer_override(self, obj):
             if isinstance(obj, jax.Array):
-                return reduced(obj)
+                return PickledArray.of(obj).__reduce__()
             if isinstance(obj, jax.Device):
                 return _device, (obj.platform, obj.id)
             parent_reducer = getattr(super(), "reducer_override", None)
@@ -242,20 +240,10 @@ def _places(tree: object) -> Iterator[tuple[Path, Any]]:
     for key_path, leaf in pairs:
         place = path_of_keys(key_path)
         if isinstance(leaf, Object):
-            yield from (((*place, *path), value) for path, value in _places_below(leaf))
+            parts = (*iter_variables(leaf), *graphdef(leaf).static_parts())
+            yield from (((*place, *path), value) for path, value in parts)
         else:
             yield place, leaf
-
-
-def _places_below(root: Object) -> Iterator[tuple[Path, Any]]:
-    flat = flatten(root)
-    yield from zip(flat.leaf_paths, flat.leaves, strict=True)
-    graphdef = flat.graphdef
-    for index, path in definition_paths(graphdef).items():
-        definition = graphdef.objects[index]
-        if type(definition) is not VariableDef:
-            yield path, definition.type
-            yield from static_values(definition, path)
 
 
 # --- sources ---

@@ -320,24 +320,24 @@ class Worker(concurrent.futures.Executor):
             closing = self._closing or not self._finalizer.alive  # or the program ends
             expected = connection is self._expected
         reason = f"{reason}; {'it was shut down' if closing else self._origin.ending()}"
-        retried = [call for call in calls if call._retries and not (closing or expected)]
+        retried = [call for call in calls if call.retries_left and not (closing or expected)]
         for call in calls:
             if call not in retried:
-                call._lose(reason)
+                call.lose(reason)
         with self._changed:
             if not (closing or self._closing):  # or it was shut down meanwhile
                 self._reopen(reason, expected)
             self._changed.notify_all()
             broken = self._broken or self._closing
         for call in retried:
-            call._retries -= 1
+            call.retries_left -= 1
             try:
                 if broken:
-                    call._lose(reason)
+                    call.lose(reason)
                 else:
                     self._send(call)
             except Exception as error:  # noqa: BLE001 (it is the call's)
-                call._fail(error)
+                call.fail(error)
 
     def _reopen(self, why: str, expected: bool) -> None:
         try:

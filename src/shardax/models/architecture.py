@@ -10,6 +10,7 @@ are those that stand where the built model has its own, whatever their type.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import partial
@@ -29,6 +30,7 @@ from shardax.extend import Path, format_path
 from shardax.models.comparison import (
     MISSING,
     SAVE_ANY,
+    SCALE_TOLERANCE,
     ArchitectureCheck,
     LayerPlace,
     ParameterPlace,
@@ -599,8 +601,15 @@ def _differences(config: Any, read: Any) -> dict[str, tuple[Any, Any]]:
     return {
         name: (ours.get(name), theirs.get(name))
         for name in {**ours, **theirs}
-        if ours.get(name) != theirs.get(name)
+        if not _is_equal(name, ours.get(name), theirs.get(name))
     }
+
+
+def _is_equal(path: str, ours: object, theirs: object) -> bool:
+    if path.endswith("attention.scale") and isinstance(ours, float) and isinstance(theirs, float):
+        # Files hold its inverse square, or a factor of it, which may be one bit beside.
+        return math.isclose(ours, theirs, rel_tol=SCALE_TOLERANCE)
+    return ours == theirs
 
 
 def _relevant(config: Any) -> dict[str, Any]:
@@ -811,6 +820,7 @@ def _new_content(kind: str, family: Family, config: TransformerConfig) -> dict[s
         "model_type": kind,
         "dtype": config.param_dtype,
     }
+    content |= _special_tokens(kind, family, config)
     for name, field in family.fields.items():
         value = read_field(config, field.targets[0])
         if field.targets[0] in ACTIVATION_FIELDS:
@@ -825,6 +835,26 @@ def _new_content(kind: str, family: Family, config: TransformerConfig) -> dict[s
     for group in family.groups:
         group.complete(edit)
     return content
+
+
+# Where transformers' own token of padding is beyond a small vocabulary.
+_FAR_PADDING = ("modernbert", "whisper")
+
+
+def _special_tokens(kind: str, family: Family, config: Any) -> dict[str, None]:
+    """Returns the tokens that a new model has no meaning for, which are not those of its family."""
+    # Left out they would be the defaults of the family in transformers, such as 128,004 for
+    # padding: beyond a small vocabulary, where the model cannot be made. And a text of one's own
+    # tokens would end at a 2 of llama's.
+    if (
+        isinstance(config, TransformerConfig)
+        and config.causal
+        and not config.attention.cross_attention
+    ):
+        names = {"bos_token_id", "eos_token_id", "pad_token_id"}
+    else:
+        names = {"pad_token_id"} if kind in _FAR_PADDING else set()
+    return dict.fromkeys(sorted(names - {*family.fields, *family.group_fields}))
 
 
 # --- the comparison -------------------------------------------------------------------------------

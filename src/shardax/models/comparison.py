@@ -6,6 +6,7 @@ What differs is refused by path: a saved model is read back as what it is, or no
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -32,14 +33,16 @@ from shardax.nn.stack import Stack
 
 # Attributes of layers that change no logits in evaluation, or follow from shapes.
 _FREE_ATTRIBUTES_TEXT = """
-capacity_factor config deterministic dtype implementation in_features load_balance_loss
-num_embeddings out_features precision preferred_element_type
+capacity_factor config deterministic dtype generation_config implementation in_features
+load_balance_loss num_embeddings out_features precision preferred_element_type
 """
 _FREE_ATTRIBUTES = frozenset(_FREE_ATTRIBUTES_TEXT.split())
 # Places of a Dropout, which may have any rate, or be None.
 _DROPOUTS = ("dropout", "embed_dropout")
 SAVE_ANY = "sx.train.checkpoint.save(model, folder) saves any model as it is."
 MISSING = object()
+# Of two scales of scores that are one: a file may hold a rounded function of it.
+SCALE_TOLERANCE = 1e-14
 
 
 class LayerPlace(NamedTuple):
@@ -223,6 +226,8 @@ def _is_same_in(module: Module, name: str, value: object, expected: object) -> b
         plain = module.head_dim**-0.5
         value = plain if value is None else value
         expected = plain if expected is None else expected
+        if isinstance(value, float) and isinstance(expected, float):
+            return math.isclose(value, expected, rel_tol=SCALE_TOLERANCE)
     return _is_same(name, value, expected)
 
 

@@ -24,6 +24,7 @@ from shardax.extend import gathered
 from shardax.models.config.checks import dtypes
 from shardax.models.config.transformer import TransformerConfig
 from shardax.models.transformer import Transformer
+from shardax.models.words import refuses_other_words
 from shardax.nn.arithmetic import at_least_float32
 from shardax.nn.errors import LayerConfigError
 from shardax.nn.linear import Linear
@@ -168,6 +169,7 @@ class DualEncoder(Module):
             make_parameter(constant(-10.0), (), dtype, (), rngs) if config.logit_bias else None
         )
 
+    @refuses_other_words
     def __call__(self, tokens: Any, images: Any, *, mask: Any = None) -> DualEncoderOutput:
         """Compares all images with all texts.
 

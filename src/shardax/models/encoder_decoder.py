@@ -21,7 +21,9 @@ from shardax.extend import Options
 from shardax.models.config.transformer import TransformerConfig
 from shardax.models.convnext import ConvNeXt, ConvNeXtConfig
 from shardax.models.dual_encoder import TOWERS, DualEncoder, DualEncoderConfig
+from shardax.models.generation_config import GenerationConfig
 from shardax.models.transformer import Transformer
+from shardax.models.words import refuses_other_words
 from shardax.nn.arithmetic import as_array
 from shardax.nn.errors import LayerConfigError
 
@@ -136,6 +138,10 @@ class EncoderDecoder(Module):
         if self.encoder.embed is not None:
             self.decoder.embed = self.encoder.embed
 
+    # What texts begin and end with, read by ``from_pretrained``.
+    generation_config: GenerationConfig | None = None
+
+    @refuses_other_words
     def __call__(
         self, inputs: Any, tokens: Any, *, input_mask: Any = None, mask: Any = None
     ) -> jax.Array:

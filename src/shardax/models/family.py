@@ -66,6 +66,8 @@ _POSITIVE = frozenset(
         *("attention.latent.rope_dim", "attention.latent.value_dim"),
         *("experts.dim", "experts.top_k", "experts.num_groups", "experts.top_groups"),
         *("experts.limit", "experts.shared_dim", "output.projection_dim"),
+        # Of a table without rows transformers stores none.
+        "embedding.token_types",
         *("image.size", "image.patch_size", "image.channels", "patch_size", "channels"),
     ]
 )

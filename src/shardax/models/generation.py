@@ -9,6 +9,10 @@ stream is the same loop, run for one token at a time.
 
 A number is drawn from a key of the seed, the row and how many tokens the row has added; so a sample
 depends neither on the mesh nor on how long it is to become.
+
+The cache is made by the first program and handed to the second one as arrays with their
+``GraphDef``. An object that is new at every call would be looked through at every call, which takes
+longer than some models need for a token.
 """
 
 from __future__ import annotations
@@ -16,8 +20,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+import secrets
+from collections.abc import Generator, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -34,27 +38,25 @@ from shardax import (
     iter_variables,
     jit,
     kernels,
+    merge,
     select,
-    shard,
+    split,
     while_loop,
 )
-from shardax.errors import ShardaxError, StaticAttributeError
-from shardax.extend import Options, mesh_axes_of
+from shardax.distributed.processes import from_main
+from shardax.errors import StaticAttributeError
+from shardax.extend import Options, is_eager, is_prng_key, mesh_axes_of
+from shardax.models import generation_errors as errors
 from shardax.models.config.transformer import TransformerConfig
 from shardax.models.convnext import ConvNeXtConfig
 from shardax.models.dual_encoder import DualEncoderConfig
 from shardax.models.encoder_decoder import EncoderDecoder, EncoderDecoderConfig
+from shardax.models.generation_config import GenerationConfig
+from shardax.models.generation_errors import GenerationError
+from shardax.models.prompts import TokenMask, TokenRows, read_rows, warn_of_padding
+from shardax.models.words import refuses_other_words
 from shardax.nn.attention.dot_product import AttentionKernel
 from shardax.partition import current_rules, resolve_mesh
-
-
-class GenerationError(ShardaxError, ValueError):
-    """Tokens cannot be generated.
-
-    A prompt is empty or has tokens that the model has not, an option is out of range, or logits are
-    NaN.
-    """
-
 
 _OPTIONS = Options(GenerationError)
 
@@ -69,6 +71,35 @@ class _Filters(NamedTuple):
     penalty: bool
 
 
+class _Settings(NamedTuple):
+    """Inputs of the programs that are no arrays of the model."""
+
+    temperature: np.float32
+    top_p: np.float32
+    min_p: np.float32
+    penalty: np.float32
+    stop: np.ndarray
+    seed: Any  # a number of 32 bits, or a key
+    total: np.int32  # how many tokens are added at most
+    forced_start: np.ndarray  # of each row the first token, -1 for any
+    forced_end: np.int32  # the last of all, -1 for any
+
+
+class _CacheSizes(NamedTuple):
+    """How a model's cache is made, as a static argument."""
+
+    batch: int
+    length: int
+    room: int  # of the length, for tokens that are added
+    options: tuple[tuple[str, Any], ...]
+
+    def make(self, model: Any) -> Any:
+        """Makes the cache, laid out over the mesh in scope."""
+        cache = model.make_cache(self.batch, self.length, **dict(self.options))
+        _lay_out_cache(cache)
+        return cache
+
+
 class _Progress(NamedTuple):
     """State from token to token, one row per prompt."""
 
@@ -80,19 +111,22 @@ class _Progress(NamedTuple):
     seen: jax.Array | None  # (batch, vocab), where repetition has a penalty
 
 
+@refuses_other_words
 def generate(
     model: object,
-    prompts: Sequence[object] | None = None,
+    prompts: TokenRows | None = None,
     *,
     max_new_tokens: int,
+    mask: TokenMask = None,
     inputs: Any = None,
+    input_mask: TokenMask = None,
     temperature: float = 1.0,
     top_k: int | None = None,
     top_p: float | None = None,
     min_p: float | None = None,
     repetition_penalty: float | None = None,
-    stop: int | Sequence[int] = (),
-    seed: int = 0,
+    stop: int | Sequence[int] | None = None,
+    seed: int | None = None,
     stream: bool = False,
     attention: AttentionKernel | None = None,
     cache_dtype: jax.typing.DTypeLike | None = None,
@@ -110,19 +144,25 @@ def generate(
         model: A causal Module with ``make_cache(batch, length)``, called as ``model(tokens, mask=,
             cache=)``, such as ``Decoder``; or one that is only called as ``model(tokens)``, whose
             whole sequence is then computed anew for each token.
-        prompts: Sequences of at least one integer each, of any lengths. Of an ``EncoderDecoder``
-            what its texts begin with; None for ``config.start_token`` in each row.
+        prompts: Sequences of at least one integer each, of any lengths; or an array that is padded
+            on the left or on the right, with a mask. Of an ``EncoderDecoder`` what its texts begin
+            with; None for ``config.start_token`` in each row.
         max_new_tokens: How many tokens to add to each at most.
+        mask: Of padded prompts True, or 1, for real tokens, such as the ``attention_mask`` of a
+            tokenizer. Padding is left out: the texts are those of the real tokens alone.
         inputs: What an ``EncoderDecoder`` reads, a row for each prompt: sequences of integers, of
             any lengths; or of an encoder of other inputs the array that it takes.
+        input_mask: The mask of inputs that are padded.
         temperature: Divides the logits; 0 always takes the likeliest token.
         top_k: Draw from this many of the likeliest tokens only.
         top_p: Draw from the fewest tokens, likeliest first, that have this probability together.
         min_p: Draw from tokens that have this share of the likeliest one's probability at least.
         repetition_penalty: Logits of tokens that the row has are divided by it if positive, and
             multiplied if negative.
-        stop: Tokens after which a row ends.
-        seed: Seed of the sampling; equal seeds give equal samples.
+        stop: Tokens after which a row ends. None for those of ``model.generation_config``, which
+            ``from_pretrained`` reads; ``()`` for none.
+        seed: Seed of the sampling; equal seeds give equal samples. None draws another one at every
+            call, from the operating system; processes of one run have the same.
         stream: Whether to return an iterator, which computes as it is read.
         attention: The kernel of attention, as for ``sx.kernels``; None for that of the scope. A
             cache is read by a mask, which ``"auto"`` takes into account and ``"splash"`` refuses.
@@ -135,9 +175,11 @@ def generate(
         next token of each row, -1 in rows that have ended.
 
     Raises:
-        GenerationError: If a prompt is empty or holds other than integers of the vocabulary, an
-            option is out of range, the model has no head of tokens or no cache to have a dtype, or
-            it returns NaN, or no logits.
+        GenerationError: If a prompt is empty or holds other than integers of the vocabulary, a mask
+            has padding between real tokens, an option is out of range, the model has no head of
+            tokens or no cache to have a dtype, or it returns NaN, or no logits; or if it is called
+            while a function is traced.
+        TypeError: For an option that there is not; names ours for one of ``transformers``.
 
     Example:
         >>> import jax, shardax as sx
@@ -150,24 +192,43 @@ def generate(
         ...     *sx.models.generate(model, [[7]], **options, stream=True))] == [short[1:].tolist()]
         True
     """
-    context = _as_inputs(model, inputs)
-    rows = _as_prompts(_beginnings(model, context) if prompts is None else prompts)
+    if not is_eager():
+        raise errors.inside_a_program()
+    texts = getattr(model, "generation_config", None) or GenerationConfig()
+
+    # What is read.
+    context = _as_inputs(model, inputs, input_mask)
+    if prompts is None:
+        if mask is not None:
+            raise errors.mask_of_inputs()
+        rows = read_rows(_beginnings(model, context, texts))
+    else:
+        rows = read_rows(prompts, mask)
+        if mask is None and context is None:
+            warn_of_padding(prompts, texts.pad, texts.stop, "prompts")
     if context is not None and len(rows) != len(context[0]):
         raise GenerationError(f"There are {len(rows)} prompts, but {len(context[0])} inputs.")
+
+    # Whether the model can do it.
     _check_head(model)
     _OPTIONS.integers(0, max_new_tokens=max_new_tokens)
     _check_length(model, max(row.size for row in rows) + max_new_tokens)
     _check_vocabulary(model, rows)
+
+    # How.
     filters = _filters_of(temperature, top_k, top_p, min_p, repetition_penalty)
-    numbers = {
-        "temperature": np.float32(temperature),
-        "top_p": np.float32(1 if top_p is None else top_p),
-        "min_p": np.float32(0 if min_p is None else min_p),
-        "penalty": np.float32(1 if repetition_penalty is None else repetition_penalty),
-        "stop": _as_stop(stop),
-        "key": jax.random.key(seed),
-    }
-    steps = _Steps(model, rows, max_new_tokens, filters, numbers, kernels(attention=attention))
+    settings = _Settings(
+        temperature=np.float32(temperature),
+        top_p=np.float32(1 if top_p is None else top_p),
+        min_p=np.float32(0 if min_p is None else min_p),
+        penalty=np.float32(1 if repetition_penalty is None else repetition_penalty),
+        stop=_as_stop(texts.stop if stop is None else stop),
+        seed=_as_seed(seed, filters.greedy),
+        total=np.int32(max_new_tokens),
+        forced_start=_forced_starts(texts, rows, context),
+        forced_end=np.int32(-1 if texts.forced_end is None else texts.forced_end),
+    )
+    steps = _Steps(model, rows, max_new_tokens, filters, settings, attention)
     steps.set_inputs(context)
     if cache_dtype is not None:
         steps.set_cache_dtype(cache_dtype)
@@ -190,12 +251,12 @@ class _Steps:
         rows: list[np.ndarray],
         limit: int,
         filters: _Filters,
-        numbers: Any,
-        kernel_scope: AbstractContextManager[object],
+        settings: _Settings,
+        attention: AttentionKernel | None,
     ) -> None:
-        self.kernel_scope = kernel_scope
+        self.attention: AttentionKernel | None = attention
         self.model = model if hasattr(model, "make_cache") else _uncached(model)
-        self.rows, self.limit, self.filters, self.numbers = rows, limit, filters, numbers
+        self.rows, self.limit, self.filters, self.settings = rows, limit, filters, settings
         self.cache_options: dict[str, Any] = {}
         self.inputs: _Inputs | None = None
 
@@ -219,10 +280,10 @@ class _Steps:
         """Returns the added tokens, -1 after a row's end."""
         if self.limit == 0:
             return np.zeros((len(self.rows), 0), np.int32)
-        with self.kernel_scope, self._scope():
+        with kernels(attention=self.attention), self._scope():
             cache, progress = self._start()
             if self.limit > 1:
-                progress = self._advance(cache, progress, self.limit)
+                _, progress = self._advance(cache, progress, self.limit)
             return self._added(progress)[:, : self.limit]
 
     def stream(self) -> Iterator[np.ndarray]:
@@ -230,11 +291,11 @@ class _Steps:
         cache: Any = None
         progress: Any = None
         for step in range(self.limit):
-            with self.kernel_scope, self._scope():
+            with kernels(attention=self.attention), self._scope():
                 if step == 0:
                     cache, progress = self._start()
                 else:
-                    progress = self._advance(cache, progress, step + 1)
+                    cache, progress = self._advance(cache, progress, step + 1)
                 added = self._added(progress)[:, step]
             if (added < 0).all():
                 return
@@ -253,20 +314,23 @@ class _Steps:
 
     def _start(self) -> tuple[Any, _Progress]:
         """Reads the prompts and samples the first token."""
-        length, room = _bucket(max(row.size for row in self.rows)), _bucket(self.limit)
+        longest, room = max(row.size for row in self.rows), _bucket(self.limit)
+        # A token alone, such as the start of an EncoderDecoder's text, is computed once and not
+        # sixteen times.
+        length = 1 if longest == 1 else _bucket(longest)
         tokens = np.zeros((len(self.rows), length), np.int32)
         mask = np.zeros(tokens.shape, bool)
         for place, row in enumerate(self.rows):
             tokens[place, length - row.size :], mask[place, length - row.size :] = row, True
-        cache = self.model.make_cache(len(self.rows), length + room, **self.cache_options)
-        mesh = resolve_mesh()
-        cache = cache if mesh is None else shard(cache, mesh, current_rules())
-        arguments = (tokens, mask, self.numbers, self.inputs)
-        return cache, prefill(self.model, cache, *arguments, room=room, filters=self.filters)
+        options = tuple(self.cache_options.items())
+        sizes = _CacheSizes(len(self.rows), length + room, room, options)
+        return prefill(
+            self.model, tokens, mask, self.settings, self.inputs, sizes=sizes, filters=self.filters
+        )
 
-    def _advance(self, cache: object, progress: _Progress, limit: int) -> _Progress:
-        arguments = (progress, np.int32(limit), self.numbers)
-        return decode_loop(self.model, cache, *arguments, filters=self.filters)
+    def _advance(self, cache: Any, progress: _Progress, limit: int) -> tuple[Any, _Progress]:
+        until = np.int32(limit)
+        return decode_loop(self.model, cache, progress, until, self.settings, filters=self.filters)
 
     @contextlib.contextmanager
     def _scope(self) -> Generator[None]:
@@ -296,19 +360,19 @@ class _Steps:
             yield
 
 
-@functools.partial(jit, static_argnames=("room", "filters"), donate_argnames=("cache",))
+@functools.partial(jit, static_argnames=("sizes", "filters"))
 def prefill(
     model: Any,
-    cache: Any,
     tokens: jax.Array,
     mask: jax.Array,
-    numbers: Mapping[str, jax.Array],
+    settings: _Settings,
     inputs: tuple[jax.Array, jax.Array | None] | None,
     *,
-    room: int,
+    sizes: _CacheSizes,
     filters: _Filters,
-) -> _Progress:
-    """Reads the prompts into the cache and samples the first token."""
+) -> tuple[Any, _Progress]:
+    """Reads the prompts into a new cache and samples the first token."""
+    cache = sizes.make(model)
     tokens, mask = _by_rows(tokens), _by_rows(mask)
     if inputs is None:
         logits = model(tokens, mask=mask, cache=cache)
@@ -326,26 +390,28 @@ def prefill(
     batch = tokens.shape[0]
     progress = _Progress(
         jnp.int32(0),
-        _by_rows(jnp.full((batch, room), -1, np.int32)),
+        _by_rows(jnp.full((batch, sizes.room), -1, np.int32)),
         tokens[:, -1],
         _by_rows(jnp.zeros(batch, bool)),
         _by_rows(jnp.zeros(batch, bool)),
         seen,
     )
-    return _add(progress, logits, numbers, filters)
+    _lay_out_cache(cache)
+    return split(cache), _add(progress, logits, settings, filters)
 
 
-@functools.partial(jit, static_argnames=("filters",), donate_argnames=("cache", "progress"))
+@functools.partial(jit, static_argnames=("filters",), donate_argnames=("parts", "progress"))
 def decode_loop(
     model: Any,
-    cache: Any,
+    parts: Any,
     progress: _Progress,
     limit: jax.Array | np.int32,
-    numbers: Mapping[str, jax.Array],
+    settings: _Settings,
     *,
     filters: _Filters,
-) -> _Progress:
+) -> tuple[Any, _Progress]:
     """Adds tokens until there are ``limit`` or all rows have stopped."""
+    cache = merge(*parts)
 
     def goes_on(progress: _Progress) -> jax.Array:
         return (progress.step < limit) & ~jnp.all(progress.stopped | progress.failed)
@@ -354,9 +420,10 @@ def decode_loop(
         last, step_model = _within_step(model, progress.last)
         decoder = step_model.decoder if isinstance(step_model, EncoderDecoder) else step_model
         logits = decoder(last[:, None], cache=cache)[:, -1]
-        return _add(progress, _by_rows(logits), numbers, filters)
+        return _add(progress, _by_rows(logits), settings, filters)
 
-    return while_loop(goes_on, body, progress)
+    progress = while_loop(goes_on, body, progress)
+    return split(cache), progress
 
 
 def _within_step(model: Any, last: jax.Array) -> tuple[jax.Array, Any]:
@@ -370,35 +437,64 @@ def _within_step(model: Any, last: jax.Array) -> tuple[jax.Array, Any]:
     return last, chosen.apply(lambda _, v: new[id(v)])
 
 
-def _add(progress: _Progress, logits: jax.Array, numbers, filters: _Filters) -> _Progress:
+def _lay_out_cache(cache: Any) -> None:
+    """Lays a cache out as rules in scope say of its axes."""
+    mesh = resolve_mesh()
+    if mesh is None:
+        return
+    for _, variable in iter_variables(cache, Cache):
+        if variable.axes is not None:
+            variable.value = constrain(variable.value, variable.axes, mesh)
+
+
+def _add(
+    progress: _Progress, logits: jax.Array, settings: _Settings, filters: _Filters
+) -> _Progress:
     """Samples the next token of each row."""
     step, added, _, stopped, failed, seen = progress
     failed |= jnp.isnan(logits).any(axis=-1) & ~stopped
-    chosen = _sample(logits.astype(jnp.float32), step, seen, numbers, filters)
+    chosen = _sample(logits.astype(jnp.float32), step, seen, settings, filters)
+    chosen = _forced(chosen, step, settings)
     chosen = jnp.where(stopped, -1, chosen)
     added = jax.lax.dynamic_update_slice_in_dim(added, chosen[:, None], step, axis=1)
     if seen is not None:
         vocab = jax.lax.broadcasted_iota(np.int32, (1, seen.shape[1]), 1)
         seen |= chosen[:, None] == vocab
-    stopped |= jnp.any(chosen[:, None] == numbers["stop"][None], axis=1)
+    stopped |= jnp.any(chosen[:, None] == settings.stop[None], axis=1)
     return _Progress(step + 1, added, jnp.maximum(chosen, 0), stopped, failed, seen)
 
 
-def _sample(logits: jax.Array, step: jax.Array, seen, numbers, filters: _Filters) -> jax.Array:
+def _forced(chosen: jax.Array, step: jax.Array, settings: _Settings) -> jax.Array:
+    """Puts the tokens that texts must begin and end with in the place of others."""
+    first = _by_rows(settings.forced_start)
+    chosen = jnp.where((step == 0) & (first >= 0), first, chosen)
+    is_last = (step + 1 == settings.total) & (settings.forced_end >= 0)
+    return jnp.where(is_last, settings.forced_end, chosen)
+
+
+def _sample(
+    logits: jax.Array, step: jax.Array, seen, settings: _Settings, filters: _Filters
+) -> jax.Array:
     """Draws one token per row from the filtered distribution."""
     if seen is not None:
-        penalty = numbers["penalty"]
+        penalty = settings.penalty
         logits = jnp.where(seen, jnp.where(logits > 0, logits / penalty, logits * penalty), logits)
     if filters.greedy:
         return jnp.argmax(logits, axis=-1).astype(np.int32)
-    logits = filter_logits(logits / numbers["temperature"], numbers, filters)
-    keys = jax.vmap(jax.random.fold_in, (None, 0))(numbers["key"], np.arange(len(logits)))
+    logits = filter_logits(logits / settings.temperature, settings.top_p, settings.min_p, filters)
+    key = settings.seed if is_prng_key(settings.seed) else jax.random.key(settings.seed)
+    keys = jax.vmap(jax.random.fold_in, (None, 0))(key, np.arange(len(logits)))
     keys = jax.vmap(jax.random.fold_in, (0, None))(keys, step)
     noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[1:]))(keys)
     return jnp.argmax(logits + _by_rows(noise), axis=-1).astype(np.int32)
 
 
-def filter_logits(logits: jax.Array, numbers: Any, filters: _Filters) -> jax.Array:
+def filter_logits(
+    logits: jax.Array,
+    top_p: jax.Array | np.float32,
+    min_p: jax.Array | np.float32,
+    filters: _Filters,
+) -> jax.Array:
     """Sets logits of tokens not to be drawn to minus infinity."""
     if filters.top_k is not None:
         threshold = jax.lax.top_k(logits, min(filters.top_k, logits.shape[-1]))[0][:, -1:]
@@ -407,11 +503,11 @@ def filter_logits(logits: jax.Array, numbers: Any, filters: _Filters) -> jax.Arr
         order = jnp.argsort(-logits, axis=-1)
         probabilities = jax.nn.softmax(jnp.take_along_axis(logits, order, axis=-1), axis=-1)
         preceding = jnp.cumsum(probabilities, axis=-1) - probabilities
-        is_kept = (preceding < numbers["top_p"]).at[:, 0].set(True)
+        is_kept = (preceding < top_p).at[:, 0].set(True)
         is_kept = jnp.take_along_axis(is_kept, jnp.argsort(order, axis=-1), axis=-1)
         logits = jnp.where(is_kept, logits, -jnp.inf)
     if filters.min_p:
-        least = jnp.max(logits, axis=-1, keepdims=True) + jnp.log(numbers["min_p"])
+        least = jnp.max(logits, axis=-1, keepdims=True) + jnp.log(min_p)
         logits = jnp.where(logits < least, -jnp.inf, logits)
     return logits
 
@@ -430,9 +526,8 @@ def _uncached(model: Any) -> _Uncached:
         return _Uncached(model)
     except StaticAttributeError as error:
         raise GenerationError(
-            f"generate takes a model, but {_name_of(model)} is a function that holds one. Of what "
-            "sx.surgery.record made, give the model that it was made of. Else make the function "
-            "the call of a Module with the model as an attribute."
+            f"generate takes a model, but {_name_of(model)} is a function that holds one. Make the "
+            "function the call of a Module with the model as an attribute."
         ) from error
 
 
@@ -480,34 +575,11 @@ def _host(x: jax.Array) -> np.ndarray:
 
 
 def _bucket(size: int) -> int:
+    """Returns the length that rows are padded to, so that few programs serve all lengths."""
     return max(16, 1 << (size - 1).bit_length())
 
 
-def _as_prompts(prompts, name: str = "prompt") -> list[np.ndarray]:
-    hint = f"Give a list of {name}s, each a sequence of integers; of a text list(text.encode())."
-    if isinstance(prompts, (str, bytes)) or not hasattr(prompts, "__iter__"):
-        raise GenerationError(f"The {name}s must be a list, but are {prompts!r}. {hint}")
-    rows = [np.asarray(prompt) for prompt in prompts]
-    if not rows:
-        raise GenerationError(f"There are no {name}s. {hint}")
-    for row in rows:
-        if row.ndim == 1 and row.size == 0:
-            after = " to continue from" if name == "prompt" else ""
-            article = "A" if name == "prompt" else "An"
-            raise GenerationError(f"{article} {name} is empty; give at least one token{after}.")
-        if row.ndim != 1 or not np.issubdtype(row.dtype, np.integer):
-            raise GenerationError(
-                f"Each {name} must be a sequence of integers, one per token, but one is an array "
-                f"of shape {row.shape} and dtype {row.dtype}. {hint}"
-            )
-        if row.min() < 0:
-            raise GenerationError(f"Tokens must not be negative, but a {name} has {row.min()}.")
-        if row.max() > np.iinfo(np.int32).max:
-            raise GenerationError(f"Tokens are int32, but a {name} has {row.max()}.")
-    return [row.astype(np.int32) for row in rows]
-
-
-def _as_inputs(model: Any, inputs: Any) -> _Inputs | None:
+def _as_inputs(model: Any, inputs: Any, mask: TokenMask) -> _Inputs | None:
     """Returns what an encoder reads, padded on the right, and its mask."""
     if isinstance(model, EncoderDecoder) == (inputs is None):
         said = "reads inputs, and was given none" if inputs is None else "takes no inputs"
@@ -516,6 +588,8 @@ def _as_inputs(model: Any, inputs: Any) -> _Inputs | None:
             f"generate(model, prompts) for others."
         )
     if inputs is None:
+        if mask is not None:
+            raise GenerationError("input_mask= is of inputs, and there are none; of prompts mask=.")
         return None
     if model.encoder.embed is None:
         features = np.asarray(inputs)
@@ -524,8 +598,15 @@ def _as_inputs(model: Any, inputs: Any) -> _Inputs | None:
                 f"The inputs of this {type(model).__name__} are an array of shape (batch, frames, "
                 f"features), but one of shape {features.shape} was given."
             )
+        if mask is not None:
+            raise GenerationError(
+                "input_mask= is of tokens; an encoder of features reads them all."
+            )
         return features, None
-    rows = _as_prompts(inputs, "input")
+    rows = read_rows(inputs, mask, name="input")
+    if mask is None:
+        texts = getattr(model, "generation_config", None) or GenerationConfig()
+        warn_of_padding(inputs, texts.pad, texts.stop, "inputs")
     _check_vocabulary(model.encoder, rows, "input")
     longest, config = max(row.size for row in rows), model.config.encoder
     most = config.positions.max_positions - config.positions.offset
@@ -538,9 +619,10 @@ def _as_inputs(model: Any, inputs: Any) -> _Inputs | None:
     return tokens, np.arange(tokens.shape[1]) < lengths[:, None]
 
 
-def _beginnings(model: Any, inputs: _Inputs | None) -> list[list[int]]:
+def _beginnings(model: Any, inputs: _Inputs | None, texts: GenerationConfig) -> list[list[int]]:
     """Returns the start token for each input."""
     start = None if inputs is None else model.config.start_token
+    start = texts.start if start is None else start
     if inputs is None or start is None:
         raise GenerationError(
             "There are no prompts, and no config.start_token to begin with. Give a list of "
@@ -557,6 +639,28 @@ def _as_stop(stop) -> np.ndarray:
     padded = np.full(_bucket(max(1, tokens.size)), -2, np.int32)
     padded[: tokens.size] = tokens
     return padded
+
+
+def _as_seed(seed: int | None, is_greedy: bool) -> Any:
+    """Returns the input of the programs that numbers are drawn from."""
+    if is_greedy:
+        return np.uint32(0)
+    if seed is None:
+        return np.uint32(from_main(secrets.randbits(32), "seed of generate"))
+    if isinstance(seed, int) and 0 <= seed < 2**32:
+        return np.uint32(seed)
+    return jax.random.key(seed)
+
+
+def _forced_starts(
+    texts: GenerationConfig, rows: Sequence[np.ndarray], context: _Inputs | None
+) -> np.ndarray:
+    """Returns the first token that is added to each row, -1 for any."""
+    forced = np.full(len(rows), -1, np.int32)
+    if context is not None and texts.forced_start is not None:
+        # Behind the start token alone; a prompt that goes on has its own.
+        forced[[row.size == 1 for row in rows]] = texts.forced_start
+    return forced
 
 
 def _filters_of(temperature: float, top_k, top_p, min_p, penalty) -> _Filters:
@@ -613,8 +717,8 @@ def _check_logits(model: object, logits: object, shape: tuple[int, ...]) -> None
     else:
         returned = f"a {type(logits).__name__}"
         hint = (
-            "Of what sx.surgery.record made, give the model that it was made of; of a model with "
-            "further results, a Module whose call returns the logits alone"
+            "Of what sx.surgery.record made, use its own method, recording.generate(prompts, ...); "
+            "of a model with further results, a Module whose call returns the logits alone"
         )
     known = ", ".join(map(str, shape)) if len(shape) == 2 else f"{shape[0]}, time"
     raise GenerationError(

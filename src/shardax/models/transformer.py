@@ -19,6 +19,7 @@ from shardax import Cache, List, Module, Rngs, iter_variables
 from shardax.models.config.checks import Dtypes, dtypes
 from shardax.models.config.inputs import ImageConfig
 from shardax.models.config.transformer import TransformerConfig
+from shardax.models.generation_config import GenerationConfig
 from shardax.models.layers.activation_layout import lay_out_activations
 from shardax.models.layers.activations import find_activation
 from shardax.models.layers.norms import make_norm
@@ -31,6 +32,7 @@ from shardax.models.layers.transformer_layer import (
     TransformerLayer,
     make_mlp,
 )
+from shardax.models.words import refuses_other_words
 from shardax.nn.arithmetic import add_bias, as_array
 from shardax.nn.attention.cache import AttentionCache, ContextCache
 from shardax.nn.attention.dot_product import bias_behind, distance_buckets
@@ -186,6 +188,10 @@ class Transformer(Module):
             shape, names = (config.vocab_size,), ("vocab",)
             self.head_bias = make_parameter(zeros, shape, config.param_dtype, names, None)
 
+    # What texts begin and end with, read by ``from_pretrained``.
+    generation_config: GenerationConfig | None = None
+
+    @refuses_other_words
     def __call__(
         self,
         tokens: Any,

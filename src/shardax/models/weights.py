@@ -57,7 +57,7 @@ from shardax.models.comparison import refusal
 from shardax.models.config.transformer import TransformerConfig
 from shardax.models.decoder import DECODER_RULES
 from shardax.models.dual_encoder import TOWERS
-from shardax.models.encoder_decoder import HALVES, build_model
+from shardax.models.encoder_decoder import HALVES, EncoderDecoder, build_model
 from shardax.models.entries import (
     Entry,
     WrittenLayout,
@@ -69,16 +69,23 @@ from shardax.models.entries import (
 from shardax.models.families.registry import family_of
 from shardax.models.family import Family
 from shardax.models.files import DTYPES, INDEX, READ_DTYPES, SINGLE, TensorFiles, read_json
+from shardax.models.generation_config import (
+    GENERATION_CONFIG,
+    GenerationConfig,
+    generation_content,
+    read_generation_config,
+)
+from shardax.models.generation_errors import GenerationError
 from shardax.models.kinds import PretrainedError
 from shardax.models.quantized.mxfp4 import PACKING, is_packed
 from shardax.models.tensors import Tensor
 from shardax.models.tied import TiedNames, has_tied_head
+from shardax.models.transformer import Transformer
+from shardax.models.words import refuses_other_words
 from shardax.nn.attention.dot_product import AttentionKernel
 from shardax.nn.attention.multi_head import MultiHeadAttention
 from shardax.nn.stack import Stack
 from shardax.partition import current_rules, resolve_mesh
-from shardax.partition.mesh import check_devices
-from shardax.partition.placement import ABSTRACT
 
 CONFIG = "config.json"
 LARGEST_FILE = 5 * 2**30
@@ -86,11 +93,12 @@ _DTYPE_FIELDS = frozenset(["dtype", "torch_dtype"])
 # What is fetched of a hub's model: its weights are often there in other formats too.
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template*"),
-    *("generation_config.json", "vocab.json", "merges.txt", CONFIG),
+    *(GENERATION_CONFIG, "vocab.json", "merges.txt", CONFIG),
 )
 MODEL_FILES = (*TOKENIZER_FILES, SINGLE, INDEX, "model-*.safetensors")
 
 
+@refuses_other_words
 def from_pretrained(
     directory: str | Path,
     *,
@@ -137,13 +145,15 @@ def from_pretrained(
     Returns:
         The model, a ``Transformer``; of ``clip`` and ``siglip`` a ``DualEncoder``, of encoder-
         decoders an ``EncoderDecoder``, of ``convnext`` and ``convnextv2`` a ``ConvNeXt``.
-        ``model.config`` says what it is made of.
+        ``model.config`` says what it is made of, and ``model.generation_config`` what its texts
+        begin and end with.
 
     Raises:
         PretrainedError: If there is no such model, the type of the model or a field of its config
             is unknown or unsupported, or tensors are missing, left over or of another shape; names
             them all.
         PartitionCheckError: If the rules do not fit the mesh.
+        TypeError: For an option that there is not; names ours for one of ``transformers``.
         TransformError: If the mesh has no devices, or axes of type Manual.
         ImportError: If ``safetensors`` is missing, or ``huggingface_hub`` for a name.
 
@@ -156,9 +166,7 @@ def from_pretrained(
         >>> loaded.layers.stacked.mlp.up.kernel.shape
         (1, 64, 192)
     """
-    where = resolve_mesh(mesh)
-    if where is not None:
-        check_devices(where, "from_pretrained", ABSTRACT)
+    where = resolve_mesh(mesh, for_arrays_of="from_pretrained")
     folder = find_directory(directory)
     content = read_json(folder / CONFIG)
     family = family_of(content, str(folder / CONFIG))
@@ -211,8 +219,22 @@ def from_pretrained(
         shard(model, where, rules)
     if unread:
         warn_user(unread)
+    if isinstance(model, (Transformer, EncoderDecoder)):
+        model.generation_config = _read_generation_config(folder, content)
     model.eval()
     return model
+
+
+def _read_generation_config(folder: Path, content: Mapping[str, Any]) -> GenerationConfig | None:
+    """Returns what the files of a model say of its texts."""
+    file = folder / GENERATION_CONFIG
+    try:
+        if not file.is_file():
+            return read_generation_config(content)
+        fields = read_json(file)
+        return read_generation_config(fields, json.dumps(fields))
+    except GenerationError as error:
+        raise PretrainedError(f"{folder}: {error}") from error
 
 
 def _set_attention(model: Any, kernel: AttentionKernel) -> None:
@@ -222,6 +244,7 @@ def _set_attention(model: Any, kernel: AttentionKernel) -> None:
             module.implementation = kernel
 
 
+@refuses_other_words
 def save_pretrained(
     model: object, directory: str | Path, *, max_file_bytes: int = LARGEST_FILE
 ) -> None:
@@ -239,8 +262,9 @@ def save_pretrained(
     What has none, such as a quantized embedding, is refused; ``sx.dequantize`` makes numbers.
     Kernels that were read from MXFP4 are written as the numbers that they are, with a warning.
 
-    The compute dtype and dropout are no part of it. In a run of several processes all must call
-    it, and the first writes.
+    ``generation_config.json`` is written where ``model.generation_config`` says more than
+    ``config.json``. The compute dtype and dropout are no part of what is written. In a run of
+    several processes all must call it, and the first writes.
 
     Args:
         model: A ``Transformer``, ``DualEncoder``, ``EncoderDecoder`` or ``ConvNeXt``, such as
@@ -270,6 +294,7 @@ def save_pretrained(
             "The model was read from MXFP4, which is not written: its experts are written as they "
             f"are, several times as large, and config.json has no {PACKING}."
         )
+    texts = generation_content(getattr(model, "generation_config", None), content)
     table = _Table.of_edited(model, family, config)
     layout = table.layout(content.pop(PACKING, None))
     if layout.config is not None:
@@ -285,6 +310,8 @@ def save_pretrained(
             _write_files(table, layout, draft, max_file_bytes)
             if draft is not None:
                 _write_json(draft / CONFIG, content)
+                if texts is not None:
+                    _write_json(draft / GENERATION_CONFIG, texts)
                 move_files(draft, folder, last=CONFIG)
     except OSError as error:
         raise PretrainedError(

@@ -16,8 +16,7 @@ import jax
 import numpy as np
 
 from shardax import Variable
-from shardax._core.object import ShownArray
-from shardax.extend import require_addressable
+from shardax.extend import ShownArray, require_addressable
 from shardax.named import base
 from shardax.named.base import NamedAxesError, positional_places, shown
 from shardax.named.elementwise import Operators, Reductions, unary

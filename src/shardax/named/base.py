@@ -34,9 +34,8 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardax import Slot, Variable
-from shardax._core.cross_process import packed
 from shardax.errors import ClosureError, PartitionError, ShardaxError
-from shardax.extend import is_integer, register_named_node
+from shardax.extend import Options, PickledArray, register_container
 
 
 class NamedAxesError(ShardaxError, ValueError, TypeError):
@@ -125,7 +124,7 @@ def check_sizes_by_name(axes: object, least: int = 0) -> tuple[Dims, tuple[int, 
         )
     sizes = cast("Mapping[Any, Any]", axes)
     for name, size in sizes.items():
-        if name is None or not is_integer(size) or size < least:
+        if name is None or not Options.is_integer(size) or size < least:
             raise NamedAxesError(
                 f"Axes give each name its size, a whole number of at least {least}, but "
                 f"{dict(sizes)} has {name!r}: {size!r}."
@@ -312,8 +311,8 @@ class NamedStorage:
 
     def __reduce__(self) -> Any:
         if self._dims is None:
-            return _rebuilt, (type(self), self._form, packed(self._data))
-        return type(self), (packed(self._data), self._dims)
+            return _rebuilt, (type(self), self._form, PickledArray.in_tree(self._data))
+        return type(self), (PickledArray.in_tree(self._data), self._dims)
 
     def __copy__(self) -> Self:
         return self
@@ -387,7 +386,7 @@ def _rebuilt(cls: type[NamedStorage], form: Form, leaf: object):
     return array
 
 
-register_named_node(NamedStorage, name="named array", axes=lambda array: array.partition_axes)
+register_container(NamedStorage, name="named array", axes=lambda array: array.partition_axes)
 
 
 def register(cls: type[NamedStorage]) -> None:

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from shardax import Slot, Variable
-from shardax.extend import is_integer
+from shardax.extend import Options
 from shardax.named import base
 from shardax.named.base import (
     Dims,
@@ -235,7 +235,7 @@ def place_of(dims: Dims, axis: object) -> int:
     if axis is not None and axis in dims:
         return dims.index(axis)
     positional = positional_places(dims)
-    if is_integer(axis):
+    if Options.is_integer(axis):
         if -len(positional) <= axis < len(positional):
             return positional[axis]
         raise NamedAxesError(

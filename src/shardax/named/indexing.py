@@ -31,7 +31,7 @@ import numpy as np
 from jax.core import Tracer
 
 from shardax import Slot, Variable
-from shardax.extend import explicit_sharding, is_integer
+from shardax.extend import Options, explicit_sharding
 from shardax.named import base, elementwise
 from shardax.named.base import from_parts, parts_of
 from shardax.named.lift import run_lifted
@@ -152,7 +152,7 @@ def _resolve(array: elementwise.Operand, place: int, entry: object):
         entry = entry.value
     if isinstance(entry, slice):
         return _check_slice(name, entry)
-    if is_integer(entry):
+    if Options.is_integer(entry):
         return _in_range(name, int(entry), size)
     if isinstance(entry, base.NamedStorage):
         operand = elementwise.Operand(*parts_of(entry))

@@ -22,7 +22,7 @@ import numpy as np
 
 from shardax import Module, Param, Rngs
 from shardax.errors import PartitionError
-from shardax.extend import Initializer, align, joined_sharding
+from shardax.extend import align, joined_sharding
 from shardax.named.array import NamedArray, as_named
 from shardax.named.base import (
     Axes,
@@ -38,6 +38,7 @@ from shardax.nn import arithmetic, parameters
 from shardax.nn.embedding import look_up
 from shardax.nn.errors import LayerConfigError, LayerInputError
 from shardax.nn.masks import as_mask
+from shardax.nn.parameters import Initializer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,7 +173,7 @@ class Linear(Module):
                 f"{self._shown()} has the axis {twice[0]!r} among batch_axes, which stay, and "
                 f"among those that it sums over or makes. It can be one of these."
             )
-        outputs_made = AxisSizes(tuple(self._out_names().values()), outputs.sizes)
+        outputs_made = AxisSizes(tuple(self.output_names().values()), outputs.sizes)
         if kernel_init is None:
             first, second = len(batch.names), len(batch.names) + len(inputs.names)
             last = second + len(outputs.names)
@@ -197,7 +198,7 @@ class Linear(Module):
             LayerInputError: If an axis is missing, has another size, or is there already.
         """
         inputs, batch = self.input_axes, self.batch_axes
-        names = self._out_names()
+        names = self.output_names()
         made_names = dict.fromkeys(n for n in (*names, *names.values()) if n not in inputs.names)
         x = check_input(self._shown(), x, inputs + batch, made_names)
         data, kernel = arithmetic.cast_all(self.dtype, x.data, self.kernel.value)
@@ -208,7 +209,7 @@ class Linear(Module):
         y = y.rename({new: name for name, new in names.items() if new != name})
         return y if self.bias is None else y + beside(self.bias, batch + self.output_axes, y)
 
-    def _out_names(self) -> dict[Any, Any]:
+    def output_names(self) -> dict[Any, Any]:
         """Returns the names of the output axes in the kernel."""
         return {
             name: (f"{name}_out" if isinstance(name, str) else (name, "out"))
@@ -325,7 +326,7 @@ class _Normalization(Module):
     scale: Param | None
     bias: Param | None = None
     _centred = False
-    _direct_inputs = frozenset({"mask"})  # as of nn's norms
+    direct_inputs = frozenset({"mask"})  # as of nn's norms
 
     def _declare(
         self,

@@ -9,20 +9,14 @@ nothing has is an error, and so are two names of one array that want one mesh ax
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Set
 from typing import Any, TypeVar
 
-import jax
-
-from shardax import Module, Rules, iter_variables
+from shardax import Module, Rules
 from shardax import constrain as constrain_array
 from shardax import shard as shard_by_rules
-from shardax._core.graph.static import MAPPED_AXES
 from shardax.extend import AnyMesh, Object, TreeInventory, axis_names_in
-from shardax.named.array import NamedArray
 from shardax.named.base import NamedAxesError, label
-from shardax.named.lift import is_whole
-from shardax.partition.inventory import with_mapped_axes
 
 T = TypeVar("T")
 
@@ -96,24 +90,28 @@ def constrain(
         _check_known(mapping, _names_in(tree))
     rules = _rules(mapping)
 
-    def visit(leaf: object, mapped: Sequence[object] = ()):
-        if isinstance(leaf, NamedArray):
-            (data,), treedef = jax.tree.flatten(leaf)
-            names = with_mapped_axes(mapped, leaf.partition_axes or (None,) * leaf.ndim)
-            return treedef.unflatten([constrain_array(data, names, mesh, rules)])
-        if isinstance(leaf, Object):
-            for _, variable in iter_variables(leaf):
-                value, axes = variable.value, variable.axes
-                if axes is None:
-                    variable.value = visit_tree(value, variable.metadata.get(MAPPED_AXES, ()))
-                else:
-                    variable.value = constrain_array(value, axes, mesh, rules)
-        return leaf
+    inventory = TreeInventory(tree)
+    values: list[Any] = []
+    for leaf in inventory.leaves:
+        value = leaf.value if leaf.variable is None else leaf.variable.value
+        arrays: list[Any] = []
+        for info, array in zip(leaf.arrays, leaf.arrays_in(value), strict=True):
+            names = leaf.names_of(info)
+            arrays.append(array if names is None else constrain_array(array, names, mesh, rules))
 
-    def visit_tree(tree: object, mapped: Sequence[object] = ()):
-        return jax.tree.map(lambda leaf: visit(leaf, mapped), tree, is_leaf=is_whole)
+        constrained = leaf.with_arrays(value, arrays)
+        if leaf.variable is not None:
+            leaf.variable.value = constrained
+        values.append(constrained)
 
-    return visit_tree(tree)
+    # Modules and Variables are themselves; what has no arrays stays as it is.
+    return inventory.unflatten(
+        lambda subtree: (
+            subtree.value
+            if isinstance(subtree.value, Object) or not subtree.leaves
+            else subtree.filled(values)
+        )
+    )
 
 
 class Constrain(Module):

@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardax import Variable
-from shardax.extend import explicit_sharding, is_integer, with_layout
+from shardax.extend import Options, explicit_sharding, with_layout
 from shardax.named import base
 from shardax.named.array import NamedArray, as_named, dimension_of
 from shardax.named.base import from_parts, parts_of
@@ -137,7 +137,7 @@ def _as_starts(
                 f"{function} has {size} positions along {name!r}, of which the array has {length}."
             )
         value: Any = start.value if isinstance(start, Variable) else start
-        if is_integer(value):
+        if Options.is_integer(value):
             value = value + length if value < 0 else value
             if not 0 <= value <= length - size:
                 raise base.NamedIndexError(
@@ -217,7 +217,7 @@ def pad(
     data, dims = parts_of(as_named(array, "pad"))
     pairs = [(0, 0)] * len(dims)
     for axis, width in widths.items():
-        pair = (width, width) if is_integer(width) else width
+        pair = (width, width) if Options.is_integer(width) else width
         if not isinstance(pair, (tuple, list)) or len(pair) != 2 or not all(map(_is_count, pair)):
             raise base.NamedAxesError(
                 f"pad adds a number of positions at least 0, or a pair of them, before and after, "
@@ -248,7 +248,7 @@ def tile(array: object, counts: Mapping[Any, int]) -> NamedArray:
     data, dims = parts_of(as_named(array, "tile"))
     repeats = [1] * len(dims)
     for axis, count in counts.items():
-        if axis not in dims and not is_integer(axis):
+        if axis not in dims and not Options.is_integer(axis):
             raise base.NamedAxesError(
                 f"tile repeats along axes that are there, but {axis!r} is not in "
                 f"{base.shown(dims, data.shape)}. A new one is made by "
@@ -261,4 +261,4 @@ def tile(array: object, counts: Mapping[Any, int]) -> NamedArray:
 
 
 def _is_count(value: object) -> bool:
-    return is_integer(value) and value >= 0
+    return Options.is_integer(value) and value >= 0

@@ -19,11 +19,12 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardax import Module, Rngs, Variable
-from shardax.extend import Initializer, align, explicit_sharding, joined_sharding, with_layout
+from shardax.extend import align, explicit_sharding, joined_sharding, with_layout
 from shardax.nn import parameters
 from shardax.nn.arithmetic import add_bias, as_array, at_least_float32, cast_all, take_precision
 from shardax.nn.errors import LayerConfigError
 from shardax.nn.linear import numbered
+from shardax.nn.parameters import Initializer
 from shardax.partition import resolve_mesh
 
 Padding = str | int | Sequence[int | tuple[int, int]]
@@ -109,10 +110,10 @@ class ConvBase(Module):
         kernel = self.kernel.value
         if self.mask is not None:
             kernel = kernel * align(self.mask.value.astype(kernel.dtype), kernel)
-        y = self._convolve(x, kernel, out_sharding)
+        y = self.convolve(x, kernel, out_sharding)
         return y if self.bias is None else add_bias(y, self.bias.value)
 
-    def _convolve(self, x: object, kernel: jax.Array, out_sharding: object) -> jax.Array:
+    def convolve(self, x: object, kernel: jax.Array, out_sharding: object) -> jax.Array:
         """Convolves with a given kernel, without bias."""
         rank = len(self.kernel_size)
         x = _take_window(

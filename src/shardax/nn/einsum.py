@@ -20,10 +20,10 @@ import jax
 import numpy as np
 
 from shardax import Module, Rngs
-from shardax.extend import Initializer
 from shardax.nn import parameters
 from shardax.nn.arithmetic import add_bias, as_array, cast_all, einsum, take_precision
 from shardax.nn.errors import LayerConfigError
+from shardax.nn.parameters import Initializer
 
 _TERM = r"[A-Za-z]*(?:\.\.\.)?[A-Za-z]*"
 _FORM = re.compile(f"({_TERM}),({_TERM})->({_TERM})")

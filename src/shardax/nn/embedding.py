@@ -12,10 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from shardax import Module, Rngs
-from shardax.extend import INLINE, Initializer, Options, joined_sharding
+from shardax.extend import INLINE, Options, joined_sharding
 from shardax.nn import parameters
 from shardax.nn.arithmetic import as_array, cast_all, contract, take_features, take_precision
 from shardax.nn.errors import LayerConfigError
+from shardax.nn.parameters import Initializer
 from shardax.nn.quantization import QuantizedKernel, quantized_rows
 
 default_embedding_init: Initializer = jax.nn.initializers.variance_scaling(

@@ -10,9 +10,9 @@ import jax
 import numpy as np
 
 from shardax import Module, Rngs
-from shardax.extend import Initializer
 from shardax.nn import parameters
 from shardax.nn.arithmetic import add_bias, cast_all, contract, take_features, take_precision
+from shardax.nn.parameters import Initializer
 
 
 class Linear(Module):

@@ -18,11 +18,11 @@ import numpy as np
 
 from shardax import Init, Module, Param, Rngs
 from shardax._parallel.kernels import against_gated_unit, gated_unit, is_choosing, rows_split
-from shardax.extend import Initializer, ModuleWrapper, align
+from shardax.extend import ModuleWrapper, align
 from shardax.nn.arithmetic import as_array, cast_all, result_dtype, take_features, uses_tokamax
 from shardax.nn.errors import LayerConfigError, LayerInputError
 from shardax.nn.linear import Linear
-from shardax.nn.parameters import as_axes, as_size, canonical_dtype, zeros
+from shardax.nn.parameters import Initializer, as_axes, as_size, canonical_dtype, zeros
 from shardax.nn.stack import Stack
 
 Activation = str | Callable[[Any], Any]
@@ -306,7 +306,7 @@ def _side_inputs(layer: Callable[..., object], names: Collection[str]) -> set[st
     if isinstance(layer, (ModuleWrapper, Stack)):
         body = layer.stacked if isinstance(layer, Stack) else layer.body
         return set() if body is None else _side_inputs(body, names)
-    names = set(names).difference(getattr(type(layer), "_direct_inputs", ()))
+    names = set(names).difference(getattr(type(layer), "direct_inputs", ()))
     parameters = _parameters(layer)[1:]
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return set(names)

@@ -20,13 +20,14 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from shardax import Init, Intermediate, Module, Rngs, iter_modules
 from shardax._parallel.experts import Split, by_expert, find_places, find_split
 from shardax._parallel.kernels import against_experts, ragged_product
-from shardax.extend import Initializer, Options, Static, explicit_sharding, is_eager, warn_user
+from shardax.extend import Options, Static, explicit_sharding, is_eager, warn_user
 from shardax.nn.arithmetic import cast_all, take_features, uses_tokamax
 from shardax.nn.errors import LayerConfigError, LayerInputError
 from shardax.nn.linear import Linear
 from shardax.nn.masks import as_mask
 from shardax.nn.mlp import Activation, find_activation
 from shardax.nn.parameters import (
+    Initializer,
     as_axes,
     as_size,
     canonical_dtype,
@@ -201,9 +202,9 @@ class MoE(Module):
             LayerInputError: If the last dimension is not ``features``, or the mask has another
                 shape, or numbers.
         """
-        return self._routed(x, mask, out_sharding, {})
+        return self.call_adapted(x, mask, out_sharding, {})
 
-    def _routed(
+    def call_adapted(
         self,
         x: object,
         mask: object,

@@ -26,7 +26,7 @@ import numpy as np
 
 from shardax import BatchStat, Init, Module, Param, Rngs
 from shardax._parallel.kernels import against_arrays, is_choosing, normalized, rows_split
-from shardax.extend import Initializer, Options, align, explicit_sharding, with_layout
+from shardax.extend import Options, align, explicit_sharding, with_layout
 from shardax.nn import parameters
 from shardax.nn.arithmetic import (
     as_array,
@@ -37,6 +37,7 @@ from shardax.nn.arithmetic import (
 )
 from shardax.nn.errors import LayerConfigError, LayerInputError
 from shardax.nn.masks import as_mask
+from shardax.nn.parameters import Initializer
 
 
 class _Norm(Module):
@@ -45,7 +46,7 @@ class _Norm(Module):
     scale: Param | None
     bias: Param | None = None
     # The mask of a ``Sequential`` is mostly one of attention, which says something else.
-    _direct_inputs = frozenset({"mask"})
+    direct_inputs = frozenset({"mask"})
     _scale_offset = 0.0  # added to the scale
 
     def _take_options(
@@ -437,7 +438,7 @@ class BatchNorm(_Norm):
         [0.0, 2.0]
     """
 
-    _direct_inputs = frozenset()
+    direct_inputs = frozenset()
 
     def __init__(
         self,

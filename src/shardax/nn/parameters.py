@@ -14,7 +14,7 @@ its input and its parameters, by JAX's own promotion.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import jax
@@ -22,8 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from shardax import Init, Param, Rngs
-from shardax._core.init.boxed import announced
-from shardax.extend import Initializer, Options, check_rngs, is_integer
+from shardax.extend import Options, check_rngs
 from shardax.nn.errors import LayerConfigError, LayerInputError
 
 ones = jax.nn.initializers.ones
@@ -33,6 +32,9 @@ IGNORE_INDEX = -100
 """The target that losses and metrics leave out, as in PyTorch and Hugging Face."""
 
 AxisNames = tuple[str | None, ...]
+Initializer = Callable[..., Any]
+"""A function of a key, a shape and a dtype that returns an array, or a box around one."""
+
 Sizes = int | tuple[int, ...]
 
 
@@ -44,12 +46,14 @@ def make_parameter(
     rngs: Rngs | None,
 ) -> Param:
     """Makes a lazy parameter with one axis name per dimension."""
-    # Constants draw nothing, so adding a bias or a norm to a model leaves its other parameters as
-    # they were.
-    plain, _ = announced(initializer)
-    source = None if plain in (ones, zeros) else rngs
     check_rngs(rngs)
-    init = Init(initializer, shape, dtype, rngs=source)
+    init = Init(initializer, shape, dtype)
+
+    # Constants draw nothing, so adding a bias or a norm to a model leaves its other parameters as
+    # they were. ``init.initializer`` is that of the bare array, without a box around it.
+    if init.initializer not in (ones, zeros):
+        init = Init(initializer, shape, dtype, rngs=rngs)
+
     names = None if init.has_names else tuple(axes)  # those of its box come before the layer's
     return Param(init, axes=names)
 
@@ -80,7 +84,7 @@ def as_size(layer: str, name: str, size: Any) -> int:
 
 
 def _is_positive_integer(size: object) -> bool:
-    return is_integer(size) and bool(size > 0)
+    return Options.is_integer(size) and bool(size > 0)
 
 
 def as_axes(layer: str, name: str, axes: Sequence[str | None], count: int) -> AxisNames:

@@ -18,13 +18,14 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardax import Carry, Module, Rngs, scan
-from shardax.extend import Initializer, explicit_entries, explicit_sharding, gathered, with_layout
+from shardax.extend import explicit_entries, explicit_sharding, gathered, with_layout
 from shardax.nn import parameters
 from shardax.nn.arithmetic import as_array, at_least_float32, take_features
 from shardax.nn.errors import LayerConfigError, LayerInputError
 from shardax.nn.linear import Linear
 from shardax.nn.masks import as_mask
 from shardax.nn.mlp import Activation, find_activation
+from shardax.nn.parameters import Initializer
 
 
 def _orthogonal_gates(

@@ -30,10 +30,11 @@ from shardax import (
     iter_variables,
     select,
 )
-from shardax.extend import Initializer, ModuleWrapper, Path, align, explicit_sharding, with_layout
+from shardax.extend import ModuleWrapper, Path, align, explicit_sharding, with_layout
 from shardax.nn import parameters
 from shardax.nn.arithmetic import at_least_float32
 from shardax.nn.errors import LayerConfigError
+from shardax.nn.parameters import Initializer
 
 _KERNELS = PathContains("kernel")
 

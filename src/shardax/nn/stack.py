@@ -46,12 +46,7 @@ from shardax import (
     remat,
     scan,
 )
-from shardax._core.graph.flatten import GraphWalk
-from shardax._core.graph.stacked_values import stack_values
-from shardax._core.graph.stacking import stack_objects, unstack_objects
-from shardax._core.graph.views import part_of, view
 from shardax._parallel.pipeline import run_pipeline
-from shardax._transforms.lift.captures import objects_in, places_of
 from shardax.errors import ModuleError, StateMismatchError
 from shardax.extend import (
     AnyMesh,
@@ -60,13 +55,11 @@ from shardax.extend import (
     Origin,
     Path,
     ScopeSettings,
+    StackedObjects,
     Static,
     format_path,
     is_eager,
     mesh_axes_of,
-    origin_of,
-    settings_scope,
-    structure_epoch,
 )
 from shardax.nn.errors import LayerConfigError
 from shardax.nn.parameters import as_size
@@ -223,24 +216,17 @@ class Stack(Module):
         )
         options.check("schedule", schedule, fits, 'known (use "gpipe" or "circular")')
         count = as_size("Stack", "length", length)
-        older = frozenset(_objects_around(make)) if count == 1 else frozenset[int]()
-        self._start([make() for _ in range(count)], axis_name, remat, unroll, older)
+        layers = StackedObjects.build(make, count, axis_name, _check_layers)
+        self._start(layers, axis_name, remat, unroll)
         if microbatches is not None:
             self.microbatches = as_size("Stack", "microbatches", microbatches)
         if schedule is not None:
             self.schedule = schedule
 
-    def _start(
-        self,
-        layers: Sequence[Any],
-        axis_name: str,
-        remat: object,
-        unroll: int,
-        older: frozenset[int],
-    ) -> None:
-        _check_layers(layers)
-        self.stacked, self.shared = stack_objects(layers, axis_name, older)
-        self.length = len(layers)
+    def _start(self, layers: StackedObjects, axis_name: str, remat: object, unroll: int) -> None:
+        self.stacked = layers.root
+        self.shared = layers.shared
+        self.length = layers.length
         self.axis_name = axis_name
         self.remat = check_policy("Stack", remat)
         self.unroll = as_size("Stack", "unroll", unroll)
@@ -303,6 +289,11 @@ class Stack(Module):
 
         return run_layers(self, x, dynamic)
 
+    @property
+    def stacked_layers(self) -> StackedObjects:
+        """The layers as ``shardax.extend`` has them: with their views, and how to unstack them."""
+        return StackedObjects(self.stacked, self.shared, self.length)
+
     def __len__(self) -> int:
         return self.length
 
@@ -324,7 +315,7 @@ class Stack(Module):
         place = operator.index(index)
         if not -self.length <= place < self.length:
             raise IndexError(f"The stack has {self.length} layers, none at {place}.")
-        return view(self.stacked, place % self.length, _SharedObjects(self.stacked, self.shared))
+        return self.stacked_layers.view(place % self.length)
 
     def __iter__(self) -> Iterator[Any]:
         return (self[i] for i in range(self.length))
@@ -373,7 +364,7 @@ def _run(stack: Stack, x: jax.Array, arguments: list[object], structure):
     if microbatches is None or any(isinstance(argument, Object) for argument in arguments):
         return run(stack.stacked, x, arguments, stack.length)
     # What a layer is given is one microbatch: the scope does not cut it again in stacks inside.
-    with settings_scope(microbatches=None):
+    with ScopeSettings.scope(microbatches=None):
         return run_pipeline(
             stack.stacked,
             is_shared,
@@ -419,28 +410,6 @@ class _IsShared:
         return "shared"
 
 
-class _SharedObjects:
-    """Shared objects of a stack, for its views."""
-
-    def __init__(self, root, paths: tuple[Path, ...]) -> None:
-        self.root = root
-        self.paths = frozenset(paths)
-        self.found: dict[int, Any] = {}
-        self.epoch = -1
-
-    def __contains__(self, item: object) -> bool:
-        if not self.paths:
-            return False
-        epoch = structure_epoch()
-        if self.epoch != epoch:
-            self.epoch = epoch
-            walk = GraphWalk(marking=True)
-            walk.visit(self.root, ())
-            pairs = zip(walk.paths, walk.objects, strict=True)
-            self.found = {id(variable): variable for path, variable in pairs if path in self.paths}
-        return id(item) in self.found
-
-
 def _check_layers(layers: Sequence[object]) -> None:
     for layer in layers:
         if not isinstance(layer, Module) or not callable(layer):
@@ -454,17 +423,6 @@ def _check_layers(layers: Sequence[object]) -> None:
             f"one and the same twice. Build it where the stack is made: "
             f"Stack(lambda: Layer(..., rngs=rngs), length)."
         )
-
-
-def _objects_around(make: Callable[[], object]) -> Iterator[int]:
-    """Yields ``id`` of the objects in a function's closure."""
-    walk = GraphWalk()
-    if isinstance(make, Object) or callable(make):
-        walk.encode(make, (), is_root=True)
-    for place in places_of(make):
-        for item in objects_in(place.read()):
-            walk.visit(item, ())
-    return map(id, walk.objects)
 
 
 def stack_layers(
@@ -495,8 +453,9 @@ def stack_layers(
     """
     if not layers:
         raise LayerConfigError("stack_layers needs at least one layer, but was given none.")
+    _check_layers(layers)
     stack = Stack.__new__(Stack)
-    stack._start(list(layers), axis_name, remat, unroll, frozenset())
+    stack._start(StackedObjects.of(layers, axis_name), axis_name, remat, unroll)
     return stack
 
 
@@ -517,7 +476,7 @@ def unstack_layers(stack: Stack) -> list[Any]:
         >>> [layer.kernel.shape for layer in unstack_layers(stack)]
         [(4, 4), (4, 4), (4, 4)]
     """
-    return unstack_objects(stack.stacked, stack.shared, stack.length)
+    return stack.stacked_layers.unstack()
 
 
 def stack_state(state: State | Mapping[Any, object], model: object) -> State:
@@ -572,7 +531,7 @@ def stack_state(state: State | Mapping[Any, object], model: object) -> State:
                     f"{format_path(part)}."
                 )
         gathered[path] = _gathered(lambda i, parts=parts: values.pop(parts[i]), levels)
-        kinds[path] = origin_of(variable)
+        kinds[path] = Origin.of(variable)
     return State.from_flat({**values, **gathered}, {**origins, **kinds})
 
 
@@ -608,7 +567,7 @@ def unstack_state(state: State | Mapping[Any, object], model: object) -> State:
         for indices in _indices(levels):
             part = value
             for index, level in zip(indices, levels, strict=True):
-                part = part if level.length is None else part_of(part, index)
+                part = part if level.length is None else StackedObjects.part_of(part, index)
             place = _unrolled(path, levels, indices)
             values[place], kinds[place] = part, kind
     return State.from_flat(values, kinds)
@@ -691,7 +650,7 @@ def _gathered(
     level = levels[len(indices)]
     if level.length is None:
         return _gathered(read, levels, (*indices, 0))
-    return stack_values(
+    return StackedObjects.stack_values(
         [_gathered(read, levels, (*indices, index)) for index in range(level.length)]
     )
 

@@ -29,19 +29,23 @@ Example:
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from jax.sharding import PartitionSpec
 
+# JAX does not publish the type of this object, which may stand for any entry below.
 UNCONSTRAINED: Any = PartitionSpec.UNCONSTRAINED
 
-SpecEntry = Any
-"""``str``, ``tuple[str, ...]``, None or ``UNCONSTRAINED`` (whose type JAX does not publish)."""
+SpecEntry = str | tuple[str, ...] | None
+"""The mesh axes of one dimension: one, several, none, or ``UNCONSTRAINED``."""
+
+DimensionName = str | tuple[str, ...] | None
+"""A name, the names of a merged dimension, None or ``UNCONSTRAINED``."""
 
 Rule = tuple[str, SpecEntry]
-Names = tuple[Any, ...]
-"""One entry per dimension: a name, None, ``UNCONSTRAINED``, or a tuple of names."""
+Names = tuple[DimensionName, ...]
+"""One entry per dimension."""
 
 
 class PassedOver(NamedTuple):
@@ -92,7 +96,7 @@ def assign(names: Names, rules: tuple[Rule, ...]) -> AxisAssignment:
     return AxisAssignment(entries, chosen, tuple(passed_over), unmapped)
 
 
-def _entry_of_dimension(name: Any, targets: Mapping[str, SpecEntry]) -> SpecEntry:
+def _entry_of_dimension(name: DimensionName, targets: Mapping[str, SpecEntry]) -> SpecEntry:
     """Returns the spec's entry of one dimension, by the targets of chosen rules."""
     if isinstance(name, str):
         return targets.get(name)
@@ -113,13 +117,13 @@ def mesh_axes_of(entry: SpecEntry) -> tuple[str, ...]:
     return entry if isinstance(entry, tuple) else ()
 
 
-def strings(names: Names) -> Iterator[str]:
+def strings(names: Iterable[Hashable]) -> Iterator[str]:
     """Yields the logical names, those of merged dimensions one by one."""
     for entry in names:
         if isinstance(entry, str):
             yield entry
         elif isinstance(entry, tuple):
-            yield from entry
+            yield from strings(entry)
 
 
 def format_target(target: SpecEntry) -> str:

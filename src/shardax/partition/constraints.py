@@ -25,9 +25,9 @@ from shardax._core._jax import Tracer
 from shardax._core.array_ops import ArrayLike
 from shardax._core.errors import ShardaxError
 from shardax._core.frames import is_eager
-from shardax._transforms.errors import TransformError
 from shardax.partition import context, errors
 from shardax.partition.assignment import UNCONSTRAINED, Names, SpecEntry, mesh_axes_of, strings
+from shardax.partition.marks import AxisNameMarks
 from shardax.partition.mesh import AnyMesh, resolve_mesh, scope_has_devices
 from shardax.partition.resolved import ResolvedRules
 from shardax.partition.rules import RulesLike, check_names
@@ -85,8 +85,8 @@ def constrain(
     array = _as_array(x, names)
     if len(names) != array.ndim:
         raise errors.constraint_of_other_rank(array, names)
-    if context.is_marking():
-        return context.mark_names(array, names)
+    if context.ScopeSettings.current().marking:
+        return AxisNameMarks.put(array, names)
 
     # The mesh, and whether JAX would follow a constraint over it.
     used_mesh = _mesh_for(array, mesh)
@@ -157,20 +157,15 @@ def _mesh_for(array: jax.Array, given_mesh: AnyMesh | None) -> AnyMesh | None:
     # Inside of shard_map only its own mesh says which axes are Manual.
     if not scope_mesh.empty and _axes_of_type(scope_mesh, AxisType.Manual):
         if dict(mesh.shape) != dict(scope_mesh.shape):
-            raise TransformError(
-                f"mesh={mesh} differs from {scope_mesh}, the mesh of the shard_map around this "
-                "code. Pass the same mesh, or none to take the one in scope."
-            )
+            raise errors.constraint_of_other_mesh(mesh, scope_mesh)
         return scope_mesh
     if _axes_of_type(mesh, AxisType.Manual):
-        raise TransformError(
-            f"{mesh} has axes of type Manual, which are for the inside of jax.shard_map, and this "
-            "code is not inside. Make the mesh with axes of type Auto or Explicit."
-        )
+        raise errors.constraint_over_manual_axes(mesh)
 
     if not isinstance(array, Tracer):
         return mesh
-    return _with_types_of(mesh, array_mesh if scope_mesh.empty else scope_mesh)
+    mesh_of_types = array_mesh if scope_mesh.empty else scope_mesh
+    return _with_types_of(mesh, mesh_of_types)
 
 
 def _has_devices(mesh: AnyMesh, array: jax.Array) -> bool:
@@ -281,10 +276,7 @@ def _move(array: jax.Array, entries: tuple[SpecEntry, ...], mesh: AnyMesh) -> ja
 
     if isinstance(mesh, AbstractMesh):
         if not is_over_mesh:
-            raise TransformError(
-                f"Outside of a compiled function an array cannot be laid out over {mesh}, which "
-                "has no devices. Pass the mesh itself, or call constrain inside a jitted function."
-            )
+            raise errors.constraint_outside_of_program(mesh)
         mesh = sharding.mesh
 
     spec = PartitionSpec(*_fill_unconstrained(entries, present))
@@ -303,7 +295,11 @@ def _fill_unconstrained(
     """Returns entries with the present one of each unconstrained dimension."""
     # Mesh axes that the other dimensions take now are not kept.
     used_axes = frozenset(axis for entry in entries for axis in mesh_axes_of(entry))
-    return tuple(
-        _without(present_entry, used_axes) if entry is UNCONSTRAINED else entry
-        for entry, present_entry in zip(entries, present, strict=True)
-    )
+
+    filled: list[SpecEntry] = []
+    for entry, present_entry in zip(entries, present, strict=True):
+        if entry is UNCONSTRAINED:
+            filled.append(_without(present_entry, used_axes))
+        else:
+            filled.append(entry)
+    return tuple(filled)

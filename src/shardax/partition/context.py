@@ -1,36 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
 """The settings in scope: rules, and how layers run.
 
-The *current rules* are those of the innermost ``with axis_rules(...)`` around the running code, in
-this thread; without one they are empty. All settings are part of the key by which ``jax.jit`` finds
-compiled programs, so a function traced under some settings is traced anew under others.
+``axis_rules``, ``parallel`` and ``kernels`` open a scope for users, and check values;
+``ScopeSettings.scope`` opens one for code that hands settings on. What an inner scope does not set
+is as in the scope around it. Scopes belong to a thread. The *current rules* are those of the
+innermost ``axis_rules``, or none.
 
-Besides rules, a scope can set
-
-* what a constraint does without a mesh (``axis_rules(..., on_no_mesh=...)``),
-* in how many microbatches stacks run, and how attention reads a split sequence (``parallel``),
-* which kernels layers run (``kernels``, and ``tracing_reference`` for none but XLA's),
-* that constraints only *mark* arrays (``marking_names``): an array stays as it is, and the traced
-  program holds the names that it was to be laid out by. A planner reads the names of dimensions
-  inside of a program that way.
-
-What an inner scope does not set is as in the scope around it.
+All settings are part of the key by which ``jax.jit`` finds compiled programs, so a function that
+was traced under some settings is traced anew under others.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
-import json
+import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator, Hashable, Iterable
+from contextvars import ContextVar
 from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar
 
 import jax
-from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from shardax._core.checks import Options
+from shardax._core.errors import warn
+from shardax.partition import errors
 from shardax.partition.errors import PartitionError
 from shardax.partition.rules import Rules, RulesLike
 
@@ -40,17 +36,42 @@ R = TypeVar("R")
 OnNoMesh = Literal["error", "ignore"]
 """The effect of a constraint without a mesh or rules: raise, or leave the array as it is."""
 
-SCHEDULES = ("gpipe", "circular")
-"""The orders in which stages of a pipeline have layers."""
-ATTENTION_KERNELS = ("auto", "xla", "cudnn", "splash", "tokamax")
-"""The implementations of attention."""
-LAYER_KERNELS = ("auto", "xla", "tokamax")
-"""The implementations of experts, losses, gated units and norms."""
 _OPTIONS = Options(PartitionError)
 
 
-class _Settings(NamedTuple):
-    """All settings of a scope."""
+class ScopeSettings(NamedTuple):
+    """The settings of a scope.
+
+    Attributes:
+        rules: The rules.
+        on_no_mesh: What a constraint does without a mesh or rules.
+        marking: Whether constraints only mark arrays by their names (``AxisNameMarks``), so that
+            a planner can read the names of dimensions inside of a program.
+        microbatches: In how many parts stacks run a batch, or None.
+        schedule: The schedule of pipelines.
+        context: How attention reads a sequence that is split by position.
+        attention: The kernel of attention, or None.
+        experts: The kernel of the products with experts, or None.
+        loss: The kernel of losses, or None.
+        gated: The kernel of gated units, or None.
+        norms: The kernel of norms, or None.
+        interpret: Whether Pallas's kernels are interpreted.
+        reference: Whether all layers compute by XLA's operations, whatever kernels are asked for.
+            A planner reads the operations of a step for other hardware so.
+
+    Example:
+        >>> import shardax as sx
+        >>> from shardax import extend
+        >>> with sx.parallel(microbatches=4), sx.kernels(attention="auto"):
+        ...     settings = extend.ScopeSettings.current()
+        >>> settings.microbatches, settings.kernel("attention"), settings.kernel("norms")
+        (4, 'auto', None)
+        >>> with sx.parallel(microbatches=4), extend.ScopeSettings.scope(microbatches=None):
+        ...     extend.ScopeSettings.current().microbatches is None
+        True
+        >>> extend.ScopeSettings.choices("norms"), extend.ScopeSettings.choices("schedule")
+        (('auto', 'xla', 'tokamax'), ('gpipe', 'circular'))
+    """
 
     rules: Rules = Rules()
     on_no_mesh: OnNoMesh = "error"
@@ -66,17 +87,86 @@ class _Settings(NamedTuple):
     interpret: bool = False
     reference: bool = False
 
+    @classmethod
+    def current(cls) -> ScopeSettings:
+        """Returns the settings of this thread's innermost scopes, or their defaults."""
+        return _settings_by_text[_current_text.value]
+
+    @staticmethod
+    def choices(name: str) -> tuple[str, ...]:
+        """Returns the values that a setting can have.
+
+        Args:
+            name: The name of a kernel (see ``sx.kernels``), ``"schedule"`` or ``"context"``.
+
+        Raises:
+            KeyError: If there is no such setting.
+        """
+        return _CHOICES[name]
+
+    @staticmethod
+    def scope(**changes: Any) -> SettingsScope:
+        """Returns a scope with other settings, in which nothing is checked.
+
+        ``sx.kernels`` and ``sx.parallel`` are for users: they check values. This one is for code
+        that hands settings on, or takes them away.
+
+        Args:
+            **changes: Fields of ``ScopeSettings``; the rules may be any ``RulesLike``.
+        """
+        if "rules" in changes:
+            changes["rules"] = resolve_rules(changes["rules"])
+        return SettingsScope("ScopeSettings.scope", **changes)
+
+    @staticmethod
+    @contextlib.contextmanager
+    def telling_once(told: set[Hashable]) -> Generator[None]:
+        """Gives each warning of misspelt names once, and not at every call in the scope.
+
+        Args:
+            told: The warnings that were given, to which the scope adds its own.
+        """
+        token = _told_warnings.set(told)
+        try:
+            yield
+        finally:
+            _told_warnings.reset(token)
+
+    def kernel(self, kind: str) -> str | None:
+        """Returns the kernel of a kind, such as ``"attention"``, or None.
+
+        Args:
+            kind: A name of ``sx.kernels``.
+        """
+        return getattr(self, kind)
+
+
+_LAYER_KERNELS = ("auto", "xla", "tokamax")
+_CHOICES = {
+    "attention": ("auto", "xla", "cudnn", "splash", "tokamax"),
+    "experts": _LAYER_KERNELS,
+    "loss": _LAYER_KERNELS,
+    "gated": _LAYER_KERNELS,
+    "norms": _LAYER_KERNELS,
+    "schedule": ("gpipe", "circular"),
+    "context": ("all-gather", "ring", "ring-zigzag"),
+}
 
 # The context is part of the key of JAX's own caches, so rules that change retrace, also in plain
 # jax.jit. It is hashed and compared on every call of a compiled function, therefore it holds text,
 # for which Python is not entered; equal settings have equal text.
-_DEFAULT_TEXT = repr(_Settings())
+_DEFAULT_TEXT = repr(ScopeSettings())
 _current_text = jax.make_user_context(default_value=_DEFAULT_TEXT)
-_settings_by_text: dict[str, _Settings] = {_DEFAULT_TEXT: _Settings()}
+_settings_by_text: dict[str, ScopeSettings] = {_DEFAULT_TEXT: ScopeSettings()}
 
 
-def _current_settings() -> _Settings:
-    return _settings_by_text[_current_text.value]
+# The warnings of misspelt names that a scope has given; None where each call gives its own.
+_told_warnings: ContextVar[set[Hashable] | None] = ContextVar("told_warnings", default=None)
+
+
+def told_warnings() -> set[Hashable] | None:
+    """Returns the warnings of misspelt names that a scope has given; None outside of such."""
+    return _told_warnings.get()
 
 
 def current_rules() -> Rules:
@@ -86,7 +176,7 @@ def current_rules() -> Rules:
         >>> len(current_rules())
         0
     """
-    return _current_settings().rules
+    return ScopeSettings.current().rules
 
 
 def resolve_rules(rules: RulesLike | None = None) -> Rules:
@@ -99,14 +189,9 @@ def resolve_rules(rules: RulesLike | None = None) -> Rules:
 def resolve_on_no_mesh(on_no_mesh: OnNoMesh | None = None) -> OnNoMesh:
     """Returns the policy given, else the one in scope, else ``"error"``."""
     if on_no_mesh is None:
-        return _current_settings().on_no_mesh
+        return ScopeSettings.current().on_no_mesh
     _OPTIONS.choice("on_no_mesh", on_no_mesh, ("error", "ignore"))
     return on_no_mesh
-
-
-def is_marking() -> bool:
-    """Whether constraints only mark arrays by their names."""
-    return _current_settings().marking
 
 
 class SettingsScope:
@@ -116,12 +201,19 @@ class SettingsScope:
         self._name = name
         self._changes = changes
         self._local = threading.local()  # one scope object may be entered by many threads at once
+        self._is_used = False
+
+    def __del__(self) -> None:
+        # It was made, and is gone: a line of its own changes nothing.
+        if not getattr(self, "_is_used", True) and not sys.is_finalizing():
+            warn(errors.unused_scope(self._name, self._changes))
 
     def __reduce__(self) -> tuple[Callable[..., SettingsScope], tuple[str, dict[str, Any]]]:
         return _unpickled_scope, (self._name, self._changes)
 
     def __enter__(self) -> Rules:
-        settings = _current_settings()._replace(**self._changes)
+        self._is_used = True
+        settings = ScopeSettings.current()._replace(**self._changes)
         text = repr(settings)
         _settings_by_text.setdefault(text, settings)
         scope = _current_text(text)
@@ -136,16 +228,13 @@ class SettingsScope:
         self._local.entered.pop().__exit__(*exception)
 
     def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
+        self._is_used = True
         if (
             inspect.iscoroutinefunction(function)
             or inspect.isgeneratorfunction(function)
             or inspect.isasyncgenfunction(function)
         ):
-            raise PartitionError(
-                f"{self._name} cannot decorate {function!r}: a generator or coroutine runs after "
-                f"the call that made it. Write `with {self._name}(...)` inside, around code that "
-                "neither yields nor awaits."
-            )
+            raise errors.decorated_generator(self._name, function)
 
         @functools.wraps(function)
         def scoped(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -157,7 +246,9 @@ class SettingsScope:
 
 def _unpickled_scope(name: str, changes: dict[str, Any]) -> SettingsScope:
     """Returns the ``SettingsScope`` that was pickled."""
-    return SettingsScope(name, **changes)
+    scope = SettingsScope(name, **changes)
+    scope._is_used = True  # by the function that it decorates
+    return scope
 
 
 def axis_rules(rules: RulesLike, *, on_no_mesh: OnNoMesh | None = None) -> SettingsScope:
@@ -229,18 +320,10 @@ def parallel(
         >>> bool(jnp.allclose(y, stack(jnp.ones((6, 4)))))
         True
     """
-    changes: dict[str, Any] = {}
+    changes = _chosen(schedule=schedule, context=context)
     if microbatches is not None:
         _OPTIONS.integers(microbatches=microbatches)
         changes["microbatches"] = int(microbatches)  # as text it is part of JAX's key
-
-    if schedule is not None:
-        _OPTIONS.choice("schedule", schedule, SCHEDULES)
-        changes["schedule"] = schedule
-
-    if context is not None:
-        _OPTIONS.choice("context", context, ("all-gather", "ring", "ring-zigzag"))
-        changes["context"] = context
     return SettingsScope("parallel", **changes)
 
 
@@ -288,81 +371,21 @@ def kernels(
         >>> bool(jnp.allclose(y, attention(jnp.ones((2, 5, 16))), atol=1e-6))
         True
     """
-    changes: dict[str, Any] = {}
-    if attention is not None:
-        _OPTIONS.choice("attention", attention, ATTENTION_KERNELS)
-        changes["attention"] = str(attention)
-
-    names = {"experts": experts, "loss": loss, "gated": gated, "norms": norms}
-    for layer, name in names.items():
-        if name is not None:
-            _OPTIONS.choice(layer, name, LAYER_KERNELS)
-            changes[layer] = str(name)
-
+    changes = _chosen(attention=attention, experts=experts, loss=loss, gated=gated, norms=norms)
     if interpret is not None:
         _OPTIONS.choice("interpret", interpret, (True, False))
         changes["interpret"] = interpret
     return SettingsScope("kernels", **changes)
 
 
-def current_kernel(kind: str) -> str | None:
-    """Returns the scope's kernel of a kind, such as attention, or None."""
-    return getattr(_current_settings(), kind)
-
-
-def is_interpreting_kernels() -> bool:
-    """Whether Pallas's kernels are interpreted."""
-    return _current_settings().interpret
-
-
-def tracing_reference() -> SettingsScope:
-    """Returns a scope in which every layer computes by XLA's operations."""
-    # A planner reads the operations and dimensions of a step for other hardware from this.
-    return SettingsScope("tracing_reference", reference=True)
-
-
-def is_tracing_reference() -> bool:
-    """Whether layers compute by XLA's operations, whatever was asked for."""
-    return _current_settings().reference
-
-
-def current_schedule() -> str:
-    """Returns the schedule of pipelines of the scope."""
-    return _current_settings().schedule
-
-
-def current_microbatches() -> int | None:
-    """Returns the microbatches of the scope, or None."""
-    return _current_settings().microbatches
-
-
-def current_context() -> str:
-    """Returns the scope's way of attention over a split sequence."""
-    return _current_settings().context
-
-
-_MARK = "shardax-names:"
-
-
-def marking_names(rules: RulesLike) -> SettingsScope:
-    """Returns a scope in which constraints only mark arrays by their names."""
-    # Programs traced in it are not used outside of it, nor the other way round.
-    return SettingsScope("marking_names", rules=resolve_rules(rules), marking=True)
-
-
-def mark_names(array: jax.Array, names: Iterable[object]) -> jax.Array:
-    """Returns the array, marked by an equation of the primitive ``name``."""
-    # JSON writes a tuple of names as a list. What is no name, such as UNCONSTRAINED, says nothing.
-    entries = [name if isinstance(name, (str, tuple)) else None for name in names]
-    return checkpoint_name(array, _MARK + json.dumps(entries))
-
-
-def names_marked(text: str) -> tuple[Any, ...] | None:
-    """Returns the names in the parameter ``name`` of a mark, or None for another name."""
-    if not text.startswith(_MARK):
-        return None
-    entries = json.loads(text.removeprefix(_MARK))
-    return tuple(tuple(entry) if isinstance(entry, list) else entry for entry in entries)
+def _chosen(**settings: str | None) -> dict[str, Any]:
+    """Returns the settings that were given, each one of its choices."""
+    chosen: dict[str, Any] = {}
+    for name, value in settings.items():
+        if value is not None:
+            _OPTIONS.choice(name, value, ScopeSettings.choices(name))
+            chosen[name] = str(value)
+    return chosen
 
 
 def logical_to_mesh_axes(

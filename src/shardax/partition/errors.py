@@ -7,8 +7,8 @@ a ``"warning"`` (possible, but hardly as meant) or ``"info"``. Its ``code`` name
 ``PartitionCheckError`` of all diagnostics that are errors.
 
 A ``PartitionError`` says that rules or names are malformed, before any layout, or that an array
-cannot be constrained. The functions at the end make those of ``shardax.partition.rules`` and
-``shardax.partition.constraints``.
+cannot be constrained. The functions at the end make the errors of all files of the package; those
+of boxes are in ``boxes.errors``.
 """
 
 from __future__ import annotations
@@ -107,16 +107,6 @@ def raise_on_errors(diagnostics: Iterable[Diagnostic]) -> None:
 # --- names and rules ------------------------------------------------------------------------------
 
 _RULES_EXAMPLE = "Rules([('embed', None), ('mlp', 'model')])"
-
-
-def written_while_placed(paths: Sequence[Path]) -> ConcurrentWriteError:
-    """Returns the error of Variables that another thread wrote while they were moved."""
-    listed = first_of([format_path(path) for path in paths])
-    return ConcurrentWriteError(
-        f"Another thread wrote {listed} while the model was laid out. They hold what it wrote, "
-        "where it put it; all other Variables are at their new place. Let threads take turns by a "
-        "lock, and lay the model out again: sx.shard(model, mesh, rules)."
-    )
 
 
 def names_in_one_string(names: str) -> PartitionError:
@@ -257,6 +247,128 @@ def unmapped_text(unmapped: Sequence[str], names_with_rules: Sequence[str]) -> s
     )
 
 
+def immutable_rules(name: str) -> AttributeError:
+    """Returns the error of an attribute of rules that is set or deleted."""
+    return AttributeError(
+        f"Rules are immutable: cannot change {name!r}. Make new ones with rules.replace(...), "
+        f"rules.extend(...) or rules.override(...)."
+    )
+
+
+def validation_without_mesh() -> NoMeshError:
+    """Returns the error of rules that are validated against no mesh."""
+    return NoMeshError(
+        "Rules are validated against a mesh: none was given and none is in scope. Pass one, "
+        "rules.validate(mesh); rules.check() checks rules alone."
+    )
+
+
+def decorated_generator(scope: str, function: object) -> PartitionError:
+    """Returns the error of a scope that decorates a generator or coroutine function."""
+    return PartitionError(
+        f"{scope} cannot decorate {function!r}: a generator or coroutine runs after the call that "
+        f"made it. Write `with {scope}(...)` inside, around code that neither yields nor awaits."
+    )
+
+
+def batch_without_rules(names: Names, name: str, mesh: AnyMesh) -> PartitionError:
+    """Returns the error of a batch with a name that is no mesh axis, without rules."""
+    return PartitionError(
+        f"batch_sharding({names}): no rules were given, none are in scope, and {name!r} is no axis "
+        f"of the mesh ({mesh_text(mesh.shape)}). Pass rules=rules, or give None in the place of a "
+        "name."
+    )
+
+
+# --- overrides ------------------------------------------------------------------------------------
+
+_OVERRIDES = "overrides={sx.OptState: {'embed': 'data'}, sx.PathContains('bias'): PartitionSpec()}"
+
+
+def no_overrides(option: str, value: object) -> PartitionError:
+    """Returns the error of an option that is neither a mapping from filters nor pairs."""
+    return PartitionError(
+        f"{option}={value!r} of type {type(value).__name__} is no mapping from filters and no list "
+        f"of pairs. Write for instance {_OVERRIDES}."
+    )
+
+
+def no_rules_in_override(override: str, error: PartitionError) -> PartitionError:
+    """Returns the error of an override whose mapping or list is no rules."""
+    return PartitionError(f"{override} has no rules in it: {error}")
+
+
+def no_place_in_override(override: str, value: object) -> PartitionError:
+    """Returns the error of an override that says no place."""
+    return PartitionError(
+        f"{override}: {value!r} of type {type(value).__name__} is no place. Give a PartitionSpec "
+        "over the mesh, a NamedSharding, rules (a mapping, a list of pairs, or Rules) that come "
+        f"before the layout's own, or None. For instance {_OVERRIDES}."
+    )
+
+
+def no_memory_kind(override: str, value: object) -> PartitionError:
+    """Returns the error of a memory kind that is no string."""
+    return PartitionError(
+        f"{override}: {value!r} of type {type(value).__name__} is no memory kind; give a string "
+        "such as 'pinned_host' or 'device'."
+    )
+
+
+def unknown_memory_kind(override: str, error: ValueError) -> PartitionError:
+    """Returns the error of a memory that the mesh's devices do not have."""
+    return PartitionError(f"{override}: the mesh's devices have no such memory. {error}")
+
+
+# --- placement ------------------------------------------------------------------------------------
+
+
+def written_while_placed(paths: Sequence[Path]) -> ConcurrentWriteError:
+    """Returns the error of Variables that another thread wrote while they were moved."""
+    listed = first_of([format_path(path) for path in paths])
+    return ConcurrentWriteError(
+        f"Another thread wrote {listed} while the model was laid out. They hold what it wrote, "
+        "where it put it; all other Variables are at their new place. Let threads take turns by a "
+        "lock, and lay the model out again: sx.shard(model, mesh, rules)."
+    )
+
+
+def device_refused(
+    paths: Sequence[Path], done: int, total: int, error: Exception
+) -> PartitionError:
+    """Returns the error of a device without room.
+
+    Args:
+        paths: The Variables that it refused.
+        done: How many values are at their new place.
+        total: How many have one.
+        error: The error of JAX.
+    """
+    return PartitionError(
+        f"{first_of([format_path(path) for path in paths])}: a device refused: {error}\n{done} of "
+        f"{total} values are at their new place and the others where they were; all are valid. "
+        "Make room (a State or another model may hold the old arrays), split by more mesh axes, or "
+        "use another memory_kind, and call again: what is in place is not moved a second time."
+    )
+
+
+def not_a_device(device: object) -> TransformError:
+    """Returns the error of an argument of ``unshard`` that is no device."""
+    return TransformError(
+        f"unshard gathers on one device, but device={device!r} is of type {type(device).__name__}. "
+        "Give a device, such as jax.devices()[0], or None for the default one. To lay the model "
+        "out over another mesh use shard(model, mesh, rules)."
+    )
+
+
+def initialise_in_program() -> TransformError:
+    """Returns the error of ``initialise`` inside a program."""
+    return TransformError(
+        "initialise places arrays and cannot be called inside a program. Call it outside; or, "
+        "inside, call the initializer itself and unbox(result), which constrains the values."
+    )
+
+
 # --- constraints ----------------------------------------------------------------------------------
 
 _TO_IGNORE = "To run without a mesh or rules too, say constrain(..., on_no_mesh='ignore')."
@@ -333,4 +445,37 @@ def refused_constraint(
         f"{error}\nUnder vmap, a mesh axis that splits the mapped dimension (by an Explicit "
         "type or spmd_axis_name) is taken: give the names inside the mapped function other "
         "mesh axes, or None, by rules of their own."
+    )
+
+
+def constraint_of_other_mesh(mesh: AnyMesh, scope_mesh: AnyMesh) -> TransformError:
+    """Returns the error of a mesh other than that of the ``shard_map`` around."""
+    return TransformError(
+        f"mesh={mesh} differs from {scope_mesh}, the mesh of the shard_map around this code. Pass "
+        "the same mesh, or none to take the one in scope."
+    )
+
+
+def constraint_over_manual_axes(mesh: AnyMesh) -> TransformError:
+    """Returns the error of a mesh with Manual axes outside of ``shard_map``."""
+    return TransformError(
+        f"{mesh} has axes of type Manual, which are for the inside of jax.shard_map, and this code "
+        "is not inside. Make the mesh with axes of type Auto or Explicit."
+    )
+
+
+def constraint_outside_of_program(mesh: AnyMesh) -> TransformError:
+    """Returns the error of a concrete array and a mesh without devices."""
+    return TransformError(
+        f"Outside of a compiled function an array cannot be laid out over {mesh}, which has no "
+        "devices. Pass the mesh itself, or call constrain inside a jitted function."
+    )
+
+
+def unused_scope(name: str, settings: Iterable[str]) -> str:
+    """Returns the warning of a scope that was neither entered nor used as a decorator."""
+    call = f"sx.{name}({', '.join(f'{setting}=...' for setting in settings)})"
+    return (
+        f"{call} changes nothing on a line of its own: its settings hold in a block. Write "
+        f"`with {call}:` around the calls, or decorate their function with it."
     )

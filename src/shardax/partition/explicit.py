@@ -86,11 +86,12 @@ def align(parameter: jax.Array, x: jax.Array, dimensions: Sequence[int] | None =
     if dimensions is None:
         dimensions = range(x.ndim - parameter.ndim, x.ndim)
     entries_of_x = tuple(jax.typeof(x).sharding.spec)
-    aligned = tuple(
-        entries_of_x[dimension] if x.shape[dimension] == size else None  # else it is broadcast
-        for dimension, size in zip(dimensions, parameter.shape, strict=True)
-    )
-    if aligned == entries:
+    aligned: list[SpecEntry] = []
+    for dimension, size in zip(dimensions, parameter.shape, strict=True):
+        is_broadcast = x.shape[dimension] != size
+        aligned.append(None if is_broadcast else entries_of_x[dimension])
+
+    if tuple(aligned) == entries:
         return parameter
     mesh = jax.typeof(parameter).sharding.mesh
     return jax.sharding.reshard(parameter, NamedSharding(mesh, PartitionSpec(*aligned)))

@@ -310,17 +310,30 @@ def unused_mesh_axis(axis: str, size: int) -> Diagnostic:
     return Diagnostic("info", (), "unused-mesh-axis", text)
 
 
-def unused_rule(rule: Rule, why: str) -> Diagnostic:
-    """Returns the ``unused-rule`` info."""
-    text = f"The rule {format_rule(rule)} was used for no array: {why}."
+def unused_rule(rule: Rule, paths: Sequence[Path]) -> Diagnostic:
+    """Returns the ``unused-rule`` info of a rule whose name is an axis of some arrays."""
+    text = (
+        f"The rule {format_rule(rule)} was used for no array: an earlier rule served {rule[0]!r}, "
+        f"or took its mesh axis, in each that has such an axis, {paths_text(paths)}."
+    )
+    return Diagnostic("info", (), "unused-rule", text)
+
+
+def unused_name(rule: Rule) -> Diagnostic:
+    """Returns the ``unused-rule`` info of a rule whose name is an axis of no array."""
+    text = (
+        f"The rule {format_rule(rule)} was used for no array: none that rules lay out has an axis "
+        f"{rule[0]!r}. It still serves constraints inside programs."
+    )
     return Diagnostic("info", (), "unused-rule", text)
 
 
 def misspelt_rule(rule: Rule, similar: str, paths: Sequence[Path]) -> Diagnostic:
     """Returns the ``unused-rule`` warning of a rule with a name similar to one of an array."""
     text = (
-        f"The rule {format_rule(rule)} was used for no array: none has an axis {rule[0]!r}. Did "
-        f"you mean {similar!r}, which has no rule? It is an axis of {paths_text(paths)}."
+        f"The rule {format_rule(rule)} was used for no array: none that rules lay out has an axis "
+        f"{rule[0]!r}. Did you mean {similar!r}, which has no rule? It is an axis of "
+        f"{paths_text(paths)}."
     )
     return Diagnostic("warning", (), "unused-rule", text)
 

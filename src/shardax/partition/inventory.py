@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import numpy as np
@@ -28,23 +28,24 @@ from shardax._core.frames import local, resolve
 from shardax._core.graph.flatten import flatten
 from shardax._core.graph.handlers import axes_of, is_box, is_whole
 from shardax._core.graph.paths import Leaf, Path, PyTree, plain_path
-from shardax._core.graph.static import BOX_ENTRY, EMPTY, MAPPED_AXES, Metadata
+from shardax._core.graph.static import BOX_ENTRY, EMPTY, MAPPED_AXES, Metadata, check_axes
 from shardax._core.init.lazy import LazyValue
 from shardax._core.object import Object
 from shardax._core.state.state import Origin, State
 from shardax._core.variable import Variable
 from shardax._transforms.lift.alias_paths import alias_paths
-from shardax.partition.boxes.axis_metadata import AxisMetadata
-from shardax.partition.boxes.box_of_variable import layout_of_variable
+from shardax.partition.assignment import Names, strings
+from shardax.partition.boxes.axis_metadata import AxisMetadata, fitted
 from shardax.partition.boxes.protocol import has_own_sharding, standard_box, stored_in, with_stored
+from shardax.partition.boxes.variable_layout import layout_of_variable
 from shardax.partition.mesh import AnyMesh
-from shardax.partition.rules import Rules
+from shardax.partition.rules import Rules, identity_rules, map_to_themselves
 
 
 def walk(tree: object) -> tuple[list[tuple[Path, Any]], Any]:
     """Returns the subtrees of a mixed tree by path, and their treedef."""
     leaves, treedef = jax.tree.flatten_with_path(tree, is_leaf=is_whole)
-    return [(plain_path(path) if path else (), leaf) for path, leaf in leaves], treedef
+    return [(plain_path(path), leaf) for path, leaf in leaves], treedef
 
 
 def is_array(value: object) -> bool:
@@ -61,7 +62,7 @@ class ArrayInfo(NamedTuple):
     dtype: Any
     weak_type: bool
     sharding: NamedSharding | None  # that it has now
-    axes: tuple[Any, ...] | None = None  # the names of an array that knows its own
+    axes: Names | None = None  # the names of an array that knows its own
 
     @property
     def nbytes(self) -> int:
@@ -73,7 +74,7 @@ class LeafInfo(NamedTuple):
     """One value of a tree, as layouts see it."""
 
     path: Path
-    axes: tuple[Any, ...] | PartitionSpec | None  # one name per dimension; a spec of a user's box
+    axes: Names | None  # one per dimension, unchecked; of a box there may be fewer or more
     arrays: tuple[ArrayInfo, ...]  # of its value, in the order of leaves
     treedef: Any  # of the value; None for the usual value of one array, and for a box
     variable: Variable | None  # as seen from the current frame
@@ -91,15 +92,34 @@ class LeafInfo(NamedTuple):
         """The value, unread: lazy values stay lazy."""
         return self.plain_value if self.variable is None else self.variable._value
 
-    def names_of(self, info: ArrayInfo) -> tuple[Any, ...] | None:
+    @property
+    def has_names_of_mesh_axes(self) -> bool:
+        """Whether its names are axes of a mesh, by rules of its own."""
+        return self.rules is not None and map_to_themselves(self.rules)
+
+    def names_of(self, info: ArrayInfo) -> Names | None:
         """Returns one name per dimension of one of the arrays, or None."""
         if info.axes is not None:
             return info.axes
-        if len(self.arrays) > 1 and not self.axes_per_array:
+        has_several = len(self.arrays) > 1
+        if self.axes is None or (has_several and not self.axes_per_array):
             return None
-        if isinstance(self.axes, PartitionSpec):
-            return (*self.axes, *(None,) * (len(info.shape) - len(self.axes)))
-        return self.axes
+        if self.box is None:
+            return self.axes
+
+        # In a box, dimensions after the last name are not split, as in a PartitionSpec. The names
+        # of several arrays may be more than the dimensions of some, if these have None.
+        rank = len(info.shape)
+        if not has_several:
+            rank = max(rank, len(self.axes))
+        return fitted(self.axes, rank)
+
+    def spec_of_box(self, spec: PartitionSpec) -> PartitionSpec:
+        """Returns the spec of one of the arrays without entries that not all of them have."""
+        if self.box is None or self.axes is None:
+            return spec
+        least_rank = min((len(info.shape) for info in self.arrays), default=len(self.axes))
+        return PartitionSpec(*spec[: min(len(self.axes), least_rank)])
 
     def arrays_or_empty_array(self, over_mesh: bool) -> tuple[ArrayInfo, ...]:
         """Returns the arrays; of a box without any, an empty one by which its names are checked."""
@@ -108,9 +128,8 @@ class LeafInfo(NamedTuple):
 
         # 0 is divisible by everything. A number may stand for an array while there is no mesh, as
         # in Flax; over a mesh it has no dimensions.
-        names = None if self.axes is None else tuple(self.axes)
-        shape = () if self.is_number and over_mesh else (0,) * len(names or ())
-        return (ArrayInfo(self.path, shape, np.dtype("V0"), False, None, names),)
+        shape = () if self.is_number and over_mesh else (0,) * len(self.axes or ())
+        return (ArrayInfo(self.path, shape, np.dtype("V0"), False, None, self.axes),)
 
     def arrays_in(self, value: Leaf) -> list[Any]:
         """Returns the arrays of a value like this leaf's."""
@@ -269,6 +288,14 @@ class TreeInventory:
             for info, array in zip(leaf.arrays, leaf.arrays_in(leaf.value), strict=True):
                 yield leaf, info, array
 
+    def identity_rules(self) -> Rules:
+        """Returns rules from each name of a leaf or array to the mesh axis of that name."""
+        names: dict[str, None] = {}
+        for leaf in self.leaves:
+            for axes in (leaf.axes, *(info.axes for info in leaf.arrays)):
+                names.update(dict.fromkeys(strings(axes or ())))
+        return identity_rules(tuple(names))
+
     def unflatten(self, fill: Callable[[Subtree], PyTree]) -> PyTree:
         """Returns the tree with other values in place of its subtrees."""
         return self.treedef.unflatten([fill(subtree) for subtree in self.subtrees])
@@ -286,7 +313,7 @@ def _leaf_of(
         return _leaf_of_box(path, value, variable)
 
     arrays, treedef, own_axes = _arrays_of(path, value)
-    axes = metadata.axes if own_axes is None else own_axes
+    axes = cast("Names | None", metadata.axes if own_axes is None else own_axes)
 
     # Names of dimensions that transforms added, before those that an array knows itself.
     mapped_axes = metadata.entries.get(MAPPED_AXES)
@@ -333,21 +360,25 @@ def _arrays_of(path: Path, value: Leaf) -> tuple[tuple[ArrayInfo, ...], Any, Any
 
 
 def _leaf_of_box(path: Path, value: Any, variable: Variable | None) -> LeafInfo:
+    """Returns the leaf of a box, or of a Variable that holds one."""
     stored = stored_in(value)
     box = standard_box(value, stored)
     names, rules = box.layout()
+    plain_value = value if variable is None else None
+
     arrays = tuple(
         _array_info((*path, *plain_path(key_path)), leaf)
         for key_path, leaf in jax.tree.leaves_with_path(stored)
         if is_array(leaf)
     )
+
     return LeafInfo(
         path,
-        names,
+        cast("Names | None", check_axes(names)),
         arrays,
         treedef=None,
         variable=variable,
-        plain_value=value if variable is None else None,
+        plain_value=plain_value,
         box=with_stored(box, None),
         rules=rules,
         mesh=getattr(box, "mesh", None),
@@ -361,12 +392,8 @@ def _origin_of(leaf: LeafInfo) -> Origin:
     if leaf.box is None:
         return Origin(Variable, EMPTY)
 
-    # Those of a ``VariableBox`` are of the Variable that it was made of.
-    variable_type: Any = getattr(leaf.box, "variable_type", type(leaf.box))
-    metadata = getattr(leaf.box, "entries", EMPTY)
-    entries = metadata.entries if isinstance(metadata, Metadata) else {}
-    names = None if leaf.axes is None else tuple(leaf.axes)
-    return Origin(variable_type, Metadata(names, entries))
+    kind, entries = leaf.box._filtered_as()
+    return Origin(cast("Any", kind), Metadata(leaf.axes, entries))
 
 
 def _array_info(path: Path, value: Any) -> ArrayInfo:
@@ -384,13 +411,13 @@ def _array_info(path: Path, value: Any) -> ArrayInfo:
     return ArrayInfo(path, tuple(value.shape), value.dtype, is_weak, sharding, axes)
 
 
-def with_mapped_axes(mapped: Sequence[Any], own_names: Sequence[Any]) -> tuple[Any, ...]:
+def with_mapped_axes(mapped: Sequence[Any], own_names: Names) -> Names:
     """Returns names with those of mapped dimensions in front."""
-    leading = [
-        mapped_name if own_name is None else own_name
-        for mapped_name, own_name in zip(mapped, own_names, strict=False)
-    ]
-    return (*leading, *own_names[len(leading) :])
+    names = list(own_names)
+    for index, mapped_name in enumerate(mapped[: len(names)]):
+        if names[index] is None:
+            names[index] = mapped_name
+    return tuple(names)
 
 
 _BITS = {"int2": 2, "int4": 4, "uint2": 2, "uint4": 4, "float4_e2m1fn": 4}

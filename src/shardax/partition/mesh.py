@@ -19,11 +19,19 @@ from shardax._transforms.errors import NoMeshError, TransformError
 AnyMesh = Mesh | AbstractMesh
 
 
-def resolve_mesh(mesh: AnyMesh | None = None) -> AnyMesh | None:
+ABSTRACT = "partition_specs, shardings, abstract and check"
+"""The functions of layouts that need no devices."""
+
+
+def resolve_mesh(
+    mesh: AnyMesh | None = None, *, for_arrays_of: str | None = None
+) -> AnyMesh | None:
     """Returns the mesh given, else the one in scope, else None.
 
     Args:
         mesh: A mesh to use as it is, or None for the one in scope.
+        for_arrays_of: The name of the function that places arrays over the mesh, for the error of
+            a mesh without devices; None for a mesh that need not have any.
 
     Returns:
         Outside of traced code the concrete ``Mesh`` in scope if there is one. Under ``jax.jit``
@@ -32,7 +40,8 @@ def resolve_mesh(mesh: AnyMesh | None = None) -> AnyMesh | None:
         concrete one. None if no mesh with axes is in scope.
 
     Raises:
-        TransformError: If ``mesh`` is neither a mesh nor None.
+        TransformError: If ``mesh`` is neither a mesh nor None; with ``for_arrays_of``, if it has no
+            devices, or axes of type Manual.
 
     Example:
         >>> import jax
@@ -43,13 +52,24 @@ def resolve_mesh(mesh: AnyMesh | None = None) -> AnyMesh | None:
         ...     resolve_mesh() == mesh
         True
     """
+    resolved = _mesh_in_scope() if mesh is None else _checked_mesh(mesh)
+    if resolved is not None and for_arrays_of is not None:
+        check_devices(resolved, for_arrays_of, ABSTRACT)
+    return resolved
+
+
+def _checked_mesh(mesh: AnyMesh) -> AnyMesh:
+    """Returns what the caller gave, or raises if it is no mesh."""
     if isinstance(mesh, (Mesh, AbstractMesh)):
         return mesh
-    if mesh is not None:
-        raise TransformError(
-            f"mesh={mesh!r} of type {type(mesh).__name__} is not a mesh. Make one, for instance "
-            "jax.make_mesh((2, 4), ('data', 'model')), or pass None for the mesh in scope."
-        )
+    raise TransformError(
+        f"mesh={mesh!r} of type {type(mesh).__name__} is not a mesh. Make one, for instance "
+        "jax.make_mesh((2, 4), ('data', 'model')), or pass None for the mesh in scope."
+    )
+
+
+def _mesh_in_scope() -> AnyMesh | None:
+    """Returns the mesh in scope, or None."""
     abstract = jax.sharding.get_abstract_mesh()
     if abstract.empty:
         return _mesh_of_with_statement()

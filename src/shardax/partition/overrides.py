@@ -26,7 +26,7 @@ from shardax._core.graph.paths import Path, format_path
 from shardax._core.state.filters import first_match, to_predicates
 from shardax._core.state.state import State
 from shardax._transforms.lift.filter_mappings import FilterMapping, StateSharding
-from shardax.partition import findings
+from shardax.partition import errors, findings
 from shardax.partition.errors import Diagnostic, PartitionError
 from shardax.partition.inventory import FilterSubject, TreeInventory
 from shardax.partition.mesh import AnyMesh
@@ -57,7 +57,9 @@ def overrides_of(
     memory_kind: MemoryKinds | None,
 ) -> tuple[list[Override], list[Diagnostic]]:
     """Returns the ``Override`` of every leaf, and diagnostics of the filters."""
-    placements = _FilterTable("overrides", () if overrides is None else overrides, _checked_value)
+    if overrides is None:
+        overrides = ()
+    placements = _FilterTable("overrides", overrides, _checked_value)
 
     def checked_kind(value: object, text: str) -> str | None:
         return _checked_memory_kind(value, text, mesh)
@@ -146,9 +148,6 @@ class _FilterTable(Generic[V]):
                 yield findings.unused_override(self.option, filter_text)
 
 
-_EXAMPLE = "overrides={sx.OptState: {'embed': 'data'}, sx.PathContains('bias'): PartitionSpec()}"
-
-
 def _pairs(option: str, option_value: Any) -> list[tuple[Any, Any]]:
     """Returns the pairs of filter and value that were given for an option."""
     if isinstance(option_value, State):
@@ -161,10 +160,7 @@ def _pairs(option: str, option_value: Any) -> list[tuple[Any, Any]]:
     is_sequence = isinstance(option_value, Iterable) and not isinstance(option_value, str)
     pairs: list[Any] = list(option_value) if is_sequence else [None]
     if not all(isinstance(pair, (tuple, list)) and len(pair) == 2 for pair in pairs):
-        raise PartitionError(
-            f"{option}={option_value!r} of type {type(option_value).__name__} is no mapping from "
-            f"filters and no list of pairs. Write for instance {_EXAMPLE}."
-        )
+        raise errors.no_overrides(option, option_value)
     return [(item, value) for item, value in pairs]
 
 
@@ -182,12 +178,8 @@ def _checked_value(value: object, text: str) -> Rules | PartitionSpec | NamedSha
         try:
             return Rules(value)
         except PartitionError as error:
-            raise PartitionError(f"{text} has no rules in it: {error}") from error
-    raise PartitionError(
-        f"{text}: {value!r} of type {type(value).__name__} is no place. Give a PartitionSpec over "
-        "the mesh, a NamedSharding, rules (a mapping, a list of pairs, or Rules) that come before "
-        f"the layout's own, or None. For instance {_EXAMPLE}."
-    )
+            raise errors.no_rules_in_override(text, error) from error
+    raise errors.no_place_in_override(text, value)
 
 
 def _checked_memory_kind(value: object, text: str, mesh: AnyMesh | None) -> str | None:
@@ -195,15 +187,10 @@ def _checked_memory_kind(value: object, text: str, mesh: AnyMesh | None) -> str 
     if value is None:
         return None
     if not isinstance(value, str):
-        raise PartitionError(
-            f"{text}: {value!r} of type {type(value).__name__} is no memory kind; give a string "
-            "such as 'pinned_host' or 'device'."
-        )
+        raise errors.no_memory_kind(text, value)
     if mesh is not None:
         try:
             NamedSharding(mesh, PartitionSpec(), memory_kind=value)
         except ValueError as error:
-            raise PartitionError(
-                f"{text}: the mesh's devices have no such memory. {error}"
-            ) from error
+            raise errors.unknown_memory_kind(text, error) from error
     return value

@@ -2,12 +2,14 @@
 """Placement of models over the devices of a mesh.
 
 Everything that can be wrong is found before anything is moved. A lazy value is computed straight
-into its shards. An array that exists is moved, and the old one freed, before the next is touched,
-so that no device holds two models. JAX copies in the background, so an array counts as moved when
-its copy is *ready*: then its holder gets the copy, the old array is released (not deleted, since a
-State or a clone may hold it too), and only then does the next copy begin. Small arrays go in
-batches, because waiting for each would take longer than copying it. A device without room leaves
-every holder with a valid array: earlier batches are at their new place, the others at their old.
+into its shards. An array that has its new sharding already is left as it is, so that a second
+``shard`` by the same rules moves nothing. Any other array is moved, and the old one freed, before
+the next is touched, so that no device holds two models. JAX copies in the background, so an array
+counts as moved when its copy is *ready*: then its holder gets the copy, the old array is released
+(not deleted, since a State or a clone may hold it too), and only then does the next copy begin.
+Small arrays go in batches, because waiting for each would take longer than copying it. A device
+without room leaves every holder with a valid array: earlier batches are at their new place, the
+others at their old.
 """
 
 from __future__ import annotations
@@ -19,24 +21,23 @@ import jax
 from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
 
 from shardax._core._jax import Tracer
-from shardax._core.errors import first_of
 from shardax._core.frames import check_trace, check_unlocked, is_eager, is_ref, is_writable
 from shardax._core.graph.paths import Leaf, Path, PyTree, format_path
 from shardax._core.init.lazy import LazyValue, Recipe, compute_all
 from shardax._core.object import Object
 from shardax._core.threads import Stamp, in_one_step
-from shardax._transforms.errors import TransformError
+from shardax._core.values import is_deleted
 from shardax.partition import errors, findings
 from shardax.partition.constraints import lay_out_traced
 from shardax.partition.errors import Diagnostic, PartitionError, raise_on_errors
 from shardax.partition.inventory import LeafInfo, Subtree, TreeInventory
-from shardax.partition.mesh import AnyMesh, check_devices, resolve_mesh
+from shardax.partition.mesh import ABSTRACT, AnyMesh, check_devices, resolve_mesh
+from shardax.partition.misspelt_names import warn_of_names
 from shardax.partition.overrides import MemoryKinds, OverridesLike
 from shardax.partition.rules import RulesLike
 from shardax.partition.tree_layout import TreeLayout
 
 T = TypeVar("T")
-ABSTRACT = "partition_specs, shardings, abstract and check"  # which need no devices
 
 Destinations = Sequence[Sharding | None]
 """For each array of a leaf its new sharding, or None for one that stays."""
@@ -96,9 +97,7 @@ def shard(
         >>> shard(weight, mesh, {"mlp": "model"}) is weight, weight.sharding.spec
         (True, P(None, 'model'))
     """
-    known_mesh = resolve_mesh(mesh)
-    if known_mesh is not None:
-        check_devices(known_mesh, "shard", ABSTRACT)
+    resolve_mesh(mesh, for_arrays_of="shard")
 
     inventory = TreeInventory(model)
     layout = TreeLayout(inventory, mesh, rules, overrides, memory_kind, function="shard")
@@ -108,7 +107,7 @@ def shard(
 
     layout.checked(list(_not_placeable(inventory)))
     _check_writable(inventory)
-    layout.warn_of_names()
+    warn_of_names(layout)
     return _move_leaves(inventory, model, shardings)
 
 
@@ -161,11 +160,7 @@ def _one_device(device: object) -> jax.Device:
         if isinstance(default, jax.Device):
             return default
         return jax.local_devices(backend=default)[0]
-    raise TransformError(
-        f"unshard gathers on one device, but device={device!r} is of type {type(device).__name__}. "
-        "Give a device, such as jax.devices()[0], or None for the default one. To lay the model "
-        "out over another mesh use shard(model, mesh, rules)."
-    )
+    raise errors.not_a_device(device)
 
 
 def _check_writable(inventory: TreeInventory) -> None:
@@ -189,7 +184,7 @@ def _not_placeable(inventory: TreeInventory) -> Iterator[Diagnostic]:
             yield findings.abstract_array(info.path, array)
         elif is_ref(array):
             yield findings.array_in_ref(info.path)
-        elif isinstance(array, jax.Array) and not isinstance(array, Tracer) and array.is_deleted():
+        elif is_deleted(array):
             yield findings.deleted_array(info.path)
 
 
@@ -336,8 +331,6 @@ class _Copies:
 
     def _refused(self, indices: Sequence[int], error: Exception) -> PartitionError:
         """Returns the error of a device without room."""
-        listed = first_of([format_path(self.leaves[index].path) for index in indices])
-
         # Looked up, not counted: some were there before, and what is no Variable is returned or
         # not at all.
         done = total = 0
@@ -347,11 +340,8 @@ class _Copies:
                 total += 1
                 done += all(_is_at(array, sharding) for array, sharding in moves)
 
-        return PartitionError(
-            f"{listed}: a device refused: {error}\n{done} of {total} values are at their "
-            "new place and the others where they were; all are valid. Make room (a State or "
-            "another model may hold the old arrays), split by more mesh axes, or use another "
-            "memory_kind, and call again: what is in place is not moved a second time."
+        return errors.device_refused(
+            [self.leaves[index].path for index in indices], done, total, error
         )
 
 

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reduced states: boxes of an optimizer's state that do not fit the names in them.
 
-An optimizer maps over boxed parameters, so each array of its state is in a box with the parameter's
-names, which some do not fit: row and column statistics (Adafactor) lack a dimension, a history has
-one more, and where there is nothing to keep stands one number. Such a box is laid out by the
-dimensions of its *owner* that its sizes tell apart, or else replicated, with the diagnostic
-``reduced-state``. The owner is another box of the tree that is alike in everything but the value,
-with a shorter path that ends in the same steps (``params.layers.up`` and
+A *reduced state* comes about as an optimizer maps over boxed parameters: each array of its state is
+in a box with the parameter's names, which some do not fit: row and column statistics (Adafactor)
+lack a dimension, a history has one more, and where there is nothing to keep stands one number. Such
+a box is laid out by the dimensions of its *owner* that its sizes tell apart, or else replicated,
+with the diagnostic ``reduced-state``. The owner is another box of the tree that is alike in
+everything but the value, with a shorter path that ends in the same steps (``params.layers.up`` and
 ``opt[0].v_row.layers.up``; for a parameter at the top, all sizes must be among its own). Without an
 owner the names are an error.
 """
@@ -56,6 +56,17 @@ def dimensions_of_state(
     None stands for a new dimension, and None in place of all if that is unclear. Three forms occur:
     the parameter's shape, leading dimensions before it (a history), and one dimension less (row and
     column statistics), where the missing one must be clear from the sizes.
+
+    Args:
+        shape: The shape of an array of the state.
+        parameter: The shape of the parameter.
+
+    Example:
+        >>> from shardax import extend
+        >>> extend.dimensions_of_state((8, 4), (8, 4)), extend.dimensions_of_state((4,), (8, 4))
+        ((0, 1), (1,))
+        >>> extend.dimensions_of_state((10, 8, 4), (8, 4)), extend.dimensions_of_state((3,), (8, 4))
+        ((None, 0, 1), None)
     """
     extra = len(shape) - len(parameter)
     if extra >= 0 and shape[extra:] == parameter:
@@ -82,11 +93,16 @@ def reduced_states(
         leaves: All leaves of a tree.
         diagnostics: Those of their layout by the names in their boxes.
     """
-    unfit_paths = {d.path for d in diagnostics if d.code in ("rank-mismatch", "indivisible")}
+    # Names do not fit an array of another rank, nor one whose sizes cannot be divided.
+    unfit_paths = {each.path for each in diagnostics if each.code == "indivisible"}
+    for leaf in leaves:
+        if leaf.box is not None and leaf.axes is not None:
+            rank = len(leaf.axes)
+            unfit_paths.update(info.path for info in leaf.arrays if len(info.shape) != rank)
     if not unfit_paths:
         return {}
 
-    wrong_paths = {d.path for d in diagnostics if d.severity == "error"}
+    wrong_paths = {each.path for each in diagnostics if each.severity == "error"} | unfit_paths
     owners = PathEnds(
         ((leaf.path,), leaf)
         for leaf in leaves
@@ -150,13 +166,8 @@ def _reduced_state(leaf: LeafInfo, owner: LeafInfo) -> tuple[LeafInfo, Diagnosti
         names = tuple(None if index is None else owner_names[index] for index in dimensions)
 
     is_clear = names is not None or math.prod(shape) == 1
+    severity = "info" if is_clear else "warning"
     diagnostic = findings.reduced_state(
-        leaf.path,
-        tuple(leaf.axes or ()),
-        shape,
-        names,
-        owner.path,
-        owner_shape,
-        "info" if is_clear else "warning",
+        leaf.path, leaf.axes or (), shape, names, owner.path, owner_shape, severity
     )
     return leaf._replace(axes=names), diagnostic

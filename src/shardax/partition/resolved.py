@@ -1,31 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What rules make of one array over one mesh: its ``PartitionSpec``, and diagnostics.
+"""The spec that rules give to one array over one mesh, and what is wrong with it.
 
 ``ResolvedRules(mesh, rules)`` chooses the rules once: those given, else those in scope, else the
-mesh's own axes, each of which stands for itself. ``ResolvedRules.spec(axes, shape)`` then has four
-steps:
+mesh's own axes, each of which stands for itself. Its method ``spec(axes, shape)`` runs the steps
+that ``shardax.partition.rules`` lists: names, assignment, spec. Nothing here touches devices,
+models or values.
 
-1. The axis names must be well-formed, one per dimension. Otherwise the spec is empty.
-2. The rules assign mesh axes to the names (``shardax.partition.assignment``).
-3. Everything that is wrong with these is a diagnostic (``shardax.partition.findings``): names
-   without a rule, rules passed over, mesh axes that the mesh does not have, dimensions that cannot
-   be cut into equal parts.
-4. Mesh axes that the mesh does not have are left out of the spec, so that a ``NamedSharding`` can
-   always be made of it. A dimension that cannot be cut into equal parts stays as it is.
+What it says of an array, by code (``shardax.partition.findings`` has the texts):
 
-``explicit_spec`` does the same for a spec or sharding that was given outright, in place of rules,
-with the same codes. Nothing here touches devices, models or values.
-
-Rules that no array of a tree chooses are not a matter of one array. ``shardax.check`` adds one
-diagnostic for each, from ``unused_rules_of`` in ``shardax.partition.tree_layout``: the warning
-``shadowed-rule`` if an earlier rule makes it useless for any array, else the information
-``unused-rule``.
+* ``axis-names``, ``rank-mismatch``: errors of the names; the spec is ``P()``.
+* ``unmapped-name``: no rule mentions a name, and it looks misspelt, or is an axis of the mesh, or
+  there are no rules at all (warnings); or the rules forbid it (error). Otherwise nothing is said.
+* ``mesh-axis-conflict``: a rule was passed over. Warning if its name goes without, info if a later
+  rule was chosen for it, error if the rules forbid it. Each rule passed over counts, also where a
+  name has several.
+* ``unknown-mesh-axis``, ``indivisible`` (errors) and ``axis-type-order`` (warning), of the mesh
+  axes of each dimension (``diagnostics_of_entries`` in ``shardax.partition.entries``).
+* ``unconstrained``: a dimension is left to the compiler where there is none.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
@@ -35,13 +31,19 @@ from shardax.partition import findings
 from shardax.partition.assignment import (
     UNCONSTRAINED,
     AxisAssignment,
+    DimensionName,
     Names,
     SpecEntry,
     assign,
     format_rule,
-    mesh_axes_of,
 )
 from shardax.partition.context import current_rules
+from shardax.partition.entries import (
+    diagnostics_of_entries,
+    explicit_spec,
+    placed_spec,
+    usable_entries,
+)
 from shardax.partition.errors import Diagnostic, PartitionError, nearest_name
 from shardax.partition.mesh import AnyMesh
 from shardax.partition.rules import Rules, RulesLike, check_names, identity_rules
@@ -125,21 +127,45 @@ class ResolvedRules:
 
         entries = assign(names, self.rules.pairs).entries
         diagnostics = self.diagnostics(names, shape, entries, path)
-        entries = _usable_entries(entries, self.mesh)
-        if not in_program:
-            return _placed_spec(entries), diagnostics
-
-        diagnostics = [each for each in diagnostics if each.code != "unconstrained"]
-        if self.mesh is None or AxisType.Auto in self.mesh.axis_types:
+        entries = usable_entries(entries, self.mesh)
+        if UNCONSTRAINED not in entries:
             return PartitionSpec(*entries), diagnostics
-        if UNCONSTRAINED in entries:
+
+        # In a program over Auto axes the compiler chooses what is left to it, and nowhere else.
+        has_auto_axes = self.mesh is None or AxisType.Auto in self.mesh.axis_types
+        if in_program and has_auto_axes:
+            return PartitionSpec(*entries), diagnostics
+        if in_program:
             diagnostics.append(findings.unconstrained_over_explicit_axes(path, names))
-        return _placed_spec(entries), diagnostics
+        else:
+            diagnostics += [
+                findings.unconstrained(path, index, f" (names {names})", "warning")
+                for index, entry in enumerate(entries)
+                if entry is UNCONSTRAINED
+            ]
+        return placed_spec(entries), diagnostics
+
+    def given_spec(
+        self,
+        placement: PartitionSpec | NamedSharding,
+        shape: Sequence[int],
+        source: str,
+        path: Path = (),
+    ) -> tuple[PartitionSpec, list[Diagnostic]]:
+        """Returns the usable ``PartitionSpec`` of a spec or sharding given outright.
+
+        Args:
+            placement: The spec, over the mesh of these rules; or a sharding, over its own mesh.
+            shape: The global shape of the array.
+            source: Who gave it, as text for the diagnostics.
+            path: Where the array is in its tree.
+        """
+        return explicit_spec(placement, shape, self.mesh, source, path)
 
     def diagnostics(
         self, names: Names, shape: Sequence[int], entries: Sequence[SpecEntry], path: Path = ()
     ) -> list[Diagnostic]:
-        """Returns the diagnostics of the spec that these rules make of checked names.
+        """Returns what is wrong with checked names and the mesh axes that these rules give them.
 
         Args:
             names: The names, one per dimension.
@@ -155,17 +181,15 @@ class ResolvedRules:
         def reason_text(index: int) -> str:
             return _rules_text(names[index], assignment, self.rules)
 
-        diagnostics = [*self._unmapped(path, names, assignment), *self._conflicts(path, assignment)]
-        for index, entry in enumerate(entries):
-            if entry is UNCONSTRAINED:
-                source = f" (names {names})"
-                diagnostics.append(findings.unconstrained(path, index, source, "warning"))
-        diagnostics += _diagnostics_of_entries(
-            path, shape, entries, self.mesh, dimension_text, reason_text, "rules to"
-        )
-        return diagnostics
+        return [
+            *self._unmapped_names(path, names, assignment),
+            *self._conflicts(path, assignment),
+            *diagnostics_of_entries(
+                path, shape, entries, self.mesh, dimension_text, reason_text, "rules to"
+            ),
+        ]
 
-    def _unmapped(
+    def _unmapped_names(
         self, path: Path, names: Names, assignment: AxisAssignment
     ) -> Iterator[Diagnostic]:
         """Yields diagnostics of names without a rule."""
@@ -201,141 +225,7 @@ class ResolvedRules:
             yield findings.passed_over(path, loss, later_rule)
 
 
-def explicit_spec(
-    placement: PartitionSpec | NamedSharding,
-    shape: Sequence[int],
-    mesh: AnyMesh | None,
-    source: str,
-    path: Path = (),
-) -> tuple[PartitionSpec, list[Diagnostic]]:
-    """Returns the usable ``PartitionSpec`` of a spec or sharding given outright, and diagnostics.
-
-    Args:
-        placement: The spec, over ``mesh``; or a sharding, over its own mesh.
-        shape: The global shape of the array.
-        mesh: The mesh, or None.
-        source: Who gave it, as text for the diagnostics.
-        path: Where the array is in its tree.
-    """
-    if isinstance(placement, NamedSharding):
-        spec, mesh = placement.spec, placement.mesh
-    else:
-        spec = placement
-    if len(spec) > len(shape):
-        return PartitionSpec(), [findings.rank_mismatch_of_spec(path, source, spec, shape)]
-
-    entries: tuple[SpecEntry, ...] = tuple(spec)
-    diagnostics: list[Diagnostic] = []
-    for index, entry in enumerate(entries):
-        if entry is UNCONSTRAINED:
-            diagnostics.append(findings.unconstrained(path, index, f", {source}", "error"))
-        elif not _is_well_formed(entry):
-            diagnostics.append(findings.malformed_entry(path, source, entries, entry))
-    diagnostics += _diagnostics_of_entries(
-        path,
-        shape,
-        entries,
-        mesh,
-        dimension_text=lambda index: f"dimension {index}",
-        reason_text=lambda index: source,
-        way_out="a spec of",
-    )
-    return _placed_spec(_usable_entries(entries, mesh)), diagnostics
-
-
-def _diagnostics_of_entries(
-    path: Path,
-    shape: Sequence[int],
-    entries: Sequence[SpecEntry],
-    mesh: AnyMesh | None,
-    dimension_text: Callable[[int], str],
-    reason_text: Callable[[int], str],
-    way_out: str,
-) -> Iterator[Diagnostic]:
-    """Yields diagnostics of the mesh axes of every dimension; texts are made where one is wrong."""
-    # Axes that do not exist, or stand twice.
-    used_axes: set[str] = set()
-    for index, entry in enumerate(entries):
-        for axis in _mesh_axes_of_well_formed(entry):
-            if mesh is not None and axis not in mesh.shape:
-                yield findings.unknown_mesh_axis(
-                    path, dimension_text(index), reason_text(index), axis, mesh
-                )
-            elif axis in used_axes:
-                yield findings.repeated_mesh_axis(
-                    path, dimension_text(index), reason_text(index), axis
-                )
-            used_axes.add(axis)
-    if mesh is None:
-        return
-
-    # Sizes, by the mesh axes that remain.
-    usable = [mesh_axes_of(entry) for entry in _usable_entries(entries, mesh)]
-    for index, mesh_axes in enumerate(usable):
-        size = shape[index]
-        parts = math.prod(mesh.shape[axis] for axis in mesh_axes)
-        if size % parts:
-            yield findings.indivisible(
-                path,
-                dimension_text(index),
-                reason_text(index),
-                size,
-                mesh_axes,
-                mesh,
-                parts,
-                way_out,
-            )
-
-    # Orders that the type of an array in a program cannot express.
-    axis_types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    for index, mesh_axes in enumerate(usable):
-        splitting = [axis for axis in mesh_axes if mesh.shape[axis] > 1]
-        explicit = [axis for axis in splitting if axis_types[axis] is AxisType.Explicit]
-        others = [axis for axis in splitting if axis not in explicit]
-        if splitting != [*explicit, *others]:
-            yield findings.axis_type_order(
-                path,
-                dimension_text(index),
-                reason_text(index),
-                splitting,
-                [*explicit, *others],
-                explicit,
-            )
-
-
-def _usable_entries(entries: Sequence[SpecEntry], mesh: AnyMesh | None) -> tuple[SpecEntry, ...]:
-    """Returns the entries without unknown mesh axes and those of earlier dimensions."""
-    used_axes: set[str] = set()
-    usable: list[SpecEntry] = []
-    for entry in entries:
-        mesh_axes = _mesh_axes_of_well_formed(entry)
-        usable_axes: list[str] = []
-        for axis in mesh_axes:
-            if axis not in used_axes and (mesh is None or axis in mesh.shape):
-                usable_axes.append(axis)
-                used_axes.add(axis)
-
-        is_unchanged = _is_well_formed(entry) and len(usable_axes) == len(mesh_axes)
-        usable.append(entry if is_unchanged else tuple(usable_axes) or None)
-    return tuple(usable)
-
-
-def _placed_spec(entries: Sequence[SpecEntry]) -> PartitionSpec:
-    """Returns the spec of an array that is placed, where no dimension is left to the compiler."""
-    return PartitionSpec(*(None if entry is UNCONSTRAINED else entry for entry in entries))
-
-
-def _mesh_axes_of_well_formed(entry: SpecEntry) -> tuple[str, ...]:
-    return mesh_axes_of(entry) if _is_well_formed(entry) else ()
-
-
-def _is_well_formed(entry: SpecEntry) -> bool:
-    if isinstance(entry, tuple):
-        return all(isinstance(axis, str) for axis in entry)
-    return entry is None or entry is UNCONSTRAINED or isinstance(entry, str)
-
-
-def _rules_text(name: Any, assignment: AxisAssignment, rules: Rules) -> str:
+def _rules_text(name: DimensionName, assignment: AxisAssignment, rules: Rules) -> str:
     """Returns the chosen rules of one dimension as text."""
     names = name if isinstance(name, tuple) else (name,)
     chosen = [rules.pairs[assignment.chosen[each]] for each in names if each in assignment.chosen]

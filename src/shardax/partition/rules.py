@@ -1,21 +1,40 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules: ordered pairs of the logical name of a dimension and mesh axes.
+"""Rules: ordered pairs of the logical name of a dimension and the mesh axes that split it.
 
-``shardax.partition.assignment`` says what rules do to the names of one array. ``ResolvedRules`` in
-``shardax.partition.resolved`` makes the spec of an array with a shape, over a mesh, and its
-diagnostics. This file has the class ``Rules``, what makes a pair or a tuple of names well-formed,
-and what can be said of rules before there is any array (``Rules.check``):
+The spec of an array comes about in this order. Each step names the function to read.
 
-* A rule may name an axis that the mesh does not have. This is an error.
-* A rule may be *shadowed*: an earlier rule for the same name makes it useless for any array. This
-  is a warning.
-* A mesh axis may be named by no rule. This is information.
+1. ``check_names`` (this file) wants one entry per dimension. Names that are malformed or stand
+   twice in one array are an error, as is another number of names than dimensions. The spec is then
+   ``P()``.
+2. ``assign`` (``assignment.py``) walks the rules once, from the first to the last. A rule is
+   *chosen* if its name waits for one and its mesh axes are free in this array; each name has one
+   chosen rule at most, and each mesh axis one holder. A rule whose name waits while a mesh axis is
+   taken is *passed over*. A rule whose name has its rule already is not looked at.
+3. ``ResolvedRules.spec`` (``resolved.py``) makes the spec of the chosen rules. A mesh axis that the
+   mesh does not have is left out. Sizes change nothing: a dimension that cannot be cut into equal
+   parts is an error, and its entry stays. Nor do the types of mesh axes, Auto or Explicit.
 
-``shardax.check`` says the first two as well, by the same functions, of rules that no array of its
-tree has chosen.
+An override of one leaf comes before all of these (``overrides.py``): rules are put before the
+others in step 2, and a spec or sharding takes the place of all steps (``explicit_spec`` in
+``entries.py``). Which rules and mesh a leaf of a tree has, among them those of its own box, is said
+in ``tree_layout.py``.
 
-Malformed rules are refused when they are made. Two *policies* decide about arrays. ``on_conflict``
-is for a rule passed over in favour of an earlier one, ``on_unmapped`` for a name without a rule.
+Who says what, each as a list of ``Diagnostic``:
+
+* ``ResolvedRules.spec``, of one array: malformed names, rules passed over, mesh axes that do not
+  exist, sizes that cannot be divided. It says nothing of a rule that is not looked at, and of a
+  name without a rule only where it looks misspelt.
+* ``Rules.check`` (this file), of the rules alone: a mesh axis that the mesh does not have (error),
+  a rule *shadowed* by an earlier one for the same name, so that no array could ever choose it
+  (warning), and a mesh axis that no rule names (info).
+* ``shardax.check``, of a tree: both of these, the second only of rules that no array of the tree
+  has chosen and without the mesh axes that no rule names. A rule that is not chosen and neither
+  shadowed nor wrong is an ``unused-rule`` (info, or warning if it looks misspelt). See
+  ``unused_rules_of`` in ``tree_diagnostics.py``.
+
+``findings.py`` lists every code and severity. Two *policies* of the rules change step 2:
+``on_conflict="error"`` makes a rule that is passed over an error, ``on_unmapped="error"`` a name
+without a rule.
 """
 
 from __future__ import annotations
@@ -27,7 +46,6 @@ from typing import Any, Literal, NoReturn, cast
 
 from jax.sharding import AxisType, PartitionSpec
 
-from shardax._transforms.errors import NoMeshError
 from shardax.partition import errors, findings
 from shardax.partition.assignment import (
     UNCONSTRAINED,
@@ -206,10 +224,7 @@ class Rules:
         """
         mesh = resolve_mesh(mesh)
         if mesh is None:
-            raise NoMeshError(
-                "Rules are validated against a mesh: none was given and none is in scope. Pass "
-                "one, rules.validate(mesh); rules.check() checks rules alone."
-            )
+            raise errors.validation_without_mesh()
         errors.raise_on_errors(self.check(mesh))
         return self
 
@@ -244,11 +259,10 @@ class Rules:
             >>> Rules({"mlp": "model"}).replace(on_conflict="error")
             Rules([('mlp', 'model')], on_conflict='error')
         """
-        return Rules(
-            self.pairs if pairs is None else Rules(pairs).pairs,
-            self.on_conflict if on_conflict is None else on_conflict,
-            self.on_unmapped if on_unmapped is None else on_unmapped,
-        )
+        if pairs is None:
+            return Rules(self, on_conflict, on_unmapped)
+        new_pairs = Rules(pairs).pairs
+        return Rules(new_pairs, on_conflict or self.on_conflict, on_unmapped or self.on_unmapped)
 
     def __iter__(self) -> Iterator[Rule]:
         return iter(self.pairs)
@@ -263,10 +277,7 @@ class Rules:
         return f"Rules([{pairs}]{conflict}{unmapped})"
 
     def __setattr__(self, name: str, value: object = None) -> NoReturn:
-        raise AttributeError(
-            f"Rules are immutable: cannot change {name!r}. Make new ones with rules.replace(...), "
-            f"rules.extend(...) or rules.override(...)."
-        )
+        raise errors.immutable_rules(name)
 
     __delattr__ = __setattr__
 
@@ -349,15 +360,24 @@ def _is_name_of_dimension(entry: object) -> bool:
 @functools.lru_cache(maxsize=1024)
 def identity_rules(names: Names) -> Rules:
     """Returns rules from each mesh axis to itself."""
-    mesh_axes = [axis for name in names for axis in mesh_axes_of(name)]
-    return Rules([(axis, axis) for axis in mesh_axes if isinstance(axis, str)])
+    return Rules([(axis, axis) for axis in strings(names)])
 
 
-def unknown_mesh_axes(rule: Rule, mesh: AnyMesh) -> Iterator[errors.Diagnostic]:
-    """Yields an error for each mesh axis of a rule that the mesh does not have."""
-    for axis in mesh_axes_of(rule[1]):
-        if axis not in mesh.shape:
-            yield findings.rule_of_unknown_mesh_axis(rule, axis, mesh)
+def map_to_themselves(rules: Rules) -> bool:
+    """Whether rules map each name to the mesh axis of that name; true of no rules."""
+    return all(name == target for name, target in rules.pairs)
+
+
+# --- rules by themselves --------------------------------------------------------------------------
+
+
+def unknown_mesh_axes(rule: Rule, mesh: AnyMesh) -> list[errors.Diagnostic]:
+    """Returns an error for each mesh axis of a rule that the mesh does not have."""
+    return [
+        findings.rule_of_unknown_mesh_axis(rule, axis, mesh)
+        for axis in mesh_axes_of(rule[1])
+        if axis not in mesh.shape
+    ]
 
 
 def shadowed_rules(rules: Rules) -> dict[int, errors.Diagnostic]:
@@ -373,25 +393,24 @@ def shadowed_rules(rules: Rules) -> dict[int, errors.Diagnostic]:
 
 
 def _why_shadowed(rules: Rules, earlier_position: int, position: int) -> str | None:
-    """Returns why an earlier rule makes a rule useless for any array, or None if it does not."""
+    """Returns why no array can choose a rule beside an earlier one; None if one can."""
     earlier_rule, rule = rules.pairs[earlier_position], rules.pairs[position]
     name, earlier_target = earlier_rule
     if rule[0] != name:
         return None
 
-    # The earlier rule is chosen for every array with this name, unless a rule before it for
-    # another name can take one of its mesh axes.
+    # Every array with this name chooses the earlier rule, unless a rule before that one, for
+    # another name, can take one of its mesh axes.
     earlier_axes = set(mesh_axes_of(earlier_target))
-    rival_axes = {
-        axis
-        for rival_name, rival_target in rules.pairs[:earlier_position]
-        for axis in mesh_axes_of(rival_target)
-        if rival_name != name
-    }
+    rival_axes: set[str] = set()
+    for rival_name, rival_target in rules.pairs[:earlier_position]:
+        if rival_name != name:
+            rival_axes.update(mesh_axes_of(rival_target))
+
     if earlier_axes.isdisjoint(rival_axes):
         return f"the earlier rule {format_rule(earlier_rule)} always serves {name!r}"
 
-    # Whatever takes an axis from the earlier rule takes it from this one as well.
+    # Whatever takes a mesh axis from the earlier rule takes it from this one as well.
     if earlier_axes.issubset(mesh_axes_of(rule[1])):
         return (
             f"where the earlier rule {format_rule(earlier_rule)} loses its mesh axis, this one "
@@ -406,11 +425,13 @@ def _why_shadowed(rules: Rules, earlier_position: int, position: int) -> str | N
     return None
 
 
-def _unused_mesh_axes(rules: Rules, mesh: AnyMesh) -> Iterator[errors.Diagnostic]:
-    """Yields information on each mesh axis that no rule names."""
+def _unused_mesh_axes(rules: Rules, mesh: AnyMesh) -> list[errors.Diagnostic]:
+    """Returns information on each mesh axis that no rule names."""
+    diagnostics: list[errors.Diagnostic] = []
     for axis, axis_type in zip(mesh.axis_names, mesh.axis_types, strict=True):
         size = mesh.shape[axis]
         # An axis of size 1 splits nothing. Inside of shard_map no rule can name a Manual axis.
         is_usable = size > 1 and axis_type is not AxisType.Manual
         if is_usable and axis not in rules.mesh_axes:
-            yield findings.unused_mesh_axis(axis, size)
+            diagnostics.append(findings.unused_mesh_axis(axis, size))
+    return diagnostics

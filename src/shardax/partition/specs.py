@@ -24,14 +24,16 @@ from shardax._core.graph.flatten import build, flatten_roots
 from shardax._core.graph.handlers import is_box
 from shardax._core.graph.paths import Leaf, PyTree
 from shardax._core.object import Object
+from shardax.partition import errors
 from shardax.partition.boxes.partitioned import LogicallyPartitioned
 from shardax.partition.context import current_rules
-from shardax.partition.errors import PartitionError, raise_on_errors
+from shardax.partition.errors import raise_on_errors
 from shardax.partition.inventory import Subtree, TreeInventory
-from shardax.partition.mesh import AnyMesh, mesh_text, require_mesh, resolve_mesh
+from shardax.partition.mesh import AnyMesh, require_mesh, resolve_mesh
+from shardax.partition.misspelt_names import warn_of_names
 from shardax.partition.overrides import MemoryKinds, OverridesLike
 from shardax.partition.resolved import ResolvedRules
-from shardax.partition.rules import RulesLike
+from shardax.partition.rules import RulesLike, check_names
 from shardax.partition.tree_layout import TreeLayout, named_sharding
 
 
@@ -66,10 +68,12 @@ def partition_specs(
     """
     # Without rules a name is that of a mesh axis, which only a mesh can deny: it is kept, so that a
     # mesh that has no such axis is an error where the spec is used.
-    names_alone = rules is None and not current_rules() and resolve_mesh() is None
-    layout = TreeLayout(
-        TreeInventory(tree), None, rules, overrides, over_mesh=False, names_alone=names_alone
-    )
+    inventory = TreeInventory(tree)
+    used_rules = rules
+    if rules is None and not current_rules() and resolve_mesh() is None:
+        used_rules = inventory.identity_rules()
+
+    layout = TreeLayout(inventory, None, used_rules, overrides, over_mesh=False)
     _check(layout, rules)
     return layout.entries(layout.specs)
 
@@ -78,7 +82,7 @@ def _check(layout: TreeLayout, rules: RulesLike | None) -> None:
     """Raises on errors of a layout, and warns of misspelt names if rules were given to the call."""
     layout.checked()
     if rules is not None:
-        layout.warn_of_names()
+        warn_of_names(layout)
 
 
 def shardings(
@@ -221,14 +225,10 @@ def batch_sharding(
     """
     mesh = require_mesh(mesh, "batch_sharding")
     resolved = ResolvedRules(mesh, rules)
-    names = tuple(axes)
+    names = check_names(axes)
     unmapped = resolved.names_without_rules(names)
     if unmapped:
-        raise PartitionError(
-            f"batch_sharding({names}): no rules were given, none are in scope, and {unmapped[0]!r} "
-            f"is no axis of the mesh ({mesh_text(mesh.shape)}). Pass rules=rules, or give "
-            "None in the place of a name."
-        )
+        raise errors.batch_without_rules(names, unmapped[0], mesh)
 
     # The size is not known yet, and 0 is divisible by everything: only the names are checked.
     spec, diagnostics = resolved.spec(names, (0,) * len(names))
@@ -258,8 +258,15 @@ def get_partition_spec(tree: object) -> Any:
         >>> get_partition_spec(tree)
         {'n': P(), 's': None, 'w': P(None, 'model')}
     """
+    # Names alone, whatever rules a leaf has. A box around several arrays has one spec for them.
     inventory = TreeInventory(_with_boxes_for_specs(tree))
-    layout = TreeLayout(inventory, None, None, over_mesh=False, in_program=True, names_alone=True)
+    for index, leaf in enumerate(inventory.leaves):
+        has_one_spec = leaf.box is not None and len(leaf.arrays) > 1
+        arrays = () if has_one_spec else leaf.arrays
+        inventory.leaves[index] = leaf._replace(rules=None, arrays=arrays)
+
+    rules = inventory.identity_rules()
+    layout = TreeLayout(inventory, None, rules, over_mesh=False, in_program=True)
     return layout.entries(layout.checked().specs)
 
 

@@ -26,13 +26,15 @@ from shardax._core.state.split_merge import iter_modules
 from shardax._core.variable import OptState
 from shardax.partition import findings
 from shardax.partition.assignment import mesh_axes_of
+from shardax.partition.entries import parts_of
 from shardax.partition.errors import Diagnostic
 from shardax.partition.inventory import ArrayInfo, TreeInventory
 from shardax.partition.mesh import AnyMesh
 from shardax.partition.overrides import MemoryKinds, OverridesLike
 from shardax.partition.reduced_states import PathEnds
 from shardax.partition.rules import RulesLike
-from shardax.partition.tree_layout import LARGE_BYTES, LARGE_FRACTION, TreeLayout, parts_of
+from shardax.partition.tree_diagnostics import LARGE_BYTES, LARGE_FRACTION
+from shardax.partition.tree_layout import TreeLayout
 
 
 def check(
@@ -85,6 +87,7 @@ def check(
     )
     if layout.mesh is None:
         return layout.diagnostics
+
     return [
         *layout.diagnostics,
         *_boxes_of_other_mesh(layout),
@@ -206,9 +209,11 @@ def _is_equivalent(actual: Sharding, expected: NamedSharding, ndim: int) -> bool
 
 def _splitting_axes(sharding: NamedSharding, ndim: int) -> list[tuple[str, ...]]:
     """Returns the mesh axes of each dimension, without those of size 1."""
-    entries = [*sharding.spec, *[None] * (ndim - len(sharding.spec))]
     sizes = sharding.mesh.shape
-    return [tuple(axis for axis in mesh_axes_of(entry) if sizes[axis] > 1) for entry in entries]
+    splitting: list[tuple[str, ...]] = [()] * ndim
+    for index, entry in enumerate(sharding.spec):
+        splitting[index] = tuple(axis for axis in mesh_axes_of(entry) if sizes[axis] > 1)
+    return splitting
 
 
 def _devices_text(array: jax.Array) -> str:

@@ -25,6 +25,8 @@ from shardax.plan.records import Provenance as Provenance
 from shardax.plan.records import TimeBand as TimeBand
 from shardax.plan.report.explanation import diff as diff
 from shardax.plan.report.explanation import explain as explain
+from shardax.plan.report.measured import RunCheck as RunCheck
+from shardax.plan.report.measured import check_run as check_run
 from shardax.plan.rules_file import NamedRules as NamedRules
 from shardax.plan.rules_file import named_rules as named_rules
 from shardax.plan.rules_file import read_rules as read_rules
@@ -37,7 +39,7 @@ from shardax.plan.timing.predict import predict as predict
 from shardax.plan.timing.published import PublishedStep as PublishedStep
 from shardax.plan.timing.published import published_steps as published_steps
 from shardax.plan.timing.rows import read_row as read_row
-from shardax.plan.timing.rows import read_run as read_run
+from shardax.plan.timing.runs import read_run as read_run
 from shardax.plan.timing.step import StepParts as StepParts
 from shardax.plan.timing.transformer import TrainingStep as TrainingStep
 from shardax.plan.timing.transformer import TransformerShape as TransformerShape

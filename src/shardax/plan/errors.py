@@ -18,6 +18,13 @@ class PlanInputError(PlanError):
     """
 
 
+class RowError(PlanInputError):
+    """A row of a measured step has a name or a word that is not known.
+
+    The text lists those that are.
+    """
+
+
 class TargetError(PlanError):
     """A target is unknown, or a mesh does not have its devices."""
 

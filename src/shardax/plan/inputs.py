@@ -33,14 +33,13 @@ from shardax.extend import (
     Path,
     PyTree,
     TreeInventory,
+    TreeLayout,
     byte_count,
     format_path,
     mesh_axes_of,
     path_of_keys,
 )
 from shardax.partition import AxisMetadata, is_box
-from shardax.partition.inventory import ArrayInfo, LeafInfo
-from shardax.partition.tree_layout import TreeLayout
 from shardax.plan.errors import PlanInputError
 from shardax.plan.records import ArrayLayout, Layout
 
@@ -148,7 +147,7 @@ class Inputs:
         states = _optax_states(self.tree)
         subjects = self._inventory.filter_subjects()
         self.kinds = [
-            _kind(leaf, subject.like, states)
+            _kind(leaf.path, leaf.variable, subject.like, states)
             for leaf, subject in zip(self._inventory.leaves, subjects, strict=True)
         ]
         self._check_named()
@@ -203,6 +202,21 @@ class Inputs:
                     return math.prod(info.shape)
         return 0
 
+    @property
+    def parameters(self) -> int:
+        """Numbers in all parameters."""
+        leaves = zip(self._inventory.leaves, self.kinds, strict=True)
+        arrays = [info for leaf, kind in leaves if kind == "parameters" for info in leaf.arrays]
+        return sum(math.prod(info.shape) for info in arrays)
+
+    @property
+    def whole_bytes(self) -> dict[str, int]:
+        """Bytes of the whole arguments by kind, as one device would hold them."""
+        totals = dict.fromkeys(KINDS, 0)
+        for leaf, kind in zip(self._inventory.leaves, self.kinds, strict=True):
+            totals[kind] += sum(byte_count(info.shape, info.dtype) for info in leaf.arrays)
+        return totals
+
     def shapes(self) -> tuple[Any, ...]:
         """Returns the arguments as shapes without a layout, for tracing."""
         return self._positional(self.abstract())
@@ -256,7 +270,9 @@ class Inputs:
                 if kind != "optimizer" or not layout.optimizer_memory:  # else on the host
                     sizes_by_kind[kind] += size
                 if kind in ("parameters", "batch"):
-                    arrays.append(_array_layout(leaf, info, kind, sharding.spec))
+                    struct = jax.ShapeDtypeStruct(info.shape, info.dtype, sharding=sharding)
+                    names = leaf.names_of(info)
+                    arrays.append(_array_layout(label(info.path), struct, kind, names))
                 if kind == "parameters" and sharding.is_fully_replicated:
                     whole[label(info.path)] = size
                 if kind == "batch" or (kind == "optimizer" and layout.optimizer_rules):
@@ -340,24 +356,29 @@ def _optax_states(tree: object) -> list[Path]:
     return [path_of_keys(path) for path, leaf in leaves if is_state(leaf)]
 
 
-def _kind(leaf: LeafInfo, like, states: Sequence[Path]) -> str:
+def _kind(
+    leaf_path: Path, variable: Variable | None, like: Variable | Origin, states: Sequence[Path]
+) -> str:
     kind = like.variable_type if isinstance(like, Origin) else type(like)
-    if issubclass(kind, OptState) or any(leaf.path[: len(path)] == path for path in states):
+    if issubclass(kind, OptState) or any(leaf_path[: len(path)] == path for path in states):
         return "optimizer"
     if issubclass(kind, _Named) or kind is Variable:
-        return "batch" if leaf.variable is None else "other"
+        return "batch" if variable is None else "other"
     return "parameters" if issubclass(kind, (Param, Quantized, AxisMetadata)) else "other"
 
 
-def _array_layout(leaf: LeafInfo, info: ArrayInfo, kind: str, spec) -> ArrayLayout:
-    missing = (None,) * (len(info.shape) - len(spec))
+def _array_layout(
+    name: str, array: jax.ShapeDtypeStruct, kind: str, axes: tuple[Any, ...] | None
+) -> ArrayLayout:
+    rank = len(array.shape)
+    spec = array.sharding.spec
     return ArrayLayout(
-        label(info.path),
+        name,
         kind,
-        tuple(info.shape),
-        info.dtype.name,
-        tuple(leaf.names_of(info) or (None,) * len(info.shape)),
-        tuple(mesh_axes_of(entry) for entry in (*spec, *missing)),
+        tuple(array.shape),
+        array.dtype.name,
+        tuple(axes or (None,) * rank),
+        tuple(mesh_axes_of(entry) for entry in (*spec, *(None,) * (rank - len(spec)))),
     )
 
 

@@ -229,6 +229,7 @@ class LayoutReport:
             expected time; recomputation does not count. 0 if it is not known.
         tokens_per_second_per_chip: Elements of the batch's first array of integers, over expected
             seconds and chips; 0 if there is none.
+        parameters: Numbers in all parameters of the step, on all devices; 0 if it is not known.
 
     Example:
         >>> sums = Collective("all-reduce", "ar.1", "bf16", 800, 1400.0, 8, ("data",))
@@ -259,6 +260,7 @@ class LayoutReport:
     expected: ExpectedTime | None = None
     mfu: float = 0.0
     tokens_per_second_per_chip: float = 0.0
+    parameters: int = 0
 
     @property
     def compiled(self) -> bool:

@@ -157,7 +157,8 @@ def integer_range(
             continue
         if not np.all((limits.min <= bound) & (bound <= most)):
             raise errors.bound_outside_of_dtype(name, bound, dtype, limits.min, most)
-        bounds[name] = bound.astype(dtype if np.all(bound <= limits.max) else default)
+        fits_dtype = np.all(bound <= limits.max)
+        bounds[name] = bound.astype(dtype if fits_dtype else default)
     return bounds
 
 

@@ -15,15 +15,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shardax import Dict, Init, Module, Param, Rngs, Selection, Variable, jvp, select
+from shardax import Dict, Init, Module, Param, Rngs, Selection, Variable, jvp, merge, select, split
 from shardax.errors import SelectionError
 from shardax.extend import (
-    Initializer,
     ModuleWrapper,
     Path,
     PyTree,
     align,
-    clone_sharing_arrays,
     explicit_sharding,
     format_path,
     raise_if_any,
@@ -46,7 +44,7 @@ from shardax.nn.einsum import Einsum, Equation
 from shardax.nn.embedding import Embed, look_up
 from shardax.nn.linear import Linear
 from shardax.nn.moe import MoE
-from shardax.nn.parameters import as_size, lecun_normal, zeros
+from shardax.nn.parameters import Initializer, as_size, lecun_normal, zeros
 from shardax.nn.quantization import QuantizedKernel
 
 Adaptable = Linear | Einsum | ConvBase | MoE | Embed | NamedLinear
@@ -273,7 +271,7 @@ class LoRA(LayerWrapper):
             return y + (self.scale * self._named_term(x)).astype(y.dtype)
         if isinstance(self.body, MoE):
             pairs = {name: (self.a[name].value, self.b[name].value) for name in self.a}
-            return self.body._routed(x, mask, out_sharding, pairs, self.scale)
+            return self.body.call_adapted(x, mask, out_sharding, pairs, self.scale)
         options = {} if mask is None else {"mask": mask}
         y, x = self.body(x, out_sharding=out_sharding, **options), as_array(x)
         if isinstance(self.body, Embed):
@@ -293,7 +291,7 @@ class LoRA(LayerWrapper):
     def _named_term(self, x: NamedArray) -> NamedArray:
         """Multiplies a named array by ``a`` and ``b``, by names."""
         layer, rank = self.body, ("lora", "rank")
-        batch, inputs, made = layer.batch_axes.names, layer.input_axes.names, layer._out_names()
+        batch, inputs, made = layer.batch_axes.names, layer.input_axes.names, layer.output_names()
         data, a, b = cast_all(layer.dtype, x.data, self.a.value, self.b.value)
         a = from_parts(NamedArray, a, (*batch, *inputs, rank))
         b = from_parts(NamedArray, b, (*batch, rank, *made.values()))
@@ -303,7 +301,7 @@ class LoRA(LayerWrapper):
     def _convolved(self, x: jax.Array, y: jax.Array) -> jax.Array:
         """Convolves with ``a``, in each group, and mixes the channels with ``b``."""
         groups = self.body.groups
-        middle = self.body._convolve(x, jnp.tile(self.a.value, groups), None)
+        middle = self.body.convolve(x, jnp.tile(self.a.value, groups), None)
 
         def mix(middle: jax.Array, b: jax.Array) -> jax.Array:
             parts = middle.reshape(*middle.shape[:-1], groups, -1)
@@ -625,9 +623,8 @@ def linearise(selection: Selection, *args: PyTree, **kwargs: PyTree) -> Any:
         >>> linear.layers[0](jnp.array([3.0, 2.0])).tolist()  # 2 * 3 - 1, 4 * 2 - 4
         [5.0, 4.0]
     """
-    recording = clone_sharing_arrays(
-        wrap_selected("linearise", selection, lambda _, layer: _Recorder(layer))
-    )
+    wrapped = wrap_selected("linearise", selection, lambda _, layer: _Recorder(layer))
+    recording = merge(*split(wrapped))  # of its own, with the same arrays
     recording(*args, **kwargs)
     recorders = select(recording).at_instances_of(_Recorder).get_by_path()
 

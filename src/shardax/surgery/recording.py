@@ -8,51 +8,85 @@ layer, so that paths and values do not depend on how a model runs its layers.
 
 from __future__ import annotations
 
-import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
-from shardax import Module, Selection, iter_modules, select
-from shardax.errors import SelectionError
-from shardax.extend import Path, PyTree, attributes_of
+from shardax import Module, Selection, iter_modules, jit, select
+from shardax.extend import Path, PyTree, attributes_of, has_objects
+from shardax.models.generation import generate
 from shardax.models.layers.transformer_layer import TransformerBlock
 from shardax.models.transformer import Transformer
 from shardax.nn.stack import Stack
+from shardax.surgery import errors
 from shardax.surgery.edits import LayerWrapper, checked_selection, wrap_selected
 
 
 class _Recording(LayerWrapper):
-    """A layer with saved results."""
+    """A layer whose results are saved, or its inputs."""
 
-    _own = frozenset({"body", "activation"})
+    _own = frozenset({"body", "activation", "inputs"})
+
+    def __init__(self, layer: Callable[..., PyTree], inputs: bool) -> None:
+        super().__init__(layer)
+        self.inputs = inputs
 
     def __call__(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
+        if self.inputs:
+            self.sow("activation", first_argument("record", self.body, args, kwargs))
+            return self.body(*args, **kwargs)
+
         result = self.body(*args, **kwargs)
         self.sow("activation", result)
         return result
 
 
-def record(model: PyTree, *selections: Selection | Callable[[Selection], Selection]) -> PyTree:
+def first_argument(
+    edit: str, layer: object, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]
+) -> PyTree:
+    """Returns the first argument of a call of a layer.
+
+    Raises:
+        SelectionError: If it is not made of arrays alone.
+    """
+    first = args[0] if args else next(iter(kwargs.values()), None)
+    leaves = [] if has_objects(first) else jax.tree.leaves(first)
+    if not leaves or not all(isinstance(leaf, ARRAY_TYPES) for leaf in leaves):
+        raise errors.no_input(edit, layer, first)
+    return first
+
+
+ARRAY_TYPES = (jax.Array, np.ndarray, np.generic, bool, int, float, complex)
+
+# What selects layers to record.
+Choice = Selection | Callable[[Selection], Selection] | type[Module]
+
+
+def record(model: PyTree, *selections: Choice, inputs: bool = False) -> Recording:
     """Makes a call of a model also return activations of selected layers.
 
     Args:
         model: A Module that can be called.
         *selections: Layers of it, or functions that it calls; layers of one selection may be inside
-            those of another. Each is a selection of the model, or a function of
+            those of another. Each is a class of layers, a selection of the model, or a function of
             ``sx.select(model)`` that returns one.
+        inputs: Whether to return what the layers were given, their first argument, in place of
+            what they returned.
 
     Returns:
-        A function of the model's arguments that returns (result, activations). These are a dict of
-        path to what was returned there, or to a tuple for a layer that was called more than once;
-        layers that were not called are absent. Layers of a ``nn.Stack`` have the paths and values
-        of unrolled ones. What the call writes into the model remains, without the activations.
+        A ``Recording``, which is called with the model's arguments and returns (result,
+        activations). These are a dict of path to what was returned there, or to a tuple for a layer
+        that was called more than once; layers that were not called are absent. Layers of a
+        ``nn.Stack`` have the paths and values of unrolled ones. What the call writes into the model
+        remains, without the activations.
 
     Raises:
         SelectionError: If a selection is of another tree, if something selected is not called, or
-            if nothing is selected; when called, if the model has no such places any more.
+            if nothing is selected; when called, if the model has no such places any more, or, with
+            ``inputs``, if the first argument of a layer is no array and no pytree of arrays.
         TransformError: When called, if a selected layer is called in a branch of ``sx.cond``; when
             called, if it is called in a loop other than ``sx.scan``.
         ForeignMutationError: Likewise, if it is reached through a closure.
@@ -61,73 +95,140 @@ def record(model: PyTree, *selections: Selection | Callable[[Selection], Selecti
         >>> import jax.numpy as jnp, shardax as sx
         >>> rngs = sx.Rngs(0)
         >>> model = sx.nn.Stack(lambda: sx.nn.MLP(2, 4, rngs=rngs), 3)
-        >>> mlps = sx.select(model).at_instances_of(sx.nn.MLP)
-        >>> y, activations = sx.surgery.record(model, mlps)(jnp.ones((1, 2)))
+        >>> y, activations = sx.surgery.record(model, sx.nn.MLP)(jnp.ones((1, 2)))
         >>> list(activations), bool((activations[2,] == y).all())
         ([(0,), (1,), (2,)], True)
-        >>> up = lambda model: model.at_instances_of(sx.nn.MLP).at(lambda mlp: mlp.up)
-        >>> y, activations = sx.surgery.record(model, mlps, up)(jnp.ones((1, 2)))
-        >>> list(activations)[:3], activations[1, "up"].shape
-        ([(0,), (0, 'up'), (1,)], (1, 4))
+        >>> down = lambda model: model.at_instances_of(sx.nn.MLP).at(lambda mlp: mlp.down)
+        >>> y, hidden = sx.surgery.record(model, down, inputs=True)(jnp.ones((1, 2)))
+        >>> list(hidden)[:2], hidden[1, "down"].shape
+        ([(0, 'down'), (1, 'down')], (1, 4))
     """
     paths: dict[Path, None] = {}
     for item in selections:
-        _check_selection(model, item)
-        selection = item
-        if callable(selection) and not isinstance(selection, Selection):
-            selection = selection(select(model))
-        selection = checked_selection("record", selection)
+        selection = _as_selection(model, item)
         if selection.tree is not model:
-            raise SelectionError(
-                "record takes layers of the model that it calls, and a selection is of another "
-                "tree. Select in the model: `sx.surgery.record(model, "
-                "sx.select(model).at_instances_of(sx.nn.Linear))`."
-            )
+            raise errors.selection_of_another_tree()
         paths.update(dict.fromkeys(selection.keypaths()))
     if not paths:
-        raise SelectionError(
-            "record was given no layers to record. Select some: `sx.surgery.record(model, "
-            "sx.select(model).at_instances_of(sx.nn.Linear))`."
-        )
-    _recording(model, paths)  # refuses what is not called
+        raise errors.nothing_to_record()
+    _recording(model, paths, inputs)  # refuses what is not called
+    return Recording(model, paths, inputs)
 
-    @functools.wraps(model, updated=())
-    def run(*args: PyTree, **kwargs: PyTree) -> PyTree:
-        recording = _recording(model, paths)
+
+class Recording(Module):
+    """A model whose call also returns activations; made by ``record``.
+
+    Args:
+        model: The model.
+        paths: Where the recorded layers are.
+        inputs: Whether the inputs of layers are recorded, and not their results.
+
+    Attributes:
+        model: The model.
+        paths: Where the recorded layers are.
+        inputs: Whether the inputs of layers are recorded.
+
+    Example:
+        >>> import jax.numpy as jnp, shardax as sx
+        >>> recording = sx.surgery.record(sx.nn.MLP(2, 4, rngs=sx.Rngs(0)), sx.nn.Linear)
+        >>> type(recording) is sx.surgery.Recording, recording.paths
+        (True, (('gate',), ('up',), ('down',)))
+        >>> y, activations = sx.jit(recording)(jnp.ones((1, 2)))
+        >>> bool((activations["down",] == y).all())
+        True
+    """
+
+    def __init__(self, model: PyTree, paths: Iterable[Path], inputs: bool = False) -> None:
+        self.model = model
+        self.paths = tuple(paths)
+        self.inputs = inputs
+
+    def __call__(self, *args: PyTree, **kwargs: PyTree) -> tuple[Any, dict[Path, Any]]:
+        """Calls the model.
+
+        Args:
+            *args: What the model takes.
+            **kwargs: Likewise.
+
+        Returns:
+            The model's result, and the activations by path.
+        """
+        recording = _recording(self.model, self.paths, self.inputs)
         copies = [
-            (copy, original, dict(vars(copy))) for copy, original in _copies(recording, model)
+            (copy, original, dict(vars(copy))) for copy, original in _copies(recording, self.model)
         ]
+
         result = recording(*args, **kwargs)
+
         for copy, original, before in copies:
             _take_over(copy, original, before)
         return result, _activations(recording)
 
-    return run
+    def generate(
+        self, prompts: Sequence[Sequence[int]], **options: Any
+    ) -> tuple[list[np.ndarray], dict[Path, Any]]:
+        """Continues prompts, and returns activations for each token of the texts.
+
+        The finished texts are read in one call, without a cache. A causal model computes in it what
+        it computed token by token, but for rounding. Layers that draw random numbers in training
+        mode (dropout) draw others: call ``model.eval()`` first.
+
+        Args:
+            prompts: As for ``sx.models.generate``.
+            **options: Likewise; without ``stream`` and ``inputs``.
+
+        Returns:
+            The texts as ``sx.models.generate`` returns them, and the activations by path: an array
+            for the tokens of all texts, of shape (texts, longest text, ...). After the end of a
+            shorter text it has no meaning.
+
+        Raises:
+            GenerationError: As ``sx.models.generate``; for ``stream`` and ``inputs``.
+
+        Example:
+            >>> import shardax as sx
+            >>> config = sx.models.DecoderConfig(num_layers=2, embed_dim=8)
+            >>> model = sx.models.Decoder(config, rngs=sx.Rngs(0))
+            >>> recording = sx.surgery.record(model, sx.nn.MLP)
+            >>> rows, activations = recording.generate([[7], [1, 2, 3]], max_new_tokens=4)
+            >>> [len(row) for row in rows], activations["layers", 1, "mlp"].shape
+            ([5, 7], (2, 7, 8))
+        """
+        if not {"stream", "inputs"}.isdisjoint(options):
+            raise errors.not_recorded()
+        rows = generate(self.model, prompts, **options)
+
+        # A causal model knows nothing of what stands behind a token, so the padding needs no mask.
+        tokens = np.zeros((len(rows), max(map(len, rows))), np.int32)
+        for row, text in zip(tokens, rows, strict=True):
+            row[: len(text)] = text
+        return rows, _call_compiled(self, tokens)[1]
 
 
-def _check_selection(model: object, item: object) -> None:
-    """Raises for what is to be selected by, and is no selection."""
-    if isinstance(item, type):
-        code = f"sx.select(model).at_instances_of({item.__name__})"
-        raise SelectionError(
-            f"record takes selections of layers, and not the class {item.__name__}. Select its "
-            f"instances: `sx.surgery.record(model, {code})`."
-        )
+@jit
+def _call_compiled(recording: Recording, tokens: jax.Array) -> tuple[Any, dict[Path, Any]]:
+    return recording(tokens)
+
+
+def _as_selection(model: PyTree, item: Choice) -> Selection:
+    """Returns the selection that a class, a function or a selection stands for."""
+    if isinstance(item, type) and issubclass(item, Module):
+        return select(model).at_instances_of(item)
+
     if isinstance(item, Module):
         paths = [path for path, module in iter_modules(model) if module is item and path]
-        path = paths[0] if paths else "..."
-        raise SelectionError(
-            f"record takes selections of layers, and not a {type(item).__name__} itself. Select "
-            f"it by its path: `sx.surgery.record(model, sx.select(model).at_keypaths({path}))`."
-        )
+        raise errors.layer_as_selection(item, paths[0] if paths else None)
+    if callable(item) and not isinstance(item, (Selection, type)):
+        return checked_selection("record", item(select(model)))
+    return checked_selection("record", item)
 
 
-def _recording(model: object, paths: Iterable[Path]) -> Any:
+def _recording(model: object, paths: Iterable[Path], inputs: bool) -> Any:
     """Returns a copy with recorders at paths, and the model's Variables."""
     # What is inside another selected layer is wrapped before the path to it becomes longer.
     for _, group in itertools.groupby(sorted(paths, key=len, reverse=True), key=len):
         inner = select(model).at_keypaths(*group)
-        model = wrap_selected("record", inner, lambda _, layer: _Recording(layer))
+        model = wrap_selected("record", inner, lambda _, layer: _Recording(layer, inputs))
     return model
 
 

@@ -23,9 +23,8 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardax import abstract
-from shardax._core.values import refuse_deleted
 from shardax._files import PathExistsError, PathNotFoundError
-from shardax.errors import ModuleError, ShardaxError
+from shardax.errors import DonationError, ModuleError, ShardaxError
 from shardax.extend import PyTree, raise_if_any, stored_value, warn_user
 from shardax.partition import resolve_mesh
 from shardax.train import checkpoint_files as storage
@@ -209,7 +208,14 @@ def _to_store(
         f"Cannot save {len(absent)} arrays that are only shapes: ",
         ". Give them numbers first, sx.update(model, state), or restore a checkpoint into it.",
     )
-    refuse_deleted([array.path for array in contents.arrays], [a.value for a in contents.arrays])
+    deleted = [array.path for array in contents.arrays if array.is_deleted]
+    raise_if_any(
+        DonationError,
+        deleted,
+        f"{len(deleted)} Variables hold arrays that were donated or deleted: ",
+        ". A donated array may be used only once; if two models share arrays, copy one of them "
+        "first: sx.clone(model).",
+    )
     leaves: dict[int, list[Any]] = {}
     arrays: list[ModelArray] = []
     for array in contents.arrays:

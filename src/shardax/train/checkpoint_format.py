@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from shardax import (
     FrozenVariable,
@@ -27,9 +28,18 @@ from shardax import (
     Variable,
     iter_modules,
     iter_variables,
+    select,
 )
-from shardax._core.graph.handlers import DICT, LIST, PLAIN, handler_of, has_parts
-from shardax.extend import Object, Path, PyTree, format_path, is_prng_key, stored_value
+from shardax.extend import (
+    Object,
+    Path,
+    PyTree,
+    format_path,
+    has_objects,
+    is_prng_key,
+    path_of_keys,
+    stored_value,
+)
 from shardax.train import errors
 from shardax.train.data.sources import cut_integers
 
@@ -57,6 +67,12 @@ class ModelArray(NamedTuple):
     def is_key(self) -> bool:
         """Whether it holds random keys, stored as their integers."""
         return is_prng_key(self.value)
+
+    @property
+    def is_deleted(self) -> bool:
+        """Whether the array was donated or deleted."""
+        is_array = isinstance(self.value, jax.Array) and not isinstance(self.value, Tracer)
+        return is_array and self.value.is_deleted()
 
 
 class StoredArray(NamedTuple):
@@ -127,28 +143,31 @@ class _Walk:
 
     def without_positions(self, tree: object, path: Path, slot: ArraySlot | None):
         """Returns the tree with None for positions and Variables for arrays."""
-        handler = handler_of(tree)
         if tree is None or isinstance(tree, Object):
             return tree
         if _is_array(tree):
             return self._variable_of(tree, path, slot)
-        if _is_stateful(tree) or (handler is DICT and next(_parts(tree), None) is None):
+        if _is_stateful(tree) or (isinstance(tree, dict) and next(_parts(tree), None) is None):
             self.positions[format_path(path)] = tree
             return None
-        if handler in PLAIN or (handler.stores_items and has_parts(tree)):
-            # The elements of a tuple at the root can be restored into a list.
-            has_slots = handler in (LIST, DICT) or not (path or self.restoring)
-            pairs = []
-            for key, child in handler.children(tree):
-                child_slot = ArraySlot(tree, key, []) if has_slots else slot
-                pairs.append((key, self.without_positions(child, (*path, key), child_slot)))
-                if has_slots and child_slot is not None and child_slot.variables:
-                    self.slots.append(child_slot)
-            return tuple(child for _, child in pairs) if handler in PLAIN[:-1] else dict(pairs)
         if isinstance(tree, State):  # entries that belong together may stand apart
             items = tree.flat().items()
             entries = {p: self.without_positions(v, (*path, *p), slot) for p, v in items}
             return State.from_flat(entries).to_pure_dict()
+
+        children = _children(tree)
+        if children is not None:
+            # The elements of a tuple at the root can be restored into a list.
+            has_slots = isinstance(tree, (list, dict)) or not (path or self.restoring)
+            pairs = []
+            for key, child in children:
+                child_slot = ArraySlot(tree, key, []) if has_slots else slot
+                pairs.append((key, self.without_positions(child, (*path, key), child_slot)))
+                if has_slots and child_slot is not None and child_slot.variables:
+                    self.slots.append(child_slot)
+            is_sequence = isinstance(tree, (list, tuple))
+            return tuple(child for _, child in pairs) if is_sequence else dict(pairs)
+
         if next(_parts(tree), None) is not None:  # a node of JAX
             items = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: x is not tree)[0]
             return {
@@ -194,19 +213,37 @@ def _is_array(value: object) -> bool:
 
 def _is_taken_apart(value: object) -> bool:
     """Whether a value is taken apart by itself."""
-    return isinstance(value, Object) or handler_of(value) in (LIST, DICT) or _is_stateful(value)
+    return isinstance(value, (Object, list, dict)) or _is_stateful(value)
 
 
 def _is_stateful(value: object) -> bool:
     return callable(getattr(value, "state", None)) and callable(getattr(value, "restore", None))
 
 
+def _children(tree: object) -> list[tuple[Any, Any]] | None:
+    """Returns (step of a path, child) of a container, or None for what is taken apart otherwise."""
+    if isinstance(tree, dict):
+        return list(tree.items())
+    if isinstance(tree, (list, tuple)):
+        return list(enumerate(tree))
+    if callable(tree):
+        return None
+    if jax.tree_util.all_leaves([tree]):
+        # A container that JAX does not know (``extend.register_container``), or a leaf.
+        below = select(tree).at_children().get_by_path()
+        return [(path[0], child) for path, child in below.items()] or None
+    if not has_objects(tree):
+        return None
+    pairs = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda value: value is not tree)
+    return [(path_of_keys(keys)[0], child) for keys, child in pairs]
+
+
 def _parts(value) -> Iterator[Any]:
     """Yields the objects, arrays and stateful things in a pytree."""
     if isinstance(value, Object) or _is_array(value) or _is_stateful(value):
         yield value
-    elif handler_of(value) in PLAIN:
-        for _, child in handler_of(value).children(value):
+    elif isinstance(value, (dict, list, tuple)):
+        for child in value.values() if isinstance(value, dict) else value:
             yield from _parts(child)
     elif not jax.tree_util.all_leaves([value]):
         leaves = jax.tree.leaves(value, is_leaf=lambda x: isinstance(x, Object))

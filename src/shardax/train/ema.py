@@ -15,9 +15,16 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from shardax import Module, Param, State, iter_variables
+from shardax import Module, Param, State, iter_variables, jit
 from shardax.errors import TransformError
-from shardax.extend import Options, PyTree, describe_plain_arrays, format_path, raise_if_any
+from shardax.extend import (
+    Options,
+    PyTree,
+    describe_plain_arrays,
+    format_path,
+    is_eager,
+    raise_if_any,
+)
 from shardax.train.errors import TrainError
 from shardax.train.optimizer import Optimizer, laid_out_as
 
@@ -86,6 +93,23 @@ class EMA(Module):
         Raises:
             TrainError: If Variables were added, removed or reshaped; nothing is changed.
         """
+        if not is_eager():
+            self._take_in(model)
+            return
+
+        # One program, as by a function of ``jax.jit``: one operation after the other takes 30 to 90
+        # times as long.
+        variables = [variable for _, variable in iter_variables(self)] if _has_layouts() else []
+        before = [variable.value for variable in variables]
+        _take_in_compiled(self, model)
+
+        # Over Auto axes the compiler chooses where results are.
+        for variable, value in zip(variables, before, strict=True):
+            if not _are_laid_out_alike(value, variable.value):
+                variable.value = jax.tree.map(laid_out_as, value, variable.value)
+
+    def _take_in(self, model: object) -> None:
+        """Takes the values of the trained model in, one operation after the other."""
         means, values = (dict(iter_variables(tree)) for tree in (self.model, model))
         wrong = [format_path(path) for path in means.keys() ^ values.keys()]
         wrong += [
@@ -100,10 +124,29 @@ class EMA(Module):
             "removed or reshaped; nothing was changed: ",
             ". Make a new one: EMA(model, decay).",
         )
+
         chosen = dict(iter_variables(self.model, self.average.wrt))
         self.average.update(State.from_flat({path: values[path].value for path in chosen}))
         for path in means.keys() - chosen.keys():
             means[path].value = jax.tree.map(laid_out_as, means[path].value, values[path].value)
+
+
+_take_in_compiled = jit(EMA._take_in)
+
+
+def _has_layouts() -> bool:
+    """Whether an array can be laid out in more than one way."""
+    return jax.device_count() > 1
+
+
+def _are_laid_out_alike(old: PyTree, new: PyTree) -> bool:
+    """Whether arrays surely have the same sharding."""
+    # The results of a program share their sharding objects, so a steady call compares no more.
+    pairs = zip(jax.tree.leaves(old), jax.tree.leaves(new), strict=True)
+    return all(
+        isinstance(before, jax.Array) and before.sharding is after.sharding
+        for before, after in pairs
+    )
 
 
 class _MovingAverage(NamedTuple):

@@ -28,3 +28,22 @@ class CheckpointDamagedError(ShardaxError, ValueError):
 
 class CheckpointWriteError(ShardaxError, OSError):
     """A checkpoint could not be written; those before are whole."""
+
+
+def trained_beside_adapters(count: int, others: int) -> str:
+    """Returns the warning of adapters that are trained together with what they adapt."""
+    return (
+        f"The model has adapters with {count:,} parameters, and {others:,} others are trained with "
+        f'them. To train the adapters alone give wrt="lora" to the optimizer and to sx.grad; to '
+        f"train all, wrt=sx.Param."
+    )
+
+
+def quantized_are_not_trained(path: str, count: int, trained: int) -> str:
+    """Returns the warning of a quantized model that is trained like another."""
+    return (
+        f"{count} quantized kernels, such as {path}, are no parameters and stay as they are: only "
+        f"the other {trained:,} parameters are trained. Train adapters, "
+        f'model = sx.surgery.lora(sx.select(model), rank=8) with wrt="lora"; or numbers, '
+        f"model = sx.dequantize(model). If that is meant, wrt=sx.Param."
+    )

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -24,24 +25,23 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import AxisType
 
-from shardax import Module, OptState, Param, State, Variable, iter_variables
+from shardax import Module, OptState, Param, Quantized, State, Variable, iter_variables
 from shardax import state as module_state
-from shardax._core.graph.static import BOX_ENTRY
 from shardax.errors import TransformError
 from shardax.extend import (
     Options,
+    Origin,
     Path,
     PyTree,
     TreeInventory,
-    array_axes,
     describe_plain_arrays,
     format_path,
-    origin_of,
     raise_if_any,
     stored_value,
     values_by_path,
+    warn_user,
 )
-from shardax.train import optimizer_state
+from shardax.train import errors, optimizer_state
 from shardax.train.data.prefetch import in_device_memory
 from shardax.train.errors import TrainError
 
@@ -67,7 +67,9 @@ class Optimizer(Module):
         tx: The transformation, for instance ``optax.adamw(1e-3)``. Configuration: two that were
             made the same way count as equal, so making one anew does not compile a train step
             again.
-        wrt: Filter of the Variables to train; the same as given to ``grad``.
+        wrt: Filter of the Variables to train; the same as given to ``grad``. None for ``sx.Param``,
+            with a warning where that is hardly meant: of a model with adapters, or with quantized
+            kernels.
         master_dtype: Dtype of masters, ``"float32"`` for bfloat16 parameters; None for no masters.
             Parameters that are not narrower have none. A parameter that something else has changed
             since the last update is the master's new value.
@@ -109,7 +111,7 @@ class Optimizer(Module):
     master_dtype: Any = None
 
     def __init__(
-        self, model: PyTree, tx: object, wrt: Any = Param, *, master_dtype: Any = None
+        self, model: PyTree, tx: object, wrt: Any = None, *, master_dtype: Any = None
     ) -> None:
         if not callable(getattr(tx, "init", None)) or not callable(getattr(tx, "update", None)):
             hint = "; call it first" if callable(tx) and not isinstance(tx, Module) else ""
@@ -123,6 +125,9 @@ class Optimizer(Module):
             self.master_dtype = _floating(master_dtype)
             tx = _Masters(tx, self.master_dtype)
         self._transformation = optimizer_state.Transformation(tx)
+        if wrt is None:
+            wrt = Param
+            _warn_of_parts(model)
         self.wrt = tuple(wrt) if isinstance(wrt, list) else wrt
         variables = [variable for _, variable in self._chosen()]
         if not variables:
@@ -221,7 +226,7 @@ class Optimizer(Module):
     def _state_of(self, values: Sequence[object]) -> State:
         chosen = self._chosen()
         paths = [path for path, _ in chosen]
-        origins = {path: origin_of(variable) for path, variable in chosen}
+        origins = {path: Origin.of(variable) for path, variable in chosen}
         return State.from_flat(dict(zip(paths, values, strict=True)), origins)
 
     def _make_state(
@@ -309,6 +314,24 @@ class _Masters(NamedTuple):
         is_float = jnp.issubdtype(param.dtype, jnp.floating)
         is_narrow = is_float and jnp.dtype(param.dtype).itemsize < self.dtype.itemsize
         return param.astype(self.dtype) if is_narrow else None
+
+
+def _warn_of_parts(model: PyTree) -> None:
+    """Warns where a filter was probably forgotten: of adapters and of quantized kernels."""
+    variables = list(iter_variables(model, Param))
+    adapters = {id(variable) for _, variable in iter_variables(model, "lora")}
+    sizes = {True: 0, False: 0}
+    for _, variable in variables:
+        sizes[id(variable) in adapters] += math.prod(variable.shape)
+    if adapters and sizes[False]:
+        warn_user(errors.trained_beside_adapters(sizes[True], sizes[False]))
+        return
+
+    quantized = [path for path, _ in iter_variables(model, Quantized)]
+    kernels = list(dict.fromkeys(path[:-1] for path in quantized))
+    if kernels and not adapters:
+        first = format_path(kernels[0])
+        warn_user(errors.quantized_are_not_trained(first, len(kernels), sizes[False]))
 
 
 def _tangents_in(module: Module) -> State:
@@ -405,11 +428,10 @@ def _floating(dtype: jax.typing.DTypeLike) -> np.dtype:
 
 def _axes_of_leaves(variable: Variable) -> Sequence[Any]:
     """Returns the names of the dimensions of each array of a parameter."""
-    value = stored_value(variable)
-    leaves = jax.tree.leaves(value, is_leaf=lambda part: array_axes(part) is not None)
-    if variable.axes is not None or all(array_axes(leaf) is None for leaf in leaves):
-        return [variable.axes] * len(jax.tree.leaves(value))
-    return [array.axes for leaf in TreeInventory(variable).leaves for array in leaf.arrays]
+    if variable.axes is not None:
+        return [variable.axes] * len(jax.tree.leaves(stored_value(variable)))
+    (leaf,) = TreeInventory(variable).leaves
+    return [array.axes for array in leaf.arrays]
 
 
 def _metadata_of(
@@ -421,8 +443,8 @@ def _metadata_of(
     owner, axes = owners[leaf.follows]
     if axes is None or any(d is not None and d >= len(axes) for d in leaf.dims):
         return {}
-    box = {BOX_ENTRY: owner.metadata[BOX_ENTRY]} if BOX_ENTRY in owner.metadata else {}
-    return {"axes": tuple(None if d is None else axes[d] for d in leaf.dims), **box}
+    names = tuple(None if dimension is None else axes[dimension] for dimension in leaf.dims)
+    return Origin.of(owner).layout_metadata(names)
 
 
 def _shape_of(value) -> jax.ShapeDtypeStruct:

@@ -22,8 +22,15 @@ from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardax import State, Variable
-from shardax.extend import LazyValue, Path, PyTree, Static, path_of_keys
-from shardax.partition.reduced_states import dimensions_of_state
+from shardax.extend import (
+    LazyValue,
+    Path,
+    PyTree,
+    Static,
+    dimensions_of_state,
+    path_of_keys,
+    stored_value,
+)
 
 
 class Transformation:
@@ -257,18 +264,18 @@ class TrainedParameters:
         self.places = [
             (variable, position)
             for variable in variables
-            for position in range(len(jax.tree.leaves(variable._value)))
+            for position in range(len(jax.tree.leaves(stored_value(variable))))
         ]
 
     def peek(self, position: int) -> Any:
         """Returns a parameter's array, or its lazy or abstract stand-in."""
         variable, inner = self.places[position]
-        return jax.tree.leaves(variable._value)[inner]
+        return jax.tree.leaves(stored_value(variable))[inner]
 
     def array(self, position: int) -> Any:
         """Returns a parameter's array, materialising it if it is lazy."""
         variable, inner = self.places[position]
-        return jax.tree.leaves(variable._read())[inner]
+        return jax.tree.leaves(variable.value)[inner]
 
     def sharding_for(self, leaf: StateLeaf) -> NamedSharding | None:
         """Returns the sharding of a state leaf, from the parameters' places."""

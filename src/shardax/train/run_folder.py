@@ -28,8 +28,6 @@ import jax
 import numpy as np
 
 from shardax import Dict, List, iter_modules
-from shardax._core.cross_process import PickledByName
-from shardax._core.object import Wrapper
 from shardax.extend import Object, format_path, has_objects
 from shardax.train.errors import TrainError
 from shardax.train.optimizer_state import Transformation
@@ -190,9 +188,8 @@ def _parts(value) -> tuple[str | None, Iterable[tuple[str, Any]]]:
     if dataclasses.is_dataclass(value):
         fields = dataclasses.fields(value)
         return type(value).__name__, [(f".{f.name}", getattr(value, f.name)) for f in fields]
-    is_own = isinstance(value, (Wrapper, PickledByName))
-    wrapped = value.function if is_own else getattr(value, "__wrapped__", None)
-    if wrapped is not None:  # such as what jax.jit returns
+    wrapped = getattr(value, "__wrapped__", None)
+    if wrapped is not None:  # such as what jax.jit and sx.jit return
         return type(value).__name__, [(".wrapped", wrapped)]
     if hasattr(value, "__qualname__"):
         return _name_of(value), ()

@@ -28,10 +28,9 @@ from jax.sharding import Mesh
 
 from shardax import axis_rules, distributed, explain_retraces, iter_modules, jit, shard, shardings
 from shardax._module_scopes import module_scopes
-from shardax.distributed.processes import explain_ended_process, from_main
-from shardax.extend import Options, PyTree
+from shardax.distributed.processes import from_main, noting_other_processes
+from shardax.extend import Options, PyTree, ScopeSettings
 from shardax.partition import resolve_mesh
-from shardax.partition.tree_layout import telling_once
 from shardax.train import agreement, step_numbers
 from shardax.train.accumulation import accumulated_value_and_grad
 from shardax.train.callbacks import Callbacks, Event
@@ -366,7 +365,7 @@ class Trainer:
         return jit(train_step, donate_argnums=donated, in_shardings=(*self._layout(), None))
 
     def _layout(self) -> tuple[PyTree, ...]:
-        with telling_once(self._told_names):
+        with ScopeSettings.telling_once(self._told_names):
             return shardings(self.trained, self.mesh, self.rules, **self.where)
 
     @property
@@ -499,7 +498,7 @@ class Trainer:
                 shardings, data, checkpoint or program, or if copies of an array differ.
         """
         places = self._check(resume=resume, fallback=fallback, override=override)
-        with self.folder.held(), explain_ended_process():
+        with self.folder.held(), noting_other_processes():
             shows = distributed.is_main() or verbose_processes
             try:
                 return self._run(
@@ -880,7 +879,7 @@ class Trainer:
     @contextlib.contextmanager
     def _scope(self) -> Generator[None]:
         with contextlib.ExitStack() as stack:
-            stack.enter_context(telling_once(self._told_names))
+            stack.enter_context(ScopeSettings.telling_once(self._told_names))
             if self.rules is not None:
                 stack.enter_context(axis_rules(self.rules))
             if self.mesh is not None:

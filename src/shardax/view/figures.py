@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -21,19 +21,14 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
 
-from shardax import GraphDef, Selection, State, Variable
-from shardax._core.explain.drawing import Drawing, draw, leaf_text, parameter_count
-from shardax._core.frames import owner_here
-from shardax._core.graph.flatten import build
-from shardax._core.object import Shown
-from shardax._core.variable import ArrayAttribute
+from shardax import Selection, Variable
 from shardax.extend import (
+    Drawing,
     LazyValue,
-    Path,
+    Origin,
     format_path,
     mesh_axes_of,
     mesh_text,
-    origin_of,
     path_of_keys,
     stored_value,
 )
@@ -55,55 +50,9 @@ Renderer = Callable[..., Any]
 # --- drawings ---
 
 
-class NoValue:
-    """The value of a Variable known by its structure alone."""
-
-    def __repr__(self) -> str:
-        return "no value"
-
-
-NO_VALUE = NoValue()
-
-
 def drawing_of(value: object) -> Drawing:
     """Draws a model, State, ``GraphDef``, selection, or anything else."""
-    if isinstance(value, State):
-        return _draw_state(value)
-    if isinstance(value, GraphDef):
-        roots, _ = build(value, [NO_VALUE] * len(value.leaves), owner_here())
-        drawing = draw(roots[0] if len(roots) == 1 else tuple(roots))
-        drawing.name = f"GraphDef: {drawing.name}"
-        return drawing
-    return _draw_selection(value) if isinstance(value, Selection) else draw(value)
-
-
-def _draw_state(state: State) -> Drawing:
-    values, origins = state.flat(), state.origins()
-    if all(hasattr(leaf, "dtype") for leaf in jax.tree.leaves(list(values.values()))):
-        values = {
-            path: origins[path].variable_type._make(value, origins[path].all_metadata, owner_here())
-            for path, value in values.items()
-        }
-    return draw(values[()]) if () in values else _nested(state, values)
-
-
-def _nested(tree: object, values: Mapping[Path, object]) -> Drawing:
-    """Draws values by their paths; inner places are named like the whole."""
-    root = Drawing("", "", (), tree)
-    root.parts = []
-    places: dict[Path, list[Drawing]] = {(): root.parts}
-    for path, value in values.items():
-        for depth in range(1, len(path) + 1):
-            prefix = path[:depth]
-            if prefix in places:
-                continue
-            drawing = Drawing(f"{prefix[-1]!r}: ", f"[{prefix[-1]!r}]", prefix, tree)
-            places[prefix[:-1]].append(drawing)
-            if depth == len(path):
-                drawing.value, drawing.name = value, type(value).__name__
-            else:
-                drawing.parts = places[prefix] = []
-    return root
+    return _draw_selection(value) if isinstance(value, Selection) else Drawing.of(value)
 
 
 def _draw_selection(selection: Selection) -> Drawing:
@@ -111,14 +60,13 @@ def _draw_selection(selection: Selection) -> Drawing:
     # For a selection inside a value, the Variable that holds it is marked.
     tree, paths = selection.tree, set(selection.keypaths())
     leading = {path[:end] for path in paths for end in range(len(path) + 1)}
-    drawing = draw(tree)
+    drawing = Drawing.of(tree)
     if drawing.parts is None and not isinstance(tree, Variable):  # a tree without objects
         leaves = jax.tree_util.tree_leaves_with_path(tree)
-        drawing = _nested(tree, {path_of_keys(keys): leaf for keys, leaf in leaves})
-    objects = {id(place.holder) for place in selection._places if place.is_holder}
+        drawing = Drawing.by_path(tree, {path_of_keys(keys): leaf for keys, leaf in leaves})
     for place in drawing.places():
         inside = place.parts is None and place.path in leading
-        place.marked = place.path in paths or inside or id(place.value) in objects
+        place.marked = inside or not paths.isdisjoint(place.paths)
     count = f"{len(paths)} place{'' if len(paths) == 1 else 's'}"
     drawing.name = f"Selection of {count} in {drawing.name}"
     return drawing
@@ -132,15 +80,18 @@ def describe(leaf: Drawing) -> str:
     if isinstance(value, PLACES):
         return place_title(value)
     if not isinstance(value, Variable):
-        return leaf_text(leaf)
-    if isinstance(stored_value(value), NoValue):
-        is_array = isinstance(value, ArrayAttribute)
-        return "array" if is_array else f"{leaf.name}({origin_of(value).all_metadata!r})"
-    place, text = known_sharding(value), leaf_text(leaf)
+        return leaf.text
+    if leaf.is_without_value:
+        return "array" if leaf.is_array_attribute else f"{leaf.name}({_metadata_text(value)})"
+    place, text = known_sharding(value), leaf.text
     if not isinstance(place, NamedSharding):
         return text
     layout = place_title(place)
     return f"{text[:-1]}, {layout})" if text.endswith(")") else f"{text}, {layout}"
+
+
+def _metadata_text(variable: Variable) -> str:
+    return repr(Origin.of(variable).all_metadata)
 
 
 def array_text(array: Any) -> str:
@@ -162,7 +113,9 @@ def comment(drawing: Drawing) -> str:
     """Returns the comment behind a place: size, other places."""
     is_tree = drawing.parts is not None and not drawing.path
     paths = ", ".join(map(format_path, drawing.again))
-    return (parameter_count(drawing) if is_tree else "") + (f"  # also at {paths}" if paths else "")
+    count = drawing.parameter_count if is_tree else 0
+    text = f"  # {count:,} parameters" if count else ""
+    return f"{text}  # also at {paths}" if paths else text
 
 
 def example_array(place: Mesh | AbstractMesh | NamedSharding) -> jax.ShapeDtypeStruct:
@@ -396,7 +349,7 @@ class FoldableTree:
             return self._variable(drawing, path)
         if isinstance(value, NamedArray):
             return self.render_value(as_figure(value), path=path)
-        if isinstance(value, Shown):
+        if drawing.is_shown_by_us:
             return self._line(drawing, path)
         return self.render_value(value, path=path)
 
@@ -431,8 +384,8 @@ class FoldableTree:
 
     def _variable(self, drawing: Drawing, path: str | None):
         """A line without the numbers; unfolded, numbers and layout."""
-        picture = self._picture(drawing.value, path)
-        if isinstance(drawing.value, ArrayAttribute):
+        picture = None if drawing.is_without_value else self._picture(drawing.value, path)
+        if drawing.is_array_attribute:
             return picture or self._abbreviation(f"<{describe(drawing)}>")
         if picture is None:
             return self._line(drawing, path)
@@ -451,7 +404,7 @@ class FoldableTree:
     def _picture(self, variable: Variable, path: str | None):
         """The numbers of a Variable, or its sharding, or None."""
         value, names = stored_value(variable), variable.axes
-        if isinstance(value, (LazyValue, NoValue)):
+        if isinstance(value, LazyValue):
             return None
         self.pictures_left -= 1
         if self.pictures_left < 0:

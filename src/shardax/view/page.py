@@ -12,9 +12,10 @@ from html import escape
 from importlib import resources
 from pathlib import Path
 from string import Template
+from types import MappingProxyType
 
 from shardax._files import write_whole
-from shardax.view.loss_chart import loss_chart
+from shardax.view.loss_chart import loss_chart, other_charts
 from shardax.view.parameter_table import ParameterTable
 
 _FRAGMENT = """
@@ -56,6 +57,8 @@ def write_report(
     records: Sequence[Mapping[str, object]],
     references: Mapping[str, float],
     sample: str = "",
+    facts: Mapping[str, Mapping[str, object]] = MappingProxyType({}),
+    loss_unit: str = "",
 ) -> Path:
     """Writes the report of a training run, an HTML page without scripts.
 
@@ -66,9 +69,12 @@ def write_report(
         parameters: The layout table.
         pictures: SVG text by caption (``sharding_svg``).
         records: Log records: dicts with ``step`` and ``loss`` (training) or ``eval_loss``
-            (held-out).
+            (held-out). Where they have ``learning_rate``, ``grad_norm`` or a speed, such as
+            ``tokens_per_second``, there is a chart of that too.
         references: Horizontal lines in the loss plot, by name, in the unit of the loss.
         sample: Generated text to show.
+        facts: Further tables of facts, by heading, such as of the model and of the optimizer.
+        loss_unit: What the loss is measured in, such as ``"nats per token"``.
 
     Returns:
         The path.
@@ -87,19 +93,31 @@ def write_report(
         >>> "<svg" in page.read_text(), "bigram" in page.read_text()
         (True, True)
     """
-    facts = "".join(
-        f"<tr><td>{escape(str(name))}</td><td>{escape(str(value))}</td></tr>"
-        for name, value in summary.items()
-    )
+    tables = [
+        f"<section><h2>{escape(heading)}</h2>{_facts_table(table)}</section>"
+        for heading, table in facts.items()
+    ]
+    others = other_charts(records)
     figures = "".join(
         f"<figure>{svg}<figcaption>{escape(caption)}</figcaption></figure>"
         for caption, svg in pictures.items()
     )
     sections = [
-        f'<h1>{escape(title)}</h1><table class="facts">{facts}</table>',
-        f"<h2>Loss</h2>{loss_chart(records, references)}",
+        f"<h1>{escape(title)}</h1>{_facts_table(summary)}",
+        f'<div class="columns">{"".join(tables)}</div>' if tables else "",
+        f"<h2>Loss</h2>{loss_chart(records, references, loss_unit)}",
+        f'<h2>Training</h2><div class="columns charts">{"".join(others)}</div>' if others else "",
         f"<h2>Shardings</h2>{figures}" if figures else "",
         f"<h2>Sample</h2><pre>{escape(sample)}</pre>" if sample else "",
         f"<h2>Parameters</h2>{parameters.html()}",
     ]
     return write_whole(path, html_page(title, f'<main class="report">{"".join(sections)}</main>'))
+
+
+def _facts_table(facts: Mapping[str, object]) -> str:
+    """Returns the HTML of a table of names and what they are."""
+    rows = "".join(
+        f"<tr><td>{escape(str(name))}</td><td>{escape(str(value))}</td></tr>"
+        for name, value in facts.items()
+    )
+    return f'<table class="facts">{rows}</table>'

@@ -20,7 +20,8 @@ from jax.sharding import NamedSharding
 
 from shardax import Rules, Variable, abstract, iter_modules, iter_variables
 from shardax.errors import ShardaxError
-from shardax.extend import Path, ResolvedRules, align_columns, array_axes, byte_count, format_path
+from shardax.extend import Path, ResolvedRules, align_columns, byte_count, format_path
+from shardax.named import NamedArray
 from shardax.partition import resolve_mesh
 
 
@@ -264,7 +265,7 @@ def _row(
     path: Path, inside: str, variable: Variable, struct: jax.ShapeDtypeStruct, rules: Rules
 ) -> ParameterRow:
     value, shape, sharding = variable.value, struct.shape, struct.sharding
-    own_names = array_axes(value)
+    own_names = value.partition_axes if isinstance(value, NamedArray) else None
     names = variable.axes if own_names is None else own_names
     if isinstance(sharding, NamedSharding):
         spec = sharding.spec

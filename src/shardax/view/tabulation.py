@@ -27,6 +27,7 @@ from shardax.extend import (
     align_columns,
     byte_count,
     format_path,
+    join_first,
     wrap_methods,
 )
 from shardax.view.page import html_page
@@ -111,13 +112,22 @@ class Tabulation:
 
     def __str__(self) -> str:
         cells = self.cells()
-        return "\n".join(
-            [*align_columns(cells, right=range(4, len(cells[0]))), *self._kernel_lines()]
-        )
+        kernels = self._kernel_lines()
+        lines = [*align_columns(cells, right=range(4, len(cells[0]))), *[""] * bool(kernels)]
+        return "\n".join([*lines, *kernels])
 
     def _kernel_lines(self) -> list[str]:
-        """Texts of the kernels that layers run by."""
-        return [f"{row.path} runs by {text}" for row in self.rows for text in row.kernels]
+        """Returns a text for each kernel that layers run by, with these layers."""
+        # Each reason once: a model has many layers that run by one kernel for one reason.
+        paths: dict[str, list[str]] = {}
+        for row in self.rows:
+            for text in row.kernels:
+                paths.setdefault(text, []).append(row.path)
+
+        return [
+            f"{join_first(by_kernel)} {'runs' if len(by_kernel) == 1 else 'run'} by {text}"
+            for text, by_kernel in paths.items()
+        ]
 
 
 def tabulate(

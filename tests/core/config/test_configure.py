@@ -21,7 +21,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 import shardax as sx
 from shardax._core.init import defaults, key_reuse
-from shardax._transforms.jit.debugging import comparing
+from shardax._transforms.jit.slow_call import comparing
 from shardax.config import configure as configure_module
 from shardax.config.configure import backend_runs, check_settings, usable_platform
 from shardax.errors import ConfigureError

@@ -11,20 +11,19 @@ import pytest
 
 import shardax as sx
 from shardax._core.cross_process import (
+    PickledArray,
     PickledByName,
     format_mesh,
-    landing_on,
     name_of,
-    packed,
     restored_mesh,
 )
 from shardax._core.text import columns, format_axes, layout_text
 from shardax.errors import PickleReadError, PickleWriteError
 
 
-def test_packed_array_is_an_array_again() -> None:
+def test_stand_in_of_array_is_an_array_again() -> None:
     array = jnp.ones(2)
-    first, second = packed([{"w": array}, array])
+    first, second = PickledArray.in_tree([{"w": array}, array])
     assert first["w"] is second
     one, other = pickle.loads(pickle.dumps([first, second]))
     assert one["w"].tolist() == [1.0, 1.0] and other is one["w"]
@@ -33,9 +32,12 @@ def test_packed_array_is_an_array_again() -> None:
 def test_landing_on_reads_pickled_mesh_as_given_mesh() -> None:
     written = pickle.dumps(jax.make_mesh((1,), ("data",)))
     here = jax.make_mesh((1, 1), ("data", "model"))
-    with landing_on(here):
+    with PickledArray.landing_on(here):
         assert pickle.loads(written) == here
-    with landing_on(jax.make_mesh((1,), ("other",))), pytest.raises(PickleReadError, match="data"):
+    with (
+        PickledArray.landing_on(jax.make_mesh((1,), ("other",))),
+        pytest.raises(PickleReadError, match="data"),
+    ):
         pickle.loads(written)
 
 

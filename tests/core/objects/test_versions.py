@@ -276,6 +276,17 @@ def random_keys() -> None:
     assert not any(map(_jax.is_prng_key, no_keys))
 
 
+def sharding_type_errors() -> None:
+    explicit = (jax.sharding.AxisType.Explicit,)
+    mesh = jax.make_mesh((2,), ("data",), axis_types=explicit)
+    sharding = jax.NamedSharding(mesh, jax.P(None, "data"))
+    x = jax.device_put(jnp.ones((2, 2)), sharding)
+    with pytest.raises(Exception, match="sharding") as caught:
+        x @ x.T
+    assert _jax.is_sharding_type_error(caught.value)
+    assert not _jax.is_sharding_type_error(TypeError("sharding"))
+
+
 PROMISES: dict[str, Callable[[], None]] = {
     "INLINE": inline,
     "is_prng_key": random_keys,
@@ -284,6 +295,7 @@ PROMISES: dict[str, Callable[[], None]] = {
     "jaxpr_as_fun": jaxpr_as_fun,
     "trace_state": trace_state,
     "eager": eager,
+    "is_sharding_type_error": sharding_type_errors,
     "refused_argument": refused_argument,
     "ARRAYS_ONLY": refused_argument,
     "asks_from_c": asks_from_c,

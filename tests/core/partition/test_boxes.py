@@ -222,7 +222,7 @@ def test_repr_of_box_shows_shapes_and_given_arguments() -> None:
         "Partitioned(float32[2, 3], names=('a', None))"
     )
     assert repr(box) == (
-        f"LogicallyPartitioned({{'w': float32[2, 3]}}, names=('a', None), mesh={mesh!r}, "
+        f"LogicallyPartitioned({{'w': 'float32[2, 3]'}}, names=('a', None), mesh={mesh!r}, "
         "rules=Rules([('a', 'x')]))"
     )
 

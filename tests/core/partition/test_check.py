@@ -266,8 +266,8 @@ def test_rule_whose_name_no_array_has_is_information() -> None:
         (
             "info",
             (
-                "The rule ('batch', 'data') was used for no array: none has an axis 'batch'. "
-                "It still serves constraints inside programs."
+                "The rule ('batch', 'data') was used for no array: none that rules lay out has an "
+                "axis 'batch'. It still serves constraints inside programs."
             ),
         )
     ]
@@ -286,13 +286,16 @@ def test_rule_that_an_earlier_one_may_always_serve_is_reported() -> None:
     rules = Rules([("heads", "model"), ("mlp", "model"), ("mlp", "data")])
     records = [record(("mlp",), (8,)), record(("heads",), (8,))]
     _, message = only_pair(unused(records, rules))
-    assert "('mlp', 'data') was used for no array: an earlier rule always served 'mlp'" in message
+    assert "('mlp', 'data') was used for no array: an earlier rule served 'mlp', or" in message
 
 
 def test_rule_always_losing_its_mesh_axis_is_reported() -> None:
     rules = Rules([("mlp", "model"), ("heads", "model")])
     _, message = only_pair(unused([record(("mlp", "heads"), (8, 8))], rules))
-    assert "('heads', 'model') was used for no array: its mesh axes were always taken" in message
+    assert (
+        "('heads', 'model') was used for no array: an earlier rule served 'heads', or took"
+        in message
+    )
 
 
 def test_rule_used_by_any_array_counts_as_used() -> None:

@@ -272,7 +272,7 @@ def test_error_changes_nothing_and_is_raised_anew() -> None:
 
 def test_refused_calls_are_refused_every_time() -> None:
     for _ in range(4):
-        with pytest.raises(sx.errors.TransformError, match="return different types"):
+        with pytest.raises(sx.errors.TransformError, match="leave different forms"):
             sx.cond(TRUE, lambda x: x, lambda x: x.astype(jnp.int32), jnp.ones(2))
         with pytest.raises(sx.errors.TransformError, match=r"pred of sx\.cond must be one boolean"):
             sx.cond(jnp.ones(2), twice, same, 1.0)

@@ -522,3 +522,30 @@ def test_static_object_changed_in_place_retraces() -> None:
 
     compiled, model = sx.jit(step), Scaled()
     assert [float(compiled(model)) for _ in range(3)] == [1.0, 2.0, 3.0]
+
+
+def test_jit_refuses_what_is_no_array_also_after_a_steady_call() -> None:
+    double = sx.jit(lambda batch: batch["x"] * 2)
+    for _ in range(2):
+        double({"x": jnp.ones(2)})
+    with pytest.raises(TransformError, match=r"^batch\['x'\] of .*<lambda> is a str, which is"):
+        double({"x": "text"})
+    assert double({"x": jnp.ones(2)}).tolist() == [2.0, 2.0]
+
+
+def test_jit_traces_anew_for_another_tree_of_arrays() -> None:
+    total = sx.jit(lambda batch: sum(batch.values()))
+    assert float(total({"a": 1.0})) == 1.0
+    with sx.explain_retraces(file=False) as retraces:
+        assert float(total({"a": 1.0, "b": 2.0})) == 3.0
+    assert [retrace.reasons for retrace in retraces] == [(".batch['b']: absent -> an array",)]
+
+
+def test_jit_donates_arrays_of_arguments_by_position_and_by_name() -> None:
+    swap = sx.jit(lambda m, x, *, y: (x["a"] * m, y * m), donate_argnums=1, donate_argnames="y")
+    model = sx.Param(jnp.full(2, 3.0))
+    for _ in range(3):
+        a, y = jnp.ones(2), jnp.zeros(2)
+        results = swap(model, {"a": a}, y=y)
+        assert [result.tolist() for result in results] == [[3.0, 3.0], [0.0, 0.0]]
+        assert [array.is_deleted() for array in (a, y, model.value)] == [True, True, False]

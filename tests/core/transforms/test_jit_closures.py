@@ -461,3 +461,14 @@ def test_name_bound_after_the_call_is_an_input() -> None:
     assert run(jnp.ones(2)).tolist() == [3.0, 3.0]
     scale.value = jnp.float32(4)
     assert run(jnp.ones(2)).tolist() == [4.0, 4.0]
+
+
+def test_call_that_warns_is_done_even_if_warnings_are_errors() -> None:
+    held = [Counter()]
+    count = sx.jit(lambda x: held[0](x))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UncertainCaptureWarning)
+        with pytest.raises(UncertainCaptureWarning):
+            count(1.0)
+        assert float(count(1.0)) == 1.0
+    assert held[0].calls == 2

@@ -151,7 +151,9 @@ def test_stack_of_one_layer_shares_given_rngs() -> None:
 
 def test_layers_that_differ_are_refused_by_path() -> None:
     widths = iter([4, 4, 8])
-    with pytest.raises(ModuleError, match=r"layers 0 and 2 differ at \.linear\.\w+: 4 against 8"):
+    with pytest.raises(
+        ModuleError, match=r"layers 0 and 2 differ at \.linear\.\w+: 4 \(int\) against 8 \(int\)"
+    ):
         Stack(lambda: _Wide(next(widths)), 3)
 
 

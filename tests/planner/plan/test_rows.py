@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from shardax import plan
-from shardax.errors import PlanInputError
+from shardax.errors import PlanInputError, RowError
 
 ROW: dict[str, Any] = {
     "arch": {"layers": 8, "embed": 1024, "mlp_hidden": 4096, "heads": 16, "vocab": 32000},
@@ -58,7 +58,7 @@ def test_row_of_sizes_alone_has_common_defaults() -> None:
     assert step == plan.TrainingStep(
         global_batch=64, sequence=2048, devices=16, data=16, zero=1, state_bytes=18
     )
-    assert (chip, software) == (plan.find_hardware("h100"), "megatron")
+    assert (chip, software) == (plan.find_hardware("h100"), "untuned")
 
 
 @pytest.mark.parametrize(
@@ -90,8 +90,11 @@ def test_precision_in_words_is_one_of_the_model(words: str | None, precision: st
         ({"source": "pytorch/torchtitan"}, "pytorch-compile"),
         ({"group": "llm-foundry"}, "pytorch"),
         ({"source": "NVIDIA/NeMo"}, "megatron"),
-        ({"source": "a paper", "form": "FSDP2"}, "pytorch"),
-        ({"source": "a paper"}, "megatron"),
+        ({"source": "a paper", "form": "FSDP2"}, "untuned"),
+        ({"source": "FlagOpen/FlagPerf:training/nvidia/llama3_8B-megatron"}, "untuned"),
+        ({"source": "a paper", "kind": "tpu", "hw": "v5e"}, "untuned"),
+        ({"source": "a paper", "software": "megatron"}, "megatron"),
+        ({"source": "pytorch/pytorch", "compile": True}, "pytorch-compile"),
     ],
 )
 def test_software_is_that_of_the_source(words: dict[str, str], software: str) -> None:
@@ -124,10 +127,10 @@ def test_software_has_its_bytes_of_a_parameter(
         (None, "none"),
         ("minimal_with_context", "minimal_with_context"),
         ("selective: core_attn", "selective: core_attn"),
-        ("our own policy", "full"),
+        ("full, block, 5 layers", "full, block, 5 layers"),
     ],
 )
-def test_unknown_policy_of_a_source_is_full(words: str | None, policy: str) -> None:
+def test_policy_of_a_source_is_kept_in_its_words(words: str | None, policy: str) -> None:
     assert step_of(recompute=words).recompute == policy
 
 
@@ -235,6 +238,81 @@ def test_learned_positions_are_as_many_as_tokens() -> None:
 def test_rows_without_sizes_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(PlanInputError, match=message):
         plan.read_row({**ROW, **changes})
+
+
+MIXTURE = {**ROW["arch"], "experts": 8}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"task": "lorra"}, "task 'lorra' is not known; it is 'pretrain', 'sft', 'lora'"),
+        ({"precision": "bf61"}, "precision 'bf61' is not known; it is 'bf16', 'fp16'"),
+        ({"precision": "mxfp4"}, "precision 'mxfp4' is not known"),
+        ({"precision": "half"}, "precision 'half' is not known"),
+        ({"attention_kernel": "sotfmax"}, "attention_kernel 'sotfmax' is not known; it is 'flash'"),
+        ({"recompute": "our own policy"}, "recompute='our own policy' must be 'none', 'full'"),
+        ({"recompute": "selective: layernrom"}, "names 'layernrom'; modules are core_attn"),
+        ({"recompute": "custom (outproj=device)"}, "names 'outproj'; activations are decoder_"),
+        ({"offload": "everything"}, "offload 'everything' is not known; it is 'none', "),
+        ({"optimizer": "sofia"}, "optimizer 'sofia' is not known; it is 'adam'"),
+        ({"software": "keras"}, "software 'keras' is not known; it is 'xla', 'megatron'"),
+        ({"seqlen": 8}, r"A row has no 'seqlen'\. Did you mean 'seq_len'\? It may have arch, "),
+        ({"arch": {**ROW["arch"], "expertz": 8}}, "arch of a row has no 'expertz'"),
+        ({"arch": {**ROW["arch"], "attention_type": "sparse"}}, "attention_type 'sparse' is not"),
+        ({"layout": {"pipeline": 4}}, "layout of a row has no 'pipeline'"),
+        ({"layout": {"cp_kind": "circle"}}, "cp_kind 'circle' is not known; it is 'ring'"),
+        ({"layout": {"async_tp": "yes"}}, "async_tp is 'yes'; it is true or false"),
+        ({"layout": {"grad_reduce_dtype": "int4"}}, "grad_reduce_dtype 'int4' is not known"),
+        ({"layout": {"capacity_factor": "big"}}, "capacity_factor is 'big'; it is a number"),
+    ],
+)
+def test_unknown_words_of_a_row_are_refused_with_known_ones(
+    changes: dict[str, Any], message: str
+) -> None:
+    row = {**ROW, **changes, "step_seconds": 0.5}
+    with pytest.raises(RowError, match=message):
+        plan.read_row(row)
+    with pytest.raises(RowError, match=message):
+        plan.calibrate([ROW, row])
+
+
+@pytest.mark.parametrize(
+    ("words", "name", "value"),
+    [
+        ({"task": "lora"}, "adapter_rank", 16),
+        ({"task": "lora", "layout": {"lora_rank": 64}}, "adapter_rank", 64),
+        ({"attention_kernel": "flash attention 2"}, "attention_kernel", "flash2"),
+        ({"attention_kernel": "FA3"}, "attention_kernel", "flash3"),
+        ({"attention_kernel": "TE"}, "attention_kernel", "cudnn"),
+        ({"attention_kernel": "Megatron fused softmax"}, "fused_attention", False),
+        ({"offload": "activation CPU offload, 5 layers"}, "offloaded_layers", 5),
+        ({"offload": "activation CPU offload"}, "offloaded_layers", 8),
+        ({"offload": "host offload of query_proj"}, "offloaded", ("query_proj",)),
+        ({"offload": "optimizer states/step on CPU"}, "host_optimizer", True),
+        ({"layout": {"async_tp": False}}, "overlap_tensor", False),
+        ({"overlap_gradients": True}, "overlap_gradients", True),
+        ({"layout": {"grad_reduce_dtype": "bf16"}}, "gradient_bytes", 2),
+        ({"precision": "bf16, fp32 gradient accumulation"}, "gradient_bytes", 4),
+        ({"layout": {"capacity_factor": 1.25}}, "capacity_factor", 1.25),
+        ({"layout": {"cp": 2, "cp_kind": "a2a"}}, "context_kind", "ulysses"),
+        ({"layout": {"cp": 2, "cp_balanced": False}}, "context_kind", "ring"),
+    ],
+)
+def test_words_of_a_row_are_attributes_of_its_step(
+    words: dict[str, Any], name: str, value: object
+) -> None:
+    step = step_of(**words)
+    assert getattr(step, name) == value != getattr(step_of(), name) or name == "gradient_bytes"
+
+
+def test_limit_of_groups_is_one_of_nodes() -> None:
+    groups = {"n_group": 8, "topk_group": 4}
+    assert step_of(arch={**MIXTURE, **groups}, layout={"ep": 64}, chips=64).expert_nodes == 4
+
+
+def test_every_second_layer_has_experts() -> None:
+    assert model_of(experts=8, moe_every=2).sparse_layers == 4
 
 
 def test_rows_that_cannot_be_read_calibrate_nothing() -> None:

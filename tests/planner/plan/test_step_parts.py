@@ -5,11 +5,14 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from typing import Any
 
 import pytest
 
 from shardax import plan
+from shardax.plan.timing.figures import default_figures
+from shardax.plan.timing.kernels import Links
 
 # Kernels and links at their peaks, which start at once, and nothing that hides another.
 IDEAL = {
@@ -319,3 +322,203 @@ def test_offloaded_layers_save_nothing_on_the_device() -> None:
     ]
     steps = [before - after for before, after in itertools.pairwise(bytes_of)]
     assert steps == [BYTES] * 4 + [0]
+
+
+# --- kernels of attention -------------------------------------------------------------------------
+
+
+def test_kernels_of_attention_reach_what_their_papers_say() -> None:
+    step = STEP.like(sequence=16384, global_batch=8)
+    kernels = ("flash2", "flash3", "cudnn")
+    slow, fast, own = (
+        parts(DENSE, step.like(attention_kernel=kernel)).attention for kernel in kernels
+    )
+    assert slow / fast == pytest.approx(0.62 / 0.36)  # of the peak, FlashAttention 2 and 3
+    megatron = parts(DENSE, step, xla__attention=1.0).attention
+    assert own == pytest.approx(megatron / figure("megatron.attention"))
+    # Of one kernel Blackwell has more operations than it uses.
+    before, after = (
+        plan.predict(DENSE, step.like(attention_kernel=kernel), "b200").parts.attention
+        for kernel in ("flash2", "flash4")
+    )
+    assert before / after == pytest.approx(0.65 / 0.18)
+
+
+def figure(name: str) -> float:
+    return default_figures()[name]
+
+
+@pytest.mark.parametrize(("length", "least"), [(2048, 0.0), (131072, 0.5)])
+def test_long_sequences_are_attention(length: int, least: float) -> None:
+    step = plan.TrainingStep(global_batch=8, sequence=length, data=8)
+    found = plan.predict(DENSE, step, "h100")
+    share = found.parts.attention / found.seconds
+    assert least < share < 0.5 + least
+
+
+@pytest.mark.parametrize(("width", "slower"), [(80, 1.0), (100, 4.2), (128, 1.0)])
+def test_heads_that_tensor_cores_cannot_read_slow_unfused_attention(
+    width: int, slower: float
+) -> None:
+    model = dataclasses.replace(DENSE, head_dim=width)
+    step = STEP.like(fused_attention=False)
+    aligned, found = (
+        parts(model, step, kernels__unaligned_heads=ratio).attention for ratio in (1.0, 4.2)
+    )
+    assert found / aligned == pytest.approx(slower)
+    tpu = [parts(model, step, V5E, kernels__unaligned_heads=r).attention for r in (1.0, 4.2)]
+    assert tpu[0] == tpu[1]  # which pads
+
+
+# --- what is trained, and where -------------------------------------------------------------------
+
+
+def test_adapters_leave_out_gradients_of_weights() -> None:
+    whole, tuned = (parts(DENSE, STEP.like(adapter_rank=rank)) for rank in (0, 16))
+    # Two products of three, and thin ones beside them.
+    thin = tuned.products / whole.products - 2 / 3
+    assert 0 < thin < 0.1
+    assert tuned.gradients == tuned.optimizer == 0 < whole.gradients
+    rank_64 = parts(DENSE, STEP.like(adapter_rank=64)).products
+    assert rank_64 > tuned.products
+
+
+def test_frozen_parameters_are_gathered_and_not_scattered() -> None:
+    step = STEP.like(zero=3, recompute="none")
+    whole, tuned = (parts(DENSE, step.like(adapter_rank=rank)).parameters for rank in (0, 16))
+    # Of 2 bytes forward, 2 backward and gradients of 4; at least those are gone.
+    assert tuned < whole
+
+
+@pytest.mark.parametrize(("layers", "share"), [(0, 1.0), (1, 0.25), (3, 0.75), (9, 1.0)])
+def test_some_layers_of_a_stage_are_recomputed(layers: int, share: float) -> None:
+    nothing, full = parts(DENSE, STEP), parts(DENSE, STEP.like(recompute="full"))
+    policy = f"full, block, {layers} layers" if layers else "full"
+    found = parts(DENSE, STEP.like(recompute=policy))
+    for name in ("products", "attention", "memory"):
+        again = getattr(full, name) - getattr(nothing, name)
+        assert getattr(found, name) - getattr(nothing, name) == pytest.approx(share * again)
+
+
+def test_gradients_of_16_bits_take_half_the_time() -> None:
+    step = STEP.like(data=16, global_batch=32)
+    wide, narrow = (parts(DENSE, step.like(gradient_bytes=width)).gradients for width in (4, 2))
+    assert narrow / wide == pytest.approx(0.5)
+
+
+def test_sums_of_gradients_wait_where_nothing_overlaps_them() -> None:
+    step = STEP.like(data=16, global_batch=32)
+    contended = {"xla__contention": 0.0}
+    said = [
+        parts(DENSE, step.like(overlap_gradients=said), **contended).gradients
+        for said in (None, True, False)
+    ]
+    assert said[0] == said[1] < said[2]
+
+
+def test_host_updates_in_the_time_of_its_memory() -> None:
+    step = STEP.like(zero=1)
+    device, host = (parts(DENSE, step.like(host_optimizer=on)).optimizer for on in (False, True))
+    stored = (4 * (ATTENTION + MLP + 2 * 2048) + 2 * HEAD) / 8
+    moved = (4 + 2) * stored / figure("links.host_bandwidth")
+    assert host == pytest.approx(moved + 28 * stored * 8 / figure("links.host_memory"))
+    assert device < host
+
+
+def test_named_activations_hide_behind_the_arithmetic() -> None:
+    step = STEP.like(offloaded=("query_proj", "out_proj"))
+    slow, fast = (parts(DENSE, step, links__host_bandwidth=rate).host for rate in (1e7, 2e7))
+    # Both are as wide as the stream; they go once and come back once.
+    assert slow - fast == pytest.approx(4 * 2 * 2 * BYTES * (1 / 1e7 - 1 / 2e7))
+    hidden = parts(DENSE, step, links__host_bandwidth=1e15).host
+    assert hidden == pytest.approx(parts(DENSE, STEP).host)
+
+
+# --- experts and sequences ------------------------------------------------------------------------
+
+
+def test_every_second_layer_has_experts() -> None:
+    every, second = (dataclasses.replace(SPARSE, expert_every=step) for step in (1, 2))
+    assert (every.sparse_layers, second.sparse_layers) == (4, 2)
+    dense = 2 * 3 * (2048 * 8192) + 16 * 2048 * 0
+    sparse = 2 * (16 * EXPERT + 2048 * 16)
+    assert every.parameters - second.parameters == sparse - dense
+    step = STEP.like(expert=8)
+    assert parts(second, step).experts == pytest.approx(parts(every, step).experts / 2)
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.25, 2.0])
+def test_capacity_is_computed_and_sent_full_or_not(factor: float) -> None:
+    step = STEP.like(expert=8)
+    plain, roomy = parts(SPARSE, step), parts(SPARSE, step.like(capacity_factor=factor))
+    assert roomy.experts == pytest.approx(factor * plain.experts)
+    more = 6 * TOKENS * 4 * 2 * EXPERT / H100.peak("bf16") * (factor - 1)
+    assert roomy.products - plain.products == pytest.approx(more, abs=1e-12)
+
+
+def test_tokens_whose_experts_are_on_few_nodes_are_sent_to_these() -> None:
+    model = dataclasses.replace(SPARSE, experts=64, top_k=8)
+    step = plan.TrainingStep(global_batch=128, sequence=2048, data=64, expert=64)
+    anywhere, near = (parts(model, step.like(expert_nodes=n)).experts for n in (0, 2))
+    nodes = 8 * (1 - (7 / 8) ** 8)
+    assert near / anywhere == pytest.approx(2 / nodes)
+
+
+@pytest.mark.parametrize(("kind", "ratio"), [("zigzag", 1.0), ("gather", 1.0), ("ring", 1.75)])
+def test_last_shard_of_a_plain_ring_reads_nearly_all_keys(kind: str, ratio: float) -> None:
+    step = STEP.like(data=2, context=4)
+    dealt = parts(DENSE, step, xla__attention=1.0).attention
+    found = parts(DENSE, step.like(context_kind=kind), xla__attention=1.0)
+    assert found.attention / dealt == pytest.approx(ratio)
+    gathered = parts(DENSE, step.like(context_kind="gather")).memory
+    # Sums of partial results pass through the memory.
+    assert (found.memory > gathered) == (kind != "gather")
+
+
+def test_exchange_of_heads_sends_queries_too() -> None:
+    step = STEP.like(data=4, context=2, context_kind="ulysses")
+    waiting = parts(DENSE, step, xla__attention=1e12).tensor
+    sent = 2 * (4 * 1024) * (16 + 8) * (128 + 128) / 2
+    assert waiting == pytest.approx(2 * 4 * sent / H100.link_bandwidth, rel=1e-3)
+
+
+# --- links ----------------------------------------------------------------------------------------
+
+
+def test_pairs_without_a_switch_have_their_own_links() -> None:
+    v100 = plan.read_row(
+        {
+            "arch": {"layers": 4, "embed": 2048, "mlp_hidden": 8192, "heads": 16, "vocab": 32768},
+            "hw": "v100-32", "chips": 8, "seq_len": 2048, "global_batch_seqs": 16,
+        }
+    )[2]  # fmt: skip
+    figures = {**default_figures(), "links.switch_share": 1.0, "links.switch_latency": 0.0}
+    links = Links(v100, figures, devices=8)
+    assert links.gather(1e9, 2) == pytest.approx(1e9 / 2 / 5e10)  # two links of 25 GB/s
+    assert links.gather(1e9, 4) == pytest.approx(1e9 * 3 / 4 / 1.5e11)
+
+
+def test_sums_over_many_nodes_take_the_logarithm_of_their_number() -> None:
+    figures = {**default_figures(), "links.network_latency": 1.0}
+    links = Links(H100, figures, devices=65_536)
+    for nodes in (64, 8192):
+        assert links.reduce(8.0, 8 * nodes) == pytest.approx(4 * math.log2(nodes), rel=1e-3)
+        assert links.gather(8.0, 8 * nodes) == pytest.approx(nodes, rel=1e-3)
+
+
+def test_unknown_software_has_the_widest_band() -> None:
+    known, untuned = (
+        plan.predict(DENSE, STEP, "h100", software=software) for software in ("xla", "untuned")
+    )
+    assert untuned.seconds > known.seconds
+    assert known.high / known.low <= 1.8 + 1e-3
+    assert untuned.high / untuned.low == pytest.approx(1.8, abs=5e-3)
+    alone = plan.predict(DENSE, STEP.like(data=1, global_batch=2), "h100")
+    assert alone.high / alone.low == pytest.approx(1.35, abs=5e-3)
+    split = STEP.like(data=2, tensor=4, sequence_parallel=True)
+    said = split.like(overlap_tensor=True, overlap_gradients=True)
+    unsaid, widths = (
+        (each.high / each.low)
+        for each in (plan.predict(DENSE, step, "h100") for step in (split, said))
+    )
+    assert widths < unsaid

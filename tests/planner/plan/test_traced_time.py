@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from typing import Any
 
 import jax
@@ -32,9 +33,9 @@ def step(model: Any, optimizer: Any, batch: Any) -> jax.Array:
 def decoder(batch: int = 64, **options: Any) -> tuple[Any, ...]:
     heads = {"num_heads": 8, "num_kv_heads": 8, "head_dim": 128}
     config = models.TransformerConfig(
-        vocab_size=4096, num_layers=4, embed_dim=1024, scan_layers=True,
+        vocab_size=4096, num_layers=4, embed_dim=1024,
         attention=models.AttentionConfig(**heads), mlp=models.MLPConfig(dim=4096),
-        **({"dtype": "bfloat16"} | options),
+        **({"dtype": "bfloat16", "scan_layers": True} | options),
     )  # fmt: skip
     model = models.Transformer(config, rngs=sx.Rngs(0))
     tokens = plan.NamedShape((batch, LENGTH), "int32", ("batch", "seq"))
@@ -253,3 +254,69 @@ def test_pages_show_expected_times_by_part(tmp_path: Any) -> None:
     assert "Expected time of a step" in text and "waits for" in text
     assert "Published steps of models and hardware like these" in text
     assert text.count("products") >= 2  # in the legend and in the bars' descriptions
+
+
+# --- plans that compile nothing -------------------------------------------------------------------
+
+
+@functools.cache
+def traced_plan(target: str) -> plan.Plan:
+    options: dict[str, Any] = {"effort": "trace", "cache": None, "progress": False}
+    return plan.search(step, decoder(), target, **options)
+
+
+def test_traced_plan_says_seconds_and_has_no_empty_columns() -> None:
+    found = traced_plan("gpu:h100:1x8")
+    text = str(found)
+    table = text[text.index("layout  ") : text.index("Warnings")]
+    for words in ("  -", "peak", "free", "time of a step", "collectives", " ns", "compiling"):
+        assert words not in table, words
+    assert {"expected", "range", "tokens", "waits for", "args"} <= set(re.split(r"  +|\n", table))
+    expected = found.best().expected
+    assert expected is not None and f"{1e3 * expected.seconds:.1f}" in table and " ms" in table
+
+
+@pytest.mark.parametrize("scanned", [True, False])
+def test_traced_plan_lists_published_steps_of_its_size(scanned: bool) -> None:
+    options: dict[str, Any] = {"effort": "trace", "top": 1, "cache": None, "progress": False}
+    found = plan.search(step, decoder(scan_layers=scanned), "gpu:h100:1x8", **options)
+    attention, mlp = 1024 * 1024 * 4, 3 * 1024 * 4096
+    parameters = 4 * (attention + mlp + 2 * 1024) + 2 * 4096 * 1024 + 1024
+    assert [report.parameters for report in found] == [parameters]
+    for published in plan.published_steps("h100", parameters, 8):
+        assert " ".join(published.summary.split()) in " ".join(str(found).split())
+
+
+def test_plan_names_the_next_number_of_devices_that_sizes_divide() -> None:
+    def note(nodes: int) -> str:
+        text = " ".join(traced_plan(f"gpu:h100:{nodes}x8").notes)
+        return text[text.index("devices are") - 3 :] if "devices are" in text else ""
+
+    assert note(1) == note(2) == ""
+    assert note(3).startswith("24 devices are 2^3 x 3, which the step's sizes do not divide")
+    assert note(3).endswith("The next number of devices that they divide is 32.")
+
+
+def test_search_splits_parameters_within_a_part_of_the_batch() -> None:
+    options: dict[str, Any] = {"effort": "trace", "top": None, "cache": None, "progress": False}
+    found = plan.search(
+        step, decoder(8192), "gpu:h100:512x8", meshes=[{"data": 512, "model": 8}], **options
+    )
+    near, far = (
+        found[f"batch=data+model embed={axis} (512x8)"].expected for axis in ("model", "data")
+    )
+    # Within a node parameters are gathered at the rate of its switch.
+    assert near.parts.parameters < 0.2 * far.parts.parameters and near.seconds < far.seconds
+    # Of eight shards there are these alone, and none that are far from each other.
+    fewer = plan.search(
+        step, decoder(8192), "gpu:h100:512x8", meshes=[{"data": 8, "model": 512}], **options
+    )
+    both = plan.search(
+        step,
+        decoder(8192),
+        "gpu:h100:512x8",
+        meshes=[{"data": 8, "model": 512}, {"data": 512, "model": 8}],
+        **options,
+    )
+    assert "batch=data+model embed=data (8x512)" in [report.layout.name for report in fewer]
+    assert "batch=data+model embed=data (8x512)" not in [report.layout.name for report in both]

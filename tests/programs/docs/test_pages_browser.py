@@ -57,10 +57,20 @@ def test_features_stay_in_sight_while_the_table_scrolls(browser: Any, pages: Pat
     const box = document.querySelector('.table-wrapper'), row = box.querySelector('tbody tr');
     box.scrollLeft = box.scrollWidth;
     const left = cell => Math.round(cell.getBoundingClientRect().left - box.offsetLeft);
-    const [feature, shardax, last] = [0, 1, 8].map(column => row.cells[column]);
-    return [Math.abs(left(feature)) < 5, left(shardax) < -500, last.offsetWidth > 100];
+    const [feature, shardax, last] = [0, 1, 4].map(column => row.cells[column]);
+    return [Math.abs(left(feature)) < 5, left(shardax) < -50, last.offsetWidth > 90];
     """
     assert browser.execute_script(places) == [True, True, True]
+
+
+def test_columns_of_the_comparison_fit_a_screen(browser: Any, pages: Path) -> None:
+    hidden = """
+    return [...document.querySelectorAll('.table-wrapper')]
+      .map(box => Math.max(0, box.scrollWidth - box.clientWidth));
+    """
+    for width in WIDTHS[1:]:
+        show(browser, pages / "comparison.html", width)
+        assert browser.execute_script(hidden) == [0, 0, 0]
 
 
 def test_table_of_plans_is_whole(browser: Any, pages: Path) -> None:

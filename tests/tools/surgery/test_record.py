@@ -239,19 +239,15 @@ def test_pipeline_records_the_whole_batch(kind: AxisType) -> None:
 def test_wrong_selection_is_refused_with_advice() -> None:
     model = sx.nn.MLP(2, 4, rngs=sx.Rngs(0))
     of_others = sx.select(sx.clone(model)).at_instances_of(sx.nn.Linear)
-    for selections in ((), (of_others,)):
+    selection = "sx.select(model).at_instances_of(sx.nn.Linear)"
+    for selections, text in (((), "sx.nn.Linear"), ((of_others,), selection)):
+        code = f"sx.surgery.record(model, {text})"
         with pytest.raises(SelectionError, match="Select ") as refused:
             record(model, *selections)
-        code = "sx.surgery.record(model, sx.select(model).at_instances_of(sx.nn.Linear))"
         run = run_advice(refused.value, code, {"sx": sx, "model": model})
         assert list(run(np.ones((1, 2), np.float32))[1]) == [("gate",), ("up",), ("down",)]
 
-    # A class or a layer is what a selection is made of.
-    with pytest.raises(SelectionError, match=r"not the class MLP\. Select its") as refused:
-        record(model, sx.nn.MLP)
-    code = "sx.surgery.record(model, sx.select(model).at_instances_of(MLP))"
-    run = run_advice(refused.value, code, {"sx": sx, "model": model, "MLP": sx.nn.MLP})
-    assert list(run(np.ones((1, 2), np.float32))[1]) == [()]
+    # A layer is what a selection is made of.
     with pytest.raises(SelectionError, match=r"not a Linear itself\. Select it") as refused:
         record(model, model.up)
     code = "sx.surgery.record(model, sx.select(model).at_keypaths(('up',)))"
@@ -264,3 +260,46 @@ def test_wrong_selection_is_refused_with_advice() -> None:
     model.gate = None
     with pytest.raises(SelectionError, match=r"\.gate"):
         run(np.ones((1, 2), np.float32))
+
+
+@pytest.mark.parametrize("scanned", [False, True])
+def test_record_of_a_class_gives_inputs_of_its_layers(scanned: bool) -> None:
+    model = decoder(scanned)
+    _, results = record(model, sx.nn.RMSNorm)(TOKENS)
+    _, inputs = record(model, sx.nn.MLP, sx.nn.MultiHeadAttention, inputs=True)(TOKENS)
+    assert list(inputs) == [("layers", i, name) for i in range(2) for name in ("attn", "mlp")]
+    for path, activation in inputs.items():
+        close(activation, results[*path[:-1], f"{path[-1]}_norm"])
+
+
+def test_input_that_is_no_array_is_refused() -> None:
+    class Reading(sx.Module):
+        def __call__(self, layer: Any, x: Any) -> Any:
+            return layer(x)
+
+    class Model(sx.Module):
+        def __init__(self) -> None:
+            self.reading, self.layer = Reading(), sx.nn.Linear(2, 2, rngs=sx.Rngs(0))
+
+        def __call__(self, x: Any) -> Any:
+            return self.reading(self.layer, x=x)
+
+    x = np.ones((1, 2), np.float32)
+    with pytest.raises(SelectionError, match=r"a call gives Reading a Linear first"):
+        record(Model(), Reading, inputs=True)(x)
+    assert np.array_equal(record(Model(), sx.nn.Linear, inputs=True)(x)[1]["layer",], x)
+
+
+@pytest.mark.parametrize("scanned", [False, True])
+def test_generate_of_a_recording_gives_activations_of_every_token(scanned: bool) -> None:
+    model, prompts = decoder(scanned), [[1, 2, 3], [4]]
+    options = {"max_new_tokens": 4, "temperature": 0}
+    rows, activations = record(model, blocks(model)).generate(prompts, **options)
+    expected = sx.models.generate(model, prompts, **options)
+    assert [row.tolist() for row in rows] == [row.tolist() for row in expected]
+    for row, text in enumerate(rows):
+        _, alone = record(model, blocks(model))(text[None])
+        for path, activation in activations.items():
+            close(activation[row, : len(text)], alone[path][0])
+    with pytest.raises(sx.errors.GenerationError, match="call the recording on the result"):
+        record(model, blocks(model)).generate(prompts, **options, stream=True)

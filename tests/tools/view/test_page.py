@@ -82,7 +82,7 @@ def test_page_has_facts_curve_picture_sample_and_table(tmp_path: Path) -> None:
     for text in ("steps", "20", "once upon a time", ".kernel", "2x3", "embed, mlp"):
         assert text in page.texts
     assert sx.view.table(model()).totals() in page.texts
-    assert len(page.all("svg")) == 2 and len(page.all("polyline")) == 2
+    assert len(page.all("svg")) == 3 and len(page.all("polyline")) == 3
     assert len(page.all("rect")) == 1
 
 
@@ -107,10 +107,34 @@ def test_texts_are_escaped_wherever_they_come_from(tmp_path: Path) -> None:
     assert sum(nasty in text for text in page.texts) == 7  # the title stands in head and body
 
 
+def test_report_has_a_chart_of_each_number_with_its_unit_and_tables_of_facts(
+    tmp_path: Path,
+) -> None:
+    numbers = {"loss": 2.0, "learning_rate": 3e-4, "grad_norm": 0.5, "tokens_per_second": 12345.6}
+    path = write(
+        tmp_path / "report.html",
+        records=[{"step": step, **numbers} for step in (10, 20)],
+        facts={"Model": {"layers": "2 of width 64"}, "Optimizer": {"weight decay": "0.01"}},
+        loss_unit="nats per token",
+    )
+    page = Page(path.read_text(encoding="utf-8"))
+    labels = [
+        attributes["aria-label"] for attributes in page.all("div") if "aria-label" in attributes
+    ]
+    assert labels[:4] == [
+        "Loss over 2 steps; training 2.000 at step 20",
+        "Learning rate over 2 steps; learning rate 3.00e-04 at step 20",
+        "Gradients over 2 steps; gradient norm 0.500 at step 20",
+        "Speed over 2 steps; tokens per second 12,346 at step 20",
+    ]
+    for text in ("nats per token", "norm of all gradients", "Model", "2 of width 64", "Optimizer"):
+        assert text in page.texts
+
+
 def test_sections_without_content_are_left_out(tmp_path: Path) -> None:
     path = write(tmp_path / "report.html", pictures={}, sample="", records=[])
     page = Page(path.read_text(encoding="utf-8"))
-    assert "Shardings" not in page.texts and "Sample" not in page.texts
+    assert not {"Shardings", "Sample", "Training"} & {*page.texts}
     assert "No losses were recorded." in page.texts
 
 

@@ -31,7 +31,8 @@ return texts.flatMap(([a, p], n) => texts.slice(n + 1)
 def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = sx.models.DecoderConfig(vocab_size=256, num_layers=2, scan_layers=True)
     losses = [3.2, 2.6, 2.4, 2.36, 2.2, 1.9]
-    records = [{"step": 100_000 * n, "loss": loss} for n, loss in enumerate(losses, 1)]
+    numbers = {"learning_rate": 3.3e-4, "grad_norm": 0.5, "tokens_per_second": 1_234_567.8}
+    records = [{"step": 100_000 * n, "loss": loss, **numbers} for n, loss in enumerate(losses, 1)]
     return write_report(
         tmp_path_factory.mktemp("report") / "report.html",
         title="shardax run " + "x" * 60,
@@ -45,6 +46,8 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ],
         # References near each other and near the last losses.
         references={"bigram": 2.4, "bigram of bytes": 2.41, "unigram": 3.2},
+        facts={"Model": {"layers": "2 of width 64"}, "Optimizer": {"schedule": "a cosine " * 20}},
+        loss_unit="nats per byte",
         sample="def " + "mer(pace_monmelf " * 20 + "\n" + "x" * 200,
     )
 
@@ -69,7 +72,7 @@ def test_report_is_in_sight_and_can_be_read(
 
 def test_numbers_keep_their_size_on_a_phone(browser: Any, page: Path) -> None:
     show(browser, page, 390)
-    sizes = "return [...document.querySelectorAll('.plot .x span')].map(e => [e.innerText, %s])"
+    sizes = "return [...document.querySelector('.plot .x').children].map(e => [e.innerText, %s])"
     assert browser.execute_script(sizes % "getComputedStyle(e).fontSize") == [
         ["200,000", "13px"],
         ["400,000", "13px"],

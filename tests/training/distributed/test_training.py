@@ -241,25 +241,16 @@ def wait_for(condition, running) -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize(
-    ("text", "processes", "error"),
-    [
-        ("FAILED_PRECONDITION: Gloo all-reduce failed: Connection closed by peer", 2, "ended"),
-        ("INTERNAL: NCCL operation failed: remote process exited", 2, "ended"),
-        ("INTERNAL: Gloo all-reduce failed", 1, "INTERNAL"),
-        ("RESOURCE_EXHAUSTED: Out of memory", 2, "RESOURCE"),
-    ],
-)
-def test_process_killed_in_mid_step_is_explained(
-    text: str, processes: int, error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("processes", [1, 2])
+def test_run_notes_other_processes_on_an_error_at_run_time(
+    processes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(event: sx.train.Event) -> None:
         monkeypatch.setattr(jax, "process_count", lambda: processes)
-        raise jax.errors.JaxRuntimeError(text)
+        raise jax.errors.JaxRuntimeError("FAILED_PRECONDITION: Gloo all-reduce failed")
 
     trainer = small_runs.make_trainer(tmp_path / "run", 2, callbacks=[fail], log_every=1)
-    kinds = {"ended": sx.errors.DistributedError}
-    with pytest.raises(kinds.get(error, jax.errors.JaxRuntimeError), match=error) as caught:
+    with pytest.raises(jax.errors.JaxRuntimeError, match="FAILED_PRECONDITION") as caught:
         trainer.run(display=small_runs.Quiet())
-    if error == "ended":
-        assert "resume=True" in str(caught.value) and text in str(caught.value)
+    notes = [note for note in getattr(caught.value, "__notes__", []) if "resume=True" in note]
+    assert len(notes) == processes - 1

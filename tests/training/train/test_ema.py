@@ -136,3 +136,27 @@ def test_resuming_with_another_ema_is_refused(tmp_path: Path) -> None:
             trainer.run(resume=True, display=Quiet())
     with pytest.raises(TrainError, match=r"ema is a float, but a Trainer needs EMA\(model"):
         make_trainer(tmp_path / "no", 6, layout={"ema": 0.9})
+
+
+def layout_of(variable: sx.Variable) -> Any:
+    return variable.value.sharding.devices_indices_map(variable.shape)
+
+
+def test_eager_update_follows_the_formula_and_keeps_layouts() -> None:
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    model = model_of(jnp.float32)
+    ema = EMA(model, 0.75)
+    sx.shard(model, mesh, {"embed": "data"})
+    sx.shard(ema.model, mesh, {"embed": "model"})
+    layouts = {path: layout_of(v) for path, v in sx.iter_variables(ema.model)}
+    expected = {path: v[...] + 7 / 16 for path, v in sx.iter_variables(model, sx.Param)}
+
+    for _, variable in sx.iter_variables(model, sx.Param):
+        variable.value = variable.value + 1
+    for _ in range(2):
+        ema.update(model)
+
+    assert {path: layout_of(v) for path, v in sx.iter_variables(ema.model)} == layouts
+    assert int(ema.average.step) == 2
+    for path, average in sx.iter_variables(ema.model, sx.Param):
+        np.testing.assert_allclose(average[...], expected[path], rtol=1e-6)

@@ -105,6 +105,16 @@ def reserved_name(name: str) -> ModuleAttributeError:
     )
 
 
+def call_of_instance(module_type: type) -> ModuleAttributeError:
+    """Returns the error of an assignment to ``__call__`` of one Module."""
+    name = module_type.__name__
+    return ModuleAttributeError(
+        f"Python looks __call__ up on the class: this {name} would be called as before. Give the "
+        f"class another one, or wrap the Module: in a Module that holds it and has its own "
+        f"__call__; or, for a function of its result, in model = sx.nn.Sequential(model, function)."
+    )
+
+
 def object_of_class(module_type: type, name: str, value: object) -> ModuleAttributeError:
     """Returns the error of a Variable or Module that is an attribute of the class."""
     return ModuleAttributeError(

@@ -56,10 +56,6 @@ class NodeDef(NamedTuple):
         """Returns JAX's key of each child; None is no step."""
         return self.handler.key_entries(self.config, self.keys)
 
-    def is_alike_outside(self, other: NodeDef) -> bool:
-        """Whether two containers differ in nothing but their items."""
-        return self.handler is other.handler and self.config == other.config
-
 
 Child: TypeAlias = Ref | NodeDef | Static
 
@@ -208,6 +204,14 @@ class GraphDef(Shown):
         for part in (*self.roots, *self.objects):
             for _, value in static_values(part, ()):
                 yield value
+
+    def static_parts(self) -> Iterator[tuple[Path, Any]]:
+        """Yields the class of every Module and container, and every static value, by path."""
+        for position, path in definition_paths(self).items():
+            definition = self.objects[position]
+            if not isinstance(definition, VariableDef):
+                yield path, definition.type
+                yield from static_values(definition, path)
 
     def __repr__(self) -> str:
         return f"GraphDef({len(self.objects)} objects, {len(self.leaves)} variables)"

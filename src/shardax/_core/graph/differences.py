@@ -1,135 +1,151 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where two trees differ, and how, in words for errors.
+"""Where two trees differ, and what each has there.
 
-A ``Difference`` is one place and what each of two trees has there. ``object_differences`` finds
-those of two models, by the definitions of their objects.
+A ``Difference`` is one place, and the *part* that each of two trees has there.
+``structure_differences`` finds those of two models. It describes both by path
+(``parts_by_path``), and compares the parts of one path.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
-from typing import NamedTuple
+from collections.abc import Hashable, Iterator, Sequence
+from typing import NamedTuple, TypeAlias
 
 from shardax._core.graph.definitions import (
     Child,
     Definition,
-    ModuleDef,
+    GraphDef,
     NodeDef,
     Ref,
     VariableDef,
     definition_children,
+    definition_paths,
 )
-from shardax._core.graph.flatten import GraphWalk
 from shardax._core.graph.paths import Path, format_path
-from shardax._core.graph.static import Static
+from shardax._core.graph.static import Metadata, Static
+
+
+class Composite(NamedTuple):
+    """A part that has parts: an object or a container."""
+
+    kind: str  # what messages call it
+    metadata: Metadata | None  # of a Variable
+    steps: tuple[Hashable, ...]  # to its children, in order
+
+    def __str__(self) -> str:
+        shown = repr(self.metadata) if self.metadata is not None else ""
+        return f"{self.kind}({shown})" if shown else self.kind
+
+
+class Text(str):
+    """A part in words."""
+
+    __slots__ = ()
+
+
+Part: TypeAlias = Composite | Static | Text
 
 
 class Difference(NamedTuple):
-    """A place at which two trees differ, and what each has there, in words."""
+    """A place at which two trees differ, and what each has there; None for nothing."""
 
     path: Path
-    first: str  # "" for nothing
-    second: str
+    first: Part | None
+    second: Part | None
 
-    def __str__(self) -> str:
-        if not (self.first and self.second):
-            return "only one of them has it"
-        return f"{self.first} against {self.second}"
+    @property
+    def texts(self) -> tuple[str, str]:
+        """What the two have there, in words."""
+        return part_text(self.first), part_text(self.second)
 
 
-def object_differences(first: GraphWalk, second: GraphWalk) -> Iterator[Difference]:
-    """Yields the differences in structure of two walks, object by object, in walking order.
+def part_text(part: object) -> str:
+    """Returns a part, or a static value, in words."""
+    if part is None:
+        return "absent"
+    if isinstance(part, (Composite, Text)):
+        return str(part)
+    value = part.value if isinstance(part, Static) else part
+    return f"{value!r} ({type(value).__name__})"
 
-    Only the first is certain: what follows an object that one of them lacks is compared with its
-    neighbour.
+
+def structure_differences(
+    first: GraphDef,
+    second: GraphDef,
+    first_names: Sequence[Path] = (),
+    second_names: Sequence[Path] = (),
+) -> Iterator[Difference]:
+    """Yields the differences of two structures, in the order of the paths.
+
+    Args:
+        first: A structure.
+        second: The other.
+        first_names: The path of each root; by default the empty one.
+        second_names: Likewise.
     """
-    walks = (first, second)
-    for path, mine, theirs in zip(first.paths, first.definitions, second.definitions, strict=False):
-        yield from _differences(path, mine, theirs, walks)
-
-
-def _differences(
-    path: Path,
-    first: Definition | NodeDef,
-    second: Definition | NodeDef,
-    walks: tuple[GraphWalk, GraphWalk],
-) -> Iterator[Difference]:
-    """Yields the differences of two definitions, or of two containers that are alike outside."""
-    kinds = [getattr(part, "type", type(part)) for part in (first, second)]
-    if kinds[0] is not kinds[1]:
-        yield Difference(path, f"a {kinds[0].__name__}", f"a {kinds[1].__name__}")
-    elif isinstance(first, VariableDef) and isinstance(second, VariableDef):
-        if first != second:
-            yield Difference(path, f"metadata ({first.metadata!r})", f"({second.metadata!r})")
-    else:
-        yield from _differences_of_children(path, first, second, walks)
-
-
-def _differences_of_children(
-    path: Path,
-    first: Definition | NodeDef,
-    second: Definition | NodeDef,
-    walks: tuple[GraphWalk, GraphWalk],
-) -> Iterator[Difference]:
-    mine, theirs = _children_by_step(first), _children_by_step(second)
-
-    for step in {**mine, **theirs}:
-        child, other = mine.get(step), theirs.get(step)
-        below = path if step[1] is None else (*path, step[1])
-
-        if (
-            isinstance(child, NodeDef)
-            and isinstance(other, NodeDef)
-            and child.is_alike_outside(other)
-        ):
-            yield from _differences(below, child, other, walks)
+    first_parts = parts_by_path(first, first_names)
+    second_parts = parts_by_path(second, second_names)
+    for path in {**first_parts, **second_parts}:
+        difference = Difference(path, first_parts.get(path), second_parts.get(path))
+        if difference.first == difference.second:
             continue
 
-        # That two objects stand at different positions says nothing about them: they are compared
-        # where they are defined.
-        texts = (_text_of(child, below, walks[0]), _text_of(other, below, walks[1]))
-        if child != other and texts != (_OBJECT, _OBJECT):
-            yield Difference(below, *texts)
-
-    yield from _differences_of_kind(path, first, second)
-    if list(mine) != list(theirs):
-        orders = [", ".join(str(key) for _, key in children) for children in (mine, theirs)]
-        yield Difference(path, f"the order ({orders[0]})", f"({orders[1]})")
+        # Where children are missing, they differ themselves.
+        composites = [part for part in difference[1:] if isinstance(part, Composite)]
+        if len(composites) == 2 and composites[0][:2] == composites[1][:2]:
+            steps, other_steps = composites[0].steps, composites[1].steps
+            if set(steps) == set(other_steps):
+                yield Difference(path, _in_order(steps), _in_order(other_steps))
+            continue
+        yield difference
 
 
-def _children_by_step(part: Definition | NodeDef) -> dict[tuple[type, Hashable], Child]:
-    # By type as well, so that 1 and True are two.
-    return {(type(step), step): child for step, child in definition_children(part)}
+def _in_order(steps: Sequence[Hashable]) -> Text:
+    return Text(f"the order ({', '.join(map(str, steps))})")
 
 
-def _differences_of_kind(
-    path: Path, first: Definition | NodeDef, second: Definition | NodeDef
-) -> Iterator[Difference]:
-    """Yields the attributes that are an array in one Module and a Variable in the other."""
-    if not (isinstance(first, ModuleDef) and isinstance(second, ModuleDef)):
-        return
-    mine, theirs = dict(first.array_attributes), dict(second.array_attributes)
-    for name in {**mine, **theirs}:  # in order, the same in every process
-        if (name in mine) != (name in theirs):
-            texts = ("an array", _OBJECT) if name in mine else (_OBJECT, "an array")
-            yield Difference((*path, name), *texts)
+def parts_by_path(graphdef: GraphDef, names: Sequence[Path] = ()) -> dict[Path, Part]:
+    """Returns what a structure has at each path.
+
+    An object is at its first path; at another one stands where that is.
+
+    Args:
+        graphdef: The structure.
+        names: The path of each root; by default the empty one.
+    """
+    paths = definition_paths(graphdef, names)
+    parts: dict[Path, Part] = {}
+    visited: set[int] = set()
+
+    def add(part: Child, path: Path) -> None:
+        if isinstance(part, Static):
+            parts[path] = part
+            return
+        if isinstance(part, Ref):
+            first_path = paths[part.position]
+            if part.position in visited or first_path != path:
+                parts.setdefault(path, Text(f"same as {format_path(first_path)}"))
+                return
+            visited.add(part.position)
+            add_composite(graphdef.objects[part.position], path)
+            return
+        add_composite(part, path)
+
+    def add_composite(part: Definition | NodeDef, path: Path) -> None:
+        children = list(definition_children(part))
+        metadata = part.metadata if isinstance(part, VariableDef) else None
+        steps = tuple(step for step, _ in children)
+        parts.setdefault(path, Composite(_kind_of(part), metadata, steps))
+        for step, child in children:
+            add(child, path if step is None else (*path, step))
+
+    for position, root in enumerate(graphdef.roots):
+        add(root, names[position] if names else ())
+    return parts
 
 
-_OBJECT = "an object"
-
-
-def _text_of(child: Child | None, path: Path, walk: GraphWalk) -> str:
-    """Returns what a child at a path is, in words; "" for None."""
-    if child is None:
-        return ""
-    if isinstance(child, Static):
-        return repr(child.value)
-    if isinstance(child, Ref):
-        first_path = walk.paths[child.position]
-        return _OBJECT if first_path == path else f"the object at {where(first_path)}"
-    return f"a {getattr(child.config, '__name__', child.handler.name)}"
-
-
-def where(path: Path) -> str:
-    """Returns a path for messages about one object, ``the top`` for the object itself."""
-    return format_path(path) if path else "the top"
+def _kind_of(part: Definition | NodeDef) -> str:
+    """Returns what messages call an object or container."""
+    if isinstance(part, NodeDef):
+        return getattr(part.config, "__name__", part.handler.name)
+    return getattr(part.type, "_kind", part.type.__name__)

@@ -25,7 +25,7 @@ import copy
 import functools
 import types
 import weakref
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -42,19 +42,19 @@ from shardax._core.object import Object, Placeholder, Wrapper
 Pairs = Sequence[tuple[Any, Any]]
 
 
-def _attribute_text(value: object, key: object) -> tuple[str, str]:
+def _attribute_text(value: object, key: Hashable) -> tuple[str, str]:
     return f"{key}=", f".{key}"
 
 
-def _item_text(value: object, key: object) -> tuple[str, str]:
+def _item_text(value: object, key: Hashable) -> tuple[str, str]:
     return "", f"[{key}]"
 
 
-def _entry_text(value: object, key: object) -> tuple[str, str]:
+def _entry_text(value: object, key: Hashable) -> tuple[str, str]:
     return f"{key!r}: ", f"[{key!r}]"
 
 
-def _node_text(value: object, key: object) -> tuple[str, str]:
+def _node_text(value: object, key: Hashable) -> tuple[str, str]:
     return _item_text(value, key) if isinstance(key, int) else _attribute_text(value, key)
 
 
@@ -137,7 +137,7 @@ def _rebuild_partial(config, pairs: Iterable[tuple[Any, Any]]):
     return functools.partial(function, *args, **keywords)
 
 
-def _partial_text(value: object, key: object) -> tuple[str, str]:
+def _partial_text(value: object, key: Hashable) -> tuple[str, str]:
     if key is None:
         return "", ".func"
     if isinstance(key, int):

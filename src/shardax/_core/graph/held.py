@@ -7,12 +7,11 @@ part of no state, gradient, optimizer or checkpoint, and a copy of the model wou
 original. So static values are searched for objects when they are assigned, and whenever a structure
 is walked, since a name that a function closes over may be bound later.
 
-Looked at is what Python itself shows, without calling anything of the user's: cells, defaults and
-attributes of functions; what methods and partials are bound to; items of containers; local names of
-generators; attributes in ``__dict__`` and ``__slots__``; attributes of the user's own classes.
-There is no limit of depth or number. The search does not go into what belongs to the program and
-not to the model: globals of functions, modules, loggers, classes of Modules and of libraries. It
-cannot go into what code in C shows to nobody.
+What a value holds says Python's garbage collector (``gc.get_referents``), without calling anything
+of the user's. Where a part has a name (closed-over names, defaults, attributes, local names of
+generators), the error says it. There is no limit of depth or number. The search does not go into
+what belongs to the program and not to the model: globals of functions, modules, frames, loggers,
+classes of Modules and of libraries. It cannot go into what code in C shows to nobody.
 """
 
 from __future__ import annotations
@@ -22,10 +21,9 @@ import contextlib
 import functools
 import gc
 import logging
-import operator
 import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -35,16 +33,10 @@ from shardax._core._jax import never_changes_closures
 from shardax._core.errors import StaticAttributeError, hidden_object
 from shardax._core.graph import handlers
 from shardax._core.graph.python_values import (
-    MAPPINGS,
-    SEQUENCES,
-    SETS,
     Way,
     attributes_of,
     is_of_library,
     items_of_array,
-    items_of_mapping,
-    items_of_sequence,
-    items_of_set,
     package_of,
     steps_of,
 )
@@ -82,7 +74,7 @@ _ATOMS = frozenset(
         *(bool, int, float, complex, str, bytes, bytearray, range, slice),
         *(type(None), type(Ellipsis), type(NotImplemented), np.dtype, np.ufunc),
         *(type(np.dtype(code)) for code in np.typecodes["All"]),
-        *(types.ModuleType, types.CodeType, logging.Logger),
+        *(types.ModuleType, types.CodeType, types.FrameType, types.TracebackType, logging.Logger),
         *(types.GetSetDescriptorType, types.MemberDescriptorType, types.WrapperDescriptorType),
         *(types.MethodDescriptorType, types.ClassMethodDescriptorType),
     }
@@ -216,7 +208,7 @@ _parts_by_type: weakref.WeakKeyDictionary[type, PartsFunction] = weakref.WeakKey
 def _parts_of(value: object) -> Iterable[Part]:
     """Returns everything that a value shows of what it holds."""
     kind = type(value)
-    parts = _PARTS_OF_NATIVE.get(kind) or _parts_by_type.get(kind)
+    parts = _parts_by_type.get(kind)
     if parts is None:
         parts = _parts_by_type[kind] = _find_parts(kind)
     return parts(value)
@@ -227,11 +219,7 @@ def _find_parts(kind: type) -> PartsFunction:
     for known, parts in _PARTS_OF_KNOWN:
         if issubclass(kind, known):
             return parts
-    if issubclass(kind, Iterator) and package_of(kind) in _WITH_ITERATORS:
-        return _parts_of_iterator
-    if package_of(kind) in ("jax", "jaxlib"):
-        return _parts_of_jax
-    return _parts_of_instance
+    return _parts_of_jax if package_of(kind) in ("jax", "jaxlib") else _parts_of_instance
 
 
 def set_aside(kind: type) -> None:
@@ -247,27 +235,11 @@ def _named(what: str, parts: Mapping[str, Any]) -> list[Part]:
     return [((what, name), part) for name, part in list(parts.items())]
 
 
-def _parts_beside_children(value: Any, config: object) -> Iterable[Part]:
-    """Returns what a container, of which a walk finds the children, is besides them."""
-    if isinstance(config, handlers.NodeType):
-        return [(("its static part", None), config.static.value)]
-    if isinstance(config, Static):  # the function of a method
-        return [(("the attribute", "__func__"), config.value)]
-    if isinstance(value, Wrapper):
-        return _parts_beside_function(value)
-
-    if type(value) in _PLAIN_CONTAINERS:
-        keys = value if type(value) is dict else ()
-        return [(("a key", None), key) for key in keys]
-    if not isinstance(value, (tuple, list, dict, functools.partial)):
-        return []  # what its handler lists is all that the value is
+def _parts_of_instance(value: object) -> Iterable[Part]:
+    """Returns the attributes, by name, and all else that the garbage collector knows."""
     parts = _named("the attribute", attributes_of(value))
-    if isinstance(value, dict):
-        parts.extend((("a key", None), key) for key in list(dict.keys(value)))
+    parts.extend((("an item", None), part) for part in gc.get_referents(value))
     return parts
-
-
-# --- parts of callables ---------------------------------------------------------------------------
 
 
 def _parts_of_function(function: types.FunctionType) -> Iterable[Part]:
@@ -297,57 +269,6 @@ def _parts_of_function(function: types.FunctionType) -> Iterable[Part]:
     return parts
 
 
-def _parts_of_cell(cell: types.CellType) -> Iterable[Part]:
-    try:
-        return [(None, cell.cell_contents)]
-    except ValueError:  # as above
-        return ()
-
-
-def _parts_in_attributes(*names: str) -> PartsFunction:
-    """Returns the function that lists those of some attributes which a value has."""
-    return lambda value: [
-        (("the attribute", name), getattr(value, name)) for name in names if hasattr(value, name)
-    ]
-
-
-_parts_of_method = _parts_in_attributes("__self__", "__func__")
-_accessors_of = _parts_in_attributes("__func__", "fget", "fset", "fdel")
-
-
-def _parts_of_partial(partial: functools.partial[Any]) -> Iterable[Part]:
-    return [
-        (("the attribute", "func"), partial.func),
-        *((("the argument", index), argument) for index, argument in enumerate(partial.args)),
-        *_named("the argument", partial.keywords),
-        *_parts_of_instance(partial),
-    ]
-
-
-def _parts_of_wrapper(wrapper: Wrapper) -> Iterable[Part]:
-    return [
-        (("the function that it runs", None), wrapper.function),
-        *_parts_beside_function(wrapper),
-    ]
-
-
-def _parts_beside_function(wrapper: Wrapper) -> Iterable[Part]:
-    # ``functools.wraps`` writes ``__wrapped__``, which is only shown.
-    attributes = dict(getattr(wrapper, "__dict__", {}))
-    for shown in ("__wrapped__", PROGRAMS_ATTRIBUTE):
-        attributes.pop(shown, None)
-    return [*_named("the option", wrapper._options_held()), *_named("the attribute", attributes)]
-
-
-def _parts_of_call(call: Any) -> Iterable[Part]:
-    # An ``operator.methodcaller`` shows its arguments to ``pickle`` alone.
-    return [(("the arguments", None), part) for part in call.__reduce__()[1:]]
-
-
-def _parts_of_descriptor(descriptor: Any) -> Iterable[Part]:
-    return [*_accessors_of(descriptor), *_parts_of_instance(descriptor)]
-
-
 def _parts_of_generator(generator: Any) -> Iterable[Part]:
     parts: list[Part] = []
     for name in ("gi_frame", "cr_frame", "ag_frame"):
@@ -368,35 +289,8 @@ def _parts_of_jax(value: Any) -> Iterable[Part]:
     return [(("the attribute", "__wrapped__"), wrapped), *_named("the attribute", public)]
 
 
-# --- parts of containers --------------------------------------------------------------------------
-
-
-def _parts_of_dict(value: Any) -> Iterable[Part]:
-    parts: list[Part] = []
-    for key, item in items_of_mapping(value):
-        parts.append((("a key", None), key))
-        entry = ("the entry", key) if type(key) in _ATOMS else ("an entry", None)
-        parts.append((entry, item))
-    if isinstance(value, collections.defaultdict):
-        parts.append((("the attribute", "default_factory"), value.default_factory))
-    parts.extend(_parts_of_instance(value))
-    return parts
-
-
-def _parts_of_sequence(value: Any) -> Iterable[Part]:
-    items = items_of_sequence(value)
-    parts: list[Part] = [(("the item", index), item) for index, item in enumerate(items)]
-    parts.extend(_parts_of_instance(value))
-    return parts
-
-
-def _parts_of_set(value: Any) -> Iterable[Part]:
-    parts = [(("an item", None), item) for item in items_of_set(value)]
-    return [*parts, *_parts_of_instance(value)]
-
-
-def _parts_of_dict_view(view: Iterable[object]) -> Iterable[Part]:
-    return [(("an item", None), item) for item in list(view)]
+def _parts_of_remembering(function: Any) -> Iterable[Part]:
+    return [(("the attribute", "__wrapped__"), function.__wrapped__)]  # and not what it remembers
 
 
 def _parts_of_array(array: np.ndarray[Any, Any]) -> Iterable[Part]:
@@ -404,77 +298,60 @@ def _parts_of_array(array: np.ndarray[Any, Any]) -> Iterable[Part]:
     return [*parts, *_parts_of_instance(array)]
 
 
-def _parts_of_iterator(iterator: object) -> Iterable[Part]:
-    # Iterators of Python itself show what they iterate over to the garbage collector alone.
-    return [(("what it iterates over", None), part) for part in gc.get_referents(iterator)]
-
-
 def _parts_of_static(static: Static) -> Iterable[Part]:
     return [(None, static.value)]
 
 
-# --- parts of classes and their instances ---------------------------------------------------------
-
-
 def _parts_of_class(kind: type) -> Iterable[Part]:
-    """Returns what a class of the user's own has; it may derive from others."""
-    if not _is_searched(kind):
+    """Returns what a class of the user's own has, but no class of Modules."""
+    if issubclass(kind, Object) or is_of_library(kind):
         return ()
     return [*_named("the class attribute", vars(kind)), *((None, base) for base in kind.__bases__)]
 
 
-def _parts_of_instance(value: object) -> Iterable[Part]:
-    kind = type(value)
-    if kind in _PLAIN_CONTAINERS:
-        return ()
+# --- parts of what a walk looks into --------------------------------------------------------------
+
+
+def _parts_beside_children(value: Any, config: object) -> Iterable[Part]:
+    """Returns what a container, of which a walk finds the children, is besides them."""
+    if isinstance(config, handlers.NodeType):
+        return [(("its static part", None), config.static.value)]
+    if isinstance(config, Static):  # the function of a method
+        return [(("the attribute", "__func__"), config.value)]
+    if isinstance(value, Wrapper):
+        return _parts_beside_function(value)
+
+    if not isinstance(value, (tuple, list, dict, functools.partial)):
+        return []  # what its handler lists is all that the value is
     parts = _named("the attribute", attributes_of(value))
-    if _is_searched(kind):
-        parts.append((None, kind))
+    if isinstance(value, dict):
+        parts.extend((("a key", None), key) for key in list(dict.keys(value)))
     return parts
 
 
-_searched: weakref.WeakKeyDictionary[type, bool] = weakref.WeakKeyDictionary()
+def _parts_of_wrapper(wrapper: Wrapper) -> Iterable[Part]:
+    return [
+        (("the function that it runs", None), wrapper.function),
+        *_parts_beside_function(wrapper),
+    ]
 
 
-def _is_searched(kind: type) -> bool:
-    """Whether a class is one of the user's own, and no class of Modules."""
-    known = _searched.get(kind)
-    if known is None:
-        known = _searched[kind] = not (issubclass(kind, Object) or is_of_library(kind))
-    return known
+def _parts_beside_function(wrapper: Wrapper) -> Iterable[Part]:
+    # ``functools.wraps`` writes ``__wrapped__``, which is only shown.
+    attributes = dict(getattr(wrapper, "__dict__", {}))
+    for shown in ("__wrapped__", PROGRAMS_ATTRIBUTE):
+        attributes.pop(shown, None)
+    return [*_named("the option", wrapper._options_held()), *_named("the attribute", attributes)]
 
-
-# --- which function lists the parts of which class ------------------------------------------------
-
-_PLAIN_CONTAINERS = frozenset({list, tuple, dict, set, frozenset})
-# Packages of Python's own iterators.
-_WITH_ITERATORS = frozenset({"builtins", "itertools", "collections", "_collections"})
-
-# Of the most frequent classes, which live as long as Python.
-_PARTS_OF_NATIVE: dict[type, PartsFunction] = {
-    types.FunctionType: _parts_of_function,
-    types.MethodType: _parts_of_method,
-    tuple: _parts_of_sequence,
-    list: _parts_of_sequence,
-    dict: _parts_of_dict,
-}
 
 # Of instances of known classes; the first that fits decides.
 _PARTS_OF_KNOWN: tuple[tuple[Any, PartsFunction], ...] = (
-    (types.CellType, _parts_of_cell),
-    ((types.BuiltinFunctionType, types.MethodWrapperType), _parts_of_method),
-    (functools.partial, _parts_of_partial),
+    (types.FunctionType, _parts_of_function),
+    (type, _parts_of_class),
     (Wrapper, _parts_of_wrapper),
     (Static, _parts_of_static),
-    ((staticmethod, classmethod, property), _parts_of_descriptor),
     ((types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType), _parts_of_generator),
-    ((operator.attrgetter, operator.itemgetter, operator.methodcaller), _parts_of_call),
-    (MAPPINGS, _parts_of_dict),
-    (SEQUENCES, _parts_of_sequence),
-    (SETS, _parts_of_set),
-    ((type({}.keys()), type({}.values()), type({}.items())), _parts_of_dict_view),
+    (type(functools.lru_cache(len)), _parts_of_remembering),
     (np.ndarray, _parts_of_array),
-    (np.dtype, _no_parts),
-    (jax.Array, _no_parts),
-    (type, _parts_of_class),
+    ((np.dtype, jax.Array), _no_parts),
 )

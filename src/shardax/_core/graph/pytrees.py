@@ -18,7 +18,7 @@ without children, and notes that it was met.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 import numpy as np
@@ -32,6 +32,9 @@ from shardax._core.graph.paths import KeyEntry, Leaf, attribute_key
 from shardax._core.graph.static import EMPTY, Metadata
 from shardax._core.init.lazy import LazyValue, materialize_all
 from shardax._core.object import Object
+
+if TYPE_CHECKING:
+    from shardax._core.variable import Variable
 
 Tree = TypeVar("Tree")
 
@@ -71,7 +74,7 @@ class ModelForm:
         return f"{self.graphdef!r} of {keys}"
 
 
-def _flatten_graph(root: Any) -> tuple[Sequence[Child], ModelForm | None]:
+def _flatten_graph(root: Object) -> tuple[Sequence[Child], ModelForm | None]:
     if local.probing:
         local.found = True
         return [], None
@@ -81,14 +84,15 @@ def _flatten_graph(root: Any) -> tuple[Sequence[Child], ModelForm | None]:
     return graphdef.key_level.children(values_of(flat.leaves)), ModelForm(graphdef)
 
 
-def _flatten_graph_with_keys(root: Any) -> tuple[list[tuple[KeyEntry, Child]], ModelForm | None]:
+def _flatten_graph_with_keys(root: Object) -> tuple[list[tuple[KeyEntry, Child]], ModelForm | None]:
     children, form = _flatten_graph(root)
     if form is None:
         return [], None
     return list(zip(form.graphdef.key_level.keys, children, strict=True)), form
 
 
-def _unflatten_graph(form: Any, children: Iterable[Child]) -> Object:
+def _unflatten_graph(form: ModelForm | None, children: Iterable[Child]) -> Object:
+    assert form is not None  # what was only probed is not rebuilt
     values = form.graphdef.key_level.leaves(children)
     roots, _ = build(form.graphdef, values, *_owner_and_lock(values))
     return roots[0]
@@ -120,20 +124,20 @@ def _owner_and_lock(values: Sequence[object]) -> tuple[Frame | None, str | None]
 # --- Variables ------------------------------------------------------------------------------------
 
 
-def register_variable(cls: Any) -> None:
+def register_variable(cls: type[Any]) -> None:
     """Registers a Variable class with JAX; the value is its child."""
 
-    def flatten_variable(variable: Any) -> tuple[list[Leaf], Metadata]:
+    def flatten_variable(variable: Variable) -> tuple[list[Leaf], Metadata]:
         if local.probing:
             local.found = True
             return [], EMPTY
         return values_of((variable,)), resolve(variable, local.frame)._metadata
 
-    def flatten_with_keys(variable: Any) -> tuple[list[tuple[KeyEntry, Leaf]], Metadata]:
+    def flatten_with_keys(variable: Variable) -> tuple[list[tuple[KeyEntry, Leaf]], Metadata]:
         values, metadata = flatten_variable(variable)
         return [(attribute_key("value"), value) for value in values], metadata
 
-    def unflatten_variable(metadata: Metadata, children: Iterable[Leaf]) -> Object:
+    def unflatten_variable(metadata: Metadata, children: Iterable[Leaf]) -> Variable:
         (value,) = children
         return cls._make(value, metadata, *_owner_and_lock([value]))
 

@@ -236,11 +236,6 @@ def _is_traced(values: Sequence[object]) -> bool:
     return any(isinstance(value, Tracer) for value in values)
 
 
-def is_abstract(value: object) -> bool:
-    """Whether a value is only a shape."""
-    return isinstance(value, jax.ShapeDtypeStruct)
-
-
 def form_of(value: PyTree, lead: int = 0) -> Hashable:
     """Returns structure, shapes and dtypes of a value, without some leading dimensions."""
     leaves, treedef = jax.tree.flatten(value)
@@ -251,4 +246,4 @@ def form_text(value: PyTree, lead: int = 0) -> str:
     """Returns shapes and dtypes of a value in words, without some leading dimensions."""
     forms = jax.tree.map(lambda leaf: f"{leaf.dtype}{list(leaf.shape[lead:])}", value)
     text = forms if isinstance(forms, str) else str(forms).replace("'", "")
-    return f"the abstract {text}" if is_abstract(value) else text
+    return f"the abstract {text}" if isinstance(value, jax.ShapeDtypeStruct) else text

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 from shardax._core import errors
 from shardax._core.frames import local, owner_here, resolve
-from shardax._core.graph.definitions import VariableDef
-from shardax._core.graph.differences import object_differences, where
+from shardax._core.graph.definitions import GraphDef, Ref, VariableDef
+from shardax._core.graph.differences import structure_differences
 from shardax._core.graph.flatten import GraphWalk, assemble
 from shardax._core.graph.handlers import knows_names
 from shardax._core.graph.paths import Path, PyTree
@@ -121,8 +121,9 @@ def _shared_positions(walks: Sequence[GraphWalk], older: Collection[int]) -> set
             shared.add(position)
         elif len(set(ids)) < len(ids):
             layers = [number for number, each in enumerate(ids) if ids.count(each) > 1]
-            path = where(walks[0].paths[position])
-            raise errors.shared_by_some_layers(type(item).__name__, path, layers)
+            raise errors.shared_by_some_layers(
+                type(item).__name__, walks[0].paths[position], layers
+            )
     return shared
 
 
@@ -134,10 +135,13 @@ def _check_alike(first: GraphWalk, other: GraphWalk, number: int) -> None:
     if first.definitions == other.definitions:
         return
 
-    difference = next(object_differences(first, other), None)
+    structure, other_structure = (
+        GraphDef(tuple(walk.definitions), (Ref(0),)) for walk in (first, other)
+    )
+    difference = next(structure_differences(structure, other_structure), None)
     if difference is None:
-        raise errors.unlike_layers(number, where(()), "the structure")
-    raise errors.unlike_layers(number, where(difference.path), str(difference))
+        raise errors.unlike_layers(number, (), "objects are shared in another way")
+    raise errors.unlike_layers(number, difference.path, " against ".join(difference.texts))
 
 
 def _values_of_layers(walks: Sequence[GraphWalk], position: int) -> list[PyTree]:
@@ -149,5 +153,5 @@ def _values_of_layers(walks: Sequence[GraphWalk], position: int) -> list[PyTree]
             kind = walks[0].definitions[position].type.__name__
             path = walks[0].paths[position]
             forms = (form_text(first), number, form_text(value))
-            raise errors.unlike_layer_values(kind, where(path), *forms)
+            raise errors.unlike_layer_values(kind, path, *forms)
     return values

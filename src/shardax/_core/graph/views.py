@@ -27,13 +27,13 @@ from shardax._core.explain.variable_errors import deleted_read
 from shardax._core.frames import Blocked, Frame, resolve
 from shardax._core.graph.definitions import VariableDef
 from shardax._core.graph.flatten import ChildDecoder, GraphWalk
-from shardax._core.graph.paths import PyTree
-from shardax._core.graph.stacked_values import form_of, form_text, is_abstract, part_of, with_part
+from shardax._core.graph.paths import Path, PyTree
+from shardax._core.graph.stacked_values import form_of, form_text, part_of, with_part
 from shardax._core.graph.static import Metadata
 from shardax._core.init.lazy import LazyValue
-from shardax._core.object import Object, epoch
+from shardax._core.object import Encode, Object, epoch
 from shardax._core.threads import local
-from shardax._core.values import is_deleted
+from shardax._core.values import is_abstract, is_deleted
 from shardax._core.variable import Variable
 
 VIEW_LOCK = (
@@ -43,7 +43,7 @@ VIEW_LOCK = (
 )
 
 
-def view(source: Any, index: int, shared: Container[Any] = ()) -> Any:
+def view(source: Object, index: int, shared: Container[Object] = ()) -> Any:
     """Returns the view of one part of a stacked object.
 
     Args:
@@ -73,7 +73,7 @@ def view(source: Any, index: int, shared: Container[Any] = ()) -> Any:
 # --- views of Variables ---------------------------------------------------------------------------
 
 
-def _view_of_variable(parent: Any, index: int) -> Any:
+def _view_of_variable(parent: Variable, index: int) -> Any:
     plain_type = type(parent) if parent._parent is None else parent._plain
     new_view = object.__new__(_view_type(plain_type))
     new_view._parent = parent
@@ -116,6 +116,11 @@ class _ViewOfVariable:
     @_lock.setter
     def _lock(self, lock: str | None) -> None:
         self._parent._lock = lock
+
+    @property
+    def variable_type(self) -> type[Variable]:
+        """The type that this is a view of."""
+        return self._plain
 
     @property
     def _metadata(self) -> Metadata:
@@ -169,7 +174,7 @@ class _ViewOfVariable:
         plain: Any = self._plain
         return _copied_view, (plain, plain.__getstate__(self))
 
-    def _flatten(self, encode: object) -> VariableDef:
+    def _flatten(self, encode: Encode) -> VariableDef:
         return VariableDef(self._plain, self._metadata)
 
     def _stand_in(self, frame: Frame) -> Any:
@@ -204,7 +209,7 @@ def _part_metadata(metadata: Metadata) -> Metadata:
 class _OneLevel(GraphWalk):
     """A walk that does not look into what it meets."""
 
-    def visit(self, item: Object, path: object) -> int:
+    def visit(self, item: Object, path: Path) -> int:
         """Returns the object's position."""
         if id(item) not in self.index:
             self.index[id(item)] = len(self.objects)
@@ -212,7 +217,7 @@ class _OneLevel(GraphWalk):
         return self.index[id(item)]
 
 
-def _fill(new_view: Any, source: Any, index: int, shared: Container[Any]) -> None:
+def _fill(new_view: Object, source: Object, index: int, shared: Container[Object]) -> None:
     """Gives a view what its original holds now."""
     # Later changes of the original advance the epoch, and so bring it here again.
     object.__setattr__(source, "_marked", True)
@@ -226,9 +231,9 @@ def _fill(new_view: Any, source: Any, index: int, shared: Container[Any]) -> Non
 def _follow(changed: tuple[object, ...]) -> None:
     """Gives the views of changed Modules and containers what these hold now."""
     targets = {id(item) for item in changed}
-    for reference in list(_views_of_holders.values()):
+    for reference in list(_views.values()):
         source_id, index = reference.key
-        if source_id not in targets:
+        if source_id not in targets or isinstance(reference.source, Variable):
             continue
         outdated = reference()
         if outdated is not None:
@@ -251,36 +256,30 @@ class _ViewReference(weakref.ref[Any]):
     shared: Container[Any]
 
 
-# Every view, and those of Modules and containers, which have to follow their originals.
 _views: dict[tuple[int, int], _ViewReference] = {}
-_views_of_holders: dict[tuple[int, int], _ViewReference] = {}
 
 
-def _remember(new_view: object, source: Object, index: int, shared: Container[Any]) -> None:
+def _remember(new_view: Object, source: Object, index: int, shared: Container[Object]) -> None:
     reference = _ViewReference(new_view, _forget)
     reference.key = (id(source), index)
     reference.source = source
     reference.shared = shared
-
     _views[reference.key] = reference
-    if not isinstance(source, Variable):
-        _views_of_holders[reference.key] = reference
 
 
 def _forget(
-    reference: Any,
+    reference: _ViewReference,
     # Bound here: globals are gone when the interpreter ends.
-    tables: tuple[dict[tuple[int, int], _ViewReference], ...] = (_views, _views_of_holders),
+    views: dict[tuple[int, int], _ViewReference] = _views,
 ) -> None:
-    for table in tables:
-        if table.get(reference.key) is reference:
-            del table[reference.key]
+    if views.get(reference.key) is reference:
+        del views[reference.key]
 
 
 # --- views in transforms --------------------------------------------------------------------------
 
 
-def block_parents(frame: Frame, variable: Any) -> None:
+def block_parents(frame: Frame, variable: Variable) -> None:
     """Has a frame that was given a view refuse the view's parents."""
     parent = variable._parent
     while parent is not None:
@@ -288,5 +287,5 @@ def block_parents(frame: Frame, variable: Any) -> None:
         parent = parent._parent
 
 
-def _refuse_parent(parent: object) -> None:
+def _refuse_parent(parent: Variable) -> None:
     raise errors.stack_of_passed_view(type(parent).__name__)

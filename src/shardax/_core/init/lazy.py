@@ -53,7 +53,7 @@ import numpy as np
 from jax.sharding import Sharding
 
 from shardax._core.errors import ModuleError, VariableValueError
-from shardax._core.frames import Frame, is_eager
+from shardax._core.frames import Frame, is_eager, outside_of_frames
 from shardax._core.graph.static import Metadata, Static
 from shardax._core.init.boxed import unboxed
 from shardax._core.init.keys import (
@@ -82,7 +82,7 @@ if TYPE_CHECKING:
     from shardax._core.init.rng import Rngs, RngStream
     from shardax._core.variable import Variable
 
-# --- 1. lazy values -------------------------------------------------------------------------------
+# --- 1. and 2. lazy values ------------------------------------------------------------------------
 
 
 class LazyValue:
@@ -337,10 +337,11 @@ def _array_for(owner: Frame | None, value: LazyValue | np.ndarray) -> jax.Array:
             return on_device(value)
         return jnp.asarray(value)
 
-    # Outside of the trace. Not where nothing is traced: there this would run the parts of an
-    # initializer one by one.
+    # Outside of the trace, and of the frames: a lazy value that reads Variables, such as one of an
+    # optimizer's state, reads those that it was made for and not their copies. Not where nothing is
+    # traced: there this would run the parts of an initializer one by one.
     if owner is None:
-        with jax.ensure_compile_time_eval():
+        with jax.ensure_compile_time_eval(), outside_of_frames():
             return value.compute() if isinstance(value, LazyValue) else jnp.asarray(value)
 
     return value.compute() if isinstance(value, LazyValue) else jnp.asarray(value)

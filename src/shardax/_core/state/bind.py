@@ -167,10 +167,10 @@ def unbind(
         if isinstance(variable, FrozenVariable):
             taken.append(frozen(variable, path))
         else:
-            other_labels = [label for label in _labels_of(variable) if label != path]
+            other_labels = [label for label in variable.labels if label != path]
             variable._labels = (*other_labels, path)
             taken.append(frozen(variable, path) if freeze else variable)
-        slots[position] = Slot(path, _type_of(taken[-1]))
+        slots[position] = Slot(path, variable.variable_type)
     return flat.rebuilt(slots), tuple(taken)
 
 
@@ -202,7 +202,7 @@ def freeze(tree: object, *filters: Filter) -> PyTree:
     for position, path, variable in flat.matching(filters):
         if isinstance(variable, FrozenVariable):
             continue
-        labels = _labels_of(variable) if position in bare else ()
+        labels = variable.labels if position in bare else ()
         label = labels[-1] if labels else path
         frozen_by_position[position] = frozen(variable, label)
     return flat.rebuilt(frozen_by_position)
@@ -325,84 +325,53 @@ def _variable_by_label(
     problems: list[str] = []
     for keys, variable in leaves:
         name = f"variables{format_path(plain_path(keys)) if keys else ''}"
-        problem = _why_without_label(variable, slots)
-        if problem is None:
-            label = _label_among(variable, slots)
+        if not isinstance(variable, Variable):
+            kind = type(variable).__name__
+            problems.append(f"  {name}: the {kind} is neither a Variable nor a frozen value")
+            continue
+
+        label, problem = _find_slot(variable, slots, allow_unused)
+        if label is not None:
             first_name, first = given.setdefault(label, (name, variable))
             if not _are_equal(first, variable):
                 raise errors.two_with_label(label, first_name, name)
-            problem = _misfit(variable, label, slots, allow_unused)
         if problem is not None:
-            problems.append(f"  {name}: {_kind_text(variable)} {problem}")
+            form = "frozen " if isinstance(variable, FrozenVariable) else ""
+            problems.append(f"  {name}: the {form}{variable.variable_type.__name__} {problem}")
 
     if problems:
         raise errors.unbindable(problems, len(leaves))
     return {label: variable for label, (_, variable) in given.items()}
 
 
-def _why_without_label(variable: object, slots: Mapping[Path, OpenSlot]) -> str | None:
-    """Returns why something that was given has no label, or None if it has one."""
-    if isinstance(variable, FrozenVariable):
-        return None
-    if not isinstance(variable, Variable):
-        return "is neither a Variable nor a frozen value"
-
-    labels = _labels_of(variable)
-    if not labels:
-        return (
+def _find_slot(
+    variable: Variable, slots: Mapping[Path, OpenSlot], allow_unused: bool
+) -> tuple[Path | None, str | None]:
+    """Returns the label of a Variable, and why it cannot be put into a slot; None for neither."""
+    if not variable.labels:
+        return None, (
             "has no label: it was not taken out by sx.unbind, or not in this transform. Give "
             "transforms frozen values, sx.unbind(tree, freeze=True)"
         )
-    with_slot = [label for label in labels if label in slots]
+
+    with_slot = [label for label in variable.labels if label in slots]
     if len(with_slot) > 1:
         texts = " and ".join(map(format_path, with_slot))
-        return f"was taken out as {texts}, and there are slots for both: assign it yourself"
-    return None
+        return None, f"was taken out as {texts}, and there are slots for both: assign it yourself"
+    if with_slot:
+        slot_type = slots[with_slot[0]].slot.variable_type
+        is_fitting = issubclass(variable.variable_type, slot_type)
+        problem = f"does not belong into the slot of a {slot_type.__name__}"
+        return with_slot[0], None if is_fitting else problem
 
-
-def _label_among(variable: Variable, slots: Mapping[Path, OpenSlot]) -> Path:
-    """Returns the label of a Variable that has one: that of a slot, or the last."""
-    if isinstance(variable, FrozenVariable):
-        return variable.label
-    labels = _labels_of(variable)
-    return next((label for label in labels if label in slots), labels[-1])
-
-
-def _misfit(
-    variable: Variable, label: Path, slots: Mapping[Path, OpenSlot], allow_unused: bool
-) -> str | None:
-    """Returns why a Variable does not fit the slot of its label, or None."""
-    if label in slots:
-        slot_type = slots[label].slot.variable_type
-        if issubclass(_type_of(variable), slot_type):
-            return None
-        return f"does not belong into the slot of a {slot_type.__name__}"
-
+    label = variable.labels[-1]
     if allow_unused:
-        return None
+        return label, None
     hint = errors.did_you_mean(label, slots)
-    return f"has the label {format_path(label)}, for which there is no slot{hint}"
+    return label, f"has the label {format_path(label)}, for which there is no slot{hint}"
 
 
-def _labels_of(variable: Variable) -> tuple[Path, ...]:
-    """Returns the labels under which a mutable Variable was taken out."""
-    return getattr(variable, "_labels", ())
-
-
-def _type_of(variable: Any) -> type[Variable]:
-    """Returns the type of a Variable, or of the one that it is the frozen value of."""
-    if isinstance(variable, FrozenVariable):
-        return variable.variable_type
-    return variable._flatten(None).type  # of a view, that of the Variable it stands for
-
-
-def _kind_text(variable: object) -> str:
-    if isinstance(variable, FrozenVariable):
-        return f"the frozen {variable.variable_type.__name__}"
-    return f"the {type(variable).__name__}"
-
-
-def _are_equal(first: object, second: object) -> bool:
+def _are_equal(first: Variable, second: Variable) -> bool:
     """Whether two things given for one label are one Variable, or equal frozen values."""
     if first is second:
         return True

@@ -22,7 +22,7 @@ import jax
 import numpy as np
 
 from shardax._core import errors
-from shardax._core.cross_process import packed
+from shardax._core.cross_process import PickledArray
 from shardax._core.frozen import Origin
 from shardax._core.graph.handlers import Handler, register
 from shardax._core.graph.paths import KeyEntry, Leaf, Path, format_path
@@ -214,7 +214,7 @@ class State(Shown, Mapping[Any, Any]):
         return State(self)
 
     def __getstate__(self) -> Any:
-        values = {path: packed(value) for path, value in self._values.items()}
+        values = {path: PickledArray.in_tree(value) for path, value in self._values.items()}
         return values, dict(self._origins)
 
     def __setstate__(self, state: Any) -> None:

@@ -26,8 +26,8 @@ from shardax._core.module import Module
 from shardax._core.state.bind import freeze, thaw
 from shardax._core.state.filters import Filter, to_predicate
 from shardax._core.state.split_merge import box_tree, clone, flat_tree, unbox_tree
-from shardax._core.stored import to_stored
-from shardax._core.variable import ArrayAttribute, Variable
+from shardax._core.stored import array_of_attribute, to_stored
+from shardax._core.variable import Variable
 
 T = TypeVar("T")
 _options = Options(VariableValueError)
@@ -54,12 +54,7 @@ def iter_graph(tree: object) -> Iterator[tuple[Path, Any]]:
     walk.encode(box_tree(tree), ())
     for path, item in zip(walk.paths, walk.objects, strict=True):
         if isinstance(item, (Module, Variable)):
-            yield path, _as_seen(item)
-
-
-def _as_seen(item: Any) -> Any:
-    """Returns a part as the user sees it: of an array attribute, the array."""
-    return item.value if isinstance(item, ArrayAttribute) else item
+            yield path, array_of_attribute(item)
 
 
 def map(fn: PartFunction, tree: T) -> T:  # noqa: A001 (its name in Flax)
@@ -90,7 +85,7 @@ def map(fn: PartFunction, tree: T) -> T:  # noqa: A001 (its name in Flax)
     for position, path, leaf in zip(
         flat.graphdef.leaves, flat.leaf_paths, flat.leaves, strict=True
     ):
-        result = fn(path, _as_seen(leaf))
+        result = fn(path, array_of_attribute(leaf))
         if not isinstance(result, Variable):
             result = leaf.replace(result)
         if id(result) in old_ids:  # the new model shares none with the given one
@@ -225,7 +220,7 @@ class _Rebuilding(flatten.ChildDecoder):
             raise errors.holds_itself(type(item), path)
         self.inside.add(position)
         if isinstance(item, Variable):
-            part = _as_seen(item)
+            part = array_of_attribute(item)
         else:
             definition = self.walk.definitions[position]
             part = definition.type._allocate(self.owner, None)

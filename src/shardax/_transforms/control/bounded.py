@@ -31,6 +31,7 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from shardax._core._jax import Tracer
+from shardax._core.array_ops import is_weakly_typed
 from shardax._core.checks import Options, is_integer
 from shardax._core.graph.flatten import is_object
 from shardax._core.graph.paths import Leaf, PyTree, plain_path
@@ -41,6 +42,7 @@ from shardax._transforms.control.loop_body import ReadOnlyFunction
 from shardax._transforms.control.loops import loop_with_condition
 from shardax._transforms.errors import TransformError
 from shardax._transforms.jit import eager
+from shardax._transforms.lift.effects import holds_same_arrays
 from shardax._transforms.lift.engine import ARRAY_OR_NUMBER, LiftedCall, retry_captured
 from shardax._transforms.lift.transformed import takes_options
 
@@ -226,16 +228,13 @@ def settle_dtypes(body: Callable[[PyTree], PyTree], init: PyTree) -> PyTree:
     for _ in range(len(jax.tree.leaves(arrays)) + 1):
         types = jax.eval_shape(body, arrays)
         before, arrays = arrays, jax.tree.map(_with_dtype, arrays, types)
-        if all(map(operator.is_, jax.tree.leaves(before), jax.tree.leaves(arrays))):
+        if holds_same_arrays(before, arrays):
             break
     return arrays
 
 
 def _with_dtype(array: jax.Array, like: jax.ShapeDtypeStruct) -> jax.Array:
-    is_weak, becomes_weak = (
-        getattr(jax.typeof(item), "weak_type", False) for item in (array, like)
-    )
-    if array.dtype == like.dtype and is_weak == becomes_weak:
+    if array.dtype == like.dtype and is_weakly_typed(array) == is_weakly_typed(like):
         return array
     return jax.lax.convert_element_type(array, like.dtype)
 

@@ -14,25 +14,26 @@ A call has these steps (``_BranchingCall.run``):
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
 
 import jax
 
-from shardax._core._jax import INLINE
+from shardax._core.array_ops import is_weakly_typed
 from shardax._core.graph.paths import Leaf, PyTree
 from shardax._core.variable import Variable
 from shardax._transforms.control import errors, numbers
-from shardax._transforms.control.forms import abstract_eval, vary_alike
+from shardax._transforms.control.forms import vary_alike
 from shardax._transforms.control.outcomes import (
     BranchOutcome,
     BranchOutputs,
     OutcomeComparison,
     result_outline,
 )
+from shardax._transforms.control.traced import TracedFunction
 from shardax._transforms.jit import eager
 from shardax._transforms.lift import engine
-from shardax._transforms.lift.effects import Effects, LiftedOutputs, check_result
+from shardax._transforms.lift.effects import LiftedOutputs, check_result
 
 # Runs one of several functions without arguments; returns its result.
 Choose = Callable[[Sequence[Callable[[], list[Leaf]]]], list[Leaf]]
@@ -77,26 +78,9 @@ def cond(
         >>> results, float(total)
         ([1.0, 2.0, 3.0], 4.0)
     """
-    return eager.run(_cond, (true_fun, false_fun), None, (pred, *operands), named_operands)
-
-
-def _cond(
-    functions: Sequence[Callable[..., PyTree]],
-    _: None,
-    args: Sequence[PyTree],
-    named_operands: Mapping[str, PyTree],
-) -> PyTree:
-    pred, *operands = args
-    branches: dict[str, Callable[..., PyTree]] = dict(
-        zip(("true_fun", "false_fun"), functions, strict=True)
-    )
-    _check_callable("cond", branches)
-    decision = numbers.as_predicate(pred, "pred of sx.cond")
-
-    def choose(branches: Sequence[Callable[[], list[Leaf]]]) -> list[Leaf]:
-        return jax.lax.cond(decision, *branches)
-
-    return _run("cond", branches, operands, named_operands, decision, choose)
+    functions = (true_fun, false_fun)
+    labels = ("true_fun", "false_fun")
+    return eager.run(_cond, functions, labels, (pred, *operands), named_operands)
 
 
 def switch(
@@ -127,61 +111,65 @@ def switch(
         >>> [float(sx.switch(i, apply, jnp.float32(2))) for i in (0, 1, 7)]
         [20.0, 40.0, 60.0]
     """
-    return eager.run(_switch, tuple(branches), None, (index, *operands), named_operands)
+    functions = tuple(branches)
+    if not functions:
+        raise errors.no_branches()
+    labels = tuple(f"branches[{position}]" for position in range(len(functions)))
+    return eager.run(_switch, functions, labels, (index, *operands), named_operands)
+
+
+# Called by ``eager.run``; the options are the labels of the branches. JAX shows the names of these
+# functions in profiles.
+
+
+def _cond(
+    functions: Sequence[Callable[..., PyTree]],
+    labels: Sequence[str],
+    args: Sequence[PyTree],
+    named_operands: Mapping[str, PyTree],
+) -> PyTree:
+    pred, *operands = args
+    decision = numbers.as_predicate(pred, "pred of sx.cond")
+
+    def choose(branches: Sequence[Callable[[], list[Leaf]]]) -> list[Leaf]:
+        return jax.lax.cond(decision, *branches)
+
+    return _run("cond", functions, labels, operands, named_operands, decision, choose)
 
 
 def _switch(
     functions: Sequence[Callable[..., PyTree]],
-    _: None,
+    labels: Sequence[str],
     args: Sequence[PyTree],
     named_operands: Mapping[str, PyTree],
 ) -> PyTree:
     index, *operands = args
-    if not functions:
-        raise errors.no_branches()
-    branches = {f"branches[{i}]": function for i, function in enumerate(functions)}
-    _check_callable("switch", branches)
     decision = numbers.as_integer(index, "index of sx.switch")
 
     def choose(branches: Sequence[Callable[[], list[Leaf]]]) -> list[Leaf]:
         return jax.lax.switch(decision, branches)
 
-    return _run("switch", branches, operands, named_operands, decision, choose)
-
-
-def _check_callable(name: str, branches: Mapping[str, object]) -> None:
-    for label, function in branches.items():
-        if not callable(function):
-            raise errors.branch_is_not_callable(label, function, name)
+    return _run("switch", functions, labels, operands, named_operands, decision, choose)
 
 
 def _run(
     name: str,
-    branches: Mapping[str, Callable[..., PyTree]],
+    functions: Sequence[Callable[..., PyTree]],
+    labels: Sequence[str],
     operands: Sequence[PyTree],
     named_operands: Mapping[str, PyTree],
     decision: numbers.Number,
     choose: Choose,
 ) -> PyTree:
+    for label, function in zip(labels, functions, strict=True):
+        if not callable(function):
+            raise errors.branch_is_not_callable(label, function, name)
+
     def attempt(captured: list[Variable]) -> PyTree:
-        call = engine.LiftedCall(
-            name, list(branches.values()), operands, named_operands, captured=captured
-        )
-        return _BranchingCall(call, list(branches)).run(decision, choose)
+        call = engine.LiftedCall(name, functions, operands, named_operands, captured=captured)
+        return _BranchingCall(call, labels).run(decision, choose)
 
     return engine.retry_captured(attempt)
-
-
-# The plain parts of the operands: positional ones, and those given by name.
-_PlainOperands = tuple[Sequence[PyTree], Mapping[str, PyTree]]
-
-
-class _BranchRecord(NamedTuple):
-    """What the trace of a branch showed, besides arrays."""
-
-    effects: Effects
-    outline: PyTree  # of the result
-    treedef: jax.tree_util.PyTreeDef  # of the arrays of the result
 
 
 class _BranchingCall:
@@ -192,82 +180,62 @@ class _BranchingCall:
         self.call = call
         self.labels = labels  # how the caller knows the branches
         self.values = call.graph.values()
-        self._records: dict[int, _BranchRecord] = {}
-        self._compiled = [self._compile(which) for which in range(len(labels))]
+        self.outcomes: dict[int, BranchOutcome] = {}  # known when the branches were traced
+        self.branches = [
+            TracedFunction(
+                call, functools.partial(self._leave, which), BranchOutputs([], {}, []), which
+            )
+            for which in range(len(labels))
+        ]
 
     def run(self, decision: numbers.Number, choose: Choose) -> PyTree:
         """Traces all branches, runs one, stores what it did, and returns its result."""
         # Inside ``shard_map``, what is chosen varies over mesh axes as the decision does.
-        arguments = self.call.arguments
-        plain = (arguments.plain, arguments.plain_named)
+        plain, _ = self.call.arguments.plain_leaves()
         values, plain = jax.tree.map(lambda leaf: vary_alike(leaf, decision), (self.values, plain))
 
-        outcomes = [self._trace(which, values, plain) for which in range(len(self.labels))]
-        first, *others = outcomes
-        for other in others:
-            OutcomeComparison(self.call, first, other).check(self.values)
+        types = [branch.types(values, plain) for branch in self.branches]
+        first = self.outcomes[0]
+        for which in range(1, len(types)):
+            OutcomeComparison(
+                self.call, self.values, first, types[0], self.outcomes[which], types[which]
+            ).check_alike()
 
         # What leaves every branch, and the types that each of its arrays has in the branches.
-        positions = sorted({position for outcome in outcomes for position in outcome.types.written})
-        leaving = [_leaving(outcome.types, positions, self.values) for outcome in outcomes]
-        types = list(zip(*map(jax.tree.leaves, leaving), strict=True))
+        positions = sorted({position for outputs in types for position in outputs.written})
+        leaving = [_leaving(outputs, positions, self.values) for outputs in types]
+        types_of_arrays = list(zip(*map(jax.tree.leaves, leaving), strict=True))
 
-        def branch(which: int) -> Callable[[], list[Leaf]]:
+        def without_arguments(branch: TracedFunction) -> Callable[[], list[Leaf]]:
             # Values are closed over, not passed: JAX then takes in those that a branch uses, so
             # that a large model of which little is used costs nothing when the choice is
             # differentiated.
             def run_branch() -> list[Leaf]:
-                outputs = self._compiled[which](values, plain)
+                outputs = branch(values, plain)
                 arrays = jax.tree.leaves(_leaving(outputs, positions, values))
                 return [
                     _to_common_type(array, types_of_array, decision)
-                    for array, types_of_array in zip(arrays, types, strict=True)
+                    for array, types_of_array in zip(arrays, types_of_arrays, strict=True)
                 ]
 
             return run_branch
 
-        arrays = choose([branch(which) for which in range(len(self.labels))])
+        arrays = choose([without_arguments(branch) for branch in self.branches])
         result, written, fresh = jax.tree.unflatten(jax.tree.structure(leaving[0]), arrays)
-        record = self._records[0]
-        record.effects.written = tuple(positions)
-        result = record.treedef.unflatten(result)
-        return self.call.apply(LiftedOutputs(result, written, fresh, record.effects))
+        first.effects.written = tuple(positions)
+        result = first.treedef.unflatten(result)
+        return self.call.apply(LiftedOutputs(result, written, fresh, first.effects))
 
-    def _compile(self, which: int) -> Callable[..., BranchOutputs]:
-        """Returns a branch as one ``jax.jit``, which JAX traces once: for its shapes and to run."""
-
-        def branch(values: list[PyTree], plain: _PlainOperands) -> BranchOutputs:
-            positional, named = plain
-            return engine.ending_well(
-                self.call.run,
-                self.call,
-                values,
-                positional,
-                named,
-                leave,
-                which=which,
-                otherwise=BranchOutputs([], {}, []),
-            )
-
-        def leave(context: engine.RunContext) -> BranchOutputs:
-            context.require_inputs()
-            check_result(context.result, self.call.name)
-            outputs = context.record_effects(context.result)
-            effects = outputs.effects
-            arrays, treedef = jax.tree.flatten(outputs.result)
-            outline = result_outline(context.result, effects)
-            self._records[which] = _BranchRecord(effects, outline, treedef)
-            written = dict(zip(effects.written, outputs.written, strict=True))
-            return BranchOutputs(arrays, written, outputs.fresh)
-
-        return jax.jit(self.call.program(branch, "pair", which), inline=INLINE)
-
-    def _trace(self, which: int, values: list[PyTree], plain: _PlainOperands) -> BranchOutcome:
-        """Traces a branch; returns what it leaves."""
-        types = abstract_eval(self._compiled[which], values, plain)
-        engine.raise_new_captures(self.call)
-        record = self._records[which]
-        return BranchOutcome(self.labels[which], record.effects, record.outline, types)
+    def _leave(self, which: int, context: engine.RunContext) -> BranchOutputs:
+        """Returns the arrays that leave a branch; notes what else it did."""
+        check_result(context.result, self.call.name)
+        outputs = context.record_effects(context.result)
+        effects = outputs.effects
+        arrays, treedef = jax.tree.flatten(outputs.result)
+        outline = result_outline(context.result, effects)
+        self.outcomes[which] = BranchOutcome(self.labels[which], effects, outline, treedef)
+        written = dict(zip(effects.written, outputs.written, strict=True))
+        return BranchOutputs(arrays, written, outputs.fresh)
 
 
 def _leaving(
@@ -282,13 +250,9 @@ def _to_common_type(array: Leaf, types: Sequence[Leaf], decision: numbers.Number
     """Returns an array in the type in which it leaves every branch, inside one."""
     # Shape and dtype agree. What may differ without meaning anything is whether JAX counts the
     # dtype as weak, and, in ``shard_map``, along which mesh axes the array is known to be the same.
-    is_weak_in_all = all(_is_weak(item) for item in types)
-    if _is_weak(array) and not is_weak_in_all:
+    is_weak_in_all = all(is_weakly_typed(item) for item in types)
+    if is_weakly_typed(array) and not is_weak_in_all:
         array = jax.lax.convert_element_type(array, jax.typeof(types[0]).dtype)
     for other in (*types, decision):
         array = vary_alike(array, other)
     return array
-
-
-def _is_weak(item: Leaf) -> bool:
-    return getattr(jax.typeof(item), "weak_type", False)

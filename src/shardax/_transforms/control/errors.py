@@ -11,9 +11,10 @@ import numpy as np
 from shardax._core._jax import Tracer
 from shardax._core.frames import kind_of
 from shardax._core.graph.definitions import ModuleDef
+from shardax._core.graph.differences import Difference
 from shardax._core.graph.paths import Leaf, Path, PyTree, format_path
 from shardax._core.object import Object
-from shardax._transforms.control.forms import explicit_spec, form_text
+from shardax._transforms.control.forms import form_text
 from shardax._transforms.errors import PrefixError, TransformError
 from shardax._transforms.lift.effects import Effects
 from shardax._transforms.lift.engine import LiftedCall
@@ -21,12 +22,13 @@ from shardax._transforms.lift.engine import LiftedCall
 # --- loops ----------------------------------------------------------------------------------------
 
 
-def carry_structure_changed(path: Path, old: str, new: str, name: str) -> TransformError:
+def carry_structure_changed(difference: Difference, name: str) -> TransformError:
     """Returns the error of a carry that came back in other containers."""
+    old, new = difference.texts
     return TransformError(
         f"What is carried in sx.{name} must come back with the structure it was given, but at "
-        f"{format_path(path)} {old} came back as {new}. Return every part of it, in the same "
-        f"containers."
+        f"{format_path(difference.path)} {old} came back as {new}. Return every part of it, in the "
+        f"same containers."
     )
 
 
@@ -77,28 +79,15 @@ def describe_change(old: object, new: object) -> str:
     return ", ".join(changes) or "its type or order of attributes changes"
 
 
-def variable_changes_form(
-    call: LiftedCall, position: int, old: PyTree, new: PyTree
-) -> TransformError:
-    """Returns the error of a carried Variable that is written in another form."""
-    kind = kind_of(call.graph.leaves[position])
-    path = format_path(call.graph.flat.leaf_paths[position])
-    return _changes_form(f"The {kind} at {path}", old, new, call.name)
-
-
-def array_changes_form(path: Path, old: Leaf, new: Leaf, name: str) -> TransformError:
-    """Returns the error of a carried array that comes back in another form."""
-    return _changes_form(f"The array at {format_path(path)}", old, new, name)
-
-
-def _changes_form(subject: str, old: PyTree, new: PyTree, name: str) -> TransformError:
-    is_explicit = any(explicit_spec(leaf) for leaf in jax.tree.leaves((old, new)))
-    hint = ", jax.sharding.reshard(new, spec)" if is_explicit else ""
+def carry_changes_form(kind: str, difference: Difference, name: str) -> TransformError:
+    """Returns the error of a Variable, or an array, of the carry that changes its form."""
+    old, new = difference.texts
     return TransformError(
-        f"{subject} changes its form in the body of sx.{name}: from {form_text(old)} to "
-        f"{form_text(new)}. All iterations share one program, so what goes from one to the next "
+        f"The {kind} at {format_path(difference.path)} changes its form in the body of sx.{name}: "
+        f"from {old} to {new}. All iterations share one program, so what goes from one to the next "
         f"keeps structure, shape and dtype. Start with the form it will have, or convert what is "
-        f"written: new.astype(old.dtype){hint}."
+        f"written: new.astype(old.dtype); over Explicit mesh axes also jax.sharding.reshard(new, "
+        f"spec)."
     )
 
 
@@ -211,10 +200,14 @@ def branch_is_not_callable(label: str, branch: object, name: str) -> TransformEr
 
 
 def branches_differ(
-    name: str, problem: str, first: str, second: str, advice: str
+    name: str, problem: str, labels: Sequence[str], difference: Difference, advice: str
 ) -> TransformError:
-    """Returns the error of branches that do not leave the same in everything but numbers."""
-    return TransformError(f"The branches of sx.{name} {problem}: {first}, {second}. {advice}")
+    """Returns the error of two branches that do not leave the same in everything but numbers."""
+    path = format_path(difference.path)
+    first, second = map(" ".join, zip(labels, difference.texts, strict=True))
+    return TransformError(
+        f"The branches of sx.{name} {problem} at {path}: {first}, {second}. {advice}"
+    )
 
 
 # --- bounded loops --------------------------------------------------------------------------------

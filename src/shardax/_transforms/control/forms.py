@@ -17,6 +17,8 @@ import jax.numpy as jnp
 from jax.sharding import AxisType
 
 from shardax._core._jax import varying_axes
+from shardax._core.array_ops import is_weakly_typed
+from shardax._core.graph.differences import Difference, Text
 from shardax._core.graph.paths import Leaf, Path, PyTree
 from shardax._core.state.state import State
 from shardax._transforms.lift.prefixes import one_level
@@ -49,12 +51,13 @@ def vary_alike(leaf: Leaf, like: Leaf) -> Leaf:
     return jax.lax.pcast(leaf, tuple(sorted(missing)), to="varying") if missing else leaf
 
 
-def keeps_form(old: PyTree, new: PyTree) -> bool:
-    """Whether two values have one form."""
-    if jax.tree.structure(old) != jax.tree.structure(new):
-        return False
-    pairs = zip(jax.tree.leaves(old), jax.tree.leaves(new), strict=True)
-    return all(_keeps_type(old_leaf, new_leaf) for old_leaf, new_leaf in pairs)
+def form_difference(old: PyTree, new: PyTree, path: Path) -> Difference | None:
+    """Returns how the form of a value changed; None if it is the same."""
+    if jax.tree.structure(old) == jax.tree.structure(new):
+        pairs = zip(jax.tree.leaves(old), jax.tree.leaves(new), strict=True)
+        if all(_keeps_type(old_leaf, new_leaf) for old_leaf, new_leaf in pairs):
+            return None
+    return Difference(path, form_text(old), form_text(new))
 
 
 def _keeps_type(old: Leaf, new: Leaf) -> bool:
@@ -64,18 +67,17 @@ def _keeps_type(old: Leaf, new: Leaf) -> bool:
     if old_dtype == new_dtype:
         return True
     # What starts as a Python number takes the dtype of what the body makes of it, as in JAX.
-    is_weak = isinstance(old, (bool, int, float, complex)) or getattr(old, "weak_type", False)
-    return is_weak and jnp.result_type(old, new) == new_dtype
+    return is_weakly_typed(old) and jnp.result_type(old, new) == new_dtype
 
 
-def form_text(value: PyTree) -> str:
+def form_text(value: PyTree) -> Text:
     """Returns the form of a value for messages, like ``float32[2,3]``."""
     texts = jax.tree.map(
         lambda leaf: f"{jnp.result_type(leaf)}[{','.join(map(str, jnp.shape(leaf)))}]", value
     )
     text = texts if isinstance(texts, str) else str(texts).replace("'", "")
     specs = {explicit_spec(leaf) for leaf in jax.tree.leaves(value)} - {""}
-    return text + "".join(f" sharded as {spec}" for spec in sorted(specs))
+    return Text(text + "".join(f" sharded as {spec}" for spec in sorted(specs)))
 
 
 def explicit_spec(leaf: Leaf) -> str:
@@ -89,8 +91,8 @@ def explicit_spec(leaf: Leaf) -> str:
 ARRAY = -1
 
 
-def structure_difference(first: PyTree, second: PyTree, path: Path) -> tuple[Path, str, str] | None:
-    """Returns the outermost path where two outlines differ and what they have there, or None."""
+def outline_difference(first: PyTree, second: PyTree, path: Path) -> Difference | None:
+    """Returns the outermost difference of two outlines, or None."""
     if jax.tree.structure(first) == jax.tree.structure(second):
         return None
 
@@ -102,7 +104,7 @@ def structure_difference(first: PyTree, second: PyTree, path: Path) -> tuple[Pat
         for (key, first_child), (_, second_child) in zip(
             first_children, second_children, strict=True
         ):
-            difference = structure_difference(first_child, second_child, (*path, *key))
+            difference = outline_difference(first_child, second_child, (*path, *key))
             if difference is not None:
                 return difference
 
@@ -110,7 +112,7 @@ def structure_difference(first: PyTree, second: PyTree, path: Path) -> tuple[Pat
     second_text = _outline_text(second, second_keys)
     if first_text == second_text:
         second_text += " with other static fields"
-    return path, first_text, second_text
+    return Difference(path, Text(first_text), Text(second_text))
 
 
 def _outline_text(outline: PyTree, keys: Sequence[Path]) -> str:

@@ -9,10 +9,15 @@ The *body* is the user's function. It runs once per *iteration*. A value that it
 - a *constant*, which all iterations see: all else, also Variables that are only read. Constants
   cost no memory per iteration when the loop is differentiated.
 
-Which Variables the body writes is found by tracing it for its shapes (``find_carry``). The body is
-one ``jax.jit``, so JAX keeps that trace and the loop does not run the user's code again. What the
-body captures and writes becomes an input, and the call starts again (``engine.retry_captured``).
-The carry keeps its form (``forms``). Only ``Loop.apply`` writes to the caller's objects.
+The steps of a loop:
+
+1. *Find the carry* (``Loop.find_carry``). Which Variables the body writes is known when it was
+   traced (``TracedFunction``). What the body captures and writes becomes an input, and the call
+   starts again (``retry_captured`` in ``lift.engine``). What is carried must keep its *form*:
+   structure, shape and dtype (``control.forms``); only what starts as a number of Python takes the
+   dtype that it becomes.
+2. *Run*: JAX's own loop calls ``Loop.step``, with the first carry of ``Loop.first_carry``.
+3. *Store*: ``Loop.apply`` writes the last carry to the caller's objects. Nothing before it does.
 """
 
 from __future__ import annotations
@@ -22,19 +27,13 @@ from typing import NamedTuple
 
 import jax
 
-from shardax._core._jax import INLINE
-from shardax._core.graph.definitions import GraphDef
+from shardax._core.frames import kind_of
 from shardax._core.graph.flatten import is_object
 from shardax._core.graph.paths import Leaf, Path, PyTree, plain_path
 from shardax._core.object import Object
 from shardax._transforms.control import errors
-from shardax._transforms.control.forms import (
-    ARRAY,
-    abstract_eval,
-    keeps_form,
-    structure_difference,
-    vary_alike,
-)
+from shardax._transforms.control.forms import ARRAY, form_difference, outline_difference, vary_alike
+from shardax._transforms.control.traced import TracedFunction
 from shardax._transforms.lift import engine
 from shardax._transforms.lift.effects import Effects, LiftedOutputs, check_result, holds_same_arrays
 from shardax._transforms.lift.frames import path_of
@@ -72,10 +71,8 @@ class Loop:
 
         # What goes into the first iteration.
         self.values = call.graph.values() if values is None else list(values)
-        self.plain, self.plain_tree = call.arguments.plain_leaves()
+        self.plain, _ = call.arguments.plain_leaves()
         self.slices = NO_SLICES  # of the first iteration, or their types
-        self.static_plain: dict[int, object] = {}  # no arrays: they do not enter the program
-        self.graphdef: GraphDef | None = None  # that an iteration sees, if not that of the call
 
         # The carry, by position.
         self.carried_plain = self._plain_positions(carried_argument)
@@ -87,8 +84,7 @@ class Loop:
         self._result_tree: jax.tree_util.PyTreeDef | None = None
         self._carry_paths: list[Path] = []
 
-        # Inlined, because the program of the loop is then smaller and quicker to differentiate.
-        self._body = jax.jit(call.program(self._loop_body, "leaves"), inline=INLINE)
+        self.body = TracedFunction(call, self._leave, otherwise=([], {}, None))
 
     def _plain_positions(self, argument: int | None) -> range:
         """Returns the positions of an argument's arrays among all plain leaves."""
@@ -100,25 +96,8 @@ class Loop:
 
     # --- the body ---------------------------------------------------------------------------------
 
-    def _loop_body(
-        self, values: list[PyTree], plain: list[Leaf]
-    ) -> tuple[list[Leaf], dict[int, PyTree], PyTree]:
-        """Returns the carried arrays, the written carried Variables, and a row of the results."""
-        plain = [self.static_plain.get(index, leaf) for index, leaf in enumerate(plain)]
-        positional, named = self.plain_tree.unflatten(plain)
-        return engine.ending_well(
-            self.call.run,
-            self.call,
-            values,
-            positional,
-            named,
-            self._leave,
-            graphdef=self.graphdef,
-            otherwise=([], {}, None),
-        )
-
     def _leave(self, context: engine.RunContext) -> tuple[list[Leaf], dict[int, PyTree], PyTree]:
-        context.require_inputs()
+        """Returns the carried arrays, the written carried Variables, and a row of the results."""
         check_result(context.result, self.call.name)
 
         carried, returned = None, None
@@ -157,10 +136,9 @@ class Loop:
         carried_outline = jax.tree.map(lambda _: ARRAY, carried, is_leaf=is_object)
         returned_outline = jax.tree.map(lambda _: ARRAY, returned, is_leaf=is_object)
 
-        difference = structure_difference(carried_outline, returned_outline, (self.label,))
+        difference = outline_difference(carried_outline, returned_outline, (self.label,))
         if difference is not None:
-            path, old, new = difference
-            raise errors.carry_structure_changed(path, old, new, self.call.name)
+            raise errors.carry_structure_changed(difference, self.call.name)
 
     def _check_objects(self, carried: PyTree, returned: PyTree) -> list[Leaf]:
         """Returns the returned arrays; raises if an object did not come back as itself."""
@@ -181,16 +159,19 @@ class Loop:
 
     def find_carry(self) -> None:
         """Traces the body: finds which Variables are carried, and checks that their form stays."""
-        arrays, written, _ = abstract_eval(self._body, *self.inputs(self.first_carry()))
-        engine.raise_new_captures(self.call)
+        arrays, written, _ = self.body.types(*self.inputs(self.first_carry()))
         self.carried_variables = tuple(sorted(written))
 
         for position, new in sorted(written.items()):
-            if not keeps_form(self.values[position], new):
-                raise errors.variable_changes_form(self.call, position, self.values[position], new)
+            path = self.call.graph.flat.leaf_paths[position]
+            difference = form_difference(self.values[position], new, path)
+            if difference is not None:
+                kind = kind_of(self.call.graph.leaves[position])
+                raise errors.carry_changes_form(kind, difference, self.call.name)
         for path, index, new in zip(self._carry_paths, self.carried_plain, arrays, strict=True):
-            if not keeps_form(self.plain[index], new):
-                raise errors.array_changes_form(path, self.plain[index], new, self.call.name)
+            difference = form_difference(self.plain[index], new, path)
+            if difference is not None:
+                raise errors.carry_changes_form("array", difference, self.call.name)
 
         values = [written[position] for position in self.carried_variables]
         if self._vary_like(LoopCarry(values, arrays)):
@@ -247,7 +228,7 @@ class Loop:
 
     def step(self, carry: LoopCarry, slices: LoopSlices | None = None) -> tuple[LoopCarry, PyTree]:
         """Runs one iteration, inside the loop; returns the next carry and a row of results."""
-        arrays, written, row = self._body(*self.inputs(carry, slices))
+        arrays, written, row = self.body(*self.inputs(carry, slices))
         new_carry = LoopCarry([written[position] for position in self.carried_variables], arrays)
         return jax.tree.map(vary_alike, new_carry, carry), row
 
@@ -272,20 +253,12 @@ class ReadOnlyFunction:
         self, loop: Loop, which: int, role: str, convert: Callable[[PyTree], PyTree]
     ) -> None:
         self.loop = loop
-        self.which = which  # its position among the functions of the call
         self.role = role
         self.convert = convert  # what it returned, to what the loop needs
-        # One ``jax.jit``, so that JAX traces it once.
-        self._compiled = jax.jit(
-            loop.call.program(self._read_carry, "leaves", which), inline=INLINE
-        )
+        self._function = TracedFunction(loop.call, self._leave, which=which)
 
     def __call__(self, carry: LoopCarry) -> PyTree:
-        return self._compiled(*self.loop.inputs(carry))
-
-    def _read_carry(self, values: list[PyTree], plain: list[Leaf]) -> PyTree:
-        positional, named = self.loop.plain_tree.unflatten(plain)
-        return self.loop.call.run(values, positional, named, self._leave, which=self.which)
+        return self._function(*self.loop.inputs(carry))
 
     def _leave(self, context: engine.RunContext) -> PyTree:
         call = self.loop.call

@@ -1,35 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The outcomes of branches, and the errors of those that differ.
+"""The outcomes of branches, which must be alike.
 
 The *outcome* of a branch is all that it leaves behind: its result, the Variables that it wrote, how
-it changed the structure of the objects it was given, and the objects that it made.
+it changed the structure of the objects it was given, and the objects that it made. One program
+comes out of all branches, so ``check_alike`` refuses two outcomes that differ in more than numbers.
+It compares, in this order, the containers of the results, the structure of the objects, and the
+forms of arrays and Variables.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple, NoReturn
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import jax
 
-from shardax._core.frames import kind_of
 from shardax._core.graph import flatten
-from shardax._core.graph.definitions import (
-    DictDef,
-    GraphDef,
-    ListDef,
-    ModuleDef,
-    Ref,
-    VariableDef,
-    definition_children,
-    definition_paths,
-)
-from shardax._core.graph.paths import Leaf, Path, PyTree, format_path, plain_path
-from shardax._core.graph.static import Static
+from shardax._core.graph.definitions import GraphDef, Ref, VariableDef, definition_paths
+from shardax._core.graph.differences import Difference, Text, structure_differences
+from shardax._core.graph.paths import Leaf, Path, PyTree, plain_path
 from shardax._transforms.control import errors
-from shardax._transforms.control.forms import ARRAY, form_text, structure_difference
-from shardax._transforms.lift import engine
+from shardax._transforms.control.forms import ARRAY, form_text, outline_difference
 from shardax._transforms.lift.effects import Effects
+from shardax._transforms.lift.engine import LiftedCall
 
 
 class BranchOutputs(NamedTuple):
@@ -41,12 +34,25 @@ class BranchOutputs(NamedTuple):
 
 
 class BranchOutcome(NamedTuple):
-    """What one branch leaves."""
+    """What the trace of one branch showed."""
 
     label: str  # how the caller knows the branch
     effects: Effects
-    outline: PyTree  # its result, with an integer for every leaf (``forms.ARRAY``)
-    types: BranchOutputs
+    outline: PyTree  # of the result (``forms.ARRAY``)
+    treedef: jax.tree_util.PyTreeDef  # of the arrays of the result
+
+    def structure(self, call: LiftedCall) -> tuple[GraphDef, list[Path]]:
+        """Returns the structure of the objects after the branch, and the path of each root."""
+        given, updates = call.graph.flat.graphdef, self.effects.updates
+        objects = [updates.get(position, old) for position, old in enumerate(given.objects)]
+        returned = [
+            (path, position)
+            for path, position in _outline_leaves(self.outline)
+            if position != ARRAY
+        ]
+        roots = (*given.roots, *(Ref(position) for _, position in returned))
+        names = [*call.names, *(path for path, _ in returned)]
+        return GraphDef((*objects, *self.effects.fresh), roots), names
 
 
 def result_outline(result: PyTree, effects: Effects) -> PyTree:
@@ -56,231 +62,107 @@ def result_outline(result: PyTree, effects: Effects) -> PyTree:
     return treedef.unflatten([position_of.get(index, ARRAY) for index in range(len(leaves))])
 
 
-class OutcomeComparison:
-    """The outcomes of two branches, which must agree in all but numbers."""
+def _outline_leaves(outline: PyTree) -> list[tuple[Path, int]]:
+    pairs = jax.tree_util.tree_leaves_with_path(outline)
+    return [(("result", *plain_path(keys)), leaf) for keys, leaf in pairs]
 
-    def __init__(
-        self, call: engine.LiftedCall, first: BranchOutcome, second: BranchOutcome
-    ) -> None:
-        self.call = call
-        self.first = first
-        self.second = second
-        self.graphdef, self.paths = call.graph.flat.graphdef, call.graph.flat.paths
 
-    def check(self, values: Sequence[PyTree]) -> None:
-        """Raises if they differ, given the values before the choice."""
-        self._check_structure()
-        self._check_result()
-        self._check_new_objects()
-        self._check_written(values)
+class OutcomeComparison(NamedTuple):
+    """Two branches of a call, with the types of the arrays that leave them."""
 
-    def _refuse(self, problem: str, first: str, second: str, advice: str) -> NoReturn:
-        raise errors.branches_differ(
-            self.call.name,
-            problem,
-            f"{self.first.label} {first}",
-            f"{self.second.label} {second}",
-            advice,
-        )
+    call: LiftedCall
+    values: Sequence[PyTree]  # of the Variables before the choice
+    first: BranchOutcome
+    first_types: BranchOutputs
+    second: BranchOutcome
+    second_types: BranchOutputs
 
-    # --- the structure of given objects -----------------------------------------------------------
-
-    def _check_structure(self) -> None:
-        for position, old in enumerate(self.graphdef.objects):
-            first = self.first.effects.updates.get(position, old)
-            second = self.second.effects.updates.get(position, old)
-            if first == second:
-                continue
-
-            first_text, second_text = _change_text(old, first), _change_text(old, second)
-            if first_text == second_text:
-                first_text = self._attributes_text(self.first, first, second)
-                second_text = self._attributes_text(self.second, second, first)
-
-            path = format_path(self.paths[position])
-            self._refuse(
-                f"change the {old.type.__name__} at {path} differently",
-                first_text,
-                second_text,
-                "One program comes out of both, so they must leave one structure. Make the same "
-                "change in every branch (sow the same names, set the same attributes in the same "
-                "order), or change it before the choice and only write values inside.",
-            )
-
-    def _attributes_text(
-        self, outcome: BranchOutcome, definition: ModuleDef, other: ModuleDef
-    ) -> str:
-        """Returns the attributes in which the definition of a Module differs from another."""
-        attributes, other_attributes = _attributes(definition), _attributes(other)
-        changes = []
-        for name, child in attributes.items():
-            if child == other_attributes.get(name):
-                continue
-            if isinstance(child, Ref):
-                description = self._object_text(outcome, child.position)
-            elif isinstance(child, Static):
-                description = repr(child.value)[:40]
-            else:
-                description = "another container"
-            changes.append(f".{name} is {description}")
-
-        if changes:
-            return ", ".join(changes)
-        return f"the order is {', '.join(attributes)}" if attributes else "it is another"
-
-    # --- the result -------------------------------------------------------------------------------
-
-    def _check_result(self) -> None:
-        difference = structure_difference(self.first.outline, self.second.outline, ())
-        if difference is not None:
-            path, first_text, second_text = difference
-            self._refuse(
-                f"return different structures{_in_result(path)}",
-                first_text,
-                second_text,
+    def check_alike(self) -> None:
+        """Raises if the outcomes differ in more than numbers."""
+        first, second = self.first, self.second
+        containers = outline_difference(first.outline, second.outline, ("result",))
+        if containers is not None:
+            raise self._differ(
+                "return different structures",
+                containers,
                 "Return the same containers with the same keys from every branch.",
             )
 
-        array_types = iter(zip(self.first.types.result, self.second.types.result, strict=True))
-        first_leaves = _outline_leaves(self.first.outline)
-        second_leaves = _outline_leaves(self.second.outline)
-        for (path, first), (_, second) in zip(first_leaves, second_leaves, strict=True):
-            if first != second:
-                self._refuse(
-                    f"return different objects{_in_result(path)}",
-                    self._object_text(self.first, first),
-                    self._object_text(self.second, second),
-                    "An object is chosen while tracing, before it is known which branch is taken. "
-                    "Return the same object from every branch and write values into it, or return "
-                    "arrays.",
-                )
-            if first != ARRAY:
-                continue
-            first_text, second_text = map(form_text, next(array_types))
-            if first_text != second_text:
-                self._refuse(
-                    f"return different types{_in_result(path)}",
-                    first_text,
-                    second_text,
-                    "Convert in one of them: x.astype(dtype), x.reshape(shape).",
-                )
+        for difference in self._structures():
+            raise self._differ(
+                "leave different structures",
+                difference,
+                "One program comes out of both, so they must leave one structure. Make the same "
+                "change in every branch (sow the same names, set the same attributes in the same "
+                "order, return the same object), or make it before the choice and only write "
+                "values inside.",
+            )
 
-    def _object_text(self, outcome: BranchOutcome, position: int) -> str:
-        """Returns, for messages, what stands at a leaf of an outline."""
-        if position == ARRAY:
-            return "an array"
-        count = len(self.paths)
-        if position < count:
-            kind = self.graphdef.objects[position].type.__name__
-            return f"the {kind} at {format_path(self.paths[position])}"
-        return f"a new {outcome.effects.fresh[position - count].type.__name__}"
+        for difference in self._forms():
+            raise self._differ(
+                "leave different forms",
+                difference,
+                "Keep one structure, shape and dtype: v[...] = new.astype(v.dtype), "
+                "x.reshape(shape).",
+            )
 
-    # --- new objects ------------------------------------------------------------------------------
+    def _differ(self, problem: str, difference: Difference, advice: str) -> Exception:
+        labels = (self.first.label, self.second.label)
+        return errors.branches_differ(self.call.name, problem, labels, difference, advice)
 
-    def _check_new_objects(self) -> None:
-        """Compares the objects that the branches made; their positions follow the given ones."""
-        given = len(self.graphdef.objects)
-        first_objects, second_objects = (
-            self._new_objects(self.first),
-            self._new_objects(self.second),
+    def _structures(self) -> Iterator[Difference]:
+        """Yields the differences in structure."""
+        leaves, other_leaves = map(_outline_leaves, (self.first.outline, self.second.outline))
+        for (path, leaf), (_, other) in zip(leaves, other_leaves, strict=True):
+            if (leaf == ARRAY) != (other == ARRAY):
+                texts = (Text("an array"), Text("an object"))
+                yield Difference(path, *(texts if leaf == ARRAY else reversed(texts)))
+
+        (first, first_names), (second, second_names) = (
+            outcome.structure(self.call) for outcome in (self.first, self.second)
         )
-        nothing = _NewObject(None, None, "nothing")
-        for offset in range(max(len(first_objects), len(second_objects))):
-            first = first_objects[offset] if offset < len(first_objects) else nothing
-            second = second_objects[offset] if offset < len(second_objects) else nothing
-            if first == second:
-                continue
+        if first != second:
+            yield from structure_differences(first, second, first_names, second_names)
+            yield Difference((), Text("its objects"), Text("objects shared in another way"))
 
-            position = given + offset
-            first_path = self._paths_after(self.first).get(position)
-            second_path = self._paths_after(self.second).get(position)
-            second_text = second.description
-            if second_text == first.description:
-                second_text += ", but another one"
-            self._refuse(
-                f"leave different objects at {format_path(first_path or second_path or ())}",
-                first.description,
-                second_text,
-                "Make the same in every branch, with the same shapes, dtypes and metadata, or make "
-                "it before the choice.",
-            )
+        # An object that was put in from outside must be the same one.
+        foreign, other_foreign = self.first.effects.foreign, self.second.effects.foreign
+        for position in sorted({*foreign, *other_foreign}):
+            if foreign.get(position) is not other_foreign.get(position):
+                kind = first.objects[position].type.__name__
+                path = definition_paths(first, first_names).get(position, ())
+                yield Difference(path, Text(f"a {kind} from outside"), Text("another one"))
 
-    def _new_objects(self, outcome: BranchOutcome) -> list[_NewObject]:
-        """Returns the objects that a branch made, in order."""
-        given = len(self.graphdef.objects)
-        value_types = iter(outcome.types.fresh)
-        new_objects = []
-        for position, definition in enumerate(outcome.effects.fresh, start=given):
-            outside = outcome.effects.foreign.get(position)
-            description = f"a {definition.type.__name__}"
-            if outside is not None:
-                description += " from outside"
-            elif type(definition) is VariableDef:
-                description += f" {form_text(next(value_types))}"
-            new_objects.append(_NewObject(definition, id(outside), description))
-        return new_objects
+    def _forms(self) -> Iterator[Difference]:
+        """Yields the differences in form of what leaves, given that structures are alike."""
+        first, second = self.first_types, self.second_types
+        array_paths = [path for path, leaf in _outline_leaves(self.first.outline) if leaf == ARRAY]
+        new_paths = self._paths_of_new()
+        results = zip(array_paths, first.result, second.result, strict=True)
+        new_variables = zip(new_paths, first.fresh, second.fresh, strict=True)
+        for path, value, other in (*results, *new_variables):
+            form, other_form = form_text(value), form_text(other)
+            if form != other_form:
+                yield Difference(path, form, other_form)
 
-    def _paths_after(self, outcome: BranchOutcome) -> dict[int, Path]:
-        """Returns the path of every object after a branch, by its position."""
-        updates = outcome.effects.updates
-        objects = [updates.get(position, old) for position, old in enumerate(self.graphdef.objects)]
-        returned = [
-            (path, Ref(position))
-            for path, position in _outline_leaves(outcome.outline)
-            if position != ARRAY
+        # A Variable that one branch does not write leaves it as it was.
+        for position in sorted({*first.written, *second.written}):
+            path, old = self.call.graph.flat.leaf_paths[position], self.values[position]
+            forms = [form_text(each.written.get(position, old)) for each in (first, second)]
+            if forms[0] != forms[1]:
+                verbs = [
+                    "writes" if position in each.written else "leaves" for each in (first, second)
+                ]
+                texts = [Text(f"{verb} {form}") for verb, form in zip(verbs, forms, strict=True)]
+                yield Difference(path, *texts)
+
+    def _paths_of_new(self) -> list[Path]:
+        """Returns the paths of new Variables."""
+        structure, names = self.first.structure(self.call)
+        paths = definition_paths(structure, names)
+        count = len(self.call.graph.flat.graphdef.objects)
+        return [
+            paths.get(position, ())
+            for position, definition in enumerate(self.first.effects.fresh, start=count)
+            if type(definition) is VariableDef and position not in self.first.effects.foreign
         ]
-        roots = (*self.graphdef.roots, *(reference for _, reference in returned))
-        names = [*self.call.names, *(("result", *path) for path, _ in returned)]
-        graphdef = GraphDef((*objects, *outcome.effects.fresh), roots)
-        return definition_paths(graphdef, names)
-
-    # --- written Variables ------------------------------------------------------------------------
-
-    def _check_written(self, values: Sequence[PyTree]) -> None:
-        for position in sorted({*self.first.types.written, *self.second.types.written}):
-            old = values[position]
-            first_form = form_text(self.first.types.written.get(position, old))
-            second_form = form_text(self.second.types.written.get(position, old))
-            if first_form == second_form:
-                continue
-            kind = kind_of(self.call.graph.leaves[position])
-            path = format_path(self.call.graph.flat.leaf_paths[position])
-            self._refuse(
-                f"leave the {kind} at {path} in different forms",
-                f"{_verb(self.first, position)} {first_form}",
-                f"{_verb(self.second, position)} {second_form}",
-                "Keep one structure, shape and dtype: v[...] = new.astype(v.dtype).",
-            )
-
-
-class _NewObject(NamedTuple):
-    """An object that a branch made, or put in from outside."""
-
-    definition: ModuleDef | VariableDef | ListDef | DictDef | None
-    outside_id: int | None  # ``id`` of the object from outside, or of None
-    description: str
-
-
-def _change_text(old: ModuleDef, new: ModuleDef) -> str:
-    return errors.describe_change(old, new) if new != old else "nothing changes"
-
-
-def _attributes(definition: object) -> dict[str, object]:
-    """Returns the children of a Module by the names of its attributes."""
-    if not isinstance(definition, ModuleDef):
-        return {}
-    children = definition_children(definition)
-    return {key: child for key, child in children if isinstance(key, str)}
-
-
-def _outline_leaves(outline: PyTree) -> list[tuple[Path, int]]:
-    pairs = jax.tree_util.tree_leaves_with_path(outline)
-    return [(plain_path(keys), leaf) for keys, leaf in pairs]
-
-
-def _in_result(path: Path) -> str:
-    return f" at {format_path(path)} of the result" if path else ""
-
-
-def _verb(outcome: BranchOutcome, position: int) -> str:
-    return "writes" if position in outcome.types.written else "leaves it as"

@@ -1,22 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
 """``scan``: a function over Modules, run once per slice.
 
-A run is one *iteration*. ``scan`` is a loop (``loop_body``) whose slices and rows are those of a
-mapped call (``mapped.call``). What an iteration sees of a Variable, and what a write to it does,
-depends on its entry in ``in_axes``:
+A run is one *iteration*. ``scan`` is a loop (``control.loop_body``) whose slices and rows are those
+of a mapped call (``mapped.call``). What an iteration sees of a Variable, and what a write to it
+does, depends on its entry in ``in_axes``:
 
 - An axis (mapped): an iteration sees its own slice, and no other iteration sees what it writes. The
-  written slices leave stacked along the axis. They may have another shape and dtype.
-- ``Carry``: an iteration sees what the one before it wrote, and the last value is stored. Shape and
-  dtype must stay. The carried argument must come back in the result, where ``out_axes`` has
+  written slices leave stacked along the axis, as a row of each iteration. They may have another
+  shape and dtype.
+- ``Carry``: an iteration sees what the one before it wrote, and the last value is stored.
+  Structure, shape and dtype must stay; else ``TransformError``, before the loop runs
+  (``Loop.find_carry``). The carried argument must come back in the result, where ``out_axes`` has
   ``Carry``: arrays in the same containers, a Module as the object that it is.
 - None, or no entry, because the body reached the Variable through a closure: as for ``Carry``, but
   nothing must come back in the result. A written Variable of a closure becomes an input, and the
-  body is traced once more.
+  body is traced once more (``retry_captured`` in ``lift.engine``).
 
-A Variable that is not mapped and that the body only reads is a constant of the loop. A plain array
-has one entry, too: it is sliced, or goes through the result of every iteration (``Carry``), or is
-the same in all iterations (None).
+``_ScanCall.leave`` decides it for each value that leaves an iteration. Two more rules:
+
+- A Variable that is not mapped and that the body only reads is a constant of the loop, whatever its
+  entry.
+- A new Variable leaves stacked if it is in the result, attached to a mapped Module, or holds a
+  tuple (``Module.sow``); so does what is appended to such a tuple. The axis is 0 where the entry is
+  none. Any other change of structure in the body is a ``TransformError``.
+
+A plain array has one entry, too: it is sliced, or goes through the result of every iteration
+(``Carry``), or is the same in all iterations (None). When the loop has ended, ``_ScanLoop.run``
+stores all that was written at once; an exception before that leaves the caller's objects as they
+were.
 """
 
 from __future__ import annotations
@@ -49,7 +60,7 @@ from shardax._transforms.mapped.names import Params, check_metadata
 
 @decorator
 def scan(
-    function: Any = None,
+    function: Callable[..., PyTree] | None = None,
     *,
     in_axes: PyTree = (Carry, 0),
     out_axes: PyTree = (Carry, 0),
@@ -102,6 +113,7 @@ def scan(
         >>> same is total, float(total), rows.tolist()
         (True, 6.0, [0.0, 10.0, 30.0, 60.0])
     """
+    assert function is not None  # ``decorator`` makes a decorator without it
     check_unroll(unroll, "scan")
     if not isinstance(reverse, (bool, np.bool_)):
         raise TransformError(f"reverse of sx.scan is {reverse!r}; give True or False.")
@@ -236,7 +248,7 @@ class _ScanCall(AxisMappedCall):
                 item = item._replace(entry=0 if is_new else Carry)
             leaving.append(item)
 
-        *row, _ = self.stack(effects, leaving)  # the last list is carried
+        *row, _ = self.group_by_axis(effects, leaving)  # the last list is carried
         return effects.outputs, row
 
     def _check_changes(self, effects: RunEffects) -> None:
@@ -281,13 +293,13 @@ class _ScanLoop(Loop):
     def __init__(self, scan_call: _ScanCall, carried_argument: int | None) -> None:
         super().__init__(scan_call.call, carried_argument, scan_call.values)
         self.scan_call = scan_call
-        self.graphdef = scan_call.slice_graphdef
+        self.body.graphdef = scan_call.slice_graphdef
 
         # Texts, functions and the like under None do not enter the program.
         for index, entry in enumerate(scan_call.assignment.plain):
             leaf = self.plain[index]
             if entry is None and not _is_array(leaf):
-                self.static_plain[index] = leaf
+                self.body.static[index] = leaf
                 self.plain[index] = None
 
     def run(self, reverse: bool, unroll: int | bool) -> PyTree:

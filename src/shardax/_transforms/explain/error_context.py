@@ -3,36 +3,35 @@
 
 ``explaining`` is what ``jit`` calls; it stands around each step in which JAX may raise. A common
 mistake gets an error of its own. It is told by the arguments and Variables of the call, and by the
-class of JAX's error. Any other error keeps its type and text, and a note names the argument.
+class of JAX's error, never by its text. Any other error keeps its type and text.
 
-A specialization calls JAX with flat lists of values, so JAX names a place like ``flat[0][3]``. Here
-it gets its name back: ``model.layers[0].kernel``.
+A specialization calls JAX with flat lists of values, so JAX names an input like ``flat[0][3]``.
+Here it gets its name back: ``model.layers[0].kernel``.
 """
 
 from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from typing import Any, Protocol
 
 import jax
 from jax.sharding import AxisType, NamedSharding
 
-from shardax._core.errors import first_of
-from shardax._core.graph.paths import Path, format_path
+from shardax._core._jax import is_sharding_type_error
+from shardax._core.graph.paths import Path, PyTree, format_path
 from shardax._core.variable import Param
 from shardax._transforms import errors
-from shardax._transforms.errors import PrefixError, TransformError, absent_error
+from shardax._transforms.errors import absent_error
 from shardax._transforms.explain.tracer_errors import TRACER_ERRORS, rewrite
 from shardax._transforms.jit.programs import NeedsSlowCall
-from shardax._transforms.lift.arguments import TreeTemplate, plain_paths
 from shardax._transforms.lift.engine import RetraceRequest
 from shardax._transforms.lift.input_graph import InputGraph
 
-_PLACE = re.compile(r"flat\[(\d)\](?:\[(?:(\d+)|'(\w+)')\](?:\[(\d+)\])?)")
-
-_TYPE = re.compile(r"problematic value is of type <class '([^']*)'>")
+# What JAX calls an input of the pure function of a ``Specialization``: of the kept ones, or the
+# donated ones, the one at a position.
+_INPUT = re.compile(r"flat\[([01])\]\[(\d+)\]")
 
 
 class ExplainedCall(Protocol):
@@ -58,116 +57,56 @@ def explaining(call: ExplainedCall) -> Generator[None]:
 
 
 def explain(error: Exception, call: ExplainedCall) -> None:
-    """Raises a clearer error than JAX, or adds a note; returns where there is nothing to say."""
+    """Raises a clearer error than JAX, or names the inputs in the error that there is."""
     explain_values(error, call)
     if isinstance(error, (ValueError, IndexError)):
         _explain_shardings(error, call)
-    if type(error).__name__ == "ShardingTypeError":  # JAX gives it no public name
-        rewrite(error, lambda text: text + _about_layouts(text, call.graph()))
-    explain_places(error, call.specialization)
+    if is_sharding_type_error(error):
+        rewrite(error, lambda text: text + _about_layouts(call.graph()))
+    name_inputs(error, call.specialization)
 
 
-def _about_layouts(text: str, graph: InputGraph) -> str:
-    """Names Variables split over an error's mesh axes, and remedies."""
-    mesh_axes = {first or second for first, second in re.findall(r"'(\w+)'|@(\w+)", text)}
+def name_inputs(error: Exception, specialization: Any) -> None:
+    """Replaces JAX's names of the inputs, in the text of an error, by those of the user."""
+    rewrite(error, lambda text: in_user_terms(text, specialization))
+    if isinstance(error, TRACER_ERRORS):
+        rewrite(error, lambda text: text.replace(" for jit. ", " for sx.jit. "))
+
+
+def in_user_terms(text: str, specialization: Any) -> str:
+    """Returns a text with the name of each input: ``model.kernel`` for ``flat[0][3]``."""
+    names = specialization.partition(specialization.input_names)
+    return _INPUT.sub(lambda match: names[int(match.group(1))][int(match.group(2))], text)
+
+
+def _about_layouts(graph: InputGraph) -> str:
+    """Returns which Variables are split over Explicit mesh axes, and remedies."""
     pairs = [*zip(graph.flat.leaf_paths, graph.leaves, strict=True)]
     params = [pair for pair in pairs if isinstance(pair[1], Param)]
     mesh, lines = None, []
+
     for path, variable in params or pairs:
         names = variable.axes or ()
         for leaf in jax.tree.leaves(variable._value):
             sharding = getattr(leaf, "sharding", None)
             if not isinstance(sharding, NamedSharding) or AxisType.Auto in sharding.mesh.axis_types:
                 continue
+
             for dimension, entry in enumerate(sharding.spec):
-                if mesh_axes.isdisjoint(entry if isinstance(entry, tuple) else (entry,)):
+                if not entry:
                     continue
                 mesh = sharding.mesh
-                lines.append(
-                    f"  {format_path(path)}, a {type(variable).__name__}: dimension {dimension} "
-                    f"over {entry!r}"
-                    + (f", by a rule {names[dimension], entry}" if dimension < len(names) else "")
-                )
-    if mesh is None:
-        return ""
-    kinds = f"(jax.sharding.AxisType.Auto,) * {len(mesh.axis_names)}"
-    make = f"jax.make_mesh({mesh.axis_sizes}, {mesh.axis_names}, axis_types={kinds})"
-    layouts = first_of(lines, "\n")
-    return (
-        "\nOver Explicit mesh axes, an operation whose result has no evident layout has to be told "
-        f"it. Split over these axes are\n{layouts}\nLeave layouts to the compiler, over a mesh "
-        f"with Auto axes: `{make}`. Or say the layout of the product: "
-        "`jnp.dot(x, w, out_sharding=spec)` for `x @ w`; sx.nn.Linear does so by the rules."
-    )
+                rule = f", by a rule {names[dimension], entry}" if dimension < len(names) else ""
+                kind = type(variable).__name__
+                place = f"{format_path(path)}, a {kind}: dimension {dimension} over {entry!r}"
+                lines.append(f"  {place}{rule}")
 
-
-def explain_places(error: Exception, specialization: Any) -> None:
-    """Explains or annotates an error that names flat arguments."""
-    text = str(error)
-    if "flat[" not in text:
-        return
-    explained = in_user_terms(text, specialization)
-    kind = _TYPE.search(text)
-    if "Error interpreting argument" in text and kind is not None:
-        place = _PLACE.search(text)
-        name = place_name(place, specialization) if place else "an argument"
-        raise TransformError(
-            f"{name} of {_shown(specialization.function)} is a {kind.group(1)}, which is neither "
-            "an array or number nor a Module, Variable or pytree of these. Make configuration "
-            "static: sx.jit(f, static_argnames=...). Register the class of what holds arrays or "
-            "Modules as a pytree (jax.tree_util.register_dataclass), or make it a sx.Module."
-        ) from error
-    if "sharding" in text and isinstance(error, ValueError):
-        raise PrefixError(explained) from error
-    if isinstance(error, TRACER_ERRORS) or "while tracing" in text:
-        rewrite(
-            error,
-            lambda text: in_user_terms(text, specialization).replace(" for jit. ", " for sx.jit. "),
-        )
-        return
-    notes = [
-        f"{place.group(0)} is {place_name(place, specialization)}"
-        for place in _PLACE.finditer(text)
-    ]
-    error.add_note(
-        f"In the call of {_shown(specialization.function)}: {', '.join(dict.fromkeys(notes))}."
-    )
-
-
-def in_user_terms(text: str, specialization: Any) -> str:
-    """Replaces every place in a message of JAX by its name."""
-    return _PLACE.sub(lambda place: place_name(place, specialization), text)
-
-
-def place_name(place: re.Match[str], specialization: Any) -> str:
-    """Returns the user's name of a flat argument, like ``model.kernel``."""
-    group, index, name, leaf = place.groups()
-    below = "" if leaf is None else f"[{leaf}]"
-
-    # The first two inputs are the values of Variables, kept and donated.
-    if group in "01":
-        kept, donated = specialization.partition(specialization.leaf_paths)
-        paths = kept if group == "0" else donated
-        return format_path(paths[int(index)]).removeprefix(".") + below
-
-    # The others are plain arguments, by position or by name.
-    if name is None:
-        template = specialization.templates[int(index)]
-        name = specialization.positions.labels[int(index)]
-    else:
-        template = dict(specialization.named)[name]
-    if leaf is None or not isinstance(template, TreeTemplate):
-        return name + below
-    return name + format_path(plain_paths(template)[int(leaf)])
-
-
-def _shown(function) -> str:
-    return getattr(function, "__qualname__", None) or type(function).__name__
+    return "" if mesh is None else errors.about_explicit_axes(mesh, lines)
 
 
 def explain_values(error: Exception, call: ExplainedCall) -> None:
     """Raises the error of Variables without arrays, or with arrays that are donated twice."""
-    graph, donated = call.graph(), call.specialization.donated_leaves
+    graph, donated = call.graph(), call.specialization.donated_variables
 
     if isinstance(error, TypeError):
         leaves = zip(graph.flat.leaf_paths, graph.leaves, strict=True)
@@ -198,29 +137,57 @@ def _shared_with_donated(graph: InputGraph, donated: frozenset[int]) -> list[lis
 
 def _explain_shardings(error: Exception, call: ExplainedCall) -> None:
     """Raises if declared shardings do not fit, listing all Variables."""
-    misfits = list(_sharding_misfits(call))
-    if misfits:
-        raise PrefixError(
-            f"in_shardings does not fit {len(misfits)} Variables; nothing was changed:\n"
-            + "\n".join(misfits)
-            + "\nGive these a sharding of their own: sx.StateSharding({filter: ..., ...: ...})."
-        ) from error
-
-
-def _sharding_misfits(call: ExplainedCall) -> Iterator[str]:
-    """Yields Variables with unfitting declared shardings, as lines of a message."""
     graph = call.graph()
-    shardings = call.specialization.layouts.of_variables
+    names = map(format_path, graph.flat.leaf_paths)
+    values = [variable._value for variable in graph.leaves]
+    misfits = list(_sharding_misfits(names, values, call.specialization.layouts.of_variables))
+    if misfits:
+        raise errors.unfitting_shardings(misfits) from error
 
-    for path, variable, sharding in zip(
-        graph.flat.leaf_paths, graph.leaves, shardings, strict=True
-    ):
+
+def explain_inputs(error: Exception, specialization: Any, flat_inputs: Any) -> None:
+    """Raises a clearer error than JAX about an argument that it does not take.
+
+    Args:
+        error: What JAX raised when it was to trace the pure function of a specialization.
+        specialization: The specialization.
+        flat_inputs: The inputs of its pure function.
+    """
+    values = specialization.join(*flat_inputs)
+    if isinstance(error, TypeError):
+        for name, value in zip(specialization.input_names, values, strict=True):
+            for leaf in jax.tree.leaves(value):
+                if not _has_type(leaf):
+                    raise errors.no_input(name, leaf, specialization.function) from error
+
+    if isinstance(error, ValueError):
+        first = specialization.variable_count
+        names, shardings = specialization.input_names[first:], specialization.layouts.of_arrays
+        misfits = list(_sharding_misfits(names, values[first:], shardings))
+        if misfits:
+            raise errors.unfitting_argument_shardings(misfits) from error
+
+
+def _has_type(leaf: object) -> bool:
+    """Whether JAX takes a leaf as an array or number."""
+    try:
+        jax.typeof(leaf)
+    except TypeError:
+        return False
+    return True
+
+
+def _sharding_misfits(
+    names: Iterable[str], values: Iterable[PyTree], shardings: Iterable[Any]
+) -> Iterator[str]:
+    """Yields the values with unfitting declared shardings, as lines of a message."""
+    for name, value, sharding in zip(names, values, shardings, strict=False):
         if not hasattr(sharding, "shard_shape"):
             continue
-        for leaf in jax.tree.leaves(variable._value):
-            where = f"  {format_path(path)}, shape {leaf.shape}"
+        for leaf in jax.tree.leaves(value):
+            where = f"  {name}, shape {jax.numpy.shape(leaf)}"
             try:
-                sharding.shard_shape(leaf.shape)
+                sharding.shard_shape(jax.numpy.shape(leaf))
             except ValueError as reason:
                 yield f"{where}: {reason}"
             except IndexError:  # what JAX raises for arrays with too few dimensions

@@ -19,15 +19,8 @@ from typing import Any
 
 import jax
 
-from shardax._core.graph.definitions import (
-    GraphDef,
-    ModuleDef,
-    Ref,
-    VariableDef,
-    definition_children,
-    definition_paths,
-)
-from shardax._core.graph.paths import Leaf, Path, format_path
+from shardax._core.graph.differences import part_text, parts_by_path, structure_differences
+from shardax._core.graph.paths import PyTree, format_path
 from shardax._core.graph.settings import SettingsKey
 from shardax._core.graph.static import Static, functions_in
 from shardax._transforms.lift.arguments import TreeTemplate, leaf_paths
@@ -99,105 +92,111 @@ def report_specialization(jit: Any, new: Any) -> None:
     _report(jit.function, min(differences, key=len))
 
 
-def report_trace(program: Any, earlier: Sequence[object], signature: object) -> None:
+def report_trace(
+    program: Any, earlier: Sequence[Sequence[PyTree]], signature: Sequence[PyTree]
+) -> None:
     """Reports that a specialization is traced for other types than before."""
     new = _named_types(program, signature)
-    differences = []
-    for old in (_named_types(program, signature_before) for signature_before in earlier):
-        pairs = [(n, old.get(n, "absent"), new.get(n, "absent")) for n in dict.fromkeys(old | new)]
-        differences.append([f"{n}: {was} -> {now}" for n, was, now in pairs if was != now])
+    differences: list[list[str]] = []
+
+    for earlier_signature in earlier:
+        old = _named_types(program, earlier_signature)
+        changes = [f"{name}: {old[name]} -> {new[name]}" for name in new if old[name] != new[name]]
+        differences.append(changes)
     _report(program.function, min(differences, key=len))
 
 
-def _named_types(program, signature) -> dict[str, str]:
+def _named_types(program: Any, signature: Sequence[PyTree]) -> dict[str, str]:
     """Returns the type of every array by its path, for messages."""
-    values, plain, named = signature
-    entries = [
-        *zip(map(format_path, program.leaf_paths), values, strict=True),
-        *((f".{n}", item) for n, item in zip(program.positions.labels, plain, strict=True)),
-        *((f".{name}", item) for name, item in named.items()),
-    ]
-    return {
-        name + jax.tree_util.keystr(key): aval.str_short()
-        + (" (weakly typed)" if getattr(aval, "weak_type", False) else "")
-        for name, value in entries
-        for key, aval in jax.tree_util.tree_leaves_with_path(value)
-    }
+    types_by_name: dict[str, str] = {}
+    for name, value in zip(program.input_names, signature, strict=True):
+        for key, aval in jax.tree_util.tree_leaves_with_path(value):
+            is_weak = getattr(aval, "weak_type", False)
+            array_type = aval.str_short() + (" (weakly typed)" if is_weak else "")
+            types_by_name[f".{name}{jax.tree_util.keystr(key)}"] = array_type
+    return types_by_name
 
 
 def call_differences(old: Any, new: Any) -> list[str]:
     """Describes how the calls that two specializations are for differ, by path."""
-    reasons = structure_differences(old.graphdef, new.graphdef, old.names, new.names)
-    static = list(static_leaf_differences(old, new, new.positions.labels))
-    reasons += static
-    if old.key[1:4] != new.key[1:4] and not static:
-        reasons.append("the arguments have other containers, or objects stand elsewhere in them")
-    old_static, new_static = dict(old.key[4]), dict(new.key[4])
+    reasons = _structure_changes(old, new)
+    in_arguments = list(_static_leaf_differences(old, new)) or _argument_differences(old, new)
+    reasons = in_arguments + reasons
+
+    old_static, new_static = dict(old.key.static), dict(new.key.static)
     for place in dict.fromkeys([*old_static, *new_static]):
         if old_static.get(place) != new_static.get(place):
             name = parameter_name(new.function, place) if isinstance(place, int) else place
             reasons += _changes(
                 f"static argument {name!r}", old_static.get(place), new_static.get(place)
             )
-    if not reasons and old.key[5] != new.key[5]:
+    if not reasons and old.key.functions != new.key.functions:
         reasons += _functions_made_anew(old, new)
     return reasons
 
 
+def _argument_differences(old: Any, new: Any) -> list[str]:
+    """Describes how objects and arrays stand elsewhere in the arguments."""
+    first, second = old.key, new.key
+    counts = [(len(key.templates), len(key.named)) for key in (first, second)]
+    if counts[0] != counts[1]:
+        expected = ", ".join(old.positions.labels) or "no positional arguments"
+        return [
+            f"{counts[1][0]} positional arguments given, compiled for {counts[0][0]} ({expected})"
+        ]
+    if first[1:6] == second[1:6]:
+        return []
+
+    before, after = old.array_names, new.array_names
+    lines = [f".{name}: an array -> absent" for name in before if name not in after]
+    lines += [f".{name}: absent -> an array" for name in after if name not in before]
+    return lines or ["the arguments have other containers, or objects stand elsewhere in them"]
+
+
 def _functions_made_anew(old: Any, new: Any) -> list[str]:
     """Describes which functions, of the same code, are others than before."""
-    before = _by_path(old.graphdef, old.names)
-    reasons = []
-    for path, part in _by_path(new.graphdef, new.names).items():
+    before = parts_by_path(old.graphdef, old.names)
+    reasons: list[str] = []
+
+    for path, part in parts_by_path(new.graphdef, new.names).items():
         values = [item.value for item in (before.get(path), part) if isinstance(item, Static)]
         if len(values) < 2:
             continue
+
         pairs = zip(*map(functions_in, values), strict=False)
         names = [now.__qualname__ for was, now in pairs if was is not now]
         reasons += [f"{format_path(path)}: the function {name} (made anew)" for name in names[:1]]
     return reasons or ["a function among the static arguments is another one (made anew)"]
 
 
-def static_leaf_differences(old: Any, new: Any, labels: Sequence[str]) -> Iterator[str]:
+def _static_leaf_differences(old: Any, new: Any) -> Iterator[str]:
     """Yields how the static leaves of two calls differ."""
-    if len(old.templates) != len(new.templates):
-        return
-    pairs = [*zip(labels, old.templates, new.templates, strict=True)]
-    old_named = dict(old.named)
-    pairs += [(name, old_named.get(name), template) for name, template in new.named]
-    for label, first, second in pairs:
-        if (
-            not (isinstance(first, TreeTemplate) and isinstance(second, TreeTemplate))
-            or first[:2] != second[:2]
-        ):
+    before = {**dict(enumerate(old.key.templates)), **dict(old.key.named)}
+    after = {**dict(enumerate(new.key.templates)), **dict(new.key.named)}
+    labels = dict(enumerate(new.positions.labels))
+
+    for place, template in after.items():
+        earlier = before.get(place)
+        if not (isinstance(earlier, TreeTemplate) and isinstance(template, TreeTemplate)):
             continue
-        paths, earlier = leaf_paths(second.treedef), dict(first.static)
-        for leaf, value in second.static:
-            if value != earlier.get(leaf):
-                where = format_path((label, *paths[leaf]))
-                yield from _changes(where, earlier.get(leaf), value)
+        if earlier[:2] != template[:2]:
+            continue
+
+        paths, earlier_values = leaf_paths(template.treedef), dict(earlier.static)
+        for leaf, value in template.static:
+            if value != earlier_values.get(leaf):
+                where = format_path((labels.get(place, place), *paths[leaf]))
+                yield from _changes(where, earlier_values.get(leaf), value)
 
 
-def _exact(value: object) -> str:
-    if value is None:
-        return "absent"
-    inner = getattr(value, "value", value)
-    return f"{inner!r} ({type(inner).__name__})"
-
-
-def structure_differences(
-    old: GraphDef, new: GraphDef, old_names: Sequence[Path] = (), new_names: Sequence[Path] = ()
-) -> list[str]:
+def _structure_changes(old: Any, new: Any) -> list[str]:
     """Describes how two structures differ, a line per place, by path."""
-    if old == new:
+    if old.graphdef == new.graphdef:
         return []
-    old_parts, new_parts = _by_path(old, old_names), _by_path(new, new_names)
-    reasons = []
-    for path in dict.fromkeys([*old_parts, *new_parts]):
-        was, now = old_parts.get(path), new_parts.get(path)
-        if was != now:
-            reasons += _changes(format_path(path), was, now)
-    return reasons or ["objects are shared, or stand in containers, in another way"]
+    lines: list[str] = []
+    for path, was, now in structure_differences(old.graphdef, new.graphdef, old.names, new.names):
+        lines += _changes(format_path(path), was, now)
+    return lines or ["objects are shared, or stand in containers, in another way"]
 
 
 def _changes(where: str, was: object, now: object) -> list[str]:
@@ -205,7 +204,7 @@ def _changes(where: str, was: object, now: object) -> list[str]:
     return (
         _settings_changes(where, was, now)
         or _closure_changes(where, was, now)
-        or [f"{where}: {_entry(was)} -> {_entry(now)}"]
+        or [f"{where}: {part_text(was)} -> {part_text(now)}"]
     )
 
 
@@ -220,61 +219,24 @@ def _settings_changes(where: str, was: object, now: object) -> list[str]:
 def _closure_changes(where: str, was: object, now: object) -> list[str]:
     """Describes what two functions of one ``def`` close over differently."""
     first, second = (item.value if isinstance(item, Static) else item for item in (was, now))
+
+    # Functions inside of partials and tuples.
     if isinstance(first, functools.partial) and isinstance(second, functools.partial):
         return _closure_changes(where, first.func, second.func)
     if isinstance(first, tuple) and isinstance(second, tuple) and len(first) == len(second):
         pairs = enumerate(zip(first, second, strict=True))
         return [line for i, pair in pairs for line in _closure_changes(f"{where}[{i}]", *pair)]
+
+    # Two functions of one ``def``: what each of its cells holds.
     if not (isinstance(first, types.FunctionType) and isinstance(second, types.FunctionType)):
         return []
     if first.__code__ is not second.__code__:
         return []
-    cells = [[_exact(content) for content in closed_over(function)] for function in (first, second)]
+    cells = [
+        [part_text(content) for content in closed_over(function)] for function in (first, second)
+    ]
     return [
         f"{where} closes over {name}: {old} -> {new}"
         for name, old, new in zip(first.__code__.co_freevars, *cells, strict=True)
         if old != new
     ]
-
-
-def _entry(value: object) -> str:
-    if value is None:
-        return "absent"
-    if isinstance(value, str):
-        return value
-    if isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], type):
-        size = "" if value[1] is None else repr(value[1])
-        return value[0].__name__ + (f"({size})" if size else "")
-    return _exact(value)
-
-
-def _by_path(graphdef: GraphDef, names: Sequence[Path]) -> dict[Any, Leaf]:
-    """Returns types and metadata of objects, and static values, by path."""
-    paths = definition_paths(graphdef, names)
-    parts: dict[Any, Any] = {}
-    for index, path in paths.items():
-        definition = graphdef.objects[index]
-        if type(definition) is VariableDef:
-            parts[path] = (definition.type, definition.metadata)
-            continue
-        parts[path] = (
-            definition.type,
-            None if type(definition) is ModuleDef else len(definition.items),
-        )
-        for key, child in definition_children(definition):
-            _add_children(child, (*path, key), paths, parts)
-    for position, root in enumerate(graphdef.roots):
-        _add_children(root, names[position] if names else (), paths, parts)
-    return parts
-
-
-def _add_children(child: Any, path: Path, paths: dict[int, Path], parts: dict[Any, object]) -> None:
-    """Adds the static values and further names of objects below a child."""
-    if hasattr(child, "value"):
-        parts[path] = child
-    elif type(child) is Ref:
-        if paths[child.position] != path:
-            parts[path] = f"same as {format_path(paths[child.position])}"
-    else:
-        for key, below in definition_children(child):
-            _add_children(below, path if key is None else (*path, key), paths, parts)

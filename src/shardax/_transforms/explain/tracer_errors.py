@@ -54,8 +54,8 @@ _ADVICE: dict[type[Exception], str] = {
 }
 
 
-InputForm = Literal["arguments", "leaves", "pair"]
-"""How a program takes plain arguments: positional and named, one list of leaves, or one tuple."""
+InputForm = Literal["arguments", "leaves"]
+"""How a program takes plain arguments: positional and named, or one list of leaves."""
 
 
 def rewrite(error: Exception, change: Callable[[str], str]) -> None:
@@ -113,12 +113,10 @@ def _names_of_inputs(call: LiftedCall, form: InputForm, level: int) -> dict[str,
     }
 
     call_arguments = call.arguments
-    holders = {"arguments": ("plain_{}", "named_{}"), "pair": ("plain_{}[0]", "plain_{}[1]")}
     steps: list[str] = []
-    if form != "leaves":
-        positional, named = (holder.format(level) for holder in holders[form])
-        steps += [f"{positional}[{position}]" for position in range(len(call_arguments.plain))]
-        steps += [f"{named}[{name!r}]" for name in call_arguments.plain_named]
+    if form == "arguments":
+        steps += [f"plain_{level}[{position}]" for position in range(len(call_arguments.plain))]
+        steps += [f"named_{level}[{name!r}]" for name in call_arguments.plain_named]
 
     leaf_count = 0
     for index, (label, _, plain) in enumerate(call_arguments.parts(call.labels)):

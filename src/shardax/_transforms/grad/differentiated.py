@@ -461,33 +461,50 @@ def diff_inputs(
     return DiffInputs(arguments)
 
 
-# --- the pure function ----------------------------------------------------------------------------
+# --- the call -------------------------------------------------------------------------------------
 
 # Splits the result of the user's function into (what is differentiated, auxiliary result).
 Split = Callable[[PyTree], tuple[PyTree, PyTree]]
 
 
-def pure_function(
-    call: SingleRunCall, inputs: DiffInputs, values: Sequence[PyTree], split: Split
-) -> Callable[..., tuple[PyTree, PyTree]]:
-    """Returns a pure function of the differentiated inputs of a call.
+class DifferentiatedCall(SingleRunCall):
+    """One call of a function that JAX differentiates.
 
     Args:
-        call: The call; everything else is constant.
-        inputs: Its differentiated inputs.
-        values: The present values of all its Variables.
+        name: The transform's name.
+        function: The user's function.
+        args: Its positional arguments.
+        kwargs: Those by name.
         split: Splits the result of the user's function.
     """
-    arguments = call.arguments
+
+    inputs: DiffInputs  # what is differentiated, set by the transform
+
+    def __init__(
+        self,
+        name: str,
+        function: Callable[..., PyTree],
+        args: Sequence[PyTree],
+        kwargs: Mapping[str, PyTree],
+        split: Split,
+    ) -> None:
+        super().__init__(name, function, args, kwargs)
+        self.split = split
+        self.values: list[PyTree] = []
+
+    def take(self) -> DiffPair:
+        """Reads the values of all Variables; returns the differentiated inputs."""
+        self.values = self.graph.values()
+        return self.inputs.take(self.values, self.arguments.plain)
 
     def pure(
-        of_variables: Sequence[PyTree], of_arguments: Sequence[PyTree]
+        self, of_variables: Sequence[PyTree], of_arguments: Sequence[PyTree]
     ) -> tuple[PyTree, PyTree]:
+        """Runs the user's function, as a pure function of the differentiated inputs."""
+        arguments = self.arguments
         pair = of_variables, of_arguments
-        all_values, all_plain = inputs.insert(pair, values, arguments.plain)
-        return call.run_once(all_values, all_plain, arguments.plain_named, split)
-
-    return pure
+        values, plain = self.inputs.insert(pair, self.values, arguments.plain)
+        return self.run_once(values, plain, arguments.plain_named, self.split)
 
 
 def separate_aux(result: PyTree, has_aux: bool, name: str) -> tuple[PyTree, PyTree]:

@@ -176,17 +176,6 @@ def object_in_result(name: str, item: object, path: Path) -> TransformError:
     )
 
 
-def while_loop_without_reverse_mode() -> TransformError:
-    """Returns the error of a while loop on the way of a derivative in reverse mode."""
-    return TransformError(
-        "What is differentiated goes through a while loop, which has no reverse-mode derivative: "
-        "nobody knows how many steps it would have to remember. Give it a limit, "
-        "sx.bounded_while_loop(condition, body, x, max_steps=100, differentiable='recompute'); if "
-        "the number of steps is known, use sx.fori_loop with Python integers, or sx.scan; if the "
-        "gradient shall not go through it, jax.lax.stop_gradient."
-    )
-
-
 # --- jvp ---
 
 

@@ -2,14 +2,13 @@
 """``value_and_grad`` and ``grad``: the gradient of one number by chosen arguments.
 
 Both read as their counterparts in JAX: find what is differentiated (``DiffInputs``), make a pure
-function of it, let ``jax.value_and_grad`` differentiate that, carry back what the user's function
-wrote, and arrange the gradients like the arguments.
+function of it (``DifferentiatedCall.pure``), let ``jax.value_and_grad`` differentiate that, carry
+back what the user's function wrote (``finish``), and arrange the gradients like the arguments.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -22,12 +21,11 @@ from shardax._core.variable import Param, Variable
 from shardax._transforms.grad import errors
 from shardax._transforms.grad.differentiated import (
     Argnums,
+    DifferentiatedCall,
     diff_inputs,
     diff_states,
-    pure_function,
     separate_aux,
 )
-from shardax._transforms.lift.engine import SingleRunCall
 from shardax._transforms.lift.signatures import by_position
 from shardax._transforms.lift.transformed import decorator, wraps
 
@@ -159,27 +157,20 @@ def _value_and_grad(
     @wraps(function)
     def value_and_grad_function(*args: PyTree, **kwargs: PyTree) -> tuple[PyTree, PyTree]:
         args, kwargs = by_position(function, args, kwargs, fill="gaps")
-        call = SingleRunCall(name, function, args, kwargs)
-
-        inputs = diff_inputs(call, chosen, as_module)
-        for argument in inputs.arguments:
+        call = DifferentiatedCall(name, function, args, kwargs, split)
+        call.inputs = diff_inputs(call, chosen, as_module)
+        for argument in call.inputs.arguments:
             argument.check_differentiable(call, allow_int, holomorphic)
 
-        values = call.graph.values()
         transformed = jax.value_and_grad(
-            pure_function(call, inputs, values, split),
-            argnums=(0, 1),
-            has_aux=True,
-            holomorphic=holomorphic,
-            allow_int=allow_int,
+            call.pure, argnums=(0, 1), has_aux=True, holomorphic=holomorphic, allow_int=allow_int
         )
-        with explained_reverse_mode():
-            (value, leaving), gradients = transformed(*inputs.take(values, call.arguments.plain))
+        (value, leaving), gradients = transformed(*call.take())
 
         # Only this writes into the caller's objects: an earlier exception leaves them unchanged.
         aux = call.finish(leaving)
 
-        arranged = inputs.arrange(gradients)
+        arranged = call.inputs.arrange(gradients)
         gradient = arranged if many else arranged[0]
         if has_aux:
             return (value, aux), gradient
@@ -203,15 +194,3 @@ def _scalar(
 
     kind = "complex" if holomorphic else "real"
     raise errors.not_a_scalar(value, number, is_array, kind)
-
-
-@contextlib.contextmanager
-def explained_reverse_mode() -> Generator[None]:
-    """Explains JAX's error of a while loop that has no derivative in reverse mode."""
-    try:
-        yield
-    except ValueError as error:
-        # JAX has no class and no other sign of this error (0.10.2).
-        if "Reverse-mode differentiation does not work for lax.while_loop" not in str(error):
-            raise
-        raise errors.while_loop_without_reverse_mode() from error

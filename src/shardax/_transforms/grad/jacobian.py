@@ -20,17 +20,15 @@ from shardax._core.state.split_merge import iter_variables
 from shardax._core.variable import Param
 from shardax._transforms.grad.differentiated import (
     Argnums,
+    DifferentiatedCall,
     DiffInputs,
     DiffPair,
     diff_inputs,
     diff_states,
-    pure_function,
     separate_arrays,
 )
 from shardax._transforms.grad.forward_mode import explained_forward_mode
-from shardax._transforms.grad.grad import explained_reverse_mode
 from shardax._transforms.lift.effects import check_result
-from shardax._transforms.lift.engine import SingleRunCall
 from shardax._transforms.lift.signatures import by_position
 from shardax._transforms.lift.transformed import decorator, wraps
 
@@ -178,13 +176,6 @@ def _lift(
     @wraps(function)
     def derivative(*args: PyTree, **kwargs: PyTree) -> PyTree:
         args, kwargs = by_position(function, args, kwargs, fill="gaps")
-        call = SingleRunCall(name, function, args, kwargs)
-
-        inputs = diff_inputs(call, chosen, as_module)
-        outer_inputs = diff_inputs(call, chosen) if is_hessian else inputs
-        for argument in inputs.arguments:
-            argument.check_differentiable(call, allow_int, holomorphic)
-
         result_treedef = jax.tree.structure(None)
 
         def split(result: PyTree) -> tuple[PyTree, PyTree]:
@@ -194,17 +185,17 @@ def _lift(
             result_treedef = jax.tree.structure(arrays)
             return arrays, aux
 
-        values = call.graph.values()
-        transformed = transform(
-            pure_function(call, inputs, values, split),
-            argnums=(0, 1),
-            has_aux=True,
-            holomorphic=holomorphic,
-        )
-        pair = inputs.take(values, call.arguments.plain)
+        call = DifferentiatedCall(name, function, args, kwargs, split)
+        inputs = call.inputs = diff_inputs(call, chosen, as_module)
+        outer_inputs = diff_inputs(call, chosen) if is_hessian else inputs
+        for argument in inputs.arguments:
+            argument.check_differentiable(call, allow_int, holomorphic)
+
+        transformed = transform(call.pure, argnums=(0, 1), has_aux=True, holomorphic=holomorphic)
+        pair = call.take()
         is_forward = name != "jacrev"
         explained = explained_forward_mode(name) if is_forward else contextlib.nullcontext()
-        with explained_reverse_mode(), explained:
+        with explained:
             derivatives, leaving = transformed(*pair)
         aux = call.finish(leaving)
 

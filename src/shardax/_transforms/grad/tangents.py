@@ -14,7 +14,13 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from shardax._core.array_ops import AnyArray, dtype_of, is_differentiable, wider_dtype
+from shardax._core.array_ops import (
+    AnyArray,
+    dtype_of,
+    is_differentiable,
+    is_weakly_typed,
+    wider_dtype,
+)
 from shardax._core.graph.paths import Path, PyTree
 from shardax._core.object import Object
 from shardax._core.state.split_merge import state
@@ -85,16 +91,9 @@ class Tangents:
 
         shape = jnp.shape(tangent)
         fits = dtype == expected
-        if _is_weakly_typed(tangent):
+        if is_weakly_typed(tangent):
             fits = wider_dtype(dtype, expected) == expected
         if shape != tuple(jnp.shape(like)) or not fits:
             raise errors.unlike_value(self.noun, path, dtype, shape, expected, jnp.shape(like))
 
         return tangent if dtype == expected else jnp.asarray(tangent, expected)
-
-
-def _is_weakly_typed(value: ArrayLike) -> bool:
-    """Whether a value takes the dtype of the array beside it, as Python's numbers do."""
-    if not hasattr(value, "dtype"):
-        return True
-    return isinstance(value, jax.Array) and jax.typeof(value).weak_type

@@ -18,15 +18,14 @@ from shardax._core.variable import Param
 from shardax._transforms.grad import errors
 from shardax._transforms.grad.differentiated import (
     DiffArgument,
+    DifferentiatedCall,
     DiffInputs,
     DiffPair,
     DiffState,
-    pure_function,
     separate_arrays,
 )
 from shardax._transforms.grad.forward_mode import explained_forward_mode
-from shardax._transforms.grad.grad import explained_reverse_mode
-from shardax._transforms.lift.engine import SingleRunCall, check_operands
+from shardax._transforms.lift.engine import LiftedCall, check_operands
 from shardax._transforms.lift.transformed import decorator, wraps
 
 
@@ -89,25 +88,21 @@ def _vjp(
     wrt: Filter | DiffState | Sequence[DiffState],
     as_module: bool,
 ) -> tuple[PyTree, ...]:
-    call = SingleRunCall("vjp", function, primals, kwargs)
-    check_operands(call)
-    inputs = _inputs_of_all(call, wrt, len(primals), as_module)
-
     def split(result: PyTree) -> tuple[PyTree, PyTree]:
         return separate_arrays(result, has_aux, "vjp")
 
-    values = call.graph.values()
-    pure = pure_function(call, inputs, values, split)
-    pair = inputs.take(values, call.arguments.plain)
-    result, pullback, leaving = jax.vjp(pure, *pair, has_aux=True)
+    call = DifferentiatedCall("vjp", function, primals, kwargs, split)
+    check_operands(call)
+    call.inputs = _inputs_of_all(call, wrt, len(primals), as_module)
+    result, pullback, leaving = jax.vjp(call.pure, *call.take(), has_aux=True)
     aux = call.finish(leaving)
 
-    gradients = jax.tree_util.Partial(_Gradients(inputs), pullback)
+    gradients = jax.tree_util.Partial(_Gradients(call.inputs), pullback)
     return (result, gradients, aux) if has_aux else (result, gradients)
 
 
 def _inputs_of_all(
-    call: SingleRunCall, wrt: Filter | DiffState | Sequence[DiffState], count: int, as_module: bool
+    call: LiftedCall, wrt: Filter | DiffState | Sequence[DiffState], count: int, as_module: bool
 ) -> DiffInputs:
     """Returns the differentiated inputs of a call of which every argument is differentiated."""
     chosen = {position: DiffState(position, wrt) for position in range(count)}
@@ -142,9 +137,7 @@ class _Gradients:
     def __call__(
         self, pullback: Callable[[PyTree], DiffPair], cotangent: PyTree
     ) -> tuple[PyTree, ...]:
-        with explained_reverse_mode():
-            gradients = pullback(cotangent)
-        return self.inputs.arrange(gradients)
+        return self.inputs.arrange(pullback(cotangent))
 
 
 @decorator
@@ -204,18 +197,19 @@ def _jvp(
     has_aux: bool,
     kwargs: Mapping[str, PyTree],
 ) -> tuple[PyTree, ...]:
-    tangents = _checked_tangents(primals, tangents)
-    call = SingleRunCall("jvp", function, primals, kwargs)
-    check_operands(call)
-    inputs = DiffInputs([DiffArgument(call, DiffState(i, ...)) for i in range(len(primals))])
-
     def split(result: PyTree) -> tuple[PyTree, PyTree]:
         return separate_arrays(result, has_aux, "jvp")
 
-    values, plain = call.graph.values(), call.arguments.plain
-    pure = pure_function(call, inputs, values, split)
-    leaves, treedef = jax.tree.flatten(inputs.take(values, plain))
-    of_inputs = inputs.split_tangents("tangent", tangents, values, plain, strict=True)
+    tangents = _checked_tangents(primals, tangents)
+    call = DifferentiatedCall("jvp", function, primals, kwargs, split)
+    check_operands(call)
+    inputs = [DiffArgument(call, DiffState(i, ...)) for i in range(len(primals))]
+    call.inputs = DiffInputs(inputs)
+
+    leaves, treedef = jax.tree.flatten(call.take())
+    of_inputs = call.inputs.split_tangents(
+        "tangent", tangents, call.values, call.arguments.plain, strict=True
+    )
     directions = treedef.flatten_up_to(of_inputs)
 
     # What has no direction does not move: it is constant in what JAX differentiates.
@@ -225,7 +219,7 @@ def _jvp(
         every = list(leaves)
         for index, point in zip(moving, points, strict=True):
             every[index] = point
-        return pure(*treedef.unflatten(every))
+        return call.pure(*treedef.unflatten(every))
 
     points = [leaves[index] for index in moving]
     moves = [directions[index] for index in moving]

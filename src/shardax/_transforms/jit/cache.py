@@ -1,17 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the compiled form of one function remembers, and where that is kept.
+"""When two functions share what was traced and compiled, and where that is kept.
 
-A ``CompilationCache`` remembers specializations, by the structure of their arguments, and cached
-calls, by the identities of their objects. Both are bounded. A specialization costs a trace, so the
-least recently used one is dropped; a cached call costs a flattening, so all are dropped together.
+What is *traced* belongs to one function object. A function keeps one ``CompilationCache`` for equal
+options (``kept_by``), so ``sx.jit(f)`` written twice traces ``f`` once, as under ``jax.jit``. A
+function that is made anew, by a ``def`` or ``lambda`` that runs again, is another object with a
+cache of its own, whatever its code is: its first call traces it.
 
-A function object has one cache for equal options (``kept_by``), so ``sx.jit(f)`` written twice
-traces ``f`` once, as under ``jax.jit``. A function that is made anew is another object, with a
-cache of its own, whatever its code is: it is traced. What it compiles is then looked up by its
-jaxpr (``jit.programs``). So two functions with equal source are both traced, and the second is
-compiled where its jaxpr differs, or is one that cannot be shared: with a ``jax.Ref``, a Python
-function or an array inside (``jaxprs.can_be_shared``), or with a constant that is committed to
-other devices than its inputs, or read under another mesh (``programs``).
+What is *compiled* is looked up by the jaxpr of that trace, for a function of the same name and with
+equal options (``jit.programs``). So of two functions with equal source both are traced, and the
+second is compiled only if
+
+- its jaxpr differs: it read another Python number, say, which is a literal in it, or its arguments
+  have other shapes or dtypes (arrays that it closes over are inputs of the program: their values
+  do not count);
+- or its jaxpr cannot be shared: in it is a ``jax.Ref``, a Python function (``jax.pure_callback``),
+  or an inner ``jax.jit`` that closes over an array; or an array that it closes over is committed to
+  other devices than its inputs, or read under another mesh;
+- or settings of JAX, or the mesh in scope, are others.
+
+A ``CompilationCache`` has specializations, by the structure of their arguments, and cached calls,
+by the identities of their objects. Both are bounded. A specialization costs a trace, so the least
+recently used one is dropped; a cached call costs a flattening, so all are dropped together.
 """
 
 from __future__ import annotations
@@ -21,13 +30,17 @@ import threading
 import types
 import weakref
 from collections.abc import Callable, Hashable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+import jax
 
 from shardax._core.frames import has_leaked
-from shardax._core.graph.static import PROGRAMS_ATTRIBUTE
+from shardax._core.graph.definitions import GraphDef
+from shardax._core.graph.static import PROGRAMS_ATTRIBUTE, Static
 from shardax._core.object import Object
 from shardax._transforms.jit.calls import CachedCall
 from shardax._transforms.jit.options import JitOptions
+from shardax._transforms.lift import arguments as inputs
 from shardax._transforms.lift.captures import CapturePlace, places_of, signature_of
 from shardax._transforms.lift.input_graph import InputGraph
 from shardax._transforms.lift.transformed import Transformed
@@ -42,6 +55,41 @@ _MAX_CALLS = 4096
 
 # How many calls; fewer where objects from closures, which may be many, are part of the key.
 _MAX_CALLS_WITH_PLACES = 64
+
+
+class StructureKey(NamedTuple):
+    """What a specialization is found by.
+
+    If one of these is new, a call is traced. It is traced as well if all are known and the shape or
+    dtype of an array is new (``Specialization.find_program``).
+    """
+
+    graphdef: GraphDef
+    """The structure of the objects: classes, static attributes, and what holds what."""
+
+    root_count: int
+    """How many of them stand in the arguments."""
+
+    captured: tuple[Hashable, ...]
+    """What the places hold at which the function finds objects (``lift.captures``)."""
+
+    templates: tuple[inputs.Template, ...]
+    """How each positional argument is put together."""
+
+    named: tuple[tuple[str, inputs.Template], ...]
+    """The same of each argument by name."""
+
+    arrays: jax.tree_util.PyTreeDef
+    """The tree of the arrays in the arguments."""
+
+    static: tuple[tuple[int | str, Static], ...]
+    """The static arguments, by position or name."""
+
+    functions: Hashable
+    """The identities of functions among static values, which their values do not tell apart."""
+
+    call: object = None
+    """What makes the key that of one call, whose trace met objects in no certain way."""
 
 
 class CompilationCache:

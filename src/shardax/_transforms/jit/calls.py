@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One call of a compiled function: what it is found by, and what is remembered of it.
+"""A steady call of a compiled function: what it is found by, and what it does.
 
-``flatten_call`` takes the arguments apart, objects being leaves: one look at the type of each leaf,
-after a flattening by JAX where an argument is no leaf itself. The result is a ``FlatCall``. Its
-*key* says which objects the call is for, and which leaves are static.
+``flatten_call`` makes the key of a call: one look at the type of each argument, in which an object
+is one entry whatever is in it. A ``CachedCall`` is remembered by that key. It has the flat list of
+the Variables of the objects, and the specialization that was found for them; it is current while
+the structure epoch stays. Its methods are the steps of ``Jit.__call__``, in this order:
 
-A ``CachedCall`` is remembered by that key: the flat list of the Variables of its objects, and the
-specialization that was found for it. It is current while the structure epoch stays. A steady call
-does three things for each Variable: ``read`` takes its array, JAX is given it, and ``store`` puts
-the new array there if the program wrote one. Nothing else depends on the size of a model.
+- ``read`` takes the array of each Variable,
+- ``run`` calls the program with them,
+- ``store`` puts back the arrays that the program wrote.
+
+Each of the three does a little for each Variable. Nothing else depends on the size of a model.
 """
 
 from __future__ import annotations
@@ -16,13 +18,15 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from shardax._core import threads
 from shardax._core._jax import Tracer
+from shardax._core.errors import ConcurrentWriteError
 from shardax._core.graph.paths import Leaf, PyTree
 from shardax._core.graph.settings import Setting, have_changed, settings_key
 from shardax._core.init.lazy import LazyValue
@@ -33,7 +37,7 @@ from shardax._transforms.explain.error_context import explain
 from shardax._transforms.jit.options import JitOptions
 from shardax._transforms.jit.programs import NeedsSlowCall
 from shardax._transforms.lift import arguments as inputs
-from shardax._transforms.lift.effects import Effects
+from shardax._transforms.lift.effects import Effects, LiftedOutputs, apply_effects, check_no_leak
 from shardax._transforms.lift.input_graph import InputGraph
 
 if TYPE_CHECKING:
@@ -50,21 +54,7 @@ _COMPARED_BY_VALUE = frozenset({str, bool, int, bytes})
 _is_object = Object.__instancecheck__
 _flatten_tree = jax.tree_util.default_registry.flatten
 
-
-class FlatCall(NamedTuple):
-    """A call with its arguments taken apart."""
-
-    key: tuple[Hashable, ...] | None
-    """What a ``CachedCall`` is remembered by; None for a call that is not remembered."""
-
-    args: Sequence[PyTree]
-    """The positional arguments, without static ones."""
-
-    kwargs: Mapping[str, PyTree]
-    """The keyword arguments, without static ones."""
-
-    dynamic: Sequence[Leaf]
-    """The leaves that are neither objects nor static, in the order of JAX."""
+CallKey = tuple[Hashable, ...]
 
 
 def flatten_call(
@@ -73,8 +63,11 @@ def flatten_call(
     options: JitOptions,
     static_types: frozenset[type],
     besides: Sequence[Hashable],
-) -> FlatCall:
-    """Returns a call taken apart, as a ``FlatCall``.
+) -> tuple[CallKey | None, list[Leaf]]:
+    """Returns the key of a call, and the arrays among the leaves of its arguments.
+
+    The key has an entry for each leaf: the identity of an object, a static value with its type, or
+    None for an array. It is None for a call that is not to be remembered.
 
     Args:
         args: The positional arguments, without static ones.
@@ -83,63 +76,60 @@ def flatten_call(
         static_types: Its ``static_types``.
         besides: What the key has besides what is found in the arguments.
     """
-    # Arguments that are arrays and objects are leaves already: JAX would take 0.5 us to say so.
-    leaves: Sequence[Leaf] = args
-    treedef: Hashable = None
-    if kwargs or not _are_leaves(args):
-        leaves, treedef = _flatten_tree((args, kwargs), _is_object)
+    # Most calls have arrays and objects alone: JAX would take 0.5 us to say that these are leaves.
+    arrays: list[Leaf] = []
+    key: list[Hashable] = [*besides, None]
+    if not kwargs:
+        for arg in args:
+            arg_type = type(arg)
+            if arg_type in ARRAY_TYPES and arg_type not in static_types:
+                key.append(None)
+                arrays.append(arg)
+            elif isinstance(arg, Object):
+                key.append(id(arg))
+            elif note_array_type(arg):
+                key.append(None)
+                arrays.append(arg)
+            else:
+                break
+        else:
+            return tuple(key), arrays
 
-    dynamic: list[Leaf] = []
-    # The structure, and an entry for each leaf: the identity of an object, a static value with its
-    # type, or None for an input.
-    key: list[Hashable] = [*besides, treedef]
-
+    leaves, treedef = _flatten_tree((args, kwargs), _is_object)
+    arrays = []
+    key = [*besides, treedef]
     for leaf in leaves:
         leaf_type = type(leaf)
         if leaf_type in ARRAY_TYPES and leaf_type not in static_types:
             key.append(None)
-            dynamic.append(leaf)
+            arrays.append(leaf)
         elif isinstance(leaf, Object):
             key.append(id(leaf))
         elif leaf_type in _COMPARED_BY_VALUE and options.static is not None:
             key.append((leaf_type, leaf))
         elif isinstance(leaf, Tracer):
             # Part of another program.
-            return FlatCall(None, args, kwargs, dynamic)
-        elif _is_input(leaf, options):
+            return None, arrays
+        elif not options.auto_static or inputs.is_dynamic(leaf, options.static_numbers):
             note_array_type(leaf)
             key.append(None)
-            dynamic.append(leaf)
+            arrays.append(leaf)
         else:
             try:
                 key.append((leaf_type, settings_key(leaf)))
             except TypeError:
                 # The slow way refuses it, by its path.
-                return FlatCall(None, args, kwargs, dynamic)
+                return None, arrays
 
-    return FlatCall(tuple(key), args, kwargs, dynamic)
-
-
-def _are_leaves(args: Sequence[PyTree]) -> bool:
-    """Whether arguments are certainly leaves."""
-    for arg in args:
-        if type(arg) not in ARRAY_TYPES and not isinstance(arg, Object):
-            # The first array of a process. Otherwise the next call would have another key.
-            note_array_type(arg)
-            if type(arg) not in ARRAY_TYPES:
-                return False
-    return True
+    return tuple(key), arrays
 
 
-def _is_input(leaf: Leaf, options: JitOptions) -> bool:
-    """Whether a leaf that is no object is an input of the program."""
-    return not options.auto_static or inputs.is_dynamic(leaf, options.static_numbers)
-
-
-def note_array_type(leaf: Leaf) -> None:
-    """Notes the type of an array as one of inputs."""
-    if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer):
+def note_array_type(leaf: Leaf) -> bool:
+    """Notes the type of an array as one of inputs; returns whether it is one."""
+    is_array = isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer)
+    if is_array:
         ARRAY_TYPES.add(type(leaf))
+    return is_array
 
 
 def have_tracers(values: Sequence[Leaf]) -> bool:
@@ -157,125 +147,150 @@ class CachedCall:
     Attributes:
         specialization: What was compiled for calls of this structure.
         lock: What is held from reading the values to storing the new ones.
-        kept: The Variables whose arrays are read, in the order of the program's inputs.
-        donated: Those whose arrays are donated, likewise.
         effects: What the last run did, if it stored values and nothing else; else None.
-        written: The Variables that the last run wrote.
         settings: The settings objects in Modules, compared at every call.
     """
 
     __slots__ = (
+        "_donated",
         "_epoch",
+        "_kept",
         "_leaves",
-        "_named_slices",
-        "_object_positions",
-        "_placement",
-        "_positional_slices",
+        "_placed",
         "_roots",
+        "_watched",
+        "_written",
         "_written_positions",
-        "donated",
         "effects",
-        "kept",
         "lock",
         "settings",
         "specialization",
-        "written",
     )
 
     def __init__(self, specialization: Specialization, graph: InputGraph) -> None:
         self.specialization = specialization
         self.lock: AbstractContextManager[Any] = specialization.lock
-        self.kept, self.donated = specialization.partition(graph.leaves)
         self.effects: Effects | None = None
-        self.written: list[Variable] = []
         self.settings: list[Setting] = graph.flat.settings
 
         self._epoch = graph.flat.epoch
-        # All Variables, in the order of the graph.
+        # All Variables, in the order of the graph; those whose arrays are kept and donated.
         self._leaves: list[Variable] = graph.leaves
+        self._kept, self._donated = specialization.partition(graph.leaves)
+        # Those that the last run wrote.
+        self._written: list[Variable] = []
+        self._written_positions: Sequence[int] = ()
         # Called, each returns a root.
         self._roots: list[Callable[[], Any]] = [lambda root=root: root for root in graph.roots]
-        self._written_positions: Sequence[int] = ()
-        self._placement: Placement | None = None
-        # Positions of the arguments that are objects.
-        self._object_positions: list[int] = []
-        # The span, among the dynamic leaves, of each argument with objects or static values inside.
-        self._positional_slices: list[tuple[int, slice]] = []
-        self._named_slices: list[tuple[str, slice]] = []
+        # Variables that belong somewhere, by position; what they held when they were last there, and
+        # the mesh that specs meant.
+        self._watched: dict[int, Variable] = {}
+        self._placed: tuple[list[int], Mesh | None] | None = None
 
     # --- a steady call ----------------------------------------------------------------------------
 
-    def read(self) -> tuple[list[Leaf], list[Leaf]]:
-        """Returns the values of the Variables: those that are kept, and those that are donated.
+    def read(self, arrays: list[Leaf]) -> tuple[list[Leaf], list[Leaf]]:
+        """Returns the inputs of the program: those that are kept, and those that are donated.
 
         Variables with a declared sharding are moved there first.
+
+        Args:
+            arrays: Those among the arguments, which follow those of the Variables.
 
         Raises:
             NeedsSlowCall: If an object was changed in structure since the call was remembered.
         """
         if self._epoch != epoch.current or (self.settings and have_changed(self.settings)):
             raise NeedsSlowCall
-        if self._placement is not None:
-            self._placement.restore()
+        if self._placed is not None:
+            self._restore_places()
 
-        kept = [variable._value for variable in self.kept]
-        donated = [variable._value for variable in self.donated]
-        return kept, donated
+        kept = [variable._value for variable in self._kept]
+        if not self.specialization.donated:
+            return kept + arrays, []
 
-    def run(self, kept: list[Leaf], donated: list[Leaf], flat: FlatCall) -> tuple[Any, ...]:
-        """Returns what the program returns for values: result, written, fresh and effects.
+        donated = [variable._value for variable in self._donated]
+        if len(donated) == len(self.specialization.donated):
+            return kept + arrays, donated
+
+        first = self.specialization.variable_count
+        kept_arrays, donated_arrays = self.specialization.partition(arrays, first)
+        return kept + kept_arrays, donated + donated_arrays
+
+    def run(self, kept: list[Leaf], donated: list[Leaf]) -> tuple[Any, ...]:
+        """Returns what the program returns for inputs: result, written, fresh and effects.
 
         Raises:
-            NeedsSlowCall: If no program is known for such arguments, or a Variable holds what
-                cannot be an input: a lazy value, or an array that was deleted.
+            NeedsSlowCall: If no program is known for such inputs, or a Variable holds what cannot
+                be an input: a lazy value, or an array that was deleted.
         """
-        plain = list(flat.args)
-        for index in self._object_positions:
-            plain[index] = None
-        for index, span in self._positional_slices:
-            plain[index] = flat.dynamic[span]
-
-        named = flat.kwargs
-        if named:
-            named = {n: None if isinstance(arg, Object) else arg for n, arg in named.items()}
-            named.update({name: flat.dynamic[span] for name, span in self._named_slices})
-
         try:
-            return self.specialization.run(kept, donated, plain, named)
+            return self.specialization.run(kept, donated)
         except NeedsSlowCall:
             raise
+        except TypeError:
+            # An argument that JAX does not take. The slow way refuses it, by its path.
+            raise NeedsSlowCall from None
         except Exception as error:
             if _are_unusable(kept, donated, error):
                 raise NeedsSlowCall from None
             explain(error, self)
             raise
 
+    def did_as_before(self, effects: Effects, written: Sequence[Leaf]) -> bool:
+        """Whether a run wrote arrays into the same Variables as the last one, and that is all."""
+        # Inside of a plain JAX transform the outputs are tracers.
+        return effects is self.effects and (not written or type(written[0]) in ARRAY_TYPES)
+
     def store(self, kept: list[Leaf], donated: list[Leaf], values: Sequence[Leaf]) -> None:
-        """Stores what a run wrote into ``written``.
+        """Stores what a run wrote.
 
         Args:
-            kept: The values that the run was given.
+            kept: The inputs that the run was given.
             donated: Those that it was given to donate.
             values: What it wrote.
 
         Raises:
             NeedsSlowCall: If a value was written by another thread since it was read.
         """
+        if not values:
+            return
         if not threads.several:
-            for variable, value in zip(self.written, values):  # noqa: B905 (hot path)
+            for variable, value in zip(self._written, values):  # noqa: B905 (hot path)
                 variable._value = value
-            return
+        else:
+            read = self.specialization.join(kept, donated)
+            values_read = [read[position] for position in self._written_positions]
+            if not threads.store(self._written, values_read, values):
+                raise NeedsSlowCall
 
-        if not self.written:
-            return
-        read = self.specialization.join(kept, donated)
-        if not threads.store(self.written, [read[i] for i in self._written_positions], values):
+    def apply(self, kept: list[Leaf], donated: list[Leaf], outputs: LiftedOutputs) -> PyTree:
+        """Applies what a run did that did not do as the last one; returns the result of the call.
+
+        Raises:
+            NeedsSlowCall: If a value was written by another thread since it was read.
+        """
+        effects = outputs.effects
+        if self.lock is not self.specialization.lock:
+            # Another thread has traced meanwhile that such calls write.
             raise NeedsSlowCall
+        self.learn(effects)
 
-    def did_as_before(self, effects: Effects, written: Sequence[Leaf]) -> bool:
-        """Whether a run wrote arrays into the same Variables as the last one, and that is all."""
-        # Inside of a plain JAX transform the outputs are tracers.
-        return effects is self.effects and (not written or type(written[0]) in ARRAY_TYPES)
+        are_traced = have_tracers(outputs.written)
+        if effects.simple and not are_traced:
+            self.store(kept, donated, outputs.written)
+            return outputs.result
+
+        graph = self.graph()
+        graph.read = self.specialization.join(kept, donated)[: len(self._leaves)]
+        if are_traced:
+            check_no_leak(graph, outputs)
+        try:
+            return apply_effects(graph, outputs)
+        except ConcurrentWriteError:
+            if self.specialization.donated:
+                raise
+            raise NeedsSlowCall from None
 
     # --- what the slow way prepares ---------------------------------------------------------------
 
@@ -283,40 +298,32 @@ class CachedCall:
         """Notes what a run did, as what the next one will do."""
         self.effects = effects if effects.simple else None
         self._written_positions = effects.written
-        self.written = [self._leaves[position] for position in effects.written]
+        self._written = [self._leaves[position] for position in effects.written]
 
         layouts = self.specialization.layouts
         if layouts.place_variables:
             # The program returns what it writes where that belongs.
-            watched = {
+            self._watched = {
                 position: variable
                 for position, variable in enumerate(self._leaves)
                 if layouts.has_place(position) and position not in effects.written
             }
-            self._placement = Placement(self.specialization, watched)
+            self._placed = ([], None)
 
     def note_placed(self) -> None:
-        """Notes that the slow way has moved the Variables."""
-        if self._placement is not None:
-            self._placement.note_placed()
+        """Notes that the Variables are where they belong."""
+        if self._placed is None:
+            return
+        values = [id(variable._value) for variable in self._watched.values()]
+        self._placed = (values, self.specialization.layouts.mesh_of_specs())
 
-    def note_slices(self, flat: FlatCall) -> None:
-        """Notes where the dynamic leaves of each argument stand."""
-        start = 0
-
-        for index, template in enumerate(self.specialization.templates):
-            stop = start + _dynamic_count(template, flat.args[index])
-            if isinstance(template, inputs.TreeTemplate):
-                self._positional_slices.append((index, slice(start, stop)))
-            elif isinstance(template, inputs.RootTemplate):
-                self._object_positions.append(index)
-            start = stop
-
-        for name, template in self.specialization.named:
-            stop = start + _dynamic_count(template, flat.kwargs[name])
-            if isinstance(template, inputs.TreeTemplate):
-                self._named_slices.append((name, slice(start, stop)))
-            start = stop
+    def _restore_places(self) -> None:
+        """Moves Variables back, where they were given other values, or specs mean another mesh."""
+        placed = self._placed
+        self.note_placed()
+        if placed != self._placed:
+            self.specialization.layouts.place(self._watched)
+            self.note_placed()
 
     def graph(self) -> InputGraph:
         """Returns the objects of the call, flattened anew, as an ``InputGraph``."""
@@ -341,32 +348,7 @@ class CachedCall:
                 for variable in graph.leaves
             ]
             self._leaves = leaves
-            self.kept, self.donated = self.specialization.partition(leaves)
-
-
-class _NeverMade(CachedCall):
-    """Stands for a call that is not remembered."""
-
-    __slots__ = ()
-
-    def __init__(self) -> None:
-        self.lock = threads.no_lock
-
-    def read(self) -> tuple[list[Leaf], list[Leaf]]:
-        """Raises ``NeedsSlowCall``."""
-        raise NeedsSlowCall
-
-
-NEVER_MADE: CachedCall = _NeverMade()
-
-
-def _dynamic_count(template: object, argument: PyTree) -> int:
-    """Returns how many leaves of an argument are neither objects nor static."""
-    if isinstance(template, inputs.TreeTemplate):
-        return template.treedef.num_leaves - len(template.roots) - len(template.static)
-    if isinstance(template, inputs.PlainTemplate):
-        return jax.tree.structure(argument).num_leaves
-    return 0
+            self._kept, self._donated = self.specialization.partition(leaves)
 
 
 def _are_unusable(kept: Sequence[Leaf], donated: Sequence[Leaf], error: Exception) -> bool:
@@ -380,30 +362,3 @@ def _are_unusable(kept: Sequence[Leaf], donated: Sequence[Leaf], error: Exceptio
     deleted = [has_deleted(value) for value in donated]
     has_begun = all(deleted) and isinstance(error, jax.errors.JaxRuntimeError)
     return any(deleted) and not has_begun
-
-
-class Placement:
-    """Variables that belong somewhere, and what they held when they were last there."""
-
-    def __init__(self, specialization: Specialization, variables: Mapping[int, Variable]) -> None:
-        self._specialization = specialization
-        self._variables = variables
-        self._values: list[int] = []
-        self._mesh: jax.sharding.Mesh | None = None
-
-    def restore(self) -> None:
-        """Moves Variables back, where they were given other values, or specs mean another mesh."""
-        layouts = self._specialization.layouts
-        mesh = layouts.mesh_of_specs()
-
-        if self._values != self._identities() or mesh is not self._mesh:
-            layouts.place(self._variables)
-            self.note_placed()
-
-    def note_placed(self) -> None:
-        """Notes that the Variables are where they belong."""
-        self._values = self._identities()
-        self._mesh = self._specialization.layouts.mesh_of_specs()
-
-    def _identities(self) -> list[int]:
-        return [id(variable._value) for variable in self._variables.values()]

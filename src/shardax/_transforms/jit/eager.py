@@ -15,7 +15,6 @@ called as it is.
 from __future__ import annotations
 
 import contextlib
-import threading
 import types
 import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -25,7 +24,7 @@ import jax
 
 from shardax._core import frames
 from shardax._core.cross_process import PickledByName
-from shardax._core.errors import ConcurrentWriteError, DonationError, ShardaxError
+from shardax._core.errors import ConcurrentWriteError, DonationError
 from shardax._core.functions import NamedFunction
 from shardax._core.graph.paths import PyTree
 from shardax._core.graph.static import (
@@ -73,10 +72,7 @@ class _EagerTransform(Functions):
         return _EagerTransform(self.lifted, functions, self.options)
 
     def __call__(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
-        _running.stages.append("begun")
-        result = self.lifted(self.functions, self.options, args, kwargs)
-        _running.stages.append("done")
-        return result
+        return self.lifted(self.functions, self.options, args, kwargs)
 
 
 def _reference(function: Callable[..., PyTree]) -> Callable[[], Any]:
@@ -96,17 +92,6 @@ class _EagerProgram:
 _NO_OPTIONS = JitOptions()
 
 
-class _Running(threading.local):
-    """The innermost eager call of this thread."""
-
-    def __init__(self) -> None:
-        # What its trace has reached: "begun", and "done" once the transform has returned.
-        self.stages: list[str] = []
-
-
-_running = _Running()
-
-
 def run(
     lifted: Lifted,
     functions: Sequence[Callable[..., PyTree]],
@@ -122,39 +107,20 @@ def run(
     if not program.can_be_traced:
         return lifted(functions, options, args, kwargs)
 
-    outer, stages = _running.stages, list[str]()
-    _running.stages = stages
     try:
         return program.jit(*args, **kwargs)
-    except DonationError:  # of the names that the user knows
+    except (jax.errors.JaxRuntimeError, ConcurrentWriteError):
+        # What fails when it runs fails as it is, too.
+        raise
+    except DonationError:
+        # As it is, the call says it of the names that the user knows.
         pass
     except Exception as error:
         if isinstance(error, ClosureError) and error.has_moved_on:
             raise
-        # In the trace, or before it by what ``jit`` refuses: as it is, the call may be right, or
-        # says in its own words what is wrong. What fails later fails there, too.
-        refused = isinstance(error, ShardaxError) and not isinstance(error, ConcurrentWriteError)
-        failed = stages[-1] == "begun" if stages else refused
-        # As it is, a transform moves arrays to its own mesh.
-        if isinstance(error, ValueError) and _are_on_other_devices(program.jit, args, kwargs):
-            failed = True
-        if not failed:
-            raise
+        # As it is, the call may be right, or says in its own words what is wrong.
         program.can_be_traced = False
-    finally:
-        _running.stages = outer
     return lifted(functions, options, args, kwargs)
-
-
-def _are_on_other_devices(jit: Jit, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]) -> bool:
-    """Whether arrays that a call uses are committed to different devices, which JAX refuses."""
-    captured = [item for _, item in jit.captured_objects()]
-    arrays = [
-        leaf
-        for leaf in jax.tree.leaves((args, kwargs, captured))
-        if isinstance(leaf, jax.Array) and leaf.committed
-    ]
-    return len({frozenset(array.sharding.device_set) for array in arrays}) > 1
 
 
 def _program_of(transformed: _EagerTransform) -> _EagerProgram:

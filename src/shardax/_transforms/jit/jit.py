@@ -1,73 +1,83 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compiled functions over Modules, at the cost of ``jax.jit`` on bare arrays.
 
-A call goes one of two ways.
+**A steady call**, one whose like was made before, is ``Jit.__call__``. Its steps are in
+``jit.calls`` and ``jit.specialization``:
 
-``Jit.__call__`` is the fast way. It finds the ``CachedCall`` of the objects that it is given, reads
-the values of their Variables from a flat list, calls one ``jax.jit`` of flat lists, and stores what
-that wrote. It is current as long as no object was changed in structure: one integer is compared.
+1. ``flatten_call`` makes the key of the call, by one look at each argument. A Module or Variable is
+   one entry, its identity, whatever is in it. What the function finds without being given it (see
+   below) is looked up now, and its identity is part of the key.
+2. The key is looked up among the calls that were made: a ``CachedCall``, with the flat list of the
+   Variables of these objects.
+3. The lock of the call is taken, if it has one (see below).
+4. ``CachedCall.read`` compares one integer, the structure epoch, which every change of structure of
+   any object advances, and compares settings objects, if the Modules hold any. Variables with a
+   declared sharding are moved back to it, if they were given other values. Then it reads the array
+   of each Variable into a list. This takes longer with more Variables.
+5. ``CachedCall.run`` calls one function of ``jax.jit``, on that list and the arrays of the
+   arguments; if the function was traced for several shapes of these, it is found by them. JAX looks
+   at each array, in C++. This takes longer with more Variables.
+6. The function returns its result, the new arrays of the Variables that it wrote, and its
+   ``Effects``, which say which these are. If they are the very object that the last run returned,
+   this call does the same as the last one.
+7. ``CachedCall.store`` puts each new array into its Variable. This takes longer with more
+   Variables that are written.
 
-``Jit._call_slowly`` is the slow way, for everything else: a first call, other objects, a structural
-change, arguments of other shapes, a call inside of another transform. It flattens the objects,
-finds the ``Specialization`` of their structure, traces where that has no program, runs the program
-and remembers the call.
+No Module is walked, and no Variable is touched in another step. A function that returns objects is
+steady up to 6; then ``CachedCall.apply`` flattens the objects. One that changes structure advances
+the epoch, so its next call is a slow one.
 
-A function may use objects that it is not given. Those that it finds in a certain way
-(``lift.captures``), such as a closure cell or a global that its own code names, are inputs like its
-arguments, and are looked up anew at every call. So if the name means another model now, that one is
-read and written, and nothing is traced if it has the same structure. If a trace meets an object in
-another way, such as an attribute of an imported module, the object becomes an input of a second
-trace, and the call is not remembered: the next one is traced anew, after one warning.
+**A slow call** is everything else (``jit.slow_call``): a first call, other objects, a call after a
+change of structure anywhere (one walk, and the next one is steady again), arrays of other shapes, a
+call inside of another transform. It finds what was traced for this structure, or traces it.
 
-Calls that write wait for each other, from reading the values to storing the new ones; a fast call
-that only reads holds no lock, and nothing is traced under one (``_core.threads``). Which lock a
-call holds is decided by its specialization, from what its traces wrote (``Specialization.lock``).
+**What is traced again**: the function, if the structure of the objects, the tree of the arguments,
+a static value, or the shape or dtype of an array is not one that it was traced for. The identity of
+objects is no reason: another model of the same structure, and of the same shapes, is read and
+written by the program of the first. A function object is traced by itself, whatever its code is;
+which programs several functions share, see ``jit.cache``.
+
+**Objects that the function is not given** are looked up at every call where it finds them in a
+*certain way*: in a closure cell, in a global that its own code names, in a default of a parameter.
+They are inputs like its arguments. So if the name means another model now, that one is read and
+written, and nothing is traced if it has the same structure and shapes. An object that a trace meets
+in another way, such as an attribute of an imported module, is an input of a second trace, and the
+call is not remembered: every call is traced anew, and meets what is there then. The first one warns
+(``lift.captures``).
+
+**Locks**, of which there are two for the whole process (``_core.threads``): from 3 to 7, a call
+that writes Variables holds ``call_lock``, and one that donates holds ``write_lock`` as well. A call
+that only reads holds none, nor does an eager read of an array. Nothing is traced under a lock, nor
+compiled, once there is a second thread. Which lock a call holds say its options and what its traces
+did (``Specialization.lock``).
+
+If a step of the function or of JAX raises, ``store`` is not reached: the Variables hold what they
+held before, except that the arrays of a call that donates may be gone.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
-import warnings
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-from shardax._core import threads
 from shardax._core.cross_process import PickledByName
-from shardax._core.errors import ConcurrentWriteError
-from shardax._core.frames import is_eager
 from shardax._core.graph.paths import Leaf, Path, PyTree
-from shardax._core.graph.static import Static, function_identities
-from shardax._core.init.lazy import materialize_all
-from shardax._core.object import Object, Wrapper
+from shardax._core.graph.static import Static
+from shardax._core.object import Wrapper
 from shardax._core.threads import local
-from shardax._transforms import errors
 from shardax._transforms.errors import StaticArgumentError
-from shardax._transforms.explain import retraces
-from shardax._transforms.explain.error_context import explaining
 from shardax._transforms.jit.abstract_eval import eval_shape
 from shardax._transforms.jit.bound import BoundJit, bound_jit
 from shardax._transforms.jit.cache import CompilationCache, cache_of
-from shardax._transforms.jit.calls import (
-    NEVER_MADE,
-    CachedCall,
-    FlatCall,
-    flatten_call,
-    have_tracers,
-)
-from shardax._transforms.jit.debugging import compare_over_processes, comparing
+from shardax._transforms.jit.calls import CallKey, flatten_call
 from shardax._transforms.jit.options import JitOptions, with_resolved_donation
 from shardax._transforms.jit.programs import NeedsSlowCall
-from shardax._transforms.jit.settings import note_settings
-from shardax._transforms.jit.specialization import Specialization
-from shardax._transforms.jit.tracing import Tracing, tracing_for
+from shardax._transforms.jit.slow_call import call_slowly, comparing
 from shardax._transforms.lift import arguments as inputs
-from shardax._transforms.lift import engine
-from shardax._transforms.lift.captures import Functions, objects_in
-from shardax._transforms.lift.effects import Effects, LiftedOutputs, apply_effects, check_no_leak
+from shardax._transforms.lift.effects import LiftedOutputs
 from shardax._transforms.lift.entries import is_one_entry
-from shardax._transforms.lift.frames import UNNAMED
-from shardax._transforms.lift.input_graph import InputGraph
 from shardax._transforms.lift.signatures import (
     by_position,
     check_callable,
@@ -75,16 +85,6 @@ from shardax._transforms.lift.signatures import (
     resolve_arguments,
 )
 from shardax._transforms.lift.transformed import takes_options
-
-
-class CallDescription(NamedTuple):
-    """A call as its specialization is found by it."""
-
-    key: tuple[Hashable, ...]
-    graph: InputGraph
-    arguments: inputs.SplitArguments
-    positions: inputs.ArgumentPositions
-    names: list[Path]
 
 
 class Jit(PickledByName, Wrapper):
@@ -105,7 +105,6 @@ class Jit(PickledByName, Wrapper):
         "__dict__",
         "__weakref__",
         "_has_plain_signature",
-        "_is_of_user",
         "_static_types",
         "_wrapping_key",
         "calls",
@@ -141,37 +140,39 @@ class Jit(PickledByName, Wrapper):
             not (self.static_positions or self.static_names) and options.in_shardings is None
         )
         self._static_types = self.options.static_types
-        # Whether the user wrote ``sx.jit``, and not a transform that is called eagerly.
-        self._is_of_user = not isinstance(function, Functions)
 
     # --- a call -----------------------------------------------------------------------------------
 
     def __call__(self, /, *args: PyTree, **kwargs: PyTree) -> PyTree:
         """Calls the function: the fast way, if a like call was made before."""
-        flat = self._flatten(args, kwargs)
-        call = self.calls.get(flat.key, NEVER_MADE)
+        key, arrays = self._flatten(args, kwargs)
+        call = self.calls.get(key)
+        if call is None:
+            return call_slowly(self, args, kwargs, key)
         try:
             with call.lock:
-                kept, donated = call.read()
-                result, written, fresh, effects = call.run(kept, donated, flat)
-                if call.did_as_before(effects, written):
-                    call.store(kept, donated, written)
-                    return result
-                outputs = LiftedOutputs(result, written, fresh, effects)
-                return self._apply(call, kept, donated, outputs)
+                kept, donated = call.read(arrays)
+                result, written, fresh, effects = call.run(kept, donated)
+                if not call.did_as_before(effects, written):
+                    outputs = LiftedOutputs(result, written, fresh, effects)
+                    return call.apply(kept, donated, outputs)
+                call.store(kept, donated, written)
+                return result
         except NeedsSlowCall:
             pass
-        return self._call_slowly(args, kwargs, flat)
+        return call_slowly(self, args, kwargs, key)
 
-    def _flatten(self, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]) -> FlatCall:
-        """Returns the call taken apart; its key has everything that the fast way depends on."""
+    def _flatten(
+        self, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]
+    ) -> tuple[CallKey | None, list[Leaf]]:
+        """Returns the key of a call, None if it is not remembered, and the arrays in it."""
         if local.frame is not None or comparing:
-            return FlatCall(None, args, kwargs, ())
+            return None, []
 
-        key: list[Hashable] = []
+        besides: list[Hashable] = []
         if not self._has_plain_signature:
-            args, kwargs, static = self._without_static(args, kwargs)
-            key.append(static)
+            args, kwargs, static = self.without_static(args, kwargs)
+            besides.append(static)
 
         # Objects that the function finds without being given them are looked up at every call.
         places = self.memory.places
@@ -179,210 +180,13 @@ class Jit(PickledByName, Wrapper):
             places = self.memory.find_places(self.function)
         for place in places:
             if not place.is_fixed:
-                key.append(place.signature())
+                besides.append(place.signature())
 
-        return flatten_call(args, kwargs, self.options, self._static_types, key)
+        return flatten_call(args, kwargs, self.options, self._static_types, besides)
 
-    def _apply(
-        self, call: CachedCall, kept: list[Leaf], donated: list[Leaf], outputs: LiftedOutputs
-    ) -> PyTree:
-        """Applies what a run did, where that is not what the last one did; returns the result."""
-        effects = outputs.effects
-        if call.lock is not call.specialization.lock:
-            # Another thread has traced meanwhile that such calls write.
-            raise NeedsSlowCall
-        call.learn(effects)
+    # --- arguments --------------------------------------------------------------------------------
 
-        are_traced = have_tracers(outputs.written)
-        if effects.simple and not are_traced:
-            call.store(kept, donated, outputs.written)
-            return outputs.result
-
-        graph = call.graph()
-        graph.read = call.specialization.join(kept, donated)
-        if are_traced:
-            check_no_leak(graph, outputs)
-        try:
-            return apply_effects(graph, outputs)
-        except ConcurrentWriteError:
-            if call.specialization.donates:
-                raise
-            raise NeedsSlowCall from None
-
-    def _call_slowly(
-        self, args: Sequence[PyTree], kwargs: Mapping[str, PyTree], flat: FlatCall
-    ) -> PyTree:
-        """Calls the function: the slow way, which traces where no program is known."""
-        if comparing and local.frame is None:
-            compare_over_processes(self, args, kwargs)
-
-        is_inside = local.frame is not None or not is_eager()
-        used_by_earlier_traces: list[Object] = []
-        lost_runs = 0
-        while True:
-            # Flatten the objects; find the specialization for them, or make it.
-            specialization, graph, arguments = self.prepare(args, kwargs)
-            call = CachedCall(specialization, graph)
-            tracing = Tracing(specialization, graph, used_by_earlier_traces, is_inside)
-            lock = specialization.lock_of_slow_call(is_inside)
-
-            try:
-                # Find the program, tracing where none is known, outside of the lock. If there are
-                # other threads it is compiled here too; else the run below compiles it.
-                with explaining(call), tracing_for(tracing):
-                    specialization.layouts.place(dict(enumerate(graph.leaves)))
-                    materialize_all(graph.leaves)
-                    with lock:
-                        flat_inputs = specialization.read_inputs(graph, arguments)
-                    program = specialization.find_program(flat_inputs, tracing)
-                    if threads.several and not is_inside:
-                        program.compile(flat_inputs)
-
-                with lock:
-                    # Other threads may have changed objects or values since they were read.
-                    if threads.several and not is_inside:
-                        if specialization.changes_structure and call.has_changed(graph):
-                            continue
-                        with explaining(call):
-                            flat_inputs = specialization.read_inputs(graph, arguments)
-
-                    # Run, and apply what the function did.
-                    with explaining(call), tracing_for(tracing):
-                        outputs = specialization.run_program(program, flat_inputs)
-                    check_no_leak(graph, outputs)
-                    self._remember(call, graph, outputs.effects, flat, args, kwargs)
-                    try:
-                        return apply_effects(graph, outputs)
-                    except ConcurrentWriteError:
-                        # Another thread, or a callback, wrote meanwhile what the function writes.
-                        lost_runs += 1
-                        if specialization.donates or lost_runs == _MOST_LOST_RUNS:
-                            raise
-
-            except engine.RetraceRequest as request:
-                # The trace is void: it lacked an input, a name was bound anew, or its program no
-                # longer fits. ``provide`` prepares for that, and the next one begins.
-                self.provide(request, specialization)
-                used_by_earlier_traces = [*used_by_earlier_traces, *request.read]
-
-    def _remember(
-        self,
-        call: CachedCall,
-        graph: InputGraph,
-        effects: Effects,
-        flat: FlatCall,
-        args: Sequence[PyTree],
-        kwargs: Mapping[str, PyTree],
-    ) -> None:
-        """Remembers a call for the fast way, unless it has to be traced at every call."""
-        note_settings(self, call, graph, args, kwargs)
-
-        specialization = call.specialization
-        if specialization.uncertain_descriptions or specialization.uncertain_inputs:
-            self._forget(specialization)
-        elif flat.key is not None:
-            call.lock = specialization.lock
-            call.learn(effects)
-            call.note_placed()
-            call.note_slices(flat)
-            self.memory.remember(flat.key, call, graph)
-
-    # --- traces that need other inputs ------------------------------------------------------------
-
-    def provide(self, request: engine.RetraceRequest, specialization: Specialization) -> None:
-        """Prepares the inputs of the next trace by what the last one used.
-
-        Raises:
-            TransformError: If objects that it used were inputs already.
-        """
-        if request.objects:
-            # Not those that another thread noted meanwhile.
-            known = specialization.uncertain_inputs
-            known_ids = {id(item) for item in known}
-            new = [item for item in request.objects if id(item) not in known_ids]
-            if not new:
-                raise errors.unusable_captures(self, request.objects)
-            self.memory.note_uncertain_inputs(specialization.base_key, [*known, *new])
-
-        self.memory.rebound_places.update(request.rebound_places)
-        if request.objects or request.rebound_places or request.drops_program:
-            self.memory.drop(specialization)
-
-    def _forget(self, specialization: Specialization) -> None:
-        """Has calls traced anew whose trace met objects in no certain way; warns once."""
-        self.memory.drop(specialization)
-        if not specialization.uncertain_descriptions:
-            # What the last trace met is returned, or no longer used.
-            self.memory.uncertain_inputs.pop(specialization.base_key, None)
-            return
-
-        # One of the library's own names a function of the user's as its reason.
-        if local.frame is None and not self.memory.has_warned and self._is_of_user:
-            self.memory.has_warned = True
-            warnings.warn(
-                errors.uncertain_capture(self, specialization.uncertain_descriptions), stacklevel=5
-            )
-
-    # --- finding the specialization ---------------------------------------------------------------
-
-    def prepare(
-        self, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]
-    ) -> tuple[Specialization, InputGraph, inputs.SplitArguments]:
-        """Returns the specialization for a call, made now or before, and the call taken apart."""
-        key, graph, arguments, positions, names = self.describe(args, kwargs)
-        met = self.memory.uncertain_inputs_of(key)
-        if met:
-            graph, names = self.input_graph(arguments, positions.labels, met)
-
-        specialization = None if met else self.specializations.get(key)
-        if specialization is None:
-            arguments.refuse_copies()
-            specialization = Specialization(
-                self.function,
-                self.options,
-                key,
-                graph,
-                arguments,
-                positions,
-                names,
-                self.memory.rebound_places,
-            )
-            if met:
-                # Not found by another call: the objects may be met in another way then.
-                specialization.key = (*key, object())
-                specialization.uncertain_inputs = met
-            elif self.specializations and retraces.listeners.get():
-                retraces.report_specialization(self, specialization)
-            self.memory.add(specialization)
-
-        # It may have been made where a mesh was in scope.
-        specialization.layouts.mesh_of_specs()
-        return specialization, graph, arguments
-
-    def describe(self, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]) -> CallDescription:
-        """Returns a call as its specialization is found by it."""
-        args, kwargs, static = self._without_static(args, kwargs)
-        arguments = self.options.split_arguments(args, kwargs, self.path_of)
-        positions = inputs.ArgumentPositions(self.positional(len(arguments.templates)), static)
-        self.memory.find_places(self.function)
-        graph, names = self.input_graph(arguments, positions.labels)
-
-        static_values = [
-            *graph.flat.graphdef.static_values(),
-            *arguments.static_values(),
-            *(item.value for _, item in static),
-        ]
-        key = (
-            graph.flat.graphdef,
-            (len(arguments.roots), *self.memory.structure()),
-            arguments.templates,
-            arguments.named,
-            static,
-            function_identities(static_values),
-        )
-        return CallDescription(key, graph, arguments, positions, names)
-
-    def _without_static(
+    def without_static(
         self, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]
     ) -> tuple[Sequence[PyTree], Mapping[str, PyTree], tuple[tuple[int | str, Static], ...]]:
         """Returns (positional, by name, static) arguments, the latter by position or name."""
@@ -413,34 +217,6 @@ class Jit(PickledByName, Wrapper):
             most = len(declared) + len(self.static_positions)
         return by_position(self.function, args, kwargs, most)
 
-    def input_graph(
-        self, arguments: inputs.SplitArguments, labels: Sequence[str], met: Sequence[Object] = ()
-    ) -> tuple[InputGraph, list[Path]]:
-        """Returns the ``InputGraph`` of all objects that a call uses, and the path of each root.
-
-        Args:
-            arguments: The arguments.
-            labels: The names of the positional ones.
-            met: What an earlier trace met in no certain way.
-        """
-        captured = self.captured_objects()
-        captured += [((UNNAMED, i), item) for i, item in enumerate(met)]
-        names = [*inputs.root_names(labels, arguments), *(name for name, _ in captured)]
-        roots = [*arguments.roots, *(item for _, item in captured)]
-        return InputGraph(roots, names), names
-
-    def captured_objects(self) -> list[tuple[Path, Object]]:
-        """Returns (path, object) of what the function finds, in certain ways, without arguments."""
-        captured: list[tuple[Path, Object]] = []
-        for place in self.memory.places or ():
-            items = list(objects_in(place.read()))
-            name = (place.name,) if place.name else ()
-            if len(items) == 1:
-                captured.append((name, items[0]))
-            else:
-                captured += [((*name, i), item) for i, item in enumerate(items)]
-        return captured
-
     def positional(self, count: int) -> list[tuple[int, str]]:
         """Returns (position, parameter name) of the first dynamic arguments."""
         dynamic = (i for i in itertools.count() if i not in self.static_positions)
@@ -470,7 +246,7 @@ class Jit(PickledByName, Wrapper):
 
     def eval_shape(self, /, *args: PyTree, **kwargs: PyTree) -> PyTree:
         """Returns the shapes and dtypes of the result, computing and changing nothing."""
-        dynamic_args, dynamic_named, static = self._without_static(args, kwargs)
+        dynamic_args, dynamic_named, static = self.without_static(args, kwargs)
         arguments = self.options.split_arguments(dynamic_args, dynamic_named, self.path_of)
         static_positions = inputs.ArgumentPositions([], static)
 
@@ -504,10 +280,6 @@ class Jit(PickledByName, Wrapper):
 
     def _maker(self) -> Callable[[Any], Jit]:
         return functools.partial(_compiled, self.options, self._wrapping_key)
-
-
-# Against threads that write all the time without waiting, or a callback that writes at every run.
-_MOST_LOST_RUNS = 100
 
 
 def _compiled(options: JitOptions, wrapping: Hashable, function: Any) -> Jit:

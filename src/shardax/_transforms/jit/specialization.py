@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """What one structure of arguments compiles to.
 
-A ``Specialization`` has a *pure function*, whose arguments are flat lists: the values of the
-Variables that are kept, of those that are donated, and the plain arguments. It binds the values to
-private copies of the objects, calls the user's function on these, and returns ``LiftedOutputs``.
+A ``Specialization`` has a *pure function* of two lists, ``kept`` and ``donated``. Together they are
+its *inputs*: the value of each Variable of the objects, then each array of the arguments. The pure
+function binds the values to private copies of the objects, calls the user's function on these, and
+returns ``LiftedOutputs``.
 
-There are three steps, and only the slow way of a call takes the first two.
+There are three steps, and only the slow way of a call (``jit.slow_call``) takes the first two.
 
 1. *Trace* (``trace``): JAX traces the pure function, for the call that a ``Tracing`` describes.
 2. *Find the program* (``find_program``): one that other functions with an equal jaxpr share
    (``jit.programs``), or, where that cannot be, the ``jax.jit`` of the pure function itself.
-3. *Run* (``run``): calls the program that is known for plain arguments of these shapes. It never
-   traces: for another signature it raises ``NeedsSlowCall``.
+3. *Run* (``run``): calls the program that is known for arrays of these shapes. It never traces: for
+   other types it raises ``NeedsSlowCall``.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ import contextlib
 import functools
 import inspect
 import itertools
+import threading
 import weakref
-from collections.abc import Callable, Container, Hashable, Iterable, Mapping, Sequence
-from types import MappingProxyType
-from typing import Any
+from collections.abc import Callable, Container, Generator, Hashable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 
@@ -36,9 +37,10 @@ from shardax._core.object import Object
 from shardax._core.variable import Variable
 from shardax._transforms.errors import changed_capture, describe_variable
 from shardax._transforms.explain import retraces
+from shardax._transforms.explain.error_context import explain_inputs
 from shardax._transforms.explain.tracer_errors import TRACER_ERRORS, add_advice
-from shardax._transforms.jit.layouts import Layouts, spread_prefix
-from shardax._transforms.jit.options import JitOptions
+from shardax._transforms.jit.cache import StructureKey
+from shardax._transforms.jit.options import JitOptions, Layouts, spread_prefix
 from shardax._transforms.jit.programs import (
     FlatInputs,
     NeedsSlowCall,
@@ -49,7 +51,6 @@ from shardax._transforms.jit.programs import (
     forget_program,
     shared_program,
 )
-from shardax._transforms.jit.tracing import Tracing, current_tracing, tracing_for
 from shardax._transforms.lift import arguments as inputs
 from shardax._transforms.lift import engine
 from shardax._transforms.lift.captures import Functions, StandIns
@@ -64,15 +65,49 @@ from shardax._transforms.lift.effects import (
 from shardax._transforms.lift.frames import UNNAMED, CompiledFrame
 from shardax._transforms.lift.input_graph import InputGraph, bind
 
-
-def _shapes_of(tree: PyTree) -> Hashable:
-    """Returns the structure of a tree and the shapes of its arrays."""
-    arrays, treedef = jax.tree.flatten(tree)
-    return treedef, tuple([getattr(array, "shape", ()) for array in arrays])
-
-
 # Counts uses of all specializations.
 _uses = itertools.count(1)
+
+
+class Tracing(NamedTuple):
+    """The call that a trace is for.
+
+    JAX calls the pure function of a ``Specialization`` with tracers and nothing else. What it has
+    to know besides, such as which objects the tracers are the values of, is the ``Tracing`` of the
+    thread. Only the slow way of a call sets one. So a program that JAX would have to trace, in the
+    fast way, finds none, and says so.
+    """
+
+    specialization: Specialization
+    graph: InputGraph
+
+    used_by_earlier_traces: Sequence[Object] = ()
+    """Objects in no certain way (``lift.captures``) that an earlier trace for this call used."""
+
+    is_inside: bool = False
+    """Whether the call is made inside of another trace."""
+
+    moves_variables: bool = True
+    """Whether Variables may be moved for the trace, and it made once more."""
+
+
+class _CurrentTracing(threading.local):
+    tracing: Tracing | None = None
+
+
+# What this thread traces. JAX calls the pure function, so it cannot be an argument.
+_current = _CurrentTracing()
+
+
+@contextlib.contextmanager
+def tracing_for(tracing: Tracing) -> Generator[None]:
+    """Lets JAX trace the pure function of a specialization within a block."""
+    outer = _current.tracing
+    _current.tracing = tracing
+    try:
+        yield
+    finally:
+        _current.tracing = outer
 
 
 class Specialization:
@@ -80,14 +115,11 @@ class Specialization:
 
     Attributes:
         key: What it is found by.
-        base_key: The same without objects that a trace met in no certain way.
         names: The path of each root of the graph.
         leaf_paths: The path of each Variable.
-        templates: How each positional argument is put together; ``named``, each by name.
+        array_names: What messages call each array of the arguments.
         graphdef: The structure of the objects.
-        graphdef_after: The same, with what the last trace wrote into settings objects.
-        donated_leaves: Positions of the Variables that are donated.
-        donated_plain: Positions of the plain arguments that are donated.
+        donated: Positions of the inputs that are donated.
         layouts: Where arrays belong, by declared shardings.
         uncertain_descriptions: What the last trace met in no certain way (``lift.captures``), as
             texts for a message.
@@ -102,47 +134,36 @@ class Specialization:
         self,
         function: Callable[..., PyTree],
         options: JitOptions,
-        key: tuple[Hashable, ...],
+        key: StructureKey,
         graph: InputGraph,
         arguments: inputs.SplitArguments,
         positions: inputs.ArgumentPositions,
         names: Sequence[Path],
-        rebound_places: Container[Hashable] = (),
+        uncertain_inputs: Sequence[Object],
+        rebound_places: Container[Hashable],
     ) -> None:
         self.function = function
         self.options = options
         self.key = key
-        self.base_key = key
         self.names = names
         self.positions = positions
         self.rebound_places = rebound_places
-        self.templates = arguments.templates
-        self.named = arguments.named
-        self.root_count = len(arguments.roots)
         self.graphdef = graph.flat.graphdef
-        self.graphdef_after = self.graphdef
         self.leaf_paths = graph.flat.leaf_paths
+        self.variable_count = len(self.leaf_paths)
+        self.array_names = arguments.plain_names(positions.labels)
 
-        self.donated_leaves = self._find_donated(graph, arguments)
-        self.donated_plain = frozenset(
-            index
-            for index, (position, label) in enumerate(positions.positional)
-            if options.donates(position, label)
-            and not isinstance(arguments.templates[index], inputs.RootTemplate)
-        )
+        self.donated = self._find_donated(graph, arguments)
+        self.donated_variables = frozenset(i for i in self.donated if i < self.variable_count)
         self.layouts = Layouts(options, graph, arguments, positions)
 
         self.uncertain_descriptions: list[str] = []
-        self.uncertain_inputs: Sequence[Object] = ()
-        self.signatures: list[PyTree] = []
+        self.uncertain_inputs = uncertain_inputs
+        self.signatures: list[list[PyTree]] = []
         self.writes = False
         self.changes_structure = False
         self.used = next(_uses)
 
-        # Whether plain arguments are passed in groups: kept and donated, by position and by name.
-        self._is_grouped = bool(
-            arguments.named or self.donated_plain or options.in_shardings is not None
-        )
         self._pure_function = self._named_pure()
         self._tracer: Any = None
         self._own: Any = None
@@ -150,115 +171,112 @@ class Specialization:
         self._own_tree: Hashable = None
         # Whether a trace has looked where a ``shard_map`` wants Variables.
         self._knows_shard_map = False
-        # What runs, by the shapes of the plain arguments.
+        # What runs, by the shapes of the arrays in the arguments.
         self._programs: dict[Hashable, SharedCall | OwnCall] = {}
         # The ``call`` of the only one of these, so that most steady calls look for no shapes.
         self._only_call: Callable[..., tuple[Any, ...]] | None = None
 
     @property
-    def donates(self) -> bool:
-        """Whether the program may use up arrays that it is given."""
-        return bool(self.donated_leaves or self.donated_plain or self.options.donate_argnames)
+    def input_names(self) -> list[str]:
+        """What messages call each input of the pure function."""
+        of_variables = [format_path(path).removeprefix(".") for path in self.leaf_paths]
+        return of_variables + self.array_names
+
+    @property
+    def base_key(self) -> StructureKey:
+        """The same key for all calls of this structure, whatever their traces met."""
+        return self.key._replace(call=None)
+
+    @property
+    def is_uncertain(self) -> bool:
+        """Whether calls are traced every time, since objects were met in no certain way."""
+        return bool(self.uncertain_descriptions or self.uncertain_inputs)
 
     @property
     def lock(self) -> contextlib.AbstractContextManager[Any]:
         """The lock that a steady call holds from reading values to storing the new ones."""
-        if self.donates:
+        if self.donated:
             return threads.both_locks
         return threads.call_lock if self.writes else threads.no_lock
 
-    def lock_of_slow_call(self, is_inside: bool) -> contextlib.AbstractContextManager[Any]:
-        """Returns the lock that a slow call holds, to read values and from there to storing."""
-        # Inside of a transform copies belong to one thread.
-        if is_inside:
-            return threads.no_lock
-        return threads.both_locks if self.donates else threads.call_lock
+    @property
+    def first_lock(self) -> contextlib.AbstractContextManager[Any]:
+        """The lock of a call that may be the first: nothing says yet whether it writes."""
+        return threads.both_locks if self.donated else threads.call_lock
+
+    def accept_settings(self, graph: InputGraph) -> None:
+        """Takes the settings objects to be as the last trace left them."""
+        self.graphdef = graph.flat.graphdef
 
     # --- inputs -----------------------------------------------------------------------------------
 
-    def partition(self, leaves: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """Returns (kept, donated) of Variables, or of anything else with an item for each."""
-        if not self.donated_leaves:
-            return list(leaves), []
-        kept = [leaf for i, leaf in enumerate(leaves) if i not in self.donated_leaves]
-        donated = [leaf for i, leaf in enumerate(leaves) if i in self.donated_leaves]
+    def partition(self, items: Sequence[Any], first: int = 0) -> tuple[list[Any], list[Any]]:
+        """Returns (kept, donated) of items that stand for inputs, from a position on."""
+        if not self.donated:
+            return list(items), []
+        kept = [item for i, item in enumerate(items, first) if i not in self.donated]
+        donated = [item for i, item in enumerate(items, first) if i in self.donated]
         return kept, donated
 
-    def join(self, kept: Iterable[Any], donated: Iterable[Any]) -> list[Any]:
-        """Returns the items in the order of the graph: the inverse of ``partition``."""
+    def join(self, kept: Sequence[Any], donated: Sequence[Any]) -> list[Any]:
+        """Returns the items in the order of the inputs: the inverse of ``partition``."""
         remaining_kept, remaining_donated = iter(kept), iter(donated)
         return [
-            next(remaining_donated if i in self.donated_leaves else remaining_kept)
-            for i in range(len(self.graphdef.leaves))
+            next(remaining_donated if i in self.donated else remaining_kept)
+            for i in range(len(kept) + len(donated))
         ]
 
     def read_inputs(self, graph: InputGraph, arguments: inputs.SplitArguments) -> FlatInputs:
         """Returns the inputs of the pure function, with the values that Variables have now."""
-        values = graph.values(refs=True, donated=self.donated_leaves)
-        return self.pack(values, arguments)
-
-    def pack(self, values: Sequence[Leaf], arguments: inputs.SplitArguments) -> FlatInputs:
-        """Returns the inputs of the pure function."""
-        plain = self._group_plain(list(arguments.plain), arguments.plain_named)
-        return (*self.partition(values), *plain)
-
-    def _group_plain(self, plain: list[Leaf], named: Mapping[str, PyTree]) -> tuple[Any, ...]:
-        """Returns the plain arguments as the pure function takes them."""
-        if not self._is_grouped:
-            return (plain,)
-
-        donates = self.options.donates_name
-        kept_named = {name: value for name, value in named.items() if not donates(name)}
-        donated_named = {name: value for name, value in named.items() if donates(name)}
-        return *self._split_plain(plain), kept_named, donated_named
-
-    def _split_plain(self, plain: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """Returns (kept, donated) of the plain positional arguments, None in other places."""
-        kept = [None if i in self.donated_plain else item for i, item in enumerate(plain)]
-        donated = [item if i in self.donated_plain else None for i, item in enumerate(plain)]
-        return kept, donated
+        values = graph.values(refs=True, donated=self.donated_variables)
+        return self.partition([*values, *arguments.plain_leaves()[0]])
 
     def _find_donated(self, graph: InputGraph, arguments: inputs.SplitArguments) -> frozenset[int]:
-        """Returns the positions of the Variables in donated arguments."""
-        positional = zip(self.positions.positional, self.templates, strict=True)
-        donated = [
-            template
-            for (position, label), template in positional
-            if self.options.donates(position, label)
-        ]
-        donated += [template for name, template in self.named if self.options.donates_name(name)]
-
+        """Returns the positions, among the inputs, of Variables and arrays that are donated."""
+        donated: set[int] = set()
         donated_ids: set[int] = set()
-        for template in donated:
+        positions: list[int | None] = [position for position, _ in self.positions.positional]
+        positions += [None] * len(arguments.named)
+
+        end = self.variable_count
+        parts = arguments.parts(self.positions.labels)
+        for position, (name, template, plain) in zip(positions, parts, strict=True):
+            start, end = end, end + len(jax.tree.leaves(plain))
+            if not self.options.donates(position, name):
+                continue
+
+            donated.update(range(start, end))
             for root, _ in inputs.root_places("", template):
                 flat = InputGraph([arguments.roots[root]]).flat
                 donated_ids.update(map(id, flat.leaves))
 
-        return frozenset(i for i, leaf in enumerate(graph.flat.leaves) if id(leaf) in donated_ids)
+        leaves = enumerate(graph.flat.leaves)
+        return frozenset(donated.union(i for i, leaf in leaves if id(leaf) in donated_ids))
 
     # --- running ----------------------------------------------------------------------------------
 
-    def run(
-        self,
-        kept: list[Leaf],
-        donated: list[Leaf],
-        plain: list[Leaf],
-        named: Mapping[str, PyTree] = MappingProxyType({}),
-    ) -> tuple[Any, ...]:
+    def run(self, kept: list[Leaf], donated: list[Leaf]) -> tuple[Any, ...]:
         """Returns what the program returns: the result, written and new values, and effects.
 
         Raises:
-            NeedsSlowCall: If no program is known for arguments of these shapes or types.
+            NeedsSlowCall: If no program is known for inputs of these shapes or types.
         """
         self.used = next(_uses)
-        groups = self._group_plain(plain, named) if self._is_grouped else (plain,)
         call = self._only_call
         if call is None:
-            program = self._programs.get(_shapes_of(groups))
+            program = self._programs.get(self._shapes_of((kept, donated)))
             if program is None:
                 raise NeedsSlowCall
             call = program.call
-        return call(kept, donated, *groups)
+        return call(kept, donated)
+
+    def _shapes_of(self, flat_inputs: FlatInputs) -> Hashable:
+        """Returns the shapes of the arrays in the arguments."""
+        kept, donated = flat_inputs
+        donated_count = len(self.donated_variables)
+        kept_count = self.variable_count - donated_count
+        arrays = (*kept[kept_count:], *donated[donated_count:])
+        return tuple([getattr(array, "shape", ()) for array in arrays])
 
     def run_program(self, program: SharedCall | OwnCall, flat_inputs: FlatInputs) -> LiftedOutputs:
         """Returns what a program returns for inputs that it was found for."""
@@ -278,26 +296,25 @@ class Specialization:
         """
         self.used = next(_uses)
 
-        # Within other traces a program is part of theirs, and may be differentiated. The trace of
-        # the pure function is made by the call.
-        if tracing.is_inside:
-            return OwnCall(self.own(flat_inputs))
-
-        shapes = _shapes_of(flat_inputs[2:])
+        shapes = self._shapes_of(flat_inputs)
         known = self._programs.get(shapes)
-        if isinstance(known, SharedCall) and known.accepts(flat_inputs):
-            return known
+        shared = None if tracing.is_inside else known
+        if isinstance(shared, SharedCall) and shared.accepts(flat_inputs):
+            return shared
 
-        program = self._trace_and_share(flat_inputs, tracing)
-        if isinstance(known, OwnCall) or (
-            isinstance(known, SharedCall)
-            and isinstance(program, SharedCall)
-            and known.program is not program.program
-        ):
-            # The shapes do not tell dtypes, Variables of other types and settings of JAX apart. The
-            # function's own ``jax.jit`` does, from now on.
+        # Within other traces a program is part of theirs, and may be differentiated.
+        if tracing.is_inside or isinstance(known, OwnCall):
+            own = self.own(flat_inputs)
+            self.trace(own, flat_inputs)
+            return OwnCall(own)
+
+        program = self._trace_and_share(flat_inputs)
+        if program is None or (known is not None and known.program is not program.program):
+            # It cannot be shared. Or the shapes do not tell it apart from another one, since only
+            # dtypes, Variables of other types or settings of JAX differ: the function's own
+            # ``jax.jit`` does, from now on.
             program = OwnCall(self.own(flat_inputs))
-        elif isinstance(program, SharedCall) and isinstance(self.function, Functions):
+        elif isinstance(self.function, Functions):
             # JAX keeps a trace as long as the function that was traced. The jaxpr of a transform
             # may refer to what keeps its program (a ``custom_vjp``): neither would be freed.
             self._jit_for_traces().clear_cache()
@@ -306,15 +323,15 @@ class Specialization:
         self._only_call = program.call if len(self._programs) == 1 else None
         return program
 
-    def _trace_and_share(self, flat_inputs: FlatInputs, tracing: Tracing) -> SharedCall | OwnCall:
-        """Returns the program of a new trace: one that is shared, or else the function's own."""
-        traced = self.trace(self._jit_for_traces(), flat_inputs, tracing)
+    def _trace_and_share(self, flat_inputs: FlatInputs) -> SharedCall | None:
+        """Returns the shared program of a new trace; None if it cannot be shared."""
+        traced = self.trace(self._jit_for_traces(), flat_inputs)
         outputs = traced.out_info
         effects = outputs[3]
 
         # The effects of a ``jax.Ref`` belong to one trace.
         if any(map(is_ref, (*jax.tree.leaves(flat_inputs), *traced.jaxpr.consts))):
-            return OwnCall(self.own(flat_inputs))
+            return None
 
         options = self._options_of_shared(effects, outputs)
         program = shared_program(
@@ -323,14 +340,13 @@ class Specialization:
             jax.tree.structure(flat_inputs),
             jax.tree.structure(outputs[:3]),
             options,
-            _key_of_options(options),
         )
         constants = constants_of(traced.jaxpr, flat_inputs)
         if program is None or constants is None:
-            return OwnCall(self.own(flat_inputs))
+            return None
         # Settings of JAX may be such that it keeps no trace (``jax_check_tracer_leaks``).
         if program.context is not current_context():
-            return OwnCall(self.own(flat_inputs))
+            return None
         return SharedCall(program, constants, effects, flat_inputs)
 
     def _options_of_shared(self, effects: Effects, outputs: tuple[PyTree, ...]) -> dict[str, Any]:
@@ -372,12 +388,11 @@ class Specialization:
         }
         if self.options.compiler_options is not None:
             options["compiler_options"] = self.options.compiler_options
-        if self.donates:
-            options["donate_argnums"] = (1, 3, 5) if self._is_grouped else (1,)
+        if self.donated:
+            options["donate_argnums"] = (1,)
         if self.options.in_shardings is not None:
-            of_variables = self.partition(self.layouts.of_variables)
-            of_plain = self._split_plain(self.layouts.of_plain)
-            options["in_shardings"] = (*of_variables, *of_plain, None, None)
+            of_inputs = [*self.layouts.of_variables, *self.layouts.of_arrays]
+            options["in_shardings"] = self.partition(of_inputs)
         return options
 
     def clear_cache(self) -> None:
@@ -393,7 +408,7 @@ class Specialization:
 
     # --- tracing ----------------------------------------------------------------------------------
 
-    def trace(self, jitted: Any, flat_inputs: FlatInputs, tracing: Tracing) -> Any:
+    def trace(self, jitted: Any, flat_inputs: FlatInputs) -> Any:
         """Returns the ``Traced`` of JAX, of a ``jax.jit`` of the pure function.
 
         Raises:
@@ -402,8 +417,11 @@ class Specialization:
         # An exception that passes through a trace of JAX 0.10 to 0.12 leaves its constants in
         # memory for good. So a trace that lacks an input ends well, and raises here. It may have
         # been made by another thread: JAX lets one trace, and gives both the outcome.
-        with tracing_for(tracing._replace(ends_well=True)):
+        try:
             traced = jitted.trace(*flat_inputs)
+        except (TypeError, ValueError) as error:
+            explain_inputs(error, self, flat_inputs)
+            raise
 
         effects: Effects = traced.out_info[3]
         if effects.missing is not None:
@@ -430,34 +448,25 @@ class Specialization:
         pure.__dict__["__wrapped__"] = named
         return pure
 
-    def _pure(
-        self,
-        kept: list[Leaf],
-        donated: list[Leaf],
-        plain: list[Leaf],
-        donated_plain: Sequence[Leaf] = (),
-        named: Mapping[str, PyTree] = MappingProxyType({}),
-        donated_named: Mapping[str, PyTree] = MappingProxyType({}),
-    ) -> tuple[Any, ...]:
+    def _pure(self, kept: list[Leaf], donated: list[Leaf]) -> tuple[Any, ...]:
         """Returns ``LiftedOutputs`` of the user's function, on private copies of the objects."""
-        tracing = current_tracing()
+        tracing = _current.tracing
         if tracing is None or tracing.specialization is not self:
             # JAX began a trace that no slow call of this specialization asked for: a fast call has
             # inputs that JAX does not know. The slow way makes it.
             raise NeedsSlowCall
 
         graph = tracing.graph
-        values = self.join(kept, donated)
-        for position in self.donated_plain:
-            plain[position] = donated_plain[position]
-        all_named = {**named, **donated_named}
-        self._note_signature(values, plain, all_named)
+        flat = self.join(kept, donated)
+        self._note_signature(flat)
+        values = flat[: self.variable_count]
+        plain, named = self.key.arrays.unflatten(flat[self.variable_count :])
 
         with CompiledFrame("jit") as frame:
             # Run the user's function on the copies.
             originals = graph.objects()
             roots, copies = bind(frame, self.graphdef, values, originals, graph.leaves)
-            result = self._call_user(originals, copies, roots, plain, all_named)
+            result = self._call_user(originals, copies, roots, plain, named)
             frame.take_in()
             self.uncertain_descriptions = [
                 self._describe_met(variable, copies) for variable in frame.met
@@ -479,12 +488,13 @@ class Specialization:
                 effects.missing = MissingInputs(
                     objects=list(map(weakref.ref, used)), read=list(map(weakref.ref, captured))
                 )
-                if not tracing.ends_well:
-                    raise engine.RetraceRequest(used, read=captured)
 
             # Find where arrays belong.
             if tracing.moves_variables and frame.parent is None and not self._knows_shard_map:
-                self._note_shard_map(frame, copies, graph.leaves, effects.written)
+                self._knows_shard_map = True
+                wanted = [frame.wanted.get(id(copies[index])) for index in self.graphdef.leaves]
+                if self.layouts.take_wanted(wanted, graph.leaves, effects.written):
+                    raise engine.RetraceRequest
             if self.options.declares_shardings:
                 if self._own_tree not in (None, effects.tree_key):
                     raise engine.RetraceRequest(drops_program=True)
@@ -496,11 +506,9 @@ class Specialization:
         self.changes_structure = self.changes_structure or bool(effects.updates)
         return tuple(outputs)
 
-    def _note_signature(
-        self, values: Sequence[Leaf], plain: Sequence[Leaf], named: Mapping[str, PyTree]
-    ) -> None:
+    def _note_signature(self, flat: Sequence[Leaf]) -> None:
         """Notes the types of a trace's inputs, and reports that it is not the first."""
-        signature = jax.tree.map(jax.typeof, (values, plain, named))
+        signature = [jax.tree.map(jax.typeof, value) for value in flat]
         if self.signatures and retraces.listeners.get():
             retraces.report_trace(self, self.signatures, signature)
         self.signatures.append(signature)
@@ -514,7 +522,7 @@ class Specialization:
         named: Mapping[str, PyTree],
     ) -> PyTree:
         """Returns the result of the user's function, which finds copies where it looks."""
-        args, kwargs = inputs.join_arguments(self, plain, named, roots[: self.root_count])
+        args, kwargs = inputs.join_arguments(self.key, plain, named, roots[: self.key.root_count])
         args, kwargs = self.positions.insert_static(args, kwargs)
         stand_ins = StandIns(zip(originals, copies, strict=True), self.rebound_places)
 
@@ -560,34 +568,11 @@ class Specialization:
                 return f"{a_kind_of(variable)} at {format_path(path)}"
         return describe_variable(variable)
 
-    def _note_shard_map(
-        self,
-        frame: CompiledFrame,
-        copies: Sequence[Object],
-        leaves: Sequence[Variable],
-        written: Sequence[int],
-    ) -> None:
-        """Notes where a ``shard_map`` wants Variables; asks for another trace once they are there.
-
-        Only those that are read alone and have no declared sharding.
-        """
-        self.layouts.of_shard_map = {}
-        for position, index in enumerate(self.graphdef.leaves):
-            sharding = frame.wanted.get(id(copies[index]))
-            is_free = position not in written and self.layouts.of_variables[position] is None
-            if sharding is not None and is_free:
-                self.layouts.of_shard_map[position] = sharding
-
-        self._knows_shard_map = True
-        for position in self.layouts.of_shard_map:
-            if self.layouts.is_off(position, leaves[position]):
-                raise engine.RetraceRequest
-
     def _find_emitted(self, result: PyTree, copies: Sequence[Object]) -> frozenset[int]:
         """Returns the positions of Variables that are outputs even if they are unchanged."""
         # The donated ones, and those in the result when its shardings are declared.
         if self.options.out_shardings is None:
-            return self.donated_leaves
+            return self.donated_variables
 
         returned_ids: set[int] = set()
         for leaf in jax.tree.leaves(result, is_leaf=is_object):
@@ -599,10 +584,4 @@ class Specialization:
             for position, index in enumerate(self.graphdef.leaves)
             if id(copies[index]) in returned_ids
         )
-        return self.donated_leaves.union(returned)
-
-
-def _key_of_options(options: Mapping[str, Any]) -> Hashable:
-    """Returns what options of ``jax.jit`` compare by."""
-    leaves, treedef = jax.tree.flatten(dict(options), is_leaf=lambda entry: entry is None)
-    return (treedef, *((type(leaf), leaf) for leaf in leaves))
+        return self.donated_variables.union(returned)

@@ -10,7 +10,7 @@ that it was compiled for, and writes state back.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, cast
 
 import jax
 from jax.sharding import Mesh
@@ -19,15 +19,15 @@ from shardax._core.graph.definitions import GraphDef, Ref, VariableDef, definiti
 from shardax._core.graph.flatten import flatten
 from shardax._core.graph.paths import Path, PyTree, plain_path
 from shardax._core.state.state import Origin, State
+from shardax._transforms import errors
 from shardax._transforms.errors import TransformError
-from shardax._transforms.explain.error_context import explain_places, explain_values, in_user_terms
-from shardax._transforms.explain.retraces import static_leaf_differences, structure_differences
+from shardax._transforms.explain.error_context import explain_values, in_user_terms, name_inputs
+from shardax._transforms.explain.retraces import call_differences
 from shardax._transforms.jit.calls import CachedCall
 from shardax._transforms.jit.jit import Jit
-from shardax._transforms.jit.options import check_compiler_options
-from shardax._transforms.jit.settings import note_settings
-from shardax._transforms.jit.specialization import Specialization
-from shardax._transforms.jit.tracing import Tracing, tracing_for
+from shardax._transforms.jit.options import JitOptions, check_compiler_options
+from shardax._transforms.jit.slow_call import input_graph, note_settings, prepare, provide
+from shardax._transforms.jit.specialization import Specialization, Tracing, tracing_for
 from shardax._transforms.lift import arguments as inputs
 from shardax._transforms.lift import engine
 from shardax._transforms.lift.effects import Effects, LiftedOutputs, apply_effects, check_no_leak
@@ -41,19 +41,20 @@ _INPUTS = "flat"
 def trace_jit(jit: Jit, args: Sequence[object], kwargs: Mapping[str, object]) -> Traced:
     """Traces a ``Jit`` for some arguments; lazy values stay lazy."""
     while True:
-        specialization, graph, arguments = jit.prepare(args, kwargs)
-        flat_inputs = specialization.pack(abstract(graph.leaves), arguments)
+        specialization, graph, arguments = prepare(jit, args, kwargs)
+        arrays = arguments.plain_leaves()[0]
+        flat_inputs = specialization.partition([*abstract(graph.leaves), *arrays])
         tracing = Tracing(specialization, graph, moves_variables=False)
 
         try:
             with tracing_for(tracing):
                 jitted = specialization.own(flat_inputs)
-            traced = specialization.trace(jitted, flat_inputs, tracing)
+                traced = specialization.trace(jitted, flat_inputs)
         except engine.RetraceRequest as request:
-            jit.provide(request, specialization)
+            provide(jit, request, specialization)
             continue
         except Exception as error:
-            explain_places(error, specialization)
+            name_inputs(error, specialization)
             raise
 
         note_settings(jit, CachedCall(specialization, graph), graph, args, kwargs)
@@ -195,19 +196,15 @@ class _Stage:
         specialization = self._source.specialization
         if len(tree) == 2 and isinstance(tree[1], dict):
             tree = tree[0]
-        undonated, donated, plain = iter(tree[0]), iter(tree[1]), list(tree[2])
-        named: dict[str, PyTree] = {}
-        if len(tree) > 3:
-            for position in specialization.donated_plain:
-                plain[position] = tree[3][position]
-            named = {**tree[4], **tree[5]}
-        values = specialization.join(undonated, donated)
+        flat = specialization.join(*tree)
+        values = flat[: specialization.variable_count]
+        plain, named = specialization.key.arrays.unflatten(flat[specialization.variable_count :])
         states = [
             State.from_flat({path: values[i] for path, i in indices.items()}, origins)
             for indices, origins in self._source.states
         ]
         args, kwargs = inputs.join_arguments(
-            specialization, plain, named, states, with_static=False
+            specialization.key, plain, named, states, with_static=False
         )
         return tuple(args), kwargs
 
@@ -294,16 +291,16 @@ class Compiled(_Stage):
         positional, by_name = self._with_owner(args, kwargs)
         arguments = specialization.options.split_arguments(positional, by_name, jit.path_of)
         labels = [label for _, label in jit.positional(len(positional))]
-        graph, names = jit.input_graph(arguments, labels)
-        self._check(arguments, graph, names, specialization.positions.labels)
+        # To type checkers it may be bound, since a ``Jit`` is a descriptor.
+        graph, names = input_graph(cast("Jit", jit), arguments, labels)
+        self._check(arguments, graph, names)
+        specialization.layouts.place(dict(enumerate(graph.leaves)), self._source.mesh)
+        flat_inputs = specialization.read_inputs(graph, arguments)
         try:
-            specialization.layouts.place(dict(enumerate(graph.leaves)), self._source.mesh)
-            full = specialization.pack(graph.values(refs=True), arguments)
-            outputs = LiftedOutputs(*self._stage(*full))
-        except Exception as error:
+            outputs = LiftedOutputs(*self._stage(*flat_inputs))
+        except (TypeError, ValueError) as error:
+            # JAX refuses inputs of other types than it compiled for.
             explain_values(error, CachedCall(specialization, graph))
-            if "flat[" not in str(error):
-                raise
             raise TransformError(in_user_terms(str(error), specialization)) from error
         check_no_leak(graph, outputs)
         return apply_effects(graph, outputs)
@@ -314,49 +311,29 @@ class Compiled(_Stage):
         """Returns the arguments of the function, the object of a bound method among them."""
         jit, owner = self._source.jit, self._source.owner
         given = jit.resolve(args, kwargs)
-        if owner is None or len(given[0]) == len(self._source.specialization.templates):
+        if owner is None or len(given[0]) == len(self._source.specialization.key.templates):
             return given
         return jit.resolve((owner, *args), kwargs)
 
     def _check(
-        self,
-        arguments: inputs.SplitArguments,
-        graph: InputGraph,
-        names: Sequence[Path],
-        labels: Sequence[str],
+        self, arguments: inputs.SplitArguments, graph: InputGraph, names: Sequence[Path]
     ) -> None:
-        lines = self._differences(arguments, graph, names, labels)
-        if not lines:
-            return
-        raise TransformError(
-            f"This Compiled of {self._source.jit!r} was called with arguments of another structure "
-            f"than it was compiled for (compiled -> given):\n"
-            + "\n".join(f"  {line}" for line in lines)
-            + "\nStatic arguments are not passed to a Compiled. To accept any structure, call the "
-            "jitted function instead; it compiles again when needed."
+        """Raises TransformError if arguments are of another structure than what was compiled."""
+        jit, compiled = self._source.jit, self._source.specialization
+        # What is not passed to a ``Compiled`` counts as it was.
+        key = compiled.key._replace(
+            graphdef=graph.flat.graphdef,
+            root_count=len(arguments.roots),
+            templates=arguments.templates,
+            named=arguments.named,
+            arrays=arguments.plain_leaves()[1],
         )
+        if key == compiled.key._replace(graphdef=compiled.graphdef):
+            return
 
-    def _differences(
-        self,
-        arguments: inputs.SplitArguments,
-        graph: InputGraph,
-        names: Sequence[Path],
-        labels: Sequence[str],
-    ) -> list[str]:
-        """Returns differences in structure from the compiled arguments."""
-        specialization, graphdef = self._source.specialization, graph.flat.graphdef
-        expected = specialization.graphdef_after
-        differences = structure_differences(expected, graphdef, specialization.names, names)
-        templates = (arguments.templates, arguments.named)
-        if not differences and templates == (specialization.templates, specialization.named):
-            return []
-        differences += static_leaf_differences(specialization, arguments, labels)
-        counts = [(len(item.templates), len(item.named)) for item in (arguments, specialization)]
-        if counts[0] != counts[1]:
-            expected = ", ".join(labels) or "no positional arguments"
-            differences.insert(
-                0,
-                f"{counts[0][0]} positional arguments given, compiled for {counts[1][0]} "
-                f"({expected})",
-            )
-        return differences or ["the arguments have other containers"]
+        labels = jit.positional(len(arguments.templates))
+        positions = compiled.positions._replace(positional=labels)
+        given = Specialization(
+            jit.function, JitOptions(), key, graph, arguments, positions, names, (), ()
+        )
+        raise errors.other_structure(jit, call_differences(compiled, given))

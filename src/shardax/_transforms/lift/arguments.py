@@ -33,7 +33,7 @@ from jax.tree_util import PyTreeDef
 
 from shardax._core.graph.flatten import flatten, has_objects, is_object
 from shardax._core.graph.handlers import PLAIN, handler_of, has_parts
-from shardax._core.graph.paths import Leaf, Path, PyTree, plain_path
+from shardax._core.graph.paths import Leaf, Path, PyTree, format_path, plain_path
 from shardax._core.graph.settings import IncomparableError, settings_static
 from shardax._core.graph.static import Static
 from shardax._core.object import Object, Wrapper
@@ -397,6 +397,17 @@ class SplitArguments:
     def plain_leaves(self) -> tuple[list[Leaf], PyTreeDef]:
         """Returns the leaves of all plain parts, and their structure."""
         return jax.tree.flatten((list(self.plain), self.plain_named))
+
+    def plain_names(self, labels: Iterable[str]) -> list[str]:
+        """Returns what messages call each leaf of ``plain_leaves``, such as ``batch['x'][0]``."""
+        names: list[str] = []
+        for label, template, plain in self.parts(labels):
+            if isinstance(template, TreeTemplate):
+                names += [label + format_path(path) for path in plain_paths(template)]
+            else:
+                pairs = jax.tree_util.tree_leaves_with_path(plain)
+                names += [label + jax.tree_util.keystr(keys) for keys, _ in pairs]
+        return names
 
     def static_values(self) -> Iterator[Any]:
         """Yields every static leaf inside of the arguments."""

@@ -34,13 +34,14 @@ belongs to the trace, its *stand-in* (``StandIns``). This is how the two ways ar
 object that the trace meets as the original was reached in some other way. One walk finds the places
 and makes the copy.
 
-A place whose name is bound anew while the function is traced is not certain either: two functions
-may share the cell. Such a trace is dropped, and another one runs without a stand-in there.
+A place whose name is bound anew while the function is traced is not certain either: others read the
+same name. Such a trace is dropped, with what it stored, and another one runs without a stand-in
+there. A function that stores any global of a module has no stand-ins for the globals of that
+module.
 """
 
 from __future__ import annotations
 
-import dis
 import functools
 import types
 import weakref
@@ -208,7 +209,7 @@ class StandIns:
     Args:
         pairs: Originals and their stand-ins.
         uncertain: Keys of places that were bound anew in an earlier trace: there the function has
-            the cell itself.
+            the cell, or the globals, itself.
 
     Attributes:
         places: The places that were found to hold objects, or functions with such places.
@@ -224,6 +225,7 @@ class StandIns:
         # By ``id``; holding the functions keeps their ids from being used again.
         self._walked: dict[int, _WalkedFunction] = {}
         self._replaced_cells: list[_ReplacedCell] = []
+        self._replaced_globals: list[_GlobalsWithStandIns] = []
         self._uncertain_cells: list[types.CellType] = []
 
     def function(self, function: Any) -> Any:
@@ -243,7 +245,10 @@ class StandIns:
         """Undoes what the function stored; returns the keys of places that it bound anew."""
         for cell in self._uncertain_cells:
             self._restore(cell)
-        return [cell.key for cell in self._replaced_cells if cell.is_bound_anew]
+        keys = [cell.key for cell in self._replaced_cells if cell.is_bound_anew]
+        for scope in self._replaced_globals:
+            keys += scope.bound_anew
+        return keys
 
     def _restore(self, cell: types.CellType) -> None:
         """Replaces a stand-in, which the function stored into its own cell, by the original."""
@@ -355,14 +360,24 @@ class StandIns:
     def _globals(self, function: types.FunctionType) -> dict[str, Any]:
         """Returns globals with stand-ins; those of the function if they hold no object."""
         scope = function.__globals__
+        # A module of this package holds no object of the user's.
+        if _is_ours(function):
+            return scope
+
         stand_ins: dict[str, tuple[object, object]] = {}
-        for name in _global_names(function):
+        for name in _names_in(function.__code__):
+            if name not in scope or (id(scope), name) in self._uncertain:
+                continue
             value = scope[name]
             stand_in = self._at_place(name, scope, functools.partial(scope.get, name))
             if stand_in is not value:
                 stand_ins[name] = (value, stand_in)
 
-        return _GlobalsWithStandIns(scope, stand_ins) if stand_ins else scope
+        if not stand_ins:
+            return scope
+        copy = _GlobalsWithStandIns(scope, stand_ins)
+        self._replaced_globals.append(copy)
+        return copy
 
     def _at_place(
         self, name: str, holder: object, read: Callable[[], Any], in_our_cell: bool = False
@@ -453,25 +468,6 @@ def _keyword_default(function: types.FunctionType, name: str) -> object:
     return (function.__kwdefaults__ or {}).get(name)
 
 
-def _global_names(function: types.FunctionType) -> list[str]:
-    """Returns the globals that a function's code, or code inside of it, may name."""
-    scope = function.__globals__
-    # A module of this package holds no object of the user's. A function that stores globals needs
-    # the real ones, where others see them at once, so none of its globals is a place.
-    if _is_ours(function) or _stores_globals(function.__code__):
-        return []
-    return [name for name in _names_in(function.__code__) if name in scope]
-
-
-@functools.lru_cache(maxsize=1024)
-def _stores_globals(code: types.CodeType) -> bool:
-    """Returns whether code, or code inside of it, stores or deletes globals."""
-    if any(step.opname in ("STORE_GLOBAL", "DELETE_GLOBAL") for step in dis.get_instructions(code)):
-        return True
-    inner = (constant for constant in code.co_consts if type(constant) is types.CodeType)
-    return any(map(_stores_globals, inner))
-
-
 @functools.lru_cache(maxsize=1024)
 def _names_in(code: types.CodeType) -> tuple[str, ...]:
     """Returns the names of globals and attributes in code.
@@ -487,11 +483,12 @@ def _names_in(code: types.CodeType) -> tuple[str, ...]:
 
 
 class _GlobalsWithStandIns(dict):
-    """The globals of a traced function that stores none, with stand-ins for some names.
+    """The globals of a traced function, with stand-ins for some names.
 
     Python looks a global name up by ``__getitem__`` where a function's globals are of a subclass of
     ``dict``. Were a version of Python to look up in another way, the function would still find a
-    stand-in, in the copy that this dictionary is.
+    stand-in, in the copy that this dictionary is. The statement ``global x; x = ...`` stores into
+    the copy, in any version.
     """
 
     def __init__(
@@ -499,6 +496,7 @@ class _GlobalsWithStandIns(dict):
     ) -> None:
         super().__init__(scope)
         self.update({name: stand_in for name, (_, stand_in) in stand_ins.items()})
+        self._as_made = dict(self)
         self._scope = scope
         self._stand_ins = stand_ins
 
@@ -508,7 +506,12 @@ class _GlobalsWithStandIns(dict):
         original, stand_in = self._stand_ins.get(name, (None, None))
         return stand_in if original is value and original is not None else value
 
-    def __setitem__(self, name: str, value: object) -> None:
-        # Not by a statement of the function, but by ``globals()[name] = value``.
-        super().__setitem__(name, value)
-        self._scope[name] = value
+    @property
+    def bound_anew(self) -> list[Hashable]:
+        """The keys of all places in it, if the function stored or deleted a global."""
+        items = zip(self.items(), self._as_made.items(), strict=False)
+        is_as_made = len(self) == len(self._as_made) and all(
+            name == old_name and value is old_value
+            for (name, value), (old_name, old_value) in items
+        )
+        return [] if is_as_made else [(id(self._scope), name) for name in self._stand_ins]

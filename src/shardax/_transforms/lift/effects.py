@@ -18,11 +18,10 @@ from __future__ import annotations
 import dataclasses
 import enum
 import weakref
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Collection, Container, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 
 from shardax._core import _jax, frames, threads
 from shardax._core._jax import Tracer
@@ -41,7 +40,7 @@ from shardax._core.graph.paths import Leaf, PyTree, format_path
 from shardax._core.graph.settings import SettingsKey
 from shardax._core.graph.static import Static
 from shardax._core.object import Object, epoch
-from shardax._core.values import has_deleted
+from shardax._core.values import has_deleted, same_value
 from shardax._core.variable import ArrayAttribute, Variable
 from shardax._transforms import errors
 from shardax._transforms.lift.arguments import TreeTemplate, join_argument, split_tree
@@ -143,6 +142,18 @@ class LiftedOutputs(NamedTuple):
     """The value of each new Variable."""
 
     effects: Effects
+
+    def without_written(self, positions: Container[int]) -> LiftedOutputs:
+        """Returns, inside the transform, what leaves without some of the written Variables."""
+        pairs = zip(self.effects.written, self.written, strict=True)
+        remaining = [(position, value) for position, value in pairs if position not in positions]
+        self.effects.written = tuple(position for position, _ in remaining)
+        return self._replace(written=[value for _, value in remaining])
+
+    def with_written(self, more: Mapping[int, Leaf]) -> LiftedOutputs:
+        """Returns, outside the transform, what left with more written Variables, by position."""
+        self.effects.written = (*self.effects.written, *more)
+        return self._replace(written=[*self.written, *more.values()])
 
 
 # --- inside the transform ---------------------------------------------------------------------
@@ -408,18 +419,8 @@ def _was_written(variable: Variable, read: Leaf) -> bool:
     if variable._parent is None:
         return variable._value is not read
     # A view cuts its part out of the stack at every read, so only what it holds can be compared.
-    if has_deleted(read):
-        return False  # donated: the part was cut out for this call alone
-    return _bits(variable._value) != _bits(read)
-
-
-def _bits(value: PyTree) -> list[bytes]:
-    bits = []
-    for leaf in jax.tree.leaves(value):
-        is_key = jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-        array = jax.random.key_data(leaf) if is_key else leaf
-        bits.append(np.asarray(array).tobytes())
-    return bits
+    # One that was donated was cut out for this call alone.
+    return not (has_deleted(read) or same_value(variable._value, read))
 
 
 def _check_captured(captured: Sequence[tuple[CapturedVariable, Leaf]]) -> None:

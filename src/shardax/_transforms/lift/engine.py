@@ -26,6 +26,11 @@ These rules hold:
   they held before.
 - Modules, containers of theirs and Variables are copied. Any other Python object in an attribute is
   the caller's own, so what a function writes into it is done at once, as in plain Python.
+- A Variable that is made in a run belongs to its frame. If it is in the result, or in a given
+  object, step 6 makes one of its value for the caller. Kept in any other way, it is refused when
+  the frame is closed (``frames.resolve``).
+- Calls nest. The caller's objects of an inner call are the copies of the frame around it, so
+  effects go outward one call at a time.
 
 A Variable that a function reaches through a closure or a global is *captured* (``lift.frames``).
 Reads see the value that it has in the calling frame. For writes a transform has one of three rules:
@@ -91,8 +96,6 @@ class LiftedCall:
         graphdef: Their structure.
         enter: Called with the (args, kwargs) that hold the copies; returns those that the function
             shall see.
-        new_captures: Captured Variables that a run wrote whose trace had to end well
-            (``ending_well``).
     """
 
     def __init__(
@@ -113,7 +116,6 @@ class LiftedCall:
         self.captured_count = len(captured)
         self.enter: Callable[[Sequence[Any], Mapping[str, Any]], tuple[Any, Any]]
         self.enter = lambda args, kwargs: (args, kwargs)
-        self.new_captures: list[Variable] = []
 
         # Split.
         label = functools.partial(argument_path, functions[0])
@@ -331,10 +333,6 @@ class RunContext(NamedTuple):
             or item.outer._metadata != item.stand_in._metadata
         ]
 
-    def require_inputs(self) -> None:
-        """Raises ``RetraceRequest`` if captured Variables were written."""
-        retrace_with(self.captured())
-
 
 # --- captured Variables that are returned beside the result -----------------------------------
 
@@ -461,31 +459,6 @@ def retrace_with(captured: Sequence[CapturedVariable]) -> None:
     """Raises ``RetraceRequest`` for captured Variables, if there are any."""
     if captured:
         raise RetraceRequest([item.outer for item in captured])
-
-
-def ending_well(
-    run: Callable[..., PyTree],
-    call: LiftedCall,
-    *inputs: object,
-    otherwise: PyTree,
-    **options: object,
-) -> PyTree:
-    """Returns a traced run's result; ``otherwise`` if it wrote captured Variables.
-
-    An exception that passes through a trace of JAX 0.10 leaves the trace and its constants in
-    memory for good. So the trace ends, and ``raise_new_captures`` raises after it.
-    """
-    try:
-        return run(*inputs, **options)
-    except RetraceRequest as request:
-        call.new_captures = request.objects
-        return otherwise
-
-
-def raise_new_captures(call: LiftedCall) -> None:
-    """Raises ``RetraceRequest`` if a run that was traced wrote captured Variables."""
-    if call.new_captures:
-        raise RetraceRequest(call.new_captures)
 
 
 # --- operands ---------------------------------------------------------------------------------

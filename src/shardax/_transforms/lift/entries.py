@@ -13,15 +13,14 @@ two times:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jax.sharding import PartitionSpec
 
-from shardax._core.graph.paths import Leaf, Path, PyTree
+from shardax._core.graph.paths import Path, PyTree
 from shardax._core.variable import Variable
 from shardax._transforms import errors
-from shardax._transforms.lift.effects import Effects, LiftedOutputs, holds_same_arrays
 from shardax._transforms.lift.engine import LiftedCall, RunContext
 from shardax._transforms.lift.prefixes import LeafEntry, consistent, expand
 from shardax._transforms.lift.signatures import (
@@ -51,7 +50,7 @@ class AssignedPrefixes(NamedTuple):
 
 
 def assign(
-    function: Any,
+    function: Callable[..., PyTree],
     prefix: PyTree,
     args: Sequence[PyTree],
     kwargs: Mapping[str, PyTree],
@@ -91,7 +90,11 @@ def assign(
 
 
 def assign_by_name(
-    function: Any, prefix: PyTree, args: Sequence[PyTree], kwargs: Mapping[str, PyTree], option: str
+    function: Callable[..., PyTree],
+    prefix: PyTree,
+    args: Sequence[PyTree],
+    kwargs: Mapping[str, PyTree],
+    option: str,
 ) -> AssignedPrefixes | None:
     """Finds the prefix of every argument in a dict by parameter; None if it is no such dict."""
     if entries_by_name(function, prefix) is prefix:
@@ -106,7 +109,7 @@ def assign_by_name(
     return AssignedPrefixes(args, kwargs, prefixes, {name: prefix[name] for name in kwargs})
 
 
-def entries_by_name(function: object, prefix: PyTree) -> PyTree:
+def entries_by_name(function: Callable[..., PyTree], prefix: PyTree) -> PyTree:
     """Returns the entries of a dict by parameter as a list; any other prefix unchanged."""
     names = {parameter.name for parameter in parameters_of(function) or ()}
     is_by_name = type(prefix) is dict and prefix and names.issuperset(prefix)
@@ -223,55 +226,8 @@ class OutputEntries(NamedTuple):
     by_id: dict[int, tuple[Path, Any]]
     """(path, entry) of each Variable inside, by ``id``."""
 
-    labels: list[tuple[Path, Any]]
+    of_plain: list[tuple[Path, Any]]
     """(path, entry) of each plain leaf of the result; the path begins with "result"."""
 
     attached: frozenset[int]
     """``id`` of everything in the arguments."""
-
-    @property
-    def plain(self) -> list[Any]:
-        """The entry of each plain leaf of the result."""
-        return [entry for _, entry in self.labels]
-
-
-# --- what was written, changed on the way out -------------------------------------------------
-
-
-def drop_written(outputs: LiftedOutputs, positions: Container[int]) -> LiftedOutputs:
-    """Returns, inside the transform, what leaves without some of the written Variables."""
-    pairs = zip(outputs.effects.written, outputs.written, strict=True)
-    remaining = [(position, value) for position, value in pairs if position not in positions]
-    outputs.effects.written = tuple(position for position, _ in remaining)
-    return outputs._replace(written=[value for _, value in remaining])
-
-
-def add_written(outputs: LiftedOutputs, more: Mapping[int, Leaf]) -> LiftedOutputs:
-    """Returns, outside the transform, what left with more written Variables."""
-    outputs.effects.written = (*outputs.effects.written, *more)
-    return outputs._replace(written=[*outputs.written, *more.values()])
-
-
-def appended(
-    context: RunContext, effects: Effects, is_shared: Callable[[int], bool]
-) -> dict[int, tuple[Leaf, ...]]:
-    """Returns what was sown into the tuples of shared Variables, by position.
-
-    It has a part per batch element or iteration, though the tuple that was there before has none.
-    """
-    sown_values: dict[int, tuple[Leaf, ...]] = {}
-    for position in effects.written:
-        before = context.bound[position]
-        after = context.variable(position)._value
-        if not is_shared(position) or not isinstance(before, tuple) or type(after) is not tuple:
-            continue
-        count = len(before)
-        if len(after) > count and holds_same_arrays(before, after[:count]):
-            sown_values[position] = after[count:]
-    return sown_values
-
-
-def refuse_foreign(effects: Effects, name: str) -> None:
-    """Raises TransformError if objects that were not passed in stand in the result."""
-    for item in effects.foreign.values():
-        raise errors.foreign_object(name, type(item).__name__)

@@ -14,12 +14,12 @@ is a rule of the transform:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from shardax._core import _jax, frames
 from shardax._core.frames import a_kind_of, kind_of
-from shardax._core.graph.flatten import flatten
+from shardax._core.graph.flatten import Flat, flatten
 from shardax._core.graph.paths import Path, PyTree, format_path
 from shardax._core.variable import Variable
 from shardax._transforms.errors import late_capture, uncertain_inside_of_jax
@@ -141,14 +141,19 @@ class LateFrame(frames.Frame):
 
 def path_of(functions: Sequence[Callable[..., object]], variable: Variable) -> Path:
     """Returns the path of a captured Variable, for messages; empty if its way is not certain."""
+    for name, flat in objects_at_places(functions):
+        for path, leaf in zip(flat.leaf_paths, flat.leaves, strict=True):
+            if leaf is variable or stands_for(variable, leaf):
+                return (name, *path) if name else path
+    return ()
+
+
+def objects_at_places(functions: Sequence[Callable[..., object]]) -> Iterator[tuple[str, Flat]]:
+    """Yields (name of the place, object) for what functions find in certain places."""
     for function in functions:
         for place in places_of(function):
             for captured_object in objects_in(place.read()):
-                flat = flatten(captured_object)
-                for path, leaf in zip(flat.leaf_paths, flat.leaves, strict=True):
-                    if leaf is variable or stands_for(variable, leaf):
-                        return (place.name, *path) if place.name else path
-    return ()
+                yield place.name, flatten(captured_object)
 
 
 def stands_for(variable: Variable, original: Variable) -> bool:

@@ -14,10 +14,14 @@ A call has three steps.
 
 1. *Enter*: values are cut into slices. A mapped random stream with one key is split (``streams``).
    Names of the mapped dimension are taken off (``names``).
-2. *Run*: the function runs on a slice (``LiftedCall.run``). ``MappedCall.record`` says what leaves
-   the run, each value with an entry. The transform accepts or refuses it by a rule of its own.
+2. *Run*: the function runs on a slice (``LiftedCall.run`` in ``lift.engine``), a private copy of
+   the objects. ``MappedCall.record`` says what leaves the run, each value with an entry. The
+   transform accepts or refuses it: ``_VmapCall._settle_shared`` (``vmap.vmap``),
+   ``_ScanCall.leave`` (``control.scan``), ``_ShardMapCall._leave`` (``shard_map.shard_map``).
 3. *Leave*: ``MappedCall.group`` puts the values into one list per entry. JAX stacks each list, and
-   ``MappedCall.apply`` stores what was written. Nothing else writes to the caller's objects.
+   ``MappedCall.apply`` stores what was written. Nothing before it writes to the caller's objects (a
+   lazy value that is read becomes an array, and ``shard_map`` moves arrays to their shards). So
+   after an error in a run or in a check they hold what they held.
 
 A value *differs* between runs if JAX computes one for each run, whatever the numbers are: it
 depends on something that is mapped, and no collective such as ``jax.lax.pmean`` made it one again.
@@ -39,8 +43,8 @@ passed in
 
 A new Variable leaves by the entry of its place in the result, or of the argument that it was
 attached to. What is attached to a shared Module, or appended to the tuple of a shared Variable
-(``Module.sow``), is stacked along axis 0: in ``scan`` always, in ``vmap`` if it differs between
-batch elements.
+(``Module.sow``), is stacked along axis 0: in ``vmap`` if it differs between batch elements, in
+``scan`` always (but there only tuples may be attached to what is shared).
 """
 
 from __future__ import annotations
@@ -53,16 +57,10 @@ import jax
 
 from shardax._core.graph.definitions import VariableDef
 from shardax._core.graph.paths import Leaf, Path, PyTree
-from shardax._transforms.lift.effects import LiftedOutputs, check_result
+from shardax._transforms.errors import foreign_object
+from shardax._transforms.lift.effects import Effects, LiftedOutputs, check_result, holds_same_arrays
 from shardax._transforms.lift.engine import RunContext
-from shardax._transforms.lift.entries import (
-    EntryAssignment,
-    OutputEntries,
-    add_written,
-    drop_written,
-    refuse_foreign,
-)
-from shardax._transforms.lift.entries import appended as entries_appended
+from shardax._transforms.lift.entries import EntryAssignment, OutputEntries
 from shardax._transforms.lift.filter_mappings import is_axis
 from shardax._transforms.mapped import dimension
 from shardax._transforms.mapped.names import DimensionNames, Params
@@ -132,20 +130,24 @@ class MappedCall(abc.ABC):
         entries = self.assignment.output_entries(context, self.out_prefix, self.out_name)
         outputs = context.record_effects(self.result_outside(context.result, entries))
         effects = outputs.effects
-        refuse_foreign(effects, self.call.name)
+        for item in effects.foreign.values():
+            raise foreign_object(self.call.name, type(item).__name__)
 
         # The caller's streams move on by one draw, whatever the runs drew.
-        outputs = self.streams.drop_written(outputs)
-        appended = entries_appended(context, effects, self.stacks_appended)
-        outputs = drop_written(outputs, appended)
+        outputs = self.streams.without_counters(outputs)
+        appended = self._appended(context, effects)
+        outputs = outputs.without_written(appended)
 
-        results = zip(entries.labels, jax.tree.leaves(outputs.result), strict=True)
+        # The result.
+        results = zip(entries.of_plain, jax.tree.leaves(outputs.result), strict=True)
         leaving = [LeavingValue("result", path, entry, value) for (path, entry), value in results]
 
+        # Given Variables that were written, each with the entry that it came with.
         for position, value in zip(effects.written, outputs.written, strict=True):
-            path, entry = self._label(position)
+            path, entry = self._path_and_entry(position)
             leaving.append(LeavingValue("written", path, entry, value))
 
+        # New Variables.
         types = [item.type.__name__ for item in effects.fresh if type(item) is VariableDef]
         for key, new_type, value in zip(effects.fresh_ids, types, outputs.fresh, strict=True):
             path, entry = entries.by_id.get(key, ((), self.shared_entry))
@@ -153,10 +155,30 @@ class MappedCall(abc.ABC):
             source = "attached" if is_attached else "result"
             leaving.append(LeavingValue(source, path, entry, value, new_type))
 
+        # What was appended to tuples of shared Variables.
         for position, items in appended.items():
-            path, entry = self._label(position)
+            path, entry = self._path_and_entry(position)
             leaving.append(LeavingValue("attached", path, entry, items))
         return RunEffects(context, outputs, appended, leaving)
+
+    def _appended(self, context: RunContext, effects: Effects) -> dict[int, tuple[Leaf, ...]]:
+        """Returns what was appended to the tuples of shared Variables, by position."""
+        # It has a part per run, though the tuple that was there before has none.
+        appended: dict[int, tuple[Leaf, ...]] = {}
+        for position in effects.written:
+            before = context.bound[position]
+            after = context.variable(position)._value
+            is_tuple = isinstance(before, tuple) and type(after) is tuple
+            if not is_tuple or not self.stacks_appended(position):
+                continue
+            count = len(before)
+            if len(after) > count and holds_same_arrays(before, after[:count]):
+                appended[position] = after[count:]
+        return appended
+
+    def _path_and_entry(self, position: int) -> tuple[Path, PyTree]:
+        """Returns the path and the entry of a given Variable."""
+        return self.assignment.leaf_paths[position], self.assignment.leaves[position]
 
     def group(self, effects: RunEffects, entries: Iterable[Hashable]) -> tuple[list[Leaf], ...]:
         """Returns, inside a run, the arrays that leave it: one list per entry of ``entries``.
@@ -183,12 +205,8 @@ class MappedCall(abc.ABC):
         extended = {
             position: (*self.values[position], *items) for position, items in appended.items()
         }
-        outputs = add_written(outputs, extended)
+        outputs = outputs.with_written(extended)
         return self.call.apply(self.streams.advance(outputs))
-
-    def _label(self, position: int) -> tuple[Path, PyTree]:
-        """Returns the path and the entry of a given Variable."""
-        return self.assignment.leaf_paths[position], self.assignment.leaves[position]
 
 
 class AxisMappedCall(MappedCall):
@@ -227,7 +245,9 @@ class AxisMappedCall(MappedCall):
         """See ``MappedCall.result_outside``: boxes have the mapped dimension again."""
         return self.names.leave(result, entries)
 
-    def stack(self, effects: RunEffects, leaving: Sequence[LeavingValue]) -> tuple[list[Leaf], ...]:
+    def group_by_axis(
+        self, effects: RunEffects, leaving: Sequence[LeavingValue]
+    ) -> tuple[list[Leaf], ...]:
         """Returns, inside a run, the arrays that leave it, each in the list of its axis.
 
         Args:

@@ -141,7 +141,7 @@ class DimensionNames:
 
     def leave(self, result: PyTree, output_entries: OutputEntries) -> PyTree:
         """Returns the result; its boxes have the mapped dimension again."""
-        entry_of = dict(output_entries.labels)
+        entry_of = dict(output_entries.of_plain)
         change = _NameChange(entry_of, self._box_with, self._metadata_with)
         return self._convert(result, ("result",), change)
 

@@ -34,8 +34,6 @@ from shardax._core.state.split_merge import clone_sharing
 from shardax._transforms.lift.alias_paths import objects_in
 from shardax._transforms.lift.effects import LiftedOutputs, continue_walk, holds_as_built
 from shardax._transforms.lift.engine import LiftedCall, RunContext
-from shardax._transforms.lift.entries import add_written
-from shardax._transforms.lift.entries import drop_written as entries_drop_written
 from shardax._transforms.mapped import errors
 
 
@@ -109,7 +107,7 @@ class SplitStreams:
             split[position] = laid_out(jnp.zeros((size,), jnp.uint32))
         return split
 
-    def drop_written(self, outputs: LiftedOutputs) -> LiftedOutputs:
+    def without_counters(self, outputs: LiftedOutputs) -> LiftedOutputs:
         """Returns, inside a run, what leaves without the counters; refuses written keys."""
         written = outputs.effects.written
         for position in self.keys.intersection(written):
@@ -118,7 +116,7 @@ class SplitStreams:
 
         used = self.counts_before.keys() & {*written, *self._counters_held}
         self._counters_used = used
-        return entries_drop_written(outputs, used)
+        return outputs.without_written(used)
 
     def advance(self, outputs: LiftedOutputs) -> LiftedOutputs:
         """Returns, outside, what left, with the caller's used streams moved on by one draw."""
@@ -127,7 +125,7 @@ class SplitStreams:
             for position, count in self.counts_before.items()
             if position in self._counters_used
         }
-        return add_written(outputs, counts)
+        return outputs.with_written(counts)
 
     def separate_held_by_new_objects(self, context: RunContext) -> None:
         """Gives each new holder of a split stream a copy of it, inside a run."""

@@ -27,15 +27,18 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardax._core._jax import varying_axes
 from shardax._core.frames import is_eager, resolve
-from shardax._core.graph.flatten import flatten
 from shardax._core.graph.paths import Leaf, Path, PyTree
 from shardax._core.init.lazy import Init
 from shardax._core.variable import Variable
 from shardax._transforms.jit import eager
 from shardax._transforms.lift import engine
-from shardax._transforms.lift.captures import objects_in, places_of
 from shardax._transforms.lift.entries import EntryAssignment
-from shardax._transforms.lift.frames import SealedFrame, request_placement, stands_for
+from shardax._transforms.lift.frames import (
+    SealedFrame,
+    objects_at_places,
+    request_placement,
+    stands_for,
+)
 from shardax._transforms.lift.placement import place_variables
 from shardax._transforms.lift.transformed import decorator, wraps
 from shardax._transforms.mapped.call import LeavingValue, MappedCall
@@ -58,7 +61,7 @@ _CAPTURED_WRITE = (
 
 @decorator
 def shard_map(
-    function: Any = None,
+    function: Callable[..., PyTree] | None = None,
     *,
     mesh: AnyMesh | None = None,
     in_specs: PyTree,
@@ -115,6 +118,7 @@ def shard_map(
         >>> centred(seen, jnp.arange(4.0)).tolist(), float(seen)
         ([-1.5, -0.5, 0.5, 1.5], 1.5)
     """
+    assert function is not None  # ``decorator`` makes a decorator without it
     if isinstance(axis_names, str):
         raise errors.axis_names_is_text(axis_names)
     in_specs, out_specs = canonical(in_specs, "in_specs"), canonical(out_specs, "out_specs")
@@ -162,14 +166,11 @@ class _ShardFrame(SealedFrame):
         """Asks for the Variable as an input, with those of its type in the same object."""
         # They are likely to be captured next, and every request traces the function again.
         by_id = {id(outer): outer}
-        places = [place for function in self.functions for place in places_of(function)]
-        for place in places:
-            for item in objects_in(place.read()):
-                variables = flatten(item).leaves
-                if not any(v is outer or stands_for(outer, v) for v in variables):
-                    continue
-                alike = [resolve(v, self.parent) for v in variables if type(v) is type(outer)]
-                by_id.update((id(variable), variable) for variable in alike)
+        for _, flat in objects_at_places(self.functions):
+            if not any(v is outer or stands_for(outer, v) for v in flat.leaves):
+                continue
+            alike = [resolve(v, self.parent) for v in flat.leaves if type(v) is type(outer)]
+            by_id.update((id(variable), variable) for variable in alike)
         raise engine.RetraceRequest(list(by_id.values()))
 
 

@@ -1,16 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """``vmap``: a function over Modules, run on a batch of inputs.
 
-A run is one *batch element*. What a write to a Variable does depends on its entry in ``in_axes``:
+``vmap`` is a mapped call (``mapped.call`` has its steps, and what ``scan`` and ``shard_map`` do
+instead). A run is one *batch element*; JAX traces it once for all. What a batch element sees of a
+Variable, and what a write to it does, depends on its entry in ``in_axes``:
 
 - An axis: each batch element has its own slice. The written slices are stacked along the axis.
 - None (shared), also for the Module whose method the function is: all batch elements see the same
-  value, and the Variable stays one. A written value that is equal in all batch elements is stored
-  once. One that differs raises ``TransformError``. ``_VmapCall._settle_shared`` decides it, when
-  the function has run. A value differs if JAX has batched it, that is, if it was computed from
-  mapped values, whatever the numbers are; a reduction by ``axis_name`` is not batched.
+  value, and the Variable stays one. When the function has run, ``_VmapCall._settle_shared`` looks
+  at what was written. A value that is equal in all batch elements is stored once: ``v += 1`` adds
+  one, whatever the size of the batch. One that differs raises ``TransformError``, and nothing is
+  stored. A value differs if JAX has batched it (``differs_by_element``), that is, if it was
+  computed from mapped values, whatever the numbers are; a reduction by ``axis_name`` is not
+  batched.
 - No entry, because it was reached through a closure or a global: it can be read. A write raises
-  ``ForeignMutationError`` where it is written (``SealedFrame``).
+  ``ForeignMutationError`` in the line that writes (``SealedFrame`` in ``lift.frames``).
 
 What is attached to a shared Module, or appended to a tuple of it (``Module.sow``), is stacked along
 axis 0 if it differs between batch elements.
@@ -19,7 +23,7 @@ axis 0 if it differs between batch elements.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -46,13 +50,13 @@ _CAPTURED_WRITE = (
 
 @decorator
 def vmap(
-    function: Any = None,
+    function: Callable[..., PyTree] | None = None,
     *,
     in_axes: PyTree = 0,
     out_axes: PyTree = 0,
-    axis_name: Any = None,
+    axis_name: Hashable = None,
     axis_size: int | None = None,
-    spmd_axis_name: Any = None,
+    spmd_axis_name: Hashable = None,
     metadata: Mapping[str, Any] | None = None,
     batch: int | Batch | None = None,
 ) -> Any:
@@ -104,6 +108,7 @@ def vmap(
         >>> sx.vmap(lambda layer, x: layer(x), in_axes=(0, None))(five, jnp.ones(2)).shape
         (5, 3)
     """
+    assert function is not None  # ``decorator`` makes a decorator without it
     axis_size = dimension.as_count(axis_size, "axis_size")
     if isinstance(in_axes, str):
         in_axes = automatic_batch(in_axes, batch, axis_size)
@@ -192,7 +197,7 @@ class _VmapCall(AxisMappedCall):
 
         def leave(context: RunContext) -> tuple[list[Leaf], ...]:
             effects = self.record(context)
-            return self.stack(effects, self._settle_shared(effects.leaving, marker))
+            return self.group_by_axis(effects, self._settle_shared(effects.leaving, marker))
 
         positional, named = self.plain_tree.unflatten(plain)
         return self.call.run(values, positional, named, leave, graphdef=self.slice_graphdef)

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import copy
 import json
 import os
 import pathlib
@@ -27,8 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from shardax import GraphDef, Jit, RngState, jit
-from shardax._core.graph.definitions import VariableDef, definition_paths
+from shardax import Jit, RngState, Variable, jit
 from shardax._files import (
     PathExistsError,
     draft_folder,
@@ -37,25 +35,19 @@ from shardax._files import (
     require_free,
     write_tensors,
 )
-from shardax._transforms.grad.custom_vjp import used_inputs
-from shardax._transforms.jit.jit import BoundJit
-from shardax._transforms.jit.specialization import Specialization
-from shardax._transforms.lift import arguments as lift
-from shardax._transforms.lift.effects import Effects
-from shardax._transforms.lift.input_graph import InputGraph
-from shardax._transforms.lift.signatures import parameter_name
 from shardax.errors import ShardaxError
 from shardax.extend import (
+    ArrayProgram,
     Object,
     Path,
     PyTree,
     did_you_mean,
     format_path,
-    function_of_jaxpr,
     is_eager,
     open_jaxpr,
     path_of_keys,
     raise_if_any,
+    stored_value,
 )
 from shardax.host.errors import ExportError
 from shardax.host.export import signature
@@ -127,9 +119,7 @@ def export(
             "Cannot export while a transform is tracing: the state has no numbers. Export outside."
         )
     place = free_place(to)
-    compiled, arguments = (function if isinstance(function, Jit) else jit(function)), args
-    if isinstance(function, BoundJit):
-        compiled, arguments = function.__func__, (function.__self__, *args)
+    compiled, arguments = _compiled_call(function, args)
     shapes, named = abstract_arguments(compiled, arguments, kwargs, dynamic or {}, constraints)
     program = _traced(compiled, shapes, named, dynamic or {})
     mesh = _mesh_of(program)
@@ -165,6 +155,16 @@ def export(
         }
         write_signature(folder, entries)
     return place
+
+
+def _compiled_call(
+    function: Callable[..., PyTree], args: Sequence[PyTree]
+) -> tuple[Jit, Sequence[PyTree]]:
+    """The compiled function and its positional arguments; a method's has its object."""
+    method = getattr(function, "__func__", None)
+    if isinstance(method, Jit):
+        return method, (getattr(function, "__self__", None), *args)
+    return (function if isinstance(function, Jit) else jit(function)), args
 
 
 def _traced(
@@ -212,11 +212,8 @@ def abstract_arguments(
     constraints: Sequence[str],
 ) -> tuple[tuple[PyTree, ...], dict[str, PyTree]]:
     """Return the arguments with shapes for arrays, dynamic dimensions among them."""
-    labelled: dict[Any, str] = {
-        i: parameter_name(jit.function, i)
-        for i in range(len(args))
-        if i not in jit.static_positions
-    }
+    dynamic_count = sum(position not in jit.static_positions for position in range(len(args)))
+    labelled: dict[Any, str] = dict(jit.positional(dynamic_count))
     labelled |= {name: name for name in kwargs if name not in jit.static_names}
     by_key = {**dict(enumerate(args)), **kwargs}
     dimensions = _DynamicSizes(dynamic, constraints, list(labelled.values()))
@@ -396,40 +393,25 @@ _TAKEN = frozenset(
 
 
 class FlatProgram:
-    """A function over objects, traced for some arguments."""
+    """A function over objects, traced for some arguments, as a function of words."""
 
-    def __init__(self, jit: Any, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]) -> None:
-        check_random_state(jit.prepare(args, kwargs)[1])
-        traced = jit.trace(*args, **kwargs)
-        plan, graph, arguments = jit.prepare(args, kwargs)  # again: tracing finds hidden inputs
-        effects = traced._source.effects
-        check_effects(effects, plan.graphdef)
-        self._jaxpr = check_program(traced.jaxpr)
-        self._leaves = arguments.plain_leaves()[0]
-        self.inputs = tuple(_inputs(plan, arguments))
-        result, written, _, _ = traced._stage.out_info
-        self.output = signature.to_json(jax.tree.structure(result), ("result",))
-        self.output_forms = tuple(map(ArrayForm.of, jax.tree.leaves(result)))
-        values = graph.values()
-        self._operands = _operands(plan, arguments, values)
-        self._hoisted = [i for i, const in enumerate(self._jaxpr.consts) if jnp.ndim(const) > 0]
-        constants = [self._jaxpr.consts[i] for i in self._hoisted]
-        everything = [
-            *_entries(graph, values, effects.written, written),
-            *(
-                StateEntry(f"constants[{i}]", ArrayForm.of(constant), CONSTANT, None, False)
-                for i, constant in enumerate(constants)
-            ),
-        ]
-        self._forms = [entry.form for entry in everything]
-        flags = zip(self._operands, used_inputs(self._jaxpr.jaxpr), strict=True)
-        read = {operand for operand, is_used in flags if is_used}
+    def __init__(self, jit: Jit, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]) -> None:
+        check_random_state(ArrayProgram.known_variables(jit, args, kwargs))
+        self._program = program = ArrayProgram(jit, args, kwargs)
+        check_effects(program)
+        check_program(program.jaxpr)
+        self.inputs = tuple(_inputs(program))
+        self._leaves = [leaf for argument in program.inputs for leaf in argument.leaves]
+        self.output = signature.to_json(jax.tree.structure(program.result), ("result",))
+        self.output_forms = tuple(map(ArrayForm.of, jax.tree.leaves(program.result)))
+
+        arrays = program.state()
+        entries = [*_entries(program, arrays), *_entries_of_constants(program)]
+        self._forms = [entry.form for entry in entries]
         # Positions of the arrays that a call reads or writes.
-        self._held = [
-            i for i, e in enumerate(everything) if i in read or e.written or e.type == CONSTANT
-        ]
-        self.state = _with_unique_paths([everything[i] for i in self._held])
-        arrays = [*jax.tree.leaves(values), *constants]
+        read = program.read_state()
+        self._held = [i for i, entry in enumerate(entries) if i in read or entry.written]
+        self.state = _with_unique_paths([entries[i] for i in self._held])
         self.values = [arrays[i] for i in self._held]
 
     def __call__(
@@ -442,32 +424,12 @@ class FlatProgram:
             for i, form in enumerate(self._forms)
         ]
         forms = [form for argument in self.inputs for form in argument.forms]
-        count = len(arrays) - len(self._hoisted)
-        consts = list(self._jaxpr.consts)
-        for i, constant in zip(self._hoisted, arrays[count:], strict=True):
-            consts[i] = constant
-        operands = [*arrays[:count], *signature.all_from_words(inputs, forms)]
-        flat = [operands[i] for i in self._operands]
-        run = function_of_jaxpr(self._jaxpr.replace(consts=consts))
-        words = list(map(signature.to_words, run(*flat)))
-        return words[: len(self.output_forms)], words[len(self.output_forms) :]
+        results, written = self._program(arrays, signature.all_from_words(inputs, forms))
+        return list(map(signature.to_words, results)), list(map(signature.to_words, written))
 
     def shapes(self) -> tuple[list[Any], list[Any]]:
         """Shapes of the words of state and inputs."""
         return list(map(_shape, self.values)), list(map(_shape, self._leaves))
-
-
-def _operands(
-    plan: Specialization, arguments: lift.SplitArguments, values: Sequence[object]
-) -> list[int]:
-    """The number of each operand of a program among values and inputs."""
-    leaves, treedef = jax.tree.flatten(values)
-    count = len(leaves)
-    numbered = copy.copy(arguments)
-    inputs, tree = arguments.plain_leaves()
-    plain, numbered.plain_named = tree.unflatten(range(count, count + len(inputs)))
-    numbered.plain = tuple(plain)
-    return jax.tree.leaves(plan.pack(treedef.unflatten(range(count)), numbered))
 
 
 def _zeros(form: ArrayForm) -> Any:
@@ -483,46 +445,43 @@ def _shape(value) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(words.shape, words.dtype, sharding=sharding)
 
 
-def _inputs(
-    plan: Specialization, arguments: lift.SplitArguments
-) -> Iterator[signature.ExportedInput]:
+def _inputs(program: ArrayProgram) -> Iterator[signature.ExportedInput]:
     """Describe the arguments of callers; one without arrays belongs to the signature."""
-    labels = plan.positions.labels
-    passed = [
-        *zip(labels, arguments.templates, arguments.plain, [False] * len(labels), strict=True),
-        *((name, t, arguments.plain_named[name], True) for name, t in arguments.named),
-    ]
-    for name, template, plain, by_name in passed:
-        if isinstance(template, lift.TreeTemplate) and (plain or template.roots):
+    for name, by_name, treedef, leaves, has_objects in program.inputs:
+        if has_objects:
             raise ExportError(
                 f"The argument {name} holds arrays or containers together with Modules or static "
                 "values. What callers pass and what the artifact holds must be apart: pass each "
                 "Module as an argument of its own, or close over it."
             )
-        leaves, treedef = jax.tree.flatten(plain)
-        if isinstance(template, lift.PlainTemplate) and leaves:
-            tree = signature.to_json(treedef, (name,))
-            yield signature.ExportedInput(name, by_name, tree, tuple(map(ArrayForm.of, leaves)))
+        tree = signature.to_json(treedef, (name,))
+        yield signature.ExportedInput(name, by_name, tree, tuple(map(ArrayForm.of, leaves)))
 
 
-def _entries(
-    graph: InputGraph, values: Sequence[object], written: Sequence[int], results: Sequence[object]
-) -> Iterator[StateEntry]:
-    """Describe the arrays of a graph's Variables."""
-    new_values = dict(zip(written, results, strict=True))
-    paths = graph.flat.leaf_paths
-    if all(path[:1] == ("self",) for path in paths):  # of a compiled method; they begin below it
-        paths = [path[1:] for path in paths]
-    for position, (path, leaf, value) in enumerate(zip(paths, graph.leaves, values, strict=True)):
-        if position in new_values:
-            check_form_is_kept(path, value, new_values[position])
+def _entries(program: ArrayProgram, arrays: Sequence[object]) -> Iterator[StateEntry]:
+    """Describe the arrays of the Variables."""
+    remaining = iter(arrays)
+    for path, variable, new_value, is_written in program.variables:
+        leaves, treedef = jax.tree.flatten(stored_value(variable))
+        value = treedef.unflatten([next(remaining) for _ in leaves])
+        if is_written:
+            check_form_is_kept(path, value, new_value)
+
+        axes = None if variable.axes is None else tuple(map(_axis_text, variable.axes))
+        kind = type(variable).__name__
         for keys, array in jax.tree_util.tree_leaves_with_path(value):
             text = format_path(path) + jax.tree_util.keystr(keys)
-            axes = leaf.axes and tuple(
-                n if isinstance(n, str | None) else repr(n) for n in leaf.axes
-            )
-            kind = type(leaf).__name__
-            yield StateEntry(text, ArrayForm.of(array), kind, axes, position in new_values)
+            yield StateEntry(text, ArrayForm.of(array), kind, axes, is_written)
+
+
+def _axis_text(name: object) -> str | None:
+    return name if isinstance(name, str | None) else repr(name)
+
+
+def _entries_of_constants(program: ArrayProgram) -> Iterator[StateEntry]:
+    for position, constant in enumerate(program.constants):
+        form = ArrayForm.of(constant)
+        yield StateEntry(f"constants[{position}]", form, CONSTANT, None, written=False)
 
 
 def _with_unique_paths(state: Sequence[StateEntry]) -> list[StateEntry]:
@@ -540,12 +499,12 @@ def _with_unique_paths(state: Sequence[StateEntry]) -> list[StateEntry]:
 # --- unsupported programs ---
 
 
-def check_random_state(graph: InputGraph) -> None:
+def check_random_state(variables: Sequence[tuple[Path, Variable]]) -> None:
     """Raise if a random stream has no seed."""
     unseeded = [
         format_path(path)
-        for path, leaf in zip(graph.flat.leaf_paths, graph.leaves, strict=True)
-        if isinstance(leaf, RngState) and leaf.is_abstract
+        for path, variable in variables
+        if isinstance(variable, RngState) and variable.is_abstract
     ]
     raise_if_any(
         ExportError,
@@ -556,23 +515,18 @@ def check_random_state(graph: InputGraph) -> None:
     )
 
 
-def check_effects(effects: Effects, graphdef: GraphDef) -> None:
+def check_effects(program: ArrayProgram) -> None:
     """Raise if a call does more than return arrays and write Variables."""
-    if effects.updates:
-        paths = definition_paths(graphdef)
-        changed = ", ".join(format_path(paths[position]) for position in sorted(effects.updates))
-        sown = {
-            definition.type.__name__
-            for definition in effects.fresh
-            if type(definition) is VariableDef
-        }
-        hint = f" It makes new Variables ({', '.join(sorted(sown))})." if sown else ""
+    if program.change is not None:
+        changed = ", ".join(map(format_path, program.change.paths))
+        made = sorted(kind.__name__ for kind in program.change.new_types)
+        hint = f" It makes new Variables ({', '.join(made)})." if made else ""
         raise ExportError(
             f"A call changes the structure of {changed}.{hint} An exported program writes values "
             "only. Let a first call make what is missing (layers that sow or cache), then export; "
             "or export a function that does not change it."
         )
-    if effects.result is not None:
+    if program.returns_objects:
         raise ExportError(
             "The function returns Modules or Variables. An exported program returns arrays: return "
             "their values, variable.value or sx.state(module).to_pure_dict()."
@@ -592,8 +546,8 @@ def check_form_is_kept(path: Path, old: object, new: object) -> None:
         )
 
 
-def check_program(jaxpr: Any) -> Any:
-    """Raise if a program calls Python, or has other effects; returns it."""
+def check_program(jaxpr: Any) -> None:
+    """Raise if a program calls Python, or has other effects."""
     callbacks = list(dict.fromkeys(_callbacks(jaxpr.jaxpr)))
     if callbacks:
         listed = "".join(f"\n  {name}" for name in callbacks)
@@ -609,7 +563,6 @@ def check_program(jaxpr: Any) -> Any:
             f"The function has effects besides its result ({effects}), such as reading or writing "
             "a jax.Ref. Hold the value in a Variable instead: sx.Variable(value)."
         )
-    return jaxpr
 
 
 def _callbacks(jaxpr, outer_line: str = "") -> Iterator[str]:

@@ -16,14 +16,42 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 
-from shardax import Module, Variable, jit
-from shardax._core import variable as variable_types
+from shardax import (
+    AmaxHistory,
+    BatchStat,
+    Cache,
+    Intermediate,
+    MetricState,
+    Module,
+    OptState,
+    Param,
+    Perturbation,
+    Quantized,
+    RngState,
+    Variable,
+    jit,
+)
 from shardax._files import PathNotFoundError
 from shardax.errors import PickleWriteError, TransformError
 from shardax.extend import PyTree, is_eager
 from shardax.host import errors
 from shardax.host.export import signature as signatures
 from shardax.host.export.signature import ArrayForm, Signature
+
+_KINDS = (
+    AmaxHistory,
+    BatchStat,
+    Cache,
+    Intermediate,
+    MetricState,
+    OptState,
+    Param,
+    Perturbation,
+    Quantized,
+    RngState,
+)
+_KIND_BY_NAME: dict[str, type[Variable]] = {kind.__name__: kind for kind in _KINDS}
+"""Types of Variables that an artifact names; any other one is a ``Variable`` when it is loaded."""
 
 
 class LoadedProgram:
@@ -182,7 +210,8 @@ def load(path: object, mesh: Mesh | None = None, *, verify: bool = True) -> Load
     for entry in signature.state:
         words = weights.read(entry.path, entry.form.words(), program.place_of(entry.form))
         value = signatures.from_words(words, entry.form)
-        variables[entry.path] = _type_of(entry.type)(value, axes=entry.axes)
+        kind = _KIND_BY_NAME.get(entry.type, Variable)
+        variables[entry.path] = kind(value, axes=entry.axes)
     return LoadedFunction(program, variables)
 
 
@@ -304,11 +333,3 @@ def _mesh(signature: Signature, devices: Sequence[object], mesh: object) -> Mesh
     types = tuple(AxisType[kind] for kind in form.types)
     arranged = np.asarray(devices, dtype=object).reshape(form.sizes)
     return Mesh(arranged, form.names, axis_types=types)
-
-
-def _type_of(name: str) -> type[Variable]:
-    """The class of shardax with a name, else ``Variable``."""
-    kind = getattr(variable_types, name, None)
-    if not isinstance(kind, type) or not issubclass(kind, Variable):
-        return Variable
-    return Variable if kind is variable_types.ArrayAttribute else kind

@@ -28,8 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from shardax._transforms.lift.arguments import leaf_paths
-from shardax.extend import Path, format_path, is_prng_key, needs_package
+from shardax.extend import Path, format_path, is_prng_key, needs_package, path_of_keys
 from shardax.host.errors import ExportError
 
 FORMAT = "shardax artifact"
@@ -289,10 +288,10 @@ class Signature:
             actual = jax.tree.structure(value)
             if expected != actual:
                 raise self._refusal(f"{argument.name} is made like {actual}, not like {expected}.")
-            for path, form, leaf in zip(
-                leaf_paths(expected), argument.forms, jax.tree.leaves(value), strict=True
-            ):
-                where = format_path((argument.name, *path)).removeprefix(".")
+            pairs = jax.tree_util.tree_leaves_with_path(value)
+            for (keys, leaf), form in zip(pairs, argument.forms, strict=True):
+                path = (argument.name, *path_of_keys(keys))
+                where = format_path(path).removeprefix(".")
                 array = self._admitted(leaf, form, where)
                 self._check_shape(array, form, where, sizes)
                 leaves.append(to_words(array))

@@ -15,10 +15,11 @@ from typing import Any
 from shardax.models import kinds
 from shardax.models.config.transformer import TransformerConfig
 from shardax.models.families import shared
-from shardax.models.families.rope import Rotary
+from shardax.models.families.rope import Rotary, replace_rope, rope_fields
 from shardax.models.family import ConfigEdit, Family, Field, FieldGroup, Taker
 from shardax.models.kinds import PretrainedError, brief
 from shardax.models.tensors import HEADS, Tensor, in_layers, linear
+from shardax.nn.rope import Rope
 
 
 class LatentHeads(Rotary):
@@ -64,9 +65,39 @@ class LatentHeads(Rotary):
 
     def write(self, edit: ConfigEdit) -> None:
         super().write(edit)
+
         if edit.changes("attention.head_dim", "attention.latent.rope_dim"):
             rotated = edit.value("attention.latent.rope_dim")
             edit.content["qk_nope_head_dim"] = edit.config.attention.head_dim - rotated
+
+        attention = edit.config.attention
+        if attention.rope is None:
+            return
+
+        if edit.changes("attention.rope") and not self.interleaved:
+            edit.content["rope_interleave"] = attention.rope.interleaved
+
+        if edit.changes("attention.rope", "attention.scale", "attention.head_dim"):
+            scale = _scale_field(attention.rope, attention.head_dim, attention.scale)
+            if scale is not None:
+                replace_rope(edit, {**rope_fields(attention.rope), "mscale_all_dim": scale})
+
+
+def _scale_field(rope: Rope, head_dim: int, scale: float | None) -> float | None:
+    """Returns the ``mscale_all_dim`` that gives the scale of scores, None if there is none."""
+    plain = head_dim**-0.5
+    if scale is None or scale <= plain or rope.kind != "yarn" or rope.factor <= 1:
+        return None
+
+    def scale_of(field: float) -> float:
+        factor = 0.1 * field * math.log(rope.factor) + 1
+        return plain * factor * factor
+
+    # Files have short decimals, and the root alone is often one bit beside theirs.
+    root = (math.sqrt(scale / plain) - 1) / (0.1 * math.log(rope.factor))
+    candidates = [round(root, digits) for digits in range(1, 15)]
+    exact = (field for field in candidates if field > 0 and scale_of(field) == scale)
+    return next(exact, root)
 
 
 def _scaled(rope: Any, head_dim: int, scales: Mapping[str, Any]) -> dict[str, Any]:
@@ -103,6 +134,14 @@ class ExpertGroups(FieldGroup):
         stated = f" with n_group={groups} and topk_group={chosen}"
         kinds.check_supported("topk_method", method, fits, stated + limits)
         return {"experts.num_groups": groups, "experts.top_groups": chosen}
+
+    def write(self, edit: ConfigEdit) -> None:
+        if not edit.changes("experts.num_groups", "experts.top_groups"):
+            return
+
+        groups, chosen = edit.value("experts.num_groups"), edit.value("experts.top_groups")
+        edit.content["topk_method"] = "greedy" if groups == 1 else "group_limited_greedy"
+        edit.content |= {"n_group": groups, "topk_group": chosen}
 
 
 _LATENT = (

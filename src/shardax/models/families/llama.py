@@ -211,6 +211,15 @@ class ChunkedLayers(FieldGroup):
         attention, layers = config.attention, range(config.num_layers)
         if edit.changes("attention.rope_layers", "num_layers"):
             content["no_rope_layers"] = [int(attention.has_rope(index)) for index in layers]
+        if edit.changes("attention.qk_norm"):
+            content["use_qk_norm"] = attention.qk_norm is not None
+        if edit.changes("attention.query_growth"):
+            content["attn_temperature_tuning"] = attention.query_growth is not None
+            if attention.query_growth is not None:
+                factor, length = attention.query_growth
+                # An integer there, by the checks of transformers.
+                length = int(length) if length.is_integer() else length
+                content |= {"attn_scale": factor, "floor_scale": length}
         if edit.changes("attention.window") and attention.window is not None:
             content["attention_chunk_size"] = attention.window
         if edit.changes("attention.window", "attention.local_layers", "num_layers"):

@@ -24,7 +24,7 @@ import numpy as np
 
 from shardax import Cache, Init, Rngs
 from shardax._parallel.ring_attention import ring_axes
-from shardax.extend import Initializer, ScopeSettings, gathered
+from shardax.extend import ScopeSettings, gathered
 from shardax.nn.arithmetic import as_array, at_least_float32, einsum
 from shardax.nn.attention.cache import AttentionCache
 from shardax.nn.attention.dot_product import repeat_heads
@@ -33,7 +33,7 @@ from shardax.nn.errors import LayerConfigError
 from shardax.nn.linear import Linear
 from shardax.nn.masks import as_mask
 from shardax.nn.normalization import RMSNorm
-from shardax.nn.parameters import as_axes, as_size, refuse_input
+from shardax.nn.parameters import Initializer, as_axes, as_size, refuse_input
 from shardax.nn.rope import Rope, Rotation, rotate
 
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from shardax import Module, Rngs, iter_variables
 from shardax._parallel.ring_attention import make_ring, ring_attention, ring_axes
-from shardax.extend import Initializer, Options, ScopeSettings, explicit_entries, gathered
+from shardax.extend import Options, ScopeSettings, explicit_entries, gathered
 from shardax.nn.arithmetic import as_array, at_least_float32, cast_all
 from shardax.nn.attention.cache import AttentionCache, ContextCache, readable
 from shardax.nn.attention.dot_product import (
@@ -37,7 +37,7 @@ from shardax.nn.dropout import Dropout
 from shardax.nn.errors import LayerConfigError, LayerInputError
 from shardax.nn.linear import Linear
 from shardax.nn.masks import as_mask
-from shardax.nn.parameters import as_axes, as_size, make_parameter, refuse_input, zeros
+from shardax.nn.parameters import Initializer, as_axes, as_size, make_parameter, refuse_input, zeros
 from shardax.nn.rope import PlacedRotation, Rope, Rotation, check_head_dim, rotate
 
 

@@ -20,12 +20,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from shardax import Module, Rngs
-from shardax.extend import Initializer, align
+from shardax.extend import align
 from shardax.nn.arithmetic import add_bias
 from shardax.nn.attention.cache import laid_out
 from shardax.nn.linear import Linear
 from shardax.nn.mixers.cache import MixerInput, MixerState, RecurrentCache, RecurrentMixer
-from shardax.nn.parameters import as_axes, as_size, lecun_normal, make_parameter, zeros
+from shardax.nn.parameters import Initializer, as_axes, as_size, lecun_normal, make_parameter, zeros
 
 
 class ShortConvolution(RecurrentMixer):

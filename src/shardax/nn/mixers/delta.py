@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from shardax import Rngs
-from shardax.extend import Initializer, Options
+from shardax.extend import Options
 from shardax.nn.arithmetic import at_least_float32
 from shardax.nn.errors import LayerConfigError
 from shardax.nn.linear import Linear
@@ -41,7 +41,7 @@ from shardax.nn.mixers.chunks import (
 )
 from shardax.nn.mixers.convolution import ChannelKernels
 from shardax.nn.mlp import Activation, find_activation
-from shardax.nn.parameters import as_axes, as_size, make_parameter
+from shardax.nn.parameters import Initializer, as_axes, as_size, make_parameter
 
 # What passes a short convolution before it is used.
 CONVOLVED = ("query", "key", "value")

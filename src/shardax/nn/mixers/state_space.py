@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from shardax import Rngs
-from shardax.extend import Initializer, Options
+from shardax.extend import Options
 from shardax.nn.arithmetic import at_least_float32
 from shardax.nn.errors import LayerConfigError
 from shardax.nn.linear import Linear
@@ -38,7 +38,7 @@ from shardax.nn.mixers.chunks import (
 )
 from shardax.nn.mixers.convolution import ChannelKernels
 from shardax.nn.mlp import Activation, find_activation
-from shardax.nn.parameters import as_axes, as_size, make_parameter, ones
+from shardax.nn.parameters import Initializer, as_axes, as_size, make_parameter, ones
 
 # What passes a short convolution before it is used, and all projections.
 CONVOLVED = ("value", "write", "read")

@@ -3,6 +3,6 @@
 
 - ``axis_metadata`` has the base class, ``partitioned`` the two standard boxes.
 - ``protocol`` says what is a box at all, of this library or another one.
-- ``box_of_variable`` and ``variable_box`` are about Variables made of boxes, and the reverse.
+- ``variable_layout`` and ``variable_box`` are about Variables made of boxes, and the reverse.
 - ``initializers`` make boxes; ``trees`` change all boxes of a tree.
 """

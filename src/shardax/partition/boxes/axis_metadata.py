@@ -23,15 +23,14 @@ from collections.abc import Mapping
 from typing import Any, Generic, Self, TypeVar
 
 import jax
-import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from shardax._core._jax import Tracer, is_prng_key
-from shardax._core.cross_process import packed
-from shardax._core.graph.paths import Leaf, PyTree
+from shardax._core.cross_process import PickledArray
+from shardax._core.graph.paths import PyTree
 from shardax._core.graph.static import Static
-from shardax.partition.assignment import Names
-from shardax.partition.errors import PartitionError
+from shardax._core.values import describe, same_value
+from shardax.partition.assignment import DimensionName, Names
+from shardax.partition.boxes import errors
 from shardax.partition.mesh import AnyMesh
 from shardax.partition.rules import Rules, identity_rules
 
@@ -153,6 +152,10 @@ class AxisMetadata(abc.ABC, Generic[T]):
         """Returns what a Variable made of this box keeps of it, for a slice of its values."""
         return self.remove_axis(index, params)
 
+    def _filtered_as(self) -> tuple[type, Mapping[str, PyTree]]:
+        """Returns the type, and the metadata besides axes, by which filters know the box."""
+        return type(self), {}
+
     def get_sharding(self, mesh: AnyMesh) -> NamedSharding:
         """Returns the ``NamedSharding`` of the value over a mesh.
 
@@ -165,7 +168,7 @@ class AxisMetadata(abc.ABC, Generic[T]):
         return self.replace_boxed(self.value)
 
     def __getstate__(self) -> Any:
-        return {**self.__dict__, _value_field(self): packed(self.value)}
+        return {**self.__dict__, _value_field(self): PickledArray.in_tree(self.value)}
 
     def __eq__(self, other: object) -> bool:
         if self is other:
@@ -173,11 +176,8 @@ class AxisMetadata(abc.ABC, Generic[T]):
         if not isinstance(other, AxisMetadata) or type(self) is not type(other):
             return NotImplemented
         try:
-            if _attributes_of(self) != _attributes_of(other):
-                return False
-            leaves, treedef = jax.tree.flatten(self.value)
-            other_leaves, other_treedef = jax.tree.flatten(other.value)
-            return treedef == other_treedef and all(map(_same_leaf, leaves, other_leaves))
+            has_same_attributes = _attributes_of(self) == _attributes_of(other)
+            return has_same_attributes and same_value(self.value, other.value)
         except (TypeError, ValueError):
             return False  # what cannot be compared is not known to be equal
 
@@ -192,7 +192,7 @@ class AxisMetadata(abc.ABC, Generic[T]):
             return hash(type(self))
 
     def __repr__(self) -> str:
-        texts = ["None" if self.value is None else repr(jax.tree.map(_ArrayText, self.value))]
+        texts = [describe(self.value)]
         for name, item in _attribute_items(self):
             if item != None:  # noqa: E711 - an item may say itself what it equals
                 texts.append(f"{name}={item!r}")
@@ -234,11 +234,7 @@ def _attributes_of(box: AxisMetadata[Any]) -> BoxAttributes:
     try:
         attributes = BoxAttributes(items)
     except TypeError as error:
-        raise PartitionError(
-            f"{type(box).__name__}: a static attribute is not hashable ({error}): {dict(items)!r}. "
-            "Compiled programs are found by them. Use tuples instead of lists, frozen dataclasses "
-            "instead of dicts, and keep arrays in the box's value."
-        ) from error
+        raise errors.unhashable_attribute(type(box).__name__, dict(items), error) from error
     attributes.field = _value_field(box)
     return attributes
 
@@ -274,40 +270,6 @@ def _register(cls: type[Any]) -> None:
     _registered.add(cls)
 
 
-def _same_leaf(first: Leaf, second: Leaf) -> bool:
-    """Whether two leaves of values are equal, bit for bit, as far as that can be known."""
-    if first is second:
-        return True
-    if not all(isinstance(leaf, (jax.Array, np.ndarray)) for leaf in (first, second)):
-        return type(first) is type(second) and bool(first == second)
-    if first.shape != second.shape or first.dtype != second.dtype:
-        return False
-    for array in (first, second):
-        if isinstance(array, Tracer):
-            return False
-        if isinstance(array, jax.Array) and (array.is_deleted() or not array.is_fully_addressable):
-            return False
-    return _bits(first) == _bits(second)
-
-
-def _bits(array: jax.Array | np.ndarray) -> bytes:
-    if is_prng_key(array):
-        array = jax.random.key_data(array)
-    return np.asarray(array).tobytes()
-
-
-class _ArrayText:
-    """An array in the text of a box."""
-
-    def __init__(self, leaf: Leaf) -> None:
-        self.leaf = leaf
-
-    def __repr__(self) -> str:
-        if hasattr(self.leaf, "shape") and hasattr(self.leaf, "dtype"):
-            return f"{self.leaf.dtype}[{', '.join(map(str, self.leaf.shape))}]"
-        return repr(self.leaf)
-
-
 def fitted(names: Names, rank: int) -> Names:
     """Returns the names with one entry per dimension, by None at the end."""
     while len(names) > rank and names[-1] is None:
@@ -315,7 +277,7 @@ def fitted(names: Names, rank: int) -> Names:
     return (*names, *(None,) * (rank - len(names)))
 
 
-def inserted(box: object, names: tuple[object, ...], index: int, name: object) -> tuple[Any, ...]:
+def inserted(box: AxisMetadata[Any], names: Names, index: int, name: DimensionName) -> Names:
     """Returns the names with one inserted; negative positions count from the new end.
 
     A place after the last name is reached by None for the dimensions before it.
@@ -323,30 +285,19 @@ def inserted(box: object, names: tuple[object, ...], index: int, name: object) -
     names = (*names, *(None,) * (index - len(names)))
     rank = len(names) + 1
     if index < -rank:
-        raise PartitionError(
-            f"{box!r}: cannot add an axis {name!r} at {index} to the names {names}: give a place "
-            f"from {-rank} on. A box has one name per dimension, None for one without."
-        )
+        raise errors.no_place_for_axis(box, names, index, name)
     position = index % rank
     return (*names[:position], name, *names[position:])
 
 
-def without(box: Any, names: tuple[object, ...], index: int, name: object) -> tuple[Any, ...]:
+def without(box: AxisMetadata[Any], names: Names, index: int, name: DimensionName) -> Names:
     """Returns the names with one removed: the inverse of ``inserted``."""
     if len(names) <= index < getattr(box.value, "ndim", 0):  # the last dimensions have no names
         names = fitted(names, index + 1)
     rank = len(names)
     if not -rank <= index < rank:
-        raise PartitionError(
-            f"{box!r}: cannot remove an axis {name!r} at {index} from the names {names}: there are "
-            f"{rank}."
-        )
+        raise errors.no_axis_to_remove(box, names, index, name)
     position = index % rank
     if names[position] != name:
-        hint = f" The name {name!r} stands at {names.index(name)}." if name in names else ""
-        raise PartitionError(
-            f"{box!r}: cannot remove an axis {name!r} at {index} from the names {names}: "
-            f"{names[position]!r} stands there.{hint} remove_axis undoes add_axis, so it takes the "
-            "same index and name."
-        )
+        raise errors.other_axis_to_remove(box, names, index, name, names[position])
     return (*names[:position], *names[position + 1 :])

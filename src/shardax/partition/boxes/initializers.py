@@ -13,10 +13,10 @@ from shardax._core.graph.paths import PyTree
 from shardax._core.graph.static import BOX_ENTRY, Metadata
 from shardax._core.init.boxed import announce
 from shardax._transforms.lift.transformed import wraps
+from shardax.partition.boxes import errors
 from shardax.partition.boxes.partitioned import LogicallyPartitioned, Partitioned
 from shardax.partition.constraints import constrain
 from shardax.partition.context import OnNoMesh, axis_rules
-from shardax.partition.errors import PartitionError
 from shardax.partition.mesh import AnyMesh
 from shardax.partition.rules import RulesLike
 
@@ -145,10 +145,7 @@ def with_logical_constraint(
     try:
         subtrees = jax.tree.structure(names, is_leaf=_is_names).flatten_up_to(x)
     except (TypeError, ValueError) as error:
-        raise PartitionError(
-            f"The names {names!r} do not fit the pytree {jax.tree.structure(x)}: {error}. Give "
-            "names for each array in a pytree of the same form, or once for all below a place."
-        ) from error
+        raise errors.names_of_other_structure(names, jax.tree.structure(x), error) from error
     leaves, treedef = jax.tree.flatten(names, is_leaf=_is_names)
     return treedef.unflatten(map(lay_out, leaves, subtrees))
 

@@ -18,6 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from shardax._core.graph.paths import Leaf, PyTree
 from shardax._core.graph.static import PARTITION_NAME, check_axes
 from shardax.partition.assignment import Names
+from shardax.partition.boxes import errors
 from shardax.partition.boxes.axis_metadata import (
     AxisMetadata,
     fitted,
@@ -26,7 +27,7 @@ from shardax.partition.boxes.axis_metadata import (
     without,
 )
 from shardax.partition.constraints import constrain
-from shardax.partition.errors import PartitionError, raise_on_errors
+from shardax.partition.errors import raise_on_errors
 from shardax.partition.mesh import AnyMesh, resolve_mesh
 from shardax.partition.resolved import ResolvedRules
 from shardax.partition.rules import Rules, RulesLike, check_names
@@ -101,9 +102,9 @@ class Partitioned(AxisMetadata[T]):
         return jax.tree.map(lay_out, self.value)
 
     def layout(self) -> tuple[Any, Rules | None]:
-        """Returns the names, with rules from each mesh axis to itself.
+        """Returns the names, with rules from each mesh axis to itself, or the baked rules.
 
-        Those of a subclass with a ``get_partition_spec`` of its own are what that returns.
+        The names of a subclass with a ``get_partition_spec`` of its own are what that returns.
         """
         if _is_inherited(self, "get_partition_spec"):
             names = self.names
@@ -172,9 +173,12 @@ class Partitioned(AxisMetadata[T]):
             PartitionCheckError: If the value cannot be laid out so.
             PartitionError: If the names are logical and there are no rules; if there is no mesh.
         """
-        mesh = resolve_mesh(self.mesh if mesh is None else mesh)
         if mesh is None:
-            raise PartitionError(f"{self!r}: there is no mesh. Write box.get_sharding(mesh).")
+            mesh = self.mesh
+        mesh = resolve_mesh(mesh)
+        if mesh is None:
+            raise errors.no_mesh(self)
+
         names, rules = self._names_and_rules(mesh, "make a sharding of", "")
         if names is None:
             return NamedSharding(mesh, PartitionSpec())
@@ -243,21 +247,13 @@ class Partitioned(AxisMetadata[T]):
         rules = scope_rules.rules if own_rules is None else own_rules
         if names is None or own_rules or not scope_rules.names_without_rules(names):
             return names, rules
-        raise PartitionError(
-            f"Cannot {action} {self!r} over a mesh: its names are logical, and it has no rules, "
-            "nor are any in scope. Put them in scope, with sx.axis_rules(rules): ..., or give the "
-            f"box rules=rules{way_out}."
-        )
+        raise errors.logical_names_without_rules(self, action, way_out)
 
     def _name_of_axis(self, verb: str, index: int, params: Mapping[Any, object]) -> Any:
         """Returns the name of a new or removed dimension, which may be None."""
         if PARTITION_NAME in params:
             return params[PARTITION_NAME]
-        raise PartitionError(
-            f"{self!r}: cannot {verb} an axis at {index} without a name for it; {dict(params)} "
-            f"does not give one. Write {verb}_axis(tree, {index}, {{PARTITION_NAME: 'layers'}}), "
-            "or None for a dimension without a name."
-        )
+        raise errors.axis_without_name(self, verb, index, params)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -298,10 +294,6 @@ class LogicallyPartitioned(Partitioned[T]):
         object.__setattr__(self, "mesh", mesh)
         object.__setattr__(self, "rules", rules)
         self.__post_init__()
-
-    def layout(self) -> tuple[Any, Rules | None]:
-        """Returns the names, as a ``Partitioned`` does, and the baked rules."""
-        return super().layout()
 
     def _rules_of(self, names: Names | None) -> Rules | None:
         return self.rules

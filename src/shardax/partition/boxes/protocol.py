@@ -24,9 +24,9 @@ from shardax._core.graph import handlers
 from shardax._core.graph.handlers import is_box
 from shardax._core.graph.paths import PyTree
 from shardax._core.graph.static import BOX_ENTRY, Metadata
+from shardax.partition.boxes import errors
 from shardax.partition.boxes.axis_metadata import AxisMetadata, fitted, with_value
 from shardax.partition.boxes.partitioned import LogicallyPartitioned, Partitioned
-from shardax.partition.errors import PartitionError
 
 
 def standard_box(box: Any, value: object) -> AxisMetadata[Any]:
@@ -119,10 +119,7 @@ def contents(box: object) -> tuple[Any, Metadata]:
     """Returns the value of a box, and the metadata of the Variable that is made of it."""
     value = unboxed(box, apply_constraint=False)
     if any(map(is_box, jax.tree.leaves(value, is_leaf=is_box))):
-        raise PartitionError(
-            f"{box!r}: holds another box, so it is no Variable. Make one of its value: "
-            "sx.Param(sx.unbox(box), axes=...)."
-        )
+        raise errors.box_in_box(box)
 
     standard = standard_box(box, value)
     names, _ = standard.layout()

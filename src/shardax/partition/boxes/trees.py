@@ -15,11 +15,11 @@ from typing import Any
 import jax
 
 from shardax._core.frozen import Origin
-from shardax._core.graph.paths import Leaf, Path, PyTree, format_path
+from shardax._core.graph.paths import Leaf, Path, PyTree
 from shardax._core.object import Object
 from shardax._core.state.state import State
 from shardax._core.variable import Variable
-from shardax.partition.boxes import protocol
+from shardax.partition.boxes import errors, protocol
 from shardax.partition.boxes.axis_metadata import AxisMetadata
 from shardax.partition.boxes.variable_box import (
     VariableBox,
@@ -30,7 +30,7 @@ from shardax.partition.boxes.variable_box import (
     origin_of_box,
     variable_of_box,
 )
-from shardax.partition.errors import PartitionCheckError, PartitionError
+from shardax.partition.errors import PartitionError
 from shardax.partition.inventory import walk
 from shardax.partition.mesh import resolve_mesh
 
@@ -187,14 +187,14 @@ def replace_boxed(tree: PyTree, values: Leaf) -> Any:
     try:
         new_values = treedef.flatten_up_to(values)
     except ValueError as error:
-        raise _other_structure(error) from error
+        raise errors.other_structure(error) from error
 
     def replace_leaf(leaf: PyTree, value: PyTree) -> PyTree:
         if isinstance(leaf, State):
             if not any(is_box(entry) for entry in leaf.flat().values()):
                 return value
             if not isinstance(value, State) or value.flat().keys() != leaf.flat().keys():
-                raise _other_structure(f"{value!r} is no State of the same paths")
+                raise errors.other_structure(f"{value!r} is no State of the same paths")
             return map_entries(lambda path, box: replace_boxed(box, value.flat()[path]), leaf)
 
         if isinstance(leaf, Variable):
@@ -206,14 +206,6 @@ def replace_boxed(tree: PyTree, values: Leaf) -> Any:
         return leaf.replace_boxed(value)
 
     return treedef.unflatten(map(replace_leaf, leaves, new_values))
-
-
-def _other_structure(reason: object) -> PartitionError:
-    """Returns the error of values that do not have the structure of the boxed tree."""
-    return PartitionError(
-        f"The values do not fit the boxed tree: {reason}. Give them in the form that unbox(tree) "
-        "has."
-    )
 
 
 def _has_boxes(box: object) -> bool:
@@ -285,11 +277,7 @@ def _renamed(tree: PyTree, rename: Callable[[Any], Any]) -> PyTree:
             with _naming_path(path):
                 return variable_of_box(rename(box_of_variable(leaf)))
         if isinstance(leaf, Object):
-            raise PartitionError(
-                f"{format_path(path)}: a {type(leaf).__name__} is no box, and its Variables have "
-                "their own axes, which sx.vmap and sx.scan keep true: "
-                "sx.vmap(make, metadata={PARTITION_NAME: 'layers'})."
-            )
+            raise errors.module_among_boxes(path, type(leaf).__name__)
         if not protocol.is_box(leaf):
             return leaf
 
@@ -337,10 +325,5 @@ def _naming_path(path: Path) -> Generator[None]:
     """Adds the path of a box to errors of its methods."""
     try:
         yield
-    except PartitionCheckError as error:
-        lines = "".join(f"\n  {finding}" for finding in error.findings)
-        raise PartitionError(
-            f"{format_path(path)}: cannot be laid out as its box says:{lines}"
-        ) from error
     except PartitionError as error:
-        raise PartitionError(f"{format_path(path)}: {error}") from error
+        raise errors.at_path(path, error) from error

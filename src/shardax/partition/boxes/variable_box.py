@@ -21,11 +21,10 @@ from shardax._core.object import Object
 from shardax._core.state.state import Origin, State
 from shardax._core.values import as_value
 from shardax._core.variable import Param, Variable
-from shardax.partition.boxes import protocol
+from shardax.partition.boxes import errors, protocol
 from shardax.partition.boxes.axis_metadata import AxisMetadata
-from shardax.partition.boxes.box_of_variable import box_around, layout_of_variable
 from shardax.partition.boxes.partitioned import LogicallyPartitioned
-from shardax.partition.errors import PartitionError
+from shardax.partition.boxes.variable_layout import box_around, layout_of_variable
 
 T = TypeVar("T")
 
@@ -69,6 +68,10 @@ class VariableBox(LogicallyPartitioned[T]):
         }
         fields.update(changes)
         return type(self)(**fields)
+
+    def _filtered_as(self) -> tuple[type, Mapping[str, PyTree]]:
+        """Returns the type and the metadata of the Variable that it was made of."""
+        return self.variable_type, self.entries.entries
 
     def add_axis(self, index: int, params: Mapping[Any, PyTree]) -> Self:
         """Returns the box with a new dimension's name, as has the box among its entries."""
@@ -133,10 +136,7 @@ def to_boxes(tree: object) -> PyTree:
             origins = leaf.origins()
             return map_entries(lambda path, value: _boxed_entry(value, origins[path]), leaf)
         if isinstance(leaf, Object):
-            raise PartitionError(
-                f"A {type(leaf).__name__} has Variables, and its boxes would be lost in it: take "
-                "them out first, to_boxes(dict(sx.iter_variables(model)))."
-            )
+            raise errors.variables_in_module(type(leaf).__name__)
         return leaf
 
     return jax.tree.map(to_box, tree, is_leaf=is_subtree)

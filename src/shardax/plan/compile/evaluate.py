@@ -29,7 +29,7 @@ from jax.sharding import Mesh
 from shardax import Jit, Rules, axis_rules, jit, parallel
 from shardax._parallel.pipeline import bubble_share
 from shardax.errors import ShardaxError
-from shardax.extend import Object, mesh_axes_of, settings_scope
+from shardax.extend import Object, ScopeSettings, mesh_axes_of
 from shardax.hlo import Program, ProgramFacts, model_flops, parse, read_program
 from shardax.hlo.analyze import partitioned_text
 from shardax.hlo.program import CompilerFailedError
@@ -80,6 +80,7 @@ def evaluate(
         argument_bytes=placed.argument_bytes,
         replicated=placed.replicated,
         arrays=placed.arrays,
+        parameters=inputs.parameters,
         limit_bytes=limit,
         provenance=Provenance(target.text, xla.label, effort, xla.tier, jax.__version__),
     )
@@ -292,7 +293,7 @@ def lower_alone(inputs: Inputs, mesh_axes: Sequence[str] = ()) -> LoweredStep:
             scope.enter_context(axis_rules(rules))
         scope.enter_context(needs_no_values())
         scope.enter_context(
-            settings_scope(reference=True)
+            ScopeSettings.scope(reference=True)
         )  # kernels of the target do not run on a CPU
         traced = _traceable(inputs, None).trace(*inputs.shapes())
         return traced.lower(), _paths(traced, inputs)

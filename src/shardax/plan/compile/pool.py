@@ -36,7 +36,7 @@ import jax
 
 from shardax import configure
 from shardax.errors import PickleReadError, PickleWriteError
-from shardax.extend import is_integer
+from shardax.extend import Options
 from shardax.host.pickling import Sources, dumps, loads, own_sources
 from shardax.plan.compile.cache import ProgramCache, cache_folder
 from shardax.plan.compile.compilers import compiler_for, temporary_environment
@@ -114,7 +114,7 @@ class PoolEvaluator:
         cache: object = "default",
         seconds: float | None = 1800.0,  # for one layout, and the start of its process if needed
     ) -> None:
-        if processes is not None and (not is_integer(processes) or processes < 1):
+        if processes is not None and (not Options.is_integer(processes) or processes < 1):
             raise PlanInputError(
                 f"processes={processes!r}: give a positive number, or None for one per core."
             )

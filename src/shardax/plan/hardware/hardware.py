@@ -65,7 +65,7 @@ def _all(kind: type, value: object) -> bool:
 
 
 _POSITIVE = ("memory_bandwidth", "link_bandwidth", "network_bandwidth")
-_COUNTS = ("torus_dimensions", "wraparound", "node_size", "devices_per_chip")
+_COUNTS = ("torus_dimensions", "wraparound", "node_size", "direct_peers", "devices_per_chip")
 
 
 def _is_figure(value) -> bool:
@@ -119,6 +119,8 @@ class Hardware:
         wraparound: A torus dimension of this size wraps round; in a torus of three dimensions a
             multiple of it does, if all dimensions are multiples.
         node_size: Devices behind one switch; 0 in a torus.
+        direct_peers: Devices of a node to which a device has links of their own, where there is no
+            switch: a pair has that part of its links only. 0 behind a switch.
         devices_per_chip: Devices that share the links of one chip.
         chip_bandwidth: Bytes a second between two devices of a chip, in one direction.
         link_latency: Seconds that a message takes over a link at the least.
@@ -159,6 +161,7 @@ class Hardware:
     torus_dimensions: int = 0
     wraparound: int = 0
     node_size: int = 0
+    direct_peers: int = 0
     devices_per_chip: int = 1
     chip_bandwidth: float = 0.0
     link_latency: float = 0.0

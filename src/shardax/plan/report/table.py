@@ -15,7 +15,6 @@ twelve layouts that fail to divide a dimension are one line.
 from __future__ import annotations
 
 import functools
-import math
 import re
 import sys
 import textwrap
@@ -122,7 +121,10 @@ def columns_of(reports: Sequence[LayoutReport]) -> tuple[Column, ...]:
     """Returns the columns for the reports of one plan."""
     number = functools.partial(_number, reports)
     measured = measured_label(reports)
-    seconds = scale([report.time.upper for report in reports if report.time], TIMES)
+    # Of traced steps there is an expected time alone.
+    longest = [report.time.upper for report in reports if report.time]
+    longest += [report.expected.high for report in reports if report.expected]
+    seconds = scale(longest, TIMES)
     wire = [scale([report.total_wire_bytes for report in reports], DECIMAL)]
 
     def along(axes: tuple[str, ...]) -> Column:
@@ -153,7 +155,7 @@ def columns_of(reports: Sequence[LayoutReport]) -> tuple[Column, ...]:
     collectives = _compiled(lambda r: len(r.collectives))
     share = _compiled(lambda r: 100 * r.asynchronous_share if r.collectives else None)
     idle = _compiled(lambda r: 100 * r.bubble_share)
-    return (
+    columns = (
         _words("layout", lambda r: r.layout.name),
         _mesh(reports),
         *(
@@ -191,6 +193,18 @@ def columns_of(reports: Sequence[LayoutReport]) -> tuple[Column, ...]:
         part("communication", "comm."),
         number("compile", "", lambda r: r.compile_seconds or None, [("s", 1.0)], "compiling"),
     )
+
+    # A plan that compiled nothing has no columns of what a compiler says.
+    if reports and not any(report.compiled for report in reports):
+        columns = tuple(
+            column
+            for column in columns
+            if column.key in _ALWAYS or any(column.text(report) != "-" for report in reports)
+        )
+    return columns
+
+
+_ALWAYS = ("layout", "mesh", "fits")
 
 
 def _expected_columns(
@@ -544,12 +558,13 @@ def published_lines(plan: Plan) -> list[str]:
         return []
     from shardax.plan.hardware.targets import Target
 
-    arrays = [array for array in report.arrays if array.kind == "parameters"]
-    parameters = sum(math.prod(array.shape) for array in arrays)
+    parameters = report.parameters
+    if not parameters:
+        return []
     try:
         chip = Target.parse(plan.target).hardware
         chips = max(1, report.layout.devices // chip.devices_per_chip)
-        return [step.summary for step in published_steps(chip.name, max(parameters, 1), chips)]
+        return [step.summary for step in published_steps(chip.name, parameters, chips)]
     except (HardwareError, PlanFileError, TargetError):  # hardware that only its maker knows
         return []
 

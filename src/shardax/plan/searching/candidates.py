@@ -321,6 +321,11 @@ def names_of_batch(inputs: Inputs) -> Iterable[str]:
     return _names_of(inputs, "batch")
 
 
+def names_of_parameters(inputs: Inputs) -> Iterable[str]:
+    """Names on parameters."""
+    return _names_of(inputs, "parameters")
+
+
 def _names_of(inputs: Inputs, *kinds: str) -> Iterable[str]:
     for leaf, kind in zip(TreeInventory(inputs.tree).leaves, inputs.kinds, strict=True):
         if kind in kinds:
@@ -351,16 +356,19 @@ def find_candidates(
     inputs: Inputs,
     limit_bytes: int | None,
     settings: Mapping[str, Sequence[object]] | None = None,
+    *,
+    keeps_near: bool = False,
 ) -> Candidates:
     """Enumerates a search space, without candidates not worth compiling."""
-    # With ``settings``, candidates are layouts under each of them.
+    # With ``settings``, candidates are layouts under each of them. With ``keeps_near``, of two
+    # equivalents the one counts whose shards are on near devices, as between nodes it is faster.
     arrays = tuple(dict.fromkeys((*dimensions.constraints, *dimensions.arguments)))
     elements = [math.prod(shape) for shape, _ in dimensions.arguments]
     large = [count > _SMALL_SHARE * sum(elements) for count in elements]
     free = _free_names(dimensions, inputs)
     first_by_key: dict[Any, LayoutCandidate] = {}
     tried = 0
-    for candidate in _enumerate(dimensions, space, arrays, free):
+    for candidate in _enumerate(dimensions, space, arrays, free, keeps_near=keeps_near):
         tried += 1
         if candidate is not None:
             _keep_first(first_by_key, _equivalence_key(candidate), candidate)
@@ -395,6 +403,8 @@ def _enumerate(
     space: SearchSpace,
     arrays: Sequence[tuple[tuple[int, ...], tuple[Any, ...]]],
     free: frozenset[str],
+    *,
+    keeps_near: bool,
 ) -> Iterator[LayoutCandidate | None]:
     """Yields every assignment, or None for an impossible one."""
     sizes_of = {name: dimensions.sizes_of(name) for name in dimensions.names}
@@ -438,8 +448,30 @@ def _enumerate(
             parts = [f"{lead}={'+'.join(of)}" for lead, of in zip(leads, axes, strict=True) if of]
             name = f"{' '.join(parts) or 'replicated'} ({text})"
             first = [places[of[0]] if of else len(places) for of in axes]
+
+            if keeps_near:
+                _prefer_inner(first, space.groups, axes, places, free)
             order = (sum(map(len, axes)), *first)
             yield LayoutCandidate(Layout(name, pairs, mesh), entries, order)
+
+
+def _prefer_inner(
+    first: list[int],
+    groups: Sequence[Sequence[str]],
+    axes: Sequence[Sequence[str]],
+    places: Mapping[str, int],
+    free: frozenset[str],
+) -> None:
+    """Prefers the inner of the batch's axes for parameters that a part of them splits."""
+    # Such parameters are gathered along that part and their gradients summed along the others
+    # (HSDP), of which gathering is more.
+    is_free = [bool(set(group) & free) for group in groups]
+    of_batch = {
+        axis for of, free_group in zip(axes, is_free, strict=True) if free_group for axis in of
+    }
+    for number, (of, free_group) in enumerate(zip(axes, is_free, strict=True)):
+        if of and not free_group and set(of) < of_batch:
+            first[number] = -places[of[-1]]
 
 
 def _targets(mesh: tuple[tuple[str, int], ...], inner_only: bool) -> list[Any]:

@@ -26,23 +26,20 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
-from jax.sharding import PartitionSpec
 
 from shardax import Jit, Rules, make_jaxpr
 from shardax.extend import (
+    AxisNameMarks,
     Object,
+    Path,
     PyTree,
     RulesLike,
+    ScopeSettings,
     TreeInventory,
     axis_names_in,
-    axis_names_of_mark,
-    mark_axis_names,
     mesh_axes_of,
     open_jaxpr,
-    settings_scope,
 )
-from shardax.partition.inventory import LeafInfo
-from shardax.partition.rules import check_names
 from shardax.plan.inputs import Inputs, auto_mesh, needs_no_values, unbound
 
 
@@ -419,7 +416,7 @@ class JaxprWalk:
             case name if name not in _RULES:
                 return self._call(eqn, operands, needed_results, runs)
             case "name":
-                dims, names = operands[0].dims, axis_names_of_mark(eqn.params["name"])
+                dims, names = operands[0].dims, AxisNameMarks.read(eqn.params["name"])
                 if names is not None:
                     self.constraints[tuple(map(self.classes.size, dims)), names] = None
                     for dim, entry in zip(dims, names, strict=False):
@@ -800,7 +797,7 @@ def trace_dimensions(
     values = enumerate(inputs.tree.values())
     static = tuple(position for position, value in values if not TreeInventory(value).leaves)
     mesh_scope = jax.sharding.use_abstract_mesh(mesh)
-    marking = settings_scope(rules=rules, marking=True, reference=True)
+    marking = ScopeSettings.scope(rules=rules, marking=True, reference=True)
     with marking, mesh_scope, needs_no_values():
         traced = make_jaxpr(_marked(inputs), static_argnums=static)(*inputs.shapes())
     jaxpr = traced.jaxpr
@@ -809,10 +806,10 @@ def trace_dimensions(
     walk.program(jaxpr, step_inputs, [True] * len(jaxpr.outvars), 1)
     reached = walk.classes.resolve()
     arguments: dict[NamedArrayShape, None] = {}
-    for leaf, named in _names_of_leaves(inputs):
-        for info, names in zip(leaf.arrays, named, strict=True):
+    for leaf in _named_arrays(inputs):
+        for shape, names in zip(leaf.shapes, leaf.names, strict=True):
             if names is not None:
-                arguments[tuple(info.shape), names] = None
+                arguments[shape, names] = None
     flops_by_dtype: Counter[str] = Counter()
     for product in walk.products:
         flops_by_dtype[product.dtype] += int(product.flops * product.runs)
@@ -854,23 +851,31 @@ def _merged_products(walk: JaxprWalk, reached: Mapping[int, frozenset[str]]) -> 
     return tuple(sorted(merged, key=lambda product: -product.flops))
 
 
-def _names_of_leaves(inputs: Inputs) -> list[tuple[LeafInfo, list[tuple[Any, ...] | None]]]:
-    """The logical names of the arrays of each leaf."""
-    names_of_leaves: list[tuple[LeafInfo, list[tuple[Any, ...] | None]]] = []
+class _NamedArrays(NamedTuple):
+    """The arrays of a leaf of the arguments."""
+
+    path: Path
+    shapes: list[tuple[int, ...]]
+    names: list[tuple[Any, ...] | None]  # the logical names of each
+
+
+def _named_arrays(inputs: Inputs) -> list[_NamedArrays]:
+    """The shapes and logical names of the arrays of each leaf."""
+    leaves: list[_NamedArrays] = []
     for leaf in TreeInventory(inputs.tree).leaves:
-        logical = not isinstance(leaf.axes, PartitionSpec)  # else the names are those of mesh axes
-        names = [leaf.names_of(info) if logical else None for info in leaf.arrays]
-        names_of_leaves.append(
-            (leaf, [None if spec is None else check_names(spec) for spec in names])
-        )
-    return names_of_leaves
+        names: list[Any] = [None] * len(leaf.arrays)
+        if not leaf.has_names_of_mesh_axes:
+            names = [leaf.names_of(info) for info in leaf.arrays]
+        shapes = [tuple(info.shape) for info in leaf.arrays]
+        leaves.append(_NamedArrays(leaf.path, shapes, names))
+    return leaves
 
 
 def _marked(inputs: Inputs) -> Callable[..., Any]:
     """The step, with the names of its arguments marked in the program."""
     step, bound, keywords = unbound(inputs.step)
     step = functools.partial(step.function if isinstance(step, Jit) else step, *bound, **keywords)
-    named = {leaf.path: names for leaf, names in _names_of_leaves(inputs)}
+    named = {leaf.path: leaf.names for leaf in _named_arrays(inputs)}
 
     def run(*args) -> PyTree:
         inventory = TreeInventory(dict(zip(inputs.names, args, strict=True)))
@@ -879,7 +884,7 @@ def _marked(inputs: Inputs) -> Callable[..., Any]:
             names = named.get(leaf.path) or [None] * len(leaf.arrays)  # numbers are traced too
             arrays = zip(leaf.arrays_in(leaf.value), names, strict=True)
             marks = [
-                array if axis_names is None else mark_axis_names(array, axis_names)
+                array if axis_names is None else AxisNameMarks.put(array, axis_names)
                 for array, axis_names in arrays
             ]
             marked = leaf.with_arrays(leaf.value, marks)

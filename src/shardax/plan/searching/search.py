@@ -32,6 +32,7 @@ from shardax.plan.report.progress import progress_for
 from shardax.plan.searching import candidates as candidate_search
 from shardax.plan.searching.candidates import Candidates, Meshes, SearchSpace
 from shardax.plan.searching.dimensions import DimensionModel, trace_dimensions
+from shardax.plan.searching.division import division_note
 from shardax.plan.searching.traced import Splits, traced_time
 from shardax.plan.timing.workload import ExpectedTime
 
@@ -171,8 +172,11 @@ def search(
 
 def _traced_plan(target: Target, variants: Sequence[_Variant], top: int | None) -> Plan:
     """Returns the plan of uncompiled candidates."""
-    reports = [
-        LayoutReport(
+    reports: list[LayoutReport] = []
+    for candidate in _ordered(variants)[:top]:
+        inputs = variants[candidate.variant].inputs
+        chips = candidate.layout.devices / target.hardware.devices_per_chip
+        report = LayoutReport(
             candidate.layout,
             "fits" if candidate.fitting else "does not fit",
             "" if candidate.fitting else _NO_ROOM,
@@ -181,10 +185,11 @@ def _traced_plan(target: Target, variants: Sequence[_Variant], top: int | None) 
             expected=candidate.time,
             warnings=(_NOT_COMPILED,),
             examples=variants[candidate.variant].examples,
+            tokens_per_second_per_chip=inputs.tokens / (candidate.time.seconds * chips),
+            parameters=inputs.parameters,
         )
-        for candidate in _ordered(variants)[:top]
-    ]
-    return Plan(target.text, tuple(reports), tuple(_notes(variants)))
+        reports.append(report)
+    return Plan(target.text, tuple(reports), tuple(_notes(variants, target)))
 
 
 def explore(
@@ -308,7 +313,10 @@ def _variant(
         model, meshes, activations=candidate_search.names_of_batch(inputs), tie=tie, fix=fix
     )
     limit = target.limit_bytes
-    candidates = candidate_search.find_candidates(model, space, inputs, limit, settings)
+    has_nodes = target.kind == "gpu" and target.topology[0] > 1
+    candidates = candidate_search.find_candidates(
+        model, space, inputs, limit, settings, keeps_near=has_nodes
+    )
     entries: list[tuple[bool, ExpectedTime, Layout, Mapping[str, int]]] = []
     splits: Splits = {}
     for layout, sizes in zip(candidates.layouts, candidates.argument_bytes, strict=True):
@@ -371,8 +379,8 @@ def _ordered(variants: Sequence[_Variant]) -> list[_Candidate]:
     ]
 
 
-def _notes(variants: Sequence[_Variant]) -> list[str]:
-    """Counts the candidates of each variant."""
+def _notes(variants: Sequence[_Variant], target: Target) -> list[str]:
+    """Counts the candidates of each variant, and says where sizes do not divide."""
     notes: list[str] = []
     for variant in variants:
         candidates = variant.candidates
@@ -385,6 +393,8 @@ def _notes(variants: Sequence[_Variant]) -> list[str]:
             f"work, {len(candidates.too_large)} whose arguments do not fit; "
             f"{len(candidates.layouts)} candidates"
         )
+        divided = division_note(variant.dimensions, variant.inputs, variant.space, target)
+        notes += [f"{start}{divided}"] if divided else []
     untold = (note for variant in variants for note in variant.dimensions.notes)
     notes += dict.fromkeys(f"as traced: {note}" for note in untold)
     return notes
@@ -518,7 +528,7 @@ class _Search:
     def plan(self, *more: str) -> Plan:
         """Returns the plan of the reports, with notes."""
         notes = list(more)
-        notes += _notes(self._variants)
+        notes += _notes(self._variants, self._target)
         outcomes = [report.outcome for report in self._reports.values()]
         counts = [f"{outcomes.count(o)} {o}" for o in dict.fromkeys(sorted(outcomes))]
         if counts:

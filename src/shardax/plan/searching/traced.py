@@ -28,7 +28,7 @@ from shardax.plan.searching.dimensions import DimensionModel, Product, ProductDi
 from shardax.plan.timing.workload import ExpectedTime, Transfer, Workload, expected_time, role_of
 from shardax.plan.timing.workload import group_stride as stride_of
 
-_PASSES = 3.0  # of the memory over a product's result, until the next product reads it
+_PASSES = 2.5  # of the memory over a product's result, until the next product reads it
 _STATE_PASSES = 2.0  # over an argument: read and written
 _GRADIENT_PASSES = 3.0  # over gradients: written, and read for their norm and the update
 # Which of left operand, right operand and result have a dimension, by its role.
@@ -109,7 +109,31 @@ def traced_workload(
             of_weights = is_staged and bool(names) and names <= pipeline.weights
             times = (parts if of_weights else 1) / busy
             transfers.append(dataclasses.replace(transfer, runs=transfer.runs * times))
-    return Workload(products, traffic, transfers)
+    return Workload(products, traffic, _combined(transfers))
+
+
+_JOINED = {"parameters": 2, "gradients": 1}  # collectives of a layer: in each pass, and once
+
+
+def _combined(transfers: Sequence[Transfer]) -> list[Transfer]:
+    """Joins collectives of parameters, and of gradients, that run together."""
+    # The arrays of a layer are gathered at a time, as XLA combines them and ``plan.predict`` counts
+    # them: each would start anew, which over thousands of nodes takes longer than its bytes.
+    groups: dict[Transfer, list[Transfer]] = {}
+    combined: list[Transfer] = []
+    for transfer in transfers:
+        if transfer.role in _JOINED and transfer.runs > 1:
+            key = dataclasses.replace(transfer, payload=0.0, runs=0.0)
+            groups.setdefault(key, []).append(transfer)
+        else:
+            combined.append(transfer)
+
+    for key, of_group in groups.items():
+        layers = min(transfer.runs for transfer in of_group)
+        runs = min(layers * _JOINED[key.role], sum(transfer.runs for transfer in of_group))
+        total = sum(transfer.payload * transfer.runs for transfer in of_group)
+        combined.append(dataclasses.replace(key, payload=total / runs, runs=runs))
+    return combined
 
 
 class _ProductShards:

@@ -3,18 +3,20 @@
 
 Least squares over the logarithms of predicted over measured seconds, robust against single rows.
 Figures stay within their bounds and depart from their priors at a price, so that few rows change
-few figures.
+few figures. Rows of one source share what it does not say, and many of them are no more than a
+few: where there are several sources, a large one weighs little more than a small one.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from shardax.plan.errors import HardwareError, PlanInputError
+from shardax.plan.errors import HardwareError, PlanInputError, RowError
 from shardax.plan.hardware.hardware import Hardware
 from shardax.plan.timing.figures import default_figures, figure_table, generation
 from shardax.plan.timing.rows import Row, read_row
@@ -22,7 +24,8 @@ from shardax.plan.timing.step import step_parts
 from shardax.plan.timing.transformer import TrainingStep, TransformerShape
 
 _SPREAD = 0.08  # of a measurement, as a logarithm
-_PRIORS = 5.0  # spread of a prior between its bounds: one part of so many
+_PRIORS = 8.0  # spread of a prior between its bounds: one part of so many
+_ALIKE = 10.0  # rows of a source, of several, after which more of them add little
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,7 @@ class Measurement:
     hardware: Hardware
     software: str
     seconds: float
+    source: str = ""  # who published it
 
     def predicted(self, figures: Mapping[str, float]) -> float:
         """Returns the predicted seconds."""
@@ -44,7 +48,12 @@ class Measurement:
     def sections(self) -> set[str]:
         """Sections of the figures that have a part in the prediction."""
         family = generation(self.hardware.name, self.hardware.kind)
-        return {"kernels", "links", "jobs", family, self.software}
+        sections = {"kernels", "links", "jobs", family, self.software}
+        if family.startswith("mxu"):
+            sections.add("xla")
+        if self.step.attention_kernel == "cudnn":
+            sections.add("megatron")
+        return sections
 
 
 def calibrate(
@@ -64,6 +73,7 @@ def calibrate(
 
     Raises:
         PlanInputError: No row can be predicted.
+        RowError: A row has a name or a word that is not known.
 
     Example:
         >>> from shardax import plan
@@ -93,16 +103,23 @@ def read_measurements(rows: Iterable[Row]) -> list[Measurement]:
         if not isinstance(seconds, int | float) or not 0 < seconds < math.inf:
             continue
         try:
-            measurements.append(Measurement(*read_row(row), seconds))
+            source = str(row.get("group") or row.get("source") or "")
+            measurements.append(Measurement(*read_row(row), seconds, source))
+        except RowError:
+            raise
         except (PlanInputError, HardwareError):
             continue
     return measurements
 
 
 def fit(
-    measurements: Sequence[Measurement], *, from_priors: bool = False, rounds: int = 12
+    measurements: Sequence[Measurement],
+    *,
+    from_priors: bool = False,
+    rounds: int = 12,
+    start: Mapping[str, float] | None = None,
 ) -> dict[str, float]:
-    """Returns the figures of the least sum of squares."""
+    """Returns the figures of the least sum of squares, searched for from ``start``."""
     table = figure_table()
     sections = set().union(*(measurement.sections for measurement in measurements))
     names = [
@@ -117,6 +134,7 @@ def fit(
     low = np.log([table[name].bounds[0] for name in names])
     high = np.log([table[name].bounds[1] for name in names])
     spread = (high - low) / _PRIORS
+    begin = center if start is None else np.log([start.get(name, base[name]) for name in names])
     rows_of = [
         [
             number
@@ -125,6 +143,13 @@ def fit(
         ]
         for name in names
     ]
+
+    # As if errors had a part that all rows of a source share.
+    counts = Counter(measurement.source for measurement in measurements)
+    shared = _ALIKE if len(counts) > 1 else math.inf
+    spreads = np.array(
+        [_SPREAD * math.sqrt(1 + counts[each.source] / shared) for each in measurements]
+    )
 
     def figures_at(point: np.ndarray) -> dict[str, float]:
         return {**base, **dict(zip(names, np.exp(point).tolist(), strict=True))}
@@ -135,7 +160,7 @@ def fit(
             math.log(measurement.predicted(figures) / measurement.seconds)
             for measurement in measurements
         ]
-        return np.array(logs) / _SPREAD
+        return np.array(logs) / spreads
 
     def residuals(point: np.ndarray) -> np.ndarray:
         return np.concatenate([errors(point), (point - center) / spread])
@@ -148,7 +173,7 @@ def fit(
             moved = {**figures, name: figures[name] * 1.01}
             for row in rows_of[column]:
                 change = measurements[row].predicted(moved) / before[row]
-                matrix[row, column] = math.log(change) / math.log(1.01) / _SPREAD
+                matrix[row, column] = math.log(change) / math.log(1.01) / spreads[row]
             matrix[len(measurements) + column, column] = 1 / spread[column]
         return matrix
 
@@ -158,7 +183,7 @@ def fit(
     margin = 1e-6 * (high - low)
     result = scipy.optimize.least_squares(
         residuals,
-        np.clip(center, low + margin, high - margin),
+        np.clip(begin, low + margin, high - margin),
         jac=derivatives,  # pyright: ignore[reportArgumentType]
         bounds=(low, high),
         loss="soft_l1",

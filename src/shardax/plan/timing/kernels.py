@@ -25,6 +25,7 @@ _NARROW = {"fp8": 1.0, "fp8-row": 1.0, "mxfp8": 1.03, "nvfp4": 0.56, "int8": 1.0
 _FORWARD_ATTENTION_BLOCK = (
     128  # keys of a block of fused attention; causal blocks are computed whole
 )
+_ALIGNED = 8  # elements in 16 bits that tensor cores read at a time
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,7 @@ class Kernels:
     chip: Hardware
     figures: Mapping[str, float]
     precision: str = "bf16"  # of the products of layers
+    software: str = ""
     family: str = field(init=False, default="")
     wide_peak: float = field(init=False, default=0.0)
     narrow_peak: float = field(init=False, default=0.0)
@@ -43,10 +45,12 @@ class Kernels:
     def __post_init__(self) -> None:
         family = generation(self.chip.name, self.chip.kind)
         wide = self.precision if self.precision in ("f32", "fp16") else "bf16"
+        # Shapes and kernels that nobody chose for this hardware reach less of what it can do.
+        reached = self.figures.get(f"{self.software}.products", 1.0)
         for name, value in {
             "family": family,
-            "wide_peak": product_peak(self.chip, wide, self.figures),
-            "narrow_peak": product_peak(self.chip, self.precision, self.figures),
+            "wide_peak": reached * product_peak(self.chip, wide, self.figures),
+            "narrow_peak": reached * product_peak(self.chip, self.precision, self.figures),
             "narrow_ratio": self.chip.peak(PEAK_NAMES.get(self.precision, self.precision))
             / self.chip.peak("bf16"),
             "stream": self.chip.memory_bandwidth * self.figures["kernels.memory_share"],
@@ -85,12 +89,25 @@ class Kernels:
         return elements * passes * self.figures["kernels.quantize_bytes"] / self.stream
 
     def attention(
-        self, tokens: float, context: float, heads: float, key_width: int, value_width: int
+        self,
+        tokens: float,
+        context: float,
+        heads: float,
+        key_width: int,
+        value_width: int,
+        kernel: str = "",
     ) -> float:
-        """Returns the seconds of fused attention, forward."""
+        """Returns the seconds of fused attention, forward, by one of its kernels."""
         operations = 2 * tokens * (context + _FORWARD_ATTENTION_BLOCK / 2) * heads
         widths = key_width + value_width
-        return operations * widths / self.attention_rate(widths / 2)
+        rate = self.attention_rate(widths / 2)
+        own = self.figures.get(f"{self.software}.attention", 1.0)
+        if kernel == "cudnn":  # that of Megatron's figure
+            own = self.figures["megatron.attention"]
+        measured = self.figures.get(f"attention.{kernel}_{self.family}")
+        if measured is not None:
+            own = measured / self.figures[f"{self.family}.attention_share"]
+        return operations * widths / (rate * own)
 
     def attention_rate(self, width: float) -> float:
         """Returns the operations a second of fused attention, by a head's width."""
@@ -112,7 +129,10 @@ class Kernels:
         ramp = 1 + self.figures["kernels.depth_ramp"] / key_width
         passes = self.figures["kernels.scores_passes"] / 3
         scores = tokens * length * heads * 2.0 * passes
-        return operations * ramp / self.wide_peak + scores / self.stream
+        seconds = operations * ramp / self.wide_peak + scores / self.stream
+        if self.family in CORES and key_width % _ALIGNED:
+            seconds *= self.figures["kernels.unaligned_heads"]
+        return seconds
 
     def streamed(self, bytes_: float) -> float:
         """Returns the seconds to move bytes between the memory and the device."""
@@ -137,8 +157,12 @@ class Links:
         inner = min(size, max(1, room // stride))
         return inner, math.ceil(size / inner)
 
-    def gather(self, result_bytes: float, size: int, stride: int = 1) -> float:
-        """Seconds of an all-gather, or of a reduce-scatter of its operand."""
+    def gather(
+        self, result_bytes: float, size: int, stride: int = 1, *, is_tree: bool = False
+    ) -> float:
+        """Returns the seconds of an all-gather, or of a reduce-scatter of its operand."""
+        # Messages go round a ring of the nodes, or up and down a tree, as NCCL has it for
+        # all-reduces: its depth is the logarithm.
         if size < 2 or not result_bytes:
             return 0.0
         inner, outer = self.members(size, stride)
@@ -148,16 +172,20 @@ class Links:
             latency += self.figures["links.switch_latency"]
         if outer > 1:
             network = result_bytes / inner * (outer - 1) / outer / self._network()
-            latency += self.figures["links.network_latency"] * outer
+            hops = min(outer, 2 * math.log2(outer)) if is_tree else outer
+            latency += self.figures["links.network_latency"] * hops
         return max(fabric, network) + latency
 
     def reduce(self, bytes_: float, size: int, stride: int = 1) -> float:
         """Returns the seconds of an all-reduce."""
-        return 2 * self.gather(bytes_, size, stride)
+        return 2 * self.gather(bytes_, size, stride, is_tree=True)
 
-    def exchange(self, bytes_: float, size: int, stride: int = 1, copies: int = 1) -> float:
+    def exchange(
+        self, bytes_: float, size: int, stride: int = 1, copies: int = 1, most_nodes: int = 0
+    ) -> float:
         """Returns the seconds of an all-to-all of a device's bytes."""
-        # ``copies`` is how often each token is among the bytes; a node gets it once.
+        # ``copies`` is how often each token is among the bytes; a node gets it once, and no more
+        # than ``most_nodes`` get it.
         if size < 2 or not bytes_:
             return 0.0
         inner, outer = self.members(size, stride)
@@ -169,6 +197,8 @@ class Links:
         network = 0.0
         if outer > 1:
             nodes = outer * (1 - (1 - 1 / outer) ** copies)  # of a token's experts
+            if most_nodes:
+                nodes = min(nodes, most_nodes)
             sent = bytes_ / copies * nodes * (outer - 1) / outer
             network = sent / (self.chip.network_bandwidth * share)
         latency = self.figures["links.switch_latency"] * 2
@@ -203,7 +233,11 @@ class Links:
     def _fabric(self, size: int) -> float:
         """Bytes a second of a device's links, by group size."""
         if self.chip.kind != "tpu":
-            return self.chip.link_bandwidth * self.figures["links.switch_share"]
+            share = self.figures["links.switch_share"]
+            if self.chip.direct_peers:
+                # Without a switch a pair has the links between the two, of all of a device's.
+                share *= min(1.0, (size - 1) / self.chip.direct_peers)
+            return self.chip.link_bandwidth * share
         chips = max(2, self.devices // self.slices)
         dimensions = self.chip.torus_dimensions
         used = max(1.0, dimensions * min(1.0, math.log(size) / math.log(chips)))

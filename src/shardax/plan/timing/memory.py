@@ -18,6 +18,7 @@ from shardax.plan.timing.transformer import Recompute, TrainingStep, Transformer
 # (flash-attention's, of llm-foundry and InternEvo; Megatron's but for 16 bits); XLA fuses all but
 # one in 32 bits.
 _LOGIT_BYTES = {"pytorch": 4.0, "pytorch-compile": 10.0, "megatron": 8.0, "xla": 4.0}
+_LOGIT_BYTES |= {"untuned": 8.0}
 _SAVES_NARROW = ("megatron",)  # what saves inputs of products as these read them
 _LIVE_SCORES = 1.4  # of saved scores: what their derivative needs beside
 

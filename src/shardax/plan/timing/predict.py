@@ -24,7 +24,7 @@ class StepEstimate:
 
     Attributes:
         seconds: Of the step.
-        low: Lower end of the band that holds nine measured steps of ten.
+        low: Lower end of the band, whose width is that of errors on sources that were not fitted.
         high: Its upper end.
         memory_bytes: Of a device.
         fits: Whether the device's memory has room for them.
@@ -74,7 +74,8 @@ def predict(
         step: Layout of the step.
         hardware: A name of known hardware, or the hardware.
         software: What runs the step: ``"xla"``, ``"megatron"``, ``"pytorch"`` or
-            ``"pytorch-compile"``.
+            ``"pytorch-compile"``, as their developers tune them; ``"untuned"`` for anything else,
+            or for these as others run them.
         figures: Figures of the time model that replace those of the hardware and of the library,
             by name.
 
@@ -106,7 +107,13 @@ def predict(
     remedy = "plan.compare(target='cpu:8') compiles for virtual devices of a CPU."
     _OPTIONS.check("hardware", chip.name, chip.kind != "cpu", "a GPU or TPU", remedy)
     parts = step_parts(model, step, chip, software, values)
-    expected = band_of(parts, values, sparse=bool(model.experts))
+    expected = band_of(
+        parts,
+        values,
+        sparse=bool(model.experts),
+        is_known=software != "untuned",
+        said=_said_parts(step),
+    )
     seconds = expected.seconds
     memory = memory_bytes(model, step, chip, software, values)
     tokens = step.global_batch * step.sequence
@@ -121,6 +128,17 @@ def predict(
         model_operations(model, step) / (seconds * step.device_count * chip.peak("bf16")),
         tokens / seconds / chips,
     )
+
+
+def _said_parts(step: TrainingStep) -> list[str]:
+    """Returns the parts of a step of which it says what they run beside."""
+    said = {
+        "tensor": step.overlap_tensor is not None,
+        "gradients": step.overlap_gradients is not None,
+        "experts": step.overlap_experts,
+        "host": step.graphs == "step",
+    }
+    return [name for name, is_said in said.items() if is_said]
 
 
 def _check_layout(model: TransformerShape, step: TrainingStep) -> None:

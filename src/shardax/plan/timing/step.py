@@ -18,6 +18,7 @@ from shardax.plan.timing.kernels import Kernels, Links, both
 from shardax.plan.timing.transformer import Recompute, TrainingStep, TransformerShape
 
 _HIDDEN_TENSOR = 0.9  # of the collectives of a tensor axis that are split on purpose
+_COMPILED_FIGURES = ("passes", "layer_launch", "expert_launch")
 _MASTER_BYTES = 30  # of a parameter that Adam reads and writes, gradient and copy included
 
 
@@ -56,9 +57,11 @@ class LayerModel:
     ) -> None:
         self.model, self.step, self.chip = model, step, chip
         self.software, self.figures = software, figures
-        self.kernels = Kernels(chip, figures, step.precision)
+        self.kernels = Kernels(chip, figures, step.precision, software)
         self.links = Links(chip, figures, step.device_count, step.slices)
         self.recompute = Recompute.parse(step.recompute, matrices=model.mlp_matrices)
+        # The share of the layers that the policy is about.
+        self.repeated = self.recompute.share(model.layers / step.pipeline, step.virtual)
         self.tokens = step.sequences * step.sequence / step.context
         # Experts are whole: each tensor shard sends its own part of the tokens to them.
         self.routed_tokens = self.tokens / step.tensor
@@ -66,7 +69,18 @@ class LayerModel:
 
     def figure(self, name: str) -> float:
         """Returns a figure of the software."""
-        return self.figures[f"{self.software}.{name}"]
+        # A TPU runs compiled programs, whoever wrote them: no host launches their kernels.
+        software = self.software
+        if self.chip.kind == "tpu" and name in _COMPILED_FIGURES:
+            software = "xla"
+        return self.figures[f"{software}.{name}"]
+
+    @property
+    def hides_gradients(self) -> bool:
+        """Whether sums of gradients run beside the backward pass."""
+        if self.step.overlap_gradients is not None:
+            return self.step.overlap_gradients
+        return self.software != "untuned"
 
     def passes(self, *, sparse: bool) -> tuple[Pass, Pass]:
         """Forward and backward pass of a layer, recomputation in the latter."""
@@ -75,9 +89,9 @@ class LayerModel:
         self._attention(forward, backward)
         self._elementwise(forward, backward, sparse)
         self._collectives(forward, backward, sparse)
-        backward.attention += again.attention * forward.attention
-        backward.memory += again.elementwise * forward.memory
-        whole = min(again.projections, again.mlp)
+        backward.attention += self.repeated * again.attention * forward.attention
+        backward.memory += self.repeated * again.elementwise * forward.memory
+        whole = self.repeated * min(again.projections, again.mlp)
         for name in ("tensor", "experts", "context"):
             setattr(backward, name, getattr(backward, name) + whole * getattr(forward, name))
         return forward, backward
@@ -100,7 +114,7 @@ class LayerModel:
             self._product(forward, backward, rows, inputs, outputs, count, repeated, 1.0)
         if sparse:
             local = max(1.0, model.experts / step.expert)
-            rows = self.routed_tokens * model.top_k / local
+            rows = self.routed_tokens * model.top_k * (step.capacity_factor or 1.0) / local
             slow = (1 + self.figures["kernels.grouped_rows"] / rows) / self.figures[
                 "kernels.grouped_share"
             ]
@@ -127,10 +141,20 @@ class LayerModel:
         narrow = count * kernels.quantization(rows * inputs)
         forward.products += seconds
         forward.memory += narrow
-        backward.products += repeated * seconds + count * slow * (
-            kernels.product(rows, inputs, outputs) + kernels.product(inputs, outputs, rows)
-        )
+        repeated *= self.repeated
+        backward.products += repeated * seconds
+        backward.products += count * slow * kernels.product(rows, inputs, outputs)
         backward.memory += repeated * narrow + count * kernels.quantization(rows * outputs)
+        rank = self.step.adapter_rank
+        if not rank:
+            backward.products += count * slow * kernels.product(inputs, outputs, rows)
+            return
+
+        # Weights that stay have no derivative; adapters beside them are two thin products.
+        thin = kernels.product(rows, rank, inputs, wide=True)
+        thin += kernels.product(rows, outputs, rank, wide=True)
+        forward.products += count * thin
+        backward.products += (2 + repeated) * count * thin
 
     def _attention(self, forward: Pass, backward: Pass) -> None:
         model, step = self.model, self.step
@@ -138,14 +162,27 @@ class LayerModel:
         sizes = heads, model.key_width, model.value_width
         if step.fused_attention:
             context = model.mean_context(step.sequence)
-            seconds = self.kernels.attention(self.tokens, context, *sizes)
-            seconds /= self.figure("attention")
+            seconds = self.kernels.attention(self.tokens, context, *sizes, step.attention_kernel)
+            seconds *= self._ring_loss(forward, backward)
             forward.attention += seconds
             backward.attention += self.kernels.attention_backward(seconds)
         else:
             seconds = self.kernels.plain_attention(self.tokens, step.sequence, *sizes)
             forward.attention += seconds
             backward.attention += 2 * seconds
+
+    def _ring_loss(self, forward: Pass, backward: Pass) -> float:
+        """Returns the slowest shard's share of attention; adds the sums of partial results."""
+        step, model = self.step, self.model
+        if step.context == 1 or step.context_kind not in ("ring", "zigzag"):
+            return 1.0
+        # Each step of a ring reads and writes a sum in 32 bits, of values and of their derivatives.
+        width = model.heads / step.tensor * model.value_width
+        moved = self.kernels.streamed((step.context - 1) * 8 * self.tokens * width)
+        forward.memory += moved
+        backward.memory += 2 * moved
+        # In order, the last shard's queries read nearly all keys, and the others wait.
+        return 2 - 1 / step.context if step.context_kind == "ring" else 1.0
 
     def _elementwise(self, forward: Pass, backward: Pass, sparse: bool) -> None:
         model, step = self.model, self.step
@@ -165,20 +202,30 @@ class LayerModel:
         model, step, links = self.model, self.step, self.links
         if step.tensor > 1:
             hidden = _HIDDEN_TENSOR if step.overlap_tensor else 0.0
-            if self.chip.kind == "tpu" or step.sequence_parallel:
+            may_hide = self.chip.kind == "tpu" or step.sequence_parallel
+            if may_hide and step.overlap_tensor is not False:
                 hidden = max(hidden, self.figure("tensor_hidden"))
             seconds = links.reduce(2 * self.tokens * model.embed, step.tensor) * (1 - hidden)
             forward.tensor += 2 * seconds
             backward.tensor += 2 * seconds
         if step.context > 1:
             keys = model.key_heads / step.tensor * (model.key_width + model.value_width)
+            if step.context_kind == "ulysses":
+                # Queries, keys, values and results change from shards of tokens to shards of heads.
+                queries = model.heads / step.tensor * (model.key_width + model.value_width)
+                sent = 2 * self.tokens * (queries + keys)
+                exchanged = links.exchange(sent, step.context, step.tensor)
+                forward.context += exchanged
+                backward.context += exchanged
+                keys = 0.0
             bytes_ = 2 * self.tokens * keys * step.context
             seconds = links.gather(bytes_, step.context, step.tensor)
             forward.context += max(0.2 * seconds, seconds - 0.5 * forward.attention)
             backward.context += max(0.4 * seconds, 2 * seconds - 0.5 * backward.attention)
         if sparse and step.expert > 1:
-            bytes_ = 2 * self.routed_tokens * model.top_k * model.embed
-            seconds = links.exchange(bytes_, step.expert, 1, model.top_k)
+            rows = self.routed_tokens * model.top_k * (step.capacity_factor or 1.0)
+            bytes_ = 2 * rows * model.embed
+            seconds = links.exchange(bytes_, step.expert, 1, model.top_k, step.expert_nodes)
             if step.overlap_experts:
                 seconds *= 0.3
             forward.experts += 2 * seconds
@@ -188,10 +235,12 @@ class LayerModel:
         """Returns both passes of the output layer and the loss."""
         columns = self.model.vocab / self.step.tensor
         kernels, tokens, embed = self.kernels, self.tokens, self.model.embed
+        products = kernels.product(tokens, columns, embed, wide=True)
+        products += kernels.product(tokens, embed, columns, wide=True)
+        if not self.step.adapter_rank:
+            products += kernels.product(columns, embed, tokens, wide=True)
         return Pass(
-            products=kernels.product(tokens, columns, embed, wide=True)
-            + kernels.product(tokens, embed, columns, wide=True)
-            + kernels.product(columns, embed, tokens, wide=True),
+            products=products,
             memory=kernels.streamed(tokens * columns * self.figures["kernels.loss_bytes"]),
         )
 
@@ -199,7 +248,8 @@ class LayerModel:
         """Returns the host's seconds for both passes of a layer."""
         seconds = self.figure("layer_launch") + sparse * self.figure("expert_launch")
         if self.recompute.projections and self.recompute.mlp:
-            seconds *= 1 + 0.3 * max(self.recompute.mlp, self.recompute.projections)
+            again = max(self.recompute.mlp, self.recompute.projections)
+            seconds *= 1 + 0.3 * self.repeated * again
         if self.step.graphs == "step":
             return 0.1 * seconds
         return seconds * (self.figures["jobs.graph_share"] if self.step.graphs else 1.0)
@@ -291,7 +341,8 @@ def _exposed_parameters(layers: LayerModel, forward: Pass, backward: Pass, spars
         stride = step.tensor * step.expert
         return seconds + links.gather(bytes_each * experts, expert_group, stride)
 
-    gathered, scattered = gather(1.0 if is_narrow else 2.0), gather(step.gradient_bytes)
+    gathered = gather(1.0 if is_narrow else 2.0)
+    scattered = 0.0 if step.adapter_rank else gather(step.gradient_bytes)
     again = gathered if step.zero >= 3 else 0.0
     contention = layers.figure("contention")
     return sum(
@@ -318,7 +369,7 @@ def step_parts(
     stride = step.tensor * step.context
     exposed_parameters = host = 0.0
     work = Pass()  # of a microbatch, all layers
-    backward_seconds = 0.0
+    forward_seconds = backward_seconds = 0.0
     sparse_layers = model.sparse_layers
     groups = [(model.layers - sparse_layers, False), (sparse_layers, True)]
     if model.extra_layers:
@@ -332,6 +383,7 @@ def step_parts(
         busy = sum(vars(forward).values()) + sum(vars(backward).values())
         launch = layers.launches(sparse=sparse)
         host += count * (both(busy, launch) - busy)
+        forward_seconds += count * forward.arithmetic
         backward_seconds += count * backward.arithmetic
         exposed_parameters += count * _exposed_parameters(layers, forward, backward, sparse)
     head = layers.head()
@@ -354,15 +406,25 @@ def step_parts(
             * message
             * (step.pipeline - 1 + 0.5 * microbatches * (step.virtual if step.virtual > 1 else 1))
         )
-    gradients = _gradient_sums(model, step, links, backward_seconds / step.pipeline, contention)
-    if step.offloaded_layers:
-        moved = 2 * layers.tokens * model.embed * step.offloaded_layers * 2 / step.tensor
-        seconds = moved / figures["links.host_bandwidth"] * microbatches / step.pipeline
-        host += max(0.0, seconds - 0.5 * steady) / max(scale, 1e-9)
-    optimizer = (
-        layers.kernels.streamed(_MASTER_BYTES * local_parameters(model, step, optimizer=True))
-        + figures["jobs.step_overhead"]
-    )
+    window = backward_seconds / step.pipeline
+    if not layers.hides_gradients:
+        window = 0.0
+    gradients = _gradient_sums(model, step, links, window, contention)
+    moved = _offloaded_bytes(model, step, layers.tokens)
+    if moved:
+        # There in the forward pass and back in the backward pass, beside the arithmetic of each.
+        seconds = moved / figures["links.host_bandwidth"] / step.pipeline
+        busy = backward_seconds / step.pipeline, forward_seconds / step.pipeline
+        exposed = sum(max(0.0, seconds - hidden) for hidden in busy) * microbatches
+        host += exposed / max(scale, 1e-9)
+    optimizer = figures["jobs.step_overhead"]
+    updated = local_parameters(model, step, optimizer=True)
+    if step.adapter_rank:
+        updated = 0.0
+    if step.host_optimizer:
+        optimizer += _host_update(step, figures, updated, chip)
+    else:
+        optimizer += layers.kernels.streamed(_MASTER_BYTES * updated)
     parts = {
         "products": work.products * scale,
         "attention": work.attention * scale,
@@ -377,6 +439,42 @@ def step_parts(
     }
     waiting = straggling(chip, step.device_count, step.slices, figures)
     return StepParts(**parts, stragglers=sum(parts.values()) * waiting)
+
+
+def _offloaded_bytes(model: TransformerShape, step: TrainingStep, tokens: float) -> float:
+    """Returns the bytes of a microbatch's activations that a device moves to the host."""
+    stream = model.embed / step.tensor
+    queries = model.heads * model.key_width / step.tensor
+    keys = model.key_heads * model.key_width / step.tensor
+    hidden = model.mlp_hidden / step.tensor
+    widths = {
+        "decoder_layer_input": stream,
+        "query_proj": queries,
+        "key_proj": keys,
+        "value_proj": keys,
+        "kv_proj": 2 * keys,
+        "qkv_proj": queries + 2 * keys,
+        "context": model.heads * model.value_width / step.tensor,
+        "out_proj": stream,
+        "mlpwi": (model.mlp_matrices - 1) * hidden,
+        "mlpwi_0": hidden,
+        "mlpwi_1": hidden,
+        "mlpwo": stream,
+    }
+    named = sum(widths[name] for name in step.offloaded)
+    return 2 * tokens * (stream * step.offloaded_layers + named * model.layers)
+
+
+def _host_update(
+    step: TrainingStep, figures: Mapping[str, float], updated: float, chip: Hardware
+) -> float:
+    """Returns the seconds of an optimizer's update by the host, of a device's parameters."""
+    # Gradients go there and parameters come back; Adam streams through the host's memory, of
+    # which each device of a node has its part.
+    moved = (step.gradient_bytes + 2) * updated / figures["links.host_bandwidth"]
+    devices = min(chip.node_size or 4, step.device_count)
+    memory = figures["links.host_memory"] / devices
+    return moved + (_MASTER_BYTES - 2) * updated / memory
 
 
 def straggling(chip: Hardware, devices: int, slices: int, figures: Mapping[str, float]) -> float:
@@ -409,6 +507,8 @@ def _gradient_sums(
     model: TransformerShape, step: TrainingStep, links: Links, window: float, contention: float
 ) -> float:
     """Seconds of sums of gradients beyond what a backward pass hides."""
+    if step.adapter_rank:  # those of adapters are small
+        return 0.0
     stored = local_parameters(model, step, optimizer=False)
     if links.chip.kind == "tpu":
         seconds = links.between_slices(step.gradient_bytes * stored)

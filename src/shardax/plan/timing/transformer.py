@@ -10,14 +10,17 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from dataclasses import dataclass
 
-from shardax.extend import Options, is_integer
+from shardax.extend import Options
 from shardax.plan.errors import PlanInputError
+from shardax.plan.timing.words import ACTIVATIONS, ATTENTION_KERNELS, CONTEXT_KINDS
 
 PRECISIONS = ("f32", "bf16", "fp16", "fp8", "fp8-row", "mxfp8", "nvfp4", "int8")
 _OPTIONS = Options(PlanInputError)
-SOFTWARE = ("xla", "megatron", "pytorch", "pytorch-compile")
+SOFTWARE = ("xla", "megatron", "pytorch", "pytorch-compile", "untuned")
+GRAPHS = ("", "layer", "step")
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,7 @@ class TransformerShape:
         expert_hidden: Hidden width of an expert; 0 for ``mlp_hidden``.
         shared_experts: Experts of every token.
         dense_layers: First layers of a sparse model with a dense MLP.
+        expert_every: Of the other layers every so many has experts: 2 is every second.
         q_rank: Rank of compressed queries (latent attention); 0 if they are not.
         kv_rank: Rank of compressed keys and values; 0 is ordinary attention.
         rope_dim: Of latent attention: width of the rotated part of a head, beside ``head_dim``.
@@ -75,6 +79,7 @@ class TransformerShape:
     expert_hidden: int = 0
     shared_experts: int = 0
     dense_layers: int = 0
+    expert_every: int = 1
     q_rank: int = 0
     kv_rank: int = 0
     rope_dim: int = 0
@@ -87,7 +92,8 @@ class TransformerShape:
     def __post_init__(self) -> None:
         for name in ("layers", "embed", "mlp_hidden", "heads", "vocab"):
             _OPTIONS.integers(**{name: getattr(self, name)})
-        shares = is_integer(self.kv_heads) and self.kv_heads >= 0
+        _OPTIONS.integers(expert_every=self.expert_every)
+        shares = Options.is_integer(self.kv_heads) and self.kv_heads >= 0
         shares = shares and self.heads % self.key_heads == 0
         _OPTIONS.check("kv_heads", self.kv_heads, shares, f"a divisor of heads={self.heads}, or 0")
         fits = not self.experts or 0 < self.top_k <= self.experts
@@ -111,7 +117,7 @@ class TransformerShape:
     @property
     def sparse_layers(self) -> int:
         """Layers with experts."""
-        return self.layers - self.dense_layers if self.experts else 0
+        return (self.layers - self.dense_layers) // self.expert_every if self.experts else 0
 
     @property
     def expert_width(self) -> int:
@@ -200,34 +206,64 @@ class Recompute:
     attention: float = 0.0
     mlp: float = 0.0  # its products
     elementwise: float = 0.0  # norms and activations
+    layers: int = 0  # of each stage that are repeated; 0 for all
 
     @staticmethod
     def parse(text: str | None, *, matrices: int = 3) -> Recompute:
-        """Shares of a framework's policy."""
+        """Returns the shares of a framework's policy."""
         # Such as "full", "selective", "minimal", or the names of modules.
         policy = (text or "none").lower()
-        if policy.startswith(("none", "no ", "off", "false")):
+        if policy.startswith(("none", "no ", "off", "false")) or policy == "everything_saveable":
             return Recompute()
         if policy.startswith("custom") or "qkv_proj" in policy:
             return _named_policy(policy, matrices)
-        if policy.startswith("minimal"):  # products are saved
-            return Recompute(elementwise=1.0, attention=1.0)
+        is_named = policy in ("dots_saveable", "checkpoint_dots", "save_dots")
+        if policy.startswith(("minimal", "dots_with_no_batch_dims")) or is_named:
+            return Recompute(elementwise=1.0, attention=1.0)  # products are saved
         if "per op" in policy or "selective op" in policy or policy == "selective":
             # Every second product is saved, and attention is.
             return Recompute(projections=0.5, mlp=0.5, elementwise=1.0)
         if "selective layer" in policy:
             return Recompute(0.5, 0.5, 0.5, 0.5)
         if policy.startswith("selective"):
-            return _modules(policy)
+            return _modules(text, policy)
+
         is_full = policy.startswith("full") or "checkpoint" in policy
-        expected = "'none', 'full', 'selective', 'minimal', or a policy that names activations"
+        is_full = is_full or policy in ("nothing_saveable", "on", "true")
+        expected = "'none', 'full', 'full, block, N layers', 'selective', 'selective: MODULES', "
+        expected += "'minimal', or a policy that names activations"
         _OPTIONS.check("recompute", text, is_full, expected)
-        return Recompute(1.0, 1.0, 1.0, 1.0)
+
+        # Megatron's "block" repeats the first layers of a stage; "uniform" repeats all, in groups
+        # of so many.
+        counted = re.search(r"(\d+) layers?", policy)
+        layers = int(counted[1]) if counted and "uniform" not in policy else 0
+        return Recompute(1.0, 1.0, 1.0, 1.0, layers)
+
+    def share(self, stage_layers: float, parts: int = 1) -> float:
+        """Returns the share of a stage's layers that are repeated; ``parts`` are virtual stages."""
+        if not self.layers:
+            return 1.0
+        return min(1.0, self.layers * parts / stage_layers)
 
 
-def _modules(policy: str) -> Recompute:
-    """Shares of a list of modules that are repeated."""
-    names = set(policy.partition(":")[2].replace(",", " ").split())
+MODULES = (
+    *("core_attn", "attention", "layernorm", "norm", "mlp", "moe", "moe_act", "act"),
+    *("mla_up_proj", "shared_expert", "shared_experts"),
+)
+"""Modules that a selective policy names."""
+
+
+def _modules(text: str | None, policy: str) -> Recompute:
+    """Returns the shares of a list of modules that are repeated."""
+    listed = re.sub(
+        r"^selective|modules|[():,]", " ", policy.replace("core attention", "core_attn")
+    )
+    names = set(listed.split())
+    unknown = sorted(names - set(MODULES))
+    if unknown:
+        known = ", ".join(MODULES)
+        raise PlanInputError(f"recompute={text!r} names {unknown[0]!r}; modules are {known}.")
     whole_mlp = bool(names & {"mlp", "moe"})
     elementwise = 0.35 * bool(names & {"layernorm", "norm"}) + 0.4 * bool(
         names & {"moe_act", "act"}
@@ -242,6 +278,11 @@ def _modules(policy: str) -> Recompute:
 
 def _named_policy(policy: str, matrices: int) -> Recompute:
     """Shares of MaxText's policies, which name saved activations."""
+    named = set(re.findall(r"(\w+)=", policy))
+    unknown = sorted(named - set(ACTIVATIONS))
+    if unknown:
+        known = ", ".join(ACTIVATIONS)
+        raise PlanInputError(f"recompute={policy!r} names {unknown[0]!r}; activations are {known}.")
 
     def saved(*names: str) -> bool:
         return any(f"{name}={place}" in policy for name in names for place in ("device", "offload"))
@@ -286,6 +327,8 @@ class TrainingStep:
             ``mxfp8``, ``nvfp4``, ``int8``. Hardware without it computes in the next wider one.
         recompute: Policy, as ``Recompute.parse`` reads it.
         fused_attention: Whether scores stay on the chip.
+        attention_kernel: Kernel of attention, such as ``"flash2"``, ``"flash3"`` or ``"cudnn"``;
+            "" for that of the software and the hardware.
         state_bytes: Bytes of a parameter with its gradient and optimizer state.
         gradient_bytes: Bytes of a gradient that devices send.
         gradient_copy_bytes: Bytes of a further copy of a gradient, such as that in 16 bits beside
@@ -294,11 +337,25 @@ class TrainingStep:
             and do not gather them at a time.
         update_bytes: Bytes of a parameter that its optimizer's update needs beside its state.
         bucket_elements: Elements of each of two buffers in which gradients and parameters travel.
-        overlap_tensor: Whether tensor collectives are split to run beside products.
+        overlap_tensor: Whether tensor collectives are split to run beside products; None if
+            nothing says so, and the software decides.
+        overlap_gradients: Whether sums of gradients run beside the backward pass; None if nothing
+            says so, and the software decides.
         overlap_experts: Whether all-to-alls run beside another microbatch.
         graphs: Whether layers (``"layer"``) or the whole step (``"step"``) are launched as CUDA
             graphs.
         offloaded_layers: Layers whose activations are moved to the host.
+        offloaded: Activations of every layer that are moved to the host, by name, such as
+            ``("query_proj", "out_proj")``.
+        host_optimizer: Whether optimizer state and update are the host's.
+        adapter_rank: Rank of trained low-rank adapters (LoRA), beside weights that stay; 0 trains
+            the weights.
+        capacity_factor: Rows of each expert over its even share, which are computed and sent
+            whether full or not; 0 for as many as come.
+        expert_nodes: Nodes on which the experts of a token lie, at most; 0 for any.
+        context_kind: How shards of the sequence share attention: ``"zigzag"`` (a ring that deals
+            the sequence out evenly), ``"ring"`` (in order, so that the last shard has most to do),
+            ``"gather"`` or ``"ulysses"`` (an exchange of heads).
 
     Raises:
         PlanInputError: A degree is no integer of at least 1, the policy is unknown, or batch,
@@ -335,15 +392,23 @@ class TrainingStep:
     broadcast_parameters: bool = False
     update_bytes: float = 0
     bucket_elements: float = 0
-    overlap_tensor: bool = False
+    overlap_tensor: bool | None = None
+    overlap_gradients: bool | None = None
     overlap_experts: bool = False
     graphs: str = ""
     offloaded_layers: int = 0
+    attention_kernel: str = ""
+    offloaded: tuple[str, ...] = ()
+    host_optimizer: bool = False
+    adapter_rank: int = 0
+    capacity_factor: float = 0.0
+    expert_nodes: int = 0
+    context_kind: str = "zigzag"
 
     def __post_init__(self) -> None:
         for name in ("data", "tensor", "context", "pipeline", "virtual", "expert", "slices"):
             degree = getattr(self, name)
-            if not is_integer(degree) or degree < 1:
+            if not Options.is_integer(degree) or degree < 1:
                 raise PlanInputError(f"{name} is {degree!r}; a degree is an integer of at least 1.")
         _OPTIONS.check("global_batch", self.global_batch, self.global_batch > 0, "above 0")
         _OPTIONS.check("sequence", self.sequence, self.sequence >= 1, "at least 1")
@@ -354,7 +419,21 @@ class TrainingStep:
         is_pipeline = self.virtual == 1 or self.pipeline > 1
         _OPTIONS.check("virtual", self.virtual, is_pipeline, "1, as there is no pipeline")
         _OPTIONS.choice("zero", self.zero, range(4))
-        _OPTIONS.integers(0, devices=self.devices, shards=self.shards)
+        _OPTIONS.choice("graphs", self.graphs, GRAPHS)
+        _OPTIONS.choice("attention_kernel", self.attention_kernel, ("", *ATTENTION_KERNELS))
+        _OPTIONS.choice("context_kind", self.context_kind, CONTEXT_KINDS)
+        for name in self.offloaded:
+            _OPTIONS.choice("offloaded", name, ACTIVATIONS)
+        _OPTIONS.check(
+            "capacity_factor", self.capacity_factor, self.capacity_factor >= 0, "at least 0"
+        )
+        _OPTIONS.integers(
+            0,
+            devices=self.devices,
+            shards=self.shards,
+            adapter_rank=self.adapter_rank,
+            expert_nodes=self.expert_nodes,
+        )
         product = self.data * self.tensor * self.context * self.pipeline
         is_product = self.devices in (0, product)
         _OPTIONS.check("devices", self.devices, is_product, f"the product of degrees, {product}")

@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from shardax.hlo import Collective, MatrixProduct, ProgramFacts
@@ -39,7 +39,7 @@ class ExpectedTime:
 
     Attributes:
         seconds: Of the step.
-        low: Lower end of the band that holds nine measured steps of ten.
+        low: Lower end of the band, whose width is that of errors on sources that were not fitted.
         high: Its upper end.
         parts: Seconds by what takes them.
 
@@ -62,17 +62,39 @@ class ExpectedTime:
 
 
 def band_of(
-    parts: StepParts, figures: Mapping[str, float], *, sparse: bool = False
+    parts: StepParts,
+    figures: Mapping[str, float],
+    *,
+    sparse: bool = False,
+    is_known: bool = True,
+    said: Collection[str] = (),
 ) -> ExpectedTime:
-    """Returns the sum of parts with its band."""
+    """Returns the sum of parts with its band.
+
+    Args:
+        parts: Seconds of the step by part.
+        figures: Figures of the time model.
+        sparse: Whether the model has experts.
+        is_known: Whether the software is known, which has measured steps.
+        said: Parts of which the step says what they run beside, so that they widen nothing.
+
+    Returns:
+        The expected time.
+    """
     by_part = dataclasses.asdict(parts)
     seconds = sum(by_part.values())
-    shares = [by_part[name] / seconds if seconds else 0.0 for name in _UNSURE]
-    widths = [figures[f"band.{name}"] * share for name, share in zip(_UNSURE, shares, strict=True)]
-    if sparse:
-        widths.append(figures["band.sparse"])
-    width = math.exp(math.hypot(figures["band.base"], *widths))
-    return ExpectedTime(seconds, seconds / width, seconds * width, parts)
+    most = figures["band.unknown"]
+    width = most
+    if is_known:
+        unsure = [name for name in _UNSURE if name not in said]
+        shares = [by_part[name] / seconds if seconds else 0.0 for name in unsure]
+        widths = [
+            figures[f"band.{name}"] * share for name, share in zip(unsure, shares, strict=True)
+        ]
+        if sparse:
+            widths.append(figures["band.sparse"])
+        width = min(most, math.hypot(figures["band.known"], *widths))
+    return ExpectedTime(seconds, seconds / math.exp(width), seconds * math.exp(width), parts)
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ import jax
 import numpy as np
 import numpy.typing as npt
 
-from shardax.extend import Options, PyTree, is_integer, raise_if_any
+from shardax.extend import Options, PyTree, raise_if_any
 from shardax.train.data.sources import Held
 from shardax.train.data.text import TextPart, hash64, permute
 from shardax.train.errors import DataError
@@ -581,7 +581,7 @@ def _joined(*parts) -> PyTree:
 
 def is_count(value: object) -> TypeGuard[int]:
     """Whether a value is an integer of 0 or more."""
-    return is_integer(value) and value >= 0
+    return Options.is_integer(value) and value >= 0
 
 
 def require_same_data(

@@ -37,7 +37,6 @@ from shardax.extend import (
     Origin,
     Path,
     PyTree,
-    clone_sharing_arrays,
     format_path,
     is_prng_key,
     raise_if_any,
@@ -137,7 +136,7 @@ class Chunk:
         if not isinstance(self.stage, Module):
             self._taken = _TakenStage(None, {}, {}, {})
             return self._taken
-        copy = clone_sharing_arrays(self.stage)
+        copy = merge(*split(self.stage))  # with the same arrays
         pop(copy, Intermediate)
         graphdef, state = split(copy)
         variables = dict(iter_variables(self.stage))

@@ -44,12 +44,12 @@ from shardax.extend import (
     PyTree,
     ResolvedRules,
     RulesLike,
+    ScopeSettings,
     format_path,
     mesh_axes_of,
     raise_if_any,
 )
 from shardax.nn.mlp import Sequential
-from shardax.partition.tree_layout import telling_once
 from shardax.train.metrics import relative_weights, target_weights
 from shardax.train.optimizer import Optimizer
 from shardax.train.pipeline.chunks import Chunk, ChunkPrograms, Values, apart, joined
@@ -141,7 +141,7 @@ class PipelineStep:
             for stage, stage_mesh in zip(self.stages, self.meshes, strict=True)
             if isinstance(stage, Module)
         ]
-        with telling_once(set()):
+        with ScopeSettings.telling_once(set()):
             for stage, stage_mesh in placed:
                 shardings(stage, stage_mesh, self.rules)  # raises before any is moved
             for stage, stage_mesh in placed:

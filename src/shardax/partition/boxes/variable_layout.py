@@ -17,7 +17,7 @@ from shardax._core.graph.paths import PyTree
 from shardax._core.graph.static import BOX_ENTRY
 from shardax.partition.assignment import Names, strings
 from shardax.partition.boxes.axis_metadata import AxisMetadata, fitted, with_value
-from shardax.partition.boxes.partitioned import LogicallyPartitioned, Partitioned, with_names
+from shardax.partition.boxes.partitioned import Partitioned, with_names
 from shardax.partition.boxes.protocol import unboxed
 from shardax.partition.mesh import AnyMesh
 from shardax.partition.rules import Rules
@@ -33,7 +33,7 @@ class VariableLayout(NamedTuple):
 
 
 def layout_of_variable(
-    axes: tuple[object, ...] | None, entries: Mapping[str, object], value: object
+    axes: Names | None, entries: Mapping[str, object], value: object
 ) -> VariableLayout | None:
     """Returns the layout of a Variable made of a box; None of others.
 
@@ -50,7 +50,7 @@ def layout_of_variable(
 
     # The axes may have been set since, to others of the mesh. Rules of a class of the user's are
     # for what it says itself.
-    if type(box).layout in (AxisMetadata.layout, Partitioned.layout, LogicallyPartitioned.layout):
+    if type(box).layout in (AxisMetadata.layout, Partitioned.layout):
         rules = box._rules_of(axes)
 
     # Names of dimensions that transforms added since, which those rules do not know.
@@ -59,9 +59,8 @@ def layout_of_variable(
         added_names = set(strings(axes)).difference(strings(own_names))
 
     has_same_names = fitted(own_names, len(axes)) == axes
-    return VariableLayout(
-        box if has_same_names else None, getattr(box, "mesh", None), rules, frozenset(added_names)
-    )
+    own_box = box if has_same_names else None
+    return VariableLayout(own_box, getattr(box, "mesh", None), rules, frozenset(added_names))
 
 
 def box_around(box: object, names: Names | None, value: object) -> AxisMetadata[Any] | None:

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Texts of errors of recordings and patches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+
+from shardax.errors import GenerationError, SelectionError
+from shardax.extend import Path, format_path, join_first
+
+# --- record ---------------------------------------------------------------------------------------
+
+
+def selection_of_another_tree() -> SelectionError:
+    """Returns the error of ``record`` for layers of another model."""
+    return SelectionError(
+        "record takes layers of the model that it calls, and a selection is of another tree. "
+        "Select in the model: `sx.surgery.record(model, "
+        "sx.select(model).at_instances_of(sx.nn.Linear))`."
+    )
+
+
+def nothing_to_record() -> SelectionError:
+    """Returns the error of ``record`` without layers."""
+    return SelectionError(
+        "record was given no layers to record. Select some: `sx.surgery.record(model, "
+        "sx.nn.Linear)`."
+    )
+
+
+def layer_as_selection(layer: object, path: Path | None) -> SelectionError:
+    """Returns the error of ``record`` for a layer in place of a selection.
+
+    Args:
+        layer: The layer.
+        path: Where it is in the model, if it is there.
+    """
+    return SelectionError(
+        f"record takes selections of layers, and not a {type(layer).__name__} itself. Select "
+        f"it by its path: `sx.surgery.record(model, sx.select(model).at_keypaths({path or '...'}))`"
+        "."
+    )
+
+
+def no_input(edit: str, layer: object, first: object) -> SelectionError:
+    """Returns the error for a layer whose first argument is not made of arrays.
+
+    Args:
+        edit: Name of the function that was to read or change it.
+        layer: The layer.
+        first: Its first argument; None where it has none.
+    """
+    given = "no argument" if first is None else f"a {type(first).__name__} first"
+    name = getattr(layer, "__name__", type(layer).__name__)
+    return SelectionError(
+        f"With inputs=True, {edit} takes the first argument of a layer, an array or a pytree of "
+        f"arrays, and a call gives {name} {given}. Select a layer that gets the array first, or "
+        "take results: inputs=False."
+    )
+
+
+def not_recorded() -> GenerationError:
+    """Returns the error of ``Recording.generate`` for what has no finished texts to read."""
+    return GenerationError(
+        "Recording.generate reads the finished texts of a causal model. For a stream or an "
+        "EncoderDecoder, generate first and call the recording on the result: "
+        "`recording(tokens)`, `recording(inputs, tokens)`."
+    )
+
+
+# --- patch ----------------------------------------------------------------------------------------
+
+
+def nothing_to_patch() -> SelectionError:
+    """Returns the error of ``patch`` without values."""
+    return SelectionError(
+        "patch was given no values. Give arrays by path, as sx.surgery.record returns them: "
+        '`sx.surgery.patch(model, {("layers", 0, "mlp"): array})`.'
+    )
+
+
+def no_such_layer(model: object, path: Path, known: Sequence[Path]) -> SelectionError:
+    """Returns the error of ``patch`` for a path at which a model has nothing.
+
+    Args:
+        model: The model.
+        path: The path that was given.
+        known: Paths of what it has.
+    """
+    paths = join_first([*map(format_path, known)]) if known else "none"
+    return SelectionError(
+        f"patch was given a value for {format_path(path)}, and the {type(model).__name__} has no "
+        f"such layer. Layers have the paths that sx.surgery.record returns: {paths}."
+    )
+
+
+def shape_of_patch(path_text: str, new: object, old: object) -> SelectionError:
+    """Returns the error for a value that does not fit what a layer returns, or is given.
+
+    Args:
+        path_text: Where the layer is.
+        new: What ``how`` returned.
+        old: What it was given.
+    """
+    return SelectionError(
+        f"The patch of {path_text} makes {new} of {old}. It has to have that structure, and shapes "
+        "that are broadcast to those. In a call with a cache a later token is alone: a value for "
+        "all of them has one position, or none."
+    )
+
+
+def shapes_in_stack(path_text: str, one: jax.Array, other: jax.Array) -> SelectionError:
+    """Returns the error for values of layers of a stack that differ in shape."""
+    return SelectionError(
+        f"The values for layers at {path_text} have the shapes {one.shape} and {other.shape}. "
+        "These layers are one stack, so their values have one shape. Broadcast them before, or "
+        "take the stack apart: sx.nn.unstack_layers."
+    )
