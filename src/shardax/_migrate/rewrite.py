@@ -10,7 +10,7 @@ from typing import Any
 
 import libcst as cst
 
-from shardax._migrate.plan import Plan
+from shardax._migrate.plan import MigrationPlan
 from shardax._migrate.program import (
     Importing,
     bound_name,
@@ -29,7 +29,7 @@ _WRITTEN = {"functools": "functools", "jax": "jax", "typing": "typing", "sx": "s
 class Imports:
     """Which imports go, and which come in their places."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: MigrationPlan) -> None:
         self.plan = plan
         self.program = plan.program
         # The names that use what an import binds, by the import and what it binds.
@@ -136,7 +136,7 @@ def _binds(node: cst.CSTNode | None, name: str, module: str) -> bool:
 class Rewriter(cst.CSTTransformer):
     """Makes the changes of a plan."""
 
-    def __init__(self, plan: Plan, imports: Imports) -> None:
+    def __init__(self, plan: MigrationPlan, imports: Imports) -> None:
         super().__init__()
         self.plan = plan
         self.imports = imports
