@@ -292,9 +292,8 @@ def lower_alone(inputs: Inputs, mesh_axes: Sequence[str] = ()) -> LoweredStep:
             scope.enter_context(jax.set_mesh(Mesh(devices, tuple(mesh_axes))))
             scope.enter_context(axis_rules(rules))
         scope.enter_context(needs_no_values())
-        scope.enter_context(
-            ScopeSettings.scope(reference=True)
-        )  # kernels of the target do not run on a CPU
+        # Kernels of the target do not run on a CPU.
+        scope.enter_context(ScopeSettings.scope(reference=True))
         traced = _traceable(inputs, None).trace(*inputs.shapes())
         return traced.lower(), _paths(traced, inputs)
 
