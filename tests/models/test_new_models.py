@@ -101,7 +101,8 @@ def outputs(model: Any) -> list[np.ndarray]:
         return [np.asarray(logits)[encoder_decoders.MASK]]
 
     if isinstance(model, sx.models.DualEncoder):
-        pixels = pixels_of(model.config.image.image.size)
+        image: Any = model.config.image.image
+        pixels = pixels_of(image.size)
         tokens, mask = dual_encoders.TOKENS, dual_encoders.MASK
         return [np.asarray(x) for x in dual_encoders.compare(model, tokens, pixels, mask)]
 

@@ -141,7 +141,7 @@ class EncoderDecoder(Module):
     # What texts begin and end with, read by ``from_pretrained``.
     generation_config: GenerationConfig | None = None
 
-    @refuses_other_words
+    @refuses_other_words("call")
     def __call__(
         self, inputs: Any, tokens: Any, *, input_mask: Any = None, mask: Any = None
     ) -> jax.Array:

@@ -111,7 +111,7 @@ class _Progress(NamedTuple):
     seen: jax.Array | None  # (batch, vocab), where repetition has a penalty
 
 
-@refuses_other_words
+@refuses_other_words("generate")
 def generate(
     model: object,
     prompts: TokenRows | None = None,
@@ -558,7 +558,7 @@ class _Uncached(Module):
         return jnp.sum(jnp.where(at[..., None], logits, 0), axis=1, keepdims=True)
 
 
-def _by_rows(x: jax.Array) -> jax.Array:
+def _by_rows(x: jax.typing.ArrayLike) -> jax.Array:
     """Lays rows out as rules say of ``batch``."""
     mesh = resolve_mesh()
     x = jnp.asarray(x)

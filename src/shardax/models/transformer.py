@@ -191,7 +191,7 @@ class Transformer(Module):
     # What texts begin and end with, read by ``from_pretrained``.
     generation_config: GenerationConfig | None = None
 
-    @refuses_other_words
+    @refuses_other_words("call")
     def __call__(
         self,
         tokens: Any,

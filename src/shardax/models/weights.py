@@ -98,7 +98,7 @@ TOKENIZER_FILES = (
 MODEL_FILES = (*TOKENIZER_FILES, SINGLE, INDEX, "model-*.safetensors")
 
 
-@refuses_other_words
+@refuses_other_words("from_pretrained")
 def from_pretrained(
     directory: str | Path,
     *,
@@ -244,7 +244,7 @@ def _set_attention(model: Any, kernel: AttentionKernel) -> None:
             module.implementation = kernel
 
 
-@refuses_other_words
+@refuses_other_words("save_pretrained")
 def save_pretrained(
     model: object, directory: str | Path, *, max_file_bytes: int = LARGEST_FILE
 ) -> None:
