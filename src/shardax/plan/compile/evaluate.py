@@ -276,12 +276,8 @@ LoweredStep = tuple[Any, dict[str, str]]
 
 def lower(inputs: Inputs, layout: Layout, placed: Placed, mesh: Mesh) -> LoweredStep:
     """Lowers a step in a layout."""
-    with (
-        axis_rules(layout.as_rules),
-        parallel(**dict(layout.parallel)),
-        jax.set_mesh(mesh),
-        needs_no_values(),
-    ):
+    settings = dict(layout.parallel)
+    with axis_rules(layout.as_rules), parallel(**settings), jax.set_mesh(mesh), needs_no_values():
         traced = _traceable(inputs, placed).trace(*placed.args)
         return traced.lower(), _paths(traced, inputs)
 
