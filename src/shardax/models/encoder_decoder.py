@@ -21,7 +21,7 @@ from shardax.extend import Options
 from shardax.models.config.transformer import TransformerConfig
 from shardax.models.convnext import ConvNeXt, ConvNeXtConfig
 from shardax.models.dual_encoder import TOWERS, DualEncoder, DualEncoderConfig
-from shardax.models.generation_config import GenerationConfig
+from shardax.models.generating.config import GenerationConfig
 from shardax.models.transformer import Transformer
 from shardax.models.words import refuses_other_words
 from shardax.nn.arithmetic import as_array

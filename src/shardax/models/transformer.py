@@ -19,7 +19,7 @@ from shardax import Cache, List, Module, Rngs, iter_variables
 from shardax.models.config.checks import Dtypes, dtypes
 from shardax.models.config.inputs import ImageConfig
 from shardax.models.config.transformer import TransformerConfig
-from shardax.models.generation_config import GenerationConfig
+from shardax.models.generating.config import GenerationConfig
 from shardax.models.layers.activation_layout import lay_out_activations
 from shardax.models.layers.activations import find_activation
 from shardax.models.layers.norms import make_norm

@@ -10,8 +10,8 @@ import jax
 import numpy as np
 
 from shardax.extend import warn_user
-from shardax.models import generation_errors as errors
-from shardax.models.generation_errors import GenerationError
+from shardax.models.generating import errors
+from shardax.models.generating.errors import GenerationError
 
 # Integers of one row, without padding.
 Row: TypeAlias = np.ndarray
