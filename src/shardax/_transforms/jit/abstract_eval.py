@@ -64,6 +64,9 @@ def _filled(leaf: object):
 def eval_shape(function: Callable[..., PyTree], *args: PyTree, **kwargs: PyTree) -> PyTree:
     """Returns the shapes and dtypes of what a function would return.
 
+    A function that was met before is not traced again for like arguments, as in ``jax.eval_shape``.
+    Objects that it closes over are looked up at every call.
+
     Args:
         function: A function over Modules; it may write Variables, but the given Modules are not
             changed.

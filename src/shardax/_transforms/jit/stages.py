@@ -271,7 +271,8 @@ class Traced(_Stage):
     @property
     def lifted_outputs(self) -> LiftedOutputs:
         """The shapes of all that leaves the program, and its effects on objects."""
-        return LiftedOutputs(*self._stage.out_info[:3], self._source.effects)
+        result, written, fresh, _ = self._stage.out_info
+        return LiftedOutputs(result, written, fresh, self._source.effects)
 
     def lower(self, **options: object) -> Lowered:
         """Lowers to the compiler's input language; ``options`` as JAX's ``Traced.lower``."""
