@@ -93,6 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--rows", required=True, type=Path, nargs="+", help="published steps")
     parser.add_argument("--json", type=Path, help="where the predictions go")
+    parser.add_argument("--by", choices=("source", "software"), nargs="+", help="what is left out")
     parser.add_argument("--rounds", type=int, default=4, help="of each fit, from that to all")
     options = parser.parse_args(arguments)
     rows = [row for row in published.read_rows(options.rows) if row.get("complete_strict")]
@@ -108,6 +109,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ("source", lambda measurement: measurement.source),
         ("software", lambda measurement: measurement.software),
     ):
+        if options.by and kind not in options.by:
+            continue
         every: list[tuple[Row, Prediction]] = []
         for name in sorted({key(measurement) for measurement in measurements}):
             pairs = predictions_without(

@@ -16,10 +16,7 @@ FRONT = ["README.md", "CONTRIBUTING.md", "SECURITY.md", "docs/comparison.md", "d
 
 
 # By table: columns that fit a screen.
-LIBRARIES = [
-    ["Flax NNX", "Equinox", "Penzai"],
-    ["MaxText", "Levanter", "SpectraX", "AutoParallel"],
-]
+LIBRARIES = [["Flax NNX", "Equinox", "Penzai"], ["MaxText", "Levanter", "SpectraX", "AutoParallel"]]
 
 
 def tables_of_comparison() -> list[list[list[str]]]:

@@ -25,6 +25,7 @@ _NARROW = {"fp8": 1.0, "fp8-row": 1.0, "mxfp8": 1.03, "nvfp4": 0.56, "int8": 1.0
 _FORWARD_ATTENTION_BLOCK = (
     128  # keys of a block of fused attention; causal blocks are computed whole
 )
+_RAMP_RATE = 9.89e14 / 132  # operations a second of a core of an H100, whose ramp the figure is
 _ALIGNED = 8  # elements in 16 bits that tensor cores read at a time
 
 
@@ -68,6 +69,8 @@ class Kernels:
             ramp *= self.narrow_ratio
         cores = CORES.get(self.family)
         if cores:
+            # A core's start takes the same time on all GPUs, and the faster compute more in it.
+            ramp *= self.chip.peak("bf16") / cores / _RAMP_RATE
             tiles = math.ceil(rows / _TILE[0]) * math.ceil(columns / _TILE[1])
             tiles = min(tiles, math.ceil(rows / _TILE[1]) * math.ceil(columns / _TILE[0]))
             waves = max(rows * columns / (_TILE[0] * _TILE[1]) / cores, 1e-3)

@@ -112,7 +112,7 @@ def predict(
         values,
         sparse=bool(model.experts),
         is_known=software != "untuned",
-        said=_said_parts(step),
+        says_overlap=_says_overlap(step),
     )
     seconds = expected.seconds
     memory = memory_bytes(model, step, chip, software, values)
@@ -130,15 +130,11 @@ def predict(
     )
 
 
-def _said_parts(step: TrainingStep) -> list[str]:
-    """Returns the parts of a step of which it says what they run beside."""
-    said = {
-        "tensor": step.overlap_tensor is not None,
-        "gradients": step.overlap_gradients is not None,
-        "experts": step.overlap_experts,
-        "host": step.graphs == "step",
-    }
-    return [name for name, is_said in said.items() if is_said]
+def _says_overlap(step: TrainingStep) -> bool:
+    """Returns whether a step says of all its collectives what they run beside."""
+    says_tensor = step.tensor == 1 or step.overlap_tensor is not None
+    says_gradients = step.data * step.context == 1 or step.overlap_gradients is not None
+    return says_tensor and says_gradients and (step.expert == 1 or step.overlap_experts)
 
 
 def _check_layout(model: TransformerShape, step: TrainingStep) -> None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from shardax.hlo import Collective, MatrixProduct, ProgramFacts
@@ -67,7 +67,7 @@ def band_of(
     *,
     sparse: bool = False,
     is_known: bool = True,
-    said: Collection[str] = (),
+    says_overlap: bool = False,
 ) -> ExpectedTime:
     """Returns the sum of parts with its band.
 
@@ -76,7 +76,7 @@ def band_of(
         figures: Figures of the time model.
         sparse: Whether the model has experts.
         is_known: Whether the software is known, which has measured steps.
-        said: Parts of which the step says what they run beside, so that they widen nothing.
+        says_overlap: Whether the step says of all its collectives what they run beside.
 
     Returns:
         The expected time.
@@ -84,12 +84,14 @@ def band_of(
     by_part = dataclasses.asdict(parts)
     seconds = sum(by_part.values())
     most = figures["band.unknown"]
-    width = most
-    if is_known:
-        unsure = [name for name in _UNSURE if name not in said]
-        shares = [by_part[name] / seconds if seconds else 0.0 for name in unsure]
+    if not is_known:
+        width = most
+    elif says_overlap:
+        width = figures["band.said"]
+    else:
+        shares = [by_part[name] / seconds if seconds else 0.0 for name in _UNSURE]
         widths = [
-            figures[f"band.{name}"] * share for name, share in zip(unsure, shares, strict=True)
+            figures[f"band.{name}"] * share for name, share in zip(_UNSURE, shares, strict=True)
         ]
         if sparse:
             widths.append(figures["band.sparse"])
