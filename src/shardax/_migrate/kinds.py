@@ -211,15 +211,27 @@ class Kinds:
         return FlaxKind("variable", "Param") if is_parameter else None
 
     def _values_of(self, owner: cst.ClassDef, name: str) -> Iterable[FlaxKind | None]:
-        """Yields the kinds of all that a class of the file sets an attribute to."""
+        """Yields the kinds of all that the file sets an attribute to, on objects of a class."""
         for statement in self.program.all(cst.AssignTarget, cst.AnnAssign, cst.AugAssign):
             function, around = self._around(statement)
-            code = name if function is None else f"self.{name}"
             targets = statement.target
             elements = targets.elements if isinstance(targets, cst.Tuple) else ()
             for target in [element.value for element in elements] or [targets]:
-                if around is owner and dotted(target) == code:
+                # Of an object that is not `self`, the class is not asked: it may be this one.
+                is_of_other = isinstance(target, cst.Attribute) and dotted(target.value) != "self"
+                is_of_class = around is owner or self._derives(around, owner)
+                code = name if function is None else f"self.{name}"
+                if is_of_other:
+                    is_it = cst.ensure_type(target, cst.Attribute).attr.value == name
+                else:
+                    is_it = is_of_class and dotted(target) == code
+                if is_it:
                     yield self._assigned(target)
+
+    def _derives(self, around: cst.CSTNode | None, owner: cst.ClassDef) -> bool:
+        """Whether a class of the file has another one as its base."""
+        bases = around.bases if isinstance(around, cst.ClassDef) else ()
+        return any(self.program.only_binding(base.value) is owner for base in bases)
 
     def _around(self, node: cst.CSTNode) -> tuple[cst.CSTNode | None, cst.CSTNode | None]:
         """Returns the function and the class in which a node stands."""

@@ -42,7 +42,7 @@ def printed_by(text: str) -> str:
     names = dict(vars(nnx))
     try:
         with contextlib.redirect_stdout(output):
-            exec(compile(text, "program", "exec"), vars(module))
+            exec(compile(text, "program", "exec", dont_inherit=True), vars(module))
     except SystemExit as error:
         output.write(str(error))
     finally:

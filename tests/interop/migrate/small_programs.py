@@ -332,6 +332,21 @@ SMALL_PROGRAMS: dict[str, tuple[str, list[int]]] = {
             """),
         [],
     ),
+    "attribute that is set again from outside": (
+        _program("""
+            class Slider:
+                value = 1.0
+                def get_value(self):
+                    return 5.0
+            class Net(nnx.Module):
+                def __init__(self):
+                    self.scale, self.shift = nnx.Param(jnp.ones(1)), nnx.Param(jnp.zeros(1))
+            net = Net()
+            net.scale = Slider()
+            print(net.scale.get_value(), net.shift.get_value())
+            """),
+        [13],
+    ),
     "train and params of other objects": (
         _program("""
             class Job:
