@@ -15,8 +15,14 @@ first looks up its *stand-in*, the Variable that the transform made for it (``_h
 ``_core.frames``), so the same code works whether a Variable was passed in or is reached through a
 closure. Outside of transforms a Variable stands for itself.
 
-What a value may be is in ``_core.values``. One that is *lazy* is computed on its first read; who
-computes it, when and where, and what threads do then, is in ``_core.init.lazy``.
+A read (``value``) finds the stand-in, computes a value that is *lazy* (``_read``), and refuses an
+array that was donated. Who else computes a lazy value, when, on which devices, and what threads do
+then, is in ``_core.init.lazy``.
+
+A write (``_write``) finds the stand-in, and refuses what is locked, or would be lost in a trace
+(``_core.frames``). Once a second thread has used shardax, it is made under a lock, and refused if
+another thread has written since this one read (``_core.threads``). What a value may be, and what
+the ways to write keep of it, is in ``_core.values``.
 """
 
 from __future__ import annotations

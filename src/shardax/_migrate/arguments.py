@@ -22,6 +22,11 @@ class UntranslatableError(Exception):
     """A call whose arguments have no counterpart, with the reason."""
 
 
+def keyword_of(arg: cst.Arg) -> str:
+    """Returns the keyword of an argument, empty where it has none."""
+    return arg.keyword.value if arg.keyword is not None else ""
+
+
 @dataclass
 class CallPlan:
     """Translation of a call's arguments, by position."""
@@ -38,6 +43,19 @@ class CallPlan:
         values = {position + 1: change for position, change in self.values.items()}
         dropped = {position + 1 for position in self.dropped}
         return CallPlan(keywords, dropped, values, self.added, self.checks)
+
+    def summary(self, args: Sequence[cst.Arg]) -> str:
+        """Returns what happens to the arguments of a call, for the report."""
+        names = {position: keyword_of(arg) for position, arg in enumerate(args)}
+        parts = [
+            f"{names[position]}= is {new}="
+            for position, new in self.keywords.items()
+            if names[position] not in ("", new)
+        ]
+        dropped = sorted(self.dropped)
+        parts += [f"without {names[p] or code_of(args[p].value)}" for p in dropped]
+        parts += [f"with {keyword}={code}" for keyword, code in self.added.items()]
+        return "".join(f", {part}" for part in parts)
 
     def apply(self, args: Sequence[cst.Arg]) -> list[cst.Arg]:
         """Returns the new arguments; commas and line breaks between them stay."""
@@ -186,11 +204,6 @@ def _plan_variable(call: _Call) -> None:
             call.plan.values[call.positions[argument]] = tuple_of
 
 
-def _plan_streams(call: _Call) -> None:
-    if "node" not in call.values:
-        raise UntranslatableError("as a decorator it is with_rngs here, with fork= and split=")
-
-
 def _plan_last_axes(call: _Call) -> None:
     """Refuses a LinearGeneral unless it is over the last dimensions."""
     axis, inputs = call.values.get("axis"), call.values.get("in_features")
@@ -253,7 +266,6 @@ def _plan_attention(call: _Call) -> None:
 
 
 _SPECIAL: dict[str, Callable[[_Call], None]] = {
-    "fork_rngs": _plan_streams,
     "LinearGeneral": _plan_last_axes,
     "Bidirectional": _plan_bidirectional,
     "max_pool": _plan_strides,

@@ -7,8 +7,9 @@ argument that every call in the file gives the same. ``other`` is known to be no
 
 from __future__ import annotations
 
+import builtins
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
@@ -18,8 +19,9 @@ from libcst import metadata
 from shardax._migrate.program import Program, dotted, root_of
 from shardax._migrate.rules import LAYER_ATTRIBUTES, NAMES, NNX, VARIABLES
 
-# Packages whose functions and classes make nothing of Flax.
-_OTHERS = {"jax", "jaxlib", "numpy", "optax", "orbax", "torch", "tensorflow", "scipy", "pandas"}
+# Packages whose functions make nothing of Flax; of others, classes do not.
+_OTHERS = ("numpy", "optax", "torch", "tensorflow", "scipy", "pandas")
+_OTHER_CLASSES = frozenset({*sys.stdlib_module_names, "jax"})
 _LITERALS = (
     cst.Dict | cst.List | cst.Set | cst.Tuple | cst.BaseString | cst.BaseNumber | cst.BaseComp
 )
@@ -31,9 +33,8 @@ class Kind:
     """What a value, or an instance of a class, is known to be."""
 
     family: Literal["module", "variable", "state", "optimizer", "other"]
-    # The class of Flax, if any, and the class of the file.
-    name: str = ""
-    owner: cst.ClassDef | None = None
+    name: str = ""  # of the class of Flax
+    owner: cst.ClassDef | None = None  # the class of the file
 
 
 OTHER = Kind("other")
@@ -61,34 +62,28 @@ class Kinds:
         if isinstance(node, _LITERALS):
             return OTHER
         if isinstance(node, cst.Name):
-            return self._same(self._bound_to(b) for b in self.program.bindings(node.value, node))
+            return _same(self._bound_to(b) for b in self.program.bindings(node.value, node))
         if isinstance(node, cst.Call):
             return self._made_by(node)
         if isinstance(node, cst.Attribute):
             return self._attribute(node)
-        if isinstance(node, cst.Subscript):
-            kind = self.of(node.value)
-            return kind if kind is not None and kind.family == "state" else None
-        return None
+        kind = self.of(node.value) if isinstance(node, cst.Subscript) else None
+        return kind if kind is not None and kind.family == "state" else None
 
     def of_class(self, node: cst.CSTNode) -> Kind | None:
         """Returns the kind of instances of a class, from an expression or annotation."""
         if isinstance(node, cst.Subscript):
             return self.of_class(node.value)
+        if isinstance(node, cst.SimpleString):
+            origin = self.program.origin(str(node.evaluated_value), node)
+            name = origin.name if origin is not None and not origin.doubt else ""
+            return _kind_of_flax(name.removeprefix(f"{NNX}."))
         if node in self.program.by_node:
             return _kind_of_flax(self.program.certain(node))
-        if isinstance(node, cst.SimpleString):
-            return self._quoted(node)
-        if not isinstance(node, cst.Name | cst.Attribute):
-            return None
-
-        root = cast(cst.Name, root_of(node))
-        bindings = self.program.bindings(root.value, root) if isinstance(root, cst.Name) else []
-        if isinstance(node, cst.Name) and len(bindings) == 1:
-            defined = getattr(bindings[0], "node", None)
-            if isinstance(defined, cst.ClassDef):
-                return self.of_definition(defined)
-        return OTHER if bindings and all(self._is_other(b) for b in bindings) else None
+        defined = self.program.only_binding(node)
+        if isinstance(defined, cst.ClassDef):
+            return self.of_definition(defined)
+        return OTHER if self._is_other(node) else None
 
     def of_definition(self, owner: cst.ClassDef) -> Kind | None:
         """Returns the kind of instances of a class of the file."""
@@ -97,49 +92,40 @@ class Kinds:
         self._asked.add(owner)
         kinds = [self.of_class(base.value) for base in owner.bases]
         self._asked.discard(owner)
-        for kind in kinds:
-            if kind is not None and kind.family != "other":
-                return Kind(kind.family, kind.name, owner)
+        of_flax = [kind for kind in kinds if kind is not None and kind.family != "other"]
+        if of_flax:
+            return Kind(of_flax[0].family, of_flax[0].name, owner)
         return Kind("other", "", owner) if None not in kinds else None
 
-    def _quoted(self, node: cst.SimpleString) -> Kind | None:
-        text = node.evaluated_value
-        origin = self.program.origin(text, node) if isinstance(text, str) else None
-        if origin is not None and origin.name.startswith(f"{NNX}.") and not origin.doubt:
-            return _kind_of_flax(origin.name.removeprefix(f"{NNX}."))
-        bindings = self.program.bindings(str(text), node)
-        defined = getattr(bindings[0], "node", None) if len(bindings) == 1 else None
-        return self.of_definition(defined) if isinstance(defined, cst.ClassDef) else None
-
-    def _same(self, kinds: Iterable[Kind | None]) -> Kind | None:
-        """Returns the kind that all are."""
-        found = list(kinds)
-        return found[0] if found and all(kind == found[0] for kind in found) else None
-
-    def _is_other(self, binding: metadata.BaseAssignment) -> bool:
-        """Whether a name is a builtin, or of a package that makes nothing of Flax."""
-        if isinstance(binding, metadata.BuiltinAssignment):
-            return True
-        node = getattr(binding, "node", None)
-        if isinstance(node, cst.ImportFrom):
-            package = dotted(node.module).partition(".")[0] if node.module is not None else ""
-            return not node.relative and _is_other_package(package)
-        if isinstance(node, cst.Import):
-            names = {dotted(alias.name).partition(".")[0] for alias in node.names}
-            return all(map(_is_other_package, names))
-        return False
+    def _is_other(self, node: cst.CSTNode) -> bool:
+        """Whether a name is of a builtin class, or of a package that makes nothing of Flax."""
+        root = root_of(node)
+        bindings = self.program.bindings(root.value, root) if isinstance(root, cst.Name) else []
+        if bindings and all(isinstance(b, metadata.BuiltinAssignment) for b in bindings):
+            return (
+                isinstance(getattr(builtins, dotted(node), None), type) and dotted(node) != "super"
+            )
+        origin = self.program.origin_of(node)
+        if origin is None or origin.doubt:
+            return False
+        package, last = origin.name.partition(".")[0], origin.name.rpartition(".")[2]
+        return package in _OTHERS or (package in _OTHER_CLASSES and last[:1].isupper())
 
     # --- names ------------------------------------------------------------------------------------
 
     def _bound_to(self, binding: metadata.BaseAssignment) -> Kind | None:
+        node = getattr(binding, "node", None)
+        if node is None:
+            return OTHER if isinstance(getattr(builtins, binding.name, None), type) else None
+        parent = self.program.parents[node]
         if binding.name in self.program.hidden:
             return None
-        node = getattr(binding, "node", None)
-        if self._is_other(binding):
-            return OTHER
         if isinstance(node, cst.Param):
             return self._parameter(node)
-        parent = self.program.parents.get(node) if node is not None else None
+        return self._assigned(parent) if isinstance(node, cst.Name) else None
+
+    def _assigned(self, parent: cst.CSTNode) -> Kind | None:
+        """Returns the kind of what a target gets."""
         if isinstance(parent, cst.AnnAssign):
             return self.of_class(parent.annotation.annotation)
         if isinstance(parent, cst.NamedExpr):
@@ -156,15 +142,15 @@ class Kinds:
         if not isinstance(parameters, cst.Parameters) or not isinstance(function, cst.FunctionDef):
             return None
 
-        position = next((i for i, p in enumerate(parameters.params) if p is node), None)
-        owner = _class_of_method(self.program, function)
-        decorators = {dotted(d.decorator) for d in function.decorators}
-        if owner is not None:
-            is_self = position == 0 and not decorators & {"staticmethod", "classmethod"}
-            return self.of_definition(owner) if is_self else None
-        return self._given(function, node.name.value, position)
+        owner = self.program.parents.get(self.program.parents[function])
+        position = next((i for i, p in enumerate(parameters.params) if p is node), -1)
+        if not isinstance(owner, cst.ClassDef):
+            return self._given(function, node.name.value, position)
+        decorators = {dotted(decorator.decorator) for decorator in function.decorators}
+        is_self = position == 0 and not decorators & {"staticmethod", "classmethod"}
+        return self.of_definition(owner) if is_self else None
 
-    def _given(self, function: cst.FunctionDef, name: str, position: int | None) -> Kind | None:
+    def _given(self, function: cst.FunctionDef, name: str, position: int) -> Kind | None:
         """Returns the kind that every call in the file gives to a parameter of a function."""
         bindings = self.program.bindings(function.name.value, function)
         if len(bindings) != 1 or not all(map(self._is_transform, function.decorators)):
@@ -174,28 +160,19 @@ class Kinds:
             call = self.program.parents.get(access.node)
             if not isinstance(call, cst.Call) or call.func is not access.node:
                 return None
-            kinds.append(self._argument(call.args, name, position))
-        return self._same(kinds)
-
-    def _argument(self, args: Sequence[cst.Arg], name: str, position: int | None) -> Kind | None:
-        if any(arg.star for arg in args):
-            return None
-        for index, arg in enumerate(args):
-            is_named = arg.keyword is not None and arg.keyword.value == name
-            if is_named or (arg.keyword is None and index == position):
-                return self.of(arg.value)
-        return None
+            named = [a.value for a in call.args if a.keyword and a.keyword.value == name]
+            plain = [a.value for a in call.args if not a.keyword and not a.star]
+            values = named or plain[position : position + 1]
+            is_seen = values and not any(a.star for a in call.args)
+            kinds.append(self.of(values[0]) if is_seen else None)
+        return _same(kinds)
 
     def _is_transform(self, decorator: cst.Decorator) -> bool:
         """Whether a decorator is of Flax or JAX, also by ``functools.partial``."""
         node = decorator.decorator
-        if isinstance(node, cst.Call):
-            node = node.func
-        if node in self.program.by_node:
-            return True
-        root = root_of(node)
-        bindings = self.program.bindings(root.value, root) if isinstance(root, cst.Name) else []
-        return bool(bindings) and all(map(self._is_other, bindings))
+        node = node.func if isinstance(node, cst.Call) else node
+        origin = self.program.origin_of(node)
+        return origin is not None and origin.name.startswith(("flax.", "jax.", "functools."))
 
     # --- calls and attributes ---------------------------------------------------------------------
 
@@ -205,67 +182,43 @@ class Kinds:
             return self.of(call.args[0].value)
         if name in ("state", "variables") and len(call.args) < 3:
             return Kind("state", "State")
-        kind = self.of_class(call.func)
-        if kind is not None:
-            return kind
-
         # Of a function of the file, what it is annotated to return.
-        if isinstance(call.func, cst.Name):
-            bindings = self.program.bindings(call.func.value, call.func)
-            defined = getattr(bindings[0], "node", None) if len(bindings) == 1 else None
-            if isinstance(defined, cst.FunctionDef) and defined.returns is not None:
-                return self.of_class(defined.returns.annotation)
-        return None
+        defined = self.program.only_binding(call.func)
+        if isinstance(defined, cst.FunctionDef) and defined.returns is not None:
+            return self.of_class(defined.returns.annotation)
+        return self.of_class(call.func)
 
     def _attribute(self, node: cst.Attribute) -> Kind | None:
-        owner = self.of(node.value)
-        name = node.attr.value
+        owner, name = self.of(node.value), node.attr.value
         if owner is None:
             return None
-        if owner.family == "other" and owner.owner is None:
-            return OTHER
-        if owner.owner is not None and (values := self._values_of(owner.owner, name)):
-            return self._same(values)
+        if owner.owner is not None and (values := list(self._values_of(owner.owner, name))):
+            return _same(values)
         is_parameter = name in LAYER_ATTRIBUTES.get(owner.name, {}) and name in _PARAMETERS
         return Kind("variable", "Param") if is_parameter else None
 
-    def _values_of(self, owner: cst.ClassDef, name: str) -> list[Kind | None]:
-        """Returns the kinds of all that a class of the file sets an attribute to."""
-        kinds: list[Kind | None] = []
-        for target in self.program.targets:
-            function, around = self._around(target)
-            code = dotted(target) if around is owner else ""
-            if code != (name if function is None else f"self.{name}"):
-                continue
-            parent = self.program.parents[target]
-            if isinstance(parent, cst.AnnAssign):
-                kinds.append(self.of_class(parent.annotation.annotation))
-            elif isinstance(parent, cst.AssignTarget):
-                statement = cst.ensure_type(self.program.parents[parent], cst.Assign)
-                kinds.append(self.of(statement.value))
-            else:
-                kinds.append(None)
-        return kinds
+    def _values_of(self, owner: cst.ClassDef, name: str) -> Iterable[Kind | None]:
+        """Yields the kinds of all that a class of the file sets an attribute to."""
+        for statement in self.program.all(cst.AssignTarget, cst.AnnAssign, cst.AugAssign):
+            function, around = self._around(statement)
+            code = name if function is None else f"self.{name}"
+            if around is owner and dotted(statement.target) == code:
+                yield self._assigned(statement)
 
-    def _around(self, node: cst.CSTNode) -> tuple[cst.FunctionDef | None, cst.CSTNode | None]:
+    def _around(self, node: cst.CSTNode) -> tuple[cst.CSTNode | None, cst.CSTNode | None]:
         """Returns the function and the class in which a node stands."""
         function = None
         while (node := self.program.parents.get(node)) is not None:
             if isinstance(node, cst.ClassDef):
                 return function, node
-            if isinstance(node, cst.FunctionDef):
-                function = node
+            function = node if isinstance(node, cst.FunctionDef) else function
         return function, None
 
 
-def _class_of_method(program: Program, function: cst.FunctionDef) -> cst.ClassDef | None:
-    block = program.parents[function]
-    owner = program.parents.get(block)
-    return owner if isinstance(owner, cst.ClassDef) else None
-
-
-def _is_other_package(package: str) -> bool:
-    return package in _OTHERS or package in sys.stdlib_module_names
+def _same(kinds: Iterable[Kind | None]) -> Kind | None:
+    """Returns the kind that all are."""
+    found = list(kinds)
+    return found[0] if found and all(kind == found[0] for kind in found) else None
 
 
 def _kind_of_flax(name: str) -> Kind | None:
@@ -276,7 +229,6 @@ def _kind_of_flax(name: str) -> Kind | None:
         return Kind("state", name)
     if name in ("Optimizer", "ModelAndOptimizer"):
         return Kind("optimizer", name)
-    target = NAMES[name].target if name in NAMES else ""
-    is_layer = target.startswith(("sx.nn.", "sx.train.metrics.")) and name[:1].isupper()
-    is_module = name in ("Module", "Object", "Pytree", "List", "Dict", "Rngs", "metrics.Metric")
+    is_layer = name[:1].isupper() and name in NAMES and NAMES[name].target.startswith("sx.nn.")
+    is_module = name in ("Module", "Object", "Pytree", "List", "Dict", "Rngs", "MultiMetric")
     return Kind("module", name) if is_layer or is_module or name.startswith("metrics.") else None

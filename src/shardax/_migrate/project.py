@@ -18,6 +18,9 @@ class Project:
     uses_nnx: bool = False
     # By file, the names of Flax that other files can import from it.
     exports: Mapping[str, set[str]] = field(default_factory=dict)
+    # Names that some file imports from another of the project, and whether there are several.
+    taken: frozenset[str] = frozenset()
+    is_whole: bool = False
 
     def gives(self, name: str) -> bool:
         """Whether a full name is one of Flax that a file of the project offers."""
@@ -37,13 +40,15 @@ def survey(files: Iterable[tuple[str, str]]) -> Project:
         module = path.parent.name if path.stem == "__init__" else path.stem
         imports.setdefault(module, []).extend(_imports_in(tree))
 
-    uses_nnx = any(_is_nnx(name) for names in imports.values() for _, name in names)
+    uses_nnx = any(_is_nnx(name) for rows in imports.values() for _, name in rows)
     exports: dict[str, set[str]] = {module: set() for module in imports}
-    project = Project(uses_nnx, exports)
+    names = [name for rows in imports.values() for _, name in rows if not _is_nnx(name)]
+    taken = frozenset(name.rpartition(".")[2] for name in names)
+    project = Project(uses_nnx, exports, taken, len(imports) > 1)
     # A file may give on what another one gives.
     for _ in imports:
-        for module, names in imports.items():
-            given = {bound for bound, name in names if _is_nnx(name) or project.gives(name)}
+        for module, rows in imports.items():
+            given = {bound for bound, name in rows if _is_nnx(name) or project.gives(name)}
             exports[module] |= given
     return project
 

@@ -38,6 +38,12 @@ class Name:
     # What a person must look at, for each use.
     check: str = ""
 
+    @property
+    def usage(self) -> str:
+        """How it is written here."""
+        words = [self.renamed.get(argument, argument) for argument in self.arguments or ("...",)]
+        return f"{self.target}({', '.join(words)})"
+
 
 @dataclass(frozen=True)
 class Left:

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 import libcst as cst
 
 from shardax._migrate.plan import Notice, Plan
-from shardax._migrate.program import Program, UnreadableError, dotted, library_of, parse
+from shardax._migrate.program import GUARD, Program, UnreadableError, dotted, library_of, parse
 from shardax._migrate.project import Project
-from shardax._migrate.rewrite import GUARD, Imports, Rewriter, with_guard
+from shardax._migrate.rewrite import Imports, Rewriter, with_guard
 
 
 @dataclass(frozen=True)
@@ -66,15 +66,14 @@ def _translated(
 ) -> tuple[cst.Module, list[Notice], list[Notice]]:
     """Returns the translated module, the notices, and what was done."""
     plan = Plan(program, project)
-    stars = [notice for node in program.imports for notice in _stars(program, project, plan, node)]
+    stars = [
+        notice for node in program.imports() for notice in _stars(program, project, plan, node)
+    ]
     if stars:
         return program.module, stars, []
 
     imports = Imports(plan)
-    unused = [
-        Notice(line, "left", name, "it is imported and not used here: another file may take it")
-        for line, name in imports.unused()
-    ]
+    unused = [_unused(program, project, line, name) for line, name in imports.unused()]
     done = [
         Notice(lines[0], "done", what, f"{len(lines)} times" if len(lines) > 1 else "")
         for what, lines in plan.done.items()
@@ -82,6 +81,15 @@ def _translated(
     if not plan.libraries:
         return program.module, [*plan.notices, *unused], []
     return program.module.visit(Rewriter(plan, imports)), [*plan.notices, *unused], done
+
+
+def _unused(program: Program, project: Project, line: int, name: str) -> Notice:
+    """Returns the notice of an import that the file does not use, and another one may."""
+    texts = {text.evaluated_value for text in program.all(cst.SimpleString)}  # of __all__
+    is_alone = not program.references and not project.is_whole
+    kind = "left" if is_alone or name in texts | project.taken else "check"
+    reason = "it is imported and not used here: another file may take it, which stays Flax's"
+    return Notice(line, kind, name, reason)
 
 
 def _stars(

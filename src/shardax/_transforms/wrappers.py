@@ -27,7 +27,7 @@ from shardax._core.module import Module
 from shardax._transforms.errors import StaticArgumentError, TransformError, unknown_options
 from shardax._transforms.jit import eager
 from shardax._transforms.jit.jit import Jit, jit
-from shardax._transforms.jit.options import JitOptions, with_resolved_donation
+from shardax._transforms.jit.options import JitOptions, with_resolved_arguments
 from shardax._transforms.lift import arguments
 from shardax._transforms.lift.engine import SingleRunCall, check_operands
 from shardax._transforms.lift.signatures import as_tuple, resolve_arguments
@@ -243,7 +243,7 @@ class CallCompiler:
 
     def check(self, body: Any) -> None:
         """Raises if an option does not fit the body's arguments; see ``Jitted``."""
-        with_resolved_donation(JitOptions(**self.options), body)
+        with_resolved_arguments(JitOptions(**self.options), body)
 
     def compiled(self, kind: type, count: int) -> Jit:
         """Returns the compiled call of a class."""

@@ -61,8 +61,8 @@ from shardax.extend.variables import attributes_of as attributes_of
 from shardax.extend.variables import check_rngs as check_rngs
 from shardax.extend.variables import stored_value as stored_value
 from shardax.partition.context import ScopeSettings as ScopeSettings
-from shardax.partition.inventory import TreeInventory as TreeInventory
 from shardax.partition.marks import AxisNameMarks as AxisNameMarks
-from shardax.partition.reduced_states import dimensions_of_state as dimensions_of_state
 from shardax.partition.resolved import ResolvedRules as ResolvedRules
-from shardax.partition.tree_layout import TreeLayout as TreeLayout
+from shardax.partition.tree.inventory import TreeInventory as TreeInventory
+from shardax.partition.tree.layout import TreeLayout as TreeLayout
+from shardax.partition.tree.reduced_states import dimensions_of_state as dimensions_of_state

@@ -26,10 +26,11 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from shardax._core import array_ops
 from shardax._core.cross_process import format_mesh
 from shardax._core.graph.paths import PyTree
-from shardax.partition import assignment, explicit, inventory
+from shardax.partition import assignment, explicit
 from shardax.partition import mesh as meshes
 from shardax.partition.mesh import AnyMesh as AnyMesh
 from shardax.partition.rules import RulesLike as RulesLike
+from shardax.partition.tree import inventory
 
 
 def explicit_entries(array: jax.Array) -> tuple[Any, ...] | None:

@@ -13,7 +13,7 @@ import numpy as np
 
 from shardax import AmaxHistory, Init, Module
 from shardax._parallel.kernels import is_choosing, platform_in_scope, takes_tokamax
-from shardax.extend import INLINE, align, joined_sharding
+from shardax.extend import INLINE, align, explicit_entries, joined_sharding
 from shardax.nn import parameters
 from shardax.nn.errors import LayerConfigError, LayerInputError
 
@@ -42,10 +42,14 @@ def take_features(
 
 def cast_all(dtype: np.dtype | None, *arrays: jax.Array) -> tuple[jax.Array, ...]:
     """Casts arrays to the compute dtype; None promotes them to their widest."""
-    compute_dtype = jnp.result_type(*arrays) if dtype is None else dtype
-    return tuple(
-        array if array.dtype == compute_dtype else array.astype(compute_dtype) for array in arrays
-    )
+    if dtype is None:
+        # Mostly they have one dtype, of which JAX's promotion would take a while to say so.
+        dtype = arrays[0].dtype
+        for array in arrays:
+            if array.dtype != dtype:
+                dtype = jnp.result_type(*arrays)
+                break
+    return tuple([array if array.dtype == dtype else array.astype(dtype) for array in arrays])
 
 
 def at_least_float32(dtype: jax.typing.DTypeLike) -> np.dtype:
@@ -117,28 +121,62 @@ def contract(
     out_sharding: object = None,
     precision: object = None,
     preferred: object = None,
+    bias: jax.Array | None = None,
+    dtype: np.dtype | None = None,
 ) -> jax.Array:
-    """Sums products over the last dimensions of ``x`` and given kernel dimensions."""
-    # The result has the shape (..., *remaining dimensions of the kernel) and the preferred
-    # dtype, else that of ``x``.
-    free = x.ndim - len(dimensions)
+    """Sums products over the last dimensions of ``x`` and given kernel dimensions.
+
+    Args:
+        x: Shape (..., *dimensions that are summed over).
+        kernel: The kernel.
+        dimensions: Those of its dimensions that are summed over.
+        out_sharding: Sharding of the result over Explicit mesh axes; by default each dimension that
+            remains keeps its own.
+        precision: As in ``jax.lax.dot_general``, or in fp8.
+        preferred: Dtype of the result; None for the compute dtype.
+        bias: What is added over the last dimensions of the result.
+        dtype: Compute dtype, to which ``x`` and the kernel are cast; None promotes them.
+
+    Returns:
+        Shape (..., *remaining dimensions of the kernel).
+    """
+    summed = tuple(dimensions)
     if out_sharding is None:
-        free_dims = [axis for axis in range(kernel.ndim) if axis not in dimensions]
-        out_sharding = joined_sharding(((x, range(free)), (kernel, free_dims)))
-    # In this order and not by jnp.einsum, which contracts several dimensions last one first: XLA
-    # on CPU then copies both operands.
-    contracted = (tuple(range(free, x.ndim)), tuple(dimensions))
+        out_sharding = _sharding_of_product(x, kernel, summed)
     amax = None
     if isinstance(precision, DelayedScaling):
-        amax, precision = precision.update(x, kernel), "fp8"
-    return _dot_general(x, kernel, amax, contracted, out_sharding, precision, preferred)
+        amax, precision = precision.update(*cast_all(dtype, x, kernel)), "fp8"
+    options = summed, out_sharding, precision, preferred, dtype
+    return _dot_general(x, kernel, bias, amax, *options)
+
+
+def _sharding_of_product(
+    x: jax.Array, kernel: jax.Array, summed: tuple[int, ...]
+) -> jax.sharding.NamedSharding | None:
+    """Returns the sharding of a product, each remaining dimension as it is."""
+    if explicit_entries(x) is None and explicit_entries(kernel) is None:
+        return None
+    kernel_dimensions = [axis for axis in range(kernel.ndim) if axis not in summed]
+    return joined_sharding(((x, range(x.ndim - len(summed))), (kernel, kernel_dimensions)))
 
 
 # A unit as ``jnp.einsum`` is, so that layers of one shape are traced and differentiated once.
-@functools.partial(jax.jit, static_argnums=(3, 4, 5, 6), inline=INLINE)
+@functools.partial(jax.jit, static_argnums=(4, 5, 6, 7, 8), inline=INLINE)
 def _dot_general(
-    x: jax.Array, kernel: jax.Array, amax: Any, contracted, out_sharding: object, precision, wide
+    x: jax.Array,
+    kernel: jax.Array,
+    bias: jax.Array | None,
+    amax: Any,
+    summed: tuple[int, ...],
+    out_sharding: object,
+    precision,
+    wide,
+    dtype: np.dtype | None,
 ) -> jax.Array:
+    x, kernel = cast_all(dtype, x, kernel)
+    # In this order and not by jnp.einsum, which contracts several dimensions last one first: XLA
+    # on CPU then copies both operands.
+    contracted = (tuple(range(x.ndim - len(summed), x.ndim)), summed)
     multiply = functools.partial(
         jax.lax.dot_general,
         dimension_numbers=(contracted, ((), ())),
@@ -146,7 +184,8 @@ def _dot_general(
         preferred_element_type=x.dtype if wide is None else wide,
         out_sharding=out_sharding,
     )
-    return fp8_product(multiply, x, kernel, amax) if precision == "fp8" else multiply(x, kernel)
+    y = fp8_product(multiply, x, kernel, amax) if precision == "fp8" else multiply(x, kernel)
+    return y if bias is None else add_bias(y, bias)
 
 
 def einsum(
@@ -178,8 +217,14 @@ def einsum(
 def add_bias(y: jax.Array, bias: jax.Array, dimensions: Sequence[int] | None = None) -> jax.Array:
     """Adds a bias over given dimensions, by default the last."""
     places = range(y.ndim - bias.ndim, y.ndim) if dimensions is None else dimensions
-    bias = align(bias if bias.dtype == y.dtype else bias.astype(y.dtype), y, places)
-    return y + jax.lax.expand_dims(bias, [i for i in range(y.ndim) if i not in places])
+    return _add_over(y, bias, tuple(places))
+
+
+# A unit: called eagerly, each operation in it would take longer than the whole.
+@functools.partial(jax.jit, static_argnums=2, inline=INLINE)
+def _add_over(y: jax.Array, bias: jax.Array, dimensions: tuple[int, ...]) -> jax.Array:
+    bias = align(bias.astype(y.dtype), y, dimensions)
+    return y + jax.lax.expand_dims(bias, [i for i in range(y.ndim) if i not in dimensions])
 
 
 # --- products in fp8 ---

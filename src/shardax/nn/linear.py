@@ -11,7 +11,7 @@ import numpy as np
 
 from shardax import Module, Rngs
 from shardax.nn import parameters
-from shardax.nn.arithmetic import add_bias, cast_all, contract, take_features, take_precision
+from shardax.nn.arithmetic import as_array, contract, take_features, take_precision
 from shardax.nn.parameters import Initializer
 
 
@@ -103,14 +103,15 @@ class Linear(Module):
         Raises:
             LayerInputError: If the last dimensions are not ``in_features``.
         """
-        kernel = self.kernel.value
+        kernel, x = self.kernel.value, as_array(x)
         count = len(self.in_features) if isinstance(self.in_features, tuple) else 1
-        name = f"Linear(in_features={self.in_features}, out_features={self.out_features})"
-        x = take_features(name, x, kernel.shape[:count], "in_features")
-        x, kernel = cast_all(self.dtype, x, kernel)
-        options = self.precision, self.preferred_element_type
-        y = contract(x, kernel, range(count), out_sharding, *options)
-        return y if self.bias is None else add_bias(y, self.bias.value)
+        if x.shape[-count:] != kernel.shape[:count]:
+            name = f"Linear(in_features={self.in_features}, out_features={self.out_features})"
+            x = take_features(name, x, kernel.shape[:count], "in_features")
+
+        bias = None if self.bias is None else self.bias.value
+        options = self.precision, self.preferred_element_type, bias, self.dtype
+        return contract(x, kernel, range(count), out_sharding, *options)
 
 
 def numbered(name: str, count: int) -> tuple[str, ...]:

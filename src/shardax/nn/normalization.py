@@ -17,6 +17,7 @@ of ``shard_map``, ``axis_name`` makes its statistics those of the whole batch.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -26,7 +27,7 @@ import numpy as np
 
 from shardax import BatchStat, Init, Module, Param, Rngs
 from shardax._parallel.kernels import against_arrays, is_choosing, normalized, rows_split
-from shardax.extend import Options, align, explicit_sharding, with_layout
+from shardax.extend import INLINE, Options, align, explicit_sharding, with_layout
 from shardax.nn import parameters
 from shardax.nn.arithmetic import (
     as_array,
@@ -73,10 +74,6 @@ class _Norm(Module):
             weight = init and parameters.make_parameter(init, (self.features,), dtype, axes, rngs)
             setattr(self, name, weight)
 
-    def _over_root_mean_square(self, wide: jax.Array, where: jax.Array | None) -> jax.Array:
-        mean_square = jnp.mean(jnp.square(wide), axis=-1, keepdims=True, where=where)
-        return wide * jax.lax.rsqrt(mean_square + self.epsilon)
-
     def _by_kernel(self, x: jax.Array, mask: object, *, centred: bool) -> jax.Array | None:
         """Returns the result of another library's kernel, if one is taken."""
         if not is_choosing("norms"):
@@ -114,11 +111,41 @@ class _Norm(Module):
         """Applies scale and bias, and casts to the compute dtype."""
         scale = None if self.scale is None else self.scale.value
         bias = None if self.bias is None else self.bias.value
-        if scale is not None:
-            normed = normed * _spread(scale, normed, dimension)
-        if bias is not None:
-            normed = normed + _spread(bias, normed, dimension)
-        return normed.astype(result_dtype(self.dtype, x, scale, bias))
+        return _scale_and_shift(
+            normed,
+            scale,
+            bias,
+            normed.ndim - 1 if dimension is None else dimension,
+            jnp.dtype(result_dtype(self.dtype, x, scale, bias)),
+        )
+
+
+# These two are units: called eagerly, each operation in them would take as long as the whole.
+@functools.partial(jax.jit, static_argnums=(2, 3), inline=INLINE)
+def _normalize(
+    wide: jax.Array, where: jax.Array | None, epsilon: float, is_centred: bool
+) -> jax.Array:
+    """Divides by the root mean square over the last dimension."""
+    if is_centred:
+        wide = wide - jnp.mean(wide, axis=-1, keepdims=True, where=where)
+    # Of centred values, so that a large common offset costs no precision.
+    mean_square = jnp.mean(jnp.square(wide), axis=-1, keepdims=True, where=where)
+    return wide * jax.lax.rsqrt(mean_square + epsilon)
+
+
+@functools.partial(jax.jit, static_argnums=(3, 4), inline=INLINE)
+def _scale_and_shift(
+    normed: jax.Array,
+    scale: jax.Array | None,
+    bias: jax.Array | None,
+    dimension: int,
+    dtype: np.dtype,
+) -> jax.Array:
+    if scale is not None:
+        normed = normed * _spread(scale, normed, dimension)
+    if bias is not None:
+        normed = normed + _spread(bias, normed, dimension)
+    return normed.astype(dtype)
 
 
 class RMSNorm(_Norm):
@@ -185,7 +212,7 @@ class RMSNorm(_Norm):
         return self._scaled(x, self._by_statistics(self._normed, wide, mask))
 
     def _normed(self, wide: jax.Array, mask: jax.Array | None) -> jax.Array:
-        return self._over_root_mean_square(wide, _counting(mask, (-1,)))
+        return _normalize(wide, _counting(mask, (-1,)), self.epsilon, False)
 
 
 class LayerNorm(_Norm):
@@ -261,10 +288,7 @@ class LayerNorm(_Norm):
         return self._scaled(x, self._by_statistics(self._normed, wide, mask))
 
     def _normed(self, wide: jax.Array, mask: jax.Array | None) -> jax.Array:
-        where = _counting(mask, (-1,))
-        centred = wide - jnp.mean(wide, axis=-1, keepdims=True, where=where)
-        # Of centred values, so that a large common offset costs no precision.
-        return self._over_root_mean_square(centred, where)
+        return _normalize(wide, _counting(mask, (-1,)), self.epsilon, True)
 
 
 class GroupNorm(_Norm):

@@ -206,6 +206,7 @@ class SpectralNorm(_NormalizedWeights):
         body: The layer.
         u: Right singular vector of each kernel, a ``Dict`` of ``BatchStat`` by path
             (``"kernel"``).
+        sigma: Largest singular value of each kernel at the last call in training, likewise.
         use_running_average: Whether the vectors stay as they are.
 
     Raises:
@@ -217,11 +218,11 @@ class SpectralNorm(_NormalizedWeights):
         >>> rngs = sx.Rngs(0)
         >>> layer = sx.nn.SpectralNorm(sx.nn.Linear(2, 2, rngs=rngs), n_steps=20, rngs=rngs)
         >>> layer.body.kernel.value = np.array([[4.0, 0.0], [0.0, 1.0]], np.float32)
-        >>> np.round(layer(jnp.eye(2)), 2).tolist()
-        [[1.0, 0.0], [0.0, 0.25]]
+        >>> np.round(layer(jnp.eye(2)), 2).tolist(), round(float(layer.sigma["kernel"]), 2)
+        ([[1.0, 0.0], [0.0, 0.25]], 4.0)
     """
 
-    _own = frozenset({"body", "wrt", "epsilon", "n_steps", "use_running_average", "u"})
+    _own = frozenset({"body", "wrt", "epsilon", "n_steps", "use_running_average", "u", "sigma"})
 
     def __init__(
         self,
@@ -247,6 +248,7 @@ class SpectralNorm(_NormalizedWeights):
                 for path, kernel in self._kernels(least_ndim=2).items()
             }
         )
+        self.sigma = Dict({key: BatchStat(np.ones((), param_dtype)) for key in self.u})
 
     def __call__(self, *args: Any, use_running_average: bool | None = None, **kwargs: Any) -> Any:
         """Calls the layer with normalized kernels, and in training keeps the iteration.
@@ -262,14 +264,17 @@ class SpectralNorm(_NormalizedWeights):
         fixed = self.use_running_average if use_running_average is None else use_running_average
         values: dict[Path, jax.Array] = {}
         for path, kernel in self._kernels(least_ndim=2).items():
-            vector = self.u[_key(path)]
-            values[path], new = self._normalized(kernel.value, vector.value)
+            vector, sigma = self.u[_key(path)], self.sigma[_key(path)]
+            values[path], new, value = self._normalized(kernel.value, vector.value)
             if not fixed:
                 vector.value = align(new.astype(vector.dtype), vector.value)
+                sigma.value = value.astype(sigma.dtype)
         return self._call_with(values, args, kwargs)
 
-    def _normalized(self, kernel: jax.Array, u: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns a kernel over its largest singular value, and its vector."""
+    def _normalized(
+        self, kernel: jax.Array, u: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Returns a kernel over its largest singular value, its vector, and the value."""
         product = functools.partial(jnp.matmul, precision="highest")
 
         def run(kernel: jax.Array, u: jax.Array) -> Any:
@@ -281,12 +286,14 @@ class SpectralNorm(_NormalizedWeights):
                 u = self._unit(product(v, matrix))
             u, v = jax.lax.stop_gradient((u, v))
             value = product(v, product(matrix, u))
-            return (wide / jnp.where(value == 0, 1, value)).astype(kernel.dtype), u
+            normalized = (wide / jnp.where(value == 0, 1, value)).astype(kernel.dtype)
+            return normalized, u, jax.lax.stop_gradient(value)
 
         layout = explicit_sharding(kernel)
         if layout is None:
             return run(kernel, u)
-        layouts = layout, NamedSharding(layout.mesh, PartitionSpec(layout.spec[-1]))
+        vector = NamedSharding(layout.mesh, PartitionSpec(layout.spec[-1]))
+        layouts = layout, vector, NamedSharding(layout.mesh, PartitionSpec())
         result: Any = with_layout(run, layouts, kernel, u)
         return result
 

@@ -290,7 +290,7 @@ class Stack(Module):
         return run_layers(self, x, dynamic)
 
     @property
-    def stacked_layers(self) -> StackedObjects:
+    def _stacked_objects(self) -> StackedObjects:
         """The layers as ``shardax.extend`` has them: with their views, and how to unstack them."""
         return StackedObjects(self.stacked, self.shared, self.length)
 
@@ -315,7 +315,7 @@ class Stack(Module):
         place = operator.index(index)
         if not -self.length <= place < self.length:
             raise IndexError(f"The stack has {self.length} layers, none at {place}.")
-        return self.stacked_layers.view(place % self.length)
+        return self._stacked_objects.view(place % self.length)
 
     def __iter__(self) -> Iterator[Any]:
         return (self[i] for i in range(self.length))
@@ -476,7 +476,7 @@ def unstack_layers(stack: Stack) -> list[Any]:
         >>> [layer.kernel.shape for layer in unstack_layers(stack)]
         [(4, 4), (4, 4), (4, 4)]
     """
-    return stack.stacked_layers.unstack()
+    return stack._stacked_objects.unstack()
 
 
 def stack_state(state: State | Mapping[Any, object], model: object) -> State:

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Partitioning of arrays over a device mesh by axis names.
 
+Read ``rules`` first: its top says in which order a spec comes about.
+
 - One array: ``assignment`` (which rule each name gets), ``rules``, ``resolved`` (its spec and
-  diagnostics).
-- A tree: ``inventory`` (its leaves), ``overrides``, ``reduced_states``, ``tree_layout``.
-- What uses the layout of a tree: ``specs``, ``placement``, ``initialization``, ``tree_check``.
-- Inside of programs: ``constraints``, ``explicit``. What is in scope: ``mesh``, ``context``.
+  diagnostics), ``entries`` (mesh axes of dimensions, whoever gave them).
+- A tree: ``tree``, from its leaves to their specs and diagnostics.
+- What uses the layout of a tree: ``specs``, ``placement``, ``initialization``, ``tree.check``.
+- Inside of programs: ``constraints``, ``explicit``, ``marks``. In scope: ``mesh``, ``context``.
 - Parameters that carry their names themselves: ``boxes``.
 - Texts: ``findings``, ``errors``.
 """
@@ -51,4 +53,4 @@ from shardax.partition.specs import logical_to_mesh as logical_to_mesh
 from shardax.partition.specs import logical_to_mesh_sharding as logical_to_mesh_sharding
 from shardax.partition.specs import partition_specs as partition_specs
 from shardax.partition.specs import shardings as shardings
-from shardax.partition.tree_check import check as check
+from shardax.partition.tree.check import check as check

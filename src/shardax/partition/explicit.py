@@ -23,7 +23,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.core import Tracer
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from shardax._core.graph.paths import PyTree
 from shardax.partition.assignment import SpecEntry, mesh_axes_of
@@ -31,8 +32,15 @@ from shardax.partition.assignment import SpecEntry, mesh_axes_of
 
 def explicit_entries(array: jax.Array) -> tuple[SpecEntry, ...] | None:
     """Returns the mesh axes of each dimension in the array's type, or None if there are none."""
-    entries = tuple(jax.typeof(array).sharding.spec)
-    return entries if any(entry is not None for entry in entries) else None
+    # An array on one device, which this tells sooner than its type would.
+    if not isinstance(array, Tracer) and type(array.sharding) is SingleDeviceSharding:
+        return None
+
+    spec = jax.typeof(array).sharding.spec
+    for entry in spec:
+        if entry is not None:
+            return tuple(spec)
+    return None
 
 
 def explicit_sharding(array: jax.Array) -> NamedSharding | None:

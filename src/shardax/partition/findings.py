@@ -20,18 +20,18 @@ Of rules by themselves (``Rules.check``; the path is ``()``):
 * ``shadowed-rule``: warning; an earlier rule for the same name leaves a rule nothing to do.
 * ``unused-mesh-axis``: info; no rule names a mesh axis.
 
-Of a tree (``diagnostics_of`` in ``shardax.partition.tree_layout``):
+Of a tree (``shardax.partition.tree.diagnostics``, ``layout`` and ``overrides``):
 
 * ``unused-rule``: info; no array chose a rule. Warning if its name looks misspelt.
 * ``large-replicated``: warning; every device holds a large array whole.
 * ``no-rules``: error; a box has logical names, and there are no rules.
 * ``axes-of-many``: error; axis names for a Variable of several arrays.
 * ``reduced-state``: an optimizer's state is in the box of its parameter and has another shape (see
-  ``shardax.partition.inventory``). Info if that is clear, warning if it is replicated for want.
+  ``tree.reduced_states``). Info if that is clear, warning if it is replicated for want of names.
 * ``unused-override``: warning; no leaf was decided by a filter.
 * ``override-conflict``: error; two paths of one Variable are decided by different filters.
 
-Of a tree and its live arrays (``shardax.partition.tree_check``):
+Of a tree and its live arrays (``shardax.partition.tree.check``):
 
 * ``other-mesh``: warning; a box has a mesh of its own, which is not the one given.
 * ``state-larger-than-parameter``: warning; an optimizer's state is split into fewer parts than its

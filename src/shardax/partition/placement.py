@@ -30,12 +30,12 @@ from shardax._core.values import is_deleted
 from shardax.partition import errors, findings
 from shardax.partition.constraints import lay_out_traced
 from shardax.partition.errors import Diagnostic, PartitionError, raise_on_errors
-from shardax.partition.inventory import LeafInfo, Subtree, TreeInventory
 from shardax.partition.mesh import ABSTRACT, AnyMesh, check_devices, resolve_mesh
-from shardax.partition.misspelt_names import warn_of_names
-from shardax.partition.overrides import MemoryKinds, OverridesLike
 from shardax.partition.rules import RulesLike
-from shardax.partition.tree_layout import TreeLayout
+from shardax.partition.tree.inventory import LeafInfo, Subtree, TreeInventory
+from shardax.partition.tree.layout import TreeLayout
+from shardax.partition.tree.misspelt_names import warn_of_names
+from shardax.partition.tree.overrides import MemoryKinds, OverridesLike
 
 T = TypeVar("T")
 
@@ -69,7 +69,7 @@ def shard(
         mesh: The mesh, its axes Auto or Explicit; None for the one in scope, or of a box its own.
         rules: Rules, pairs or a mapping; None for the current rules.
         overrides: Filter to spec or rules, for the Variables that match it, before the rules (see
-            ``shardax.partition.overrides``). ``{sx.OptState: {"embed": "data"}}`` splits an
+            ``shardax.partition.tree.overrides``). ``{sx.OptState: {"embed": "data"}}`` splits an
             optimizer's state further than its parameters.
         memory_kind: Memory of the devices for all arrays, such as ``"pinned_host"``, or a mapping
             from filters to such; None for the default.
@@ -207,37 +207,26 @@ def _move_leaves(inventory: TreeInventory, model: T, destinations: Sequence[Dest
         model: The tree.
         destinations: The new shardings of each leaf.
     """
-    leaves = inventory.leaves
-    copies = _Copies(leaves, destinations)
-
-    # Initializers of Variables, several in one program.
-    recipes = [
-        index
-        for index, (leaf, shardings) in enumerate(zip(leaves, destinations, strict=True))
-        if leaf.variable is not None and isinstance(leaf.value, Recipe) and shardings[0] is not None
-    ]
-    if recipes and is_eager():
-        for index in recipes:
-            copies.note_read(index)
-        values = [leaves[index].value for index in recipes]
-        arrays = compute_all(values, [destinations[index][0] for index in recipes])
-        for index in recipes:
-            copies.start(index, lambda: [next(arrays)])
-        copies.finish()
-
-    # Lazy values that are computed from other Variables come after these, and last what is no
-    # Variable.
+    recipes: list[int] = []
     present: list[int] = []
     lazy: list[int] = []
     plain: list[int] = []
-    for index, leaf in enumerate(leaves):
+    for index, leaf in enumerate(inventory.leaves):
         if leaf.variable is None:
             plain.append(index)
+        elif isinstance(leaf.value, Recipe) and destinations[index][0] is not None:
+            recipes.append(index)
         elif isinstance(leaf.value, LazyValue):
             lazy.append(index)
         else:
             present.append(index)
-    for indices in (present, lazy, plain):
+
+    # Initializers, several in one program. Lazy values that are computed from other Variables come
+    # after these, and last what is no Variable.
+    copies = _Copies(inventory.leaves, destinations)
+    if is_eager():
+        copies.compute(recipes)
+    for indices in (present, recipes, lazy, plain):
         for index in indices:
             copies.start_if_needed(index)
         copies.finish()
@@ -247,11 +236,13 @@ def _move_leaves(inventory: TreeInventory, model: T, destinations: Sequence[Dest
     # Objects hold their new values; anything else is in a new tree, if there is any.
     if all(_stays_in_tree(subtree) for subtree in inventory.subtrees):
         return model
-    return inventory.unflatten(
-        lambda subtree: (
-            subtree.value if _stays_in_tree(subtree) else subtree.filled(copies.plain_values)
-        )
-    )
+
+    def with_moved_values(subtree: Subtree) -> PyTree:
+        if _stays_in_tree(subtree):
+            return subtree.value
+        return subtree.filled(copies.plain_values)
+
+    return inventory.unflatten(with_moved_values)
 
 
 def _stays_in_tree(subtree: Subtree) -> bool:
@@ -276,6 +267,16 @@ class _Copies:
         self._stamps: dict[int, Stamp | None] = {}
         self._batch: list[tuple[int, list[jax.Array]]] = []
         self._batch_bytes = 0
+
+    def compute(self, recipes: Sequence[int]) -> None:
+        """Computes the values of leaves with initializers at their new place."""
+        for index in recipes:
+            self.note_read(index)
+        values = [self.leaves[index].value for index in recipes]
+        arrays = compute_all(values, [self.destinations[index][0] for index in recipes])
+        for index in recipes:
+            self.start(index, lambda: [next(arrays)])
+        self.finish()
 
     def start_if_needed(self, index: int) -> None:
         """Starts to copy the arrays of a leaf that are not where they should be."""

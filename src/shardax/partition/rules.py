@@ -14,10 +14,10 @@ The spec of an array comes about in this order. Each step names the function to 
    mesh does not have is left out. Sizes change nothing: a dimension that cannot be cut into equal
    parts is an error, and its entry stays. Nor do the types of mesh axes, Auto or Explicit.
 
-An override of one leaf comes before all of these (``overrides.py``): rules are put before the
+An override of one leaf comes before all of these (``tree/overrides.py``): rules are put before the
 others in step 2, and a spec or sharding takes the place of all steps (``explicit_spec`` in
 ``entries.py``). Which rules and mesh a leaf of a tree has, among them those of its own box, is said
-in ``tree_layout.py``.
+in ``tree/layout.py``.
 
 Who says what, each as a list of ``Diagnostic``:
 
@@ -30,7 +30,7 @@ Who says what, each as a list of ``Diagnostic``:
 * ``shardax.check``, of a tree: both of these, the second only of rules that no array of the tree
   has chosen and without the mesh axes that no rule names. A rule that is not chosen and neither
   shadowed nor wrong is an ``unused-rule`` (info, or warning if it looks misspelt). See
-  ``unused_rules_of`` in ``tree_diagnostics.py``.
+  ``unused_rules_of`` in ``tree/diagnostics.py``.
 
 ``findings.py`` lists every code and severity. Two *policies* of the rules change step 2:
 ``on_conflict="error"`` makes a rule that is passed over an error, ``on_unmapped="error"`` a name

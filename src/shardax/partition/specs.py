@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Specs, shardings and abstract copies of trees.
 
-All of them are entries of a ``TreeLayout`` (``shardax.partition.tree_layout``). There is one entry
-per leaf (``shardax.partition.inventory``); a Module becomes a ``State``, which can stand wherever
-JAX or shardax take one entry per array. Nothing is computed; lazy values stay lazy.
+All of them are entries of a ``TreeLayout`` (``shardax.partition.tree.layout``). There is one entry
+per leaf (``shardax.partition.tree.inventory``); a Module becomes a ``State``, which can stand
+wherever JAX or shardax take one entry per array. Nothing is computed; lazy values stay lazy.
 
 ``get_partition_spec``, ``logical_to_mesh`` and so on are ``partition_specs`` and ``shardings``
 under Flax's names, with two differences: the specs are also for constraints inside programs, so
@@ -28,13 +28,13 @@ from shardax.partition import errors
 from shardax.partition.boxes.partitioned import LogicallyPartitioned
 from shardax.partition.context import current_rules
 from shardax.partition.errors import raise_on_errors
-from shardax.partition.inventory import Subtree, TreeInventory
 from shardax.partition.mesh import AnyMesh, require_mesh, resolve_mesh
-from shardax.partition.misspelt_names import warn_of_names
-from shardax.partition.overrides import MemoryKinds, OverridesLike
 from shardax.partition.resolved import ResolvedRules
 from shardax.partition.rules import RulesLike, check_names
-from shardax.partition.tree_layout import TreeLayout, named_sharding
+from shardax.partition.tree.inventory import Subtree, TreeInventory
+from shardax.partition.tree.layout import TreeLayout, named_sharding
+from shardax.partition.tree.misspelt_names import warn_of_names
+from shardax.partition.tree.overrides import MemoryKinds, OverridesLike
 
 
 def partition_specs(
@@ -46,7 +46,7 @@ def partition_specs(
         tree: A Module, a Variable, a State, a box, or a pytree that holds such and arrays.
         rules: Rules, pairs or a mapping; None for the current rules. Without any, the names are
             those of mesh axes.
-        overrides: Filter to spec or rules, before the rules (``shardax.partition.overrides``).
+        overrides: Filter to spec or rules, before the rules (``shardax.partition.tree.overrides``).
 
     Returns:
         A State of specs for a Module; a pytree like ``tree`` otherwise, with one spec for a box.
@@ -99,7 +99,7 @@ def shardings(
         tree: A Module, a Variable, a State, a box, or a pytree that holds such and arrays.
         mesh: The mesh, also an ``AbstractMesh``; None for the one in scope.
         rules: Rules, pairs or a mapping; None for the current rules.
-        overrides: Filter to spec or rules, before the rules (``shardax.partition.overrides``).
+        overrides: Filter to spec or rules, before the rules (``shardax.partition.tree.overrides``).
         memory_kind: Memory of the devices, or a mapping from filters to such; None for the default.
 
     Returns:
@@ -141,7 +141,7 @@ def abstract(
         mesh: The mesh, also an ``AbstractMesh``; None for the one in scope. Without any, arrays
             that already have a ``NamedSharding`` keep it and the others have none.
         rules: Rules, pairs or a mapping; None for the current rules.
-        overrides: Filter to spec or rules, before the rules (``shardax.partition.overrides``).
+        overrides: Filter to spec or rules, before the rules (``shardax.partition.tree.overrides``).
         memory_kind: Memory of the devices, or a mapping from filters to such; None for the default.
 
     Returns:

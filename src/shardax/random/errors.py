@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from shardax._core.errors import ModuleError, ShardaxError
 
@@ -94,6 +94,33 @@ def does_not_divide(
     return DrawError(
         f"shardax.random.{function} cannot lay out {made.dtype}{list(made.shape)} by {sharding}: "
         f"{error} Choose a shape that the mesh divides, or another sharding."
+    )
+
+
+# Texts, for the error class of the room whose function makes the array.
+
+
+def device_and_sharding(function: str, device: object, sharding: object) -> str:
+    """Returns the text about a device and a sharding that are given together."""
+    return (
+        f"{function} was given device={device!r} and sharding={sharding!r}; a sharding names its "
+        f"devices, so give one of them."
+    )
+
+
+def not_a_sharding(function: str, sharding: object) -> str:
+    """Returns the text about a sharding that is neither one nor a spec."""
+    return (
+        f"{function} was given sharding={sharding!r} of type {type(sharding).__name__}. Give a "
+        f"Sharding, or a PartitionSpec over the mesh in scope; for a device there is device=."
+    )
+
+
+def spec_without_mesh(function: str, spec: PartitionSpec) -> str:
+    """Returns the text about a spec where no mesh is in scope."""
+    return (
+        f"{function} was given sharding={spec}, which needs a mesh, and none is in scope. Put one "
+        f"there with jax.set_mesh(mesh), or give a NamedSharding(mesh, {spec})."
     )
 
 

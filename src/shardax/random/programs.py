@@ -138,10 +138,7 @@ def placement(
         error_class: Raised for what does not fit.
     """
     if device is not None and sharding is not None:
-        raise error_class(
-            f"{function} was given device={device!r} and sharding={sharding!r}; a sharding names "
-            f"its devices, so give one of them."
-        )
+        raise error_class(errors.device_and_sharding(function, device, sharding))
 
     given = sharding if device is None else device
     if given is None:
@@ -151,10 +148,7 @@ def placement(
     if isinstance(given, PartitionSpec):
         return _over_the_mesh_in_scope(function, given, error_class)
     if device is None:
-        raise error_class(
-            f"{function} was given sharding={sharding!r} of type {type(sharding).__name__}. Give a "
-            f"Sharding, or a PartitionSpec over the mesh in scope; for a device there is device=."
-        )
+        raise error_class(errors.not_a_sharding(function, sharding))
     return SingleDeviceSharding(as_device(device))
 
 
@@ -163,8 +157,5 @@ def _over_the_mesh_in_scope(
 ) -> NamedSharding:
     mesh = resolve_mesh()
     if mesh is None:
-        raise error_class(
-            f"{function} was given sharding={spec}, which needs a mesh, and none is in scope. Put "
-            f"one there with jax.set_mesh(mesh), or give a NamedSharding(mesh, {spec})."
-        )
+        raise error_class(errors.spec_without_mesh(function, spec))
     return NamedSharding(mesh, spec)

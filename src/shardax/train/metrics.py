@@ -119,9 +119,14 @@ class Average(Welford):
         >>> loss = Average("loss")
         >>> loss.update(loss=jnp.array([1.0, 3.0]))
         >>> loss.update(loss=5.0)
-        >>> float(loss.compute())
-        3.0
+        >>> float(loss.compute()), float(loss.total)
+        (3.0, 9.0)
     """
+
+    @property
+    def total(self) -> jax.Array:
+        """Sum of the weighted values, a float32 scalar."""
+        return self.mean * self.weight.value
 
     def compute(self) -> Any:
         """Returns the mean, a float32 scalar; NaN if nothing was taken in."""
@@ -248,11 +253,30 @@ class MultiMetric(Metric):
             setattr(self, name, metric)
 
     def update(self, **kwargs: PyTree) -> None:
-        """Updates every metric with the keywords it takes."""
+        """Updates every metric with the keywords it takes.
+
+        Args:
+            **kwargs: Values. ``weights`` and ``mask`` are those of all metrics, or a mapping from
+                names of metrics to theirs: ``mask={"loss": real}``.
+        """
         _refuse_unknown(self, kwargs, _known_keywords(self))
-        for metric in self._metrics():
-            names = _known_keywords(metric)
-            metric.update(**{n: v for n, v in kwargs.items() if names is None or n in names})
+        for name in self.names:
+            metric = getattr(self, name)
+            taken = _known_keywords(metric)
+            given = {n: v for n, v in kwargs.items() if taken is None or n in taken}
+            for weights in given.keys() & _WEIGHTS:
+                if isinstance(given[weights], Mapping):
+                    self._check_names(weights, given[weights])
+                    given[weights] = given[weights].get(name)
+            metric.update(**{n: v for n, v in given.items() if v is not None or n not in _WEIGHTS})
+
+    def _check_names(self, keyword: str, by_name: Mapping[str, object]) -> None:
+        unknown = [name for name in by_name if name not in self.names]
+        if unknown:
+            raise TrainError(
+                f"{keyword}={{{unknown[0]!r}: ...}} is of no metric: they are named "
+                f"{', '.join(self.names)}."
+            )
 
     def _metrics(self) -> list[Metric]:
         return [getattr(self, name) for name in self.names]

@@ -17,6 +17,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import shardax as sx
+from shardax import extend
 from shardax._core.init.keys import KeySource
 from shardax._core.init.lazy import Init, LazyKey
 from shardax.errors import MetadataError, ModuleError, ShardaxError
@@ -313,3 +314,37 @@ def test_names_of_an_initializer_belong_to_new_params() -> None:
         "give the names once, to a new Param."
     )
     assert (param.tolist(), param.axes) == ([0.0, 0.0], ("embed",))
+
+
+class Doubled(extend.LazyValue):
+    """A lazy value of another Variable's."""
+
+    def __init__(self, of: sx.Variable) -> None:
+        self.of = of
+        self.shape, self.dtype = of.shape, of.dtype
+
+    def compute(self, sharding: Any = None) -> jax.Array:
+        return jax.device_put(2 * self.of.value, sharding)
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [
+        sx.grad,
+        lambda loss: lambda base: sx.jit(sx.grad(loss))(base),
+        lambda loss: lambda base: sx.grad(sx.remat(loss))(base),
+    ],
+)
+def test_lazy_value_reads_variables_and_not_their_copies_in_transforms(transform: Any) -> None:
+    base = sx.Param(jnp.ones(()))
+    doubled = sx.Variable(Doubled(base))
+    gradient = transform(lambda base: base.value * doubled.value)(base)
+    assert (float(gradient), float(doubled)) == (2.0, 2.0)
+
+
+def test_lazy_value_computes_in_plain_jax_transforms_without_leaks() -> None:
+    base = sx.Param(jnp.ones(()))
+    doubled = sx.Variable(Doubled(base))
+    with jax.check_tracer_leaks():
+        assert float(jax.jit(lambda x: x + doubled.value)(1.0)) == 3.0
+    assert float(doubled) == 2.0

@@ -19,9 +19,9 @@ from shardax.errors import PartitionCheckError, ShardaxError
 from shardax.partition import Diagnostic, LogicallyPartitioned, Rules
 from shardax.partition.assignment import mesh_axes_of
 from shardax.partition.errors import raise_on_errors
-from shardax.partition.inventory import TreeInventory
 from shardax.partition.resolved import ResolvedRules
-from shardax.partition.tree_layout import TreeLayout
+from shardax.partition.tree.inventory import TreeInventory
+from shardax.partition.tree.layout import TreeLayout
 
 ANY = PartitionSpec.UNCONSTRAINED
 MESH = AbstractMesh((2, 4), ("data", "model"))

@@ -31,7 +31,7 @@ def test_scope_that_is_dropped_warns_with_the_block_to_write(name: str) -> None:
 
 
 def test_advice_of_a_dropped_scope_runs() -> None:
-    with pytest.warns(UserWarning) as caught:
+    with pytest.warns(UserWarning, match="changes nothing") as caught:
         sx.kernels(attention="xla")
     names = {"sx": sx, "rest": "xla", "body": lambda: 5}
     text = str(caught[0].message)

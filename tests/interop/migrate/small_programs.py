@@ -475,7 +475,7 @@ SMALL_PROGRAMS: dict[str, tuple[str, list[int]]] = {
                 return y if by is None else y * by
             print(scale(nnx.Linear(4, 2, kernel_init=ones, rngs=nnx.Rngs(0))), scale.__doc__)
             """),
-        [],
+        [4],
     ),
     "decorators in a row": (
         _program("""

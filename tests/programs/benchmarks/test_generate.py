@@ -27,7 +27,7 @@ def test_quick_run_records_each_kind_and_opponent(monkeypatch, tmp_path, capsys)
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
     cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines[2:]]
     assert [(row[0], int(row[2]), row[1]) for row in cells] == expected
-    assert {len(row) for row in cells} == {6}
+    assert {len(row) for row in cells} == {7}
 
 
 def test_loop_by_hand_equals_greedy_decoding_without_cache():
@@ -51,4 +51,5 @@ def test_loop_by_hand_equals_greedy_decoding_without_cache():
 )
 def test_ratios_to_both_opponents_are_bounded(ratio, to_peer, failures):
     record = {"kind": "hybrid", "rows": 8, "ratio_median": ratio}
+    record["new"] = generate.NEW
     assert generate.bound_failures(record, to_peer) == failures

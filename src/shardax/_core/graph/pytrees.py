@@ -42,7 +42,7 @@ Tree = TypeVar("Tree")
 # --- Modules and containers -----------------------------------------------------------------------
 
 
-def register_graph(cls: type) -> None:
+def register_graph(cls: type[Object]) -> None:
     """Registers a Module or container class with JAX as one node."""
     jax.tree_util.register_pytree_with_keys(
         cls, _flatten_graph_with_keys, _unflatten_graph, _flatten_graph

@@ -201,18 +201,20 @@ def _around(rules: _StreamRules, function: Callable[..., object]) -> Callable[..
 
 
 def fork_rngs(
-    tree: object, *, split: Sizes = None, broadcast: Sizes = None, only: Filter = ...
-) -> contextlib.AbstractContextManager[None]:
-    """Forks the random streams of a model for a block.
+    tree: object = None, *, split: Sizes = None, broadcast: Sizes = None, only: Filter = ...
+) -> Any:
+    """Forks the random streams of a model for a block, or those of a function's arguments.
 
     Args:
-        tree: A Module, ``Rngs`` or pytree of them.
+        tree: A Module, ``Rngs`` or pytree of them. Left out: returns a decorator of functions,
+            whose arguments have forked streams during the call.
         split: Streams that are split instead, and into how many keys, as for ``with_rngs``.
         broadcast: Streams that get one key several times, as for ``with_rngs``.
         only: Filter of the streams that are forked; the others go on.
 
     Returns:
-        A context manager. After the block the streams go on where they were, one draw further.
+        A context manager, or a decorator. After the block or call the streams go on where they
+        were, one draw further.
 
     Raises:
         FilterError: If two options choose one stream.
@@ -227,8 +229,19 @@ def fork_rngs(
         ...         {"dropout": 0, ...: None}),), axis_size=3)(rngs)
         >>> keys.shape, int(rngs.dropout.count)
         ((3,), 1)
+        >>> @sx.fork_rngs(split={"dropout": 3})
+        ... def shape(rngs):
+        ...     return rngs.dropout.key.shape
+        >>> shape(rngs)
+        (3,)
     """
-    return _replaced(tree, _StreamRules(split, ..., broadcast, only))
+    # What is split or broadcast for all streams leaves none to be forked only.
+    chosen_for_all = any(
+        ... in sizes if isinstance(sizes, Mapping) else sizes is not None
+        for sizes in (split, broadcast)
+    )
+    rules = _StreamRules(split, None if chosen_for_all else ..., broadcast, only)
+    return functools.partial(_around, rules) if tree is None else _replaced(tree, rules)
 
 
 @contextlib.contextmanager

@@ -3,13 +3,14 @@
 
 A call has these steps (``_BranchingCall.run``):
 
-1. All branches are traced, once each.
+1. All branches are traced, once each (``TracedFunction``). What one captures and writes becomes an
+   input, and the call starts again (``retry_captured`` in ``lift.engine``).
 2. Their *outcomes* are compared (``outcomes``): one program comes out of all branches, so they must
    agree in everything but numbers.
 3. One branch is run. A Variable that any branch writes leaves all of them; a branch that does not
    write it returns the value that it had.
-4. What the branch did is stored. What a branch captures and writes becomes an input, and the call
-   starts again (``engine.retry_captured``).
+4. What the branch did is stored (``LiftedCall.apply``). Nothing before writes to the caller's
+   objects.
 """
 
 from __future__ import annotations

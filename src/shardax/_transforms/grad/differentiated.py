@@ -448,11 +448,16 @@ class DiffInputs:
 def diff_inputs(
     call: LiftedCall, chosen: Sequence[DiffState], as_module: bool = False
 ) -> DiffInputs:
-    """Returns the differentiated inputs of a call, none named twice and none without anything."""
+    """Returns the differentiated inputs of a call, none named twice and no filter without a match.
+
+    Of several arguments with one filter, one has to match; the others have empty States.
+    """
     arguments = [DiffArgument(call, item, as_module) for item in chosen]
     _check_distinct([each.position for each in arguments], [each.argnum for each in arguments])
     for each in arguments:
-        each.check_chosen()
+        others = [other for other in arguments if other.filter == each.filter]
+        if not any(other.holds_anything for other in others):
+            each.check_chosen()
     return DiffInputs(arguments)
 
 

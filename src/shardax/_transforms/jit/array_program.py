@@ -118,8 +118,7 @@ class ArrayProgram:
         # Traced first, which finds what the function uses without being given it.
         traced = compiled.trace(*args, **kwargs)
         specialization, graph, arguments = prepare(compiled, args, kwargs)
-        effects = traced._source.effects
-        result, written, _, _ = traced._stage.out_info
+        result, written, _, effects = traced.lifted_outputs
 
         self.jaxpr: Any = traced.jaxpr
         self.result: PyTree = result

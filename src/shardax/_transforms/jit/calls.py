@@ -182,8 +182,8 @@ class CachedCall:
         self._written_positions: Sequence[int] = ()
         # Called, each returns a root.
         self._roots: list[Callable[[], Any]] = [lambda root=root: root for root in graph.roots]
-        # Variables that belong somewhere, by position; what they held when they were last there, and
-        # the mesh that specs meant.
+        # Variables that belong somewhere, by position; what they held when they were last there,
+        # and the mesh that specs meant.
         self._watched: dict[int, Variable] = {}
         self._placed: tuple[list[int], Mesh | None] | None = None
 

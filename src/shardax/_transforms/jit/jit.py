@@ -67,22 +67,21 @@ from shardax._core.graph.paths import Leaf, Path, PyTree
 from shardax._core.graph.static import Static
 from shardax._core.object import Wrapper
 from shardax._core.threads import local
-from shardax._transforms.errors import StaticArgumentError
 from shardax._transforms.jit.abstract_eval import eval_shape
 from shardax._transforms.jit.bound import BoundJit, bound_jit
 from shardax._transforms.jit.cache import CompilationCache, cache_of
 from shardax._transforms.jit.calls import CallKey, flatten_call
-from shardax._transforms.jit.options import JitOptions, with_resolved_donation
+from shardax._transforms.jit.options import JitOptions, with_resolved_arguments
 from shardax._transforms.jit.programs import NeedsSlowCall
 from shardax._transforms.jit.slow_call import call_slowly, comparing
 from shardax._transforms.lift import arguments as inputs
 from shardax._transforms.lift.effects import LiftedOutputs
 from shardax._transforms.lift.entries import is_one_entry
 from shardax._transforms.lift.signatures import (
+    as_tuple,
     by_position,
     check_callable,
     parameter_name,
-    resolve_arguments,
 )
 from shardax._transforms.lift.transformed import takes_options
 
@@ -126,10 +125,9 @@ class Jit(PickledByName, Wrapper):
         check_callable(function, "jit")
         functools.update_wrapper(self, function, updated=())
         self.function = function
-        self.options = with_resolved_donation(options, function)
-        self.static_positions, self.static_names = resolve_arguments(
-            function, options.static_argnums, options.static_argnames, "static", StaticArgumentError
-        )
+        self.options = with_resolved_arguments(options, function)
+        self.static_positions = as_tuple(self.options.static_argnums)
+        self.static_names = as_tuple(self.options.static_argnames)
         self.memory = CompilationCache() if memory is None else memory
         self.specializations = self.memory.specializations
         self.calls = self.memory.calls

@@ -115,8 +115,8 @@ def check_compiler_options(options: object) -> None:
         raise errors.compiler_options_not_named(options)
 
 
-def with_resolved_donation(options: JitOptions, function: Callable[..., PyTree]) -> JitOptions:
-    """Returns the options with donated arguments both by position and by name."""
+def with_resolved_arguments(options: JitOptions, function: Callable[..., PyTree]) -> JitOptions:
+    """Returns the options with static and donated arguments both by position and by name."""
     donated, donated_names = resolve_arguments(
         function, options.donate_argnums, options.donate_argnames, "donate", DonationError
     )
@@ -129,7 +129,13 @@ def with_resolved_donation(options: JitOptions, function: Callable[..., PyTree])
     if both_names or both_positions:
         raise errors.static_and_donated(sorted(both_names) or sorted(both_positions))
 
-    return dataclasses.replace(options, donate_argnums=donated, donate_argnames=donated_names)
+    return dataclasses.replace(
+        options,
+        static_argnums=static,
+        static_argnames=static_names,
+        donate_argnums=donated,
+        donate_argnames=donated_names,
+    )
 
 
 # --- where arrays belong ----------------------------------------------------------------------

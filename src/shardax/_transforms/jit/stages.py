@@ -224,6 +224,11 @@ class Traced(_Stage):
 
     out_avals = _of_result("out_avals", "The result with an abstract value for each array.")
 
+    @property
+    def lifted_outputs(self) -> LiftedOutputs:
+        """The shapes of all that leaves the program, and its effects on objects."""
+        return LiftedOutputs(*self._stage.out_info[:3], self._source.effects)
+
     def lower(self, **options: object) -> Lowered:
         """Lowers to the compiler's input language; ``options`` as JAX's ``Traced.lower``."""
         return Lowered(self._source, self._stage.lower(**options))

@@ -6,14 +6,18 @@ transform:
 
 1. *Split* the arguments into objects, plain values, and templates to join them again
    (``lift.arguments``).
-2. *Flatten* the objects into a structure and the values of their Variables (``InputGraph``). Now
-   JAX is called, with a pure function of these values and the plain ones. Inside of it:
+2. *Flatten* the objects into a structure and the values of their Variables (``InputGraph`` in
+   ``lift.input_graph``). Now JAX is called, with a pure function of these values and the plain
+   ones. Inside of it:
 3. *Bind*: the structure is built anew, as a private copy whose Variables hold JAX's tracers. A
-   frame owns the copy.
+   frame owns the copy (``_core.frames``).
 4. *Run* the user's function on the copy (``LiftedCall.run``).
 5. *Record* what it did besides returning arrays: the Variables that it wrote, how the structure of
-   the objects changed, which objects are new (``record_effects``). JAX returns. Outside again:
-6. *Apply* the effects to the caller's objects (``LiftedCall.apply``).
+   the objects changed, which objects are new (``record_effects`` in ``lift.effects``). JAX returns.
+   Outside again:
+6. *Apply* the effects to the caller's objects (``apply_effects`` in ``lift.effects``). Each
+   transform asks for it in one line after that which calls JAX: ``call.finish(leaving)`` in
+   ``grad``, ``MappedCall.apply``, ``Loop.apply``.
 
 A transform adds only how values enter and leave the pure function.
 
@@ -37,8 +41,8 @@ Reads see the value that it has in the calling frame. For writes a transform has
 
 - return the value beside the result, and apply it with the other effects (``SingleRunCall``):
   ``grad``, ``remat``;
-- make it an input and run again (``retry_captured``): loops and branches, which must know their
-  inputs before they run;
+- make it an input and run again: loops and branches (``retry_captured``), which must know their
+  inputs before they run, and ``jit`` (``CompiledFrame``);
 - refuse (``SealedFrame``): ``vmap``, ``shard_map``, where one Variable would get many values.
 """
 

@@ -31,8 +31,8 @@ from shardax.partition.boxes.variable_box import (
     variable_of_box,
 )
 from shardax.partition.errors import PartitionError
-from shardax.partition.inventory import walk
 from shardax.partition.mesh import resolve_mesh
+from shardax.partition.tree.inventory import walk
 
 
 def is_box(value: object) -> bool:

@@ -28,13 +28,13 @@ from shardax.partition import findings
 from shardax.partition.assignment import mesh_axes_of
 from shardax.partition.entries import parts_of
 from shardax.partition.errors import Diagnostic
-from shardax.partition.inventory import ArrayInfo, TreeInventory
 from shardax.partition.mesh import AnyMesh
-from shardax.partition.overrides import MemoryKinds, OverridesLike
-from shardax.partition.reduced_states import PathEnds
 from shardax.partition.rules import RulesLike
-from shardax.partition.tree_diagnostics import LARGE_BYTES, LARGE_FRACTION
-from shardax.partition.tree_layout import TreeLayout
+from shardax.partition.tree.diagnostics import LARGE_BYTES, LARGE_FRACTION
+from shardax.partition.tree.inventory import ArrayInfo, TreeInventory
+from shardax.partition.tree.layout import TreeLayout
+from shardax.partition.tree.overrides import MemoryKinds, OverridesLike
+from shardax.partition.tree.reduced_states import PathEnds
 
 
 def check(

@@ -28,9 +28,9 @@ from shardax._core.state.state import State
 from shardax._transforms.lift.filter_mappings import FilterMapping, StateSharding
 from shardax.partition import errors, findings
 from shardax.partition.errors import Diagnostic, PartitionError
-from shardax.partition.inventory import FilterSubject, TreeInventory
 from shardax.partition.mesh import AnyMesh
 from shardax.partition.rules import Rules
+from shardax.partition.tree.inventory import FilterSubject, TreeInventory
 
 V = TypeVar("V")
 

@@ -20,7 +20,7 @@ from typing import Generic, TypeVar
 from shardax._core.graph.paths import Path
 from shardax.partition import findings
 from shardax.partition.errors import Diagnostic
-from shardax.partition.inventory import LeafInfo
+from shardax.partition.tree.inventory import LeafInfo
 
 T = TypeVar("T")
 

@@ -10,7 +10,7 @@ from shardax._core.graph.paths import Path, format_path
 from shardax.partition import findings
 from shardax.partition.context import told_warnings
 from shardax.partition.rules import map_to_themselves
-from shardax.partition.tree_layout import TreeLayout
+from shardax.partition.tree.layout import TreeLayout
 
 
 def warn_of_names(layout: TreeLayout) -> None:

@@ -4,22 +4,22 @@
 ``TreeLayout`` runs these steps over the inventory of a tree, which lists its leaves once:
 
 1. Each leaf gets a *mesh*: the one given to the call, else the leaf's own, else the one in scope.
-2. ``overrides_of`` (``overrides.py``) finds what the caller said of some leaves by filter.
+2. ``overrides_of`` (``tree/overrides.py``) finds what the caller said of some leaves by filter.
 3. ``_specs_of_leaf`` (this file) makes the specs of each leaf, from the first of these that there
    is: a spec or sharding of its override; the sharding that its box computes itself; rules. The
    rules are those of its override, and after them the leaf's own or, if it has none, the layout's
    (``_rules_of_leaf``); ``ResolvedRules.spec`` applies them to each array.
-4. ``diagnostics_of`` (``tree_diagnostics.py``) collects the diagnostics of all leaves and adds what
+4. ``diagnostics_of`` (``tree/diagnostics.py``) collects the diagnostics of all leaves and adds what
    shows only in the whole.
-5. ``unused_rules_of`` (``tree_diagnostics.py``) adds the rules that no array has chosen, and
+5. ``unused_rules_of`` (``tree/diagnostics.py``) adds the rules that no array has chosen, and
    ``overrides_of`` has noted the filters that decided about no leaf.
 
 Leaves with rules or a mesh *of their own* are boxes and Variables made of boxes. A box of another
-library is read as one of ours with the same names (``_leaf_of_box`` in ``inventory.py``). If it has
-an attribute ``rules``, it is a ``LogicallyPartitioned``: laid out by these, or if they are None by
-the layout's. Any other is a ``Partitioned``: its names are mesh axes, which stand for themselves.
-Own rules hold instead of those of the call, which are about other names. An own mesh does not hold
-against one given to the call, whose caller wants the tree there.
+library is read as one of ours with the same names (``_leaf_of_box`` in ``tree/inventory.py``). If
+it has an attribute ``rules``, it is a ``LogicallyPartitioned``: laid out by these, or if they are
+None by the layout's. Any other is a ``Partitioned``: its names are mesh axes, which stand for
+themselves. Own rules hold instead of those of the call, which are about other names. An own mesh
+does not hold against one given to the call, whose caller wants the tree there.
 
 Stacked layers are one array, laid out like any other: its names are the stack's and then the
 layer's.
@@ -44,18 +44,18 @@ from shardax.partition.assignment import Names
 from shardax.partition.context import resolve_rules
 from shardax.partition.entries import explicit_spec
 from shardax.partition.errors import Diagnostic, PartitionError, raise_on_errors
-from shardax.partition.inventory import ArrayInfo, LeafInfo, TreeInventory
 from shardax.partition.mesh import AnyMesh, require_mesh, resolve_mesh
-from shardax.partition.overrides import MemoryKinds, Override, OverridesLike, overrides_of
-from shardax.partition.reduced_states import reduced_states
 from shardax.partition.resolved import ResolvedRules
 from shardax.partition.rules import Rules, RulesLike, check_names
-from shardax.partition.tree_diagnostics import (
+from shardax.partition.tree.diagnostics import (
     LARGE_BYTES,
     LARGE_FRACTION,
     diagnostics_of,
     unused_rules_of,
 )
+from shardax.partition.tree.inventory import ArrayInfo, LeafInfo, TreeInventory
+from shardax.partition.tree.overrides import MemoryKinds, Override, OverridesLike, overrides_of
+from shardax.partition.tree.reduced_states import reduced_states
 
 _STATE_HINT = (
     " If this is a state of an optimizer, give the parameters in the same tree, such as "

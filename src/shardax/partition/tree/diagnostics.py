@@ -30,7 +30,7 @@ from shardax.partition.mesh import AnyMesh
 from shardax.partition.rules import Rules, shadowed_rules, unknown_mesh_axes
 
 if TYPE_CHECKING:
-    from shardax.partition.tree_layout import ArraySpec, LeafSpecs
+    from shardax.partition.tree.layout import ArraySpec, LeafSpecs
 
 LARGE_BYTES = 2**20
 """An array is large above this many bytes ..."""
@@ -90,7 +90,7 @@ def _lacks_rules(leaf_specs: LeafSpecs, rules_required: bool) -> bool:
         return False
     if leaf_specs.rules is None:
         return False
-    names = {name for name in strings(leaf.axes or ()) if isinstance(name, str)}
+    names = set(strings(leaf.axes or ()))
     return not names.issubset(leaf_specs.rules.names)
 
 

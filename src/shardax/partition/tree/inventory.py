@@ -218,6 +218,7 @@ class TreeInventory:
         self.subtrees = [self._add_subtree(path, value) for path, value in subtrees]
 
     def _add_subtree(self, path: Path, value: object) -> Subtree:
+        """Adds the leaves of a subtree, by the kind of value that it is."""
         if isinstance(value, Variable):
             return Subtree(value, path, (self._add_variable(path, value),), None)
 
@@ -266,10 +267,12 @@ class TreeInventory:
         origins: list[Origin | None] = [None for _ in self.leaves]
         for subtree in self.subtrees:
             origins_below = subtree.origins or {}
-            for path_below, index in zip(origins_below or ((),), subtree.leaves, strict=False):
+            paths_below = tuple(origins_below) or ((),)
+            for path_below, index in zip(paths_below, subtree.leaves, strict=False):
                 paths[index].append((*subtree.path, *path_below))
                 origins[index] = origins[index] or origins_below.get(path_below)
 
+            # A Variable of a Module that is reached by more paths than one.
             if isinstance(subtree.value, Object) and not isinstance(subtree.value, Variable):
                 for position, path_below in alias_paths(flatten(subtree.value).graphdef):
                     paths[subtree.leaves[position]].append((*subtree.path, *path_below))
@@ -318,12 +321,12 @@ def _leaf_of(
     # Names of dimensions that transforms added, before those that an array knows itself.
     mapped_axes = metadata.entries.get(MAPPED_AXES)
     if mapped_axes is not None:
-        arrays = tuple(
-            info._replace(
-                axes=with_mapped_axes(mapped_axes, info.axes or (None,) * len(info.shape))
-            )
-            for info in arrays
-        )
+        arrays_with_axes: list[ArrayInfo] = []
+        for info in arrays:
+            own_names = info.axes or (None,) * len(info.shape)
+            names = with_mapped_axes(mapped_axes, own_names)
+            arrays_with_axes.append(info._replace(axes=names))
+        arrays = tuple(arrays_with_axes)
         if len(arrays) == 1:
             axes = arrays[0].axes
 
@@ -397,6 +400,7 @@ def _origin_of(leaf: LeafInfo) -> Origin:
 
 
 def _array_info(path: Path, value: Any) -> ArrayInfo:
+    """Returns the type of an array, of one that knows its names, or of a lazy value."""
     axes = axes_of(value)
     if axes is not None:
         (value,) = jax.tree.leaves(value)
