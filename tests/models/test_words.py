@@ -13,6 +13,7 @@ import pytest
 
 import shardax as sx
 from shardax.models.words import OTHER_WORDS
+from tests.advice import run_advice
 
 PAGE = (Path(__file__).parents[2] / "docs" / "coming-from-transformers.md").read_text()
 ROW = re.compile(r"\| (`[^|]+`) \| `([^`]+)` \| (.*)\|")
@@ -61,6 +62,34 @@ def test_function_says_what_a_word_is_here(function: str, word: str) -> None:
         CALLS[function](small(), **{word: None})
     ours = OTHER_WORDS[function][word].partition("; ")[0].replace("no option", "no option here", 1)
     assert f"{word} is {ours}" in str(caught.value)
+
+
+def refusal(function: str, word: str) -> str:
+    """The text of the error for a word."""
+    with pytest.raises(TypeError) as caught:
+        CALLS[function](small(), **{word: None})
+    return str(caught.value)
+
+
+def test_codes_in_place_of_options_run() -> None:
+    model, tokens = small(), np.array([[1, 2, 3]])
+    batch = {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}
+    names = {"sx": sx, "model": model, "batch": batch}
+    names |= {"logits": model(batch["inputs"]), "targets": batch["targets"]}
+    text = refusal("call", "labels")
+    loss = run_advice(text, "sx.models.next_token_loss(model, batch)", names)
+    assert run_advice(text, "sx.models.cross_entropy(logits, targets)", names) == loss
+
+    names["rest"] = sx.select(model).at_instances_of(sx.nn.MLP)
+    recording = run_advice(
+        refusal("call", "output_hidden_states"), "sx.surgery.record(model, ...)", names
+    )
+    assert len(recording(tokens)[1]) == 1
+
+    text = refusal("from_pretrained", "load_in_4bit")
+    assert run_advice(text, "sx.quantize(model, 'int4')", names)(tokens).shape == (1, 3, 256)
+    text = refusal("from_pretrained", "load_in_8bit")
+    assert run_advice(text, "sx.quantize(model, 'int8')", names)(tokens).shape == (1, 3, 256)
 
 
 def test_misspelt_option_is_suggested() -> None:
