@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Code that errors advise is run by the tests that raise them.
 
-*Advice* is code in the text of an error: in backticks, or a call of ``sx.``. A name or constant
-alone, such as ```...```, is none, nor is code behind "for", which other code replaces. A test runs
+*Advice* is code in the text of an error: in backticks, or a call of ``sx.``. A name, keyword or
+constant alone, such as ```...```, is none, nor is code behind "for", which other code replaces. A test runs
 advice by ``tests.advice.run_advice(error, code, names)``, which takes it from the text. Texts go
 through variables and helpers on their way to an error, so every text of the package is looked at
 that is no docstring.
@@ -11,6 +11,7 @@ that is no docstring.
 from __future__ import annotations
 
 import ast
+import keyword
 import re
 from collections.abc import Iterator
 
@@ -48,7 +49,9 @@ def calls_in(text: str) -> Iterator[str]:
 
 
 def is_mention(quoted: str) -> bool:
-    """Whether quoted text is a name or constant alone, which cannot be run."""
+    """Whether quoted text is a name, keyword or constant alone, which cannot be run."""
+    if keyword.iskeyword(quoted):
+        return True
     try:
         expression = ast.parse(quoted.replace(HOLE, "hole"), mode="eval").body
     except SyntaxError:

@@ -25,12 +25,14 @@ Who says what, each as a list of ``Diagnostic``:
   exist, sizes that cannot be divided. It says nothing of a rule that is not looked at, and of a
   name without a rule only where it looks misspelt.
 * ``Rules.check`` (this file), of the rules alone: a mesh axis that the mesh does not have (error),
-  a rule *shadowed* by an earlier one for the same name, so that no array could ever choose it
-  (warning), and a mesh axis that no rule names (info).
+  a rule that is *shadowed* (warning), and a mesh axis that no rule names (info). A rule is shadowed
+  by an earlier one for the same name if no array could ever choose it: above all where no rule for
+  another name, before the earlier one, can take a mesh axis of that one (``_why_shadowed``).
 * ``shardax.check``, of a tree: both of these, the second only of rules that no array of the tree
   has chosen and without the mesh axes that no rule names. A rule that is not chosen and neither
   shadowed nor wrong is an ``unused-rule`` (info, or warning if it looks misspelt). See
-  ``unused_rules_of`` in ``tree/diagnostics.py``.
+  ``unused_rules_of`` in ``partition/tree/diagnostics.py``. Of arrays that are on devices already it
+  also says where they lie otherwise (``misplaced``, ``elsewhere``, in ``partition/tree/check.py``).
 
 ``findings.py`` lists every code and severity. Two *policies* of the rules change step 2:
 ``on_conflict="error"`` makes a rule that is passed over an error, ``on_unmapped="error"`` a name

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compiled functions over Modules, at the cost of ``jax.jit`` on bare arrays.
 
-**A steady call**, one whose like was made before, is ``Jit.__call__``. Its steps are in
-``jit.calls`` and ``jit.specialization``:
+**A steady call**, one whose like was made before, is ``Jit.__call__``; the second call with the
+same objects is one. Its steps are in ``jit.calls`` and ``jit.specialization``:
 
 1. ``flatten_call`` makes the key of the call, by one look at each argument. A Module or Variable is
    one entry, its identity, whatever is in it. What the function finds without being given it (see
@@ -13,10 +13,11 @@
 4. ``CachedCall.read`` compares one integer, the structure epoch, which every change of structure of
    any object advances, and compares settings objects, if the Modules hold any. Variables with a
    declared sharding are moved back to it, if they were given other values. Then it reads the array
-   of each Variable into a list. This takes longer with more Variables.
+   of each Variable into a list. Of these the list takes longer with more Variables, and so does the
+   look at those with a declared sharding.
 5. ``CachedCall.run`` calls one function of ``jax.jit``, on that list and the arrays of the
-   arguments; if the function was traced for several shapes of these, it is found by them. JAX looks
-   at each array, in C++. This takes longer with more Variables.
+   arguments. If the function was traced for several shapes of the arguments' arrays, it is found by
+   these. JAX looks at each array, in C++, which takes longer with more Variables.
 6. The function returns its result, the new arrays of the Variables that it wrote, and its
    ``Effects``, which say which these are. If they are the very object that the last run returned,
    this call does the same as the last one.
@@ -46,9 +47,10 @@ call is not remembered: every call is traced anew, and meets what is there then.
 (``lift.captures``).
 
 **Locks**, of which there are two for the whole process (``_core.threads``): from 3 to 7, a call
-that writes Variables holds ``call_lock``, and one that donates holds ``write_lock`` as well. A call
-that only reads holds none, nor does an eager read of an array. Nothing is traced under a lock, nor
-compiled, once there is a second thread. Which lock a call holds say its options and what its traces
+that writes Variables holds ``call_lock``, and takes ``write_lock`` while it stores; one that
+donates holds both. A steady call that only reads holds none, nor does an eager read of an array. A
+function's first run holds ``call_lock``, because nothing says yet whether it writes. Nothing is
+traced under a lock, nor compiled, once there is a second thread. Which lock a call holds say its options and what its traces
 did (``Specialization.lock``).
 
 If a step of the function or of JAX raises, ``store`` is not reached: the Variables hold what they
