@@ -99,7 +99,12 @@ def test_adapters_are_trained_on_tokens_and_merged(adapted: Tuned):
     assert from_pretrained(run / "model-00000030")(tokens)[0, :-1].argmax(-1).tolist() == [1, 2, 3]
 
     report = (run / "report.html").read_text(encoding="utf-8")
-    for text in (f"{losses[-1]:.4f} nats per token", "adapters of rank 2", "gradient norm", "AdamW"):
+    for text in (
+        f"{losses[-1]:.4f} nats per token",
+        "adapters of rank 2",
+        "gradient norm",
+        "AdamW",
+    ):
         assert text in report
 
 
