@@ -20,7 +20,7 @@ if _typing.TYPE_CHECKING:
     from shardax.distributed.errors import *  # noqa: F403
     from shardax.hlo.program import *  # noqa: F403
     from shardax.host.errors import *  # noqa: F403
-    from shardax.models.generation_errors import *  # noqa: F403
+    from shardax.models.generating.errors import *  # noqa: F403
     from shardax.models.kinds import *  # noqa: F403
     from shardax.named.base import *  # noqa: F403
     from shardax.nn.errors import *  # noqa: F403
@@ -53,7 +53,7 @@ _NAMES = {
         "WorkerCrashedError WorkerError WorkerTimeoutError"
     ),
     "shardax.models.kinds": "PretrainedError",
-    "shardax.models.generation_errors": "GenerationError",
+    "shardax.models.generating.errors": "GenerationError",
     "shardax.named.base": "NamedAxesError NamedIndexError",
     "shardax.nn.errors": "LayerConfigError LayerInputError",
     "shardax.partition.errors": "PartitionCheckError PartitionError",

@@ -16,8 +16,8 @@ from shardax.models import from_pretrained, save_pretrained
 from tests.models import peers
 from tests.models import test_dual_encoders as dual_encoders
 from tests.models import test_encoder_decoders as encoder_decoders
-from tests.models.published import initialised
-from tests.models.test_saved_models import assert_equal
+from tests.models.published import initialised, tiny_config
+from tests.models.test_saved_models import PUBLISHED, assert_equal
 from tests.needs import needs
 from tests.values import with_values
 
@@ -67,12 +67,16 @@ def without_source(config: Any) -> Any:
     return dataclasses.replace(config, source=None, **parts)
 
 
-def new_model(folder: Path, case: Case) -> Any:
-    """Builds a model of a config alone, with drawn parameters."""
+def content_of(case: Case) -> dict[str, Any]:
+    """Returns the config.json of a case."""
     import transformers
 
     config = getattr(transformers, case.config)(**case.options, architectures=[case.model])
-    content = json.loads(config.to_json_string(use_diff=False))
+    return json.loads(config.to_json_string(use_diff=False))
+
+
+def new_model(folder: Path, content: dict[str, Any]) -> Any:
+    """Builds a model of a config alone, with drawn parameters."""
     read = initialised(folder, content)
     return with_values(type(read)(without_source(read.config), rngs=sx.Rngs(0)))
 
@@ -101,7 +105,8 @@ def outputs(model: Any) -> list[np.ndarray]:
         return [np.asarray(logits)[encoder_decoders.MASK]]
 
     if isinstance(model, sx.models.DualEncoder):
-        pixels = pixels_of(model.config.image.image.size)
+        image: Any = model.config.image.image
+        pixels = pixels_of(image.size)
         tokens, mask = dual_encoders.TOKENS, dual_encoders.MASK
         return [np.asarray(x) for x in dual_encoders.compare(model, tokens, pixels, mask)]
 
@@ -147,7 +152,7 @@ def peer_outputs(peer: Any) -> list[np.ndarray]:
 @needs("torch", "transformers")
 @pytest.mark.parametrize("name", CASES)
 def test_new_model_of_any_family_has_the_logits_of_transformers(name: str, tmp_path: Path):
-    model = new_model(tmp_path, CASES[name])
+    model = new_model(tmp_path, content_of(CASES[name]))
     save_pretrained(model, tmp_path / "saved")
 
     again = from_pretrained(tmp_path / "saved")
@@ -160,3 +165,26 @@ def test_new_model_of_any_family_has_the_logits_of_transformers(name: str, tmp_p
     for result, value in zip(peer_outputs(peer_of(tmp_path / "saved")), expected, strict=True):
         largest = max(1.0, float(np.abs(value).max()))
         np.testing.assert_allclose(result, value, rtol=0, atol=1e-4 * largest)
+
+
+SMALL_PAIRS = {kind: dual_encoders.content_of(kind) for kind in ("clip", "siglip")}
+SMALL = {kind: tiny_config(content, layers=4) for kind, content in PUBLISHED.items()}
+SMALL |= SMALL_PAIRS | encoder_decoders.SMALL
+
+
+@pytest.mark.parametrize("kind", SMALL)
+def test_new_model_of_any_family_reads_back(kind: str, tmp_path: Path):
+    model = new_model(tmp_path, SMALL[kind])
+    save_pretrained(model, tmp_path / "saved")
+    assert_equal(from_pretrained(tmp_path / "saved"), model)
+
+
+def test_new_model_has_no_tokens_but_its_own(tmp_path: Path):
+    model = new_model(tmp_path, SMALL["llama"])
+    model.generation_config = sx.models.GenerationConfig(stop=(5,))
+    save_pretrained(model, tmp_path / "saved")
+    content = json.loads((tmp_path / "saved" / "config.json").read_text())
+    names = ("bos_token_id", "eos_token_id", "pad_token_id")
+    assert [content[name] for name in names] == [None] * 3
+    said = json.loads((tmp_path / "saved" / "generation_config.json").read_text())
+    assert said == {"eos_token_id": 5}

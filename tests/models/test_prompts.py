@@ -148,6 +148,7 @@ def test_wrong_masks_are_refused_with_the_row(says: str) -> None:
 
 def test_masks_without_their_tokens_are_refused() -> None:
     t5 = encoder_decoders.load("t5")
+    table: Any = {"input_ids": [[1]], "attention_mask": [[1]]}
     for says, call in {
         "mask= is of the prompts, and there are none": lambda: generate(
             t5, inputs=[[1]], mask=[[1]], **GREEDY
@@ -156,7 +157,7 @@ def test_masks_without_their_tokens_are_refused() -> None:
             decoder(), [[1]], input_mask=[[1]], **GREEDY
         ),
         "batch['input_ids'], mask=batch['attention_mask']": lambda: generate(
-            decoder(), {"input_ids": [[1]], "attention_mask": [[1]]}, **GREEDY
+            decoder(), table, **GREEDY
         ),
     }.items():
         with pytest.raises(GenerationError) as caught:
@@ -268,6 +269,9 @@ def test_forced_tokens_are_those_of_transformers(tmp_path: Path) -> None:
     )
     import torch
 
+    for name, token in forced.items():
+        setattr(peer.generation_config, name, token)
+    peer.save_pretrained(tmp_path)
     with torch.no_grad():
         expected = peer.generate(
             **encoder_decoders.peer_inputs(peer),
@@ -300,9 +304,11 @@ def test_calls_without_a_seed_differ() -> None:
 @pytest.mark.parametrize("seed", [0, 7, 2**31 + 1])
 def test_seed_is_the_key_of_jax(seed: int) -> None:
     model = decoder()
-    assert lists(generate(model, PROMPTS, seed=seed, max_new_tokens=3)) == lists(
-        generate(model, PROMPTS, seed=np.uint32(seed), max_new_tokens=3)
+    key: Any = np.uint32(seed)  # which is made a key outside of the program
+    found, expected = (
+        lists(generate(model, PROMPTS, seed=each, max_new_tokens=3)) for each in (seed, key)
     )
+    assert found == expected
 
 
 @pytest.mark.parametrize("jit", [jax.jit, sx.jit])

@@ -38,7 +38,7 @@ from shardax.cli import inputs
 from shardax.cli.planned import PlannedRun
 from shardax.cli.runs import KERNEL_KINDS, RunSettings, TextCodec, read_settings, write_settings
 from shardax.extend import format_path, mesh_text
-from shardax.models.generation import max_positions_of
+from shardax.models.generating.generation import max_positions_of
 from shardax.models.weights import TOKENIZER_FILES, find_directory
 from shardax.nn.errors import LayerConfigError, LayerInputError
 from shardax.train.data.text import hash64, permute

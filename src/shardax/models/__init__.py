@@ -30,8 +30,8 @@ from shardax.models.dual_encoder import DualEncoderOutput as DualEncoderOutput
 from shardax.models.encoder_decoder import EncoderDecoder as EncoderDecoder
 from shardax.models.encoder_decoder import EncoderDecoderConfig as EncoderDecoderConfig
 from shardax.models.families.registry import register as register
-from shardax.models.generation import generate as generate
-from shardax.models.generation_config import GenerationConfig as GenerationConfig
+from shardax.models.generating.config import GenerationConfig as GenerationConfig
+from shardax.models.generating.generation import generate as generate
 from shardax.models.layers.pooling import pool_tokens as pool_tokens
 from shardax.models.layers.transformer_layer import TransformerLayer as TransformerLayer
 from shardax.models.losses import blockwise_cross_entropy as blockwise_cross_entropy

@@ -169,7 +169,7 @@ class DualEncoder(Module):
             make_parameter(constant(-10.0), (), dtype, (), rngs) if config.logit_bias else None
         )
 
-    @refuses_other_words
+    @refuses_other_words("call")
     def __call__(self, tokens: Any, images: Any, *, mask: Any = None) -> DualEncoderOutput:
         """Compares all images with all texts.
 

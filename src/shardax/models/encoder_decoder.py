@@ -21,7 +21,7 @@ from shardax.extend import Options
 from shardax.models.config.transformer import TransformerConfig
 from shardax.models.convnext import ConvNeXt, ConvNeXtConfig
 from shardax.models.dual_encoder import TOWERS, DualEncoder, DualEncoderConfig
-from shardax.models.generation_config import GenerationConfig
+from shardax.models.generating.config import GenerationConfig
 from shardax.models.transformer import Transformer
 from shardax.models.words import refuses_other_words
 from shardax.nn.arithmetic import as_array
@@ -141,7 +141,7 @@ class EncoderDecoder(Module):
     # What texts begin and end with, read by ``from_pretrained``.
     generation_config: GenerationConfig | None = None
 
-    @refuses_other_words
+    @refuses_other_words("call")
     def __call__(
         self, inputs: Any, tokens: Any, *, input_mask: Any = None, mask: Any = None
     ) -> jax.Array:

@@ -19,7 +19,7 @@ from shardax import Cache, List, Module, Rngs, iter_variables
 from shardax.models.config.checks import Dtypes, dtypes
 from shardax.models.config.inputs import ImageConfig
 from shardax.models.config.transformer import TransformerConfig
-from shardax.models.generation_config import GenerationConfig
+from shardax.models.generating.config import GenerationConfig
 from shardax.models.layers.activation_layout import lay_out_activations
 from shardax.models.layers.activations import find_activation
 from shardax.models.layers.norms import make_norm
@@ -191,7 +191,7 @@ class Transformer(Module):
     # What texts begin and end with, read by ``from_pretrained``.
     generation_config: GenerationConfig | None = None
 
-    @refuses_other_words
+    @refuses_other_words("call")
     def __call__(
         self,
         tokens: Any,

@@ -69,13 +69,13 @@ from shardax.models.entries import (
 from shardax.models.families.registry import family_of
 from shardax.models.family import Family
 from shardax.models.files import DTYPES, INDEX, READ_DTYPES, SINGLE, TensorFiles, read_json
-from shardax.models.generation_config import (
+from shardax.models.generating.config import (
     GENERATION_CONFIG,
     GenerationConfig,
     generation_content,
     read_generation_config,
 )
-from shardax.models.generation_errors import GenerationError
+from shardax.models.generating.errors import GenerationError
 from shardax.models.kinds import PretrainedError
 from shardax.models.quantized.mxfp4 import PACKING, is_packed
 from shardax.models.tensors import Tensor
@@ -98,7 +98,7 @@ TOKENIZER_FILES = (
 MODEL_FILES = (*TOKENIZER_FILES, SINGLE, INDEX, "model-*.safetensors")
 
 
-@refuses_other_words
+@refuses_other_words("from_pretrained")
 def from_pretrained(
     directory: str | Path,
     *,
@@ -244,7 +244,7 @@ def _set_attention(model: Any, kernel: AttentionKernel) -> None:
             module.implementation = kernel
 
 
-@refuses_other_words
+@refuses_other_words("save_pretrained")
 def save_pretrained(
     model: object, directory: str | Path, *, max_file_bytes: int = LARGEST_FILE
 ) -> None:

@@ -80,21 +80,32 @@ OTHER_WORDS: dict[str, dict[str, str]] = {
 }
 
 
-def refuses_other_words(function: Callable[P, R]) -> Callable[P, R]:
-    """Returns a function that says what options of ``transformers`` are called here."""
-    name = function.__name__
-    options = list(inspect.signature(function).parameters)
-    words = OTHER_WORDS["call" if name == "__call__" else name]
-    known = frozenset(options)
+def refuses_other_words(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Returns a decorator by which a function says what options of ``transformers`` are here.
 
-    @functools.wraps(function)
-    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
-        if not known.issuperset(kwargs):
-            owner = type(args[0]).__name__ if name == "__call__" else name
-            raise unknown_options(owner, kwargs, options, words)
-        return function(*args, **kwargs)
+    Args:
+        name: That of a table of ``OTHER_WORDS``; ``"call"`` for the call of a model, whose errors
+            begin with the name of its class.
 
-    return checked
+    Returns:
+        The decorator, of a function that takes no further options.
+    """
+    words = OTHER_WORDS[name]
+
+    def decorated(function: Callable[P, R]) -> Callable[P, R]:
+        options = list(inspect.signature(function).parameters)
+        known = frozenset(options)
+
+        @functools.wraps(function)
+        def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+            if not known.issuperset(kwargs):
+                owner = type(args[0]).__name__ if name == "call" else name
+                raise unknown_options(owner, kwargs, options, words)
+            return function(*args, **kwargs)
+
+        return checked
+
+    return decorated
 
 
 def unknown_options(

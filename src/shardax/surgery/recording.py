@@ -17,7 +17,7 @@ import numpy as np
 
 from shardax import Module, Selection, iter_modules, jit, select
 from shardax.extend import Path, PyTree, attributes_of, has_objects
-from shardax.models.generation import generate
+from shardax.models.generating.generation import generate
 from shardax.models.layers.transformer_layer import TransformerBlock
 from shardax.models.transformer import Transformer
 from shardax.nn.stack import Stack

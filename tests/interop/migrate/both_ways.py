@@ -46,6 +46,6 @@ def printed_by(text: str) -> str:
     except SystemExit as error:
         output.write(str(error))
     finally:
-        vars(nnx).update(names)
+        nnx.__dict__.update(names)
         del sys.modules[module.__name__]
     return output.getvalue()

@@ -307,13 +307,12 @@ SMALL_PROGRAMS: dict[str, tuple[str, list[int]]] = {
             class Other:
                 def update(self, step, grads):
                     self.row = step
-            tracker, grad_norm = Tracker(), 3.5
-            other = Other()
+            tracker, other, grad_norm = Tracker(), Other(), 3.5
             tracker.update(7, grad_norm)
             other.update(8, grad_norm)
             print(tracker.row, other.row)
             """),
-        [12],
+        [],
     ),
     "value of a slider": (
         _program("""

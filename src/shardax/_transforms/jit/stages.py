@@ -10,7 +10,7 @@ that it was compiled for, and writes state back.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Self, cast
+from typing import Any, NamedTuple, Self
 
 import jax
 from jax.sharding import Mesh
@@ -341,8 +341,8 @@ class Compiled(_Stage):
         positional, by_name = self._with_owner(args, kwargs)
         arguments = specialization.options.split_arguments(positional, by_name, jit.path_of)
         labels = [label for _, label in jit.positional(len(positional))]
-        # To type checkers it may be bound, since a ``Jit`` is a descriptor.
-        graph, names = input_graph(cast("Jit", jit), arguments, labels)
+        # (A ``Jit`` is a descriptor, but not here.)
+        graph, names = input_graph(jit, arguments, labels)  # pyright: ignore[reportArgumentType]
         self._check(arguments, graph, names)
         specialization.layouts.place(dict(enumerate(graph.leaves)), self._source.mesh)
         flat_inputs = specialization.read_inputs(graph, arguments)

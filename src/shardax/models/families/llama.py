@@ -218,7 +218,7 @@ class ChunkedLayers(FieldGroup):
             if attention.query_growth is not None:
                 factor, length = attention.query_growth
                 # An integer there, by the checks of transformers.
-                length = int(length) if length.is_integer() else length
+                length = int(length) if length == int(length) else length
                 content |= {"attn_scale": factor, "floor_scale": length}
         if edit.changes("attention.window") and attention.window is not None:
             content["attention_chunk_size"] = attention.window

@@ -10,8 +10,8 @@ import jax
 import numpy as np
 
 from shardax.extend import warn_user
-from shardax.models import generation_errors as errors
-from shardax.models.generation_errors import GenerationError
+from shardax.models.generating import errors
+from shardax.models.generating.errors import GenerationError
 
 # Integers of one row, without padding.
 Row: TypeAlias = np.ndarray
@@ -36,7 +36,7 @@ def read_rows(tokens: TokenRows, mask: TokenMask = None, *, name: str = "prompt"
     """
     hint = f"Give a list of {name}s, each a sequence of integers; of a text list(text.encode())."
     if isinstance(tokens, Mapping):
-        raise errors.table_of_a_tokenizer(list(tokens))
+        raise errors.table_of_a_tokenizer([str(name) for name in tokens])
     if isinstance(tokens, (str, bytes)) or not hasattr(tokens, "__iter__"):
         raise GenerationError(f"The {name}s must be a list, but are {tokens!r}. {hint}")
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from shardax.models.generation_errors import GenerationError
+from shardax.models.generating.errors import GenerationError
 from shardax.models.kinds import brief
 
 GENERATION_CONFIG = "generation_config.json"

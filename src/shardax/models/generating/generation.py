@@ -46,14 +46,14 @@ from shardax import (
 from shardax.distributed.processes import from_main
 from shardax.errors import StaticAttributeError
 from shardax.extend import Options, is_eager, is_prng_key, mesh_axes_of
-from shardax.models import generation_errors as errors
 from shardax.models.config.transformer import TransformerConfig
 from shardax.models.convnext import ConvNeXtConfig
 from shardax.models.dual_encoder import DualEncoderConfig
 from shardax.models.encoder_decoder import EncoderDecoder, EncoderDecoderConfig
-from shardax.models.generation_config import GenerationConfig
-from shardax.models.generation_errors import GenerationError
-from shardax.models.prompts import TokenMask, TokenRows, read_rows, warn_of_padding
+from shardax.models.generating import errors
+from shardax.models.generating.config import GenerationConfig
+from shardax.models.generating.errors import GenerationError
+from shardax.models.generating.prompts import TokenMask, TokenRows, read_rows, warn_of_padding
 from shardax.models.words import refuses_other_words
 from shardax.nn.attention.dot_product import AttentionKernel
 from shardax.partition import current_rules, resolve_mesh
@@ -111,7 +111,7 @@ class _Progress(NamedTuple):
     seen: jax.Array | None  # (batch, vocab), where repetition has a penalty
 
 
-@refuses_other_words
+@refuses_other_words("generate")
 def generate(
     model: object,
     prompts: TokenRows | None = None,
@@ -558,7 +558,7 @@ class _Uncached(Module):
         return jnp.sum(jnp.where(at[..., None], logits, 0), axis=1, keepdims=True)
 
 
-def _by_rows(x: jax.Array) -> jax.Array:
+def _by_rows(x: jax.typing.ArrayLike) -> jax.Array:
     """Lays rows out as rules say of ``batch``."""
     mesh = resolve_mesh()
     x = jnp.asarray(x)
