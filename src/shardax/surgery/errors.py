@@ -65,8 +65,8 @@ def not_recorded() -> GenerationError:
     """Returns the error of ``Recording.generate`` for what has no finished texts to read."""
     return GenerationError(
         "Recording.generate reads the finished texts of a causal model. For a stream or an "
-        "EncoderDecoder, generate first and call the recording on the result: "
-        "`recording(tokens)`, `recording(inputs, tokens)`."
+        "EncoderDecoder, generate first and call the recording on the result, as the model: "
+        "`recording(tokens)`."
     )
 
 

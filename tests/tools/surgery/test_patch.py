@@ -15,6 +15,7 @@ import shardax as sx
 from shardax.errors import SelectionError
 from shardax.models import AttentionConfig, Transformer, TransformerConfig
 from shardax.surgery import lora, patch, record
+from tests.advice import run_advice
 from tests.tools.surgery.decoders import TOKENS, close, decoder, in_every_layout, logits
 from tests.values import with_values
 
@@ -164,6 +165,16 @@ def test_patch_of_a_sharded_model_keeps_its_layout(scanned: bool, kind: AxisType
 def test_value_that_does_not_fit_is_refused(scanned: bool, values: Any, message: str) -> None:
     with pytest.raises(SelectionError, match=message):
         patch(decoder(scanned), values)(TOKENS)
+
+
+def test_patch_without_values_says_how_they_are_given() -> None:
+    model, array = decoder(), np.ones(12, np.float32)
+    with pytest.raises(SelectionError) as refused:
+        patch(model, {})
+    code = 'sx.surgery.patch(model, {("layers", 0, "mlp"): array})'
+    patched = run_advice(refused.value, code, {"sx": sx, "model": model, "array": array})
+    _, found = record(patched, sx.nn.MLP)(TOKENS)
+    assert np.abs(patched(TOKENS) - logits()).max() > 0 and len(found) == 2
 
 
 def test_values_of_a_stack_have_one_shape() -> None:

@@ -239,13 +239,16 @@ def test_pipeline_records_the_whole_batch(kind: AxisType) -> None:
 def test_wrong_selection_is_refused_with_advice() -> None:
     model = sx.nn.MLP(2, 4, rngs=sx.Rngs(0))
     of_others = sx.select(sx.clone(model)).at_instances_of(sx.nn.Linear)
-    selection = "sx.select(model).at_instances_of(sx.nn.Linear)"
-    for selections, text in (((), "sx.nn.Linear"), ((of_others,), selection)):
-        code = f"sx.surgery.record(model, {text})"
-        with pytest.raises(SelectionError, match="Select ") as refused:
-            record(model, *selections)
-        run = run_advice(refused.value, code, {"sx": sx, "model": model})
-        assert list(run(np.ones((1, 2), np.float32))[1]) == [("gate",), ("up",), ("down",)]
+    with pytest.raises(SelectionError, match="Select in the model") as refused:
+        record(model, of_others)
+    code = "sx.surgery.record(model, sx.select(model).at_instances_of(sx.nn.Linear))"
+    run = run_advice(refused.value, code, {"sx": sx, "model": model})
+    assert list(run(np.ones((1, 2), np.float32))[1]) == [("gate",), ("up",), ("down",)]
+    with pytest.raises(SelectionError, match="Select some") as refused:
+        record(model)
+    code = "sx.surgery.record(model, sx.nn.Linear)"
+    run = run_advice(refused.value, code, {"sx": sx, "model": model})
+    assert list(run(np.ones((1, 2), np.float32))[1]) == [("gate",), ("up",), ("down",)]
 
     # A layer is what a selection is made of.
     with pytest.raises(SelectionError, match=r"not a Linear itself\. Select it") as refused:
@@ -301,5 +304,11 @@ def test_generate_of_a_recording_gives_activations_of_every_token(scanned: bool)
         _, alone = record(model, blocks(model))(text[None])
         for path, activation in activations.items():
             close(activation[row, : len(text)], alone[path][0])
-    with pytest.raises(sx.errors.GenerationError, match="call the recording on the result"):
-        record(model, blocks(model)).generate(prompts, **options, stream=True)
+
+    recording = record(model, blocks(model))
+    with pytest.raises(sx.errors.GenerationError, match="call the recording on the result") as no:
+        recording.generate(prompts, **options, stream=True)
+    code = "recording(tokens)"
+    names = {"recording": recording, "tokens": rows[0][None]}
+    _, found = run_advice(no.value, code, names)
+    close(found["layers", 1], activations["layers", 1][:1])

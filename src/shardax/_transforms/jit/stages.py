@@ -78,7 +78,7 @@ def shapes_of_call(
     return apply_effects(abstract_graph(trace.graph), outputs), is_certain
 
 
-class _Trace(NamedTuple):
+class _JitTrace(NamedTuple):
     """JAX's ``Traced`` of a specialization, and the call that it was made for."""
 
     stage: Any
@@ -87,7 +87,7 @@ class _Trace(NamedTuple):
     arguments: inputs.SplitArguments
 
 
-def _trace(jit: Jit, args: Sequence[object], kwargs: Mapping[str, object]) -> _Trace:
+def _trace(jit: Jit, args: Sequence[object], kwargs: Mapping[str, object]) -> _JitTrace:
     """Traces a ``Jit`` until it lacks no input."""
     while True:
         specialization, graph, arguments = prepare(jit, args, kwargs)
@@ -105,7 +105,7 @@ def _trace(jit: Jit, args: Sequence[object], kwargs: Mapping[str, object]) -> _T
         except Exception as error:
             name_inputs(error, specialization)
             raise
-        return _Trace(stage, specialization, graph, arguments)
+        return _JitTrace(stage, specialization, graph, arguments)
 
 
 class _StageSource(NamedTuple):
