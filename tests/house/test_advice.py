@@ -2,10 +2,10 @@
 """Code that errors advise is run by the tests that raise them.
 
 *Advice* is code in the text of an error: in backticks, or a call of ``sx.``. A name, keyword or
-constant alone, such as ```...```, is none, nor is code behind "for", which other code replaces. A test runs
-advice by ``tests.advice.run_advice(error, code, names)``, which takes it from the text. Texts go
-through variables and helpers on their way to an error, so every text of the package is looked at
-that is no docstring.
+constant alone, such as ```...```, is none, nor is code behind "for", which other code replaces. A
+test runs advice by ``tests.advice.run_advice(error, code, names)``, which takes it from the text.
+Texts go through variables and helpers on their way to an error, so every text of the package is
+looked at that is no docstring.
 """
 
 from __future__ import annotations

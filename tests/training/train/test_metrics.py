@@ -212,5 +212,5 @@ def test_multi_metric_takes_masks_by_name_of_metric() -> None:
         "loss": 1.0,
         "accuracy": 0.5,
     }
-    with pytest.raises(sx.errors.ShardaxError, match=r"'los': \.\.\.} is of no metric: they are named"):
+    with pytest.raises(sx.errors.ShardaxError, match=r"'los': \.\.\.} is of no metric: they are"):
         metrics.update(**batch, mask={"los": jnp.array([True, False])})

@@ -50,8 +50,8 @@ call is not remembered: every call is traced anew, and meets what is there then.
 that writes Variables holds ``call_lock``, and takes ``write_lock`` while it stores; one that
 donates holds both. A steady call that only reads holds none, nor does an eager read of an array. A
 function's first run holds ``call_lock``, because nothing says yet whether it writes. Nothing is
-traced under a lock, nor compiled, once there is a second thread. Which lock a call holds say its options and what its traces
-did (``Specialization.lock``).
+traced under a lock, nor compiled, once there is a second thread. Which lock a call holds say its
+options and what its traces did (``Specialization.lock``).
 
 If a step of the function or of JAX raises, ``store`` is not reached: the Variables hold what they
 held before, except that the arrays of a call that donates may be gone.
