@@ -20,13 +20,16 @@ import json
 import math
 import statistics
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import numpy as np
 import published
+import scipy.optimize
 
 from shardax.plan.timing.figures import default_figures, figure_table
-from shardax.plan.timing.fit import Measurement, fit, read_measurements
+from shardax.plan.timing.fit import ALIKE, PRIORS, SPREAD, Measurement, read_measurements
 
 SURE = 1.35
 Row = published.Row
@@ -37,25 +40,69 @@ HEADERS = (
 )
 
 
-def predictions_without(
-    measurements: Sequence[Measurement],
-    rows: Sequence[Row],
-    is_left_out: Callable[[Measurement], bool],
-    start: Mapping[str, float],
-    rounds: int,
-) -> list[tuple[Row, Prediction]]:
-    """Returns the rows left out of a fit, each with its prediction."""
-    kept = [measurement for measurement in measurements if not is_left_out(measurement)]
-    beforehand = {
-        name: figure.prior for name, figure in figure_table().items() if figure.source == "fit"
-    }
-    # From the fit to all, as the rows that are left do not depend on where it starts.
-    figures = {**beforehand, **fit(kept, from_priors=True, rounds=rounds, start=start)}
-    return [
-        (row, published.predict_row(row, figures))
-        for row, measurement in zip(rows, measurements, strict=True)
-        if is_left_out(measurement)
-    ]
+class Refits:
+    """Fits to a part of measured steps, by the derivatives at the fit to all of them.
+
+    The error of a step is taken to be linear in the logarithms of the figures, from the fit to all
+    on; predictions are those of the model itself. The figures of what no step is left of are those
+    that were expected beforehand.
+    """
+
+    def __init__(self, measurements: Sequence[Measurement]) -> None:
+        self.measurements = measurements
+        table = figure_table()
+        self.names = [name for name, figure in table.items() if figure.source == "fit"]
+        self.figures = dict(default_figures())
+        self.center = np.log([table[name].prior for name in self.names])
+        self.low = np.log([table[name].bounds[0] for name in self.names])
+        self.high = np.log([table[name].bounds[1] for name in self.names])
+        self.point = np.log([self.figures[name] for name in self.names])
+        predicted = self._predicted(self.figures)
+        self.errors = np.log(predicted / [each.seconds for each in measurements])
+        self.derivatives = np.stack(
+            [
+                np.log(
+                    self._predicted({**self.figures, name: 1.01 * self.figures[name]}) / predicted
+                )
+                / math.log(1.01)
+                for name in self.names
+            ],
+            axis=1,
+        )
+
+    def _predicted(self, figures: Mapping[str, float]) -> np.ndarray:
+        return np.array([measurement.predicted(figures) for measurement in self.measurements])
+
+    def without(self, left_out: np.ndarray) -> dict[str, float]:
+        """Returns the figures of a fit to all steps but some."""
+        kept = np.flatnonzero(~left_out)
+        counts = Counter(self.measurements[number].source for number in kept)
+        weights = np.array(
+            [
+                1 / (SPREAD * math.sqrt(1 + counts[self.measurements[number].source] / ALIKE))
+                for number in kept
+            ]
+        )
+        spread = (self.high - self.low) / PRIORS
+        matrix = self.derivatives[kept] * weights[:, None]
+        errors = self.errors[kept] * weights
+
+        def residuals(point: np.ndarray) -> np.ndarray:
+            changed = errors + matrix @ (point - self.point)
+            return np.concatenate([changed, (point - self.center) / spread])
+
+        jacobian = np.vstack([matrix, np.diag(1 / spread)])
+        margin = 1e-6 * (self.high - self.low)
+        result = scipy.optimize.least_squares(
+            residuals,
+            np.clip(self.point, self.low + margin, self.high - margin),
+            jac=lambda point: jacobian,
+            bounds=(self.low, self.high),
+            loss="soft_l1",
+            max_nfev=60,
+        )
+        fitted = dict(zip(self.names, np.exp(result.x).tolist(), strict=True))
+        return {**self.figures, **fitted}
 
 
 def summary(title: str, pairs: Sequence[tuple[Row, Prediction]]) -> list[str]:
@@ -93,15 +140,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--rows", required=True, type=Path, nargs="+", help="published steps")
     parser.add_argument("--json", type=Path, help="where the predictions go")
-    parser.add_argument("--by", choices=("source", "software"), nargs="+", help="what is left out")
-    parser.add_argument("--rounds", type=int, default=4, help="of each fit, from that to all")
     options = parser.parse_args(arguments)
     rows = [row for row in published.read_rows(options.rows) if row.get("complete_strict")]
     rows = [row for row in rows if row.get("step_seconds") and row.get("outcome") == "ran"]
     measurements = read_measurements(rows)
     if len(measurements) != len(rows):
         raise SystemExit("Rows that are complete, and ran, can all be read; some could not be.")
-    start = dict(default_figures())
+    refits = Refits(measurements)
 
     results: dict[str, list[tuple[Row, Prediction]]] = {}
     print("| " + " | ".join(HEADERS) + " |\n|" + "---|" * len(HEADERS))
@@ -109,17 +154,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ("source", lambda measurement: measurement.source),
         ("software", lambda measurement: measurement.software),
     ):
-        if options.by and kind not in options.by:
-            continue
         every: list[tuple[Row, Prediction]] = []
         for name in sorted({key(measurement) for measurement in measurements}):
-            pairs = predictions_without(
-                measurements,
-                rows,
-                lambda measurement, key=key, name=name: key(measurement) == name,
-                start,
-                options.rounds,
-            )
+            left_out = np.array([key(measurement) == name for measurement in measurements])
+            figures = refits.without(left_out)
+            pairs = [
+                (row, published.predict_row(row, figures))
+                for row, is_out in zip(rows, left_out, strict=True)
+                if is_out
+            ]
             every += pairs
             print("| " + " | ".join(summary(name, pairs)) + " |", flush=True)
         print("| " + " | ".join(summary(f"every {kind}", every)) + " |", flush=True)

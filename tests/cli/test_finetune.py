@@ -98,6 +98,15 @@ def test_adapters_are_trained_on_tokens_and_merged(adapted: Tuned):
     tokens = np.array([[0, 1, 2, 3]])
     assert from_pretrained(run / "model-00000030")(tokens)[0, :-1].argmax(-1).tolist() == [1, 2, 3]
 
+    report = (run / "report.html").read_text(encoding="utf-8")
+    for text in (
+        f"{losses[-1]:.4f} nats per token",
+        "adapters of rank 2",
+        "gradient norm",
+        "AdamW",
+    ):
+        assert text in report
+
 
 def test_experts_are_adapted_and_router_stays_frozen(tmp_path: Path, text: Path):
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}

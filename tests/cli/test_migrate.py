@@ -137,7 +137,9 @@ def test_report_names_place_reason_and_remedy_in_order(capsys: Any, program: Pat
         f"{program}:4: check: nnx.Embed: {CHECK_REASON}",
         "1 of 1 files changed, 1 places left",
     ]
-    guard = f"shardax migrate left 1 place to write by hand: `shardax migrate {program}` lists them"
+    guard = (
+        f"shardax migrate left 1 place to write by hand; to list them: shardax migrate {program}"
+    )
     assert program.read_text() == (
         f'raise SystemExit("{guard}")\n'
         "import shardax as sx\n"

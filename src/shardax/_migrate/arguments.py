@@ -94,7 +94,7 @@ def _separated(new: list[cst.Arg], old: Sequence[cst.Arg]) -> list[cst.Arg]:
 
 
 @dataclass
-class _Call:
+class _BoundCall:
     """A call of a name of another library, whose arguments are planned."""
 
     key: str
@@ -162,7 +162,7 @@ def plan_call(key: str, name: Name, args: Sequence[cst.Arg], partial: bool = Fal
     Raises:
         UntranslatableError: If an argument has no counterpart.
     """
-    call = _Call(key, name, args)
+    call = _BoundCall(key, name, args)
     call.bind()
     if key in VARIABLES:
         _plan_variable(call)
@@ -193,7 +193,7 @@ def _axis_names(value: cst.BaseExpression) -> Change | None:
 # --- calls with rules of their own ----------------------------------------------------------------
 
 
-def _plan_variable(call: _Call) -> None:
+def _plan_variable(call: _BoundCall) -> None:
     hooks = [argument for argument in call.values if argument.startswith("on_")]
     if hooks:
         raise UntranslatableError(f"{hooks[0]}= has no counterpart: a Variable has no hooks")
@@ -204,7 +204,7 @@ def _plan_variable(call: _Call) -> None:
             call.plan.values[call.positions[argument]] = tuple_of
 
 
-def _plan_last_axes(call: _Call) -> None:
+def _plan_last_axes(call: _BoundCall) -> None:
     """Refuses a LinearGeneral unless it is over the last dimensions."""
     axis, inputs = call.values.get("axis"), call.values.get("in_features")
     if axis is None or code_of(axis) == "-1":
@@ -215,7 +215,7 @@ def _plan_last_axes(call: _Call) -> None:
         raise UntranslatableError(f"axis={code_of(axis)} is not known to be the last dimensions")
 
 
-def _plan_bidirectional(call: _Call) -> None:
+def _plan_bidirectional(call: _BoundCall) -> None:
     backward = call.values.get("backward_rnn")
     is_made_here = isinstance(backward, cst.Call) and code_of(backward.func).endswith("RNN")
     if not is_made_here or "reverse" in call.code("backward_rnn"):
@@ -229,7 +229,7 @@ def _plan_bidirectional(call: _Call) -> None:
     call.plan.values[call.positions["backward_rnn"]] = change
 
 
-def _plan_strides(call: _Call) -> None:
+def _plan_strides(call: _BoundCall) -> None:
     """Plans the strides of a pooling: those that are false mean steps of one there."""
     strides = call.values.get("strides")
     if strides is None or isinstance(strides, cst.Integer | cst.Tuple):
@@ -246,7 +246,7 @@ def _plan_strides(call: _Call) -> None:
     call.plan.values[call.positions["strides"]] = change
 
 
-def _plan_attention(call: _Call) -> None:
+def _plan_attention(call: _BoundCall) -> None:
     features = call.code("in_features")
     for argument in ("qkv_features", "out_features", "in_kv_features"):
         code = call.code(argument)
@@ -265,7 +265,7 @@ def _plan_attention(call: _Call) -> None:
             raise UntranslatableError(f"{argument}= differs from in_features=")
 
 
-_SPECIAL: dict[str, Callable[[_Call], None]] = {
+_SPECIAL: dict[str, Callable[[_BoundCall], None]] = {
     "LinearGeneral": _plan_last_axes,
     "Bidirectional": _plan_bidirectional,
     "max_pool": _plan_strides,

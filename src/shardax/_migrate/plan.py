@@ -10,11 +10,11 @@ import libcst as cst
 from libcst import metadata
 
 from shardax._migrate.arguments import CallPlan, Change, UntranslatableError, keyword_of, plan_call
-from shardax._migrate.kinds import Kind, Kinds
+from shardax._migrate.kinds import FlaxKind, Kinds
 from shardax._migrate.program import (
     WRITES,
-    Program,
     Reference,
+    SourceProgram,
     bound_name,
     code_of,
     dotted,
@@ -66,10 +66,10 @@ class Notice(NamedTuple):
     write: str = ""
 
 
-class Plan:
+class MigrationPlan:
     """The changes of a program, and the notices about them."""
 
-    def __init__(self, program: Program, project: Project) -> None:
+    def __init__(self, program: SourceProgram, project: Project) -> None:
         self.program = program
         self.project = project
         self.kinds = Kinds(program)
@@ -130,7 +130,7 @@ class Plan:
         self.done.setdefault(what, []).append(self.program.line(node))
 
     def _left_of(
-        self, kind: Kind | None, node: cst.CSTNode, what: str, reason: str, write: str
+        self, kind: FlaxKind | None, node: cst.CSTNode, what: str, reason: str, write: str
     ) -> None:
         """Leaves a method or attribute of an object of Flax, or of one that is not known."""
         if kind is not None:
@@ -300,7 +300,7 @@ class Plan:
                     self._left_of(kind, call, method, "it is not offered here", methods[method])
 
     def _knows(
-        self, kind: Kind | None, family: str, call: cst.Call, write: str, fits: bool = True
+        self, kind: FlaxKind | None, family: str, call: cst.Call, write: str, fits: bool = True
     ) -> bool:
         """Whether an object is of a kind, and its call fits; tells where that is not so."""
         method = cst.ensure_type(call.func, cst.Attribute).attr.value

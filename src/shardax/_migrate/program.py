@@ -36,7 +36,7 @@ class UnreadableError(Exception):
 
 
 @dataclass(frozen=True)
-class Origin:
+class ImportedName:
     """What a name refers to, in full: ``flax.nnx.Linear``."""
 
     name: str
@@ -51,13 +51,13 @@ class Reference:
     node: cst.BaseExpression
     library: str
     name: str  # behind the library's: "Linear", "metrics.Accuracy"; "" for the library itself
-    origin: Origin
+    origin: ImportedName
     parent: cst.CSTNode
     line: int
 
 
 @dataclass
-class Program:
+class SourceProgram:
     """A file, with what its names refer to."""
 
     module: cst.Module
@@ -109,7 +109,7 @@ class Program:
         bindings = self.bindings(node.value, node) if isinstance(node, cst.Name) else []
         return getattr(bindings[0], "node", None) if len(bindings) == 1 else None
 
-    def origin(self, text: str, at: cst.CSTNode) -> Origin | None:
+    def origin(self, text: str, at: cst.CSTNode) -> ImportedName | None:
         """Returns what dotted code refers to, if any binding of it is an import."""
         root, _, rest = text.partition(".")
         bindings = self.bindings(root, at)
@@ -123,13 +123,15 @@ class Program:
             lines = ", ".join(str(self._line_of_binding(binding)) for binding in bindings)
             doubt = f"{root} is bound more than once (lines {lines})"
         # Of several origins, one of a library that is translated.
-        return Origin(max(names, key=lambda name: (library_of(name) or "", name)), imports, doubt)
+        return ImportedName(
+            max(names, key=lambda name: (library_of(name) or "", name)), imports, doubt
+        )
 
     def _line_of_binding(self, binding: metadata.BaseAssignment) -> int:
         node = getattr(binding, "node", None)
-        return self.line(node) if node in self.positions else 0
+        return self.line(node) if node is not None else 0
 
-    def origin_of(self, node: cst.CSTNode) -> Origin | None:
+    def origin_of(self, node: cst.CSTNode) -> ImportedName | None:
         """Returns what a name with dots refers to."""
         code = dotted(node)
         return self.origin(code, root_of(node)) if code else None
@@ -143,8 +145,9 @@ class Program:
     def certain(self, node: cst.CSTNode) -> str:
         """Returns the name of NNX that a node certainly is, else an empty text."""
         reference = self.by_node.get(node)
-        is_certain = reference is not None and not self.doubt(reference)
-        return reference.name if is_certain and reference.library == NNX else ""
+        if reference is None or reference.library != NNX or self.doubt(reference):
+            return ""
+        return reference.name
 
     def bound(self, name: str) -> Iterator[metadata.BaseAssignment]:
         """Yields every binding of a name, in all scopes."""
@@ -154,7 +157,7 @@ class Program:
                     yield binding
 
 
-def parse(text: str) -> Program:
+def parse(text: str) -> SourceProgram:
     """Returns a program with its references.
 
     Raises:
@@ -166,7 +169,7 @@ def parse(text: str) -> Program:
             raise UnreadableError(1, f"it nests {depth} levels deep, and {_DEEPEST} can be read")
         wrapper = metadata.MetadataWrapper(cst.parse_module(text))
         providers = metadata.ScopeProvider, metadata.ParentNodeProvider, metadata.PositionProvider
-        program = Program(wrapper.module, *(cast(Any, wrapper.resolve(p)) for p in providers))
+        program = SourceProgram(wrapper.module, *(cast(Any, wrapper.resolve(p)) for p in providers))
     except SyntaxError as error:
         raise UnreadableError(error.lineno or 1, f"this is no Python: {error.msg}") from None
     except cst.ParserSyntaxError as error:
@@ -212,7 +215,7 @@ def _walk(tree: cst.CSTNode) -> Iterator[cst.CSTNode]:
 # --- names that scopes do not show ----------------------------------------------------------------
 
 
-def _find_hidden(program: Program) -> None:
+def _find_hidden(program: SourceProgram) -> None:
     """Finds names that are bound by patterns, deleted, or bound within comprehensions."""
     for pattern in program.all(cst.MatchAs, cst.MatchStar, cst.MatchMapping):
         _hide(program, getattr(pattern, "name", None), "bound by a pattern")
@@ -227,7 +230,7 @@ def _find_hidden(program: Program) -> None:
             _hide(program, walrus.target, "bound within a comprehension")
 
 
-def _hide(program: Program, node: cst.CSTNode | None, how: str) -> None:
+def _hide(program: SourceProgram, node: cst.CSTNode | None, how: str) -> None:
     if isinstance(node, cst.Name):
         program.hidden[node.value] = f"{node.value} is {how} (line {program.line(node)})"
 
@@ -235,7 +238,7 @@ def _hide(program: Program, node: cst.CSTNode | None, how: str) -> None:
 # --- references -----------------------------------------------------------------------------------
 
 
-def _add_reference(program: Program, node: cst.Attribute | cst.Name) -> None:
+def _add_reference(program: SourceProgram, node: cst.Attribute | cst.Name) -> None:
     parent = program.parents[node]
     if isinstance(node, cst.Name) and (is_no_use(node, parent) or _is_within(program, node)):
         return
@@ -267,7 +270,7 @@ def is_no_use(node: cst.Name, parent: cst.CSTNode) -> bool:
     return isinstance(parent, cst.AssignTarget | cst.NameItem | cst.AsName | cst.ImportAlias)
 
 
-def _is_within(program: Program, node: cst.CSTNode) -> bool:
+def _is_within(program: SourceProgram, node: cst.CSTNode) -> bool:
     """Whether a name is the front of a longer one that is a reference."""
     parent = program.parents[node]
     while isinstance(parent, cst.Attribute) and parent.value is node:

@@ -6,11 +6,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import cast
+from typing import Any
 
 import libcst as cst
 
-from shardax._migrate.plan import Plan
+from shardax._migrate.plan import MigrationPlan
 from shardax._migrate.program import (
     Importing,
     bound_name,
@@ -29,7 +29,7 @@ _WRITTEN = {"functools": "functools", "jax": "jax", "typing": "typing", "sx": "s
 class Imports:
     """Which imports go, and which come in their places."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: MigrationPlan) -> None:
         self.plan = plan
         self.program = plan.program
         # The names that use what an import binds, by the import and what it binds.
@@ -136,29 +136,28 @@ def _binds(node: cst.CSTNode | None, name: str, module: str) -> bool:
 class Rewriter(cst.CSTTransformer):
     """Makes the changes of a plan."""
 
-    def __init__(self, plan: Plan, imports: Imports) -> None:
+    def __init__(self, plan: MigrationPlan, imports: Imports) -> None:
         super().__init__()
         self.plan = plan
         self.imports = imports
 
-    def on_leave(self, original_node: cst.CSTNode, updated_node: cst.CSTNode) -> object:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def on_leave(self, original_node: cst.CSTNode, updated_node: cst.CSTNode) -> Any:
         """Returns what a node becomes."""
         plan = self.plan
         if original_node in plan.removed:
             return cst.RemoveFromParent()
-        new = cast(object, super().on_leave(original_node, updated_node))
+        new: Any = super().on_leave(original_node, updated_node)
         if original_node in plan.targets:
-            old = cast(cst.BaseExpression, new)
             code = cst.parse_expression(self.imports.code(plan.targets[original_node]))
-            new = code.with_changes(lpar=old.lpar, rpar=old.rpar)
+            new = code.with_changes(lpar=new.lpar, rpar=new.rpar)
         if original_node in plan.calls and isinstance(new, cst.Call):
             call_plan = plan.calls[original_node]
             added = {name: self.imports.code(code) for name, code in call_plan.added.items()}
             new = new.with_changes(args=replace(call_plan, added=added).apply(new.args))
         if original_node in plan.changes:
-            new = plan.changes[original_node](cast(cst.BaseExpression, new))
+            new = plan.changes[original_node](new)
         if original_node in plan.assignments:
-            new = _assignment(cst.ensure_type(cast(cst.Expr, new), cst.Expr))
+            new = _assignment(cst.ensure_type(new, cst.Expr))
         if isinstance(new, cst.ClassDef) and not plan.removed.isdisjoint(original_node.children):
             rows = {"keywords": [*new.keywords], "bases": [*new.bases]}
             for name, row in rows.items():
@@ -204,9 +203,12 @@ class Rewriter(cst.CSTTransformer):
         modules: dict[str, None] = {}
         kept: list[cst.BaseSmallStatement] = []
         for original, statement in zip(old, new, strict=True):
-            names = imported_names(original) if isinstance(original, Importing) else []
+            if not isinstance(original, Importing):
+                kept.append(statement)
+                continue
+            names = imported_names(original)
             stay = [alias for alias, name in names if not self.imports.goes(original, alias, name)]
-            modules.update(dict.fromkeys(self.imports.new(original) if names else ()))
+            modules.update(dict.fromkeys(self.imports.new(original)))
             if len(stay) == len(names):
                 kept.append(statement)
             elif stay:

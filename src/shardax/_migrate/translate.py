@@ -12,8 +12,15 @@ from dataclasses import dataclass, field
 
 import libcst as cst
 
-from shardax._migrate.plan import Notice, Plan
-from shardax._migrate.program import GUARD, Program, UnreadableError, dotted, library_of, parse
+from shardax._migrate.plan import MigrationPlan, Notice
+from shardax._migrate.program import (
+    GUARD,
+    SourceProgram,
+    UnreadableError,
+    dotted,
+    library_of,
+    parse,
+)
 from shardax._migrate.project import Project
 from shardax._migrate.rewrite import Imports, Rewriter, with_guard
 
@@ -56,16 +63,16 @@ def translate(text: str, project: Project | None = None, label: str = "FILE") ->
 
     left = sum(notice.kind == "left" for notice in notices)
     places = "1 place" if left == 1 else f"{left} places"
-    guard = f"{GUARD}{places} to write by hand: `shardax migrate {label}` lists them"
+    guard = f"{GUARD}{places} to write by hand; to list them: shardax migrate {label}"
     new = with_guard(module, guard if left else "").code
     return Translation(new, tuple(sorted(set(notices))), tuple(sorted(done)))
 
 
 def _translated(
-    program: Program, project: Project
+    program: SourceProgram, project: Project
 ) -> tuple[cst.Module, list[Notice], list[Notice]]:
     """Returns the translated module, the notices, and what was done."""
-    plan = Plan(program, project)
+    plan = MigrationPlan(program, project)
     stars = [
         notice for node in program.imports() for notice in _stars(program, project, plan, node)
     ]
@@ -83,7 +90,7 @@ def _translated(
     return program.module.visit(Rewriter(plan, imports)), [*plan.notices, *unused], done
 
 
-def _unused(program: Program, project: Project, line: int, name: str) -> Notice:
+def _unused(program: SourceProgram, project: Project, line: int, name: str) -> Notice:
     """Returns the notice of an import that the file does not use, and another one may."""
     texts = {text.evaluated_value for text in program.all(cst.SimpleString)}  # of __all__
     is_alone = not program.references and not project.is_whole
@@ -93,7 +100,7 @@ def _unused(program: Program, project: Project, line: int, name: str) -> Notice:
 
 
 def _stars(
-    program: Program, project: Project, plan: Plan, node: cst.Import | cst.ImportFrom
+    program: SourceProgram, project: Project, plan: MigrationPlan, node: cst.Import | cst.ImportFrom
 ) -> Iterator[Notice]:
     """Yields the notice of an ``import *``, which can bind every name of the file."""
     if not isinstance(node.names, cst.ImportStar) or not isinstance(node, cst.ImportFrom):

@@ -209,6 +209,7 @@ class SettingsScope:
             warn(errors.unused_scope(self._name, self._changes))
 
     def __reduce__(self) -> tuple[Callable[..., SettingsScope], tuple[str, dict[str, Any]]]:
+        self._is_used = True  # by whoever reads the pickle
         return _unpickled_scope, (self._name, self._changes)
 
     def __enter__(self) -> Rules:

@@ -159,7 +159,8 @@ def _under(layout: Layout, parallel: Mapping[str, Any] | None) -> Layout:
     memory = settings.pop("optimizer_memory", None) or ""
     try:
         optimizer_rules = tuple(Rules(settings.pop("optimizer_rules", ())).pairs)
-        parallel_scope(**settings)
+        with parallel_scope(**settings):  # which checks them
+            pass
     except (PartitionError, TypeError) as error:
         raise PlanInputError(f"parallel={parallel!r}: {error}") from error
     if not isinstance(memory, str):

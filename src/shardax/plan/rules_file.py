@@ -272,7 +272,8 @@ def _beside_rules(table: Mapping[str, Any], where: str, at: str) -> dict[str, An
     """Returns the settings of a layout beside rules and mesh."""
     settings = table.get("parallel", {})
     try:
-        parallel(**settings)
+        with parallel(**settings):  # which checks them
+            pass
     except (PartitionError, TypeError) as error:
         raise PartitionError(
             f"{where}: {at}parallel is {settings!r}: {error} In a file: parallel = {{ microbatches "

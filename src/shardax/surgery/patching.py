@@ -78,7 +78,7 @@ def patch(
         raise errors.nothing_to_patch()
 
     # Places of one path in the tree are layers of one stack.
-    by_path: dict[Path, dict[_Place, PyTree]] = {}
+    by_path: dict[Path, dict[_LayerPosition, PyTree]] = {}
     for path, value in values.items():
         place = _place_of(model, path)
         by_path.setdefault(place.path, {})[place] = value
@@ -173,7 +173,7 @@ def _can_be_broadcast(new: jax.Array, old: jax.Array) -> bool:
     return new.ndim <= old.ndim and all(size in (1, whole) for size, whole in sizes)
 
 
-class _Place(NamedTuple):
+class _LayerPosition(NamedTuple):
     """Where a layer is in the tree of a model."""
 
     path: Path  # in the tree, where layers of a stack are one
@@ -182,7 +182,7 @@ class _Place(NamedTuple):
 
 
 def _patched(
-    values: Mapping[_Place, PyTree],
+    values: Mapping[_LayerPosition, PyTree],
     how: Callable[[Any, Any], Any],
     inputs: bool,
     path: Path,
@@ -233,13 +233,13 @@ def _stacked(
     return below(())
 
 
-def _place_of(model: PyTree, path: Path) -> _Place:
+def _place_of(model: PyTree, path: Path) -> _LayerPosition:
     """Finds a layer by the path that ``record`` has for it.
 
     Raises:
         SelectionError: If there is nothing.
     """
-    place, item = _Place(()), model
+    place, item = _LayerPosition(()), model
     steps: list[Any] = [*path]
     while steps:
         blocks = _blocks_of(item) if steps[0] == "layers" and len(steps) > 1 else None
@@ -258,11 +258,13 @@ def _place_of(model: PyTree, path: Path) -> _Place:
     return place
 
 
-def _into_stack(place: _Place, stack: Stack, layer: int) -> _Place:
+def _into_stack(place: _LayerPosition, stack: Stack, layer: int) -> _LayerPosition:
     """Returns the place of a layer of a stack."""
     if not 0 <= layer < stack.length:
         raise IndexError(layer)
-    return _Place((*place.path, "stacked"), (*place.layers, layer), (*place.lengths, stack.length))
+    return _LayerPosition(
+        (*place.path, "stacked"), (*place.layers, layer), (*place.lengths, stack.length)
+    )
 
 
 def _child(item: PyTree, step: Any) -> PyTree:
@@ -272,14 +274,14 @@ def _child(item: PyTree, step: Any) -> PyTree:
     return item[step]
 
 
-class _Blocks(NamedTuple):
+class _RepeatedBlocks(NamedTuple):
     """The layers of a ``Transformer`` that are scanned in blocks of several kinds."""
 
     model: Transformer
     stack: Stack
     size: int  # of a block
 
-    def go_to(self, place: _Place, layer: int) -> tuple[_Place, PyTree]:
+    def go_to(self, place: _LayerPosition, layer: int) -> tuple[_LayerPosition, PyTree]:
         """Returns (place, layer) of the layer with a number."""
         total = self.size * self.stack.length
         if layer >= total:
@@ -292,14 +294,14 @@ class _Blocks(NamedTuple):
         return place, self.stack.stacked.layers[layer % self.size]
 
 
-def _blocks_of(item: PyTree) -> _Blocks | None:
+def _blocks_of(item: PyTree) -> _RepeatedBlocks | None:
     """Returns the blocks of a ``Transformer`` that has some."""
     if not isinstance(item, Transformer) or not isinstance(item.layers, Stack):
         return None
     block = item.layers.stacked
     if not isinstance(block, TransformerBlock):
         return None
-    return _Blocks(item, item.layers, len(block.layers))
+    return _RepeatedBlocks(item, item.layers, len(block.layers))
 
 
 def _paths_beside(model: PyTree, path: Path) -> Sequence[Path]:

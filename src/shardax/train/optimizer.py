@@ -322,7 +322,7 @@ def _warn_of_parts(model: PyTree) -> None:
     adapters = {id(variable) for _, variable in iter_variables(model, "lora")}
     sizes = {True: 0, False: 0}
     for _, variable in variables:
-        sizes[id(variable) in adapters] += math.prod(variable.shape)
+        sizes[id(variable) in adapters] += _parameter_count(variable)
     if adapters and sizes[False]:
         warn_user(errors.trained_beside_adapters(sizes[True], sizes[False]))
         return
@@ -332,6 +332,13 @@ def _warn_of_parts(model: PyTree) -> None:
     if kernels and not adapters:
         first = format_path(kernels[0])
         warn_user(errors.quantized_are_not_trained(first, len(kernels), sizes[False]))
+
+
+def _parameter_count(variable: Variable) -> int:
+    """Returns the number of elements of a Variable's arrays; a lazy one stays lazy."""
+    if variable.is_lazy:
+        return math.prod(variable.shape)
+    return sum(math.prod(jnp.shape(leaf)) for leaf in jax.tree.leaves(variable.value))
 
 
 def _tangents_in(module: Module) -> State:

@@ -141,3 +141,46 @@ def test_exception_propagates_and_changes_nothing() -> None:
     with pytest.raises(TypeError, match="dot_general"):
         sx.eval_shape(run, model)
     assert values(model) == {("factor",): [1.0, 1.0], ("calls",): 0}
+
+
+def test_eval_shape_of_a_known_function_traces_only_what_is_new() -> None:
+    traced: list[Any] = []
+    model = sx.nn.Linear(2, 3, rngs=sx.Rngs(0))
+
+    def apply(x: Any) -> Any:
+        traced.append(x.shape)
+        return model(x)
+
+    def shape(rows: int) -> tuple[int, ...]:
+        return sx.eval_shape(apply, jax.ShapeDtypeStruct((rows, 2), jnp.float32)).shape
+
+    assert [shape(rows) for rows in (1, 1, 1, 1, 4, 4, 1)] == [
+        (r, 3) for r in (1, 1, 1, 1, 4, 4, 1)
+    ]
+    assert len(traced) == 3 and model.kernel.is_lazy
+
+    # What it closes over is looked up at every call.
+    model = sx.nn.Linear(2, 5, rngs=sx.Rngs(0))
+    assert shape(1) == (1, 5)
+    model.bias = None
+    assert shape(1) == (1, 5) and model.kernel.is_lazy
+    model = sx.nn.Linear(3, 5, rngs=sx.Rngs(0))
+    for _ in range(2):
+        with pytest.raises(sx.errors.LayerInputError):
+            shape(1)
+    model = sx.nn.Linear(2, 4, rngs=sx.Rngs(0))
+    assert shape(1) == (1, 4)
+
+
+def test_eval_shape_of_a_known_function_returns_new_copies() -> None:
+    model = sx.nn.Linear(2, 3, rngs=sx.Rngs(0))
+
+    def widened(model: Any) -> Any:
+        model.extra = sx.Param(jnp.zeros(7))
+        return model
+
+    copies = [sx.eval_shape(widened, model) for _ in range(4)]
+    assert len({id(copy) for copy in copies}) == 4 and not hasattr(model, "extra")
+    for copy in copies:
+        assert copy.extra.shape == (7,) and copy.kernel.axes == model.kernel.axes
+        assert isinstance(copy.kernel.value, jax.ShapeDtypeStruct)

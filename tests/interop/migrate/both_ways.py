@@ -42,10 +42,10 @@ def printed_by(text: str) -> str:
     names = dict(vars(nnx))
     try:
         with contextlib.redirect_stdout(output):
-            exec(compile(text, "program", "exec"), vars(module))
+            exec(compile(text, "program", "exec", dont_inherit=True), vars(module))
     except SystemExit as error:
         output.write(str(error))
     finally:
-        vars(nnx).update(names)
+        nnx.__dict__.update(names)
         del sys.modules[module.__name__]
     return output.getvalue()

@@ -307,13 +307,12 @@ SMALL_PROGRAMS: dict[str, tuple[str, list[int]]] = {
             class Other:
                 def update(self, step, grads):
                     self.row = step
-            tracker, grad_norm = Tracker(), 3.5
-            other = Other()
+            tracker, other, grad_norm = Tracker(), Other(), 3.5
             tracker.update(7, grad_norm)
             other.update(8, grad_norm)
             print(tracker.row, other.row)
             """),
-        [12],
+        [],
     ),
     "value of a slider": (
         _program("""
@@ -332,6 +331,21 @@ SMALL_PROGRAMS: dict[str, tuple[str, list[int]]] = {
             print(app.kernel.get_value(), app.kernel.value)
             """),
         [],
+    ),
+    "attribute that is set again from outside": (
+        _program("""
+            class Slider:
+                value = 1.0
+                def get_value(self):
+                    return 5.0
+            class Net(nnx.Module):
+                def __init__(self):
+                    self.scale, self.shift = nnx.Param(jnp.ones(1)), nnx.Param(jnp.zeros(1))
+            net = Net()
+            net.scale = Slider()
+            print(net.scale.get_value(), net.shift.get_value())
+            """),
+        [13],
     ),
     "train and params of other objects": (
         _program("""

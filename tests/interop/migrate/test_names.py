@@ -15,7 +15,7 @@ from flax import linen, nnx
 from flax.core import meta
 
 import shardax as sx
-from shardax._migrate.rules import ANY, LEFT, LIBRARIES, NAMES, Name
+from shardax._migrate.rules import ANY, LAYER_ATTRIBUTES, LEFT, LIBRARIES, NAMES, UNREAD, Name
 
 CALLS = sorted(name for name, entry in NAMES.items() if entry.arguments is not None)
 
@@ -112,3 +112,30 @@ def test_name_is_translated_or_left() -> None:
     assert NAMES.keys() & LEFT.keys() == set()
     assert [name for name in LEFT if named(name, nnx) is None] == []
     assert ANY not in {value for entry in NAMES.values() for value in entry.written.values()}
+
+
+LAYERS: dict[str, tuple[Any, ...]] = {
+    "BatchNorm": (4,),
+    "Conv": (4, 3, (2,)),
+    "ConvTranspose": (4, 3, (2,)),
+    "Einsum": ("ab,bc->ac", (2, 3)),
+    "Embed": (4, 3),
+    "GroupNorm": (4, 2),
+    "InstanceNorm": (4,),
+    "LSTMCell": (4, 3),
+    "LayerNorm": (4,),
+    "Linear": (4, 3),
+    "RMSNorm": (4,),
+    "SimpleCell": (4, 3),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_attributes_of_layer_are_those_of_both_libraries(name: str) -> None:
+    theirs = getattr(nnx, name)(*LAYERS[name], rngs=nnx.Rngs(0))
+    ours = target_of(NAMES[name])(*LAYERS[name], rngs=sx.Rngs(0))
+    pairs = LAYER_ATTRIBUTES[name]
+    # A norm without a bias has none in both.
+    for there, here in pairs.items():
+        assert hasattr(theirs, there) == hasattr(ours, here or there) or there == "bias"
+    assert {word for word in UNREAD if hasattr(ours, word)} <= {"group_size"}

@@ -22,7 +22,7 @@ from tests.interop.migrate.translation import (
 # What is before and after an expression of the cases below.
 BEFORE = "import functools\nimport jax\nfrom flax import nnx\n\n"
 AFTER = "import functools\nimport jax\nimport shardax as sx\n\n"
-REST = "to write by hand: `shardax migrate FILE` lists them"
+REST = "to write by hand; to list them: shardax migrate FILE"
 ONLY_JAX = "import functools\nimport jax\n\n"
 
 SAME = [

@@ -27,7 +27,8 @@ ACCELERATORS = [name for name in NAMES if TABLE[name].kind != "cpu"]
 
 def test_table_has_the_accelerators_that_are_documented() -> None:
     assert NAMES == [
-        "a100-40", "a100-80", "b200", "cpu", "h100", "h200", "v4", "v5e", "v5p", "v6e", "v7x",
+        "a100-40", "a100-80", "b200", "b300", "cpu", "h100", "h200",
+        "v4", "v5e", "v5p", "v6e", "v7x",
     ]  # fmt: skip
 
 

@@ -75,6 +75,8 @@ def test_row_of_sizes_alone_has_common_defaults() -> None:
         ("NVFP4", "nvfp4"),
         ("int8", "int8"),
         ("AQT int8 (not fp8)", "int8"),
+        ("fp8 e4m3 hybrid", "fp8"),
+        ("bf16 with fp32 accumulation", "bf16"),
     ],
 )
 def test_precision_in_words_is_one_of_the_model(words: str | None, precision: str) -> None:
@@ -284,6 +286,9 @@ def test_unknown_words_of_a_row_are_refused_with_known_ones(
         ({"task": "lora", "layout": {"lora_rank": 64}}, "adapter_rank", 64),
         ({"attention_kernel": "flash attention 2"}, "attention_kernel", "flash2"),
         ({"attention_kernel": "FA3"}, "attention_kernel", "flash3"),
+        ({"attention_kernel": "flash_attention_2"}, "attention_kernel", "flash2"),
+        ({"layout": {"overlap_grad_reduce": True}}, "overlap_gradients", True),
+        ({"layout": {"tp_comm_overlap": True}}, "overlap_tensor", True),
         ({"attention_kernel": "TE"}, "attention_kernel", "cudnn"),
         ({"attention_kernel": "Megatron fused softmax"}, "fused_attention", False),
         ({"offload": "activation CPU offload, 5 layers"}, "offloaded_layers", 5),

@@ -131,6 +131,7 @@ def test_few_rows_of_an_expert_slow_its_products() -> None:
         ("selective layer, every second", 0.5, 0.5, 0.5, 0.5),
         ("minimal", 0, 1, 0, 1),
         ("selective: core_attn", 0, 1, 0, 0),
+        ("selective activation recomputation", 0, 1, 0, 0),
         ("selective: mla_up_proj layernorm", 0.3, 0, 0, 0.35),
         ("selective: moe, moe_act", 0, 0, 1, 0.8),
         ("custom: decoder_layer_input=offload", 1, 1, 2 / 3, 1),

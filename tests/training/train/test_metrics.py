@@ -202,3 +202,15 @@ def test_ignored_targets_count_in_no_metric() -> None:
     assert float(metrics["accuracy"].compute()) == 0.5
     batch["mask"] = jnp.array([[1, 0, 1, 1]])
     assert float(count_targets(batch)) == 1
+
+
+def test_multi_metric_takes_masks_by_name_of_metric() -> None:
+    metrics = MultiMetric(loss=Average("loss"), accuracy=Accuracy())
+    batch = {"loss": jnp.array([1.0, 5.0]), "logits": jnp.eye(2), "labels": jnp.array([0, 0])}
+    metrics.update(**batch, mask={"loss": jnp.array([True, False])})
+    assert {name: float(value) for name, value in metrics.compute().items()} == {
+        "loss": 1.0,
+        "accuracy": 0.5,
+    }
+    with pytest.raises(sx.errors.ShardaxError, match="'los': ...} is of no metric: they are named"):
+        metrics.update(**batch, mask={"los": jnp.array([True, False])})

@@ -51,7 +51,8 @@ def of_flax(value: object, where: str) -> StaticAttributeError:
         f"Cannot use a {type(value).__name__} of Flax as {where}: no transform, optimizer or "
         f"checkpoint of shardax would see its arrays. Ways out: take a module of Flax as a part "
         f"of the model, sx.bridge.from_nnx(module); take the value of a Variable, "
-        f"sx.Param(variable[...]); streams are sx.Rngs(0). `shardax migrate` translates programs."
+        f"sx.Param(variable[...]); streams are sx.Rngs(0). The command shardax migrate translates "
+        f"programs."
     )
 
 

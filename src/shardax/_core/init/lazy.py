@@ -12,9 +12,11 @@ array in the place of the lazy value. The rules, in the order of this file:
 
 2. **Computing** is done by one compiled program per distinct (initializer, shape, dtype, sharding),
    from the words of the key (``init.programs``, ``init.keys``). Without a sharding the array is
-   where JAX puts a new array: on the default device, or over the mesh in scope. Given a sharding,
-   the program writes into the shards, and the numbers are the same to the last bit. (A small array
-   of one number, such as zeros, is filled by NumPy and needs no program.)
+   where JAX puts a new array: on the default device; with a mesh in scope, whole on each of its
+   devices. Given a sharding, the program makes the shards, and the numbers are the same to the last
+   bit: an elementwise initializer computes each shard where it is; another one computes the whole
+   array on every device, and keeps its shard (``program_into``). (A small array of one number, such
+   as zeros, is filled by NumPy and needs no program.)
 
 3. **Who materializes, and when.** Whoever is first in need of the numbers: a read (``v.value`` and
    every operator), without a sharding; a transform that is given the Variable or reaches it through
@@ -31,11 +33,13 @@ array in the place of the lazy value. The rules, in the order of this file:
    materialized without a sharding. So of two threads that read one lazy Variable, the first
    computes, and the second waits and gets the same array; so does one that reads another lazy
    Variable. (``shard`` and declared shardings take no lock: a read meanwhile may compute too, and
-   a write meanwhile is kept.) A write to a lazy Variable waits for the lock, so that the array is
-   never stored over what was written. A Variable that holds an array does not take this lock.
+   a write meanwhile is kept.) A write to a lazy Variable waits for the lock, once a second thread
+   has used shardax (``threads.several``), so that the array is never stored over what was written.
+   A Variable that holds an array does not take this lock.
 
-6. **Many at once.** What a transform is given is materialized together (``materialize_all``): keys
-   are folded together, programs compiled in parallel.
+6. **Many at once.** Two or more recipes that a transform is given outside of traces are
+   materialized together (``materialize_all``): keys are folded together, programs compiled in
+   parallel.
 
 NumPy arrays and numbers in a Variable are materialized by the same rules: reading puts them on the
 device.

@@ -5,8 +5,9 @@ A call has these steps (``_BranchingCall.run``):
 
 1. All branches are traced, once each (``TracedFunction``). What one captures and writes becomes an
    input, and the call starts again (``retry_captured`` in ``lift.engine``).
-2. Their *outcomes* are compared (``outcomes``): one program comes out of all branches, so they must
-   agree in everything but numbers.
+2. Their *outcomes* are compared (``outcomes``): one program comes out of all branches, so results,
+   new objects and changes of structure must agree in all but numbers, and a written value must have
+   the form of the old one. Branches may write different Variables.
 3. One branch is run. A Variable that any branch writes leaves all of them; a branch that does not
    write it returns the value that it had.
 4. What the branch did is stored (``LiftedCall.apply``). Nothing before writes to the caller's
@@ -204,7 +205,7 @@ class _BranchingCall:
 
         # What leaves every branch, and the types that each of its arrays has in the branches.
         positions = sorted({position for outputs in types for position in outputs.written})
-        leaving = [_leaving(outputs, positions, self.values) for outputs in types]
+        leaving = [_with_unwritten(outputs, positions, self.values) for outputs in types]
         types_of_arrays = list(zip(*map(jax.tree.leaves, leaving), strict=True))
 
         def without_arguments(branch: TracedFunction) -> Callable[[], list[Leaf]]:
@@ -213,7 +214,7 @@ class _BranchingCall:
             # differentiated.
             def run_branch() -> list[Leaf]:
                 outputs = branch(values, plain)
-                arrays = jax.tree.leaves(_leaving(outputs, positions, values))
+                arrays = jax.tree.leaves(_with_unwritten(outputs, positions, values))
                 return [
                     _to_common_type(array, types_of_array, decision)
                     for array, types_of_array in zip(arrays, types_of_arrays, strict=True)
@@ -239,7 +240,7 @@ class _BranchingCall:
         return BranchOutputs(arrays, written, outputs.fresh)
 
 
-def _leaving(
+def _with_unwritten(
     outputs: BranchOutputs, positions: Sequence[int], values: Sequence[PyTree]
 ) -> tuple[list[Leaf], list[PyTree], list[PyTree]]:
     """Returns what leaves every branch, with the old values of what one did not write."""

@@ -16,7 +16,9 @@ does, depends on its entry in ``in_axes``:
   nothing must come back in the result. A written Variable of a closure becomes an input, and the
   body is traced once more (``retry_captured`` in ``lift.engine``).
 
-``_ScanCall.leave`` decides it for each value that leaves an iteration. Two more rules:
+The written Variables that are not mapped go to the next iteration in the carry of the loop
+(``Loop.find_carry``, ``Loop._leave``); ``_ScanCall.leave`` makes the row of stacked values. Two
+more rules:
 
 - A Variable that is not mapped and that the body only reads is a constant of the loop, whatever its
   entry.
@@ -25,9 +27,9 @@ does, depends on its entry in ``in_axes``:
   none. Any other change of structure in the body is a ``TransformError``.
 
 A plain array has one entry, too: it is sliced, or goes through the result of every iteration
-(``Carry``), or is the same in all iterations (None). When the loop has ended, ``_ScanLoop.run``
-stores all that was written at once; an exception before that leaves the caller's objects as they
-were.
+(``Carry``), or is the same in all iterations (None). When the loop has ended,
+``_ScanLoop._apply_rows`` stores all that was written at once; an exception before that leaves the
+caller's objects as they were.
 """
 
 from __future__ import annotations
@@ -248,7 +250,8 @@ class _ScanCall(AxisMappedCall):
                 item = item._replace(entry=0 if is_new else Carry)
             leaving.append(item)
 
-        *row, _ = self.group_by_axis(effects, leaving)  # the last list is carried
+        # The last list has no axis: ``Loop._leave`` gives its values to the next iteration.
+        *row, _ = self.group_by_axis(effects, leaving)
         return effects.outputs, row
 
     def _check_changes(self, effects: RunEffects) -> None:

@@ -15,11 +15,11 @@ from typing import Any
 import jax
 
 from shardax._core._jax import INLINE
-from shardax._core.frames import CapturedVariable
 from shardax._core.graph.definitions import GraphDef
 from shardax._core.graph.paths import Leaf, PyTree
+from shardax._core.variable import Variable
 from shardax._transforms.control.forms import abstract_eval
-from shardax._transforms.lift.engine import LiftedCall, RunContext, retrace_with
+from shardax._transforms.lift.engine import LiftedCall, RetraceRequest, RunContext
 
 
 class TracedFunction:
@@ -52,7 +52,7 @@ class TracedFunction:
         self.static: dict[int, object] = {}
 
         _, self._plain_tree = call.arguments.plain_leaves()
-        self._captured: list[CapturedVariable] = []
+        self._captured: list[Variable] = []
         # Inlined, because the program of a loop is then smaller and quicker to differentiate.
         self._compiled = jax.jit(call.program(self._run, "leaves", which), inline=INLINE)
 
@@ -65,7 +65,8 @@ class TracedFunction:
         types = abstract_eval(self._compiled, values, plain)
         # Raised here and not in the trace: an exception that passes through a trace of JAX 0.10
         # leaves the trace and its constants in memory for good.
-        retrace_with(self._captured)
+        if self._captured:
+            raise RetraceRequest(self._captured)
         return types
 
     def _run(self, values: list[PyTree], plain: list[Leaf]) -> PyTree:
@@ -77,7 +78,7 @@ class TracedFunction:
 
     def _leave(self, context: RunContext) -> PyTree:
         if self.otherwise is not None:
-            self._captured = context.captured()
+            self._captured = [item.outer for item in context.captured()]
             if self._captured:
                 return self.otherwise
         return self.leave(context)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Generator, Iterable, Iterator
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import jax
 from jax.sharding import AxisType, NamedSharding
@@ -25,9 +25,12 @@ from shardax._core.variable import Param
 from shardax._transforms import errors
 from shardax._transforms.errors import absent_error
 from shardax._transforms.explain.tracer_errors import TRACER_ERRORS, rewrite
-from shardax._transforms.jit.programs import NeedsSlowCall
+from shardax._transforms.jit.programs import FlatInputs, NeedsSlowCall
 from shardax._transforms.lift.engine import RetraceRequest
 from shardax._transforms.lift.input_graph import InputGraph
+
+if TYPE_CHECKING:
+    from shardax._transforms.jit.specialization import Specialization
 
 # What JAX calls an input of the pure function of a ``Specialization``: of the kept ones, or the
 # donated ones, the one at a position.
@@ -37,7 +40,7 @@ _INPUT = re.compile(r"flat\[([01])\]\[(\d+)\]")
 class ExplainedCall(Protocol):
     """What an explanation has to know of a call: a ``CachedCall``."""
 
-    specialization: Any
+    specialization: Specialization
 
     def graph(self) -> InputGraph:
         """Returns the objects of the call, flattened."""
@@ -66,14 +69,14 @@ def explain(error: Exception, call: ExplainedCall) -> None:
     name_inputs(error, call.specialization)
 
 
-def name_inputs(error: Exception, specialization: Any) -> None:
+def name_inputs(error: Exception, specialization: Specialization) -> None:
     """Replaces JAX's names of the inputs, in the text of an error, by those of the user."""
     rewrite(error, lambda text: in_user_terms(text, specialization))
     if isinstance(error, TRACER_ERRORS):
         rewrite(error, lambda text: text.replace(" for jit. ", " for sx.jit. "))
 
 
-def in_user_terms(text: str, specialization: Any) -> str:
+def in_user_terms(text: str, specialization: Specialization) -> str:
     """Returns a text with the name of each input: ``model.kernel`` for ``flat[0][3]``."""
     names = specialization.partition(specialization.input_names)
     return _INPUT.sub(lambda match: names[int(match.group(1))][int(match.group(2))], text)
@@ -145,7 +148,9 @@ def _explain_shardings(error: Exception, call: ExplainedCall) -> None:
         raise errors.unfitting_shardings(misfits) from error
 
 
-def explain_inputs(error: Exception, specialization: Any, flat_inputs: Any) -> None:
+def explain_inputs(
+    error: Exception, specialization: Specialization, flat_inputs: FlatInputs
+) -> None:
     """Raises a clearer error than JAX about an argument that it does not take.
 
     Args:

@@ -15,7 +15,7 @@ import sys
 import types
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
@@ -26,6 +26,10 @@ from shardax._core.graph.static import Static, functions_in
 from shardax._transforms.lift.arguments import TreeTemplate, leaf_paths
 from shardax._transforms.lift.captures import closed_over
 from shardax._transforms.lift.signatures import parameter_name
+
+if TYPE_CHECKING:
+    from shardax._transforms.jit.jit import Jit
+    from shardax._transforms.jit.specialization import Specialization
 
 
 @dataclass(frozen=True)
@@ -86,14 +90,14 @@ def _report(function, reasons: Sequence[str]) -> None:
             print(retrace, file=file)
 
 
-def report_specialization(jit: Any, new: Any) -> None:
+def report_specialization(jit: Jit, new: Specialization) -> None:
     """Reports that no earlier specialization fits a call."""
     differences = [call_differences(old, new) for old in [*jit.specializations.values()]]
     _report(jit.function, min(differences, key=len))
 
 
 def report_trace(
-    program: Any, earlier: Sequence[Sequence[PyTree]], signature: Sequence[PyTree]
+    program: Specialization, earlier: Sequence[Sequence[PyTree]], signature: Sequence[PyTree]
 ) -> None:
     """Reports that a specialization is traced for other types than before."""
     new = _named_types(program, signature)
@@ -106,7 +110,7 @@ def report_trace(
     _report(program.function, min(differences, key=len))
 
 
-def _named_types(program: Any, signature: Sequence[PyTree]) -> dict[str, str]:
+def _named_types(program: Specialization, signature: Sequence[PyTree]) -> dict[str, str]:
     """Returns the type of every array by its path, for messages."""
     types_by_name: dict[str, str] = {}
     for name, value in zip(program.input_names, signature, strict=True):
@@ -117,7 +121,7 @@ def _named_types(program: Any, signature: Sequence[PyTree]) -> dict[str, str]:
     return types_by_name
 
 
-def call_differences(old: Any, new: Any) -> list[str]:
+def call_differences(old: Specialization, new: Specialization) -> list[str]:
     """Describes how the calls that two specializations are for differ, by path."""
     reasons = _structure_changes(old, new)
     in_arguments = list(_static_leaf_differences(old, new)) or _argument_differences(old, new)
@@ -135,7 +139,7 @@ def call_differences(old: Any, new: Any) -> list[str]:
     return reasons
 
 
-def _argument_differences(old: Any, new: Any) -> list[str]:
+def _argument_differences(old: Specialization, new: Specialization) -> list[str]:
     """Describes how objects and arrays stand elsewhere in the arguments."""
     first, second = old.key, new.key
     counts = [(len(key.templates), len(key.named)) for key in (first, second)]
@@ -153,7 +157,7 @@ def _argument_differences(old: Any, new: Any) -> list[str]:
     return lines or ["the arguments have other containers, or objects stand elsewhere in them"]
 
 
-def _functions_made_anew(old: Any, new: Any) -> list[str]:
+def _functions_made_anew(old: Specialization, new: Specialization) -> list[str]:
     """Describes which functions, of the same code, are others than before."""
     before = parts_by_path(old.graphdef, old.names)
     reasons: list[str] = []
@@ -169,7 +173,7 @@ def _functions_made_anew(old: Any, new: Any) -> list[str]:
     return reasons or ["a function among the static arguments is another one (made anew)"]
 
 
-def _static_leaf_differences(old: Any, new: Any) -> Iterator[str]:
+def _static_leaf_differences(old: Specialization, new: Specialization) -> Iterator[str]:
     """Yields how the static leaves of two calls differ."""
     before = {**dict(enumerate(old.key.templates)), **dict(old.key.named)}
     after = {**dict(enumerate(new.key.templates)), **dict(new.key.named)}
@@ -189,7 +193,7 @@ def _static_leaf_differences(old: Any, new: Any) -> Iterator[str]:
                 yield from _changes(where, earlier_values.get(leaf), value)
 
 
-def _structure_changes(old: Any, new: Any) -> list[str]:
+def _structure_changes(old: Specialization, new: Specialization) -> list[str]:
     """Describes how two structures differ, a line per place, by path."""
     if old.graphdef == new.graphdef:
         return []

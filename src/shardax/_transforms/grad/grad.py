@@ -167,7 +167,8 @@ def _value_and_grad(
         )
         (value, leaving), gradients = transformed(*call.take())
 
-        # Only this writes into the caller's objects: an earlier exception leaves them unchanged.
+        # ``finish`` applies the effects. Nothing before writes into the caller's objects, so an
+        # exception of the function leaves them unchanged.
         aux = call.finish(leaving)
 
         arranged = call.inputs.arrange(gradients)

@@ -6,22 +6,33 @@ Both trace a function without running it; the given Modules keep their values an
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import types
+import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 
-from shardax._core.frames import CapturedVariable, Frame, owner_here
+from shardax._core.frames import CapturedVariable, Frame, is_eager, owner_here
 from shardax._core.graph.flatten import build
 from shardax._core.graph.paths import PyTree
 from shardax._core.init.lazy import LazyValue
+from shardax._core.object import Object
+from shardax._core.threads import local
 from shardax._transforms.errors import StaticArgumentError
+from shardax._transforms.jit.cache import kept_by
+from shardax._transforms.jit.options import JitOptions
 from shardax._transforms.lift import engine
 from shardax._transforms.lift.arguments import check_static
 from shardax._transforms.lift.input_graph import InputGraph, abstract
 from shardax._transforms.lift.signatures import resolve_arguments
 from shardax._transforms.lift.transformed import decorator, wraps
+
+if TYPE_CHECKING:
+    from shardax._transforms.jit.jit import Jit
 
 
 class AbstractFrame(Frame):
@@ -53,6 +64,9 @@ def _filled(leaf: object):
 def eval_shape(function: Callable[..., PyTree], *args: PyTree, **kwargs: PyTree) -> PyTree:
     """Returns the shapes and dtypes of what a function would return.
 
+    A function that was met before is not traced again for like arguments, as in ``jax.eval_shape``.
+    Objects that it closes over are looked up at every call.
+
     Args:
         function: A function over Modules; it may write Variables, but the given Modules are not
             changed.
@@ -71,6 +85,13 @@ def eval_shape(function: Callable[..., PyTree], *args: PyTree, **kwargs: PyTree)
         >>> sx.eval_shape(lambda layer, x: layer(x), layer, batch).shape, layer.kernel.is_lazy
         ((8, 3), True)
     """
+    if local.frame is None and is_eager():
+        remembered, inputs = _remembered_of(function, args)
+        if remembered is not None and remembered.is_due():
+            with contextlib.suppress(Exception):  # said below, in the words of this function
+                return remembered.shapes(inputs, kwargs)
+            remembered.is_refused = True
+
     once = engine.SingleRunCall("eval_shape", function, args, kwargs, AbstractFrame)
 
     def pure(values, plain, plain_named):
@@ -78,6 +99,55 @@ def eval_shape(function: Callable[..., PyTree], *args: PyTree, **kwargs: PyTree)
 
     leaving = jax.eval_shape(once.program(pure, "arguments"), *abstract_inputs(once))
     return once.finish_on(abstract_copy(once), leaving)
+
+
+class _RememberedShapes:
+    """What ``eval_shape`` keeps of a function that it meets again, as ``jax.eval_shape`` does.
+
+    From the second call on, the function is traced by a ``Jit`` of its own, which is never run: so
+    it is traced once for each structure, shape and dtype of what it is given and closes over.
+    """
+
+    __slots__ = ("_jit", "function", "is_refused")
+
+    def __init__(self, function: Callable[..., PyTree]) -> None:
+        self.function = weakref.ref(function)  # which keeps this
+        self.is_refused = False
+        self._jit: Jit | None = None
+
+    def is_due(self) -> bool:
+        """Whether the function was met before; notes that it is met now."""
+        if self._jit is not None:
+            return not self.is_refused
+
+        from shardax._transforms.jit.jit import Jit  # stands above, and has this function
+
+        function = self.function()
+        assert function is not None
+        self._jit = Jit(function, JitOptions())
+        return False
+
+    def shapes(self, args: Sequence[PyTree], kwargs: dict[str, PyTree]) -> PyTree:
+        """Returns the result of the function, with shapes in place of arrays."""
+        from shardax._transforms.jit.stages import shapes_of_call  # stands above ``Jit``
+
+        assert self._jit is not None
+        result, is_certain = shapes_of_call(self._jit, args, kwargs)
+        self.is_refused = not is_certain
+        return result
+
+
+def _remembered_of(
+    function: Callable[..., PyTree], args: tuple[PyTree, ...]
+) -> tuple[_RememberedShapes | None, tuple[PyTree, ...]]:
+    """Returns what is kept of a function, if it can keep something, and its arguments."""
+    if isinstance(function, Object):
+        # A Module that is called is the first argument of a function of its class.
+        function, args = type(function).__call__, (function, *args)
+    if type(function) is not types.FunctionType:
+        return None, args
+    kept = kept_by(function, "eval_shape", functools.partial(_RememberedShapes, function))
+    return kept, args
 
 
 def abstract_inputs(once: engine.SingleRunCall) -> tuple[PyTree, ...]:
@@ -88,8 +158,18 @@ def abstract_inputs(once: engine.SingleRunCall) -> tuple[PyTree, ...]:
 
 def abstract_copy(once: engine.SingleRunCall) -> InputGraph:
     """Returns a copy of a call's objects without arrays."""
-    shapes = jax.eval_shape(lambda values: values, abstract(once.graph.leaves))
-    return InputGraph(build(once.graphdef, shapes, owner_here())[0])
+    return abstract_graph(once.graph)
+
+
+def abstract_graph(graph: InputGraph) -> InputGraph:
+    """Returns a copy of objects without arrays."""
+    shapes = jax.eval_shape(_identity, abstract(graph.leaves))
+    return InputGraph(build(graph.flat.graphdef, shapes, owner_here())[0])
+
+
+@jax.jit
+def _identity(values: PyTree) -> PyTree:
+    return values
 
 
 @decorator

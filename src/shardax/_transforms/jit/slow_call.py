@@ -136,7 +136,7 @@ def _compare_over_processes(jit: Jit, args: Sequence[PyTree], kwargs: Mapping[st
 # --- 1. the structure of a call, and its specialization -------------------------------------------
 
 
-class _Structure(NamedTuple):
+class _CallStructure(NamedTuple):
     """A call taken apart."""
 
     key: StructureKey
@@ -180,7 +180,7 @@ def prepare(
     return specialization, graph, arguments
 
 
-def _structure_of(jit: Jit, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]) -> _Structure:
+def _structure_of(jit: Jit, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]) -> _CallStructure:
     """Returns a call taken apart, with the key of its specialization."""
     args, kwargs, static = jit.without_static(args, kwargs)
     arguments = jit.options.split_arguments(args, kwargs, jit.path_of)
@@ -203,7 +203,7 @@ def _structure_of(jit: Jit, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]
         static=static,
         functions=function_identities(static_values),
     )
-    return _Structure(key, graph, arguments, positions, names)
+    return _CallStructure(key, graph, arguments, positions, names)
 
 
 def input_graph(

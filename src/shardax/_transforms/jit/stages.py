@@ -10,7 +10,7 @@ that it was compiled for, and writes state back.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Self, cast
+from typing import Any, NamedTuple, Self
 
 import jax
 from jax.sharding import Mesh
@@ -21,8 +21,10 @@ from shardax._core.graph.paths import Path, PyTree, plain_path
 from shardax._core.state.state import Origin, State
 from shardax._transforms import errors
 from shardax._transforms.errors import TransformError
+from shardax._transforms.explain import retraces
 from shardax._transforms.explain.error_context import explain_values, in_user_terms, name_inputs
 from shardax._transforms.explain.retraces import call_differences
+from shardax._transforms.jit.abstract_eval import abstract_graph
 from shardax._transforms.jit.calls import CachedCall
 from shardax._transforms.jit.jit import Jit
 from shardax._transforms.jit.options import JitOptions, check_compiler_options
@@ -40,6 +42,53 @@ _INPUTS = "flat"
 
 def trace_jit(jit: Jit, args: Sequence[object], kwargs: Mapping[str, object]) -> Traced:
     """Traces a ``Jit`` for some arguments; lazy values stay lazy."""
+    trace = _trace(jit, args, kwargs)
+    specialization, graph = trace.specialization, trace.graph
+    note_settings(jit, CachedCall(specialization, graph), graph, args, kwargs)
+    effects = trace.stage.out_info[3]
+    states = _states(graph, trace.arguments)
+    source = _StageSource(jit, specialization, states, effects, mesh_in_scope())
+    return Traced(source, trace.stage)
+
+
+def shapes_of_call(
+    jit: Jit, args: Sequence[object], kwargs: Mapping[str, object]
+) -> tuple[PyTree, bool]:
+    """Returns the result of a call with shapes in place of arrays, changing nothing.
+
+    Args:
+        jit: The compiled function.
+        args: The positional arguments.
+        kwargs: Those by name.
+
+    Returns:
+        The result, with abstract copies of objects; and whether the trace is kept, as the function
+        met all objects in certain ways (``lift.captures``).
+    """
+    token = retraces.listeners.set(())  # nothing is traced that users would ask about
+    try:
+        trace = _trace(jit, args, kwargs)
+    finally:
+        retraces.listeners.reset(token)
+
+    is_certain = not trace.specialization.is_uncertain
+    if not is_certain:
+        jit.memory.drop(trace.specialization)
+    outputs = LiftedOutputs(*trace.stage.out_info)
+    return apply_effects(abstract_graph(trace.graph), outputs), is_certain
+
+
+class _Trace(NamedTuple):
+    """JAX's ``Traced`` of a specialization, and the call that it was made for."""
+
+    stage: Any
+    specialization: Specialization
+    graph: InputGraph
+    arguments: inputs.SplitArguments
+
+
+def _trace(jit: Jit, args: Sequence[object], kwargs: Mapping[str, object]) -> _Trace:
+    """Traces a ``Jit`` until it lacks no input."""
     while True:
         specialization, graph, arguments = prepare(jit, args, kwargs)
         arrays = arguments.plain_leaves()[0]
@@ -49,19 +98,14 @@ def trace_jit(jit: Jit, args: Sequence[object], kwargs: Mapping[str, object]) ->
         try:
             with tracing_for(tracing):
                 jitted = specialization.own(flat_inputs)
-                traced = specialization.trace(jitted, flat_inputs)
+                stage = specialization.trace(jitted, flat_inputs)
         except engine.RetraceRequest as request:
             provide(jit, request, specialization)
             continue
         except Exception as error:
             name_inputs(error, specialization)
             raise
-
-        note_settings(jit, CachedCall(specialization, graph), graph, args, kwargs)
-        source = _StageSource(
-            jit, specialization, _states(graph, arguments), traced.out_info[3], mesh_in_scope()
-        )
-        return Traced(source, traced)
+        return _Trace(stage, specialization, graph, arguments)
 
 
 class _StageSource(NamedTuple):
@@ -227,7 +271,8 @@ class Traced(_Stage):
     @property
     def lifted_outputs(self) -> LiftedOutputs:
         """The shapes of all that leaves the program, and its effects on objects."""
-        return LiftedOutputs(*self._stage.out_info[:3], self._source.effects)
+        result, written, fresh, _ = self._stage.out_info
+        return LiftedOutputs(result, written, fresh, self._source.effects)
 
     def lower(self, **options: object) -> Lowered:
         """Lowers to the compiler's input language; ``options`` as JAX's ``Traced.lower``."""
@@ -296,8 +341,8 @@ class Compiled(_Stage):
         positional, by_name = self._with_owner(args, kwargs)
         arguments = specialization.options.split_arguments(positional, by_name, jit.path_of)
         labels = [label for _, label in jit.positional(len(positional))]
-        # To type checkers it may be bound, since a ``Jit`` is a descriptor.
-        graph, names = input_graph(cast("Jit", jit), arguments, labels)
+        # (A ``Jit`` is a descriptor, but not here.)
+        graph, names = input_graph(jit, arguments, labels)  # pyright: ignore[reportArgumentType]
         self._check(arguments, graph, names)
         specialization.layouts.place(dict(enumerate(graph.leaves)), self._source.mesh)
         flat_inputs = specialization.read_inputs(graph, arguments)

@@ -17,17 +17,17 @@ transform:
    Outside again:
 6. *Apply* the effects to the caller's objects (``apply_effects`` in ``lift.effects``). Each
    transform asks for it in one line after that which calls JAX: ``call.finish(leaving)`` in
-   ``grad``, ``MappedCall.apply``, ``Loop.apply``.
+   ``grad/grad.py``, ``MappedCall.apply``, ``Loop.apply``.
 
 A transform adds only how values enter and leave the pure function.
 
 These rules hold:
 
 - Steps 1 to 5 write to no object of the caller's (a lazy value that is read becomes an array).
-  ``apply_effects`` in step 6 is the only function that writes; a steady call of ``jit`` stores
-  plain values itself, at the same point. An exception in one of the steps, of the user's function
-  or of JAX, ends the call before step 6. The copy is dropped, and the caller's objects hold what
-  they held before.
+  ``apply_effects`` in step 6 is the only function that writes, once JAX has returned; a steady call
+  of ``jit`` stores plain values itself, at the same point. An exception in one of the steps, of the
+  user's function or of JAX, ends the call before step 6. The copy is dropped, and the caller's
+  objects hold what they held before.
 - Modules, containers of theirs and Variables are copied. Any other Python object in an attribute is
   the caller's own, so what a function writes into it is done at once, as in plain Python.
 - A Variable that is made in a run belongs to its frame. If it is in the result, or in a given

@@ -8,16 +8,15 @@ Variable, and what a write to it does, depends on its entry in ``in_axes``:
 - An axis: each batch element has its own slice. The written slices are stacked along the axis.
 - None (shared), also for the Module whose method the function is: all batch elements see the same
   value, and the Variable stays one. When the function has run, ``_VmapCall._settle_shared`` looks
-  at what was written. A value that is equal in all batch elements is stored once: ``v += 1`` adds
-  one, whatever the size of the batch. One that differs raises ``TransformError``, and nothing is
-  stored. A value differs if JAX has batched it (``differs_by_element``), that is, if it was
-  computed from mapped values, whatever the numbers are; a reduction by ``axis_name`` is not
-  batched.
+  at what was written. What counts is whether JAX has batched the new value (``is_batched``), that
+  is, whether it was computed from mapped values; numbers are not compared. One that is not batched
+  is stored once: ``v += 1`` adds one, whatever the size of the batch; so is a reduction by
+  ``axis_name``. One that is batched raises ``TransformError``, and nothing is stored.
 - No entry, because it was reached through a closure or a global: it can be read. A write raises
   ``ForeignMutationError`` in the line that writes (``SealedFrame`` in ``lift.frames``).
 
 What is attached to a shared Module, or appended to a tuple of it (``Module.sow``), is stacked along
-axis 0 if it differs between batch elements.
+axis 0 if it is batched.
 """
 
 from __future__ import annotations
@@ -171,19 +170,19 @@ class _VmapCall(AxisMappedCall):
             0 if position in self.streams else axis
             for position, axis in enumerate(self.assignment.leaves)
         ]
-        marker, marker_axis = self._entering_marker()
+        batched_array, batched_axis = self._entering_batched_array()
 
         vectorized = jax.vmap(
             self._run_element,
-            in_axes=(axes, self.assignment.plain, marker_axis),
+            in_axes=(axes, self.assignment.plain, batched_axis),
             out_axes=tuple(self.entries),
             axis_size=self.size,
             **options,
         )
-        return self.apply(vectorized(values, self.plain, marker))
+        return self.apply(vectorized(values, self.plain, batched_array))
 
-    def _entering_marker(self) -> tuple[jax.Array | np.ndarray, int]:
-        """Returns an array that differs between batch elements, and its axis."""
+    def _entering_batched_array(self) -> tuple[jax.Array | np.ndarray, int]:
+        """Returns an array with a mapped dimension, for ``is_batched``, and its axis."""
         # One that enters, if there is any: it is split over the mesh as the mapped dimension is.
         for _, array, axis in self.entering:
             if axis is not None and isinstance(array, (jax.Array, np.ndarray)):
@@ -191,25 +190,27 @@ class _VmapCall(AxisMappedCall):
         return np.arange(self.size), 0
 
     def _run_element(
-        self, values: list[Leaf], plain: list[Leaf], marker: Leaf
+        self, values: list[Leaf], plain: list[Leaf], batched_array: Leaf
     ) -> tuple[list[Leaf], ...]:
         """Runs the function on one batch element; returns what leaves, by axis."""
 
         def leave(context: RunContext) -> tuple[list[Leaf], ...]:
             effects = self.record(context)
-            return self.group_by_axis(effects, self._settle_shared(effects.leaving, marker))
+            return self.group_by_axis(effects, self._settle_shared(effects.leaving, batched_array))
 
         positional, named = self.plain_tree.unflatten(plain)
         return self.call.run(values, positional, named, leave, graphdef=self.slice_graphdef)
 
-    def _settle_shared(self, leaving: Sequence[LeavingValue], marker: Leaf) -> list[LeavingValue]:
+    def _settle_shared(
+        self, leaving: Sequence[LeavingValue], batched_array: Leaf
+    ) -> list[LeavingValue]:
         """Returns what leaves; refuses shared values that differ between batch elements."""
         shared_values = [item.value for item in leaving if item.entry is None]
-        differs = iter(differs_by_element(marker, shared_values))
+        batched = iter(is_batched(batched_array, shared_values))
 
         settled = []
         for item in leaving:
-            if item.entry is None and next(differs):
+            if item.entry is None and next(batched):
                 if item.source == "result":
                     raise errors.shared_result_differs(item.path)
                 if item.source == "written":
@@ -225,25 +226,30 @@ class _VmapCall(AxisMappedCall):
         return errors.shared_variable_differs(item.path, variable, is_in_arguments)
 
 
-def differs_by_element(marker: Leaf, values: Sequence[PyTree]) -> list[bool]:
-    """Returns, inside ``vmap``, whether each value differs between batch elements."""
-    # JAX tells the batching rule of a function which operands are batched. This function returns
-    # the marker, which is batched, so that JAX asks the rule.
+def is_batched(batched_array: Leaf, values: Sequence[PyTree]) -> list[bool]:
+    """Returns, inside ``vmap``, whether each value is batched.
+
+    Args:
+        batched_array: Any array that is batched.
+        values: The values in question.
+    """
+    # JAX tells the batching rule of a function which operands are batched. It asks the rule only if
+    # one of them is, hence the array.
     if not values:
         return []
-    differs = [False] * len(values)
+    are_batched = [False] * len(values)
 
     @jax.custom_batching.custom_vmap
-    def observe(marker: jax.Array, values: list[PyTree]) -> jax.Array:
-        return marker
+    def observe(batched_array: jax.Array, values: list[PyTree]) -> jax.Array:
+        return batched_array
 
     @observe.def_vmap
     def rule(
-        axis_size: int, batched: PyTree, marker: jax.Array, values: list[PyTree]
+        axis_size: int, batched: PyTree, batched_array: jax.Array, values: list[PyTree]
     ) -> tuple[jax.Array, bool]:
         _, batched_values = batched
-        differs[:] = [any(jax.tree.leaves(value)) for value in batched_values]
-        return marker, True
+        are_batched[:] = [any(jax.tree.leaves(value)) for value in batched_values]
+        return batched_array, True
 
-    observe(marker, list(values))
-    return differs
+    observe(batched_array, list(values))
+    return are_batched

@@ -13,6 +13,7 @@ They come from two places:
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 
 import jax
@@ -134,20 +135,20 @@ def _states_larger_than_parameters(layout: TreeLayout) -> Iterator[Diagnostic]:
 
     parameters_by_end = PathEnds(parameters)
     for paths, info, parts in states:
-
-        def may_own(
-            parameter: tuple[ArrayInfo, int], common_end: Path, info: ArrayInfo = info
-        ) -> bool:
-            shape = parameter[0].shape
-            return bool(common_end) and info.shape[-len(shape) :] == shape
-
-        # None if it is unclear.
-        owners = parameters_by_end.of_longest_end(paths, may_own)
-        if len(owners) == 1 and parts < owners[0][1]:
-            owner, owner_parts = owners[0]
+        owners = parameters_by_end.of_longest_end(paths, functools.partial(_may_own, info))
+        if len(owners) != 1:
+            continue  # it is unclear which parameter it belongs to
+        owner, owner_parts = owners[0]
+        if parts < owner_parts:
             yield findings.state_larger_than_parameter(
                 info.path, info.shape, parts, owner.path, owner_parts
             )
+
+
+def _may_own(state: ArrayInfo, parameter: tuple[ArrayInfo, int], common_end: Path) -> bool:
+    """Whether a state may belong to a parameter, by the common end of their paths and shapes."""
+    shape = parameter[0].shape
+    return bool(common_end) and state.shape[-len(shape) :] == shape
 
 
 def _warnings_of_modules(layout: TreeLayout, mesh: AnyMesh) -> Iterator[Diagnostic]:

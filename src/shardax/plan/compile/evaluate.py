@@ -276,8 +276,8 @@ LoweredStep = tuple[Any, dict[str, str]]
 
 def lower(inputs: Inputs, layout: Layout, placed: Placed, mesh: Mesh) -> LoweredStep:
     """Lowers a step in a layout."""
-    scope = parallel(**dict(layout.parallel))
-    with axis_rules(layout.as_rules), scope, jax.set_mesh(mesh), needs_no_values():
+    settings = dict(layout.parallel)
+    with axis_rules(layout.as_rules), parallel(**settings), jax.set_mesh(mesh), needs_no_values():
         traced = _traceable(inputs, placed).trace(*placed.args)
         return traced.lower(), _paths(traced, inputs)
 
@@ -292,9 +292,8 @@ def lower_alone(inputs: Inputs, mesh_axes: Sequence[str] = ()) -> LoweredStep:
             scope.enter_context(jax.set_mesh(Mesh(devices, tuple(mesh_axes))))
             scope.enter_context(axis_rules(rules))
         scope.enter_context(needs_no_values())
-        scope.enter_context(
-            ScopeSettings.scope(reference=True)
-        )  # kernels of the target do not run on a CPU
+        # Kernels of the target do not run on a CPU.
+        scope.enter_context(ScopeSettings.scope(reference=True))
         traced = _traceable(inputs, None).trace(*inputs.shapes())
         return traced.lower(), _paths(traced, inputs)
 

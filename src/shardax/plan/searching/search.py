@@ -428,7 +428,8 @@ def _settings(parallel: Mapping[str, Sequence[Any]] | None) -> dict[str, Sequenc
         for value in values:
             if name in ("microbatches", "schedule", "context"):
                 try:
-                    parallel_scope(**{name: value})
+                    with parallel_scope(**{name: value}):  # which checks it
+                        pass
                 except PartitionError as error:
                     raise PlanInputError(f"parallel={{{name!r}: {values!r}}}: {error}") from error
             elif name == "zero" and value not in (0, 1):

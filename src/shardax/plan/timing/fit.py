@@ -23,9 +23,9 @@ from shardax.plan.timing.rows import Row, read_row
 from shardax.plan.timing.step import step_parts
 from shardax.plan.timing.transformer import TrainingStep, TransformerShape
 
-_SPREAD = 0.08  # of a measurement, as a logarithm
-_PRIORS = 8.0  # spread of a prior between its bounds: one part of so many
-_ALIKE = 10.0  # rows of a source, of several, after which more of them add little
+SPREAD = 0.08  # of a measurement, as a logarithm
+PRIORS = 8.0  # spread of a prior between its bounds: one part of so many
+ALIKE = 10.0  # rows of a source, of several, after which more of them add little
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ def fit(
     center = np.log([base[name] for name in names])
     low = np.log([table[name].bounds[0] for name in names])
     high = np.log([table[name].bounds[1] for name in names])
-    spread = (high - low) / _PRIORS
+    spread = (high - low) / PRIORS
     begin = center if start is None else np.log([start.get(name, base[name]) for name in names])
     rows_of = [
         [
@@ -146,9 +146,9 @@ def fit(
 
     # As if errors had a part that all rows of a source share.
     counts = Counter(measurement.source for measurement in measurements)
-    shared = _ALIKE if len(counts) > 1 else math.inf
+    shared = ALIKE if len(counts) > 1 else math.inf
     spreads = np.array(
-        [_SPREAD * math.sqrt(1 + counts[each.source] / shared) for each in measurements]
+        [SPREAD * math.sqrt(1 + counts[each.source] / shared) for each in measurements]
     )
 
     def figures_at(point: np.ndarray) -> dict[str, float]:

@@ -215,9 +215,9 @@ class Recompute:
         policy = (text or "none").lower()
         if policy.startswith(("none", "no ", "off", "false")) or policy == "everything_saveable":
             return Recompute()
-        if policy.startswith("custom") or "qkv_proj" in policy:
+        if policy.startswith(("custom", "save_")) or "qkv_proj" in policy:
             return _named_policy(policy, matrices)
-        is_named = policy in ("dots_saveable", "checkpoint_dots", "save_dots")
+        is_named = policy in ("dots_saveable", "checkpoint_dots")
         if policy.startswith(("minimal", "dots_with_no_batch_dims")) or is_named:
             return Recompute(elementwise=1.0, attention=1.0)  # products are saved
         if "per op" in policy or "selective op" in policy or policy == "selective":
@@ -228,8 +228,8 @@ class Recompute:
         if policy.startswith("selective"):
             return _modules(text, policy)
 
-        is_full = policy.startswith("full") or "checkpoint" in policy
-        is_full = is_full or policy in ("nothing_saveable", "on", "true")
+        is_full = policy.startswith(("full", "block", "uniform")) or "checkpoint" in policy
+        is_full = is_full or policy in ("nothing_saveable", "on", "true", "yes", "all")
         expected = "'none', 'full', 'full, block, N layers', 'selective', 'selective: MODULES', "
         expected += "'minimal', or a policy that names activations"
         _OPTIONS.check("recompute", text, is_full, expected)
@@ -256,10 +256,9 @@ MODULES = (
 
 def _modules(text: str | None, policy: str) -> Recompute:
     """Returns the shares of a list of modules that are repeated."""
-    listed = re.sub(
-        r"^selective|modules|[():,]", " ", policy.replace("core attention", "core_attn")
-    )
-    names = set(listed.split())
+    listed = policy.replace("core attention", "core_attn")
+    listed = re.sub(r"^selective|modules|activations?|recomput(e|ation)", " ", listed)
+    names = set(re.sub(r"checkpointing|[():,]", " ", listed).split()) or {"core_attn"}
     unknown = sorted(names - set(MODULES))
     if unknown:
         known = ", ".join(MODULES)

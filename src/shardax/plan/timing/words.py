@@ -30,6 +30,7 @@ ROW_FIELDS = (
 ARCH_FIELDS = (
     *("attention_type", "embed", "experts", "first_dense", "global_head_dim", "global_kv_heads"),
     *("head_dim", "heads", "kv_heads", "kv_lora_rank", "layers", "local_global", "mlp_hidden"),
+    *("activation", "active_params", "bias", "moe_layer_freq", "norm", "params"),
     *("mlp_mats", "moe_every", "moe_mlp", "mtp_layers", "n_group", "origin", "pos"),
     *("q_lora_rank", "qk_nope", "qk_rope", "shared_experts", "sliding_window", "tied", "top_k"),
     *("topk_group", "v_head", "vocab"),
@@ -43,14 +44,15 @@ LAYOUT_FIELDS = (
     # What runs beside what, and how.
     *("async_tp", "compile", "cp_balanced", "cp_kind", "cuda_graph_impl", "cuda_graph_scope"),
     *("grad_reduce_dtype", "mixed_precision_mode", "moe_a2a_overlap", "overlap_gradients"),
-    *("overlap_tensor",),
+    *("overlap_grad_reduce", "overlap_param_gather", "overlap_tensor", "tp_comm_overlap"),
     # Where tokens go.
     *("capacity_factor", "moe_capacity_factor", "moe_expert_capacity_factor"),
     *("moe_router_group_topk", "moe_router_num_groups"),
     # Adapters.
     *("lora_rank",),
     # Choices of a software within the above, and remarks.
-    *("cuda_graph_modules", "dispatcher", "dp_as_printed", "dp_note", "fsdp_axis"),
+    *("cuda_graph_modules", "dispatcher", "dp_as_printed", "dp_note", "dp_replicate"),
+    *("dp_shard", "fsdp_axis", "reshard_after_forward"),
     *("fsdp_transpose_axis", "fused_grouped_mlp", "ici_data", "model_parallel_printed"),
     *("moe_dispatcher", "moe_enable_deepep", "moe_flex_dispatcher_backend", "moe_grouped_gemm"),
     *("moe_pad_expert_input_to_capacity", "moe_permute_fusion", "moe_router_dtype"),
@@ -91,6 +93,7 @@ def task_of(row: Mapping[str, Any]) -> str:
     text = str(row.get("task") or "pretrain").lower().replace("-", "")
     names = {
         "pretrain": "pretrain", "pretraining": "pretrain", "train": "pretrain",
+        "continued pretraining": "pretrain",
         "sft": "sft", "finetune": "sft", "finetuning": "sft", "full finetune": "sft",
         "lora": "lora",
     }  # fmt: skip
@@ -116,6 +119,7 @@ _FORMATS = {
     "nvfp4": "nvfp4", "fp4": "nvfp4",
     "int8": "int8",
 }  # fmt: skip
+_VARIANTS = ("e4m3", "e5m2", "o1", "o2")  # of a format, and levels of mixed precision
 _NARROWEST = ("nvfp4", "mxfp8", "fp8", "int8", "fp16", "bf16", "f32")
 _PRECISIONS = ("bf16", "fp16", "f32", "fp8", "fp8 rowwise", "mxfp8", "fp8-mx", "nvfp4", "int8")
 
@@ -127,7 +131,7 @@ def precision_of(row: Mapping[str, Any]) -> str:
     # What stands in parentheses, or after a comma, is about other numbers than these.
     text = re.sub(r"\([^)]*\)", " ", whole)
     text = re.split(r"[;,]| by | for ", text)[0]
-    words = re.findall(r"[a-z]*\d+[a-z]*\d*", text)
+    words = [word for word in re.findall(r"[a-z]*\d+[a-z]*\d*", text) if word not in _VARIANTS]
     formats = {_FORMATS[word] for word in words if word in _FORMATS}
     if not formats or any(word not in _FORMATS for word in words):
         raise unknown_words("precision", row.get("precision"), _PRECISIONS)
@@ -159,18 +163,21 @@ def gradient_bytes_of(row: Mapping[str, Any]) -> int | None:
     return None
 
 
-_FLASH = r"(flash[- ]?(attn|attention)?|\bfa)[- ]?v?"
+_FLASH = r"(flash[-_ ]?(attn|attention)?|\bfa)[-_ ]?v?"
 _KERNEL_WORDS = (
     # The first that a text has.
     (r"fused softmax", "fused softmax"),
-    (r"unfused|softmax|naive|eager|\bmath\b|plain|\bdot|\bxla\b", "unfused"),
+    (
+        r"unfused|softmax|naive|eager|\bmath\b|plain|standard|vanilla|native|\bdot|\bxla\b",
+        "unfused",
+    ),
     (r"splash", "splash"),
     (rf"{_FLASH}1\b", "flash1"),
     (rf"{_FLASH}2\b", "flash2"),
     (rf"{_FLASH}3\b", "flash3"),
     (rf"{_FLASH}4\b", "flash4"),
     (r"cudnn|\bte\b|transformer engine", "cudnn"),
-    (r"flash|sdpa|efficient|xformers|triton|pallas|\bauto\b|ring", "flash"),
+    (r"flash|flex|sdpa|efficient|xformers|triton|pallas|tokamax|\bauto\b|ring|ulysses", "flash"),
 )
 
 
@@ -217,7 +224,7 @@ def offload_of(row: Mapping[str, Any]) -> Offload:
     if "qkv_proj_offload" in text:
         names = ["qkv_proj"]
     layers = re.search(r"(\d+) layers", text)
-    optimizer = "optimizer" in text
+    optimizer = bool(re.search(r"optimizer|\badam|zero-?offload", text))
     if names and not layers:
         return Offload(activations=tuple(names), optimizer=optimizer)
     if layers:
