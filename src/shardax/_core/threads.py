@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Threads that share a model: which waits for which.
 
-There are two locks for the whole process, so it does not matter which model a call is for. What
+There are three locks, each for the whole process, so it does not matter which model a call is for:
+``call_lock`` of compiled calls, ``write_lock`` of writes, and ``lazy_lock`` of lazy values. What
 holds which, and for how long:
 
 - A call of a compiled function that *writes* Variables holds ``call_lock``, from reading the values
   to storing the new ones. It takes ``write_lock`` besides while it stores.
 - A call that *donates* arrays holds both, as long.
 - A call that *only reads* holds none. If its arrays were donated before it ran, it is made again,
-  holding ``call_lock``. So does the first call of any function, of which nothing says yet whether
+  holding ``call_lock``. The first call of any function holds it too: nothing says yet whether
   it writes.
 - An eager step that reads and writes (``v += 1``, ``v[i] = x``, a draw of a random key:
   ``in_one_step``), or writes (``v.value = x``), holds ``write_lock``.

@@ -14,7 +14,8 @@ Of one array (``ResolvedRules.spec`` and ``explicit_spec``):
 * ``indivisible``: error; a dimension cannot be cut into equal parts.
 * ``axis-type-order``: warning; a dimension is split over an Auto mesh axis before an Explicit one.
 
-Of rules by themselves (``Rules.check``; the path is ``()``):
+Of rules by themselves (``Rules.check``; ``shardax.check``, of rules that no array chose, the errors
+and warnings; the path is ``()``):
 
 * ``unknown-mesh-axis``: error; a rule names an axis that the mesh does not have.
 * ``shadowed-rule``: warning; an earlier rule for the same name leaves a rule nothing to do.

@@ -28,9 +28,9 @@ Who says what, each as a list of ``Diagnostic``:
   a rule that is *shadowed* (warning), and a mesh axis that no rule names (info). A rule is shadowed
   by an earlier one for the same name if no array could ever choose it: above all where no rule for
   another name, before the earlier one, can take a mesh axis of that one (``_why_shadowed``).
-* ``shardax.check``, of a tree: both of these, the second only of rules that no array of the tree
-  has chosen and without the mesh axes that no rule names. A rule that is not chosen and neither
-  shadowed nor wrong is an ``unused-rule`` (info, or warning if it looks misspelt). See
+* ``shardax.check``, of a tree: all of the first; and of the second the errors and warnings, where
+  no array of the tree has chosen the rule. A rule that is not chosen and neither shadowed nor wrong
+  is an ``unused-rule`` (info, or warning if it looks misspelt). See
   ``unused_rules_of`` in ``partition/tree/diagnostics.py``. Of arrays that are on devices already it
   also says where they lie otherwise (``misplaced``, ``elsewhere``, in ``partition/tree/check.py``).
 
@@ -169,8 +169,8 @@ class Rules:
     def check(self, mesh: AnyMesh | None = None) -> list[errors.Diagnostic]:
         """Returns diagnostics of the rules by themselves, without any array.
 
-        ``shardax.check(model, mesh, rules)`` is about the arrays of a model. Of the rules it says
-        the errors and warnings of those that no array has chosen.
+        ``shardax.check(model, mesh, rules)`` is about the arrays of a model. Of rules that no array
+        has chosen it says these errors and warnings, and which are unused for no other reason.
 
         Args:
             mesh: The mesh, also an ``AbstractMesh``; None to check the rules alone.

@@ -2,9 +2,9 @@
 """When two functions share what was traced and compiled, and where that is kept.
 
 What is *traced* belongs to one function object. A function keeps one ``CompilationCache`` for equal
-options (``kept_by``), so ``sx.jit(f)`` written twice traces ``f`` once, as under ``jax.jit``. A
-function that is made anew, by a ``def`` or ``lambda`` that runs again, is another object with a
-cache of its own, whatever its code is: its first call traces it.
+options (``kept_by``), so ``sx.jit(f)`` written twice for one ``f`` traces it once, as under
+``jax.jit``. A function that is made anew, by a ``def`` or ``lambda`` that runs again, is another
+object with a cache of its own, whatever its code is: its first call traces it.
 
 What is *compiled* is looked up by the jaxpr of that trace, for a function of the same name and with
 equal options (``jit.programs``). So of two functions with equal source both are traced, and the
@@ -97,7 +97,7 @@ class CompilationCache:
 
     Attributes:
         specializations: By the key of the structure of a call.
-        calls: By the key of a ``FlatCall``.
+        calls: By the key of a call (``calls.CallKey``).
         places: Where the function finds objects that it is not given (``lift.captures``); None
             before the first call. They are looked for anew whenever the slow way is taken.
         uncertain_inputs: The objects that a trace met in no certain way, by the key of the

@@ -46,7 +46,7 @@ in another way, such as an attribute of an imported module, is an input of a sec
 call is not remembered: every call is traced anew, and meets what is there then. The first one warns
 (``lift.captures``).
 
-**Locks**, of which there are two for the whole process (``_core.threads``): from 3 to 7, a call
+**Locks**, for the whole process (``_core.threads``): from 3 to 7, a call
 that writes Variables holds ``call_lock``, and takes ``write_lock`` while it stores; one that
 donates holds both. A steady call that only reads holds none, nor does an eager read of an array. A
 function's first run holds ``call_lock``, because nothing says yet whether it writes. Nothing is
