@@ -212,7 +212,8 @@ class Inputs:
     @property
     def whole_bytes(self) -> dict[str, int]:
         """Bytes of the whole arguments by kind, as one device would hold them."""
-        totals: dict[str, int] = {kind: 0 for kind in KINDS}
+        kinds: tuple[str, ...] = KINDS
+        totals = dict.fromkeys(kinds, 0)
         for leaf, kind in zip(self._inventory.leaves, self.kinds, strict=True):
             totals[kind] += sum(byte_count(info.shape, info.dtype) for info in leaf.arrays)
         return totals
