@@ -212,8 +212,10 @@ class Inputs:
     @property
     def whole_bytes(self) -> dict[str, int]:
         """Bytes of the whole arguments by kind, as one device would hold them."""
-        kinds: tuple[str, ...] = KINDS
-        totals = dict.fromkeys(kinds, 0)
+        totals: dict[str, int] = {}
+        for kind in KINDS:
+            totals[kind] = 0
+
         for leaf, kind in zip(self._inventory.leaves, self.kinds, strict=True):
             totals[kind] += sum(byte_count(info.shape, info.dtype) for info in leaf.arrays)
         return totals
