@@ -451,7 +451,7 @@ SMALL_PROGRAMS: dict[str, tuple[str, list[int]]] = {
         _program("""
             import functools
             dense = functools.partial(nnx.Linear, kernel_init=ones, rngs=nnx.Rngs(0))
-            pool = functools.partial(nnx.max_pool, window_shape=(1, 1))
+            pool = functools.partial(nnx.max_pool, window_shape=(1, 1), strides=None)
             print(dense(4, 2)(x), pool(jnp.ones((1, 2, 2, 1))).shape)
             kwargs = dict(kernel_init=ones, dtype=jnp.bfloat16)
             print(nnx.Linear(4, 2, **kwargs, rngs=nnx.Rngs(0))(x).dtype)

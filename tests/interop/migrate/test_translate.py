@@ -49,7 +49,7 @@ SAME = [
         "y = sx.nn.avg_pool(x, window=(2, 2), strides=(2, 2))",
     ),
     (
-        "f = functools.partial(nnx.max_pool, window_shape=(2, 2))",
+        "f = functools.partial(nnx.max_pool, window_shape=(2, 2), strides=None)",
         "f = functools.partial(sx.nn.max_pool, window=(2, 2), strides=1)",
     ),
     ("l = nnx.LinearGeneral(4, (2, 3), rngs=r)", "l = sx.nn.Linear(4, (2, 3), rngs=r)"),
@@ -342,30 +342,30 @@ def test_hook_of_a_variable_is_left(base: str, method: str) -> None:
 
 
 IMPORTS = [
-    ("import flax.nnx as nnx\nm = nnx.Module", "import shardax as sx\nm = sx.Module"),
-    ("import flax\nm = flax.nnx.Module", "import shardax as sx\nm = sx.Module"),
-    ("from flax.nnx import Module as M\nm = M", "import shardax as sx\nm = sx.Module"),
+    ("import flax.nnx as nnx\nm = nnx.State", "import shardax as sx\nm = sx.State"),
+    ("import flax\nm = flax.nnx.State", "import shardax as sx\nm = sx.State"),
+    ("from flax.nnx import State as M\nm = M", "import shardax as sx\nm = sx.State"),
     (
         "from flax.nnx.nn.linear import Linear\nm = Linear(3, 4)",
         "import shardax as sx\nm = sx.nn.Linear(3, 4)",
     ),
     (
-        "from flax import nnx, struct\nm = nnx.Module, struct",
-        "import shardax as sx\nfrom flax import struct\nm = sx.Module, struct",
+        "from flax import nnx, struct\nm = nnx.State, struct",
+        "import shardax as sx\nfrom flax import struct\nm = sx.State, struct",
     ),
     (
         "from flax import nnx\nclass Count(nnx.Variable[nnx.A]): ...",
         "import typing\nimport shardax as sx\nclass Count(sx.Variable[typing.Any]): ...",
     ),
     (
-        "def f():\n    from flax import nnx\n    return nnx.Module",
-        "def f():\n    import shardax as sx\n    return sx.Module",
+        "def f():\n    from flax import nnx\n    return nnx.State",
+        "def f():\n    import shardax as sx\n    return sx.State",
     ),
     (
-        "import shardax as sx\nfrom flax import nnx\nm = nnx.Module",
-        "import shardax as sx\nm = sx.Module",
+        "import shardax as sx\nfrom flax import nnx\nm = nnx.State",
+        "import shardax as sx\nm = sx.State",
     ),
-    ("from flax import nnx\nsx = 1\nm = nnx.Module", "import shardax\nsx = 1\nm = shardax.Module"),
+    ("from flax import nnx\nsx = 1\nm = nnx.State", "import shardax\nsx = 1\nm = shardax.State"),
     ("nnx = 1\nm = nnx.real", "nnx = 1\nm = nnx.real"),
     (
         "from flax import linen as nn\ny = nn.with_logical_constraint(x, ('a',))",
