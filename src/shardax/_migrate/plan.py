@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
@@ -118,6 +119,7 @@ class MigrationPlan:
                 self._plan_text(call)
                 self._plan_isinstance(call)
                 self._plan_named_attribute(call)
+            self._plan_arrays()
             self._plan_order()
             for element in self.program.all(cst.MatchKeywordElement):
                 if element.key.value in NAMED_IN_TEXTS:
@@ -215,19 +217,21 @@ class MigrationPlan:
         if reference.name == "GraphDef" and isinstance(parent, cst.Subscript):  # no type of a model
             self.changes[parent] = lambda node: cst.ensure_type(node, cst.Subscript).value
         if (call is None or is_partial) and name.target.startswith("sx.nn."):
-            self._plan_class_as_value(reference, name, label)
+            given = [*map(keyword_of, args), *(name.arguments or ())[: len(args)]]
+            renamed = {word: here for word, here in name.renamed.items() if word not in given}
+            self._plan_class_as_value(reference, renamed, label)
 
-    def _plan_class_as_value(self, reference: Reference, name: Name, label: str) -> None:
+    def _plan_class_as_value(
+        self, reference: Reference, renamed: dict[str, str], label: str
+    ) -> None:
         """Tells what differs in calls of a layer's class that stand elsewhere."""
         parent = reference.parent
         owner = self.program.parents.get(parent)
         if isinstance(parent, cst.Arg) and isinstance(owner, cst.ClassDef):
             what = f"class {owner.name.value}({label})"
             self._check(parent, what, "super().__init__ takes the arguments of the class here")
-        elif name.renamed and not isinstance(
-            parent, cst.Annotation | cst.Subscript | cst.Attribute
-        ):
-            words = ", ".join(f"{here}= for {there}=" for there, here in name.renamed.items())
+        elif renamed and not isinstance(parent, cst.Annotation | cst.Subscript | cst.Attribute):
+            words = ", ".join(f"{here}= for {there}=" for there, here in renamed.items())
             self._check(reference.node, label, f"calls of this value take {words}")
 
     def _plan_test(self, reference: Reference, label: str) -> None:
@@ -238,15 +242,14 @@ class MigrationPlan:
         owner = self.program.parents.get(place)
         if isinstance(place, cst.MatchClass) and (place.patterns or place.kwds):
             raise UntranslatableError("attributes of a pattern may differ")
-        is_call = isinstance(place, cst.Arg) and isinstance(owner, cst.Call)
-        is_test = isinstance(place, cst.Comparison | cst.ComparisonTarget | cst.MatchClass) or (
-            is_call and dotted(owner.func) in ("isinstance", "issubclass")
-        )
+        is_given = isinstance(place, cst.Arg) and isinstance(owner, cst.Call)
+        function = dotted(owner.func) if isinstance(owner, cst.Call) else ""
+        is_test = isinstance(place, cst.Comparison | cst.ComparisonTarget | cst.MatchClass)
         if reference.name not in FAMILIES:
             return
-        if is_test:
+        if is_test or (is_given and function in ("isinstance", "issubclass")):
             raise UntranslatableError(FAMILY_NOTE)
-        if is_call or isinstance(place, cst.AssignTarget | cst.Assign | cst.DictElement):
+        if is_given or isinstance(place, cst.AssignTarget | cst.Assign | cst.DictElement):
             self._check(reference.node, label, f"in a test of classes, {FAMILY_NOTE}")
 
     def _plan_filters(self, reference: Reference, call: cst.Call, label: str) -> None:
@@ -265,6 +268,17 @@ class MigrationPlan:
         origin = self.program.origin_of(node.func) if isinstance(node, cst.Call) else None
         is_numpy = origin is not None and origin.name.startswith("numpy.")
         return is_numpy or isinstance(node, cst.BaseNumber) or dotted(node) in ("True", "False")
+
+    def _plan_arrays(self) -> None:
+        """Tells of arrays of NumPy that a Module holds."""
+        for attribute in itertools.chain(*self.kinds.stores.values()):
+            place = self.program.parents[attribute]
+            made = self.program.parents[place] if isinstance(place, cst.AssignTarget) else place
+            value = getattr(made, "value", None)
+            kind = self.kinds.of(attribute.value)
+            if isinstance(value, cst.Call) and kind is not None and kind.family == "module":
+                if self._is_number(value):
+                    self._check(attribute, dotted(attribute), NUMBER_NOTE)
 
     def _plan_order(self) -> None:
         """Tells once that leaves have another order here."""
