@@ -28,6 +28,7 @@ from shardax._migrate.program import (
 )
 from shardax._migrate.project import Project
 from shardax._migrate.rules import (
+    CAPTURE_NOTE,
     FAMILIES,
     FAMILY_NOTE,
     FILTER_NOTE,
@@ -198,7 +199,9 @@ class MigrationPlan:
             self._plan_filters(reference, call, label)
         if call is None:
             self._plan_test(reference, label)
-        elif reference.name in VARIABLES and args and self._is_number(args[0].value):
+        if reference.name == "jit" and self._captures(reference, call):
+            self._check(node, label, CAPTURE_NOTE)
+        if reference.name in VARIABLES and args and self._is_number(args[0].value):
             self._check(node, label, NUMBER_NOTE)
         if call is not None:
             plan = plan_call(reference.name, name, args, is_partial)
@@ -274,11 +277,29 @@ class MigrationPlan:
         for attribute in itertools.chain(*self.kinds.stores.values()):
             place = self.program.parents[attribute]
             made = self.program.parents[place] if isinstance(place, cst.AssignTarget) else place
-            value = getattr(made, "value", None)
-            kind = self.kinds.of(attribute.value)
-            if isinstance(value, cst.Call) and kind is not None and kind.family == "module":
-                if self._is_number(value):
-                    self._check(attribute, dotted(attribute), NUMBER_NOTE)
+            value, kind = getattr(made, "value", None), self.kinds.of(attribute.value)
+            is_of_module = kind is not None and kind.family == "module"
+            if is_of_module and isinstance(value, cst.Call) and self._is_number(value):
+                self._check(attribute, dotted(attribute), NUMBER_NOTE)
+
+    def _captures(self, reference: Reference, call: cst.Call | None) -> bool:
+        """Whether a compiled function sees an object of Flax that is not an argument."""
+        function = call.args[0].value if call is not None and call.args else None
+        if isinstance(function, cst.Name):
+            function = self.program.only_binding(function)
+        if isinstance(reference.parent, cst.Decorator):
+            function = self.program.parents[reference.parent]
+        if not isinstance(function, cst.Lambda | cst.FunctionDef):
+            return False
+        nodes = list(walk(function.body))
+        inside = {self.program.scopes.get(node) for node in nodes}
+        for name in [node for node in nodes if isinstance(node, cst.Name)]:
+            kind = self.kinds.of(name)
+            if kind is not None and kind.family in ("module", "variable", "optimizer"):
+                bindings = self.program.bindings(name.value, name)
+                if not any(binding.scope in inside for binding in bindings):
+                    return True
+        return False
 
     def _plan_order(self) -> None:
         """Tells once that leaves have another order here."""

@@ -138,8 +138,8 @@ VARIABLE_ATTRIBUTES: dict[str, str] = _RULES["attributes"]
 FAMILIES = frozenset(_RULES["families"]["names"].split())
 FILTERED: dict[str, str] = _by_name(_RULES["filtered"])
 ORDERED = tuple(_RULES["ordered"]["functions"].split())
-ORDER_NOTE, FILTER_NOTE, FAMILY_NOTE, NUMBER_NOTE = (
-    _note(f"@{name}") for name in ("order", "filter", "family", "number")
+CAPTURE_NOTE, ORDER_NOTE, FILTER_NOTE, FAMILY_NOTE, NUMBER_NOTE = (
+    _note(f"@{name}") for name in ("capture", "order", "filter", "family", "number")
 )
 UNREAD = frozenset(_RULES["layer_attributes"].pop("unread").split())
 # Attributes that a text must not name, as in ``hasattr(layer, "use_bias")``.

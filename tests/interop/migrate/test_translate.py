@@ -252,7 +252,7 @@ CHECKED = [
     (
         "f = functools.partial(nnx.max_pool, strides=None)",
         "f = functools.partial(sx.nn.max_pool, strides=1)",
-        "take x= for inputs=, window= for window_shape=",
+        "take window= for window_shape=",
     ),
     ("g = jax.grad(f)(nnx.Rngs(0))", "g = jax.grad(f)(sx.Rngs(0))", "in the order of creation"),
     (
@@ -264,6 +264,16 @@ CHECKED = [
     ("s = nnx.pop(m, nnx.Variable)", "s = sx.pop(m, sx.Variable)", "is a Variable to filters"),
     ("s = nnx.pop(m, jax.Array)", "s = sx.pop(m, jax.Array)", "is a Variable to filters"),
     ("v = nnx.Variable(-1.5)", "v = sx.Variable(-1.5)", "holds a float32"),
+    (
+        "m = nnx.Rngs(0); f = nnx.jit(lambda x: m())",
+        "m = sx.Rngs(0); f = sx.jit(lambda x: m())",
+        "at each call here",
+    ),
+    (
+        "import numpy; m = nnx.Rngs(0); m.a = numpy.ones(2)",
+        "import numpy; m = sx.Rngs(0); m.a = numpy.ones(2)",
+        "holds a float32",
+    ),
     ("v = nnx.Variable(True)", "v = sx.Variable(True)", "holds a float32"),
     ("make(norm=nnx.LayerNorm)", "make(norm=sx.nn.LayerNorm)", "take features= for num_features="),
 ]
