@@ -154,10 +154,20 @@ class MigrationPlan:
         """Leaves a method or attribute of an object of Flax, or of one that is not known."""
         if kind is not None:
             self._left(node, what, reason, write)
-        elif self._is_of_flax:
+        elif self._is_of_flax or self._is_given_by_others(node):
             self._left(node, what, _UNSEEN, f"{write}, if it is" if write else "")
         else:
             self._check(node, what, _UNSEEN, f"{write}, if it is" if write else "")
+
+    def _is_given_by_others(self, node: cst.CSTNode) -> bool:
+        """Whether an object is an argument of a function that another file takes."""
+        place = node.func if isinstance(node, cst.Call) else node
+        binding = self.program.only_binding(root_of(place))
+        function = binding
+        while function is not None and not isinstance(function, cst.FunctionDef):
+            function = self.program.parents.get(function)
+        is_taken = function is not None and function.name.value in self.project.taken
+        return is_taken and isinstance(binding, cst.Param)
 
     # --- references -------------------------------------------------------------------------------
 

@@ -464,6 +464,16 @@ def test_function_that_another_file_takes_is_given_anything() -> None:
     assert [translate(program, project).left for project in projects] == [1, 1, 1, 0]
 
 
+def test_function_of_a_file_without_flax_may_be_given_layers() -> None:
+    helper = "def widen(layer): layer.kernel_dilation = 2\n"
+    main = f"{BEFORE}from helper import widen\nwiden(nnx.Conv(1, 1, (3,), rngs=r))\n"
+    notes = [
+        [(note.line, note.kind, note.what) for note in translate(helper, project).notes]
+        for project in (survey([("helper.py", helper), ("a.py", text)]) for text in (main, BEFORE))
+    ]
+    assert notes == [[(1, "left", "kernel_dilation")], [(1, "check", "kernel_dilation")]]
+
+
 def test_names_of_flax_by_way_of_another_file_are_left() -> None:
     files = {
         "layers.py": "from flax.nnx import Linear\n",
