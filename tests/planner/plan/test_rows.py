@@ -340,9 +340,9 @@ def test_every_second_layer_has_experts() -> None:
     assert model_of(experts=8, moe_every=2).sparse_layers == 4
 
 
-def test_rows_that_cannot_be_read_calibrate_nothing() -> None:
+def test_rows_without_a_size_calibrate_nothing() -> None:
     row = {**ROW, "step_seconds": 0.5}
-    others = [{**row, "seq_len": None}, {**row, "hw": "abacus"}]
+    others = [{**row, "seq_len": None}, {**row, "arch": None}]
     assert plan.calibrate([*others, row], rounds=1) == plan.calibrate([row], rounds=1)
 
 
