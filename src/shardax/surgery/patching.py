@@ -23,7 +23,7 @@ from shardax.models.transformer import Transformer
 from shardax.nn.stack import Stack
 from shardax.surgery import errors
 from shardax.surgery.edits import LayerWrapper, wrap_selected
-from shardax.surgery.recording import first_argument
+from shardax.surgery.recording import first_argument, first_keyword
 
 
 def replace(old: jax.Array, new: jax.Array) -> jax.Array:
@@ -143,7 +143,8 @@ class Patched(LayerWrapper):
         changed = self._changed(first_argument("patch", self.body, args, kwargs))
         if args:
             return self.body(changed, *args[1:], **kwargs)
-        return self.body(**{**kwargs, next(iter(kwargs)): changed})
+        keyword = first_keyword(self.body, kwargs)
+        return self.body(**{**kwargs, keyword: changed})
 
     def _changed(self, old: PyTree) -> PyTree:
         """Returns what stands in place of a result, or of an input."""

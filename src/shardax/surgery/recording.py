@@ -8,6 +8,7 @@ layer, so that paths and values do not depend on how a model runs its layers.
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -16,7 +17,7 @@ import jax
 import numpy as np
 
 from shardax import Module, Selection, iter_modules, jit, select
-from shardax.extend import Path, PyTree, attributes_of, has_objects
+from shardax.extend import ModuleWrapper, Path, PyTree, attributes_of, has_objects
 from shardax.models.generating.generation import generate
 from shardax.models.layers.transformer_layer import TransformerBlock
 from shardax.models.transformer import Transformer
@@ -45,18 +46,48 @@ class _Recording(LayerWrapper):
 
 
 def first_argument(
-    edit: str, layer: object, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]
+    edit: str, layer: Callable[..., PyTree], args: Sequence[PyTree], kwargs: Mapping[str, PyTree]
 ) -> PyTree:
     """Returns the first argument of a call of a layer.
 
     Raises:
         SelectionError: If it is not made of arrays alone.
     """
-    first = args[0] if args else next(iter(kwargs.values()), None)
+    if args:
+        first = args[0]
+    else:
+        keyword = first_keyword(layer, kwargs)
+        first = None if keyword is None else kwargs[keyword]
+
     leaves = [] if has_objects(first) else jax.tree.leaves(first)
     if not leaves or not all(isinstance(leaf, ARRAY_TYPES) for leaf in leaves):
         raise errors.no_input(edit, layer, first)
     return first
+
+
+def first_keyword(layer: Callable[..., PyTree], kwargs: Mapping[str, PyTree]) -> str | None:
+    """Returns the keyword by which a call without positions gives a layer's first parameter.
+
+    Args:
+        layer: What is called.
+        kwargs: Its keywords, in any order.
+
+    Returns:
+        The keyword; None if the first parameter is not given, or is not known.
+    """
+    try:
+        parameters = inspect.signature(layer).parameters.values()
+    except (TypeError, ValueError):  # a function of C without a signature
+        parameters = ()
+    first = next(iter(parameters), None)
+
+    if first is not None and first.kind not in (first.VAR_POSITIONAL, first.VAR_KEYWORD):
+        return first.name if first.name in kwargs else None
+
+    # A wrapper hands on what it is given. Any other callable says nothing of an order.
+    if isinstance(layer, ModuleWrapper):
+        return first_keyword(layer.body, kwargs)
+    return next(iter(kwargs)) if len(kwargs) == 1 else None
 
 
 ARRAY_TYPES = (jax.Array, np.ndarray, np.generic, bool, int, float, complex)
