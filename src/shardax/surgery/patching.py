@@ -22,7 +22,7 @@ from shardax.models.layers.transformer_layer import TransformerBlock
 from shardax.models.transformer import Transformer
 from shardax.nn.stack import Stack
 from shardax.surgery import errors
-from shardax.surgery.edits import LayerWrapper, wrap_selected
+from shardax.surgery.edits import TransparentWrapper, wrap_selected
 from shardax.surgery.recording import first_argument, first_keyword
 
 
@@ -90,7 +90,7 @@ def patch(
     return model
 
 
-class Patched(LayerWrapper):
+class Patched(TransparentWrapper):
     """A layer whose result, or input, is changed by a value; made by ``patch``.
 
     Args:
@@ -243,6 +243,8 @@ def _place_of(model: PyTree, path: Path) -> _LayerPosition:
     place, item = _LayerPosition(()), model
     steps: list[Any] = [*path]
     while steps:
+        if isinstance(item, TransparentWrapper) and steps[0] != "body":
+            steps = ["body", *steps]
         blocks = _blocks_of(item) if steps[0] == "layers" and len(steps) > 1 else None
         try:
             if blocks is not None:

@@ -23,10 +23,10 @@ from shardax.models.layers.transformer_layer import TransformerBlock
 from shardax.models.transformer import Transformer
 from shardax.nn.stack import Stack
 from shardax.surgery import errors
-from shardax.surgery.edits import LayerWrapper, checked_selection, wrap_selected
+from shardax.surgery.edits import TransparentWrapper, checked_selection, wrap_selected
 
 
-class _Recording(LayerWrapper):
+class _Recording(TransparentWrapper):
     """A layer whose results are saved, or its inputs."""
 
     _own = frozenset({"body", "activation", "inputs"})
@@ -139,7 +139,8 @@ def record(model: PyTree, *selections: Choice, inputs: bool = False) -> Recordin
         selection = _as_selection(model, item)
         if selection.tree is not model:
             raise errors.selection_of_another_tree()
-        paths.update(dict.fromkeys(selection.keypaths()))
+        for path in selection.keypaths():
+            paths[_recorded_path(model, path, inputs)] = None
     if not paths:
         raise errors.nothing_to_record()
     _recording(model, paths, inputs)  # refuses what is not called
@@ -196,7 +197,7 @@ class Recording(Module):
         return result, _activations(recording)
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], **options: Any
+        self, prompts: Sequence[Sequence[int]] | None = None, **options: Any
     ) -> tuple[list[np.ndarray], dict[Path, Any]]:
         """Continues prompts, and returns activations for each token of the texts.
 
@@ -205,7 +206,7 @@ class Recording(Module):
         mode (dropout) draw others: call ``model.eval()`` first.
 
         Args:
-            prompts: As for ``sx.models.generate``.
+            prompts: As for ``sx.models.generate``; of a causal model, so they are needed.
             **options: Likewise; without ``stream`` and ``inputs``.
 
         Returns:
@@ -214,7 +215,8 @@ class Recording(Module):
             shorter text it has no meaning.
 
         Raises:
-            GenerationError: As ``sx.models.generate``; for ``stream`` and ``inputs``.
+            GenerationError: As ``sx.models.generate``; without prompts; for ``stream`` and
+                ``inputs``.
 
         Example:
             >>> import shardax as sx
@@ -225,7 +227,7 @@ class Recording(Module):
             >>> [len(row) for row in rows], activations["layers", 1, "mlp"].shape
             ([5, 7], (2, 7, 8))
         """
-        if not {"stream", "inputs"}.isdisjoint(options):
+        if prompts is None or not {"stream", "inputs"}.isdisjoint(options):
             raise errors.not_recorded()
         rows = generate(self.model, prompts, **options)
 
@@ -252,6 +254,24 @@ def _as_selection(model: PyTree, item: Choice) -> Selection:
     if callable(item) and not isinstance(item, (Selection, type)):
         return checked_selection("record", item(select(model)))
     return checked_selection("record", item)
+
+
+def _recorded_path(model: PyTree, path: Path, inputs: bool) -> Path:
+    """Returns where a selected layer is recorded, if it is patched.
+
+    Its result is that of the patch, which is around it. Its input is what the patch gives it.
+    """
+    patches = {
+        place for place, module in iter_modules(model) if isinstance(module, TransparentWrapper)
+    }
+    if inputs:
+        while path in patches:
+            path = (*path, "body")
+        return path
+
+    while path[-1:] == ("body",) and path[:-1] in patches:
+        path = path[:-1]
+    return path
 
 
 def _recording(model: object, paths: Iterable[Path], inputs: bool) -> Any:
@@ -343,14 +363,14 @@ def _activations(recording: object) -> dict[Path, object]:
         blocks: list[_LayerBlocks] = []
         for position, key in enumerate(place):
             holder = modules.get(place[:position])
-            if isinstance(holder, _Recording) and key == "body":
+            if isinstance(holder, TransparentWrapper) and key == "body":
                 continue
-            body = _without_recorder(holder)
+            body = _without_wrappers(holder)
             if isinstance(body, Stack) and key == "stacked":
                 stacks.append((len(path), body.length))
-            scanned = _without_recorder(body.layers) if isinstance(body, Transformer) else None
+            scanned = _without_wrappers(body.layers) if isinstance(body, Transformer) else None
             if isinstance(scanned, Stack):
-                block = _without_recorder(scanned.stacked)
+                block = _without_wrappers(scanned.stacked)
                 if isinstance(block, TransformerBlock):
                     size = len(block.layers)
                     blocks.append(_LayerBlocks(len(path), size, size * scanned.length))
@@ -359,9 +379,11 @@ def _activations(recording: object) -> dict[Path, object]:
     return dict(_by_layer(entries))
 
 
-def _without_recorder(module):
-    """Returns what a recorder wraps, or a module as it is."""
-    return module.body if isinstance(module, _Recording) else module
+def _without_wrappers(module):
+    """Returns the layer in recorders and patches, or a module as it is."""
+    while isinstance(module, TransparentWrapper):
+        module = module.body
+    return module
 
 
 def _by_layer(entries: Iterable[_Recorded]) -> Iterable[tuple[Path, object]]:

@@ -308,6 +308,8 @@ def test_generate_of_a_recording_gives_activations_of_every_token(scanned: bool)
     recording = record(model, blocks(model))
     with pytest.raises(sx.errors.GenerationError, match="call the recording on the result") as no:
         recording.generate(prompts, **options, stream=True)
+    with pytest.raises(sx.errors.GenerationError, match="call the recording on the result"):
+        recording.generate(inputs=[[1, 2]], **options)
     code = "recording(tokens)"
     names = {"recording": recording, "tokens": rows[0][None]}
     _, found = run_advice(no.value, code, names)

@@ -51,7 +51,7 @@ from shardax.models.convnext import ConvNeXtConfig
 from shardax.models.dual_encoder import DualEncoderConfig
 from shardax.models.encoder_decoder import EncoderDecoder, EncoderDecoderConfig
 from shardax.models.generating import errors
-from shardax.models.generating.config import GenerationConfig
+from shardax.models.generating.config import GenerationConfig, config_of_texts
 from shardax.models.generating.errors import GenerationError
 from shardax.models.generating.prompts import TokenMask, TokenRows, read_rows, warn_of_padding
 from shardax.models.words import refuses_other_words
@@ -161,8 +161,9 @@ def generate(
             multiplied if negative.
         stop: Tokens after which a row ends. None for those of ``model.generation_config``, which
             ``from_pretrained`` reads; ``()`` for none.
-        seed: Seed of the sampling, from 0 to 2**32 - 1; equal seeds give equal samples. None draws another one at every
-            call, from the operating system; processes of one run have the same.
+        seed: Seed of the sampling, from 0 to 2**32 - 1; equal seeds give equal samples. None draws
+            another one at every call, from the operating system; processes of one run have the
+            same.
         stream: Whether to return an iterator, which computes as it is read.
         attention: The kernel of attention, as for ``sx.kernels``; None for that of the scope. A
             cache is read by a mask, which ``"auto"`` takes into account and ``"splash"`` refuses.
@@ -194,7 +195,7 @@ def generate(
     """
     if not is_eager():
         raise errors.inside_a_program()
-    texts = getattr(model, "generation_config", None) or GenerationConfig()
+    texts = config_of_texts(model) or GenerationConfig()
 
     # What is read.
     context = _as_inputs(model, inputs, input_mask)
@@ -605,7 +606,7 @@ def _as_inputs(model: Any, inputs: Any, mask: TokenMask) -> _Inputs | None:
         return features, None
     rows = read_rows(inputs, mask, name="input")
     if mask is None:
-        texts = getattr(model, "generation_config", None) or GenerationConfig()
+        texts = config_of_texts(model) or GenerationConfig()
         warn_of_padding(inputs, texts.pad, texts.stop, "inputs")
     _check_vocabulary(model.encoder, rows, "input")
     longest, config = max(row.size for row in rows), model.config.encoder
