@@ -16,7 +16,7 @@ import pytest
 
 import shardax as sx
 from shardax import plan
-from shardax.errors import PlanError, PlanInputError
+from shardax.errors import PlanError, PlanInputError, RowError
 from shardax.plan.timing.figures import default_figures, figure_table
 from shardax.plan.timing.kernels import Kernels, Links
 from shardax.plan.timing.memory import memory_bytes, saved_bytes, state_bytes
@@ -321,12 +321,55 @@ def test_command_prints_worst_rows(
         ({"tensor": 5}, "tensor=5 must be a divisor of 32 heads"),
         ({"virtual": 2}, "virtual=2 must be 1, as there is no pipeline"),
         ({"zero": 4}, "zero=4 must be 0, 1, 2 or 3"),
+        ({"shards": 3}, "shards=3 must be a divisor of the 8 devices of data and context, or 0"),
+        ({"shards": 16}, "shards=16 must be a divisor of the 8 devices"),
+        ({"context": 3}, "context=3 must be a divisor of sequence=4096"),
+        (
+            {"context": 8, "tensor": 8, "context_kind": "ulysses"},
+            "context=8 must be a divisor of the 4 heads of a tensor shard",
+        ),
+        ({"offloaded_layers": 33}, "offloaded_layers=33 must be at most 32 layers"),
     ],
 )
 def test_layouts_that_do_not_divide_are_refused(changes: dict[str, Any], message: str) -> None:
     options: Any = {"global_batch": 64, "sequence": 4096, "data": 8, **changes}
     with pytest.raises(PlanInputError, match=message):
         plan.predict(LLAMA, plan.TrainingStep(**options), "h100")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("sequence_parallel", "no", "True or False"),
+        ("split_stream", 1, "True or False"),
+        ("fused_attention", "false", "True or False"),
+        ("broadcast_parameters", 0, "True or False"),
+        ("overlap_experts", "off", "True or False"),
+        ("host_optimizer", "no", "True or False"),
+        ("overlap_tensor", "no", "True, False or None"),
+        ("overlap_gradients", 1, "True, False or None"),
+        ("state_bytes", -1, "a finite number of at least 0"),
+        ("state_bytes", "16", "a finite number of at least 0"),
+        ("gradient_bytes", float("nan"), "a finite number of at least 0"),
+        ("gradient_copy_bytes", -2, "a finite number of at least 0"),
+        ("update_bytes", float("inf"), "a finite number of at least 0"),
+        ("bucket_elements", True, "a finite number of at least 0"),
+        ("capacity_factor", "1", "a finite number of at least 0"),
+        ("microbatch", "2", "a finite number of at least 0"),
+        ("global_batch", float("inf"), "a finite number above 0"),
+        ("sequence", float("inf"), "an integer of at least 1"),
+        ("sequence", 4096.5, "an integer of at least 1"),
+        ("offloaded_layers", -1, "an integer of at least 0"),
+        ("offloaded", "query_proj", "a tuple of names"),
+        ("recompute", True, "a text"),
+    ],
+)
+def test_training_step_refuses_values_of_other_kinds(
+    name: str, value: object, expected: str
+) -> None:
+    options: Any = {"global_batch": 64, "sequence": 4096, name: value}
+    with pytest.raises(PlanInputError, match=f"^{name}={value!r} must be {expected}.$"):
+        plan.TrainingStep(**options)
 
 
 def test_heads_that_cannot_be_shared_are_refused() -> None:
@@ -340,6 +383,41 @@ def test_cpu_and_unusable_figures_are_refused() -> None:
         plan.predict(LLAMA, step, "cpu")
     with pytest.raises(PlanInputError, match=r"links\.switch_share=nan must be a finite number"):
         plan.predict(LLAMA, step, "h100", figures={"links.switch_share": float("nan")})
+    text: Any = "x"
+    with pytest.raises(PlanInputError, match=r"links\.switch_share='x' must be a finite number"):
+        plan.predict(LLAMA, step, "h100", figures={"links.switch_share": text})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"step_second": 0.5}, r"^Row 1: A row has no 'step_second'"),
+        ({"hw": "h1000"}, r"^Row 1: .*h1000"),
+        ({"hw": "cpu"}, r"^Row 1: hw is 'cpu'; the time model is of GPUs and TPUs"),
+        ({"optimizer": "adan"}, r"^Row 1: The row's optimizer 'adan' is not known"),
+        ({"layout": {"dp": 3}}, r"^Row 1: devices=8 must be the product of degrees, 3"),
+        ({"layout": {"data": 3}}, r"^Row 1: layout of a row has no 'data'"),
+        ({"step_seconds": "0.5"}, r"^Row 1: step_seconds is '0.5'; it is a number, or None"),
+    ],
+)
+def test_calibrate_refuses_rows_by_number(changes: dict[str, Any], message: str) -> None:
+    bare = {name: value for name, value in ROW.items() if name != "step_seconds"}
+    bare |= {"chips": 8, "devices": 8}
+    with pytest.raises(RowError, match=message):
+        plan.calibrate([ROW, {**bare, **changes}])
+
+
+@pytest.mark.parametrize(
+    ("rows", "rounds", "message"),
+    [
+        (ROW, 1, "rows is a dict, not a list of rows"),
+        ([ROW], 0, "rounds=0 must be an integer of at least 1"),
+        ([None], 1, "Row 0: A row is a NoneType"),
+    ],
+)
+def test_calibrate_refuses_what_is_no_list_of_rows(rows: Any, rounds: int, message: str) -> None:
+    with pytest.raises(PlanInputError, match=message):
+        plan.calibrate(rows, rounds=rounds)
 
 
 def test_rows_without_usable_seconds_are_left_out() -> None:

@@ -83,7 +83,8 @@ def figures_of(chip: Hardware, changes: Mapping[str, float] | None = None) -> di
     for name, value in {**chip.time_figures, **(changes or {})}.items():
         if name not in values:
             raise PlanInputError(f"There is no figure {name!r}; there are {', '.join(values)}.")
-        is_figure = math.isfinite(value) and value >= 0
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        is_figure = is_number and math.isfinite(value) and value >= 0
         _OPTIONS.check(name, value, is_figure, "a finite number of at least 0")
         values[name] = value
     return values

@@ -16,12 +16,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from shardax.extend import Options
 from shardax.plan.errors import HardwareError, PlanInputError, RowError
 from shardax.plan.hardware.hardware import Hardware
 from shardax.plan.timing.figures import default_figures, figure_table, generation
-from shardax.plan.timing.rows import Row, read_row
+from shardax.plan.timing.rows import MissingSizeError, Row, check_fields, read_row
 from shardax.plan.timing.step import step_parts
 from shardax.plan.timing.transformer import TrainingStep, TransformerShape
+
+_OPTIONS = Options(PlanInputError)
 
 SPREAD = 0.08  # of a measurement, as a logarithm
 PRIORS = 8.0  # spread of a prior between its bounds: one part of so many
@@ -73,7 +76,8 @@ def calibrate(
 
     Raises:
         PlanInputError: No row can be predicted.
-        RowError: A row has a name or a word that is not known.
+        RowError: A row has a name, a word or a value that is not known, or is of a CPU, whether it
+            ran or not. The text has the row's number, from 0.
 
     Example:
         >>> from shardax import plan
@@ -86,6 +90,9 @@ def calibrate(
         >>> 0 < figures["hopper.product_share"] < 1
         True
     """
+    if isinstance(rows, Mapping | str):
+        raise PlanInputError(f"rows is a {type(rows).__name__}, not a list of rows.")
+    _OPTIONS.integers(rounds=rounds)
     measurements = read_measurements(rows)
     if not measurements:
         raise PlanInputError(
@@ -96,20 +103,40 @@ def calibrate(
 
 
 def read_measurements(rows: Iterable[Row]) -> list[Measurement]:
-    """Returns the rows that ran and say enough."""
+    """Returns the rows that ran and say enough.
+
+    A row with a name or a value that is not known is an error, whether it ran or not.
+    """
     measurements: list[Measurement] = []
-    for row in rows:
-        seconds = row.get("step_seconds")
-        if not isinstance(seconds, int | float) or not 0 < seconds < math.inf:
-            continue
+    for number, row in enumerate(rows):
         try:
-            source = str(row.get("group") or row.get("source") or "")
-            measurements.append(Measurement(*read_row(row), seconds, source))
-        except RowError:
-            raise
-        except (PlanInputError, HardwareError):
+            check_fields(row)
+            measurement = _read_measurement(row)
+        except MissingSizeError:
             continue
+        except (PlanInputError, HardwareError) as error:
+            raise RowError(f"Row {number}: {error}") from error
+        if measurement is not None:
+            measurements.append(measurement)
     return measurements
+
+
+def _read_measurement(row: Row) -> Measurement | None:
+    """Returns a row as a measured step; None if it did not run."""
+    seconds = row.get("step_seconds")
+    is_number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
+    if seconds is not None and not is_number:
+        raise RowError(f"step_seconds is {seconds!r}; it is a number, or None.")
+    model, step, hardware, software = read_row(row)
+    if hardware.kind == "cpu":
+        raise RowError(
+            f"hw is {row.get('hw')!r}; the time model is of GPUs and TPUs. For a CPU's rates there "
+            "is plan.calibrate_cpu."
+        )
+    if not is_number or not 0 < seconds < math.inf:
+        return None
+    source = str(row.get("group") or row.get("source") or "")
+    return Measurement(model, step, hardware, software, seconds, source)
 
 
 def fit(

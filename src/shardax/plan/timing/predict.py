@@ -145,6 +145,14 @@ def _check_layout(model: TransformerShape, step: TrainingStep) -> None:
     divides = experts % step.expert == 0 if experts else step.expert == 1
     expected = f"a divisor of {experts} experts" if experts else "1, as the model has no experts"
     _OPTIONS.check("expert", step.expert, divides, expected)
+    offloaded = step.offloaded_layers
+    expected = f"at most {layers} layers"
+    _OPTIONS.check("offloaded_layers", offloaded, offloaded <= layers, expected)
+    # Ulysses gives each shard of the sequence whole heads, of those of its tensor shard.
+    own = heads // step.tensor
+    divides = step.context_kind != "ulysses" or own % step.context == 0
+    expected = f"a divisor of the {own} heads of a tensor shard, for context_kind='ulysses'"
+    _OPTIONS.check("context", step.context, divides, expected)
 
 
 def model_operations(model: TransformerShape, step: TrainingStep) -> float:

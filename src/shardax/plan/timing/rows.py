@@ -11,6 +11,7 @@ overlap are the tuned ones. Whoever else runs it, or does not say what runs, has
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -25,6 +26,10 @@ from shardax.plan.timing.transformer import SOFTWARE, Recompute, TrainingStep, T
 Row = Mapping[str, Any]
 _OPTIONS = Options(PlanInputError)
 _ADAPTER_RANK = 16  # of LoRA, where a row does not say it: NeMo's and PEFT's recipes have 8 to 32
+
+
+class MissingSizeError(PlanInputError):
+    """A row does not say a size that has no default."""
 
 
 def read_row(row: Row) -> tuple[TransformerShape, TrainingStep, Hardware, str]:
@@ -53,29 +58,41 @@ def read_row(row: Row) -> tuple[TransformerShape, TrainingStep, Hardware, str]:
             ...
         shardax.errors.RowError: The row's precision 'bf61' is not known; it is 'bf16', ...
     """
+    check_fields(row)
     layout = row.get("layout") or {}
-    words.check_names("A row", row, words.ROW_FIELDS)
-    words.check_names("layout of a row", layout, words.LAYOUT_FIELDS)
     words.optimizer_of(row)
-    sequence = _number(row, "seq_len")
-    batch = _number(row, "global_batch_seqs")
-    model = _model(row, int(sequence))
+    sequence = _count(row, "seq_len")
+    batch = _amount(row, "global_batch_seqs")
+    if sequence is None or batch is None:
+        missing = "seq_len" if sequence is None else "global_batch_seqs"
+        raise MissingSizeError(f"The row says no {missing}.")
+    model = _model(row, sequence)
     chip = _chip(row)
     software = _software(row)
 
     def degree(name: str) -> int:
-        return max(1, int(layout.get(name) or 1))
+        return _count(layout, name) or 1
 
     # Degrees of parallelism, and sequences at a time.
-    devices = int(row.get("devices") or row.get("chips") or 0)
+    devices = _count(row, "devices")
+    # Of chips of two devices, one device is half a chip.
+    chips = _count(row, "chips") if devices is None else _amount(row, "chips")
+    devices = devices or int(chips or 0)
     tensor, context, pipeline = degree("tp"), degree("cp"), degree("pp")
-    data = int(layout.get("dp") or 0) or max(1, devices // (tensor * context * pipeline))
-    microbatch = row.get("seqs_per_dp_rank_per_microbatch") or 0
-    if not microbatch and row.get("grad_accum"):
-        microbatch = batch / data / row["grad_accum"]
+    data = _count(layout, "dp") or max(1, devices // (tensor * context * pipeline))
+    if not devices and "dp" not in layout:
+        raise MissingSizeError("The row says no chips, devices or layout.dp.")
+    microbatch = _amount(row, "seqs_per_dp_rank_per_microbatch") or 0.0
+    accumulated = _amount(row, "grad_accum")
+    if not microbatch and accumulated:
+        microbatch = batch / data / accumulated
+    sharded, group = _count(layout, "fsdp", least=0), _count(layout, "zero1_group", least=0)
     zero = layout.get("zero")
-    zero = (3 if layout.get("fsdp") else 1) if zero is None else int(zero)
-    shards = max(0, int(layout.get("fsdp" if zero >= 2 else "zero1_group") or 0))
+    if zero is None:
+        zero = 3 if sharded else 1
+    elif not Options.is_integer(zero) or zero not in range(4):
+        raise RowError(f"zero is {zero!r}; it is 0, 1, 2 or 3.")
+    shards = (sharded if zero >= 2 else group) or 0
     if zero >= 2 and software.startswith("pytorch"):
         shards *= context
 
@@ -84,7 +101,7 @@ def read_row(row: Row) -> tuple[TransformerShape, TrainingStep, Hardware, str]:
     offload = words.offload_of(row)
     is_partitioned = software == "xla" or chip.kind == "tpu"
     is_flash = kernel.startswith("flash") or not kernel
-    is_split = bool(layout.get("sp")) or (not is_partitioned and tensor > 1 and is_flash)
+    is_split = bool(_said(row, "sp")) or (not is_partitioned and tensor > 1 and is_flash)
     has_adapters = words.task_of(row) == "lora"
     recompute = str(row.get("recompute") or "none")
     try:
@@ -93,7 +110,7 @@ def read_row(row: Row) -> tuple[TransformerShape, TrainingStep, Hardware, str]:
         raise RowError(str(error)) from None
     step = TrainingStep(
         global_batch=batch,
-        sequence=int(sequence),
+        sequence=sequence,
         devices=devices,
         data=data,
         zero=zero,
@@ -106,7 +123,7 @@ def read_row(row: Row) -> tuple[TransformerShape, TrainingStep, Hardware, str]:
         virtual=degree("vpp"),
         expert=degree("ep"),
         slices=degree("slices"),
-        microbatch=float(microbatch or 0),
+        microbatch=float(microbatch),
         precision=words.precision_of(row),
         recompute=recompute,
         fused_attention=kernel not in ("unfused", "fused softmax"),
@@ -115,12 +132,12 @@ def read_row(row: Row) -> tuple[TransformerShape, TrainingStep, Hardware, str]:
         **_states(row, is_partitioned=is_partitioned),
         overlap_tensor=_said(row, "async_tp", "overlap_tensor", "tp_comm_overlap"),
         overlap_gradients=_said(row, "overlap_gradients", "overlap_grad_reduce"),
-        overlap_experts=bool(layout.get("moe_a2a_overlap")),
+        overlap_experts=bool(_said(row, "moe_a2a_overlap")),
         graphs=_graphs(layout),
         offloaded_layers=model.layers if offload.layers < 0 else offload.layers,
         offloaded=offload.activations,
         host_optimizer=offload.optimizer,
-        adapter_rank=int(layout.get("lora_rank") or _ADAPTER_RANK) if has_adapters else 0,
+        adapter_rank=(_count(layout, "lora_rank") or _ADAPTER_RANK) if has_adapters else 0,
         capacity_factor=words.capacity_factor_of(layout),
         expert_nodes=_expert_nodes(row, degree("ep"), chip),
         context_kind=words.context_kind_of(layout, str(row.get("attention_kernel") or "").lower()),
@@ -128,15 +145,59 @@ def read_row(row: Row) -> tuple[TransformerShape, TrainingStep, Hardware, str]:
     return model, step, chip, software
 
 
+def check_fields(row: Row) -> None:
+    """Refuses a row, or a part of it, that is no table or has names that are not known."""
+    if not isinstance(row, Mapping):
+        raise RowError(f"A row is a {type(row).__name__}; it is a table of names and values.")
+    words.check_names("A row", row, words.ROW_FIELDS)
+    for part, known in (("layout", words.LAYOUT_FIELDS), ("arch", words.ARCH_FIELDS)):
+        table = row.get(part)
+        if table is None:
+            continue
+        if not isinstance(table, Mapping):
+            raise RowError(f"{part} is {table!r}; it is a table of names and values.")
+        words.check_names(f"{part} of a row", table, known)
+
+
+def _count(table: Mapping[str, Any], name: str, *, least: int = 1) -> int | None:
+    """Returns a whole number of a row; None if the row does not say it."""
+    value = table.get(name)
+    if value is None:
+        return None
+
+    # Tables of numbers have 8.0 for 8.
+    is_whole = Options.is_integer(value) or (isinstance(value, float) and value.is_integer())
+    if not is_whole or value < least:
+        raise RowError(f"{name} is {value!r}; it is an integer of at least {least}.")
+    return int(value)
+
+
+def _amount(table: Mapping[str, Any], name: str) -> float | None:
+    """Returns a positive number of a row; None if the row does not say it."""
+    value = table.get(name)
+    if value is None:
+        return None
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not 0 < value < math.inf:
+        raise RowError(f"{name} is {value!r}; it is a positive number.")
+    return value
+
+
+def _flag(table: Mapping[str, Any], name: str) -> bool | None:
+    """Returns what a table says by true or false; None if nothing."""
+    value = table.get(name)
+    if value is not None and not isinstance(value, bool):
+        raise RowError(f"{name} is {value!r}; it is true or false.")
+    return value
+
+
 def _said(row: Row, *names: str) -> bool | None:
     """Returns what a row or its layout says by one of some names; None if nothing."""
     layout = row.get("layout") or {}
     for name in names:
         for table in (row, layout):
-            value = table.get(name)
+            value = _flag(table, name)
             if value is not None:
-                if not isinstance(value, bool):
-                    raise RowError(f"{name} is {value!r}; it is true or false.")
                 return value
     return None
 
@@ -200,19 +261,11 @@ def _states(row: Row, *, is_partitioned: bool) -> dict[str, float]:
     return {"gradient_bytes": gradient, "state_bytes": 16, "update_bytes": 4}
 
 
-def _number(row: Row, name: str) -> float:
-    value = row.get(name)
-    if not isinstance(value, int | float) or value <= 0:
-        raise PlanInputError(f"The row says no {name} ({value!r}).")
-    return value
-
-
 def _model(row: Row, sequence: int) -> TransformerShape:
     arch = row.get("arch") or {}
-    words.check_names("arch of a row", arch, words.ARCH_FIELDS)
     sizes = ("layers", "embed", "mlp_hidden", "heads", "vocab")
-    if missing := [name for name in sizes if not arch.get(name)]:
-        raise PlanInputError(f"The row says no {', '.join(missing)} of the model.")
+    if missing := [name for name in sizes if arch.get(name) is None]:
+        raise MissingSizeError(f"The row says no {', '.join(missing)} of the model.")
     kind = arch.get("attention_type")
     if kind is not None and kind not in words.ATTENTION_TYPES:
         raise words.unknown_words("arch.attention_type", kind, words.ATTENTION_TYPES)
@@ -231,7 +284,7 @@ def _model(row: Row, sequence: int) -> TransformerShape:
         kv_heads=arch.get("kv_heads") or 0,
         head_dim=(arch.get("qk_nope") if latent else arch.get("head_dim")) or 0,
         mlp_matrices=arch.get("mlp_mats") or 3,
-        tied=bool(arch.get("tied")),
+        tied=bool(_flag(arch, "tied")),
         experts=arch.get("experts") or 0,
         top_k=arch.get("top_k") or (1 if arch.get("experts") else 0),
         expert_hidden=arch.get("moe_mlp") or 0,

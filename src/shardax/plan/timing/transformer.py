@@ -13,6 +13,8 @@ import math
 import re
 from dataclasses import dataclass
 
+import numpy as np
+
 from shardax.extend import Options
 from shardax.plan.errors import PlanInputError
 from shardax.plan.timing.words import ACTIVATIONS, ATTENTION_KERNELS, CONTEXT_KINDS
@@ -299,6 +301,12 @@ def _named_policy(policy: str, matrices: int) -> Recompute:
     )
 
 
+def _is_finite(value: object) -> bool:
+    """Whether a value is a finite number, and no boolean."""
+    is_number = Options.is_integer(value) or isinstance(value, float | np.floating)
+    return is_number and math.isfinite(value)
+
+
 @dataclass(frozen=True)
 class TrainingStep:
     """A training step's layout: degrees of parallelism, batch, precision and recomputation.
@@ -357,8 +365,9 @@ class TrainingStep:
             ``"gather"`` or ``"ulysses"`` (an exchange of heads).
 
     Raises:
-        PlanInputError: A degree is no integer of at least 1, the policy is unknown, or batch,
-            microbatch, devices and slices do not divide.
+        PlanInputError: A value is of another type, a degree is no integer of at least 1, a number
+            is negative or not finite, the policy is unknown, or batch, sequence, microbatch,
+            devices, shards and slices do not divide.
 
     Example:
         >>> from shardax import plan
@@ -405,12 +414,12 @@ class TrainingStep:
     context_kind: str = "zigzag"
 
     def __post_init__(self) -> None:
+        self._check_values()
         for name in ("data", "tensor", "context", "pipeline", "virtual", "expert", "slices"):
             degree = getattr(self, name)
             if not Options.is_integer(degree) or degree < 1:
                 raise PlanInputError(f"{name} is {degree!r}; a degree is an integer of at least 1.")
-        _OPTIONS.check("global_batch", self.global_batch, self.global_batch > 0, "above 0")
-        _OPTIONS.check("sequence", self.sequence, self.sequence >= 1, "at least 1")
+        _OPTIONS.integers(sequence=self.sequence)
         if self.precision not in PRECISIONS:
             raise PlanInputError(
                 f"precision is {self.precision!r}; it is one of {', '.join(PRECISIONS)}."
@@ -423,11 +432,9 @@ class TrainingStep:
         _OPTIONS.choice("context_kind", self.context_kind, CONTEXT_KINDS)
         for name in self.offloaded:
             _OPTIONS.choice("offloaded", name, ACTIVATIONS)
-        _OPTIONS.check(
-            "capacity_factor", self.capacity_factor, self.capacity_factor >= 0, "at least 0"
-        )
         _OPTIONS.integers(
             0,
+            offloaded_layers=self.offloaded_layers,
             devices=self.devices,
             shards=self.shards,
             adapter_rank=self.adapter_rank,
@@ -436,6 +443,13 @@ class TrainingStep:
         product = self.data * self.tensor * self.context * self.pipeline
         is_product = self.devices in (0, product)
         _OPTIONS.check("devices", self.devices, is_product, f"the product of degrees, {product}")
+        replicas = self.data * self.context
+        divides = not self.shards or replicas % self.shards == 0
+        expected = f"a divisor of the {replicas} devices of data and context, or 0"
+        _OPTIONS.check("shards", self.shards, divides, expected)
+        divides = self.sequence % self.context == 0
+        expected = f"a divisor of sequence={self.sequence}"
+        _OPTIONS.check("context", self.context, divides, expected)
         divides = product % self.slices == 0
         _OPTIONS.check("slices", self.slices, divides, f"a divisor of the {product} devices")
         fits = self.global_batch % self.data == 0
@@ -445,6 +459,31 @@ class TrainingStep:
         expected = f"a divisor of the {self.replica_batch:g} sequences of a batch shard, or 0"
         _OPTIONS.check("microbatch", self.microbatch, is_divisor, expected)
         Recompute.parse(self.recompute)
+
+    def _check_values(self) -> None:
+        """Refuses values of other types, and numbers that are none."""
+        for name in (
+            *("sequence_parallel", "split_stream", "fused_attention", "broadcast_parameters"),
+            *("overlap_experts", "host_optimizer"),
+        ):
+            _OPTIONS.choice(name, getattr(self, name), (True, False))
+        for name in ("overlap_tensor", "overlap_gradients"):
+            _OPTIONS.choice(name, getattr(self, name), (True, False, None))
+        for name in (
+            *("microbatch", "state_bytes", "gradient_bytes", "gradient_copy_bytes"),
+            *("update_bytes", "bucket_elements", "capacity_factor"),
+        ):
+            value = getattr(self, name)
+            fits = _is_finite(value) and value >= 0
+            _OPTIONS.check(name, value, fits, "a finite number of at least 0")
+        batch = self.global_batch
+        fits = _is_finite(batch) and batch > 0
+        _OPTIONS.check("global_batch", batch, fits, "a finite number above 0")
+        is_text = isinstance(self.recompute, str)
+        _OPTIONS.check("recompute", self.recompute, is_text, "a text")
+        # The letters of a text would be taken for names.
+        is_tuple = isinstance(self.offloaded, tuple)
+        _OPTIONS.check("offloaded", self.offloaded, is_tuple, "a tuple of names")
 
     @property
     def device_count(self) -> int:

@@ -102,12 +102,18 @@ def task_of(row: Mapping[str, Any]) -> str:
     return names[text]
 
 
+_NEGATIONS = r"\b(no|not|non|never|without|disabled?|off)\b"
+_ENGINES = "fused|cpu|paged|deepspeedcpu|distributed"  # before an optimizer's name, as FusedAdam
+
+
 def optimizer_of(row: Mapping[str, Any]) -> str:
     """Returns the family of a row's optimizer, one of ``OPTIMIZERS``."""
     text = str(row.get("optimizer") or "adam").lower()
-    for name in OPTIMIZERS:
-        if name in text:
-            return name
+    families = set(
+        re.findall(rf"(?<![a-z])(?:{_ENGINES})?({'|'.join(OPTIMIZERS)})w?(?![a-z])", text)
+    )
+    if families and not re.search(_NEGATIONS, text):
+        return next(name for name in OPTIMIZERS if name in families)
     raise unknown_words("optimizer", row.get("optimizer"), OPTIMIZERS)
 
 
@@ -186,8 +192,9 @@ def attention_kernel_of(row: Mapping[str, Any]) -> str:
     if not row.get("attention_kernel"):
         return ""
     text = str(row["attention_kernel"]).lower()
+    is_denied = re.search(_NEGATIONS, text) is not None
     for pattern, name in _KERNEL_WORDS:
-        if re.search(pattern, text):
+        if not is_denied and re.search(pattern, text):
             return name
     raise unknown_words("attention_kernel", row["attention_kernel"], ATTENTION_KERNELS)
 
