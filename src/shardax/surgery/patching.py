@@ -143,7 +143,9 @@ class Patched(TransparentWrapper):
         changed = self._changed(first_argument("patch", self.body, args, kwargs))
         if args:
             return self.body(changed, *args[1:], **kwargs)
+
         keyword = first_keyword(self.body, kwargs)
+        assert keyword is not None  # else ``first_argument`` has refused the call
         return self.body(**{**kwargs, keyword: changed})
 
     def _changed(self, old: PyTree) -> PyTree:
