@@ -372,6 +372,25 @@ def test_training_step_refuses_values_of_other_kinds(
         plan.TrainingStep(**options)
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("mlp_matrices", "3", "an integer of at least 1"),
+        ("head_dim", 64.5, "an integer of at least 0"),
+        ("experts", "8", "an integer of at least 0"),
+        ("window", -1, "an integer of at least 0"),
+        ("tied", "no", "True or False"),
+        ("windowed_share", 1.5, "a number from 0 to 1"),
+    ],
+)
+def test_transformer_shape_refuses_values_of_other_kinds(
+    name: str, value: object, expected: str
+) -> None:
+    sizes: Any = {"layers": 2, "embed": 64, "mlp_hidden": 64, "heads": 2, "vocab": 64, name: value}
+    with pytest.raises(PlanInputError, match=f"^{name}={value!r} must be {expected}.$"):
+        plan.TransformerShape(**sizes)
+
+
 def test_heads_that_cannot_be_shared_are_refused() -> None:
     with pytest.raises(PlanInputError, match="kv_heads=5 must be a divisor of heads=32"):
         plan.TransformerShape(layers=2, embed=64, mlp_hidden=64, heads=32, kv_heads=5, vocab=64)
