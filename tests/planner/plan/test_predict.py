@@ -405,6 +405,8 @@ def test_cpu_and_unusable_figures_are_refused() -> None:
     text: Any = "x"
     with pytest.raises(PlanInputError, match=r"links\.switch_share='x' must be a finite number"):
         plan.predict(LLAMA, step, "h100", figures={"links.switch_share": text})
+    with pytest.raises(PlanInputError, match="figures is a str, not a mapping of names"):
+        plan.predict(LLAMA, step, "h100", figures=text)
 
 
 @pytest.mark.parametrize(
@@ -430,6 +432,7 @@ def test_calibrate_refuses_rows_by_number(changes: dict[str, Any], message: str)
     ("rows", "rounds", "message"),
     [
         (ROW, 1, "rows is a dict, not a list of rows"),
+        (None, 1, "rows is a NoneType, not a list of rows"),
         ([ROW], 0, "rounds=0 must be an integer of at least 1"),
         ([None], 1, "Row 0: A row is a NoneType"),
     ],
