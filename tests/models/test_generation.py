@@ -373,6 +373,11 @@ def test_nothing_to_add_gives_the_prompts_back(model: Decoder) -> None:
         ([[1]], {"min_p": 1.5}, r"min_p=1\.5"),
         ([[1]], {"repetition_penalty": 0.0}, r"repetition_penalty=0\.0"),
         ([[1]], {"stop": [-1]}, r"stop=\[-1\]"),
+        ([[1]], {"stop": 2**32 + 31}, r"stop=4294967327.* below"),
+        ([[1]], {"seed": 2**32 + 3}, r"seed=4294967299.* from 0 to 2\*\*32 - 1"),
+        ([[1]], {"seed": 1.5}, "seed=1.5"),
+        ([[1]], {"seed": "a"}, "seed='a'"),
+        ([[1]], {"seed": jax.random.key(0)}, "seed="),
     ],
 )
 def test_invalid_prompts_and_options_are_refused(

@@ -17,6 +17,7 @@ import pytest
 import shardax as sx
 from shardax.errors import GenerationError, PretrainedError
 from shardax.models import GenerationConfig, from_pretrained, generate, save_pretrained
+from tests.advice import run_advice
 from tests.conftest import make_mesh
 from tests.models import test_encoder_decoders as encoder_decoders
 from tests.needs import needs
@@ -229,6 +230,35 @@ def test_trained_models_are_published_with_their_stops(tmp_path: Path) -> None:
     model.generation_config = GenerationConfig(stop=(4,))
     save_pretrained(model, tmp_path / "model")
     assert from_pretrained(tmp_path / "model").generation_config.stop == (4,)
+
+
+def test_model_without_a_config_of_texts_is_read_back_without_one(tmp_path: Path) -> None:
+    folder = written(tmp_path / "model", decoder())
+    content = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**content, "eos_token_id": 4}))
+    model = from_pretrained(folder)
+    model.generation_config = None
+    save_pretrained(model, tmp_path / "again")
+    assert from_pretrained(tmp_path / "again").generation_config is None
+
+
+def test_stops_are_made_a_tuple_that_a_model_can_have() -> None:
+    model = decoder()
+    for stop, tokens in ((5, (5,)), ([5, 6], (5, 6)), (None, ()), ((5,), (5,))):
+        model.generation_config = GenerationConfig(stop=stop)  # ty: ignore[invalid-argument-type]
+        assert model.generation_config.stop == tokens
+    with pytest.raises(GenerationError, match="has the token 'a'"):
+        GenerationConfig(stop="a")  # ty: ignore[invalid-argument-type]
+
+
+def test_config_of_texts_of_another_class_is_refused() -> None:
+    model: Any = decoder()
+    model.generation_config = {"stop": (5,)}
+    with pytest.raises(GenerationError, match="generation_config is a Dict") as caught:
+        generate(model, [[1]], **GREEDY)
+    code = "model.generation_config = sx.models.GenerationConfig(stop=(2,))"
+    run_advice(caught.value, code, {"sx": sx, "model": model})
+    generate(model, [[1]], **GREEDY)
 
 
 def test_tokens_that_are_none_are_refused(tmp_path: Path) -> None:

@@ -117,6 +117,8 @@ class _BoundCall:
                     raise UntranslatableError("it is called with *arguments")
                 continue
             if arg.star == "**":
+                if self.name.written:
+                    raise UntranslatableError("it is called with **options, and a default differs")
                 note = "options given as ** keep their names: compare them with those here"
                 self.plan.checks.append(note)
                 continue
@@ -175,6 +177,8 @@ def plan_call(key: str, name: Name, args: Sequence[cst.Arg], partial: bool = Fal
     for keyword, code in name.written.items():
         if keyword not in call.values:
             call.plan.added[name.renamed.get(keyword, keyword)] = code
+    if partial and (later := name.written.keys() - call.values.keys()):
+        raise UntranslatableError(f"a later {sorted(later)[0]}= would mean something else")
     if partial and name.positional == 0 and any(arg.keyword is None for arg in args):
         raise UntranslatableError("its arguments are in another order")
     return call.plan

@@ -16,12 +16,15 @@ from typing import Any, Literal, cast
 import libcst as cst
 from libcst import metadata
 
-from shardax._migrate.program import SourceProgram, dotted, root_of
+from shardax._migrate.program import SourceProgram, dotted, is_set, root_of
+from shardax._migrate.project import Project
 from shardax._migrate.rules import LAYER_ATTRIBUTES, NAMES, NNX, VARIABLES
 
 # Packages whose functions make nothing of Flax; of others, classes do not.
 _OTHERS = ("numpy", "optax", "torch", "tensorflow", "scipy", "pandas")
 _OTHER_CLASSES = frozenset({*sys.stdlib_module_names, "jax"})
+# Annotations that Modules and Variables satisfy too. As a base they add nothing of Flax.
+_ANYTHING = ("typing.", "collections.abc.", "abc.", "types.", "object", "type", "super")
 _LITERALS = (
     cst.Dict | cst.List | cst.Set | cst.Tuple | cst.BaseString | cst.BaseNumber | cst.BaseComp
 )
@@ -43,9 +46,17 @@ OTHER = FlaxKind("other")
 class Kinds:
     """The kinds of values of one program."""
 
-    def __init__(self, program: SourceProgram) -> None:
+    def __init__(self, program: SourceProgram, project: Project) -> None:
         self.program = program
+        self.project = project
         self._asked: set[cst.CSTNode] = set()
+        # Attributes that the file sets, by name; and its calls of setattr.
+        self.stores: dict[str, list[cst.Attribute]] = {}
+        for attribute in program.all(cst.Attribute):
+            if is_set(attribute, program.parents):
+                self.stores.setdefault(attribute.attr.value, []).append(attribute)
+        calls = program.all(cst.Call)
+        self._setattrs = [call for call in calls if dotted(call.func).endswith("setattr")]
 
     def of(self, node: cst.CSTNode) -> FlaxKind | None:
         """Returns the kind of a value, or None where it is not known."""
@@ -90,23 +101,39 @@ class Kinds:
         if owner in self._asked:
             return None
         self._asked.add(owner)
-        kinds = [self.of_class(base.value) for base in owner.bases]
-        self._asked.discard(owner)
+        kinds = [self._of_base(base.value) for base in owner.bases]
         of_flax = [kind for kind in kinds if kind is not None and kind.family != "other"]
+        of_flax.sort(key=lambda kind: kind.name not in LAYER_ATTRIBUTES)
+        # What derives from a plain class may be a Module too.
+        derived = [self.of_definition(each) for each in self._derived(owner)] if not of_flax else []
+        self._asked.discard(owner)
         if of_flax:
             return FlaxKind(of_flax[0].family, of_flax[0].name, owner)
-        return FlaxKind("other", "", owner) if None not in kinds else None
+        is_other = all(kind is not None and kind.family == "other" for kind in kinds + derived)
+        return FlaxKind("other", "", owner) if is_other else None
+
+    def _of_base(self, node: cst.BaseExpression) -> FlaxKind | None:
+        plain = node.value if isinstance(node, cst.Subscript) else node
+        origin = self.program.origin_of(plain)
+        name = origin.name if origin is not None and not origin.doubt else dotted(plain)
+        return OTHER if name.startswith(_ANYTHING) else self.of_class(node)
+
+    def _derived(self, owner: cst.ClassDef) -> list[cst.ClassDef]:
+        """Returns the classes of the file of which a class is a base."""
+        return [each for each in self.program.all(cst.ClassDef) if owner in self._bases(each)]
+
+    def _bases(self, owner: cst.ClassDef) -> list[cst.CSTNode | None]:
+        return [self.program.only_binding(base.value) for base in owner.bases]
 
     def _is_other(self, node: cst.CSTNode) -> bool:
         """Whether a name is of a builtin class, or of a package that makes nothing of Flax."""
         root = root_of(node)
         bindings = self.program.bindings(root.value, root) if isinstance(root, cst.Name) else []
         if bindings and all(isinstance(b, metadata.BuiltinAssignment) for b in bindings):
-            return (
-                isinstance(getattr(builtins, dotted(node), None), type) and dotted(node) != "super"
-            )
+            is_class = isinstance(getattr(builtins, dotted(node), None), type)
+            return is_class and dotted(node) not in _ANYTHING
         origin = self.program.origin_of(node)
-        if origin is None or origin.doubt:
+        if origin is None or origin.doubt or origin.name.startswith(_ANYTHING):
             return False
         package, last = origin.name.partition(".")[0], origin.name.rpartition(".")[2]
         return package in _OTHERS or (package in _OTHER_CLASSES and last[:1].isupper())
@@ -166,7 +193,10 @@ class Kinds:
     def _given(self, function: cst.FunctionDef, name: str, position: int) -> FlaxKind | None:
         """Returns the kind that every call in the file gives to a parameter of a function."""
         bindings = self.program.bindings(function.name.value, function)
+        taken = self.project.taken
         if len(bindings) != 1 or not all(map(self._is_transform, function.decorators)):
+            return None
+        if function.name.value in taken or "*" in taken:  # another file may call it
             return None
         kinds: list[FlaxKind | None] = []
         for access in cast(Any, bindings[0]).references:
@@ -183,9 +213,11 @@ class Kinds:
     def _is_transform(self, decorator: cst.Decorator) -> bool:
         """Whether a decorator is of Flax or JAX, also by ``functools.partial``."""
         node = decorator.decorator
-        node = node.func if isinstance(node, cst.Call) else node
-        origin = self.program.origin_of(node)
-        return origin is not None and origin.name.startswith(("flax.", "jax.", "functools."))
+        call = node if isinstance(node, cst.Call) else None
+        origin = self.program.origin_of(node if call is None else call.func)
+        if origin is not None and origin.name == "functools.partial" and call and call.args:
+            origin = self.program.origin_of(call.args[0].value)
+        return origin is not None and not origin.doubt and origin.name.startswith(("flax.", "jax."))
 
     # --- calls and attributes ---------------------------------------------------------------------
 
@@ -212,26 +244,32 @@ class Kinds:
 
     def _values_of(self, owner: cst.ClassDef, name: str) -> Iterable[FlaxKind | None]:
         """Yields the kinds of all that the file sets an attribute to, on objects of a class."""
-        for statement in self.program.all(cst.AssignTarget, cst.AnnAssign, cst.AugAssign):
+        family = self._family(owner)
+        for attribute in self.stores.get(name, ()):
+            # Of an object that is not `self`, the class is not asked: it may be this one.
+            around = self._around(attribute)[1]
+            if dotted(attribute.value) != "self" or around is None or around in family:
+                yield self._assigned(attribute)
+        for statement in self.program.all(cst.AssignTarget, cst.AnnAssign):
             function, around = self._around(statement)
-            targets = statement.target
-            elements = targets.elements if isinstance(targets, cst.Tuple) else ()
-            for target in [element.value for element in elements] or [targets]:
-                # Of an object that is not `self`, the class is not asked: it may be this one.
-                is_of_other = isinstance(target, cst.Attribute) and dotted(target.value) != "self"
-                is_of_class = around is owner or self._derives(around, owner)
-                code = name if function is None else f"self.{name}"
-                if is_of_other:
-                    is_it = cst.ensure_type(target, cst.Attribute).attr.value == name
-                else:
-                    is_it = is_of_class and dotted(target) == code
-                if is_it:
-                    yield self._assigned(target)
+            if function is None and around in family and dotted(statement.target) == name:
+                yield self._assigned(statement.target)
+        for each in family:
+            # A property, or a base that is not seen, may give anything.
+            if defines(each, name) or None in map(self._of_base, [b.value for b in each.bases]):
+                yield None
+        for call in self._setattrs:
+            text = call.args[1].value if len(call.args) > 1 else None
+            if not isinstance(text, cst.SimpleString) or text.evaluated_value == name:
+                yield self.of(call.args[2].value) if len(call.args) == 3 else None
 
-    def _derives(self, around: cst.CSTNode | None, owner: cst.ClassDef) -> bool:
-        """Whether a class of the file has another one as its base."""
-        bases = around.bases if isinstance(around, cst.ClassDef) else ()
-        return any(self.program.only_binding(base.value) is owner for base in bases)
+    def _family(self, owner: cst.ClassDef) -> list[cst.ClassDef]:
+        """Returns the classes of the file that are one's bases, derive from it, and so on."""
+        family = [owner]
+        for each in family:
+            bases = [base for base in self._bases(each) if isinstance(base, cst.ClassDef)]
+            family += [new for new in (*bases, *self._derived(each)) if new not in family]
+        return family
 
     def _around(self, node: cst.CSTNode) -> tuple[cst.CSTNode | None, cst.CSTNode | None]:
         """Returns the function and the class in which a node stands."""
@@ -242,6 +280,12 @@ class Kinds:
                 return function, node
             function = node if isinstance(node, cst.FunctionDef) else function
         return function, None
+
+
+def defines(owner: cst.ClassDef | None, method: str) -> bool:
+    """Whether a class of the file has a method of its own."""
+    items = owner.body.body if owner is not None else ()
+    return any(isinstance(item, cst.FunctionDef) and item.name.value == method for item in items)
 
 
 def _same(kinds: Iterable[FlaxKind | None]) -> FlaxKind | None:

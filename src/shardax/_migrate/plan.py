@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
@@ -10,9 +11,8 @@ import libcst as cst
 from libcst import metadata
 
 from shardax._migrate.arguments import CallPlan, Change, UntranslatableError, keyword_of, plan_call
-from shardax._migrate.kinds import FlaxKind, Kinds
+from shardax._migrate.kinds import FlaxKind, Kinds, defines
 from shardax._migrate.program import (
-    WRITES,
     Reference,
     SourceProgram,
     bound_name,
@@ -21,19 +21,29 @@ from shardax._migrate.program import (
     dotted_words,
     imported_names,
     is_guard,
-    is_target,
+    is_set,
     library_of,
     root_of,
+    walk,
 )
 from shardax._migrate.project import Project
 from shardax._migrate.rules import (
+    CAPTURE_NOTE,
+    FAMILIES,
+    FAMILY_NOTE,
+    FILTER_NOTE,
+    FILTERED,
     FORMS,
     HOOKS,
     LAYER_ATTRIBUTES,
     LEFT,
     LIBRARIES,
     METHODS,
+    NAMED_IN_TEXTS,
     NNX,
+    NUMBER_NOTE,
+    ORDER_NOTE,
+    ORDERED,
     STATE_FUNCTIONS,
     UNREAD,
     VARIABLE_ATTRIBUTES,
@@ -46,6 +56,9 @@ _UNKNOWN = Left("the name is in no table", "see docs/coming-from-flax.md")
 _UNSEEN = "whether its object is of Flax cannot be seen here"
 _IN_TEXTS = "code and names in texts are not seen"
 _OTHER_FILE = "it is of Flax, by way of another file"
+_SET_UNREAD = "if its object is a layer, nothing here reads it"
+_ANOTHER_MODEL = "an optimizer updates the model that it was made of, which this may not be"
+_ANY_MODULE = ("Module", "Object", "Pytree")
 _ISINSTANCE = (
     "filters see Variables, but leaves of a State are arrays here, so this is False for them"
 )
@@ -72,7 +85,7 @@ class MigrationPlan:
     def __init__(self, program: SourceProgram, project: Project) -> None:
         self.program = program
         self.project = project
-        self.kinds = Kinds(program)
+        self.kinds = Kinds(program, project)
         self.libraries = program.translated()
         self.notices: list[Notice] = []
         self.done: dict[str, list[int]] = {}  # lines by what was done
@@ -106,6 +119,12 @@ class MigrationPlan:
             for call in calls:
                 self._plan_text(call)
                 self._plan_isinstance(call)
+                self._plan_named_attribute(call)
+            self._plan_arrays()
+            self._plan_order()
+            for element in self.program.all(cst.MatchKeywordElement):
+                if element.key.value in NAMED_IN_TEXTS:
+                    self._left(element, element.key.value, _UNSEEN)
             for function in self.program.all(cst.FunctionDef):
                 self._plan_decorators(function)
             for owner in self.program.all(cst.ClassDef):
@@ -176,6 +195,14 @@ class MigrationPlan:
             self.program.parents.get(call or node), cst.WithItem | cst.Decorator
         ):
             raise UntranslatableError("streams are forked for a block, or a call, here")
+        if reference.name in FILTERED and call is not None:
+            self._plan_filters(reference, call, label)
+        if call is None:
+            self._plan_test(reference, label)
+        if reference.name == "jit" and self._captures(reference, call):
+            self._check(node, label, CAPTURE_NOTE)
+        if reference.name in VARIABLES and args and self._is_number(args[0].value):
+            self._check(node, label, NUMBER_NOTE)
         if call is not None:
             plan = plan_call(reference.name, name, args, is_partial)
             self.calls[call] = plan.behind_first() if is_partial else plan
@@ -192,21 +219,109 @@ class MigrationPlan:
         self._done(node, f"{label} is {name.target}{changed}")
         if reference.name == "GraphDef" and isinstance(parent, cst.Subscript):  # no type of a model
             self.changes[parent] = lambda node: cst.ensure_type(node, cst.Subscript).value
-        if call is None and name.target.startswith("sx.nn."):
-            self._plan_class_as_value(reference, name, label)
+        if (call is None or is_partial) and name.target.startswith("sx.nn."):
+            given = [*map(keyword_of, args), *(name.arguments or ())[: len(args)]]
+            renamed = {word: here for word, here in name.renamed.items() if word not in given}
+            self._plan_class_as_value(reference, renamed, label)
 
-    def _plan_class_as_value(self, reference: Reference, name: Name, label: str) -> None:
+    def _plan_class_as_value(
+        self, reference: Reference, renamed: dict[str, str], label: str
+    ) -> None:
         """Tells what differs in calls of a layer's class that stand elsewhere."""
         parent = reference.parent
         owner = self.program.parents.get(parent)
         if isinstance(parent, cst.Arg) and isinstance(owner, cst.ClassDef):
             what = f"class {owner.name.value}({label})"
             self._check(parent, what, "super().__init__ takes the arguments of the class here")
-        elif name.renamed and not isinstance(
-            parent, cst.Annotation | cst.Subscript | cst.Attribute
-        ):
-            words = ", ".join(f"{here}= for {there}=" for there, here in name.renamed.items())
+        elif renamed and not isinstance(parent, cst.Annotation | cst.Subscript | cst.Attribute):
+            words = ", ".join(f"{here}= for {there}=" for there, here in renamed.items())
             self._check(reference.node, label, f"calls of this value take {words}")
+
+    def _plan_test(self, reference: Reference, label: str) -> None:
+        """Leaves tests of classes that have other subclasses here, and patterns of attributes."""
+        place = reference.parent
+        while isinstance(place, cst.BinaryOperation | cst.Tuple | cst.Element):
+            place = self.program.parents[place]
+        owner = self.program.parents.get(place)
+        if isinstance(place, cst.MatchClass) and (place.patterns or place.kwds):
+            raise UntranslatableError("attributes of a pattern may differ")
+        is_given = isinstance(place, cst.Arg) and isinstance(owner, cst.Call)
+        function = dotted(owner.func) if isinstance(owner, cst.Call) else ""
+        is_test = isinstance(place, cst.Comparison | cst.ComparisonTarget | cst.MatchClass)
+        if reference.name not in FAMILIES:
+            return
+        if is_test or (is_given and function in ("isinstance", "issubclass")):
+            raise UntranslatableError(FAMILY_NOTE)
+        if is_given or isinstance(place, cst.AssignTarget | cst.Assign | cst.DictElement):
+            self._check(reference.node, label, f"in a test of classes, {FAMILY_NOTE}")
+
+    def _plan_filters(self, reference: Reference, call: cst.Call, label: str) -> None:
+        """Tells of filters that see plain arrays otherwise than there."""
+        for arg in call.args:
+            for node in walk(arg):
+                origin = self.program.origin_of(node) if dotted(node) else None
+                if origin is not None and origin.name in ("jax.Array", f"{NNX}.Variable"):
+                    if FILTERED[reference.name] == "left":
+                        raise UntranslatableError(FILTER_NOTE)
+                    self._check(reference.node, label, FILTER_NOTE)
+
+    def _is_number(self, node: cst.BaseExpression) -> bool:
+        """Whether a value is a Python number, or made by NumPy."""
+        node = node.expression if isinstance(node, cst.UnaryOperation) else node
+        origin = self.program.origin_of(node.func) if isinstance(node, cst.Call) else None
+        is_numpy = origin is not None and origin.name.startswith("numpy.")
+        return is_numpy or isinstance(node, cst.BaseNumber) or dotted(node) in ("True", "False")
+
+    def _plan_arrays(self) -> None:
+        """Tells of arrays of NumPy that a Module holds."""
+        for attribute in itertools.chain(*self.kinds.stores.values()):
+            place = self.program.parents[attribute]
+            made = self.program.parents[place] if isinstance(place, cst.AssignTarget) else place
+            value, kind = getattr(made, "value", None), self.kinds.of(attribute.value)
+            is_of_module = kind is not None and kind.family == "module"
+            if is_of_module and isinstance(value, cst.Call) and self._is_number(value):
+                self._check(attribute, dotted(attribute), NUMBER_NOTE)
+
+    def _captures(self, reference: Reference, call: cst.Call | None) -> bool:
+        """Whether a compiled function sees an object of Flax that is not an argument."""
+        function = call.args[0].value if call is not None and call.args else None
+        if isinstance(function, cst.Name):
+            function = self.program.only_binding(function)
+        if isinstance(reference.parent, cst.Decorator):
+            function = self.program.parents[reference.parent]
+        if not isinstance(function, cst.Lambda | cst.FunctionDef):
+            return False
+        nodes = list(walk(function.body))
+        inside = {self.program.scopes.get(node) for node in nodes}
+        for name in [node for node in nodes if isinstance(node, cst.Name)]:
+            kind = self.kinds.of(name)
+            if kind is not None and kind.family in ("module", "variable", "optimizer"):
+                bindings = self.program.bindings(name.value, name)
+                if not any(binding.scope in inside for binding in bindings):
+                    return True
+        return False
+
+    def _plan_order(self) -> None:
+        """Tells once that leaves have another order here."""
+        loops = self.program.all(cst.For, cst.CompFor)
+        places = [loop.iter for loop in loops if self._is_state(loop.iter)]
+        for call in self.program.all(cst.Call):
+            origin = self.program.origin_of(call.func)
+            values = [arg.value for arg in call.args]
+            if origin is not None and origin.name.startswith(ORDERED):
+                kinds = [self.kinds.of(value) for value in values]
+                places += [call] if any(k is None or k.family != "other" for k in kinds) else []
+            elif dotted(call.func) in ("list", "tuple", "enumerate", "zip", "next", "iter"):
+                places += [call] if any(map(self._is_state, values)) else []
+        for place in sorted(places, key=self.program.line)[:1]:
+            self._check(place, code_of(place).splitlines()[0][:40], ORDER_NOTE)
+
+    def _is_state(self, node: cst.BaseExpression) -> bool:
+        """Whether a value is a State, or its items, keys or values."""
+        if isinstance(node, cst.Call) and isinstance(node.func, cst.Attribute) and not node.args:
+            node = node.func.value
+        kind = self.kinds.of(node)
+        return kind is not None and kind.family == "state"
 
     def _call_of(self, reference: Reference) -> tuple[cst.Call | None, Sequence[cst.Arg], bool]:
         """Returns the call of a reference and its arguments, or a partial's."""
@@ -261,7 +376,7 @@ class MigrationPlan:
         if not isinstance(call.func, cst.Attribute) or call.func in self.program.by_node:
             return
         kind, method = self.kinds.of(call.func.value), call.func.attr.value
-        if kind is not None and (kind.family == "other" or _defines(kind.owner, method)):
+        if kind is not None and (kind.family == "other" or defines(kind.owner, method)):
             return
 
         plain = [arg for arg in call.args if not arg.keyword and not arg.star]
@@ -275,6 +390,9 @@ class MigrationPlan:
             if not is_pair and self._knows(
                 kind, "optimizer", call, "optimizer.update(grads)", is_statement
             ):
+                if not self._is_model_of(call.func.value, plain[0].value):
+                    self._left(call, method, _ANOTHER_MODEL, "optimizer.update(grads), if not")
+                    return
                 self.calls[call] = CallPlan(dropped={0})
                 self._done(call, "optimizer.update(model, grads) is optimizer.update(grads)")
         elif method == "get_value" and not call.args:
@@ -286,7 +404,7 @@ class MigrationPlan:
                 self.assignments.add(statement)
                 self._done(call, "v.set_value(x) is v.value = x")
         elif method == "sow" and plain and (len(plain) > 2 or self._is_variable_type(plain[0])):
-            is_seen = self._is_variable_type(plain[0]) and len(plain) == 3
+            is_seen = is_statement and self._is_variable_type(plain[0]) and len(plain) == 3
             if self._knows(kind, "module", call, 'self.sow("name", x, type=kind)', is_seen):
                 self._plan_sow(call)
         elif method == "set_attributes":
@@ -309,6 +427,32 @@ class MigrationPlan:
             reason = "this form of it has no counterpart: it returns nothing here"
             self._left_of(kind, call, method, reason, write)
         return is_of_it and fits
+
+    def _is_model_of(self, optimizer: cst.BaseExpression, model: cst.BaseExpression) -> bool:
+        """Whether an optimizer was made of a model, as far as the file makes it."""
+        if isinstance(optimizer, cst.Name):
+            bound = self.program.bindings(optimizer.value, optimizer)
+            targets = [getattr(binding, "node", None) for binding in bound]
+        else:
+            name = cst.ensure_type(optimizer, cst.Attribute).attr.value
+            targets = self.kinds.stores.get(name, [])
+        return all(self._makes_of(target, model) for target in targets)
+
+    def _makes_of(self, target: cst.CSTNode | None, model: cst.BaseExpression) -> bool:
+        """Whether a target gets an Optimizer of a model that stays what it was."""
+        place = self.program.parents.get(target) if target is not None else None
+        if not isinstance(place, cst.AssignTarget) or target is None:
+            return isinstance(target, cst.Name | cst.Param)  # annotated: its makers are told
+        made = cst.ensure_type(self.program.parents[place], cst.Assign).value
+        args = made.args if isinstance(made, cst.Call) else ()
+        models = [arg.value for arg in args if keyword_of(arg) == "model"]
+        models = models or [arg.value for arg in args[:1] if arg.keyword is None]
+        if not models or not dotted(model) or dotted(models[0]) != dotted(model):
+            return False
+        roots = [root_of(models[0]), root_of(model)]
+        here, there = (self.program.bindings(dotted(root), root) for root in roots)
+        name = model.attr.value if isinstance(model, cst.Attribute) else ""
+        return here == there and len(here) < 2 and len(self.kinds.stores.get(name, ())) < 2
 
     def _is_variable_type(self, arg: cst.Arg) -> bool:
         kind = self.kinds.of_class(arg.value)
@@ -334,11 +478,11 @@ class MigrationPlan:
 
         if name in VARIABLE_ATTRIBUTES and (kind is None or kind.family == "variable"):
             self._left_of(kind, attribute, name, "not offered here", VARIABLE_ATTRIBUTES[name])
-        elif kind is None:
+        elif kind is None or (kind.name in _ANY_MODULE and kind.owner is None):
             # What a class sets on itself is its own.
-            is_write = isinstance(parent, WRITES) and is_target(attribute, parent)
-            if is_write and name in UNREAD and dotted(attribute.value) != "self":
-                self._left_of(kind, attribute, name, "", "")
+            is_own = dotted(attribute.value) == "self"
+            if name in UNREAD and is_set(attribute, self.program.parents) and not is_own:
+                self._left_of(kind, attribute, name, _SET_UNREAD, "")
         elif layer is not None and layer.get(name):
             self._done(attribute, f"{kind.name}.{name} is .{layer[name]}")
             self.changes[attribute] = lambda node: node.with_changes(attr=cst.Name(layer[name]))
@@ -353,6 +497,21 @@ class MigrationPlan:
         values = [element.value for element in elements] or [kinds]
         if any(self.program.certain(value) in VARIABLES for value in values):
             self._check(call, "isinstance", _ISINSTANCE, "state.filter(sx.Param)")
+
+    def _plan_named_attribute(self, call: cst.Call) -> None:
+        """Leaves attributes of Flax that stand in texts, as in ``hasattr(x, "use_bias")``."""
+        function = dotted(call.func)
+        if function not in ("getattr", "setattr", "hasattr", "delattr") or len(call.args) < 2:
+            return
+        kind, text = self.kinds.of(call.args[0].value), call.args[1].value
+        is_own = kind is not None and kind.owner is not None and kind.name in _ANY_MODULE
+        if is_own or (kind is not None and kind.family == "other"):
+            return
+        if not isinstance(text, cst.SimpleString):
+            if function == "setattr":
+                self._check(call, function, f"of some names, {_SET_UNREAD}")
+        elif text.evaluated_value in NAMED_IN_TEXTS:
+            self._left(call, f"{function}({code_of(text)})", _IN_TEXTS)
 
     def _plan_text(self, call: cst.Call) -> None:
         """Leaves code and names of Flax that stand in texts."""
@@ -418,12 +577,6 @@ class MigrationPlan:
             origin = self.program.origin_of(attribute)
             if origin is not None and self.project.gives(origin.name):
                 self._left(attribute, dotted(attribute), _OTHER_FILE, "its own import")
-
-
-def _defines(owner: cst.ClassDef | None, method: str) -> bool:
-    """Whether a class of the file has a method of its own."""
-    items = owner.body.body if owner is not None else ()
-    return any(isinstance(item, cst.FunctionDef) and item.name.value == method for item in items)
 
 
 def _value_of(node: cst.BaseExpression) -> cst.BaseExpression:

@@ -140,6 +140,9 @@ class SourceProgram:
         """Returns why a reference is not certain; empty where it is."""
         if reference.name in self.replaced and isinstance(reference.node, cst.Attribute):
             return f"{reference.name} is set in this file"
+        root = dotted(root_of(reference.node))
+        if root.startswith("__") and not root.endswith("__"):
+            return f"{root} has another name within a class"
         return reference.origin.doubt
 
     def certain(self, node: cst.CSTNode) -> str:
@@ -178,7 +181,7 @@ def parse(text: str) -> SourceProgram:
     except ValueError as error:
         raise UnreadableError(1, f"this is no Python: {error}") from None
 
-    for node in _walk(wrapper.module):
+    for node in walk(wrapper.module):
         program.nodes.setdefault(type(node), []).append(node)
     _find_hidden(program)
     for attribute in program.all(cst.Attribute):
@@ -203,7 +206,7 @@ def _depth(tree: ast.AST) -> int:
     return deepest
 
 
-def _walk(tree: cst.CSTNode) -> Iterator[cst.CSTNode]:
+def walk(tree: cst.CSTNode) -> Iterator[cst.CSTNode]:
     """Yields the nodes of a tree in the order of the file."""
     stack = [tree]
     while stack:
@@ -298,6 +301,15 @@ WRITES = cst.AssignTarget | cst.AugAssign | cst.AnnAssign | cst.Del
 def is_target(node: cst.CSTNode, statement: cst.CSTNode) -> bool:
     """Whether a statement sets or deletes a node."""
     return getattr(statement, "target", None) is node
+
+
+def is_set(node: cst.CSTNode, parents: Mapping[cst.CSTNode, cst.CSTNode]) -> bool:
+    """Whether a node is set, also as one of several, by a loop, or by a ``with``."""
+    parent = parents[node]
+    if isinstance(parent, cst.Element | cst.StarredElement):
+        return is_set(parents[parent], parents)
+    is_target_of = isinstance(parent, WRITES | cst.For | cst.CompFor) and is_target(node, parent)
+    return is_target_of or isinstance(parent, cst.AsName)
 
 
 def dotted(node: cst.CSTNode) -> str:

@@ -18,7 +18,7 @@ class Project:
     uses_nnx: bool = False
     # By file, the names of Flax that other files can import from it.
     exports: Mapping[str, set[str]] = field(default_factory=dict)
-    # Names that some file imports from another of the project, and whether there are several.
+    # Names that some file takes from another of the project, and whether there are several.
     taken: frozenset[str] = frozenset()
     is_whole: bool = False
 
@@ -31,6 +31,7 @@ class Project:
 def survey(files: Iterable[tuple[str, str]]) -> Project:
     """Reads the labels and texts of all files of a project."""
     imports: dict[str, list[tuple[str, str]]] = {}
+    used: set[str] = set()
     for label, text in files:
         try:
             tree = ast.parse(text)
@@ -38,12 +39,14 @@ def survey(files: Iterable[tuple[str, str]]) -> Project:
             continue
         path = PurePath(label)
         module = path.parent.name if path.stem == "__init__" else path.stem
-        imports.setdefault(module, []).extend(_imports_in(tree))
+        found = list(_imports_in(tree))
+        imports.setdefault(module, []).extend(found)
+        used |= _attributes_of(tree, {bound for bound, name in found if not _is_nnx(name)})
 
     uses_nnx = any(_is_nnx(name) for rows in imports.values() for _, name in rows)
     exports: dict[str, set[str]] = {module: set() for module in imports}
     names = [name for rows in imports.values() for _, name in rows if not _is_nnx(name)]
-    taken = frozenset(name.rpartition(".")[2] for name in names)
+    taken = frozenset(name.rpartition(".")[2] for name in names) | used
     project = Project(uses_nnx, exports, taken, len(imports) > 1)
     # A file may give on what another one gives.
     for _ in imports:
@@ -63,6 +66,12 @@ def _imports_in(tree: ast.Module) -> Iterable[tuple[str, str]]:
         elif isinstance(node, ast.Import):
             for alias in node.names:
                 yield alias.asname or alias.name, alias.name
+
+
+def _attributes_of(tree: ast.Module, names: set[str]) -> set[str]:
+    """Returns what a file takes from what it imports, as in ``layers.make``."""
+    attributes = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+    return {a.attr for a in attributes if isinstance(a.value, ast.Name) and a.value.id in names}
 
 
 def _is_nnx(name: str) -> bool:

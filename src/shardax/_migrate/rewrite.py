@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import libcst as cst
+from libcst import metadata
 
 from shardax._migrate.plan import MigrationPlan
 from shardax._migrate.program import (
@@ -96,7 +97,9 @@ class Imports:
         """Returns the name by which the new text reaches a module."""
         whole, bindings = _WRITTEN[module], list(self.program.bound(module))
         is_same = all(_binds(getattr(b, "node", None), module, whole) for b in bindings)
-        is_free = bool(bindings) or module not in self._words
+        # A name that one function binds is none for the others.
+        is_everywhere = all(isinstance(b.scope, metadata.GlobalScope) for b in bindings)
+        is_free = is_everywhere if bindings else module not in self._words
         if is_free and is_same and module not in self.program.hidden:
             return module
         candidates = [whole, f"_{whole}", *(f"_{whole}_{number}" for number in range(2, 99))]

@@ -135,7 +135,20 @@ AXES_NOTE = f"axes= names every dimension (None for one without a name); {_note(
 HOOKS = frozenset(_RULES["methods"].pop("hooks")["names"].split())
 METHODS: dict[str, dict[str, str]] = _RULES["methods"]
 VARIABLE_ATTRIBUTES: dict[str, str] = _RULES["attributes"]
+FAMILIES = frozenset(_RULES["families"]["names"].split())
+FILTERED: dict[str, str] = _by_name(_RULES["filtered"])
+ORDERED = tuple(_RULES["ordered"]["functions"].split())
+CAPTURE_NOTE, ORDER_NOTE, FILTER_NOTE, FAMILY_NOTE, NUMBER_NOTE = (
+    _note(f"@{name}") for name in ("capture", "order", "filter", "family", "number")
+)
 UNREAD = frozenset(_RULES["layer_attributes"].pop("unread").split())
+# Attributes that a text must not name, as in ``hasattr(layer, "use_bias")``.
+NAMED_IN_TEXTS = {
+    *UNREAD,
+    *VARIABLE_ATTRIBUTES,
+    *METHODS["variable"],
+    *_RULES["texts"]["names"].split(),
+}
 LAYER_ATTRIBUTES = {
     layer: {word.partition(":")[0]: word.partition(":")[2] for word in words.split()}
     for layer, words in _by_name(_RULES["layer_attributes"]).items()

@@ -72,6 +72,7 @@ from shardax.models.files import DTYPES, INDEX, READ_DTYPES, SINGLE, TensorFiles
 from shardax.models.generating.config import (
     GENERATION_CONFIG,
     GenerationConfig,
+    config_of_texts,
     generation_content,
     read_generation_config,
 )
@@ -276,6 +277,7 @@ def save_pretrained(
         PretrainedError: If the model is of no family, or no ``config.json`` of its family says what
             it is; a quantized kernel has no layout; or the folder has tensors already, or cannot be
             written.
+        GenerationError: If ``model.generation_config`` is no ``GenerationConfig``.
         ImportError: If ``safetensors`` is missing.
 
     Example:
@@ -294,7 +296,7 @@ def save_pretrained(
             "The model was read from MXFP4, which is not written: its experts are written as they "
             f"are, several times as large, and config.json has no {PACKING}."
         )
-    texts = generation_content(getattr(model, "generation_config", None), content)
+    texts = generation_content(config_of_texts(model), content)
     table = _Table.of_edited(model, family, config)
     layout = table.layout(content.pop(PACKING, None))
     if layout.config is not None:

@@ -74,7 +74,9 @@ class MoE(Module):
         dispatch: ``"dense"`` computes all experts for all tokens; ``"dropless"`` sorts tokens by
             expert and multiplies with ``jax.lax.ragged_dot``; ``"capacity"`` gives each expert
             ``ceil(capacity_factor * top_k * tokens / num_experts)`` places, first choices first,
-            then in the order of tokens: a choice without a place adds nothing. Without a mesh and
+            then in the order of tokens: a choice without a place adds nothing. So a token's result
+            depends on the tokens beside it: a text in a batch, or computed token by token as
+            ``sx.models.generate`` does, differs from the text alone. Without a mesh and
             in evaluation, the first two compute the chosen experts alone where the choices are at
             most half as many as the experts, as they are token by token.
         capacity_factor: Places of an expert over its even share.
@@ -192,7 +194,8 @@ class MoE(Module):
         Args:
             x: Shape (..., features); tokens are all dimensions but the last.
             mask: Booleans of shape (...), False for tokens that the loss leaves out, such as
-                padding; their results are computed all the same. None: all count.
+                padding. Their results are computed all the same; under ``"capacity"`` they take no
+                place, do not count as tokens, and their results are zeros. None: all count.
             out_sharding: Sharding of the result over Explicit mesh axes; by default the input's.
 
         Returns:
@@ -286,8 +289,8 @@ class MoE(Module):
         """Returns the result and the loss; sees no Explicit axes."""
         weights, experts, loss = self._route(logits, counted, x.shape[:-1], len(kernels[0][0]))
         tokens, few = x.reshape(-1, x.shape[-1]), 2 * experts.size <= len(kernels[0][0])
-        dropless = partial(self._dropless, tokamax)
-        apply = {"dense": self._dense, "dropless": dropless, "capacity": self._capacity}
+        dropless, capacity = partial(self._dropless, tokamax), partial(self._capacity, counted)
+        apply = {"dense": self._dense, "dropless": dropless, "capacity": capacity}
         few = few and self.dispatch != "capacity" and not tokamax
         if few and self.deterministic and resolve_mesh() is None:
             apply = {self.dispatch: self._by_choice}
@@ -314,9 +317,12 @@ class MoE(Module):
             weights, experts, loss = self._route(logits, counted, x.shape[:-1], count, everywhere)
             places = None
             if self.dispatch == "capacity":
-                places = self._places(experts.size * split.size(split.axes), count)
+                choices = experts.size * split.size(split.axes)
+                places = self._places(choices, count)
+                experts = _without_masked(experts, counted, count)
                 place = find_places(experts, count, x.shape[:-1], split)
-                experts = jnp.where(place < places, experts, count)
+                limit = self._limit(choices, count, counted, everywhere)
+                experts = jnp.where(place < limit, experts, count)
             tokens = x.reshape(-1, x.shape[-1])
             compute = partial(self._sorted, tokamax, (gate, up, down))
             weights = weights.astype(x.dtype)
@@ -364,6 +370,30 @@ class MoE(Module):
 
     def _places(self, choices: int, count: int) -> int:
         return math.ceil(self.capacity_factor * choices / count)
+
+    def _limit(
+        self,
+        choices: int,
+        count: int,
+        counted: jax.Array,
+        everywhere: Callable[[Any], Any] = lambda numbers: numbers,
+    ) -> int | jax.Array:
+        """Returns how many places of an expert may be taken, if masked tokens take none.
+
+        Args:
+            choices: The number of choices of all tokens, on all devices.
+            count: The number of experts.
+            counted: The mask of the tokens here, or one value for all.
+            everywhere: Sums over all devices that have some of the tokens.
+        """
+        if not counted.ndim:
+            return self._places(choices, count)
+
+        # The number of places is that of the real tokens alone. It is looked up, because float32
+        # would round it to another one.
+        places = np.ceil(self.capacity_factor * np.arange(0, choices + 1, self.top_k) / count)
+        table = jnp.asarray(places.astype(np.int32))
+        return table[everywhere(counted.sum(dtype=jnp.int32))]
 
     def _hidden(self, x: jax.Array, gate: Kernel, up: Kernel, **options: Callable[..., Any]):
         return self._gated(_product(x, gate, **options), _product(x, up, **options))
@@ -437,12 +467,23 @@ class MoE(Module):
         return jnp.zeros_like(x).at[token].add(y)
 
     def _capacity(
-        self, x: jax.Array, weights: jax.Array, experts: jax.Array, *kernels: Kernel
+        self,
+        counted: jax.Array,
+        x: jax.Array,
+        weights: jax.Array,
+        experts: jax.Array,
+        *kernels: Kernel,
     ) -> jax.Array:
         gate, up, down = kernels
-        count, chosen = len(gate[0]), experts.T.reshape(-1)  # first choices first
+        count = len(gate[0])
         places = self._places(experts.size, count)
-        place = find_places(experts, count).T.reshape(-1)
+
+        # A choice of the expert ``count`` has no place.
+        experts = _without_masked(experts, counted, count)
+        place = find_places(experts, count)
+        experts = jnp.where(place < self._limit(experts.size, count, counted), experts, count)
+
+        chosen, place = experts.T.reshape(-1), place.T.reshape(-1)  # first choices first
         rows, weights = jnp.tile(x, (self.top_k, 1)), weights.T.reshape(-1)[:, None]
         rows, weights = self._weighed(rows, weights)
         buffers = jnp.zeros((count, places, x.shape[-1]), x.dtype)
@@ -452,6 +493,13 @@ class MoE(Module):
         y = _product(hidden, down, multiply, by_row=_for_each_row)
         y = y.at[chosen, place].get(mode="fill", fill_value=0) * weights
         return y.reshape(self.top_k, *x.shape).sum(axis=0)
+
+
+def _without_masked(experts: jax.Array, counted: jax.Array, count: int) -> jax.Array:
+    """Returns the experts of each token, and ``count`` for those of masked tokens."""
+    if not counted.ndim:
+        return experts
+    return jnp.where(counted.reshape(-1, 1), experts, count)
 
 
 @partial(jax.jit, static_argnums=0)

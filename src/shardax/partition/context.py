@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import sys
 import threading
 from collections.abc import Callable, Generator, Hashable, Iterable
 from contextvars import ContextVar
@@ -25,7 +24,6 @@ import jax
 from jax.sharding import PartitionSpec
 
 from shardax._core.checks import Options
-from shardax._core.errors import warn
 from shardax.partition import errors
 from shardax.partition.errors import PartitionError
 from shardax.partition.rules import Rules, RulesLike
@@ -201,19 +199,11 @@ class SettingsScope:
         self._name = name
         self._changes = changes
         self._local = threading.local()  # one scope object may be entered by many threads at once
-        self._is_used = False
-
-    def __del__(self) -> None:
-        # It was made, and is gone: a line of its own changes nothing.
-        if not getattr(self, "_is_used", True) and not sys.is_finalizing():
-            warn(errors.unused_scope(self._name, self._changes))
 
     def __reduce__(self) -> tuple[Callable[..., SettingsScope], tuple[str, dict[str, Any]]]:
-        self._is_used = True  # by whoever reads the pickle
         return _unpickled_scope, (self._name, self._changes)
 
     def __enter__(self) -> Rules:
-        self._is_used = True
         settings = ScopeSettings.current()._replace(**self._changes)
         text = repr(settings)
         _settings_by_text.setdefault(text, settings)
@@ -229,7 +219,6 @@ class SettingsScope:
         self._local.entered.pop().__exit__(*exception)
 
     def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
-        self._is_used = True
         if (
             inspect.iscoroutinefunction(function)
             or inspect.isgeneratorfunction(function)
@@ -247,9 +236,7 @@ class SettingsScope:
 
 def _unpickled_scope(name: str, changes: dict[str, Any]) -> SettingsScope:
     """Returns the ``SettingsScope`` that was pickled."""
-    scope = SettingsScope(name, **changes)
-    scope._is_used = True  # by the function that it decorates
-    return scope
+    return SettingsScope(name, **changes)
 
 
 def axis_rules(rules: RulesLike, *, on_no_mesh: OnNoMesh | None = None) -> SettingsScope:

@@ -470,12 +470,3 @@ def constraint_outside_of_program(mesh: AnyMesh) -> TransformError:
         f"Outside of a compiled function an array cannot be laid out over {mesh}, which has no "
         "devices. Pass the mesh itself, or call constrain inside a jitted function."
     )
-
-
-def unused_scope(name: str, settings: Iterable[str]) -> str:
-    """Returns the warning of a scope that was neither entered nor used as a decorator."""
-    call = f"sx.{name}({', '.join(f'{setting}=...' for setting in settings)})"
-    return (
-        f"{call} changes nothing on a line of its own: its settings hold in a block. Write "
-        f"`with {call}:` around the calls, or decorate their function with it."
-    )

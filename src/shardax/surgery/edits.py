@@ -58,6 +58,10 @@ class LayerWrapper(ModuleWrapper):
         self.body = layer
 
 
+class TransparentWrapper(LayerWrapper):
+    """Base of wrappers that leave a layer's path in recordings and patches as it is."""
+
+
 def wrap_selected(edit: str, selection: Selection, wrap: Callable[[Path, Any], Any]) -> PyTree:
     """Replaces the selection by a function of path and value."""
     wrappers: list[Any] = []

@@ -22,8 +22,8 @@ from shardax.models.layers.transformer_layer import TransformerBlock
 from shardax.models.transformer import Transformer
 from shardax.nn.stack import Stack
 from shardax.surgery import errors
-from shardax.surgery.edits import LayerWrapper, wrap_selected
-from shardax.surgery.recording import first_argument
+from shardax.surgery.edits import TransparentWrapper, wrap_selected
+from shardax.surgery.recording import first_argument, first_keyword
 
 
 def replace(old: jax.Array, new: jax.Array) -> jax.Array:
@@ -90,7 +90,7 @@ def patch(
     return model
 
 
-class Patched(LayerWrapper):
+class Patched(TransparentWrapper):
     """A layer whose result, or input, is changed by a value; made by ``patch``.
 
     Args:
@@ -143,7 +143,8 @@ class Patched(LayerWrapper):
         changed = self._changed(first_argument("patch", self.body, args, kwargs))
         if args:
             return self.body(changed, *args[1:], **kwargs)
-        return self.body(**{**kwargs, next(iter(kwargs)): changed})
+        keyword = first_keyword(self.body, kwargs)
+        return self.body(**{**kwargs, keyword: changed})
 
     def _changed(self, old: PyTree) -> PyTree:
         """Returns what stands in place of a result, or of an input."""
@@ -242,6 +243,8 @@ def _place_of(model: PyTree, path: Path) -> _LayerPosition:
     place, item = _LayerPosition(()), model
     steps: list[Any] = [*path]
     while steps:
+        if isinstance(item, TransparentWrapper) and steps[0] != "body":
+            steps = ["body", *steps]
         blocks = _blocks_of(item) if steps[0] == "layers" and len(steps) > 1 else None
         try:
             if blocks is not None:

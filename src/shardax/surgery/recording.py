@@ -8,6 +8,7 @@ layer, so that paths and values do not depend on how a model runs its layers.
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -16,16 +17,16 @@ import jax
 import numpy as np
 
 from shardax import Module, Selection, iter_modules, jit, select
-from shardax.extend import Path, PyTree, attributes_of, has_objects
+from shardax.extend import ModuleWrapper, Path, PyTree, attributes_of, has_objects
 from shardax.models.generating.generation import generate
 from shardax.models.layers.transformer_layer import TransformerBlock
 from shardax.models.transformer import Transformer
 from shardax.nn.stack import Stack
 from shardax.surgery import errors
-from shardax.surgery.edits import LayerWrapper, checked_selection, wrap_selected
+from shardax.surgery.edits import TransparentWrapper, checked_selection, wrap_selected
 
 
-class _Recording(LayerWrapper):
+class _Recording(TransparentWrapper):
     """A layer whose results are saved, or its inputs."""
 
     _own = frozenset({"body", "activation", "inputs"})
@@ -45,18 +46,48 @@ class _Recording(LayerWrapper):
 
 
 def first_argument(
-    edit: str, layer: object, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]
+    edit: str, layer: Callable[..., PyTree], args: Sequence[PyTree], kwargs: Mapping[str, PyTree]
 ) -> PyTree:
     """Returns the first argument of a call of a layer.
 
     Raises:
         SelectionError: If it is not made of arrays alone.
     """
-    first = args[0] if args else next(iter(kwargs.values()), None)
+    if args:
+        first = args[0]
+    else:
+        keyword = first_keyword(layer, kwargs)
+        first = None if keyword is None else kwargs[keyword]
+
     leaves = [] if has_objects(first) else jax.tree.leaves(first)
     if not leaves or not all(isinstance(leaf, ARRAY_TYPES) for leaf in leaves):
         raise errors.no_input(edit, layer, first)
     return first
+
+
+def first_keyword(layer: Callable[..., PyTree], kwargs: Mapping[str, PyTree]) -> str | None:
+    """Returns the keyword by which a call without positions gives a layer's first parameter.
+
+    Args:
+        layer: What is called.
+        kwargs: Its keywords, in any order.
+
+    Returns:
+        The keyword; None if the first parameter is not given, or is not known.
+    """
+    try:
+        parameters = inspect.signature(layer).parameters.values()
+    except (TypeError, ValueError):  # a function of C without a signature
+        parameters = ()
+    first = next(iter(parameters), None)
+
+    if first is not None and first.kind not in (first.VAR_POSITIONAL, first.VAR_KEYWORD):
+        return first.name if first.name in kwargs else None
+
+    # A wrapper hands on what it is given. Any other callable says nothing of an order.
+    if isinstance(layer, ModuleWrapper):
+        return first_keyword(layer.body, kwargs)
+    return next(iter(kwargs)) if len(kwargs) == 1 else None
 
 
 ARRAY_TYPES = (jax.Array, np.ndarray, np.generic, bool, int, float, complex)
@@ -108,7 +139,8 @@ def record(model: PyTree, *selections: Choice, inputs: bool = False) -> Recordin
         selection = _as_selection(model, item)
         if selection.tree is not model:
             raise errors.selection_of_another_tree()
-        paths.update(dict.fromkeys(selection.keypaths()))
+        for path in selection.keypaths():
+            paths[_recorded_path(model, path, inputs)] = None
     if not paths:
         raise errors.nothing_to_record()
     _recording(model, paths, inputs)  # refuses what is not called
@@ -165,7 +197,7 @@ class Recording(Module):
         return result, _activations(recording)
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], **options: Any
+        self, prompts: Sequence[Sequence[int]] | None = None, **options: Any
     ) -> tuple[list[np.ndarray], dict[Path, Any]]:
         """Continues prompts, and returns activations for each token of the texts.
 
@@ -174,7 +206,7 @@ class Recording(Module):
         mode (dropout) draw others: call ``model.eval()`` first.
 
         Args:
-            prompts: As for ``sx.models.generate``.
+            prompts: As for ``sx.models.generate``; of a causal model, so they are needed.
             **options: Likewise; without ``stream`` and ``inputs``.
 
         Returns:
@@ -183,7 +215,8 @@ class Recording(Module):
             shorter text it has no meaning.
 
         Raises:
-            GenerationError: As ``sx.models.generate``; for ``stream`` and ``inputs``.
+            GenerationError: As ``sx.models.generate``; without prompts; for ``stream`` and
+                ``inputs``.
 
         Example:
             >>> import shardax as sx
@@ -194,7 +227,7 @@ class Recording(Module):
             >>> [len(row) for row in rows], activations["layers", 1, "mlp"].shape
             ([5, 7], (2, 7, 8))
         """
-        if not {"stream", "inputs"}.isdisjoint(options):
+        if prompts is None or not {"stream", "inputs"}.isdisjoint(options):
             raise errors.not_recorded()
         rows = generate(self.model, prompts, **options)
 
@@ -221,6 +254,24 @@ def _as_selection(model: PyTree, item: Choice) -> Selection:
     if callable(item) and not isinstance(item, (Selection, type)):
         return checked_selection("record", item(select(model)))
     return checked_selection("record", item)
+
+
+def _recorded_path(model: PyTree, path: Path, inputs: bool) -> Path:
+    """Returns where a selected layer is recorded, if it is patched.
+
+    Its result is that of the patch, which is around it. Its input is what the patch gives it.
+    """
+    patches = {
+        place for place, module in iter_modules(model) if isinstance(module, TransparentWrapper)
+    }
+    if inputs:
+        while path in patches:
+            path = (*path, "body")
+        return path
+
+    while path[-1:] == ("body",) and path[:-1] in patches:
+        path = path[:-1]
+    return path
 
 
 def _recording(model: object, paths: Iterable[Path], inputs: bool) -> Any:
@@ -312,14 +363,14 @@ def _activations(recording: object) -> dict[Path, object]:
         blocks: list[_LayerBlocks] = []
         for position, key in enumerate(place):
             holder = modules.get(place[:position])
-            if isinstance(holder, _Recording) and key == "body":
+            if isinstance(holder, TransparentWrapper) and key == "body":
                 continue
-            body = _without_recorder(holder)
+            body = _without_wrappers(holder)
             if isinstance(body, Stack) and key == "stacked":
                 stacks.append((len(path), body.length))
-            scanned = _without_recorder(body.layers) if isinstance(body, Transformer) else None
+            scanned = _without_wrappers(body.layers) if isinstance(body, Transformer) else None
             if isinstance(scanned, Stack):
-                block = _without_recorder(scanned.stacked)
+                block = _without_wrappers(scanned.stacked)
                 if isinstance(block, TransformerBlock):
                     size = len(block.layers)
                     blocks.append(_LayerBlocks(len(path), size, size * scanned.length))
@@ -328,9 +379,11 @@ def _activations(recording: object) -> dict[Path, object]:
     return dict(_by_layer(entries))
 
 
-def _without_recorder(module):
-    """Returns what a recorder wraps, or a module as it is."""
-    return module.body if isinstance(module, _Recording) else module
+def _without_wrappers(module):
+    """Returns the layer in recorders and patches, or a module as it is."""
+    while isinstance(module, TransparentWrapper):
+        module = module.body
+    return module
 
 
 def _by_layer(entries: Iterable[_Recorded]) -> Iterable[tuple[Path, object]]:

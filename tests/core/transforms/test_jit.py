@@ -549,3 +549,24 @@ def test_jit_donates_arrays_of_arguments_by_position_and_by_name() -> None:
         results = swap(model, {"a": a}, y=y)
         assert [result.tolist() for result in results] == [[3.0, 3.0], [0.0, 0.0]]
         assert [array.is_deleted() for array in (a, y, model.value)] == [True, True, False]
+
+
+@pytest.mark.parametrize("options", [{}, {"donate_argnums": 0}], ids=["kept", "donated"])
+@pytest.mark.parametrize("form", [lambda v: v, lambda v: {"v": v}], ids=["bare", "in_a_dict"])
+def test_jit_keeps_no_variable_that_it_wrote(form: Any, options: Any) -> None:
+    @functools.partial(sx.jit, **options)
+    def double(tree: Any) -> None:
+        (v,) = jax.tree.leaves(tree, is_leaf=lambda leaf: isinstance(leaf, sx.Variable))
+        v[...] = v * 2
+
+    references = []
+    for _ in range(3):
+        v = sx.Variable(jnp.ones(4))
+        for _ in range(3):
+            double(form(v))
+        assert v.value.tolist() == [8.0] * 4
+        references.append(weakref.ref(v))
+        del v
+
+    gc.collect()
+    assert [reference() for reference in references] == [None, None, None]

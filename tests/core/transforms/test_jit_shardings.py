@@ -538,3 +538,52 @@ def test_result_is_laid_out_as_declared_after_a_trace_that_failed(auto_mesh: Mes
     with pytest.raises(ValueError, match="of the first trace"):
         program(2.0)
     assert program(2.0).sharding == layout
+
+
+# --- Variables that were moved between calls ---
+
+
+@pytest.mark.parametrize(
+    ("function", "options", "grows"),
+    [
+        (lambda v: v * 2, {}, False),
+        (lambda v: v.__setitem__(..., v + 1), {}, True),
+        (lambda v: v.__setitem__(..., v + 1), {"donate_argnums": 0}, True),
+    ],
+    ids=["reads", "writes", "donates"],
+)
+def test_variable_that_was_moved_away_is_moved_back(
+    mesh: Mesh, on: Sharding, function: Any, options: Any, grows: bool
+) -> None:
+    v = sx.Param(jnp.zeros((8, 8)))
+    step = sx.jit(function, in_shardings=on("data"), **options)
+
+    for _ in range(3):
+        v.value = jax.device_put(v.value, on(None, mesh.axis_names[1]))
+        step(v)
+        step(v)
+
+    assert _is(v.value, on("data"))
+    np.testing.assert_array_equal(v.value, np.full((8, 8), 6.0 if grows else 0.0))
+
+
+def test_variable_returned_elsewhere_is_moved_back_at_every_call(mesh: Mesh, on: Sharding) -> None:
+    elsewhere = on(None, mesh.axis_names[1])
+    v = sx.Param(jnp.ones((8, 8)))
+    function = sx.jit(lambda v: v, in_shardings=on("data"), out_shardings=elsewhere)
+
+    for _ in range(4):
+        assert function(v) is v
+        assert _is(v.value, elsewhere)
+
+
+def test_place_is_known_by_the_sharding_not_by_the_address(mesh: Mesh, on: Sharding) -> None:
+    v = sx.Variable(jnp.zeros((8, 8)))
+    double = sx.jit(lambda v: v * 2, in_shardings=on("data"))
+    double(v)
+
+    # An array that is dropped gives its address to the next one.
+    for number in range(50):
+        v.value = jnp.full((8, 8), float(number))
+        v.value = jax.device_put(jnp.full((8, 8), number + 1.0), on(None, mesh.axis_names[1]))
+        np.testing.assert_array_equal(double(v), np.full((8, 8), 2 * (number + 1.0)))

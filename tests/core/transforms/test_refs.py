@@ -205,3 +205,18 @@ def test_with_vars_freezes_and_thaws() -> None:
     names: dict[str, Any] = {"sx": sx, "model": frozen}
     advice = "sx.with_vars(model, mutable=True, ref=True)"
     assert _is_ref(run_advice(caught.value, advice, names).w)
+
+
+@pytest.mark.parametrize("transform", [sx.grad, sx.value_and_grad, sx.vjp, sx.remat])
+def test_captured_ref_is_written_inside_of_a_transform(transform: Any) -> None:
+    counter = sx.Variable(jax.new_ref(jnp.float32(0)))
+
+    def step(x: Any) -> Any:
+        counter[...] = counter + 1
+        return x * 2
+
+    if transform is sx.vjp:
+        transform(step, 1.0)
+    else:
+        transform(step)(1.0)
+    assert float(counter) == 1.0

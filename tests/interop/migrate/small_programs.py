@@ -451,7 +451,7 @@ SMALL_PROGRAMS: dict[str, tuple[str, list[int]]] = {
         _program("""
             import functools
             dense = functools.partial(nnx.Linear, kernel_init=ones, rngs=nnx.Rngs(0))
-            pool = functools.partial(nnx.max_pool, window_shape=(1, 1))
+            pool = functools.partial(nnx.max_pool, window_shape=(1, 1), strides=None)
             print(dense(4, 2)(x), pool(jnp.ones((1, 2, 2, 1))).shape)
             kwargs = dict(kernel_init=ones, dtype=jnp.bfloat16)
             print(nnx.Linear(4, 2, **kwargs, rngs=nnx.Rngs(0))(x).dtype)
@@ -467,6 +467,78 @@ SMALL_PROGRAMS: dict[str, tuple[str, list[int]]] = {
             print(norm(x).dtype, norm.scale.get_value().dtype, norm.num_features)
             """),
         [],
+    ),
+    "attribute set by a class of the family": (
+        _program("""
+            class Slider:
+                def get_value(self): return 5.0
+            class A(nnx.Module):
+                def __init__(self): self.v = nnx.Param(jnp.array(2.0))
+                def read(self): return self.v.get_value()
+            class B(A): pass
+            class C(B):
+                def __init__(self): self.v = Slider()
+            print(A().read(), C().read())
+            """),
+        [8],
+    ),
+    "attribute set by a text": (
+        _program("""
+            class Slider:
+                def get_value(self): return 5.0
+            class A(nnx.Module):
+                def __init__(self): self.v = nnx.Param(jnp.array(2.0))
+                def read(self): return self.v.get_value()
+            a = A()
+            setattr(a, "v", Slider())
+            print(a.read())
+            """),
+        [8],
+    ),
+    "plain class that a Module derives from": (
+        _program("""
+            class Reader:
+                def read(self): return self.get_value()
+            class A(Reader, nnx.Param): pass
+            print(A(jnp.array(2.0)).read())
+            """),
+        [5],
+    ),
+    "decorator that gives other arguments": (
+        _program("""
+            import functools
+            class Slider:
+                def get_value(self): return 5.0
+            def swap(f): return lambda a, b: f(b, a)
+            @functools.partial(swap)
+            def f(v, s): return v.get_value()
+            print(f(nnx.Param(x), Slider()))
+            """),
+        [9],
+    ),
+    "import of jax in another function": (
+        _whole("""
+            from flax import nnx
+            def act(x):
+                if isinstance(x, str):
+                    import jax
+                    x = jax.numpy.asarray(float(x))
+                return nnx.relu(x)
+            print(act("2.0"), act(-1.0))
+            """),
+        [],
+    ),
+    "name that a class changes": (
+        _whole("""
+            from flax import nnx as __n
+            class A:
+                def f(self): return __n.relu(-1.0)
+            try:
+                print(A().f())
+            except NameError:
+                print(__n.tanh(0.0))
+            """),
+        [3, 7],
     ),
     "library in a text": (
         _program("""

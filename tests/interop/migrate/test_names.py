@@ -15,7 +15,16 @@ from flax import linen, nnx
 from flax.core import meta
 
 import shardax as sx
-from shardax._migrate.rules import ANY, LAYER_ATTRIBUTES, LEFT, LIBRARIES, NAMES, UNREAD, Name
+from shardax._migrate.rules import (
+    ANY,
+    FAMILIES,
+    LAYER_ATTRIBUTES,
+    LEFT,
+    LIBRARIES,
+    NAMES,
+    UNREAD,
+    Name,
+)
 
 CALLS = sorted(name for name, entry in NAMES.items() if entry.arguments is not None)
 
@@ -112,6 +121,22 @@ def test_name_is_translated_or_left() -> None:
     assert NAMES.keys() & LEFT.keys() == set()
     assert [name for name in LEFT if named(name, nnx) is None] == []
     assert ANY not in {value for entry in NAMES.values() for value in entry.written.values()}
+
+
+def test_classes_with_other_subclasses_are_the_families() -> None:
+    pairs = {
+        name: (named(name, nnx), target_of(entry))
+        for name, entry in NAMES.items()
+        if isinstance(named(name, nnx), type) and isinstance(target_of(entry), type)
+    }
+    differing = {
+        name
+        for name, (theirs, ours) in pairs.items()
+        for other_theirs, other_ours in pairs.values()
+        if issubclass(other_theirs, theirs) != issubclass(other_ours, ours)
+    }
+    # A Perturbation is told of where it is made.
+    assert differing - {"Intermediate"} == FAMILIES
 
 
 LAYERS: dict[str, tuple[Any, ...]] = {

@@ -70,7 +70,6 @@ LAYERS = [
     "nnx.Conv(4, 4, (2, 2), mask=np.tri(16, 4, dtype=bool).reshape(2, 2, 4, 4), rngs=rngs)",
     "nnx.ConvTranspose(4, 4, (3, 3), padding='CIRCULAR', rngs=rngs)",
     "nnx.PReLU(0.2)",
-    "functools.partial(nnx.max_pool, window_shape=(2, 2))",
     "functools.partial(nnx.max_pool, window_shape=(2, 2), strides=None)",
     "functools.partial(nnx.avg_pool, window_shape=(2, 2), strides=(2, 2), padding='SAME')",
 ]

@@ -43,14 +43,14 @@ SAME = [
         "c = sx.nn.Conv(3, 8, (3, 3), strides=2, groups=1, rngs=r)",
     ),
     ("y = nnx.max_pool(x, (2, 2), None)", "y = sx.nn.max_pool(x, (2, 2), strides=1)"),
+    (
+        "f = functools.partial(nnx.max_pool, inputs=x, window_shape=2, strides=None)",
+        "f = functools.partial(sx.nn.max_pool, x=x, window=2, strides=1)",
+    ),
     ("y = nnx.max_pool(x, (2, 2))", "y = sx.nn.max_pool(x, (2, 2), strides=1)"),
     (
         "y = nnx.avg_pool(x, window_shape=(2, 2), strides=(2, 2))",
         "y = sx.nn.avg_pool(x, window=(2, 2), strides=(2, 2))",
-    ),
-    (
-        "f = functools.partial(nnx.max_pool, window_shape=(2, 2))",
-        "f = functools.partial(sx.nn.max_pool, window=(2, 2), strides=1)",
     ),
     ("l = nnx.LinearGeneral(4, (2, 3), rngs=r)", "l = sx.nn.Linear(4, (2, 3), rngs=r)"),
     (
@@ -249,6 +249,32 @@ CHECKED = [
     ("n = nnx.data(0)", "n = 0", "a Python number is configuration"),
     ("m = nnx.merge(g, s, copy=True)", "m = sx.merge(g, s)", "Variables of its own"),
     ("norms = {'n': nnx.LayerNorm}", "norms = {'n': sx.nn.LayerNorm}", "take features= for num_"),
+    (
+        "f = functools.partial(nnx.max_pool, strides=None)",
+        "f = functools.partial(sx.nn.max_pool, strides=1)",
+        "take window= for window_shape=",
+    ),
+    ("g = jax.grad(f)(nnx.Rngs(0))", "g = jax.grad(f)(sx.Rngs(0))", "in the order of creation"),
+    (
+        "l = jax.tree.map(f, m), jax.tree.leaves(nnx.Rngs(0))",
+        "l = jax.tree.map(f, m), jax.tree.leaves(sx.Rngs(0))",
+        "in the order of creation",
+    ),
+    ("k = {'l': nnx.Linear}", "k = {'l': sx.nn.Linear}", "in a test of classes"),
+    ("s = nnx.pop(m, nnx.Variable)", "s = sx.pop(m, sx.Variable)", "is a Variable to filters"),
+    ("s = nnx.pop(m, jax.Array)", "s = sx.pop(m, jax.Array)", "is a Variable to filters"),
+    ("v = nnx.Variable(-1.5)", "v = sx.Variable(-1.5)", "holds a float32"),
+    (
+        "m = nnx.Rngs(0); f = nnx.jit(lambda x: m())",
+        "m = sx.Rngs(0); f = sx.jit(lambda x: m())",
+        "at each call here",
+    ),
+    (
+        "import numpy; m = nnx.Rngs(0); m.a = numpy.ones(2)",
+        "import numpy; m = sx.Rngs(0); m.a = numpy.ones(2)",
+        "holds a float32",
+    ),
+    ("v = nnx.Variable(True)", "v = sx.Variable(True)", "holds a float32"),
     ("make(norm=nnx.LayerNorm)", "make(norm=sx.nn.LayerNorm)", "take features= for num_features="),
 ]
 
@@ -297,6 +323,34 @@ LEFT_CODE = [
     ("w = nnx.WeightNorm(l, rngs=r)", "a call overwrites the kernel there"),
     ("v = nnx.with_vars(m, hijax=True)", "hijax=True has no counterpart"),
     ("y = nnx.dot_product_attention(q, k, v, dropout_rate=0.1)", "dropout_rate=0.1"),
+    ("def f(m: nnx.Module): m.use_bias = False", "nothing here reads it"),
+    ("import typing\ndef f(m: typing.Any): m.use_bias = False", "cannot be seen here"),
+    ("def f(v: object): v.set_value(x)", "cannot be seen here"),
+    ("from typing import Optional\ndef f(v: Optional[nnx.Param]): v.get_value()", "cannot be seen"),
+    ("def f() -> nnx.Module: ...\nf().padding, f().use_bias = 1, 2", "nothing here reads it"),
+    ("for layer.use_bias in (True,): ...", "cannot be seen here"),
+    ("setattr(layer, 'use_bias', False)", "names in texts are not seen"),
+    ("b = hasattr(nnx.Linear(3, 4, rngs=r), 'use_bias')", "names in texts are not seen"),
+    ("b = getattr(leaf, 'value', leaf)", "names in texts are not seen"),
+    ("b = isinstance(m, (nnx.Conv, nnx.Linear))", "other classes are of this one here"),
+    ("b = type(m) is nnx.LinearGeneral", "other classes are of this one here"),
+    ("match m:\n    case nnx.Module(): ...", "other classes are of this one here"),
+    ("match m:\n    case nnx.LayerNorm(num_features=4): ...", "of a pattern may differ"),
+    ("match m:\n    case Net(use_bias=True): ...", "cannot be seen here"),
+    ("f = functools.partial(nnx.max_pool, padding='SAME')", "a later strides="),
+    ("y = nnx.max_pool(x, (2,), **options)", "called with **options"),
+    ("g, a, b = nnx.split(m, nnx.Not(nnx.Variable), ...)", "is a Variable to filters here"),
+    (
+        "d = nnx.DiffState(0, lambda p, v: isinstance(v, jax.Array))",
+        "is a Variable to filters here",
+    ),
+    (
+        "class N(nnx.Module):\n    def f(self): return self.sow(nnx.Cache, 'h', 1)",
+        "returns nothing",
+    ),
+    ("o = nnx.Optimizer(m, tx)\no.update(n, g)", "which this may not be"),
+    ("m = 1\no = nnx.Optimizer(m, tx)\nm = 2\no.update(m, g)", "which this may not be"),
+    ("m.a = m.b = 1\no = nnx.Optimizer(m.a, tx)\nm.a = 2\no.update(m.a, g)", "may not be"),
     ("d = nnx.Dropout(0.5, rng_collection='noise', rngs=r)", "rng_collection='noise'"),
 ]
 
@@ -342,30 +396,30 @@ def test_hook_of_a_variable_is_left(base: str, method: str) -> None:
 
 
 IMPORTS = [
-    ("import flax.nnx as nnx\nm = nnx.Module", "import shardax as sx\nm = sx.Module"),
-    ("import flax\nm = flax.nnx.Module", "import shardax as sx\nm = sx.Module"),
-    ("from flax.nnx import Module as M\nm = M", "import shardax as sx\nm = sx.Module"),
+    ("import flax.nnx as nnx\nm = nnx.State", "import shardax as sx\nm = sx.State"),
+    ("import flax\nm = flax.nnx.State", "import shardax as sx\nm = sx.State"),
+    ("from flax.nnx import State as M\nm = M", "import shardax as sx\nm = sx.State"),
     (
         "from flax.nnx.nn.linear import Linear\nm = Linear(3, 4)",
         "import shardax as sx\nm = sx.nn.Linear(3, 4)",
     ),
     (
-        "from flax import nnx, struct\nm = nnx.Module, struct",
-        "import shardax as sx\nfrom flax import struct\nm = sx.Module, struct",
+        "from flax import nnx, struct\nm = nnx.State, struct",
+        "import shardax as sx\nfrom flax import struct\nm = sx.State, struct",
     ),
     (
         "from flax import nnx\nclass Count(nnx.Variable[nnx.A]): ...",
         "import typing\nimport shardax as sx\nclass Count(sx.Variable[typing.Any]): ...",
     ),
     (
-        "def f():\n    from flax import nnx\n    return nnx.Module",
-        "def f():\n    import shardax as sx\n    return sx.Module",
+        "def f():\n    from flax import nnx\n    return nnx.State",
+        "def f():\n    import shardax as sx\n    return sx.State",
     ),
     (
-        "import shardax as sx\nfrom flax import nnx\nm = nnx.Module",
-        "import shardax as sx\nm = sx.Module",
+        "import shardax as sx\nfrom flax import nnx\nm = nnx.State",
+        "import shardax as sx\nm = sx.State",
     ),
-    ("from flax import nnx\nsx = 1\nm = nnx.Module", "import shardax\nsx = 1\nm = shardax.Module"),
+    ("from flax import nnx\nsx = 1\nm = nnx.State", "import shardax\nsx = 1\nm = shardax.State"),
     ("nnx = 1\nm = nnx.real", "nnx = 1\nm = nnx.real"),
     (
         "from flax import linen as nn\ny = nn.with_logical_constraint(x, ('a',))",
@@ -401,6 +455,13 @@ def test_file_with_star_import_is_left(module: str) -> None:
     assert [(note.line, note.kind, note.what) for note in result.notes] == [
         (2, "left", f"from {module} import *")
     ]
+
+
+def test_function_that_another_file_takes_is_given_anything() -> None:
+    program = "from flax import nnx\ndef read(v): return v.get_value()\nread(nnx.Param(1))\n"
+    others = ["from a import read\n", "import a\na.read(1)\n", "from a import *\n", ""]
+    projects = [survey([("a.py", program), ("b.py", other)]) for other in others]
+    assert [translate(program, project).left for project in projects] == [1, 1, 1, 0]
 
 
 def test_names_of_flax_by_way_of_another_file_are_left() -> None:

@@ -265,6 +265,11 @@ def test_experts_in_a_pipeline_equal_one_device():
     assert exchanges(text) == 4
 
 
+def test_masked_tokens_take_no_place_as_on_one_device() -> None:
+    found, _ = on_mesh(lambda: make("capacity"), *LAYOUTS[3], EXPLICIT, more=(MASK,))
+    assert_alike(found, step(make("capacity"), X, MASK))
+
+
 @pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=str)
 def test_low_rank_terms_and_masks_equal_one_device(kind: AxisType):
     def build() -> Any:

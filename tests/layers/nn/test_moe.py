@@ -115,6 +115,19 @@ def test_few_tokens_have_their_results_among_many():
     np.testing.assert_allclose(changed, call(moe, X)[:1, :1], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("before", [0, 3])
+def test_capacity_gives_masked_tokens_no_place(before: int) -> None:
+    moe, x = make(dispatch="capacity", capacity_factor=0.75), X[:1]
+    padding = [(0, 0), (before, 4 - before), (0, 0)]
+    padded = np.pad(x, padding, constant_values=1.0)
+    is_real = np.pad(np.ones((1, 6), bool), padding[:2])
+
+    alone, y = call(moe, x), np.asarray(call(moe, padded, is_real))
+    np.testing.assert_allclose(y[is_real], alone[0], rtol=1e-5, atol=1e-6)
+    assert not y[~is_real].any()
+    assert not np.allclose(call(moe, padded)[is_real], alone[0])  # they would take some
+
+
 def test_past_capacity_second_choices_and_later_tokens_drop():
     moe = make(dispatch="capacity", capacity_factor=0.75)
     assert not np.allclose(by_hand(moe, X), by_hand(moe, X, places=9), atol=1e-3)

@@ -120,7 +120,7 @@ def test_layers_of_blocks_and_those_left_over_have_numbers() -> None:
         same = [
             np.array_equal(found["layers", i, "mlp"], x) for i, x in enumerate(changed.values())
         ]
-        assert same == [i <= layer for i in range(5)]
+        assert same == [i < layer for i in range(5)]
 
 
 def test_layer_of_a_stack_of_stacks_has_two_numbers() -> None:
@@ -189,3 +189,19 @@ def test_adapters_and_patches_go_together() -> None:
     _, found = record(model, sx.nn.MLP)(TOKENS)
     path = next(iter(found))
     close(patch(model, {path: found[path]})(TOKENS), logits())
+
+
+@pytest.mark.parametrize("scanned", [False, True])
+def test_recording_of_a_patched_model_has_the_paths_and_the_patched_results(scanned: bool) -> None:
+    model, path = decoder(scanned), ("layers", 0, "mlp")
+    kinds = (sx.nn.MLP, sx.nn.Linear)
+    plain = record(model, *kinds)(TOKENS)[1]
+    patched = patch(model, {path: jnp.full(12, 2.0)})
+
+    _, seen = record(patched, *kinds)(TOKENS)
+    assert seen.keys() == plain.keys()
+    assert (seen[path] == 2).all()
+    close(seen[*path, "up"], plain[*path, "up"])  # inside of the patched layer
+
+    again = patch(patched, {(*path, "up"): seen[*path, "up"], path: jnp.full(12, 3.0)})
+    assert (record(again, sx.nn.MLP)(TOKENS)[1][path] == 3).all()

@@ -308,7 +308,33 @@ def test_generate_of_a_recording_gives_activations_of_every_token(scanned: bool)
     recording = record(model, blocks(model))
     with pytest.raises(sx.errors.GenerationError, match="call the recording on the result") as no:
         recording.generate(prompts, **options, stream=True)
+    with pytest.raises(sx.errors.GenerationError, match="call the recording on the result"):
+        recording.generate(inputs=[[1, 2]], **options)
     code = "recording(tokens)"
     names = {"recording": recording, "tokens": rows[0][None]}
     _, found = run_advice(no.value, code, names)
     close(found["layers", 1], activations["layers", 1][:1])
+
+
+class Masked(sx.Module):
+    def __call__(self, x: Any, mask: Any = None) -> Any:
+        return x if mask is None else x * mask
+
+
+class CallsByKeywords(sx.Module):
+    def __init__(self) -> None:
+        self.layer = Masked()
+
+    def __call__(self, x: Any, mask: Any) -> Any:
+        return self.layer(mask=mask, x=x)
+
+
+@pytest.mark.parametrize("mask", [None, jnp.zeros(2)])
+def test_input_is_the_first_parameter_in_whatever_order_keywords_are_written(mask: Any) -> None:
+    model, x, new = CallsByKeywords(), jnp.ones(2), jnp.full(2, 5.0)
+    assert record(model, Masked, inputs=True)(x, mask)[1]["layer",].tolist() == [1, 1]
+
+    patched = sx.surgery.patch(model, {("layer",): new}, inputs=True)
+    _, seen = record(patched, Masked, inputs=True)(x, mask)
+    assert patched(x, mask).tolist() == Masked()(new, mask).tolist()
+    assert [value.tolist() for value in seen.values()] == [[5, 5]]

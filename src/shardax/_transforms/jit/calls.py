@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, Sharding
 
 from shardax._core import threads
 from shardax._core._jax import Tracer
@@ -182,10 +182,10 @@ class CachedCall:
         self._written_positions: Sequence[int] = ()
         # Called, each returns a root.
         self._roots: list[Callable[[], Any]] = [lambda root=root: root for root in graph.roots]
-        # Variables that belong somewhere, by position; what they held when they were last there,
-        # and the mesh that specs meant.
+        # Variables that belong somewhere, by position; the shardings of their values when they were
+        # last there, and the mesh that specs meant.
         self._watched: dict[int, Variable] = {}
-        self._placed: tuple[list[int], Mesh | None] | None = None
+        self._placed: tuple[list[Sharding | list[Sharding | None]], Mesh | None] | None = None
 
     # --- a steady call ----------------------------------------------------------------------------
 
@@ -233,6 +233,9 @@ class CachedCall:
             raise NeedsSlowCall from None
         except Exception as error:
             if _are_unusable(kept, donated, error):
+                raise NeedsSlowCall from None
+            if isinstance(error, ValueError) and self._move_back():
+                # A Variable that the program writes was moved away since the last call.
                 raise NeedsSlowCall from None
             explain(error, self)
             raise
@@ -302,7 +305,8 @@ class CachedCall:
 
         layouts = self.specialization.layouts
         if layouts.place_variables:
-            # The program returns what it writes where that belongs.
+            # The program returns what it writes where that belongs. If such a Variable was given
+            # another value meanwhile, JAX refuses the call, and ``run`` finds that.
             self._watched = {
                 position: variable
                 for position, variable in enumerate(self._leaves)
@@ -314,8 +318,8 @@ class CachedCall:
         """Notes that the Variables are where they belong."""
         if self._placed is None:
             return
-        values = [id(variable._value) for variable in self._watched.values()]
-        self._placed = (values, self.specialization.layouts.mesh_of_specs())
+        shardings = [_sharding_of(variable._value) for variable in self._watched.values()]
+        self._placed = (shardings, self.specialization.layouts.mesh_of_specs())
 
     def _restore_places(self) -> None:
         """Moves Variables back, where they were given other values, or specs mean another mesh."""
@@ -324,6 +328,21 @@ class CachedCall:
         if placed != self._placed:
             self.specialization.layouts.place(self._watched)
             self.note_placed()
+
+    def _move_back(self) -> bool:
+        """Moves all Variables to where they belong; returns whether one of them was elsewhere."""
+        layouts = self.specialization.layouts
+        if self._placed is None:
+            return False
+        belonging = {
+            position: variable
+            for position, variable in enumerate(self._leaves)
+            if layouts.has_place(position)
+        }
+        values = [variable._value for variable in belonging.values()]
+        layouts.place(belonging)
+        pairs = zip(belonging.values(), values, strict=True)
+        return any(variable._value is not value for variable, value in pairs)
 
     def graph(self) -> InputGraph:
         """Returns the objects of the call, flattened anew, as an ``InputGraph``."""
@@ -349,6 +368,15 @@ class CachedCall:
             ]
             self._leaves = leaves
             self._kept, self._donated = self.specialization.partition(leaves)
+            self._written = [leaves[position] for position in self._written_positions]
+            self._watched = {position: leaves[position] for position in self._watched}
+
+
+def _sharding_of(value: PyTree) -> Sharding | list[Sharding | None]:
+    """Returns the sharding of an array, or those of the leaves of another value."""
+    if type(value) in ARRAY_TYPES:
+        return value.sharding
+    return [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(value)]
 
 
 def _are_unusable(kept: Sequence[Leaf], donated: Sequence[Leaf], error: Exception) -> bool:

@@ -427,11 +427,12 @@ def _check_captured(captured: Sequence[tuple[CapturedVariable, Leaf]]) -> None:
     """Raises if a captured Variable must not be written, or was written by another thread."""
     for item, _ in captured:
         outer = item.outer
+        if is_ref(outer._value):
+            continue  # the array in it is written, and the Variable stays as it is
         if outer._owner is None and outer._value is not item.value:
             raise errors.captured_changed_by_thread(item.stand_in._owner.name, outer)
-        if not is_ref(outer._value):
-            frames.check_unlocked(outer)
-            frames.check_trace(outer)
+        frames.check_unlocked(outer)
+        frames.check_trace(outer)
 
 
 def _write_captured(item: CapturedVariable, value: Leaf) -> None:

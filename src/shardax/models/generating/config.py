@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from shardax.models.generating import errors
 from shardax.models.generating.errors import GenerationError
 from shardax.models.kinds import brief
 
@@ -32,7 +33,8 @@ class GenerationConfig:
     ``source`` and not applied.
 
     Args:
-        stop: Tokens after which a text ends (``eos_token_id``).
+        stop: Tokens after which a text ends (``eos_token_id``). A list, a single token, and None
+            for none are made a tuple.
         pad: The token of padding (``pad_token_id``).
         start: What a text of an ``EncoderDecoder`` begins with (``decoder_start_token_id``), if its
             config does not say so.
@@ -42,7 +44,7 @@ class GenerationConfig:
         source: The text of the ``generation_config.json`` that it was read from.
 
     Raises:
-        GenerationError: If a token is no integer from 0 up.
+        GenerationError: If a token is no integer from 0 up, or too large for int32.
 
     Example:
         >>> import shardax as sx
@@ -61,12 +63,40 @@ class GenerationConfig:
     source: str | None = None
 
     def __post_init__(self) -> None:
+        # A tuple, because a model has its config as a static attribute.
+        object.__setattr__(self, "stop", _as_tokens(self.stop))
+
         tokens = [self.pad, self.start, self.forced_start, self.forced_end]
         for token in (*self.stop, *(token for token in tokens if token is not None)):
-            if type(token) is not int or token < 0:
-                raise GenerationError(
-                    f"GenerationConfig has the token {token!r}, but tokens are integers from 0 up."
-                )
+            if type(token) is not int or not 0 <= token < 2**31:
+                raise errors.no_token(token)
+
+
+def _as_tokens(stop: object) -> tuple[int, ...]:
+    """Returns stop tokens as a tuple.
+
+    Raises:
+        GenerationError: If they are neither a token nor a list of them.
+    """
+    if stop is None:
+        return ()
+    if isinstance(stop, (list, tuple)):
+        return tuple(stop)
+    if type(stop) is not int:
+        raise errors.no_token(stop)
+    return (stop,)
+
+
+def config_of_texts(model: object) -> GenerationConfig | None:
+    """Returns the ``generation_config`` of a model; None where it has none.
+
+    Raises:
+        GenerationError: If it is something else, such as a dict.
+    """
+    config = getattr(model, "generation_config", None)
+    if config is not None and not isinstance(config, GenerationConfig):
+        raise errors.no_generation_config(config)
+    return config
 
 
 def read_generation_config(
@@ -99,7 +129,9 @@ def read_generation_config(
         elif tokens:
             # Of several that are forced together the first is as good as another.
             found[field] = tokens[0]
-    if source is None and found == {"stop": ()}:
+    # A file whose fields are all null is that of a model without a config of texts.
+    is_silent = source is None or all(value is None for value in content.values())
+    if is_silent and found == {"stop": ()}:
         return None
     return GenerationConfig(**found, source=source)
 
@@ -117,7 +149,9 @@ def generation_content(
         The fields of the file; None if there is nothing that ``config.json`` does not say.
     """
     if config is None:
-        return None
+        # Without a file, what ``config.json`` says would be read instead.
+        said = read_generation_config(content)
+        return None if said is None else dict.fromkeys([_NAMES["stop"], _NAMES["pad"]])
     if config.source is None and _tokens_of(config) == _tokens_of(read_generation_config(content)):
         return None
 

@@ -25,6 +25,22 @@ def inside_a_program() -> GenerationError:
     )
 
 
+def no_token(token: object) -> GenerationError:
+    """Returns the error of a ``GenerationConfig`` with something else than a token."""
+    return GenerationError(
+        f"GenerationConfig has the token {token!r}, but tokens are integers from 0 up, in int32."
+    )
+
+
+def no_generation_config(config: object) -> GenerationError:
+    """Returns the error of a model whose ``generation_config`` is something else."""
+    return GenerationError(
+        f"model.generation_config is a {type(config).__name__}, but it is read as a "
+        "sx.models.GenerationConfig. Set one: `model.generation_config = "
+        "sx.models.GenerationConfig(stop=(2,))`."
+    )
+
+
 def table_of_a_tokenizer(names: Sequence[str]) -> GenerationError:
     """Returns the error of a mapping where prompts were expected."""
     listed = ", ".join(names)

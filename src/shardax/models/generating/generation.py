@@ -45,13 +45,13 @@ from shardax import (
 )
 from shardax.distributed.processes import from_main
 from shardax.errors import StaticAttributeError
-from shardax.extend import Options, is_eager, is_prng_key, mesh_axes_of
+from shardax.extend import Options, is_eager, mesh_axes_of
 from shardax.models.config.transformer import TransformerConfig
 from shardax.models.convnext import ConvNeXtConfig
 from shardax.models.dual_encoder import DualEncoderConfig
 from shardax.models.encoder_decoder import EncoderDecoder, EncoderDecoderConfig
 from shardax.models.generating import errors
-from shardax.models.generating.config import GenerationConfig
+from shardax.models.generating.config import GenerationConfig, config_of_texts
 from shardax.models.generating.errors import GenerationError
 from shardax.models.generating.prompts import TokenMask, TokenRows, read_rows, warn_of_padding
 from shardax.models.words import refuses_other_words
@@ -79,7 +79,7 @@ class _Settings(NamedTuple):
     min_p: np.float32
     penalty: np.float32
     stop: np.ndarray
-    seed: Any  # a number of 32 bits, or a key
+    seed: np.uint32
     total: np.int32  # how many tokens are added at most
     forced_start: np.ndarray  # of each row the first token, -1 for any
     forced_end: np.int32  # the last of all, -1 for any
@@ -161,8 +161,9 @@ def generate(
             multiplied if negative.
         stop: Tokens after which a row ends. None for those of ``model.generation_config``, which
             ``from_pretrained`` reads; ``()`` for none.
-        seed: Seed of the sampling; equal seeds give equal samples. None draws another one at every
-            call, from the operating system; processes of one run have the same.
+        seed: Seed of the sampling, from 0 to 2**32 - 1; equal seeds give equal samples. None draws
+            another one at every call, from the operating system; processes of one run have the
+            same.
         stream: Whether to return an iterator, which computes as it is read.
         attention: The kernel of attention, as for ``sx.kernels``; None for that of the scope. A
             cache is read by a mask, which ``"auto"`` takes into account and ``"splash"`` refuses.
@@ -194,7 +195,7 @@ def generate(
     """
     if not is_eager():
         raise errors.inside_a_program()
-    texts = getattr(model, "generation_config", None) or GenerationConfig()
+    texts = config_of_texts(model) or GenerationConfig()
 
     # What is read.
     context = _as_inputs(model, inputs, input_mask)
@@ -222,7 +223,7 @@ def generate(
         top_p=np.float32(1 if top_p is None else top_p),
         min_p=np.float32(0 if min_p is None else min_p),
         penalty=np.float32(1 if repetition_penalty is None else repetition_penalty),
-        stop=_as_stop(texts.stop if stop is None else stop),
+        stop=_as_stop(texts.stop) if stop is None else _as_stop(stop, _vocabulary_of(model)),
         seed=_as_seed(seed, filters.greedy),
         total=np.int32(max_new_tokens),
         forced_start=_forced_starts(texts, rows, context),
@@ -482,7 +483,7 @@ def _sample(
     if filters.greedy:
         return jnp.argmax(logits, axis=-1).astype(np.int32)
     logits = filter_logits(logits / settings.temperature, settings.top_p, settings.min_p, filters)
-    key = settings.seed if is_prng_key(settings.seed) else jax.random.key(settings.seed)
+    key = jax.random.key(settings.seed)
     keys = jax.vmap(jax.random.fold_in, (None, 0))(key, np.arange(len(logits)))
     keys = jax.vmap(jax.random.fold_in, (0, None))(keys, step)
     noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[1:]))(keys)
@@ -605,7 +606,7 @@ def _as_inputs(model: Any, inputs: Any, mask: TokenMask) -> _Inputs | None:
         return features, None
     rows = read_rows(inputs, mask, name="input")
     if mask is None:
-        texts = getattr(model, "generation_config", None) or GenerationConfig()
+        texts = config_of_texts(model) or GenerationConfig()
         warn_of_padding(inputs, texts.pad, texts.stop, "inputs")
     _check_vocabulary(model.encoder, rows, "input")
     longest, config = max(row.size for row in rows), model.config.encoder
@@ -631,25 +632,37 @@ def _beginnings(model: Any, inputs: _Inputs | None, texts: GenerationConfig) -> 
     return [[start]] * len(inputs[0])
 
 
-def _as_stop(stop) -> np.ndarray:
-    """Returns stop tokens, padded to a bucket's size."""
+def _as_stop(stop, vocabulary: int | None = None) -> np.ndarray:
+    """Returns stop tokens, padded to a bucket's size.
+
+    Args:
+        stop: A token, or several.
+        vocabulary: How many tokens there are; None if that is not known, or if the files of a model
+            name the tokens, which may know more of them than its embedding.
+    """
     tokens = np.atleast_1d(np.asarray(stop if np.size(stop) else np.zeros(0, np.int32)))
     fits = tokens.ndim == 1 and np.issubdtype(tokens.dtype, np.integer) and (tokens >= 0).all()
     _OPTIONS.check("stop", stop, bool(fits), "tokens, integers of at least 0")
+
+    # The programs count in int32, in which a larger number would be another token.
+    size = 2**31 if vocabulary is None else vocabulary
+    _OPTIONS.check("stop", stop, bool((tokens < size).all()), f"tokens, integers below {size}")
     padded = np.full(_bucket(max(1, tokens.size)), -2, np.int32)
     padded[: tokens.size] = tokens
     return padded
 
 
-def _as_seed(seed: int | None, is_greedy: bool) -> Any:
+def _as_seed(seed: int | None, is_greedy: bool) -> np.uint32:
     """Returns the input of the programs that numbers are drawn from."""
+    if seed is not None:
+        fits = Options.is_integer(seed) and 0 <= seed < 2**32
+        _OPTIONS.check("seed", seed, fits, "an integer from 0 to 2**32 - 1")
+
     if is_greedy:
         return np.uint32(0)
     if seed is None:
         return np.uint32(from_main(secrets.randbits(32), "seed of generate"))
-    if isinstance(seed, int) and 0 <= seed < 2**32:
-        return np.uint32(seed)
-    return jax.random.key(seed)
+    return np.uint32(seed)
 
 
 def _forced_starts(
@@ -732,11 +745,17 @@ def _name_of(model: object) -> str:
     return getattr(model, "__name__", kind.__name__) if callable(model) else kind.__name__
 
 
-def _check_vocabulary(model: object, rows: list[np.ndarray], name: str = "prompt") -> None:
-    """Raises for tokens outside the model's embedding."""
+def _vocabulary_of(model: object) -> int | None:
+    """Returns how many tokens a model's embedding has; None where it has none that is known."""
     holder = model.decoder if isinstance(model, EncoderDecoder) else model
     size = getattr(getattr(holder, "embed", None), "num_embeddings", None)
-    if not isinstance(size, int):
+    return size if isinstance(size, int) else None
+
+
+def _check_vocabulary(model: object, rows: list[np.ndarray], name: str = "prompt") -> None:
+    """Raises for tokens outside the model's embedding."""
+    size = _vocabulary_of(model)
+    if size is None:
         return  # what it does not know gives NaN
     for place, row in enumerate(rows):
         if row.max() >= size:
