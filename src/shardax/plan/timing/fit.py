@@ -123,7 +123,7 @@ def _read_measurement(row: Row) -> Measurement | None:
     """Returns a row as a measured step; None if it did not run, or lacks a size."""
     seconds = row.get("step_seconds")
     is_number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
-    if seconds is not None and not is_number:
+    if not is_number and seconds is not None:
         raise RowError(f"step_seconds is {seconds!r}; it is a number, or None.")
     if missing_sizes(row):
         return None
@@ -133,7 +133,7 @@ def _read_measurement(row: Row) -> Measurement | None:
             f"hw is {row.get('hw')!r}; the time model is of GPUs and TPUs. For a CPU's rates there "
             "is plan.calibrate_cpu."
         )
-    if not is_number or not 0 < seconds < math.inf:
+    if seconds is None or not 0 < seconds < math.inf:
         return None
     source = str(row.get("group") or row.get("source") or "")
     return Measurement(model, step, hardware, software, seconds, source)

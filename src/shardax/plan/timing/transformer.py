@@ -313,8 +313,9 @@ def _named_policy(policy: str, matrices: int) -> Recompute:
 
 def _is_finite(value: object) -> bool:
     """Whether a value is a finite number, and no boolean."""
-    is_number = Options.is_integer(value) or isinstance(value, float | np.floating)
-    return is_number and math.isfinite(value)
+    if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
+        return False
+    return math.isfinite(value)
 
 
 @dataclass(frozen=True)
