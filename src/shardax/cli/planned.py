@@ -5,13 +5,15 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardax._files import write_whole
 from shardax.cli import inputs
 from shardax.cli.runs import RunSettings
+from shardax.extend import mesh_text
 
 if TYPE_CHECKING:  # slow to import, and needed by planned runs alone
     from shardax.plan import Hardware, LayoutReport, NamedRules, RunCheck
@@ -61,13 +63,58 @@ class PlannedRun:
                 f"{options}, or plan this batch."
             )
 
+    def check_layout(self, settings: RunSettings) -> None:
+        """Refuses a run whose mesh or rules are not the planned ones."""
+        from shardax import plan
+
+        planned, sizes = self.report.layout, {}
+        if settings.mesh:
+            sizes = inputs.mesh_sizes(settings.mesh)
+        remedy = "Leave --mesh, --rules and --zero out: the run takes them from the plan."
+
+        # An axis of size 1 divides nothing.
+        own_mesh, planned_mesh = _split_axes(sizes), _split_axes(planned.sizes)
+        if own_mesh != planned_mesh:
+            raise inputs.CommandError(
+                f"--plan {self.file} is of the mesh {_mesh_words(planned_mesh)}, and the run has "
+                f"{_mesh_words(own_mesh)}. {remedy}"
+            )
+        if settings.zero:
+            raise inputs.CommandError(
+                f"--plan {self.file} says how the optimizer's state is laid out, and so does "
+                f"--zero. {remedy}"
+            )
+        own = settings.layout or plan.NamedRules("", settings.layout_rules)
+        if _content(own) != _content(self.named_rules):
+            raise inputs.CommandError(
+                f"--plan {self.file} is of the layout {planned.name!r}, and the run has other "
+                f"rules. {remedy}"
+            )
+
+    def check_model(self, model: object) -> None:
+        """Refuses a run whose parameters are not the planned ones."""
+        from shardax.plan.inputs import Inputs
+
+        # Names of arguments are those of the planned function, and say nothing of the model.
+        planned = sorted(a.shape for a in self.report.arrays if a.kind == "parameters")
+        own = Inputs(_step_of, (model,)).parameter_shapes
+        if planned and planned != own:
+            raise inputs.CommandError(
+                f"--plan {self.file} is of a model of {_numbers(planned)} parameters in "
+                f"{len(planned)} arrays, and the run has {_numbers(own)} in {len(own)}, or of "
+                "other shapes: give the --preset or --from that was planned, or plan this model."
+            )
+
     def hold_against(self, folder: Path) -> RunCheck:
         """Prints predicted and measured seconds, and writes the run's row."""
         from shardax import plan
 
         check = plan.check_run(folder, self.report, self.target, measured=self._measured())
         write_whole(folder / ROW_FILE, json.dumps(check.row, indent=1) + "\n")
-        print(f"\n{check}\nrow         {folder / ROW_FILE}, for plan.calibrate")
+
+        # The time model that is calibrated is of GPUs and TPUs.
+        use = "" if check.row["kind"] == "cpu" else ", for plan.calibrate"
+        print(f"\n{check}\nrow         {folder / ROW_FILE}{use}")
         return check
 
     def _measured(self) -> Hardware | None:
@@ -81,3 +128,30 @@ class PlannedRun:
         if target.kind == "gpu" and target.topology[0] == 1:
             return plan.calibrate_gpu(devices)
         return None
+
+
+def _split_axes(sizes: Mapping[str, int]) -> dict[str, int]:
+    """Returns the mesh axes that divide something."""
+    return {axis: size for axis, size in sizes.items() if size > 1}
+
+
+def _mesh_words(sizes: Mapping[str, int]) -> str:
+    """Returns a mesh as text."""
+    return mesh_text(sizes, ",") or "none"
+
+
+def _content(entry: NamedRules) -> str:
+    """Returns what a layout lays out, without its name and its mesh."""
+    from shardax.plan.rules_file import entry_to_data
+
+    return json.dumps(entry_to_data(replace(entry, mesh=None)), sort_keys=True)
+
+
+def _numbers(shapes: Iterable[tuple[int, ...]]) -> str:
+    """Returns how many numbers arrays have, as text."""
+    return f"{sum(math.prod(shape) for shape in shapes):,}"
+
+
+def _step_of(model: object) -> object:
+    """A step of a model alone, whose parameters are counted."""
+    return model

@@ -148,6 +148,7 @@ class Train:
         settings = self._resumed(read_settings(self.out), fresh) if self.resume else fresh
         if planned is not None:
             planned.check_sizes(settings)
+            planned.check_layout(settings)
         if settings.zero and not settings.mesh:
             raise inputs.CommandError(
                 "--zero splits the optimizer's state over the mesh axis data, but there is no "
@@ -164,6 +165,8 @@ class Train:
         inputs.use_devices(settings.devices)
         distributed.agree("run.json", settings)
         run = _TrainingRun(settings, self.out, self.stop_within)
+        if planned is not None:
+            planned.check_model(run.model)
         how: dict[str, Any] = {
             name: getattr(self, name) for name in ("resume", "fallback", "override")
         }

@@ -210,6 +210,13 @@ class Inputs:
         return sum(math.prod(info.shape) for info in arrays)
 
     @property
+    def parameter_shapes(self) -> list[tuple[int, ...]]:
+        """Shapes of all parameters, sorted."""
+        leaves = zip(self._inventory.leaves, self.kinds, strict=True)
+        arrays = [info for leaf, kind in leaves if kind == "parameters" for info in leaf.arrays]
+        return sorted(tuple(info.shape) for info in arrays)
+
+    @property
     def whole_bytes(self) -> dict[str, int]:
         """Bytes of the whole arguments by kind, as one device would hold them."""
         totals: dict[str, int] = {}

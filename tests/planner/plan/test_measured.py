@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 
+import shardax as sx
 from shardax import plan
-from shardax.cli.inputs import CommandError
+from shardax.cli.inputs import PRESETS, CommandError
 from shardax.cli.planned import PlannedRun
+from shardax.cli.runs import RunSettings
 from shardax.errors import PlanError, PlanInputError
 from shardax.hlo import Collective, ProgramFacts
 
@@ -124,3 +126,54 @@ def test_run_of_another_batch_is_refused(tmp_path: Path) -> None:
     sizes.batch_size = 8
     with pytest.raises(CommandError, match=r"batch of \(16, 64\), and the run has \(8, 64\)"):
         planned.check_sizes(sizes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"mesh": "data=1"}, "is of the mesh data=8, and the run has none"),
+        ({"mesh": ""}, "is of the mesh data=8, and the run has none"),
+        ({"mesh": "data=4,model=2"}, "is of the mesh data=8, and the run has data=4,model=2"),
+        ({"zero": True}, "says how the optimizer's state is laid out, and so does --zero"),
+        ({"rules": None}, "is of the layout 'dp', and the run has other rules"),
+        ({"rules": {"rules": [["batch", "data"], ["mlp", "data"]]}}, "has other rules"),
+    ],
+)
+def test_run_of_another_layout_is_refused(changes: dict[str, Any], message: str) -> None:
+    planned = PlannedRun("plan.json", "cpu:8", report())
+    settings = RunSettings(
+        PRESETS["tiny"].model, None, 16, 64, 1, 1e-3, 0, "data=8,model=1", 8, 1, 1,
+        rules={"rules": [["batch", "data"]]},
+    )  # fmt: skip
+    planned.check_layout(settings)
+    with pytest.raises(CommandError, match=message):
+        planned.check_layout(dataclasses.replace(settings, **changes))
+
+
+def test_run_of_another_model_is_refused() -> None:
+    def model_of(embed: int) -> sx.nn.Linear:
+        names = ("embed", "mlp")
+        return sx.nn.Linear(embed, 8, kernel_axes=names, use_bias=False, rngs=sx.Rngs(0))
+
+    kernel = plan.ArrayLayout(
+        "model.kernel", "parameters", (4, 8), "float32", ("embed", "mlp"), ((), ())
+    )
+    planned = PlannedRun("plan.json", "cpu:8", dataclasses.replace(report(), arrays=(kernel,)))
+    planned.check_model(model_of(4))
+    with pytest.raises(CommandError, match="of 32 parameters in 1 arrays, and the run has 16 in 1"):
+        planned.check_model(model_of(2))
+
+
+@pytest.mark.parametrize(
+    ("target", "use"), [("cpu:8", ""), ("gpu:h100:2x8", ", for plan.calibrate")]
+)
+def test_row_of_a_cpu_is_not_offered_for_calibration(
+    target: str,
+    use: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(plan, "calibrate_cpu", lambda *args, **options: CPU)
+    PlannedRun("plan.json", target, report()).hold_against(run_of(tmp_path, 0.5))
+    assert capsys.readouterr().out.endswith(f"row         {tmp_path / 'row.json'}{use}\n")

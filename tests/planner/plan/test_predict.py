@@ -372,6 +372,25 @@ def test_training_step_refuses_values_of_other_kinds(
         plan.TrainingStep(**options)
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("mlp_matrices", "3", "an integer of at least 1"),
+        ("head_dim", 64.5, "an integer of at least 0"),
+        ("experts", "8", "an integer of at least 0"),
+        ("window", -1, "an integer of at least 0"),
+        ("tied", "no", "True or False"),
+        ("windowed_share", 1.5, "a number from 0 to 1"),
+    ],
+)
+def test_transformer_shape_refuses_values_of_other_kinds(
+    name: str, value: object, expected: str
+) -> None:
+    sizes: Any = {"layers": 2, "embed": 64, "mlp_hidden": 64, "heads": 2, "vocab": 64, name: value}
+    with pytest.raises(PlanInputError, match=f"^{name}={value!r} must be {expected}.$"):
+        plan.TransformerShape(**sizes)
+
+
 def test_heads_that_cannot_be_shared_are_refused() -> None:
     with pytest.raises(PlanInputError, match="kv_heads=5 must be a divisor of heads=32"):
         plan.TransformerShape(layers=2, embed=64, mlp_hidden=64, heads=32, kv_heads=5, vocab=64)
@@ -386,6 +405,8 @@ def test_cpu_and_unusable_figures_are_refused() -> None:
     text: Any = "x"
     with pytest.raises(PlanInputError, match=r"links\.switch_share='x' must be a finite number"):
         plan.predict(LLAMA, step, "h100", figures={"links.switch_share": text})
+    with pytest.raises(PlanInputError, match="figures is a str, not a mapping of names"):
+        plan.predict(LLAMA, step, "h100", figures=text)
 
 
 @pytest.mark.parametrize(
@@ -411,6 +432,7 @@ def test_calibrate_refuses_rows_by_number(changes: dict[str, Any], message: str)
     ("rows", "rounds", "message"),
     [
         (ROW, 1, "rows is a dict, not a list of rows"),
+        (None, 1, "rows is a NoneType, not a list of rows"),
         ([ROW], 0, "rounds=0 must be an integer of at least 1"),
         ([None], 1, "Row 0: A row is a NoneType"),
     ],

@@ -283,6 +283,8 @@ MIXTURE = {**ROW["arch"], "experts": 8}
         ({"layout": {"tp": "two"}}, "tp is 'two'; it is an integer of at least 1"),
         ({"layout": {"ep": 0.5}}, "ep is 0.5; it is an integer of at least 1"),
         ({"layout": {"fsdp": -4}}, "fsdp is -4; it is an integer of at least 0"),
+        ({"layout": {"moe_router_num_groups": "x"}}, "moe_router_num_groups is 'x'; it is an int"),
+        ({"layout": {"capacity_factor": float("nan")}}, "capacity_factor is nan; it is a number"),
         ({"layout": {"zero": 4}}, "zero is 4; it is 0, 1, 2 or 3"),
         ({"layout": {"async_tp": "yes"}}, "async_tp is 'yes'; it is true or false"),
         ({"layout": {"grad_reduce_dtype": "int4"}}, "grad_reduce_dtype 'int4' is not known"),

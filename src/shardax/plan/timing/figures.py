@@ -80,6 +80,8 @@ def default_figures() -> Mapping[str, float]:
 def figures_of(chip: Hardware, changes: Mapping[str, float] | None = None) -> dict[str, float]:
     """Returns the values of the figures for hardware, with the user's own."""
     values = dict(default_figures())
+    if changes is not None:
+        _OPTIONS.instance("figures", changes, Mapping, "a mapping of names to numbers")
     for name, value in {**chip.time_figures, **(changes or {})}.items():
         if name not in values:
             raise PlanInputError(f"There is no figure {name!r}; there are {', '.join(values)}.")

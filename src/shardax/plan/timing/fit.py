@@ -20,7 +20,7 @@ from shardax.extend import Options
 from shardax.plan.errors import HardwareError, PlanInputError, RowError
 from shardax.plan.hardware.hardware import Hardware
 from shardax.plan.timing.figures import default_figures, figure_table, generation
-from shardax.plan.timing.rows import MissingSizeError, Row, check_fields, read_row
+from shardax.plan.timing.rows import Row, check_fields, missing_sizes, read_row
 from shardax.plan.timing.step import step_parts
 from shardax.plan.timing.transformer import TrainingStep, TransformerShape
 
@@ -90,7 +90,7 @@ def calibrate(
         >>> 0 < figures["hopper.product_share"] < 1
         True
     """
-    if isinstance(rows, Mapping | str):
+    if isinstance(rows, Mapping | str) or not isinstance(rows, Iterable):
         raise PlanInputError(f"rows is a {type(rows).__name__}, not a list of rows.")
     _OPTIONS.integers(rounds=rounds)
     measurements = read_measurements(rows)
@@ -112,8 +112,6 @@ def read_measurements(rows: Iterable[Row]) -> list[Measurement]:
         try:
             check_fields(row)
             measurement = _read_measurement(row)
-        except MissingSizeError:
-            continue
         except (PlanInputError, HardwareError) as error:
             raise RowError(f"Row {number}: {error}") from error
         if measurement is not None:
@@ -122,18 +120,20 @@ def read_measurements(rows: Iterable[Row]) -> list[Measurement]:
 
 
 def _read_measurement(row: Row) -> Measurement | None:
-    """Returns a row as a measured step; None if it did not run."""
+    """Returns a row as a measured step; None if it did not run, or lacks a size."""
     seconds = row.get("step_seconds")
     is_number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
-    if seconds is not None and not is_number:
+    if not is_number and seconds is not None:
         raise RowError(f"step_seconds is {seconds!r}; it is a number, or None.")
+    if missing_sizes(row):
+        return None
     model, step, hardware, software = read_row(row)
     if hardware.kind == "cpu":
         raise RowError(
             f"hw is {row.get('hw')!r}; the time model is of GPUs and TPUs. For a CPU's rates there "
             "is plan.calibrate_cpu."
         )
-    if not is_number or not 0 < seconds < math.inf:
+    if seconds is None or not 0 < seconds < math.inf:
         return None
     source = str(row.get("group") or row.get("source") or "")
     return Measurement(model, step, hardware, software, seconds, source)

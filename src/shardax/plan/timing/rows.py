@@ -28,10 +28,6 @@ _OPTIONS = Options(PlanInputError)
 _ADAPTER_RANK = 16  # of LoRA, where a row does not say it: NeMo's and PEFT's recipes have 8 to 32
 
 
-class MissingSizeError(PlanInputError):
-    """A row does not say a size that has no default."""
-
-
 def read_row(row: Row) -> tuple[TransformerShape, TrainingStep, Hardware, str]:
     """Returns model, step, hardware and software of a row.
 
@@ -61,11 +57,10 @@ def read_row(row: Row) -> tuple[TransformerShape, TrainingStep, Hardware, str]:
     check_fields(row)
     layout = row.get("layout") or {}
     words.optimizer_of(row)
-    sequence = _count(row, "seq_len")
-    batch = _amount(row, "global_batch_seqs")
-    if sequence is None or batch is None:
-        missing = "seq_len" if sequence is None else "global_batch_seqs"
-        raise MissingSizeError(f"The row says no {missing}.")
+    if missing := missing_sizes(row):
+        raise PlanInputError(f"The row says no {missing}.")
+    sequence = _count(row, "seq_len") or 0
+    batch = _amount(row, "global_batch_seqs") or 0
     model = _model(row, sequence)
     chip = _chip(row)
     software = _software(row)
@@ -80,8 +75,6 @@ def read_row(row: Row) -> tuple[TransformerShape, TrainingStep, Hardware, str]:
     devices = devices or int(chips or 0)
     tensor, context, pipeline = degree("tp"), degree("cp"), degree("pp")
     data = _count(layout, "dp") or max(1, devices // (tensor * context * pipeline))
-    if not devices and "dp" not in layout:
-        raise MissingSizeError("The row says no chips, devices or layout.dp.")
     microbatch = _amount(row, "seqs_per_dp_rank_per_microbatch") or 0.0
     accumulated = _amount(row, "grad_accum")
     if not microbatch and accumulated:
@@ -159,6 +152,19 @@ def check_fields(row: Row) -> None:
         words.check_names(f"{part} of a row", table, known)
 
 
+def missing_sizes(row: Row) -> str:
+    """Returns the sizes without a default that a row does not say, as text; "" for none."""
+    arch, layout = row.get("arch") or {}, row.get("layout") or {}
+    for name in ("seq_len", "global_batch_seqs"):
+        if row.get(name) is None:
+            return name
+    sizes = ("layers", "embed", "mlp_hidden", "heads", "vocab")
+    if missing := [name for name in sizes if arch.get(name) is None]:
+        return f"{', '.join(missing)} of the model"
+    counts = row.get("chips"), row.get("devices"), layout.get("dp")
+    return "chips, devices or layout.dp" if counts == (None, None, None) else ""
+
+
 def _count(table: Mapping[str, Any], name: str, *, least: int = 1) -> int | None:
     """Returns a whole number of a row; None if the row does not say it."""
     value = table.get(name)
@@ -214,13 +220,13 @@ def _graphs(layout: Mapping[str, Any]) -> str:
 def _expert_nodes(row: Row, expert: int, chip: Hardware) -> int:
     """Returns the nodes on which a token's experts lie at most; 0 for any."""
     layout, arch = row.get("layout") or {}, row.get("arch") or {}
-    groups = layout.get("moe_router_num_groups") or arch.get("n_group")
-    chosen = layout.get("moe_router_group_topk") or arch.get("topk_group")
+    groups = _count(layout, "moe_router_num_groups") or _count(arch, "n_group", least=0)
+    chosen = _count(layout, "moe_router_group_topk") or _count(arch, "topk_group", least=0)
     if not groups or not chosen or chip.kind != "gpu":
         return 0
     # A token's experts are in so many of the groups, and a group lies on so many nodes.
     nodes = max(1, expert // chip.node_size)
-    return min(nodes, int(chosen) * max(1, nodes // int(groups)))
+    return min(nodes, chosen * max(1, nodes // groups))
 
 
 def _engine(row: Row) -> str:
@@ -263,9 +269,6 @@ def _states(row: Row, *, is_partitioned: bool) -> dict[str, float]:
 
 def _model(row: Row, sequence: int) -> TransformerShape:
     arch = row.get("arch") or {}
-    sizes = ("layers", "embed", "mlp_hidden", "heads", "vocab")
-    if missing := [name for name in sizes if arch.get(name) is None]:
-        raise MissingSizeError(f"The row says no {', '.join(missing)} of the model.")
     kind = arch.get("attention_type")
     if kind is not None and kind not in words.ATTENTION_TYPES:
         raise words.unknown_words("arch.attention_type", kind, words.ATTENTION_TYPES)

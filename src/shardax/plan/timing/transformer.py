@@ -94,7 +94,17 @@ class TransformerShape:
     def __post_init__(self) -> None:
         for name in ("layers", "embed", "mlp_hidden", "heads", "vocab"):
             _OPTIONS.integers(**{name: getattr(self, name)})
-        _OPTIONS.integers(expert_every=self.expert_every)
+        _OPTIONS.integers(expert_every=self.expert_every, mlp_matrices=self.mlp_matrices)
+        for name in (
+            *("head_dim", "experts", "top_k", "expert_hidden", "shared_experts", "dense_layers"),
+            *("q_rank", "kv_rank", "rope_dim", "value_dim", "extra_layers", "window"),
+            "learned_positions",
+        ):
+            _OPTIONS.integers(0, **{name: getattr(self, name)})
+        _OPTIONS.choice("tied", self.tied, (True, False))
+        share = self.windowed_share
+        fits = _is_finite(share) and 0 <= share <= 1
+        _OPTIONS.check("windowed_share", share, fits, "a number from 0 to 1")
         shares = Options.is_integer(self.kv_heads) and self.kv_heads >= 0
         shares = shares and self.heads % self.key_heads == 0
         _OPTIONS.check("kv_heads", self.kv_heads, shares, f"a divisor of heads={self.heads}, or 0")
@@ -303,8 +313,9 @@ def _named_policy(policy: str, matrices: int) -> Recompute:
 
 def _is_finite(value: object) -> bool:
     """Whether a value is a finite number, and no boolean."""
-    is_number = Options.is_integer(value) or isinstance(value, float | np.floating)
-    return is_number and math.isfinite(value)
+    if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
+        return False
+    return math.isfinite(value)
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ over. Fields of results and remarks are known and say nothing about the time.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NamedTuple
@@ -268,6 +269,7 @@ def capacity_factor_of(layout: Mapping[str, Any]) -> float:
     """Returns the capacity factor of a layout's experts; 0 for none."""
     names = ("capacity_factor", "moe_capacity_factor", "moe_expert_capacity_factor")
     value = next((layout[name] for name in names if layout.get(name) is not None), 0.0)
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not math.isfinite(value):
         raise RowError(f"The layout's capacity_factor is {value!r}; it is a number.")
     return max(0.0, float(value))  # Megatron's -1 is dropless
