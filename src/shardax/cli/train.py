@@ -201,7 +201,7 @@ class Train:
                 self.coordinator, self.processes, self.process, timeout=self.start_timeout
             )
 
-    def _fresh(self, planned: PlannedRun | None) -> RunSettings:
+    def _fresh(self, planned: PlannedRun | None = None) -> RunSettings:
         preset = inputs.find_preset(self.preset)
         named_rules = None if self.rules is None else inputs.load_rules(self.rules)
         if named_rules is None and planned is not None and not self.mesh:

@@ -32,8 +32,9 @@ from shardax.partition.assignment import SpecEntry, mesh_axes_of
 
 def explicit_entries(array: jax.Array) -> tuple[SpecEntry, ...] | None:
     """Returns the mesh axes of each dimension in the array's type, or None if there are none."""
-    # An array on one device, which this tells sooner than its type would.
-    if not isinstance(array, Tracer) and type(array.sharding) is SingleDeviceSharding:
+    # An array on one device, which this tells sooner than its type would. NumPy's have no sharding.
+    is_tracer = isinstance(array, Tracer)
+    if not is_tracer and type(getattr(array, "sharding", None)) is SingleDeviceSharding:
         return None
 
     spec = jax.typeof(array).sharding.spec

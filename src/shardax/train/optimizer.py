@@ -336,9 +336,8 @@ def _warn_of_parts(model: PyTree) -> None:
 
 def _parameter_count(variable: Variable) -> int:
     """Returns the number of elements of a Variable's arrays; a lazy one stays lazy."""
-    if variable.is_lazy:
-        return math.prod(variable.shape)
-    return sum(math.prod(jnp.shape(leaf)) for leaf in jax.tree.leaves(variable.value))
+    leaves = jax.tree.leaves(stored_value(variable))
+    return sum(math.prod(getattr(leaf, "shape", ())) for leaf in leaves)
 
 
 def _tangents_in(module: Module) -> State:

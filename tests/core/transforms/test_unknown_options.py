@@ -42,7 +42,6 @@ DECORATORS: dict[str, Callable[..., Any]] = {
     "custom_jvp": sx.custom_jvp,
     "checkify": sx.checkify,
     "make_jaxpr": sx.make_jaxpr,
-    "host.host_function": sx.host.host_function,
 }
 
 # The others, called with all that they need and one option more.

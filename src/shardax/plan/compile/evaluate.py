@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import inspect
 import re
 import types
 from collections.abc import Sequence
@@ -304,14 +305,18 @@ def _traceable(inputs: Inputs, placed: Placed | None):
     shardings = None if placed is None else placed.shardings
     if isinstance(step, Jit):
         count = len(args)
-        # A tuple: ``Jit`` has resolved it.
+        # Tuples: ``Jit`` has resolved them. What is bound is no argument any more.
         donated: Any = step.options.donate_argnums
+        donated_names: Any = step.options.donate_argnames or ()
+        bound = {*list(inspect.signature(step.function).parameters)[:count], *keywords}
         options = dataclasses.replace(
             step.options,
             in_shardings=shardings,
             keep_unused=True,
             static_argnums=[n - count for n in step.static_positions if n >= count],
+            static_argnames=[name for name in step.static_names if name not in bound],
             donate_argnums=[n - count for n in donated if n >= count],
+            donate_argnames=[name for name in donated_names if name not in bound],
         )
         return Jit(functools.partial(step.function, *args, **keywords), options)
     if hasattr(step, "trace"):
