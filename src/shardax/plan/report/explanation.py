@@ -53,7 +53,7 @@ def explain(report: LayoutReport, axis: str | None = None, by: str = "source") -
         by: ``"source"``: by line of code; ``"parameter"``: by the arrays that travel; ``"kind"``.
 
     Returns:
-        Lines of text: the groups, the largest first, with their collectives and the reasons.
+        A text of lines, which has the groups, the largest first, with collectives and reasons.
 
     Raises:
         PlanInputError: If the mesh has no such axis, or there is no such grouping.
@@ -271,8 +271,8 @@ def diff(a: LayoutReport, b: LayoutReport) -> str:
         b: What was found of the other.
 
     Returns:
-        Lines of text: what became of both; rules and mesh axes that differ; figures; collectives by
-        how much more or less they send; arrays that are split otherwise.
+        A text of lines, which has what became of both; rules and mesh axes that differ; figures;
+        collectives by how much more or less they send; arrays that are split otherwise.
 
     Example:
         >>> from shardax.plan import Layout, LayoutReport
