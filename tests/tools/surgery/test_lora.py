@@ -311,7 +311,7 @@ def test_lora_has_an_adapter_for_each_kernel_of_experts(dispatch: Any) -> None:
     @sx.jit
     def over_a_mesh(adapted: Any, x: Any) -> Any:
         result = sx.value_and_grad(balanced_loss, wrt="lora", has_aux=True)(adapted, x)
-        return *result, merge_lora(adapted)(x, mask=None)
+        return *result, merge_lora(adapted)(x, mask=EXPERTS_MASK)
 
     for kind in (AxisType.Auto, AxisType.Explicit):
         mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(kind, kind))
