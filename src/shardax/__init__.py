@@ -13,8 +13,6 @@ from shardax import partition as partition
 from shardax._core import object as _display
 from shardax._core.containers import Dict as Dict
 from shardax._core.containers import List as List
-from shardax._core.frozen import FrozenVariable as FrozenVariable
-from shardax._core.frozen import Slot as Slot
 from shardax._core.graph.definitions import GraphDef as GraphDef
 from shardax._core.graph.pytrees import mutable as mutable
 from shardax._core.init.defaults import default_device as default_device
@@ -34,6 +32,8 @@ from shardax._core.state.filters import Any as Any
 from shardax._core.state.filters import Frozen as Frozen
 from shardax._core.state.filters import Not as Not
 from shardax._core.state.filters import PathContains as PathContains
+from shardax._core.state.frozen import FrozenVariable as FrozenVariable
+from shardax._core.state.frozen import Slot as Slot
 from shardax._core.state.split_merge import clone as clone
 from shardax._core.state.split_merge import find_duplicates as find_duplicates
 from shardax._core.state.split_merge import graphdef as graphdef
@@ -51,17 +51,17 @@ from shardax._core.state.walk import iter_graph as iter_graph
 from shardax._core.state.walk import map as map  # noqa: A004 (its name in Flax)
 from shardax._core.state.walk import recursive_map as recursive_map
 from shardax._core.state.walk import with_vars as with_vars
-from shardax._core.variable import AmaxHistory as AmaxHistory
-from shardax._core.variable import BatchStat as BatchStat
-from shardax._core.variable import Cache as Cache
-from shardax._core.variable import Intermediate as Intermediate
-from shardax._core.variable import MetricState as MetricState
-from shardax._core.variable import OptState as OptState
-from shardax._core.variable import Param as Param
-from shardax._core.variable import Perturbation as Perturbation
-from shardax._core.variable import Quantized as Quantized
-from shardax._core.variable import RngState as RngState
 from shardax._core.variable import Variable as Variable
+from shardax._core.variable_types import AmaxHistory as AmaxHistory
+from shardax._core.variable_types import BatchStat as BatchStat
+from shardax._core.variable_types import Cache as Cache
+from shardax._core.variable_types import Intermediate as Intermediate
+from shardax._core.variable_types import MetricState as MetricState
+from shardax._core.variable_types import OptState as OptState
+from shardax._core.variable_types import Param as Param
+from shardax._core.variable_types import Perturbation as Perturbation
+from shardax._core.variable_types import Quantized as Quantized
+from shardax._core.variable_types import RngState as RngState
 from shardax._transforms.capture import capture as capture
 from shardax._transforms.checkify import checkify as checkify
 from shardax._transforms.control.cond import cond as cond

@@ -38,7 +38,8 @@ from shardax._core.stored import (
     write_through,
 )
 from shardax._core.threads import in_one_step
-from shardax._core.variable import Intermediate, Perturbation, Variable
+from shardax._core.variable import Variable
+from shardax._core.variable_types import Intermediate, Perturbation
 
 _ABSENT = object()
 

@@ -31,7 +31,6 @@ import numpy as np
 from shardax._core.errors import StaticAttributeError, VariableValueError
 from shardax._core.explain import attribute_errors as errors
 from shardax._core.frames import local, resolve
-from shardax._core.frozen import FrozenArray, FrozenVariable, Slot
 from shardax._core.graph import handlers
 from shardax._core.graph.held import ObjectSearch
 from shardax._core.graph.paths import PyTree
@@ -44,7 +43,9 @@ from shardax._core.graph.settings import (
 from shardax._core.graph.static import function_identities
 from shardax._core.init.lazy import LazyValue
 from shardax._core.object import Object, Wrapper
-from shardax._core.variable import ArrayAttribute, Variable
+from shardax._core.state.frozen import FrozenArray, FrozenVariable, Slot
+from shardax._core.variable import Variable
+from shardax._core.variable_types import ArrayAttribute
 
 # What a user calls an array.
 ARRAY_TYPES = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct, LazyValue)

@@ -21,7 +21,8 @@ from shardax._core.graph.handlers import Pairs, handler_of
 from shardax._core.graph.paths import Path, PyTree
 from shardax._core.graph.static import exact_key
 from shardax._core.stored import holds_arrays
-from shardax._core.variable import ArrayAttribute, Variable
+from shardax._core.variable import Variable
+from shardax._core.variable_types import ArrayAttribute
 from shardax._select import errors
 from shardax._select.holders import HolderGraph
 from shardax._select.places import parts, root_place, search

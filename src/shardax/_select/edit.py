@@ -21,13 +21,14 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 from shardax._core.frames import check_structural_write
-from shardax._core.frozen import Slot
 from shardax._core.graph.handlers import Pairs, handler_of
 from shardax._core.graph.paths import Leaf, Path, PyTree, format_path
 from shardax._core.object import Object
+from shardax._core.state.frozen import Slot
 from shardax._core.stored import ARRAY_HOLDERS, ARRAY_TYPES, class_of, holds_arrays, to_stored
 from shardax._core.values import as_value
-from shardax._core.variable import ArrayAttribute, Variable
+from shardax._core.variable import Variable
+from shardax._core.variable_types import ArrayAttribute
 from shardax._select import errors
 from shardax._select.combine import HOLE, hole_for
 from shardax._select.holders import Holder, HolderGraph

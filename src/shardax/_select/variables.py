@@ -14,7 +14,8 @@ from shardax._core.graph.static import EMPTY
 from shardax._core.graph.views import VIEW_LOCK
 from shardax._core.object import Object, epoch
 from shardax._core.values import as_value
-from shardax._core.variable import ArrayAttribute, Variable
+from shardax._core.variable import Variable
+from shardax._core.variable_types import ArrayAttribute
 
 
 def stored_value(variable: Variable) -> PyTree:

@@ -25,15 +25,16 @@ import jax
 
 from shardax._core.errors import ForeignMutationError, StateMismatchError
 from shardax._core.frames import local
-from shardax._core.frozen import Origin
 from shardax._core.graph.paths import Leaf, Path, PyTree, format_path
 from shardax._core.init.rng import Rngs, RngStream
 from shardax._core.module import Module
 from shardax._core.object import Object, epoch
+from shardax._core.state.frozen import Origin
 from shardax._core.state.split_merge import iter_modules, iter_variables
 from shardax._core.state.state import State
 from shardax._core.threads import OneThread
-from shardax._core.variable import Perturbation, Variable
+from shardax._core.variable import Variable
+from shardax._core.variable_types import Perturbation
 from shardax._transforms.errors import TransformError
 from shardax._transforms.lift.transformed import takes_options, wraps
 from shardax._transforms.method_wrapping import subclass

@@ -23,7 +23,8 @@ from shardax._core.graph.definitions import GraphDef, VariableDef
 from shardax._core.graph.flatten import build
 from shardax._core.graph.paths import Leaf, Path, PyTree
 from shardax._core.graph.static import Static
-from shardax._core.variable import ArrayAttribute, Variable
+from shardax._core.variable import Variable
+from shardax._core.variable_types import ArrayAttribute
 from shardax._transforms.control.forms import vary_alike
 from shardax._transforms.errors import StaticArgumentError
 from shardax._transforms.grad.differentiated import DiffArgument, DiffState

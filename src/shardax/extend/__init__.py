@@ -11,11 +11,11 @@ from shardax._core.cross_process import PickledArray as PickledArray
 from shardax._core.cross_process import PickledByName as PickledByName
 from shardax._core.explain.drawing import Drawing as Drawing
 from shardax._core.frames import Frame as Frame
-from shardax._core.frozen import Origin as Origin
 from shardax._core.graph.static import Static as Static
 from shardax._core.init.lazy import LazyValue as LazyValue
 from shardax._core.object import Object as Object
 from shardax._core.object import ShownArray as ShownArray
+from shardax._core.state.frozen import Origin as Origin
 from shardax._transforms.flat_call import FlatCall as FlatCall
 from shardax._transforms.jit.array_program import ArrayProgram as ArrayProgram
 from shardax._transforms.wrappers import ModuleWrapper as ModuleWrapper

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import shardax as sx
 from shardax._core.object import epoch
-from shardax._core.variable import ArrayAttribute
+from shardax._core.variable_types import ArrayAttribute
 from shardax._select.holders import HolderGraph
 from shardax._select.places import children
 from shardax.errors import ShardaxError

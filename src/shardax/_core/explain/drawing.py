@@ -17,16 +17,17 @@ from typing import Any
 import jax
 
 from shardax._core.frames import owner_here
-from shardax._core.frozen import FrozenVariable
 from shardax._core.graph.definitions import GraphDef
 from shardax._core.graph.flatten import build
 from shardax._core.graph.handlers import handler_of, has_parts
 from shardax._core.graph.paths import Path, format_path, line_of
 from shardax._core.module import Module
 from shardax._core.object import Object, Shown
+from shardax._core.state.frozen import FrozenVariable
 from shardax._core.state.state import State
 from shardax._core.stored import title_of
-from shardax._core.variable import ArrayAttribute, Param, Variable
+from shardax._core.variable import Variable
+from shardax._core.variable_types import ArrayAttribute, Param
 
 _INDENT = "  "
 _MAX_LINES = 200

@@ -33,7 +33,8 @@ from shardax._core.init.keys import KeySource
 from shardax._core.init.lazy import LazyKey
 from shardax._core.module import Module
 from shardax._core.threads import in_one_step
-from shardax._core.variable import RngState, Variable
+from shardax._core.variable import Variable
+from shardax._core.variable_types import RngState
 
 
 def _name_hash(name: str) -> int:

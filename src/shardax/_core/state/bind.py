@@ -22,13 +22,13 @@ import jax
 
 from shardax._core import errors
 from shardax._core.frames import owner_here
-from shardax._core.frozen import FrozenVariable, Slot, frozen
 from shardax._core.graph.definitions import Child, Definition, Ref, VariableDef, static_values
 from shardax._core.graph.flatten import ChildDecoder, GraphWalk, assemble, check_tree
 from shardax._core.graph.handlers import has_parts
 from shardax._core.graph.paths import Leaf, Path, PyTree, format_path, plain_path
 from shardax._core.object import Object
 from shardax._core.state.filters import Filter, matching
+from shardax._core.state.frozen import FrozenVariable, Slot, frozen
 from shardax._core.variable import Variable
 
 

@@ -17,9 +17,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from shardax._core.errors import FilterError
-from shardax._core.frozen import FrozenMetadata, Origin
 from shardax._core.graph.paths import Path, format_path
 from shardax._core.object import Placeholder
+from shardax._core.state.frozen import FrozenMetadata, Origin
 from shardax._core.variable import Variable
 
 Predicate = Callable[[Path, typing.Any], bool]

@@ -15,9 +15,9 @@ from collections.abc import Hashable, Mapping, Sequence
 
 from jax.tree_util import DictKey
 
-from shardax._core.frozen import Origin
 from shardax._core.graph.paths import KeyEntry, Path, attribute_key
 from shardax._core.graph.static import EMPTY
+from shardax._core.state.frozen import Origin
 from shardax._core.variable import Variable
 
 UNKNOWN_ORIGIN = Origin(Variable, EMPTY)

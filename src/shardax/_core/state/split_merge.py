@@ -18,7 +18,6 @@ from shardax._core import errors
 from shardax._core.containers import Dict
 from shardax._core.errors import StateMismatchError, first_of
 from shardax._core.frames import check_structural_write, is_ref, owner_here, resolve
-from shardax._core.frozen import FrozenVariable, Origin
 from shardax._core.graph import flatten, handlers
 from shardax._core.graph.definitions import GraphDef
 from shardax._core.graph.paths import Path, PyTree, format_path
@@ -27,12 +26,14 @@ from shardax._core.module import Module, modules_in
 from shardax._core.object import Object
 from shardax._core.state.filters import Filter, group_by_filter, matching
 from shardax._core.state.forms import StateForm
+from shardax._core.state.frozen import FrozenVariable, Origin
 from shardax._core.state.state import State, state_of
 from shardax._core.state.values_by_path import merged_values
 from shardax._core.stored import array_of_attribute, to_stored
 from shardax._core.threads import local
 from shardax._core.values import copy_value, refuse_deleted, snapshot
-from shardax._core.variable import ArrayAttribute, Variable
+from shardax._core.variable import Variable
+from shardax._core.variable_types import ArrayAttribute
 
 T = TypeVar("T")
 

@@ -23,12 +23,12 @@ import numpy as np
 
 from shardax._core import errors
 from shardax._core.cross_process import PickledArray
-from shardax._core.frozen import Origin
 from shardax._core.graph.handlers import Handler, register
 from shardax._core.graph.paths import KeyEntry, Leaf, Path, format_path
 from shardax._core.object import Object, Shown
 from shardax._core.state.filters import Filter, group_by_filter
 from shardax._core.state.forms import UNKNOWN_ORIGIN, StateForm, StateNode, path_below
+from shardax._core.state.frozen import Origin
 from shardax._core.state.layouts import is_layout, lay_out_alike
 from shardax._core.text import layout_text
 from shardax._core.values import same_value

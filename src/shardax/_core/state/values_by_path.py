@@ -15,10 +15,10 @@ from typing import Any
 import jax
 
 from shardax._core import errors
-from shardax._core.frozen import FrozenVariable
 from shardax._core.graph.handlers import PLAIN, handler_of
 from shardax._core.graph.paths import Leaf, Path, PyTree
 from shardax._core.object import Object
+from shardax._core.state.frozen import FrozenVariable
 from shardax._core.state.state import State
 from shardax._core.variable import Variable
 

@@ -17,7 +17,6 @@ from shardax._core import errors
 from shardax._core.checks import Options
 from shardax._core.errors import VariableValueError
 from shardax._core.frames import owner_here
-from shardax._core.frozen import FrozenVariable
 from shardax._core.graph import flatten
 from shardax._core.graph.definitions import Child, Ref
 from shardax._core.graph.handlers import handler_of
@@ -25,6 +24,7 @@ from shardax._core.graph.paths import Path, PyTree, format_path
 from shardax._core.module import Module
 from shardax._core.state.bind import freeze, thaw
 from shardax._core.state.filters import Filter, to_predicate
+from shardax._core.state.frozen import FrozenVariable
 from shardax._core.state.split_merge import box_tree, clone, flat_tree, unbox_tree
 from shardax._core.stored import array_of_attribute, to_stored
 from shardax._core.variable import Variable

@@ -21,7 +21,7 @@ from jax.sharding import AxisType, NamedSharding
 
 from shardax._core._jax import is_sharding_type_error
 from shardax._core.graph.paths import Path, PyTree, format_path
-from shardax._core.variable import Param
+from shardax._core.variable_types import Param
 from shardax._transforms import errors
 from shardax._transforms.errors import absent_error
 from shardax._transforms.explain.tracer_errors import TRACER_ERRORS, rewrite

@@ -21,7 +21,8 @@ import numpy as np
 from shardax._core.array_ops import dtype_of, is_differentiable
 from shardax._core.graph.paths import Leaf, PyTree
 from shardax._core.state.filters import Filter
-from shardax._core.variable import Param, Variable
+from shardax._core.variable import Variable
+from shardax._core.variable_types import Param
 from shardax._transforms.grad import errors
 from shardax._transforms.grad.differentiated import Argnums, DiffPair, refuse_objects
 from shardax._transforms.grad.ruled_call import (

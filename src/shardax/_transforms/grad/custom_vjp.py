@@ -35,7 +35,8 @@ from shardax._core.graph.flatten import build, flatten
 from shardax._core.graph.paths import Leaf, Path, PyTree, format_path
 from shardax._core.state.filters import Filter
 from shardax._core.state.state import State
-from shardax._core.variable import Param, Variable
+from shardax._core.variable import Variable
+from shardax._core.variable_types import Param
 from shardax._transforms.errors import ClosureError, TransformError, forward_mode
 from shardax._transforms.grad import errors
 from shardax._transforms.grad.differentiated import Argnums, DiffPair

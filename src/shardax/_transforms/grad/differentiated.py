@@ -41,7 +41,8 @@ from shardax._core.state.filters import Filter, Predicate, to_predicate
 from shardax._core.state.split_merge import describe_plain_arrays
 from shardax._core.state.state import Origin, State
 from shardax._core.state.values_by_path import arranged_by_path, merged_values
-from shardax._core.variable import Param, Variable
+from shardax._core.variable import Variable
+from shardax._core.variable_types import Param
 from shardax._transforms.grad import errors
 from shardax._transforms.grad.tangents import Tangents, tangents_in
 from shardax._transforms.lift.arguments import (

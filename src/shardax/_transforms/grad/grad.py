@@ -17,7 +17,8 @@ import numpy as np
 from shardax._core.graph.handlers import axes_of
 from shardax._core.graph.paths import PyTree
 from shardax._core.state.filters import Filter
-from shardax._core.variable import Param, Variable
+from shardax._core.variable import Variable
+from shardax._core.variable_types import Param
 from shardax._transforms.grad import errors
 from shardax._transforms.grad.differentiated import (
     Argnums,

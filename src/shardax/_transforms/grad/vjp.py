@@ -14,7 +14,7 @@ import jax
 
 from shardax._core.graph.paths import PyTree
 from shardax._core.state.filters import Filter
-from shardax._core.variable import Param
+from shardax._core.variable_types import Param
 from shardax._transforms.grad import errors
 from shardax._transforms.grad.differentiated import (
     DiffArgument,

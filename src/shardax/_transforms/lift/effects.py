@@ -41,7 +41,8 @@ from shardax._core.graph.settings import SettingsKey
 from shardax._core.graph.static import Static
 from shardax._core.object import Object, epoch
 from shardax._core.values import has_deleted, same_value
-from shardax._core.variable import ArrayAttribute, Variable
+from shardax._core.variable import Variable
+from shardax._core.variable_types import ArrayAttribute
 from shardax._transforms import errors
 from shardax._transforms.lift.arguments import TreeTemplate, join_argument, split_tree
 from shardax._transforms.lift.input_graph import InputGraph

@@ -10,7 +10,8 @@ import jax
 
 from shardax._core.frames import kind_of
 from shardax._core.graph.paths import Leaf, Path, format_path
-from shardax._core.variable import ArrayAttribute, Variable
+from shardax._core.variable import Variable
+from shardax._core.variable_types import ArrayAttribute
 from shardax._transforms.errors import PrefixError, TransformError
 
 

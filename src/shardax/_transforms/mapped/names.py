@@ -22,12 +22,12 @@ from typing import Any, NamedTuple
 import jax
 
 from shardax._core.errors import MetadataError, ShardaxError
-from shardax._core.frozen import Origin
 from shardax._core.graph.definitions import GraphDef, VariableDef
 from shardax._core.graph.handlers import knows_names
 from shardax._core.graph.paths import Leaf, Path, PyTree, format_path, plain_path
 from shardax._core.graph.static import PARTITION_NAME, AxisName, Metadata
 from shardax._core.object import Object
+from shardax._core.state.frozen import Origin
 from shardax._core.state.state import State
 from shardax._transforms.lift.effects import LiftedOutputs
 from shardax._transforms.lift.entries import EntryAssignment, OutputEntries

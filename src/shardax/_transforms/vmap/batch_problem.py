@@ -22,7 +22,7 @@ from shardax._core.graph.paths import Path, PyTree, plain_path
 from shardax._core.init.lazy import LazyValue
 from shardax._core.object import Object
 from shardax._core.state.state import State
-from shardax._core.variable import ArrayAttribute
+from shardax._core.variable_types import ArrayAttribute
 from shardax._transforms.lift.alias_paths import alias_paths
 from shardax._transforms.lift.filter_mappings import ExactPath, StateAxes
 from shardax._transforms.mapped.names import has_axis_methods

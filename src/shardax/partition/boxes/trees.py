@@ -14,9 +14,9 @@ from typing import Any
 
 import jax
 
-from shardax._core.frozen import Origin
 from shardax._core.graph.paths import Leaf, Path, PyTree
 from shardax._core.object import Object
+from shardax._core.state.frozen import Origin
 from shardax._core.state.state import State
 from shardax._core.variable import Variable
 from shardax.partition.boxes import errors, protocol

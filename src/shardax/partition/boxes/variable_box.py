@@ -20,7 +20,8 @@ from shardax._core.graph.static import BOX_ENTRY, EMPTY, PARTITION_NAME, Metadat
 from shardax._core.object import Object
 from shardax._core.state.state import Origin, State
 from shardax._core.values import as_value
-from shardax._core.variable import Param, Variable
+from shardax._core.variable import Variable
+from shardax._core.variable_types import Param
 from shardax.partition.boxes import errors, protocol
 from shardax.partition.boxes.axis_metadata import AxisMetadata
 from shardax.partition.boxes.partitioned import LogicallyPartitioned

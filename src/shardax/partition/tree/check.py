@@ -24,7 +24,7 @@ from shardax._core.graph.paths import Path, PyTree
 from shardax._core.object import Object
 from shardax._core.state.filters import OfType
 from shardax._core.state.split_merge import iter_modules
-from shardax._core.variable import OptState
+from shardax._core.variable_types import OptState
 from shardax.partition import findings
 from shardax.partition.assignment import mesh_axes_of
 from shardax.partition.entries import parts_of

@@ -29,7 +29,8 @@ from shardax._core.graph.paths import Path, format_path
 from shardax._core.graph.static import BOX_ENTRY, Axes, Metadata, exact_key
 from shardax._core.object import Placeholder, Shown
 from shardax._core.values import same_value, snapshot
-from shardax._core.variable import ArrayAttribute, Variable
+from shardax._core.variable import Variable
+from shardax._core.variable_types import ArrayAttribute
 
 T = TypeVar("T")
 
