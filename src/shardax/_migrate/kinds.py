@@ -46,9 +46,10 @@ OTHER = FlaxKind("other")
 class Kinds:
     """The kinds of values of one program."""
 
-    def __init__(self, program: SourceProgram, project: Project) -> None:
+    def __init__(self, program: SourceProgram, project: Project, label: str) -> None:
         self.program = program
         self.project = project
+        self.label = label
         self._asked: set[cst.CSTNode] = set()
         # Attributes that the file sets, by name; and its calls of setattr.
         self.stores: dict[str, list[cst.Attribute]] = {}
@@ -258,6 +259,8 @@ class Kinds:
             # A property, or a base that is not seen, may give anything.
             if defines(each, name) or None in map(self._of_base, [b.value for b in each.bases]):
                 yield None
+        if self.project.is_set_by_others({each.name.value for each in family}, name, self.label):
+            yield None
         for call in self._setattrs:
             text = call.args[1].value if len(call.args) > 1 else None
             if not isinstance(text, cst.SimpleString) or text.evaluated_value == name:

@@ -82,10 +82,10 @@ class Notice(NamedTuple):
 class MigrationPlan:
     """The changes of a program, and the notices about them."""
 
-    def __init__(self, program: SourceProgram, project: Project) -> None:
+    def __init__(self, program: SourceProgram, project: Project, label: str) -> None:
         self.program = program
         self.project = project
-        self.kinds = Kinds(program, project)
+        self.kinds = Kinds(program, project, label)
         self.libraries = program.translated()
         self.notices: list[Notice] = []
         self.done: dict[str, list[int]] = {}  # lines by what was done
@@ -136,6 +136,7 @@ class MigrationPlan:
             is_planned = root_of(reference.node) in self.handled
             if reference.library in self.libraries and not is_planned:
                 self._plan_reference(reference)
+        self._plan_printed_code()
 
     # --- notices ----------------------------------------------------------------------------------
 
@@ -522,6 +523,16 @@ class MigrationPlan:
                 self._check(call, function, f"of some names, {_SET_UNREAD}")
         elif text.evaluated_value in NAMED_IN_TEXTS:
             self._left(call, f"{function}({code_of(text)})", _IN_TEXTS)
+
+    def _plan_printed_code(self) -> None:
+        """Tells of ``f"{code=}"``, whose text is the code, where the code is translated."""
+        changed = {*self.targets, *self.calls, *self.changes, *self.assignments}
+        for expression in self.program.all(cst.FormattedStringExpression):
+            if expression.equal is not None and not changed.isdisjoint(walk(expression)):
+                code = code_of(expression.expression)
+                self._check(
+                    expression, f"{{{code}=}}", "the text is the code, which is another one"
+                )
 
     def _plan_text(self, call: cst.Call) -> None:
         """Leaves code and names of Flax that stand in texts."""

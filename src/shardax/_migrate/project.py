@@ -12,6 +12,16 @@ from shardax._migrate.rules import NNX
 
 
 @dataclass(frozen=True)
+class StoringClass:
+    """A class of some file: its bases by their last names, and the attributes that it sets."""
+
+    file: str
+    name: str
+    bases: frozenset[str]
+    stores: frozenset[str]
+
+
+@dataclass(frozen=True)
 class Project:
     """Facts about all files of a project."""
 
@@ -21,6 +31,23 @@ class Project:
     # Names that some file takes from another of the project, and whether there are several.
     taken: frozenset[str] = frozenset()
     is_whole: bool = False
+    classes: tuple[StoringClass, ...] = ()
+
+    def is_set_by_others(self, names: set[str], attribute: str, label: str) -> bool:
+        """Whether a class of another file, derived from one of some names, sets an attribute.
+
+        Args:
+            names: Classes of the file.
+            attribute: Name of the attribute.
+            label: Label of the file.
+        """
+        family = set(names)
+        for _ in self.classes:
+            family |= {each.name for each in self.classes if each.bases & family}
+        return any(
+            each.bases & family and attribute in each.stores and each.file != label
+            for each in self.classes
+        )
 
     def gives(self, name: str) -> bool:
         """Whether a full name is one of Flax that a file of the project offers."""
@@ -32,6 +59,7 @@ def survey(files: Iterable[tuple[str, str]]) -> Project:
     """Reads the labels and texts of all files of a project."""
     imports: dict[str, list[tuple[str, str]]] = {}
     used: set[str] = set()
+    classes: list[StoringClass] = []
     for label, text in files:
         try:
             tree = ast.parse(text)
@@ -41,19 +69,50 @@ def survey(files: Iterable[tuple[str, str]]) -> Project:
         module = path.parent.name if path.stem == "__init__" else path.stem
         found = list(_imports_in(tree))
         imports.setdefault(module, []).extend(found)
+        classes += _classes_of(tree, label)
         used |= _attributes_of(tree, {bound for bound, name in found if not _is_nnx(name)})
 
     uses_nnx = any(_is_nnx(name) for rows in imports.values() for _, name in rows)
     exports: dict[str, set[str]] = {module: set() for module in imports}
     names = [name for rows in imports.values() for _, name in rows if not _is_nnx(name)]
     taken = frozenset(name.rpartition(".")[2] for name in names) | used
-    project = Project(uses_nnx, exports, taken, len(imports) > 1)
+    project = Project(uses_nnx, exports, taken, len(imports) > 1, tuple(classes))
     # A file may give on what another one gives.
     for _ in imports:
         for module, rows in imports.items():
             given = {bound for bound, name in rows if _is_nnx(name) or project.gives(name)}
             exports[module] |= given
     return project
+
+
+def _classes_of(tree: ast.Module, label: str) -> Iterable[StoringClass]:
+    """Yields the classes of a file; a base that has two names is taken by both."""
+    aliases = {bound: name.rpartition(".")[2] for bound, name in _imports_in(tree)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Name | ast.Attribute):
+            last = ast.unparse(node.value).rpartition(".")[2]
+            aliases |= {ast.unparse(target): last for target in node.targets}
+
+    for owner in ast.walk(tree):
+        if not isinstance(owner, ast.ClassDef):
+            continue
+        bases = {_last_name(base) for base in owner.bases}
+        for _ in aliases:  # a name may be one of another name
+            bases |= {aliases[base] for base in bases & aliases.keys()}
+        places = [node for node in ast.walk(owner) if isinstance(node, ast.Attribute | ast.Name)]
+        names = [
+            node.attr if isinstance(node, ast.Attribute) else node.id
+            for node in places
+            if isinstance(node.ctx, ast.Store)
+        ]
+        methods = [item.name for item in owner.body if isinstance(item, ast.FunctionDef)]
+        yield StoringClass(label, owner.name, frozenset(bases), frozenset([*names, *methods]))
+
+
+def _last_name(base: ast.expr) -> str:
+    """Returns the last name of a base, also of ``a.Net[int]``."""
+    plain = base.value if isinstance(base, ast.Subscript) else base
+    return ast.unparse(plain).rpartition(".")[2]
 
 
 def _imports_in(tree: ast.Module) -> Iterable[tuple[str, str]]:

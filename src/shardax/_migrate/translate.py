@@ -46,7 +46,8 @@ def translate(text: str, project: Project | None = None, label: str = "FILE") ->
     Args:
         text: The program.
         project: What its other files tell.
-        label: The name of the file, for the line that ends a program of which something is left.
+        label: The file, as ``survey`` took it, for the line that ends a program of which something
+            is left.
 
     Returns:
         A Translation.
@@ -57,7 +58,7 @@ def translate(text: str, project: Project | None = None, label: str = "FILE") ->
     try:
         program = parse(text)
         project = Project() if project is None else project
-        module, notices, done = _translated(program, project)
+        module, notices, done = _translated(program, project, label)
     except RecursionError:
         raise UnreadableError(1, "it nests too deeply to be read") from None
 
@@ -69,10 +70,10 @@ def translate(text: str, project: Project | None = None, label: str = "FILE") ->
 
 
 def _translated(
-    program: SourceProgram, project: Project
+    program: SourceProgram, project: Project, label: str
 ) -> tuple[cst.Module, list[Notice], list[Notice]]:
     """Returns the translated module, the notices, and what was done."""
-    plan = MigrationPlan(program, project)
+    plan = MigrationPlan(program, project, label)
     stars = [
         notice for node in program.imports() for notice in _stars(program, project, plan, node)
     ]
