@@ -434,7 +434,7 @@ def state_mismatch(
         entries = "1 entry does" if len(unexpected) == 1 else f"{len(unexpected)} entries do"
         parts.append(f"{entries} not belong to any Variable of the model:")
         parts += [
-            f"  {format_path(path)}{did_you_mean(path, missing or known)}" for path in unexpected
+            f"  {format_path(path)}{nearest_path_hint(path, missing or known)}" for path in unexpected
         ]
 
     if missing:
@@ -452,7 +452,7 @@ def state_mismatch(
     return StateMismatchError("\n".join(parts).replace("changed.\n", "changed. ", 1))
 
 
-def did_you_mean(path: Path, known: Iterable[Path]) -> str:
+def nearest_path_hint(path: Path, known: Iterable[Path]) -> str:
     """Returns a hint at the nearest of some paths, "" if none is near."""
     near = difflib.get_close_matches(format_path(path), map(format_path, known), n=1)
     return f" (did you mean {near[0]}?)" if near else ""

@@ -367,7 +367,7 @@ def _find_slot(
     label = variable.labels[-1]
     if allow_unused:
         return label, None
-    hint = errors.did_you_mean(label, slots)
+    hint = errors.nearest_path_hint(label, slots)
     return label, f"has the label {format_path(label)}, for which there is no slot{hint}"
 
 
