@@ -434,7 +434,8 @@ def state_mismatch(
         entries = "1 entry does" if len(unexpected) == 1 else f"{len(unexpected)} entries do"
         parts.append(f"{entries} not belong to any Variable of the model:")
         parts += [
-            f"  {format_path(path)}{nearest_path_hint(path, missing or known)}" for path in unexpected
+            f"  {format_path(path)}{nearest_path_hint(path, missing or known)}"
+            for path in unexpected
         ]
 
     if missing:
