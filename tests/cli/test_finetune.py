@@ -108,6 +108,11 @@ def test_adapters_are_trained_on_tokens_and_merged(adapted: Tuned):
         assert text in report
 
 
+def test_run_of_adapters_is_verified(adapted: Tuned, capsys: pytest.CaptureFixture[str]):
+    assert main(["verify", str(adapted.run)]) == 0
+    assert "all is good" in capsys.readouterr().out
+
+
 def test_experts_are_adapted_and_router_stays_frozen(tmp_path: Path, text: Path):
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
     more = {"num_key_value_heads": 1, "num_hidden_layers": 1, "num_local_experts": 4}

@@ -33,7 +33,7 @@ from shardax.train.errors import TrainError
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
-    from shardax.train.run_start import RunStart
+    from shardax.train.run.start import RunStart
     from shardax.train.trainer import Trainer
 
 _PACKAGES = ("shardax", "jax", "jaxlib", "numpy", "optax", "orbax-checkpoint")

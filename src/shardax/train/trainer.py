@@ -47,10 +47,10 @@ from shardax.train.progress import (
     StopRequest,
     TrainingProgress,
 )
+from shardax.train.run.start import RunStart
+from shardax.train.run.steps import RunResult, train_from
 from shardax.train.run_folder import RunFolder, settings_of
-from shardax.train.run_start import RunStart
 from shardax.train.speed import Profile
-from shardax.train.training_run import RunResult, train_from
 
 Loss = Callable[[Any, Any], Any]
 """``loss(model, batch)``: the mean loss over the batch's targets (those where ``mask`` is true).

@@ -30,7 +30,7 @@ from shardax.train.errors import TrainError
 from shardax.train.gradients.finite import FiniteCheck
 from shardax.train.log import Trackers, read_jsonl
 from shardax.train.progress import BoundedDisplay, OverdueError, SilentProgress, StopRequest
-from shardax.train.run_start import RunStart
+from shardax.train.run.start import RunStart
 from shardax.train.speed import Throughput, throughput_text, utilization_of
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ def train_from(
         finite = FiniteCheck(
             trainer.trained, trainer.settings.max_skipped_steps, start.extra.get("skipped_steps")
         )
-        run = _TrainingRun(
+        run = _Run(
             trainer=trainer,
             evaluate=evaluate,
             checkpoints=checkpoints,
@@ -157,7 +157,7 @@ def _close(source: prefetch.Prefetch, screen: BoundedDisplay, stop: StopRequest)
 
 
 @dataclass
-class _TrainingRun:
+class _Run:
     """State of one call of ``Trainer.run``, and what follows each step."""
 
     trainer: Trainer
