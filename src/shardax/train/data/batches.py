@@ -34,7 +34,6 @@ from shardax.train.errors import DataError
 Arrays = dict[str, npt.NDArray[Any]]
 Rows = npt.NDArray[np.int64]
 OPTIONS = Options(DataError)
-_Int64Array = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -627,7 +626,7 @@ def row_numbers(rows: object, batch_size: int) -> Rows:
     return numbers.astype(np.int64)
 
 
-def _batch(part: TextPart, starts: _Int64Array, seq_len: int) -> Arrays:
+def _batch(part: TextPart, starts: Rows, seq_len: int) -> Arrays:
     """Returns the windows at some places as inputs and targets."""
     text = part.text
     windows = text.windows(starts, seq_len + 1)
