@@ -71,18 +71,22 @@ class Check:
                 f"Name the rules for {self.model}: --rules FILE.toml, --rules FILE.json, or "
                 "--rules module:name."
             )
+
         layout = None if self.rules is None else inputs.load_rules(self.rules)
         mesh_given = self.mesh or (mesh_text(layout.mesh or (), ",") if layout is not None else "")
         model, text, run = self._find(mesh_given)
+
         has_own_rules = layout is not None or (run is not None and run.rules is not None)
         standard = DECODER_RULES if run is None else run.layout_rules
         rules = standard if layout is None else layout.rules
         own_overrides = None if run is None else run.overrides
         if layout is not None:
             own_overrides = layout.overrides
+
         # One's own rules are checked too: an axis that they misspell must not be one of the mesh's.
         sizes = inputs.mesh_sizes(text, None if has_own_rules else rules.mesh_axes)
         mesh = auto_mesh(sizes)
+
         findings = partition.check(
             _with_optimizer(model),
             mesh,
@@ -92,6 +96,7 @@ class Check:
         )
         # Mesh axes that are not there have been found already, where there are arrays.
         findings += [f for f in rules.check(mesh) if f.code != "unknown-mesh-axis"]
+
         counts = Counter(finding.severity for finding in findings)
         totals: list[str] = []
         for severity, word in _SHOWN.items():
@@ -99,6 +104,7 @@ class Check:
             if not (self.quiet and severity == "info"):
                 _print(word, [finding for finding in findings if finding.severity == severity])
         print(f"{self.model} over {mesh_text(sizes)}: {', '.join(totals)}")
+
         return 1 if counts["error"] or (self.strict and counts["warning"]) else 0
 
     def _find(self, mesh: str) -> tuple[Any, str, RunSettings | None]:
@@ -115,12 +121,14 @@ class Check:
             if inputs.is_target(self.model):
                 return inputs.load_model(self.model), mesh, None
             return Decoder(inputs.PRESETS[self.model].model, rngs=Rngs(params=0)), mesh, None
+
         if not path.exists():
             raise inputs.CommandError(
                 f"{self.model!r} is no folder of a run, no preset (there are "
                 f"{', '.join(inputs.PRESETS)}) and no module:name of a model."
                 f"{did_you_mean(self.model, inputs.PRESETS)}"
             )
+
         settings = read_settings(find_run(path)[0])
         text = mesh or settings.mesh
         if not text:

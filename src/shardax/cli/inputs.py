@@ -89,13 +89,16 @@ def check_words(words: Sequence[str]) -> None:
             raise CommandError(f"{word!r} is not UTF-8.") from None
         if "\0" in word:
             raise CommandError(f"{word!r} holds a NUL, which no text or path has.")
+
         name, _, value = (word or f"{option}=").partition("=")
         if len(word) > 4096 and name != "--prompt" != option:  # longer than any path
             raise CommandError(f"{word[:40]!r}... of {len(word):,} characters is too long.")
+
         is_empty = not word or (word.startswith("--") and word.endswith("=") and not value)
         # An empty prompt is refused by the command: one of several has no name before it.
         if is_empty and name not in ("--mesh", "--prompt") and option != "--prompt":
             raise CommandError(f"{name or 'an argument'} is given an empty text.")
+
         option = word if word.startswith("--") else option
 
 
@@ -118,6 +121,7 @@ def load_target(text: str) -> Any:
     module_name, _, name = text.partition(":")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
+
     try:
         module = importlib.import_module(module_name)
     except Exception as error:
@@ -128,6 +132,7 @@ def load_target(text: str) -> Any:
             f"{text!r}: there is no module {missing!r}, neither installed nor in the folder "
             f"{os.getcwd()}."
         ) from error
+
     if not hasattr(module, name):
         hint = did_you_mean(name, [attr for attr in vars(module) if not attr.startswith("_")])
         raise CommandError(f"{text!r}: the module {module_name} has no {name!r}.{hint}")
@@ -266,6 +271,7 @@ def mesh_sizes(text: str, axes: Sequence[str] | None = None) -> dict[str, int]:
             raise CommandError(
                 f"--mesh {text!r}: {part!r} is not name=size, as in --mesh data=2,model=4."
             )
+
         if axes is not None and name not in axes:
             raise CommandError(
                 f"--mesh {text!r}: no rule lays anything out over an axis {name!r}; the "
@@ -274,6 +280,7 @@ def mesh_sizes(text: str, axes: Sequence[str] | None = None) -> dict[str, int]:
         if name in sizes:
             raise CommandError(f"--mesh {text!r}: the axis {name!r} is given twice.")
         sizes[name] = int(size)
+
     if math.prod(sizes.values()) >= 2**31:
         raise CommandError(f"--mesh {text!r} has {math.prod(sizes.values()):,} devices.")
     return sizes | {name: 1 for name in axes or () if name not in sizes}

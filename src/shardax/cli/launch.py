@@ -55,16 +55,20 @@ class Launch:
                 "shardax launch runs train in several processes, but -- is followed by "
                 f"{first_word}: shardax launch -n 2 --devices 4 -- train --mesh data=8."
             )
+
         if place_options := [name for name in PLACES[:3] if getattr(train, name) is not None]:
             raise CommandError(f"--{place_options[0]} is what shardax launch gives; leave it out.")
+
         words, left = list(self.words), self.restarts
         while True:
             cause = _run_once(words, self.processes, self.devices)
             if cause is None:
                 return 0
+
             print(f"shardax: {cause}", file=sys.stderr, flush=True)
             if left == 0 or cause.is_final:
                 return 1
+
             left -= 1
             if (train.out / RUN_FILE).is_file() and "--resume" not in words:
                 words.append("--resume")
@@ -82,6 +86,7 @@ def _run_once(words: Sequence[str], count: int, devices: int | None) -> Cause | 
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
+
     running: list[_Child] = []
     with _forwarding(running) as requests:
         try:
@@ -89,6 +94,7 @@ def _run_once(words: Sequence[str], count: int, devices: int | None) -> Cause | 
                 place = ["--coordinator", f"localhost:{port}", "--processes", str(count)]
                 command = [sys.executable, "-m", "shardax", *words, *place, "--process", str(index)]
                 running.append(_Child(index, command, _environment(index, devices)))
+
             first: _Child | None = None
             limit = float("inf")
             while any(child.status is None for child in running) and time.monotonic() < limit:
@@ -104,6 +110,7 @@ def _run_once(words: Sequence[str], count: int, devices: int | None) -> Cause | 
                 child.end()
     if first is None and len(requests) < 2:
         return None
+
     cause = Cause("interrupted" if first is None else first.cause())
     cause.is_final = bool(requests) or (first is not None and first.status == 2)
     return cause
@@ -147,6 +154,7 @@ class _Child:
 
     def __init__(self, index: int, command: Sequence[str], environment: dict[str, str]) -> None:
         self.index = index
+
         # In a session of its own: Ctrl-C in a terminal reaches it once, through ``forward``.
         self.popen = subprocess.Popen(
             command,
@@ -158,6 +166,7 @@ class _Child:
             errors="replace",
             start_new_session=True,
         )
+
         self._said: list[str] = []  # the last of stderr
         streams = ((self.popen.stdout, sys.stdout), (self.popen.stderr, sys.stderr))
         self._threads = [

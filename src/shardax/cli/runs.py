@@ -11,8 +11,9 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, get_args, get_origin, get_type_hints
 
@@ -34,13 +35,13 @@ from shardax import (
 )
 from shardax._files import write_whole
 from shardax.cli import inputs
-from shardax.errors import SelectionError
+from shardax.errors import CheckpointDamagedError, SelectionError, TrainError
 from shardax.extend import Options, PyTree, ScopeSettings
 from shardax.models import DECODER_RULES, Decoder, DecoderConfig
 from shardax.models.files import read_json
+from shardax.models.generating.generation import max_positions_of
 from shardax.models.weights import TOKENIZER_FILES, find_directory
 from shardax.train.checkpoint_files import read_description, verify
-from shardax.train.errors import CheckpointDamagedError, TrainError
 from shardax.train.run_folder import differences, settings_of
 from shardax.view.display import html_fragment
 from shardax.view.page import html_page
@@ -119,9 +120,11 @@ class RunSettings:
         """Raises CommandError if a setting has a wrong type or value."""
         _check_settings(type(self), vars(self), of)
         _check_settings(type(self.model), vars(self.model), of)
+
         for kind, name in self.kernels.items():
             names = ScopeSettings.choices(kind)
             Options(inputs.CommandError, of).choice(kind, name, (None, *names))
+
         if self.precision is not None:
             _precisions(self.precision, of)
             if self.lora is not None:
@@ -129,6 +132,7 @@ class RunSettings:
                     f"{of}: --precision {self.precision} sets layers that --lora replaces; "
                     "give one of them."
                 )
+
         if self.text == "":
             raise inputs.CommandError(f"{of}: text='' is no path.")
         if self.batch_size * self.seq_len > LARGEST_BATCH:
@@ -149,6 +153,13 @@ class RunSettings:
         linears = select(model).at_instances_of((nn.Linear, nn.MoE))  # the router stays
         chosen = linears.where(lambda path, _: path[0] in ("layers", "rest"))
         return surgery.lora(chosen, self.lora, rngs=Rngs(self.seed))
+
+    def make_optimizer(self, model: Any) -> train.Optimizer:
+        """Returns the optimizer of the model, or of its adapters alone."""
+        transformation = inputs.decoder_optimizer(self.steps, self.learning_rate)
+        if self.lora is None:
+            return train.Optimizer(model, transformation)
+        return train.Optimizer(model, transformation, "lora")
 
     def _with_precision(self, model: Any) -> Any:
         """Sets the precision of chosen products."""
@@ -173,6 +184,13 @@ def _precisions(text: str, of: str = "") -> dict[Any, str | None]:
             )
         precisions[PathContains(part)] = None if name == "none" else name
     return precisions
+
+
+def rules_data(layout: NamedRules) -> dict[str, Any]:
+    """Returns a layout as it is kept in the run's folder, without its mesh."""
+    from shardax.plan.rules_file import entry_to_data
+
+    return entry_to_data(replace(layout, mesh=None))
 
 
 def load_causal(source: str, **options: Any) -> Any:
@@ -219,6 +237,7 @@ def read_settings(directory: Path) -> RunSettings:
             f"{directory} holds no run: there is no {RUN_FILE}. Start one with: shardax train "
             f"--out {directory}"
         )
+
     try:
         record = json.loads(file.read_text(encoding="utf-8"))
         if record.pop("format", None) != _FORMAT:
@@ -228,6 +247,7 @@ def read_settings(directory: Path) -> RunSettings:
         model = record.pop("model")
         _check_settings(RunSettings, record, str(file))
         _check_settings(DecoderConfig, model, str(file))
+
         settings = RunSettings(model=DecoderConfig(**model), **record)
         settings.check(str(file))
         _ = settings.layout_rules  # which raises if they are malformed
@@ -293,6 +313,19 @@ class TextCodec:
             return bytes(token for token in tokens.tolist() if token < 256).decode(errors="replace")
         return self.tokenizer.decode(tokens.tolist(), skip_special_tokens=True)
 
+    def room(self, model: PyTree, prompt: Sequence[int], length: int) -> int:
+        """Returns how many tokens, ``length`` at most, a model can add to a prompt."""
+        most = max_positions_of(model)  # 0 where it learns none, and reads texts of any length
+        return min(length, max(0, most - len(prompt))) if most else length
+
+    def copy_files(self, folder: Path) -> None:
+        """Copies the tokenizer files of the published model beside another one."""
+        source = find_directory(str(self.source))
+        for pattern in TOKENIZER_FILES:
+            for file in source.glob(pattern):
+                if file.is_file() and not (folder / file.name).exists():  # config.json is its own
+                    shutil.copyfile(file, folder / file.name)
+
     def sample(
         self, model: PyTree, prompts: Sequence[Sequence[int]], length: int, **options: Any
     ) -> list[str]:
@@ -339,12 +372,14 @@ class Show:
         settings = read_settings(folder)
         if step is not None:
             read_description(train.Checkpoints(folder / CHECKPOINTS).path(step))  # it is there
+
         inputs.use_devices(settings.devices if self.devices is None else self.devices)
         text = settings.mesh if self.mesh is None else self.mesh
         mesh, rules = inputs.parse_mesh(text, settings.mesh_axes), settings.layout_rules
         model = settings.make_model()
         batch = jax.ShapeDtypeStruct((settings.batch_size, settings.seq_len), "int32")
         table = view.table(model, mesh=mesh, rules=rules, inputs=[batch] if self.flops else None)
+
         print(table)
         if self.html is not None:
             planned = partition.abstract(model, mesh, rules)
@@ -381,6 +416,7 @@ class Sample:
             raise inputs.CommandError("--prompt is empty; give at least one byte to continue.")
         if (self.checkpoint is None) == (self.source is None):
             raise inputs.CommandError("Name one model: the folder of a run, or --from FOLDER.")
+
         model, codec, context = self._restored() if self.source is None else self._published()
         prompts = [codec.encode(text) for text in self.prompt]
         for text, tokens in zip(self.prompt, prompts, strict=True):
@@ -392,6 +428,7 @@ class Sample:
                     f"--prompt {start} has {len(tokens):,} tokens, but the model was trained on "
                     f"texts of at most {context:,}. Give the end of it, of so many tokens."
                 )
+
         options = {"temperature": self.temperature, "seed": self.seed}
         print("\n\n".join(codec.sample(model, prompts, self.length, **options)))
         return 0
@@ -405,11 +442,13 @@ class Sample:
             raise inputs.CommandError(
                 "--tokenizer is of published models; this run's is read by bytes."
             )
+
         with contextlib.closing(train.Checkpoints(folder / CHECKPOINTS)) as checkpoints:
             if step is None and not checkpoints.all_steps():
                 raise inputs.CommandError(f"{folder} has no checkpoint yet.")
             model = settings.make_model()
             checkpoints.restore((model,), step, partial=True)
+
         # What was fine-tuned on short texts still reads longer ones.
         context = settings.seq_len if settings.source is None else published_context(model)
         return model, TextCodec(settings.source, model.config.vocab_size, self.tokenizer), context
@@ -450,10 +489,12 @@ class Verify:
         for step in steps:
             problem = _report(checkpoints.path(step), settings if step == steps[-1] else None)
             problems += [f"step {step} {problem}"] if problem else []
+
         try:
             train.read_jsonl(folder / "log.jsonl")
         except (TrainError, FileNotFoundError) as error:
             problems.append(str(error))
+
         for problem in problems:
             print(f"problem: {problem}")
         count = f"{len(problems)} problem{'s' if len(problems) > 1 else ''}"
@@ -467,16 +508,17 @@ def _report(path: Path, settings: RunSettings | None) -> str:
         description = verify(path)
     except CheckpointDamagedError as error:
         return f"is damaged: {error.problems}"
+
     saved, data = (description["extra"].get(part) for part in ("settings", "data"))
     if settings is not None and saved is not None:
         model = settings.make_model()
-        tx = inputs.decoder_optimizer(settings.steps, settings.learning_rate)
-        present = settings_of(model, train.Optimizer(model, tx))
+        present = settings_of(model, settings.make_optimizer(model))
         names = ("seed", "batch_size", "seq_len")
         saved |= {name: str(data[name]) for name in names}
         present |= {name: str(getattr(settings, name)) for name in names}
         if changed := differences(saved, present):
             return f"was trained with other settings than {RUN_FILE} has: {'; '.join(changed[:4])}"
+
     files = description.get("files")
     size = "without checksums" if files is None else f"{len(files) + 1} files"
     print(f"good: {path.name}, {size}")

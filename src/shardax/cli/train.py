@@ -5,50 +5,34 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 import os
-import shutil
+import tempfile
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from types import MappingProxyType
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 import jax
-import numpy as np
 import tyro
 
-from shardax import (
-    Param,
-    Variable,
-    distributed,
-    eval_shape,
-    iter_variables,
-    models,
-    nn,
-    partition,
-    select,
-    surgery,
-    train,
-    view,
-)
-from shardax._files import PathNotFoundError
+from shardax import distributed, eval_shape, models, nn, partition, select, surgery, train, view
 from shardax.cli import inputs
 from shardax.cli.planned import PlannedRun
-from shardax.cli.runs import KERNEL_KINDS, RunSettings, TextCodec, read_settings, write_settings
-from shardax.extend import format_path, mesh_text
-from shardax.models.generating.generation import max_positions_of
-from shardax.models.weights import TOKENIZER_FILES, find_directory
-from shardax.nn.errors import LayerConfigError, LayerInputError
-from shardax.train.data.text import hash64, permute
-from shardax.train.errors import DataError
-from shardax.train.progress import TrainingProgress
-from shardax.train.trainer import RunResult
+from shardax.cli.run_report import byte_entropy, show_shardings, write_report
+from shardax.cli.runs import (
+    KERNEL_KINDS,
+    RunSettings,
+    TextCodec,
+    read_settings,
+    rules_data,
+    write_settings,
+)
+from shardax.cli.start_timings import StartTimings
+from shardax.errors import DataError, LayerConfigError, LayerInputError, PathNotFoundError
+from shardax.extend import mesh_text
 
 _PROMPT, _SAMPLE_LENGTH = "def ", 240
 _PROMPT_LENGTH = 16  # tokens of the held-out text, which a fine-tuned model continues
-_PICTURED = (".embed.embedding", ".layers[0].mlp.gate.kernel")
 _SIZES = ("batch_size", "seq_len", "steps", "learning_rate")  # of a preset, or given
 # Of one process.
 PLACES = ("coordinator", "processes", "process", "start_timeout", "verbose_processes")
@@ -139,55 +123,44 @@ class Train:
     def run(self) -> int:
         """Runs the command; returns the exit status."""
         inputs.check_values(vars(self))
-        timings = _Timings() if self.timings else None
+        timings = StartTimings() if self.timings else None
         planned = None if self.plan is None else PlannedRun.read(self.plan)
         self._join()
         if self.out.exists() and not self.out.is_dir():
             raise inputs.CommandError(f"--out {self.out}: it is no folder.")
-        fresh = self._fresh(planned)
-        settings = self._resumed(read_settings(self.out), fresh) if self.resume else fresh
+
+        settings = self._fresh(planned)
+        if self.resume:
+            settings = self._resumed(read_settings(self.out), settings)
         if planned is not None:
             planned.check_sizes(settings)
             planned.check_layout(settings)
-        if settings.zero and not settings.mesh:
-            raise inputs.CommandError(
-                "--zero splits the optimizer's state over the mesh axis data, but there is no "
-                "mesh; name one, such as --mesh data=2,model=4."
-            )
-        if settings.rules is not None and not settings.mesh:
-            raise inputs.CommandError(
-                f"--rules {self.rules} names no mesh, and without one there is nothing to lay out; "
-                "name it, such as --mesh data=2,model=4."
-            )
-        if settings.lora is not None and settings.source is None:
-            raise inputs.CommandError("--lora needs --from, the model that the adapters are for.")
-        settings.check()
+        self._check(settings)
         inputs.use_devices(settings.devices)
         distributed.agree("run.json", settings)
-        run = _TrainingRun(settings, self.out, self.stop_within)
+
+        training = _TrainingRun(settings, self.out, self.stop_within)
         if planned is not None:
-            planned.check_model(run.model)
-        how: dict[str, Any] = {
-            name: getattr(self, name) for name in ("resume", "fallback", "override")
-        }
-        checked = dict(how)
-        run.trainer.check(**checked)
+            planned.check_model(training.model)
+        resumption = {"resume": self.resume, "fallback": self.fallback, "override": self.override}
+        training.trainer.check(**resumption)
+
         is_main = distributed.is_main()
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(run.trainer.folder.held())
-            run.trainer.check(**checked)  # now that no other process can change it
+        with training.trainer.folder.held(), contextlib.ExitStack() as stack:
+            training.trainer.check(**resumption)  # now that no other process can change it
             if is_main:
                 write_settings(self.out, settings)
             elif not self.verbose_processes:
                 nowhere = stack.enter_context(open(os.devnull, "w"))
                 stack.enter_context(contextlib.redirect_stdout(nowhere))
+            options: dict[str, Any] = {"verbose_processes": self.verbose_processes, **resumption}
             if timings is not None:
                 timings.prepared()
-                how["display"] = timings.display
-            status = run.run(**how, verbose_processes=self.verbose_processes)
+                options["display"] = timings.display
+            status = training.run(**options)
             if planned is not None and status == 0 and is_main:
                 planned.hold_against(self.out)
-            return status
+        return status
 
     def _join(self) -> None:
         """Becomes one of several processes, if asked to."""
@@ -202,17 +175,24 @@ class Train:
             )
 
     def _fresh(self, planned: PlannedRun | None = None) -> RunSettings:
+        """Returns the settings of a run that begins with these options."""
         preset = inputs.find_preset(self.preset)
-        named_rules = None if self.rules is None else inputs.load_rules(self.rules)
-        if named_rules is None and planned is not None and not self.mesh:
-            named_rules = planned.named_rules
-        own_mesh = "" if named_rules is None else mesh_text(named_rules.mesh or (), ",")
         sizes: dict[str, Any] = {
             name: getattr(preset if getattr(self, name) is None else self, name) for name in _SIZES
         }
+
+        # Rules and mesh that are named go before those of a plan.
+        rules = None if self.rules is None else inputs.load_rules(self.rules)
+        if rules is None and planned is not None and not self.mesh:
+            rules = planned.named_rules
+        own_mesh = "" if rules is None else mesh_text(rules.mesh or (), ",")
+
+        # Paths are absolute, so that the run can be resumed from another folder.
+        source = self.source
+        if source is not None and Path(source).is_dir():
+            source = str(Path(source).absolute())
         return RunSettings(
             model=preset.model,
-            # Absolute, so that the run can be resumed from another folder.
             text=None if self.text is None else str(self.text.absolute()),
             seed=self.seed,
             mesh=self.mesh or own_mesh,
@@ -220,63 +200,64 @@ class Train:
             eval_batches=preset.eval_batches,
             checkpoint_every=self.checkpoint_every,
             zero=self.zero,
-            source=_absolute(self.source),
+            source=source,
             lora=self.lora,
             **{kind: getattr(self, kind) for kind in KERNEL_KINDS},
             precision=self.precision,
-            rules=None if named_rules is None else _as_data(named_rules),
+            rules=None if rules is None else rules_data(rules),
             **sizes,
         )
 
     def _resumed(self, saved: RunSettings, fresh: RunSettings) -> RunSettings:
+        """Returns the settings of the run in the folder, with what these options may change."""
         default = Train()
-        differing = [
-            (option.name, getattr(self, option.name))
-            for option in fields(self)
-            if option.name not in _MAY_DIFFER
-            and getattr(self, option.name) != getattr(default, option.name)
-            and any(
-                getattr(fresh, name) != getattr(saved, name)
-                for name in _DECIDES.get(option.name, (option.name,))
-            )
-        ]
-        if differing and not self.override:
-            options = ", ".join(
-                f"--{'from' if name == 'source' else name.replace('_', '-')} {value}"
-                for name, value in differing
-            )
+        changes: dict[str, Any] = {}
+        changed_options: list[str] = []
+        for name, value in vars(self).items():
+            # An option that is as by default was not given.
+            if name in _MAY_DIFFER or value == getattr(default, name):
+                continue
+            decided = {decides: getattr(fresh, decides) for decides in _DECIDES.get(name, (name,))}
+            if any(getattr(saved, decides) != new for decides, new in decided.items()):
+                changes |= decided
+                option = "from" if name == "source" else name.replace("_", "-")
+                changed_options.append(f"--{option} {value}")
+
+        if changed_options and not self.override:
             raise inputs.CommandError(
-                f"The run in {self.out} was started with other settings than {options}. Leave them "
+                f"The run in {self.out} was started with other settings than "
+                f"{', '.join(changed_options)}. Leave them "
                 "out to go on with it, change it with --override, or start another run: no "
                 "--resume, and another --out."
             )
-        changes = {
-            n: getattr(fresh, n) for name, _ in differing for n in _DECIDES.get(name, (name,))
-        }
         return replace(
-            replace(saved, **changes),
+            saved,
+            **changes,
             mesh=fresh.mesh or saved.mesh,
             devices=saved.devices if self.devices is None else self.devices,
             zero=self.zero or saved.zero,
             rules=saved.rules if fresh.rules is None else fresh.rules,
         )
 
-
-def _training_loss(balance: float, in_blocks: bool, model: Any, batch: Any) -> jax.Array:
-    """Returns the loss of the next token, and of experts' balance."""
-    if in_blocks:
-        packed = {name: batch[name] for name in ("segment_ids", "positions") if name in batch}
-        hidden = model.hidden_states(batch["inputs"], **packed)
-        targets = batch["targets"], batch.get("mask")
-        loss = models.blockwise_cross_entropy(hidden, model.head_kernel, *targets)
-    else:
-        loss = models.next_token_loss(model, batch)
-    # In evaluation the loss of balance is 0.
-    return loss + balance * nn.load_balance_loss(model) if balance else loss
+    def _check(self, settings: RunSettings) -> None:
+        """Raises CommandError for settings that cannot be, alone or together."""
+        if settings.zero and not settings.mesh:
+            raise inputs.CommandError(
+                "--zero splits the optimizer's state over the mesh axis data, but there is no "
+                "mesh; name one, such as --mesh data=2,model=4."
+            )
+        if settings.rules is not None and not settings.mesh:
+            raise inputs.CommandError(
+                f"--rules {self.rules} names no mesh, and without one there is nothing to lay out; "
+                "name it, such as --mesh data=2,model=4."
+            )
+        if settings.lora is not None and settings.source is None:
+            raise inputs.CommandError("--lora needs --from, the model that the adapters are for.")
+        settings.check()
 
 
 class _TrainingRun:
-    """One run of the training command."""
+    """One run of the training command: model, data, loss and optimizer, given to a Trainer."""
 
     def __init__(self, settings: RunSettings, out: Path, stop_within: float = 10.0) -> None:
         self.settings = settings
@@ -286,25 +267,35 @@ class _TrainingRun:
             training, held_out = train.open_text(settings.text).split()
         except (PathNotFoundError, DataError) as error:
             raise inputs.CommandError(f"--text {settings.text}: {error}") from error
-        shape = {"batch_size": settings.batch_size, "seq_len": settings.seq_len}
+
         self.model = settings.make_model(self.mesh)
-        batches: Any = train.TrainBatches(training, **shape, seed=settings.seed)
-        self.held_out: Any = train.EvalBatches(held_out, **shape, max_batches=settings.eval_batches)
         self.codec = TextCodec(settings.source, self.model.config.vocab_size)
-        self.prompt = list(bytes(next(iter(held_out.segments()))[:_PROMPT_LENGTH]))
         if self.codec.tokenizer is not None:
-            tokens = _Tokens(settings, self.codec)
-            batches, self.held_out = tokens.batches(training), tokens.held_out(held_out)
-            self.prompt = self.held_out[0]["inputs"][0, :_PROMPT_LENGTH].tolist()
+            training = _tokenized(training, self.codec, settings.seq_len)
+            held_out = _tokenized(held_out, self.codec, settings.seq_len)
+        sizes = {"batch_size": settings.batch_size, "seq_len": settings.seq_len}
+        batches = train.TrainBatches(training, **sizes, seed=settings.seed)
+        self.held_out = train.EvalBatches(held_out, **sizes, max_batches=settings.eval_batches)
+
+        # A new decoder continues code; a published model the text that it was tuned for, of which
+        # it has seen as many tokens at a time as a window has.
+        if settings.source is None:
+            self.prompt = self.codec.encode(_PROMPT)
+        else:
+            length = min(_PROMPT_LENGTH, settings.seq_len)
+            self.prompt = next(iter(held_out.segments()))[:length].tolist()
+
         experts = getattr(self.model.config, "experts", None)
-        weight = 0.0 if experts is None else experts.load_balance_weight
-        balance = weight if select(self.model).at_instances_of(nn.MoE).count() else 0.0
+        has_experts = select(self.model).at_instances_of(nn.MoE).count() > 0
+        if settings.experts is not None and not has_experts:
+            raise inputs.CommandError(f"--experts {settings.experts}: the model has no experts.")
+        balance = experts.load_balance_weight if experts is not None and has_experts else 0.0
         self.loss = functools.partial(_training_loss, balance, settings.loss is not None)
         self._check_kernels()
-        optimizer = inputs.decoder_optimizer(settings.steps, settings.learning_rate)
+
         self.trainer = train.Trainer(
             self.model,
-            train.Optimizer(self.model, optimizer, *([] if settings.lora is None else ["lora"])),
+            settings.make_optimizer(self.model),
             self.loss,
             batches,
             directory=out,
@@ -323,35 +314,31 @@ class _TrainingRun:
 
     def _check_kernels(self) -> None:
         """Raises if a kernel asked for by name cannot run."""
-        settings, names = self.settings, {*self.settings.kernels.values()}
-        if settings.experts is not None and not select(self.model).at_instances_of(nn.MoE).count():
-            raise inputs.CommandError(f"--experts {settings.experts}: the model has no experts.")
-        if settings.loss is None and names <= {None, "auto", "xla"}:
+        settings = self.settings
+        if settings.loss is None and {*settings.kernels.values()} <= {None, "auto", "xla"}:
             return  # which run everywhere
-        batch = {
-            name: jax.ShapeDtypeStruct((settings.batch_size, settings.seq_len), "int32")
-            for name in ("inputs", "targets")
-        }
+
+        tokens = jax.ShapeDtypeStruct((settings.batch_size, settings.seq_len), "int32")
         mesh = contextlib.nullcontext() if self.mesh is None else jax.set_mesh(self.mesh)
-        rules, kernels = settings.layout_rules, partition.kernels(**settings.kernels)
-        with mesh, partition.axis_rules(rules), kernels:
+        rules = partition.axis_rules(settings.layout_rules)
+        with mesh, rules, partition.kernels(**settings.kernels):
             try:
-                eval_shape(self.loss, self.model, batch)
+                eval_shape(self.loss, self.model, {"inputs": tokens, "targets": tokens})
             except (LayerInputError, LayerConfigError) as error:
                 options = (f"--{kind} {name}" for kind, name in settings.kernels.items() if name)
                 raise inputs.CommandError(f"{' '.join(options)}: {error}") from error
 
-    def run(self, **how) -> int:
+    def run(self, **how: Any) -> int:
+        """Trains, and says how it ended; options as for ``Trainer.run``."""
         settings = self.settings
         table = view.table(self.model, mesh=self.mesh, rules=self.trainer.rules)
         print(table, "\n", sep="")
-        tuned = settings.source is not None
-        entropy = {} if tuned else _byte_entropy(self.held_out.part)
+
         started = time.monotonic()
-        layout = settings.layout
-        parallel = partition.parallel(**dict(() if layout is None else layout.parallel))
-        with parallel, partition.kernels(**settings.kernels):
+        parallel = {} if settings.layout is None else dict(settings.layout.parallel)
+        with partition.parallel(**parallel), partition.kernels(**settings.kernels):
             result = self.trainer.run(**how)
+        seconds = time.monotonic() - started
         if result.stopped is not None:
             print(
                 f"Stopped by {result.stopped.name} at step {result.step}. Go on with: shardax "
@@ -359,301 +346,87 @@ class _TrainingRun:
             )
             # Whoever asked one of several processes to stop did not ask the others.
             return 0 if jax.process_count() > 1 else 128 + result.stopped
-        seconds = time.monotonic() - started
-        if tuned:
-            return self._finish_tuning(result, table, seconds)
-        pictures = self._show_shardings()
-        print(f"\nheld-out loss     {result.eval_loss:.4f} nats per byte")
-        for name in ("bigram", "unigram"):
-            print(f"{f'{name} entropy':18}{entropy[name]:.4f} of the same text")
-        options = {"temperature": 0.7, "seed": settings.seed}
-        prompt = self.codec.encode(_PROMPT)
-        (sample,) = self.codec.sample(self.model, [prompt], _SAMPLE_LENGTH, **options)
-        print(f"\nSample:\n{sample}\n")
-        if not distributed.is_main():
-            return 0
-        report = self._write_report(result, table, seconds, "byte", sample, entropy, pictures)
-        print(f"checkpoint  {result.checkpoint}\nlog         {result.log}\nreport      {report}")
-        return 0
 
-    def _write_report(
-        self,
-        result: RunResult,
-        table: view.ParameterTable,
-        seconds: float,
-        token: str,
-        sample: str,
-        entropy: Mapping[str, float] = MappingProxyType({}),
-        pictures: Mapping[str, str] = MappingProxyType({}),
-    ) -> Path:
-        """Writes the report of a run that is done; returns its path.
+        # A new decoder is judged by what counting bytes would reach; a published one is published.
+        if settings.source is None:
+            model, token, published = self.model, "byte", None
+            pictures, entropy = show_shardings(model), byte_entropy(self.held_out.part)
+        else:
+            model, published = self._publish(result.step)
+            token, pictures, entropy = "token", {}, {}
+        print(f"\nheld-out loss     {result.eval_loss:.4f} nats per {token}")
+        for name, nats in entropy.items():
+            print(f"{f'{name} entropy':18}{nats:.4f} of the same text")
+        sample = self._sample(model)
 
-        Args:
-            result: The result of the run.
-            table: The parameters.
-            seconds: How long the run took.
-            token: What the loss is measured for: "byte" or "token".
-            sample: Text that the model wrote.
-            entropy: Losses to compare by, by name.
-            pictures: SVG text by caption.
-        """
-        settings, unit = self.settings, f"nats per {token}"
-        records = train.read_jsonl(result.log)
-        speeds = [r["tokens_per_second"] for r in records if "tokens_per_second" in r]
-        run = {
-            "text": settings.text or "Python's standard library",
-            "mesh": settings.mesh or "one device",
-            "steps": f"{result.step:,} of {settings.batch_size} x {settings.seq_len} {token}s",
-            "held-out loss": f"{result.eval_loss:.4f} {unit}",
-            **{f"{name} entropy": f"{nats:.4f} {unit}" for name, nats in entropy.items()},
-            "time": f"{seconds:,.0f} seconds",
-            "speed": f"{np.median(speeds):,.0f} {token}s per second" if speeds else "not measured",
-            "seed": settings.seed,
-        }
-        return view.write_report(
-            self.out / "report.html",
-            title=f"shardax run {self.out.name}",
-            summary=run,
-            facts={
-                "Model": _model_facts(self.model, settings),
-                "Optimizer": inputs.optimizer_facts(settings.steps, settings.learning_rate),
-            },
-            parameters=table,
-            pictures=pictures,
-            records=records,
-            references=entropy,
-            sample=sample,
-            loss_unit=unit,
-        )
-
-    def _finish_tuning(self, result: RunResult, table: view.ParameterTable, seconds: float) -> int:
-        """Writes a fine-tuned model as it was published; returns the exit status."""
-        merged = self.model if self.settings.lora is None else surgery.merge_lora(self.model)
-        if self.settings.precision is not None:
-            merged = surgery.with_precision(merged, "default")  # without its histories
-        folder = self.out / f"model-{result.step:08}"
-        if not folder.is_dir():  # else of this step, before the run was resumed
-            models.save_pretrained(merged, folder)
-            if distributed.is_main():
-                _copy_text_files(find_directory(str(self.settings.source)), folder)
-        print(f"\nheld-out loss     {result.eval_loss:.4f} nats per token")
-        room = max_positions_of(merged) or _SAMPLE_LENGTH + _PROMPT_LENGTH
-        length = min(_SAMPLE_LENGTH, room - len(self.prompt))
-        sample = ""
-        if length > 0:
-            options = {"temperature": 0.7, "seed": self.settings.seed}
-            (sample,) = self.codec.sample(merged, [self.prompt], length, **options)
-            print(f"\nSample:\n{sample}\n")
-        print(f"checkpoint  {result.checkpoint}\nlog         {result.log}\nmodel       {folder}")
-
+        print(f"checkpoint  {result.checkpoint}\nlog         {result.log}")
+        if published is not None:
+            print(f"model       {published}")
         if distributed.is_main():
-            report = self._write_report(result, table, seconds, "token", sample)
+            report = write_report(
+                self.out,
+                settings,
+                self.model,
+                result,
+                table=table,
+                seconds=seconds,
+                token=token,
+                sample=sample,
+                entropy=entropy,
+                pictures=pictures,
+            )
             print(f"report      {report}")
         return 0
 
-    def _show_shardings(self) -> dict[str, str]:
-        """Prints pictures of two parameters and returns them as SVG by caption."""
-        by_path = {format_path(path): variable for path, variable in iter_variables(self.model)}
-        pictures: dict[str, str] = {}
-        for path in _PICTURED:
-            variable = by_path[path]
-            print(f"\n{path} {variable.axes} {tuple(variable.shape)} over the devices:")
-            view.show_sharding(variable)
-            pictures[f"{path} {variable.axes}"] = view.sharding_svg(variable)
-        return pictures
+    def _publish(self, step: int) -> tuple[Any, Path]:
+        """Writes a fine-tuned model as it was published; returns the model and its folder."""
+        model = self.model
+        if self.settings.lora is not None:
+            model = surgery.merge_lora(model)
+        if self.settings.precision is not None:
+            model = surgery.with_precision(model, "default")  # without its histories
+
+        folder = self.out / f"model-{step:08}"
+        if not folder.is_dir():  # else of this step, before the run was resumed
+            models.save_pretrained(model, folder)
+            if distributed.is_main():
+                self.codec.copy_files(folder)
+        return model, folder
+
+    def _sample(self, model: Any) -> str:
+        """Prints and returns what a model continues the prompt with, if it has room for more."""
+        length = self.codec.room(model, self.prompt, _SAMPLE_LENGTH)
+        if length == 0:
+            return ""
+        options = {"temperature": 0.7, "seed": self.settings.seed}
+        (sample,) = self.codec.sample(model, [self.prompt], length, **options)
+        print(f"\nSample:\n{sample}\n")
+        return sample
 
 
-def _model_facts(model: Any, settings: RunSettings) -> dict[str, str]:
-    """Returns the figures of a model by which people know it, by name."""
-    config = model.config
-    is_decoder = isinstance(config, models.DecoderConfig)
-    heads = config if is_decoder else config.attention
-    mlp_dim = config.mlp_dim if is_decoder else getattr(config.mlp, "dim", None)
-    parameters = [variable for _, variable in iter_variables(model, Param)]
-    trained = parameters
-    if settings.lora is not None:
-        trained = [variable for _, variable in iter_variables(model, "lora")]
-
-    facts = {
-        "model": settings.source or type(model).__name__,
-        "parameters": _size_text(parameters),
-        "layers": f"{config.num_layers} of width {config.embed_dim}",
-        "vocabulary": f"{config.vocab_size:,}",
-        "dtype": f"{config.dtype}, parameters {config.param_dtype}",
-    }
-    if mlp_dim:
-        facts["MLP"] = f"of width {mlp_dim}"
-    if heads is not None:
-        of_queries = f"{heads.num_heads} of size {heads.head_dim}"
-        facts["heads"] = f"{of_queries}, {heads.num_kv_heads} of keys and values"
-    if settings.lora is not None:
-        facts["trained"] = f"{_size_text(trained)}, adapters of rank {settings.lora}"
-    if settings.precision is not None:
-        facts["precision"] = settings.precision
-    return facts
+def _training_loss(balance: float, in_blocks: bool, model: Any, batch: Any) -> jax.Array:
+    """Returns the loss of the next token, and of experts' balance."""
+    if in_blocks:
+        packed = {name: batch[name] for name in ("segment_ids", "positions") if name in batch}
+        hidden = model.hidden_states(batch["inputs"], **packed)
+        targets = batch["targets"], batch.get("mask")
+        loss = models.blockwise_cross_entropy(hidden, model.head_kernel, *targets)
+    else:
+        loss = models.next_token_loss(model, batch)
+    # In evaluation the loss of balance is 0.
+    return loss + balance * nn.load_balance_loss(model) if balance else loss
 
 
-def _size_text(variables: Sequence[Variable]) -> str:
-    """Formats the number of elements of parameters."""
-    return f"{sum(math.prod(variable.shape) for variable in variables):,}"
-
-
-class _Timings:
-    """Time of each stage until the end of the first step."""
-
-    # JAX tells how long it traced, lowered and compiled ``train_step``; before that, model and
-    # optimizer are initialised, and after it the step runs.
-
-    _STAGES: ClassVar[dict[str, str]] = {
-        "jaxpr_trace_duration": "trace the step",
-        "jaxpr_to_mlir_module_duration": "lower the step",
-        "backend_compile_duration": "compile the step, or load it",
-    }
-
-    def __init__(self) -> None:
-        self._start = _process_start()
-        self._marks = [("Python, imports, command line", time.time())]
-        self._told = False
-        jax.monitoring.register_event_duration_secs_listener(self._listen)
-
-    def prepared(self) -> None:
-        """Notes the time just before the run."""
-        self._marks.append(("text, model, checks", time.time()))
-
-    def display(self, first: int, total: int) -> TrainingProgress:
-        """Makes the progress display, with a note on the first step."""
-        timings = self
-
-        class Display(TrainingProgress):
-            def step(self, step: int, loss: float | None, speed: str | None) -> None:
-                super().step(step, loss, speed)
-                for line in timings.lines():
-                    self.note(line)
-
-        return Display(first, total)
-
-    def _listen(self, event: str, duration_secs: float, **kwargs: object) -> None:
-        stage = self._STAGES.get(event.rpartition("/")[2])
-        of_step = kwargs.get("fun_name") in ("train_step", "jit(train_step)")
-        if stage is None or not of_step or self._told:
-            return
-        now = time.time()
-        if now - duration_secs > self._marks[-1][1] and self._marks[-1][0] == "text, model, checks":
-            self._marks.append(("initialise", now - duration_secs))
-        self._marks.append((stage, now))
-
-    def lines(self) -> list[str]:
-        """Returns the table, once."""
-        if self._told:
-            return []
-        self._told = True
-        jax.monitoring.unregister_event_duration_listener(self._listen)
-        self._marks.append(("run the step", time.time()))
-        spent: dict[str, float] = {}
-        previous = self._start
-        for name, now in self._marks:
-            spent[name] = spent.get(name, 0.0) + now - previous
-            previous = now
-        spent["the first step is done after"] = previous - self._start
-        return ["", *(f"{name:32}{seconds:8.2f} s" for name, seconds in spent.items()), ""]
-
-
-def _process_start() -> float:
-    """When the process started, in seconds since the epoch."""
-    # Elsewhere than on Linux without the time that it waited.
-    try:
-        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
-        up = float(Path("/proc/uptime").read_text().split()[0])
-    except (OSError, IndexError, ValueError):
-        return time.time() - time.process_time()
-    return time.time() - up + ticks / os.sysconf("SC_CLK_TCK")
-
-
-def _copy_text_files(source: Path, folder: Path) -> None:
-    """Copies the tokenizer files of a published model."""
-    for pattern in TOKENIZER_FILES:
-        for file in source.glob(pattern):
-            if file.is_file() and not (folder / file.name).exists():  # config.json is its own
-                shutil.copyfile(file, folder / file.name)
-
-
-def _as_data(named_rules) -> dict[str, Any]:
-    """Returns rules as they are kept in the run's folder."""
-    from shardax.plan.rules_file import entry_to_data
-
-    return entry_to_data(replace(named_rules, mesh=None))
-
-
-def _absolute(source: str | None) -> str | None:
-    """Makes the path of a folder absolute."""
-    if source is None or not Path(source).is_dir():
-        return source
-    return str(Path(source).absolute())
-
-
-class _Tokens:
-    """A text as tokens of a published model, in rows."""
-
-    def __init__(self, settings: RunSettings, codec: TextCodec) -> None:
-        self.settings, self.codec = settings, codec
-
-    def batches(self, part) -> train.RowBatches:
-        """Returns rows to train on, shuffled in each epoch."""
-        rows, seed, size = self._rows(part), self.settings.seed, self.settings.batch_size
-        name = f"{part.fingerprint} {self.settings.seq_len} {seed} {rows.shape}"
-
-        def read(start: int, stop: int) -> dict[str, np.ndarray]:
-            epochs, places = np.divmod(np.arange(start, stop), len(rows))
-            chosen = np.empty_like(places)
-            for epoch in np.unique(epochs):
-                in_epoch = epochs == epoch
-                order_key = int(hash64(seed, epoch)[0])
-                chosen[in_epoch] = permute(places[in_epoch], len(rows), order_key)
-            return {"inputs": rows[chosen, :-1], "targets": rows[chosen, 1:]}
-
-        return train.RowBatches(read, batch_size=size, name=name)
-
-    def held_out(self, part) -> list[dict[str, np.ndarray]]:
-        """Returns batches of one shape, the last one filled up."""
-        size = self.settings.batch_size
-        rows = self._rows(part)[: size * self.settings.eval_batches]
-        filled = np.pad(rows, ((0, -len(rows) % size), (0, 0)))
-        real = np.broadcast_to((np.arange(len(filled)) < len(rows))[:, None], filled[:, 1:].shape)
-        batch = {"inputs": filled[:, :-1], "targets": filled[:, 1:], "mask": real}
-        return [
-            {name: array[at : at + size] for name, array in batch.items()}
-            for at in range(0, len(filled), size)
-        ]
-
-    def _rows(self, part) -> np.ndarray:
-        """Returns windows of tokens, each one longer than the inputs."""
-        tokens: list[int] = []
-        for segment in part.segments():
-            text = bytes(segment).decode(errors="replace")
-            tokens += self.codec.encode(text, special=False)
-        length = self.settings.seq_len
-        count = (len(tokens) - 1) // length
-        if count < 1:
-            raise inputs.CommandError(
-                f"--text: {part!r} has {len(tokens)} tokens, too few for --seq-len {length}."
-            )
-        starts = length * np.arange(count)[:, None] + np.arange(length + 1)[None]
-        return np.asarray(tokens, np.int32)[starts]
-
-
-def _byte_entropy(part) -> dict[str, float]:
-    """Unigram and bigram entropy of a text part, in nats per byte."""
-    pairs = np.zeros(256 * 256, np.int64)
+def _tokenized(part: Any, codec: TextCodec, seq_len: int) -> Any:
+    """Returns a part of a text as tokens of a published model."""
+    tokens: list[int] = []
     for segment in part.segments():
-        pairs += np.bincount(segment[:-1] * np.int64(256) + segment[1:], minlength=256 * 256)
-    pairs = pairs.reshape(256, 256)
+        tokens += codec.encode(bytes(segment).decode(errors="replace"), special=False)
+    if len(tokens) <= seq_len:
+        raise inputs.CommandError(
+            f"--text: {part!r} has {len(tokens)} tokens, too few for --seq-len {seq_len}."
+        )
 
-    def entropy(counts: np.ndarray, totals) -> float:
-        occurs = counts > 0
-        information = np.log(np.broadcast_to(totals, counts.shape)[occurs] / counts[occurs])
-        return float((counts[occurs] * information).sum() / pairs.sum())
-
-    unigram = entropy(pairs.sum(axis=0), pairs.sum())
-    # Rounding may break what holds exactly: context never raises the entropy.
-    bigram = min(entropy(pairs, pairs.sum(axis=1, keepdims=True)), unigram)
-    return {"bigram": bigram, "unigram": unigram}
+    # The open file outlives its name, and ends with this process.
+    with tempfile.TemporaryDirectory() as folder:
+        return train.TokenFile.write(f"{folder}/tokens.npy", tokens, dtype="uint32").whole

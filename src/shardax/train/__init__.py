@@ -34,6 +34,6 @@ from shardax.train.log import Tracker as Tracker
 from shardax.train.log import read_jsonl as read_jsonl
 from shardax.train.optimizer import Optimizer as Optimizer
 from shardax.train.pipeline.stages import PipelineStep as PipelineStep
-from shardax.train.trainer import RunResult as RunResult
+from shardax.train.run.steps import RunResult as RunResult
 from shardax.train.trainer import Trainer as Trainer
 from shardax.train.trainer import TrainerSettings as TrainerSettings

@@ -15,10 +15,9 @@ import json
 import platform
 import secrets
 import time
-from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -31,13 +30,19 @@ from shardax.train.data import prefetch, sources
 from shardax.train.data.batches import WholeBatches
 from shardax.train.errors import TrainError
 
+if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
+    from shardax.train.run.start import RunStart
+    from shardax.train.trainer import Trainer
+
 _PACKAGES = ("shardax", "jax", "jaxlib", "numpy", "optax", "orbax-checkpoint")
 _CONFIG = ("jax_enable_x64", "jax_default_matmul_precision", "jax_default_prng_impl")
 _MARKER = ".processes"
 _SHARED_SECONDS = 10  # that a shared file system may take to show a file
 
 
-def check_mesh(mesh: Any) -> None:
+def check_mesh(mesh: Mesh | None) -> None:
     """Raises TrainError unless the mesh spans all processes."""
     if jax.process_count() == 1:
         return
@@ -84,9 +89,10 @@ def _content(file: Path) -> str:
         return ""
 
 
-def facts_of(trainer: Any, start: Any) -> dict[str, str]:
+def facts_of(trainer: Trainer, start: RunStart) -> dict[str, str]:
     """Returns facts by name, equal in all processes, before placing."""
     trained, mesh = trainer.trained, trainer.mesh
+    assert mesh is not None  # ``check_mesh`` has refused a run of several processes without one
     facts = {"python": platform.python_version()}
     facts |= {name: metadata.version(name) for name in _PACKAGES}
     facts |= {name: str(getattr(jax.config, name)) for name in _CONFIG}
@@ -94,19 +100,23 @@ def facts_of(trainer: Any, start: Any) -> dict[str, str]:
     facts |= {k: repr(v) for k, v in dataclasses.asdict(trainer.settings).items()}
     facts["profile"] = str(trainer.profile and (trainer.profile.first, trainer.profile.last))
     facts["callbacks"] = ", ".join(type(f).__name__ for f in trainer.callbacks.functions)
+
     devices = [device.id for device in mesh.devices.flat]
     facts["mesh"] = f"{dict(mesh.shape)} of devices {devices}"
     # Into abstract values, which hold the layout that ``shard`` would choose.
     for array in contents_of(abstract(trained, mesh, trainer.rules, **trainer.where)).arrays:
         facts[f"sharding of {array.path}"] = f"{array.shape} {array.dtype} {array.value.sharding}"
+
     if start.description is None:
         facts |= _initial_values(trained)
     facts["checkpoint"] = f"step {start.step}, {_digest(start.description)}"
+
     source = trainer.batches
     # Each process has its own position in local batches.
     position = source.batch_size if hasattr(source, "local_rows") else source.state()
     facts["batches"] = f"{type(source).__name__} {json.dumps(position, default=repr)}"
     facts["batch"] = _batch_text(source)
+
     if trainer.held_out is not None:
         facts["held-out batch"] = _batch_text(trainer.held_out)
     return facts
@@ -117,6 +127,7 @@ def _initial_values(tree: object) -> dict[str, str]:
     facts: dict[str, str] = {}
     for array in contents_of(tree).arrays:
         value: Any = stored_value(array.variable)
+
         # Of a lazy value that is made of random keys, these are the keys.
         recipe: Any = value
         if isinstance(value, LazyValue) and getattr(recipe, "is_known", False):
@@ -153,7 +164,7 @@ def _batch_text(source) -> str:
         return text + str(jax.tree.map(lambda leaf: processes.array_text(np.asarray(leaf)), batch))
 
 
-def compare_programs(trainer: Any, sharding: Any) -> None:
+def compare_programs(trainer: Trainer, sharding: Any) -> None:
     """Raises DistributedError if the processes would run different steps."""
     source = trainer.batches
     with sources.peeking(source):
@@ -163,11 +174,12 @@ def compare_programs(trainer: Any, sharding: Any) -> None:
         batch,
         jax.tree.broadcast(sharding, batch),
     )
-    text = trainer.train_step.lower(*trainer.trained, shapes).as_text()
+    step: Any = trainer.train_step
+    text = step.lower(*trainer.trained, shapes).as_text()
     processes.compare({"program of a step": _digest(text)}, "before the first step")
 
 
-def compare_copies(trainer: Any, when: str) -> None:
+def compare_copies(trainer: Trainer, when: str) -> None:
     """Raises DistributedError if copies of trained arrays differ."""
     names = ("model", "optimizer", "ema")
     arrays.compare_replicas(dict(zip(names, trainer.trained, strict=False)), when)
@@ -178,7 +190,7 @@ def _digest(value) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def agree_to_start(trainer: Any, start: Mapping[str, object] | object) -> None:
+def agree_to_start(trainer: Trainer, start: RunStart) -> None:
     """Raises DistributedError in every process if the runs would differ."""
     check_shared(trainer.directory)
     processes.compare(facts_of(trainer, start), "before placing")

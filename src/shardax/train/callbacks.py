@@ -216,8 +216,11 @@ class Callbacks:
         event = Event(kind, step, metrics)
         for callback in self.functions:
             callback(event)
+
+        # What one process asks for all do, so all tell the others what they were asked.
         asks = (event.asks_stop, event.asks_checkpoint)
         self._asks = [old or new for old, new in zip(self._asks, asks, strict=True)]
+
         several = jax.process_count() > 1
         if agreed or not several:
             texts = [json.dumps(self._asks)]

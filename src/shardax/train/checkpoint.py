@@ -74,6 +74,7 @@ def save(tree: object, path: object, *, extra: object = None) -> None:
         >>> folder.cleanup()
     """
     place = storage.as_path(path)
+
     contents = contents_of(tree)
     arrays, description = _to_store(contents, extra)
     _warn_of_positions(contents)
@@ -148,6 +149,8 @@ def restore_verified(
     contents, positions = contents_of(tree, restoring=True), description["positions"]
     stored = stored_arrays(description)
     check_fit(stored, contents, positions, str(place), partial=partial, cast=cast)
+
+    # Where the arrays go is decided before one is read, so that a refusal changes nothing.
     shardings = None
     if mesh is None and not any(value is not None for value in where.values()):
         shardings = _present_layout(contents)
@@ -155,21 +158,27 @@ def restore_verified(
         copy = abstract(contents.objects, mesh, rules, **where)
         copies = arrays_of(_in_order_of(contents.objects, copy))
         shardings = [array.value.sharding for array in copies]
+
     arrays = storage.read_arrays(
         place,
         [stored[array.path] for array in contents.arrays],
         [array.value.dtype for array in contents.arrays],
         shardings,
     )
+
+    # Positions first: they may be refused, and are put back then; arrays always fit.
     _restore_positions(contents, positions)
+
     leaves: dict[int, list[Any]] = {}
     for target, array in zip(contents.arrays, arrays, strict=True):
         leaves.setdefault(id(target.variable), []).append(array)
     for variable in {id(target.variable): target.variable for target in contents.arrays}.values():
         treedef = jax.tree.structure(stored_value(variable))
         variable.value = treedef.unflatten(leaves[id(variable)])
+
     for slot in contents.slots:
         slot.write()
+
     return description["extra"]
 
 
@@ -208,6 +217,7 @@ def _to_store(
         f"Cannot save {len(absent)} arrays that are only shapes: ",
         ". Give them numbers first, sx.update(model, state), or restore a checkpoint into it.",
     )
+
     deleted = [array.path for array in contents.arrays if array.is_deleted]
     raise_if_any(
         DonationError,
@@ -216,12 +226,14 @@ def _to_store(
         ". A donated array may be used only once; if two models share arrays, copy one of them "
         "first: sx.clone(model).",
     )
+
     leaves: dict[int, list[Any]] = {}
     arrays: list[ModelArray] = []
     for array in contents.arrays:
         if id(array.variable) not in leaves:
             leaves[id(array.variable)] = jax.tree.leaves(array.variable.value)
         arrays.append(array._replace(value=leaves[id(array.variable)].pop(0)))
+
     traced = [array.path for array in arrays if isinstance(array.value, Tracer)]
     raise_if_any(
         errors.CheckpointError,
@@ -230,6 +242,7 @@ def _to_store(
         " have no numbers while it is traced. Save outside.",
         most=4,
     )
+
     numbers = {
         array.path: jax.random.key_data(array.value) if array.is_key else jnp.asarray(array.value)
         for array in arrays
@@ -268,8 +281,10 @@ def _in_order_of(tree, copy):
 def _restore_positions(contents: Contents, saved) -> None:
     """Restores all positions, or none."""
     holders = [(holder, saved[path]) for path, holder in contents.positions.items()]
+
     moved: list[tuple[Any, Any]] = []
     try:
+        # A position that refuses puts back those that moved before it.
         for holder, state in holders:
             if not isinstance(holder, dict):
                 old_state = deepcopy(holder.state())
@@ -279,6 +294,7 @@ def _restore_positions(contents: Contents, saved) -> None:
         for holder, old_state in moved:
             holder.restore(old_state)
         raise
+
     for holder, state in holders:
         if isinstance(holder, dict):
             holder.clear()
@@ -372,6 +388,7 @@ class Checkpoints:
         """
         is_step = type(step) is int and step >= 0
         storage.OPTIONS.check("step", step, is_step, "an integer of at least 0: int(step)")
+
         self.wait()
         latest = self.latest()
         if latest is not None and step <= latest:
@@ -379,6 +396,7 @@ class Checkpoints:
                 f"Cannot save step {step} in {self.directory}, as step {latest} would stay the "
                 f"latest. To give up the later ones: checkpoints.rewind({step - 1})."
             )
+
         contents = contents_of(tree)
         arrays, description = _to_store(contents, extra, step)
         _warn_of_positions(contents)

@@ -89,14 +89,18 @@ class Writer:
         self.wait()
         require_free(path, "A checkpoint")
         is_local = isinstance(path, pathlib.Path)
+
+        # Object stores cannot rename; a checkpoint is complete there once it has its description.
         draft = path.with_name(path.name + TEMPORARY) if is_local else path
         _drafts.add(str(draft))
+
         identity = None
         if jax.process_index() == 0:
             remove_tree(draft)
             draft.mkdir(parents=True)
             identity = draft.stat() if is_local else None
         _meet("checkpoint begins")
+
         if self._orbax is None:
             handlers = ocp.type_handlers
             array_handler = handlers.ArrayHandler(
@@ -106,6 +110,7 @@ class Writer:
             self._orbax = ocp.AsyncCheckpointer(
                 ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
             )
+
         try:
             if arrays:
                 self._orbax.save(draft / "arrays", args=ocp.args.PyTreeSave(dict(arrays)))
@@ -129,10 +134,12 @@ class Writer:
                     draft.rename(path)
         except Exception as error:  # noqa: BLE001 (raised again, by ``wait``)
             problem = one_line(error)
+
         if problem:
             remove_tree(draft)  # what is half written would only fill the disk
             self._forget_orbax()
             raise errors.CheckpointWriteError(problem)
+
         _drafts.discard(str(draft))
 
     def _forget_orbax(self) -> None:
@@ -247,6 +254,7 @@ def read_description(path: Any) -> dict[str, Any]:
             raise _damaged(path, [f"{DESCRIPTION} is missing"])
         absence = "There is no complete shardax checkpoint" if path.exists() else "There is nothing"
         raise PathNotFoundError(f"{absence} at {path}.{_near_checkpoints(path)}")
+
     file = path / DESCRIPTION
     if not file.exists():
         file = path.joinpath(*_FIRST_DESCRIPTION)
@@ -254,6 +262,7 @@ def read_description(path: Any) -> dict[str, Any]:
     if description is None:
         name = file.relative_to(path).as_posix()
         raise _damaged(path, [f"{name} has not the bytes that were written"])
+
     version = description.get("version")
     if description.get("format") != "shardax" or version not in (1, FORMAT_VERSION):
         raise errors.CheckpointError(
@@ -261,6 +270,7 @@ def read_description(path: Any) -> dict[str, Any]:
             f"shardax reads 'shardax' versions 1 to {FORMAT_VERSION}. Read it with the version "
             "that wrote it."
         )
+
     step = description.get("step")
     if step is not None and path.name.isdecimal() and int(path.name) != step:
         text = f"{file.name} is of step {step}, so the folder was copied or renamed"

@@ -196,12 +196,14 @@ class _Walk:
                 "the values of Variables. Of the arrays of other trees made of Modules, Variables "
                 f"or arrays, {remedy}."
             )
+
         problem = "" if self.restoring else cut_integers(array)
         if problem:
             raise errors.CheckpointError(
                 f"{format_path(path)} holds {problem} Save them as a list, which is kept as it is: "
                 'put `{"ids": ids.tolist()}` into the tree, or into extra=.'
             )
+
         variable: Variable = Variable(array)
         slot.variables.append(variable)
         return variable
@@ -341,12 +343,14 @@ def _differences(
     missing = [path for path in targets if path not in stored]
     unexpected = [] if partial else [path for path in stored if path not in targets]
     shapes, dtypes = [], []
+
     for path in targets.keys() & stored.keys():
         array, saved = targets[path], stored[path]
         if array.shape != saved.shape:
             shapes.append(f"{path}: {array.shape}, stored {saved.shape}")
         if array.dtype != saved.dtype and not (cast and _both_floating(array, saved)):
             dtypes.append(f"{path}: {array.dtype}, stored {saved.dtype}")
+
     unread = [] if partial else [path for path in positions if path not in contents.positions]
     return {
         "not in the checkpoint": [path + _near(path, unexpected or stored) for path in missing],

@@ -72,6 +72,7 @@ class EMA(Module):
         expected = "a number in [0, 1), or a function of the number of updates"
         options = Options(TransformError)
         options.check("decay", decay, fits, expected, "For instance EMA(model, decay=0.999).")
+
         if not any(True for _ in iter_variables(model, wrt)):
             filter_text = getattr(wrt, "__name__", repr(wrt))
             raise TrainError(
@@ -79,6 +80,7 @@ class EMA(Module):
                 f"nothing to average.{describe_plain_arrays(model)} Choose others: "
                 "`EMA(model, decay, wrt=filter)`."
             )
+
         # With arrays of its own, as a train step may donate those of both.
         self.model = copy.deepcopy(model)
         tx = _MovingAverage(decay if callable(decay) else float(decay))

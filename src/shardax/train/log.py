@@ -348,6 +348,7 @@ def _complete_records(path: Path) -> list[tuple[dict[str, Any], int]]:
             record = json.loads(content[start:newline])
         except (ValueError, RecursionError):
             record = None
+
         if not isinstance(record, dict):
             excerpt = content[start : min(newline, start + 80)]
             raise TrainError(
@@ -356,6 +357,7 @@ def _complete_records(path: Path) -> list[tuple[dict[str, Any], int]]:
             )
         start = newline + 1
         records.append((record, start))
+
     # A torn line is the beginning of a record; anything else was not written by a log.
     if content[start : start + 1] not in (b"", b"{"):
         raise TrainError(
@@ -384,14 +386,17 @@ def _to_json(value: object, where: str):
         if math.isfinite(value):
             return value
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+
     if isinstance(value, Mapping):
         if wrong := [key for key in value if not isinstance(key, str)]:
             raise TrainError(
                 f"Keys in a log record must be strings, but {where} has {wrong[0]!r}. Use str(key)."
             )
         return {key: _to_json(entry, f"{where}[{key!r}]") for key, entry in value.items()}
+
     if isinstance(value, list | tuple):
         return [_to_json(entry, f"{where}[{index}]") for index, entry in enumerate(value)]
+
     if isinstance(value, np.generic | np.ndarray | jax.Array):
         try:
             plain = np.asarray(value).tolist()
@@ -399,6 +404,7 @@ def _to_json(value: object, where: str):
             raise _no_json_form(value, where) from error
         if not isinstance(plain, np.generic | np.ndarray):
             return _to_json(plain, where)
+
     raise _no_json_form(value, where)
 
 

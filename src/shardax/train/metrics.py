@@ -302,6 +302,7 @@ def update_from_batch(
     """Updates a metric with logits and labels, or the mean loss."""
     keywords = _known_keywords(metric) or {"logits", "labels", *_WEIGHTS}
     has_targets = isinstance(batch, Mapping) and {"inputs", "targets"} <= batch.keys()
+
     if keywords == {"logits", "labels", *_WEIGHTS} and has_targets:
         # A metric of the user's gets weights where the batch has a mask.
         is_own = _known_keywords(metric) is not None
@@ -324,18 +325,22 @@ def target_weights(batch: object) -> PyTree:
     # By its mask, and 0 for what losses ignore.
     if not isinstance(batch, Mapping):
         return None
+
     mask: Any = batch.get("mask")
     targets: PyTree = batch.get("targets")
     dtype = getattr(targets, "dtype", None)
     if dtype is None or not targets.ndim:
         return mask
+
     if mask is not None and not _broadcasts(mask.shape, targets.shape):
         mask = None  # of the inputs, as for attention
     if not jnp.issubdtype(dtype, jnp.signedinteger):
         return mask
+
     counted = targets != IGNORE_INDEX
     if mask is None:
         return counted
+
     weights = mask.reshape(mask.shape + (1,) * (targets.ndim - mask.ndim))
     return jnp.where(counted, weights, jnp.zeros((), weights.dtype))
 
@@ -409,15 +414,18 @@ def _weights_and_mask(kwargs: Mapping[str, object]):
     weights, mask = kwargs.get("weights"), kwargs.get("mask")
     if mask is None:
         return weights
+
     mask = jnp.asarray(mask)
     if mask.dtype != jnp.bool_:
         raise TrainError(
             f"mask= has dtype {mask.dtype}, but says by booleans which values count. Give numbers "
             f"as weights=."
         )
+
     if weights is None:
         return mask
     weights = jnp.asarray(weights)
+
     dims = max(mask.ndim, weights.ndim)  # both are broadcast from the left
     mask, weights = (
         array.reshape(array.shape + (1,) * (dims - array.ndim)) for array in (mask, weights)

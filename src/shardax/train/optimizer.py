@@ -119,16 +119,19 @@ class Optimizer(Module):
                 f"tx is a {type(tx).__name__}, which has no init and update{hint}. Give the model, "
                 "then the transformation: Optimizer(model, optax.adam(1e-3))."
             )
+
         self.model = model
         # Set only where given: an optimizer without masters looks as it did before there were any.
         if master_dtype is not None:
             self.master_dtype = _floating(master_dtype)
             tx = _Masters(tx, self.master_dtype)
+
         self._transformation = optimizer_state.Transformation(tx)
         if wrt is None:
             wrt = Param
             _warn_of_parts(model)
         self.wrt = tuple(wrt) if isinstance(wrt, list) else wrt
+
         variables = [variable for _, variable in self._chosen()]
         if not variables:
             filter_text = getattr(wrt, "__name__", repr(wrt))
@@ -137,6 +140,7 @@ class Optimizer(Module):
                 f"nothing to train.{describe_plain_arrays(model)} Choose others: "
                 f"`Optimizer(model, tx, wrt=filter)`."
             )
+
         shapes = jax.tree.map(
             _shape_of, self._state_of([stored_value(variable) for variable in variables])
         )
@@ -144,11 +148,14 @@ class Optimizer(Module):
         parameters = optimizer_state.TrainedParameters(
             self._transformation, variables, jax.tree.structure(shapes)
         )
+
         self.step = OptState(optimizer_state.StateValue(_STEP, parameters, -1))
         state = self._make_state(layout, parameters, variables)
+
         if self.master_dtype is not None:
             self.masters = state.get("masters", {})
             state = state.get("inner", {})
+
         self.opt_state = state
 
     @property
@@ -238,11 +245,13 @@ class Optimizer(Module):
         """Makes the nested mapping of ``OptState``, lazy if the values can wait."""
         owners = [(v, axes) for v in variables for axes in _axes_of_leaves(v)]
         values = [parameters.peek(position) for position in range(len(parameters.places))]
+
         traced: list[Any] | None = None
         if any(isinstance(value, Tracer) for value in values):
             params = self._state_of([variable.value for variable in variables])
             initial = self._transformation.value.init(params)
             traced = optimizer_state.separate_arrays(initial).arrays
+
         nested: dict[Any, Any] = {}
         for position, leaf in enumerate(layout.leaves):
             value: Any = optimizer_state.StateValue(leaf, parameters, position)
@@ -252,6 +261,7 @@ class Optimizer(Module):
                 isinstance(values[needed], jax.Array) for needed in leaf.initial.needs
             ):
                 value = value.compute()  # of the values that the parameters have now
+
             mapping = nested
             for step in leaf.path[:-1]:
                 mapping = mapping.setdefault(step, {})
@@ -264,6 +274,7 @@ class Optimizer(Module):
         if self.master_dtype is not None:
             parts = {"inner": present, "masters": dict(iter_variables(self.masters))}
             present = {(n, *path): v for n, part in parts.items() for path, v in part.items()}
+
         wrong = [
             format_path(leaf.path)
             for leaf in layout.leaves
@@ -272,6 +283,7 @@ class Optimizer(Module):
         wrong += [
             format_path(path) for path in present.keys() - {leaf.path for leaf in layout.leaves}
         ]
+
         raise_if_any(
             TrainError,
             sorted(wrong),
@@ -279,6 +291,7 @@ class Optimizer(Module):
             f"removed or reshaped; nothing was changed. {len(wrong)} entries differ: ",
             ". Make a new one: Optimizer(model, tx).",
         )
+
         return [present[leaf.path] for leaf in layout.leaves]
 
 
@@ -378,8 +391,10 @@ def gradient_layout(optimizer: Optimizer, places: State) -> State:
     shapes = jax.tree.map(
         _shape_of, optimizer._state_of([stored_value(variable) for _, variable in chosen])
     )
+
     layout = optimizer_state.layout_of(optimizer._transformation, shapes)
     owners = [path for path, variable in chosen for _ in jax.tree.leaves(stored_value(variable))]
+
     parts = {"inner": ("opt_state",), "masters": ("masters",)}
     of_gradients: dict[Path, Any] = {}
     for leaf in layout.leaves:
@@ -388,6 +403,7 @@ def gradient_layout(optimizer: Optimizer, places: State) -> State:
             if optimizer.master_dtype is not None:
                 path = (*parts[str(leaf.path[0])], *leaf.path[1:])
             of_gradients.setdefault(owners[leaf.follows], places.flat()[path])
+
     return State.from_flat(of_gradients)
 
 
@@ -481,11 +497,13 @@ def _align(grads: object, params: State) -> State:
     expected = params.flat()
     gradients = values_by_path(grads, expected)
     names = [format_path(path) for path in expected]
+
     lines = []
     for path in gradients.keys() - expected.keys():
         matches = difflib.get_close_matches(format_path(path), names, n=1)
         hint = f" (did you mean {matches[0]}?)" if matches else ""
         lines.append(f"  {format_path(path)}: has a gradient but is not trained{hint}")
+
     for path, param in expected.items():
         if path not in gradients:
             lines.append(f"  {format_path(path)}: is trained but has no gradient")
@@ -494,6 +512,7 @@ def _align(grads: object, params: State) -> State:
                 f"  {format_path(path)}: has shape {_shown(param)}, its gradient "
                 f"{_shown(gradients[path])}"
             )
+
     raise_if_any(
         TrainError,
         sorted(lines),
@@ -503,6 +522,7 @@ def _align(grads: object, params: State) -> State:
         separator="\n",
         most=len(lines),  # all: each is a parameter
     )
+
     return State.from_flat({path: gradients[path] for path in expected}, params.origins())
 
 

@@ -221,9 +221,11 @@ def _constant(value) -> InitialValue:
 
 def _outputs(equation, inputs: Sequence[InitialValue]) -> list[InitialValue]:
     name, params = equation.primitive.name, equation.params
+
     if name in ("jit", "pjit", "closed_call"):
         inner = params.get("jaxpr", params.get("call_jaxpr"))
         return _initial_values(inner.jaxpr, inner.consts, inputs)
+
     if len(inputs) == 1:
         (only,) = inputs
         if name == "copy" or (name == "broadcast_in_dim" and only.number is not None):
@@ -234,6 +236,7 @@ def _outputs(equation, inputs: Sequence[InitialValue]) -> list[InitialValue]:
             narrow, wide = equation.invars[0].aval.dtype, params["new_dtype"]
             if wider_dtype(narrow, wide) == wide:
                 return [only]
+
     needs = tuple(sorted({position for value in inputs for position in value.needs}))
     return [InitialValue(needs)] * len(equation.outvars)
 

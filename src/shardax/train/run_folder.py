@@ -169,6 +169,7 @@ def _parts(value) -> tuple[str | None, Iterable[tuple[str, Any]]]:
     if isinstance(value, (jax.Array, np.ndarray)):
         digest = hashlib.sha256(np.asarray(value).tobytes()).hexdigest()[:16]
         return f"{value.dtype}{list(value.shape)} {digest}", ()
+
     if isinstance(value, types.FunctionType):
         return _name_of(value), _parts_of_function(value)
     if isinstance(value, types.MethodType):
@@ -176,6 +177,7 @@ def _parts(value) -> tuple[str | None, Iterable[tuple[str, Any]]]:
     if isinstance(value, functools.partial):
         named = [(f".{key}", child) for key, child in sorted(value.keywords.items())]
         return None, [("", value.func), *_numbered(value.args), *named]
+
     if isinstance(value, Mapping):
         return type(value).__name__, [(f"[{key!r}]", child) for key, child in value.items()]
     if isinstance(value, tuple) and hasattr(value, "_fields"):  # a NamedTuple
@@ -188,11 +190,13 @@ def _parts(value) -> tuple[str | None, Iterable[tuple[str, Any]]]:
     if dataclasses.is_dataclass(value):
         fields = dataclasses.fields(value)
         return type(value).__name__, [(f".{f.name}", getattr(value, f.name)) for f in fields]
+
     wrapped = getattr(value, "__wrapped__", None)
     if wrapped is not None:  # such as what jax.jit and sx.jit return
         return type(value).__name__, [(".wrapped", wrapped)]
     if hasattr(value, "__qualname__"):
         return _name_of(value), ()
+
     # Not what is private: it may be hashes and caches, which no other process has.
     attributes = {k: v for k, v in getattr(value, "__dict__", {}).items() if k[:1] != "_"}
     return _name_of(type(value)), [(f".{key}", attributes[key]) for key in sorted(attributes)]
@@ -204,12 +208,16 @@ def _parts_of_function(function: types.FunctionType) -> Iterator[tuple[str, Any]
     for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
         with contextlib.suppress(ValueError):  # a name that is not bound yet
             yield f".{name}", cell.cell_contents
+
     for position, value in enumerate(function.__defaults__ or ()):
         yield f".default[{position}]", value
     for name, value in (function.__kwdefaults__ or {}).items():
         yield f".{name}", value
+
+    # Of libraries the name and the closure say all: their numbers change with versions.
     if (function.__module__ or "").partition(".")[0] in _LIBRARIES:
         return
+
     kinds = (int, float, complex)
     yield ".numbers", sorted(repr(number) for number in code.co_consts if type(number) in kinds)
     for name in code.co_names:

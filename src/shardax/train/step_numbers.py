@@ -47,7 +47,9 @@ def with_metrics(loss: Callable[[PyTree, PyTree], object]) -> Callable[[PyTree, 
                 f"The loss returned a tuple of {kinds or 'nothing'}. It may return the loss alone, "
                 "or the loss and its metrics by name: return loss, {'accuracy': accuracy}."
             )
+
         metrics = {name: jnp.asarray(number) for name, number in value[1].items()}
+
         for name, number in metrics.items():
             check_name(name, "The loss returned a metric")
             if number.shape or not jnp.isrealobj(number):
@@ -55,6 +57,7 @@ def with_metrics(loss: Callable[[PyTree, PyTree], object]) -> Callable[[PyTree, 
                     f"The loss returned the metric {name!r} as {number.dtype}{list(number.shape)}, "
                     "but what is logged is one real number. Return its mean: jnp.mean(...)."
                 )
+
         return value[0], {name: number.astype(jnp.float32) for name, number in metrics.items()}
 
     return both
@@ -135,17 +138,20 @@ def _rates(update) -> list[Any]:
     """Returns the last step sizes of a chain, numbers or functions."""
     # optax does not tell it, but its functions hold it: a number, or a function of the count.
     code = getattr(update, "__code__", None)
+
     closure: dict[str, Any] = {}
     for name, cell in zip(code.co_freevars if code else (), update.__closure__ or (), strict=True):
         try:
             closure[name] = cell.cell_contents
         except ValueError:  # a name that is not bound yet
             continue
+
     for name in ("step_size", "step_size_fn"):
         if name in closure:
             # Step sizes of a descent are negative; scale(0.5), say, only shrinks updates.
             step = closure[name]
             return [step] if callable(step) or (np.ndim(step) == 0 and step < 0) else []
+
     within = closure.get("update_fns", ()) or [getattr(closure.get("tx"), "update", None)]
     return [rate for inner in within if inner is not None for rate in _rates(inner)]
 
@@ -170,8 +176,10 @@ class EvalNumbers:
         self.functions: dict[str, Callable[[Any, Any], Any]] = {}
         self.metrics: dict[str, Metric] = {}
         self._arguments: dict[str, Callable[[Any, Any], Any]] = {}
+
         for name, spec in specs.items():
             check_name(name, "eval_metrics has a metric")
+
             metric, arguments = spec if isinstance(spec, tuple) and len(spec) == 2 else (spec, None)
             if isinstance(metric, Metric) and (arguments is None or callable(arguments)):
                 self.metrics[name] = metric
@@ -192,11 +200,13 @@ class EvalNumbers:
         """Returns means of a batch and its targets' number; updates metrics."""
         mean, means = loss(model, batch)
         count = count_targets(batch, self.count)
+
         if twice := means.keys() & {*self.functions, *self.metrics}:
             raise TrainError(
                 f"eval_metrics and the loss both have {', '.join(sorted(map(repr, twice)))}. What "
                 "the loss returns is averaged over held-out data too: give one of them."
             )
+
         for name, function in self.functions.items():
             value = jnp.asarray(function(model, batch))
             if value.shape:
@@ -205,11 +215,13 @@ class EvalNumbers:
                     "return the mean over the batch's targets, one number."
                 )
             means = {**means, name: value}
+
         for name, metric in metrics.items():
             if name in self._arguments:
                 metric.update(**self._arguments[name](model, batch))
             else:
                 update_from_batch(metric, name, model, batch, mean, count)
+
         return mean, count, means
 
     def reset(self) -> dict[str, Metric]:

@@ -16,39 +16,29 @@ import contextlib
 import functools
 import importlib.util
 import math
-import time
 from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from signal import Signals
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 from jax.sharding import Mesh
 
-from shardax import axis_rules, distributed, explain_retraces, iter_modules, jit, shard, shardings
+from shardax import axis_rules, distributed, iter_modules, jit, shard, shardings
 from shardax._module_scopes import module_scopes
-from shardax.distributed.processes import from_main, noting_other_processes
+from shardax.distributed.processes import noting_other_processes
 from shardax.extend import Options, PyTree, ScopeSettings
 from shardax.partition import resolve_mesh
 from shardax.train import agreement, step_numbers
 from shardax.train.accumulation import accumulated_value_and_grad
 from shardax.train.callbacks import Callbacks, Event
-from shardax.train.checkpoint import (
-    Checkpoints,
-    MemoryKinds,
-    OverridesLike,
-    restore_verified,
-    unchecked,
-)
-from shardax.train.checkpoint_files import set_aside, verify
-from shardax.train.checkpoint_format import check_fit, contents_of, stored_arrays
+from shardax.train.checkpoint import Checkpoints, MemoryKinds, OverridesLike
 from shardax.train.data import prefetch, sources
 from shardax.train.ema import EMA
-from shardax.train.errors import CheckpointDamagedError, TrainError
+from shardax.train.errors import TrainError
 from shardax.train.gradients.data_parallel import data_parallel_value_and_grad
-from shardax.train.gradients.finite import FiniteCheck, current_values, step_flags
-from shardax.train.log import Trackers, as_trackers, read_jsonl
+from shardax.train.gradients.finite import current_values, step_flags
+from shardax.train.log import as_trackers, read_jsonl
 from shardax.train.optimizer import Optimizer, gradient_layout
 from shardax.train.progress import (
     BoundedDisplay,
@@ -57,8 +47,10 @@ from shardax.train.progress import (
     StopRequest,
     TrainingProgress,
 )
-from shardax.train.run_folder import RunFolder, differences, settings_of
-from shardax.train.speed import Profile, Throughput, throughput_text, utilization_of
+from shardax.train.run.start import RunStart
+from shardax.train.run.steps import RunResult, train_from
+from shardax.train.run_folder import RunFolder, settings_of
+from shardax.train.speed import Profile
 
 Loss = Callable[[Any, Any], Any]
 """``loss(model, batch)``: the mean loss over the batch's targets (those where ``mask`` is true).
@@ -127,19 +119,24 @@ class TrainerSettings:
             "max_skipped_steps": "0: the first step that is not finite stops the run.",
         }
         options = Options(TrainError, "TrainerSettings")
+
         peak, over, dtype = self.peak_flops, self.reduce_over, self.reduce_dtype
         is_peak = peak is None or (isinstance(peak, int | float) and peak > 0)
         options.check("peak_flops", peak, is_peak, "a number above 0, such as 989e12, or None")
+
         is_counter = self.count is None or callable(self.count)
         example = 'count=lambda part: part["loss_mask"].sum()'
         expected = f"a function of a part of a batch: {example}"
         options.check("count", self.count, is_counter, expected)
+
         expected, remedy = "a tuple of mesh axes, not one string", f"Write reduce_over=({over!r},)."
         options.check("reduce_over", over, not isinstance(over, str), expected, remedy)
         expected = 'None without axes along which gradients are summed: reduce_over=("data",)'
         options.check("reduce_dtype", dtype, dtype is None or bool(over), expected)
+
         is_time = isinstance(self.stop_within, int | float) and self.stop_within >= 0
         options.check("stop_within", self.stop_within, is_time, "a number of seconds, 0 or more")
+
         other_types = ("count", "peak_flops", "reduce_over", "reduce_dtype", "stop_within")
         for name, value in vars(self).items():
             if name not in other_types:
@@ -147,33 +144,6 @@ class TrainerSettings:
                 fits = type(value) is int and value >= least
                 expected = f"an integer of at least {least}"
                 options.check(name, value, fits, expected, at_zero.get(name, ""))
-
-
-@dataclass(frozen=True)
-class RunResult:
-    """End of a run.
-
-    Attributes:
-        step: Last step done.
-        loss: Training loss of that step.
-        eval_loss: Held-out loss at the end; None without held-out data or when stopped.
-        stopped: The signal that stopped the run early, or None. With several processes SIGTERM in
-            all of them, whichever got which signal.
-        checkpoint: The last checkpoint's directory.
-        log: The log file.
-
-    Example:
-        >>> from pathlib import Path
-        >>> RunResult(10, 2.0, 2.1, None, Path("checkpoints/10"), Path("log.jsonl")).eval_loss
-        2.1
-    """
-
-    step: int
-    loss: float
-    eval_loss: float | None
-    stopped: Signals | None
-    checkpoint: Path
-    log: Path
 
 
 class Trainer:
@@ -255,6 +225,7 @@ class Trainer:
         options.instance("loss", loss, Callable, "a function: loss(model, batch)")
         options.instance("settings", settings, TrainerSettings, "TrainerSettings(...)")
         options.instance("ema", ema, (EMA, type(None)), "EMA(model, decay=0.999)")
+
         self.model = model
         self.optimizer = optimizer
         self.loss = loss
@@ -264,15 +235,18 @@ class Trainer:
         self.settings = settings
         self.directory = Path(directory)
         self.folder = RunFolder(self.directory)
+
         # Settings before the first step: some schedules change a number of their own when called.
         self.ema = ema
         self.run_settings = settings_of(model, optimizer, ema)
+
         mesh = resolve_mesh(mesh)
         if mesh is not None and not isinstance(mesh, Mesh):
             raise TrainError(
                 "A Trainer needs a mesh of devices, but was given an abstract one. Make one with "
                 "jax.make_mesh((2, 4), ('data', 'model'))."
             )
+
         self.where: dict[str, Any] = {"overrides": overrides, "memory_kind": memory_kind}
         mesh_options = [name for name, value in self.where.items() if value is not None]
         if mesh is None and mesh_options:
@@ -280,12 +254,14 @@ class Trainer:
                 f"A Trainer was given {' and '.join(mesh_options)}, but no mesh to lay arrays out "
                 "over. Pass one, mesh=jax.make_mesh((2, 4), ('data', 'model')), or none of these."
             )
+
         lacking = set(settings.reduce_over) - set(() if mesh is None else mesh.axis_names)
         if lacking:
             raise TrainError(
                 f"TrainerSettings has reduce_over={settings.reduce_over}, but the Trainer's mesh "
                 f"has no axis {', '.join(map(repr, sorted(lacking)))}. Pass one that has: mesh=..."
             )
+
         self.mesh = mesh
         self.rules = rules
         # A run lays the same objects out several times, and says once which names look misspelt.
@@ -296,6 +272,7 @@ class Trainer:
         folder = self.directory / "profile"
         self.profile = None if profile is None else Profile(profile, settings.steps, folder)
         self.eval_numbers = step_numbers.EvalNumbers(eval_metrics or {}, settings.count)
+
         numbers = self.eval_numbers
 
         @jit
@@ -344,17 +321,20 @@ class Trainer:
             with prefetch.in_device_memory(args[:-1]), scopes(model):
                 old_values = current_values(args[:-1])
                 (value, (metrics, counts)), gradients = gradient(model, batch)
+
                 count = optimizer.step.value
                 with jax.named_scope("optimizer"):
                     optimizer.update(gradients)
                     for ema in averages:
                         ema.update(model)
+
                 numbers = step_numbers.means_of_parts(metrics, counts)
                 numbers["grad_norm"] = step_numbers.gradient_norm(gradients)
                 numbers |= step_numbers.learning_rate_of(optimizer, count)
                 numbers["not_finite"] = step_flags(
                     optimizer, old_values, value, gradients, skip=skip, mesh=self.mesh
                 )
+
             return value, numbers
 
         donated = tuple(range(len(self.trained)))
@@ -410,14 +390,18 @@ class Trainer:
         agreement.check_mesh(self.mesh)
         prefetch.require_unread(self.batches)
         sources.require_position(self.batches)
-        steps = self._open_checkpoints().all_steps()
+
+        checkpoints = self._open_checkpoints()
+        steps = checkpoints.all_steps()
         records = read_jsonl(self.log_path) if self.log_path.exists() else []
         if resume:
-            start = self._find_start(fallback=fallback, override=override, sizes_only=True)
+            start = RunStart.find(
+                self, checkpoints, fallback=fallback, override=override, sizes_only=True
+            )
             if start.description is not None:
-                saved = start.description["extra"]["data"]
+                # Not by ``peeking``: a source that refuses a position stays where it is by itself.
                 position = sources.position_of(self.batches)
-                sources.go_to(self.batches, saved, resumable=self.resumable)
+                sources.go_to(self.batches, start.extra["data"], resumable=self.resumable)
                 sources.go_back(self.batches, position)
         elif steps or records:
             reached = f", saved at step {steps[-1]}" if steps else ""
@@ -425,6 +409,7 @@ class Trainer:
                 f"{self.directory} already holds a run{reached}. Go on with it (resume=True, on "
                 "the command line --resume), choose another directory, or delete it."
             )
+
         with self._scope():
             if self.mesh is not None:
                 self._layout()
@@ -511,293 +496,25 @@ class Trainer:
     def _run(
         self, places: PyTree, fallback: bool, override: bool, display: Callable[[int, int], Any]
     ) -> RunResult:
-        start = self._find_start(fallback=fallback, override=override)
-        with self._scope(), self._open_checkpoints() as checkpoints:
+        """Runs in the folder that is held; ``places`` are the shardings of the batches."""
+        checkpoints = self._open_checkpoints()
+        start = RunStart.find(self, checkpoints, fallback=fallback, override=override)
+        with self._scope(), checkpoints:
             if jax.process_count() > 1:
                 agreement.agree_to_start(self, start)
             checkpoints.remove_leftovers()
-            first = max(start.step, 0)
-            with (
-                display(first, self.settings.steps) as shown,
-                StopRequest(self.settings.stop_within) as stop,
-            ):
+
+            steps = start.steps_done, self.settings.steps
+            with display(*steps) as shown, StopRequest(self.settings.stop_within) as stop:
                 screen = BoundedDisplay(shown, stop)
                 try:
-                    return self._run_from(start, places, checkpoints, screen, stop)
-                except OverdueError:  # before the first step: later ones end in ``_leave``
-                    path = checkpoints.path(first)
-                    return RunResult(first, math.nan, None, stop.signal, path, self.log_path)
-
-    def _run_from(
-        self,
-        start: _Start,
-        places: PyTree,
-        checkpoints: Checkpoints,
-        screen: BoundedDisplay,
-        stop: StopRequest,
-    ) -> RunResult:
-        """Runs from the checkpoint that was chosen, or from the beginning."""
-        for note in start.take(checkpoints):
-            screen.note(note)
-        if start.description is None and self.log_path.exists():
-            screen.note("There is no checkpoint to go on from: starting again at step 0.")
-        if not self._place(start, stop):
-            screen.note("The batches have no position to go on from: they start anew.")
-        if jax.process_count() > 1:
-            agreement.compare_programs(self, places)
-            agreement.compare_copies(self, "after placing, before the first step")
-
-        first = max(start.step, 0)
-        with (
-            self._prefetched(places, self.settings.steps - first, screen, stop) as source,
-            Trackers(self.log_path, self.trackers, start.step, stop)
-            if distributed.is_main()
-            else SilentProgress() as log,
-            self.profile or contextlib.nullcontext(),
-            explain_retraces(file=False) as retraces,
-        ):
-            extra = {} if start.description is None else start.description["extra"]
-            limit = self.settings.max_skipped_steps
-            finite = FiniteCheck(self.trained, limit, extra.get("skipped_steps"))
-            run = _Run(checkpoints, log, source, screen, stop, retraces, finite, first, start.step)
-            try:
-                if extra.get("evaluated"):
-                    run.evaluated = run.step
-                elif extra.get("evaluated") is False and first < self.settings.steps:
-                    self._evaluate_what_is_due(run)
-                self._loop(run)
-                return self._finish(run)
-            except OverdueError as overdue:
-                return self._leave(run, overdue)
-
-    @contextlib.contextmanager
-    def _prefetched(
-        self, places: PyTree, steps: int, screen: BoundedDisplay, stop: StopRequest
-    ) -> Generator[prefetch.Prefetch]:
-        """Reads the batches ahead; a request to stop ends the wait for one."""
-        source = prefetch.Prefetch(self.batches, places, limit=max(0, steps))
-        stop.wake = source.interrupt
-        try:
-            yield source
-        except KeyboardInterrupt:  # by a second SIGINT
-            source.close(0.0)
-            raise
-        except BaseException:
-            self._close(source, screen, stop)
-            raise
-        self._close(source, screen, stop)
-
-    def _close(self, source: prefetch.Prefetch, screen: BoundedDisplay, stop: StopRequest) -> None:
-        """Waits for a batch that is being read, or leaves the source."""
-        # A signal ends the first wait, the end of the time the second. Where it ended the wait of
-        # the loop there is no other.
-        is_closed = False
-        with contextlib.suppress(OverdueError), stop.bounded("the batches"):
-            is_closed = source.close() or source.close()
-        if is_closed or source.close(0.0):
-            return
-        stop.grant()
-        with contextlib.suppress(OverdueError):
-            screen.note(
-                "The batches still wait for data. They are left where they are; the checkpoint has "
-                "the position to go on from."
-            )
-
-    def _find_start(self, *, fallback: bool, override: bool, sizes_only: bool = False) -> _Start:
-        """Finds the newest good checkpoint."""
-        checkpoints = self._open_checkpoints()
-        damaged: list[tuple[int, str]] = []
-        for step in reversed(checkpoints.all_steps()):
-            path = checkpoints.path(step)
-            try:
-                description = verify(path, sizes_only=sizes_only)
-            except CheckpointDamagedError as error:
-                if not fallback:
-                    raise
-                damaged.append((step, error.problems))
-                continue
-            saved = (description["extra"] or {}).get("settings")
-            changed = [] if saved is None else differences(saved, self.run_settings)
-            if changed and not override:
-                omitted = f"; and {len(changed) - 8} more" if len(changed) > 8 else ""
-                raise TrainError(
-                    f"The checkpoint {path} was trained with other settings: "
-                    f"{'; '.join(changed[:8])}{omitted}. Put them back, or go on with the new "
-                    "ones: override=True (on the command line --override)."
-                )
-            contents, positions = contents_of(self.trained), description["positions"]
-            stored = stored_arrays(description)
-            check_fit(stored, contents, positions, str(path), partial=False, cast=False)
-            return _Start(step, path, description, damaged)
-        if damaged:
-            raise CheckpointDamagedError(
-                f"No checkpoint in {self.checkpoint_directory} is good: "
-                + "; ".join(f"step {step}: {problems}" for step, problems in damaged)
-                + ". Put back the files, or start another run in another directory."
-            )
-        return _Start()
-
-    def _loop(self, run: _Run) -> None:
-        settings = self.settings
-        callbacks = self.callbacks
-        while run.step < settings.steps and not (callbacks.stopping or run.stop.reached()):
-            try:
-                batch = next(run.source)
-            except prefetch.Interrupted:  # as a signal came while there was no batch
-                break
-            except StopIteration:
-                raise TrainError(
-                    f"The training batches ended after step {run.step} of {settings.steps}; give "
-                    f"an endless iterator, or fewer steps. {_last_saved(run)}"
-                ) from None
-            self._step(run, batch)
-            run.record = {"loss": run.pending, **run.numbers}
-            _require_finite(run, behind=1)
-            recorded = run.step % settings.log_every == 0 or run.step == settings.steps
-            if recorded:
-                loss, speeds = float(run.pending), run.throughput.numbers()
-                numbers = self._numbers(run) | speeds
-                if run.saving:
-                    numbers["checkpoint_seconds"], run.saving = run.saving, 0.0
-                self.folder.check()
-                if callbacks.functions:
-                    numbers = from_main(numbers, "the numbers of a step")
-                run.record = {"loss": loss, **numbers}
-                problem = run.finite.problem()
-                if settings.max_skipped_steps:
-                    run.record["skipped_steps"] = run.finite.skipped
-                run.log.write(step=run.step, **run.record)
-                run.screen.step(run.step, loss, throughput_text(speeds))
-                _require_finite(run, problem)
-            else:
-                run.screen.step(run.step, None, None)
-            with run.throughput.paused():
-                self._fire(run, "step", run.record, recorded)
-                if _due(run.step, settings.check_replicas_every) and jax.process_count() > 1:
-                    agreement.compare_copies(self, f"after step {run.step}")
-                if _due(run.step, settings.eval_every):
-                    _require_finite(run)
-                    self._evaluate_and_record(run)
-                if _due(run.step, settings.checkpoint_every) or callbacks.saving:
-                    self._save(run)
-        if run.saved != run.step:
-            self._save(run)
-        run.checkpoints.wait()
-
-    def _step(self, run: _Run, batch: object) -> None:
-        """Takes a step, and tells of a finished trace and of retraces."""
-        number, is_first = run.step + 1, run.pending is None
-        with contextlib.nullcontext() if self.profile is None else self.profile.step(number):
-            run.pending, run.numbers = self.train_step(*self.trained, batch)
-        run.finite.add(number, run.pending, run.numbers.pop("not_finite"))
-        run.step = number
-        run.throughput.count(batch, run.pending)
-        if self.profile is not None and self.profile.ends(number, run.pending):
-            steps = f"{self.profile.first} to {self.profile.last}"
-            run.screen.note(f"the trace of steps {steps} is in {self.profile.folder}")
-        if run.retraces:
-            self._tell_retraces(run)
-        if is_first and distributed.is_main():
-            with run.throughput.paused():
-                step: Any = self.train_step
-                devices = jax.devices()[:1] if self.mesh is None else [*self.mesh.devices.flat]
-                run.throughput.ideal, reason = utilization_of(
-                    lambda: step.lower(*self.trained, batch), devices, self.settings.peak_flops
-                )
-                if reason:
-                    run.screen.note(reason)
-
-    def _tell_retraces(self, run: _Run) -> None:
-        """Says why a step was compiled again, once for each."""
-        for retrace in run.retraces:
-            name = retrace.function.rpartition(".")[2]
-            if retrace.function.startswith("Trainer.") and name not in run.retraced:
-                run.retraced.add(name)
-                reasons = "; ".join(retrace.reasons[:4])
-                run.screen.note(
-                    f"step {run.step}: {name} was compiled again, because {reasons} (said once)"
-                )
-        run.retraces.clear()
-
-    def _numbers(self, run: _Run) -> dict[str, Any]:
-        """Returns the numbers logged with a loss."""
-        numbers = {name: float(number) for name, number in jax.device_get(run.numbers).items()}
-        memory = step_numbers.device_memory()
-        return numbers if memory is None else numbers | {"memory": memory}
-
-    def _finish(self, run: _Run) -> RunResult:
-        stop, loss, eval_loss = run.stop, math.nan, None
-        if stop:
-            name = stop.signal.name if stop.signal else "request"
-            run.screen.note(f"stopped by {name}; saved at step {run.step}")
-        elif self.callbacks.stopping and run.step < self.settings.steps:
-            run.screen.note(f"stopped by a callback; saved at step {run.step}")
-        # A finished run does not measure or log again what it has already measured.
-        logged = self._logged(run)
-        loss = float(logged.get("loss", math.nan) if run.pending is None else run.pending)
-        if run.step >= self.settings.steps or (self.callbacks.stopping and not stop):
-            eval_loss = logged.get("eval_loss")
-            if eval_loss is None:
-                eval_loss = self._evaluate_and_record(run)
-            elif run.evaluated != run.step:  # logged past the checkpoint
-                numbers = {k: v for k, v in logged.items() if k.startswith("eval_")}
-                self._fire(run, "eval", numbers)
-        run.checkpoints.pinned = self.callbacks.pinned(ended=True)
-        run.checkpoints.wait()
-        self._fire(run, "end", {"loss": loss, **run.record})
-        self.folder.check()
-        path = run.checkpoints.path(run.step)
-        return RunResult(run.step, loss, eval_loss, stop.signal, path, self.log_path)
-
-    def _leave(self, run: _Run, overdue: OverdueError) -> RunResult:
-        """Saves the steps that are done, and calls no code of others any more."""
-        stop, screen = run.stop, run.screen
-        assert stop.signal is not None
-        run.screen = SilentProgress()
-        if run.saved != run.step:
-            self._write_checkpoint(run)
-        run.checkpoints.pinned = self.callbacks.pinned(ended=True)
-        run.checkpoints.wait()
-        self.folder.check()
-
-        stop.grant()
-        with contextlib.suppress(OverdueError):
-            screen.note(
-                f"stopped by {stop.signal.name}; saved at step {run.step}, without waiting any "
-                f"longer for {overdue.what}"
-            )
-        loss = math.nan if run.pending is None else float(run.pending)
-        path = run.checkpoints.path(run.step)
-        return RunResult(run.step, loss, None, stop.signal, path, self.log_path)
-
-    def _fire(self, run: _Run, kind: str, numbers: Mapping[str, Any], agreed: bool = True) -> None:
-        """Calls the callbacks."""
-        if not self.callbacks.functions:
-            return
-        with run.stop.bounded("a callback"):
-            self.callbacks.fire(kind, run.step, numbers, agreed)
-
-    def _logged(self, run: _Run) -> dict[str, Any]:
-        """Returns the log's numbers of the run's step."""
-        logged: dict[str, Any] = {}
-        for record in read_jsonl(self.log_path) if distributed.is_main() else ():
-            if record.get("step") == run.step:
-                logged.update(record)
-        return from_main(logged, "the end of the log")
-
-    def _evaluate_what_is_due(self, run: _Run) -> None:
-        """Evaluates the step of a checkpoint saved without its evaluation."""
-        # The run before ended or was stopped there, and may have logged it since. The checkpoint
-        # is there already, so none is saved for BestCheckpoint.
-        if self.held_out is None or not _due(run.step, self.settings.eval_every):
-            return
-        numbers = {k: v for k, v in self._logged(run).items() if k.startswith("eval_")}
-        if not numbers:
-            self._evaluate_and_record(run)
-        else:
-            run.evaluated = run.step
-            self._fire(run, "eval", numbers)
-        run.checkpoints.pinned = self.callbacks.pinned()
+                    return train_from(
+                        start, self, places, checkpoints, screen, stop, self._evaluate
+                    )
+                except OverdueError:  # before the first step: later ones end within the run
+                    path = checkpoints.path(start.steps_done)
+                    log, signal = self.log_path, stop.signal
+                    return RunResult(start.steps_done, math.nan, None, signal, path, log)
 
     def evaluate(self) -> float:
         """Returns the mean held-out loss per target.
@@ -829,15 +546,18 @@ class Trainer:
                 mean, targets, means = jax.device_get(
                     self.eval_step(self.evaluated, metrics, batch)
                 )
+
                 if targets:  # the mean over nothing may be anything
                     for name, number in {"loss": mean, **means}.items():
                         totals[name] = totals.get(name, 0.0) + float(number) * float(targets)
                     count += float(targets)
+
         if count == 0:
             raise TrainError(
                 "The held-out batches hold no target. Every evaluation reads them anew: give "
                 "EvalBatches or a list, not a generator."
             )
+
         numbers = {name: total / count for name, total in totals.items()}
         numbers |= self.eval_numbers.computed()
         return {f"eval_{name}": number for name, number in numbers.items()}
@@ -859,23 +579,6 @@ class Trainer:
                 return
             yield batch
 
-    def _evaluate_and_record(self, run: _Run) -> float | None:
-        if self.held_out is None:
-            return None
-        numbers = self._evaluate(run.stop)
-        if numbers is None:
-            return None
-        run.log.write(step=run.step, **numbers)
-        run.record = {**run.record, **numbers}
-        run.evaluated = run.step
-        self._tell_retraces(run)
-        self._fire(run, "eval", numbers)
-        metrics = [f"  {name[5:]} {number:.4f}" for name, number in numbers.items()][1:]
-        run.screen.note(
-            f"step {run.step}: held-out loss {numbers['eval_loss']:.4f}{''.join(metrics)}"
-        )
-        return numbers["eval_loss"]
-
     @contextlib.contextmanager
     def _scope(self) -> Generator[None]:
         with contextlib.ExitStack() as stack:
@@ -889,109 +592,6 @@ class Trainer:
     def _open_checkpoints(self) -> Checkpoints:
         return Checkpoints(self.checkpoint_directory, keep=self.settings.keep_checkpoints)
 
-    def _place(self, start: _Start, stop: StopRequest) -> bool:
-        """Places model and optimizer; returns False if only the data starts anew."""
-        if start.description is not None:
-            extra = restore_verified(
-                self.trained, start.path, start.description, self.mesh, self.rules, self.where
-            )
-            with stop.bounded("a callback"):
-                self.callbacks.begin(extra.get("callbacks"))
-            with stop.bounded("the batches"):
-                return sources.go_to(self.batches, extra["data"], resumable=self.resumable)
-        self.callbacks.begin(None)
-        if self.mesh is not None:
-            shard(self.trained, self.mesh, self.rules, **self.where)
-        return True
-
-    def _save(self, run: _Run) -> None:
-        self._write_checkpoint(run)
-        self._fire(run, "checkpoint", run.record)
-
-    def _write_checkpoint(self, run: _Run) -> None:
-        _require_finite(run)
-        self.folder.check()
-        position = sources.saved_position(self.batches, run.source.state())
-        extra = {"data": position, "settings": self.run_settings}
-        extra["evaluated"] = run.evaluated == run.step
-        if self.settings.max_skipped_steps:
-            extra["skipped_steps"] = run.finite.state()
-        if self.callbacks.functions:
-            extra["callbacks"] = self.callbacks.states()
-        run.checkpoints.pinned = self.callbacks.pinned()
-        # The step has ended, as its loss was read: what follows holds up the loop.
-        begin = time.perf_counter()
-        run.checkpoints.save(run.step, self.trained, extra=extra)
-        run.saving += time.perf_counter() - begin
-        run.saved = run.step
-
-
-class _Start(NamedTuple):
-    """The checkpoint a run goes on from, if there is one."""
-
-    step: int = -1
-    path: Any = None
-    description: dict[str, Any] | None = None
-    damaged: Sequence[tuple[int, str]] = ()  # newer steps, and what is wrong with them
-
-    def take(self, checkpoints: Checkpoints) -> Iterator[str]:
-        """Sets the damaged checkpoints aside; yields messages about them."""
-        for step, problems in self.damaged:
-            place = set_aside(checkpoints.path(step)) if jax.process_index() == 0 else ""
-            yield (
-                f"The checkpoint of step {step} is damaged: {problems}. Going on from step "
-                f"{self.step}; the damaged one is now {place}."
-            )
-        if self.description is not None and "files" not in self.description:
-            yield f"{unchecked(self.path)} Going on from it, unchecked."
-
-
-@dataclass
-class _Run:
-    """State of one call of ``Trainer.run``."""
-
-    checkpoints: Checkpoints
-    log: Any
-    source: prefetch.Prefetch
-    screen: Any
-    stop: StopRequest
-    retraces: list[Any]  # that were not looked at yet
-    finite: FiniteCheck
-    step: int
-    saved: int  # the last step of which there is a checkpoint, or -1
-    evaluated: int = -1  # the last step of which callbacks know the evaluation
-    pending: Any = None  # the loss of the last step, still on its devices
-    numbers: Any = field(default_factory=dict)  # what else that step found, also on devices
-    record: dict[str, Any] = field(default_factory=dict)  # all numbers of that step
-    saving: float = 0.0  # seconds that saves held up the loop since the last record
-    throughput: Throughput = field(default_factory=Throughput)
-    retraced: set[str] = field(default_factory=set)  # which steps were said to be compiled again
-
-
-def _require_finite(run: _Run, problem: str = "", *, behind: int = 0) -> None:
-    """Raises if a step was not finite; tells of skipped ones."""
-    problem = problem or run.finite.problem(behind)
-    for note in run.finite.notes:
-        run.screen.note(note)
-    run.finite.notes.clear()
-    if problem:
-        raise TrainError(
-            f"{problem} Lower the learning rate or clip the gradients; "
-            "jax.config.update('jax_debug_nans', True) finds the operation. "
-            f"{_last_saved(run)} What went wrong may have begun a step before a checkpoint: "
-            f"Checkpoints({str(run.checkpoints.directory)!r}).rewind(step) goes back further."
-        )
-
-
-def _last_saved(run: _Run) -> str:
-    run.checkpoints.wait()
-    steps = run.checkpoints.steps()
-    return f"There are checkpoints of steps {steps}." if steps else "There is no checkpoint yet."
-
-
-def _due(step: int, every: int) -> bool:
-    return every > 0 and step % every == 0
-
 
 @contextlib.contextmanager
 def _evaluation_mode(model: object) -> Generator[None]:
@@ -1004,8 +604,10 @@ def _evaluation_mode(model: object) -> Generator[None]:
         for name in modes
         if name in vars(module) and getattr(module, name) != modes[name]
     ]
+
     for module, name, _ in old_modes:
         setattr(module, name, modes[name])
+
     try:
         yield
     finally:

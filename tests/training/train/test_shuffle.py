@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardax.errors import DataError
-from shardax.train.data.text import hash64, mix64, permute
+from shardax.train.data.order import hash64, mix64, permute
 
 
 def test_mix64_gives_the_published_splitmix64_sequence():

@@ -26,14 +26,14 @@ import numpy as np
 import numpy.typing as npt
 
 from shardax.extend import Options, PyTree, raise_if_any
+from shardax.train.data.order import hash64, shuffled
 from shardax.train.data.sources import Held
-from shardax.train.data.text import TextPart, hash64, permute
+from shardax.train.data.text import TextPart
 from shardax.train.errors import DataError
 
 Arrays = dict[str, npt.NDArray[Any]]
 Rows = npt.NDArray[np.int64]
 OPTIONS = Options(DataError)
-_Int64Array = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -109,11 +109,13 @@ class TrainBatches:
         self.seq_len = seq_len
         self.seed = seed
         self.step = 0
+
         # One window less than fits leaves room for the offset; where just one fits it is kept.
         predicted = part.ends - part.starts - 1
         windows = np.maximum(predicted // seq_len - 1, (predicted >= seq_len).astype(np.int64))
         self._first_window = np.concatenate([[0], np.cumsum(windows)])
         self._room = predicted - windows * seq_len
+
         if self.windows_per_epoch == 0:
             raise DataError(
                 f"No window of seq_len + 1 = {seq_len + 1} {part.text.unit} fits: the longest "
@@ -158,12 +160,14 @@ class TrainBatches:
         """
         position = self.state()
         saved = dataclasses.asdict(state) if isinstance(state, DataPosition) else state
+
         step = saved.get("step") if isinstance(saved, Mapping) else None
         if not isinstance(saved, Mapping) or set(saved) != set(position) or not is_count(step):
             raise DataError(
                 f"Not a data position: {state!r}. A position has the entries {sorted(position)}, "
                 "with a step of 0 or more; pass what batches.state() returned."
             )
+
         differing = [name for name in position if name != "step" and saved[name] != position[name]]
         arguments = ", ".join(f"{name}=<saved>" for name in differing)
         remedy = (
@@ -192,21 +196,16 @@ class TrainBatches:
         """
         OPTIONS.check("step", step, step >= 0, "0 or more")
         rows = row_numbers(rows, self.batch_size)
-        epochs, places = np.divmod(step * self.batch_size + rows, self.windows_per_epoch)
-        starts = np.empty_like(rows)
-        for epoch in np.unique(epochs):
-            in_epoch = epochs == epoch
-            starts[in_epoch] = self._window_starts(int(epoch), places[in_epoch])
-        return _batch(self.part, starts, self.seq_len)
+        positions = step * self.batch_size + rows
+        windows = shuffled(positions, self.windows_per_epoch, self.seed)
 
-    def _window_starts(self, epoch: int, places: _Int64Array) -> _Int64Array:
-        order_key = int(hash64(self.seed, epoch)[0])
-        windows = permute(places, self.windows_per_epoch, order_key)
+        # In each epoch every segment's windows begin at another offset.
         segments = np.searchsorted(self._first_window, windows, side="right") - 1
-        choices = (self._room[segments] + 1).astype(np.uint64)
-        offsets = (hash64(order_key, segments) % choices).astype(np.int64)
+        epochs = hash64(self.seed, positions // self.windows_per_epoch)
+        offsets = hash64(epochs, segments) % (self._room[segments] + 1).astype(np.uint64)
         within = (windows - self._first_window[segments]) * self.seq_len
-        return self.part.starts[segments] + offsets + within
+        starts = self.part.starts[segments] + offsets.astype(np.int64) + within
+        return _batch(self.part, starts, self.seq_len)
 
     def __iter__(self) -> TrainBatches:
         return self
@@ -276,12 +275,15 @@ class EvalBatches:
         OPTIONS.check("max_batches", max_batches, fits, "1 or more, or None for all")
         self.batch_size = batch_size
         self.seq_len = seq_len
+
+        # The windows of each segment, of which the last may be shorter.
         predicted = part.ends - part.starts - 1
         counts = -(-predicted // seq_len)
         segments = np.repeat(np.arange(counts.size), counts)
         within = np.arange(segments.size) - np.repeat(np.cumsum(counts) - counts, counts)
         starts = part.starts[segments] + within * seq_len
         lengths = np.minimum(seq_len, predicted[segments] - within * seq_len)
+
         if starts.size == 0:
             raise DataError(
                 f"There is nothing to predict: {part!r} has no two consecutive {part.text.unit}. "
@@ -292,6 +294,7 @@ class EvalBatches:
             picked = np.arange(max_windows) * starts.size // max_windows
             starts, lengths = starts[picked], lengths[picked]
         self._starts, self._lengths = starts, lengths
+
         # The exact text of these windows, so that baselines can be taken over the same text.
         ends = starts + lengths + 1
         begins_run = np.concatenate([[True], starts[1:] >= ends[:-1]])
@@ -623,7 +626,7 @@ def row_numbers(rows: object, batch_size: int) -> Rows:
     return numbers.astype(np.int64)
 
 
-def _batch(part: TextPart, starts: _Int64Array, seq_len: int) -> Arrays:
+def _batch(part: TextPart, starts: Rows, seq_len: int) -> Arrays:
     """Returns the windows at some places as inputs and targets."""
     text = part.text
     windows = text.windows(starts, seq_len + 1)

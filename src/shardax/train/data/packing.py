@@ -30,6 +30,7 @@ from shardax.train.data.batches import (
     require_same_data,
     row_numbers,
 )
+from shardax.train.data.order import shuffled
 from shardax.train.data.sources import (
     Positioned,
     go_back,
@@ -38,7 +39,6 @@ from shardax.train.data.sources import (
     position_of,
     with_position,
 )
-from shardax.train.data.text import hash64, permute
 from shardax.train.data.tokens import token_ids
 from shardax.train.errors import DataError
 
@@ -106,6 +106,7 @@ class PackedBatches:
         self.step = 0
         self._next: _Tokens | None = None  # the document that is read, and not used up
         self._used = 0  # places of it that are
+
         self._identity: dict[str, Any] = {"batch_size": batch_size, "seq_len": seq_len}
         if _is_sequence(documents):
             self._order: Any = _Order(cast("Sequence[Any]", documents), seed, passes)
@@ -196,11 +197,14 @@ class PackedBatches:
         names = ("inputs", "targets", "segment_ids", "positions")
         batch: Arrays = {name: np.zeros(shape, np.int32) for name in names}
         filled, segments = np.zeros(shape[0], np.int64), np.zeros(shape[0], np.int64)
+
+        # A piece goes into the first row with room; what finds none begins the next batch.
         while (piece := self._piece()) is not None:
             size = piece.size - 1
             fitting = np.flatnonzero(filled + size <= self.seq_len)
             if not fitting.size:
                 break
+
             row = int(fitting[0])
             places = slice(int(filled[row]), int(filled[row]) + size)
             segments[row] += 1
@@ -213,6 +217,7 @@ class PackedBatches:
                 batch[name][row, places] = values
             filled[row] += size
             self._used += size
+
         if not filled.any():
             raise StopIteration
         self.step += 1
@@ -270,14 +275,14 @@ class _Order:
 
     def __next__(self) -> Any:
         count = len(self.documents)
-        epoch, place = divmod(self.taken, count)
-        if self.passes is not None and epoch >= self.passes:
+        if self.passes is not None and self.taken >= self.passes * count:
             raise StopIteration
+
+        index = self.taken % count
         if self.seed is not None:
-            order_key = int(hash64(self.seed, epoch)[0])
-            place = int(permute(np.array([place]), count, order_key)[0])
+            (index,) = shuffled(np.array([self.taken]), count, self.seed).tolist()
         self.taken += 1
-        return self.documents[place]
+        return self.documents[index]
 
     def fingerprint(self, tokens_of) -> str:
         """Returns a hash of their number and some, or raises."""

@@ -165,6 +165,7 @@ def _require_own_rows(source, sharding) -> None:
     count = getattr(source, "local_rows", None)
     if count is None:
         return
+
     for leaf_sharding in jax.tree.leaves(sharding) or [None]:
         owned = _rows_of_processes(leaf_sharding, source.batch_size)
         if len(owned) != jax.process_count() or sum(map(len, owned.values())) != source.batch_size:
@@ -176,6 +177,7 @@ def _require_own_rows(source, sharding) -> None:
                 "spans them), or give every process all rows: train.WholeBatches(batches, "
                 "batch_size=...)."
             )
+
         if any(len(rows) != count for rows in owned.values()):
             counts = [len(rows) for _, rows in sorted(owned.items())]
             raise DataError(
@@ -239,16 +241,20 @@ def batch_shardings(
     problems: list[str] = []
     shardings = []
     rows: tuple[int, ...] = ()
+
     entries, treedef = jax.tree_util.tree_flatten_with_path(batch)
     for key_path, array in entries:
         shape: tuple[int, ...] = np.shape(array)
         rows = rows or shape[:1]
         leaf_text = f"{jax.tree_util.keystr(key_path)} of shape {shape}"
+
         if parts > 1 and (not shape or shape[0] % parts):
             problems.append(f"{leaf_text} cannot be cut into grad_accumulation={parts} parts")
             continue
+
         if mesh is None:
             continue
+
         spec = spec_of(shape)
         shardings.append(NamedSharding(mesh, spec))
         for position, entry in enumerate(spec):
@@ -260,6 +266,7 @@ def batch_shardings(
                     f"{leaf_text}{f', in {parts} parts' if parts > 1 else ''}: {size} along "
                     f"{BATCH_AXES[position]!r} cannot be divided over the mesh axis {axes_text}"
                 )
+
     if problems:
         step = parts
         if mesh is not None:
@@ -406,18 +413,22 @@ class Prefetch:
         options.integers(depth=depth)
         if limit is not None:
             options.integers(0, limit=limit)
+
         self._source = with_position(batches)
         require_unread(self._source)
         self._is_positioned = isinstance(self._source, Positioned)
+
         self._sharding = sharding
         self._iterator = placed_batches(self._source, sharding)
         self._depth = depth
         self._left = math.inf if limit is None else limit  # batches still to give
         self._state = self._source_state()
+
         self._closed = self._interrupted = False
         # A signal handler may put into a queue of this kind: see ``interrupt``.
         self._fetched: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._asked = 0  # fetches, and the rewinding, that were ordered and not taken
+
         self._thread = _FetchThread(innermost(self._source))
         ending = weakref.finalize(self, self._thread.end)
         ending.atexit = False  # ``_end_fetch_threads`` sees to that
@@ -450,9 +461,11 @@ class Prefetch:
             raise _no_position("restore", self._source)
         if self._closed:
             raise DataError("This Prefetch is closed. Make a new one: Prefetch(batches, ...).")
+
         self._asked -= self._thread.cancel()
         if self._drop_ahead(None) is None:
             raise Interrupted
+
         source: Positioned = self._source
         try:
             go_back(source, state)
@@ -615,8 +628,10 @@ def in_device_memory(tree: object) -> Generator[None]:
             for leaf in jax.tree.leaves(variable.value)
         )
     ]
+
     for variable in hosted:
         variable.value = jax.device_put(variable.value, jax.memory.Space.Device)
+
     try:
         yield
     finally:

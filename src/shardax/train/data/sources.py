@@ -140,15 +140,18 @@ def require_position(source: object) -> None:
     """Raises TrainError unless batches have a position, or need none."""
     if isinstance(source, Positioned):
         return
+
     inner = source.batches if isinstance(source, Held) else source
     if not isinstance(inner, Iterable):
         raise TrainError(
             f"The batches are a {type(inner).__name__}, which cannot be iterated over. Give an "
             "iterable of batches, such as TrainBatches."
         )
+
     ways = f"Give batches with {_WAYS};"
     if _has(inner, "to_iterable_dataset"):
         ways = "Give dataset.to_iterable_dataset().batch(batch_size), which has one;"
+
     raise TrainError(
         f"The batches ({type(inner).__name__}) have no state() and restore(), and no other "
         f"position, so the run could not be resumed. {ways} or Trainer(..., resumable=False), "
@@ -203,6 +206,7 @@ def go_to(source: Any, saved: Any, *, resumable: bool = True) -> bool:
     # After a run without a position, other batches start anew only if that is asked for.
     if not is_resumable(source):
         return False
+
     kind = saved.get(_KIND) if isinstance(saved, Mapping) else None
     if (kind == "processes") != hasattr(source, "local_rows"):
         was, now = "LocalBatches", f"a {type(source).__name__}"
@@ -211,6 +215,8 @@ def go_to(source: Any, saved: Any, *, resumable: bool = True) -> bool:
             f"The data position was saved of {was}, but the run now has {now}. Give batches of "
             "the kind that was saved, or start a new run in another directory."
         )
+
+    # Of the positions of all processes this one takes its own.
     if kind == "processes":
         states = saved["states"]
         if len(states) != jax.process_count():
@@ -222,6 +228,7 @@ def go_to(source: Any, saved: Any, *, resumable: bool = True) -> bool:
             )
         saved = states[jax.process_index()]
         kind = saved.get(_KIND) if isinstance(saved, Mapping) else None
+
     if _has_no_position(saved):
         if not resumable:
             return False
@@ -230,6 +237,7 @@ def go_to(source: Any, saved: Any, *, resumable: bool = True) -> bool:
             f"none from which a {type(getattr(source, 'source', source)).__name__} could go on. "
             "To start these batches anew: Trainer(..., resumable=False)."
         )
+
     state = decoded(saved["state"]) if kind == "encoded" else saved
     try:
         go_back(source, state)
@@ -425,10 +433,12 @@ def _loses_examples(dataset: object) -> bool:
         seen.add(id(node))
         if type(node).__name__.startswith("BufferShuffled"):
             return True
+
         is_of_tables = getattr(getattr(node, "formatting", None), "is_table", False)
         module = str(getattr(getattr(node, "function", None), "__module__", ""))
         if is_of_tables and getattr(node, "batched", False) and not module.startswith("datasets"):
             return True
+
         todo.append(getattr(node, "ex_iterable", None))
         todo += getattr(node, "ex_iterables", None) or []
     return False
@@ -498,9 +508,11 @@ def cut_integers(value: object) -> str:
     numbers = np.asarray(value)
     if numbers.dtype.kind not in "iu" or not numbers.size:
         return ""
+
     kind = jax.dtypes.canonicalize_dtype(numbers.dtype)
     if kind == numbers.dtype:
         return ""
+
     bounds, least, most = np.iinfo(kind), int(numbers.min()), int(numbers.max())
     if bounds.min <= least and most <= bounds.max:
         return ""
@@ -577,14 +589,17 @@ def encoded(value: object, of: str) -> Any:
         return value
     if isinstance(value, bytes):
         return {_KIND: "bytes", "data": base64.b64encode(value).decode()}
+
     if isinstance(value, list | tuple):
         items = [encoded(child, of) for child in value]
         return items if isinstance(value, list) else {_KIND: "tuple", "items": items}
+
     if isinstance(value, Mapping):
         if all(isinstance(key, str) for key in value) and _KIND not in value:
             return {key: encoded(child, of) for key, child in value.items()}
         items = [[encoded(key, of), encoded(child, of)] for key, child in value.items()]
         return {_KIND: "dict", "items": items}
+
     if _is_tensor(value) or isinstance(value, np.ndarray | np.generic):
         kind = "array" if isinstance(value, np.ndarray) else "scalar"
         kind = "tensor" if _is_tensor(value) else kind
@@ -592,8 +607,10 @@ def encoded(value: object, of: str) -> Any:
         if array.dtype.kind in "biuf":
             data = base64.b64encode(array.tobytes()).decode()
             return {_KIND: kind, "dtype": array.dtype.str, "shape": [*array.shape], "data": data}
+
     if isinstance(value, bool | int | float | str):  # a subclass, such as an enumeration's member
         return next(kind(value) for kind in (int, float, str) if isinstance(value, kind))
+
     raise TrainError(
         f"The position of {of} holds a {type(value).__name__}, which cannot be written as JSON. "
         "Give a source whose state is made of numbers, texts, bytes, arrays, lists and dicts."
@@ -606,6 +623,7 @@ def decoded(value: Any) -> PyTree:
         return [decoded(child) for child in value]
     if not isinstance(value, Mapping):
         return value
+
     kind = value.get(_KIND)
     if kind is None:
         return {key: decoded(child) for key, child in value.items()}
@@ -613,6 +631,7 @@ def decoded(value: Any) -> PyTree:
         return {decoded(key): decoded(child) for key, child in value["items"]}
     if kind == "tuple":
         return tuple(decoded(child) for child in value["items"])
+
     data = base64.b64decode(value["data"])
     if kind == "bytes":
         return data

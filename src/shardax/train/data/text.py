@@ -8,12 +8,6 @@ segments, runs of consecutive bytes; no window of a part crosses the gap between
 The split cuts a text into blocks and holds out one of every N consecutive ones, chosen by a hash of
 the group's number: the end of a folder or a book differs from its beginning, but blocks spread
 evenly over the text are samples of the same distribution.
-
-``permute`` shuffles ``range(size)`` without listing it: a balanced Feistel network over the next
-power of four, with cycle walking (places that land outside the range go through it again) to cut it
-down to ``size``. An epoch over billions of windows costs no memory, and resuming in the middle of
-one is arithmetic, not replay. The integer arithmetic is written out here, because the streams of
-NumPy's ``Generator`` may change between releases.
 """
 
 from __future__ import annotations
@@ -34,10 +28,10 @@ import numpy.typing as npt
 
 from shardax._files import PathNotFoundError, require_file
 from shardax.extend import Options
+from shardax.train.data.order import hash64
 from shardax.train.errors import DataError
 
 ByteArray = npt.NDArray[np.uint8]
-UInt64Array = npt.NDArray[np.uint64]
 _OPTIONS = Options(DataError)
 
 _LARGEST_BLOCK = 1 << 16
@@ -140,6 +134,7 @@ class TokenData:
         remedy = "For example text.split(held_out=0.05); text.whole is the text without a split."
         _OPTIONS.check("held_out", held_out, 0 < held_out <= 0.5, expected, remedy)
         group_size = round(1 / held_out)
+
         if block is None:
             block = max(1, min(_LARGEST_BLOCK, len(self) // (4 * group_size)))
         blocks = -(-len(self) // block) if block >= 1 else 0
@@ -149,6 +144,7 @@ class TokenData:
                 f"{self.unit}, which is {blocks} blocks of {argument}={block}. Use a longer text, "
                 f"or a {argument} from 1 to {max(1, len(self) // group_size)}."
             )
+
         groups = np.arange(-(-blocks // group_size))
         chosen = groups * group_size + (hash64(groups) % np.uint64(group_size)).astype(np.int64)
         is_held_out = np.zeros(blocks, dtype=np.bool_)
@@ -453,6 +449,7 @@ def _joined_files(
             f"There is no folder {str(root)!r} to read text from. Check the path, or leave it out "
             "to train on the source text of Python's standard library."
         )
+
     paths: list[str] = []
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = [
@@ -466,6 +463,7 @@ def _joined_files(
     paths = sorted(
         (path for path in paths if not path.startswith(skipped_prefixes)), key=os.fsencode
     )
+
     chosen_paths = [path for path in paths if suffixes is None or path.endswith(tuple(suffixes))]
     try:
         # A nameless file, which is gone with its map: a corpus may be larger than memory.
@@ -482,6 +480,7 @@ def _joined_files(
             f"Cannot join the files below {str(root)!r} in a temporary file: {error}. Make room "
             "for a copy of them, set TMPDIR to a folder that has it, or pass one file."
         ) from error
+
     name_rule = "any name" if suffixes is None else f"a name ending in {' or '.join(suffixes)}"
     seen = sorted({Path(path).suffix or "(none)" for path in paths})
     raise DataError(
@@ -498,45 +497,3 @@ def _read(path: Path) -> bytes:
             f"Cannot read {str(path)!r}: {error}. Make it readable, or leave it out with "
             "suffixes=(...)."
         ) from error
-
-
-def mix64(words: npt.ArrayLike) -> UInt64Array:
-    """Scrambles 64-bit words: the finalizer of SplitMix64, a bijection."""
-    # Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014.
-    x = np.atleast_1d(np.asarray(words, dtype=np.uint64))
-    x = x + np.uint64(0x9E3779B97F4A7C15)
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
-
-
-def hash64(*words: npt.ArrayLike) -> UInt64Array:
-    """Hashes a sequence of 64-bit words to one, elementwise with broadcasting."""
-    digest = np.zeros(1, dtype=np.uint64)
-    for word in words:
-        digest = mix64(digest ^ np.asarray(word, dtype=np.uint64))
-    return digest
-
-
-def permute(places: npt.ArrayLike, size: int, key: int) -> npt.NDArray[np.int64]:
-    """Items at given places of ``range(size)``, shuffled by a key."""
-    if not 1 <= size <= 1 << 62:
-        raise DataError(f"permute() needs 1 <= size <= 2**62, got size={size}.")
-    start = np.atleast_1d(np.asarray(places, dtype=np.int64))
-    if start.size and (start.min() < 0 or start.max() >= size):
-        raise DataError(f"permute() got a place outside [0, {size}).")
-    half_bits = max(1, ((size - 1).bit_length() + 1) // 2)
-    round_keys = hash64(key & ((1 << 64) - 1), np.arange(6))
-    x = _feistel(start.astype(np.uint64), half_bits, round_keys)
-    # The domain is at most four times the range, so few entries walk and none walks long.
-    while (outside := x >= np.uint64(size)).any():
-        x[outside] = _feistel(x[outside], half_bits, round_keys)
-    return x.astype(np.int64)
-
-
-def _feistel(x: UInt64Array, half_bits: int, round_keys: UInt64Array) -> UInt64Array:
-    shift, mask = np.uint64(half_bits), np.uint64((1 << half_bits) - 1)
-    left, right = x >> shift, x & mask
-    for round_key in round_keys:
-        left, right = right, left ^ (mix64(right ^ round_key) & mask)
-    return (left << shift) | right

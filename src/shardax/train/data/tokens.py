@@ -95,6 +95,7 @@ class TokenFile(TokenData):
         else:
             header = _description(path)
             file = _open_raw(path, header, expected)
+
         data = file.data
         if expected is not None and data.dtype != expected:
             raise DataError(
@@ -103,9 +104,11 @@ class TokenFile(TokenData):
             )
         if vocab_size is not None:
             Options(DataError).integers(vocab_size=vocab_size)
+
         fields = {"data": data, "name": str(path), "vocab_size": vocab_size, "_file": file}
         for name, value in fields.items():
             object.__setattr__(self, name, value)
+
         if header is not None and self.fingerprint != header["fingerprint"]:
             raise DataError(
                 f"The token file {str(path)!r} was changed after it was written: its fingerprint "
@@ -148,8 +151,10 @@ class TokenFile(TokenData):
         path, kind = Path(path), _dtype(dtype, Path(path))
         limit = np.iinfo(kind).max + 1
         limit = limit if vocab_size is None else min(limit, vocab_size)
+
         unfinished = path.with_name(f"{path.name}.{os.getpid()}.unfinished")
         description = _beside(unfinished)
+
         count = 0
         try:
             with open(unfinished, "wb") as file:
@@ -163,8 +168,10 @@ class TokenFile(TokenData):
                         )
                     file.write(part.astype(kind).tobytes())
                     count += part.size
+
             if not count:
                 raise DataError(f"There are no tokens to write to {str(path)!r}.")
+
             if path.suffix == ".npy":
                 _as_npy(unfinished, kind, count)
                 os.replace(unfinished, path)
@@ -178,6 +185,7 @@ class TokenFile(TokenData):
         finally:
             unfinished.unlink(missing_ok=True)
             description.unlink(missing_ok=True)
+
         return TokenFile(path, vocab_size=vocab_size)
 
     @cached_property
@@ -255,6 +263,7 @@ def _open_raw(path: Path, header, expected) -> MappedFile:
             f"The file {str(path)!r} has token ids alone and does not say of which dtype. Give it: "
             "TokenFile(path, dtype='uint16'), as nanoGPT writes them, or 'uint32'."
         )
+
     kind = expected if header is None else _dtype(header["dtype"], path)
     if header is not None and size != header["tokens"] * kind.itemsize:
         raise DataError(
@@ -262,13 +271,16 @@ def _open_raw(path: Path, header, expected) -> MappedFile:
             f"{header['tokens']} tokens of {kind.name}, {header['tokens'] * kind.itemsize} "
             "bytes: it was cut, or replaced. Write it again."
         )
+
     if size % kind.itemsize:
         raise DataError(
             f"The file {str(path)!r} has {size} bytes, no multiple of the {kind.itemsize} of "
             f"{kind.name}: it was cut, or has another dtype."
         )
+
     if not size:
         raise _empty(path)
+
     return MappedFile(path, kind)
 
 

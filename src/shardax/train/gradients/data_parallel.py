@@ -186,7 +186,9 @@ class _DeviceCall:
         self.has_aux = has_aux
         self.wire = wire
         self.count = count
+
         self.plans: dict[Path, GradientPlan] = {}
+
         # Arguments with Variables are split; of the others, arrays enter, and texts stay.
         self.objects = (model, *(arg for arg in args if has_objects(arg)))
         plain = [None if has_objects(arg) else arg for arg in args]
@@ -196,6 +198,7 @@ class _DeviceCall:
             i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, (jax.Array, np.ndarray))
         }
         self.static = {i: leaf for i, leaf in enumerate(leaves) if i not in self.arrays}
+
         self.graphdef, state = split(self.objects)
         self.values: dict[Path, Any] = state.flat()
         self.origins = state.origins()
@@ -236,7 +239,9 @@ class _DeviceCall:
             out_specs=(replicated, rows, rows, replicated, replicated),
             axis_names=set(region.over),
         )
+
         value, aux, gradients, count, written = local(values, batch, arrays)
+
         plans = {path: self.plans[path] for path in gradients}
         add = jax.shard_map(
             functools.partial(self._add, plans),
@@ -246,6 +251,7 @@ class _DeviceCall:
             axis_names={*region.over, *region.other_axes},
             check_vma=False,  # JAX does not know that gathered arrays are the same everywhere
         )
+
         return value, aux, add(gradients, count), written
 
     def _local(self, values: dict[Path, Any], batch, arrays):
@@ -262,14 +268,17 @@ class _DeviceCall:
             elif path[0] == 0 and path[1:] in self.plans:
                 # Otherwise JAX sums the gradient at each use of the parameter.
                 entering[path] = region.varying(value)
+
         model, *objects = merge(self.graphdef, State.from_flat(entering, self.origins))
         by_index = {**self.static, **arrays}
         plain = self.treedef.unflatten([by_index[i] for i in range(len(by_index))])
+
         waiting = iter(objects)
         args = [
             next(waiting) if is_object else arg
             for is_object, arg in zip(self.is_object, plain, strict=True)
         ]
+
         has_counts = self.count is not None or target_weights(batch) is not None
 
         def counted(model, microbatch, *args):
@@ -286,6 +295,7 @@ class _DeviceCall:
 
         summed = accumulate(counted, self.steps, has_aux=True, reduce="sum")
         ((value, count), aux), gradients = summed(model, batch, *args)
+
         written = self._written(entering, (model, *objects))
         # Without a mask, every microbatch counts as one.
         total = jax.lax.psum(count, region.over) if has_counts else count * region.count
@@ -307,16 +317,20 @@ class _DeviceCall:
             f"{self._shown(path)}: was {'added' if path in leaving else 'taken away'}"
             for path in leaving.keys() ^ entering.keys()
         ]
+
         written = {}
         for path in leaving.keys() & entering.keys():
             old_leaves, leaves = (jax.tree.leaves(tree[path]) for tree in (entering, leaving))
             if len(old_leaves) == len(leaves) and all(map(operator.is_, old_leaves, leaves)):
                 continue
+
             if path in self.random and is_prng_key(leaving[path]):
                 continue  # a device's own keys; the stream goes on by its count
+
             written[path] = leaving[path]
             if not any(set(self.region.over) & varying_axes(leaf) for leaf in leaves):
                 continue
+
             kind = type(self.variables[path])
             shapes = [[np.shape(leaf) for leaf in tree] for tree in (old_leaves, leaves)]
             if issubclass(kind, Intermediate) and shapes[0] == shapes[1]:
@@ -326,6 +340,7 @@ class _DeviceCall:
                 )
                 continue
             problems.append(f"{self._shown(path)}: {kind.__name__} of a device's own rows")
+
         raise_if_any(
             PartitionError,
             sorted(problems),
@@ -349,6 +364,7 @@ class _DeviceCall:
             plan = self.plans[path]
             wire = self.wire or gradient.dtype
             gradient = gradient.astype(at_least_float32(gradient.dtype))
+
             if any(last_axis in axes for axes in plan.leaving):
                 split_now = functools.partial(
                     sum_over, plan=plan, over=(last_axis,), wire=wire, sizes=region.mesh.shape
@@ -359,7 +375,9 @@ class _DeviceCall:
                         split_now, in_specs=spec, out_specs=spec, axis_names=set(region.other_axes)
                     )
                 gradient = split_now(region.varying(gradient))
+
             by_path[path] = gradient
+
         if not isinstance(gradients, State):
             return by_path[()]
         return State.from_flat(by_path, gradients.origins())
@@ -369,8 +387,11 @@ class _DeviceCall:
         over, by_path = self.region.over, {}
         for path, gradient in gradients.items():
             plan, dtype = plans[path], self.variables[(0, *path)].dtype
+
+            # What each microbatch was split along at once is summed already.
             done = over[-1:] if self.steps > 1 else ()
             done = tuple(axis for axis in done if any(axis in axes for axes in plan.leaving))
+
             by_path[path] = sum_over(
                 gradient[0],
                 plan=plan,

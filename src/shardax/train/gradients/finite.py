@@ -158,6 +158,7 @@ class FiniteCheck:
         gradients, spoiled = np.split(flags[_FIRST:], [len(self._gradients)])
         causes = _listed("The gradients of", self._gradients, gradients, "are not finite.")
         causes += _listed("Values of", self._values, spoiled, "are no longer finite.")
+
         self._in_a_row = self._in_a_row + 1 if skipped else 0
         if skipped:
             self.skipped += 1
@@ -168,6 +169,7 @@ class FiniteCheck:
                 f"The loss at step {step} is {loss:.6g}.{causes} {self._in_a_row} steps in a row "
                 f"were skipped; TrainerSettings has max_skipped_steps={self._limit}."
             )
+
         if not spoiled.any() and (self._is_guarded or not bad_loss):
             return ""
         note = "" if bad_loss and not math.isfinite(loss) else ", but not all of the step is finite"

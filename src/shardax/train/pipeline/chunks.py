@@ -82,9 +82,11 @@ class Chunk:
         self.microbatches = microbatches
         self.splits_backward = splits_backward
         self.wrt = wrt
+
         self.predict = jit(stage)
         self.sown_types: dict[Path, Any] = {}
         self.y_tree: Any = None  # of what the stage returned when it was last traced
+
         self._at = -1
         self._taken: _TakenStage | None = None
         self._compiled: dict[Any, ChunkPrograms] = {}
@@ -132,16 +134,20 @@ class Chunk:
         """Takes the stage apart, anew if its structure changed."""
         if self._taken is not None and self._at == structure_epoch():
             return self._taken
+
         self._at = structure_epoch()
         if not isinstance(self.stage, Module):
             self._taken = _TakenStage(None, {}, {}, {})
             return self._taken
+
         copy = merge(*split(self.stage))  # with the same arrays
         pop(copy, Intermediate)
         graphdef, state = split(copy)
+
         variables = dict(iter_variables(self.stage))
         trained = dict(iter_variables(self.stage, self.wrt))
         untrained = {p: v for p, v in variables.items() if p in state.flat() and p not in trained}
+
         wrong = [
             f"stages[{self.number}]{format_path(path)}: {variable.dtype}"
             for path, variable in trained.items()
@@ -149,6 +155,7 @@ class Chunk:
         ]
         head = "Only real or complex numbers can be differentiated: "
         raise_if_any(PartitionError, wrong, head, ". Leave others out by wrt=.")
+
         if self._taken is None or self._taken.graphdef != graphdef:
             self._compiled.clear()
         self._taken = _TakenStage(graphdef, state.origins(), trained, untrained)
@@ -169,6 +176,7 @@ class Chunk:
     ) -> PyTree:
         """Returns ((floating results, objective), the rest), while traced."""
         stage_parts = self.now()
+
         if stage_parts.graphdef is None:
             y, written, sown, model = self.stage(x), {}, {}, None
         else:
@@ -179,9 +187,11 @@ class Chunk:
             model = merge(stage_parts.graphdef, State.from_flat(entering, stage_parts.origins))
             y = model(x)
             written, sown = self._written(model, entering)
+
         objective = jnp.float32(0)
         if self.stage_loss is not None and model is not None:
             objective = objective + self.stage_loss(model)
+
         if self.loss is not None:
             targets, weight = targets
             value = self.loss(y, targets)
@@ -191,6 +201,7 @@ class Chunk:
                 )
             value = value if weight is None else weighted(jnp.asarray(value), weight)
             objective, y = objective + value, ()
+
         floating, nonfloating = apart(y)
         self.y_tree = jax.tree.structure(y)
         return (floating, objective / self.microbatches), (nonfloating, written, sown)
@@ -198,7 +209,9 @@ class Chunk:
     def _written(self, model: object, entering: Values) -> tuple[Values, dict[Path, Any]]:
         stage_parts, written, sown = self.now(), Values(), dict[Path, Any]()
         final = {path: (variable, variable.value) for path, variable in iter_variables(model)}
+
         problems = [f"{self.shown(path)} was taken away" for path in entering.keys() - final.keys()]
+
         for path, (variable, value) in final.items():
             if path not in entering and isinstance(variable, Intermediate):
                 self.sown_types[path] = type(variable)
@@ -215,6 +228,7 @@ class Chunk:
                     )
                 elif not is_prng_key(value):  # as strongly typed as before
                     written[path] = jax.tree.map(lambda x: jnp.astype(x, x.dtype), value)
+
         raise_if_any(
             PartitionError,
             sorted(problems),
@@ -222,6 +236,7 @@ class Chunk:
             "\nMake such Variables when the model is made, and keep their types.",
             separator="\n  ",
         )
+
         return written, sown
 
     def shown(self, path: Path) -> str:

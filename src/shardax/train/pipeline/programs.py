@@ -60,20 +60,24 @@ def cut(function: Callable[..., PyTree], args: Sequence[PyTree], constant_count:
     # The first ``constant_count`` leaves are the same at every call; every program may take them.
     closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
     jaxpr = open_jaxpr(closed)
+
     results = jax.tree.unflatten(jax.tree.structure(shapes), jaxpr.outvars)
     outputs = [_variables(jax.tree.leaves(group)) for group in results]
+
     stable = {*jaxpr.invars[:constant_count], *jaxpr.constvars}  # the same for every microbatch
     repeated: set[int] = set()
     for number, equation in enumerate(jaxpr.eqns):
         if not equation.effects and stable.issuperset(_variables(equation.invars)):
             repeated.add(number)
             stable.update(equation.outvars)
+
     parts: list[list[int]] = []
     done: set[int] = set()
     for group in outputs:
         part = [n for n in _needed(jaxpr.eqns, group) if n not in done]
         done.update(n for n in part if n not in repeated)
         parts.append(part)
+
     # An equation with effects alone, such as a print, runs with the first part that has its inputs.
     place_of = {v: place for place, part in enumerate(parts) for v in _made(jaxpr, part)}
     for number, equation in enumerate(jaxpr.eqns):
@@ -83,6 +87,7 @@ def cut(function: Callable[..., PyTree], args: Sequence[PyTree], constant_count:
             needed = {n for n in _needed(jaxpr.eqns, takes) if n not in done or n in repeated}
             parts[place] = sorted({*parts[place], *needed, number})
             done.update(needed - repeated)
+
     return Cut(_programs(closed, parts, outputs), list(jaxpr.invars), results)
 
 

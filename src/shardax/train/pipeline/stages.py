@@ -121,9 +121,11 @@ class PipelineStep:
         self.stages = tuple(stages.layers if isinstance(stages, Sequential) else stages)
         _check_processes()
         _check_stages(self.stages)
+
         parts = _parts(mesh, axis)
         if isinstance(schedule, str):
             schedule = Schedule.named(schedule, len(parts), microbatches, len(self.stages))
+
         numbers = (len(parts), microbatches, len(self.stages))
         of_schedule = (schedule.stages, schedule.microbatches, schedule.chunks)
         if numbers != of_schedule:
@@ -132,10 +134,12 @@ class PipelineStep:
                 for n in (numbers, of_schedule)
             )
             raise PartitionError(f"The schedule {schedule.name!r} is for {table}, not for {model}.")
+
         self.schedule = schedule
         self.meshes = tuple(parts[number % len(parts)] for number in range(len(self.stages)))
         self.rules = ResolvedRules(None, rules).rules
         self.sent_bytes: int | None = None
+
         placed = [
             (stage, stage_mesh)
             for stage, stage_mesh in zip(self.stages, self.meshes, strict=True)
@@ -146,6 +150,7 @@ class PipelineStep:
                 shardings(stage, stage_mesh, self.rules)  # raises before any is moved
             for stage, stage_mesh in placed:
                 shard(stage, stage_mesh, self.rules)
+
         last_number = len(self.stages) - 1
         self._chunks = [
             Chunk(
@@ -161,6 +166,7 @@ class PipelineStep:
             )
             for number, (stage, stage_mesh) in enumerate(zip(self.stages, self.meshes, strict=True))
         ]
+
         self._order = [span.operation for span in schedule.simulate()]
 
     def __call__(self, inputs: object, targets: object) -> tuple[jax.Array, list[State]]:
@@ -247,11 +253,13 @@ class PipelineStep:
                 f"There are {len(self.stages)} stages, but {len(optimizers)} optimizers and "
                 f"{len(gradients)} gradients. Give those of step.optimizers(tx) and step(...)."
             )
+
         scales: list[Any] = [None] * len(self.stages)
         if clip_norm is not None:
             norm = self.global_norm(gradients)
             scale = jnp.minimum(1.0, clip_norm / jnp.maximum(norm, 1e-30))
             scales = [_moved(scale, mesh) for mesh in self.meshes]
+
         for chunk, optimizer, grads, scale in zip(
             self._chunks, optimizers, gradients, scales, strict=True
         ):
@@ -410,16 +418,20 @@ class _ChunkStep:
 
     def __init__(self, chunk: Chunk) -> None:
         self.chunk = chunk
+
         stage_parts = chunk.now()
         self.trained = {path: v.value for path, v in stage_parts.trained.items()}
         self.state: Values = {}
         for path, variable in stage_parts.state.items():
             value = variable.value
             self.state[path] = _here(value, chunk.mesh) if chunk.is_random(path) else value
+
         chunk.check_places({**self.trained, **self.state})
+
         self.carried: Values = {}
         self.written: Values = {}  # counts of streams, of the last microbatch
         self.sown: dict[Path, Any] = {}
+
         self.objectives: list[PyTree] = []
         self.held: dict[int, dict[Any, Any]] = {}
         self.compiled: ChunkPrograms | None = None
@@ -443,26 +455,32 @@ class _ChunkStep:
         """Queues a program for a microbatch."""
         assert self.compiled is not None  # a forward pass comes first
         program, live = self.compiled.programs[place], self.held[number]
+
         if place == 0:  # the state that the microbatch before has left
             leaves = jax.tree.leaves(self.carried)
             live.update(zip(self.compiled.of_state, leaves, strict=True))
         if dy is not None:
             live.update(zip(self.compiled.dy, jax.tree.leaves(dy), strict=True))
+
         if program.is_empty:
             return {}
+
         step_values = self.of_step
         values = [live[v] if v in live else step_values[v] for v in program.takes]
         with self.chunk.scope():
             outputs, sums, later = program.call(self.sums if program.adds_up else None, *values)
+
         if program.adds_up:
             self.sums = sums
         live.update(zip(program.gives, later, strict=True))
         self.held[number] = {v: x for v, x in live.items() if v in program.later}
+
         if "sum" in outputs:
             self.objectives.append(outputs["sum"])
             for path, value in outputs["written"].items():
                 (self.written if self.chunk.is_random(path) else self.carried)[path] = value
             self.sown = outputs["sown"]
+
         return outputs
 
 
@@ -487,6 +505,7 @@ class _PipelineRun:
         """Queues an operation of the table."""
         kind, number, chunk = operation
         part, is_last = self.parts[chunk], chunk == self.last
+
         if kind == "forward":
             targets = self.targets[number] if is_last else None
             part.begin(number, self.inputs.pop((chunk, number)), targets)
@@ -497,8 +516,10 @@ class _PipelineRun:
             y = joined(part.compiled.y_tree, outputs["y"], outputs["rest"])
             self.inputs[chunk + 1, number] = self._sent(y, chunk + 1)
             return
+
         place = {"backward": 1, "input": 1, "weight": 2}[kind] - is_last
         dy = None if is_last or kind == "weight" else self.gradients.pop((chunk, number))
+
         outputs = part.run(place, number, dy)
         if "inputs" in outputs:
             self.gradients[chunk - 1, number] = self._sent(outputs["inputs"], chunk - 1)
@@ -515,6 +536,7 @@ class _PipelineRun:
         mesh = self.chunks[-1].mesh
         total: Any = None
         gradients: list[State] = []
+
         for part in self.parts:
             chunk = part.chunk
             if chunk.loss is not None or chunk.stage_loss is not None:
@@ -522,10 +544,12 @@ class _PipelineRun:
                     objective = _sum(part.objectives)
                 objective = _moved(objective, mesh) if chunk.loss is None else objective
                 total = objective if total is None else total + objective
+
             dtypes = jax.tree.map(lambda x: x.dtype, part.trained)
             grads = jax.tree.map(lambda x, dtype: x.astype(dtype), part.sums, dtypes)
             origins = {path: chunk.now().origins[path] for path in part.trained}
             gradients.append(State.from_flat(grads, origins))
+
         self._write()
         return total, gradients
 
@@ -535,6 +559,7 @@ class _PipelineRun:
             variables = part.chunk.now().state
             for path, value in part.carried.items():
                 variables[path].value = value
+
             for path, value in part.written.items():
                 variable = variables[path]
                 shared = advanced.get(id(variable))
@@ -542,8 +567,10 @@ class _PipelineRun:
                     added = _moved(value - part.state[path], shared[1].sharding.mesh)
                     value = shared[1] + added
                 advanced[id(variable)] = (variable, value)
+
         for variable, value in advanced.values():
             variable.value = value
+
         for part in self.parts:
             if part.sown:
                 part.chunk.write_sown(part.sown)
