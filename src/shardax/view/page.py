@@ -15,6 +15,7 @@ from string import Template
 from types import MappingProxyType
 
 from shardax._files import write_whole
+from shardax._tables import facts_html
 from shardax.view.loss_chart import loss_chart, other_charts
 from shardax.view.parameter_table import ParameterTable
 
@@ -116,8 +117,4 @@ def write_report(
 
 def _facts_table(facts: Mapping[str, object]) -> str:
     """Returns the HTML of a table of names and what they are."""
-    rows = "".join(
-        f"<tr><td>{escape(str(name))}</td><td>{escape(str(value))}</td></tr>"
-        for name, value in facts.items()
-    )
-    return f'<table class="facts">{rows}</table>'
+    return facts_html([(str(name), str(value)) for name, value in facts.items()], "facts")
