@@ -30,7 +30,7 @@ class Column:
     meaning: str = ""
 
 
-class Cell(NamedTuple):
+class TableCell(NamedTuple):
     """One cell: its text, and what pages have of it beside that."""
 
     text: str
@@ -40,17 +40,18 @@ class Cell(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Table:
+class DisplayTable:
     """Columns, and the cells of each row."""
 
     columns: tuple[Column, ...]
-    rows: tuple[tuple[Cell, ...], ...]
+    rows: tuple[tuple[TableCell, ...], ...]
 
     @classmethod
-    def of(cls, columns: Iterable[Column], rows: Iterable[Iterable[str | Cell]]) -> Self:
+    def of(cls, columns: Iterable[Column], rows: Iterable[Iterable[str | TableCell]]) -> Self:
         """Returns the table of rows whose cells may be plain texts."""
         cells = [
-            tuple(cell if isinstance(cell, Cell) else Cell(cell) for cell in row) for row in rows
+            tuple(cell if isinstance(cell, TableCell) else TableCell(cell) for cell in row)
+            for row in rows
         ]
         return cls(tuple(columns), tuple(cells))
 
@@ -89,7 +90,7 @@ class Table:
             f"<thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table></div>"
         )
 
-    def _html_of_row(self, row: Sequence[Cell], sortable: bool) -> str:
+    def _html_of_row(self, row: Sequence[TableCell], sortable: bool) -> str:
         elements: list[str] = []
         for index, (cell, column) in enumerate(zip(row, self.columns, strict=True)):
             content = escape(cell.text) if cell.html is None else cell.html

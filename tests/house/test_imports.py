@@ -58,6 +58,7 @@ IMPORTED_WHERE_USED = {
     "equinox",
     "flax",
     "huggingface_hub",
+    "matplotlib",
     "optax",
     "orbax",
     "rich",

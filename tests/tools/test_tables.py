@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from xml.etree import ElementTree
 
-from shardax._tables import Cell, Column, Table, facts_html
+from shardax._tables import Column, DisplayTable, TableCell, facts_html
 
 COLUMNS = (
     Column(head="layout"),
@@ -14,7 +14,7 @@ COLUMNS = (
 
 
 def test_text_has_titles_units_and_figures_on_the_right() -> None:
-    table = Table.of(COLUMNS, [["dp", "15.8"], ["fsdp & tp", Cell("9", kind="yes")]])
+    table = DisplayTable.of(COLUMNS, [["dp", "15.8"], ["fsdp & tp", TableCell("9", kind="yes")]])
     assert table.lines() == [
         "layout     peak",
         "            GiB",
@@ -24,11 +24,11 @@ def test_text_has_titles_units_and_figures_on_the_right() -> None:
 
 
 def test_text_without_units_has_one_line_of_titles() -> None:
-    assert Table.of([Column(head="a")], [["b"]]).texts() == [("a",), ("b",)]
+    assert DisplayTable.of([Column(head="a")], [["b"]]).texts() == [("a",), ("b",)]
 
 
 def test_html_has_escaped_cells_and_alignment_of_columns() -> None:
-    table = Table.of(COLUMNS, [["<tp>", "15.8"], [Cell("dp", html="<b>dp</b>"), "9"]])
+    table = DisplayTable.of(COLUMNS, [["<tp>", "15.8"], [TableCell("dp", html="<b>dp</b>"), "9"]])
     page = ElementTree.fromstring(table.html("plans", label="Plans & more"))
     assert page.attrib["aria-label"] == "Plans & more"
     assert [each.attrib["class"] for each in page.iter("table")] == ["plans"]
@@ -39,8 +39,11 @@ def test_html_has_escaped_cells_and_alignment_of_columns() -> None:
 
 
 def test_sortable_html_has_buttons_and_values_to_sort_by() -> None:
-    rows = [[Cell("dp", sort_key="dp"), Cell("15.8", sort_key=15.8, kind="no")], ["tp", "-"]]
-    text = Table.of(COLUMNS, rows).html("sortable", sortable=True)
+    rows = [
+        [TableCell("dp", sort_key="dp"), TableCell("15.8", sort_key=15.8, kind="no")],
+        ["tp", "-"],
+    ]
+    text = DisplayTable.of(COLUMNS, rows).html("sortable", sortable=True)
     page = ElementTree.fromstring(text.replace("&nbsp;", " "))
     assert [each.text for each in page.iter("button")] == ["layout", "peak"]
     assert [each.text for each in page.iter("small")] == [" ", "GiB, exact"]

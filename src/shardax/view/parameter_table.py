@@ -19,7 +19,7 @@ import jax
 from jax.sharding import NamedSharding
 
 from shardax import Rules, Variable, abstract, iter_modules, iter_variables
-from shardax._tables import Column, Table
+from shardax._tables import Column, DisplayTable
 from shardax.errors import ShardaxError
 from shardax.extend import Path, ResolvedRules, byte_count, format_path
 from shardax.named import NamedArray
@@ -150,7 +150,7 @@ class ParameterTable:
             parts.append(self._module_table().html("modules"))
         return "".join(parts)
 
-    def _parameter_table(self) -> Table:
+    def _parameter_table(self) -> DisplayTable:
         rows = [
             (
                 row.path,
@@ -164,9 +164,9 @@ class ParameterTable:
             )
             for row in self.rows
         ]
-        return Table.of(_PARAMETER_COLUMNS, rows)
+        return DisplayTable.of(_PARAMETER_COLUMNS, rows)
 
-    def _module_table(self) -> Table:
+    def _module_table(self) -> DisplayTable:
         # The first Module holds all others, so its operations are all.
         total = max((row.flops for row in self.modules), default=0) or 1
         rows = [
@@ -180,7 +180,7 @@ class ParameterTable:
             )
             for row in self.modules
         ]
-        return Table.of(_MODULE_COLUMNS, rows)
+        return DisplayTable.of(_MODULE_COLUMNS, rows)
 
     def _repr_html_(self) -> str:
         return self.html()

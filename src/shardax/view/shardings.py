@@ -20,7 +20,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding, Sharding
 
 from shardax import Variable, abstract
-from shardax._tables import Cell, Column, Table
+from shardax._tables import Column, DisplayTable, TableCell
 from shardax.extend import (
     AnyMesh,
     Object,
@@ -341,11 +341,11 @@ class ShardingView:
         if self.single:
             picture = sharding_svg(self.rows[0].array)
             return f"<figure>{picture}<figcaption>{escape(self.caption())}</figcaption></figure>"
-        rows: list[list[str | Cell]] = []
+        rows: list[list[str | TableCell]] = []
         for cells, array in _joined(self.rows):
             picture = "" if array.sharding is None else sharding_svg(array, 84, 48)
-            rows.append([*cells, Cell("", html=picture)])
-        table = Table.of([*_COLUMNS, Column(head="devices")], rows)
+            rows.append([*cells, TableCell("", html=picture)])
+        table = DisplayTable.of([*_COLUMNS, Column(head="devices")], rows)
         return f"{table.html()}<p>{escape(self.summary())}</p>"
 
     def _repr_html_(self) -> str:
@@ -357,7 +357,7 @@ class ShardingView:
     def __str__(self) -> str:
         if self.single:
             return f"{self.caption()}\n{sharding_text(self.rows[0].array)}"
-        table = Table.of(_COLUMNS, [cells for cells, _ in _joined(self.rows)])
+        table = DisplayTable.of(_COLUMNS, [cells for cells, _ in _joined(self.rows)])
         return "\n".join([*table.lines(), self.summary()])
 
 

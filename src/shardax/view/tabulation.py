@@ -20,7 +20,7 @@ import jax
 from shardax import Module, Rngs, RngStream, abstract, eval_shape, iter_modules, iter_variables
 from shardax._files import write_whole
 from shardax._parallel.kernels import recorded_choices
-from shardax._tables import Column, Table
+from shardax._tables import Column, DisplayTable
 from shardax.extend import Object, Options, Path, byte_count, format_path, join_first, wrap_methods
 from shardax.view.page import html_page
 from shardax.view.parameter_table import ViewError, format_bytes, format_count
@@ -82,7 +82,7 @@ class Tabulation:
         kernels = [f"<p>{escape(line)}</p>" for line in self._kernel_lines()]
         return "".join([self._table().html("modules"), *kernels])
 
-    def _table(self) -> Table:
+    def _table(self) -> DisplayTable:
         # A column for each type of Variable in the model, and one of operations if counted.
         kinds = list(dict.fromkeys(kind for row in self.rows for kind, *_ in row.sizes))
         counted = any(row.flops is not None for row in self.rows)
@@ -98,7 +98,7 @@ class Tabulation:
             if counted:
                 cells.append(format_count(row.flops or 0))
             rows.append(cells)
-        return Table.of(columns, rows)
+        return DisplayTable.of(columns, rows)
 
     def write_page(self, path: str | FilePath) -> None:
         """Writes the table as an HTML page.

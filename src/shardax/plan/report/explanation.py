@@ -13,7 +13,7 @@ import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from shardax._tables import Column, Table
+from shardax._tables import Column, DisplayTable
 from shardax.extend import did_you_mean
 from shardax.hlo.collectives import Collective
 from shardax.plan.errors import PlanInputError
@@ -305,7 +305,7 @@ def diff(a: LayoutReport, b: LayoutReport) -> str:
         (("Arrays", "a", "b"), _arrays(a, b)),
     ]
     sections = [
-        "\n".join(Table.of([Column(head=head) for head in heads], rows).lines())
+        "\n".join(DisplayTable.of([Column(head=head) for head in heads], rows).lines())
         for heads, rows in tables
         if rows
     ]

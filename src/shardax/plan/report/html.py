@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from shardax._tables import Cell, Table, facts_html
+from shardax._tables import DisplayTable, TableCell, facts_html
 from shardax.plan.inputs import auto_mesh
 from shardax.plan.records import ArrayLayout, LayoutReport
 from shardax.plan.report import table
@@ -138,7 +138,7 @@ def _table(
     if not reports:
         return ""
 
-    rows: list[list[Cell]] = []
+    rows: list[list[TableCell]] = []
     for report in reports:
         first, *more_cells = [column.cell(report) for column in columns]
         number = numbers[report.layout.name]
@@ -147,7 +147,7 @@ def _table(
             first = first._replace(html=link)
         rows.append([first, *more_cells])
 
-    drawn = Table.of(columns, rows).html(
+    drawn = DisplayTable.of(columns, rows).html(
         "sortable", label="Layouts, a table to sort", sortable=True
     )
     return f'{drawn}<p class="quiet">A title sorts the table; more columns are to the right.</p>'

@@ -13,7 +13,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from shardax._tables import Column, Table
+from shardax._tables import Column, DisplayTable
 from shardax.hlo import ProgramFacts
 from shardax.plan.errors import PlanInputError
 from shardax.plan.hardware.cost import time_band
@@ -92,7 +92,7 @@ class RunCheck:
         rows.append(["step", f"{self.predicted_seconds:.3f}", f"{self.seconds:.3f}"])
 
         figures = [Column(head=head, right=True) for head in ("predicted", "measured")]
-        table = Table.of([Column(head=""), *figures], rows)
+        table = DisplayTable.of([Column(head=""), *figures], rows)
         title = f"Step of the layout {self.layout}, in seconds"
         return "\n".join([title, *table.lines(), self._verdict()])
 

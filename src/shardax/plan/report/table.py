@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from shardax._tables import Cell, Column, Table
+from shardax._tables import Column, DisplayTable, TableCell
 from shardax.plan.errors import HardwareError, PlanFileError, TargetError
 from shardax.plan.hardware.cost import ties
 from shardax.plan.records import LayoutReport, TimeBand
@@ -80,11 +80,11 @@ class FigureColumn(Column):
     value: Callable[[LayoutReport], float | str | None]  # to sort by; None comes last
     right: bool = True
 
-    def cell(self, report: LayoutReport) -> Cell:
+    def cell(self, report: LayoutReport) -> TableCell:
         """Returns the cell of a layout."""
         text = self.text(report)
         # The style of the page colours the outcomes.
-        return Cell(text, sort_key=self.value(report), kind=text if self.key == "fits" else "")
+        return TableCell(text, sort_key=self.value(report), kind=text if self.key == "fits" else "")
 
 
 def scale(values: Iterable[float | None], units: Units) -> tuple[str, float]:
@@ -485,7 +485,7 @@ def show(plan: Plan, console: Any = None, top: int = _TOP) -> None:
     to.print(text, soft_wrap=True)
 
 
-def _tables(plan: Plan, width: int, top: int) -> list[Table]:
+def _tables(plan: Plan, width: int, top: int) -> list[DisplayTable]:
     """Returns the tables of the compiled layouts, each as wide as ``width`` at the most."""
     tied = tied_with_best(plan.reports)
     ranked = [
@@ -513,10 +513,10 @@ def _tables(plan: Plan, width: int, top: int) -> list[Table]:
         groups[-1].append(column)
         used += wide
 
-    tables: list[Table] = []
+    tables: list[DisplayTable] = []
     for columns in groups:
         rows = [[rank, *(column.cell(report) for column in columns)] for rank, report in ranked]
-        tables.append(Table.of([Column(head="", right=True), *columns], rows))
+        tables.append(DisplayTable.of([Column(head="", right=True), *columns], rows))
     return tables
 
 
