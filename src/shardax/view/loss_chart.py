@@ -179,7 +179,15 @@ def step_figure(drawn: Sequence[DrawnCurve], references: Mapping[str, float], si
         marker = "o" if curve.has_dots or len(points) == 1 else None
         steps = [step for step, _ in points]
         values = [_bounded(value) for _, value in points]
-        axes.plot(steps, values, color=curve.color, linewidth=1.8, marker=marker, markersize=5)
+        axes.plot(
+            steps,
+            values,
+            color=curve.color,
+            linewidth=1.8,
+            marker=marker,
+            markersize=5,
+            clip_on=False,  # dots at the ends of the axis are whole
+        )
     for index, value in enumerate(references.values()):
         color = _COLORS[index % len(_COLORS)]
         axes.axhline(_bounded(value), color=color, linewidth=1.8, linestyle=(0, (4, 2.5)))

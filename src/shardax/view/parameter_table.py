@@ -20,14 +20,9 @@ from jax.sharding import NamedSharding
 
 from shardax import Rules, Variable, abstract, iter_modules, iter_variables
 from shardax._tables import Column, DisplayTable
-from shardax.errors import ShardaxError
 from shardax.extend import Path, ResolvedRules, byte_count, format_path
 from shardax.named import NamedArray
 from shardax.partition import resolve_mesh
-
-
-class ViewError(ShardaxError, ValueError):
-    """An array without a sharding, or a call without operations to count."""
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,8 @@ from shardax.extend import (
     mesh_text,
 )
 from shardax.partition import resolve_mesh
-from shardax.view.parameter_table import ViewError, format_bytes, format_shape
+from shardax.view.errors import ViewError
+from shardax.view.parameter_table import format_bytes, format_shape
 
 _COLORS = ("#4e79a7", "#f28e2b", "#59a14f", "#e15759", "#76b7b2", "#edc948", "#b07aa1", "#9c755f")
 _WIDEST, _TALLEST = 48, 9  # the most characters that a text picture takes on its own account

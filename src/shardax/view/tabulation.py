@@ -22,8 +22,9 @@ from shardax._files import write_whole
 from shardax._parallel.kernels import recorded_choices
 from shardax._tables import Column, DisplayTable
 from shardax.extend import Object, Options, Path, byte_count, format_path, join_first, wrap_methods
+from shardax.view.errors import ViewError
 from shardax.view.page import html_page
-from shardax.view.parameter_table import ViewError, format_bytes, format_count
+from shardax.view.parameter_table import format_bytes, format_count
 
 
 @dataclass(frozen=True)
