@@ -163,14 +163,15 @@ def step_figure(drawn: Sequence[DrawnCurve], references: Mapping[str, float], si
 
     # A point of matplotlib is a pixel at 72 of them an inch. Without pyplot there is no window.
     width, height = size
-    style = {
-        "font.size": _TEXT_PIXELS,
-        "axes.edgecolor": "none",
-        "axes.labelcolor": _TEXT_COLOR,
-        "xtick.color": _TEXT_COLOR,
-        "ytick.color": _TEXT_COLOR,
-    }
-    with rc_context(style):  # ty: ignore[invalid-argument-type] of names that are texts
+    with rc_context(
+        {
+            "font.size": _TEXT_PIXELS,
+            "axes.edgecolor": "none",
+            "axes.labelcolor": _TEXT_COLOR,
+            "xtick.color": _TEXT_COLOR,
+            "ytick.color": _TEXT_COLOR,
+        }
+    ):
         figure = Figure(figsize=(width / 72, height / 72), layout="constrained")
         axes = figure.subplots()
         axes.set_xlabel("step")
