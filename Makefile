@@ -41,7 +41,7 @@ PARALLEL := -n $(WORKERS) --maxprocesses 8 --dist worksteal
 # Stamps: empty files that say which extras were installed, and when.
 STAMPS := $(VENV)/.installed
 PYTHON_STAMP := $(STAMPS)-python
-RUN := $(STAMPS)-plan
+RUN := $(STAMPS)-plan,view
 TEST := $(STAMPS)-test
 BENCH := $(STAMPS)-bench
 MUTANTS := $(STAMPS)-mutants

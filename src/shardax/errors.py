@@ -65,7 +65,7 @@ _NAMES = {
     "shardax.train.errors": (
         "CheckpointDamagedError CheckpointError CheckpointWriteError DataError TrainError"
     ),
-    "shardax.view.parameter_table": "ViewError",
+    "shardax.view.errors": "ViewError",
 }
 _MODULE_OF = {name: module for module, names in _NAMES.items() for name in names.split()}
 

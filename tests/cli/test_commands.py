@@ -118,7 +118,7 @@ def test_training_leaves_settings_log_checkpoints_and_report(trained: Trained, t
         (4, "eval_loss"),
     ]
     report = (trained.out / "report.html").read_text(encoding="utf-8")
-    assert "<polyline" in report and ".layers[0].mlp.down.kernel" in report
+    assert 'aria-label="Loss over' in report and ".layers[0].mlp.down.kernel" in report
     assert f"{records[-1]['eval_loss']:.4f} nats per byte" in report
 
 

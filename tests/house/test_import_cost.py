@@ -22,7 +22,17 @@ from tests.house.public_api import faces
 MOST_OVER_JAX = 0.080 / 0.450
 PROCESSES = 7
 
-OPTIONAL = ["optax", "orbax", "rich", "treescope", "tyro", "flax", "equinox", "penzai"]
+OPTIONAL = [
+    "matplotlib",
+    "optax",
+    "orbax",
+    "rich",
+    "treescope",
+    "tyro",
+    "flax",
+    "equinox",
+    "penzai",
+]
 
 # Without garbage collection: one of all that JAX has made takes as long as the import of shardax,
 # and falls into either by chance.

@@ -45,6 +45,7 @@ ROOMS = {
         "view": "tests/tools/view",
         "_files.py": "tests/tools/host",
         "_module_scopes.py": "tests/tools/view",
+        "_tables.py": "tests/tools/test_tables.py",
         "_terminal.py": "tests/tools/test_terminal.py",
     },
     "cli": {"cli": "tests/cli", "__main__.py": "tests/cli"},

@@ -1,24 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Charts of losses and other numbers over steps, as HTML without scripts.
+"""Charts of losses and other numbers over steps, drawn by matplotlib.
 
-Curves are SVG that stretches with the page. Texts are HTML beside it, so that they keep their size
-on a phone: numbers along the axes, and below them a legend, where labels cannot lie over curves or
-over each other. Its style is part of ``page.html``.
+A picture that is scaled to a phone has texts that cannot be read there. So nothing is scaled: the
+loss is drawn for a wide page and for a narrow one, of which the style in ``page.html`` shows one,
+and the other charts are as wide as a phone. Texts are texts of the page, in its colour.
 """
 
 from __future__ import annotations
 
+import importlib.util
+import io
 import math
-import sys
+import re
 from collections.abc import Mapping, Sequence
 from html import escape
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-_INTERVALS = 5  # of the axis of values, about
-_MOST_STEPS = 7  # numbers along the axis of steps, where a phone has room for them
-_PHONE_WIDTH, _DIGIT_WIDTH, _GAP = 250, 8, 12  # pixels: the axis of steps, a digit, what is between
+from shardax.extend import needs_package
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    Size = tuple[int, int]
+
 _COLORS = ("#8d949e", "#f28e2b", "#59a14f", "#b07aa1")  # of reference lines, in turn
+_TEXT_COLOR = "#010203"  # which nothing else has, to be replaced by the page's own
+_TEXT_PIXELS = 13
+_NARROW, _WIDE = (335, 240), (900, 340)  # sizes in pixels
+_MOST_STEPS = 7  # intervals of the axis of steps
+_PHONE_WIDTH, _DIGIT_WIDTH, _GAP = 250, 8, 12  # pixels: the axis of steps, a digit, what is between
+_LARGEST = 1e200  # matplotlib adds margins to what it draws, beyond the largest of floats
 
 
 class Curve(NamedTuple):
@@ -30,6 +42,18 @@ class Curve(NamedTuple):
     has_dots: bool = False  # whether each point is marked
 
 
+class DrawnCurve(NamedTuple):
+    """A curve, and its points: steps with finite values."""
+
+    curve: Curve
+    points: list[tuple[int, float]]
+
+    @property
+    def last_text(self) -> str:
+        """Its last value."""
+        return _number_text(self.points[-1][1])
+
+
 _OF_LOSS = (
     Curve("training", "loss", "#4e79a7"),
     Curve("held out", "eval_loss", "#e15759", has_dots=True),
@@ -39,26 +63,16 @@ _GRADIENT_NORM = Curve("gradient norm", "grad_norm", "#b07aa1")
 _SPEED_COLOR, _SPEED_ENDING = "#f28e2b", "_per_second"
 
 
-class ChartAxis(NamedTuple):
-    """The range of an axis, and the round numbers in it."""
-
-    low: float
-    high: float
-    ticks: list[float]
-    labels: list[str]
-
-    def percent(self, value: float) -> float:
-        """Returns a value's position along the axis."""
-        # Divided first: a difference of two large floats may not be one.
-        span = self.high / 2 - self.low / 2
-        return min(max(50 * ((value - self.low) / span), 0.0), 100.0) if span else 50.0
+def can_draw() -> bool:
+    """Whether matplotlib is installed."""
+    return importlib.util.find_spec("matplotlib") is not None
 
 
 def loss_chart(
     records: Sequence[Mapping[str, object]], references: Mapping[str, float], unit: str = ""
 ) -> str:
     """Draws training and held-out loss over steps, with reference lines."""
-    chart = _step_chart("Loss", _OF_LOSS, records, references, unit)
+    chart = _step_chart("Loss", _OF_LOSS, records, references, unit, sizes=(_WIDE, _NARROW))
     return chart or "<p>No losses were recorded.</p>"
 
 
@@ -71,11 +85,12 @@ def other_charts(records: Sequence[Mapping[str, object]]) -> list[str]:
     Returns:
         A chart for each number that was recorded.
     """
-    speeds = [key for record in records for key in record if key.endswith(_SPEED_ENDING)]
     charts = [
         _step_chart("Learning rate", [_LEARNING_RATE], records, unit="learning rate"),
         _step_chart("Gradients", [_GRADIENT_NORM], records, unit="norm of all gradients"),
     ]
+
+    speeds = [key for record in records for key in record if key.endswith(_SPEED_ENDING)]
     for key in dict.fromkeys(speeds):
         unit = key.replace("_", " ")
         charts.append(_step_chart("Speed", [Curve(unit, key, _SPEED_COLOR)], records, unit=unit))
@@ -88,53 +103,137 @@ def _step_chart(
     records: Sequence[Mapping[str, object]],
     references: Mapping[str, float] = MappingProxyType({}),
     unit: str = "",
+    sizes: Sequence[Size] = (_NARROW,),
 ) -> str:
     """Draws curves over steps, with reference lines; returns "" without a point."""
-    drawn = [(curve, _points(records, curve.key)) for curve in curves]
-    drawn = [(curve, points) for curve, points in drawn if points]
+    drawn = drawn_curves(curves, records)
     if not drawn:
         return ""
 
-    steps = [step for _, points in drawn for step, _ in points]
-    values = [value for _, points in drawn for _, value in points]
-    x_axis = _step_axis(min(steps), max(steps))
-    y_axis = round_axis([*values, *references.values()])
+    # One of several pictures is shown: the style of the page chooses by its width.
+    names = ("wide-page", "narrow-page") if len(sizes) > 1 else ("",)
+    pictures = [
+        f'<div class="{name}">{_svg(step_figure(drawn, references, size))}</div>'
+        for name, size in zip(names, sizes, strict=True)
+    ]
 
-    lines: list[str] = []
-    legend: list[str] = []
-    for tick in y_axis.ticks:
-        lines.append(_horizontal(100 - y_axis.percent(tick), "currentColor", "grid"))
-    for number, (name, value) in enumerate(references.items()):
-        color = _COLORS[number % len(_COLORS)]
-        lines.append(_horizontal(100 - y_axis.percent(value), color, "reference"))
-        legend.append(_legend_entry("dashed", color, f"{name} {_number_text(value)}"))
+    legend = [
+        _legend_entry("dashed", _COLORS[index % len(_COLORS)], f"{name} {_number_text(value)}")
+        for index, (name, value) in enumerate(references.items())
+    ]
+    legend += [
+        _legend_entry("solid", each.curve.color, f"{each.curve.name} {each.last_text}")
+        for each in drawn
+    ]
 
-    summary: list[str] = []
-    for curve, points in drawn:
-        last = _number_text(points[-1][1])
-        places = [(x_axis.percent(step), 100 - y_axis.percent(value)) for step, value in points]
-        text = " ".join(f"{x:.2f},{y:.2f}" for x, y in places)
-        lines.append(f'<polyline points="{text}" stroke="{curve.color}"/>')
-        if curve.has_dots or len(points) == 1:
-            # A line of no length with round ends is a disk, which does not stretch.
-            dots = "".join(f"M{x:.2f},{y:.2f}h0" for x, y in places)
-            lines.append(f'<path class="dots" d="{dots}" stroke="{curve.color}"/>')
-        legend.append(_legend_entry("solid", curve.color, f"{curve.name} {last}"))
-        summary.append(f"{curve.name} {last} at step {points[-1][0]:,}")
-
-    label = escape("; ".join([f"{title} over {len(set(steps)):,} steps", *summary]))
-    y_labels = _tick_labels(y_axis, "bottom")
-    x_labels = _tick_labels(x_axis, "left")
-    widest = max(map(len, y_axis.labels))
+    count = len({step for each in drawn for step, _ in each.points})
+    ends = [f"{each.curve.name} {each.last_text} at step {each.points[-1][0]:,}" for each in drawn]
+    label = escape("; ".join([f"{title} over {count:,} steps", *ends]))
     of_unit = f'<p class="unit">{escape(unit)}</p>' if unit else ""
     return (
-        f'<figure class="chart" style="--gutter:{widest + 1}ch">{of_unit}'
-        f'<div class="plot" role="img" aria-label="{label}"><div class="y">{y_labels}</div>'
-        '<svg viewBox="0 0 100 100" preserveAspectRatio="none" aria-hidden="true" '
-        f'xmlns="http://www.w3.org/2000/svg">{"".join(lines)}</svg>'
-        f'<div class="x">{x_labels}</div></div><p class="axis">step</p>'
-        f'<ul class="legend">{"".join(legend)}</ul></figure>'
+        f'<figure class="chart">{of_unit}<div role="img" aria-label="{label}">'
+        f'{"".join(pictures)}</div><ul class="legend">{"".join(legend)}</ul></figure>'
     )
+
+
+def drawn_curves(curves: Sequence[Curve], records: Sequence[Mapping[str, Any]]) -> list[DrawnCurve]:
+    """Returns the curves that have points in the records."""
+    drawn: list[DrawnCurve] = []
+    for curve in curves:
+        numbers = [
+            (int(record["step"]), float(record[curve.key]))
+            for record in records
+            if curve.key in record and "step" in record
+        ]
+        points = [(step, value) for step, value in numbers if math.isfinite(value)]
+        if points:
+            drawn.append(DrawnCurve(curve, points))
+    return drawn
+
+
+def step_figure(drawn: Sequence[DrawnCurve], references: Mapping[str, float], size: Size) -> Figure:
+    """Returns the matplotlib figure of curves over steps, with reference lines.
+
+    Raises:
+        ImportError: If matplotlib is not installed.
+    """
+    with needs_package("A chart", "shardax[view]"):
+        from matplotlib import rc_context, ticker
+        from matplotlib.figure import Figure
+
+    # A point of matplotlib is a pixel at 72 of them an inch. Without pyplot there is no window.
+    width, height = size
+    with rc_context(
+        {
+            "font.size": _TEXT_PIXELS,
+            "axes.edgecolor": "none",
+            "axes.labelcolor": _TEXT_COLOR,
+            "xtick.color": _TEXT_COLOR,
+            "ytick.color": _TEXT_COLOR,
+        }
+    ):
+        figure = Figure(figsize=(width / 72, height / 72), layout="constrained")
+        axes = figure.subplots()
+        axes.set_xlabel("step")
+
+    for curve, points in drawn:
+        marker = "o" if curve.has_dots or len(points) == 1 else None
+        steps = [step for step, _ in points]
+        values = [_bounded(value) for _, value in points]
+        axes.plot(
+            steps,
+            values,
+            color=curve.color,
+            linewidth=1.8,
+            marker=marker,
+            markersize=5,
+            clip_on=False,  # dots at the ends of the axis are whole
+        )
+    for index, value in enumerate(references.values()):
+        color = _COLORS[index % len(_COLORS)]
+        axes.axhline(_bounded(value), color=color, linewidth=1.8, linestyle=(0, (4, 2.5)))
+
+    # Every number on the axis of values is whole: none is an offset from one that stands elsewhere.
+    axes.yaxis.set_major_locator(ticker.MaxNLocator(6, steps=[1, 2, 5, 10]))
+    axes.ticklabel_format(axis="y", useOffset=False)
+
+    # The axis of steps goes from the first to the last. Of them as many are named as a phone has
+    # room for, beside the numbers along the axis of values.
+    last = max(each.points[-1][0] for each in drawn)
+    room = _PHONE_WIDTH // (_DIGIT_WIDTH * len(f"{last:,}") + _GAP)
+    intervals = max(2, min(_MOST_STEPS, room))
+    round_steps = ticker.MaxNLocator(intervals, integer=True, min_n_ticks=1, steps=[1, 2, 5, 10])
+    axes.margins(x=0)
+    axes.xaxis.set_major_locator(round_steps)
+    axes.xaxis.set_major_formatter(ticker.StrMethodFormatter("{x:,.0f}"))
+    axes.grid(visible=True, axis="y", color=_TEXT_COLOR, alpha=0.18)
+    axes.tick_params(length=0)
+    return figure
+
+
+def _svg(figure: Figure) -> str:
+    """Returns a figure as an ``<svg>`` element whose texts are of the page."""
+    from matplotlib import rc_context
+
+    # The salt makes equal charts equal texts, as is the rest of a report.
+    stream = io.StringIO()
+    without = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "shardax"}):
+        figure.savefig(stream, format="svg", transparent=True, metadata=without)
+    svg = stream.getvalue()[stream.getvalue().index("<svg") :]
+
+    # matplotlib's points become pixels, and its font the page's. Its rule for all elements would be
+    # one for the whole page, where names of elements would stand several times.
+    svg = re.sub(r'(width|height)="([\d.]+)pt"', r'\1="\2"', svg, count=2)
+    svg = re.sub(r"<defs>\s*<style.*?</style>\s*</defs>", "", svg, flags=re.DOTALL)
+    svg = re.sub(r' id="(?:figure|axes|patch|matplotlib|xtick|ytick|line2d|text)[\w.]*"', "", svg)
+    svg = re.sub(r"font-family: [^;\"]*", "font-family: inherit", svg)
+    svg = svg.replace("<svg ", '<svg aria-hidden="true" ', 1)
+    return svg.replace(_TEXT_COLOR, "currentColor")
+
+
+def _bounded(value: float) -> float:
+    return min(max(value, -_LARGEST), _LARGEST)
 
 
 def _number_text(value: float) -> str:
@@ -142,68 +241,6 @@ def _number_text(value: float) -> str:
     if abs(value) >= 1000:
         return f"{value:,.0f}" if abs(value) < 1e15 else f"{value:.3e}"
     return f"{value:.3f}" if abs(value) >= 0.01 or value == 0 else f"{value:.2e}"
-
-
-def round_axis(values: Sequence[float], intervals: int = _INTERVALS) -> ChartAxis:
-    """Makes an axis of numbers, from a round one to another."""
-    largest = sys.float_info.max
-    low, high = min(values), max(values)
-    if low == high:
-        half = (abs(low) or 1.0) / 2
-        low, high = max(low - half, -largest), min(high + half, largest)
-    size = _round_step(high / intervals - low / intervals)
-    first, last = math.floor(low / size), math.ceil(high / size)
-    ticks = [max(-largest, min(count * size, largest)) for count in range(first, last + 1)]
-    return ChartAxis(ticks[0], ticks[-1], ticks, _format_ticks(ticks, size))
-
-
-def _step_axis(first: int, last: int) -> ChartAxis:
-    """Makes an axis of steps, with numbers for which phones have room."""
-    room = _PHONE_WIDTH // (_DIGIT_WIDTH * len(f"{last:,}") + _GAP)
-    room = max(2, min(_MOST_STEPS, room))
-    size = 1
-    while last // size - -(-first // size) + 1 > room:
-        size = round(_round_step(1.5 * size))
-    ticks = [float(step) for step in range(-(-first // size) * size, last + 1, size)]
-    return ChartAxis(first, last, ticks, [f"{tick:,.0f}" for tick in ticks])
-
-
-def _round_step(size: float) -> float:
-    """Rounds up to 1, 2 or 5 times a power of ten."""
-    if size <= 0:
-        return 1.0
-    power = 10.0 ** max(math.floor(math.log10(size)), -300)
-    return next((f * power for f in (1, 2, 5) if f * power >= size * (1 - 1e-9)), 10 * power)
-
-
-def _format_ticks(ticks: Sequence[float], size: float) -> list[str]:
-    """Formats numbers alike, with as many digits as tell them apart."""
-    largest = max(map(abs, ticks))
-    finest, leading = math.floor(math.log10(size) + 1e-9), math.floor(math.log10(largest))
-    if leading >= 6 or finest < -6:
-        return [f"{tick:.{max(0, leading - finest)}e}" for tick in ticks]
-    return [f"{tick:,.{max(0, -finest)}f}" for tick in ticks]
-
-
-def _points(records: Sequence[Mapping[str, Any]], key: str) -> list[tuple[int, float]]:
-    """Returns steps and finite numbers of records."""
-    points = [
-        (int(record["step"]), float(record[key]))
-        for record in records
-        if key in record and "step" in record
-    ]
-    return [(step, value) for step, value in points if math.isfinite(value)]
-
-
-def _horizontal(y: float, color: str, kind: str) -> str:
-    return f'<line class="{kind}" x1="0" x2="100" y1="{y:.2f}" y2="{y:.2f}" stroke="{color}"/>'
-
-
-def _tick_labels(axis: ChartAxis, side: str) -> str:
-    return "".join(
-        f'<span style="{side}:{axis.percent(tick):.2f}%">{escape(label)}</span>'
-        for tick, label in zip(axis.ticks, axis.labels, strict=True)
-    )
 
 
 def _legend_entry(line: str, color: str, text: str) -> str:

@@ -27,7 +27,7 @@ from shardax.extend import AnyMesh, Path, RulesLike, format_path
 from shardax.hlo.analyze import own_flops
 from shardax.hlo.execution_counts import called, count_executions
 from shardax.hlo.program import Computation, Instruction, Program, parse
-from shardax.view.parameter_table import ViewError
+from shardax.view.errors import ViewError
 
 _FLOATING = re.compile(r"(?:f|bf|c)\d")
 _LABELS = re.compile(r"dim_labels=\w+_(\w+)->")

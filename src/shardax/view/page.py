@@ -15,7 +15,8 @@ from string import Template
 from types import MappingProxyType
 
 from shardax._files import write_whole
-from shardax.view.loss_chart import loss_chart, other_charts
+from shardax._tables import facts_html
+from shardax.view.loss_chart import can_draw, loss_chart, other_charts
 from shardax.view.parameter_table import ParameterTable
 
 _FRAGMENT = """
@@ -24,6 +25,12 @@ body[data-jp-theme-light="false"] .shardax-view treescope-container,
 body.vscode-dark .shardax-view treescope-container,
 html[theme="dark"] .shardax-view treescope-container { filter: invert(0.906) hue-rotate(180deg); }
 """
+
+
+_NO_CHARTS = (
+    "<p>Charts are drawn by matplotlib, which is not installed: "
+    "<code>pip install 'shardax[view]'</code> brings it.</p>"
+)
 
 
 def html_page(title: str, body: str, style: str = "") -> str:
@@ -62,6 +69,8 @@ def write_report(
 ) -> Path:
     """Writes the report of a training run, an HTML page without scripts.
 
+    Its charts are drawn by matplotlib; without it, the page says how to install it.
+
     Args:
         path: File to write; replaced in one step.
         title: Heading.
@@ -97,7 +106,9 @@ def write_report(
         f"<section><h2>{escape(heading)}</h2>{_facts_table(table)}</section>"
         for heading, table in facts.items()
     ]
-    others = other_charts(records)
+    # Everybody who trains writes a report, also without matplotlib.
+    loss = loss_chart(records, references, loss_unit) if can_draw() else _NO_CHARTS
+    others = other_charts(records) if can_draw() else []
     figures = "".join(
         f"<figure>{svg}<figcaption>{escape(caption)}</figcaption></figure>"
         for caption, svg in pictures.items()
@@ -105,7 +116,7 @@ def write_report(
     sections = [
         f"<h1>{escape(title)}</h1>{_facts_table(summary)}",
         f'<div class="columns">{"".join(tables)}</div>' if tables else "",
-        f"<h2>Loss</h2>{loss_chart(records, references, loss_unit)}",
+        f"<h2>Loss</h2>{loss}",
         f'<h2>Training</h2><div class="columns charts">{"".join(others)}</div>' if others else "",
         f"<h2>Shardings</h2>{figures}" if figures else "",
         f"<h2>Sample</h2><pre>{escape(sample)}</pre>" if sample else "",
@@ -116,8 +127,4 @@ def write_report(
 
 def _facts_table(facts: Mapping[str, object]) -> str:
     """Returns the HTML of a table of names and what they are."""
-    rows = "".join(
-        f"<tr><td>{escape(str(name))}</td><td>{escape(str(value))}</td></tr>"
-        for name, value in facts.items()
-    )
-    return f'<table class="facts">{rows}</table>'
+    return facts_html([(str(name), str(value)) for name, value in facts.items()], "facts")

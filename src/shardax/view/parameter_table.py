@@ -19,14 +19,10 @@ import jax
 from jax.sharding import NamedSharding
 
 from shardax import Rules, Variable, abstract, iter_modules, iter_variables
-from shardax.errors import ShardaxError
-from shardax.extend import Path, ResolvedRules, align_columns, byte_count, format_path
+from shardax._tables import Column, DisplayTable
+from shardax.extend import Path, ResolvedRules, byte_count, format_path
 from shardax.named import NamedArray
 from shardax.partition import resolve_mesh
-
-
-class ViewError(ShardaxError, ValueError):
-    """An array without a sharding, or a call without operations to count."""
 
 
 @dataclass(frozen=True)
@@ -136,29 +132,50 @@ class ParameterTable:
 
     def cells(self) -> list[tuple[str, ...]]:
         """Returns the header and one tuple of texts per row."""
-        lines: list[tuple[str, ...]] = [_HEADER]
-        for row in self.rows:
-            kind = (row.path, row.type, format_shape(row.shape), row.dtype, row.axes, row.spec)
-            lines.append((*kind, f"{row.size:,}", format_bytes(row.bytes_per_device)))
-        return lines
+        return self._parameter_table().texts()
 
     def module_cells(self) -> list[tuple[str, ...]]:
         """Returns header and texts of Modules; nothing without Modules."""
-        total = max((row.flops for row in self.modules), default=0) or 1
-        lines: list[tuple[str, ...]] = [_MODULE_HEADER] if self.modules else []
-        for row in self.modules:
-            size = (row.path, row.type, f"{row.size:,}", format_bytes(row.bytes_per_device))
-            lines.append((*size, format_count(row.flops), f"{row.flops / total:.1%}"))
-        return lines
+        return self._module_table().texts() if self.modules else []
 
     def html(self) -> str:
         """Returns the tables as HTML, with the summary between."""
-        tables = [
-            html_table(cells[0], [list(map(escape, line)) for line in cells[1:]], name)
-            for cells, name in ((self.cells(), "parameters"), (self.module_cells(), "modules"))
-            if cells
+        parts = [self._parameter_table().html("parameters"), f"<p>{escape(self.totals())}</p>"]
+        if self.modules:
+            parts.append(self._module_table().html("modules"))
+        return "".join(parts)
+
+    def _parameter_table(self) -> DisplayTable:
+        rows = [
+            (
+                row.path,
+                row.type,
+                format_shape(row.shape),
+                row.dtype,
+                row.axes,
+                row.spec,
+                f"{row.size:,}",
+                format_bytes(row.bytes_per_device),
+            )
+            for row in self.rows
         ]
-        return f"{tables[0]}<p>{escape(self.totals())}</p>{''.join(tables[1:])}"
+        return DisplayTable.of(_PARAMETER_COLUMNS, rows)
+
+    def _module_table(self) -> DisplayTable:
+        # The first Module holds all others, so its operations are all.
+        total = max((row.flops for row in self.modules), default=0) or 1
+        rows = [
+            (
+                row.path,
+                row.type,
+                f"{row.size:,}",
+                format_bytes(row.bytes_per_device),
+                format_count(row.flops),
+                f"{row.flops / total:.1%}",
+            )
+            for row in self.modules
+        ]
+        return DisplayTable.of(_MODULE_COLUMNS, rows)
 
     def _repr_html_(self) -> str:
         return self.html()
@@ -167,26 +184,21 @@ class ParameterTable:
         printer.text(str(self))
 
     def __str__(self) -> str:
-        lines = [*align_columns(self.cells(), right=[6, 7]), self.totals()]
+        lines = [*self._parameter_table().lines(), self.totals()]
         if self.modules:
-            lines += ["", *align_columns(self.module_cells(), right=[2, 3, 4, 5])]
+            lines += ["", *self._module_table().lines()]
         return "\n".join(lines)
 
 
-_HEADER = ("path", "type", "shape", "dtype", "axes", "spec", "elements", "bytes/device")
-_MODULE_HEADER = ("module", "type", "elements", "bytes/device", "FLOPs/device", "share")
-
-
-def html_table(header: Sequence[str], rows: Sequence[Sequence[str]], name: str = "") -> str:
-    """Makes a scrolling table of HTML cells under a text header."""
-    head = "".join(f"<th>{escape(text)}</th>" for text in header)
-    body = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows)
-    kind = f' class="{name}"' if name else ""
-    # The style stands in the element, for notebooks have no style of this package.
-    return (
-        '<div class="wide" style="overflow-x:auto" tabindex="0" role="region" aria-label="Table">'
-        f"<table{kind}><tr>{head}</tr>{body}</table></div>"
-    )
+_PARAMETER_COLUMNS = (
+    *(Column(head=head) for head in ("path", "type", "shape", "dtype", "axes", "spec")),
+    *(Column(head=head, right=True) for head in ("elements", "bytes/device")),
+)
+_MODULE_COLUMNS = (
+    *(Column(head=head) for head in ("module", "type")),
+    *(Column(head=head, right=True) for head in ("elements", "bytes/device")),
+    *(Column(head=head, right=True) for head in ("FLOPs/device", "share")),
+)
 
 
 def table(

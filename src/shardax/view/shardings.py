@@ -20,25 +20,29 @@ import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding, Sharding
 
 from shardax import Variable, abstract
+from shardax._tables import Column, DisplayTable, TableCell
 from shardax.extend import (
     AnyMesh,
     Object,
     Path,
     RulesLike,
     TreeInventory,
-    align_columns,
     byte_count,
     format_path,
     mesh_axes_of,
     mesh_text,
 )
 from shardax.partition import resolve_mesh
-from shardax.view.parameter_table import ViewError, format_bytes, format_shape, html_table
+from shardax.view.errors import ViewError
+from shardax.view.parameter_table import format_bytes, format_shape
 
 _COLORS = ("#4e79a7", "#f28e2b", "#59a14f", "#e15759", "#76b7b2", "#edc948", "#b07aa1", "#9c755f")
-_COLUMNS, _LINES = 48, 9  # the most characters that a text picture takes on its own account
+_WIDEST, _TALLEST = 48, 9  # the most characters that a text picture takes on its own account
 _MOST_WIDE, _MOST_ROWS = 98, 16  # characters and rows of cells; beyond them, cells are left out
-_HEADER = ("path", "shape", "dtype", "split", "shard", "copies", "bytes/device")
+_COLUMNS = (
+    *(Column(head=head) for head in ("path", "shape", "dtype", "split", "shard")),
+    *(Column(head=head, right=True) for head in ("copies", "bytes/device")),
+)
 
 Span = tuple[int, int]
 
@@ -148,8 +152,8 @@ def sharding_text(value: object) -> str:
     columns = _kept(sorted({cell[1] for cell in face.cells}), max(_MOST_WIDE // (widest + 1), 3))
     height, width = (max(size, 1) for size in face.shape)
     # A character is about twice as high as wide.
-    wide = min(_COLUMNS, 2 * _LINES * width / height)
-    tall = min(_LINES, round(wide * height / width / 2)) if height > 1 else 1
+    wide = min(_WIDEST, 2 * _TALLEST * width / height)
+    tall = min(_TALLEST, round(wide * height / width / 2)) if height > 1 else 1
     cell_width = max(int(wide) // len(columns), widest)
     cell_height = max(tall // len(rows) - 1, 0) // 2 * 2 + 1  # odd: the label is in the middle
     edges = ["─" * cell_width] * len(columns)
@@ -338,11 +342,12 @@ class ShardingView:
         if self.single:
             picture = sharding_svg(self.rows[0].array)
             return f"<figure>{picture}<figcaption>{escape(self.caption())}</figcaption></figure>"
-        rows = [
-            [*map(escape, cells), "" if array.sharding is None else sharding_svg(array, 84, 48)]
-            for cells, array in _joined(self.rows)
-        ]
-        return f"{html_table([*_HEADER, 'devices'], rows)}<p>{escape(self.summary())}</p>"
+        rows: list[list[str | TableCell]] = []
+        for cells, array in _joined(self.rows):
+            picture = "" if array.sharding is None else sharding_svg(array, 84, 48)
+            rows.append([*cells, TableCell("", html=picture)])
+        table = DisplayTable.of([*_COLUMNS, Column(head="devices")], rows)
+        return f"{table.html()}<p>{escape(self.summary())}</p>"
 
     def _repr_html_(self) -> str:
         return self.html()
@@ -353,8 +358,8 @@ class ShardingView:
     def __str__(self) -> str:
         if self.single:
             return f"{self.caption()}\n{sharding_text(self.rows[0].array)}"
-        cells = [_HEADER, *(cells for cells, _ in _joined(self.rows))]
-        return "\n".join([*align_columns(cells, right=[5, 6]), self.summary()])
+        table = DisplayTable.of(_COLUMNS, [cells for cells, _ in _joined(self.rows)])
+        return "\n".join([*table.lines(), self.summary()])
 
 
 def _is_array(value: object) -> bool:

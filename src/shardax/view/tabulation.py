@@ -20,18 +20,11 @@ import jax
 from shardax import Module, Rngs, RngStream, abstract, eval_shape, iter_modules, iter_variables
 from shardax._files import write_whole
 from shardax._parallel.kernels import recorded_choices
-from shardax.extend import (
-    Object,
-    Options,
-    Path,
-    align_columns,
-    byte_count,
-    format_path,
-    join_first,
-    wrap_methods,
-)
+from shardax._tables import Column, DisplayTable
+from shardax.extend import Object, Options, Path, byte_count, format_path, join_first, wrap_methods
+from shardax.view.errors import ViewError
 from shardax.view.page import html_page
-from shardax.view.parameter_table import ViewError, format_bytes, format_count, html_table
+from shardax.view.parameter_table import format_bytes, format_count
 
 
 @dataclass(frozen=True)
@@ -83,21 +76,30 @@ class Tabulation:
 
     def cells(self) -> list[tuple[str, ...]]:
         """Returns the header and one tuple of texts per row."""
-        kinds = list(dict.fromkeys(kind for row in self.rows for kind, *_ in row.sizes))
-        counted = any(row.flops is not None for row in self.rows)
-        lines = [("module", "type", "inputs", "outputs", *kinds, *["FLOPs"] * counted)]
-        for row in self.rows:
-            by_kind = {kind: f"{size:,} ({format_bytes(n)})" for kind, size, n in row.sizes}
-            flops = [format_count(row.flops or 0)] * counted
-            sizes = [by_kind.get(kind, "") for kind in kinds]
-            lines.append((row.path, row.type, row.inputs, row.outputs, *sizes, *flops))
-        return lines
+        return self._table().texts()
 
     def html(self) -> str:
         """Returns the table as HTML."""
-        header, *lines = self.cells()
-        table = html_table(header, [list(map(escape, line)) for line in lines], "modules")
-        return "".join([table, *(f"<p>{escape(line)}</p>" for line in self._kernel_lines())])
+        kernels = [f"<p>{escape(line)}</p>" for line in self._kernel_lines()]
+        return "".join([self._table().html("modules"), *kernels])
+
+    def _table(self) -> DisplayTable:
+        # A column for each type of Variable in the model, and one of operations if counted.
+        kinds = list(dict.fromkeys(kind for row in self.rows for kind, *_ in row.sizes))
+        counted = any(row.flops is not None for row in self.rows)
+        heads = [*kinds, "FLOPs"] if counted else kinds
+        columns = [Column(head=head) for head in ("module", "type", "inputs", "outputs")]
+        columns += [Column(head=head, right=True) for head in heads]
+
+        rows: list[list[str]] = []
+        for row in self.rows:
+            by_kind = {kind: f"{size:,} ({format_bytes(n)})" for kind, size, n in row.sizes}
+            cells = [row.path, row.type, row.inputs, row.outputs]
+            cells += [by_kind.get(kind, "") for kind in kinds]
+            if counted:
+                cells.append(format_count(row.flops or 0))
+            rows.append(cells)
+        return DisplayTable.of(columns, rows)
 
     def write_page(self, path: str | FilePath) -> None:
         """Writes the table as an HTML page.
@@ -111,10 +113,9 @@ class Tabulation:
         return self.html()
 
     def __str__(self) -> str:
-        cells = self.cells()
+        lines = self._table().lines()
         kernels = self._kernel_lines()
-        lines = [*align_columns(cells, right=range(4, len(cells[0]))), *[""] * bool(kernels)]
-        return "\n".join([*lines, *kernels])
+        return "\n".join([*lines, "", *kernels] if kernels else lines)
 
     def _kernel_lines(self) -> list[str]:
         """Returns a text for each kernel that layers run by, with these layers."""

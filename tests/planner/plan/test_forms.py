@@ -15,7 +15,7 @@ import pytest
 import shardax as sx
 from shardax import plan
 from shardax.plan import NamedShape
-from shardax.plan.searching import search as searching
+from shardax.plan.searching import stages
 from shardax.plan.searching.search import explore
 from tests.planner.plan.absent import TPU
 from tests.planner.plan.steps import Perceptron, decoder, param, perceptron_loss
@@ -127,8 +127,8 @@ def test_stage_search_varies_microbatches_that_divide_rows() -> None:
 def test_best_of_each_form_is_always_compiled(
     of_each: int, forms: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(searching, "FEW", 0)
-    monkeypatch.setattr(searching, "OF_EACH_FORM", of_each)
+    monkeypatch.setattr(stages, "FEW", 0)
+    monkeypatch.setattr(stages, "OF_EACH_FORM", of_each)
     found = plan.search(
         *stacked(),
         "cpu:8",

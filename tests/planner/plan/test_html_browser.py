@@ -103,7 +103,7 @@ def test_table_scrolls_and_sorts_by_keyboard(browser: Any, page: Path) -> None:
     keys = webdriver.Keys
     webdriver.ActionChains(browser).send_keys(keys.TAB).perform()
     focused = "return document.activeElement.className || document.activeElement.innerText"
-    assert browser.execute_script(focused) == "scroll"
+    assert browser.execute_script(focused) == "wide"
     webdriver.ActionChains(browser).send_keys(keys.TAB, keys.ENTER).perform()
     assert browser.execute_script(focused) == "layout"
     assert sort_by(browser, "layout")[1] == "descending"

@@ -18,7 +18,7 @@ from shardax.plan import NamedShape
 from shardax.plan.compile.pool import make_evaluator
 from shardax.plan.inputs import Inputs
 from shardax.plan.report.progress import progress_for
-from shardax.plan.searching import search as searching
+from shardax.plan.searching import stages
 from tests.planner.plan.steps import Perceptron, perceptron, perceptron_loss
 
 EIGHT = [{"data": 8}]
@@ -175,7 +175,7 @@ def test_search_without_room_compiles_nothing() -> None:
 
 
 def test_candidate_without_room_for_gradients_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(searching, "FEW", 0)
+    monkeypatch.setattr(stages, "FEW", 0)
     step, args = perceptron(64, 1024, 4096)
     options: dict[str, Any] = {**FAST, "meshes": EIGHT, "top": None, "compiler": "estimate"}
     donating = sx.jit(donate_argnums=0)(step)
@@ -247,7 +247,7 @@ def test_progress_is_lines_where_there_is_no_terminal(capsys: pytest.CaptureFixt
 def test_unpromising_candidates_are_skipped_once_enough_fit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(searching, "FEW", 0)
+    monkeypatch.setattr(stages, "FEW", 0)
     options: dict[str, Any] = {**FAST, "meshes": EIGHT, "within": 1.0, "finalists": 0}
     found = plan.search(*perceptron(), "cpu:8", top=1, **options)
     assert found.notes[1] == "compiled: 1 fits; left out by expected time: 3"

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from shardax import plan
-from shardax.plan.searching import search as searching
+from shardax.plan.searching import stages
 from tests.planner.plan.test_accuracy import MESH, Perceptron, rows, train
 
 
@@ -24,7 +24,7 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def perceptron_search(monkeypatch: pytest.MonkeyPatch, programs: Path, **options: Any) -> plan.Plan:
-    monkeypatch.setattr(searching, "FEW", 1)
+    monkeypatch.setattr(stages, "FEW", 1)
     return plan.search(
         train,
         (Perceptron("float32"), rows("float32")),

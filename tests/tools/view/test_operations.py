@@ -160,7 +160,7 @@ def test_table_shows_operations_on_request(auto_mesh: Mesh) -> None:
     assert table.modules[0].bytes_per_device == table.bytes_per_device
     lines = str(table).splitlines()
     assert lines[-5].split()[:2] == ["(root)", "Tower"] and lines[-5].endswith("100.0%")
-    assert '<table class="modules"><tr><th>module</th>' in table.html()
+    assert '<table class="modules"><thead><tr><th>module</th>' in table.html()
 
 
 def test_counts_of_programs_kept_by_jax_are_right() -> None:

@@ -82,8 +82,19 @@ def test_page_has_facts_curve_picture_sample_and_table(tmp_path: Path) -> None:
     for text in ("steps", "20", "once upon a time", ".kernel", "2x3", "embed, mlp"):
         assert text in page.texts
     assert sx.view.table(model()).totals() in page.texts
-    assert len(page.all("svg")) == 3 and len(page.all("polyline")) == 3
-    assert len(page.all("rect")) == 1
+    # Two of the loss, one of another number that was recorded, and the sharding.
+    assert len(page.all("svg")) == 4
+    assert '<rect x="0.0" y="0.0"' in path.read_text(encoding="utf-8")
+
+
+def test_page_without_matplotlib_has_its_tables_and_says_what_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    page = Page(write(tmp_path / "report.html").read_text(encoding="utf-8"))
+    assert "pip install 'shardax[view]'" in page.texts
+    assert sx.view.table(model()).totals() in page.texts
+    assert len(page.all("svg")) == 1  # the sharding
 
 
 def test_page_needs_nothing_from_outside(tmp_path: Path) -> None:

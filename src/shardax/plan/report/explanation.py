@@ -13,7 +13,8 @@ import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from shardax.extend import align_columns, did_you_mean
+from shardax._tables import Column, DisplayTable
+from shardax.extend import did_you_mean
 from shardax.hlo.collectives import Collective
 from shardax.plan.errors import PlanInputError
 from shardax.plan.records import ArrayLayout, LayoutReport
@@ -303,7 +304,11 @@ def diff(a: LayoutReport, b: LayoutReport) -> str:
         (("Wire bytes", "a", "b", "b - a"), _wire(a, b)),
         (("Arrays", "a", "b"), _arrays(a, b)),
     ]
-    sections = ["\n".join(align_columns([heads, *rows])) for heads, rows in tables if rows]
+    sections = [
+        "\n".join(DisplayTable.of([Column(head=head) for head in heads], rows).lines())
+        for heads, rows in tables
+        if rows
+    ]
     head = f"a: {headline(a)}\nb: {headline(b)}"
     return "\n\n".join([head, *(sections or ["There is no difference."])])
 

@@ -21,11 +21,12 @@ from typing import TYPE_CHECKING
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from shardax._tables import DisplayTable, TableCell, facts_html
 from shardax.plan.inputs import auto_mesh
 from shardax.plan.records import ArrayLayout, LayoutReport
 from shardax.plan.report import table
 from shardax.plan.report.explanation import UNKNOWN, CollectiveGroup, descriptions, groups, headline
-from shardax.plan.report.table import BINARY, DECIMAL, TIMES, Column, quantity
+from shardax.plan.report.table import BINARY, DECIMAL, TIMES, FigureColumn, quantity
 from shardax.view.page import html_page
 from shardax.view.shardings import sharding_svg
 
@@ -129,44 +130,27 @@ def _list(texts: Sequence[str]) -> str:
 
 def _table(
     reports: Sequence[LayoutReport],
-    columns: Sequence[Column],
+    columns: Sequence[FigureColumn],
     linked: set[str],
     numbers: Mapping[str, int],
 ) -> str:
+    """Returns the sortable table of the layouts, with links to the parts of ``linked`` ones."""
     if not reports:
         return ""
-    heads = "".join(map(_head, columns))
-    rows = ""
+
+    rows: list[list[TableCell]] = []
     for report in reports:
-        name, link = report.layout.name, escape(columns[0].text(report))
-        if name in linked:
-            link = f'<a href="#layout-{numbers[name]}">{link}</a>'
-        cells = "".join(_cell(report, column) for column in columns[1:])
-        rows += f'<tr><th scope="row" data-value="{escape(name)}">{link}</th>{cells}</tr>'
-    return (
-        '<div class="scroll" tabindex="0" role="region" aria-label="Layouts, a table to sort">'
-        f'<table class="sortable"><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table>'
-        '</div><p class="quiet">A title sorts the table; more columns are to the right.</p>'
+        first, *more_cells = [column.cell(report) for column in columns]
+        number = numbers[report.layout.name]
+        if report.layout.name in linked:
+            link = f'<a href="#layout-{number}">{escape(first.text)}</a>'
+            first = first._replace(html=link)
+        rows.append([first, *more_cells])
+
+    drawn = DisplayTable.of(columns, rows).html(
+        "sortable", label="Layouts, a table to sort", sortable=True
     )
-
-
-def _head(column: Column) -> str:
-    kind = "number" if column.right else "text"
-    side = ' class="right"' if column.right else ""
-    below = ", ".join(filter(None, (column.unit, column.label)))
-    return (
-        f'<th scope="col" data-kind="{kind}"{side} title="{escape(column.meaning)}">'
-        f'<button type="button">{escape(column.head)}</button>'
-        f"<small>{escape(below) or '&nbsp;'}</small></th>"
-    )
-
-
-def _cell(report: LayoutReport, column: Column) -> str:
-    text, value = column.text(report), column.value(report)
-    kind = text if column.key == "fits" else "right" if column.right else ""
-    side = f' class="{kind}"' if kind else ""
-    data = "" if value is None else value if isinstance(value, str) else f"{value:.10g}"
-    return f'<td{side} data-value="{escape(data)}">{escape(text)}</td>'
+    return f'{drawn}<p class="quiet">A title sorts the table; more columns are to the right.</p>'
 
 
 Segment = tuple[str, str, float, float]  # name, colour, start, size
@@ -333,15 +317,15 @@ def _facts(report: LayoutReport) -> str:
 
 
 def _rules(report: LayoutReport) -> str:
-    rows = ""
+    pairs: list[tuple[str, str]] = []
     for name, axes in report.layout.rules:
-        target = axes if isinstance(axes, str) else " + ".join(axes or ()) or "not split"
-        rows += f"<tr><td>{escape(name)}</td><td>{escape(target)}</td></tr>"
-    for name, value in report.layout.settings.items():
-        rows += f"<tr><td>({escape(name)})</td><td>{escape(value)}</td></tr>"
-    mesh = escape(report.layout.mesh_text)
-    table = f'<table class="pairs">{rows}</table>' if rows else "<p>There are none.</p>"
-    return f'<h3>Rules</h3><p class="quiet">over {mesh}</p>{table}'
+        target = axes if isinstance(axes, str) else " + ".join(axes or ())
+        pairs.append((name, target or "not split"))
+    pairs += [(f"({name})", str(value)) for name, value in report.layout.settings.items()]
+
+    over = f'<p class="quiet">over {escape(report.layout.mesh_text)}</p>'
+    rules = facts_html(pairs, "pairs") if pairs else "<p>There are none.</p>"
+    return f"<h3>Rules</h3>{over}{rules}"
 
 
 def _warnings(report: LayoutReport) -> str:
@@ -437,7 +421,7 @@ def _notes(plan: Plan) -> str:
     return sections
 
 
-def _labels(plan: Plan, columns: Sequence[Column]) -> str:
+def _labels(plan: Plan, columns: Sequence[FigureColumn]) -> str:
     used = {column.label for column in columns}
     labels = [(label, meaning) for label, meaning in table.LABELS.items() if label in used]
     if not labels:

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from shardax.extend import align_columns as aligned
+from shardax._tables import Column, DisplayTable, TableCell
 from shardax.plan.errors import HardwareError, PlanFileError, TargetError
 from shardax.plan.hardware.cost import ties
 from shardax.plan.records import LayoutReport, TimeBand
@@ -71,18 +71,20 @@ _MEANINGS = {
 }
 
 
-@dataclass(frozen=True)
-class Column:
-    """One column of a comparison."""
+@dataclass(frozen=True, kw_only=True)
+class FigureColumn(Column):
+    """One column of a comparison, with the text and the value of each layout."""
 
     key: str  # unique in a table
-    head: str
-    unit: str
-    label: str
-    meaning: str  # a sentence
     text: Callable[[LayoutReport], str]
     value: Callable[[LayoutReport], float | str | None]  # to sort by; None comes last
-    right: bool = True  # alignment
+    right: bool = True
+
+    def cell(self, report: LayoutReport) -> TableCell:
+        """Returns the cell of a layout."""
+        text = self.text(report)
+        # The style of the page colours the outcomes.
+        return TableCell(text, sort_key=self.value(report), kind=text if self.key == "fits" else "")
 
 
 def scale(values: Iterable[float | None], units: Units) -> tuple[str, float]:
@@ -117,7 +119,7 @@ def band_text(band: TimeBand, size: float = 1.0) -> str:
     return f"{figure(band.lower / size)} - {figure(band.upper / size)}"
 
 
-def columns_of(reports: Sequence[LayoutReport]) -> tuple[Column, ...]:
+def columns_of(reports: Sequence[LayoutReport]) -> tuple[FigureColumn, ...]:
     """Returns the columns for the reports of one plan."""
     number = functools.partial(_number, reports)
     measured = measured_label(reports)
@@ -127,23 +129,23 @@ def columns_of(reports: Sequence[LayoutReport]) -> tuple[Column, ...]:
     seconds = scale(longest, TIMES)
     wire = [scale([report.total_wire_bytes for report in reports], DECIMAL)]
 
-    def along(axes: tuple[str, ...]) -> Column:
+    def along(axes: tuple[str, ...]) -> FigureColumn:
         name = axes_text(axes)
         sent = _compiled(lambda report: report.wire_bytes().get(axes, 0.0))
         meaning = f"Bytes that a device sends along {name}."
         return number(f"wire-{name}", "counted", sent, wire, f"wire {name}", meaning=meaning)
 
-    def part(key: str, head: str = "") -> Column:
+    def part(key: str, head: str = "") -> FigureColumn:
         return number(key, "estimate", lambda r: getattr(r.time, key, None), [seconds], head)
 
-    band = Column(
-        "band",
-        "time of a step",
-        seconds[0],
-        "estimate",
-        _MEANINGS["band"],
-        lambda report: band_text(report.time, seconds[1]) if report.time else "-",
-        lambda report: report.time.middle if report.time else None,
+    band = FigureColumn(
+        key="band",
+        head="time of a step",
+        unit=seconds[0],
+        label="estimate",
+        meaning=_MEANINGS["band"],
+        text=lambda report: band_text(report.time, seconds[1]) if report.time else "-",
+        value=lambda report: report.time.middle if report.time else None,
     )
     # What steps of several batch sizes are compared by.
     example = number("example", "estimate", lambda r: r.seconds_per_example, TIMES, "per example")
@@ -209,7 +211,7 @@ _ALWAYS = ("layout", "mesh", "fits")
 
 def _expected_columns(
     reports: Sequence[LayoutReport], seconds: tuple[str, float]
-) -> Sequence[Column]:
+) -> Sequence[FigureColumn]:
     """Returns the columns of expected times, if there are any."""
     if not any(report.expected for report in reports):
         return []
@@ -218,14 +220,14 @@ def _expected_columns(
         number(
             "expected", "estimate", lambda r: r.expected.seconds if r.expected else None, [seconds]
         ),
-        Column(
-            "range",
-            "range",
-            seconds[0],
-            "estimate",
-            _MEANINGS["range"],
-            lambda report: _range_text(report, seconds[1]),
-            lambda report: report.expected.high if report.expected else None,
+        FigureColumn(
+            key="range",
+            head="range",
+            unit=seconds[0],
+            label="estimate",
+            meaning=_MEANINGS["range"],
+            text=lambda report: _range_text(report, seconds[1]),
+            value=lambda report: report.expected.high if report.expected else None,
         ),
         number("mfu", "estimate", lambda r: 100 * r.mfu or None, [("%", 1.0)], "MFU"),
         number(
@@ -239,8 +241,16 @@ def _expected_columns(
 
 def _words(
     key: str, text: Callable[[LayoutReport], str], label: str = "", head: str = ""
-) -> Column:
-    return Column(key, head or key, "", label, _MEANINGS[key], text, text, right=False)
+) -> FigureColumn:
+    return FigureColumn(
+        key=key,
+        head=head or key,
+        label=label,
+        meaning=_MEANINGS[key],
+        text=text,
+        value=text,
+        right=False,
+    )
 
 
 def _number(
@@ -252,14 +262,22 @@ def _number(
     head: str = "",
     form: Callable[[float], str] = figure,
     meaning: str = "",
-) -> Column:
+) -> FigureColumn:
     unit, size = scale([value(report) for report in reports], units)
 
     def text(report: LayoutReport) -> str:
         amount = value(report)
         return "-" if amount is None else form(amount / size)
 
-    return Column(key, head or key, unit, label, meaning or _MEANINGS[key], text, value)
+    return FigureColumn(
+        key=key,
+        head=head or key,
+        unit=unit,
+        label=label,
+        meaning=meaning or _MEANINGS[key],
+        text=text,
+        value=value,
+    )
 
 
 def _compiled(value: Callable[[LayoutReport], float | None]) -> Callable[..., float | None]:
@@ -281,7 +299,7 @@ def _argument_bytes(report: LayoutReport) -> float | None:
     return sum(report.argument_bytes.values()) if report.argument_bytes else None
 
 
-def _mesh(reports: Sequence[LayoutReport]) -> Column:
+def _mesh(reports: Sequence[LayoutReport]) -> FigureColumn:
     """The meshes; common axes are the title."""
     axes = {tuple(axis for axis, _ in report.layout.mesh) for report in reports}
     names = next(iter(axes)) if len(axes) == 1 else ()
@@ -290,8 +308,7 @@ def _mesh(reports: Sequence[LayoutReport]) -> Column:
         layout = report.layout
         return " x ".join(str(size) for _, size in layout.mesh) if names else layout.mesh_text
 
-    head = " x ".join(names) or "mesh"
-    return Column("mesh", head, "", "", _MEANINGS["mesh"], text, text, right=False)
+    return _words("mesh", text, head=" x ".join(names) or "mesh")
 
 
 def wire_axes(reports: Iterable[LayoutReport]) -> tuple[tuple[str, ...], ...]:
@@ -444,9 +461,7 @@ def render(plan: Plan, width: int = _WIDTH, top: int = _TOP) -> str:
     """Returns a plan as text, with the best ``top`` layouts in tables."""
     width = max(width, _NARROWEST)
     blocks = [textwrap.fill(outcome_line(plan.target, plan.reports), width)]
-    for columns, cells in _grids(plan, width, top):
-        right = [0, *(number for number, column in enumerate(columns, 1) if column.right)]
-        blocks.append("\n".join(aligned(cells, right)))
+    blocks += ["\n".join(table.lines()) for table in _tables(plan, width, top)]
     blocks += ["\n".join([title, *_wrapped(lines, width)]) for title, lines in _sections(plan, top)]
     return "\n\n".join(blocks)
 
@@ -470,11 +485,8 @@ def show(plan: Plan, console: Any = None, top: int = _TOP) -> None:
     to.print(text, soft_wrap=True)
 
 
-Grid = tuple[tuple[Column, ...], list[list[str]]]  # columns after the number; titles, units, rows
-
-
-def _grids(plan: Plan, width: int, top: int) -> list[Grid]:
-    """Returns the tables of the compiled layouts, cut to the width."""
+def _tables(plan: Plan, width: int, top: int) -> list[DisplayTable]:
+    """Returns the tables of the compiled layouts, each as wide as ``width`` at the most."""
     tied = tied_with_best(plan.reports)
     ranked = [
         (f"{number}{'=' if report.layout.name in tied else ''}", report)
@@ -483,11 +495,15 @@ def _grids(plan: Plan, width: int, top: int) -> list[Grid]:
     ][:top]
     if not ranked:
         return []
+
+    # The name of a layout is shorter where it stands again, to tell the rows of a further table.
     reports = [report for _, report in ranked]
     first, *more_columns = columns_of(reports)
     name, again = (_shortened(first, share * width // 5) for share in (2, 1))
     rank_width = max(len(rank) for rank, _ in ranked)
-    groups: list[list[Column]] = []
+
+    # A column that does not fit beside the others begins the next table.
+    groups: list[list[FigureColumn]] = []
     used = width + 1
     for column in more_columns:
         wide = _GAP + _width(column, reports)
@@ -496,17 +512,12 @@ def _grids(plan: Plan, width: int, top: int) -> list[Grid]:
             used = rank_width + _GAP + _width(groups[-1][0], reports)
         groups[-1].append(column)
         used += wide
-    return [
-        (
-            tuple(columns),
-            [
-                ["", *(column.head for column in columns)],
-                ["", *(column.unit for column in columns)],
-                *([rank, *(column.text(report) for column in columns)] for rank, report in ranked),
-            ],
-        )
-        for columns in groups
-    ]
+
+    tables: list[DisplayTable] = []
+    for columns in groups:
+        rows = [[rank, *(column.cell(report) for column in columns)] for rank, report in ranked]
+        tables.append(DisplayTable.of([Column(head="", right=True), *columns], rows))
+    return tables
 
 
 def has_figures(report: LayoutReport) -> bool:
@@ -514,7 +525,7 @@ def has_figures(report: LayoutReport) -> bool:
     return report.compiled or bool(report.expected and report.outcome != "rejected")
 
 
-def _shortened(column: Column, most: int) -> Column:
+def _shortened(column: FigureColumn, most: int) -> FigureColumn:
     """Cuts the names of layouts, for room for figures."""
     most = max(most, _SHORTEST_NAME)
 
@@ -525,7 +536,7 @@ def _shortened(column: Column, most: int) -> Column:
     return replace(column, text=text, value=text)
 
 
-def _width(column: Column, reports: Sequence[LayoutReport]) -> int:
+def _width(column: FigureColumn, reports: Sequence[LayoutReport]) -> int:
     return max(len(column.head), len(column.unit), *(len(column.text(r)) for r in reports))
 
 

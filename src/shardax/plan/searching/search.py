@@ -1,50 +1,54 @@
 # SPDX-License-Identifier: Apache-2.0
 """Search for the best layouts of a step on hardware.
 
-Candidates are ordered by the expected time of the traced step (``traced.py``), those last whose
-arguments and gradients alone do not fit. The first are *screened*: compiled fast, several at a
-time, with the most promising of each form of parallelism; further ones only if too few of these
-fit. The best are compiled again with full effort; these are the *finalists*, whose memory is what
-the program will need. Compiled layouts are ranked by the same model of time, which then reads the
-compiled program.
+1. *Listed* are all assignments of mesh axes to groups of names, over all meshes of the target's
+   devices. 64 devices have 7 meshes of two axes; a group takes no axis, one that is larger than 1,
+   or both, which are 5 choices, or 2 where one axis has all devices. Few of the assignments are
+   candidates: ``candidates.py`` says which, and the notes of a plan count them.
+2. *Traced* is the step, once, on shapes; no candidate is traced by itself. The expected time of
+   each follows from that one trace and its layout (``traced.py``).
+3. *Compiled* are the candidates with the least expected times, as far as ``within`` lets them:
+   ``top`` or ``finalists`` of them, whichever is more, and more only where some do not fit
+   (``stages.py``).
+4. *Ordered* are the compiled layouts by ``records.rank``: those that fit come first, and of these
+   the one with the least expected time of an example, which the same model of time now reads off
+   the compiled program.
+
+With ``top=3``, all else by default and one form of parallelism, the 3 candidates with the least
+times as traced are compiled, with full effort; others only where one of these does not fit.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from shardax import parallel as parallel_scope
-from shardax.errors import PartitionError
-from shardax.extend import Options, PyTree, did_you_mean
-from shardax.plan.compile.cache import cache_folder
-from shardax.plan.compile.pool import LocalEvaluator, PoolEvaluator, make_evaluator
-from shardax.plan.errors import PlanInputError, PlanInterrupted, TargetError
+from shardax.extend import Options, PyTree
+from shardax.plan.compile.pool import make_evaluator
+from shardax.plan.errors import PlanInputError
 from shardax.plan.hardware.targets import Target
 from shardax.plan.inputs import Inputs
-from shardax.plan.records import Layout, LayoutReport, Plan, rank
-from shardax.plan.report.progress import SearchProgress as Progress
+from shardax.plan.records import LayoutReport, Plan
 from shardax.plan.report.progress import progress_for
-from shardax.plan.searching import candidates as candidate_search
-from shardax.plan.searching.candidates import Candidates, Meshes, SearchSpace
-from shardax.plan.searching.dimensions import DimensionModel, trace_dimensions
-from shardax.plan.searching.division import division_note
-from shardax.plan.searching.traced import Splits, traced_time
-from shardax.plan.timing.workload import ExpectedTime
+from shardax.plan.searching.candidates import Candidates
+from shardax.plan.searching.dimensions import DimensionModel
+from shardax.plan.searching.stages import NO_ROOM, StagedSearch
+from shardax.plan.searching.steps import (
+    ComparedStep,
+    checked_settings,
+    list_candidates,
+    most_promising_first,
+    notes_of_steps,
+    searched_meshes,
+    varied_steps,
+)
 
 _OPTIONS = Options(PlanInputError)
-FEW = 2  # so many candidates are compiled at least
-OF_EACH_FORM = 1  # of pipelines, split sequences and others, are compiled with the first
-_NO_ROOM = "its arguments and gradients alone need more than a device's memory"
 _NOT_COMPILED = (
     "Nothing was compiled: the time is that of the traced step, and beside arguments and gradients "
     "the memory is not known. effort='screen' compiles."
 )
-_MORE_FINALISTS = 3  # how many times as many are compiled, if some do not fit with full effort
 
 
 def search(
@@ -132,64 +136,69 @@ def search(
         'batch=data (4x1)'
     """
     target = Target.parse(target)
-    if effort not in ("trace", "screen", "full"):
-        raise PlanInputError(f"effort is 'trace', 'screen' or 'full', not {effort!r}.")
-    _OPTIONS.integers(top=1 if top is None else top)
-    _OPTIONS.integers(0, finalists=finalists)
+    _check_options(effort, top, finalists, within)
     if batch is not None:
         _OPTIONS.instance("batch", batch, Iterable, "a sequence of sizes: batch=[32, 64]")
         batch = list(batch)  # once, as it may be an iterator
         for size in batch:
             _OPTIONS.integers(batch=size)
-    fits = within is None or within >= 1
-    _OPTIONS.check("within", within, fits, "a number of at least 1, or None for all")
-    shapes = _meshes(target, mesh_axes, meshes)
-    settings = _settings(parallel)
-    variants = [
-        _variant(label, examples, inputs, shapes, target, tie, fix, settings)
-        for label, examples, inputs in _steps(
-            step,
-            args,
-            {"batch": batch, "remat": remat, "attention": attention, "precision": precision},
-        )
+
+    # Listed: each step is traced once, whatever the number of candidates.
+    shapes = searched_meshes(target, mesh_axes, meshes)
+    settings = checked_settings(parallel)
+    choices = {"batch": batch, "remat": remat, "attention": attention, "precision": precision}
+    steps = [
+        list_candidates(label, examples, inputs, shapes, target, tie, fix, settings)
+        for label, examples, inputs in varied_steps(step, args, choices)
     ]
-    inputs = variants[0].inputs
     if effort == "trace":
-        return _traced_plan(target, variants, top)
+        return _traced_plan(target, steps, top)
+
+    # Compiled: the most promising candidates, and the best of them with full effort.
+    finalists = finalists if effort == "full" else 0
+    enough = max(top or 1, finalists)
     with (
         progress_for(progress) as bar,
-        make_evaluator(inputs, target, compiler, processes, cache) as evaluator,
+        make_evaluator(steps[0].inputs, target, compiler, processes, cache) as evaluator,
     ):
-        run = _Search(target, top, variants, cache, evaluator, bar)
+        run = StagedSearch(target, top, steps, cache, evaluator, bar)
         try:
-            finalists = finalists if effort == "full" else 0
-            run.screen(within, max(top or 1, finalists), finalists)
+            run.compile_promising(within, enough, finalists)
             run.confirm(finalists)
         except KeyboardInterrupt as error:
             raise run.interrupted() from error
     return run.plan()
 
 
-def _traced_plan(target: Target, variants: Sequence[_Variant], top: int | None) -> Plan:
-    """Returns the plan of uncompiled candidates."""
+def _check_options(effort: str, top: int | None, finalists: int, within: float | None) -> None:
+    if effort not in ("trace", "screen", "full"):
+        raise PlanInputError(f"effort is 'trace', 'screen' or 'full', not {effort!r}.")
+    _OPTIONS.integers(top=1 if top is None else top)
+    _OPTIONS.integers(0, finalists=finalists)
+    fits = within is None or within >= 1
+    _OPTIONS.check("within", within, fits, "a number of at least 1, or None for all")
+
+
+def _traced_plan(target: Target, steps: Sequence[ComparedStep], top: int | None) -> Plan:
+    """Returns the plan of uncompiled candidates, in the order of their times as traced."""
     reports: list[LayoutReport] = []
-    for candidate in _ordered(variants)[:top]:
-        inputs = variants[candidate.variant].inputs
+    for candidate in most_promising_first(steps, target)[:top]:
+        inputs = candidate.step.inputs
         chips = candidate.layout.devices / target.hardware.devices_per_chip
         report = LayoutReport(
             candidate.layout,
-            "fits" if candidate.fitting else "does not fit",
-            "" if candidate.fitting else _NO_ROOM,
+            "fits" if candidate.fits else "does not fit",
+            "" if candidate.fits else NO_ROOM,
             argument_bytes=dict(candidate.argument_bytes),
             limit_bytes=target.limit_bytes,
             expected=candidate.time,
             warnings=(_NOT_COMPILED,),
-            examples=variants[candidate.variant].examples,
+            examples=candidate.step.examples,
             tokens_per_second_per_chip=inputs.tokens / (candidate.time.seconds * chips),
             parameters=inputs.parameters,
         )
         reports.append(report)
-    return Plan(target.text, tuple(reports), tuple(_notes(variants, target)))
+    return Plan(target.text, tuple(reports), tuple(notes_of_steps(steps, target)))
 
 
 def explore(
@@ -229,346 +238,14 @@ def explore(
         (True, 'data')
     """
     target = Target.parse(target)
-    shapes = _meshes(target, mesh_axes, meshes)
-    variant = _variant("", 1.0, Inputs(step, args), shapes, target, tie, fix, _settings(parallel))
-    return variant.dimensions, dataclasses.replace(variant.candidates, layouts=variant.layouts)
+    shapes = searched_meshes(target, mesh_axes, meshes)
+    settings = checked_settings(parallel)
+    listed = list_candidates("", 1.0, Inputs(step, args), shapes, target, tie, fix, settings)
 
-
-def _meshes(
-    target: Target, mesh_axes: Sequence[str], meshes: Sequence[Mapping[str, int]] | None
-) -> Meshes:
-    if meshes is not None:
-        mesh_list = [meshes] if isinstance(meshes, Mapping) else list(meshes)
-        if not mesh_list:
-            raise PlanInputError("meshes is empty: give at least one, or None to try all sizes.")
-        for mesh in mesh_list:
-            target.check_mesh(mesh)
-        return tuple(dict.fromkeys(tuple(mesh.items()) for mesh in mesh_list))
-    shapes = candidate_search.mesh_shapes(target.device_count, mesh_axes, target.slices)
-    possible: list[tuple[tuple[str, int], ...]] = []
-    for mesh in shapes:
-        with contextlib.suppress(TargetError):
-            target.check_mesh(dict(mesh))
-            possible.append(mesh)
-    if not possible:
-        target.check_mesh(dict(shapes[0]))  # raises, and says why
-    return tuple(possible)
-
-
-def _steps(
-    step: Callable[..., PyTree], args: Sequence[PyTree], choices: Mapping[str, Sequence[Any] | None]
-) -> Iterable[tuple[str, float, Inputs]]:
-    """Yields name, examples a step and inputs of the steps to compare."""
-    varied = {name: list(values) for name, values in choices.items() if values is not None}
-    if not varied:
-        yield "", 1.0, Inputs(step, args)
-        return
-    if args or not all(varied.values()):
-        raise PlanInputError(
-            f"With {' and '.join(varied)}, step is a function that is called with them as keywords "
-            "and returns (step, args): plan.search(make_step, (), target, batch=[32, 64]). Give "
-            "args=() and at least one value each."
-        )
-    for values in itertools.product(*varied.values()):
-        chosen = dict(zip(varied, values, strict=True))
-        built = step(**chosen)
-        if not isinstance(built, tuple) or len(built) != 2:
-            raise PlanInputError(
-                f"step(**{chosen}) returned {type(built).__name__}; with {', '.join(varied)} it "
-                "returns (step, args)."
-            )
-        label = " ".join(f"{name}:{value}" for name, value in chosen.items())
-        yield label, float(chosen.get("batch", 1.0)), Inputs(*built)
-
-
-@dataclass(frozen=True)
-class _Variant:
-    """One of the compared steps, with its candidates."""
-
-    label: str
-    examples: float
-    inputs: Inputs
-    dimensions: DimensionModel
-    space: SearchSpace
-    candidates: Candidates
-    layouts: tuple[Layout, ...]
-    times: tuple[ExpectedTime, ...]  # of the layouts, as traced
-    fitting: tuple[bool, ...]  # whether their arguments and gradients leave room
-    argument_bytes: tuple[Mapping[str, int], ...]  # of a device by kind
-
-
-def _variant(
-    label: str,
-    examples: float,
-    inputs: Inputs,
-    meshes: Meshes,
-    target: Target,
-    tie: Sequence[Sequence[str]] | None,
-    fix: Mapping[str, object] | None,
-    settings: Mapping[str, Sequence[object]],
-) -> _Variant:
-    axes = dict.fromkeys(axis for mesh in meshes for axis, _ in mesh)
-    model = trace_dimensions(inputs, axes)
-    space = candidate_search.search_space(
-        model, meshes, activations=candidate_search.names_of_batch(inputs), tie=tie, fix=fix
+    ordered = most_promising_first([listed], target)
+    candidates = dataclasses.replace(
+        listed.listed,
+        layouts=tuple(candidate.layout for candidate in ordered),
+        argument_bytes=tuple(candidate.argument_bytes for candidate in ordered),
     )
-    limit = target.limit_bytes
-    has_nodes = target.kind == "gpu" and target.topology[0] > 1
-    candidates = candidate_search.find_candidates(
-        model, space, inputs, limit, settings, keeps_near=has_nodes
-    )
-    entries: list[tuple[bool, ExpectedTime, Layout, Mapping[str, int]]] = []
-    splits: Splits = {}
-    for layout, sizes in zip(candidates.layouts, candidates.argument_bytes, strict=True):
-        names = inputs.batch_names
-        time = traced_time(
-            layout, model, target, batch_names=names, argument_bytes=sizes, splits=splits
-        )
-        # Gradients are as large as parameters, and there before the optimizer's step.
-        is_large = limit is not None and sum(sizes.values()) + sizes.get("parameters", 0) > limit
-        entries.append((is_large, time, layout, sizes))
-    entries.sort(key=lambda entry: (entry[0], entry[1].seconds))
-    layouts = [layout for _, _, layout, _ in entries]
-    if label:
-        layouts = [dataclasses.replace(layout, name=f"{layout.name} {label}") for layout in layouts]
-    return _Variant(
-        label,
-        examples,
-        inputs,
-        model,
-        space,
-        candidates,
-        tuple(layouts),
-        tuple(time for _, time, _, _ in entries),
-        tuple(not is_large for is_large, _, _, _ in entries),
-        tuple(sizes for _, _, _, sizes in entries),
-    )
-
-
-@dataclass(frozen=True)
-class _Candidate:
-    """An uncompiled layout of a variant."""
-
-    variant: int
-    layout: Layout
-    time: ExpectedTime
-    fitting: bool
-    argument_bytes: Mapping[str, int] = dataclasses.field(hash=False, compare=False)
-    share: float = 1.0  # of the least expected time of one example
-
-    @property
-    def form(self) -> frozenset[str]:
-        """Mesh axes of its form of parallelism."""
-        sizes = self.layout.sizes
-        return frozenset(axis for axis in candidate_search.FORMS if sizes.get(axis, 1) > 1)
-
-
-def _ordered(variants: Sequence[_Variant]) -> list[_Candidate]:
-    """Returns the candidates of all variants, the most promising first."""
-    candidates = [
-        (time.seconds / variant.examples, _Candidate(number, layout, time, fits, argument_bytes))
-        for number, variant in enumerate(variants)
-        for layout, time, fits, argument_bytes in zip(
-            variant.layouts, variant.times, variant.fitting, variant.argument_bytes, strict=True
-        )
-    ]
-    candidates.sort(key=lambda pair: (not pair[1].fitting, pair[0]))
-    least = min((seconds for seconds, _ in candidates), default=1.0) or 1.0
-    return [
-        dataclasses.replace(candidate, share=seconds / least) for seconds, candidate in candidates
-    ]
-
-
-def _notes(variants: Sequence[_Variant], target: Target) -> list[str]:
-    """Counts the candidates of each variant, and says where sizes do not divide."""
-    notes: list[str] = []
-    for variant in variants:
-        candidates = variant.candidates
-        start = f"{variant.label}: " if variant.label else ""
-        groups = ", ".join("+".join(group) for group in variant.space.groups)
-        notes.append(
-            f"{start}{candidates.tried:,} assignments of {groups} over "
-            f"{len(variant.space.meshes)} meshes; {candidates.distinct} of them possible and "
-            f"different; rejected without compiling: {len(candidates.repeating)} that repeat "
-            f"work, {len(candidates.too_large)} whose arguments do not fit; "
-            f"{len(candidates.layouts)} candidates"
-        )
-        divided = division_note(variant.dimensions, variant.inputs, variant.space, target)
-        notes += [f"{start}{divided}"] if divided else []
-    untold = (note for variant in variants for note in variant.dimensions.notes)
-    notes += dict.fromkeys(f"as traced: {note}" for note in untold)
-    return notes
-
-
-def _best_of_forms(ordered: Sequence[_Candidate]) -> list[_Candidate]:
-    """Returns the most promising layouts of each of several forms."""
-    of_forms: dict[frozenset[str], list[_Candidate]] = {}
-    for candidate in ordered:
-        of_forms.setdefault(candidate.form, []).append(candidate)
-    if len(of_forms) < 2:
-        return []
-    return [candidate for of_form in of_forms.values() for candidate in of_form[:OF_EACH_FORM]]
-
-
-def _settings(parallel: Mapping[str, Sequence[Any]] | None) -> dict[str, Sequence[Any]]:
-    """Checks the settings to compare."""
-    settings = dict(parallel or {})
-    for name, values in settings.items():
-        if name not in candidate_search.SETTINGS:
-            raise PlanInputError(
-                f"parallel={{{name!r}: ...}} is no setting; there are "
-                f"{', '.join(map(repr, candidate_search.SETTINGS))}."
-                f"{did_you_mean(str(name), candidate_search.SETTINGS)}"
-            )
-        if isinstance(values, str) or not isinstance(values, Sequence) or not values:
-            raise PlanInputError(
-                f"parallel={{{name!r}: {values!r}}}: give a list of values to compare, such as "
-                'parallel={"microbatches": [8, 16]}.'
-            )
-        for value in values:
-            if name in ("microbatches", "schedule", "context"):
-                try:
-                    with parallel_scope(**{name: value}):  # which checks it
-                        pass
-                except PartitionError as error:
-                    raise PlanInputError(f"parallel={{{name!r}: {values!r}}}: {error}") from error
-            elif name == "zero" and value not in (0, 1):
-                raise PlanInputError(
-                    f'parallel={{"zero": {values!r}}}: levels to compare are 0 and 1. Level 2 is '
-                    "level 1 with split gradients, which the step decides; level 3, split "
-                    "parameters, is what rules of parameters do, and always among the candidates."
-                )
-    return settings
-
-
-def _omission_report(candidate: _Candidate) -> LayoutReport:
-    """Returns the report of an omitted candidate."""
-    reason = (
-        f"not compiled: as traced it takes {candidate.share:.2f} times as long as the most "
-        "promising candidate; within=None compiles all"
-    )
-    if not candidate.fitting:
-        reason = f"not compiled: {_NO_ROOM}; within=None compiles all"
-    return LayoutReport(candidate.layout, "rejected", reason, expected=candidate.time)
-
-
-class _Search:
-    """A running search, with the reports so far."""
-
-    def __init__(
-        self,
-        target: Target,
-        top: int | None,
-        variants: Sequence[_Variant],
-        cache: object,
-        evaluator: LocalEvaluator | PoolEvaluator,
-        bar: Progress,
-    ) -> None:
-        self._target = target
-        self._top = top
-        self._variants = variants
-        self._cache = cache
-        self._evaluator = evaluator
-        self._shown = bar
-        self._reports: dict[str, LayoutReport] = {}
-        self._left_out: list[LayoutReport] = []
-        self._confirmed: set[str] = set()  # names of layouts compiled with full effort
-
-    def screen(self, within: float | None, enough: int, finalists: int) -> None:
-        """Compiles in the order of expected times until enough fit."""
-        waiting = _ordered(self._variants)
-        first_stage = waiting
-        if within is not None and len(waiting) > FEW:
-            near = [candidate for candidate in waiting if candidate.share <= within]
-            chosen = [*near[: max(FEW, enough, 1)], *_best_of_forms(near)]
-            first_stage = list(dict.fromkeys(chosen or waiting[:1]))
-        stage = first_stage
-        while stage:
-            waiting = [candidate for candidate in waiting if candidate not in stage]
-            # What is expected to be best is not compiled twice.
-            missing = max(0, finalists - len(self._confirmed))
-            layouts = [candidate.layout for candidate in stage]
-            self._confirmed.update(layout.name for layout in layouts[:missing])
-            self._compile(layouts[:missing], "full", "finalists")
-            self._compile(layouts[missing:], "screen", "screening")
-            fits = sum(report.outcome == "fits" for report in self._reports.values())
-            stage = waiting[: max(enough - fits, 2)] if fits < enough else []
-        self._left_out = [_omission_report(candidate) for candidate in waiting]
-
-    def confirm(self, finalists: int) -> None:
-        """Compiles the best with full effort, until enough of them fit."""
-        confirmed = self._confirmed
-        left = finalists * _MORE_FINALISTS
-        while left > 0:
-            ranked = sorted(self._reports.values(), key=rank)
-            best = [report for report in ranked if report.outcome == "fits"][:finalists]
-            chosen = [report.layout for report in best if report.layout.name not in confirmed][
-                :left
-            ]
-            if not chosen:
-                return
-            left -= len(chosen)
-            confirmed.update(layout.name for layout in chosen)
-            self._compile(chosen, "full", "finalists")
-
-    def _compile(self, layouts: Sequence[Layout], effort: str, stage_text: str) -> None:
-        """Compiles layouts, variant by variant."""
-        if not layouts:
-            return
-        self._shown.expect(len(layouts), stage_text)
-        for variant in self._variants:
-            names = {layout.name for layout in variant.layouts}
-            of_variant = [layout for layout in layouts if layout.name in names]
-            if of_variant:
-                self._evaluator.take(variant.inputs)
-            for outcome in self._evaluator.evaluate(of_variant, effort, begun=self._shown.begin):
-                report = dataclasses.replace(outcome.report, examples=variant.examples)
-                self._reports[report.layout.name] = report
-                self._shown.end(outcome.report, outcome.cached)
-
-    def plan(self, *more: str) -> Plan:
-        """Returns the plan of the reports, with notes."""
-        notes = list(more)
-        notes += _notes(self._variants, self._target)
-        outcomes = [report.outcome for report in self._reports.values()]
-        counts = [f"{outcomes.count(o)} {o}" for o in dict.fromkeys(sorted(outcomes))]
-        if counts:
-            left = f"; left out by expected time: {len(self._left_out)}" * bool(self._left_out)
-            notes.append(f"compiled: {', '.join(counts)}{left}")
-        notes += self._distance()
-        notes += dict.fromkeys(note for variant in self._variants for note in variant.space.notes)
-        reports = sorted(self._reports.values(), key=rank)[: self._top]
-        if self._top is None:
-            reports += self._left_out
-            reports += [report for v in self._variants for report in v.candidates.rejected]
-        return Plan(self._target.text, tuple(reports), tuple(notes))
-
-    def _distance(self) -> list[str]:
-        """Compares times of traced and compiled steps."""
-        traced = {
-            layout.name: time.seconds
-            for variant in self._variants
-            for layout, time in zip(variant.layouts, variant.times, strict=True)
-        }
-        ratios = [
-            traced[name] / report.expected.seconds
-            for name, report in self._reports.items()
-            if report.expected is not None and report.outcome == "fits"
-        ]
-        if not ratios:
-            return []
-        spread = f"{min(ratios):.2f} to {max(ratios):.2f}"
-        return [f"expected times before compiling: {spread} of those of the compiled programs"]
-
-    def interrupted(self) -> PlanInterrupted:
-        """Returns the error of an interrupted search, with its progress."""
-        done = f"{self._shown.done} of {self._shown.total} layouts"
-        again = (
-            f"What was compiled is kept in {cache_folder(self._cache)}: the same call goes on from "
-            "there."
-            if self._cache is not None
-            else "With cache='default' a search goes on where it was."
-        )
-        error = PlanInterrupted(f"The search was interrupted after {done}. {again}")
-        error.plan = self.plan(f"interrupted after {done}")
-        return error
+    return listed.dimensions, candidates

@@ -17,19 +17,6 @@ from shardax.plan.hardware.hardware import Hardware, find_hardware
 
 _OPTIONS = Options(PlanInputError)
 
-GENERATIONS = {
-    "volta": ("v100",),
-    "ampere": ("a100", "a800", "a10", "a6000"),
-    "hopper": ("h100", "h200", "h800", "h20", "gh200"),
-    "blackwell": ("b200", "b300", "b100", "gb200", "gb300"),
-    "mxu128": ("v2", "v3", "v4", "v5e", "v5p"),
-    "mxu256": ("v6e", "v7x"),
-}
-"""Hardware by generation: what its figures of kernels have in common."""
-
-CORES = {"volta": 80, "ampere": 108, "hopper": 132, "blackwell": 148}
-"""Streaming multiprocessors of a GPU."""
-
 PEAK_NAMES = {
     "fp16": "f16",
     "fp8": "f8",
@@ -124,10 +111,16 @@ def find_chip(name: str) -> Hardware:
 def generation(name: str, kind: str) -> str:
     """Returns the generation of hardware, a middle one by default."""
     family = name.lower().partition("-")[0]
-    for title, families in GENERATIONS.items():
-        if family in families:
+    for title, entry in _read("generations.toml").items():
+        if family in entry["chips"]:
             return title
     return "mxu128" if kind == "tpu" else "hopper"
+
+
+@functools.cache
+def gpu_cores(family: str) -> int | None:
+    """Returns the streaming multiprocessors of a generation of GPUs, and None of TPUs."""
+    return _read("generations.toml")[family].get("cores")
 
 
 def product_peak(chip: Hardware, precision: str, figures: Mapping[str, float]) -> float:

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from shardax.plan.hardware.hardware import Hardware
-from shardax.plan.timing.figures import CORES, PEAK_NAMES, generation, product_peak
+from shardax.plan.timing.figures import PEAK_NAMES, generation, gpu_cores, product_peak
 
 _TILE = (128, 256)  # rows and columns that a core of a GPU computes at a time
 _NARROW = {"fp8": 1.0, "fp8-row": 1.0, "mxfp8": 1.03, "nvfp4": 0.56, "int8": 1.0}
@@ -67,7 +67,7 @@ class Kernels:
         ramp = self.figures["kernels.depth_ramp"]
         if narrow:  # the same start, in fewer seconds
             ramp *= self.narrow_ratio
-        cores = CORES.get(self.family)
+        cores = gpu_cores(self.family)
         if cores:
             # A core's start takes the same time on all GPUs, and the faster compute more in it.
             ramp *= self.chip.peak("bf16") / cores / _RAMP_RATE
@@ -133,7 +133,7 @@ class Kernels:
         passes = self.figures["kernels.scores_passes"] / 3
         scores = tokens * length * heads * 2.0 * passes
         seconds = operations * ramp / self.wide_peak + scores / self.stream
-        if self.family in CORES and key_width % _ALIGNED:
+        if gpu_cores(self.family) and key_width % _ALIGNED:
             seconds *= self.figures["kernels.unaligned_heads"]
         return seconds
 
