@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import string
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -37,6 +38,8 @@ from shardax.named.make import arange, where
 from shardax.nn import arithmetic, parameters
 from shardax.nn.embedding import look_up
 from shardax.nn.errors import LayerConfigError, LayerInputError
+from shardax.nn.kernels.equation import Equation
+from shardax.nn.kernels.layer import KernelLayer, KernelMap
 from shardax.nn.masks import as_mask
 from shardax.nn.parameters import Initializer
 
@@ -118,7 +121,7 @@ def beside(variable: Param, axes: AxisSizes, x: NamedArray) -> NamedArray:
     return from_parts(NamedArray, align(variable.value.astype(x.dtype), x.data, places), axes.names)
 
 
-class Linear(Module):
+class Linear(KernelLayer):
     """Affine map from some named axes to others.
 
     ``dot(x, kernel, input_axes) + bias``. The map is the same along all other axes of the input.
@@ -208,6 +211,31 @@ class Linear(Module):
         )
         y = y.rename({new: name for name, new in names.items() if new != name})
         return y if self.bias is None else y + beside(self.bias, batch + self.output_axes, y)
+
+    def kernel_maps(self) -> dict[str, KernelMap]:
+        """Returns the product over the input axes, with a letter for each axis of the kernel."""
+        shape = (*self.batch_axes.sizes, *self.input_axes.sizes, *self.output_axes.sizes)
+        letters, batch = string.ascii_letters[: len(shape)], len(self.batch_axes.names)
+        end = batch + len(self.input_axes.names)
+
+        made = letters[:batch] + letters[end:]
+        equation = Equation(letters[:end], letters, made, ellipsis=False)
+        return {"kernel": KernelMap(equation, shape)}
+
+    def low_rank_term(
+        self, x: NamedArray, y: NamedArray, a: jax.Array, b: jax.Array, out_sharding: Any
+    ) -> NamedArray:
+        """Multiplies by ``a`` and ``b``, by names."""
+        rank = ("lora", "rank")
+        batch, inputs, made = self.batch_axes.names, self.input_axes.names, self.output_names()
+
+        data, a, b = arithmetic.cast_all(self.dtype, x.data, a, b)
+        first = from_parts(NamedArray, a, (*batch, *inputs, rank))
+        second = from_parts(NamedArray, b, (*batch, rank, *made.values()))
+
+        middle = dot(from_parts(NamedArray, data, x.dims), first, inputs)
+        term = dot(middle, second, (rank,))
+        return term.rename({new: name for name, new in made.items() if new != name})
 
     def output_names(self) -> dict[Any, Any]:
         """Returns the names of the output axes in the kernel."""

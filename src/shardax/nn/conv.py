@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
+import string
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,6 +24,7 @@ from shardax.extend import align, explicit_sharding, joined_sharding, with_layou
 from shardax.nn import parameters
 from shardax.nn.arithmetic import add_bias, as_array, at_least_float32, cast_all, take_precision
 from shardax.nn.errors import LayerConfigError
+from shardax.nn.kernels.layer import KernelLayer, KernelMap
 from shardax.nn.linear import numbered
 from shardax.nn.parameters import Initializer
 from shardax.partition import resolve_mesh
@@ -34,7 +36,7 @@ _MODES = {"CIRCULAR": "wrap", "REFLECT": "reflect"}
 _NAMED = ("SAME", "SAME_LOWER", "VALID", "CIRCULAR", "REFLECT", "CAUSAL")
 
 
-class ConvBase(Module):
+class ConvBase(KernelLayer):
     """Base of convolutions."""
 
     _paddings: tuple[str, ...] = _NAMED
@@ -132,6 +134,32 @@ class ConvBase(Module):
             x,
             kernel,
         )
+
+    def kernel_maps(self) -> dict[str, KernelMap]:
+        """Returns the product of the input's windows with the kernel."""
+        letters = string.ascii_letters[: len(self.kernel_size) + 2]
+        shape = (*self.kernel_size, self.in_features // self.groups, self.out_features)
+        return {"kernel": KernelMap.of(f"...{letters[:-1]},{letters}->...{letters[-1]}", shape)}
+
+    def low_rank_problem(self) -> str | None:
+        """Refuses a masked kernel."""
+        if self.mask is None:
+            return None
+        return "with a mask of its kernel, and the sum of two masked kernels has no low rank"
+
+    def low_rank_term(
+        self, x: Any, y: jax.Array, a: jax.Array, b: jax.Array, out_sharding: Any
+    ) -> jax.Array:
+        """Convolves with ``a``, in each group, and mixes the channels with ``b``."""
+        groups = self.groups
+        middle = self.convolve(x, jnp.tile(a, groups), None)
+
+        def mix(middle: jax.Array, b: jax.Array) -> jax.Array:
+            parts = middle.reshape(*middle.shape[:-1], groups, -1)
+            mixed = jnp.einsum("...gr,rgo->...go", parts, b.reshape(len(b), groups, -1))
+            return mixed.reshape(y.shape)
+
+        return with_layout(mix, explicit_sharding(y), *cast_all(None, middle, b))
 
     def _run(self, x: jax.Array, kernel: jax.Array) -> jax.Array:
         rank = len(self.kernel_size)

@@ -4,18 +4,19 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shardax import Module, Rngs
-from shardax.extend import INLINE, Options, joined_sharding
+from shardax import Rngs
+from shardax.extend import INLINE, Options, explicit_sharding, joined_sharding
 from shardax.nn import parameters
 from shardax.nn.arithmetic import as_array, cast_all, contract, take_features, take_precision
 from shardax.nn.errors import LayerConfigError
+from shardax.nn.kernels.layer import KernelLayer, KernelMap, LowRankTerm
 from shardax.nn.parameters import Initializer
 from shardax.nn.quantization import QuantizedKernel, quantized_rows
 
@@ -25,7 +26,7 @@ default_embedding_init: Initializer = jax.nn.initializers.variance_scaling(
 """Normal with variance 1 / features, so that a vector has length one on average."""
 
 
-class Embed(Module):
+class Embed(KernelLayer):
     """Table with a vector for each of ``num_embeddings`` integers.
 
     Args:
@@ -54,6 +55,8 @@ class Embed(Module):
         ((1, 3, 4), (1, 3, 10))
     """
 
+    takes_precision = True
+    is_adapted_unasked = False
     precision: Any = None
     preferred_element_type: Any = None
 
@@ -133,6 +136,36 @@ class Embed(Module):
         x, table = cast_all(self.dtype, x, self.embedding.value)
         options = self.precision, self.preferred_element_type
         return contract(x, table, (1,), out_sharding, *options)
+
+    def kernel_maps(self) -> dict[str, KernelMap]:
+        """Returns the lookup, which is a product of one-hot vectors with the table."""
+        shape = (self.num_embeddings, self.features)
+        return {"embedding": KernelMap.of("...v,vf->...f", shape, is_table=True)}
+
+    def low_rank_term(
+        self, x: Any, y: jax.Array, a: jax.Array, b: jax.Array, out_sharding: Any
+    ) -> jax.Array:
+        """Returns rows of ``a``, multiplied by ``b``."""
+        a, b = cast_all(self.dtype, a, b)
+        return contract(look_up(a, as_array(x)), b, (0,), explicit_sharding(y))
+
+    def attend_with_terms(
+        self, x: Any, terms: Mapping[str, LowRankTerm], out_sharding: Any = None
+    ) -> jax.Array:
+        """Multiplies by the transposed sum of the table and its term.
+
+        Args:
+            x: As for ``attend``.
+            terms: The low-rank term of ``embedding``.
+            out_sharding: As for ``attend``.
+
+        Returns:
+            An array as ``attend`` returns it.
+        """
+        y, term = self.attend(x, out_sharding=out_sharding), terms["embedding"]
+        x, a, b = cast_all(self.dtype, as_array(x), term.a, term.b)
+        extra = contract(contract(x, b, (1,), None), a, (1,), out_sharding)
+        return y + (term.scale * extra).astype(y.dtype)
 
 
 def look_up(table: jax.Array, indices: jax.Array, out_sharding: object = None) -> jax.Array:

@@ -8,7 +8,7 @@ The router's softmax over all experts is in float32. The load-balance loss is th
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -17,12 +17,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from shardax import Init, Intermediate, Module, Rngs, iter_modules
+from shardax import Init, Intermediate, Rngs, iter_modules
 from shardax._parallel.experts import Split, by_expert, find_places, find_split
 from shardax._parallel.kernels import against_experts, ragged_product
 from shardax.extend import Options, Static, explicit_sharding, is_eager, warn_user
 from shardax.nn.arithmetic import cast_all, take_features, uses_tokamax
 from shardax.nn.errors import LayerConfigError, LayerInputError
+from shardax.nn.kernels.layer import KernelLayer, KernelMap, LowRankTerm
 from shardax.nn.linear import Linear
 from shardax.nn.masks import as_mask
 from shardax.nn.mlp import Activation, find_activation
@@ -30,6 +31,7 @@ from shardax.nn.parameters import (
     Initializer,
     as_axes,
     as_size,
+    as_sizes,
     canonical_dtype,
     lecun_normal,
     make_parameter,
@@ -39,6 +41,8 @@ from shardax.nn.parameters import (
 from shardax.partition import resolve_mesh
 
 Dispatch = Literal["dense", "dropless", "capacity"]
+
+_KERNELS = ("gate", "up", "down")
 
 Multiply = Callable[[jax.Array, jax.Array], jax.Array]
 
@@ -52,7 +56,7 @@ class Kernel(NamedTuple):
     b: Any = None
 
 
-class MoE(Module):
+class MoE(KernelLayer):
     """Mixture of gated feed-forward experts with top-k routing.
 
     Each token gets ``sum(weight * down(activation(gate(x)) * up(x)))`` over its ``top_k`` experts.
@@ -205,18 +209,29 @@ class MoE(Module):
             LayerInputError: If the last dimension is not ``features``, or the mask has another
                 shape, or numbers.
         """
-        return self.call_adapted(x, mask, out_sharding, {})
+        return self._call(x, {}, mask, out_sharding)
 
-    def call_adapted(
-        self,
-        x: object,
-        mask: object,
-        out_sharding: object,
-        adapters: dict[str, tuple[object, object]],
-        scale: float = 1.0,
+    def kernel_maps(self) -> dict[str, KernelMap]:
+        """Returns the products of each expert's tokens with its three kernels."""
+        ((count,), (features,)) = (
+            as_sizes("MoE", name, getattr(self.router, name))
+            for name in ("out_features", "in_features")
+        )
+        hidden = self.gate.shape[-1]
+        wide = KernelMap.of("etd,edh->eth", (count, features, hidden))
+        narrow = KernelMap.of("etd,edh->eth", (count, hidden, features))
+        return {"gate": wide, "up": wide, "down": narrow}
+
+    def call_with_terms(
+        self, x: Any, terms: Mapping[str, LowRankTerm], **options: Any
     ) -> jax.Array:
-        """Does the work of a call, with scaled low-rank terms by kernel."""
-        kernels = [self._kernel(name, adapters) for name in ("gate", "up", "down")]
+        """Does the work of a call, with low-rank terms by kernel."""
+        return self._call(x, terms, **options)
+
+    def _call(
+        self, x: Any, terms: Mapping[str, LowRankTerm], mask: Any = None, out_sharding: Any = None
+    ) -> jax.Array:
+        kernels = [self._kernel(name, terms.get(name)) for name in _KERNELS]
         x = take_features("MoE", x, (kernels[0].whole.shape[1],))
         counted = jnp.ones((), bool)
         if mask is not None:
@@ -257,7 +272,10 @@ class MoE(Module):
             compute = partial(_compiled, Static(compute, key))
         kernels = jax.tree.unflatten(structure, leaves)
         # In the compute dtype, which holds more of the scale than a parameter may.
-        scaled = [k if k.b is None else k._replace(b=scale * k.b) for k in kernels]
+        scaled = [
+            kernel._replace(b=terms[name].scale * kernel.b) if name in terms else kernel
+            for name, kernel in zip(_KERNELS, kernels, strict=True)
+        ]
         y, loss = compute(*leading, *scaled)
         if not self.deterministic:
             self._check_router(len(kernels[0].whole))
@@ -278,10 +296,11 @@ class MoE(Module):
                 "weight is the expert's probability."
             )
 
-    def _kernel(self, name: str, adapters: dict[str, tuple[object, object]]) -> Kernel:
+    def _kernel(self, name: str, term: LowRankTerm | None) -> Kernel:
         bias = getattr(self, f"{name}_bias")
         bias = None if bias is None else bias.value
-        return Kernel(getattr(self, name).value, bias, *adapters.get(name, ()))
+        whole = getattr(self, name).value
+        return Kernel(whole, bias) if term is None else Kernel(whole, bias, term.a, term.b)
 
     def _compute(
         self, tokamax: bool, x: jax.Array, logits: jax.Array, counted: jax.Array, *kernels: Kernel
