@@ -76,11 +76,13 @@ class ConvBase(KernelLayer):
             raise LayerConfigError(
                 f"{name} has kernels of 1 to 3 dimensions, but kernel_size={kernel_size!r}."
             )
+
         self.strides = _per_dimension(name, "strides", strides, rank)
         self.dilation = _per_dimension(name, "dilation", dilation, rank)
         spread = _per_dimension(name, "input_dilation", input_dilation, rank)
         if max(spread) > 1:  # set only where given, as take_precision does
             self.input_dilation = spread
+
         self.padding = _as_padding(name, padding, rank, self._paddings)
         self.groups = parameters.as_size(name, "groups", groups)
         if in_features % groups or out_features % groups:
@@ -88,6 +90,7 @@ class ConvBase(KernelLayer):
                 f"{name} needs in_features and out_features to be multiples of groups, but "
                 f"in_features={in_features}, out_features={out_features}, groups={groups}."
             )
+
         shape = (*self.kernel_size, in_features // groups, out_features)
         names = (*numbered("window", rank), "in", "out") if kernel_axes is None else kernel_axes
         axes = parameters.as_axes(name, "kernel_axes", names, len(shape))
@@ -96,6 +99,7 @@ class ConvBase(KernelLayer):
         self.kernel = parameters.make_parameter(kernel_init, shape, param_dtype, axes, rngs)
         bias = (bias_init, (out_features,), param_dtype, axes[-1:], rngs)
         self.bias = parameters.make_parameter(*bias) if use_bias else None
+
         if mask is not None:
             if np.shape(mask) != shape:
                 raise LayerConfigError(
@@ -104,6 +108,7 @@ class ConvBase(KernelLayer):
                     f"np.broadcast_to(mask, {shape})."
                 )
             self.mask = Variable(mask, axes=axes)
+
         self.dtype = parameters.canonical_dtype(dtype)
         take_precision(self, precision, preferred_element_type, has_fp8=False)
 
@@ -124,6 +129,7 @@ class ConvBase(KernelLayer):
             rank,
             self.in_features,
         )
+
         x, kernel = cast_all(self.dtype, x, kernel)
         wide = self.preferred_element_type
         if wide is not None:  # the derivative of a mixed convolution is refused by JAX
@@ -165,9 +171,11 @@ class ConvBase(KernelLayer):
         rank = len(self.kernel_size)
         front = x.shape[: x.ndim - rank - 1]
         x = x.reshape((math.prod(front), *x.shape[len(front) :]))
+
         if self.input_dilation is not None:
             between = [(0, 0, size - 1) for size in self.input_dilation]
             x = jax.lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0), *between, (0, 0, 0)])
+
         pairs, lhs_dilation, strides = self._arithmetic()
         if self.padding in _MODES:
             if lhs_dilation is not None:  # one period of the result
@@ -175,6 +183,7 @@ class ConvBase(KernelLayer):
                 x = jax.lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0), *between, (0, 0, 0)])
             x = self._extended(x, pairs)
             pairs, lhs_dilation = "VALID", None
+
         # XLA's partitioner aborts where groups meet a kernel that is split (seen with JAX 0.10).
         if self.groups > 1:
             mesh = resolve_mesh()
@@ -184,6 +193,7 @@ class ConvBase(KernelLayer):
                 kernel = jax.lax.with_sharding_constraint(
                     kernel, NamedSharding(mesh, PartitionSpec())
                 )
+
         letters = "XYZ"[:rank]
         y = jax.lax.conv_general_dilated(
             x,

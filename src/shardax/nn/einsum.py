@@ -86,12 +86,15 @@ class Einsum(KernelLayer):
                 f"{name} has a kernel {parsed.kernel!r} of {len(parsed.kernel)} dimensions, but "
                 f"shape={sizes} has {len(sizes)}. Give one size per letter."
             )
+
         letters = [letter if letter in equation else None for letter in parsed.kernel]
         axis_names = letters if kernel_axes is None else kernel_axes
         axes = parameters.as_axes(name, "kernel_axes", axis_names, len(sizes))
+
         if kernel_init is None:
             kernel_init = parameters.lecun_normal(*parsed.kernel_dimensions())
         self.kernel = parameters.make_parameter(kernel_init, sizes, param_dtype, axes, rngs)
+
         self.bias = None
         if bias_shape is not None:
             bias_dims = [parsed.kernel.index(letter) for letter in parsed.made]
@@ -140,6 +143,7 @@ class Einsum(KernelLayer):
                 inputs,
                 f"The kernel has the shape {kernel.shape}.",
             )
+
         x, kernel = cast_all(self.dtype, x, kernel)
         y = einsum(
             equation.spelled_out(extra),
@@ -149,8 +153,11 @@ class Einsum(KernelLayer):
             precision=self.precision,
             preferred_element_type=self.preferred_element_type,
         )
+
         if self.bias is None:
             return y
+
+        # The bias is over the letters that the kernel makes, and may be over shared ones too.
         has_shared = self.bias.ndim > len(equation.made)
         places = equation.spelled_out(extra).partition("->")[2]
         letters = equation.kernel if has_shared else equation.made
@@ -165,6 +172,7 @@ def _fits(equation: Equation, sizes: dict[str, int], shape: tuple[int, ...]) -> 
     extra = len(shape) - len(equation.input)
     if extra < 0 or (extra > 0 and not equation.ellipsis):
         return False
+
     place = equation.input_place
     known_sizes = (*shape[:place], *shape[place + extra :])
     pairs = zip(equation.input, known_sizes, strict=True)

@@ -79,6 +79,7 @@ class Embed(KernelLayer):
             parameters.as_size("Embed", "num_embeddings", num_embeddings),
             parameters.as_size("Embed", "features", features),
         )
+
         names = parameters.as_axes("Embed", "axis names", axes, 2)
         self.embedding = parameters.make_parameter(embedding_init, shape, param_dtype, names, rngs)
         self.num_embeddings, self.features = shape
@@ -109,6 +110,7 @@ class Embed(KernelLayer):
                 "Cast them: indices.astype(int). For a distribution over the vectors, multiply: "
                 "weights @ embed.embedding.",
             )
+
         if isinstance(self.embedding, QuantizedKernel) and out_sharding is None:
             return quantized_rows(self.embedding, look_up, indices, self.dtype)
         (table,) = cast_all(self.dtype, self.embedding.value)
@@ -212,10 +214,12 @@ def sinusoidal(
     size = parameters.as_size("sinusoidal", "features", features)
     options = Options(LayerConfigError, "sinusoidal")
     options.check("features", features, size % 2 == 0, "even, for a sine and a cosine each")
+
     positions = as_array(positions).astype(jnp.float32)
     steps = jnp.arange(size // 2, dtype=jnp.float32)
     frequencies = jax.lax.expand_dims(base ** (-2 * steps / size), range(positions.ndim))
     angles = jnp.expand_dims(positions, -1) * frequencies
+
     waves = [jnp.sin(angles), jnp.cos(angles)]
     if not interleaved:
         return jnp.concatenate(waves, axis=-1)

@@ -74,19 +74,23 @@ class Linear(KernelLayer):
         inputs = parameters.as_sizes("Linear", "in_features", in_features)
         outputs = parameters.as_sizes("Linear", "out_features", out_features)
         shape, count = inputs + outputs, len(inputs)
+
         if kernel_axes is None:
             kernel_axes = (*numbered("in", count), *numbered("out", len(outputs)))
         axes = parameters.as_axes("Linear", "kernel_axes", kernel_axes, len(shape))
+
         if kernel_init is None:
             kernel_init = parameters.lecun_normal(
                 tuple(range(count)), tuple(range(count, len(shape)))
             )
+
         self.kernel = parameters.make_parameter(kernel_init, shape, param_dtype, axes, rngs)
         self.bias = (
             parameters.make_parameter(bias_init, outputs, param_dtype, axes[count:], rngs)
             if use_bias
             else None
         )
+
         self.in_features = in_features
         self.out_features = out_features
         self.dtype = parameters.canonical_dtype(dtype)

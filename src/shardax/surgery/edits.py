@@ -377,6 +377,7 @@ def lora(
         lambda path, layer: path in selected or layer.is_adapted_unasked
     )
     adapted = {id(each.body) for each in select(selection.tree).at_instances_of(LoRA).get_all()}
+
     streams = rngs or Rngs(0)
 
     def adapt(path: Path, layer: KernelLayer) -> LoRA:
@@ -420,6 +421,7 @@ def merge_lora(model: object) -> PyTree:
         for name in adapter.body.kernel_maps()
         if isinstance(getattr(adapter.body, name), QuantizedKernel)
     ]
+
     raise_if_any(
         SelectionError,
         list(dict.fromkeys(problems)),
@@ -506,12 +508,14 @@ def linearise(selection: Selection, *args: PyTree, **kwargs: PyTree) -> Any:
     wrapped = wrap_selected("linearise", selection, lambda _, layer: _Recorder(layer))
     recording = merge(*split(wrapped))  # of its own, with the same arrays
     recording(*args, **kwargs)
+
     recorders = select(recording).at_instances_of(_Recorder).get_by_path()
 
     def replace(path: Path, layer) -> Linearised:
         seen = recorders[path].__dict__.get("inputs")
         inputs = () if seen is None else seen.value
         dtypes = [jnp.result_type(leaf) for leaf in jax.tree.leaves(inputs)]
+
         if len(inputs) != 1 or not all(jnp.issubdtype(dtype, jnp.inexact) for dtype in dtypes):
             found = f"was called {len(inputs)} times" if len(inputs) != 1 else "takes integers"
             raise SelectionError(

@@ -76,12 +76,16 @@ def quantize(
     rules = _rules_of(formats)
     if tile_size is not None:
         Options(SelectionError, "quantize").integers(tile_size=tile_size)
+
     places = list(_kernel_places(model))
     chosen = _chosen(model, places, rules, tile_size)
+
+    # A kernel that several layers share is rounded once, and shared again.
     new: dict[int, QuantizedKernel] = {}
     for place, number_format in chosen:
         if id(place.kernel) not in new:
             new[id(place.kernel)] = place.map.quantized(place.kernel, number_format, tile_size)
+
     kernels = select(model).at_instances_of(Variable).where(lambda _, v: id(v) in new)
     return kernels.apply(lambda _, v: new[id(v)], allow_empty=True)
 
@@ -141,6 +145,7 @@ def with_precision(model: PyTree, precisions: Any) -> PyTree:
     entries = precisions if isinstance(precisions, Mapping) else {...: precisions}
     rules = [_FormatRule(key, All(key), value) for key, value in entries.items()]
     new, used = dict[int, KernelLayer](), set[int]()
+
     places = [place for place in _kernel_places(model) if place.layer.takes_precision]
     for place in places:
         number = _matching(place, rules)
@@ -181,11 +186,13 @@ def _rules_of(formats: object) -> list[_FormatRule]:
     if isinstance(formats, str):
         options.choice("formats", formats, tuple(RANGES))
         return [_FormatRule(..., All(...), formats)]
+
     if not isinstance(formats, Mapping) or not formats:
         raise SelectionError(
             f"quantize takes a format, or formats by filters, and not {formats!r}: "
             f'sx.quantize(model, {{sx.PathContains("mlp"): "int8"}}).'
         )
+
     for key, value in formats.items():
         options.choice(f"formats[{key!r}]", value, _FORMATS)
     return [_FormatRule(key, All(key), value) for key, value in formats.items()]
@@ -206,12 +213,15 @@ def _chosen(
     """Returns kernels with their formats, or raises by path."""
     chosen, problems, used = list[tuple[_KernelPlace, Format]](), list[str](), set[int]()
     normalized = [p for p, m in iter_modules(model) if isinstance(m, (WeightNorm, SpectralNorm))]
+
+    # Where each kernel was met first, and the format that it got there.
     first: dict[int, tuple[_KernelPlace, Any]] = {}
     for place in places:
         number = _matching(place, rules)
         if number is None:
             continue
         used.add(number)
+
         number_format = rules[number].format
         other, other_format = first.setdefault(id(place.kernel), (place, number_format))
         problem = None if number_format is None else _problem(place, tile_size, normalized)
@@ -219,10 +229,12 @@ def _chosen(
         if first_way != (place.map.quantized_along, number_format):
             problem = f"is the kernel of {format_path(other.path)}, too, and would be quantized in "
             problem += "another way there: give both one format, or None"
+
         if problem is not None:
             problems.append(f"{format_path(place.path)} {problem}")
         elif number_format is not None:
             chosen.append((place, number_format))
+
     raise_if_any(SelectionError, problems, "quantize: ", ".", separator="; ")
     for number, rule in enumerate(rules):
         if number not in used and rule.format is not None:
@@ -258,6 +270,7 @@ def _problem(place: _KernelPlace, tile_size: int | None, normalized: list[Path])
         return f"has the shape {kernel.shape}, which does not end with {expected}"
     if not dimensions:
         return "is summed over no dimension: leave it out, with None"
+
     size = kernel.shape[dimensions[-1]]
     if tile_size is not None and size % tile_size:
         return f"has {size} inputs, which tile_size={tile_size} does not divide"

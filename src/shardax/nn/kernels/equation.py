@@ -48,6 +48,7 @@ class Equation:
                 f"result, with an ellipsis in the result if there is one in an operand: "
                 f"'...te,ehd->...thd'."
             )
+
         letters = [term.replace("...", "") for term in (first, second, output)]
         for term in letters:
             if len(set(term)) < len(term):
@@ -60,6 +61,7 @@ class Equation:
             raise LayerConfigError(
                 f"Einsum({text!r}) has {sorted(unknown)} in the result but in neither operand."
             )
+
         shared = ""
         if "..." in second and kernel_rank is not None:
             unused = [x for x in reversed(string.ascii_letters) if x not in "".join(letters)]
@@ -67,6 +69,7 @@ class Equation:
             first = first.replace("...", f"...{shared}")
             second = second.replace("...", shared)
             output = output.replace("...", f"...{shared}" if "..." in first else shared)
+
         inputs, kernel, outputs = (term.replace("...", "") for term in (first, second, output))
         before, start = (max(term.find("..."), 0) for term in (first, output))
         shared = shared if "..." in first else ""
