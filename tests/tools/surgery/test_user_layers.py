@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ class Heads(sx.nn.KernelLayer):
     takes_precision = True
 
     def __init__(self, features: int, heads: int, size: int, *, rngs: sx.Rngs) -> None:
-        init = sx.Init(sx.nn.parameters.zeros, (features, heads, size), np.float32, rngs=rngs)
+        init = sx.Init(jax.nn.initializers.zeros, (features, heads, size), np.float32, rngs=rngs)
         self.kernel = sx.Param(init, axes=("embed", "heads", None))
         self.shape = (features, heads, size)
         self.precision: Any = None
@@ -39,7 +40,7 @@ class Gated(sx.nn.KernelLayer):
     def __init__(self, features: int, *, rngs: sx.Rngs) -> None:
         self.features = features
         for name in ("gate", "up"):
-            init = sx.Init(sx.nn.parameters.zeros, (features, features), np.float32, rngs=rngs)
+            init = sx.Init(jax.nn.initializers.zeros, (features, features), np.float32, rngs=rngs)
             setattr(self, name, sx.Param(init))
 
     def __call__(self, x: Any) -> Any:
@@ -120,8 +121,8 @@ def test_history_of_an_equation_has_the_dimensions_of_its_stack() -> None:
 
 def test_subclass_with_its_own_call_and_maps_is_adapted() -> None:
     class Doubled(sx.nn.Linear):
-        def __call__(self, x: Any, **options: Any) -> Any:
-            return 2 * super().__call__(x, **options)
+        def __call__(self, x: Any, out_sharding: Any = None) -> Any:
+            return 2 * super().__call__(x, out_sharding)
 
     class Explained(Doubled):
         def kernel_maps(self) -> dict[str, sx.nn.KernelMap]:
