@@ -105,6 +105,7 @@ def named_sizes(operands: Sequence[Operand]) -> dict[Any, int]:
         for name, size in zip(dims, data.shape, strict=True):
             if name is not None and sizes.setdefault(name, size) != size:
                 clashing[name] = None
+
     if clashing:
         first = next(iter(clashing))
         raise NamedAxesError(
@@ -154,9 +155,11 @@ def binary(function: Callable[[Any, Any], object], reflected: bool = False) -> C
         operand = operand_of(other, mine)
         if operand is NotImplemented:
             return NotImplemented
+
         if not isinstance(operand, Operand):
             data = function(operand, mine.data) if reflected else function(mine.data, operand)
             return self._make(data, mine.dims)
+
         left, right = (operand, mine) if reflected else (mine, operand)
         if left.dims == right.dims and left.data.shape == right.data.shape:
             return self._make(function(left.data, right.data), left.dims)
@@ -253,10 +256,12 @@ def _reduction(function: Callable[..., object]) -> Callable[..., Any]:
         self: NamedStorage, axis=None, *, keepdims: bool = False, where=None, **options
     ) -> Any:
         data, dims = self._parts()
+
         places = places_of(dims, axis)
         if where is not None:
             options["where"] = _mask(where, Operand(data, dims))
         options = {name: value for name, value in options.items() if value is not None}
+
         if keepdims:
             named = [dims[place] for place in places if dims[place] is not None]
             if named:
@@ -265,6 +270,7 @@ def _reduction(function: Callable[..., object]) -> Callable[..., Any]:
                     f"another size. It is not needed: what lacks a name is repeated along it."
                 )
             return self._make(function(data, axis=places, keepdims=True, **options), dims)
+
         kept_dims = tuple(name for place, name in enumerate(dims) if place not in places)
         return self._make(function(data, axis=places, **options), kept_dims)
 
@@ -276,6 +282,7 @@ def _mask(where: object, reduced: Operand):
     if not isinstance(mask, Operand):
         return mask
     check_sizes((reduced, mask))
+
     extra = [name for name in mask.dims if name is not None and name not in reduced.dims]
     if extra or len(positional_places(mask.dims)) > len(positional_places(reduced.dims)):
         raise NamedAxesError(
@@ -297,6 +304,7 @@ def _along(function: Any, removes: bool = False) -> Callable[..., Any]:
                 f"the dims {dims}, in no order that their names give. Name one: "
                 f"x.{function.__name__}({next(iter(dims), 'name')!r})."
             )
+
         (place,) = places
         kept_dims = (*dims[:place], *dims[place + 1 :]) if removes else dims
         return self._make(function(data, axis=place, **options), kept_dims)

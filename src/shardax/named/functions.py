@@ -59,6 +59,7 @@ def dot(
         {'batch': 2, 'time': 3, 'mlp': 5}
     """
     first, second = (elementwise.Operand(*parts_of(as_named(array, "dot"))) for array in (x, y))
+
     names = _names(axes, first.dims, second.dims)
     elementwise.check_sizes((first, second))
     if positional_places(first.dims) and positional_places(second.dims):
@@ -66,12 +67,15 @@ def dot(
             f"dot cannot tell which positional dimensions belong together: "
             f"{elementwise.listing((first, second))}. Name those of one array, x.tag(...)."
         )
+
+    # Names of both arrays that are not summed over go together, as batch dimensions.
     common = (name for name in first.dims if name is not None and name in second.dims)
     joint = [name for name in common if name not in names]
     free = [
         [place for place, name in enumerate(dims) if name not in (*names, *joint)]
         for dims in (first.dims, second.dims)
     ]
+
     left, right = cast_all(None, first.data, second.data)
     summed, batch = (
         (tuple(map(first.dims.index, shared_names)), tuple(map(second.dims.index, shared_names)))
@@ -84,6 +88,7 @@ def dot(
         preferred_element_type=left.dtype if dtype is None else dtype,
         out_sharding=joined_sharding(((left, (*batch[0], *free[0])), (right, free[1]))),
     )
+
     free_names = (first.dims[place] for place in free[0]), (second.dims[place] for place in free[1])
     return from_parts(NamedArray, data, (*joint, *free_names[0], *free_names[1]))
 
@@ -125,6 +130,7 @@ def einsum(subscripts: str, *arrays: Any, dtype: jax.typing.DTypeLike | None = N
             f"einsum({subscripts!r}) has an ellipsis for the names that are not mentioned, which "
             f"stay: write it in the result too, '... embed, embed mlp -> ... mlp'."
         )
+
     operands: list[elementwise.Operand] = []
     for term, array in zip(inputs, arrays, strict=False):
         if isinstance(array, Variable):
@@ -142,6 +148,7 @@ def einsum(subscripts: str, *arrays: Any, dtype: jax.typing.DTypeLike | None = N
                 "rank."
             )
         operands.append(operand)
+
     mentioned = [name for term in inputs for name in term]
     twice = any(len({*names}) < len(names) for names in (*inputs, result))
     if not arrow or twice or len(inputs) != len(arrays) or not {*result} <= {*mentioned, _DOTS}:
@@ -150,11 +157,14 @@ def einsum(subscripts: str, *arrays: Any, dtype: jax.typing.DTypeLike | None = N
             "every name once, with commas between, and those of the result, which are some of "
             "these: einsum('batch embed, embed mlp -> batch mlp', x, w)."
         )
+
     sizes = elementwise.named_sizes(operands)
     places = {name: place for place, name in enumerate(sizes)}
     place = result.index(_DOTS) if _DOTS in result else 0
     further = (name for name in sizes if name not in mentioned)
     dims = (*result[:place], *further, *(name for name in result[place:] if name != _DOTS))
+
+    # ``jnp.einsum`` takes numbers in place of letters, of which there may be too few.
     interleaved: list[Any] = []
     for data, own_dims in operands:
         interleaved += [data, [places[name] for name in own_dims]]

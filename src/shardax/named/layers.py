@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import string
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -37,6 +38,8 @@ from shardax.named.make import arange, where
 from shardax.nn import arithmetic, parameters
 from shardax.nn.embedding import look_up
 from shardax.nn.errors import LayerConfigError, LayerInputError
+from shardax.nn.kernels.equation import Equation
+from shardax.nn.kernels.layer import KernelLayer, KernelMap
 from shardax.nn.masks import as_mask
 from shardax.nn.parameters import Initializer
 
@@ -118,7 +121,7 @@ def beside(variable: Param, axes: AxisSizes, x: NamedArray) -> NamedArray:
     return from_parts(NamedArray, align(variable.value.astype(x.dtype), x.data, places), axes.names)
 
 
-class Linear(Module):
+class Linear(KernelLayer):
     """Affine map from some named axes to others.
 
     ``dot(x, kernel, input_axes) + bias``. The map is the same along all other axes of the input.
@@ -174,12 +177,14 @@ class Linear(Module):
                 f"among those that it sums over or makes. It can be one of these."
             )
         outputs_made = AxisSizes(tuple(self.output_names().values()), outputs.sizes)
+
         if kernel_init is None:
             first, second = len(batch.names), len(batch.names) + len(inputs.names)
             last = second + len(outputs.names)
             kernel_init = parameters.lecun_normal(
                 tuple(range(first, second)), tuple(range(second, last)), tuple(range(first))
             )
+
         self.kernel = parameter(kernel_init, batch + inputs + outputs_made, param_dtype, rngs)
         self.bias = parameter(bias_init, batch + outputs, param_dtype, rngs) if use_bias else None
         self.dtype = parameters.canonical_dtype(dtype)
@@ -201,13 +206,40 @@ class Linear(Module):
         names = self.output_names()
         made_names = dict.fromkeys(n for n in (*names, *names.values()) if n not in inputs.names)
         x = check_input(self._shown(), x, inputs + batch, made_names)
+
         data, kernel = arithmetic.cast_all(self.dtype, x.data, self.kernel.value)
         dims = (*batch.names, *inputs.names, *names.values())
         y = dot(
             from_parts(NamedArray, data, x.dims), from_parts(NamedArray, kernel, dims), inputs.names
         )
+
         y = y.rename({new: name for name, new in names.items() if new != name})
         return y if self.bias is None else y + beside(self.bias, batch + self.output_axes, y)
+
+    def kernel_maps(self) -> dict[str, KernelMap]:
+        """Returns the product over the input axes, with a letter for each axis of the kernel."""
+        shape = (*self.batch_axes.sizes, *self.input_axes.sizes, *self.output_axes.sizes)
+        letters, batch = string.ascii_letters[: len(shape)], len(self.batch_axes.names)
+        end = batch + len(self.input_axes.names)
+
+        made = letters[:batch] + letters[end:]
+        equation = Equation(letters[:end], letters, made, ellipsis=False)
+        return {"kernel": KernelMap(equation, shape)}
+
+    def low_rank_term(
+        self, x: NamedArray, y: NamedArray, a: jax.Array, b: jax.Array, out_sharding: Any
+    ) -> NamedArray:
+        """Multiplies by ``a`` and ``b``, by names."""
+        rank = ("lora", "rank")
+        batch, inputs, made = self.batch_axes.names, self.input_axes.names, self.output_names()
+
+        data, a, b = arithmetic.cast_all(self.dtype, x.data, a, b)
+        first = from_parts(NamedArray, a, (*batch, *inputs, rank))
+        second = from_parts(NamedArray, b, (*batch, rank, *made.values()))
+
+        middle = dot(from_parts(NamedArray, data, x.dims), first, inputs)
+        term = dot(middle, second, (rank,))
+        return term.rename({new: name for name, new in made.items() if new != name})
 
     def output_names(self) -> dict[Any, Any]:
         """Returns the names of the output axes in the kernel."""
@@ -266,6 +298,7 @@ class Embed(Module):
             raise LayerConfigError(
                 f"{self._shown()} needs one axis to look up along, and others for the result."
             )
+
         if embedding_init is None:
             embedding_init = jax.nn.initializers.variance_scaling(
                 1.0, "fan_in", "normal", in_axis=tuple(range(1, len(axes.names))), out_axis=0
@@ -292,6 +325,7 @@ class Embed(Module):
                 f"{self._shown()} looks up integers, but was given {indices.dtype}"
                 f"{shown(indices.dims, indices.shape)}. Cast them: indices.astype(int)."
             )
+
         (table,) = arithmetic.cast_all(self.dtype, self.embedding.value)
         data, remaining = indices.data, range(1, table.ndim)
         out_sharding = joined_sharding(((data, range(data.ndim)), (table, remaining)))
@@ -357,15 +391,18 @@ class _Normalization(Module):
             within = [name for name in names if name in mask.axes]
             # Where none counts all do; a mask without these axes says no more than that.
             where = where | ~where.any(within) if within else where | ~where
+
         wide = x.astype(arithmetic.at_least_float32(x.dtype))
         if self._centred:  # the variance is that of centred values: an offset costs no precision
             wide = wide - wide.mean(names, where=where)
         data, dims = parts_of((wide * wide).mean(names, where=where) + self.epsilon)
         y = wide * from_parts(NamedArray, jax.lax.rsqrt(data), dims)
+
         if self.scale is not None:
             y = y * beside(self.scale, self.axes, y)
         if self.bias is not None:
             y = y + beside(self.bias, self.axes, y)
+
         learnt = [
             None if learnable is None else learnable.value for learnable in (self.scale, self.bias)
         ]
@@ -558,6 +595,7 @@ class Attention(Module):
         self.head = check_axes("Attention", "head", head)
         self.along, self.causal = along, bool(causal)
         self._read = f"{along}_read" if isinstance(along, str) else (along, "read")
+
         shared = check_axes("Attention", "heads", heads)
         queries = check_axes("Attention", "group", group or {}, empty=True)
         names = (*self.axes.names, *shared.names, *queries.names, *self.head.names)
@@ -566,6 +604,7 @@ class Attention(Module):
                 f"Attention needs different names for features, heads, group, head and the axis "
                 f"{along!r}, along which it reads {self._read!r}, but was given {names}."
             )
+
         keys = dict((shared + self.head).items())
         all_heads = dict((shared + queries + self.head).items())
         project = functools.partial(
@@ -576,6 +615,7 @@ class Attention(Module):
             kernel_init=kernel_init,
             rngs=rngs,
         )
+
         self.q = project(axes, all_heads)
         self.k = project(axes, keys)
         self.v = project(axes, keys)
@@ -603,8 +643,10 @@ class Attention(Module):
         source = x if context is None else context
         for argument in (x, source):
             self._check(argument)
+
         read = {self.along: self._read}
         query, key, value = self.q(x), self.k(source).rename(read), self.v(source).rename(read)
+
         wide = arithmetic.at_least_float32(query.dtype)
         scale = 1 / math.sqrt(math.prod(self.head.sizes))
         logits = dot(query * scale, key, self.head.names, dtype=wide)
@@ -612,6 +654,7 @@ class Attention(Module):
         if allowed is not None:
             # Not infinite: a position that may read nothing then reads all alike, and not NaN.
             logits = where(allowed, logits, -0.7 * float(jnp.finfo(wide).max))
+
         weights = softmax(logits, self._read).astype(value.dtype)
         return self.out(dot(weights, value, [self._read]))
 
@@ -632,6 +675,7 @@ class Attention(Module):
                     f"{self._shown()} takes a mask of booleans with axes among those of the "
                     f"weights, {shown(logits.dims, logits.shape)}, but was given {mask_text}."
                 )
+
         if not self.causal:
             return mask
         read_size, key_size = (logits.axes[name] for name in (self.along, self._read))

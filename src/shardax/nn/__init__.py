@@ -28,6 +28,8 @@ from shardax.nn.dropout import Dropout as Dropout
 from shardax.nn.einsum import Einsum as Einsum
 from shardax.nn.embedding import Embed as Embed
 from shardax.nn.embedding import sinusoidal as sinusoidal
+from shardax.nn.kernels.layer import KernelLayer as KernelLayer
+from shardax.nn.kernels.layer import KernelMap as KernelMap
 from shardax.nn.linear import Linear as Linear
 from shardax.nn.mixers.cache import MixerState as MixerState
 from shardax.nn.mixers.cache import RecurrentCache as RecurrentCache

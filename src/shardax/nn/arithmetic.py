@@ -110,6 +110,7 @@ def take_precision(
                 f"jax.lax.Precision."
             ) from error
         layer.precision = precision
+
     if preferred_element_type is not None:
         layer.preferred_element_type = parameters.canonical_dtype(preferred_element_type)
 
@@ -143,9 +144,11 @@ def contract(
     summed = tuple(dimensions)
     if out_sharding is None:
         out_sharding = _sharding_of_product(x, kernel, summed)
+
     amax = None
     if isinstance(precision, DelayedScaling):
         amax, precision = precision.update(*cast_all(dtype, x, kernel)), "fp8"
+
     options = summed, out_sharding, precision, preferred, dtype
     return _dot_general(x, kernel, bias, amax, *options)
 
@@ -174,6 +177,7 @@ def _dot_general(
     dtype: np.dtype | None,
 ) -> jax.Array:
     x, kernel = cast_all(dtype, x, kernel)
+
     # In this order and not by jnp.einsum, which contracts several dimensions last one first: XLA
     # on CPU then copies both operands.
     contracted = (tuple(range(x.ndim - len(summed), x.ndim)), summed)
@@ -184,6 +188,7 @@ def _dot_general(
         preferred_element_type=x.dtype if wide is None else wide,
         out_sharding=out_sharding,
     )
+
     y = fp8_product(multiply, x, kernel, amax) if precision == "fp8" else multiply(x, kernel)
     return y if bias is None else add_bias(y, bias)
 
@@ -204,9 +209,11 @@ def einsum(
             for letter in output
         ]
         out_sharding = joined_sharding(parts)
+
     amax, precision = None, options.get("precision")
     if isinstance(precision, DelayedScaling):
         amax, precision = precision.update(x, kernel), "fp8"
+
     if precision == "fp8":
         options["precision"] = None
         multiply = functools.partial(jnp.einsum, equation, out_sharding=out_sharding, **options)
@@ -264,6 +271,7 @@ class DelayedScaling(Module):
 
     def _recorded(self, history: AmaxHistory[Any], array: jax.Array) -> jax.Array:
         now, earlier = jax.lax.stop_gradient(_amax(array)), history.value
+
         most = jnp.max(earlier)
         most = jnp.where(most > 0, most, now)  # there were no calls yet
         if not self.deterministic:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
+import string
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,6 +24,7 @@ from shardax.extend import align, explicit_sharding, joined_sharding, with_layou
 from shardax.nn import parameters
 from shardax.nn.arithmetic import add_bias, as_array, at_least_float32, cast_all, take_precision
 from shardax.nn.errors import LayerConfigError
+from shardax.nn.kernels.layer import KernelLayer, KernelMap
 from shardax.nn.linear import numbered
 from shardax.nn.parameters import Initializer
 from shardax.partition import resolve_mesh
@@ -34,7 +36,7 @@ _MODES = {"CIRCULAR": "wrap", "REFLECT": "reflect"}
 _NAMED = ("SAME", "SAME_LOWER", "VALID", "CIRCULAR", "REFLECT", "CAUSAL")
 
 
-class ConvBase(Module):
+class ConvBase(KernelLayer):
     """Base of convolutions."""
 
     _paddings: tuple[str, ...] = _NAMED
@@ -74,11 +76,13 @@ class ConvBase(Module):
             raise LayerConfigError(
                 f"{name} has kernels of 1 to 3 dimensions, but kernel_size={kernel_size!r}."
             )
+
         self.strides = _per_dimension(name, "strides", strides, rank)
         self.dilation = _per_dimension(name, "dilation", dilation, rank)
         spread = _per_dimension(name, "input_dilation", input_dilation, rank)
         if max(spread) > 1:  # set only where given, as take_precision does
             self.input_dilation = spread
+
         self.padding = _as_padding(name, padding, rank, self._paddings)
         self.groups = parameters.as_size(name, "groups", groups)
         if in_features % groups or out_features % groups:
@@ -86,6 +90,7 @@ class ConvBase(Module):
                 f"{name} needs in_features and out_features to be multiples of groups, but "
                 f"in_features={in_features}, out_features={out_features}, groups={groups}."
             )
+
         shape = (*self.kernel_size, in_features // groups, out_features)
         names = (*numbered("window", rank), "in", "out") if kernel_axes is None else kernel_axes
         axes = parameters.as_axes(name, "kernel_axes", names, len(shape))
@@ -94,6 +99,7 @@ class ConvBase(Module):
         self.kernel = parameters.make_parameter(kernel_init, shape, param_dtype, axes, rngs)
         bias = (bias_init, (out_features,), param_dtype, axes[-1:], rngs)
         self.bias = parameters.make_parameter(*bias) if use_bias else None
+
         if mask is not None:
             if np.shape(mask) != shape:
                 raise LayerConfigError(
@@ -102,6 +108,7 @@ class ConvBase(Module):
                     f"np.broadcast_to(mask, {shape})."
                 )
             self.mask = Variable(mask, axes=axes)
+
         self.dtype = parameters.canonical_dtype(dtype)
         take_precision(self, precision, preferred_element_type, has_fp8=False)
 
@@ -122,6 +129,7 @@ class ConvBase(Module):
             rank,
             self.in_features,
         )
+
         x, kernel = cast_all(self.dtype, x, kernel)
         wide = self.preferred_element_type
         if wide is not None:  # the derivative of a mixed convolution is refused by JAX
@@ -133,13 +141,41 @@ class ConvBase(Module):
             kernel,
         )
 
+    def kernel_maps(self) -> dict[str, KernelMap]:
+        """Returns the product of the input's windows with the kernel."""
+        letters = string.ascii_letters[: len(self.kernel_size) + 2]
+        shape = (*self.kernel_size, self.in_features // self.groups, self.out_features)
+        return {"kernel": KernelMap.of(f"...{letters[:-1]},{letters}->...{letters[-1]}", shape)}
+
+    def low_rank_problem(self) -> str | None:
+        """Refuses a masked kernel."""
+        if self.mask is None:
+            return None
+        return "with a mask of its kernel, and the sum of two masked kernels has no low rank"
+
+    def low_rank_term(
+        self, x: Any, y: jax.Array, a: jax.Array, b: jax.Array, out_sharding: Any
+    ) -> jax.Array:
+        """Convolves with ``a``, in each group, and mixes the channels with ``b``."""
+        groups = self.groups
+        middle = self.convolve(x, jnp.tile(a, groups), None)
+
+        def mix(middle: jax.Array, b: jax.Array) -> jax.Array:
+            parts = middle.reshape(*middle.shape[:-1], groups, -1)
+            mixed = jnp.einsum("...gr,rgo->...go", parts, b.reshape(len(b), groups, -1))
+            return mixed.reshape(y.shape)
+
+        return with_layout(mix, explicit_sharding(y), *cast_all(None, middle, b))
+
     def _run(self, x: jax.Array, kernel: jax.Array) -> jax.Array:
         rank = len(self.kernel_size)
         front = x.shape[: x.ndim - rank - 1]
         x = x.reshape((math.prod(front), *x.shape[len(front) :]))
+
         if self.input_dilation is not None:
             between = [(0, 0, size - 1) for size in self.input_dilation]
             x = jax.lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0), *between, (0, 0, 0)])
+
         pairs, lhs_dilation, strides = self._arithmetic()
         if self.padding in _MODES:
             if lhs_dilation is not None:  # one period of the result
@@ -147,6 +183,7 @@ class ConvBase(Module):
                 x = jax.lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0), *between, (0, 0, 0)])
             x = self._extended(x, pairs)
             pairs, lhs_dilation = "VALID", None
+
         # XLA's partitioner aborts where groups meet a kernel that is split (seen with JAX 0.10).
         if self.groups > 1:
             mesh = resolve_mesh()
@@ -156,6 +193,7 @@ class ConvBase(Module):
                 kernel = jax.lax.with_sharding_constraint(
                     kernel, NamedSharding(mesh, PartitionSpec())
                 )
+
         letters = "XYZ"[:rank]
         y = jax.lax.conv_general_dilated(
             x,

@@ -1,118 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Linear layer written as an equation.
-
-An equation such as ``"...te,ehd->...thd"`` names the dimensions of the input, of the kernel and of
-the result by letters. The kernel's letters that the result lacks are summed over; those that only
-the kernel has are made by it; those that input, kernel and result have are batch dimensions, along
-which the kernel is many kernels. An ellipsis, anywhere in an operand, stands for further
-dimensions.
-"""
+"""Linear layer written as an equation."""
 
 from __future__ import annotations
 
-import re
-import string
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 import jax
 import numpy as np
 
-from shardax import Module, Rngs
+from shardax import Rngs
 from shardax.nn import parameters
 from shardax.nn.arithmetic import add_bias, as_array, cast_all, einsum, take_precision
 from shardax.nn.errors import LayerConfigError
+from shardax.nn.kernels.equation import Equation
+from shardax.nn.kernels.layer import KernelLayer, KernelMap
 from shardax.nn.parameters import Initializer
 
-_TERM = r"[A-Za-z]*(?:\.\.\.)?[A-Za-z]*"
-_FORM = re.compile(f"({_TERM}),({_TERM})->({_TERM})")
 
-
-@dataclass(frozen=True)
-class Equation:
-    """Letters of an input and a kernel, and of their result."""
-
-    input: str
-    kernel: str
-    output: str
-    ellipsis: bool  # whether input and result have further dimensions
-    input_place: int = 0  # how many letters of the input are before these
-    output_place: int = 0
-    shared: str = ""  # letters for the kernel's ellipsis that the input has too
-
-    @classmethod
-    def parse(cls, text: str, kernel_rank: int | None = None) -> Self:
-        """Reads an equation, or raises ``LayerConfigError``."""
-        # An ellipsis of the kernel becomes letters, as the rank of a kernel is known; those letters
-        # are the last dimensions of the other ellipses, as in NumPy.
-        match = _FORM.fullmatch(text.replace(" ", ""))
-        first, second, output = match.groups() if match else ("", "", "")
-        has_ellipsis = "..." in first or "..." in second
-        if not first or not second or has_ellipsis != ("..." in output):
-            raise LayerConfigError(
-                f"Einsum cannot read the equation {text!r}. Write the letters of input, kernel and "
-                f"result, with an ellipsis in the result if there is one in an operand: "
-                f"'...te,ehd->...thd'."
-            )
-        letters = [term.replace("...", "") for term in (first, second, output)]
-        for term in letters:
-            if len(set(term)) < len(term):
-                raise LayerConfigError(
-                    f"Einsum({text!r}) has a letter twice in {term!r}; give each dimension of "
-                    f"one array a letter of its own."
-                )
-        unknown = set(letters[2]) - set(letters[0] + letters[1])
-        if unknown:
-            raise LayerConfigError(
-                f"Einsum({text!r}) has {sorted(unknown)} in the result but in neither operand."
-            )
-        shared = ""
-        if "..." in second and kernel_rank is not None:
-            unused = [x for x in reversed(string.ascii_letters) if x not in "".join(letters)]
-            shared = "".join(unused[: max(kernel_rank - len(letters[1]), 0)])
-            first = first.replace("...", f"...{shared}")
-            second = second.replace("...", shared)
-            output = output.replace("...", f"...{shared}" if "..." in first else shared)
-        inputs, kernel, outputs = (term.replace("...", "") for term in (first, second, output))
-        before, start = (max(term.find("..."), 0) for term in (first, output))
-        shared = shared if "..." in first else ""
-        return cls(inputs, kernel, outputs, "..." in first, before, start, shared)
-
-    @property
-    def made(self) -> str:
-        """Letters of the result from the kernel alone."""
-        return "".join(x for x in self.output if x in self.kernel and x not in self.input)
-
-    def kernel_dimensions(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-        """Returns the kernel's summed, new, and batch dimensions."""
-        letters = tuple(enumerate(self.kernel))
-        batch = tuple(i for i, x in letters if x in self.output and x in self.input)
-        new_dims = tuple(i for i, x in letters if x in self.made)
-        return tuple(i for i, x in letters if x not in self.output), new_dims, batch
-
-    def expanded(self, x: jax.Array) -> jax.Array:
-        """Adds dimensions of size 1 where the kernel's ellipsis has more."""
-        missing = len(self.input) - x.ndim
-        if not 0 < missing <= len(self.shared):
-            return x
-        return jax.lax.expand_dims(x, range(self.input_place, self.input_place + missing))
-
-    def spelled_out(self, extra: int) -> str:
-        """Returns the equation with letters in place of the ellipsis."""
-        unused = [x for x in string.ascii_letters if x not in self.input + self.kernel]
-        return self._with("".join(unused[:extra]))
-
-    def _with(self, further: str) -> str:
-        before, after = self.input[: self.input_place], self.input[self.input_place :]
-        start, end = self.output[: self.output_place], self.output[self.output_place :]
-        return f"{before}{further}{after},{self.kernel}->{start}{further}{end}"
-
-    def __str__(self) -> str:
-        return self._with("..." if self.ellipsis else "")
-
-
-class Einsum(Module):
+class Einsum(KernelLayer):
     """Linear map by an equation: ``y = einsum(equation, x, kernel) + bias``.
 
     Args:
@@ -153,6 +59,7 @@ class Einsum(Module):
         ((3, 5, 4, 2), ('e', 'h', 'd'))
     """
 
+    takes_precision = True
     precision: Any = None
     preferred_element_type: Any = None
 
@@ -179,12 +86,15 @@ class Einsum(Module):
                 f"{name} has a kernel {parsed.kernel!r} of {len(parsed.kernel)} dimensions, but "
                 f"shape={sizes} has {len(sizes)}. Give one size per letter."
             )
+
         letters = [letter if letter in equation else None for letter in parsed.kernel]
         axis_names = letters if kernel_axes is None else kernel_axes
         axes = parameters.as_axes(name, "kernel_axes", axis_names, len(sizes))
+
         if kernel_init is None:
             kernel_init = parameters.lecun_normal(*parsed.kernel_dimensions())
         self.kernel = parameters.make_parameter(kernel_init, sizes, param_dtype, axes, rngs)
+
         self.bias = None
         if bias_shape is not None:
             bias_dims = [parsed.kernel.index(letter) for letter in parsed.made]
@@ -233,6 +143,7 @@ class Einsum(Module):
                 inputs,
                 f"The kernel has the shape {kernel.shape}.",
             )
+
         x, kernel = cast_all(self.dtype, x, kernel)
         y = einsum(
             equation.spelled_out(extra),
@@ -242,18 +153,26 @@ class Einsum(Module):
             precision=self.precision,
             preferred_element_type=self.preferred_element_type,
         )
+
         if self.bias is None:
             return y
+
+        # The bias is over the letters that the kernel makes, and may be over shared ones too.
         has_shared = self.bias.ndim > len(equation.made)
         places = equation.spelled_out(extra).partition("->")[2]
         letters = equation.kernel if has_shared else equation.made
         return add_bias(y, self.bias.value, [i for i, x in enumerate(places) if x in letters])
+
+    def kernel_maps(self) -> dict[str, KernelMap]:
+        """Returns the equation of ``kernel``."""
+        return {"kernel": KernelMap(self.equation)}
 
 
 def _fits(equation: Equation, sizes: dict[str, int], shape: tuple[int, ...]) -> bool:
     extra = len(shape) - len(equation.input)
     if extra < 0 or (extra > 0 and not equation.ellipsis):
         return False
+
     place = equation.input_place
     known_sizes = (*shape[:place], *shape[place + extra :])
     pairs = zip(equation.input, known_sizes, strict=True)

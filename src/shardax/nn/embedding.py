@@ -4,18 +4,19 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shardax import Module, Rngs
-from shardax.extend import INLINE, Options, joined_sharding
+from shardax import Rngs
+from shardax.extend import INLINE, Options, explicit_sharding, joined_sharding
 from shardax.nn import parameters
 from shardax.nn.arithmetic import as_array, cast_all, contract, take_features, take_precision
 from shardax.nn.errors import LayerConfigError
+from shardax.nn.kernels.layer import KernelLayer, KernelMap, LowRankTerm
 from shardax.nn.parameters import Initializer
 from shardax.nn.quantization import QuantizedKernel, quantized_rows
 
@@ -25,7 +26,7 @@ default_embedding_init: Initializer = jax.nn.initializers.variance_scaling(
 """Normal with variance 1 / features, so that a vector has length one on average."""
 
 
-class Embed(Module):
+class Embed(KernelLayer):
     """Table with a vector for each of ``num_embeddings`` integers.
 
     Args:
@@ -54,6 +55,8 @@ class Embed(Module):
         ((1, 3, 4), (1, 3, 10))
     """
 
+    takes_precision = True
+    is_adapted_unasked = False
     precision: Any = None
     preferred_element_type: Any = None
 
@@ -76,6 +79,7 @@ class Embed(Module):
             parameters.as_size("Embed", "num_embeddings", num_embeddings),
             parameters.as_size("Embed", "features", features),
         )
+
         names = parameters.as_axes("Embed", "axis names", axes, 2)
         self.embedding = parameters.make_parameter(embedding_init, shape, param_dtype, names, rngs)
         self.num_embeddings, self.features = shape
@@ -106,6 +110,7 @@ class Embed(Module):
                 "Cast them: indices.astype(int). For a distribution over the vectors, multiply: "
                 "weights @ embed.embedding.",
             )
+
         if isinstance(self.embedding, QuantizedKernel) and out_sharding is None:
             return quantized_rows(self.embedding, look_up, indices, self.dtype)
         (table,) = cast_all(self.dtype, self.embedding.value)
@@ -133,6 +138,36 @@ class Embed(Module):
         x, table = cast_all(self.dtype, x, self.embedding.value)
         options = self.precision, self.preferred_element_type
         return contract(x, table, (1,), out_sharding, *options)
+
+    def kernel_maps(self) -> dict[str, KernelMap]:
+        """Returns the lookup, which is a product of one-hot vectors with the table."""
+        shape = (self.num_embeddings, self.features)
+        return {"embedding": KernelMap.of("...v,vf->...f", shape, is_table=True)}
+
+    def low_rank_term(
+        self, x: Any, y: jax.Array, a: jax.Array, b: jax.Array, out_sharding: Any
+    ) -> jax.Array:
+        """Returns rows of ``a``, multiplied by ``b``."""
+        a, b = cast_all(self.dtype, a, b)
+        return contract(look_up(a, as_array(x)), b, (0,), explicit_sharding(y))
+
+    def attend_with_terms(
+        self, x: Any, terms: Mapping[str, LowRankTerm], out_sharding: Any = None
+    ) -> jax.Array:
+        """Multiplies by the transposed sum of the table and its term.
+
+        Args:
+            x: As for ``attend``.
+            terms: The low-rank term of ``embedding``.
+            out_sharding: As for ``attend``.
+
+        Returns:
+            An array as ``attend`` returns it.
+        """
+        y, term = self.attend(x, out_sharding=out_sharding), terms["embedding"]
+        x, a, b = cast_all(self.dtype, as_array(x), term.a, term.b)
+        extra = contract(contract(x, b, (1,), None), a, (1,), out_sharding)
+        return y + (term.scale * extra).astype(y.dtype)
 
 
 def look_up(table: jax.Array, indices: jax.Array, out_sharding: object = None) -> jax.Array:
@@ -179,10 +214,12 @@ def sinusoidal(
     size = parameters.as_size("sinusoidal", "features", features)
     options = Options(LayerConfigError, "sinusoidal")
     options.check("features", features, size % 2 == 0, "even, for a sine and a cosine each")
+
     positions = as_array(positions).astype(jnp.float32)
     steps = jnp.arange(size // 2, dtype=jnp.float32)
     frequencies = jax.lax.expand_dims(base ** (-2 * steps / size), range(positions.ndim))
     angles = jnp.expand_dims(positions, -1) * frequencies
+
     waves = [jnp.sin(angles), jnp.cos(angles)]
     if not interleaved:
         return jnp.concatenate(waves, axis=-1)

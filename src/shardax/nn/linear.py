@@ -3,19 +3,21 @@
 
 from __future__ import annotations
 
+import string
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from shardax import Module, Rngs
+from shardax import Rngs
 from shardax.nn import parameters
 from shardax.nn.arithmetic import as_array, contract, take_features, take_precision
+from shardax.nn.kernels.layer import KernelLayer, KernelMap
 from shardax.nn.parameters import Initializer
 
 
-class Linear(Module):
+class Linear(KernelLayer):
     """Affine map of the last dimensions, ``x @ kernel + bias``.
 
     Args:
@@ -50,6 +52,7 @@ class Linear(Module):
         ((3, 4, 2), ('embed', 'heads', None), ('heads', None))
     """
 
+    takes_precision = True
     precision: Any = None
     preferred_element_type: Any = None
 
@@ -71,19 +74,23 @@ class Linear(Module):
         inputs = parameters.as_sizes("Linear", "in_features", in_features)
         outputs = parameters.as_sizes("Linear", "out_features", out_features)
         shape, count = inputs + outputs, len(inputs)
+
         if kernel_axes is None:
             kernel_axes = (*numbered("in", count), *numbered("out", len(outputs)))
         axes = parameters.as_axes("Linear", "kernel_axes", kernel_axes, len(shape))
+
         if kernel_init is None:
             kernel_init = parameters.lecun_normal(
                 tuple(range(count)), tuple(range(count, len(shape)))
             )
+
         self.kernel = parameters.make_parameter(kernel_init, shape, param_dtype, axes, rngs)
         self.bias = (
             parameters.make_parameter(bias_init, outputs, param_dtype, axes[count:], rngs)
             if use_bias
             else None
         )
+
         self.in_features = in_features
         self.out_features = out_features
         self.dtype = parameters.canonical_dtype(dtype)
@@ -112,6 +119,15 @@ class Linear(Module):
         bias = None if self.bias is None else self.bias.value
         options = self.precision, self.preferred_element_type, bias, self.dtype
         return contract(x, kernel, range(count), out_sharding, *options)
+
+    def kernel_maps(self) -> dict[str, KernelMap]:
+        """Returns the product over the input's last dimensions."""
+        inputs = parameters.as_sizes("Linear", "in_features", self.in_features)
+        outputs = parameters.as_sizes("Linear", "out_features", self.out_features)
+        letters, count = string.ascii_letters[: len(inputs + outputs)], len(inputs)
+
+        equation = f"...{letters[:count]},{letters}->...{letters[count:]}"
+        return {"kernel": KernelMap.of(equation, inputs + outputs)}
 
 
 def numbered(name: str, count: int) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ The router's softmax over all experts is in float32. The load-balance loss is th
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -17,12 +17,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from shardax import Init, Intermediate, Module, Rngs, iter_modules
+from shardax import Init, Intermediate, Rngs, iter_modules
 from shardax._parallel.experts import Split, by_expert, find_places, find_split
 from shardax._parallel.kernels import against_experts, ragged_product
 from shardax.extend import Options, Static, explicit_sharding, is_eager, warn_user
 from shardax.nn.arithmetic import cast_all, take_features, uses_tokamax
 from shardax.nn.errors import LayerConfigError, LayerInputError
+from shardax.nn.kernels.layer import KernelLayer, KernelMap, LowRankTerm
 from shardax.nn.linear import Linear
 from shardax.nn.masks import as_mask
 from shardax.nn.mlp import Activation, find_activation
@@ -30,6 +31,7 @@ from shardax.nn.parameters import (
     Initializer,
     as_axes,
     as_size,
+    as_sizes,
     canonical_dtype,
     lecun_normal,
     make_parameter,
@@ -39,6 +41,8 @@ from shardax.nn.parameters import (
 from shardax.partition import resolve_mesh
 
 Dispatch = Literal["dense", "dropless", "capacity"]
+
+_KERNELS = ("gate", "up", "down")
 
 Multiply = Callable[[jax.Array, jax.Array], jax.Array]
 
@@ -52,7 +56,7 @@ class Kernel(NamedTuple):
     b: Any = None
 
 
-class MoE(Module):
+class MoE(KernelLayer):
     """Mixture of gated feed-forward experts with top-k routing.
 
     Each token gets ``sum(weight * down(activation(gate(x)) * up(x)))`` over its ``top_k`` experts.
@@ -149,6 +153,7 @@ class MoE(Module):
     ) -> None:
         features, hidden = as_size("MoE", "features", features), as_size("MoE", "hidden", hidden)
         count, top_k = as_size("MoE", "num_experts", num_experts), as_size("MoE", "top_k", top_k)
+
         options = Options(LayerConfigError, "MoE")
         if top_k > count:
             raise LayerConfigError(f"MoE chooses top_k={top_k} of num_experts={count}.")
@@ -156,6 +161,7 @@ class MoE(Module):
         fits = 0 < capacity_factor < math.inf
         options.check("capacity_factor", capacity_factor, fits, "positive and finite")
         find_activation(activation, "MoE")
+
         expert, outer, inner = as_axes("MoE", "axis names", axes, 3)
         init = lecun_normal((1,), (2,), (0,)) if kernel_init is None else kernel_init
         self.router = Linear(
@@ -168,16 +174,19 @@ class MoE(Module):
             kernel_axes=(outer, expert),
             rngs=rngs,
         )
+
         wide, narrow = (count, features, hidden), (count, hidden, features)
         self.gate = make_parameter(init, wide, param_dtype, (expert, outer, inner), rngs)
         self.up = make_parameter(init, wide, param_dtype, (expert, outer, inner), rngs)
         self.down = make_parameter(init, narrow, param_dtype, (expert, inner, outer), rngs)
+
         if use_bias:
             for name in ("gate_bias", "up_bias"):
                 bias = make_parameter(zeros, (count, hidden), param_dtype, (expert, inner), rngs)
                 setattr(self, name, bias)
             shape, names = (count, features), (expert, outer)
             self.down_bias = make_parameter(zeros, shape, param_dtype, names, rngs)
+
         self.top_k = top_k
         self.dispatch = dispatch
         self.capacity_factor = float(capacity_factor)
@@ -185,6 +194,7 @@ class MoE(Module):
         self.activation = activation
         self.deterministic = deterministic
         self.dtype = canonical_dtype(dtype)
+
         # There from the start, so that no call changes the structure of the model.
         self.load_balance_loss = Intermediate(Init(zeros, (), np.float32), axes=())
 
@@ -205,40 +215,57 @@ class MoE(Module):
             LayerInputError: If the last dimension is not ``features``, or the mask has another
                 shape, or numbers.
         """
-        return self.call_adapted(x, mask, out_sharding, {})
+        return self._call(x, {}, mask, out_sharding)
 
-    def call_adapted(
-        self,
-        x: object,
-        mask: object,
-        out_sharding: object,
-        adapters: dict[str, tuple[object, object]],
-        scale: float = 1.0,
+    def kernel_maps(self) -> dict[str, KernelMap]:
+        """Returns the products of each expert's tokens with its three kernels."""
+        ((count,), (features,)) = (
+            as_sizes("MoE", name, getattr(self.router, name))
+            for name in ("out_features", "in_features")
+        )
+        hidden = self.gate.shape[-1]
+        wide = KernelMap.of("etd,edh->eth", (count, features, hidden))
+        narrow = KernelMap.of("etd,edh->eth", (count, hidden, features))
+        return {"gate": wide, "up": wide, "down": narrow}
+
+    def call_with_terms(
+        self, x: Any, terms: Mapping[str, LowRankTerm], **options: Any
     ) -> jax.Array:
-        """Does the work of a call, with scaled low-rank terms by kernel."""
-        kernels = [self._kernel(name, adapters) for name in ("gate", "up", "down")]
+        """Does the work of a call, with low-rank terms by kernel."""
+        return self._call(x, terms, **options)
+
+    def _call(
+        self, x: Any, terms: Mapping[str, LowRankTerm], mask: Any = None, out_sharding: Any = None
+    ) -> jax.Array:
+        kernels = [self._kernel(name, terms.get(name)) for name in _KERNELS]
         x = take_features("MoE", x, (kernels[0].whole.shape[1],))
+
         counted = jnp.ones((), bool)
         if mask is not None:
             shape = f"of shape {x.shape[:-1]}"
             counted = as_mask("MoE", mask, shape, "One per token.")
             if counted.shape != x.shape[:-1]:
                 refuse_input("MoE", f"a mask of booleans {shape}", counted, "One per token.")
+
+        # Experts over a mesh axis: each device has the tokens of its own part.
         out_layout = out_sharding or explicit_sharding(x)
         split = None
         if self.dispatch != "dense":
             split = find_split(x, kernels[0].whole, self.gate.axes)
         x = x if split is None else split.enter(x)
         logits = self._scores(x)
+
         leaves, structure = jax.tree.flatten(kernels)
         x, *leaves = cast_all(self.dtype, x, *leaves)
         leading = (x, logits, counted)
+
         axes = None if split is None else (*split.axes, *split.experts, *split.hidden)
         reason = partial(against_experts, self.dispatch, axes)
         tokamax = uses_tokamax("experts", type(self).__name__, x, reason)
         compute: Any = partial(self._compute, tokamax)
         if split is not None:
             compute = partial(self._exchanging, tokamax, split)
+
         found = [explicit_sharding(array) for array in (*leading, *leaves)]
         shardings = [sharding for sharding in found if sharding is not None]
         if shardings:
@@ -250,15 +277,21 @@ class MoE(Module):
             explicit = tuple(axis for axis, kind in kinds if kind is AxisType.Explicit)
             options = {"axes": explicit, "out_sharding": (out_layout or whole, whole)}
             compute = jax.sharding.auto_axes(compute, **options)
+
         if split is not None and is_eager():
             # A region outside of a compiled program would be compiled operation by operation.
             options = (self.top_k, self.dispatch, self.capacity_factor, self.normalise)
             key = (type(self), self.activation, *options, self._routing, split, out_layout, tokamax)
             compute = partial(_compiled, Static(compute, key))
+
         kernels = jax.tree.unflatten(structure, leaves)
         # In the compute dtype, which holds more of the scale than a parameter may.
-        scaled = [k if k.b is None else k._replace(b=scale * k.b) for k in kernels]
+        scaled = [
+            kernel._replace(b=terms[name].scale * kernel.b) if name in terms else kernel
+            for name, kernel in zip(_KERNELS, kernels, strict=True)
+        ]
         y, loss = compute(*leading, *scaled)
+
         if not self.deterministic:
             self._check_router(len(kernels[0].whole))
             record = self.__dict__.get("load_balance_loss")
@@ -278,19 +311,22 @@ class MoE(Module):
                 "weight is the expert's probability."
             )
 
-    def _kernel(self, name: str, adapters: dict[str, tuple[object, object]]) -> Kernel:
+    def _kernel(self, name: str, term: LowRankTerm | None) -> Kernel:
         bias = getattr(self, f"{name}_bias")
         bias = None if bias is None else bias.value
-        return Kernel(getattr(self, name).value, bias, *adapters.get(name, ()))
+        whole = getattr(self, name).value
+        return Kernel(whole, bias) if term is None else Kernel(whole, bias, term.a, term.b)
 
     def _compute(
         self, tokamax: bool, x: jax.Array, logits: jax.Array, counted: jax.Array, *kernels: Kernel
     ) -> tuple[jax.Array, jax.Array]:
         """Returns the result and the loss; sees no Explicit axes."""
         weights, experts, loss = self._route(logits, counted, x.shape[:-1], len(kernels[0][0]))
+
         tokens, few = x.reshape(-1, x.shape[-1]), 2 * experts.size <= len(kernels[0][0])
         dropless, capacity = partial(self._dropless, tokamax), partial(self._capacity, counted)
         apply = {"dense": self._dense, "dropless": dropless, "capacity": capacity}
+
         few = few and self.dispatch != "capacity" and not tokamax
         if few and self.deterministic and resolve_mesh() is None:
             apply = {self.dispatch: self._by_choice}
@@ -314,6 +350,7 @@ class MoE(Module):
                 is_first = jax.lax.axis_index(split.hidden) == 0
                 down = down._replace(bias=jnp.where(is_first, down.bias, 0))
             everywhere = partial(jax.lax.psum, axis_name=split.axes)
+
             weights, experts, loss = self._route(logits, counted, x.shape[:-1], count, everywhere)
             places = None
             if self.dispatch == "capacity":
@@ -323,6 +360,7 @@ class MoE(Module):
                 place = find_places(experts, count, x.shape[:-1], split)
                 limit = self._limit(choices, count, counted, everywhere)
                 experts = jnp.where(place < limit, experts, count)
+
             tokens = x.reshape(-1, x.shape[-1])
             compute = partial(self._sorted, tokamax, (gate, up, down))
             weights = weights.astype(x.dtype)
@@ -361,9 +399,11 @@ class MoE(Module):
         # ``everywhere`` sums over all devices that have some of the tokens.
         probabilities, weights, experts = self._choose(logits, count)
         counts = jnp.broadcast_to(counted.astype(np.float32), tokens).reshape(-1)
+
         chosen = jax.nn.one_hot(experts, count, dtype=weights.dtype)  # (tokens, top_k, experts)
         shares, means = jnp.einsum("t,tke->e", counts, chosen), counts @ probabilities
         size, shares, means = everywhere((counts.sum(), shares, means))
+
         size = jnp.maximum(size, 1)  # the loss of no tokens is 0
         loss = count * jnp.vdot(shares / size, means / size)
         return weights, experts, loss

@@ -151,12 +151,15 @@ def round_to_format(
     """Returns numbers of a format and their scales."""
     wide = x.astype(at_least_float32(x.dtype))
     tiled, shared = _in_tiles(wide, dimensions, tile_size)
+
     scale = jnp.max(jnp.abs(tiled), axis=shared, keepdims=True) / range_.largest
     scale = jnp.where(scale == 0, jnp.ones_like(scale), scale)
+
     numbers = tiled / scale
     if jnp.issubdtype(range_.dtype, jnp.integer):
         limits = jnp.iinfo(range_.dtype)
         numbers = jnp.clip(jnp.round(numbers), int(limits.min), int(limits.max))
+
     sizes = list(x.shape)
     for dimension in dimensions if tile_size is None else ():
         sizes[dimension] = 1
@@ -215,11 +218,13 @@ def _quantized(
         shape = jax.ShapeDtypeStruct(kernel.shape, kernel.dtype)
         numbers, scale = jax.eval_shape(functools.partial(_round, *options), shape, range_.largest)
         return numbers, scale
+
     value = kernel.value
     layout, layouts = getattr(value, "sharding", None), None
     typed = explicit_sharding(value)
     if isinstance(value, Tracer) or not isinstance(layout, NamedSharding):
         layout = typed
+
     if layout is not None:
         entries = list((*layout.spec, *(None,) * value.ndim)[: value.ndim])
         whole = list(entries)
@@ -228,6 +233,7 @@ def _quantized(
         layouts = tuple(
             NamedSharding(layout.mesh, PartitionSpec(*part)) for part in (whole, entries)
         )
+
     return _rounding(*options, layouts, typed is not None)(value, range_.largest)
 
 

@@ -7,9 +7,8 @@ leading dimension of layers.
 
 from __future__ import annotations
 
-import string
 from collections.abc import Callable
-from typing import Any, NamedTuple, Self
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,20 +16,7 @@ import numpy as np
 
 from shardax import Dict, Init, Module, Param, Rngs, Selection, Variable, jvp, merge, select, split
 from shardax.errors import SelectionError
-from shardax.extend import (
-    ModuleWrapper,
-    Path,
-    PyTree,
-    align,
-    explicit_sharding,
-    format_path,
-    raise_if_any,
-    with_layout,
-)
-from shardax.named.array import NamedArray
-from shardax.named.base import from_parts
-from shardax.named.functions import dot
-from shardax.named.layers import Linear as NamedLinear
+from shardax.extend import ModuleWrapper, Path, PyTree, align, format_path, raise_if_any
 from shardax.nn.arithmetic import (
     as_array,
     at_least_float32,
@@ -39,15 +25,12 @@ from shardax.nn.arithmetic import (
     einsum,
     take_features,
 )
-from shardax.nn.conv import ConvBase
-from shardax.nn.einsum import Einsum, Equation
-from shardax.nn.embedding import Embed, look_up
+from shardax.nn.kernels.equation import Equation
+from shardax.nn.kernels.layer import KernelLayer, KernelMap, LowRankTerm, unused_letters
 from shardax.nn.linear import Linear
-from shardax.nn.moe import MoE
 from shardax.nn.parameters import Initializer, as_size, lecun_normal, zeros
 from shardax.nn.quantization import QuantizedKernel
-
-Adaptable = Linear | Einsum | ConvBase | MoE | Embed | NamedLinear
+from shardax.surgery import errors
 
 
 class LayerWrapper(ModuleWrapper):
@@ -157,8 +140,9 @@ class LoRA(LayerWrapper):
     has the window. Experts have a term each. LoRA is from Hu et al., arXiv:2106.09685.
 
     Args:
-        layer: A ``Linear`` (also of ``sx.named``), ``Einsum``, convolution, ``MoE`` or ``Embed``,
-            also one of a stack. With sizes any Module that is called with an array first, or None.
+        layer: A ``nn.KernelLayer``: a ``Linear`` (also of ``sx.named``), ``Einsum``, convolution,
+            ``MoE``, ``Embed``, or one of yours; also one of a stack. With sizes any Module that is
+            called with an array first, or None.
         rank: Size of the dimension between ``a`` and ``b``.
         scale: Factor of the term.
         in_features: Size of the last dimension of the input; None for the layer's kernel to say.
@@ -168,8 +152,8 @@ class LoRA(LayerWrapper):
 
     Attributes:
         body: The layer, or None.
-        a: ``Param`` with the tag ``"lora"``: drawn with variance 1 / fan-in. Of a ``MoE`` a
-            ``Dict`` with one for each of ``gate``, ``up`` and ``down``.
+        a: ``Param`` with the tag ``"lora"``: drawn with variance 1 / fan-in. Of a layer of
+            several kernels, as a ``MoE`` is, a ``Dict`` with one for each.
         b: Likewise, zeros. Of an ``Embed`` ``a`` is zeros, and ``b`` is drawn.
         scale: Factor of the term.
 
@@ -201,6 +185,9 @@ class LoRA(LayerWrapper):
         rngs: Rngs | None = None,
     ) -> None:
         rngs, rank = rngs or Rngs(0), as_size("LoRA", "rank", rank)
+        self.a: Any
+        self.b: Any
+
         if in_features is not None or out_features is not None:
             _check_callable(layer)
             super().__init__(layer)
@@ -212,40 +199,19 @@ class LoRA(LayerWrapper):
             init = Init(zeros, (rank, outputs), param_dtype)
             self.b = Param(init, axes=(None, "out"), tag="lora")
             return
-        _refuse_unknown(layer, type(layer).__name__)
+
+        kernel_maps = _adaptable(layer, type(layer).__name__).kernel_maps()
         super().__init__(layer)
-        pairs = {name: self._pair(name, rank, rngs) for name in kernels_of(layer)}
-        self.a: Any
-        self.b: Any
-        if isinstance(layer, MoE):  # several kernels, and a pair for each
+        pairs = {
+            name: _make_pair(getattr(layer, name), kernel_map, rank, rngs)
+            for name, kernel_map in kernel_maps.items()
+        }
+        if len(pairs) > 1:
             self.a = Dict({name: a for name, (a, _) in pairs.items()})
             self.b = Dict({name: b for name, (_, b) in pairs.items()})
         else:
             ((self.a, self.b),) = pairs.values()
         self.scale = float(scale)
-
-    def _pair(self, name: str, rank: int, rngs: Rngs) -> tuple[Param, Param]:
-        """Makes ``a`` and ``b`` of a kernel."""
-        kernel, terms = getattr(self.body, name), LinearTerms.of(self.body)
-        lead = kernel.ndim - len(terms.whole.kernel)  # dimensions of stacks
-        sizes = dict(zip(terms.whole.kernel, kernel.shape[lead:], strict=True))
-        names = dict(zip(terms.whole.kernel, (kernel.axes or ())[lead:], strict=False))
-
-        def make(letters: str, initializer: Initializer) -> Param:
-            shape = (*kernel.shape[:lead], *(sizes.get(letter, rank) for letter in letters))
-            axes = (*(kernel.axes or (None,) * lead)[:lead], *map(names.get, letters))
-            init = Init(initializer, shape, kernel.dtype, rngs=rngs)
-            return Param(init, axes=axes, tag="lora")
-
-        def drawn(equation: Equation) -> Initializer:
-            dimensions = equation.kernel_dimensions()
-            summed, made, batch = (tuple(lead + place for place in each) for each in dimensions)
-            return lecun_normal(summed, made, (*range(lead), *batch))
-
-        # A row of a table is looked up, not summed over: drawn, it would hardly count.
-        looked_up = isinstance(self.body, Embed)
-        a = make(terms.first.kernel, zeros if looked_up else drawn(terms.first))
-        return a, make(terms.second.kernel, drawn(terms.second) if looked_up else zeros)
 
     def __call__(self, x: Any, *args: PyTree, **options: Any) -> PyTree:
         """Maps an input as the layer does, and adds the term.
@@ -259,7 +225,8 @@ class LoRA(LayerWrapper):
             What the layer returns, plus the term.
         """
         if self.sizes is None:
-            return self._adapted(x, *args, **options)
+            return self.body.call_with_terms(x, self._terms(), *args, **options)
+
         inputs = take_features("LoRA", x, self.sizes[:1], "in_features")
         inputs, a, b = cast_all(None, inputs, self.a.value, self.b.value)
         term = self.scale * contract(contract(inputs, a, (0,)), b, (0,))
@@ -268,192 +235,106 @@ class LoRA(LayerWrapper):
         y = as_array(self.body(x, *args, **options))
         return y + align(term.astype(y.dtype), y)
 
-    def _adapted(self, x, *, mask=None, out_sharding=None):
-        """Adds the term of a known kernel."""
-        if isinstance(self.body, NamedLinear):
-            y = self.body(x)
-            return y + (self.scale * self._named_term(x)).astype(y.dtype)
-        if isinstance(self.body, MoE):
-            pairs = {name: (self.a[name].value, self.b[name].value) for name in self.a}
-            return self.body.call_adapted(x, mask, out_sharding, pairs, self.scale)
-        options = {} if mask is None else {"mask": mask}
-        y, x = self.body(x, out_sharding=out_sharding, **options), as_array(x)
-        if isinstance(self.body, Embed):
-            a, b = cast_all(self.body.dtype, self.a.value, self.b.value)
-            term = contract(look_up(a, x), b, (0,), explicit_sharding(y))
-            return y + (self.scale * term).astype(y.dtype)
-        if isinstance(self.body, ConvBase):
-            return y + (self.scale * self._convolved(x, y)).astype(y.dtype)
-        terms = LinearTerms.of(self.body)
-        x = terms.whole.expanded(x)
-        extra = x.ndim - len(terms.whole.input)
-        x, a, b = cast_all(self.body.dtype, x, self.a.value, self.b.value)
-        middle = einsum(terms.first.spelled_out(extra), x, a)
-        term = einsum(terms.second.spelled_out(extra), middle, b, out_sharding)
-        return y + (self.scale * term).astype(y.dtype)
-
-    def _named_term(self, x: NamedArray) -> NamedArray:
-        """Multiplies a named array by ``a`` and ``b``, by names."""
-        layer, rank = self.body, ("lora", "rank")
-        batch, inputs, made = layer.batch_axes.names, layer.input_axes.names, layer.output_names()
-        data, a, b = cast_all(layer.dtype, x.data, self.a.value, self.b.value)
-        a = from_parts(NamedArray, a, (*batch, *inputs, rank))
-        b = from_parts(NamedArray, b, (*batch, rank, *made.values()))
-        term = dot(dot(from_parts(NamedArray, data, x.dims), a, inputs), b, (rank,))
-        return term.rename({new: name for name, new in made.items() if new != name})
-
-    def _convolved(self, x: jax.Array, y: jax.Array) -> jax.Array:
-        """Convolves with ``a``, in each group, and mixes the channels with ``b``."""
-        groups = self.body.groups
-        middle = self.body.convolve(x, jnp.tile(self.a.value, groups), None)
-
-        def mix(middle: jax.Array, b: jax.Array) -> jax.Array:
-            parts = middle.reshape(*middle.shape[:-1], groups, -1)
-            mixed = jnp.einsum("...gr,rgo->...go", parts, b.reshape(len(b), groups, -1))
-            return mixed.reshape(y.shape)
-
-        return with_layout(mix, explicit_sharding(y), *cast_all(None, middle, self.b.value))
-
     def attend(self, x: Any, *, out_sharding: Any = None) -> jax.Array:
         """Multiplies by the transposed table of an ``Embed``, and adds the term."""
-        y = self.body.attend(x, out_sharding=out_sharding)
-        x, a, b = cast_all(self.body.dtype, as_array(x), self.a.value, self.b.value)
-        term = contract(contract(x, b, (1,), None), a, (1,), out_sharding)
-        return y + (self.scale * term).astype(y.dtype)
+        return self.body.attend_with_terms(x, self._terms(), out_sharding)
+
+    def _pairs(self) -> dict[str, tuple[Param, Param]]:
+        """Returns ``a`` and ``b`` of each kernel of a layer of known kernels."""
+        names = list(self.body.kernel_maps())
+        if len(names) > 1:
+            return {name: (self.a[name], self.b[name]) for name in names}
+        return dict.fromkeys(names, (self.a, self.b))
+
+    def _terms(self) -> dict[str, LowRankTerm]:
+        return {
+            name: LowRankTerm(a.value, b.value, self.scale)
+            for name, (a, b) in self._pairs().items()
+        }
 
     def merged(self) -> Any:
         """Returns the layer with the terms added to its kernels."""
         layer = self.body
         if self.sizes is not None and layer is not None:
-            raise SelectionError(
-                f"A LoRA with sizes is around a {type(layer).__name__}, and does not know to which "
-                f"kernel its term belongs. Keep it, or adapt the layers inside: "
-                f"sx.surgery.lora(sx.select(model), rank=2)."
-            )
+            raise errors.no_kernel_to_merge_into(layer)
+
         if self.sizes is not None:
             layer = Linear(*self.sizes, use_bias=False, param_dtype=self.a.dtype, rngs=Rngs(0))
             a, b = (v.value.astype(at_least_float32(v.dtype)) for v in (self.a, self.b))
             layer.kernel.value = (self.scale * contract(a, b, (0,))).astype(self.a.dtype)
             return layer
-        for name in kernels_of(layer):
-            several = isinstance(self.body, MoE)
-            a, b = (self.a[name], self.b[name]) if several else (self.a, self.b)
-            total = self._sum(getattr(self.body, name), a, b)
+
+        kernel_maps = self.body.kernel_maps()
+        for name, (a, b) in self._pairs().items():
+            term = LowRankTerm(a.value, b.value, self.scale)
+            total = _sum(getattr(self.body, name), kernel_maps[name], term)
             layer = select(layer).at_keypaths((name,)).set(total)
         return layer
 
-    def _sum(self, kernel, a, b):
-        """Returns a kernel with its term added."""
-        terms = LinearTerms.of(self.body)
-        parts = (terms.first.kernel, terms.second.kernel, terms.whole.kernel)
-        lead = _unused("".join(parts))[: kernel.ndim - len(terms.whole.kernel)]
-        inner, outer, whole = (lead + letters for letters in parts)
-        dtype = at_least_float32(kernel.dtype)
-        a, b = a.value.astype(dtype), b.value.astype(dtype)
-        term = align(einsum(f"{inner},{outer}->{whole}", a, b), kernel.value)
-        total = (kernel.value.astype(dtype) + self.scale * term).astype(kernel.dtype)
-        return kernel.replace(total)
+
+def _make_pair(kernel: Param, kernel_map: KernelMap, rank: int, rngs: Rngs) -> tuple[Param, Param]:
+    """Makes ``a`` and ``b`` of a kernel."""
+    letters, (first, second) = kernel_map.equation.kernel, kernel_map.factors
+    lead = kernel.ndim - kernel_map.ndim  # dimensions of stacks
+    sizes = dict(zip(letters, kernel.shape[lead:], strict=True))
+    names = dict(zip(letters, (kernel.axes or ())[lead:], strict=False))
+
+    def make(letters: str, initializer: Initializer) -> Param:
+        shape = (*kernel.shape[:lead], *(sizes.get(letter, rank) for letter in letters))
+        axes = (*(kernel.axes or (None,) * lead)[:lead], *map(names.get, letters))
+        init = Init(initializer, shape, kernel.dtype, rngs=rngs)
+        return Param(init, axes=axes, tag="lora")
+
+    def drawn(equation: Equation) -> Initializer:
+        dimensions = equation.kernel_dimensions()
+        summed, made, batch = (tuple(lead + index for index in each) for each in dimensions)
+        return lecun_normal(summed, made, (*range(lead), *batch))
+
+    # A row of a table is looked up, not summed over: drawn, it would hardly count.
+    if kernel_map.is_table:
+        return make(first.kernel, zeros), make(second.kernel, drawn(second))
+    return make(first.kernel, drawn(first)), make(second.kernel, zeros)
+
+
+def _sum(kernel: Param, kernel_map: KernelMap, term: LowRankTerm) -> Param:
+    """Returns a kernel with its term added."""
+    first, second = kernel_map.factors
+    parts = (first.kernel, second.kernel, kernel_map.equation.kernel)
+    lead = unused_letters("".join(parts))[: kernel.ndim - kernel_map.ndim]
+    inner, outer, whole = (lead + letters for letters in parts)
+
+    dtype = at_least_float32(kernel.dtype)
+    product = einsum(f"{inner},{outer}->{whole}", term.a.astype(dtype), term.b.astype(dtype))
+    added = term.scale * align(product, kernel.value)
+    return kernel.replace((kernel.value.astype(dtype) + added).astype(kernel.dtype))
 
 
 def _check_callable(layer: object) -> None:
     """Raises for what LoRA cannot be around, with sizes."""
     if layer is not None and (not isinstance(layer, Module) or not callable(layer)):
-        raise SelectionError(
-            f"A LoRA with sizes is around a Module that is called, or alone, but was given "
-            f"{layer!r}. Alone it is sx.surgery.LoRA(None, 2, in_features=8, out_features=4)."
-        )
+        raise errors.not_callable(layer)
 
 
-def _refuse_unknown(layer: object, where: str) -> None:
-    """Raises if the low-rank term of a layer's kernel is not known."""
-    if not isinstance(layer, Adaptable):
-        raise SelectionError(
-            f"{where} has no kernel that LoRA knows. Give the sizes of its input and result: "
-            f"sx.surgery.LoRA(layer, 2, in_features=8, out_features=4)."
-        )
-    if isinstance(layer, ConvBase) and layer.mask is not None:
-        raise SelectionError(
-            f"{where} is a {type(layer).__name__} with a mask of its kernel, and the sum of two "
-            f"masked kernels has no low rank. Leave it out: selection.where(...)."
-        )
-    # The term is added to what the base computes: such a layer would not equal its merged one.
-    own = [name for name in ("__call__", "attend") if _is_own(type(layer), name)]
-    if own:
-        raise SelectionError(
-            f"{where} is a {type(layer).__name__}, whose {own[0]} is its own, so shardax does not "
-            f"know what a low-rank term of its kernel adds. Make it a Module that calls the layer, "
-            f"or leave it out: selection.where(...)."
-        )
+def _adaptable(layer: Any, where: str) -> KernelLayer:
+    """Returns a layer; raises if the low-rank terms of its kernels are not known."""
+    if not isinstance(layer, KernelLayer):
+        raise errors.no_known_kernel(where)
+    problem = layer.low_rank_problem()
+    if problem is not None:
+        raise errors.no_low_rank(where, layer, problem)
+
+    # Only the class that says the maps, or a base of it, is known to compute by them.
+    known = _definer(type(layer), "kernel_maps")
+    for method in ("__call__", "attend"):
+        definer = _definer(type(layer), method)
+        if definer is not None and known is not None and not issubclass(known, definer):
+            raise errors.call_of_its_own(where, layer, method)
+    return layer
 
 
-def _is_own(cls: type, name: str) -> bool:
-    """Whether a method is defined outside shardax's layers."""
-    definer = next((each for each in cls.__mro__ if name in vars(each)), None)
-    ours = ("shardax.nn.", "shardax.named.")
-    return definer is not None and not definer.__module__.startswith(ours)
-
-
-def kernels_of(layer: object) -> tuple[str, ...]:
-    """Names of the adapted kernels of a layer."""
-    if isinstance(layer, MoE):
-        return ("gate", "up", "down")
-    return ("embedding",) if isinstance(layer, Embed) else ("kernel",)
-
-
-class LinearTerms(NamedTuple):
-    """Equations of a linear layer and of its low-rank term."""
-
-    whole: Equation
-    first: Equation  # with ``a``
-    second: Equation  # with ``b``
-    sizes: tuple[int, ...]  # of the kernel of one layer, where they are known
-
-    @classmethod
-    def of(cls, layer: Adaptable) -> Self:
-        sizes: tuple[int, ...] = ()
-        if isinstance(layer, Einsum):
-            whole = layer.equation
-        elif isinstance(layer, MoE):
-            whole = Equation("etd", "edh", "eth", ellipsis=False)
-            count, features = map(_as_tuple, (layer.router.out_features, layer.router.in_features))
-            sizes = (*count, *features, layer.gate.shape[-1])
-        elif isinstance(layer, NamedLinear):
-            parts = (layer.batch_axes, layer.input_axes, layer.output_axes)
-            sizes = tuple(size for axes in parts for size in axes.sizes)
-            letters, count = string.ascii_letters[: len(sizes)], len(layer.batch_axes.names)
-            end = count + len(layer.input_axes.names)
-            output = letters[:count] + letters[end:]
-            whole = Equation(letters[:end], letters, output, ellipsis=False)
-        elif isinstance(layer, Embed):  # a product of one-hot vectors
-            whole = Equation("v", "vf", "f", ellipsis=True)
-            sizes = (layer.num_embeddings, layer.features)
-        elif isinstance(layer, ConvBase):  # a product of the input's windows
-            letters = string.ascii_letters[: len(layer.kernel_size) + 2]
-            whole = Equation(letters[:-1], letters, letters[-1], ellipsis=True)
-            sizes = (*layer.kernel_size, layer.in_features // layer.groups, layer.out_features)
-        else:
-            inputs, outputs = map(_as_tuple, (layer.in_features, layer.out_features))
-            sizes = (*inputs, *outputs)
-            letters, count = string.ascii_letters[: len(sizes)], len(inputs)
-            whole = Equation(letters[:count], letters, letters[count:], ellipsis=True)
-        summed, made, batch = (
-            "".join(whole.kernel[place] for place in places) for places in whole.kernel_dimensions()
-        )
-        rank = _unused(whole.input + whole.kernel)[0]
-        middle = "".join(letter for letter in whole.input if letter not in summed) + rank
-        inputs = whole.ellipsis, whole.input_place
-        first = Equation(whole.input, batch + summed + rank, middle, *inputs)
-        outputs = whole.ellipsis, 0, whole.output_place
-        second = Equation(middle, batch + rank + made, whole.output, *outputs)
-        return cls(whole, first, second, sizes)
-
-
-def _as_tuple(sizes) -> tuple[int, ...]:
-    return tuple(sizes) if isinstance(sizes, (tuple, list)) else (sizes,)
-
-
-def _unused(letters: str) -> str:
-    return "".join(letter for letter in string.ascii_letters if letter not in letters)
+def _definer(cls: type, name: str) -> type | None:
+    """Returns the class that defines a method, if any."""
+    return next((each for each in cls.__mro__ if name in vars(each)), None)
 
 
 def lora(
@@ -463,10 +344,10 @@ def lora(
 
     Args:
         selection: What holds the layers: each ``Linear`` (also of ``sx.named``), ``Einsum``,
-            convolution and ``MoE`` in it is adapted, with kernels of any rank, and those of a
-            ``Stack``, with an adapter for each of its layers. Of a ``MoE`` those are the kernels of
-            the experts; its router stays as it is unless it is selected itself, and so does an
-            ``Embed``.
+            convolution, ``MoE`` and other ``nn.KernelLayer`` in it is adapted, with kernels of any
+            rank, and those of a ``Stack``, with an adapter for each of its layers. Of a ``MoE``
+            those are the kernels of the experts; its router stays as it is unless it is selected
+            itself, and so does an ``Embed``.
         rank: Rank of the adapters.
         scale: Factor of what they add.
         rngs: Random streams; ``params`` is used. None: ``Rngs(0)``.
@@ -491,30 +372,26 @@ def lora(
         True
     """
     given = checked_selection("lora", selection)
-    named = set(given.get_by_path())
-    linears = given.at_instances_of(Adaptable).where(
-        lambda path, layer: path in named or not isinstance(layer, Embed)
+    selected = set(given.get_by_path())
+    layers = given.at_instances_of(KernelLayer).where(
+        lambda path, layer: path in selected or layer.is_adapted_unasked
     )
     adapted = {id(each.body) for each in select(selection.tree).at_instances_of(LoRA).get_all()}
+
     streams = rngs or Rngs(0)
 
-    def adapt(path: Path, layer) -> LoRA:
-        _refuse_unknown(layer, format_path(path))
+    def adapt(path: Path, layer: KernelLayer) -> LoRA:
+        kernel_maps = _adaptable(layer, format_path(path)).kernel_maps()
         if id(layer) in adapted:
-            raise SelectionError(
-                f"{format_path(path[:-1])} has an adapter already. Merge it first, "
-                f"sx.surgery.merge_lora(model), or leave the layer out: selection.where(...)."
-            )
-        expected, kernel = LinearTerms.of(layer).sizes, getattr(layer, kernels_of(layer)[0])
-        if expected and kernel.shape[-len(expected) :] != expected:
-            raise SelectionError(
-                f"{format_path(path)} has a kernel of shape {kernel.shape}, which does not "
-                f"end with {expected}: its layers were mapped over another axis than the first. "
-                f"Map them with out_axes=0, or adapt a layer before it is mapped."
-            )
+            raise errors.adapted_already(path[:-1])
+
+        for name, kernel_map in kernel_maps.items():
+            shape, expected = getattr(layer, name).shape, kernel_map.shape
+            if expected and shape[-len(expected) :] != expected:
+                raise errors.mapped_over_another_axis(path, shape, expected)
         return LoRA(layer, rank, scale, rngs=streams)
 
-    return wrap_selected("lora", linears, adapt)
+    return wrap_selected("lora", layers, adapt)
 
 
 def merge_lora(model: object) -> PyTree:
@@ -541,9 +418,10 @@ def merge_lora(model: object) -> PyTree:
         format_path(path)
         for path, adapter in adapters.get_by_path().items()
         if adapter.sizes is None
-        for name in kernels_of(adapter.body)
+        for name in adapter.body.kernel_maps()
         if isinstance(getattr(adapter.body, name), QuantizedKernel)
     ]
+
     raise_if_any(
         SelectionError,
         list(dict.fromkeys(problems)),
@@ -630,12 +508,14 @@ def linearise(selection: Selection, *args: PyTree, **kwargs: PyTree) -> Any:
     wrapped = wrap_selected("linearise", selection, lambda _, layer: _Recorder(layer))
     recording = merge(*split(wrapped))  # of its own, with the same arrays
     recording(*args, **kwargs)
+
     recorders = select(recording).at_instances_of(_Recorder).get_by_path()
 
     def replace(path: Path, layer) -> Linearised:
         seen = recorders[path].__dict__.get("inputs")
         inputs = () if seen is None else seen.value
         dtypes = [jnp.result_type(leaf) for leaf in jax.tree.leaves(inputs)]
+
         if len(inputs) != 1 or not all(jnp.issubdtype(dtype, jnp.inexact) for dtype in dtypes):
             found = f"was called {len(inputs)} times" if len(inputs) != 1 else "takes integers"
             raise SelectionError(

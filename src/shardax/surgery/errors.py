@@ -118,3 +118,85 @@ def shapes_in_stack(path_text: str, one: jax.Array, other: jax.Array) -> Selecti
         "These layers are one stack, so their values have one shape. Broadcast them before, or "
         "take the stack apart: sx.nn.unstack_layers."
     )
+
+
+# --- lora -----------------------------------------------------------------------------------------
+
+
+def no_known_kernel(where: str) -> SelectionError:
+    """Returns the error of ``LoRA`` for what is no ``nn.KernelLayer``."""
+    return SelectionError(
+        f"{where} has no kernel that LoRA knows. Give the sizes of its input and result: "
+        f"sx.surgery.LoRA(layer, 2, in_features=8, out_features=4)."
+    )
+
+
+def no_low_rank(where: str, layer: object, problem: str) -> SelectionError:
+    """Returns the error of ``LoRA`` for a layer whose kernels have no low-rank terms.
+
+    Args:
+        where: Path of the layer, or the name of its class.
+        layer: The layer.
+        problem: What its ``low_rank_problem`` returns.
+    """
+    return SelectionError(
+        f"{where} is a {type(layer).__name__} {problem}. Leave it out: selection.where(...)."
+    )
+
+
+def call_of_its_own(where: str, layer: object, method: str) -> SelectionError:
+    """Returns the error of ``LoRA`` for a subclass that computes otherwise than its base.
+
+    Args:
+        where: Path of the layer, or the name of its class.
+        layer: The layer.
+        method: The method that the subclass overrides.
+    """
+    # The term is added to what the base computes: such a layer would not equal its merged one.
+    return SelectionError(
+        f"{where} is a {type(layer).__name__}, whose {method} is its own, so shardax does not "
+        f"know what a low-rank term of its kernel adds. Make it a Module that calls the layer, "
+        f"or leave it out: selection.where(...)."
+    )
+
+
+def not_callable(layer: object) -> SelectionError:
+    """Returns the error of a ``LoRA`` with sizes around what is not called."""
+    return SelectionError(
+        f"A LoRA with sizes is around a Module that is called, or alone, but was given "
+        f"{layer!r}. Alone it is sx.surgery.LoRA(None, 2, in_features=8, out_features=4)."
+    )
+
+
+def adapted_already(path: Path) -> SelectionError:
+    """Returns the error of ``lora`` for a layer in a ``LoRA`` at a path."""
+    return SelectionError(
+        f"{format_path(path)} has an adapter already. Merge it first, "
+        f"sx.surgery.merge_lora(model), or leave the layer out: selection.where(...)."
+    )
+
+
+def mapped_over_another_axis(
+    path: Path, shape: tuple[int, ...], expected: tuple[int, ...]
+) -> SelectionError:
+    """Returns the error of ``lora`` for a kernel whose first dimensions are not those of a stack.
+
+    Args:
+        path: Where the layer is.
+        shape: Shape of its kernel.
+        expected: Shape of the kernel of one layer.
+    """
+    return SelectionError(
+        f"{format_path(path)} has a kernel of shape {shape}, which does not "
+        f"end with {expected}: its layers were mapped over another axis than the first. "
+        f"Map them with out_axes=0, or adapt a layer before it is mapped."
+    )
+
+
+def no_kernel_to_merge_into(layer: object) -> SelectionError:
+    """Returns the error of ``merge_lora`` for a ``LoRA`` with sizes around a layer."""
+    return SelectionError(
+        f"A LoRA with sizes is around a {type(layer).__name__}, and does not know to which "
+        f"kernel its term belongs. Keep it, or adapt the layers inside: "
+        f"sx.surgery.lora(sx.select(model), rank=2)."
+    )

@@ -13,14 +13,10 @@ from shardax import All, Param, Variable, iter_modules, select
 from shardax.errors import SelectionError
 from shardax.extend import Options, Path, PyTree, format_path, raise_if_any
 from shardax.nn.arithmetic import DelayedScaling, take_precision
-from shardax.nn.einsum import Einsum
-from shardax.nn.embedding import Embed
-from shardax.nn.linear import Linear
+from shardax.nn.kernels.layer import KernelLayer, KernelMap
 from shardax.nn.quantization import RANGES, Format, QuantizedKernel
 from shardax.nn.reparametrization import SpectralNorm, WeightNorm
-from shardax.surgery.edits import Adaptable, LinearTerms, kernels_of
 
-_WITH_PRECISION = Linear | Einsum | Embed
 _FORMATS = (*RANGES, None)
 _LAYERS = "Linear, Einsum, Embed, MoE and convolutions"
 
@@ -34,12 +30,12 @@ class _FormatRule(NamedTuple):
 
 
 class _KernelPlace(NamedTuple):
-    """A kernel, and the dimensions that its layer sums over."""
+    """A kernel, and how its layer multiplies by it."""
 
     path: Path
     kernel: Any
-    dimensions: tuple[int, ...]  # counted from the last
-    expected: tuple[int, ...]  # sizes of the kernel of one layer, where they are known
+    layer: KernelLayer
+    map: KernelMap
 
 
 def quantize(
@@ -48,8 +44,9 @@ def quantize(
     """Stores kernels in 8 or 4 bits, with scales.
 
     The kernels are those of each ``Linear`` (also of ``sx.named``), ``Einsum``, ``Embed``,
-    convolution and ``MoE``. Layers compute with the numbers times their scales, in the dtype that
-    they computed in before. Biases, norms, and parameters of other Modules stay as they are.
+    convolution, ``MoE`` and other ``nn.KernelLayer``. Layers compute with the numbers times their
+    scales, in the dtype that they computed in before. Biases, norms, and parameters of other
+    Modules stay as they are.
 
     Args:
         model: A model, also an abstract one.
@@ -79,13 +76,16 @@ def quantize(
     rules = _rules_of(formats)
     if tile_size is not None:
         Options(SelectionError, "quantize").integers(tile_size=tile_size)
+
     places = list(_kernel_places(model))
     chosen = _chosen(model, places, rules, tile_size)
+
+    # A kernel that several layers share is rounded once, and shared again.
     new: dict[int, QuantizedKernel] = {}
     for place, number_format in chosen:
         if id(place.kernel) not in new:
-            options = place.kernel, place.dimensions, number_format, tile_size
-            new[id(place.kernel)] = QuantizedKernel(*options)
+            new[id(place.kernel)] = place.map.quantized(place.kernel, number_format, tile_size)
+
     kernels = select(model).at_instances_of(Variable).where(lambda _, v: id(v) in new)
     return kernels.apply(lambda _, v: new[id(v)], allow_empty=True)
 
@@ -144,19 +144,23 @@ def with_precision(model: PyTree, precisions: Any) -> PyTree:
     """
     entries = precisions if isinstance(precisions, Mapping) else {...: precisions}
     rules = [_FormatRule(key, All(key), value) for key, value in entries.items()]
-    layers, used = dict[Path, Any](), set[int]()
-    by_path = dict(iter_modules(model))
-    places = [p for p in _kernel_places(model) if isinstance(by_path[p.path[:-1]], _WITH_PRECISION)]
+    new, used = dict[int, KernelLayer](), set[int]()
+
+    places = [place for place in _kernel_places(model) if place.layer.takes_precision]
     for place in places:
         number = _matching(place, rules)
-        if number is not None:
-            used.add(number)
-            if rules[number].format is not None:
-                layer = copy.copy(by_path[place.path[:-1]])
-                take_precision(layer, rules[number].format, None)
-                if isinstance(layer.precision, DelayedScaling):
-                    layer.precision = DelayedScaling(*_lead(place))
-                layers[place.path[:-1]] = layer
+        if number is None:
+            continue
+        used.add(number)
+        if rules[number].format is None:
+            continue
+
+        layer: Any = copy.copy(place.layer)
+        take_precision(layer, rules[number].format, None)
+        if isinstance(layer.precision, DelayedScaling):
+            layer.precision = DelayedScaling(*_lead(place))
+        new[id(place.layer)] = layer
+
     for number, rule in enumerate(rules):
         if number not in used:
             raise SelectionError(
@@ -164,14 +168,14 @@ def with_precision(model: PyTree, precisions: Any) -> PyTree:
                 f"Einsum and Embed have such kernels, here {_some_paths(places)}. For all of them: "
                 f"sx.surgery.with_precision(model, {rule.format!r})."
             )
-    new = {id(by_path[path]): layer for path, layer in layers.items()}
-    chosen = select(model).at_instances_of(_WITH_PRECISION).where(lambda _, x: id(x) in new)
+
+    chosen = select(model).at_subtrees_where(lambda part: id(part) in new)
     return chosen.apply(lambda _, layer: new[id(layer)], allow_empty=True)
 
 
 def _lead(place: _KernelPlace) -> tuple[tuple[int, ...], tuple[Any, ...]]:
     """Returns sizes and names of a stack's dimensions."""
-    count = len(place.kernel.shape) - len(place.expected)
+    count = len(place.kernel.shape) - place.map.ndim
     names = place.kernel.axes or (None,) * count
     return place.kernel.shape[:count], names[:count]
 
@@ -182,30 +186,25 @@ def _rules_of(formats: object) -> list[_FormatRule]:
     if isinstance(formats, str):
         options.choice("formats", formats, tuple(RANGES))
         return [_FormatRule(..., All(...), formats)]
+
     if not isinstance(formats, Mapping) or not formats:
         raise SelectionError(
             f"quantize takes a format, or formats by filters, and not {formats!r}: "
             f'sx.quantize(model, {{sx.PathContains("mlp"): "int8"}}).'
         )
+
     for key, value in formats.items():
         options.choice(f"formats[{key!r}]", value, _FORMATS)
     return [_FormatRule(key, All(key), value) for key, value in formats.items()]
 
 
 def _kernel_places(model: object) -> Iterator[_KernelPlace]:
-    """Lists the kernels of known layers."""
+    """Yields the kernels of a model's layers."""
     for path, layer in iter_modules(model):
-        if not isinstance(layer, Adaptable):
-            continue
-        terms = LinearTerms.of(layer)
-        ndim = len(terms.whole.kernel)
-        summed = (1,) if isinstance(layer, Embed) else terms.whole.kernel_dimensions()[0]
-        dimensions = tuple(place - ndim for place in summed)
-        for name in kernels_of(layer):
-            expected = terms.sizes
-            if name == "down":
-                expected = (expected[0], *reversed(expected[1:]))
-            yield _KernelPlace((*path, name), getattr(layer, name, None), dimensions, expected)
+        if isinstance(layer, KernelLayer):
+            for name, kernel_map in layer.kernel_maps().items():
+                kernel = getattr(layer, name, None)
+                yield _KernelPlace((*path, name), kernel, layer, kernel_map)
 
 
 def _chosen(
@@ -214,22 +213,28 @@ def _chosen(
     """Returns kernels with their formats, or raises by path."""
     chosen, problems, used = list[tuple[_KernelPlace, Format]](), list[str](), set[int]()
     normalized = [p for p, m in iter_modules(model) if isinstance(m, (WeightNorm, SpectralNorm))]
+
+    # Where each kernel was met first, and the format that it got there.
     first: dict[int, tuple[_KernelPlace, Any]] = {}
     for place in places:
         number = _matching(place, rules)
         if number is None:
             continue
         used.add(number)
+
         number_format = rules[number].format
         other, other_format = first.setdefault(id(place.kernel), (place, number_format))
         problem = None if number_format is None else _problem(place, tile_size, normalized)
-        if (other.dimensions, other_format) != (place.dimensions, number_format):
+        first_way = other.map.quantized_along, other_format
+        if first_way != (place.map.quantized_along, number_format):
             problem = f"is the kernel of {format_path(other.path)}, too, and would be quantized in "
             problem += "another way there: give both one format, or None"
+
         if problem is not None:
             problems.append(f"{format_path(place.path)} {problem}")
         elif number_format is not None:
             chosen.append((place, number_format))
+
     raise_if_any(SelectionError, problems, "quantize: ", ".", separator="; ")
     for number, rule in enumerate(rules):
         if number not in used and rule.format is not None:
@@ -254,17 +259,18 @@ def _matching(place: _KernelPlace, rules: list[_FormatRule]) -> int | None:
 
 def _problem(place: _KernelPlace, tile_size: int | None, normalized: list[Path]) -> str | None:
     """Says why a kernel cannot be quantized, if so."""
-    kernel, dimensions = place.kernel, place.dimensions
+    kernel, dimensions, expected = place.kernel, place.map.quantized_along, place.map.shape
     if isinstance(kernel, QuantizedKernel):
         return "is quantized already: make it a Param again first, sx.dequantize(model)"
     if not isinstance(kernel, Param) or not jnp.issubdtype(kernel.dtype, jnp.floating):
         return f"is a {type(kernel).__name__} of {kernel.dtype}, not a Param of floating numbers"
     if any(place.path[: len(path)] == path for path in normalized):
         return "is normalized in each call by the layer around it: leave it out, with None"
-    if place.expected and kernel.shape[-len(place.expected) :] != place.expected:
-        return f"has the shape {kernel.shape}, which does not end with {place.expected}"
+    if expected and kernel.shape[-len(expected) :] != expected:
+        return f"has the shape {kernel.shape}, which does not end with {expected}"
     if not dimensions:
         return "is summed over no dimension: leave it out, with None"
+
     size = kernel.shape[dimensions[-1]]
     if tile_size is not None and size % tile_size:
         return f"has {size} inputs, which tile_size={tile_size} does not divide"

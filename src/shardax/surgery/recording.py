@@ -358,6 +358,7 @@ def _activations(recording: object) -> dict[Path, object]:
         saved = module.__dict__.get("activation") if isinstance(module, _Recording) else None
         if saved is None:
             continue
+
         path: list[Any] = []
         stacks: list[tuple[int, int]] = []
         blocks: list[_LayerBlocks] = []
@@ -365,9 +366,12 @@ def _activations(recording: object) -> dict[Path, object]:
             holder = modules.get(place[:position])
             if isinstance(holder, TransparentWrapper) and key == "body":
                 continue
+
             body = _without_wrappers(holder)
             if isinstance(body, Stack) and key == "stacked":
                 stacks.append((len(path), body.length))
+
+            # Layers of several kinds are scanned in blocks, which unrolled models do not have.
             scanned = _without_wrappers(body.layers) if isinstance(body, Transformer) else None
             if isinstance(scanned, Stack):
                 block = _without_wrappers(scanned.stacked)
@@ -375,6 +379,7 @@ def _activations(recording: object) -> dict[Path, object]:
                     size = len(block.layers)
                     blocks.append(_LayerBlocks(len(path), size, size * scanned.length))
             path.append(key)
+
         entries.append(_Recorded(tuple(path), tuple(stacks), saved.value, tuple(blocks)))
     return dict(_by_layer(entries))
 
@@ -396,6 +401,7 @@ def _by_layer(entries: Iterable[_Recorded]) -> Iterable[tuple[Path, object]]:
                     path = blocks.unrolled(path)
                 yield path, entry.calls[0] if len(entry.calls) == 1 else entry.calls
             continue
+
         inside = list(group)
         (position, length), before = inside[0].stacks[0], inside[0].path[: len(stack) - 1]
         for layer in range(length):

@@ -118,10 +118,12 @@ def export(
         raise ExportError(
             "Cannot export while a transform is tracing: the state has no numbers. Export outside."
         )
+
     place = free_place(to)
     compiled, arguments = _compiled_call(function, args)
     shapes, named = abstract_arguments(compiled, arguments, kwargs, dynamic or {}, constraints)
     program = _traced(compiled, shapes, named, dynamic or {})
+
     mesh = _mesh_of(program)
     try:
         lowered = jax.export.export(jax.jit(program.__call__), platforms=platforms)
@@ -130,6 +132,7 @@ def export(
         raise ExportError(
             f"JAX cannot export the function: {type(error).__name__}: {error}"
         ) from error
+
     devices = exported.nr_devices
     described = signature.Signature(
         name=getattr(function, "__name__", type(function).__name__),
@@ -143,11 +146,13 @@ def export(
         vjp_order=vjp_order,
         constraints=tuple(constraints),
     )
+
     with written_at(place) as folder:
         (folder / signature.PROGRAM).write_bytes(exported.serialize(vjp_order=vjp_order))
         words = map(signature.to_words, program.values)
         names = [entry.path for entry in program.state]
         write_weights(folder / signature.WEIGHTS, dict(zip(names, words, strict=True)))
+
         entries = {
             "signature": described.as_json(),
             "jax": jax.__version__,
@@ -191,12 +196,14 @@ def _mesh_of(program: FlatProgram) -> Mesh | None:
     for name, shape in zip(names, (*state, *inputs), strict=True):
         if isinstance(shape.sharding, NamedSharding):
             meshes.setdefault(shape.sharding.mesh, name)
+
     if len(meshes) > 1:
         listed = "; ".join(f"{name}: {mesh}" for mesh, name in meshes.items())
         raise ExportError(
             f"The function uses arrays over {len(meshes)} meshes ({listed}). A program runs on "
             "one: move all of it there, sx.shard(model, mesh, rules)."
         )
+
     scope = resolve_mesh()
     return next(iter(meshes), scope if isinstance(scope, Mesh) else None)
 
@@ -215,6 +222,7 @@ def abstract_arguments(
     dynamic_count = sum(position not in jit.static_positions for position in range(len(args)))
     labelled: dict[Any, str] = dict(jit.positional(dynamic_count))
     labelled |= {name: name for name in kwargs if name not in jit.static_names}
+
     by_key = {**dict(enumerate(args)), **kwargs}
     dimensions = _DynamicSizes(dynamic, constraints, list(labelled.values()))
     for key, label in labelled.items():
@@ -223,6 +231,7 @@ def abstract_arguments(
             by_key[key],
             is_leaf=lambda leaf: isinstance(leaf, Object),
         )
+
     dimensions.check_used()
     return tuple(by_key[i] for i in range(len(args))), {name: by_key[name] for name in kwargs}
 
@@ -234,12 +243,14 @@ class _DynamicSizes:
         self.dynamic = dynamic
         self.sizes: dict[str, tuple[Any, str]] = {}  # the first size of a name, and where it was
         self.symbols: dict[str, Any] = {}
+
         names = list(dynamic)
         if not names and constraints:
             raise ExportError(
                 f"constraints={tuple(constraints)!r} are about dynamic dimensions, and there are "
                 "none: dynamic={'batch': 0}."
             )
+
         if names:
             try:
                 sizes = jax.export.symbolic_shape(", ".join(names), constraints=tuple(constraints))
@@ -249,6 +260,7 @@ class _DynamicSizes:
                     f"{error}. Names are identifiers, constraints such as 'seq <= 512'."
                 ) from error
             self.symbols = dict(zip(names, sizes, strict=True))
+
         for name, places in dynamic.items():
             for label in places if isinstance(places, Mapping) else ():
                 if label not in labels:
@@ -261,6 +273,7 @@ class _DynamicSizes:
         """Replace an array of an argument by its shape and dtype."""
         if isinstance(leaf, Object) or not hasattr(leaf, "dtype"):
             return leaf
+
         where = format_path((label, *path_of_keys(path)))
         shape = list(leaf.shape)
         for name, symbol in self.symbols.items():
@@ -273,6 +286,7 @@ class _DynamicSizes:
                     )
                 self._note_size(name, leaf.shape[axis], where)
                 shape[axis] = symbol
+
         return jax.ShapeDtypeStruct(
             tuple(shape),
             signature.plain_dtype(leaf.dtype),
@@ -368,6 +382,7 @@ def write_weights(path: pathlib.Path, arrays: Mapping[str, object]) -> None:
         "Other processes hold parts of ",
         ". Export from one process that holds all: restore a checkpoint there.",
     )
+
     host_arrays = {name: np.asarray(array, order="C") for name, array in arrays.items()}
     plain = {name: _as_numbers(array) for name, array in host_arrays.items()}
     write_tensors(path, plain)
@@ -526,6 +541,7 @@ def check_effects(program: ArrayProgram) -> None:
             "only. Let a first call make what is missing (layers that sow or cache), then export; "
             "or export a function that does not change it."
         )
+
     if program.returns_objects:
         raise ExportError(
             "The function returns Modules or Variables. An exported program returns arrays: return "

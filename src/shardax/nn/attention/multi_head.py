@@ -181,6 +181,7 @@ class MultiHeadAttention(Module):
         sizes = attention_sizes(features, num_heads, num_kv_heads, head_dim, rope_base)
         heads, kv_heads, head_dim = sizes
         embed, queries, keys, head = as_axes("MultiHeadAttention", "axis names", axes, 4)
+
         linear = functools.partial(
             Linear,
             dtype=dtype,
@@ -190,19 +191,23 @@ class MultiHeadAttention(Module):
             rngs=rngs,
             **_given(precision=precision, preferred_element_type=preferred_element_type),
         )
+
         inner = functools.partial(linear, features, use_bias=use_bias)
         self.q = inner((heads, head_dim), kernel_axes=(embed, queries, head))
         of_keys = {"use_bias": use_bias if key_bias is None else key_bias}
         self.k = inner((kv_heads, head_dim), kernel_axes=(embed, keys, head), **of_keys)
         self.v = inner((kv_heads, head_dim), kernel_axes=(embed, keys, head))
+
         outer = use_bias if out_bias is None else out_bias
         names = (queries, head, embed)
         outputs = features if out_features is None else out_features
         outputs = as_size("MultiHeadAttention", "out_features", outputs)
         self.out = linear((heads, head_dim), outputs, use_bias=outer, kernel_axes=names)
+
         self.query_norm = None if query_norm is None else query_norm()
         self.key_norm = None if key_norm is None else key_norm()
         self.dropout = Dropout(dropout, rngs=rngs) if dropout else None
+
         self.features, self.num_heads, self.num_kv_heads = features, heads, kv_heads
         self.head_dim = head_dim
         self.causal = bool(causal)
@@ -211,6 +216,7 @@ class MultiHeadAttention(Module):
         self.softcap, self.scale = softcap, scale
         self.precision = None if precision in ("fp8", "fp8-delayed") else precision
         self.implementation = implementation
+
         if attention_fn is not None:  # set only where given, as take_precision does
             self.attention_fn = attention_fn
         if chunked:
@@ -221,6 +227,7 @@ class MultiHeadAttention(Module):
             self.gate = inner((heads, head_dim), kernel_axes=(embed, queries, head))
         if sinks:
             self.sinks = make_parameter(zeros, (heads,), param_dtype, (queries,), rngs)
+
         self.softmax: Callable[[jax.Array], jax.Array] = softmax
         self._check_options()
 
@@ -280,20 +287,25 @@ class MultiHeadAttention(Module):
             self._check(context, "context", x.ndim)
         if mask is not None:
             mask = check_mask("MultiHeadAttention", mask, x.ndim)
+
         if isinstance(cache, ContextCache):
             unsupported = {"segment ids": segment_ids, "a bias": bias, "positions": positions}
             read = self._read_context_cache(x, context, unsupported, mask, cache)
             return self.out(self._gated(read, x), out_sharding=out_sharding)
+
         if cache is not None:
             unsupported = {"a context": context, "segment ids": segment_ids}
             read = self._read_cache(x, unsupported, mask, positions, cache, bias)
             return self.out(self._gated(read, x), out_sharding=out_sharding)
+
+        # Chunks are segments, within those that were given.
         if self.chunked:
             chunks = self._chunks(x, context, positions)
             if segment_ids is None:
                 segment_ids = chunks
             else:
                 mask = within_segments(chunks, chunks, mask)
+
         segments = None if segment_ids is None else _pair_of_segments(x, context, segment_ids)
         qkv = self.project(x, context, positions, context_positions)
         read = self.attend(qkv, mask, segment_ids=segments, bias=bias)
@@ -315,11 +327,14 @@ class MultiHeadAttention(Module):
         """
         source = x if context is None else context
         query, key, value = self.q(x), self.k(source), self.v(source)
+
         query, key = _normed(self.query_norm, query), _normed(self.key_norm, key)
         query, key, value = cast_all(None, query, key, value)
+
         if self.query_growth is not None:
             grown = query.astype(at_least_float32(query.dtype)) * self._growth(x, positions)
             query = grown.astype(query.dtype)
+
         if self.rope_base is None and not isinstance(positions, Rotation):
             return QueryKeyValue(query, key, value)
         query_rotation = self._rotation(x, positions)
@@ -357,6 +372,7 @@ class MultiHeadAttention(Module):
                 "softmax or attention_fn. Leave these as they are, or take the sinks away: "
                 "layer.sinks = None."
             )
+
         axes = ring_axes(query) if ordered else ()
         if axes and (bias is not None or (self.window is not None and not self.causal)):
             refuse_input(
@@ -367,12 +383,14 @@ class MultiHeadAttention(Module):
             )
         if axes:
             return self._read_around(query, key, value, mask, segment_ids, axes)
+
         key, value = gathered(key, -3), gathered(value, -3)
         mask = None if mask is None else gathered(mask, -1)
         if bias is not None:
             bias = as_array(bias).astype(query.dtype)
             bias = gathered(jnp.expand_dims(bias, tuple(range(query.ndim - bias.ndim))), -1)
         key, value = _meet_heads(query, key), _meet_heads(query, value)
+
         causal = self.causal and ordered
         window = self.window if ordered else None
         if self.attention_fn is not None:
@@ -388,6 +406,7 @@ class MultiHeadAttention(Module):
                 order = reading_order(query.shape[-3], key.shape[-3], causal, window)
                 order = jnp.expand_dims(order, tuple(range(query.ndim - 2)))
             return self._read_by_function(query, key, value, combine_masks(mask, order))
+
         is_dropped = self.dropout is not None and not self.dropout.deterministic
         return weighted_values(
             "MultiHeadAttention",
@@ -437,9 +456,11 @@ class MultiHeadAttention(Module):
         function: Any = self.attention_fn
         if key.shape[-2] < query.shape[-2]:
             key, value = repeat_heads(query, key), repeat_heads(query, value)
+
         # What the function does with a head is not known.
         query, key, value = (gathered(heads, -1) for heads in (query, key, value))
         read = as_array(function(query, key, value, mask=mask))
+
         if read.shape != query.shape:
             refuse_input(
                 "MultiHeadAttention with attention_fn",
@@ -463,6 +484,7 @@ class MultiHeadAttention(Module):
                 query,
                 'Choose by layer: sx.kernels(attention="auto").',
             )
+
         dropped = self.dropout is not None and not self.dropout.deterministic
         is_default = self.softmax is softmax and self.attention_fn is None
         if dropped or not is_default or self.precision or self.sinks is not None:
@@ -472,6 +494,7 @@ class MultiHeadAttention(Module):
                 query,
                 'Gather keys and values: sx.parallel(context="all-gather").',
             )
+
         axis, *more_axes = axes
         if more_axes:
             refuse_input(
@@ -489,6 +512,7 @@ class MultiHeadAttention(Module):
             scale=1 / math.sqrt(self.head_dim) if self.scale is None else self.scale,
             softcap=self.softcap,
         )
+
         for array in (query, key):
             if array.shape[-3] % ring.parts:
                 twice = "twice " if ring.zigzag else ""
@@ -499,6 +523,7 @@ class MultiHeadAttention(Module):
                     array,
                     "Pad them, and mask the padding.",
                 )
+
         query, key, value = (gathered(heads, -1) for heads in (query, key, value))
         key, value = _meet_heads(query, key), _meet_heads(query, value)
         return ring_attention(ring, query, key, value, mask, segments)
@@ -512,12 +537,14 @@ class MultiHeadAttention(Module):
         if plain != (False, None, None, None):
             hint = "Positions of a context are not those of x. Leave the cache out."
             refuse_input("A ContextCache", "attention without positions and order", x, hint)
+
         cache.check(self, batch)
         if context is None:
             query = _normed(self.query_norm, self.q(x))
         else:
             query, key, value = self.project(x, context)
             cache.write(key, value, _mask_of_new(mask, batch, context.shape[1]))
+
         keys, values, allowed, is_empty = cache.read(query.dtype)
         read = self.attend(QueryKeyValue(query, keys, values), allowed, ordered=False)
         return read if context is not None else jnp.where(is_empty, jnp.nan, read)
@@ -530,21 +557,27 @@ class MultiHeadAttention(Module):
             unsupported = {**unsupported, "a window to both sides": self.window}
         if not callable(bias):
             unsupported = {**unsupported, "a bias that is no function of positions": bias}
+
         batch, time = _check_cache_call(x, unsupported), x.shape[1]
         mask = _mask_of_new(mask, batch, time)
         cache.check(self, batch)
+
         has_rotation = isinstance(positions, (Rotation, PlacedRotation))
         integers = None if has_rotation else positions
         places = cache.places(time, integers, mask)
         if positions is None and (self.rope_base is not None or self.query_growth is not None):
             positions = places
+
         query, key, value = self.project(x, None, positions)
         held = [(v, v.value) for _, v in iter_variables(cache)]
         keys, values, positions_held, is_full = cache.update(key, value, places, self.window)
+
         allowed = readable(positions_held, places, self.causal, self.window)
         if self.chunked and self.window is not None:
             own_chunk = places[:, None, :, None] // self.window
             allowed &= positions_held[:, None, None, :] // self.window == own_chunk
+
+        # A call that fails leaves the cache as it was.
         qkv = QueryKeyValue(query, keys.astype(query.dtype), values.astype(query.dtype))
         try:
             added = bias(places, positions_held) if callable(bias) else None
@@ -564,6 +597,7 @@ class MultiHeadAttention(Module):
         options.choice(
             "implementation", self.implementation, (None, *ScopeSettings.choices("attention"))
         )
+
         weighing = {
             "scale": self.scale,
             "softcap": self.softcap,
@@ -578,6 +612,7 @@ class MultiHeadAttention(Module):
                 f"{', '.join(unread)}. Give these to the function: "
                 f"functools.partial(sx.nn.dot_product_attention, scale=0.5)."
             )
+
         if self.implementation == "cudnn" and self.softcap is not None:
             raise LayerConfigError(
                 f'{name}(softcap={self.softcap}) does not run with implementation="cudnn", which '
@@ -591,6 +626,7 @@ class MultiHeadAttention(Module):
                 f"MultiHeadAttention has rope_base={rope_base} and rope={rope}: give one of them."
             )
         self.rope_base = rope_base if rope is None else rope.base
+
         # Set only where it says more: a layer with a plain one looks as it did before.
         if rope is not None and rope != Rope(rope.base):
             self.rope = rope
@@ -682,6 +718,7 @@ def _pair_of_segments(x: jax.Array, context: Any, segment_ids: Any) -> tuple[Any
             "MultiHeadAttention takes segment_ids as an array, and with a context as a pair, those "
             "of x and of the context."
         )
+
     query_ids, key_ids = segment_pair(segment_ids)
     for ids, source in zip((query_ids, key_ids), sources, strict=True):
         if ids.shape != source.shape[:-1] or not jnp.issubdtype(ids.dtype, np.integer):
@@ -718,6 +755,7 @@ def attention_sizes(
             f"{name} shares each kv head among equally many heads, but num_heads={heads} is not "
             f"divisible by num_kv_heads={kv_heads}."
         )
+
     if head_dim is None and features % heads:
         raise LayerConfigError(
             f"{name} cannot split features={features} into num_heads={heads} equal heads. Choose "

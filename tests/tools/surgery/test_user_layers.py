@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A layer from outside of shardax is quantized and adapted by what it says of its kernels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import shardax as sx
+from shardax import errors
+from shardax.surgery import LoRA, lora, merge_lora
+from tests.values import with_values
+
+
+class Heads(sx.nn.KernelLayer):
+    """A layer of one kernel, without options in its call."""
+
+    takes_precision = True
+
+    def __init__(self, features: int, heads: int, size: int, *, rngs: sx.Rngs) -> None:
+        init = sx.Init(jax.nn.initializers.zeros, (features, heads, size), np.float32, rngs=rngs)
+        self.kernel = sx.Param(init, axes=("embed", "heads", None))
+        self.shape = (features, heads, size)
+        self.precision: Any = None
+
+    def __call__(self, x: Any) -> Any:
+        return jnp.einsum("...d,dhk->...hk", x, self.kernel.value)
+
+    def kernel_maps(self) -> dict[str, sx.nn.KernelMap]:
+        return {"kernel": sx.nn.KernelMap.of("...d,dhk->...hk", self.shape)}
+
+
+class Gated(sx.nn.KernelLayer):
+    """A layer of two kernels, whose terms are added inside of the call."""
+
+    def __init__(self, features: int, *, rngs: sx.Rngs) -> None:
+        self.features = features
+        for name in ("gate", "up"):
+            init = sx.Init(jax.nn.initializers.zeros, (features, features), np.float32, rngs=rngs)
+            setattr(self, name, sx.Param(init))
+
+    def __call__(self, x: Any) -> Any:
+        return self.call_with_terms(x, {})
+
+    def kernel_maps(self) -> dict[str, sx.nn.KernelMap]:
+        kernel_map = sx.nn.KernelMap.of("...i,ij->...j", (self.features, self.features))
+        return {"gate": kernel_map, "up": kernel_map}
+
+    def call_with_terms(self, x: Any, terms: Any, **options: Any) -> Any:
+        def product(name: str) -> Any:
+            y = x @ getattr(self, name).value
+            term = terms.get(name)
+            return y if term is None else y + term.scale * (x @ term.a @ term.b)
+
+        return jnp.tanh(product("gate")) * product("up")
+
+
+X = np.random.default_rng(3).normal(size=(5, 4)).astype(np.float32)
+LAYERS = {
+    "one kernel": lambda: Heads(4, 3, 2, rngs=sx.Rngs(0)),
+    "two kernels": lambda: Gated(4, rngs=sx.Rngs(0)),
+}
+each_layer = pytest.mark.parametrize("name", LAYERS)
+
+
+MODELS = {
+    **{name: lambda make=make: sx.nn.Sequential(make()) for name, make in LAYERS.items()},
+    "stack": lambda: sx.nn.Stack(LAYERS["two kernels"], 2),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_user_layer_is_adapted_and_merged(name: str) -> None:
+    model = with_values(MODELS[name]())
+    adapted = lora(sx.select(model), 2, scale=0.5)
+    np.testing.assert_allclose(adapted(X), model(X), rtol=1e-5, atol=1e-6)
+
+    with_values(adapted)
+    merged = merge_lora(adapted)
+    assert sx.graphdef(merged) == sx.graphdef(model)
+    assert np.abs(merged(X) - model(X)).max() > 0.01
+    np.testing.assert_allclose(merged(X), adapted(X), rtol=1e-3, atol=1e-4)
+
+
+def test_user_layer_of_several_kernels_has_a_pair_for_each() -> None:
+    adapted = LoRA(Gated(4, rngs=sx.Rngs(0)), 2)
+    paths = {(name, kernel) for name in "ab" for kernel in ("gate", "up")}
+    assert set(sx.state(adapted, "lora").flat()) == paths
+
+
+@each_layer
+def test_user_layer_is_quantized(name: str) -> None:
+    layer = with_values(LAYERS[name]())
+    small = sx.quantize(sx.nn.Sequential(layer), "int8")
+    (quantized,) = small.layers
+    for kernel_name in layer.kernel_maps():
+        kernel = getattr(quantized, kernel_name)
+        assert isinstance(kernel, sx.nn.QuantizedKernel)
+        assert kernel.scale.shape == (1, *kernel.shape[1:])
+    np.testing.assert_allclose(small(X), layer(X), rtol=0.1, atol=0.05)
+
+
+def test_precision_of_user_layers_is_set_where_they_take_one() -> None:
+    model = sx.nn.Sequential(*(make() for make in LAYERS.values()))
+    heads, gated = sx.surgery.with_precision(model, "highest").layers
+    assert heads.precision == "highest" and not hasattr(gated, "precision")
+
+
+def test_history_of_an_equation_has_the_dimensions_of_its_stack() -> None:
+    make = lambda: sx.nn.Einsum("...d,de->...e", (4, 4), rngs=sx.Rngs(0))  # noqa: E731
+    for model, lead in ((make(), ()), (sx.nn.Stack(make, 2), (2,))):
+        trained = sx.surgery.with_precision(model, "fp8-delayed")
+        histories = [variable for _, variable in sx.iter_variables(trained, sx.AmaxHistory)]
+        assert {history.shape for history in histories} == {(*lead, 16)}
+        assert sx.jit(lambda model, x: model(x))(with_values(trained), X).shape == (5, 4)
+
+
+def test_subclass_with_its_own_call_and_maps_is_adapted() -> None:
+    class Doubled(sx.nn.Linear):
+        def __call__(self, x: Any, out_sharding: Any = None) -> Any:
+            return 2 * super().__call__(x, out_sharding)
+
+    class Explained(Doubled):
+        def kernel_maps(self) -> dict[str, sx.nn.KernelMap]:
+            return super().kernel_maps()
+
+        def low_rank_term(self, x: Any, y: Any, a: Any, b: Any, out_sharding: Any) -> Any:
+            return 2 * super().low_rank_term(x, y, a, b, out_sharding)
+
+    with pytest.raises(errors.SelectionError, match="whose __call__ is its own"):
+        LoRA(Doubled(4, 3, rngs=sx.Rngs(0)), 2)
+    adapted = with_values(LoRA(with_values(Explained(4, 3, rngs=sx.Rngs(0))), 2))
+    np.testing.assert_allclose(adapted.merged()(X), adapted(X), rtol=1e-4, atol=1e-5)
+
+
+def test_several_kernels_without_a_call_of_terms_are_refused() -> None:
+    class Silent(Gated):
+        call_with_terms = sx.nn.KernelLayer.call_with_terms
+
+        def __call__(self, x: Any) -> Any:
+            return x
+
+        def kernel_maps(self) -> dict[str, sx.nn.KernelMap]:
+            return super().kernel_maps()
+
+    with pytest.raises(NotImplementedError, match="Silent has the kernels gate, up"):
+        LoRA(Silent(4, rngs=sx.Rngs(0)), 2)(X)
