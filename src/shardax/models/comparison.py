@@ -13,8 +13,10 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from shardax import Module, Variable
-from shardax.extend import Path, attributes_of
-from shardax.models.encoder_decoder import EncoderDecoder
+from shardax.extend import Path, attributes_of, format_path
+from shardax.models.convnext import ConvNeXt
+from shardax.models.dual_encoder import TOWERS, DualEncoder
+from shardax.models.encoder_decoder import HALVES, EncoderDecoder
 from shardax.models.kinds import PretrainedError
 from shardax.models.layers.activations import find_activation
 from shardax.models.layers.experts import (
@@ -26,6 +28,7 @@ from shardax.models.layers.experts import (
 )
 from shardax.models.layers.norms import OffsetLayerNorm, OffsetRMSNorm
 from shardax.models.layers.transformer_layer import ScaledGateMLP, TransformerBlock
+from shardax.models.transformer import Transformer
 from shardax.nn.attention.multi_head import MultiHeadAttention
 from shardax.nn.dropout import Dropout
 from shardax.nn.quantization import QuantizedKernel
@@ -40,6 +43,11 @@ _FREE_ATTRIBUTES = frozenset(_FREE_ATTRIBUTES_TEXT.split())
 # Places of a Dropout, which may have any rate, or be None.
 _DROPOUTS = ("dropout", "embed_dropout")
 SAVE_ANY = "sx.train.checkpoint.save(model, folder) saves any model as it is."
+# How an edit of the architecture is said.
+GIVE_CONFIG = (
+    " If the model is meant to be so, give the config that builds it: save_pretrained(model, "
+    "folder, config=dataclasses.replace(model.config, ...))."
+)
 MISSING = object()
 # Of two scales of scores that are one: a file may hold a rounded function of it.
 SCALE_TOLERANCE = 1e-14
@@ -118,7 +126,7 @@ class ArchitectureCheck:
         self.free = free
         self.places: list[ParameterPlace] = []
         self.wrong: dict[Path, str] = {}
-        self.advice = ""
+        self.advice = GIVE_CONFIG
 
     def compare(
         self,
@@ -153,13 +161,56 @@ class ArchitectureCheck:
             if hasattr(type(built), name) and name not in self.free:
                 self.wrong[*where, name] = "replaces what is computed"
 
-    def compare_layers(self, model: Any, built: Any, path: Path) -> None:
+    def compare_models(self, model: Any, built: Any) -> None:
+        """Compares a model with the one that is built of its config."""
+        if isinstance(built, (DualEncoder, EncoderDecoder)):
+            names = TOWERS if isinstance(built, DualEncoder) else HALVES
+            self.compare(model, built, LayerPlace(model, (), (), None), names)
+            for name in names:
+                self._compare_layers(getattr(model, name), getattr(built, name), (name,))
+            if isinstance(built, EncoderDecoder) and built.decoder.embed is built.encoder.embed:
+                self.take_shared(model)
+        elif isinstance(built, ConvNeXt):
+            self._compare_stages(model, built)
+        else:
+            self._compare_layers(model, built, ())
+
+    def _compare_layers(self, model: Any, built: Any, path: Path) -> None:
         """Compares a Transformer at a path of the model, and its layers."""
         place = LayerPlace(model, path, (), None)
         self.compare(model, built, place, ("layers", "rest"), path)
-        for index, layer in enumerate(layers_of(model)):
+        if not isinstance(model, Transformer):
+            return
+
+        # Layers of which there are more or fewer have no counterparts.
+        layers = layers_of(model)
+        self._check_count(len(layers), len(built.layers), (*path, "layers"))
+        for index, (layer, expected) in enumerate(zip(layers, built.layers, strict=True)):
             layer = layer._replace(path=(*path, *layer.path))
-            self.compare(layer.module, built.layers[index], layer, (), (*path, "layers", index))
+            self.compare(layer.module, expected, layer, (), (*path, "layers", index))
+
+    def _compare_stages(self, model: ConvNeXt, built: ConvNeXt) -> None:
+        """Compares a ConvNeXt, its stages and their blocks."""
+
+        def compare(part: Any, expected: Any, path: Path, *parts_of: str) -> None:
+            self.compare(part, expected, LayerPlace(part, path, (), None), parts_of, path)
+
+        compare(model, built, (), "stages")
+        self._check_count(len(model.stages), len(built.stages), ("stages",))
+        for index, (stage, expected) in enumerate(zip(model.stages, built.stages, strict=True)):
+            path = ("stages", index)
+            compare(stage, expected, path, "blocks")
+
+            blocks = getattr(stage, "blocks", ())
+            self._check_count(len(blocks), len(expected.blocks), (*path, "blocks"))
+            for number, pair in enumerate(zip(blocks, expected.blocks, strict=True)):
+                compare(*pair, (*path, "blocks", number))
+
+    def _check_count(self, count: int, expected: int, path: Path) -> None:
+        """Raises for another number of layers than the config has."""
+        if count != expected:
+            problem = f"{format_path(path)} are {count}, but {expected} in its config.json"
+            raise refusal([problem], self.advice)
 
     def take_shared(self, model: EncoderDecoder) -> None:
         """Notes the embedding of both halves once."""

@@ -281,6 +281,7 @@ class Tower:
 class DualFamily(Family):
     """A type of published dual encoders."""
 
+    config_class: ClassVar[type] = DualEncoderConfig
     # By the names of the encoders in ``DualEncoder``. Tensors of them are beside those of the pair.
     towers: Mapping[str, Tower] = dataclasses.field(default_factory=dict)
 
@@ -324,6 +325,7 @@ class HalfFamily(Family):
 class EncoderDecoderFamily(Family):
     """A type of published encoder-decoders, whose halves have one table of fields."""
 
+    config_class: ClassVar[type] = EncoderDecoderConfig
     # By their names in ``EncoderDecoder``.
     halves: Mapping[str, HalfFamily] = dataclasses.field(default_factory=dict)
 

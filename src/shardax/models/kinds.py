@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from shardax.errors import ShardaxError
-from shardax.models.layers.activations import find_activation
 
 
 class PretrainedError(ShardaxError, ValueError):
@@ -124,14 +123,6 @@ ACTIVATION_NAMES = {
 
 # Fields of configs with the name of an activation.
 ACTIVATION_FIELDS = ("activation", "output.activation")
-
-
-def activation_name(function: object) -> str | None:
-    """Returns the name of an activation in ``TransformerConfig``, or None."""
-    names = sorted(set(ACTIVATION_NAMES.values()))
-    if isinstance(function, str):
-        return function if function in names else None
-    return next((name for name in names if find_activation(name) is function), None)
 
 
 def known_activation(field: str, name: str) -> str:

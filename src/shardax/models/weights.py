@@ -1,9 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """Published weights: straight into shards, and back into files.
 
-The descriptions in ``shardax.models.families`` say where each parameter stands. A parameter is read
-by the slices that the devices of this process hold, one after the other, so that host memory holds
-what this process keeps and one slice besides.
+The descriptions in ``shardax.models.families`` say where each parameter stands in the files.
+``from_pretrained`` has five steps:
+
+    read     ``config.json``, and of tensors their names, shapes and dtypes
+    build    the model of the config: its parameters are initializers, which nothing computes
+    match    each parameter with its tensors, and names what is missing, left over or unfit
+    place    a sharding for each parameter, by rules that are checked for the mesh
+    fill     each parameter with the slices that the devices of this process hold
+
+The first four raise before an array of a parameter is made; they read numbers only where files hold
+one tensor under several names, to compare them, some rows at a time. The fill checks nothing: in it
+a file may fail to be read, or memory be short.
+
+The fill goes slice by slice, and waits for a slice to be on its devices before it reads the next.
+So the host holds one slice, without a mesh one whole parameter: in the dtype of the file, and while
+it is converted to ``param_dtype``, if that is given, in both. While a slice of stacked layers or of
+experts is put together, the host holds it and two of its layers or experts, in the dtype of the
+file. ``dtype`` is that of calls; no parameter has it for that.
 """
 
 from __future__ import annotations
@@ -57,7 +72,7 @@ from shardax.models.comparison import refusal
 from shardax.models.config.transformer import TransformerConfig
 from shardax.models.decoder import DECODER_RULES
 from shardax.models.dual_encoder import TOWERS
-from shardax.models.encoder_decoder import HALVES, EncoderDecoder, build_model
+from shardax.models.encoder_decoder import HALVES, EncoderDecoderConfig, build_model
 from shardax.models.entries import (
     Entry,
     WrittenLayout,
@@ -81,7 +96,6 @@ from shardax.models.kinds import PretrainedError
 from shardax.models.quantized.mxfp4 import PACKING, is_packed
 from shardax.models.tensors import Tensor
 from shardax.models.tied import TiedNames, has_tied_head
-from shardax.models.transformer import Transformer
 from shardax.models.words import refuses_other_words
 from shardax.nn.attention.dot_product import AttentionKernel
 from shardax.nn.attention.multi_head import MultiHeadAttention
@@ -169,17 +183,19 @@ def from_pretrained(
     """
     where = resolve_mesh(mesh, for_arrays_of="from_pretrained")
     folder = find_directory(directory)
+    source = str(folder / CONFIG)
+
+    # Read: what the files say of the model, without the numbers of tensors.
     content = read_json(folder / CONFIG)
-    family = family_of(content, str(folder / CONFIG))
+    family = family_of(content, source)
     with TensorFiles(folder, content, family.embeddings) as files:
         content = family.as_stored(content, files)
-        tied_head = has_tied_head(family, content, str(folder / CONFIG), len(files.names))
-        if not head:
-            content = {**content, "architectures": [family.bare]}
-        config = family.config(content, str(folder / CONFIG), len(files.names))
-        if not head and isinstance(config, TransformerConfig) and config.pool.dense:
-            pool = replace(config.pool, dense=family.has_pooler(files.names))
-            config = replace(config, pool=pool)
+        tied_head = has_tied_head(family, content, source, len(files.names))
+        config = _config_of_files(family, content, files, source, head)
+        has_texts = isinstance(config, (TransformerConfig, EncoderDecoderConfig))
+        texts = _read_generation_config(folder, content) if has_texts else None
+
+        # Build: parameters are initializers, which a tensor replaces or ``shard`` computes.
         stored = files.common_dtype() if param_dtype is None else param_dtype
         settings = {
             "dtype": stored if dtype is None else dtype,
@@ -190,6 +206,9 @@ def from_pretrained(
         model = build_model(config, settings, Rngs(0) if rngs is None else rngs)
         if attention is not None:
             _set_attention(model, attention)
+
+        # Match: each parameter with its tensors, by name, shape and dtype. Kernels that stay
+        # quantized have other parameters, numbers and scales, so that the table is made anew.
         files.set_dtype(jnp.dtype(stored))
         table = _Table.of_built(model, family, files.names)
         tied = TiedNames(
@@ -201,29 +220,55 @@ def from_pretrained(
         if not head:
             table.pass_over_heads(family)
         unread = table.match(files, str(folder), strict, tied)
+
+        # Place: a sharding for each parameter, by rules that fit the mesh. This is the last check.
         if rules is None and not current_rules().names:
             rules = DECODER_RULES if where is None else _dividing_rules(model, where)
         places: Mapping[Any, Any] = {}
         if where is not None:
-            diagnostics = check(model, where, rules)
-            errors = [diagnostic for diagnostic in diagnostics if diagnostic.severity == "error"]
-            if errors:
-                raise PartitionCheckError(errors)
+            _check_rules(model, where, rules)
             places = shardings(model, where, rules).flat()
-        cast = None if param_dtype is None else jnp.dtype(param_dtype)
+
+        # Fill: one parameter after the other; what is quantized stays in the dtypes of the files.
+        converted = None if param_dtype is None else jnp.dtype(param_dtype)
         for entry in table.entries:
             if all(name in files.names for name in entry.names()):
-                as_stored = isinstance(entry.variable, Quantized)
-                to = None if as_stored else cast
+                to = None if isinstance(entry.variable, Quantized) else converted
                 entry.variable.value = _read(entry, files, places.get(entry.path), to)
+
+    # What no tensor was for is computed in its place now, such as the state of dropout; parameters
+    # that were read have their shardings, and stay.
     if where is not None:
         shard(model, where, rules)
     if unread:
         warn_user(unread)
-    if isinstance(model, (Transformer, EncoderDecoder)):
-        model.generation_config = _read_generation_config(folder, content)
+    if has_texts:
+        model.generation_config = texts
     model.eval()
     return model
+
+
+def _config_of_files(
+    family: Family, content: Mapping[str, Any], files: TensorFiles, source: str, head: bool
+) -> Any:
+    """Returns the config of the model that is read, with its head or without."""
+    if head:
+        return family.config(content, source, len(files.names))
+
+    content = {**content, "architectures": [family.bare]}
+    config = family.config(content, source, len(files.names))
+    if isinstance(config, TransformerConfig) and config.pool.dense:
+        pool = replace(config.pool, dense=family.has_pooler(files.names))
+        return replace(config, pool=pool)
+    return config
+
+
+def _check_rules(model: object, mesh: AnyMesh, rules: RulesLike | None) -> None:
+    """Raises for rules that do not fit a mesh."""
+    diagnostics = check(model, mesh, rules)
+    errors = [diagnostic for diagnostic in diagnostics if diagnostic.severity == "error"]
+    if errors:
+        raise PartitionCheckError(errors)
 
 
 def _read_generation_config(folder: Path, content: Mapping[str, Any]) -> GenerationConfig | None:
@@ -247,16 +292,17 @@ def _set_attention(model: Any, kernel: AttentionKernel) -> None:
 
 @refuses_other_words("save_pretrained")
 def save_pretrained(
-    model: object, directory: str | Path, *, max_file_bytes: int = LARGEST_FILE
+    model: object, directory: str | Path, config: Any = None, *, max_file_bytes: int = LARGEST_FILE
 ) -> None:
     """Writes a model as it is published: ``config.json`` and safetensors.
 
-    ``config.json`` is that which was read, with what was changed of the layers since: a head that
-    is tied no more, fewer layers, a larger vocabulary, another window, epsilon or activation. A
-    model that was not loaded is written as a llama, or as the first family that can say what it
-    is. Frozen parameters are written like others, and tensors that did not change bit for bit. A
-    model that would read back as another is refused, by path, before a file is written. Files
-    appear when all are complete: a disk that is full leaves what was there.
+    ``config.json`` is that which was read, with what differs in the config. A model that was not
+    loaded is written as a llama, or as the first family that can say what its config says. The
+    model is compared with the one that the config builds, and refused where they differ, by path,
+    before a file is written: whose architecture was edited, by a head that is tied no more, fewer
+    layers, a larger vocabulary, another window, epsilon or activation, is saved with the config
+    that builds it. Frozen parameters are written like others, and tensors that did not change bit
+    for bit. Files appear when all are complete: a disk that is full leaves what was there.
 
     Quantized kernels are written in a layout that ``transformers`` reads, with its
     ``quantization_config``: as compressed-tensors, or in fp8 by blocks where they were read so.
@@ -271,12 +317,14 @@ def save_pretrained(
         model: A ``Transformer``, ``DualEncoder``, ``EncoderDecoder`` or ``ConvNeXt``, such as
             ``from_pretrained`` returns, or a ``Decoder``.
         directory: The folder; made if it is not there, and without tensors if it is.
+        config: Of a model whose architecture was edited the config that builds it, such as
+            ``dataclasses.replace(model.config, num_layers=2)``; None for ``model.config``.
         max_file_bytes: Size above which tensors go to another file.
 
     Raises:
-        PretrainedError: If the model is of no family, or no ``config.json`` of its family says what
-            it is; a quantized kernel has no layout; or the folder has tensors already, or cannot be
-            written.
+        PretrainedError: If the model is of no family or is another than its config builds, or no
+            ``config.json`` of its family says what it is; a quantized kernel has no layout; or the
+            folder has tensors already, or cannot be written.
         GenerationError: If ``model.generation_config`` is no ``GenerationConfig``.
         ImportError: If ``safetensors`` is missing.
 
@@ -289,7 +337,9 @@ def save_pretrained(
         ['config.json', 'model.safetensors']
     """
     folder = Path(directory).expanduser()
-    content, family, config = describe(model)
+
+    # What config.json says, and the parameters by the tensors that they are written as.
+    content, family, config = describe(model, config)
     if is_packed(content):
         content = {name: value for name, value in content.items() if name != PACKING}
         warn_user(
@@ -298,15 +348,20 @@ def save_pretrained(
         )
     texts = generation_content(config_of_texts(model), content)
     table = _Table.of_edited(model, family, config)
+
+    # What config.json says of their dtypes and of quantized kernels.
     layout = table.layout(content.pop(PACKING, None))
     if layout.config is not None:
         content[PACKING] = layout.config
     floats = [e.variable for e in table.entries if not isinstance(e.variable, Quantized)]
     stored = Counter(jnp.dtype(variable.dtype).name for variable in floats)
     content |= {name: max(stored, key=stored.__getitem__) for name in _DTYPE_FIELDS & {*content}}
+
     if folder.is_dir() and any(folder.glob("*.safetensors")):
         raise PretrainedError(f"{folder} holds tensors already. Give another folder, or clear it.")
     distributed.barrier("save_pretrained")  # that all have looked before the first writes
+
+    # All files are written beside the folder, and moved when they are complete.
     try:
         with draft_folder(folder) if distributed.is_main() else contextlib.nullcontext() as draft:
             _write_files(table, layout, draft, max_file_bytes)
@@ -656,27 +711,42 @@ def _place(path: VariablePath, model, config: Any) -> tuple[str, tuple[int, ...]
 # --- reading --------------------------------------------------------------------------------------
 
 
-def _read(entry: Entry, files: TensorFiles, place, cast) -> jax.Array:
-    """Reads a parameter, each device its own part."""
+def _read(
+    entry: Entry, files: TensorFiles, sharding: jax.sharding.Sharding | None, dtype: Any
+) -> jax.Array:
+    """Returns a parameter in its sharding, None for one device; each device reads its own part.
+
+    Args:
+        entry: The parameter, and where it stands in the files.
+        files: The tensors.
+        sharding: Where it is to be.
+        dtype: What its numbers are converted to; None for as they are stored.
+    """
     shape = tuple(entry.variable.shape)
 
-    def block(index: Sequence[slice]) -> np.ndarray:
-        bounds = [part.indices(size)[:2] for part, size in zip(index, shape, strict=True)]
-        part = _read_block(entry, files, bounds)
-        return part if cast is None else part.astype(cast)
+    def read_slice(bounds: Sequence[tuple[int, int]]) -> np.ndarray:
+        numbers = _read_block(entry, files, bounds)
+        return numbers if dtype is None else numbers.astype(dtype)
 
-    if place is None:
-        return jax.device_put(block((slice(None),) * len(shape)))
-    by_index: dict[Any, list[Any]] = {}
-    for device, index in place.addressable_devices_indices_map(shape).items():
-        key = tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
-        by_index.setdefault(key, []).append(device)
+    if sharding is None:
+        return jax.device_put(read_slice([(0, size) for size in shape]))
+
+    # Devices that hold the same slice, as replicas do, share one reading of it.
+    devices_of: dict[tuple[tuple[int, int], ...], list[Any]] = {}
+    for device, index in sharding.addressable_devices_indices_map(shape).items():
+        assert index is not None
+        spans = zip(index, shape, strict=True)
+        bounds = tuple(part.indices(size)[:2] for part, size in spans)
+        devices_of.setdefault(bounds, []).append(device)
+
+    # The slice before is on its devices, and no more on the host, when the next one is read.
     arrays: list[jax.Array] = []
-    for bounds, devices in by_index.items():
-        part = block(tuple(slice(*bound) for bound in bounds))
-        arrays += [jax.device_put(part, device) for device in devices]
-        jax.block_until_ready(arrays)  # before the next slice is read
-    return jax.make_array_from_single_device_arrays(shape, place, arrays)
+    for bounds, devices in devices_of.items():
+        numbers = read_slice(bounds)
+        arrays += [jax.device_put(numbers, device) for device in devices]
+        del numbers
+        jax.block_until_ready(arrays)
+    return jax.make_array_from_single_device_arrays(shape, sharding, arrays)
 
 
 def _read_block(entry: Entry, files: TensorFiles, bounds: Sequence[tuple[int, int]]) -> np.ndarray:
@@ -692,10 +762,15 @@ def _stacked(blocks: Iterator[np.ndarray], count: int, bounds) -> np.ndarray:
     first = next(blocks, None)
     if first is None:
         return np.empty((0, *(b - a for a, b in bounds)), np.float32)
-    stored = sorted(range(first.ndim), key=lambda axis: -first.strides[axis])
+
+    # Blocks are views of tensors with other axes: copied as they lie, they are copied fast.
+    strides = first.strides
+    stored = sorted(range(first.ndim), key=lambda axis: -strides[axis])
     stack = np.empty((count, *(first.shape[axis] for axis in stored)), first.dtype)
-    for place, block in enumerate(itertools.chain([first], blocks)):
-        stack[place] = block.transpose(stored)
+    stack[0] = first.transpose(stored)
+    del first
+    for index, block in enumerate(blocks, start=1):
+        stack[index] = block.transpose(stored)
     return stack.transpose(0, *(1 + stored.index(axis) for axis in range(len(stored))))
 
 

@@ -11,7 +11,7 @@ from shardax import Rngs
 from shardax.extend import Options
 from shardax.models.config.checks import dtypes
 from shardax.models.config.paths import ConfigPart
-from shardax.models.layers.activations import ACTIVATIONS, find_activation
+from shardax.models.layers.activations import ACTIVATIONS
 from shardax.nn.errors import LayerConfigError
 from shardax.nn.mixers.convolution import ShortConvolution
 from shardax.nn.mixers.delta import GatedDeltaNet
@@ -41,7 +41,6 @@ class ShortConvolutionConfig:
 
     size: int = 3
     use_bias: bool = False
-    kind: ClassVar[type] = ShortConvolution
 
     def __post_init__(self) -> None:
         as_size(type(self).__name__, "size", self.size)
@@ -59,18 +58,6 @@ class ShortConvolutionConfig:
         return ShortConvolution(
             config.embed_dim, size=self.size, use_bias=self.use_bias, rngs=rngs, **dtypes(config)
         )
-
-    @classmethod
-    def of(cls, mixer: Any) -> ShortConvolutionConfig:
-        """Reads the sizes of a mixer.
-
-        Args:
-            mixer: The mixer.
-
-        Returns:
-            Its config.
-        """
-        return cls(size=mixer.size, use_bias=mixer.bias is not None)
 
 
 @dataclass(frozen=True)
@@ -119,7 +106,6 @@ class StateSpaceConfig:
     conv_bias: bool = True
     gate_norm: str | None = "behind"
     scales: tuple[float, ...] = (1.0,) * 5
-    kind: ClassVar[type] = StateSpaceMixer
 
     def __post_init__(self) -> None:
         if self.out_bias is None:
@@ -143,25 +129,6 @@ class StateSpaceConfig:
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         values["activation"] = ACTIVATIONS.get(self.activation, self.activation)
         return StateSpaceMixer(features, rngs=rngs, **values, **options)
-
-    @classmethod
-    def of(cls, mixer: Any) -> StateSpaceConfig:
-        """Reads the sizes of a mixer.
-
-        Args:
-            mixer: The mixer.
-
-        Returns:
-            Its config.
-        """
-        values: dict[str, Any] = {f.name: getattr(mixer, f.name, None) for f in fields(cls)}
-        names, function = (*ACTIVATIONS, "silu", "gelu", "relu"), mixer.activation
-        function = find_activation(function) if isinstance(function, str) else function
-        values["activation"] = next((n for n in names if find_activation(n) is function), None)
-        values["use_bias"] = mixer.gate.bias is not None
-        values["out_bias"] = mixer.out.bias is not None
-        values["conv_bias"] = mixer.convolution.use_bias
-        return cls(**values)
 
 
 @dataclass(frozen=True)
@@ -197,7 +164,6 @@ class GatedDeltaConfig:
     value_dim: int
     size: int = 4
     chunk: int = 64
-    kind: ClassVar[type] = GatedDeltaNet
 
     def __post_init__(self) -> None:
         GatedDeltaNet(1, rngs=Rngs(0), **vars(self))
@@ -216,24 +182,8 @@ class GatedDeltaConfig:
         options = {"activation": activation, "norm_epsilon": config.norms.epsilon, **dtypes(config)}
         return GatedDeltaNet(config.embed_dim, rngs=rngs, **vars(self), **options)
 
-    @classmethod
-    def of(cls, mixer: Any) -> GatedDeltaConfig:
-        """Reads the sizes of a mixer.
-
-        Args:
-            mixer: The mixer.
-
-        Returns:
-            Its config.
-        """
-        return cls(**{field.name: getattr(mixer, field.name) for field in fields(cls)})
-
 
 MixerConfig = ShortConvolutionConfig | StateSpaceConfig | GatedDeltaConfig
-MIXERS: dict[type, Any] = {
-    kind.kind: kind for kind in (ShortConvolutionConfig, StateSpaceConfig, GatedDeltaConfig)
-}
-"""The config of each mixer, by its class."""
 
 
 @dataclass(frozen=True)
