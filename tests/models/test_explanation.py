@@ -27,7 +27,7 @@ from shardax.models import (
     register,
 )
 from shardax.models.convnext import ConvNeXtBlock
-from shardax.models.explanation import config_of_family
+from shardax.models.explaining.explanation import config_of_family
 from shardax.models.families.registry import FAMILIES
 
 LLAMA = """\

@@ -1,30 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The layers of a family as plain code, made of the parts of layers that are built.
+"""The code of one layer, with the shapes of its parameters.
 
-A layer of each kind is built, which computes nothing, as parameters are lazy. Its code follows the
-loop of ``TransformerLayer``: for each part the norm of what it reads, its modules, and how their
-result is added. A module without code of its own here is one call with all of its parameters.
+It follows the loop of ``TransformerLayer``: for each part the norm of what it reads, its modules,
+and how their result is added. A module without code of its own here is one call with all of its
+parameters.
 """
 
 from __future__ import annotations
 
-import contextlib
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
 from typing import Any
 
-from shardax import Module, Param, Rngs, iter_variables
+from shardax import Module, Param, iter_variables
 from shardax.extend import format_path
-from shardax.models import kinds
 from shardax.models.config.transformer import TransformerConfig
-from shardax.models.convnext import ConvNeXtBlock, ConvNeXtConfig
-from shardax.models.decoder import DecoderConfig
-from shardax.models.dual_encoder import TOWERS, DualEncoderConfig
-from shardax.models.encoder_decoder import HALVES, EncoderDecoderConfig
-from shardax.models.families import registry
-from shardax.models.family import REQUIRED, Family
-from shardax.models.kinds import PretrainedError, brief
+from shardax.models.convnext import ConvNeXtBlock
 from shardax.models.layers.experts import ChoiceOfGroups, ClippedMoE, GroupedMoE, InputScaledMoE
 from shardax.models.layers.norms import HeadsRMSNorm, OffsetLayerNorm, OffsetRMSNorm
 from shardax.models.layers.transformer_layer import LayerPart, ScaledGateMLP, TransformerLayer
@@ -36,171 +28,8 @@ from shardax.nn.moe import MoE
 from shardax.nn.normalization import LayerNorm
 from shardax.nn.rope import Rope
 
-ModelConfig = (
-    TransformerConfig | DecoderConfig | DualEncoderConfig | EncoderDecoderConfig | ConvNeXtConfig
-)
-
-# Sizes of a family whose config.json must name them, by their path in a config.
-STAND_INS: Mapping[str, int] = {
-    "vocab_size": 32_000,
-    "num_layers": 32,
-    "embed_dim": 4096,
-    "mlp.dim": 11_008,
-    "attention.num_heads": 32,
-    "experts.top_k": 2,
-}
-# The same of fields that a group of them reads, by their name in a config.json.
-STAND_INS_OF_GROUPS: Mapping[str, int] = {"intermediate_size": 11_008}
-
 # Shapes stand one below the other, but for those behind longer lines.
 _LONG = 56
-
-
-def explain(model: str | ModelConfig) -> str:
-    """Shows the layers of a family, or of a config, as plain code with shapes.
-
-    The code is made of the parts of built layers, one function for each kind of layer. A parameter
-    has its path in the layer, and the shapes behind a line are those of its parameters, in order.
-    ``x @ kernel`` sums over the last dimensions of ``x``, as many as match the first ones of the
-    kernel. Dropout and what only meshes, masks and caches need is left out.
-
-    Args:
-        model: A type of models as in ``config.json``, also one that was registered; its sizes are
-            the defaults of transformers, and 32 layers of 4,096 features with 32 heads where there
-            are none. Or a config, such as ``model.config``.
-
-    Returns:
-        The code as text, to be printed.
-
-    Raises:
-        PretrainedError: If the type is unknown, or a field that it needs has no default; or if what
-            was given is no config of a model.
-
-    Example:
-        >>> import shardax as sx
-        >>> config = sx.models.TransformerConfig(embed_dim=64, parallel=True)
-        >>> print(sx.models.explain(config))
-        # layers 0 to 1 of 2
-        def layer(x):                          # (batch, time, 64)
-            h = rms_norm(x) * attn_norm.scale  # (embed=64)
-            q = h @ attn.q.kernel              # (embed=64, heads=4, head_dim=16)
-            k = h @ attn.k.kernel              # (embed=64, kv_heads=2, head_dim=16)
-            v = h @ attn.v.kernel              # (embed=64, kv_heads=2, head_dim=16)
-            q, k = rotary(q, k, base=10000)
-            y = attend(q, k, v, scale=0.25, causal=True)
-            y = y @ attn.out.kernel            # (heads=4, head_dim=16, embed=64)
-            result = x + y
-            h = rms_norm(x) * mlp_norm.scale   # (embed=64)
-            gate = silu(h @ mlp.gate.kernel)   # (embed=64, mlp=192)
-            up = h @ mlp.up.kernel             # (embed=64, mlp=192)
-            y = (gate * up) @ mlp.down.kernel  # (mlp=192, embed=64)
-            return result + y
-    """
-    config = config_of_family(model) if isinstance(model, str) else model
-    sections = list[str]()
-
-    match config:
-        case DecoderConfig():
-            sections += _layers_of(config.transformer)
-        case TransformerConfig():
-            sections += _layers_of(config)
-        case ConvNeXtConfig():
-            sections += _blocks_of(config)
-        case DualEncoderConfig() | EncoderDecoderConfig():
-            for name in TOWERS if isinstance(config, DualEncoderConfig) else HALVES:
-                sections += [f"# {name}: {code}" for code in _unmarked(getattr(config, name))]
-        case _:
-            raise PretrainedError(
-                f"explain was given {brief(config)}, and takes the name of a family, such as "
-                f"'llama', or the config of a model, such as model.config."
-            )
-    return "\n\n".join(sections)
-
-
-def _unmarked(config: TransformerConfig) -> Iterator[str]:
-    """Yields the code of each kind of layer without the mark of its first line's comment."""
-    for code in _layers_of(config):
-        yield code.removeprefix("# ")
-
-
-# --- configs of families --------------------------------------------------------------------------
-
-
-def config_of_family(name: str) -> object:
-    """Returns the config of a family, with stand-ins for sizes without a default."""
-    family = registry.find_family(name, "explain")
-    content: dict[str, Any] = {"model_type": name, "architectures": list(family.architectures)[:1]}
-
-    for field_name, field in family.fields.items():
-        is_needed = field.default is REQUIRED and field_name not in family.defaults
-        if is_needed and field.targets[0] in STAND_INS:
-            content[field_name] = STAND_INS[field.targets[0]]
-    content |= _needed_by_groups(family, content)
-
-    # What still has no value is named by the reading.
-    return family.config(content, f"The config of {name} without a file")
-
-
-def _needed_by_groups(family: Family, content: Mapping[str, Any]) -> dict[str, int]:
-    """Returns stand-ins for the fields without a default that groups of fields read."""
-    needed = dict[str, int]()
-
-    def take(name: str, *default: Any, kind: kinds.Kind = kinds.ANYTHING) -> Any:
-        field = family.fields.get(name)
-        if name in content:
-            return content[name]
-        if name in family.defaults:
-            return family.defaults[name]
-        if field is not None and field.default is not REQUIRED:
-            return field.default
-        if default:
-            return default[0]
-        if name in STAND_INS_OF_GROUPS:
-            needed[name] = STAND_INS_OF_GROUPS[name]
-        return needed.get(name, 1)
-
-    for group in family.groups:
-        # Of fields that do not fit together, which the reading of all of them names.
-        with contextlib.suppress(PretrainedError):
-            group.read(take)
-    return needed
-
-
-# --- kinds of layers ------------------------------------------------------------------------------
-
-
-def _layers_of(config: TransformerConfig) -> Iterator[str]:
-    """Yields the code of each kind of layer, with the layers that are of the kind."""
-    indices_by_code = dict[str, list[int]]()
-    for index in range(config.num_layers):
-        layer = TransformerLayer(config, index, rngs=Rngs(0))
-        code = _LayerCode(layer, config).text()
-        indices_by_code.setdefault(code, []).append(index)
-
-    for code, indices in indices_by_code.items():
-        yield f"# layers {_ranges(indices)} of {config.num_layers}\n{code}"
-
-
-def _blocks_of(config: ConvNeXtConfig) -> Iterator[str]:
-    """Yields the code of the blocks of each stage."""
-    for stage, (width, depth) in enumerate(zip(config.widths, config.depths, strict=True)):
-        block = ConvNeXtBlock(config, width, rngs=Rngs(0))
-        yield f"# stage {stage}, {depth} blocks\n{_BlockCode(block, width).text()}"
-
-
-def _ranges(indices: list[int]) -> str:
-    """Returns indices as text, such as ``0 to 2, 5``."""
-    runs = list[list[int]]()
-    for index in indices:
-        if runs and index == runs[-1][-1] + 1:
-            runs[-1].append(index)
-        else:
-            runs.append([index])
-
-    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in runs)
-
-
-# --- code -----------------------------------------------------------------------------------------
 
 
 class _Code:
@@ -276,7 +105,7 @@ def _activation(module: Any) -> str:
     return activation if isinstance(activation, str) else activation.__name__
 
 
-class _BlockCode(_Code):
+class BlockCode(_Code):
     """The code of a block of a ``ConvNeXt``."""
 
     def __init__(self, block: ConvNeXtBlock, width: int) -> None:
@@ -292,7 +121,7 @@ class _BlockCode(_Code):
         self.add("return x + y" if block.scale is None else "return x + y * scale")
 
 
-class _LayerCode(_Code):
+class LayerCode(_Code):
     """The code of a layer of a transformer, by the parts that it has."""
 
     def __init__(self, layer: TransformerLayer, config: TransformerConfig) -> None:
