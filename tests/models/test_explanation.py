@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import pytest
 
 import shardax as sx
@@ -29,6 +30,9 @@ from shardax.models import (
 from shardax.models.convnext import ConvNeXtBlock
 from shardax.models.explaining.explanation import config_of_family
 from shardax.models.families.registry import FAMILIES
+from tests.models import plain_layers
+from tests.models.published import MODELS, tiny_config
+from tests.values import with_values
 
 LLAMA = """\
 # layers 0 to 31 of 32
@@ -164,3 +168,36 @@ def test_unknown_families_and_other_values_are_refused():
         explain("lama")
     with pytest.raises(PretrainedError, match=r"explain was given 7, and takes the name of a"):
         explain(7)  # type: ignore[arg-type]
+
+
+# Of each type the first model, small.
+SMALL = {
+    content["model_type"]: tiny_config(content, layers=4)
+    for content, _ in reversed(list(MODELS.values()))
+}
+
+
+@pytest.mark.parametrize("kind", SMALL)
+def test_printed_code_computes_what_the_layer_computes(kind: str):
+    config = FAMILIES[kind].config(SMALL[kind], kind)
+    halves = [config] if isinstance(config, TransformerConfig) else [config.encoder, config.decoder]
+    generator = np.random.default_rng(0)
+    for half in halves:
+        x = generator.normal(size=(2, 5, half.embed_dim)).astype(np.float32)
+        context = generator.normal(size=(2, 3, half.embed_dim)).astype(np.float32)
+        bias = generator.normal(size=(half.attention.num_heads, 5, 5)).astype(np.float32)
+        for section in explain(half).split("\n\n"):
+            title, _, code = section.partition("\n")
+            index = int(re.findall(r"\d+", title)[0])
+            layer = with_values(TransformerLayer(half, index, rngs=sx.Rngs(0))).eval()
+
+            names, options = {"x": x}, dict[str, Any]()
+            if layer.cross_attn is not None:
+                names["context"] = options["context"] = context
+            if half.positions.relative_buckets:
+                names["bias_of_distances"] = options["bias"] = bias
+            expected = layer(x, **options)
+            # Factors are printed with four digits, and norms have an epsilon that is not printed.
+            np.testing.assert_allclose(
+                plain_layers.run(code, layer, **names), expected, rtol=2e-3, atol=2e-3
+            )

@@ -366,7 +366,7 @@ def _rope_of(attention: MultiHeadAttention) -> Rope | None:
 def _rope_text(rope: Rope) -> str:
     """Returns the fields of a rotary embedding that say more than its defaults."""
     plain = Rope(rope.base)
-    options = [f"base={rope.base:g}"]
+    options = [f"base={rope.base:.9g}"]
     for field in fields(rope):
         value = getattr(rope, field.name)
         if value != getattr(plain, field.name):

@@ -397,6 +397,7 @@ def _attention(
 ) -> MultiHeadAttention:
     is_local, has_rope = config.is_local(index), config.has_rope(index)
     rope = config.local_rope if is_local and config.local_rope else config.rope
+
     options: dict[str, Any] = {
         "head_dim": config.head_dim,
         "causal": causal,
@@ -408,6 +409,7 @@ def _attention(
         "rngs": rngs,
         **dtypes,
     }
+
     if config.latent is not None:
         return MultiHeadLatentAttention(
             features,
@@ -418,6 +420,7 @@ def _attention(
             query_latent_dim=config.latent.query_dim,
             **options,
         )
+
     norm = partial(_head_norm, config, norms, has_rope, dtypes)
     return MultiHeadAttention(
         features,
@@ -484,6 +487,7 @@ def make_mlp(
     make: Callable[..., MLP] = MLP
     if config.gate_scale != 1:
         make = partial(ScaledGateMLP, gate_scale=config.gate_scale)
+
     return make(
         features,
         config.dim,
@@ -510,6 +514,7 @@ def _experts(
         )
     elif config.limit is not None:
         make = partial(ClippedMoE, limit=config.limit, gate_factor=config.gate_factor)
+
     return make(
         features,
         config.dim,
