@@ -6,7 +6,6 @@ from __future__ import annotations
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 import shardax as sx
@@ -21,18 +20,18 @@ class Tensor:
     """An array whose ``@`` sums over as many dimensions as match the kernel's first ones."""
 
     def __init__(self, values: Any) -> None:
-        self.values = jnp.asarray(values)
+        self.values = np.asarray(values)
 
     def __matmul__(self, kernel: Tensor) -> Tensor:
         x, y = self.values, kernel.values
         if isinstance(kernel, Chosen):
-            return Tensor(jnp.einsum("bti,btio->bto", x, y))
+            return Tensor(np.einsum("bti,btio->bto", x, y))
         count = next(n for n in range(y.ndim - 1, 0, -1) if x.shape[-n:] == y.shape[:n])
-        return Tensor(jnp.tensordot(x, y, count))
+        return Tensor(np.tensordot(x, y, count))
 
     def __getitem__(self, index: Tensor) -> Tensor:
-        if self.values.ndim == index.values.ndim:  # scores of the chosen experts
-            return Tensor(jnp.take_along_axis(self.values, index.values, -1))
+        if index.values.ndim == 3:  # the scores of all experts that a token goes to
+            return Tensor(np.take_along_axis(self.values, index.values, -1))
         return Chosen(self.values[index.values])
 
     def __add__(self, other: Any) -> Tensor:
@@ -77,12 +76,12 @@ def of_values(function: Any) -> Any:
 
 
 def rms_norm(x: Any, axes: tuple[int, ...] = (-1,)) -> Any:
-    return x / jnp.sqrt(jnp.mean(x**2, axes, keepdims=True) + 1e-6)
+    return x / np.sqrt(np.mean(x**2, axes, keepdims=True) + 1e-6)
 
 
 def layer_norm(x: Any) -> Any:
     x = x - x.mean(-1, keepdims=True)
-    return x / jnp.sqrt(jnp.mean(x**2, -1, keepdims=True) + 1e-6)
+    return x / np.sqrt(np.mean(x**2, -1, keepdims=True) + 1e-6)
 
 
 def attend(
@@ -98,9 +97,9 @@ def attend(
     bias: Any = 0.0,
 ) -> Any:
     """Attention of all heads, by all of its scores."""
-    k, v = (jnp.repeat(x, q.shape[-2] // x.shape[-2], axis=-2) for x in (k, v))
-    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) * scale
-    scores = scores if softcap is None else softcap * jnp.tanh(scores / softcap)
+    k, v = (np.repeat(x, q.shape[-2] // x.shape[-2], axis=-2) for x in (k, v))
+    scores = np.einsum("bqhd,bkhd->bhqk", q, k) * scale
+    scores = scores if softcap is None else softcap * np.tanh(scores / softcap)
     scores = scores + bias
 
     query, key = np.ogrid[: q.shape[1], : k.shape[1]]
@@ -111,13 +110,13 @@ def attend(
         may_read &= abs(query - key) < window
     if chunk is not None:
         may_read &= query // chunk == key // chunk
-    scores = jnp.where(may_read, scores, -jnp.inf)
+    scores = np.where(may_read, scores, -np.inf)
 
     if sinks is not None:
-        own = jnp.broadcast_to(sinks[:, None, None], (*scores.shape[:-1], 1))
-        scores = jnp.concatenate([scores, own], -1)
+        own = np.broadcast_to(sinks[:, None, None], (*scores.shape[:-1], 1))
+        scores = np.concatenate([scores, own], -1)
     weights = jax.nn.softmax(scores, -1)[..., : k.shape[1]]
-    return jnp.einsum("bhqk,bkhd->bqhd", weights, v)
+    return np.einsum("bhqk,bkhd->bqhd", weights, v)
 
 
 def rotary(*arrays: Tensor, last: int | None = None, **rope: Any) -> Any:
@@ -126,19 +125,19 @@ def rotary(*arrays: Tensor, last: int | None = None, **rope: Any) -> Any:
     for array in arrays:
         x = array.values if array.values.ndim == 4 else array.values[..., None, :]
         plain, turned = (x[..., :0], x) if last is None else (x[..., :-last], x[..., -last:])
-        rotation = Rope(**rope).rotation(jnp.arange(x.shape[1]), turned.shape[-1])
+        rotation = Rope(**rope).rotation(np.arange(x.shape[1]), turned.shape[-1])
         turned = rotate(turned, rotation, interleaved=rope.get("interleaved", False))
-        results.append(Tensor(jnp.concatenate([plain, turned], -1)))
+        results.append(Tensor(np.concatenate([plain, turned], -1)))
     return results[0] if len(results) == 1 else results
 
 
 def split(x: Tensor, sizes: list[int]) -> list[Tensor]:
-    return [Tensor(part) for part in jnp.split(x.values, [sizes[0]], -1)]
+    return [Tensor(part) for part in np.split(x.values, [sizes[0]], -1)]
 
 
 def concatenate(x: Tensor, y: Tensor) -> Tensor:
     shape = (*x.values.shape[:-1], y.values.shape[-1])
-    return Tensor(jnp.concatenate([x.values, jnp.broadcast_to(y.values, shape)], -1))
+    return Tensor(np.concatenate([x.values, np.broadcast_to(y.values, shape)], -1))
 
 
 def top_k(scores: Tensor, count: int) -> list[Tensor]:
@@ -158,14 +157,14 @@ def run(code: str, layer: Any, **names: Any) -> Any:
         parts = scores.reshape(*scores.shape[:-1], groups, -1)
         sums = jax.lax.top_k(parts, layer.mlp.least_size)[0].sum(-1)
         is_best = sums >= jax.lax.top_k(sums, of_best)[0][..., -1:]
-        return jnp.where(is_best[..., None], parts, -jnp.inf).reshape(scores.shape)
+        return np.where(is_best[..., None], parts, -np.inf).reshape(scores.shape)
 
     known: dict[str, Any] = {
         name: of_values(getattr(jax.nn, name))
         for name in ("silu", "gelu", "relu", "sigmoid", "softmax", "tanh")
     }
     known |= {name: of_values(function) for name, function in ACTIVATIONS.items()}
-    known |= {name: of_values(getattr(jnp, name)) for name in ("clip", "minimum", "log")}
+    known |= {name: of_values(getattr(np, name)) for name in ("clip", "minimum", "log")}
     known |= AXES
     known |= {
         "rms_norm": of_values(rms_norm),
@@ -179,7 +178,7 @@ def run(code: str, layer: Any, **names: Any) -> Any:
         "in_groups": of_values(in_groups),
         "sum": of_values(lambda x: x.sum(-1, keepdims=True)),
         "zip": by_choice,
-        "position": Tensor(jnp.arange(names["x"].shape[1])[:, None, None]),
+        "position": Tensor(np.arange(names["x"].shape[1])[:, None, None]),
     }
     # A mixer is one call in the code.
     for name in ("short_convolution", "state_space_mixer", "gated_delta_net"):
@@ -188,6 +187,6 @@ def run(code: str, layer: Any, **names: Any) -> Any:
     for name, value in vars(layer).items():
         known[name] = Tensor(value.value) if isinstance(value, sx.Param) else Parameters(value)
     known |= {name: Tensor(value) for name, value in names.items() if name == "bias_of_distances"}
-    exec(code, known)  # noqa: S102, what explain printed
+    exec(code, known)
     arguments = {name: Tensor(value) for name, value in names.items() if name not in known}
     return known["layer"](**arguments).values

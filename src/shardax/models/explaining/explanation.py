@@ -46,7 +46,7 @@ def explain(model: str | ModelConfig) -> str:
     The code is made of the parts of built layers, one function for each kind of layer. A parameter
     has its path in the layer, and the shapes behind a line are those of its parameters, in order.
     ``x @ kernel`` sums over the last dimensions of ``x``, as many as match the first ones of the
-    kernel. Dropout and what only meshes, masks and caches need is left out.
+    kernel. Left out are dropout, the epsilon of norms, and what only meshes, masks and caches need.
 
     Args:
         model: A type of models as in ``config.json``, also one that was registered; its sizes are
