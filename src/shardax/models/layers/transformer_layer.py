@@ -309,10 +309,10 @@ def _read_context(layer: TransformerLayer, x: jax.Array, inputs: PartInputs) -> 
 
 def _feed_forward(layer: TransformerLayer, x: jax.Array, inputs: PartInputs) -> jax.Array:
     """Calls the MLP, or the experts and the one for all tokens."""
-    # Padding does not count in the loss of experts.
+    option = dict[str, Any]()
     real = inputs.real
-    of_tokens = real is not None and real.shape[-3:] == (1, 1, x.shape[-2])
-    option = {"mask": real[..., 0, 0, :]} if layer.has_experts and of_tokens else {}
+    if layer.has_experts and real is not None and real.shape[-3:] == (1, 1, x.shape[-2]):
+        option["mask"] = real[..., 0, 0, :]  # padding does not count in the loss of experts
     result = _scaled(layer.mlp(x, **option), layer.mlp_out_scale)
     if layer.shared_mlp is None:
         return result
