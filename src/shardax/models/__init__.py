@@ -29,6 +29,7 @@ from shardax.models.dual_encoder import DualEncoderConfig as DualEncoderConfig
 from shardax.models.dual_encoder import DualEncoderOutput as DualEncoderOutput
 from shardax.models.encoder_decoder import EncoderDecoder as EncoderDecoder
 from shardax.models.encoder_decoder import EncoderDecoderConfig as EncoderDecoderConfig
+from shardax.models.explaining.explanation import explain as explain
 from shardax.models.families.registry import register as register
 from shardax.models.generating.config import GenerationConfig as GenerationConfig
 from shardax.models.generating.generation import generate as generate

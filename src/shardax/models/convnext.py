@@ -87,14 +87,17 @@ class ConvNeXtConfig:
         for name in ("widths", "depths"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
             sizes |= {f"{name}[{i}]": size for i, size in enumerate(getattr(self, name))}
+
         for name, size in sizes.items():
             as_size(where, name, size)
+
         fits = len(self.widths) == len(self.depths) > 0
         options.check("depths", self.depths, fits, f"of as many stages as widths={self.widths}")
         options.choice("head", self.head, (None, "classes"))
         check_epsilon(where, self.norm_epsilon, "norm_epsilon")
         fits = self.activation in ACTIVATIONS or hasattr(jax.nn, self.activation)
         options.check("activation", self.activation, fits, "the name of a function of jax.nn")
+
         for name in ("dtype", "param_dtype"):
             object.__setattr__(self, name, dtype_name(where, name, getattr(self, name)))
 
@@ -131,6 +134,7 @@ class ConvNeXt(Module):
         self.config = config
         options = dtypes(config)
         first, last, side = config.widths[0], config.widths[-1], config.patch_size
+
         self.patches = Conv(
             config.channels,
             first,
@@ -142,6 +146,7 @@ class ConvNeXt(Module):
             **options,
         )
         self.patch_norm = LayerNorm(first, epsilon=_EPSILON, **options)
+
         self.stages = List([ConvNeXtStage(config, i, rngs=rngs) for i in range(len(config.widths))])
         self.final_norm = LayerNorm(last, epsilon=config.norm_epsilon, **options)
         classes = None
@@ -217,6 +222,7 @@ class ConvNeXtStage(Module):
                 rngs=rngs,
                 **options,
             )
+
         self.norm, self.reduction = norm, reduction
         self.blocks = List(
             [ConvNeXtBlock(config, width, rngs=rngs) for _ in range(config.depths[index])]
@@ -246,11 +252,13 @@ class ConvNeXtBlock(Module):
             rngs=rngs,
             **options,
         )
+
         self.norm = LayerNorm(width, epsilon=_EPSILON, **options)
         self.up = Linear(width, hidden, kernel_axes=("embed", "mlp"), rngs=rngs, **options)
         self.activation = config.activation
         self.responses = ResponseNorm(hidden, config) if config.response_norm else None
         self.down = Linear(hidden, width, kernel_axes=("mlp", "embed"), rngs=rngs, **options)
+
         scale = (ones, (width,), config.param_dtype, ("embed",), None)
         self.scale = make_parameter(*scale) if config.layer_scale else None
 

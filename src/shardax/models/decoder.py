@@ -120,6 +120,7 @@ class DecoderConfig:
     def transformer(self) -> TransformerConfig:
         """The config of the ``Transformer``."""
         heads = (self.num_heads, self.num_kv_heads, self.head_dim)
+
         return TransformerConfig(
             vocab_size=self.vocab_size,
             num_layers=self.num_layers,

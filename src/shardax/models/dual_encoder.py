@@ -85,6 +85,7 @@ class DualEncoderConfig:
                     f"DualEncoderConfig needs {name} to be the config of an encoder of {kind}, but "
                     f"it has head={config.head!r} and image={config.image}."
                 )
+
         sizes = [config.pool.dim or config.embed_dim for config in (self.text, self.image)]
         if self.projection_dim < 0 or (not self.projection_dim and sizes[0] != sizes[1]):
             raise LayerConfigError(

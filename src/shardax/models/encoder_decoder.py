@@ -79,6 +79,7 @@ class EncoderDecoderConfig:
             ),
         ):
             _OPTIONS.check(name, value, value == expected, repr(expected))
+
         if self.start_token is not None and not 0 <= self.start_token < decoder.vocab_size:
             raise LayerConfigError(
                 f"EncoderDecoderConfig has start_token={self.start_token!r}, but tokens are from 0 "
@@ -243,8 +244,10 @@ def build_model(config: Any, settings: Mapping[str, Any], rngs: Rngs) -> Any:
             )
         kinds = {name: settings[name] for name in ("dtype", "param_dtype") if name in settings}
         return ConvNeXt(replace(config, **kinds), rngs=rngs)
+
     if not isinstance(config, (DualEncoderConfig, EncoderDecoderConfig)):
         return Transformer(replace(config, **settings), rngs=rngs)
+
     is_pair = isinstance(config, DualEncoderConfig)
     model: Any = DualEncoder if is_pair else EncoderDecoder
     parts = TOWERS if is_pair else HALVES

@@ -127,10 +127,12 @@ def blockwise_cross_entropy(
         )
     if not jnp.issubdtype(hidden.dtype, jnp.floating):
         raise LayerInputError(f"{name} takes floating hidden states, not {hidden.dtype}.")
+
     if is_choosing("loss"):
         loss = _by_kernel(name, hidden, kernel, targets, mask, ignore_index)
         if loss is not None:
             return loss
+
     targets, mask = _targets_of_tokens(name, "hidden", hidden, targets, mask, ignore_index)
     blocks = _blocks_of(hidden, kernel, block_size)
     return _mean(_token_losses(blocks, hidden, kernel, targets), mask)
@@ -145,6 +147,7 @@ def _by_kernel(
     mesh, entries, vocab = _layout_of(hidden, kernel)
     parts = tuple(tuple(mesh_axes_of(entry)) for entry in entries)
     split = ArraySplit(mesh, parts)
+
     around = resolve_mesh()
     refusal = ""
     if vocab is not None:
@@ -153,14 +156,18 @@ def _by_kernel(
         refusal = f"no rules in scope say how the mesh {dict(around.shape)} splits tokens"
     elif around is not None and AxisType.Manual in around.axis_types:
         refusal = "it does not run inside a jax.shard_map or a pipeline"
+
     if not uses_tokamax(
         "loss", name, hidden, lambda: against_loss(hidden, kernel, mask) or refusal
     ):
         return None
+
     if weights is None:
         weights = jnp.ones_like(targets, jnp.float32)
     counted = weights != 0
     total = loss_sum(hidden, kernel, targets, counted, split)
+
+    # A target outside of the vocabulary makes the loss NaN, as without the kernel.
     is_missing = counted & ((targets < 0) | (targets >= kernel.shape[1]))
     count = jnp.sum(counted, dtype=jnp.float32)
     mean = jnp.where(count > 0, total / jnp.maximum(count, 1), 0)
@@ -178,16 +185,20 @@ def _targets_of_tokens(
                 f"{name} was given {description} of shape {array.shape} and {argument} of shape "
                 f"{jnp.shape(values)}, which must be {shape}."
             )
+
     targets = as_array(targets)
     if not jnp.issubdtype(targets.dtype, jnp.integer):
         raise LayerInputError(f"{name} takes targets that are integers, not {targets.dtype}.")
     if targets.dtype.itemsize < 4:
         targets = targets.astype(jnp.int32)
     weights = None if mask is None else as_weights(name, mask)
+
+    # Over Explicit axes two operands must be laid out alike.
     if explicit_entries(array) is not None:
         leading = range(array.ndim - 1)
         targets = align(targets, array, leading)
         weights = None if weights is None else align(weights, array, leading)
+
     if ignore_index is None or not _holds(targets.dtype, ignore_index):
         return targets, weights
     counted = (targets != ignore_index).astype(jnp.float32)
@@ -324,13 +335,17 @@ def _blocks_of(hidden: jax.Array, kernel: jax.Array, block_size: int) -> _Blocks
         groups = [*parts, *(1 for _ in shape[1:])]
     else:
         groups = [_parts(entry, mesh) for entry in entries]
+
     sizes = [size // count for size, count in zip(shape, groups, strict=True)]
     budget = block_size if mesh is not None else max(block_size // math.prod(groups), 1)
+
+    # The last dimension is cut to what the budget leaves beside whole ones before it.
     cuts: list[int] = []
     for axis in reversed(range(len(sizes))):
         most = min(max(budget // max(math.prod(sizes[:axis]), 1), 1), sizes[axis])
         count = max(-(-sizes[axis] // max(most, 1)), 1)
         cuts.insert(0, -(-sizes[axis] // count))  # evenly
+
     counts = [-(-size // cut) if cut else 1 for size, cut in zip(sizes, cuts, strict=True)]
     return _Blocks(
         tuple(groups), tuple(sizes), tuple(cuts), tuple(counts), mesh, tuple(entries), vocab
@@ -342,15 +357,20 @@ def _layout_of(hidden: jax.Array, kernel: jax.Array) -> tuple[Any, list[Any], An
     typed = [explicit_entries(array) for array in (hidden, kernel)]
     rules, names = current_rules(), ("batch", "seq")
     is_ruled = "batch" in rules.names and hidden.ndim == 3
+
+    # Types of arrays say more than rules do, and come first.
     mesh: Any = None
     for array, entries in zip((hidden, kernel), typed, strict=True):
         mesh = jax.typeof(array).sharding.mesh if entries is not None and mesh is None else mesh
     mesh = resolve_mesh() if mesh is None and is_ruled else mesh
+
     if mesh is None:
         return None, [], None
     rule_entries = list(rules.spec((*names, "vocab")) if is_ruled else (None,) * hidden.ndim)
     rule_entries += [None] * (hidden.ndim - len(rule_entries))
     kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+
+    # An axis splits one dimension, and only one that it divides.
     used_axes: set[str] = set()
     layout: list[Any] = []
     present = (*(typed[0] or (None,) * hidden.ndim)[:-1], (typed[1] or (None, None))[1])
@@ -548,6 +568,7 @@ def _check_names(batch: object) -> None:
         )
     if "inputs" in batch and "targets" in batch:
         return
+
     # Labels of transformers are the tokens themselves, -100 where none counts: its models shift.
     tokens = 'batch["input_ids"]' if "input_ids" in batch else "tokens"
     labels = 'batch["labels"]' if "labels" in batch else tokens
@@ -556,6 +577,7 @@ def _check_names(batch: object) -> None:
         entries.append('"input_mask": batch["attention_mask"][:, :-1]')
         if "labels" not in batch:
             entries.append('"mask": batch["attention_mask"][:, 1:]')
+
     names = ", ".join(map(repr, batch)) or "nothing"
     raise LayerInputError(
         f"next_token_loss reads inputs and targets of a batch, but this one has {names}. Targets "

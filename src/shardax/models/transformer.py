@@ -84,6 +84,7 @@ class Transformer(Module):
     def _build(self, config: TransformerConfig, rngs: Rngs) -> None:
         options, embedding = dtypes(config), config.embedding
         size = embedding.dim or config.embed_dim
+
         self.embed: Any = None
         if config.image is not None:
             self._build_patches(config.image, config.embed_dim, rngs=rngs, **options)
@@ -91,6 +92,7 @@ class Transformer(Module):
             self.frames = FrameEmbedding(config.features.size, size, rngs=rngs, **options)
         else:
             self.embed = Embed(config.vocab_size, size, rngs=rngs, **options)
+
         positions = config.positions
         for name, count in (
             ("positions", positions.max_positions),
@@ -100,6 +102,7 @@ class Transformer(Module):
                 names = ("position" if name == "positions" else None, "embed")
                 first: Any = {} if config.features is None else {"embedding_init": _sines}
                 setattr(self, name, Embed(count, size, axes=names, rngs=rngs, **options, **first))
+
         self.embed_norm = make_norm(config.norms, size, options) if embedding.norm else None
         if embedding.dim:
             names = (None, "embed")
@@ -109,6 +112,7 @@ class Transformer(Module):
             sizes = (positions.relative_buckets, config.attention.num_heads)
             self.distances = Embed(*sizes, axes=("bucket", "heads"), rngs=rngs, **options)
         self.embed_dropout = Dropout(embedding.dropout, rngs=rngs) if embedding.dropout else None
+
         self.layers, self.rest = self._make_layers(config, rngs)
         has_last_norm = config.norms.placement != "after"
         self.final_norm = (
@@ -165,6 +169,8 @@ class Transformer(Module):
     def _build_head(self, config: TransformerConfig, rngs: Rngs) -> None:
         options, output, token_dim = dtypes(config), config.output, config.embedding.dim
         size = (config.pool.dense and config.pool.dim) or config.embed_dim
+
+        # The vocabulary alone is split over a mesh: other heads are small.
         square = partial(Linear, kernel_axes=("embed", None), rngs=rngs, **options)
         if output.transform:
             read = token_dim if config.head == "tokens" and token_dim else size
@@ -172,6 +178,8 @@ class Transformer(Module):
             has_norm = output.transform_norm
             self.head_norm = make_norm(config.norms, read, options) if has_norm else None
             size = read
+
+        # A vector of the first state and the mean is twice as long.
         if config.head not in (None, "tokens"):
             size = 2 * size if config.pool.kind == "first_and_mean" else size
             self.head = square(size, config.head_size, use_bias=config.head != "embedding")
@@ -277,6 +285,7 @@ class Transformer(Module):
         """
         config, layer = self._parts, self.embed if self.head is None else self.head
         output = config.output
+
         is_plain = type(layer) is (Embed if self.head is None else Linear)
         for holds, why in (
             (config.head != "tokens", f"its head is {config.head!r}"),
@@ -290,6 +299,7 @@ class Transformer(Module):
                     f"The logits of this {type(self).__name__} are not hidden states times a "
                     f"kernel: {why}. Call the model, and cross_entropy on its logits."
                 )
+
         return self.embed.embedding.value.T if self.head is None else self.head.kernel.value
 
     def _states(
@@ -313,6 +323,7 @@ class Transformer(Module):
                 where = type(self).__name__
                 refuse_input(where, f"{read} without a mask", tokens, "Leave it out.")
             return self._run(embed(tokens), {}, cache)
+
         if token_types is not None and not self._parts.embedding.token_types:
             raise LayerInputError(
                 f"{type(self).__name__} has no token_types, but was given some: call it without."
@@ -320,10 +331,12 @@ class Transformer(Module):
         if tokens.ndim not in (1, 2):
             where = type(self).__name__
             refuse_input(where, "tokens of shape (batch, time) or (time,)", tokens, "")
+
         if segment_ids is not None:
             segment_ids = as_array(segment_ids)
             positions = positions_within(segment_ids) if positions is None else positions
-        options, positions = self._given(tokens, mask, positions, cache)
+        options, positions = self._layer_options(tokens, mask, positions, cache)
+
         options |= {} if segment_ids is None else {"segment_ids": segment_ids}
         options |= {} if context is None else {"context": as_array(context)}
         if context_mask is not None:
@@ -382,13 +395,15 @@ class Transformer(Module):
         x = self.final_norm(x) if pool.norm and self.final_norm is not None else x
         return find_activation(pool.activation)(self.pooler(x)) if pool.dense else x
 
-    def _given(
+    def _layer_options(
         self, tokens: jax.Array, mask: object, positions: object, cache: object
     ) -> tuple[dict[str, Any], Any]:
         """Returns the arguments of every layer, and the positions."""
         attention, learned = self._parts.attention, self._parts.positions
         if mask is not None:
             mask = self._mask_of(mask, tokens.shape)
+
+        # Real tokens alone are counted: a mask says which these are, or the token of padding.
         has_padding = learned.max_positions > 0 and learned.pad_token >= 0
         if positions is None and (mask is not None or cache is not None or has_padding):
             real = jnp.ones_like(tokens) if mask is None else mask
@@ -396,17 +411,21 @@ class Transformer(Module):
             counted = jnp.cumsum(real, -1, dtype=jnp.int32)
             positions = jnp.maximum(counted + _last_positions(cache), 0)
             positions = jnp.where(real, positions, -1) if has_padding else positions
+
         if positions is None:
             if isinstance(tokens.shape[-1], int):  # and no size of any number, in an export
                 self._check_positions(np.int32(tokens.shape[-1] - 1))
             positions = jnp.arange(tokens.shape[-1], dtype=jnp.int32)
         else:
             self._check_positions(positions)
+
         mask = None if mask is None else mask[..., None, None, :]
         positions = as_array(positions)
         options: dict[str, Any] = {} if mask is None else {"mask": mask}
         if learned.relative_buckets:
             options["bias"] = self._distance_bias(tokens, cache)
+
+        # Rotations are computed once for all layers.
         is_placed = attention.chunked or attention.query_growth is not None
         latent, size = attention.latent, attention.head_dim
         ropes = (("positions", attention.rope), ("local_positions", attention.local_rope))
@@ -450,6 +469,7 @@ class Transformer(Module):
             return
         if not getattr(positions, "is_fully_addressable", True):
             return
+
         last = int(np.max(positions))
         if last >= usable:
             first = "padding's" if learned.pad_token >= 0 else "its offset"
@@ -468,8 +488,8 @@ class Transformer(Module):
         if learned.max_positions:
             # -1 is padding, which has the first row or that of its number.
             offset = learned.pad_token + 1 + learned.offset
-            places = jnp.maximum(positions + offset, max(learned.pad_token, 0))
-            x = add_bias(x, self.positions(places))
+            rows = jnp.maximum(positions + offset, max(learned.pad_token, 0))
+            x = add_bias(x, self.positions(rows))
         if embedding.token_types:
             x = x + self.types(jnp.zeros_like(tokens) if token_types is None else token_types)
         x = x if self.embed_norm is None else self.embed_norm(x)
@@ -486,6 +506,7 @@ class Transformer(Module):
                 images,
                 "Channels are last: images.transpose(0, 2, 3, 1) of PyTorch's.",
             )
+
         count = size // side
         images = images[:, : count * side, : count * side]  # as a convolution cuts the rest off
         # One dimension at a time, which keeps the layout over Explicit axes.
@@ -493,6 +514,7 @@ class Transformer(Module):
         rows = images.reshape(batch, count, side, count * side, channels)
         cut = rows.reshape(batch, count, side, count, side, channels).swapaxes(2, 3)
         x = self.patches(cut.reshape(batch, count * count, side, side, channels))
+
         if config.first_vector:
             first = add_bias(jnp.zeros_like(x[:, :1]), self.first.value)
             x = jnp.concatenate([first, x], axis=1)
@@ -560,7 +582,7 @@ class Transformer(Module):
                 f"of its layers are recurrent. Leave the dtype out."
             )
 
-        def one(index: int, num_layers: int | None = None) -> Any:
+        def of_layer(index: int, num_layers: int | None = None) -> Any:
             caches = dict[str, Any]()
             if config.has_attention(index):
                 caches["attn"] = of_attention(index, num_layers)
@@ -585,11 +607,11 @@ class Transformer(Module):
             return AttentionCache(*sizes, dtype=dtype, ring=ring, num_layers=num_layers)
 
         if not isinstance(self.layers, Stack):
-            return List([one(index) for index in range(config.num_layers)])
+            return List([of_layer(index) for index in range(config.num_layers)])
         if config.period == 1:
-            return one(0, self.layers.length)
-        remaining = [one(index) for index in range(config.num_layers % config.period)]
-        stacked = [one(index, self.layers.length) for index in range(config.period)]
+            return of_layer(0, self.layers.length)
+        remaining = [of_layer(index) for index in range(config.num_layers % config.period)]
+        stacked = [of_layer(index, self.layers.length) for index in range(config.period)]
         return BlockCache(TransformerBlock(stacked), remaining)
 
     def _run(self, x: jax.Array, options: dict[str, object], cache) -> jax.Array:

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Generation of tokens with a cache.
 
-Prompts of different lengths are padded on the left to one length. One program reads them all into
-the cache and samples the first token; a second one is the loop over all others, over a cache that
-it is given for good. Both are compiled for a batch size and *buckets* of lengths, powers of two.
-How many tokens are wanted is an input of the loop, so that another number compiles nothing, and a
-stream is the same loop, run for one token at a time.
+Prompts of different lengths are padded on the left to one length. Two programs continue them:
 
-A number is drawn from a key of the seed, the row and how many tokens the row has added; so a sample
-depends neither on the mesh nor on how long it is to become.
+    prefill         reads all prompts into a new cache and samples the first token of each row
+    decode_loop     samples all others, over a cache that it is given for good
+
+Each is compiled once for ``Sizes``: a batch size, and lengths that are rounded up to powers of two.
+How many tokens are wanted is an input of the loop, so that another number of them within the room
+compiles nothing, and a stream is the same loop, run for one token at a time. For one token alone
+the loop is not run.
 
 The cache is made by the first program and handed to the second one as arrays with their
 ``GraphDef``. An object that is new at every call would be looked through at every call, which takes
@@ -17,98 +18,89 @@ longer than some models need for a token.
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import math
-import secrets
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
 
-from shardax import (
-    Cache,
-    Module,
-    Quantized,
-    axis_rules,
-    constrain,
-    iter_variables,
-    jit,
-    kernels,
-    merge,
-    select,
-    split,
-    while_loop,
-)
-from shardax.distributed.processes import from_main
-from shardax.errors import StaticAttributeError
-from shardax.extend import Options, is_eager, mesh_axes_of
-from shardax.models.config.transformer import TransformerConfig
-from shardax.models.convnext import ConvNeXtConfig
-from shardax.models.dual_encoder import DualEncoderConfig
-from shardax.models.encoder_decoder import EncoderDecoder, EncoderDecoderConfig
+from shardax import Quantized, iter_variables, jit, kernels, merge, select, split, while_loop
+from shardax.extend import Options, is_eager
+from shardax.models.encoder_decoder import EncoderDecoder
 from shardax.models.generating import errors
+from shardax.models.generating.arrays import (
+    bucket,
+    by_rows,
+    lay_out_cache,
+    model_layout_scope,
+    to_host,
+)
+from shardax.models.generating.checks import (
+    check_head,
+    check_length,
+    check_logits,
+    check_vocabulary,
+    vocabulary_of,
+)
+from shardax.models.generating.checks import max_positions_of as max_positions_of
 from shardax.models.generating.config import GenerationConfig, config_of_texts
 from shardax.models.generating.errors import GenerationError
+from shardax.models.generating.inputs import Inputs, as_inputs, beginnings, forced_starts
 from shardax.models.generating.prompts import TokenMask, TokenRows, read_rows, warn_of_padding
+from shardax.models.generating.sampling import (
+    Filters,
+    Progress,
+    Settings,
+    add_token,
+    as_seed,
+    as_stop,
+    filters_of,
+)
+from shardax.models.generating.uncached import Uncached, uncached
 from shardax.models.words import refuses_other_words
 from shardax.nn.attention.dot_product import AttentionKernel
-from shardax.partition import current_rules, resolve_mesh
 
 _OPTIONS = Options(GenerationError)
 
 
-class _Filters(NamedTuple):
-    """Static options of the program."""
+class Sizes(NamedTuple):
+    """Sizes of the arrays of a generation, for which its programs are compiled.
 
-    greedy: bool
-    top_k: int | None
-    top_p: bool
-    min_p: bool
-    penalty: bool
+    Two prompts of 3 and 20 tokens that get up to 5 more have tokens of shape (2, 32) and room for
+    16 tokens, in a cache of 48 positions: keys and values of a layer are of shape (2, 48, kv_heads,
+    head_dim), and of a layer with a window of fewer positions than 48, as long as that.
+    """
 
+    batch: int  # how many prompts
+    prompt: int  # length that prompts are padded to
+    room: int  # how many tokens can be added
+    cache_options: tuple[tuple[str, Any], ...]  # further ones of ``make_cache``
 
-class _Settings(NamedTuple):
-    """Inputs of the programs that are no arrays of the model."""
+    @classmethod
+    def of(cls, rows: list[np.ndarray], limit: int, cache_options: dict[str, Any]) -> Sizes:
+        """Returns the sizes for prompts and the number of tokens to add."""
+        longest = max(row.size for row in rows)
+        # A token alone, such as the start of an EncoderDecoder's text, is computed once and not
+        # sixteen times.
+        prompt = 1 if longest == 1 else bucket(longest)
+        return cls(len(rows), prompt, bucket(limit), tuple(cache_options.items()))
 
-    temperature: np.float32
-    top_p: np.float32
-    min_p: np.float32
-    penalty: np.float32
-    stop: np.ndarray
-    seed: np.uint32
-    total: np.int32  # how many tokens are added at most
-    forced_start: np.ndarray  # of each row the first token, -1 for any
-    forced_end: np.int32  # the last of all, -1 for any
+    def pad(self, rows: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+        """Returns tokens padded on the left, of shape (batch, prompt), and their mask."""
+        tokens = np.zeros((self.batch, self.prompt), np.int32)
+        mask = np.zeros(tokens.shape, bool)
+        for index, row in enumerate(rows):
+            tokens[index, self.prompt - row.size :] = row
+            mask[index, self.prompt - row.size :] = True
+        return tokens, mask
 
-
-class _CacheSizes(NamedTuple):
-    """How a model's cache is made, as a static argument."""
-
-    batch: int
-    length: int
-    room: int  # of the length, for tokens that are added
-    options: tuple[tuple[str, Any], ...]
-
-    def make(self, model: Any) -> Any:
-        """Makes the cache, laid out over the mesh in scope."""
-        cache = model.make_cache(self.batch, self.length, **dict(self.options))
-        _lay_out_cache(cache)
+    def make_cache(self, model: Any) -> Any:
+        """Makes the cache of (batch, prompt + room) positions, laid out over the mesh in scope."""
+        cache = model.make_cache(self.batch, self.prompt + self.room, **dict(self.cache_options))
+        lay_out_cache(cache)
         return cache
-
-
-class _Progress(NamedTuple):
-    """State from token to token, one row per prompt."""
-
-    step: jax.Array  # how many tokens were added
-    added: jax.Array  # (batch, bucket), -1 after a row has stopped
-    last: jax.Array  # (batch,)
-    stopped: jax.Array  # (batch,)
-    failed: jax.Array  # (batch,), whether a logit was NaN
-    seen: jax.Array | None  # (batch, vocab), where repetition has a penalty
 
 
 @refuses_other_words("generate")
@@ -198,11 +190,11 @@ def generate(
     texts = config_of_texts(model) or GenerationConfig()
 
     # What is read.
-    context = _as_inputs(model, inputs, input_mask)
+    context = as_inputs(model, inputs, input_mask)
     if prompts is None:
         if mask is not None:
             raise errors.mask_of_inputs()
-        rows = read_rows(_beginnings(model, context, texts))
+        rows = read_rows(beginnings(model, context, texts))
     else:
         rows = read_rows(prompts, mask)
         if mask is None and context is None:
@@ -211,22 +203,22 @@ def generate(
         raise GenerationError(f"There are {len(rows)} prompts, but {len(context[0])} inputs.")
 
     # Whether the model can do it.
-    _check_head(model)
+    check_head(model)
     _OPTIONS.integers(0, max_new_tokens=max_new_tokens)
-    _check_length(model, max(row.size for row in rows) + max_new_tokens)
-    _check_vocabulary(model, rows)
+    check_length(model, max(row.size for row in rows) + max_new_tokens)
+    check_vocabulary(model, rows)
 
     # How.
-    filters = _filters_of(temperature, top_k, top_p, min_p, repetition_penalty)
-    settings = _Settings(
+    filters = filters_of(temperature, top_k, top_p, min_p, repetition_penalty)
+    settings = Settings(
         temperature=np.float32(temperature),
         top_p=np.float32(1 if top_p is None else top_p),
         min_p=np.float32(0 if min_p is None else min_p),
         penalty=np.float32(1 if repetition_penalty is None else repetition_penalty),
-        stop=_as_stop(texts.stop) if stop is None else _as_stop(stop, _vocabulary_of(model)),
-        seed=_as_seed(seed, filters.greedy),
+        stop=as_stop(texts.stop) if stop is None else as_stop(stop, vocabulary_of(model)),
+        seed=as_seed(seed, filters.greedy),
         total=np.int32(max_new_tokens),
-        forced_start=_forced_starts(texts, rows, context),
+        forced_start=forced_starts(texts, rows, context),
         forced_end=np.int32(-1 if texts.forced_end is None else texts.forced_end),
     )
     steps = _Steps(model, rows, max_new_tokens, filters, settings, attention)
@@ -239,10 +231,6 @@ def generate(
     return [np.concatenate([row, more[more >= 0]]) for row, more in zip(rows, added, strict=True)]
 
 
-# What an encoder reads, and which of it is real (None for all).
-_Inputs = tuple[Any, Any]
-
-
 class _Steps:
     """One generation: its cache and progress."""
 
@@ -251,17 +239,20 @@ class _Steps:
         model: Any,
         rows: list[np.ndarray],
         limit: int,
-        filters: _Filters,
-        settings: _Settings,
+        filters: Filters,
+        settings: Settings,
         attention: AttentionKernel | None,
     ) -> None:
         self.attention: AttentionKernel | None = attention
-        self.model = model if hasattr(model, "make_cache") else _uncached(model)
-        self.rows, self.limit, self.filters, self.settings = rows, limit, filters, settings
-        self.cache_options: dict[str, Any] = {}
-        self.inputs: _Inputs | None = None
+        self.model = model if hasattr(model, "make_cache") else uncached(model)
+        self.rows, self.limit = rows, limit
+        self.filters, self.settings = filters, settings
 
-    def set_inputs(self, inputs: _Inputs | None) -> None:
+        # Of the model's ``make_cache``, set below.
+        self.cache_options: dict[str, Any] = {}
+        self.inputs: Inputs | None = None
+
+    def set_inputs(self, inputs: Inputs | None) -> None:
         """Sets what an encoder reads, and the size of its cache."""
         if inputs is not None:
             self.inputs = inputs
@@ -270,7 +261,7 @@ class _Steps:
 
     def set_cache_dtype(self, dtype: jax.typing.DTypeLike) -> None:
         """Sets the dtype of the cache, or raises if there is none."""
-        if isinstance(self.model, _Uncached):
+        if isinstance(self.model, Uncached):
             raise GenerationError(
                 f"cache_dtype={dtype!r} is that of cached keys and values, and "
                 f"{type(self.model.model).__name__} has no make_cache. Leave it out."
@@ -281,7 +272,8 @@ class _Steps:
         """Returns the added tokens, -1 after a row's end."""
         if self.limit == 0:
             return np.zeros((len(self.rows), 0), np.int32)
-        with kernels(attention=self.attention), self._scope():
+
+        with kernels(attention=self.attention), model_layout_scope(self.model, len(self.rows)):
             cache, progress = self._start()
             if self.limit > 1:
                 _, progress = self._advance(cache, progress, self.limit)
@@ -292,7 +284,7 @@ class _Steps:
         cache: Any = None
         progress: Any = None
         for step in range(self.limit):
-            with kernels(attention=self.attention), self._scope():
+            with kernels(attention=self.attention), model_layout_scope(self.model, len(self.rows)):
                 if step == 0:
                     cache, progress = self._start()
                 else:
@@ -302,63 +294,28 @@ class _Steps:
                 return
             yield added
 
-    def _added(self, progress: _Progress) -> np.ndarray:
+    def _added(self, progress: Progress) -> np.ndarray:
         """Returns the tokens so far, or raises if logits were NaN."""
-        failed = np.flatnonzero(_host(progress.failed))
+        failed = np.flatnonzero(to_host(progress.failed))
         if failed.size:
             raise GenerationError(
                 f"The model returned logits that are NaN for the prompts {failed.tolist()}, so no "
                 f"token of them is likelier than another. Its parameters are NaN or too large for "
                 f"its dtype, or it does not know a token or position that it was given."
             )
-        return _host(progress.added)
+        return to_host(progress.added)
 
-    def _start(self) -> tuple[Any, _Progress]:
+    def _start(self) -> tuple[Any, Progress]:
         """Reads the prompts and samples the first token."""
-        longest, room = max(row.size for row in self.rows), _bucket(self.limit)
-        # A token alone, such as the start of an EncoderDecoder's text, is computed once and not
-        # sixteen times.
-        length = 1 if longest == 1 else _bucket(longest)
-        tokens = np.zeros((len(self.rows), length), np.int32)
-        mask = np.zeros(tokens.shape, bool)
-        for place, row in enumerate(self.rows):
-            tokens[place, length - row.size :], mask[place, length - row.size :] = row, True
-        options = tuple(self.cache_options.items())
-        sizes = _CacheSizes(len(self.rows), length + room, room, options)
+        sizes = Sizes.of(self.rows, self.limit, self.cache_options)
+        tokens, mask = sizes.pad(self.rows)
         return prefill(
             self.model, tokens, mask, self.settings, self.inputs, sizes=sizes, filters=self.filters
         )
 
-    def _advance(self, cache: Any, progress: _Progress, limit: int) -> tuple[Any, _Progress]:
+    def _advance(self, cache: Any, progress: Progress, limit: int) -> tuple[Any, Progress]:
         until = np.int32(limit)
         return decode_loop(self.model, cache, progress, until, self.settings, filters=self.filters)
-
-    @contextlib.contextmanager
-    def _scope(self) -> Generator[None]:
-        """Enters the model's mesh, with rules for the cache."""
-        entries: dict[str, Any] = {"kv_heads": None, "head_dim": None, "layers": None}
-        mesh: Any = resolve_mesh()
-        for _, variable in iter_variables(self.model):
-            sharding = getattr(variable, "sharding", None)
-            if isinstance(sharding, NamedSharding) and variable.axes is not None:
-                mesh = sharding.mesh if mesh is None else mesh
-                names = zip(variable.axes, sharding.spec, strict=False)
-                entries |= {name: entry for name, entry in names if name in entries}
-        if mesh is None:
-            yield
-            return
-        rules = current_rules()
-        if "batch" in rules.names:
-            parts = [mesh.shape.get(axis, 1) for axis in mesh_axes_of(rules.spec(("batch",))[0])]
-            if len(self.rows) % math.prod(parts):
-                entries["batch"] = None
-        else:
-            entries["batch"] = None
-        with contextlib.ExitStack() as stack:
-            if resolve_mesh() is None:
-                stack.enter_context(jax.set_mesh(mesh))
-            stack.enter_context(axis_rules(rules.override(entries)))
-            yield
 
 
 @functools.partial(jit, static_argnames=("sizes", "filters"))
@@ -366,62 +323,65 @@ def prefill(
     model: Any,
     tokens: jax.Array,
     mask: jax.Array,
-    settings: _Settings,
+    settings: Settings,
     inputs: tuple[jax.Array, jax.Array | None] | None,
     *,
-    sizes: _CacheSizes,
-    filters: _Filters,
-) -> tuple[Any, _Progress]:
+    sizes: Sizes,
+    filters: Filters,
+) -> tuple[Any, Progress]:
     """Reads the prompts into a new cache and samples the first token."""
-    cache = sizes.make(model)
-    tokens, mask = _by_rows(tokens), _by_rows(mask)
+    cache = sizes.make_cache(model)
+    tokens, mask = by_rows(tokens), by_rows(mask)
+
     if inputs is None:
         logits = model(tokens, mask=mask, cache=cache)
     else:
-        values, real = (None if part is None else _by_rows(part) for part in inputs)
+        values, real = (None if part is None else by_rows(part) for part in inputs)
         states = model.encode(values, mask=real)
         logits = model.decode(tokens, states, context_mask=real, mask=mask, cache=cache)
-    _check_logits(model, logits, tokens.shape[:1])
-    logits = _by_rows(logits[:, -1])
+    check_logits(model, logits, tokens.shape[:1])
+    logits = by_rows(logits[:, -1])  # padding is on the left, so these are of each row's last token
+
     seen = None
     if filters.penalty:
-        places = jnp.where(mask, tokens, logits.shape[-1])
-        empty = _by_rows(jnp.zeros(logits.shape, bool))
-        seen = jax.vmap(lambda row, at: row.at[at].set(True, mode="drop"))(empty, places)
-    batch = tokens.shape[0]
-    progress = _Progress(
-        jnp.int32(0),
-        _by_rows(jnp.full((batch, sizes.room), -1, np.int32)),
-        tokens[:, -1],
-        _by_rows(jnp.zeros(batch, bool)),
-        _by_rows(jnp.zeros(batch, bool)),
-        seen,
+        # Padding is beyond the vocabulary, which the scatter drops.
+        columns = jnp.where(mask, tokens, logits.shape[-1])
+        empty = by_rows(jnp.zeros(logits.shape, bool))
+        seen = jax.vmap(lambda row, at: row.at[at].set(True, mode="drop"))(empty, columns)
+
+    progress = Progress(
+        step=jnp.int32(0),
+        added=by_rows(jnp.full((sizes.batch, sizes.room), -1, np.int32)),
+        last=tokens[:, -1],
+        stopped=by_rows(jnp.zeros(sizes.batch, bool)),
+        failed=by_rows(jnp.zeros(sizes.batch, bool)),
+        seen=seen,
     )
-    _lay_out_cache(cache)
-    return split(cache), _add(progress, logits, settings, filters)
+    lay_out_cache(cache)
+    return split(cache), add_token(progress, logits, settings, filters)
 
 
 @functools.partial(jit, static_argnames=("filters",), donate_argnames=("parts", "progress"))
 def decode_loop(
     model: Any,
     parts: Any,
-    progress: _Progress,
+    progress: Progress,
     limit: jax.Array | np.int32,
-    settings: _Settings,
+    settings: Settings,
     *,
-    filters: _Filters,
-) -> tuple[Any, _Progress]:
+    filters: Filters,
+) -> tuple[Any, Progress]:
     """Adds tokens until there are ``limit`` or all rows have stopped."""
     cache = merge(*parts)
 
-    def goes_on(progress: _Progress) -> jax.Array:
+    def goes_on(progress: Progress) -> jax.Array:
         return (progress.step < limit) & ~jnp.all(progress.stopped | progress.failed)
 
-    def body(progress: _Progress) -> _Progress:
+    def body(progress: Progress) -> Progress:
         last, step_model = _within_step(model, progress.last)
         decoder = step_model.decoder if isinstance(step_model, EncoderDecoder) else step_model
         logits = decoder(last[:, None], cache=cache)[:, -1]
-        return _add(progress, _by_rows(logits), settings, filters)
+        return add_token(progress, by_rows(logits), settings, filters)
 
     progress = while_loop(goes_on, body, progress)
     return split(cache), progress
@@ -429,337 +389,14 @@ def decode_loop(
 
 def _within_step(model: Any, last: jax.Array) -> tuple[jax.Array, Any]:
     """Keeps compilers from dequantizing kernels once, before all steps."""
-    kernels = [v for _, v in iter_variables(model, Quantized)]
-    if not kernels:
+    quantized = [variable for _, variable in iter_variables(model, Quantized)]
+    if not quantized:
         return last, model
-    last, values = jax.lax.optimization_barrier((last, [v.value for v in kernels]))
-    new = {id(v): v.replace(value) for v, value in zip(kernels, values, strict=True)}
+
+    # Dequantized before the loop, kernels would take the memory that their integers save.
+    values = [variable.value for variable in quantized]
+    last, values = jax.lax.optimization_barrier((last, values))
+    pairs = zip(quantized, values, strict=True)
+    new = {id(variable): variable.replace(value) for variable, value in pairs}
     chosen = select(model).at_instances_of(Quantized)
-    return last, chosen.apply(lambda _, v: new[id(v)])
-
-
-def _lay_out_cache(cache: Any) -> None:
-    """Lays a cache out as rules in scope say of its axes."""
-    mesh = resolve_mesh()
-    if mesh is None:
-        return
-    for _, variable in iter_variables(cache, Cache):
-        if variable.axes is not None:
-            variable.value = constrain(variable.value, variable.axes, mesh)
-
-
-def _add(
-    progress: _Progress, logits: jax.Array, settings: _Settings, filters: _Filters
-) -> _Progress:
-    """Samples the next token of each row."""
-    step, added, _, stopped, failed, seen = progress
-    failed |= jnp.isnan(logits).any(axis=-1) & ~stopped
-    chosen = _sample(logits.astype(jnp.float32), step, seen, settings, filters)
-    chosen = _forced(chosen, step, settings)
-    chosen = jnp.where(stopped, -1, chosen)
-    added = jax.lax.dynamic_update_slice_in_dim(added, chosen[:, None], step, axis=1)
-    if seen is not None:
-        vocab = jax.lax.broadcasted_iota(np.int32, (1, seen.shape[1]), 1)
-        seen |= chosen[:, None] == vocab
-    stopped |= jnp.any(chosen[:, None] == settings.stop[None], axis=1)
-    return _Progress(step + 1, added, jnp.maximum(chosen, 0), stopped, failed, seen)
-
-
-def _forced(chosen: jax.Array, step: jax.Array, settings: _Settings) -> jax.Array:
-    """Puts the tokens that texts must begin and end with in the place of others."""
-    first = _by_rows(settings.forced_start)
-    chosen = jnp.where((step == 0) & (first >= 0), first, chosen)
-    is_last = (step + 1 == settings.total) & (settings.forced_end >= 0)
-    return jnp.where(is_last, settings.forced_end, chosen)
-
-
-def _sample(
-    logits: jax.Array, step: jax.Array, seen, settings: _Settings, filters: _Filters
-) -> jax.Array:
-    """Draws one token per row from the filtered distribution."""
-    if seen is not None:
-        penalty = settings.penalty
-        logits = jnp.where(seen, jnp.where(logits > 0, logits / penalty, logits * penalty), logits)
-    if filters.greedy:
-        return jnp.argmax(logits, axis=-1).astype(np.int32)
-    logits = filter_logits(logits / settings.temperature, settings.top_p, settings.min_p, filters)
-    key = jax.random.key(settings.seed)
-    keys = jax.vmap(jax.random.fold_in, (None, 0))(key, np.arange(len(logits)))
-    keys = jax.vmap(jax.random.fold_in, (0, None))(keys, step)
-    noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[1:]))(keys)
-    return jnp.argmax(logits + _by_rows(noise), axis=-1).astype(np.int32)
-
-
-def filter_logits(
-    logits: jax.Array,
-    top_p: jax.Array | np.float32,
-    min_p: jax.Array | np.float32,
-    filters: _Filters,
-) -> jax.Array:
-    """Sets logits of tokens not to be drawn to minus infinity."""
-    if filters.top_k is not None:
-        threshold = jax.lax.top_k(logits, min(filters.top_k, logits.shape[-1]))[0][:, -1:]
-        logits = jnp.where(logits < threshold, -jnp.inf, logits)
-    if filters.top_p:
-        order = jnp.argsort(-logits, axis=-1)
-        probabilities = jax.nn.softmax(jnp.take_along_axis(logits, order, axis=-1), axis=-1)
-        preceding = jnp.cumsum(probabilities, axis=-1) - probabilities
-        is_kept = (preceding < top_p).at[:, 0].set(True)
-        is_kept = jnp.take_along_axis(is_kept, jnp.argsort(order, axis=-1), axis=-1)
-        logits = jnp.where(is_kept, logits, -jnp.inf)
-    if filters.min_p:
-        least = jnp.max(logits, axis=-1, keepdims=True) + jnp.log(min_p)
-        logits = jnp.where(logits < least, -jnp.inf, logits)
-    return logits
-
-
-class _ReadTokens(Module):
-    """Tokens read by a model without a cache."""
-
-    def __init__(self, batch: int, length: int) -> None:
-        self.tokens = Cache(jnp.zeros((batch, length), np.int32), axes=("batch", "cache"))
-        self.count = Cache(jnp.zeros(batch, np.int32), axes=("batch",))
-
-
-def _uncached(model: Any) -> _Uncached:
-    """Returns a model with the calls of one that has a cache, or raises for a function of one."""
-    try:
-        return _Uncached(model)
-    except StaticAttributeError as error:
-        raise GenerationError(
-            f"generate takes a model, but {_name_of(model)} is a function that holds one. Make the "
-            "function the call of a Module with the model as an attribute."
-        ) from error
-
-
-class _Uncached(Module):
-    """A model without cache, with the calls of one."""
-
-    def __init__(self, model) -> None:
-        self.model = model
-
-    def make_cache(self, batch: int, length: int) -> _ReadTokens:
-        return _ReadTokens(batch, length)
-
-    def __call__(self, tokens: Any, *, mask: Any = None, cache: Any = None) -> jax.Array:
-        length = cache.tokens.shape[1]
-        mask = jnp.ones_like(tokens, bool) if mask is None else mask
-        count = cache.count.value[:, None]
-        places = jnp.where(mask, count + jnp.cumsum(mask, 1, dtype=np.int32) - 1, length)
-        slots = jax.lax.broadcasted_iota(np.int32, (1, length, 1), 1)
-        hits = places[:, None, :] == slots
-        written = jnp.sum(jnp.where(hits, tokens[:, None, :], 0), -1, dtype=np.int32)
-        cache.tokens.value = jnp.where(hits.any(-1), written, cache.tokens.value)
-        count = count + jnp.sum(mask, 1, keepdims=True, dtype=np.int32)
-        cache.count.value = count[:, 0]
-        logits = self.model(cache.tokens.value)
-        _check_logits(self.model, logits, cache.tokens.shape)
-        logits = _by_rows(logits)
-        at = jax.lax.broadcasted_iota(np.int32, (1, length), 1) == count - 1
-        return jnp.sum(jnp.where(at[..., None], logits, 0), axis=1, keepdims=True)
-
-
-def _by_rows(x: jax.typing.ArrayLike) -> jax.Array:
-    """Lays rows out as rules say of ``batch``."""
-    mesh = resolve_mesh()
-    x = jnp.asarray(x)
-    return x if mesh is None else constrain(x, ("batch", *[None] * (x.ndim - 1)), mesh)
-
-
-@jit
-def _whole(x: jax.Array) -> jax.Array:
-    return constrain(x, (None,) * x.ndim, resolve_mesh())
-
-
-def _host(x: jax.Array) -> np.ndarray:
-    return np.asarray(x if x.is_fully_addressable else _whole(x))
-
-
-def _bucket(size: int) -> int:
-    """Returns the length that rows are padded to, so that few programs serve all lengths."""
-    return max(16, 1 << (size - 1).bit_length())
-
-
-def _as_inputs(model: Any, inputs: Any, mask: TokenMask) -> _Inputs | None:
-    """Returns what an encoder reads, padded on the right, and its mask."""
-    if isinstance(model, EncoderDecoder) == (inputs is None):
-        said = "reads inputs, and was given none" if inputs is None else "takes no inputs"
-        raise GenerationError(
-            f"{type(model).__name__} {said}. generate(model, inputs=...) is for an EncoderDecoder, "
-            f"generate(model, prompts) for others."
-        )
-    if inputs is None:
-        if mask is not None:
-            raise GenerationError("input_mask= is of inputs, and there are none; of prompts mask=.")
-        return None
-    if model.encoder.embed is None:
-        features = np.asarray(inputs)
-        if features.ndim != 3:
-            raise GenerationError(
-                f"The inputs of this {type(model).__name__} are an array of shape (batch, frames, "
-                f"features), but one of shape {features.shape} was given."
-            )
-        if mask is not None:
-            raise GenerationError(
-                "input_mask= is of tokens; an encoder of features reads them all."
-            )
-        return features, None
-    rows = read_rows(inputs, mask, name="input")
-    if mask is None:
-        texts = config_of_texts(model) or GenerationConfig()
-        warn_of_padding(inputs, texts.pad, texts.stop, "inputs")
-    _check_vocabulary(model.encoder, rows, "input")
-    longest, config = max(row.size for row in rows), model.config.encoder
-    most = config.positions.max_positions - config.positions.offset
-    if config.positions.max_positions and longest > most:
-        raise GenerationError(f"An input has {longest} tokens, but its encoder takes {most}.")
-    tokens = np.zeros((len(rows), _bucket(longest)), np.int32)
-    for place, row in enumerate(rows):
-        tokens[place, : row.size] = row
-    lengths = np.array([row.size for row in rows])
-    return tokens, np.arange(tokens.shape[1]) < lengths[:, None]
-
-
-def _beginnings(model: Any, inputs: _Inputs | None, texts: GenerationConfig) -> list[list[int]]:
-    """Returns the start token for each input."""
-    start = None if inputs is None else model.config.start_token
-    start = texts.start if start is None else start
-    if inputs is None or start is None:
-        raise GenerationError(
-            "There are no prompts, and no config.start_token to begin with. Give a list of "
-            "prompts, each a sequence of integers."
-        )
-    return [[start]] * len(inputs[0])
-
-
-def _as_stop(stop, vocabulary: int | None = None) -> np.ndarray:
-    """Returns stop tokens, padded to a bucket's size.
-
-    Args:
-        stop: A token, or several.
-        vocabulary: How many tokens there are; None if that is not known, or if the files of a model
-            name the tokens, which may know more of them than its embedding.
-    """
-    tokens = np.atleast_1d(np.asarray(stop if np.size(stop) else np.zeros(0, np.int32)))
-    fits = tokens.ndim == 1 and np.issubdtype(tokens.dtype, np.integer) and (tokens >= 0).all()
-    _OPTIONS.check("stop", stop, bool(fits), "tokens, integers of at least 0")
-
-    # The programs count in int32, in which a larger number would be another token.
-    size = 2**31 if vocabulary is None else vocabulary
-    _OPTIONS.check("stop", stop, bool((tokens < size).all()), f"tokens, integers below {size}")
-    padded = np.full(_bucket(max(1, tokens.size)), -2, np.int32)
-    padded[: tokens.size] = tokens
-    return padded
-
-
-def _as_seed(seed: int | None, is_greedy: bool) -> np.uint32:
-    """Returns the input of the programs that numbers are drawn from."""
-    if seed is not None:
-        fits = Options.is_integer(seed) and 0 <= seed < 2**32
-        _OPTIONS.check("seed", seed, fits, "an integer from 0 to 2**32 - 1")
-
-    if is_greedy:
-        return np.uint32(0)
-    if seed is None:
-        return np.uint32(from_main(secrets.randbits(32), "seed of generate"))
-    return np.uint32(seed)
-
-
-def _forced_starts(
-    texts: GenerationConfig, rows: Sequence[np.ndarray], context: _Inputs | None
-) -> np.ndarray:
-    """Returns the first token that is added to each row, -1 for any."""
-    forced = np.full(len(rows), -1, np.int32)
-    if context is not None and texts.forced_start is not None:
-        # Behind the start token alone; a prompt that goes on has its own.
-        forced[[row.size == 1 for row in rows]] = texts.forced_start
-    return forced
-
-
-def _filters_of(temperature: float, top_k, top_p, min_p, penalty) -> _Filters:
-    """Returns the filters of options, checked."""
-    fits = 0 <= temperature < math.inf
-    _OPTIONS.check("temperature", temperature, fits, "at least 0 and finite")
-    if top_k is not None:
-        _OPTIONS.integers(top_k=top_k)
-    _OPTIONS.check("top_p", top_p, top_p is None or 0 < top_p <= 1, "above 0 and at most 1")
-    _OPTIONS.check("min_p", min_p, min_p is None or 0 <= min_p <= 1, "from 0 to 1")
-    fits = penalty is None or 0 < penalty < math.inf
-    _OPTIONS.check("repetition_penalty", penalty, fits, "positive and finite")
-    has_penalty = penalty is not None
-    return _Filters(temperature == 0, top_k, top_p is not None, min_p is not None, has_penalty)
-
-
-def max_positions_of(model: object) -> int:
-    """Returns the number of learned positions of a model; 0 for none."""
-    config = getattr(model, "config", None)
-    positions = config.positions if isinstance(config, TransformerConfig) else config
-    return getattr(positions, "max_positions", 0)
-
-
-def _check_length(model: object, length: int) -> None:
-    """Raises if a model with learned positions has too few."""
-    most = max_positions_of(model)
-    if most and length > most:
-        raise GenerationError(
-            f"Prompt and max_new_tokens make {length} tokens, but the model has max_positions="
-            f"{most}."
-        )
-
-
-def _check_head(model: object) -> None:
-    """Raises for a published model whose results are no logits of tokens."""
-    config = getattr(model, "config", None)
-    published = (TransformerConfig, ConvNeXtConfig, DualEncoderConfig, EncoderDecoderConfig)
-    head = config.head if isinstance(config, published) else "tokens"
-    if head != "tokens":
-        raise GenerationError(
-            f"A {type(model).__name__} with head={head!r} returns no logits of tokens, so it "
-            f"cannot continue prompts; generate needs a model with head='tokens'."
-        )
-
-
-def _check_logits(model: object, logits: object, shape: tuple[int, ...]) -> None:
-    """Raises for a result that is no logits of tokens of a shape, as far as that is known."""
-    if isinstance(logits, jax.Array):
-        is_floating = jnp.issubdtype(logits.dtype, np.floating)
-        if is_floating and logits.ndim == 3 and logits.shape[: len(shape)] == shape:
-            return
-        returned = f"{logits.dtype}{list(logits.shape)}"
-        hint = "A model of features needs a head of tokens"
-    else:
-        returned = f"a {type(logits).__name__}"
-        hint = (
-            "Of what sx.surgery.record made, use its own method, recording.generate(prompts, ...); "
-            "of a model with further results, a Module whose call returns the logits alone"
-        )
-    known = ", ".join(map(str, shape)) if len(shape) == 2 else f"{shape[0]}, time"
-    raise GenerationError(
-        f"generate continues prompts by logits, floats of shape ({known}, vocab), but "
-        f"{_name_of(model)} returned {returned}. {hint}."
-    )
-
-
-def _name_of(model: object) -> str:
-    kind = type(model)
-    return getattr(model, "__name__", kind.__name__) if callable(model) else kind.__name__
-
-
-def _vocabulary_of(model: object) -> int | None:
-    """Returns how many tokens a model's embedding has; None where it has none that is known."""
-    holder = model.decoder if isinstance(model, EncoderDecoder) else model
-    size = getattr(getattr(holder, "embed", None), "num_embeddings", None)
-    return size if isinstance(size, int) else None
-
-
-def _check_vocabulary(model: object, rows: list[np.ndarray], name: str = "prompt") -> None:
-    """Raises for tokens outside the model's embedding."""
-    size = _vocabulary_of(model)
-    if size is None:
-        return  # what it does not know gives NaN
-    for place, row in enumerate(rows):
-        if row.max() >= size:
-            raise GenerationError(
-                f"The {name} {place} has the token {row.max()}, but the model knows {size} tokens, "
-                f"0 to {size - 1}. Is it the tokenizer of another model?"
-            )
+    return last, chosen.apply(lambda _, variable: new[id(variable)])

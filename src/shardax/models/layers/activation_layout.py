@@ -22,6 +22,7 @@ def lay_out_activations(x: jax.Array) -> jax.Array:
     mesh = resolve_mesh() if "batch" in rules.names or splits_seq else None
     if mesh is None:
         return x
+
     names: tuple[Any, ...] = ("batch", "seq", "embed")[-x.ndim :]
     if names[0] == "batch" and "batch" not in rules.names:  # it stays where it was placed
         typed = explicit_entries(x)
@@ -29,6 +30,7 @@ def lay_out_activations(x: jax.Array) -> jax.Array:
             names = (UNCONSTRAINED, *names[1:])
         else:
             rules = rules.override({"batch": typed[0]})
+
     parts = [
         math.prod(mesh.shape.get(axis, 1) for axis in mesh_axes_of(entry))
         for entry in rules.spec(names)

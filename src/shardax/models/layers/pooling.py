@@ -46,17 +46,20 @@ def pool_tokens(hidden: object, mask: object = None, how: str = "mean") -> jax.A
     real = jnp.ones(hidden.shape[:-1], bool)
     if mask is not None:
         real = as_mask("pool_tokens", mask, f"of shape {hidden.shape[:-1]}")
+
     if how not in ("mean", "first", "last") or real.shape != hidden.shape[:-1]:
         raise LayerInputError(
             f"pool_tokens takes how='mean', 'first' or 'last' and a mask of shape "
             f"{hidden.shape[:-1]}, but was given how={how!r} and a mask of shape {real.shape}. "
             f"Give the mask that the model was called with."
         )
+
     if how == "mean":
         wide = hidden.astype(at_least_float32(hidden.dtype))
         total = jnp.sum(jnp.where(real[..., None], wide, 0), -2)
         count = jnp.maximum(jnp.sum(real, -1, keepdims=True), 1)
         return (total / count.astype(wide.dtype)).astype(hidden.dtype)
+
     last = real.shape[-1] - 1
     place = jnp.argmax(real, -1) if how == "first" else last - jnp.argmax(real[..., ::-1], -1)
     return _state_at(hidden, place)
@@ -82,6 +85,7 @@ def _pool_end(config: PoolConfig, hidden: jax.Array, tokens: object) -> jax.Arra
         )
     if config.kind == "highest":
         return _state_at(hidden, jnp.argmax(tokens, -1))
+
     is_end = tokens == config.end_token
     has_end = jnp.any(is_end, -1)
     if not isinstance(has_end, Tracer) and has_end.is_fully_addressable and not has_end.all():

@@ -8,7 +8,8 @@ A layer adds attention and a feed-forward network to what goes through it. Where
     sandwich   x + norm(part(norm(x)))
     after      norm(x + part(x))
 
-A parallel layer adds both parts at once, each of the same input.
+A parallel layer adds all parts at once, each of the same input. ``PARTS`` lists the parts that a
+layer may have; a config makes some of them, and a call is a loop over these.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any, Unpack
+from typing import Any, NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -86,21 +87,26 @@ class TransformerLayer(Module):
         attention, norms, size = config.attention, config.norms, config.embed_dim
         options = dtypes(config)
         self.is_local, self.has_experts = config.kind_of(index)
+
         # Set only where they say more: a plain layer has no such attributes.
         if attention.rope is not None and not attention.has_rope(index):
             self.has_rope = False
         if config.residual_scale is not None:
             self.residual_scale = config.residual_scale
         for name, path in SCALES.items():
-            if (scale := read_field(config, path)) != 1:
+            scale = read_field(config, path)
+            if scale != 1:
                 setattr(self, name, scale)
+
         self.norm_after, self.parallel = norms.placement == "after", config.parallel
+        has_mlp = config.mlp is not None
         has_pre_norm = norms.placement in ("pre", "sandwich")
+        has_post_norm = norms.placement != "pre"
 
         def norm(exists: bool) -> Any:
             return make_norm(norms, size, options) if exists else None
 
-        behind = norms.placement != "pre"
+        # Attention, a recurrent mixer in its place, or both.
         self.attn_norm = norm(has_pre_norm and (index > 0 or norms.first))
         self.attn: Any = None
         if config.recurrence is not None and config.is_recurrent(index):
@@ -109,15 +115,18 @@ class TransformerLayer(Module):
             self.attn = _attention(
                 attention, size, index, norms=norms, causal=config.causal, rngs=rngs, **options
             )
-        self.attn_post_norm = norm(behind)
+        self.attn_post_norm = norm(has_post_norm)
+
         if attention.cross_attention:
             self.cross_norm = norm(has_pre_norm)
             self.cross_attn = _cross_attention(attention, size, rngs=rngs, **options)
-            self.cross_post_norm = norm(behind)
-        has_mlp = config.mlp is not None
+            self.cross_post_norm = norm(has_post_norm)
+
         self.mlp_norm = norm(has_pre_norm and has_mlp and not norms.shared)
         self._make_mlp(config, rngs)
-        self.mlp_post_norm = norm(behind and has_mlp)
+        self.mlp_post_norm = norm(has_post_norm and has_mlp)
+
+        # Learned factors of what is added, which begin as ones.
         scale = (ones, (size,), config.param_dtype, ("embed",), None)
         self.attn_scale = make_parameter(*scale) if config.layer_scale else None
         self.mlp_scale = make_parameter(*scale) if config.layer_scale and has_mlp else None
@@ -127,18 +136,27 @@ class TransformerLayer(Module):
         """Makes the MLP, or the experts and what stands beside them."""
         size, experts, options = config.embed_dim, config.experts, dtypes(config)
         mlp = partial(make_mlp, activation=config.activation, rngs=rngs, **options)
+
         self.mlp: Any = None
-        if config.mlp is not None and not self.has_experts:
+        if config.mlp is None:
+            return
+        if experts is None or not self.has_experts:
             self.mlp = mlp(config.mlp, size)
-        elif config.mlp is not None and experts is not None:
-            self.mlp = _experts(experts, size, activation=config.activation, rngs=rngs, **options)
-            if experts.shared_dim:
-                self.shared_mlp = mlp(replace(config.mlp, dim=experts.shared_dim), size)
-                if experts.shared_gate:
-                    names = ("embed", None)
-                    self.shared_gate = Linear(
-                        size, 1, use_bias=False, kernel_axes=names, rngs=rngs, **options
-                    )
+            return
+
+        self.mlp = _experts(experts, size, activation=config.activation, rngs=rngs, **options)
+        if experts.shared_dim:
+            self.shared_mlp = mlp(replace(config.mlp, dim=experts.shared_dim), size)
+        if experts.shared_dim and experts.shared_gate:
+            names = ("embed", None)
+            self.shared_gate = Linear(
+                size, 1, use_bias=False, kernel_axes=names, rngs=rngs, **options
+            )
+
+    @property
+    def parts(self) -> list[LayerPart]:
+        """The parts that the layer has, in the order in which they add to what goes through it."""
+        return [part for part in PARTS if part.is_in(self)]
 
     def __call__(
         self,
@@ -173,81 +191,144 @@ class TransformerLayer(Module):
         """
         if self.is_local and local_positions is not None:
             positions = local_positions
+        # Without a rotary embedding positions still say which chunk a token is of.
         positions = positions if self.has_rope else getattr(positions, "positions", None)
-        attention_options = {"positions": positions, "mask": mask}
+
+        options = {"positions": positions, "mask": mask}
         if bias is not None:
-            attention_options["bias"] = bias
+            options["bias"] = bias
         if segment_ids is not None:
-            attention_options["segment_ids"] = segment_ids
-            in_segments = (segment_ids != 0)[..., None, None, :]  # which count for experts
-            is_of_tokens = mask is not None and mask.shape[-3:] == in_segments.shape[-3:]
-            mask = as_mask(type(self).__name__, mask) & in_segments if is_of_tokens else in_segments
+            options["segment_ids"] = segment_ids
+        real = mask if segment_ids is None else self._real_tokens(mask, segment_ids)
+        inputs = PartInputs(options, real, context, context_mask, cache)
+
+        # A part reads what those before it have added to; of a parallel layer all parts read its
+        # input, and a part without a norm of its own reads what the one before it did.
         x = checkpoint_name(x, "layer_input")
-        normed = x if self.attn_norm is None else self.attn_norm(x)
-        read = self._read(normed, attention_options, cache)
-        added = self._added(read, "attention", self.attn_post_norm, self.attn_scale)
-        if self.parallel:
-            normed = normed if self.mlp_norm is None else self.mlp_norm(x)
-            result = self._mlp(normed, mask)
-            more = self._added(result, "mlp", self.mlp_post_norm, self.mlp_scale)
-            return lay_out_activations(x + added + more)
-        x = self._joined(x, added, self.attn_post_norm)
-        if self.cross_attn is not None:
-            x = self._with_context(x, context, context_mask, cache)
-        if self.mlp is None:
-            return lay_out_activations(x)
-        normed = x if self.mlp_norm is None else self.mlp_norm(x)
-        result = self._mlp(normed, mask)
-        added = self._added(result, "mlp", self.mlp_post_norm, self.mlp_scale)
-        return lay_out_activations(self._joined(x, added, self.mlp_post_norm))
+        source = normed = x
+        for part in self.parts:
+            if not self.parallel:
+                source = normed = x
+            norm = part.norm_of(self)
+            if norm is not None:
+                normed = norm(source)
+            added = self._scaled_part(part.read(self, normed, inputs), part)
+            x = self._joined(x, added, part.post_norm_of(self))
+        return lay_out_activations(x)
 
-    def _read(self, x: jax.Array, options: dict[str, Any], cache: Any) -> jax.Array:
-        """Calls attention and the mixer, and adds their results."""
-        results = []
-        for name, part, before, behind in (
-            ("attn", self.attn, self.attention_in_scale, self.attention_out_scale),
-            ("mixer", self.mixer, self.recurrent_in_scale, self.recurrent_out_scale),
-        ):
-            if part is not None:
-                own = getattr(cache, name) if isinstance(cache, LayerCaches) else cache
-                option = {} if cache is None else {"cache": own}
-                results.append(_scaled(part(_scaled(x, before), **options, **option), behind))
-        return results[0] if len(results) == 1 else results[0] + results[1]
+    def _real_tokens(self, mask: Any, segment_ids: Any) -> Any:
+        """Returns the mask of tokens that are no padding, which count for experts."""
+        in_segments = (segment_ids != 0)[..., None, None, :]
+        is_of_tokens = mask is not None and mask.shape[-3:] == in_segments.shape[-3:]
+        return as_mask(type(self).__name__, mask) & in_segments if is_of_tokens else in_segments
 
-    def _with_context(self, x: jax.Array, context, mask, cache) -> jax.Array:
-        """Adds what cross-attention reads of the context."""
-        normed = x if self.cross_norm is None else self.cross_norm(x)
-        option = {} if cache is None else {"cache": cache.cross_attn}
-        read = self.cross_attn(normed, context, mask=mask, **option)
-        added = self._added(read, "attention", self.cross_post_norm, None)
-        return self._joined(x, added, self.cross_post_norm)
-
-    def _mlp(self, x: jax.Array, mask: object) -> jax.Array:
-        y = _scaled(self._experts(x, mask), self.mlp_out_scale)
-        if self.shared_mlp is None:
-            return y
-        shared = self.shared_mlp(x)
-        if self.shared_gate is not None:
-            shared = jax.nn.sigmoid(self.shared_gate(x)) * shared
-        return y + _scaled(shared, self.mlp_out_scale)
-
-    def _experts(self, x: jax.Array, mask) -> jax.Array:
-        if not self.has_experts or mask is None or mask.shape[-3:] != (1, 1, x.shape[-2]):
-            return self.mlp(x)
-        return self.mlp(x, mask=mask[..., 0, 0, :])  # padding does not count in the loss
-
-    def _added(self, x: jax.Array, name: str, norm, scale) -> jax.Array:
-        x = checkpoint_name(x, name)
+    def _scaled_part(self, x: jax.Array, part: LayerPart) -> jax.Array:
+        """Returns the result of a part as it is added: scaled, normalised, dropped out."""
+        x = checkpoint_name(x, part.checkpoint)
+        scale, norm = part.scale_of(self), part.post_norm_of(self)
         if scale is not None:
             aligned = align(scale.value.astype(x.dtype), x, (x.ndim - 1,))
             x = x * jax.lax.expand_dims(aligned, range(x.ndim - 1))
-        x = x if norm is None or self.norm_after else norm(x)
+
+        if norm is not None and not self.norm_after:
+            x = norm(x)
         if self.residual_scale is not None:
             x = x * jnp.asarray(self.residual_scale, x.dtype)
         return x if self.dropout is None else self.dropout(x)
 
-    def _joined(self, x: jax.Array, added: jax.Array, norm) -> jax.Array:
-        return norm(x + added) if self.norm_after else x + added
+    def _joined(self, x: jax.Array, added: jax.Array, norm: Any) -> jax.Array:
+        # Parallel parts are added to one sum, which no norm of a part is of.
+        is_normed = self.norm_after and not self.parallel
+        return norm(x + added) if is_normed else x + added
+
+
+class PartInputs(NamedTuple):
+    """What the parts of a layer read beside the states."""
+
+    attention_options: dict[str, Any]
+    real: Any  # the mask of real tokens, for experts
+    context: Any
+    context_mask: Any
+    cache: Any
+
+    def cache_option(self, name: str) -> dict[str, Any]:
+        """Returns the keyword argument with the cache of the module of a name, if there is one."""
+        if self.cache is None:
+            return {}
+        is_several = isinstance(self.cache, LayerCaches)
+        return {"cache": getattr(self.cache, name) if is_several else self.cache}
+
+
+class LayerPart(NamedTuple):
+    """A part of a layer, by the names of its attributes.
+
+    Modules are looked up when the layer is called, so that an edit of the layer is an edit of the
+    part: what stands in the place of a module is called, and None is left out.
+    """
+
+    name: str  # its norms and its scale are ``{name}_norm``, ``{name}_post_norm``, ``{name}_scale``
+    modules: tuple[str, ...]
+    checkpoint: str  # the name of its result in ``remat``
+    read: Callable[[TransformerLayer, jax.Array, PartInputs], jax.Array]
+
+    def is_in(self, layer: TransformerLayer) -> bool:
+        """Whether the layer has one of its modules."""
+        return any(getattr(layer, name) is not None for name in self.modules)
+
+    def norm_of(self, layer: TransformerLayer) -> Any:
+        """Returns the norm of what the part reads, or None."""
+        return getattr(layer, f"{self.name}_norm")
+
+    def post_norm_of(self, layer: TransformerLayer) -> Any:
+        """Returns the norm of its result, or of the sum with it, or None."""
+        return getattr(layer, f"{self.name}_post_norm")
+
+    def scale_of(self, layer: TransformerLayer) -> Any:
+        """Returns the learned scale of its result, or None."""
+        return getattr(layer, f"{self.name}_scale", None)
+
+
+def _read_sequence(layer: TransformerLayer, x: jax.Array, inputs: PartInputs) -> jax.Array:
+    """Calls attention and the mixer, and adds their results."""
+    results = list[jax.Array]()
+    for name, module, in_scale, out_scale in (
+        ("attn", layer.attn, layer.attention_in_scale, layer.attention_out_scale),
+        ("mixer", layer.mixer, layer.recurrent_in_scale, layer.recurrent_out_scale),
+    ):
+        if module is not None:
+            options = inputs.attention_options | inputs.cache_option(name)
+            results.append(_scaled(module(_scaled(x, in_scale), **options), out_scale))
+    return results[0] if len(results) == 1 else results[0] + results[1]
+
+
+def _read_context(layer: TransformerLayer, x: jax.Array, inputs: PartInputs) -> jax.Array:
+    """Calls cross-attention."""
+    option = inputs.cache_option("cross_attn")
+    return layer.cross_attn(x, inputs.context, mask=inputs.context_mask, **option)
+
+
+def _feed_forward(layer: TransformerLayer, x: jax.Array, inputs: PartInputs) -> jax.Array:
+    """Calls the MLP, or the experts and the one for all tokens."""
+    option = dict[str, Any]()
+    real = inputs.real
+    if layer.has_experts and real is not None and real.shape[-3:] == (1, 1, x.shape[-2]):
+        option["mask"] = real[..., 0, 0, :]  # padding does not count in the loss of experts
+    result = _scaled(layer.mlp(x, **option), layer.mlp_out_scale)
+    if layer.shared_mlp is None:
+        return result
+
+    shared = layer.shared_mlp(x)
+    if layer.shared_gate is not None:
+        shared = jax.nn.sigmoid(layer.shared_gate(x)) * shared
+    return result + _scaled(shared, layer.mlp_out_scale)
+
+
+PARTS = (
+    LayerPart("attn", ("attn", "mixer"), "attention", _read_sequence),
+    LayerPart("cross", ("cross_attn",), "attention", _read_context),
+    LayerPart("mlp", ("mlp",), "mlp", _feed_forward),
+)
+"""The parts that a layer may have, in the order in which they add to what goes through it."""
 
 
 class TransformerBlock(Module):
@@ -316,6 +397,7 @@ def _attention(
 ) -> MultiHeadAttention:
     is_local, has_rope = config.is_local(index), config.has_rope(index)
     rope = config.local_rope if is_local and config.local_rope else config.rope
+
     options: dict[str, Any] = {
         "head_dim": config.head_dim,
         "causal": causal,
@@ -327,6 +409,7 @@ def _attention(
         "rngs": rngs,
         **dtypes,
     }
+
     if config.latent is not None:
         return MultiHeadLatentAttention(
             features,
@@ -337,6 +420,7 @@ def _attention(
             query_latent_dim=config.latent.query_dim,
             **options,
         )
+
     norm = partial(_head_norm, config, norms, has_rope, dtypes)
     return MultiHeadAttention(
         features,
@@ -403,6 +487,7 @@ def make_mlp(
     make: Callable[..., MLP] = MLP
     if config.gate_scale != 1:
         make = partial(ScaledGateMLP, gate_scale=config.gate_scale)
+
     return make(
         features,
         config.dim,
@@ -429,6 +514,7 @@ def _experts(
         )
     elif config.limit is not None:
         make = partial(ClippedMoE, limit=config.limit, gate_factor=config.gate_factor)
+
     return make(
         features,
         config.dim,
