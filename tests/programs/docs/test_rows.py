@@ -22,8 +22,15 @@ SECTIONS = {
 CELLS = re.compile(r"\| `([^`]+)` \| `([^`]+)` \|[^`]*(?:`[^`]*`[^`]*)*\|")
 
 
+# Sections of a page's names that are run and compared, and are not on the page.
+BESIDE = {"coming-from-flax.md": "flax_calls.txt"}
+
+
 def sections_of(page: str) -> dict[str, str]:
-    parts = (DOCS / page).read_text().split("\n## ")[1:]
+    text = (DOCS / page).read_text()
+    if page in BESIDE:
+        text += Path(__file__).with_name(BESIDE[page]).read_text()
+    parts = text.split("\n## ")[1:]
     return {part.partition("\n")[0]: part for part in parts}
 
 
