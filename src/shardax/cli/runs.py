@@ -39,7 +39,7 @@ from shardax.errors import CheckpointDamagedError, SelectionError, TrainError
 from shardax.extend import Options, PyTree, ScopeSettings
 from shardax.models import DECODER_RULES, Decoder, DecoderConfig
 from shardax.models.files import read_json
-from shardax.models.generating.generation import max_positions_of
+from shardax.models.generating.checks import max_positions_of
 from shardax.models.weights import TOKENIZER_FILES, find_directory
 from shardax.train.checkpoint_files import read_description, verify
 from shardax.train.run_folder import differences, settings_of
@@ -519,7 +519,5 @@ def _report(path: Path, settings: RunSettings | None) -> str:
         if changed := differences(saved, present):
             return f"was trained with other settings than {RUN_FILE} has: {'; '.join(changed[:4])}"
 
-    files = description.get("files")
-    size = "without checksums" if files is None else f"{len(files) + 1} files"
-    print(f"good: {path.name}, {size}")
+    print(f"good: {path.name}, {len(description['files']) + 1} files")
     return ""

@@ -129,8 +129,6 @@ def restore(
     """
     place = storage.as_path(path)
     description = storage.verify(place)
-    if "files" not in description:
-        warn_user(f"{unchecked(place)} It was read unchecked.")
     where = {"overrides": overrides, "memory_kind": memory_kind}
     return restore_verified(tree, place, description, mesh, rules, where, partial, cast)
 
@@ -180,11 +178,6 @@ def restore_verified(
         slot.write()
 
     return description["extra"]
-
-
-def unchecked(place: object) -> str:
-    """Message about a checkpoint without checksums."""
-    return f"The checkpoint {place} was saved before checkpoints had checksums."
 
 
 def _write_error(action: str, error: Exception) -> Exception:

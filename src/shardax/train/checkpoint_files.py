@@ -43,7 +43,6 @@ DESCRIPTION = "description.json"
 TEMPORARY = ".orbax-checkpoint-tmp"  # in the name of a checkpoint that is being written
 DELETED = ".deleted"  # at the end of the name of one that is being removed
 DAMAGED = ".damaged"  # at the end of the name of one that was set aside
-_FIRST_DESCRIPTION = ("description", "metadata")  # of format version 1
 _DIGEST = ',"sha256":"{}"}}\n'  # the end of a description
 _DIGEST_LENGTH = len(_DIGEST.format("0" * 64))
 # Of the part of an array that a device writes of its copy. Smaller arrays are written by one
@@ -67,7 +66,7 @@ def is_complete(path: Any) -> bool:
     """Whether a directory is a finished checkpoint of shardax."""
     if TEMPORARY in path.name or path.name.endswith((DELETED, DAMAGED)):
         return False
-    return (path / DESCRIPTION).exists() or path.joinpath(*_FIRST_DESCRIPTION).exists()
+    return (path / DESCRIPTION).exists()
 
 
 # --- Writing ---
@@ -255,35 +254,30 @@ def read_description(path: Any) -> dict[str, Any]:
         absence = "There is no complete shardax checkpoint" if path.exists() else "There is nothing"
         raise PathNotFoundError(f"{absence} at {path}.{_near_checkpoints(path)}")
 
-    file = path / DESCRIPTION
-    if not file.exists():
-        file = path.joinpath(*_FIRST_DESCRIPTION)
-    description = _parsed(file.read_bytes(), is_sealed=file.name == DESCRIPTION)
+    description = _parsed((path / DESCRIPTION).read_bytes())
     if description is None:
-        name = file.relative_to(path).as_posix()
-        raise _damaged(path, [f"{name} has not the bytes that were written"])
+        raise _damaged(path, [f"{DESCRIPTION} has not the bytes that were written"])
 
     version = description.get("version")
-    if description.get("format") != "shardax" or version not in (1, FORMAT_VERSION):
+    if description.get("format") != "shardax" or version != FORMAT_VERSION:
         raise errors.CheckpointError(
             f"The checkpoint {path} is {description.get('format')!r} version {version!r}, but this "
-            f"shardax reads 'shardax' versions 1 to {FORMAT_VERSION}. Read it with the version "
-            "that wrote it."
+            f"shardax reads 'shardax' version {FORMAT_VERSION}. Read it with the version that "
+            "wrote it."
         )
 
     step = description.get("step")
     if step is not None and path.name.isdecimal() and int(path.name) != step:
-        text = f"{file.name} is of step {step}, so the folder was copied or renamed"
+        text = f"{DESCRIPTION} is of step {step}, so the folder was copied or renamed"
         raise _damaged(path, [text])
     return description
 
 
-def _parsed(content: bytes, *, is_sealed: bool) -> dict[str, Any] | None:
+def _parsed(content: bytes) -> dict[str, Any] | None:
     """Returns a description, or None if its bytes are not right."""
-    if is_sealed:
-        text = content[:-_DIGEST_LENGTH] + b"}"
-        if content != text[:-1] + _DIGEST.format(hashlib.sha256(text).hexdigest()).encode():
-            return None
+    text = content[:-_DIGEST_LENGTH] + b"}"
+    if content != text[:-1] + _DIGEST.format(hashlib.sha256(text).hexdigest()).encode():
+        return None
     try:
         description = json.loads(content)
     except (ValueError, RecursionError):
@@ -294,7 +288,7 @@ def _parsed(content: bytes, *, is_sealed: bool) -> dict[str, Any] | None:
 def verify(path: object, *, sizes_only: bool = False) -> dict[str, Any]:
     """Reads the description and checks all files, or raises CheckpointDamagedError."""
     description = read_description(path)
-    recorded: Mapping[str, Any] = description.get("files", {})
+    recorded: Mapping[str, Any] = description["files"]
     with ThreadPoolExecutor() as threads:
         check = threads.map(
             lambda record: _problem_of(path, *record, sizes_only=sizes_only), recorded.items()

@@ -43,7 +43,7 @@ from shardax.extend import (
 from shardax.train import errors
 from shardax.train.data.sources import cut_integers
 
-FORMAT_VERSION = 2  # of the description; version 1 had no checksums
+FORMAT_VERSION = 2  # of the description
 
 
 class ModelArray(NamedTuple):

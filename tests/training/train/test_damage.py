@@ -141,32 +141,6 @@ def test_mixed_description_and_arrays_are_detected(tmp_path: Path, mixed: str) -
         checkpoints.restore(Net())
 
 
-def test_checkpoint_without_checksums_is_read_with_a_warning(tmp_path: Path) -> None:
-    import json
-
-    import orbax.checkpoint as ocp
-
-    model = sx.Param(jnp.arange(3.0))
-    description = {"format": "shardax", "version": 1, "positions": {}, "extra": "old"}
-    entry = {"path": "(root)", "shape": [3], "dtype": "float32"}
-    items = {
-        "description": ocp.args.JsonSave({**description, "arrays": [entry]}),
-        "arrays": ocp.args.PyTreeSave({"(root)": model.value}),
-    }
-    handlers = {"arrays": ocp.PyTreeCheckpointHandler(), "description": ocp.JsonCheckpointHandler()}
-    with ocp.Checkpointer(ocp.CompositeCheckpointHandler(**handlers)) as writer:
-        writer.save(tmp_path / "00000005", args=ocp.args.Composite(**items))
-    found = sx.Param(jnp.zeros(3))
-    assert Checkpoints(tmp_path).steps() == [5]
-    with pytest.warns(UserWarning, match="before checkpoints had checksums.* read unchecked"):
-        assert Checkpoints(tmp_path).restore(found) == "old"
-    assert found.value.tolist() == [0.0, 1.0, 2.0]
-    file = tmp_path / "00000005" / "description" / "metadata"
-    file.write_text(json.dumps(description)[:-3])
-    with pytest.raises(CheckpointDamagedError, match="description/metadata"):
-        Checkpoints(tmp_path).restore(found)
-
-
 # --- going on with a run --------------------------------------------------------------------------
 
 

@@ -44,7 +44,6 @@ from shardax.models.generating.checks import (
     check_vocabulary,
     vocabulary_of,
 )
-from shardax.models.generating.checks import max_positions_of as max_positions_of
 from shardax.models.generating.config import GenerationConfig, config_of_texts
 from shardax.models.generating.errors import GenerationError
 from shardax.models.generating.inputs import Inputs, as_inputs, beginnings, forced_starts

@@ -249,12 +249,8 @@ def go_to(source: Any, saved: Any, *, resumable: bool = True) -> bool:
 
 
 def _has_no_position(saved: object) -> bool:
-    """Whether it was saved of batches without a position."""
-    # The second form is that of versions in which it had no kind.
-    if not isinstance(saved, Mapping):
-        return False
-    is_old = saved.keys() == {"step", "resumable"} and saved["resumable"] is False
-    return is_old or saved.get(_KIND) == "none"
+    """Whether a position was saved of batches without one."""
+    return isinstance(saved, Mapping) and saved.get(_KIND) == "none"
 
 
 def _refusal(source: object, error: BaseException) -> DataError:

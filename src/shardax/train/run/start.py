@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 
 from shardax import shard
-from shardax.train.checkpoint import Checkpoints, restore_verified, unchecked
+from shardax.train.checkpoint import Checkpoints, restore_verified
 from shardax.train.checkpoint_files import set_aside, verify
 from shardax.train.checkpoint_format import check_fit, contents_of, stored_arrays
 from shardax.train.data import sources
@@ -93,8 +93,6 @@ class RunStart(NamedTuple):
                 f"The checkpoint of step {step} is damaged: {problems}. Going on from step "
                 f"{self.step}; the damaged one is now {place}."
             )
-        if self.description is not None and "files" not in self.description:
-            yield f"{unchecked(self.path)} Going on from it, unchecked."
 
     def place(self, trainer: Trainer, stop: StopRequest) -> bool:
         """Places model and optimizer; returns False if only the data starts anew."""
