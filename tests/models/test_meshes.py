@@ -23,6 +23,7 @@ import jax
 import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from safetensors.numpy import load_file, save_file
 
 import shardax as sx
 from shardax.errors import TransformError
@@ -136,3 +137,27 @@ def test_explicit_axes_gather_the_norms_only_once(scanned: bool, kinds: str) -> 
     saved = norms if kinds[0] == "E" else 0  # the batch is split over the first axis
     assert found + Counter({"all-gather": saved}) == train(scanned, True, "AA")[1]
     assert set(found) == {"all-gather", "all-reduce", "all-to-all", "collective-permute"}
+
+
+@pytest.mark.parametrize("narrow", [0, 1])
+@pytest.mark.parametrize("mesh", [None, {"layers": 2}, {"data": 8}])
+def test_stacked_layers_of_several_dtypes_keep_the_wider(
+    tmp_path: Path, narrow: int, mesh: dict[str, int] | None
+) -> None:
+    config = sx.models.DecoderConfig(num_layers=2, scan_layers=False)
+    model = Decoder(config, rngs=sx.Rngs(0))
+    sx.models.save_pretrained(model, tmp_path / "model")
+    file = tmp_path / "model" / "model.safetensors"
+    name = f"model.layers.{narrow}.mlp.up_proj.weight"
+    tensors = load_file(file)
+    tensors[name] = tensors[name].astype(np.float16)
+    save_file(tensors, file)
+
+    devices = None if mesh is None else jax.make_mesh(tuple(mesh.values()), tuple(mesh))
+    rules = [("layers", "layers")] if mesh and "layers" in mesh else [("mlp", "data")]
+    options = {} if devices is None else {"mesh": devices, "rules": rules}
+    loaded = sx.models.from_pretrained(tmp_path / "model", scan_layers=True, **options)
+    kernel = loaded.layers.stacked.mlp.up.kernel
+    assert kernel.dtype == np.float32
+    wanted = np.stack([tensors[f"model.layers.{i}.mlp.up_proj.weight"].T for i in range(2)])
+    np.testing.assert_array_equal(kernel.value, wanted.astype(np.float32))

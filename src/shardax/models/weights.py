@@ -10,15 +10,17 @@ The descriptions in ``shardax.models.families`` say where each parameter stands 
     place    a sharding for each parameter, by rules that are checked for the mesh
     fill     each parameter with the slices that the devices of this process hold
 
-The first four raise before an array of a parameter is made; they read numbers only where files hold
-one tensor under several names, to compare them, some rows at a time. The fill checks nothing: in it
-a file may fail to be read, or memory be short.
+The first four raise before an array of a parameter is made. They read numbers only of the shapes of
+packed weights, and where files hold one tensor under several names, to compare them, some rows at a
+time. The fill checks nothing: in it a file may fail to be read, or memory be short. After it
+``shard`` computes what no tensor was for, by the rules that were checked.
 
 The fill goes slice by slice, and waits for a slice to be on its devices before it reads the next.
 So the host holds one slice, without a mesh one whole parameter: in the dtype of the file, and while
 it is converted to ``param_dtype``, if that is given, in both. While a slice of stacked layers or of
 experts is put together, the host holds it and two of its layers or experts, in the dtype of the
-file. ``dtype`` is that of calls; no parameter has it for that.
+file. Quantized weights that are read as numbers are held with their scales as well, each of the
+size of the slice. ``dtype`` is that of calls; no parameter has it for that.
 """
 
 from __future__ import annotations
@@ -220,6 +222,10 @@ def from_pretrained(
         if not head:
             table.pass_over_heads(family)
         unread = table.match(files, str(folder), strict, tied)
+        if unread:
+            warn_user(unread)
+        found = [e for e in table.entries if all(name in files.names for name in e.names())]
+        stored_dtypes = {entry.path: _stored_dtype(entry, files) for entry in found}
 
         # Place: a sharding for each parameter, by rules that fit the mesh. This is the last check.
         if rules is None and not current_rules().names:
@@ -231,17 +237,15 @@ def from_pretrained(
 
         # Fill: one parameter after the other; what is quantized stays in the dtypes of the files.
         converted = None if param_dtype is None else jnp.dtype(param_dtype)
-        for entry in table.entries:
-            if all(name in files.names for name in entry.names()):
-                to = None if isinstance(entry.variable, Quantized) else converted
-                entry.variable.value = _read(entry, files, places.get(entry.path), to)
+        for entry in found:
+            to = None if isinstance(entry.variable, Quantized) else converted
+            dtypes = stored_dtypes[entry.path], to
+            entry.variable.value = _read(entry, files, places.get(entry.path), *dtypes)
 
     # What no tensor was for is computed in its place now, such as the state of dropout; parameters
     # that were read have their shardings, and stay.
     if where is not None:
         shard(model, where, rules)
-    if unread:
-        warn_user(unread)
     if has_texts:
         model.generation_config = texts
     model.eval()
@@ -711,8 +715,18 @@ def _place(path: VariablePath, model, config: Any) -> tuple[str, tuple[int, ...]
 # --- reading --------------------------------------------------------------------------------------
 
 
+def _stored_dtype(entry: Entry, files: TensorFiles) -> np.dtype:
+    """Returns the dtype that holds all tensors of a parameter, such as layers of a stack."""
+    dtypes = {np.dtype(READ_DTYPES[files.dtype(name)]) for name in entry.names()}
+    return functools.reduce(jnp.promote_types, dtypes)
+
+
 def _read(
-    entry: Entry, files: TensorFiles, sharding: jax.sharding.Sharding | None, dtype: Any
+    entry: Entry,
+    files: TensorFiles,
+    sharding: jax.sharding.Sharding | None,
+    stored_dtype: np.dtype,
+    param_dtype: np.dtype | None,
 ) -> jax.Array:
     """Returns a parameter in its sharding, None for one device; each device reads its own part.
 
@@ -720,13 +734,14 @@ def _read(
         entry: The parameter, and where it stands in the files.
         files: The tensors.
         sharding: Where it is to be.
-        dtype: What its numbers are converted to; None for as they are stored.
+        stored_dtype: The dtype of its tensors in the files.
+        param_dtype: What its numbers are converted to; None for as they are stored.
     """
     shape = tuple(entry.variable.shape)
 
     def read_slice(bounds: Sequence[tuple[int, int]]) -> np.ndarray:
-        numbers = _read_block(entry, files, bounds)
-        return numbers if dtype is None else numbers.astype(dtype)
+        numbers = _read_block(entry, files, bounds, stored_dtype)
+        return numbers if param_dtype is None else numbers.astype(param_dtype)
 
     if sharding is None:
         return jax.device_put(read_slice([(0, size) for size in shape]))
@@ -749,24 +764,28 @@ def _read(
     return jax.make_array_from_single_device_arrays(shape, sharding, arrays)
 
 
-def _read_block(entry: Entry, files: TensorFiles, bounds: Sequence[tuple[int, int]]) -> np.ndarray:
+def _read_block(
+    entry: Entry, files: TensorFiles, bounds: Sequence[tuple[int, int]], dtype: np.dtype
+) -> np.ndarray:
     if entry.stacked:
         layers, bounds = entry.layers[slice(*bounds[0])], bounds[1:]
-        blocks = (_read_layer(entry, files, bounds, layer) for layer in layers)
-        return _stacked(blocks, len(layers), bounds)
-    return _read_layer(entry, files, bounds, (entry.layers or (0,))[0])
+        blocks = (_read_layer(entry, files, bounds, layer, dtype) for layer in layers)
+        return _stacked(blocks, len(layers), bounds, dtype)
+    return _read_layer(entry, files, bounds, (entry.layers or (0,))[0], dtype)
 
 
-def _stacked(blocks: Iterator[np.ndarray], count: int, bounds) -> np.ndarray:
+def _stacked(
+    blocks: Iterator[np.ndarray], count: int, bounds: Sequence[tuple[int, int]], dtype: np.dtype
+) -> np.ndarray:
     """Stacks blocks as they are read, in their order in memory."""
     first = next(blocks, None)
     if first is None:
-        return np.empty((0, *(b - a for a, b in bounds)), np.float32)
+        return np.empty((0, *(b - a for a, b in bounds)), dtype)
 
     # Blocks are views of tensors with other axes: copied as they lie, they are copied fast.
     strides = first.strides
     stored = sorted(range(first.ndim), key=lambda axis: -strides[axis])
-    stack = np.empty((count, *(first.shape[axis] for axis in stored)), first.dtype)
+    stack = np.empty((count, *(first.shape[axis] for axis in stored)), dtype)
     stack[0] = first.transpose(stored)
     del first
     for index, block in enumerate(blocks, start=1):
@@ -775,14 +794,14 @@ def _stacked(blocks: Iterator[np.ndarray], count: int, bounds) -> np.ndarray:
 
 
 def _read_layer(
-    entry: Entry, files: TensorFiles, bounds: Sequence[tuple[int, int]], layer: int
+    entry: Entry, files: TensorFiles, bounds: Sequence[tuple[int, int]], layer: int, dtype: np.dtype
 ) -> np.ndarray:
     if not entry.tensor.is_of_expert:
         return _read_tensor(entry, files, entry.name(layer), bounds)
     experts = range(*bounds[0])
     names = (entry.name(layer, expert) for expert in experts)
     blocks = (_read_tensor(entry, files, name, bounds) for name in names)
-    return _stacked(blocks, len(experts), bounds[1:])
+    return _stacked(blocks, len(experts), bounds[1:], dtype)
 
 
 def _read_tensor(

@@ -4,16 +4,16 @@
 Prompts of different lengths are padded on the left to one length. Two programs continue them:
 
     prefill         reads all prompts into a new cache and samples the first token of each row
-    decode_loop     samples all others, over a cache that it is given for good
+    decode_loop     samples all others, over a cache that is donated to it
 
-Each is compiled once for ``Sizes``: a batch size, and lengths that are rounded up to powers of two.
-How many tokens are wanted is an input of the loop, so that another number of them within the room
-compiles nothing, and a stream is the same loop, run for one token at a time. For one token alone
-the loop is not run.
+Each is compiled once for ``Sizes``, a batch size and lengths that are rounded up to powers of two
+of at least 16, and once for the kinds of sampling (``Filters``). How many tokens are wanted is an
+input of the loop, so that another number of them within the room compiles nothing, and a stream is
+the same loop, run for one token at a time. For one token alone the loop is not run.
 
 The cache is made by the first program and handed to the second one as arrays with their
-``GraphDef``. An object that is new at every call would be looked through at every call, which takes
-longer than some models need for a token.
+``GraphDef``: a compiled call flattens an object that it has not seen, and a cache is new at every
+call, which would take longer than some models need for a token.
 """
 
 from __future__ import annotations

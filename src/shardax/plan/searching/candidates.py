@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Search space and candidates: the layouts compiled by a search.
+"""Search space and candidates: the layouts that a search times, of which it compiles few.
 
 A *group* is names that get the same mesh axes; a *fixed* name is one whose axes are not searched.
 Names of *activations*, on constraints and on the batch, are groups of their own. Whole stay names
@@ -335,7 +335,7 @@ def _names_of(inputs: Inputs, *kinds: str) -> Iterable[str]:
 
 @dataclass(frozen=True)
 class Candidates:
-    """The layouts to compile, and the rejected ones."""
+    """The layouts to time, and the rejected ones."""
 
     layouts: tuple[Layout, ...]  # in order of meshes and names
     repeating: tuple[LayoutReport, ...]  # rejected because they repeat work

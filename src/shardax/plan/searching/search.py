@@ -3,7 +3,7 @@
 
 1. *Listed* are all assignments of mesh axes to groups of names, over all meshes of the target's
    devices. 64 devices have 7 meshes of two axes; a group takes no axis, one that is larger than 1,
-   or both, which are 5 choices, or 2 where one axis has all devices. Few of the assignments are
+   or both, which are 4 choices, or 2 where one axis has all devices. Few of the assignments are
    candidates: ``candidates.py`` says which, and the notes of a plan count them.
 2. *Traced* is the step, once, on shapes; no candidate is traced by itself. The expected time of
    each follows from that one trace and its layout (``traced.py``).
@@ -15,7 +15,9 @@
    the compiled program.
 
 With ``top=3``, all else by default and one form of parallelism, the 3 candidates with the least
-times as traced are compiled, with full effort; others only where one of these does not fit.
+times as traced are compiled, with full effort. Of these, one whose time is more than ``within``
+times the least is compiled only where fewer than 3 of the others fit, and then with one more at the
+least (``stages.py``); so is any other where one of the 3 does not fit.
 """
 
 from __future__ import annotations
