@@ -130,7 +130,7 @@ def _head(column: Column, sortable: bool) -> str:
 
 
 def _alignment(column: Column) -> str:
-    return ' style="text-align:right"' if column.right else ""
+    return ' style="text-align:right;font-variant-numeric:tabular-nums"' if column.right else ""
 
 
 def _attribute(name: str, value: str) -> str:

@@ -426,9 +426,8 @@ class Variable(ArrayLike, Object, Generic[T], metaclass=_VariableType):
             >>> frozen.value.tolist(), frozen.axes, frozen.variable_type.__name__
             ([0.0, 0.0], ('embed',), 'Param')
         """
-        from shardax._core.state.frozen import (
-            frozen,  # a frozen value is a Variable: it stands above
-        )
+        # A frozen value is a Variable, so its module imports this one.
+        from shardax._core.state.frozen import frozen
 
         return frozen(self, self.labels[-1] if self.labels else ())
 

@@ -62,7 +62,6 @@ _ANY_MODULE = ("Module", "Object", "Pytree")
 _ISINSTANCE = (
     "filters see Variables, but leaves of a State are arrays here, so this is False for them"
 )
-_NO_VALUES = cst.Annotation | cst.Subscript | cst.Attribute
 _CODE_OF_TEXT = ("exec", "eval", "globals")
 _IMPORTERS = ("import_module", "__import__", "importorskip", "find_spec", "patch")
 

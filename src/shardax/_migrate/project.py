@@ -41,13 +41,16 @@ class Project:
             attribute: Name of the attribute.
             label: Label of the file.
         """
-        family = set(names)
-        for _ in self.classes:
-            family |= {each.name for each in self.classes if each.bases & family}
-        return any(
-            each.bases & family and attribute in each.stores and each.file != label
-            for each in self.classes
-        )
+        storing = [each for each in self.classes if attribute in each.stores and each.file != label]
+        if not storing:
+            return False
+
+        # The names of all classes that derive from those of the file.
+        family, new = set(names), set(names)
+        while new:
+            new = {each.name for each in self.classes if each.bases & new} - family
+            family |= new
+        return any(each.bases & family for each in storing)
 
     def gives(self, name: str) -> bool:
         """Whether a full name is one of Flax that a file of the project offers."""

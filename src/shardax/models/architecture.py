@@ -26,6 +26,7 @@ from shardax import (
     RngState,
     iter_variables,
 )
+from shardax.errors import ShardaxError
 from shardax.extend import format_path
 from shardax.models.comparison import (
     SAVE_ANY,
@@ -80,7 +81,10 @@ def describe(
     """
     if config is None:
         _check_parts(model)
-    config = _config_of(model, config)
+        config = _config_of(model, None)
+    else:
+        config = _config_of(model, config)
+        _check_read_by_calls(model, config)
     if config.source is None:
         return _describe_new(config)
 
@@ -151,6 +155,55 @@ def _check_parts(model: object) -> None:
             problem = f".{name}.config has {_said(differing)} in model.config.{name}"
             new = f"dataclasses.replace(model.config, {name}=model.{name}.config)"
             raise refusal([problem], f" Set both: model.config = {new}.")
+
+
+def _check_read_by_calls(model: Any, config: ModelConfig) -> None:
+    """Raises where calls of a model read another value in its own config than in the one given.
+
+    The layers of a model show most fields of its config. The others, such as a scale of the
+    embedding, are read by calls alone: two models that differ in them have equal layers.
+    """
+    names = {DualEncoder: TOWERS, EncoderDecoder: HALVES}
+    parts = next((names[kind] for kind in names if isinstance(model, kind)), ())
+    pairs = [(f".{name}", getattr(model, name, None), getattr(config, name)) for name in parts]
+
+    problems = list[str]()
+    for place, part, given in [("", model, config), *pairs]:
+        own = getattr(part, "config", None)
+        own = getattr(own, "transformer", own)  # of a DecoderConfig
+        if type(own) is not type(given):
+            continue  # the comparison of the models refuses it
+
+        values, own_values = _fields_with_meaning(given), _fields_with_meaning(own)
+        for path in values.keys() & own_values.keys():
+            value, read = values[path], own_values[path]
+            if value != read and _is_read_by_calls_alone(given, path, read):
+                problems.append(
+                    f"{place}.config has {path}={read!r}, which its calls read, but config= has "
+                    f"{value!r}"
+                )
+    if problems:
+        raise refusal(sorted(problems), " Set it where calls read it: model.config = config.")
+
+
+def _fields_with_meaning(config: Any) -> dict[str, Any]:
+    """Returns the fields of a config that something reads, by path, without those of its parts."""
+    relevant = _relevant(config)
+    if isinstance(config, TransformerConfig):
+        return {path: value for path, value in read_fields(config).items() if path in relevant}
+    return {f.name: getattr(config, f.name) for f in fields(config) if f.name in relevant}
+
+
+def _is_read_by_calls_alone(config: ModelConfig, path: str, other: object) -> bool:
+    """Whether models of a config have equal layers, whichever of two values a field has."""
+    try:
+        changed = replace_fields(config, {path: other})
+        built = [build_model(_plain(each), {}, Rngs(0)) for each in (config, changed)]
+        comparison = ArchitectureCheck(is_local_read=True)
+        comparison.compare_models(*built)
+    except (ShardaxError, ValueError, TypeError):  # one value fits the other fields alone
+        return False
+    return not comparison.wrong
 
 
 def _content_of(config: ModelConfig) -> dict[str, Any]:
@@ -323,8 +376,11 @@ def _edited(
     if isinstance(family, EncoderDecoderFamily):
         return _edited_halves(family, content, config)
 
+    # Raises where the source itself is not of the family, whatever the other half changed in it.
+    if source is not content:
+        family.config(source, "config.json")
+
     # An unchanged model keeps its file to the letter, fields at their defaults left out or not.
-    family.config(source, "config.json")
     read = family.config(content, "config.json")
     if _differences(config, read) or _settings_differ(config, read):
         return _written(family, content, config)

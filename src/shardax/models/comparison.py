@@ -168,7 +168,10 @@ class ArchitectureCheck:
             self.compare(model, built, LayerPlace(model, (), (), None), names)
             for name in names:
                 self._compare_layers(getattr(model, name), getattr(built, name), (name,))
-            if isinstance(built, EncoderDecoder) and built.decoder.embed is built.encoder.embed:
+            is_shared = isinstance(built, EncoderDecoder) and (
+                built.decoder.embed is built.encoder.embed
+            )
+            if is_shared and all(isinstance(getattr(model, n), Transformer) for n in names):
                 self.take_shared(model)
         elif isinstance(built, ConvNeXt):
             self._compare_stages(model, built)
@@ -196,15 +199,23 @@ class ArchitectureCheck:
             self.compare(part, expected, LayerPlace(part, path, (), None), parts_of, path)
 
         compare(model, built, (), "stages")
-        self._check_count(len(model.stages), len(built.stages), ("stages",))
-        for index, (stage, expected) in enumerate(zip(model.stages, built.stages, strict=True)):
+        stages = self._sequence_of(model, "stages", ())
+        self._check_count(len(stages), len(built.stages), ("stages",))
+        for index, (stage, expected) in enumerate(zip(stages, built.stages, strict=True)):
             path = ("stages", index)
             compare(stage, expected, path, "blocks")
 
-            blocks = getattr(stage, "blocks", ())
+            blocks = self._sequence_of(stage, "blocks", path)
             self._check_count(len(blocks), len(expected.blocks), (*path, "blocks"))
             for number, pair in enumerate(zip(blocks, expected.blocks, strict=True)):
                 compare(*pair, (*path, "blocks", number))
+
+    def _sequence_of(self, module: object, name: str, path: Path) -> Sequence[Any]:
+        """Returns the parts that stand in a list, or raises where there is something else."""
+        parts = getattr(module, name, None)
+        if isinstance(parts, Sequence):
+            return parts
+        raise refusal([f"{format_path((*path, name))} is {text_of(parts)}, not a list"])
 
     def _check_count(self, count: int, expected: int, path: Path) -> None:
         """Raises for another number of layers than the config has."""

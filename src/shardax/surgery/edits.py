@@ -202,6 +202,8 @@ class LoRA(LayerWrapper):
 
         kernel_maps = _adaptable(layer, type(layer).__name__).kernel_maps()
         super().__init__(layer)
+        if not kernel_maps:
+            raise errors.no_known_kernel(type(layer).__name__)
         pairs = {
             name: _make_pair(getattr(layer, name), kernel_map, rank, rngs)
             for name, kernel_map in kernel_maps.items()
@@ -351,6 +353,9 @@ def lora(
         rank: Rank of the adapters.
         scale: Factor of what they add.
         rngs: Random streams; ``params`` is used. None: ``Rngs(0)``.
+
+    A layer with kernels that stands within an adapted one is left as it is, such as the router of a
+    MoE.
 
     Returns:
         The model with a ``LoRA`` around each layer; weights are shared. The adapters have the tag

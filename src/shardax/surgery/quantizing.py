@@ -169,8 +169,12 @@ def with_precision(model: PyTree, precisions: Any) -> PyTree:
                 f"sx.surgery.with_precision(model, {rule.format!r})."
             )
 
-    chosen = select(model).at_subtrees_where(lambda part: id(part) in new)
-    return chosen.apply(lambda _, layer: new[id(layer)], allow_empty=True)
+    # A selection has the outermost layers alone. One within them is chosen in the next turn: the
+    # copy of the outer one holds it still.
+    changed = model
+    while (chosen := select(changed).at_subtrees_where(lambda part: id(part) in new)).get_all():
+        changed = chosen.apply(lambda _, layer: new[id(layer)])
+    return changed
 
 
 def _lead(place: _KernelPlace) -> tuple[tuple[int, ...], tuple[Any, ...]]:

@@ -17,6 +17,8 @@ from html import escape
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+
 from shardax.extend import needs_package
 
 if TYPE_CHECKING:
@@ -195,7 +197,7 @@ def step_figure(drawn: Sequence[DrawnCurve], references: Mapping[str, float], si
 
     # Every number on the axis of values is whole: none is an offset from one that stands elsewhere.
     axes.yaxis.set_major_locator(ticker.MaxNLocator(6, steps=[1, 2, 5, 10]))
-    axes.ticklabel_format(axis="y", useOffset=False)
+    axes.yaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: _tick_text(value)))
 
     # The axis of steps goes from the first to the last. Of them as many are named as a phone has
     # room for, beside the numbers along the axis of values.
@@ -209,6 +211,15 @@ def step_figure(drawn: Sequence[DrawnCurve], references: Mapping[str, float], si
     axes.grid(visible=True, axis="y", color=_TEXT_COLOR, alpha=0.18)
     axes.tick_params(length=0)
     return figure
+
+
+def _tick_text(value: float) -> str:
+    """Returns a number on the axis of values, such as "2,000,000" and "0.00002"."""
+    if value and abs(value) < 1e-6:
+        return f"{value:.6g}"
+    digits = np.format_float_positional(value, precision=10, fractional=False, trim="-")
+    whole, point, fraction = digits.partition(".")
+    return f"{int(whole):,}{point}{fraction}" if abs(value) >= 1 else digits
 
 
 def _svg(figure: Figure) -> str:

@@ -134,10 +134,6 @@ class ParameterTable:
         """Returns the header and one tuple of texts per row."""
         return self._parameter_table().texts()
 
-    def module_cells(self) -> list[tuple[str, ...]]:
-        """Returns header and texts of Modules; nothing without Modules."""
-        return self._module_table().texts() if self.modules else []
-
     def html(self) -> str:
         """Returns the tables as HTML, with the summary between."""
         parts = [self._parameter_table().html("parameters"), f"<p>{escape(self.totals())}</p>"]

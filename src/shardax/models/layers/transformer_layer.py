@@ -202,16 +202,18 @@ class TransformerLayer(Module):
         real = mask if segment_ids is None else self._real_tokens(mask, segment_ids)
         inputs = PartInputs(options, real, context, context_mask, cache)
 
-        # A part reads what those before it have added to; of a parallel layer all parts read its
-        # input, and a part without a norm of its own reads what the one before it did.
+        # A part reads what those before it have added to. All parts of a parallel layer read its
+        # input; one without a norm reads what the one before it did, which may have been taken out.
         x = checkpoint_name(x, "layer_input")
         source = normed = x
-        for part in self.parts:
+        for part in PARTS if self.parallel else self.parts:
             if not self.parallel:
                 source = normed = x
             norm = part.norm_of(self)
             if norm is not None:
                 normed = norm(source)
+            if not part.is_in(self):
+                continue
             added = self._scaled_part(part.read(self, normed, inputs), part)
             x = self._joined(x, added, part.post_norm_of(self))
         return lay_out_activations(x)
