@@ -312,6 +312,14 @@ def normalize_responses(model: Any) -> None:
         (change_config, ".stages[0].blocks[0].activation is 'exact_gelu', but 'relu'"),
         (change_head, ".head.kernel has the shape (16, 3), but (16, 5) in its config"),
         (drop_block, ".stages[0].blocks are 1, but 2 in its config.json"),
+        (
+            lambda model: setattr(model.stages[0], "blocks", None),
+            ".stages[0].blocks is None, not a",
+        ),
+        (
+            lambda model: setattr(model, "stages", model.stages[0]),
+            ".stages is a ConvNeXtStage, not a list",
+        ),
         (normalize_responses, "no way to say response_norm=True"),
     ],
 )

@@ -536,6 +536,24 @@ def test_embedding_of_each_half_is_refused(tmp_path: Path):
     save_pretrained(model, tmp_path / "saved")
 
 
+@pytest.mark.parametrize("half", ["encoder", "decoder"])
+def test_half_that_is_no_transformer_is_refused(half: str, tmp_path: Path):
+    model = load("t5")
+    setattr(model, half, None)
+    with pytest.raises(PretrainedError, match=rf"\.{half} is None, not a Transformer"):
+        save_pretrained(model, tmp_path / "saved")
+
+
+def test_config_of_a_half_that_its_calls_read_otherwise_is_refused(tmp_path: Path):
+    model = load("t5")
+    config = dataclasses.replace(
+        model.config, decoder=with_fields(model.config.decoder, {"output.scale": 0.25})
+    )
+    with pytest.raises(PretrainedError, match=r"\.decoder\.config has output\.scale=.* read"):
+        save_pretrained(model, tmp_path / "saved", config)
+    assert not (tmp_path / "saved").exists()
+
+
 # --- configs and tensors --------------------------------------------------------------------------
 
 

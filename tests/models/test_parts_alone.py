@@ -102,3 +102,16 @@ def test_rope_of_attention_is_checked() -> None:
         make(rope=Rope(fraction=0.4))
     given, plain = make(rope=Rope(100.0)), make(rope_base=100.0)
     assert sx.graphdef(given) == sx.graphdef(plain)
+
+
+@pytest.mark.parametrize("is_shared", [True, False])
+def test_parallel_layer_without_attention_has_its_norm_still(is_shared: bool) -> None:
+    norms = sx.models.NormConfig(shared=is_shared)
+    mlp = MLPConfig(dim=16)
+    config = TransformerConfig(num_layers=1, embed_dim=16, mlp=mlp, norms=norms, parallel=True)
+    layer = with_values(Transformer(config, rngs=sx.Rngs(0))).layers[0]
+    x = 3 * np.random.default_rng(0).normal(size=(2, 5, 16)).astype(np.float32)
+    norm = layer.attn_norm if is_shared else layer.mlp_norm
+    expected = x + layer.mlp(norm(x))
+    layer.attn = None
+    np.testing.assert_allclose(layer(x), expected, rtol=1e-5, atol=1e-6)

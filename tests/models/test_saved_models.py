@@ -204,6 +204,20 @@ def test_config_of_another_class_is_refused(loaded: Any, tmp_path: Path):
     assert not (tmp_path / "saved").exists()
 
 
+@pytest.mark.parametrize(
+    "fields", [{"embedding.scale": 3.0}, {"output.scale": 0.25}, {"output.softcap": 3.0}]
+)
+def test_config_that_calls_read_otherwise_is_refused(fields: Any, loaded: Any, tmp_path: Path):
+    model = loaded()
+    config = with_fields(model.config, fields)
+    with pytest.raises(PretrainedError) as caught:
+        save_pretrained(model, tmp_path / "saved", config)
+    ((path, value),) = fields.items()
+    text = f".config has {path}=None, which its calls read, but config= has {value}"
+    assert text in str(caught.value)
+    assert not (tmp_path / "saved").exists()
+
+
 def test_shared_layers_are_written_twice(loaded: Any, tmp_path: Path):
     model = loaded()
     model.layers[1] = model.layers[0]

@@ -17,8 +17,6 @@ from html import escape
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
-
 from shardax.extend import needs_package
 
 if TYPE_CHECKING:
@@ -197,7 +195,9 @@ def step_figure(drawn: Sequence[DrawnCurve], references: Mapping[str, float], si
 
     # Every number on the axis of values is whole: none is an offset from one that stands elsewhere.
     axes.yaxis.set_major_locator(ticker.MaxNLocator(6, steps=[1, 2, 5, 10]))
-    axes.yaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: _tick_text(value)))
+    axes.yaxis.set_major_formatter(
+        ticker.FuncFormatter(lambda value, _: _tick_text(value, axes.yaxis.get_majorticklocs()))
+    )
 
     # The axis of steps goes from the first to the last. Of them as many are named as a phone has
     # room for, beside the numbers along the axis of values.
@@ -213,13 +213,13 @@ def step_figure(drawn: Sequence[DrawnCurve], references: Mapping[str, float], si
     return figure
 
 
-def _tick_text(value: float) -> str:
-    """Returns a number on the axis of values, such as "2,000,000" and "0.00002"."""
-    if value and abs(value) < 1e-6:
+def _tick_text(value: float, ticks: Sequence[float]) -> str:
+    """Returns a number on the axis of values, with the decimals that tell it from the next one."""
+    step = abs(ticks[1] - ticks[0]) if len(ticks) > 1 else abs(value)
+    if not 1e-9 < step < 1e15:
         return f"{value:.6g}"
-    digits = np.format_float_positional(value, precision=10, fractional=False, trim="-")
-    whole, point, fraction = digits.partition(".")
-    return f"{int(whole):,}{point}{fraction}" if abs(value) >= 1 else digits
+    decimals = max(0, -math.floor(math.log10(step) + 1e-9))
+    return f"{value:,.{decimals}f}"
 
 
 def _svg(figure: Figure) -> str:

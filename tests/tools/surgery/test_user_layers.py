@@ -149,3 +149,37 @@ def test_several_kernels_without_a_call_of_terms_are_refused() -> None:
 
     with pytest.raises(NotImplementedError, match="Silent has the kernels gate, up"):
         LoRA(Silent(4, rngs=sx.Rngs(0)), 2)(X)
+
+
+class Nested(Heads):
+    """A layer with a kernel, and another such layer within it."""
+
+    def __init__(self, *, rngs: sx.Rngs) -> None:
+        super().__init__(4, 3, 2, rngs=rngs)
+        self.inner = sx.nn.Linear(4, 4, rngs=rngs)
+
+    def __call__(self, x: Any) -> Any:
+        return super().__call__(self.inner(x))
+
+    def kernel_maps(self) -> dict[str, sx.nn.KernelMap]:
+        return super().kernel_maps()
+
+
+def test_precision_of_a_layer_within_another_is_set() -> None:
+    model = sx.nn.Sequential(Nested(rngs=sx.Rngs(0)))
+    (changed,) = sx.surgery.with_precision(model, "highest").layers
+    assert (changed.precision, changed.inner.precision) == ("highest", "highest")
+    (outer,) = sx.surgery.with_precision(
+        model, {sx.PathContains("inner"): None, ...: "highest"}
+    ).layers
+    assert (outer.precision, outer.inner.precision) == ("highest", None)
+    assert (model.layers[0].precision, model.layers[0].inner.precision) == (None, None)
+
+
+def test_user_layer_without_kernels_is_not_adapted() -> None:
+    class Empty(sx.nn.KernelLayer):
+        def kernel_maps(self) -> dict[str, sx.nn.KernelMap]:
+            return {}
+
+    with pytest.raises(errors.SelectionError, match="has no kernel that LoRA knows"):
+        LoRA(Empty(), 2)

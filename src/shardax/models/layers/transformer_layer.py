@@ -278,8 +278,8 @@ class LayerPart(NamedTuple):
         return any(getattr(layer, name) is not None for name in self.modules)
 
     def norm_of(self, layer: TransformerLayer) -> Any:
-        """Returns the norm of what the part reads, or None."""
-        return getattr(layer, f"{self.name}_norm")
+        """Returns the norm of what the part reads, or None; also if the part was taken out."""
+        return getattr(layer, f"{self.name}_norm", None)
 
     def post_norm_of(self, layer: TransformerLayer) -> Any:
         """Returns the norm of its result, or of the sum with it, or None."""
