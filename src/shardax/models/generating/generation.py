@@ -6,10 +6,11 @@ Prompts of different lengths are padded on the left to one length. Two programs 
     prefill         reads all prompts into a new cache and samples the first token of each row
     decode_loop     samples all others, over a cache that is donated to it
 
-Each is compiled once for ``Sizes``, a batch size and lengths that are rounded up to powers of two
-of at least 16, and once for the kinds of sampling (``Filters``). How many tokens are wanted is an
-input of the loop, so that another number of them within the room compiles nothing, and a stream is
-the same loop, run for one token at a time. For one token alone the loop is not run.
+Each is compiled once for ``Sizes`` and for the kinds of sampling (``Filters``). Of the sizes, the
+number of prompts is as it is; the length of prompts, and the room for new tokens, are rounded up to
+powers of two of at least 16. How many tokens are wanted is an input of the loop: another number of
+them within the room compiles nothing, and a stream is the same loop, run until there is one more
+token. Where one token is wanted in all, the loop is not run.
 
 The cache is made by the first program and handed to the second one as arrays with their
 ``GraphDef``: a compiled call flattens an object that it has not seen, and a cache is new at every
@@ -78,13 +79,13 @@ class Sizes(NamedTuple):
     cache_options: tuple[tuple[str, Any], ...]  # further ones of ``make_cache``
 
     @classmethod
-    def of(cls, rows: list[np.ndarray], limit: int, cache_options: dict[str, Any]) -> Sizes:
+    def of(cls, rows: list[np.ndarray], max_new: int, cache_options: dict[str, Any]) -> Sizes:
         """Returns the sizes for prompts and the number of tokens to add."""
         longest = max(row.size for row in rows)
         # A token alone, such as the start of an EncoderDecoder's text, is computed once and not
         # sixteen times.
         prompt = 1 if longest == 1 else bucket(longest)
-        return cls(len(rows), prompt, bucket(limit), tuple(cache_options.items()))
+        return cls(len(rows), prompt, bucket(max_new), tuple(cache_options.items()))
 
     def pad(self, rows: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
         """Returns tokens padded on the left, of shape (batch, prompt), and their mask."""
@@ -237,14 +238,14 @@ class _Steps:
         self,
         model: Any,
         rows: list[np.ndarray],
-        limit: int,
+        max_new: int,
         filters: Filters,
         settings: Settings,
         attention: AttentionKernel | None,
     ) -> None:
         self.attention: AttentionKernel | None = attention
         self.model = model if hasattr(model, "make_cache") else uncached(model)
-        self.rows, self.limit = rows, limit
+        self.rows, self.max_new = rows, max_new
         self.filters, self.settings = filters, settings
 
         # Of the model's ``make_cache``, set below.
@@ -269,20 +270,20 @@ class _Steps:
 
     def run(self) -> np.ndarray:
         """Returns the added tokens, -1 after a row's end."""
-        if self.limit == 0:
+        if self.max_new == 0:
             return np.zeros((len(self.rows), 0), np.int32)
 
         with kernels(attention=self.attention), model_layout_scope(self.model, len(self.rows)):
             cache, progress = self._start()
-            if self.limit > 1:
-                _, progress = self._advance(cache, progress, self.limit)
-            return self._added(progress)[:, : self.limit]
+            if self.max_new > 1:
+                _, progress = self._advance(cache, progress, self.max_new)
+            return self._added(progress)[:, : self.max_new]
 
     def stream(self) -> Iterator[np.ndarray]:
         """Yields the next token of each row, -1 after its end."""
         cache: Any = None
         progress: Any = None
-        for step in range(self.limit):
+        for step in range(self.max_new):
             with kernels(attention=self.attention), model_layout_scope(self.model, len(self.rows)):
                 if step == 0:
                     cache, progress = self._start()
@@ -306,15 +307,15 @@ class _Steps:
 
     def _start(self) -> tuple[Any, Progress]:
         """Reads the prompts and samples the first token."""
-        sizes = Sizes.of(self.rows, self.limit, self.cache_options)
+        sizes = Sizes.of(self.rows, self.max_new, self.cache_options)
         tokens, mask = sizes.pad(self.rows)
         return prefill(
             self.model, tokens, mask, self.settings, self.inputs, sizes=sizes, filters=self.filters
         )
 
-    def _advance(self, cache: Any, progress: Progress, limit: int) -> tuple[Any, Progress]:
-        until = np.int32(limit)
-        return decode_loop(self.model, cache, progress, until, self.settings, filters=self.filters)
+    def _advance(self, cache: Any, progress: Progress, until: int) -> tuple[Any, Progress]:
+        count = np.int32(until)
+        return decode_loop(self.model, cache, progress, count, self.settings, filters=self.filters)
 
 
 @functools.partial(jit, static_argnames=("sizes", "filters"))
@@ -365,16 +366,16 @@ def decode_loop(
     model: Any,
     parts: Any,
     progress: Progress,
-    limit: jax.Array | np.int32,
+    until: jax.Array | np.int32,
     settings: Settings,
     *,
     filters: Filters,
 ) -> tuple[Any, Progress]:
-    """Adds tokens until there are ``limit`` or all rows have stopped."""
+    """Adds tokens until there are ``until`` of them or all rows have stopped."""
     cache = merge(*parts)
 
     def goes_on(progress: Progress) -> jax.Array:
-        return (progress.step < limit) & ~jnp.all(progress.stopped | progress.failed)
+        return (progress.step < until) & ~jnp.all(progress.stopped | progress.failed)
 
     def body(progress: Progress) -> Progress:
         last, step_model = _within_step(model, progress.last)
