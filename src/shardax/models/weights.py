@@ -16,11 +16,12 @@ time. The fill checks nothing: in it a file may fail to be read, or memory be sh
 ``shard`` computes what no tensor was for, by the rules that were checked.
 
 The fill goes slice by slice, and waits for a slice to be on its devices before it reads the next.
-So the host holds one slice, without a mesh one whole parameter: in the dtype of the file, and while
-it is converted to ``param_dtype``, if that is given, in both. While a slice of stacked layers or of
-experts is put together, the host holds it and two of its layers or experts, in the dtype of the
-file. Quantized weights that are read as numbers are held with their scales as well, each of the
-size of the slice. ``dtype`` is that of calls; no parameter has it for that.
+So the host holds one slice at a time; without a mesh a slice is a whole parameter. The slice has
+the dtype of the file. While it is converted to ``param_dtype``, if that is given, the host holds it
+in both dtypes. While a slice of stacked layers or of experts is put together, the host holds it and
+two of its layers or experts, in the dtype of the file. Quantized kernels are read as they are
+stored, and not converted; with ``dequantize`` the host also holds scales of the size of the slice.
+``dtype`` is that of calls; no parameter has it for that.
 """
 
 from __future__ import annotations
@@ -198,10 +199,10 @@ def from_pretrained(
         texts = _read_generation_config(folder, content) if has_texts else None
 
         # Build: parameters are initializers, which a tensor replaces or ``shard`` computes.
-        stored = files.common_dtype() if param_dtype is None else param_dtype
+        own_dtype = files.common_dtype() if param_dtype is None else param_dtype
         settings = {
-            "dtype": stored if dtype is None else dtype,
-            "param_dtype": stored,
+            "dtype": own_dtype if dtype is None else dtype,
+            "param_dtype": own_dtype,
             "scan_layers": scan_layers,
             "remat": remat,
         }
@@ -211,7 +212,7 @@ def from_pretrained(
 
         # Match: each parameter with its tensors, by name, shape and dtype. Kernels that stay
         # quantized have other parameters, numbers and scales, so that the table is made anew.
-        files.set_dtype(jnp.dtype(stored))
+        files.set_dtype(jnp.dtype(own_dtype))
         table = _Table.of_built(model, family, files.names)
         tied = TiedNames(
             family, config, files, own=table.by_name, prefix=table.prefix, tied_head=tied_head
@@ -744,7 +745,7 @@ def _read(
         return numbers if param_dtype is None else numbers.astype(param_dtype)
 
     if sharding is None:
-        return jax.device_put(read_slice([(0, size) for size in shape]))
+        return jax.block_until_ready(jax.device_put(read_slice([(0, size) for size in shape])))
 
     # Devices that hold the same slice, as replicas do, share one reading of it.
     devices_of: dict[tuple[tuple[int, int], ...], list[Any]] = {}

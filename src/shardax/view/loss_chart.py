@@ -196,7 +196,7 @@ def step_figure(drawn: Sequence[DrawnCurve], references: Mapping[str, float], si
     # Every number on the axis of values is whole: none is an offset from one that stands elsewhere.
     axes.yaxis.set_major_locator(ticker.MaxNLocator(6, steps=[1, 2, 5, 10]))
     axes.yaxis.set_major_formatter(
-        ticker.FuncFormatter(lambda value, _: _tick_text(value, axes.yaxis.get_majorticklocs()))
+        ticker.FuncFormatter(lambda value, _: _tick_text(value, [*axes.yaxis.get_majorticklocs()]))
     )
 
     # The axis of steps goes from the first to the last. Of them as many are named as a phone has

@@ -3,21 +3,22 @@
 
 1. *Listed* are all assignments of mesh axes to groups of names, over all meshes of the target's
    devices. 64 devices have 7 meshes of two axes; a group takes no axis, one that is larger than 1,
-   or both, which are 4 choices, or 2 where one axis has all devices. Few of the assignments are
-   candidates: ``candidates.py`` says which, and the notes of a plan count them.
-2. *Traced* is the step, once, on shapes; no candidate is traced by itself. The expected time of
-   each follows from that one trace and its layout (``traced.py``).
+   or both, which are 4 choices, or 2 where one axis has all devices: 5 * 4**g + 2 * 2**g
+   assignments of g groups. Few of them are candidates: ``candidates.py`` says which, and the notes
+   of a plan count them.
+2. *Traced* is the step, on shapes, once for each variant (``batch``, ``remat``, ...); no candidate
+   is traced by itself. The expected time of each follows from the trace and its layout
+   (``traced.py``).
 3. *Compiled* are the candidates with the least expected times, as far as ``within`` lets them:
-   ``top`` or ``finalists`` of them, whichever is more, and more only where some do not fit
-   (``stages.py``).
+   ``top`` or ``finalists`` of them, whichever is more, and others while fewer than that fit, two or
+   more at a time, however long they take (``stages.py``).
 4. *Ordered* are the compiled layouts by ``records.rank``: those that fit come first, and of these
    the one with the least expected time of an example, which the same model of time now reads off
    the compiled program.
 
-With ``top=3``, all else by default and one form of parallelism, the 3 candidates with the least
-times as traced are compiled, with full effort. Of these, one whose time is more than ``within``
-times the least is compiled only where fewer than 3 of the others fit, and then with one more at the
-least (``stages.py``); so is any other where one of the 3 does not fit.
+With ``top=3``, all else by default and one form of parallelism, these are the 3 candidates with the
+least times as traced, with full effort. If only two of them are ``within`` the limit, these two are
+compiled first and two more after them.
 """
 
 from __future__ import annotations
@@ -106,10 +107,10 @@ def search(
         effort: ``"full"``; ``"screen"`` leaves out the finalists, so that peaks of memory may be up
             to a fifth too low; ``"trace"`` compiles nothing: times are those of the traced step,
             and of memory only arguments and gradients are known, for any number of devices.
-        within: Candidates are compiled in the order of their expected time, as traced: the first 2
-            (``top``, if more) and the best of each form of parallelism (pipelines, split sequences,
-            experts), as far as that time is at most so many times the least; then others until
-            ``top`` of them fit. None compiles all.
+        within: Candidates are compiled in the order of their expected time, as traced: the first
+            ``top`` or ``finalists``, whichever is more, and the best of each form of parallelism
+            (pipelines, split sequences, experts), as far as that time is at most so many times the
+            least; then others until as many fit. None compiles all.
         compiler: ``"auto"``, ``"target"`` or ``"estimate"``, as for ``compare``.
         processes: How many processes compile; None for one per core.
         cache: Folder for compiled programs, ``"default"`` for that of this user, None for none.
@@ -145,7 +146,7 @@ def search(
         for size in batch:
             _OPTIONS.integers(batch=size)
 
-    # Listed: each step is traced once, whatever the number of candidates.
+    # Listed and traced: candidates of each variant of the step, which is traced once.
     shapes = searched_meshes(target, mesh_axes, meshes)
     settings = checked_settings(parallel)
     choices = {"batch": batch, "remat": remat, "attention": attention, "precision": precision}
