@@ -136,6 +136,7 @@ ELSEWHERE = {
     "AttentionCache",
     "ContextCache",
     "Embed",
+    "KernelLayer",  # the base of those that are tried
     "LatentCache",
     "LSTMCell",
     "QuantizedKernel",

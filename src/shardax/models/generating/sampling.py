@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import secrets
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -130,7 +131,7 @@ def filter_logits(
     return logits
 
 
-def as_stop(stop, vocabulary: int | None = None) -> np.ndarray:
+def as_stop(stop: int | Sequence[int], vocabulary: int | None = None) -> np.ndarray:
     """Returns stop tokens, padded to a bucket's size.
 
     Args:
@@ -163,7 +164,13 @@ def as_seed(seed: int | None, is_greedy: bool) -> np.uint32:
     return np.uint32(seed)
 
 
-def filters_of(temperature: float, top_k, top_p, min_p, penalty) -> Filters:
+def filters_of(
+    temperature: float,
+    top_k: int | None,
+    top_p: float | None,
+    min_p: float | None,
+    penalty: float | None,
+) -> Filters:
     """Returns the filters of options, checked."""
     fits = 0 <= temperature < math.inf
     _OPTIONS.check("temperature", temperature, fits, "at least 0 and finite")

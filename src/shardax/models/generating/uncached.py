@@ -38,7 +38,7 @@ def uncached(model: Any) -> Uncached:
 class Uncached(Module):
     """A model without cache, with the calls of one."""
 
-    def __init__(self, model) -> None:
+    def __init__(self, model: Module) -> None:
         self.model = model
 
     def make_cache(self, batch: int, length: int) -> _ReadTokens:
