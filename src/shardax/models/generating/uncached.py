@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -38,7 +39,7 @@ def uncached(model: Any) -> Uncached:
 class Uncached(Module):
     """A model without cache, with the calls of one."""
 
-    def __init__(self, model: Module) -> None:
+    def __init__(self, model: Callable[[jax.Array], jax.Array]) -> None:
         self.model = model
 
     def make_cache(self, batch: int, length: int) -> _ReadTokens:
