@@ -28,6 +28,7 @@ from shardax.models import (
     OutputConfig,
     Transformer,
     TransformerConfig,
+    architecture,
     from_pretrained,
     save_pretrained,
 )
@@ -213,9 +214,23 @@ def test_config_that_calls_read_otherwise_is_refused(fields: Any, loaded: Any, t
     with pytest.raises(PretrainedError) as caught:
         save_pretrained(model, tmp_path / "saved", config)
     ((path, value),) = fields.items()
-    text = f".config has {path}=None, which its calls read, but config= has {value}"
+    text = f".config, which calls read, has {path}=None (but {value}) in config="
     assert text in str(caught.value)
     assert not (tmp_path / "saved").exists()
+
+
+def test_config_of_another_rotation_is_refused(loaded: Any, tmp_path: Path):
+    model = loaded()
+    config = with_fields(model.config, {"attention.rope": models.Rope(500.0)})
+    for layer in model.layers:
+        layer.attn.rope_base = 500.0
+    with pytest.raises(PretrainedError, match=r"\.config, which calls read, has attention\.rope="):
+        save_pretrained(model, tmp_path / "saved", config)
+    model.config = config
+    save_pretrained(model, tmp_path / "saved")
+    np.testing.assert_allclose(
+        from_pretrained(tmp_path / "saved")(TOKENS), model(TOKENS), rtol=1e-4, atol=1e-5
+    )
 
 
 def test_shared_layers_are_written_twice(loaded: Any, tmp_path: Path):
@@ -304,6 +319,48 @@ def set_epsilon(model: Any, epsilon: float) -> None:
     for _, module in sx.iter_modules(model):
         if isinstance(module, nn.MultiHeadLatentAttention):
             module.set_attributes(epsilon=1e-6)
+
+
+class ReadFields:
+    """A config, or a part of one, that records the paths of the fields that are read."""
+
+    def __init__(self, config: Any, seen: set[str], path: str = "") -> None:
+        self._of = (config, seen, path)
+
+    def __getattr__(self, name: str) -> Any:
+        config, seen, path = self._of
+        value, path = getattr(config, name), f"{path}.{name}".lstrip(".")
+        if dataclasses.is_dataclass(value):
+            return ReadFields(value, seen, path)
+        if not callable(value):
+            seen.add(path)
+        return value
+
+
+@pytest.mark.parametrize("kind", PUBLISHED)
+def test_fields_that_calls_read_are_those_that_save_pretrained_compares(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    model = initialised(tmp_path, tiny_config(PUBLISHED[kind], layers=2))
+    names = ("encoder", "decoder", "text", "image")
+    parts = [getattr(model, name) for name in names if hasattr(model, name)] or [model]
+    seen = set[str]()
+    monkeypatch.setattr(Transformer, "_parts", property(lambda part: ReadFields(part.config, seen)))
+    for part in parts:
+        config = part.config
+        x: Any = np.zeros((1, 4), np.int32)
+        if config.image is not None:
+            x = np.zeros((1, config.image.size, config.image.size, config.image.channels), "f4")
+        if config.features is not None:
+            x = np.zeros((1, 2 * config.positions.max_positions, config.features.size), "f4")
+        context = np.zeros((1, 3, config.embed_dim), np.float32)
+        options = {"context": context} if config.attention.cross_attention else {}
+        sx.eval_shape(part, x, **options)
+    compared = architecture._READ_BY_CALLS | {"activation", "remat"}
+    unknown = {
+        path for path in seen if not any(f"{path}.".startswith(f"{field}.") for field in compared)
+    }
+    assert unknown == set()
 
 
 @pytest.mark.parametrize("kind", PUBLISHED)

@@ -26,7 +26,6 @@ from shardax import (
     RngState,
     iter_variables,
 )
-from shardax.errors import ShardaxError
 from shardax.extend import format_path
 from shardax.models.comparison import (
     SAVE_ANY,
@@ -65,6 +64,30 @@ _CONFIGS: Mapping[type, type] = {
 _TRAINING = ("dropout", "attention.dropout", "embedding.dropout", "experts.load_balance_weight")
 _SETTINGS = frozenset(
     [*_TRAINING, "dtype", "experts.dispatch", "param_dtype", "remat", "scan_layers", "source"]
+)
+# Fields and groups of fields that calls of a Transformer read in its config.
+_READ_BY_CALLS = frozenset(
+    {
+        "attention.chunked",
+        "attention.cross_attention",
+        "attention.head_dim",
+        "attention.latent",
+        "attention.local_rope",
+        "attention.query_growth",
+        "attention.rope",
+        "causal",
+        "embedding",
+        "features",
+        "head",
+        "image",
+        "output.activation",
+        "output.bias",
+        "output.scale",
+        "output.softcap",
+        "output.transform",
+        "pool",
+        "positions",
+    }
 )
 # Variables that are no parameters.
 _RECORDS = (Cache, Intermediate, MetricState, OptState, Perturbation, RngState)
@@ -160,50 +183,34 @@ def _check_parts(model: object) -> None:
 def _check_read_by_calls(model: Any, config: ModelConfig) -> None:
     """Raises where calls of a model read another value in its own config than in the one given.
 
-    The layers of a model show most fields of its config. The others, such as a scale of the
-    embedding, are read by calls alone: two models that differ in them have equal layers.
+    Layers hold what they compute by, and are compared with those that the config builds. Calls read
+    the fields of ``_READ_BY_CALLS`` in ``model.config``, so that layers say nothing of them.
     """
     names = {DualEncoder: TOWERS, EncoderDecoder: HALVES}
     parts = next((names[kind] for kind in names if isinstance(model, kind)), ())
     pairs = [(f".{name}", getattr(model, name, None), getattr(config, name)) for name in parts]
 
-    problems = list[str]()
-    for place, part, given in [("", model, config), *pairs]:
+    # Generation begins texts with it.
+    start = getattr(getattr(model, "config", None), "start_token", None)
+    if isinstance(config, EncoderDecoderConfig) and config.start_token != start:
+        problem = f"model.config has start_token={start!r}, but config= has {config.start_token!r}"
+        raise refusal([problem], " Set it where calls read it: model.config = config.")
+
+    for place, part, given in pairs or [("", model, config)]:
         own = getattr(part, "config", None)
         own = getattr(own, "transformer", own)  # of a DecoderConfig
-        if type(own) is not type(given):
-            continue  # the comparison of the models refuses it
+        if not isinstance(own, TransformerConfig) or not isinstance(given, TransformerConfig):
+            continue  # the comparison of the models refuses another class
 
-        values, own_values = _fields_with_meaning(given), _fields_with_meaning(own)
-        for path in values.keys() & own_values.keys():
-            value, read = values[path], own_values[path]
-            if value != read and _is_read_by_calls_alone(given, path, read):
-                problems.append(
-                    f"{place}.config has {path}={read!r}, which its calls read, but config= has "
-                    f"{value!r}"
-                )
-    if problems:
-        raise refusal(sorted(problems), " Set it where calls read it: model.config = config.")
-
-
-def _fields_with_meaning(config: Any) -> dict[str, Any]:
-    """Returns the fields of a config that something reads, by path, without those of its parts."""
-    relevant = _relevant(config)
-    if isinstance(config, TransformerConfig):
-        return {path: value for path, value in read_fields(config).items() if path in relevant}
-    return {f.name: getattr(config, f.name) for f in fields(config) if f.name in relevant}
-
-
-def _is_read_by_calls_alone(config: ModelConfig, path: str, other: object) -> bool:
-    """Whether models of a config have equal layers, whichever of two values a field has."""
-    try:
-        changed = replace_fields(config, {path: other})
-        built = [build_model(_plain(each), {}, Rngs(0)) for each in (config, changed)]
-        comparison = ArchitectureCheck(is_local_read=True)
-        comparison.compare_models(*built)
-    except (ShardaxError, ValueError, TypeError):  # one value fits the other fields alone
-        return False
-    return not comparison.wrong
+        read = _READ_BY_CALLS | ({"activation"} if given.output.transform else frozenset())
+        differing = {
+            path: values
+            for path, values in _differences(own, given).items()
+            if any(path == field or path.startswith(f"{field}.") for field in read)
+        }
+        if differing:
+            problem = f"{place}.config, which calls read, has {_said(differing)} in config="
+            raise refusal([problem], " Set it where calls read it: model.config = config.")
 
 
 def _content_of(config: ModelConfig) -> dict[str, Any]:

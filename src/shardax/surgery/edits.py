@@ -377,10 +377,14 @@ def lora(
         True
     """
     given = checked_selection("lora", selection)
-    selected = set(given.get_by_path())
-    layers = given.at_instances_of(KernelLayer).where(
-        lambda path, layer: path in selected or layer.is_adapted_unasked
-    )
+    selected = {id(part) for part in given.get_all()}
+
+    # Asked before the outermost layers are taken, or one that is left out would hide those in it.
+    def is_adapted(part: object) -> bool:
+        is_asked = id(part) in selected
+        return isinstance(part, KernelLayer) and (is_asked or part.is_adapted_unasked)
+
+    layers = given.at_subtrees_where(is_adapted)
     adapted = {id(each.body) for each in select(selection.tree).at_instances_of(LoRA).get_all()}
 
     streams = rngs or Rngs(0)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Texts of errors of recordings and patches."""
+"""Texts of errors of recordings, patches, adapters and precisions."""
 
 from __future__ import annotations
 
@@ -121,6 +121,17 @@ def shapes_in_stack(path_text: str, one: jax.Array, other: jax.Array) -> Selecti
 
 
 # --- lora -----------------------------------------------------------------------------------------
+
+
+def two_precisions(one: tuple[Path, object], other: tuple[Path, object]) -> SelectionError:
+    """Returns the error of ``with_precision`` for a layer whose kernels would get two."""
+    (first, first_precision), (second, second_precision) = one, other
+    return SelectionError(
+        "A layer has one precision for all of its kernels, but the filters give "
+        f"{first_precision!r} to {format_path(first)} and {second_precision!r} to "
+        f"{format_path(second)}. Choose them by one filter, as for all layers: "
+        "sx.surgery.with_precision(model, 'fp8')."
+    )
 
 
 def no_known_kernel(where: str) -> SelectionError:

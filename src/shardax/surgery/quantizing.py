@@ -16,6 +16,7 @@ from shardax.nn.arithmetic import DelayedScaling, take_precision
 from shardax.nn.kernels.layer import KernelLayer, KernelMap
 from shardax.nn.quantization import RANGES, Format, QuantizedKernel
 from shardax.nn.reparametrization import SpectralNorm, WeightNorm
+from shardax.surgery import errors
 
 _FORMATS = (*RANGES, None)
 _LAYERS = "Linear, Einsum, Embed, MoE and convolutions"
@@ -124,15 +125,17 @@ def with_precision(model: PyTree, precisions: Any) -> PyTree:
     Args:
         model: A model.
         precisions: As ``precision=`` of ``nn.Linear``, such as ``"fp8"``; or one for each filter of
-            kernels of ``Linear``, ``Einsum`` and ``Embed``, of which the first that matches
-            decides, and None for those to leave.
+            kernels of ``Linear``, ``Einsum``, ``Embed`` and other layers with
+            ``takes_precision``, of which the first that matches decides, and None for those to
+            leave. All kernels of a layer get one.
 
     Returns:
         The model with copies of these layers. All Variables are shared with the given one, so an
         optimizer of it trains both; ``"fp8-delayed"`` adds an ``AmaxHistory`` of each operand.
 
     Raises:
-        SelectionError: If a filter matches no kernel of such a layer.
+        SelectionError: If a filter matches no kernel of such a layer, or filters give the kernels
+            of one layer several precisions.
         LayerConfigError: If it is no precision.
 
     Example:
@@ -145,18 +148,24 @@ def with_precision(model: PyTree, precisions: Any) -> PyTree:
     entries = precisions if isinstance(precisions, Mapping) else {...: precisions}
     rules = [_FormatRule(key, All(key), value) for key, value in entries.items()]
     new, used = dict[int, KernelLayer](), set[int]()
+    decided: dict[int, tuple[Path, object]] = {}  # by the layer, its first kernel with a precision
 
     places = [place for place in _kernel_places(model) if place.layer.takes_precision]
     for place in places:
         number = _matching(place, rules)
-        if number is None:
-            continue
-        used.add(number)
-        if rules[number].format is None:
+        if number is not None:
+            used.add(number)
+        precision = None if number is None else rules[number].format
+
+        # A layer has one precision, for all of its kernels.
+        first = decided.setdefault(id(place.layer), (place.path, precision))
+        if precision != first[1]:
+            raise errors.two_precisions(first, (place.path, precision))
+        if precision is None or id(place.layer) in new:
             continue
 
         layer: Any = copy.copy(place.layer)
-        take_precision(layer, rules[number].format, None)
+        take_precision(layer, precision, None)
         if isinstance(layer.precision, DelayedScaling):
             layer.precision = DelayedScaling(*_lead(place))
         new[id(place.layer)] = layer

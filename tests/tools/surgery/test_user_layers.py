@@ -183,3 +183,53 @@ def test_user_layer_without_kernels_is_not_adapted() -> None:
 
     with pytest.raises(errors.SelectionError, match="has no kernel that LoRA knows"):
         LoRA(Empty(), 2)
+
+
+class TwoPrecise(Gated):
+    """A layer of two kernels and one precision."""
+
+    takes_precision = True
+    precision: Any = None
+
+    def __call__(self, x: Any) -> Any:
+        return super().__call__(x)
+
+    def kernel_maps(self) -> dict[str, sx.nn.KernelMap]:
+        return super().kernel_maps()
+
+
+@pytest.mark.parametrize(
+    "filters",
+    [
+        {sx.PathContains("gate"): None, ...: "highest"},
+        {sx.PathContains("gate"): "highest"},
+        {sx.PathContains("up"): "high", ...: "highest"},
+    ],
+)
+def test_layer_has_one_precision_for_all_kernels(filters: Any) -> None:
+    model = sx.nn.Sequential(TwoPrecise(4, rngs=sx.Rngs(0)))
+    with pytest.raises(errors.SelectionError, match=r"one precision for all of its kernels, but"):
+        sx.surgery.with_precision(model, filters)
+    assert model.layers[0].precision is None
+    (changed,) = sx.surgery.with_precision(model, "highest").layers
+    assert changed.precision == "highest"
+
+
+def test_lora_reaches_layers_within_one_that_is_not_adapted_unasked() -> None:
+    class Kept(Nested):
+        is_adapted_unasked = False
+
+        def __call__(self, x: Any) -> Any:
+            return super().__call__(x)
+
+        def kernel_maps(self) -> dict[str, sx.nn.KernelMap]:
+            return super().kernel_maps()
+
+    model = sx.nn.Sequential(Kept(rngs=sx.Rngs(0)))
+    adapted = lora(sx.select(model), 2)
+    assert set(sx.state(adapted, "lora").flat()) == {
+        ("layers", 0, "inner", "a"),
+        ("layers", 0, "inner", "b"),
+    }
+    asked = lora(sx.select(model).at(lambda model: model.layers[0]), 2)
+    assert set(sx.state(asked, "lora").flat()) == {("layers", 0, "a"), ("layers", 0, "b")}

@@ -124,9 +124,11 @@ class KernelLayer(Module):
     """Base of layers whose kernels can be quantized and adapted.
 
     A layer reads its kernels by ``kernel.value``, which a ``nn.QuantizedKernel`` has too, and says
-    by ``kernel_maps`` how it multiplies by them. For one kernel nothing else is needed: the
-    low-rank term is computed by the map's equation. A layer that multiplies in another way
-    overrides ``low_rank_term``; one of several kernels ``call_with_terms``. A subclass with a
+    by ``kernel_maps`` how it multiplies by them. For one kernel nothing else is needed if the
+    result is the product, plus what does not depend on the kernel: the low-rank term, by the map's
+    equation, is added to the result. A layer that multiplies in another way overrides
+    ``low_rank_term``; one of several kernels, or that computes further with the product, such as an
+    activation, ``call_with_terms``. A subclass with a
     ``__call__`` of its own says ``kernel_maps`` again, or is not adapted.
 
     Attributes:
