@@ -85,8 +85,9 @@ class DisplayTable:
 
         # The style stands in the elements, for notebooks have no style of this package.
         return (
-            '<div class="wide" style="overflow-x:auto" tabindex="0" role="region" '
-            f'aria-label="{escape(label)}"><table{_attribute("class", kind)}>'
+            '<div class="wide" style="overflow-x:auto;font-variant-numeric:tabular-nums" '
+            f'tabindex="0" role="region" aria-label="{escape(label)}">'
+            f"<table{_attribute('class', kind)}>"
             f"<thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table></div>"
         )
 
@@ -130,7 +131,7 @@ def _head(column: Column, sortable: bool) -> str:
 
 
 def _alignment(column: Column) -> str:
-    return ' style="text-align:right;font-variant-numeric:tabular-nums"' if column.right else ""
+    return ' style="text-align:right"' if column.right else ""
 
 
 def _attribute(name: str, value: str) -> str:

@@ -2,8 +2,8 @@
 """The types of Variables: what a Variable's value is for.
 
 Filters, slots and transforms go by the type: ``grad`` differentiates ``Param``, ``pop`` takes
-``Intermediate`` away. A type adds nothing else to ``Variable``, and users add types in the same
-way.
+``Intermediate`` away. A type adds no methods to ``Variable``; two types say that their values may
+be boxes. Users add types in the same way.
 """
 
 from __future__ import annotations

@@ -10,6 +10,8 @@ from pathlib import PurePath
 
 from shardax._migrate.rules import NNX
 
+ANY_NAME = "*"  # of an attribute whose name is computed
+
 
 @dataclass(frozen=True)
 class StoringClass:
@@ -41,7 +43,11 @@ class Project:
             attribute: Name of the attribute.
             label: Label of the file.
         """
-        storing = [each for each in self.classes if attribute in each.stores and each.file != label]
+        storing = [
+            each
+            for each in self.classes
+            if each.file != label and not each.stores.isdisjoint((attribute, ANY_NAME))
+        ]
         if not storing:
             return False
 
@@ -72,7 +78,7 @@ def survey(files: Iterable[tuple[str, str]]) -> Project:
         module = path.parent.name if path.stem == "__init__" else path.stem
         found = list(_imports_in(tree))
         imports.setdefault(module, []).extend(found)
-        classes += _classes_of(tree, label)
+        classes += _classes_of(tree, label, found)
         used |= _attributes_of(tree, {bound for bound, name in found if not _is_nnx(name)})
 
     uses_nnx = any(_is_nnx(name) for rows in imports.values() for _, name in rows)
@@ -88,28 +94,37 @@ def survey(files: Iterable[tuple[str, str]]) -> Project:
     return project
 
 
-def _classes_of(tree: ast.Module, label: str) -> Iterable[StoringClass]:
-    """Yields the classes of a file; a base that has two names is taken by both."""
-    aliases = {bound: name.rpartition(".")[2] for bound, name in _imports_in(tree)}
+def _classes_of(
+    tree: ast.Module, label: str, imports: Iterable[tuple[str, str]]
+) -> Iterable[StoringClass]:
+    """Yields the classes of a file; a base that has several names is taken by all of them."""
+    aliases = [(bound, name.rpartition(".")[2]) for bound, name in imports]
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Name | ast.Attribute):
             last = ast.unparse(node.value).rpartition(".")[2]
-            aliases |= {ast.unparse(target): last for target in node.targets}
+            aliases += [(ast.unparse(target), last) for target in node.targets]
 
     for owner in ast.walk(tree):
-        if not isinstance(owner, ast.ClassDef):
-            continue
-        bases = {_last_name(base) for base in owner.bases}
-        for _ in aliases:  # a name may be one of another name
-            bases |= {aliases[base] for base in bases & aliases.keys()}
-        places = [node for node in ast.walk(owner) if isinstance(node, ast.Attribute | ast.Name)]
-        names = [
-            node.attr if isinstance(node, ast.Attribute) else node.id
-            for node in places
-            if isinstance(node.ctx, ast.Store)
-        ]
-        methods = [item.name for item in owner.body if isinstance(item, ast.FunctionDef)]
-        yield StoringClass(label, owner.name, frozenset(bases), frozenset([*names, *methods]))
+        if isinstance(owner, ast.ClassDef):
+            bases = {_last_name(base) for base in owner.bases}
+            while new := {last for bound, last in aliases if bound in bases} - bases:
+                bases |= new
+            yield StoringClass(label, owner.name, frozenset(bases), frozenset(_stores_of(owner)))
+
+
+def _stores_of(owner: ast.ClassDef) -> Iterable[str]:
+    """Yields the attributes that a class sets or defines, ``ANY_NAME`` for a computed name."""
+    for node in ast.walk(owner):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.attr
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("setattr"):
+            name = node.args[1] if len(node.args) > 1 else None
+            is_text = isinstance(name, ast.Constant) and isinstance(name.value, str)
+            yield name.value if is_text else ANY_NAME
 
 
 def _last_name(base: ast.expr) -> str:

@@ -29,7 +29,7 @@ _TEXT_COLOR = "#010203"  # which nothing else has, to be replaced by the page's 
 _TEXT_PIXELS = 13
 _NARROW, _WIDE = (335, 240), (900, 340)  # sizes in pixels
 _MOST_STEPS = 7  # intervals of the axis of steps
-_PHONE_WIDTH, _DIGIT_WIDTH, _GAP = 250, 8, 12  # pixels: the axis of steps, a digit, what is between
+_VALUES_WIDTH, _DIGIT_WIDTH, _GAP = 85, 8, 12  # pixels: the axis of values, a digit, a gap
 _LARGEST = 1e200  # matplotlib adds margins to what it draws, beyond the largest of floats
 
 
@@ -199,10 +199,10 @@ def step_figure(drawn: Sequence[DrawnCurve], references: Mapping[str, float], si
         ticker.FuncFormatter(lambda value, _: _tick_text(value, [*axes.yaxis.get_majorticklocs()]))
     )
 
-    # The axis of steps goes from the first to the last. Of them as many are named as a phone has
-    # room for, beside the numbers along the axis of values.
+    # The axis of steps goes from the first to the last. Of them as many are named as there is room
+    # for, beside the numbers along the axis of values.
     last = max(each.points[-1][0] for each in drawn)
-    room = _PHONE_WIDTH // (_DIGIT_WIDTH * len(f"{last:,}") + _GAP)
+    room = (width - _VALUES_WIDTH) // (_DIGIT_WIDTH * len(f"{last:,}") + _GAP)
     intervals = max(2, min(_MOST_STEPS, room))
     round_steps = ticker.MaxNLocator(intervals, integer=True, min_n_ticks=1, steps=[1, 2, 5, 10])
     axes.margins(x=0)

@@ -159,15 +159,14 @@ def search(
 
     # Compiled: the most promising candidates, and the best of them with full effort.
     finalists = finalists if effort == "full" else 0
-    enough = max(top or 1, finalists)
     with (
         progress_for(progress) as bar,
         make_evaluator(steps[0].inputs, target, compiler, processes, cache) as evaluator,
     ):
-        run = StagedSearch(target, top, steps, cache, evaluator, bar)
+        run = StagedSearch(target, top, finalists, steps, cache, evaluator, bar)
         try:
-            run.compile_promising(within, enough, finalists)
-            run.confirm(finalists)
+            run.compile_promising(within)
+            run.confirm()
         except KeyboardInterrupt as error:
             raise run.interrupted() from error
     return run.plan()

@@ -48,6 +48,7 @@ class StagedSearch:
         self,
         target: Target,
         top: int | None,
+        finalists: int,
         steps: Sequence[ComparedStep],
         cache: object,
         evaluator: LocalEvaluator | PoolEvaluator,
@@ -55,8 +56,11 @@ class StagedSearch:
     ) -> None:
         self._target = target
         self._top = top
+        self._finalist_count = finalists
+        self._enough = max(top or 1, finalists)  # so many layouts must fit
         self._steps = steps
         self._candidates = most_promising_first(steps, target)
+        self._by_name = {candidate.layout.name: candidate for candidate in self._candidates}
         seconds = [candidate.seconds_per_example for candidate in self._candidates]
         self._least_seconds = min(seconds, default=1.0) or 1.0
         self._cache = cache
@@ -67,29 +71,30 @@ class StagedSearch:
         self._left_out: list[LayoutReport] = []
         self._finalists: set[str] = set()  # names of layouts compiled with full effort
 
-    def compile_promising(self, within: float | None, enough: int, finalists: int) -> None:
-        """Compiles the most promising candidates, and others until ``enough`` fit."""
+    def compile_promising(self, within: float | None) -> None:
+        """Compiles the most promising candidates, and others until enough fit."""
         waiting = self._candidates
-        stage = self._first_stage(within, enough)
+        stage = self._first_stage(within)
         while stage:
-            waiting = [candidate for candidate in waiting if candidate not in stage]
+            taken = set(stage)
+            waiting = [candidate for candidate in waiting if candidate not in taken]
 
-            at_once = max(0, finalists - len(self._finalists))
+            at_once = max(0, self._finalist_count - len(self._finalists))
             self._compile_finalists(stage[:at_once])
             self._compile(stage[at_once:], "screen", "screening")
 
-            missing = enough - self._fitting()
+            missing = self._enough - self._fitting()
             stage = waiting[: max(missing, _NEXT)] if missing > 0 else []
         self._left_out = [self._omission(candidate) for candidate in waiting]
 
-    def confirm(self, finalists: int) -> None:
+    def confirm(self) -> None:
         """Compiles the best layouts with full effort, until the best ``finalists`` all were."""
-        by_name = {candidate.layout.name: candidate for candidate in self._candidates}
-        left = finalists * _MOST_ROUNDS
+        left = self._finalist_count * _MOST_ROUNDS
         while left > 0:
             ranked = sorted(self._reports.values(), key=rank)
-            best = [report.layout.name for report in ranked if report.outcome == "fits"][:finalists]
-            chosen = [by_name[name] for name in best if name not in self._finalists][:left]
+            fitting = [report.layout.name for report in ranked if report.outcome == "fits"]
+            best = fitting[: self._finalist_count]
+            chosen = [self._by_name[name] for name in best if name not in self._finalists][:left]
             if not chosen:
                 return
 
@@ -131,12 +136,12 @@ class StagedSearch:
         """Returns a candidate's expected time of an example, over the least of all candidates."""
         return candidate.seconds_per_example / self._least_seconds
 
-    def _first_stage(self, within: float | None, enough: int) -> list[TimedCandidate]:
+    def _first_stage(self, within: float | None) -> list[TimedCandidate]:
         if within is None or len(self._candidates) <= FEW:
             return self._candidates
 
         near = [each for each in self._candidates if self._share(each) <= within]
-        chosen = [*near[: max(FEW, enough, 1)], *_best_of_forms(near)]
+        chosen = [*near[: max(FEW, self._enough)], *_best_of_forms(near)]
         return list(dict.fromkeys(chosen or self._candidates[:1]))
 
     def _fitting(self) -> int:
@@ -186,9 +191,8 @@ class StagedSearch:
 
     def _distance(self) -> list[str]:
         """Compares times of traced and compiled steps."""
-        traced = {candidate.layout.name: candidate.time for candidate in self._candidates}
         ratios = [
-            traced[name].seconds / report.expected.seconds
+            self._by_name[name].time.seconds / report.expected.seconds
             for name, report in self._reports.items()
             if report.expected is not None and report.outcome == "fits"
         ]

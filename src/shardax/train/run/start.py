@@ -83,7 +83,7 @@ class RunStart(NamedTuple):
     @property
     def extra(self) -> dict[str, Any]:
         """What the run saved beside its arrays; nothing at the beginning."""
-        return {} if self.description is None else self.description["extra"]
+        return (self.description or {}).get("extra") or {}
 
     def take(self, checkpoints: Checkpoints) -> Iterator[str]:
         """Sets the damaged checkpoints aside; yields messages about them."""
