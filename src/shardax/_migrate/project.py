@@ -123,8 +123,10 @@ def _stores_of(owner: ast.ClassDef) -> Iterable[str]:
             yield node.id
         elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("setattr"):
             name = node.args[1] if len(node.args) > 1 else None
-            is_text = isinstance(name, ast.Constant) and isinstance(name.value, str)
-            yield name.value if is_text else ANY_NAME
+            if isinstance(name, ast.Constant) and isinstance(name.value, str):
+                yield name.value
+            else:
+                yield ANY_NAME
 
 
 def _last_name(base: ast.expr) -> str:
