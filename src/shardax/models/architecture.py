@@ -65,7 +65,8 @@ _TRAINING = ("dropout", "attention.dropout", "embedding.dropout", "experts.load_
 _SETTINGS = frozenset(
     [*_TRAINING, "dtype", "experts.dispatch", "param_dtype", "remat", "scan_layers", "source"]
 )
-# Fields and groups of fields that calls of a Transformer read in its config.
+# Fields and groups of fields that calls of a Transformer read in its config; with a transform before
+# the head, ``activation`` too.
 _READ_BY_CALLS = frozenset(
     {
         "attention.chunked",
@@ -200,7 +201,7 @@ def _check_read_by_calls(model: Any, config: ModelConfig) -> None:
         own = getattr(part, "config", None)
         own = getattr(own, "transformer", own)  # of a DecoderConfig
         if not isinstance(own, TransformerConfig) or not isinstance(given, TransformerConfig):
-            continue  # the comparison of the models refuses another class
+            continue  # of a ConvNeXt calls read sizes alone; another class is refused later
 
         read = _READ_BY_CALLS | ({"activation"} if given.output.transform else frozenset())
         differing = {

@@ -34,7 +34,7 @@ from shardax.plan.searching.steps import (
     notes_of_steps,
 )
 
-FEW = 2  # so many candidates are compiled at least
+FEW = 2  # so many candidates are in the first stage at least, if as many are near the least time
 OF_EACH_FORM = 1  # of pipelines, split sequences and others, are compiled with the first
 _NEXT = 2  # so many are compiled at least where too few fit
 _MOST_ROUNDS = 3  # finalists are compiled at most so many times as often as there are finalists
@@ -69,7 +69,9 @@ class StagedSearch:
 
         self._reports: dict[str, LayoutReport] = {}  # of what was compiled, by the layout's name
         self._left_out: list[LayoutReport] = []
-        self._finalists: set[str] = set()  # names of layouts compiled with full effort
+        self._finalists: set[str] = (
+            set()
+        )  # layouts compiled with full effort, fitting or not, by name
 
     def compile_promising(self, within: float | None) -> None:
         """Compiles the most promising candidates, and others until enough fit."""
