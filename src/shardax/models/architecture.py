@@ -65,8 +65,8 @@ _TRAINING = ("dropout", "attention.dropout", "embedding.dropout", "experts.load_
 _SETTINGS = frozenset(
     [*_TRAINING, "dtype", "experts.dispatch", "param_dtype", "remat", "scan_layers", "source"]
 )
-# Fields and groups of fields that calls of a Transformer read in its config; ``activation`` too, with
-# a transform before the head.
+# Fields and groups of fields that calls of a Transformer read in its config. They read
+# ``activation`` too, if there is a transform before the head.
 _READ_BY_CALLS = frozenset(
     {
         "attention.chunked",
