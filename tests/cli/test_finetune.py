@@ -288,3 +288,19 @@ def test_invalid_finetuning_is_refused(
     assert main(["train", *filled, *out]) > 0
     assert message in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(("content", "tokens"), [(" " * 4000, 0), ("one " * 3 + " " * 4000, 3)])
+def test_text_with_fewer_tokens_than_a_window_is_refused(
+    content: str, tokens: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    publish(tmp_path / "model", vocab_size=8)
+    add_tokenizer(tmp_path / "model")
+    (tmp_path / "blank.txt").write_text(content)
+
+    words = ["--from", str(tmp_path / "model"), "--text", str(tmp_path / "blank.txt")]
+    assert main(["train", *words, "--out", str(tmp_path / "run"), *SIZES]) > 0
+
+    said = capsys.readouterr().err
+    assert f"has {tokens} tokens, too few for --seq-len" in said and said.count("\n") == 1
+    assert not (tmp_path / "run").exists()

@@ -12,7 +12,7 @@ import contextlib
 import json
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, get_args, get_origin, get_type_hints
@@ -117,7 +117,11 @@ class RunSettings:
         return {kind: getattr(self, kind) for kind in KERNEL_KINDS}
 
     def check(self, of: str = "") -> None:
-        """Raises CommandError if a setting has a wrong type or value."""
+        """Raises CommandError for settings that cannot be, alone or together.
+
+        Args:
+            of: The file that the settings are from; empty: options of a command.
+        """
         _check_settings(type(self), vars(self), of)
         _check_settings(type(self.model), vars(self.model), of)
 
@@ -127,19 +131,35 @@ class RunSettings:
 
         if self.precision is not None:
             _precisions(self.precision, of)
-            if self.lora is not None:
-                raise inputs.CommandError(
-                    f"{of}: --precision {self.precision} sets layers that --lora replaces; "
-                    "give one of them."
-                )
+        for problem in self._conflicts():
+            raise inputs.CommandError(f"{of}: {problem}" if of else problem)
 
-        if self.text == "":
-            raise inputs.CommandError(f"{of}: text='' is no path.")
         if self.batch_size * self.seq_len > LARGEST_BATCH:
             raise inputs.CommandError(
                 f"{of or '--batch-size and --seq-len'}: {self.batch_size} x {self.seq_len} bytes a "
                 f"step are more than {LARGEST_BATCH:,}; give fewer."
             )
+
+    def _conflicts(self) -> Iterator[str]:
+        """Yields the problems of settings that are right alone, but not together."""
+        if self.zero and not self.mesh:
+            yield (
+                "--zero splits the optimizer's state over the mesh axis data, but there is no "
+                "mesh; name one, such as --mesh data=2,model=4."
+            )
+        if self.rules is not None and not self.mesh:
+            yield (
+                "--rules names no mesh, and without one there is nothing to lay out; name it, such "
+                "as --mesh data=2,model=4."
+            )
+        if self.lora is not None and self.source is None:
+            yield "--lora needs --from, the model that the adapters are for."
+        if self.lora is not None and self.precision is not None:
+            yield (
+                f"--precision {self.precision} sets layers that --lora replaces; give one of them."
+            )
+        if self.text == "":
+            yield "text='' is no path."
 
     def make_model(self, mesh: object = None) -> Any:
         """Makes the decoder, lazy, or loads the published model."""

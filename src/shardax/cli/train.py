@@ -135,7 +135,7 @@ class Train:
         if planned is not None:
             planned.check_sizes(settings)
             planned.check_layout(settings)
-        self._check(settings)
+        settings.check()
         inputs.use_devices(settings.devices)
         distributed.agree("run.json", settings)
 
@@ -238,22 +238,6 @@ class Train:
             zero=self.zero or saved.zero,
             rules=saved.rules if fresh.rules is None else fresh.rules,
         )
-
-    def _check(self, settings: RunSettings) -> None:
-        """Raises CommandError for settings that cannot be, alone or together."""
-        if settings.zero and not settings.mesh:
-            raise inputs.CommandError(
-                "--zero splits the optimizer's state over the mesh axis data, but there is no "
-                "mesh; name one, such as --mesh data=2,model=4."
-            )
-        if settings.rules is not None and not settings.mesh:
-            raise inputs.CommandError(
-                f"--rules {self.rules} names no mesh, and without one there is nothing to lay out; "
-                "name it, such as --mesh data=2,model=4."
-            )
-        if settings.lora is not None and settings.source is None:
-            raise inputs.CommandError("--lora needs --from, the model that the adapters are for.")
-        settings.check()
 
 
 class _TrainingRun:
@@ -418,15 +402,26 @@ def _training_loss(balance: float, in_blocks: bool, model: Any, batch: Any) -> j
 
 
 def _tokenized(part: Any, codec: TextCodec, seq_len: int) -> Any:
-    """Returns a part of a text as tokens of a published model."""
-    tokens: list[int] = []
-    for segment in part.segments():
-        tokens += codec.encode(bytes(segment).decode(errors="replace"), special=False)
-    if len(tokens) <= seq_len:
-        raise inputs.CommandError(
-            f"--text: {part!r} has {len(tokens)} tokens, too few for --seq-len {seq_len}."
-        )
+    """Returns a part of a text as tokens of a published model, in a file without a name."""
+    segments = (
+        codec.encode(bytes(segment).decode(errors="replace"), special=False)
+        for segment in part.segments()
+    )
 
     # The open file outlives its name, and ends with this process.
     with tempfile.TemporaryDirectory() as folder:
-        return train.TokenFile.write(f"{folder}/tokens.npy", tokens, dtype="uint32").whole
+        try:
+            tokens = train.TokenFile.write(f"{folder}/tokens.npy", segments, dtype="uint32")
+        except DataError:  # no segment has a token
+            raise _too_short(part, 0, seq_len) from None
+
+    if len(tokens) <= seq_len:
+        raise _too_short(part, len(tokens), seq_len)
+    return tokens.whole
+
+
+def _too_short(part: Any, tokens: int, seq_len: int) -> inputs.CommandError:
+    """Returns the error of a text that is shorter than a window."""
+    return inputs.CommandError(
+        f"--text: {part!r} has {tokens} tokens, too few for --seq-len {seq_len}."
+    )

@@ -509,7 +509,13 @@ class Trainer:
                 screen = BoundedDisplay(shown, stop)
                 try:
                     return train_from(
-                        start, self, places, checkpoints, screen, stop, self._evaluate
+                        start,
+                        self,
+                        places=places,
+                        checkpoints=checkpoints,
+                        screen=screen,
+                        stop=stop,
+                        evaluate=self._evaluate,
                     )
                 except OverdueError:  # before the first step: later ones end within the run
                     path = checkpoints.path(start.steps_done)

@@ -70,13 +70,27 @@ class RunResult:
 def train_from(
     start: RunStart,
     trainer: Trainer,
-    places: PyTree,  # shardings of the batches
+    *,
+    places: PyTree,
     checkpoints: Checkpoints,
     screen: BoundedDisplay,
     stop: StopRequest,
     evaluate: Evaluate,
 ) -> RunResult:
-    """Runs from the checkpoint that was chosen, or from the beginning."""
+    """Runs from the checkpoint that was chosen, or from the beginning.
+
+    Args:
+        start: The checkpoint, or none.
+        trainer: Settings of the run, and what is trained; placed on the mesh here.
+        places: Shardings of the training batches.
+        checkpoints: The open folder of checkpoints.
+        screen: The display, whose calls end after a request to stop.
+        stop: The request to stop, by a signal or a callback.
+        evaluate: Measures held-out numbers.
+
+    Returns:
+        How the run ended, also after a request to stop.
+    """
     for note in start.take(checkpoints):
         screen.note(note)
     if start.description is None and trainer.log_path.exists():
