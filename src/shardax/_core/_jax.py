@@ -104,7 +104,9 @@ def refused_argument(argument: object) -> str | None:
     frame = sys._getframe(2)
     if frame.f_code.co_name not in _TYPE_QUERIES:
         return None
+
     subject = "What was given to a function of JAX"
+
     while frame is not None and frame.f_globals.get("__name__", "").split(".")[0] == "jax":
         name = frame.f_code.co_name
         home = next((m for m in ("jax.lax", "jax") if hasattr(sys.modules[m], name)), None)
@@ -114,6 +116,7 @@ def refused_argument(argument: object) -> str | None:
                 subject = f"The argument {parameter} of {home}.{name}"
                 break
         frame = frame.f_back
+
     return (
         f"{subject} is a {argument!r}, {ARRAYS_ONLY} Pass its value: variable.value, or "
         "variable[...]. Functions of jax.numpy and operators take the Variable itself."

@@ -114,6 +114,7 @@ def _remat(
         static_numbers=static == arguments.NUMBERS,
     )
     check_operands(once, "make it static: sx.remat(f, static_argnames=...)")
+
     run = once.program(once.run_whole, "arguments")
     policy = outside_inner_regions(policy)
     transformed = jax.checkpoint(run, policy=policy, prevent_cse=prevent_cse)

@@ -86,24 +86,28 @@ def as_planned(returned: object, target: str) -> PlannedStep:
         parts = {f.name: getattr(returned, f.name) for f in dataclasses.fields(returned)}
     elif isinstance(returned, tuple) and len(returned) == 2:
         parts = dict(zip(("step", "args"), returned, strict=True))
+
     if not isinstance(parts, Mapping) or not {"step", "args"} <= set(parts):
         kind = type(returned).__name__
         raise inputs.CommandError(
             f"{target!r} returned {kind}. It should return (step, args), or a "
             f"mapping or dataclass with step and args, and if wanted {', '.join(_OPTIONS)}."
         )
+
     for name in parts:
         if name not in _KEYS:
             raise inputs.CommandError(
                 f"{target!r} returned something with {name!r}; there are {', '.join(_KEYS)}."
                 f"{did_you_mean(name, _KEYS)}"
             )
+
     if not callable(parts["step"]) or not isinstance(parts["args"], (tuple, list)):
         raise inputs.CommandError(
             f"{target!r} returned step={parts['step']!r} and args of type "
             f"{type(parts['args']).__name__}. step is the function that is compiled, and args the "
             "tuple of its positional arguments."
         )
+
     options = {name: parts[name] for name in _OPTIONS if parts.get(name) is not None}
     return PlannedStep(parts["step"], tuple(parts["args"]), options)
 
@@ -165,7 +169,9 @@ class PlanCommand:
             target = plan.Target.parse(self.target)
         except TargetError as error:
             raise inputs.CommandError(f"--target {self.target}: {error}") from error
+
         meshes = [inputs.mesh_sizes(text) for text in self.mesh]
+
         _pretend_devices(target.kind, target.device_count)
         try:
             if self.rules is None:
@@ -180,6 +186,7 @@ class PlanCommand:
             if self.step is None or inputs.frames_of(self.step, error) is None:
                 raise  # not of the user's step
             raise inputs.user_error(self.step, error) from error
+
         self._print(layout_plan)
         best = layout_plan.best()
         if self.write_rules is not None:
@@ -193,6 +200,7 @@ class PlanCommand:
         inputs.check_outputs(
             {option: getattr(self, option) for option in ("json", "html", "write_rules")}
         )
+
         if self.step is not None and not inputs.is_target(self.step):
             raise inputs.CommandError(
                 f"{self.step!r} is not MODULE:NAME of a function that makes a step, as in shardax "
@@ -202,6 +210,7 @@ class PlanCommand:
             raise inputs.CommandError(
                 "--seq-len is of the presets; a step of your own has its lengths."
             )
+
         if self.rules is not None and len(self.batch) > 1:
             raise inputs.CommandError(
                 f"--batch {' '.join(map(str, self.batch))}: with --rules give one batch size; "
@@ -209,15 +218,18 @@ class PlanCommand:
             )
 
     def _make(self, batch: int | None) -> PlannedStep:
+        """Returns the step of the preset, or the user's own."""
         if self.step is None:
             return preset_step(self.preset, batch, self.seq_len)
         return own_step(self.step, batch)
 
     def _compile_options(self) -> dict[str, Any]:
+        """Returns the options of how layouts are compiled."""
         options = {name: getattr(self, name) for name in ("effort", "compiler", "processes")}
         return options | {"cache": "default" if self.cache else None}
 
     def _search(self, target: plan.Target, meshes: list[dict[str, int]]) -> plan.Plan:
+        """Returns the plan of a search, over several batch sizes if they are given."""
         first = self._make(self.batch[0] if self.batch else None)
         options: dict[str, Any] = {**first.options, **self._compile_options(), "top": self.top}
         if meshes:
@@ -232,7 +244,7 @@ class PlanCommand:
         return plan.search(step, (), target, batch=self.batch, **options)
 
     def _compare(self, target: plan.Target, meshes: list[dict[str, int]], rules: str) -> plan.Plan:
-        """Compares the layouts of a file."""
+        """Returns the plan of the layouts of a file, each over the meshes that are given."""
         layouts: list[Layout] = []
         is_file = rules.endswith(".toml")
         for named in inputs.load_layouts(rules) if is_file else (inputs.load_rules(rules),):
@@ -242,6 +254,7 @@ class PlanCommand:
                     f"--rules {rules}: the layout {named.name!r} names no mesh; name it, such as "
                     "--mesh data=4,model=2, or in the file: mesh = { data = 4, model = 2 }."
                 )
+
             parallelism = {
                 "parallel": named.parallel,
                 "optimizer_rules": named.optimizer_rules,
@@ -249,8 +262,10 @@ class PlanCommand:
             }
             over_meshes = layouts_over(named.name, named.rules, over)
             layouts += [dataclasses.replace(layout, **parallelism) for layout in over_meshes]
+
         for layout in layouts:
             target.check_mesh(layout.sizes)
+
         step = self._make(self.batch[0] if self.batch else None)
         reports = reports_of(
             Inputs(step.step, step.args), layouts, target, progress=True, **self._compile_options()

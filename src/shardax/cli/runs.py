@@ -152,12 +152,14 @@ class RunSettings:
                 "--rules names no mesh, and without one there is nothing to lay out; name it, such "
                 "as --mesh data=2,model=4."
             )
+
         if self.lora is not None and self.source is None:
             yield "--lora needs --from, the model that the adapters are for."
         if self.lora is not None and self.precision is not None:
             yield (
                 f"--precision {self.precision} sets layers that --lora replaces; give one of them."
             )
+
         if self.text == "":
             yield "text='' is no path."
 

@@ -177,6 +177,7 @@ def key_value(source: Any) -> LazyKey | jax.Array:
         if source.ndim > 0 and source.dtype == np.uint32:
             with contextlib.suppress(TypeError):  # not as many numbers as a key has
                 return jax.random.wrap_key_data(jnp.asarray(source))
+
     is_array = isinstance(source, (jax.Array, np.ndarray))
     shown = f"an array {source.dtype}{list(source.shape)}" if is_array else repr(source)
     raise ModuleError(
@@ -220,6 +221,7 @@ class Rngs(Module):
                 f"Write Rngs(0, dropout=1), or Rngs(**seeds); for other streams of the same "
                 f"numbers, rngs.fork()."
             )
+
         if default is not None:
             self.default = RngStream(default, "default")
         for name, source in streams.items():

@@ -214,6 +214,7 @@ def to_predicate(item: Filter) -> Predicate:
         return Any(*item)
     if callable(item):
         return typing.cast(Predicate, item)
+
     raise FilterError(
         f"{item!r} of type {type(item).__name__} is not a filter. Use a Variable type (sx.Param), "
         f"a tag string, ..., None, a "

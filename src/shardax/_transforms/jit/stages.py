@@ -139,9 +139,12 @@ def _result_view(specialization: Specialization, tree):
     result, written, fresh, effects = tree
     if effects.result is None:
         return result
+
     objects = [*specialization.graphdef.objects, *effects.fresh]
     for position, definition in effects.updates.items():
         objects[position] = definition
+
+    # The values of Variables that were written or are new, by the position of their object.
     values = {
         specialization.graphdef.leaves[p]: value
         for p, value in zip(effects.written, written, strict=True)
@@ -152,6 +155,7 @@ def _result_view(specialization: Specialization, tree):
         if type(item) is VariableDef
     ]
     values.update(zip(new, fresh, strict=True))
+
     leaves = list(result)
     for place, position in effects.result.roots:
         paths = definition_paths(GraphDef(tuple(objects), (Ref(position),)))
