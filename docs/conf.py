@@ -5,6 +5,7 @@ import gc
 import json
 import os
 import textwrap
+from collections.abc import Mapping
 from typing import Any
 
 from docutils import nodes
@@ -62,6 +63,50 @@ autosummary_context = {"left_out": _left_out()}
 
 myst_enable_extensions = ["colon_fence", "deflist", "dollarmath", "substitution"]
 myst_heading_anchors = 3
+
+
+def _table_of_families() -> str:
+    """Returns the families of published models as a Markdown table, from what reads them."""
+    from shardax.models.families.registry import FAMILIES
+
+    header = ["| `model_type` | classes | fields with these values only |", "| --- | --- | --- |"]
+    rows = [
+        f"| `{model_type}` | {_codes(family.architectures)} | {_values(family.neutral)} |"
+        for model_type, family in sorted(FAMILIES.items())
+    ]
+    return "\n".join(header + rows)
+
+
+def _codes(names: Mapping[str, Any]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
+def _values(fields: Mapping[str, tuple[Any, ...]]) -> str:
+    return ", ".join(
+        f"`{name}={' or '.join(map(repr, values))}`" for name, values in fields.items()
+    )
+
+
+def _table_of_hardware() -> str:
+    """Returns the known hardware as a Markdown table."""
+    from shardax.plan.hardware.hardware import HARDWARE
+
+    header = [
+        "| | bf16, 10^12 operations/s | usable GiB | its GB/s | a link, GB/s | network, GB/s |",
+        "| --- | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    rows = []
+    for chip in HARDWARE.values():
+        if chip.kind == "cpu":  # each is another one
+            continue
+        rates = (chip.memory_bandwidth, chip.link_bandwidth, chip.network_bandwidth)
+        figures = [chip.peak("bf16") / 1e12, chip.usable_bytes / 2**30, *(r / 1e9 for r in rates)]
+        rows.append(f"| `{chip.name}` |" + "".join(f" {figure:.1f} |" for figure in figures))
+    return "\n".join(header + rows)
+
+
+# A page shows one of these by its name in double braces.
+myst_substitutions = {"families": _table_of_families(), "hardware": _table_of_hardware()}
 
 autodoc_default_options = {"members": True, "show-inheritance": True}
 autodoc_member_order = "bysource"

@@ -97,9 +97,22 @@ def register(model_type: str, *, like: str | None = None, **parts: Any) -> None:
         model_type: As in ``config.json``. A type that is known already is replaced.
         like: A known type, of which everything is taken that is not given; mappings and lists are
             added to its own.
-        **parts: ``fields``, ``tensors``, ``head_tensors``, ``groups``, ``fixed``, ``defaults``,
-            ``derive``, ``architectures``, ``neutral``, ``harmless``, ``prefix``, ``buffers``; see
-            ``docs/pretrained.md``.
+        **parts: The parts of the family:
+
+            - ``fields``: fields of ``config.json``, and those of the config that they set, by path.
+            - ``derive``: a function for fields that need a computation:
+              ``lambda take: {"attention.rope_layers": take("num_hidden_layers") // 2}``.
+            - ``groups``: groups of fields that are read and written together.
+            - ``fixed``: fields of the config that all models of the type share, by path.
+            - ``defaults``: values of fields that may be left out.
+            - ``architectures``: by name of the class the fields of the config that it sets, such as
+              its head.
+            - ``neutral``: fields with the only values that they may have.
+            - ``harmless``: fields that change nothing.
+            - ``tensors``: a sequence of ``shardax.models.tensors.Tensor``.
+            - ``head_tensors``: those of each kind of head, where they differ.
+            - ``buffers``: ends of the names of tensors that are no parameters.
+            - ``prefix``: what models without a head leave out of the names of tensors.
 
     Raises:
         PretrainedError: If a part is unknown or missing, or ``like`` is no known type.
