@@ -174,7 +174,8 @@ class ArrayFigure:
         array, head, absence = self.array, self.head, self.absence()
         if absence:
             return f"{head}, {absence}"
-        is_real = jax.numpy.isdtype(array.dtype, ("bool", "integral", "real floating"))
+        kinds = (np.bool_, np.integer, np.floating)
+        is_real = any(jax.numpy.issubdtype(array.dtype, kind) for kind in kinds)
         if not is_real or not 0 < array.size <= _MOST_READ:
             return head
 
