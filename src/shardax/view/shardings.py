@@ -150,7 +150,7 @@ class ShardingDrawing:
 
         platform = "" if small else f"{platform_of(sharding)} "
         processes = {} if is_abstract(sharding) else _processes(sharding)
-        cells: dict[tuple[Span, Span], tuple[str, str]] = {}
+        cells: dict[tuple[Span | None, Span | None], tuple[str, str]] = {}
         for cell, devices in devices_by_cell.items():
             style = f"#000000 on {_COLORS[devices[0] % len(_COLORS)]}"
             cells[cell] = (platform + _devices_text(devices, processes), style)
@@ -158,9 +158,13 @@ class ShardingDrawing:
         cell_width = 2 + max(len(label) for label, _ in cells.values())
         most_wide, most_rows = (_SMALL_WIDE, _SMALL_ROWS) if small else (_MOST_WIDE, _MOST_ROWS)
         most_columns = max(most_wide // (cell_width + 1), 3)
-        down = _without_middle({down for down, _ in cells}, most_rows)
-        across = _without_middle({across for _, across in cells}, most_columns)
-        rows = tuple(tuple(cells.get((i, j), ("…", "")) for j in across) for i in down)
+        row_spans = _without_middle({row for row, _ in devices_by_cell}, most_rows)
+        column_spans = _without_middle({column for _, column in devices_by_cell}, most_columns)
+        left_out = ("…", "")
+        rows = tuple(
+            tuple(cells.get((row, column), left_out) for column in column_spans)
+            for row in row_spans
+        )
         if small:
             return cls(rows, cell_width, cell_height=1)
 
@@ -169,7 +173,7 @@ class ShardingDrawing:
         wide = min(_WIDEST, 2 * _TALLEST * width / height)
         tall = min(_TALLEST, round(wide * height / width / 2)) if height > 1 else 1
         cell_height = max(tall // len(rows) - 1, 0) // 2 * 2 + 1
-        return cls(rows, max(int(wide) // len(across), cell_width), cell_height)
+        return cls(rows, max(int(wide) // len(column_spans), cell_width), cell_height)
 
     @property
     def width(self) -> int:
