@@ -67,8 +67,8 @@ def memory_chart(reports: Sequence[LayoutReport]) -> str:
         limit = report.limit_bytes or None
         bars.append(Bar(report.layout.name, sizes, figure, description, limit=limit))
 
-    used = {kind for bar in bars for kind in bar.sizes}
-    colors = {kind: color for kind, color in _KINDS.items() if kind in used}
+    used = dict.fromkeys(kind for bar in bars for kind in bar.sizes)
+    colors = {kind: _KINDS.get(kind, _KINDS["other"]) for kind in used}
     limit = max((bar.limit or 0.0 for bar in bars), default=0.0)
     if limit <= _FAR * max((bar.end for bar in bars), default=0.0):
         return _chart(bars, colors)
